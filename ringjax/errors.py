@@ -1,0 +1,50 @@
+"""Errors that say what came, what was wanted and what to change.
+
+Law: everything ringjax raises about a caller's input derives from
+`RingjaxError` and from the builtin a caller would expect (`ValueError`,
+`TypeError`), is raised in Python before any compilation or collective, fits
+in 400 characters and names the argument and one remedy.
+"""
+
+from __future__ import annotations
+
+_LIMIT = 400
+
+
+class RingjaxError(Exception):
+  """Base of every error that ringjax raises about its inputs."""
+
+
+class ShapeError(RingjaxError, ValueError):
+  """A rank, a length or a head count does not fit."""
+
+
+class DtypeError(RingjaxError, TypeError):
+  """A dtype is not supported or two dtypes that must agree do not."""
+
+
+class InputTypeError(RingjaxError, TypeError):
+  """An argument is not an array (or not the object that was wanted)."""
+
+
+class MeshError(RingjaxError, ValueError):
+  """A mesh, a mesh axis or a sharding does not fit the call."""
+
+
+class OptionError(RingjaxError, ValueError):
+  """An option has an unknown value or does not combine with another."""
+
+
+class Declined(RingjaxError, NotImplementedError):
+  """An implementation says "not me"; `select` then asks the next one."""
+
+
+def message(argument: str, got: object, want: str, remedy: str) -> str:
+  """One sentence each: what came, what was wanted, what to change."""
+  text = f"{argument}: got {_short(got)}; wanted {want}; {remedy}."
+  return text if len(text) < _LIMIT else text[: _LIMIT - 4] + "..."
+
+
+def _short(value: object, limit: int = 120) -> str:
+  text = str(value)
+  return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,660 @@
+"""The public attention functions: global arrays, or per shard.
+
+Law: the result is that of `reference` on the whole sequence, whatever the
+mesh, the layout and the strategy. On a mesh there is one shard_map, over the
+sequence's axis and the mesh's explicit axes; other axes are left to the
+compiler, so a batch over `data` and heads over `model` stay where they are.
+Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import MeshError, OptionError, ShapeError, message
+from ringjax.ops.attention import request as requests
+from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.request import Operands, Request
+from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.ops.mask import Coords, Mask
+from ringjax.parallel import collectives
+from ringjax.parallel.layout import Layout, Striped, reachable_shards
+from ringjax.parallel.place import Place, locate
+
+Strategy = Ring | Gather | Ulysses
+
+_BY_NAME: dict[str, Strategy] = {
+    "ring": Ring(),
+    "gather": Gather(),
+    "ulysses": Ulysses(),
+}
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+    mesh: Any = None,
+    axis: str | None = None,
+    layout: Layout | None = None,
+    strategy: str | Strategy = "auto",
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    sinks: Any = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
+) -> Any:
+  """`jax.nn.dot_product_attention` over a sequence that may be sharded.
+
+  Every argument of the JAX function has its name, default and meaning, so a
+  model switches by changing the import. Two results are better: a row with no
+  allowed key gives 0 (and a residual of -inf), not an average of the values,
+  and the residual is float32 and differentiable.
+
+  Args:
+    query: [B, T, N, H] or [T, N, H]; bfloat16, float16, float32 or float64.
+    key: [B, S, K, H] or [S, K, H]; N is a multiple of K.
+    value: [B, S, K, J]; J may differ from H.
+    bias: broadcastable to [B, N, T, S], added to the scaled (and capped)
+      logits; differentiable.
+    mask: bool, broadcastable to [B, N, T, S], True where a query sees a key;
+      or a ringjax mask such as `Causal() & Window(4096)`, which costs no array.
+    scale: of the logits; default H**-0.5.
+    is_causal: a query sees keys at and before its position. Positions count
+      from 0 for queries and keys alike unless given, as in JAX.
+    query_seq_lengths: int32 [B]; later queries give 0.
+    key_value_seq_lengths: int32 [B]; later keys are not seen.
+    local_window_size: (left, right) or one int for both: how many tokens a
+      query sees on either side of its own position.
+    implementation: None or "xla" run ringjax; "cudnn" hands the call to
+      `jax.nn` and is for one device and JAX's own arguments only.
+    return_residual: also return the log-sum-exp, float32 [B, T, N].
+    mesh: the mesh; default: the operands', else the current one.
+    axis: the mesh axis that shards T and S. Default: what shards the operands,
+      else the current mesh's "seq" axis, else one device. Inside a shard_map
+      where the axis is manual the operands are per shard.
+    layout: the order in which the sequence dimension of all arrays lies on
+      the shards (`layout.permute` brings it there); default `Contiguous()`.
+    strategy: "auto" (now: the ring), "ring", "gather", "ulysses", or an object
+      such as `Ring(Blockwise(q_block=512))`. `Ring(Dense())` is the way to
+      forward-mode and higher-order derivatives.
+    q_segment_ids: int32 [B, T] or [T], the document of each query; 0 is
+      padding. Queries see keys of their own document only.
+    kv_segment_ids: the same for the keys; default `q_segment_ids`.
+    q_positions: int32 [B, T] or [T]; default: from the layout.
+    kv_positions: the same for the keys.
+    sinks: [N], a score per head that takes part in the softmax without a
+      value; differentiable. The residual includes it.
+    logits_soft_cap: c in c * tanh(logits / c).
+    alibi_slopes: [N]; adds -slope * |distance|; differentiable.
+    dropout_rate: of the attention weights.
+    dropout_seed: int, or an integer array [] or [B]. What is dropped depends
+      on (seed, head, position of the query, position of the key) alone: one
+      seed for all examples drops the same pairs in each.
+
+  Returns:
+    [B, T, N, J] in the query's dtype, or that and the residual.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  if implementation not in (None, "xla", "cudnn"):
+    raise OptionError(
+        message(
+            "implementation",
+            repr(implementation),
+            "None, 'xla' or 'cudnn'",
+            "leave it out",
+        )
+    )
+  request, operands = requests.build(
+      query,
+      key,
+      value,
+      bias=bias,
+      mask=mask,
+      scale=scale,
+      is_causal=is_causal,
+      aligned=True,
+      query_seq_lengths=query_seq_lengths,
+      key_value_seq_lengths=key_value_seq_lengths,
+      local_window_size=local_window_size,
+      layout=layout,
+      q_segment_ids=q_segment_ids,
+      kv_segment_ids=kv_segment_ids,
+      q_positions=q_positions,
+      kv_positions=kv_positions,
+      sinks=sinks,
+      logits_soft_cap=logits_soft_cap,
+      alibi_slopes=alibi_slopes,
+      dropout_rate=dropout_rate,
+      dropout_seed=dropout_seed,
+  )
+  place = locate(operands[:3], mesh, axis, required=False)
+  if implementation == "cudnn":
+    ours = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
+            sinks, logits_soft_cap, alibi_slopes)  # fmt: skip
+    plain = all(x is None for x in ours) and not dropout_rate
+    if place.size > 1 or not plain or isinstance(mask, Mask):
+      raise OptionError(
+          message(
+              "implementation",
+              "'cudnn' with a sharded sequence or an argument of ringjax",
+              "one device and the arguments of jax.nn",
+              "leave implementation out",
+          )
+      )
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, mask, scale=scale, is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, implementation="cudnn",
+        return_residual=return_residual,
+    )  # fmt: skip
+  return _run(request, operands, place, _strategy(strategy), return_residual)
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mesh: Any = None,
+    axis: str | None = None,
+    layout: Layout | None = None,
+    is_causal: bool = False,
+    return_residual: bool = False,
+    local: Any = None,
+    **options: Any,
+) -> Any:
+  """Ring attention (Liu et al. 2023, arXiv 2310.01889) over a mesh axis.
+
+  As `dot_product_attention(..., strategy="ring")`, with two differences: an
+  axis has to be found, and causal attention between unequal lengths needs
+  positions that say how they align.
+
+  Args:
+    query: [B, T, N, H], T over `axis`, in the order of `layout`.
+    key: [B, S, K, H].
+    value: [B, S, K, J].
+    mesh: the mesh; default: the operands', else the current one.
+    axis: the mesh axis; default as in `dot_product_attention`.
+    layout: default `Contiguous()`.
+    is_causal: a query sees keys at and before its position.
+    return_residual: also return the log-sum-exp, float32 [B, T, N].
+    local: the algorithm of one hop, default `Blockwise()`.
+    **options: the other keyword arguments of `dot_product_attention`, but for
+      `strategy` and `implementation`.
+
+  Returns:
+    [B, T, N, J] in the query's dtype, or that and the residual.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  request, operands = requests.build(
+      query,
+      key,
+      value,
+      is_causal=is_causal,
+      layout=layout,
+      **_known(options),
+  )
+  place = locate(operands[:3], mesh, axis, required=True)
+  strategy = _strategy(Ring(local or Blockwise()))
+  return _run(request, operands, place, strategy, return_residual)
+
+
+def striped_attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
+  """Striped attention (Brandon et al. 2023, arXiv 2311.09431).
+
+  `ring_attention` whose arrays lie in the striped layout: permute once, at the
+  loader or the embedding, with `Striped().permute(x, shards=R, axis=1)`.
+
+  Args:
+    query: [B, T, N, H], in striped order.
+    key: [B, S, K, H].
+    value: [B, S, K, J].
+    **options: the keyword arguments of `ring_attention`. `layout` may be a
+      `Striped(block)` with longer stripes.
+
+  Returns:
+    [B, T, N, J], in striped order.
+  """
+  layout = options.pop("layout", None) or Striped()
+  if not isinstance(layout, Striped):
+    raise OptionError(
+        message(
+            "layout",
+            repr(layout),
+            "a Striped(block) layout",
+            "use ring_attention for other layouts",
+        )
+    )
+  return ring_attention(query, key, value, layout=layout, **options)
+
+
+def blockwise_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    is_causal: bool = False,
+    q_block: int | None = None,
+    kv_block: int | None = None,
+    return_residual: bool = False,
+    **options: Any,
+) -> Any:
+  """Exact attention on one device in blocks, without a T x S array.
+
+  Args:
+    query: [B, T, N, H].
+    key: [B, S, K, H].
+    value: [B, S, K, J].
+    is_causal: a query sees keys at and before its position.
+    q_block: queries of a tile; default: chosen by the length.
+    kv_block: keys of a tile.
+    return_residual: also return the log-sum-exp, float32 [B, T, N].
+    **options: the other keyword arguments of `dot_product_attention`, but for
+      `mesh`, `axis`, `layout`, `strategy` and `implementation`.
+
+  Returns:
+    [B, T, N, J] in the query's dtype, or that and the residual.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  request, operands = requests.build(
+      query, key, value, is_causal=is_causal, **_known(options)
+  )
+  strategy = Gather(Blockwise(q_block, kv_block))
+  place = locate(operands[:3], None, None, required=False)
+  if place.size > 1 and not place.manual:
+    # Explicitly sharded operands need a shard_map, whatever their axis.
+    place = dataclasses.replace(place, axis=place.axis)
+    if place.axis is not None and not place.batch and not place.heads:
+      place = Place()
+  elif place.manual:
+    place = Place()
+  return _run(request, operands, place, strategy, return_residual)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_at: Coords,
+    k_at: Coords,
+    mask: Mask,
+    strategy: Strategy,
+    *,
+    scale: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Per shard: attention between tokens whose coordinates are given.
+
+  The piece under the other functions, for those who build. `strategy` comes
+  with its axis, e.g. `Ring(Blockwise(), axis="seq")`; `Gather()` is local.
+
+  Args:
+    q: [B, T, N, H].
+    k: [B, S, K, H].
+    v: [B, S, K, J].
+    q_at: coordinates [B or 1, T].
+    k_at: coordinates [B or 1, S].
+    mask: predicate over coordinates.
+    strategy: which keys arrive when.
+    scale: of the logits; default H**-0.5.
+
+  Returns:
+    (out [B, T, N, J] in q's dtype, log-sum-exp [B, T, N] in float32), both
+    differentiable; `Partial.of(out, lse)` merges with other partials.
+  """
+  request, x = requests.build(q, k, v, mask=mask, scale=scale)
+  context = Context(q_at, k_at, x.mask)
+  return _attend(request.scores, x, context, strategy)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+  known = (
+      "bias", "mask", "scale", "query_seq_lengths", "key_value_seq_lengths",
+      "local_window_size", "q_segment_ids", "kv_segment_ids", "q_positions",
+      "kv_positions", "sinks", "logits_soft_cap", "alibi_slopes",
+      "dropout_rate", "dropout_seed",
+  )  # fmt: skip
+  for name in options:
+    if name not in known:
+      raise OptionError(
+          message(name, "an unknown argument", f"one of {', '.join(known)}",
+                  "see dot_product_attention")  # fmt: skip
+      )
+  return options
+
+
+def _strategy(strategy: Any) -> Strategy:
+  if isinstance(strategy, Ring | Gather | Ulysses):
+    if not hasattr(strategy.local, "forward"):
+      raise OptionError(
+          message(
+              "strategy",
+              f"a local algorithm {strategy.local!r}",
+              "Blockwise() or Dense()",
+              "pass e.g. Ring(Blockwise())",
+          )
+      )
+    return strategy
+  if strategy == "auto":
+    return _BY_NAME["ring"]
+  if not isinstance(strategy, str) or strategy not in _BY_NAME:
+    raise OptionError(
+        message(
+            "strategy",
+            repr(strategy),
+            f"'auto', {', '.join(map(repr, _BY_NAME))} or an object like Ring()",
+            "leave it out for 'auto'",
+        )
+    )
+  return _BY_NAME[strategy]
+
+
+def _run(
+    request: Request,
+    x: Operands,
+    place: Place,
+    strategy: Strategy,
+    return_residual: bool,
+) -> Any:
+  if x.q.shape[0] == 0:
+    out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
+    lse = jnp.zeros(x.q.shape[:3], _wide(x.q.dtype))
+  elif place.mesh is not None:
+    out, lse = _on_mesh(request, x, place, strategy)
+  else:
+    out, lse = _per_shard(request, x, place, strategy, None)
+  if not request.batched:
+    out, lse = out[0], lse[0]
+  return (out, lse) if return_residual else out
+
+
+def _wide(dtype: Any) -> Any:
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def _per_shard(
+    request: Request,
+    x: Operands,
+    place: Place,
+    strategy: Strategy,
+    lengths: tuple[int, int] | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Per shard: `lengths` are the true ones of the sequence, None if whole."""
+  layout, size = request.layout, place.size
+  shards = [x.q.shape[1], x.k.shape[1]]
+  if lengths is None:
+    for name, local in zip(("query", "key"), shards, strict=True):
+      wrong = layout.check_local_length(local) if size > 1 else None
+      if wrong:
+        raise ShapeError(
+            message(
+                name,
+                f"{local} tokens a shard",
+                f"{wrong} in the layout {layout}",
+                "pad the sequence, or call outside of shard_map",
+            )
+        )
+    lengths = (shards[0] * size, shards[1] * size)
+  index: Any = 0
+  if place.axis is not None:
+    index = collectives.axis_index(place.axis)
+  natural = [layout.positions(index, size, n)[None] for n in shards]
+  q_at = _coords(natural[0], lengths[0], x.q_pos, x.q_seg, x.q_len)
+  k_at = _coords(natural[1], lengths[1], x.k_pos, x.k_seg, x.k_len)
+  group = x.q.shape[2] // x.k.shape[2]
+  by_kv_head = lambda a: None if a is None else a.reshape(-1, group)
+  context = Context(
+      q_at,
+      k_at,
+      x.mask,
+      _grouped(x.allow, x.k.shape[2]),
+      by_kv_head(x.heads),
+      x.seed,
+  )
+  needed = None
+  behind, ahead = x.mask.reach
+  derived = x.q_pos is None and x.k_pos is None
+  if derived and behind is not None and ahead is not None:
+    whole = [n * size for n in shards]
+    needed = reachable_shards(layout, size, *whole, behind, ahead)
+  return _attend(request.scores, x, context, strategy.on(place.axis, needed))
+
+
+def _attend(
+    scores: Scores, x: Operands, context: Context, strategy: Strategy
+) -> tuple[jax.Array, jax.Array]:
+  b, t, n, h = x.q.shape
+  kv_heads = x.k.shape[2]
+  group = n // kv_heads
+  local = Local(
+      jnp.transpose(x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)),
+      jnp.swapaxes(x.k, 1, 2),
+      jnp.swapaxes(x.v, 1, 2),
+  )
+  by_kv_head = lambda a: None if a is None else a.reshape(kv_heads, group)
+  terms = Terms(
+      _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
+  )
+  out, lse = strategy.attend(scores, local, terms, context)
+  out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+  return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
+
+
+def _coords(
+    natural: jax.Array, length: int, pos: Any, seg: Any, valid: Any
+) -> Coords:
+  real = natural < length
+  if valid is not None:
+    real = real & (natural < valid[:, None])
+  seg = jnp.ones_like(natural) if seg is None else seg
+  seg = jnp.where(real, seg, 0)
+  return Coords(natural if pos is None else pos, seg)
+
+
+def _grouped(pair: Any, kv_heads: int) -> Any:
+  """[B|1, N|1, T|1, S|1] -> [B|1, K|1, G|1, T|1, S|1]."""
+  if pair is None:
+    return None
+  heads = (1, 1) if pair.shape[1] == 1 else (kv_heads, -1)
+  return pair.reshape(pair.shape[0], *heads, *pair.shape[2:])
+
+
+def _on_mesh(
+    request: Request, x: Operands, place: Place, strategy: Strategy
+) -> tuple[jax.Array, jax.Array]:
+  _check_explicit(x, place)
+  if isinstance(place.mesh, Mesh):
+    # Arrays that a caller made without a mesh have to reach its devices.
+    specs = _specs(x, place)
+    x = jax.tree.map(
+        lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
+    )
+  return _jitted(request, x, place, strategy)
+
+
+def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
+  if isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array):
+    return a
+  if a.sharding.device_set == set(mesh.devices.flat):
+    return a
+  divides = all(
+      axes is None or n % math.prod(mesh.shape[i] for i in _names(axes)) == 0
+      for n, axes in zip(a.shape, tuple(spec), strict=False)
+  )
+  return jax.device_put(a, NamedSharding(mesh, spec if divides else P()))
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+  return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _like(x: Operands, specs: Operands) -> Operands:
+  """Specs without those of absent operands."""
+  return jax.tree.map(
+      lambda a, spec: None if a is None else spec,
+      x,
+      specs,
+      is_leaf=lambda a: a is None,
+  )
+
+
+def _reshard(a: jax.Array, mesh: Any, spec: P) -> jax.Array:
+  sharding = jax.typeof(a).sharding
+  if not sharding.mesh.empty and sharding.spec == spec:
+    return a
+  return jax.sharding.reshard(a, NamedSharding(mesh, spec))
+
+
+def _check_explicit(x: Operands, place: Place) -> None:
+  size = math.prod(place.mesh.shape[a] for a in place.heads)
+  kv_heads = x.k.shape[2]
+  if size > 1 and kv_heads > 1 and kv_heads % size:
+    raise MeshError(
+        message(
+            "key",
+            f"{kv_heads} heads over the {size} shards of {place.heads}",
+            "one head, or a multiple of the shards",
+            "reshard the query's heads over a smaller axis",
+        )
+    )
+
+
+def _specs(x: Operands, place: Place) -> Operands:
+  b, h, s = place.batch or None, place.heads or None, place.axis
+  one = lambda n, a: None if n == 1 else a
+  pair = lambda a: a is not None and P(
+      one(a.shape[0], b), one(a.shape[1], h), one(a.shape[2], s)
+  )
+  tokens = lambda a: a is not None and P(one(a.shape[0], b), s)
+  kv = P(b, s, one(x.k.shape[2], h))
+  return Operands(
+      q=P(b, s, h),
+      k=kv,
+      v=kv,
+      bias=pair(x.bias) or None,
+      allow=pair(x.allow) or None,
+      sinks=P(h),
+      slopes=P(h),
+      heads=P(h),
+      q_pos=tokens(x.q_pos) or None,
+      k_pos=tokens(x.k_pos) or None,
+      q_seg=tokens(x.q_seg) or None,
+      k_seg=tokens(x.k_seg) or None,
+      q_len=P(b),
+      k_len=P(b),
+      seed=None if x.seed is None else P(one(x.seed.shape[0], b)),
+      mask=jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _jitted(
+    request: Request, x: Operands, place: Place, strategy: Strategy
+) -> tuple[jax.Array, jax.Array]:
+  lengths = x.q.shape[1], x.k.shape[1]
+  fit = [
+      _fit(request.layout, n, place.size) if place.axis else None
+      for n in lengths
+  ]
+  x = _pad_sequence(x, fit)
+  specs = _like(x, _specs(x, place))
+  explicit = {
+      a
+      for a, kind in zip(
+          place.mesh.axis_names, place.mesh.axis_types, strict=True
+      )
+      if kind == AxisType.Explicit
+  }
+  if explicit:
+    x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
+  names = explicit | ({place.axis} if place.axis else set())
+  out, lse = jax.shard_map(
+      lambda x: _per_shard(request, x, place, strategy, lengths),
+      mesh=place.mesh,
+      in_specs=(specs,),
+      out_specs=(specs.q, specs.q),
+      axis_names=names,
+      check_vma=True,
+  )(x)
+  if fit[0] is not None:
+    keep = np.flatnonzero(fit[0] >= 0)
+    contiguous = np.array_equal(keep, np.arange(keep.size))
+    take = (lambda a: a[:, : keep.size]) if contiguous else (
+        lambda a: jnp.take(a, keep, axis=1)
+    )
+    out, lse = take(out), take(lse)
+  return out, lse
+
+
+def _fit(layout: Layout, length: int, size: int) -> Any:
+  """For each slot of the padded layout the token in it, -1 for none."""
+  order = layout.padded_order(length, size)
+  if order.size == length:
+    return None
+  real = order >= 0
+  return np.where(real, np.cumsum(real) - 1, -1)
+
+
+def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
+  """Gives each shard the same number of slots, where lengths do not divide."""
+  if fit[0] is None and fit[1] is None:
+    return x
+  q = lambda a, axis: _into_slots(a, fit[0], axis)
+  k = lambda a, axis: _into_slots(a, fit[1], axis)
+  pair = lambda a: None if a is None else k(q(a, 2), 3)
+  return x._replace(
+      q=q(x.q, 1),
+      k=k(x.k, 1),
+      v=k(x.v, 1),
+      bias=pair(x.bias),
+      allow=pair(x.allow),
+      q_pos=q(x.q_pos, 1),
+      k_pos=k(x.k_pos, 1),
+      q_seg=q(x.q_seg, 1),
+      k_seg=k(x.k_seg, 1),
+  )
+
+
+def _into_slots(a: Any, slots: Any, axis: int) -> Any:
+  if a is None or slots is None or (axis >= 2 and a.shape[axis] == 1):
+    return a
+  length = a.shape[axis]
+  if np.array_equal(slots[:length], np.arange(length)):
+    widths = [(0, 0)] * a.ndim
+    widths[axis] = (0, slots.size - length)
+    return jnp.pad(a, widths)
+  # Empty slots hold some token's values; their coordinates say "nothing".
+  return jnp.take(a, np.maximum(slots, 0), axis=axis)

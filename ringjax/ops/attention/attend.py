@@ -1,0 +1,178 @@
+"""Per shard: attention by a strategy, with its gradient.
+
+Law: `attend` returns (out, lse) of the local queries over all keys that the
+strategy brings, whichever strategy it is, and both are differentiable.
+
+A *strategy* decides which keys arrive when and wraps a *local algorithm*:
+
+  forward(scores, x, terms, context) -> Partial
+  backward(scores, x, terms, context, residuals) -> Gradients
+
+A strategy whose local algorithm is `differentiable` is left to JAX; another
+gets one custom rule here, which keeps q, k, v, out and lse and nothing else.
+out and lse carry the checkpoint names `NAMES`: a remat policy that saves them
+(`jax.checkpoint_policies.save_only_these_names(*NAMES)`) never runs the
+strategy's forward pass again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import Gradients, Local, Residuals
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.softmax import Partial, add_sink, finalize
+from ringjax.parallel import collectives
+
+NAMES = ("ringjax_attention_out", "ringjax_attention_lse")
+
+
+class Algorithm(Protocol):
+  """What `attend` needs of a strategy."""
+
+  local: Any
+  axis: str | None
+
+  def forward(
+      self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> Partial: ...
+
+  def backward(
+      self,
+      scores: Scores,
+      x: Local,
+      terms: Terms,
+      context: Context,
+      residuals: Residuals,
+  ) -> Gradients: ...
+
+
+def attend(
+    algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
+) -> tuple[jax.Array, jax.Array]:
+  """(out [B, K, G, T, J] in q's dtype, lse [B, K, G, T] in float32)."""
+  axis = algorithm.axis
+  axes = collectives.varying_axes(x, terms, context)
+  axes = axes | {axis} if axis else axes
+  x, terms, context = collectives.vary((x, terms, context), axes)
+  if algorithm.local.differentiable:
+    return _name(*_finish(algorithm.forward(scores, x, terms, context), x, terms))
+  size = collectives.axis_size(axis) if axis else 1
+  return _attend(algorithm, size, scores, x, terms, context)
+
+
+def _finish(
+    partial: Partial, x: Local, terms: Terms
+) -> tuple[jax.Array, jax.Array]:
+  if terms.sinks is not None:
+    partial = add_sink(partial, terms.sinks[None, :, :, None])
+  out, lse = finalize(partial)
+  return out.astype(x.q.dtype), lse
+
+
+def _name(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(
+    algorithm: Any,
+    size: int,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+) -> tuple[jax.Array, jax.Array]:
+  del size
+  return _finish(algorithm.forward(scores, x, terms, context), x, terms)
+
+
+def _attend_fwd(
+    algorithm: Any,
+    size: int,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+  out, lse = _name(*_attend(algorithm, size, scores, x, terms, context))
+  return (out, lse), (x, terms, context, out, lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gradient(
+    algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
+) -> tuple[Local, Terms]:
+  x, terms, context, out, lse = saved
+  do, dlse = cotangents
+  wide = lse.dtype
+  delta = jnp.sum(do.astype(wide) * out.astype(wide), -1) - dlse
+  with collectives.bound(algorithm.axis, size):
+    grads = algorithm.backward(
+        scores,
+        x,
+        terms._replace(sinks=None),
+        context,
+        Residuals(do, lse, delta),
+    )
+  dx = Local(
+      jnp.transpose(grads.q, (0, 1, 3, 4, 2)).astype(x.q.dtype),
+      grads.k.astype(x.k.dtype),
+      grads.v.astype(x.v.dtype),
+  )
+  dterms = grads.terms
+  if terms.sinks is not None:
+    sink = terms.sinks[None, :, :, None].astype(wide)
+    share = jnp.exp(sink - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    dterms = dterms._replace(sinks=-jnp.sum(share * delta, (0, 3)))
+  cast = lambda d, like: d.astype(like.dtype)
+  return dx, jax.tree.map(cast, dterms, terms)
+
+
+def _gradient_fwd(*args: Any) -> tuple[Any, None]:
+  return _gradient(*args), None
+
+
+def _gradient_bwd(*args: Any) -> Any:
+  del args
+  raise OptionError(
+      message(
+          "strategy",
+          "a derivative of a derivative of a blockwise algorithm",
+          "a plainly differentiated one",
+          "pass strategy=Ring(Dense()) for higher orders and forward mode",
+      )
+  )
+
+
+_gradient.defvjp(_gradient_fwd, _gradient_bwd)
+
+
+def _attend_bwd(
+    algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
+) -> tuple[Local, Terms, None]:
+  return *_gradient(algorithm, size, scores, saved, cotangents), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def zero_gradients(
+    x: Local, terms: Terms, wide: Any
+) -> tuple[jax.Array, Terms]:
+  """The (dq, dterms) that a backward pass starts from."""
+  b, k, g, t, h = x.q.shape
+  zeros = lambda shape: collectives.zeros(shape, wide, x)
+  return zeros((b, k, h, g, t)), jax.tree.map(lambda a: zeros(a.shape), terms)
+
+
+def empty_partial(x: Local) -> Partial:
+  """The partial of the local queries over no keys."""
+  wide = jnp.promote_types(x.q.dtype, jnp.float32)
+  return Partial.empty(x.q.shape[:4], x.v.shape[-1], wide, x)

@@ -1,0 +1,469 @@
+"""Blockwise attention: tiles of scores, an online softmax, nothing T x S.
+
+Law: equals `reference` for every mask and every extra of the scores, forward
+and backward; a tile in which no pair is allowed costs nothing, and a tile in
+which every pair is allowed costs no mask.
+Cost: 4 q_block k_block H FLOPs a tile forward (two products), 10 backward
+(five: the scores are computed again), one exponential a pair each time.
+Memory: a few score tiles; the statistics are one number a row.
+Ref:  Rabe and Staats 2021, arXiv 2112.05682; Dao 2023, arXiv 2307.08691.
+
+The bounds of the coordinates decide which tiles are computed: `tile_kinds`
+sorts every tile into none, some or all, and the loops run over lists of just
+the tiles that count, so that the trip count is the number of tiles. The
+backward pass computes scores with keys first, [k, q]: then all five products
+have an untransposed left operand, which is what CPU matrix kernels are fast
+at, and it needs no transposed copy of a tile.
+
+A non-finite key, value, query or cotangent reaches only the rows and columns
+that may see it: in tiles with a mask the operands of the products are cleaned
+and the row is marked NaN through its scores instead (0 * NaN is NaN, so a
+zero weight alone would not keep it out).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention import scores as scoring
+from ringjax.ops.attention.scores import Context, Orientation, Scores, Terms, Tile
+from ringjax.ops.mask import Coords, Mask, extent
+from ringjax.ops.softmax import Partial, finite_max
+from ringjax.parallel import collectives
+
+_FORWARD = Orientation(keys_first=False)
+_BACKWARD = Orientation(keys_first=True)
+
+
+class Local(NamedTuple):
+  """Operands of a local algorithm, in the order of axes that it wants.
+
+  Fields:
+    q: [B, K, G, T, H].
+    k: [B, K, S, H].
+    v: [B, K, S, J].
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+
+
+class Gradients(NamedTuple):
+  """Float32 gradients of one call of a local algorithm.
+
+  Fields:
+    q: [B, K, H, G, T], keys-first order: transposed once at the end.
+    k: [B, K, S, H].
+    v: [B, K, S, J].
+    terms: gradients of the extras, None where absent.
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  terms: Terms
+
+
+class Residuals(NamedTuple):
+  """What the backward pass needs of the forward pass and the cotangents.
+
+  Fields:
+    do: [B, K, G, T, J], cotangent of the output.
+    lse: [B, K, G, T], log-sum-exp over all keys (and the sink).
+    delta: [B, K, G, T], sum(do * out) minus the cotangent of lse.
+  """
+
+  do: jax.Array
+  lse: jax.Array
+  delta: jax.Array
+
+
+class TileLists(NamedTuple):
+  """For each row of tiles, the tiles that count.
+
+  Fields:
+    whole: int32 [rows, n], numbers of the tiles that need no mask, first.
+    wholes: int32 [rows], how many they are.
+    part: int32 [rows, n], numbers of the tiles that need one, first.
+    parts: int32 [rows], how many they are.
+  """
+
+  whole: jax.Array
+  wholes: jax.Array
+  part: jax.Array
+  parts: jax.Array
+
+
+def tile_kinds(
+    mask: Mask, q: Coords, k: Coords, q_block: int, k_block: int
+) -> jax.Array:
+  """0 none, 1 some, 2 all pairs of a tile allowed: int8 [T/q_block, S/k_block].
+
+  Bounds, not pairs, decide: a tile of kind 1 may turn out empty, never the
+  other way round. Examples of the batch share the answer: a tile counts if it
+  counts for one of them.
+  """
+  cut = lambda x, n: x.reshape(x.shape[0], -1, n)
+  rows = extent(Coords(cut(q.pos, q_block), cut(q.seg, q_block)))
+  cols = extent(Coords(cut(k.pos, k_block), cut(k.seg, k_block)))
+  rows = jax.tree.map(lambda x: x[:, :, None], rows)
+  cols = jax.tree.map(lambda x: x[:, None, :], cols)
+  some, every = mask.bound(rows, cols)
+  some = jnp.any(some & rows.some & cols.some, 0)
+  every = jnp.all(every & rows.all & cols.all, 0)
+  # A tile of which all is allowed has some allowed.
+  return some.astype(jnp.int8) + every.astype(jnp.int8)
+
+
+def tile_lists(kinds: jax.Array, masked: bool) -> TileLists:
+  """Lists of a row's tiles; with `masked` no tile goes without a mask."""
+  whole = (kinds == 2) & (not masked)
+  part = (kinds != 0) & ~whole
+
+  def listed(yes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    order = jnp.argsort(~yes, axis=1, stable=True)
+    return order.astype(jnp.int32), jnp.sum(yes, 1, dtype=jnp.int32)
+
+  return TileLists(*listed(whole), *listed(part))
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockwise:
+  """The local algorithm that serves everything, on every platform.
+
+  Attributes:
+    q_block: queries of a tile; None chooses by the local length.
+    kv_block: keys of a tile; None chooses by the local length.
+  """
+
+  q_block: int | None = None
+  kv_block: int | None = None
+
+  # Reverse mode goes through `backward`, not through the loops.
+  differentiable = False
+
+  def __post_init__(self) -> None:
+    for name in ("q_block", "kv_block"):
+      value = getattr(self, name)
+      if value is not None and (not isinstance(value, int) or value < 1):
+        raise OptionError(
+            message(
+                name,
+                repr(value),
+                "None or a positive int, in tokens",
+                "leave it out to have it chosen",
+            )
+        )
+
+  def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
+    """The tile that serves these local lengths, (q_block, k_block)."""
+    return (
+        _even(q_length, self.q_block or _default_block(q_length, 512)),
+        _even(k_length, self.kv_block or _default_block(k_length, 256)),
+    )
+
+  def forward(
+      self,
+      scores: Scores,
+      x: Local,
+      terms: Terms,
+      context: Context,
+      column: Any,
+      carry: Partial,
+  ) -> Partial:
+    """Folds these keys into `carry` ([B, K, G, T, ...])."""
+    length = x.q.shape[3]
+    qb, kb = self.blocks(length, x.k.shape[2])
+    x, terms, context, carry = _pad(x, terms, context, carry, qb, kb)
+    kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
+    lists = tile_lists(kinds, context.allow is not None)
+
+    def row(i: jax.Array, carry: Partial) -> Partial:
+      start = i * qb
+      at = Tile(start, 0, qb, kb, column)
+      one = Partial(*(at.cut_q(c, 3) for c in carry))
+      q, q_at = at.cut_q(x.q, 3), _cut_coords(context.q, start, qb)
+
+      def step(masked: bool, tiles: jax.Array, n: Any, one: Partial) -> Partial:
+        tile = Tile(start, tiles[i, n] * kb, qb, kb, column)
+        return forward_tile(
+            scores, x, terms, context, tile, q, q_at, one, masked
+        )
+
+      one = _loop(
+          lists.wholes[i], lambda n, c: step(False, lists.whole, n, c), one
+      )
+      one = _loop(
+          lists.parts[i], lambda n, c: step(True, lists.part, n, c), one
+      )
+      return Partial(*(
+          lax.dynamic_update_slice_in_dim(c, o, start, 3)
+          for c, o in zip(carry, one, strict=True)
+      ))
+
+    carry = _loop(kinds.shape[0], row, carry)
+    return Partial(*(c[:, :, :, :length] for c in carry))
+
+  def backward(
+      self,
+      scores: Scores,
+      x: Local,
+      terms: Terms,
+      context: Context,
+      column: Any,
+      residuals: Residuals,
+      carry: tuple[jax.Array, Terms],
+  ) -> Gradients:
+    """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
+    q_length, k_length = x.q.shape[3], x.k.shape[2]
+    qb, kb = self.blocks(q_length, k_length)
+    x, terms, context, residuals = _pad(x, terms, context, residuals, qb, kb)
+    extra = x.k.shape[2] - k_length
+    k_flipped = jnp.swapaxes(x.k, 2, 3)
+    kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
+    lists = tile_lists(kinds.T, context.allow is not None)
+    dq = _pad_axis(carry[0], 4, x.q.shape[3])
+    dterms = _pad_terms(carry[1], x.q.shape[3], extra)
+    zero = lambda like: collectives.zeros(like.shape, dq.dtype, (dq, x))
+
+    def row(j: jax.Array, carry: tuple) -> tuple:
+      dq, dk, dv, dterms = carry
+      start = j * kb
+      at = Tile(0, start, qb, kb, column)
+      k, v = at.cut_k(x.k, 2), at.cut_k(x.v, 2)
+      flipped = at.cut_k(k_flipped, 3)
+      k_at = _cut_coords(context.k, start, kb)
+
+      def step(masked: bool, tiles: jax.Array, n: Any, one: tuple) -> tuple:
+        tile = Tile(tiles[j, n] * qb, start, qb, kb, column)
+        return _backward_tile(
+            scores, x, terms, context, residuals, tile, k, flipped, v, k_at,
+            one, masked,
+        )  # fmt: skip
+
+      one = (dq, zero(k), zero(v), dterms)
+      one = _loop(
+          lists.wholes[j], lambda n, c: step(False, lists.whole, n, c), one
+      )
+      dq, dk_j, dv_j, dterms = _loop(
+          lists.parts[j], lambda n, c: step(True, lists.part, n, c), one
+      )
+      put = lax.dynamic_update_slice_in_dim
+      return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
+
+    dq, dk, dv, dterms = _loop(
+        kinds.shape[1], row, (dq, zero(x.k), zero(x.v), dterms)
+    )
+    return Gradients(
+        dq[..., :q_length],
+        dk[:, :, :k_length],
+        dv[:, :, :k_length],
+        _cut_terms(dterms, carry[1]),
+    )
+
+
+def forward_tile(
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    tile: Tile,
+    q: jax.Array,
+    q_at: Coords,
+    carry: Partial,
+    masked: bool,
+) -> Partial:
+  k, v = tile.cut_k(x.k, 2), tile.cut_k(x.v, 2)
+  k_at = _cut_coords(context.k, tile.k_start, tile.k_block)
+  dot = product("bkgqh,bkth->bkgqt", q, k)
+  s, _ = scoring.scores_of(scores, terms, _FORWARD, tile, q_at, k_at, dot)
+  if masked:
+    yes = scoring.allowed_in(context, _FORWARD, tile, q_at, k_at)
+    s = s + _FORWARD.head_key(_flag(v, s.dtype))
+    s = jnp.where(yes, s, -jnp.inf)
+    v = _clean(v)
+  m = lax.stop_gradient(jnp.maximum(carry.m, jnp.max(s, -1)))
+  safe = finite_max(m)
+  p = jnp.exp(s - safe[..., None])
+  weight = jnp.exp(carry.m - safe)
+  total = carry.l * weight + jnp.sum(p, -1)
+  if scores.dropout_rate:
+    p = p * scoring.dropout_weight(
+        scores, context, _FORWARD, q_at, k_at, p.dtype
+    )
+  acc = product("bkgqt,bktj->bkgqj", p.astype(v.dtype), v)
+  return Partial(carry.acc * weight[..., None] + acc, m, total)
+
+
+def _backward_tile(
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    residuals: Residuals,
+    tile: Tile,
+    k: jax.Array,
+    k_flipped: jax.Array,
+    v: jax.Array,
+    k_at: Coords,
+    carry: tuple,
+    masked: bool,
+) -> tuple:
+  dq, dk, dv, dterms = carry
+  way = _BACKWARD
+  q, do = tile.cut_q(x.q, 3), tile.cut_q(residuals.do, 3)
+  lse, delta = (tile.cut_q(r, 3) for r in residuals[1:])
+  q_at = _cut_coords(context.q, tile.q_start, tile.q_block)
+  dot = product("bkth,bkgqh->bktgq", k, q)
+  s, tanh = scoring.scores_of(scores, terms, way, tile, q_at, k_at, dot)
+  # A row that saw nothing has lse -inf: exp(s - inf) is the 0 it needs.
+  lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+  if masked:
+    flags = _flag(q, s.dtype) + _flag(do, s.dtype) + delta * 0
+    p = jnp.exp(s - way.row(lse - flags))
+    yes = scoring.allowed_in(context, way, tile, q_at, k_at)
+    p = jnp.where(yes, p, 0)
+    q, k_flipped, v, do, delta = map(_clean, (q, k_flipped, v, do, delta))
+  else:
+    p = jnp.exp(s - way.row(lse))
+  dp = product("bktj,bkgqj->bktgq", v, do)
+  kept = p
+  if scores.dropout_rate:
+    drop = scoring.dropout_weight(scores, context, way, q_at, k_at, p.dtype)
+    kept, dp = p * drop, dp * drop
+  ds = p * (dp - way.row(delta))
+  dterms = _add_dterms(dterms, terms, tile, ds, q_at, k_at)
+  if tanh is not None:
+    ds = ds * (1 - tanh * tanh)
+  ds = (ds * jnp.asarray(scores.scale, ds.dtype)).astype(q.dtype)
+  dv = dv + product("bktgq,bkgqj->bktj", kept.astype(do.dtype), do)
+  dk = dk + product("bktgq,bkgqh->bkth", ds, q)
+  dq_tile = product("bkht,bktgq->bkhgq", k_flipped, ds)
+  dq_tile = dq_tile + tile.cut_q(dq, 4)
+  dq = lax.dynamic_update_slice_in_dim(dq, dq_tile, tile.q_start, 4)
+  return dq, dk, dv, dterms
+
+
+def _add_dterms(
+    dterms: Terms, terms: Terms, tile: Tile, ds: jax.Array, q: Coords, k: Coords
+) -> Terms:
+  """Adds a tile's gradients of bias and slopes."""
+  bias, slopes = dterms.bias, dterms.slopes
+  if slopes is not None:
+    far = scoring.distance(_BACKWARD, q, k, ds.dtype)
+    slopes = slopes - jnp.sum(ds * far, (0, 2, 4))
+  if bias is not None:
+    part = _BACKWARD.unpair(ds)
+    summed = tuple(i for i in range(5) if bias.shape[i] == 1)
+    part = jnp.sum(part, summed, keepdims=True)
+    part = part + tile.cut_pair(bias)
+    corner = tuple(jnp.asarray(i, jnp.int32) for i in tile.corner(bias))
+    bias = lax.dynamic_update_slice(bias, part, corner)
+  return Terms(bias, slopes, dterms.sinks)
+
+
+def _loop(count: Any, body: Any, start: Any) -> Any:
+  """fori_loop whose index is int32 also when 64-bit types are on."""
+  stop = np.int32(count) if isinstance(count, int) else count
+  return lax.fori_loop(np.int32(0), stop, body, start)
+
+
+def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """An einsum that accumulates in float32 and never casts its operands."""
+  wide = jnp.promote_types(a.dtype, jnp.float32)
+  exact = a.dtype in (jnp.float32, jnp.float64)
+  return jnp.einsum(
+      equation,
+      a,
+      b,
+      preferred_element_type=wide,
+      precision=lax.Precision.HIGHEST if exact else None,
+  )
+
+
+def _clean(x: jax.Array) -> jax.Array:
+  return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _flag(x: jax.Array, dtype: Any) -> jax.Array:
+  """0 for a vector of finite numbers, NaN for another."""
+  fine = jnp.all(jnp.isfinite(x), -1)
+  return jnp.where(fine, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype))
+
+
+def _cut_coords(at: Coords, start: Any, size: int) -> Coords:
+  cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
+  return Coords(cut(at.pos), cut(at.seg))
+
+
+def _default_block(length: int, most: int) -> int:
+  # Tiles must shrink with the shard, or half-masked hops skip nothing.
+  return max(128, min(most, length // 4))
+
+
+def _even(length: int, block: int) -> int:
+  """The block that cuts `length` into equal parts with the least padding."""
+  parts = -(-length // min(block, length))
+  block = -(-length // parts)
+  return block if parts == 1 else -(-block // 8) * 8
+
+
+def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
+  if x.shape[axis] == length:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, length - x.shape[axis])
+  return jnp.pad(x, widths)
+
+
+def _pad_pair(pair: Any, q_length: int, k_extra: int) -> Any:
+  if pair is None:
+    return None
+  if pair.shape[3] != 1:
+    pair = _pad_axis(pair, 3, q_length)
+  if pair.shape[4] != 1 and k_extra:
+    # The last shard's last tile reaches beyond the last key; a tile inside
+    # covers some of the next shard's columns, whose keys are masked as padding.
+    pair = _pad_axis(pair, 4, pair.shape[4] + k_extra)
+  return pair
+
+
+def _pad_terms(terms: Terms, q_length: int, k_extra: int) -> Terms:
+  return terms._replace(bias=_pad_pair(terms.bias, q_length, k_extra))
+
+
+def _cut_terms(terms: Terms, like: Terms) -> Terms:
+  if terms.bias is None or like.bias is None:
+    return terms
+  t, s = like.bias.shape[3:]
+  return terms._replace(bias=terms.bias[:, :, :, :t, :s])
+
+
+def _pad(
+    x: Local, terms: Terms, context: Context, rows: Any, qb: int, kb: int
+) -> tuple[Local, Terms, Context, Any]:
+  """Pads local lengths to whole tiles; padded tokens have seg 0."""
+  q_length = -(-x.q.shape[3] // qb) * qb
+  k_length = -(-x.k.shape[2] // kb) * kb
+  extra = k_length - x.k.shape[2]
+  pad_at = lambda at, n: Coords(*(_pad_axis(c, 1, n) for c in at))
+  context = context._replace(
+      q=pad_at(context.q, q_length),
+      k=pad_at(context.k, k_length),
+      allow=_pad_pair(context.allow, q_length, extra),
+  )
+  x = Local(
+      _pad_axis(x.q, 3, q_length),
+      _pad_axis(x.k, 2, k_length),
+      _pad_axis(x.v, 2, k_length),
+  )
+  rows = type(rows)(*(_pad_axis(r, 3, q_length) for r in rows))
+  return x, _pad_terms(terms, q_length, extra), context, rows

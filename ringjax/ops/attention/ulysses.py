@@ -1,0 +1,150 @@
+"""Ulysses: shards trade tokens for heads, attend alone, and trade back.
+
+Law:  equals `reference` on the gathered sequence.
+Cost: four all-to-alls of one shard's size forward (q, k, v, out); backward
+      the transposes of these.
+Memory: one shard's size, as before; heads / R of them over all tokens.
+Ref:  Jacobs et al. 2023 (DeepSpeed-Ulysses), arXiv 2309.14509.
+
+The query heads of one kv head are cut into `split` parts so that there are at
+least as many (kv head, part) units as shards; units are padded to a multiple
+of R. With K a multiple of R nothing is repeated or padded; with fewer kv heads
+than shards each shard is sent just the kv heads that its queries need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.mask import Coords
+from ringjax.parallel import collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class Ulysses:
+  """All-to-all over heads around a local algorithm.
+
+  Attributes:
+    local: `Blockwise()` or `Dense()`.
+    axis: the mesh axis; filled in by the functions that take `axis=`.
+  """
+
+  local: Any = Blockwise()
+  axis: str | None = None
+
+  def on(self, axis: str | None, needed: np.ndarray | None) -> Ulysses:
+    del needed
+    return dataclasses.replace(self, axis=axis)
+
+  def attend(
+      self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> tuple[jax.Array, jax.Array]:
+    alone = Gather(self.local)
+    if self.axis is None:
+      return alone.attend(scores, x, terms, context)
+    axis = self.axis
+    axes = collectives.varying_axes(x, terms, context) | {axis}
+    x, terms, context = collectives.vary((x, terms, context), axes)
+    units = _Units(*x.q.shape[1:3], collectives.axis_size(axis))
+    trade = lambda a: collectives.exchange(a, axis, 1, 3)
+    wide = Local(
+        trade(units.of_queries(x.q)),
+        collectives.exchange(units.of_keys(x.k), axis, 1, 2),
+        collectives.exchange(units.of_keys(x.v), axis, 1, 2),
+    )
+    mine = lambda a: units.mine(a, axis)
+    everyone = lambda at: Coords(*collectives.gather(tuple(at), axis, 1))
+    out, lse = alone.attend(
+        scores,
+        wide,
+        Terms(
+            _pair_to_heads(terms.bias, units, axis),
+            mine(terms.slopes),
+            mine(terms.sinks),
+        ),
+        context._replace(
+            q=everyone(context.q),
+            k=everyone(context.k),
+            allow=_pair_to_heads(context.allow, units, axis),
+            heads=mine(context.heads),
+        ),
+    )
+    back = lambda a: units.to_queries(collectives.exchange(a, axis, 3, 1))
+    return back(out), back(lse[..., None])[..., 0]
+
+
+class _Units:
+  """How K kv heads of G query heads become a multiple of R units."""
+
+  def __init__(self, kv_heads: int, group: int, size: int):
+    self.kv_heads, self.group, self.size = kv_heads, group, size
+    self.split = -(-size // kv_heads)
+    self.part = -(-group // self.split)
+    self.units = -(-kv_heads * self.split // size) * size
+
+  def of_queries(self, x: jax.Array) -> jax.Array:
+    """[B, K, G, ...] -> [B, units, part, ...]."""
+    x = _pad_to(x, 2, self.split * self.part)
+    x = x.reshape(
+        x.shape[0], self.kv_heads * self.split, self.part, *x.shape[3:]
+    )
+    return _pad_to(x, 1, self.units)
+
+  def to_queries(self, x: jax.Array) -> jax.Array:
+    """[B, units, part, ...] -> [B, K, G, ...]."""
+    x = x[:, : self.kv_heads * self.split]
+    x = x.reshape(
+        x.shape[0], self.kv_heads, self.split * self.part, *x.shape[3:]
+    )
+    return x[:, :, : self.group]
+
+  def of_keys(self, x: jax.Array) -> jax.Array:
+    """[B, K, ...] -> [B, units, ...]."""
+    if self.split > 1:
+      x = jnp.repeat(x, self.split, axis=1)
+    return _pad_to(x, 1, self.units)
+
+  def mine(self, x: Any, axis: str) -> Any:
+    """[K, G] -> this shard's [units / R, part]."""
+    if x is None:
+      return None
+    x = self.of_queries(x[None])[0]
+    here = self.units // self.size
+    return jax.lax.dynamic_slice_in_dim(
+        x, collectives.axis_index(axis) * here, here, 0
+    )
+
+
+def _pair_to_heads(pair: Any, units: _Units, axis: str) -> Any:
+  """[B|1, K|1, G|1, T|1, S|1] of local rows -> all rows, this shard's heads."""
+  if pair is None:
+    return None
+  if pair.shape[1] == 1 and pair.shape[2] == 1:
+    if pair.shape[3] == 1:
+      return pair
+    return collectives.gather(pair, axis, 3)
+  full = (units.kv_heads, units.group)
+  pair = jnp.broadcast_to(pair, (pair.shape[0], *full, *pair.shape[3:]))
+  pair = units.of_queries(pair)
+  if pair.shape[3] != 1:
+    return collectives.exchange(pair, axis, 1, 3)
+  here = units.units // units.size
+  return jax.lax.dynamic_slice_in_dim(
+      pair, collectives.axis_index(axis) * here, here, 1
+  )
+
+
+def _pad_to(x: jax.Array, axis: int, size: int) -> jax.Array:
+  if x.shape[axis] == size:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, size - x.shape[axis])
+  return jnp.pad(x, widths)

@@ -1,0 +1,328 @@
+"""Masks are predicates over the coordinates of a query and a key.
+
+Law: `allows(q, k)` says, elementwise and by broadcasting, whether a query may
+see a key; `bound(q, k)` says of two ranges of tokens whether *some* pair may
+be allowed and whether *all* pairs are: it never denies a pair that `allows`
+grants, nor promises one that it refuses. Nothing here is ever T x S at the
+edge. A token whose `seg` is 0 is nothing (padding): it sees and is seen by
+nobody, whatever the mask.
+
+  causal 4x4    Window(2) & Causal()   Causal() | Prefix(2)   Chunked(2)
+  1 0 0 0       1 0 0 0                1 1 0 0                1 1 0 0
+  1 1 0 0       1 1 0 0                1 1 0 0                1 1 0 0
+  1 1 1 0       0 1 1 0                1 1 1 0                0 0 1 1
+  1 1 1 1       0 0 1 1                1 1 1 1                0 0 1 1
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.errors import OptionError, message
+
+_FAR = 2**30  # Beyond every position; sums of two stay inside int32.
+
+
+class Coords(NamedTuple):
+  """Where tokens are: position and document, int32 [B or 1, T] each.
+
+  `seg` is 0 for padding and for empty cache slots, and at least 1 elsewhere.
+  """
+
+  pos: jax.Array
+  seg: jax.Array
+
+  def __getitem__(self, index: Any) -> Coords:  # pyrefly: ignore
+    return Coords(self.pos[index], self.seg[index])
+
+
+class Extent(NamedTuple):
+  """Smallest and largest coordinates of the real tokens of a tile."""
+
+  first: jax.Array
+  last: jax.Array
+  first_seg: jax.Array
+  last_seg: jax.Array
+  some: jax.Array  # any real token
+  all: jax.Array  # no padding
+
+
+def extent(at: Coords, axis: int = -1) -> Extent:
+  """Bounds `at` along `axis`."""
+  real = at.seg != 0
+  low = lambda x: jnp.min(jnp.where(real, x, _FAR), axis)
+  high = lambda x: jnp.max(jnp.where(real, x, -_FAR), axis)
+  return Extent(
+      low(at.pos),
+      high(at.pos),
+      low(at.seg),
+      high(at.seg),
+      jnp.any(real, axis),
+      jnp.all(real, axis),
+  )
+
+
+class Mask(abc.ABC):
+  """Base of the masks. Combine them with `&` and `|`."""
+
+  @abc.abstractmethod
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    """Whether query `q` may see key `k`; the fields broadcast."""
+
+  @abc.abstractmethod
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    """(some pair may be allowed, all pairs are allowed); fields broadcast."""
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    """How far (behind, ahead) a query sees by position; None: no limit."""
+    return None, None
+
+  def __and__(self, other: Mask) -> Mask:
+    return And(_operand(self, "&"), _operand(other, "&"))
+
+  def __or__(self, other: Mask) -> Mask:
+    return Or(_operand(self, "|"), _operand(other, "|"))
+
+
+def _mask(cls: type) -> type:
+  """A frozen dataclass whose array fields are pytree leaves."""
+  cls = dataclasses.dataclass(frozen=True)(cls)
+  data = [f.name for f in dataclasses.fields(cls) if f.metadata.get("data")]
+  meta = [f.name for f in dataclasses.fields(cls) if f.name not in data]
+  return jax.tree_util.register_dataclass(cls, data, meta)
+
+
+def _operand(mask: Any, operator: str) -> Mask:
+  if not isinstance(mask, Mask):
+    raise OptionError(
+        message(
+            f"operand of {operator}",
+            type(mask).__name__,
+            "a ringjax mask such as Causal() or Window(4096)",
+            "pass a boolean array as mask= and objects as Causal() & ...",
+        )
+    )
+  return mask
+
+
+def _positive(name: str, value: Any) -> None:
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise OptionError(
+        message(name, repr(value), "a positive int", "count it in tokens")
+    )
+
+
+def _true(q: Any, k: Any) -> jax.Array:
+  return jnp.ones(jnp.broadcast_shapes(q.shape, k.shape), bool)
+
+
+@_mask
+class Everything(Mask):
+  """Every query sees every key."""
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return _true(q.pos, k.pos)
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    yes = _true(q.first, k.first)
+    return yes, yes
+
+
+@_mask
+class Causal(Mask):
+  """A query sees the keys at and before its position."""
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return k.pos <= q.pos
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    return k.first <= q.last, k.last <= q.first
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    return None, 0
+
+
+@_mask
+class Window(Mask):
+  """A query sees keys less than `size` positions away, itself included.
+
+  `ahead` limits how far forward it looks (default size - 1: a symmetric
+  window). `Causal() & Window(4096)` sees the last 4096 tokens.
+  """
+
+  size: int
+  ahead: int | None = None
+
+  def __post_init__(self) -> None:
+    _positive("Window size", self.size)
+    if self.ahead is not None and (
+        not isinstance(self.ahead, int) or self.ahead < 0
+    ):
+      raise OptionError(
+          message(
+              "Window ahead",
+              repr(self.ahead),
+              "None or an int of at least 0",
+              "use Causal() & Window(size) to look back only",
+          )
+      )
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    ahead = self.size - 1 if self.ahead is None else self.ahead
+    return self.size - 1, ahead
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    behind, ahead = self.reach
+    distance = q.pos - k.pos
+    return (distance <= behind) & (distance >= -ahead)
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    behind, ahead = self.reach
+    least, most = q.first - k.last, q.last - k.first
+    some = (most >= -ahead) & (least <= behind)
+    return some, (least >= -ahead) & (most <= behind)
+
+
+@_mask
+class SameSegment(Mask):
+  """A query sees the keys of its own document (equal `seg`)."""
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return q.seg == k.seg
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    some = (k.first_seg <= q.last_seg) & (q.first_seg <= k.last_seg)
+    one = (q.first_seg == q.last_seg) & (k.first_seg == k.last_seg)
+    return some, one & (q.first_seg == k.first_seg)
+
+
+@_mask
+class Prefix(Mask):
+  """Every query sees the keys at positions below `length`.
+
+  `length` is an int, or int32 [B] for a prefix of its own in each example.
+  A prefix language model is `Causal() | Prefix(length)`.
+  """
+
+  length: Any = dataclasses.field(metadata={"data": True})
+
+  def _length(self, like: jax.Array) -> jax.Array:
+    length = jnp.asarray(self.length, jnp.int32)
+    if length.ndim == 0:
+      return length
+    return length.reshape(length.shape + (1,) * (like.ndim - 1))
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return (k.pos < self._length(k.pos)) & _true(q.pos, k.pos)
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    length = self._length(k.first)
+    yes = _true(q.first, k.first)
+    return (k.first < length) & yes, (k.last < length) & yes
+
+
+@_mask
+class Chunked(Mask):
+  """A query sees the keys of its own chunk of `size` positions (Llama 4)."""
+
+  size: int
+
+  def __post_init__(self) -> None:
+    _positive("Chunked size", self.size)
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    return self.size - 1, self.size - 1
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return q.pos // self.size == k.pos // self.size
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    q0, q1 = q.first // self.size, q.last // self.size
+    k0, k1 = k.first // self.size, k.last // self.size
+    return (k0 <= q1) & (q0 <= k1), (q0 == k1) & (q1 == k0)
+
+
+@_mask
+class BlockCausal(Mask):
+  """Causal between blocks of `size` positions, full inside a block."""
+
+  size: int
+
+  def __post_init__(self) -> None:
+    _positive("BlockCausal size", self.size)
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    return None, self.size - 1
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return k.pos // self.size <= q.pos // self.size
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    return (
+        k.first // self.size <= q.last // self.size,
+        k.last // self.size <= q.first // self.size,
+    )
+
+
+@_mask
+class And(Mask):
+  """Both masks allow the pair."""
+
+  # Any: transformations put placeholders here while they rebuild the tree.
+  left: Any = dataclasses.field(metadata={"data": True})
+  right: Any = dataclasses.field(metadata={"data": True})
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    pairs = zip(self.left.reach, self.right.reach, strict=True)
+    behind, ahead = (
+        min((r for r in pair if r is not None), default=None) for pair in pairs
+    )
+    return behind, ahead
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return self.left.allows(q, k) & self.right.allows(q, k)
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    a, b = self.left.bound(q, k), self.right.bound(q, k)
+    return a[0] & b[0], a[1] & b[1]
+
+
+@_mask
+class Or(Mask):
+  """One of the masks allows the pair."""
+
+  # Any: transformations put placeholders here while they rebuild the tree.
+  left: Any = dataclasses.field(metadata={"data": True})
+  right: Any = dataclasses.field(metadata={"data": True})
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    pairs = zip(self.left.reach, self.right.reach, strict=True)
+    behind, ahead = (
+        None if None in pair else max(r for r in pair if r is not None)
+        for pair in pairs
+    )
+    return behind, ahead
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return self.left.allows(q, k) | self.right.allows(q, k)
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    a, b = self.left.bound(q, k), self.right.bound(q, k)
+    return a[0] | b[0], a[1] | b[1]
+
+
+def visible(mask: Mask, q: Coords, k: Coords) -> jax.Array:
+  """`mask.allows` between real tokens; the fields broadcast."""
+  return mask.allows(q, k) & (q.seg != 0) & (k.seg != 0)

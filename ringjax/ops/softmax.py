@@ -1,0 +1,101 @@
+"""Partial attention results and their algebra.
+
+Law: softmax attention over a set of keys is `Partial(acc, m, l)`,
+
+  m = max_j s_j,   l = sum_j exp(s_j - m),   acc = sum_j exp(s_j - m) v_j,
+
+and partials over disjoint sets of keys merge, in any order and grouping, into
+the partial of the union. `finalize` divides once, at the end. The statistics
+are float32 (float64 for float64 inputs) whatever the inputs are. The partial
+of no keys is (0, -inf, 0) and is the neutral element. The maximum cancels in
+everything that `finalize` returns, so it carries no gradient.
+
+Ref: Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022,
+arXiv 2205.14135.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringjax.parallel import collectives
+
+
+class Partial(NamedTuple):
+  """Unnormalised attention over some keys.
+
+  Fields:
+    acc: [..., J], the weighted sum of values.
+    m: [...], the running maximum of the scores, -inf where no key was seen.
+    l: [...], the running sum of exp(score - m).
+  """
+
+  acc: jax.Array
+  m: jax.Array
+  l: jax.Array  # noqa: E741 - the letter that the papers use
+
+  @classmethod
+  def empty(
+      cls, shape: tuple[int, ...], head_dim: int, dtype: Any, like: Any
+  ) -> Partial:
+    """The partial of no keys; `like` gives the varying mesh axes."""
+    return cls(
+        collectives.zeros((*shape, head_dim), dtype, like),
+        collectives.full(shape, -jnp.inf, dtype, like),
+        collectives.zeros(shape, dtype, like),
+    )
+
+  @classmethod
+  def of(cls, out: jax.Array, lse: jax.Array) -> Partial:
+    """The partial that `finalize` turned into (out, lse)."""
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    seen = (lse != -jnp.inf).astype(wide)
+    return cls(out.astype(wide), lse.astype(wide), seen)
+
+
+def finite_max(m: jax.Array) -> jax.Array:
+  """`m` with 0 for -inf, so that exp(-inf - m) is 0 and not NaN."""
+  return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+  """The partial of the union of two disjoint sets of keys."""
+  m = lax.stop_gradient(jnp.maximum(a.m, b.m))
+  safe = finite_max(m)
+  weight_a, weight_b = jnp.exp(a.m - safe), jnp.exp(b.m - safe)
+  return Partial(
+      a.acc * weight_a[..., None] + b.acc * weight_b[..., None],
+      m,
+      a.l * weight_a + b.l * weight_b,
+  )
+
+
+def add_sink(partial: Partial, sink: jax.Array) -> Partial:
+  """Adds a key of score `sink` whose value is zero (attention sink).
+
+  `sink` broadcasts against `partial.m`. Add it once, after all merges.
+  """
+  sink = sink.astype(partial.m.dtype)
+  m = lax.stop_gradient(jnp.maximum(partial.m, sink))
+  weight = jnp.exp(partial.m - finite_max(m))
+  return Partial(
+      partial.acc * weight[..., None],
+      m,
+      partial.l * weight + jnp.exp(sink - finite_max(m)),
+  )
+
+
+def finalize(partial: Partial) -> tuple[jax.Array, jax.Array]:
+  """Divides: (attention output [..., J], log-sum-exp [...]).
+
+  Where no key was seen the output is 0 and the log-sum-exp is -inf.
+  """
+  some = partial.l != 0  # NaN counts as seen: it must not be hidden.
+  total = jnp.where(some, partial.l, jnp.ones_like(partial.l))
+  out = jnp.where(some[..., None], partial.acc / total[..., None], 0)
+  lse = jnp.where(some, finite_max(partial.m) + jnp.log(total), -jnp.inf)
+  return out, lse

@@ -1,0 +1,255 @@
+"""Layouts: which token lies on which shard, and in which order.
+
+Law: a layout cuts the sequence into chunks of one length and gives each chunk
+to a shard; a shard's tokens lie in increasing order of position. Everything
+else (the permutation, positions, which shards a window can reach) follows.
+`restore(permute(x)) == x`, bit for bit, for every length.
+
+  Contiguous  R chunks of T/R tokens, chunk i on shard i.
+  Striped(b)  chunks of b tokens dealt round robin (Brandon et al. 2023,
+              arXiv 2311.09431, with b = 1): causal work is level in each hop.
+  Zigzag      2R chunks, shard i has chunks i and 2R-1-i: causal work is level
+              over the whole ring.
+
+A length that does not divide is padded at the end of the sequence, which is
+the end of some shards' parts; `local_length` counts the padding, `order` and
+`permute` leave it out.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.errors import InputTypeError, OptionError, ShapeError, message
+
+
+class Layout(abc.ABC):
+  """Base of the layouts; an instance is static, hashable data."""
+
+  @abc.abstractmethod
+  def chunk_length(self, length: int, shards: int) -> int:
+    """Tokens in one chunk of a sequence of `length` tokens."""
+
+  @abc.abstractmethod
+  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+    """The shard that holds each of the numbered `chunks`."""
+
+  @abc.abstractmethod
+  def local_length(self, length: int, shards: int) -> int:
+    """Tokens on each shard, padding included."""
+
+  @abc.abstractmethod
+  def positions(
+      self, index: jax.Array | int, shards: int, local_length: int
+  ) -> jax.Array:
+    """Positions of the tokens on shard `index`, int32 [local_length].
+
+    Positions at or beyond the sequence's true length are padding.
+    """
+
+  def padded_order(self, length: int, shards: int) -> np.ndarray:
+    """Position of each token in layout order, -1 for padding, [R * local]."""
+    local = self.local_length(length, shards)
+    chunk = self.chunk_length(length, shards)
+    chunks = np.arange(shards * local // chunk)
+    by_shard = np.argsort(self.owners(chunks, shards), kind="stable")
+    order = (by_shard[:, None] * chunk + np.arange(chunk)).reshape(-1)
+    return np.where(order < length, order, -1)
+
+  def order(self, length: int, shards: int) -> np.ndarray:
+    """Position of each token in layout order, [length]: a permutation."""
+    order = self.padded_order(length, shards)
+    return order[order >= 0]
+
+  def permute(self, x: Any, *, shards: int, axis: int = 1) -> Any:
+    """Brings `axis` of `x` from natural order into this layout's order.
+
+    Works on NumPy arrays (at a data loader) and on JAX arrays, and on the
+    leaves of a pytree of them. Do it once, at the loader or the embedding.
+    """
+    return self._reorder(x, shards, axis, inverse=False)
+
+  def restore(self, x: Any, *, shards: int, axis: int = 1) -> Any:
+    """The inverse of `permute`."""
+    return self._reorder(x, shards, axis, inverse=True)
+
+  def _reorder(self, x: Any, shards: int, axis: int, inverse: bool) -> Any:
+    _check_shards(shards)
+
+    def reorder(leaf: Any) -> Any:
+      if not isinstance(leaf, jax.Array | np.ndarray):
+        raise InputTypeError(
+            message(
+                "x",
+                type(leaf).__name__,
+                "a JAX or NumPy array, or a pytree of them",
+                "convert it with np.asarray or jnp.asarray",
+            )
+        )
+      if not -leaf.ndim <= axis < leaf.ndim:
+        raise ShapeError(
+            message(
+                "axis",
+                f"{axis} for an array of shape {leaf.shape}",
+                "a dimension of the array",
+                "pass the dimension that runs over the sequence",
+            )
+        )
+      order = self.order(leaf.shape[axis], shards)
+      if np.array_equal(order, np.arange(order.size)):
+        return leaf
+      index = np.argsort(order) if inverse else order
+      xp = np if isinstance(leaf, np.ndarray) else jnp
+      return xp.take(leaf, index, axis=axis)
+
+    return jax.tree.map(reorder, x)
+
+  def check_local_length(self, local_length: int) -> str | None:
+    """What is wrong with a shard of `local_length` tokens, if anything."""
+    del local_length
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contiguous(Layout):
+  """Shard i holds tokens i*T/R to (i+1)*T/R - 1."""
+
+  def chunk_length(self, length: int, shards: int) -> int:
+    return -(-length // shards)
+
+  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+    return np.minimum(chunks, shards - 1)
+
+  def local_length(self, length: int, shards: int) -> int:
+    return -(-length // shards)
+
+  def positions(
+      self, index: jax.Array | int, shards: int, local_length: int
+  ) -> jax.Array:
+    del shards
+    return index * local_length + jnp.arange(local_length, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Striped(Layout):
+  """Blocks of `block` tokens are dealt to the shards in turn."""
+
+  block: int = 1
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.block, int) or self.block < 1:
+      raise OptionError(
+          message(
+              "block",
+              repr(self.block),
+              "a positive int, the tokens of one stripe",
+              "use Striped() for stripes of one token",
+          )
+      )
+
+  def chunk_length(self, length: int, shards: int) -> int:
+    del length, shards
+    return self.block
+
+  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+    return chunks % shards
+
+  def local_length(self, length: int, shards: int) -> int:
+    return -(-length // (self.block * shards)) * self.block
+
+  def positions(
+      self, index: jax.Array | int, shards: int, local_length: int
+  ) -> jax.Array:
+    local = jnp.arange(local_length, dtype=jnp.int32)
+    stripe = (local // self.block) * shards + index
+    return stripe * self.block + local % self.block
+
+  def check_local_length(self, local_length: int) -> str | None:
+    if local_length % self.block:
+      return f"a multiple of the stripe of {self.block} tokens"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Zigzag(Layout):
+  """Of 2R chunks shard i holds the i-th and the i-th from the end."""
+
+  def chunk_length(self, length: int, shards: int) -> int:
+    return -(-length // (2 * shards))
+
+  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+    return np.minimum(chunks, 2 * shards - 1 - chunks)
+
+  def local_length(self, length: int, shards: int) -> int:
+    return 2 * self.chunk_length(length, shards)
+
+  def positions(
+      self, index: jax.Array | int, shards: int, local_length: int
+  ) -> jax.Array:
+    half = local_length // 2
+    within = jnp.arange(half, dtype=jnp.int32)
+    return jnp.concatenate([
+        index * half + within,
+        (2 * shards - 1 - index) * half + within,
+    ])
+
+  def check_local_length(self, local_length: int) -> str | None:
+    return "an even number" if local_length % 2 else None
+
+
+def reachable_shards(
+    layout: Layout,
+    shards: int,
+    q_length: int,
+    k_length: int,
+    behind: int,
+    ahead: int,
+) -> np.ndarray:
+  """Which ring distances a window needs: bool [R].
+
+  Entry d says that some shard i has a query that may see a key of shard
+  (i - d) mod R, when a query at p sees keys from p - behind to p + ahead.
+  Lengths are the padded ones of the whole sequence.
+  """
+  q_chunk = layout.chunk_length(q_length, shards)
+  k_chunk = layout.chunk_length(k_length, shards)
+  chunks = np.arange(q_length // q_chunk)
+  owner = layout.owners(chunks, shards)
+  last = k_length // k_chunk - 1
+  first_key = np.maximum((chunks * q_chunk - behind) // k_chunk, 0)
+  last_key = np.minimum(((chunks + 1) * q_chunk - 1 + ahead) // k_chunk, last)
+  # Only what differs relative to the chunk matters; stripes of one token
+  # repeat the same few patterns a million times.
+  turn = chunks % shards if isinstance(layout, Striped) else chunks
+  cases = np.unique(
+      np.stack([turn, first_key - chunks, last_key - chunks]),
+      axis=1,
+      return_index=True,
+  )[1]
+  needed = np.zeros(shards, bool)
+  needed[0] = True
+  for i in cases:
+    # Any run of 2R chunks visits every shard, in every layout.
+    stop = min(last_key[i], first_key[i] + 2 * shards)
+    keys = np.arange(first_key[i], stop + 1)
+    if keys.size:
+      needed[(owner[i] - layout.owners(keys, shards)) % shards] = True
+  return needed
+
+
+def _check_shards(shards: Any) -> None:
+  if not isinstance(shards, int | np.integer) or shards < 1:
+    raise OptionError(
+        message(
+            "shards",
+            repr(shards),
+            "a positive int, the devices along the sequence axis",
+            "pass shards=mesh.shape['seq']",
+        )
+    )

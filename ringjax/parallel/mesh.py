@@ -1,0 +1,206 @@
+"""Meshes whose sequence axis is a ring of neighbours.
+
+Law: in a mesh from `make_mesh` every hop of the `ring` axis, the one that
+closes the ring included, is one link between neighbouring chips where the
+slice's shape has such a ring. Plain device order makes hops of many links, and
+on large v5e slices turns every send into one that nothing can hide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ringjax.errors import MeshError, message
+from ringjax.parallel.place import SEQ
+
+
+def make_mesh(
+    shape: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_types: Sequence[AxisType] | AxisType = AxisType.Auto,
+    ring: str = SEQ,
+) -> Mesh:
+  """A mesh of `shape` in which the `ring` axis runs along physical links.
+
+  Args:
+    shape: size of each axis; one of them may be -1, for all that are left.
+    axis_names: names of the axes, e.g. ("data", "seq", "model").
+    devices: default all devices of the default backend.
+    axis_types: one type for all axes, or one for each.
+    ring: the axis whose shards pass keys around. Axes before it tile the
+      slice into boxes; axes after it take neighbours of the ring's order.
+
+  Returns:
+    A `jax.sharding.Mesh`. On devices without coordinates (CPU, GPU) the order
+    of `devices` is kept.
+
+  Raises:
+    MeshError: sizes and devices do not fit.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  sizes = _sizes(tuple(shape), tuple(axis_names), len(devices))
+  if isinstance(axis_types, AxisType):
+    axis_types = (axis_types,) * len(sizes)
+  devices = devices[: math.prod(sizes)]
+  if ring in axis_names and hasattr(devices[0], "coords"):
+    at = list(axis_names).index(ring)
+    outer, inner = math.prod(sizes[:at]), math.prod(sizes[at:])
+    devices = [d for box in _boxes(devices, outer, inner) for d in box]
+  grid = np.empty(len(devices), dtype=object)
+  grid[:] = devices
+  return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=axis_types)
+
+
+def _sizes(
+    shape: tuple[int, ...], names: tuple[str, ...], count: int
+) -> tuple[int, ...]:
+  if len(shape) != len(names) or len(set(names)) != len(names):
+    raise MeshError(
+        message(
+            "axis_names",
+            f"{names} for shape {shape}",
+            "one distinct name for each axis",
+            "give as many names as sizes",
+        )
+    )
+  known = math.prod(s for s in shape if s != -1)
+  if shape.count(-1) > 1 or any(s < 1 and s != -1 for s in shape):
+    raise MeshError(
+        message("shape", shape, "positive sizes and at most one -1",
+                "write the sizes out")  # fmt: skip
+    )
+  if -1 in shape:
+    if count % known:
+      raise MeshError(
+          message("shape", f"{shape} for {count} devices",
+                  f"a number of devices that {known} divides",
+                  "change the other axes or pass devices=")  # fmt: skip
+      )
+    shape = tuple(count // known if s == -1 else s for s in shape)
+  if math.prod(shape) > count:
+    raise MeshError(
+        message(
+            "shape",
+            f"{shape}, which needs {math.prod(shape)} devices",
+            f"at most the {count} devices there are",
+            "make an axis smaller, or on CPU set jax_num_cpu_devices",
+        )
+    )
+  return shape
+
+
+def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
+  """Cuts the slice into `outer` boxes and walks each as a ring."""
+  by_coords: dict[tuple[int, ...], list[Any]] = {}
+  for d in devices:
+    by_coords.setdefault((getattr(d, "slice_index", 0), *d.coords), []).append(d)
+  cores = len(next(iter(by_coords.values())))
+  slices = sorted({key[0] for key in by_coords})
+  points = [k[1:] for k in by_coords if k[0] == slices[0]]
+  extent = tuple(
+      max(c) - min(c) + 1 for c in zip(*points, strict=True)
+  )
+  origin = tuple(min(c) for c in zip(*points, strict=True))
+  regular = math.prod(extent) * cores * len(slices) == len(devices)
+  if not regular or inner % cores or outer % len(slices):
+    return [devices]
+  box = _box_shape(extent, inner // cores)
+  if box is None:
+    return [devices]
+  rings = []
+  starts = itertools.product(
+      *(range(0, e, b) for e, b in zip(extent, box, strict=True))
+  )
+  starts = list(starts)
+  for which in slices:
+    for start in starts:
+      walk = []
+      for point in ring_walk(box):
+        at = tuple(
+            o + s + p for o, s, p in zip(origin, start, point, strict=True)
+        )
+        walk += by_coords[(which, *at)]
+      rings.append(walk)
+  return rings
+
+
+def _box_shape(
+    extent: tuple[int, ...], size: int
+) -> tuple[int, ...] | None:
+  """The most compact box of `size` points that tiles `extent`."""
+  divisors = [[d for d in range(1, e + 1) if e % d == 0] for e in extent]
+  fitting = [
+      box for box in itertools.product(*divisors) if math.prod(box) == size
+  ]
+  # An even side closes the ring without a jump; then prefer round boxes.
+  closes = lambda box: size < 3 or (
+      sum(s > 1 for s in box) > 1 and any(s % 2 == 0 for s in box)
+  )
+  return min(fitting, key=lambda b: (not closes(b), max(b), b), default=None)
+
+
+def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
+  """All points of `box`, neighbours in turn, the last beside the first.
+
+  A ring of neighbours exists where some side is even and two sides are
+  longer than 1. Elsewhere the walk is a snake whose ends are apart.
+  """
+  sides = [i for i, s in enumerate(box) if s > 1]
+  if len(sides) >= 2:
+    # The side to come home along, and an even side to snake over.
+    for home in sides:
+      rest = [i for i in sides if i != home]
+      if box[home] == 2 or any(box[i] % 2 == 0 for i in rest):
+        walk = _closed_walk(box, home, rest)
+        if walk is not None:
+          return walk
+  order = sorted(range(len(box)), key=lambda i: -box[i])
+  return [_place(p, order) for p in _snake([box[i] for i in order])]
+
+
+def _closed_walk(
+    box: tuple[int, ...], home: int, rest: list[int]
+) -> list[tuple[int, ...]] | None:
+  """A Hamiltonian cycle: out over a snake with home > 0, back along 0."""
+  order = rest + [home] + [i for i in range(len(box)) if box[i] == 1]
+  path = _snake([box[i] for i in rest])
+  if len(path) % 2:
+    return None
+  # Rows of the snake, each walked over the far part of the home side, in
+  # alternating direction; an even number of rows ends at home index 1.
+  walk = []
+  for n, point in enumerate(path):
+    line = range(1, box[home])
+    for h in line if n % 2 == 0 else reversed(line):
+      walk.append((*point, h))
+  walk += [(*point, 0) for point in reversed(path)]
+  pad = len(box) - len(rest) - 1
+  return [_place((*p, *([0] * pad)), order) for p in walk]
+
+
+def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
+  """Boustrophedon: every point once, each beside the one before."""
+  walk: list[tuple[int, ...]] = [()]
+  for side in sides:
+    walk = [
+        (*point, i)
+        for n, point in enumerate(walk)
+        for i in (range(side) if n % 2 == 0 else reversed(range(side)))
+    ]
+  return walk
+
+
+def _place(point: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+  out = [0] * len(order)
+  for value, axis in zip(point, order, strict=True):
+    out[axis] = value
+  return tuple(out)
