@@ -4,20 +4,20 @@ Importing it computes nothing and starts no backend.
 """
 
 from ringjax.errors import (
-    Declined,
-    DtypeError,
-    InputTypeError,
-    MeshError,
-    OptionError,
-    RingjaxError,
-    ShapeError,
+  Declined,
+  DtypeError,
+  InputTypeError,
+  MeshError,
+  OptionError,
+  RingjaxError,
+  ShapeError,
 )
 from ringjax.ops.attention.api import (
-    attention,
-    blockwise_attention,
-    dot_product_attention,
-    ring_attention,
-    striped_attention,
+  attention,
+  blockwise_attention,
+  dot_product_attention,
+  ring_attention,
+  striped_attention,
 )
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
@@ -25,15 +25,15 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import (
-    BlockCausal,
-    Causal,
-    Chunked,
-    Coords,
-    Everything,
-    Mask,
-    Prefix,
-    SameSegment,
-    Window,
+  BlockCausal,
+  Causal,
+  Chunked,
+  Coords,
+  Everything,
+  Mask,
+  Prefix,
+  SameSegment,
+  Window,
 )
 from ringjax.ops.softmax import Partial, finalize, merge
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag

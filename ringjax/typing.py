@@ -20,13 +20,13 @@ Attended = Float[Array, "B T N J"]
 LogSumExp = Float[Array, "B T N"]
 
 __all__ = [
-    "Array",
-    "Attended",
-    "Bool",
-    "Float",
-    "Int",
-    "Keys",
-    "LogSumExp",
-    "Queries",
-    "Values",
+  "Array",
+  "Attended",
+  "Bool",
+  "Float",
+  "Int",
+  "Keys",
+  "LogSumExp",
+  "Queries",
+  "Values",
 ]

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 
 from ringjax.errors import OptionError, message
+
+M = TypeVar("M")
 
 _FAR = 2**30  # Beyond every position; sums of two stay inside int32.
 
@@ -58,12 +60,12 @@ def extent(at: Coords, axis: int = -1) -> Extent:
   low = lambda x: jnp.min(jnp.where(real, x, _FAR), axis)
   high = lambda x: jnp.max(jnp.where(real, x, -_FAR), axis)
   return Extent(
-      low(at.pos),
-      high(at.pos),
-      low(at.seg),
-      high(at.seg),
-      jnp.any(real, axis),
-      jnp.all(real, axis),
+    low(at.pos),
+    high(at.pos),
+    low(at.seg),
+    high(at.seg),
+    jnp.any(real, axis),
+    jnp.all(real, axis),
   )
 
 
@@ -90,23 +92,25 @@ class Mask(abc.ABC):
     return Or(_operand(self, "|"), _operand(other, "|"))
 
 
-def _mask(cls: type) -> type:
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def _mask(cls: type[M]) -> type[M]:
   """A frozen dataclass whose array fields are pytree leaves."""
-  cls = dataclasses.dataclass(frozen=True)(cls)
-  data = [f.name for f in dataclasses.fields(cls) if f.metadata.get("data")]
-  meta = [f.name for f in dataclasses.fields(cls) if f.name not in data]
-  return jax.tree_util.register_dataclass(cls, data, meta)
+  made: Any = dataclasses.dataclass(frozen=True)(cls)
+  fields = dataclasses.fields(made)
+  data = [f.name for f in fields if f.metadata.get("data")]
+  meta = [f.name for f in fields if f.name not in data]
+  return jax.tree_util.register_dataclass(made, data, meta)
 
 
 def _operand(mask: Any, operator: str) -> Mask:
   if not isinstance(mask, Mask):
     raise OptionError(
-        message(
-            f"operand of {operator}",
-            type(mask).__name__,
-            "a ringjax mask such as Causal() or Window(4096)",
-            "pass a boolean array as mask= and objects as Causal() & ...",
-        )
+      message(
+        f"operand of {operator}",
+        type(mask).__name__,
+        "a ringjax mask such as Causal() or Window(4096)",
+        "pass a boolean array as mask= and objects as Causal() & ...",
+      )
     )
   return mask
 
@@ -114,7 +118,7 @@ def _operand(mask: Any, operator: str) -> Mask:
 def _positive(name: str, value: Any) -> None:
   if not isinstance(value, int) or isinstance(value, bool) or value < 1:
     raise OptionError(
-        message(name, repr(value), "a positive int", "count it in tokens")
+      message(name, repr(value), "a positive int", "count it in tokens")
     )
 
 
@@ -163,19 +167,19 @@ class Window(Mask):
   def __post_init__(self) -> None:
     _positive("Window size", self.size)
     if self.ahead is not None and (
-        not isinstance(self.ahead, int) or self.ahead < 0
+      not isinstance(self.ahead, int) or self.ahead < 0
     ):
       raise OptionError(
-          message(
-              "Window ahead",
-              repr(self.ahead),
-              "None or an int of at least 0",
-              "use Causal() & Window(size) to look back only",
-          )
+        message(
+          "Window ahead",
+          repr(self.ahead),
+          "None or an int of at least 0",
+          "use Causal() & Window(size) to look back only",
+        )
       )
 
   @property
-  def reach(self) -> tuple[int | None, int | None]:
+  def reach(self) -> tuple[int, int]:
     ahead = self.size - 1 if self.ahead is None else self.ahead
     return self.size - 1, ahead
 
@@ -269,8 +273,8 @@ class BlockCausal(Mask):
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
     return (
-        k.first // self.size <= q.last // self.size,
-        k.last // self.size <= q.first // self.size,
+      k.first // self.size <= q.last // self.size,
+      k.last // self.size <= q.first // self.size,
     )
 
 
@@ -286,7 +290,7 @@ class And(Mask):
   def reach(self) -> tuple[int | None, int | None]:
     pairs = zip(self.left.reach, self.right.reach, strict=True)
     behind, ahead = (
-        min((r for r in pair if r is not None), default=None) for pair in pairs
+      min((r for r in pair if r is not None), default=None) for pair in pairs
     )
     return behind, ahead
 
@@ -310,8 +314,8 @@ class Or(Mask):
   def reach(self) -> tuple[int | None, int | None]:
     pairs = zip(self.left.reach, self.right.reach, strict=True)
     behind, ahead = (
-        None if None in pair else max(r for r in pair if r is not None)
-        for pair in pairs
+      None if None in pair else max(r for r in pair if r is not None)
+      for pair in pairs
     )
     return behind, ahead
 

@@ -25,6 +25,11 @@ from jax import lax
 from ringjax.parallel import collectives
 
 
+def wide_dtype(dtype: Any) -> Any:
+  """The dtype of scores, statistics and sums for inputs of `dtype`."""
+  return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 class Partial(NamedTuple):
   """Unnormalised attention over some keys.
 
@@ -40,19 +45,19 @@ class Partial(NamedTuple):
 
   @classmethod
   def empty(
-      cls, shape: tuple[int, ...], head_dim: int, dtype: Any, like: Any
+    cls, shape: tuple[int, ...], head_dim: int, dtype: Any, like: Any
   ) -> Partial:
     """The partial of no keys; `like` gives the varying mesh axes."""
     return cls(
-        collectives.zeros((*shape, head_dim), dtype, like),
-        collectives.full(shape, -jnp.inf, dtype, like),
-        collectives.zeros(shape, dtype, like),
+      collectives.zeros((*shape, head_dim), dtype, like),
+      collectives.full(shape, -jnp.inf, dtype, like),
+      collectives.zeros(shape, dtype, like),
     )
 
   @classmethod
   def of(cls, out: jax.Array, lse: jax.Array) -> Partial:
     """The partial that `finalize` turned into (out, lse)."""
-    wide = jnp.promote_types(out.dtype, jnp.float32)
+    wide = wide_dtype(out.dtype)
     seen = (lse != -jnp.inf).astype(wide)
     return cls(out.astype(wide), lse.astype(wide), seen)
 
@@ -68,9 +73,9 @@ def merge(a: Partial, b: Partial) -> Partial:
   safe = finite_max(m)
   weight_a, weight_b = jnp.exp(a.m - safe), jnp.exp(b.m - safe)
   return Partial(
-      a.acc * weight_a[..., None] + b.acc * weight_b[..., None],
-      m,
-      a.l * weight_a + b.l * weight_b,
+    a.acc * weight_a[..., None] + b.acc * weight_b[..., None],
+    m,
+    a.l * weight_a + b.l * weight_b,
   )
 
 
@@ -83,9 +88,9 @@ def add_sink(partial: Partial, sink: jax.Array) -> Partial:
   m = lax.stop_gradient(jnp.maximum(partial.m, sink))
   weight = jnp.exp(partial.m - finite_max(m))
   return Partial(
-      partial.acc * weight[..., None],
-      m,
-      partial.l * weight + jnp.exp(sink - finite_max(m)),
+    partial.acc * weight[..., None],
+    m,
+    partial.l * weight + jnp.exp(sink - finite_max(m)),
   )
 
 

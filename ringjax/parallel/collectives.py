@@ -104,17 +104,17 @@ def rotate(tree: Tree, axis: str, shift: int) -> Tree:
 def gather(tree: Tree, axis: str, dimension: int) -> Tree:
   """Concatenates all shards' leaves along `dimension`, on every shard."""
   return jax.tree.map(
-      lambda x: lax.all_gather(x, axis, axis=dimension, tiled=True), tree
+    lambda x: lax.all_gather(x, axis, axis=dimension, tiled=True), tree
   )
 
 
 def scatter_sum(tree: Tree, axis: str, dimension: int) -> Tree:
   """Sums leaves over all shards; each keeps its part of `dimension`."""
   return jax.tree.map(
-      lambda x: lax.psum_scatter(
-          x, axis, scatter_dimension=dimension, tiled=True
-      ),
-      tree,
+    lambda x: lax.psum_scatter(
+      x, axis, scatter_dimension=dimension, tiled=True
+    ),
+    tree,
   )
 
 

@@ -46,7 +46,7 @@ class Layout(abc.ABC):
 
   @abc.abstractmethod
   def positions(
-      self, index: jax.Array | int, shards: int, local_length: int
+    self, index: jax.Array | int, shards: int, local_length: int
   ) -> jax.Array:
     """Positions of the tokens on shard `index`, int32 [local_length].
 
@@ -85,21 +85,21 @@ class Layout(abc.ABC):
     def reorder(leaf: Any) -> Any:
       if not isinstance(leaf, jax.Array | np.ndarray):
         raise InputTypeError(
-            message(
-                "x",
-                type(leaf).__name__,
-                "a JAX or NumPy array, or a pytree of them",
-                "convert it with np.asarray or jnp.asarray",
-            )
+          message(
+            "x",
+            type(leaf).__name__,
+            "a JAX or NumPy array, or a pytree of them",
+            "convert it with np.asarray or jnp.asarray",
+          )
         )
       if not -leaf.ndim <= axis < leaf.ndim:
         raise ShapeError(
-            message(
-                "axis",
-                f"{axis} for an array of shape {leaf.shape}",
-                "a dimension of the array",
-                "pass the dimension that runs over the sequence",
-            )
+          message(
+            "axis",
+            f"{axis} for an array of shape {leaf.shape}",
+            "a dimension of the array",
+            "pass the dimension that runs over the sequence",
+          )
         )
       order = self.order(leaf.shape[axis], shards)
       if np.array_equal(order, np.arange(order.size)):
@@ -130,7 +130,7 @@ class Contiguous(Layout):
     return -(-length // shards)
 
   def positions(
-      self, index: jax.Array | int, shards: int, local_length: int
+    self, index: jax.Array | int, shards: int, local_length: int
   ) -> jax.Array:
     del shards
     return index * local_length + jnp.arange(local_length, dtype=jnp.int32)
@@ -145,12 +145,12 @@ class Striped(Layout):
   def __post_init__(self) -> None:
     if not isinstance(self.block, int) or self.block < 1:
       raise OptionError(
-          message(
-              "block",
-              repr(self.block),
-              "a positive int, the tokens of one stripe",
-              "use Striped() for stripes of one token",
-          )
+        message(
+          "block",
+          repr(self.block),
+          "a positive int, the tokens of one stripe",
+          "use Striped() for stripes of one token",
+        )
       )
 
   def chunk_length(self, length: int, shards: int) -> int:
@@ -164,7 +164,7 @@ class Striped(Layout):
     return -(-length // (self.block * shards)) * self.block
 
   def positions(
-      self, index: jax.Array | int, shards: int, local_length: int
+    self, index: jax.Array | int, shards: int, local_length: int
   ) -> jax.Array:
     local = jnp.arange(local_length, dtype=jnp.int32)
     stripe = (local // self.block) * shards + index
@@ -190,26 +190,28 @@ class Zigzag(Layout):
     return 2 * self.chunk_length(length, shards)
 
   def positions(
-      self, index: jax.Array | int, shards: int, local_length: int
+    self, index: jax.Array | int, shards: int, local_length: int
   ) -> jax.Array:
     half = local_length // 2
     within = jnp.arange(half, dtype=jnp.int32)
-    return jnp.concatenate([
+    return jnp.concatenate(
+      [
         index * half + within,
         (2 * shards - 1 - index) * half + within,
-    ])
+      ]
+    )
 
   def check_local_length(self, local_length: int) -> str | None:
     return "an even number" if local_length % 2 else None
 
 
 def reachable_shards(
-    layout: Layout,
-    shards: int,
-    q_length: int,
-    k_length: int,
-    behind: int,
-    ahead: int,
+  layout: Layout,
+  shards: int,
+  q_length: int,
+  k_length: int,
+  behind: int,
+  ahead: int,
 ) -> np.ndarray:
   """Which ring distances a window needs: bool [R].
 
@@ -228,9 +230,9 @@ def reachable_shards(
   # repeat the same few patterns a million times.
   turn = chunks % shards if isinstance(layout, Striped) else chunks
   cases = np.unique(
-      np.stack([turn, first_key - chunks, last_key - chunks]),
-      axis=1,
-      return_index=True,
+    np.stack([turn, first_key - chunks, last_key - chunks]),
+    axis=1,
+    return_index=True,
   )[1]
   needed = np.zeros(shards, bool)
   needed[0] = True
@@ -246,10 +248,10 @@ def reachable_shards(
 def _check_shards(shards: Any) -> None:
   if not isinstance(shards, int | np.integer) or shards < 1:
     raise OptionError(
-        message(
-            "shards",
-            repr(shards),
-            "a positive int, the devices along the sequence axis",
-            "pass shards=mesh.shape['seq']",
-        )
+      message(
+        "shards",
+        repr(shards),
+        "a positive int, the devices along the sequence axis",
+        "pass shards=mesh.shape['seq']",
+      )
     )

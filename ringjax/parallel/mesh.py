@@ -22,12 +22,12 @@ from ringjax.parallel.place import SEQ
 
 
 def make_mesh(
-    shape: Sequence[int],
-    axis_names: Sequence[str],
-    *,
-    devices: Sequence[Any] | None = None,
-    axis_types: Sequence[AxisType] | AxisType = AxisType.Auto,
-    ring: str = SEQ,
+  shape: Sequence[int],
+  axis_names: Sequence[str],
+  *,
+  devices: Sequence[Any] | None = None,
+  axis_types: Sequence[AxisType] | AxisType = AxisType.Auto,
+  ring: str = SEQ,
 ) -> Mesh:
   """A mesh of `shape` in which the `ring` axis runs along physical links.
 
@@ -49,7 +49,9 @@ def make_mesh(
   devices = list(jax.devices() if devices is None else devices)
   sizes = _sizes(tuple(shape), tuple(axis_names), len(devices))
   if isinstance(axis_types, AxisType):
-    axis_types = (axis_types,) * len(sizes)
+    kinds = (axis_types,) * len(sizes)
+  else:
+    kinds = tuple(axis_types)
   devices = devices[: math.prod(sizes)]
   if ring in axis_names and hasattr(devices[0], "coords"):
     at = list(axis_names).index(ring)
@@ -57,43 +59,50 @@ def make_mesh(
     devices = [d for box in _boxes(devices, outer, inner) for d in box]
   grid = np.empty(len(devices), dtype=object)
   grid[:] = devices
-  return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=axis_types)
+  return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=kinds)
 
 
 def _sizes(
-    shape: tuple[int, ...], names: tuple[str, ...], count: int
+  shape: tuple[int, ...], names: tuple[str, ...], count: int
 ) -> tuple[int, ...]:
   if len(shape) != len(names) or len(set(names)) != len(names):
     raise MeshError(
-        message(
-            "axis_names",
-            f"{names} for shape {shape}",
-            "one distinct name for each axis",
-            "give as many names as sizes",
-        )
+      message(
+        "axis_names",
+        f"{names} for shape {shape}",
+        "one distinct name for each axis",
+        "give as many names as sizes",
+      )
     )
   known = math.prod(s for s in shape if s != -1)
   if shape.count(-1) > 1 or any(s < 1 and s != -1 for s in shape):
     raise MeshError(
-        message("shape", shape, "positive sizes and at most one -1",
-                "write the sizes out")  # fmt: skip
+      message(
+        "shape",
+        shape,
+        "positive sizes and at most one -1",
+        "write the sizes out",
+      )
     )
   if -1 in shape:
     if count % known:
       raise MeshError(
-          message("shape", f"{shape} for {count} devices",
-                  f"a number of devices that {known} divides",
-                  "change the other axes or pass devices=")  # fmt: skip
+        message(
+          "shape",
+          f"{shape} for {count} devices",
+          f"a number of devices that {known} divides",
+          "change the other axes or pass devices=",
+        )
       )
     shape = tuple(count // known if s == -1 else s for s in shape)
   if math.prod(shape) > count:
     raise MeshError(
-        message(
-            "shape",
-            f"{shape}, which needs {math.prod(shape)} devices",
-            f"at most the {count} devices there are",
-            "make an axis smaller, or on CPU set jax_num_cpu_devices",
-        )
+      message(
+        "shape",
+        f"{shape}, which needs {math.prod(shape)} devices",
+        f"at most the {count} devices there are",
+        "make an axis smaller, or on CPU set jax_num_cpu_devices",
+      )
     )
   return shape
 
@@ -102,13 +111,13 @@ def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
   """Cuts the slice into `outer` boxes and walks each as a ring."""
   by_coords: dict[tuple[int, ...], list[Any]] = {}
   for d in devices:
-    by_coords.setdefault((getattr(d, "slice_index", 0), *d.coords), []).append(d)
+    by_coords.setdefault((getattr(d, "slice_index", 0), *d.coords), []).append(
+      d
+    )
   cores = len(next(iter(by_coords.values())))
   slices = sorted({key[0] for key in by_coords})
   points = [k[1:] for k in by_coords if k[0] == slices[0]]
-  extent = tuple(
-      max(c) - min(c) + 1 for c in zip(*points, strict=True)
-  )
+  extent = tuple(max(c) - min(c) + 1 for c in zip(*points, strict=True))
   origin = tuple(min(c) for c in zip(*points, strict=True))
   regular = math.prod(extent) * cores * len(slices) == len(devices)
   if not regular or inner % cores or outer % len(slices):
@@ -118,7 +127,7 @@ def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
     return [devices]
   rings = []
   starts = itertools.product(
-      *(range(0, e, b) for e, b in zip(extent, box, strict=True))
+    *(range(0, e, b) for e, b in zip(extent, box, strict=True))
   )
   starts = list(starts)
   for which in slices:
@@ -126,24 +135,22 @@ def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
       walk = []
       for point in ring_walk(box):
         at = tuple(
-            o + s + p for o, s, p in zip(origin, start, point, strict=True)
+          o + s + p for o, s, p in zip(origin, start, point, strict=True)
         )
         walk += by_coords[(which, *at)]
       rings.append(walk)
   return rings
 
 
-def _box_shape(
-    extent: tuple[int, ...], size: int
-) -> tuple[int, ...] | None:
+def _box_shape(extent: tuple[int, ...], size: int) -> tuple[int, ...] | None:
   """The most compact box of `size` points that tiles `extent`."""
   divisors = [[d for d in range(1, e + 1) if e % d == 0] for e in extent]
   fitting = [
-      box for box in itertools.product(*divisors) if math.prod(box) == size
+    box for box in itertools.product(*divisors) if math.prod(box) == size
   ]
   # An even side closes the ring without a jump; then prefer round boxes.
-  closes = lambda box: size < 3 or (
-      sum(s > 1 for s in box) > 1 and any(s % 2 == 0 for s in box)
+  closes = lambda box: (
+    size < 3 or (sum(s > 1 for s in box) > 1 and any(s % 2 == 0 for s in box))
   )
   return min(fitting, key=lambda b: (not closes(b), max(b), b), default=None)
 
@@ -168,7 +175,7 @@ def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _closed_walk(
-    box: tuple[int, ...], home: int, rest: list[int]
+  box: tuple[int, ...], home: int, rest: list[int]
 ) -> list[tuple[int, ...]] | None:
   """A Hamiltonian cycle: out over a snake with home > 0, back along 0."""
   order = rest + [home] + [i for i in range(len(box)) if box[i] == 1]
@@ -192,9 +199,9 @@ def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
   walk: list[tuple[int, ...]] = [()]
   for side in sides:
     walk = [
-        (*point, i)
-        for n, point in enumerate(walk)
-        for i in (range(side) if n % 2 == 0 else reversed(range(side)))
+      (*point, i)
+      for n, point in enumerate(walk)
+      for i in (range(side) if n % 2 == 0 else reversed(range(side)))
     ]
   return walk
 

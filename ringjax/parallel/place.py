@@ -42,10 +42,10 @@ class Place:
 
 
 def locate(
-    operands: Sequence[Any],
-    mesh: Mesh | AbstractMesh | None,
-    axis: str | None,
-    required: bool,
+  operands: Sequence[Any],
+  mesh: Mesh | AbstractMesh | None,
+  axis: str | None,
+  required: bool,
 ) -> Place:
   """Finds the place of a call with [B, T, heads, H] `operands`, q first.
 
@@ -53,21 +53,21 @@ def locate(
   """
   if axis is not None and not isinstance(axis, str):
     raise MeshError(
-        message(
-            "axis",
-            repr(axis),
-            "the name of one mesh axis",
-            "shard the sequence over a single axis, e.g. axis='seq'",
-        )
+      message(
+        "axis",
+        repr(axis),
+        "the name of one mesh axis",
+        "shard the sequence over a single axis, e.g. axis='seq'",
+      )
     )
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
-        message(
-            "mesh",
-            type(mesh).__name__,
-            "a jax.sharding.Mesh",
-            "build one with rj.make_mesh or jax.make_mesh",
-        )
+      message(
+        "mesh",
+        type(mesh).__name__,
+        "a jax.sharding.Mesh",
+        "build one with rj.make_mesh or jax.make_mesh",
+      )
     )
   bound = axis or (SEQ if SEQ in collectives.manual_axes() else None)
   if bound is not None and collectives.is_bound(bound):
@@ -79,67 +79,67 @@ def locate(
   if use is None:
     if axis is not None or required:
       raise MeshError(
-          message(
-              "axis",
-              f"{axis!r} outside of any mesh",
-              "a mesh with that axis",
-              "pass mesh=, or enter one with jax.set_mesh(mesh)",
-          )
+        message(
+          "axis",
+          f"{axis!r} outside of any mesh",
+          "a mesh with that axis",
+          "pass mesh=, or enter one with jax.set_mesh(mesh)",
+        )
       )
     return Place()
   axis = axis or _sequence_axis(specs, use)
   if axis is None:
     if required:
       raise MeshError(
-          message(
-              "axis",
-              f"None, and no 'seq' among the mesh axes {use.axis_names}",
-              "the mesh axis that shards the sequence",
-              "pass axis= one of them",
-          )
+        message(
+          "axis",
+          f"None, and no 'seq' among the mesh axes {use.axis_names}",
+          "the mesh axis that shards the sequence",
+          "pass axis= one of them",
+        )
       )
   elif axis not in use.axis_names:
     raise MeshError(
-        message(
-            "axis",
-            repr(axis),
-            f"one of the mesh axes {use.axis_names}",
-            "rename the axis or pass another mesh",
-        )
+      message(
+        "axis",
+        repr(axis),
+        f"one of the mesh axes {use.axis_names}",
+        "rename the axis or pass another mesh",
+      )
     )
   explicit = [
-      a
-      for a, kind in zip(use.axis_names, use.axis_types, strict=True)
-      if kind == AxisType.Explicit
+    a
+    for a, kind in zip(use.axis_names, use.axis_types, strict=True)
+    if kind == AxisType.Explicit
   ]
   if axis is None and not any(spec for _, spec in specs):
     return Place()
   spec = next((spec for m, spec in specs if m is not None), ())
   entry = lambda i: tuple(
-      a for a in (spec[i] if i < len(spec) else ()) if a in explicit
+    a for a in (spec[i] if i < len(spec) else ()) if a in explicit
   )
   if axis is not None and (axis in entry(0) or axis in entry(2)):
     raise MeshError(
-        message(
-            "q",
-            f"a sharding that uses {axis!r} for the batch or the heads",
-            "that axis for the sequence only",
-            "reshard q, or name the sequence's axis with axis=",
-        )
+      message(
+        "q",
+        f"a sharding that uses {axis!r} for the batch or the heads",
+        "that axis for the sequence only",
+        "reshard q, or name the sequence's axis with axis=",
+      )
     )
   return Place(
-      axis,
-      False,
-      use,
-      use.shape[axis] if axis is not None else 1,
-      entry(0),
-      entry(2),
+    axis,
+    False,
+    use,
+    use.shape[axis] if axis is not None else 1,
+    entry(0),
+    entry(2),
   )
 
 
 def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:
   """(mesh, axes of each dimension) of an operand; (None, ()) if unknown."""
-  sharding = getattr(jax.typeof(x), "sharding", None)
+  sharding: Any = getattr(jax.typeof(x), "sharding", None)
   known = sharding is not None and not sharding.mesh.empty
   if not (known and AxisType.Explicit in sharding.mesh.axis_types):
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
@@ -148,8 +148,8 @@ def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:
     if not isinstance(sharding, NamedSharding):
       return None, ()
   axes = tuple(
-      () if a is None else a if isinstance(a, tuple) else (a,)
-      for a in tuple(sharding.spec)
+    () if a is None else a if isinstance(a, tuple) else (a,)
+    for a in tuple(sharding.spec)
   )
   return sharding.mesh, axes
 
@@ -159,12 +159,12 @@ def _sequence_axis(specs: list[Any], mesh: Any) -> str | None:
     over = spec[1] if len(spec) > 1 else ()
     if len(over) > 1:
       raise MeshError(
-          message(
-              "sequence dimension",
-              f"a sharding over several mesh axes {over}",
-              "a sharding over one axis",
-              "use a mesh in which these are one axis",
-          )
+        message(
+          "sequence dimension",
+          f"a sharding over several mesh axes {over}",
+          "a sharding over one axis",
+          "use a mesh in which these are one axis",
+        )
       )
     if over:
       return over[0]

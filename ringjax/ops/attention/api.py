@@ -29,6 +29,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Layout, Striped, reachable_shards
 from ringjax.parallel.place import Place, locate
@@ -36,39 +37,39 @@ from ringjax.parallel.place import Place, locate
 Strategy = Ring | Gather | Ulysses
 
 _BY_NAME: dict[str, Strategy] = {
-    "ring": Ring(),
-    "gather": Gather(),
-    "ulysses": Ulysses(),
+  "ring": Ring(),
+  "gather": Gather(),
+  "ulysses": Ulysses(),
 }
 
 
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
-    return_residual: bool = False,
-    mesh: Any = None,
-    axis: str | None = None,
-    layout: Layout | None = None,
-    strategy: str | Strategy = "auto",
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    sinks: Any = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: Any = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: Any = None,
+  query: Any,
+  key: Any,
+  value: Any,
+  bias: Any = None,
+  mask: Any = None,
+  *,
+  scale: float | None = None,
+  is_causal: bool = False,
+  query_seq_lengths: Any = None,
+  key_value_seq_lengths: Any = None,
+  local_window_size: int | tuple[int, int] | None = None,
+  implementation: Literal["xla", "cudnn"] | None = None,
+  return_residual: bool = False,
+  mesh: Any = None,
+  axis: str | None = None,
+  layout: Layout | None = None,
+  strategy: str | Strategy = "auto",
+  q_segment_ids: Any = None,
+  kv_segment_ids: Any = None,
+  q_positions: Any = None,
+  kv_positions: Any = None,
+  sinks: Any = None,
+  logits_soft_cap: float | None = None,
+  alibi_slopes: Any = None,
+  dropout_rate: float = 0.0,
+  dropout_seed: Any = None,
 ) -> Any:
   """`jax.nn.dot_product_attention` over a sequence that may be sharded.
 
@@ -126,35 +127,35 @@ def dot_product_attention(
   """
   if implementation not in (None, "xla", "cudnn"):
     raise OptionError(
-        message(
-            "implementation",
-            repr(implementation),
-            "None, 'xla' or 'cudnn'",
-            "leave it out",
-        )
+      message(
+        "implementation",
+        repr(implementation),
+        "None, 'xla' or 'cudnn'",
+        "leave it out",
+      )
     )
   request, operands = requests.build(
-      query,
-      key,
-      value,
-      bias=bias,
-      mask=mask,
-      scale=scale,
-      is_causal=is_causal,
-      aligned=True,
-      query_seq_lengths=query_seq_lengths,
-      key_value_seq_lengths=key_value_seq_lengths,
-      local_window_size=local_window_size,
-      layout=layout,
-      q_segment_ids=q_segment_ids,
-      kv_segment_ids=kv_segment_ids,
-      q_positions=q_positions,
-      kv_positions=kv_positions,
-      sinks=sinks,
-      logits_soft_cap=logits_soft_cap,
-      alibi_slopes=alibi_slopes,
-      dropout_rate=dropout_rate,
-      dropout_seed=dropout_seed,
+    query,
+    key,
+    value,
+    bias=bias,
+    mask=mask,
+    scale=scale,
+    is_causal=is_causal,
+    aligned=True,
+    query_seq_lengths=query_seq_lengths,
+    key_value_seq_lengths=key_value_seq_lengths,
+    local_window_size=local_window_size,
+    layout=layout,
+    q_segment_ids=q_segment_ids,
+    kv_segment_ids=kv_segment_ids,
+    q_positions=q_positions,
+    kv_positions=kv_positions,
+    sinks=sinks,
+    logits_soft_cap=logits_soft_cap,
+    alibi_slopes=alibi_slopes,
+    dropout_rate=dropout_rate,
+    dropout_seed=dropout_seed,
   )
   place = locate(operands[:3], mesh, axis, required=False)
   if implementation == "cudnn":
@@ -163,12 +164,12 @@ def dot_product_attention(
     plain = all(x is None for x in ours) and not dropout_rate
     if place.size > 1 or not plain or isinstance(mask, Mask):
       raise OptionError(
-          message(
-              "implementation",
-              "'cudnn' with a sharded sequence or an argument of ringjax",
-              "one device and the arguments of jax.nn",
-              "leave implementation out",
-          )
+        message(
+          "implementation",
+          "'cudnn' with a sharded sequence or an argument of ringjax",
+          "one device and the arguments of jax.nn",
+          "leave implementation out",
+        )
       )
     return jax.nn.dot_product_attention(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal,
@@ -181,17 +182,17 @@ def dot_product_attention(
 
 
 def ring_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    mesh: Any = None,
-    axis: str | None = None,
-    layout: Layout | None = None,
-    is_causal: bool = False,
-    return_residual: bool = False,
-    local: Any = None,
-    **options: Any,
+  query: Any,
+  key: Any,
+  value: Any,
+  *,
+  mesh: Any = None,
+  axis: str | None = None,
+  layout: Layout | None = None,
+  is_causal: bool = False,
+  return_residual: bool = False,
+  local: Any = None,
+  **options: Any,
 ) -> Any:
   """Ring attention (Liu et al. 2023, arXiv 2310.01889) over a mesh axis.
 
@@ -219,12 +220,12 @@ def ring_attention(
     RingjaxError: in Python, before anything is compiled.
   """
   request, operands = requests.build(
-      query,
-      key,
-      value,
-      is_causal=is_causal,
-      layout=layout,
-      **_known(options),
+    query,
+    key,
+    value,
+    is_causal=is_causal,
+    layout=layout,
+    **_known(options),
   )
   place = locate(operands[:3], mesh, axis, required=True)
   strategy = _strategy(Ring(local or Blockwise()))
@@ -250,26 +251,26 @@ def striped_attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
   layout = options.pop("layout", None) or Striped()
   if not isinstance(layout, Striped):
     raise OptionError(
-        message(
-            "layout",
-            repr(layout),
-            "a Striped(block) layout",
-            "use ring_attention for other layouts",
-        )
+      message(
+        "layout",
+        repr(layout),
+        "a Striped(block) layout",
+        "use ring_attention for other layouts",
+      )
     )
   return ring_attention(query, key, value, layout=layout, **options)
 
 
 def blockwise_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    is_causal: bool = False,
-    q_block: int | None = None,
-    kv_block: int | None = None,
-    return_residual: bool = False,
-    **options: Any,
+  query: Any,
+  key: Any,
+  value: Any,
+  *,
+  is_causal: bool = False,
+  q_block: int | None = None,
+  kv_block: int | None = None,
+  return_residual: bool = False,
+  **options: Any,
 ) -> Any:
   """Exact attention on one device in blocks, without a T x S array.
 
@@ -291,7 +292,7 @@ def blockwise_attention(
     RingjaxError: in Python, before anything is compiled.
   """
   request, operands = requests.build(
-      query, key, value, is_causal=is_causal, **_known(options)
+    query, key, value, is_causal=is_causal, **_known(options)
   )
   strategy = Gather(Blockwise(q_block, kv_block))
   place = locate(operands[:3], None, None, required=False)
@@ -306,15 +307,15 @@ def blockwise_attention(
 
 
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    q_at: Coords,
-    k_at: Coords,
-    mask: Mask,
-    strategy: Strategy,
-    *,
-    scale: float | None = None,
+  q: Any,
+  k: Any,
+  v: Any,
+  q_at: Coords,
+  k_at: Coords,
+  mask: Mask,
+  strategy: Strategy,
+  *,
+  scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: attention between tokens whose coordinates are given.
 
@@ -350,8 +351,12 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
   for name in options:
     if name not in known:
       raise OptionError(
-          message(name, "an unknown argument", f"one of {', '.join(known)}",
-                  "see dot_product_attention")  # fmt: skip
+        message(
+          name,
+          "an unknown argument",
+          f"one of {', '.join(known)}",
+          "see dot_product_attention",
+        )
       )
   return options
 
@@ -360,38 +365,38 @@ def _strategy(strategy: Any) -> Strategy:
   if isinstance(strategy, Ring | Gather | Ulysses):
     if not hasattr(strategy.local, "forward"):
       raise OptionError(
-          message(
-              "strategy",
-              f"a local algorithm {strategy.local!r}",
-              "Blockwise() or Dense()",
-              "pass e.g. Ring(Blockwise())",
-          )
+        message(
+          "strategy",
+          f"a local algorithm {strategy.local!r}",
+          "Blockwise() or Dense()",
+          "pass e.g. Ring(Blockwise())",
+        )
       )
     return strategy
   if strategy == "auto":
     return _BY_NAME["ring"]
   if not isinstance(strategy, str) or strategy not in _BY_NAME:
     raise OptionError(
-        message(
-            "strategy",
-            repr(strategy),
-            f"'auto', {', '.join(map(repr, _BY_NAME))} or an object like Ring()",
-            "leave it out for 'auto'",
-        )
+      message(
+        "strategy",
+        repr(strategy),
+        f"'auto', {', '.join(map(repr, _BY_NAME))} or an object like Ring()",
+        "leave it out for 'auto'",
+      )
     )
   return _BY_NAME[strategy]
 
 
 def _run(
-    request: Request,
-    x: Operands,
-    place: Place,
-    strategy: Strategy,
-    return_residual: bool,
+  request: Request,
+  x: Operands,
+  place: Place,
+  strategy: Strategy,
+  return_residual: bool,
 ) -> Any:
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
-    lse = jnp.zeros(x.q.shape[:3], _wide(x.q.dtype))
+    lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
   elif place.mesh is not None:
     out, lse = _on_mesh(request, x, place, strategy)
   else:
@@ -401,16 +406,12 @@ def _run(
   return (out, lse) if return_residual else out
 
 
-def _wide(dtype: Any) -> Any:
-  return jnp.promote_types(dtype, jnp.float32)
-
-
 def _per_shard(
-    request: Request,
-    x: Operands,
-    place: Place,
-    strategy: Strategy,
-    lengths: tuple[int, int] | None,
+  request: Request,
+  x: Operands,
+  place: Place,
+  strategy: Strategy,
+  lengths: tuple[int, int] | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: `lengths` are the true ones of the sequence, None if whole."""
   layout, size = request.layout, place.size
@@ -420,12 +421,12 @@ def _per_shard(
       wrong = layout.check_local_length(local) if size > 1 else None
       if wrong:
         raise ShapeError(
-            message(
-                name,
-                f"{local} tokens a shard",
-                f"{wrong} in the layout {layout}",
-                "pad the sequence, or call outside of shard_map",
-            )
+          message(
+            name,
+            f"{local} tokens a shard",
+            f"{wrong} in the layout {layout}",
+            "pad the sequence, or call outside of shard_map",
+          )
         )
     lengths = (shards[0] * size, shards[1] * size)
   index: Any = 0
@@ -437,36 +438,36 @@ def _per_shard(
   group = x.q.shape[2] // x.k.shape[2]
   by_kv_head = lambda a: None if a is None else a.reshape(-1, group)
   context = Context(
-      q_at,
-      k_at,
-      x.mask,
-      _grouped(x.allow, x.k.shape[2]),
-      by_kv_head(x.heads),
-      x.seed,
+    q_at,
+    k_at,
+    x.mask,
+    _grouped(x.allow, x.k.shape[2]),
+    by_kv_head(x.heads),
+    x.seed,
   )
   needed = None
   behind, ahead = x.mask.reach
   derived = x.q_pos is None and x.k_pos is None
   if derived and behind is not None and ahead is not None:
-    whole = [n * size for n in shards]
-    needed = reachable_shards(layout, size, *whole, behind, ahead)
+    q_length, k_length = shards[0] * size, shards[1] * size
+    needed = reachable_shards(layout, size, q_length, k_length, behind, ahead)
   return _attend(request.scores, x, context, strategy.on(place.axis, needed))
 
 
 def _attend(
-    scores: Scores, x: Operands, context: Context, strategy: Strategy
+  scores: Scores, x: Operands, context: Context, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   b, t, n, h = x.q.shape
   kv_heads = x.k.shape[2]
   group = n // kv_heads
   local = Local(
-      jnp.transpose(x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)),
-      jnp.swapaxes(x.k, 1, 2),
-      jnp.swapaxes(x.v, 1, 2),
+    jnp.transpose(x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)),
+    jnp.swapaxes(x.k, 1, 2),
+    jnp.swapaxes(x.v, 1, 2),
   )
   by_kv_head = lambda a: None if a is None else a.reshape(kv_heads, group)
   terms = Terms(
-      _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
+    _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
   )
   out, lse = strategy.attend(scores, local, terms, context)
   out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
@@ -474,7 +475,7 @@ def _attend(
 
 
 def _coords(
-    natural: jax.Array, length: int, pos: Any, seg: Any, valid: Any
+  natural: jax.Array, length: int, pos: Any, seg: Any, valid: Any
 ) -> Coords:
   real = natural < length
   if valid is not None:
@@ -493,14 +494,14 @@ def _grouped(pair: Any, kv_heads: int) -> Any:
 
 
 def _on_mesh(
-    request: Request, x: Operands, place: Place, strategy: Strategy
+  request: Request, x: Operands, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
     # Arrays that a caller made without a mesh have to reach its devices.
     specs = _specs(x, place)
     x = jax.tree.map(
-        lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
+      lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
     )
   return _jitted(request, x, place, strategy)
 
@@ -511,8 +512,8 @@ def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
   if a.sharding.device_set == set(mesh.devices.flat):
     return a
   divides = all(
-      axes is None or n % math.prod(mesh.shape[i] for i in _names(axes)) == 0
-      for n, axes in zip(a.shape, tuple(spec), strict=False)
+    axes is None or n % math.prod(mesh.shape[i] for i in _names(axes)) == 0
+    for n, axes in zip(a.shape, tuple(spec), strict=False)
   )
   return jax.device_put(a, NamedSharding(mesh, spec if divides else P()))
 
@@ -524,10 +525,10 @@ def _names(axes: Any) -> tuple[str, ...]:
 def _like(x: Operands, specs: Operands) -> Operands:
   """Specs without those of absent operands."""
   return jax.tree.map(
-      lambda a, spec: None if a is None else spec,
-      x,
-      specs,
-      is_leaf=lambda a: a is None,
+    lambda a, spec: None if a is None else spec,
+    x,
+    specs,
+    is_leaf=lambda a: a is None,
   )
 
 
@@ -543,77 +544,79 @@ def _check_explicit(x: Operands, place: Place) -> None:
   kv_heads = x.k.shape[2]
   if size > 1 and kv_heads > 1 and kv_heads % size:
     raise MeshError(
-        message(
-            "key",
-            f"{kv_heads} heads over the {size} shards of {place.heads}",
-            "one head, or a multiple of the shards",
-            "reshard the query's heads over a smaller axis",
-        )
+      message(
+        "key",
+        f"{kv_heads} heads over the {size} shards of {place.heads}",
+        "one head, or a multiple of the shards",
+        "reshard the query's heads over a smaller axis",
+      )
     )
 
 
 def _specs(x: Operands, place: Place) -> Operands:
   b, h, s = place.batch or None, place.heads or None, place.axis
   one = lambda n, a: None if n == 1 else a
-  pair = lambda a: a is not None and P(
-      one(a.shape[0], b), one(a.shape[1], h), one(a.shape[2], s)
+  pair = lambda a: (
+    a is not None
+    and P(one(a.shape[0], b), one(a.shape[1], h), one(a.shape[2], s))
   )
   tokens = lambda a: a is not None and P(one(a.shape[0], b), s)
   kv = P(b, s, one(x.k.shape[2], h))
   return Operands(
-      q=P(b, s, h),
-      k=kv,
-      v=kv,
-      bias=pair(x.bias) or None,
-      allow=pair(x.allow) or None,
-      sinks=P(h),
-      slopes=P(h),
-      heads=P(h),
-      q_pos=tokens(x.q_pos) or None,
-      k_pos=tokens(x.k_pos) or None,
-      q_seg=tokens(x.q_seg) or None,
-      k_seg=tokens(x.k_seg) or None,
-      q_len=P(b),
-      k_len=P(b),
-      seed=None if x.seed is None else P(one(x.seed.shape[0], b)),
-      mask=jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask),
+    q=P(b, s, h),
+    k=kv,
+    v=kv,
+    bias=pair(x.bias) or None,
+    allow=pair(x.allow) or None,
+    sinks=P(h),
+    slopes=P(h),
+    heads=P(h),
+    q_pos=tokens(x.q_pos) or None,
+    k_pos=tokens(x.k_pos) or None,
+    q_seg=tokens(x.q_seg) or None,
+    k_seg=tokens(x.k_seg) or None,
+    q_len=P(b),
+    k_len=P(b),
+    seed=None if x.seed is None else P(one(x.seed.shape[0], b)),
+    mask=jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask),
   )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _jitted(
-    request: Request, x: Operands, place: Place, strategy: Strategy
+  request: Request, x: Operands, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   lengths = x.q.shape[1], x.k.shape[1]
   fit = [
-      _fit(request.layout, n, place.size) if place.axis else None
-      for n in lengths
+    _fit(request.layout, n, place.size) if place.axis else None for n in lengths
   ]
   x = _pad_sequence(x, fit)
   specs = _like(x, _specs(x, place))
   explicit = {
-      a
-      for a, kind in zip(
-          place.mesh.axis_names, place.mesh.axis_types, strict=True
-      )
-      if kind == AxisType.Explicit
+    a
+    for a, kind in zip(
+      place.mesh.axis_names, place.mesh.axis_types, strict=True
+    )
+    if kind == AxisType.Explicit
   }
   if explicit:
     x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
   names = explicit | ({place.axis} if place.axis else set())
   out, lse = jax.shard_map(
-      lambda x: _per_shard(request, x, place, strategy, lengths),
-      mesh=place.mesh,
-      in_specs=(specs,),
-      out_specs=(specs.q, specs.q),
-      axis_names=names,
-      check_vma=True,
+    lambda x: _per_shard(request, x, place, strategy, lengths),
+    mesh=place.mesh,
+    in_specs=(specs,),
+    out_specs=(specs.q, specs.q),
+    axis_names=names,
+    check_vma=True,
   )(x)
   if fit[0] is not None:
     keep = np.flatnonzero(fit[0] >= 0)
     contiguous = np.array_equal(keep, np.arange(keep.size))
-    take = (lambda a: a[:, : keep.size]) if contiguous else (
-        lambda a: jnp.take(a, keep, axis=1)
+    take = (
+      (lambda a: a[:, : keep.size])
+      if contiguous
+      else (lambda a: jnp.take(a, keep, axis=1))
     )
     out, lse = take(out), take(lse)
   return out, lse
@@ -636,15 +639,15 @@ def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
   k = lambda a, axis: _into_slots(a, fit[1], axis)
   pair = lambda a: None if a is None else k(q(a, 2), 3)
   return x._replace(
-      q=q(x.q, 1),
-      k=k(x.k, 1),
-      v=k(x.v, 1),
-      bias=pair(x.bias),
-      allow=pair(x.allow),
-      q_pos=q(x.q_pos, 1),
-      k_pos=k(x.k_pos, 1),
-      q_seg=q(x.q_seg, 1),
-      k_seg=k(x.k_seg, 1),
+    q=q(x.q, 1),
+    k=k(x.k, 1),
+    v=k(x.v, 1),
+    bias=pair(x.bias),
+    allow=pair(x.allow),
+    q_pos=q(x.q_pos, 1),
+    k_pos=k(x.k_pos, 1),
+    q_seg=q(x.q_seg, 1),
+    k_seg=k(x.k_seg, 1),
   )
 
 

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention.blockwise import Gradients, Local, Residuals
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.softmax import Partial, add_sink, finalize
+from ringjax.ops.softmax import Partial, add_sink, finalize, wide_dtype
 from ringjax.parallel import collectives
 
 NAMES = ("ringjax_attention_out", "ringjax_attention_lse")
@@ -40,21 +40,21 @@ class Algorithm(Protocol):
   axis: str | None
 
   def forward(
-      self, scores: Scores, x: Local, terms: Terms, context: Context
+    self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> Partial: ...
 
   def backward(
-      self,
-      scores: Scores,
-      x: Local,
-      terms: Terms,
-      context: Context,
-      residuals: Residuals,
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    residuals: Residuals,
   ) -> Gradients: ...
 
 
 def attend(
-    algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
+  algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array]:
   """(out [B, K, G, T, J] in q's dtype, lse [B, K, G, T] in float32)."""
   axis = algorithm.axis
@@ -62,13 +62,15 @@ def attend(
   axes = axes | {axis} if axis else axes
   x, terms, context = collectives.vary((x, terms, context), axes)
   if algorithm.local.differentiable:
-    return _name(*_finish(algorithm.forward(scores, x, terms, context), x, terms))
+    return _name(
+      *_finish(algorithm.forward(scores, x, terms, context), x, terms)
+    )
   size = collectives.axis_size(axis) if axis else 1
   return _attend(algorithm, size, scores, x, terms, context)
 
 
 def _finish(
-    partial: Partial, x: Local, terms: Terms
+  partial: Partial, x: Local, terms: Terms
 ) -> tuple[jax.Array, jax.Array]:
   if terms.sinks is not None:
     partial = add_sink(partial, terms.sinks[None, :, :, None])
@@ -82,24 +84,24 @@ def _name(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(
-    algorithm: Any,
-    size: int,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
+  algorithm: Any,
+  size: int,
+  scores: Scores,
+  x: Local,
+  terms: Terms,
+  context: Context,
 ) -> tuple[jax.Array, jax.Array]:
   del size
   return _finish(algorithm.forward(scores, x, terms, context), x, terms)
 
 
 def _attend_fwd(
-    algorithm: Any,
-    size: int,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
+  algorithm: Any,
+  size: int,
+  scores: Scores,
+  x: Local,
+  terms: Terms,
+  context: Context,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
   out, lse = _name(*_attend(algorithm, size, scores, x, terms, context))
   return (out, lse), (x, terms, context, out, lse)
@@ -107,7 +109,7 @@ def _attend_fwd(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gradient(
-    algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
+  algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
 ) -> tuple[Local, Terms]:
   x, terms, context, out, lse = saved
   do, dlse = cotangents
@@ -115,16 +117,16 @@ def _gradient(
   delta = jnp.sum(do.astype(wide) * out.astype(wide), -1) - dlse
   with collectives.bound(algorithm.axis, size):
     grads = algorithm.backward(
-        scores,
-        x,
-        terms._replace(sinks=None),
-        context,
-        Residuals(do, lse, delta),
+      scores,
+      x,
+      terms._replace(sinks=None),
+      context,
+      Residuals(do, lse, delta),
     )
   dx = Local(
-      jnp.transpose(grads.q, (0, 1, 3, 4, 2)).astype(x.q.dtype),
-      grads.k.astype(x.k.dtype),
-      grads.v.astype(x.v.dtype),
+    jnp.transpose(grads.q, (0, 1, 3, 4, 2)).astype(x.q.dtype),
+    grads.k.astype(x.k.dtype),
+    grads.v.astype(x.v.dtype),
   )
   dterms = grads.terms
   if terms.sinks is not None:
@@ -142,12 +144,12 @@ def _gradient_fwd(*args: Any) -> tuple[Any, None]:
 def _gradient_bwd(*args: Any) -> Any:
   del args
   raise OptionError(
-      message(
-          "strategy",
-          "a derivative of a derivative of a blockwise algorithm",
-          "a plainly differentiated one",
-          "pass strategy=Ring(Dense()) for higher orders and forward mode",
-      )
+    message(
+      "strategy",
+      "a derivative of a derivative of a blockwise algorithm",
+      "a plainly differentiated one",
+      "pass strategy=Ring(Dense()) for higher orders and forward mode",
+    )
   )
 
 
@@ -155,7 +157,7 @@ _gradient.defvjp(_gradient_fwd, _gradient_bwd)
 
 
 def _attend_bwd(
-    algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
+  algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
 ) -> tuple[Local, Terms, None]:
   return *_gradient(algorithm, size, scores, saved, cotangents), None
 
@@ -164,7 +166,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def zero_gradients(
-    x: Local, terms: Terms, wide: Any
+  x: Local, terms: Terms, wide: Any
 ) -> tuple[jax.Array, Terms]:
   """The (dq, dterms) that a backward pass starts from."""
   b, k, g, t, h = x.q.shape
@@ -174,5 +176,5 @@ def zero_gradients(
 
 def empty_partial(x: Local) -> Partial:
   """The partial of the local queries over no keys."""
-  wide = jnp.promote_types(x.q.dtype, jnp.float32)
+  wide = wide_dtype(x.q.dtype)
   return Partial.empty(x.q.shape[:4], x.v.shape[-1], wide, x)

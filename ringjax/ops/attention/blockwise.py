@@ -33,9 +33,15 @@ from jax import lax
 
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention import scores as scoring
-from ringjax.ops.attention.scores import Context, Orientation, Scores, Terms, Tile
+from ringjax.ops.attention.scores import (
+  Context,
+  Orientation,
+  Scores,
+  Terms,
+  Tile,
+)
 from ringjax.ops.mask import Coords, Mask, extent
-from ringjax.ops.softmax import Partial, finite_max
+from ringjax.ops.softmax import Partial, finite_max, wide_dtype
 from ringjax.parallel import collectives
 
 _FORWARD = Orientation(keys_first=False)
@@ -103,7 +109,7 @@ class TileLists(NamedTuple):
 
 
 def tile_kinds(
-    mask: Mask, q: Coords, k: Coords, q_block: int, k_block: int
+  mask: Mask, q: Coords, k: Coords, q_block: int, k_block: int
 ) -> jax.Array:
   """0 none, 1 some, 2 all pairs of a tile allowed: int8 [T/q_block, S/k_block].
 
@@ -155,29 +161,29 @@ class Blockwise:
       value = getattr(self, name)
       if value is not None and (not isinstance(value, int) or value < 1):
         raise OptionError(
-            message(
-                name,
-                repr(value),
-                "None or a positive int, in tokens",
-                "leave it out to have it chosen",
-            )
+          message(
+            name,
+            repr(value),
+            "None or a positive int, in tokens",
+            "leave it out to have it chosen",
+          )
         )
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, k_block)."""
     return (
-        _even(q_length, self.q_block or _default_block(q_length, 512)),
-        _even(k_length, self.kv_block or _default_block(k_length, 256)),
+      _even(q_length, self.q_block or _default_block(q_length, 512)),
+      _even(k_length, self.kv_block or _default_block(k_length, 256)),
     )
 
   def forward(
-      self,
-      scores: Scores,
-      x: Local,
-      terms: Terms,
-      context: Context,
-      column: Any,
-      carry: Partial,
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
   ) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     length = x.q.shape[3]
@@ -195,39 +201,43 @@ class Blockwise:
       def step(masked: bool, tiles: jax.Array, n: Any, one: Partial) -> Partial:
         tile = Tile(start, tiles[i, n] * kb, qb, kb, column)
         return forward_tile(
-            scores, x, terms, context, tile, q, q_at, one, masked
+          scores, x, terms, context, tile, q, q_at, one, masked
         )
 
       one = _loop(
-          lists.wholes[i], lambda n, c: step(False, lists.whole, n, c), one
+        lists.wholes[i], lambda n, c: step(False, lists.whole, n, c), one
       )
       one = _loop(
-          lists.parts[i], lambda n, c: step(True, lists.part, n, c), one
+        lists.parts[i], lambda n, c: step(True, lists.part, n, c), one
       )
-      return Partial(*(
+      return Partial(
+        *(
           lax.dynamic_update_slice_in_dim(c, o, start, 3)
           for c, o in zip(carry, one, strict=True)
-      ))
+        )
+      )
 
     carry = _loop(kinds.shape[0], row, carry)
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
-      self,
-      scores: Scores,
-      x: Local,
-      terms: Terms,
-      context: Context,
-      column: Any,
-      residuals: Residuals,
-      carry: tuple[jax.Array, Terms],
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, k_length)
     x, terms, context, residuals = _pad(x, terms, context, residuals, qb, kb)
     extra = x.k.shape[2] - k_length
-    k_flipped = jnp.swapaxes(x.k, 2, 3)
+    # The barrier keeps the transposition out of the product, where XLA's CPU
+    # compiler has a slow kernel for float32 and none for bfloat16.
+    k_flipped = lax.optimization_barrier(jnp.swapaxes(x.k, 2, 3))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     lists = tile_lists(kinds.T, context.allow is not None)
     dq = _pad_axis(carry[0], 4, x.q.shape[3])
@@ -251,35 +261,35 @@ class Blockwise:
 
       one = (dq, zero(k), zero(v), dterms)
       one = _loop(
-          lists.wholes[j], lambda n, c: step(False, lists.whole, n, c), one
+        lists.wholes[j], lambda n, c: step(False, lists.whole, n, c), one
       )
       dq, dk_j, dv_j, dterms = _loop(
-          lists.parts[j], lambda n, c: step(True, lists.part, n, c), one
+        lists.parts[j], lambda n, c: step(True, lists.part, n, c), one
       )
       put = lax.dynamic_update_slice_in_dim
       return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
 
     dq, dk, dv, dterms = _loop(
-        kinds.shape[1], row, (dq, zero(x.k), zero(x.v), dterms)
+      kinds.shape[1], row, (dq, zero(x.k), zero(x.v), dterms)
     )
     return Gradients(
-        dq[..., :q_length],
-        dk[:, :, :k_length],
-        dv[:, :, :k_length],
-        _cut_terms(dterms, carry[1]),
+      dq[..., :q_length],
+      dk[:, :, :k_length],
+      dv[:, :, :k_length],
+      _cut_terms(dterms, carry[1]),
     )
 
 
 def forward_tile(
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    tile: Tile,
-    q: jax.Array,
-    q_at: Coords,
-    carry: Partial,
-    masked: bool,
+  scores: Scores,
+  x: Local,
+  terms: Terms,
+  context: Context,
+  tile: Tile,
+  q: jax.Array,
+  q_at: Coords,
+  carry: Partial,
+  masked: bool,
 ) -> Partial:
   k, v = tile.cut_k(x.k, 2), tile.cut_k(x.v, 2)
   k_at = _cut_coords(context.k, tile.k_start, tile.k_block)
@@ -297,25 +307,25 @@ def forward_tile(
   total = carry.l * weight + jnp.sum(p, -1)
   if scores.dropout_rate:
     p = p * scoring.dropout_weight(
-        scores, context, _FORWARD, q_at, k_at, p.dtype
+      scores, context, _FORWARD, q_at, k_at, p.dtype
     )
   acc = product("bkgqt,bktj->bkgqj", p.astype(v.dtype), v)
   return Partial(carry.acc * weight[..., None] + acc, m, total)
 
 
 def _backward_tile(
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    residuals: Residuals,
-    tile: Tile,
-    k: jax.Array,
-    k_flipped: jax.Array,
-    v: jax.Array,
-    k_at: Coords,
-    carry: tuple,
-    masked: bool,
+  scores: Scores,
+  x: Local,
+  terms: Terms,
+  context: Context,
+  residuals: Residuals,
+  tile: Tile,
+  k: jax.Array,
+  k_flipped: jax.Array,
+  v: jax.Array,
+  k_at: Coords,
+  carry: tuple,
+  masked: bool,
 ) -> tuple:
   dq, dk, dv, dterms = carry
   way = _BACKWARD
@@ -353,7 +363,7 @@ def _backward_tile(
 
 
 def _add_dterms(
-    dterms: Terms, terms: Terms, tile: Tile, ds: jax.Array, q: Coords, k: Coords
+  dterms: Terms, terms: Terms, tile: Tile, ds: jax.Array, q: Coords, k: Coords
 ) -> Terms:
   """Adds a tile's gradients of bias and slopes."""
   bias, slopes = dterms.bias, dterms.slopes
@@ -378,14 +388,13 @@ def _loop(count: Any, body: Any, start: Any) -> Any:
 
 def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """An einsum that accumulates in float32 and never casts its operands."""
-  wide = jnp.promote_types(a.dtype, jnp.float32)
   exact = a.dtype in (jnp.float32, jnp.float64)
   return jnp.einsum(
-      equation,
-      a,
-      b,
-      preferred_element_type=wide,
-      precision=lax.Precision.HIGHEST if exact else None,
+    equation,
+    a,
+    b,
+    preferred_element_type=wide_dtype(a.dtype),
+    precision=lax.Precision.HIGHEST if exact else None,
   )
 
 
@@ -448,7 +457,7 @@ def _cut_terms(terms: Terms, like: Terms) -> Terms:
 
 
 def _pad(
-    x: Local, terms: Terms, context: Context, rows: Any, qb: int, kb: int
+  x: Local, terms: Terms, context: Context, rows: Any, qb: int, kb: int
 ) -> tuple[Local, Terms, Context, Any]:
   """Pads local lengths to whole tiles; padded tokens have seg 0."""
   q_length = -(-x.q.shape[3] // qb) * qb
@@ -456,14 +465,14 @@ def _pad(
   extra = k_length - x.k.shape[2]
   pad_at = lambda at, n: Coords(*(_pad_axis(c, 1, n) for c in at))
   context = context._replace(
-      q=pad_at(context.q, q_length),
-      k=pad_at(context.k, k_length),
-      allow=_pad_pair(context.allow, q_length, extra),
+    q=pad_at(context.q, q_length),
+    k=pad_at(context.k, k_length),
+    allow=_pad_pair(context.allow, q_length, extra),
   )
   x = Local(
-      _pad_axis(x.q, 3, q_length),
-      _pad_axis(x.k, 2, k_length),
-      _pad_axis(x.v, 2, k_length),
+    _pad_axis(x.q, 3, q_length),
+    _pad_axis(x.k, 2, k_length),
+    _pad_axis(x.v, 2, k_length),
   )
   rows = type(rows)(*(_pad_axis(r, 3, q_length) for r in rows))
   return x, _pad_terms(terms, q_length, extra), context, rows

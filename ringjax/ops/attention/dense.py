@@ -27,17 +27,17 @@ class Dense:
   differentiable = True
 
   def forward(
-      self,
-      scores: Scores,
-      x: Local,
-      terms: Terms,
-      context: Context,
-      column: Any,
-      carry: Partial,
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
   ) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     tile = Tile(0, 0, x.q.shape[3], x.k.shape[2], column)
     carry = carry._replace(m=lax.stop_gradient(carry.m))
     return forward_tile(
-        scores, x, terms, context, tile, x.q, context.q, carry, masked=True
+      scores, x, terms, context, tile, x.q, context.q, carry, masked=True
     )

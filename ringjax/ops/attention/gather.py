@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from ringjax.ops.attention.attend import (
-    attend,
-    empty_partial,
-    zero_gradients,
+  attend,
+  empty_partial,
+  zero_gradients,
 )
 from ringjax.ops.attention.blockwise import (
-    Blockwise,
-    Gradients,
-    Local,
-    Residuals,
+  Blockwise,
+  Gradients,
+  Local,
+  Residuals,
 )
 from ringjax.ops.attention.ring import pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
@@ -51,29 +51,27 @@ class Gather:
     return dataclasses.replace(self, axis=axis)
 
   def attend(
-      self, scores: Scores, x: Local, terms: Terms, context: Context
+    self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> tuple[jax.Array, jax.Array]:
     return attend(self, scores, x, terms, context)
 
   def forward(
-      self, scores: Scores, x: Local, terms: Terms, context: Context
+    self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> Partial:
     x, context = self._all_keys(x, context)
     return self.local.forward(scores, x, terms, context, 0, empty_partial(x))
 
   def backward(
-      self,
-      scores: Scores,
-      x: Local,
-      terms: Terms,
-      context: Context,
-      residuals: Residuals,
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    residuals: Residuals,
   ) -> Gradients:
     x, context = self._all_keys(x, context)
     zero = zero_gradients(x, terms, residuals.lse.dtype)
-    grads = self.local.backward(
-        scores, x, terms, context, 0, residuals, zero
-    )
+    grads = self.local.backward(scores, x, terms, context, 0, residuals, zero)
     if self.axis is None:
       return grads
     sums = pack(grads.k, grads.v)

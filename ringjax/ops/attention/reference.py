@@ -14,16 +14,16 @@ from ringjax.typing import Attended, Keys, LogSumExp, Queries, Values
 
 
 def reference(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    mask: Mask | None = None,
-    q_at: Coords | None = None,
-    k_at: Coords | None = None,
+  q: Queries,
+  k: Keys,
+  v: Values,
+  mask: Mask | None = None,
+  q_at: Coords | None = None,
+  k_at: Coords | None = None,
 ) -> tuple[Attended, LogSumExp]:
   """(out, lse) of causal (by default) attention, scores scaled by H**-0.5."""
   count = lambda x: Coords(
-      jnp.arange(x.shape[1])[None], jnp.ones((1, x.shape[1]), jnp.int32)
+    jnp.arange(x.shape[1])[None], jnp.ones((1, x.shape[1]), jnp.int32)
   )
   q_at, k_at = q_at or count(q), k_at or count(k)
   k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))

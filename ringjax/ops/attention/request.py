@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.errors import (
-    DtypeError,
-    InputTypeError,
-    OptionError,
-    ShapeError,
-    message,
+  DtypeError,
+  InputTypeError,
+  OptionError,
+  ShapeError,
+  message,
 )
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import (
-    And,
-    Causal,
-    Everything,
-    Mask,
-    SameSegment,
-    Window,
+  And,
+  Causal,
+  Everything,
+  Mask,
+  SameSegment,
+  Window,
 )
 from ringjax.parallel.layout import Contiguous, Layout
 
@@ -51,9 +51,9 @@ class Operands(NamedTuple):
     mask: predicate over coordinates.
   """
 
-  q: jax.Array
-  k: jax.Array
-  v: jax.Array
+  q: Any
+  k: Any
+  v: Any
   bias: Any
   allow: Any
   sinks: Any
@@ -85,28 +85,28 @@ class Request:
 
 
 def build(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    bias: Any = None,
-    mask: Any = None,
-    scale: Any = None,
-    is_causal: bool = False,
-    aligned: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    layout: Layout | None = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    sinks: Any = None,
-    logits_soft_cap: Any = None,
-    alibi_slopes: Any = None,
-    dropout_rate: Any = 0.0,
-    dropout_seed: Any = None,
+  query: Any,
+  key: Any,
+  value: Any,
+  *,
+  bias: Any = None,
+  mask: Any = None,
+  scale: Any = None,
+  is_causal: bool = False,
+  aligned: bool = False,
+  query_seq_lengths: Any = None,
+  key_value_seq_lengths: Any = None,
+  local_window_size: Any = None,
+  layout: Layout | None = None,
+  q_segment_ids: Any = None,
+  kv_segment_ids: Any = None,
+  q_positions: Any = None,
+  kv_positions: Any = None,
+  sinks: Any = None,
+  logits_soft_cap: Any = None,
+  alibi_slopes: Any = None,
+  dropout_rate: Any = 0.0,
+  dropout_seed: Any = None,
 ) -> tuple[Request, Operands]:
   """Checks a call's arguments; `aligned` lets causal T differ from S."""
   q, k, v = (_array(n, x) for n, x in
@@ -116,22 +116,22 @@ def build(
   (b, t, n, h), s = q.shape, k.shape[1]
   if layout is not None and not isinstance(layout, Layout):
     raise InputTypeError(
-        message(
-            "layout",
-            repr(layout),
-            "rj.Contiguous(), rj.Striped(block) or rj.Zigzag()",
-            "pass an instance, not a name or a class",
-        )
+      message(
+        "layout",
+        repr(layout),
+        "rj.Contiguous(), rj.Striped(block) or rj.Zigzag()",
+        "pass an instance, not a name or a class",
+      )
     )
   given = q_positions is not None or kv_positions is not None
   if is_causal and t != s and not (aligned or given):
     raise ShapeError(
-        message(
-            "is_causal",
-            f"True with {t} queries and {s} keys and no positions",
-            "equal lengths, or positions that say where the queries are",
-            f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
-        )
+      message(
+        "is_causal",
+        f"True with {t} queries and {s} keys and no positions",
+        "equal lengths, or positions that say where the queries are",
+        f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
+      )
     )
   allow, predicate = None, Everything()
   if isinstance(mask, Mask):
@@ -140,12 +140,12 @@ def build(
     allow = _pairwise("mask", mask, (b, n, t, s))
     if allow.dtype != jnp.bool_:
       raise DtypeError(
-          message(
-              "mask",
-              allow.dtype,
-              "bool, or a ringjax mask such as Causal()",
-              "pass an additive mask as bias=",
-          )
+        message(
+          "mask",
+          allow.dtype,
+          "bool, or a ringjax mask such as Causal()",
+          "pass an additive mask as bias=",
+        )
       )
   if bias is not None:
     bias = _pairwise("bias", bias, (b, n, t, s))
@@ -153,15 +153,15 @@ def build(
   predicate = _and(predicate, _flag("is_causal", is_causal) and Causal())
   predicate = _and(predicate, _window(local_window_size))
   q_seg, k_seg, segments = _segments(
-      q_segment_ids, kv_segment_ids, (b, t), (b, s)
+    q_segment_ids, kv_segment_ids, (b, t), (b, s)
   )
   predicate = _and(predicate, segments and SameSegment())
   seed, rate = _dropout(dropout_rate, dropout_seed, b)
   heads = jnp.arange(n, dtype=jnp.int32) if rate else None
   scores = Scores(
-      scale=_number("scale", scale, 1 / math.sqrt(h), positive=False),
-      soft_cap=_number("logits_soft_cap", logits_soft_cap, None),
-      dropout_rate=rate,
+    scale=_number("scale", scale, 1 / math.sqrt(h), positive=False),
+    soft_cap=_number("logits_soft_cap", logits_soft_cap, None),
+    dropout_rate=rate,
   )
   operands = Operands(
       q, k, v, bias, allow,
@@ -180,102 +180,102 @@ def build(
 
 
 def _check_qkv(
-    q: jax.Array, k: jax.Array, v: jax.Array
+  q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   for name, x in (("query", q), ("key", k), ("value", v)):
     if x.ndim not in (3, 4):
       raise ShapeError(
-          message(
-              name,
-              f"shape {x.shape}",
-              "[B, T, heads, H] or [T, heads, H]",
-              "add or remove axes",
-          )
+        message(
+          name,
+          f"shape {x.shape}",
+          "[B, T, heads, H] or [T, heads, H]",
+          "add or remove axes",
+        )
       )
     if x.ndim != q.ndim:
       raise ShapeError(
-          message(
-              name,
-              f"shape {x.shape} beside a query of shape {q.shape}",
-              "the same number of axes",
-              "give all of them a batch axis, or none",
-          )
+        message(
+          name,
+          f"shape {x.shape} beside a query of shape {q.shape}",
+          "the same number of axes",
+          "give all of them a batch axis, or none",
+        )
       )
     if x.dtype.name not in _DTYPES:
       raise DtypeError(
-          message(
-              name,
-              x.dtype,
-              f"one of {', '.join(_DTYPES)}",
-              f"cast it, e.g. {name}.astype(jnp.float32)",
-          )
+        message(
+          name,
+          x.dtype,
+          f"one of {', '.join(_DTYPES)}",
+          f"cast it, e.g. {name}.astype(jnp.float32)",
+        )
       )
     if x.dtype != q.dtype:
       raise DtypeError(
-          message(
-              name,
-              f"{x.dtype} beside a query of {q.dtype}",
-              "one dtype for query, key and value",
-              f"cast it: {name}.astype(query.dtype)",
-          )
+        message(
+          name,
+          f"{x.dtype} beside a query of {q.dtype}",
+          "one dtype for query, key and value",
+          f"cast it: {name}.astype(query.dtype)",
+        )
       )
   if q.ndim == 3:
     q, k, v = q[None], k[None], v[None]
   for name, x in (("key", k), ("value", v)):
     if x.shape[0] != q.shape[0]:
       raise ShapeError(
-          message(
-              name,
-              f"batch {x.shape[0]} in shape {x.shape}",
-              f"the query's batch of {q.shape[0]}, shape {q.shape}",
-              "broadcast or slice one of them",
-          )
+        message(
+          name,
+          f"batch {x.shape[0]} in shape {x.shape}",
+          f"the query's batch of {q.shape[0]}, shape {q.shape}",
+          "broadcast or slice one of them",
+        )
       )
   if k.shape[1:3] != v.shape[1:3]:
     raise ShapeError(
-        message(
-            "value",
-            f"shape {v.shape} beside a key of shape {k.shape}",
-            "the key's length and number of heads",
-            "only the head dims of key and value may differ",
-        )
+      message(
+        "value",
+        f"shape {v.shape} beside a key of shape {k.shape}",
+        "the key's length and number of heads",
+        "only the head dims of key and value may differ",
+      )
     )
   if q.shape[3] != k.shape[3]:
     raise ShapeError(
-        message(
-            "key",
-            f"head dim {k.shape[3]} in shape {k.shape}",
-            f"the query's head dim {q.shape[3]}, shape {q.shape}",
-            "project both to one head dim",
-        )
+      message(
+        "key",
+        f"head dim {k.shape[3]} in shape {k.shape}",
+        f"the query's head dim {q.shape[3]}, shape {q.shape}",
+        "project both to one head dim",
+      )
     )
   for name, x in (("query", q), ("key", k)):
     if x.shape[1] == 0:
       raise ShapeError(
-          message(
-              name,
-              f"sequence length 0 in shape {x.shape}",
-              "at least one token",
-              "skip the call for an empty sequence",
-          )
+        message(
+          name,
+          f"sequence length 0 in shape {x.shape}",
+          "at least one token",
+          "skip the call for an empty sequence",
+        )
       )
   if min(q.shape[2:] + k.shape[2:] + v.shape[2:]) == 0:
     raise ShapeError(
-        message(
-            "query, key, value",
-            f"shapes {q.shape}, {k.shape}, {v.shape}",
-            "at least one head and a head dim of at least 1",
-            "check the projections",
-        )
+      message(
+        "query, key, value",
+        f"shapes {q.shape}, {k.shape}, {v.shape}",
+        "at least one head and a head dim of at least 1",
+        "check the projections",
+      )
     )
   if q.shape[2] % k.shape[2]:
     raise ShapeError(
-        message(
-            "query",
-            f"{q.shape[2]} query heads for {k.shape[2]} key heads",
-            "a multiple of the number of key heads",
-            "change the number of heads; grouped queries share key heads",
-        )
+      message(
+        "query",
+        f"{q.shape[2]} query heads for {k.shape[2]} key heads",
+        "a multiple of the number of key heads",
+        "change the number of heads; grouped queries share key heads",
+      )
     )
   return q, k, v
 
@@ -284,21 +284,22 @@ def _array(name: str, x: Any) -> jax.Array:
   numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
   if not numeric or (isinstance(x, np.ndarray) and x.dtype == object):
     raise InputTypeError(
-        message(
-            name,
-            type(x).__name__,
-            "a JAX or NumPy array",
-            "convert it with jnp.asarray",
-        )
+      message(
+        name,
+        type(x).__name__,
+        "a JAX or NumPy array",
+        "convert it with jnp.asarray",
+      )
     )
-  if x.dtype == np.float64 and not jax.config.jax_enable_x64:
+  narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+  if x.dtype == np.float64 and narrowed:
     raise DtypeError(
-        message(
-            name,
-            "float64 while 64-bit types are off",
-            f"one of {', '.join(_DTYPES[:3])}",
-            "cast it, or jax.config.update('jax_enable_x64', True)",
-        )
+      message(
+        name,
+        "float64 while 64-bit types are off",
+        f"one of {', '.join(_DTYPES[:3])}",
+        "cast it, or jax.config.update('jax_enable_x64', True)",
+      )
     )
   return jnp.asarray(x)
 
@@ -306,7 +307,7 @@ def _array(name: str, x: Any) -> jax.Array:
 def _float(name: str, x: jax.Array) -> None:
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise DtypeError(
-        message(name, x.dtype, "a floating dtype", f"cast {name} to float32")
+      message(name, x.dtype, "a floating dtype", f"cast {name} to float32")
     )
 
 
@@ -314,22 +315,22 @@ def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
   x = _array(name, x)
   if x.ndim > 4:
     raise ShapeError(
-        message(
-            name,
-            f"shape {x.shape}",
-            "at most the four axes [B, N, T, S]",
-            "drop the extra axes",
-        )
+      message(
+        name,
+        f"shape {x.shape}",
+        "at most the four axes [B, N, T, S]",
+        "drop the extra axes",
+      )
     )
   x = x.reshape((1,) * (4 - x.ndim) + x.shape)
   if any(a not in (1, full) for a, full in zip(x.shape, shape, strict=True)):
     raise ShapeError(
-        message(
-            name,
-            f"shape {x.shape}",
-            f"one that broadcasts to [B, N, T, S] = {list(shape)}",
-            "keep 1 for the axes that it does not depend on",
-        )
+      message(
+        name,
+        f"shape {x.shape}",
+        f"one that broadcasts to [B, N, T, S] = {list(shape)}",
+        "keep 1 for the axes that it does not depend on",
+      )
     )
   return x
 
@@ -341,12 +342,12 @@ def _per_head(name: str, x: Any, heads: int) -> Any:
   _float(name, x)
   if x.shape != (heads,):
     raise ShapeError(
-        message(
-            name,
-            f"shape {x.shape}",
-            f"[N] = ({heads},), one number for each query head",
-            "pass the slice of the heads at hand",
-        )
+      message(
+        name,
+        f"shape {x.shape}",
+        f"[N] = ({heads},), one number for each query head",
+        "pass the slice of the heads at hand",
+      )
     )
   return x
 
@@ -358,58 +359,64 @@ def _tokens(name: str, x: Any, shape: tuple[int, int]) -> Any:
   x = _array(name, x)
   if not jnp.issubdtype(x.dtype, jnp.integer):
     raise DtypeError(
-        message(name, x.dtype, "an integer dtype", f"cast {name} to int32")
+      message(name, x.dtype, "an integer dtype", f"cast {name} to int32")
     )
   if x.shape != shape and x.shape != shape[1:] and x.shape != (1, shape[1]):
     raise ShapeError(
-        message(
-            name,
-            f"shape {x.shape}",
-            f"{shape} or {shape[1:]}, a number for each token",
-            "give it the length of the array that it describes",
-        )
+      message(
+        name,
+        f"shape {x.shape}",
+        f"{shape} or {shape[1:]}, a number for each token",
+        "give it the length of the array that it describes",
+      )
     )
   return x.astype(jnp.int32).reshape(-1, shape[1])
 
 
 def _segments(
-    q_seg: Any, k_seg: Any, q_shape: tuple[int, int], k_shape: tuple[int, int]
+  q_seg: Any, k_seg: Any, q_shape: tuple[int, int], k_shape: tuple[int, int]
 ) -> tuple[Any, Any, bool]:
   if q_seg is None and k_seg is None:
     return None, None, False
   if q_shape[1] != k_shape[1] and (q_seg is None or k_seg is None):
     missing = "q_segment_ids" if q_seg is None else "kv_segment_ids"
     raise ShapeError(
-        message(
-            missing,
-            f"None with {q_shape[1]} queries and {k_shape[1]} keys",
-            "segment ids of both when their lengths differ",
-            f"pass {missing} too",
-        )
+      message(
+        missing,
+        f"None with {q_shape[1]} queries and {k_shape[1]} keys",
+        "segment ids of both when their lengths differ",
+        f"pass {missing} too",
+      )
     )
   q_seg = k_seg if q_seg is None else q_seg
   k_seg = q_seg if k_seg is None else k_seg
   seg = []
   for name, x, shape in (
-      ("q_segment_ids", q_seg, q_shape),
-      ("kv_segment_ids", k_seg, k_shape),
+    ("q_segment_ids", q_seg, q_shape),
+    ("kv_segment_ids", k_seg, k_shape),
   ):
+    least = _least(x)
     x = _tokens(name, x, shape)
-    if not isinstance(x, jax.core.Tracer) and x.size and _least(x) < 0:
+    if least < 0:
       raise OptionError(
-          message(
-              name,
-              f"a negative id, {_least(x)}",
-              "ids of at least 1 for documents and 0 for padding",
-              "number the documents from 1",
-          )
+        message(
+          name,
+          f"a negative id, {least}",
+          "ids of at least 1 for documents and 0 for padding",
+          "number the documents from 1",
+        )
       )
     seg.append(x)
   return seg[0], seg[1], True
 
 
-def _least(x: jax.Array) -> int:
-  return int(jnp.min(x)) if x.is_fully_addressable else 0
+def _least(x: Any) -> int:
+  """The smallest id where the values can be seen from here, else 0."""
+  hidden = isinstance(x, jax.core.Tracer)
+  if hidden or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    return 0
+  x = np.asarray(x)
+  return int(x.min()) if x.size and x.dtype.kind in "iu" else 0
 
 
 def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
@@ -418,16 +425,16 @@ def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
   x = _array(name, x)
   if x.dtype != jnp.int32:
     raise DtypeError(
-        message(name, x.dtype, "int32", f"cast it: {name}.astype(jnp.int32)")
+      message(name, x.dtype, "int32", f"cast it: {name}.astype(jnp.int32)")
     )
   if x.shape != (batch,):
     raise ShapeError(
-        message(
-            name,
-            f"shape {x.shape}",
-            f"[B] = ({batch},)",
-            f"give one length, at most {longest}, for each example",
-        )
+      message(
+        name,
+        f"shape {x.shape}",
+        f"[B] = ({batch},)",
+        f"give one length, at most {longest}, for each example",
+      )
     )
   return x
 
@@ -437,16 +444,16 @@ def _window(size: Any) -> Window | None:
     return None
   sides = size if isinstance(size, tuple | list) else (size, size)
   if len(sides) != 2 or any(
-      not isinstance(s, numbers.Integral) or isinstance(s, bool) or s < 0
-      for s in sides
+    not isinstance(s, numbers.Integral) or isinstance(s, bool) or s < 0
+    for s in sides
   ):
     raise OptionError(
-        message(
-            "local_window_size",
-            repr(size),
-            "an int or a pair (left, right) of ints of at least 0",
-            "count the tokens on each side, the query's own not included",
-        )
+      message(
+        "local_window_size",
+        repr(size),
+        "an int or a pair (left, right) of ints of at least 0",
+        "count the tokens on each side, the query's own not included",
+      )
     )
   return Window(int(sides[0]) + 1, int(sides[1]))
 
@@ -454,22 +461,22 @@ def _window(size: Any) -> Window | None:
 def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
   if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
     raise OptionError(
-        message(
-            "dropout_rate",
-            repr(rate),
-            "a number of at least 0 and below 1",
-            "pass 0.0 to switch dropout off",
-        )
+      message(
+        "dropout_rate",
+        repr(rate),
+        "a number of at least 0 and below 1",
+        "pass 0.0 to switch dropout off",
+      )
     )
   rate = float(rate)
   if rate and seed is None:
     raise OptionError(
-        message(
-            "dropout_seed",
-            f"None with dropout_rate={rate}",
-            "an int, or an integer array [] or [B]",
-            "pass a seed, a new one each step",
-        )
+      message(
+        "dropout_seed",
+        f"None with dropout_rate={rate}",
+        "an int, or an integer array [] or [B]",
+        "pass a seed, a new one each step",
+      )
     )
   if not rate:
     return None, 0.0
@@ -478,21 +485,21 @@ def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
   seed = _array("dropout_seed", seed)
   if not jnp.issubdtype(seed.dtype, jnp.integer):
     raise DtypeError(
-        message(
-            "dropout_seed",
-            seed.dtype,
-            "an integer dtype",
-            "draw it with jax.random.bits(key)",
-        )
+      message(
+        "dropout_seed",
+        seed.dtype,
+        "an integer dtype",
+        "draw it with jax.random.bits(key)",
+      )
     )
   if seed.shape not in ((), (1,), (batch,)):
     raise ShapeError(
-        message(
-            "dropout_seed",
-            f"shape {seed.shape}",
-            f"[] or [B] = ({batch},)",
-            "one seed for all examples, or one each",
-        )
+      message(
+        "dropout_seed",
+        f"shape {seed.shape}",
+        f"[] or [B] = ({batch},)",
+        "one seed for all examples, or one each",
+      )
     )
   return seed.astype(jnp.uint32).reshape(-1), rate
 
@@ -502,12 +509,12 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
     return default
   if isinstance(x, jax.core.Tracer):
     raise InputTypeError(
-        message(
-            name,
-            "a traced value",
-            "a Python number, known when the call is traced",
-            f"mark {name} static, or multiply the query by it",
-        )
+      message(
+        name,
+        "a traced value",
+        "a Python number, known when the call is traced",
+        f"mark {name} static, or multiply the query by it",
+      )
     )
   try:
     value = float(x)
@@ -515,12 +522,12 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
     value = math.nan
   if not math.isfinite(value) or (positive and value <= 0):
     raise OptionError(
-        message(
-            name,
-            repr(x),
-            "a finite number" + (" above 0" if positive else ""),
-            f"leave {name} out for the default",
-        )
+      message(
+        name,
+        repr(x),
+        "a finite number" + (" above 0" if positive else ""),
+        f"leave {name} out for the default",
+      )
     )
   return value
 
@@ -528,7 +535,7 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
 def _flag(name: str, x: Any) -> bool:
   if not isinstance(x, bool | np.bool_):
     raise InputTypeError(
-        message(name, repr(x), "True or False", "pass a Python bool")
+      message(name, repr(x), "True or False", "pass a Python bool")
     )
   return bool(x)
 

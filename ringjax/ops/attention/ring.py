@@ -30,15 +30,15 @@ import numpy as np
 from jax import lax
 
 from ringjax.ops.attention.attend import (
-    attend,
-    empty_partial,
-    zero_gradients,
+  attend,
+  empty_partial,
+  zero_gradients,
 )
 from ringjax.ops.attention.blockwise import (
-    Blockwise,
-    Gradients,
-    Local,
-    Residuals,
+  Blockwise,
+  Gradients,
+  Local,
+  Residuals,
 )
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Coords
@@ -50,16 +50,16 @@ class Visitor(NamedTuple):
   """Keys and values on their way, in the order of axes of `Local`."""
 
   kv: Any  # [2, B, K, S, H], or the pair (k, v) where the head dims differ
-  at: Coords
+  at: Any  # int32 [2, B or 1, S], or the pair (pos, seg) where shapes differ
 
 
-def pack(k: jax.Array, v: jax.Array) -> Any:
-  """One array to send where that is possible."""
-  return jnp.stack([k, v]) if k.shape == v.shape else (k, v)
+def pack(a: jax.Array, b: jax.Array) -> Any:
+  """One array to send where that is possible, else the pair."""
+  return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
 
 
-def unpack(kv: Any) -> tuple[jax.Array, jax.Array]:
-  return kv[0], kv[1]
+def unpack(packed: Any) -> tuple[jax.Array, jax.Array]:
+  return packed[0], packed[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,33 +86,33 @@ class Ring:
     return dataclasses.replace(self, axis=axis, hops=hops)
 
   def attend(
-      self, scores: Scores, x: Local, terms: Terms, context: Context
+    self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> tuple[jax.Array, jax.Array]:
     return attend(self, scores, x, terms, context)
 
   def forward(
-      self, scores: Scores, x: Local, terms: Terms, context: Context
+    self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> Partial:
     x, context = _pin(x, context)
     size, me = self._place()
     behind, ahead = self._hops()
-    own = Visitor(pack(x.k, x.v), context.k)
+    own = Visitor(pack(x.k, x.v), pack(*context.k))
     length = x.k.shape[2]
 
     def compute(carry: Partial, visitor: Visitor, distance: Any) -> Partial:
       k, v = unpack(visitor.kv)
       source = (me - distance) % size
       return self.local.forward(
-          scores,
-          Local(x.q, k, v),
-          terms,
-          context._replace(k=visitor.at),
-          source * length,
-          carry,
+        scores,
+        Local(x.q, k, v),
+        terms,
+        context._replace(k=Coords(*unpack(visitor.at))),
+        source * length,
+        carry,
       )
 
     def travel(
-        carry: Partial, visitor: Visitor, first: int, hops: int, shift: int
+      carry: Partial, visitor: Visitor, first: int, hops: int, shift: int
     ) -> Partial:
       def hop(state: tuple, n: jax.Array) -> tuple:
         carry, visitor = state
@@ -122,7 +122,7 @@ class Ring:
       numbers = jnp.arange(first, first + hops, dtype=jnp.int32)
       if hops:
         (carry, visitor), _ = lax.scan(
-            hop, (carry, visitor), numbers, unroll=min(self.unroll, hops)
+          hop, (carry, visitor), numbers, unroll=min(self.unroll, hops)
         )
       return compute(carry, visitor, (first + hops) * shift)
 
@@ -133,37 +133,37 @@ class Ring:
     return carry
 
   def backward(
-      self,
-      scores: Scores,
-      x: Local,
-      terms: Terms,
-      context: Context,
-      residuals: Residuals,
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    residuals: Residuals,
   ) -> Gradients:
     x, context = _pin(x, context)
     size, me = self._place()
     behind, ahead = self._hops()
-    own = Visitor(pack(x.k, x.v), context.k)
+    own = Visitor(pack(x.k, x.v), pack(*context.k))
     length = x.k.shape[2]
 
     def compute(
-        carry: tuple, visitor: Visitor, distance: Any
+      carry: tuple, visitor: Visitor, distance: Any
     ) -> tuple[tuple, Any]:
       k, v = unpack(visitor.kv)
       source = (me - distance) % size
       grads = self.local.backward(
-          scores,
-          Local(x.q, k, v),
-          terms,
-          context._replace(k=visitor.at),
-          source * length,
-          residuals,
-          carry,
+        scores,
+        Local(x.q, k, v),
+        terms,
+        context._replace(k=Coords(*unpack(visitor.at))),
+        source * length,
+        residuals,
+        carry,
       )
       return (grads.q, grads.terms), pack(grads.k, grads.v)
 
     def travel(
-        carry: tuple, visitor: Visitor, first: int, blocks: int, shift: int
+      carry: tuple, visitor: Visitor, first: int, blocks: int, shift: int
     ) -> tuple[tuple, Any]:
       """Visits `blocks` blocks; returns the sums of the last, not yet home."""
       coming = self._rotate(visitor, shift) if blocks > 1 else visitor
@@ -181,7 +181,7 @@ class Ring:
       state = (carry, coming, sums)
       if middle:
         state, _ = lax.scan(
-            hop, state, numbers, unroll=min(self.unroll, middle)
+          hop, state, numbers, unroll=min(self.unroll, middle)
         )
       carry, visitor, sums = state
       if blocks > 1:
@@ -204,8 +204,8 @@ class Ring:
     if self.axis is None:
       return 1, 0
     return (
-        collectives.axis_size(self.axis),
-        collectives.axis_index(self.axis),
+      collectives.axis_size(self.axis),
+      collectives.axis_index(self.axis),
     )
 
   def _hops(self) -> tuple[int, int]:

@@ -74,17 +74,21 @@ class Context(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Orientation:
-  """Where the axes of a tile lie: [B,K,G,q,k] or, for keys_first, [B,K,k,G,q]."""
+  """Order of a tile's axes: [B, K, G, q, k], or keys_first [B, K, k, G, q]."""
 
   keys_first: bool
 
   def query(self, x: jax.Array) -> jax.Array:
     """[B, q] -> broadcastable to the tile."""
-    return x[:, None, None, None] if self.keys_first else x[:, None, None, :, None]
+    return (
+      x[:, None, None, None] if self.keys_first else x[:, None, None, :, None]
+    )
 
   def key(self, x: jax.Array) -> jax.Array:
     """[B, k] -> broadcastable to the tile."""
-    return x[:, None, :, None, None] if self.keys_first else x[:, None, None, None]
+    return (
+      x[:, None, :, None, None] if self.keys_first else x[:, None, None, None]
+    )
 
   def head_key(self, x: jax.Array) -> jax.Array:
     """[B, K, k] -> broadcastable to the tile."""
@@ -92,7 +96,11 @@ class Orientation:
 
   def head(self, x: jax.Array) -> jax.Array:
     """[K, G] -> broadcastable to the tile."""
-    return x[None, :, None, :, None] if self.keys_first else x[None, :, :, None, None]
+    return (
+      x[None, :, None, :, None]
+      if self.keys_first
+      else x[None, :, :, None, None]
+    )
 
   def row(self, x: jax.Array) -> jax.Array:
     """[B, K, G, q] -> broadcastable to the tile."""
@@ -131,18 +139,18 @@ class Tile:
     """Start indices of this tile in a [B|1, K|1, G|1, T|1, S|1] array."""
     zero = jnp.zeros((), jnp.int32)
     return (
-        zero,
-        zero,
-        zero,
-        zero if pair.shape[3] == 1 else self.q_start,
-        zero if pair.shape[4] == 1 else self.column + self.k_start,
+      zero,
+      zero,
+      zero,
+      zero if pair.shape[3] == 1 else self.q_start,
+      zero if pair.shape[4] == 1 else self.column + self.k_start,
     )
 
   def cut_pair(self, pair: jax.Array) -> jax.Array:
     sizes = (
-        *pair.shape[:3],
-        1 if pair.shape[3] == 1 else self.q_block,
-        1 if pair.shape[4] == 1 else self.k_block,
+      *pair.shape[:3],
+      1 if pair.shape[3] == 1 else self.q_block,
+      1 if pair.shape[4] == 1 else self.k_block,
     )
     return lax.dynamic_slice(pair, _int32(self.corner(pair)), sizes)
 
@@ -152,13 +160,13 @@ def _int32(index: tuple[Any, ...]) -> tuple[jax.Array, ...]:
 
 
 def scores_of(
-    scores: Scores,
-    terms: Terms,
-    way: Orientation,
-    tile: Tile,
-    q: Coords,
-    k: Coords,
-    dot: jax.Array,
+  scores: Scores,
+  terms: Terms,
+  way: Orientation,
+  tile: Tile,
+  q: Coords,
+  k: Coords,
+  dot: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
   """(scores, tanh of the soft cap or None) from the raw dot products.
 
@@ -182,7 +190,7 @@ def distance(way: Orientation, q: Coords, k: Coords, dtype: Any) -> jax.Array:
 
 
 def allowed_in(
-    context: Context, way: Orientation, tile: Tile, q: Coords, k: Coords
+  context: Context, way: Orientation, tile: Tile, q: Coords, k: Coords
 ) -> jax.Array:
   """Which pairs of the tile count; broadcastable to the tile."""
   place = lambda f, at: Coords(f(at.pos), f(at.seg))
@@ -193,12 +201,12 @@ def allowed_in(
 
 
 def dropout_weight(
-    scores: Scores,
-    context: Context,
-    way: Orientation,
-    q: Coords,
-    k: Coords,
-    dtype: Any,
+  scores: Scores,
+  context: Context,
+  way: Orientation,
+  q: Coords,
+  k: Coords,
+  dtype: Any,
 ) -> jax.Array:
   """0 or 1 / (1 - rate) for each pair of the tile."""
   assert context.seed is not None and context.heads is not None

@@ -45,7 +45,7 @@ class Ulysses:
     return dataclasses.replace(self, axis=axis)
 
   def attend(
-      self, scores: Scores, x: Local, terms: Terms, context: Context
+    self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> tuple[jax.Array, jax.Array]:
     alone = Gather(self.local)
     if self.axis is None:
@@ -53,29 +53,30 @@ class Ulysses:
     axis = self.axis
     axes = collectives.varying_axes(x, terms, context) | {axis}
     x, terms, context = collectives.vary((x, terms, context), axes)
-    units = _Units(*x.q.shape[1:3], collectives.axis_size(axis))
+    _, kv_heads, group, *_ = x.q.shape
+    units = _Units(kv_heads, group, collectives.axis_size(axis))
     trade = lambda a: collectives.exchange(a, axis, 1, 3)
     wide = Local(
-        trade(units.of_queries(x.q)),
-        collectives.exchange(units.of_keys(x.k), axis, 1, 2),
-        collectives.exchange(units.of_keys(x.v), axis, 1, 2),
+      trade(units.of_queries(x.q)),
+      collectives.exchange(units.of_keys(x.k), axis, 1, 2),
+      collectives.exchange(units.of_keys(x.v), axis, 1, 2),
     )
     mine = lambda a: units.mine(a, axis)
     everyone = lambda at: Coords(*collectives.gather(tuple(at), axis, 1))
     out, lse = alone.attend(
-        scores,
-        wide,
-        Terms(
-            _pair_to_heads(terms.bias, units, axis),
-            mine(terms.slopes),
-            mine(terms.sinks),
-        ),
-        context._replace(
-            q=everyone(context.q),
-            k=everyone(context.k),
-            allow=_pair_to_heads(context.allow, units, axis),
-            heads=mine(context.heads),
-        ),
+      scores,
+      wide,
+      Terms(
+        _pair_to_heads(terms.bias, units, axis),
+        mine(terms.slopes),
+        mine(terms.sinks),
+      ),
+      context._replace(
+        q=everyone(context.q),
+        k=everyone(context.k),
+        allow=_pair_to_heads(context.allow, units, axis),
+        heads=mine(context.heads),
+      ),
     )
     back = lambda a: units.to_queries(collectives.exchange(a, axis, 3, 1))
     return back(out), back(lse[..., None])[..., 0]
@@ -94,7 +95,7 @@ class _Units:
     """[B, K, G, ...] -> [B, units, part, ...]."""
     x = _pad_to(x, 2, self.split * self.part)
     x = x.reshape(
-        x.shape[0], self.kv_heads * self.split, self.part, *x.shape[3:]
+      x.shape[0], self.kv_heads * self.split, self.part, *x.shape[3:]
     )
     return _pad_to(x, 1, self.units)
 
@@ -102,7 +103,7 @@ class _Units:
     """[B, units, part, ...] -> [B, K, G, ...]."""
     x = x[:, : self.kv_heads * self.split]
     x = x.reshape(
-        x.shape[0], self.kv_heads, self.split * self.part, *x.shape[3:]
+      x.shape[0], self.kv_heads, self.split * self.part, *x.shape[3:]
     )
     return x[:, :, : self.group]
 
@@ -119,7 +120,7 @@ class _Units:
     x = self.of_queries(x[None])[0]
     here = self.units // self.size
     return jax.lax.dynamic_slice_in_dim(
-        x, collectives.axis_index(axis) * here, here, 0
+      x, collectives.axis_index(axis) * here, here, 0
     )
 
 
@@ -138,7 +139,7 @@ def _pair_to_heads(pair: Any, units: _Units, axis: str) -> Any:
     return collectives.exchange(pair, axis, 1, 3)
   here = units.units // units.size
   return jax.lax.dynamic_slice_in_dim(
-      pair, collectives.axis_index(axis) * here, here, 1
+    pair, collectives.axis_index(axis) * here, here, 1
   )
 
 

@@ -1,0 +1,125 @@
+"""Benchmarks of ringjax.
+
+  python -m launch.bench attention --quick
+      Causal attention: ours, and what else one would pick, in under a minute.
+  python -m launch.bench attention --json=all.json --plot=all.png
+      Every dtype, head dim and length; hours on two cores.
+  python -m launch.bench layouts --plot=layouts.png
+      Which device computes which tile when, for three layouts.
+
+On a CPU the devices are virtual (--devices of them). Flags that say
+"attention" or "layouts" concern that benchmark only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+
+from ringjax.bench import attention, layouts
+from ringjax.errors import RingjaxError
+
+_DEVICES = flags.DEFINE_integer(
+  "devices", 8, "Devices of the sharded contestants.", lower_bound=1
+)
+_JSON = flags.DEFINE_string("json", None, "File for the complete result.")
+_PLOT = flags.DEFINE_string("plot", None, "PNG to draw (needs matplotlib).")
+_TOKENS = flags.DEFINE_list(
+  "tokens", None, "Sequence lengths; layouts takes one."
+)
+_QUICK = flags.DEFINE_bool(
+  "quick", False, "attention: T=4096, H=64, float32, 3 rounds."
+)
+_HEAD_DIMS = flags.DEFINE_list("head_dims", None, "attention: e.g. 64,128.")
+_DTYPES = flags.DEFINE_list(
+  "dtypes", None, f"attention: of {','.join(attention.TOLERANCE)}."
+)
+_PASSES = flags.DEFINE_list(
+  "passes", None, f"attention: of {','.join(attention.PASSES)}."
+)
+_CONTESTANTS = flags.DEFINE_list(
+  "contestants", None, f"attention: of {','.join(attention.CONTESTANTS)}."
+)
+_HEADS = flags.DEFINE_integer("heads", None, "attention: heads, N.")
+_ROUNDS = flags.DEFINE_integer("rounds", None, "attention: timed rounds.")
+_SHARDS = flags.DEFINE_integer("shards", 8, "layouts: devices of the ring.")
+_Q_BLOCK = flags.DEFINE_integer("q_block", None, "layouts: queries of a tile.")
+_KV_BLOCK = flags.DEFINE_integer("kv_block", None, "layouts: keys of a tile.")
+
+
+def _ints(name: str, values: Sequence[str] | None) -> tuple[int, ...] | None:
+  if values is None:
+    return None
+  try:
+    return tuple(int(v) for v in values)
+  except ValueError:
+    raise app.UsageError(f"--{name}: want ints, got {values}") from None
+
+
+def _words(values: Sequence[str] | None) -> tuple[str, ...] | None:
+  return None if values is None else tuple(values)
+
+
+def _attention(files: dict[str, Any]) -> None:
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+  chosen: dict[str, Any] = {
+    "tokens": _ints("tokens", _TOKENS.value),
+    "head_dims": _ints("head_dims", _HEAD_DIMS.value),
+    "dtypes": _words(_DTYPES.value),
+    "passes": _words(_PASSES.value),
+    "contestants": _words(_CONTESTANTS.value),
+    "heads": _HEADS.value,
+    "rounds": _ROUNDS.value,
+    "devices": _DEVICES.value,
+  }
+  chosen = {name: value for name, value in chosen.items() if value is not None}
+  start = attention.QUICK if _QUICK.value else attention.Settings()
+  attention.run(dataclasses.replace(start, **chosen), **files)
+
+
+def _layouts(files: dict[str, Any]) -> None:
+  tokens = _ints("tokens", _TOKENS.value)
+  if tokens is not None and len(tokens) != 1:
+    raise app.UsageError("--tokens: layouts takes one length")
+  settings = layouts.Settings(
+    shards=_SHARDS.value,
+    tokens=tokens[0] if tokens else layouts.Settings.tokens,
+    q_block=_Q_BLOCK.value,
+    kv_block=_KV_BLOCK.value,
+  )
+  layouts.run(settings, **files)
+
+
+_COMMANDS = {"attention": _attention, "layouts": _layouts}
+
+
+def main(argv: Sequence[str]) -> int:
+  names = " or ".join(_COMMANDS)
+  if len(argv) != 2 or argv[1] not in _COMMANDS:
+    given = " ".join(argv[1:]) or "nothing"
+    print(f"bench: got {given}; wanted {names}; see --help.", file=sys.stderr)
+    return 2
+  if not flags.FLAGS["verbosity"].present:
+    # At "info" JAX lists the accelerators that it did not find.
+    logging.set_verbosity(logging.WARNING)
+  files = {
+    "command": shlex.join(["python", "-m", "launch.bench", *sys.argv[1:]]),
+    "json": _JSON.value,
+    "plot": _PLOT.value,
+  }
+  try:
+    _COMMANDS[argv[1]](files)
+  except (RingjaxError, app.UsageError) as error:
+    print(f"bench: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,253 @@
+"""Timing several callables against each other on a machine that others use.
+
+Law: contestants run once each in turn, round after round, so that a slow
+minute of the machine falls on all of them; medians, and ratios of medians,
+are what is left. Who goes first changes from round to round. A contestant
+that raises gets a reason in place of a number; it is never left out.
+The machine's own matrix product takes part as one more contestant: a
+percentage of its rate means the same on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.errors import OptionError, message
+
+GEMM_SIZE = 2048
+# One product is so short that a busy machine makes its time a lottery.
+_PRODUCTS = 4
+GEMM_FLOPS = _PRODUCTS * 2 * GEMM_SIZE**3
+
+
+class Skipped(Exception):
+  """A contestant declines a case; the text is its reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """The runs of one contestant.
+
+  Attributes:
+    seconds: of each round, in order; empty where there is a reason.
+    reason: why there is no number, or None.
+  """
+
+  seconds: tuple[float, ...] = ()
+  reason: str | None = None
+
+  @property
+  def median_s(self) -> float | None:
+    return statistics.median(self.seconds) if self.seconds else None
+
+  @property
+  def min_s(self) -> float | None:
+    return min(self.seconds, default=None)
+
+
+def ratio(a: Timing, b: Timing) -> float | None:
+  """Median time of `a` over that of `b`; None where one has no number."""
+  if a.median_s is None or b.median_s is None:
+    return None
+  return a.median_s / b.median_s
+
+
+def interleave(
+  runs: Mapping[str, Callable[[], Any]],
+  rounds: int,
+  *,
+  warmup: int = 1,
+  on_run: Callable[[int, str], None] = lambda n, name: None,
+) -> dict[str, Timing]:
+  """Times `runs` in turn, `rounds` times after `warmup` rounds.
+
+  Args:
+    runs: for each contestant a call that does the work; what it returns is
+      waited for.
+    rounds: timed rounds.
+    warmup: rounds before them whose times are thrown away.
+    on_run: called before each run with (runs so far, contestant).
+  """
+  seconds: dict[str, list[float]] = {name: [] for name in runs}
+  reasons: dict[str, str] = {}
+  done = 0
+  for n in range(-warmup, rounds):
+    names = list(runs)
+    first = n % len(names) if names else 0
+    for name in names[first:] + names[:first]:
+      if name in reasons:
+        continue
+      on_run(done, name)
+      done += 1
+      try:
+        start = time.perf_counter()
+        jax.block_until_ready(runs[name]())
+        elapsed = time.perf_counter() - start
+      except Exception as error:
+        reasons[name] = reason(error)
+        continue
+      if n >= 0:
+        seconds[name].append(elapsed)
+  return {
+    name: Timing(reason=reasons[name])
+    if name in reasons
+    else Timing(tuple(seconds[name]))
+    for name in runs
+  }
+
+
+def reason(error: Exception) -> str:
+  """One line that says why a contestant has no number."""
+  if isinstance(error, ModuleNotFoundError) and error.name:
+    return f"{error.name} is not installed"
+  if isinstance(error, Skipped):
+    return str(error)
+  text = str(error).strip().split("\n")[0]
+  if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
+    text = f"out of memory: {text}"
+  text = f"{type(error).__name__}: {text}"
+  return text if len(text) <= 200 else text[:197] + "..."
+
+
+def gemm(dtype: str) -> Callable[[], Any]:
+  """Products of two square matrices, `GEMM_FLOPS` of work, ready to run."""
+  device = jax.devices()[0]
+  exact = jax.lax.Precision.HIGHEST if dtype == "float32" else None
+  f = jax.jit(lambda a, b: jnp.matmul(a, b, precision=exact))
+  keys = jax.random.split(jax.random.key(0))
+  shape = (GEMM_SIZE, GEMM_SIZE)
+  a, b = (
+    jax.device_put(jax.random.normal(k, shape).astype(dtype), device)
+    for k in keys
+  )
+  jax.block_until_ready(f(a, b))
+
+  def run() -> None:
+    for _ in range(_PRODUCTS):
+      jax.block_until_ready(f(a, b))
+
+  return run
+
+
+class Progress:
+  """Lines on stderr that say what runs and when it may end.
+
+  On a terminal one line is rewritten; elsewhere a line is added now and then.
+  """
+
+  def __init__(
+    self, total: float, stream: Any = None, every_s: float = 5.0
+  ) -> None:
+    self._total = total
+    self._stream = stream or sys.stderr
+    self._every_s = every_s
+    self._start = time.monotonic()
+    self._last = -float("inf")
+    self._width = 0
+
+  def at(self, done: float, label: str) -> None:
+    """Says that `done` of the total is done and `label` comes now."""
+    now = time.monotonic()
+    terminal = self._stream.isatty()
+    if now - self._last < (0.1 if terminal else self._every_s):
+      return
+    self._last = now
+    elapsed = now - self._start
+    part = done / self._total
+    left = f", {_clock(elapsed * (1 / part - 1))} left" if part > 0 else ""
+    text = f"[{100 * part:3.0f} % after {_clock(elapsed)}{left}] {label}"
+    if terminal:
+      text = text[:79]
+      self._stream.write("\r" + text.ljust(self._width))
+      self._width = len(text)
+    else:
+      self._stream.write(text + "\n")
+    self._stream.flush()
+
+  def clear(self) -> None:
+    """Makes room for other output on the same terminal."""
+    if self._width:
+      self._stream.write("\r" + " " * self._width + "\r")
+      self._stream.flush()
+      self._width = 0
+
+
+def _clock(seconds: float) -> str:
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return (
+    f"{hours}:{minutes:02}:{seconds:02}"
+    if hours
+    else (f"{minutes}:{seconds:02}")
+  )
+
+
+def environment(command: str) -> dict[str, Any]:
+  """What a result depends on besides the code: versions, machine, date."""
+  versions = {"python": platform.python_version()}
+  for name in ("jax", "jaxlib", "numpy", "torch", "ringattention", "ringjax"):
+    try:
+      versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      versions[name] = "not installed"
+  now = datetime.datetime.now(datetime.UTC)
+  return {
+    "command": command,
+    "date": now.isoformat(timespec="seconds"),
+    "versions": versions,
+    "machine": {
+      "cpu": _cpu_model(),
+      "cores": os.cpu_count(),
+      "load_before": os.getloadavg()[0],
+      "platform": platform.platform(),
+      "backend": jax.default_backend(),
+      "device": jax.devices()[0].device_kind,
+    },
+  }
+
+
+def _cpu_model() -> str:
+  try:
+    with open("/proc/cpuinfo") as file:
+      for line in file:
+        if line.startswith("model name"):
+          return line.split(":", 1)[1].strip()
+  except OSError:
+    pass
+  return platform.processor() or platform.machine()
+
+
+def check_plot(path: str | None) -> None:
+  """Says that there will be no picture before hours of work, not after."""
+  if path is not None and importlib.util.find_spec("matplotlib") is None:
+    raise OptionError(
+      message(
+        "plot",
+        f"{path}, but matplotlib is not installed",
+        "matplotlib, or no plot",
+        "pip install matplotlib",
+      )
+    )
+
+
+def write_json(path: str, value: Any) -> None:
+  """Writes all of `value` or nothing: a reader never sees half a file."""
+  temporary = f"{path}.tmp"
+  with open(temporary, "w") as file:
+    json.dump(value, file, indent=1)
+    file.write("\n")
+  os.replace(temporary, path)

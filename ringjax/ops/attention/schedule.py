@@ -1,0 +1,102 @@
+"""Which tile is computed on which device in which hop of the ring.
+
+Law: equals what the loops of `Ring(Blockwise(q_block, k_block))` run, because
+`tile_kinds` decides here as there, on the same coordinates. Nothing is
+modelled: a layout's balance is counted, not estimated.
+
+Hop h brings shard i the keys of shard (i - h) mod R, its own first. The
+ring leaves out the hops that a mask's reach does not need; here they are
+rows of zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
+from ringjax.ops.mask import Coords, Mask
+from ringjax.parallel.layout import Layout
+
+
+def tile_schedule(
+  layout: Layout,
+  mask: Mask,
+  shards: int,
+  length: int,
+  q_block: int | None = None,
+  k_block: int | None = None,
+) -> np.ndarray:
+  """The kind of every tile: int8 [hops, shards, T/q_block, S/k_block].
+
+  0: no pair is allowed, the tile is skipped; 1: some are, it is computed with
+  the mask; 2: all are, it is computed without. T and S are local lengths.
+
+  Args:
+    layout: the order of the tokens on the shards.
+    mask: a mask over coordinates, e.g. `Causal()`.
+    shards: devices of the ring, R.
+    length: tokens of the whole sequence.
+    q_block: queries of a tile; as in `Blockwise`, None chooses by the local
+      length, and a block that does not divide it is evened out.
+    k_block: keys of a tile.
+  """
+  for name, value in (("shards", shards), ("length", length)):
+    if not isinstance(value, int | np.integer) or value < 1:
+      raise OptionError(
+        message(name, repr(value), "a positive int", "count from 1")
+      )
+  local = layout.local_length(length, shards)
+  blocks = Blockwise(q_block, k_block).blocks(local, local)
+  natural = [layout.positions(i, shards, local) for i in range(shards)]
+  pos = np.stack([np.asarray(p) for p in natural])
+  seg = (pos < length).astype(np.int32)
+  q, k = (_padded(pos, seg, n) for n in blocks)
+  kinds = np.asarray(_all_kinds(mask, q, k, blocks))
+  hop, device = np.ogrid[:shards, :shards]
+  return kinds[device, (device - hop) % shards]
+
+
+def tile_counts(
+  layout: Layout,
+  mask: Mask,
+  shards: int,
+  length: int,
+  q_block: int | None = None,
+  k_block: int | None = None,
+) -> np.ndarray:
+  """How many tiles each shard computes in each hop: int64 [hops, shards]."""
+  kinds = tile_schedule(layout, mask, shards, length, q_block, k_block)
+  return np.count_nonzero(kinds, axis=(2, 3))
+
+
+def busy(counts: np.ndarray) -> float:
+  """The part of the devices' time spent on tiles, from `tile_counts`.
+
+  Devices meet at the end of each hop: it lasts as long as its slowest device.
+  """
+  return float(counts.sum() / (counts.shape[1] * counts.max(axis=1).sum()))
+
+
+def _padded(pos: np.ndarray, seg: np.ndarray, block: int) -> Coords:
+  # Slots that fill up the last tile are nothing, as in the loops.
+  extra = ((0, 0), (0, -pos.shape[1] % block))
+  return Coords(*(jnp.asarray(np.pad(x, extra)) for x in (pos, seg)))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _all_kinds(
+  mask: Mask, q: Coords, k: Coords, blocks: tuple[int, int]
+) -> Any:
+  """[q shard, k shard, T/q_block, S/k_block]."""
+
+  def kinds(q: Coords, k: Coords) -> jax.Array:
+    one = lambda at: Coords(at.pos[None], at.seg[None])
+    return tile_kinds(mask, one(q), one(k), *blocks)
+
+  return jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(q, k)

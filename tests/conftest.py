@@ -1,0 +1,73 @@
+"""Eight CPU devices, strict JAX, and ringjax with its annotations checked."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+# An accelerator on this machine must not change what the tests run on; the
+# variable reaches subprocesses, the config below a JAX already imported.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+# What would widen or broadcast in silence raises here.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Modules whose functions check their own arguments and say what is wrong: the
+# hook would speak first, in words that no user ever sees.
+_EDGE = {
+  "ringjax.ops.attention.api",
+  "ringjax.ops.attention.blockwise",
+  "ringjax.ops.attention.request",
+  "ringjax.ops.feedforward",
+  "ringjax.ops.loss",
+  "ringjax.ops.mask",
+  "ringjax.parallel.layout",
+  "ringjax.parallel.mesh",
+  "ringjax.parallel.place",
+}
+_ROOT = pathlib.Path(__file__).parents[1]
+_MODULES = [
+  ".".join(path.relative_to(_ROOT).with_suffix("").parts)
+  for path in sorted((_ROOT / "ringjax").rglob("*.py"))
+  if path.name != "__init__.py"
+]
+# Checks every annotated call in ringjax; it must come before its import.
+jaxtyping.install_import_hook(
+  [m for m in _MODULES if m not in _EDGE], "beartype.beartype"
+)
+
+# "ci" gives the same examples each time, so that a red run is about the commit.
+# For a search: HYPOTHESIS_PROFILE=long, or --hypothesis-profile=long.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+hypothesis.settings.register_profile(
+  "long", derandomize=False, deadline=None, max_examples=2000, print_blob=True
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+  """64-bit types in one test, for float64 references inside JAX."""
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+  """ringjax as its users have it, without the checks of the import hook.
+
+  For tests of what ringjax itself says to a wrong argument; elsewhere the
+  hook would speak first.
+  """
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)

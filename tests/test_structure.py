@@ -1,0 +1,421 @@
+"""The shape of the code: who imports whom, what is public, what import does.
+
+After a wanted change of the public surface:
+  python tests/test_structure.py --update
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PUBLIC_API = ROOT / "tests" / "public_api.txt"
+UPDATE = "python tests/test_structure.py --update"
+
+pytestmark = pytest.mark.smoke
+
+# ---------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------
+
+# A file imports from its own folder and from rows above it in this list, i.e.
+# from lower layers. "ringjax" is the package's own __init__.
+ROWS = (
+  ("typing", "errors", "config", "tree", "parallel"),
+  ("ops",),
+  ("kv",),
+  ("nn", "data", "plan"),
+  ("models",),
+  ("train", "infer", "store"),
+  ("serve",),
+  ("ringjax",),
+  ("bench", "eval"),
+  ("launch", "configs"),
+)
+RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
+
+# The lowest rows are functions of arrays: they know JAX and nothing else.
+JAX_ONLY = {"jax", "jaxlib", "jaxtyping", "numpy"}
+JAX_ONLY_ROWS = range(3)
+FRAMEWORKS = {"flax", "optax", "orbax"}
+NO_FRAMEWORK = {"data", "plan", "store", "serve"}
+
+COLLECTIVES = {
+  "all_gather",
+  "all_to_all",
+  "ppermute",
+  "pshuffle",
+  "psum_scatter",
+  "ragged_all_to_all",
+}
+COLLECTIVES_FILE = "ringjax/parallel/collectives.py"
+
+
+def folder_of(module: str) -> str:
+  """The entry of ROWS to which a dotted module belongs."""
+  parts = module.split(".")
+  if parts[0] == "ringjax" and len(parts) > 1:
+    return parts[1]
+  return parts[0]
+
+
+def module_of(path: str) -> str:
+  """'ringjax/ops/mask.py' -> 'ringjax.ops.mask'."""
+  return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+  """Line and dotted name of all that a file imports, anywhere in it."""
+  package = module_of(path).split(".")
+  if not path.endswith("/__init__.py"):
+    package = package[:-1]
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      for alias in node.names:
+        yield node.lineno, alias.name
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ""
+      if node.level:
+        above = package[: len(package) - node.level + 1]
+        base = ".".join([*above, *([base] if base else [])])
+      # `from ringjax import ops` names a folder, not a name of the package.
+      for alias in node.names:
+        folder = base == "ringjax" and alias.name in RANK
+        yield node.lineno, f"{base}.{alias.name}" if folder else base
+
+
+def layer_faults(path: str, source: str) -> list[str]:
+  """What a file imports and should not."""
+  own = folder_of(module_of(path))
+  if own not in RANK:
+    return [f"{path}: no row for '{own}'; add it to ROWS"]
+  faults = []
+  for line, name in imports(path, ast.parse(source)):
+    top, folder = name.split(".")[0], folder_of(name)
+    where = f"{path}:{line}: {own} imports {name}"
+    if top in ("ringjax", "launch", "configs", "tests"):
+      if folder not in RANK:
+        faults.append(f"{where}, which has no row")
+      # The files of the ground row are small and may know each other.
+      elif folder != own and RANK[folder] >= max(RANK[own], 1):
+        faults.append(f"{where}, which is not in a lower row")
+    elif top not in sys.stdlib_module_names:
+      if RANK[own] in JAX_ONLY_ROWS and top not in JAX_ONLY:
+        faults.append(f"{where}; this row knows {sorted(JAX_ONLY)} only")
+      elif own in NO_FRAMEWORK and top in FRAMEWORKS:
+        faults.append(f"{where}; it does without {sorted(FRAMEWORKS)}")
+  return faults
+
+
+def collective_faults(path: str, source: str) -> list[str]:
+  """Collectives that a file uses, unless it is the one file that may."""
+  if path == COLLECTIVES_FILE:
+    return []
+  faults = []
+  for node in ast.walk(ast.parse(source)):
+    names = []
+    if isinstance(node, ast.Attribute):
+      names = [node.attr]
+    elif isinstance(node, ast.ImportFrom):
+      names = [alias.name for alias in node.names]
+    for name in COLLECTIVES.intersection(names):
+      faults.append(
+        f"{path}:{node.lineno}: {name}; only {COLLECTIVES_FILE} calls it"
+      )
+  return faults
+
+
+def sources() -> list[str]:
+  files = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("ringjax", "launch", "configs")
+    for path in (ROOT / folder).rglob("*.py")
+  ]
+  return sorted(files)
+
+
+@pytest.mark.parametrize("path", sources())
+def test_layers(path):
+  source = (ROOT / path).read_text()
+  faults = layer_faults(path, source) + collective_faults(path, source)
+  assert not faults, "\n".join(faults)
+
+
+def test_there_is_something_to_check():
+  assert {"ringjax/__init__.py", COLLECTIVES_FILE} <= set(sources())
+
+
+@pytest.mark.parametrize(
+  ("path", "source"),
+  [
+    ("ringjax/ops/mask.py", "import ringjax.nn.block"),
+    ("ringjax/ops/mask.py", "from ringjax.kv import dense"),
+    ("ringjax/ops/mask.py", "from ringjax import kv"),
+    ("ringjax/ops/mask.py", "import ringjax as rj"),
+    ("ringjax/ops/mask.py", "from ringjax import Causal"),
+    ("ringjax/ops/mask.py", "from ..models import llama"),
+    ("ringjax/ops/__init__.py", "from ..models import llama"),
+    ("ringjax/ops/attention/api.py", "from ... import serve"),
+    ("ringjax/ops/mask.py", "def f():\n  import ringjax.train"),
+    ("ringjax/ops/mask.py", "from tests.helpers import make_mesh"),
+    ("ringjax/ops/mask.py", "import flax"),
+    ("ringjax/parallel/mesh.py", "from optax import adam"),
+    ("ringjax/kv/dense.py", "import orbax.checkpoint as ocp"),
+    ("ringjax/kv/dense.py", "import torch"),
+    ("ringjax/errors.py", "import ringjax.ops.mask"),
+    ("ringjax/train/step.py", "from ringjax.infer import decode"),
+    ("ringjax/nn/block.py", "from ringjax.plan import cost"),
+    ("ringjax/serve/engine.py", "from flax import nnx"),
+    ("ringjax/bench/run.py", "import launch.common"),
+    ("ringjax/bench/run.py", "import ringjax.eval"),
+    ("ringjax/__init__.py", "from ringjax.bench import report"),
+    ("ringjax/utils/stuff.py", ""),
+    ("ringjax/serve/engine.py", "import ringjax.utils"),
+  ],
+)
+def test_layers_are_told_apart(path, source):
+  assert len(layer_faults(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+  ("path", "source"),
+  [
+    ("ringjax/ops/mask.py", "import jax, numpy, math\nimport jaxtyping as jt"),
+    ("ringjax/ops/mask.py", "from . import softmax\nfrom .. import errors"),
+    ("ringjax/ops/mask.py", "from ringjax.parallel import collectives"),
+    ("ringjax/parallel/mesh.py", "from ringjax.errors import MeshError"),
+    ("ringjax/nn/block.py", "import flax\nfrom ringjax.kv import base"),
+    ("ringjax/__init__.py", "from ringjax.ops.mask import Mask"),
+    ("ringjax/bench/run.py", "import ringjax as rj"),
+    ("ringjax/bench/run.py", "from ringjax import Causal, ops"),
+    ("launch/bench.py", "from launch import common\nimport ringjax.bench"),
+    ("launch/bench.py", "from absl import app"),
+  ],
+)
+def test_lawful_imports_pass(path, source):
+  assert layer_faults(path, source) == []
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "jax.lax.ppermute(x, 'seq', pairs)",
+    "from jax.lax import all_gather",
+    "from jax.lax import all_to_all as swap",
+    "move = lax.psum_scatter",
+  ],
+)
+def test_collectives_are_seen(source):
+  assert len(collective_faults("ringjax/ops/attention/ring.py", source)) == 1
+  assert collective_faults(COLLECTIVES_FILE, source) == []
+
+
+# ---------------------------------------------------------------------------
+# The public surface
+# ---------------------------------------------------------------------------
+
+
+def public_names(module: types.ModuleType) -> list[str]:
+  """`__all__`, or else every name in the module that is not a submodule."""
+  names = getattr(module, "__all__", None)
+  if names is None:
+    names = [
+      name
+      for name, value in vars(module).items()
+      if not name.startswith("_") and not inspect.ismodule(value)
+    ]
+  return sorted(names)
+
+
+def describe(name: str, value: object) -> str:
+  """One line: what a caller can write."""
+  if inspect.isclass(value) and issubclass(value, BaseException):
+    return f"{name}({', '.join(base.__name__ for base in value.__bases__)})"
+  if not callable(value):
+    return name
+  try:
+    signature = inspect.signature(value)
+  except (TypeError, ValueError):
+    return f"{name}(...)"
+  # Annotations are checked elsewhere; how they print differs between Pythons.
+  bare = signature.replace(
+    parameters=[
+      p.replace(annotation=p.empty) for p in signature.parameters.values()
+    ],
+    return_annotation=signature.empty,
+  )
+  return re.sub(r" at 0x[0-9a-f]+", "", f"{name}{bare}")
+
+
+def surface(module: types.ModuleType) -> list[str]:
+  return [
+    describe(name, getattr(module, name)) for name in public_names(module)
+  ]
+
+
+def undocumented(module: types.ModuleType) -> list[str]:
+  """Public callables without words of their own."""
+  found = []
+  for name in public_names(module):
+    value = getattr(module, name)
+    words = (getattr(value, "__doc__", None) or "").strip()
+    # Dataclasses and named tuples write a signature where words are missing.
+    if callable(value) and (not words or words.startswith(f"{name}(")):
+      found.append(name)
+  return found
+
+
+def planted(source: str) -> types.ModuleType:
+  module = types.ModuleType("planted")
+  exec(textwrap.dedent(source), vars(module))
+  return module
+
+
+def test_public_api():
+  import ringjax
+
+  want = PUBLIC_API.read_text().splitlines()
+  have = surface(ringjax)
+  gone = [f"- {line}" for line in want if line not in have]
+  new = [f"+ {line}" for line in have if line not in want]
+  assert have == want, "\n".join(
+    [
+      "the public surface is not what tests/public_api.txt says:",
+      *gone,
+      *new,
+      f"if that is wanted, run: {UPDATE}",
+    ]
+  )
+
+
+def test_public_callables_have_docstrings():
+  import ringjax
+
+  missing = undocumented(ringjax)
+  assert not missing, f"public, without a docstring: {', '.join(missing)}"
+
+
+def test_surface_of_a_planted_module():
+  module = planted(
+    """
+    import os
+    from typing import NamedTuple as _NamedTuple
+    class Oops(ValueError): "Words."
+    class Pair(_NamedTuple):
+      a: int
+      b: int = 2
+    def f(x: int, *, y: str = "z") -> None: "Words."
+    def g(x=object()): pass
+    _hidden = 1
+    version = "1"
+    """
+  )
+  assert surface(module) == [
+    "Oops(ValueError)",
+    "Pair(a, b=2)",
+    "f(x, *, y='z')",
+    "g(x=<object object>)",
+    "version",
+  ]
+  assert undocumented(module) == ["Pair", "g"]
+  module.__all__ = ["f", "Pair"]
+  assert public_names(module) == ["Pair", "f"]
+
+
+# ---------------------------------------------------------------------------
+# Importing
+# ---------------------------------------------------------------------------
+
+HEAVY = ["flax", "matplotlib", "optax", "orbax", "torch"]
+# These are what a user starts with; they answer before anything heavy loads.
+LIGHT = {"ringjax", "launch", "launch.bench"}
+
+PROBE = """
+import json, os, sys
+import jax
+before = dict(jax.config.values), dict(os.environ)
+import {module}
+after = dict(jax.config.values), dict(os.environ)
+from jax._src import xla_bridge
+faults = []
+if xla_bridge.backends_are_initialized():
+  faults.append("backend")
+if before[0] != after[0]:
+  faults.append("config")
+if before[1] != after[1]:
+  faults.append("environment")
+faults += sorted(set({heavy}) & set(sys.modules))
+print("PROBE" + json.dumps(faults), end="")
+"""
+
+
+def import_faults(module: str, heavy: list[str], path: pathlib.Path) -> list:
+  """What importing `module` in a fresh interpreter does besides importing."""
+  # Without the test run's own settings: a user's environment has none.
+  env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+  env["PYTHONPATH"] = os.pathsep.join([str(path), str(ROOT)])
+  done = subprocess.run(
+    [sys.executable, "-c", PROBE.format(module=module, heavy=heavy)],
+    capture_output=True,
+    text=True,
+    env=env,
+    cwd=path,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  printed, _, faults = done.stdout.partition("PROBE")
+  said = ["output"] if printed or done.stderr else []
+  return said + json.loads(faults)
+
+
+def importable() -> list[str]:
+  launch = [m.name for m in pkgutil.iter_modules([str(ROOT / "launch")])]
+  return ["ringjax", "launch", *(f"launch.{name}" for name in sorted(launch))]
+
+
+@pytest.mark.parametrize("module", importable())
+def test_import_is_inert(module, tmp_path):
+  heavy = HEAVY if module in LIGHT else []
+  assert import_faults(module, heavy, tmp_path) == []
+
+
+def test_import_that_is_not_inert_is_seen(tmp_path):
+  (tmp_path / "torch.py").touch()
+  (tmp_path / "loud.py").write_text(
+    textwrap.dedent(
+      """
+      import os
+      import jax
+      import torch
+      jax.config.update("jax_platforms", "cpu")
+      jax.devices()
+      os.environ["LOUD"] = "1"
+      print("hello")
+      """
+    )
+  )
+  found = import_faults("loud", HEAVY, tmp_path)
+  assert found == ["output", "backend", "config", "environment", "torch"]
+
+
+if __name__ == "__main__":
+  if sys.argv[1:] != ["--update"]:
+    sys.exit(f"usage: {UPDATE}")
+  sys.path.insert(0, str(ROOT))
+  import ringjax
+
+  PUBLIC_API.write_text("".join(f"{line}\n" for line in surface(ringjax)))
+  print(f"{PUBLIC_API.relative_to(ROOT)}: {len(surface(ringjax))} names")
