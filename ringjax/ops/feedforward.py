@@ -1,0 +1,338 @@
+"""Blockwise feedforward: a row-wise function, a block of tokens at a time.
+
+Law: `blockwise_feedforward(f, x)` equals `f(x)` for every f that treats each
+token alone, forward and backward, for every length and every sharding; no
+array of more than one block of hidden activations exists at any time.
+Cost: the FLOPs of f, once more in the backward pass (each block is computed
+again from its tokens); two copies of x and of f(x), to cut and to join.
+Memory: x, f(x) and the intermediates of one block.
+Ref:  Liu and Abbeel 2023, arXiv 2305.19370.
+
+A loop over consecutive tokens of a sharded sequence would visit one shard
+after another, and the compiler would gather the sequence to run it. Here the
+sequence is seen as [rows, inner] with every shard a whole number of rows, and
+a step takes some columns of all rows. So each step keeps every shard busy
+with its own tokens, the sequence stays sharded and nothing is sent: that holds
+under jit with automatic and with explicit meshes, and inside a shard_map the
+loop is over the shard's own tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from ringjax.errors import (
+  DtypeError,
+  InputTypeError,
+  OptionError,
+  ShapeError,
+  message,
+)
+from ringjax.parallel import collectives
+
+
+def blockwise_feedforward(
+  f: Callable[[Array], Any],
+  x: Shaped[Array, "..."],
+  block: int = 1024,
+  *,
+  axis: int = 1,
+  policy: Callable[..., bool] | None = None,
+) -> Any:
+  """Computes f(x) a block of tokens at a time, and its gradient likewise.
+
+  Args:
+    f: acts on each token alone, [B, c, D] -> [B, c, E] or a pytree of such,
+      for any number c of tokens. It may close over weights; their gradients
+      are summed over blocks in float32. It sees the tokens of a block in no
+      particular order, and a random key that it closes over gives the same
+      numbers in each block.
+    x: [B, T, D], or any array with an axis of tokens.
+    block: the most tokens in one step, counted over all shards of x as the
+      caller sees it: a device holds the hidden activations of block / R tokens
+      if T is sharded over R devices. A step takes at least one token of each
+      shard, and a length that no suitable block divides has one shorter step.
+    axis: the axis of tokens, in x and in every output of f.
+    policy: which intermediates to keep for the backward pass, as in
+      `jax.checkpoint`; default none.
+
+  Returns:
+    What f(x) returns.
+
+  Raises:
+    InputTypeError: f is not callable or x is not an array.
+    OptionError: block, axis or policy is of the wrong kind.
+    ShapeError: there is no such axis, or f changes the number of tokens.
+  """
+  if not callable(f):
+    raise InputTypeError(
+      message(
+        "f",
+        type(f).__name__,
+        "a function of a block of tokens [B, c, D]",
+        "pass the layer itself, not its result",
+      )
+    )
+  if policy is not None and not callable(policy):
+    raise OptionError(
+      message(
+        "policy",
+        repr(policy),
+        "None or a policy of jax.checkpoint",
+        "pick one from jax.checkpoint_policies",
+      )
+    )
+  x = as_array("x", x)
+  block = positive_int("block", block)
+  axis = _axis_of(axis, x.ndim)
+  if x.shape[axis] <= block:
+    return _remat(f, axis, policy, looped=False)(x)
+  steps = Steps.of(x.shape[axis], block, shards_of(x))
+  blocks, rest = steps.cut(x, axis)
+  done = steps.run(
+    _hoisted(f, blocks[0], axis, policy, looped=True), blocks, axis
+  )
+  left = None
+  if rest is not None:
+    left = _hoisted(f, rest, axis, policy, looped=False)(rest)
+  return steps.join(done, left, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """How a length is walked: as [rows, inner], `width` columns a step.
+
+  Attributes:
+    rows: parts of the sequence that every step touches; each shard holds a
+      whole number of them.
+    inner: tokens of a row.
+    width: tokens that a step takes of each row.
+  """
+
+  rows: int
+  inner: int
+  width: int
+
+  @classmethod
+  def of(cls, length: int, block: int, shards: tuple[int, bool]) -> Steps:
+    """The walk with the fewest steps of at most `block` tokens.
+
+    `shards` is what `shards_of` says. Up to twice as many steps are taken
+    where that makes them equal, since a shorter last one is a second program.
+    """
+    devices, certain = shards
+    # Whatever mesh axes shard the sequence, their size divides both.
+    rows = math.gcd(length, devices)
+    while not certain and rows * 2 <= block and length % (rows * 2) == 0:
+      rows *= 2
+    inner = length // rows
+    most = max(1, min(block // rows, inner))
+    even = range(most, (most - 1) // 2, -1)
+    width = next((w for w in even if inner % w == 0), 0)
+    return cls(rows, inner, width or -(-inner // -(-inner // most)))
+
+  @property
+  def count(self) -> int:
+    """Equal steps."""
+    return self.inner // self.width
+
+  def cut(self, x: Array, axis: int) -> tuple[Array, Array | None]:
+    """The equal steps' blocks, stacked in front, and the last one if any."""
+    full, rest = self.count * self.width, None
+    x = _split(x, axis, (self.rows, self.inner))
+    if full < self.inner:
+      rest = lax.slice_in_dim(x, full, self.inner, axis=axis + 1)
+      rest = _fuse(rest, axis, 2)
+      x = lax.slice_in_dim(x, 0, full, axis=axis + 1)
+    x = _split(x, axis + 1, (self.count, self.width))
+    return _fuse(jnp.moveaxis(x, axis + 1, 0), axis + 1, 2), rest
+
+  def run(self, f: Callable[[Any], Any], blocks: Any, axis: int) -> Any:
+    """f of every block; without a loop where there is one."""
+    if self.count == 1:
+      return jax.tree.map(
+        lambda y: y[None], f(jax.tree.map(lambda b: b[0], blocks))
+      )
+    return lax.scan(lambda _, b: (None, f(b)), None, blocks)[1]
+
+  def join(self, done: Any, rest: Any, axis: int) -> Any:
+    """Puts tokens back in order: the inverse of `cut`, over a pytree."""
+
+    def whole(y: Array, end: Array | None = None) -> Array:
+      y = _split(y, axis + 1, (self.rows, self.width))
+      y = _fuse(jnp.moveaxis(y, 0, axis + 1), axis + 1, 2)
+      if end is not None:
+        end = _split(end, axis, (self.rows, end.shape[axis] // self.rows))
+        y = lax.concatenate([y, end], axis + 1)
+      return _fuse(y, axis, 2)
+
+    if rest is None:
+      return jax.tree.map(whole, done)
+    return jax.tree.map(whole, done, rest)
+
+
+def shards_of(x: Array) -> tuple[int, bool]:
+  """(devices over which jit may shard x, whether that is certain)."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    mesh = jax.typeof(x).sharding.mesh
+  if not mesh.empty:
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(n for n, kind in kinds if kind != AxisType.Manual), True
+  if not isinstance(x, jax.core.Tracer):
+    return len(x.sharding.device_set), True
+  # Under jit an automatic mesh that nobody entered cannot be seen.
+  return jax.device_count(), False
+
+
+def as_array(name: str, x: Any) -> Array:
+  """x as a JAX array, or an error that names it."""
+  numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
+  if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
+    raise InputTypeError(
+      message(
+        name,
+        type(x).__name__,
+        "a JAX or NumPy array",
+        "convert it with jnp.asarray",
+      )
+    )
+  if x.dtype == np.float64 and not jax.config.jax_enable_x64:
+    raise DtypeError(
+      message(
+        name,
+        "float64 while 64-bit types are off",
+        "a dtype of at most 32 bits",
+        "cast it, or jax.config.update('jax_enable_x64', True)",
+      )
+    )
+  return jnp.asarray(x)
+
+
+def positive_int(name: str, value: Any) -> int:
+  """value as an int of at least 1, or an error that names it."""
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or value < 1:
+    raise OptionError(
+      message(
+        name,
+        repr(value),
+        "a positive int, in tokens",
+        "leave it out for the default",
+      )
+    )
+  return int(value)
+
+
+def _axis_of(axis: Any, rank: int) -> int:
+  if not isinstance(axis, numbers.Integral) or isinstance(axis, bool):
+    raise OptionError(
+      message("axis", repr(axis), "an int", "pass the axis of tokens")
+    )
+  if not -rank <= axis < rank:
+    raise ShapeError(
+      message(
+        "axis",
+        f"{axis} for an x with {rank} axes",
+        "the axis of tokens in x",
+        "pass axis=0 for [T, D] and axis=1 for [B, T, D]",
+      )
+    )
+  return int(axis) % rank
+
+
+def _remat(
+  f: Callable[[Array], Any], axis: int, policy: Any, looped: bool
+) -> Callable[[Array], Any]:
+  """f that keeps nothing for its backward pass and has its rows counted."""
+
+  def rows(x: Array) -> Any:
+    y = f(x)
+    for leaf in jax.tree.leaves(y):
+      shape = jnp.shape(leaf)
+      if len(shape) <= axis or shape[axis] != x.shape[axis]:
+        raise ShapeError(
+          message(
+            "f",
+            f"an output of shape {shape} for a block of shape {x.shape}",
+            f"{x.shape[axis]} tokens in axis {axis}, as many as came in",
+            "let f act on each token alone, and reduce over tokens outside",
+          )
+        )
+    return y
+
+  # A loop body already keeps the two computations of a block apart.
+  return jax.checkpoint(rows, prevent_cse=not looped, policy=policy)
+
+
+def _hoisted(
+  f: Callable[[Array], Any], x: Array, axis: int, policy: Any, looped: bool
+) -> Callable[[Array], Any]:
+  """`_remat(f)` with its weights brought into the form that sums best.
+
+  Weights are widened, and narrowed again inside, so that their gradient is
+  summed over the steps in float32: a bfloat16 sum of a thousand terms stops
+  growing. Inside a shard_map they are also typed as varying where x is, since
+  the gradient of a replicated weight is a psum: one after the loop, then, and
+  not one in every step.
+  """
+  pure, weights = jax.closure_convert(f, x)
+  wide = [_widened(w) for w in collectives.vary(weights, collectives.varying_axes(x))]
+
+  def narrow(x: Array) -> Any:
+    pairs = zip(wide, weights, strict=True)
+    return pure(x, *(a.astype(w.dtype) for a, w in pairs))
+
+  return _remat(narrow, axis, policy, looped)
+
+
+def _widened(w: Array) -> Array:
+  narrow = jnp.issubdtype(w.dtype, jnp.floating) and w.dtype.itemsize < 4
+  return w.astype(jnp.float32) if narrow else w
+
+
+def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
+  """Cuts an axis into several; the first keeps the sharding."""
+  spec = _spec(x)
+  if spec is not None:
+    extra = (None,) * (len(sizes) - 1)
+    spec = (*spec[: axis + 1], *extra, *spec[axis + 1 :])
+  return _reshape(x, (*x.shape[:axis], *sizes, *x.shape[axis + 1 :]), spec)
+
+
+def _fuse(x: Array, axis: int, count: int) -> Array:
+  """Makes `count` axes from `axis` on one, with the first one's sharding."""
+  spec, end = _spec(x), axis + count
+  if spec is not None:
+    spec = (*spec[: axis + 1], *spec[end:])
+  size = math.prod(x.shape[axis:end])
+  return _reshape(x, (*x.shape[:axis], size, *x.shape[end:]), spec)
+
+
+def _reshape(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
+  if spec is None:
+    return lax.reshape(x, shape)
+  mesh = jax.typeof(x).sharding.mesh
+  return lax.reshape(
+    x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+
+
+def _spec(x: Array) -> tuple[Any, ...] | None:
+  """The explicit mesh axes of each axis; None without an explicit mesh."""
+  sharding = jax.typeof(x).sharding
+  if AxisType.Explicit not in sharding.mesh.axis_types:
+    return None
+  spec = tuple(sharding.spec)
+  return spec + (None,) * (x.ndim - len(spec))

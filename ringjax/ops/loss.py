@@ -1,0 +1,234 @@
+"""Blockwise cross entropy: the loss without the [T, V] array of logits.
+
+Law: for a token with hidden state h and label y, with logits l = h W (and
+l = c tanh(h W / c) under a soft cap c),
+
+  nll = logsumexp(l) - l[y] + z_loss * logsumexp(l)^2,
+
+forward and backward, with no array of T x V numbers at any time: the forward
+pass keeps one logsumexp a token, and the backward pass computes the logits of
+a block of tokens again. Logits, statistics and the sum over blocks of the
+gradient of W are float32 (float64 for float64 inputs); h and W are never cast.
+Cost: 2 T D V FLOPs forward, 6 T D V backward.
+Memory: the logits of one block, a float32 sum of the size of W backward.
+Ref:  Liu and Abbeel 2023, arXiv 2305.19370 (blocks of tokens); Chowdhery et
+al. 2022, arXiv 2204.02311 (z-loss); Gemma Team 2024, arXiv 2408.00118 (cap).
+
+Blocks are those of `blockwise_feedforward`: each takes tokens of every shard,
+so a sharded sequence stays where it is. W may be sharded over its vocabulary:
+every step over V is then a sum or a maximum, of which one number a token is
+sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.errors import (
+  DtypeError,
+  MeshError,
+  OptionError,
+  ShapeError,
+  message,
+)
+from ringjax.ops.feedforward import Steps, as_array, positive_int, shards_of
+from ringjax.ops.softmax import wide_dtype
+from ringjax.parallel import collectives
+
+# What takes the place of a label that is none. Labels are 0 or more.
+_IGNORED = -1
+_WRONG = -2
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def blockwise_cross_entropy(
+  h: Float[Array, "*B T D"],
+  w_vocab: Float[Array, "D V"],
+  labels: Int[Array, "*B T"],
+  weights: Float[Array, "*B T"] | Int[Array, "*B T"] | Bool[Array, "*B T"] | None = None,
+  block: int = 1024,
+  *,
+  logits_soft_cap: float | None = None,
+  z_loss: float = 0.0,
+  ignore_index: int | None = None,
+) -> Float[Array, "*B T"]:
+  """Negative log-likelihood of each token's label, times its weight.
+
+  Args:
+    h: [B, T, D] or [T, D], the last hidden states.
+    w_vocab: [D, V], the output projection, in the dtype of h.
+    labels: [B, T] or [T], any integer dtype. A label outside of [0, V) raises
+      an error where its value can be seen; under jit it makes that token's
+      loss NaN. It is never clamped.
+    weights: [B, T] or [T], what each token's loss is multiplied by; float,
+      bool or int. Differentiable. Not a way to skip a token with a wrong
+      label (0 * NaN is NaN): for that there is `ignore_index`.
+    block: the most tokens of a sequence in one step, counted over all its
+      shards as in `blockwise_feedforward`.
+    logits_soft_cap: c, for logits c tanh(l / c).
+    z_loss: factor of the square of the logsumexp; 0 for none.
+    ignore_index: tokens with this label have loss 0 and gradients 0, whatever
+      their hidden state is.
+
+  Returns:
+    [B, T] or [T], float32 (float64 for float64 inputs). It is not averaged:
+    for the mean over weighted tokens divide its sum by that of the weights.
+    Reverse mode only, once: `jax.jvp` and second derivatives raise.
+
+  Raises:
+    InputTypeError, DtypeError, ShapeError, OptionError, MeshError: an argument
+      is not of the kind described here.
+  """
+  h, w, labels = _operands(h, w_vocab, labels)
+  block = positive_int("block", block)
+  spec = _Spec(
+    block,
+    _number("logits_soft_cap", logits_soft_cap, least=math.ulp(0.0)),
+    _number("z_loss", z_loss, least=0.0) or 0.0,
+  )
+  code = _encode(labels, w.shape[1], ignore_index)
+  if weights is not None:
+    weights = _weights(weights, labels.shape)
+  batched = h.ndim == 3
+  if not batched:
+    h, code = h[None], code[None]
+  _check_mesh(h, w)
+  # All operands vary alike, so that the backward rule may return sums of one
+  # shard each; the transpose of this cast adds the shards up.
+  axes = collectives.varying_axes(h, w, code)
+  nll = _nll(spec, *collectives.vary((h, w, code), axes))
+  nll = nll if batched else nll[0]
+  return nll if weights is None else nll * weights.astype(nll.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+  """The static part of a call."""
+
+  block: int
+  soft_cap: float | None
+  z_loss: float
+
+  def steps(self, h: Array) -> Steps:
+    return Steps.of(h.shape[1], min(self.block, h.shape[1]), shards_of(h))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nll(spec: _Spec, h: Array, w: Array, code: Array) -> Array:
+  return _forward(spec, h, w, code)[0]
+
+
+def _forward(
+  spec: _Spec, h: Array, w: Array, code: Array
+) -> tuple[Array, tuple[Array, ...]]:
+  """nll [B, T] and what the backward pass needs."""
+
+  def one(part: tuple[Array, Array]) -> tuple[Array, Array]:
+    h, code = part
+    logits, _ = _logits(spec, _kept(h, code), w)
+    top = jnp.max(logits, -1)
+    total = jnp.sum(jnp.exp(logits - top[..., None]), -1)
+    lse = top + jnp.log(total)
+    hit = jnp.sum(jnp.where(_is_label(logits, code), logits, 0), -1)
+    nll = lse - hit + spec.z_loss * lse * lse
+    nll = jnp.where(code == _WRONG, jnp.nan, nll)
+    return jnp.where(code == _IGNORED, 0, nll), lse
+
+  if 0 in h.shape[:2]:
+    lse = jnp.zeros_like(code, wide_dtype(h.dtype))
+    return lse, (h, w, code, lse)
+  steps = spec.steps(h)
+  (blocks, rest) = _cut(steps, (h, code))
+  done = steps.run(one, blocks, 1)
+  left = None if rest is None else one(rest)
+  nll, lse = steps.join(done, left, 1)
+  return nll, (h, w, code, lse)
+
+
+def _backward(
+  spec: _Spec, saved: tuple[Array, ...], g: Array
+) -> tuple[Array, Array, None]:
+  """Gradients of h and w, from the logits computed again."""
+  h, w, code, lse = saved
+  if 0 in h.shape[:2]:
+    return jnp.zeros_like(h), jnp.zeros_like(w), None
+  # float16 has no room for p * g where g is one over the number of tokens:
+  # the products take g / unit, of at most 1, and their sums take the unit.
+  unit = jnp.max(jnp.abs(g)) if h.dtype == jnp.float16 else None
+  if unit is not None:
+    unit = jnp.where(unit > 0, unit, 1)
+    g = g / unit
+  g = jnp.where(code == _IGNORED, 0, g)
+  steps = spec.steps(h)
+
+  def one(dw: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+    h, code, lse, g = part
+    h = _kept(h, code)
+    logits, tanh = _logits(spec, h, w)
+    p = jnp.exp(logits - lse[..., None])
+    dl = p * (1 + 2 * spec.z_loss * lse)[..., None]
+    dl = dl - jnp.where(_is_label(logits, code), 1, 0).astype(dl.dtype)
+    dl = jnp.where((code == _WRONG)[..., None], jnp.nan, dl)
+    dl = dl * jnp.where(code == _IGNORED, 0, g)[..., None]
+    if tanh is not None:
+      dl = dl * (1 - tanh * tanh)
+    dl = dl.astype(h.dtype)
+    dh = _dot("btv,dv->btd", dl, w, like=h)
+    if unit is not None:
+      dh = dh * unit
+    return dw + _dot("btd,btv->dv", h, dl, like=w), dh.astype(h.dtype)
+
+  (blocks, rest) = _cut(steps, (h, code, lse, g))
+  dw = _zeros(w, wide_dtype(w.dtype), h)
+  if steps.count == 1:
+    dw, dh = one(dw, jax.tree.map(lambda b: b[0], blocks))
+    dh = dh[None]
+  else:
+    dw, dh = lax.scan(one, dw, blocks)
+  left = None
+  if rest is not None:
+    dw, left = one(dw, rest)
+  if unit is not None:
+    dw = dw * unit
+  return steps.join(dh, left, 1), dw.astype(w.dtype), None
+
+
+_nll.defvjp(_forward, _backward)
+
+
+def _cut(steps: Steps, parts: tuple[Array, ...]) -> tuple[Any, Any]:
+  cut = [steps.cut(x, 1) for x in parts]
+  blocks, rest = tuple(b for b, _ in cut), tuple(r for _, r in cut)
+  return blocks, None if rest[0] is None else rest
+
+
+def _kept(h: Array, code: Array) -> Array:
+  # A zero gradient times what padding holds may be NaN; times 0 it is 0.
+  return jnp.where((code == _IGNORED)[..., None], jnp.zeros_like(h), h)
+
+
+def _logits(spec: _Spec, h: Array, w: Array) -> tuple[Array, Array | None]:
+  """[B, c, V] in float32, and the tanh of the cap for its derivative."""
+  logits = _dot("btd,dv->btv", h, w, like=None)
+  if spec.soft_cap is None:
+    return logits, None
+  tanh = jnp.tanh(logits / spec.soft_cap)
+  return spec.soft_cap * tanh, tanh
+
+
+def _is_label(logits: Array, code: Array) -> Array:
+  """Where each row's label is, without reading across a sharded V."""
+  ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  return ids == code[..., None]

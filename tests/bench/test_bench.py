@@ -1,0 +1,419 @@
+"""The benchmarks: they time fairly, count exactly and hide nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import ringjax as rj
+from launch import bench
+from ringjax.bench import attention, layouts, timing
+from ringjax.errors import OptionError
+from ringjax.ops.attention import blockwise, schedule
+from tests.helpers import make_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAYOUTS = (rj.Contiguous(), rj.Striped(), rj.Striped(4), rj.Zigzag())
+
+
+class Terminal(io.StringIO):
+  def isatty(self) -> bool:
+    return True
+
+
+def is_picture(path: pathlib.Path) -> bool:
+  data = path.read_bytes()
+  return data.startswith(b"\x89PNG") and len(data) > 10_000
+
+
+# ---------------------------------------------------------------------------
+# Timing
+# ---------------------------------------------------------------------------
+
+
+def test_contestants_run_in_turn():
+  calls = []
+  runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+  found = timing.interleave(runs, 4, warmup=2)
+  rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+  assert len(rounds) == 6
+  assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+  assert {r[0] for r in rounds} == {"a", "b", "c"}
+  assert all(len(t.seconds) == 4 for t in found.values())
+  assert all(t.min_s <= t.median_s for t in found.values())
+
+
+def test_a_contestant_that_raises_has_a_reason():
+  calls = []
+
+  def tires():
+    calls.append(1)
+    if len(calls) == 3:
+      raise MemoryError("all gone\nand more")
+
+  def missing():
+    raise ModuleNotFoundError("No module named 'x'", name="x")
+
+  def declines():
+    raise timing.Skipped("too long")
+
+  runs = dict(
+    fine=lambda: None, tires=tires, missing=missing, declines=declines
+  )
+  found = timing.interleave(runs, 4, warmup=1)
+  assert list(found) == list(runs)
+  assert len(found["fine"].seconds) == 4 and found["fine"].reason is None
+  assert found["tires"].reason == "MemoryError: out of memory: all gone"
+  assert found["tires"].seconds == () and found["tires"].median_s is None
+  assert len(calls) == 3
+  assert found["missing"].reason == "x is not installed"
+  assert found["declines"].reason == "too long"
+  assert timing.ratio(found["fine"], found["tires"]) is None
+
+
+def test_ratio_is_of_medians():
+  a, b = timing.Timing((1.0, 2.0, 90.0)), timing.Timing((4.0,))
+  assert timing.ratio(a, b) == 0.5
+
+
+def test_progress_rewrites_its_line_on_a_terminal_only():
+  plain, terminal = io.StringIO(), Terminal()
+  for stream in (plain, terminal):
+    progress = timing.Progress(4.0, stream, every_s=0.0)
+    progress.at(1.0, "one")
+    progress.clear()
+  assert "\r" not in plain.getvalue() and plain.getvalue().endswith("one\n")
+  assert " 25 %" in plain.getvalue() and "left" in plain.getvalue()
+  assert terminal.getvalue().startswith("\r")
+  assert "\n" not in terminal.getvalue()
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+  path = tmp_path / "x.json"
+  timing.write_json(str(path), {"a": 1})
+  with pytest.raises(TypeError):
+    timing.write_json(str(path), {"a": object()})
+  assert json.loads(path.read_text()) == {"a": 1}
+
+
+# ---------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------
+
+TINY = attention.Settings(
+  tokens=(256,),
+  head_dims=(16,),
+  dtypes=("float32",),
+  heads=2,
+  rounds=1,
+  devices=4,
+  contestants=("blockwise", "ring", "striped", "jax.nn", "torch"),
+)
+
+
+def test_attention_benchmark(tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "torch", None)
+  path, picture = tmp_path / "x.json", tmp_path / "x.png"
+  result = attention.run(
+    TINY, command="the command", json=str(path), plot=str(picture)
+  )
+  assert json.loads(path.read_text()) == json.loads(json.dumps(result))
+  assert result["complete"] and result["command"] == "the command"
+  assert result["versions"]["jax"] == jax.__version__
+  assert [row["pass"] for row in result["rows"]] == ["fwd", "fwdbwd"]
+  for row in result["rows"]:
+    for name, one in row["results"].items():
+      if name == "torch":
+        assert one["reason"] == "torch is not installed"
+        assert one["median_s"] is None
+        continue
+      assert one["reason"] is None
+      rate = row["flops"] / one["median_s"]
+      percent = 100 * rate / row["gemm"]["flops_per_s"]
+      np.testing.assert_allclose(one["gemm_percent"], percent)
+      assert one["max_abs_difference"] < 1e-4
+    forward = 2 * 256 * 256 * 16 * 2
+    assert row["flops"] == forward * (3.5 if row["pass"] == "fwdbwd" else 1)
+  found = result["summary"]
+  times = [
+    {n: x["median_s"] for n, x in row["results"].items()}
+    for row in result["rows"]
+  ]
+  loss = [t["ring"] / t["blockwise"] for t in times]
+  np.testing.assert_allclose(found["loss"]["ring"]["ratios"], loss)
+  np.testing.assert_allclose(found["loss"]["ring"]["median"], np.median(loss))
+  best = [
+    min(t["blockwise"], t["ring"], t["striped"]) / t["jax.nn"] for t in times
+  ]
+  np.testing.assert_allclose(found["best"]["jax.nn"]["ratios"], best)
+  assert "torch is not installed" in capsys.readouterr().out
+  assert is_picture(picture)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
+  def off(case, arrays):
+    ready = attention.CONTESTANTS["ring"].ready(case, arrays)
+    worse = lambda x: tuple(a + np.float32(0.01) for a in ready.outputs(x))
+    return attention.Ready(ready.run, worse)
+
+  def nan(case, arrays):
+    ready = attention.CONTESTANTS["blockwise"].ready(case, arrays)
+    worse = lambda x: tuple(a * np.float32(np.nan) for a in ready.outputs(x))
+    return attention.Ready(ready.run, worse)
+
+  for name, ready in (("off", off), ("nan", nan)):
+    fake = attention.Contestant(ready, sharded=False, ours=False)
+    monkeypatch.setitem(attention.CONTESTANTS, name, fake)
+  settings = attention.Settings(
+    tokens=(128,),
+    head_dims=(8,),
+    dtypes=("float32",),
+    passes=("fwd",),
+    heads=1,
+    rounds=1,
+    devices=2,
+    contestants=("off", "nan"),
+  )
+  results = attention.run(settings)["rows"][0]["results"]
+  for one in results.values():
+    assert one["reason"].startswith("WRONG: off by")
+    assert one["median_s"] is None and one["seconds"] == []
+  assert capsys.readouterr().out.count("WRONG") == 2
+
+
+def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
+  row = attention._record(
+    TINY.cases[0],
+    ["blockwise"],
+    {"gemm": timing.Timing((1.0,)), "blockwise": timing.Timing((2.0,))},
+    {"blockwise": 0.0},
+  )
+  rows = iter([row])
+  monkeypatch.setattr(attention, "_row", lambda *args: next(rows))
+  path = tmp_path / "x.json"
+  with pytest.raises(StopIteration):
+    attention.run(TINY, json=str(path))
+  kept = json.loads(path.read_text())
+  assert len(kept["rows"]) == 1 and not kept["complete"]
+  assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+# ---------------------------------------------------------------------------
+# The schedule of tiles
+# ---------------------------------------------------------------------------
+
+
+def brute_force(layout, mask, shards, length, qb, kb):
+  """(some allowed, all allowed) of each tile, pair by pair."""
+  local = layout.local_length(length, shards)
+  order = layout.padded_order(length, shards).reshape(shards, local)
+  at = lambda x: rj.Coords(x, (x >= 0).astype(np.int32))
+  some, every = [], []
+  for hop in range(shards):
+    for device in range(shards):
+      q = at(order[device][:, None])
+      k = at(order[(device - hop) % shards][None])
+      yes = np.asarray(mask.allows(q, k)) & (q.seg != 0) & (k.seg != 0)
+      tiles = yes.reshape(local // qb, qb, local // kb, kb)
+      some.append(tiles.any((1, 3)))
+      every.append(tiles.all((1, 3)))
+  shape = (shards, shards, local // qb, local // kb)
+  return np.reshape(some, shape), np.reshape(every, shape)
+
+
+@pytest.mark.parametrize("length", [256, 203], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_schedule_equals_brute_force(layout, length):
+  # Blocks that divide the 64 (of 203 tokens: 51 to 56) slots of a shard.
+  local = layout.local_length(length, 4)
+  qb, kb = (16, 8) if local == 64 else (local, local)
+  for mask in (rj.Causal(), rj.Everything()):
+    args = layout, mask, 4, length, qb, kb
+    some, every = brute_force(*args)
+    kinds = schedule.tile_schedule(*args)
+    np.testing.assert_array_equal(kinds, some.astype(int) + every)
+    np.testing.assert_array_equal(schedule.tile_counts(*args), some.sum((2, 3)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_schedule_never_skips_what_a_window_sees(layout):
+  args = layout, rj.Causal() & rj.Window(40), 4, 256, 16, 8
+  some, every = brute_force(*args)
+  kinds = schedule.tile_schedule(*args)
+  assert (kinds[some] > 0).all()
+  assert every[kinds == 2].all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_schedule_is_what_the_loops_run(layout, monkeypatch):
+  ran = np.zeros(4, int)
+  tile = blockwise.forward_tile
+
+  def counted(*args):
+    def count(device):
+      ran[device] += 1
+
+    jax.debug.callback(count, jax.lax.axis_index("seq"))
+    return tile(*args)
+
+  monkeypatch.setattr(blockwise, "forward_tile", counted)
+  # 104 tokens a shard, which neither block divides.
+  x = np.ones((1, 416, 1, 4), np.float32)
+  out = rj.ring_attention(
+    x,
+    x,
+    x,
+    mesh=make_mesh(4, "auto"),
+    layout=layout,
+    is_causal=True,
+    local=rj.Blockwise(30, 20),
+  )
+  jax.block_until_ready(out)
+  jax.effects_barrier()
+  counts = schedule.tile_counts(layout, rj.Causal(), 4, 416, 30, 20)
+  np.testing.assert_array_equal(ran, counts.sum(0))
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (16, 8), (128, 128)], ids=str)
+def test_striped_causal_is_level_in_every_hop(blocks):
+  counts = schedule.tile_counts(rj.Striped(), rj.Causal(), 8, 8192, *blocks)
+  assert (counts.max(1) / counts.mean(1) <= 1.02).all()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_schedule_says_what_is_wrong():
+  good = dict(layout=rj.Striped(), mask=rj.Causal(), shards=2, length=64)
+  for name, value in (
+    ("shards", 0),
+    ("shards", "2"),
+    ("length", -1),
+    ("q_block", 0),
+  ):
+    with pytest.raises(OptionError, match=name):
+      schedule.tile_schedule(**(good | {name: value}))
+
+
+# ---------------------------------------------------------------------------
+# Layouts and the command line
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch):
+  """Runs `python -m launch.bench` with these arguments, in this process."""
+
+  def run(*args):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    with flagsaver.flagsaver():
+      return bench.main(flags.FLAGS(sys.argv))
+
+  return run
+
+
+def test_layouts_benchmark(tmp_path, command, capsys):
+  path, picture = tmp_path / "x.json", tmp_path / "x.png"
+  done = command(
+    "layouts",
+    "--shards=4",
+    "--tokens=2048",
+    "--q_block=128",
+    "--kv_block=128",
+    f"--json={path}",
+    f"--plot={picture}",
+  )
+  assert done == 0
+  result = json.loads(path.read_text())
+  assert result["command"].startswith("python -m launch.bench layouts --sh")
+  # Four tiles a side: ten on or below a diagonal, all sixteen below it.
+  ring = [[10] * 4, [0, 16, 16, 16], [0, 0, 16, 16], [0, 0, 0, 16]]
+  wanted = dict(
+    contiguous=(ring, 58, 100 * 136 / (4 * 58)),
+    striped=([[10] * 4] * 4, 40, 100),
+    zigzag=([[10] * 4, *[[8] * 4] * 3], 34, 100),
+  )
+  out = capsys.readouterr().out
+  for name, (counts, steps, busy) in wanted.items():
+    one = result["layouts"][name]
+    assert one["tiles_by_hop_and_device"] == counts
+    assert one["steps"] == steps
+    np.testing.assert_allclose(one["busy_percent"], busy)
+    np.testing.assert_allclose(
+      one["used_percent"],
+      100 * (2048 * 2049 / 2) / (np.sum(counts) * 128 * 128),
+    )
+    assert f"{busy:.1f} %" in out
+  assert is_picture(picture)
+
+
+def test_picture_of_other_sizes(tmp_path):
+  for shards in (1, 3, 12):
+    path = tmp_path / f"{shards}.png"
+    settings = layouts.Settings(shards=shards, tokens=1000)
+    layouts.run(settings, plot=str(path))
+    assert is_picture(path)
+
+
+@pytest.mark.parametrize(
+  ("args", "word"),
+  [
+    ((), "nothing"),
+    (("nope",), "nope"),
+    (("layouts", "more"), "more"),
+    (("layouts", "--tokens=1,2"), "one length"),
+    (("layouts", "--shards=0"), "shards"),
+    (("attention", "--tokens=x"), "tokens"),
+    (("attention", "--tokens=0"), "tokens"),
+    (("attention", "--dtypes=int8"), "int8"),
+    (("attention", "--passes=bwd"), "bwd"),
+    (("attention", "--contestants=ring,me"), "me"),
+    (("attention", "--contestants="), "contestants"),
+    (("attention", "--rounds=0"), "rounds"),
+  ],
+  ids=lambda x: " ".join(x) if isinstance(x, tuple) else x,
+)
+def test_a_wrong_command_line_says_so(args, word, command, capsys):
+  assert command(*args) == 2
+  err = capsys.readouterr().err
+  assert err.startswith("bench: ") and word in err
+
+
+def test_too_many_devices():
+  many = attention.Settings(devices=len(jax.devices()) + 1)
+  with pytest.raises(OptionError, match="devices"):
+    attention.run(many)
+
+
+def test_a_plot_without_matplotlib(monkeypatch):
+  monkeypatch.setattr(timing.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(OptionError, match="matplotlib"):
+    layouts.run(layouts.Settings(), plot="x.png")
+
+
+def test_import_starts_nothing():
+  code = """if True:
+    import sys, launch.bench
+    from jax._src import xla_bridge
+    heavy = {"matplotlib", "torch", "flax", "ringattention"} & set(sys.modules)
+    assert not heavy, heavy
+    assert not xla_bridge.backends_are_initialized()
+  """
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_unknown_subcommand_exits_with_2():
+  found = subprocess.run(
+    [sys.executable, "-m", "launch.bench", "nope"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert found.returncode == 2 and "nope" in found.stderr
