@@ -42,7 +42,7 @@ def attend(
   wide = lambda x: None if x is None else np.asarray(x).astype(np.float64)
   q, k, v, do, dlse = map(wide, (q, k, v, do, dlse))
   bias, slopes, sinks, distance = map(wide, (bias, slopes, sinks, distance))
-  (b, t, n, h), kv = q.shape, k.shape[2]
+  n, h, kv = *q.shape[2:], k.shape[2]
   scale = h**-0.5 if scale is None else scale
   each = lambda x: np.repeat(x, n // kv, axis=2)  # a key for every query head
   dlse = dlse.transpose(0, 2, 1)[..., None]
@@ -175,9 +175,15 @@ def build(
     allow = allow & (rng.random((*allow.shape[:-1], 1)) < 0.9)
   if allow is not None:
     visible = visible & allow
-  fixed = {"mask": allow, "q_positions": q_pos, "kv_positions": k_pos,
-           "q_segment_ids": q_seg, "kv_segment_ids": k_seg,
-           "query_seq_lengths": q_len, "key_value_seq_lengths": k_len}  # fmt: skip
+  fixed = {
+      "mask": allow,
+      "q_positions": q_pos,
+      "kv_positions": k_pos,
+      "q_segment_ids": q_seg,
+      "kv_segment_ids": k_seg,
+      "query_seq_lengths": q_len,
+      "key_value_seq_lengths": k_len,
+  }
   fixed = {name: x for name, x in fixed.items() if x is not None}
   for name, x in fixed.items():
     if name != "mask":
@@ -239,7 +245,7 @@ QUICK = {
 }
 
 
-def run(
+def compiled(
     case,
     function=None,
     *,
@@ -249,11 +255,12 @@ def run(
     compiler=None,
     **options,
 ):
-  """out, lse and all gradients of `function`, in natural order, as a dict.
+  """One program that finds what `truth` finds, for all cases of one shape.
 
   `function` has the arguments of `dot_product_attention`. `place(name, x)`
   may put an argument on devices; `compiler` are options of `jax.jit`'s, by
-  default those that compile quickly.
+  default those that compile quickly. Returns a function from a case to a
+  dict: out, lse and all gradients, in natural order.
   """
   function = function or rj.dot_product_attention
   layout = layout or rj.Contiguous()
@@ -268,16 +275,27 @@ def run(
     results, pull = jax.vjp(call, arrays)
     return results, pull((cotangents["out"], cotangents["lse"]))[0]
 
-  jitted = jax.jit(both, compiler_options=compiler or QUICK)
-  cotangents = dict(zip(("out", "lse"), case.cotangents, strict=True))
-  (out, lse), gradients = jitted(
-      put(case.arrays), put(case.fixed), put(cotangents)
+  jitted = jax.jit(
+      both, compiler_options=QUICK if compiler is None else compiler
   )
-  found = {"out": out, "lse": lse, **gradients}
-  return {
-      name: reorder(name, np.asarray(x), layout, shards, back=True)
-      for name, x in found.items()
-  }
+
+  def find(case):
+    cotangents = dict(zip(("out", "lse"), case.cotangents, strict=True))
+    (out, lse), gradients = jitted(
+        put(case.arrays), put(case.fixed), put(cotangents)
+    )
+    found = {"out": out, "lse": lse, **gradients}
+    return {
+        name: reorder(name, np.asarray(x), layout, shards, back=True)
+        for name, x in found.items()
+    }
+
+  return find
+
+
+def run(case, function=None, **options):
+  """What `compiled` gives for its own case."""
+  return compiled(case, function, **options)(case)
 
 
 def error(got, want):

@@ -44,7 +44,7 @@ from ringjax.parallel import collectives
 
 def blockwise_feedforward(
   f: Callable[[Array], Any],
-  x: Shaped[Array, "..."],
+  x: Shaped[Array, "*shape"],
   block: int = 1024,
   *,
   axis: int = 1,
@@ -223,7 +223,7 @@ def as_array(name: str, x: Any) -> Array:
 def positive_int(name: str, value: Any) -> int:
   """value as an int of at least 1, or an error that names it."""
   whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  if not whole or value < 1:
+  if not whole or int(value) < 1:
     raise OptionError(
       message(
         name,
@@ -240,6 +240,7 @@ def _axis_of(axis: Any, rank: int) -> int:
     raise OptionError(
       message("axis", repr(axis), "an int", "pass the axis of tokens")
     )
+  axis = int(axis)
   if not -rank <= axis < rank:
     raise ShapeError(
       message(
@@ -249,7 +250,7 @@ def _axis_of(axis: Any, rank: int) -> int:
         "pass axis=0 for [T, D] and axis=1 for [B, T, D]",
       )
     )
-  return int(axis) % rank
+  return axis % rank
 
 
 def _remat(
@@ -288,7 +289,9 @@ def _hoisted(
   not one in every step.
   """
   pure, weights = jax.closure_convert(f, x)
-  wide = [_widened(w) for w in collectives.vary(weights, collectives.varying_axes(x))]
+  wide = [
+    _widened(w) for w in collectives.vary(weights, collectives.varying_axes(x))
+  ]
 
   def narrow(x: Array) -> Any:
     pairs = zip(wide, weights, strict=True)
@@ -304,7 +307,7 @@ def _widened(w: Array) -> Array:
 
 def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
   """Cuts an axis into several; the first keeps the sharding."""
-  spec = _spec(x)
+  spec = spec_of(x)
   if spec is not None:
     extra = (None,) * (len(sizes) - 1)
     spec = (*spec[: axis + 1], *extra, *spec[axis + 1 :])
@@ -313,7 +316,7 @@ def _split(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
 
 def _fuse(x: Array, axis: int, count: int) -> Array:
   """Makes `count` axes from `axis` on one, with the first one's sharding."""
-  spec, end = _spec(x), axis + count
+  spec, end = spec_of(x), axis + count
   if spec is not None:
     spec = (*spec[: axis + 1], *spec[end:])
   size = math.prod(x.shape[axis:end])
@@ -329,7 +332,7 @@ def _reshape(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
   )
 
 
-def _spec(x: Array) -> tuple[Any, ...] | None:
+def spec_of(x: Array) -> tuple[Any, ...] | None:
   """The explicit mesh axes of each axis; None without an explicit mesh."""
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:

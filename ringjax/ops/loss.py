@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.errors import (
@@ -42,7 +42,13 @@ from ringjax.errors import (
   ShapeError,
   message,
 )
-from ringjax.ops.feedforward import Steps, as_array, positive_int, shards_of
+from ringjax.ops.feedforward import (
+  Steps,
+  as_array,
+  positive_int,
+  shards_of,
+  spec_of,
+)
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 
@@ -57,7 +63,10 @@ def blockwise_cross_entropy(
   h: Float[Array, "*B T D"],
   w_vocab: Float[Array, "D V"],
   labels: Int[Array, "*B T"],
-  weights: Float[Array, "*B T"] | Int[Array, "*B T"] | Bool[Array, "*B T"] | None = None,
+  weights: Float[Array, "*B T"]
+  | Int[Array, "*B T"]
+  | Bool[Array, "*B T"]
+  | None = None,
   block: int = 1024,
   *,
   logits_soft_cap: float | None = None,
@@ -185,13 +194,15 @@ def _backward(
     if tanh is not None:
       dl = dl * (1 - tanh * tanh)
     dl = dl.astype(h.dtype)
-    dh = _dot("btv,dv->btd", dl, w, like=h)
+    dh = _dot("btv,dv->btd", dl, w, spec_of(h))
     if unit is not None:
       dh = dh * unit
-    return dw + _dot("btd,btv->dv", h, dl, like=w), dh.astype(h.dtype)
+    dw = dw + _dot("btd,btv->dv", h, dl, spec_of(w))
+    return dw, dh.astype(h.dtype)
 
   (blocks, rest) = _cut(steps, (h, code, lse, g))
-  dw = _zeros(w, wide_dtype(w.dtype), h)
+  dw = jnp.zeros_like(w, wide_dtype(w.dtype))
+  dw = collectives.vary(dw, collectives.varying_axes(w))
   if steps.count == 1:
     dw, dh = one(dw, jax.tree.map(lambda b: b[0], blocks))
     dh = dh[None]
@@ -221,7 +232,10 @@ def _kept(h: Array, code: Array) -> Array:
 
 def _logits(spec: _Spec, h: Array, w: Array) -> tuple[Array, Array | None]:
   """[B, c, V] in float32, and the tanh of the cap for its derivative."""
-  logits = _dot("btd,dv->btv", h, w, like=None)
+  out = spec_of(h)
+  if out is not None:
+    out = (*out[:2], (spec_of(w) or (None, None))[1])
+  logits = _dot("btd,dv->btv", h, w, out)
   if spec.soft_cap is None:
     return logits, None
   tanh = jnp.tanh(logits / spec.soft_cap)
@@ -230,5 +244,185 @@ def _logits(spec: _Spec, h: Array, w: Array) -> tuple[Array, Array | None]:
 
 def _is_label(logits: Array, code: Array) -> Array:
   """Where each row's label is, without reading across a sharded V."""
-  ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  ids = lax.broadcasted_iota(
+    jnp.int32,
+    logits.shape,
+    2,
+    out_sharding=_sharding(logits, spec_of(logits)),
+  )
   return ids == code[..., None]
+
+
+def _dot(equation: str, a: Array, b: Array, out: Any) -> Array:
+  """An einsum that accumulates in float32 and never casts its operands."""
+  exact = a.dtype in (jnp.float32, jnp.float64)
+  return jnp.einsum(
+    equation,
+    a,
+    b,
+    preferred_element_type=wide_dtype(a.dtype),
+    precision=lax.Precision.HIGHEST if exact else None,
+    out_sharding=_sharding(a, out),
+  )
+
+
+def _sharding(x: Array, spec: Any) -> NamedSharding | None:
+  if spec is None:
+    return None
+  return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+
+
+def _operands(h: Any, w: Any, labels: Any) -> tuple[Array, Array, Any]:
+  """h, w and labels, found to fit; labels as they came, to be looked at."""
+  h, w = as_array("h", h), as_array("w_vocab", w)
+  as_array("labels", labels)
+  if h.ndim not in (2, 3):
+    raise ShapeError(
+      message("h", f"shape {h.shape}", "[B, T, D] or [T, D]", "reshape it")
+    )
+  if w.ndim != 2 or w.shape[0] != h.shape[-1] or w.shape[1] == 0:
+    raise ShapeError(
+      message(
+        "w_vocab",
+        f"shape {w.shape} beside an h of shape {h.shape}",
+        f"[D, V] with D = {h.shape[-1]}",
+        "transpose it if it is an embedding table [V, D]",
+      )
+    )
+  for name, x in (("h", h), ("w_vocab", w)):
+    if x.dtype.name not in _DTYPES:
+      raise DtypeError(
+        message(
+          name,
+          x.dtype,
+          f"one of {', '.join(_DTYPES)}",
+          f"cast it, e.g. {name}.astype(jnp.float32)",
+        )
+      )
+  if h.dtype != w.dtype:
+    raise DtypeError(
+      message(
+        "w_vocab",
+        f"{w.dtype} beside an h of {h.dtype}",
+        "one dtype for both",
+        "cast it: w_vocab.astype(h.dtype)",
+      )
+    )
+  if not jnp.issubdtype(labels.dtype, jnp.integer):
+    raise DtypeError(
+      message(
+        "labels", labels.dtype, "an integer dtype", "pass ids, not one-hots"
+      )
+    )
+  _check_shape("labels", labels.shape, h.shape[:-1])
+  return h, w, labels
+
+
+def _weights(weights: Any, shape: tuple[int, ...]) -> Array:
+  weights = as_array("weights", weights)
+  if weights.dtype.kind == "c":
+    raise DtypeError(
+      message("weights", weights.dtype, "float, bool or int", "cast it")
+    )
+  _check_shape("weights", weights.shape, shape)
+  return weights
+
+
+def _check_shape(
+  name: str, got: tuple[int, ...], want: tuple[int, ...]
+) -> None:
+  if got != want:
+    raise ShapeError(
+      message(
+        name,
+        f"shape {got}",
+        f"{want}, one for each token of h",
+        "broadcast or slice it to that",
+      )
+    )
+
+
+def _number(name: str, value: Any, least: float) -> float | None:
+  if value is None:
+    return None
+  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not real or not least <= value < math.inf:
+    wanted = "a positive number" if least else "a number of at least 0"
+    raise OptionError(
+      message(
+        name,
+        repr(value),
+        f"{wanted}, known when the loss is traced",
+        "leave it out for none",
+      )
+    )
+  return float(value)
+
+
+def _check_mesh(h: Array, w: Array) -> None:
+  over = [_axes(spec_of(h) or ()), _axes((spec_of(w) or ())[1:])]
+  if set(over[0]) & set(over[1]):
+    raise MeshError(
+      message(
+        "w_vocab",
+        f"a vocabulary over mesh axes {over[1]}, and h over {over[0]}",
+        "different mesh axes for the tokens and for the vocabulary",
+        "jax.sharding.reshard one of them",
+      )
+    )
+
+
+def _axes(spec: tuple[Any, ...]) -> tuple[str, ...]:
+  flat: list[str] = []
+  for entry in spec:
+    flat += [entry] if isinstance(entry, str) else entry or ()
+  return tuple(flat)
+
+
+def _encode(labels: Any, vocab: int, ignore: Any) -> Array:
+  """int32 labels, with _IGNORED and _WRONG in place of those that are none."""
+  dtype = jnp.asarray(labels).dtype
+  info = np.iinfo(dtype)
+  if ignore is not None:
+    whole = isinstance(ignore, numbers.Integral) and ignore is not True
+    if not whole or not info.min <= ignore <= info.max:
+      raise OptionError(
+        message(
+          "ignore_index",
+          f"{ignore!r} with labels of {dtype}",
+          "None or an int that this dtype holds",
+          "cast labels to int32",
+        )
+      )
+  _check_labels(labels, vocab, ignore)
+  labels = jnp.asarray(labels)
+  # In the labels' own dtype: a cast could bring a wrong id into range.
+  good = labels >= 0
+  if vocab <= info.max:
+    good = good & (labels < vocab)
+  skip = jnp.zeros_like(good) if ignore is None else labels == int(ignore)
+  code = jnp.where(good, labels, 0).astype(jnp.int32)
+  code = jnp.where(good, code, _WRONG)
+  return jnp.where(skip, _IGNORED, code)
+
+
+def _check_labels(labels: Any, vocab: int, ignore: Any) -> None:
+  """Raises for a wrong label where its value can be seen from here."""
+  if isinstance(labels, jax.core.Tracer):
+    return
+  if isinstance(labels, jax.Array) and not labels.is_fully_addressable:
+    return
+  seen = np.asarray(labels)
+  wrong = (seen < 0) | (seen >= vocab)
+  if ignore is not None:
+    wrong &= seen != ignore
+  if wrong.any():
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    raise OptionError(
+      message(
+        "labels",
+        f"{int(seen[at])} at {list(at)}, and {int(wrong.sum()) - 1} more",
+        f"ids from 0 to {vocab - 1}",
+        "pass ignore_index= that id if it marks tokens without a label",
+      )
+    )

@@ -112,7 +112,7 @@ def locate(
     for a, kind in zip(use.axis_names, use.axis_types, strict=True)
     if kind == AxisType.Explicit
   ]
-  if axis is None and not any(spec for _, spec in specs):
+  if axis is None and not explicit:
     return Place()
   spec = next((spec for m, spec in specs if m is not None), ())
   entry = lambda i: tuple(

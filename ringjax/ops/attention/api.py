@@ -296,13 +296,11 @@ def blockwise_attention(
   )
   strategy = Gather(Blockwise(q_block, kv_block))
   place = locate(operands[:3], None, None, required=False)
-  if place.size > 1 and not place.manual:
-    # Explicitly sharded operands need a shard_map, whatever their axis.
-    place = dataclasses.replace(place, axis=place.axis)
-    if place.axis is not None and not place.batch and not place.heads:
-      place = Place()
-  elif place.manual:
-    place = Place()
+  # Explicitly sharded operands need a shard_map, whose sequence is whole.
+  explicit = place.mesh is not None and (
+    AxisType.Explicit in place.mesh.axis_types
+  )
+  place = dataclasses.replace(place, axis=None, size=1) if explicit else Place()
   return _run(request, operands, place, strategy, return_residual)
 
 

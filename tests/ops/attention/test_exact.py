@@ -48,7 +48,7 @@ def causal(i, j):
   return j <= i
 
 
-def everything(t=72, **options):
+def everything(t=72, bias=None, **options):
   """All features that combine, in one call."""
   seg = np.repeat([1, 2, 3, 0], [t // 2 - 6, 9, t - t // 2 - 10, 7])
   return dict(
@@ -57,7 +57,7 @@ def everything(t=72, **options):
       is_causal=True,
       local_window_size=(19, 30),
       sees=lambda i, j: (j <= i) & (i - j < 20),
-      bias=(2, 4, t, t),
+      bias=bias or (2, 4, t, t),
       sinks=True,
       slopes=True,
       logits_soft_cap=5.0,
@@ -86,7 +86,8 @@ ORDERED = {
         mask=Causal() & Window(23), sees=lambda i, j: (j <= i) & (i - j < 23)
     ),
     "window-sides": dict(
-        local_window_size=(6, 13), sees=lambda i, j: (i - j <= 6) & (j - i <= 13)
+        local_window_size=(6, 13),
+        sees=lambda i, j: (i - j <= 6) & (j - i <= 13),
     ),
     "window-symmetric": dict(mask=Window(7), sees=lambda i, j: abs(i - j) < 7),
     "segments": dict(is_causal=True, sees=causal, q_seg=PACKED),
@@ -271,7 +272,9 @@ def on(mesh, name, x):
   return jax.device_put(x, NamedSharding(mesh, spec))
 
 
-@pytest.mark.parametrize("strategy", [Ring(TILES), Gather(TILES), Ulysses(TILES)])
+@pytest.mark.parametrize(
+    "strategy", [Ring(TILES), Gather(TILES), Ulysses(TILES)]
+)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("layout", [Striped(), Zigzag()])
 def test_batch_and_heads_are_sharded_too(kind, layout, strategy):
@@ -346,8 +349,24 @@ def in_shard_map(mesh, names):
 @functools.cache
 def whole_problem():
   """A problem whose shards hold no padding in any layout."""
-  case = oracle.build(**everything(t=96))
+  case = oracle.build(**everything(t=96, bias=(2, 4, 96, 1)))
   return case, oracle.truth(case)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [(Zigzag(), Ring(TILES)), (Striped(), Ulysses(TILES))],
+)
+def test_a_shard_has_all_columns_of_its_rows_of_bias_and_mask(layout, strategy):
+  case = oracle.build(bias=(1, 4, 96, 96), allow=(2, 1, 96, 96), t=96)
+  got = oracle.run(
+      case,
+      in_shard_map(ring_mesh(4), {"seq"}),
+      layout=layout,
+      shards=4,
+      strategy=strategy,
+  )
+  oracle.check(got, oracle.truth(case))
 
 
 @pytest.mark.parametrize(
