@@ -39,7 +39,6 @@ from ringjax.errors import (
   ShapeError,
   message,
 )
-from ringjax.parallel import collectives
 
 
 def blockwise_feedforward(
@@ -280,18 +279,13 @@ def _remat(
 def _hoisted(
   f: Callable[[Array], Any], x: Array, axis: int, policy: Any, looped: bool
 ) -> Callable[[Array], Any]:
-  """`_remat(f)` with its weights brought into the form that sums best.
+  """`_remat(f)` whose weights' gradients are summed over steps in float32.
 
-  Weights are widened, and narrowed again inside, so that their gradient is
-  summed over the steps in float32: a bfloat16 sum of a thousand terms stops
-  growing. Inside a shard_map they are also typed as varying where x is, since
-  the gradient of a replicated weight is a psum: one after the loop, then, and
-  not one in every step.
+  Weights are widened outside of the loop and narrowed again inside, which
+  costs nothing forward: a bfloat16 sum of a thousand terms stops growing.
   """
   pure, weights = jax.closure_convert(f, x)
-  wide = [
-    _widened(w) for w in collectives.vary(weights, collectives.varying_axes(x))
-  ]
+  wide = [_widened(w) for w in weights]
 
   def narrow(x: Array) -> Any:
     pairs = zip(wide, weights, strict=True)

@@ -103,7 +103,7 @@ def blockwise_cross_entropy(
   h, w, labels = _operands(h, w_vocab, labels)
   block = positive_int("block", block)
   spec = _Spec(
-    block,
+    Steps.of(max(1, h.shape[-2]), block, shards_of(h)),
     _number("logits_soft_cap", logits_soft_cap, least=math.ulp(0.0)),
     _number("z_loss", z_loss, least=0.0) or 0.0,
   )
@@ -126,12 +126,9 @@ def blockwise_cross_entropy(
 class _Spec:
   """The static part of a call."""
 
-  block: int
+  steps: Steps
   soft_cap: float | None
   z_loss: float
-
-  def steps(self, h: Array) -> Steps:
-    return Steps.of(h.shape[1], min(self.block, h.shape[1]), shards_of(h))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,6 +136,9 @@ def _nll(spec: _Spec, h: Array, w: Array, code: Array) -> Array:
   return _forward(spec, h, w, code)[0]
 
 
+# Compiled also for a caller who compiles nothing, so that a block's logits are
+# not written out once for each thing that is done to them.
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(
   spec: _Spec, h: Array, w: Array, code: Array
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -158,14 +158,15 @@ def _forward(
   if 0 in h.shape[:2]:
     lse = jnp.zeros_like(code, wide_dtype(h.dtype))
     return lse, (h, w, code, lse)
-  steps = spec.steps(h)
-  (blocks, rest) = _cut(steps, (h, code))
+  steps = spec.steps
+  blocks, rest = _cut(steps, (h, code))
   done = steps.run(one, blocks, 1)
   left = None if rest is None else one(rest)
   nll, lse = steps.join(done, left, 1)
   return nll, (h, w, code, lse)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward(
   spec: _Spec, saved: tuple[Array, ...], g: Array
 ) -> tuple[Array, Array, None]:
@@ -180,7 +181,7 @@ def _backward(
     unit = jnp.where(unit > 0, unit, 1)
     g = g / unit
   g = jnp.where(code == _IGNORED, 0, g)
-  steps = spec.steps(h)
+  steps = spec.steps
 
   def one(dw: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
     h, code, lse, g = part
@@ -200,7 +201,7 @@ def _backward(
     dw = dw + _dot("btd,btv->dv", h, dl, spec_of(w))
     return dw, dh.astype(h.dtype)
 
-  (blocks, rest) = _cut(steps, (h, code, lse, g))
+  blocks, rest = _cut(steps, (h, code, lse, g))
   dw = jnp.zeros_like(w, wide_dtype(w.dtype))
   dw = collectives.vary(dw, collectives.varying_axes(w))
   if steps.count == 1:
@@ -346,7 +347,7 @@ def _number(name: str, value: Any, least: float) -> float | None:
   if value is None:
     return None
   real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if not real or not least <= value < math.inf:
+  if not real or not least <= float(value) < math.inf:
     wanted = "a positive number" if least else "a number of at least 0"
     raise OptionError(
       message(
@@ -385,7 +386,7 @@ def _encode(labels: Any, vocab: int, ignore: Any) -> Array:
   info = np.iinfo(dtype)
   if ignore is not None:
     whole = isinstance(ignore, numbers.Integral) and ignore is not True
-    if not whole or not info.min <= ignore <= info.max:
+    if not whole or not info.min <= int(ignore) <= info.max:
       raise OptionError(
         message(
           "ignore_index",

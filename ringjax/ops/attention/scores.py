@@ -218,7 +218,7 @@ def dropout_weight(
   column = _mix(way.key(k.pos.astype(jnp.uint32)) + jnp.uint32(0x85EBCA77))
   bits = _mix(row ^ column)
   keep = bits >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
-  return jnp.where(keep, _const(1 / (1 - rate), dtype), _const(0, dtype))
+  return jnp.where(keep, _const(1 / (1 - rate), dtype), _const(0.0, dtype))
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def errors(dtype, spread, shards, strategy=None):
 
 
 def within(found, dtype):
-  limits = {name: BACKWARD[dtype] for name in found}
+  limits = dict.fromkeys(found, BACKWARD[dtype])
   # The statistics are wide whatever the inputs are.
   wide = dtype if dtype == "float64" else "float32"
   limits |= {"out": FORWARD[dtype], "lse": FORWARD[wide]}
@@ -94,7 +94,13 @@ def within(found, dtype):
 @pytest.mark.parametrize("spread", [1.0, 16.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_small(dtype, spread):
-  within(errors(dtype, spread, 8), dtype)
+  found = errors(dtype, spread, 8)
+  within(found, dtype)
+  if np.dtype(DTYPES[dtype]).itemsize == 2:
+    # At most twice what rounding the exact answer would do.
+    want = sharp(dtype, spread)[1]["out"]
+    rounding = oracle.error(want.astype(DTYPES[dtype]), want)
+    assert found["out"] <= 2 * rounding
 
 
 @pytest.mark.parametrize("strategy", [Gather(), Ulysses(), Ring(Dense())])
@@ -103,20 +109,12 @@ def test_errors_of_other_strategies_are_small(dtype, strategy):
   within(errors(dtype, 16.0, 8, strategy), dtype)
 
 
-@pytest.mark.parametrize("spread", [1.0, 16.0])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_output_is_nearly_the_rounded_truth(dtype, spread):
-  want = sharp(dtype, spread)[1]["out"]
-  rounding = oracle.error(want.astype(DTYPES[dtype]), want)
-  assert errors(dtype, spread, 8)["out"] <= 2 * rounding
-
-
-@pytest.mark.parametrize("shards", [2, 4, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_errors_do_not_grow_with_the_ring(dtype, shards):
-  one, many = (errors(dtype, 16.0, n) for n in (1, shards))
-  for name, e in many.items():
-    assert e <= 1.5 * one[name] + 1e-7, name
+def test_errors_do_not_grow_with_the_ring(dtype):
+  one = errors(dtype, 16.0, 1)
+  for shards in (2, 4, 8):
+    for name, e in errors(dtype, 16.0, shards).items():
+      assert e <= 1.5 * one[name] + 1e-7, (name, shards)
 
 
 # What must be exact.
@@ -141,7 +139,6 @@ def packed(dtype=np.float32):
   )
 
 
-@functools.cache
 def packed_program(layout, strategy, dtype=np.float32):
   find = oracle.compiled(
       packed(dtype),
@@ -155,21 +152,6 @@ def packed_program(layout, strategy, dtype=np.float32):
 
 PLACES = [(layout, Ring(TILES)) for layout in LAYOUTS]
 PLACES += [(Zigzag(), Gather(TILES)), (Striped(), Ulysses(TILES))]
-
-
-@pytest.mark.parametrize(("layout", "strategy"), PLACES)
-def test_rows_without_a_key_are_exactly_nothing(layout, strategy):
-  _, got = packed_program(layout, strategy)
-  visible = np.broadcast_to(packed().visible, (2, 1, 72, 72))[:, 0]
-  blind, unseen = ~visible.any(2), ~visible.any(1)
-  assert blind.any() and unseen.any()
-  for name in ("out", "query"):
-    assert np.all(got[name][blind] == 0)
-  assert np.all(got["lse"][blind] == -np.inf)
-  for name in ("key", "value"):
-    assert np.all(got[name][unseen] == 0)
-  for x in got.values():
-    assert not np.isnan(x).any()
 
 
 # Tokens (example, position) that change, as keys or as queries.
@@ -215,19 +197,34 @@ def reached(visible, what, tokens):
   return rows, np.any(visible & rows[:, :, None], axis=1)
 
 
-@pytest.mark.parametrize("value", [None, np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("plant", PLANTS)
+def check_blind_rows(got):
+  visible = np.broadcast_to(packed().visible, (2, 1, 72, 72))[:, 0]
+  blind, unseen = ~visible.any(2), ~visible.any(1)
+  assert blind.any() and unseen.any()
+  for name in ("out", "query"):
+    assert np.all(got[name][blind] == 0)
+  assert np.all(got["lse"][blind] == -np.inf)
+  for name in ("key", "value"):
+    assert np.all(got[name][unseen] == 0)
+  for x in got.values():
+    assert not np.isnan(x).any()
+
+
 @pytest.mark.parametrize(("layout", "strategy"), PLACES)
-def test_a_token_reaches_those_who_see_it_only(layout, strategy, plant, value):
+def test_a_token_reaches_those_who_see_it_only(layout, strategy):
   find, clean = packed_program(layout, strategy)
-  what, tokens = PLANTS[plant]
-  case = planted(packed(), what, tokens, value)
-  got = find(case)
-  visible = np.broadcast_to(case.visible, (2, 1, 72, 72))[:, 0]
-  rows, keys = reached(visible, what, tokens)
-  for name, x in got.items():
-    far = ~(keys if name in ("key", "value") else rows)
-    # Bit for bit: not a zero times it, not another order of summation.
-    assert np.array_equal(x[far], clean[name][far]), name
-  if value is not None and np.isnan(value) and what == "keys":
-    assert np.isnan(got["out"][rows]).any(-1).all(), "a NaN was hidden"
+  check_blind_rows(clean)
+  for plant, (what, tokens) in PLANTS.items():
+    for value in (None, np.nan, np.inf, -np.inf):
+      case = planted(packed(), what, tokens, value)
+      got = find(case)
+      visible = np.broadcast_to(case.visible, (2, 1, 72, 72))[:, 0]
+      rows, keys = reached(visible, what, tokens)
+      for name, x in got.items():
+        far = ~(keys if name in ("key", "value") else rows)
+        # Bit for bit: not a zero times it, not another order of summation.
+        same = np.array_equal(x[far], clean[name][far])
+        assert same, (name, plant, value)
+      if value is not None and np.isnan(value) and what == "keys":
+        hidden = ~np.isnan(got["out"][rows]).any(-1)
+        assert not hidden.any(), plant

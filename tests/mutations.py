@@ -1,0 +1,469 @@
+"""Planted bugs, and the few cheap comparisons that must find each of them.
+
+A bug is a substitution in the source of one module. `planted` imports the
+whole package afresh with it, beside the healthy one; the package's objects
+are therefore always taken from the module that a check is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import pathlib
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests import oracle
+
+_PACKAGE = "ringjax"
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+  """`old` becomes `new` in `module`; the check `seen_by` must fail then."""
+
+  name: str
+  module: str
+  old: str
+  new: str
+  seen_by: str
+
+
+class _Source(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+  """Finds the package's modules, and gives one of them another text.
+
+  Import hooks that check types are passed by: they remember the classes of
+  the healthy package by their names.
+  """
+
+  def __init__(self, name, text):
+    self.name, self.text = name, text
+
+  def find_spec(self, name, path=None, target=None):
+    if not _is_ours(name):
+      return None
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    if name == self.name:
+      spec = importlib.util.spec_from_loader(name, self, origin=spec.origin)
+    return spec
+
+  def exec_module(self, module):
+    code = compile(self.text, module.__spec__.origin, "exec")
+    exec(code, module.__dict__)
+
+
+def _is_ours(name):
+  return name == _PACKAGE or name.startswith(_PACKAGE + ".")
+
+
+def _ours():
+  return {name: x for name, x in sys.modules.items() if _is_ours(name)}
+
+
+@contextlib.contextmanager
+def planted(bug):
+  """The package with `bug` in it."""
+  path = _ROOT.joinpath(*bug.module.split(".")).with_suffix(".py")
+  text = path.read_text()
+  assert text.count(bug.old) == 1, f"{bug.module} has changed: {bug.old!r}"
+  finder = _Source(bug.module, text.replace(bug.old, bug.new))
+  healthy = _ours()
+  for name in healthy:
+    del sys.modules[name]
+  sys.meta_path.insert(0, finder)
+  try:
+    yield importlib.import_module(_PACKAGE)
+  finally:
+    sys.meta_path.remove(finder)
+    for name in _ours():
+      del sys.modules[name]
+    sys.modules.update(healthy)
+
+
+# The checks: each takes the package and raises AssertionError.
+
+SEGMENTS = np.stack([
+    np.repeat([1, 2, 0, 3], [14, 9, 5, 12]),
+    np.repeat([4, 0], [33, 7]),
+])
+
+
+def _causal(i, j):
+  return j <= i
+
+
+def _compare(rj, case, layout, strategy=None, shards=4, **tolerances):
+  got = oracle.run(
+      case,
+      rj.dot_product_attention,
+      layout=layout,
+      shards=shards,
+      mesh=rj.make_mesh((shards,), ("seq",)),
+      strategy=strategy or rj.Ring(rj.Blockwise(8, 8), unroll=1),
+  )
+  oracle.check(got, oracle.truth(case), **tolerances)
+
+
+def ring(rj):
+  case = oracle.build(t=40, is_causal=True, sees=_causal)
+  _compare(rj, case, rj.Contiguous())
+
+
+def window(rj):
+  case = oracle.build(
+      t=40,
+      mask=rj.Causal() & rj.Window(12),
+      sees=lambda i, j: (j <= i) & (i - j < 12),
+  )
+  _compare(rj, case, rj.Contiguous())
+
+
+def both_sides(rj):
+  case = oracle.build(
+      t=40, mask=rj.Window(9), slopes=True, sees=lambda i, j: abs(i - j) < 9
+  )
+  _compare(rj, case, rj.Contiguous())
+
+
+def striped(rj):
+  case = oracle.build(
+      t=40,
+      is_causal=True,
+      sees=_causal,
+      q_seg=SEGMENTS,
+      k_len=np.array([38, 40]),
+  )
+  _compare(rj, case, rj.Striped())
+
+
+def zigzag(rj):
+  case = oracle.build(t=37, is_causal=True, sees=_causal)
+  _compare(rj, case, rj.Zigzag())
+
+
+def prefill(rj):
+  case = oracle.build(
+      t=12, s=40, is_causal=True, sees=_causal, q_pos=28 + np.arange(12)
+  )
+  _compare(rj, case, rj.Contiguous())
+
+
+def extras(rj):
+  case = oracle.build(
+      t=40, bias=(1, 4, 40, 40), sinks=True, logits_soft_cap=2.0, spread=3.0
+  )
+  _compare(rj, case, rj.Striped())
+
+
+def gather(rj):
+  case = oracle.build(t=40, is_causal=True, sees=_causal)
+  _compare(rj, case, rj.Striped(), rj.Gather(rj.Blockwise(8, 8)))
+
+
+def ulysses(rj):
+  case = oracle.build(t=40, sinks=True, slopes=True)
+  _compare(rj, case, rj.Zigzag(), rj.Ulysses(rj.Blockwise(8, 8)))
+
+
+def dropout(rj):
+  t, rate = 40, 0.4
+  options = dict(dropout_rate=rate, dropout_seed=3)
+  # Equal scores and one-hot values show the weights.
+  flat = np.zeros((1, t, 4, 8), np.float32)
+  eye = np.repeat(np.eye(t, dtype=np.float32)[None, :, None], 4, axis=2)
+  out = rj.dot_product_attention(flat, flat, eye, **options)
+  weights = t * np.asarray(out).swapaxes(1, 2)
+  dropped = weights == 0
+  assert np.allclose(weights, np.where(dropped, 0, 1 / (1 - rate)))
+  assert 0.3 < dropped.mean() < 0.5
+  case = oracle.build(t=t, weights=weights, **options)
+  _compare(rj, case, rj.Contiguous())
+
+
+def bfloat16(rj):
+  case = oracle.build(t=256, n=2, kv=1, b=1, dtype=jnp.bfloat16)
+  _compare(rj, case, rj.Contiguous(), forward=3e-3, backward=4e-3)
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        ring, window, both_sides, striped, zigzag, prefill, extras, gather,
+        ulysses, dropout, bfloat16,
+    )
+}  # fmt: skip
+
+
+_RING = "ringjax.ops.attention.ring"
+_ATTEND = "ringjax.ops.attention.attend"
+_TILES = "ringjax.ops.attention.blockwise"
+_SCORES = "ringjax.ops.attention.scores"
+_API = "ringjax.ops.attention.api"
+_GATHER = "ringjax.ops.attention.gather"
+_ULYSSES = "ringjax.ops.attention.ulysses"
+_MASK = "ringjax.ops.mask"
+_SOFTMAX = "ringjax.ops.softmax"
+_LAYOUT = "ringjax.parallel.layout"
+_COLLECTIVES = "ringjax.parallel.collectives"
+
+BUGS = [
+    Bug(
+        "the last hop is missing",
+        _RING,
+        "(size - 1, 0) if self.hops",
+        "(max(size - 2, 0), 0) if self.hops",
+        "ring",
+    ),
+    Bug(
+        "the ring turns the other way",
+        _COLLECTIVES,
+        "(i, (i + shift) % size)",
+        "(i, (i - shift) % size)",
+        "extras",
+    ),
+    Bug(
+        "the window's reach is a token short",
+        _LAYOUT,
+        "(chunks * q_chunk - behind) // k_chunk",
+        "(chunks * q_chunk - behind + 1) // k_chunk",
+        "window",
+    ),
+    Bug(
+        "keys from ahead do not come",
+        _RING,
+        "behind = max((d for d in wanted if size - d > ahead), default=0)",
+        "ahead, behind = 0, max(wanted[:1], default=0)",
+        "both_sides",
+    ),
+    Bug(
+        "dK and dV do not go home",
+        _RING,
+        "self._rotate(sums, -behind) if behind else sums",
+        "sums",
+        "ring",
+    ),
+    Bug(
+        "dK and dV from ahead do not go home",
+        _RING,
+        "self._rotate(more, ahead)",
+        "more",
+        "both_sides",
+    ),
+    Bug(
+        "the accumulator is not rescaled",
+        _TILES,
+        "carry.acc * weight[..., None] + acc",
+        "carry.acc + acc",
+        "ring",
+    ),
+    Bug(
+        "the sum is not rescaled",
+        _TILES,
+        "carry.l * weight + ",
+        "carry.l + ",
+        "ring",
+    ),
+    Bug(
+        "the accumulator is as narrow as the inputs",
+        _TILES,
+        "carry.acc * weight[..., None] + acc",
+        "(carry.acc * weight[..., None] + acc)"
+        ".astype(v.dtype).astype(acc.dtype)",
+        "bfloat16",
+    ),
+    Bug(
+        "products are as narrow as the inputs",
+        _TILES,
+        """      preferred_element_type=wide,
+      precision=lax.Precision.HIGHEST if exact else None,
+  )""",
+        """      precision=lax.Precision.HIGHEST if exact else None,
+  ).astype(wide)""",
+        "bfloat16",
+    ),
+    Bug(
+        "rows without a key are NaN",
+        _SOFTMAX,
+        "return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)",
+        "return m",
+        "striped",
+    ),
+    Bug(
+        "the scale is missing in the backward pass",
+        _TILES,
+        "(ds * jnp.asarray(scores.scale, ds.dtype))",
+        "ds",
+        "ring",
+    ),
+    Bug(
+        "delta is not subtracted",
+        _TILES,
+        "ds = p * (dp - way.row(delta))",
+        "ds = p * dp",
+        "ring",
+    ),
+    Bug(
+        "the log-sum-exp has no gradient",
+        _ATTEND,
+        "out.astype(wide), -1) - dlse",
+        "out.astype(wide), -1)",
+        "ring",
+    ),
+    Bug(
+        "given positions are ignored",
+        _API,
+        "natural if pos is None else pos",
+        "natural",
+        "prefill",
+    ),
+    Bug(
+        "a query does not see itself",
+        _MASK,
+        "return k.pos <= q.pos",
+        "return k.pos < q.pos",
+        "ring",
+    ),
+    Bug(
+        "the window is a token too wide",
+        _MASK,
+        "return self.size - 1, ahead",
+        "return self.size, ahead",
+        "window",
+    ),
+    Bug(
+        "a bound skips a tile that is needed",
+        _MASK,
+        "return k.first <= q.last, k.last <= q.first",
+        "return k.last <= q.last, k.last <= q.first",
+        "striped",
+    ),
+    Bug(
+        "a bound takes the mask off a tile that needs it",
+        _MASK,
+        "return k.first <= q.last, k.last <= q.first",
+        "return k.first <= q.last, k.first <= q.first",
+        "ring",
+    ),
+    Bug(
+        "documents see each other",
+        _MASK,
+        "return q.seg == k.seg",
+        "return _true(q.seg, k.seg)",
+        "striped",
+    ),
+    Bug(
+        "padding is seen",
+        _MASK,
+        "(q.seg != 0) & (k.seg != 0)",
+        "(q.seg != 0)",
+        "zigzag",
+    ),
+    Bug(
+        "the keys' lengths are ignored",
+        _API,
+        "real & (natural < valid[:, None])",
+        "real",
+        "striped",
+    ),
+    Bug(
+        "zigzag is contiguous twice",
+        _LAYOUT,
+        "np.minimum(chunks, 2 * shards - 1 - chunks)",
+        "chunks % shards",
+        "zigzag",
+    ),
+    Bug(
+        "query heads take turns at the key heads",
+        _API,
+        "x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)",
+        "x.q.reshape(b, t, group, kv_heads, h), (0, 3, 2, 1, 4)",
+        "ring",
+    ),
+    Bug(
+        "the bias of the wrong shard",
+        _RING,
+        """      source = (me - distance) % size
+      return self.local.forward(""",
+        """      source = (me + distance) % size
+      return self.local.forward(""",
+        "extras",
+    ),
+    Bug(
+        "the sink counts twice",
+        _ATTEND,
+        "partial = add_sink(partial, ",
+        "partial = add_sink(add_sink(partial, terms.sinks[None, :, :, None]), ",
+        "extras",
+    ),
+    Bug(
+        "the sink has no gradient",
+        _ATTEND,
+        "sinks=-jnp.sum(share * delta, (0, 3))",
+        "sinks=jnp.zeros(terms.sinks.shape, wide) + 0 * jnp.sum(delta, (0, 3))",
+        "extras",
+    ),
+    Bug(
+        "the soft cap has no derivative",
+        _TILES,
+        "ds = ds * (1 - tanh * tanh)",
+        "pass",
+        "extras",
+    ),
+    Bug(
+        "distances have a sign",
+        _SCORES,
+        "jnp.abs(way.query(q.pos) - way.key(k.pos))",
+        "(way.query(q.pos) - way.key(k.pos))",
+        "both_sides",
+    ),
+    Bug(
+        "what dropout keeps is not rescaled",
+        _SCORES,
+        "_const(1 / (1 - rate), dtype)",
+        "_const(1.0, dtype)",
+        "dropout",
+    ),
+    Bug(
+        "dropout counts inside the tile",
+        _SCORES,
+        "way.query(q.pos.astype(jnp.uint32))",
+        "way.query((q.pos - q.pos[:, :1]).astype(jnp.uint32))",
+        "dropout",
+    ),
+    Bug(
+        "dropout is forgotten in the backward pass",
+        _TILES,
+        "kept, dp = p * drop, dp * drop",
+        "kept = p * drop",
+        "dropout",
+    ),
+    Bug(
+        "shards keep their own gradients only",
+        _GATHER,
+        "collectives.scatter_sum(sums, self.axis, dimension)",
+        """jax.tree.map(
+        lambda a: jax.lax.dynamic_slice_in_dim(
+            a,
+            collectives.axis_index(self.axis) * context.q.pos.shape[1],
+            context.q.pos.shape[1],
+            dimension,
+        ),
+        sums,
+    )""",
+        "gather",
+    ),
+    Bug(
+        "all shards take the first shard's heads",
+        _ULYSSES,
+        "x, collectives.axis_index(axis) * here, here, 0",
+        "x, 0 * collectives.axis_index(axis), here, 0",
+        "ulysses",
+    ),
+]

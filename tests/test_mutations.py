@@ -1,0 +1,24 @@
+"""The tests test: each planted bug is found by a comparison with the oracle."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import ringjax
+from tests import mutations
+
+
+@pytest.mark.parametrize("check", mutations.CHECKS)
+def test_the_healthy_code_passes(check):
+  mutations.CHECKS[check](ringjax)
+
+
+@pytest.mark.parametrize("bug", mutations.BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug):
+  # A wrong number, not a crash: that would prove nothing about the checks.
+  wrong = pytest.raises(AssertionError, match=r"relative errors|allclose")
+  with mutations.planted(bug) as broken, wrong:
+    mutations.CHECKS[bug.seen_by](broken)
+  assert sys.modules["ringjax"] is ringjax
