@@ -18,20 +18,20 @@ import ringjax as rj
 
 
 def attend(
-    q,
-    k,
-    v,
-    visible,
-    do,
-    dlse,
-    *,
-    scale=None,
-    bias=None,
-    slopes=None,
-    distance=None,
-    sinks=None,
-    cap=None,
-    weights=None,
+  q,
+  k,
+  v,
+  visible,
+  do,
+  dlse,
+  *,
+  scale=None,
+  bias=None,
+  slopes=None,
+  distance=None,
+  sinks=None,
+  cap=None,
+  weights=None,
 ):
   """out, lse and all gradients, as a dict.
 
@@ -74,11 +74,11 @@ def attend(
   ds = p * (dp - delta)
   dx = ds * slope_of_cap * scale
   found = {
-      "out": out,
-      "lse": lse[..., 0].transpose(0, 2, 1),
-      "query": np.einsum("bnts,bsnh->btnh", dx, each(k)),
-      "key": fold(np.einsum("bnts,btnh->bsnh", dx, q)),
-      "value": fold(np.einsum("bnts,btnj->bsnj", p * weights, do)),
+    "out": out,
+    "lse": lse[..., 0].transpose(0, 2, 1),
+    "query": np.einsum("bnts,bsnh->btnh", dx, each(k)),
+    "key": fold(np.einsum("bnts,btnh->bsnh", dx, q)),
+    "value": fold(np.einsum("bnts,btnj->bsnj", p * weights, do)),
   }
   if bias is not None:
     thin = (1,) * (4 - bias.ndim) + bias.shape
@@ -116,30 +116,30 @@ class Case:
 
 
 def build(
-    *,
-    b=2,
-    t=72,
-    s=None,
-    n=4,
-    kv=2,
-    h=16,
-    j=None,
-    sees=None,
-    allow=None,
-    bias=None,
-    sinks=False,
-    slopes=False,
-    q_pos=None,
-    k_pos=None,
-    q_seg=None,
-    k_seg=None,
-    q_len=None,
-    k_len=None,
-    spread=1.0,
-    dtype=np.float32,
-    weights=None,
-    seed=0,
-    **options,
+  *,
+  b=2,
+  t=72,
+  s=None,
+  n=4,
+  kv=2,
+  h=16,
+  j=None,
+  sees=None,
+  allow=None,
+  bias=None,
+  sinks=False,
+  slopes=False,
+  q_pos=None,
+  k_pos=None,
+  q_seg=None,
+  k_seg=None,
+  q_len=None,
+  k_len=None,
+  spread=1.0,
+  dtype=np.float32,
+  weights=None,
+  seed=0,
+  **options,
 ):
   """A random `Case`.
 
@@ -151,9 +151,9 @@ def build(
   s, j = s or t, j or h
   normal = lambda *shape: rng.normal(size=shape).astype(dtype)
   arrays = {
-      "query": (spread * rng.normal(size=(b, t, n, h))).astype(dtype),
-      "key": normal(b, s, kv, h),
-      "value": normal(b, s, kv, j),
+    "query": (spread * rng.normal(size=(b, t, n, h))).astype(dtype),
+    "key": normal(b, s, kv, h),
+    "value": normal(b, s, kv, j),
   }
   if bias is not None:
     arrays["bias"] = normal(*bias)
@@ -176,13 +176,13 @@ def build(
   if allow is not None:
     visible = visible & allow
   fixed = {
-      "mask": allow,
-      "q_positions": q_pos,
-      "kv_positions": k_pos,
-      "q_segment_ids": q_seg,
-      "kv_segment_ids": k_seg,
-      "query_seq_lengths": q_len,
-      "key_value_seq_lengths": k_len,
+    "mask": allow,
+    "q_positions": q_pos,
+    "kv_positions": k_pos,
+    "q_segment_ids": q_seg,
+    "kv_segment_ids": k_seg,
+    "query_seq_lengths": q_len,
+    "key_value_seq_lengths": k_len,
   }
   fixed = {name: x for name, x in fixed.items() if x is not None}
   for name, x in fixed.items():
@@ -206,18 +206,18 @@ def truth(case):
   """What `run` has to find."""
   x = case.arrays
   return attend(
-      x["query"],
-      x["key"],
-      x["value"],
-      case.visible,
-      *case.cotangents,
-      scale=case.options.get("scale"),
-      bias=x.get("bias"),
-      slopes=x.get("alibi_slopes"),
-      distance=case.distance,
-      sinks=x.get("sinks"),
-      cap=case.options.get("logits_soft_cap"),
-      weights=case.weights,
+    x["query"],
+    x["key"],
+    x["value"],
+    case.visible,
+    *case.cotangents,
+    scale=case.options.get("scale"),
+    bias=x.get("bias"),
+    slopes=x.get("alibi_slopes"),
+    distance=case.distance,
+    sinks=x.get("sinks"),
+    cap=case.options.get("logits_soft_cap"),
+    weights=case.weights,
   )
 
 
@@ -240,20 +240,20 @@ def reorder(name, x, layout, shards, back=False):
 
 # Compiling is what these tests take their time for, and XLA may take half.
 QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
+  "xla_backend_optimization_level": 0,
+  "xla_llvm_disable_expensive_passes": True,
 }
 
 
 def compiled(
-    case,
-    function=None,
-    *,
-    layout=None,
-    shards=1,
-    place=lambda name, x: x,
-    compiler=None,
-    **options,
+  case,
+  function=None,
+  *,
+  layout=None,
+  shards=1,
+  place=lambda name, x: x,
+  compiler=None,
+  **options,
 ):
   """One program that finds what `truth` finds, for all cases of one shape.
 
@@ -265,8 +265,8 @@ def compiled(
   function = function or rj.dot_product_attention
   layout = layout or rj.Contiguous()
   put = lambda tree: {
-      name: place(name, reorder(name, x, layout, shards))
-      for name, x in tree.items()
+    name: place(name, reorder(name, x, layout, shards))
+    for name, x in tree.items()
   }
   options = {**case.options, "layout": layout, **options}
 
@@ -276,18 +276,18 @@ def compiled(
     return results, pull((cotangents["out"], cotangents["lse"]))[0]
 
   jitted = jax.jit(
-      both, compiler_options=QUICK if compiler is None else compiler
+    both, compiler_options=QUICK if compiler is None else compiler
   )
 
   def find(case):
     cotangents = dict(zip(("out", "lse"), case.cotangents, strict=True))
     (out, lse), gradients = jitted(
-        put(case.arrays), put(case.fixed), put(cotangents)
+      put(case.arrays), put(case.fixed), put(cotangents)
     )
     found = {"out": out, "lse": lse, **gradients}
     return {
-        name: reorder(name, np.asarray(x), layout, shards, back=True)
-        for name, x in found.items()
+      name: reorder(name, np.asarray(x), layout, shards, back=True)
+      for name, x in found.items()
     }
 
   return find

@@ -114,12 +114,23 @@ def blockwise_cross_entropy(
   if not batched:
     h, code = h[None], code[None]
   _check_mesh(h, w)
-  # All operands vary alike, so that the backward rule may return sums of one
-  # shard each; the transpose of this cast adds the shards up.
-  axes = collectives.varying_axes(h, w, code)
-  nll = _nll(spec, *collectives.vary((h, w, code), axes))
+  nll = _nll(spec, *_alike(h, w, code))
   nll = nll if batched else nll[0]
   return nll if weights is None else nll * weights.astype(nll.dtype)
+
+
+def _alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
+  """Types all as varying over the same manual axes.
+
+  Then the backward rule may return each shard's own sums; the transpose of
+  the cast adds them up, for W in float32.
+  """
+  axes = collectives.varying_axes(h, w, code)
+  if axes - collectives.varying_axes(w):
+    wide = collectives.vary(w.astype(wide_dtype(w.dtype)), axes)
+    w = wide.astype(w.dtype)
+  h, code = collectives.vary((h, code), axes)
+  return h, w, code
 
 
 @dataclasses.dataclass(frozen=True)

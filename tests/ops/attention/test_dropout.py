@@ -13,21 +13,21 @@ import pytest
 
 import ringjax as rj
 from ringjax import (
-    Blockwise,
-    Contiguous,
-    Coords,
-    Dense,
-    Gather,
-    Ring,
-    Striped,
-    Ulysses,
-    Zigzag,
+  Blockwise,
+  Contiguous,
+  Coords,
+  Dense,
+  Gather,
+  Ring,
+  Striped,
+  Ulysses,
+  Zigzag,
 )
 from ringjax.ops.attention.scores import (
-    Context,
-    Orientation,
-    Scores,
-    dropout_weight,
+  Context,
+  Orientation,
+  Scores,
+  dropout_weight,
 )
 from tests import oracle
 
@@ -41,22 +41,24 @@ def ring_mesh(shards):
 
 def weights(rate, seed, q_pos, k_pos, heads=1):
   """The weights of all pairs, [B, N, T, S]."""
-  at = lambda pos: Coords(*(
+  at = lambda pos: Coords(
+    *(
       jnp.asarray(np.reshape(x, (1, -1)), jnp.int32)
       for x in (pos, np.ones_like(pos))
-  ))
+    )
+  )
   q, k = at(np.asarray(q_pos)), at(np.asarray(k_pos))
   seed = jnp.asarray(np.atleast_1d(np.asarray(seed, np.uint32)))
   context = Context(
-      q, k, rj.Causal(), None, jnp.arange(heads, dtype=jnp.int32)[:, None], seed
+    q, k, rj.Causal(), None, jnp.arange(heads, dtype=jnp.int32)[:, None], seed
   )
   found = dropout_weight(
-      Scores(scale=1.0, dropout_rate=rate),
-      context,
-      Orientation(keys_first=False),
-      q,
-      k,
-      jnp.float32,
+    Scores(scale=1.0, dropout_rate=rate),
+    context,
+    Orientation(keys_first=False),
+    q,
+    k,
+    jnp.float32,
   )
   return np.asarray(found)[:, :, 0]
 
@@ -78,12 +80,12 @@ def test_pairs_are_independent():
   kept = weights(0.5, [0, 1, 2, 2**31], np.arange(256), np.arange(256), heads=4)
   signs = np.where(kept != 0, 1.0, -1.0)
   others = {
-      "next key": (signs[..., 1:], signs[..., :-1]),
-      "next query": (signs[:, :, 1:], signs[:, :, :-1]),
-      "diagonal": (signs[:, :, 1:, 1:], signs[:, :, :-1, :-1]),
-      "transposed": (signs, signs.swapaxes(2, 3)),
-      "next head": (signs[:, 1:], signs[:, :-1]),
-      "next seed": (signs[1:], signs[:-1]),
+    "next key": (signs[..., 1:], signs[..., :-1]),
+    "next query": (signs[:, :, 1:], signs[:, :, :-1]),
+    "diagonal": (signs[:, :, 1:, 1:], signs[:, :, :-1, :-1]),
+    "transposed": (signs, signs.swapaxes(2, 3)),
+    "next head": (signs[:, 1:], signs[:, :-1]),
+    "next seed": (signs[1:], signs[:-1]),
   }
   for name, (a, b) in others.items():
     assert abs(np.mean(a * b)) < 6 / math.sqrt(a.size), name
@@ -109,27 +111,27 @@ def problem(seed=5, **options):
   n, t = 4, 72
   seeds = np.atleast_1d(seed)
   case = oracle.build(
-      is_causal=True,
-      sees=lambda i, j: j <= i,
-      sinks=True,
-      dropout_rate=0.4,
-      weights=weights(0.4, seeds, np.arange(t), np.arange(t), heads=n),
-      **options,
+    is_causal=True,
+    sees=lambda i, j: j <= i,
+    sinks=True,
+    dropout_rate=0.4,
+    weights=weights(0.4, seeds, np.arange(t), np.arange(t), heads=n),
+    **options,
   )
   fixed = {"dropout_seed": np.asarray(seed)}
   return dataclasses.replace(case, fixed=case.fixed | fixed)
 
 
 PLACES = [
-    (1, Contiguous(), Ring(TILES)),
-    (1, Contiguous(), Ring(Blockwise())),
-    (8, Contiguous(), Ring(TILES)),
-    (8, Striped(), Ring(TILES)),
-    (3, Zigzag(), Ring(Blockwise(16, 8))),
-    (8, Zigzag(), Ring(Dense())),
-    (8, Striped(4), Gather(TILES)),
-    (4, Zigzag(), Ulysses(TILES)),
-    (8, Striped(), Ulysses(TILES)),
+  (1, Contiguous(), Ring(TILES)),
+  (1, Contiguous(), Ring(Blockwise())),
+  (8, Contiguous(), Ring(TILES)),
+  (8, Striped(), Ring(TILES)),
+  (3, Zigzag(), Ring(Blockwise(16, 8))),
+  (8, Zigzag(), Ring(Dense())),
+  (8, Striped(4), Gather(TILES)),
+  (4, Zigzag(), Ulysses(TILES)),
+  (8, Striped(), Ulysses(TILES)),
 ]
 
 
@@ -138,11 +140,11 @@ def test_all_drop_the_same_pairs(shards, layout, strategy):
   """The truth's weights, and so one another's; gradients drop them too."""
   case = problem(np.array([5, 6], np.int32))
   got = oracle.run(
-      case,
-      layout=layout,
-      shards=shards,
-      strategy=strategy,
-      mesh=ring_mesh(shards),
+    case,
+    layout=layout,
+    shards=shards,
+    strategy=strategy,
+    mesh=ring_mesh(shards),
   )
   oracle.check(got, oracle.truth(case))
 
@@ -152,9 +154,9 @@ def test_one_seed_serves_all_examples(seed):
   case = problem()
   q, k, v = (case.arrays[n] for n in ("query", "key", "value"))
   function = jax.jit(
-      functools.partial(
-          rj.dot_product_attention, dropout_rate=0.4, dropout_seed=seed
-      )
+    functools.partial(
+      rj.dot_product_attention, dropout_rate=0.4, dropout_seed=seed
+    )
   )
   same = {n: x.copy() for n, x in zip("qkv", (q, k, v), strict=True)}
   for x in same.values():
@@ -175,9 +177,9 @@ def test_seeds_heads_and_positions_differ_and_a_seed_repeats():
   eye = np.repeat(np.eye(64, dtype=np.float32)[None, :, None], 4, axis=2)
   # With equal scores and one-hot values the output shows what was dropped.
   call = jax.jit(
-      lambda seed, q_pos: rj.dot_product_attention(
-          x, x, eye, dropout_rate=0.5, dropout_seed=seed, q_positions=q_pos
-      )
+    lambda seed, q_pos: rj.dot_product_attention(
+      x, x, eye, dropout_rate=0.5, dropout_seed=seed, q_positions=q_pos
+    )
   )
   here = np.arange(64, dtype=np.int32)
   kept = lambda seed, q_pos: np.asarray(call(seed, q_pos)) != 0
@@ -192,7 +194,7 @@ def test_seeds_heads_and_positions_differ_and_a_seed_repeats():
 def test_the_residual_knows_nothing_of_dropout():
   case = problem()
   plain = dataclasses.replace(
-      case, options={"is_causal": True}, fixed={}, weights=None
+    case, options={"is_causal": True}, fixed={}, weights=None
   )
   want = oracle.truth(plain)["lse"]
   got = oracle.run(case)["lse"]
@@ -203,7 +205,7 @@ def test_the_mean_over_seeds_is_attention_without_dropout():
   case = problem()
   q, k, v = (case.arrays[n][:1] for n in ("query", "key", "value"))
   call = lambda seed: rj.dot_product_attention(
-      q, k, v, dropout_rate=0.4, dropout_seed=seed
+    q, k, v, dropout_rate=0.4, dropout_seed=seed
   )
   outs = np.asarray(jax.jit(jax.vmap(call))(np.arange(256)))
   want = np.asarray(rj.dot_product_attention(q, k, v))

@@ -19,28 +19,28 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax import (
-    Blockwise,
-    Causal,
-    Chunked,
-    Contiguous,
-    Dense,
-    Gather,
-    Prefix,
-    Ring,
-    Striped,
-    Ulysses,
-    Window,
-    Zigzag,
+  Blockwise,
+  Causal,
+  Chunked,
+  Contiguous,
+  Dense,
+  Gather,
+  Prefix,
+  Ring,
+  Striped,
+  Ulysses,
+  Window,
+  Zigzag,
 )
 from ringjax.ops.attention.attend import NAMES
 from tests import oracle
 
 TILES = Blockwise(8, 8)
 LAYOUTS = {
-    "contiguous": Contiguous(),
-    "striped": Striped(),
-    "striped4": Striped(4),
-    "zigzag": Zigzag(),
+  "contiguous": Contiguous(),
+  "striped": Striped(),
+  "striped4": Striped(4),
+  "zigzag": Zigzag(),
 }
 
 
@@ -52,100 +52,102 @@ def everything(t=72, bias=None, **options):
   """All features that combine, in one call."""
   seg = np.repeat([1, 2, 3, 0], [t // 2 - 6, 9, t - t // 2 - 10, 7])
   return dict(
-      t=t,
-      j=12,
-      is_causal=True,
-      local_window_size=(19, 30),
-      sees=lambda i, j: (j <= i) & (i - j < 20),
-      bias=bias or (2, 4, t, t),
-      sinks=True,
-      slopes=True,
-      logits_soft_cap=5.0,
-      q_seg=np.stack([seg, np.roll(seg, 11)]),
-      k_len=np.array([t - 2, t - 11]),
-      q_len=np.array([t, t - 4]),
-      scale=0.3,
-      **options,
+    t=t,
+    j=12,
+    is_causal=True,
+    local_window_size=(19, 30),
+    sees=lambda i, j: (j <= i) & (i - j < 20),
+    bias=bias or (2, 4, t, t),
+    sinks=True,
+    slopes=True,
+    logits_soft_cap=5.0,
+    q_seg=np.stack([seg, np.roll(seg, 11)]),
+    k_len=np.array([t - 2, t - 11]),
+    q_len=np.array([t, t - 4]),
+    scale=0.3,
+    **options,
   )
 
 
 PREFIXES = np.array([13, 50], np.int32)
 # Two rows of packed documents; 0 is padding, also in the middle.
-PACKED = np.stack([
+PACKED = np.stack(
+  [
     np.repeat([1, 2, 3, 0], [20, 1, 44, 7]),
     np.repeat([4, 0, 7, 5], [33, 6, 9, 24]),
-])
+  ]
+)
 
 # Features in which the order of tokens matters are tried in every layout.
 ORDERED = {
-    "gqa": dict(is_causal=True, sees=causal),
-    "window-narrow": dict(
-        mask=Causal() & Window(5), sees=lambda i, j: (j <= i) & (i - j < 5)
-    ),
-    "window-wide": dict(
-        mask=Causal() & Window(23), sees=lambda i, j: (j <= i) & (i - j < 23)
-    ),
-    "window-sides": dict(
-        local_window_size=(6, 13),
-        sees=lambda i, j: (i - j <= 6) & (j - i <= 13),
-    ),
-    "window-symmetric": dict(mask=Window(7), sees=lambda i, j: abs(i - j) < 7),
-    "segments": dict(is_causal=True, sees=causal, q_seg=PACKED),
-    "prefix-each": dict(
-        mask=Causal() | Prefix(PREFIXES),
-        sees=lambda i, j: (j <= i) | (j < PREFIXES[:, None, None, None]),
-    ),
-    "chunked": dict(
-        mask=Chunked(15) & Causal(),
-        sees=lambda i, j: (i // 15 == j // 15) & (j <= i),
-    ),
-    "prefill": dict(
-        t=30, s=75, q_pos=45 + np.arange(30), is_causal=True, sees=causal
-    ),
-    "bias-full": dict(bias=(2, 4, 72, 72), is_causal=True, sees=causal),
-    "mask-full": dict(allow=(2, 4, 72, 72)),
-    "everything": everything(),
+  "gqa": dict(is_causal=True, sees=causal),
+  "window-narrow": dict(
+    mask=Causal() & Window(5), sees=lambda i, j: (j <= i) & (i - j < 5)
+  ),
+  "window-wide": dict(
+    mask=Causal() & Window(23), sees=lambda i, j: (j <= i) & (i - j < 23)
+  ),
+  "window-sides": dict(
+    local_window_size=(6, 13),
+    sees=lambda i, j: (i - j <= 6) & (j - i <= 13),
+  ),
+  "window-symmetric": dict(mask=Window(7), sees=lambda i, j: abs(i - j) < 7),
+  "segments": dict(is_causal=True, sees=causal, q_seg=PACKED),
+  "prefix-each": dict(
+    mask=Causal() | Prefix(PREFIXES),
+    sees=lambda i, j: (j <= i) | (j < PREFIXES[:, None, None, None]),
+  ),
+  "chunked": dict(
+    mask=Chunked(15) & Causal(),
+    sees=lambda i, j: (i // 15 == j // 15) & (j <= i),
+  ),
+  "prefill": dict(
+    t=30, s=75, q_pos=45 + np.arange(30), is_causal=True, sees=causal
+  ),
+  "bias-full": dict(bias=(2, 4, 72, 72), is_causal=True, sees=causal),
+  "mask-full": dict(allow=(2, 4, 72, 72)),
+  "everything": everything(),
 }
 PLAIN = {
-    "mha": dict(kv=4, is_causal=True, sees=causal),
-    "gqa3": dict(n=6, kv=2, is_causal=True, sees=causal),
-    "mqa": dict(kv=1, is_causal=True, sees=causal),
-    "head-dim-20": dict(h=20, is_causal=True, sees=causal),
-    "value-dim": dict(h=16, j=24, is_causal=True, sees=causal),
-    "bidirectional": dict(scale=0.7),
-    "window-ahead": dict(
-        mask=Window(1, 11), sees=lambda i, j: (j >= i) & (j - i <= 11)
-    ),
-    "segments-shared": dict(q_seg=PACKED[1]),
-    "prefix": dict(
-        mask=Causal() | Prefix(21), sees=lambda i, j: (j <= i) | (j < 21)
-    ),
-    "block-causal": dict(
-        mask=rj.BlockCausal(10), sees=lambda i, j: j // 10 <= i // 10
-    ),
-    "cross": dict(t=40, s=75, q_len=np.array([40, 33])),
-    "cross-causal": dict(t=50, s=33, is_causal=True, sees=causal),
-    "positions": dict(
-        t=33,
-        s=70,
-        q_pos=np.stack([3 * np.arange(33) - 4, 60 - np.arange(33)]),
-        k_pos=np.stack([np.arange(70), np.arange(70) // 2 + 30]),
-        mask=Causal() & Window(9),
-        sees=lambda i, j: (j <= i) & (i - j < 9),
-    ),
-    "sinks": dict(sinks=True, q_seg=PACKED, is_causal=True, sees=causal),
-    "soft-cap": dict(
-        spread=5.0, logits_soft_cap=4.0, is_causal=True, sees=causal
-    ),
-    "bias-heads": dict(bias=(4, 72, 72), is_causal=True, sees=causal),
-    "bias-keys": dict(bias=(1, 1, 1, 72), is_causal=True, sees=causal),
-    "bias-queries": dict(bias=(1, 4, 72, 1), is_causal=True, sees=causal),
-    "bias-one": dict(bias=(2, 4, 1, 1), t=40, s=75),
-    "mask-keys": dict(allow=(2, 1, 1, 75), t=40, s=75),
-    "mask-pairs": everything(allow=(1, 1, 72, 72)),
-    "alibi": dict(slopes=True, is_causal=True, sees=causal),
-    "lengths": dict(q_len=np.array([72, 31]), k_len=np.array([3, 55])),
-    "nothing": dict(allow=np.zeros((1, 1, 1, 72), bool)),
+  "mha": dict(kv=4, is_causal=True, sees=causal),
+  "gqa3": dict(n=6, kv=2, is_causal=True, sees=causal),
+  "mqa": dict(kv=1, is_causal=True, sees=causal),
+  "head-dim-20": dict(h=20, is_causal=True, sees=causal),
+  "value-dim": dict(h=16, j=24, is_causal=True, sees=causal),
+  "bidirectional": dict(scale=0.7),
+  "window-ahead": dict(
+    mask=Window(1, 11), sees=lambda i, j: (j >= i) & (j - i <= 11)
+  ),
+  "segments-shared": dict(q_seg=PACKED[1]),
+  "prefix": dict(
+    mask=Causal() | Prefix(21), sees=lambda i, j: (j <= i) | (j < 21)
+  ),
+  "block-causal": dict(
+    mask=rj.BlockCausal(10), sees=lambda i, j: j // 10 <= i // 10
+  ),
+  "cross": dict(t=40, s=75, q_len=np.array([40, 33])),
+  "cross-causal": dict(t=50, s=33, is_causal=True, sees=causal),
+  "positions": dict(
+    t=33,
+    s=70,
+    q_pos=np.stack([3 * np.arange(33) - 4, 60 - np.arange(33)]),
+    k_pos=np.stack([np.arange(70), np.arange(70) // 2 + 30]),
+    mask=Causal() & Window(9),
+    sees=lambda i, j: (j <= i) & (i - j < 9),
+  ),
+  "sinks": dict(sinks=True, q_seg=PACKED, is_causal=True, sees=causal),
+  "soft-cap": dict(
+    spread=5.0, logits_soft_cap=4.0, is_causal=True, sees=causal
+  ),
+  "bias-heads": dict(bias=(4, 72, 72), is_causal=True, sees=causal),
+  "bias-keys": dict(bias=(1, 1, 1, 72), is_causal=True, sees=causal),
+  "bias-queries": dict(bias=(1, 4, 72, 1), is_causal=True, sees=causal),
+  "bias-one": dict(bias=(2, 4, 1, 1), t=40, s=75),
+  "mask-keys": dict(allow=(2, 1, 1, 75), t=40, s=75),
+  "mask-pairs": everything(allow=(1, 1, 72, 72)),
+  "alibi": dict(slopes=True, is_causal=True, sees=causal),
+  "lengths": dict(q_len=np.array([72, 31]), k_len=np.array([3, 55])),
+  "nothing": dict(allow=np.zeros((1, 1, 1, 72), bool)),
 }
 FEATURES = ORDERED | PLAIN
 
@@ -164,11 +166,11 @@ def ring_mesh(shards, kind=AxisType.Auto):
 def verify(name, layout, strategy, shards=8):
   case, want = problem(name)
   got = oracle.run(
-      case,
-      layout=layout,
-      strategy=strategy,
-      shards=shards,
-      mesh=ring_mesh(shards),
+    case,
+    layout=layout,
+    strategy=strategy,
+    shards=shards,
+    mesh=ring_mesh(shards),
   )
   oracle.check(got, want)
 
@@ -219,13 +221,13 @@ def test_sizes_of_other_strategies(shards, strategy):
 
 
 @pytest.mark.parametrize(
-    ("n", "kv", "shards"), [(6, 3, 4), (8, 8, 4), (6, 2, 8), (3, 1, 2)]
+  ("n", "kv", "shards"), [(6, 3, 4), (8, 8, 4), (6, 2, 8), (3, 1, 2)]
 )
 def test_ulysses_deals_heads_that_do_not_divide(n, kv, shards):
   options = dict(sinks=True, slopes=True, bias=(1, n, 40, 40), h=8, t=40)
   case = oracle.build(n=n, kv=kv, is_causal=True, sees=causal, **options)
   got = oracle.run(
-      case, strategy=Ulysses(TILES), shards=shards, mesh=ring_mesh(shards)
+    case, strategy=Ulysses(TILES), shards=shards, mesh=ring_mesh(shards)
   )
   oracle.check(got, oracle.truth(case))
 
@@ -246,10 +248,10 @@ def test_without_a_batch_axis():
   want = {name: x[0] for name, x in oracle.truth(case).items()}
   drop = lambda tree: {name: x[0] for name, x in tree.items()}
   case = dataclasses.replace(
-      case,
-      arrays=drop(case.arrays),
-      fixed=drop(case.fixed),
-      cotangents=tuple(x[0] for x in case.cotangents),
+    case,
+    arrays=drop(case.arrays),
+    fixed=drop(case.fixed),
+    cotangents=tuple(x[0] for x in case.cotangents),
   )
   got = oracle.run(case, layout=Striped(), shards=4, mesh=ring_mesh(4))
   oracle.check(got, want)
@@ -265,30 +267,32 @@ def on(mesh, name, x):
            "alibi_slopes": "N", "q_segment_ids": "BT",
            "query_seq_lengths": "B", "key_value_seq_lengths": "B"}  # fmt: skip
   axes = {"B": "data", "T": "seq", "N": "model", ".": None}
-  spec = P(*(
+  spec = P(
+    *(
       axes[letter] if size > 1 else None
       for letter, size in zip(names[name], x.shape, strict=True)
-  ))
+    )
+  )
   return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 @pytest.mark.parametrize(
-    "strategy", [Ring(TILES), Gather(TILES), Ulysses(TILES)]
+  "strategy", [Ring(TILES), Gather(TILES), Ulysses(TILES)]
 )
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("layout", [Striped(), Zigzag()])
 def test_batch_and_heads_are_sharded_too(kind, layout, strategy):
   mesh = rj.make_mesh(
-      (2, 2, 2), ("data", "seq", "model"), axis_types=AxisType[kind]
+    (2, 2, 2), ("data", "seq", "model"), axis_types=AxisType[kind]
   )
   case, want = problem("everything")
   got = oracle.run(
-      case,
-      layout=layout,
-      shards=2,
-      strategy=strategy,
-      mesh=mesh,
-      place=lambda name, x: on(mesh, name, x),
+    case,
+    layout=layout,
+    shards=2,
+    strategy=strategy,
+    mesh=mesh,
+    place=lambda name, x: on(mesh, name, x),
   )
   oracle.check(got, want)
 
@@ -299,10 +303,10 @@ def test_the_mesh_and_axis_are_read_off_the_operands():
            "out": P("x", "y"), "lse": P("x", "y")}  # fmt: skip
   case, want = problem("gqa")
   got = oracle.run(
-      case,
-      layout=Zigzag(),
-      shards=4,
-      place=lambda name, x: jax.device_put(x, NamedSharding(mesh, where[name])),
+    case,
+    layout=Zigzag(),
+    shards=4,
+    place=lambda name, x: jax.device_put(x, NamedSharding(mesh, where[name])),
   )
   oracle.check(got, want)
 
@@ -336,11 +340,11 @@ def in_shard_map(mesh, names):
     arrays = {n: x for n, x in arguments.items() if hasattr(x, "shape")}
     rest = {n: x for n, x in arguments.items() if n not in arrays}
     return jax.shard_map(
-        lambda arrays: rj.dot_product_attention(**arrays, **rest),
-        mesh=mesh,
-        in_specs=({n: cut_spec(n, x) for n, x in arrays.items()},),
-        out_specs=(P(None, "seq"), P(None, "seq")),
-        axis_names=names,
+      lambda arrays: rj.dot_product_attention(**arrays, **rest),
+      mesh=mesh,
+      in_specs=({n: cut_spec(n, x) for n, x in arrays.items()},),
+      out_specs=(P(None, "seq"), P(None, "seq")),
+      axis_names=names,
     )(arrays)
 
   return function
@@ -354,41 +358,41 @@ def whole_problem():
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [(Zigzag(), Ring(TILES)), (Striped(), Ulysses(TILES))],
+  ("layout", "strategy"),
+  [(Zigzag(), Ring(TILES)), (Striped(), Ulysses(TILES))],
 )
 def test_a_shard_has_all_columns_of_its_rows_of_bias_and_mask(layout, strategy):
   case = oracle.build(bias=(1, 4, 96, 96), allow=(2, 1, 96, 96), t=96)
   got = oracle.run(
-      case,
-      in_shard_map(ring_mesh(4), {"seq"}),
-      layout=layout,
-      shards=4,
-      strategy=strategy,
+    case,
+    in_shard_map(ring_mesh(4), {"seq"}),
+    layout=layout,
+    shards=4,
+    strategy=strategy,
   )
   oracle.check(got, oracle.truth(case))
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [
-        (Contiguous(), Ring(TILES)),
-        (Zigzag(), Ring(TILES)),
-        (Striped(4), Ring(TILES)),
-        (Striped(), Gather(TILES)),
-        (Contiguous(), Ulysses(TILES)),
-        (Zigzag(), Ring(Dense())),
-    ],
+  ("layout", "strategy"),
+  [
+    (Contiguous(), Ring(TILES)),
+    (Zigzag(), Ring(TILES)),
+    (Striped(4), Ring(TILES)),
+    (Striped(), Gather(TILES)),
+    (Contiguous(), Ulysses(TILES)),
+    (Zigzag(), Ring(Dense())),
+  ],
 )
 def test_inside_shard_map(layout, strategy):
   case, want = whole_problem()
   mesh = rj.make_mesh((2, 4), ("data", "seq"))
   got = oracle.run(
-      case,
-      in_shard_map(mesh, {"seq"}),
-      layout=layout,
-      shards=4,
-      strategy=strategy,
+    case,
+    in_shard_map(mesh, {"seq"}),
+    layout=layout,
+    shards=4,
+    strategy=strategy,
   )
   oracle.check(got, want)
 
@@ -398,7 +402,7 @@ def test_gradients_taken_inside_shard_map(layout):
   case, want = whole_problem()
   mesh, shards = ring_mesh(4), 4
   put = lambda tree: {
-      n: oracle.reorder(n, x, layout, shards) for n, x in tree.items()
+    n: oracle.reorder(n, x, layout, shards) for n, x in tree.items()
   }
   specs = lambda tree: {n: cut_spec(n, x) for n, x in tree.items()}
   arrays, fixed = put(case.arrays), put(case.fixed)
@@ -406,19 +410,19 @@ def test_gradients_taken_inside_shard_map(layout):
 
   @jax.jit
   @functools.partial(
-      jax.shard_map,
-      mesh=mesh,
-      in_specs=(specs(arrays), specs(fixed), specs(cotangents)),
-      out_specs=(specs(cotangents), specs(arrays)),
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(specs(arrays), specs(fixed), specs(cotangents)),
+    out_specs=(specs(cotangents), specs(arrays)),
   )
   def both(arrays, fixed, cotangents):
     call = lambda x: rj.dot_product_attention(
-        **x,
-        **fixed,
-        **case.options,
-        layout=layout,
-        strategy=Ring(TILES),
-        return_residual=True,
+      **x,
+      **fixed,
+      **case.options,
+      layout=layout,
+      strategy=Ring(TILES),
+      return_residual=True,
     )
     (out, lse), pull = jax.vjp(call, arrays)
     gradients = pull((cotangents["out"], cotangents["lse"]))[0]
@@ -426,8 +430,8 @@ def test_gradients_taken_inside_shard_map(layout):
 
   results, gradients = both(arrays, fixed, cotangents)
   got = {
-      n: oracle.reorder(n, np.asarray(x), layout, shards, back=True)
-      for n, x in (results | gradients).items()
+    n: oracle.reorder(n, np.asarray(x), layout, shards, back=True)
+    for n, x in (results | gradients).items()
   }
   oracle.check(got, want)
 
@@ -444,10 +448,10 @@ def in_vmap(shards):
       return x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 1 :])
 
     out, lse = jax.vmap(
-        lambda arrays: rj.dot_product_attention(**arrays, **rest),
-        in_axes=(axes,),
-        out_axes=1,
-        axis_name="seq",
+      lambda arrays: rj.dot_product_attention(**arrays, **rest),
+      in_axes=(axes,),
+      out_axes=1,
+      axis_name="seq",
     )({n: split(x, axes[n]) for n, x in arrays.items()})
     join = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
     return join(out), join(lse)
@@ -456,24 +460,24 @@ def in_vmap(shards):
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [
-        (Contiguous(), Ring(TILES)),
-        (Striped(), Ring(TILES)),
-        (Zigzag(), Gather(TILES)),
-        (Striped(4), Ulysses(TILES)),
-        (Zigzag(), Ring(Dense())),
-    ],
+  ("layout", "strategy"),
+  [
+    (Contiguous(), Ring(TILES)),
+    (Striped(), Ring(TILES)),
+    (Zigzag(), Gather(TILES)),
+    (Striped(4), Ulysses(TILES)),
+    (Zigzag(), Ring(Dense())),
+  ],
 )
 def test_one_device_plays_all_shards(layout, strategy):
   case, want = whole_problem()
   got = oracle.run(
-      case,
-      in_vmap(4),
-      layout=layout,
-      shards=4,
-      strategy=strategy,
-      axis="seq",
+    case,
+    in_vmap(4),
+    layout=layout,
+    shards=4,
+    strategy=strategy,
+    axis="seq",
   )
   oracle.check(got, want)
 
@@ -484,23 +488,23 @@ def test_one_device_plays_all_shards(layout, strategy):
 @pytest.mark.parametrize("strategy", [Ring(TILES), Ulysses(TILES)])
 def test_vmap(strategy):
   cases = [
-      oracle.build(is_causal=True, sees=causal, sinks=True, seed=n, t=40)
-      for n in range(2)
+    oracle.build(is_causal=True, sees=causal, sinks=True, seed=n, t=40)
+    for n in range(2)
   ]
   both = jax.tree.map(lambda *x: np.stack(x), *(c.arrays for c in cases))
   cotangents = jax.tree.map(
-      lambda *x: np.stack(x), *(c.cotangents for c in cases)
+    lambda *x: np.stack(x), *(c.cotangents for c in cases)
   )
 
   @jax.jit
   @jax.vmap
   def function(arrays, cotangents):
     call = lambda x: rj.dot_product_attention(
-        **x,
-        is_causal=True,
-        mesh=ring_mesh(8),
-        strategy=strategy,
-        return_residual=True,
+      **x,
+      is_causal=True,
+      mesh=ring_mesh(8),
+      strategy=strategy,
+      return_residual=True,
     )
     (out, lse), pull = jax.vjp(call, arrays)
     return {"out": out, "lse": lse, **pull(cotangents)[0]}
@@ -513,8 +517,8 @@ def test_vmap(strategy):
 @pytest.mark.parametrize("policy", ["nothing", "names"])
 def test_scan_and_remat(policy):
   policy = {
-      "nothing": None,
-      "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
+    "nothing": None,
+    "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
   }[policy]
   case = oracle.build(is_causal=True, sees=causal, kv=4, t=40)
   x, k, v = (case.arrays[n] for n in ("query", "key", "value"))
@@ -526,7 +530,7 @@ def test_scan_and_remat(policy):
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x, weight):
       out = rj.dot_product_attention(
-          x, k, v, is_causal=True, mesh=ring_mesh(8), strategy=Ring(TILES)
+        x, k, v, is_causal=True, mesh=ring_mesh(8), strategy=Ring(TILES)
       )
       return x + weight * out, None
 
@@ -537,7 +541,7 @@ def test_scan_and_remat(policy):
 
   # The same by hand: layers forward, then their gradients in reverse.
   found = lambda q, do: oracle.attend(
-      q, k, v, case.visible, do, np.zeros(do.shape[:3])
+    q, k, v, case.visible, do, np.zeros(do.shape[:3])
   )
   xs, outs, d = [x.astype(np.float64)], [], do.astype(np.float64)
   for weight in weights:
@@ -557,8 +561,8 @@ def test_value_and_grad_without_jit():
   case, want = problem("gqa")
   layout, (do, _) = Striped(), case.cotangents
   q, k, v = (
-      jnp.asarray(oracle.reorder(n, case.arrays[n], layout, 8))
-      for n in ("query", "key", "value")
+    jnp.asarray(oracle.reorder(n, case.arrays[n], layout, 8))
+    for n in ("query", "key", "value")
   )
   do_there = jnp.asarray(oracle.reorder("out", do, layout, 8))
 
@@ -569,7 +573,7 @@ def test_value_and_grad_without_jit():
   value, gradients = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
   assert np.isclose(value, np.sum(do * want["out"]), rtol=1e-5)
   want = oracle.truth(
-      dataclasses.replace(case, cotangents=(do, np.zeros(do.shape[:3])))
+    dataclasses.replace(case, cotangents=(do, np.zeros(do.shape[:3])))
   )
   for name, x in zip(("query", "key", "value"), gradients, strict=True):
     x = oracle.reorder(name, np.asarray(x), layout, 8, back=True)
@@ -578,7 +582,7 @@ def test_value_and_grad_without_jit():
 
 def test_forward_mode_and_second_derivatives_of_dense(x64):
   case = oracle.build(
-      t=12, n=2, kv=1, h=4, b=1, is_causal=True, sees=causal, dtype=np.float64
+    t=12, n=2, kv=1, h=4, b=1, is_causal=True, sees=causal, dtype=np.float64
   )
   names = ("query", "key", "value")
   primals = tuple(case.arrays[n] for n in names)
@@ -589,7 +593,7 @@ def test_forward_mode_and_second_derivatives_of_dense(x64):
 
   def loss(*x):
     out = rj.ring_attention(
-        *x, is_causal=True, mesh=ring_mesh(4), local=Dense()
+      *x, is_causal=True, mesh=ring_mesh(4), local=Dense()
     )
     return jnp.sum(out * do)
 
@@ -601,12 +605,12 @@ def test_forward_mode_and_second_derivatives_of_dense(x64):
   slope = jax.jit(lambda *x: jax.jvp(loss, x, tangents)[1])(*primals)
   want = sum(np.sum(g * d) for g, d in zip(gradients(0), tangents, strict=True))
   assert np.isclose(slope, want, rtol=1e-12)
-  turn = jax.jit(
-      lambda *x: jax.jvp(jax.grad(loss, (0, 1, 2)), x, tangents)[1]
-  )(*primals)
+  turn = jax.jit(lambda *x: jax.jvp(jax.grad(loss, (0, 1, 2)), x, tangents)[1])(
+    *primals
+  )
   step = 1e-5
   for got, up, down in zip(
-      turn, gradients(step), gradients(-step), strict=True
+    turn, gradients(step), gradients(-step), strict=True
   ):
     assert oracle.error(got, (up - down) / (2 * step)) < 1e-8
 
@@ -617,8 +621,8 @@ def test_forward_mode_and_second_derivatives_of_dense(x64):
 def test_blockwise_attention():
   case, want = problem("everything")
   got = oracle.run(
-      case,
-      lambda layout, **x: rj.blockwise_attention(**x, q_block=16, kv_block=8),
+    case,
+    lambda layout, **x: rj.blockwise_attention(**x, q_block=16, kv_block=8),
   )
   oracle.check(got, want)
 

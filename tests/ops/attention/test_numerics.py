@@ -16,22 +16,22 @@ import pytest
 
 import ringjax as rj
 from ringjax import (
-    Blockwise,
-    Contiguous,
-    Dense,
-    Gather,
-    Ring,
-    Striped,
-    Ulysses,
-    Zigzag,
+  Blockwise,
+  Contiguous,
+  Dense,
+  Gather,
+  Ring,
+  Striped,
+  Ulysses,
+  Zigzag,
 )
 from tests import oracle
 
 DTYPES = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": np.float16,
+  "float64": np.float64,
+  "float32": np.float32,
+  "bfloat16": jnp.bfloat16,
+  "float16": np.float16,
 }
 # Relative L2 errors of the outputs and of the gradients.
 FORWARD = dict(float64=2e-14, float32=5e-6, bfloat16=4e-3, float16=6e-4)
@@ -49,16 +49,16 @@ def ring_mesh(shards):
 def sharp(dtype, spread):
   """A causal problem with sinks, and its truth."""
   case = oracle.build(
-      b=1,
-      t=512,
-      n=2,
-      kv=1,
-      h=64,
-      spread=spread,
-      is_causal=True,
-      sees=lambda i, j: j <= i,
-      sinks=True,
-      dtype=DTYPES[dtype],
+    b=1,
+    t=512,
+    n=2,
+    kv=1,
+    h=64,
+    spread=spread,
+    is_causal=True,
+    sees=lambda i, j: j <= i,
+    sinks=True,
+    dtype=DTYPES[dtype],
   )
   return case, oracle.truth(case)
 
@@ -69,12 +69,12 @@ def errors(dtype, spread, shards, strategy=None):
   case, want = sharp(dtype, spread)
   with jax.enable_x64(dtype == "float64"):
     got = oracle.run(
-        case,
-        layout=Striped(),
-        shards=shards,
-        mesh=ring_mesh(shards),
-        strategy=strategy or Ring(Blockwise(64, 64)),
-        compiler={},
+      case,
+      layout=Striped(),
+      shards=shards,
+      mesh=ring_mesh(shards),
+      strategy=strategy or Ring(Blockwise(64, 64)),
+      compiler={},
     )
   assert got["lse"].dtype == (np.float64 if dtype == "float64" else np.float32)
   for name, x in got.items():
@@ -119,10 +119,12 @@ def test_errors_do_not_grow_with_the_ring(dtype):
 
 # What must be exact.
 
-SEGMENTS = np.stack([
+SEGMENTS = np.stack(
+  [
     np.repeat([1, 2, 3, 0], [20, 1, 44, 7]),
     np.repeat([4, 0, 7, 5], [33, 6, 9, 24]),
-])
+  ]
+)
 K_LEN = np.array([72, 61])
 Q_LEN = np.array([63, 72])
 
@@ -130,22 +132,22 @@ Q_LEN = np.array([63, 72])
 @functools.cache
 def packed(dtype=np.float32):
   return oracle.build(
-      is_causal=True,
-      sees=lambda i, j: j <= i,
-      q_seg=SEGMENTS,
-      k_len=K_LEN,
-      q_len=Q_LEN,
-      dtype=dtype,
+    is_causal=True,
+    sees=lambda i, j: j <= i,
+    q_seg=SEGMENTS,
+    k_len=K_LEN,
+    q_len=Q_LEN,
+    dtype=dtype,
   )
 
 
 def packed_program(layout, strategy, dtype=np.float32):
   find = oracle.compiled(
-      packed(dtype),
-      layout=layout,
-      shards=8,
-      mesh=ring_mesh(8),
-      strategy=strategy,
+    packed(dtype),
+    layout=layout,
+    shards=8,
+    mesh=ring_mesh(8),
+    strategy=strategy,
   )
   return find, find(packed(dtype))
 
@@ -156,14 +158,14 @@ PLACES += [(Zigzag(), Gather(TILES)), (Striped(), Ulysses(TILES))]
 
 # Tokens (example, position) that change, as keys or as queries.
 PLANTS = {
-    "padding": ("keys", [(0, 68), (1, 35), (1, 71)]),
-    "beyond the keys' length": ("keys", [(1, 61), (1, 66)]),
-    "future of a document": ("keys", [(0, 40), (1, 20)]),
-    "first of a document": ("keys", [(0, 21), (1, 39)]),
-    "document of one token": ("keys", [(0, 20)]),
-    "queries of padding": ("queries", [(0, 67), (1, 33)]),
-    "beyond the queries' length": ("queries", [(0, 63), (0, 64)]),
-    "a query": ("queries", [(0, 30), (1, 50)]),
+  "padding": ("keys", [(0, 68), (1, 35), (1, 71)]),
+  "beyond the keys' length": ("keys", [(1, 61), (1, 66)]),
+  "future of a document": ("keys", [(0, 40), (1, 20)]),
+  "first of a document": ("keys", [(0, 21), (1, 39)]),
+  "document of one token": ("keys", [(0, 20)]),
+  "queries of padding": ("queries", [(0, 67), (1, 33)]),
+  "beyond the queries' length": ("queries", [(0, 63), (0, 64)]),
+  "a query": ("queries", [(0, 30), (1, 50)]),
 }
 
 

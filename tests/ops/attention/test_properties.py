@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 
 import ringjax as rj
 from ringjax import (
-    BlockCausal,
-    Blockwise,
-    Causal,
-    Chunked,
-    Contiguous,
-    Coords,
-    Dense,
-    Gather,
-    Partial,
-    Prefix,
-    Ring,
-    SameSegment,
-    Striped,
-    Ulysses,
-    Window,
-    Zigzag,
+  BlockCausal,
+  Blockwise,
+  Causal,
+  Chunked,
+  Contiguous,
+  Coords,
+  Dense,
+  Gather,
+  Partial,
+  Prefix,
+  Ring,
+  SameSegment,
+  Striped,
+  Ulysses,
+  Window,
+  Zigzag,
 )
 from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.ring import cut_hops
@@ -41,17 +41,17 @@ from ringjax.parallel.layout import reachable_shards
 from tests import oracle
 
 few = functools.partial(
-    settings,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+  settings,
+  derandomize=True,
+  deadline=None,
+  database=None,
+  suppress_health_check=list(HealthCheck),
 )
 
 layouts = st.one_of(
-    st.just(Contiguous()),
-    st.integers(1, 6).map(Striped),
-    st.just(Zigzag()),
+  st.just(Contiguous()),
+  st.integers(1, 6).map(Striped),
+  st.just(Zigzag()),
 )
 
 
@@ -61,25 +61,21 @@ layouts = st.one_of(
 def _simple_masks():
   positive = st.integers(1, 12)
   return st.one_of(
-      st.just((Causal(), lambda i, j, a, b: j <= i)),
-      st.just((Everything(), lambda i, j, a, b: (i == i) & (j == j))),
-      st.just((SameSegment(), lambda i, j, a, b: a == b)),
-      positive.map(lambda w: (Window(w), lambda i, j, a, b: abs(i - j) < w)),
-      st.tuples(positive, st.integers(0, 12)).map(
-          lambda w: (
-              Window(*w),
-              lambda i, j, a, b: (i - j < w[0]) & (j - i <= w[1]),
-          )
-      ),
-      positive.map(
-          lambda n: (Prefix(n), lambda i, j, a, b: (j < n) & (i == i))
-      ),
-      positive.map(
-          lambda n: (Chunked(n), lambda i, j, a, b: i // n == j // n)
-      ),
-      positive.map(
-          lambda n: (BlockCausal(n), lambda i, j, a, b: j // n <= i // n)
-      ),
+    st.just((Causal(), lambda i, j, a, b: j <= i)),
+    st.just((Everything(), lambda i, j, a, b: (i == i) & (j == j))),
+    st.just((SameSegment(), lambda i, j, a, b: a == b)),
+    positive.map(lambda w: (Window(w), lambda i, j, a, b: abs(i - j) < w)),
+    st.tuples(positive, st.integers(0, 12)).map(
+      lambda w: (
+        Window(*w),
+        lambda i, j, a, b: (i - j < w[0]) & (j - i <= w[1]),
+      )
+    ),
+    positive.map(lambda n: (Prefix(n), lambda i, j, a, b: (j < n) & (i == i))),
+    positive.map(lambda n: (Chunked(n), lambda i, j, a, b: i // n == j // n)),
+    positive.map(
+      lambda n: (BlockCausal(n), lambda i, j, a, b: j // n <= i // n)
+    ),
   )
 
 
@@ -97,7 +93,7 @@ masks = st.recursive(_simple_masks(), _combined, max_leaves=3)
 
 def coordinates(batch, length):
   ints = lambda low, high: st.lists(
-      st.integers(low, high), min_size=batch * length, max_size=batch * length
+    st.integers(low, high), min_size=batch * length, max_size=batch * length
   ).map(lambda x: np.array(x, np.int32).reshape(batch, length))
   # Positions of any order and sign; documents 1..3 and padding.
   return st.tuples(ints(-5, 30), ints(0, 3)).map(lambda x: Coords(*x))
@@ -151,16 +147,16 @@ def test_tile_kinds_never_contradict_the_pairs_searched(mask, q, k):
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [
-        Causal(),
-        Causal() & Window(7),
-        Window(5),
-        Chunked(6),
-        BlockCausal(6),
-        Causal() & SameSegment(),
-        Causal() | Prefix(9),
-    ],
+  "mask",
+  [
+    Causal(),
+    Causal() & Window(7),
+    Window(5),
+    Chunked(6),
+    BlockCausal(6),
+    Causal() & SameSegment(),
+    Causal() | Prefix(9),
+  ],
 )
 def test_tile_kinds_are_tight_for_one_mask_in_natural_order(mask):
   """Not only safe: a bound that always says "look" would skip nothing."""
@@ -218,7 +214,7 @@ def test_partials_merge_in_any_order_and_grouping(seed, sizes):
   rng = np.random.default_rng(seed)
   with jax.enable_x64(True):
     a, b, c = (
-        Partial(*map(jnp.asarray, partial_of(rng, keys=n))) for n in sizes
+      Partial(*map(jnp.asarray, partial_of(rng, keys=n))) for n in sizes
     )
     same(rj.merge(a, b), rj.merge(b, a))
     same(rj.merge(rj.merge(a, b), c), rj.merge(a, rj.merge(b, c)))
@@ -258,38 +254,36 @@ def test_positions_agree_with_the_order(layout, length, shards):
   local = layout.local_length(length, shards)
   assert layout.check_local_length(local) is None
   positions = np.concatenate(
-      [layout.positions(i, shards, local) for i in range(shards)]
+    [layout.positions(i, shards, local) for i in range(shards)]
   )
   assert positions.dtype == np.int32
   order = layout.padded_order(length, shards)
   assert np.array_equal(np.where(positions < length, positions, -1), order)
   # Padding is no more than rounding needs, and a shard's order increases.
-  chunk = local if isinstance(layout, Zigzag) else layout.chunk_length(
-      length, shards
+  chunk = (
+    local if isinstance(layout, Zigzag) else layout.chunk_length(length, shards)
   )
   assert local * shards - length < shards * chunk
   assert np.all(np.diff(positions.reshape(shards, local), axis=1) > 0)
 
 
 @given(
-    layouts,
-    st.integers(1, 8),
-    st.integers(1, 60),
-    st.integers(1, 60),
-    st.integers(0, 40),
-    st.integers(0, 40),
+  layouts,
+  st.integers(1, 8),
+  st.integers(1, 60),
+  st.integers(1, 60),
+  st.integers(0, 40),
+  st.integers(0, 40),
 )
 @few(max_examples=150)
 def test_reachable_shards_are_those_that_pairs_reach(
-    layout, shards, t, s, behind, ahead
+  layout, shards, t, s, behind, ahead
 ):
   lengths = [shards * layout.local_length(n, shards) for n in (t, s)]
   needed = reachable_shards(layout, shards, *lengths, behind, ahead)
   q, k = (
-      np.stack([
-          layout.positions(i, shards, n // shards) for i in range(shards)
-      ])
-      for n in lengths
+    np.stack([layout.positions(i, shards, n // shards) for i in range(shards)])
+    for n in lengths
   )
   far = q[:, None, :, None] - k[None, :, None, :]
   sees = ((far <= behind) & (far >= -ahead)).any((2, 3))
@@ -312,10 +306,7 @@ def test_hops_are_cut_to_the_fewest(needed):
   wanted = set(np.flatnonzero(needed)) | {0}
   assert wanted <= brings(behind, ahead)
   fewest = min(
-      b + a
-      for b in range(size)
-      for a in range(size)
-      if wanted <= brings(b, a)
+    b + a for b in range(size) for a in range(size) if wanted <= brings(b, a)
   )
   assert behind + ahead == fewest
 
@@ -325,8 +316,8 @@ def test_hops_are_cut_to_the_fewest(needed):
 # Each with its tolerances, forward and backward; in bfloat16 they are wider
 # than the numerics contract's, as a call may have a single number.
 DTYPES = {
-    "float32": (np.float32, 3e-6, 2e-5),
-    "bfloat16": (jnp.bfloat16, 8e-3, 2e-2),
+  "float32": (np.float32, 3e-6, 2e-5),
+  "bfloat16": (jnp.bfloat16, 8e-3, 2e-2),
 }
 
 
@@ -369,9 +360,9 @@ def calls(draw):
     case["logits_soft_cap"] = 2.0
   local = Blockwise(8, 8)
   strategy = draw(
-      st.sampled_from(
-          [Ring(local, unroll=1), Gather(local), Ulysses(local), Ring(Dense())]
-      )
+    st.sampled_from(
+      [Ring(local, unroll=1), Gather(local), Ulysses(local), Ring(Dense())]
+    )
   )
   shards = draw(st.sampled_from([1, 2, 3, 4, 8]))
   where = dict(layout=draw(layouts), shards=shards, strategy=strategy)
