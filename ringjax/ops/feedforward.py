@@ -207,7 +207,8 @@ def as_array(name: str, x: Any) -> Array:
         "convert it with jnp.asarray",
       )
     )
-  if x.dtype == np.float64 and not jax.config.jax_enable_x64:
+  narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+  if x.dtype == np.float64 and narrowed:
     raise DtypeError(
       message(
         name,
