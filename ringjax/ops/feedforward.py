@@ -27,18 +27,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import (
-  DtypeError,
   InputTypeError,
   OptionError,
   ShapeError,
   message,
 )
+from ringjax.ops.inputs import as_array, positive_int
 
 
 def blockwise_feedforward(
@@ -193,46 +192,6 @@ def shards_of(x: Array) -> tuple[int, bool]:
     return len(x.sharding.device_set), True
   # Under jit an automatic mesh that nobody entered cannot be seen.
   return jax.device_count(), False
-
-
-def as_array(name: str, x: Any) -> Array:
-  """x as a JAX array, or an error that names it."""
-  numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
-  if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
-    raise InputTypeError(
-      message(
-        name,
-        type(x).__name__,
-        "a JAX or NumPy array",
-        "convert it with jnp.asarray",
-      )
-    )
-  narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
-  if x.dtype == np.float64 and narrowed:
-    raise DtypeError(
-      message(
-        name,
-        "float64 while 64-bit types are off",
-        "a dtype of at most 32 bits",
-        "cast it, or jax.config.update('jax_enable_x64', True)",
-      )
-    )
-  return jnp.asarray(x)
-
-
-def positive_int(name: str, value: Any) -> int:
-  """value as an int of at least 1, or an error that names it."""
-  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  if not whole or int(value) < 1:
-    raise OptionError(
-      message(
-        name,
-        repr(value),
-        "a positive int, in tokens",
-        "leave it out for the default",
-      )
-    )
-  return int(value)
 
 
 def _axis_of(axis: Any, rank: int) -> int:

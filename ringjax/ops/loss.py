@@ -44,11 +44,10 @@ from ringjax.errors import (
 )
 from ringjax.ops.feedforward import (
   Steps,
-  as_array,
-  positive_int,
   shards_of,
   spec_of,
 )
+from ringjax.ops.inputs import as_array, positive_int
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.errors import OptionError, message
+from ringjax.ops.inputs import positive_int
 
 M = TypeVar("M")
 
@@ -115,13 +116,6 @@ def _operand(mask: Any, operator: str) -> Mask:
   return mask
 
 
-def _positive(name: str, value: Any) -> None:
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise OptionError(
-      message(name, repr(value), "a positive int", "count it in tokens")
-    )
-
-
 def _true(q: Any, k: Any) -> jax.Array:
   return jnp.ones(jnp.broadcast_shapes(q.shape, k.shape), bool)
 
@@ -165,7 +159,7 @@ class Window(Mask):
   ahead: int | None = None
 
   def __post_init__(self) -> None:
-    _positive("Window size", self.size)
+    positive_int("Window size", self.size)
     if self.ahead is not None and (
       not isinstance(self.ahead, int) or self.ahead < 0
     ):
@@ -240,7 +234,7 @@ class Chunked(Mask):
   size: int
 
   def __post_init__(self) -> None:
-    _positive("Chunked size", self.size)
+    positive_int("Chunked size", self.size)
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
@@ -262,7 +256,7 @@ class BlockCausal(Mask):
   size: int
 
   def __post_init__(self) -> None:
-    _positive("BlockCausal size", self.size)
+    positive_int("BlockCausal size", self.size)
 
   @property
   def reach(self) -> tuple[int | None, int | None]:

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.scores import (
   Context,
@@ -40,6 +39,7 @@ from ringjax.ops.attention.scores import (
   Terms,
   Tile,
 )
+from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, Mask, extent
 from ringjax.ops.softmax import Partial, finite_max, wide_dtype
 from ringjax.parallel import collectives
@@ -158,16 +158,8 @@ class Blockwise:
 
   def __post_init__(self) -> None:
     for name in ("q_block", "kv_block"):
-      value = getattr(self, name)
-      if value is not None and (not isinstance(value, int) or value < 1):
-        raise OptionError(
-          message(
-            name,
-            repr(value),
-            "None or a positive int, in tokens",
-            "leave it out to have it chosen",
-          )
-        )
+      if getattr(self, name) is not None:
+        positive_int(name, getattr(self, name))
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, k_block)."""

@@ -24,6 +24,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.ops.attention.scores import Scores
+from ringjax.ops.inputs import as_array
 from ringjax.ops.mask import (
   And,
   Causal,
@@ -109,7 +110,7 @@ def build(
   dropout_seed: Any = None,
 ) -> tuple[Request, Operands]:
   """Checks a call's arguments; `aligned` lets causal T differ from S."""
-  q, k, v = (_array(n, x) for n, x in
+  q, k, v = (as_array(n, x) for n, x in
              (("query", query), ("key", key), ("value", value)))  # fmt: skip
   batched = q.ndim == 4
   q, k, v = _check_qkv(q, k, v)
@@ -280,30 +281,6 @@ def _check_qkv(
   return q, k, v
 
 
-def _array(name: str, x: Any) -> jax.Array:
-  numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
-  if not numeric or (isinstance(x, np.ndarray) and x.dtype == object):
-    raise InputTypeError(
-      message(
-        name,
-        type(x).__name__,
-        "a JAX or NumPy array",
-        "convert it with jnp.asarray",
-      )
-    )
-  narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
-  if x.dtype == np.float64 and narrowed:
-    raise DtypeError(
-      message(
-        name,
-        "float64 while 64-bit types are off",
-        f"one of {', '.join(_DTYPES[:3])}",
-        "cast it, or jax.config.update('jax_enable_x64', True)",
-      )
-    )
-  return jnp.asarray(x)
-
-
 def _float(name: str, x: jax.Array) -> None:
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise DtypeError(
@@ -312,7 +289,7 @@ def _float(name: str, x: jax.Array) -> None:
 
 
 def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
-  x = _array(name, x)
+  x = as_array(name, x)
   if x.ndim > 4:
     raise ShapeError(
       message(
@@ -338,7 +315,7 @@ def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
 def _per_head(name: str, x: Any, heads: int) -> Any:
   if x is None:
     return None
-  x = _array(name, x)
+  x = as_array(name, x)
   _float(name, x)
   if x.shape != (heads,):
     raise ShapeError(
@@ -356,7 +333,7 @@ def _tokens(name: str, x: Any, shape: tuple[int, int]) -> Any:
   """int32 [B or 1, T] from [T] or [B, T]."""
   if x is None:
     return None
-  x = _array(name, x)
+  x = as_array(name, x)
   if not jnp.issubdtype(x.dtype, jnp.integer):
     raise DtypeError(
       message(name, x.dtype, "an integer dtype", f"cast {name} to int32")
@@ -422,7 +399,7 @@ def _least(x: Any) -> int:
 def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
   if x is None:
     return None
-  x = _array(name, x)
+  x = as_array(name, x)
   if x.dtype != jnp.int32:
     raise DtypeError(
       message(name, x.dtype, "int32", f"cast it: {name}.astype(jnp.int32)")
@@ -482,7 +459,7 @@ def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
     return None, 0.0
   if isinstance(seed, numbers.Integral):
     seed = np.uint32(int(seed) % 2**32)
-  seed = _array("dropout_seed", seed)
+  seed = as_array("dropout_seed", seed)
   if not jnp.issubdtype(seed.dtype, jnp.integer):
     raise DtypeError(
       message(

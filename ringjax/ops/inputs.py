@@ -1,0 +1,52 @@
+"""Arguments that are checked in the same way everywhere."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.errors import DtypeError, InputTypeError, OptionError, message
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+  """x as a JAX array, or an error that names it."""
+  numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
+  if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
+    raise InputTypeError(
+      message(
+        name,
+        type(x).__name__,
+        "a JAX or NumPy array",
+        "convert it with jnp.asarray",
+      )
+    )
+  narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+  if x.dtype == np.float64 and narrowed:
+    raise DtypeError(
+      message(
+        name,
+        "float64 while 64-bit types are off",
+        "a dtype of at most 32 bits",
+        "cast it, or jax.config.update('jax_enable_x64', True)",
+      )
+    )
+  return jnp.asarray(x)
+
+
+def positive_int(name: str, value: Any) -> int:
+  """value as an int of at least 1, or an error that names it."""
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or int(value) < 1:
+    raise OptionError(
+      message(
+        name,
+        repr(value),
+        "a positive int",
+        "count it in tokens",
+      )
+    )
+  return int(value)
