@@ -398,7 +398,10 @@ def _run(
   elif place.mesh is not None:
     out, lse = _on_mesh(request, x, place, strategy)
   else:
-    out, lse = _per_shard(request, x, place, strategy, None)
+    # Without a jit of our own a call outside of one would compile its loops
+    # again each time.
+    run = _per_shard if place.manual else _jitted_local
+    out, lse = run(request, x, place, strategy, None)
   if not request.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
@@ -472,6 +475,9 @@ def _attend(
   return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
 
 
+_jitted_local = jax.jit(_per_shard, static_argnums=(0, 2, 3, 4))
+
+
 def _coords(
   natural: jax.Array, length: int, pos: Any, seg: Any, valid: Any
 ) -> Coords:
@@ -501,7 +507,7 @@ def _on_mesh(
     x = jax.tree.map(
       lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
     )
-  return _jitted(request, x, place, strategy)
+  return _jitted_on_mesh(request, x, place, strategy)
 
 
 def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
@@ -581,7 +587,7 @@ def _specs(x: Operands, place: Place) -> Operands:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _jitted(
+def _jitted_on_mesh(
   request: Request, x: Operands, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   lengths = x.q.shape[1], x.k.shape[1]
