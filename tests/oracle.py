@@ -241,6 +241,7 @@ def reorder(name, x, layout, shards, back=False):
 # Compiling is what these tests take their time for, and XLA may take half.
 QUICK = {
   "xla_backend_optimization_level": 0,
+  "xla_cpu_parallel_codegen_split_count": 1,
   "xla_llvm_disable_expensive_passes": True,
 }
 

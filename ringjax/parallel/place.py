@@ -41,6 +41,23 @@ class Place:
   heads: tuple[str, ...] = ()
 
 
+def manual(axis: str | None) -> Place | None:
+  """The place of a call whose operands are per shard, else None."""
+  if axis is not None and not isinstance(axis, str):
+    raise MeshError(
+      message(
+        "axis",
+        repr(axis),
+        "the name of one mesh axis",
+        "shard the sequence over a single axis, e.g. axis='seq'",
+      )
+    )
+  bound = axis or (SEQ if SEQ in collectives.manual_axes() else None)
+  if bound is None or not collectives.is_bound(bound):
+    return None
+  return Place(bound, True, None, collectives.axis_size(bound))
+
+
 def locate(
   operands: Sequence[Any],
   mesh: Mesh | AbstractMesh | None,
@@ -51,15 +68,7 @@ def locate(
 
   `required`: an axis must be found; otherwise the call may be local.
   """
-  if axis is not None and not isinstance(axis, str):
-    raise MeshError(
-      message(
-        "axis",
-        repr(axis),
-        "the name of one mesh axis",
-        "shard the sequence over a single axis, e.g. axis='seq'",
-      )
-    )
+  per_shard = manual(axis)
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
       message(
@@ -69,9 +78,8 @@ def locate(
         "build one with rj.make_mesh or jax.make_mesh",
       )
     )
-  bound = axis or (SEQ if SEQ in collectives.manual_axes() else None)
-  if bound is not None and collectives.is_bound(bound):
-    return Place(bound, True, None, collectives.axis_size(bound))
+  if per_shard is not None:
+    return per_shard
   specs = [_spec(x) for x in operands]
   found = next((m for m, _ in specs if m is not None), None)
   context = jax.sharding.get_abstract_mesh()

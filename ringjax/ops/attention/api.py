@@ -32,7 +32,7 @@ from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Layout, Striped, reachable_shards
-from ringjax.parallel.place import Place, locate
+from ringjax.parallel.place import Place, locate, manual
 
 Strategy = Ring | Gather | Ulysses
 
@@ -83,7 +83,7 @@ def dot_product_attention(
     key: [B, S, K, H] or [S, K, H]; N is a multiple of K.
     value: [B, S, K, J]; J may differ from H.
     bias: broadcastable to [B, N, T, S], added to the scaled (and capped)
-      logits; differentiable.
+      logits; differentiable. Per shard: [B, N, T of the shard, S of them all].
     mask: bool, broadcastable to [B, N, T, S], True where a query sees a key;
       or a ringjax mask such as `Causal() & Window(4096)`, which costs no array.
     scale: of the logits; default H**-0.5.
@@ -117,7 +117,9 @@ def dot_product_attention(
     dropout_rate: of the attention weights.
     dropout_seed: int, or an integer array [] or [B]. What is dropped depends
       on (seed, head, position of the query, position of the key) alone: one
-      seed for all examples drops the same pairs in each.
+      seed for all examples drops the same pairs in each. Inside a shard_map
+      that shards the heads each shard counts its own from 0: give each
+      another seed.
 
   Returns:
     [B, T, N, J] in the query's dtype, or that and the residual.
@@ -143,6 +145,7 @@ def dot_product_attention(
     scale=scale,
     is_causal=is_causal,
     aligned=True,
+    key_shards=_key_shards(axis),
     query_seq_lengths=query_seq_lengths,
     key_value_seq_lengths=key_value_seq_lengths,
     local_window_size=local_window_size,
@@ -225,6 +228,7 @@ def ring_attention(
     value,
     is_causal=is_causal,
     layout=layout,
+    key_shards=_key_shards(axis),
     **_known(options),
   )
   place = locate(operands[:3], mesh, axis, required=True)
@@ -337,6 +341,11 @@ def attention(
   request, x = requests.build(q, k, v, mask=mask, scale=scale)
   context = Context(q_at, k_at, x.mask)
   return _attend(request.scores, x, context, strategy)
+
+
+def _key_shards(axis: str | None) -> int:
+  place = manual(axis)
+  return 1 if place is None else place.size
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def build(
   scale: Any = None,
   is_causal: bool = False,
   aligned: bool = False,
+  key_shards: int = 1,
   query_seq_lengths: Any = None,
   key_value_seq_lengths: Any = None,
   local_window_size: Any = None,
@@ -109,7 +110,14 @@ def build(
   dropout_rate: Any = 0.0,
   dropout_seed: Any = None,
 ) -> tuple[Request, Operands]:
-  """Checks a call's arguments; `aligned` lets causal T differ from S."""
+  """Checks a call's arguments.
+
+  Args:
+    aligned: lets causal T differ from S.
+    key_shards: over how many shards the keys lie, of which `key` is one; a
+      shard's rows of `bias` and `mask` have the columns of them all.
+    others: as the functions of `api` have them.
+  """
   q, k, v = (as_array(n, x) for n, x in
              (("query", query), ("key", key), ("value", value)))  # fmt: skip
   batched = q.ndim == 4
@@ -138,7 +146,7 @@ def build(
   if isinstance(mask, Mask):
     predicate = mask
   elif mask is not None:
-    allow = _pairwise("mask", mask, (b, n, t, s))
+    allow = _pairwise("mask", mask, (b, n, t, s * key_shards))
     if allow.dtype != jnp.bool_:
       raise DtypeError(
         message(
@@ -149,7 +157,7 @@ def build(
         )
       )
   if bias is not None:
-    bias = _pairwise("bias", bias, (b, n, t, s))
+    bias = _pairwise("bias", bias, (b, n, t, s * key_shards))
     _float("bias", bias)
   predicate = _and(predicate, _flag("is_causal", is_causal) and Causal())
   predicate = _and(predicate, _window(local_window_size))

@@ -1,0 +1,210 @@
+"""Tiny checkpoints of every model family, as Hugging Face folders hold them.
+
+Law: `tests/fixtures/models/<name>/` holds a config, the shapes of the tensors,
+and what transformers computes; the weights themselves are not committed. A
+tensor is a function of its name, its shape, the config and a seed of the
+model, by integer arithmetic and one division: the same bits on every machine.
+`tests/fixtures/make.py` makes the fixtures, with torch, from these weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+MODELS = pathlib.Path(__file__).resolve().parent / "fixtures" / "models"
+
+# Families whose norms multiply by (1 + weight).
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+
+DTYPES = {
+  "float32": np.dtype(np.float32),
+  "float16": np.dtype(np.float16),
+  "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+  """What transformers computes, in float64.
+
+  `logits` belong to `tokens`; `greedy` continues `prompt`, each token by a
+  forward pass over all that came before it, without a cache.
+  """
+
+  tokens: np.ndarray  # int32 [B, T]
+  logits: np.ndarray  # float32 [B, T, V]
+  prompt: np.ndarray  # int32 [B, P]
+  greedy: np.ndarray  # int32 [B, 16]
+
+
+def names() -> list[str]:
+  return sorted(path.parent.name for path in MODELS.glob("*/expected.npz"))
+
+
+def config(name: str, spelling: Literal["v4", "v5"] = "v5") -> dict[str, Any]:
+  """config.json; some models also have one as transformers 4 spelled it."""
+  file = "config.json" if spelling == "v5" else "config_v4.json"
+  return json.loads((MODELS / name / file).read_text())
+
+
+def names_v4() -> list[str]:
+  """The models whose config exists in the spelling of transformers 4 too."""
+  return sorted(path.parent.name for path in MODELS.glob("*/config_v4.json"))
+
+
+def shapes(name: str) -> dict[str, tuple[int, ...]]:
+  """Of every tensor on disk, in the order in which they lie there."""
+  file = json.loads((MODELS / name / "shapes.json").read_text())
+  return {tensor: tuple(shape) for tensor, shape in file.items()}
+
+
+def expected(name: str) -> Expected:
+  with np.load(MODELS / name / "expected.npz") as file:
+    return Expected(**{key: file[key] for key in file if key != "seed"})
+
+
+def tensors(name: str) -> dict[str, np.ndarray]:
+  """Every tensor, float32, by its name on disk."""
+  with np.load(MODELS / name / "expected.npz") as file:
+    seed = int(file["seed"])
+  return draw_all(shapes(name), config(name), seed)
+
+
+def write(
+  name: str,
+  folder: str | pathlib.Path,
+  *,
+  shards: int = 1,
+  dtype: str = "float32",
+  spelling: Literal["v4", "v5"] = "v5",
+) -> pathlib.Path:
+  """The checkpoint as `save_pretrained` lays it out; returns the folder."""
+  settings = config(name, spelling)
+  settings["dtype" if "dtype" in settings else "torch_dtype"] = dtype
+  return write_folder(
+    {k: v.astype(DTYPES[dtype]) for k, v in tensors(name).items()},
+    settings,
+    pathlib.Path(folder),
+    shards=shards,
+  )
+
+
+def write_folder(
+  arrays: Mapping[str, np.ndarray],
+  settings: Mapping[str, Any],
+  folder: pathlib.Path,
+  *,
+  shards: int = 1,
+) -> pathlib.Path:
+  """config.json, and the tensors in one file or in several with an index."""
+  if not 1 <= shards <= len(arrays):
+    raise ValueError(f"shards: got {shards}, want 1 to {len(arrays)}")
+  folder.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(settings, indent=2, sort_keys=True)
+  (folder / "config.json").write_text(text + "\n")
+  keys, where = list(arrays), {}
+  for i in range(shards):
+    part = keys[len(keys) * i // shards : len(keys) * (i + 1) // shards]
+    file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+    file = "model.safetensors" if shards == 1 else file
+    where |= dict.fromkeys(part, file)
+    save_file(
+      {key: np.ascontiguousarray(arrays[key]) for key in part},
+      folder / file,
+      metadata={"format": "pt"},
+    )
+  if shards > 1:
+    totals = {
+      "total_parameters": sum(x.size for x in arrays.values()),
+      "total_size": sum(x.nbytes for x in arrays.values()),
+    }
+    index = {"metadata": totals, "weight_map": where}
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(text + "\n")
+  return folder
+
+
+# ---------------------------------------------------------------------------
+# Weights
+# ---------------------------------------------------------------------------
+
+
+def draw_all(
+  shapes: Mapping[str, tuple[int, ...]],
+  settings: Mapping[str, Any],
+  seed: int,
+) -> dict[str, np.ndarray]:
+  return {
+    name: draw(name, shape, settings, seed) for name, shape in shapes.items()
+  }
+
+
+def draw(
+  name: str, shape: tuple[int, ...], settings: Mapping[str, Any], seed: int
+) -> np.ndarray:
+  """One tensor, float32."""
+  centre, scale = spread(name, shape, settings)
+  x = centre + scale * normal(name, shape, seed)
+  return x.astype(np.float32)
+
+
+def normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+  """Almost normal, mean 0, deviation 1: a sum of four 16-bit integers.
+
+  NumPy promises the raw bits of a bit generator for ever, of a distribution
+  it does not.
+  """
+  bits = np.random.Philox(key=zlib.crc32(name.encode()) + (seed << 32))
+  raw = np.atleast_1d(bits.random_raw(math.prod(shape)))
+  fours = raw.astype("<u8").view("<u2").reshape(*shape, 4).astype(np.int64)
+  deviation = math.sqrt(4 * (2**32 - 1) / 12)
+  return (fours.sum(-1) - 2 * (2**16 - 1)) / deviation
+
+
+def spread(
+  name: str, shape: tuple[int, ...], settings: Mapping[str, Any]
+) -> tuple[float, float]:
+  """Mean and deviation, such that every part of a model has a say.
+
+  Logits come out with a deviation of about 2.
+  """
+  family, last = settings["model_type"], name.removesuffix(".weight")
+  last = last.rsplit(".", 1)[-1]
+  if name.endswith("linear_attn.norm.weight"):
+    return 1.0, 0.2
+  if re.search(r"(norm|ln_\w+)\.weight$", name):
+    return (0.0 if family in ONE_PLUS else 1.0), 0.2
+  if last == "e_score_correction_bias":
+    return 0.0, 0.1
+  if last in ("sinks", "dt_bias"):
+    return 0.0, 1.0
+  if last == "A_log":
+    return 0.5, 0.5
+  if len(shape) == 1:  # a bias
+    return 0.0, 0.2
+  if last in ("embed_tokens", "embed_in", "word_embeddings"):
+    narrow = settings.get("tie_word_embeddings", True) or family in ONE_PLUS
+    return 0.0, 2 / math.sqrt(shape[-1]) if narrow else 1.0
+  # A linear map keeps [out, in] on disk; experts in one tensor [E, in, out].
+  fan_in = shape[-1]
+  if last in ("gate_up_proj", "down_proj") and len(shape) == 3:
+    fan_in = shape[1]
+  gain = 1.0
+  if last in ("lm_head", "embed_out"):
+    gain = 2.0
+  elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value"):
+    gain = 1.5
+  elif last in ("gate", "router"):
+    gain = 3.0
+  return 0.0, gain / math.sqrt(fan_in)
