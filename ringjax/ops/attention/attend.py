@@ -121,7 +121,7 @@ def _gradient(
       x,
       terms._replace(sinks=None),
       context,
-      Residuals(do, lse, delta),
+      Residuals.of(x.q, do, lse, delta),
     )
   dx = Local(
     jnp.transpose(grads.q, (0, 1, 3, 4, 2)).astype(x.q.dtype),

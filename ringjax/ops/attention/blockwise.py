@@ -13,7 +13,8 @@ sorts every tile into none, some or all, and the loops run over lists of just
 the tiles that count, so that the trip count is the number of tiles. The
 backward pass computes scores with keys first, [k, q]: then all five products
 have an untransposed left operand, which is what CPU matrix kernels are fast
-at, and it needs no transposed copy of a tile.
+at, and it needs no transposed copy of a tile. What a product needs transposed
+is transposed once a shard.
 
 A non-finite key, value, query or cotangent reaches only the rows and columns
 that may see it: in tiles with a mask the operands of the products are cleaned
@@ -62,6 +63,25 @@ class Local(NamedTuple):
   v: jax.Array
 
 
+class Keys(NamedTuple):
+  """Keys and values as `forward_tile` wants them.
+
+  Fields:
+    k: [B, K, H, S].
+    v: [B, K, S, J].
+    flag: [B, K, S], 0 where a value is finite, else NaN.
+  """
+
+  k: jax.Array
+  v: jax.Array
+  flag: jax.Array
+
+  @classmethod
+  def of(cls, x: Local) -> Keys:
+    k = _in_memory(jnp.swapaxes(x.k, 2, 3))
+    return cls(k, x.v, _flag(x.v, wide_dtype(x.v.dtype)))
+
+
 class Gradients(NamedTuple):
   """Float32 gradients of one call of a local algorithm.
 
@@ -79,17 +99,37 @@ class Gradients(NamedTuple):
 
 
 class Residuals(NamedTuple):
-  """What the backward pass needs of the forward pass and the cotangents.
+  """What the backward pass needs of queries, forward pass and cotangents.
 
   Fields:
     do: [B, K, G, T, J], cotangent of the output.
-    lse: [B, K, G, T], log-sum-exp over all keys (and the sink).
+    lse: [B, K, G, T], log-sum-exp over all keys (and the sink); inf instead
+      of -inf, because exp(s - inf) is the 0 that an empty row needs.
     delta: [B, K, G, T], sum(do * out) minus the cotangent of lse.
+    flag: [B, K, G, T], 0 where all of a row is finite, else NaN.
+    q_flipped: [B, K, H, G, T], the queries.
+    do_flipped: [B, K, J, G, T].
   """
 
   do: jax.Array
   lse: jax.Array
   delta: jax.Array
+  flag: jax.Array
+  q_flipped: jax.Array
+  do_flipped: jax.Array
+
+  @classmethod
+  def of(
+    cls, q: jax.Array, do: jax.Array, lse: jax.Array, delta: jax.Array
+  ) -> Residuals:
+    return cls(
+      do,
+      jnp.where(lse == -jnp.inf, jnp.inf, lse),
+      delta,
+      _flag(q, lse.dtype) + _flag(do, lse.dtype) + delta * 0,
+      _in_memory(jnp.transpose(q, (0, 1, 4, 2, 3))),
+      _in_memory(jnp.transpose(do, (0, 1, 4, 2, 3))),
+    )
 
 
 class TileLists(NamedTuple):
@@ -180,7 +220,9 @@ class Blockwise:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
-    x, terms, context, carry = _pad(x, terms, context, carry, qb, kb)
+    x, terms, context = _pad(x, terms, context, qb, kb)
+    carry = Partial(*(_pad_axis(c, 3, x.q.shape[3]) for c in carry))
+    keys = Keys.of(x)
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     lists = tile_lists(kinds, context.allow is not None)
 
@@ -193,7 +235,7 @@ class Blockwise:
       def step(masked: bool, tiles: jax.Array, n: Any, one: Partial) -> Partial:
         tile = Tile(start, tiles[i, n] * kb, qb, kb, column)
         return forward_tile(
-          scores, x, terms, context, tile, q, q_at, one, masked
+          scores, keys, terms, context, tile, q, q_at, one, masked
         )
 
       one = _loop(
@@ -225,11 +267,13 @@ class Blockwise:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, k_length)
-    x, terms, context, residuals = _pad(x, terms, context, residuals, qb, kb)
+    x, terms, context = _pad(x, terms, context, qb, kb)
+    residuals = Residuals(
+      *(_pad_axis(r, 3, x.q.shape[3]) for r in residuals[:4]),
+      *(_pad_axis(r, 4, x.q.shape[3]) for r in residuals[4:]),
+    )
     extra = x.k.shape[2] - k_length
-    # The barrier keeps the transposition out of the product, where XLA's CPU
-    # compiler has a slow kernel for float32 and none for bfloat16.
-    k_flipped = lax.optimization_barrier(jnp.swapaxes(x.k, 2, 3))
+    k_flipped = _in_memory(jnp.swapaxes(x.k, 2, 3))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     lists = tile_lists(kinds.T, context.allow is not None)
     dq = _pad_axis(carry[0], 4, x.q.shape[3])
@@ -247,7 +291,7 @@ class Blockwise:
       def step(masked: bool, tiles: jax.Array, n: Any, one: tuple) -> tuple:
         tile = Tile(tiles[j, n] * qb, start, qb, kb, column)
         return _backward_tile(
-            scores, x, terms, context, residuals, tile, k, flipped, v, k_at,
+            scores, x.q, terms, context, residuals, tile, k, flipped, v, k_at,
             one, masked,
         )  # fmt: skip
 
@@ -274,7 +318,7 @@ class Blockwise:
 
 def forward_tile(
   scores: Scores,
-  x: Local,
+  keys: Keys,
   terms: Terms,
   context: Context,
   tile: Tile,
@@ -283,18 +327,23 @@ def forward_tile(
   carry: Partial,
   masked: bool,
 ) -> Partial:
-  k, v = tile.cut_k(x.k, 2), tile.cut_k(x.v, 2)
+  v = tile.cut_k(keys.v, 2)
   k_at = _cut_coords(context.k, tile.k_start, tile.k_block)
-  dot = product("bkgqh,bkth->bkgqt", q, k)
-  s, _ = scoring.scores_of(scores, terms, _FORWARD, tile, q_at, k_at, dot)
+  s = product("bkgqh,bkht->bkgqt", q, tile.cut_k(keys.k, 3))
+  scale = jnp.asarray(scores.scale, s.dtype)
+  if not scoring.is_plain(scores, terms):
+    s, _ = scoring.scores_of(scores, terms, _FORWARD, tile, q_at, k_at, s)
+    scale = jnp.ones_like(scale)
   if masked:
     yes = scoring.allowed_in(context, _FORWARD, tile, q_at, k_at)
-    s = s + _FORWARD.head_key(_flag(v, s.dtype))
+    s = s + _FORWARD.head_key(tile.cut_k(keys.flag, 2))
     s = jnp.where(yes, s, -jnp.inf)
     v = _clean(v)
-  m = lax.stop_gradient(jnp.maximum(carry.m, jnp.max(s, -1)))
+  # A positive scale keeps the order of bare products: scaling their maximum
+  # spares a pass over the tile.
+  m = lax.stop_gradient(jnp.maximum(carry.m, jnp.max(s, -1) * scale))
   safe = finite_max(m)
-  p = jnp.exp(s - safe[..., None])
+  p = jnp.exp(s * scale - safe[..., None])
   weight = jnp.exp(carry.m - safe)
   total = carry.l * weight + jnp.sum(p, -1)
   if scores.dropout_rate:
@@ -307,7 +356,7 @@ def forward_tile(
 
 def _backward_tile(
   scores: Scores,
-  x: Local,
+  q: jax.Array,
   terms: Terms,
   context: Context,
   residuals: Residuals,
@@ -321,22 +370,21 @@ def _backward_tile(
 ) -> tuple:
   dq, dk, dv, dterms = carry
   way = _BACKWARD
-  q, do = tile.cut_q(x.q, 3), tile.cut_q(residuals.do, 3)
-  lse, delta = (tile.cut_q(r, 3) for r in residuals[1:])
+  q = tile.cut_q(q, 3)
+  do, lse, delta, flag = (tile.cut_q(r, 3) for r in residuals[:4])
+  q_flipped, do_flipped = (tile.cut_q(r, 4) for r in residuals[4:])
   q_at = _cut_coords(context.q, tile.q_start, tile.q_block)
-  dot = product("bkth,bkgqh->bktgq", k, q)
+  dot = product("bkth,bkhgq->bktgq", k, q_flipped)
   s, tanh = scoring.scores_of(scores, terms, way, tile, q_at, k_at, dot)
-  # A row that saw nothing has lse -inf: exp(s - inf) is the 0 it needs.
-  lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   if masked:
-    flags = _flag(q, s.dtype) + _flag(do, s.dtype) + delta * 0
-    p = jnp.exp(s - way.row(lse - flags))
+    p = jnp.exp(s - way.row(lse + flag))
     yes = scoring.allowed_in(context, way, tile, q_at, k_at)
     p = jnp.where(yes, p, 0)
     q, k_flipped, v, do, delta = map(_clean, (q, k_flipped, v, do, delta))
+    do_flipped = _clean(do_flipped)
   else:
     p = jnp.exp(s - way.row(lse))
-  dp = product("bktj,bkgqj->bktgq", v, do)
+  dp = product("bktj,bkjgq->bktgq", v, do_flipped)
   kept = p
   if scores.dropout_rate:
     drop = scoring.dropout_weight(scores, context, way, q_at, k_at, p.dtype)
@@ -388,6 +436,15 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     preferred_element_type=wide_dtype(a.dtype),
     precision=lax.Precision.HIGHEST if exact else None,
   )
+
+
+def _in_memory(x: jax.Array) -> jax.Array:
+  """A transposition that happens here, once.
+
+  Without the barrier it moves into the products, where XLA's CPU compiler
+  makes it again for every tile, or chooses a slow kernel.
+  """
+  return lax.optimization_barrier(x)
 
 
 def _clean(x: jax.Array) -> jax.Array:
@@ -449,8 +506,8 @@ def _cut_terms(terms: Terms, like: Terms) -> Terms:
 
 
 def _pad(
-  x: Local, terms: Terms, context: Context, rows: Any, qb: int, kb: int
-) -> tuple[Local, Terms, Context, Any]:
+  x: Local, terms: Terms, context: Context, qb: int, kb: int
+) -> tuple[Local, Terms, Context]:
   """Pads local lengths to whole tiles; padded tokens have seg 0."""
   q_length = -(-x.q.shape[3] // qb) * qb
   k_length = -(-x.k.shape[2] // kb) * kb
@@ -466,5 +523,4 @@ def _pad(
     _pad_axis(x.k, 2, k_length),
     _pad_axis(x.v, 2, k_length),
   )
-  rows = type(rows)(*(_pad_axis(r, 3, q_length) for r in rows))
-  return x, _pad_terms(terms, q_length, extra), context, rows
+  return x, _pad_terms(terms, q_length, extra), context

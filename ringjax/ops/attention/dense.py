@@ -14,7 +14,7 @@ from typing import Any
 
 from jax import lax
 
-from ringjax.ops.attention.blockwise import Local, forward_tile
+from ringjax.ops.attention.blockwise import Keys, Local, forward_tile
 from ringjax.ops.attention.scores import Context, Scores, Terms, Tile
 from ringjax.ops.softmax import Partial
 
@@ -39,5 +39,13 @@ class Dense:
     tile = Tile(0, 0, x.q.shape[3], x.k.shape[2], column)
     carry = carry._replace(m=lax.stop_gradient(carry.m))
     return forward_tile(
-      scores, x, terms, context, tile, x.q, context.q, carry, masked=True
+      scores,
+      Keys.of(x),
+      terms,
+      context,
+      tile,
+      x.q,
+      context.q,
+      carry,
+      masked=True,
     )

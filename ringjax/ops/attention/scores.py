@@ -184,6 +184,12 @@ def scores_of(
   return s, tanh
 
 
+def is_plain(scores: Scores, terms: Terms) -> bool:
+  """Whether scores are a positive multiple of the dot products."""
+  extras = (scores.soft_cap, terms.bias, terms.slopes)
+  return scores.scale > 0 and all(x is None for x in extras)
+
+
 def distance(way: Orientation, q: Coords, k: Coords, dtype: Any) -> jax.Array:
   """|position of q - position of k|, broadcastable to the tile."""
   return jnp.abs(way.query(q.pos) - way.key(k.pos)).astype(dtype)
