@@ -1,16 +1,31 @@
-"""ringjax: exact attention over sequences that do not fit one device.
+"""ringjax: language models whose context does not fit one device.
 
-Importing it computes nothing and starts no backend.
+Importing it computes nothing and starts no backend. The parts that need more
+than JAX, `rj.data`, `rj.infer` and `rj.models`, are imported when they are
+first used.
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from ringjax.errors import (
+  CheckpointFormatError,
+  CheckpointMismatchError,
+  ConfigError,
   Declined,
   DtypeError,
   InputTypeError,
+  MemoryEstimateError,
   MeshError,
   OptionError,
+  PromptError,
   RingjaxError,
+  SamplingError,
   ShapeError,
+  TemplateError,
+  TokenizerError,
+  UnsafeFormatError,
 )
 from ringjax.ops.attention.api import (
   attention,
@@ -46,7 +61,10 @@ __all__ = [
   "BlockCausal",
   "Blockwise",
   "Causal",
+  "CheckpointFormatError",
+  "CheckpointMismatchError",
   "Chunked",
+  "ConfigError",
   "Contiguous",
   "Coords",
   "Declined",
@@ -57,16 +75,22 @@ __all__ = [
   "InputTypeError",
   "Layout",
   "Mask",
+  "MemoryEstimateError",
   "MeshError",
   "OptionError",
   "Partial",
   "Prefix",
+  "PromptError",
   "Ring",
   "RingjaxError",
   "SameSegment",
+  "SamplingError",
   "ShapeError",
   "Striped",
+  "TemplateError",
+  "TokenizerError",
   "Ulysses",
+  "UnsafeFormatError",
   "Window",
   "Zigzag",
   "attention",
@@ -82,3 +106,18 @@ __all__ = [
   "tile_counts",
   "tile_schedule",
 ]
+
+_PARTS = ("data", "infer", "models")
+
+if _TYPE_CHECKING:
+  from ringjax import data, infer, models
+
+
+def __getattr__(name: str) -> _Any:
+  if name in _PARTS:
+    return _importlib.import_module(f"ringjax.{name}")
+  raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted([*__all__, *_PARTS])

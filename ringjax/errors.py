@@ -35,6 +35,42 @@ class OptionError(RingjaxError, ValueError):
   """An option has an unknown value or does not combine with another."""
 
 
+class ConfigError(RingjaxError, ValueError):
+  """A model's config asks for what does not fit or is not supported."""
+
+
+class CheckpointFormatError(RingjaxError, ValueError):
+  """A file of a checkpoint is not what its format demands."""
+
+
+class CheckpointMismatchError(RingjaxError, ValueError):
+  """A checkpoint's tensors are not those that the model needs."""
+
+
+class UnsafeFormatError(RingjaxError, ValueError):
+  """A file could run code when it is opened, so it is not opened."""
+
+
+class TokenizerError(RingjaxError, ValueError):
+  """A tokenizer cannot be loaded or cannot encode or decode."""
+
+
+class TemplateError(RingjaxError, ValueError):
+  """A chat template fails or asks for more than it may have."""
+
+
+class PromptError(RingjaxError, ValueError):
+  """A prompt is empty, too long or holds unknown tokens."""
+
+
+class SamplingError(RingjaxError, ValueError):
+  """A sampling parameter is out of its range."""
+
+
+class MemoryEstimateError(RingjaxError, MemoryError):
+  """A model or a cache cannot fit the devices, as counted beforehand."""
+
+
 class Declined(RingjaxError, NotImplementedError):
   """An implementation says "not me"; `select` then asks the next one."""
 

@@ -17,6 +17,15 @@ BUILTINS = {
   "InputTypeError": TypeError,
   "MeshError": ValueError,
   "OptionError": ValueError,
+  "ConfigError": ValueError,
+  "CheckpointFormatError": ValueError,
+  "CheckpointMismatchError": ValueError,
+  "UnsafeFormatError": ValueError,
+  "TokenizerError": ValueError,
+  "TemplateError": ValueError,
+  "PromptError": ValueError,
+  "SamplingError": ValueError,
+  "MemoryEstimateError": MemoryError,
   "Declined": NotImplementedError,
 }
 

@@ -1,0 +1,1 @@
+"""Hugging Face model folders: read, checked and written."""

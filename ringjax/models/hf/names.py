@@ -1,0 +1,182 @@
+"""Which tensor of a checkpoint is which parameter, and in which form.
+
+Law: `split` of a form turns a tensor of a checkpoint into the parameters that
+it holds, and `join` turns them back into the same bits.
+
+A checkpoint has a linear map as [out, in]; here it is [in, out] with its axes
+apart, so that a head is an axis. Some families keep several maps in one
+tensor, whose rows are grouped by head or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+  """The parameter, up to its shape."""
+
+  shape: tuple[int, ...]
+  stored: tuple[int, ...]
+
+  def split(self, x: Any) -> tuple[Any, ...]:
+    return (x.reshape(self.shape),)
+
+  def join(self, parts: tuple[Any, ...]) -> Any:
+    return parts[0].reshape(self.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+  """A linear map [out, in] with its axes apart: [*inputs, *outputs]."""
+
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    return (math.prod(self.outputs), math.prod(self.inputs))
+
+  def split(self, x: Any) -> tuple[Any, ...]:
+    return (x.T.reshape(self.inputs + self.outputs),)
+
+  def join(self, parts: tuple[Any, ...]) -> Any:
+    return parts[0].reshape(self.stored[::-1]).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Several parameters in the rows of one tensor.
+
+  Attributes:
+    groups: how many equal groups the rows fall into.
+    parts: the forms; in a group come some rows of each, in this order.
+  """
+
+  groups: int
+  parts: tuple[Any, ...]
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    rows = sum(p.stored[0] for p in self.parts)
+    return (rows, *self.parts[0].stored[1:])
+
+  def split(self, x: Any) -> tuple[Any, ...]:
+    rest = self.stored[1:]
+    x = x.reshape(self.groups, -1, *rest)
+    found, at = [], 0
+    for part in self.parts:
+      rows = part.stored[0] // self.groups
+      piece = x[:, at : at + rows].reshape(part.stored)
+      found.extend(part.split(piece))
+      at += rows
+    return tuple(found)
+
+  def join(self, parts: tuple[Any, ...]) -> Any:
+    pieces = [
+      form.join((p,)).reshape(self.groups, -1, *self.stored[1:])
+      for form, p in zip(self.parts, parts, strict=True)
+    ]
+    return _concatenate(pieces, 1).reshape(self.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+  """Two parameters [..., F] in the columns of one tensor [..., 2 F].
+
+  Attributes:
+    shape: of each parameter.
+    interleaved: the columns take turns; otherwise they are two halves.
+  """
+
+  shape: tuple[int, ...]
+  interleaved: bool
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    return (*self.shape[:-1], 2 * self.shape[-1])
+
+  def split(self, x: Any) -> tuple[Any, ...]:
+    if self.interleaved:
+      return x[..., 0::2], x[..., 1::2]
+    f = self.shape[-1]
+    return x[..., :f], x[..., f:]
+
+  def join(self, parts: tuple[Any, ...]) -> Any:
+    if not self.interleaved:
+      return _concatenate(list(parts), -1)
+    pair = _concatenate([p[..., None] for p in parts], -1)
+    return pair.reshape(self.stored)
+
+
+def _concatenate(parts: list[Any], axis: int) -> Any:
+  import jax.numpy as jnp
+  import numpy as np
+
+  xp = np if isinstance(parts[0], np.ndarray) else jnp
+  return xp.concatenate(parts, axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fusion:
+  """Maps of a layer that a checkpoint keeps in one tensor.
+
+  Attributes:
+    parts: their names here, e.g. ("attention.q", "attention.k").
+    groups: see `Rows`.
+  """
+
+  parts: tuple[str, ...]
+  groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+  """The names of a family's tensors.
+
+  Attributes:
+    layer: prefix of a layer's, with {} for its number.
+    parts: a part here -> its name behind the prefix. Where a part has a
+      weight and a bias, the name is what comes before ".weight".
+    leaves: a parameter here -> its whole name behind the prefix, where it is
+      not the weight or the bias of a part.
+    fused: a name behind the prefix -> what lies in it.
+    experts: a part whose leading axis are experts -> name with {} for the
+      expert's number.
+    columns: a name behind the prefix -> the two parameters in its columns,
+      and whether they are interleaved.
+    embed, norm, head: names of the other parts.
+    buffers: endings of tensors that may be there and are not read.
+  """
+
+  layer: str = "model.layers.{}."
+  parts: Mapping[str, str]
+  leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fused: Mapping[str, Fusion] = dataclasses.field(default_factory=dict)
+  experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  columns: Mapping[str, tuple[tuple[str, str], bool]] = dataclasses.field(
+    default_factory=dict
+  )
+  embed: str = "model.embed_tokens"
+  norm: str = "model.norm"
+  head: str = "lm_head"
+  buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+
+LLAMA = {
+  "attention.q": "self_attn.q_proj",
+  "attention.k": "self_attn.k_proj",
+  "attention.v": "self_attn.v_proj",
+  "attention.o": "self_attn.o_proj",
+  "attention.q_norm": "self_attn.q_norm",
+  "attention.k_norm": "self_attn.k_norm",
+  "feedforward.gate": "mlp.gate_proj",
+  "feedforward.up": "mlp.up_proj",
+  "feedforward.down": "mlp.down_proj",
+  "pre_attention": "input_layernorm",
+  "pre_feedforward": "post_attention_layernorm",
+}

@@ -1,0 +1,385 @@
+"""Reads a Hugging Face config.json, key by key, and forgets none.
+
+Law: a key that nobody read and that is not known to be harmless is an error,
+since it may change the computation. The spellings of transformers 4 and 5
+mean the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringjax.errors import ConfigError, message
+from ringjax.ops.rope import (
+  Dynamic,
+  Linear,
+  Llama3,
+  LongRope,
+  Rope,
+  Unscaled,
+  Yarn,
+  yarn_magnitude,
+)
+
+# Keys that say nothing about what a forward pass computes.
+HARMLESS = frozenset(
+  {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "add_cross_attention",
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "dtype",
+    "embd_pdrop",
+    "embedding_dropout",
+    "eos_token_id",
+    "finetuning_task",
+    "for_llm_compressor",
+    "hidden_dropout",
+    "id2label",
+    "initial_context_length",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "max_length",
+    "min_length",
+    "model_type",
+    "num_nextn_predict_layers",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "resid_pdrop",
+    "residual_dropout",
+    "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "sep_token_id",
+    "task_specific_params",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "use_cache",
+    "unsloth_fixed",
+    "unsloth_version",
+  }
+)
+_MOST = 2**31 - 1
+_MISSING = object()
+
+
+def error(key: str, got: Any, want: str, remedy: str) -> ConfigError:
+  """What to raise for the value of a key."""
+  shown = repr(got)
+  shown = shown if len(shown) <= 80 else shown[:77] + "..."
+  return ConfigError(message(f"config.json: {key}", shown, want, remedy))
+
+
+class Reader:
+  """A config whose keys are taken one by one."""
+
+  def __init__(self, config: Mapping[str, Any]):
+    self._config = config
+    self._read: set[str] = set()
+
+  def ignore(self, *keys: str) -> None:
+    """Marks keys as read that have no meaning in this family."""
+    self._read.update(keys)
+
+  def has(self, key: str) -> bool:
+    """Whether the key is there and not null."""
+    return self._config.get(key) is not None
+
+  def value(self, *keys: str, default: Any = _MISSING) -> Any:
+    """The first of these keys that is there and not null."""
+    self._read.update(keys)
+    for key in keys:
+      if self._config.get(key) is not None:
+        return self._config[key]
+    if default is _MISSING:
+      raise error(
+        keys[0], "nothing", "a value", "copy the whole config of the model"
+      )
+    return default
+
+  def whole(self, *keys: str, default: Any = _MISSING, least: int = 1) -> Any:
+    """A whole number; `default` may be None."""
+    x = self.value(*keys, default=default)
+    if x is None:
+      return None
+    whole = isinstance(x, int) and not isinstance(x, bool)
+    if not whole or not least <= x <= _MOST:
+      raise error(
+        keys[0],
+        x,
+        f"a whole number from {least} to {_MOST}",
+        "repair the file",
+      )
+    return x
+
+  def number(self, *keys: str, default: Any = _MISSING) -> Any:
+    """A finite number; `default` may be None."""
+    x = self.value(*keys, default=default)
+    if x is None:
+      return None
+    number = isinstance(x, int | float) and not isinstance(x, bool)
+    if not number or not math.isfinite(x):
+      raise error(keys[0], x, "a finite number", "repair the file")
+    return float(x)
+
+  def positive(self, *keys: str, default: Any = _MISSING) -> Any:
+    """A number above 0; `default` may be None."""
+    x = self.number(*keys, default=default)
+    if x is not None and x <= 0:
+      raise error(keys[0], x, "a number above 0", "repair the file")
+    return x
+
+  def flag(self, *keys: str, default: Any = _MISSING) -> bool:
+    """True or false."""
+    x = self.value(*keys, default=default)
+    if not isinstance(x, bool):
+      raise error(keys[0], x, "true or false", "repair the file")
+    return x
+
+  def text(self, *keys: str, default: Any = _MISSING) -> str:
+    """A string."""
+    x = self.value(*keys, default=default)
+    if not isinstance(x, str):
+      raise error(keys[0], x, "a string", "repair the file")
+    return x
+
+  def act(self, *keys: str, default: Any = _MISSING) -> str:
+    """An activation, by our name of it."""
+    known = {
+      "gelu": "gelu",
+      "gelu_fast": "gelu_tanh",
+      "gelu_new": "gelu_tanh",
+      "gelu_pytorch_tanh": "gelu_tanh",
+      "relu": "relu",
+      "silu": "silu",
+      "swish": "silu",
+    }
+    x = self.text(*keys, default=default)
+    if x not in known:
+      raise error(
+        keys[0], x, f"one of {', '.join(known)}", "use another checkpoint"
+      )
+    return known[x]
+
+  def must_be(self, key: str, wanted: Any, default: Any) -> None:
+    """Refuses another value than the one that is supported."""
+    x = self.value(key, default=default)
+    if x != wanted:
+      raise error(key, x, repr(wanted), "this variant is not supported")
+
+  def layers(self) -> int:
+    """The number of layers."""
+    n = self.whole("num_hidden_layers", "n_layer")
+    if n > 1000:
+      raise error("num_hidden_layers", n, "at most 1000", "repair the file")
+    return n
+
+  def layer_types(self, count: int, default: Sequence[str]) -> tuple[str, ...]:
+    """The kind of each layer: what the file says, or what older ones meant."""
+    types = self.value("layer_types", default=list(default))
+    known = (
+      "full_attention",
+      "sliding_attention",
+      "chunked_attention",
+      "linear_attention",
+    )
+    if not isinstance(types, list) or len(types) != count:
+      raise error(
+        "layer_types", types, f"a list of {count} names", "repair the file"
+      )
+    for name in types:
+      if name not in known:
+        raise error(
+          "layer_types", name, f"one of {', '.join(known)}", "repair the file"
+        )
+    return tuple(types)
+
+  def flags(self, key: str, count: int, default: Sequence[int]) -> list[bool]:
+    """A list of 0 and 1 for the layers; empty means the default."""
+    x = self.value(key, default=None) or list(default)
+    if not isinstance(x, list) or len(x) != count or not set(x) <= {0, 1}:
+      raise error(key, x, f"a list of {count} times 0 or 1", "repair the file")
+    return [bool(i) for i in x]
+
+  def heads(self) -> tuple[int, int]:
+    """(query heads, kv heads)."""
+    n = self.whole("num_attention_heads", "n_head")
+    k = self.whole("num_key_value_heads", default=n)
+    if n % k:
+      raise error(
+        "num_key_value_heads",
+        k,
+        f"a divisor of the {n} query heads",
+        "repair the file",
+      )
+    return n, k
+
+  def head_dim(self, heads: int) -> int:
+    """Its own key, or the hidden size over the heads."""
+    hidden = self.whole("hidden_size", "n_embed")
+    h = self.whole("head_dim", default=None)
+    if h is not None:
+      return h
+    if hidden % heads:
+      raise error(
+        "hidden_size",
+        hidden,
+        f"a multiple of the {heads} heads, or a head_dim",
+        "repair the file",
+      )
+    return hidden // heads
+
+  def rope(
+    self,
+    head_dim: int,
+    *,
+    kind: str | None = None,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    interleaved: bool = False,
+    plain: bool = False,
+    theta_key: str = "rope_theta",
+  ) -> Rope:
+    """The rotation of layers of a `kind` (where the file tells them apart).
+
+    `theta` and `partial` are the family's defaults. With `plain` the scaling
+    of an older file is not for this kind, whose base is `theta_key`.
+    """
+    top = self.value("rope_parameters", default=None)
+    theta = self.positive(
+      theta_key, "rotary_emb_base", "rope_theta", default=theta
+    )
+    old = self.value("rope_scaling", default=None)
+    partial = self.positive(
+      "partial_rotary_factor", "rotary_pct", default=partial
+    )
+    if top is None:
+      given = {} if plain or old is None else dict(_dict("rope_scaling", old))
+      name = "rope_scaling"
+    else:
+      given, name = dict(_dict("rope_parameters", top)), "rope_parameters"
+      if given and all(isinstance(v, dict | None) for v in given.values()):
+        if kind not in given:
+          raise error(
+            name, sorted(given), f"one entry for {kind!r}", "repair the file"
+          )
+        given = dict(given[kind] or {})
+    theta = given.pop("rope_theta", theta)
+    partial = given.pop("partial_rotary_factor", partial)
+    dims = int(head_dim * partial)
+    if dims < 2 or dims % 2:
+      raise error(
+        "partial_rotary_factor", partial, "an even number of dims", "repair it"
+      )
+    scaling = self._scaling(name, given)
+    return Rope(
+      theta=float(theta), dims=dims, interleaved=interleaved, scaling=scaling
+    )
+
+  def _scaling(self, name: str, given: dict[str, Any]) -> Unscaled:
+    most = self.whole("max_position_embeddings", default=2048)
+    own = self.whole("original_max_position_embeddings", default=None)
+    old = given.pop("type", "default")
+    kind = given.pop("rope_type", old)
+    part = Reader(given)
+    inner = part.whole("original_max_position_embeddings", default=most)
+    original = own or inner
+    if kind in ("default", "mrope"):
+      if kind == "mrope":
+        raise error(name, kind, "a rotation of text", "use a text model")
+      scaling = Unscaled()
+    elif kind == "linear":
+      scaling = Linear(factor=part.positive("factor"))
+    elif kind == "dynamic":
+      scaling = Dynamic(factor=part.positive("factor"), original=most)
+    elif kind == "llama3":
+      scaling = Llama3(
+        factor=part.positive("factor"),
+        low=part.positive("low_freq_factor"),
+        high=part.positive("high_freq_factor"),
+        original=original,
+      )
+    elif kind == "yarn":
+      scaling = self._yarn(part, original, most)
+    elif kind in ("longrope", "su"):
+      factor = part.positive("factor", default=most / original)
+      scaling = LongRope(
+        short=_floats(name, part.value("short_factor")),
+        long=_floats(name, part.value("long_factor")),
+        original=original,
+        factor=factor,
+        attention=part.positive("attention_factor", default=None),
+      )
+    else:
+      raise error(
+        f"{name}.rope_type",
+        kind,
+        "default, linear, dynamic, llama3, yarn or longrope",
+        "use another checkpoint",
+      )
+    part.finish(f"{name}.")
+    return scaling
+
+  def _yarn(self, part: Reader, original: int, most: int) -> Yarn:
+    factor = part.positive("factor", default=most / original)
+    weight = part.number("mscale", default=None)
+    whole = part.number("mscale_all_dim", default=None)
+    attention = part.positive("attention_factor", default=None)
+    if attention is None and weight and whole:
+      attention = yarn_magnitude(factor, weight) / yarn_magnitude(factor, whole)
+    return Yarn(
+      factor=factor,
+      original=original,
+      fast=part.positive("beta_fast", default=32.0),
+      slow=part.positive("beta_slow", default=1.0),
+      truncate=part.flag("truncate", default=True),
+      attention=attention,
+    )
+
+  def finish(self, prefix: str = "") -> None:
+    """Refuses a key that nobody read."""
+    left = sorted(
+      k
+      for k, v in self._config.items()
+      if k not in self._read and k not in HARMLESS and v is not None
+    )
+    if left:
+      key = left[0]
+      raise error(
+        prefix + key,
+        self._config[key],
+        "keys of this family",
+        "remove it if it does not change the computation",
+      )
+
+
+def _dict(name: str, x: Any) -> dict[str, Any]:
+  if not isinstance(x, dict):
+    raise error(name, x, "an object", "repair the file")
+  return x
+
+
+def _floats(name: str, x: Any) -> tuple[float, ...]:
+  numbers = isinstance(x, list) and all(
+    isinstance(i, int | float) and not isinstance(i, bool) and i > 0 for i in x
+  )
+  if not numbers:
+    raise error(name, x, "a list of numbers above 0", "repair the file")
+  return tuple(float(i) for i in x)

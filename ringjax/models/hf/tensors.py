@@ -1,0 +1,158 @@
+"""From a model's parameters to a checkpoint's tensors and back.
+
+Law: every tensor of the checkpoint and every parameter is named exactly once;
+a family whose names do not cover its model fails here, before it reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ringjax.models.hf.names import Columns, Map, Names, Rows, Same
+from ringjax.models.transformer import Transformer
+from ringjax.nn.delta import Taps
+from ringjax.nn.linear import Head, Linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One tensor of a checkpoint.
+
+  Attributes:
+    name: its name.
+    form: how parameters lie in it.
+    targets: (path of a parameter, index of the piece in it), for each piece.
+  """
+
+  name: str
+  form: Any
+  targets: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def parameters(module: Any) -> dict[str, nnx.Variable]:
+  """All parameters of a module by their path, "stack.blocks.0.0.norm"."""
+  leaves = jax.tree_util.tree_leaves_with_path(
+    module, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  return {
+    ".".join(str(_key(k)) for k in path): leaf
+    for path, leaf in leaves
+    if isinstance(leaf, nnx.Variable)
+  }
+
+
+def _key(key: Any) -> Any:
+  for name in ("name", "key", "idx"):
+    if hasattr(key, name):
+      return getattr(key, name)
+  raise AssertionError(key)
+
+
+def plan(model: Transformer, names: Names) -> list[Tensor]:
+  """The tensors of a checkpoint of `model`, which may be abstract."""
+  found = list(_outer(model, names))
+  for g, run in enumerate(model.stack.runs):
+    for p in range(len(run.layers)):
+      block = model.stack.blocks[g][p]
+      prefix = f"stack.blocks.{g}.{p}."
+      for i in range(run.repeats):
+        layer = names.layer.format(run.number(p, i))
+        found.extend(_layer(block, names, prefix, layer, i))
+  named = [target for tensor in found for target, _ in tensor.targets]
+  left = set(parameters(model)) - set(named)
+  assert not left, f"parameters without a tensor: {sorted(left)}"
+  assert len({t.name for t in found}) == len(found), "a tensor named twice"
+  return found
+
+
+def _outer(model: Transformer, names: Names) -> Iterator[Tensor]:
+  parts = {"embed": names.embed, "norm": names.norm}
+  if model.head is not None:
+    parts["head"] = names.head
+  for part, name in parts.items():
+    module = getattr(model, part)
+    for leaf, param in parameters(module).items():
+      shape = param.get_value().shape
+      form = _form(module, leaf, shape)
+      yield Tensor(f"{name}.{leaf}", form, ((f"{part}.{leaf}", ()),))
+
+
+def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
+  if leaf == "weight" and isinstance(module, Linear):
+    return Map(shape[: module.contracted], shape[module.contracted :])
+  if leaf == "weight" and isinstance(module, Head):
+    return Map(shape[:1], shape[1:])
+  if isinstance(module, Taps):
+    return Same(shape, (math.prod(shape[:-1]), 1, shape[-1]))
+  if len(shape) == 1 or isinstance(module, Linear) or _is_norm(module):
+    return Same(shape, (math.prod(shape),))
+  return Same(shape, shape)
+
+
+def _is_norm(module: Any) -> bool:
+  return hasattr(module, "eps")
+
+
+def _part(block: Any, path: str) -> Any:
+  for name in path.split("."):
+    block = getattr(block, name, None)
+  return block
+
+
+def _layer(
+  block: Any, names: Names, prefix: str, layer: str, index: int
+) -> Iterator[Tensor]:
+  have = {
+    path: param.get_value().shape[1:]
+    for path, param in parameters(block).items()
+  }
+  target = lambda path, *more: (prefix + path, (index, *more))
+  done: set[str] = set()
+
+  def form(path: str) -> Any:
+    part, _, leaf = path.rpartition(".")
+    return _form(_part(block, part), leaf, have[path])
+
+  for name, fusion in names.fused.items():
+    for leaf in ("weight", "bias"):
+      paths = [f"{part}.{leaf}" for part in fusion.parts]
+      if not set(paths) <= set(have):
+        continue
+      rows = Rows(fusion.groups, tuple(form(path) for path in paths))
+      done.update(paths)
+      yield Tensor(
+        f"{layer}{name}.{leaf}", rows, tuple(target(path) for path in paths)
+      )
+  for name, (paths, interleaved) in names.columns.items():
+    if set(paths) <= set(have):
+      done.update(paths)
+      yield Tensor(
+        layer + name,
+        Columns(have[paths[0]], interleaved),
+        tuple(target(path) for path in paths),
+      )
+  for path, shape in have.items():
+    if path in done:
+      continue
+    part, _, leaf = path.rpartition(".")
+    if path in names.leaves:
+      yield Tensor(
+        layer + names.leaves[path], Same(shape, shape), (target(path),)
+      )
+    elif path in names.experts:
+      for expert in range(shape[0]):
+        yield Tensor(
+          layer + names.experts[path].format(expert),
+          Map(shape[1:2], shape[2:]),
+          (target(path, expert),),
+        )
+    else:
+      yield Tensor(
+        f"{layer}{names.parts[part]}.{leaf}", form(path), (target(path),)
+      )
