@@ -118,6 +118,16 @@ def scatter_sum(tree: Tree, axis: str, dimension: int) -> Tree:
   )
 
 
+def total(tree: Tree, axis: str) -> Tree:
+  """Sums leaves over all shards, on every shard."""
+  return jax.tree.map(lambda x: lax.psum(x, axis), tree)
+
+
+def largest(tree: Tree, axis: str) -> Tree:
+  """The largest of all shards' leaves, on every shard."""
+  return jax.tree.map(lambda x: lax.pmax(x, axis), tree)
+
+
 def exchange(x: jax.Array, axis: str, split: int, concat: int) -> jax.Array:
   """All-to-all: cuts `split` into R parts, joins the received on `concat`."""
   return lax.all_to_all(x, axis, split, concat, tiled=True)

@@ -1,0 +1,1 @@
+"""Caches of keys and values on devices: pytrees that can be traced."""

@@ -1,0 +1,107 @@
+"""What a recurrent layer keeps: a state of fixed size and a short tail.
+
+Law: whatever the length of the context, all that later tokens need of it; so a
+call that appends gives what one call over all tokens gives.
+Memory: L B N H J float32 numbers and the last tokens of the convolution, the
+same on all shards of the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringjax.kv.base import Room
+from ringjax.ops.conv import Tail
+
+
+class State(NamedTuple):
+  """The carried state of a layer, or with a leading axis of several.
+
+  Fields:
+    memory: float32 [B, N, H, J].
+    tail: of queries, keys and values before their convolution; its x are
+      [B, n, K, H] twice and [B, n, N, J].
+  """
+
+  memory: jax.Array
+  tail: Tail
+
+  def layer(self, cache: Any, index: Any) -> StateLayer:
+    """The part of layer `index` of a cache, where these are its slots."""
+    del cache
+    return StateLayer(self, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateShape:
+  """Shape of a kind of recurrent layer's slots.
+
+  Attributes:
+    layers: how many layers share the array.
+    key_heads: K.
+    heads: value heads, N.
+    key: H.
+    value: J.
+    tail: tokens that a convolution looks back.
+  """
+
+  layers: int
+  key_heads: int
+  heads: int
+  key: int
+  value: int
+  tail: int
+
+  def numbers(self) -> int:
+    """Numbers that one token takes: none, the state does not grow."""
+    return 0
+
+  def slots(self, room: Room) -> State:
+    """States before any token."""
+    b, n = (self.layers, room.batch), self.tail
+    key = (*b, n, self.key_heads, self.key)
+    value = (*b, n, self.heads, self.value)
+    memory = (*b, self.heads, self.key, self.value)
+    return State(
+      room.zeros(memory, jnp.float32, (None, "batch", "heads")),
+      Tail(
+        tuple(
+          room.zeros(shape, room.dtype, (None, "batch", None, "heads"))
+          for shape in (key, key, value)
+        ),
+        room.zeros((*b, n), jnp.int32, (None, "batch")),
+      ),
+    )
+
+  def empty(self, batch: int, dtype: Any) -> State:
+    """One layer's state before any token."""
+    one = dataclasses.replace(self, layers=1)
+    state = one.slots(Room(batch=batch, capacity=0, dtype=dtype))
+    return jax.tree.map(lambda x: x[0], state)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayer:
+  """One recurrent layer's part of a cache during one call."""
+
+  slots: State
+  index: Any
+
+  def recall(self, empty: State) -> State:
+    """What earlier calls left."""
+    take = lambda x, like: lax.dynamic_index_in_dim(
+      x, self.index, 0, keepdims=False
+    ).astype(like.dtype)
+    return jax.tree.map(take, self.slots, empty)
+
+  def keep(self, state: State) -> StateLayer:
+    """Writes what this call leaves."""
+    put = lambda x, new: lax.dynamic_update_index_in_dim(
+      x, new.astype(x.dtype), self.index, 0
+    )
+    return dataclasses.replace(self, slots=jax.tree.map(put, self.slots, state))

@@ -1,0 +1,34 @@
+"""Models: `load` a Hugging Face folder, `create` one at random, `save` it."""
+
+from ringjax.models.checkpoint import (
+  abstract,
+  create,
+  load,
+  place,
+  read_config,
+  save,
+)
+from ringjax.models.families import FAMILIES
+from ringjax.models.presets import PRESETS
+from ringjax.models.transformer import Transformer, TransformerConfig
+from ringjax.nn.param import Rules
+
+
+def list() -> tuple[str, ...]:
+  """The names of the families that can be loaded."""
+  return tuple(sorted(FAMILIES))
+
+
+__all__ = [
+  "PRESETS",
+  "Rules",
+  "Transformer",
+  "TransformerConfig",
+  "abstract",
+  "create",
+  "list",
+  "load",
+  "place",
+  "read_config",
+  "save",
+]

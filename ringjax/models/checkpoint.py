@@ -1,0 +1,403 @@
+"""Loads and saves models as Hugging Face folders."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import (
+  ConfigError,
+  MemoryEstimateError,
+  OptionError,
+  message,
+)
+from ringjax.models.families import FAMILIES, Family
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.names import Map
+from ringjax.models.hf.reader import Reader, error
+from ringjax.models.hf.save import write
+from ringjax.models.hf.tensors import Tensor, parameters, plan
+from ringjax.models.transformer import Transformer, TransformerConfig
+from ringjax.nn.param import Rules
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Bytes of a checkpoint's tensors that are on their way at a time.
+_BATCH_BYTES = 256 << 20
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[TransformerConfig, Family]:
+  """What a config.json means, and whose it is.
+
+  Raises:
+    ConfigError: an unknown architecture, a value out of range, or a key that
+      would change the computation and is not known.
+  """
+  if config.get("auto_map"):
+    raise error(
+      "auto_map",
+      config["auto_map"],
+      "a model without code of its own",
+      "use a checkpoint in a form that transformers knows; code in "
+      "checkpoints is never run",
+    )
+  if config.get("quantization_config"):
+    raise error(
+      "quantization_config",
+      config["quantization_config"],
+      "plain weights",
+      "convert the checkpoint to bfloat16 first",
+    )
+  kind = config.get("model_type")
+  for family in FAMILIES.values():
+    if kind in family.types:
+      r = Reader(config)
+      r.ignore("auto_map", "quantization_config")
+      return family.config(r), family
+  known = sorted(t for family in FAMILIES.values() for t in family.types)
+  raise ConfigError(
+    message(
+      "config.json: model_type",
+      repr(kind),
+      f"one of {', '.join(known)}",
+      "use a checkpoint of one of these",
+    )
+  )
+
+
+def create(
+  config: Mapping[str, Any] | str,
+  *,
+  seed: int = 0,
+  dtype: Any = jnp.float32,
+  mesh: Any = None,
+  rules: Rules | None = None,
+  scan: bool = True,
+) -> Transformer:
+  """A model with random weights.
+
+  Args:
+    config: what a config.json holds, or the name of a preset.
+    seed: of the weights.
+    dtype: of the weights.
+    mesh: where they lie; default: one device.
+    rules: how they are sharded over it.
+    scan: whether equal layers are one loop.
+
+  Returns:
+    The model.
+
+  Raises:
+    ConfigError: as `read_config`.
+  """
+  from ringjax.models.presets import preset
+
+  source = preset(config) if isinstance(config, str) else dict(config)
+  parsed, _ = read_config(source)
+
+  def build() -> Transformer:
+    model = Transformer(parsed, nnx.Rngs(seed), scan=scan)
+    return _with_source(_cast(model, dtype), source)
+
+  abstract = jax.eval_shape(build)
+  if mesh is None:
+    return jax.jit(build)()
+  return jax.jit(build, out_shardings=_shardings(abstract, mesh, rules))()
+
+
+def place(
+  model: Transformer, mesh: Any, rules: Rules | None = None
+) -> Transformer:
+  """Moves a model onto a mesh, or onto another one."""
+  return jax.device_put(model, _shardings(model, mesh, rules))
+
+
+def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
+  rules = rules or Rules()
+  return jax.tree.map(
+    lambda p: p.replace(rules.sharding(p, mesh)),
+    model,
+    is_leaf=lambda x: isinstance(x, nnx.Variable),
+  )
+
+
+def abstract(
+  config: Mapping[str, Any] | str, *, dtype: Any = jnp.bfloat16
+) -> Transformer:
+  """A model of shapes without numbers, to plan with; see `create`."""
+  return jax.eval_shape(lambda: create(config, dtype=dtype))
+
+
+def _cast(model: Transformer, dtype: Any) -> Transformer:
+  def cast(p: nnx.Variable) -> nnx.Variable:
+    wide = p.get_metadata()["wide"]
+    return p if wide else p.replace(p.get_value().astype(dtype))
+
+  return jax.tree.map(
+    cast, model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+
+
+def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
+  model.source = json.dumps(source, sort_keys=True)
+  return model
+
+
+def load(
+  path: str | os.PathLike[str],
+  *,
+  mesh: Any = None,
+  rules: Rules | None = None,
+  dtype: Any = None,
+  scan: bool = True,
+) -> Transformer:
+  """Reads a Hugging Face folder into sharded arrays.
+
+  Every process reads the bytes that its devices need, some tensors at a time.
+
+  Args:
+    path: a folder with config.json and *.safetensors.
+    mesh: where the weights lie; default: one device.
+    rules: which mesh axis shards which axis of the weights; default `Rules()`,
+      which shards heads, feedforward and vocabulary over "model".
+    dtype: of the weights and of the computation; default: the checkpoint's.
+    scan: whether equal layers are one loop over stacked weights; without it
+      the program grows with the layers, and no step copies weights out of a
+      stack (faster decoding on CPUs).
+
+  Returns:
+    The model.
+
+  Raises:
+    ConfigError: an unknown architecture, or a config that cannot be meant.
+    CheckpointFormatError: a broken file.
+    CheckpointMismatchError: tensors that are missing, too many, of a wrong
+      shape or not finite.
+    UnsafeFormatError: weights only in files that would run code.
+    MemoryEstimateError: the weights do not fit.
+  """
+  folder = Folder.open(path)
+  config, family = read_config(folder.config)
+  dtype = _dtype(folder, dtype)
+  empty = jax.eval_shape(
+    lambda: _with_source(
+      _cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), folder.config
+    )
+  )
+  names = family.names(config)
+  tensors = plan(empty, names)
+  tied = f"{names.head}.weight" if config.tied else None
+  folder.check(
+    {t.name: t.form.stored for t in tensors},
+    optional=lambda name: name == tied or name.endswith(names.buffers),
+  )
+  params = parameters(empty)
+  shardings = {
+    path: rules_.sharding(p, mesh) if mesh is not None else None
+    for rules_ in [rules or Rules()]
+    for path, p in params.items()
+  }
+  _check_memory(params, shardings, mesh)
+  arrays = {
+    path: jnp.zeros(
+      p.get_value().shape, p.get_value().dtype, device=shardings[path]
+    )
+    for path, p in params.items()
+  }
+  for batch in _batches(tensors, folder):
+    read = folder.read(
+      {t.name: _target(t, params, shardings, mesh) for t in batch}
+    )
+    for t in batch:
+      paths = [path for path, _ in t.targets]
+      put = _put(
+        t.form,
+        tuple(shardings[path] for path in paths),
+        tuple(arrays[path] for path in paths),
+        read.pop(t.name),
+        tuple(index for _, index in t.targets),
+      )
+      arrays.update(zip(paths, put, strict=True))
+  flat, tree = jax.tree.flatten(
+    empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  paths = list(parameters(empty))
+  assert len(flat) == len(paths)
+  filled = [
+    p.replace(arrays[path]) for path, p in zip(paths, flat, strict=True)
+  ]
+  return jax.tree.unflatten(tree, filled)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2,))
+def _put(
+  form: Any,
+  shardings: tuple[Any, ...],
+  leaves: tuple[jax.Array, ...],
+  x: jax.Array,
+  indices: tuple[tuple[Any, ...], ...],
+) -> tuple[jax.Array, ...]:
+  """Puts the pieces of a tensor into their parameters."""
+  done = []
+  for piece, leaf, index, sharding in zip(
+    form.split(x), leaves, indices, shardings, strict=True
+  ):
+    piece = piece.astype(leaf.dtype)[(None,) * len(index)]
+    start = [jnp.asarray(i, jnp.int32) for i in index]
+    start += [jnp.int32(0)] * (leaf.ndim - len(index))
+    leaf = lax.dynamic_update_slice(leaf, piece, start)
+    if sharding is not None:
+      leaf = lax.with_sharding_constraint(leaf, sharding)
+    done.append(leaf)
+  return tuple(done)
+
+
+def _batches(tensors: list[Tensor], folder: Folder) -> Iterator[list[Tensor]]:
+  """Tensors in the order in which they lie on disk, some bytes at a time."""
+  order = {name: i for i, name in enumerate(folder.tensors)}
+  batch: list[Tensor] = []
+  size = 0
+  for tensor in sorted(tensors, key=lambda t: order[t.name]):
+    n = folder.tensors[tensor.name].nbytes
+    if batch and size + n > _BATCH_BYTES:
+      yield batch
+      batch, size = [], 0
+    batch.append(tensor)
+    size += n
+  if batch:
+    yield batch
+
+
+def _target(
+  tensor: Tensor, params: dict[str, Any], shardings: dict[str, Any], mesh: Any
+) -> jax.ShapeDtypeStruct:
+  path, index = tensor.targets[0]
+  value = params[path].get_value()
+  sharding = None
+  if mesh is not None:
+    spec = P()
+    if isinstance(tensor.form, Map):
+      axes = tuple(shardings[path].spec)
+      axes += (None,) * (value.ndim - len(axes))
+      axes = axes[len(index) :]
+      inputs = len(tensor.form.inputs)
+      spec = P(axes[inputs], axes[0])
+    sharding = NamedSharding(mesh, spec)
+  return jax.ShapeDtypeStruct(
+    tensor.form.stored, value.dtype, sharding=sharding
+  )
+
+
+def _dtype(folder: Folder, dtype: Any) -> Any:
+  if dtype is None:
+    said = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    if said is None:
+      found = max(folder.tensors.values(), key=lambda t: t.nbytes).dtype
+      said = str(found)
+    dtype = said
+  name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+  if name not in _DTYPES:
+    raise OptionError(
+      message("dtype", name, f"one of {', '.join(_DTYPES)}", "pass dtype=")
+    )
+  return jnp.dtype(name)
+
+
+def _check_memory(
+  params: dict[str, Any], shardings: dict[str, Any], mesh: Any
+) -> None:
+  """Refuses weights that cannot fit, before any of them is allocated."""
+  each = 0
+  for path, p in params.items():
+    shape = p.get_value().shape
+    if shardings[path] is not None:
+      shape = shardings[path].shard_shape(shape)
+    n = p.get_value().dtype.itemsize
+    for i in shape:
+      n *= i
+    each += n
+  devices = jax.local_devices() if mesh is None else mesh.local_devices
+  device = devices[0]
+  count = 1 if mesh is None else len(devices)
+  free = free_bytes(device, count)
+  if free is not None and each > free:
+    raise MemoryEstimateError(
+      message(
+        "weights",
+        f"{each:,} bytes on each of {count} device(s)",
+        f"at most the {free:,} that are free there",
+        "pass dtype=jnp.bfloat16, or a mesh with a larger 'model' axis",
+      )
+    )
+
+
+def free_bytes(device: Any, sharing: int) -> int | None:
+  """Bytes that may still be allocated on a device; None if unknown.
+
+  CPU devices share the host's memory: each of `sharing` gets its part.
+  """
+  stats = device.memory_stats()
+  if stats and "bytes_limit" in stats:
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+  if device.platform != "cpu":
+    return None
+  try:
+    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+  except OSError:
+    return None
+  for line in lines:
+    if line.startswith("MemAvailable:"):
+      return int(line.split()[1]) * 1024 // sharing
+  return None
+
+
+def save(
+  model: Transformer,
+  path: str | os.PathLike[str],
+  *,
+  max_shard_bytes: int = 5_000_000_000,
+  overwrite: bool = False,
+) -> None:
+  """Writes a model as the folder that `load` and transformers read.
+
+  Args:
+    model: made by `load` or `create`.
+    path: a folder that does not exist yet.
+    max_shard_bytes: of one file.
+    overwrite: replaces a folder that does.
+
+  Raises:
+    CheckpointFormatError: the folder exists.
+  """
+
+  source = json.loads(model.source)
+  _, family = read_config(source)
+  tensors = plan(model, family.names(model.config))
+  params = parameters(model)
+  source.pop("torch_dtype", None)
+  source["dtype"] = jnp.dtype(model.dtype).name
+
+  def arrays() -> Iterator[tuple[str, jax.Array]]:
+    for t in tensors:
+      pieces = tuple(
+        params[path].get_value()[index] for path, index in t.targets
+      )
+      yield t.name, t.form.join(pieces)
+
+  write(
+    path,
+    source,
+    arrays(),
+    max_shard_bytes=max_shard_bytes,
+    overwrite=overwrite,
+  )

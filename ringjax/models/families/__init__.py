@@ -1,0 +1,35 @@
+"""The model families: what each one's config means and its tensors are named.
+
+A family is data and the few lines in which it truly differs.
+"""
+
+from __future__ import annotations
+
+from ringjax.models.families import (
+  deepseek,
+  falcon,
+  gemma,
+  gpt,
+  llama,
+  llama4,
+  mixtures,
+  qwen3_next,
+)
+from ringjax.models.families.base import Family
+
+FAMILIES: dict[str, Family] = {
+  family.name: family
+  for module in (
+    deepseek,
+    falcon,
+    gemma,
+    gpt,
+    llama,
+    llama4,
+    mixtures,
+    qwen3_next,
+  )
+  for family in module.FAMILIES
+}
+
+__all__ = ["FAMILIES", "Family"]

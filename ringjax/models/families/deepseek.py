@@ -1,0 +1,102 @@
+"""DeepSeek-V3: latent attention and grouped routing."""
+
+from __future__ import annotations
+
+from ringjax.models.families.base import Family, gated, model, rms
+from ringjax.models.families.mixtures import QWEN_EXPERTS
+from ringjax.models.hf.names import LLAMA, Names
+from ringjax.models.hf.reader import Reader, error
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.block import Layer
+from ringjax.nn.feedforward import Experts, Grouped
+from ringjax.nn.latent import Latent
+from ringjax.ops.rope import Unscaled, yarn_magnitude
+
+
+def _config(r: Reader) -> TransformerConfig:
+  count = r.layers()
+  heads, kv_heads = r.heads()
+  if kv_heads != heads:
+    raise error(
+      "num_key_value_heads", kv_heads, f"the {heads} heads", "repair the file"
+    )
+  turned = r.whole("qk_rope_head_dim")
+  plain = r.whole("qk_nope_head_dim")
+  interleaved = r.flag("rope_interleave", default=True)
+  rope = r.rope(turned, interleaved=interleaved)
+  r.ignore("head_dim", "qk_head_dim", "ep_size", "moe_layer_freq")
+  r.ignore("seq_aux", "aux_loss_alpha", "quantization_config")
+  scale = (plain + turned) ** -0.5
+  scaling = r.value("rope_parameters", "rope_scaling", default={})
+  if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
+    factor = yarn_magnitude(scaling["factor"], scaling["mscale_all_dim"])
+    scale *= factor * factor
+  norm = rms(r)
+  attend = Latent(
+    heads=heads,
+    plain=plain,
+    rope=rope,
+    value=r.whole("v_head_dim"),
+    latent=r.whole("kv_lora_rank"),
+    query_latent=r.whole("q_lora_rank", default=None),
+    scale=scale,
+    bias=r.flag("attention_bias", default=False),
+    eps=1e-6,
+  )
+  hidden = r.whole("moe_intermediate_size")
+  act = r.act("hidden_act", default="silu")
+  r.must_be("scoring_func", "sigmoid", default="sigmoid")
+  r.must_be("topk_method", "noaux_tc", default="noaux_tc")
+  experts = Experts(
+    experts=r.whole("n_routed_experts", "num_local_experts"),
+    chosen=r.whole("num_experts_per_tok"),
+    hidden=hidden,
+    act=act,
+    router=Grouped(
+      groups=r.whole("n_group", default=8),
+      best=r.whole("topk_group", default=4),
+      renormalise=r.flag("norm_topk_prob", default=True),
+      scale=r.positive("routed_scaling_factor", default=2.5),
+    ),
+    correction=True,
+    shared=hidden * r.whole("n_shared_experts", default=1),
+  )
+  dense = gated(r)
+  first = r.whole("first_k_dense_replace", default=3, least=0)
+  layers = [
+    Layer(
+      attention=attend,
+      feedforward=dense if i < first else experts,
+      norm=norm,
+    )
+    for i in range(count)
+  ]
+  return model(r, "deepseek_v3", layers)
+
+
+def _names(config: TransformerConfig) -> Names:
+  low = config.layers[0].attention.query_latent is not None
+  return Names(
+    parts={
+      **LLAMA,
+      "attention.q_down": "self_attn.q_a_proj",
+      "attention.q_norm": "self_attn.q_a_layernorm",
+      "attention.q": "self_attn.q_b_proj" if low else "self_attn.q_proj",
+      "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+      "attention.kv_norm": "self_attn.kv_a_layernorm",
+      "attention.kv": "self_attn.kv_b_proj",
+      "feedforward.router": "mlp.gate",
+      "feedforward.shared.gate": "mlp.shared_experts.gate_proj",
+      "feedforward.shared.up": "mlp.shared_experts.up_proj",
+      "feedforward.shared.down": "mlp.shared_experts.down_proj",
+    },
+    leaves={"feedforward.correction": "mlp.gate.e_score_correction_bias"},
+    experts=QWEN_EXPERTS,
+  )
+
+
+FAMILIES = (
+  Family(
+    name="deepseek_v3", types=("deepseek_v3",), config=_config, names=_names
+  ),
+)

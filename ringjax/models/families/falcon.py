@@ -1,0 +1,87 @@
+"""Falcon: the 7B, the 40B and the RefinedWeb form."""
+
+from __future__ import annotations
+
+from ringjax.models.families.base import Family, model
+from ringjax.models.hf.names import Fusion, Names
+from ringjax.models.hf.reader import Reader, error
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.attention import Attention, alibi_slopes
+from ringjax.nn.block import Layer
+from ringjax.nn.feedforward import Plain
+from ringjax.nn.linear import Norm
+
+
+def _falcon(r: Reader) -> TransformerConfig:
+  heads = r.whole("num_attention_heads", "n_head")
+  embed = r.whole("hidden_size", "n_embed")
+  if embed % heads:
+    raise error(
+      "hidden_size", embed, f"a multiple of {heads} heads", "repair the file"
+    )
+  h = embed // heads
+  new = r.flag("new_decoder_architecture", default=False)
+  one = r.flag("multi_query", default=True)
+  many = r.whole("num_kv_heads", "n_head_kv", default=heads)
+  kv_heads = many if new else 1 if one else heads
+  alibi = r.flag("alibi", default=False)
+  rope = r.rope(h)
+  norms = r.whole("num_ln_in_parallel_attn", default=2 if new else 1)
+  parallel = r.flag("parallel_attn", default=True) or new
+  bias = r.flag("bias", default=False)
+  r.must_be("apply_residual_connection_post_layernorm", False, default=False)
+  slopes = tuple(s * h**-0.5 for s in alibi_slopes(heads))
+  layer = Layer(
+    attention=Attention(
+      heads=heads,
+      kv_heads=kv_heads,
+      head_dim=h,
+      rope=None if alibi else rope,
+      alibi=slopes if alibi else None,
+      bias=bias,
+      out_bias=bias,
+    ),
+    feedforward=Plain(
+      hidden=r.whole("ffn_hidden_size", default=4 * embed),
+      act=r.act("activation", "hidden_act", default="gelu"),
+      bias=bias,
+    ),
+    norm=Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
+    parallel=parallel,
+    shared_norm=parallel and norms == 1,
+  )
+  return model(r, "falcon", [layer] * r.layers(), tied=True)
+
+
+def _names(config: TransformerConfig) -> Names:
+  layer = config.layers[0]
+  spec = layer.attention
+  two = layer.parallel and not layer.shared_norm
+  return Names(
+    layer="transformer.h.{}.",
+    parts={
+      "attention.o": "self_attention.dense",
+      "feedforward.up": "mlp.dense_h_to_4h",
+      "feedforward.down": "mlp.dense_4h_to_h",
+      "pre_attention": "ln_attn" if two else "input_layernorm",
+      "pre_feedforward": "ln_mlp" if two else "post_attention_layernorm",
+    },
+    fused={
+      "self_attention.query_key_value": Fusion(
+        parts=("attention.q", "attention.k", "attention.v"),
+        groups=spec.kv_heads,
+      )
+    },
+    embed="transformer.word_embeddings",
+    norm="transformer.ln_f",
+  )
+
+
+FAMILIES = (
+  Family(
+    name="falcon",
+    types=("falcon", "RefinedWeb", "RefinedWebModel"),
+    config=_falcon,
+    names=_names,
+  ),
+)

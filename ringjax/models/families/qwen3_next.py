@@ -1,0 +1,139 @@
+"""Qwen3-Next: three gated delta nets to one gated attention, and experts."""
+
+from __future__ import annotations
+
+from ringjax.models.families.base import (
+  Family,
+  attention,
+  gated,
+  model,
+  rms,
+)
+from ringjax.models.families.mixtures import QWEN_EXPERTS
+from ringjax.models.hf.names import LLAMA, Fusion, Names
+from ringjax.models.hf.reader import Reader, error
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.attention import Attention
+from ringjax.nn.block import Layer
+from ringjax.nn.delta import Delta
+from ringjax.nn.feedforward import Experts, Softmax
+
+
+def _delta(r: Reader) -> Delta:
+  key_heads = r.whole("linear_num_key_heads", default=16)
+  heads = r.whole("linear_num_value_heads", default=32)
+  if heads % key_heads:
+    raise error(
+      "linear_num_value_heads",
+      heads,
+      f"a multiple of the {key_heads} key heads",
+      "repair the file",
+    )
+  return Delta(
+    key_heads=key_heads,
+    heads=heads,
+    key=r.whole("linear_key_head_dim", default=128),
+    value=r.whole("linear_value_head_dim", default=128),
+    taps=r.whole("linear_conv_kernel_dim", default=4, least=2),
+    eps=r.positive("rms_norm_eps", default=1e-6),
+  )
+
+
+def _qwen3_next(r: Reader) -> TransformerConfig:
+  count = r.layers()
+  heads, _ = r.heads()
+  norm = rms(r, offset=1.0)
+  r.must_be("hidden_act", "silu", default="silu")
+  r.must_be("attention_bias", False, default=False)
+  every = r.whole("full_attention_interval", default=4)
+  types = r.layer_types(
+    count,
+    [
+      "full_attention" if (i + 1) % every == 0 else "linear_attention"
+      for i in range(count)
+    ],
+  )
+  for kind in types:
+    if kind not in ("full_attention", "linear_attention"):
+      raise error(
+        "layer_types",
+        kind,
+        "full_attention or linear_attention",
+        "repair the file",
+      )
+  mixers = {
+    "linear_attention": _delta(r),
+    "full_attention": attention(
+      r,
+      r.rope(r.head_dim(heads), partial=0.25),
+      qk_norm=norm,
+      gated=True,
+    ),
+  }
+  experts = Experts(
+    experts=r.whole("num_experts", "num_local_experts"),
+    chosen=r.whole("num_experts_per_tok"),
+    hidden=r.whole("moe_intermediate_size"),
+    act=r.act("hidden_act", default="silu"),
+    router=Softmax(renormalise=r.flag("norm_topk_prob", default=True)),
+    shared=r.whole("shared_expert_intermediate_size", default=512),
+    shared_gate=True,
+  )
+  dense = gated(r)
+  without = r.value("mlp_only_layers", default=[])
+  step = r.whole("decoder_sparse_step", default=1)
+  layers = [
+    Layer(
+      attention=mixers[kind],
+      feedforward=(dense if i in without or (i + 1) % step != 0 else experts),
+      norm=norm,
+    )
+    for i, kind in enumerate(types)
+  ]
+  return model(r, "qwen3_next", layers)
+
+
+def _names(config: TransformerConfig) -> Names:
+  fused: dict[str, Fusion] = {}
+  for layer in config.layers:
+    mixer = layer.attention
+    if isinstance(mixer, Attention):
+      fused["self_attn.q_proj"] = Fusion(
+        parts=("attention.q", "attention.gate"), groups=mixer.heads
+      )
+      continue
+    fused["linear_attn.in_proj_qkvz"] = Fusion(
+      parts=tuple(f"attention.{x}" for x in "qkvz"),
+      groups=mixer.key_heads,
+    )
+    fused["linear_attn.in_proj_ba"] = Fusion(
+      parts=("attention.beta", "attention.step"), groups=mixer.key_heads
+    )
+    fused["linear_attn.conv1d"] = Fusion(
+      parts=tuple(f"attention.{x}_taps" for x in "qkv")
+    )
+  return Names(
+    parts={
+      **LLAMA,
+      "attention.norm": "linear_attn.norm",
+      "attention.out": "linear_attn.out_proj",
+      "feedforward.router": "mlp.gate",
+      "feedforward.shared.gate": "mlp.shared_expert.gate_proj",
+      "feedforward.shared.up": "mlp.shared_expert.up_proj",
+      "feedforward.shared.down": "mlp.shared_expert.down_proj",
+      "feedforward.shared_gate": "mlp.shared_expert_gate",
+    },
+    leaves={
+      "attention.log_rate": "linear_attn.A_log",
+      "attention.offset": "linear_attn.dt_bias",
+    },
+    fused=fused,
+    experts=QWEN_EXPERTS,
+  )
+
+
+FAMILIES = (
+  Family(
+    name="qwen3_next", types=("qwen3_next",), config=_qwen3_next, names=_names
+  ),
+)

@@ -1,0 +1,303 @@
+"""The decoder that all families share: embedding, layers, norm, head.
+
+A family is a `TransformerConfig` and a map of names; nothing here asks which
+family it is, nor whether it trains, reads a prompt or decodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ringjax.errors import DtypeError, PromptError, ShapeError, message
+from ringjax.kv.base import NoCache
+from ringjax.kv.dense import Dense, Shape
+from ringjax.kv.state import StateShape
+from ringjax.nn.block import Layer
+from ringjax.nn.linear import Embedding, Head, Norm
+from ringjax.nn.spread import Spread, Travel, Visit
+from ringjax.nn.stack import Stack
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.inputs import as_array
+from ringjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+  """What a model computes.
+
+  Attributes:
+    family: name of the family, as in `rj.models.list()`.
+    vocab: V.
+    embed: D.
+    layers: each layer's parts.
+    norm: the last norm.
+    tied: the head is the embedding.
+    head_bias: whether a head of its own has a bias.
+    embed_scale: what embeddings are multiplied by.
+    logit_scale: what logits are multiplied by.
+    logit_cap: soft cap of the logits.
+    max_positions: the context that the model was made for, in tokens.
+  """
+
+  family: str
+  vocab: int
+  embed: int
+  layers: tuple[Layer, ...]
+  norm: Norm
+  tied: bool = False
+  head_bias: bool = False
+  embed_scale: float = 1.0
+  logit_scale: float = 1.0
+  logit_cap: float | None = None
+  max_positions: int = 2048
+
+  @functools.cached_property
+  def ropes(self) -> tuple[Rope, ...]:
+    """The different rotations of its layers."""
+    found: dict[Rope, None] = {}
+    for layer in self.layers:
+      found.update(dict.fromkeys(layer.attention.ropes))
+    return tuple(found)
+
+
+class Transformer(nnx.Module):
+  """A decoder-only language model.
+
+  Attributes:
+    config: what it computes.
+    source: the config.json that said so, as text.
+  """
+
+  def __init__(
+    self, config: TransformerConfig, rngs: nnx.Rngs, *, scan: bool = True
+  ):
+    self.config = config
+    self.source = "{}"
+    self.embed = Embedding(rngs, config.vocab, config.embed)
+    self.stack = Stack(rngs, config.layers, config.embed, scan=scan)
+    self.norm = config.norm.build(rngs, config.embed)
+    self.head = (
+      None
+      if config.tied
+      else Head(rngs, config.embed, config.vocab, bias=config.head_bias)
+    )
+
+  def __call__(
+    self,
+    tokens: Any,
+    *,
+    positions: Any = None,
+    segment_ids: Any = None,
+    cache: Any = None,
+    attend: Spread | None = None,
+    rows: Any = None,
+    length: Any = None,
+  ) -> Any:
+    """Logits of the tokens that follow.
+
+    Args:
+      tokens: int32 [B, T], in the order of `attend`'s layout.
+      positions: int32 [B, T] or [T]; default: those of the layout, counted
+        from 0.
+      segment_ids: int32 [B, T] or [T], the document of each token, counted
+        from 1; 0 is padding. Default: one document.
+      cache: what earlier calls left, or None.
+      attend: how the tokens lie on devices and find their keys; default: one
+        device, or with a cache `Visit()`.
+      rows: int32 [B, n], which of the T rows to compute logits for; default
+        all.
+      length: tokens of the whole context, for rotations that depend on it;
+        default: the largest position and one.
+
+    Returns:
+      float32 [B, T, V], or [B, n, V]; with a cache that and the new cache.
+
+    Raises:
+      RingjaxError: in Python, before anything is compiled.
+    """
+    tokens = _ids(tokens, self.config.vocab)
+    if attend is None:
+      attend = Travel() if cache is None else Visit()
+    shape = tokens.shape
+    pos = _per_token("positions", positions, shape)
+    seg = _per_token("segment_ids", segment_ids, shape)
+    if rows is not None:
+      rows = as_array("rows", rows).astype(jnp.int32)
+    return _call(self, attend, tokens, pos, seg, cache, rows, length)
+
+  @property
+  def kinds(self) -> tuple[Shape | StateShape, ...]:
+    """What each kind of layer keeps, in the order of a cache."""
+    return tuple(
+      layer.attention.cache_shape(run.repeats)
+      for run in self.stack.runs
+      for layer in run.layers
+    )
+
+  @property
+  def dtype(self) -> Any:
+    """The dtype of the parameters and of the computation."""
+    return self.embed.weight.get_value().dtype
+
+  def cache(
+    self,
+    batch: int,
+    capacity: int,
+    *,
+    spread: Spread | None = None,
+    dtype: Any = None,
+  ) -> Dense:
+    """An empty cache for `capacity` tokens of each example.
+
+    Args:
+      batch: B.
+      capacity: in tokens, a multiple of the shards.
+      spread: the mesh and the axis that it is sharded over.
+      dtype: default: the model's.
+    """
+    spread = Spread() if spread is None else spread
+    mesh = spread.mesh
+    heads = "model" if mesh is not None and "model" in mesh.axis_names else None
+    return Dense.create(
+      self.kinds,
+      batch,
+      capacity,
+      self.dtype if dtype is None else dtype,
+      mesh=mesh,
+      axis=spread.axis,
+      head_axis=heads,
+      batch_axes=spread.batch_axes(batch),
+    )
+
+  def hidden(
+    self, tokens: jax.Array, places: Tokens, cache: Any, attend: Spread
+  ) -> tuple[jax.Array, Any]:
+    """What the head reads, [B, T, D], and the cache."""
+    x = self.embed(tokens)
+    if self.config.embed_scale != 1.0:
+      x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+    x, cache = self.stack(attend.constrain(x), places, cache, attend)
+    return self.norm(x), cache
+
+  def logits(self, h: jax.Array) -> jax.Array:
+    """float32 [..., V] from [..., D]."""
+    config = self.config
+    y = (self.embed if self.head is None else self.head).logits(h)
+    if config.logit_scale != 1.0:
+      y = y * jnp.float32(config.logit_scale)
+    if config.logit_cap is not None:
+      cap = jnp.float32(config.logit_cap)
+      y = jnp.tanh(y / cap) * cap
+    return y
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def _call(
+  model: Transformer,
+  attend: Spread,
+  tokens: jax.Array,
+  pos: Any,
+  seg: Any,
+  cache: Any,
+  rows: Any,
+  length: Any,
+) -> Any:
+  return forward(model, attend, tokens, pos, seg, cache, rows, length)
+
+
+def forward(
+  model: Transformer,
+  attend: Spread,
+  tokens: jax.Array,
+  pos: Any,
+  seg: Any,
+  cache: Any,
+  rows: Any,
+  length: Any,
+) -> Any:
+  """`Transformer.__call__` without its checks, inside of a jit."""
+  shape = tokens.shape
+  derived = pos is None
+  if pos is None:
+    pos = attend.layout.order(shape[1], attend.size)
+    pos = jnp.asarray(np.asarray(pos), jnp.int32)[None]
+  segmented = seg is not None
+  if seg is None:
+    seg = jnp.ones((1, shape[1]), jnp.int32)
+  if length is None:
+    length = jnp.max(jnp.where(seg > 0, pos, 0)) + 1
+  places = Tokens(
+    pos,
+    seg,
+    derived=derived,
+    segmented=segmented,
+    ropes=model.config.ropes,
+    length=length,
+  )
+  keep = cache if cache is not None else NoCache(len(model.kinds))
+  spread = isinstance(attend, Visit) and attend.spread
+  keep = keep.reserve(places.at, spread)
+  h, keep = model.hidden(tokens, places, keep, attend)
+  if rows is not None:
+    h = jnp.take_along_axis(h, rows[..., None], 1)
+  logits = model.logits(h)
+  return logits if cache is None else (logits, keep)
+
+
+def _ids(tokens: Any, vocab: int) -> jax.Array:
+  tokens = as_array("tokens", tokens)
+  if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise DtypeError(
+      message("tokens", tokens.dtype, "int32", "pass token ids, not embeddings")
+    )
+  if tokens.ndim != 2 or tokens.shape[1] == 0:
+    raise ShapeError(
+      message(
+        "tokens",
+        f"shape {tokens.shape}",
+        "[B, T] with at least one token",
+        "give a single prompt a batch axis: tokens[None]",
+      )
+    )
+  if not isinstance(tokens, jax.core.Tracer) and tokens.is_fully_addressable:
+    host = np.asarray(tokens)
+    bad = np.argwhere((host < 0) | (host >= vocab))
+    if bad.size:
+      b, t = (int(i) for i in bad[0])
+      raise PromptError(
+        message(
+          "tokens",
+          f"id {int(host[b, t])} at [{b}, {t}]",
+          f"ids from 0 to {vocab - 1}",
+          "use the tokenizer that belongs to the model",
+        )
+      )
+  return tokens.astype(jnp.int32)
+
+
+def _per_token(name: str, x: Any, shape: Sequence[int]) -> Any:
+  if x is None:
+    return None
+  x = as_array(name, x)
+  if not jnp.issubdtype(x.dtype, jnp.integer):
+    raise DtypeError(
+      message(name, x.dtype, "an integer dtype", f"cast {name} to int32")
+    )
+  if x.shape not in (tuple(shape), tuple(shape[1:]), (1, shape[1])):
+    raise ShapeError(
+      message(
+        name,
+        f"shape {x.shape}",
+        f"{tuple(shape)} or {tuple(shape[1:])}, a number for each token",
+        "give it the shape of tokens",
+      )
+    )
+  return x.astype(jnp.int32).reshape(-1, shape[1])

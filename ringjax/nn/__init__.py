@@ -1,0 +1,1 @@
+"""Building blocks of the models: Flax NNX modules that hold parameters only."""

@@ -1,0 +1,159 @@
+"""Attention layers: projections around what the call's `Spread` computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ringjax.kv.base import LayerCache
+from ringjax.kv.dense import Shape
+from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
+from ringjax.nn.param import param
+from ringjax.nn.spread import Extras
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.mask import Causal, Mask
+from ringjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Temperature:
+  """Queries grow with their position: 1 + scale ln(1 + floor((p + 1) / n))."""
+
+  scale: float
+  floor: float
+
+  def __call__(self, q: jax.Array, pos: jax.Array) -> jax.Array:
+    steps = jnp.floor((pos.astype(jnp.float32) + 1) / jnp.float32(self.floor))
+    factor = jnp.log1p(steps) * jnp.float32(self.scale) + 1
+    return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+  """The slopes of Press et al. 2021, arXiv 2108.12409, for any `heads`."""
+  two = 1 << (heads.bit_length() - 1)
+  slopes = [2 ** (-8 * (i + 1) / two) for i in range(two)]
+  more = [2 ** (-4 * (i + 1) / two) for i in range(0, 2 * (heads - two), 2)]
+  return tuple(slopes + more)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+  """Grouped-query attention of one layer.
+
+  Attributes:
+    heads: query heads, N.
+    kv_heads: K.
+    head_dim: H.
+    mask: who sees whom.
+    rope: None for a layer without positions.
+    scale: of the logits; default H**-0.5.
+    bias: of the query, key and value projections.
+    out_bias: of the output projection.
+    soft_cap: of the logits.
+    qk_norm: norm of queries and keys, None for none.
+    qk_norm_whole: over all heads together instead of each alone.
+    qk_norm_late: after the rotation instead of before it.
+    qk_norm_weight: whether that norm has a weight.
+    temperature: of the queries by position.
+    sinks: a learned score per head that takes part in the softmax.
+    alibi: slopes per head, or None.
+    gated: the output is multiplied by the sigmoid of a projection.
+  """
+
+  heads: int
+  kv_heads: int
+  head_dim: int
+  mask: Mask = Causal()
+  rope: Rope | None = None
+  scale: float | None = None
+  bias: bool = False
+  out_bias: bool = False
+  soft_cap: float | None = None
+  qk_norm: Norm | None = None
+  qk_norm_whole: bool = False
+  qk_norm_late: bool = False
+  qk_norm_weight: bool = True
+  temperature: Temperature | None = None
+  sinks: bool = False
+  alibi: tuple[float, ...] | None = None
+  gated: bool = False
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """What the tables of a call have to be made for."""
+    return () if self.rope is None else (self.rope,)
+
+  def cache_shape(self, layers: int) -> Shape:
+    """What `layers` of this kind keep for a token."""
+    return Shape(layers, self.kv_heads, self.head_dim, self.head_dim)
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> GroupedQuery:
+    return GroupedQuery(rngs, self, embed)
+
+
+class GroupedQuery(nnx.Module):
+  """The module of `Attention`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Attention, embed: int):
+    n, k, h = spec.heads, spec.kv_heads, spec.head_dim
+    self.spec = spec
+    into = lambda heads, name, bias: Linear(
+      rngs, (embed,), (heads, h), ("embed", name, None), bias=bias
+    )
+    self.q = into(n, "heads", spec.bias)
+    self.k = into(k, "kv_heads", spec.bias)
+    self.v = into(k, "kv_heads", spec.bias)
+    self.o = Linear(
+      rngs, (n, h), (embed,), ("heads", None, "embed"), bias=spec.out_bias
+    )
+    self.gate = into(n, "heads", False) if spec.gated else None
+    self.q_norm = self._norm(rngs, (n, h))
+    self.k_norm = self._norm(rngs, (k, h))
+    self.sinks = param(rngs, (n,), ("heads",)) if spec.sinks else None
+
+  def _norm(self, rngs: nnx.Rngs, shape: tuple[int, int]) -> Any:
+    spec = self.spec
+    if spec.qk_norm is None:
+      return Identity()
+    over: Any = shape if spec.qk_norm_whole else shape[1:]
+    return RMSNorm(
+      rngs,
+      over if spec.qk_norm_weight else None,
+      (None,) * len(over),
+      eps=spec.qk_norm.eps,
+      offset=spec.qk_norm.offset,
+    )
+
+  def __call__(
+    self, x: jax.Array, tokens: Tokens, cache: LayerCache, spread: Any
+  ) -> tuple[jax.Array, LayerCache]:
+    """[B, T, D] and the layer's cache with this call's keys."""
+    spec = self.spec
+    q, k, v = self.q(x), self.k(x), self.v(x)
+    if spec.qk_norm_late:
+      q, k = tokens.rotate(spec.rope, q), tokens.rotate(spec.rope, k)
+      q, k = self.q_norm(q), self.k_norm(k)
+    else:
+      q, k = self.q_norm(q), self.k_norm(k)
+      q, k = tokens.rotate(spec.rope, q), tokens.rotate(spec.rope, k)
+    if spec.temperature is not None:
+      q = spec.temperature(q, tokens.pos)
+    cache = cache.append(
+      jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), tokens.at
+    )
+    extras = Extras(
+      scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+      soft_cap=spec.soft_cap,
+      sinks=None if self.sinks is None else self.sinks[...],
+      slopes=(
+        None if spec.alibi is None else jnp.asarray(spec.alibi, jnp.float32)
+      ),
+    )
+    out = spread(q, tokens, cache, spec.mask, extras)
+    if self.gate is not None:
+      out = out * jax.nn.sigmoid(self.gate(x))
+    return self.o(out), cache

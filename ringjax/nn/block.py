@@ -1,0 +1,78 @@
+"""Residual blocks: in which order attention, feedforward and norms come."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ringjax.kv.base import LayerCache
+from ringjax.nn.linear import Identity, Norm
+from ringjax.nn.tokens import Tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+  """One layer of a model: its parts and where the norms stand.
+
+  Attributes:
+    attention: an `Attention`, or what else mixes tokens.
+    feedforward: `Plain`, `Gated` or `Experts`.
+    norm: the kind of all its norms.
+    pre: norms before attention and feedforward.
+    post: norms behind them, before the residual is added.
+    parallel: attention and feedforward read the same input, and are added
+      together; with `shared_norm` through one norm.
+    shared_norm: see `parallel`.
+    residual_scale: what a part's output is multiplied by before it is added.
+  """
+
+  attention: Any
+  feedforward: Any
+  norm: Norm
+  pre: bool = True
+  post: bool = False
+  parallel: bool = False
+  shared_norm: bool = False
+  residual_scale: float = 1.0
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> Block:
+    return Block(rngs, self, embed)
+
+
+class Block(nnx.Module):
+  """The module of `Layer`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Layer, embed: int):
+    self.spec = spec
+    norm = lambda here: spec.norm.build(rngs, embed) if here else Identity()
+    self.attention = spec.attention.build(rngs, embed)
+    self.feedforward = spec.feedforward.build(rngs, embed)
+    self.pre_attention = norm(spec.pre)
+    self.post_attention = norm(spec.post)
+    self.pre_feedforward = norm(spec.pre and not spec.shared_norm)
+    self.post_feedforward = norm(spec.post)
+
+  def __call__(
+    self, x: jax.Array, tokens: Tokens, cache: LayerCache, spread: Any
+  ) -> tuple[jax.Array, LayerCache]:
+    """[B, T, D] -> [B, T, D], and the layer's cache."""
+    spec = self.spec
+    scaled = lambda y: (
+      y
+      if spec.residual_scale == 1.0
+      else y * jnp.asarray(spec.residual_scale, y.dtype)
+    )
+    normed = self.pre_attention(x)
+    mixed, cache = self.attention(normed, tokens, cache, spread)
+    mixed = scaled(self.post_attention(mixed))
+    if spec.parallel:
+      h = normed if spec.shared_norm else self.pre_feedforward(x)
+    else:
+      x = spread.constrain(x + mixed)
+      h = self.pre_feedforward(x)
+    h = scaled(self.post_feedforward(self.feedforward(h, spread)))
+    return spread.constrain(x + mixed + h if spec.parallel else x + h), cache

@@ -1,0 +1,198 @@
+"""Gated delta net: layers that carry a state along instead of looking back.
+
+Law: the same for a whole sequence, for chunks of it that follow each other
+through a cache, and token by token; for one device and for shards.
+Cost: linear in the tokens. Between shards the tail of a convolution and one
+affine map a head are gathered, whatever the length.
+Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import OptionError, message
+from ringjax.kv.state import State, StateShape
+from ringjax.nn.linear import Linear, RMSNorm
+from ringjax.nn.param import param
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.conv import begins, causal_conv, tails
+from ringjax.ops.delta import delta_rule
+from ringjax.ops.rope import Rope
+from ringjax.ops.softmax import wide_dtype
+from ringjax.parallel.layout import Contiguous
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+  """The gated delta rule behind a short convolution.
+
+  Attributes:
+    key_heads: heads of queries and keys, K.
+    heads: heads of values, N, a multiple of K.
+    key: head dim of queries and keys, H.
+    value: head dim of values, J.
+    taps: tokens that the convolution sees, the token itself counted.
+    eps: of the norm of the outputs.
+  """
+
+  key_heads: int
+  heads: int
+  key: int
+  value: int
+  taps: int
+  eps: float
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """What the tables of a call have to be made for: nothing turns."""
+    return ()
+
+  def cache_shape(self, layers: int) -> StateShape:
+    """What `layers` of this kind keep."""
+    return StateShape(
+      layers=layers,
+      key_heads=self.key_heads,
+      heads=self.heads,
+      key=self.key,
+      value=self.value,
+      tail=self.taps - 1,
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> DeltaLayer:
+    return DeltaLayer(rngs, self, embed)
+
+
+class Taps(nnx.Module):
+  """The weights of a convolution of each channel, [heads, dims, taps]."""
+
+  def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], axis: str):
+    self.weight = param(rngs, shape, (axis, None, None), fan_in=shape[-1])
+
+
+class _Inputs(NamedTuple):
+  """What is known of each token, [B, T, ...].
+
+  Fields:
+    qkv: queries, keys and values before the convolution.
+    decay, beta: float32 [B, T, N].
+    seg: int32 [B, T].
+  """
+
+  qkv: tuple[jax.Array, jax.Array, jax.Array]
+  decay: jax.Array
+  beta: jax.Array
+  seg: jax.Array
+
+
+class DeltaLayer(nnx.Module):
+  """The module of `Delta`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Delta, embed: int):
+    self.spec = spec
+    keys, values = (spec.key_heads, spec.key), (spec.heads, spec.value)
+    into = lambda shape, *axes: Linear(rngs, (embed,), shape, ("embed", *axes))
+    self.q = into(keys, "kv_heads", None)
+    self.k = into(keys, "kv_heads", None)
+    self.v = into(values, "heads", None)
+    self.z = into(values, "heads", None)
+    self.beta = into((spec.heads,), "heads")
+    self.step = into((spec.heads,), "heads")
+    self.q_taps = Taps(rngs, (*keys, spec.taps), "kv_heads")
+    self.k_taps = Taps(rngs, (*keys, spec.taps), "kv_heads")
+    self.v_taps = Taps(rngs, (*values, spec.taps), "heads")
+    self.log_rate = param(rngs, (spec.heads,), ("heads",), fan_in=1)
+    self.offset = param(rngs, (spec.heads,), ("heads",), value=1.0)
+    self.norm = RMSNorm(rngs, (spec.value,), (None,), eps=spec.eps)
+    self.out = Linear(rngs, values, (embed,), ("heads", None, "embed"))
+
+  def __call__(
+    self, x: jax.Array, tokens: Tokens, cache: Any, spread: Any
+  ) -> tuple[jax.Array, Any]:
+    """[B, T, D] and the layer's cache with the state behind these tokens."""
+    wide = wide_dtype(x.dtype)
+    rate = jnp.exp(self.log_rate[...].astype(wide))
+    step = self.step(x).astype(wide) + self.offset[...].astype(wide)[None, None]
+    inputs = _Inputs(
+      (self.q(x), self.k(x), self.v(x)),
+      -rate[None, None] * jax.nn.softplus(step),
+      jax.nn.sigmoid(self.beta(x).astype(wide)),
+      jnp.broadcast_to(tokens.seg, x.shape[:2]),
+    )
+    taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
+    state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
+    if spread.resident:
+      state = cache.recall(state)
+    mixed, state = _spread(taps, inputs, state, spread)
+    mixed = self.norm(mixed.astype(wide))
+    mixed = mixed * jax.nn.silu(self.z(x).astype(wide))
+    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+
+
+def _spread(
+  taps: tuple[jax.Array, ...], x: _Inputs, state: State, spread: Any
+) -> tuple[jax.Array, State]:
+  """`_mix` where the tokens lie."""
+  if not spread.sharded:
+    return _mix(taps, x, state, None)
+  if spread.size > 1 and not isinstance(spread.layout, Contiguous):
+    raise OptionError(
+      message(
+        "layout",
+        spread.layout,
+        "Contiguous() for a model with recurrent layers, whose state goes "
+        "from each token to the next",
+        "pass layout=Contiguous()",
+      )
+    )
+  length = x.seg.shape[1]
+  more = -length % spread.size
+  fill = lambda a: jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2)))
+  sequence = P(None, spread.axis)
+  mixed, state = jax.shard_map(
+    lambda taps, x, state: _mix(taps, x, state, spread.axis),
+    mesh=spread.mesh,
+    in_specs=(P(), sequence, P()),
+    out_specs=(sequence, P()),
+    axis_names={spread.axis},
+  )(taps, jax.tree.map(fill, x), state)
+  return mixed[:, :length], state
+
+
+def _mix(
+  taps: tuple[jax.Array, ...], x: _Inputs, state: State, axis: str | None
+) -> tuple[jax.Array, State]:
+  """[B, T, N, J] and the state behind. Per shard, if `axis` is given."""
+  before, after = tails(state.tail, x.qkv, x.seg, axis)
+  q, k, v = (
+    jax.nn.silu(causal_conv(a, weight, x.seg, before._replace(x=tail)))
+    for a, weight, tail in zip(x.qkv, taps, before.x, strict=True)
+  )
+  real = (x.seg > 0)[..., None]
+  decay = jnp.where(real, x.decay, 0)
+  decay = jnp.where(begins(x.seg, before)[..., None], -jnp.inf, decay)
+  mixed, memory = delta_rule(
+    _unit(q, q.shape[-1] ** -0.5),
+    _unit(k, 1.0),
+    v,
+    decay,
+    jnp.where(real, x.beta, 0),
+    state.memory,
+    axis=axis,
+  )
+  return mixed, State(memory, after)
+
+
+def _unit(x: jax.Array, length: float) -> jax.Array:
+  """Vectors of the given length, in x's dtype."""
+  wide = x.astype(wide_dtype(x.dtype))
+  square = jnp.sum(jnp.square(wide), -1, keepdims=True)
+  scale = lax.rsqrt(square + jnp.asarray(1e-6, wide.dtype))
+  return (wide * scale * jnp.asarray(length, wide.dtype)).astype(x.dtype)

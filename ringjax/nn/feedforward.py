@@ -1,0 +1,297 @@
+"""Feedforward layers: plain, gated, and mixtures of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ringjax.nn.linear import Linear
+from ringjax.nn.param import param
+from ringjax.ops.moe import mix
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+  "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+  "relu": jax.nn.relu,
+  "silu": jax.nn.silu,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain:
+  """down(act(up(x)))."""
+
+  hidden: int
+  act: str
+  bias: bool = False
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> PlainLayer:
+    return PlainLayer(rngs, self, embed)
+
+
+class PlainLayer(nnx.Module):
+  """The module of `Plain`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Plain, embed: int):
+    self.spec = spec
+    f = spec.hidden
+    self.up = Linear(rngs, (embed,), (f,), ("embed", "ffn"), bias=spec.bias)
+    self.down = Linear(rngs, (f,), (embed,), ("ffn", "embed"), bias=spec.bias)
+
+  def __call__(self, x: jax.Array, spread: Any) -> jax.Array:
+    return spread.rowwise(self.row, x)
+
+  def row(self, x: jax.Array) -> jax.Array:
+    """The layer on some tokens, without cutting them up."""
+    return self.down(ACTIVATIONS[self.spec.act](self.up(x)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gated:
+  """down(act(gate(x)) * up(x))."""
+
+  hidden: int
+  act: str
+  bias: bool = False
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> GatedLayer:
+    return GatedLayer(rngs, self, embed)
+
+
+class GatedLayer(nnx.Module):
+  """The module of `Gated`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Gated, embed: int):
+    self.spec = spec
+    into = lambda: Linear(
+      rngs, (embed,), (spec.hidden,), ("embed", "ffn"), bias=spec.bias
+    )
+    self.gate, self.up = into(), into()
+    self.down = Linear(
+      rngs, (spec.hidden,), (embed,), ("ffn", "embed"), bias=spec.bias
+    )
+
+  def __call__(self, x: jax.Array, spread: Any) -> jax.Array:
+    return spread.rowwise(self.row, x)
+
+  def row(self, x: jax.Array) -> jax.Array:
+    """The layer on some tokens, without cutting them up."""
+    return self.down(ACTIVATIONS[self.spec.act](self.gate(x)) * self.up(x))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Softmax:
+  """The k likeliest experts, weighted by their likelihood.
+
+  Attributes:
+    renormalise: the weights of the chosen sum to one.
+  """
+
+  renormalise: bool
+
+  def __call__(
+    self, logits: jax.Array, correction: Any, k: int
+  ) -> tuple[jax.Array, jax.Array]:
+    del correction
+    if self.renormalise:
+      top, chosen = lax.top_k(logits, k)
+      return jax.nn.softmax(top, -1), chosen
+    top, chosen = lax.top_k(jax.nn.softmax(logits, -1), k)
+    return top, chosen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sigmoid:
+  """The k experts of largest logits, weighted by the logits' sigmoid."""
+
+  def __call__(
+    self, logits: jax.Array, correction: Any, k: int
+  ) -> tuple[jax.Array, jax.Array]:
+    del correction
+    top, chosen = lax.top_k(logits, k)
+    return jax.nn.sigmoid(top), chosen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+  """DeepSeek-V3's choice: the best groups of experts, then the best experts.
+
+  Attributes:
+    groups: into how many groups the experts fall.
+    best: groups that may be chosen from.
+    renormalise: the weights of the chosen sum to one.
+    scale: of the weights.
+  """
+
+  groups: int
+  best: int
+  renormalise: bool
+  scale: float
+
+  def __call__(
+    self, logits: jax.Array, correction: Any, k: int
+  ) -> tuple[jax.Array, jax.Array]:
+    likely = jax.nn.sigmoid(logits)
+    ranked = likely + correction[None]
+    tokens, experts = ranked.shape
+    group = ranked.reshape(tokens, self.groups, -1)
+    merit = jnp.sum(lax.top_k(group, 2)[0], -1)
+    _, kept = lax.top_k(merit, self.best)
+    open_ = jnp.any(jax.nn.one_hot(kept, self.groups, dtype=jnp.bool_), 1)
+    ranked = jnp.where(open_[..., None], group, -jnp.inf).reshape(
+      tokens, experts
+    )
+    _, chosen = lax.top_k(ranked, k)
+    weights = jnp.take_along_axis(likely, chosen, -1)
+    if self.renormalise:
+      total = jnp.sum(weights, -1, keepdims=True)
+      weights = weights / (total + jnp.float32(1e-20))
+    return weights * jnp.float32(self.scale), chosen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamped:
+  """GPT-OSS' gate: (up + 1) * gate * sigmoid(alpha gate), both clamped."""
+
+  alpha: float
+  limit: float
+
+  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    limit = jnp.asarray(self.limit, gate.dtype)
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
+    return (
+      (up + 1)
+      * gate
+      * jax.nn.sigmoid(gate * jnp.asarray(self.alpha, gate.dtype))
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+  """A mixture of gated experts.
+
+  Attributes:
+    experts: how many, E.
+    chosen: how many a token has, k.
+    hidden: F of an expert.
+    act: activation of the gate.
+    router: turns logits into weights and choices.
+    bias: of the experts' maps.
+    router_bias: of the router's.
+    correction: the router has a learned offset for its ranking.
+    clamped: another gate than act(gate) * up.
+    scale_input: weights multiply an expert's input, not its output.
+    shared: hidden size of the expert that all tokens have, 0 for none.
+    shared_gate: that expert's output has a gate of its own.
+  """
+
+  experts: int
+  chosen: int
+  hidden: int
+  act: str
+  router: Any
+  bias: bool = False
+  router_bias: bool = False
+  correction: bool = False
+  clamped: Clamped | None = None
+  scale_input: bool = False
+  shared: int = 0
+  shared_gate: bool = False
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> ExpertsLayer:
+    return ExpertsLayer(rngs, self, embed)
+
+
+class ExpertsLayer(nnx.Module):
+  """The module of `Experts`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Experts, embed: int):
+    e, f = spec.experts, spec.hidden
+    self.spec = spec
+    self.router = Linear(
+      rngs, (embed,), (e,), ("embed", None), bias=spec.router_bias
+    )
+    self.correction = (
+      param(rngs, (e,), (None,), wide=True) if spec.correction else None
+    )
+    into = lambda: param(
+      rngs, (e, embed, f), ("experts", "embed", "ffn"), fan_in=embed
+    )
+    self.gate, self.up = into(), into()
+    self.down = param(
+      rngs, (e, f, embed), ("experts", "ffn", "embed"), fan_in=f
+    )
+    bias = lambda n, axis: (
+      param(rngs, (e, n), ("experts", axis)) if spec.bias else None
+    )
+    self.gate_bias, self.up_bias = bias(f, "ffn"), bias(f, "ffn")
+    self.down_bias = bias(embed, "embed")
+    self.shared = (
+      GatedLayer(rngs, Gated(hidden=spec.shared, act=spec.act), embed)
+      if spec.shared
+      else None
+    )
+    self.shared_gate = (
+      Linear(rngs, (embed,), (1,), ("embed", None))
+      if spec.shared_gate
+      else None
+    )
+
+  def __call__(self, x: jax.Array, spread: Any) -> jax.Array:
+    spec = self.spec
+    get = lambda p: None if p is None else p[...]
+    weights = dict(
+      router=self.router.weight[...],
+      router_bias=get(self.router.bias),
+      correction=get(self.correction),
+      gate=(self.gate[...], get(self.gate_bias)),
+      up=(self.up[...], get(self.up_bias)),
+      down=(self.down[...], get(self.down_bias)),
+    )
+
+    def run(w: Any, x: jax.Array) -> jax.Array:
+      logits = lax.dot_general(
+        x, w["router"], (((1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+      )  # fmt: skip
+      if w["router_bias"] is not None:
+        logits = logits + w["router_bias"].astype(jnp.float32)[None]
+      mixing, chosen = spec.router(logits, w["correction"], spec.chosen)
+
+      def linear(
+        pair: tuple[jax.Array, Any], expert: jax.Array, x: jax.Array
+      ) -> jax.Array:
+        weight, bias = pair
+        y = jnp.matmul(x, weight[expert], preferred_element_type=x.dtype)
+        return y if bias is None else y + bias[expert][None].astype(y.dtype)
+
+      def f(expert: jax.Array, x: jax.Array) -> jax.Array:
+        gate, up = linear(w["gate"], expert, x), linear(w["up"], expert, x)
+        if spec.clamped is not None:
+          h = spec.clamped(gate, up)
+        else:
+          h = ACTIVATIONS[spec.act](gate) * up
+        return linear(w["down"], expert, h)
+
+      return mix(
+        f, x, chosen, mixing, spec.experts, scale_input=spec.scale_input
+      )
+
+    y = spread.per_shard(run, weights, x)
+    if self.shared is None:
+      return y
+    return y + spread.rowwise(self._shared, x)
+
+  def _shared(self, x: jax.Array) -> jax.Array:
+    assert self.shared is not None
+    y = self.shared.row(x)
+    if self.shared_gate is None:
+      return y
+    return y * jax.nn.sigmoid(self.shared_gate(x))

@@ -1,0 +1,188 @@
+"""Multi-head latent attention: the cache keeps one small vector a token.
+
+Law: keys and values of all heads are linear in a latent vector c of a token,
+beside one rotated key that the heads share. Where the keys travel they are
+expanded from c; where they stay in a cache the same linear maps are moved to
+the query and to the output, and attention is to c itself: one kv head, whose
+value is part of its key.
+Cost: a cache of (latent + rotated) numbers a token and layer, not 2 N H.
+Ref:  DeepSeek-AI 2024, arXiv 2405.04434.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ringjax.kv.base import KV, LayerCache
+from ringjax.kv.dense import Shape
+from ringjax.nn.linear import Identity, Linear, RMSNorm
+from ringjax.nn.spread import Extras
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.mask import Causal, Mask
+from ringjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+  """Multi-head latent attention of one layer.
+
+  Attributes:
+    heads: N.
+    plain: dims of a head that do not turn.
+    rope: the rotation of the dims that do.
+    value: head dim of the values.
+    latent: size of the latent vector of keys and values.
+    query_latent: size of the queries' own, None for none.
+    scale: of the logits.
+    bias: of the maps into the latents and of the output.
+    eps: of the norms of the latents.
+    mask: who sees whom.
+  """
+
+  heads: int
+  plain: int
+  rope: Rope
+  value: int
+  latent: int
+  query_latent: int | None
+  scale: float
+  bias: bool
+  eps: float
+  mask: Mask = Causal()
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """What the tables of a call have to be made for."""
+    return (self.rope,)
+
+  def cache_shape(self, layers: int) -> Shape:
+    """What `layers` of this kind keep for a token."""
+    return Shape(layers, 1, self.latent + self.rope.dims, 0)
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> LatentLayer:
+    return LatentLayer(rngs, self, embed)
+
+
+class LatentLayer(nnx.Module):
+  """The module of `Latent`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Latent, embed: int):
+    self.spec = spec
+    n, c, turned = spec.heads, spec.latent, spec.rope.dims
+    norm = lambda size: RMSNorm(rngs, (size,), (None,), eps=spec.eps)
+    size = spec.query_latent
+    if size is None:
+      self.q_down, self.q_norm = Identity(), Identity()
+    else:
+      self.q_down = Linear(
+        rngs, (embed,), (size,), ("embed", None), bias=spec.bias
+      )
+      self.q_norm = norm(size)
+    self.q = Linear(
+      rngs,
+      (embed if size is None else size,),
+      (n, spec.plain + turned),
+      ("embed" if size is None else None, "heads", None),
+    )
+    self.kv_down = Linear(
+      rngs, (embed,), (c + turned,), ("embed", None), bias=spec.bias
+    )
+    self.kv_norm = norm(c)
+    self.kv = Linear(
+      rngs, (c,), (n, spec.plain + spec.value), (None, "heads", None)
+    )
+    self.o = Linear(
+      rngs,
+      (n, spec.value),
+      (embed,),
+      ("heads", None, "embed"),
+      bias=spec.bias,
+    )
+
+  def __call__(
+    self, x: jax.Array, tokens: Tokens, cache: LayerCache, spread: Any
+  ) -> tuple[jax.Array, LayerCache]:
+    """[B, T, D] and the layer's cache with this call's latents."""
+    spec = self.spec
+    q = self.q(self.q_norm(self.q_down(x)))
+    q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
+    q_turned = tokens.rotate(spec.rope, q_turned)
+    down = self.kv_down(x)
+    latent = self.kv_norm(down[..., : spec.latent])
+    turned = tokens.rotate(spec.rope, down[..., None, spec.latent :])
+    row = jnp.concatenate([latent[:, :, None], turned], -1)
+    row = jnp.swapaxes(row, 1, 2)
+    cache = cache.append(row, row[..., :0], tokens.at)
+    extras = Extras(scale=spec.scale)
+    if spread.resident:
+      out = self._absorbed(q_plain, q_turned, tokens, cache, spread, extras)
+    else:
+      q = jnp.concatenate([q_plain, q_turned], -1)
+      out = self._expanded(q, latent, turned, tokens, spread, extras)
+    return self.o(out), cache
+
+  def _expanded(
+    self,
+    q: jax.Array,
+    latent: jax.Array,
+    turned: jax.Array,
+    tokens: Tokens,
+    spread: Any,
+    extras: Extras,
+  ) -> jax.Array:
+    spec = self.spec
+    kv = self.kv(latent)
+    shared = jnp.broadcast_to(
+      turned, (*turned.shape[:2], spec.heads, turned.shape[3])
+    )
+    k = jnp.concatenate([kv[..., : spec.plain], shared], -1)
+    own = _Keys(
+      KV(
+        jnp.swapaxes(k, 1, 2),
+        jnp.swapaxes(kv[..., spec.plain :], 1, 2),
+        tokens.at,
+      )
+    )
+    return spread(q, tokens, own, spec.mask, extras)
+
+  def _absorbed(
+    self,
+    q_plain: jax.Array,
+    q_turned: jax.Array,
+    tokens: Tokens,
+    cache: LayerCache,
+    spread: Any,
+    extras: Extras,
+  ) -> jax.Array:
+    spec = self.spec
+    weight = self.kv.weight[...]
+    into, out_of = weight[..., : spec.plain], weight[..., spec.plain :]
+    q = jnp.einsum(
+      "btnh,cnh->btnc", q_plain, into, preferred_element_type=q_plain.dtype
+    )
+    k, _, at = cache.view()
+    keys = _Keys(KV(k, k[..., : spec.latent], at))
+    q = jnp.concatenate([q, q_turned], -1)
+    seen = spread(q, tokens, keys, spec.mask, extras)
+    return jnp.einsum(
+      "btnc,cnj->btnj", seen, out_of, preferred_element_type=seen.dtype
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+  """Keys and values that a layer made of what its cache holds."""
+
+  fresh: KV
+  slots: Any = ()
+
+  def append(self, k: jax.Array, v: jax.Array, at: Any) -> _Keys:
+    raise AssertionError("keys that are derived are not appended to")
+
+  def view(self) -> KV:
+    return self.fresh

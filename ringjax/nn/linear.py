@@ -1,0 +1,157 @@
+"""Linear maps between groups of axes, embeddings, and norms."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ringjax.nn.param import param
+from ringjax.ops.norm import layer_norm, rms_norm
+
+
+class Linear(nnx.Module):
+  """y[..., out] = x[..., in] . weight[in, out] + bias[out].
+
+  `inputs` and `outputs` are groups of axes, such as (D,) and (N, H).
+  """
+
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    bias: bool = False,
+  ):
+    self.contracted = len(inputs)
+    self.weight = param(rngs, inputs + outputs, axes, fan_in=math.prod(inputs))
+    self.bias = (
+      param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    n = self.contracted
+    lead = x.ndim - n
+    y = lax.dot_general(
+      x,
+      self.weight[...],
+      ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
+      preferred_element_type=x.dtype,
+    )
+    if self.bias is None:
+      return y
+    return y + self.bias[...][(None,) * lead].astype(y.dtype)
+
+
+class Embedding(nnx.Module):
+  """One vector for each token id; used backwards it is the tied head."""
+
+  def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
+    self.weight = param(rngs, (vocab, embed), ("vocab", "embed"), fan_in=embed)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+  def logits(self, h: jax.Array) -> jax.Array:
+    """float32 [..., V] from [..., D]."""
+    return lax.dot_general(
+      h,
+      self.weight[...],
+      (((h.ndim - 1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+
+
+class Head(nnx.Module):
+  """Logits by a weight of their own, [D, V]."""
+
+  def __init__(
+    self, rngs: nnx.Rngs, embed: int, vocab: int, *, bias: bool = False
+  ):
+    self.weight = param(rngs, (embed, vocab), ("embed", "vocab"), fan_in=embed)
+    self.bias = param(rngs, (vocab,), ("vocab",)) if bias else None
+
+  def logits(self, h: jax.Array) -> jax.Array:
+    """float32 [..., V] from [..., D]."""
+    y = lax.dot_general(
+      h,
+      self.weight[...],
+      (((h.ndim - 1,), (0,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+    if self.bias is None:
+      return y
+    return y + self.bias[...][(None,) * (y.ndim - 1)].astype(y.dtype)
+
+
+class Identity(nnx.Module):
+  """Leaves its input as it is."""
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return x
+
+
+class RMSNorm(nnx.Module):
+  """Root mean square norm over the last axes; `shape` None has no weight."""
+
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...] | None,
+    axes: tuple[str | None, ...],
+    *,
+    eps: float,
+    offset: float = 0.0,
+  ):
+    self.eps, self.offset = eps, offset
+    self.over = 1 if shape is None else len(shape)
+    self.weight = (
+      None if shape is None else param(rngs, shape, axes, value=1 - offset)
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    weight = None if self.weight is None else self.weight[...]
+    return rms_norm(x, weight, self.eps, axes=self.over, offset=self.offset)
+
+
+class LayerNorm(nnx.Module):
+  """Layer norm over the last axis."""
+
+  def __init__(self, rngs: nnx.Rngs, dims: int, *, eps: float, bias: bool):
+    self.eps = eps
+    self.weight = param(rngs, (dims,), (None,), value=1.0)
+    self.bias = param(rngs, (dims,), (None,)) if bias else None
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    bias = None if self.bias is None else self.bias[...]
+    return layer_norm(x, self.weight[...], bias, self.eps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+  """Which norm a model uses.
+
+  Attributes:
+    eps: added to the variance.
+    offset: 1 where the stored weight is the distance from one.
+    layer: LayerNorm instead of RMSNorm.
+    bias: whether a LayerNorm has a bias.
+  """
+
+  eps: float
+  offset: float = 0.0
+  layer: bool = False
+  bias: bool = True
+
+  def build(self, rngs: nnx.Rngs, dims: int) -> Any:
+    """The module that normalises vectors of `dims` numbers."""
+    if self.layer:
+      return LayerNorm(rngs, dims, eps=self.eps, bias=self.bias)
+    return RMSNorm(rngs, (dims,), (None,), eps=self.eps, offset=self.offset)

@@ -1,0 +1,82 @@
+"""Parameters with named axes, and the rules that lay the names on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import MeshError, message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+  """Which mesh axis shards which axis of the parameters; None for none.
+
+  A mesh without that axis, or an axis that it does not divide, leaves the
+  parameter whole. One mesh axis for two axes of a parameter is an error.
+  """
+
+  embed: str | None = None
+  heads: str | None = "model"
+  kv_heads: str | None = "model"
+  ffn: str | None = "model"
+  vocab: str | None = "model"
+  experts: str | None = None
+
+  def spec(
+    self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any
+  ) -> P:
+    """The sharding of a parameter, whose leading axes may be unnamed."""
+    names = (None,) * (len(shape) - len(axes)) + tuple(axes)
+    found: list[str | None] = []
+    for name, n in zip(names, shape, strict=True):
+      axis = getattr(self, name, None) if name else None
+      fits = axis in mesh.axis_names and n % mesh.shape[axis] == 0
+      if axis is not None and fits and axis in found:
+        raise MeshError(
+          message(
+            "rules",
+            f"mesh axis {axis!r} for two axes of {axes}",
+            "another mesh axis for each",
+            "set one of them to None",
+          )
+        )
+      found.append(axis if fits else None)
+    while found and found[-1] is None:
+      found.pop()
+    return P(*found)
+
+  def sharding(self, param: nnx.Variable, mesh: Any) -> NamedSharding:
+    """The sharding of a parameter of a module, abstract or not."""
+    shape = param.get_value().shape
+    axes = param.get_metadata()["axes"]
+    return NamedSharding(mesh, self.spec(axes, shape, mesh))
+
+
+def param(
+  rngs: nnx.Rngs,
+  shape: tuple[int, ...],
+  axes: tuple[str | None, ...],
+  *,
+  fan_in: int | None = None,
+  value: float = 0.0,
+  wide: bool = False,
+) -> nnx.Param:
+  """A float32 parameter: normal of variance 1/fan_in, or `value` without one.
+
+  `wide` parameters stay float32 when a model is cast.
+  """
+  assert len(shape) == len(axes), (shape, axes)
+  if fan_in is None:
+    data = jnp.full(shape, value, jnp.float32)
+  else:
+    data = jax.random.normal(rngs.params(), shape, jnp.float32)
+    data = data * jnp.float32(1 / math.sqrt(fan_in))
+  return nnx.Param(data, axes=axes, wide=wide)

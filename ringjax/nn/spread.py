@@ -1,0 +1,230 @@
+"""How a call's tokens lie on devices, and how its queries find their keys.
+
+A model gets one of these objects with the call and asks nothing else: the same
+weights serve one device, a ring that reads a prompt, and decoding from a
+sharded cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.kv.base import LayerCache
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.resident import Resident
+from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.feedforward import blockwise_feedforward
+from ringjax.ops.mask import Mask, SameSegment
+from ringjax.parallel.layout import Contiguous, Layout
+
+_BATCH_AXES = ("replica", "data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extras:
+  """What a layer's attention has beside its mask; None where absent.
+
+  Attributes:
+    scale: of the logits.
+    soft_cap: of the logits.
+    sinks: [N].
+    slopes: [N], ALiBi.
+  """
+
+  scale: float
+  soft_cap: float | None = None
+  sinks: Any = None
+  slopes: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+  """Tokens over the devices of a mesh, in a layout.
+
+  Attributes:
+    mesh: the mesh, or None for one device.
+    axis: the axis that shards the sequence, or None.
+    layout: which token lies where.
+    block: tokens of a step of the feedforward, on each shard.
+  """
+
+  mesh: Any = None
+  axis: str | None = None
+  layout: Layout = Contiguous()
+  block: int = 2048
+
+  @property
+  def size(self) -> int:
+    """Shards of the sequence."""
+    return 1 if self.axis is None else self.mesh.shape[self.axis]
+
+  @property
+  def sharded(self) -> bool:
+    """Whether the call's tokens are sharded over the axis."""
+    return self.axis is not None
+
+  def batch_axes(self, batch: int) -> tuple[str, ...]:
+    """The mesh axes over which a batch of this size lies."""
+    if self.mesh is None:
+      return ()
+    names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
+    size = 1
+    for name in names:
+      size *= self.mesh.shape[name]
+    return tuple(names) if size > 1 and batch % size == 0 else ()
+
+  def spec(self, x: Any) -> P:
+    """The sharding of activations [B, T, ...]."""
+    tokens = self.axis if x.shape[1] % self.size == 0 else None
+    return P(self.batch_axes(x.shape[0]) or None, tokens)
+
+  def constrain(self, x: jax.Array) -> jax.Array:
+    """Tells the compiler where activations [B, T, ...] lie."""
+    if self.mesh is None:
+      return x
+    return jax.lax.with_sharding_constraint(
+      x, NamedSharding(self.mesh, self.spec(x))
+    )
+
+  def rowwise(
+    self, f: Callable[[jax.Array], jax.Array], x: jax.Array
+  ) -> jax.Array:
+    """f(x) of each token [B, T, D], some tokens of each shard at a time."""
+    return blockwise_feedforward(f, x, self.block * self.size)
+
+  def per_shard(
+    self, f: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array
+  ) -> jax.Array:
+    """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D]."""
+
+    def local(weights: Any, x: jax.Array) -> jax.Array:
+      return f(weights, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+    spec = self.spec(x) if self.mesh is not None else P()
+    names = {
+      a
+      for entry in tuple(spec)
+      for a in (entry if isinstance(entry, tuple) else (entry,))
+      if a is not None
+    }
+    if not names:
+      return local(weights, x)
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(P(), spec),
+      out_specs=spec,
+      axis_names=names,
+    )(weights, x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Travel(Spread):
+  """The call's own keys travel: training, and reading a prompt.
+
+  What a cache holds from before is not seen.
+
+  Attributes:
+    strategy: "ring", "gather", "ulysses" or an object.
+  """
+
+  strategy: Any = Ring()
+
+  # Whether keys come out of a cache, which other calls have filled.
+  resident = False
+
+  def __call__(
+    self,
+    q: jax.Array,
+    tokens: Tokens,
+    cache: LayerCache,
+    mask: Mask,
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, J] from queries [B, T, N, H]."""
+    k, v, _ = cache.fresh
+    return dot_product_attention(
+      q,
+      jnp.swapaxes(k, 1, 2),
+      jnp.swapaxes(v, 1, 2),
+      mask=mask,
+      scale=extras.scale,
+      mesh=self.mesh,
+      axis=self.axis,
+      layout=self.layout,
+      strategy=self.strategy,
+      q_positions=None if tokens.derived else tokens.pos,
+      kv_positions=None if tokens.derived else tokens.pos,
+      q_segment_ids=tokens.seg if tokens.segmented else None,
+      logits_soft_cap=extras.soft_cap,
+      sinks=extras.sinks,
+      alibi_slopes=extras.slopes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visit(Spread):
+  """The keys stay in the cache and queries visit them: chunks and decoding.
+
+  Attributes:
+    local: the algorithm on a shard.
+    spread: whether the call's tokens are the same on all shards (decoding),
+      or sharded (a chunk).
+  """
+
+  local: Any = Blockwise()
+  spread: bool = True
+
+  resident = True
+
+  @property
+  def sharded(self) -> bool:
+    return self.axis is not None and not self.spread
+
+  def spec(self, x: Any) -> P:
+    if self.spread:
+      return P(self.batch_axes(x.shape[0]) or None)
+    return super().spec(x)
+
+  def __call__(
+    self,
+    q: jax.Array,
+    tokens: Tokens,
+    cache: LayerCache,
+    mask: Mask,
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, J] from queries [B, T, N, H]."""
+    b, t, n, h = q.shape
+    k, v, at = cache.view()
+    heads = k.shape[1]
+    if tokens.segmented:
+      mask = mask & SameSegment()
+    grouped = lambda a: None if a is None else a.reshape(heads, -1)
+    run = Resident(
+      mesh=self.mesh,
+      axis=self.axis,
+      sharded=self.sharded,
+      local=self.local,
+    )
+    out = run(
+      Scores(scale=extras.scale, soft_cap=extras.soft_cap),
+      Local(
+        jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4)), k, v
+      ),
+      Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
+      tokens.at,
+      at,
+      mask,
+    )
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)

@@ -1,0 +1,52 @@
+"""The tokens of one call: where they are, and what that turns them by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rope
+
+
+class Tokens:
+  """Coordinates of a call's tokens, with the tables of its rotations.
+
+  Built once, outside of the loop over layers.
+
+  Attributes:
+    pos: int32 [B or 1, T].
+    seg: int32 [B or 1, T], 0 for padding.
+    derived: whether positions are those of the layout, so that attention may
+      reckon with them before it sees them.
+    segmented: whether segments matter.
+  """
+
+  def __init__(
+    self,
+    pos: jax.Array,
+    seg: jax.Array,
+    *,
+    derived: bool,
+    segmented: bool,
+    ropes: Iterable[Rope],
+    length: Any,
+  ):
+    self.pos, self.seg = pos, seg
+    self.derived, self.segmented = derived, segmented
+    self._tables = {rope: rope.tables(pos, length) for rope in ropes}
+
+  @property
+  def at(self) -> Coords:
+    batch = max(self.pos.shape[0], self.seg.shape[0])
+    shape = (batch, self.pos.shape[1])
+    return Coords(
+      jnp.broadcast_to(self.pos, shape), jnp.broadcast_to(self.seg, shape)
+    )
+
+  def rotate(self, rope: Rope | None, x: jax.Array) -> jax.Array:
+    """Turns queries or keys, [B, T, heads, H]; None does not turn."""
+    return x if rope is None else rope.rotate(x, self._tables[rope])

@@ -1,0 +1,101 @@
+"""Mixture of experts without dropped tokens: rows sorted by expert.
+
+Law: `mix(f, x, experts, weights)` equals, for each token, the sum over its
+experts of weight * f(expert, token); no token is dropped whatever the load.
+Cost: f on k rows a token, and less than one block of padding for each expert.
+Memory: k copies of the tokens and of the results; f's intermediates for one
+block of rows.
+Ref:  the block-sparse grouping of Gale et al. 2022, arXiv 2211.15841.
+
+Rows are sorted by expert and each expert's rows begin a new block, so a block
+has one expert, and a loop over blocks takes one expert's weights at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringjax.parallel import collectives
+
+
+def block_rows(rows: int, experts: int) -> int:
+  """Rows of a block: about an expert's share, from 8 to 256."""
+  share = max(1, rows // experts)
+  return min(256, max(8, 1 << (share - 1).bit_length()))
+
+
+def mix(
+  f: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  experts: jax.Array,
+  weights: jax.Array,
+  count: int,
+  *,
+  scale_input: bool = False,
+) -> jax.Array:
+  """Weighted sum of the experts of each token.
+
+  Args:
+    f: (expert int32 [], rows [n, D]) -> [n, D], row by row.
+    x: [T, D].
+    experts: int32 [T, k], each token's experts.
+    weights: float32 [T, k].
+    count: number of experts, E.
+    scale_input: the weights multiply the rows that go into f, not its results.
+
+  Returns:
+    [T, D] in x's dtype; sums are float32.
+  """
+  tokens, chosen = experts.shape
+  rows = tokens * chosen
+  size = block_rows(rows, count)
+  blocks = -(-rows // size) + min(count, rows)
+  flat = experts.reshape(-1)
+  order = jnp.argsort(flat, stable=True)
+  sorted_experts = flat[order]
+  load = jnp.zeros((count,), jnp.int32).at[flat].add(1)
+  filled = (load + size - 1) // size * size
+  ends = jnp.cumsum(filled)
+  first = ends - filled
+  rank = (
+    jnp.arange(rows, dtype=jnp.int32)
+    - (jnp.cumsum(load) - load)[sorted_experts]
+  )
+  slot = first[sorted_experts] + rank
+  # For each slot the row in it; `rows` where it is padding.
+  row_of = (
+    jnp.full((blocks * size,), rows, jnp.int32)
+    .at[slot]
+    .set(order.astype(jnp.int32))
+  )
+  slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot.astype(jnp.int32))
+  starts = jnp.arange(blocks, dtype=jnp.int32) * size
+  expert_of = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
+  flat_weights = weights.reshape(-1)
+
+  def body(carry: None, block: tuple) -> tuple[None, jax.Array]:
+    expert, which = block
+
+    def run(_: None) -> jax.Array:
+      real = which < rows
+      safe = jnp.minimum(which, rows - 1)
+      part = jnp.where(real[:, None], x[safe // chosen], 0)
+      if scale_input:
+        part = part * flat_weights[safe][:, None].astype(x.dtype)
+      return jax.checkpoint(f)(expert, part)
+
+    def skip(_: None) -> jax.Array:
+      return collectives.zeros((size, x.shape[1]), x.dtype, x)
+
+    return None, lax.cond(expert < count, run, skip, None)
+
+  _, done = lax.scan(body, None, (expert_of, row_of.reshape(blocks, size)))
+  done = done.reshape(blocks * size, -1)[slot_of]
+  done = done.reshape(tokens, chosen, -1).astype(jnp.float32)
+  if not scale_input:
+    done = done * weights[..., None].astype(jnp.float32)
+  return jnp.sum(done, 1).astype(x.dtype)

@@ -1,0 +1,50 @@
+"""Normalisation of each token's vector, with float32 statistics."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.ops.softmax import wide_dtype
+
+
+def rms_norm(
+  x: jax.Array,
+  weight: jax.Array | None,
+  eps: float,
+  *,
+  axes: int = 1,
+  offset: float = 0.0,
+) -> jax.Array:
+  """x / rms(x) * (offset + weight) over the last `axes` axes, in x's dtype.
+
+  Args:
+    x: [..., D], or [..., N, H] with axes=2.
+    weight: the shape of the last `axes` axes, or None for no weight.
+    eps: added to the mean square.
+    axes: how many axes make a vector.
+    offset: 1 where checkpoints store the weight's distance from one.
+  """
+  over = tuple(range(-axes, 0))
+  wide = x.astype(wide_dtype(x.dtype))
+  mean = jnp.mean(jnp.square(wide), over, keepdims=True)
+  y = wide * jax.lax.rsqrt(mean + jnp.asarray(eps, wide.dtype))
+  if weight is not None:
+    scale = weight.astype(wide.dtype) + jnp.asarray(offset, wide.dtype)
+    y = y * scale[(None,) * (x.ndim - axes)]
+  return y.astype(x.dtype)
+
+
+def layer_norm(
+  x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float
+) -> jax.Array:
+  """(x - mean) / std * weight + bias over the last axis, in x's dtype."""
+  wide = x.astype(wide_dtype(x.dtype))
+  centred = wide - jnp.mean(wide, -1, keepdims=True)
+  variance = jnp.mean(jnp.square(centred), -1, keepdims=True)
+  y = centred * jax.lax.rsqrt(variance + jnp.asarray(eps, wide.dtype))
+  lead = (None,) * (x.ndim - 1)
+  y = y * weight.astype(wide.dtype)[lead]
+  if bias is not None:
+    y = y + bias.astype(wide.dtype)[lead]
+  return y.astype(x.dtype)

@@ -1,0 +1,203 @@
+"""Rotary position embeddings: which angle a token's position turns a head by.
+
+Law: dims 2i and 2i+1 (interleaved), or i and i + dims/2 (halves), of a head
+turn by position * frequency_i; the dot product of a query and a key then
+depends on the distance of their positions only.
+Ref: Su et al. 2021, arXiv 2104.09864; the scalings as Hugging Face
+checkpoints mean them: linear (Chen et al. 2023, arXiv 2306.15595), dynamic
+NTK, Llama 3, YaRN (Peng et al. 2023, arXiv 2309.00071), LongRoPE (Ding et al.
+2024, arXiv 2402.13753).
+
+Two scalings look at the length of the context. It is an argument, never the
+length of an array at hand: a chunk or a shard of a long text turns like the
+whole of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Unscaled:
+  """The frequencies theta**(-2i/dims) as they are."""
+
+  by_length = False
+
+  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+    """Frequencies float32 [dims/2] from the unscaled ones."""
+    del theta, length
+    return inverse
+
+  @property
+  def magnitude(self) -> float:
+    """Factor of the cosines and sines."""
+    return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(Unscaled):
+  """All positions divided by `factor`."""
+
+  factor: float
+
+  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+    return inverse / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dynamic(Unscaled):
+  """A base that grows with the length beyond `original`."""
+
+  factor: float
+  original: int
+
+  by_length = True
+
+  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+    dims = 2 * inverse.size
+    longer = jnp.maximum(jnp.asarray(length, jnp.float32), self.original)
+    grown = self.factor * longer / self.original - (self.factor - 1)
+    base = theta * grown ** (dims / (dims - 2))
+    return base ** jnp.asarray(-np.arange(0, dims, 2) / dims, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3(Unscaled):
+  """Long wavelengths divided by `factor`, short ones kept, a ramp between."""
+
+  factor: float
+  low: float
+  high: float
+  original: int
+
+  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+    turns = self.original * inverse / (2 * math.pi)
+    keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+    return keep * inverse + (1 - keep) * inverse / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn(Unscaled):
+  """Interpolates dims that turn less than `slow` times in `original` tokens.
+
+  Those that turn more than `fast` times are kept; between is a ramp over dims.
+  """
+
+  factor: float
+  original: int
+  fast: float = 32.0
+  slow: float = 1.0
+  truncate: bool = True
+  attention: float | None = None
+
+  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+    dims = 2 * inverse.size
+
+    def dim_of(turns: float) -> float:
+      wavelength = self.original / (turns * 2 * math.pi)
+      return dims * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dim_of(self.fast), dim_of(self.slow)
+    if self.truncate:
+      low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+      high += 0.001  # A ramp of no width would divide by zero.
+    ramp = np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    return inverse * (1 - ramp) + inverse / self.factor * ramp
+
+  @property
+  def magnitude(self) -> float:
+    if self.attention is not None:
+      return self.attention
+    return yarn_magnitude(self.factor)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+  """YaRN's attention temperature, 0.1 weight ln(factor) + 1."""
+  return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope(Unscaled):
+  """A divisor for each dim: one set up to `original` tokens, one beyond."""
+
+  short: tuple[float, ...]
+  long: tuple[float, ...]
+  original: int
+  factor: float
+  attention: float | None = None
+
+  by_length = True
+
+  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+    beyond = jnp.asarray(length, jnp.int32) > self.original
+    short, long = (
+      jnp.asarray(inverse / np.asarray(x), jnp.float32)
+      for x in (self.short, self.long)
+    )
+    return jnp.where(beyond, long, short)
+
+  @property
+  def magnitude(self) -> float:
+    if self.attention is not None:
+      return self.attention
+    if self.factor <= 1:
+      return 1.0
+    return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+  """A rotary embedding.
+
+  Attributes:
+    theta: base of the frequencies.
+    dims: how many of a head's dims turn, the first ones; the others do not.
+    interleaved: whether neighbours make a pair, or the two halves do.
+    scaling: how long contexts are fitted in.
+  """
+
+  theta: float
+  dims: int
+  interleaved: bool = False
+  scaling: Unscaled = Unscaled()
+
+  def tables(
+    self, positions: jax.Array, length: Any
+  ) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 [B, T, dims/2], for `positions` [B, T].
+
+    `length` is that of the whole context, an int or a traced int32 scalar.
+    """
+    exponents = np.arange(0, self.dims, 2) / self.dims
+    inverse = self.theta**-exponents
+    frequencies = self.scaling.scale(inverse, self.theta, length)
+    frequencies = jnp.asarray(frequencies, jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    size = jnp.float32(self.scaling.magnitude)
+    return jnp.cos(angles) * size, jnp.sin(angles) * size
+
+  def rotate(
+    self, x: jax.Array, tables: tuple[jax.Array, jax.Array]
+  ) -> jax.Array:
+    """Turns x, [B, T, heads, H], by the tables of its positions."""
+    cos, sin = (t[:, :, None] for t in tables)
+    turned, rest = x[..., : self.dims], x[..., self.dims :]
+    wide = turned.astype(jnp.float32)
+    if self.interleaved:
+      a, b = wide[..., 0::2], wide[..., 1::2]
+      wide = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1)
+      wide = wide.reshape(turned.shape)
+    else:
+      a, b = jnp.split(wide, 2, -1)
+      wide = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    wide = wide.astype(x.dtype)
+    return jnp.concatenate([wide, rest], -1) if rest.shape[-1] else wide
