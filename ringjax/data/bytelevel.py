@@ -1,0 +1,236 @@
+"""A tokenizer without files: the bytes of UTF-8, and a few special tokens.
+
+Law: token i < 256 is the byte i; special tokens follow from 256 on, in order.
+Hence `decode(encode(text)) == text` for every text, no text yields a special
+token, and one token is one byte. `save` writes the same tokenizer in the form
+in which others read it: a BPE without merges over the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.data import stream
+from ringjax.data.special import (
+  Specials,
+  SpecialToken,
+  as_text,
+  joined,
+)
+from ringjax.errors import TokenizerError, message
+
+BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+  "{{ bos_token }}{% for message in messages %}"
+  "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+  "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class Bytes:
+  """Bytes as tokens; the interface is that of `Tokenizer`.
+
+  Args:
+    special: texts of special tokens, with ids from 256 on. The first begins a
+      text, the second ends one, the third pads.
+    name: what it is called in a summary.
+    chat_template: Jinja source over these tokens, or None for none.
+  """
+
+  by_bytes = True
+  lead = ""
+  adds_bos = True
+  added: frozenset[str] = frozenset()
+
+  def __init__(
+    self,
+    special: Sequence[str] = (BEGIN, END, PAD, *ROLES),
+    *,
+    name: str = "bytes",
+    chat_template: str | None = CHAT_TEMPLATE,
+  ):
+    texts = tuple(special)
+    sound = all(isinstance(t, str) and t.strip() for t in texts)
+    if len(texts) < 3 or not sound or len(set(texts)) < len(texts):
+      raise TokenizerError(
+        message(
+          "special",
+          texts,
+          "at least 3 different texts: begin, end, padding",
+          "leave it out for the usual ones",
+        )
+      )
+    self.name = name
+    self.chat_template = chat_template
+    self.specials = Specials(
+      SpecialToken(text=t, id=256 + i) for i, t in enumerate(texts)
+    )
+    self.vocab_size = 256 + len(texts)
+    self.bos_id: int | None = 256
+    self.eos_ids: tuple[int, ...] = (257,)
+    self.pad_id: int | None = 258
+    self.special_names: dict[str, Any] = {
+      "bos_token": texts[0],
+      "eos_token": texts[1],
+      "pad_token": texts[2],
+    }
+    self._texts = texts
+
+  def encode(
+    self,
+    text: str,
+    *,
+    special: bool = False,
+    bos: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+  ) -> np.ndarray:
+    """The ids of a text, as `Tokenizer.encode`.
+
+    Args:
+      text: any text that has a UTF-8 form.
+      special: whether texts of special tokens in it become those tokens. Only
+        for text that no user wrote.
+      bos: whether the id that begins a text comes first.
+      progress: called with characters done and characters in all.
+
+    Returns:
+      int32 [T].
+
+    Raises:
+      PromptError, InputTypeError: not a str, or one with a lone surrogate.
+    """
+    text = as_text("text", text)
+    parts = self.specials.split(text) if special else [text]
+    ids = self.encode_parts([256, *parts] if bos else parts)
+    if progress is not None:
+      progress(len(text), len(text))
+    return ids
+
+  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
+    """Texts and ids in turn as one row of ids, int32 [T]."""
+    rows = []
+    for part in parts:
+      if isinstance(part, str):
+        data = as_text("text", part).encode("utf-8")
+        rows.append(np.frombuffer(data, np.uint8).astype(np.int32))
+      else:
+        rows.append(np.array([part], np.int32))
+    return joined(rows)
+
+  def decode(self, ids: Any, *, special: bool = False) -> str:
+    """The text of ids; of special tokens only if asked for."""
+    return stream.decode(self, ids, special=special)
+
+  def piece(self, token_id: int) -> bytes:
+    """The bytes of one token."""
+    if token_id < 256:
+      return bytes([token_id])
+    if token_id < self.vocab_size:
+      return self._texts[token_id - 256].encode("utf-8")
+    return stream.UNKNOWN.encode("utf-8")
+
+  def is_special(self, token_id: int) -> bool:
+    """Whether the token steers the model and is no text."""
+    return 256 <= token_id < self.vocab_size
+
+  def window(self, ids: Sequence[int]) -> str:
+    """The text of a few tokens, special or not."""
+    return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
+
+  def save(self, folder: str | os.PathLike[str]) -> None:
+    """Writes tokenizer.json and its companions, as others read them.
+
+    Args:
+      folder: where the files go; it is made if it is not there.
+    """
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    added = [
+      {
+        "id": 256 + i,
+        "content": text,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+      }
+      for i, text in enumerate(self._texts)
+    ]
+    as_bytes = {
+      "type": "ByteLevel",
+      "add_prefix_space": False,
+      "trim_offsets": False,
+      "use_regex": False,
+    }
+    begin = self._texts[0]
+    first = {"SpecialToken": {"id": begin, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    pair = {"Sequence": {"id": "B", "type_id": 1}}
+    tokenizer = {
+      "version": "1.0",
+      "truncation": None,
+      "padding": None,
+      "added_tokens": added,
+      "normalizer": None,
+      "pre_tokenizer": as_bytes,
+      "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, pair],
+        "special_tokens": {
+          begin: {"id": begin, "ids": [256], "tokens": [begin]}
+        },
+      },
+      "decoder": as_bytes,
+      "model": {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {char: byte for byte, char in enumerate(BYTE_CHARS)},
+        "merges": [],
+      },
+    }
+    config = {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      **self.special_names,
+      "additional_special_tokens": list(self._texts[3:]),
+      "clean_up_tokenization_spaces": False,
+      "model_max_length": 10**30,
+    }
+    if self.chat_template is not None:
+      config["chat_template"] = self.chat_template
+    for file, content in (
+      ("tokenizer.json", tokenizer),
+      ("tokenizer_config.json", config),
+    ):
+      written = json.dumps(content, ensure_ascii=False, indent=1)
+      (path / file).write_text(written + "\n", encoding="utf-8")
+
+
+def _byte_chars() -> tuple[str, ...]:
+  """The character by which byte-level vocabularies write each byte.
+
+  Printable bytes of Latin-1 stand for themselves, the others for the
+  characters from 256 on. Ref: GPT-2, Radford et al. 2019.
+  """
+  plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  chars = {byte: chr(byte) for byte in plain}
+  rest = [byte for byte in range(256) if byte not in chars]
+  chars |= {byte: chr(256 + i) for i, byte in enumerate(rest)}
+  return tuple(chars[byte] for byte in range(256))
+
+
+BYTE_CHARS = _byte_chars()

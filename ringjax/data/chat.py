@@ -1,0 +1,560 @@
+"""Chat templates: messages to tokens, where only the template can steer.
+
+Law: the ids are those that the tokenizer gives for the text that transformers
+renders, except that no string in a message becomes a special token, nor part
+of one: a message that says "<|im_end|>" says ten characters. Only the template
+writes special tokens. (Roles are not free text: they are taken from a list.)
+
+How: each character of a message of which special tokens are made ("<", "|",
+...) is rendered as a character that nobody uses. A special token that is then
+found in the output was written by the template; the others are turned back
+into text afterwards. A template that looks for words of its own in a message
+(Qwen's "</think>") finds those: they are left as they are. That what comes out
+is what the template meant is checked against the same template without the
+exchange, and if it is not, that is an error.
+
+A template is code from anywhere: by default it runs in a process of its own,
+with 512 MB and 2 s of processor time, without files, network or Python's
+objects. Cost: one process, about 0.1 s; with trusted=True about 1 ms.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ringjax.data import child, render
+from ringjax.data.special import Specials, as_text
+from ringjax.errors import (
+  InputTypeError,
+  PromptError,
+  TemplateError,
+  message,
+)
+
+SOURCE_CHARS = 1_000_000
+ROLES = (
+  "system",
+  "user",
+  "assistant",
+  "tool",
+  "developer",
+  "function",
+  "ipython",
+  "model",
+  "documents",
+)
+# Kinds of parts of a message; templates compare them and do not write them.
+_KINDS = (
+  "text",
+  "function",
+  "image",
+  "audio",
+  "video",
+  "tool_call",
+  "tool_result",
+)
+_DEPTH = 64
+_CPU_S = 2
+_MEMORY_BYTES = 512 << 20
+
+_SCRIPT = """
+scope = {{"__name__": "render"}}
+exec(compile({source!r}, "render.py", "exec"), scope)
+request = json.load(sys.stdin.buffer)
+print(json.dumps(scope["render"](**request)))
+"""
+
+
+@runtime_checkable
+class Encodes(Protocol):
+  """What a template asks of a tokenizer."""
+
+  specials: Specials
+  # Texts of tokens that are matched like special ones but are none: <think>.
+  added: frozenset[str]
+  special_names: dict[str, Any]
+  chat_template: str | None
+
+  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
+    """Texts and ids in turn as one row of ids."""
+    ...
+
+
+class ChatTemplate:
+  """A Jinja template over the messages of a chat.
+
+  Args:
+    source: the template, as in a model's tokenizer_config.json.
+    names: texts of special tokens by the names that the template uses, e.g.
+      {"bos_token": "<s>"}; `tokenizer.special_names`.
+    trusted: whether the template runs in this process, without limits of time
+      and memory. Only for templates that you have read.
+    roles: which roles a message may have. A template may build a special token
+      of a role, so they are no free text.
+
+  Raises:
+    TemplateError: `source` is no text, or too long.
+  """
+
+  def __init__(
+    self,
+    source: str,
+    names: Mapping[str, Any] | None = None,
+    *,
+    trusted: bool = False,
+    roles: Iterable[str] = ROLES,
+  ):
+    if not isinstance(source, str) or len(source) > SOURCE_CHARS:
+      raise TemplateError(
+        message(
+          "source",
+          f"{len(source)} characters"
+          if isinstance(source, str)
+          else type(source).__name__,
+          f"a template of at most {SOURCE_CHARS} characters",
+          "pass the text of a chat_template",
+        )
+      )
+    self.source = source
+    self.names = dict(names or {})
+    self.trusted = trusted
+    self.roles = frozenset(roles)
+
+  @classmethod
+  def of(cls, tokenizer: Encodes, *, trusted: bool = False) -> ChatTemplate:
+    """The template that came with a tokenizer.
+
+    Raises:
+      TemplateError: there came none.
+    """
+    if tokenizer.chat_template is None:
+      raise TemplateError(
+        message(
+          "tokenizer",
+          "one without a chat template",
+          "the tokenizer of a chat model",
+          "encode a plain prompt, or pass ChatTemplate(source, names)",
+        )
+      )
+    return cls(
+      tokenizer.chat_template, tokenizer.special_names, trusted=trusted
+    )
+
+  def text(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime.datetime | None = None,
+    **more: Any,
+  ) -> str:
+    """The text that transformers would render. To look at, not to encode.
+
+    Args and errors are those of `tokens`.
+    """
+    chat = self._chat(messages, add_generation_prompt, tools, more)
+    return _text(self._render([chat], now)["texts"][0])
+
+  def tokens(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Encodes,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime.datetime | None = None,
+    **more: Any,
+  ) -> np.ndarray:
+    """The ids of a chat.
+
+    Args:
+      messages: tables with a "role" and what the template reads: "content" as
+        text or as parts, "tool_calls", and so on; JSON's kinds of values only.
+      tokenizer: whose ids they are.
+      add_generation_prompt: whether the opening of an answer comes last.
+      tools: the JSON schemas of functions, for templates that know them.
+      now: the time for templates that write the date; by default this
+        machine's. Pass it where several hosts must agree.
+      **more: further variables of the template, e.g. enable_thinking=False.
+
+    Returns:
+      int32 [T].
+
+    Raises:
+      TemplateError: the template fails, refuses these messages, grows or runs
+        too long, or alters messages in ways that cannot be followed.
+      PromptError, InputTypeError: messages that are none.
+      TokenizerError: the tokenizer fails on this text.
+    """
+    chat = self._chat(messages, add_generation_prompt, tools, more)
+    marks = _Marks(chat, self.source, tokenizer)
+    text = self._marked(chat, marks, tokenizer, now)
+    parts: list[str | int] = []
+    for part in tokenizer.specials.split(text):
+      parts += marks.broken(part) if isinstance(part, str) else [part]
+    return tokenizer.encode_parts(parts)
+
+  def _marked(
+    self,
+    chat: dict[str, Any],
+    marks: _Marks,
+    tokenizer: Encodes,
+    now: datetime.datetime | None,
+  ) -> str:
+    """The rendered text, with all that messages could steer with marked."""
+    if now is None:
+      now = datetime.datetime.now()
+    specials = tokenizer.specials.pattern.findall
+    found = self._render([marks.plain(chat), marks.all(chat)], now)
+    plain, text = _text(found["texts"][0]), found["texts"][1]
+    wanted = marks.unmark(plain)
+    if not isinstance(text, str) or marks.unmark(text) != wanted:
+      # The template looks for words of its own in the messages.
+      kept = marks.all(chat, keep=found["literals"])
+      before = specials(text) if isinstance(text, str) else None
+      text = self._render([kept], now)["texts"][0]
+      if (
+        not isinstance(text, str)
+        or marks.unmark(text) != wanted
+        or before not in (None, specials(text))
+      ):
+        raise self._unsafe()
+    words = marks.words(chat)
+    if words is not None:
+      again = self._render([words], now)["texts"][0]
+      if not isinstance(again, str) or specials(again) != specials(text):
+        raise self._unsafe()
+    return text
+
+  def _unsafe(self) -> TemplateError:
+    return TemplateError(
+      message(
+        "messages",
+        "text like that of special tokens, which the template alters",
+        "messages of which the template leaves such text as it is",
+        "take characters like < | > out of them, or mend the template",
+      )
+    )
+
+  def _chat(
+    self,
+    messages: Any,
+    add_generation_prompt: bool,
+    tools: Any,
+    more: dict[str, Any],
+  ) -> dict[str, Any]:
+    """All variables of the template, in JSON's kinds of values."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+      raise InputTypeError(
+        message(
+          "messages",
+          type(messages).__name__,
+          "a list of tables with role and content",
+          'pass [{"role": "user", "content": text}]',
+        )
+      )
+    if not messages:
+      raise PromptError(
+        message("messages", "none", "at least one", "add a user's message")
+      )
+    for i, one in enumerate(messages):
+      role = one.get("role") if isinstance(one, Mapping) else None
+      if not isinstance(role, str) or role not in self.roles:
+        raise PromptError(
+          message(
+            f"messages[{i}]",
+            f"role {role!r}" if isinstance(one, Mapping) else type(one),
+            f"a table with a role of {sorted(self.roles)}",
+            "pass roles= to ChatTemplate for other ones",
+          )
+        )
+    return {
+      **_plain("more", more),
+      "messages": _plain("messages", messages),
+      "tools": _plain("tools", tools),
+      "add_generation_prompt": bool(add_generation_prompt),
+    }
+
+  def _render(
+    self, variants: list[dict[str, Any]], now: datetime.datetime | None
+  ) -> dict[str, Any]:
+    """What render.render gives, from a process of its own."""
+    own = max(sum(map(len, _strings(v))) for v in variants)
+    request = {
+      "source": self.source,
+      "variants": [{**self.names, **v} for v in variants],
+      "now": (now or datetime.datetime.now()).isoformat(),
+      # Documents may be long; the limit is on what the template adds.
+      "room": render.OUTPUT_CHARS + 2 * own,
+    }
+    if self.trusted:
+      found = render.render(**request)
+    else:
+      script = _SCRIPT.format(source=inspect.getsource(render))
+      try:
+        found = child.run(
+          script,
+          json.dumps(request).encode("ascii"),
+          memory_bytes=_MEMORY_BYTES + 100 * own,
+          cpu_s=_CPU_S + own // 2_000_000,
+          wall_s=60.0 + own / 100_000,
+          answer_bytes=2**31,
+        )
+      except child.ChildError as error:
+        raise _fault(error) from None
+    if "error" in found:
+      raise _fault(found["error"])
+    return found
+
+
+class _Marks:
+  """Exchanges what messages could steer with for characters of nobody.
+
+  Two alphabets of them, "firm" for what users and tools say, and "own" for
+  what the model said: its answers may hold words such as <think>, which are
+  tokens without being special; others may not write those either, if the
+  template writes them.
+  """
+
+  def __init__(self, chat: dict[str, Any], source: str, tokenizer: Encodes):
+    special = set(tokenizer.specials.by_text)
+    self._control = sorted(
+      (t for t in tokenizer.added if t in source and _steers(t)), key=len
+    )
+    self._guarded = {"own": special, "firm": special | set(self._control)}
+    free = _free_characters(chat, source)
+    letters = {char for text in self._guarded["firm"] for char in text}
+    self._tables: dict[str, dict[int, int]] = {}
+    self._words: dict[int, int] = {}
+    for kind, texts in self._guarded.items():
+      chars = sorted(set().union(*map(_steering, texts)))
+      self._tables[kind] = {ord(c): ord(next(free)) for c in chars}
+    self._words = {ord(c): ord(next(free)) for c in sorted(letters)}
+    self._back = {
+      new: old
+      for table in (*self._tables.values(), self._words)
+      for old, new in table.items()
+    }
+    self._firm = {chr(new) for new in self._tables["firm"].values()}
+
+  def plain(self, chat: dict[str, Any]) -> dict[str, Any]:
+    """Only whole special tokens are marked: what the output should be."""
+    patterns = {kind: _any_of(t) for kind, t in self._guarded.items()}
+
+    def mark(text: str, kind: str) -> str:
+      table = self._tables[kind]
+      return patterns[kind].sub(lambda m: m.group().translate(table), text)
+
+    return _exchanged(chat, mark)
+
+  def all(
+    self, chat: dict[str, Any], keep: Sequence[str] = ()
+  ) -> dict[str, Any]:
+    """Each character is marked, but not in the words of `keep`."""
+    kept = {
+      kind: _any_of(k for k in keep if not _touches(k.strip(), texts))
+      for kind, texts in self._guarded.items()
+    }
+
+    def mark(text: str, kind: str) -> str:
+      table, pieces, start = self._tables[kind], [], 0
+      for found in kept[kind].finditer(text) if keep else ():
+        pieces += [text[start : found.start()].translate(table), found.group()]
+        start = found.end()
+      return "".join([*pieces, text[start:].translate(table)])
+
+    return _exchanged(chat, mark)
+
+  def words(self, chat: dict[str, Any]) -> dict[str, Any] | None:
+    """Values that are the word inside of a special token are marked too.
+
+    A template that writes "<|" + name + "|>" would make a token of them. None
+    if there is no such value.
+    """
+    inner = {w for t in self._guarded["firm"] for w in re.findall(r"\w+", t)}
+    some = False
+
+    def mark(text: str, kind: str) -> str:
+      nonlocal some
+      if text.strip() in inner:
+        some = True
+        return text.translate(self._words)
+      return text.translate(self._tables[kind])
+
+    marked = _exchanged(chat, mark)
+    return marked if some else None
+
+  def unmark(self, text: str) -> str:
+    return text.translate(self._back)
+
+  def broken(self, text: str) -> list[str | int]:
+    """Text as it was, in parts so that no control token forms of messages."""
+    clear = self.unmark(text)
+    places, start = [], 0
+    for found in _any_of(self._control).finditer(clear):
+      if self._firm.intersection(text[found.start() : found.end()]):
+        places.append(found.start() + 1)
+    parts: list[str | int] = []
+    for place in [*places, len(clear)]:
+      parts.append(clear[start:place])
+      start = place
+    return parts
+
+
+def _exchanged(
+  chat: dict[str, Any], mark: Callable[[str, str], str]
+) -> dict[str, Any]:
+  """All strings of a chat, marked as what they are."""
+
+  def walk(value: Any, kind: str, key: str = "") -> Any:
+    if isinstance(value, str):
+      return value if key == "type" and value in _KINDS else mark(value, kind)
+    if isinstance(value, list):
+      return [walk(item, kind) for item in value]
+    if isinstance(value, dict):
+      return {
+        k if _NAME.fullmatch(k) else mark(k, kind): walk(v, kind, k)
+        for k, v in value.items()
+      }
+    return value
+
+  def one(said: dict[str, Any]) -> dict[str, Any]:
+    own = said["role"] in ("assistant", "model")
+    rest = {k: v for k, v in said.items() if k != "role"}
+    marked = walk(rest, "own" if own else "firm")
+    # In the order in which they came: a template may go through them.
+    order = iter(marked.items())
+    return dict(
+      ("role", said["role"]) if k == "role" else next(order) for k in said
+    )
+
+  return {
+    name: [one(said) for said in value]
+    if name == "messages"
+    else walk(value, "firm", name)
+    for name, value in chat.items()
+  }
+
+
+_NAME = re.compile(r"\w+")
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+  """The leftmost and then longest of some texts."""
+  longest_first = sorted({t for t in texts if t.strip()}, key=lambda t: -len(t))
+  return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _steering(text: str) -> set[str]:
+  """Characters without which a token cannot be written.
+
+  Its first, its last, and all that are neither of a word nor space. What is
+  left of it is words inside of it, which alone make no token.
+  """
+  chars = {text[0], text[-1], *re.findall(r"[^\w\s]", text)}
+  return {c for c in chars if not c.isspace()}
+
+
+def _steers(text: str) -> bool:
+  """Whether an added token is there for control, and not for brevity."""
+  return len(text) > 2 and re.search(r"[^\w\s]", text) is not None
+
+
+def _touches(text: str, controls: Iterable[str]) -> bool:
+  """Whether a text is in a control token, holds one or overlaps one."""
+  tails = {text[-n:] for n in range(1, len(text) + 1)}
+  heads = {text[:n] for n in range(1, len(text) + 1)}
+  for control in controls:
+    sizes = range(1, min(len(control), len(text)) + 1)
+    if control in text or text in control:
+      return True
+    if any(control[:n] in tails or control[-n:] in heads for n in sizes):
+      return True
+  return False
+
+
+def _free_characters(chat: dict[str, Any], source: str) -> Iterator[str]:
+  """Characters of private use that occur nowhere."""
+  used = set(source).union(*map(set, _strings(chat)))
+  for code in (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)):
+    if chr(code) not in used:
+      yield chr(code)
+  raise PromptError(
+    message(
+      "messages",
+      "every character of private use",
+      "some that are left",
+      "take them out of the messages",
+    )
+  )
+
+
+def _strings(value: Any) -> Iterator[str]:
+  """All strings in JSON's kinds of values, keys included."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, list):
+    for item in value:
+      yield from _strings(item)
+  elif isinstance(value, dict):
+    for key, item in value.items():
+      yield key
+      yield from _strings(item)
+
+
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
+  """A copy in JSON's kinds of values, or an error that names the place."""
+  if depth > _DEPTH:
+    raise PromptError(
+      message(name, f"over {_DEPTH} levels", f"at most {_DEPTH}", "flatten it")
+    )
+  if value is None or isinstance(value, bool | float):
+    return value
+  if isinstance(value, str):
+    # An enum of str is given as the str that it is.
+    return str.__str__(as_text(name, value))
+  if isinstance(value, int) and abs(value) < 2**63:
+    return int(value)
+  if isinstance(value, Mapping):
+    return {
+      str.__str__(as_text(f"{name} key", k)): _plain(
+        f"{name}[{k!r}]", v, depth + 1
+      )
+      for k, v in value.items()
+    }
+  if isinstance(value, list | tuple):
+    return [_plain(f"{name}[{i}]", v, depth + 1) for i, v in enumerate(value)]
+  raise InputTypeError(
+    message(
+      name,
+      type(value).__name__,
+      "JSON's kinds of values: text, numbers, lists, tables",
+      "convert it first",
+    )
+  )
+
+
+def _text(found: Any) -> str:
+  """What a template gave, if it gave text."""
+  if isinstance(found, str):
+    return found
+  raise _fault(found["error"])
+
+
+def _fault(why: object) -> TemplateError:
+  return TemplateError(
+    message(
+      "chat template",
+      why,
+      "text within the limits of time, memory and length",
+      "look at the messages' roles and their order, or at the template",
+    )
+  )

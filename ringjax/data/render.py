@@ -1,0 +1,154 @@
+"""Jinja as chat templates know it, in a sandbox.
+
+Law: what a template gives here is what it gives in transformers, or an error.
+A template can read the values it is given and write text; it loads no file,
+calls nothing of Python, and changes no value. What it can still do is to run
+long and grow large: therefore this file knows the standard library and jinja2
+only, so that a process of its own, with limits, can run it (chat.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+OUTPUT_CHARS = 4_000_000
+_RANGE = 10_000
+
+
+def render(
+  source: str, variants: list[dict[str, Any]], now: str, room: int
+) -> dict[str, Any]:
+  """Renders a template once for each set of variables.
+
+  Args:
+    source: the template.
+    variants: sets of variables.
+    now: the time that it is for the template, in ISO form.
+    room: the most characters that it may write.
+
+  Returns:
+    "texts", one for each variant: a str, or {"error": why}; "literals": the
+    texts that stand in the template itself. Or only "error": the template
+    is none.
+  """
+  import jinja2
+
+  try:
+    environment = _environment(now)
+    literals = _literals(environment, source)
+    template = environment.from_string(source)
+  except jinja2.TemplateSyntaxError as error:
+    return {"error": f"line {error.lineno}: {error.message}"}
+  except Exception as error:
+    return {"error": _said(error)}
+  texts = [_one(template, variables, room) for variables in variants]
+  return {"texts": texts, "literals": literals}
+
+
+def _one(template: Any, variables: dict[str, Any], room: int) -> Any:
+  pieces, length = [], 0
+  try:
+    for piece in template.generate(**variables):
+      length += len(piece)
+      if length > room:
+        return {"error": f"more than {room} characters of output"}
+      pieces.append(piece)
+  except Exception as error:
+    return {"error": _said(error)}
+  return "".join(pieces)
+
+
+def _said(error: Exception) -> str:
+  return f"{type(error).__name__}: {error}"[:300]
+
+
+def _literals(environment: Any, source: str) -> list[str]:
+  from jinja2 import nodes
+
+  tree = environment.parse(source)
+  found = {node.data for node in tree.find_all(nodes.TemplateData)}
+  consts = (node.value for node in tree.find_all(nodes.Const))
+  found |= {value for value in consts if isinstance(value, str)}
+  return sorted(found)
+
+
+def _environment(now: str) -> Any:
+  import jinja2
+  import jinja2.ext
+  from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+  class Generation(jinja2.ext.Extension):
+    """{% generation %}: marks what an assistant wrote; here it only writes."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+      return jinja2.nodes.Scope(body, lineno=line)
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  def tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+  ) -> str:
+    return json.dumps(
+      x,
+      ensure_ascii=ensure_ascii,
+      indent=indent,
+      separators=separators,
+      sort_keys=sort_keys,
+    )
+
+  def strftime_now(form: str) -> str:
+    return datetime.datetime.fromisoformat(now).strftime(form)
+
+  def short_range(*args: int) -> range:
+    found = range(*args)
+    if len(found) > _RANGE:
+      raise OverflowError(f"a range of more than {_RANGE}")
+    return found
+
+  class Names(jinja2.utils.Namespace):
+    """A namespace without names that Python keeps to itself."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+      own, values = args[0], dict(*args[1:], **kwargs)
+      for name in values:
+        Names._check(name)
+      jinja2.utils.Namespace.__init__(own, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+      Names._check(name)
+      jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+      if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the name {name!r}")
+
+  def table(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+  environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[Generation, jinja2.ext.loopcontrols],
+  )
+  environment.filters["tojson"] = tojson
+  for name in ("lipsum", "cycler", "joiner"):
+    del environment.globals[name]
+  known: dict[str, Any] = environment.globals
+  known["range"] = short_range
+  known["dict"] = table
+  known["namespace"] = Names
+  known["raise_exception"] = raise_exception
+  known["strftime_now"] = strftime_now
+  return environment

@@ -1,0 +1,120 @@
+"""Tokens that steer a model, and where they stand in a text that is trusted.
+
+Law: `split` cuts a text as the tokenizers library does: at the leftmost and
+then longest token; a token that strips takes the white space beside it along.
+It is only ever asked about text that may hold such tokens (a template, a
+caller's own words with `special=True`), never about a user's text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.errors import InputTypeError, PromptError, message
+
+_INT32 = 2**31
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecialToken:
+  """A token with a text of its own that plain text is not cut into.
+
+  Attributes:
+    text: as it is written.
+    id: its number.
+    lstrip, rstrip: whether it swallows white space before it, after it.
+  """
+
+  text: str
+  id: int
+  lstrip: bool = False
+  rstrip: bool = False
+
+
+class Specials:
+  """The special tokens of one tokenizer."""
+
+  def __init__(self, tokens: Iterable[SpecialToken]):
+    # White space alone cannot be told from a text's own: it is never special.
+    self.by_text = {t.text: t for t in tokens if t.text.strip()}
+    self.ids = frozenset(t.id for t in self.by_text.values())
+
+  @functools.cached_property
+  def pattern(self) -> re.Pattern[str]:
+    longest_first = sorted(self.by_text, key=lambda s: (-len(s), s))
+    # With no token at all: a pattern that matches nowhere.
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+  def split(self, text: str) -> list[str | int]:
+    """Texts and ids in turn; no text is empty."""
+    parts: list[str | int] = []
+    start, strip = 0, False
+    for found in self.pattern.finditer(text):
+      token = self.by_text[found.group()]
+      before = text[start : found.start()]
+      before = before.lstrip() if strip else before
+      before = before.rstrip() if token.lstrip else before
+      parts += [before, token.id] if before else [token.id]
+      start, strip = found.end(), token.rstrip
+    rest = text[start:].lstrip() if strip else text[start:]
+    return [*parts, rest] if rest else parts
+
+
+def as_text(name: str, text: Any) -> str:
+  """A str that has a UTF-8 form, or an error that names the place."""
+  if not isinstance(text, str):
+    raise InputTypeError(
+      message(name, type(text).__name__, "a str", "decode bytes first")
+    )
+  try:
+    text.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise PromptError(
+      message(
+        name,
+        f"a lone surrogate {text[error.start]!r} at character {error.start}",
+        "text that has a UTF-8 form",
+        "read the text with errors='replace'",
+      )
+    ) from None
+  return text
+
+
+def as_ids(name: str, ids: Any) -> list[int]:
+  """Token ids as a list, or an error that names the first wrong one."""
+  flat = np.asarray(ids)
+  if flat.size == 0:
+    return []
+  if flat.ndim > 1 or flat.dtype.kind not in "iu":
+    raise InputTypeError(
+      message(
+        name,
+        f"{flat.dtype} of shape {flat.shape}",
+        "one id or a row of ids",
+        "decode the rows of a batch one by one",
+      )
+    )
+  flat = flat.reshape(-1)
+  wrong = (flat < 0) | (flat >= _INT32)
+  if wrong.any():
+    at = int(np.argmax(wrong))
+    raise PromptError(
+      message(
+        name,
+        f"id {int(flat[at])} at position {at}",
+        f"ids from 0 to {_INT32 - 1}",
+        "cut off the padding",
+      )
+    )
+  return flat.tolist()
+
+
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+  """Rows of ids after each other, int32."""
+  return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

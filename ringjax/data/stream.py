@@ -1,0 +1,130 @@
+"""Text of tokens that come one by one.
+
+Law: the pieces that `feed` and `flush` return, joined, are `decode` of all ids
+that were fed, however they are cut into feeds; each piece is returned as soon
+as no later token can change it. Characters whose bytes come in several tokens
+are held until they are whole; bytes that are no UTF-8 become U+FFFD.
+
+In most vocabularies a token *is* a string of bytes, and then the text is their
+UTF-8 (`piece`). For the others (WordPiece, Metaspace) a token's text hangs on
+its neighbour: there the stream decodes again from a token before. Cost: one
+look-up a token, or two decodes of a few tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ringjax.data.special import as_ids
+
+# An id without a token, or a byte that is no part of a character.
+UNKNOWN = "\ufffd"
+# The longest character has 4 bytes: so many tokens may wait for their end.
+_WAIT = 4
+
+
+@runtime_checkable
+class Decodes(Protocol):
+  """What a stream asks of a tokenizer."""
+
+  # Whether `piece` answers: a token's bytes do not hang on its neighbours.
+  by_bytes: bool
+  # What is taken from the start of a text, if it is there.
+  lead: str
+
+  def piece(self, token_id: int) -> bytes:
+    """The bytes of one token."""
+    ...
+
+  def is_special(self, token_id: int) -> bool:
+    """Whether the token steers the model and is no text."""
+    ...
+
+  def window(self, ids: Sequence[int]) -> str:
+    """The text of a few tokens, special or not."""
+    ...
+
+
+def decode(tokenizer: Decodes, ids: Any, *, special: bool = False) -> str:
+  """The text of all ids at once; the reference for `Stream`."""
+  row = as_ids("ids", ids)
+  if not special:
+    row = [i for i in row if not tokenizer.is_special(i)]
+  if not tokenizer.by_bytes:
+    return tokenizer.window(row)
+  data = b"".join(map(tokenizer.piece, row))
+  return data.decode("utf-8", "replace").removeprefix(tokenizer.lead)
+
+
+class Stream:
+  """Decodes tokens as they come.
+
+  Args:
+    tokenizer: whose tokens they are.
+    special: whether the texts of special tokens appear. By default they are
+      left out, as by `tokenizer.decode`.
+  """
+
+  def __init__(self, tokenizer: Decodes, *, special: bool = False):
+    self._tokenizer = tokenizer
+    self._special = special
+    self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    self._at_start = True
+    # Of a tokenizer whose tokens hang on their neighbours: tokens whose text
+    # is out, and tokens whose text is not.
+    self._context: list[int] = []
+    self._pending: list[int] = []
+
+  def feed(self, ids: Any) -> str:
+    """The text that these ids complete, maybe "".
+
+    Args:
+      ids: one id, or a row of them.
+
+    Raises:
+      PromptError, InputTypeError: not token ids.
+    """
+    row = as_ids("ids", ids)
+    if not self._special:
+      row = [i for i in row if not self._tokenizer.is_special(i)]
+    if self._tokenizer.by_bytes:
+      data = b"".join(map(self._tokenizer.piece, row))
+      return self._without_lead(self._utf8.decode(data))
+    return "".join(self._step(i) for i in row)
+
+  def flush(self) -> str:
+    """The rest, when no more tokens come; the stream is then as new."""
+    if self._tokenizer.by_bytes:
+      text = self._without_lead(self._utf8.decode(b"", final=True))
+    else:
+      text = self._new_text()
+    self._utf8.reset()
+    self._at_start, self._context, self._pending = True, [], []
+    return text
+
+  def _without_lead(self, text: str) -> str:
+    if not self._at_start or not text:
+      return text
+    self._at_start = False
+    return text.removeprefix(self._tokenizer.lead)
+
+  def _step(self, token_id: int) -> str:
+    self._pending.append(token_id)
+    text = self._new_text()
+    if text.endswith(UNKNOWN) and len(self._pending) < _WAIT:
+      return ""
+    # What comes next is decoded beside a token that has a text: beside none
+    # it would be decoded as the start of a text.
+    if self._tokenizer.window(self._pending):
+      self._context = self._pending
+    else:
+      self._context = self._context + self._pending
+    self._pending = []
+    return text
+
+  def _new_text(self) -> str:
+    before = self._tokenizer.window(self._context)
+    after = self._tokenizer.window(self._context + self._pending)
+    return after[len(before) :]

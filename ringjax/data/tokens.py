@@ -1,0 +1,625 @@
+"""Tokenizers in the form in which people have them: a folder's tokenizer.json.
+
+Law: `encode` gives the ids that the tokenizers library gives for the whole
+text, and never, whatever the text says, the id of a special token: those come
+only from `special=True`, `bos=True` and chat templates. (An id for "unknown"
+may come; it steers nothing.) `decode` is the library's text, except that bytes
+which are no UTF-8 become U+FFFD one by one. An id without a token is U+FFFD.
+
+Long texts are encoded in pieces, in parallel. A text is cut only where ids of
+both sides, encoded apart, are the ids of the text around the cut, encoded in
+one: found by encoding 256 characters on either side. Where no such place is
+found (one word of megabytes) the piece grows to 16 million characters; beyond
+that it is refused.
+
+The files come from anywhere: each has a size limit, what the library does not
+take is a `TokenizerError`, and with `untrusted=True` another process, with
+limits, tries the file first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.data import child, stream
+from ringjax.data.bytelevel import BYTE_CHARS
+from ringjax.data.files import Settings, fault, read_file, text_of
+from ringjax.data.special import Specials, SpecialToken, as_text, joined
+from ringjax.errors import PromptError, TokenizerError, message
+
+TOKENIZER_BYTES = 64 << 20
+
+_PIECE = 1 << 16
+_LONGEST_PIECE = 16_000_000
+_LOOK = 256
+_TRIES = 32
+_BATCH = 16
+# How much longer replacing may make a text.
+_GROWTH = 1000
+
+# A file from anywhere is first read and used here, by a process with limits.
+_TRIAL = """
+import tokenizers
+data = sys.stdin.buffer.read()
+t = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+t.no_truncation()
+t.no_padding()
+t.post_processor = None
+t.encode_special_tokens = True
+ascii = "".join(map(chr, range(32, 127)))
+more = "\\n\\n\\tThe quick brown fox. \\u00e9\\u4e2d\\U0001f600"
+text = f"{ascii} {more}"
+for part in (text, "a" * 1000, " " * 1000, *ascii):
+  ids = t.encode(part, add_special_tokens=False).ids
+  t.decode(ids[:1000])
+print(json.dumps(t.get_vocab_size()))
+"""
+
+
+class Tokenizer:
+  """Text to ids and back, over a tokenizer.json. Made by `load`.
+
+  Attributes:
+    name: the folder's name.
+    vocab_size: one more than the highest id.
+    bos_id: the id that begins a text, or None.
+    eos_ids: the ids at which a model stops; they may be none.
+    pad_id: the id that fills up, or None.
+    adds_bos: whether the model was trained with `bos_id` before each text.
+    specials: the special tokens.
+    added: texts of tokens that are found in a text as special ones are, but
+      are none: runs of spaces, <think>.
+    special_names: texts of special tokens, by names that templates use.
+    chat_template: the folder's Jinja source, or None.
+    by_bytes: whether a token is a string of bytes whatever is beside it.
+    lead: what is taken from the start of a decoded text.
+  """
+
+  def __init__(self, engine: Any, *, name: str, settings: Settings):
+    self._engine = engine
+    self.name = name
+    first = _first_token(engine.post_processor)
+    _make_plain(engine)
+    vocab = _guard("tokenizer.json", engine.get_vocab)
+    if not vocab:
+      raise fault("tokenizer.json", "no tokens", "a vocabulary")
+    self.specials = _specials(engine, settings)
+    self.added = frozenset(
+      token.content
+      for token in engine.get_added_tokens_decoder().values()
+      if not token.special
+    )
+    self.special_names = settings.names()
+    self.vocab_size = max(engine.get_vocab().values()) + 1
+    self.bos_id = settings.id_of(engine, "bos_token")
+    self.pad_id = settings.id_of(engine, "pad_token")
+    self.eos_ids = settings.eos_ids(engine)
+    self.adds_bos = settings.adds_bos(first) and self.bos_id is not None
+    self.chat_template = settings.chat_template
+    self._unknown = settings.id_of(engine, "unk_token")
+    if self._unknown in (self.bos_id, *self.eos_ids):
+      self._unknown = None
+    self._pieces = _Pieces.of(engine)
+    self.by_bytes = self._pieces is not None
+    self.lead = "" if self._pieces is None else self._pieces.lead
+    # A token that nobody can write, after which a text goes on: behind it the
+    # library encodes as behind any special token, not as at a text's start.
+    self._mark = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"
+    _add(engine, self._mark, special=False)
+    self._mark_id = engine.token_to_id(self._mark)
+    forbidden = np.zeros(self._mark_id + 1, bool)
+    forbidden[sorted({*self.specials.ids, self._mark_id})] = True
+    if self._unknown is not None:
+      forbidden[self._unknown] = False
+    self._forbidden = forbidden
+
+  @classmethod
+  def load(
+    cls, folder: str | os.PathLike[str], *, untrusted: bool = False
+  ) -> Tokenizer:
+    """Reads the tokenizer of a model's folder.
+
+    Args:
+      folder: holds tokenizer.json and, as far as there are any,
+        tokenizer_config.json, special_tokens_map.json, generation_config.json,
+        config.json and chat_template.jinja.
+      untrusted: whether a process of its own, with 2 GB and 20 s, tries the
+        file first. For folders that come from anywhere.
+
+    Raises:
+      TokenizerError: a file is missing, too large, or not what it should be.
+    """
+    path = pathlib.Path(folder)
+    data = read_file(path / "tokenizer.json", TOKENIZER_BYTES)
+    if data is None:
+      old = any((path / f).exists() for f in ("tokenizer.model", "vocab.json"))
+      raise TokenizerError(
+        message(
+          "folder",
+          f"{path}, without a tokenizer.json",
+          "a folder with the fast form of its tokenizer",
+          "save it once with transformers' AutoTokenizer"
+          if old
+          else "give the folder that holds the model's files",
+        )
+      )
+    settings = Settings.read(path)
+    try:
+      text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+      raise fault(
+        "tokenizer.json", f"no UTF-8 at byte {error.start}", "JSON"
+      ) from None
+    if untrusted:
+      _try_in_child(data)
+    import tokenizers
+
+    engine = _guard("tokenizer.json", tokenizers.Tokenizer.from_str, text)
+    name = path.resolve().name or "tokenizer"
+    return cls(engine, name=name, settings=settings)
+
+  def encode(
+    self,
+    text: str,
+    *,
+    special: bool = False,
+    bos: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+  ) -> np.ndarray:
+    """The ids of a text.
+
+    Args:
+      text: any text that has a UTF-8 form.
+      special: whether texts of special tokens in it become those tokens. Only
+        for text that no user wrote; otherwise they are text like any other.
+      bos: whether `bos_id` comes first. `adds_bos` says what the model knows.
+      progress: called with characters done and characters in all; what it
+        raises ends the encoding.
+
+    Returns:
+      int32 [T].
+
+    Raises:
+      PromptError, InputTypeError: not a str, one with a lone surrogate, or a
+        word without end.
+      TokenizerError: the tokenizer fails on this text, or has no `bos_id`.
+    """
+    text = as_text("text", text)
+    first = []
+    if bos:
+      if self.bos_id is None:
+        raise TokenizerError(
+          message(
+            "bos",
+            "True",
+            "a tokenizer with a bos_token",
+            "pass bos=tokenizer.adds_bos",
+          )
+        )
+      first = [np.array([self.bos_id], np.int32)]
+    if special:
+      rest = self.encode_parts(self.specials.split(text))
+      if progress is not None:
+        progress(len(text), len(text))
+    else:
+      rest = self._encode(text, self._ids, progress)
+    return joined([*first, rest])
+
+  def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
+    """Texts and ids in turn as one row, as if ids were tokens in the text.
+
+    Args:
+      parts: texts, in which nothing is special, and ids, which are taken as
+        they are.
+
+    Returns:
+      int32 [T].
+
+    Raises:
+      PromptError, TokenizerError: as `encode`.
+    """
+    rows = []
+    for i, part in enumerate(parts):
+      if isinstance(part, str):
+        part = as_text(f"parts[{i}]", part)
+        rows.append(self._encode(part, self._ids if i == 0 else self._more))
+      else:
+        rows.append(np.array([part], np.int32))
+    return joined(rows)
+
+  def decode(self, ids: Any, *, special: bool = False) -> str:
+    """The text of ids.
+
+    Args:
+      ids: a row of ids, as a list or an array; any id from 0 to 2^31 - 1.
+      special: whether the texts of special tokens appear.
+
+    Raises:
+      PromptError, InputTypeError: not token ids.
+    """
+    return stream.decode(self, ids, special=special)
+
+  def piece(self, token_id: int) -> bytes:
+    """The bytes of one token; only where `by_bytes`."""
+    if self._pieces is None:
+      raise fault("piece", "tokens that hang on their neighbours", "by_bytes")
+    return self._pieces(token_id)
+
+  def is_special(self, token_id: int) -> bool:
+    """Whether the token steers the model and is no text."""
+    return token_id in self.specials.ids
+
+  def window(self, ids: Sequence[int]) -> str:
+    """The text of a few tokens, special or not."""
+    if self._pieces is not None:
+      data = b"".join(map(self._pieces, ids))
+      return data.decode("utf-8", "replace").removeprefix(self.lead)
+    text, known = "", []
+    for i in [*ids, None]:
+      if i is not None and i < self.vocab_size and self._engine.id_to_token(i):
+        known.append(i)
+        continue
+      if known:
+        text += _guard(
+          "ids", self._engine.decode, known, skip_special_tokens=False
+        )
+        known = []
+      text += "" if i is None else stream.UNKNOWN
+    return text
+
+  def _encode(
+    self,
+    text: str,
+    start: Callable[[str], list[int]],
+    progress: Callable[[int, int], None] | None = None,
+  ) -> np.ndarray:
+    """Ids of a text; `start` encodes its beginning."""
+    rows, batch, total = [], [], len(text)
+    for begin, end in self._cuts(text):
+      if begin == 0:
+        rows.append(start(text[:end]))
+      else:
+        batch.append((begin, end))
+      if batch and (len(batch) == _BATCH or end == total):
+        rows += self._ids_of_pieces(text, batch)
+        batch = []
+      if progress is not None and not batch:
+        progress(end, total)
+    ids = joined([np.asarray(row, np.int32) for row in rows])
+    return self._without_special(ids)
+
+  def _ids(self, text: str) -> list[int]:
+    """What the library gives for a text on its own."""
+    return _guard(
+      "text", self._engine.encode, text, add_special_tokens=False
+    ).ids
+
+  def _more(self, text: str) -> list[int]:
+    """What the library gives for a text behind a special token."""
+    ids = self._ids(self._mark + text)
+    if ids[:1] != [self._mark_id]:
+      raise fault("tokenizer.json", "one that alters added tokens", "plain")
+    return ids[1:]
+
+  def _ids_of_pieces(
+    self, text: str, pieces: list[tuple[int, int]]
+  ) -> list[list[int]]:
+    """Ids of pieces behind others; each was found to go on after a cut."""
+    rows = _guard(
+      "text",
+      self._engine.encode_batch_fast,
+      [text[begin - 1 : end] for begin, end in pieces],
+      add_special_tokens=False,
+    )
+    return [
+      row.ids[len(self._ids(text[begin - 1])) :]
+      for row, (begin, _) in zip(rows, pieces, strict=True)
+    ]
+
+  def _cuts(self, text: str) -> Iterator[tuple[int, int]]:
+    """Pieces of a text, which is one piece if it is short."""
+    begin, total = 0, len(text)
+    while total - begin > 2 * _PIECE:
+      end = self._cut(text, begin)
+      yield begin, end
+      begin = end
+    yield begin, total
+
+  def _cut(self, text: str, begin: int) -> int:
+    """The next place where the text may be cut; its end, if that is near."""
+    low = begin + _PIECE
+    while low - begin < _LONGEST_PIECE:
+      high = low + _PIECE
+      for places in _PLACES:
+        found = places.finditer(text, low, high)
+        for _, match in zip(range(_TRIES), found, strict=False):
+          if self._may_cut(text, match.end()):
+            return match.end()
+      if len(text) <= high:
+        return len(text)
+      low = high
+    raise PromptError(
+      message(
+        "text",
+        f"{_LONGEST_PIECE} characters from {begin} on without a place to cut",
+        "words with spaces or lines between them",
+        "break the text into lines",
+      )
+    )
+
+  def _may_cut(self, text: str, at: int) -> bool:
+    """Whether ids on both sides of a cut are those of the uncut text."""
+    left, right = text[at - _LOOK : at], text[at : at + _LOOK]
+    before = self._ids(text[at - 1])
+    after = self._ids(text[at - 1] + right)
+    if after[: len(before)] != before:
+      return False
+    return self._ids(left + right) == self._ids(left) + after[len(before) :]
+
+  def _without_special(self, ids: np.ndarray) -> np.ndarray:
+    """The same text, if the vocabulary itself spelled a special token."""
+    # Ids are looked up in a table; none can be beyond its end.
+    wrong = np.flatnonzero(self._forbidden[ids])
+    if not wrong.size:
+      return ids
+    rows, begin = [], 0
+    for at in wrong.tolist():
+      rows += [ids[begin:at], self._respelled(int(ids[at]))]
+      begin = at + 1
+    return joined([*rows, ids[begin:]])
+
+  def _respelled(self, token_id: int) -> np.ndarray:
+    """The text of a special token, by the fewest tokens that are not one."""
+    word = self._engine.id_to_token(token_id)
+    best: list[list[int] | None] = [[]] + [None] * len(word)
+    for end in range(1, len(word) + 1):
+      for begin in range(end):
+        head, tail = best[begin], self._spelled(word, begin, end)
+        if head is None or tail is None:
+          continue
+        here = best[end]
+        if here is None or len(head) + len(tail) < len(here):
+          best[end] = head + tail
+    found = best[-1]
+    if found is None:
+      raise PromptError(
+        message(
+          "text",
+          f"the text of special token {token_id}, which is one word here",
+          "text that this tokenizer can spell without special tokens",
+          "take it out of the text",
+        )
+      )
+    return np.array(found, np.int32)
+
+  def _spelled(self, word: str, begin: int, end: int) -> list[int] | None:
+    part = word[begin:end]
+    # A vocabulary of words writes ## before what goes on.
+    for text in (part, f"##{part}") if begin else (part,):
+      found = self._engine.token_to_id(text)
+      if found is not None and not self._forbidden[found]:
+        return [found]
+    if len(part) > 1:
+      return None
+    names = [f"<0x{byte:02X}>" for byte in part.encode("utf-8")]
+    ids = [self._engine.token_to_id(name) for name in names]
+    if any(i is None or self._forbidden[i] for i in ids):
+      return None
+    return ids
+
+
+# Where a text is cut, the best first: after a line that is followed by a word,
+# then before a space between words, then between lines of any kind.
+_PLACES = tuple(
+  re.compile(p)
+  for p in (r"(?<=\S)\n(?=\w)", r"(?<=\w)(?= \w)", r"(?<=\S)\n(?=\S)", r"\n")
+)
+
+
+class _Pieces:
+  """Bytes of a token, where they do not hang on its neighbours."""
+
+  def __init__(
+    self,
+    engine: Any,
+    *,
+    byte_level: bool = False,
+    replaced: Sequence[tuple[str, str]] = (),
+    byte_fallback: bool = False,
+    lead: str = "",
+  ):
+    self._engine = engine
+    self._bytes = (
+      {char: byte for byte, char in enumerate(BYTE_CHARS)}
+      if byte_level
+      else None
+    )
+    self._replaced = replaced
+    self._byte_fallback = byte_fallback
+    self.lead = lead
+    self._known: dict[int, bytes] = {}
+
+  @classmethod
+  def of(cls, engine: Any) -> _Pieces | None:
+    """By the decoder of a tokenizer; None for one that looks beside a token."""
+    steps = _parts(engine.decoder, "decoders")
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+      return cls(engine, byte_level=True)
+    if not steps or "Fuse" not in kinds:
+      return None
+    fuse = kinds.index("Fuse")
+    before, after = steps[:fuse], steps[fuse + 1 :]
+    replaced, byte_fallback = [], False
+    for step in before:
+      if step["type"] == "ByteFallback":
+        byte_fallback = True
+      elif step["type"] == "Replace" and "String" in step["pattern"]:
+        if byte_fallback:
+          return None
+        replaced.append((step["pattern"]["String"], step["content"]))
+      else:
+        return None
+    lead = ""
+    for step in after:
+      if step["type"] != "Strip" or step["stop"] or step["start"] != 1 or lead:
+        return None
+      lead = step["content"]
+    return cls(
+      engine, replaced=replaced, byte_fallback=byte_fallback, lead=lead
+    )
+
+  def __call__(self, token_id: int) -> bytes:
+    found = self._known.get(token_id)
+    if found is None:
+      found = self._known[token_id] = self._read(token_id)
+    return found
+
+  def _read(self, token_id: int) -> bytes:
+    token = self._engine.id_to_token(token_id)
+    if token is None:
+      return stream.UNKNOWN.encode("utf-8")
+    if self._bytes is not None:
+      values = [self._bytes.get(char) for char in token]
+      known = [value for value in values if value is not None]
+      return bytes(known) if len(known) == len(values) else token.encode()
+    for old, new in self._replaced:
+      token = token.replace(old, new)
+    if self._byte_fallback and _BYTE.fullmatch(token):
+      return bytes([int(token[3:5], 16)])
+    return token.encode("utf-8")
+
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _specials(engine: Any, settings: Settings) -> Specials:
+  """The special tokens; those that only the side files call so are told."""
+  for token_id, token in settings.added():
+    text = text_of(token)
+    if text is None:
+      continue
+    if engine.token_to_id(text) is None:
+      flags = {k: bool(token.get(k)) for k in ("lstrip", "rstrip")}
+      _add(engine, text, special=bool(token.get("special")), **flags)
+    if engine.token_to_id(text) != token_id:
+      raise fault(
+        "tokenizer_config.json",
+        f"{text!r} with id {token_id}, in tokenizer.json with another",
+        "files that agree",
+      )
+  added = engine.get_added_tokens_decoder()
+  known = {token.content for token in added.values() if token.special}
+  for text in settings.texts():
+    if text not in known and engine.token_to_id(text) is not None:
+      _add(engine, text, special=True)
+      known.add(text)
+  return Specials(
+    SpecialToken(
+      text=token.content, id=i, lstrip=token.lstrip, rstrip=token.rstrip
+    )
+    for i, token in engine.get_added_tokens_decoder().items()
+    if token.special
+  )
+
+
+def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
+  import tokenizers
+
+  token = tokenizers.AddedToken(
+    text, special=special, normalized=False, **flags
+  )
+  _guard("tokenizer.json", engine.add_tokens, [token])
+
+
+def _make_plain(engine: Any) -> None:
+  """Takes away what would alter texts in ways that nobody asked for."""
+  _guard("tokenizer.json", engine.no_truncation)
+  _guard("tokenizer.json", engine.no_padding)
+  engine.post_processor = None
+  engine.encode_special_tokens = True
+  if getattr(engine.model, "dropout", None):
+    engine.model.dropout = None
+  growth = 1
+  for part in (engine.normalizer, engine.pre_tokenizer, engine.decoder):
+    for step in _walk(_state(part)):
+      if step.get("type") in ("Replace", "Prepend"):
+        content = step.get("content") or step.get("prepend") or ""
+        growth *= max(1, len(content))
+  if growth > _GROWTH:
+    raise fault(
+      "tokenizer.json",
+      f"steps that make a text up to {growth:.1e} times longer",
+      f"at most {_GROWTH} times",
+    )
+
+
+def _state(part: Any) -> Any:
+  return None if part is None else json.loads(part.__getstate__())
+
+
+def _parts(part: Any, inner: str) -> list[dict[str, Any]]:
+  """The steps of a part, which may be one or a sequence."""
+  state = _state(part)
+  if state is None:
+    return []
+  return state[inner] if state.get("type") == "Sequence" else [state]
+
+
+def _walk(state: Any) -> Iterator[dict[str, Any]]:
+  """All tables in a piece of JSON. It is shallow: the library read it."""
+  if isinstance(state, dict):
+    yield state
+    state = list(state.values())
+  for item in state if isinstance(state, list) else ():
+    yield from _walk(item)
+
+
+def _first_token(post_processor: Any) -> str | None:
+  """The special token that a post-processor puts before a text."""
+  for step in _walk(_state(post_processor)):
+    single = step.get("single")
+    if isinstance(single, list) and single and isinstance(single[0], dict):
+      token = single[0].get("SpecialToken")
+      return token.get("id") if isinstance(token, dict) else None
+  return None
+
+
+def _try_in_child(data: bytes) -> None:
+  try:
+    child.run(
+      _TRIAL,
+      data,
+      memory_bytes=2 << 30,
+      cpu_s=20,
+      wall_s=120.0,
+      answer_bytes=1000,
+    )
+  except child.ChildError as error:
+    raise fault("tokenizer.json", error, "a file that loads") from None
+
+
+def _guard(what: str, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+  """What a call into the library gives; what it raises as TokenizerError."""
+  try:
+    return call(*args, **kw)
+  except MemoryError:
+    raise
+  except BaseException as error:
+    # A panic of the library is not an Exception. An interrupt isn't either.
+    if isinstance(error, Exception) or type(error).__name__ == _PANIC:
+      raise fault(
+        what, f"{error}".partition("\n")[0], "what this tokenizer can take"
+      ) from error
+    raise
+
+
+_PANIC = "PanicException"

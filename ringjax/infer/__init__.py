@@ -1,0 +1,17 @@
+"""From a prompt to new tokens: prefill, decoding, sampling."""
+
+from ringjax.infer.generate import Report, Session, generate
+from ringjax.infer.prefill import METHODS, Prefill
+from ringjax.infer.sampling import Greedy, Sample
+from ringjax.infer.stopping import Stop
+
+__all__ = [
+  "METHODS",
+  "Greedy",
+  "Prefill",
+  "Report",
+  "Sample",
+  "Session",
+  "Stop",
+  "generate",
+]

@@ -1,0 +1,90 @@
+"""One token after another, from a cache that stays where it is.
+
+Law: a step's program is the same for every step of a capacity; it depends on
+neither the length of the context nor on what is in it.
+Cost: a step reads the weights and the filled slots of the cache once, and
+sends one small reduction a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.models.transformer import Transformer, forward
+from ringjax.nn.spread import Visit
+
+
+class State(NamedTuple):
+  """What a step hands to the next.
+
+  Fields:
+    token: int32 [B], the tokens that were chosen last.
+    pos: int32 [B], their positions.
+    done: bool [B], whether an example has stopped.
+    seen: bool [B, V], ids that occurred, or None if the sampler ignores them.
+    step: int32 [], number of the next token.
+  """
+
+  token: jax.Array
+  pos: jax.Array
+  done: jax.Array
+  seen: Any
+  step: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def first(
+  sampler: Any, logits: jax.Array, pos: jax.Array, seen: Any, stops: jax.Array
+) -> State:
+  """Chooses the token behind the prompt, whose position is `pos` [B]."""
+  zero = jnp.int32(0)
+  token = sampler(logits, zero, seen)
+  return State(token, pos, _stopped(token, stops), _note(seen, token), zero + 1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=(3,))
+def step(
+  model: Transformer,
+  spread: Visit,
+  sampler: Any,
+  cache: Any,
+  state: State,
+  stops: jax.Array,
+  length: jax.Array,
+) -> tuple[State, Any]:
+  """Reads the last tokens into the cache and chooses the next ones."""
+  logits, cache = forward(
+    model,
+    spread,
+    state.token[:, None],
+    state.pos[:, None],
+    # What follows a stop is nothing that a later turn may see.
+    (~state.done).astype(jnp.int32)[:, None],
+    cache,
+    None,
+    length,
+  )
+  token = sampler(logits[:, 0], state.step, state.seen)
+  token = jnp.where(state.done, state.token, token)
+  after = State(
+    token,
+    state.pos + 1,
+    state.done | _stopped(token, stops),
+    _note(state.seen, token),
+    state.step + 1,
+  )
+  return after, cache
+
+
+def _stopped(token: jax.Array, stops: jax.Array) -> jax.Array:
+  return jnp.any(token[:, None] == stops[None], 1)
+
+
+def _note(seen: Any, token: jax.Array) -> Any:
+  if seen is None:
+    return None
+  return seen.at[jnp.arange(token.shape[0]), token].set(True)

@@ -1,0 +1,498 @@
+"""Reads prompts and continues them.
+
+`generate` does a whole answer; a `Session` keeps the cache of a conversation
+between calls, so that a new turn reads only what is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ringjax.errors import (
+  InputTypeError,
+  MemoryEstimateError,
+  MeshError,
+  OptionError,
+  PromptError,
+  message,
+)
+from ringjax.infer import decode, prefill
+from ringjax.infer.sampling import Greedy
+from ringjax.models.checkpoint import free_bytes
+from ringjax.models.transformer import Transformer
+from ringjax.nn.spread import Spread, Visit
+from ringjax.ops.inputs import positive_int
+from ringjax.parallel.place import SEQ
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """What a call of `generate` did.
+
+  Attributes:
+    prefill: how the prompt was read.
+    prompt_tokens: of the longest prompt.
+    new_tokens: steps that were taken.
+    shards: of the sequence.
+    cache_bytes: of the cache on each device.
+    capacity: tokens that the cache has room for.
+  """
+
+  prefill: prefill.Prefill
+  prompt_tokens: int
+  new_tokens: int
+  shards: int
+  cache_bytes: int
+  capacity: int
+
+
+class Session:
+  """A conversation: a cache and how many tokens of each example it holds.
+
+  Attributes:
+    lengths: int [B], tokens read so far.
+    pending: int [B], a token that was generated and not read yet, or -1; it
+      is read before the next turn.
+    cache: the cache.
+    last: the report of the last call.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    capacity: int,
+    *,
+    batch: int = 1,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    dtype: Any = None,
+  ):
+    """Makes an empty cache.
+
+    Args:
+      model: whose keys it will hold.
+      capacity: tokens of the whole conversation, what is generated too.
+      batch: B.
+      mesh: the mesh; default: the current one.
+      axis: the axis that shards the sequence; default "seq" if the mesh has
+        one.
+      dtype: of the cache; default: the model's.
+    """
+    self.model = model
+    self.mesh, self.axis = _place(mesh, axis)
+    spread = Spread(mesh=self.mesh, axis=self.axis)
+    _check_devices(model, self.mesh)
+    capacity = prefill.padded(positive_int("capacity", capacity), spread.size)
+    _check_memory(model, spread, batch, capacity, dtype)
+    self.cache = model.cache(batch, capacity, spread=spread, dtype=dtype)
+    self.lengths = np.zeros(batch, np.int64)
+    self.pending = np.full(batch, -1, np.int64)
+    # Slots in use, on the shard that has the most; lengths can be shorter.
+    self.slots = 0
+    self.last: Report | None = None
+
+  @property
+  def shards(self) -> int:
+    return self.cache.shards
+
+  def room(self) -> int:
+    """Tokens that still fit, whichever example they belong to."""
+    return self.cache.capacity - self.slots * self.shards
+
+
+def generate(
+  model: Transformer,
+  tokens: Any,
+  *,
+  max_new_tokens: int,
+  sampler: Any = None,
+  prefill: str = "auto",
+  mesh: Mesh | None = None,
+  axis: str | None = None,
+  chunk: int | None = None,
+  cache: Session | None = None,
+  stop: Iterable[int] | None = None,
+  stream: Callable[[np.ndarray], Any] | None = None,
+  progress: Callable[[int], Any] | None = None,
+  pad_id: int = 0,
+) -> np.ndarray:
+  """Continues prompts.
+
+  Args:
+    model: made by `rj.models.load` or `create`.
+    tokens: int32 [B, T], or B sequences of ids of different lengths.
+    max_new_tokens: how many tokens to add at most.
+    sampler: chooses a token from logits; default `Greedy()`.
+    prefill: how the prompt is read: "auto", "dense", "blockwise" (one device);
+      "ring", "striped", "zigzag", "gather", "ulysses" (a sharded sequence);
+      "chunked" (either).
+    mesh: the mesh; default: the current one, else one device.
+    axis: the axis that shards the sequence; default "seq" if there is one.
+    chunk: tokens of a chunk of a chunked prefill.
+    cache: a `Session`, to continue where it is and to leave it behind; the
+      tokens are then what comes after those that it holds.
+    stop: ids behind which an example ends.
+    stream: called with each step's tokens, int32 [B]; the answer True ends
+      the generation.
+    progress: called with the number of prompt tokens read, after each chunk.
+    pad_id: fills the rows of examples that stopped early.
+
+  Returns:
+    int32 [B, max_new_tokens], the new tokens.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  count = positive_int("max_new_tokens", max_new_tokens)
+  sampler = Greedy() if sampler is None else sampler
+  prompts = _prompts(tokens, model.config.vocab)
+  stops = _stops(stop, model.config.vocab)
+  if isinstance(cache, Session) and len(prompts) == cache.pending.size:
+    prompts = [
+      p if last < 0 else np.concatenate([[np.int32(last)], p])
+      for p, last in zip(prompts, cache.pending, strict=True)
+    ]
+  batch, lengths = len(prompts), np.array([len(p) for p in prompts])
+  longest = int(lengths.max())
+  session = cache
+  if session is None:
+    found, over = _place(mesh, axis)
+    shards = 1 if over is None else found.shape[over]
+    # A shard's last slot may stay empty behind an uneven prompt.
+    need = _reading(prefill, longest, shards, chunk) + count + shards
+    session = Session(model, need, batch=batch, mesh=found, axis=over)
+  elif not isinstance(session, Session):
+    raise InputTypeError(
+      message(
+        "cache",
+        type(session).__name__,
+        "an rj.infer.Session",
+        "make one with rj.infer.Session(model, capacity)",
+      )
+    )
+  fresh = session.slots == 0
+  how = _method(prefill, longest, session, chunk, fresh)
+  _check_session(session, model, batch, longest, count, how)
+  start = session.lengths.copy()
+  total = int(start.max()) + longest + count
+  if not fresh or cache is not None:
+    total = session.cache.capacity
+  logits, session.cache = _run(
+    model, how, prompts, lengths, start, session, total, progress
+  )
+  session.lengths = start + lengths
+  seen = _seen(sampler, prompts, model.config.vocab)
+  state = decode.first(
+    sampler,
+    logits,
+    jnp.asarray(session.lengths.astype(np.int32)),
+    seen,
+    stops,
+  )
+  new = _continue(
+    model, session, sampler, state, stops, total, count, stream, pad_id
+  )
+  session.last = Report(
+    prefill=how,
+    prompt_tokens=longest,
+    new_tokens=int(new[1]),
+    shards=session.shards,
+    cache_bytes=session.cache.nbytes() // session.shards,
+    capacity=session.cache.capacity,
+  )
+  return new[0]
+
+
+def _run(
+  model: Transformer,
+  how: prefill.Prefill,
+  prompts: list[np.ndarray],
+  lengths: np.ndarray,
+  start: np.ndarray,
+  session: Session,
+  total: int,
+  progress: Any,
+) -> tuple[jax.Array, Any]:
+  """Reads the prompts; counts the slots that they take."""
+  longest, shards = int(lengths.max()), session.shards
+  width = longest
+  if how.chunk is None:
+    width = prefill.padded(longest, shards, session.cache.capacity)
+  tokens = np.zeros((len(prompts), width), np.int32)
+  for row, prompt in zip(tokens, prompts, strict=True):
+    row[: prompt.size] = prompt
+  if how.chunk is None:
+    session.slots += width // shards
+    return prefill.whole(model, how, tokens, lengths, session.cache, total)
+  session.slots += -(-width // how.chunk) * (how.chunk // shards)
+  return prefill.chunked(
+    model, how, tokens, lengths, start, session.cache, total, progress
+  )
+
+
+def _continue(
+  model: Transformer,
+  session: Session,
+  sampler: Any,
+  state: decode.State,
+  stops: jax.Array,
+  total: int,
+  count: int,
+  stream: Any,
+  pad_id: int,
+) -> tuple[np.ndarray, int]:
+  """Takes steps until all have stopped: (tokens, number of steps)."""
+  spread = Visit(mesh=session.mesh, axis=session.axis)
+  batch = session.lengths.size
+  out = np.full((batch, count), pad_id, np.int32)
+  ended = np.zeros(batch, bool)
+  length = jnp.int32(total)
+  taken = 0
+  for n in range(count):
+    # The next step is on its way while this one's tokens are read.
+    after = None
+    if n + 1 < count:
+      after, session.cache = decode.step(
+        model, spread, sampler, session.cache, state, stops, length
+      )
+      taken += 1
+    token, done = jax.device_get((state.token, state.done))
+    out[:, n] = np.where(ended, pad_id, token)
+    read = ~done & (after is not None)
+    session.lengths = session.lengths + read
+    session.pending = np.where(
+      ended, session.pending, np.where(read, -1, token)
+    )
+    ended = ended | done
+    enough = stream is not None and stream(out[:, n]) is True
+    if after is None or ended.all() or enough:
+      break
+    state = after
+  session.slots += -(-taken // session.shards)
+  return out, n + 1
+
+
+def _place(mesh: Any, axis: str | None) -> tuple[Any, str | None]:
+  if mesh is None:
+    context = jax.sharding.get_mesh()
+    mesh = None if context.empty else context
+  if mesh is None:
+    if axis is not None:
+      raise MeshError(
+        message(
+          "axis",
+          f"{axis!r} without a mesh",
+          "a mesh with that axis",
+          "pass mesh=rj.make_mesh((-1,), ('seq',))",
+        )
+      )
+    return None, None
+  if not isinstance(mesh, Mesh):
+    raise MeshError(
+      message(
+        "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
+      )
+    )
+  if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+    raise MeshError(
+      message(
+        "mesh",
+        f"axes of types {mesh.axis_types}",
+        "automatic axes",
+        "build it with rj.make_mesh, or with axis_types=(AxisType.Auto,)",
+      )
+    )
+  if axis is None and SEQ in mesh.axis_names:
+    axis = SEQ
+  if axis is not None and axis not in mesh.axis_names:
+    raise MeshError(
+      message(
+        "axis",
+        repr(axis),
+        f"one of the mesh axes {mesh.axis_names}",
+        "rename the axis or pass another mesh",
+      )
+    )
+  return mesh, axis
+
+
+def _check_devices(model: Transformer, mesh: Any) -> None:
+  have = model.embed.weight.get_value().sharding.device_set
+  if mesh is not None and have != set(mesh.devices.flat):
+    raise MeshError(
+      message(
+        "model",
+        f"weights on {len(have)} device(s)",
+        f"the {mesh.devices.size} devices of the mesh",
+        "load it with mesh=, or move it: rj.models.place(model, mesh)",
+      )
+    )
+
+
+def _method(
+  name: str, tokens: int, session: Session, chunk: int | None, fresh: bool
+) -> prefill.Prefill:
+  mesh, axis = session.mesh, session.axis
+  if not fresh and name == "auto":
+    how = prefill.plan("chunked", tokens, mesh, axis, chunk)
+    return dataclasses.replace(how, why="it continues a conversation")
+  if not fresh and name != "chunked":
+    raise OptionError(
+      message(
+        "prefill",
+        f"{name!r} into a cache that holds tokens",
+        "'chunked', which sees them",
+        "pass prefill='auto'",
+      )
+    )
+  return prefill.plan(name, tokens, mesh, axis, chunk)
+
+
+def _reading(name: str, tokens: int, shards: int, chunk: int | None) -> int:
+  """Slots that reading a prompt takes."""
+  whole = prefill.padded(tokens, shards)
+  if name == "chunked" or chunk is not None:
+    size = min(chunk or 4096, tokens)
+    size = -(-size // shards) * shards
+    return max(whole, -(-tokens // size) * size)
+  return whole
+
+
+def _check_session(
+  session: Session,
+  model: Transformer,
+  batch: int,
+  tokens: int,
+  count: int,
+  how: prefill.Prefill,
+) -> None:
+  if session.lengths.size != batch:
+    raise PromptError(
+      message(
+        "tokens",
+        f"{batch} prompts",
+        f"{session.lengths.size}, as many as the session has examples",
+        "make a session with batch=",
+      )
+    )
+  if how.chunk is not None:
+    need = -(-tokens // how.chunk) * how.chunk
+  else:
+    need = tokens
+  need += count
+  if need > session.room() + 1:
+    raise PromptError(
+      message(
+        "tokens",
+        f"{tokens} tokens and max_new_tokens={count}",
+        f"at most {session.room()} more in this session of "
+        f"{session.cache.capacity}",
+        "make a session of larger capacity, or ask for fewer tokens",
+      )
+    )
+
+
+def _check_memory(
+  model: Transformer, spread: Spread, batch: int, capacity: int, dtype: Any
+) -> None:
+  """Refuses a cache that cannot fit, before it is allocated."""
+  numbers = sum(kind.numbers() for kind in model.kinds)
+  itemsize = jnp.dtype(model.dtype if dtype is None else dtype).itemsize
+  each = batch * capacity * (numbers * itemsize + 8) // spread.size
+  devices = (
+    jax.local_devices()[:1]
+    if spread.mesh is None
+    else spread.mesh.local_devices
+  )
+  free = free_bytes(devices[0], len(devices))
+  if free is not None and each > free:
+    raise MemoryEstimateError(
+      message(
+        "cache",
+        f"{each:,} bytes on each of {len(devices)} device(s) for {batch} x "
+        f"{capacity:,} tokens",
+        f"at most the {free:,} that are free there",
+        "shard the sequence over more devices, or shorten the prompt",
+      )
+    )
+
+
+def _prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
+  if isinstance(tokens, jax.Array | np.ndarray):
+    if tokens.ndim != 2:
+      raise PromptError(
+        message(
+          "tokens",
+          f"shape {tokens.shape}",
+          "[B, T], or a list of sequences",
+          "give a single prompt a batch axis: tokens[None]",
+        )
+      )
+    rows: Sequence[Any] = list(np.asarray(tokens))
+  elif isinstance(tokens, list | tuple) and tokens:
+    rows = [tokens] if isinstance(tokens[0], int | np.integer) else tokens
+  else:
+    raise PromptError(
+      message(
+        "tokens",
+        f"{type(tokens).__name__} of no prompts",
+        "an int32 array [B, T], or a list of sequences",
+        "encode the text first",
+      )
+    )
+  found = []
+  for i, row in enumerate(rows):
+    row = np.asarray(row)
+    if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
+      raise PromptError(
+        message(
+          "tokens",
+          f"prompt {i} of shape {row.shape} and dtype {row.dtype}",
+          "at least one integer id",
+          "encode the text first; begin an empty prompt with the BOS id",
+        )
+      )
+    bad = np.flatnonzero((row < 0) | (row >= vocab))
+    if bad.size:
+      raise PromptError(
+        message(
+          "tokens",
+          f"id {int(row[bad[0]])} at position {int(bad[0])} of prompt {i}",
+          f"ids from 0 to {vocab - 1}",
+          "use the tokenizer that belongs to the model",
+        )
+      )
+    found.append(row.astype(np.int32))
+  return found
+
+
+def _stops(stop: Iterable[int] | None, vocab: int) -> jax.Array:
+  ids = [] if stop is None else list(stop)
+  for i in ids:
+    whole = isinstance(i, int | np.integer) and not isinstance(i, bool)
+    if not whole or not 0 <= i < vocab:
+      raise PromptError(
+        message(
+          "stop",
+          repr(i),
+          f"ids from 0 to {vocab - 1}",
+          "for strings, watch the text in stream= (see rj.infer.Stop)",
+        )
+      )
+  return jnp.asarray(ids or [-1], jnp.int32)
+
+
+def _seen(sampler: Any, prompts: list[np.ndarray], vocab: int) -> Any:
+  if not getattr(sampler, "needs_seen", False):
+    return None
+  seen = np.zeros((len(prompts), vocab), bool)
+  for row, prompt in zip(seen, prompts, strict=True):
+    row[prompt] = True
+  return jnp.asarray(seen)

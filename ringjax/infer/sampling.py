@@ -1,0 +1,394 @@
+"""Samplers: from the logits of a step to one token a row.
+
+Law: a sampler is a frozen value and a pure function. Its random number for a
+token is a function of (seed, row of the batch, step, token id) alone, by
+Threefry-2x32 written out below: the same on any mesh, however the batch is
+cut, and with any version of JAX. A row is drawn as
+
+  argmax_i (l_i + g_i),   g_i = -log(-log(1 - u_i)),   u_i uniform in (0, 1),
+
+which takes i with probability softmax(l)_i, exactly, also in the far tail: u
+is fine near 0, where it decides. Ref: Gumbel-max; Salmon et al. 2011 (SC'11,
+Threefry).
+
+Before that, in the order of transformers: penalty, temperature, top-k, top-p,
+min-p. Each keeps the logits from a cutoff on, so that equal logits are kept or
+dropped together, never by their place in the vocabulary:
+
+  top-k: at least the k-th largest;
+  top-p: those whose strictly larger logits together have probability < p;
+  min-p: probability at least min_p times the largest.
+
+Cost for V tokens: about 100 integer operations a token for the draw; top-k one
+`lax.top_k`, top-p one sort of V numbers (of k, beside top-k), else no sort.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.errors import DtypeError, SamplingError, ShapeError, message
+
+TEMPERATURE = (0.01, 100.0)
+REPETITION_PENALTY = (0.01, 100.0)
+TOP_K = (1, 2**31 - 1)
+SEED = (0, 2**63 - 1)
+
+
+@runtime_checkable
+class Sampler(Protocol):
+  """What generation asks of a sampler; it is a static argument of jit."""
+
+  @property
+  def needs_seen(self) -> bool:
+    """Whether `seen` must be given."""
+    ...
+
+  def __call__(
+    self,
+    logits: Float[Array, "B V"],
+    step: Int[Array, ...],
+    seen: Bool[Array, "B V"] | None = None,
+    *,
+    banned: Bool[Array, ...] | None = None,
+    rows: Int[Array, " B"] | None = None,
+  ) -> Int[Array, " B"]:
+    """One token a row."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Greedy:
+  """The most probable token; of equal ones that with the smallest id.
+
+  Attributes:
+    repetition_penalty: what logits of seen tokens are divided by (multiplied,
+      if negative). None or 1 for none.
+
+  Raises:
+    SamplingError: it is out of its range.
+  """
+
+  repetition_penalty: float | None = None
+
+  def __post_init__(self) -> None:
+    _set_penalty(self)
+
+  @property
+  def needs_seen(self) -> bool:
+    """Whether `seen` must be given."""
+    return self.repetition_penalty is not None
+
+  def __call__(
+    self,
+    logits: Float[Array, "B V"],
+    step: Int[Array, ...],
+    seen: Bool[Array, "B V"] | None = None,
+    *,
+    banned: Bool[Array, ...] | None = None,
+    rows: Int[Array, " B"] | None = None,
+  ) -> Int[Array, " B"]:
+    """One token a row; `step` and `rows` have no part in it.
+
+    Args and errors are those of `Sample`.
+    """
+    del step, rows
+    logits = _penalised(self.repetition_penalty, logits, seen, banned)
+    return jnp.argmax(logits, -1).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+  """A token by chance, after filters.
+
+  Attributes:
+    temperature: what logits are divided by, 0.01 to 100.
+    top_k: how many of the largest logits are kept, or None for all.
+    top_p: probability of what is kept, in (0, 1], or None for all.
+    min_p: least probability, as a part of the largest, in [0, 1], or None.
+    repetition_penalty: as in `Greedy`.
+    seed: 0 to 2^63 - 1; the same seed gives the same tokens.
+
+  Raises:
+    SamplingError: one of them is out of its range.
+  """
+
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  repetition_penalty: float | None = None
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    remedy = "pass Greedy() for the most probable token"
+    _set(self, "temperature", _number(self, "temperature", TEMPERATURE, remedy))
+    top_k = self.top_k
+    if top_k is not None:
+      top_k = _whole(self, "top_k", TOP_K, "pass None to keep all")
+    top_p = self.top_p
+    if top_p is not None:
+      # The smallest float that is no 0.
+      least = math.ulp(0.0)
+      top_p = _number(self, "top_p", (least, 1.0), "pass None to keep all")
+    min_p = self.min_p
+    if min_p is not None:
+      min_p = _number(self, "min_p", (0.0, 1.0), "pass None to keep all")
+    # What filters nothing is no filter: one value, one compiled program.
+    _set(self, "top_k", top_k)
+    _set(self, "top_p", None if top_p == 1.0 else top_p)
+    _set(self, "min_p", None if min_p == 0.0 else min_p)
+    _set(self, "seed", _whole(self, "seed", SEED, "take its last 63 bits"))
+    _set_penalty(self)
+
+  @property
+  def needs_seen(self) -> bool:
+    """Whether `seen` must be given."""
+    return self.repetition_penalty is not None
+
+  def __call__(
+    self,
+    logits: Float[Array, "B V"],
+    step: Int[Array, ...],
+    seen: Bool[Array, "B V"] | None = None,
+    *,
+    banned: Bool[Array, ...] | None = None,
+    rows: Int[Array, " B"] | None = None,
+  ) -> Int[Array, " B"]:
+    """One token a row.
+
+    Args:
+      logits: [B, V], float32.
+      step: [] or [B], how many tokens were drawn before.
+      seen: [B, V], which tokens occurred in prompt and output. Only if
+        `needs_seen`.
+      banned: [V] or [B, V], tokens that may not come. All of a row is no
+        choice: it then gives 0.
+      rows: [B], int32, where the rows stand in the whole batch, if this is
+        only a part of it; by default 0, 1, ...
+
+    Returns:
+      int32 [B].
+
+    Raises:
+      SamplingError: `seen` is missing.
+      ShapeError, DtypeError: an operand is not of the kind described here.
+    """
+    logits = _penalised(self.repetition_penalty, logits, seen, banned)
+    logits = self.filtered(logits)
+    noise = _gumbel(self.seed, _row_ids(logits, rows), step, logits)
+    return jnp.argmax(logits + noise, -1).astype(jnp.int32)
+
+  def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """Logits over the temperature; -inf where a filter drops the token."""
+    logits = logits / self.temperature
+    vocab = logits.shape[-1]
+    top_k = self.top_k if self.top_k is not None and self.top_k < vocab else 0
+    largest = None
+    if top_k:
+      largest = lax.top_k(logits, top_k)[0]
+      logits = _from(logits, largest[:, -1:])
+    if self.top_p is not None:
+      if largest is None:
+        largest = -jnp.sort(-logits, -1)
+      logits = _from(logits, _nucleus(logits, largest, self.top_p))
+    if self.min_p is not None:
+      top = jnp.max(logits, -1, keepdims=True)
+      logits = _from(logits, top + math.log(self.min_p))
+    return logits
+
+
+def _from(logits: Array, cutoff: Array) -> Array:
+  return jnp.where(logits >= cutoff, logits, -jnp.inf)
+
+
+def _nucleus(logits: Array, largest: Array, top_p: float) -> Array:
+  """The smallest logit of which the larger ones sum to less than top_p.
+
+  `largest` are the largest logits in falling order; what is kept of `logits`
+  is none but those, and more of the size of the last.
+  """
+  top = largest[:, :1]
+  # Rows without any logit above -inf stay without one.
+  top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+  total = jnp.sum(jnp.exp(logits - top), -1, keepdims=True)
+  mass = jnp.exp(largest - top)
+  before = jnp.cumsum(mass, -1)[:, :-1]
+  before = jnp.concatenate([jnp.zeros_like(top), before], -1)
+  # A logit is as good as the first of its equals, of which less lies before.
+  first = jnp.concatenate(
+    [
+      jnp.ones_like(top, dtype=bool),
+      largest[:, 1:] < largest[:, :-1],
+    ],
+    -1,
+  )
+  kept = first & (before < top_p * total)
+  return jnp.min(jnp.where(kept, largest, jnp.inf), -1, keepdims=True)
+
+
+def _penalised(
+  penalty: float | None, logits: Any, seen: Any, banned: Any
+) -> Array:
+  """Logits as they are filtered, found to be of the right kind."""
+  if getattr(logits, "ndim", None) != 2 or 0 in logits.shape:
+    raise ShapeError(
+      message(
+        "logits",
+        f"shape {getattr(logits, 'shape', None)}",
+        "[B, V]",
+        "take the last position of each row: logits[:, -1]",
+      )
+    )
+  if logits.dtype != jnp.float32:
+    raise DtypeError(
+      message("logits", logits.dtype, "float32", "cast them to float32")
+    )
+  if penalty is not None:
+    if seen is None:
+      raise SamplingError(
+        message(
+          "seen",
+          "None beside a repetition_penalty",
+          "bool [B, V], which tokens occurred",
+          "pass it where sampler.needs_seen",
+        )
+      )
+    _check_mask("seen", seen, (logits.shape,))
+    scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    logits = jnp.where(seen, scaled, logits)
+  if banned is not None:
+    _check_mask("banned", banned, (logits.shape, logits.shape[1:]))
+    wide = jnp.broadcast_to(banned, logits.shape)
+    logits = jnp.where(wide, -jnp.inf, logits)
+  return logits
+
+
+def _check_mask(name: str, mask: Any, shapes: tuple[Any, ...]) -> None:
+  shape, dtype = getattr(mask, "shape", None), getattr(mask, "dtype", None)
+  if shape not in shapes:
+    raise ShapeError(
+      message(
+        name,
+        f"shape {shape}",
+        " or ".join(map(str, shapes)),
+        "give it one entry a token of the vocabulary",
+      )
+    )
+  if dtype != jnp.bool_:
+    raise DtypeError(message(name, dtype, "bool", "compare it with 0"))
+
+
+# ---------------------------------------------------------------------------
+# Random numbers
+# ---------------------------------------------------------------------------
+
+
+def _row_ids(logits: Array, rows: Any) -> Array:
+  if rows is None:
+    return jnp.arange(logits.shape[0], dtype=jnp.uint32)
+  if rows.shape != logits.shape[:1]:
+    raise ShapeError(
+      message(
+        "rows",
+        f"shape {rows.shape}",
+        f"{logits.shape[:1]}, one for each row of logits",
+        "leave it out if this is the whole batch",
+      )
+    )
+  return rows.astype(jnp.uint32)
+
+
+def _gumbel(seed: int, rows: Array, step: Any, logits: Array) -> Array:
+  """Gumbel noise [B, V] of (seed, row, step, id)."""
+  step = jnp.asarray(step)
+  if step.shape not in ((), rows.shape):
+    raise ShapeError(
+      message(
+        "step",
+        f"shape {step.shape}",
+        f"[] or {rows.shape}",
+        "pass the number of tokens drawn before",
+      )
+    )
+  steps = jnp.broadcast_to(step.astype(jnp.uint32), rows.shape)
+  key = _threefry(
+    (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)), (rows, steps)
+  )
+  ids = lax.broadcasted_iota(jnp.uint32, logits.shape, 1)
+  bits, _ = _threefry(
+    (key[0][:, None], key[1][:, None]), (ids, jnp.zeros_like(ids))
+  )
+  # In (0, 1): float32 has 24 bits for large u, and all 32 for small u, where
+  # it makes the large noise of unlikely tokens.
+  u = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+  u = jnp.minimum(u, 1 - 2.0**-24)
+  return -jnp.log(-jnp.log1p(-u))
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def _threefry(
+  key: tuple[Array, Array], counter: tuple[Array, Array]
+) -> tuple[Array, Array]:
+  """Threefry-2x32 with 20 rounds, elementwise in uint32."""
+  keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+  x, y = counter[0] + keys[0], counter[1] + keys[1]
+  for group in range(5):
+    for bits in _ROTATIONS[group % 2]:
+      x = x + y
+      y = (y << jnp.uint32(bits)) | (y >> jnp.uint32(32 - bits))
+      y = y ^ x
+    x = x + keys[(group + 1) % 3]
+    y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+  return x, y
+
+
+# ---------------------------------------------------------------------------
+# Parameters
+# ---------------------------------------------------------------------------
+
+
+def _set(sampler: Any, name: str, value: Any) -> None:
+  object.__setattr__(sampler, name, value)
+
+
+def _set_penalty(sampler: Any) -> None:
+  if sampler.repetition_penalty is not None:
+    name, remedy = "repetition_penalty", "pass None for no penalty"
+    value = _number(sampler, name, REPETITION_PENALTY, remedy)
+    _set(sampler, name, None if value == 1.0 else value)
+
+
+def _number(
+  sampler: Any, name: str, within: tuple[float, float], remedy: str
+) -> float:
+  value, (low, high) = getattr(sampler, name), within
+  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  # NaN is not within any range.
+  if not real or not low <= float(value) <= high:
+    least = f"above {0:g}" if low == math.ulp(0.0) else f"from {low:g}"
+    raise SamplingError(
+      message(name, repr(value), f"a number {least} to {high:g}", remedy)
+    )
+  return float(value)
+
+
+def _whole(
+  sampler: Any, name: str, within: tuple[int, int], remedy: str
+) -> int:
+  value, (low, high) = getattr(sampler, name), within
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or not low <= int(value) <= high:
+    raise SamplingError(
+      message(name, repr(value), f"an int from {low} to {high}", remedy)
+    )
+  return int(value)

@@ -1,0 +1,165 @@
+"""When an answer is over, and how much of it may be shown already.
+
+Law: the text that `Watch.feed` and `Watch.flush` return, joined, is the text
+of the tokens up to the first stop: before the stop id, or before the stop
+string that is complete first (of those, the longest). It does not depend on
+how the text is cut into tokens, nor the tokens into feeds. What may be the
+beginning of a stop string is held back until it is known not to be one.
+Cost: on the host; a search in the new text and the longest stop string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from ringjax.data.special import as_ids
+from ringjax.data.stream import Decodes, Stream
+from ringjax.errors import PromptError, message
+
+_STRINGS = 128
+_CHARS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stop:
+  """What ends an answer.
+
+  Attributes:
+    ids: tokens that end it, such as `tokenizer.eos_ids`.
+    strings: texts that end it, wherever tokens begin and end.
+
+  Raises:
+    PromptError: not ids, or not texts, or too many of them.
+  """
+
+  ids: tuple[int, ...] = ()
+  strings: tuple[str, ...] = ()
+
+  def __post_init__(self) -> None:
+    ids = self.ids
+    ids = (ids,) if isinstance(ids, numbers.Integral) else tuple(ids)
+    ids = tuple(dict.fromkeys(as_ids("ids", ids)))
+    object.__setattr__(self, "ids", ids)
+    strings = self.strings
+    strings = (strings,) if isinstance(strings, str) else tuple(strings)
+    sound = all(isinstance(s, str) and 0 < len(s) <= _CHARS for s in strings)
+    if not sound or len(strings) > _STRINGS:
+      raise PromptError(
+        message(
+          "strings",
+          strings,
+          f"at most {_STRINGS} texts of 1 to {_CHARS} characters",
+          "leave out the empty ones",
+        )
+      )
+    object.__setattr__(self, "strings", tuple(dict.fromkeys(strings)))
+
+  def check(self, vocab_size: int) -> None:
+    """Raises PromptError for an id that no model of this size gives."""
+    wrong = [i for i in self.ids if i >= vocab_size]
+    if wrong:
+      raise PromptError(
+        message(
+          "stop ids",
+          wrong,
+          f"ids below the vocabulary's {vocab_size}",
+          "take them from this model's tokenizer",
+        )
+      )
+
+  def watch(self, tokenizer: Decodes, *, special: bool = False) -> Watch:
+    """Begins to watch one row.
+
+    Args:
+      tokenizer: whose tokens come.
+      special: whether texts of special tokens are text of the answer.
+    """
+    return Watch(self, Stream(tokenizer, special=special))
+
+
+class Watch:
+  """Watches the tokens of one row. Made by `Stop.watch`.
+
+  Attributes:
+    stopped: the id or the string that ended the answer, or None.
+    tokens: how many tokens came, the last one included.
+  """
+
+  def __init__(self, stop: Stop, stream: Stream):
+    self.stopped: int | str | None = None
+    self.tokens = 0
+    self._stop = stop
+    self._ids = frozenset(stop.ids)
+    self._stream = stream
+    self._held = ""
+
+  def feed(self, ids: Any) -> str:
+    """The text that these ids allow to show, maybe "".
+
+    After a stop, tokens are no longer looked at, and nothing comes.
+
+    Args:
+      ids: one id, or a row of them.
+
+    Raises:
+      PromptError, InputTypeError: not token ids.
+    """
+    shown = []
+    for token in as_ids("ids", ids):
+      if self.stopped is not None:
+        break
+      self.tokens += 1
+      if token in self._ids:
+        # What the tokens before it left unfinished may hold a stop string.
+        shown += [self._see(self._stream.flush()), self._held]
+        self._held = ""
+        self.stopped = token if self.stopped is None else self.stopped
+      else:
+        shown.append(self._see(self._stream.feed(token)))
+    return "".join(shown)
+
+  def flush(self) -> str:
+    """The text that was held back, when no more tokens come."""
+    if self.stopped is not None:
+      return ""
+    text = self._see(self._stream.flush()) + self._held
+    self._held = ""
+    return text
+
+  def _see(self, text: str) -> str:
+    """Of the text held back and this one, what may be shown."""
+    if not text:
+      return ""
+    text = self._held + text
+    found = _first(text, self._stop.strings)
+    if found is not None:
+      begin, self.stopped = found
+      self._held = ""
+      return text[:begin]
+    keep = _unsure(text, self._stop.strings)
+    self._held = text[len(text) - keep :]
+    return text[: len(text) - keep]
+
+
+def _first(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
+  """Where the string begins that is complete first, the longest of those."""
+  found = [(text.find(s), s) for s in strings]
+  ends = [(at + len(s), at, s) for at, s in found if at >= 0]
+  if not ends:
+    return None
+  _, begin, string = min(ends)
+  return begin, string
+
+
+def _unsure(text: str, strings: Sequence[str]) -> int:
+  """How many of the last characters may be the beginning of a string."""
+  longest = 0
+  for string in strings:
+    for size in range(min(len(string) - 1, len(text)), longest, -1):
+      if text.endswith(string[:size]):
+        longest = size
+        break
+  return longest
