@@ -3,7 +3,8 @@
   python -m launch.bench attention --quick
       Causal attention: ours, and what else one would pick, in under a minute.
   python -m launch.bench attention --json=all.json --plot=all.png
-      Every dtype, head dim and length; hours on two cores.
+      Every dtype, head dim and length; hours on two cores. In pieces: with
+      --tokens=8192 and so on, and --append.
   python -m launch.bench layouts --plot=layouts.png
       Which device computes which tile when, for three layouts.
 
@@ -47,6 +48,9 @@ _CONTESTANTS = flags.DEFINE_list(
   "contestants", None, f"attention: of {','.join(attention.CONTESTANTS)}."
 )
 _HEADS = flags.DEFINE_integer("heads", None, "attention: heads, N.")
+_APPEND = flags.DEFINE_bool(
+  "append", False, "attention: keep the rows that --json already holds."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", None, "attention: timed rounds.")
 _SHARDS = flags.DEFINE_integer("shards", 8, "layouts: devices of the ring.")
 _Q_BLOCK = flags.DEFINE_integer("q_block", None, "layouts: queries of a tile.")
@@ -80,7 +84,8 @@ def _attention(files: dict[str, Any]) -> None:
   }
   chosen = {name: value for name, value in chosen.items() if value is not None}
   start = attention.QUICK if _QUICK.value else attention.Settings()
-  attention.run(dataclasses.replace(start, **chosen), **files)
+  settings = dataclasses.replace(start, **chosen)
+  attention.run(settings, append=_APPEND.value, **files)
 
 
 def _layouts(files: dict[str, Any]) -> None:

@@ -354,6 +354,7 @@ def run(
   command: str = "",
   json: str | None = None,
   plot: str | None = None,
+  append: bool = False,
 ) -> dict[str, Any]:
   """Runs the benchmark; prints, writes and returns the result.
 
@@ -362,7 +363,12 @@ def run(
     command: the command line, for the record.
     json: file for the result; rewritten after every row.
     plot: file for a picture of all rows; needs matplotlib.
+    append: keeps what `json` holds already, but for rows that run anew.
   """
+  if append and json is None:
+    raise OptionError(
+      message("append", "no file", "--json", "name the file to append to")
+    )
   if settings.devices > len(jax.devices()):
     raise OptionError(
       message(
@@ -387,13 +393,21 @@ def run(
     "complete": False,
     "rows": [],
   }
+  earlier: list[dict[str, Any]] = []
+  if append and json is not None and os.path.exists(json):
+    before = timing.read_json(json)
+    facts = ("command", "date", "versions", "machine")
+    last = {name: before[name] for name in facts}
+    result["earlier"] = [*before.get("earlier", []), last]
+    earlier = before["rows"]
   done = 0.0
   for case in cases:
     row = _row(case, settings, progress, done)
     done += case.flops
-    result["rows"].append(row)
+    earlier = [r for r in earlier if _order(r) != _order(row)] + [row]
+    result["rows"] = sorted(earlier, key=_order)
     result["summary"] = summary(result["rows"])
-    result["complete"] = len(result["rows"]) == len(cases)
+    result["complete"] = case is cases[-1]
     if json is not None:
       timing.write_json(json, result)
     progress.clear()
@@ -567,6 +581,17 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
   }
 
 
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+  """What tells rows apart, in the order of the tables."""
+  return (
+    list(TOLERANCE).index(row["dtype"]),
+    row["heads"],
+    row["head_dim"],
+    row["tokens"],
+    PASSES.index(row["pass"]),
+  )
+
+
 def _label(row: dict[str, Any]) -> str:
   return (
     f"{row['pass']:6} {row['dtype']:8} T={row['tokens']:<6} H={row['head_dim']}"
@@ -631,9 +656,7 @@ def draw(result: dict[str, Any], path: str) -> None:
   for row in rows:
     panels.setdefault((row["dtype"], row["pass"]), []).append(row)
   names = [
-    name
-    for name in result["settings"]["contestants"]
-    if any(row["results"][name]["median_s"] for row in rows)
+    name for name in CONTESTANTS if any(_best(row, [name]) for row in rows)
   ]
   most = max(len(p) for p in panels.values())
   figure = figures.Figure(
@@ -648,7 +671,8 @@ def draw(result: dict[str, Any], path: str) -> None:
   width = 0.85 / max(len(names), 1)
   for ax, ((dtype, kind), members) in zip(axes, panels.items(), strict=True):
     for i, name in enumerate(names):
-      heights = [m["results"][name]["gemm_percent"] or 0 for m in members]
+      found = [m["results"].get(name, {}) for m in members]
+      heights = [f.get("gemm_percent") or 0 for f in found]
       x = np.arange(len(members)) + (i - (len(names) - 1) / 2) * width
       ax.bar(x, heights, width * 0.92, color=colors[name], label=name)
     ticks = [f"T={m['tokens']}\nH={m['head_dim']}" for m in members]

@@ -244,6 +244,11 @@ def check_plot(path: str | None) -> None:
     )
 
 
+def read_json(path: str) -> Any:
+  with open(path) as file:
+    return json.load(file)
+
+
 def write_json(path: str, value: Any) -> None:
   """Writes all of `value` or nothing: a reader never sees half a file."""
   temporary = f"{path}.tmp"

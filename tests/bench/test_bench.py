@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -205,6 +206,27 @@ def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
   kept = json.loads(path.read_text())
   assert len(kept["rows"]) == 1 and not kept["complete"]
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_runs_add_up(tmp_path, monkeypatch):
+  def row(case, seconds):
+    timings = {"gemm": timing.Timing((1.0,)), "ring": timing.Timing(seconds)}
+    return attention._record(case, ["ring"], timings, {"ring": 0.0})
+
+  path = str(tmp_path / "x.json")
+  for n, tokens in enumerate(((512, 256), (128,), (256,))):
+    monkeypatch.setattr(
+      attention, "_row", lambda case, *args, n=n: row(case, (1.0 + n,))
+    )
+    settings = dataclasses.replace(TINY, tokens=tokens, passes=("fwd",))
+    attention.run(settings, json=path, command=str(n), append=True)
+  kept = json.loads((tmp_path / "x.json").read_text())
+  found = [(r["tokens"], r["results"]["ring"]["min_s"]) for r in kept["rows"]]
+  assert found == [(128, 2.0), (256, 3.0), (512, 1.0)]
+  assert [run["command"] for run in kept["earlier"]] == ["0", "1"]
+  assert kept["complete"] and len(kept["summary"]["rows"]) == 3
+  with pytest.raises(rj.RingjaxError, match="--json"):
+    attention.run(TINY, append=True)
 
 
 # ---------------------------------------------------------------------------
