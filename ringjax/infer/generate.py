@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from ringjax.errors import (
   InputTypeError,
@@ -25,6 +25,7 @@ from ringjax.errors import (
 )
 from ringjax.infer import decode, prefill
 from ringjax.infer.sampling import Greedy
+from ringjax.infer.stopping import Stop
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
@@ -80,13 +81,13 @@ class Session:
       model: whose keys it will hold.
       capacity: tokens of the whole conversation, what is generated too.
       batch: B.
-      mesh: the mesh; default: the current one.
+      mesh: the mesh; default: the model's, else the current one.
       axis: the axis that shards the sequence; default "seq" if the mesh has
         one.
       dtype: of the cache; default: the model's.
     """
     self.model = model
-    self.mesh, self.axis = _place(mesh, axis)
+    self.mesh, self.axis = _place(mesh, axis, model)
     spread = Spread(mesh=self.mesh, axis=self.axis)
     _check_devices(model, self.mesh)
     capacity = prefill.padded(positive_int("capacity", capacity), spread.size)
@@ -118,7 +119,8 @@ def generate(
   axis: str | None = None,
   chunk: int | None = None,
   cache: Session | None = None,
-  stop: Iterable[int] | None = None,
+  stop: Stop | Iterable[int] | None = None,
+  tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
   progress: Callable[[int], Any] | None = None,
   pad_id: int = 0,
@@ -133,14 +135,16 @@ def generate(
     prefill: how the prompt is read: "auto", "dense", "blockwise" (one device);
       "ring", "striped", "zigzag", "gather", "ulysses" (a sharded sequence);
       "chunked" (either).
-    mesh: the mesh; default: the current one, else one device.
+    mesh: the mesh; default: the session's, the model's or the current one,
+      else one device.
     axis: the axis that shards the sequence; default "seq" if there is one.
     chunk: tokens of a chunk of a chunked prefill.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
-    stop: ids behind which an example ends.
-    stream: called with each step's tokens, int32 [B]; the answer True ends
-      the generation.
+    stop: ids behind which an example ends, or a `Stop` with ids and strings.
+    tokenizer: of the strings, which may span tokens.
+    stream: called with each step's tokens, int32 [B]. Its answer True ends
+      the generation, bools [B] end single examples.
     progress: called with the number of prompt tokens read, after each chunk.
     pad_id: fills the rows of examples that stopped early.
 
@@ -153,7 +157,7 @@ def generate(
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler = Greedy() if sampler is None else sampler
   prompts = _prompts(tokens, model.config.vocab)
-  stops = _stops(stop, model.config.vocab)
+  stops, watches = _stops(stop, model.config.vocab, tokenizer, len(prompts))
   if isinstance(cache, Session) and len(prompts) == cache.pending.size:
     prompts = [
       p if last < 0 else np.concatenate([[np.int32(last)], p])
@@ -163,11 +167,20 @@ def generate(
   longest = int(lengths.max())
   session = cache
   if session is None:
-    found, over = _place(mesh, axis)
+    found, over = _place(mesh, axis, model)
     shards = 1 if over is None else found.shape[over]
     # A shard's last slot may stay empty behind an uneven prompt.
     need = _reading(prefill, longest, shards, chunk) + count + shards
     session = Session(model, need, batch=batch, mesh=found, axis=over)
+  elif mesh is not None or axis is not None:
+    raise OptionError(
+      message(
+        "mesh",
+        "a mesh or an axis beside a session",
+        "one of them",
+        "leave mesh= and axis= out: the session has its own",
+      )
+    )
   elif not isinstance(session, Session):
     raise InputTypeError(
       message(
@@ -197,7 +210,15 @@ def generate(
     stops,
   )
   new = _continue(
-    model, session, sampler, state, stops, total, count, stream, pad_id
+    model,
+    session,
+    sampler,
+    state,
+    stops,
+    total,
+    count,
+    _observer(stream, watches),
+    pad_id,
   )
   session.last = Report(
     prefill=how,
@@ -245,7 +266,7 @@ def _continue(
   stops: jax.Array,
   total: int,
   count: int,
-  stream: Any,
+  observe: Callable[[np.ndarray, np.ndarray], np.ndarray],
   pad_id: int,
 ) -> tuple[np.ndarray, int]:
   """Takes steps until all have stopped: (tokens, number of steps)."""
@@ -270,16 +291,22 @@ def _continue(
     session.pending = np.where(
       ended, session.pending, np.where(read, -1, token)
     )
-    ended = ended | done
-    enough = stream is not None and stream(out[:, n]) is True
-    if after is None or ended.all() or enough:
+    told = observe(out[:, n], ended)
+    ended = ended | done | told
+    if after is None or ended.all():
       break
-    state = after
+    # The device knows of stop ids only.
+    state = after._replace(done=jnp.asarray(ended)) if told.any() else after
   session.slots += -(-taken // session.shards)
   return out, n + 1
 
 
-def _place(mesh: Any, axis: str | None) -> tuple[Any, str | None]:
+def _place(
+  mesh: Any, axis: str | None, model: Transformer
+) -> tuple[Any, str | None]:
+  if mesh is None:
+    own = model.embed.weight.get_value().sharding
+    mesh = own.mesh if isinstance(own, NamedSharding) else None
   if mesh is None:
     context = jax.sharding.get_mesh()
     mesh = None if context.empty else context
@@ -473,20 +500,43 @@ def _prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
   return found
 
 
-def _stops(stop: Iterable[int] | None, vocab: int) -> jax.Array:
-  ids = [] if stop is None else list(stop)
-  for i in ids:
-    whole = isinstance(i, int | np.integer) and not isinstance(i, bool)
-    if not whole or not 0 <= i < vocab:
-      raise PromptError(
-        message(
-          "stop",
-          repr(i),
-          f"ids from 0 to {vocab - 1}",
-          "for strings, watch the text in stream= (see rj.infer.Stop)",
-        )
+def _stops(
+  stop: Any, vocab: int, tokenizer: Any, batch: int
+) -> tuple[jax.Array, list[Any]]:
+  """Ids for the device to look at, and watches for stop strings."""
+  if not isinstance(stop, Stop):
+    stop = Stop(ids=() if stop is None else stop)
+  stop.check(vocab)
+  if stop.strings and tokenizer is None:
+    raise OptionError(
+      message(
+        "tokenizer",
+        "None with stop strings",
+        "the model's tokenizer",
+        "pass tokenizer=, e.g. rj.data.Tokenizer.load(folder)",
       )
-  return jnp.asarray(ids or [-1], jnp.int32)
+    )
+  watches = [stop.watch(tokenizer) for _ in range(batch if stop.strings else 0)]
+  return jnp.asarray(stop.ids or (-1,), jnp.int32), watches
+
+
+def _observer(
+  stream: Any, watches: list[Any]
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+  """Shows a step's tokens to whoever asked: which examples end now, [B]."""
+
+  def observe(tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    told = np.zeros(tokens.size, bool)
+    for row, watch in enumerate(watches):
+      if not ended[row]:
+        watch.feed(int(tokens[row]))
+        told[row] = watch.stopped is not None
+    if stream is not None:
+      answer = stream(tokens)
+      told = told | (False if answer is None else np.asarray(answer, bool))
+    return told
+
+  return observe
 
 
 def _seen(sampler: Any, prompts: list[np.ndarray], vocab: int) -> Any:
