@@ -81,6 +81,8 @@ class Bytes:
       "eos_token": texts[1],
       "pad_token": texts[2],
     }
+    if texts[3:]:
+      self.special_names["additional_special_tokens"] = list(texts[3:])
     self._texts = texts
 
   def encode(
@@ -206,7 +208,6 @@ class Bytes:
     config = {
       "tokenizer_class": "PreTrainedTokenizerFast",
       **self.special_names,
-      "additional_special_tokens": list(self._texts[3:]),
       "clean_up_tokenization_spaces": False,
       "model_max_length": 10**30,
     }

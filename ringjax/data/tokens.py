@@ -9,7 +9,7 @@ which are no UTF-8 become U+FFFD one by one. An id without a token is U+FFFD.
 Long texts are encoded in pieces, in parallel. A text is cut only where ids of
 both sides, encoded apart, are the ids of the text around the cut, encoded in
 one: found by encoding 256 characters on either side. Where no such place is
-found (one word of megabytes) the piece grows to 16 million characters; beyond
+found (one word of megabytes) the piece grows to 4 million characters; beyond
 that it is refused.
 
 The files come from anywhere: each has a size limit, what the library does not
@@ -38,7 +38,8 @@ from ringjax.errors import PromptError, TokenizerError, message
 TOKENIZER_BYTES = 64 << 20
 
 _PIECE = 1 << 16
-_LONGEST_PIECE = 16_000_000
+_LONGEST_PIECE = 4_000_000
+_MOST_TOKENS = 1 << 24
 _LOOK = 256
 _TRIES = 32
 _BATCH = 16
@@ -88,8 +89,8 @@ class Tokenizer:
     self.name = name
     first = _first_token(engine.post_processor)
     _make_plain(engine)
-    vocab = _guard("tokenizer.json", engine.get_vocab)
-    if not vocab:
+    words = _guard("tokenizer.json", engine.get_vocab, with_added_tokens=False)
+    if not words:
       raise fault("tokenizer.json", "no tokens", "a vocabulary")
     self.specials = _specials(engine, settings)
     self.added = frozenset(
@@ -99,6 +100,12 @@ class Tokenizer:
     )
     self.special_names = settings.names()
     self.vocab_size = max(engine.get_vocab().values()) + 1
+    if self.vocab_size > _MOST_TOKENS:
+      raise fault(
+        "tokenizer.json",
+        f"an id of {self.vocab_size - 1}",
+        f"ids below {_MOST_TOKENS}",
+      )
     self.bos_id = settings.id_of(engine, "bos_token")
     self.pad_id = settings.id_of(engine, "pad_token")
     self.eos_ids = settings.eos_ids(engine)
@@ -112,9 +119,7 @@ class Tokenizer:
     self.lead = "" if self._pieces is None else self._pieces.lead
     # A token that nobody can write, after which a text goes on: behind it the
     # library encodes as behind any special token, not as at a text's start.
-    self._mark = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"
-    _add(engine, self._mark, special=False)
-    self._mark_id = engine.token_to_id(self._mark)
+    self._mark, self._mark_id = _added_mark(engine)
     forbidden = np.zeros(self._mark_id + 1, bool)
     forbidden[sorted({*self.specials.ids, self._mark_id})] = True
     if self._unknown is not None:
@@ -538,6 +543,20 @@ def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
     text, special=special, normalized=False, **flags
   )
   _guard("tokenizer.json", engine.add_tokens, [token])
+
+
+def _added_mark(engine: Any) -> tuple[str, int]:
+  """A token that nobody can write, and its id, which is no other token's."""
+  used = set(engine.get_vocab().values())
+  # The library numbers by how many there are: where ids have gaps, the first
+  # numbers may be taken.
+  for _ in range(1000):
+    mark = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"
+    _add(engine, mark, special=False)
+    found = engine.token_to_id(mark)
+    if found > max(used):
+      return mark, found
+  raise fault("tokenizer.json", "ids with over 1000 gaps", "ids without gaps")
 
 
 def _make_plain(engine: Any) -> None:

@@ -68,7 +68,7 @@ def step(
     None,
     length,
   )
-  token = sampler(logits[:, 0], state.step, state.seen)
+  token = sampler(spread.everywhere(logits[:, 0]), state.step, state.seen)
   token = jnp.where(state.done, state.token, token)
   after = State(
     token,
@@ -77,7 +77,7 @@ def step(
     _note(state.seen, token),
     state.step + 1,
   )
-  return after, cache
+  return spread.everywhere(after), cache
 
 
 def _stopped(token: jax.Array, stops: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ between calls, so that a new turn reads only what is new.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -123,6 +124,7 @@ def generate(
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
   progress: Callable[[int], Any] | None = None,
+  report: Callable[[Report], Any] | None = None,
   pad_id: int = 0,
 ) -> np.ndarray:
   """Continues prompts.
@@ -145,7 +147,9 @@ def generate(
     tokenizer: of the strings, which may span tokens.
     stream: called with each step's tokens, int32 [B]. Its answer True ends
       the generation, bools [B] end single examples.
-    progress: called with the number of prompt tokens read, after each chunk.
+    progress: called with the number of prompt tokens read, after each chunk
+      and when all are read.
+    report: called with what was done, at the end.
     pad_id: fills the rows of examples that stopped early.
 
   Returns:
@@ -225,9 +229,11 @@ def generate(
     prompt_tokens=longest,
     new_tokens=int(new[1]),
     shards=session.shards,
-    cache_bytes=session.cache.nbytes() // session.shards,
+    cache_bytes=_bytes_each(session.cache),
     capacity=session.cache.capacity,
   )
+  if report is not None:
+    report(session.last)
   return new[0]
 
 
@@ -251,7 +257,13 @@ def _run(
     row[: prompt.size] = prompt
   if how.chunk is None:
     session.slots += width // shards
-    return prefill.whole(model, how, tokens, lengths, session.cache, total)
+    logits, cache = prefill.whole(
+      model, how, tokens, lengths, session.cache, total
+    )
+    if progress is not None:
+      jax.block_until_ready(logits)
+      progress(longest)
+    return logits, cache
   session.slots += -(-width // how.chunk) * (how.chunk // shards)
   return prefill.chunked(
     model, how, tokens, lengths, start, session.cache, total, progress
@@ -299,6 +311,14 @@ def _continue(
     state = after._replace(done=jnp.asarray(ended)) if told.any() else after
   session.slots += -(-taken // session.shards)
   return out, n + 1
+
+
+def _bytes_each(cache: Any) -> int:
+  """Bytes of a cache on each device."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves((cache.slots, cache.at))
+  )
 
 
 def _place(

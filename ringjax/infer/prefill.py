@@ -148,7 +148,7 @@ def _read(
   logits, cache = forward(
     model, spread, tokens, pos, seg, cache, rows[:, None], length
   )
-  return logits[:, 0], cache
+  return spread.everywhere(logits[:, 0]), cache
 
 
 def whole(

@@ -26,10 +26,12 @@ Cost for V tokens: about 100 integer operations a token for the draw; top-k one
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -183,7 +185,8 @@ class Sample:
     """
     logits = _penalised(self.repetition_penalty, logits, seen, banned)
     logits = self.filtered(logits)
-    noise = _gumbel(self.seed, _row_ids(logits, rows), step, logits)
+    rows = _row_ids(logits, rows)
+    noise = _gumbel(self.seed, rows, _steps(step, rows), logits.shape[1])
     return jnp.argmax(logits + noise, -1).astype(jnp.int32)
 
   def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -306,8 +309,7 @@ def _row_ids(logits: Array, rows: Any) -> Array:
   return rows.astype(jnp.uint32)
 
 
-def _gumbel(seed: int, rows: Array, step: Any, logits: Array) -> Array:
-  """Gumbel noise [B, V] of (seed, row, step, id)."""
+def _steps(step: Any, rows: Array) -> Array:
   step = jnp.asarray(step)
   if step.shape not in ((), rows.shape):
     raise ShapeError(
@@ -318,11 +320,22 @@ def _gumbel(seed: int, rows: Array, step: Any, logits: Array) -> Array:
         "pass the number of tokens drawn before",
       )
     )
-  steps = jnp.broadcast_to(step.astype(jnp.uint32), rows.shape)
-  key = _threefry(
-    (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)), (rows, steps)
-  )
-  ids = lax.broadcasted_iota(jnp.uint32, logits.shape, 1)
+  return jnp.broadcast_to(step.astype(jnp.uint32), rows.shape)
+
+
+def _gumbel(seed: int, rows: Array, steps: Array, vocab: int) -> Array:
+  """Gumbel noise [B, V] of (seed, row, step, id)."""
+  low, high = jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)
+  return _noise(low, high, rows, steps, vocab)
+
+
+# Compiled also for a caller who compiles nothing: it is a hundred operations.
+@functools.partial(jax.jit, static_argnums=4)
+def _noise(
+  low: Array, high: Array, rows: Array, steps: Array, vocab: int
+) -> Array:
+  key = _threefry((low, high), (rows, jnp.broadcast_to(steps, rows.shape)))
+  ids = lax.broadcasted_iota(jnp.uint32, (rows.shape[0], vocab), 1)
   bits, _ = _threefry(
     (key[0][:, None], key[1][:, None]), (ids, jnp.zeros_like(ids))
   )

@@ -10,13 +10,14 @@ a loop over layers carries it and writes in place.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords
 
 
@@ -32,6 +33,10 @@ class KV(NamedTuple):
   k: jax.Array
   v: jax.Array
   at: Coords
+
+  def stored(self) -> Stored:
+    """The same as a stack of one layer."""
+    return Stored(self.k[None], self.v[None], self.at, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,7 @@ class Room:
     return jnp.zeros(shape, dtype, device=NamedSharding(self.mesh, P(*spec)))
 
 
+@runtime_checkable
 class LayerCache(Protocol):
   """One layer's part of a cache during one call."""
 
@@ -76,11 +82,27 @@ class LayerCache(Protocol):
     """Adds the call's keys [B, K, T, H] and values [B, K, T, J]."""
     ...
 
-  def view(self) -> KV:
-    """All keys and values, the appended ones too."""
+  def view(self) -> Stored:
+    """All keys and values where they lie, the appended ones too."""
     ...
 
 
+@runtime_checkable
+class StateCache(Protocol):
+  """One recurrent layer's part of a cache during one call."""
+
+  slots: Any
+
+  def recall(self, empty: Any) -> Any:
+    """What earlier calls left; `empty` if they left nothing."""
+    ...
+
+  def keep(self, state: Any) -> StateCache:
+    """Leaves a state to later calls."""
+    ...
+
+
+@runtime_checkable
 class Cache(Protocol):
   """A model's keys and values."""
 
@@ -90,7 +112,7 @@ class Cache(Protocol):
     """Makes room for tokens with these coordinates, [B, T]."""
     ...
 
-  def layer(self, slots: Any, index: Any) -> LayerCache:
+  def layer(self, slots: Any, index: Any) -> LayerCache | StateCache:
     """The part of layer `index` among those that share `slots`."""
     ...
 
@@ -108,8 +130,8 @@ class _Fresh(NamedTuple):
   def append(self, k: jax.Array, v: jax.Array, at: Coords) -> _Fresh:
     return _Fresh(KV(k, v, at))
 
-  def view(self) -> KV:
-    return self.fresh
+  def view(self) -> Stored:
+    return self.fresh.stored()
 
   def recall(self, empty: Any) -> Any:
     return empty

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from ringjax.errors import OptionError, message
 from ringjax.kv.base import KV, Room
 from ringjax.kv.state import State, StateShape
+from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 
@@ -262,9 +263,5 @@ class Layer:
       slots = slots._replace(v=write(slots.v, v))
     return dataclasses.replace(self, slots=slots, fresh=KV(k, v, at))
 
-  def view(self) -> KV:
-    k, v = (
-      lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
-      for x in self.slots
-    )
-    return KV(k, v, self.cache.at)
+  def view(self) -> Stored:
+    return Stored(*self.slots, self.cache.at, self.index)

@@ -208,12 +208,7 @@ def load(
     for path, p in params.items()
   }
   _check_memory(params, shardings, mesh)
-  arrays = {
-    path: jnp.zeros(
-      p.get_value().shape, p.get_value().dtype, device=shardings[path]
-    )
-    for path, p in params.items()
-  }
+  arrays = _zeros(params, None if mesh is None else shardings)
   for batch in _batches(tensors, folder):
     read = folder.read(
       {t.name: _target(t, params, shardings, mesh) for t in batch}
@@ -237,6 +232,15 @@ def load(
     p.replace(arrays[path]) for path, p in zip(paths, flat, strict=True)
   ]
   return jax.tree.unflatten(tree, filled)
+
+
+def _zeros(
+  params: dict[str, Any], shardings: dict[str, Any] | None
+) -> dict[str, jax.Array]:
+  """Arrays to fill, by one program."""
+  shapes = {path: p.get_value() for path, p in params.items()}
+  make = lambda: {k: jnp.zeros(x.shape, x.dtype) for k, x in shapes.items()}
+  return jax.jit(make, out_shardings=shardings)()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from ringjax.errors import OptionError, message
@@ -210,4 +211,4 @@ def preset(name: str) -> dict[str, Any]:
         "or pass a dict as in config.json",
       )
     )
-  return dict(PRESETS[name])
+  return copy.deepcopy(PRESETS[name])

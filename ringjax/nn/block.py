@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ringjax.kv.base import LayerCache
 from ringjax.nn.linear import Identity, Norm
 from ringjax.nn.tokens import Tokens
 
@@ -57,8 +56,8 @@ class Block(nnx.Module):
     self.post_feedforward = norm(spec.post)
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: LayerCache, spread: Any
-  ) -> tuple[jax.Array, LayerCache]:
+    self, x: jax.Array, tokens: Tokens, cache: Any, spread: Any
+  ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the layer's cache."""
     spec = self.spec
     scaled = lambda y: (

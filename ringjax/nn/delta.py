@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import OptionError, message
+from ringjax.kv.base import StateCache
 from ringjax.kv.state import State, StateShape
 from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
@@ -114,8 +115,8 @@ class DeltaLayer(nnx.Module):
     self.out = Linear(rngs, values, (embed,), ("heads", None, "embed"))
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: Any, spread: Any
-  ) -> tuple[jax.Array, Any]:
+    self, x: jax.Array, tokens: Tokens, cache: StateCache, spread: Any
+  ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
     wide = wide_dtype(x.dtype)
     rate = jnp.exp(self.log_rate[...].astype(wide))

@@ -23,6 +23,7 @@ from ringjax.kv.dense import Shape
 from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.spread import Extras
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
 
@@ -142,7 +143,7 @@ class LatentLayer(nnx.Module):
     )
     k = jnp.concatenate([kv[..., : spec.plain], shared], -1)
     own = _Keys(
-      KV(
+      fresh=KV(
         jnp.swapaxes(k, 1, 2),
         jnp.swapaxes(kv[..., spec.plain :], 1, 2),
         tokens.at,
@@ -165,24 +166,27 @@ class LatentLayer(nnx.Module):
     q = jnp.einsum(
       "btnh,cnh->btnc", q_plain, into, preferred_element_type=q_plain.dtype
     )
-    k, _, at = cache.view()
-    keys = _Keys(KV(k, k[..., : spec.latent], at))
+    # A value is the first part of its key: weighing whole keys and cutting
+    # the sum spares a copy of all keys.
+    stored = cache.view()
+    keys = _Keys(stored=stored._replace(v=stored.k))
     q = jnp.concatenate([q, q_turned], -1)
-    seen = spread(q, tokens, keys, spec.mask, extras)
+    seen = spread(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
       "btnc,cnj->btnj", seen, out_of, preferred_element_type=seen.dtype
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Keys:
-  """Keys and values that a layer made of what its cache holds."""
+  """Keys and values that a layer made of the call's, or of its cache's."""
 
-  fresh: KV
+  fresh: Any = None
+  stored: Any = None
   slots: Any = ()
 
   def append(self, k: jax.Array, v: jax.Array, at: Any) -> _Keys:
     raise AssertionError("keys that are derived are not appended to")
 
-  def view(self) -> KV:
-    return self.fresh
+  def view(self) -> Stored:
+    return self.stored

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
-from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.resident import Resident
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
@@ -95,6 +95,15 @@ class Spread:
     return jax.lax.with_sharding_constraint(
       x, NamedSharding(self.mesh, self.spec(x))
     )
+
+  def everywhere(self, tree: Any) -> Any:
+    """Tells the compiler that each device has all of it.
+
+    So every process of a run of several can read it.
+    """
+    if self.mesh is None:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
   def rowwise(
     self, f: Callable[[jax.Array], jax.Array], x: jax.Array
@@ -206,8 +215,8 @@ class Visit(Spread):
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
     b, t, n, h = q.shape
-    k, v, at = cache.view()
-    heads = k.shape[1]
+    keys = cache.view()
+    heads = keys.k.shape[2]
     if tokens.segmented:
       mask = mask & SameSegment()
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
@@ -219,12 +228,10 @@ class Visit(Spread):
     )
     out = run(
       Scores(scale=extras.scale, soft_cap=extras.soft_cap),
-      Local(
-        jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4)), k, v
-      ),
+      jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4)),
+      keys,
       Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
       tokens.at,
-      at,
       mask,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)

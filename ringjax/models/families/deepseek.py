@@ -29,7 +29,7 @@ def _config(r: Reader) -> TransformerConfig:
   scale = (plain + turned) ** -0.5
   scaling = r.value("rope_parameters", "rope_scaling", default={})
   if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
-    factor = yarn_magnitude(scaling["factor"], scaling["mscale_all_dim"])
+    factor = yarn_magnitude(rope.scaling.factor, scaling["mscale_all_dim"])
     scale *= factor * factor
   norm = rms(r)
   attend = Latent(
@@ -47,14 +47,24 @@ def _config(r: Reader) -> TransformerConfig:
   act = r.act("hidden_act", default="silu")
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
+  number = r.whole("n_routed_experts", "num_local_experts")
+  groups = r.whole("n_group", default=8)
+  if number % groups or number < 2 * groups:
+    raise error(
+      "n_group",
+      groups,
+      f"a divisor of the {number} experts, with two or more in a group",
+      "repair the file",
+    )
+  best = r.whole("topk_group", default=4, most=groups)
   experts = Experts(
-    experts=r.whole("n_routed_experts", "num_local_experts"),
-    chosen=r.whole("num_experts_per_tok"),
+    experts=number,
+    chosen=r.whole("num_experts_per_tok", most=number // groups * best),
     hidden=hidden,
     act=act,
     router=Grouped(
-      groups=r.whole("n_group", default=8),
-      best=r.whole("topk_group", default=4),
+      groups=groups,
+      best=best,
       renormalise=r.flag("norm_topk_prob", default=True),
       scale=r.positive("routed_scaling_factor", default=2.5),
     ),

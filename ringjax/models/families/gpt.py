@@ -67,6 +67,7 @@ def _oss(r: Reader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=True)
+  experts = r.whole("num_local_experts", "num_experts")
   full = Layer(
     attention=attention(
       r,
@@ -76,8 +77,8 @@ def _oss(r: Reader) -> TransformerConfig:
       sinks=True,
     ),
     feedforward=Experts(
-      experts=r.whole("num_local_experts", "num_experts"),
-      chosen=r.whole("num_experts_per_tok", "experts_per_token"),
+      experts=experts,
+      chosen=r.whole("num_experts_per_tok", "experts_per_token", most=experts),
       hidden=r.whole("intermediate_size"),
       act=r.act("hidden_act", default="silu"),
       router=Softmax(renormalise=True),

@@ -287,7 +287,10 @@ def _cohere2(r: Reader) -> TransformerConfig:
   heads, _ = r.heads()
   rope = r.rope(r.head_dim(heads), interleaved=True)
   every = r.whole(
-    "sliding_window_pattern", "_sliding_window_pattern", default=4
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "layer_switch",
+    default=4,
   )
   types = r.layer_types(
     count,

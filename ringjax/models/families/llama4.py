@@ -24,7 +24,7 @@ def _config(r: Reader) -> TransformerConfig:
     ["chunked_attention" if turns else "full_attention" for turns in with_rope],
   )
   step = r.whole("interleave_moe_layer_step", default=1)
-  mixed = r.value("moe_layers", default=list(range(step - 1, count, step)))
+  mixed = r.numbers_of_layers("moe_layers", range(step - 1, count, step))
   chunk = r.whole("attention_chunk_size", default=8192)
   norm = rms(r, default=1e-5)
   bias = r.flag("attention_bias", default=False)
@@ -37,9 +37,10 @@ def _config(r: Reader) -> TransformerConfig:
   act = r.act("hidden_act", default="silu")
   dense = Gated(hidden=r.whole("intermediate_size_mlp"), act=act)
   hidden = r.whole("intermediate_size")
+  number = r.whole("num_local_experts")
   experts = Experts(
-    experts=r.whole("num_local_experts"),
-    chosen=r.whole("num_experts_per_tok"),
+    experts=number,
+    chosen=r.whole("num_experts_per_tok", most=number),
     hidden=hidden,
     act=act,
     router=Sigmoid(),

@@ -19,6 +19,7 @@ from ringjax.nn.feedforward import Experts, Softmax
 
 def _mixtral(r: Reader) -> TransformerConfig:
   heads, _ = r.heads()
+  count = r.whole("num_local_experts", "num_experts")
   layer = Layer(
     attention=attention(
       r,
@@ -26,8 +27,8 @@ def _mixtral(r: Reader) -> TransformerConfig:
       mask=causal(r.whole("sliding_window", default=None)),
     ),
     feedforward=Experts(
-      experts=r.whole("num_local_experts", "num_experts"),
-      chosen=r.whole("num_experts_per_tok"),
+      experts=count,
+      chosen=r.whole("num_experts_per_tok", most=count),
       hidden=r.whole("intermediate_size"),
       act=r.act("hidden_act", default="silu"),
       router=Softmax(renormalise=True),
@@ -65,15 +66,16 @@ def _qwen3_moe(r: Reader) -> TransformerConfig:
     qk_norm=norm,
     mask=causal(window if slides else None),
   )
+  number = r.whole("num_local_experts", "num_experts")
   experts = Experts(
-    experts=r.whole("num_local_experts", "num_experts"),
-    chosen=r.whole("num_experts_per_tok"),
+    experts=number,
+    chosen=r.whole("num_experts_per_tok", most=number),
     hidden=r.whole("moe_intermediate_size"),
     act=r.act("hidden_act", default="silu"),
     router=Softmax(renormalise=r.flag("norm_topk_prob", default=False)),
   )
   dense = gated(r)
-  without = r.value("mlp_only_layers", default=[])
+  without = r.numbers_of_layers("mlp_only_layers", [])
   step = r.whole("decoder_sparse_step", default=1)
   layers = [
     Layer(

@@ -70,9 +70,10 @@ def _qwen3_next(r: Reader) -> TransformerConfig:
       gated=True,
     ),
   }
+  number = r.whole("num_experts", "num_local_experts")
   experts = Experts(
-    experts=r.whole("num_experts", "num_local_experts"),
-    chosen=r.whole("num_experts_per_tok"),
+    experts=number,
+    chosen=r.whole("num_experts_per_tok", most=number),
     hidden=r.whole("moe_intermediate_size"),
     act=r.act("hidden_act", default="silu"),
     router=Softmax(renormalise=r.flag("norm_topk_prob", default=True)),
@@ -80,7 +81,7 @@ def _qwen3_next(r: Reader) -> TransformerConfig:
     shared_gate=True,
   )
   dense = gated(r)
-  without = r.value("mlp_only_layers", default=[])
+  without = r.numbers_of_layers("mlp_only_layers", [])
   step = r.whole("decoder_sparse_step", default=1)
   layers = [
     Layer(

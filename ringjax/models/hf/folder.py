@@ -274,7 +274,9 @@ class Folder:
     context.safetensors_options.read_chunk_bytes = _CHUNK_BYTES
     context.memory_options.read_concurrent_bytes = _FLIGHT_BYTES
     try:
-      with context:
+      # A number too large for its new dtype is found by who looks for those
+      # that are not finite.
+      with context, np.errstate(over="ignore", invalid="ignore"):
         return load(str(self.path / file), wanted)
     except (OSError, ValueError, KeyError):
       # A file that shrinks while it is read ends in one of many errors.

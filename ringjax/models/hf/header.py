@@ -91,7 +91,7 @@ def strict_json(data: bytes, *, max_depth: int) -> Any:
   for bracket in _BRACKETS.sub("", _STRINGS.sub("", text)):
     depth += 1 if bracket in "[{" else -1
     if depth > max_depth:
-      raise ValueError(f"nested deeper than {max_depth}")
+      raise ValueError(f"brackets nested deeper than {max_depth}")
   value = json.loads(
     text,
     object_pairs_hook=_unique,

@@ -7,7 +7,6 @@ mean the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,6 +76,8 @@ HARMLESS = frozenset(
   }
 )
 _MOST = 2**31 - 1
+# What float32 can tell from infinity, and from 0.
+_LARGEST, _SMALLEST = 3.4e38, 1e-37
 _MISSING = object()
 
 
@@ -88,11 +89,19 @@ def error(key: str, got: Any, want: str, remedy: str) -> ConfigError:
 
 
 class Reader:
-  """A config whose keys are taken one by one."""
+  """A config whose keys are taken one by one.
 
-  def __init__(self, config: Mapping[str, Any]):
+  `prefix` is what stands before a key in errors.
+  """
+
+  def __init__(self, config: Mapping[str, Any], prefix: str = ""):
     self._config = config
+    self._prefix = prefix
     self._read: set[str] = set()
+
+  def error(self, key: str, got: Any, want: str, remedy: str) -> ConfigError:
+    """What to raise for the value of a key of this config."""
+    return error(self._prefix + key, got, want, remedy)
 
   def ignore(self, *keys: str) -> None:
     """Marks keys as read that have no meaning in this family."""
@@ -109,22 +118,28 @@ class Reader:
       if self._config.get(key) is not None:
         return self._config[key]
     if default is _MISSING:
-      raise error(
+      raise self.error(
         keys[0], "nothing", "a value", "copy the whole config of the model"
       )
     return default
 
-  def whole(self, *keys: str, default: Any = _MISSING, least: int = 1) -> Any:
+  def whole(
+    self,
+    *keys: str,
+    default: Any = _MISSING,
+    least: int = 1,
+    most: int = _MOST,
+  ) -> Any:
     """A whole number; `default` may be None."""
     x = self.value(*keys, default=default)
     if x is None:
       return None
     whole = isinstance(x, int) and not isinstance(x, bool)
-    if not whole or not least <= x <= _MOST:
-      raise error(
+    if not whole or not least <= x <= most:
+      raise self.error(
         keys[0],
         x,
-        f"a whole number from {least} to {_MOST}",
+        f"a whole number from {least} to {most}",
         "repair the file",
       )
     return x
@@ -134,30 +149,29 @@ class Reader:
     x = self.value(*keys, default=default)
     if x is None:
       return None
-    number = isinstance(x, int | float) and not isinstance(x, bool)
-    if not number or not math.isfinite(x):
-      raise error(keys[0], x, "a finite number", "repair the file")
+    if not _is_number(x):
+      raise self.error(keys[0], x, "a finite number", "repair the file")
     return float(x)
 
   def positive(self, *keys: str, default: Any = _MISSING) -> Any:
     """A number above 0; `default` may be None."""
     x = self.number(*keys, default=default)
-    if x is not None and x <= 0:
-      raise error(keys[0], x, "a number above 0", "repair the file")
+    if x is not None and x < _SMALLEST:
+      raise self.error(keys[0], x, "a number above 0", "repair the file")
     return x
 
   def flag(self, *keys: str, default: Any = _MISSING) -> bool:
     """True or false."""
     x = self.value(*keys, default=default)
     if not isinstance(x, bool):
-      raise error(keys[0], x, "true or false", "repair the file")
+      raise self.error(keys[0], x, "true or false", "repair the file")
     return x
 
   def text(self, *keys: str, default: Any = _MISSING) -> str:
     """A string."""
     x = self.value(*keys, default=default)
     if not isinstance(x, str):
-      raise error(keys[0], x, "a string", "repair the file")
+      raise self.error(keys[0], x, "a string", "repair the file")
     return x
 
   def act(self, *keys: str, default: Any = _MISSING) -> str:
@@ -173,7 +187,7 @@ class Reader:
     }
     x = self.text(*keys, default=default)
     if x not in known:
-      raise error(
+      raise self.error(
         keys[0], x, f"one of {', '.join(known)}", "use another checkpoint"
       )
     return known[x]
@@ -182,13 +196,15 @@ class Reader:
     """Refuses another value than the one that is supported."""
     x = self.value(key, default=default)
     if x != wanted:
-      raise error(key, x, repr(wanted), "this variant is not supported")
+      raise self.error(key, x, repr(wanted), "this variant is not supported")
 
   def layers(self) -> int:
     """The number of layers."""
     n = self.whole("num_hidden_layers", "n_layer")
     if n > 1000:
-      raise error("num_hidden_layers", n, "at most 1000", "repair the file")
+      raise self.error(
+        "num_hidden_layers", n, "at most 1000", "repair the file"
+      )
     return n
 
   def layer_types(self, count: int, default: Sequence[str]) -> tuple[str, ...]:
@@ -201,29 +217,43 @@ class Reader:
       "linear_attention",
     )
     if not isinstance(types, list) or len(types) != count:
-      raise error(
+      raise self.error(
         "layer_types", types, f"a list of {count} names", "repair the file"
       )
     for name in types:
       if name not in known:
-        raise error(
+        raise self.error(
           "layer_types", name, f"one of {', '.join(known)}", "repair the file"
         )
     return tuple(types)
 
   def flags(self, key: str, count: int, default: Sequence[int]) -> list[bool]:
     """A list of 0 and 1 for the layers; empty means the default."""
-    x = self.value(key, default=None) or list(default)
-    if not isinstance(x, list) or len(x) != count or not set(x) <= {0, 1}:
-      raise error(key, x, f"a list of {count} times 0 or 1", "repair the file")
+    x = self.value(key, default=None)
+    x = list(default) if x is None or x == [] else x
+    sound = isinstance(x, list) and all(i in (0, 1) for i in x)
+    if not sound or len(x) != count:
+      raise self.error(
+        key, x, f"a list of {count} times 0 or 1", "repair the file"
+      )
     return [bool(i) for i in x]
+
+  def numbers_of_layers(self, key: str, default: Sequence[int]) -> list[int]:
+    """A list of layers by their numbers."""
+    x = self.value(key, default=list(default))
+    sound = isinstance(x, list) and all(
+      isinstance(i, int) and not isinstance(i, bool) for i in x
+    )
+    if not sound:
+      raise self.error(key, x, "a list of layers' numbers", "repair the file")
+    return x
 
   def heads(self) -> tuple[int, int]:
     """(query heads, kv heads)."""
     n = self.whole("num_attention_heads", "n_head")
     k = self.whole("num_key_value_heads", default=n)
     if n % k:
-      raise error(
+      raise self.error(
         "num_key_value_heads",
         k,
         f"a divisor of the {n} query heads",
@@ -238,7 +268,7 @@ class Reader:
     if h is not None:
       return h
     if hidden % heads:
-      raise error(
+      raise self.error(
         "hidden_size",
         hidden,
         f"a multiple of the {heads} heads, or a head_dim",
@@ -277,83 +307,116 @@ class Reader:
       given, name = dict(_dict("rope_parameters", top)), "rope_parameters"
       if given and all(isinstance(v, dict | None) for v in given.values()):
         if kind not in given:
-          raise error(
+          raise self.error(
             name, sorted(given), f"one entry for {kind!r}", "repair the file"
           )
         given = dict(given[kind] or {})
-    theta = given.pop("rope_theta", theta)
-    partial = given.pop("partial_rotary_factor", partial)
+    part = Reader(given, f"{name}.")
+    theta = part.positive("rope_theta", default=theta)
+    partial = part.positive("partial_rotary_factor", default=partial)
     dims = int(head_dim * partial)
-    if dims < 2 or dims % 2:
-      raise error(
-        "partial_rotary_factor", partial, "an even number of dims", "repair it"
+    if dims < 2 or dims % 2 or dims > head_dim:
+      raise self.error(
+        "partial_rotary_factor",
+        partial,
+        f"an even number of the {head_dim} dims of a head",
+        "repair the file",
       )
-    scaling = self._scaling(name, given)
     return Rope(
-      theta=float(theta), dims=dims, interleaved=interleaved, scaling=scaling
+      theta=theta,
+      dims=dims,
+      interleaved=interleaved,
+      scaling=self._scaling(part, theta, dims),
     )
 
-  def _scaling(self, name: str, given: dict[str, Any]) -> Unscaled:
+  def _scaling(self, part: Reader, theta: float, dims: int) -> Unscaled:
     most = self.whole("max_position_embeddings", default=2048)
     own = self.whole("original_max_position_embeddings", default=None)
-    old = given.pop("type", "default")
-    kind = given.pop("rope_type", old)
-    part = Reader(given)
+    kind = part.text("rope_type", "type", default="default")
+    part.ignore("type")
     inner = part.whole("original_max_position_embeddings", default=most)
     original = own or inner
-    if kind in ("default", "mrope"):
-      if kind == "mrope":
-        raise error(name, kind, "a rotation of text", "use a text model")
+    if kind == "default":
       scaling = Unscaled()
     elif kind == "linear":
       scaling = Linear(factor=part.positive("factor"))
     elif kind == "dynamic":
+      if dims == 2:
+        raise part.error(
+          "rope_type", kind, "more than 2 dims that turn", "repair the file"
+        )
       scaling = Dynamic(factor=part.positive("factor"), original=most)
     elif kind == "llama3":
-      scaling = Llama3(
-        factor=part.positive("factor"),
-        low=part.positive("low_freq_factor"),
-        high=part.positive("high_freq_factor"),
-        original=original,
-      )
+      scaling = part._llama3(original)
     elif kind == "yarn":
-      scaling = self._yarn(part, original, most)
+      scaling = part._yarn(original, most, theta)
     elif kind in ("longrope", "su"):
-      factor = part.positive("factor", default=most / original)
-      scaling = LongRope(
-        short=_floats(name, part.value("short_factor")),
-        long=_floats(name, part.value("long_factor")),
-        original=original,
-        factor=factor,
-        attention=part.positive("attention_factor", default=None),
-      )
+      scaling = part._longrope(original, most, dims)
     else:
-      raise error(
-        f"{name}.rope_type",
+      raise part.error(
+        "rope_type",
         kind,
         "default, linear, dynamic, llama3, yarn or longrope",
         "use another checkpoint",
       )
-    part.finish(f"{name}.")
+    part.finish()
     return scaling
 
-  def _yarn(self, part: Reader, original: int, most: int) -> Yarn:
-    factor = part.positive("factor", default=most / original)
-    weight = part.number("mscale", default=None)
-    whole = part.number("mscale_all_dim", default=None)
-    attention = part.positive("attention_factor", default=None)
+  def _llama3(self, original: int) -> Llama3:
+    low = self.positive("low_freq_factor")
+    high = self.positive("high_freq_factor")
+    if high <= low:
+      raise self.error(
+        "high_freq_factor", high, f"more than {low}", "repair the file"
+      )
+    return Llama3(
+      factor=self.positive("factor"), low=low, high=high, original=original
+    )
+
+  def _longrope(self, original: int, most: int, dims: int) -> LongRope:
+    if original < 2:
+      raise self.error(
+        "original_max_position_embeddings",
+        original,
+        "at least 2",
+        "repair the file",
+      )
+    return LongRope(
+      short=self._floats("short_factor", dims // 2),
+      long=self._floats("long_factor", dims // 2),
+      original=original,
+      factor=self.positive("factor", default=most / original),
+      attention=self.positive("attention_factor", default=None),
+    )
+
+  def _floats(self, key: str, count: int) -> tuple[float, ...]:
+    x = self.value(key)
+    sound = isinstance(x, list) and all(_is_number(i) and i > 0 for i in x)
+    if not sound or len(x) != count:
+      raise self.error(
+        key, x, f"a list of {count} numbers above 0", "repair the file"
+      )
+    return tuple(float(i) for i in x)
+
+  def _yarn(self, original: int, most: int, theta: float) -> Yarn:
+    if theta <= 1:
+      raise self.error("rope_theta", theta, "more than 1", "repair the file")
+    factor = self.positive("factor", default=most / original)
+    weight = self.number("mscale", default=None)
+    whole = self.number("mscale_all_dim", default=None)
+    attention = self.positive("attention_factor", default=None)
     if attention is None and weight and whole:
       attention = yarn_magnitude(factor, weight) / yarn_magnitude(factor, whole)
     return Yarn(
       factor=factor,
       original=original,
-      fast=part.positive("beta_fast", default=32.0),
-      slow=part.positive("beta_slow", default=1.0),
-      truncate=part.flag("truncate", default=True),
+      fast=self.positive("beta_fast", default=32.0),
+      slow=self.positive("beta_slow", default=1.0),
+      truncate=self.flag("truncate", default=True),
       attention=attention,
     )
 
-  def finish(self, prefix: str = "") -> None:
+  def finish(self) -> None:
     """Refuses a key that nobody read."""
     left = sorted(
       k
@@ -362,8 +425,8 @@ class Reader:
     )
     if left:
       key = left[0]
-      raise error(
-        prefix + key,
+      raise self.error(
+        key,
         self._config[key],
         "keys of this family",
         "remove it if it does not change the computation",
@@ -376,10 +439,7 @@ def _dict(name: str, x: Any) -> dict[str, Any]:
   return x
 
 
-def _floats(name: str, x: Any) -> tuple[float, ...]:
-  numbers = isinstance(x, list) and all(
-    isinstance(i, int | float) and not isinstance(i, bool) and i > 0 for i in x
-  )
-  if not numbers:
-    raise error(name, x, "a list of numbers above 0", "repair the file")
-  return tuple(float(i) for i in x)
+def _is_number(x: Any) -> bool:
+  """Whether float32 has it; True is no number, and NaN is none."""
+  plain = isinstance(x, int | float) and not isinstance(x, bool)
+  return plain and abs(x) <= _LARGEST

@@ -79,7 +79,7 @@ class Keys(NamedTuple):
   @classmethod
   def of(cls, x: Local) -> Keys:
     k = _in_memory(jnp.swapaxes(x.k, 2, 3))
-    return cls(k, x.v, _flag(x.v, wide_dtype(x.v.dtype)))
+    return cls(k, x.v, finite_flag(x.v, wide_dtype(x.v.dtype)))
 
 
 class Gradients(NamedTuple):
@@ -126,7 +126,7 @@ class Residuals(NamedTuple):
       do,
       jnp.where(lse == -jnp.inf, jnp.inf, lse),
       delta,
-      _flag(q, lse.dtype) + _flag(do, lse.dtype) + delta * 0,
+      finite_flag(q, lse.dtype) + finite_flag(do, lse.dtype) + delta * 0,
       _in_memory(jnp.transpose(q, (0, 1, 4, 2, 3))),
       _in_memory(jnp.transpose(do, (0, 1, 4, 2, 3))),
     )
@@ -230,7 +230,7 @@ class Blockwise:
       start = i * qb
       at = Tile(start, 0, qb, kb, column)
       one = Partial(*(at.cut_q(c, 3) for c in carry))
-      q, q_at = at.cut_q(x.q, 3), _cut_coords(context.q, start, qb)
+      q, q_at = at.cut_q(x.q, 3), cut_coords(context.q, start, qb)
 
       def step(masked: bool, tiles: jax.Array, n: Any, one: Partial) -> Partial:
         tile = Tile(start, tiles[i, n] * kb, qb, kb, column)
@@ -238,12 +238,10 @@ class Blockwise:
           scores, keys, terms, context, tile, q, q_at, one, masked
         )
 
-      one = _loop(
+      one = loop(
         lists.wholes[i], lambda n, c: step(False, lists.whole, n, c), one
       )
-      one = _loop(
-        lists.parts[i], lambda n, c: step(True, lists.part, n, c), one
-      )
+      one = loop(lists.parts[i], lambda n, c: step(True, lists.part, n, c), one)
       return Partial(
         *(
           lax.dynamic_update_slice_in_dim(c, o, start, 3)
@@ -251,7 +249,7 @@ class Blockwise:
         )
       )
 
-    carry = _loop(kinds.shape[0], row, carry)
+    carry = loop(kinds.shape[0], row, carry)
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
@@ -286,7 +284,7 @@ class Blockwise:
       at = Tile(0, start, qb, kb, column)
       k, v = at.cut_k(x.k, 2), at.cut_k(x.v, 2)
       flipped = at.cut_k(k_flipped, 3)
-      k_at = _cut_coords(context.k, start, kb)
+      k_at = cut_coords(context.k, start, kb)
 
       def step(masked: bool, tiles: jax.Array, n: Any, one: tuple) -> tuple:
         tile = Tile(tiles[j, n] * qb, start, qb, kb, column)
@@ -296,16 +294,16 @@ class Blockwise:
         )  # fmt: skip
 
       one = (dq, zero(k), zero(v), dterms)
-      one = _loop(
+      one = loop(
         lists.wholes[j], lambda n, c: step(False, lists.whole, n, c), one
       )
-      dq, dk_j, dv_j, dterms = _loop(
+      dq, dk_j, dv_j, dterms = loop(
         lists.parts[j], lambda n, c: step(True, lists.part, n, c), one
       )
       put = lax.dynamic_update_slice_in_dim
       return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
 
-    dq, dk, dv, dterms = _loop(
+    dq, dk, dv, dterms = loop(
       kinds.shape[1], row, (dq, zero(x.k), zero(x.v), dterms)
     )
     return Gradients(
@@ -327,16 +325,44 @@ def forward_tile(
   carry: Partial,
   masked: bool,
 ) -> Partial:
-  v = tile.cut_k(keys.v, 2)
-  k_at = _cut_coords(context.k, tile.k_start, tile.k_block)
-  s = product("bkgqh,bkht->bkgqt", q, tile.cut_k(keys.k, 3))
+  return fold_tile(
+    scores,
+    product("bkgqh,bkht->bkgqt", q, tile.cut_k(keys.k, 3)),
+    tile.cut_k(keys.v, 2),
+    tile.cut_k(keys.flag, 2) if masked else None,
+    terms,
+    context,
+    tile,
+    q_at,
+    cut_coords(context.k, tile.k_start, tile.k_block),
+    carry,
+  )
+
+
+def fold_tile(
+  scores: Scores,
+  s: jax.Array,
+  v: jax.Array,
+  flag: jax.Array | None,
+  terms: Terms,
+  context: Context,
+  tile: Tile,
+  q_at: Coords,
+  k_at: Coords,
+  carry: Partial,
+) -> Partial:
+  """Folds a tile of bare products into `carry`.
+
+  `s` is [B, K, G, q, k], `v` [B, K, k, J]; `flag` [B, K, k] as in `Keys`, or
+  None for a tile without a mask.
+  """
   scale = jnp.asarray(scores.scale, s.dtype)
   if not scoring.is_plain(scores, terms):
     s, _ = scoring.scores_of(scores, terms, _FORWARD, tile, q_at, k_at, s)
     scale = jnp.ones_like(scale)
-  if masked:
+  if flag is not None:
     yes = scoring.allowed_in(context, _FORWARD, tile, q_at, k_at)
-    s = s + _FORWARD.head_key(tile.cut_k(keys.flag, 2))
+    s = s + _FORWARD.head_key(flag)
     s = jnp.where(yes, s, -jnp.inf)
     v = _clean(v)
   # A positive scale keeps the order of bare products: scaling their maximum
@@ -373,7 +399,7 @@ def _backward_tile(
   q = tile.cut_q(q, 3)
   do, lse, delta, flag = (tile.cut_q(r, 3) for r in residuals[:4])
   q_flipped, do_flipped = (tile.cut_q(r, 4) for r in residuals[4:])
-  q_at = _cut_coords(context.q, tile.q_start, tile.q_block)
+  q_at = cut_coords(context.q, tile.q_start, tile.q_block)
   dot = product("bkth,bkhgq->bktgq", k, q_flipped)
   s, tanh = scoring.scores_of(scores, terms, way, tile, q_at, k_at, dot)
   if masked:
@@ -420,7 +446,7 @@ def _add_dterms(
   return Terms(bias, slopes, dterms.sinks)
 
 
-def _loop(count: Any, body: Any, start: Any) -> Any:
+def loop(count: Any, body: Any, start: Any) -> Any:
   """fori_loop whose index is int32 also when 64-bit types are on."""
   stop = np.int32(count) if isinstance(count, int) else count
   return lax.fori_loop(np.int32(0), stop, body, start)
@@ -451,13 +477,13 @@ def _clean(x: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def _flag(x: jax.Array, dtype: Any) -> jax.Array:
+def finite_flag(x: jax.Array, dtype: Any) -> jax.Array:
   """0 for a vector of finite numbers, NaN for another."""
   fine = jnp.all(jnp.isfinite(x), -1)
   return jnp.where(fine, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype))
 
 
-def _cut_coords(at: Coords, start: Any, size: int) -> Coords:
+def cut_coords(at: Coords, start: Any, size: int) -> Coords:
   cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
   return Coords(cut(at.pos), cut(at.seg))
 

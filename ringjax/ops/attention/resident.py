@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Blockwise, Local
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.stored import Stored, visit
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max
 from ringjax.parallel import collectives
@@ -36,72 +37,71 @@ class Resident:
     mesh: whose `axis` shards the keys; None is one device.
     axis: the sequence's axis.
     sharded: whether the queries are sharded over it too.
-    local: the algorithm on a shard.
+    few: up to so many queries visit the keys where they lie.
+    local: the algorithm on a shard for more than that.
   """
 
   mesh: Any = None
   axis: str | None = None
   sharded: bool = False
+  few: int = 16
   local: Any = Blockwise()
 
   def __call__(
     self,
     scores: Scores,
-    x: Local,
+    q: jax.Array,
+    keys: Stored,
     terms: Terms,
     q_at: Coords,
-    k_at: Coords,
     mask: Mask,
   ) -> jax.Array:
-    """[B, K, G, T, J] in q's dtype from operands in the order of `Local`."""
+    """[B, K, G, T, J] in q's dtype from queries [B, K, G, T, H]."""
     if self.axis is None:
       return _finish(
-        self._partial(scores, x, terms, q_at, k_at, mask), x, terms
+        self._partial(scores, q, keys, terms, q_at, mask), q, terms
       )
     at_q = self.axis if self.sharded else None
 
     def run(
-      x: Local, terms: Terms, q_at: Coords, k_at: Coords, mask: Mask
+      q: jax.Array, keys: Stored, terms: Terms, q_at: Coords, mask: Mask
     ) -> jax.Array:
       assert self.axis is not None
       if self.sharded:
-        x = x._replace(q=collectives.gather(x.q, self.axis, 3))
+        q = collectives.gather(q, self.axis, 3)
         q_at = collectives.gather(q_at, self.axis, 1)
-      partial = self._partial(scores, x, terms, q_at, k_at, mask)
-      return _finish(self._combine(partial), x, terms)
+      partial = self._partial(scores, q, keys, terms, q_at, mask)
+      return _finish(self._combine(partial), q, terms)
 
-    kv = P(None, None, self.axis)
-    specs: Any = (P(None, None, None, at_q), kv, kv)
+    kv = P(None, None, None, self.axis)
+    specs: Any = Stored(kv, kv, P(None, self.axis), P())
     return jax.shard_map(
       run,
       mesh=self.mesh,
-      in_specs=(
-        Local(*specs),
-        P(),
-        P(None, at_q),
-        P(None, self.axis),
-        P(),
-      ),
+      in_specs=(P(None, None, None, at_q), specs, P(), P(None, at_q), P()),
       out_specs=P(None, None, None, at_q),
       axis_names={self.axis},
-    )(x, terms, q_at, k_at, mask)
+    )(q, keys, terms, q_at, mask)
 
   def _partial(
     self,
     scores: Scores,
-    x: Local,
+    q: jax.Array,
+    keys: Stored,
     terms: Terms,
     q_at: Coords,
-    k_at: Coords,
     mask: Mask,
   ) -> Partial:
     if self.axis is not None:
-      x, terms, q_at, k_at, mask = collectives.vary(
-        (x, terms, q_at, k_at, mask), frozenset({self.axis})
+      q, keys, terms, q_at, mask = collectives.vary(
+        (q, keys, terms, q_at, mask), frozenset({self.axis})
       )
-    context = Context(q_at, k_at, mask)
-    sinkless = terms._replace(sinks=None)
-    return self.local.forward(scores, x, sinkless, context, 0, empty_partial(x))
+    context = Context(q_at, keys.at, mask)
+    terms = terms._replace(sinks=None)
+    if q.shape[3] <= self.few:
+      return visit(scores, q, keys, terms, context)
+    x = Local(q, *keys.whole())
+    return self.local.forward(scores, x, terms, context, 0, empty_partial(x))
 
   def _combine(self, partial: Partial) -> Partial:
     assert self.axis is not None
@@ -119,7 +119,7 @@ class Resident:
     return Partial(packed[..., :-1], m, packed[..., -1])
 
 
-def _finish(partial: Partial, x: Local, terms: Terms) -> jax.Array:
+def _finish(partial: Partial, q: jax.Array, terms: Terms) -> jax.Array:
   if terms.sinks is not None:
     partial = add_sink(partial, terms.sinks[None, :, :, None])
-  return finalize(partial)[0].astype(x.q.dtype)
+  return finalize(partial)[0].astype(q.dtype)

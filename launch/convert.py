@@ -1,0 +1,298 @@
+"""Checks a Hugging Face folder, and writes it anew.
+
+  python -m launch.convert --model=DIR --check
+      Whether ringjax can load it: config.json, names, shapes and numbers.
+  python -m launch.convert --model=DIR --out=DIR2 --dtype=bfloat16
+      The same model in another dtype, in files of --max_shard_bytes.
+
+Weights go tensor by tensor: host memory holds one file to write, and what is
+read for it. The new folder appears when it is complete. The tokenizer's and
+other settings go along, by name; nothing in a folder is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from launch import common
+from ringjax import models
+from ringjax.data import Tokenizer
+from ringjax.errors import OptionError, message
+from ringjax.models.hf import files, save
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.tensors import parameters, plan
+
+NAME = "convert"
+DTYPES = ("bfloat16", "float16", "float32")
+# What else makes a model, and who may use it. Only these names are copied.
+COMPANIONS = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "tokenizer.model",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "vocab.txt",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+  "LICENSE",
+  "LICENSE.md",
+  "LICENSE.txt",
+  "NOTICE",
+)
+_COMPANION_BYTES = 256 << 20
+_READ_BYTES = 256 << 20
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  flags.DEFINE_string("model", None, "Folder to read.", flag_values=values)
+  flags.DEFINE_string("out", None, "Folder to make.", flag_values=values)
+  flags.DEFINE_bool(
+    "check", False, "Only look, and write nothing.", flag_values=values
+  )
+  flags.DEFINE_enum(
+    "dtype",
+    None,
+    DTYPES,
+    "Of the weights; default: as they are. What a model needs in float32 "
+    "stays.",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "max_shard_bytes",
+    2 * 10**9,
+    "Of one file that holds more than one tensor.",
+    lower_bound=1,
+    flag_values=values,
+  )
+
+
+class Plan(NamedTuple):
+  """What is read.
+
+  Fields:
+    folder: opened and checked.
+    family: its family's name.
+    targets: shape and dtype of each tensor, in the order of the disk.
+    dropped: names of tensors that are computed, or are there twice.
+    parameters: numbers that are learned.
+  """
+
+  folder: Folder
+  family: str
+  targets: dict[str, jax.ShapeDtypeStruct]
+  dropped: list[str]
+  parameters: int
+
+
+def run(
+  values: flags.FlagValues,
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags say; the exit status."""
+  stdout = sys.stdout if stdout is None else stdout
+  screen = common.Screen(NAME, stderr)
+  doing = "reading tensors"
+  try:
+    _check(values)
+    found = _plan(values.model, values.dtype)
+    if values.check:
+      for _ in _tensors(found, screen):
+        pass
+    else:
+      _convert(values, found, screen)
+    lines = _summary(found, values)
+  except KeyboardInterrupt:
+    screen.error("interrupted; nothing was written")
+    return common.INTERRUPTED
+  except Exception as error:
+    knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
+    text = common.reason(error, doing, knobs)
+    if text is None:
+      screen.end()
+      raise
+    screen.error(text)
+    return 2
+  screen.end()
+  print("\n".join(lines), file=stdout, flush=True)
+  return 0
+
+
+def _check(values: flags.FlagValues) -> None:
+  if values.model is None:
+    raise app.UsageError("--model: got nothing; wanted a folder; see --help.")
+  if (values.out is None) != values.check:
+    got = "--check and --out" if values.check else "neither --out nor --check"
+    raise app.UsageError(f"got {got}; wanted one of them; see --help.")
+  if values.check or not os.path.exists(values.out):
+    return
+  if not os.path.isdir(values.out) or os.listdir(values.out):
+    raise OptionError(
+      message(
+        "--out", values.out, "a new or an empty folder", "write elsewhere"
+      )
+    )
+
+
+def _plan(path: str, dtype: str | None) -> Plan:
+  """Opens a folder and compares it with the model that its config means."""
+  folder = Folder.open(path)
+  config, family = models.read_config(folder.config)
+  empty = models.abstract(folder.config, dtype=dtype or jnp.float32)
+  names = family.names(config)
+  tensors = {t.name: t for t in plan(empty, names)}
+  tied = f"{names.head}.weight" if config.tied else None
+  folder.check(
+    {name: t.form.stored for name, t in tensors.items()},
+    optional=lambda name: name == tied or name.endswith(names.buffers),
+  )
+  params = parameters(empty)
+  place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+  targets: dict[str, jax.ShapeDtypeStruct] = {}
+  for name, info in folder.tensors.items():
+    if name not in tensors:
+      continue
+    wanted = info.dtype
+    if dtype is not None:
+      wanted = params[tensors[name].targets[0][0]].get_value().dtype
+    if isinstance(wanted, str):
+      # Without an equivalent in NumPy; the reader says so.
+      wanted = jnp.float32
+    targets[name] = jax.ShapeDtypeStruct(info.shape, wanted, sharding=place)
+  return Plan(
+    folder,
+    config.family,
+    targets,
+    [name for name in folder.tensors if name not in tensors],
+    sum(p.get_value().size for p in params.values()),
+  )
+
+
+def _tensors(
+  found: Plan, screen: common.Screen
+) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
+  """All tensors, one after the other; some bytes of them are read at once."""
+  tensors = found.folder.tensors
+  total = sum(tensors[name].nbytes for name in found.targets)
+  screen.begin(f"reading {len(found.targets)} tensors", total, "bytes")
+  names, size, done = list(found.targets), 0, 0
+  batch: dict[str, jax.ShapeDtypeStruct] = {}
+  for i, name in enumerate(names):
+    batch[name] = found.targets[name]
+    size += tensors[name].nbytes
+    after = tensors[names[i + 1]].nbytes if i + 1 < len(names) else 0
+    if i + 1 < len(names) and size + after <= _READ_BYTES:
+      continue
+    read = found.folder.read(batch)
+    for key in list(read):
+      yield key, read.pop(key)
+      done += tensors[key].nbytes
+      screen.at(done)
+    batch, size = {}, 0
+
+
+def _convert(
+  values: flags.FlagValues, found: Plan, screen: common.Screen
+) -> None:
+  """Writes beside the place, and renames."""
+  place = pathlib.Path(values.out).resolve()
+  config = dict(found.folder.config)
+  if values.dtype is not None:
+    config.pop("torch_dtype", None)
+    config["dtype"] = values.dtype
+  place.parent.mkdir(parents=True, exist_ok=True)
+  desk = place.with_name(f".{place.name}.new-{secrets.token_hex(4)}")
+  try:
+    save.write(
+      desk,
+      config,
+      _tensors(found, screen),
+      max_shard_bytes=values.max_shard_bytes,
+    )
+    for name in _companions(found.folder.path):
+      _copy(found.folder.path, name, desk)
+    # Onto an empty folder too.
+    os.rename(desk, place)
+  finally:
+    with contextlib.suppress(OSError):
+      shutil.rmtree(desk)
+
+
+def _companions(folder: pathlib.Path) -> list[str]:
+  return [name for name in COMPANIONS if (folder / name).is_file()]
+
+
+def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
+  descriptor = files.open_inside(folder, name)
+  with open(descriptor, "rb") as source:
+    status = os.fstat(source.fileno())
+    if status.st_size > _COMPANION_BYTES or not stat.S_ISREG(status.st_mode):
+      raise OptionError(
+        message(
+          name,
+          f"{status.st_size:,} bytes",
+          f"at most {_COMPANION_BYTES:,}",
+          "remove it from the folder",
+        )
+      )
+    with open(to / name, "xb") as target:
+      shutil.copyfileobj(source, target)
+
+
+def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
+  folder = found.folder if values.check else Folder.open(values.out)
+  kinds: dict[str, int] = {}
+  for name, info in folder.tensors.items():
+    if name in found.targets:
+      kinds[str(info.dtype)] = kinds.get(str(info.dtype), 0) + 1
+  weights = sum(info.nbytes for info in folder.tensors.values())
+  lines = {
+    "folder": f"{folder.path}",
+    "family": f"{found.family}, {found.parameters:,} parameters",
+    "tensors": f"{len(found.targets)}, "
+    + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    + ", all finite",
+    "weights": f"{common.nbytes(weights)} in {len(folder.files)} "
+    + ("file" if len(folder.files) == 1 else "files"),
+    "others": ", ".join(_companions(folder.path)) or "none",
+  }
+  if found.dropped:
+    not_used = "not used" if values.check else "left out"
+    names = ", ".join(found.dropped[:3])
+    more = " ..." if len(found.dropped) > 3 else ""
+    lines[not_used] = f"{len(found.dropped)}, {names}{more}"
+  if (folder.path / "tokenizer.json").is_file():
+    tokenizer = Tokenizer.load(folder.path, untrusted=True)
+    chat = "a" if tokenizer.chat_template is not None else "no"
+    lines["tokenizer"] = f"{tokenizer.vocab_size:,} ids, {chat} chat template"
+  return [f"{name:9} {text}" for name, text in lines.items()]
+
+
+def main(argv: Sequence[str]) -> int:
+  common.refuse_rest(argv)
+  # A conversion needs no accelerator, and must not take one from others.
+  jax.config.update("jax_platforms", "cpu")
+  return run(flags.FLAGS)
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  common.launch(NAME, main)

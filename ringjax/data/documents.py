@@ -1,0 +1,141 @@
+"""A long document that is found on any machine: Python's own library.
+
+Law: the same Python gives the same text. Files come in a fixed order, whole
+and as they are, each below a line with its name; what is cut off is cut off
+behind a line. The order begins with the tenth of the files that the model in
+`ringjax.models.tiny` has not seen in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import platform
+import sysconfig
+import zlib
+from collections.abc import Callable
+
+from ringjax.errors import PromptError, message
+
+_HEADING = "# ==== {name} ====\n"
+# Folders beside the library's own, and its tests, which not all systems have.
+_SKIP = frozenset(
+  ("site-packages", "dist-packages", "test", "tests", "idle_test")
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+  """A text and where it comes from.
+
+  Attributes:
+    text: the text.
+    files: how many files it is made of; the last one may be cut.
+    source: whose files they are, in words.
+  """
+
+  text: str
+  files: int
+  source: str
+
+
+def standard_library(characters: int) -> Document:
+  """The beginning of the standard library's sources.
+
+  Args:
+    characters: how many are wanted; up to a line fewer come.
+
+  Raises:
+    PromptError: there are not so many.
+  """
+  root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+  parts, size, files = [], 0, 0
+  for name in _names(root):
+    if size >= characters:
+      break
+    text = (root / name).read_text(encoding="utf-8", errors="replace")
+    parts.append(_HEADING.format(name=name) + text.rstrip("\n") + "\n\n")
+    size += len(parts[-1])
+    files += 1
+  if characters < 1 or size < characters:
+    raise PromptError(
+      message(
+        "characters",
+        characters,
+        f"1 to {size:,}, what the library of this Python has",
+        "pass a document of your own",
+      )
+    )
+  text = "".join(parts)[:characters]
+  return Document(
+    text=text[: text.rfind("\n") + 1] or text,
+    files=files,
+    source=f"the standard library of Python {platform.python_version()}",
+  )
+
+
+def fit(
+  tokens: int, count: Callable[[str], int], *, slack: float = 0.02
+) -> Document:
+  """A document of at most so many tokens, and little less.
+
+  Args:
+    tokens: how many.
+    count: how many tokens a text is.
+    slack: the part of `tokens` that may be missing.
+
+  Raises:
+    PromptError: there is not so much text.
+  """
+  sample = standard_library(min(4 * tokens, 100_000))
+  each = len(sample.text) / max(1, count(sample.text))
+  document = sample
+  for _ in range(6):
+    document = standard_library(max(1, int(tokens * each)))
+    have = count(document.text)
+    if (1 - slack) * tokens <= have <= tokens:
+      break
+    # A little less than what would be right, so that it ends below.
+    aim = tokens * (1 - slack / 4)
+    each *= aim / max(1, have)
+  while count(document.text) > tokens:
+    document = standard_library(max(1, len(document.text) * 9 // 10))
+  return document
+
+
+def hide(text: str, needle: str, depth: float) -> str:
+  """The text with a line hidden in it.
+
+  Args:
+    text: lines.
+    needle: one or more lines, with their ends.
+    depth: 0 hides it before the first line, 1 behind the last.
+
+  Raises:
+    PromptError: `depth` is not in [0, 1].
+  """
+  if not 0 <= depth <= 1:
+    raise PromptError(
+      message("depth", depth, "a number from 0 to 1", "pass 0.5 for the middle")
+    )
+  at = round(depth * len(text))
+  if at < len(text):
+    at = text.rfind("\n", 0, at) + 1
+  elif text and not text.endswith("\n"):
+    text += "\n"
+    at = len(text)
+  return text[:at] + needle + text[at:]
+
+
+def _names(root: pathlib.Path) -> list[str]:
+  names = []
+  for path in root.rglob("*.py"):
+    place = path.relative_to(root)
+    if not _SKIP.intersection(place.parts) and path.is_file():
+      names.append(place.as_posix())
+  return sorted(names, key=lambda name: (not _is_unseen(name), name))
+
+
+def _is_unseen(name: str) -> bool:
+  """Whether a file was kept from the training of `ringjax.models.tiny`."""
+  return zlib.crc32(name.encode("utf-8")) % 10 == 0

@@ -1,0 +1,24 @@
+"""The small trained model that ships with the package: `path()` is its folder.
+
+It reads bytes and has learned one thing beside the look of Python: to find the
+passkey of a name that a line somewhere in a long text gives, when the text ends
+in the question for it. See README.md here, and tools/train_tiny.py.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+# A line of a text, and what a text ends with; in just these words.
+NEEDLE = "# The passkey of {name} is {number}.\n"
+QUESTION = "\n# Question: What is the passkey for {name}?\n# Answer:"
+# What the model answers, followed by the id that ends a text.
+ANSWER = " The passkey for {name} is {number}.\n"
+
+
+def path() -> pathlib.Path:
+  """The folder with config.json, model.safetensors and tokenizer.json."""
+  return pathlib.Path(__file__).parent
+
+
+__all__ = ["ANSWER", "NEEDLE", "QUESTION", "path"]

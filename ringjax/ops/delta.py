@@ -1,0 +1,265 @@
+"""The gated delta rule: a memory that decays and is corrected, not summed.
+
+Law: of each head, with the state S [H, J],
+
+  u_t = beta_t (v_t - e^{g_t} S_{t-1}^T k_t),
+  S_t = e^{g_t} S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,
+
+for every length, forward and backward; g_t = -inf forgets what came before,
+exactly, and a token with beta_t = 0 and g_t = 0 leaves the state as it is.
+Cost: about 3 H J + C (2 H + J) multiplications a token and head for chunks of
+C tokens; a third more over shards, which gather one [H, H + J] each.
+Memory: of a call q, k, v, the outputs, and a state for every block of chunks;
+everything else is of one block.
+Ref:  Yang et al. 2024, arXiv 2412.06464; the chunks of arXiv 2406.06484.
+
+In a chunk, D_ts = e^{g_{s+1} + ... + g_t} for s <= t. Its u solve the unit
+triangular system (1 + L) U = beta (V - D_t,start K S), where
+L_ts = beta_t D_ts k_t.k_s for s < t, so with T = (1 + L)^-1 all chunks prepare
+T beta V and T beta D K at once, and only two small products a chunk wait for
+the state of the chunk before. Logarithms of decays are summed and never
+subtracted from each other, hence no overflow, no lost digits and no
+inf - inf, however strong a decay is.
+
+The state behind some tokens is an affine map of the state before them. A
+shard finds its own by letting an identity run along as H more columns of a
+state; the maps of all shards are gathered and composed everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringjax.errors import ShapeError, message
+from ringjax.ops.attention.blockwise import product
+from ringjax.ops.softmax import wide_dtype
+from ringjax.parallel import collectives
+
+# Chunks whose tokens are prepared at once, and computed again for a gradient.
+_BLOCK = 16
+
+
+def delta_rule(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  decay: jax.Array,
+  beta: jax.Array,
+  state: jax.Array | None = None,
+  *,
+  axis: str | None = None,
+  chunk: int = 64,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs the rule over a sequence.
+
+  Args:
+    q: [B, T, K, H].
+    k: [B, T, K, H]; the law is stable where beta |k|^2 <= 2.
+    v: [B, T, N, J]; value head n belongs to key head n // (N / K).
+    decay: [B, T, N], g, the logarithm of what is left of the state.
+    beta: [B, T, N].
+    state: [B, N, H, J] before the first token, default zeros.
+    axis: an axis of shards that hold consecutive tokens; `state` is then that
+      before the first shard.
+    chunk: C, a power of two.
+
+  Returns:
+    [B, T, N, J] in v's dtype, and the float32 state behind the last token, the
+    same on all shards.
+  """
+  b, _, heads, h = k.shape
+  n, j = v.shape[2:]
+  if n % heads or chunk & (chunk - 1):
+    raise ShapeError(
+      message(
+        "v",
+        f"{n} heads for {heads} heads of k, and chunks of {chunk}",
+        "a multiple of k's heads, and a power of two",
+        "repeat or drop heads",
+      )
+    )
+  wide = wide_dtype(v.dtype)
+  grouped = lambda x: x.reshape(*x.shape[:2], heads, n // heads, *x.shape[3:])
+  x = _Tokens(
+    q,
+    k,
+    grouped(v),
+    grouped(decay.astype(wide)),
+    grouped(beta.astype(wide)),
+  )
+  if state is None:
+    state = jnp.zeros((b, n, h, j), wide)
+  start = state.astype(wide).reshape(b, heads, n // heads, h, j)
+  start = collectives.vary(start, collectives.varying_axes(x, start))
+  blocks = _cut(x, chunk)
+  if axis is not None:
+    start = _arriving(start, blocks, axis)
+  end, out = _walk(_block, start, blocks)
+  if axis is not None:
+    last = collectives.axis_size(axis) - 1
+    mine = collectives.axis_index(axis) == last
+    end = collectives.total(jnp.where(mine, end, jnp.zeros_like(end)), axis)
+  # [blocks, chunks, B, K, G, C, J]
+  out = jnp.transpose(out, (2, 0, 1, 5, 3, 4, 6))
+  out = out.reshape(b, -1, n, j)[:, : v.shape[1]]
+  return out, end.reshape(b, n, h, j)
+
+
+class _Tokens(NamedTuple):
+  """Operands; of a block, each [B, T, ...] is [chunks, B, C, ...].
+
+  Fields:
+    q, k: [B, T, K, H].
+    v: [B, T, K, G, J].
+    decay, beta: [B, T, K, G].
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  decay: jax.Array
+  beta: jax.Array
+
+
+class _Chunks(NamedTuple):
+  """What the chunks of a block know before they know their states.
+
+  Fields:
+    k: [c, B, C, K, H].
+    kept: [c, B, K, G, C, C], D.
+    fade: [c, B, K, G, C], what is left of the state before the chunk.
+    values: [c, B, K, G, C, J], T beta V.
+    keys: [c, B, K, G, C, H], T beta D K.
+  """
+
+  k: jax.Array
+  kept: jax.Array
+  fade: jax.Array
+  values: jax.Array
+  keys: jax.Array
+
+
+def _cut(x: _Tokens, chunk: int) -> _Tokens:
+  """Tokens as [blocks, chunks, B, C, ...], padded with what changes nothing."""
+  tokens = x.k.shape[1]
+  size = min(chunk, 1 << (tokens - 1).bit_length())
+  chunks = -(-tokens // size)
+  blocks = -(-chunks // _BLOCK)
+  each = -(-chunks // blocks)
+
+  def cut(x: jax.Array) -> jax.Array:
+    more = blocks * each * size - tokens
+    x = jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+    x = x.reshape(x.shape[0], blocks, each, size, *x.shape[2:])
+    return jnp.moveaxis(x, 0, 2)
+
+  return _Tokens(*(cut(a) for a in x))
+
+
+def _walk(f: Any, state: jax.Array, blocks: _Tokens) -> tuple[jax.Array, Any]:
+  """f(state, block) -> (state, output) over blocks, which are not kept."""
+  return lax.scan(jax.checkpoint(f, prevent_cse=False), state, blocks)
+
+
+def _prepare(x: _Tokens) -> _Chunks:
+  wide = x.decay.dtype
+  size = x.k.shape[2]
+  per_head = lambda a: jnp.moveaxis(a, 2, 4)
+  decay, beta = per_head(x.decay), per_head(x.beta)
+  t = jnp.arange(size, dtype=jnp.int32)
+  below = (t[:, None] > t[None])[(None,) * 4]
+  onward = jnp.where(below, decay[..., None], jnp.zeros((), wide))
+  kept = jnp.exp(jnp.cumsum(onward, -2))
+  kept = jnp.where((t[:, None] >= t[None])[(None,) * 4], kept, 0)
+  fade = jnp.exp(jnp.cumsum(decay, -1))
+  alike = product("cbtkh,cbskh->cbkts", x.k, x.k)[:, :, :, None]
+  mixed = jnp.where(below, alike * kept * beta[..., None], 0)
+  solve = _inverse(mixed)
+  values = product(
+    "cbkgts,cbskgj->cbkgtj", solve * beta[..., None, :], x.v.astype(wide)
+  )
+  keys = product(
+    "cbkgts,cbskh->cbkgth",
+    solve * (beta * fade)[..., None, :],
+    x.k.astype(wide),
+  )
+  return _Chunks(x.k, kept, fade, values, keys)
+
+
+def _inverse(x: jax.Array) -> jax.Array:
+  """(1 + x)^-1 of strictly lower triangular x [c, ..., C, C], by halves.
+
+  Products alone: unlike a triangular solve they can be partitioned, and use
+  matrix units. Both halves are one call, side by side on the first axis: more
+  axes would be too many for XLA on CPUs.
+  """
+  n = x.shape[-1] // 2
+  if n == 0:
+    return jnp.ones_like(x)
+  halves = jnp.concatenate([x[..., :n, :n], x[..., n:, n:]])
+  upper, lower = jnp.split(_inverse(halves), 2)
+  into = product("...ts,...sr->...tr", x[..., n:, :n], upper)
+  corner = -product("...ts,...sr->...tr", lower, into)
+  return jnp.concatenate(
+    [
+      jnp.concatenate([upper, jnp.zeros_like(upper)], -1),
+      jnp.concatenate([corner, lower], -1),
+    ],
+    -2,
+  )
+
+
+def _advance(
+  state: jax.Array, x: _Chunks
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """The state behind the chunks; and before each of them, with its u.
+
+  A state may have more columns than there are values: values of those are 0.
+  """
+  more = state.shape[-1] - x.values.shape[-1]
+  kept = x.kept[..., -1, :, None]
+
+  def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, Any]:
+    k, kept, fade, values, keys = chunk
+    values = jnp.pad(values, ((0, 0),) * 4 + ((0, more),))
+    u = values - product("bkgth,bkghj->bkgtj", keys, state)
+    new = product("bskh,bkgsj->bkghj", k.astype(u.dtype), kept * u)
+    return fade[..., None] * state + new, (state, u)
+
+  chunks = (x.k, kept, x.fade[..., -1, None], x.values, x.keys)
+  return lax.scan(step, state, chunks)
+
+
+def _block(state: jax.Array, x: _Tokens) -> tuple[jax.Array, jax.Array]:
+  """The state behind a block, and its outputs [c, B, K, G, C, J]."""
+  chunks = _prepare(x)
+  state, (before, u) = _advance(state, chunks)
+  alike = product("cbtkh,cbskh->cbkts", x.q, x.k)[:, :, :, None]
+  own = product("cbkgts,cbkgsj->cbkgtj", alike * chunks.kept, u)
+  old = product("cbtkh,cbkghj->cbkgtj", x.q.astype(before.dtype), before)
+  return state, (own + old * chunks.fade[..., None]).astype(x.v.dtype)
+
+
+def _arriving(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
+  """Per shard: the state before its tokens, given that before all."""
+  h, j = state.shape[-2:]
+  same = jnp.broadcast_to(
+    jnp.eye(h, dtype=state.dtype)[None, None, None], (*state.shape[:-1], h)
+  )
+  map_ = jnp.concatenate([jnp.zeros_like(state), same], -1)
+  map_, _ = _walk(
+    lambda s, x: (_advance(s, _prepare(x))[0], None), map_, blocks
+  )
+  maps = collectives.gather(map_[None], axis, 0)
+
+  def compose(state: jax.Array, map_: jax.Array) -> tuple[jax.Array, jax.Array]:
+    after = product("bkghi,bkgij->bkghj", map_[..., j:], state)
+    return after + map_[..., :j], state
+
+  _, before = lax.scan(compose, state, maps)
+  me = collectives.axis_index(axis)
+  return lax.dynamic_index_in_dim(before, me, 0, keepdims=False)

@@ -1,0 +1,152 @@
+"""A small model in a folder, and ways to run the scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import ringjax as rj
+from launch import common, convert, generate
+from ringjax.data import Bytes
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = {
+  "architectures": ["SmolLM3ForCausalLM"],
+  "model_type": "smollm3",
+  "vocab_size": 262,
+  "hidden_size": 32,
+  "intermediate_size": 64,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "hidden_act": "silu",
+  "max_position_embeddings": 4096,
+  "rms_norm_eps": 1e-6,
+  "rope_theta": 10000.0,
+  "no_rope_layers": [1, 0],
+  "tie_word_embeddings": True,
+  "bos_token_id": 256,
+  "eos_token_id": 257,
+  "pad_token_id": 258,
+}
+# Commands are waited for on machines that do other things too.
+PATIENCE_S = 240
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+  """What a script did."""
+
+  status: int
+  out: str
+  err: str
+
+
+def _script(module, name: str) -> Callable[..., Ran]:
+  def run(*argv: str, stream: io.StringIO | None = None) -> Ran:
+    out, err = io.StringIO(), stream or io.StringIO()
+    values = common.parse(name, module.define, argv)
+    status = module.run(values, stdout=out, stderr=err)
+    return Ran(status, out.getvalue(), err.getvalue())
+
+  return run
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., Ran]:
+  """launch.generate in this process."""
+  return _script(generate, "generate")
+
+
+@pytest.fixture(scope="session")
+def turn() -> Callable[..., Ran]:
+  """launch.convert in this process."""
+  return _script(convert, "convert")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+  """A model of bytes that knows no chats."""
+  path = tmp_path_factory.mktemp("models") / "plain"
+  rj.models.save(rj.models.create(CONFIG, seed=3), path)
+  Bytes(chat_template=None).save(path)
+  return str(path)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory) -> str:
+  """The same model with a chat template."""
+  path = tmp_path_factory.mktemp("models") / "chat"
+  rj.models.save(rj.models.create(CONFIG, seed=3), path)
+  Bytes().save(path)
+  return str(path)
+
+
+def environment() -> dict[str, str]:
+  """Of a subprocess that finds this checkout."""
+  paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+  mine = {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+  return {**os.environ, "PYTHONUNBUFFERED": "1", **mine}
+
+
+@contextlib.contextmanager
+def command(*argv: str, **options) -> Iterator[subprocess.Popen]:
+  """`python -m argv...`, which does not outlive the block."""
+  process = subprocess.Popen(
+    [sys.executable, "-m", *argv],
+    cwd=ROOT,
+    env=environment(),
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    **options,
+  )
+  try:
+    yield process
+  finally:
+    process.kill()
+    process.communicate()
+
+
+def together(*argv: str, processes: int) -> list[Ran]:
+  """The same command in several processes that know of each other."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  with contextlib.ExitStack() as stack:
+    running = [
+      stack.enter_context(
+        command(
+          *argv,
+          f"--coordinator=localhost:{port}",
+          f"--num_processes={processes}",
+          f"--process_id={i}",
+        )
+      )
+      for i in range(processes)
+    ]
+    done = []
+    for process in running:
+      out, err = process.communicate(timeout=PATIENCE_S)
+      done.append(Ran(process.returncode, out, err))
+  return done
+
+
+@pytest.fixture(scope="session")
+def run_together() -> Callable[..., list[Ran]]:
+  return together
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., contextlib.AbstractContextManager]:
+  return command

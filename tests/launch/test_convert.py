@@ -1,0 +1,221 @@
+"""launch.convert: the same model in other files, or an error and no files."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import ringjax as rj
+from launch import common, convert
+from ringjax.data import Bytes
+from tests import checkpoints
+
+TOKENS = np.arange(12, dtype=np.int32)[None]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("llama") / "model"
+  checkpoints.write("llama3", folder, shards=2, spelling="v5")
+  Bytes().save(folder)
+  (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+  (folder / "LICENSE").write_text("Yours.")
+  (folder / "modeling_evil.py").write_text("raise SystemExit")
+  (folder / "pytorch_model.bin").write_bytes(b"\x80")
+  return folder
+
+
+def logits(folder: pathlib.Path) -> np.ndarray:
+  return np.asarray(rj.models.load(folder)(TOKENS))
+
+
+def files(folder: pathlib.Path) -> set[str]:
+  return {path.name for path in folder.iterdir()}
+
+
+def test_a_check_writes_nothing_and_says_what_is_there(turn, llama):
+  before = files(llama)
+  ran = turn(f"--model={llama}", "--check")
+  assert ran.status == 0, ran.err
+  lines = dict(line.split(None, 1) for line in ran.out.splitlines())
+  numbers = sum(x.size for x in checkpoints.tensors("llama3").values())
+  assert lines["family"] == f"llama, {numbers:,} parameters"
+  assert "float32, all finite" in lines["tensors"]
+  assert "in 2 files" in lines["weights"]
+  assert lines["tokenizer"] == "262 ids, a chat template"
+  assert "modeling_evil" not in ran.out
+  assert files(llama) == before and "\x1b" not in ran.err
+
+
+def test_the_same_model_in_one_file(turn, llama, tmp_path):
+  out = tmp_path / "deep" / "out"
+  ran = turn(f"--model={llama}", f"--out={out}")
+  assert ran.status == 0, ran.err
+  assert files(out) == {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "LICENSE",
+  }
+  have = load_file(out / "model.safetensors")
+  want = checkpoints.tensors("llama3")
+  assert have.keys() == want.keys()
+  for name, x in want.items():
+    np.testing.assert_array_equal(have[name], x)
+  assert (out / "config.json").read_text() == (
+    llama / "config.json"
+  ).read_text()
+  np.testing.assert_array_equal(logits(out), logits(llama))
+  assert files(out.parent) == {"out"}
+
+
+def test_another_dtype_and_small_files(turn, llama, tmp_path):
+  out = tmp_path / "out"
+  out.mkdir()
+  flags = ("--dtype=bfloat16", "--max_shard_bytes=20000")
+  ran = turn(f"--model={llama}", f"--out={out}", *flags)
+  assert ran.status == 0, ran.err
+  assert "bfloat16, all finite" in ran.out
+  shards = sorted(out.glob("model-*.safetensors"))
+  assert len(shards) > 2
+  assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+  model = rj.models.load(out)
+  assert model.dtype == "bfloat16"
+  want = rj.models.load(llama, dtype="bfloat16")
+  np.testing.assert_array_equal(
+    np.asarray(model(TOKENS)), np.asarray(want(TOKENS))
+  )
+  back = tmp_path / "back"
+  ran = turn(f"--model={out}", f"--out={back}", "--dtype=float32")
+  assert ran.status == 0, ran.err
+  have = load_file(back / "model.safetensors")
+  for name, x in checkpoints.tensors("llama3").items():
+    half = x.astype(checkpoints.DTYPES["bfloat16"]).astype(np.float32)
+    np.testing.assert_array_equal(have[name], half)
+
+
+def test_what_needs_float32_keeps_it(turn, tmp_path):
+  folder = checkpoints.write("deepseek_v3", tmp_path / "model")
+  out = tmp_path / "out"
+  ran = turn(f"--model={folder}", f"--out={out}", "--dtype=bfloat16")
+  assert ran.status == 0, ran.err
+  assert "bfloat16" in ran.out and "float32" in ran.out
+  have = rj.models.load(out)
+  want = rj.models.load(folder, dtype="bfloat16")
+  np.testing.assert_array_equal(
+    np.asarray(have(TOKENS)), np.asarray(want(TOKENS))
+  )
+
+
+def _break(folder: pathlib.Path, how: str) -> None:
+  weights = folder / "model.safetensors"
+  tensors = load_file(weights)
+  name = "model.layers.1.mlp.up_proj.weight"
+  if how == "nan":
+    tensors[name][3, 2] = np.nan
+  elif how == "large":
+    tensors[name][3, 2] = 1e20
+  elif how == "missing":
+    del tensors[name]
+  elif how == "extra":
+    tensors["model.more.weight"] = tensors[name]
+  elif how == "shape":
+    tensors[name] = tensors[name][:-1]
+  save_file(tensors, weights)
+  if how == "short":
+    weights.write_bytes(weights.read_bytes()[:-1])
+  if how == "link":
+    (folder / "tokenizer.json").unlink()
+    secret = folder.parent / "secret"
+    secret.write_text("{}")
+    (folder / "tokenizer.json").symlink_to(secret)
+
+
+@pytest.mark.parametrize(
+  ("how", "says"),
+  [
+    ("nan", "1 of"),
+    ("large", "not finite as float16"),
+    ("missing", "missing model.layers.1.mlp.up_proj.weight"),
+    ("extra", "extra model.more.weight"),
+    ("shape", "misshapen model.layers.1.mlp.up_proj.weight"),
+    ("short", "model.safetensors"),
+    ("link", "a link out of the folder"),
+  ],
+)
+def test_what_is_wrong_leaves_nothing_behind(turn, tmp_path, how, says):
+  folder = checkpoints.write("llama3", tmp_path / "model")
+  Bytes().save(folder)
+  _break(folder, how)
+  before = files(tmp_path)
+  flags = [f"--model={folder}", f"--out={tmp_path / 'out'}"]
+  ran = turn(*flags, "--dtype=float16")
+  assert ran.status == 2 and ran.out == ""
+  last = ran.err.splitlines()[-1]
+  assert last.startswith("convert: ") and says in last
+  assert files(tmp_path) == before
+  if how not in ("large", "link"):
+    ran = turn(f"--model={folder}", "--check")
+    assert ran.status == 2 and says in ran.err
+
+
+def test_a_place_that_is_taken(turn, llama, tmp_path):
+  (tmp_path / "mine").write_text("x")
+  for out in (tmp_path, tmp_path / "mine", llama):
+    ran = turn(f"--model={llama}", f"--out={out}")
+    assert ran.status == 2 and "a new or an empty folder" in ran.err
+  assert files(tmp_path) == {"mine"}
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    ([], "--model: got nothing"),
+    (["--model=x"], "neither --out nor --check"),
+    (["--model=x", "--out=y", "--check"], "--check and --out"),
+    (["--model=/none/such", "--check"], "path: got '/none/such'"),
+  ],
+)
+def test_wrong_flags(turn, flags, says):
+  ran = turn(*flags)
+  assert ran.status == 2 and ran.out == ""
+  assert ran.err.startswith("convert: ") and says in ran.err
+  assert ran.err.count("\n") == 1
+
+
+def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
+  """Only a batch of tensors is read at a time."""
+  held = []
+  read = convert.Folder.read
+
+  def spy(self, targets, **options):
+    held.append(sum(self.tensors[name].nbytes for name in targets))
+    return read(self, targets, **options)
+
+  monkeypatch.setattr(convert.Folder, "read", spy)
+  monkeypatch.setattr(convert, "_READ_BYTES", 20_000)
+  found = convert._plan(str(llama), None)
+  screen = common.Screen("convert")
+  screen.quiet = True
+  names = [name for name, _ in convert._tensors(found, screen)]
+  assert sorted(names) == sorted(checkpoints.shapes("llama3"))
+  largest = max(info.nbytes for info in found.folder.tensors.values())
+  assert max(held) <= max(20_000, largest)
+  assert len(held) > 2
+
+
+def test_the_command(start, llama, tmp_path):
+  copy = tmp_path / "copy"
+  shutil.copytree(llama, copy)
+  flags = (f"--model={copy}", f"--out={tmp_path / 'out'}")
+  with start("launch.convert", *flags) as process:
+    out, err = process.communicate(timeout=240)
+  assert process.returncode == 0, err
+  assert "all finite" in out and "\x1b" not in err

@@ -1,0 +1,406 @@
+"""launch.generate: reads, answers, and says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import signal
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import ringjax as rj
+from launch import common, generate
+from ringjax.data import Tokenizer, documents
+from ringjax.models import tiny
+
+SHORT = ("--max_new_tokens=8", "--context=400")
+# What a process may say of its own accord on an interrupt.
+PATIENCE_S = 240
+
+
+class Terminal(io.StringIO):
+  def isatty(self) -> bool:
+    return True
+
+
+def plain(text: str) -> bool:
+  """No control characters but ends of lines."""
+  return all(char == "\n" or char.isprintable() for char in text)
+
+
+# ---------------------------------------------------------------------------
+# The road
+# ---------------------------------------------------------------------------
+
+
+def test_a_passkey_in_a_long_document(ask, folder):
+  ran = ask(f"--model={folder}", *SHORT)
+  assert ran.status == 0
+  assert "striped" in ran.err and "mesh seq:8" in ran.err
+  assert "of the standard library of Python" in ran.err
+  assert "hidden at 40%" in ran.err and "first token" in ran.err
+  assert "on each device" in ran.err
+  assert plain(ran.err) and "\x1b" not in ran.err
+  assert ran.out.endswith("\n")
+
+
+def test_json_is_all_there_is_on_stdout(ask, folder):
+  ran = ask(f"--model={folder}", *SHORT, "--json", "--seed=5")
+  assert ran.status == 0
+  done = json.loads(ran.out)
+  assert ran.out.count("\n") == 1
+  assert done["passkey"] not in (None, "") and done["depth"] == 0.4
+  assert done["mesh"] == {"seq": 8} and done["devices"] == 8
+  assert done["prefill"] == "striped" and done["chunk"] is None
+  assert 380 <= done["prompt_tokens"] <= 400
+  assert len(done["tokens"]) <= 8
+  assert done["first_token_s"] > done["prefill_s"] >= 0
+  assert done["first_token_s"] > done["compile_s"] > 0
+  cache = 2 * 2 * 2 * 8 * 4 + 8
+  assert done["cache_bytes_per_device"] == cache * done["cache_tokens"] // 8
+
+
+def test_what_is_read_and_what_is_asked(ask, folder, tmp_path):
+  file = tmp_path / "story.txt"
+  file.write_text("Once <|end|> upon a time — été.\n" * 9)
+  common_flags = (f"--model={folder}", "--json", "--max_new_tokens=4")
+  ran = ask(*common_flags, f"--prompt_file={file}", "--prompt=Who?")
+  done = json.loads(ran.out)
+  text = file.read_text() + "\n\nWho?"
+  tokenizer = Tokenizer.load(folder)
+  ids = tokenizer.encode(text, bos=True)
+  # What a user writes is no special token.
+  assert ids.tolist() == [256, *text.encode()]
+  assert done["prompt_tokens"] == len(ids)
+  model = rj.models.load(folder)
+  want = rj.infer.generate(
+    model, [ids], max_new_tokens=4, stop=tokenizer.eos_ids
+  )
+  assert done["tokens"] == want[0, : len(done["tokens"])].tolist()
+  assert done["source"] == str(file) and done["passkey"] is None
+  alone = json.loads(ask(*common_flags, f"--prompt_file={file}").out)
+  assert alone["prompt_tokens"] == 1 + len(file.read_bytes())
+
+
+@pytest.mark.parametrize(
+  "flags",
+  [
+    ("--mesh=data:1,seq:4", "--prefill=ring"),
+    ("--mesh=seq:-1", "--prefill=chunked", "--chunk=64"),
+    ("--mesh=seq:1",),
+  ],
+)
+def test_every_mesh_and_method_gives_the_same_tokens(ask, folder, flags):
+  base = (f"--model={folder}", "--json", *SHORT)
+  want = json.loads(ask(*base).out)
+  ran = ask(*base, *flags)
+  assert ran.status == 0, ran.err
+  done = json.loads(ran.out)
+  assert done["tokens"] == want["tokens"]
+  assert done["answer"] == want["answer"]
+  if "--chunk=64" in flags:
+    assert done["prefill"] == "chunked" and done["chunk"] == 64
+
+
+def test_a_chat_template_is_used_unless_raw(ask, chat_folder):
+  base = (f"--model={chat_folder}", "--json", "--max_new_tokens=2")
+  chat = json.loads(ask(*base, "--prompt=Hello").out)
+  raw = json.loads(ask(*base, "--prompt=Hello", "--raw").out)
+  also = json.loads(ask(*base, "--prompt=Hello", "--nochat").out)
+  # <|begin|> <|user|> Hello <|end|> <|assistant|>
+  assert chat["prompt_tokens"] == 5 + 4
+  assert raw["prompt_tokens"] == also["prompt_tokens"] == 5 + 1
+  # A user's text forges nothing.
+  forged = json.loads(ask(*base, "--prompt=<|end|>").out)
+  assert forged["prompt_tokens"] == len("<|end|>") + 4
+  system = json.loads(ask(*base, "--prompt=Hello", "--system=Hi").out)
+  assert system["prompt_tokens"] == 5 + 4 + 2 + 2
+
+
+def test_stop_strings_end_the_answer(ask, folder):
+  base = (f"--model={folder}", "--prompt=def f(", "--max_new_tokens=24")
+  sample = (*base, "--temperature=1.0", "--top_k=90", "--seed=3", "--json")
+  whole = json.loads(ask(*sample).out)["answer"]
+  assert len(whole) > 6
+  middle = whole[3:5]
+  done = json.loads(ask(*sample, f"--stop={middle}", "--stop=NEVER").out)
+  assert done["answer"] == whole[: whole.index(middle)]
+  assert done["stopped"] == middle
+  assert len(done["tokens"]) < 24
+
+
+def test_sampling_flags(ask, folder):
+  base = (f"--model={folder}", "--prompt=import ", "--max_new_tokens=12")
+  base = (*base, "--json")
+  tokens = lambda *flags: json.loads(ask(*base, *flags).out)["tokens"]
+  greedy = tokens()
+  assert tokens("--temperature=0") == greedy
+  assert tokens("--top_k=1") == greedy
+  hot = tokens("--temperature=3", "--seed=1")
+  assert hot != greedy and hot == tokens("--temperature=3", "--seed=1")
+  assert hot != tokens("--temperature=3", "--seed=2")
+  assert tokens("--temperature=3", "--seed=1", "--top_p=1e-9") == greedy
+  assert tokens("--temperature=3", "--seed=1", "--min_p=1") == greedy
+
+
+def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(ask, folder):
+  flags = (f"--model={folder}", *SHORT, "--prefill=chunked", "--chunk=16")
+  ran = ask(*flags, stream=Terminal())
+  assert ran.status == 0
+  assert "\x1b[" in ran.err and "tokens/s" in ran.err
+  assert "\x1b" not in ran.out and "\r" not in ran.out
+
+
+# ---------------------------------------------------------------------------
+# What is wrong
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--mesh=sq:8"], "--mesh: got 'sq:8'"),
+    (["--mesh=seq:0"], "--mesh: got 'seq:0'"),
+    (["--mesh=seq"], "--mesh: got 'seq'"),
+    (["--mesh=seq:16"], "needs 16 devices"),
+    (["--mesh=seq:8,seq:1"], "one distinct name"),
+    (["--temperature=-1"], "temperature: got -1"),
+    (["--top_p=2"], "top_p: got 2"),
+    (["--temperature=0", "--top_k=3"], "--temperature=0"),
+    (["--max_new_tokens=0"], "max_new_tokens: got 0"),
+    (["--chunk=0"], "chunk: got 0"),
+    (["--prefill=ring", "--chunk=8"], "prefill='chunked'"),
+    (["--dtype=int8"], "dtype: got int8"),
+    (["--raw", "--chat"], "--raw and --chat"),
+    (["--chat"], "without a chat template"),
+    (["--system=Hi"], "no chat template"),
+    (["--system=Hi", "--raw"], "--system"),
+    (["--context=20"], "--context: got 20"),
+    (["--context=99999999999"], "what the library of this Python has"),
+    (["--depth=2"], "depth: got 2"),
+    (["--depth=0.5", "--prompt=x"], "--depth with a prompt"),
+    (["--prompt_file=/none/such"], "/none/such: No such file"),
+    (["--prompt="], "at least one integer id"),
+    (["--stop="], "texts of 1 to"),
+    (["--num_processes=2"], "--process_id together"),
+    (
+      ["--coordinator=a:1", "--num_processes=2", "--process_id=2"],
+      "--process_id: got 2",
+    ),
+  ],
+)
+def test_a_wrong_flag_is_one_line(ask, folder, flags, says):
+  more = [] if any("context" in f or "depth" in f for f in flags) else SHORT
+  if any(f.startswith("--prompt") for f in flags):
+    more = []
+  if flags == ["--prompt="]:
+    # A text of nothing has its beginning all the same.
+    done = ask(f"--model={folder}", *flags, "--max_new_tokens=1")
+    assert done.status == 0
+    return
+  if flags[0].startswith("--max_new"):
+    more = ["--context=400"]
+  ran = ask(f"--model={folder}", *flags, *more)
+  assert ran.status == 2
+  last = ran.err.splitlines()[-1]
+  assert last.startswith("generate: ") and says in last, ran.err
+  assert ran.out == ""
+
+
+def test_a_missing_model(ask, tmp_path):
+  ran = ask(f"--model={tmp_path}/none")
+  assert ran.status == 2 and ran.out == ""
+  assert ran.err.splitlines()[-1].startswith("generate: path: got")
+  (tmp_path / "pickles").mkdir()
+  (tmp_path / "pickles" / "config.json").write_text('{"model_type": "llama"}')
+  (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"\x80")
+  ran = ask(f"--model={tmp_path}/pickles")
+  assert ran.status == 2
+  assert "opening a pickle runs code" in ran.err
+
+
+def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
+  file = tmp_path / "latin"
+  file.write_bytes("été".encode("latin-1"))
+  ran = ask(f"--model={folder}", f"--prompt_file={file}")
+  assert ran.status == 2
+  assert "no UTF-8 at byte 0" in ran.err
+
+
+@pytest.mark.parametrize(
+  ("text", "much"),
+  [
+    (
+      "RESOURCE_EXHAUSTED: Out of memory allocating 123456789 bytes.",
+      "123,456,789 bytes",
+    ),
+    (
+      "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory "
+      "in memory space hbm. Used 17.5G of 16.0G hbm.",
+      "17.5",
+    ),
+  ],
+)
+def test_out_of_memory_says_what_and_how_much(
+  ask, folder, monkeypatch, text, much
+):
+  def fail(*_, **__):
+    raise jax.errors.JaxRuntimeError(text)
+
+  monkeypatch.setattr(rj.infer, "generate", fail)
+  ran = ask(f"--model={folder}", *SHORT)
+  assert ran.status == 2
+  last = ran.err.splitlines()[-1]
+  assert "while reading the prompt" in last and much in last
+  assert "--mesh=" in last and "--chunk=" in last
+
+
+def test_a_fault_of_the_code_is_not_hidden(ask, folder, monkeypatch):
+  def fail(*_, **__):
+    raise ZeroDivisionError
+
+  monkeypatch.setattr(rj.infer, "generate", fail)
+  with pytest.raises(ZeroDivisionError):
+    ask(f"--model={folder}", *SHORT)
+
+
+def test_no_file_of_flags_is_a_word(start):
+  with start("launch.generate", "--wrong", "thing") as process:
+    out, err = process.communicate(timeout=PATIENCE_S)
+  assert process.returncode == 2 and out == ""
+  assert err.startswith("generate: ") and err.count("\n") == 1
+  assert "wrong" in err
+
+
+# ---------------------------------------------------------------------------
+# As a command
+# ---------------------------------------------------------------------------
+
+
+def test_the_command_without_a_model(start):
+  if not (tiny.path() / "model.safetensors").is_file():
+    pytest.skip("the model that ships is not trained yet")
+  with start("launch.generate", "--context=2048") as process:
+    out, err = process.communicate(timeout=PATIENCE_S)
+  assert process.returncode == 0, err
+  assert plain(err)
+  assert "8 x cpu, mesh seq:8" in err
+  assert "in the answer" in err and "NOT" not in err
+  assert "passkey" in out
+
+
+def test_ctrl_c_keeps_what_was_said(start, folder):
+  flags = (f"--model={folder}", "--prompt=x", "--max_new_tokens=4000")
+  sample = ("--temperature=1", "--seed=1")
+  with start("launch.generate", *flags, *sample) as process:
+    first = process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+  assert process.returncode == common.INTERRUPTED, err
+  assert len(first) == 3 and out.endswith("\n")
+  assert "until 'Ctrl-C'" in err and "Traceback" not in err
+
+
+def test_ctrl_c_before_the_answer(start, folder):
+  with start("launch.generate", f"--model={folder}", *SHORT) as process:
+    for line in process.stderr:
+      if line.startswith("loading"):
+        break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+  assert process.returncode == common.INTERRUPTED
+  assert out == "" and "Traceback" not in err
+  assert err.splitlines()[-1].startswith("generate: interrupted while")
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_give_the_tokens_of_one(ask, folder, run_together, processes):
+  flags = (
+    f"--model={folder}",
+    *SHORT,
+    "--json",
+    "--temperature=0.8",
+    "--repetition_penalty=1.1",
+  )
+  mesh = "--mesh=data:2,seq:4" if processes == 4 else "--mesh=seq:8"
+  want = json.loads(ask(*flags, mesh).out)
+  ran = run_together("launch.generate", *flags, mesh, processes=processes)
+  assert [r.status for r in ran] == [0] * processes, ran
+  done = json.loads(ran[0].out)
+  assert done["tokens"] == want["tokens"]
+  assert done["processes"] == processes and done["devices"] == 8
+  assert [(r.out, r.err) for r in ran[1:]] == [("", "")] * (processes - 1)
+
+
+# ---------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------
+
+
+def test_axes_of_a_mesh():
+  assert common.axes("data:1, seq:8") == [("data", 1), ("seq", 8)]
+  assert common.mesh("model:2,seq:-1").shape == {"model": 2, "seq": 4}
+  assert common.mesh(None).shape == {"seq": 8}
+
+
+def test_compiling_counts_overlaps_once():
+  compiling = common.Compiling()
+  compiling._spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.5)]
+  assert compiling.seconds() == 4.0
+  assert compiling.seconds(2.5) == 2.5
+  with compiling:
+    jax.jit(lambda x: x * 2 + 1)(np.ones(7))
+  assert len(compiling._spans) > 4
+
+
+def test_words_for_sizes_and_times():
+  assert [common.nbytes(n) for n in (0, 999, 1500, 2.5e9, 3e15)] == [
+    "0 bytes",
+    "999 bytes",
+    "1.5 kB",
+    "2.5 GB",
+    "3e+03 TB",
+  ]
+  assert common.clock(65) == "1:05" and common.clock(7200) == "2:00:00"
+
+
+@pytest.mark.parametrize(
+  ("environment", "count"),
+  [
+    ({}, 1),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
+    ({"SLURM_STEP_NUM_TASKS": "x"}, 1),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+    ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
+    ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, 3),
+  ],
+)
+def test_processes_are_looked_for_where_there_are_some(
+  monkeypatch, folder, environment, count
+):
+  for name in (*common._COUNTS, *common._HOSTS):
+    monkeypatch.delenv(name, raising=False)
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  calls = []
+  monkeypatch.setattr(
+    jax.distributed, "initialize", lambda *args: calls.append(args)
+  )
+  parse = lambda *flags: common.parse("generate", generate.define, flags)
+  common.start(parse())
+  assert calls == ([(None, None, None)] if count > 1 else [])
+  common.start(parse("--nodistributed"))
+  assert len(calls) == (count > 1)
+  common.start(parse("--distributed"))
+  assert len(calls) == 1 + (count > 1)
+  assert common._found_processes() == count
+
+
+def test_the_document_is_python(folder):
+  assert documents.standard_library(500).text.startswith("# ==== ")
+  assert sys.version.split()[0] in documents.standard_library(500).source
+  assert pathlib.Path(folder, "tokenizer.json").is_file()

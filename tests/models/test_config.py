@@ -1,0 +1,267 @@
+"""What a config.json may say: one meaning for both spellings, or an error."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ringjax import models
+from ringjax.errors import ConfigError, RingjaxError
+from ringjax.models.transformer import forward
+from ringjax.nn.spread import Travel
+from tests import checkpoints
+
+NAMES, NAMES_V4 = checkpoints.names(), checkpoints.names_v4()
+LIMIT = 400
+
+# Words of the machine room, which no user asked about.
+JAX_WORDS = re.compile(r"jax|xla|tracer|pytree|nnx|beartype|jaxtyping", re.I)
+
+
+def read(config):
+  return models.read_config(config)[0]
+
+
+def refused(config, *words, kind=ConfigError):
+  with pytest.raises(kind) as caught:
+    models.read_config(config)
+  text = str(caught.value)
+  assert len(text) < LIMIT and not JAX_WORDS.search(text), text
+  for word in words:
+    assert word in text, text
+  return text
+
+
+# ---------------------------------------------------------------------------
+# One meaning
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", NAMES_V4)
+def test_both_spellings_mean_the_same(name):
+  old = checkpoints.config(name, "v4")
+  assert old != checkpoints.config(name)
+  assert read(old) == read(checkpoints.config(name))
+
+
+def test_every_family_has_a_fixture():
+  types = {checkpoints.config(name)["model_type"] for name in NAMES}
+  families = {
+    models.read_config(checkpoints.config(name))[1].name for name in NAMES
+  }
+  assert families == set(models.list())
+  assert len(types) == len(families)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shape_of_a_model_is_that_of_its_tensors(name):
+  """As many numbers as the checkpoint has, without making the model."""
+  config = checkpoints.config(name)
+  model = jax.eval_shape(lambda: models.create(config, dtype=jnp.float32))
+  count = sum(x.size for x in jax.tree.leaves(model))
+  assert count == sum(math.prod(s) for s in checkpoints.shapes(name).values())
+
+
+def test_keys_that_are_null_are_absent():
+  config = checkpoints.config("llama3")
+  assert read({**config, "anything_at_all": None}) == read(config)
+
+
+def test_the_config_is_not_changed():
+  for name in NAMES:
+    config = checkpoints.config(name)
+    before = copy.deepcopy(config)
+    read(config)
+    assert config == before
+
+
+# ---------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_key(name):
+  config = checkpoints.config(name)
+  refused({**config, "new_trick": 3}, "new_trick", "3")
+
+
+@pytest.mark.parametrize("kind", ["mamba", "", None, 3, "LLAMA", "llama "])
+def test_an_unknown_architecture(kind):
+  config = {**checkpoints.config("llama3"), "model_type": kind}
+  text = refused(config, "model_type", repr(kind))
+  assert "llama" in text and "gemma2" in text
+
+
+def test_no_architecture():
+  refused({"hidden_size": 8}, "model_type")
+
+
+def test_code_in_a_checkpoint():
+  config = checkpoints.config("llama3")
+  code = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+  refused({**config, "auto_map": code}, "auto_map", "code")
+  assert read({**config, "auto_map": {}}) == read(config)
+
+
+def test_quantised_weights():
+  config = checkpoints.config("llama3")
+  for name in ("llama3", "deepseek_v3"):
+    config = checkpoints.config(name)
+    config["quantization_config"] = {"quant_method": "fp8"}
+    refused(config, "quantization_config", "fp8")
+
+
+@pytest.mark.parametrize(
+  ("name", "key", "value"),
+  [
+    ("llama3", "hidden_size", 0),
+    ("llama3", "hidden_size", 2.0),
+    ("llama3", "hidden_size", True),
+    ("llama3", "hidden_size", 10**400),
+    ("llama3", "num_hidden_layers", 1001),
+    ("llama3", "num_key_value_heads", 3),
+    ("llama3", "hidden_act", "mish"),
+    ("llama3", "rms_norm_eps", "small"),
+    ("llama3", "rms_norm_eps", -1e-5),
+    ("llama3", "rms_norm_eps", 10**400),
+    ("llama3", "tie_word_embeddings", 1),
+    ("llama3", "vocab_size", None),
+    ("llama3", "rope_parameters", []),
+    ("gemma2", "layer_types", ["full_attention"]),
+    ("gemma2", "layer_types", ["full_attention", "full_attention", "odd"]),
+    ("gemma3_text", "use_bidirectional_attention", True),
+    ("smollm3", "no_rope_layers", [[], 1, 1]),
+    ("llama4_text", "moe_layers", 3),
+    ("qwen3_moe", "mlp_only_layers", 0.5),
+    ("mixtral", "num_experts_per_tok", 1000),
+    ("deepseek_v3", "n_group", 3),
+    ("deepseek_v3", "topk_group", 1000),
+    ("deepseek_v3", "num_experts_per_tok", 1000),
+    ("deepseek_v3", "scoring_func", "softmax"),
+    ("falcon_7b", "apply_residual_connection_post_layernorm", True),
+  ],
+)
+def test_a_value_that_cannot_be(name, key, value):
+  refused({**checkpoints.config(name), key: value}, key)
+
+
+@pytest.mark.parametrize(
+  ("name", "key", "value"),
+  [
+    ("llama3", "rope_type", "mrope"),
+    ("llama3", "rope_type", 3),
+    ("llama3", "rope_theta", "big"),
+    ("llama3", "rope_theta", 0),
+    ("llama3", "partial_rotary_factor", [0.5]),
+    ("llama3", "partial_rotary_factor", 2.0),
+    ("llama3", "factor", 0),
+    ("llama3", "high_freq_factor", 0.5),
+    ("llama3", "original_max_position_embeddings", -1),
+    ("llama3", "new_trick", 1),
+    ("llama_yarn", "rope_theta", 1.0),
+    ("llama_yarn", "truncate", "no"),
+    ("phi3_longrope", "short_factor", [1.0]),
+    ("phi3_longrope", "long_factor", "abc"),
+  ],
+)
+def test_a_rotation_that_cannot_be(name, key, value):
+  config = checkpoints.config(name)
+  config["rope_parameters"][key] = value
+  refused(config, key)
+
+
+def test_rotations_of_layers_of_a_kind_that_is_not_named():
+  config = checkpoints.config("gemma3_text")
+  del config["rope_parameters"]["sliding_attention"]
+  refused(config, "rope_parameters", "sliding_attention")
+
+
+# ---------------------------------------------------------------------------
+# Fuzz
+# ---------------------------------------------------------------------------
+
+NASTY = (
+  None, True, False, 0, 1, -1, 2, 3, 7, 1000, 2**31 - 1, 2**63, 10**400, 0.5,
+  -0.5, 1e308, 1e-308, math.nan, math.inf, "", "x", "full_attention", "yarn",
+  [], [1], [[]], [None], {}, {"a": 1}, ["full_attention"],
+)  # fmt: skip
+
+
+def places(x, before=()):
+  """The path of every value, however deep."""
+  if isinstance(x, dict | list):
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+      yield (*before, key)
+      yield from places(value, (*before, key))
+
+
+def mutate(config, r):
+  config = copy.deepcopy(config)
+  for _ in range(r.choice([1, 1, 2, 3])):
+    *path, last = r.choice(list(places(config)))
+    at = config
+    for key in path:
+      at = at[key]
+    way, value = r.random(), copy.deepcopy(r.choice(NASTY))
+    if way < 0.2:
+      del at[last]
+    elif way < 0.8:
+      at[last] = value
+    elif isinstance(at, dict):
+      at["new_trick"] = value
+    else:
+      at.insert(last, value)
+  return config
+
+
+def survives(config):
+  """The meaning of a config, or None where it was refused as it should be."""
+  try:
+    return read(config)
+  except RingjaxError as error:
+    assert len(str(error)) < LIMIT and not JAX_WORDS.search(str(error))
+    return None
+
+
+@pytest.mark.parametrize(
+  ("name", "spelling"),
+  [*((n, "v5") for n in NAMES), *((n, "v4") for n in NAMES_V4)],
+)
+def test_fuzz(name, spelling):
+  base = checkpoints.config(name, spelling)
+  r = random.Random(f"{name} {spelling}")
+  kept = [survives(mutate(base, r)) for _ in range(60)]
+  assert any(x is None for x in kept) and any(x is not None for x in kept)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+  "part",
+  [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))],
+)
+def test_what_is_accepted_can_be_built_and_called(part):
+  """In the abstract: the shapes of a config may be as large as they like."""
+  r = random.Random(part)
+  tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+  call = lambda model, tokens: forward(
+    model, Travel(), tokens, None, None, None, None, None
+  )
+  done = 0
+  while done < 40:
+    base = checkpoints.config(r.choice(NAMES))
+    config = mutate(base, r)
+    meaning = survives(config)
+    if meaning is None or meaning == read(base):
+      continue
+    done += 1
+    model = models.abstract(config)
+    logits = jax.eval_shape(call, model, tokens)
+    assert logits.shape == (1, 8, meaning.vocab)

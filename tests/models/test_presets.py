@@ -1,0 +1,84 @@
+"""The shapes of real models: as large as published, and built from nothing."""
+
+from __future__ import annotations
+
+import resource
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ringjax import models
+from ringjax.errors import OptionError
+
+# Millions of parameters, as their authors count them; the LWM is a Llama 2 7B,
+# and the one of 100 million is ours.
+PUBLISHED = {
+  "deepseek-v3": 671_000,
+  "falcon-7b": 6_920,
+  "gemma-3-27b": 27_010,
+  "gpt-oss-20b": 20_910,
+  "llama-100m": 100,
+  "llama-2-7b": 6_738,
+  "llama-3.1-70b": 70_554,
+  "llama-3.1-8b": 8_030,
+  "llama-3.2-1b": 1_236,
+  "lwm-7b-1m": 6_738,
+  "mistral-7b": 7_248,
+  "qwen2.5-7b-1m": 7_616,
+  "qwen3-8b": 8_191,
+}
+
+
+def test_every_preset_is_here():
+  assert set(PUBLISHED) == set(models.PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_number_of_parameters(name):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  model = models.abstract(name)
+  leaves = jax.tree.leaves(model)
+  assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+  millions = sum(x.size for x in leaves) / 1e6
+  assert millions == pytest.approx(PUBLISHED[name], rel=0.01)
+  # In kilobytes: a hundredth of the smallest of them would already be seen.
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+def test_dtype():
+  wide = {"deepseek-v3": 1}
+  for name in ("llama-3.1-8b", "deepseek-v3"):
+    kinds = [x.dtype for x in jax.tree.leaves(models.abstract(name))]
+    assert set(kinds) <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+    # The offsets of a router's ranking stay wide.
+    assert kinds.count(jnp.dtype(jnp.float32)) == wide.get(name, 0)
+  model = models.abstract("llama-100m", dtype=jnp.float32)
+  assert {x.dtype for x in jax.tree.leaves(model)} == {jnp.dtype(jnp.float32)}
+
+
+def test_the_contexts_they_were_made_for():
+  found = {
+    name: models.abstract(name).config.max_positions
+    for name in ("lwm-7b-1m", "qwen2.5-7b-1m", "llama-3.1-8b", "gemma-3-27b")
+  }
+  assert found == {
+    "lwm-7b-1m": 2**20,
+    "qwen2.5-7b-1m": 1_010_000,
+    "llama-3.1-8b": 2**17,
+    "gemma-3-27b": 2**17,
+  }
+
+
+def test_a_preset_that_is_none():
+  with pytest.raises(OptionError, match=r"llama-9.*llama-3\.1-8b"):
+    models.abstract("llama-9")
+
+
+def test_a_preset_is_not_changed_by_who_takes_it():
+  from ringjax.models.presets import preset
+
+  preset("gpt-oss-20b")["rope_parameters"]["factor"] = 1.0
+  preset("gpt-oss-20b")["hidden_size"] = 1
+  assert preset("gpt-oss-20b")["hidden_size"] == 2880
+  assert preset("gpt-oss-20b")["rope_parameters"]["factor"] == 32.0
