@@ -88,7 +88,7 @@ def start(values: flags.FlagValues) -> None:
   if not flags.FLAGS.is_parsed() or not flags.FLAGS["verbosity"].present:
     # At "info" JAX lists the accelerators that it did not find.
     logging.set_verbosity(logging.WARNING)
-  by_hand = {
+  by_hand: dict[str, Any] = {
     name: values[name].value
     for name in ("coordinator", "num_processes", "process_id")
   }
@@ -281,7 +281,8 @@ def _listen() -> None:
       for one in list(_LISTENING):
         one.took(duration_s)
 
-  jax.monitoring.register_event_duration_secs_listener(hear)
+  listener: Any = hear
+  jax.monitoring.register_event_duration_secs_listener(listener)
 
 
 # ---------------------------------------------------------------------------

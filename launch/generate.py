@@ -204,7 +204,8 @@ class _Work:
       return _encode(prompt, values, tokenizer, chat)
 
     ids = common.share(encode)
-    asked = isinstance(prompt, Prompt) and prompt.passkey is not None
+    found: Any = prompt
+    asked = isinstance(found, Prompt) and found.passkey is not None
     count = values.max_new_tokens
     if count is None:
       count = _ANSWER_TOKENS if _made_up(values) else _NEW_TOKENS
@@ -269,9 +270,9 @@ class _Work:
       "stopped": stopped,
       "prompt_tokens": len(ids),
       "source": prompt.source if prompt is not None else "",
-      "depth": prompt.depth if asked else None,
-      "passkey": prompt.passkey if asked else None,
-      "passkey_found": prompt.passkey in answer if asked else None,
+      "depth": found.depth if asked else None,
+      "passkey": found.passkey if asked else None,
+      "passkey_found": found.passkey in answer if asked else None,
       "model": str(folder),
       "family": model.config.family,
       "parameters": numbers,

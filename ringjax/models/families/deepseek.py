@@ -29,7 +29,9 @@ def _config(r: Reader) -> TransformerConfig:
   scale = (plain + turned) ** -0.5
   scaling = r.value("rope_parameters", "rope_scaling", default={})
   if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
-    factor = yarn_magnitude(rope.scaling.factor, scaling["mscale_all_dim"])
+    factor = yarn_magnitude(
+      getattr(rope.scaling, "factor", 1.0), scaling["mscale_all_dim"]
+    )
     scale *= factor * factor
   norm = rms(r)
   attend = Latent(

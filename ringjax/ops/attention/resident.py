@@ -74,11 +74,17 @@ class Resident:
       return _finish(self._combine(partial), q, terms)
 
     kv = P(None, None, None, self.axis)
-    specs: Any = Stored(kv, kv, P(None, self.axis), P())
+    keys_spec: Any = (kv, kv, P(None, self.axis), P())
     return jax.shard_map(
       run,
       mesh=self.mesh,
-      in_specs=(P(None, None, None, at_q), specs, P(), P(None, at_q), P()),
+      in_specs=(
+        P(None, None, None, at_q),
+        Stored(*keys_spec),
+        P(),
+        P(None, at_q),
+        P(),
+      ),
       out_specs=P(None, None, None, at_q),
       axis_names={self.axis},
     )(q, keys, terms, q_at, mask)
