@@ -133,7 +133,7 @@ class GroupedQuery(nnx.Module):
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
-    q, k, v = self.q(x), self.k(x), self.v(x)
+    q, k, v = spread.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
     if spec.qk_norm_late:
       q, k = tokens.rotate(spec.rope, q), tokens.rotate(spec.rope, k)
       q, k = self.q_norm(q), self.k_norm(k)
@@ -155,5 +155,5 @@ class GroupedQuery(nnx.Module):
     )
     out = spread(q, tokens, cache, spec.mask, extras)
     if self.gate is not None:
-      out = out * jax.nn.sigmoid(self.gate(x))
-    return self.o(out), cache
+      out = out * jax.nn.sigmoid(spread.rows(self.gate, x))
+    return spread.rows(self.o, out), cache

@@ -110,10 +110,11 @@ class LatentLayer(nnx.Module):
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
-    q = self.q(self.q_norm(self.q_down(x)))
+    q, down = spread.rows(
+      lambda x: (self.q(self.q_norm(self.q_down(x))), self.kv_down(x)), x
+    )
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
     q_turned = tokens.rotate(spec.rope, q_turned)
-    down = self.kv_down(x)
     latent = self.kv_norm(down[..., : spec.latent])
     turned = tokens.rotate(spec.rope, down[..., None, spec.latent :])
     row = jnp.concatenate([latent[:, :, None], turned], -1)
@@ -125,7 +126,7 @@ class LatentLayer(nnx.Module):
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
       out = self._expanded(q, latent, turned, tokens, spread, extras)
-    return self.o(out), cache
+    return spread.rows(self.o, out), cache
 
   def _expanded(
     self,
@@ -137,7 +138,7 @@ class LatentLayer(nnx.Module):
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
-    kv = self.kv(latent)
+    kv = spread.rows(self.kv, latent)
     shared = jnp.broadcast_to(
       turned, (*turned.shape[:2], spec.heads, turned.shape[3])
     )

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,12 +22,14 @@ from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.resident import Resident
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Mask, SameSegment
-from ringjax.parallel.layout import Contiguous, Layout
+from ringjax.parallel import collectives
+from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
 _BATCH_AXES = ("replica", "data")
 
@@ -105,10 +109,14 @@ class Spread:
       return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
+  def rows(self, f: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    """f(x), which treats each token of [B, T, ...] alone: small results."""
+    return f(x)
+
   def rowwise(
     self, f: Callable[[jax.Array], jax.Array], x: jax.Array
   ) -> jax.Array:
-    """f(x) of each token [B, T, D], some tokens of each shard at a time."""
+    """As `rows`, where f holds much more on its way: some tokens at a time."""
     return blockwise_feedforward(f, x, self.block * self.size)
 
   def per_shard(
@@ -117,6 +125,9 @@ class Spread:
     """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D]."""
 
     def local(weights: Any, x: jax.Array) -> jax.Array:
+      # Gradients are summed over shards here and not where f uses weights,
+      # which may be a branch that only some shards take.
+      weights = collectives.vary(weights, collectives.varying_axes(x))
       return f(weights, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     spec = self.spec(x) if self.mesh is not None else P()
@@ -179,6 +190,78 @@ class Travel(Spread):
       sinks=extras.sinks,
       alibi_slopes=extras.slopes,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chained(Travel):
+  """Keys travel down a chain of shards that hold uneven parts of a prompt.
+
+  Each shard walks over its own tokens tile by tile, so slots that are empty
+  cost nothing. For reading only: a walk whose length is data has no gradient.
+
+  Attributes:
+    layout: `Uneven`, with a count for each shard.
+    tile: tokens of a step of the walk.
+  """
+
+  strategy: Any = Chain()
+  tile: int = 256
+
+  def rows(self, f: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    return self._walk(lambda _, x: f(x), None, x)
+
+  def rowwise(
+    self, f: Callable[[jax.Array], jax.Array], x: jax.Array
+  ) -> jax.Array:
+    return self.rows(f, x)
+
+  def per_shard(
+    self, f: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array
+  ) -> jax.Array:
+    def flat(w: Any, x: jax.Array) -> jax.Array:
+      return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+    return self._walk(flat, weights, x)
+
+  def _walk(
+    self, f: Callable[[Any, jax.Array], Any], weights: Any, x: jax.Array
+  ) -> Any:
+    """f(weights, tile) of the tiles that each shard's tokens fill."""
+    assert isinstance(self.layout, Uneven) and self.axis is not None
+    axis, tile = self.axis, min(self.tile, x.shape[1] // self.size)
+    tiles = np.asarray([-(-n // tile) for n in self.layout.counts], np.int32)
+
+    def local(weights: Any, x: jax.Array) -> Any:
+      def at(n: jax.Array) -> jax.Array:
+        # The last tile begins early rather than end late: rows that are
+        # computed twice come out the same.
+        return lax.dynamic_slice_in_dim(x, n * tile, tile, 1)
+
+      def step(n: jax.Array, done: Any) -> Any:
+        return jax.tree.map(
+          lambda all_, new: lax.dynamic_update_slice_in_dim(
+            all_, new, n * tile, 1
+          ),
+          done,
+          f(weights, at(n)),
+        )
+
+      empty = jax.tree.map(
+        lambda y: collectives.zeros(
+          (y.shape[0], x.shape[1], *y.shape[2:]), y.dtype, x
+        ),
+        jax.eval_shape(f, weights, at(jnp.int32(0))),
+      )
+      mine = jnp.asarray(tiles)[collectives.axis_index(axis)]
+      return lax.fori_loop(jnp.int32(0), mine, step, empty)
+
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(P(), P(None, axis)),
+      out_specs=P(None, axis),
+      axis_names={axis},
+    )(weights, x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

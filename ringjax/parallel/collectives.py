@@ -101,6 +101,11 @@ def rotate(tree: Tree, axis: str, shift: int) -> Tree:
   return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
 
 
+def send(tree: Tree, axis: str, pairs: Sequence[tuple[int, int]]) -> Tree:
+  """Sends every leaf along (from, to) pairs; who gets nothing has zeros."""
+  return jax.tree.map(lambda x: lax.ppermute(x, axis, list(pairs)), tree)
+
+
 def gather(tree: Tree, axis: str, dimension: int) -> Tree:
   """Concatenates all shards' leaves along `dimension`, on every shard."""
   return jax.tree.map(

@@ -1,15 +1,17 @@
 """Layouts: which token lies on which shard, and in which order.
 
-Law: a layout cuts the sequence into chunks of one length and gives each chunk
-to a shard; a shard's tokens lie in increasing order of position. Everything
-else (the permutation, positions, which shards a window can reach) follows.
-`restore(permute(x)) == x`, bit for bit, for every length.
+Law: a layout gives each token to a shard; a shard's tokens lie in increasing
+order of position. `restore(permute(x)) == x`, bit for bit, for every length.
+The layouts that deal out chunks of one length say which chunk goes where, and
+everything else (the permutation, which shards a window can reach) follows.
 
   Contiguous  R chunks of T/R tokens, chunk i on shard i.
   Striped(b)  chunks of b tokens dealt round robin (Brandon et al. 2023,
               arXiv 2311.09431, with b = 1): causal work is level in each hop.
   Zigzag      2R chunks, shard i has chunks i and 2R-1-i: causal work is level
               over the whole ring.
+  Uneven(c)   c[i] consecutive tokens on shard i (Cho et al. 2024, KV-Runahead,
+              arXiv 2405.05329): causal work is level over a chain.
 
 A length that does not divide is padded at the end of the sequence, which is
 the end of some shards' parts; `local_length` counts the padding, `order` and
@@ -33,14 +35,6 @@ class Layout(abc.ABC):
   """Base of the layouts; an instance is static, hashable data."""
 
   @abc.abstractmethod
-  def chunk_length(self, length: int, shards: int) -> int:
-    """Tokens in one chunk of a sequence of `length` tokens."""
-
-  @abc.abstractmethod
-  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
-    """The shard that holds each of the numbered `chunks`."""
-
-  @abc.abstractmethod
   def local_length(self, length: int, shards: int) -> int:
     """Tokens on each shard, padding included."""
 
@@ -53,14 +47,20 @@ class Layout(abc.ABC):
     Positions at or beyond the sequence's true length are padding.
     """
 
+  @abc.abstractmethod
   def padded_order(self, length: int, shards: int) -> np.ndarray:
     """Position of each token in layout order, -1 for padding, [R * local]."""
-    local = self.local_length(length, shards)
-    chunk = self.chunk_length(length, shards)
-    chunks = np.arange(shards * local // chunk)
-    by_shard = np.argsort(self.owners(chunks, shards), kind="stable")
-    order = (by_shard[:, None] * chunk + np.arange(chunk)).reshape(-1)
-    return np.where(order < length, order, -1)
+
+  @abc.abstractmethod
+  def reachable(
+    self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
+  ) -> np.ndarray:
+    """Which ring distances a window needs: bool [R].
+
+    Entry d says that some shard i has a query that may see a key of shard
+    (i - d) mod R, when a query at p sees keys from p - behind to p + ahead.
+    Lengths are the padded ones of the whole sequence.
+    """
 
   def order(self, length: int, shards: int) -> np.ndarray:
     """Position of each token in layout order, [length]: a permutation."""
@@ -116,8 +116,56 @@ class Layout(abc.ABC):
     return None
 
 
+class Dealt(Layout):
+  """A layout that deals chunks of one length to the shards."""
+
+  @abc.abstractmethod
+  def chunk_length(self, length: int, shards: int) -> int:
+    """Tokens in one chunk of a sequence of `length` tokens."""
+
+  @abc.abstractmethod
+  def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
+    """The shard that holds each of the numbered `chunks`."""
+
+  def padded_order(self, length: int, shards: int) -> np.ndarray:
+    local = self.local_length(length, shards)
+    chunk = self.chunk_length(length, shards)
+    chunks = np.arange(shards * local // chunk)
+    by_shard = np.argsort(self.owners(chunks, shards), kind="stable")
+    order = (by_shard[:, None] * chunk + np.arange(chunk)).reshape(-1)
+    return np.where(order < length, order, -1)
+
+  def reachable(
+    self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
+  ) -> np.ndarray:
+    q_chunk = self.chunk_length(q_length, shards)
+    k_chunk = self.chunk_length(k_length, shards)
+    chunks = np.arange(q_length // q_chunk)
+    owner = self.owners(chunks, shards)
+    last = k_length // k_chunk - 1
+    first_key = np.maximum((chunks * q_chunk - behind) // k_chunk, 0)
+    last_key = np.minimum(((chunks + 1) * q_chunk - 1 + ahead) // k_chunk, last)
+    # Only what differs relative to the chunk matters; stripes of one token
+    # repeat the same few patterns a million times.
+    turn = chunks % shards if isinstance(self, Striped) else chunks
+    cases = np.unique(
+      np.stack([turn, first_key - chunks, last_key - chunks]),
+      axis=1,
+      return_index=True,
+    )[1]
+    needed = np.zeros(shards, bool)
+    needed[0] = True
+    for i in cases:
+      # Any run of 2R chunks visits every shard, in every layout.
+      stop = min(last_key[i], first_key[i] + 2 * shards)
+      keys = np.arange(first_key[i], stop + 1)
+      if keys.size:
+        needed[(owner[i] - self.owners(keys, shards)) % shards] = True
+    return needed
+
+
 @dataclasses.dataclass(frozen=True)
-class Contiguous(Layout):
+class Contiguous(Dealt):
   """Shard i holds tokens i*T/R to (i+1)*T/R - 1."""
 
   def chunk_length(self, length: int, shards: int) -> int:
@@ -137,7 +185,7 @@ class Contiguous(Layout):
 
 
 @dataclasses.dataclass(frozen=True)
-class Striped(Layout):
+class Striped(Dealt):
   """Blocks of `block` tokens are dealt to the shards in turn."""
 
   block: int = 1
@@ -177,7 +225,7 @@ class Striped(Layout):
 
 
 @dataclasses.dataclass(frozen=True)
-class Zigzag(Layout):
+class Zigzag(Dealt):
   """Of 2R chunks shard i holds the i-th and the i-th from the end."""
 
   def chunk_length(self, length: int, shards: int) -> int:
@@ -205,44 +253,95 @@ class Zigzag(Layout):
     return "an even number" if local_length % 2 else None
 
 
-def reachable_shards(
-  layout: Layout,
-  shards: int,
-  q_length: int,
-  k_length: int,
-  behind: int,
-  ahead: int,
-) -> np.ndarray:
-  """Which ring distances a window needs: bool [R].
+@dataclasses.dataclass(frozen=True)
+class Uneven(Layout):
+  """Shard i holds `counts[i]` consecutive tokens.
 
-  Entry d says that some shard i has a query that may see a key of shard
-  (i - d) mod R, when a query at p sees keys from p - behind to p + ahead.
-  Lengths are the padded ones of the whole sequence.
+  All shards have as many slots as the largest has tokens. A sequence of
+  `sum(counts)` tokens is padded inside; one of `R * max(counts)` rows has its
+  empty slots already, at the end of each shard.
   """
-  q_chunk = layout.chunk_length(q_length, shards)
-  k_chunk = layout.chunk_length(k_length, shards)
-  chunks = np.arange(q_length // q_chunk)
-  owner = layout.owners(chunks, shards)
-  last = k_length // k_chunk - 1
-  first_key = np.maximum((chunks * q_chunk - behind) // k_chunk, 0)
-  last_key = np.minimum(((chunks + 1) * q_chunk - 1 + ahead) // k_chunk, last)
-  # Only what differs relative to the chunk matters; stripes of one token
-  # repeat the same few patterns a million times.
-  turn = chunks % shards if isinstance(layout, Striped) else chunks
-  cases = np.unique(
-    np.stack([turn, first_key - chunks, last_key - chunks]),
-    axis=1,
-    return_index=True,
-  )[1]
-  needed = np.zeros(shards, bool)
-  needed[0] = True
-  for i in cases:
-    # Any run of 2R chunks visits every shard, in every layout.
-    stop = min(last_key[i], first_key[i] + 2 * shards)
-    keys = np.arange(first_key[i], stop + 1)
-    if keys.size:
-      needed[(owner[i] - layout.owners(keys, shards)) % shards] = True
-  return needed
+
+  counts: tuple[int, ...]
+
+  def __post_init__(self) -> None:
+    counts = self.counts
+    whole = isinstance(counts, tuple | list) and all(
+      isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0
+      for n in counts
+    )
+    if not whole or sum(counts) < 1:
+      raise OptionError(
+        message(
+          "counts",
+          repr(self.counts),
+          "the tokens of each shard, ints of at least 0",
+          "see rj.plan for good ones",
+        )
+      )
+    object.__setattr__(self, "counts", tuple(int(n) for n in counts))
+
+  @property
+  def starts(self) -> tuple[int, ...]:
+    """Position of each shard's first token."""
+    return tuple(int(n) for n in np.cumsum((0, *self.counts[:-1])))
+
+  def local_length(self, length: int, shards: int) -> int:
+    most, total = max(self.counts), sum(self.counts)
+    if shards != len(self.counts):
+      raise ShapeError(
+        message(
+          "layout",
+          f"{self} over {shards} shards",
+          "a count for each shard",
+          f"give {shards} counts",
+        )
+      )
+    if length not in (total, shards * most):
+      raise ShapeError(
+        message(
+          "layout",
+          f"{self} for {length} tokens",
+          f"{total} tokens, or {shards * most} rows with the empty slots",
+          "make counts that add up to the length",
+        )
+      )
+    return most
+
+  def positions(
+    self, index: jax.Array | int, shards: int, local_length: int
+  ) -> jax.Array:
+    local = jnp.arange(local_length, dtype=jnp.int32)
+    count = jnp.asarray(self.counts, jnp.int32)[index]
+    start = jnp.asarray(self.starts, jnp.int32)[index]
+    empty = (shards + index) * local_length + local
+    return jnp.where(local < count, start + local, empty)
+
+  def padded_order(self, length: int, shards: int) -> np.ndarray:
+    most = self.local_length(length, shards)
+    local, shard = np.arange(most), np.arange(shards)[:, None]
+    start, count = (np.asarray(x)[:, None] for x in (self.starts, self.counts))
+    # Rows that came with empty slots are all tokens; some have no position.
+    empty = (
+      -1 if length == sum(self.counts) else (shards + shard) * most + local
+    )
+    return np.where(local < count, start + local, empty).reshape(-1)
+
+  def reachable(
+    self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
+  ) -> np.ndarray:
+    self.local_length(q_length, shards)
+    self.local_length(k_length, shards)
+    first = np.asarray(self.starts)
+    last = first + np.asarray(self.counts) - 1
+    needed = np.zeros(shards, bool)
+    needed[0] = True
+    for i in range(shards):
+      for j in range(shards):
+        some = self.counts[i] > 0 and self.counts[j] > 0
+        near = first[i] - behind <= last[j] and first[j] <= last[i] + ahead
+        needed[(i - j) % shards] |= bool(some and near)
+    return needed
 
 
 def _check_shards(shards: Any) -> None:

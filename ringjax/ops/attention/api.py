@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ringjax.errors import MeshError, OptionError, ShapeError, message
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.ring import Ring
@@ -31,13 +32,14 @@ from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import Layout, Striped, reachable_shards
+from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.place import Place, locate, manual
 
-Strategy = Ring | Gather | Ulysses
+Strategy = Ring | Chain | Gather | Ulysses
 
 _BY_NAME: dict[str, Strategy] = {
   "ring": Ring(),
+  "chain": Chain(),
   "gather": Gather(),
   "ulysses": Ulysses(),
 }
@@ -102,7 +104,8 @@ def dot_product_attention(
       where the axis is manual the operands are per shard.
     layout: the order in which the sequence dimension of all arrays lies on
       the shards (`layout.permute` brings it there); default `Contiguous()`.
-    strategy: "auto" (now: the ring), "ring", "gather", "ulysses", or an object
+    strategy: "auto" (now: the ring), "ring", "chain" (causal),
+      "gather", "ulysses", or an object
       such as `Ring(Blockwise(q_block=512))`. `Ring(Dense())` is the way to
       forward-mode and higher-order derivatives.
     q_segment_ids: int32 [B, T] or [T], the document of each query; 0 is
@@ -369,7 +372,7 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(strategy: Any) -> Strategy:
-  if isinstance(strategy, Ring | Gather | Ulysses):
+  if isinstance(strategy, Ring | Chain | Gather | Ulysses):
     if not hasattr(strategy.local, "forward"):
       raise OptionError(
         message(
@@ -458,9 +461,11 @@ def _per_shard(
   needed = None
   behind, ahead = x.mask.reach
   derived = x.q_pos is None and x.k_pos is None
+  if isinstance(strategy, Chain) and size > 1:
+    strategy.check(x.mask, layout, derived and shards[0] == shards[1])
   if derived and behind is not None and ahead is not None:
     q_length, k_length = shards[0] * size, shards[1] * size
-    needed = reachable_shards(layout, size, q_length, k_length, behind, ahead)
+    needed = layout.reachable(size, q_length, k_length, behind, ahead)
   return _attend(request.scores, x, context, strategy.on(place.axis, needed))
 
 

@@ -128,7 +128,7 @@ def build(
       message(
         "layout",
         repr(layout),
-        "rj.Contiguous(), rj.Striped(block) or rj.Zigzag()",
+        "rj.Contiguous(), Striped(block), Zigzag() or Uneven(counts)",
         "pass an instance, not a name or a class",
       )
     )

@@ -219,6 +219,7 @@ def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", [Gather(TILES), Ulysses(TILES)])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_sizes_of_other_strategies(shards, strategy):
@@ -242,12 +243,14 @@ def test_unrolling_changes_nothing(unroll):
   verify("window-wide", Striped(), Ring(TILES, unroll=unroll))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("local", [Blockwise(), Blockwise(16, 8), Dense()])
 def test_one_device_needs_no_mesh(local):
   case, want = problem("everything")
   oracle.check(oracle.run(case, strategy=Ring(local)), want)
 
 
+@pytest.mark.smoke
 def test_without_a_batch_axis():
   case = oracle.build(b=1, is_causal=True, sees=causal, q_seg=PACKED[:1])
   want = {name: x[0] for name, x in oracle.truth(case).items()}
@@ -303,6 +306,7 @@ def test_batch_and_heads_are_sharded_too(kind, layout, strategy):
   oracle.check(got, want)
 
 
+@pytest.mark.smoke
 def test_the_mesh_and_axis_are_read_off_the_operands():
   mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
   where = {"query": P("x", "y"), "key": P("x", "y"), "value": P("x", "y"),

@@ -46,6 +46,7 @@ def close(ours, theirs, tolerance):
     )
 
 
+@pytest.mark.smoke
 def test_signature_is_a_superset():
   theirs = inspect.signature(jax.nn.dot_product_attention).parameters
   ours = inspect.signature(rj.dot_product_attention).parameters

@@ -37,7 +37,6 @@ from ringjax import (
 from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.mask import Everything, Extent, extent, visible
-from ringjax.parallel.layout import reachable_shards
 from tests import oracle
 
 few = functools.partial(
@@ -280,7 +279,7 @@ def test_reachable_shards_are_those_that_pairs_reach(
   layout, shards, t, s, behind, ahead
 ):
   lengths = [shards * layout.local_length(n, shards) for n in (t, s)]
-  needed = reachable_shards(layout, shards, *lengths, behind, ahead)
+  needed = layout.reachable(shards, *lengths, behind, ahead)
   q, k = (
     np.stack([layout.positions(i, shards, n // shards) for i in range(shards)])
     for n in lengths

@@ -1,0 +1,189 @@
+"""Chain attention: keys go from each shard to those behind it, never around.
+
+Law:   equals `reference` on the gathered sequence for masks under which no
+       query sees a key of a later shard; forward and backward.
+Cost:  R (R - 1) / 2 sends of one shard's K and V in all, half of a ring's: in
+       step t shard i gets the keys of shard i - t from shard i - 1, and only
+       shards t to R - 1 get any. Backward as many of K and V, of the sums dK
+       and dV too, and R - 1 that take sums home. A window sends only as far
+       as it sees. Nothing sent is zero.
+Memory: the block at hand and the block in flight.
+Ref:   Cho et al. 2024, KV-Runahead, arXiv 2405.05329; there a shard sends all
+       that it has seen as one growing prefix, which is the same rows.
+
+With an `Uneven` layout whose first counts are the larger ones all shards have
+as much to do, and the first, which waits for nobody, may run ahead where
+devices run apart. The steps differ in who sends, so they are not a loop: the
+program grows with R.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.attend import (
+  attend,
+  empty_partial,
+  zero_gradients,
+)
+from ringjax.ops.attention.blockwise import (
+  Blockwise,
+  Gradients,
+  Local,
+  Residuals,
+)
+from ringjax.ops.attention.ring import Visitor, pack, unpack
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.softmax import Partial
+from ringjax.parallel import collectives
+from ringjax.parallel.layout import Contiguous, Layout, Uneven
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+  """Pass-KV chain over a local algorithm.
+
+  Attributes:
+    local: the algorithm of one step, `Blockwise()` or `Dense()`.
+    axis: the mesh axis; filled in by the functions that take `axis=`.
+    steps: from how many shards before it a shard gets keys; None is all.
+  """
+
+  local: Any = Blockwise()
+  axis: str | None = None
+  steps: int | None = None
+
+  def on(self, axis: str | None, needed: np.ndarray | None) -> Chain:
+    """This chain on `axis`, cut to the distances that are `needed`."""
+    steps = None if needed is None else int(np.flatnonzero(needed).max())
+    return dataclasses.replace(self, axis=axis, steps=steps)
+
+  def check(self, mask: Mask, layout: Layout, derived: bool) -> None:
+    """Raises OptionError where a query may see a key of a later shard.
+
+    `derived`: queries and keys are the same tokens, where the layout has them.
+    """
+    ahead = mask.reach[1]
+    if ahead is None or ahead > 0:
+      raise OptionError(
+        message(
+          "strategy",
+          f"a chain with the mask {mask}",
+          "a mask that sees nothing ahead, such as Causal()",
+          "pass is_causal=True, or strategy='ring'",
+        )
+      )
+    if not derived or not isinstance(layout, Contiguous | Uneven):
+      how = (
+        f"the layout {layout}"
+        if derived
+        else ("positions of your own, or keys of another length")
+      )
+      raise OptionError(
+        message(
+          "strategy",
+          f"a chain with {how}",
+          "consecutive tokens on consecutive shards",
+          "pass layout=Contiguous() or Uneven(counts), or strategy='ring'",
+        )
+      )
+
+  def attend(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> tuple[jax.Array, jax.Array]:
+    return attend(self, scores, x, terms, context)
+
+  def forward(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> Partial:
+    size, me, steps = self._place()
+    length = x.k.shape[2]
+    visitor = Visitor(pack(x.k, x.v), pack(*context.k))
+    carry = empty_partial(x)
+    for t in range(steps + 1):
+      coming = self._send(visitor, t + 1, size) if t < steps else visitor
+      k, v = unpack(visitor.kv)
+      carry = self.local.forward(
+        scores,
+        Local(x.q, k, v),
+        terms,
+        context._replace(k=Coords(*unpack(visitor.at))),
+        (me - t) % size * length,
+        carry,
+      )
+      visitor = coming
+    return carry
+
+  def backward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    residuals: Residuals,
+  ) -> Gradients:
+    size, me, steps = self._place()
+    length = x.k.shape[2]
+    # Else a compiler takes these sends for those of the forward pass, and keeps
+    # what those brought until now.
+    visitor = lax.optimization_barrier(
+      Visitor(pack(x.k, x.v), pack(*context.k))
+    )
+    carry = zero_gradients(x, terms, residuals.lse.dtype)
+    sums: Any = None
+    home: Any = None
+    for t in range(steps + 1):
+      coming = self._send(visitor, t + 1, size) if t < steps else visitor
+      moved = self._send(sums, t, size) if t else None
+      k, v = unpack(visitor.kv)
+      grads = self.local.backward(
+        scores,
+        Local(x.q, k, v),
+        terms,
+        context._replace(k=Coords(*unpack(visitor.at))),
+        (me - t) % size * length,
+        residuals,
+        carry,
+      )
+      carry = grads.q, grads.terms
+      more = pack(grads.k, grads.v)
+      sums = more if moved is None else jax.tree.map(jnp.add, moved, more)
+      # Who has no one behind it has the whole sums of the block at hand.
+      done = range(steps, size) if t == steps else (size - 1,)
+      home = self._home(home, sums, t, tuple(done), me)
+      visitor = coming
+    dk, dv = unpack(home)
+    return Gradients(carry[0], dk, dv, carry[1])
+
+  def _home(
+    self, home: Any, sums: Any, t: int, done: tuple[int, ...], me: Any
+  ) -> Any:
+    """Adds what the shards `done` hold to the sums at their owners."""
+    if t == 0:
+      mine = me >= done[0]
+      return jax.tree.map(lambda s: jnp.where(mine, s, jnp.zeros_like(s)), sums)
+    assert self.axis is not None
+    pairs = [(i, i - t) for i in done]
+    back = collectives.send(sums, self.axis, pairs)
+    return jax.tree.map(jnp.add, home, back)
+
+  def _send(self, tree: Any, t: int, size: int) -> Any:
+    """One step down the chain, to those who get anything in step t."""
+    assert self.axis is not None
+    pairs = [(i - 1, i) for i in range(t, size)]
+    return collectives.send(tree, self.axis, pairs)
+
+  def _place(self) -> tuple[int, Any, int]:
+    if self.axis is None:
+      return 1, 0, 0
+    size = collectives.axis_size(self.axis)
+    steps = size - 1 if self.steps is None else min(self.steps, size - 1)
+    return size, collectives.axis_index(self.axis), steps

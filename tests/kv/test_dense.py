@@ -1,0 +1,150 @@
+"""The plain cache: every token in one slot, level over the shards."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import OptionError
+from ringjax.kv.base import Cache, LayerCache
+from ringjax.kv.dense import Dense, Shape
+from ringjax.ops.mask import Coords
+from tests.helpers import make_mesh
+
+KINDS = (
+  Shape(layers=2, heads=2, key=4, value=6),
+  Shape(layers=1, heads=1, key=8, value=0),
+)
+B = 2
+
+
+def create(capacity, shards=1):
+  mesh = make_mesh(shards, "auto") if shards > 1 else None
+  axis = None if mesh is None else "seq"
+  return Dense.create(KINDS, B, capacity, jnp.float32, mesh=mesh, axis=axis)
+
+
+def tokens(first, count):
+  """Coordinates, keys and values that say whose they are."""
+  pos = jnp.tile(first + jnp.arange(count, dtype=jnp.int32), (B, 1))
+  whose = 1000 * jnp.arange(B, dtype=jnp.int32)[:, None]
+  number = (pos + whose).astype(jnp.float32)[:, None, :, None]
+  at = Coords(pos, jnp.ones_like(pos))
+
+  def kv(shape, layer):
+    k = jnp.broadcast_to(number, (B, shape.heads, count, shape.key))
+    v = jnp.broadcast_to(-number, (B, shape.heads, count, shape.value))
+    return k + jnp.float32(layer / 4), v
+
+  return at, kv
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def append(cache, first, count, spread):
+  at, kv = tokens(first, count)
+  assert isinstance(cache, Cache)
+  cache = cache.reserve(at, spread)
+  slots = list(cache.slots)
+  for kind, shape in enumerate(KINDS):
+    for index in range(shape.layers):
+      layer = cache.layer(slots[kind], jnp.int32(index))
+      assert isinstance(layer, LayerCache)
+      slots[kind] = layer.append(*kv(shape, index), at).slots
+  return cache.updated(tuple(slots))
+
+
+def check(cache, total):
+  """Every token lies in one slot, with its keys and values, once."""
+  pos, seg = np.asarray(cache.at.pos), np.asarray(cache.at.seg)
+  for b in range(B):
+    used = np.flatnonzero(seg[b])
+    assert sorted(pos[b, used].tolist()) == list(range(total))
+    for shape, slots in zip(KINDS, cache.slots, strict=True):
+      for layer in range(shape.layers):
+        want = pos[b, used] + 1000.0 * b
+        k = np.asarray(slots.k)[layer, b][:, used]
+        v = np.asarray(slots.v)[layer, b][:, used]
+        np.testing.assert_array_equal(
+          k, np.broadcast_to(want[None, :, None] + layer / 4, k.shape)
+        )
+        np.testing.assert_array_equal(
+          v, np.broadcast_to(-want[None, :, None], v.shape)
+        )
+
+
+@settings(max_examples=15)
+@given(
+  st.sampled_from([1, 4]),
+  st.lists(
+    st.tuples(st.booleans(), st.sampled_from([1, 3])), min_size=1, max_size=9
+  ),
+)
+def test_every_token_lies_in_one_slot(shards, calls):
+  """Sharded chunks and single tokens, in any order."""
+  cache, total = create(40 * shards, shards), 0
+  for spread, count in calls:
+    count = count if spread else count * shards
+    cache = append(cache, total, count, spread)
+    total += count
+  check(cache, total)
+
+
+def test_what_is_generated_goes_around():
+  """No shard has two slots more than another."""
+  cache = append(create(64, 4), 0, 8, spread=False)
+  for n in range(9):
+    cache = append(cache, 8 + n, 1, spread=True)
+    used = np.asarray(cache.at.seg).reshape(B, 4, -1).sum(-1)
+    assert used.max() - used.min() <= 1 and used.sum() == B * (9 + n)
+
+
+def test_a_chunk_after_a_token_begins_a_new_row():
+  cache = append(create(64, 4), 0, 1, spread=True)
+  cache = append(cache, 1, 8, spread=False)
+  used = np.asarray(cache.at.seg).reshape(B, 4, -1)
+  # Shards without the single token leave one slot empty.
+  assert used[0].tolist()[0][:4] == [1, 1, 1, 0]
+  assert used[0].tolist()[1][:4] == [0, 1, 1, 0]
+  check(cache, 9)
+
+
+def test_shape_and_bytes():
+  cache = create(16)
+  numbers = sum(s.numbers() for s in KINDS)
+  assert numbers == 2 * 2 * 10 + 8
+  assert cache.nbytes() == 16 * B * (4 * numbers + 8)
+  assert cache.capacity == 16 and cache.shards == 1
+  assert create(16, 4).shards == 4
+
+
+def test_where_it_lies():
+  mesh = jax.make_mesh(
+    (2, 2, 2), ("data", "model", "seq"), axis_types=(AxisType.Auto,) * 3
+  )
+  cache = Dense.create(
+    KINDS, B, 8, jnp.bfloat16, mesh=mesh, axis="seq", head_axis="model",
+    batch_axes=("data",),
+  )  # fmt: skip
+  two, one = cache.slots
+  lies = lambda x, *spec: x.sharding.is_equivalent_to(
+    NamedSharding(mesh, P(*spec)), x.ndim
+  )
+  assert lies(two.k, None, "data", "model", "seq")
+  # One head does not divide over two devices.
+  assert lies(one.k, None, "data", None, "seq")
+  assert lies(cache.at.pos, "data", "seq")
+  assert two.k.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("capacity", "shards"), [(0, 1), (10, 4), (-4, 4)])
+def test_capacities_that_are_none(capacity, shards):
+  with pytest.raises(OptionError, match="capacity"):
+    create(capacity, shards)
