@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from launch import common
+from launch import common, screens
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
@@ -109,7 +109,7 @@ def run(
 ) -> int:
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
-  screen = common.Screen(NAME, stderr)
+  screen = screens.Screen(NAME, stderr)
   doing = "reading tensors"
   try:
     _check(values)
@@ -122,10 +122,10 @@ def run(
     lines = _summary(found, values)
   except KeyboardInterrupt:
     screen.error("interrupted; nothing was written")
-    return common.INTERRUPTED
+    return screens.INTERRUPTED
   except Exception as error:
     knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
-    text = common.reason(error, doing, knobs)
+    text = screens.reason(error, doing, knobs)
     if text is None:
       screen.end()
       raise
@@ -187,7 +187,7 @@ def _plan(path: str, dtype: str | None) -> Plan:
 
 
 def _tensors(
-  found: Plan, screen: common.Screen
+  found: Plan, screen: screens.Screen
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
   """All tensors, one after the other; some bytes of them are read at once."""
   tensors = found.folder.tensors
@@ -210,7 +210,7 @@ def _tensors(
 
 
 def _convert(
-  values: flags.FlagValues, found: Plan, screen: common.Screen
+  values: flags.FlagValues, found: Plan, screen: screens.Screen
 ) -> None:
   """Writes beside the place, and renames."""
   place = pathlib.Path(values.out).resolve()
@@ -270,7 +270,7 @@ def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
     "tensors": f"{len(found.targets)}, "
     + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     + ", all finite",
-    "weights": f"{common.nbytes(weights)} in {len(folder.files)} "
+    "weights": f"{screens.nbytes(weights)} in {len(folder.files)} "
     + ("file" if len(folder.files) == 1 else "files"),
     "others": ", ".join(_companions(folder.path)) or "none",
   }

@@ -17,10 +17,8 @@ same flags, and the first one speaks; only it needs the document.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -31,18 +29,16 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common
-from ringjax.data import ChatTemplate, Tokenizer, documents
-from ringjax.errors import OptionError, PromptError, message
-from ringjax.infer import METHODS, Greedy, Report, Sample, Stop
+from launch import common, prompts, screens
+from ringjax.data import Tokenizer
+from ringjax.infer import METHODS, Greedy, Sample, Stop
+from ringjax.infer.stopping import Watch
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
+from ringjax.models.transformer import Transformer
 
 NAME = "generate"
-_CONTEXT = 32_768
-_NEW_TOKENS, _ANSWER_TOKENS = 256, 64
-_FILE_BYTES = 1 << 30
-_NAMES = ("amber", "birch", "cobalt", "ember", "fjord", "garnet", "willow")
+_NEW_TOKENS = 256
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
   "time (--prefill=chunked --chunk=1024)"
@@ -71,7 +67,8 @@ def define(values: flags.FlagValues) -> None:
   boolean("raw", False, "Use no chat template, as --nochat.")
   whole(
     "context",
-    f"Tokens of the prompt that is made up if none is given; {_CONTEXT:,}.",
+    "Tokens of the prompt that is made up if none is given; "
+    f"{prompts.CONTEXT:,}.",
   )
   number("depth", 0.4, "Where the passkey hides in it: 0 begin, 1 end.")
   flags.DEFINE_enum(
@@ -80,7 +77,7 @@ def define(values: flags.FlagValues) -> None:
   whole("chunk", "Tokens of a chunk, for --prefill=chunked.")
   whole(
     "max_new_tokens",
-    f"Longest answer; {_NEW_TOKENS}, for the passkey {_ANSWER_TOKENS}.",
+    f"Longest answer; {_NEW_TOKENS}, for the passkey {prompts.ANSWER_TOKENS}.",
   )
   number("temperature", None, "0 is greedy, as is no sampling flag at all.")
   whole("top_k", "Keep so many of the likeliest tokens.")
@@ -98,25 +95,6 @@ def define(values: flags.FlagValues) -> None:
   common.define(values)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-  """What is read.
-
-  Attributes:
-    document: what comes first.
-    question: what comes last.
-    source: whose text it is, in words.
-    depth: where the passkey is hidden.
-    passkey: what to answer, or None where there is none.
-  """
-
-  document: str
-  question: str
-  source: str
-  depth: float = 0.0
-  passkey: str | None = None
-
-
 def run(
   values: flags.FlagValues,
   *,
@@ -125,8 +103,8 @@ def run(
 ) -> int:
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
-  screen = common.Screen(NAME, stderr)
-  job = common.Job()
+  screen = screens.Screen(NAME, stderr)
+  job = screens.Job()
   work = _Work(values, stdout, screen, job)
   try:
     _check(values)
@@ -137,22 +115,22 @@ def run(
     screen.end()
     work.close()
     screen.error(f"interrupted while {work.doing}")
-    common.leave(common.INTERRUPTED)
+    screens.leave(screens.INTERRUPTED)
     raise AssertionError from None
   except BrokenPipeError:
     # Who read the answer has gone: `| head`.
     screen.end()
-    common.leave(0)
+    screens.leave(0)
     raise AssertionError from None
   except Exception as error:
-    text = common.reason(error, work.doing, _MEMORY)
+    text = screens.reason(error, work.doing, _MEMORY)
     if text is None:
       screen.end()
       raise
     screen.error(text)
     return 2
   work.tell(done)
-  return common.INTERRUPTED if job.stop else 0
+  return screens.INTERRUPTED if job.stop else 0
 
 
 class _Work:
@@ -162,8 +140,8 @@ class _Work:
     self,
     values: flags.FlagValues,
     stdout: TextIO,
-    screen: common.Screen,
-    job: common.Job,
+    screen: screens.Screen,
+    job: screens.Job,
   ):
     self.doing = "starting"
     self._values = values
@@ -171,62 +149,78 @@ class _Work:
     self._screen = screen
     self._job = job
     self._written = ""
+    # Stays empty where another process has it.
+    self._prompt = prompts.Prompt(document="", question="", source="")
 
   def run(self) -> dict[str, Any]:
     """Reads and answers: all figures."""
-    values, screen = self._values, self._screen
-    first = jax.process_index() == 0
-    screen.quiet = not first
+    values = self._values
+    self._screen.quiet = jax.process_index() > 0
     mesh = common.mesh(values.mesh)
     folder = pathlib.Path(values.model or tiny.path())
-    screen.say(_devices(mesh))
-
-    self._begin(f"loading {folder}", "loading the model")
-    start = time.monotonic()
-    model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
-    jax.block_until_ready(model)
-    load_s = time.monotonic() - start
-    params = tensors.parameters(model)
-    numbers = sum(p.get_value().size for p in params.values())
-    screen.say(
-      f"model: {model.config.family}, {numbers:,} parameters, "
-      f"{jax.numpy.dtype(model.dtype).name}, in {load_s:.1f} s"
-    )
-
+    self._screen.say(_devices(mesh))
+    model, about = self._load(folder, mesh)
     self._begin("encoding the prompt", "encoding the prompt")
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-    chat = _chat(values, tokenizer)
-    prompt: Prompt | None = None
+    chat = prompts.chat(values, tokenizer)
+    positions = model.config.max_positions
 
     def encode() -> np.ndarray:
-      nonlocal prompt
-      prompt = _prompt(values, tokenizer, model.config.max_positions)
-      return _encode(prompt, values, tokenizer, chat)
+      self._prompt = prompts.make(values, tokenizer, positions)
+      return prompts.encode(self._prompt, values, tokenizer, chat)
 
     ids = common.share(encode)
-    found: Any = prompt
-    asked = isinstance(found, Prompt) and found.passkey is not None
+    self._screen.say(f"prompt: {len(ids):,} tokens, {self._prompt.source}")
+    strings = tuple(values.stop)
+    if not strings and chat is None and prompts.made_up(values):
+      # The answer is a line.
+      strings = ("\n",)
+    eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
+    watch = Stop(ids=eos, strings=strings).watch(tokenizer)
+    return about | self._answer(model, mesh, ids, eos, watch)
+
+  def _load(
+    self, folder: pathlib.Path, mesh: Any
+  ) -> tuple[Transformer, dict[str, Any]]:
+    self._begin(f"loading {folder}", "loading the model")
+    start = time.monotonic()
+    model = rj.models.load(folder, mesh=mesh, dtype=self._values.dtype)
+    jax.block_until_ready(model)
+    params = tensors.parameters(model).values()
+    about = {
+      "model": str(folder),
+      "family": model.config.family,
+      "parameters": sum(p.get_value().size for p in params),
+      "dtype": jax.numpy.dtype(model.dtype).name,
+      "load_s": time.monotonic() - start,
+    }
+    self._screen.say(
+      f"model: {about['family']}, {about['parameters']:,} parameters, "
+      f"{about['dtype']}, in {about['load_s']:.1f} s"
+    )
+    return model, about
+
+  def _answer(
+    self,
+    model: Transformer,
+    mesh: Any,
+    ids: np.ndarray,
+    eos: tuple[int, ...],
+    watch: Watch,
+  ) -> dict[str, Any]:
+    values, screen = self._values, self._screen
     count = values.max_new_tokens
     if count is None:
-      count = _ANSWER_TOKENS if _made_up(values) else _NEW_TOKENS
-    strings = tuple(values.stop) or (("\n",) if _made_up(values) else ())
-    eos = [i for i in tokenizer.eos_ids if i < model.config.vocab]
-    stop = Stop(ids=tuple(eos), strings=strings)
+      count = prompts.ANSWER_TOKENS if prompts.made_up(values) else _NEW_TOKENS
     if len(ids) + count > model.config.max_positions:
       screen.say(
         f"note: {len(ids) + count:,} tokens, and the model was made for "
         f"{model.config.max_positions:,}"
       )
-    if prompt is not None:
-      screen.say(f"prompt: {len(ids):,} tokens, {prompt.source}")
-
-    clock = _Clock(time.monotonic())
-    reports: list[Report] = []
+    clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
     )
-    watch = stop.watch(tokenizer)
-    new: list[int] = []
 
     def stream(row: np.ndarray) -> bool:
       clock.token()
@@ -243,7 +237,7 @@ class _Work:
       if done >= len(ids):
         clock.read_s = time.monotonic() - clock.start
 
-    with common.Compiling() as compiling:
+    with screens.Compiling() as compiling:
       rj.infer.generate(
         model,
         [ids],
@@ -252,31 +246,28 @@ class _Work:
         prefill=values.prefill,
         chunk=values.chunk,
         mesh=mesh,
-        stop=stop.ids,
+        stop=eos,
         stream=stream,
         progress=progress,
         report=reports.append,
       )
     self._write(watch.flush())
     self.close()
-    (report,) = reports
     stopped = watch.stopped
     if stopped is None:
       stopped = "Ctrl-C" if self._job.stop else "max_new_tokens"
-    answer = self._written
+    (report,) = reports
+    compiled = lambda until: compiling.seconds(clock.start + until)
+    passkey = self._prompt.passkey
     return {
-      "answer": answer,
+      "answer": self._written,
       "tokens": new,
       "stopped": stopped,
       "prompt_tokens": len(ids),
-      "source": prompt.source if prompt is not None else "",
-      "depth": found.depth if asked else None,
-      "passkey": found.passkey if asked else None,
-      "passkey_found": found.passkey in answer if asked else None,
-      "model": str(folder),
-      "family": model.config.family,
-      "parameters": numbers,
-      "dtype": jax.numpy.dtype(model.dtype).name,
+      "source": self._prompt.source,
+      "depth": self._prompt.depth,
+      "passkey": passkey,
+      "passkey_found": None if passkey is None else passkey in self._written,
       "platform": jax.default_backend(),
       "devices": int(mesh.devices.size),
       "processes": jax.process_count(),
@@ -284,10 +275,9 @@ class _Work:
       "prefill": report.prefill.name,
       "prefill_why": report.prefill.why,
       "chunk": report.prefill.chunk,
-      "load_s": load_s,
       "first_token_s": clock.first_s,
-      "compile_s": compiling.seconds(clock.start + clock.first_s),
-      "prefill_s": clock.read_s - compiling.seconds(clock.start + clock.read_s),
+      "compile_s": compiled(clock.first_s),
+      "prefill_s": clock.read_s - compiled(clock.read_s),
       "decode_s": clock.last_s - clock.first_s,
       "cache_bytes_per_device": report.cache_bytes,
       "cache_tokens": report.capacity,
@@ -338,6 +328,7 @@ def summary(done: dict[str, Any]) -> list[str]:
   rate = lambda n, s: f"{n / s:,.1f}" if s > 0 else "-"
   axes = ", ".join(f"{name}:{n}" for name, n in done["mesh"].items())
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
+  cache = screens.nbytes(done["cache_bytes_per_device"])
   processes = ""
   if done["processes"] > 1:
     processes = f" in {done['processes']} processes"
@@ -352,8 +343,7 @@ def summary(done: dict[str, Any]) -> list[str]:
     "decoding": f"{len(done['tokens'])} tokens, "
     f"{rate(len(done['tokens']) - 1, done['decode_s'])} tokens/s, "
     f"until {done['stopped']!r}",
-    "cache": f"{common.nbytes(done['cache_bytes_per_device'])} on each device, "
-    f"{done['cache_tokens']:,} tokens in all",
+    "cache": f"{cache} on each device, {done['cache_tokens']:,} tokens in all",
   }
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"
@@ -381,20 +371,14 @@ def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   _sampler(values)
   if values.raw and values.chat:
-    raise _clash("--raw and --chat", "one of them")
+    raise prompts.clash("--raw and --chat", "one of them")
   if values.system is not None and (values.raw or values.chat is False):
-    raise _clash("--system without a chat template", "--system with --chat")
+    raise prompts.clash(
+      "--system without a chat template", "--system with --chat"
+    )
   for name in ("context", "depth"):
-    if values[name].present and not _made_up(values):
-      raise _clash(f"--{name} with a prompt", f"--{name} or a prompt")
-
-
-def _clash(got: str, want: str) -> OptionError:
-  return OptionError(message("flags", got, want, "leave one out"))
-
-
-def _made_up(values: flags.FlagValues) -> bool:
-  return values.prompt is None and values.prompt_file is None
+    if values[name].present and not prompts.made_up(values):
+      raise prompts.clash(f"--{name} with a prompt", f"--{name} or a prompt")
 
 
 def _sampler(values: flags.FlagValues) -> Any:
@@ -402,7 +386,9 @@ def _sampler(values: flags.FlagValues) -> Any:
   penalty, temperature = values.repetition_penalty, values.temperature
   chosen = any(value is not None for value in filters.values())
   if temperature == 0 and chosen:
-    raise _clash("--temperature=0 and filters", "sampling or --temperature=0")
+    raise prompts.clash(
+      "--temperature=0 and filters", "sampling or --temperature=0"
+    )
   if temperature == 0 or (temperature is None and not chosen):
     return Greedy(repetition_penalty=penalty)
   return Sample(
@@ -414,126 +400,16 @@ def _sampler(values: flags.FlagValues) -> Any:
 
 
 # ---------------------------------------------------------------------------
-# The prompt
-# ---------------------------------------------------------------------------
-
-
-def _chat(values: flags.FlagValues, tokenizer: Any) -> ChatTemplate | None:
-  wanted = values.chat
-  if values.raw:
-    wanted = False
-  if wanted is None:
-    # The model that ships knows no chats; neither does a text to continue.
-    wanted = tokenizer.chat_template is not None
-  if wanted:
-    return ChatTemplate.of(tokenizer)
-  if values.system is not None:
-    raise _clash("--system, and the model has no chat template", "no --system")
-  return None
-
-
-def _prompt(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
-  if _made_up(values):
-    return _with_passkey(values, tokenizer, positions)
-  if values.prompt_file is None:
-    return Prompt(document="", question=values.prompt, source="as given")
-  text = _read(values.prompt_file)
-  if values.prompt is None:
-    return Prompt(document="", question=text, source=values.prompt_file)
-  return Prompt(
-    document=f"{text}\n\n", question=values.prompt, source=values.prompt_file
-  )
-
-
-def _with_passkey(
-  values: flags.FlagValues, tokenizer: Any, positions: int
-) -> Prompt:
-  """Sources of the standard library, and a line that does not belong there."""
-  dice = random.Random(values.seed)
-  fact = {
-    "name": dice.choice(_NAMES),
-    "number": str(dice.randrange(10_000, 100_000)),
-  }
-  needle = tiny.NEEDLE.format(**fact)
-  question = tiny.QUESTION.format(**fact)
-  context = values.context
-  if context is None:
-    context = min(_CONTEXT, max(positions - 2 * _ANSWER_TOKENS, 1))
-  count = lambda text: len(tokenizer.encode(text))
-  room = context - count(needle) - count(question) - 1
-  if room < 1:
-    raise PromptError(
-      message(
-        "--context",
-        context,
-        f"more than {context - room} tokens, which the question takes",
-        "raise it",
-      )
-    )
-  document = documents.fit(room, count)
-  files = "file" if document.files == 1 else "files"
-  return Prompt(
-    document=documents.hide(document.text, needle, values.depth),
-    question=question,
-    source=f"{document.files} {files} of {document.source}",
-    depth=values.depth,
-    passkey=fact["number"],
-  )
-
-
-def _read(path: str) -> str:
-  if path == "-":
-    data = sys.stdin.buffer.read(_FILE_BYTES + 1)
-  else:
-    with open(path, "rb") as file:
-      data = file.read(_FILE_BYTES + 1)
-  if len(data) > _FILE_BYTES:
-    raise PromptError(
-      message(
-        "--prompt_file",
-        f"{path}, over {_FILE_BYTES:,} bytes",
-        "a smaller file",
-        "cut it",
-      )
-    )
-  try:
-    return data.decode("utf-8")
-  except UnicodeDecodeError as error:
-    raise PromptError(
-      message(
-        "--prompt_file",
-        f"{path}, no UTF-8 at byte {error.start}",
-        "text in UTF-8",
-        "convert it: iconv -t UTF-8",
-      )
-    ) from None
-
-
-def _encode(
-  prompt: Prompt,
-  values: flags.FlagValues,
-  tokenizer: Any,
-  chat: ChatTemplate | None,
-) -> np.ndarray:
-  text = prompt.document + prompt.question
-  if chat is None:
-    return tokenizer.encode(text, bos=tokenizer.adds_bos)
-  messages = [{"role": "user", "content": text}]
-  if values.system is not None:
-    messages.insert(0, {"role": "system", "content": values.system})
-  return chat.tokens(messages, tokenizer)
-
-
-# ---------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:
   common.refuse_rest(argv)
-  return run(flags.FLAGS, stdout=common.own_stdout())
+  return run(flags.FLAGS, stdout=screens.own_stdout())
 
 
 if __name__ == "__main__":
   define(flags.FLAGS)
+  flags.adopt_module_key_flags(common)
   common.launch(NAME, main)

@@ -100,9 +100,9 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def command(*argv: str, **options) -> Iterator[subprocess.Popen]:
-  """`python -m argv...`, which does not outlive the block."""
+  """`python argv...`, which does not outlive the block."""
   process = subprocess.Popen(
-    [sys.executable, "-m", *argv],
+    [sys.executable, *argv],
     cwd=ROOT,
     env=environment(),
     stdin=subprocess.DEVNULL,

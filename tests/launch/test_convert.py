@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
-from launch import common, convert
+from launch import convert, screens
 from ringjax.data import Bytes
 from tests import checkpoints
 
@@ -180,7 +180,10 @@ def test_a_place_that_is_taken(turn, llama, tmp_path):
     ([], "--model: got nothing"),
     (["--model=x"], "neither --out nor --check"),
     (["--model=x", "--out=y", "--check"], "--check and --out"),
-    (["--model=/none/such", "--check"], "path: got '/none/such'"),
+    (
+      ["--model=/none/such", "--check"],
+      "path: got /none/such; wanted a folder",
+    ),
   ],
 )
 def test_wrong_flags(turn, flags, says):
@@ -202,7 +205,7 @@ def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
   monkeypatch.setattr(convert.Folder, "read", spy)
   monkeypatch.setattr(convert, "_READ_BYTES", 20_000)
   found = convert._plan(str(llama), None)
-  screen = common.Screen("convert")
+  screen = screens.Screen("convert")
   screen.quiet = True
   names = [name for name, _ in convert._tensors(found, screen)]
   assert sorted(names) == sorted(checkpoints.shapes("llama3"))
@@ -215,7 +218,7 @@ def test_the_command(start, llama, tmp_path):
   copy = tmp_path / "copy"
   shutil.copytree(llama, copy)
   flags = (f"--model={copy}", f"--out={tmp_path / 'out'}")
-  with start("launch.convert", *flags) as process:
+  with start("-m", "launch.convert", *flags) as process:
     out, err = process.communicate(timeout=240)
   assert process.returncode == 0, err
   assert "all finite" in out and "\x1b" not in err

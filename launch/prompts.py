@@ -1,0 +1,171 @@
+"""What launch.generate reads: a text that is given, or one that is made up.
+
+Made up: sources of Python's standard library, in which a line with a passkey
+is hidden, and the question for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from ringjax.data import ChatTemplate, documents
+from ringjax.errors import OptionError, PromptError, message
+from ringjax.models import tiny
+
+CONTEXT = 32_768
+# What a model may need to name the passkey.
+ANSWER_TOKENS = 64
+_FILE_BYTES = 1 << 30
+_NAMES = ("amber", "birch", "cobalt", "ember", "fjord", "garnet", "willow")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """What is read.
+
+  Attributes:
+    document: what comes first.
+    question: what comes last.
+    source: whose text it is, in words.
+    depth: where the passkey is hidden, or None where there is none.
+    passkey: what to answer, or None.
+  """
+
+  document: str
+  question: str
+  source: str
+  depth: float | None = None
+  passkey: str | None = None
+
+
+def clash(got: str, want: str) -> OptionError:
+  """An error about flags that do not go together."""
+  return OptionError(message("flags", got, want, "leave one out"))
+
+
+def made_up(values: flags.FlagValues) -> bool:
+  """Whether no text is given."""
+  return values.prompt is None and values.prompt_file is None
+
+
+def chat(values: flags.FlagValues, tokenizer: Any) -> ChatTemplate | None:
+  """The template to use, if any.
+
+  Raises:
+    TemplateError, OptionError: flags ask for one, and there is none.
+  """
+  wanted = values.chat
+  if values.raw:
+    wanted = False
+  if wanted is None:
+    wanted = tokenizer.chat_template is not None
+  if wanted:
+    return ChatTemplate.of(tokenizer)
+  if values.system is not None:
+    raise clash("--system, and the model has no chat template", "no --system")
+  return None
+
+
+def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
+  """The text of the flags, for a model made for so many positions.
+
+  Raises:
+    PromptError: it is too long, or no text.
+    OSError: a file cannot be read.
+  """
+  if made_up(values):
+    return _with_passkey(values, tokenizer, positions)
+  if values.prompt_file is None:
+    return Prompt(document="", question=values.prompt, source="as given")
+  text = _read(values.prompt_file)
+  if values.prompt is None:
+    return Prompt(document="", question=text, source=values.prompt_file)
+  return Prompt(
+    document=f"{text}\n\n", question=values.prompt, source=values.prompt_file
+  )
+
+
+def _with_passkey(
+  values: flags.FlagValues, tokenizer: Any, positions: int
+) -> Prompt:
+  """Sources of the standard library, and a line that does not belong there."""
+  dice = random.Random(values.seed)
+  fact = {
+    "name": dice.choice(_NAMES),
+    "number": str(dice.randrange(10_000, 100_000)),
+  }
+  needle = tiny.NEEDLE.format(**fact)
+  question = tiny.QUESTION.format(**fact)
+  context = values.context
+  if context is None:
+    context = min(CONTEXT, max(positions - 2 * ANSWER_TOKENS, 1))
+  count = lambda text: len(tokenizer.encode(text))
+  room = context - count(needle) - count(question) - 1
+  if room < 1:
+    raise PromptError(
+      message(
+        "--context",
+        context,
+        f"more than {context - room} tokens, which the question takes",
+        "raise it",
+      )
+    )
+  document = documents.fit(room, count)
+  files = "file" if document.files == 1 else "files"
+  return Prompt(
+    document=documents.hide(document.text, needle, values.depth),
+    question=question,
+    source=f"{document.files} {files} of {document.source}",
+    depth=values.depth,
+    passkey=fact["number"],
+  )
+
+
+def _read(path: str) -> str:
+  if path == "-":
+    data = sys.stdin.buffer.read(_FILE_BYTES + 1)
+  else:
+    with open(path, "rb") as file:
+      data = file.read(_FILE_BYTES + 1)
+  if len(data) > _FILE_BYTES:
+    raise PromptError(
+      message(
+        "--prompt_file",
+        f"{path}, over {_FILE_BYTES:,} bytes",
+        "a smaller file",
+        "cut it",
+      )
+    )
+  try:
+    return data.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise PromptError(
+      message(
+        "--prompt_file",
+        f"{path}, no UTF-8 at byte {error.start}",
+        "text in UTF-8",
+        "convert it: iconv -t UTF-8",
+      )
+    ) from None
+
+
+def encode(
+  prompt: Prompt,
+  values: flags.FlagValues,
+  tokenizer: Any,
+  template: ChatTemplate | None,
+) -> np.ndarray:
+  """The ids of a prompt; none of them is special by what a user wrote."""
+  text = prompt.document + prompt.question
+  if template is None:
+    return tokenizer.encode(text, bos=tokenizer.adds_bos)
+  messages = [{"role": "user", "content": text}]
+  if values.system is not None:
+    messages.insert(0, {"role": "system", "content": values.system})
+  return template.tokens(messages, tokenizer)
