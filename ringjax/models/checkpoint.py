@@ -24,12 +24,13 @@ from ringjax.errors import (
 )
 from ringjax.models.families import FAMILIES, Family
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.names import Map
+from ringjax.models.hf.names import Columns, Map, Same
 from ringjax.models.hf.reader import Reader, error
 from ringjax.models.hf.save import write
 from ringjax.models.hf.tensors import Tensor, parameters, plan
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.param import Rules
+from ringjax.parallel.mesh import check_auto
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Bytes of a checkpoint's tensors that are on their way at a time.
@@ -104,6 +105,7 @@ def create(
 
   source = preset(config) if isinstance(config, str) else dict(config)
   parsed, _ = read_config(source)
+  dtype = _dtype(dtype)
 
   def build() -> Transformer:
     model = Transformer(parsed, nnx.Rngs(seed), scan=scan)
@@ -123,7 +125,7 @@ def place(
 
 
 def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
-  rules = rules or Rules()
+  rules, mesh = rules or Rules(), check_auto(mesh)
   return jax.tree.map(
     lambda p: p.replace(rules.sharding(p, mesh)),
     model,
@@ -186,9 +188,11 @@ def load(
     UnsafeFormatError: weights only in files that would run code.
     MemoryEstimateError: the weights do not fit.
   """
+  if mesh is not None:
+    check_auto(mesh)
   folder = Folder.open(path)
   config, family = read_config(folder.config)
-  dtype = _dtype(folder, dtype)
+  dtype = _dtype(_stored_dtype(folder) if dtype is None else dtype)
   empty = jax.eval_shape(
     lambda: _with_source(
       _cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), folder.config
@@ -223,6 +227,8 @@ def load(
         tuple(index for _, index in t.targets),
       )
       arrays.update(zip(paths, put, strict=True))
+    # Else more and more tensors wait to be put into their parameters.
+    jax.block_until_ready(arrays)
   flat, tree = jax.tree.flatten(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
@@ -289,32 +295,58 @@ def _target(
   value = params[path].get_value()
   sharding = None
   if mesh is not None:
+    form = tensor.form
+    axes = tuple(shardings[path].spec)
+    axes += (None,) * (value.ndim - len(axes))
+    axes = axes[len(index) :]
+    # What is cut in its parameter comes to the devices in such pieces.
     spec = P()
-    if isinstance(tensor.form, Map):
-      axes = tuple(shardings[path].spec)
-      axes += (None,) * (value.ndim - len(axes))
-      axes = axes[len(index) :]
-      inputs = len(tensor.form.inputs)
-      spec = P(axes[inputs], axes[0])
+    if isinstance(form, Map):
+      spec = P(axes[len(form.inputs)], axes[0])
+    elif isinstance(form, Same) and form.shape == form.stored:
+      spec = P(*axes)
+    elif isinstance(form, Columns):
+      spec = P(*axes[:-1])
     sharding = NamedSharding(mesh, spec)
   return jax.ShapeDtypeStruct(
     tensor.form.stored, value.dtype, sharding=sharding
   )
 
 
-def _dtype(folder: Folder, dtype: Any) -> Any:
-  if dtype is None:
-    said = folder.config.get("dtype") or folder.config.get("torch_dtype")
-    if said is None:
-      found = max(folder.tensors.values(), key=lambda t: t.nbytes).dtype
-      said = str(found)
-    dtype = said
-  name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-  if name not in _DTYPES:
+def _stored_dtype(folder: Folder) -> str:
+  """What config.json says, or else what the largest tensor has."""
+  said = folder.config.get("dtype") or folder.config.get("torch_dtype")
+  if said is None:
+    said = str(max(folder.tensors.values(), key=lambda t: t.nbytes).dtype)
+  if said not in _DTYPES:
+    raise error("dtype", said, f"one of {', '.join(_DTYPES)}", "pass dtype=")
+  return said
+
+
+def _dtype(given: Any) -> Any:
+  try:
+    dtype = jnp.dtype(given)
+  except (TypeError, ValueError):
+    dtype = None
+  if dtype is None or dtype.name not in _DTYPES:
     raise OptionError(
-      message("dtype", name, f"one of {', '.join(_DTYPES)}", "pass dtype=")
+      message(
+        "dtype",
+        repr(given),
+        f"one of {', '.join(_DTYPES)}",
+        "pass dtype=jnp.bfloat16",
+      )
     )
-  return jnp.dtype(name)
+  if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    raise OptionError(
+      message(
+        "dtype",
+        f"{dtype} while 64-bit types are off",
+        "a dtype of at most 32 bits",
+        "pass dtype=jnp.float32, or jax.config.update('jax_enable_x64', True)",
+      )
+    )
+  return dtype
 
 
 def _check_memory(

@@ -62,6 +62,30 @@ def make_mesh(
   return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=kinds)
 
 
+def check_auto(mesh: Any) -> Mesh:
+  """The mesh that a model lies on: all of its axes are automatic.
+
+  Raises:
+    MeshError: it is another thing, or has axes of another type.
+  """
+  if not isinstance(mesh, Mesh):
+    raise MeshError(
+      message(
+        "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
+      )
+    )
+  if any(kind != AxisType.Auto for kind in mesh.axis_types):
+    raise MeshError(
+      message(
+        "mesh",
+        f"axes of types {mesh.axis_types}",
+        "automatic axes",
+        "build it with rj.make_mesh, or with axis_types=(AxisType.Auto,)",
+      )
+    )
+  return mesh
+
+
 def _sizes(
   shape: tuple[int, ...], names: tuple[str, ...], count: int
 ) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ def shardings(model):
 def even(tmp_path_factory):
   """A Llama whose every axis can be halved, its vocabulary too."""
   folder = tmp_path_factory.mktemp("even") / "model"
-  config = {**checkpoints.config("llama3"), "vocab_size": 104}
+  config = {**checkpoints.config("llama2"), "vocab_size": 104}
   models.save(models.create(config, seed=1), folder)
   return folder
 
@@ -248,8 +248,12 @@ def test_moved_to_another_mesh(even):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "phi3"])
-def test_other_rules(name, tmp_path):
+# Eight experts on four devices; five, which stay on each; none.
+@pytest.mark.parametrize(
+  ("name", "experts"),
+  [("deepseek_v3", "model"), ("mixtral", None), ("phi3", None)],
+)
+def test_other_rules(name, experts, tmp_path):
   """Experts over "model"; what a mesh axis does not divide stays whole."""
   folder = checkpoints.write(name, tmp_path / "model")
   mesh = make_mesh((2, 4), ("seq", "model"))
@@ -257,8 +261,8 @@ def test_other_rules(name, tmp_path):
   model = models.load(folder, mesh=mesh, rules=rules)
   found = {path: s.spec for path, s in shardings(model).items()}
   if name != "phi3":
-    assert found["feedforward.gate.weight"] == P(None, "model", "seq")
-    assert found["feedforward.down.weight"] == P(None, "model", None, "seq")
+    assert found["feedforward.gate"] == P(None, experts, "seq")
+    assert found["feedforward.down"] == P(None, experts, None, "seq")
   # V = 101 is prime.
   assert found["embed.weight"] == P(None, "seq")
   expected = checkpoints.expected(name)
@@ -360,7 +364,12 @@ def test_peak_memory_is_the_model_and_little_more(tmp_path):
     [sys.executable, "-c", textwrap.dedent(MEMORY), *folders],
     capture_output=True,
     text=True,
-    env={**env, "PYTHONPATH": str(ROOT)},
+    # Else malloc keeps what is freed, by a rule that changes as it goes.
+    env={
+      **env,
+      "PYTHONPATH": str(ROOT),
+      "MALLOC_MMAP_THRESHOLD_": "1000000",
+    },
     check=False,
   )
   assert done.returncode == 0, done.stderr
@@ -380,8 +389,8 @@ def llama():
   return checkpoints.tensors("llama3")
 
 
-def broken(folder, arrays, **more):
-  config = {**checkpoints.config("llama3"), **more}
+def broken(folder, arrays, name="llama3", **more):
+  config = {**checkpoints.config(name), **more}
   path = checkpoints.write_folder(arrays, config, folder / "model")
   return lambda: models.load(path)
 
@@ -546,10 +555,14 @@ def test_a_tied_checkpoint_may_hold_its_head(tmp_path):
   same_bits(stored(tmp_path / "once"), arrays)
 
 
-def test_a_head_of_its_own_must_be_there(llama, tmp_path):
-  assert "lm_head.weight" in llama
-  arrays = {k: v for k, v in llama.items() if k != "lm_head.weight"}
-  refused(CheckpointMismatchError, broken(tmp_path, arrays), "lm_head.weight")
+def test_a_head_of_its_own_must_be_there(tmp_path):
+  arrays = checkpoints.tensors("llama2")
+  del arrays["lm_head.weight"]
+  refused(
+    CheckpointMismatchError,
+    broken(tmp_path, arrays, "llama2"),
+    "lm_head.weight",
+  )
 
 
 def test_parameters_are_named_by_their_axes():

@@ -11,7 +11,7 @@ from tests import checkpoints
 
 NAMES, NAMES_V4 = checkpoints.names(), checkpoints.names_v4()
 
-# Float32 against float64: what issue 3 asks for is 2e-4.
+# Float32 against float64.
 TOLERANCE = 5e-5
 
 

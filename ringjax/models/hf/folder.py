@@ -18,7 +18,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -195,25 +195,21 @@ class Folder:
       CheckpointFormatError: if a file has changed since it was opened.
     """
     wanted = {name: self._target(name, t) for name, t in targets.items()}
-    self._unchanged()
+    self._unchanged(wanted)
     arrays: dict[str, jax.Array] = {}
-    finite: dict[str, jax.Array] = {}
     before: dict[str, jax.Array] = {}
     # Two batches are on their way: one is read, one goes to the devices.
     for file, names in self._batches(wanted, host_bytes // 2):
       got = self._load(file, {name: _by_rows(wanted[name]) for name in names})
+      self._finite(before)
       for name, x in got.items():
-        if jnp.issubdtype(x.dtype, jnp.floating):
-          finite[name] = _all_finite(x)
         if x.sharding != wanted[name].sharding:
-          got[name] = jax.device_put(x, wanted[name].sharding)
-      jax.block_until_ready(before)
+          x = jax.device_put(x, wanted[name].sharding)
+          got[name] = jax.block_until_ready(x)
       before = got
       arrays |= got
-    self._unchanged()
-    for name, ok in jax.device_get(finite).items():
-      if not ok:
-        self._not_finite(name, np.dtype(wanted[name].dtype))
+    self._finite(before)
+    self._unchanged(wanted)
     return {name: arrays[name] for name in targets}
 
   def _target(
@@ -230,7 +226,7 @@ class Folder:
       _mismatch(
         shown(name),
         str(have),
-        f"{want} or another float of at least 16 bits",
+        f"{want} (only floats of at least 16 bits are cast)",
         "packed or quantised weights need their scales: convert the folder "
         "to bfloat16 first",
       )
@@ -280,12 +276,13 @@ class Folder:
         return load(str(self.path / file), wanted)
     except (OSError, ValueError, KeyError):
       # A file that shrinks while it is read ends in one of many errors.
-      self._unchanged()
+      self._unchanged(wanted)
       raise
 
-  def _unchanged(self) -> None:
-    """Every file is the one that was opened."""
-    for file, was in self.files.items():
+  def _unchanged(self, names: Iterable[str]) -> None:
+    """The files of these tensors are those that were opened."""
+    for file in dict.fromkeys(self.tensors[name].file for name in names):
+      was = self.files[file]
       try:
         now = identity(os.stat(self.path / file))
       except OSError as error:
@@ -298,37 +295,50 @@ class Folder:
           "leave it alone while it is read",
         )
 
+  def _finite(self, arrays: Mapping[str, jax.Array]) -> None:
+    """Every float is finite, on the devices.
+
+    One array at a time: on CPU devices, programs that wait for other devices
+    wait for ever when there are many of them.
+    """
+    for name, x in arrays.items():
+      if jnp.issubdtype(x.dtype, jnp.floating) and not _all_finite(x):
+        self._not_finite(name, np.dtype(x.dtype))
+
   def _not_finite(self, name: str, dtype: np.dtype) -> NoReturn:
     """Says how many values are not finite, and where the first one is."""
     info = self.tensors[name]
     assert isinstance(info.dtype, np.dtype)
-    count, first, done = 0, None, 0
-    step = _CHUNK_BYTES // info.dtype.itemsize
-    with open(self.path / info.file, "rb") as file:
-      file.seek(info.offset)
-      while data := file.read(min(step * info.dtype.itemsize, info.nbytes)):
-        values = np.frombuffer(data, info.dtype)
-        values = values[: info.nbytes // info.dtype.itemsize - done]
-        with np.errstate(all="ignore"):
-          bad = np.flatnonzero(~np.isfinite(values.astype(dtype)))
-        if first is None and bad.size:
-          first = done + int(bad[0])
-        count += bad.size
-        done += values.size
-        if done * info.dtype.itemsize >= info.nbytes:
+    width, total = info.dtype.itemsize, math.prod(info.shape)
+    step = max(_CHUNK_BYTES // width, 1)
+    count, first = 0, -1
+    descriptor = open_inside(self.path, info.file)
+    try:
+      for start in range(0, total, step):
+        nbytes = min(step, total - start) * width
+        data = pread(descriptor, nbytes, info.offset + start * width)
+        if len(data) < nbytes:
           break
-    self._unchanged()
-    if first is None:
+        with np.errstate(all="ignore"):
+          values = np.frombuffer(data, info.dtype).astype(dtype)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if first < 0 and bad.size:
+          first = start + int(bad[0])
+        count += bad.size
+    finally:
+      os.close(descriptor)
+    self._unchanged([name])
+    if not count:
       _mismatch(
         shown(name),
-        f"values that are not finite on {dtype} devices but are in the file",
-        "the values of the file",
+        f"values that are not finite as {dtype} on the devices",
+        "those of the file, which are",
         "read again; if it stays, test memory and devices",
       )
     where = [int(i) for i in np.unravel_index(first, info.shape)]
     _mismatch(
       shown(name),
-      f"{count} of {done} values not finite as {dtype}, first at {where}",
+      f"{count} of {total} values not finite as {dtype}, first at {where}",
       "finite values",
       "download the file again, or take a wider dtype",
     )

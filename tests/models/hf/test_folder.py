@@ -606,7 +606,7 @@ def test_packed_floats_are_refused_when_read(tmp_path, dtype):
     ("z", (8, 16), jnp.float32, "z: got no such tensor"),
     ("a", (16, 8), jnp.float32, r"a: got \[8, 16\]; wanted \[16, 8\]"),
     ("a", (128,), jnp.float32, r"a: got \[8, 16\]; wanted \[128\]"),
-    ("a", (8, 16), jnp.int32, "a: got float32; wanted int32"),
+    ("a", (8, 16), jnp.int32, "a: got float32; wanted int32 .only floats"),
     ("a", (8, 16), jnp.float8_e5m2, "a: got float32; wanted float8_e5m2"),
   ],
 )
@@ -647,6 +647,17 @@ def test_devices_that_see_other_values_than_the_file(tmp_path, monkeypatch):
   monkeypatch.setattr(folder, "_all_finite", lambda x: jnp.array(False))
   with pytest.raises(CheckpointMismatchError, match="test memory"):
     opened.read(asked(opened))
+
+
+def test_many_sharded_tensors_at_once(tmp_path):
+  # On CPU devices, reductions over devices lock each other up when many of
+  # them are under way at once.
+  many = {f"t{i}": values((256, 512), BF16, seed=i) for i in range(128)}
+  opened = Folder.open(lay(tmp_path, many))
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+  for spec in (P("x"), P(None, "x")):
+    got = opened.read(asked(opened, sharding=NamedSharding(mesh, spec)))
+    same_bits(got["t127"], many["t127"])
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1, 2000, 1 << 20])
@@ -788,6 +799,7 @@ def test_identity_is_of_the_file_that_was_checked(tmp_path):
 STREAM = """
 import json, sys
 import jax
+import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -815,29 +827,25 @@ got = opened.read(
 )
 jax.block_until_ready(got)
 kept = sum(x.nbytes for x in got.values())
-print(json.dumps({"kept": kept, "extra": peak() - before - kept}))
+after = peak()
+held = np.ones(256 << 20, np.uint8)
+print(
+  json.dumps(
+    {"kept": kept, "extra": after - before - kept, "seen": peak() - after}
+  )
+)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-  ("cut", "host_bytes", "least", "most"),
-  [
-    ("rows", 16 << 20, 0, 40 << 20),
-    ("columns", 16 << 20, 0, 40 << 20),
-    # Room for all: the measure sees it.
-    ("rows", 1 << 30, 200 << 20, 1 << 30),
-  ],
-)
-def test_host_memory_holds_a_few_tensors(
-  tmp_path, cut, host_bytes, least, most
-):
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_host_memory_holds_a_few_tensors(tmp_path, cut):
   # 384 MB in tensors of 8 MB, one file. CPU devices keep the arrays in host
   # memory too: what counts is the rest.
   names = [f"model.layers.{i}.weight" for i in range(48)]
   path = lay(tmp_path, {k: np.ones((2048, 2048), BF16) for k in names})
   done = subprocess.run(
-    [sys.executable, "-c", STREAM, str(path), cut, str(host_bytes)],
+    [sys.executable, "-c", STREAM, str(path), cut, str(16 << 20)],
     capture_output=True,
     text=True,
     cwd=ROOT,
@@ -849,4 +857,6 @@ def test_host_memory_holds_a_few_tensors(
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
   assert found["kept"] == 47 * (8 << 20)
-  assert least <= found["extra"] < most
+  assert found["extra"] < 64 << 20, found
+  # The measure is one: it sees what is held beside the arrays.
+  assert found["seen"] > 150 << 20, found

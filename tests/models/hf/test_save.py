@@ -89,7 +89,8 @@ def test_round_trip_of_every_dtype(tmp_path, dtype):
   write(tmp_path, {}, x.items())
   found = Folder.open(tmp_path).tensors["a"]
   assert (found.dtype, found.shape) == (dtype, (2, 3))
-  same_bits(load_file(tmp_path / "model.safetensors"), x)
+  data = (tmp_path / "model.safetensors").read_bytes()
+  assert data[found.offset :] == x["a"].tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -200,6 +201,7 @@ def test_bad_tensors(tmp_path, name):
   assert listing(tmp_path) == []
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
   "config", [{"a": float("nan")}, {"a": float("inf")}, {"a": b"x"}, {(1,): 2}]
 )
@@ -379,10 +381,11 @@ def child(n, late):
       count += 1
       if count == n and not late:
         os.kill(os.getpid(), signal.SIGKILL)
-      out = f(*args, **kwargs)
-      if count == n and late:
-        os.kill(os.getpid(), signal.SIGKILL)
-      return out
+      try:
+        return f(*args, **kwargs)
+      finally:
+        if count == n and late:
+          os.kill(os.getpid(), signal.SIGKILL)
     return wrapped
   for name in ("rename", "fsync", "mkdir", "link", "unlink", "rmdir"):
     setattr(os, name, step(getattr(os, name)))
@@ -407,7 +410,7 @@ while not done:
     if pid == 0:
       child(n, late)
     status = os.waitpid(pid, 0)[1]
-    done = os.WIFEXITED(status)
+    done = status == 0
     assert done or os.WTERMSIG(status) == signal.SIGKILL, status
     place = path
     if not os.path.exists(path):
@@ -552,4 +555,4 @@ def test_two_processes(tmp_path, fail):
     assert listing(tmp_path) == ["in", "out"][: 1 + (fail == "taken")]
   else:
     same_bits(read(tmp_path / "out"), tensors)
-    assert len(Folder.open(tmp_path / "out").files) == 4
+    assert len(Folder.open(tmp_path / "out").files) == 3
