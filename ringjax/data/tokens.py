@@ -84,8 +84,8 @@ class Tokenizer:
     lead: what is taken from the start of a decoded text.
   """
 
-  def __init__(self, engine: Any, *, name: str, settings: Settings):
-    self._engine = engine
+  def __init__(self, make: Callable[[], Any], *, name: str, settings: Settings):
+    self._engine = engine = make()
     self.name = name
     first = _first_token(engine.post_processor)
     _make_plain(engine)
@@ -119,7 +119,14 @@ class Tokenizer:
     self.lead = "" if self._pieces is None else self._pieces.lead
     # A token that nobody can write, after which a text goes on: behind it the
     # library encodes as behind any special token, not as at a text's start.
-    self._mark, self._mark_id = _added_mark(engine)
+    self._marked = engine
+    if engine.get_vocab_size() < self.vocab_size:
+      # A new token gets the number of how many there are, which with gaps may
+      # be the id of another: that one could not be decoded any more.
+      self._marked = make()
+      _make_plain(self._marked)
+      _specials(self._marked, settings)
+    self._mark, self._mark_id = _added_mark(self._marked)
     forbidden = np.zeros(self._mark_id + 1, bool)
     forbidden[sorted({*self.specials.ids, self._mark_id})] = True
     if self._unknown is not None:
@@ -167,9 +174,12 @@ class Tokenizer:
       _try_in_child(data)
     import tokenizers
 
-    engine = _guard("tokenizer.json", tokenizers.Tokenizer.from_str, text)
     name = path.resolve().name or "tokenizer"
-    return cls(engine, name=name, settings=settings)
+    return cls(
+      lambda: _guard("tokenizer.json", tokenizers.Tokenizer.from_str, text),
+      name=name,
+      settings=settings,
+    )
 
   def encode(
     self,
@@ -303,13 +313,11 @@ class Tokenizer:
 
   def _ids(self, text: str) -> list[int]:
     """What the library gives for a text on its own."""
-    return _guard(
-      "text", self._engine.encode, text, add_special_tokens=False
-    ).ids
+    return _encoded(self._engine, text)
 
   def _more(self, text: str) -> list[int]:
     """What the library gives for a text behind a special token."""
-    ids = self._ids(self._mark + text)
+    ids = _encoded(self._marked, self._mark + text)
     if ids[:1] != [self._mark_id]:
       raise fault("tokenizer.json", "one that alters added tokens", "plain")
     return ids[1:]
@@ -506,6 +514,10 @@ class _Pieces:
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
+def _encoded(engine: Any, text: str) -> list[int]:
+  return _guard("text", engine.encode, text, add_special_tokens=False).ids
+
+
 def _specials(engine: Any, settings: Settings) -> Specials:
   """The special tokens; those that only the side files call so are told."""
   for token_id, token in settings.added():
@@ -548,8 +560,7 @@ def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
 def _added_mark(engine: Any) -> tuple[str, int]:
   """A token that nobody can write, and its id, which is no other token's."""
   used = set(engine.get_vocab().values())
-  # The library numbers by how many there are: where ids have gaps, the first
-  # numbers may be taken.
+  # Where ids have gaps, the first numbers may be taken.
   for _ in range(1000):
     mark = f"\U0010fffd{secrets.token_hex(8)}\U0010fffd"
     _add(engine, mark, special=False)

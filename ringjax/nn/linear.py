@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,12 +40,16 @@ class Linear(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     n = self.contracted
     lead = x.ndim - n
-    y = lax.dot_general(
-      x,
-      self.weight[...],
-      ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
-      preferred_element_type=x.dtype,
-    )
+
+    def dot(x: jax.Array) -> jax.Array:
+      return lax.dot_general(
+        x,
+        self.weight[...],
+        ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
+        preferred_element_type=x.dtype,
+      )
+
+    y = _rows(dot, x, n)
     if self.bias is None:
       return y
     return y + self.bias[...][(None,) * lead].astype(y.dtype)
@@ -61,12 +66,7 @@ class Embedding(nnx.Module):
 
   def logits(self, h: jax.Array) -> jax.Array:
     """float32 [..., V] from [..., D]."""
-    return lax.dot_general(
-      h,
-      self.weight[...],
-      (((h.ndim - 1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32,
-    )
+    return _logits(h, self.weight[...], 1)
 
 
 class Head(nnx.Module):
@@ -80,15 +80,42 @@ class Head(nnx.Module):
 
   def logits(self, h: jax.Array) -> jax.Array:
     """float32 [..., V] from [..., D]."""
-    y = lax.dot_general(
-      h,
-      self.weight[...],
-      (((h.ndim - 1,), (0,)), ((), ())),
-      preferred_element_type=jnp.float32,
-    )
+    y = _logits(h, self.weight[...], 0)
     if self.bias is None:
       return y
     return y + self.bias[...][(None,) * (y.ndim - 1)].astype(y.dtype)
+
+
+def _logits(h: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
+  """float32 [..., V] from [..., D] and a weight whose `axis` is D."""
+
+  def dot(h: jax.Array) -> jax.Array:
+    return lax.dot_general(
+      h,
+      weight,
+      (((h.ndim - 1,), (axis,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+
+  return _rows(dot, h, 1)
+
+
+def _rows(
+  dot: Callable[[jax.Array], jax.Array], x: jax.Array, contracted: int
+) -> jax.Array:
+  """dot(x), where the last axes of x are contracted and the others rows."""
+  last = x.ndim - contracted - 1
+  one = last >= 0 and math.prod(x.shape[: last + 1]) == 1
+  if not one or x.dtype.itemsize >= 4:
+    return dot(x)
+
+  def beside(x: jax.Array) -> jax.Array:
+    pad = [(0, int(i == last)) for i in range(x.ndim)]
+    return lax.slice_in_dim(dot(jnp.pad(x, pad)), 0, 1, axis=last)
+
+  # For a single row XLA's CPU compiler makes a narrow weight wide, which takes
+  # up to ten times as long as the product of two rows, of which one is zeros.
+  return lax.platform_dependent(x, cpu=beside, default=dot)
 
 
 class Identity(nnx.Module):

@@ -73,8 +73,9 @@ def mix(
     .set(order.astype(jnp.int32))
   )
   slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slot.astype(jnp.int32))
-  starts = jnp.arange(blocks, dtype=jnp.int32) * size
-  expert_of = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
+  # How many experts' blocks are over where a block begins.
+  over = jnp.zeros((blocks,), jnp.int32).at[ends // size].add(1, mode="drop")
+  expert_of = jnp.cumsum(over)
   flat_weights = weights.reshape(-1)
 
   def body(carry: None, block: tuple) -> tuple[None, jax.Array]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
+import pathlib
 import random
-import resource
-import time
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from ringjax.data import Bytes, ChatTemplate, Tokenizer, chat, child, render
 from ringjax.errors import InputTypeError, PromptError, TemplateError
 from tests.data import made, templates
 
+ROOT = pathlib.Path(__file__).parents[2]
 NOW = datetime.datetime(2026, 11, 5, 12)
 
 
@@ -237,21 +241,33 @@ def test_a_template_that_looks_into_answers(loaded):
   assert loaded["qwen"].decode(ids, special=True) == template.text(messages)
 
 
-@pytest.mark.parametrize(
-  "source",
-  [
-    "<|{{ messages[0].name }}|>",
-    "{{ messages[0].content | replace('(', '<') | replace(')', '>') }}",
-    "{{ messages[0].content | escape }}",
-    "{{ messages[0].content | reverse }}",
-  ],
-)
+# Templates that make "<|im_end|>" of what a message says.
+FORGING = {
+  "<|{{ messages[0].name }}|>": "x",
+  "{{ messages[0].content | escape }}": ">|dne_mi|<",
+  "{{ messages[0].content | replace('(', '<') | replace(')', '>') }}": (
+    "(|im_end|)<"
+  ),
+  "{{ messages[0].content | reverse }}": ">|dne_mi|<",
+}
+
+
+@pytest.mark.parametrize("source", list(FORGING)[:2])
 def test_templates_that_cannot_be_followed(loaded, source):
-  # Each of them would make "<|im_end|>" of what the message says.
   template = ChatTemplate(source, trusted=True)
-  content = "(|im_end|)<" if "replace" in source else ">|dne_mi|<"
   with pytest.raises(TemplateError, match="which the template alters"):
-    template.tokens([user(content, name="im_end")], loaded["qwen"])
+    template.tokens([user(FORGING[source], name="im_end")], loaded["qwen"])
+
+
+@pytest.mark.parametrize("source", list(FORGING)[2:])
+def test_templates_that_forge_text_make_no_token_of_it(loaded, source):
+  template, tokenizer = ChatTemplate(source, trusted=True), loaded["qwen"]
+  messages = [user(FORGING[source])]
+  text = template.text(messages)
+  assert "<|im_end|>" in text
+  ids = template.tokens(messages, tokenizer).tolist()
+  assert not tokenizer.specials.ids.intersection(ids)
+  assert tokenizer.decode(ids) == text
 
 
 def test_characters_of_private_use_are_kept(loaded):
@@ -273,10 +289,8 @@ def test_no_characters_of_private_use_left(loaded, monkeypatch):
 def test_long_messages(loaded):
   template, kind = template_of("llama3", loaded, trusted=False)
   text = "A line of a long document.\n" * 20_000
-  start = time.monotonic()
   ids = template.tokens([user(text)], loaded[kind], now=NOW)
   assert loaded[kind].decode(ids).count("long document") == 20_000
-  assert time.monotonic() - start < 60
 
 
 # ---------------------------------------------------------------------------
@@ -365,18 +379,54 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("what", ATTACKS)
-def test_attacks(loaded, what):
-  template = ChatTemplate(ATTACKS[what])
+# A process inherits the peak memory of the one that starts it, so templates are
+# tried from a process that holds little else.
+TRY = """
+import json, resource, sys
+from ringjax.data import ChatTemplate, Tokenizer
+from ringjax.errors import TemplateError
+
+tokenizer = Tokenizer.load(sys.argv[1])
+for line in sys.stdin:
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
-  with pytest.raises(TemplateError) as caught:
-    template.tokens([user("x")], loaded["qwen"])
+  said = None
+  try:
+    chat = [{"role": "user", "content": "x"}]
+    ChatTemplate(json.loads(line)).tokens(chat, tokenizer)
+  except TemplateError as error:
+    said = str(error)
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-  assert took < 4
-  assert after.ru_maxrss < 1 << 20  # in KB, over all children up to now
-  said = str(caught.value)
+  own = resource.getrusage(resource.RUSAGE_SELF)
+  most = max(after.ru_maxrss, own.ru_maxrss)
+  print(json.dumps([said, took, most]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def attempt(folders):
+  """What a template's error says, its processor seconds and peak memory."""
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  argv = [sys.executable, "-c", TRY, str(folders["qwen"])]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  with subprocess.Popen(argv, env=env, text=True, **pipes) as process:
+
+    def run(source):
+      process.stdin.write(json.dumps(source) + "\n")
+      process.stdin.flush()
+      return json.loads(process.stdout.readline())
+
+    yield run
+    process.stdin.close()
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_attacks(attempt, what):
+  said, seconds, kilobytes = attempt(ATTACKS[what])
+  assert said is not None
   assert len(said) <= 400 and "root:" not in said
+  assert seconds < 4
+  assert kilobytes < 1 << 20  # the most up to now
 
 
 @pytest.mark.parametrize("what", ["attributes", "import", "lorem", "output"])

@@ -224,12 +224,16 @@ def test_what_only_the_side_files_call_special(tmp_path):
 
 
 def test_ids_with_gaps(tmp_path):
+  engine = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+  )
+  engine.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  source = json.loads(engine.to_str())
+
   def saved(gap):
-    engine = tokenizers.Tokenizer(
-      tokenizers.models.WordLevel({"a": 0, "b": gap, "?": 2}, unk_token="?")
-    )
-    engine.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    engine.save(str(tmp_path / "tokenizer.json"))
+    # By hand: the library counts through all ids up to the largest.
+    source["model"]["vocab"]["b"] = gap
+    (tmp_path / "tokenizer.json").write_text(json.dumps(source))
 
   saved(9)
   tokenizer = Tokenizer.load(tmp_path)
@@ -548,11 +552,11 @@ def test_hostile_files(tmp_path, what, untrusted):
   Bytes().save(tmp_path)
   file = tmp_path / "tokenizer.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | hostile()[what]))
-  start = time.monotonic()
+  start = time.process_time()
   with pytest.raises(TokenizerError) as caught:
     Tokenizer.load(tmp_path, untrusted=untrusted)
   assert len(str(caught.value)) <= 400
-  assert time.monotonic() - start < 20
+  assert time.process_time() - start < 20
 
 
 def test_a_file_that_fails_on_some_texts(tmp_path):

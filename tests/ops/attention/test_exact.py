@@ -219,9 +219,10 @@ def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", [Gather(TILES), Ulysses(TILES)])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+  "shards", [1, pytest.param(3, marks=pytest.mark.smoke)]
+)
 def test_sizes_of_other_strategies(shards, strategy):
   verify("everything", Zigzag(), strategy, shards)
 
