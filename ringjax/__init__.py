@@ -1,8 +1,8 @@
 """ringjax: language models whose context does not fit one device.
 
 Importing it computes nothing and starts no backend. The parts that need more
-than JAX, `rj.data`, `rj.infer` and `rj.models`, are imported when they are
-first used.
+than JAX, `rj.data`, `rj.infer` and `rj.models`, and `rj.plan`, which needs less,
+are imported when they are first used.
 """
 
 import importlib as _importlib
@@ -19,6 +19,7 @@ from ringjax.errors import (
   MemoryEstimateError,
   MeshError,
   OptionError,
+  PeerError,
   PromptError,
   RingjaxError,
   SamplingError,
@@ -35,6 +36,7 @@ from ringjax.ops.attention.api import (
   striped_attention,
 )
 from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.ring import Ring
@@ -54,13 +56,20 @@ from ringjax.ops.mask import (
   Window,
 )
 from ringjax.ops.softmax import Partial, finalize, merge
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import (
+  Contiguous,
+  Layout,
+  Striped,
+  Uneven,
+  Zigzag,
+)
 from ringjax.parallel.mesh import make_mesh
 
 __all__ = [
   "BlockCausal",
   "Blockwise",
   "Causal",
+  "Chain",
   "CheckpointFormatError",
   "CheckpointMismatchError",
   "Chunked",
@@ -79,6 +88,7 @@ __all__ = [
   "MeshError",
   "OptionError",
   "Partial",
+  "PeerError",
   "Prefix",
   "PromptError",
   "Ring",
@@ -90,6 +100,7 @@ __all__ = [
   "TemplateError",
   "TokenizerError",
   "Ulysses",
+  "Uneven",
   "UnsafeFormatError",
   "Window",
   "Zigzag",
@@ -107,10 +118,10 @@ __all__ = [
   "tile_schedule",
 ]
 
-_PARTS = ("data", "infer", "models")
+_PARTS = ("data", "infer", "models", "plan")
 
 if _TYPE_CHECKING:
-  from ringjax import data, infer, models
+  from ringjax import data, infer, models, plan
 
 
 def __getattr__(name: str) -> _Any:

@@ -7,6 +7,7 @@ between calls, so that a new turn reads only what is new.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,12 +26,14 @@ from ringjax.errors import (
   message,
 )
 from ringjax.infer import decode, prefill
+from ringjax.infer.prefill import plan
 from ringjax.infer.sampling import Greedy
 from ringjax.infer.stopping import Stop
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import positive_int
+from ringjax.parallel.mesh import check_auto
 from ringjax.parallel.place import SEQ
 
 
@@ -87,6 +90,7 @@ class Session:
         one.
       dtype: of the cache; default: the model's.
     """
+    positive_int("batch", batch)
     self.model = model
     self.mesh, self.axis = _place(mesh, axis, model)
     spread = Spread(mesh=self.mesh, axis=self.axis)
@@ -119,6 +123,7 @@ def generate(
   mesh: Mesh | None = None,
   axis: str | None = None,
   chunk: int | None = None,
+  partition: Sequence[int] | None = None,
   cache: Session | None = None,
   stop: Stop | Iterable[int] | None = None,
   tokenizer: Any = None,
@@ -135,12 +140,14 @@ def generate(
     max_new_tokens: how many tokens to add at most.
     sampler: chooses a token from logits; default `Greedy()`.
     prefill: how the prompt is read: "auto", "dense", "blockwise" (one device);
-      "ring", "striped", "zigzag", "gather", "ulysses" (a sharded sequence);
-      "chunked" (either).
+      "ring", "striped", "zigzag", "gather", "ulysses", "kvr" (a sharded
+      sequence); "chunked" (either).
     mesh: the mesh; default: the session's, the model's or the current one,
       else one device.
     axis: the axis that shards the sequence; default "seq" if there is one.
     chunk: tokens of a chunk of a chunked prefill.
+    partition: tokens of each shard for "kvr", KV-Runahead's chain (Cho et al.
+      2024, arXiv 2405.05329); default: shards have equal work.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
     stop: ids behind which an example ends, or a `Stop` with ids and strings.
@@ -160,6 +167,8 @@ def generate(
   """
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler = Greedy() if sampler is None else sampler
+  _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
+  _check_pad(pad_id)
   prompts = _prompts(tokens, model.config.vocab)
   stops, watches = _stops(stop, model.config.vocab, tokenizer, len(prompts))
   if isinstance(cache, Session) and len(prompts) == cache.pending.size:
@@ -173,8 +182,11 @@ def generate(
   if session is None:
     found, over = _place(mesh, axis, model)
     shards = 1 if over is None else found.shape[over]
+    first = plan(
+      prefill, longest, model, found, over, chunk=chunk, partition=partition
+    )
     # A shard's last slot may stay empty behind an uneven prompt.
-    need = _reading(prefill, longest, shards, chunk) + count + shards
+    need = first.slots * shards + count + shards
     session = Session(model, need, batch=batch, mesh=found, axis=over)
   elif mesh is not None or axis is not None:
     raise OptionError(
@@ -195,8 +207,10 @@ def generate(
       )
     )
   fresh = session.slots == 0
-  how = _method(prefill, longest, session, chunk, fresh)
-  _check_session(session, model, batch, longest, count, how)
+  # The last token is not read.
+  left = session.room() - (count - 1)
+  how = _method(prefill, longest, model, session, fresh, chunk, partition, left)
+  _check_session(session, model, batch, longest, count, how, left)
   start = session.lengths.copy()
   total = int(start.max()) + longest + count
   if not fresh or cache is not None:
@@ -247,16 +261,14 @@ def _run(
   total: int,
   progress: Any,
 ) -> tuple[jax.Array, Any]:
-  """Reads the prompts; counts the slots that they take."""
-  longest, shards = int(lengths.max()), session.shards
-  width = longest
-  if how.chunk is None:
-    width = prefill.padded(longest, shards, session.cache.capacity)
+  """Reads the prompts."""
+  session.slots += how.slots
+  longest = int(lengths.max())
+  width = how.width if how.chunk is None else longest
   tokens = np.zeros((len(prompts), width), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
     row[: prompt.size] = prompt
   if how.chunk is None:
-    session.slots += width // shards
     logits, cache = prefill.whole(
       model, how, tokens, lengths, session.cache, total
     )
@@ -264,7 +276,6 @@ def _run(
       jax.block_until_ready(logits)
       progress(longest)
     return logits, cache
-  session.slots += -(-width // how.chunk) * (how.chunk // shards)
   return prefill.chunked(
     model, how, tokens, lengths, start, session.cache, total, progress
   )
@@ -341,21 +352,7 @@ def _place(
         )
       )
     return None, None
-  if not isinstance(mesh, Mesh):
-    raise MeshError(
-      message(
-        "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
-      )
-    )
-  if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
-    raise MeshError(
-      message(
-        "mesh",
-        f"axes of types {mesh.axis_types}",
-        "automatic axes",
-        "build it with rj.make_mesh, or with axis_types=(AxisType.Auto,)",
-      )
-    )
+  check_auto(mesh)
   if axis is None and SEQ in mesh.axis_names:
     axis = SEQ
   if axis is not None and axis not in mesh.axis_names:
@@ -384,12 +381,28 @@ def _check_devices(model: Transformer, mesh: Any) -> None:
 
 
 def _method(
-  name: str, tokens: int, session: Session, chunk: int | None, fresh: bool
+  name: str,
+  tokens: int,
+  model: Transformer,
+  session: Session,
+  fresh: bool,
+  chunk: int | None,
+  partition: Sequence[int] | None,
+  left: int,
 ) -> prefill.Prefill:
-  mesh, axis = session.mesh, session.axis
+  resolve = functools.partial(
+    prefill.plan,
+    tokens=tokens,
+    model=model,
+    mesh=session.mesh,
+    axis=session.axis,
+    chunk=chunk,
+    partition=partition,
+    room=left,
+  )
   if not fresh and name == "auto":
-    how = prefill.plan("chunked", tokens, mesh, axis, chunk)
-    return dataclasses.replace(how, why="it continues a conversation")
+    why = "it continues a conversation"
+    return dataclasses.replace(resolve("chunked"), why=why)
   if not fresh and name != "chunked":
     raise OptionError(
       message(
@@ -399,17 +412,7 @@ def _method(
         "pass prefill='auto'",
       )
     )
-  return prefill.plan(name, tokens, mesh, axis, chunk)
-
-
-def _reading(name: str, tokens: int, shards: int, chunk: int | None) -> int:
-  """Slots that reading a prompt takes."""
-  whole = prefill.padded(tokens, shards)
-  if name == "chunked" or chunk is not None:
-    size = min(chunk or 4096, tokens)
-    size = -(-size // shards) * shards
-    return max(whole, -(-tokens // size) * size)
-  return whole
+  return resolve(name)
 
 
 def _check_session(
@@ -419,7 +422,18 @@ def _check_session(
   tokens: int,
   count: int,
   how: prefill.Prefill,
+  left: int,
 ) -> None:
+  """Refuses a session that is another's, or that has too little room."""
+  if session.model.config != model.config:
+    raise OptionError(
+      message(
+        "cache",
+        f"a session of another model, a {session.model.config.family}",
+        "one that was made for this model",
+        "make one with rj.infer.Session(model, capacity)",
+      )
+    )
   if session.lengths.size != batch:
     raise PromptError(
       message(
@@ -429,12 +443,7 @@ def _check_session(
         "make a session with batch=",
       )
     )
-  if how.chunk is not None:
-    need = -(-tokens // how.chunk) * how.chunk
-  else:
-    need = tokens
-  need += count
-  if need > session.room() + 1:
+  if how.slots * session.shards > left:
     raise PromptError(
       message(
         "tokens",
@@ -471,6 +480,22 @@ def _check_memory(
     )
 
 
+def _check_calls(**functions: Any) -> None:
+  for name, f in functions.items():
+    if f is not None and not callable(f):
+      raise InputTypeError(
+        message(name, type(f).__name__, "something to call", "see `generate`")
+      )
+
+
+def _check_pad(pad_id: Any) -> None:
+  whole = isinstance(pad_id, int | np.integer) and not isinstance(pad_id, bool)
+  if not whole or not -(2**31) <= pad_id < 2**31:
+    raise OptionError(
+      message("pad_id", repr(pad_id), "an int of 32 bits", "leave it out")
+    )
+
+
 def _prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
   if isinstance(tokens, jax.Array | np.ndarray):
     if tokens.ndim != 2:
@@ -494,9 +519,16 @@ def _prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
         "encode the text first",
       )
     )
+  if not rows:
+    raise PromptError(
+      message("tokens", "no prompts", "at least one", "encode the text first")
+    )
   found = []
   for i, row in enumerate(rows):
-    row = np.asarray(row)
+    try:
+      row = np.asarray(row)
+    except ValueError:
+      row = np.asarray(None)  # Lists of unequal depth.
     if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
       raise PromptError(
         message(
@@ -525,7 +557,9 @@ def _stops(
 ) -> tuple[jax.Array, list[Any]]:
   """Ids for the device to look at, and watches for stop strings."""
   if not isinstance(stop, Stop):
-    stop = Stop(ids=() if stop is None else stop)
+    one = stop is None or isinstance(stop, int | np.integer)
+    ids = (() if stop is None else (int(stop),)) if one else tuple(stop)
+    stop = Stop(ids=ids)
   stop.check(vocab)
   if stop.strings and tokenizer is None:
     raise OptionError(

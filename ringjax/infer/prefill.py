@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from ringjax.errors import OptionError, message
+from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer, forward
-from ringjax.nn.spread import Spread, Travel, Visit
+from ringjax.nn.attention import Attention
+from ringjax.nn.spread import Chained, Spread, Travel, Visit
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.parallel.layout import Contiguous, Striped, Zigzag
+from ringjax.parallel.layout import Contiguous, Striped, Uneven, Zigzag
+from ringjax.plan import cost
+from ringjax.plan import partition as partitions
 
 # name: (layout, strategy, whether it needs an axis)
 _WAYS: dict[str, tuple[Any, Any, bool]] = {
@@ -34,7 +40,11 @@ _WAYS: dict[str, tuple[Any, Any, bool]] = {
   "gather": (Contiguous(), Gather(), True),
   "ulysses": (Contiguous(), Ulysses(), True),
 }
-METHODS = ("auto", *_WAYS, "chunked")
+# Tokens of a chunk, unless a size is asked for.
+_CHUNK = 4096
+METHODS = ("auto", *_WAYS, "kvr", "chunked")
+# Parts of a sequence are whole numbers of these.
+_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,19 +55,41 @@ class Prefill:
     name: one of `METHODS`, "auto" resolved.
     spread: what the model is called with.
     chunk: tokens of a chunk, None for all at once.
+    width: tokens that the compiled calls read in all, padding included.
+    slots: of the cache, that they fill on each shard.
     why: why "auto" chose it.
   """
 
   name: str
   spread: Spread
   chunk: int | None
+  width: int
+  slots: int
   why: str
 
 
 def plan(
-  name: str, tokens: int, mesh: Any, axis: str | None, chunk: int | None
+  name: str,
+  tokens: int,
+  model: Transformer,
+  mesh: Any,
+  axis: str | None,
+  *,
+  chunk: int | None = None,
+  partition: Sequence[int] | None = None,
+  room: int | None = None,
 ) -> Prefill:
   """Resolves a method by name for a prompt of `tokens`.
+
+  Args:
+    name: one of `METHODS`.
+    tokens: of the longest prompt.
+    model: what reads it.
+    mesh: the mesh, None for one device.
+    axis: the axis that shards the sequence, or None.
+    chunk: tokens of a chunk, for "chunked".
+    partition: tokens of each shard, for "kvr".
+    room: tokens that the cache has room for, if there is one already.
 
   Raises:
     OptionError: an unknown name, or one that does not fit the mesh.
@@ -83,18 +115,62 @@ def plan(
         "leave one of them out",
       )
     )
+  if partition is not None and name != "kvr":
+    raise OptionError(
+      message(
+        "partition",
+        f"{partition} with prefill={name!r}",
+        "prefill='kvr'",
+        "leave one of them out",
+      )
+    )
   size = 1 if axis is None else mesh.shape[axis]
   why = "as asked"
+  recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if name == "auto":
-    name, why = _choose(size, chunk)
+    name, why = _choose(size, chunk, recurrent)
   if name == "chunked":
-    chunk = min(chunk or 4096, max(tokens, 1))
-    chunk = -(-chunk // size) * size
+    chunk = chunk_size(tokens, size, chunk, room)
+    width = -(-tokens // chunk) * chunk
     return Prefill(
       name=name,
       spread=Visit(mesh=mesh, axis=axis, spread=False),
       chunk=chunk,
+      width=width,
+      slots=width // size,
       why=why,
+    )
+  width = padded(tokens, size, room)
+  if recurrent and size > 1 and name in ("striped", "zigzag", "kvr"):
+    raise OptionError(
+      message(
+        "prefill",
+        f"{name!r} for a model with recurrent layers",
+        "even shards of consecutive tokens, over which their state goes on",
+        "pass prefill='ring', or leave it out",
+      )
+    )
+  if name == "kvr":
+    if axis is None:
+      raise OptionError(
+        message(
+          "prefill",
+          "'kvr' on one shard",
+          "a mesh whose axis shards the sequence",
+          "pass mesh=rj.make_mesh((-1,), ('seq',)), or no prefill=",
+        )
+      )
+    counts = _partition(model, tokens, width, size, partition)
+    chained = Chained(mesh=mesh, axis=axis, layout=Uneven(counts))
+    return Prefill(
+      name=name,
+      spread=chained,
+      chunk=None,
+      width=sum(counts),
+      slots=max(counts),
+      why=why
+      if partition
+      else f"parts of {counts} tokens, computed from FLOPs",
     )
   layout, strategy, sharded = _WAYS[name]
   if not sharded and size > 1:
@@ -107,29 +183,103 @@ def plan(
       )
     )
   spread = Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)
-  return Prefill(name=name, spread=spread, chunk=None, why=why)
+  return Prefill(
+    name=name,
+    spread=spread,
+    chunk=None,
+    width=width,
+    slots=width // size,
+    why=why,
+  )
 
 
-def _choose(size: int, chunk: int | None) -> tuple[str, str]:
+def _partition(
+  model: Transformer,
+  tokens: int,
+  width: int,
+  shards: int,
+  given: Sequence[int] | None,
+) -> tuple[int, ...]:
+  """Tokens of each shard of a chain; adds up to `width`, or as given."""
+  if given is None:
+    tile = max(1, min(_TILE, width // (4 * shards)))
+    profile = _profile(model)
+    shares = partitions.balanced(profile, cost.Prompt(tokens=width), shards)
+    return partitions.round_to_tiles(shares, width, tile)
+  whole = isinstance(given, Sequence | np.ndarray) and all(
+    isinstance(n, int | np.integer) and not isinstance(n, bool) and n > 0
+    for n in given
+  )
+  if not whole or len(given) != shards or sum(given) < tokens:
+    raise OptionError(
+      message(
+        "partition",
+        f"{given}, in all {sum(given) if whole else '?'}",
+        f"{shards} positive ints that add up to at least {tokens}",
+        "leave it out, or see python -m launch.plan kvr",
+      )
+    )
+  return tuple(int(n) for n in given)
+
+
+def _profile(model: Transformer) -> cost.Profile:
+  """What a token and a pair of tokens cost, in FLOPs instead of seconds."""
+  layers = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
+  config = model.config
+  pairs = sum(
+    4 * a.heads * a.head_dim
+    for a in (layer.attention for layer in config.layers)
+    # Behind its window a query sees no more, however long the prompt is.
+    if isinstance(a, Attention) and a.mask.reach[0] is None
+  )
+  return cost.Profile(
+    name="FLOPs",
+    model=config.family,
+    hardware="any",
+    layers=len(config.layers),
+    token_s=2.0 * sum(x.size for x in layers),
+    pair_s=float(pairs),
+    kv_bytes=0,
+    kernel="causal",
+  )
+
+
+def chunk_size(
+  tokens: int, shards: int, chunk: int | None, room: int | None = None
+) -> int:
+  """Tokens of a chunk, a multiple of the shards.
+
+  Short turns have chunks of few sizes, so that they share a few programs.
+  """
+  chunk = min(chunk or _CHUNK, padded(tokens, shards, room))
+  return -(-chunk // shards) * shards
+
+
+def _choose(size: int, chunk: int | None, recurrent: bool) -> tuple[str, str]:
   if chunk is not None:
     return "chunked", "a chunk size was given"
+  if size > 1 and recurrent:
+    return "ring", "a recurrent layer's state goes from shard to shard"
   if size > 1:
     return "striped", f"{size} shards: striped keeps all busy in every hop"
   return "blockwise", "one shard"
 
 
-def padded(tokens: int, shards: int, capacity: int | None = None) -> int:
+def padded(tokens: int, shards: int, room: int | None = None) -> int:
   """A length of which there are few (8 an octave), so that few are compiled.
 
-  A multiple of 8 tokens a shard, at most `capacity` if that is enough.
+  A multiple of 8 tokens a shard; where the room is less than that, what there
+  is of it, or what the tokens take at least.
   """
   least = 8 * shards
   step = max(least, 1 << max(0, tokens.bit_length() - 4))
   step = -(-step // least) * least
   length = -(-max(tokens, 1) // step) * step
-  if capacity is not None and length > capacity >= tokens:
-    return capacity
-  return length
+  if room is None or length <= room:
+    return length
+  # Two tokens a shard suit every layout.
+  unit = 2 * shards if shards > 1 else 1
+  return max(-(-tokens // unit), room // unit) * unit
 
 
 @functools.partial(
@@ -162,18 +312,19 @@ def whole(
   """Reads all at once: logits [B, V] behind each last token, and the cache."""
   spread = how.spread
   layout, shards = spread.layout, spread.size
-  total = tokens.shape[1]
-  order = np.asarray(layout.order(total, shards))
-  where = np.argsort(order)
-  seg = (np.arange(total)[None] < lengths[:, None]).astype(np.int32)
+  # Slots of a shard that has fewer tokens than others are empty.
+  order = np.asarray(layout.padded_order(tokens.shape[1], shards))
+  where = np.zeros(tokens.shape[1], np.int32)
+  where[order[order >= 0]] = np.flatnonzero(order >= 0)
+  real = (order >= 0) & (order < lengths[:, None])
   return _read(
     model,
     spread,
-    jnp.asarray(tokens[:, order]),
+    jnp.asarray(np.where(real, tokens[:, order], 0)),
     None,
-    jnp.asarray(seg[:, order]),
+    jnp.asarray(real.astype(np.int32)),
     cache,
-    jnp.asarray(where[lengths - 1].astype(np.int32)),
+    jnp.asarray(where[lengths - 1]),
     jnp.int32(length),
   )
 

@@ -1,0 +1,471 @@
+"""generate and Session: what they return, keep, compile and refuse."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.data import Bytes
+from ringjax.errors import (
+  InputTypeError,
+  MemoryEstimateError,
+  MeshError,
+  OptionError,
+  PromptError,
+)
+from ringjax.infer import decode, prefill
+from tests import checkpoints
+from tests.helpers import make_mesh
+
+NAME = "llama2"
+
+
+@pytest.fixture(scope="module")
+def said():
+  """A prompt [B, P] and its greedy continuation [B, 16]."""
+  expected = checkpoints.expected(NAME)
+  return expected.prompt, expected.greedy
+
+
+def ask(loaded, prompts, devices=1, **options):
+  model, mesh = loaded(NAME, devices)
+  options = dict(max_new_tokens=6) | options
+  return rj.infer.generate(model, prompts, mesh=mesh, **options)
+
+
+# ---------------------------------------------------------------------------
+# Ends
+# ---------------------------------------------------------------------------
+
+
+def test_a_stop_ends_its_example_and_the_rest_is_padding(loaded, said):
+  prompt, greedy = said
+  stop = int(greedy[0, 3])
+  assert stop not in greedy[1, :6] and stop not in greedy[0, :3]
+  new = ask(loaded, prompt, stop=[stop], pad_id=-7)
+  assert new[0].tolist() == [*greedy[0, :4], -7, -7]
+  np.testing.assert_array_equal(new[1], greedy[1, :6])
+
+
+def test_all_stopped_ends_early(loaded, said):
+  prompt, greedy = said
+  stops = [int(greedy[0, 1]), int(greedy[1, 2])]
+  reports, steps = [], []
+  new = ask(
+    loaded, prompt, stop=stops, stream=steps.append, report=reports.append
+  )
+  assert reports[0].new_tokens == len(steps) <= 3
+  assert new.shape == (2, 6) and (new[:, 3:] == 0).all()
+
+
+def test_a_stop_string_spans_tokens(loaded, said):
+  prompt, greedy = said
+  text = bytes(greedy[0, 2:4].tolist()).decode("latin-1")
+  if not text.isascii():
+    pytest.fail("the fixture's answer is no ASCII: choose another one")
+  stop = rj.infer.Stop(strings=(text,))
+  new = ask(loaded, prompt[:1], stop=stop, tokenizer=Bytes())
+  assert new[0].tolist() == [*greedy[0, :4], 0, 0]
+
+
+def test_who_streams_may_end_it(loaded, said):
+  prompt, greedy = said
+  seen = []
+
+  def stream(tokens):
+    seen.append(tokens.copy())
+    # The second example ends after two tokens, the first after four.
+    return np.array([len(seen) == 4, len(seen) == 2])
+
+  new = ask(loaded, prompt, stream=stream)
+  assert new[0].tolist() == [*greedy[0, :4], 0, 0]
+  assert new[1].tolist() == [*greedy[1, :2], 0, 0, 0, 0]
+  assert len(seen) == 4 and seen[0].dtype == np.int32
+  assert ask(loaded, prompt, stream=lambda t: True)[:, 1:].sum() == 0
+
+
+# ---------------------------------------------------------------------------
+# What it reports
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_report(loaded, said, devices):
+  prompt, _ = said
+  reports, read = [], []
+  ask(
+    loaded,
+    prompt,
+    devices,
+    prefill="chunked",
+    chunk=8,
+    report=reports.append,
+    progress=read.append,
+  )
+  (report,) = reports
+  assert read == [8, 16, 24]
+  assert report.prefill.name == "chunked" and report.prefill.chunk == 8
+  assert (report.prompt_tokens, report.new_tokens) == (24, 6)
+  assert report.shards == devices and report.capacity >= 30
+  assert report.capacity % devices == 0
+  config = checkpoints.config(NAME)
+  dim = config.get("head_dim") or (
+    config["hidden_size"] // config["num_attention_heads"]
+  )
+  kept = 2 * config["num_key_value_heads"] * dim * 4
+  slots = 2 * report.capacity // devices
+  layers = config["num_hidden_layers"]
+  assert report.cache_bytes == slots * (layers * kept + 8)
+
+
+def test_auto_says_why(loaded, said):
+  found = {}
+  for devices in (1, 8):
+    ask(
+      loaded,
+      said[0],
+      devices,
+      max_new_tokens=1,
+      report=lambda r, n=devices: found.update({n: r.prefill}),
+    )
+  assert (found[1].name, found[8].name) == ("blockwise", "striped")
+  assert "one shard" in found[1].why and "8 shards" in found[8].why
+
+
+# ---------------------------------------------------------------------------
+# Conversations
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("name", "devices"),
+  [
+    ("llama2", 4),
+    ("qwen3_next", 1),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("llama2", 1), ("qwen3_next", 4))
+    ),
+  ],
+)
+def test_turns_equal_one_long_prompt(loaded, name, devices):
+  """A session that reads three turns answers as one that reads them at once."""
+  model, mesh = loaded(name, devices)
+  rng = np.random.default_rng(0)
+  session = rj.infer.Session(model, 160, batch=2, mesh=mesh)
+  text = [[], []]
+  for turn, longest in enumerate((17, 9, 30)):
+    new = [rng.integers(0, 101, longest - 2 * b) for b in range(2)]
+    answer = rj.infer.generate(model, new, max_new_tokens=4, cache=session)
+    for b in range(2):
+      text[b] += new[b].tolist()
+    again = rj.infer.generate(model, text, max_new_tokens=4, mesh=mesh)
+    np.testing.assert_array_equal(answer, again)
+    for b in range(2):
+      text[b] += answer[b].tolist()
+    # The last token of an answer is not read yet.
+    assert session.lengths.tolist() == [len(t) - 1 for t in text], turn
+
+
+def test_a_turn_after_a_stop(loaded, said):
+  """What an example says behind its stop is not in the conversation."""
+  prompt, greedy = said
+  model, _ = loaded(NAME)
+  session = rj.infer.Session(model, 96, batch=2)
+  stop = int(greedy[0, 1])
+  assert stop not in greedy[1, :6]
+  first = rj.infer.generate(
+    model, prompt, max_new_tokens=6, cache=session, stop=[stop]
+  )
+  turn = [[5, 9, 2], [7]]
+  second = rj.infer.generate(model, turn, max_new_tokens=3, cache=session)
+  history = [[*prompt[0], *first[0, :2], *turn[0]], [*prompt[1], *first[1], 7]]
+  again = rj.infer.generate(model, history, max_new_tokens=3)
+  np.testing.assert_array_equal(second, again)
+
+
+def test_room_of_a_session(loaded):
+  model, _ = loaded(NAME)
+  session = rj.infer.Session(model, 32)
+  assert session.room() == session.cache.capacity == 32
+  rj.infer.generate(model, [[1] * 20], max_new_tokens=2, cache=session)
+  left = session.room()
+  assert 0 < left < 12
+  with pytest.raises(PromptError, match="larger capacity"):
+    rj.infer.generate(model, [[1] * left], max_new_tokens=9, cache=session)
+  # Nothing was lost by asking for too much.
+  assert session.room() == left
+  rj.infer.generate(model, [[1]], max_new_tokens=1, cache=session)
+
+
+# ---------------------------------------------------------------------------
+# Chains
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partition", [None, (9, 7, 5, 3), (6, 6, 6, 14)])
+def test_parts_of_a_chain(loaded, said, partition):
+  """Whatever the parts, the answer is the same."""
+  prompt, greedy = said
+  reports = []
+  new = ask(
+    loaded,
+    prompt,
+    4,
+    prefill="kvr",
+    partition=partition,
+    report=reports.append,
+  )
+  np.testing.assert_array_equal(new, greedy[:, :6])
+  how = reports[0].prefill
+  counts = how.spread.layout.counts
+  assert partition is None or counts == partition
+  assert how.width == sum(counts) >= 24 and how.slots == max(counts)
+  if partition is None:
+    assert "FLOPs" in how.why
+
+
+def test_a_long_prompt_gives_the_first_shards_more(loaded):
+  model, mesh = loaded(NAME, 4)
+  counts = {}
+  for tokens in (64, 1 << 20):
+    how = prefill.plan("kvr", tokens, model, mesh, "seq")
+    counts[tokens] = how.spread.layout.counts
+    assert sum(counts[tokens]) == how.width
+  assert list(counts[1 << 20]) == sorted(counts[1 << 20], reverse=True)
+  share = lambda n: counts[n][0] / sum(counts[n])
+  # Attention is all that counts: shares sqrt((i + 1) / p) - sqrt(i / p).
+  assert share(1 << 20) == pytest.approx(0.5, abs=0.02)
+  assert share(64) <= share(1 << 20)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+  "partition", [(12, 12), (24, 0, 0, 0), (5, 5, 5, 5), (9.0, 5, 5, 5), "9555"]
+)
+def test_parts_that_are_none(loaded, said, partition):
+  with pytest.raises(OptionError, match="4 positive ints that add up to"):
+    ask(loaded, said[0], 4, prefill="kvr", partition=partition)
+
+
+def test_a_recurrent_layer_has_no_chain(loaded):
+  model, mesh = loaded("qwen3_next", 4)
+  with pytest.raises(OptionError, match="recurrent layers"):
+    rj.infer.generate(
+      model, [[1] * 20], max_new_tokens=1, prefill="kvr", mesh=mesh
+    )
+
+
+# ---------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------
+
+
+class Compiled:
+  """Programs that one function has compiled since this was made."""
+
+  def __init__(self, f):
+    self._f, self._had = f, f._cache_size()
+
+  def __int__(self):
+    return self._f._cache_size() - self._had
+
+
+def test_lengths_share_programs(loaded):
+  model, mesh = loaded(NAME, 2)
+  reading, steps = Compiled(prefill._read), Compiled(decode.step)
+  for tokens in (3, 9, 14, 16, 11):
+    rj.infer.generate(model, [[1] * tokens], max_new_tokens=9, mesh=mesh)
+  assert int(reading) <= 1
+  # Room for 3 and for 16 tokens and an answer is not the same.
+  assert int(steps) <= 2
+
+
+def test_a_growing_context_compiles_nothing(loaded):
+  model, mesh = loaded(NAME, 2)
+  session = rj.infer.Session(model, 512, mesh=mesh)
+  talk = lambda n: rj.infer.generate(
+    model, [[1] * n], max_new_tokens=5, cache=session, prefill="chunked"
+  )
+  talk(12)
+  reading, steps = Compiled(prefill._read), Compiled(decode.step)
+  for tokens in (10, 3, 15, 9, 14, 1, 12):
+    talk(tokens)
+  assert int(reading) == int(steps) == 0
+
+
+def test_buckets():
+  for shards in (1, 3, 8):
+    lengths = {prefill.padded(n, shards) for n in range(1, 4097)}
+    assert all(n % shards == 0 for n in lengths)
+    assert all(prefill.padded(n, shards) >= n for n in range(1, 4097))
+    for octave in range(6, 12):
+      inside = [n for n in lengths if 2**octave < n <= 2 ** (octave + 1)]
+      assert len(inside) <= 9
+    big = range(64 * shards, 4097)
+    assert all(prefill.padded(n, shards) <= 1.2 * n + 8 * shards for n in big)
+  assert prefill.padded(30, 8, room=48) == 48
+  assert prefill.padded(30, 8, room=20) == 32
+
+
+# ---------------------------------------------------------------------------
+# Sampling
+# ---------------------------------------------------------------------------
+
+
+def test_samples_do_not_depend_on_the_mesh_or_the_batch(loaded, said):
+  prompt, greedy = said
+  sampler = rj.infer.Sample(temperature=1.5, top_k=40, top_p=0.95, seed=3)
+  one = ask(loaded, prompt, 1, sampler=sampler)
+  assert (one != greedy[:, :6]).any()
+  np.testing.assert_array_equal(one, ask(loaded, prompt, 8, sampler=sampler))
+  alone = ask(loaded, prompt[:1], 1, sampler=sampler)
+  np.testing.assert_array_equal(alone, one[:1])
+  other = rj.infer.Sample(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+  assert (ask(loaded, prompt, 1, sampler=other) != one).any()
+
+
+def test_a_penalty_sees_prompt_and_answer(loaded, said):
+  prompt, _ = said
+  sampler = rj.infer.Greedy(repetition_penalty=100.0)
+  new = ask(loaded, prompt, sampler=sampler, max_new_tokens=10)
+  for row, answer in zip(prompt, new, strict=True):
+    assert len(set(answer)) == 10 and not set(answer) & set(row)
+
+
+# ---------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+  ("change", "kind", "says"),
+  [
+    (dict(tokens=[]), PromptError, "tokens: got"),
+    (dict(tokens="text"), PromptError, "encode the text"),
+    (dict(tokens=[[1], []]), PromptError, "prompt 1"),
+    (dict(tokens=[[1.5]]), PromptError, "float"),
+    (dict(tokens=np.zeros(3, np.int32)), PromptError, "tokens\\[None\\]"),
+    (dict(tokens=np.zeros((0, 3), np.int32)), PromptError, "no prompts"),
+    (dict(tokens=[[1, 101]]), PromptError, "id 101 at position 1"),
+    (dict(tokens=[[-1]]), PromptError, "id -1"),
+    (dict(max_new_tokens=0), OptionError, "max_new_tokens"),
+    (dict(max_new_tokens=2.0), OptionError, "max_new_tokens"),
+    (dict(prefill="flash"), OptionError, "one of auto, dense"),
+    (dict(prefill="dense", chunk=4), OptionError, "chunk"),
+    (dict(chunk=0), OptionError, "chunk"),
+    (dict(prefill="kvr"), OptionError, "'kvr' on one shard"),
+    (dict(partition=(1, 1)), OptionError, "prefill='kvr'"),
+    (dict(sampler="greedy"), InputTypeError, "sampler"),
+    (dict(stream=3), InputTypeError, "stream"),
+    (dict(pad_id="x"), OptionError, "pad_id"),
+    (dict(pad_id=2**31), OptionError, "pad_id"),
+    (dict(stop=[500]), PromptError, "vocabulary"),
+    (dict(stop=rj.infer.Stop(strings=("a",))), OptionError, "tokenizer"),
+    (dict(axis="seq"), MeshError, "without a mesh"),
+    (dict(mesh="seq:8"), MeshError, "got str"),
+    (dict(cache={}), InputTypeError, "Session"),
+  ],
+)
+def test_bad_input(loaded, change, kind, says):
+  model, _ = loaded(NAME)
+  options = dict(tokens=[[1, 2]], max_new_tokens=2) | change
+  with pytest.raises(kind, match=says) as caught:
+    rj.infer.generate(model, options.pop("tokens"), **options)
+  text = str(caught.value)
+  assert len(text) < 400 and "\n" not in text
+
+
+def test_meshes_that_do_not_fit(loaded):
+  model, mesh = loaded(NAME, 8)
+  run = lambda **o: rj.infer.generate(model, [[1]], max_new_tokens=1, **o)
+  with pytest.raises(MeshError, match="weights on 8"):
+    run(mesh=make_mesh(4, "auto"))
+  with pytest.raises(MeshError, match="automatic axes"):
+    run(mesh=make_mesh(8, "explicit"))
+  with pytest.raises(MeshError, match="one of the mesh axes"):
+    run(mesh=mesh, axis="model")
+  with pytest.raises(OptionError, match="'dense' on a mesh"):
+    run(prefill="dense")
+
+
+def test_sessions_that_do_not_fit(loaded):
+  model, mesh = loaded(NAME, 8)
+  other, _ = loaded("llama3")
+  session = rj.infer.Session(model, 64)
+  run = lambda m, p, **o: rj.infer.generate(
+    m, p, max_new_tokens=1, cache=session, **o
+  )
+  with pytest.raises(PromptError, match="2 prompts"):
+    run(model, [[1], [2]])
+  with pytest.raises(OptionError, match="another model"):
+    run(other, [[1]])
+  with pytest.raises(OptionError, match="the session has its own"):
+    run(model, [[1]], mesh=mesh)
+  run(model, [[1]])
+  with pytest.raises(OptionError, match="holds tokens"):
+    run(model, [[1]], prefill="ring")
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_it_is_made(
+  loaded, monkeypatch
+):
+  model, _ = loaded(NAME)
+  module = sys.modules["ringjax.infer.generate"]
+  monkeypatch.setattr(module, "free_bytes", lambda *_: 1 << 20)
+  made = []
+  monkeypatch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
+  with pytest.raises(MemoryEstimateError, match="1,048,576") as caught:
+    rj.infer.generate(model, [[1]], max_new_tokens=1 << 20)
+  assert "shard the sequence" in str(caught.value) and not made
+
+
+# ---------------------------------------------------------------------------
+# Places
+# ---------------------------------------------------------------------------
+
+
+def test_the_current_mesh_is_the_default(said):
+  prompt, _ = said
+  config = checkpoints.config(NAME)
+  mesh = make_mesh(4, "auto")
+  arrays = rj.models.create(config, seed=0, mesh=mesh)
+  reports = []
+  with jax.set_mesh(mesh):
+    rj.infer.generate(arrays, prompt, max_new_tokens=2, report=reports.append)
+  assert reports[0].shards == 4
+
+
+def test_batch_heads_and_sequence_axes(loaded, said, tmp_path):
+  """On a mesh of three axes: the batch, the heads and the sequence."""
+  prompt, greedy = said
+  folder = checkpoints.write(NAME, tmp_path / "model")
+  mesh = rj.make_mesh((2, 2, 2), ("data", "model", "seq"))
+  model = rj.models.load(folder, mesh=mesh)
+  session = rj.infer.Session(model, 64, batch=2)
+  new = rj.infer.generate(model, prompt, max_new_tokens=8, cache=session)
+  np.testing.assert_array_equal(new, greedy[:, :8])
+  slots = session.cache.slots[0].k
+  whole = slots.shape
+  assert slots.sharding.shard_shape(whole) == (
+    whole[0],
+    whole[1] // 2,
+    whole[2] // 2,
+    whole[3] // 2,
+    whole[4],
+  )
+
+
+def test_a_cache_of_another_dtype(loaded, said):
+  prompt, _ = said
+  model, mesh = loaded(NAME, 2)
+  session = rj.infer.Session(model, 64, batch=2, mesh=mesh, dtype=jnp.bfloat16)
+  new = rj.infer.generate(model, prompt, max_new_tokens=2, cache=session)
+  assert session.cache.slots[0].k.dtype == jnp.bfloat16
+  assert new.shape == (2, 2)
