@@ -341,7 +341,7 @@ def test_surface_of_a_planted_module():
 
 HEAVY = ["flax", "matplotlib", "optax", "orbax", "torch"]
 # These are what a user starts with; they answer before anything heavy loads.
-LIGHT = {"ringjax", "launch", "launch.bench"}
+LIGHT = {"ringjax", "launch", "launch.bench", "launch.plan"}
 
 PROBE = """
 import json, os, sys

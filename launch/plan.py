@@ -1,0 +1,550 @@
+"""Plans a run without running it.
+
+  python -m launch.plan kvr --profile=llama7b-a100 --context=10240 --ranks=4
+      --bandwidth=300e9
+      How KV-Runahead would split a prompt over ranks, and the time to the
+      first token, beside an even split and what gathers keys instead.
+  python -m launch.plan kvr --table=F --save_table
+      Searches the partitions of many lengths, to be looked up later.
+  python -m launch.plan kvr --paper
+      Every published time beside ours.
+  python -m launch.plan kvr --fit
+      Measures this machine and stores what it found as a profile.
+
+Times are simulated: see docs/kv_runahead.md for what the model leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from absl import app, flags
+
+from launch import common, screens
+from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.plan import cost, draw, partition, profiles, published, schedules
+from ringjax.plan.balance import round_to_tiles
+from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.grid import Found
+from ringjax.plan.partition import Plan
+from ringjax.plan.schedules import Outcome
+from ringjax.plan.table import Key, Table
+
+NAME = "plan"
+_PROFILE = "llama7b-a100"
+_FIT_CPU = ("llama-100m", (256, 512, 1024), "float32")
+_FIT = ("llama-2-7b", (1024, 2048, 4096), "bfloat16")
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  text = lambda name, default, words: flags.DEFINE_string(
+    name, default, words, flag_values=values
+  )
+  whole = lambda name, default, words, least=1: flags.DEFINE_integer(
+    name, default, words, lower_bound=least, flag_values=values
+  )
+  number = lambda name, default, words: flags.DEFINE_float(
+    name, default, words, lower_bound=0.0, flag_values=values
+  )
+  boolean = lambda name, words: flags.DEFINE_bool(
+    name, False, words, flag_values=values
+  )
+  text("profile", _PROFILE, "Name of a profile, or path of its file.")
+  whole("context", 10240, "Tokens of the prompt.")
+  whole("ranks", 4, "Devices that read it.")
+  number("bandwidth", 300e9, "Of a link, bytes a second.")
+  number("latency", 0.0, "Of a message, seconds.")
+  whole("tile", 1, "Partitions are whole tiles of so many tokens.")
+  whole("prefix", 0, "Tokens before, whose keys every rank has.", 0)
+  whole("window", None, "Keys that a query sees; default all.")
+  whole("credits", None, "Layers that wait at each end of a link; default any.")
+  flags.DEFINE_enum(
+    "kernel",
+    None,
+    cost.KERNELS,
+    "Which pairs attention computes; default: as the profile says.",
+    flag_values=values,
+  )
+  number("noise", 0.0, "In each layer one link is so much slower, e.g. 20.")
+  whole("seed", 0, "Of the noise.", 0)
+  number("least_gain", 0.05, "Part of the time that twice the ranks must save.")
+  text("table", None, "File of partitions to look up.")
+  boolean("save_table", "Search partitions and write them to --table.")
+  text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
+  boolean("json", "One JSON object on stdout, and nothing else.")
+  boolean("why", "Say what decided.")
+  boolean("paper", "Print every published row beside ours.")
+  boolean("fit", "Measure this machine and store a profile.")
+  text("preset", None, "--fit: which shapes; see rj.models.PRESETS.")
+  text("name", None, "--fit: of the profile; default preset and platform.")
+  flags.DEFINE_list(
+    "tokens", None, "--fit: tokens of calls, e.g. 256,512.", flag_values=values
+  )
+  whole("layers", 2, "--fit: layers to measure.")
+  whole("rounds", 5, "--fit: timed runs of each call.")
+  text("dtype", None, "--fit: of weights and keys.")
+
+
+# ---------------------------------------------------------------------------
+# KV-Runahead
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Answer:
+  """What `kvr` found out."""
+
+  profile: Profile
+  prompt: Prompt
+  network: Network
+  ranks: int
+  plan: Plan
+  outcomes: tuple[Outcome, ...]
+  table: str
+  bound_s: float
+  why: tuple[str, ...]
+
+  def record(self) -> dict[str, Any]:
+    found = self.plan.found
+    return {
+      "profile": dataclasses.asdict(self.profile),
+      "prompt": dataclasses.asdict(self.prompt),
+      "network": dataclasses.asdict(self.network),
+      "ranks_asked": self.ranks,
+      "ranks": self.plan.ranks,
+      "partition": list(found.lengths),
+      "shares": list(found.shares),
+      "tried": found.tried,
+      "methods": [one.record() for one in self.outcomes],
+      "lower_bound_s": self.bound_s,
+      "table": self.table,
+      "why": list(self.why),
+    }
+
+
+def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  _check(values)
+  screen = screens.Screen(NAME, stderr)
+  if values.fit:
+    made, record, lines = _fit(values, screen, stderr)
+    if not values["context"].present:
+      _put(values, stdout, record, lines)
+      return
+    for line in lines:
+      screen.say(line)
+  elif values.paper:
+    _paper(values, stdout, stderr)
+    return
+  else:
+    made = profiles.load(values.profile)
+  if values.kernel not in (None, made.kernel):
+    # Another model to tables: their partitions would not fit.
+    made = dataclasses.replace(
+      made, kernel=values.kernel, model=f"{made.model}-{values.kernel}"
+    )
+  answer = _plan(values, made, screen)
+  _put(values, stdout, answer.record(), _words(answer, values.why))
+  if values.plot is not None:
+    draw.outcomes(answer.outcomes, values.plot, _title(answer))
+    screen.say(f"wrote {values.plot}")
+
+
+def _check(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go together, before anything is computed."""
+  clash = lambda got, want: OptionError(
+    message("flags", got, want, "leave one out")
+  )
+  if values.plot is not None:
+    draw.figures()
+    folder = os.path.dirname(os.path.abspath(values.plot))
+    if not os.path.isdir(folder):
+      raise OptionError(
+        message("--plot", values.plot, "a folder that exists", "make it")
+      )
+  if values.fit and values.paper:
+    raise clash("--fit and --paper", "one of them")
+  if values.fit and values["profile"].present:
+    raise clash("--fit and --profile", "--fit with --name")
+  if values.save_table and values.table is None:
+    raise OptionError(
+      message("--save_table", "no --table", "--table=FILE", "name the file")
+    )
+  if values.table is not None and (values.prefix or values.window):
+    raise clash(
+      "--table with --prefix or --window", "--table for whole prompts"
+    )
+  for name in ("preset", "name", "tokens", "layers", "rounds", "dtype"):
+    if values[name].present and not values.fit:
+      raise OptionError(
+        message(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
+      )
+
+
+def _plan(
+  values: flags.FlagValues, made: Profile, screen: screens.Screen
+) -> _Answer:
+  network = Network(bandwidth=values.bandwidth, latency_s=values.latency)
+  prompt = Prompt(
+    tokens=values.context, prefix=values.prefix, window=values.window
+  )
+  noise = None
+  if values.noise:
+    noise = schedules.Noise(slower=values.noise, seed=values.seed)
+  ranks, tile = values.ranks, values.tile
+  options = {"credits": values.credits}
+  chosen = partition.plan(
+    made,
+    prompt,
+    ranks,
+    network,
+    tile=tile,
+    least_gain=values.least_gain,
+    **options,
+  )
+  use = chosen.ranks
+  # More ranks than tokens cannot share evenly.
+  all_ranks = min(ranks, prompt.tokens)
+  chain = lambda name, lengths: schedules.kvr(
+    made, prompt, lengths, network, noise=noise, name=name, **options
+  )
+  level = round_to_tiles([1.0] * use, prompt.tokens, tile)
+  outcomes = [
+    schedules.tsp(made, prompt, all_ranks, network, noise=noise),
+    schedules.flash_tsp(made, prompt, all_ranks, network, noise=noise),
+  ]
+  if prompt.window is None:
+    outcomes.append(
+      schedules.ring(made, prompt, all_ranks, network, noise=noise)
+    )
+  outcomes += [
+    chain("kvr_e", level),
+    chain("kvr_s", chosen.found.lengths),
+  ]
+  lookup, words = _lookup(values, made, network, use, screen)
+  if lookup is not None and prompt == Prompt(tokens=prompt.tokens):
+    outcomes.append(chain("kvr_p", lookup.lengths(prompt.tokens, tile)))
+  else:
+    words = "not for a prefix or a window"
+  return _Answer(
+    profile=made,
+    prompt=prompt,
+    network=network,
+    ranks=ranks,
+    plan=chosen,
+    outcomes=tuple(outcomes),
+    table=words,
+    bound_s=cost.lower_bound_s(made, prompt, use),
+    why=(*chosen.why, f"KVR-P: {words}"),
+  )
+
+
+def _lookup(
+  values: flags.FlagValues,
+  made: Profile,
+  network: Network,
+  ranks: int,
+  screen: screens.Screen,
+) -> tuple[Table | None, str]:
+  """Partitions to interpolate from, and where they are from."""
+  if values.prefix or values.window:
+    return None, ""
+  say = lambda tokens: screen.say(f"searching {tokens:,} tokens")
+  tabulate = lambda lengths: partition.tabulate(
+    made, lengths, ranks, network, tile=values.tile, on_entry=say
+  )
+  path = values.table
+  if path is None:
+    near = partition.neighbours(values.context, ranks, values.tile)
+    found = partition.tabulate(made, near, ranks, network, tile=values.tile)
+    return found, f"between searched partitions of {_list(near)} tokens"
+  key = Key.of(made, network, ranks)
+  known = Table.load(path, key) if os.path.exists(path) else None
+  if values.save_table:
+    last = max(4 * partition.SPACING, values.context)
+    wanted = range(
+      partition.SPACING, last + partition.SPACING, partition.SPACING
+    )
+    missing = [
+      n
+      for n in wanted
+      if n >= ranks * values.tile and (known is None or n not in known.entries)
+    ]
+    if missing:
+      new = tabulate(missing)
+      known = new if known is None else known.joined(new)
+      known.save(path)
+      screen.say(f"wrote {path}, {len(known.entries)} entries")
+  if known is None:
+    raise OptionError(
+      message(
+        "--table",
+        f"{path}, which does not exist",
+        "a table",
+        "pass --save_table to make it",
+      )
+    )
+  return known, f"from {path}, {len(known.entries)} entries"
+
+
+_TITLES = {
+  "tsp": "TSP",
+  "flash_tsp": "TSP, causal tiles",
+  "ring_striped": "ring, striped",
+  "kvr_e": "KVR-E",
+  "kvr_s": "KVR-S",
+  "kvr_p": "KVR-P",
+}
+
+
+def _title(answer: _Answer) -> str:
+  p = answer.profile
+  ranks = answer.ranks
+  text = (
+    f"{p.model} on {p.hardware}: {answer.prompt.tokens:,} tokens, "
+    f"{ranks} rank{'s' * (ranks > 1)}, links of "
+    f"{answer.network.bandwidth / 1e9:g} GB/s"
+  )
+  if answer.network.latency_s:
+    text += f" and {answer.network.latency_s * 1e6:g} us"
+  if answer.prompt.prefix:
+    text += f", behind {answer.prompt.prefix:,}"
+  if answer.prompt.window:
+    text += f", window {answer.prompt.window:,}"
+  return text
+
+
+def _words(answer: _Answer, why: bool) -> list[str]:
+  base = answer.outcomes[0].seconds
+  lines = [
+    _title(answer),
+    f"profile {answer.profile.name}: {answer.profile.source}",
+    "",
+    f"{'method':<19}{'first token':>11}{'speed-up':>10}{'sent':>11}  partition",
+  ]
+  for one in answer.outcomes:
+    faster = base / one.seconds
+    lines.append(
+      f"{_TITLES[one.method]:<19}{one.seconds:>9.3f} s{faster:>10.2f}"
+      f"{screens.nbytes(one.sent_bytes):>11}  {_list(one.lengths)}"
+    )
+  found: Found = answer.plan.found
+  bound = answer.bound_s
+  lines += [
+    f"{'lower bound':<19}{bound:>9.3f} s{base / bound:>10.2f}",
+    "",
+    "shares of KVR-S: " + " ".join(f"{s:.3f}" for s in found.shares),
+  ]
+  if answer.plan.ranks < answer.ranks:
+    lines.append(
+      f"KVR uses {answer.plan.ranks} of {answer.ranks} ranks; "
+      "--least_gain=0 uses all that have tokens"
+    )
+  if why:
+    lines += ["", "why", *(f"  {text}" for text in answer.why)]
+  return lines
+
+
+# ---------------------------------------------------------------------------
+# Published rows
+# ---------------------------------------------------------------------------
+
+
+def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  jobs = list(published.rows())
+  screen = screens.Screen(NAME, stderr)
+  screen.begin("simulating", len(jobs), "rows")
+  rows: list[published.Row] = []
+  for n, (_, make) in enumerate(jobs):
+    rows += make()
+    screen.at(n + 1)
+  screen.end()
+  worst = published.summary(rows)
+  record = {
+    "rows": [row.record() for row in rows],
+    "worst_4_ranks_8k_to_16k": worst,
+  }
+  kinds = ("TSP", "KVR-S", "speed-up")
+  lines = [
+    f"{'':41}{'TSP':^22}{'KVR-S':^22}{'speed-up':>13}",
+    f"{'links':<10}{'profile':<18}{'tokens':>6}{'ranks':>6} "
+    + f"{'paper':>7}{'ours':>7}{'':8}" * 2
+    + f"{'paper':>7}{'ours':>6}",
+  ]
+  cases: dict[Any, dict[str, published.Row]] = {}
+  for row in rows:
+    if row.what in kinds:
+      case = (row.table, row.profile, row.tokens, row.ranks)
+      cases.setdefault(case, {})[row.what] = row
+  for (links, name, tokens, ranks), found in cases.items():
+    text = f"{links:<10}{name:<18}{tokens:>6}{ranks:>6} "
+    for kind in kinds[:2]:
+      text += _beside(found[kind]) if kind in found else " " * 22
+    if kinds[2] in found:
+      row = found[kinds[2]]
+      text += f"{row.paper:>7.2f}{row.ours:>6.2f}"
+    lines.append(text.rstrip())
+  lines.append("")
+  for row in rows:
+    if row.what not in kinds:
+      digits = 0 if row.what == "boundary" else 3
+      lines.append(
+        f"{row.tokens:>6} tokens, {row.ranks} ranks, {row.what}: "
+        f"paper {row.paper:.{digits}f}, ours {row.ours:.{digits}f}"
+      )
+  lines += [
+    "",
+    "llama7b-a100, 4 ranks, 8k to 16k, 300 GB/s: TSP within "
+    f"{100 * worst['TSP']:.1f} %, KVR-S within {100 * worst['KVR-S']:.1f} %, "
+    f"speed-up within {worst['speed-up apart']:.3f}",
+    "llama7b-a100 is a fit to one GPU's times; the others are scaled from it",
+  ]
+  _put(values, stdout, record, lines)
+
+
+def _beside(row: published.Row) -> str:
+  """Seconds, theirs and ours, in 22 columns."""
+  return f"{row.paper:>7.3f}{row.ours:>7.3f}{100 * row.difference:>+6.1f} %"
+
+
+# ---------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------
+
+
+def _fit(
+  values: flags.FlagValues, screen: screens.Screen, stderr: TextIO
+) -> tuple[Profile, dict[str, Any], list[str]]:
+  # These bring the models and flax; the rest does without.
+  import jax
+
+  from ringjax.bench import layers
+  from ringjax.models.presets import preset
+
+  platform = jax.default_backend()
+  default = _FIT_CPU if platform == "cpu" else _FIT
+  model = values.preset or default[0]
+  tokens = _ints("tokens", values.tokens) or default[1]
+  dtype = values.dtype or default[2]
+  name = values.name or f"{model}-{platform}"
+  config = preset(model)
+  # What cannot be stored is said before minutes of measuring.
+  cost.Shape.of(config)
+  profiles.check_name(name)
+  for count in tokens:
+    cost.check_count("tokens", count)
+  screen.say(f"measuring {values.layers} layers of {model} in {dtype}")
+  samples = layers.measure(
+    config,
+    tokens,
+    layers=values.layers,
+    rounds=values.rounds,
+    dtype=dtype,
+    stream=stderr,
+  )
+  made, found = layers.profile(
+    name, model, config, samples, layers=values.layers, dtype=dtype
+  )
+  path = profiles.store(made)
+  lines = [
+    f"{made.model} on {made.hardware}, {values.layers} of {made.layers} layers",
+    f"{'tokens':>8}{'behind':>8}{'measured':>12}{'model':>12}",
+  ]
+  for s in samples:
+    mine = found.seconds(s.tokens, s.before)
+    lines.append(
+      f"{s.tokens:>8}{s.before:>8}{1e3 * s.seconds:>9.2f} ms"
+      f"{1e3 * mine:>9.2f} ms"
+    )
+  lines += [
+    "",
+    f"all {made.layers} layers: {made.token_s:.3e} s a token, "
+    f"{made.pair_s:.3e} s a pair ({made.kernel}), {made.fixed_s:.3e} s a call",
+    f"the model misses the samples by {100 * found.error:.1f} % at most",
+    f"wrote {path}; use it with --profile={made.name}",
+  ]
+  record = {
+    "profile": dataclasses.asdict(made),
+    "path": path,
+    "samples": [dataclasses.asdict(s) for s in samples],
+    "largest_error": found.error,
+  }
+  return made, record, lines
+
+
+# ---------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------
+
+
+def _put(
+  values: flags.FlagValues, stdout: TextIO, record: Any, lines: list[str]
+) -> None:
+  text = json.dumps(record) if values.json else "\n".join(lines)
+  print(text, file=stdout, flush=True)
+
+
+def _ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:
+  if given is None:
+    return None
+  try:
+    return tuple(int(v) for v in given)
+  except ValueError:
+    raise app.UsageError(
+      f"--{name}: want ints, got {','.join(given)}"
+    ) from None
+
+
+def _list(numbers: Sequence[int]) -> str:
+  return " ".join(f"{n}" for n in numbers)
+
+
+_COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
+  "kvr": _kvr
+}
+
+
+def run(
+  values: flags.FlagValues,
+  words: Sequence[str],
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags and `words`, a sub-command, say; the exit status."""
+  stderr = sys.stderr if stderr is None else stderr
+  if len(words) != 1 or words[0] not in _COMMANDS:
+    given = " ".join(words) or "nothing"
+    wanted = " or ".join(_COMMANDS)
+    screens.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
+    return 2
+  try:
+    _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
+  except (RingjaxError, app.UsageError) as error:
+    screens.complain(NAME, error, stderr)
+    return 2
+  except KeyboardInterrupt:
+    screens.complain(NAME, "stopped", stderr)
+    return screens.INTERRUPTED
+  return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+  """Flags of their own and the words beside them, to run it from Python."""
+  values = flags.FlagValues()
+  define(values)
+  return values, values([NAME, *argv])[1:]
+
+
+def main(argv: Sequence[str]) -> int:
+  return run(flags.FLAGS, argv[1:])
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  common.launch(NAME, main)

@@ -1,0 +1,47 @@
+"""Planning without devices: cost model, event simulator, partition search."""
+
+from ringjax.plan.balance import balanced, round_to_tiles
+from ringjax.plan.cost import Network, Profile, Prompt, Shape
+from ringjax.plan.events import Simulator, Timeline
+from ringjax.plan.grid import Found, measured, search, simulated
+from ringjax.plan.partition import Plan, find, plan, tabulate
+from ringjax.plan.profiles import load as profile
+from ringjax.plan.schedules import (
+  Noise,
+  Outcome,
+  flash_tsp,
+  kvr,
+  kvr_seconds,
+  ring,
+  tsp,
+)
+from ringjax.plan.table import Key, Table
+
+__all__ = [
+  "Found",
+  "Key",
+  "Network",
+  "Noise",
+  "Outcome",
+  "Plan",
+  "Profile",
+  "Prompt",
+  "Shape",
+  "Simulator",
+  "Table",
+  "Timeline",
+  "balanced",
+  "find",
+  "flash_tsp",
+  "kvr",
+  "kvr_seconds",
+  "measured",
+  "plan",
+  "profile",
+  "ring",
+  "round_to_tiles",
+  "search",
+  "simulated",
+  "tabulate",
+  "tsp",
+]

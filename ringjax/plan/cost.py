@@ -1,0 +1,387 @@
+"""How long a model's layers take, and what they send.
+
+The model of Cho et al. 2024 (KV-Runahead, arXiv 2405.05329) made explicit: `n`
+tokens that see `s` keys each take
+
+  t = a n + b n s + c0                            for all layers together,
+
+a for all that is linear in the tokens, b for attention, c0 for what a call
+costs whatever it does. A layer takes its L-th part. `early` of the linear part
+comes before keys and values are there to be sent.
+
+Attention counts pairs of a query and a key. A "dense" kernel computes the
+rectangle and masks it; a "causal" one leaves out the tiles above the diagonal:
+
+  dense   c (P + c)        c queries behind P keys
+  causal  c (P + c / 2)
+
+and a window of W bounds what lies behind a query to W - 1 keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.errors import ConfigError, OptionError, message
+
+KERNELS = ("dense", "causal")
+
+
+def check_number(
+  name: str,
+  value: Any,
+  *,
+  least: int | float = 0.0,
+  most: int | float = math.inf,
+) -> float:
+  """A finite number from `least` to `most`.
+
+  Raises:
+    OptionError: it is none.
+  """
+  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  found = float(value) if number else math.nan
+  if not math.isfinite(found) or not least <= found <= most:
+    bound = f"from {least:g} to {most:g}" if most < math.inf else ""
+    raise OptionError(
+      message(
+        name, repr(value), f"a number {bound or f'>= {least:g}'}", "correct it"
+      )
+    )
+  return found
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> int:
+  """A whole number, `least` or more.
+
+  Raises:
+    OptionError: it is none.
+  """
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  if not whole or value < least:
+    raise OptionError(
+      message(name, repr(value), f"an int, {least} or more", "correct it")
+    )
+  return int(value)
+
+
+# ---------------------------------------------------------------------------
+# What is given
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+  """What a decoder's cost depends on.
+
+  Attributes:
+    layers: L.
+    embed: D.
+    hidden: F.
+    heads: N.
+    kv_heads: K.
+    head_dim: H.
+    gated: whether a feedforward has three matrices instead of two.
+  """
+
+  layers: int
+  embed: int
+  hidden: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  gated: bool = True
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      if field.name != "gated":
+        check_count(field.name, getattr(self, field.name))
+
+  @classmethod
+  def of(cls, config: Mapping[str, Any]) -> Shape:
+    """The shape of what a config.json describes.
+
+    Raises:
+      ConfigError: experts, latent attention, windows or layers without
+        attention, whose cost has another form.
+    """
+    odd = [
+      key
+      for key in ("num_local_experts", "n_routed_experts", "num_experts",
+                  "kv_lora_rank", "linear_num_value_heads", "sliding_window")
+      if config.get(key)
+    ]  # fmt: skip
+    kind = config.get("model_type")
+    if odd:
+      raise ConfigError(
+        message(
+          "config",
+          f"{kind} with {', '.join(odd)}",
+          "plain attention and feedforward",
+          "measure it instead and store a profile",
+        )
+      )
+    try:
+      embed, heads = config["hidden_size"], config["num_attention_heads"]
+      falcon = kind == "falcon"
+      kv_heads = config.get("num_key_value_heads") or heads
+      if falcon:
+        kv_heads = 1 if config.get("multi_query") else heads
+      return cls(
+        layers=config["num_hidden_layers"],
+        embed=embed,
+        hidden=4 * embed if falcon else config["intermediate_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or embed // heads,
+        gated=not falcon,
+      )
+    except KeyError as error:
+      raise ConfigError(
+        message(
+          "config",
+          f"{kind} without {error.args[0]}",
+          "a decoder's config.json",
+          "add the entry",
+        )
+      ) from None
+
+  @property
+  def parameters(self) -> int:
+    """Of all layers' matrices; a token takes two FLOPs for each."""
+    project = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+    return self.layers * (project + (2 + self.gated) * self.embed * self.hidden)
+
+  @property
+  def early(self) -> float:
+    """The part of the matrices that makes queries, keys and values."""
+    heads = self.heads + 2 * self.kv_heads
+    project = self.layers * self.embed * self.head_dim * heads
+    return project / self.parameters
+
+  def kv_bytes(self, number_bytes: int = 2) -> int:
+    """Key and value of one token in one layer."""
+    return 2 * self.kv_heads * self.head_dim * number_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+  """A model on a kind of device.
+
+  Attributes:
+    name: of the profile.
+    model: what is computed.
+    hardware: where.
+    source: where the numbers are from.
+    layers: L.
+    token_s: a, seconds a token, of all layers.
+    pair_s: b, seconds a pair of a query and a key, of all layers and heads.
+    fixed_s: c0, seconds a call.
+    floor_s: least seconds of a call, where launching is slower than computing.
+    kv_bytes: key and value of one token in one layer.
+    early: part of `token_s` before keys and values are there.
+    kernel: which pairs attention computes, of `KERNELS`.
+  """
+
+  name: str
+  model: str
+  hardware: str
+  layers: int
+  token_s: int | float
+  pair_s: int | float
+  kv_bytes: int | float
+  source: str = ""
+  fixed_s: int | float = 0.0
+  floor_s: int | float = 0.0
+  early: int | float = 0.25
+  kernel: str = "dense"
+
+  def __post_init__(self) -> None:
+    for name in ("name", "model", "hardware", "source"):
+      if not isinstance(getattr(self, name), str):
+        raise OptionError(
+          message(name, repr(getattr(self, name)), "a text", "correct it")
+        )
+    check_count("layers", self.layers)
+    for name in ("token_s", "pair_s", "fixed_s", "floor_s", "kv_bytes"):
+      check_number(name, getattr(self, name))
+    check_number("early", self.early, most=1.0)
+    if self.token_s + self.pair_s == 0:
+      raise OptionError(
+        message("token_s, pair_s", "0 and 0", "work that takes time", "set one")
+      )
+    if self.kernel not in KERNELS:
+      raise OptionError(
+        message(
+          "kernel", repr(self.kernel), f"one of {', '.join(KERNELS)}", "choose"
+        )
+      )
+
+  def scaled(
+    self, base: Shape, shape: Shape, *, name: str, model: str, source: str
+  ) -> Profile:
+    """Another model on the same hardware, estimated.
+
+    Linear work goes with the parameters. A dense kernel's time goes with the
+    scores that pass through memory, hence with heads and not with their size;
+    the floor goes with the layers.
+    """
+    scores = shape.layers * shape.heads / (base.layers * base.heads)
+    return dataclasses.replace(
+      self,
+      name=name,
+      model=model,
+      source=source,
+      layers=shape.layers,
+      token_s=self.token_s * shape.parameters / base.parameters,
+      pair_s=self.pair_s * scores,
+      fixed_s=self.fixed_s * shape.layers / base.layers,
+      floor_s=self.floor_s * shape.layers / base.layers,
+      kv_bytes=self.kv_bytes * shape.kv_bytes() / base.kv_bytes(),
+      early=shape.early,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+  """The links between neighbouring ranks, all alike.
+
+  Attributes:
+    bandwidth: bytes per second, each way.
+    latency_s: of a message.
+  """
+
+  bandwidth: int | float
+  latency_s: int | float = 0.0
+
+  def __post_init__(self) -> None:
+    check_number("latency_s", self.latency_s)
+    if check_number("bandwidth", self.bandwidth) == 0:
+      raise OptionError(
+        message("bandwidth", 0, "bytes per second above 0", "raise it")
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """What is to be read.
+
+  Attributes:
+    tokens: those that are new, C.
+    prefix: tokens before them whose keys every rank has already.
+    window: keys that a query sees, itself among them; None is all.
+  """
+
+  tokens: int
+  prefix: int = 0
+  window: int | None = None
+
+  def __post_init__(self) -> None:
+    check_count("tokens", self.tokens)
+    check_count("prefix", self.prefix, least=0)
+    if self.window is not None:
+      check_count("window", self.window)
+
+
+# ---------------------------------------------------------------------------
+# What follows
+# ---------------------------------------------------------------------------
+
+
+def check_lengths(lengths: Sequence[int], tokens: int) -> tuple[int, ...]:
+  """A partition: positive lengths that add up to `tokens`.
+
+  Raises:
+    OptionError: it is none.
+  """
+  found = tuple(check_count("partition", n) for n in lengths)
+  if not found or sum(found) != tokens:
+    raise OptionError(
+      message(
+        "partition",
+        f"{found}, in all {sum(found)}",
+        f"lengths that add up to {tokens}",
+        "correct the lengths",
+      )
+    )
+  return found
+
+
+def even(tokens: int, ranks: int) -> tuple[int, ...]:
+  """Lengths that differ by one at most, the longer ones first.
+
+  Raises:
+    OptionError: fewer tokens than ranks.
+  """
+  check_count("ranks", ranks)
+  if check_count("tokens", tokens) < ranks:
+    raise OptionError(
+      message("ranks", ranks, f"{tokens} at most", "use fewer ranks")
+    )
+  each, more = divmod(tokens, ranks)
+  return tuple(each + (i < more) for i in range(ranks))
+
+
+def pairs(prompt: Prompt, lengths: Any, kernel: str = "dense") -> Any:
+  """Pairs of a query and a key that each rank computes, float [..., p].
+
+  Args:
+    prompt: what is read.
+    lengths: tokens of each rank, [..., p].
+    kernel: of `KERNELS`.
+  """
+  c = np.asarray(lengths, np.float64)
+  before = prompt.prefix + np.cumsum(c, axis=-1) - c
+  return pairs_behind(before, c, prompt.window, kernel)
+
+
+def pairs_behind(before: Any, c: Any, window: int | None, kernel: str) -> Any:
+  """Pairs of `c` queries behind `before` keys, elementwise."""
+  before, c = np.asarray(before, np.float64), np.asarray(c, np.float64)
+  if kernel == "dense":
+    seen = before if window is None else np.minimum(before, window - 1)
+    return c * (seen + c)
+  if window is None:
+    return c * (before + c / 2)
+  # Query x of the c sees min(before + x, window) keys.
+  rising = np.clip(window - before, 0.0, c)
+  return rising * (before + rising / 2) + (c - rising) * window
+
+
+def compute_s(profile: Profile, prompt: Prompt, lengths: Any) -> Any:
+  """Seconds that each rank of a chain computes, float [..., p]."""
+  c = np.asarray(lengths, np.float64)
+  work = pairs(prompt, c, profile.kernel)
+  return profile.token_s * c + profile.pair_s * work + profile.fixed_s
+
+
+def chain_tokens(prompt: Prompt, lengths: Any) -> Any:
+  """Tokens whose key and value pass each link of a chain, a layer: [..., p-1].
+
+  Link i carries what ranks up to i have seen, or as much of it as a window
+  looks back. A prefix is on every rank and does not travel.
+  """
+  ends = np.cumsum(np.asarray(lengths, np.float64), axis=-1)[..., :-1]
+  return ends if prompt.window is None else np.minimum(ends, prompt.window - 1)
+
+
+def gathered_tokens(prompt: Prompt, ranks: int) -> int:
+  """Tokens that pass all links of an all-gather, a layer: (p - 1) C."""
+  return (ranks - 1) * prompt.tokens
+
+
+def lower_bound_s(profile: Profile, prompt: Prompt, ranks: int) -> float:
+  """Time to first token of a perfect chain over links that cost nothing.
+
+  Linear work divided by p, and attention's least work: that of an even
+  partition, a C/p + b C^2/2 (1/p + 1/p^2) with a dense kernel.
+  """
+  least = pairs(prompt, np.full(ranks, prompt.tokens / ranks), profile.kernel)
+  seconds = profile.token_s * prompt.tokens + profile.pair_s * least.sum()
+  return max(float(seconds) / ranks + profile.fixed_s, profile.floor_s)

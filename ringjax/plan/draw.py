@@ -1,0 +1,112 @@
+"""Pictures of timelines: who works, who sends, who waits. Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from ringjax.errors import OptionError, message
+from ringjax.plan.events import Timeline
+from ringjax.plan.schedules import Outcome
+
+_COLORS = {
+  "project": "#8fb8de",
+  "attend": "#2b5c8a",
+  "send": "#e08b3e",
+}
+_WORDS = {
+  "project": "queries, keys, values",
+  "attend": "attention and the rest",
+  "send": "keys and values travel",
+}
+
+
+def figures() -> Any:
+  """matplotlib's figures, without a display.
+
+  Raises:
+    OptionError: it is not installed.
+  """
+  try:
+    return importlib.import_module("matplotlib.figure")
+  except ModuleNotFoundError:
+    raise OptionError(
+      message(
+        "plot",
+        "one, but matplotlib is not installed",
+        "matplotlib, or no plot",
+        "pip install matplotlib",
+      )
+    ) from None
+
+
+def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
+  """Draws spans into matplotlib axes, a lane for each place, top to bottom."""
+  for row, where in enumerate(lanes):
+    spans = [s for s in found.of(where) if s.end_s > s.start_s]
+    for kind in dict.fromkeys(s.kind for s in spans):
+      mine = [(s.start_s, s.end_s - s.start_s) for s in spans if s.kind == kind]
+      ax.broken_barh(
+        mine,
+        (row - 0.4, 0.8),
+        facecolors=_COLORS.get(kind, "#777777"),
+        # An edge would cover what is short.
+        linewidth=0,
+      )
+  ax.set_ylim(len(lanes) - 0.4, -0.6)
+  ax.set_yticks(range(len(lanes)), lanes)
+  ax.tick_params(labelsize=8)
+  ax.spines[["top", "right"]].set_visible(False)
+
+
+def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
+  """One panel a method, on one axis of time: ranks and the links between.
+
+  Raises:
+    OptionError: matplotlib is not installed, or the path cannot be written.
+  """
+  made = figures()
+  patches = importlib.import_module("matplotlib.patches")
+  lanes = []
+  for one in found:
+    names = []
+    links = list(one.link_bytes)
+    for i in range(len(one.lengths)):
+      names += [f"rank {i}", *links[i : i + 1]]
+    lanes.append(names)
+  heights = [len(names) for names in lanes]
+  figure = made.Figure(
+    figsize=(10, 1.2 + 0.22 * sum(heights) + 0.5 * len(found)),
+    layout="constrained",
+    facecolor="white",
+  )
+  axes = figure.subplots(
+    len(found), 1, sharex=True, squeeze=False, height_ratios=heights
+  )[:, 0]
+  longest = max(one.seconds for one in found)
+  for ax, one, names in zip(axes, found, lanes, strict=True):
+    timeline(ax, one.timeline, names)
+    ax.axvline(one.seconds, color="0.2", linewidth=1)
+    split = " / ".join(f"{n:,}" for n in one.lengths)
+    words = f"{one.method}: first token at {one.seconds:.3f} s   ({split})"
+    ax.set_title(words, fontsize=10, loc="left")
+    ax.set_xlim(0, longest * 1.02)
+  axes[-1].set_xlabel("seconds", fontsize=9)
+  if title:
+    figure.suptitle(title, fontsize=11)
+  figure.legend(
+    handles=[
+      patches.Patch(color=_COLORS[kind], label=_WORDS[kind]) for kind in _COLORS
+    ],
+    loc="outside lower center",
+    ncols=3,
+    frameon=False,
+    fontsize=9,
+  )
+  try:
+    figure.savefig(path, dpi=130)
+  except (OSError, ValueError) as error:
+    raise OptionError(
+      message("plot", f"{path}: {error}", "a PNG to write", "choose a path")
+    ) from None

@@ -1,0 +1,295 @@
+"""launch.plan: what it prints, what it stores, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from launch import plan
+from ringjax.plan import published
+from ringjax.plan.fit import Sample
+from tests.launch.conftest import ROOT, environment
+
+MAIN = (
+  "--profile=llama7b-a100",
+  "--context=10240",
+  "--ranks=4",
+  "--bandwidth=300e9",
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+  status: int
+  out: str
+  err: str
+
+  @property
+  def json(self):
+    return json.loads(self.out)
+
+
+def ask(*argv: str) -> Ran:
+  out, err = io.StringIO(), io.StringIO()
+  values, words = plan.parse(argv)
+  status = plan.run(values, words, stdout=out, stderr=err)
+  return Ran(status, out.getvalue(), err.getvalue())
+
+
+def methods(ran: Ran) -> dict:
+  return {one["method"]: one for one in ran.json["methods"]}
+
+
+@pytest.mark.smoke
+def test_the_command_of_the_docs():
+  ran = ask("kvr", *MAIN, "--why")
+  assert ran.status == 0 and ran.err == ""
+  for words in ("TSP", "KVR-E", "KVR-S", "KVR-P", "lower bound", "why"):
+    assert words in ran.out
+  shares = ran.out.partition("shares of KVR-S:")[2].split("\n")[0].split()
+  want = published.SHARES_10K_4
+  assert all(
+    abs(float(a) - b) < 0.006 for a, b in zip(shares, want, strict=True)
+  )
+
+
+def test_json_is_all_there_is_on_stdout():
+  ran = ask("kvr", *MAIN, "--json")
+  found = methods(ran)
+  assert ran.json["partition"] == found["kvr_s"]["partition"]
+  assert sum(ran.json["partition"]) == 10240
+  seconds = {name: one["seconds"] for name, one in found.items()}
+  assert seconds["kvr_s"] <= seconds["kvr_p"] < 1.015 * seconds["kvr_s"]
+  assert seconds["kvr_p"] < seconds["kvr_e"] < seconds["tsp"]
+  assert ran.json["lower_bound_s"] < seconds["kvr_s"]
+  # Half the bytes of an all-gather when even.
+  sent = lambda name: sum(found[name]["bytes_by_link"].values())
+  assert sent("kvr_e") * 2 == sent("tsp")
+
+
+def test_in_a_process_of_its_own():
+  done = subprocess.run(
+    [sys.executable, "-m", "launch.plan", "kvr", *MAIN, "--json"],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout)["ranks"] == 4
+  wrong = subprocess.run(
+    [sys.executable, "-m", "launch.plan", "kvr", "--ranks=0"],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert wrong.returncode == 2 and wrong.stdout == ""
+  assert wrong.stderr.startswith("plan: ") and "ranks" in wrong.stderr
+
+
+def test_tiles_prefixes_windows_links():
+  ran = ask("kvr", *MAIN, "--tile=128", "--json")
+  assert all(n % 128 == 0 for n in ran.json["partition"])
+  plain = methods(ran)["kvr_s"]["seconds"]
+  ran = ask("kvr", *MAIN, "--prefix=10240", "--json")
+  assert methods(ran)["kvr_s"]["seconds"] > plain
+  assert "kvr_p" not in methods(ran)
+  ran = ask("kvr", *MAIN, "--window=1024", "--json")
+  assert methods(ran)["kvr_s"]["seconds"] < plain
+  assert "ring_striped" not in methods(ran)
+  slow = ("--latency=1e-3", "--credits=1", "--tile=128")
+  ran = ask("kvr", *MAIN, *slow, "--json")
+  assert methods(ran)["kvr_s"]["seconds"] > plain
+  words = ask("kvr", *MAIN, "--latency=1e-3", "--prefix=7", "--window=9").out
+  assert "1000 us" in words and "behind 7" in words and "window 9" in words
+
+
+def test_a_causal_kernel():
+  dense = methods(ask("kvr", *MAIN, "--json"))
+  causal = methods(ask("kvr", *MAIN, "--kernel=causal", "--json"))
+  assert causal["tsp"] == dense["tsp"]
+  assert causal["kvr_s"]["seconds"] < dense["kvr_s"]["seconds"]
+
+
+def test_noise():
+  calm = methods(ask("kvr", *MAIN, "--json"))
+  loud = methods(ask("kvr", *MAIN, "--noise=20", "--json"))
+  worse = lambda m: loud[m]["seconds"] / calm[m]["seconds"] - 1
+  assert worse("kvr_s") <= worse("tsp") / 5
+  assert loud == methods(ask("kvr", *MAIN, "--noise=20", "--json"))
+  assert loud != methods(ask("kvr", *MAIN, "--noise=20", "--seed=1", "--json"))
+
+
+def test_a_tiny_prompt_drops_ranks_and_says_so():
+  ran = ask("kvr", "--context=1024", "--ranks=3")
+  assert ran.status == 0 and "uses 1 of 3 ranks" in ran.out
+  ran = ask("kvr", "--context=1024", "--ranks=3", "--least_gain=0", "--json")
+  assert ran.json["ranks"] == 3
+  ran = ask("kvr", "--context=3", "--ranks=8", "--least_gain=0", "--json")
+  assert ran.status == 0 and ran.json["ranks"] <= 3
+  assert ask("kvr", "--context=1", "--ranks=4").status == 0
+
+
+def test_a_table(tmp_path):
+  path = str(tmp_path / "table.json")
+  assert ask("kvr", *MAIN, f"--table={path}").status == 2
+  ran = ask("kvr", *MAIN, f"--table={path}", "--save_table", "--tile=64")
+  assert ran.status == 0 and "4 entries" in ran.err
+  again = ask("kvr", *MAIN, f"--table={path}", "--json")
+  assert again.err == ""
+  seconds = {name: x["seconds"] for name, x in methods(again).items()}
+  assert seconds["kvr_p"] < 1.015 * seconds["kvr_s"]
+  # Nothing is searched again, but what is missing is added.
+  ran = ask(
+    "kvr", *MAIN, "--context=20000", f"--table={path}", "--save_table",
+    "--tile=64",
+  )  # fmt: skip
+  assert ran.err.count("searching") == 1 and "5 entries" in ran.err
+  for other in ("--ranks=3", "--bandwidth=1e11", "--profile=falcon7b-a100"):
+    ran = ask("kvr", *MAIN, other, f"--table={path}", "--least_gain=0")
+    assert ran.status == 2 and "table" in ran.err, other
+
+
+def test_a_picture(tmp_path):
+  path = tmp_path / "plan.png"
+  ran = ask("kvr", "--context=2048", "--ranks=2", f"--plot={path}")
+  assert ran.status == 0 and str(path) in ran.err
+  assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_published_rows_beside_ours(monkeypatch):
+  rows = published.TABLE["llama7b-a100"]
+  long = {tokens: rows[tokens] for tokens in (8192, 16384)}
+  monkeypatch.setattr(published, "TABLE", {"llama7b-a100": long})
+  monkeypatch.setattr(published, "SLOW", {8192: published.SLOW[8192]})
+  ran = ask("kvr", "--paper")
+  assert ran.status == 0
+  lines = ran.out.splitlines()
+  assert sum(line.startswith("300 GB/s") for line in lines) == 4
+  assert sum(line.startswith("10 GB/s") for line in lines) == 2
+  assert sum(line.startswith("1 GB/s") for line in lines) == 2
+  assert "share of rank 3: paper 0.185, ours 0.18" in ran.out
+  assert "boundary: paper 9728, ours 97" in ran.out
+  found = ask("kvr", "--paper", "--json").json
+  assert len(found["rows"]) == 3 * 4 + 5 + 5
+  worst = found["worst_4_ranks_8k_to_16k"]
+  assert worst["TSP"] < 0.1 and worst["KVR-S"] < 0.1
+  assert worst["speed-up apart"] < 0.06
+
+
+# ---------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------
+
+
+def test_a_fit_is_stored_and_used(monkeypatch):
+  """With planted times, so that the numbers are known."""
+  from ringjax.bench import layers
+
+  asked = {}
+
+  def measure(config, tokens, **options):
+    asked.update(options, tokens=tuple(tokens), heads=config)
+    return [
+      Sample(
+        tokens=n,
+        before=p,
+        seconds=1e-5 * n + 1e-8 * n * (p + n / 2) + 1e-3,
+      )
+      for p in (0, 2048)
+      for n in tokens
+    ]
+
+  monkeypatch.setattr(layers, "measure", measure)
+  ran = ask("kvr", "--fit", "--name=mine", "--rounds=3", "--json")
+  assert ran.status == 0, ran.err
+  assert asked["rounds"] == 3 and asked["layers"] == 2
+  assert asked["tokens"] == (256, 512, 1024)
+  found = ran.json["profile"]
+  # Two of twelve layers were measured.
+  assert found["layers"] == 12 and found["kernel"] == "causal"
+  assert found["token_s"] == pytest.approx(6e-5)
+  assert found["pair_s"] == pytest.approx(6e-8)
+  assert found["fixed_s"] == pytest.approx(6e-3)
+  assert found["kv_bytes"] == 2 * 4 * 64 * 4
+  ran = ask("kvr", "--profile=mine", "--context=4096", "--ranks=2", "--json")
+  assert ran.json["profile"] == found
+  both = ask("kvr", "--fit", "--name=mine", "--context=4096", "--ranks=2")
+  assert both.status == 0 and "KVR-S" in both.out and "wrote" in both.err
+
+
+def test_calls_are_timed():
+  """What a small model takes is noise; that it is measured is not."""
+  from ringjax.bench import layers
+  from ringjax.models.presets import preset
+
+  small = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+  )
+  stream = io.StringIO()
+  config = {**preset("llama-100m"), **small}
+  found = layers.measure(config, (8, 8), layers=1, rounds=1, stream=stream)
+  assert [(s.tokens, s.before) for s in found] == [(8, 0), (8, 16)]
+  assert all(s.seconds > 0 for s in found)
+  assert "tokens behind" in stream.getvalue()
+
+
+# ---------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    ((), "nothing"),
+    (("tsp",), "tsp"),
+    (("kvr", "more"), "more"),
+    (("kvr", "--profile=nobody"), "nobody"),
+    (("kvr", "--profile=none.json"), "none.json"),
+    (("kvr", "--bandwidth=0"), "bandwidth"),
+    (("kvr", "--bandwidth=inf"), "bandwidth"),
+    (("kvr", "--bandwidth=nan"), "bandwidth"),
+    (("kvr", "--least_gain=2"), "least_gain"),
+    (("kvr", "--save_table"), "--table"),
+    (("kvr", "--table=x", "--prefix=5"), "--prefix"),
+    (("kvr", "--table=none.json"), "none.json"),
+    (("kvr", "--plot=/nowhere/x.png"), "/nowhere"),
+    (("kvr", "--fit", "--paper"), "--paper"),
+    (("kvr", "--fit", "--profile=x"), "--profile"),
+    (("kvr", "--fit", "--preset=nobody"), "nobody"),
+    (("kvr", "--fit", "--preset=deepseek-v3"), "deepseek_v3"),
+    (("kvr", "--fit", "--name=a/b"), "a/b"),
+    (("kvr", "--fit", "--name=llama7b-a100"), "taken"),
+    (("kvr", "--fit", "--tokens=a"), "--tokens"),
+    (("kvr", "--fit", "--tokens=0"), "tokens"),
+    (("kvr", "--preset=llama-2-7b"), "--fit"),
+  ],
+)
+def test_refusals(argv, words):
+  ran = ask(*argv)
+  assert ran.status == 2 and ran.out == ""
+  assert ran.err.startswith("plan: ") and ran.err.count("\n") == 1
+  assert words in ran.err and len(ran.err) < 500
+
+
+def test_a_plot_without_matplotlib(monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+  ran = ask("kvr", "--plot=x.png")
+  assert ran.status == 2 and "matplotlib" in ran.err
