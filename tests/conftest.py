@@ -71,12 +71,3 @@ def unchecked() -> Iterator[None]:
   jaxtyping.config.update("jaxtyping_disable", True)
   yield
   jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Marks the tests that wait for code."""
-  lines = (_ROOT / "tests" / "pending.txt").read_text().splitlines()
-  pending = tuple(x for x in lines if x and not x.startswith("#"))
-  for item in items:
-    if item.nodeid.startswith(pending):
-      item.add_marker(pytest.mark.pending)

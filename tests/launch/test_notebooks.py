@@ -6,6 +6,8 @@ import json
 import pathlib
 import re
 
+import nbclient
+import nbformat
 import pytest
 
 from ringjax.models import tiny
@@ -41,10 +43,6 @@ def test_outputs_are_stripped(path: pathlib.Path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path: pathlib.Path, folder, monkeypatch):
-  reason = "pip install ipykernel nbclient nbformat"
-  nbformat = pytest.importorskip("nbformat", reason=reason)
-  nbclient = pytest.importorskip("nbclient", reason=reason)
-  pytest.importorskip("ipykernel", reason=reason)
   notebook = nbformat.read(path, as_version=4)
   notebook.cells = [
     cell
