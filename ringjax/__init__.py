@@ -1,7 +1,7 @@
 """ringjax: language models whose context does not fit one device.
 
 Importing it computes nothing and starts no backend. The parts that need more
-than JAX, `rj.data`, `rj.infer` and `rj.models`, and `rj.plan`, which needs less,
+than JAX (`rj.data`, `rj.infer`, `rj.models`), and `rj.plan`, which needs less,
 are imported when they are first used.
 """
 
