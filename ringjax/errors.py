@@ -71,6 +71,18 @@ class MemoryEstimateError(RingjaxError, MemoryError):
   """A model or a cache cannot fit the devices, as counted beforehand."""
 
 
+class PeerError(RingjaxError, RuntimeError):
+  """Another process died, froze or got stuck, or two do not agree.
+
+  Attributes:
+    rank: whose fault it is, or None.
+  """
+
+  def __init__(self, text: str, rank: int | None = None):
+    super().__init__(text)
+    self.rank = rank
+
+
 class Declined(RingjaxError, NotImplementedError):
   """An implementation says "not me"; `select` then asks the next one."""
 

@@ -16,6 +16,7 @@ BUILTINS = {
   "DtypeError": TypeError,
   "InputTypeError": TypeError,
   "MeshError": ValueError,
+  "PeerError": RuntimeError,
   "OptionError": ValueError,
   "ConfigError": ValueError,
   "CheckpointFormatError": ValueError,

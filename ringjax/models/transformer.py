@@ -189,14 +189,19 @@ class Transformer(nnx.Module):
 
   def logits(self, h: jax.Array) -> jax.Array:
     """float32 [..., V] from [..., D]."""
-    config = self.config
-    y = (self.embed if self.head is None else self.head).logits(h)
-    if config.logit_scale != 1.0:
-      y = y * jnp.float32(config.logit_scale)
-    if config.logit_cap is not None:
-      cap = jnp.float32(config.logit_cap)
-      y = jnp.tanh(y / cap) * cap
-    return y
+    head = self.embed if self.head is None else self.head
+    return logits_of(self.config, head, h)
+
+
+def logits_of(config: TransformerConfig, head: Any, h: jax.Array) -> jax.Array:
+  """float32 [..., V] from [..., D], by a `Head` or a tied `Embedding`."""
+  y = head.logits(h)
+  if config.logit_scale != 1.0:
+    y = y * jnp.float32(config.logit_scale)
+  if config.logit_cap is not None:
+    cap = jnp.float32(config.logit_cap)
+    y = jnp.tanh(y / cap) * cap
+  return y
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

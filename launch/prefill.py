@@ -1,0 +1,655 @@
+"""Times ways to read a prompt on several devices, side by side.
+
+  python -m launch.prefill --method=all --preset=llama-100m --context=2048 \\
+      --coordinator=localhost:7788 --num_processes=2 --process_id=0
+      The first of two processes; the second has --process_id=1. KV-Runahead as
+      in its paper: a chain of processes, the last of which then decodes.
+  python -m launch.prefill --method=kvr,ring --devices=4
+      One process and its devices, as one program; there nothing can run ahead.
+
+Methods: kvr (a balanced partition, or --partition, or --search), kvr_even, tsp
+(an all-gather, all products, then the mask), flash_tsp (without the masked
+tiles), ring, striped. Each is run in turn, --rounds times after one that does
+not count; times to the first token are medians.
+
+With several processes (see launch/common.py) all get the same flags. If one
+dies, freezes or gets stuck, the others say which and end with status 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from absl import app, flags
+
+import ringjax as rj
+from launch import common, screens
+from ringjax import plan
+from ringjax.data import Tokenizer, documents
+from ringjax.errors import OptionError, PeerError, message
+from ringjax.infer import kvr, together
+from ringjax.models import tiny
+from ringjax.models.transformer import Transformer
+from ringjax.parallel.peers import TIMEOUT_S, Peers
+from ringjax.plan import cost, draw, fit, profiles, schedules
+from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.events import Timeline
+from ringjax.plan.schedules import Outcome
+
+NAME = "prefill"
+METHODS = ("kvr", "kvr_even", *together.METHODS)
+_CHAINS = ("kvr", "kvr_even")
+_CONTEXT = 2048
+_TILE = 128
+# The exit status when another process failed.
+FAILED = 3
+_MEMORY = "read a shorter prompt (--context), or use more processes"
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  text = lambda name, default, words: flags.DEFINE_string(
+    name, default, words, flag_values=values
+  )
+  whole = lambda name, default, words, least=1: flags.DEFINE_integer(
+    name, default, words, lower_bound=least, flag_values=values
+  )
+  number = lambda name, default, words: flags.DEFINE_float(
+    name, default, words, lower_bound=0.0, flag_values=values
+  )
+  boolean = lambda name, words: flags.DEFINE_bool(
+    name, False, words, flag_values=values
+  )
+  flags.DEFINE_list(
+    "method",
+    ["kvr"],
+    f"all, or some of {', '.join(METHODS)}.",
+    flag_values=values,
+  )
+  whole("context", _CONTEXT, "Tokens of the prompt.")
+  flags.DEFINE_list(
+    "partition",
+    None,
+    "Tokens of each rank for kvr, e.g. 1216,832.",
+    flag_values=values,
+  )
+  boolean("search", "Search kvr's partition by measuring, first.")
+  text("profile", None, "Profile to plan kvr's partition with; see plan.")
+  number("bandwidth", 10e9, "Of a link, bytes a second, with --profile.")
+  text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  text("preset", None, "Shapes of a model, with random weights.")
+  text("prompt_file", None, "A text, UTF-8; default: sources of Python's own.")
+  text("dtype", None, "bfloat16, float16 or float32; default: the folder's.")
+  whole("seed", 0, "Of random weights and tokens.", 0)
+  whole("max_new_tokens", 1, "How far kvr's last rank continues.")
+  whole("rounds", 3, "Timed runs of each method.")
+  whole("credits", kvr.CREDITS, "Layers that wait at each end of a link.")
+  whole("tile", None, "Tokens of a tile of kvr; default: by the context.")
+  number("timeout", TIMEOUT_S, "Seconds after which a silent rank is given up.")
+  text("delay", None, "RANK:SECONDS, a rank that pauses before every layer.")
+  text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
+  boolean("json", "One JSON object on stdout, and nothing else.")
+  common.define(values)
+
+
+def run(
+  values: flags.FlagValues,
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags say; the exit status."""
+  stdout = sys.stdout if stdout is None else stdout
+  screen = screens.Screen(NAME, stderr)
+  work = _Work(values, screen)
+  try:
+    _check(values)
+    if values.devices is None and (values.num_processes or 1) > 1:
+      # A rank is a process: more devices would only share its cores.
+      values["devices"].value = 1
+    common.start(values)
+    done = work.run()
+  except KeyboardInterrupt:
+    screen.error(f"interrupted while {work.doing}")
+    screens.leave(screens.INTERRUPTED)
+    raise AssertionError from None
+  except Exception as error:
+    status = FAILED if isinstance(error, PeerError) else 2
+    text = screens.reason(error, work.doing, _MEMORY)
+    if text is None and not work.several:
+      screen.end()
+      raise
+    screen.error(text or f"{type(error).__name__}: {error}")
+    work.leave(error, status)
+    return status
+  work.close()
+  if jax.process_index() == 0:
+    for line in words(done):
+      print(
+        line, file=(stderr or sys.stderr) if values.json else stdout, flush=True
+      )
+    if values.json:
+      print(json.dumps(done), file=stdout, flush=True)
+  return 0
+
+
+class _Work:
+  """One run; `doing` says what it is at."""
+
+  def __init__(self, values: flags.FlagValues, screen: screens.Screen):
+    self.doing = "starting"
+    self.several = False
+    self._values = values
+    self._screen = screen
+    self._peers: Peers | None = None
+
+  # -------------------------------------------------------------------------
+  # Others
+  # -------------------------------------------------------------------------
+
+  def leave(self, error: BaseException, status: int) -> None:
+    """Ends this process so that no other one waits for it."""
+    if not self.several or self._peers is None:
+      return
+    if isinstance(error, PeerError):
+      self._peers.close()
+    else:
+      self._peers.abandon(error)
+    _leave(status)
+
+  def close(self) -> None:
+    """Says good-bye."""
+    if self._peers is not None:
+      self._peers.close()
+
+  def _meet(self) -> Peers:
+    peers = Peers.of_processes(timeout_s=self._values.timeout)
+    self._peers, self.several = peers, peers.size > 1
+
+    def failed(error: PeerError) -> None:
+      # Before JAX finds out in its own way, which ends in a stack trace.
+      self._screen.error(f"{error}, while {self.doing}")
+      _leave(FAILED)
+
+    if self.several:
+      peers.on_failure(failed)
+    return peers
+
+  # -------------------------------------------------------------------------
+  # Work
+  # -------------------------------------------------------------------------
+
+  def run(self) -> dict[str, Any]:
+    """Reads the prompt by all methods: all figures."""
+    values, screen = self._values, self._screen
+    screen.quiet = jax.process_index() > 0
+    methods = _methods(values.method)
+    peers = self._meet()
+    mesh = common.mesh(values.mesh)
+    if mesh.shape.get("seq") != mesh.devices.size:
+      raise OptionError(
+        message(
+          "--mesh",
+          values.mesh,
+          "all devices along seq",
+          "leave it out",
+        )
+      )
+    model = self._load(mesh)
+    ids = self._prompt(model)
+    screen.say(
+      f"{ids.size:,} tokens on {mesh.devices.size} x "
+      f"{jax.devices()[0].device_kind} in {peers.size} "
+      f"process{'es' * (peers.size > 1)}"
+    )
+    runs = {name: self._reader(name, model, ids, mesh) for name in methods}
+    found = self._interleave(runs)
+    return self._figures(found, ids, mesh, model)
+
+  def _load(self, mesh: Any) -> Transformer:
+    values = self._values
+    self._begin("loading the model")
+    if values.preset is not None:
+      dtype = values.dtype or "float32"
+      model = rj.models.create(
+        values.preset, seed=values.seed, dtype=dtype, mesh=mesh
+      )
+    else:
+      folder = values.model or tiny.path()
+      model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+    return jax.block_until_ready(model)
+
+  def _prompt(self, model: Transformer) -> np.ndarray:
+    values = self._values
+    self._begin("making the prompt")
+
+    def make() -> np.ndarray:
+      count = values.context
+      if values.preset is not None:
+        draw_ids = np.random.default_rng(values.seed)
+        ids = draw_ids.integers(0, model.config.vocab, count)
+        return ids.astype(np.int32)
+      folder = values.model or tiny.path()
+      tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+      if values.prompt_file is not None:
+        with open(values.prompt_file, encoding="utf-8") as file:
+          text = file.read()
+      else:
+        size = lambda text: len(tokenizer.encode(text))
+        # `fit` stays below by up to a line.
+        text = documents.fit(count + 256, size).text
+      ids = np.asarray(tokenizer.encode(text))[:count]
+      if ids.size < count:
+        raise OptionError(
+          message(
+            "--context",
+            count,
+            f"at most the {ids.size} tokens of the text",
+            "lower it or pass a longer text",
+          )
+        )
+      return ids.astype(np.int32)
+
+    return common.share(make)
+
+  def _reader(
+    self, name: str, model: Transformer, ids: np.ndarray, mesh: Any
+  ) -> Callable[[], kvr.Reading]:
+    values, peers = self._values, self._peers
+    assert peers is not None
+    new, pause = values.max_new_tokens, self._pause(peers.rank)
+    if name not in _CHAINS:
+      one = together.Together(model, peers, name, mesh=mesh)
+      return lambda: one.read(ids, new_tokens=new, pause=pause)
+    ranks = mesh.devices.size if peers.size == 1 else peers.size
+    if peers.size == 1:
+      lengths = self._partition(name, model, ids.size, ranks)
+      return lambda: _as_one(model, ids, lengths, name, mesh)
+    chain = self._chain(model, peers)
+    lengths = self._partition(name, model, ids.size, ranks)
+    read = lambda lengths: chain.read(
+      ids, lengths, new_tokens=new, method=name, pause=pause
+    )
+    if name == "kvr" and values.search:
+      lengths = self._search(lengths, read)
+    return lambda: read(lengths)
+
+  def _chain(self, model: Transformer, peers: Peers) -> kvr.Runahead:
+    values = self._values
+    local = jax.tree.map(lambda a: a.addressable_data(0), model)
+    return kvr.Runahead(local, peers, credits=values.credits, tile=values.tile)
+
+  def _partition(
+    self, name: str, model: Transformer, tokens: int, ranks: int
+  ) -> tuple[int, ...]:
+    values = self._values
+    if name == "kvr_even":
+      return cost.even(tokens, ranks)
+    if values.partition is not None:
+      return _ints("partition", values.partition)
+    tile = min(_TILE, max(1, tokens // (4 * ranks)))
+    if values.profile is not None:
+      return plan.plan(
+        profiles.load(values.profile),
+        Prompt(tokens=tokens),
+        ranks,
+        Network(bandwidth=values.bandwidth),
+        tile=tile,
+        credits=values.credits,
+      ).found.lengths
+    return kvr.balanced(model, tokens, ranks, tile)
+
+  def _search(
+    self,
+    start: tuple[int, ...],
+    read: Callable[[tuple[int, ...]], kvr.Reading],
+  ) -> tuple[int, ...]:
+    """All ranks get the same times, hence go the same way."""
+    self._begin("searching a partition")
+    objective = plan.measured(
+      lambda lengths: float(read(lengths).outcome.seconds), repeats=3
+    )
+    tile = min(_TILE, max(1, sum(start) // (4 * len(start))))
+    found = plan.search(
+      objective,
+      [plan.round_to_tiles(start, sum(start), tile)],
+      tile=tile,
+      least_gain=0.02,
+      on_level=lambda level: self._screen.say(
+        f"  {level.lengths}: {level.seconds:.3f} s"
+      ),
+    )
+    return found.lengths
+
+  def _pause(self, rank: int) -> Callable[[int], None] | None:
+    if self._values.delay is None:
+      return None
+    who, seconds = _delay(self._values.delay)
+    return (lambda layer: time.sleep(seconds)) if who == rank else None
+
+  def _interleave(
+    self, runs: dict[str, Callable[[], kvr.Reading]]
+  ) -> dict[str, list[kvr.Reading]]:
+    """Rounds of all methods, the first of which compiles and does not count."""
+    rounds = self._values.rounds
+    found: dict[str, list[kvr.Reading]] = {name: [] for name in runs}
+    self._screen.begin("reading", (rounds + 1) * len(runs), "runs")
+    done = 0
+    for n in range(rounds + 1):
+      for name, read in runs.items():
+        self.doing = f"reading by {name}"
+        one = read()
+        if n:
+          found[name].append(one)
+        done += 1
+        self._screen.at(done)
+    self._screen.end()
+    return found
+
+  def _figures(
+    self,
+    found: dict[str, list[kvr.Reading]],
+    ids: np.ndarray,
+    mesh: Any,
+    model: Transformer,
+  ) -> dict[str, Any]:
+    values, peers = self._values, self._peers
+    assert peers is not None
+    self.doing = "decoding"
+    rows, drawn = [], []
+    for name, readings in found.items():
+      seconds = [float(r.outcome.seconds) for r in readings]
+      middle = _median(readings)
+      row = middle.outcome.record() | {
+        "seconds": statistics.median(seconds),
+        "rounds_s": seconds,
+        "tiles_by_rank": list(middle.tiles),
+      }
+      rows.append(row | self._continue(name, readings[-1]))
+      drawn.append(middle.outcome)
+    simulated = self._simulate(drawn, ids.size)
+    for row in rows:
+      for one in simulated:
+        if one.method == f"{row['method']}, simulated":
+          row["simulated_s"] = float(one.seconds)
+    if values.plot is not None and peers.rank == 0:
+      pairs = [
+        [one, *(s for s in simulated if s.method.startswith(f"{one.method},"))]
+        for one in drawn
+        if one.timeline.spans
+      ]
+      draw.outcomes([o for pair in pairs for o in pair], values.plot)
+      self._screen.say(f"wrote {values.plot}")
+    return {
+      "tokens": int(ids.size),
+      "family": model.config.family,
+      "layers": len(model.config.layers),
+      "dtype": jax.numpy.dtype(model.dtype).name,
+      "platform": jax.default_backend(),
+      "devices": int(mesh.devices.size),
+      "processes": peers.size,
+      "credits": values.credits,
+      "methods": rows,
+    }
+
+  def _continue(self, name: str, reading: kvr.Reading) -> dict[str, Any]:
+    """What follows, from the rank that has it."""
+    peers, count = self._peers, self._values.max_new_tokens
+    assert peers is not None
+    tokens: list[int] = []
+    start = time.monotonic()
+    if reading.session is not None:
+      tokens = kvr.follow(reading, count).tolist()
+    elif reading.logits is not None:
+      tokens = [int(np.argmax(np.asarray(reading.logits)[0]))]
+    took = time.monotonic() - start
+    said = [x for x in peers.gather([tokens, took]) if x[0]]
+    new, took = said[-1] if said else ([], 0.0)
+    return {"new_tokens": new, "decode_s": took if len(new) > 1 else None}
+
+  def _simulate(
+    self, measured: Sequence[Outcome], tokens: int
+  ) -> list[Outcome]:
+    """The chains again, played with what their devices and links took."""
+    chains = [o for o in measured if o.method in _CHAINS and o.timeline.spans]
+    made = _fitted(chains)
+    if made is None:
+      return []
+    profile, network = made
+    prompt = Prompt(tokens=tokens)
+    named = lambda name: f"{name}, simulated"
+    found = [
+      schedules.kvr(
+        profile,
+        prompt,
+        o.lengths,
+        network,
+        credits=self._values.credits,
+        name=named(o.method),
+      )
+      for o in chains
+    ]
+    return found
+
+  def _begin(self, doing: str) -> None:
+    self.doing = doing
+    self._screen.begin(doing)
+
+
+def _as_one(
+  model: Transformer,
+  ids: np.ndarray,
+  lengths: tuple[int, ...],
+  name: str,
+  mesh: Any,
+) -> kvr.Reading:
+  """The chain as one program over the devices of a mesh."""
+  start = time.monotonic()
+  new = rj.infer.generate(
+    model,
+    [ids],
+    max_new_tokens=1,
+    prefill="kvr",
+    partition=lengths,
+    mesh=mesh,
+  )
+  seconds = time.monotonic() - start
+  logits = np.zeros((1, model.config.vocab), np.float32)
+  logits[0, int(new[0, 0])] = 1.0
+  prompt = Prompt(tokens=sum(lengths))
+  sent = kvr.link_bytes(kvr.Pieces(model), lengths, model.dtype)
+  return kvr.Reading(
+    outcome=Outcome(
+      method=name,
+      lengths=lengths,
+      seconds=seconds,
+      work=tuple(float(n) for n in cost.pairs(prompt, lengths, "causal")),
+      link_bytes={f"{i}-{i + 1}": float(n) for i, n in enumerate(sent)},
+      timeline=Timeline(()),
+    ),
+    tiles=(),
+    length=sum(lengths) + 1,
+    logits=jax.numpy.asarray(logits),
+  )
+
+
+def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
+  """Coefficients from the spans of measured chains, if they tell enough."""
+  samples, early, whole, sent, took = [], 0.0, 0.0, 0.0, 0.0
+  layers = 0
+  for one in chains:
+    spans = one.timeline.spans
+    for rank, count in enumerate(one.lengths):
+      mine = one.timeline.of(f"rank {rank}")
+      seconds = sum(s.end_s - s.start_s for s in mine)
+      early += sum(s.end_s - s.start_s for s in mine if s.kind == "project")
+      whole += seconds
+      layers = sum(s.kind == "attend" for s in mine)
+      before = sum(one.lengths[:rank])
+      if seconds > 0:
+        samples.append(fit.Sample(tokens=count, before=before, seconds=seconds))
+    sent += sum(s.nbytes for s in spans)
+    took += sum(s.end_s - s.start_s for s in spans if s.kind == "send")
+  try:
+    coefficients = fit.fit(samples)
+    linear = coefficients.token_s * sum(s.tokens for s in samples)
+    profile = Profile(
+      name="measured",
+      model="at hand",
+      hardware="at hand",
+      layers=layers,
+      token_s=coefficients.token_s,
+      pair_s=coefficients.pair_s,
+      fixed_s=coefficients.fixed_s,
+      kv_bytes=_row_bytes(chains[0], layers),
+      early=min(1.0, early / linear) if linear else 0.25,
+      kernel=coefficients.kernel,
+    )
+    return profile, Network(bandwidth=sent / took if took else 1e12)
+  except (OptionError, ZeroDivisionError):
+    return None
+
+
+def _row_bytes(one: Outcome, layers: int) -> float:
+  rows = sum(np.cumsum(one.lengths)[:-1]) * layers
+  return float(one.sent_bytes) / rows if rows else 0.0
+
+
+def _median(readings: Sequence[kvr.Reading]) -> kvr.Reading:
+  ordered = sorted(readings, key=lambda r: r.outcome.seconds)
+  return ordered[(len(ordered) - 1) // 2]
+
+
+def words(done: dict[str, Any]) -> list[str]:
+  """Lines for people, from the figures of a run."""
+  lines = [
+    f"{'method':<11}{'first token':>12}{'spread':>16}{'simulated':>11}"
+    f"{'sent':>10}  partition",
+  ]
+  for row in done["methods"]:
+    low, high = min(row["rounds_s"]), max(row["rounds_s"])
+    simulated = row.get("simulated_s")
+    sent = sum(row["bytes_by_link"].values())
+    lines.append(
+      f"{row['method']:<11}{row['seconds']:>10.3f} s"
+      f"{f'{low:.3f}-{high:.3f}':>16}"
+      f"{'-' if simulated is None else f'{simulated:.3f} s':>11}"
+      f"{screens.nbytes(sent):>10}  "
+      + " ".join(f"{n}" for n in row["partition"])
+    )
+  lines.append("")
+  for row in done["methods"]:
+    links = ", ".join(
+      f"{link} {screens.nbytes(n)}" for link, n in row["bytes_by_link"].items()
+    )
+    pairs = " ".join(f"{n:,.0f}" for n in row["pairs_by_rank"])
+    lines.append(f"{row['method']:<11}pairs a layer by rank {pairs}")
+    if any(row["tiles_by_rank"]):
+      tiles = " ".join(f"{n:,}" for n in row["tiles_by_rank"])
+      lines.append(f"{'':<11}tiles by rank {tiles}")
+    lines.append(f"{'':<11}links {links or '-'}")
+    shown = " ".join(map(str, row["new_tokens"][:8]))
+    lines.append(f"{'':<11}continues with {shown}")
+  return lines
+
+
+# ---------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------
+
+
+def _check(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go together, before anything is loaded."""
+  clash = lambda got, want: OptionError(
+    message("flags", got, want, "leave one out")
+  )
+  methods = _methods(values.method)
+  ways = [n for n in ("partition", "profile", "search") if values[n].value]
+  if len(ways) > 1:
+    raise clash(f"--{' and --'.join(ways)}", "one of them")
+  if ways and "kvr" not in methods:
+    raise clash(f"--{ways[0]} without kvr", "--method=kvr")
+  if values.preset is not None and values.model is not None:
+    raise clash("--preset and --model", "one of them")
+  if values.preset is not None and values.prompt_file is not None:
+    raise clash("--preset and --prompt_file", "--model with a text")
+  if values.timeout <= 0:
+    raise OptionError(
+      message("--timeout", values.timeout, "seconds above 0", "raise it")
+    )
+  if values.partition is not None:
+    lengths = _ints("partition", values.partition)
+    cost.check_lengths(lengths, values.context)
+  if values.delay is not None:
+    _delay(values.delay)
+  if values.plot is not None:
+    draw.figures()
+    folder = os.path.dirname(os.path.abspath(values.plot))
+    if not os.path.isdir(folder):
+      raise OptionError(
+        message("--plot", values.plot, "a path in a folder", "make the folder")
+      )
+
+
+def _methods(given: Sequence[str]) -> tuple[str, ...]:
+  if list(given) == ["all"]:
+    return METHODS
+  wrong = [name for name in given if name not in METHODS]
+  if wrong or not given:
+    raise OptionError(
+      message(
+        "--method",
+        ",".join(given) or "none",
+        f"all, or some of {', '.join(METHODS)}",
+        "choose some",
+      )
+    )
+  return tuple(dict.fromkeys(given))
+
+
+def _ints(name: str, given: Sequence[str]) -> tuple[int, ...]:
+  try:
+    return tuple(int(v) for v in given)
+  except ValueError:
+    raise app.UsageError(
+      f"--{name}: want ints, got {','.join(given)}"
+    ) from None
+
+
+def _delay(text: str) -> tuple[int, float]:
+  rank, _, seconds = text.partition(":")
+  try:
+    return int(rank), float(seconds)
+  except ValueError:
+    raise app.UsageError(f"--delay: want RANK:SECONDS, got {text!r}") from None
+
+
+# ---------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------
+
+
+def _leave(status: int) -> None:
+  if jax.process_index() == 0:
+    # JAX's own service runs here; without it the others end in its words.
+    time.sleep(1.0)
+  screens.leave(status)
+
+
+def main(argv: Sequence[str]) -> int:
+  common.refuse_rest(argv)
+  return run(flags.FLAGS, stdout=screens.own_stdout())
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  flags.adopt_module_key_flags(common)
+  common.launch(NAME, main)

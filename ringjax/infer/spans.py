@@ -1,0 +1,81 @@
+"""What ranks did when, as measured, in the form of what is simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ringjax.parallel.peers import Peers
+from ringjax.plan.events import Span, Timeline
+from ringjax.plan.schedules import Outcome
+
+_ON_DEVICE = ("project", "attend")
+
+
+class Events:
+  """What a rank did when, by rank 0's clock."""
+
+  def __init__(self, peers: Peers):
+    self._peers = peers
+    self.spans: list[tuple[str, int, float, float, int]] = []
+
+  def now(self) -> float:
+    return time.monotonic() + self._peers.offset_s
+
+  def add(self, kind: str, layer: int, start_s: float, nbytes: int = 0) -> None:
+    """Something that ends now."""
+    self.spans.append((kind, layer, start_s, self.now(), nbytes))
+
+
+def outcome(
+  method: str,
+  lengths: Sequence[int],
+  parts: Sequence[dict[str, Any]],
+  *,
+  work: Any,
+  end: int,
+  sent: dict[str, float] | None = None,
+) -> Outcome:
+  """What was measured, in the form of what is simulated.
+
+  Args:
+    method: its name.
+    lengths: tokens of each rank.
+    parts: of each rank its start, its end and its spans.
+    work: pairs that each rank computed, a layer.
+    end: the rank whose end is the first token.
+    sent: bytes by link, where they are known and not measured.
+  """
+  zero = min(p["start"] for p in parts)
+  spans = []
+  for rank, part in enumerate(parts):
+    for kind, layer, start_s, end_s, nbytes in part["spans"]:
+      where = f"rank {rank}" if kind in _ON_DEVICE else ""
+      if kind == "send":
+        where = f"{rank}-{rank + 1}"
+      spans.append(
+        Span(
+          name=f"{kind} {rank}.{layer}",
+          kind=kind,
+          where=where,
+          ready_s=start_s - zero,
+          start_s=start_s - zero,
+          end_s=end_s - zero,
+          done_s=end_s - zero,
+          nbytes=nbytes,
+        )
+      )
+  timeline = Timeline(tuple(spans))
+  if sent is None:
+    measured = timeline.sent_bytes()
+    links = [f"{i}-{i + 1}" for i in range(len(lengths) - 1)]
+    sent = {link: float(measured.get(link, 0.0)) for link in links}
+  return Outcome(
+    method=method,
+    lengths=tuple(lengths),
+    seconds=parts[end]["end"] - zero,
+    work=tuple(float(w) for w in work),
+    link_bytes=dict(sent),
+    timeline=timeline,
+  )

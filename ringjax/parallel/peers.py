@@ -1,0 +1,546 @@
+"""Processes that work together: who is there, who waits for whom, who is gone.
+
+Law: when a process dies, freezes or gets stuck, every other one learns within
+`timeout_s` which it was; whoever waits for it is woken with a `PeerError`.
+Nothing here computes, and nothing waits in a place that cannot be left.
+Cost: p (p - 1) / 2 quiet TCP connections, a small message on each now and then.
+
+Every pair of ranks has a connection for words: what each is doing, values
+that all should know, the news that somebody failed. Arrays go through
+connections of their own between neighbours (`link`), so that words never queue
+behind them.
+
+  dead    its connections close                              (at once)
+  frozen  it says nothing for `timeout_s`
+  stuck   it says that it works, but does not get on for `timeout_s`
+
+A rank that waits for another is never blamed: the other one is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import itertools
+import json
+import math
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # The key-value store has no public name.
+
+from ringjax.errors import OptionError, PeerError, message
+
+TIMEOUT_S = 10.0
+_MAGIC = b"ringjax1"
+_HELLO = struct.Struct("<8s32sIB")
+_SIZE = struct.Struct("<I")
+_WORDS, _ARRAYS = 0, 1
+_LARGEST_BYTES = 1 << 26
+_MEETINGS = itertools.count()
+
+# What a rank may be doing. Only one that works has to get on.
+STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
+
+
+@dataclasses.dataclass
+class _Peer:
+  """What is known of another rank; times by this rank's clock."""
+
+  words: socket.socket
+  heard_s: float
+  moved_s: float
+  doing: str = STARTING
+  ticks: int = 0
+  step: int = 0
+  left: bool = False
+  buffer: bytearray = dataclasses.field(default_factory=bytearray)
+  lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+class Peers:
+  """The ranks of a group, as one of them sees them.
+
+  Attributes:
+    rank: of this process.
+    size: how many there are.
+    timeout_s: how long another may be silent, or work without getting on.
+    failure: what went wrong in the group, or None.
+    offset_s: what to add to this rank's `time.monotonic()` for rank 0's.
+  """
+
+  def __init__(
+    self,
+    rank: int,
+    size: int,
+    words: dict[int, socket.socket],
+    links: dict[int, socket.socket],
+    timeout_s: int | float = TIMEOUT_S,
+  ):
+    """Takes connections that `meet` has made."""
+    now = time.monotonic()
+    self.rank, self.size, self.timeout_s = rank, size, timeout_s
+    self.failure: PeerError | None = None
+    self.offset_s = 0.0
+    self._links = links
+    self._peers = {
+      r: _Peer(s, heard_s=now, moved_s=now) for r, s in words.items()
+    }
+    self._doing, self._ticks, self._step = STARTING, 0, 0
+    self._news = threading.Condition()
+    self._values: dict[tuple[int, int], Any] = {}
+    self._calls = itertools.count()
+    self._pongs: dict[int, float] = {}
+    self._on_failure: list[Callable[[PeerError], Any]] = []
+    self._every_s = min(1.0, timeout_s / 8)
+    self._closed = False
+    self._thread = threading.Thread(
+      target=self._watch, name=f"ringjax peers of rank {rank}", daemon=True
+    )
+    self._thread.start()
+
+  # -------------------------------------------------------------------------
+  # Meeting
+  # -------------------------------------------------------------------------
+
+  @classmethod
+  def meet(
+    cls,
+    rank: int,
+    size: int,
+    exchange: Callable[[str], Sequence[str]],
+    *,
+    host: str = "127.0.0.1",
+    timeout_s: int | float = TIMEOUT_S,
+  ) -> Peers:
+    """Finds the others.
+
+    Args:
+      rank: of this process.
+      size: how many there are.
+      exchange: gives its argument to all ranks and returns what they gave.
+      host: under which the others reach this one.
+      timeout_s: see `Peers`.
+
+    Raises:
+      PeerError: somebody did not come.
+      OptionError: a timeout that is none.
+    """
+    if not 0 < timeout_s < math.inf:
+      raise OptionError(
+        message("timeout_s", timeout_s, "seconds above 0", "raise it")
+      )
+    patience_s = max(30.0, timeout_s)
+    local = host in ("127.0.0.1", "localhost")
+    with socket.create_server(
+      ("127.0.0.1" if local else "", 0), backlog=2 * size
+    ) as server:
+      server.settimeout(patience_s)
+      card = {
+        "host": host,
+        "port": server.getsockname()[1],
+        "secret": secrets.token_hex(32) if rank == 0 else "",
+      }
+      cards = [json.loads(c) for c in exchange(json.dumps(card))]
+      secret = bytes.fromhex(cards[0]["secret"])
+      words: dict[int, socket.socket] = {}
+      links: dict[int, socket.socket] = {}
+      try:
+        # Who has the higher number calls.
+        for other in range(rank):
+          kinds = [_WORDS] + [_ARRAYS] * (other == rank - 1)
+          for kind in kinds:
+            made = _call(cards[other], patience_s)
+            made.sendall(_HELLO.pack(_MAGIC, secret, rank, kind))
+            (words if kind == _WORDS else links)[other] = made
+        expected = size - 1 - rank + (rank < size - 1)
+        while expected:
+          made, other, kind = _answer(server, secret)
+          if made is None:
+            continue
+          (words if kind == _WORDS else links)[other] = made
+          expected -= 1
+      except OSError as error:
+        missing = [r for r in range(size) if r != rank and r not in words]
+        raise PeerError(
+          f"rank {rank}: no connection to rank {missing or [rank - 1]} within "
+          f"{patience_s:g} s: {error}",
+          missing[0] if missing else None,
+        ) from None
+    for made in (*words.values(), *links.values()):
+      made.settimeout(None)
+      made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    self = cls(rank, size, words, links, timeout_s)
+    self._set_clock()
+    return self
+
+  @classmethod
+  def of_processes(cls, *, timeout_s: int | float = TIMEOUT_S) -> Peers:
+    """The processes of `jax.distributed`; alone if there are no others."""
+    rank, size = jax.process_index(), jax.process_count()
+    if size == 1:
+      return cls(0, 1, {}, {}, timeout_s)
+    state: Any = distributed.global_state
+    number = next(_MEETINGS)
+    key = lambda r: f"ringjax/peers/{number}/{r}"
+    patience_ms = int(1000 * max(300.0, timeout_s))
+
+    def exchange(mine: str) -> list[str]:
+      state.client.key_value_set(key(rank), mine)
+      return [
+        state.client.blocking_key_value_get(key(r), patience_ms)
+        for r in range(size)
+      ]
+
+    host = _own_address(state.coordinator_address)
+    return cls.meet(rank, size, exchange, host=host, timeout_s=timeout_s)
+
+  @classmethod
+  def in_threads(
+    cls, size: int, *, timeout_s: int | float = TIMEOUT_S
+  ) -> list[Peers]:
+    """A group inside of this process, for a thread each."""
+    cards = [""] * size
+    all_here = threading.Barrier(size)
+    made: list[Any] = [None] * size
+
+    def join(rank: int) -> None:
+      def exchange(mine: str) -> list[str]:
+        cards[rank] = mine
+        all_here.wait()
+        return cards
+
+      made[rank] = cls.meet(rank, size, exchange, timeout_s=timeout_s)
+
+    threads = [threading.Thread(target=join, args=(r,)) for r in range(size)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    return made
+
+  # -------------------------------------------------------------------------
+  # Saying
+  # -------------------------------------------------------------------------
+
+  def tick(self, step: int = 0) -> None:
+    """This rank got on; in what all do together, to this step."""
+    self._ticks += 1
+    self._step = step
+
+  @contextlib.contextmanager
+  def doing(self, what: str) -> Iterator[None]:
+    """Says what this rank does inside of the block."""
+    before, self._doing = self._doing, what
+    try:
+      yield
+    finally:
+      self._doing = before
+      # Work begins anew behind a wait.
+      self._ticks += 1
+
+  def gather(self, value: Any) -> list[Any]:
+    """What each rank gave, in their order; JSON values.
+
+    Raises:
+      PeerError: somebody failed, or left.
+    """
+    call = next(self._calls)
+    self._tell_all({"t": "put", "n": call, "v": value})
+    found = {self.rank: value}
+
+    def complete() -> bool:
+      for r, peer in self._peers.items():
+        if (call, r) in self._values:
+          found[r] = self._values.pop((call, r))
+        elif r not in found and peer.left:
+          raise PeerError(f"rank {r} has left the others", r)
+      return len(found) == self.size
+
+    self.wait(complete)
+    return [found[r] for r in range(self.size)]
+
+  def wait(self, until: Callable[[], bool]) -> None:
+    """Waits until something is so; `wake` has it looked at.
+
+    Raises:
+      PeerError: somebody failed meanwhile.
+    """
+    with self.doing(WAITING):
+      self.rest(until)
+
+  def rest(self, until: Callable[[], bool]) -> None:
+    """As `wait`, of a thread beside the one that works."""
+    with self._news:
+      while not until():
+        if self.failure is not None:
+          raise self.failure
+        self._news.wait(0.5)
+
+  def wake(self) -> None:
+    """Has all that wait look again."""
+    with self._news:
+      self._news.notify_all()
+
+  def link(self, rank: int) -> socket.socket:
+    """The connection for arrays, to a neighbour."""
+    return self._links[rank]
+
+  def check(self) -> None:
+    """Raises PeerError if somebody failed."""
+    if self.failure is not None:
+      raise self.failure
+
+  def on_failure(self, call: Callable[[PeerError], Any]) -> None:
+    """Has `call` called, from another thread, as soon as somebody fails."""
+    self._on_failure.append(call)
+
+  def abandon(self, error: BaseException) -> None:
+    """Tells the others that this rank cannot go on."""
+    if self.failure is None:
+      # This rank knows already.
+      self._on_failure = []
+      why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+      self._fail(self.rank, f"failed: {why}")
+
+  def blame(self, rank: int, why: str, grace_s: int | float = 1.0) -> PeerError:
+    """What failed, if it is known in a moment; else that `rank` did."""
+    end = time.monotonic() + grace_s
+    with self._news:
+      while self.failure is None and time.monotonic() < end:
+        self._news.wait(0.05)
+    self._fail(rank, why)
+    assert self.failure is not None
+    return self.failure
+
+  def close(self) -> None:
+    """Leaves the group; the others may go on."""
+    if not self._closed:
+      self._tell_all({"t": "bye"})
+      self._closed = True
+      self._thread.join(2 * self._every_s)
+      self._shut()
+
+  # -------------------------------------------------------------------------
+  # Watching
+  # -------------------------------------------------------------------------
+
+  def _watch(self) -> None:
+    selector = selectors.DefaultSelector()
+    for r, peer in self._peers.items():
+      selector.register(peer.words, selectors.EVENT_READ, r)
+    last = next_s = time.monotonic()
+    while not self._closed and self.failure is None:
+      now = time.monotonic()
+      if now - last > max(3 * self._every_s, self.timeout_s / 2):
+        # It was this process that did not run; the others get another chance.
+        for peer in self._peers.values():
+          peer.heard_s = peer.moved_s = now
+      last = now
+      if now >= next_s:
+        am = {"doing": self._doing, "n": self._ticks, "step": self._step}
+        self._tell_all({"t": "am", **am})
+        next_s = now + self._every_s
+      for key, _ in selector.select(min(0.1, max(0.0, next_s - now))):
+        if not self._hear(key.data):
+          selector.unregister(key.fileobj)
+      self._judge(time.monotonic())
+    selector.close()
+
+  def _hear(self, rank: int) -> bool:
+    """Reads what has come; whether more may come."""
+    peer = self._peers[rank]
+    try:
+      data = peer.words.recv(1 << 16)
+    except OSError:
+      data = b""
+    if not data:
+      if not peer.left:
+        self._fail(rank, "is gone: its connection closed")
+      return False
+    peer.heard_s = time.monotonic()
+    peer.buffer += data
+    while len(peer.buffer) >= _SIZE.size:
+      (size,) = _SIZE.unpack_from(peer.buffer)
+      if size > _LARGEST_BYTES:
+        self._fail(rank, f"sent a message of {size} bytes")
+        return False
+      if len(peer.buffer) < _SIZE.size + size:
+        break
+      said = json.loads(peer.buffer[_SIZE.size : _SIZE.size + size])
+      del peer.buffer[: _SIZE.size + size]
+      self._take(rank, peer, said)
+    return True
+
+  def _take(self, rank: int, peer: _Peer, said: dict[str, Any]) -> None:
+    kind = said["t"]
+    if kind == "am":
+      if (said["doing"], said["n"]) != (peer.doing, peer.ticks):
+        peer.doing, peer.ticks = said["doing"], said["n"]
+        peer.step = said["step"]
+        peer.moved_s = peer.heard_s
+    elif kind == "put":
+      with self._news:
+        self._values[said["n"], rank] = said["v"]
+        self._news.notify_all()
+    elif kind == "ping":
+      self._tell(rank, {"t": "pong", "n": said["n"], "at": time.monotonic()})
+    elif kind == "pong":
+      with self._news:
+        self._pongs[said["n"]] = said["at"]
+        self._news.notify_all()
+    elif kind == "bye":
+      peer.left = True
+      self.wake()
+    elif kind == "fail":
+      if said["rank"] == self.rank:
+        said["why"] = f"was given up by rank {rank}: {said['why']}"
+      self._fail(said["rank"], said["why"])
+
+  def _judge(self, now: float) -> None:
+    for rank, peer in self._peers.items():
+      if peer.left or self.failure is not None:
+        continue
+      if now - peer.heard_s > self.timeout_s:
+        self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
+      elif now - peer.moved_s > self.timeout_s and self._is_stuck(peer):
+        self._fail(
+          rank, f"is stuck: it has not got on for {self.timeout_s:g} s"
+        )
+
+  def _is_stuck(self, peer: _Peer) -> bool:
+    if peer.doing != TOGETHER:
+      return peer.doing == WORKING
+    # Who has done least is whom the others wait for.
+    done = [
+      p.step
+      for p in self._peers.values()
+      if p.doing == TOGETHER and p is not peer
+    ]
+    if self._doing == TOGETHER:
+      done.append(self._step)
+    return not done or peer.step < max(done)
+
+  def _fail(self, rank: int, why: str) -> None:
+    with self._news:
+      if self.failure is not None or self._closed:
+        return
+      self.failure = PeerError(f"rank {rank} {why}", rank)
+    self._tell_all({"t": "fail", "rank": rank, "why": why})
+    self._shut()
+    self.wake()
+    for call in self._on_failure:
+      call(self.failure)
+
+  def _shut(self) -> None:
+    """Ends all connections, which wakes whoever is blocked in one."""
+    for one in (
+      *self._links.values(),
+      *(p.words for p in self._peers.values()),
+    ):
+      with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+      one.close()
+
+  def _tell_all(self, said: dict[str, Any]) -> None:
+    for rank, peer in self._peers.items():
+      if not peer.left:
+        self._tell(rank, said)
+
+  def _tell(self, rank: int, said: dict[str, Any]) -> None:
+    data = json.dumps(said).encode()
+    peer = self._peers[rank]
+    # Who does not hear is found out by the watch.
+    with contextlib.suppress(OSError), peer.lock:
+      peer.words.sendall(_SIZE.pack(len(data)) + data)
+
+  def _set_clock(self) -> None:
+    """Reads rank 0's clock; the quickest of a few answers is the best."""
+    if self.rank == 0:
+      return
+    best_s = math.inf
+    for n in range(8):
+      before = time.monotonic()
+      self._tell(0, {"t": "ping", "n": n})
+      self.wait(lambda n=n: n in self._pongs)
+      after = time.monotonic()
+      if after - before < best_s:
+        best_s = after - before
+        self.offset_s = self._pongs[n] - (before + after) / 2
+
+
+def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
+  """Sends arrays, which are contiguous, as bytes."""
+  views = [memoryview(p.reshape(-1).view(np.uint8)) for p in parts]
+  while views:
+    # The system takes a limited number of pieces at once.
+    done = link.sendmsg(views[:64])
+    while views and done >= len(views[0]):
+      done -= len(views.pop(0))
+    if done:
+      views[0] = views[0][done:]
+
+
+def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
+  """Fills arrays, which are contiguous, with bytes that come.
+
+  Raises:
+    ConnectionError: the other end is closed.
+  """
+  for part in parts:
+    view = memoryview(part.reshape(-1).view(np.uint8))
+    while len(view):
+      done = link.recv_into(view)
+      if not done:
+        raise ConnectionError("closed by the other end")
+      view = view[done:]
+
+
+def _call(card: dict[str, Any], patience_s: int | float) -> socket.socket:
+  return socket.create_connection((card["host"], card["port"]), patience_s)
+
+
+def _answer(
+  server: socket.socket, secret: bytes
+) -> tuple[socket.socket | None, int, int]:
+  """A connection of a rank and what it is for; None for a stranger's."""
+  made, _ = server.accept()
+  made.settimeout(10.0)
+  data = b""
+  with contextlib.suppress(OSError):
+    while len(data) < _HELLO.size:
+      more = made.recv(_HELLO.size - len(data))
+      if not more:
+        break
+      data += more
+  if len(data) == _HELLO.size:
+    magic, token, rank, kind = _HELLO.unpack(data)
+    if magic == _MAGIC and hmac.compare_digest(token, secret):
+      return made, rank, kind
+  made.close()
+  return None, -1, -1
+
+
+def _own_address(coordinator: str | None) -> str:
+  """Under which others reach this machine, as seen from the coordinator."""
+  host, _, port = (coordinator or "localhost:1").rpartition(":")
+  host = host.strip("[]")
+  try:
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as probe:
+      # Nothing is sent: this only picks a route.
+      probe.connect(address)
+      mine = probe.getsockname()[0]
+  except OSError:
+    return "127.0.0.1"
+  return "127.0.0.1" if mine == "::1" else mine

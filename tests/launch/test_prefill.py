@@ -1,0 +1,169 @@
+"""launch.prefill: methods side by side, in one process and in several."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import socket
+
+import pytest
+
+from launch import common, prefill
+
+PATIENCE_S = 600
+
+
+def read(*argv: str) -> tuple[int, str, str]:
+  out, err = io.StringIO(), io.StringIO()
+  values = common.parse("prefill", prefill.define, argv)
+  status = prefill.run(values, stdout=out, stderr=err)
+  return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (("--method=kvr,tps",), "--method"),
+    (("--method=tsp", "--partition=1024,1024"), "--partition without kvr"),
+    (("--partition=1024,1023",), "add up to 2048"),
+    (("--partition=1024,0,1024",), "partition"),
+    (("--partition=1024,half",), "want ints"),
+    (("--partition=1024,1024", "--search"), "--partition and --search"),
+    (("--preset=llama-100m", "--model=x"), "--preset and --model"),
+    (("--delay=one:2",), "RANK:SECONDS"),
+    (("--timeout=0",), "--timeout"),
+    (("--plot=/nowhere/at/all.png",), "--plot"),
+    (("--context=64", "--mesh=data:2,seq:2"), "all devices along seq"),
+    (("--context=64", "--model=/nowhere"), "/nowhere"),
+  ],
+)
+def test_wrong_flags(argv, words):
+  status, out, err = read(*argv)
+  assert status == 2
+  assert out == ""
+  assert words in err
+  assert "Traceback" not in err
+
+
+def test_one_process(folder):
+  status, out, err = read(
+    "--method=kvr,kvr_even,flash_tsp",
+    f"--model={folder}",
+    "--context=96",
+    "--partition=56,40",
+    "--mesh=seq:2",
+    "--rounds=1",
+    "--json",
+  )
+  assert status == 0, err
+  done = json.loads(out)
+  rows = {row["method"]: row for row in done["methods"]}
+  assert list(rows) == ["kvr", "kvr_even", "flash_tsp"]
+  assert rows["kvr"]["partition"] == [56, 40]
+  assert rows["kvr_even"]["partition"] == [48, 48]
+  assert len({tuple(row["new_tokens"]) for row in rows.values()}) == 1
+  # Two layers, two kv heads of 8 numbers, keys and values, float32.
+  assert rows["kvr"]["bytes_by_link"] == {"0-1": 56 * 2 * 2 * 8 * 2 * 4}
+  assert "first token" in err
+
+
+def argv(folder: str, port: int, rank: int, *more: str) -> list[str]:
+  return [
+    "-m",
+    "launch.prefill",
+    f"--model={folder}",
+    "--context=96",
+    f"--coordinator=localhost:{port}",
+    "--num_processes=2",
+    f"--process_id={rank}",
+    *more,
+  ]
+
+
+def port() -> int:
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    return free.getsockname()[1]
+
+
+def test_two_processes(folder, start, tmp_path):
+  pytest.importorskip("matplotlib")
+  at, plot = port(), tmp_path / "timeline.png"
+  more = ("--method=kvr,kvr_even,tsp", "--partition=56,40", "--rounds=1",
+          "--max_new_tokens=4", "--json", f"--plot={plot}")  # fmt: skip
+  with (
+    start(*argv(folder, at, 0, *more)) as first,
+    start(*argv(folder, at, 1, *more)) as second,
+  ):
+    out, err = first.communicate(timeout=PATIENCE_S)
+    other, _ = second.communicate(timeout=PATIENCE_S)
+  assert (first.returncode, second.returncode) == (0, 0), err
+  assert other == ""
+  done = json.loads(out)
+  rows = {row["method"]: row for row in done["methods"]}
+  assert done["processes"] == 2
+  kvr, even, tsp = rows["kvr"], rows["kvr_even"], rows["tsp"]
+  assert len(kvr["new_tokens"]) == 4
+  assert kvr["new_tokens"] == even["new_tokens"]
+  assert kvr["new_tokens"][:1] == tsp["new_tokens"]
+  assert kvr["pairs_by_rank"] == [56 * 28.0, 40 * (56 + 20.0)]
+  assert kvr["bytes_by_link"] == {"0-1": 56 * 2 * 2 * 8 * 2 * 4}
+  assert all(row["seconds"] > 0 for row in rows.values())
+  assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_processes_that_do_not_agree(folder, start):
+  at = port()
+  with (
+    start(*argv(folder, at, 0, "--partition=56,40")) as first,
+    start(*argv(folder, at, 1, "--partition=40,56")) as second,
+  ):
+    for one in (first, second):
+      out, err = one.communicate(timeout=PATIENCE_S)
+      assert one.returncode == prefill.FAILED
+      assert out == ""
+      assert "rank 1: got partition [40, 56]; wanted [56, 40]" in err
+      assert "Traceback" not in err
+
+
+def test_a_process_that_is_stuck(folder, start):
+  at = port()
+  more = ("--delay=1:100000", "--timeout=2")
+  with (
+    start(*argv(folder, at, 0, *more)) as first,
+    start(*argv(folder, at, 1, *more)) as second,
+  ):
+    out, err = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == prefill.FAILED
+    assert "rank 1 is stuck" in err and "reading by kvr" in err
+    _, err = second.communicate(timeout=PATIENCE_S)
+    assert second.returncode == prefill.FAILED
+    assert "given up by rank 0" in err
+  assert out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["kvr", "tsp"])
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_process_that_dies(folder, start, dying, method):
+  at = port()
+  more = (f"--delay={dying}:100000", "--timeout=1000", f"--method={method}")
+  with (
+    start(*argv(folder, at, 0, *more)) as first,
+    start(*argv(folder, at, 1, *more)) as second,
+  ):
+    # The first one says when it begins.
+    assert first.stderr is not None
+    for line in first.stderr:
+      if line.startswith("reading ..."):
+        break
+    running = [first, second]
+    # Both are in the first run, or about to be.
+    with pytest.raises(Exception, match="timed out"):
+      running[1 - dying].wait(15)
+    running[dying].send_signal(signal.SIGKILL)
+    _, err = running[1 - dying].communicate(timeout=PATIENCE_S)
+  assert f"rank {dying} is gone" in err
+  # Where the coordinator died JAX may end it first, once that has been said.
+  assert running[1 - dying].returncode in (prefill.FAILED, -6)
