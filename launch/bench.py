@@ -7,9 +7,12 @@
       --tokens=8192 and so on, and --append.
   python -m launch.bench layouts --plot=layouts.png
       Which device computes which tile when, for three layouts.
+  python -m launch.bench inference --quick
+      A 100M-parameter Llama: reading, decoding and loading against
+      transformers and safetensors, in about a minute.
 
-On a CPU the devices are virtual (--devices of them). Flags that say
-"attention" or "layouts" concern that benchmark only.
+On a CPU the devices are virtual (--devices of them). Flags that name
+benchmarks concern those only.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from ringjax.bench import attention, layouts
+from ringjax.bench import attention, inference, layouts
 from ringjax.errors import RingjaxError
 
 _DEVICES = flags.DEFINE_integer(
@@ -35,23 +38,40 @@ _TOKENS = flags.DEFINE_list(
   "tokens", None, "Sequence lengths; layouts takes one."
 )
 _QUICK = flags.DEFINE_bool(
-  "quick", False, "attention: T=4096, H=64, float32, 3 rounds."
+  "quick",
+  False,
+  "attention: T=4096, H=64, float32, 3 rounds. inference: a few float32 rows.",
 )
 _HEAD_DIMS = flags.DEFINE_list("head_dims", None, "attention: e.g. 64,128.")
 _DTYPES = flags.DEFINE_list(
-  "dtypes", None, f"attention: of {','.join(attention.TOLERANCE)}."
+  "dtypes",
+  None,
+  f"attention, inference: of {','.join(attention.TOLERANCE)}.",
 )
 _PASSES = flags.DEFINE_list(
   "passes", None, f"attention: of {','.join(attention.PASSES)}."
 )
 _CONTESTANTS = flags.DEFINE_list(
-  "contestants", None, f"attention: of {','.join(attention.CONTESTANTS)}."
+  "contestants",
+  None,
+  f"attention: of {','.join(attention.CONTESTANTS)}; "
+  f"inference: of {','.join(inference.CONTESTANTS)}.",
 )
 _HEADS = flags.DEFINE_integer("heads", None, "attention: heads, N.")
 _APPEND = flags.DEFINE_bool(
-  "append", False, "attention: keep the rows that --json already holds."
+  "append",
+  False,
+  "attention, inference: keep the rows that --json already holds.",
 )
-_ROUNDS = flags.DEFINE_integer("rounds", None, "attention: timed rounds.")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", None, "attention, inference: timed rounds."
+)
+_PARTS = flags.DEFINE_list(
+  "parts", None, f"inference: of {','.join(inference.PARTS)}."
+)
+_CACHES = flags.DEFINE_list(
+  "caches", None, "inference: tokens in the cache when decoding begins."
+)
 _SHARDS = flags.DEFINE_integer("shards", 8, "layouts: devices of the ring.")
 _Q_BLOCK = flags.DEFINE_integer("q_block", None, "layouts: queries of a tile.")
 _KV_BLOCK = flags.DEFINE_integer("kv_block", None, "layouts: keys of a tile.")
@@ -88,6 +108,23 @@ def _attention(files: dict[str, Any]) -> None:
   attention.run(settings, append=_APPEND.value, **files)
 
 
+def _inference(files: dict[str, Any]) -> None:
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+  chosen: dict[str, Any] = {
+    "parts": _words(_PARTS.value),
+    "tokens": _ints("tokens", _TOKENS.value),
+    "caches": _ints("caches", _CACHES.value),
+    "dtypes": _words(_DTYPES.value),
+    "contestants": _words(_CONTESTANTS.value),
+    "rounds": _ROUNDS.value,
+    "devices": _DEVICES.value,
+  }
+  chosen = {name: value for name, value in chosen.items() if value is not None}
+  start = inference.QUICK if _QUICK.value else inference.Settings()
+  settings = dataclasses.replace(start, **chosen)
+  inference.run(settings, append=_APPEND.value, **files)
+
+
 def _layouts(files: dict[str, Any]) -> None:
   tokens = _ints("tokens", _TOKENS.value)
   if tokens is not None and len(tokens) != 1:
@@ -101,7 +138,11 @@ def _layouts(files: dict[str, Any]) -> None:
   layouts.run(settings, **files)
 
 
-_COMMANDS = {"attention": _attention, "layouts": _layouts}
+_COMMANDS = {
+  "attention": _attention,
+  "layouts": _layouts,
+  "inference": _inference,
+}
 
 
 def main(argv: Sequence[str]) -> int:

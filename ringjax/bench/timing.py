@@ -199,7 +199,16 @@ def _clock(seconds: float) -> str:
 def environment(command: str) -> dict[str, Any]:
   """What a result depends on besides the code: versions, machine, date."""
   versions = {"python": platform.python_version()}
-  for name in ("jax", "jaxlib", "numpy", "torch", "ringattention", "ringjax"):
+  for name in (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "torch",
+    "transformers",
+    "safetensors",
+    "ringattention",
+    "ringjax",
+  ):
     try:
       versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
