@@ -243,10 +243,23 @@ def load(
 def _zeros(
   params: dict[str, Any], shardings: dict[str, Any] | None
 ) -> dict[str, jax.Array]:
-  """Arrays to fill, by one program."""
-  shapes = {path: p.get_value() for path, p in params.items()}
-  make = lambda: {k: jnp.zeros(x.shape, x.dtype) for k, x in shapes.items()}
-  return jax.jit(make, out_shardings=shardings)()
+  """Arrays to fill."""
+  arrays = [p.get_value() for p in params.values()]
+  shapes = tuple((x.shape, jnp.dtype(x.dtype).name) for x in arrays)
+  where = None if shardings is None else tuple(shardings[k] for k in params)
+  return dict(zip(params, _fill(shapes, where), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill(
+  shapes: tuple[tuple[tuple[int, ...], str], ...],
+  shardings: tuple[Any, ...] | None,
+) -> tuple[jax.Array, ...]:
+  """Zeros, by one program for all models of a shape."""
+  made = tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
+  if shardings is None:
+    return made
+  return jax.lax.with_sharding_constraint(made, shardings)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2,))

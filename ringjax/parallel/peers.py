@@ -480,7 +480,7 @@ class Peers:
 
 def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
   """Sends arrays, which are contiguous, as bytes."""
-  views = [memoryview(p.reshape(-1).view(np.uint8)) for p in parts]
+  views = [p.reshape(-1).view(np.uint8).data for p in parts]
   while views:
     # The system takes a limited number of pieces at once.
     done = link.sendmsg(views[:64])
@@ -497,7 +497,7 @@ def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
     ConnectionError: the other end is closed.
   """
   for part in parts:
-    view = memoryview(part.reshape(-1).view(np.uint8))
+    view = part.reshape(-1).view(np.uint8).data
     while len(view):
       done = link.recv_into(view)
       if not done:

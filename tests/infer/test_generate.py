@@ -146,10 +146,9 @@ def test_auto_says_why(loaded, said):
   ("name", "devices"),
   [
     ("llama2", 4),
-    ("qwen3_next", 1),
     *(
       pytest.param(*case, marks=pytest.mark.slow)
-      for case in (("llama2", 1), ("qwen3_next", 4))
+      for case in (("llama2", 1), ("qwen3_next", 1), ("qwen3_next", 4))
     ),
   ],
 )

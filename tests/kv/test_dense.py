@@ -80,7 +80,7 @@ def check(cache, total):
         )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
   st.sampled_from([1, 4]),
   st.lists(

@@ -63,7 +63,8 @@ def test_json_is_all_there_is_on_stdout(ask, folder):
   assert 300 <= done["prompt_tokens"] <= 400
   assert len(done["tokens"]) <= 8
   assert done["first_token_s"] > done["prefill_s"] >= 0
-  assert done["first_token_s"] > done["compile_s"] > 0
+  # What another test has compiled is not compiled again.
+  assert done["first_token_s"] > done["compile_s"] >= 0
   cache = 2 * 2 * 2 * 8 * 4 + 8
   assert done["cache_bytes_per_device"] == cache * done["cache_tokens"] // 8
 
@@ -181,7 +182,7 @@ def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
     (["--max_new_tokens=0"], "max_new_tokens: got 0"),
     (["--chunk=0"], "chunk: got 0"),
     (["--prefill=ring", "--chunk=8"], "prefill='chunked'"),
-    (["--dtype=int8"], "dtype: got int8"),
+    (["--dtype=int8"], "dtype: got 'int8'"),
     (["--raw", "--chat"], "--raw and --chat"),
     (["--chat"], "without a chat template"),
     (["--system=Hi"], "no chat template"),

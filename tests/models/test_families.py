@@ -46,12 +46,22 @@ def check_greedy(model, expected):
   np.testing.assert_array_equal(chosen, expected.greedy)
 
 
+# Another form of a family of which one is quick.
+VARIANTS = (
+  "deepseek_v3_noq", "falcon_11b", "gpt_neox_serial", "llama_dynamic",
+  "llama_gqa_bias", "llama_linear", "llama_yarn", "mistral_nowindow_headdim",
+  "phi3_longrope_long", "qwen2_window",
+)  # fmt: skip
+
+
+def marks(name):
+  if name in VARIANTS:
+    return pytest.mark.slow
+  return pytest.mark.smoke if name == "llama3" else ()
+
+
 @pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(n, marks=pytest.mark.smoke if n == "llama3" else ())
-    for n in NAMES
-  ],
+  "name", [pytest.param(n, marks=marks(n)) for n in NAMES]
 )
 def test_equals_transformers(name, tmp_path):
   model, expected = load(name, tmp_path), checkpoints.expected(name)

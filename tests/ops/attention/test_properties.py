@@ -168,7 +168,7 @@ def test_tile_kinds_are_tight_for_one_mask_in_natural_order(mask):
 
 
 @given(masks, st.data())
-@few(max_examples=40)
+@few(max_examples=20)
 def test_reach_is_an_upper_bound(mask, data):
   mask, means = mask
   at = Coords(np.arange(-3, 40, dtype=np.int32)[None], np.ones((1, 43), int))
@@ -208,7 +208,7 @@ def same(a, b, tolerance=1e-12):
 
 
 @given(st.integers(0, 99), st.lists(st.integers(0, 3), min_size=3, max_size=3))
-@few(max_examples=25)
+@few(max_examples=15)
 def test_partials_merge_in_any_order_and_grouping(seed, sizes):
   rng = np.random.default_rng(seed)
   with jax.enable_x64(True):
@@ -377,7 +377,7 @@ def check_call(call):
 
 
 @given(calls())
-@few(max_examples=25)
+@few(max_examples=12)
 def test_calls(call):
   check_call(call)
 
