@@ -28,6 +28,7 @@ import numpy as np
 from absl import app, flags
 
 from launch import common, screens
+from launch.definer import Definer
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
@@ -61,11 +62,10 @@ _READ_BYTES = 256 << 20
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  flags.DEFINE_string("model", None, "Folder to read.", flag_values=values)
-  flags.DEFINE_string("out", None, "Folder to make.", flag_values=values)
-  flags.DEFINE_bool(
-    "check", False, "Only look, and write nothing.", flag_values=values
-  )
+  new = Definer(values)
+  new.text("model", None, "Folder to read.")
+  new.text("out", None, "Folder to make.")
+  new.boolean("check", False, "Only look, and write nothing.")
   flags.DEFINE_enum(
     "dtype",
     None,
@@ -74,12 +74,8 @@ def define(values: flags.FlagValues) -> None:
     "stays.",
     flag_values=values,
   )
-  flags.DEFINE_integer(
-    "max_shard_bytes",
-    2 * 10**9,
-    "Of one file that holds more than one tensor.",
-    lower_bound=1,
-    flag_values=values,
+  new.whole(
+    "max_shard_bytes", 2 * 10**9, "Of a file that holds more than one tensor."
   )
 
 

@@ -30,6 +30,7 @@ from absl import flags
 
 import ringjax as rj
 from launch import common, prompts, screens
+from launch.definer import Definer
 from ringjax.data import Tokenizer
 from ringjax.infer import METHODS, Greedy, Sample, Stop
 from ringjax.infer.stopping import Watch
@@ -47,51 +48,50 @@ _MEMORY = (
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  text = lambda name, default, words: flags.DEFINE_string(
-    name, default, words, flag_values=values
+  new = Definer(values)
+  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.text(
+    "prompt", None, "What to continue or, with a file, the question on it."
   )
-  whole = lambda name, words: flags.DEFINE_integer(
-    name, None, words, flag_values=values
-  )
-  number = lambda name, default, words: flags.DEFINE_float(
-    name, default, words, flag_values=values
-  )
-  boolean = lambda name, default, words: flags.DEFINE_bool(
-    name, default, words, flag_values=values
-  )
-  text("model", None, "Hugging Face folder; default: the one in ringjax.")
-  text("prompt", None, "What to continue or, with a file, the question on it.")
-  text("prompt_file", None, "A document, UTF-8; - is stdin.")
-  text("system", None, "A system message; needs a chat template.")
-  boolean("chat", None, "Use the chat template; default: if there is one.")
-  boolean("raw", False, "Use no chat template, as --nochat.")
-  whole(
+  new.text("prompt_file", None, "A document, UTF-8; - is stdin.")
+  new.text("system", None, "A system message; needs a chat template.")
+  new.boolean("chat", None, "Use the chat template; default: if there is one.")
+  new.boolean("raw", False, "Use no chat template, as --nochat.")
+  new.whole(
     "context",
+    None,
     "Tokens of the prompt that is made up if none is given; "
     f"{prompts.CONTEXT:,}.",
+    None,
   )
-  number("depth", 0.4, "Where the passkey hides in it: 0 begin, 1 end.")
+  new.number("depth", 0.4, "Where the passkey hides in it: 0 begin, 1 end.")
   flags.DEFINE_enum(
     "prefill", "auto", METHODS, "How to read it.", flag_values=values
   )
-  whole("chunk", "Tokens of a chunk, for --prefill=chunked.")
-  whole(
+  new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
+  new.whole(
     "max_new_tokens",
+    None,
     f"Longest answer; {_NEW_TOKENS}, for the passkey {prompts.ANSWER_TOKENS}.",
+    None,
   )
-  number("temperature", None, "0 is greedy, as is no sampling flag at all.")
-  whole("top_k", "Keep so many of the likeliest tokens.")
-  number("top_p", None, "Keep the likeliest tokens up to this probability.")
-  number("min_p", None, "Keep tokens of this part of the largest probability.")
-  number("repetition_penalty", None, "Above 1, seen tokens get less likely.")
-  flags.DEFINE_integer(
-    "seed", 0, "Of sampling, and of the passkey.", flag_values=values
+  new.number("temperature", None, "0 is greedy, as is no sampling flag at all.")
+  new.whole("top_k", None, "Keep so many of the likeliest tokens.", None)
+  new.number("top_p", None, "Keep the likeliest tokens up to this probability.")
+  new.number(
+    "min_p", None, "Keep tokens of this part of the largest probability."
   )
+  new.number(
+    "repetition_penalty", None, "Above 1, seen tokens get less likely."
+  )
+  new.whole("seed", 0, "Of sampling, and of the passkey.", None)
   flags.DEFINE_multi_string(
     "stop", [], "Text that ends the answer; repeatable.", flag_values=values
   )
-  text("dtype", None, "bfloat16, float16 or float32; default: the folder's.")
-  boolean("json", False, "One JSON object on stdout, and nothing else.")
+  new.text(
+    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+  new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
 

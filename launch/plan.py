@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from absl import app, flags
 
 from launch import common, screens
+from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
 from ringjax.plan.balance import round_to_tiles
@@ -43,27 +44,18 @@ _FIT = ("llama-2-7b", (1024, 2048, 4096), "bfloat16")
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  text = lambda name, default, words: flags.DEFINE_string(
-    name, default, words, flag_values=values
+  new = Definer(values)
+  new.text("profile", _PROFILE, "Name of a profile, or path of its file.")
+  new.whole("context", 10240, "Tokens of the prompt.")
+  new.whole("ranks", 4, "Devices that read it.")
+  new.number("bandwidth", 300e9, "Of a link, bytes a second.", 0.0)
+  new.number("latency", 0.0, "Of a message, seconds.", 0.0)
+  new.whole("tile", 1, "Partitions are whole tiles of so many tokens.")
+  new.whole("prefix", 0, "Tokens before, whose keys every rank has.", 0)
+  new.whole("window", None, "Keys that a query sees; default all.")
+  new.whole(
+    "credits", None, "Layers that wait at each end of a link; default any."
   )
-  whole = lambda name, default, words, least=1: flags.DEFINE_integer(
-    name, default, words, lower_bound=least, flag_values=values
-  )
-  number = lambda name, default, words: flags.DEFINE_float(
-    name, default, words, lower_bound=0.0, flag_values=values
-  )
-  boolean = lambda name, words: flags.DEFINE_bool(
-    name, False, words, flag_values=values
-  )
-  text("profile", _PROFILE, "Name of a profile, or path of its file.")
-  whole("context", 10240, "Tokens of the prompt.")
-  whole("ranks", 4, "Devices that read it.")
-  number("bandwidth", 300e9, "Of a link, bytes a second.")
-  number("latency", 0.0, "Of a message, seconds.")
-  whole("tile", 1, "Partitions are whole tiles of so many tokens.")
-  whole("prefix", 0, "Tokens before, whose keys every rank has.", 0)
-  whole("window", None, "Keys that a query sees; default all.")
-  whole("credits", None, "Layers that wait at each end of a link; default any.")
   flags.DEFINE_enum(
     "kernel",
     None,
@@ -71,24 +63,28 @@ def define(values: flags.FlagValues) -> None:
     "Which pairs attention computes; default: as the profile says.",
     flag_values=values,
   )
-  number("noise", 0.0, "In each layer one link is so much slower, e.g. 20.")
-  whole("seed", 0, "Of the noise.", 0)
-  number("least_gain", 0.05, "Part of the time that twice the ranks must save.")
-  text("table", None, "File of partitions to look up.")
-  boolean("save_table", "Search partitions and write them to --table.")
-  text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
-  boolean("json", "One JSON object on stdout, and nothing else.")
-  boolean("why", "Say what decided.")
-  boolean("paper", "Print every published row beside ours.")
-  boolean("fit", "Measure this machine and store a profile.")
-  text("preset", None, "--fit: which shapes; see rj.models.PRESETS.")
-  text("name", None, "--fit: of the profile; default preset and platform.")
-  flags.DEFINE_list(
-    "tokens", None, "--fit: tokens of calls, e.g. 256,512.", flag_values=values
+  new.number(
+    "noise", 0.0, "In each layer one link is so much slower, e.g. 20.", 0.0
   )
-  whole("layers", 2, "--fit: layers to measure.")
-  whole("rounds", 5, "--fit: timed runs of each call.")
-  text("dtype", None, "--fit: of weights and keys.")
+  new.whole("seed", 0, "Of the noise.", 0)
+  new.number(
+    "least_gain", 0.05, "Part of the time that twice the ranks must save.", 0.0
+  )
+  new.text("table", None, "File of partitions to look up.")
+  new.boolean(
+    "save_table", False, "Search partitions and write them to --table."
+  )
+  new.text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
+  new.boolean("json", False, "One JSON object on stdout, and nothing else.")
+  new.boolean("why", False, "Say what decided.")
+  new.boolean("paper", False, "Print every published row beside ours.")
+  new.boolean("fit", False, "Measure this machine and store a profile.")
+  new.text("preset", None, "--fit: which shapes; see rj.models.PRESETS.")
+  new.text("name", None, "--fit: of the profile; default preset and platform.")
+  new.texts("tokens", None, "--fit: tokens of calls, e.g. 256,512.")
+  new.whole("layers", 2, "--fit: layers to measure.")
+  new.whole("rounds", 5, "--fit: timed runs of each call.")
+  new.text("dtype", None, "--fit: of weights and keys.")
 
 
 # ---------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from absl import app, flags
 
 import ringjax as rj
 from launch import common, screens
+from launch.definer import Definer
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError, PeerError, message
@@ -56,47 +57,36 @@ _MEMORY = "read a shorter prompt (--context), or use more processes"
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  text = lambda name, default, words: flags.DEFINE_string(
-    name, default, words, flag_values=values
+  new = Definer(values)
+  new.texts("method", ["kvr"], f"all, or some of {', '.join(METHODS)}.")
+  new.whole("context", _CONTEXT, "Tokens of the prompt.")
+  new.texts("partition", None, "Tokens of each rank for kvr, e.g. 1216,832.")
+  new.boolean("search", False, "Search kvr's partition by measuring, first.")
+  new.text("profile", None, "Profile to plan kvr's partition with; see plan.")
+  new.number(
+    "bandwidth", 10e9, "Of a link, bytes a second, with --profile.", 0.0
   )
-  whole = lambda name, default, words, least=1: flags.DEFINE_integer(
-    name, default, words, lower_bound=least, flag_values=values
+  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.text("preset", None, "Shapes of a model, with random weights.")
+  new.text(
+    "prompt_file", None, "A text, UTF-8; default: sources of Python's own."
   )
-  number = lambda name, default, words: flags.DEFINE_float(
-    name, default, words, lower_bound=0.0, flag_values=values
+  new.text(
+    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
-  boolean = lambda name, words: flags.DEFINE_bool(
-    name, False, words, flag_values=values
+  new.whole("seed", 0, "Of random weights and tokens.", 0)
+  new.whole("max_new_tokens", 1, "How far kvr's last rank continues.")
+  new.whole("rounds", 3, "Timed runs of each method.")
+  new.whole("credits", kvr.CREDITS, "Layers that wait at each end of a link.")
+  new.whole("tile", None, "Tokens of a tile of kvr; default: by the context.")
+  new.number(
+    "timeout", TIMEOUT_S, "Seconds after which a silent rank is given up.", 0.0
   )
-  flags.DEFINE_list(
-    "method",
-    ["kvr"],
-    f"all, or some of {', '.join(METHODS)}.",
-    flag_values=values,
+  new.text(
+    "delay", None, "RANK:SECONDS, a rank that pauses before every layer."
   )
-  whole("context", _CONTEXT, "Tokens of the prompt.")
-  flags.DEFINE_list(
-    "partition",
-    None,
-    "Tokens of each rank for kvr, e.g. 1216,832.",
-    flag_values=values,
-  )
-  boolean("search", "Search kvr's partition by measuring, first.")
-  text("profile", None, "Profile to plan kvr's partition with; see plan.")
-  number("bandwidth", 10e9, "Of a link, bytes a second, with --profile.")
-  text("model", None, "Hugging Face folder; default: the one in ringjax.")
-  text("preset", None, "Shapes of a model, with random weights.")
-  text("prompt_file", None, "A text, UTF-8; default: sources of Python's own.")
-  text("dtype", None, "bfloat16, float16 or float32; default: the folder's.")
-  whole("seed", 0, "Of random weights and tokens.", 0)
-  whole("max_new_tokens", 1, "How far kvr's last rank continues.")
-  whole("rounds", 3, "Timed runs of each method.")
-  whole("credits", kvr.CREDITS, "Layers that wait at each end of a link.")
-  whole("tile", None, "Tokens of a tile of kvr; default: by the context.")
-  number("timeout", TIMEOUT_S, "Seconds after which a silent rank is given up.")
-  text("delay", None, "RANK:SECONDS, a rank that pauses before every layer.")
-  text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
-  boolean("json", "One JSON object on stdout, and nothing else.")
+  new.text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
+  new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
 

@@ -15,10 +15,8 @@ cutting and sending cost.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import itertools
 import os
@@ -34,7 +32,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench import timing
+from ringjax.bench import contest, timing
+from ringjax.bench.contest import best
 from ringjax.bench.timing import Skipped, Timing
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention import api
@@ -365,54 +364,27 @@ def run(
     plot: file for a picture of all rows; needs matplotlib.
     append: keeps what `json` holds already, but for rows that run anew.
   """
-  if append and json is None:
-    raise OptionError(
-      message("append", "no file", "--json", "name the file to append to")
-    )
-  if settings.devices > len(jax.devices()):
-    raise OptionError(
-      message(
-        "devices",
-        settings.devices,
-        f"at most the {len(jax.devices())} devices there are",
-        "make it smaller",
-      )
-    )
-  timing.check_plot(plot)
-  for name in settings.contestants:
-    # Now, because importing flax makes JAX compile anew what is compiled. Who
-    # fails here fails again in each row, with a reason.
-    with contextlib.suppress(Exception):
-      CONTESTANTS[name].load()
+  record = contest.Record(
+    "attention",
+    settings,
+    order=_order,
+    summary=summary,
+    command=command,
+    json=json,
+    plot=plot,
+    append=append,
+  )
+  contest.load(CONTESTANTS[name] for name in settings.contestants)
   cases = settings.cases
   progress = timing.Progress(sum(c.flops for c in cases))
-  result: dict[str, Any] = {
-    "benchmark": "attention",
-    **timing.environment(command),
-    "settings": dataclasses.asdict(settings),
-    "complete": False,
-    "rows": [],
-  }
-  earlier: list[dict[str, Any]] = []
-  if append and json is not None and os.path.exists(json):
-    before = timing.read_json(json)
-    facts = ("command", "date", "versions", "machine")
-    last = {name: before[name] for name in facts}
-    result["earlier"] = [*before.get("earlier", []), last]
-    earlier = before["rows"]
   done = 0.0
   for case in cases:
     row = _row(case, settings, progress, done)
     done += case.flops
-    earlier = [r for r in earlier if _order(r) != _order(row)] + [row]
-    result["rows"] = sorted(earlier, key=_order)
-    result["summary"] = summary(result["rows"])
-    result["complete"] = case is cases[-1]
-    if json is not None:
-      timing.write_json(json, result)
+    record.add(row, last=case is cases[-1])
     progress.clear()
     print(_table(case, row), flush=True)
-    gc.collect()
+  result = record.result
   print(_summary_table(result["summary"]), flush=True)
   if plot is not None:
     draw(result, plot)
@@ -432,7 +404,7 @@ def _row(
 ) -> dict[str, Any]:
   """Checks and times all contestants on one case."""
   names = settings.contestants
-  steps = 1 + len(names) + settings.rounds * (len(names) + 1)
+  steps = contest.steps(names, settings.rounds)
 
   def report(step: int, label: str) -> None:
     progress.at(done + case.flops * step / steps, f"{case}: {label}")
@@ -443,50 +415,22 @@ def _row(
   base = _blockwise(wide, [x.astype(np.float32) for x in arrays])
   reference = base.outputs(base.run())
 
-  runs: dict[str, Callable[[], Any]] = {"gemm": timing.gemm(case.dtype)}
-  reasons: dict[str, str] = {}
-  differences: dict[str, float] = {}
-  for i, name in enumerate(names):
-    report(1 + i, f"{name}, check")
-    try:
-      # In float32 the reference competes itself: compile it once.
-      same = name == "blockwise" and case == wide
-      ready = base if same else CONTESTANTS[name].ready(case, arrays)
-      # The first call, with its compilation, is the warm-up as well.
-      outputs = ready.outputs(jax.block_until_ready(ready.run()))
-      difference, wrong = _compare(outputs, reference, TOLERANCE[case.dtype])
-      differences[name] = difference
-      if wrong:
-        reasons[name] = f"WRONG: off by {difference:.1e}"
-      else:
-        runs[name] = ready.run
-      del ready, outputs
-    except Exception as error:
-      reasons[name] = timing.reason(error)
-  timings = timing.interleave(
-    runs,
+  def make(name: str) -> contest.Made:
+    # In float32 the reference competes itself: compile it once.
+    same = name == "blockwise" and case == wide
+    ready = base if same else CONTESTANTS[name].ready(case, arrays)
+    # The first call, with its compilation, is the warm-up as well.
+    return ready.run, ready.outputs(jax.block_until_ready(ready.run()))
+
+  timings, differences = contest.run(
+    names,
+    make,
+    lambda outputs: contest.compare(outputs, reference, TOLERANCE[case.dtype]),
     settings.rounds,
-    warmup=0,
-    on_run=lambda n, name: report(1 + len(names) + n, name),
+    report,
+    {"gemm": timing.gemm(case.dtype)},
   )
-  timings |= {name: Timing(reason=text) for name, text in reasons.items()}
   return _record(case, names, timings, differences)
-
-
-def _compare(
-  outputs: Sequence[np.ndarray],
-  reference: Sequence[np.ndarray],
-  tolerance: float,
-) -> tuple[float, bool]:
-  """(largest absolute difference, whether any output is off)."""
-  worst, wrong = 0.0, len(outputs) != len(reference)
-  for a, b in zip(outputs, reference, strict=False):
-    difference = float(np.max(np.abs(a.astype(np.float32) - b)))
-    scale = max(1.0, float(np.max(np.abs(b))))
-    # Not `>`: NaN is wrong.
-    wrong = wrong or not difference <= tolerance * scale
-    worst = max(worst, difference) if difference == difference else difference
-  return worst, wrong
 
 
 def _record(
@@ -529,18 +473,6 @@ def _record(
   }
 
 
-def _best(
-  row: dict[str, Any], names: Sequence[str]
-) -> tuple[str, float] | None:
-  """(name, median) of the fastest of `names` that has a number."""
-  found = [
-    (name, row["results"][name]["median_s"])
-    for name in names
-    if row["results"].get(name, {}).get("median_s")
-  ]
-  return min(found, key=lambda x: x[1], default=None)
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
   """Ratios of median times, ours over theirs: below 1 we are faster.
 
@@ -553,7 +485,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
   def add(table: str, name: str, ours: Sequence[str], theirs: str) -> None:
     ratios = []
     for row in rows:
-      a, b = _best(row, ours), _best(row, [theirs])
+      a, b = best(row, ours), best(row, [theirs])
       ratios.append(a[1] / b[1] if a and b else None)
     if any(r is not None for r in ratios):
       tables.setdefault(table, {})[name] = ratios
@@ -567,10 +499,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
   for name in sharded:
     add("loss", name, [name], "blockwise")
   median = lambda xs: statistics.median(x for x in xs if x is not None)
-  best = [_best(row, _BEST_OF) for row in rows]
+  fastest = [best(row, _BEST_OF) for row in rows]
   return {
     "rows": [_label(row) for row in rows],
-    "best_of_ours": [b and b[0] for b in best],
+    "best_of_ours": [b and b[0] for b in fastest],
     **{
       table: {
         name: {"ratios": ratios, "median": median(ratios)}
@@ -656,7 +588,7 @@ def draw(result: dict[str, Any], path: str) -> None:
   for row in rows:
     panels.setdefault((row["dtype"], row["pass"]), []).append(row)
   names = [
-    name for name in CONTESTANTS if any(_best(row, [name]) for row in rows)
+    name for name in CONTESTANTS if any(best(row, [name]) for row in rows)
   ]
   most = max(len(p) for p in panels.values())
   figure = figures.Figure(

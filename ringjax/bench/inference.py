@@ -31,10 +31,8 @@ its copy of the weights, so striped cannot win there by more hardware.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import os
 import pathlib
@@ -48,23 +46,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 import ringjax as rj
-from ringjax.bench import timing
-from ringjax.bench.timing import Skipped, Timing
-from ringjax.errors import OptionError, message
-from ringjax.kv.dense import Dense, Slots
-from ringjax.nn.spread import Travel, Visit
-from ringjax.ops.attention import schedule
-from ringjax.ops.mask import Causal, Coords
-from ringjax.parallel.layout import Contiguous, Layout, Striped
-from ringjax.parallel.mesh import make_mesh
+from ringjax.bench import contest, timing
+from ringjax.bench.contest import best
 
 # `rj.models` and `rj.infer` load flax when they are first used, which the
 # other benchmarks do without.
-
-PARTS = ("forward", "decode", "load", "tiles")
+from ringjax.bench.model_contestants import (
+  CONTESTANTS,
+  PARTS,
+  Case,
+  Given,
+  Ready,
+  torch_threads,
+)
+from ringjax.bench.timing import Timing
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention import schedule
+from ringjax.ops.mask import Causal
+from ringjax.parallel.layout import Contiguous, Layout, Striped
 
 # Largest difference of a logit, of the largest logit of the reference or of 1
 # where that is smaller.
@@ -78,326 +79,6 @@ LAYOUTS: dict[str, Layout] = {"contiguous": Contiguous(), "striped": Striped()}
 # The array that all cores read: larger than any cache of theirs.
 _READ_BYTES = 1 << 28
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-  """One row: the work that all contestants do.
-
-  Attributes:
-    part: one of `PARTS`.
-    dtype: of weights, activations and the cache.
-    tokens: of the prompt, or in the cache before the first step; 0 to load.
-    room: tokens that the cache has slots for.
-    steps: of decoding, timed together.
-    devices: of a sharded contestant.
-  """
-
-  part: str
-  dtype: str
-  tokens: int = 0
-  room: int = 0
-  steps: int = 1
-  devices: int = 8
-
-  def __str__(self) -> str:
-    if self.part == "load":
-      return f"load {self.dtype}"
-    return f"{self.part} {self.dtype} T={self.tokens}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-  """What the contestants of a row get.
-
-  Attributes:
-    folder: of the model, in the dtype of the case.
-    config: what it computes.
-    ids: int32 [T], the prompt; one token to decode.
-    keys: keys and values [L, K, T, H] in float32, to decode.
-  """
-
-  folder: pathlib.Path
-  config: rj.models.TransformerConfig
-  ids: np.ndarray
-  keys: tuple[np.ndarray, np.ndarray] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Ready:
-  """A contestant with its weights and inputs in place.
-
-  Attributes:
-    check: what is compared with the reference; warms up as well.
-    run: does the work of the case once.
-  """
-
-  check: Callable[[], np.ndarray]
-  run: Callable[[], Any]
-
-
-Builder = Callable[[Case, Given], Ready]
-
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-  """Someone who runs models.
-
-  Attributes:
-    parts: for each part that it takes part in, what gets it ready.
-    ours: whether it is this package.
-    sharded: whether it runs on all devices, or on one.
-    imports: what it needs beside this package.
-  """
-
-  parts: Mapping[str, Builder]
-  ours: bool
-  sharded: bool = False
-  imports: tuple[str, ...] = ()
-
-  def load(self) -> None:
-    for name in self.imports:
-      importlib.import_module(name)
-
-
-# ---------------------------------------------------------------------------
-# Ours
-# ---------------------------------------------------------------------------
-
-
-def _float32(logits: Any) -> np.ndarray:
-  return np.asarray(logits).astype(np.float32).reshape(-1)
-
-
-def _forward(case: Case, given: Given) -> Ready:
-  """The call of a model on one device."""
-  model = rj.models.load(given.folder)
-  tokens = jnp.asarray(given.ids[None])
-  last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
-  run = lambda: model(tokens, rows=last)
-  return Ready(lambda: _float32(run()), run)
-
-
-def _striped_forward(case: Case, given: Given) -> Ready:
-  """The same over the devices of a mesh, each with its own tokens."""
-  if given.ids.size % (2 * case.devices):
-    raise Skipped(f"skipped: {given.ids.size} tokens over {case.devices}")
-  mesh = make_mesh(
-    (case.devices,),
-    ("seq",),
-    devices=jax.devices()[: case.devices],
-    axis_types=AxisType.Auto,
-  )
-  model, layout = rj.models.load(given.folder, mesh=mesh), Striped()
-  order = np.asarray(layout.order(given.ids.size, case.devices))
-  tokens = jnp.asarray(given.ids[order][None])
-  last = jnp.asarray(np.argsort(order)[-1:][None].astype(np.int32))
-  attend = Travel(mesh=mesh, axis="seq", layout=layout)
-  run = lambda: model(tokens, rows=last, attend=attend)
-  return Ready(lambda: _float32(run()), run)
-
-
-def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
-  """Steps as `generate` takes them in a session of `case.room` tokens."""
-  from ringjax.infer import decode
-
-  model = rj.models.load(given.folder, scan=scan)
-  session = rj.infer.Session(model, case.room)
-  session.cache = _filled(session.cache, given)
-  token, pos = (
-    jnp.asarray([x], jnp.int32) for x in (given.ids[0], case.tokens)
-  )
-  state = decode.State(token, pos, jnp.zeros(1, bool), None, jnp.int32(0))
-  stops, total = jnp.asarray([-1], jnp.int32), jnp.int32(case.room)
-  spread, sampler = Visit(), rj.infer.Greedy()
-
-  def check() -> np.ndarray:
-    logits, _ = model(
-      token[None], positions=pos[None], cache=session.cache, length=total
-    )
-    logits = _float32(logits)
-    run()
-    return logits
-
-  def run() -> None:
-    nonlocal state
-    for _ in range(case.steps):
-      after, session.cache = decode.step(
-        model, spread, sampler, session.cache, state, stops, total
-      )
-      # The next step is on its way while this one's token is read.
-      jax.device_get((state.token, state.done))
-      state = after
-    jax.block_until_ready(state)
-
-  return Ready(check, run)
-
-
-def _filled(cache: Dense, given: Given) -> Dense:
-  """The cache as if it had read the tokens whose keys are given."""
-  assert given.keys is not None
-  count = given.keys[0].shape[2]
-  at = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-  used = at < count
-  slots, first = [], 0
-  for part in cache.slots:
-    assert isinstance(part, Slots)
-    layers = part.k.shape[0]
-    put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
-      new[i : i + n].astype(old.dtype)
-    )
-    slots.append(Slots(*map(put, part, given.keys)))
-    first += layers
-  zero = jnp.zeros_like(at)
-  return dataclasses.replace(
-    cache,
-    slots=tuple(slots),
-    at=Coords(jnp.where(used, at, zero), used.astype(jnp.int32)),
-    base=jnp.int32(count),
-  )
-
-
-def _load(case: Case, given: Given) -> Ready:
-  run = lambda: rj.models.load(given.folder)
-  check = lambda: _digest(np.asarray(x) for x in jax.tree.leaves(run()))
-  return Ready(check, run)
-
-
-def _digest(arrays: Any) -> np.ndarray:
-  """What tells weights apart, in whatever order and shape they are."""
-  found = np.zeros(3)
-  for x in arrays:
-    wide = x.astype(np.float32).reshape(-1)
-    sums = (np.sum(f(wide), dtype=np.float64) for f in (np.abs, np.square))
-    found += (wide.size, *sums)
-  return found
-
-
-# ---------------------------------------------------------------------------
-# Theirs
-# ---------------------------------------------------------------------------
-
-
-def _torch(threads: int | None = None) -> Any:
-  """PyTorch, from now on with so many threads; None is one for each core."""
-  torch = importlib.import_module("torch")
-  torch.set_num_threads(threads or os.cpu_count() or 1)
-  return torch
-
-
-def _pretrained(case: Case, given: Given) -> Any:
-  """LlamaForCausalLM of the folder, on PyTorch's own fused attention."""
-  transformers = importlib.import_module("transformers")
-  transformers.utils.logging.set_verbosity_error()
-  transformers.utils.logging.disable_progress_bar()
-  return transformers.LlamaForCausalLM.from_pretrained(
-    given.folder,
-    dtype=getattr(_torch(), case.dtype),
-    attn_implementation="sdpa",
-  ).eval()
-
-
-def _peer_forward(
-  case: Case, given: Given, *, threads: int | None = None
-) -> Ready:
-  torch, model = _torch(), _pretrained(case, given)
-  tokens = torch.from_numpy(given.ids.astype(np.int64))[None]
-
-  def run() -> Any:
-    _torch(threads)
-    with torch.inference_mode():
-      return model(tokens, use_cache=False, logits_to_keep=1).logits
-
-  return Ready(lambda: _float32(run().float().numpy()), run)
-
-
-def _peer_decode(
-  case: Case, given: Given, *, threads: int | None = None
-) -> Ready:
-  """Calls of the model with a `DynamicCache`, greedy."""
-  torch, model = _torch(), _pretrained(case, given)
-  cache = importlib.import_module("transformers").DynamicCache(
-    config=model.config
-  )
-  assert given.keys is not None
-  dtype = getattr(torch, case.dtype)
-  for i, (k, v) in enumerate(zip(*given.keys, strict=True)):
-    k, v = (torch.from_numpy(x).to(dtype)[None] for x in (k, v))
-    cache.update(k, v, i)
-  token = torch.from_numpy(given.ids[:1].astype(np.int64))[None]
-
-  def step() -> Any:
-    nonlocal token
-    with torch.inference_mode():
-      logits = model(
-        token, past_key_values=cache, use_cache=True, logits_to_keep=1
-      ).logits
-      token = logits[:, -1].argmax(-1, keepdim=True)
-      token.item()
-    return logits
-
-  def run() -> None:
-    _torch(threads)
-    for _ in range(case.steps):
-      step()
-
-  def check() -> np.ndarray:
-    logits = _float32(step().float().numpy())
-    run()
-    return logits
-
-  return Ready(check, run)
-
-
-def _peer_load(case: Case, given: Given) -> Ready:
-  run = lambda: _pretrained(case, given)
-
-  def check() -> np.ndarray:
-    # Tied weights are one parameter.
-    found = run().parameters()
-    return _digest(x.detach().float().numpy() for x in found)
-
-  return Ready(check, run)
-
-
-def _safetensors(case: Case, given: Given) -> Ready:
-  """`safetensors.numpy.load_file` of each file: NumPy arrays by name."""
-  reader = importlib.import_module("safetensors.numpy")
-  files = sorted(given.folder.glob("*.safetensors"))
-  run = lambda: [reader.load_file(file) for file in files]
-  check = lambda: _digest(x for file in run() for x in file.values())
-  return Ready(check, run)
-
-
-CONTESTANTS: dict[str, Contestant] = {
-  "ringjax": Contestant(
-    {
-      "forward": _forward,
-      "decode": functools.partial(_decode, scan=True),
-      "load": _load,
-    },
-    ours=True,
-  ),
-  "unrolled": Contestant(
-    {"decode": functools.partial(_decode, scan=False)}, ours=True
-  ),
-  "striped": Contestant({"forward": _striped_forward}, ours=True, sharded=True),
-  "transformers": Contestant(
-    {"forward": _peer_forward, "decode": _peer_decode, "load": _peer_load},
-    ours=False,
-    imports=("torch", "transformers"),
-  ),
-  "transformers_1": Contestant(
-    {
-      "forward": functools.partial(_peer_forward, threads=1),
-      "decode": functools.partial(_peer_decode, threads=1),
-    },
-    ours=False,
-    imports=("torch", "transformers"),
-  ),
-  "safetensors": Contestant(
-    {"load": _safetensors}, ours=False, imports=("safetensors.numpy",)
-  ),
-}
 
 _PEERS = ("transformers", "transformers_1")
 
@@ -523,65 +204,31 @@ def run(
     plot: file for a picture of all rows; needs matplotlib.
     append: keeps what `json` holds already, but for rows that run anew.
   """
-  if append and json is None:
-    raise OptionError(
-      message("append", "no file", "--json", "name the file to append to")
-    )
-  if settings.devices > len(jax.devices()):
-    raise OptionError(
-      message(
-        "devices",
-        settings.devices,
-        f"at most the {len(jax.devices())} devices there are",
-        "make it smaller",
-      )
-    )
-  timing.check_plot(plot)
-  for name in settings.contestants:
-    # As in the benchmark of the attention: before anything is compiled.
-    with contextlib.suppress(Exception):
-      CONTESTANTS[name].load()
-  result: dict[str, Any] = {
-    "benchmark": "inference",
-    **timing.environment(command),
-    "torch_threads": _threads(),
-    "settings": dataclasses.asdict(settings),
-    "complete": False,
-    "rows": [],
-  }
-  earlier: list[dict[str, Any]] = []
-  if append and json is not None and os.path.exists(json):
-    before = timing.read_json(json)
-    facts = ("command", "date", "versions", "machine")
-    last = {name: before[name] for name in facts}
-    result["earlier"] = [*before.get("earlier", []), last]
-    earlier = before["rows"]
+  record = contest.Record(
+    "inference",
+    settings,
+    order=_order,
+    summary=summary,
+    command=command,
+    json=json,
+    plot=plot,
+    append=append,
+    torch_threads=torch_threads(),
+  )
+  contest.load(CONTESTANTS[name] for name in settings.contestants)
   cases = settings.cases
   with tempfile.TemporaryDirectory(prefix="ringjax-bench-") as temporary:
     bench = _Bench(settings, pathlib.Path(temporary))
     for case in cases:
       row = _row(bench, case)
-      earlier = [r for r in earlier if _order(r) != _order(row)] + [row]
-      result["rows"] = sorted(earlier, key=_order)
-      result["summary"] = summary(result["rows"])
-      result["complete"] = case is cases[-1]
-      if json is not None:
-        timing.write_json(json, result)
+      record.add(row, last=case is cases[-1])
       bench.progress.clear()
       print(_table(row), flush=True)
-      gc.collect()
+  result = record.result
   print(_summary_table(result["summary"]), flush=True)
   if plot is not None:
     draw(result, plot)
   return result
-
-
-def _threads() -> int | None:
-  """Threads of PyTorch, if it is there."""
-  try:
-    return _torch().get_num_threads()
-  except ImportError:
-    return None
 
 
 class _Bench:
@@ -709,7 +356,7 @@ def _row(bench: _Bench, case: Case) -> dict[str, Any]:
     return _tiles(case)
   settings = bench.settings
   names = [n for n in settings.contestants if case.part in CONTESTANTS[n].parts]
-  steps = 1 + len(names) + settings.rounds * (len(names) + 1)
+  steps = contest.steps(names, settings.rounds)
 
   def report(step: int, label: str) -> None:
     done = bench.done + bench.seconds(case) * step / steps
@@ -718,35 +365,26 @@ def _row(bench: _Bench, case: Case) -> dict[str, Any]:
   report(0, "reference")
   given = bench.given(case)
   reference = bench.reference(case, given)
-  runs: dict[str, Callable[[], Any]] = {}
+  machine: dict[str, Callable[[], Any]] = {}
   if case.part == "forward":
-    runs["machine"] = timing.gemm(case.dtype)
+    machine["machine"] = timing.gemm(case.dtype)
   elif case.part == "decode":
-    runs["machine"] = _reading()
-  reasons: dict[str, str] = {}
-  differences: dict[str, float] = {}
+    machine["machine"] = _reading()
   cpu: dict[str, list[float]] = {}
-  for i, name in enumerate(names):
-    report(1 + i, f"{name}, check")
-    try:
-      CONTESTANTS[name].load()
-      work, found = bench.checked(name, case, given)
-      difference, wrong = _compare(found, reference, _tolerance(case))
-      differences[name] = difference
-      if wrong:
-        reasons[name] = f"WRONG: off by {difference:.1e}"
-      else:
-        runs[name] = _clocked(work, cpu.setdefault(name, []))
-      del work, found
-    except Exception as error:
-      reasons[name] = timing.reason(error)
-  timings = timing.interleave(
-    runs,
+
+  def make(name: str) -> contest.Made:
+    CONTESTANTS[name].load()
+    work, found = bench.checked(name, case, given)
+    return _clocked(work, cpu.setdefault(name, [])), found
+
+  timings, differences = contest.run(
+    names,
+    make,
+    lambda found: _compare(found, reference, _tolerance(case)),
     settings.rounds,
-    warmup=0,
-    on_run=lambda n, name: report(1 + len(names) + n, name),
+    report,
+    machine,
   )
-  timings |= {name: Timing(reason=text) for name, text in reasons.items()}
   bench.done += bench.seconds(case)
   return _record(bench, case, names, timings, differences, cpu)
 
@@ -771,15 +409,10 @@ def _compare(
   found: np.ndarray, reference: np.ndarray, tolerance: float
 ) -> tuple[float, bool]:
   """(largest absolute difference, whether the result is off)."""
-  if found.shape != reference.shape:
-    return float("nan"), True
-  if found.dtype == np.float64:
+  if found.dtype == np.float64 and found.shape == reference.shape:
     # Of weights: each of the sums counts for itself.
     found, reference = found / reference, np.ones_like(reference)
-  difference = float(np.max(np.abs(found - reference)))
-  scale = max(1.0, float(np.max(np.abs(reference))))
-  # Not `>`: NaN is wrong.
-  return difference, not difference <= tolerance * scale
+  return contest.compare([found], [reference], tolerance)
 
 
 def _reading() -> Callable[[], Any]:
@@ -891,18 +524,6 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
   )  # fmt: skip
 
 
-def _best(
-  row: dict[str, Any], names: Sequence[str], key: str = "median_s"
-) -> tuple[str, float] | None:
-  """(name, time) of the fastest of `names` that has a number."""
-  found = [
-    (name, row["results"][name][key])
-    for name in names
-    if row["results"].get(name, {}).get(key)
-  ]
-  return min(found, key=lambda x: x[1], default=None)
-
-
 def fit(tokens: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
   """The line through times of a step, in ms and ms for 1024 tokens."""
   x, y = np.asarray(tokens) / 1024, np.asarray(seconds) * 1e3
@@ -970,13 +591,13 @@ def _speed(
   row: dict[str, Any], ours: Sequence[str], key: str
 ) -> tuple[str | None, float | None]:
   """(our fastest, the peer's best time over its)."""
-  mine, theirs = _best(row, ours, key), _best(row, _PEERS, key)
+  mine, theirs = best(row, ours, key), best(row, _PEERS, key)
   speed = theirs[1] / mine[1] if mine and theirs else None
   return mine and mine[0], speed
 
 
 def _over(row: dict[str, Any], a: str, b: str) -> float | None:
-  mine, theirs = _best(row, [a]), _best(row, [b])
+  mine, theirs = best(row, [a]), best(row, [b])
   return mine[1] / theirs[1] if mine and theirs else None
 
 
@@ -994,7 +615,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     members = [r for r in rows if r["part"] == "decode" and r["dtype"] == dtype]
     rate = _read_rate(rows)
     for name in CONTESTANTS:
-      points = [(r, best[1]) for r in members if (best := _best(r, [name]))]
+      points = [(r, least[1]) for r in members if (least := best(r, [name]))]
       if len(points) < 2:
         continue
       tokens = [r["tokens"] for r, _ in points]
@@ -1157,9 +778,7 @@ def _draw_decode(
   rate: float,
 ) -> None:
   for name, color in _COLORS.items():
-    points = [
-      (r["tokens"], b[1] * 1e3) for r in rows if (b := _best(r, [name]))
-    ]
+    points = [(r["tokens"], b[1] * 1e3) for r in rows if (b := best(r, [name]))]
     if not points:
       continue
     x = np.array([p[0] for p in points])
@@ -1178,11 +797,11 @@ def _draw_decode(
 
 
 def _draw_forward(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
-  names = [n for n in _COLORS if any(_best(r, [n]) for r in rows)]
+  names = [n for n in _COLORS if any(best(r, [n]) for r in rows)]
   width = 0.8 / max(len(names), 1)
   for i, name in enumerate(names):
     rates = [
-      r["tokens"] / b[1] if (b := _best(r, [name])) else 0.0 for r in rows
+      r["tokens"] / b[1] if (b := best(r, [name])) else 0.0 for r in rows
     ]
     x = np.arange(len(rows)) + (i - (len(names) - 1) / 2) * width
     ax.bar(x, rates, width * 0.92, color=_COLORS[name], label=name)

@@ -16,7 +16,7 @@ from absl.testing import flagsaver
 
 import ringjax as rj
 from launch import bench
-from ringjax.bench import inference, timing
+from ringjax.bench import inference, model_contestants, timing
 from ringjax.errors import OptionError
 from ringjax.ops.attention import schedule
 
@@ -220,7 +220,7 @@ def test_a_wrong_result_is_not_timed(part, factor, monkeypatch, capsys):
 
     return inference.Ready(check, lambda: ran.append(1))
 
-  fake = inference.Contestant({part: off}, ours=False)
+  fake = model_contestants.Contestant({part: off}, ours=False)
   monkeypatch.setitem(inference.CONTESTANTS, "off", fake)
   settings = only(part, caches=(16,), contestants=("off",))
   one = inference.run(settings)["rows"][0]["results"]["off"]
@@ -233,7 +233,7 @@ def test_a_contestant_that_fails_has_a_reason(monkeypatch, capsys):
   def full(case, given):
     raise MemoryError("all gone")
 
-  fake = inference.Contestant(dict(forward=full), ours=False)
+  fake = model_contestants.Contestant(dict(forward=full), ours=False)
   monkeypatch.setitem(inference.CONTESTANTS, "full", fake)
   settings = only("forward", tokens=(60,), contestants=("full", "striped"))
   results = inference.run(settings)["rows"][0]["results"]
@@ -255,20 +255,22 @@ def test_a_filled_cache_is_one_that_read_a_prompt(scan, tmp_path):
   )
   given = inference.Given(tmp_path, model.config, ids[0], parts)
   empty = rj.infer.Session(model, 64).cache
-  found = step(inference._filled(empty, given))
+  found = step(model_contestants._filled(empty, given))
   np.testing.assert_allclose(found, step(read.cache), rtol=1e-5, atol=1e-5)
   half = dataclasses.replace(given, keys=tuple(x[:, :, :12] for x in parts))
-  worse = step(inference._filled(empty, half))
+  worse = step(model_contestants._filled(empty, half))
   assert np.abs(worse - found).max() > 1e-2
 
 
 def test_weights_are_told_apart():
   rng = np.random.default_rng(0)
   a, b = (rng.standard_normal(s, np.float32) for s in ((8, 4), (6,)))
-  same = inference._digest([b, a.T])
-  np.testing.assert_allclose(inference._digest([a, b]), same, rtol=1e-12)
+  same = model_contestants._digest([b, a.T])
+  np.testing.assert_allclose(
+    model_contestants._digest([a, b]), same, rtol=1e-12
+  )
   for other in ([a], [a, b * 2], [a, np.abs(b) + 1], [a, b, b]):
-    assert inference._compare(inference._digest(other), same, 1e-3)[1]
+    assert inference._compare(model_contestants._digest(other), same, 1e-3)[1]
 
 
 def test_both_dtypes_hold_the_same_numbers(tmp_path, folders):

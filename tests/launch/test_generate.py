@@ -19,7 +19,6 @@ import pytest
 import ringjax as rj
 from launch import common, generate, screens
 from ringjax.data import Tokenizer, documents
-from ringjax.models import tiny
 
 SHORT = ("--max_new_tokens=8", "--context=400")
 # What a process may say of its own accord on an interrupt.
@@ -280,8 +279,6 @@ def test_no_file_of_flags_is_a_word(start):
 
 
 def test_the_command_without_a_model(start):
-  if not (tiny.path() / "model.safetensors").is_file():
-    pytest.skip("the model that ships is not trained yet")
   with start("-m", "launch.generate", "--context=2048") as process:
     out, err = process.communicate(timeout=PATIENCE_S)
   assert process.returncode == 0, err

@@ -10,7 +10,6 @@ import nbclient
 import nbformat
 import pytest
 
-from ringjax.models import tiny
 from tests.launch.conftest import ROOT, environment
 
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
@@ -42,19 +41,16 @@ def test_outputs_are_stripped(path: pathlib.Path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path: pathlib.Path, folder, monkeypatch):
+def test_runs(path: pathlib.Path, monkeypatch):
   notebook = nbformat.read(path, as_version=4)
   notebook.cells = [
     cell
     for cell in notebook.cells
     if "install" not in cell.metadata.get("tags", [])
   ]
-  trained = (tiny.path() / "model.safetensors").is_file()
   for cell in notebook.cells:
     for pattern, quick in QUICK.items():
       cell.source = re.sub(pattern, quick, cell.source)
-    if not trained:
-      cell.source = cell.source.replace("tiny.path()", repr(folder))
   monkeypatch.setenv("MPLBACKEND", "agg")
   client = nbclient.NotebookClient(
     notebook,

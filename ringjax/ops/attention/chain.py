@@ -41,7 +41,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.ring import Visitor, pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
@@ -106,18 +106,14 @@ class Chain:
   ) -> Partial:
     size, me, steps = self._place()
     length = x.k.shape[2]
-    visitor = Visitor(pack(x.k, x.v), pack(*context.k))
+    visitor = Visitor.of(x, context)
     carry = empty_partial(x)
     for t in range(steps + 1):
       coming = self._send(visitor, t + 1, size) if t < steps else visitor
-      k, v = unpack(visitor.kv)
+      there, seen = visitor.seen_by(x, context)
+      source = (me - t) % size
       carry = self.local.forward(
-        scores,
-        Local(x.q, k, v),
-        terms,
-        context._replace(k=Coords(*unpack(visitor.at))),
-        (me - t) % size * length,
-        carry,
+        scores, there, terms, seen, source * length, carry
       )
       visitor = coming
     return carry
@@ -134,24 +130,17 @@ class Chain:
     length = x.k.shape[2]
     # Else a compiler takes these sends for those of the forward pass, and keeps
     # what those brought until now.
-    visitor = lax.optimization_barrier(
-      Visitor(pack(x.k, x.v), pack(*context.k))
-    )
+    visitor = lax.optimization_barrier(Visitor.of(x, context))
     carry = zero_gradients(x, terms, residuals.lse.dtype)
     sums: Any = None
     home: Any = None
     for t in range(steps + 1):
       coming = self._send(visitor, t + 1, size) if t < steps else visitor
       moved = self._send(sums, t, size) if t else None
-      k, v = unpack(visitor.kv)
+      there, seen = visitor.seen_by(x, context)
+      source = (me - t) % size
       grads = self.local.backward(
-        scores,
-        Local(x.q, k, v),
-        terms,
-        context._replace(k=Coords(*unpack(visitor.at))),
-        (me - t) % size * length,
-        residuals,
-        carry,
+        scores, there, terms, seen, source * length, residuals, carry
       )
       carry = grads.q, grads.terms
       more = pack(grads.k, grads.v)

@@ -52,6 +52,16 @@ class Visitor(NamedTuple):
   kv: Any  # [2, B, K, S, H], or the pair (k, v) where the head dims differ
   at: Any  # int32 [2, B or 1, S], or the pair (pos, seg) where shapes differ
 
+  @classmethod
+  def of(cls, x: Local, context: Context) -> Visitor:
+    """A shard's own keys."""
+    return cls(pack(x.k, x.v), pack(*context.k))
+
+  def seen_by(self, x: Local, context: Context) -> tuple[Local, Context]:
+    """The operands and the context of a shard's queries over these keys."""
+    k, v = unpack(self.kv)
+    return Local(x.q, k, v), context._replace(k=Coords(*unpack(self.at)))
+
 
 def pack(a: jax.Array, b: jax.Array) -> Any:
   """One array to send where that is possible, else the pair."""
@@ -96,19 +106,14 @@ class Ring:
     x, context = _pin(x, context)
     size, me = self._place()
     behind, ahead = self._hops()
-    own = Visitor(pack(x.k, x.v), pack(*context.k))
+    own = Visitor.of(x, context)
     length = x.k.shape[2]
 
     def compute(carry: Partial, visitor: Visitor, distance: Any) -> Partial:
-      k, v = unpack(visitor.kv)
       source = (me - distance) % size
+      there, seen = visitor.seen_by(x, context)
       return self.local.forward(
-        scores,
-        Local(x.q, k, v),
-        terms,
-        context._replace(k=Coords(*unpack(visitor.at))),
-        source * length,
-        carry,
+        scores, there, terms, seen, source * length, carry
       )
 
     def travel(
@@ -143,22 +148,16 @@ class Ring:
     x, context = _pin(x, context)
     size, me = self._place()
     behind, ahead = self._hops()
-    own = Visitor(pack(x.k, x.v), pack(*context.k))
+    own = Visitor.of(x, context)
     length = x.k.shape[2]
 
     def compute(
       carry: tuple, visitor: Visitor, distance: Any
     ) -> tuple[tuple, Any]:
-      k, v = unpack(visitor.kv)
       source = (me - distance) % size
+      there, seen = visitor.seen_by(x, context)
       grads = self.local.backward(
-        scores,
-        Local(x.q, k, v),
-        terms,
-        context._replace(k=Coords(*unpack(visitor.at))),
-        source * length,
-        residuals,
-        carry,
+        scores, there, terms, seen, source * length, residuals, carry
       )
       return (grads.q, grads.terms), pack(grads.k, grads.v)
 

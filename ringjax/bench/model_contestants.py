@@ -1,0 +1,362 @@
+"""Who reads prompts, decodes and loads in `inference`: ours and peers.
+
+Law: a contestant is given a folder, tokens and cached keys, puts them in place
+before the clock starts, and runs the way that its users get.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import ringjax as rj
+from ringjax.bench.timing import Skipped
+from ringjax.kv.dense import Dense, Slots
+from ringjax.nn.spread import Travel, Visit
+from ringjax.ops.mask import Coords
+from ringjax.parallel.layout import Striped
+from ringjax.parallel.mesh import make_mesh
+
+# `rj.models` and `rj.infer` load flax when they are first used, which the
+# other benchmarks do without.
+
+PARTS = ("forward", "decode", "load", "tiles")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """One row: the work that all contestants do.
+
+  Attributes:
+    part: one of `PARTS`.
+    dtype: of weights, activations and the cache.
+    tokens: of the prompt, or in the cache before the first step; 0 to load.
+    room: tokens that the cache has slots for.
+    steps: of decoding, timed together.
+    devices: of a sharded contestant.
+  """
+
+  part: str
+  dtype: str
+  tokens: int = 0
+  room: int = 0
+  steps: int = 1
+  devices: int = 8
+
+  def __str__(self) -> str:
+    if self.part == "load":
+      return f"load {self.dtype}"
+    return f"{self.part} {self.dtype} T={self.tokens}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+  """What the contestants of a row get.
+
+  Attributes:
+    folder: of the model, in the dtype of the case.
+    config: what it computes.
+    ids: int32 [T], the prompt; one token to decode.
+    keys: keys and values [L, K, T, H] in float32, to decode.
+  """
+
+  folder: pathlib.Path
+  config: rj.models.TransformerConfig
+  ids: np.ndarray
+  keys: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+  """A contestant with its weights and inputs in place.
+
+  Attributes:
+    check: what is compared with the reference; warms up as well.
+    run: does the work of the case once.
+  """
+
+  check: Callable[[], np.ndarray]
+  run: Callable[[], Any]
+
+
+Builder = Callable[[Case, Given], Ready]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+  """Someone who runs models.
+
+  Attributes:
+    parts: for each part that it takes part in, what gets it ready.
+    ours: whether it is this package.
+    sharded: whether it runs on all devices, or on one.
+    imports: what it needs beside this package.
+  """
+
+  parts: Mapping[str, Builder]
+  ours: bool
+  sharded: bool = False
+  imports: tuple[str, ...] = ()
+
+  def load(self) -> None:
+    for name in self.imports:
+      importlib.import_module(name)
+
+
+# ---------------------------------------------------------------------------
+# Ours
+# ---------------------------------------------------------------------------
+
+
+def _float32(logits: Any) -> np.ndarray:
+  return np.asarray(logits).astype(np.float32).reshape(-1)
+
+
+def _forward(case: Case, given: Given) -> Ready:
+  """The call of a model on one device."""
+  model = rj.models.load(given.folder)
+  tokens = jnp.asarray(given.ids[None])
+  last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
+  run = lambda: model(tokens, rows=last)
+  return Ready(lambda: _float32(run()), run)
+
+
+def _striped_forward(case: Case, given: Given) -> Ready:
+  """The same over the devices of a mesh, each with its own tokens."""
+  if given.ids.size % (2 * case.devices):
+    raise Skipped(f"skipped: {given.ids.size} tokens over {case.devices}")
+  mesh = make_mesh(
+    (case.devices,),
+    ("seq",),
+    devices=jax.devices()[: case.devices],
+    axis_types=AxisType.Auto,
+  )
+  model, layout = rj.models.load(given.folder, mesh=mesh), Striped()
+  order = np.asarray(layout.order(given.ids.size, case.devices))
+  tokens = jnp.asarray(given.ids[order][None])
+  last = jnp.asarray(np.argsort(order)[-1:][None].astype(np.int32))
+  attend = Travel(mesh=mesh, axis="seq", layout=layout)
+  run = lambda: model(tokens, rows=last, attend=attend)
+  return Ready(lambda: _float32(run()), run)
+
+
+def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
+  """Steps as `generate` takes them in a session of `case.room` tokens."""
+  from ringjax.infer import decode
+
+  model = rj.models.load(given.folder, scan=scan)
+  session = rj.infer.Session(model, case.room)
+  session.cache = _filled(session.cache, given)
+  token, pos = (
+    jnp.asarray([x], jnp.int32) for x in (given.ids[0], case.tokens)
+  )
+  state = decode.State(token, pos, jnp.zeros(1, bool), None, jnp.int32(0))
+  stops, total = jnp.asarray([-1], jnp.int32), jnp.int32(case.room)
+  spread, sampler = Visit(), rj.infer.Greedy()
+
+  def check() -> np.ndarray:
+    logits, _ = model(
+      token[None], positions=pos[None], cache=session.cache, length=total
+    )
+    logits = _float32(logits)
+    run()
+    return logits
+
+  def run() -> None:
+    nonlocal state
+    for _ in range(case.steps):
+      after, session.cache = decode.step(
+        model, spread, sampler, session.cache, state, stops, total
+      )
+      # The next step is on its way while this one's token is read.
+      jax.device_get((state.token, state.done))
+      state = after
+    jax.block_until_ready(state)
+
+  return Ready(check, run)
+
+
+def _filled(cache: Dense, given: Given) -> Dense:
+  """The cache as if it had read the tokens whose keys are given."""
+  assert given.keys is not None
+  count = given.keys[0].shape[2]
+  at = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
+  used = at < count
+  slots, first = [], 0
+  for part in cache.slots:
+    assert isinstance(part, Slots)
+    layers = part.k.shape[0]
+    put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
+      new[i : i + n].astype(old.dtype)
+    )
+    slots.append(Slots(*map(put, part, given.keys)))
+    first += layers
+  zero = jnp.zeros_like(at)
+  return dataclasses.replace(
+    cache,
+    slots=tuple(slots),
+    at=Coords(jnp.where(used, at, zero), used.astype(jnp.int32)),
+    base=jnp.int32(count),
+  )
+
+
+def _load(case: Case, given: Given) -> Ready:
+  run = lambda: rj.models.load(given.folder)
+  check = lambda: _digest(np.asarray(x) for x in jax.tree.leaves(run()))
+  return Ready(check, run)
+
+
+def _digest(arrays: Any) -> np.ndarray:
+  """What tells weights apart, in whatever order and shape they are."""
+  found = np.zeros(3)
+  for x in arrays:
+    wide = x.astype(np.float32).reshape(-1)
+    sums = (np.sum(f(wide), dtype=np.float64) for f in (np.abs, np.square))
+    found += (wide.size, *sums)
+  return found
+
+
+# ---------------------------------------------------------------------------
+# Theirs
+# ---------------------------------------------------------------------------
+
+
+def _torch(threads: int | None = None) -> Any:
+  """PyTorch, from now on with so many threads; None is one for each core."""
+  torch = importlib.import_module("torch")
+  torch.set_num_threads(threads or os.cpu_count() or 1)
+  return torch
+
+
+def _pretrained(case: Case, given: Given) -> Any:
+  """LlamaForCausalLM of the folder, on PyTorch's own fused attention."""
+  transformers = importlib.import_module("transformers")
+  transformers.utils.logging.set_verbosity_error()
+  transformers.utils.logging.disable_progress_bar()
+  return transformers.LlamaForCausalLM.from_pretrained(
+    given.folder,
+    dtype=getattr(_torch(), case.dtype),
+    attn_implementation="sdpa",
+  ).eval()
+
+
+def _peer_forward(
+  case: Case, given: Given, *, threads: int | None = None
+) -> Ready:
+  torch, model = _torch(), _pretrained(case, given)
+  tokens = torch.from_numpy(given.ids.astype(np.int64))[None]
+
+  def run() -> Any:
+    _torch(threads)
+    with torch.inference_mode():
+      return model(tokens, use_cache=False, logits_to_keep=1).logits
+
+  return Ready(lambda: _float32(run().float().numpy()), run)
+
+
+def _peer_decode(
+  case: Case, given: Given, *, threads: int | None = None
+) -> Ready:
+  """Calls of the model with a `DynamicCache`, greedy."""
+  torch, model = _torch(), _pretrained(case, given)
+  cache = importlib.import_module("transformers").DynamicCache(
+    config=model.config
+  )
+  assert given.keys is not None
+  dtype = getattr(torch, case.dtype)
+  for i, (k, v) in enumerate(zip(*given.keys, strict=True)):
+    k, v = (torch.from_numpy(x).to(dtype)[None] for x in (k, v))
+    cache.update(k, v, i)
+  token = torch.from_numpy(given.ids[:1].astype(np.int64))[None]
+
+  def step() -> Any:
+    nonlocal token
+    with torch.inference_mode():
+      logits = model(
+        token, past_key_values=cache, use_cache=True, logits_to_keep=1
+      ).logits
+      token = logits[:, -1].argmax(-1, keepdim=True)
+      token.item()
+    return logits
+
+  def run() -> None:
+    _torch(threads)
+    for _ in range(case.steps):
+      step()
+
+  def check() -> np.ndarray:
+    logits = _float32(step().float().numpy())
+    run()
+    return logits
+
+  return Ready(check, run)
+
+
+def _peer_load(case: Case, given: Given) -> Ready:
+  run = lambda: _pretrained(case, given)
+
+  def check() -> np.ndarray:
+    # Tied weights are one parameter.
+    found = run().parameters()
+    return _digest(x.detach().float().numpy() for x in found)
+
+  return Ready(check, run)
+
+
+def _safetensors(case: Case, given: Given) -> Ready:
+  """`safetensors.numpy.load_file` of each file: NumPy arrays by name."""
+  reader = importlib.import_module("safetensors.numpy")
+  files = sorted(given.folder.glob("*.safetensors"))
+  run = lambda: [reader.load_file(file) for file in files]
+  check = lambda: _digest(x for file in run() for x in file.values())
+  return Ready(check, run)
+
+
+def torch_threads() -> int | None:
+  """Threads of PyTorch, if it is there."""
+  try:
+    return _torch().get_num_threads()
+  except ImportError:
+    return None
+
+
+CONTESTANTS: dict[str, Contestant] = {
+  "ringjax": Contestant(
+    {
+      "forward": _forward,
+      "decode": functools.partial(_decode, scan=True),
+      "load": _load,
+    },
+    ours=True,
+  ),
+  "unrolled": Contestant(
+    {"decode": functools.partial(_decode, scan=False)}, ours=True
+  ),
+  "striped": Contestant({"forward": _striped_forward}, ours=True, sharded=True),
+  "transformers": Contestant(
+    {"forward": _peer_forward, "decode": _peer_decode, "load": _peer_load},
+    ours=False,
+    imports=("torch", "transformers"),
+  ),
+  "transformers_1": Contestant(
+    {
+      "forward": functools.partial(_peer_forward, threads=1),
+      "decode": functools.partial(_peer_decode, threads=1),
+    },
+    ours=False,
+    imports=("torch", "transformers"),
+  ),
+  "safetensors": Contestant(
+    {"load": _safetensors}, ours=False, imports=("safetensors.numpy",)
+  ),
+}
