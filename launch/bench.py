@@ -10,6 +10,9 @@
   python -m launch.bench inference --quick
       A 100M-parameter Llama: reading, decoding and loading against
       transformers and safetensors, in about a minute.
+  python -m launch.bench kvr --json=kvr.json --plot=kvr.png
+      KV-Runahead: counted, simulated beside the paper, and measured in two
+      processes with a core each against what gathers or rotates keys.
 
 On a CPU the devices are virtual (--devices of them). Flags that name
 benchmarks concern those only.
@@ -26,6 +29,7 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
+from launch import runahead
 from ringjax.bench import attention, inference, layouts
 from ringjax.errors import RingjaxError
 
@@ -40,7 +44,8 @@ _TOKENS = flags.DEFINE_list(
 _QUICK = flags.DEFINE_bool(
   "quick",
   False,
-  "attention: T=4096, H=64, float32, 3 rounds. inference: a few float32 rows.",
+  "attention: T=4096, H=64, float32, 3 rounds. inference: a few float32 rows. "
+  "kvr: 512 tokens.",
 )
 _HEAD_DIMS = flags.DEFINE_list("head_dims", None, "attention: e.g. 64,128.")
 _DTYPES = flags.DEFINE_list(
@@ -55,7 +60,8 @@ _CONTESTANTS = flags.DEFINE_list(
   "contestants",
   None,
   f"attention: of {','.join(attention.CONTESTANTS)}; "
-  f"inference: of {','.join(inference.CONTESTANTS)}.",
+  f"inference: of {','.join(inference.CONTESTANTS)}; "
+  f"kvr: of {','.join(runahead.METHODS)}.",
 )
 _HEADS = flags.DEFINE_integer("heads", None, "attention: heads, N.")
 _APPEND = flags.DEFINE_bool(
@@ -64,10 +70,21 @@ _APPEND = flags.DEFINE_bool(
   "attention, inference: keep the rows that --json already holds.",
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", None, "attention, inference: timed rounds."
+  "rounds", None, "attention, inference, kvr: timed rounds."
 )
 _PARTS = flags.DEFINE_list(
-  "parts", None, f"inference: of {','.join(inference.PARTS)}."
+  "parts",
+  None,
+  f"inference: of {','.join(inference.PARTS)}; "
+  f"kvr: of {','.join(runahead.PARTS)}.",
+)
+_PRESET = flags.DEFINE_string(
+  "preset",
+  runahead.Settings.preset,
+  "kvr: shapes of the model; empty is the one that ships with ringjax.",
+)
+_PROCESSES = flags.DEFINE_integer(
+  "processes", runahead.Settings.processes, "kvr: ranks.", lower_bound=2
 )
 _CACHES = flags.DEFINE_list(
   "caches", None, "inference: tokens in the cache when decoding begins."
@@ -138,10 +155,28 @@ def _layouts(files: dict[str, Any]) -> None:
   layouts.run(settings, **files)
 
 
+def _kvr(files: dict[str, Any]) -> None:
+  chosen: dict[str, Any] = {
+    "parts": _words(_PARTS.value),
+    "tokens": _ints("tokens", _TOKENS.value),
+    "methods": _words(_CONTESTANTS.value),
+    "rounds": _ROUNDS.value,
+  }
+  chosen = {name: value for name, value in chosen.items() if value is not None}
+  settings = dataclasses.replace(
+    runahead.QUICK if _QUICK.value else runahead.Settings(),
+    preset=_PRESET.value,
+    processes=_PROCESSES.value,
+    **chosen,
+  )
+  runahead.run(settings, **files)
+
+
 _COMMANDS = {
   "attention": _attention,
   "layouts": _layouts,
   "inference": _inference,
+  "kvr": _kvr,
 }
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, prompts, screens
+from launch import common, machines, prompts, screens
 from launch.definer import Definer
 from ringjax.data import Tokenizer
 from ringjax.infer import METHODS, Greedy, Sample, Stop
@@ -37,6 +37,7 @@ from ringjax.infer.stopping import Watch
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
+from ringjax.plan.choice import KEEPS
 
 NAME = "generate"
 _NEW_TOKENS = 256
@@ -69,6 +70,14 @@ def define(values: flags.FlagValues) -> None:
     "prefill", "auto", METHODS, "How to read it.", flag_values=values
   )
   new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
+  machines.define(new, "Profile for --prefill=auto to choose by")
+  flags.DEFINE_enum(
+    "keep",
+    KEEPS[0],
+    KEEPS,
+    "Who has the prompt's keys then: all devices, or the last, which decodes.",
+    flag_values=values,
+  )
   new.whole(
     "max_new_tokens",
     None,
@@ -245,6 +254,8 @@ class _Work:
         sampler=_sampler(values),
         prefill=values.prefill,
         chunk=values.chunk,
+        machine=machines.machine(values),
+        keep=values.keep,
         mesh=mesh,
         stop=eos,
         stream=stream,
@@ -375,6 +386,12 @@ def _check(values: flags.FlagValues) -> None:
   if values.system is not None and (values.raw or values.chat is False):
     raise prompts.clash(
       "--system without a chat template", "--system with --chat"
+    )
+  for name in machines.unused(values):
+    raise prompts.clash(f"--{name} without --profile", "both")
+  if values.profile is not None and values.prefill != "auto":
+    raise prompts.clash(
+      f"--profile and --prefill={values.prefill}", "--prefill=auto"
     )
   for name in ("context", "depth"):
     if values[name].present and not prompts.made_up(values):

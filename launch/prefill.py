@@ -9,7 +9,8 @@
 
 Methods: kvr (a balanced partition, or --partition, or --search), kvr_even, tsp
 (an all-gather, all products, then the mask), flash_tsp (without the masked
-tiles), ring, striped. Each is run in turn, --rounds times after one that does
+tiles), ring, striped; auto is the one that --profile and --bandwidth speak
+for. Each is run in turn, --rounds times after one that does
 not count; times to the first token are medians.
 
 With several processes (see launch/common.py) all get the same flags. If one
@@ -31,16 +32,18 @@ import numpy as np
 from absl import app, flags
 
 import ringjax as rj
-from launch import common, screens
+from launch import common, machines, screens
 from launch.definer import Definer
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError, PeerError, message
 from ringjax.infer import kvr, together
+from ringjax.infer.prefill import check_layers
 from ringjax.models import tiny
 from ringjax.models.transformer import Transformer
+from ringjax.parallel.local import last_device
 from ringjax.parallel.peers import TIMEOUT_S, Peers
-from ringjax.plan import cost, draw, fit, profiles, schedules
+from ringjax.plan import cost, draw, fit, schedules
 from ringjax.plan.cost import Network, Profile, Prompt
 from ringjax.plan.events import Timeline
 from ringjax.plan.schedules import Outcome
@@ -48,6 +51,9 @@ from ringjax.plan.schedules import Outcome
 NAME = "prefill"
 METHODS = ("kvr", "kvr_even", *together.METHODS)
 _CHAINS = ("kvr", "kvr_even")
+_AUTO = "auto"
+# What `plan.choose` says, by the names here.
+_CHOSEN = {"kvr": "kvr", "striped": "striped", "gather": "flash_tsp"}
 _CONTEXT = 2048
 _TILE = 128
 # The exit status when another process failed.
@@ -58,14 +64,15 @@ _MEMORY = "read a shorter prompt (--context), or use more processes"
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   new = Definer(values)
-  new.texts("method", ["kvr"], f"all, or some of {', '.join(METHODS)}.")
+  new.texts(
+    "method",
+    ["kvr"],
+    f"auto (needs --profile), all, or some of {', '.join(METHODS)}.",
+  )
   new.whole("context", _CONTEXT, "Tokens of the prompt.")
   new.texts("partition", None, "Tokens of each rank for kvr, e.g. 1216,832.")
   new.boolean("search", False, "Search kvr's partition by measuring, first.")
-  new.text("profile", None, "Profile to plan kvr's partition with; see plan.")
-  new.number(
-    "bandwidth", 10e9, "Of a link, bytes a second, with --profile.", 0.0
-  )
+  machines.define(new, "Profile to plan kvr's partition or --method=auto with")
   new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text("preset", None, "Shapes of a model, with random weights.")
   new.text(
@@ -193,6 +200,15 @@ class _Work:
           "leave it out",
         )
       )
+    if values.delay is not None and peers.size == 1:
+      raise OptionError(
+        message(
+          "--delay",
+          "one process",
+          "several, of which one pauses",
+          "start more with --num_processes, or leave it out",
+        )
+      )
     model = self._load(mesh)
     ids = self._prompt(model)
     screen.say(
@@ -200,6 +216,8 @@ class _Work:
       f"{jax.devices()[0].device_kind} in {peers.size} "
       f"process{'es' * (peers.size > 1)}"
     )
+    if methods == (_AUTO,):
+      methods = (self._choose(model, ids.size, mesh.devices.size),)
     runs = {name: self._reader(name, model, ids, mesh) for name in methods}
     found = self._interleave(runs)
     return self._figures(found, ids, mesh, model)
@@ -260,17 +278,32 @@ class _Work:
       one = together.Together(model, peers, name, mesh=mesh)
       return lambda: one.read(ids, new_tokens=new, pause=pause)
     ranks = mesh.devices.size if peers.size == 1 else peers.size
-    if peers.size == 1:
-      lengths = self._partition(name, model, ids.size, ranks)
-      return lambda: _as_one(model, ids, lengths, name, mesh)
-    chain = self._chain(model, peers)
     lengths = self._partition(name, model, ids.size, ranks)
-    read = lambda lengths: chain.read(
-      ids, lengths, new_tokens=new, method=name, pause=pause
-    )
+    if peers.size == 1:
+      read = lambda lengths: _as_one(model, ids, lengths, name, mesh, new)
+    else:
+      chain = self._chain(model, peers)
+      read = lambda lengths: chain.read(
+        ids, lengths, new_tokens=new, method=name, pause=pause
+      )
     if name == "kvr" and values.search:
       lengths = self._search(lengths, read)
     return lambda: read(lengths)
+
+  def _choose(self, model: Transformer, tokens: int, ranks: int) -> str:
+    machine = machines.machine(self._values, self._values.credits)
+    assert machine is not None
+    check_layers(machine.profile, len(model.config.layers))
+    choice = plan.choose(
+      machine,
+      Prompt(tokens=tokens),
+      ranks,
+      keep="last",
+      tile=_tile(tokens, ranks),
+    )
+    for reason in choice.why:
+      self._screen.say(f"  {reason}")
+    return _CHOSEN[choice.way.method]
 
   def _chain(self, model: Transformer, peers: Peers) -> kvr.Runahead:
     values = self._values
@@ -285,16 +318,16 @@ class _Work:
       return cost.even(tokens, ranks)
     if values.partition is not None:
       return _ints("partition", values.partition)
-    tile = min(_TILE, max(1, tokens // (4 * ranks)))
-    if values.profile is not None:
-      return plan.plan(
-        profiles.load(values.profile),
-        Prompt(tokens=tokens),
-        ranks,
-        Network(bandwidth=values.bandwidth),
-        tile=tile,
-        credits=values.credits,
-      ).found.lengths
+    tile = _tile(tokens, ranks)
+    machine = machines.machine(values, values.credits)
+    if machine is not None:
+      check_layers(machine.profile, len(model.config.layers))
+      given = (machine.profile, Prompt(tokens=tokens), ranks, machine.network)
+      more = {"credits": machine.credits, "noise": machine.noise}
+      if self.several:
+        return plan.plan(*given, tile=tile, **more).found.lengths
+      # One program has a part for each device; processes may stay idle.
+      return plan.find(*given, tile=tile, **more).lengths
     return kvr.balanced(model, tokens, ranks, tile)
 
   def _search(
@@ -307,7 +340,7 @@ class _Work:
     objective = plan.measured(
       lambda lengths: float(read(lengths).outcome.seconds), repeats=3
     )
-    tile = min(_TILE, max(1, sum(start) // (4 * len(start))))
+    tile = _tile(sum(start), len(start))
     found = plan.search(
       objective,
       [plan.round_to_tiles(start, sum(start), tile)],
@@ -362,6 +395,7 @@ class _Work:
         "seconds": statistics.median(seconds),
         "rounds_s": seconds,
         "tiles_by_rank": list(middle.tiles),
+        "computed_s_by_rank": _computed(middle.outcome),
       }
       rows.append(row | self._continue(name, readings[-1]))
       drawn.append(middle.outcome)
@@ -440,20 +474,29 @@ def _as_one(
   lengths: tuple[int, ...],
   name: str,
   mesh: Any,
+  new_tokens: int,
 ) -> kvr.Reading:
-  """The chain as one program over the devices of a mesh."""
+  """The chain as one program over the devices of a mesh.
+
+  Where more tokens follow, the last device gets all keys and goes on alone, as
+  the last rank does.
+  """
+  shards = len(lengths)
+  room = shards * (max(lengths) + 1) + new_tokens
+  session = rj.infer.Session(model, room, mesh=mesh)
   start = time.monotonic()
-  new = rj.infer.generate(
+  found = rj.infer.generate(
     model,
     [ids],
     max_new_tokens=1,
     prefill="kvr",
     partition=lengths,
-    mesh=mesh,
+    keep="last" if new_tokens > 1 else "sharded",
+    cache=session,
   )
   seconds = time.monotonic() - start
   logits = np.zeros((1, model.config.vocab), np.float32)
-  logits[0, int(new[0, 0])] = 1.0
+  logits[0, int(found[0, 0])] = 1.0
   prompt = Prompt(tokens=sum(lengths))
   sent = kvr.link_bytes(kvr.Pieces(model), lengths, model.dtype)
   return kvr.Reading(
@@ -466,8 +509,9 @@ def _as_one(
       timeline=Timeline(()),
     ),
     tiles=(),
-    length=sum(lengths) + 1,
-    logits=jax.numpy.asarray(logits),
+    length=sum(lengths) + new_tokens,
+    logits=jax.device_put(logits, last_device(mesh, "seq")),
+    session=session if new_tokens > 1 else None,
   )
 
 
@@ -508,9 +552,20 @@ def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
     return None
 
 
+def _tile(tokens: int, ranks: int) -> int:
+  return min(_TILE, max(1, tokens // (4 * ranks)))
+
+
 def _row_bytes(one: Outcome, layers: int) -> float:
   rows = sum(np.cumsum(one.lengths)[:-1]) * layers
   return float(one.sent_bytes) / rows if rows else 0.0
+
+
+def _computed(one: Outcome) -> list[float]:
+  """When each rank had computed its last layer; empty where nobody looked."""
+  ranks = range(len(one.lengths))
+  spans = [one.timeline.of(f"rank {rank}") for rank in ranks]
+  return [max(s.end_s for s in mine) for mine in spans] if all(spans) else []
 
 
 def _median(readings: Sequence[kvr.Reading]) -> kvr.Reading:
@@ -565,8 +620,14 @@ def _check(values: flags.FlagValues) -> None:
   ways = [n for n in ("partition", "profile", "search") if values[n].value]
   if len(ways) > 1:
     raise clash(f"--{' and --'.join(ways)}", "one of them")
-  if ways and "kvr" not in methods:
+  if methods == (_AUTO,):
+    if ways != ["profile"]:
+      given = f" with --{ways[0]}" if ways else " without --profile"
+      raise clash(f"--method=auto{given}", "--method=auto --profile=NAME")
+  elif ways and "kvr" not in methods:
     raise clash(f"--{ways[0]} without kvr", "--method=kvr")
+  for name in machines.unused(values):
+    raise clash(f"--{name} without --profile", "both")
   if values.preset is not None and values.model is not None:
     raise clash("--preset and --model", "one of them")
   if values.preset is not None and values.prompt_file is not None:
@@ -592,13 +653,15 @@ def _check(values: flags.FlagValues) -> None:
 def _methods(given: Sequence[str]) -> tuple[str, ...]:
   if list(given) == ["all"]:
     return METHODS
+  if list(given) == [_AUTO]:
+    return (_AUTO,)
   wrong = [name for name in given if name not in METHODS]
   if wrong or not given:
     raise OptionError(
       message(
         "--method",
         ",".join(given) or "none",
-        f"all, or some of {', '.join(METHODS)}",
+        f"auto, all, or some of {', '.join(METHODS)}",
         "choose some",
       )
     )

@@ -14,7 +14,6 @@ import numpy as np
 from ringjax.errors import (
   OptionError,
   PeerError,
-  PromptError,
   RingjaxError,
   message,
 )
@@ -96,34 +95,3 @@ def fingerprint(model: Transformer) -> str:
 
 def _is_host(x: jax.Array) -> bool:
   return all(d.platform == "cpu" for d in x.devices())
-
-
-def prompt_ids(tokens: Any, vocab: int) -> np.ndarray:
-  """One prompt's ids, int32 [C].
-
-  Raises:
-    PromptError: it is none.
-  """
-  ids = np.asarray(tokens)
-  if ids.ndim == 2 and ids.shape[0] == 1:
-    ids = ids[0]
-  if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-    raise PromptError(
-      message(
-        "tokens",
-        f"shape {ids.shape} of {ids.dtype}",
-        "integer ids [C] of one prompt",
-        "read one prompt at a time",
-      )
-    )
-  bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-  if bad.size:
-    raise PromptError(
-      message(
-        "tokens",
-        f"id {int(ids[bad[0]])} at position {int(bad[0])}",
-        f"ids from 0 to {vocab - 1}",
-        "use the tokenizer that belongs to the model",
-      )
-    )
-  return ids.astype(np.int32)

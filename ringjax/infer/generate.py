@@ -25,7 +25,7 @@ from ringjax.errors import (
   PromptError,
   message,
 )
-from ringjax.infer import decode, prefill
+from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.prefill import plan
 from ringjax.infer.sampling import Greedy
 from ringjax.infer.stopping import Stop
@@ -33,8 +33,10 @@ from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import positive_int
+from ringjax.parallel.local import here, last_device
 from ringjax.parallel.mesh import check_auto
 from ringjax.parallel.place import SEQ
+from ringjax.plan.choice import KEEPS, Machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,10 +105,29 @@ class Session:
     # Slots in use, on the shard that has the most; lengths can be shorter.
     self.slots = 0
     self.last: Report | None = None
+    self._device: Any = None
 
   @property
   def shards(self) -> int:
     return self.cache.shards
+
+  def gather(self, device: Any) -> None:
+    """Brings the cache to one device of its mesh, where it then stays.
+
+    Later calls run there, with that device's copy of the weights.
+
+    Raises:
+      MeshError: weights that are sharded, or a device of another process.
+    """
+    model, shards = here(self.model, device), self.shards
+    self.model = model
+    self.cache = self.cache.gathered(device, self.slots)
+    self.slots *= shards
+    self.mesh, self.axis, self._device = None, None, device
+
+  def weights(self, model: Transformer) -> Transformer:
+    """The model where this session's calls run."""
+    return model if self._device is None else here(model, self._device)
 
   def room(self) -> int:
     """Tokens that still fit, whichever example they belong to."""
@@ -124,6 +145,8 @@ def generate(
   axis: str | None = None,
   chunk: int | None = None,
   partition: Sequence[int] | None = None,
+  machine: Machine | None = None,
+  keep: str = "sharded",
   cache: Session | None = None,
   stop: Stop | Iterable[int] | None = None,
   tokenizer: Any = None,
@@ -148,6 +171,12 @@ def generate(
     chunk: tokens of a chunk of a chunked prefill.
     partition: tokens of each shard for "kvr", KV-Runahead's chain (Cho et al.
       2024, arXiv 2405.05329); default: shards have equal work.
+    machine: the model's cost on these devices and their links, which
+      prefill="auto" then chooses by (`rj.plan.choose`); `Report` has the
+      reasons. Default: "striped" on a sharded sequence.
+    keep: where the cache lies when the prompt is read: "sharded" over the
+      sequence's axis, on which all devices decode, or on the "last" device of
+      that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
     stop: ids behind which an example ends, or a `Stop` with ids and strings.
@@ -169,7 +198,8 @@ def generate(
   sampler = Greedy() if sampler is None else sampler
   _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
   _check_pad(pad_id)
-  prompts = _prompts(tokens, model.config.vocab)
+  _check_keep(keep)
+  prompts = inputs.prompts(tokens, model.config.vocab)
   stops, watches = _stops(stop, model.config.vocab, tokenizer, len(prompts))
   if isinstance(cache, Session) and len(prompts) == cache.pending.size:
     prompts = [
@@ -183,7 +213,15 @@ def generate(
     found, over = _place(mesh, axis, model)
     shards = 1 if over is None else found.shape[over]
     first = plan(
-      prefill, longest, model, found, over, chunk=chunk, partition=partition
+      prefill,
+      longest,
+      model,
+      found,
+      over,
+      chunk=chunk,
+      partition=partition,
+      machine=machine,
+      keep=keep,
     )
     # A shard's last slot may stay empty behind an uneven prompt.
     need = first.slots * shards + count + shards
@@ -206,10 +244,25 @@ def generate(
         "make one with rj.infer.Session(model, capacity)",
       )
     )
+  model = session.weights(model)
+  if keep == "last" and session.axis is not None:
+    # Refused before the prompt is read, and not behind it.
+    here(model, last_device(session.mesh, session.axis))
   fresh = session.slots == 0
   # The last token is not read.
   left = session.room() - (count - 1)
-  how = _method(prefill, longest, model, session, fresh, chunk, partition, left)
+  resolve = functools.partial(
+    plan,
+    tokens=longest,
+    model=model,
+    mesh=session.mesh,
+    axis=session.axis,
+    chunk=chunk,
+    partition=partition,
+    room=left,
+    keep=keep,
+  )
+  how = _method(prefill, machine, fresh, resolve)
   _check_session(session, model, batch, longest, count, how, left)
   start = session.lengths.copy()
   total = int(start.max()) + longest + count
@@ -219,6 +272,10 @@ def generate(
     model, how, prompts, lengths, start, session, total, progress
   )
   session.lengths = start + lengths
+  if keep == "last" and session.axis is not None:
+    device = last_device(session.mesh, session.axis)
+    session.gather(device)
+    model, logits = session.weights(model), here(logits, device)
   seen = _seen(sampler, prompts, model.config.vocab)
   state = decode.first(
     sampler,
@@ -382,28 +439,17 @@ def _check_devices(model: Transformer, mesh: Any) -> None:
 
 def _method(
   name: str,
-  tokens: int,
-  model: Transformer,
-  session: Session,
+  machine: Machine | None,
   fresh: bool,
-  chunk: int | None,
-  partition: Sequence[int] | None,
-  left: int,
+  resolve: Callable[..., prefill.Prefill],
 ) -> prefill.Prefill:
-  resolve = functools.partial(
-    prefill.plan,
-    tokens=tokens,
-    model=model,
-    mesh=session.mesh,
-    axis=session.axis,
-    chunk=chunk,
-    partition=partition,
-    room=left,
-  )
-  if not fresh and name == "auto":
+  if fresh:
+    return resolve(name, machine=machine)
+  if name == "auto":
+    # What it sees lies in the cache already: no choice is left.
     why = "it continues a conversation"
     return dataclasses.replace(resolve("chunked"), why=why)
-  if not fresh and name != "chunked":
+  if name != "chunked":
     raise OptionError(
       message(
         "prefill",
@@ -412,7 +458,7 @@ def _method(
         "pass prefill='auto'",
       )
     )
-  return resolve(name)
+  return resolve(name, machine=machine)
 
 
 def _check_session(
@@ -488,68 +534,19 @@ def _check_calls(**functions: Any) -> None:
       )
 
 
+def _check_keep(keep: Any) -> None:
+  if keep not in KEEPS:
+    raise OptionError(
+      message("keep", repr(keep), f"one of {', '.join(KEEPS)}", "leave it out")
+    )
+
+
 def _check_pad(pad_id: Any) -> None:
   whole = isinstance(pad_id, int | np.integer) and not isinstance(pad_id, bool)
   if not whole or not -(2**31) <= pad_id < 2**31:
     raise OptionError(
       message("pad_id", repr(pad_id), "an int of 32 bits", "leave it out")
     )
-
-
-def _prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
-  if isinstance(tokens, jax.Array | np.ndarray):
-    if tokens.ndim != 2:
-      raise PromptError(
-        message(
-          "tokens",
-          f"shape {tokens.shape}",
-          "[B, T], or a list of sequences",
-          "give a single prompt a batch axis: tokens[None]",
-        )
-      )
-    rows: Sequence[Any] = list(np.asarray(tokens))
-  elif isinstance(tokens, list | tuple) and tokens:
-    rows = [tokens] if isinstance(tokens[0], int | np.integer) else tokens
-  else:
-    raise PromptError(
-      message(
-        "tokens",
-        f"{type(tokens).__name__} of no prompts",
-        "an int32 array [B, T], or a list of sequences",
-        "encode the text first",
-      )
-    )
-  if not rows:
-    raise PromptError(
-      message("tokens", "no prompts", "at least one", "encode the text first")
-    )
-  found = []
-  for i, row in enumerate(rows):
-    try:
-      row = np.asarray(row)
-    except ValueError:
-      row = np.asarray(None)  # Lists of unequal depth.
-    if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu":
-      raise PromptError(
-        message(
-          "tokens",
-          f"prompt {i} of shape {row.shape} and dtype {row.dtype}",
-          "at least one integer id",
-          "encode the text first; begin an empty prompt with the BOS id",
-        )
-      )
-    bad = np.flatnonzero((row < 0) | (row >= vocab))
-    if bad.size:
-      raise PromptError(
-        message(
-          "tokens",
-          f"id {int(row[bad[0]])} at position {int(bad[0])} of prompt {i}",
-          f"ids from 0 to {vocab - 1}",
-          "use the tokenizer that belongs to the model",
-        )
-      )
-    found.append(row.astype(np.int32))
-  return found
 
 
 def _stops(

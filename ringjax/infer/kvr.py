@@ -41,19 +41,19 @@ from jax.sharding import SingleDeviceSharding
 
 from ringjax import plan
 from ringjax.errors import OptionError, PeerError, message
-from ringjax.infer import decode, prefill, spans
+from ringjax.infer import decode, inputs, prefill, spans
 from ringjax.infer.agree import (
   agree,
   check_partition,
   digest,
   fingerprint,
-  prompt_ids,
 )
 from ringjax.infer.generate import Session
 from ringjax.infer.layerwise import Pieces, Place
 from ringjax.infer.links import Inbox, Outbox, first_needed
 from ringjax.infer.sampling import Greedy
 from ringjax.infer.spans import Events
+from ringjax.models import work
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Visit
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
@@ -161,13 +161,13 @@ class Runahead:
     self.peers.check()
 
     def card() -> dict[str, Any]:
-      ids = prompt_ids(tokens, self.model.config.vocab)
+      ids = inputs.prompt(tokens, self.model.config.vocab)
       lengths = check_partition(partition, ids.size, self.peers.size)
       positive_int("new_tokens", new_tokens)
       return self._card(ids, lengths, method, new_tokens)
 
     agree(self.peers, card)
-    ids = prompt_ids(tokens, self.model.config.vocab)
+    ids = inputs.prompt(tokens, self.model.config.vocab)
     lengths = check_partition(partition, ids.size, self.peers.size)
     try:
       return self._read(ids, lengths, new_tokens, method, pause)
@@ -546,7 +546,7 @@ def balanced(
 
   `rj.plan` has more: searches, and links that bind.
   """
-  profile = prefill._profile(model)
+  profile = work.profile(model, tokens)
   shares = plan.balanced(profile, cost.Prompt(tokens=tokens), ranks)
   return plan.round_to_tiles(shares, tokens, tile)
 

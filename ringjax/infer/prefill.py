@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from ringjax import plan as plans
 from ringjax.errors import OptionError, message
 from ringjax.kv.state import StateShape
+from ringjax.models import work
 from ringjax.models.transformer import Transformer, forward
-from ringjax.nn.attention import Attention
 from ringjax.nn.spread import Chained, Spread, Travel, Visit
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense as DenseLocal
@@ -28,7 +28,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.parallel.layout import Contiguous, Striped, Uneven, Zigzag
 from ringjax.plan import cost
-from ringjax.plan import partition as partitions
+from ringjax.plan.choice import KEEPS, Machine
 
 # name: (layout, strategy, whether it needs an axis)
 _WAYS: dict[str, tuple[Any, Any, bool]] = {
@@ -78,6 +78,8 @@ def plan(
   chunk: int | None = None,
   partition: Sequence[int] | None = None,
   room: int | None = None,
+  machine: Machine | None = None,
+  keep: str = KEEPS[0],
 ) -> Prefill:
   """Resolves a method by name for a prompt of `tokens`.
 
@@ -90,6 +92,8 @@ def plan(
     chunk: tokens of a chunk, for "chunked".
     partition: tokens of each shard, for "kvr".
     room: tokens that the cache has room for, if there is one already.
+    machine: what "auto" chooses by; None: by rules.
+    keep: where the cache is wanted, for "auto".
 
   Raises:
     OptionError: an unknown name, or one that does not fit the mesh.
@@ -127,8 +131,22 @@ def plan(
   size = 1 if axis is None else mesh.shape[axis]
   why = "as asked"
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
+  if machine is not None:
+    _check_machine(machine, name, model)
   if name == "auto":
     name, why = _choose(size, chunk, recurrent)
+    if name == "striped" and machine is not None:
+      width = padded(tokens, size, room)
+      choice = plans.choose(
+        machine,
+        cost.Prompt(tokens=width, window=_window(model)),
+        size,
+        keep=keep,
+        tile=_tile(width, size),
+      )
+      name, why = choice.way.method, "; ".join(choice.why)
+      if name == "kvr":
+        partition = choice.way.lengths
   if name == "chunked":
     chunk = chunk_size(tokens, size, chunk, room)
     width = -(-tokens // chunk) * chunk
@@ -169,7 +187,7 @@ def plan(
       width=sum(counts),
       slots=max(counts),
       why=why
-      if partition
+      if partition is not None
       else f"parts of {counts} tokens, computed from FLOPs",
     )
   layout, strategy, sharded = _WAYS[name]
@@ -202,10 +220,10 @@ def _partition(
 ) -> tuple[int, ...]:
   """Tokens of each shard of a chain; adds up to `width`, or as given."""
   if given is None:
-    tile = max(1, min(_TILE, width // (4 * shards)))
-    profile = _profile(model)
-    shares = partitions.balanced(profile, cost.Prompt(tokens=width), shards)
-    return partitions.round_to_tiles(shares, width, tile)
+    shares = plans.balanced(
+      work.profile(model, width), cost.Prompt(tokens=width), shards
+    )
+    return plans.round_to_tiles(shares, width, _tile(width, shards))
   whole = isinstance(given, Sequence | np.ndarray) and all(
     isinstance(n, int | np.integer) and not isinstance(n, bool) and n > 0
     for n in given
@@ -222,26 +240,55 @@ def _partition(
   return tuple(int(n) for n in given)
 
 
-def _profile(model: Transformer) -> cost.Profile:
-  """What a token and a pair of tokens cost, in FLOPs instead of seconds."""
-  layers = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
-  config = model.config
-  pairs = sum(
-    4 * a.heads * a.head_dim
-    for a in (layer.attention for layer in config.layers)
-    # Behind its window a query sees no more, however long the prompt is.
-    if isinstance(a, Attention) and a.mask.reach[0] is None
-  )
-  return cost.Profile(
-    name="FLOPs",
-    model=config.family,
-    hardware="any",
-    layers=len(config.layers),
-    token_s=2.0 * sum(x.size for x in layers),
-    pair_s=float(pairs),
-    kv_bytes=0,
-    kernel="causal",
-  )
+def _tile(tokens: int, shards: int) -> int:
+  """Tokens of which the parts of a chain are whole numbers."""
+  return max(1, min(_TILE, tokens // (4 * shards)))
+
+
+def _window(model: Transformer) -> int | None:
+  """Tokens that every layer's queries see, if there is such a number."""
+  reaches = {layer.attention.reach for layer in model.config.layers}
+  behind = reaches.pop() if len(reaches) == 1 else None
+  return None if behind is None else behind + 1
+
+
+def _check_machine(machine: Any, name: str, model: Transformer) -> None:
+  if not isinstance(machine, Machine):
+    raise OptionError(
+      message(
+        "machine",
+        type(machine).__name__,
+        "an rj.plan.Machine",
+        "pass rj.plan.Machine(profile=..., network=...)",
+      )
+    )
+  if name != "auto":
+    raise OptionError(
+      message(
+        "machine",
+        f"one with prefill={name!r}",
+        "prefill='auto', which chooses by it",
+        "leave one of them out",
+      )
+    )
+  check_layers(machine.profile, len(model.config.layers))
+
+
+def check_layers(profile: cost.Profile, layers: int) -> None:
+  """Refuses the profile of another model, as far as that shows.
+
+  Raises:
+    OptionError: it has another number of layers.
+  """
+  if profile.layers != layers:
+    raise OptionError(
+      message(
+        "profile",
+        f"{profile.name!r} of {profile.model}, {profile.layers} layers",
+        f"one of this model, {layers} layers",
+        "measure one: python -m launch.plan kvr --fit",
+      )
+    )
 
 
 def chunk_size(

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError, OptionError, PeerError, message
-from ringjax.infer import agree, kvr, spans
+from ringjax.infer import agree, inputs, kvr, spans
 from ringjax.infer.layerwise import Pieces
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Travel
@@ -121,7 +121,7 @@ class Together:
     peers.check()
 
     def card() -> dict[str, Any]:
-      ids = agree.prompt_ids(tokens, self.model.config.vocab)
+      ids = inputs.prompt(tokens, self.model.config.vocab)
       cost.even(ids.size, self.size)
       return {
         "method": self.method,
@@ -133,7 +133,7 @@ class Together:
       }
 
     agree.agree(peers, card)
-    ids = agree.prompt_ids(tokens, self.model.config.vocab)
+    ids = inputs.prompt(tokens, self.model.config.vocab)
     lengths = cost.even(ids.size, self.size)
     work = lambda: self._read(ids, lengths, new_tokens, pause)
     return apart(peers, work)

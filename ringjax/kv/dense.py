@@ -14,6 +14,7 @@ behind them `tail` tokens lie around the ring, token n on shard n mod R.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from ringjax.kv.state import State, StateShape
 from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
+from ringjax.parallel.local import move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +161,26 @@ class Dense:
     """Bytes of all shards together."""
     return sum(x.nbytes for x in jax.tree.leaves((self.slots, self.at)))
 
+  def gathered(self, device: Any, used: int) -> Dense:
+    """The same tokens on one device.
+
+    Args:
+      device: where.
+      used: slots in use on the shard that has most.
+    """
+    size = self.shards
+    put = lambda x, axis: _joined(move(x, device), axis, size, used)
+    whole = lambda tree: jax.tree.map(lambda x: move(x, device), tree)
+    return Dense(
+      tuple(
+        Slots(put(s.k, 3), put(s.v, 3)) if isinstance(s, Slots) else whole(s)
+        for s in self.slots
+      ),
+      Coords(put(self.at.pos, 1), put(self.at.seg, 1)),
+      move(jnp.int32(used * size), device),
+      move(jnp.int32(0), device),
+    )
+
   def reserve(self, at: Coords, spread: bool) -> Dense:
     """Makes room for T tokens and notes their coordinates, [B, T].
 
@@ -243,6 +265,16 @@ class Dense:
       out_specs=over(axis + lead),
       axis_names={self.axis},
     )(old, new, index, first, tail)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _joined(x: jax.Array, axis: int, shards: int, used: int) -> jax.Array:
+  """The used slots of all shards first, then the empty ones."""
+  lead, slots = x.shape[:axis], x.shape[axis] // shards
+  by_shard = x.reshape(*lead, shards, slots, *x.shape[axis + 1 :])
+  parts = jnp.split(by_shard, [used], axis + 1)
+  flat = lambda y: y.reshape(*lead, -1, *x.shape[axis + 1 :])
+  return jnp.concatenate([flat(y) for y in parts], axis)
 
 
 @dataclasses.dataclass(frozen=True)

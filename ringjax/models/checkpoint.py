@@ -109,7 +109,7 @@ def create(
 
   def build() -> Transformer:
     model = Transformer(parsed, nnx.Rngs(seed), scan=scan)
-    return _with_source(_cast(model, dtype), source)
+    return _with_source(cast(model, dtype), source)
 
   abstract = jax.eval_shape(build)
   if mesh is None:
@@ -140,14 +140,14 @@ def abstract(
   return jax.eval_shape(lambda: create(config, dtype=dtype))
 
 
-def _cast(model: Transformer, dtype: Any) -> Transformer:
-  def cast(p: nnx.Variable) -> nnx.Variable:
+def cast(model: Transformer, dtype: Any) -> Transformer:
+  """The model in another dtype, but for parameters that stay float32."""
+
+  def one(p: nnx.Variable) -> nnx.Variable:
     wide = p.get_metadata()["wide"]
     return p if wide else p.replace(p.get_value().astype(dtype))
 
-  return jax.tree.map(
-    cast, model, is_leaf=lambda x: isinstance(x, nnx.Variable)
-  )
+  return jax.tree.map(one, model, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
@@ -195,7 +195,7 @@ def load(
   dtype = _dtype(_stored_dtype(folder) if dtype is None else dtype)
   empty = jax.eval_shape(
     lambda: _with_source(
-      _cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), folder.config
+      cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), folder.config
     )
   )
   names = family.names(config)

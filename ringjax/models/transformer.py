@@ -229,7 +229,30 @@ def forward(
   length: Any,
 ) -> Any:
   """`Transformer.__call__` without its checks, inside of a jit."""
-  shape = tokens.shape
+  places = tokens_of(model, attend, tokens.shape, pos, seg, length)
+  keep = cache if cache is not None else NoCache(len(model.kinds))
+  spread = isinstance(attend, Visit) and attend.spread
+  keep = keep.reserve(places.at, spread)
+  h, keep = model.hidden(tokens, places, keep, attend)
+  if rows is not None:
+    h = jnp.take_along_axis(h, rows[..., None], 1)
+  logits = model.logits(h)
+  return logits if cache is None else (logits, keep)
+
+
+def tokens_of(
+  model: Transformer,
+  attend: Spread,
+  shape: Sequence[int],
+  pos: Any,
+  seg: Any,
+  length: Any,
+) -> Tokens:
+  """The coordinates and rotations of a call's tokens, [B, T] by `shape`.
+
+  Positions that are not given are those of the layout; without segments the
+  tokens are one document.
+  """
   derived = pos is None
   if pos is None:
     pos = attend.layout.order(shape[1], attend.size)
@@ -239,7 +262,7 @@ def forward(
     seg = jnp.ones((1, shape[1]), jnp.int32)
   if length is None:
     length = jnp.max(jnp.where(seg > 0, pos, 0)) + 1
-  places = Tokens(
+  return Tokens(
     pos,
     seg,
     derived=derived,
@@ -247,14 +270,6 @@ def forward(
     ropes=model.config.ropes,
     length=length,
   )
-  keep = cache if cache is not None else NoCache(len(model.kinds))
-  spread = isinstance(attend, Visit) and attend.spread
-  keep = keep.reserve(places.at, spread)
-  h, keep = model.hidden(tokens, places, keep, attend)
-  if rows is not None:
-    h = jnp.take_along_axis(h, rows[..., None], 1)
-  logits = model.logits(h)
-  return logits if cache is None else (logits, keep)
 
 
 def _ids(tokens: Any, vocab: int) -> jax.Array:

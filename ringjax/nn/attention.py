@@ -87,6 +87,16 @@ class Attention:
     """What the tables of a call have to be made for."""
     return () if self.rope is None else (self.rope,)
 
+  @property
+  def pair_flops(self) -> int:
+    """Of a query and a key, in the products with keys and with values."""
+    return 4 * self.heads * self.head_dim
+
+  @property
+  def reach(self) -> int | None:
+    """How many tokens a query looks back; None: all."""
+    return self.mask.reach[0]
+
   def cache_shape(self, layers: int) -> Shape:
     """What `layers` of this kind keep for a token."""
     return Shape(layers, self.kv_heads, self.head_dim, self.head_dim)

@@ -56,6 +56,16 @@ class Delta:
     """What the tables of a call have to be made for: nothing turns."""
     return ()
 
+  @property
+  def pair_flops(self) -> int:
+    """No token meets another: the work is the state's."""
+    return 0
+
+  @property
+  def reach(self) -> int | None:
+    """How many tokens it looks back: all, by its state."""
+    return None
+
   def cache_shape(self, layers: int) -> StateShape:
     """What `layers` of this kind keep."""
     return StateShape(

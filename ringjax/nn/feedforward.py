@@ -31,6 +31,11 @@ class Plain:
   act: str
   bias: bool = False
 
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet."""
+    del embed
+    return 0
+
   def build(self, rngs: nnx.Rngs, embed: int) -> PlainLayer:
     return PlainLayer(rngs, self, embed)
 
@@ -59,6 +64,11 @@ class Gated:
   hidden: int
   act: str
   bias: bool = False
+
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet."""
+    del embed
+    return 0
 
   def build(self, rngs: nnx.Rngs, embed: int) -> GatedLayer:
     return GatedLayer(rngs, self, embed)
@@ -204,6 +214,10 @@ class Experts:
   scale_input: bool = False
   shared: int = 0
   shared_gate: bool = False
+
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet: those of other experts."""
+    return (self.experts - self.chosen) * 3 * embed * self.hidden
 
   def build(self, rngs: nnx.Rngs, embed: int) -> ExpertsLayer:
     return ExpertsLayer(rngs, self, embed)

@@ -61,6 +61,16 @@ class Latent:
     """What the tables of a call have to be made for."""
     return (self.rope,)
 
+  @property
+  def pair_flops(self) -> int:
+    """Of a query and a key where the keys travel, which is in full."""
+    return 2 * self.heads * (self.plain + self.rope.dims + self.value)
+
+  @property
+  def reach(self) -> int | None:
+    """How many tokens a query looks back; None: all."""
+    return self.mask.reach[0]
+
   def cache_shape(self, layers: int) -> Shape:
     """What `layers` of this kind keep for a token."""
     return Shape(layers, 1, self.latent + self.rope.dims, 0)

@@ -8,6 +8,7 @@ sharded cache.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,12 +61,15 @@ class Spread:
     axis: the axis that shards the sequence, or None.
     layout: which token lies where.
     block: tokens of a step of the feedforward, on each shard.
+    remat: what the backward pass keeps of a layer, a policy of
+      `jax.checkpoint`; None: all.
   """
 
   mesh: Any = None
   axis: str | None = None
   layout: Layout = Contiguous()
   block: int = 2048
+  remat: Callable[..., Any] | None = None
 
   @property
   def size(self) -> int:
@@ -82,10 +86,26 @@ class Spread:
     if self.mesh is None:
       return ()
     names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
-    size = 1
-    for name in names:
-      size *= self.mesh.shape[name]
+    size = self.data_size
     return tuple(names) if size > 1 and batch % size == 0 else ()
+
+  @property
+  def data_size(self) -> int:
+    """Devices over which a batch may be sharded."""
+    if self.mesh is None:
+      return 1
+    names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
+    return math.prod(self.mesh.shape[name] for name in names)
+
+  def keeping(self, layer: Callable[..., Any], *, looped: bool) -> Any:
+    """A layer that keeps what `remat` says for its backward pass.
+
+    `looped`: it is the body of a loop, which keeps a compiler from computing
+    both passes as one.
+    """
+    if self.remat is None:
+      return layer
+    return jax.checkpoint(layer, policy=self.remat, prevent_cse=not looped)
 
   def spec(self, x: Any) -> P:
     """The sharding of activations [B, T, ...]."""

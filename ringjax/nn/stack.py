@@ -88,6 +88,7 @@ class Stack(nnx.Module):
         return (x, tuple(after)), None
 
       start = (x, tuple(mine))
+      body = spread.keeping(body, looped=run.repeats > 1)
       if run.repeats == 1:
         first = jax.tree.map(lambda a: a[0], blocks)
         (x, after), _ = body(start, (jnp.int32(0), first))

@@ -1,6 +1,7 @@
 """Planning without devices: cost model, event simulator, partition search."""
 
 from ringjax.plan.balance import balanced, round_to_tiles
+from ringjax.plan.choice import Choice, Machine, Way, choose
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
 from ringjax.plan.events import Simulator, Timeline
 from ringjax.plan.grid import Found, measured, search, simulated
@@ -18,8 +19,10 @@ from ringjax.plan.schedules import (
 from ringjax.plan.table import Key, Table
 
 __all__ = [
+  "Choice",
   "Found",
   "Key",
+  "Machine",
   "Network",
   "Noise",
   "Outcome",
@@ -30,7 +33,9 @@ __all__ = [
   "Simulator",
   "Table",
   "Timeline",
+  "Way",
   "balanced",
+  "choose",
   "find",
   "flash_tsp",
   "kvr",

@@ -10,6 +10,8 @@ import socket
 import pytest
 
 from launch import common, prefill
+from ringjax import plan
+from ringjax.plan import profiles
 
 PATIENCE_S = 600
 
@@ -36,6 +38,7 @@ def read(*argv: str) -> tuple[int, str, str]:
     (("--plot=/nowhere/at/all.png",), "--plot"),
     (("--context=64", "--mesh=data:2,seq:2"), "all devices along seq"),
     (("--context=64", "--model=/nowhere"), "/nowhere"),
+    (("--context=64", "--delay=0:1"), "--delay: got one process"),
   ],
 )
 def test_wrong_flags(argv, words):
@@ -167,3 +170,114 @@ def test_a_process_that_dies(folder, start, dying, method):
   assert f"rank {dying} is gone" in err
   # Where the coordinator died JAX may end it first, once that has been said.
   assert running[1 - dying].returncode in (prefill.FAILED, -6)
+
+
+# ---------------------------------------------------------------------------
+# Chosen and searched
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profile(tmp_path, monkeypatch) -> str:
+  """A profile of two layers, by name."""
+  monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+  made = plan.Profile(
+    name="two",
+    model="made",
+    hardware="none",
+    layers=2,
+    token_s=1e-6,
+    pair_s=1e-7,
+    kv_bytes=64,
+  )
+  profiles.store(made)
+  return made.name
+
+
+@pytest.mark.parametrize(
+  ("bandwidth", "chosen"), [(1e12, "striped"), (1e6, "kvr")]
+)
+def test_auto(folder, profile, bandwidth, chosen):
+  status, out, err = read(
+    "--method=auto",
+    f"--profile={profile}",
+    f"--bandwidth={bandwidth}",
+    f"--model={folder}",
+    "--context=96",
+    "--mesh=seq:2",
+    "--rounds=1",
+    "--json",
+  )
+  assert status == 0, err
+  (row,) = json.loads(out)["methods"]
+  assert row["method"] == chosen
+  assert "one rank decodes: a chain leaves the keys there" in err
+  assert "kvr: " in err and "striped: " in err
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (("--method=auto",), "--method=auto without --profile"),
+    (("--method=auto", "--search"), "--method=auto with --search"),
+    (("--method=auto,kvr", "--profile=two"), "auto"),
+    (("--bandwidth=1e9",), "--bandwidth without --profile"),
+    (("--method=auto", "--profile=none"), "none"),
+    (("--method=auto", "--profile=llama7b-a100"), "32 layers"),
+  ],
+)
+def test_wrong_flags_of_auto(folder, profile, argv, words):
+  more = (f"--model={folder}", "--context=64", "--mesh=seq:2")
+  status, out, err = read(*argv, *more)
+  assert (status, out) == (2, "")
+  assert words in err and "Traceback" not in err
+
+
+def test_all_methods_with_a_searched_partition(folder):
+  status, out, err = read(
+    "--method=all",
+    "--search",
+    f"--model={folder}",
+    "--context=64",
+    "--mesh=seq:2",
+    "--rounds=1",
+    "--json",
+  )
+  assert status == 0, err
+  rows = {row["method"]: row for row in json.loads(out)["methods"]}
+  assert tuple(rows) == prefill.METHODS
+  assert len({tuple(row["new_tokens"]) for row in rows.values()}) == 1
+  first, second = rows["kvr"]["partition"]
+  assert f"({first}, {second}): " in err and first + second == 64
+
+
+def test_the_last_device_continues(folder):
+  status, out, err = read(
+    "--method=kvr,ring",
+    f"--model={folder}",
+    "--context=64",
+    "--mesh=seq:4",
+    "--rounds=1",
+    "--max_new_tokens=6",
+    "--json",
+  )
+  assert status == 0, err
+  kvr, ring = json.loads(out)["methods"]
+  assert len(kvr["new_tokens"]) == 6
+  assert kvr["new_tokens"][:1] == ring["new_tokens"]
+
+
+def test_a_search_by_measuring(folder, start):
+  at = port()
+  more = ("--search", "--rounds=1", "--json")
+  with (
+    start(*argv(folder, at, 0, *more)) as first,
+    start(*argv(folder, at, 1, *more)) as second,
+  ):
+    out, err = first.communicate(timeout=PATIENCE_S)
+    second.communicate(timeout=PATIENCE_S)
+  assert (first.returncode, second.returncode) == (0, 0), err
+  (row,) = json.loads(out)["methods"]
+  assert sum(row["partition"]) == 96 and len(row["partition"]) == 2
+  # Each level of the search is told with its partition and its time.
+  assert "(" in err and " s\n" in err.replace("\r", "\n")

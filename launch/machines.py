@@ -1,0 +1,52 @@
+"""Flags that say what a device and its links are like, to choose by."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from launch.definer import Definer
+from ringjax.plan import Machine, Network, Noise, profile
+from ringjax.plan.cost import check_number
+
+# A flag belongs to the script that asked for it, and stands in its --help.
+flags.disclaim_key_flags()
+
+
+def define(new: Definer, use: str) -> None:
+  """The flags; `use` says what the profile is for."""
+  new.text("profile", None, f"{use}: its name, or a file; see launch.plan.")
+  new.number("bandwidth", 10e9, "--profile: of a link, bytes a second.", 0.0)
+  new.number("latency", 0.0, "--profile: of a message, seconds.", 0.0)
+  new.number(
+    "noise",
+    0.0,
+    "--profile: in each layer one link is so much slower, e.g. 20.",
+    0.0,
+  )
+
+
+def machine(
+  values: flags.FlagValues, credits: int | None = None
+) -> Machine | None:
+  """What the flags say; None without a profile.
+
+  Raises:
+    OptionError: no such profile, or a bandwidth of 0.
+  """
+  if values.profile is None:
+    return None
+  noise = check_number("noise", values.noise)
+  return Machine(
+    profile=profile(values.profile),
+    network=Network(bandwidth=values.bandwidth, latency_s=values.latency),
+    noise=Noise(slower=noise) if noise else None,
+    credits=credits,
+  )
+
+
+def unused(values: flags.FlagValues) -> list[str]:
+  """Flags that say nothing without a profile."""
+  if values.profile is not None:
+    return []
+  names = ("bandwidth", "latency", "noise")
+  return [name for name in names if values[name].present]

@@ -1,0 +1,98 @@
+"""Prompts, checked: ids that the model knows, at least one each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ringjax.errors import PromptError, message
+
+
+def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
+  """The ids of each prompt, int32 [T] of their own lengths.
+
+  Args:
+    tokens: int [B, T], B sequences of ids, or the ids of one prompt.
+    vocab: V; ids are below it.
+
+  Raises:
+    PromptError: no prompt, an empty one, or ids that are none.
+  """
+  if isinstance(tokens, jax.Array | np.ndarray):
+    if tokens.ndim != 2:
+      raise PromptError(
+        message(
+          "tokens",
+          f"shape {tokens.shape}",
+          "[B, T], or a list of sequences",
+          "give a single prompt a batch axis: tokens[None]",
+        )
+      )
+    rows: Sequence[Any] = list(np.asarray(tokens))
+  elif isinstance(tokens, list | tuple) and tokens:
+    rows = [tokens] if isinstance(tokens[0], int | np.integer) else tokens
+  else:
+    raise PromptError(
+      message(
+        "tokens",
+        f"{type(tokens).__name__} of no prompts",
+        "an int32 array [B, T], or a list of sequences",
+        "encode the text first",
+      )
+    )
+  if not rows:
+    raise PromptError(
+      message("tokens", "no prompts", "at least one", "encode the text first")
+    )
+  return [_ids(row, i, vocab) for i, row in enumerate(rows)]
+
+
+def prompt(tokens: Any, vocab: int) -> np.ndarray:
+  """The ids of one prompt, int32 [T], from [T] or [1, T].
+
+  Raises:
+    PromptError: it is none, or there are several.
+  """
+  if isinstance(tokens, jax.Array | np.ndarray) and tokens.ndim == 1:
+    tokens = tokens[None]
+  found = prompts(tokens, vocab)
+  if len(found) != 1:
+    raise PromptError(
+      message(
+        "tokens",
+        f"{len(found)} prompts",
+        "integer ids [T] of one prompt",
+        "read one prompt at a time",
+      )
+    )
+  return found[0]
+
+
+def _ids(row: Any, number: int, vocab: int) -> np.ndarray:
+  try:
+    ids = np.asarray(row)
+  except ValueError:
+    ids = np.asarray(None)  # Lists of unequal depth.
+  if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+    raise PromptError(
+      message(
+        "tokens",
+        f"prompt {number} of shape {ids.shape} and dtype {ids.dtype}",
+        "at least one integer id",
+        "encode the text first; begin an empty prompt with the BOS id",
+      )
+    )
+  bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+  if bad.size:
+    raise PromptError(
+      message(
+        "tokens",
+        f"id {int(ids[bad[0]])} at position {int(bad[0])} of prompt {number}",
+        f"ids from 0 to {vocab - 1}",
+        "use the tokenizer that belongs to the model",
+      )
+    )
+  return ids.astype(np.int32)

@@ -1,0 +1,219 @@
+"""Which way to read a prompt, by the model of costs, and why.
+
+Striped ring attention has the least to wait for as long as links keep up: all
+ranks do the same in every hop. A chain (KV-Runahead) sends half as much, waits
+for nobody behind it, and ends with all keys on its last rank. So it is taken
+where links are slow or noisy, or where one rank is to decode; and only if it
+saves a part of the time that is worth it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+
+from ringjax.errors import OptionError, message
+from ringjax.plan import cost, partition, schedules
+from ringjax.plan.balance import most_ranks
+from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.schedules import Noise, Outcome
+
+KEEPS = ("sharded", "last")
+# Draws of a noise that are averaged.
+_DRAWS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+  """What a choice is made by.
+
+  Attributes:
+    profile: the model on a device, measured or stated.
+    network: the links between neighbours.
+    noise: links that slow down, or None.
+    credits: layers that wait at each end of a link of the chain; None is any
+      number.
+  """
+
+  profile: Profile
+  network: Network
+  noise: Noise | None = None
+  credits: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+  """One way to read the prompt.
+
+  Attributes:
+    method: "striped", "gather" or "kvr".
+    lengths: tokens of each rank.
+    first_s: time to the first token; of a noise the mean.
+    collect_s: until keys are where they are wanted, on top.
+  """
+
+  method: str
+  lengths: tuple[int, ...]
+  first_s: float
+  collect_s: float
+
+  @property
+  def seconds(self) -> float:
+    return self.first_s + self.collect_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+  """What was chosen, of what, and why in sentences."""
+
+  way: Way
+  ways: tuple[Way, ...]
+  why: tuple[str, ...]
+
+
+def choose(
+  machine: Machine,
+  prompt: Prompt,
+  ranks: int,
+  *,
+  keep: str = "sharded",
+  tile: int = 1,
+  least_gain: float = 0.05,
+) -> Choice:
+  """The way that takes least, where KV-Runahead has to be worth it.
+
+  Args:
+    machine: the devices, the model on them and the links.
+    prompt: what is read.
+    ranks: that read it.
+    keep: where the keys have to be afterwards: "sharded" over the ranks, or
+      all on the "last".
+    tile: the chain's parts are whole tiles.
+    least_gain: part of the time that the chain must save.
+
+  Raises:
+    OptionError: a number that is none.
+  """
+  cost.check_count("ranks", ranks)
+  cost.check_number("least_gain", least_gain, most=1.0)
+  if keep not in KEEPS:
+    raise OptionError(
+      message("keep", repr(keep), f"one of {', '.join(KEEPS)}", "choose one")
+    )
+  why = []
+  profile, network = machine.profile, machine.network
+  # What every rank but the last has, over the link into the last.
+  share = prompt.tokens * (ranks - 1) / ranks
+  moved = share * profile.kv_bytes * profile.layers / network.bandwidth
+  collect = moved + network.latency_s if keep == "last" and ranks > 1 else 0.0
+  even: dict[str, Callable[[Noise | None], Outcome]] = {}
+  if prompt.tokens >= ranks:
+    if prompt.window is None:
+      even["striped"] = lambda noise: schedules.ring(
+        profile, prompt, ranks, network, noise=noise
+      )
+    even["gather"] = lambda noise: schedules.flash_tsp(
+      profile, prompt, ranks, network, noise=noise
+    )
+  ways = []
+  for name, play in even.items():
+    lengths = cost.even(prompt.tokens, ranks)
+    first = _mean(lambda noise, play=play: play(noise).seconds, machine.noise)
+    ways.append(
+      Way(method=name, lengths=lengths, first_s=first, collect_s=collect)
+    )
+  use = most_ranks(prompt.tokens, ranks, tile)
+  if use == ranks or not ways:
+    ways.append(_chain(machine, prompt, use, tile))
+  else:
+    why.append(
+      f"no chain: {prompt.tokens} tokens give {ranks} ranks less than two "
+      f"tiles of {tile} each"
+    )
+  best = min(ways, key=lambda way: way.seconds)
+  others = [way for way in ways if way.method != "kvr"]
+  if best.method == "kvr" and others:
+    other = min(others, key=lambda way: way.seconds)
+    gain = 1 - best.seconds / other.seconds
+    if gain < least_gain:
+      why.append(
+        f"kvr would save {100 * gain:.1f} % of {other.method}'s time, below "
+        f"{100 * least_gain:.1f} %"
+      )
+      best = other
+  said = [_said(way) for way in sorted(ways, key=lambda way: way.seconds)]
+  return Choice(
+    way=best,
+    ways=tuple(ways),
+    why=(*said, *why, *_grounds(machine, prompt, best, keep)),
+  )
+
+
+def _chain(machine: Machine, prompt: Prompt, ranks: int, tile: int) -> Way:
+  profile, network = machine.profile, machine.network
+  found = partition.find(
+    profile, prompt, ranks, network, tile=tile, credits=machine.credits
+  )
+  seconds = lambda noise: float(
+    schedules.kvr_seconds(
+      profile,
+      prompt,
+      [found.lengths],
+      network,
+      credits=machine.credits,
+      noise=noise,
+    )[0]
+  )
+  return Way(
+    method="kvr",
+    lengths=found.lengths,
+    first_s=_mean(seconds, machine.noise),
+    collect_s=0.0,
+  )
+
+
+def _mean(
+  seconds: Callable[[Noise | None], float], noise: Noise | None
+) -> float:
+  if noise is None:
+    return float(seconds(None))
+  draws = range(noise.seed, noise.seed + _DRAWS)
+  return statistics.fmean(
+    float(seconds(dataclasses.replace(noise, seed=seed))) for seed in draws
+  )
+
+
+def _said(way: Way) -> str:
+  text = f"{way.method}: {way.first_s:.4g} s to the first token"
+  if way.collect_s:
+    text += f", {way.collect_s:.4g} s to bring the keys to one rank"
+  return text
+
+
+def _grounds(
+  machine: Machine, prompt: Prompt, best: Way, keep: str
+) -> list[str]:
+  """What of the machine speaks for the choice."""
+  if len(best.lengths) == 1:
+    return ["one rank reads all; nothing is sent"]
+  profile, network = machine.profile, machine.network
+  even = cost.even(prompt.tokens, len(best.lengths))
+  # Neither a ring nor a chain has to compute what the mask forbids.
+  least = dataclasses.replace(profile, kernel="causal")
+  compute = float(cost.compute_s(least, prompt, even).mean())
+  # A ring passes on all but a shard of it in each layer.
+  sent = (prompt.tokens - min(even)) * profile.kv_bytes * profile.layers
+  wire = sent / network.bandwidth
+  said = [
+    f"a rank computes {compute:.4g} s, an even link carries a ring's keys in "
+    f"{wire:.4g} s"
+  ]
+  if machine.noise is not None:
+    said.append(
+      f"in each layer one link is {1 + machine.noise.slower:g} times slower: "
+      "a chain waits for it once, a ring with every rank"
+    )
+  if keep == "last":
+    said.append("one rank decodes: a chain leaves the keys there")
+  return said

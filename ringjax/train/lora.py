@@ -1,0 +1,146 @@
+"""Low-rank adapters: a few numbers are trained in place of all weights.
+
+Law: with adapters the model computes x (W + s A B) for each chosen map, where
+A is [in, r] and random, B is [r, out] and begins at zero, s = alpha / r; so at
+the start it is the model, and `merged` gives a plain model of the same answers.
+Memory: gradients and moments of r (in + out) numbers a map, not of in x out;
+the sum W + s A B is made anew in each step, in the dtype of the computation.
+Ref:  Hu et al. 2021, arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ringjax.errors import OptionError, message
+from ringjax.models.transformer import Transformer
+from ringjax.nn.linear import Linear
+from ringjax.ops.inputs import positive_int
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+  """Which maps get adapters, and of which rank.
+
+  Attributes:
+    rank: r.
+    alpha: adapters are multiplied by alpha / r.
+    targets: names of maps, see `names`.
+  """
+
+  rank: int = 16
+  alpha: float = 32.0
+  targets: tuple[str, ...] = ("q", "k", "v", "o")
+
+  def __post_init__(self) -> None:
+    positive_int("rank", self.rank)
+    if not self.targets:
+      raise OptionError(
+        message("targets", "none", "names such as q, v", "name some")
+      )
+
+  def start(
+    self, model: Transformer, *, seed: int = 0, dtype: Any = jnp.float32
+  ) -> dict[str, dict[str, jax.Array]]:
+    """New adapters: by a map's path {"a": [R, *in, r], "b": [R, r, *out]}.
+
+    R is the number of layers that share the map's array.
+
+    Raises:
+      OptionError: a target that the model does not have.
+    """
+    found = dict(_maps(model))
+    known = sorted({path.rsplit(".", 1)[-1] for path in found})
+    wrong = [name for name in self.targets if name not in known]
+    if wrong:
+      raise OptionError(
+        message(
+          "targets",
+          ", ".join(wrong),
+          f"some of {', '.join(known)}",
+          "leave out what this model does not have",
+        )
+      )
+    made = {}
+    key = jax.random.key(seed)
+    for n, (path, linear) in enumerate(found.items()):
+      if path.rsplit(".", 1)[-1] not in self.targets:
+        continue
+      lead, into, out = _shape(linear)
+      scale = jnp.float32(1 / math.sqrt(math.prod(into)))
+      one = jax.random.fold_in(key, n)
+      a = jax.random.normal(one, (*lead, *into, self.rank), jnp.float32)
+      made[path] = {
+        "a": (a * scale).astype(dtype),
+        "b": jnp.zeros((*lead, self.rank, *out), dtype),
+      }
+    return made
+
+  def model(self, params: Any, frozen: Transformer) -> Transformer:
+    """The model with its adapters added; its own weights get no gradient."""
+    maps = dict(_maps(frozen))
+    scale = self.alpha / self.rank
+    changed = {}
+    for path, part in params.items():
+      lead, into, out = _shape(maps[path])
+      inner, outer = math.prod(into), math.prod(out)
+      a = part["a"].reshape(*lead, inner, self.rank)
+      b = part["b"].reshape(*lead, self.rank, outer)
+      changed[f"{path}.weight"] = jnp.matmul(a, b).reshape(
+        *lead, *into, *out
+      ) * jnp.asarray(scale, a.dtype)
+
+    def add(path: Any, p: nnx.Variable) -> nnx.Variable:
+      weight = jax.lax.stop_gradient(p.get_value())
+      more = changed.get(_dotted(path))
+      if more is None:
+        return p.replace(weight)
+      return p.replace((weight.astype(more.dtype) + more).astype(weight.dtype))
+
+    return jax.tree_util.tree_map_with_path(
+      add, frozen, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+
+  def merged(self, params: Any, frozen: Transformer) -> Transformer:
+    """A model of its own that needs no adapters, to be saved."""
+    return jax.jit(self.model)(params, frozen)
+
+
+def _dotted(path: Any) -> str:
+  """'stack.blocks.0.0.attention.q.weight' from a path of keys."""
+  return ".".join(str(getattr(k, "name", getattr(k, "idx", k))) for k in path)
+
+
+def _maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
+  """All linear maps of the layers, by path, in the order of the tree."""
+  leaves = jax.tree_util.tree_flatten_with_path(
+    model.stack, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )[0]
+  for path, _ in leaves:
+    owner: Any = model.stack
+    for key in path[:-1]:
+      owner = (
+        getattr(owner, key.name) if hasattr(key, "name") else owner[key.idx]
+      )
+    if isinstance(owner, Linear) and _dotted(path[-1:]) == "weight":
+      yield f"stack.{_dotted(path[:-1])}", owner
+
+
+def _shape(
+  linear: Linear,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+  """(layers, in, out) of a map whose layers share an array."""
+  shape = linear.weight.get_value().shape
+  axes = linear.weight.get_metadata()["axes"]
+  lead = len(shape) - len(axes)
+  split = lead + linear.contracted
+  return shape[:lead], shape[lead:split], shape[split:]

@@ -1,0 +1,96 @@
+"""The loss of a batch, without an array over all tokens and the vocabulary.
+
+Law: sum over tokens of weight * (-log p(label) + z logsumexp^2); its gradients
+are those of the plain model, whatever the layout and the mesh.
+Memory: the head works on a block of tokens at a time, forward and backward;
+no shard holds more of the sequence than its own part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.kv.base import NoCache
+from ringjax.models.checkpoint import cast
+from ringjax.models.transformer import Transformer, tokens_of
+from ringjax.nn.linear import Head
+from ringjax.nn.spread import Spread
+from ringjax.ops.loss import blockwise_cross_entropy
+from ringjax.train.batch import Batch
+
+
+class Sums(NamedTuple):
+  """Of a batch's tokens, float32 [].
+
+  Fields:
+    loss: what is minimised, the z-loss included.
+    nll: negative log-likelihoods, weighted.
+    weight: of the labels.
+  """
+
+  loss: jax.Array
+  nll: jax.Array
+  weight: jax.Array
+
+
+def sums(
+  model: Transformer,
+  batch: Batch,
+  spread: Spread,
+  *,
+  z_loss: float = 0.0,
+  block: int = 1024,
+  dtype: Any = None,
+) -> Sums:
+  """The sums of one micro-batch, whose fields are [B, T].
+
+  Args:
+    model: float32 parameters, or what they are trained in.
+    batch: in the layout's order.
+    spread: how its tokens lie on devices.
+    z_loss: factor of the squared logsumexp.
+    block: tokens of a step of the head.
+    dtype: of the computation; default: the parameters'.
+  """
+  if dtype is not None:
+    model = cast(model, dtype)
+  places = tokens_of(
+    model, spread, batch.tokens.shape, batch.positions, batch.segments, None
+  )
+  h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), spread)
+  h, w = _head(model, h)
+  config = model.config
+  each = lambda z: blockwise_cross_entropy(
+    h,
+    w,
+    batch.labels,
+    batch.weights,
+    block,
+    logits_soft_cap=config.logit_cap,
+    z_loss=z,
+  )
+  loss = jnp.sum(each(z_loss))
+  # Without a z-loss it is the same program, which is then computed once.
+  nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if z_loss else loss
+  return Sums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
+
+
+def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """(h [B, T, D], W [D, V]) of which the logits are the product."""
+  if model.config.logit_scale != 1.0:
+    h = h * jnp.asarray(model.config.logit_scale, h.dtype)
+  head = model.head
+  if head is None:
+    return h, model.embed.weight[...].T
+  w = head.weight[...]
+  if isinstance(head, Head) and head.bias is not None:
+    # A bias is one more row of the matrix, behind a hidden state of one.
+    bias = head.bias[...].astype(w.dtype) * jnp.asarray(
+      model.config.logit_scale, w.dtype
+    )
+    h = jnp.concatenate([h, jnp.ones_like(h[..., :1])], -1)
+    w = jnp.concatenate([w, bias[None]], 0)
+  return h, w

@@ -1,0 +1,66 @@
+"""What of a layer's forward pass is kept for its backward pass.
+
+  all        everything; nothing is computed twice
+  attention  attention's output and logsumexp, so that no ring turns twice;
+             the rest of a layer is computed again
+  nothing    a layer is computed again from its input, its ring included
+  offload    as "attention", kept in the host's memory
+
+In all of them a layer's input is kept, and tiles of attention and blocks of a
+feedforward are computed again by their own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.attend import NAMES
+
+_HOST = "pinned_host"
+POLICIES: dict[str, Callable[..., Any] | None] = {
+  "all": None,
+  "attention": jax.checkpoint_policies.save_only_these_names(*NAMES),
+  "nothing": jax.checkpoint_policies.nothing_saveable,
+  "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=list(NAMES),
+    offload_src="device",
+    offload_dst=_HOST,
+  ),
+}
+
+
+def policy(name: str, devices: Any = None) -> Callable[..., Any] | None:
+  """A policy by its name.
+
+  Args:
+    name: of `POLICIES`.
+    devices: that will run it; default: all.
+
+  Raises:
+    OptionError: an unknown name, or "offload" where devices have no host
+      memory that they can reach.
+  """
+  if name not in POLICIES:
+    raise OptionError(
+      message(
+        "remat", repr(name), f"one of {', '.join(POLICIES)}", "choose one"
+      )
+    )
+  if name == "offload":
+    device = (jax.local_devices() if devices is None else devices)[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _HOST not in kinds:
+      raise OptionError(
+        message(
+          "remat",
+          f"'offload' on {device.device_kind}, memories {', '.join(kinds)}",
+          f"devices that reach {_HOST} memory",
+          "pass remat='attention'",
+        )
+      )
+  return POLICIES[name]

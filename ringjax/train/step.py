@@ -1,0 +1,219 @@
+"""One step of training: gradients of all micro-batches, then one update.
+
+Law: the loss and its gradients are those of the plain model on one device, the
+mean over all weighted labels of the step, however they are cut up into
+micro-batches, shards and devices. A step whose loss or gradients are not
+finite changes nothing but its counters.
+Memory: parameters and moments as they are sharded, one micro-batch's
+activations, and with several micro-batches one more copy of the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.models.transformer import Transformer
+from ringjax.nn.spread import Spread
+from ringjax.train.batch import Batch
+from ringjax.train.objective import Sums, sums
+
+
+class State(NamedTuple):
+  """What training changes.
+
+  Fields:
+    step: int32 [], steps taken, those that changed nothing too.
+    params: what is trained: the model, or what is added to it.
+    optimizer: moments and counts.
+    skipped: int32 [], steps in a row, up to the last one, that were not finite.
+  """
+
+  step: Any
+  params: Any
+  optimizer: Any
+  skipped: Any
+
+
+class Figures(NamedTuple):
+  """Of one step, float32 [].
+
+  Fields:
+    loss: mean negative log-likelihood of a label, without the z-loss.
+    objective: what was minimised.
+    weight: of all labels.
+    gradient_norm: before clipping.
+    finite: 1, or 0 for a step that changed nothing.
+    skipped: such steps in a row.
+  """
+
+  loss: jax.Array
+  objective: jax.Array
+  weight: jax.Array
+  gradient_norm: jax.Array
+  finite: jax.Array
+  skipped: jax.Array
+
+
+class Whole:
+  """Trains all parameters of a model."""
+
+  def model(self, params: Transformer, frozen: Any) -> Transformer:
+    """The model that these parameters are."""
+    del frozen
+    return params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+  """What is minimised, and in what it is computed.
+
+  Attributes:
+    z_loss: factor of the squared logsumexp.
+    block: tokens of a step of the head.
+    dtype: of the computation; None: the parameters'.
+  """
+
+  z_loss: float = 0.0
+  block: int = 1024
+  dtype: Any = None
+
+  def sums(self, model: Transformer, batch: Batch, spread: Spread) -> Sums:
+    """The sums of one micro-batch."""
+    return sums(
+      model,
+      batch,
+      spread,
+      z_loss=self.z_loss,
+      block=self.block,
+      dtype=self.dtype,
+    )
+
+
+def shardings(
+  optimizer: optax.GradientTransformation, params: Any, mesh: Any
+) -> State:
+  """Where a state lies: moments as their parameters, the rest everywhere.
+
+  Args:
+    optimizer: of the state.
+    params: with their shardings, arrays or shapes.
+    mesh: of all of it.
+  """
+  everywhere = NamedSharding(mesh, P())
+  mine = jax.tree.map(lambda x: x.sharding, params)
+  made = jax.eval_shape(optimizer.init, params)
+  moments = optax.tree.map_params(
+    optimizer.init,
+    lambda _, sharding: sharding,
+    made,
+    mine,
+    transform_non_params=lambda _: everywhere,
+  )
+  return State(everywhere, mine, moments, everywhere)
+
+
+def start(
+  optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
+) -> State:
+  """The state before the first step."""
+
+  def make(params: Any) -> tuple[Any, jax.Array]:
+    return optimizer.init(params), jnp.int32(0)
+
+  if mesh is None:
+    moments, zero = jax.jit(make)(params)
+  else:
+    want = shardings(optimizer, params, mesh)
+    moments, zero = jax.jit(make, out_shardings=(want.optimizer, want.step))(
+      params
+    )
+  # Two counters that are donated have to be two arrays.
+  return State(zero, params, moments, zero + 0)
+
+
+def make_step(
+  optimizer: optax.GradientTransformation,
+  spread: Spread,
+  objective: Objective,
+  method: Any = None,
+) -> Callable[[State, Any, Batch], tuple[State, Figures]]:
+  """The compiled step: step(state, frozen, batch).
+
+  The state is donated. `frozen` is what the method needs beside it, None for
+  `Whole`; `batch` has the shapes of `place`.
+
+  Args:
+    optimizer: by optax.
+    spread: how a batch's tokens lie on devices, and what is kept of a layer.
+    objective: what is minimised.
+    method: turns parameters into a model; default `Whole()`.
+  """
+  method = Whole() if method is None else method
+
+  def loss(params: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Sums]:
+    found = objective.sums(method.model(params, frozen), batch, spread)
+    return found.loss, found
+
+  def gradients(params: Any, frozen: Any, batch: Batch) -> tuple[Any, Sums]:
+    grad = jax.grad(loss, has_aux=True)
+    if batch.tokens.shape[0] == 1:
+      return grad(params, frozen, jax.tree.map(lambda x: x[0], batch))
+
+    def more(so_far: Any, one: Batch) -> tuple[Any, None]:
+      return jax.tree.map(jnp.add, so_far, grad(params, frozen, one)), None
+
+    first = jax.eval_shape(
+      grad, params, frozen, jax.tree.map(lambda x: x[0], batch)
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+    # Sums of gradients lie as the parameters do, not whole on each device.
+    grads = jax.tree.map(_like, zeros[0], params)
+    return jax.lax.scan(more, (grads, zeros[1]), batch)[0]
+
+  def step(state: State, frozen: Any, batch: Batch) -> tuple[State, Figures]:
+    grads, found = gradients(state.params, frozen, batch)
+    # A batch of nothing but padding has no mean, and no gradient either.
+    share = 1 / jnp.maximum(found.weight, jnp.float32(1e-9))
+    grads = jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
+    norm = optax.tree.norm(grads).astype(jnp.float32)
+    fine = jnp.isfinite(found.loss) & jnp.isfinite(norm)
+    # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, moments = optimizer.update(grads, state.optimizer, state.params)
+      params = optax.apply_updates(state.params, updates)
+    kept = lambda new, old: jax.tree.map(
+      lambda a, b: jnp.where(fine, a, b), new, old
+    )
+    skipped = jnp.where(fine, 0, state.skipped + 1).astype(jnp.int32)
+    after = State(
+      state.step + 1,
+      kept(params, state.params),
+      kept(moments, state.optimizer),
+      skipped,
+    )
+    figures = Figures(
+      loss=found.nll * share,
+      objective=found.loss * share,
+      weight=found.weight,
+      gradient_norm=norm,
+      finite=fine.astype(jnp.float32),
+      skipped=skipped.astype(jnp.float32),
+    )
+    return after, figures
+
+  return jax.jit(step, donate_argnums=(0,))
+
+
+def _like(zero: jax.Array, param: Any) -> jax.Array:
+  sharding = getattr(jax.typeof(param), "sharding", None)
+  if sharding is None or sharding.mesh.empty:
+    return zero
+  return jax.lax.with_sharding_constraint(zero, sharding)

@@ -1,0 +1,137 @@
+"""KV-Runahead's process form with a thread for each rank, one to eight.
+
+The code is that of processes, links of TCP included; only the ranks share a
+device, and so their compiled programs. What needs processes (a rank that dies,
+that runs ahead) is in test_kvr_processes.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from ringjax import infer
+from ringjax.errors import PeerError
+from ringjax.infer import kvr
+from ringjax.parallel.peers import Peers
+from ringjax.plan import cost
+
+TOKENS, NEW, TILE = 41, 32, 8
+# Heads that all have keys of their own, groups, one for all, a window.
+MODELS = ("llama2", "llama3", "falcon_7b", "mistral")
+# Even, odd, of one tile first or last, of one token; fewer parts than ranks.
+PARTS = {
+  2: [(21, 20), (8, 33), (40, 1)],
+  3: [(14, 14, 13), (20, 13, 8)],
+  4: [(11, 10, 10, 10), (17, 11, 8, 5), (1, 1, 1, 38), (23, 18)],
+  8: [(6, 5, 5, 5, 5, 5, 5, 5), (9, 7, 6, 5, 5, 4, 3, 2)],
+}
+CASES = [
+  *((name, ranks) for name in MODELS for ranks in (2, 4)),
+  ("llama3", 3),
+  ("llama3", 8),
+  *(
+    pytest.param(name, ranks, marks=pytest.mark.slow)
+    for name, ranks in itertools.product(MODELS, (3, 8))
+    if name != "llama3"
+  ),
+]
+# Nothing here takes long; what hangs ends.
+PATIENCE_S = 600
+
+
+def in_threads(model, ids, partition, ranks: int) -> list:
+  """Each rank's reading."""
+  group = Peers.in_threads(ranks, timeout_s=300.0)
+  found: list = [None] * ranks
+
+  def run(rank: int) -> None:
+    try:
+      chain = kvr.Runahead(model, group[rank], tile=TILE)
+      found[rank] = chain.read(ids, partition, new_tokens=NEW)
+    except PeerError as error:
+      found[rank] = error
+
+  threads = [
+    threading.Thread(target=run, args=(rank,), daemon=True)
+    for rank in range(ranks)
+  ]
+  try:
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(PATIENCE_S)
+      assert not thread.is_alive()
+  finally:
+    for one in group:
+      one.close()
+  assert not [x for x in found if isinstance(x, PeerError)]
+  return found
+
+
+@pytest.fixture(scope="module")
+def alone(loaded):
+  """One device's prompt, logits, slots and greedy tokens, by model."""
+  known: dict = {}
+
+  def read(name: str) -> tuple:
+    if name not in known:
+      model, _ = loaded(name)
+      draw = np.random.default_rng(11)
+      ids = draw.integers(0, model.config.vocab, TOKENS).astype(np.int32)
+      session = infer.Session(model, TOKENS + NEW)
+      new = infer.generate(
+        model, [ids], max_new_tokens=NEW, prefill="dense", cache=session
+      )
+      rows = np.array([[TOKENS - 1]], np.int32)
+      logits = np.asarray(model(ids[None], rows=rows)[:, 0])
+      known[name] = ids, logits, session.cache.slots, new[0].tolist()
+    return known[name]
+
+  return read
+
+
+def far(got, want) -> float:
+  got, want = np.asarray(got), np.asarray(want)
+  return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
+  model, _ = loaded(name)
+  ids, logits, slots, new = alone(name)
+  for partition in PARTS[ranks]:
+    readings = in_threads(model, ids, partition, ranks)
+    last = len(partition) - 1
+    owners = [r for r, x in enumerate(readings) if x.session is not None]
+    assert owners == [last]
+    reading = readings[last]
+    assert far(reading.logits, logits) < 5e-6
+    for place in kvr.Pieces(model).places:
+      # A later query sees no more; what is before may be another's.
+      seen = 0 if place.behind is None else TOKENS - place.behind
+      rows = (place.index, 0, slice(None), slice(seen, TOKENS))
+      mine = reading.session.cache.slots[place.kind]
+      for a, b in zip(mine, slots[place.kind], strict=True):
+        assert far(a[rows], b[rows]) < 5e-6
+    assert kvr.follow(reading, NEW).tolist() == new
+    sent = tuple(reading.outcome.link_bytes.values())
+    pieces = kvr.Pieces(model)
+    assert sent == kvr.link_bytes(pieces, partition, model.dtype)
+
+
+def test_the_worked_example(loaded):
+  """Nine tokens in parts of 4, 3 and 2: what is sent, and what is computed."""
+  model, _ = loaded("llama2")
+  ids = np.arange(3, 12, dtype=np.int32)
+  (*_, reading) = in_threads(model, ids, (4, 3, 2), 3)
+  row = kvr.row_bytes(kvr.Pieces(model), model.dtype)
+  sent = reading.outcome.link_bytes
+  # A row is a key or a value: 22 of them a layer.
+  assert 2 * sum(sent.values()) / row == 22
+  prompt = cost.Prompt(tokens=9)
+  assert cost.pairs(prompt, (4, 3, 2)).tolist() == [16, 21, 18]
+  assert 2 * cost.gathered_tokens(prompt, 3) == 36
