@@ -29,14 +29,14 @@ PARTS = {
   4: [(11, 10, 10, 10), (17, 11, 8, 5), (1, 1, 1, 38), (23, 18)],
   8: [(6, 5, 5, 5, 5, 5, 5, 5), (9, 7, 6, 5, 5, 4, 3, 2)],
 }
+QUICK = [("llama3", 2), ("llama3", 3), ("llama3", 8), ("mistral", 4),
+         ("falcon_7b", 2)]  # fmt: skip
 CASES = [
-  *((name, ranks) for name in MODELS for ranks in (2, 4)),
-  ("llama3", 3),
-  ("llama3", 8),
+  *QUICK,
   *(
-    pytest.param(name, ranks, marks=pytest.mark.slow)
-    for name, ranks in itertools.product(MODELS, (3, 8))
-    if name != "llama3"
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(MODELS, PARTS)
+    if case not in QUICK
   ),
 ]
 # Nothing here takes long; what hangs ends.

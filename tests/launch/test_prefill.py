@@ -233,6 +233,7 @@ def test_wrong_flags_of_auto(folder, profile, argv, words):
   assert words in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_all_methods_with_a_searched_partition(folder):
   status, out, err = read(
     "--method=all",
