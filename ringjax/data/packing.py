@@ -33,7 +33,7 @@ import bisect
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -105,6 +105,7 @@ class Plan(Sequence[list[Piece]]):
     return 1 - self.tokens / max(1, len(self) * self.length)
 
 
+@runtime_checkable
 class Packer(Protocol):
   """Makes rows out of documents."""
 
