@@ -247,7 +247,7 @@ class Corpus:
       int32 [n], and None.
     """
     begin, end = self._offsets[document : document + 2].tolist()
-    found = self._data[min(begin + start, end) : min(begin + stop, end)]
+    found = self._data[begin + start : min(begin + stop, end)]
     return np.asarray(found, np.int32), None
 
   @functools.cached_property

@@ -84,6 +84,9 @@ class Task:
   Attributes:
     tokenizer: a `Tokenizer` or `Bytes`, whose tokens are counted.
     filler: the text in which facts are hidden.
+    needle: a fact's line, with {name} and {number}.
+    question: what ends the prompt.
+    answer: what follows it.
   """
 
   tokenizer: Any

@@ -183,6 +183,26 @@ def test_verify_finds_a_changed_byte(path):
     Corpus.open(path).verify()
 
 
+def test_verify_finds_an_id_beyond_the_vocabulary(path):
+  change(path, vocab=299)
+  with pytest.raises(DataError, match="id 299; wanted ids below 299"):
+    Corpus.open(path).verify()
+
+
+def test_the_file_lasts_before_it_has_its_name(path, monkeypatch):
+  told = []
+  for name in ("fsync", "replace"):
+    real = getattr(os, name)
+
+    def call(*args, name=name, real=real):
+      told.append(name)
+      return real(*args)
+
+    monkeypatch.setattr(os, name, call)
+  corpus.write(path, ROWS, vocab=300, tokenizer_fingerprint="")
+  assert told == ["fsync", "replace", "fsync"]
+
+
 def test_another_vocabulary_and_tokenizer(path):
   Corpus.open(path, vocab=301)
   with pytest.raises(DataError, match="vocab: got some.tokens of 300 ids"):

@@ -93,10 +93,10 @@ def test_depth(unchecked):
 
 def test_several_needles_keep_their_depths_and_order(unchecked):
   text = "".join(f"line {i:03}\n" for i in range(100))
-  depths = [(1, "C\n"), (0.5, "A\n"), (0.504, "B\n"), (1, "D\n"), (0, "E\n")]
+  depths = [(1, "D\n"), (0.5, "A\n"), (0.504, "B\n"), (1, "C\n"), (0, "E\n")]
   hidden = documents.hide_all(text, depths).splitlines()
   at = {name: hidden.index(name) for name in "ABCDE"}
-  assert at == {"E": 0, "A": 51, "B": 52, "C": 103, "D": 104}
+  assert at == {"E": 0, "A": 51, "B": 52, "D": 103, "C": 104}
   assert [line for line in hidden if line not in at] == text.splitlines()
   with pytest.raises(PromptError, match="depth: got 2"):
     documents.hide_all(text, [(0, "x"), (2, "y")])

@@ -162,10 +162,23 @@ def test_documents_are_shuffled_before_packing_and_rows_after():
   # Neighbours are others each time, and none are those of the source.
   assert not plans[0] & plans[1] and not plans[1] & plans[2]
   assert not any(set(range(1, 9)) in plan for plan in plans)
-  # Rows too: one whose documents cannot change is nowhere in particular.
-  whole = Documents([[i] * 8 for i in range(1, 65)])
-  order = loader(whole, packer=Cut(), batch=64, length=8).at(0).tokens[:, 0]
-  assert sorted(order) == list(range(1, 65)) != order.tolist()
+
+
+def test_rows_are_shuffled_anew_each_epoch():
+  # No two fit into a row, and packing places the longest first.
+  source = Documents([[i] * i for i in range(9, 17)])
+  given = loader(source, packer=BestFit(), batch=8)
+  orders = [given.at(epoch).tokens[:, 0].tolist() for epoch in range(4)]
+  assert all(sorted(order) == list(range(9, 17)) for order in orders)
+  falling = list(range(16, 8, -1))
+  assert len({tuple(order) for order in [*orders, falling]}) == 5
+
+
+def test_no_more_than_two_epochs_are_kept():
+  given = loader()
+  for step in (0, 50, 3, 80):
+    given.at(step)
+  assert len(given._batches.streams[0]._kept) <= 2
 
 
 def test_a_corpus_and_its_documents_in_memory_are_the_same(tmp_path):
@@ -214,6 +227,38 @@ def test_proportions(weights):
 def test_a_small_weight_is_never_none():
   given = loader(mixture(), weights=[1.0, 1e-9, 1.0], batch=1024)
   assert np.bincount(owners(given, 1)).tolist() == [512, 1, 511]
+
+
+def test_many_small_weights_are_never_none():
+  given = loader(
+    [documents()] * 5, weights=[1.0, 1e-9, 1e-9, 1e-9, 1.0], batch=1024
+  )
+  shares = given.state()["setup"]["shares"]
+  assert sorted(shares) == [1, 1, 1, 510, 511] and shares[1:4] == [1] * 3
+
+
+def test_blocks_are_in_orders_of_their_own():
+  given = loader(mixture(), batch=1024)
+  first, second = owners(given, 2).reshape(2, -1)
+  assert np.bincount(first).tolist() == np.bincount(second).tolist()
+  assert (first != second).mean() > 0.5
+
+
+@pytest.mark.parametrize(
+  ("one", "other", "offset"),
+  [
+    (documents(), documents(first=2001), 2000),
+    (Numbers(10**6), Numbers(2 * 10**6), 10**6),
+  ],
+)
+def test_a_source_that_comes_twice_comes_in_two_orders(one, other, offset):
+  given = loader([one, other], batch=64)
+  tokens = np.concatenate([given.at(s).tokens for s in range(16)])
+  low, high = np.array_split(np.argsort(tokens[:, 0]), 2)
+  low, high = (tokens[np.sort(half)] for half in (low, high))
+  assert low.max() <= high[:, 0].min()
+  high = np.where(high > 0, high - offset, 0)
+  assert (low == high).all(axis=1).mean() < 0.1
 
 
 def test_each_source_of_a_mixture_goes_on_by_itself():
