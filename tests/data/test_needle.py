@@ -285,6 +285,36 @@ def test_what_is_learned_follows_the_prompt(tokenizers, name):
   assert (ids[-1] in tokenizer.eos_ids) == bool(tokenizer.eos_ids)
 
 
+class Joins(Bytes):
+  """Bytes, of which a colon and a space are one; it counts what it reads."""
+
+  def __init__(self):
+    super().__init__()
+    self.texts = 0
+
+  def encode(self, text, **more):
+    self.texts += 1
+    ids = super().encode(text, **more)
+    colon = np.flatnonzero((ids[:-1] == ord(":")) & (ids[1:] == ord(" ")))
+    ids[colon] = 300
+    return np.delete(ids, colon + 1)
+
+
+def test_a_token_of_prompt_and_answer_is_learned():
+  tokenizer = Joins()
+  made_up = example("passkey", tokenizer=tokenizer, length=900)
+  ids, weights = task("passkey", tokenizer).training(made_up)
+  start = int(np.argmax(weights))
+  assert len(ids) == 900 and ids[start] == 300 and weights[start:].all()
+  assert ids[start + 1 :].tolist() == [*made_up.answer[1:].encode(), 257]
+
+
+def test_few_encodings_find_the_length():
+  tokenizer = Joins()
+  example("passkey", tokenizer=tokenizer, length=50_000)
+  assert tokenizer.texts <= 3
+
+
 @pytest.mark.parametrize("keys", [1, 3])
 def test_the_small_model_was_trained_on_this(keys):
   """The same words in the same order as in tools/train_tiny.py."""
