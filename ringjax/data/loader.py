@@ -153,7 +153,7 @@ class Loader(Iterator[Batch]):
       "batch": batch,
       "seed": seed,
       # Another numpy may shuffle otherwise.
-      "draws": _random(seed, _SAMPLE).permutation(1 << 20)[:4].tolist(),
+      "draws": _random(seed, _SAMPLE).permutation(1 << 10)[:4].tolist(),
     }
     self._prefetch = prefetch
     self._ahead: Ahead | None = None
