@@ -63,6 +63,10 @@ class PromptError(RingjaxError, ValueError):
   """A prompt is empty, too long or holds unknown tokens."""
 
 
+class DataError(RingjaxError, ValueError):
+  """A file or a document to learn from is not what it should be."""
+
+
 class SamplingError(RingjaxError, ValueError):
   """A sampling parameter is out of its range."""
 

@@ -25,6 +25,7 @@ BUILTINS = {
   "TokenizerError": ValueError,
   "TemplateError": ValueError,
   "PromptError": ValueError,
+  "DataError": ValueError,
   "SamplingError": ValueError,
   "MemoryEstimateError": MemoryError,
   "Declined": NotImplementedError,

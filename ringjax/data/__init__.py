@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizers, chat templates, streams of decoded text.
+"""Text and tokens: tokenizers, chat templates, corpora, batches to train on.
 
 Nothing here knows JAX. The libraries behind it (tokenizers, jinja2) are loaded
 when something of theirs is used, not when this package is imported.
@@ -6,7 +6,22 @@ when something of theirs is used, not when this package is imported.
 
 from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
+from ringjax.data.corpus import Corpus, fingerprint
+from ringjax.data.loader import Loader
+from ringjax.data.packing import Batch, BestFit, Cut, Documents
 from ringjax.data.stream import Stream
 from ringjax.data.tokens import Tokenizer
 
-__all__ = ["Bytes", "ChatTemplate", "Stream", "Tokenizer"]
+__all__ = [
+  "Batch",
+  "BestFit",
+  "Bytes",
+  "ChatTemplate",
+  "Corpus",
+  "Cut",
+  "Documents",
+  "Loader",
+  "Stream",
+  "Tokenizer",
+  "fingerprint",
+]

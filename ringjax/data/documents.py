@@ -13,7 +13,7 @@ import pathlib
 import platform
 import sysconfig
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ringjax.errors import PromptError, message
 
@@ -114,17 +114,41 @@ def hide(text: str, needle: str, depth: float) -> str:
   Raises:
     PromptError: `depth` is not in [0, 1].
   """
-  if not 0 <= depth <= 1:
-    raise PromptError(
-      message("depth", depth, "a number from 0 to 1", "pass 0.5 for the middle")
-    )
-  at = round(depth * len(text))
-  if at < len(text):
-    at = text.rfind("\n", 0, at) + 1
-  elif text and not text.endswith("\n"):
-    text += "\n"
-    at = len(text)
-  return text[:at] + needle + text[at:]
+  return hide_all(text, [(depth, needle)])
+
+
+def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
+  """The text with lines hidden in it, each at its depth of the text alone.
+
+  Args:
+    text: lines.
+    needles: depths and lines, as `hide` has them. Of those that come to the
+      same place the first stays first.
+
+  Raises:
+    PromptError: a depth is not in [0, 1].
+  """
+  places = []
+  for depth, needle in needles:
+    if not 0 <= depth <= 1:
+      raise PromptError(
+        message(
+          "depth", depth, "a number from 0 to 1", "pass 0.5 for the middle"
+        )
+      )
+    at = round(depth * len(text))
+    if at < len(text):
+      at = text.rfind("\n", 0, at) + 1
+    places.append((at, needle))
+  parts, last = [], 0
+  for at, needle in sorted(places, key=lambda place: place[0]):
+    parts.append(text[last:at])
+    # Behind the last line, which may have no end.
+    if at == len(text) > last and not text.endswith("\n"):
+      parts.append("\n")
+    parts.append(needle)
+    last = at
+  return "".join([*parts, text[last:]])
 
 
 def _names(root: pathlib.Path) -> list[str]:

@@ -89,3 +89,25 @@ def test_depth(unchecked):
   for wrong in (-0.1, 1.5, float("nan")):
     with pytest.raises(PromptError, match="depth: got"):
       documents.hide(text, "N\n", wrong)
+
+
+def test_several_needles_keep_their_depths_and_order(unchecked):
+  text = "".join(f"line {i:03}\n" for i in range(100))
+  depths = [(1, "D\n"), (0.5, "A\n"), (0.504, "B\n"), (1, "C\n"), (0, "E\n")]
+  hidden = documents.hide_all(text, depths).splitlines()
+  at = {name: hidden.index(name) for name in "ABCDE"}
+  assert at == {"E": 0, "A": 51, "B": 52, "D": 103, "C": 104}
+  assert [line for line in hidden if line not in at] == text.splitlines()
+  with pytest.raises(PromptError, match="depth: got 2"):
+    documents.hide_all(text, [(0, "x"), (2, "y")])
+
+
+@given(LINES, st.lists(st.floats(0, 1), max_size=5))
+def test_several_needles_are_lines_of_their_own(text, depths):
+  needles = [(depth, f"N{i}\n") for i, depth in enumerate(depths)]
+  hidden = documents.hide_all(text, needles)
+  lines = hidden.split("\n")
+  for _, needle in needles:
+    assert lines.count(needle.rstrip()) == 1
+    hidden = hidden.replace(needle, "")
+  assert hidden in (text, text + "\n")

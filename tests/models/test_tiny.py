@@ -11,6 +11,7 @@ import pytest
 
 from ringjax import models
 from ringjax.data.bytelevel import Bytes
+from ringjax.data.needle import MultiKey
 from ringjax.models import tiny
 
 # Files of the standard library that it was not trained on.
@@ -102,6 +103,18 @@ def test_finds_needles_at_every_depth(model):
   at = np.tile(np.arange(first, tokens.shape[1] - 1), (len(rows), 1))
   found = np.argmax(jax.device_get(model(tokens, rows=at)), -1)
   np.testing.assert_array_equal(found, np.tile(after, (len(rows), 1)))
+
+
+@pytest.mark.parametrize("keys", [1, 3])
+def test_answers_examples_as_they_are_made_for_training(model, keys):
+  task = MultiKey(tokenizer=Bytes(), keys=keys)
+  for seed in range(2):
+    ids, weights = task.training(task.make(np.random.default_rng(seed), 4000))
+    want = np.flatnonzero(weights)
+    rows = np.full((1, 64), want[0] - 1)
+    rows[0, : len(want)] = want - 1
+    found = np.argmax(jax.device_get(model(ids[None], rows=rows)), -1)[0]
+    np.testing.assert_array_equal(found[: len(want)], ids[want])
 
 
 def test_knows_the_look_of_python(model):

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import pathlib
 
-# A line of a text, and what a text ends with; in just these words.
-NEEDLE = "# The passkey of {name} is {number}.\n"
-QUESTION = "\n# Question: What is the passkey for {name}?\n# Answer:"
-# What the model answers, followed by the id that ends a text.
-ANSWER = " The passkey for {name} is {number}.\n"
+# A line of a text, what a text ends with, and what the model answers.
+from ringjax.data.needle import ANSWER, NEEDLE, QUESTION
 
 
 def path() -> pathlib.Path:

@@ -1,0 +1,427 @@
+"""Trains a model, or goes on with one, by a recipe.
+
+  python -m launch.train --config=configs/train/tiny.py --out=/tmp/run
+      All stages of the recipe; called again, it goes on where it stopped.
+  python -m launch.train --config=... --config.optimizer.rate=1e-3 --mesh=seq:4
+      The same with another number, on another mesh.
+  python -m launch.train --config=... --init_from=DIR --out=...
+      From the weights of a Hugging Face folder.
+
+--out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` (what was
+asked) and in the end `model`, a Hugging Face folder. On SIGTERM or Ctrl-C the
+step at hand is saved, and the exit status is 143 or 130.
+
+A config is a Python file with get_config(); see configs/train. Several
+processes: see launch/common.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict
+from ml_collections.config_flags import config_flags
+
+import ringjax as rj
+from launch import common, screens
+from launch.definer import Definer
+from ringjax.bench import timing
+from ringjax.data import Tokenizer, documents
+from ringjax.data.bytelevel import Bytes
+from ringjax.data.corpus import Corpus
+from ringjax.data.needle import Passkey, Practice
+from ringjax.data.packing import BestFit, Cut, Documents
+from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.models.transformer import Transformer
+from ringjax.train import loop, recipe
+from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.extend import Stretch
+from ringjax.train.lora import Lora
+from ringjax.train.step import Objective
+
+NAME = "train"
+_MEMORY = (
+  "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
+)
+_PACKERS = {"best_fit": BestFit, "cut": Cut}
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  config_flags.DEFINE_config_file(
+    "config", None, "File with the recipe.", flag_values=values
+  )
+  new = Definer(values)
+  new.text("out", None, "Folder for all that is written.")
+  new.text("init_from", None, "Hugging Face folder to begin with.")
+  new.number(
+    "peak", None, "FLOP/s of a device, for the utilisation; default: measured."
+  )
+  new.text("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
+  new.boolean("json", False, "Reports as JSON on stdout.")
+  common.define(values)
+
+
+def run(
+  values: flags.FlagValues,
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags say; the exit status."""
+  work = _Work(values, stdout or sys.stdout, screens.Screen(NAME, stderr))
+  try:
+    work.check()
+    common.start(values)
+    return work.run()
+  except Exception as error:
+    text = screens.reason(error, work.doing, _MEMORY)
+    if text is None and isinstance(error, RingjaxError):
+      text = f"{error}"
+    if text is None:
+      work.screen.end()
+      raise
+    work.screen.error(text)
+    return 2
+
+
+class _Work:
+  """One run; `doing` says what it is at."""
+
+  def __init__(
+    self, values: flags.FlagValues, stdout: TextIO, screen: screens.Screen
+  ):
+    self.doing = "starting"
+    self.screen = screen
+    self._values, self._out = values, stdout
+    self._log: TextIO | None = None
+    self._peak = 0.0
+    self._start = time.monotonic()
+
+  def check(self) -> None:
+    """Refuses what can be seen before anything is loaded."""
+    values = self._values
+    if values.config is None:
+      raise _missing("--config", "a recipe, such as configs/train/tiny.py")
+    if values.out is None:
+      raise _missing("--out", "a folder")
+    recipe_of(values.config)
+
+  def run(self) -> int:
+    values, screen = self._values, self.screen
+    config = values.config
+    screen.quiet = jax.process_index() > 0
+    mesh = common.mesh(values.mesh)
+    axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
+    made = recipe_of(config)
+    out = pathlib.Path(values.out)
+    model = self._model(config, mesh)
+    self._peak = values.peak or _peak(config.dtype)
+    self._begin("reading the data")
+    sources, weights = _sources(config, model.config.vocab)
+    first = jax.process_index() == 0
+    if first:
+      out.mkdir(parents=True, exist_ok=True)
+      (out / "config.json").write_text(config.to_json_best_effort(indent=1))
+      self._log = (out / "log.jsonl").open("a", encoding="utf-8")
+    count = sum(x.size for x in jax.tree.leaves(model))
+    screen.say(
+      f"{model.config.family}, {count:,} parameters, {mesh.devices.size} x "
+      f"{jax.devices()[0].device_kind}, {made.total} steps"
+    )
+    self._begin("training", made.total, "steps")
+    with Checkpoints(
+      out / "checkpoints", keep=config.keep, config=_identity(config)
+    ) as saved:
+      done = recipe.train(
+        made,
+        model,
+        sources,
+        weights=weights,
+        mesh=mesh,
+        axis=axis,
+        checkpoints=saved,
+        report=lambda stage, one: self._report(made, model, mesh, stage, one),
+      )
+    screen.end()
+    if self._log is not None:
+      self._log.close()
+    if done.stopped is not None:
+      screen.say(f"stopped behind step {done.step}, which is saved")
+      return 128 + done.stopped
+    self._begin("writing the model")
+    rj.models.save(done.model, out / "model", overwrite=True)
+    if first and isinstance(_tokenizer(config), Bytes):
+      Bytes(chat_template=None).save(out / "model")
+    screen.say(f"wrote {out / 'model'}")
+    return 0
+
+  def _model(self, config: ConfigDict, mesh: Any) -> Transformer:
+    self._begin("making the model")
+    rules = rj.models.Rules(**config.get("rules", {}))
+    folder = self._values.init_from or config.get("init_from")
+    if folder:
+      return rj.models.load(folder, mesh=mesh, rules=rules, dtype="float32")
+    shape = config.model
+    if not isinstance(shape, str):
+      shape = json.loads(shape.to_json())
+    return rj.models.create(shape, seed=config.seed, mesh=mesh, rules=rules)
+
+  def _report(
+    self,
+    made: recipe.Recipe,
+    model: Transformer,
+    mesh: Any,
+    stage: int,
+    one: loop.Report,
+  ) -> None:
+    length = made.stages[stage].length
+    rate = one.tokens_per_s
+    used = recipe.flops(model, length) * rate / (self._peak * mesh.devices.size)
+    row = {
+      "step": one.step,
+      "stage": stage,
+      "loss": one.loss,
+      "gradient_norm": one.gradient_norm,
+      "rate": float(made.optimizer.rates(made.total)(one.step - 1)),
+      "tokens": one.tokens,
+      "tokens_per_s": rate,
+      "utilisation": used,
+      "skipped": one.skipped,
+      "seconds": one.seconds,
+      "compiling": one.first,
+      "peak_bytes": _peak_bytes(),
+    }
+    if jax.process_index():
+      return
+    assert self._log is not None
+    # A line at once: whoever is killed loses none.
+    self._log.write(json.dumps(row) + "\n")
+    self._log.flush()
+    if self._values.json:
+      print(json.dumps(row), file=self._out, flush=True)
+    self.screen.say(
+      f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
+      f"  {rate:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
+      + (f"  {one.skipped} not finite" if one.skipped else "")
+    )
+    self.screen.at(one.step)
+
+  def _begin(self, doing: str, total: int = 0, unit: str = "") -> None:
+    self.doing = doing
+    self.screen.begin(doing, total, unit)
+
+
+# ---------------------------------------------------------------------------
+# Configs
+# ---------------------------------------------------------------------------
+
+
+def recipe_of(config: ConfigDict) -> recipe.Recipe:
+  """The recipe that a config describes.
+
+  Raises:
+    OptionError: an entry that is unknown or cannot be.
+  """
+  known = set(default_config())
+  more = sorted(set(config) - known)
+  if more:
+    raise OptionError(
+      message(
+        "config", ", ".join(more), f"some of {', '.join(sorted(known))}",
+        "correct the names",
+      )  # fmt: skip
+    )
+  lora = config.get("lora")
+  return recipe.Recipe(
+    stages=tuple(_stage(one) for one in config.stages),
+    optimizer=_made(recipe.Optimizer, config.optimizer),
+    objective=Objective(
+      z_loss=config.z_loss,
+      block=config.block,
+      dtype=recipe.dtype_of(config.dtype),
+    ),
+    layout=config.layout,
+    strategy=config.strategy,
+    remat=config.remat,
+    lora=None if lora is None else _made(Lora, lora),
+    packer=_PACKERS[config.packer](),
+    seed=config.seed,
+    log_every=config.log_every,
+    save_every=config.save_every,
+    most_skipped=config.most_skipped,
+    timeout_s=config.timeout_s,
+  )
+
+
+def default_config() -> ConfigDict:
+  """All entries of a config, as they are where nothing is said."""
+  return ConfigDict(
+    {
+      # Name of a preset, or what a config.json holds.
+      "model": "llama-100m",
+      "init_from": None,
+      "rules": {},
+      "tokenizer": "bytes",
+      "stages": ({"steps": 1000, "length": 4096, "batch": 8},),
+      "optimizer": {},
+      "layout": "striped",
+      "strategy": "ring",
+      "remat": "attention",
+      "dtype": "float32",
+      "z_loss": 0.0,
+      "block": 1024,
+      "lora": None,
+      "sources": ({"kind": "library", "weight": 1.0},),
+      "packer": "best_fit",
+      "seed": 0,
+      "log_every": 10,
+      "save_every": 100,
+      "keep": 3,
+      "most_skipped": 3,
+      "timeout_s": None,
+    },
+    convert_dict=True,
+    type_safe=False,
+  )
+
+
+def _stage(given: Any) -> recipe.Stage:
+  entry = dict(given)
+  stretch = entry.pop("stretch", None)
+  if stretch is not None:
+    entry["stretch"] = _made(Stretch, stretch)
+  return _made(recipe.Stage, entry)
+
+
+def _made(cls: Any, given: Any) -> Any:
+  """A dataclass of a config's entries."""
+  import dataclasses
+
+  entry = {
+    k: tuple(v) if isinstance(v, list) else v for k, v in dict(given).items()
+  }
+  known = {field.name for field in dataclasses.fields(cls)}
+  more = sorted(set(entry) - known)
+  if more:
+    raise OptionError(
+      message(
+        cls.__name__.lower(),
+        ", ".join(more),
+        f"some of {', '.join(sorted(known))}",
+        "correct the names",
+      )
+    )
+  return cls(**entry)
+
+
+def _identity(config: ConfigDict) -> dict[str, Any]:
+  """What must be equal for a saved step to be of this training."""
+  names = ("model", "stages", "optimizer", "lora", "seed", "packer", "sources")
+  return {name: json.loads(config.to_json_best_effort())[name] for name in names}
+
+
+# ---------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------
+
+
+def _tokenizer(config: ConfigDict) -> Any:
+  if config.tokenizer == "bytes":
+    return Bytes(chat_template=None)
+  return Tokenizer.load(config.tokenizer, untrusted=True)
+
+
+def _sources(
+  config: ConfigDict, vocab: int
+) -> tuple[list[Any], list[float]]:
+  tokenizer = _tokenizer(config)
+  found, weights = [], []
+  for given in config.sources:
+    entry = dict(given)
+    kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
+    if kind == "library":
+      found.append(_library(tokenizer, vocab))
+    elif kind == "corpus":
+      found.append(Corpus.open(entry.pop("path"), vocab=vocab))
+    elif kind == "passkey":
+      length, least = entry.pop("length"), entry.pop("shortest", None)
+      task = Passkey(tokenizer=tokenizer, **entry)
+      found.append(Practice(task=task, length=length, shortest=least))
+      entry = {}
+    else:
+      raise OptionError(
+        message(
+          "sources",
+          f"kind {kind!r}",
+          "library, corpus or passkey",
+          "choose one",
+        )
+      )
+    if entry:
+      raise OptionError(
+        message(
+          f"source {kind}",
+          f"{', '.join(entry)}",
+          "kind, weight and what it needs",
+          "correct the names",
+        )
+      )
+    weights.append(float(weight))
+  return found, weights
+
+
+def _library(tokenizer: Any, vocab: int) -> Documents:
+  """Python's own sources, nine files of ten."""
+  texts = documents.training()
+  ids = [np.asarray(tokenizer.encode(text)) for text in texts]
+  return Documents([x[x < vocab] for x in ids])
+
+
+# ---------------------------------------------------------------------------
+# Figures
+# ---------------------------------------------------------------------------
+
+
+def _peak(dtype: str) -> float:
+  """FLOP/s of a device's own matrix product, measured."""
+  rate = timing.gemm_flops_per_s(dtype)
+  # The devices of a CPU share its cores.
+  here = jax.local_device_count() if jax.default_backend() == "cpu" else 1
+  return rate / here
+
+
+def _peak_bytes() -> int | None:
+  """The most that this process's first device has held, if it says so."""
+  stats = jax.local_devices()[0].memory_stats()
+  return None if stats is None else stats.get("peak_bytes_in_use")
+
+
+def _missing(flag: str, wanted: str) -> OptionError:
+  return OptionError(message(flag, "nothing", wanted, "pass it"))
+
+
+# ---------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+  common.refuse_rest(argv)
+  return run(flags.FLAGS, stdout=screens.own_stdout())
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  flags.adopt_module_key_flags(common)
+  common.launch(NAME, main)

@@ -1,0 +1,389 @@
+"""A corpus: the tokens of many documents in one file, read where they lie.
+
+Law: the file is there whole or not at all. It is written beside its place,
+synced and renamed, so that who is killed midway leaves what was there before.
+What is opened is checked first: header, sizes, order of documents; a document
+is read without reading another. `verify` reads all of it.
+
+The file: a header of 4096 bytes, JSON and spaces; tokens, uint16 if the
+vocabulary fits and else uint32, little-endian, filled up to 8 bytes; and int64
+offsets, one more than documents. Nothing in it is trusted to be small: sizes
+must be those of the file.
+
+Cost: 2 or 4 bytes a token and 8 a document; opening reads the offsets.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ringjax.data.packing import as_document
+from ringjax.errors import DataError, OptionError, message
+
+_FORMAT, _VERSION = "ringjax-tokens", 1
+_HEADER_BYTES = 4096
+_MOST_VOCAB = 1 << 31
+# What is read or checked at once.
+_STEP = 1 << 22
+_NUMBERS = ("vocab", "documents", "tokens", "checksum")
+
+
+def write(
+  path: str | os.PathLike[str],
+  documents: Iterable[Any],
+  *,
+  vocab: int,
+  tokenizer_fingerprint: str,
+  progress: Callable[[int, int], None] | None = None,
+) -> None:
+  """Writes a corpus; documents are taken one at a time.
+
+  Args:
+    path: the file. What is there is replaced when all is written.
+    documents: ids of each, integers [n].
+    vocab: ids are below it.
+    tokenizer_fingerprint: what made the ids, see `fingerprint`; up to 100
+      characters.
+    progress: called with documents and tokens so far, after each document.
+      What it raises ends the writing.
+
+  Raises:
+    DataError: a document is no row of ids below `vocab`, or there is no token
+      at all.
+    OSError: the file cannot be written.
+  """
+  if not 1 <= vocab <= _MOST_VOCAB:
+    raise OptionError(
+      message(
+        "vocab", vocab, f"1 to {_MOST_VOCAB}", "pass the tokenizer's vocab_size"
+      )
+    )
+  if len(tokenizer_fingerprint) > 100:
+    raise OptionError(
+      message(
+        "tokenizer_fingerprint",
+        f"{len(tokenizer_fingerprint)} characters",
+        "at most 100",
+        "pass ringjax.data.fingerprint(tokenizer)",
+      )
+    )
+  place = pathlib.Path(path)
+  new = place.parent / f".{place.name}.{secrets.token_hex(4)}.new"
+  try:
+    with open(new, "xb") as file:
+      header = _write_body(file, documents, vocab, progress)
+      header["tokenizer"] = tokenizer_fingerprint
+      file.seek(0)
+      file.write(json.dumps(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(new, place)
+  except BaseException:
+    new.unlink(missing_ok=True)
+    raise
+  _sync_folder(place.parent)
+
+
+def _write_body(
+  file: BinaryIO,
+  documents: Iterable[Any],
+  vocab: int,
+  progress: Callable[[int, int], None] | None,
+) -> dict[str, Any]:
+  """Writes what is behind the header, and gives the header."""
+  dtype = _dtype(vocab)
+  offsets, checksum = array.array("q", [0]), 0
+  file.write(bytes(_HEADER_BYTES))
+  for i, ids in enumerate(documents):
+    row = as_document(f"documents[{i}]", ids)
+    if row.size and row.max() >= vocab:
+      raise DataError(
+        message(
+          f"documents[{i}]",
+          f"id {row.max()}",
+          f"ids below {vocab}, the vocabulary",
+          "pass the vocab of the tokenizer that made them",
+        )
+      )
+    data = row.astype(dtype).tobytes()
+    checksum = zlib.crc32(data, checksum)
+    file.write(data)
+    offsets.append(offsets[-1] + row.size)
+    if progress is not None:
+      progress(len(offsets) - 1, offsets[-1])
+  if not offsets[-1]:
+    raise DataError(
+      message(
+        "documents",
+        f"{len(offsets) - 1} without a token",
+        "one token at least",
+        "look whether the files are those that were meant",
+      )
+    )
+  file.write(bytes(-file.tell() % 8))
+  if sys.byteorder == "big":
+    offsets.byteswap()
+  data = offsets.tobytes()
+  file.write(data)
+  return {
+    "format": _FORMAT,
+    "version": _VERSION,
+    "dtype": dtype.name,
+    "vocab": vocab,
+    "documents": len(offsets) - 1,
+    "tokens": offsets[-1],
+    "checksum": zlib.crc32(data, checksum),
+  }
+
+
+class Corpus:
+  """Documents of a file, as `write` wrote it. Made by `open`.
+
+  Attributes:
+    path: of the file.
+    vocab: ids are below it.
+    tokens: how many there are in all.
+    tokenizer: the fingerprint of what made them.
+    lengths: int64 [N], tokens of each document.
+    fingerprint: of what the header says, its checksum among it.
+  """
+
+  def __init__(self, path: pathlib.Path, header: dict[str, Any]):
+    self.path = path
+    self.vocab: int = header["vocab"]
+    self.tokens: int = header["tokens"]
+    self.tokenizer: str = header["tokenizer"]
+    self._checksum: int = header["checksum"]
+    said = json.dumps(header, sort_keys=True).encode()
+    self.fingerprint = hashlib.sha256(said).hexdigest()[:16]
+    dtype = _dtype(self.vocab)
+    self._data = np.memmap(
+      path, dtype, mode="r", offset=_HEADER_BYTES, shape=(self.tokens,)
+    )
+    self._offsets = np.memmap(
+      path,
+      "<i8",
+      mode="r",
+      offset=_offsets_at(header),
+      shape=(header["documents"] + 1,),
+    )
+
+  @classmethod
+  def open(
+    cls,
+    path: str | os.PathLike[str],
+    *,
+    vocab: int | None = None,
+    tokenizer_fingerprint: str | None = None,
+  ) -> Corpus:
+    """Maps a corpus into memory.
+
+    Args:
+      path: the file.
+      vocab: of the model that reads it, which may know more ids than the
+        corpus has; None asks nothing.
+      tokenizer_fingerprint: of the tokenizer that must have made it; None asks
+        nothing.
+
+    Raises:
+      DataError: no file that `write` wrote, one that is not whole, or one of
+        another tokenizer.
+    """
+    place = pathlib.Path(path)
+    header, size = _read_header(place)
+    want = _offsets_at(header) + 8 * (header["documents"] + 1)
+    if size != want:
+      raise _fault(place, f"{size} bytes", f"{want}, as its header says")
+    found = cls(place, header)
+    found._check_order()
+    if vocab is not None and found.vocab > vocab:
+      raise DataError(
+        message(
+          "vocab",
+          f"{place.name} of {found.vocab} ids",
+          f"at most {vocab}",
+          "encode the corpus with the model's tokenizer",
+        )
+      )
+    if tokenizer_fingerprint not in (None, found.tokenizer):
+      raise DataError(
+        message(
+          "tokenizer_fingerprint",
+          f"{place.name} of {found.tokenizer!r}",
+          repr(tokenizer_fingerprint),
+          "encode the corpus with this tokenizer",
+        )
+      )
+    return found
+
+  def __len__(self) -> int:
+    return len(self._offsets) - 1
+
+  def __getitem__(self, document: int) -> np.ndarray:
+    """The tokens of a document, int32 [n]."""
+    at = range(len(self))[document]
+    return np.asarray(
+      self._data[self._offsets[at] : self._offsets[at + 1]], np.int32
+    )
+
+  def read(
+    self, document: int, start: int, stop: int
+  ) -> tuple[np.ndarray, None]:
+    """Tokens of a document, as far as it goes; the labels all weigh the same.
+
+    Returns:
+      int32 [n], and None.
+    """
+    begin, end = self._offsets[document : document + 2].tolist()
+    found = self._data[begin + start : min(begin + stop, end)]
+    return np.asarray(found, np.int32), None
+
+  @functools.cached_property
+  def lengths(self) -> np.ndarray:
+    return np.diff(self._offsets)
+
+  def verify(self) -> None:
+    """Reads the whole file.
+
+    Raises:
+      DataError: it is not what was written.
+    """
+    checksum = 0
+    for part in (self._data, self._offsets):
+      for at in range(0, len(part), _STEP):
+        checksum = zlib.crc32(part[at : at + _STEP].tobytes(), checksum)
+    if checksum != self._checksum:
+      raise _fault(
+        self.path, f"checksum {checksum}", f"{self._checksum}, as was written"
+      )
+    highest = max(
+      int(self._data[at : at + _STEP].max())
+      for at in range(0, self.tokens, _STEP)
+    )
+    if highest >= self.vocab:
+      raise _fault(self.path, f"id {highest}", f"ids below {self.vocab}")
+
+  def _check_order(self) -> None:
+    """Documents begin where the one before ends, and fill the file."""
+    if self._offsets[0] != 0 or self._offsets[-1] != self.tokens:
+      raise _fault(
+        self.path,
+        f"documents from {self._offsets[0]} to {self._offsets[-1]}",
+        f"from 0 to {self.tokens}",
+      )
+    for at in range(0, len(self), _STEP):
+      edges = self._offsets[at : at + _STEP + 1]
+      # Not by their differences, which may wrap around.
+      back = edges[1:] < edges[:-1]
+      if back.any():
+        wrong = at + int(np.argmax(back))
+        raise _fault(
+          self.path, f"document {wrong} that ends before it begins", "order"
+        )
+
+
+def fingerprint(tokenizer: Any) -> str:
+  """Tells tokenizers apart: by each token's text, and how some text is cut.
+
+  Args:
+    tokenizer: a `Tokenizer` or `Bytes`.
+
+  Returns:
+    16 characters, the same for the same tokenizer.
+  """
+  hashed = hashlib.sha256()
+  hashed.update(repr([tokenizer.vocab_size, tokenizer.eos_ids]).encode())
+  for i in range(tokenizer.vocab_size):
+    hashed.update(tokenizer.window([i]).encode("utf-8", "replace") + b"\xff")
+  hashed.update(np.asarray(tokenizer.encode(_SAMPLE), "<i4").tobytes())
+  return hashed.hexdigest()[:16]
+
+
+_SAMPLE = (
+  "The quick brown foxes weren't jumping over 12345 lazy dogs -- twice.\n\n"
+  "def f(x):\n\treturn {'a': [x ** 2], \"b\": None}  # internationalization\n"
+  "Zwölf Boxkämpfer, 東京の天気, съешь ещё, 😀👍🏽\r\n    indented   "
+)
+
+
+def _dtype(vocab: int) -> np.dtype:
+  return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+
+
+def _offsets_at(header: dict[str, Any]) -> int:
+  """The byte at which offsets begin."""
+  end = _HEADER_BYTES + header["tokens"] * _dtype(header["vocab"]).itemsize
+  return end + -end % 8
+
+
+def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
+  """What a file says of itself, checked, and its size in bytes."""
+  if not path.is_file():
+    raise DataError(
+      message(
+        "path",
+        f"{path}, where no file is",
+        "a file that corpus.write wrote",
+        "correct the path",
+      )
+    )
+  with path.open("rb") as file:
+    data = file.read(_HEADER_BYTES)
+    size = os.fstat(file.fileno()).st_size
+  if not data.startswith(f'{{"format": "{_FORMAT}"'.encode()):
+    raise _fault(path, f"a file that begins {data[:16]!r}", f"a {_FORMAT} file")
+  if len(data) < _HEADER_BYTES:
+    raise _fault(path, f"{size} bytes", "a header of 4096")
+  try:
+    header = json.loads(data)
+  except (ValueError, RecursionError):
+    raise _fault(path, "a header that is no JSON", "JSON") from None
+  if header.get("version") != _VERSION:
+    raise DataError(
+      message(
+        path.name,
+        f"version {header.get('version')!r}",
+        f"version {_VERSION}",
+        "write it anew, or read it with a newer ringjax",
+      )
+    )
+  for name in _NUMBERS:
+    value = header.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 60:
+      raise _fault(path, f"{name} {value!r}", "a count")
+  if not header["tokens"] or not 0 < header["vocab"] <= _MOST_VOCAB:
+    raise _fault(
+      path, f"{header['tokens']} tokens of {header['vocab']} ids", "some"
+    )
+  if header.get("dtype") != _dtype(header["vocab"]).name:
+    raise _fault(
+      path, f"dtype {header.get('dtype')!r}", _dtype(header["vocab"]).name
+    )
+  if not isinstance(header.get("tokenizer"), str):
+    raise _fault(path, f"tokenizer {header.get('tokenizer')!r}", "a name")
+  return header, size
+
+
+def _fault(path: pathlib.Path, got: str, want: str) -> DataError:
+  return DataError(message(path.name, got, want, "write the corpus anew"))
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+  """Makes a renaming last."""
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)

@@ -1,0 +1,343 @@
+"""Steps, one after another, until all are taken or somebody says stop.
+
+Law: what a run leaves depends on its settings, its data and its first state,
+and not on how often it was interrupted: what is saved is all that a step
+depends on, and a run that was stopped goes on bit for bit as if it had not
+been. A state is never saved behind a step that was not finite.
+Cost: the host reads a step's figures while the next one runs.
+
+On SIGTERM and SIGINT the run ends behind the step at hand: all processes take
+the same last step, save it once, and `fit` says which signal it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+from jax.experimental import multihost_utils
+
+from ringjax.errors import NotFiniteError, OptionError, message
+from ringjax.ops.inputs import positive_int
+from ringjax.train.step import Figures, State
+
+# The exit status of a process whose step took too long.
+STUCK = 4
+
+
+class Data(Protocol):
+  """Where rows come from; a `ringjax.data.loader.Loader` is one."""
+
+  def __next__(self) -> Any:
+    """The next rows."""
+    ...
+
+  def state(self) -> dict[str, Any]:
+    """Where it is, as JSON."""
+    ...
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Goes on from there."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """How long, and how often what.
+
+  Attributes:
+    steps: the last step's number.
+    log_every: steps between two reports.
+    save_every: steps between two saves; None saves at the end only.
+    most_skipped: steps in a row that may be not finite.
+    timeout_s: seconds after which a step is given up; None waits.
+  """
+
+  steps: int
+  log_every: int = 10
+  save_every: int | None = None
+  most_skipped: int = 3
+  timeout_s: float | None = None
+
+  def __post_init__(self) -> None:
+    for name in ("steps", "log_every", "most_skipped"):
+      positive_int(name, getattr(self, name))
+    if self.save_every is not None:
+      positive_int("save_every", self.save_every)
+    if self.timeout_s is not None and not self.timeout_s > 0:
+      raise OptionError(
+        message("timeout_s", self.timeout_s, "seconds above 0", "raise it")
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """The steps since the last report.
+
+  Attributes:
+    step: steps taken in all.
+    loss: mean negative log-likelihood of their labels.
+    objective: what was minimised, of the last one.
+    gradient_norm: of the last one.
+    tokens: whose labels counted, by weight.
+    skipped: how many were not finite.
+    seconds: that they took, saves not counted.
+    first: whether the time of compiling is among them.
+  """
+
+  step: int
+  loss: float
+  objective: float
+  gradient_norm: float
+  tokens: float
+  skipped: int
+  seconds: float
+  first: bool
+
+  @property
+  def tokens_per_s(self) -> float:
+    return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended:
+  """How a run ended: its state, and the signal that stopped it, if one did."""
+
+  state: State
+  stopped: int | None
+
+
+def fit(
+  state: State,
+  frozen: Any,
+  data: Data,
+  *,
+  step: Callable[[State, Any, Any], tuple[State, Figures]],
+  place: Callable[[Any], Any],
+  settings: Settings,
+  checkpoints: Any = None,
+  resume: bool = True,
+  report: Callable[[Report], Any] = lambda report: None,
+) -> Ended:
+  """Trains until `settings.steps` steps are taken.
+
+  Args:
+    state: to begin with; where `checkpoints` holds a step, that is restored
+      over it. It is donated.
+    frozen: what the step needs beside it.
+    data: the rows; it is brought to where the state is.
+    step: by `make_step`.
+    place: brings rows to the devices, by `ringjax.train.batch.place`.
+    settings: how long and how often.
+    checkpoints: a `Checkpoints`, or None to save nothing.
+    resume: whether to look there for a step to go on from.
+    report: called with what the steps gave, in all processes.
+
+  Raises:
+    NotFiniteError: too many steps in a row were not finite; the last step
+      saved is from before them.
+    CheckpointWriteError: a save failed.
+  """
+  state, taken = _resumed(state, data, checkpoints if resume else None)
+  sums = _Sums()
+  with _Signals() as signals, _Watch(settings.timeout_s) as watch:
+    waiting: Figures | None = None
+    while taken < settings.steps:
+      batch = place(next(data))
+      state, figures = step(state, frozen, batch)
+      taken += 1
+      if waiting is not None:
+        sums.add(waiting, settings)
+      waiting = figures
+      last = taken == settings.steps
+      stop = signals.stop(taken)
+      save = settings.save_every is not None and not (
+        taken % settings.save_every
+      )
+      if checkpoints is not None:
+        checkpoints.poll()
+      if last or stop or save or taken % settings.log_every == 0:
+        # Not one step late: what is saved has to be fine.
+        sums.add(waiting, settings)
+        waiting = None
+        report(sums.take(taken))
+      watch.tick()
+      if checkpoints is not None and (last or stop or save):
+        with watch.pause():
+          skipped = int(state.skipped)
+          if not skipped:
+            extra = {"data": data.state()}
+            checkpoints.save(taken, state._asdict(), extra)
+        sums.restart()
+      if stop:
+        break
+    if checkpoints is not None:
+      with watch.pause():
+        checkpoints.wait()
+  return Ended(state=state, stopped=signals.received)
+
+
+def _resumed(state: State, data: Data, checkpoints: Any) -> tuple[State, int]:
+  """The newest saved state, or the given one, and its step."""
+  found = None
+  if checkpoints is not None:
+    found = checkpoints.restore(like=state._asdict())
+  if found is not None:
+    saved, extra = found
+    data.restore(extra["data"])
+    state = State(**saved)
+  return state, int(jax.device_get(state.step))
+
+
+class _Sums:
+  """The figures of the steps since the last report."""
+
+  def __init__(self) -> None:
+    self._first = True
+    self._start = time.monotonic()
+    self._clear()
+
+  def _clear(self) -> None:
+    self._nll = self._weight = 0.0
+    self._objective = self._norm = float("nan")
+    self._skipped = 0
+
+  def restart(self) -> None:
+    """Does not count the time since the last report."""
+    self._start = time.monotonic()
+
+  def add(self, figures: Figures, settings: Settings) -> None:
+    found = Figures(*(float(x) for x in jax.device_get(figures)))
+    self._objective, self._norm = found.objective, found.gradient_norm
+    if found.finite:
+      self._nll += found.loss * found.weight
+      self._weight += found.weight
+      return
+    self._skipped += 1
+    if found.skipped > settings.most_skipped:
+      raise NotFiniteError(
+        message(
+          "loss",
+          f"{int(found.skipped)} steps in a row with loss {found.loss:g} and "
+          f"gradient norm {found.gradient_norm:g}",
+          "finite ones",
+          "lower the learning rate, or look at the data; what is saved is from "
+          "before these steps",
+        )
+      )
+
+  def take(self, step: int) -> Report:
+    now = time.monotonic()
+    made = Report(
+      step=step,
+      loss=self._nll / self._weight if self._weight else float("nan"),
+      objective=float(self._objective),
+      gradient_norm=float(self._norm),
+      tokens=self._weight,
+      skipped=self._skipped,
+      seconds=now - self._start,
+      first=self._first,
+    )
+    self._start, self._first = now, False
+    self._clear()
+    return made
+
+
+class _Signals:
+  """Notes SIGTERM and SIGINT instead of dying of them; a second one kills."""
+
+  _NAMES = (signal.SIGTERM, signal.SIGINT)
+
+  def __init__(self) -> None:
+    self.received: int | None = None
+    self._before: dict[int, Any] = {}
+
+  def __enter__(self) -> _Signals:
+    # Of several processes JAX notes the signal, and agrees on a step.
+    alone = jax.process_count() == 1
+    if alone and threading.current_thread() is threading.main_thread():
+      for number in self._NAMES:
+        self._before[number] = signal.signal(number, self._note)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for number, before in self._before.items():
+      signal.signal(number, before)
+
+  def _note(self, number: int, _: Any) -> None:
+    if self.received is not None:
+      # Somebody is impatient.
+      signal.signal(number, signal.SIG_DFL)
+      signal.raise_signal(number)
+    self.received = number
+
+  def stop(self, step: int) -> bool:
+    """Whether all processes end behind this step."""
+    if (
+      jax.process_count() > 1
+      and multihost_utils.reached_preemption_sync_point(step)
+    ):
+      self.received = signal.SIGTERM
+    return self.received is not None
+
+
+class _Watch:
+  """Ends a process whose step does not come to its end."""
+
+  def __init__(self, timeout_s: float | None):
+    self._timeout_s = timeout_s
+    self._last = time.monotonic()
+    self._paused = False
+    self._over = threading.Event()
+    self._thread: threading.Thread | None = None
+    # Compiling takes as long as it takes.
+    self._begun = False
+
+  def __enter__(self) -> _Watch:
+    if self._timeout_s is not None:
+      self._thread = threading.Thread(target=self._look, daemon=True)
+      self._thread.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._over.set()
+    if self._thread is not None:
+      self._thread.join()
+
+  def tick(self) -> None:
+    """A step has ended."""
+    self._last, self._begun = time.monotonic(), True
+
+  @contextlib.contextmanager
+  def pause(self) -> Iterator[None]:
+    """Does not count what is done inside of the block."""
+    self._paused = True
+    try:
+      yield
+    finally:
+      self._last, self._paused = time.monotonic(), False
+
+  def _look(self) -> None:
+    assert self._timeout_s is not None
+    while not self._over.wait(min(1.0, self._timeout_s / 4)):
+      spent = time.monotonic() - self._last
+      if self._begun and not self._paused and spent > self._timeout_s:
+        print(
+          f"step: got no end of one in {spent:.0f} s; wanted one within "
+          f"{self._timeout_s:g} s; another process or device hangs. All "
+          "threads:",
+          file=sys.stderr,
+          flush=True,
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        # What hangs is in a collective, which no exception reaches.
+        os._exit(STUCK)

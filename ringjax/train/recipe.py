@@ -1,0 +1,388 @@
+"""A training, from its first to its last stage, as one value.
+
+Law: a recipe and its sources decide all that is trained; where it runs decides
+only how fast. Stages follow each other with one optimizer and one count of
+steps; each has its own length, batch and stretch of the rotations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ringjax.data.loader import Loader
+from ringjax.data.packing import BestFit, Packer
+from ringjax.errors import CheckpointMismatchError, OptionError, message
+from ringjax.models import work
+from ringjax.models.transformer import Transformer
+from ringjax.nn.spread import Travel
+from ringjax.ops.inputs import positive_int
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.plan.cost import check_count, check_number
+from ringjax.train import batch as batches
+from ringjax.train import loop, remat
+from ringjax.train import step as steps
+from ringjax.train.extend import Stretch, extended
+from ringjax.train.lora import Lora
+
+LAYOUTS: dict[str, Layout] = {
+  "contiguous": Contiguous(),
+  "striped": Striped(),
+  "zigzag": Zigzag(),
+}
+STRATEGIES = ("ring", "gather", "ulysses")
+OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def _choice(name: str, value: Any, known: Sequence[str]) -> None:
+  if value not in known:
+    raise OptionError(
+      message(name, repr(value), f"one of {', '.join(known)}", "choose one")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+  """An optimizer of optax and its learning rate.
+
+  Attributes:
+    name: of `OPTIMIZERS`.
+    rate: the highest learning rate.
+    end_rate: the last one.
+    schedule: of `SCHEDULES`, behind the warm-up.
+    warmup: steps from 0 to `rate`.
+    b1: decay of the first moment.
+    b2: decay of the second.
+    weight_decay: of matrices; vectors (norms, biases) have none.
+    clip: of the gradients' global norm; None for none.
+  """
+
+  name: str = "adamw"
+  rate: float = 3e-4
+  end_rate: float = 0.0
+  schedule: str = "cosine"
+  warmup: int = 0
+  b1: float = 0.9
+  b2: float = 0.95
+  weight_decay: float = 0.1
+  clip: float | None = 1.0
+
+  def __post_init__(self) -> None:
+    _choice("name", self.name, OPTIMIZERS)
+    _choice("schedule", self.schedule, SCHEDULES)
+    for name in ("rate", "end_rate", "weight_decay"):
+      check_number(name, getattr(self, name))
+    for name in ("b1", "b2"):
+      check_number(name, getattr(self, name), most=1.0)
+    check_count("warmup", self.warmup, least=0)
+    if self.clip is not None:
+      check_number("clip", self.clip)
+
+  def rates(self, total: int) -> optax.Schedule:
+    """The learning rate of each of `total` steps."""
+    rest = max(1, total - self.warmup)
+    if self.schedule == "constant":
+      after = optax.constant_schedule(self.rate)
+    elif self.schedule == "linear":
+      after = optax.linear_schedule(self.rate, self.end_rate, rest)
+    else:
+      low = self.end_rate / self.rate if self.rate else 0.0
+      after = optax.cosine_decay_schedule(self.rate, rest, low)
+    if not self.warmup:
+      return after
+    # The first step is not lost: it has a rate too.
+    grow = lambda count: self.rate * (count + 1) / self.warmup
+    return optax.join_schedules([grow, after], [self.warmup])
+
+  def build(self, total: int) -> optax.GradientTransformation:
+    """The optimizer of `total` steps."""
+    rate = self.rates(total)
+    decayed = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    decay: Any = optax.add_decayed_weights(self.weight_decay, decayed)
+    if not self.weight_decay:
+      decay = optax.identity()
+    kinds = {
+      "adamw": lambda: optax.scale_by_adam(self.b1, self.b2),
+      "lion": lambda: optax.scale_by_lion(self.b1, self.b2),
+      "adafactor": optax.scale_by_factored_rms,
+      "sgd": lambda: optax.trace(self.b1),
+    }
+    clip: Any = optax.identity()
+    if self.clip is not None:
+      clip = optax.clip_by_global_norm(self.clip)
+    return optax.chain(
+      clip, kinds[self.name](), decay, optax.scale_by_learning_rate(rate)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+  """Steps of one length.
+
+  Attributes:
+    steps: how many.
+    length: T, tokens of a row.
+    batch: rows of a step.
+    accumulate: micro-batches of a step.
+    stretch: how the rotations reach further from here on; None: as before.
+  """
+
+  steps: int
+  length: int
+  batch: int
+  accumulate: int = 1
+  stretch: Stretch | None = None
+
+  def __post_init__(self) -> None:
+    for name in ("steps", "length", "batch", "accumulate"):
+      positive_int(name, getattr(self, name))
+    if self.batch % self.accumulate:
+      raise OptionError(
+        message(
+          "batch",
+          f"{self.batch} rows in {self.accumulate} micro-batches",
+          "rows that can be dealt out evenly",
+          "change one of them",
+        )
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+  """What is trained and how.
+
+  Attributes:
+    stages: one after another.
+    optimizer: of all of them.
+    objective: what is minimised.
+    layout: of the sequence over the shards.
+    strategy: of attention, of `STRATEGIES`.
+    remat: what is kept of a layer, of `remat.POLICIES`.
+    lora: adapters in place of all parameters, or None.
+    packer: of documents into rows.
+    seed: of the data and of adapters.
+    log_every: steps between two reports.
+    save_every: steps between two saves, None at the end only.
+    most_skipped: steps in a row that may be not finite.
+    timeout_s: seconds after which a step is given up, None waits.
+  """
+
+  stages: tuple[Stage, ...]
+  optimizer: Optimizer = Optimizer()
+  objective: steps.Objective = steps.Objective()
+  layout: str = "striped"
+  strategy: str = "ring"
+  remat: str = "attention"
+  lora: Lora | None = None
+  packer: Packer = BestFit()
+  seed: int = 0
+  log_every: int = 10
+  save_every: int | None = None
+  most_skipped: int = 3
+  timeout_s: float | None = None
+
+  def __post_init__(self) -> None:
+    if not self.stages:
+      raise OptionError(message("stages", "none", "one or more", "add one"))
+    _choice("layout", self.layout, LAYOUTS)
+    _choice("strategy", self.strategy, STRATEGIES)
+    _choice("remat", self.remat, remat.POLICIES)
+    check_count("seed", self.seed, least=0)
+
+  @property
+  def total(self) -> int:
+    """Steps of all stages."""
+    return sum(stage.steps for stage in self.stages)
+
+  def spread(self, mesh: Any, axis: str | None) -> Travel:
+    """How tokens lie on a mesh."""
+    kept = remat.policy(self.remat)
+    if axis is None or mesh.shape[axis] == 1:
+      # One shard: there is nobody to send to.
+      return Travel(mesh=mesh, remat=kept)
+    return Travel(
+      mesh=mesh,
+      axis=axis,
+      layout=LAYOUTS[self.layout],
+      strategy=self.strategy,
+      remat=kept,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+  """What came out.
+
+  Attributes:
+    model: with adapters added, if there were some.
+    step: steps taken.
+    stopped: the signal that ended it early, or None.
+  """
+
+  model: Transformer
+  step: int
+  stopped: int | None
+
+
+class _Staged:
+  """The loader of a stage, which says which one it is."""
+
+  def __init__(self, number: int, loader: Loader):
+    self._number, self._loader = number, loader
+
+  def __next__(self) -> Any:
+    return next(self._loader)
+
+  def state(self) -> dict[str, Any]:
+    return {"stage": self._number, "loader": self._loader.state()}
+
+  def restore(self, state: dict[str, Any]) -> None:
+    if state["stage"] != self._number:
+      raise CheckpointMismatchError(
+        message(
+          "stages",
+          f"a step of stage {state['stage']} where stage {self._number} is",
+          "the stages with which it was saved",
+          "undo what was changed, or choose another folder",
+        )
+      )
+    self._loader.restore(state["loader"])
+
+
+def train(
+  recipe: Recipe,
+  model: Transformer,
+  sources: Any,
+  *,
+  weights: Sequence[float] | None = None,
+  mesh: Any = None,
+  axis: str | None = None,
+  checkpoints: Any = None,
+  report: Callable[[int, loop.Report], Any] = lambda stage, report: None,
+) -> Trained:
+  """Follows a recipe to its end, or on from where `checkpoints` stands.
+
+  Args:
+    recipe: what is done.
+    model: to begin with, float32 parameters on the mesh. Its memory is taken
+      over, unless adapters are trained.
+    sources: of rows, see `ringjax.data.loader.Loader`.
+    weights: of the sources.
+    mesh: where it runs; None is one device.
+    axis: that shards the sequence, or None.
+    checkpoints: a `Checkpoints`, or None.
+    report: called with the number of the stage and what its steps gave.
+
+  Raises:
+    RingjaxError: see `loop.fit`.
+  """
+  spread = recipe.spread(mesh, axis)
+  optimizer = recipe.optimizer.build(recipe.total)
+  method: Any = steps.Whole() if recipe.lora is None else recipe.lora
+  base = model
+  params: Any = model
+  if recipe.lora is not None:
+    params = recipe.lora.start(model, seed=recipe.seed)
+    if mesh is not None:
+      everywhere = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec()
+      )
+      params = jax.device_put(params, everywhere)
+  state = steps.start(optimizer, params, mesh)
+  found = None
+  if checkpoints is not None:
+    found = checkpoints.restore(like=state._asdict())
+  taken, data = 0, None
+  if found is not None:
+    state, data = steps.State(**found[0]), found[1]["data"]
+    taken = int(jax.device_get(state.step))
+  end, ended = 0, None
+  for number, stage in enumerate(recipe.stages):
+    begin, end = end, end + stage.steps
+    if stage.stretch is not None:
+      # The weights stay; the tree around them is another model's.
+      if recipe.lora is None:
+        state = _stretched(state, stage.stretch)
+      else:
+        base = extended(base, stage.stretch)
+    if taken >= end and number + 1 < len(recipe.stages):
+      continue
+    loader = Loader(
+      sources,
+      length=stage.length,
+      batch=stage.batch,
+      # Another order in each stage, the same in each run.
+      seed=recipe.seed + number,
+      packer=recipe.packer,
+      weights=weights,
+    )
+    rows = _Staged(number, loader)
+    if data is not None and taken > begin:
+      rows.restore(data)
+    with loader:
+      ended = loop.fit(
+        state,
+        None if recipe.lora is None else base,
+        rows,
+        step=steps.make_step(optimizer, spread, recipe.objective, method),
+        place=lambda rows, stage=stage: batches.place(
+          rows, spread, stage.accumulate
+        ),
+        settings=loop.Settings(
+          steps=end,
+          log_every=recipe.log_every,
+          save_every=recipe.save_every,
+          most_skipped=recipe.most_skipped,
+          timeout_s=recipe.timeout_s,
+        ),
+        checkpoints=checkpoints,
+        resume=False,
+        report=lambda one, number=number: report(number, one),
+      )
+    state, data = ended.state, None
+    if ended.stopped is not None:
+      break
+  assert ended is not None
+  made = state.params
+  if recipe.lora is not None:
+    made = recipe.lora.merged(state.params, base)
+  return Trained(
+    model=made, step=int(jax.device_get(state.step)), stopped=ended.stopped
+  )
+
+
+def _stretched(state: steps.State, stretch: Stretch) -> steps.State:
+  """The same numbers, around which the model is the stretched one."""
+  made = extended(state.params, stretch)
+  form = jax.tree.structure(made)
+  model = lambda x: isinstance(x, Transformer)
+  turn = lambda x: (
+    jax.tree.unflatten(form, jax.tree.leaves(x)) if model(x) else x
+  )
+  return jax.tree.map(turn, state._replace(params=made), is_leaf=model)
+
+
+def flops(model: Transformer, length: int) -> float:
+  """Of a token in a step, forward and backward, in rows of `length` tokens.
+
+  Three times those of reading; attention as if a row were one document, which
+  counts too much where several are packed.
+  """
+  made = work.profile(model, length)
+  head = 2.0 * model.config.vocab * model.config.embed
+  pairs = made.pair_s * (length + 1) / 2
+  return 3.0 * (made.token_s + pairs + head)
+
+
+def dtype_of(name: str | None) -> Any:
+  """A dtype of computation by name, None for the parameters' own."""
+  if name is None or name == "float32":
+    return None
+  _choice("dtype", name, ("float32", "bfloat16", "float16"))
+  return jnp.dtype(name)

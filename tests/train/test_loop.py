@@ -1,0 +1,294 @@
+"""The loop: what is reported, saved, passed over and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ringjax as rj
+from ringjax.data.loader import Loader
+from ringjax.data.packing import Documents
+from ringjax.errors import NotFiniteError, OptionError
+from ringjax.models import checkpoint
+from ringjax.nn.spread import Travel
+from ringjax.train import batch as batches
+from ringjax.train import loop, step
+from ringjax.train.checkpoint import Checkpoints
+from tests.train.test_step import CONFIG
+
+LENGTH, ROWS = 16, 2
+
+
+def text() -> Documents:
+  draw = np.random.default_rng(0)
+  sizes = draw.integers(5, 40, 60)
+  return Documents([draw.integers(0, 48, n) for n in sizes])
+
+
+class Training:
+  """A small model and its text, on as many devices as a mesh has."""
+
+  def __init__(self, mesh=None):
+    self.spread = Travel(mesh=mesh, axis=mesh and "seq", layout=rj.Striped())
+    self.optimizer = optax.adamw(1e-2)
+    self.step = step.make_step(self.optimizer, self.spread, step.Objective())
+
+  def start(self) -> step.State:
+    model = checkpoint.create(CONFIG, seed=3, mesh=self.spread.mesh)
+    return step.start(self.optimizer, model, self.spread.mesh)
+
+  def run(self, steps: int, data=None, **more) -> loop.Ended:
+    if data is None:
+      data = Loader(text(), length=LENGTH, batch=ROWS, seed=5)
+    settings = {"steps": steps, "log_every": 3} | more.pop("settings", {})
+    return loop.fit(
+      more.pop("state", None) or self.start(),
+      None,
+      data,
+      step=more.pop("step", self.step),
+      place=lambda rows: batches.place(rows, self.spread),
+      settings=loop.Settings(**settings),
+      **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+  return Training(rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4]))
+
+
+def same(a, b) -> bool:
+  a, b = (jax.tree.leaves(jax.device_get(x)) for x in (a, b))
+  return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_reports(training):
+  reports = []
+  ended = training.run(8, report=reports.append)
+  assert [r.step for r in reports] == [3, 6, 8]
+  assert ended.stopped is None and int(ended.state.step) == 8
+  assert [r.first for r in reports] == [True, False, False]
+  loader = Loader(text(), length=LENGTH, batch=ROWS, seed=5)
+  weights = [loader.at(n).weights.sum() for n in range(8)]
+  tokens = [sum(weights[:3]), sum(weights[3:6]), sum(weights[6:])]
+  assert [r.tokens for r in reports] == pytest.approx(tokens)
+  assert all(r.seconds > 0 and r.tokens_per_s > 0 for r in reports)
+  # The mean over the steps of a report, each by its weight.
+  again, figures = training.start(), []
+  for n in range(3):
+    again, one = training.step(
+      again, None, batches.place(loader.at(n), training.spread)
+    )
+    figures.append((float(one.loss), float(one.weight)))
+  mean = sum(a * w for a, w in figures) / sum(w for _, w in figures)
+  assert reports[0].loss == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", [(4, 10), (1, 2, 10), (9, 10)])
+def test_an_interrupted_run_ends_where_another_does(training, parts, tmp_path):
+  whole = training.run(10)
+  for number, steps in enumerate(parts):
+    with Checkpoints(tmp_path, asynchronous=bool(number % 2)) as saved:
+      last = training.run(steps, checkpoints=saved, settings={"save_every": 3})
+    assert int(last.state.step) == steps
+  assert same(whole.state, last.state)
+
+
+def test_another_mesh_goes_on(training, tmp_path):
+  other = Training()
+  with Checkpoints(tmp_path) as saved:
+    training.run(4, checkpoints=saved)
+  with Checkpoints(tmp_path) as saved:
+    ended = other.run(6, checkpoints=saved)
+  whole = training.run(6)
+  pairs = zip(
+    jax.tree.leaves(jax.device_get(whole.state)),
+    jax.tree.leaves(jax.device_get(ended.state)),
+    strict=True,
+  )
+  for a, b in pairs:
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+class Poisoned:
+  """Data whose weights are infinite in some steps."""
+
+  def __init__(self, bad):
+    self.inner = Loader(text(), length=LENGTH, batch=ROWS, seed=5)
+    self.bad = bad
+    self.state, self.restore = self.inner.state, self.inner.restore
+
+  def __next__(self):
+    number = self.inner.step
+    rows = next(self.inner)
+    if number in self.bad:
+      rows = rows._replace(weights=rows.weights * np.float32(np.inf))
+    return rows
+
+
+def test_steps_that_are_not_finite_are_passed_over(training):
+  reports = []
+  ended = training.run(9, Poisoned({2, 5, 6}), report=reports.append)
+  assert [r.skipped for r in reports] == [1, 1, 1]
+  assert all(np.isfinite(r.loss) for r in reports)
+  assert int(ended.state.step) == 9
+
+
+def test_too_many_of_them_end_it_before_a_save(training, tmp_path):
+  bad = set(range(6, 20))
+  with (
+    Checkpoints(tmp_path) as saved,
+    pytest.raises(NotFiniteError, match="3 steps in a row"),
+  ):
+    training.run(
+      20,
+      Poisoned(bad),
+      checkpoints=saved,
+      settings={"save_every": 2, "most_skipped": 2},
+    )
+  with Checkpoints(tmp_path) as saved:
+    assert saved.steps() == [2, 4, 6]
+    found, _ = saved.restore(like=training.start()._asdict())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found["params"]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_behind_a_step(training, tmp_path, number):
+  reports = []
+
+  def report(one):
+    reports.append(one.step)
+    if one.step == 4:
+      signal.raise_signal(number)
+
+  before = signal.getsignal(number)
+  with Checkpoints(tmp_path) as saved:
+    ended = training.run(
+      50, checkpoints=saved, report=report, settings={"log_every": 2}
+    )
+    assert ended.stopped == number
+    assert saved.steps() == [int(ended.state.step)] == [5]
+  assert reports == [2, 4, 5]
+  assert signal.getsignal(number) is before
+  # And from there to the end, as if nothing had been.
+  with Checkpoints(tmp_path) as saved:
+    after = training.run(8, checkpoints=saved)
+  assert same(after.state, training.run(8).state)
+
+
+def test_in_a_thread_signals_are_left_alone(training):
+  before = signal.getsignal(signal.SIGTERM)
+  found = []
+  thread = threading.Thread(target=lambda: found.append(training.run(1)))
+  thread.start()
+  thread.join()
+  assert found and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_failed_save_ends_it(training, tmp_path, monkeypatch):
+  class Full(Checkpoints):
+    def poll(self):
+      if self.polled:
+        raise OSError("no space left")
+      self.polled = True
+
+    polled = False
+
+  with Full(tmp_path) as saved, pytest.raises(OSError, match="no space"):
+    training.run(9, checkpoints=saved)
+
+
+HANGS = """
+  import time
+  from ringjax.train import loop
+  from ringjax.train.step import Figures, State
+  import jax.numpy as jnp
+  import numpy as np
+
+  class Rows:
+    def __next__(self): return None
+    def state(self): return {}
+    def restore(self, state): pass
+
+  zero = jnp.int32(0)
+  figures = Figures(*(np.float32(1),) * 6)._replace(skipped=np.float32(0))
+
+  def step(state, frozen, batch):
+    taken = int(state.step)
+    print("step", taken, flush=True)
+    time.sleep(100000 if taken == 3 else 0.01)
+    return state._replace(step=state.step + 1), figures
+
+  loop.fit(
+    State(zero, {}, {}, zero), None, Rows(), step=step, place=lambda x: x,
+    settings=loop.Settings(steps=10, timeout_s=1.0),
+  )
+"""
+
+
+def test_a_step_that_hangs_is_given_up():
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(HANGS)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+  )
+  assert done.returncode == loop.STUCK
+  assert "step 3" in done.stdout and "step 4" not in done.stdout
+  assert "wanted one within 1 s" in done.stderr
+  # Where it hangs.
+  assert "in step" in done.stderr
+
+
+def test_a_first_step_may_take_its_time():
+  calls = []
+
+  class Rows:
+    def __next__(self):
+      return None
+
+    def state(self):
+      return {}
+
+    def restore(self, state):
+      del state
+
+  def slow(state, frozen, batch):
+    calls.append(1)
+    time.sleep(1.2 if len(calls) == 1 else 0.0)
+    figures = step.Figures(*(np.float32(1),) * 6)
+    return state._replace(step=state.step + 1), figures._replace(
+      skipped=np.float32(0)
+    )
+
+  state = step.State(jnp.int32(0), {}, {}, jnp.int32(0))
+  loop.fit(
+    state,
+    None,
+    Rows(),
+    step=slow,
+    place=lambda rows: rows,
+    settings=loop.Settings(steps=3, timeout_s=0.5),
+  )
+  assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [{"steps": 0}, {"log_every": 0}, {"save_every": 0}, {"timeout_s": 0.0}],
+)
+def test_wrong_settings(wrong):
+  with pytest.raises(OptionError, match=next(iter(wrong))):
+    loop.Settings(**({"steps": 1} | wrong))
