@@ -188,27 +188,27 @@ class Checkpoints:
     job.folder = os.path.join(self._ours, "new", f"{step}.{number}")
     # All learn here whether there is a place to write to.
     self._do(job, self._prepare)
-    if job.error is None:
-      try:
-        job.saver = self._saver()
-        job.saver.save(
-          job.folder,
-          args=ocp.args.StandardSave(
-            {name: x.copy() for name, x in leaves.items() if x.is_stored}
-            # Orbax saves no empty trees.
-            or {"%": np.zeros((), np.int8)}
-          ),
-        )
-      except Exception as error:
-        job.failure = error
-    del leaves
-    self._job = job
-    if job.error is None:
-      job.thread = threading.Thread(
-        target=self._finish, args=(job,), name=f"ringjax saves step {step}"
+    if job.error is not None:
+      raise job.error
+    try:
+      job.saver = self._saver()
+      job.saver.save(
+        job.folder,
+        args=ocp.args.StandardSave(
+          {name: x.copy() for name, x in leaves.items() if x.is_stored}
+          # Orbax saves no empty trees.
+          or {"%": np.zeros((), np.int8)}
+        ),
       )
-      job.thread.start()
-    if job.error is not None or not self._asynchronous:
+    except Exception as error:
+      # The others learn of it as of any failure, in the thread.
+      job.failure = error
+    self._job = job
+    job.thread = threading.Thread(
+      target=self._finish, args=(job,), name=f"ringjax saves step {step}"
+    )
+    job.thread.start()
+    if not self._asynchronous:
       self.wait()
 
   def poll(self) -> None:
@@ -255,7 +255,7 @@ class Checkpoints:
       OptionError: there is no such step.
     """
     self.wait()
-    self._known(step)
+    self._known(step, self._numbers())
     job = _Job(step, {}, {})
     self._do(job, lambda job: self._own() or self._drop(job.step))
     if job.error is not None:
@@ -273,7 +273,7 @@ class Checkpoints:
       raise FileExistsError(
         errno.EEXIST, "exists, and no manifest says that it is ours", final
       )
-    self._empty("new")
+    self._sweep()
 
   def _saver(self) -> Any:
     """Orbax, of its own for each save: an error leaves nothing behind."""
@@ -298,10 +298,10 @@ class Checkpoints:
         job.saver.close()
       job.saver = None
     if job.error is not None and self._together.rank == 0:
-      # Orbax may still be writing on other threads; what it leaves is swept
+      # Orbax may still be writing on other threads; what that leaves is swept
       # before the next save.
       with contextlib.suppress(OSError):
-        self._empty("new")
+        self._sweep()
 
   def _do(
     self, job: _Job, call: Callable[[_Job], Any], everyone: bool = False
@@ -353,14 +353,16 @@ class Checkpoints:
     """Deletes steps that are not to be kept."""
     self._damaged.discard(saved)
     whole = [x for x in self.steps() if x not in self._damaged]
-    kept = {saved, *whole[-self._keep :]}
-    every = self._every_keep
+    newest, every = whole[-self._keep :], self._every_keep
     for step in self._numbers():
-      if step in kept or (every is not None and step % every == 0):
+      # A damaged step stays until enough others are newer.
+      old = len(newest) == self._keep and step < newest[0] and step != saved
+      if not old or (every is not None and step % every == 0):
         continue
-      # A damaged step may be all there is, and one of a newer ringjax is not
-      # for this one to judge; both stay until enough others are newer.
-      if step < min(whole[-self._keep :]) and len(whole) >= self._keep:
+      # One of a newer ringjax is not for this one to judge.
+      with contextlib.suppress(CheckpointFormatError):
+        with contextlib.suppress(CheckpointCorruptError):
+          Manifest.read(self._path(step), step)
         self._drop(step)
 
   def _drop(self, step: int) -> None:
@@ -422,18 +424,23 @@ class Checkpoints:
     self._sweep()
 
   def _sweep(self) -> None:
-    """Takes away what a process left that was killed."""
+    """Takes away what was left by a process that was killed, or a failure."""
     left = {
       name.partition(".")[0]
       for folder in ("new", "old")
       for name in os.listdir(os.path.join(self._ours, folder))
     }
-    for step in self._numbers():
-      # Killed just before the folder got its name, or just after it lost it.
-      # Where somebody else has taken the folder, the manifest says so.
-      if not os.path.lexists(self._folder(step)) and str(step) in left:
-        os.unlink(self._path(step))
-    manifests.sync_folder(self._ours)
+    lost = [
+      x
+      for x in self._numbers()
+      if str(x) in left and not os.path.lexists(self._folder(x))
+    ]
+    # Stopped just before the folder got its name, or just after it lost it.
+    # Where somebody else has taken the folder, the manifest stays to tell.
+    for step in lost:
+      os.unlink(self._path(step))
+    if lost:
+      manifests.sync_folder(self._ours)
     for name in os.listdir(self._ours):
       if name.endswith(".json.tmp"):
         os.unlink(os.path.join(self._ours, name))
@@ -461,21 +468,21 @@ class Checkpoints:
       if name.endswith(".json") and _is_number(name[:-5])
     )
 
-  def _strays(self) -> list[int]:
-    """Steps that Orbax has written and no manifest knows."""
+  def _claims(self) -> list[int]:
+    """Steps that have a manifest, or are Orbax's and have lost it."""
     try:
       names = os.listdir(self.root)
     except (FileNotFoundError, NotADirectoryError):
       return []
-    return sorted(
+    strays = {
       int(name)
       for name in names
       if _is_number(name)
       and any(os.path.isfile(os.path.join(self.root, name, x)) for x in _ORBAX)
-    )
+    }
+    return sorted(strays.union(self._numbers()))
 
-  def _known(self, step: int) -> None:
-    known = self._numbers()
+  def _known(self, step: int, known: list[int]) -> None:
     if type(step) is not int or step not in known:
       shown = ", ".join(map(str, known[-8:])) or "none"
       raise OptionError(
@@ -537,24 +544,13 @@ class Checkpoints:
       # A save that fails is said by `poll`.
       self._job.join()
     wanted = {name: _Wanted(name, x) for name, x in named(like).items()}
-    found = self._together.all(lambda: (self._numbers(), self._strays()))
     # What process 0 sees is what counts.
-    numbers, strays = found[0]
+    numbers = self._together.all(self._claims)[0]
     if step is not None:
-      self._known(step)
+      self._known(step, numbers)
       numbers = [step]
     self._together.same("restore", [numbers, verify])
     if not numbers:
-      if strays:
-        raise CheckpointCorruptError(
-          message(
-            "root",
-            f"{self.root}, with {len(strays)} step(s) and no manifest",
-            f"steps with a manifest in {_OURS}",
-            "bring the manifests back, or choose an empty root",
-          ),
-          self._ours,
-        )
       return None
     faults: list[CheckpointCorruptError] = []
     for number in reversed(numbers):
@@ -938,10 +934,16 @@ def named(tree: Any) -> dict[str, Any]:
   """The leaves of a tree by their paths, "opt/0/mu/w", in the tree's order.
 
   Raises:
-    OptionError: two have the same.
+    OptionError: two have the same, or a dict's keys have no order.
   """
   found: dict[str, Any] = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+  try:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+  except ValueError as error:
+    raise OptionError(
+      message("tree", str(error), "keys of one type in a dict", "rename some")
+    ) from None
+  for path, leaf in leaves:
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     # "%" stands for nothing, which would be no part of a path.
     name = "/".join(urllib.parse.quote(p, safe="") or "%" for p in parts) or "%"
@@ -1017,14 +1019,14 @@ def _write_error(step: int, error: BaseException) -> CheckpointWriteError:
   file = getattr(error, "filename", None)
   why = str(error.strerror) if isinstance(error, OSError) else ""
   why = why or " ".join(str(error).split()) or "no reason"
-  where = f" in ...{file[-80:]}" if file else ""
+  where = f" ({str(file)[-60:]})" if file else ""
   remedy = "make room on the disk or mend it; steps that exist are intact"
   if isinstance(error, RingjaxError):
     remedy = "look at the processes; steps that exist are intact"
   made = CheckpointWriteError(
     message(
       f"step {step}",
-      f"{type(error).__name__}{where}: {why}"[:117],
+      f"{type(error).__name__}: {why[:100]}{where}",
       "all its files on the disk",
       remedy,
     ),
