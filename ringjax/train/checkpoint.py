@@ -23,6 +23,7 @@ next one begins to write. All processes see the same root.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -30,42 +31,38 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import threading
 import time
-import urllib.parse
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax._src import distributed  # The key-value store has no public name.
-from jax.sharding import SingleDeviceSharding
 
 from ringjax.errors import (
   CheckpointCorruptError,
   CheckpointFormatError,
   CheckpointMismatchError,
   CheckpointWriteError,
-  InputTypeError,
-  MeshError,
   OptionError,
-  PeerError,
   RingjaxError,
   message,
 )
 from ringjax.train import manifest as manifests
+from ringjax.train.leaves import Stored, Wanted, named
 from ringjax.train.manifest import Leaf, Manifest
+from ringjax.train.together import Together
 
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
 _OURS = ".ringjax"
 # Any of these in a folder with a number for a name: Orbax has written it.
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-_GROUPS = itertools.count()
-
-T = TypeVar("T")
+_OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
 class Checkpoints:
@@ -118,13 +115,14 @@ class Checkpoints:
     self._keep, self._every_keep = keep, every_keep
     self._asynchronous = asynchronous
     self._config = manifests.fingerprint(_json("config", config))
-    self._together = _Together(timeout_s)
+    self._together = Together(timeout_s)
     self._ours = os.path.join(self.root, _OURS)
     self._lock: int | None = None
     self._job: _Job | None = None
     # Steps whose bytes were found to be wrong, by number.
     self._damaged: set[int] = set()
     self._together.all(self._open)
+    _OPEN.add(self)
 
   def __enter__(self) -> Checkpoints:
     return self
@@ -168,7 +166,7 @@ class Checkpoints:
         message("step", repr(step), "a number from 0 on", "count steps")
       )
     checked = _json("extra", extra)
-    leaves = {name: _Stored(name, x) for name, x in named(tree).items()}
+    leaves = {name: Stored(name, x) for name, x in named(tree).items()}
     about = {name: x.leaf for name, x in leaves.items()}
     self._together.same(
       f"save of step {step}",
@@ -257,9 +255,14 @@ class Checkpoints:
     self.wait()
     self._known(step, self._numbers())
     job = _Job(step, {}, {})
-    self._do(job, lambda job: self._own() or self._drop(job.step))
+    self._do(job, self._delete)
     if job.error is not None:
       raise job.error
+
+  def _delete(self, job: _Job) -> None:
+    """Process 0: deletes a step."""
+    self._own()
+    self._drop(job.step)
 
   def _prepare(self, job: _Job) -> None:
     """Process 0: makes room for a new step."""
@@ -289,6 +292,9 @@ class Checkpoints:
   def _finish(self, job: _Job) -> None:
     """In a thread: from the copy on the host to a step that exists."""
     self._do(job, _written, everyone=True)
+    if job.error is None:
+      # One lists for all: a mounted folder may look older elsewhere.
+      self._do(job, lambda job: manifests.files_of(job.folder))
     if job.error is None:
       self._do(job, self._digest, everyone=True)
     if job.error is None:
@@ -323,7 +329,7 @@ class Checkpoints:
 
   def _digest(self, job: _Job) -> list[list[Any]]:
     """Each process: brings its share of the files to the disk, and reads it."""
-    mine = self._together.share(manifests.files_of(job.folder))
+    mine = self._together.share(job.said[0])
     found = [manifests.digest(job.folder, path, sync=True) for path in mine]
     return [[f.path, f.size, f.crc32, f.sha256] for f in found]
 
@@ -543,7 +549,7 @@ class Checkpoints:
     if self._job is not None:
       # A save that fails is said by `poll`.
       self._job.join()
-    wanted = {name: _Wanted(name, x) for name, x in named(like).items()}
+    wanted = {name: Wanted(name, x) for name, x in named(like).items()}
     # What process 0 sees is what counts.
     numbers = self._together.all(self._claims)[0]
     if step is not None:
@@ -603,7 +609,7 @@ class Checkpoints:
     return made[0]
 
   def _compare(
-    self, step: int, made: Manifest, wanted: Mapping[str, _Wanted]
+    self, step: int, made: Manifest, wanted: Mapping[str, Wanted]
   ) -> None:
     """Refuses what would be cast, cut or left out."""
 
@@ -651,7 +657,7 @@ class Checkpoints:
     self,
     step: int,
     made: Manifest,
-    wanted: Mapping[str, _Wanted],
+    wanted: Mapping[str, Wanted],
     verify: str,
   ) -> dict[str, Any]:
     targets = {
@@ -722,274 +728,18 @@ def _written(job: _Job) -> None:
   job.saver.wait_until_finished()
 
 
-class _Together:
-  """What the processes of `jax.distributed` tell each other.
-
-  Without collectives, since these belong to training's own order.
-  """
-
-  def __init__(self, timeout_s: int):
-    self.rank, self.size = jax.process_index(), jax.process_count()
-    self.timeout_s = timeout_s
-    self.group = next(_GROUPS)
-    self.numbers = itertools.count()
-    self._calls = itertools.count()
-    state: Any = distributed.global_state
-    self._client = state.client
-
-  def options(self) -> Any:
-    """How Orbax's parts meet."""
-    return ocp.options.MultiprocessingOptions(
-      primary_host=0,
-      # Named, they meet in the key-value store; else in a collective, which
-      # would come in between those of training.
-      active_processes=set(range(self.size)),
-      barrier_sync_key_prefix=f"ringjax{self.group}_{next(self.numbers)}",
-    )
-
-  def share(self, items: Any) -> list[Any]:
-    """Those that are this process's to do."""
-    return list(items)[self.rank :: self.size]
-
-  def all(self, call: Callable[[], T], step: int | None = None) -> list[T]:
-    """Has every process call, and returns what they gave; JSON, or one alone.
-
-    Raises:
-      Exception: what the first of them raised that failed; of its kind, if it
-        is an error of ringjax.
-    """
-    if self.size == 1:
-      return [call()]
-    said: dict[str, Any] = {}
-    own: Exception | None = None
+def _at_exit() -> None:
+  """Lets a save finish whose program ends without `close`."""
+  for one in list(_OPEN):
     try:
-      said["value"] = call()
-    except Exception as error:
-      own = error
-      said["error"] = str(error)[:300]
-      said["kind"] = type(error).__name__
-      said["file"] = getattr(error, "file", None)
-    found = self._gather(said)
-    for rank, one in enumerate(found):
-      if "error" in one:
-        # All raise for the same reason, so that all go on in the same way.
-        if rank == self.rank and own is not None:
-          raise own
-        if one["kind"] == "CheckpointCorruptError":
-          raise CheckpointCorruptError(one["error"], one["file"], step)
-        for kind in (CheckpointFormatError, OptionError):
-          if one["kind"] == kind.__name__:
-            raise kind(one["error"])
-        raise PeerError(f"rank {rank}: {one['kind']}: {one['error']}", rank)
-    return [one["value"] for one in found]
-
-  def same(self, what: str, value: Any) -> None:
-    """Refuses if the processes do not mean the same.
-
-    Raises:
-      PeerError: they do not.
-    """
-    if self.size == 1:
-      return
-    marks = self._gather(manifests.fingerprint(value))
-    for rank, mark in enumerate(marks):
-      if mark != marks[0]:
-        raise PeerError(
-          message(
-            what,
-            f"something else on rank {rank} than on rank 0",
-            "the same on all",
-            "give all processes the same arguments",
-          ),
-          rank,
-        )
-
-  def _gather(self, value: Any) -> list[Any]:
-    call = next(self._calls)
-    key = lambda n, r: f"ringjax/checkpoints/{self.group}/{n}/{r}"
-    self._client.key_value_set(
-      key(call, self.rank), manifests.canonical(value).decode()
-    )
-    found = []
-    for rank in range(self.size):
-      try:
-        text = self._client.blocking_key_value_get(
-          key(call, rank), 1000 * self.timeout_s
-        )
-      except jax.errors.JaxRuntimeError as error:
-        raise PeerError(
-          f"rank {rank} did not come to a checkpoint within "
-          f"{self.timeout_s} s: {str(error)[:120]}",
-          rank,
-        ) from None
-      found.append(json.loads(text))
-    if call:
-      # All have come to this call, so all have read the one before.
-      self._client.key_value_delete(key(call - 1, self.rank))
-    return found
+      one.wait()
+    except CheckpointWriteError as error:
+      print(f"ringjax: {error}", file=sys.stderr)
 
 
-class _Stored:
-  """A leaf on its way to the disk."""
-
-  def __init__(self, name: str, value: Any):
-    self._value = value
-    self._is_key = False
-    if isinstance(value, jax.Array):
-      self._is_key = _is_key(value.dtype)
-      dtype = _key_name(value) if self._is_key else value.dtype.name
-    elif isinstance(value, (np.ndarray, np.generic, bool, int, float)):
-      self._value = _array(name, value)
-      dtype = self._value.dtype.name
-    else:
-      raise _no_leaf(name, value)
-    self.leaf = Leaf(shape=tuple(self._value.shape), dtype=dtype)
-    self.is_stored = 0 not in self.leaf.shape
-
-  def copy(self) -> Any:
-    """Arrays that stay what they are when the caller's are donated."""
-    x = self._value
-    if isinstance(x, np.ndarray):
-      return x.copy()
-    if self._is_key:
-      return jax.random.key_data(x)
-    near = x.sharding.memory_kind not in (None, "device")
-    if near or any(d.platform == "cpu" for d in x.sharding.device_set):
-      # Else Orbax's copy on the host would be the array itself.
-      return jax.device_put(x, x.sharding, may_alias=False)
-    return x
-
-
-class _Wanted:
-  """A leaf that is to be restored.
-
-  Attributes:
-    leaf: what it has to be.
-  """
-
-  def __init__(self, name: str, like: Any):
-    self._name, self._like = name, like
-    self._key: str | None = None
-    if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-      dtype = like.dtype.name if not _is_key(like.dtype) else _key_name(like)
-      if _is_key(like.dtype):
-        self._key = dtype[4:-1]
-      self.leaf = Leaf(shape=tuple(like.shape), dtype=dtype)
-      self._sharding = like.sharding or SingleDeviceSharding(
-        jax.local_devices()[0]
-      )
-      try:
-        self._sharding.shard_shape(tuple(like.shape))
-      except ValueError as error:
-        raise MeshError(
-          message(
-            name,
-            f"{self._sharding.spec if hasattr(self._sharding, 'spec') else ''}"
-            f" for shape {list(like.shape)}",
-            "a sharding that divides it",
-            f"change it ({str(error)[:80]})",
-          )
-        ) from None
-    elif isinstance(like, (np.ndarray, np.generic, bool, int, float)):
-      x = _array(name, like)
-      self.leaf = Leaf(shape=x.shape, dtype=x.dtype.name)
-    else:
-      raise _no_leaf(name, like)
-
-  def target(self, leaf: Leaf) -> Any:
-    """What Orbax is asked for."""
-    if not isinstance(self._like, (jax.Array, jax.ShapeDtypeStruct)):
-      return np.broadcast_to(np.zeros((), _dtype(leaf.dtype)), leaf.shape)
-    if self._key is not None:
-      data = jax.eval_shape(
-        jax.random.key_data,
-        jax.ShapeDtypeStruct(self._like.shape, self._like.dtype),
-      )
-      shape, dtype = data.shape, data.dtype
-    else:
-      shape, dtype = self._like.shape, self._like.dtype
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
-
-  def finished(self, x: Any, leaf: Leaf) -> Any:
-    """What the caller gets; `x` is None where nothing is stored."""
-    if isinstance(self._like, (jax.Array, jax.ShapeDtypeStruct)):
-      if self._key is not None:
-        if x is None:
-          x = np.zeros((*leaf.shape, 2), np.uint32)
-        return jax.random.wrap_key_data(x, impl=self._key)
-      if x is None:
-        x = jax.numpy.zeros(leaf.shape, leaf.dtype, device=self._sharding)
-      return x
-    if x is None:
-      x = np.zeros(leaf.shape, _dtype(leaf.dtype))
-    if isinstance(self._like, np.ndarray):
-      return np.asarray(x)
-    # NumPy's numbers stay NumPy's.
-    if isinstance(self._like, np.generic):
-      return np.asarray(x)[()]
-    return type(self._like)(np.asarray(x).item())
-
-
-def named(tree: Any) -> dict[str, Any]:
-  """The leaves of a tree by their paths, "opt/0/mu/w", in the tree's order.
-
-  Raises:
-    OptionError: two have the same, or a dict's keys have no order.
-  """
-  found: dict[str, Any] = {}
-  try:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-  except ValueError as error:
-    raise OptionError(
-      message("tree", str(error), "keys of one type in a dict", "rename some")
-    ) from None
-  for path, leaf in leaves:
-    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    # "%" stands for nothing, which would be no part of a path.
-    name = "/".join(urllib.parse.quote(p, safe="") or "%" for p in parts) or "%"
-    if name in found:
-      raise OptionError(
-        message("tree", f"two leaves {name}", "one of each path", "rename one")
-      )
-    found[name] = leaf
-  return found
-
-
-def _array(name: str, value: Any) -> np.ndarray:
-  x = np.asarray(value)
-  if x.dtype.hasobject or x.dtype.kind in "USMm":
-    raise _no_leaf(name, value)
-  return x
-
-
-def _dtype(name: str) -> np.dtype:
-  return np.dtype(jax.numpy.dtype(name))
-
-
-def _is_key(dtype: Any) -> bool:
-  return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _key_name(x: Any) -> str:
-  """The dtype of random keys, with the name by which they are made again."""
-  said: list[str] = []
-
-  def look(keys: Any) -> None:
-    said.append(f"key<{jax.random.key_impl(keys)}>")
-
-  jax.eval_shape(look, jax.ShapeDtypeStruct(x.shape, x.dtype))
-  return said[0]
-
-
-def _no_leaf(name: str, value: Any) -> InputTypeError:
-  return InputTypeError(
-    message(
-      f"leaf {name}",
-      type(value).__name__,
-      "an array or a number",
-      "put what is no array into `extra`",
-    )
-  )
+# Without a public name. Python's own `atexit` comes too late: nothing can hand
+# work to other threads by then, as Orbax does, and the save would be lost.
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 
 
 def _listed(names: list[str]) -> str:

@@ -159,6 +159,12 @@ class SameNames:
     return cls(*values)
 
 
+def gone():
+  x = jnp.ones(3)
+  x.delete()
+  return x
+
+
 def everything():
   mesh = make_mesh((8,), ("x",))
   params = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(4) / 3}
@@ -308,6 +314,43 @@ def test_the_next_save_waits_for_the_one_before(gate, tmp_path):
   whole(tmp_path, 2)
 
 
+def child(source, *args, **options):
+  env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+  return subprocess.Popen(
+    [sys.executable, "-c", textwrap.dedent(source), *map(str, args)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**env, "PYTHONPATH": str(ROOT)},
+    **options,
+  )
+
+
+FORGOTTEN = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+import jax.numpy as jnp
+from ringjax.train import Checkpoints, manifest
+
+c = Checkpoints(sys.argv[1])
+if sys.argv[2:]:
+  manifest.sync_folders = lambda folder: 1 / 0
+c.save(7, jnp.arange(1 << 20))
+"""
+
+
+def test_a_program_that_ends_without_waiting(tmp_path):
+  good, bad = child(FORGOTTEN, tmp_path), child(FORGOTTEN, tmp_path / "b", "b")
+  _, err = good.communicate(timeout=60)
+  assert good.returncode == 0 and err == "", err
+  x = jnp.arange(1 << 20)
+  assert np.array_equal(Checkpoints(tmp_path).restore(like=x)[0], x)
+  # Nobody is left to catch the error; it is said.
+  _, err = bad.communicate(timeout=60)
+  assert "ringjax: step 7: got ZeroDivisionError" in err
+
+
 def poll_until_error(c, seconds=30):
   """Trains on until the failure is said."""
   end = time.monotonic() + seconds
@@ -391,6 +434,49 @@ def test_every_call_was_made_to_fail(root, monkeypatch):
   assert found["unlink"][0] > 1
 
 
+def test_all_is_on_the_disk_before_a_step_exists(root, monkeypatch):
+  """Power may fail at any moment: what a name says must lie behind it."""
+  done = []
+  sync, rename, replace = os.fsync, os.rename, os.replace
+
+  def record(what, call):
+    def instead(*args):
+      call(*args)
+      if what == "sync":
+        args = [os.readlink(f"/proc/self/fd/{args[0]}")]
+      done.append((what, *(os.path.relpath(x, root) for x in args)))
+
+    return instead
+
+  with Checkpoints(root) as c:
+    monkeypatch.setattr(os, "fsync", record("sync", sync))
+    monkeypatch.setattr(os, "rename", record("rename", rename))
+    monkeypatch.setattr(os, "replace", record("replace", replace))
+    c.save(40, tree_of(40))
+    c.wait()
+  new = ".ringjax/new/40.0"
+  named = done.index(("rename", new, "40"))
+  before, after = done[:named], done[named + 1 :]
+  for path in manifest.files_of(str(root / "40")):
+    assert ("sync", f"{new}/{path}") in before
+  for path in (root / "40").rglob("*/"):
+    if path.is_dir():
+      inside = path.relative_to(root / "40")
+      assert ("sync", f"{new}/{inside}") in before
+  assert ("sync", new) in before
+  # The manifest in three steps; then the names in the root; then a step goes.
+  path = ".ringjax/40.json"
+  assert before[-3:] == [
+    ("sync", f"{path}.tmp"),
+    ("replace", f"{path}.tmp", path),
+    ("sync", ".ringjax"),
+  ]
+  gone = [x[:2] for x in after].index(("rename", "10"))
+  assert after[:gone] == [("sync", "."), ("sync", ".ringjax/new")]
+  # Its name is gone for good before its manifest is, and only then its files.
+  assert after[gone + 1 :] == [("sync", "."), ("sync", ".ringjax")]
+
+
 ORBAX = """
 import json, os, resource, sys, time
 import jax
@@ -432,18 +518,6 @@ for asynchronous in (True, False):
     found[first] = [error, latest - first, left, bool(old), bool(new)]
 print("FOUND" + json.dumps(found))
 """
-
-
-def child(source, *args, **options):
-  env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-  return subprocess.Popen(
-    [sys.executable, "-c", textwrap.dedent(source), *map(str, args)],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env={**env, "PYTHONPATH": str(ROOT)},
-    **options,
-  )
 
 
 def test_files_that_cannot_grow(tmp_path):
@@ -944,6 +1018,7 @@ def test_options_that_cannot_be(options, tmp_path, unchecked):
     ((True, {}), OptionError, "step"),
     ((1, {"a": "text"}), InputTypeError, "leaf a"),
     ((1, {"a": object()}), InputTypeError, "leaf a"),
+    ((1, {"a": gone()}), InputTypeError, "deleted"),
     ((1, {"a": np.array([object()])}), InputTypeError, "leaf a"),
     ((1, {0: 1, "0": 2}), OptionError, "one type"),
     ((1, {"a": {0: 1}, "b": 2, "c": [SameNames(1, 2)]}), OptionError, "c/0/x"),
