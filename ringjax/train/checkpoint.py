@@ -59,6 +59,8 @@ from ringjax.train.together import Together
 
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
+# How long a save waits for one that only sweeps.
+PATIENCE_S = 5.0
 _OURS = ".ringjax"
 # Any of these in a folder with a number for a name: Orbax has written it.
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
@@ -69,8 +71,8 @@ class Checkpoints:
   """The saved steps of one training.
 
   Every process of `jax.distributed` makes one and calls `save`, `restore` and
-  `close` at the same point; process 0 commits, sweeps and deletes. While one
-  lives, others on the same root can only read.
+  `close` at the same point; process 0 commits, sweeps and deletes. From its
+  first `save` until `close`, others on the same root can only read.
 
   Attributes:
     root: the folder.
@@ -241,9 +243,7 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      if self._lock is not None:
-        os.close(self._lock)
-        self._lock = None
+      self._disown()
 
   def delete(self, step: int) -> None:
     """Deletes a step.
@@ -398,11 +398,18 @@ class Checkpoints:
       raise OptionError(
         message("root", self.root, "a folder", "choose another path")
       )
-    # Who cannot write may still read; `save` says what is wrong.
+    # Who cannot write may still read; `save` says what is wrong. And who reads
+    # for long, as an evaluation does, must not keep training from writing.
     with contextlib.suppress(OSError):
-      self._own()
+      self._own(patience_s=0)
+    self._disown()
 
-  def _own(self) -> None:
+  def _disown(self) -> None:
+    if self._lock is not None:
+      os.close(self._lock)
+      self._lock = None
+
+  def _own(self, patience_s: int | float | None = None) -> None:
     """Becomes the one that writes, and sweeps.
 
     Raises:
@@ -414,18 +421,24 @@ class Checkpoints:
       os.makedirs(os.path.join(self._ours, folder), exist_ok=True)
     path = os.path.join(self._ours, "lock")
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      os.close(lock)
-      raise BlockingIOError(
-        errno.EAGAIN,
-        "another process or Checkpoints writes here; close it",
-        path,
-      ) from None
-    except OSError:
-      # A file system without locks.
-      pass
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    end = time.monotonic() + patience_s
+    while True:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError:
+        # It may be one that only sweeps.
+        if time.monotonic() < end:
+          time.sleep(0.01)
+          continue
+        os.close(lock)
+        raise BlockingIOError(
+          errno.EAGAIN, "another process writes here until it closes", path
+        ) from None
+      except OSError:
+        # A file system without locks.
+        break
     self._lock = lock
     self._sweep()
 
