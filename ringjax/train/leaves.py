@@ -98,25 +98,22 @@ class Wanted:
     """What Orbax is asked for."""
     if not isinstance(self._like, (jax.Array, jax.ShapeDtypeStruct)):
       return np.broadcast_to(np.zeros((), _dtype(leaf.dtype)), leaf.shape)
-    if self._key is not None:
-      data = jax.eval_shape(
-        jax.random.key_data,
-        jax.ShapeDtypeStruct(self._like.shape, self._like.dtype),
-      )
-      shape, dtype = data.shape, data.dtype
-    else:
-      shape, dtype = self._like.shape, self._like.dtype
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+    x = self._data()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding)
+
+  def _data(self) -> jax.ShapeDtypeStruct:
+    """What lies on disk for a JAX array."""
+    x = jax.ShapeDtypeStruct(self._like.shape, self._like.dtype)
+    return x if self._key is None else jax.eval_shape(jax.random.key_data, x)
 
   def finished(self, x: Any, leaf: Leaf) -> Any:
     """What the caller gets; `x` is None where nothing is stored."""
     if isinstance(self._like, (jax.Array, jax.ShapeDtypeStruct)):
-      if self._key is not None:
-        if x is None:
-          x = np.zeros((*leaf.shape, 2), np.uint32)
-        return jax.random.wrap_key_data(x, impl=self._key)
       if x is None:
-        x = jax.numpy.zeros(leaf.shape, leaf.dtype, device=self._sharding)
+        data = self._data()
+        x = jax.numpy.zeros(data.shape, data.dtype, device=self._sharding)
+      if self._key is not None:
+        x = jax.random.wrap_key_data(x, impl=self._key)
       return x
     if x is None:
       x = np.zeros(leaf.shape, _dtype(leaf.dtype))

@@ -27,6 +27,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax import models
 from ringjax.errors import (
   CheckpointCorruptError,
   CheckpointFormatError,
@@ -37,6 +38,7 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.train import Checkpoints, checkpoint, manifest
+from tests import checkpoints
 from tests.train import saver
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -180,6 +182,7 @@ def everything():
     "bits": jax.lax.bitcast_convert_type(jnp.asarray(nan), jnp.bfloat16),
     "empty": jnp.zeros((0, 3)),
     "key": jax.random.key(7),
+    "no keys": jax.random.split(jax.random.key(7, impl="rbg"), 0),
     "keys": jax.random.split(jax.random.key(7, impl="rbg"), 5),
     "sharded": jax.device_put(jnp.arange(64.0), NamedSharding(mesh, P("x"))),
     "numpy": np.arange(3, dtype=np.int64) << 40,
@@ -207,6 +210,28 @@ def test_saved_is_restored_to_the_bit(asynchronous, tmp_path):
     assert more == extra and c.restored_step == 0
   got, _ = c.restore(0, like=tree)
   assert got["sharded"].sharding == tree["sharded"].sharding
+
+
+def test_a_model_and_its_optimizer(tmp_path):
+  """Restored from shapes alone, onto a mesh."""
+  config = checkpoints.config("llama3")
+  optimizer = optax.adamw(1e-3)
+
+  def make():
+    model = models.create(config, seed=3)
+    return {"model": model, "optimizer": optimizer.init(model)}
+
+  state = make()
+  with Checkpoints(tmp_path) as c:
+    c.save(1, state)
+  where = NamedSharding(make_mesh((8,), ("x",)), P())
+  shapes = like(jax.eval_shape(make), where)
+  got, _ = Checkpoints(tmp_path).restore(like=shapes)
+  same(got, state)
+  assert isinstance(got["model"], type(state["model"]))
+  tokens = np.arange(12, dtype=np.int32)[None]
+  want = state["model"](tokens)
+  np.testing.assert_allclose(got["model"](tokens), want, rtol=0, atol=1e-6)
 
 
 def test_a_tree_of_one_leaf_and_of_none(tmp_path):
