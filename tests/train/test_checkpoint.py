@@ -955,7 +955,7 @@ def test_a_step_is_deleted(root):
 
 
 def test_going_on_from_an_older_step(root):
-  with Checkpoints(root) as c:
+  with Checkpoints(root, keep=2) as c:
     c.restore(10, like=LIKE)
     with pytest.warns(RuntimeWarning, match="30 exists"):
       c.save(11, tree_of(11), {"at": 11})
