@@ -720,6 +720,16 @@ def test_a_manifest_that_points_outside(path, root):
   refused(CheckpointCorruptError, lambda: c.restore(30, like=LIKE), "inside")
 
 
+def test_a_link_of_a_files_size_is_no_file(root):
+  """What a link says is as long as the file was."""
+  path = root / "30" / "commit_success.txt"
+  size = path.stat().st_size
+  path.unlink()
+  path.symlink_to("x" * size)
+  assert path.lstat().st_size == size
+  assert Checkpoints(root).steps() == [10, 20]
+
+
 def test_sha256_finds_what_crc32_cannot(root):
   """Four bytes chosen so that the CRC stays: by somebody, not by accident."""
   files = [p for p in (root / "30").rglob("*") if p.is_file()]
