@@ -577,11 +577,14 @@ def test_a_failed_save_is_no_step(where, root, monkeypatch):
         saver = ocp.AsyncCheckpointer
         wait = saver.wait_until_finished
         main = threading.current_thread()
-        patch.setattr(
-          saver,
-          "wait_until_finished",
-          lambda x: wait(x) if threading.current_thread() is main else fail(),
-        )
+
+        def instead(x):
+          # Orbax really ends first: else its threads go on without files.
+          wait(x)
+          if threading.current_thread() is not main:
+            fail()
+
+        patch.setattr(saver, "wait_until_finished", instead)
       elif where == "rename":
         rename = os.rename
         patch.setattr(
