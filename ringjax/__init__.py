@@ -1,8 +1,8 @@
 """ringjax: language models whose context does not fit one device.
 
 Importing it computes nothing and starts no backend. The parts that need more
-than JAX (`rj.data`, `rj.infer`, `rj.models`), and `rj.plan`, which needs less,
-are imported when they are first used.
+than JAX (`rj.data`, `rj.infer`, `rj.models`, `rj.train`), and `rj.plan`, which
+needs less, are imported when they are first used.
 """
 
 import importlib as _importlib
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from ringjax.errors import (
+  CheckpointCorruptError,
   CheckpointFormatError,
   CheckpointMismatchError,
+  CheckpointWriteError,
   ConfigError,
   DataError,
   Declined,
@@ -71,8 +73,10 @@ __all__ = [
   "Blockwise",
   "Causal",
   "Chain",
+  "CheckpointCorruptError",
   "CheckpointFormatError",
   "CheckpointMismatchError",
+  "CheckpointWriteError",
   "Chunked",
   "ConfigError",
   "Contiguous",
@@ -120,10 +124,10 @@ __all__ = [
   "tile_schedule",
 ]
 
-_PARTS = ("data", "infer", "models", "plan")
+_PARTS = ("data", "infer", "models", "plan", "train")
 
 if _TYPE_CHECKING:
-  from ringjax import data, infer, models, plan
+  from ringjax import data, infer, models, plan, train
 
 
 def __getattr__(name: str) -> _Any:

@@ -47,6 +47,36 @@ class CheckpointMismatchError(RingjaxError, ValueError):
   """A checkpoint's tensors are not those that the model needs."""
 
 
+class CheckpointWriteError(RingjaxError, OSError):
+  """A training step could not be saved; the steps before it are intact.
+
+  Attributes:
+    file: what could not be written, or None if that is not known.
+    step: which step it was, or None.
+  """
+
+  def __init__(
+    self, text: str, file: str | None = None, step: int | None = None
+  ):
+    super().__init__(text)
+    self.file, self.step = file, step
+
+
+class CheckpointCorruptError(RingjaxError, ValueError):
+  """A saved training step is not what was written.
+
+  Attributes:
+    file: the first file that is not, or None.
+    step: which step it is, or None if there is more than one.
+  """
+
+  def __init__(
+    self, text: str, file: str | None = None, step: int | None = None
+  ):
+    super().__init__(text)
+    self.file, self.step = file, step
+
+
 class UnsafeFormatError(RingjaxError, ValueError):
   """A file could run code when it is opened, so it is not opened."""
 

@@ -21,6 +21,8 @@ BUILTINS = {
   "ConfigError": ValueError,
   "CheckpointFormatError": ValueError,
   "CheckpointMismatchError": ValueError,
+  "CheckpointWriteError": OSError,
+  "CheckpointCorruptError": ValueError,
   "UnsafeFormatError": ValueError,
   "TokenizerError": ValueError,
   "TemplateError": ValueError,

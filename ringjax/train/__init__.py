@@ -1,1 +1,5 @@
-"""Training: steps over sharded sequences."""
+"""Training: checkpoints that can be trusted."""
+
+from ringjax.train.checkpoint import Checkpoints
+
+__all__ = ["Checkpoints"]

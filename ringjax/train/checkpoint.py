@@ -1,0 +1,802 @@
+"""Checkpoints of training that survive kills, full disks and rotten bits.
+
+Law: a step exists if its folder is what its manifest says, and only then.
+Both are written to the disk before the folder gets its name, in one rename;
+deleting begins by taking the name away. So whenever the process dies, every
+step is there whole or not at all. Nothing reaches a model whose bytes were not
+compared with the manifest, unless the caller says so.
+Cost: `save` holds the caller for a copy from the devices and, with several
+processes, until all have called it; the rest happens in a thread, which reads
+what was written once. `restore` reads a step twice, the second time from
+memory if it fits.
+
+  root/30/                    a step, as Orbax wrote it
+  root/.ringjax/30.json       its manifest, see ringjax/train/manifest.py
+  root/.ringjax/new/          what is being written
+  root/.ringjax/old/          what is being deleted
+  root/.ringjax/lock          held by whoever writes
+
+Only files in .ringjax, and folders that a manifest names, are ever changed or
+deleted. Steps that a killed process left in `new` and `old` are swept when the
+next one begins to write. All processes see the same root.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ringjax.errors import (
+  CheckpointCorruptError,
+  CheckpointFormatError,
+  CheckpointMismatchError,
+  CheckpointWriteError,
+  OptionError,
+  RingjaxError,
+  message,
+)
+from ringjax.train import manifest as manifests
+from ringjax.train.leaves import Stored, Wanted, named
+from ringjax.train.manifest import Leaf, Manifest
+from ringjax.train.together import Together
+
+VERIFY = ("crc32", "full", "none")
+TIMEOUT_S = 1200
+# How long a save waits for one that only sweeps.
+PATIENCE_S = 5.0
+_OURS = ".ringjax"
+# Any of these in a folder with a number for a name: Orbax has written it.
+_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+_OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+class Checkpoints:
+  """The saved steps of one training.
+
+  Every process of `jax.distributed` makes one and calls `save`, `restore` and
+  `close` at the same point; process 0 commits, sweeps and deletes. From its
+  first `save` until `close`, others on the same root can only read.
+
+  Attributes:
+    root: the folder.
+    restored_step: what the last `restore` has found, or None.
+  """
+
+  def __init__(
+    self,
+    root: str | os.PathLike[str],
+    *,
+    keep: int = 3,
+    every_keep: int | None = None,
+    asynchronous: bool = True,
+    config: Mapping[str, Any] | None = None,
+    timeout_s: int = TIMEOUT_S,
+  ):
+    """Opens a folder and sweeps what a killed process left there.
+
+    Args:
+      root: a folder of a local or mounted file system; made if missing.
+      keep: how many of the newest steps stay.
+      every_keep: steps that this divides stay as well, for good.
+      asynchronous: whether `save` returns before the step is on the disk.
+      config: what must be equal for a step to be of this training, as JSON;
+        steps of another config are not restored.
+      timeout_s: how long processes wait for each other.
+
+    Raises:
+      OptionError: a value that cannot be.
+    """
+    for name, value, least in (
+      ("keep", keep, 1),
+      ("every_keep", 1 if every_keep is None else every_keep, 1),
+      ("timeout_s", timeout_s, 1),
+    ):
+      if type(value) is not int or value < least:
+        raise OptionError(
+          message(name, repr(value), f"a number from {least} on", "raise it")
+        )
+    self.root = os.path.abspath(os.fspath(root))
+    self.restored_step: int | None = None
+    self._keep, self._every_keep = keep, every_keep
+    self._asynchronous = asynchronous
+    self._config = manifests.fingerprint(_json("config", config))
+    self._together = Together(timeout_s)
+    self._ours = os.path.join(self.root, _OURS)
+    self._lock: int | None = None
+    self._job: _Job | None = None
+    # Steps whose bytes were found to be wrong, by number.
+    self._damaged: set[int] = set()
+    self._together.all(self._open)
+    _OPEN.add(self)
+
+  def __enter__(self) -> Checkpoints:
+    return self
+
+  def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    if kind is None:
+      self.close()
+    else:
+      # What went wrong in the block is the news.
+      with contextlib.suppress(CheckpointWriteError):
+        self.close()
+
+  # -------------------------------------------------------------------------
+  # Saving
+  # -------------------------------------------------------------------------
+
+  def save(
+    self, step: int, tree: Any, extra: Mapping[str, Any] | None = None
+  ) -> None:
+    """Saves a step; one of that number is replaced.
+
+    When it returns, the arrays may be donated. A save that is under way is
+    waited for first. The last one needs `wait` or `close` before the program
+    ends: else it may be lost, and only a line on stderr says so.
+
+    Args:
+      step: a number from 0 on.
+      tree: any pytree of JAX arrays, of any shardings; NumPy arrays and
+        Python's bool, int and float, which must be equal in all processes.
+      extra: JSON that belongs to the step, like the position in the data.
+
+    Raises:
+      CheckpointWriteError: this step or, if it was asynchronous, the one
+        before could not be saved.
+      OptionError: `step` or `extra` cannot be saved.
+      InputTypeError: a leaf cannot be.
+      PeerError: the processes do not save the same.
+    """
+    self.wait()
+    if type(step) is not int or step < 0:
+      raise OptionError(
+        message("step", repr(step), "a number from 0 on", "count steps")
+      )
+    checked = _json("extra", extra)
+    leaves = {name: Stored(name, x) for name, x in named(tree).items()}
+    about = {name: x.leaf for name, x in leaves.items()}
+    self._together.same(
+      f"save of step {step}",
+      [step, checked, sorted((k, x.shape, x.dtype) for k, x in about.items())],
+    )
+    newer = [x for x in self.steps() if x > step and x not in self._damaged]
+    if newer and self._together.rank == 0:
+      warnings.warn(
+        f"step {step} is saved while {newer[-1]} exists, which `restore` will "
+        "find first; delete what is newer to go on from here",
+        RuntimeWarning,
+        stacklevel=2,
+      )
+    job = _Job(step, about, checked)
+    # Not a name that a failed save's threads may still write to.
+    number = next(self._together.numbers)
+    job.folder = os.path.join(self._ours, "new", f"{step}.{number}")
+    # All learn here whether there is a place to write to.
+    self._do(job, self._prepare)
+    if job.error is not None:
+      raise job.error
+    try:
+      job.saver = self._saver()
+      job.saver.save(
+        job.folder,
+        args=ocp.args.StandardSave(
+          {name: x.copy() for name, x in leaves.items() if x.is_stored}
+          # Orbax saves no empty trees.
+          or {"%": np.zeros((), np.int8)}
+        ),
+      )
+    except Exception as error:
+      # The others learn of it as of any failure, in the thread.
+      job.failure = error
+    self._job = job
+    job.thread = threading.Thread(
+      target=self._finish, args=(job,), name=f"ringjax saves step {step}"
+    )
+    job.thread.start()
+    if not self._asynchronous:
+      self.wait()
+
+  def poll(self) -> None:
+    """Tells at once whether a save has failed; for every step of training.
+
+    Raises:
+      CheckpointWriteError: it has; this is said once.
+    """
+    job = self._job
+    if job is not None and not job.is_running():
+      self.wait()
+
+  def wait(self) -> None:
+    """Waits until no save is under way.
+
+    Raises:
+      CheckpointWriteError: it has failed; this is said once.
+    """
+    job = self._job
+    if job is not None:
+      job.join()
+      self._job = None
+      if job.error is not None:
+        raise job.error
+
+  def close(self) -> None:
+    """Waits as `wait` does, and lets others write to the root.
+
+    Raises:
+      CheckpointWriteError: a save has failed.
+    """
+    try:
+      self.wait()
+    finally:
+      self._disown()
+
+  def delete(self, step: int) -> None:
+    """Deletes a step.
+
+    Raises:
+      CheckpointWriteError: it cannot be, or a save has failed.
+      OptionError: there is no such step.
+    """
+    self.wait()
+    self._known(step, self._numbers())
+    job = _Job(step, {}, {})
+    self._do(job, self._delete)
+    if job.error is not None:
+      raise job.error
+
+  def _delete(self, job: _Job) -> None:
+    """Process 0: deletes a step."""
+    self._own()
+    self._drop(job.step)
+
+  def _prepare(self, job: _Job) -> None:
+    """Process 0: makes room for a new step."""
+    self._own()
+    final = self._folder(job.step)
+    # A rename replaces an empty folder and nothing else.
+    empty = os.path.isdir(final) and not os.path.islink(final)
+    empty = empty and not os.listdir(final)
+    known = os.path.exists(self._path(job.step))
+    if os.path.lexists(final) and not known and not empty:
+      raise FileExistsError(
+        errno.EEXIST, "exists, and no manifest says that it is ours", final
+      )
+    self._sweep()
+
+  def _saver(self) -> Any:
+    """Orbax, of its own for each save: an error leaves nothing behind."""
+    options = self._together.options()
+    return ocp.AsyncCheckpointer(
+      ocp.StandardCheckpointHandler(multiprocessing_options=options),
+      async_options=ocp.options.AsyncOptions(
+        timeout_secs=self._together.timeout_s
+      ),
+      multiprocessing_options=options,
+    )
+
+  def _finish(self, job: _Job) -> None:
+    """In a thread: from the copy on the host to a step that exists."""
+    self._do(job, _written, everyone=True)
+    if job.error is None:
+      # One lists for all: a mounted folder may look older elsewhere.
+      self._do(job, lambda job: manifests.files_of(job.folder))
+    if job.error is None:
+      self._do(job, self._digest, everyone=True)
+    if job.error is None:
+      self._do(job, self._commit)
+    if job.saver is not None:
+      with contextlib.suppress(Exception):
+        job.saver.close()
+      job.saver = None
+    if job.error is not None and self._together.rank == 0:
+      # Orbax may still be writing on other threads; what that leaves is swept
+      # before the next save.
+      with contextlib.suppress(OSError):
+        self._sweep()
+
+  def _do(
+    self, job: _Job, call: Callable[[_Job], Any], everyone: bool = False
+  ) -> None:
+    """Part of a save, after which all know whether all have done theirs."""
+
+    def part() -> Any:
+      if everyone or self._together.rank == 0:
+        return call(job)
+
+    try:
+      job.said = self._together.all(part, job.step)
+    except Exception as error:
+      job.error = (
+        error
+        if isinstance(error, CheckpointWriteError)
+        else _write_error(job.step, error)
+      )
+
+  def _digest(self, job: _Job) -> list[list[Any]]:
+    """Each process: brings its share of the files to the disk, and reads it."""
+    mine = self._together.share(job.said[0])
+    found = [manifests.digest(job.folder, path, sync=True) for path in mine]
+    return [[f.path, f.size, f.crc32, f.sha256] for f in found]
+
+  def _commit(self, job: _Job) -> None:
+    """Process 0: has the step exist."""
+    manifests.sync_folders(job.folder)
+    files = sorted(itertools.chain.from_iterable(job.said))
+    made = Manifest(
+      step=job.step,
+      files=tuple(
+        manifests.File(path=path, size=size, crc32=crc32, sha256=sha256)
+        for path, size, crc32, sha256 in files
+      ),
+      leaves=job.leaves,
+      extra=job.extra,
+      config=self._config,
+    )
+    if os.path.exists(self._path(job.step)):
+      self._drop(job.step)
+    made.write(self._path(job.step))
+    os.rename(job.folder, self._folder(job.step))
+    manifests.sync_folder(self.root)
+    manifests.sync_folder(os.path.dirname(job.folder))
+    self._retire(job.step)
+
+  def _retire(self, saved: int) -> None:
+    """Deletes steps that are not to be kept."""
+    self._damaged.discard(saved)
+    whole = [x for x in self.steps() if x not in self._damaged]
+    newest, every = whole[-self._keep :], self._every_keep
+    for step in self._numbers():
+      # A damaged step stays until enough others are newer.
+      old = len(newest) == self._keep and step < newest[0] and step != saved
+      if not old or (every is not None and step % every == 0):
+        continue
+      # One of a newer ringjax is not for this one to judge.
+      with contextlib.suppress(CheckpointFormatError):
+        with contextlib.suppress(CheckpointCorruptError):
+          Manifest.read(self._path(step), step)
+        self._drop(step)
+
+  def _drop(self, step: int) -> None:
+    """Deletes a step; as soon as this begins it does not exist."""
+    old = os.path.join(self._ours, "old", f"{step}.{time.time_ns()}")
+    if os.path.lexists(self._folder(step)):
+      os.rename(self._folder(step), old)
+      manifests.sync_folder(self.root)
+    os.unlink(self._path(step))
+    manifests.sync_folder(self._ours)
+    shutil.rmtree(old, ignore_errors=True)
+
+  # -------------------------------------------------------------------------
+  # The folder
+  # -------------------------------------------------------------------------
+
+  def _folder(self, step: int) -> str:
+    return os.path.join(self.root, str(step))
+
+  def _path(self, step: int) -> str:
+    return os.path.join(self._ours, f"{step}.json")
+
+  def _open(self) -> None:
+    if self._together.rank:
+      return
+    if os.path.lexists(self.root) and not os.path.isdir(self.root):
+      raise OptionError(
+        message("root", self.root, "a folder", "choose another path")
+      )
+    # Who cannot write may still read; `save` says what is wrong. And who reads
+    # for long, as an evaluation does, must not keep training from writing.
+    with contextlib.suppress(OSError):
+      self._own(patience_s=0)
+    self._disown()
+
+  def _disown(self) -> None:
+    if self._lock is not None:
+      os.close(self._lock)
+      self._lock = None
+
+  def _own(self, patience_s: int | float | None = None) -> None:
+    """Becomes the one that writes, and sweeps.
+
+    Raises:
+      OSError: another one is, or the disk refuses.
+    """
+    if self._lock is not None:
+      return
+    for folder in ("new", "old"):
+      os.makedirs(os.path.join(self._ours, folder), exist_ok=True)
+    path = os.path.join(self._ours, "lock")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    end = time.monotonic() + patience_s
+    while True:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError:
+        # It may be one that only sweeps.
+        if time.monotonic() < end:
+          time.sleep(0.01)
+          continue
+        os.close(lock)
+        raise BlockingIOError(
+          errno.EAGAIN, "another process writes here until it closes", path
+        ) from None
+      except OSError:
+        # A file system without locks.
+        break
+    self._lock = lock
+    self._sweep()
+
+  def _sweep(self) -> None:
+    """Takes away what was left by a process that was killed, or a failure."""
+    left = {
+      name.partition(".")[0]
+      for folder in ("new", "old")
+      for name in os.listdir(os.path.join(self._ours, folder))
+    }
+    lost = [
+      x
+      for x in self._numbers()
+      if str(x) in left and not os.path.lexists(self._folder(x))
+    ]
+    # Stopped just before the folder got its name, or just after it lost it.
+    # Where somebody else has taken the folder, the manifest stays to tell.
+    for step in lost:
+      os.unlink(self._path(step))
+    if lost:
+      manifests.sync_folder(self._ours)
+    for name in os.listdir(self._ours):
+      if name.endswith(".json.tmp"):
+        os.unlink(os.path.join(self._ours, name))
+    self._empty("new")
+    self._empty("old")
+
+  def _empty(self, folder: str) -> None:
+    where = os.path.join(self._ours, folder)
+    for name in os.listdir(where):
+      path = os.path.join(where, name)
+      if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+      else:
+        os.unlink(path)
+
+  def _numbers(self) -> list[int]:
+    """Steps that have a manifest, whatever it says."""
+    try:
+      names = os.listdir(self._ours)
+    except (FileNotFoundError, NotADirectoryError):
+      return []
+    return sorted(
+      int(name[:-5])
+      for name in names
+      if name.endswith(".json") and _is_number(name[:-5])
+    )
+
+  def _claims(self) -> list[int]:
+    """Steps that have a manifest, or are Orbax's and have lost it."""
+    try:
+      names = os.listdir(self.root)
+    except (FileNotFoundError, NotADirectoryError):
+      return []
+    strays = {
+      int(name)
+      for name in names
+      if _is_number(name)
+      and any(os.path.isfile(os.path.join(self.root, name, x)) for x in _ORBAX)
+    }
+    return sorted(strays.union(self._numbers()))
+
+  def _known(self, step: int, known: list[int]) -> None:
+    if type(step) is not int or step not in known:
+      shown = ", ".join(map(str, known[-8:])) or "none"
+      raise OptionError(
+        message("step", repr(step), f"one of those saved: {shown}", "name one")
+      )
+
+  def steps(self) -> list[int]:
+    """Steps that exist, in order; looks at sizes, not at the bytes."""
+    found = []
+    for step in self._numbers():
+      with contextlib.suppress(CheckpointCorruptError, CheckpointFormatError):
+        Manifest.read(self._path(step), step).check_sizes(self._folder(step))
+        found.append(step)
+    return found
+
+  def latest(self) -> int | None:
+    """The newest of `steps`; None if there are none."""
+    return max(self.steps(), default=None)
+
+  # -------------------------------------------------------------------------
+  # Restoring
+  # -------------------------------------------------------------------------
+
+  def restore(
+    self, step: int | None = None, *, like: Any, verify: str = "crc32"
+  ) -> tuple[Any, dict[str, Any]] | None:
+    """Reads a step.
+
+    Args:
+      step: which one; default: the newest that is what was written. A newer
+        one that is not is warned of.
+      like: a tree as the one that was saved. In place of JAX arrays,
+        `jax.ShapeDtypeStruct`s or arrays, with the shardings that are wanted;
+        without one, the array comes to the first device. NumPy arrays and
+        Python's numbers stand for their kind.
+      verify: how files are compared before anything is read: "crc32"; "full",
+        by SHA-256 too; "none", by their sizes alone.
+
+    Returns:
+      The tree and what was `extra`; None if nothing was ever saved here.
+      `restored_step` says which step it is.
+
+    Raises:
+      CheckpointCorruptError: the step named, or every step there is, is not
+        what was written.
+      CheckpointMismatchError: a leaf's path, shape or dtype is not that of
+        `like`, or the step is of another config.
+      CheckpointFormatError: a newer ringjax wrote the step.
+      OptionError: there is no such step.
+      InputTypeError: a leaf of `like` cannot be.
+      MeshError: a sharding does not fit its array.
+      PeerError: the processes do not restore the same.
+    """
+    if verify not in VERIFY:
+      raise OptionError(
+        message("verify", repr(verify), f"one of {VERIFY}", "choose one")
+      )
+    if self._job is not None:
+      # A save that fails is said by `poll`.
+      self._job.join()
+    wanted = {name: Wanted(name, x) for name, x in named(like).items()}
+    # What process 0 sees is what counts.
+    numbers = self._together.all(self._claims)[0]
+    if step is not None:
+      self._known(step, numbers)
+      numbers = [step]
+    self._together.same("restore", [numbers, verify])
+    if not numbers:
+      return None
+    faults: list[CheckpointCorruptError] = []
+    for number in reversed(numbers):
+      try:
+        made = self._verified(number, verify)
+        self._compare(number, made, wanted)
+        arrays = self._read(number, made, wanted, verify)
+      except CheckpointCorruptError as fault:
+        if step is not None:
+          raise
+        faults.append(fault)
+        self._damaged.add(number)
+        continue
+      for fault in faults:
+        warnings.warn(
+          f"passed over, going back to step {number}: {fault}",
+          RuntimeWarning,
+          stacklevel=2,
+        )
+      self.restored_step = number
+      tree = jax.tree.unflatten(
+        jax.tree.structure(like), [arrays[name] for name in wanted]
+      )
+      return tree, dict(made.extra)
+    raise CheckpointCorruptError(
+      message(
+        "root",
+        f"{len(faults)} step(s), all damaged; the newest: {faults[0].file}",
+        "one that is what was written",
+        "bring its files back, or choose an empty root to begin anew",
+      ),
+      faults[0].file,
+    )
+
+  def _verified(self, step: int, verify: str) -> Manifest:
+    """A manifest whose files are what it says."""
+    folder = self._folder(step)
+
+    def check() -> Manifest:
+      made = Manifest.read(self._path(step), step)
+      made.check_sizes(folder)
+      if verify != "none":
+        for file in self._together.share(made.files):
+          made.check_file(folder, file, full=verify == "full")
+      return made
+
+    made: list[Manifest] = []
+    # A manifest is no JSON to be sent, so it stays here.
+    self._together.all(lambda: made.append(check()), step)
+    return made[0]
+
+  def _compare(
+    self, step: int, made: Manifest, wanted: Mapping[str, Wanted]
+  ) -> None:
+    """Refuses what would be cast, cut or left out."""
+
+    def refuse(what: str, got: str, want: str, remedy: str) -> None:
+      raise CheckpointMismatchError(
+        message(f"step {step}: {what}", got, want, remedy)
+      )
+
+    if made.config != self._config:
+      refuse(
+        "config",
+        f"that of fingerprint {made.config[:12]}",
+        f"that of this training, {self._config[:12]}",
+        "use the config it was trained with, or another root",
+      )
+    for names, word in (
+      ([n for n in wanted if n not in made.leaves], "missing"),
+      ([n for n in made.leaves if n not in wanted], "not in `like`"),
+    ):
+      if names:
+        refuse(
+          _listed(names),
+          f"{len(names)} leaves that are {word}",
+          "the same leaves on disk and in `like`",
+          "make `like` from what was saved",
+        )
+    for name, x in wanted.items():
+      have = made.leaves[name]
+      if have.shape != x.leaf.shape:
+        refuse(
+          name,
+          f"shape {list(have.shape)}",
+          f"{list(x.leaf.shape)}, as in `like`",
+          "use the config it was saved with",
+        )
+      if have.dtype != x.leaf.dtype:
+        refuse(
+          name,
+          f"dtype {have.dtype}",
+          f"{x.leaf.dtype}, as in `like`",
+          "restore it as it is and cast it then",
+        )
+
+  def _read(
+    self,
+    step: int,
+    made: Manifest,
+    wanted: Mapping[str, Wanted],
+    verify: str,
+  ) -> dict[str, Any]:
+    targets = {
+      name: x.target(made.leaves[name])
+      for name, x in wanted.items()
+      if 0 not in made.leaves[name].shape
+    }
+    if not targets:
+      return {n: x.finished(None, made.leaves[n]) for n, x in wanted.items()}
+    arrays: dict[str, Any] = {}
+
+    def read() -> None:
+      options = self._together.options()
+      reader = ocp.Checkpointer(
+        ocp.StandardCheckpointHandler(multiprocessing_options=options),
+        multiprocessing_options=options,
+      )
+      try:
+        arrays.update(
+          reader.restore(
+            self._folder(step), args=ocp.args.StandardRestore(targets)
+          )
+        )
+      except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+      except Exception as error:
+        if verify != "none":
+          raise
+        why = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+        raise manifests.corrupt(step, self._folder(step), why) from error
+      finally:
+        reader.close()
+
+    self._together.all(read, step)
+    return {
+      name: x.finished(arrays.get(name), made.leaves[name])
+      for name, x in wanted.items()
+    }
+
+
+class _Job:
+  """A save that is under way."""
+
+  def __init__(
+    self, step: int, leaves: Mapping[str, Leaf], extra: Mapping[str, Any]
+  ):
+    self.step, self.leaves, self.extra = step, leaves, extra
+    self.folder = ""
+    self.saver: Any = None
+    self.thread: threading.Thread | None = None
+    self.said: list[Any] = []
+    # What failed in Orbax's first half, and what is to be said of it all.
+    self.failure: Exception | None = None
+    self.error: CheckpointWriteError | None = None
+
+  def is_running(self) -> bool:
+    return self.thread is not None and self.thread.is_alive()
+
+  def join(self) -> None:
+    if self.thread is not None:
+      self.thread.join()
+
+
+def _written(job: _Job) -> None:
+  """Waits for Orbax's second half."""
+  if job.failure is not None:
+    raise job.failure
+  job.saver.wait_until_finished()
+
+
+def _at_exit() -> None:
+  """Says what became of a save whose program ends without `close`."""
+  for one in list(_OPEN):
+    try:
+      one.wait()
+    except CheckpointWriteError as error:
+      print(f"ringjax: {error}", file=sys.stderr)
+
+
+# Without a public name. Python's own `atexit` comes too late: nothing can hand
+# work to other threads by then, as Orbax does. From Python 3.12 on no thread
+# can begin even here, so a save that has not come far is lost; that is said.
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+
+
+def _listed(names: list[str]) -> str:
+  shown = ", ".join(n if len(n) <= 60 else f"...{n[-57:]}" for n in names[:2])
+  return shown + ", ..." * (len(names) > 2)
+
+
+def _is_number(name: str) -> bool:
+  return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+  """A copy that no later change reaches."""
+  try:
+    copy = json.loads(manifests.canonical(dict(value or {})))
+    if copy != dict(value or {}):
+      raise ValueError("a tuple, or a key that is no string")
+    return copy
+  except (TypeError, ValueError, RecursionError) as error:
+    raise OptionError(
+      message(name, str(error), "JSON", "put arrays into the tree")
+    ) from None
+
+
+def _write_error(step: int, error: BaseException) -> CheckpointWriteError:
+  """One error for the many that a disk can cause."""
+  file = getattr(error, "filename", None)
+  why = str(error.strerror) if isinstance(error, OSError) else ""
+  why = why or " ".join(str(error).split()) or "no reason"
+  where = f" ({str(file)[-60:]})" if file else ""
+  remedy = "make room on the disk or mend it; steps that exist are intact"
+  if isinstance(error, RingjaxError):
+    remedy = "look at the processes; steps that exist are intact"
+  made = CheckpointWriteError(
+    message(
+      f"step {step}",
+      f"{type(error).__name__}: {why[:100]}{where}",
+      "all its files on the disk",
+      remedy,
+    ),
+    file,
+    step,
+  )
+  made.__cause__ = error
+  return made
