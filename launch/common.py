@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,9 +79,7 @@ def start(values: flags.FlagValues) -> None:
     OptionError: flags that do not go together, or nobody to meet.
     MeshError: --mesh is none.
   """
-  if not flags.FLAGS.is_parsed() or not flags.FLAGS["verbosity"].present:
-    # At "info" JAX lists the accelerators that it did not find.
-    logging.set_verbosity(logging.WARNING)
+  calm()
   by_hand: dict[str, Any] = {
     name: values[name].value
     for name in ("coordinator", "num_processes", "process_id")
@@ -121,6 +120,13 @@ def start(values: flags.FlagValues) -> None:
           "check --coordinator, or pass --nodistributed to run alone",
         )
       ) from None
+
+
+def calm() -> None:
+  """Logs warnings only, unless --verbosity says something."""
+  if not flags.FLAGS.is_parsed() or not flags.FLAGS["verbosity"].present:
+    # At "info" JAX lists the accelerators that it did not find.
+    logging.set_verbosity(logging.WARNING)
 
 
 def _found_processes() -> int:
@@ -245,7 +251,13 @@ def parse(
   """
   values = flags.FlagValues()
   define(values)
-  rest = values([name, *argv])
+  words, before = [name, *argv], sys.argv
+  try:
+    # Where ml_collections looks for what is set in a config.
+    sys.argv = words
+    rest = values(words)
+  finally:
+    sys.argv = before
   refuse_rest(rest)
   return values
 

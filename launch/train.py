@@ -17,10 +17,10 @@ processes: see launch/common.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import pathlib
-import signal
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -28,8 +28,9 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
@@ -93,6 +94,8 @@ def run(
       raise
     work.screen.error(text)
     return 2
+  finally:
+    work.close()
 
 
 class _Work:
@@ -107,6 +110,11 @@ class _Work:
     self._log: TextIO | None = None
     self._peak = 0.0
     self._start = time.monotonic()
+
+  def close(self) -> None:
+    """Ends the log."""
+    if self._log is not None:
+      self._log.close()
 
   def check(self) -> None:
     """Refuses what can be seen before anything is loaded."""
@@ -140,6 +148,8 @@ class _Work:
       f"{jax.devices()[0].device_kind}, {made.total} steps"
     )
     self._begin("training", made.total, "steps")
+    # The model's own arrays are soon given away.
+    form = jax.eval_shape(lambda model: model, model)
     with Checkpoints(
       out / "checkpoints", keep=config.keep, config=_identity(config)
     ) as saved:
@@ -151,11 +161,10 @@ class _Work:
         mesh=mesh,
         axis=axis,
         checkpoints=saved,
-        report=lambda stage, one: self._report(made, model, mesh, stage, one),
+        report=lambda stage, one: self._report(made, form, mesh, stage, one),
+        on_step=_Trace(values.profile) if first else lambda step: None,
       )
     screen.end()
-    if self._log is not None:
-      self._log.close()
     if done.stopped is not None:
       screen.say(f"stopped behind step {done.step}, which is saved")
       return 128 + done.stopped
@@ -168,7 +177,7 @@ class _Work:
 
   def _model(self, config: ConfigDict, mesh: Any) -> Transformer:
     self._begin("making the model")
-    rules = rj.models.Rules(**config.get("rules", {}))
+    rules = rj.models.Rules(**dict(config.rules))
     folder = self._values.init_from or config.get("init_from")
     if folder:
       return rj.models.load(folder, mesh=mesh, rules=rules, dtype="float32")
@@ -193,7 +202,7 @@ class _Work:
       "stage": stage,
       "loss": one.loss,
       "gradient_norm": one.gradient_norm,
-      "rate": float(made.optimizer.rates(made.total)(one.step - 1)),
+      "rate": made.optimizer.rate_of(one.step - 1, made.total),
       "tokens": one.tokens,
       "tokens_per_s": rate,
       "utilisation": used,
@@ -238,11 +247,12 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
   if more:
     raise OptionError(
       message(
-        "config", ", ".join(more), f"some of {', '.join(sorted(known))}",
+        "config",
+        ", ".join(more),
+        f"some of {', '.join(sorted(known))}",
         "correct the names",
-      )  # fmt: skip
+      )
     )
-  lora = config.get("lora")
   return recipe.Recipe(
     stages=tuple(_stage(one) for one in config.stages),
     optimizer=_made(recipe.Optimizer, config.optimizer),
@@ -254,7 +264,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     layout=config.layout,
     strategy=config.strategy,
     remat=config.remat,
-    lora=None if lora is None else _made(Lora, lora),
+    lora=_made(Lora, config.lora) if config.lora.rank else None,
     packer=_PACKERS[config.packer](),
     seed=config.seed,
     log_every=config.log_every,
@@ -270,7 +280,7 @@ def default_config() -> ConfigDict:
     {
       # Name of a preset, or what a config.json holds.
       "model": "llama-100m",
-      "init_from": None,
+      "init_from": placeholder(str),
       "rules": {},
       "tokenizer": "bytes",
       "stages": ({"steps": 1000, "length": 4096, "batch": 8},),
@@ -281,7 +291,8 @@ def default_config() -> ConfigDict:
       "dtype": "float32",
       "z_loss": 0.0,
       "block": 1024,
-      "lora": None,
+      # Rank 0: all parameters are trained.
+      "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
       "seed": 0,
@@ -289,7 +300,7 @@ def default_config() -> ConfigDict:
       "save_every": 100,
       "keep": 3,
       "most_skipped": 3,
-      "timeout_s": None,
+      "timeout_s": placeholder(float),
     },
     convert_dict=True,
     type_safe=False,
@@ -306,8 +317,6 @@ def _stage(given: Any) -> recipe.Stage:
 
 def _made(cls: Any, given: Any) -> Any:
   """A dataclass of a config's entries."""
-  import dataclasses
-
   entry = {
     k: tuple(v) if isinstance(v, list) else v for k, v in dict(given).items()
   }
@@ -328,7 +337,9 @@ def _made(cls: Any, given: Any) -> Any:
 def _identity(config: ConfigDict) -> dict[str, Any]:
   """What must be equal for a saved step to be of this training."""
   names = ("model", "stages", "optimizer", "lora", "seed", "packer", "sources")
-  return {name: json.loads(config.to_json_best_effort())[name] for name in names}
+  return {
+    name: json.loads(config.to_json_best_effort())[name] for name in names
+  }
 
 
 # ---------------------------------------------------------------------------
@@ -342,9 +353,7 @@ def _tokenizer(config: ConfigDict) -> Any:
   return Tokenizer.load(config.tokenizer, untrusted=True)
 
 
-def _sources(
-  config: ConfigDict, vocab: int
-) -> tuple[list[Any], list[float]]:
+def _sources(config: ConfigDict, vocab: int) -> tuple[list[Any], list[float]]:
   tokenizer = _tokenizer(config)
   found, weights = [], []
   for given in config.sources:
@@ -383,9 +392,19 @@ def _sources(
 
 def _library(tokenizer: Any, vocab: int) -> Documents:
   """Python's own sources, nine files of ten."""
-  texts = documents.training()
+  texts = documents.library(held_out=False)
   ids = [np.asarray(tokenizer.encode(text)) for text in texts]
-  return Documents([x[x < vocab] for x in ids])
+  most = max(int(x.max()) for x in ids)
+  if most >= vocab:
+    raise OptionError(
+      message(
+        "tokenizer",
+        f"id {most}",
+        f"ids below the model's vocabulary, {vocab}",
+        "use the tokenizer that belongs to the model",
+      )
+    )
+  return Documents(ids)
 
 
 # ---------------------------------------------------------------------------
@@ -393,9 +412,32 @@ def _library(tokenizer: Any, vocab: int) -> Documents:
 # ---------------------------------------------------------------------------
 
 
+class _Trace:
+  """Writes a trace of the third to the fifth step of a run."""
+
+  def __init__(self, folder: str | None):
+    self._folder, self._count = folder, 0
+
+  def __call__(self, step: int) -> None:
+    del step
+    self._count += 1
+    if self._folder is None:
+      return
+    if self._count == 3:
+      jax.profiler.start_trace(self._folder)
+    if self._count == 6:
+      jax.profiler.stop_trace()
+
+
 def _peak(dtype: str) -> float:
   """FLOP/s of a device's own matrix product, measured."""
-  rate = timing.gemm_flops_per_s(dtype)
+  product = timing.gemm(dtype)
+  times = []
+  for _ in range(5):
+    start = time.perf_counter()
+    product()
+    times.append(time.perf_counter() - start)
+  rate = timing.GEMM_FLOPS / statistics.median(times)
   # The devices of a CPU share its cores.
   here = jax.local_device_count() if jax.default_backend() == "cpu" else 1
   return rate / here

@@ -117,6 +117,10 @@ class PeerError(RingjaxError, RuntimeError):
     self.rank = rank
 
 
+class NotFiniteError(RingjaxError, ArithmeticError):
+  """A loss or its gradients stay infinite or NaN."""
+
+
 class Declined(RingjaxError, NotImplementedError):
   """An implementation says "not me"; `select` then asks the next one."""
 

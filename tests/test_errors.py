@@ -30,6 +30,7 @@ BUILTINS = {
   "DataError": ValueError,
   "SamplingError": ValueError,
   "MemoryEstimateError": MemoryError,
+  "NotFiniteError": ArithmeticError,
   "Declined": NotImplementedError,
 }
 

@@ -43,7 +43,8 @@ ROWS = (
   ("serve",),
   ("ringjax",),
   ("bench", "eval"),
-  ("launch", "configs"),
+  ("launch",),
+  ("configs",),
 )
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
 

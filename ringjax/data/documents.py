@@ -74,6 +74,16 @@ def standard_library(characters: int) -> Document:
   )
 
 
+def library(*, held_out: bool) -> list[str]:
+  """The library's files, whole, by name: nine of ten, or those held out."""
+  root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+  return [
+    (root / name).read_text(encoding="utf-8", errors="replace")
+    for name in _names(root)
+    if _is_unseen(name) == held_out
+  ]
+
+
 def fit(
   tokens: int, count: Callable[[str], int], *, slack: float = 0.02
 ) -> Document:

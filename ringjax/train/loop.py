@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.experimental import multihost_utils
@@ -34,6 +34,7 @@ from ringjax.train.step import Figures, State
 STUCK = 4
 
 
+@runtime_checkable
 class Data(Protocol):
   """Where rows come from; a `ringjax.data.loader.Loader` is one."""
 
@@ -127,6 +128,7 @@ def fit(
   checkpoints: Any = None,
   resume: bool = True,
   report: Callable[[Report], Any] = lambda report: None,
+  on_step: Callable[[int], Any] = lambda step: None,
 ) -> Ended:
   """Trains until `settings.steps` steps are taken.
 
@@ -141,6 +143,7 @@ def fit(
     checkpoints: a `Checkpoints`, or None to save nothing.
     resume: whether to look there for a step to go on from.
     report: called with what the steps gave, in all processes.
+    on_step: called before each step with how many are taken.
 
   Raises:
     NotFiniteError: too many steps in a row were not finite; the last step
@@ -152,6 +155,7 @@ def fit(
   with _Signals() as signals, _Watch(settings.timeout_s) as watch:
     waiting: Figures | None = None
     while taken < settings.steps:
+      on_step(taken)
       batch = place(next(data))
       state, figures = step(state, frozen, batch)
       taken += 1
@@ -216,7 +220,7 @@ class _Sums:
     self._start = time.monotonic()
 
   def add(self, figures: Figures, settings: Settings) -> None:
-    found = Figures(*(float(x) for x in jax.device_get(figures)))
+    found: Any = jax.tree.map(float, jax.device_get(figures))
     self._objective, self._norm = found.objective, found.gradient_norm
     if found.finite:
       self._nll += found.loss * found.weight

@@ -8,11 +8,12 @@ steps; each has its own length, batch and stretch of the rotations.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ringjax.data.loader import Loader
@@ -40,7 +41,7 @@ OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 
 
-def _choice(name: str, value: Any, known: Sequence[str]) -> None:
+def _choice(name: str, value: Any, known: Iterable[str]) -> None:
   if value not in known:
     raise OptionError(
       message(name, repr(value), f"one of {', '.join(known)}", "choose one")
@@ -99,6 +100,10 @@ class Optimizer:
     # The first step is not lost: it has a rate too.
     grow = lambda count: self.rate * (count + 1) / self.warmup
     return optax.join_schedules([grow, after], [self.warmup])
+
+  def rate_of(self, step: int, total: int) -> float:
+    """The learning rate of one of `total` steps."""
+    return float(np.asarray(self.rates(total)(step)))
 
   def build(self, total: int) -> optax.GradientTransformation:
     """The optimizer of `total` steps."""
@@ -265,6 +270,7 @@ def train(
   axis: str | None = None,
   checkpoints: Any = None,
   report: Callable[[int, loop.Report], Any] = lambda stage, report: None,
+  on_step: Callable[[int], Any] = lambda step: None,
 ) -> Trained:
   """Follows a recipe to its end, or on from where `checkpoints` stands.
 
@@ -278,6 +284,7 @@ def train(
     axis: that shards the sequence, or None.
     checkpoints: a `Checkpoints`, or None.
     report: called with the number of the stage and what its steps gave.
+    on_step: called before each step with how many are taken.
 
   Raises:
     RingjaxError: see `loop.fit`.
@@ -344,6 +351,7 @@ def train(
         checkpoints=checkpoints,
         resume=False,
         report=lambda one, number=number: report(number, one),
+        on_step=on_step,
       )
     state, data = ended.state, None
     if ended.stopped is not None:

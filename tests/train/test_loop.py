@@ -95,7 +95,14 @@ def test_reports(training):
   assert reports[0].loss == pytest.approx(mean, rel=1e-6)
 
 
-@pytest.mark.parametrize("parts", [(4, 10), (1, 2, 10), (9, 10)])
+@pytest.mark.parametrize(
+  "parts",
+  [
+    (4, 10),
+    pytest.param((1, 2, 10), marks=pytest.mark.slow),
+    pytest.param((9, 10), marks=pytest.mark.slow),
+  ],
+)
 def test_an_interrupted_run_ends_where_another_does(training, parts, tmp_path):
   whole = training.run(10)
   for number, steps in enumerate(parts):
@@ -133,7 +140,7 @@ class Poisoned:
     number = self.inner.step
     rows = next(self.inner)
     if number in self.bad:
-      rows = rows._replace(weights=rows.weights * np.float32(np.inf))
+      rows = rows._replace(weights=np.full_like(rows.weights, np.inf))
     return rows
 
 

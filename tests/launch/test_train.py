@@ -1,0 +1,218 @@
+"""launch.train: recipes from files, runs that are stopped and go on."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import ringjax as rj
+from launch import common, train
+from ringjax.models import checkpoint
+from ringjax.train import recipe
+from ringjax.train.extend import stretched
+from tests.launch.conftest import ROOT
+
+# How ml_collections reads a file.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
+
+CONFIGS = sorted((ROOT / "configs" / "train").glob("*.py"))
+SMALL = """
+from launch.train import default_config
+
+def get_config():
+  config = default_config()
+  config.model = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 262,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+  }
+  config.stages = (
+    {"steps": 4, "length": 160, "batch": 2},
+    {"steps": 3, "length": 320, "batch": 4, "accumulate": 2,
+     "stretch": {"context": 320, "method": "yarn"}},
+  )
+  config.optimizer = {"rate": 1e-2, "warmup": 2}
+  config.sources = ({"kind": "passkey", "length": 150},)
+  config.log_every = 2
+  config.save_every = 3
+  return config
+"""
+
+
+@pytest.fixture
+def small(tmp_path) -> str:
+  path = tmp_path / "small.py"
+  path.write_text(SMALL)
+  return str(path)
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+  out, err = io.StringIO(), io.StringIO()
+  values = common.parse("train", train.define, argv)
+  status = train.run(values, stdout=out, stderr=err)
+  return status, out.getvalue(), err.getvalue()
+
+
+def lines(folder: pathlib.Path) -> list[dict]:
+  return [json.loads(x) for x in (folder / "log.jsonl").read_text().split("\n")
+          if x]  # fmt: skip
+
+
+def weights(folder: pathlib.Path) -> list[np.ndarray]:
+  return [np.asarray(x) for x in jax.tree.leaves(rj.models.load(folder))]
+
+
+def test_stages_one_after_another(small, tmp_path):
+  out = tmp_path / "out"
+  status, said, err = run(
+    f"--config={small}", f"--out={out}", "--mesh=data:2,seq:4", "--json"
+  )
+  assert status == 0, err
+  rows = lines(out)
+  assert [json.loads(x) for x in said.splitlines()] == rows
+  assert [row["step"] for row in rows] == [2, 3, 4, 6, 7]
+  assert [row["stage"] for row in rows] == [0, 0, 0, 1, 1]
+  assert all(np.isfinite(row["loss"]) and row["skipped"] == 0 for row in rows)
+  assert all(0 < row["utilisation"] < 1 for row in rows)
+  assert rows[0]["rate"] == pytest.approx(1e-2)
+  model = rj.models.load(out / "model")
+  assert model.config.max_positions == 320
+  assert json.loads(model.source)["rope_scaling"]["rope_type"] == "yarn"
+  new = rj.infer.generate(model, [[65, 66, 67]], max_new_tokens=2)
+  assert new.shape == (1, 2)
+  assert "7 steps" in err and "wrote" in err
+
+
+def test_a_stopped_run_goes_on_to_the_same_end(small, tmp_path, monkeypatch):
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  flags = (f"--config={small}", "--mesh=seq:2", "--config.log_every=1")
+  assert run(*flags, f"--out={whole}")[0] == 0
+  inner = train._Work._report
+  stops = iter((2, 4, 6))
+  stop = [next(stops)]
+
+  def report(self, made, model, mesh, stage, one):
+    inner(self, made, model, mesh, stage, one)
+    if one.step == stop[0]:
+      stop[0] = next(stops, -1)
+      signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(train._Work, "_report", report)
+  statuses, last = [], ""
+  while not statuses or statuses[-1]:
+    status, _, last = run(*flags, f"--out={parts}")
+    statuses.append(status)
+    assert len(statuses) < 6, last
+  # Stopped in the first stage, at its very end, and in the second.
+  assert statuses == [143, 143, 143, 0]
+  for a, b in zip(
+    weights(whole / "model"), weights(parts / "model"), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+  loss = lambda out: {row["step"]: row["loss"] for row in lines(out)}
+  assert loss(whole) == loss(parts)
+
+
+def test_adapters_from_a_folder(small, tmp_path):
+  base = tmp_path / "base"
+  first = ("--mesh=seq:2", f"--config={small}")
+  assert run(*first, f"--out={base}")[0] == 0
+  status, _, err = run(
+    *first,
+    f"--out={tmp_path / 'lora'}",
+    f"--init_from={base / 'model'}",
+    "--config.lora.rank=2",
+    "--config.lora.targets=('q', 'v')",
+    "--config.stages=({'steps': 3, 'length': 160, 'batch': 2},)",
+  )
+  assert status == 0, err
+  old = rj.models.load(base / "model").stack.blocks[0][0]
+  new = rj.models.load(tmp_path / "lora" / "model").stack.blocks[0][0]
+  value = lambda block, name: np.asarray(
+    getattr(block.attention, name).weight[...]
+  )
+  for name in ("q", "v"):
+    assert np.any(value(old, name) != value(new, name))
+  for name in ("k", "o"):
+    np.testing.assert_array_equal(value(old, name), value(new, name))
+
+
+def test_another_recipe_is_not_mixed_in(small, tmp_path):
+  flags = ("--mesh=seq:2", f"--config={small}", f"--out={tmp_path / 'out'}")
+  assert run(*flags)[0] == 0
+  status, _, err = run(*flags, "--config.optimizer.rate=0.5")
+  assert status == 2
+  assert "config" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    ((), "--config: got nothing"),
+    (("--config={small}",), "--out: got nothing"),
+    (("--config={small}", "--out={out}", "--config.layout=stripes"), "striped"),
+    (("--config={small}", "--out={out}", "--config.dtype=int8"), "bfloat16"),
+    (
+      ("--config={small}", "--out={out}", "--config.optimizer={'rat': 1.0}"),
+      "optimizer: got rat",
+    ),
+    (
+      ("--config={small}", "--out={out}", "--config.stages=()"),
+      "stages: got none",
+    ),
+    (
+      ("--config={small}", "--out={out}", "--init_from=/nowhere"),
+      "/nowhere",
+    ),
+    (
+      ("--config={small}", "--out={out}", "--mesh=seq:2",
+       "--config.sources=({'kind': 'web'},)"),
+      "library, corpus or passkey",
+    ),
+  ],
+)  # fmt: skip
+def test_wrong_flags(small, tmp_path, argv, words):
+  out = str(tmp_path / "out")
+  given = [x.replace("{small}", small).replace("{out}", out) for x in argv]
+  status, out, err = run(*given)
+  assert (status, out) == (2, "")
+  assert words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_can_be_built(path):
+  """By shapes alone: the state, its shardings and the step's figures."""
+  values = common.parse("train", train.define, [f"--config={path}"])
+  config = values.config
+  made = train.recipe_of(config)
+  shape = config.model
+  if not isinstance(shape, str):
+    shape = json.loads(shape.to_json())
+  model = checkpoint.abstract(shape, dtype="float32")
+  for stage in made.stages:
+    if stage.stretch is not None:
+      parsed, _ = checkpoint.read_config(
+        stretched(json.loads(model.source), stage.stretch)
+      )
+      assert parsed.max_positions == stage.stretch.context
+  optimizer = made.optimizer.build(made.total)
+  state = jax.eval_shape(optimizer.init, model)
+  assert jax.tree.leaves(state)
+  assert recipe.flops(model, made.stages[-1].length) > 0
+  doc = path.read_text()
+  for word in ("Command", "Hardware", "Time", "Result"):
+    assert f"\n{word} " in doc
