@@ -26,13 +26,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringjax.bench import timing
 from ringjax.errors import OptionError, message
-from ringjax.plan import cost, draw, files, published
+from ringjax.plan import cost, draw, published
 from ringjax.plan.cost import Prompt
 
 PARTS = ("example", "published", "wall", "delayed")
 METHODS = ("kvr", "kvr_even", "tsp", "flash_tsp", "ring", "striped")
-FORMAT = "ringjax.bench.kvr"
 # Runs in the place of `python -m launch.prefill`, on some of the cores.
 _PINNED = """
 import os, runpy, sys
@@ -123,7 +123,7 @@ def run(
       found[part] = does[part]()
       say("")
       if json is not None:
-        files.write(json, FORMAT, found)
+        timing.write_json(json, found)
   return found
 
 
