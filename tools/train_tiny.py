@@ -1,11 +1,10 @@
 """Trains the model in ringjax/models/tiny, on any machine with Python.
 
-  PYTHONPATH=. python tools/train_tiny.py --work=/tmp/tiny
-  PYTHONPATH=. python tools/train_tiny.py --work=/tmp/tiny --evaluate
+  PYTHONPATH=. python tools/train_tiny.py --work=DIR
 
-The first line trains in stages of growing length and writes the model to
---out; stopped at any time, it goes on from its last checkpoint in --work. The
-second measures what the written model finds, by length and depth.
+It trains in stages of growing length and writes the model to --out; stopped at
+any time, it goes on from its last checkpoint in --work. What the model finds is
+measured by `python -m launch.evaluate needle`.
 
 Data: sources of this machine's Python standard library, without its tests;
 each tenth file, by a checksum of its name, is held out. A sequence is a piece
@@ -24,7 +23,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import sysconfig
 import time
 import zlib
@@ -151,12 +149,10 @@ def sequence(
   length: int,
   needles: int,
   questions: int,
-  depth: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Tokens and their kinds, each [length].
 
-  Needles stand at the starts of random lines, or the first, which is the one
-  that is asked for, at `depth` of the text.
+  Needles stand at the starts of random lines.
   """
   facts: dict[str, str] = {}
   while len(facts) < needles:
@@ -181,8 +177,6 @@ def sequence(
   text = corpus.text(rng, room)
   starts = np.append(0, np.flatnonzero(text == 10) + 1)
   places = rng.choice(starts, len(lines))
-  if depth is not None:
-    places[0] = starts[np.abs(starts - depth * room).argmin()]
   pieces, at = [np.array([256], np.int32)], 0
   for i in np.argsort(places, kind="stable"):
     pieces += [text[at : places[i]], lines[i]]
@@ -436,70 +430,13 @@ def train(work: pathlib.Path, out: pathlib.Path, seed: int) -> None:
   print(f"wrote {out}")
 
 
-@jax.jit
-def _right(model: Any, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-  """Whether greedy decoding would give the tokens behind all `rows`."""
-  logits = model(tokens, rows=rows)
-  want = jnp.take_along_axis(tokens, rows + 1, 1)
-  return jnp.all(jnp.argmax(logits, -1) == want, -1)
-
-
-def evaluate(
-  model: Any,
-  corpus: Corpus,
-  lengths: list[int],
-  *,
-  depths: int,
-  samples: int,
-  needles: int,
-  seed: int = 10**6,
-) -> dict[int, list[float]]:
-  """Shares of exact answers on held-out text: a row of depths a length."""
-  found: dict[int, list[float]] = {}
-  for length in lengths:
-    found[length] = []
-    for d in range(depths):
-      depth, right = d / max(1, depths - 1), []
-      for i in range(samples):
-        rng = np.random.default_rng([seed, length, d, i])
-        tokens, _ = sequence(rng, corpus, length, needles, 1, depth)
-        # The answer is what follows the last "Answer:".
-        start = bytes(np.minimum(tokens, 255).astype(np.uint8)).rfind(b":") + 1
-        rows = np.full((1, 48), start - 1, np.int32)
-        rows[0, : length - start] = np.arange(start - 1, length - 1)
-        right.append(bool(_right(model, tokens[None], rows)[0]))
-      found[length].append(float(np.mean(right)))
-      print(
-        f"T={length}  depth {depth:.2f}  "
-        f"{100 * found[length][-1]:.0f} % of {samples}",
-        flush=True,
-      )
-  return found
-
-
 def main() -> None:
   flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   flags.add_argument("--work", type=pathlib.Path, default="/tmp/ringjax-tiny")
   flags.add_argument("--out", type=pathlib.Path, default=tiny.path())
   flags.add_argument("--seed", type=int, default=0)
-  flags.add_argument("--evaluate", action="store_true")
-  flags.add_argument("--lengths", default="4096,16384,65536")
-  flags.add_argument("--depths", type=int, default=5)
-  flags.add_argument("--samples", type=int, default=4)
-  flags.add_argument("--needles", type=int, default=1)
   args = flags.parse_args()
-  if not args.evaluate:
-    train(args.work, args.out, args.seed)
-    return
-  figures = evaluate(
-    models.load(args.out),
-    Corpus(held_out=True),
-    [int(n) for n in args.lengths.split(",")],
-    depths=args.depths,
-    samples=args.samples,
-    needles=args.needles,
-  )
-  json.dump(figures, sys.stdout)
+  train(args.work, args.out, args.seed)
 
 
 if __name__ == "__main__":

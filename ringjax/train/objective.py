@@ -8,6 +8,7 @@ no shard holds more of the sequence than its own part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,32 @@ def sums(
     block: tokens of a step of the head.
     dtype: of the computation; default: the parameters'.
   """
+  each = _losses(model, batch, spread, block, dtype)
+  loss = jnp.sum(each(z_loss))
+  # Without a z-loss it is the same program, which is then computed once.
+  nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if z_loss else loss
+  return Sums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
+
+
+def each_token(
+  model: Transformer,
+  batch: Batch,
+  spread: Spread,
+  *,
+  block: int = 1024,
+  dtype: Any = None,
+) -> jax.Array:
+  """Weighted negative log-likelihoods, float32 [B, T], in the layout's order.
+
+  For the arguments see `sums`.
+  """
+  return _losses(model, batch, spread, block, dtype)(0.0)
+
+
+def _losses(
+  model: Transformer, batch: Batch, spread: Spread, block: int, dtype: Any
+) -> Callable[[float], jax.Array]:
+  """The losses of all tokens, [B, T], by the factor of the z-loss."""
   if dtype is not None:
     model = cast(model, dtype)
   places = tokens_of(
@@ -62,20 +89,15 @@ def sums(
   )
   h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), spread)
   h, w = _head(model, h)
-  config = model.config
-  each = lambda z: blockwise_cross_entropy(
+  return lambda z_loss: blockwise_cross_entropy(
     h,
     w,
     batch.labels,
     batch.weights,
     block,
-    logits_soft_cap=config.logit_cap,
-    z_loss=z,
+    logits_soft_cap=model.config.logit_cap,
+    z_loss=z_loss,
   )
-  loss = jnp.sum(each(z_loss))
-  # Without a z-loss it is the same program, which is then computed once.
-  nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if z_loss else loss
-  return Sums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
 
 
 def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:

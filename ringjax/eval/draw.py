@@ -1,0 +1,83 @@
+"""Pictures of what was found out. Needs matplotlib."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.eval.needle import Cell
+from ringjax.eval.perplexity import Curve
+from ringjax.plan.draw import figures
+
+
+def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
+  """What was found, by length (across) and depth (down).
+
+  Raises:
+    OptionError: matplotlib is not installed.
+  """
+  lengths = sorted({cell.length for cell in cells})
+  depths = sorted({cell.depth for cell in cells})
+  grid = np.full((len(depths), len(lengths)), np.nan)
+  for cell in cells:
+    grid[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
+  size = (2.5 + 0.9 * len(lengths), 1.6 + 0.5 * len(depths))
+  figure = figures().Figure(figsize=size, layout="constrained")
+  axes = figure.add_subplot()
+  image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+  for i, j in np.ndindex(grid.shape):
+    axes.text(j, i, f"{100 * grid[i, j]:.0f}", ha="center", va="center")
+  axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+  axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
+  axes.set_xlabel("tokens")
+  axes.set_ylabel("depth of the fact")
+  axes.set_title(title or "found, per cent")
+  figure.colorbar(image, ax=axes)
+  figure.savefig(path, dpi=130)
+
+
+def curves(
+  found: Sequence[Curve], path: str, labels: Sequence[str] | None = None
+) -> None:
+  """Losses by position, one line a curve."""
+  figure = figures().Figure(figsize=(7, 4), layout="constrained")
+  axes = figure.add_subplot()
+  for n, curve in enumerate(found):
+    label = labels[n] if labels else f"{curve.length:,} tokens"
+    axes.plot(curve.ends, curve.nll, marker="o", label=label)
+  axes.set_xscale("log", base=2)
+  axes.set_xlabel("position, tokens")
+  axes.set_ylabel("negative log-likelihood, nats a token")
+  axes.grid(alpha=0.3)
+  axes.legend()
+  figure.savefig(path, dpi=130)
+
+
+def run_of(rows: Sequence[dict[str, Any]], path: str) -> None:
+  """A training by its log: loss, gradient norm, rate, speed."""
+  steps = [row["step"] for row in rows]
+  figure = figures().Figure(figsize=(9, 6), layout="constrained")
+  for n, (name, title) in enumerate(
+    (
+      ("loss", "loss, nats a token"),
+      ("gradient_norm", "gradient norm"),
+      ("rate", "learning rate"),
+      ("tokens_per_s", "tokens a second"),
+    )
+  ):
+    axes = figure.add_subplot(2, 2, n + 1)
+    axes.plot(steps, [row[name] for row in rows], color="#2b5c8a")
+    starts = [
+      row["step"]
+      for before, row in itertools.pairwise(rows)
+      if row["stage"] != before["stage"]
+    ]
+    for start in starts:
+      axes.axvline(start, color="#e08b3e", linewidth=0.8)
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+  figure.savefig(path, dpi=130)

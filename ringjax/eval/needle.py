@@ -1,0 +1,122 @@
+"""What a model finds in a long text, by the text's length and the fact's depth.
+
+Law: trial i of a length and a depth is the same text and fact for every model
+and every way to read it; other depths hide the same fact in the same text.
+Cost: one prompt is read for each trial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.data.needle import Task
+from ringjax.errors import OptionError, message
+from ringjax.infer.generate import generate
+from ringjax.models.transformer import Transformer
+from ringjax.ops.inputs import positive_int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+  """The trials of one length and depth.
+
+  Attributes:
+    length: tokens of prompt and answer.
+    depth: where the fact stands, 0 to 1.
+    scores: of each trial, 0 to 1.
+    completions: what the model said.
+  """
+
+  length: int
+  depth: float
+  scores: tuple[float, ...]
+  completions: tuple[str, ...]
+
+  @property
+  def score(self) -> float:
+    """The mean."""
+    return math.fsum(self.scores) / len(self.scores)
+
+  def record(self) -> dict[str, Any]:
+    return {**dataclasses.asdict(self), "score": self.score}
+
+
+def find(
+  model: Transformer,
+  task: Task,
+  *,
+  lengths: Sequence[int],
+  depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+  trials: int = 4,
+  seed: int = 0,
+  on_trial: Callable[[int], Any] = lambda done: None,
+  **options: Any,
+) -> list[Cell]:
+  """Asks a model for facts hidden in long texts.
+
+  Args:
+    model: that is asked.
+    task: what is hidden and asked, with the model's tokenizer.
+    lengths: tokens of the texts.
+    depths: where the fact stands, 0 to 1.
+    trials: texts of each length and depth.
+    seed: of the texts.
+    on_trial: called with how many trials are done.
+    **options: of `rj.infer.generate`, such as mesh, prefill and chunk.
+
+  Returns:
+    A cell for each length and depth, in this order.
+
+  Raises:
+    OptionError: a length or depth that is none.
+  """
+  positive_int("trials", trials)
+  for name, values in (("lengths", lengths), ("depths", depths)):
+    if not values:
+      raise OptionError(message(name, "none", "one or more", "name some"))
+  cells, done = [], 0
+  for length in lengths:
+    positive_int("lengths", length)
+    found: dict[float, list[tuple[float, str]]] = {d: [] for d in depths}
+    for trial in range(trials):
+      for depth in depths:
+        rng = np.random.default_rng([seed, length, trial])
+        found[depth].append(_ask(model, task, rng, length, depth, options))
+        done += 1
+        on_trial(done)
+    for depth, said in found.items():
+      scores, texts = zip(*said, strict=True)
+      cells.append(
+        Cell(length=length, depth=depth, scores=scores, completions=texts)
+      )
+  return cells
+
+
+def _ask(
+  model: Transformer,
+  task: Task,
+  rng: np.random.Generator,
+  length: int,
+  depth: float,
+  options: dict[str, Any],
+) -> tuple[float, str]:
+  example = task.make(rng, length, depth)
+  ids, weights = task.training(example)
+  start = int(np.argmax(weights > 0))
+  ends = tuple(i for i in task.tokenizer.eos_ids if i < model.config.vocab)
+  new = generate(
+    model,
+    [ids[:start]],
+    # As long as the answer, and what may end it.
+    max_new_tokens=len(ids) - start,
+    stop=ends or None,
+    **options,
+  )[0]
+  said = [int(i) for i in new if int(i) not in ends]
+  text = task.tokenizer.decode(said)
+  return task.score(example, text), text
