@@ -10,6 +10,9 @@
   python -m launch.bench inference --quick
       A 100M-parameter Llama: reading, decoding and loading against
       transformers and safetensors, in about a minute.
+  python -m launch.bench train --quick
+      A step of training: time and memory against plain attention with all
+      logits and against `ringattention`.
   python -m launch.bench kvr --json=kvr.json --plot=kvr.png
       KV-Runahead: counted, simulated beside the paper, and measured in two
       processes with a core each against what gathers or rotates keys.
@@ -30,7 +33,7 @@ import jax
 from absl import app, flags, logging
 
 from launch import runahead
-from ringjax.bench import attention, inference, layouts
+from ringjax.bench import attention, inference, layouts, train
 from ringjax.errors import RingjaxError
 
 _DEVICES = flags.DEFINE_integer(
@@ -61,27 +64,28 @@ _CONTESTANTS = flags.DEFINE_list(
   None,
   f"attention: of {','.join(attention.CONTESTANTS)}; "
   f"inference: of {','.join(inference.CONTESTANTS)}; "
+  f"train: of {','.join(train.CONTESTANTS)}; "
   f"kvr: of {','.join(runahead.METHODS)}.",
 )
 _HEADS = flags.DEFINE_integer("heads", None, "attention: heads, N.")
 _APPEND = flags.DEFINE_bool(
   "append",
   False,
-  "attention, inference: keep the rows that --json already holds.",
+  "attention, inference, train: keep the rows that --json already holds.",
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", None, "attention, inference, kvr: timed rounds."
+  "rounds", None, "attention, inference, train, kvr: timed rounds."
 )
 _PARTS = flags.DEFINE_list(
   "parts",
   None,
   f"inference: of {','.join(inference.PARTS)}; "
-  f"kvr: of {','.join(runahead.PARTS)}.",
+  f"train: of {','.join(train.PARTS)}; kvr: of {','.join(runahead.PARTS)}.",
 )
 _PRESET = flags.DEFINE_string(
   "preset",
   runahead.Settings.preset,
-  "kvr: shapes of the model; empty is the one that ships with ringjax.",
+  "train, kvr: shapes of the model; kvr: empty is the one that ships.",
 )
 _PROCESSES = flags.DEFINE_integer(
   "processes", runahead.Settings.processes, "kvr: ranks.", lower_bound=2
@@ -155,6 +159,25 @@ def _layouts(files: dict[str, Any]) -> None:
   layouts.run(settings, **files)
 
 
+def _train(files: dict[str, Any]) -> None:
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+  if files.pop("plot") is not None:
+    raise app.UsageError("--plot: train draws nothing")
+  chosen: dict[str, Any] = {
+    "parts": _words(_PARTS.value),
+    "tokens": _ints("tokens", _TOKENS.value),
+    "contestants": _words(_CONTESTANTS.value),
+    "rounds": _ROUNDS.value,
+    "devices": _DEVICES.value,
+    "preset": _PRESET.value,
+  }
+  chosen = {name: value for name, value in chosen.items() if value is not None}
+  settings = dataclasses.replace(
+    train.QUICK if _QUICK.value else train.Settings(), **chosen
+  )
+  train.run(settings, append=_APPEND.value, **files)
+
+
 def _kvr(files: dict[str, Any]) -> None:
   chosen: dict[str, Any] = {
     "parts": _words(_PARTS.value),
@@ -176,6 +199,7 @@ _COMMANDS = {
   "attention": _attention,
   "layouts": _layouts,
   "inference": _inference,
+  "train": _train,
   "kvr": _kvr,
 }
 

@@ -18,6 +18,7 @@ processes: see launch/common.py.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pathlib
 import statistics
@@ -69,6 +70,11 @@ def define(values: flags.FlagValues) -> None:
     "peak", None, "FLOP/s of a device, for the utilisation; default: measured."
   )
   new.text("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
+  new.boolean(
+    "tensorboard",
+    False,
+    "Reports as TensorBoard's files too, in --out (needs tensorboardX).",
+  )
   new.boolean("json", False, "Reports as JSON on stdout.")
   common.define(values)
 
@@ -108,13 +114,15 @@ class _Work:
     self.screen = screen
     self._values, self._out = values, stdout
     self._log: TextIO | None = None
+    self._board: Any = None
     self._peak = 0.0
     self._start = time.monotonic()
 
   def close(self) -> None:
     """Ends the log."""
-    if self._log is not None:
-      self._log.close()
+    for one in (self._log, self._board):
+      if one is not None:
+        one.close()
 
   def check(self) -> None:
     """Refuses what can be seen before anything is loaded."""
@@ -124,6 +132,8 @@ class _Work:
     if values.out is None:
       raise _missing("--out", "a folder")
     recipe_of(values.config)
+    if values.tensorboard:
+      _writer()
 
   def run(self) -> int:
     values, screen = self._values, self.screen
@@ -142,6 +152,8 @@ class _Work:
       out.mkdir(parents=True, exist_ok=True)
       (out / "config.json").write_text(config.to_json_best_effort(indent=1))
       self._log = (out / "log.jsonl").open("a", encoding="utf-8")
+      if values.tensorboard:
+        self._board = _writer()(str(out / "tensorboard"))
     count = sum(x.size for x in jax.tree.leaves(model))
     screen.say(
       f"{model.config.family}, {count:,} parameters, {mesh.devices.size} x "
@@ -217,6 +229,10 @@ class _Work:
     # A line at once: whoever is killed loses none.
     self._log.write(json.dumps(row) + "\n")
     self._log.flush()
+    if self._board is not None:
+      for name, value in row.items():
+        if isinstance(value, float) or (name == "peak_bytes" and value):
+          self._board.add_scalar(name, value, one.step)
     if self._values.json:
       print(json.dumps(row), file=self._out, flush=True)
     self.screen.say(
@@ -427,6 +443,25 @@ class _Trace:
       jax.profiler.start_trace(self._folder)
     if self._count == 6:
       jax.profiler.stop_trace()
+
+
+def _writer() -> Any:
+  """The class that writes TensorBoard's files.
+
+  Raises:
+    OptionError: it is not installed.
+  """
+  try:
+    return importlib.import_module("tensorboardX").SummaryWriter
+  except ModuleNotFoundError:
+    raise OptionError(
+      message(
+        "--tensorboard",
+        "it, but tensorboardX is not installed",
+        "tensorboardX, or no --tensorboard",
+        "pip install tensorboardX",
+      )
+    ) from None
 
 
 def _peak(dtype: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 from collections.abc import Iterator
@@ -52,6 +53,21 @@ hypothesis.settings.register_profile(
   "long", derandomize=False, deadline=None, max_examples=2000, print_blob=True
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+# Mappings of memory that a process may have: 65,530 on Linux, and compiled
+# programs take several each. A compiler that gets no more ends the process.
+_MAPPINGS = 25_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_let_go() -> Iterator[None]:
+  """Forgets compiled programs between files, once there are very many."""
+  yield
+  maps = pathlib.Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > _MAPPINGS:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

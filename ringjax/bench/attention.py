@@ -177,7 +177,7 @@ def _gather(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
   return _jitted(attend, case, arrays, _over(mesh))
 
 
-def _import_ringattention() -> Any:
+def import_ringattention() -> Any:
   if not hasattr(jax.lib, "xla_bridge"):
     # It asks JAX for a module that is gone since 0.8; this one name of it is
     # all that it needs to be imported.
@@ -187,24 +187,29 @@ def _import_ringattention() -> Any:
   return importlib.import_module("ringattention")
 
 
-def _ringattention(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
-  """`ringattention` 0.1.2 from PyPI (Liu et al. 2023)."""
-  peer = _import_ringattention().ringattention
-  mesh = _mesh(case)
-  # 256 is its best chunk on the CPUs where this was tried.
-  chunk = min(256, case.tokens // case.devices)
-  options = dict(
+def ring_options(chunk: int, dtype: Any) -> dict[str, Any]:
+  """What `ringattention` wants to know beside its operands, for causal rows."""
+  return dict(
     causal_block_size=1,
     deterministic=True,
     dropout_rng=None,
     attn_pdrop=0.0,
     query_chunk_size=chunk,
     key_chunk_size=chunk,
-    dtype=jnp.dtype(case.dtype),
+    dtype=jnp.dtype(dtype),
     policy=jax.checkpoint_policies.nothing_saveable,
     precision=None,
     prevent_cse=True,
   )
+
+
+def _ringattention(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
+  """`ringattention` 0.1.2 from PyPI (Liu et al. 2023)."""
+  peer = import_ringattention().ringattention
+  mesh = _mesh(case)
+  # 256 is its best chunk on the CPUs where this was tried.
+  chunk = min(256, case.tokens // case.devices)
+  options = ring_options(chunk, case.dtype)
   local = lambda q, k, v: peer(q, k, v, None, None, None, "seq", False, options)
   spec = P(None, "seq")
   attend = jax.shard_map(
@@ -274,7 +279,7 @@ CONTESTANTS: dict[str, Contestant] = {
   "striped": Contestant(_striped, sharded=True, ours=True),
   "gather": Contestant(_gather, sharded=True, ours=True),
   "ringattention": Contestant(
-    _ringattention, sharded=True, ours=False, load=_import_ringattention
+    _ringattention, sharded=True, ours=False, load=import_ringattention
   ),
   "jax.nn": Contestant(_jax_nn, sharded=False, ours=False),
   "xla_allgather": Contestant(_xla_allgather, sharded=True, ours=False),

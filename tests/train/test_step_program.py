@@ -73,7 +73,10 @@ def shapes(program: Program):
       yield from i.shapes
 
 
-@pytest.mark.parametrize("layout", ["striped", "contiguous"])
+@pytest.mark.parametrize(
+  "layout",
+  ["striped", pytest.param("contiguous", marks=pytest.mark.slow)],
+)
 def test_no_array_is_as_long_as_the_sequence(layout):
   shards = 8
   program = Program(compiled(shards, layout).as_text())

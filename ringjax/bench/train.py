@@ -1,0 +1,449 @@
+"""A step of training: its time and its memory, ours and what else one has.
+
+  plain          dense attention and all logits: arrays of [T, T] and [T, V]
+  plain_remat    the same, each layer computed again for its backward pass
+  ringjax        one device: blockwise attention, feedforward and loss
+  striped        the same over several devices
+  ringattention  its ring and its blockwise feedforward (PyPI 0.1.2, as in Liu
+                 et al. 2023, arXiv 2310.01889) around our blocks and loss
+
+Law: all have the same weights and rows, and whose loss or gradients are off is
+not timed. Memory is what the compiler reserves for a step: temporaries,
+arguments and results, on all its devices together; no step is run for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ringjax.bench import attention, contest, timing
+from ringjax.bench.contest import Row
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.dense import Dense
+from ringjax.ops.attention.gather import Gather
+from ringjax.parallel.layout import Contiguous, Striped
+from ringjax.parallel.mesh import make_mesh
+
+CONTESTANTS = ("plain", "plain_remat", "ringjax", "striped", "ringattention")
+OURS = ("ringjax", "striped")
+PARTS = ("step", "memory", "scaling")
+_SHARDED = ("striped", "ringattention")
+TOLERANCE = {"float32": 2e-4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """What to measure.
+
+  Attributes:
+    parts: of `PARTS`.
+    preset: the model's shapes, a name or what a config.json holds.
+    tokens: lengths of the timed rows, one row a step.
+    contestants: of `CONTESTANTS`.
+    rounds: timed steps.
+    devices: of the sharded contestants.
+    limit_bytes: memory in which the longest row has to fit.
+    longest: tokens up to which memory is looked at.
+    local: tokens of a shard where the number of shards grows.
+  """
+
+  parts: tuple[str, ...] = PARTS
+  preset: Any = "llama-100m"
+  tokens: tuple[int, ...] = (1024, 4096)
+  contestants: tuple[str, ...] = CONTESTANTS
+  rounds: int = 3
+  devices: int = 8
+  limit_bytes: int = 8 << 30
+  longest: int = 1 << 20
+  local: int = 1024
+
+  def __post_init__(self) -> None:
+    for name, known in (("parts", PARTS), ("contestants", CONTESTANTS)):
+      wrong = [x for x in getattr(self, name) if x not in known]
+      if wrong or not getattr(self, name):
+        raise OptionError(
+          message(
+            name,
+            ", ".join(wrong) or "none",
+            f"some of {', '.join(known)}",
+            "choose some",
+          )
+        )
+    for value in (*self.tokens, self.rounds, self.devices, self.local):
+      if value < 1:
+        raise OptionError(
+          message("tokens, rounds, devices", value, "1 or more", "raise it")
+        )
+
+
+QUICK = Settings(
+  parts=("step", "memory"), tokens=(512,), rounds=2, longest=1 << 13
+)
+
+
+# ---------------------------------------------------------------------------
+# Contestants
+# ---------------------------------------------------------------------------
+
+
+def _spread(name: str, devices: int) -> Any:
+  """How a contestant's tokens lie on devices and find their keys."""
+  from ringjax.nn.spread import Travel
+  from ringjax.train import remat
+
+  kept = remat.policy("attention")
+  if name.startswith("plain"):
+    again = remat.policy("nothing") if name == "plain_remat" else None
+    return Travel(strategy=Gather(Dense()), block=1 << 30, remat=again)
+  if name == "ringjax":
+    return Travel(remat=kept)
+  mesh = make_mesh((devices,), ("seq",), devices=jax.devices()[:devices])
+  if name == "striped":
+    return Travel(mesh=mesh, axis="seq", layout=Striped(), remat=kept)
+  return _published()(
+    mesh=mesh, axis="seq", layout=Contiguous(), remat=remat.policy("nothing")
+  )
+
+
+@functools.cache
+def _published() -> Any:
+  """`Travel` with the attention and the feedforward of `ringattention`."""
+  from ringjax.nn.spread import Travel
+
+  peer = attention.import_ringattention()
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Published(Travel):
+    """Keys of all heads travel around the peer's ring."""
+
+    chunk: int = 256
+
+    def __call__(
+      self, q: Any, tokens: Any, cache: Any, mask: Any, extras: Any
+    ) -> Any:
+      k, v, _ = cache.fresh
+      repeats = q.shape[2] // k.shape[1]
+      heads = lambda x: jnp.repeat(jnp.swapaxes(x, 1, 2), repeats, 2)
+      chunk = min(self.chunk, q.shape[1] // self.size)
+      options = attention.ring_options(chunk, q.dtype)
+      local = lambda q, k, v: peer.ringattention(
+        q, k, v, None, None, None, self.axis, False, options
+      )
+      part = P(None, self.axis)
+      return jax.shard_map(
+        local,
+        mesh=self.mesh,
+        in_specs=(part, part, part),
+        out_specs=part,
+        check_vma=False,
+      )(q, heads(k), heads(v))
+
+    def rowwise(self, f: Any, x: Any) -> Any:
+      part = P(None, self.axis)
+      chunk = min(self.chunk, x.shape[1] // self.size)
+      local = lambda x: peer.blockwise_feedforward(
+        lambda carry, x: (carry, f(x)), x, chunk, True
+      )
+      return jax.shard_map(
+        local, mesh=self.mesh, in_specs=part, out_specs=part, check_vma=False
+      )(x)
+
+  return Published
+
+
+def _loss(name: str, spread: Any, model: Any, batch: Any) -> Any:
+  from ringjax.train.objective import sums
+
+  one = jax.tree.map(lambda x: x[0], batch)
+  if not name.startswith("plain"):
+    found = sums(model, one, spread)
+    return found.loss / found.weight
+  logits = model(one.tokens, attend=spread)
+  lse = jax.nn.logsumexp(logits, -1)
+  picked = jnp.take_along_axis(logits, one.labels[..., None], -1)[..., 0]
+  return jnp.sum((lse - picked) * one.weights) / jnp.sum(one.weights)
+
+
+def _program(name: str, spread: Any) -> Any:
+  """(loss, gradients) of a model and a batch."""
+  loss = functools.partial(_loss, name, spread)
+  return jax.jit(jax.value_and_grad(loss))
+
+
+def _rows(tokens: int, vocab: int, spread: Any) -> Any:
+  from ringjax.train.batch import place, whole_rows
+
+  draw = np.random.default_rng(0)
+  ids = draw.integers(0, vocab, (1, tokens + 1))
+  return place(whole_rows(ids), spread)
+
+
+def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
+  """What a compiled step takes on all its devices, without running it."""
+  from jax.sharding import NamedSharding
+
+  from ringjax.models import checkpoint
+  from ringjax.train.batch import Batch
+
+  spread = _spread(name, devices)
+  model = checkpoint.abstract(preset, dtype="float32")
+  shape = (1, 1, tokens)
+  put: Any = lambda x, spec: x
+  if spread.mesh is not None:
+    put = lambda x, spec: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(spread.mesh, spec)
+    )
+  model = jax.tree.map(lambda x: put(x, P()), model)
+  field = lambda dtype: put(
+    jax.ShapeDtypeStruct(shape, dtype), P(None, None, spread.axis)
+  )
+  batch = Batch(field(jnp.int32), field(jnp.int32), field(jnp.float32))
+  found = _program(name, spread).lower(model, batch).compile()
+  a = found.memory_analysis()
+  each = (
+    a.temp_size_in_bytes
+    + a.argument_size_in_bytes
+    + a.output_size_in_bytes
+    - a.alias_size_in_bytes
+  )
+  return each * spread.size
+
+
+# ---------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------
+
+
+def run(
+  settings: Settings,
+  *,
+  command: str = "",
+  json: str | None = None,
+  append: bool = False,
+  stream: Any = None,
+  say: Callable[[str], Any] = print,
+) -> dict[str, Any]:
+  """Measures, prints a table and keeps the record.
+
+  Args:
+    settings: what to measure.
+    command: the command line, for the record.
+    json: file for the complete result, written after every row.
+    append: keeps the rows that `json` holds already.
+    stream: where progress goes; default stderr.
+    say: prints a line.
+
+  Raises:
+    OptionError: as `contest.Record`.
+  """
+  record = contest.Record(
+    "train",
+    settings,
+    order=lambda row: (PARTS.index(row["part"]), row["name"], row["tokens"]),
+    summary=_summary,
+    command=command,
+    json=json,
+    append=append,
+  )
+  stream = sys.stderr if stream is None else stream
+  does = {"step": _steps, "memory": _memory, "scaling": _scaling}
+  for part in PARTS:
+    if part in settings.parts:
+      for row in does[part](settings, stream):
+        record.add(row, last=False)
+        for line in _words(row):
+          say(line)
+  rows = record.result["rows"]
+  if rows:
+    record.add(rows[-1], last=True)
+  for line in _closing(record.result["summary"]):
+    say(line)
+  return record.result
+
+
+def _steps(settings: Settings, stream: Any) -> Any:
+  """Times of steps, one row a length."""
+  from ringjax.models import checkpoint
+
+  model = jax.block_until_ready(checkpoint.create(settings.preset, seed=0))
+  names = settings.contestants
+  for tokens in settings.tokens:
+    progress = timing.Progress(contest.steps(names, settings.rounds), stream)
+    report = lambda n, text, tokens=tokens, progress=progress: progress.at(
+      n, f"step T={tokens}: {text}"
+    )
+    report(0, "reference")
+    reference = _outputs(
+      *_program("ringjax", _spread("ringjax", 1))(
+        model, _rows(tokens, model.config.vocab, _spread("ringjax", 1))
+      )
+    )
+
+    def make(name: str, tokens: int = tokens) -> contest.Made:
+      spread = _spread(name, settings.devices)
+      mine = model
+      if spread.mesh is not None:
+        mine = checkpoint.place(model, spread.mesh)
+      batch = _rows(tokens, model.config.vocab, spread)
+      program = _program(name, spread)
+      work = lambda: jax.block_until_ready(program(mine, batch))
+      return work, _outputs(*work())
+
+    compare = lambda found, want=reference: contest.compare(
+      found, want, TOLERANCE["float32"]
+    )
+    timings, differences = contest.run(
+      names,
+      make,
+      compare,
+      settings.rounds,
+      report,
+      {"machine": timing.gemm("float32")},
+    )
+    yield {
+      "part": "step",
+      "name": "",
+      "tokens": tokens,
+      "results": {
+        name: {
+          "devices": settings.devices if name in _SHARDED else 1,
+          "median_s": timings[name].median_s
+          if not timings[name].reason
+          else None,
+          "seconds": timings[name].seconds,
+          "reason": timings[name].reason,
+          "max_abs_difference": differences.get(name),
+        }
+        for name in names
+      },
+    }
+
+
+def _result(one: timing.Timing, difference: float | None) -> dict[str, Any]:
+  return {
+    "median_s": None if one.reason else one.median_s,
+    "seconds": one.seconds,
+    "reason": one.reason,
+    "max_abs_difference": difference,
+  }
+
+
+def _outputs(loss: Any, grads: Any) -> list[np.ndarray]:
+  """The loss, and gradients that every layer takes part in."""
+  block = grads.stack.blocks[0][0]
+  picked = (loss, grads.embed.weight[...], block.attention.q.weight[...])
+  return [np.asarray(x) for x in picked]
+
+
+def _memory(settings: Settings, stream: Any) -> Any:
+  """The longest row that fits, by doubling; one row a contestant."""
+  for name in settings.contestants:
+    sizes: dict[int, int] = {}
+    reason, tokens = None, 1024
+    while tokens <= settings.longest:
+      print(f"memory: {name}, {tokens} tokens", file=stream, flush=True)
+      try:
+        sizes[tokens] = _bytes(name, settings.preset, tokens, settings.devices)
+      except Exception as error:
+        reason = timing.reason(error)
+        break
+      if sizes[tokens] > settings.limit_bytes:
+        break
+      tokens *= 2
+    fit = [n for n, size in sizes.items() if size <= settings.limit_bytes]
+    yield {
+      "part": "memory",
+      "name": name,
+      "tokens": 0,
+      "bytes_by_tokens": sizes,
+      "longest": max(fit, default=0),
+      "limit_bytes": settings.limit_bytes,
+      "reason": reason,
+    }
+
+
+def _scaling(settings: Settings, stream: Any) -> Any:
+  """Memory of a device as devices and tokens grow together."""
+  shards = 1
+  while shards <= settings.devices:
+    tokens = shards * settings.local
+    print(f"scaling: {shards} devices", file=stream, flush=True)
+    name = "striped" if shards > 1 else "ringjax"
+    total = _bytes(name, settings.preset, tokens, shards)
+    yield {
+      "part": "scaling",
+      "name": f"{shards:03}",
+      "tokens": tokens,
+      "devices": shards,
+      "bytes_each": total // shards,
+    }
+    shards *= 2
+
+
+# ---------------------------------------------------------------------------
+# Words
+# ---------------------------------------------------------------------------
+
+
+def _words(row: Row) -> list[str]:
+  if row["part"] == "step":
+    lines = [f"step, one row of {row['tokens']} tokens"]
+    for name, one in row["results"].items():
+      if one["reason"]:
+        lines.append(f"  {name:<14}{one['reason']}")
+      else:
+        rate = row["tokens"] / one["median_s"]
+        lines.append(
+          f"  {name:<14}{one['devices']} devices {one['median_s']:9.3f} s"
+          f"{rate:10,.0f} tokens/s"
+        )
+    return lines
+  if row["part"] == "memory":
+    shown = ", ".join(
+      f"{int(n):,}: {size / 2**30:.2f}"
+      for n, size in row["bytes_by_tokens"].items()
+    )
+    text = (
+      row["reason"] or f"{row['longest']:,} tokens fit; GiB by tokens {shown}"
+    )
+    return [f"memory, {row['name']:<14}{text}"]
+  return [
+    f"scaling, {row['devices']} devices, {row['tokens']:,} tokens: "
+    f"{row['bytes_each'] / 2**20:,.0f} MiB each"
+  ]
+
+
+def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+  found: dict[str, Any] = {"speed": {}, "longest": {}}
+  for row in rows:
+    if row["part"] == "step":
+      ours = contest.best(row, OURS)
+      for name, one in row["results"].items():
+        if name not in OURS and ours and not one["reason"]:
+          ratio = one["median_s"] / ours[1]
+          found["speed"].setdefault(name, {})[str(row["tokens"])] = ratio
+    if row["part"] == "memory" and not row["reason"]:
+      found["longest"][row["name"]] = row["longest"]
+  return found
+
+
+def _closing(summary: dict[str, Any]) -> list[str]:
+  lines = []
+  for name, by_tokens in summary["speed"].items():
+    shown = ", ".join(f"{n}: {x:.2f}x" for n, x in by_tokens.items())
+    lines.append(f"our best over {name}: {shown}")
+  longest = summary["longest"]
+  ours = max((longest.get(name, 0) for name in OURS), default=0)
+  for name, tokens in longest.items():
+    if name not in OURS and tokens:
+      lines.append(f"longest row, ours over {name}: {ours / tokens:.0f}x")
+  return lines
