@@ -150,7 +150,7 @@ class Progress:
   """
 
   def __init__(
-    self, total: float, stream: Any = None, every_s: float = 5.0
+    self, total: int | float, stream: Any = None, every_s: float = 5.0
   ) -> None:
     self._total = total
     self._stream = stream or sys.stderr
@@ -159,7 +159,7 @@ class Progress:
     self._last = -float("inf")
     self._width = 0
 
-  def at(self, done: float, label: str) -> None:
+  def at(self, done: int | float, label: str) -> None:
     """Says that `done` of the total is done and `label` comes now."""
     now = time.monotonic()
     terminal = self._stream.isatty()

@@ -25,9 +25,9 @@ def measured(tmp_path_factory):
       tokens=(128,),
       rounds=1,
       devices=4,
-      longest=4096,
+      longest=2048,
       limit_bytes=64 << 20,
-      local=64,
+      local=512,
     ),
     json=str(path),
     say=lines.append,
@@ -74,8 +74,8 @@ def test_the_longest_row_is_found_by_doubling(measured):
 def test_a_device_s_memory_as_devices_and_tokens_grow(measured):
   found, _ = measured
   sizes = [row["bytes_each"] for row in rows(found, "scaling")]
-  assert [row["tokens"] for row in rows(found, "scaling")] == [64, 128, 256]
-  assert sizes[2] < 1.3 * sizes[1]
+  assert [row["tokens"] for row in rows(found, "scaling")] == [512, 1024, 2048]
+  assert sizes[2] < 1.15 * sizes[1]
 
 
 def test_whose_loss_is_off_is_not_timed(monkeypatch):

@@ -79,7 +79,7 @@ def test_a_conversation_goes_on_there(loaded, said):
   prompt, _ = said
   turns = [prompt[:1, :11], np.array([[9, 8, 7]]), np.array([[1, 2]])]
   answers = []
-  for keeps in (("sharded",) * 3, ("last",) * 3, ("sharded", "last", "last")):
+  for keeps in (("sharded",) * 3, ("sharded", "last", "last")):
     session = rj.infer.Session(model, 192, mesh=mesh)
     answers.append(
       [
@@ -90,7 +90,7 @@ def test_a_conversation_goes_on_there(loaded, said):
       ]
     )
     assert session.lengths.tolist() == [11 + 5 + 3 + 5 + 2 + 5 - 1]
-  assert answers[0] == answers[1] == answers[2]
+  assert answers[0] == answers[1]
 
 
 def test_room_is_kept(loaded, said):

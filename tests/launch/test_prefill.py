@@ -195,7 +195,8 @@ def profile(tmp_path, monkeypatch) -> str:
 
 
 @pytest.mark.parametrize(
-  ("bandwidth", "chosen"), [(1e12, "striped"), (1e6, "kvr")]
+  ("bandwidth", "chosen"),
+  [pytest.param(1e12, "striped", marks=pytest.mark.slow), (1e6, "kvr")],
 )
 def test_auto(folder, profile, bandwidth, chosen):
   status, out, err = read(

@@ -157,7 +157,12 @@ def test_adapters_from_a_folder(small, tmp_path):
 
 
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
-  flags = ("--mesh=seq:2", f"--config={small}", f"--out={tmp_path / 'out'}")
+  flags = (
+    "--mesh=seq:2",
+    f"--config={small}",
+    f"--out={tmp_path / 'out'}",
+    "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)",
+  )
   assert run(*flags)[0] == 0
   status, _, err = run(*flags, "--config.optimizer.rate=0.5")
   assert status == 2

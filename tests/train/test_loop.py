@@ -112,6 +112,7 @@ def test_an_interrupted_run_ends_where_another_does(training, parts, tmp_path):
   assert same(whole.state, last.state)
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on(training, tmp_path):
   other = Training()
   with Checkpoints(tmp_path) as saved:
@@ -170,7 +171,10 @@ def test_too_many_of_them_end_it_before_a_save(training, tmp_path):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found["params"]))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+  "number",
+  [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_signals_end_it_behind_a_step(training, tmp_path, number):
   reports = []
 
