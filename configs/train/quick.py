@@ -2,9 +2,8 @@
 
 Command   python -m launch.train --config=configs/train/quick.py --out=DIR
 Hardware  two CPU cores, as eight devices
-Time      about five minutes
-Result    text of Python's library at about 2 nats a byte after 300 steps; the
-          second stage goes on at four times the length with other rotations
+Time      not measured
+Result    not measured
 """
 
 from ml_collections import ConfigDict

@@ -40,6 +40,7 @@ def rows(found, part: str) -> list[dict]:
   return [row for row in found["rows"] if row["part"] == part]
 
 
+@pytest.mark.slow
 def test_steps_are_right_before_they_are_timed(measured):
   found, lines = measured
   (row,) = rows(found, "step")
@@ -54,6 +55,7 @@ def test_steps_are_right_before_they_are_timed(measured):
   assert any(line.startswith("our best over plain:") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_longest_row_is_found_by_doubling(measured):
   found, _ = measured
   by_name = {row["name"]: row for row in rows(found, "memory")}
@@ -71,6 +73,7 @@ def test_the_longest_row_is_found_by_doubling(measured):
   assert by_name["ringjax"]["longest"] > by_name["plain"]["longest"]
 
 
+@pytest.mark.slow
 def test_a_device_s_memory_as_devices_and_tokens_grow(measured):
   found, _ = measured
   sizes = [row["bytes_each"] for row in rows(found, "scaling")]
