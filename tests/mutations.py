@@ -394,8 +394,10 @@ BUGS = [
   Bug(
     "the bias of the wrong shard",
     _RING,
-    "source = (me - distance) % size return self.local.forward",
-    "source = (me + distance) % size; return self.local.forward",
+    "source = (me - distance) % size there, seen = visitor.seen_by(x, "
+    "context) return self.local.forward",
+    "source = (me + distance) % size; there, seen = visitor.seen_by(x, "
+    "context); return self.local.forward",
     "extras",
   ),
   Bug(

@@ -370,7 +370,9 @@ def test_ctrl_c_before_the_answer(start, folder):
   assert err.splitlines()[-1].startswith("generate: interrupted while")
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+  "processes", [2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_processes_give_the_tokens_of_one(ask, folder, run_together, processes):
   flags = (
     f"--model={folder}",
@@ -387,7 +389,8 @@ def test_processes_give_the_tokens_of_one(ask, folder, run_together, processes):
   assert done["tokens"] == want["tokens"]
   assert done["processes"] == processes and done["devices"] == 8
   for other in ran[1:]:
-    said = [line for line in other.err.splitlines() if "[Gloo]" not in line]
+    # Gloo's lines, which several threads write at a time.
+    said = [x for x in other.err.splitlines() if "peer ranks" not in x]
     assert other.out == "" and said == []
 
 

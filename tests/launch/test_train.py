@@ -102,6 +102,7 @@ def test_stages_one_after_another(small, tmp_path):
   assert "7 steps" in err and "wrote" in err
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_end(small, tmp_path, monkeypatch):
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   flags = (f"--config={small}", "--mesh=seq:2", "--config.log_every=1")
@@ -132,6 +133,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(small, tmp_path, monkeypatch):
   assert loss(whole) == loss(parts)
 
 
+@pytest.mark.slow
 def test_adapters_from_a_folder(small, tmp_path):
   base = tmp_path / "base"
   first = ("--mesh=seq:2", f"--config={small}")
@@ -205,7 +207,9 @@ def test_wrong_flags(small, tmp_path, argv, words):
 
 def test_files_for_tensorboard(small, tmp_path):
   flags = (f"--config={small}", f"--out={tmp_path / 'out'}", "--tensorboard",
-           "--mesh=seq:2", "--config.stages.0.steps=2")  # fmt: skip
+           "--mesh=seq:2",
+           "--config.stages=({'steps': 2, 'length': 160, 'batch': 1},)",
+           )  # fmt: skip
   try:
     import tensorboardX  # noqa: F401
   except ModuleNotFoundError:

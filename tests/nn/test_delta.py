@@ -218,6 +218,7 @@ def test_a_left_padded_call_goes_on(model, expected):
   close(got[:, 4:], expected.logits[:1, 6:12])
 
 
+@pytest.mark.slow
 def test_data_and_model_axes(folder, expected):
   kinds = (AxisType.Auto,) * 3
   mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=kinds)
@@ -247,6 +248,7 @@ def gradients(model, tokens, attend):
   return jax.tree.leaves(jax.jit(jax.grad(loss))(on(model, attend)))
 
 
+@pytest.mark.slow
 def test_gradients_over_shards(model, expected):
   tokens = expected.tokens[:, :16]
   got = gradients(model, tokens, ring(4))

@@ -214,7 +214,9 @@ def test_padding_alone_has_no_gradient(wanted):
 @pytest.mark.parametrize(
   "config",
   [
-    CONFIG | {"tie_word_embeddings": True},
+    pytest.param(
+      CONFIG | {"tie_word_embeddings": True}, marks=pytest.mark.slow
+    ),
     {
       **CONFIG,
       "architectures": ["GPTNeoXForCausalLM"],
@@ -237,15 +239,18 @@ def test_padding_alone_has_no_gradient(wanted):
       "attn_logit_softcapping": 50.0,
       "rms_norm_eps": 1e-6,
     },
-    {
-      **CONFIG,
-      "architectures": ["GraniteForCausalLM"],
-      "model_type": "granite",
-      "logits_scaling": 3.0,
-      "embedding_multiplier": 2.0,
-      "residual_multiplier": 0.5,
-      "attention_multiplier": 0.25,
-    },
+    pytest.param(
+      {
+        **CONFIG,
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.25,
+      },
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=lambda config: config["model_type"],
 )
