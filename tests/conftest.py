@@ -57,7 +57,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Mappings of memory that a process may have: 65,530 on Linux, and compiled
 # programs take several each. A compiler that gets no more ends the process.
-_MAPPINGS = 25_000
+_MAPPINGS = 18_000
 
 
 @pytest.fixture(scope="module", autouse=True)
