@@ -8,6 +8,7 @@ knows, with --distributed.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -20,9 +21,10 @@ from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from launch import screens
+from launch import rollcall, screens
 from ringjax.errors import MeshError, OptionError, message
 from ringjax.parallel.mesh import make_mesh
+from ringjax.plan import draw
 
 AXES = ("replica", "data", "seq", "model")
 _DEVICES = 8
@@ -62,6 +64,13 @@ def define(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer(
     "process_id", None, "Which one this is, from 0.", flag_values=values
+  )
+  flags.DEFINE_float(
+    "init_timeout",
+    300.0,
+    "Seconds to wait for the other processes.",
+    1.0,
+    flag_values=values,
   )
   flags.DEFINE_bool(
     "distributed",
@@ -107,16 +116,19 @@ def start(values: flags.FlagValues) -> None:
   _make_cpu_devices(values, count)
   look = values.distributed
   if given or look or (look is None and count > 1):
+    asked = tuple(by_hand.values())
+    if given:
+      rollcall.call(*asked, timeout_s=values.init_timeout)
     try:
       jax.distributed.initialize(
-        by_hand["coordinator"], by_hand["num_processes"], by_hand["process_id"]
+        *asked, initialization_timeout=math.ceil(values.init_timeout)
       )
     except (RuntimeError, ValueError) as error:
       raise OptionError(
         message(
           "processes",
           f"{error}".partition("\n")[0],
-          "all of them within 5 minutes",
+          f"all of them within {values.init_timeout:g} s",
           "check --coordinator, or pass --nodistributed to run alone",
         )
       ) from None
@@ -203,6 +215,28 @@ def mesh(text: str | None) -> Mesh:
   return made
 
 
+def check_files(values: flags.FlagValues, *names: str) -> None:
+  """Refuses files that cannot be written, before anything is computed.
+
+  Args:
+    values: the flags.
+    names: of those that name a file; "plot" is a picture.
+
+  Raises:
+    OptionError: a folder that is not there, or no matplotlib for a picture.
+  """
+  for name in names:
+    path = values[name].value
+    if path is None:
+      continue
+    if name == "plot":
+      draw.figures()
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+      raise OptionError(
+        message(f"--{name}", path, "a path in a folder", "make the folder")
+      )
+
+
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:
   """What `make` gives in process 0, int32 [n], in every process.
 
@@ -249,17 +283,24 @@ def parse(
     define: defines its flags.
     argv: as on a command line, without the script's name.
   """
+  values, words = parse_words(name, define, argv)
+  refuse_rest([name, *words])
+  return values
+
+
+def parse_words(
+  name: str, define: Callable[[flags.FlagValues], None], argv: Sequence[str]
+) -> tuple[flags.FlagValues, list[str]]:
+  """As `parse`, for a script with sub-commands: the flags, and those words."""
   values = flags.FlagValues()
   define(values)
   words, before = [name, *argv], sys.argv
   try:
     # Where ml_collections looks for what is set in a config.
     sys.argv = words
-    rest = values(words)
+    return values, values(words)[1:]
   finally:
     sys.argv = before
-  refuse_rest(rest)
-  return values
 
 
 def launch(name: str, main: Callable[[Sequence[str]], int]) -> None:

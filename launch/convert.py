@@ -121,12 +121,7 @@ def run(
     return screens.INTERRUPTED
   except Exception as error:
     knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
-    text = screens.reason(error, doing, knobs)
-    if text is None:
-      screen.end()
-      raise
-    screen.error(text)
-    return 2
+    return screen.failed(error, doing, knobs)
   screen.end()
   print("\n".join(lines), file=stdout, flush=True)
   return 0

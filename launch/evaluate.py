@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -28,23 +27,17 @@ from absl import flags
 import ringjax as rj
 from launch import common, screens
 from launch.definer import Definer
+from launch.group import Group
 from ringjax.bench import timing
 from ringjax.data import Tokenizer, documents
-from ringjax.data.needle import MultiKey, MultiValue, Passkey, VariableTracking
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.data.needle import TASKS
+from ringjax.errors import OptionError, message
 from ringjax.eval import Cell, draw, find, perplexity
 from ringjax.infer import METHODS
 from ringjax.models import tiny
 from ringjax.nn.spread import Travel
-from ringjax.plan.draw import figures
 
 NAME = "evaluate"
-TASKS: dict[str, Any] = {
-  "passkey": Passkey,
-  "multikey": MultiKey,
-  "multivalue": MultiValue,
-  "variables": VariableTracking,
-}
 _MEMORY = "shorten the text (--lengths), or use more devices"
 
 
@@ -92,22 +85,22 @@ def run(
 ) -> int:
   """Does what the flags and `words`, a sub-command, say; the exit status."""
   screen = screens.Screen(NAME, stderr)
+  doing = f"evaluating {' '.join(words)}"
+  group = Group(screen, lambda: doing)
   if len(words) != 1 or words[0] not in _COMMANDS:
     given = " ".join(words) or "nothing"
     screen.error(f"got {given}; wanted {' or '.join(_COMMANDS)}; see --help")
     return 2
   try:
-    _check(values)
-    answer = _COMMANDS[words[0]](values, screen)
+    common.check_files(values, "plot", "out")
+    answer = _COMMANDS[words[0]](values, screen, group)
+  except KeyboardInterrupt as error:
+    screen.error("interrupted; nothing was written")
+    group.leave(error, screens.INTERRUPTED)
+    return screens.INTERRUPTED
   except Exception as error:
-    text = screens.reason(error, f"evaluating {words[0]}", _MEMORY)
-    if text is None and isinstance(error, RingjaxError):
-      text = f"{error}"
-    if text is None:
-      screen.end()
-      raise
-    screen.error(text)
-    return 2
+    return group.failed(error, doing, _MEMORY)
+  group.close()
   screen.end()
   if jax.process_index():
     return 0
@@ -122,23 +115,12 @@ def run(
   return 0
 
 
-def _check(values: flags.FlagValues) -> None:
-  for name in ("plot", "out"):
-    path = values[name].value
-    if path is None:
-      continue
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-      raise OptionError(
-        message(f"--{name}", path, "a path in a folder", "make the folder")
-      )
-  if values.plot is not None:
-    figures()
-
-
-def _begin(values: flags.FlagValues, screen: screens.Screen) -> Any:
+def _begin(
+  values: flags.FlagValues, screen: screens.Screen, group: Group
+) -> Any:
   """The model, its tokenizer and the mesh."""
   common.start(values)
+  group.meet()
   screen.quiet = jax.process_index() > 0
   screen.begin("loading the model")
   mesh = common.mesh(values.mesh)
@@ -162,11 +144,13 @@ def _numbers(name: str, given: Sequence[str], kind: Any) -> list[Any]:
 # ---------------------------------------------------------------------------
 
 
-def _needle(values: flags.FlagValues, screen: screens.Screen) -> _Answer:
+def _needle(
+  values: flags.FlagValues, screen: screens.Screen, group: Group
+) -> _Answer:
   lengths = _numbers("lengths", values.lengths, int)
   depths = _numbers("depths", values.depths or ["0", "0.25", "0.5", "0.75",
                                                 "1"], float)  # fmt: skip
-  model, tokenizer, mesh = _begin(values, screen)
+  model, tokenizer, mesh = _begin(values, screen, group)
   total = len(lengths) * len(depths) * values.trials
   screen.begin("asking", total, "texts")
   cells = find(
@@ -207,9 +191,11 @@ def _title(values: flags.FlagValues, cells: Sequence[Cell]) -> str:
   return f"{values.task}: {100 * mean:.0f} % found"
 
 
-def _perplexity(values: flags.FlagValues, screen: screens.Screen) -> _Answer:
+def _perplexity(
+  values: flags.FlagValues, screen: screens.Screen, group: Group
+) -> _Answer:
   lengths = _numbers("lengths", values.lengths, int)
-  model, tokenizer, mesh = _begin(values, screen)
+  model, tokenizer, mesh = _begin(values, screen, group)
   shards = mesh.shape.get("seq", 1)
   spread = Travel(mesh=mesh)
   if shards > 1:
@@ -263,8 +249,10 @@ def _texts(values: flags.FlagValues) -> list[str]:
   return list(texts.from_files(texts.find(values.folder)))
 
 
-def _curves(values: flags.FlagValues, screen: screens.Screen) -> _Answer:
-  del screen
+def _curves(
+  values: flags.FlagValues, screen: screens.Screen, group: Group
+) -> _Answer:
+  del screen, group
   if values.log is None:
     raise OptionError(
       message("--log", "nothing", "the log.jsonl of a training", "pass it")
@@ -309,7 +297,7 @@ def _curves(values: flags.FlagValues, screen: screens.Screen) -> _Answer:
   )
 
 
-_COMMANDS: dict[str, Callable[[flags.FlagValues, screens.Screen], _Answer]] = {
+_COMMANDS: dict[str, Callable[..., _Answer]] = {
   "needle": _needle,
   "perplexity": _perplexity,
   "curves": _curves,
@@ -319,13 +307,6 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, screens.Screen], _Answer]] = {
 # ---------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------
-
-
-def parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-  """Flags of their own and the words beside them, to run it from Python."""
-  values = flags.FlagValues()
-  define(values)
-  return values, values([NAME, *argv])[1:]
 
 
 def main(argv: Sequence[str]) -> int:

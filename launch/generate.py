@@ -31,6 +31,7 @@ from absl import flags
 import ringjax as rj
 from launch import common, machines, prompts, screens
 from launch.definer import Definer
+from launch.group import Group
 from ringjax.data import Tokenizer
 from ringjax.infer import METHODS, Greedy, Sample, Stop
 from ringjax.infer.stopping import Watch
@@ -132,12 +133,8 @@ def run(
     screens.leave(0)
     raise AssertionError from None
   except Exception as error:
-    text = screens.reason(error, work.doing, _MEMORY)
-    if text is None:
-      screen.end()
-      raise
-    screen.error(text)
-    return 2
+    return work.group.failed(error, work.doing, _MEMORY)
+  work.group.close()
   work.tell(done)
   return screens.INTERRUPTED if job.stop else 0
 
@@ -153,6 +150,7 @@ class _Work:
     job: screens.Job,
   ):
     self.doing = "starting"
+    self.group = Group(screen, lambda: self.doing)
     self._values = values
     self._out = stdout
     self._screen = screen
@@ -165,6 +163,7 @@ class _Work:
     """Reads and answers: all figures."""
     values = self._values
     self._screen.quiet = jax.process_index() > 0
+    self.group.meet()
     mesh = common.mesh(values.mesh)
     folder = pathlib.Path(values.model or tiny.path())
     self._screen.say(_devices(mesh))

@@ -6,7 +6,6 @@ from absl import flags
 
 from launch.definer import Definer
 from ringjax.plan import Machine, Network, Noise, profile
-from ringjax.plan.cost import check_number
 
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
@@ -35,11 +34,10 @@ def machine(
   """
   if values.profile is None:
     return None
-  noise = check_number("noise", values.noise)
   return Machine(
     profile=profile(values.profile),
     network=Network(bandwidth=values.bandwidth, latency_s=values.latency),
-    noise=Noise(slower=noise) if noise else None,
+    noise=Noise(slower=values.noise) if values.noise else None,
     credits=credits,
   )
 

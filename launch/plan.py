@@ -156,13 +156,7 @@ def _check(values: flags.FlagValues) -> None:
   clash = lambda got, want: OptionError(
     message("flags", got, want, "leave one out")
   )
-  if values.plot is not None:
-    draw.figures()
-    folder = os.path.dirname(os.path.abspath(values.plot))
-    if not os.path.isdir(folder):
-      raise OptionError(
-        message("--plot", values.plot, "a folder that exists", "make it")
-      )
+  common.check_files(values, "plot")
   if values.fit and values.paper:
     raise clash("--fit and --paper", "one of them")
   if values.fit and values["profile"].present:
@@ -529,13 +523,6 @@ def run(
     screens.complain(NAME, "stopped", stderr)
     return screens.INTERRUPTED
   return 0
-
-
-def parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-  """Flags of their own and the words beside them, to run it from Python."""
-  values = flags.FlagValues()
-  define(values)
-  return values, values([NAME, *argv])[1:]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,9 +9,9 @@
 
 Methods: kvr (a balanced partition, or --partition, or --search), kvr_even, tsp
 (an all-gather, all products, then the mask), flash_tsp (without the masked
-tiles), ring, striped; auto is the one that --profile and --bandwidth speak
-for. Each is run in turn, --rounds times after one that does
-not count; times to the first token are medians.
+tiles), ring, striped; auto is the one that --profile and --bandwidth speak for.
+Each is run in turn, --rounds times after one that does not count; times to the
+first token are medians.
 
 With several processes (see launch/common.py) all get the same flags. If one
 dies, freezes or gets stuck, the others say which and end with status 3.
@@ -20,7 +20,6 @@ dies, freezes or gets stuck, the others say which and end with status 3.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -34,12 +33,13 @@ from absl import app, flags
 import ringjax as rj
 from launch import common, machines, screens
 from launch.definer import Definer
+from launch.group import Group
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
-from ringjax.errors import OptionError, PeerError, message
+from ringjax.errors import OptionError, message
 from ringjax.infer import kvr, together
-from ringjax.infer.prefill import check_layers
-from ringjax.models import tiny
+from ringjax.infer.prefill import tile
+from ringjax.models import tiny, work
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.local import last_device
 from ringjax.parallel.peers import TIMEOUT_S, Peers
@@ -55,9 +55,6 @@ _AUTO = "auto"
 # What `plan.choose` says, by the names here.
 _CHOSEN = {"kvr": "kvr", "striped": "striped", "gather": "flash_tsp"}
 _CONTEXT = 2048
-_TILE = 128
-# The exit status when another process failed.
-FAILED = 3
 _MEMORY = "read a shorter prompt (--context), or use more processes"
 
 
@@ -119,15 +116,8 @@ def run(
     screens.leave(screens.INTERRUPTED)
     raise AssertionError from None
   except Exception as error:
-    status = FAILED if isinstance(error, PeerError) else 2
-    text = screens.reason(error, work.doing, _MEMORY)
-    if text is None and not work.several:
-      screen.end()
-      raise
-    screen.error(text or f"{type(error).__name__}: {error}")
-    work.leave(error, status)
-    return status
-  work.close()
+    return work.group.failed(error, work.doing, _MEMORY)
+  work.group.close()
   if jax.process_index() == 0:
     for line in words(done):
       print(
@@ -143,42 +133,10 @@ class _Work:
 
   def __init__(self, values: flags.FlagValues, screen: screens.Screen):
     self.doing = "starting"
-    self.several = False
+    self.group = Group(screen, lambda: self.doing)
     self._values = values
     self._screen = screen
     self._peers: Peers | None = None
-
-  # -------------------------------------------------------------------------
-  # Others
-  # -------------------------------------------------------------------------
-
-  def leave(self, error: BaseException, status: int) -> None:
-    """Ends this process so that no other one waits for it."""
-    if not self.several or self._peers is None:
-      return
-    if isinstance(error, PeerError):
-      self._peers.close()
-    else:
-      self._peers.abandon(error)
-    _leave(status)
-
-  def close(self) -> None:
-    """Says good-bye."""
-    if self._peers is not None:
-      self._peers.close()
-
-  def _meet(self) -> Peers:
-    peers = Peers.of_processes(timeout_s=self._values.timeout)
-    self._peers, self.several = peers, peers.size > 1
-
-    def failed(error: PeerError) -> None:
-      # Before JAX finds out in its own way, which ends in a stack trace.
-      self._screen.error(f"{error}, while {self.doing}")
-      _leave(FAILED)
-
-    if self.several:
-      peers.on_failure(failed)
-    return peers
 
   # -------------------------------------------------------------------------
   # Work
@@ -189,7 +147,7 @@ class _Work:
     values, screen = self._values, self._screen
     screen.quiet = jax.process_index() > 0
     methods = _methods(values.method)
-    peers = self._meet()
+    peers = self._peers = self.group.meet(values.timeout)
     mesh = common.mesh(values.mesh)
     if mesh.shape.get("seq") != mesh.devices.size:
       raise OptionError(
@@ -200,15 +158,17 @@ class _Work:
           "leave it out",
         )
       )
-    if values.delay is not None and peers.size == 1:
-      raise OptionError(
-        message(
-          "--delay",
-          "one process",
-          "several, of which one pauses",
-          "start more with --num_processes, or leave it out",
+    for name in ("delay", "plot"):
+      # One program is one span: nobody sees who waits for whom in it.
+      if values[name].value is not None and peers.size == 1:
+        raise OptionError(
+          message(
+            f"--{name}",
+            "one process",
+            "several, each of which is a rank",
+            "start more with --num_processes, or leave it out",
+          )
         )
-      )
     model = self._load(mesh)
     ids = self._prompt(model)
     screen.say(
@@ -293,13 +253,13 @@ class _Work:
   def _choose(self, model: Transformer, tokens: int, ranks: int) -> str:
     machine = machines.machine(self._values, self._values.credits)
     assert machine is not None
-    check_layers(machine.profile, len(model.config.layers))
+    machine.profile.check_layers(len(model.config.layers))
     choice = plan.choose(
       machine,
-      Prompt(tokens=tokens),
+      Prompt(tokens=tokens, window=work.window(model)),
       ranks,
       keep="last",
-      tile=_tile(tokens, ranks),
+      tile=tile(tokens, ranks),
     )
     for reason in choice.why:
       self._screen.say(f"  {reason}")
@@ -318,17 +278,18 @@ class _Work:
       return cost.even(tokens, ranks)
     if values.partition is not None:
       return _ints("partition", values.partition)
-    tile = _tile(tokens, ranks)
+    whole = tile(tokens, ranks)
     machine = machines.machine(values, values.credits)
     if machine is not None:
-      check_layers(machine.profile, len(model.config.layers))
-      given = (machine.profile, Prompt(tokens=tokens), ranks, machine.network)
+      machine.profile.check_layers(len(model.config.layers))
+      prompt = Prompt(tokens=tokens, window=work.window(model))
+      given = (machine.profile, prompt, ranks, machine.network)
       more = {"credits": machine.credits, "noise": machine.noise}
-      if self.several:
-        return plan.plan(*given, tile=tile, **more).found.lengths
+      if self.group.several:
+        return plan.plan(*given, tile=whole, **more).found.lengths
       # One program has a part for each device; processes may stay idle.
-      return plan.find(*given, tile=tile, **more).lengths
-    return kvr.balanced(model, tokens, ranks, tile)
+      return plan.find(*given, tile=whole, **more).lengths
+    return kvr.balanced(model, tokens, ranks, whole)
 
   def _search(
     self,
@@ -340,11 +301,11 @@ class _Work:
     objective = plan.measured(
       lambda lengths: float(read(lengths).outcome.seconds), repeats=3
     )
-    tile = _tile(sum(start), len(start))
+    whole = tile(sum(start), len(start))
     found = plan.search(
       objective,
-      [plan.round_to_tiles(start, sum(start), tile)],
-      tile=tile,
+      [plan.round_to_tiles(start, sum(start), whole)],
+      tile=whole,
       least_gain=0.02,
       on_level=lambda level: self._screen.say(
         f"  {level.lengths}: {level.seconds:.3f} s"
@@ -552,10 +513,6 @@ def _fitted(chains: Sequence[Outcome]) -> tuple[Profile, Network] | None:
     return None
 
 
-def _tile(tokens: int, ranks: int) -> int:
-  return min(_TILE, max(1, tokens // (4 * ranks)))
-
-
 def _row_bytes(one: Outcome, layers: int) -> float:
   rows = sum(np.cumsum(one.lengths)[:-1]) * layers
   return float(one.sent_bytes) / rows if rows else 0.0
@@ -641,13 +598,7 @@ def _check(values: flags.FlagValues) -> None:
     cost.check_lengths(lengths, values.context)
   if values.delay is not None:
     _delay(values.delay)
-  if values.plot is not None:
-    draw.figures()
-    folder = os.path.dirname(os.path.abspath(values.plot))
-    if not os.path.isdir(folder):
-      raise OptionError(
-        message("--plot", values.plot, "a path in a folder", "make the folder")
-      )
+  common.check_files(values, "plot")
 
 
 def _methods(given: Sequence[str]) -> tuple[str, ...]:
@@ -688,13 +639,6 @@ def _delay(text: str) -> tuple[int, float]:
 # ---------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------
-
-
-def _leave(status: int) -> None:
-  if jax.process_index() == 0:
-    # JAX's own service runs here; without it the others end in its words.
-    time.sleep(1.0)
-  screens.leave(status)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from ringjax.data import ChatTemplate, documents
 from ringjax.errors import OptionError, PromptError, message
 from ringjax.models import tiny
 
-CONTEXT = 32_768
+CONTEXT = 66_000
 # What a model may need to name the passkey.
 ANSWER_TOKENS = 64
 _FILE_BYTES = 1 << 30

@@ -115,6 +115,18 @@ class Screen:
     self.end()
     complain(self.name, text, self._stream)
 
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Says what is wrong; the exit status. For the `except` that has it.
+
+    A fault of the code is raised again. For the arguments see `reason`.
+    """
+    text = reason(error, doing, knobs)
+    if text is None:
+      self.end()
+      raise error
+    self.error(text)
+    return 2
+
   def begin(self, label: str, total: int = 0, unit: str = "") -> None:
     """Something begins that takes a while; `total` is 0 if it isn't known."""
     self.end()

@@ -1,6 +1,6 @@
 """Trains a model, or goes on with one, by a recipe.
 
-  python -m launch.train --config=configs/train/tiny.py --out=/tmp/run
+  python -m launch.train --config=configs/train/quick.py --out=DIR
       All stages of the recipe; called again, it goes on where it stopped.
   python -m launch.train --config=... --config.optimizer.rate=1e-3 --mesh=seq:4
       The same with another number, on another mesh.
@@ -28,26 +28,24 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import common, screens
+from launch import common, screens, sources
 from launch.definer import Definer
+from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
-from ringjax.data import Tokenizer, documents
 from ringjax.data.bytelevel import Bytes
-from ringjax.data.corpus import Corpus
-from ringjax.data.needle import Passkey, Practice
-from ringjax.data.packing import BestFit, Cut, Documents
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.data.packing import BestFit, Cut
+from ringjax.errors import OptionError, message
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import Stretch
+from ringjax.train.habits import Lookup
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
 
@@ -55,6 +53,7 @@ NAME = "train"
 _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
+STARTS = {"lookup": Lookup}
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
@@ -91,15 +90,13 @@ def run(
     work.check()
     common.start(values)
     return work.run()
+  except KeyboardInterrupt as error:
+    # While it trains the signal is noted, and not raised.
+    work.screen.error(f"interrupted while {work.doing}")
+    work.group.leave(error, screens.INTERRUPTED)
+    return screens.INTERRUPTED
   except Exception as error:
-    text = screens.reason(error, work.doing, _MEMORY)
-    if text is None and isinstance(error, RingjaxError):
-      text = f"{error}"
-    if text is None:
-      work.screen.end()
-      raise
-    work.screen.error(text)
-    return 2
+    return work.group.failed(error, work.doing, _MEMORY)
   finally:
     work.close()
 
@@ -112,6 +109,7 @@ class _Work:
   ):
     self.doing = "starting"
     self.screen = screen
+    self.group = Group(screen, lambda: self.doing)
     self._values, self._out = values, stdout
     self._log: TextIO | None = None
     self._board: Any = None
@@ -119,7 +117,8 @@ class _Work:
     self._start = time.monotonic()
 
   def close(self) -> None:
-    """Ends the log."""
+    """Ends the log, and leaves the others."""
+    self.group.close()
     for one in (self._log, self._board):
       if one is not None:
         one.close()
@@ -128,7 +127,7 @@ class _Work:
     """Refuses what can be seen before anything is loaded."""
     values = self._values
     if values.config is None:
-      raise _missing("--config", "a recipe, such as configs/train/tiny.py")
+      raise _missing("--config", "a recipe, such as configs/train/quick.py")
     if values.out is None:
       raise _missing("--out", "a folder")
     recipe_of(values.config)
@@ -139,6 +138,7 @@ class _Work:
     values, screen = self._values, self.screen
     config = values.config
     screen.quiet = jax.process_index() > 0
+    self.group.meet(config.timeout_s or PATIENCE_S)
     mesh = common.mesh(values.mesh)
     axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
     made = recipe_of(config)
@@ -146,7 +146,16 @@ class _Work:
     model = self._model(config, mesh)
     self._peak = values.peak or _peak(config.dtype)
     self._begin("reading the data")
-    sources, weights = _sources(config, model.config.vocab)
+    tokenizer = sources.tokenizer(config.tokenizer)
+    data = [
+      sources.mixture(
+        entry.get("sources", config.sources),
+        tokenizer,
+        length=entry["length"],
+        vocab=model.config.vocab,
+      )
+      for entry in config.stages
+    ]
     first = jax.process_index() == 0
     if first:
       out.mkdir(parents=True, exist_ok=True)
@@ -168,8 +177,7 @@ class _Work:
       done = recipe.train(
         made,
         model,
-        sources,
-        weights=weights,
+        data,
         mesh=mesh,
         axis=axis,
         checkpoints=saved,
@@ -182,7 +190,7 @@ class _Work:
       return 128 + done.stopped
     self._begin("writing the model")
     rj.models.save(done.model, out / "model", overwrite=True)
-    if first and isinstance(_tokenizer(config), Bytes):
+    if first and isinstance(tokenizer, Bytes):
       Bytes(chat_template=None).save(out / "model")
     screen.say(f"wrote {out / 'model'}")
     return 0
@@ -196,7 +204,9 @@ class _Work:
     shape = config.model
     if not isinstance(shape, str):
       shape = json.loads(shape.to_json())
-    return rj.models.create(shape, seed=config.seed, mesh=mesh, rules=rules)
+    model = rj.models.create(shape, seed=config.seed, mesh=mesh, rules=rules)
+    start = _start(config)
+    return model if start is None else start.apply(model)
 
   def _report(
     self,
@@ -269,6 +279,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
         "correct the names",
       )
     )
+  _start(config)
   return recipe.Recipe(
     stages=tuple(_stage(one) for one in config.stages),
     optimizer=_made(recipe.Optimizer, config.optimizer),
@@ -283,10 +294,12 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     lora=_made(Lora, config.lora) if config.lora.rank else None,
     packer=_PACKERS[config.packer](),
     seed=config.seed,
-    log_every=config.log_every,
-    save_every=config.save_every,
-    most_skipped=config.most_skipped,
-    timeout_s=config.timeout_s,
+    pace=loop.Pace(
+      log_every=config.log_every,
+      save_every=config.save_every,
+      most_skipped=config.most_skipped,
+      timeout_s=config.timeout_s,
+    ),
   )
 
 
@@ -298,6 +311,8 @@ def default_config() -> ConfigDict:
       "model": "llama-100m",
       "init_from": placeholder(str),
       "rules": {},
+      # Habits of a fresh model, by a name of STARTS: see ringjax.train.habits.
+      "start": {},
       "tokenizer": "bytes",
       "stages": ({"steps": 1000, "length": 4096, "batch": 8},),
       "optimizer": {},
@@ -323,8 +338,30 @@ def default_config() -> ConfigDict:
   )
 
 
+def _start(config: ConfigDict) -> Lookup | None:
+  """The habits that a fresh model gets."""
+  entry = json.loads(config.start.to_json())
+  kind = entry.pop("kind", None)
+  if not entry and kind is None:
+    return None
+  if kind not in STARTS:
+    raise OptionError(
+      message(
+        "start", f"kind {kind!r}", f"one of {', '.join(STARTS)}", "choose one"
+      )
+    )
+  entry = {k: _tuples(v) for k, v in entry.items()}
+  return _made(STARTS[kind], entry)
+
+
+def _tuples(value: Any) -> Any:
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 def _stage(given: Any) -> recipe.Stage:
   entry = dict(given)
+  # What rows are made of is not a matter of the steps.
+  entry.pop("sources", None)
   stretch = entry.pop("stretch", None)
   if stretch is not None:
     entry["stretch"] = _made(Stretch, stretch)
@@ -352,75 +389,19 @@ def _made(cls: Any, given: Any) -> Any:
 
 def _identity(config: ConfigDict) -> dict[str, Any]:
   """What must be equal for a saved step to be of this training."""
-  names = ("model", "stages", "optimizer", "lora", "seed", "packer", "sources")
+  names = (
+    "model",
+    "start",
+    "stages",
+    "optimizer",
+    "lora",
+    "seed",
+    "packer",
+    "sources",
+  )
   return {
     name: json.loads(config.to_json_best_effort())[name] for name in names
   }
-
-
-# ---------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------
-
-
-def _tokenizer(config: ConfigDict) -> Any:
-  if config.tokenizer == "bytes":
-    return Bytes(chat_template=None)
-  return Tokenizer.load(config.tokenizer, untrusted=True)
-
-
-def _sources(config: ConfigDict, vocab: int) -> tuple[list[Any], list[float]]:
-  tokenizer = _tokenizer(config)
-  found, weights = [], []
-  for given in config.sources:
-    entry = dict(given)
-    kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
-    if kind == "library":
-      found.append(_library(tokenizer, vocab))
-    elif kind == "corpus":
-      found.append(Corpus.open(entry.pop("path"), vocab=vocab))
-    elif kind == "passkey":
-      length, least = entry.pop("length"), entry.pop("shortest", None)
-      task = Passkey(tokenizer=tokenizer, **entry)
-      found.append(Practice(task=task, length=length, shortest=least))
-      entry = {}
-    else:
-      raise OptionError(
-        message(
-          "sources",
-          f"kind {kind!r}",
-          "library, corpus or passkey",
-          "choose one",
-        )
-      )
-    if entry:
-      raise OptionError(
-        message(
-          f"source {kind}",
-          f"{', '.join(entry)}",
-          "kind, weight and what it needs",
-          "correct the names",
-        )
-      )
-    weights.append(float(weight))
-  return found, weights
-
-
-def _library(tokenizer: Any, vocab: int) -> Documents:
-  """Python's own sources, nine files of ten."""
-  texts = documents.library(held_out=False)
-  ids = [np.asarray(tokenizer.encode(text)) for text in texts]
-  most = max(int(x.max()) for x in ids)
-  if most >= vocab:
-    raise OptionError(
-      message(
-        "tokenizer",
-        f"id {most}",
-        f"ids below the model's vocabulary, {vocab}",
-        "use the tokenizer that belongs to the model",
-      )
-    )
-  return Documents(ids)
 
 
 # ---------------------------------------------------------------------------

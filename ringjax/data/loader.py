@@ -444,7 +444,7 @@ class _Examples:
     seed, number = self._key
     rng = _random(seed, _EXAMPLES, number, index)
     tokens, weights, room = [], [], self._length
-    while True:
+    while room:
       ids, own = self._example(rng)
       if len(ids) > room:
         break

@@ -198,14 +198,14 @@ class MultiKey(Task):
     _check_counts(self.keys, self.digits)
 
   def _ask(self, rng: np.random.Generator) -> _Asked:
-    names = _names(rng, self.keys)
-    numbers = _numbers(rng, self.keys, self.digits)
-    fact = {"name": names[0], "number": numbers[0]}
+    keys = names(rng, self.keys)
+    values = numbers(rng, self.keys, self.digits)
+    fact = {"name": keys[0], "number": values[0]}
     return _Asked(
-      groups=[[pair] for pair in zip(names, numbers, strict=True)],
+      groups=[[pair] for pair in zip(keys, values, strict=True)],
       question=self.question.format(**fact),
       answer=self.answer.format(**fact),
-      wanted=numbers[:1],
+      wanted=values[:1],
     )
 
 
@@ -234,13 +234,13 @@ class MultiValue(Task):
     _check_counts(self.values, self.digits)
 
   def _ask(self, rng: np.random.Generator) -> _Asked:
-    (name,) = _names(rng, 1)
-    numbers = _numbers(rng, self.values, self.digits)
+    (name,) = names(rng, 1)
+    values = numbers(rng, self.values, self.digits)
     return _Asked(
-      groups=[[(name, number) for number in numbers]],
+      groups=[[(name, value) for value in values]],
       question=self.question.format(name=name),
-      answer=self.answer.format(name=name, number=", ".join(numbers)),
-      wanted=numbers,
+      answer=self.answer.format(name=name, number=", ".join(values)),
+      wanted=values,
     )
 
 
@@ -278,23 +278,32 @@ class VariableTracking(Task):
 
   def _ask(self, rng: np.random.Generator) -> _Asked:
     each = self.hops + 1
-    names = _distinct(
+    variables = _distinct(
       self.chains * each,
       lambda: "".join(
         _CAPITALS[i] for i in rng.integers(26, size=_CAPITAL_LETTERS)
       ),
     )
-    numbers = _numbers(rng, self.chains, self.digits)
+    values = numbers(rng, self.chains, self.digits)
     groups = []
-    for i, number in enumerate(numbers):
-      chain = names[i * each : (i + 1) * each]
-      groups.append(list(zip(chain, [number, *chain[:-1]], strict=True)))
+    for i, value in enumerate(values):
+      chain = variables[i * each : (i + 1) * each]
+      groups.append(list(zip(chain, [value, *chain[:-1]], strict=True)))
     return _Asked(
       groups=groups,
-      question=self.question.format(number=numbers[0]),
-      answer=self.answer.format(name=", ".join(names[:each])),
-      wanted=names[:each],
+      question=self.question.format(number=values[0]),
+      answer=self.answer.format(name=", ".join(variables[:each])),
+      wanted=variables[:each],
     )
+
+
+# Tasks by the names that scripts and configs call them.
+TASKS: dict[str, type[Task]] = {
+  "passkey": Passkey,
+  "multikey": MultiKey,
+  "multivalue": MultiValue,
+  "variables": VariableTracking,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,8 +368,8 @@ def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
   return low, have
 
 
-def _names(rng: np.random.Generator, count: int) -> list[str]:
-  """Words that nobody knows and a person can say."""
+def names(rng: np.random.Generator, count: int) -> list[str]:
+  """Different words that nobody knows and a person can say."""
 
   def name() -> str:
     syllables = int(rng.integers(2, 5))
@@ -372,7 +381,8 @@ def _names(rng: np.random.Generator, count: int) -> list[str]:
   return _distinct(count, name)
 
 
-def _numbers(rng: np.random.Generator, count: int, digits: int) -> list[str]:
+def numbers(rng: np.random.Generator, count: int, digits: int) -> list[str]:
+  """Different numbers of so many digits."""
   least = 10 ** (digits - 1)
   return _distinct(count, lambda: str(rng.integers(least, 10 * least)))
 

@@ -245,9 +245,11 @@ def generate(
       )
     )
   model = session.weights(model)
-  if keep == "last" and session.axis is not None:
+  last = None
+  if keep == "last" and session.mesh is not None:
     # Refused before the prompt is read, and not behind it.
-    here(model, last_device(session.mesh, session.axis))
+    last = last_device(session.mesh, session.axis)
+    here(model, last)
   fresh = session.slots == 0
   # The last token is not read.
   left = session.room() - (count - 1)
@@ -272,10 +274,9 @@ def generate(
     model, how, prompts, lengths, start, session, total, progress
   )
   session.lengths = start + lengths
-  if keep == "last" and session.axis is not None:
-    device = last_device(session.mesh, session.axis)
-    session.gather(device)
-    model, logits = session.weights(model), here(logits, device)
+  if last is not None:
+    session.gather(last)
+    model, logits = session.weights(model), here(logits, last)
   seen = _seen(sampler, prompts, model.config.vocab)
   state = decode.first(
     sampler,

@@ -139,10 +139,10 @@ def plan(
       width = padded(tokens, size, room)
       choice = plans.choose(
         machine,
-        cost.Prompt(tokens=width, window=_window(model)),
+        cost.Prompt(tokens=width, window=work.window(model)),
         size,
         keep=keep,
-        tile=_tile(width, size),
+        tile=tile(width, size),
       )
       name, why = choice.way.method, "; ".join(choice.why)
       if name == "kvr":
@@ -223,7 +223,7 @@ def _partition(
     shares = plans.balanced(
       work.profile(model, width), cost.Prompt(tokens=width), shards
     )
-    return plans.round_to_tiles(shares, width, _tile(width, shards))
+    return plans.round_to_tiles(shares, width, tile(width, shards))
   whole = isinstance(given, Sequence | np.ndarray) and all(
     isinstance(n, int | np.integer) and not isinstance(n, bool) and n > 0
     for n in given
@@ -240,16 +240,9 @@ def _partition(
   return tuple(int(n) for n in given)
 
 
-def _tile(tokens: int, shards: int) -> int:
-  """Tokens of which the parts of a chain are whole numbers."""
+def tile(tokens: int, shards: int) -> int:
+  """The tokens of which a chain's parts are multiples."""
   return max(1, min(_TILE, tokens // (4 * shards)))
-
-
-def _window(model: Transformer) -> int | None:
-  """Tokens that every layer's queries see, if there is such a number."""
-  reaches = {layer.attention.reach for layer in model.config.layers}
-  behind = reaches.pop() if len(reaches) == 1 else None
-  return None if behind is None else behind + 1
 
 
 def _check_machine(machine: Any, name: str, model: Transformer) -> None:
@@ -271,24 +264,7 @@ def _check_machine(machine: Any, name: str, model: Transformer) -> None:
         "leave one of them out",
       )
     )
-  check_layers(machine.profile, len(model.config.layers))
-
-
-def check_layers(profile: cost.Profile, layers: int) -> None:
-  """Refuses the profile of another model, as far as that shows.
-
-  Raises:
-    OptionError: it has another number of layers.
-  """
-  if profile.layers != layers:
-    raise OptionError(
-      message(
-        "profile",
-        f"{profile.name!r} of {profile.model}, {profile.layers} layers",
-        f"one of this model, {layers} layers",
-        "measure one: python -m launch.plan kvr --fit",
-      )
-    )
+  machine.profile.check_layers(len(model.config.layers))
 
 
 def chunk_size(

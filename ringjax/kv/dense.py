@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +77,13 @@ class Slots(NamedTuple):
   def layer(self, cache: Dense, index: Any) -> Layer:
     """The part of layer `index` of a cache, where these are its slots."""
     return Layer(cache, self, index)
+
+  def gathered(
+    self, device: Any, put: Callable[[jax.Array, int], jax.Array]
+  ) -> Slots:
+    """The same on one device, where `put` brings an axis of tokens."""
+    del device
+    return Slots(put(self.k, 3), put(self.v, 3))
 
 
 @jax.tree_util.register_dataclass
@@ -170,12 +178,8 @@ class Dense:
     """
     size = self.shards
     put = lambda x, axis: _joined(move(x, device), axis, size, used)
-    whole = lambda tree: jax.tree.map(lambda x: move(x, device), tree)
     return Dense(
-      tuple(
-        Slots(put(s.k, 3), put(s.v, 3)) if isinstance(s, Slots) else whole(s)
-        for s in self.slots
-      ),
+      tuple(s.gathered(device, put) for s in self.slots),
       Coords(put(self.at.pos, 1), put(self.at.seg, 1)),
       move(jnp.int32(used * size), device),
       move(jnp.int32(0), device),

@@ -17,6 +17,7 @@ from jax import lax
 
 from ringjax.kv.base import Room
 from ringjax.ops.conv import Tail
+from ringjax.parallel.local import move
 
 
 class State(NamedTuple):
@@ -35,6 +36,11 @@ class State(NamedTuple):
     """The part of layer `index` of a cache, where these are its slots."""
     del cache
     return StateLayer(self, index)
+
+  def gathered(self, device: Any, put: Any) -> State:
+    """The same on one device: a state has no axis of tokens."""
+    del put
+    return jax.tree.map(lambda x: move(x, device), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a model computes for a token and for a pair of tokens."""
+"""What a model computes for a token and for a pair of tokens, and how far."""
 
 from __future__ import annotations
 
@@ -42,3 +42,10 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
     kv_bytes=0,
     kernel="causal",
   )
+
+
+def window(model: Transformer) -> int | None:
+  """Tokens that every layer's queries see, if it is the same number."""
+  reaches = {layer.attention.reach for layer in model.config.layers}
+  behind = reaches.pop() if len(reaches) == 1 else None
+  return None if behind is None else behind + 1

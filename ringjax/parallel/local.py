@@ -12,8 +12,8 @@ from ringjax.errors import MeshError, message
 Tree = TypeVar("Tree")
 
 
-def last_device(mesh: Any, axis: str) -> Any:
-  """The last device along an axis, the first along all others.
+def last_device(mesh: Any, axis: str | None) -> Any:
+  """The last device along an axis, the first along all others; or the first.
 
   Raises:
     MeshError: it belongs to another process, or some device of the mesh does.
@@ -29,7 +29,8 @@ def last_device(mesh: Any, axis: str) -> Any:
         )
       )
   where = [0] * mesh.devices.ndim
-  where[mesh.axis_names.index(axis)] = -1
+  if axis is not None:
+    where[mesh.axis_names.index(axis)] = -1
   return mesh.devices[tuple(where)]
 
 

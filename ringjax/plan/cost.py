@@ -223,6 +223,22 @@ class Profile:
         )
       )
 
+  def check_layers(self, layers: int) -> None:
+    """Refuses another model than the profile's, as far as that shows.
+
+    Raises:
+      OptionError: it has another number of layers.
+    """
+    if self.layers != layers:
+      raise OptionError(
+        message(
+          "profile",
+          f"{self.name!r} of {self.model}, {self.layers} layers",
+          f"one of this model, {layers} layers",
+          "measure one: python -m launch.plan kvr --fit",
+        )
+      )
+
   def scaled(
     self, base: Shape, shape: Shape, *, name: str, model: str, source: str
   ) -> Profile:

@@ -3,12 +3,13 @@
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import Stretch, extended
 from ringjax.train.lora import Lora
-from ringjax.train.recipe import Optimizer, Recipe, Stage, train
+from ringjax.train.recipe import Mixture, Optimizer, Recipe, Stage, train
 from ringjax.train.step import Objective
 
 __all__ = [
   "Checkpoints",
   "Lora",
+  "Mixture",
   "Objective",
   "Optimizer",
   "Recipe",

@@ -52,25 +52,23 @@ class Data(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """How long, and how often what.
+class Pace:
+  """How often what is done, and what is borne.
 
   Attributes:
-    steps: the last step's number.
     log_every: steps between two reports.
     save_every: steps between two saves; None saves at the end only.
     most_skipped: steps in a row that may be not finite.
     timeout_s: seconds after which a step is given up; None waits.
   """
 
-  steps: int
   log_every: int = 10
   save_every: int | None = None
   most_skipped: int = 3
   timeout_s: float | None = None
 
   def __post_init__(self) -> None:
-    for name in ("steps", "log_every", "most_skipped"):
+    for name in ("log_every", "most_skipped"):
       positive_int(name, getattr(self, name))
     if self.save_every is not None:
       positive_int("save_every", self.save_every)
@@ -78,6 +76,9 @@ class Settings:
       raise OptionError(
         message("timeout_s", self.timeout_s, "seconds above 0", "raise it")
       )
+
+
+_PACE = Pace()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,56 +123,58 @@ def fit(
   frozen: Any,
   data: Data,
   *,
+  steps: int,
   step: Callable[[State, Any, Any], tuple[State, Figures]],
   place: Callable[[Any], Any],
-  settings: Settings,
+  pace: Pace = _PACE,
   checkpoints: Any = None,
   resume: bool = True,
   report: Callable[[Report], Any] = lambda report: None,
   on_step: Callable[[int], Any] = lambda step: None,
 ) -> Ended:
-  """Trains until `settings.steps` steps are taken.
+  """Trains until so many steps are taken.
 
   Args:
     state: to begin with; where `checkpoints` holds a step, that is restored
       over it. It is donated.
     frozen: what the step needs beside it.
     data: the rows; it is brought to where the state is.
+    steps: the last step's number.
     step: by `make_step`.
     place: brings rows to the devices, by `ringjax.train.batch.place`.
-    settings: how long and how often.
+    pace: how often what is done.
     checkpoints: a `Checkpoints`, or None to save nothing.
     resume: whether to look there for a step to go on from.
     report: called with what the steps gave, in all processes.
     on_step: called before each step with how many are taken.
 
   Raises:
+    OptionError: no steps.
     NotFiniteError: too many steps in a row were not finite; the last step
       saved is from before them.
     CheckpointWriteError: a save failed.
   """
+  positive_int("steps", steps)
   state, taken = _resumed(state, data, checkpoints if resume else None)
   sums = _Sums()
-  with _Signals() as signals, _Watch(settings.timeout_s) as watch:
+  with _Signals() as signals, _Watch(pace.timeout_s) as watch:
     waiting: Figures | None = None
-    while taken < settings.steps:
+    while taken < steps:
       on_step(taken)
       batch = place(next(data))
       state, figures = step(state, frozen, batch)
       taken += 1
       if waiting is not None:
-        sums.add(waiting, settings)
+        sums.add(waiting, pace)
       waiting = figures
-      last = taken == settings.steps
+      last = taken == steps
       stop = signals.stop(taken)
-      save = settings.save_every is not None and not (
-        taken % settings.save_every
-      )
+      save = pace.save_every is not None and not (taken % pace.save_every)
       if checkpoints is not None:
         checkpoints.poll()
-      if last or stop or save or taken % settings.log_every == 0:
+      if last or stop or save or taken % pace.log_every == 0:
         # Not one step late: what is saved has to be fine.
-        sums.add(waiting, settings)
+        sums.add(waiting, pace)
         waiting = None
         report(sums.take(taken))
       watch.tick()
@@ -219,7 +222,7 @@ class _Sums:
     """Does not count the time since the last report."""
     self._start = time.monotonic()
 
-  def add(self, figures: Figures, settings: Settings) -> None:
+  def add(self, figures: Figures, pace: Pace) -> None:
     found: Any = jax.tree.map(float, jax.device_get(figures))
     self._objective, self._norm = found.objective, found.gradient_norm
     if found.finite:
@@ -227,7 +230,7 @@ class _Sums:
       self._weight += found.weight
       return
     self._skipped += 1
-    if found.skipped > settings.most_skipped:
+    if found.skipped > pace.most_skipped:
       raise NotFiniteError(
         message(
           "loss",
@@ -263,14 +266,16 @@ class _Signals:
 
   def __init__(self) -> None:
     self.received: int | None = None
+    self._own: int = signal.SIGTERM
     self._before: dict[int, Any] = {}
 
   def __enter__(self) -> _Signals:
-    # Of several processes JAX notes the signal, and agrees on a step.
-    alone = jax.process_count() == 1
-    if alone and threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():
       for number in self._NAMES:
-        self._before[number] = signal.signal(number, self._note)
+        if jax.process_count() == 1:
+          self._before[number] = signal.signal(number, self._note)
+        elif number != signal.SIGTERM:
+          self._before[number] = signal.signal(number, self._pass_on)
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -284,13 +289,19 @@ class _Signals:
       signal.raise_signal(number)
     self.received = number
 
+  def _pass_on(self, number: int, _: Any) -> None:
+    # Of several processes JAX notes SIGTERM, and agrees on a step.
+    self._own = number
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
+
   def stop(self, step: int) -> bool:
     """Whether all processes end behind this step."""
     if (
       jax.process_count() > 1
       and multihost_utils.reached_preemption_sync_point(step)
     ):
-      self.received = signal.SIGTERM
+      self.received = self._own
     return self.received is not None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 STRATEGIES = ("ring", "gather", "ulysses")
 OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 def _choice(name: str, value: Any, known: Iterable[str]) -> None:
@@ -56,8 +56,10 @@ class Optimizer:
     name: of `OPTIMIZERS`.
     rate: the highest learning rate.
     end_rate: the last one.
-    schedule: of `SCHEDULES`, behind the warm-up.
+    schedule: of `SCHEDULES`, behind the warm-up. "wsd" stays at `rate` and
+      falls linearly in the end: warmup, stable, decay.
     warmup: steps from 0 to `rate`.
+    decay: the part of all steps in which "wsd" falls.
     b1: decay of the first moment.
     b2: decay of the second.
     weight_decay: of matrices; vectors (norms, biases) have none.
@@ -69,6 +71,7 @@ class Optimizer:
   end_rate: float = 0.0
   schedule: str = "cosine"
   warmup: int = 0
+  decay: float = 0.2
   b1: float = 0.9
   b2: float = 0.95
   weight_decay: float = 0.1
@@ -79,7 +82,7 @@ class Optimizer:
     _choice("schedule", self.schedule, SCHEDULES)
     for name in ("rate", "end_rate", "weight_decay"):
       check_number(name, getattr(self, name))
-    for name in ("b1", "b2"):
+    for name in ("b1", "b2", "decay"):
       check_number(name, getattr(self, name), most=1.0)
     check_count("warmup", self.warmup, least=0)
     if self.clip is not None:
@@ -92,6 +95,11 @@ class Optimizer:
       after = optax.constant_schedule(self.rate)
     elif self.schedule == "linear":
       after = optax.linear_schedule(self.rate, self.end_rate, rest)
+    elif self.schedule == "wsd":
+      fall = max(1, min(rest, round(self.decay * total)))
+      after = optax.linear_schedule(
+        self.rate, self.end_rate, fall, transition_begin=rest - fall
+      )
     else:
       low = self.end_rate / self.rate if self.rate else 0.0
       after = optax.cosine_decay_schedule(self.rate, rest, low)
@@ -172,10 +180,7 @@ class Recipe:
     lora: adapters in place of all parameters, or None.
     packer: of documents into rows.
     seed: of the data and of adapters.
-    log_every: steps between two reports.
-    save_every: steps between two saves, None at the end only.
-    most_skipped: steps in a row that may be not finite.
-    timeout_s: seconds after which a step is given up, None waits.
+    pace: how often it reports and saves.
   """
 
   stages: tuple[Stage, ...]
@@ -187,10 +192,7 @@ class Recipe:
   lora: Lora | None = None
   packer: Packer = BestFit()
   seed: int = 0
-  log_every: int = 10
-  save_every: int | None = None
-  most_skipped: int = 3
-  timeout_s: float | None = None
+  pace: loop.Pace = loop.Pace()
 
   def __post_init__(self) -> None:
     if not self.stages:
@@ -218,6 +220,18 @@ class Recipe:
       strategy=self.strategy,
       remat=kept,
     )
+
+
+class Mixture(NamedTuple):
+  """What rows are made of.
+
+  Fields:
+    sources: see `ringjax.data.loader.Loader`.
+    weights: of each, in rows; None for the same.
+  """
+
+  sources: Sequence[Any]
+  weights: Sequence[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,9 +277,8 @@ class _Staged:
 def train(
   recipe: Recipe,
   model: Transformer,
-  sources: Any,
+  data: Mixture | Sequence[Mixture],
   *,
-  weights: Sequence[float] | None = None,
   mesh: Any = None,
   axis: str | None = None,
   checkpoints: Any = None,
@@ -278,8 +291,7 @@ def train(
     recipe: what is done.
     model: to begin with, float32 parameters on the mesh. Its memory is taken
       over, unless adapters are trained.
-    sources: of rows, see `ringjax.data.loader.Loader`.
-    weights: of the sources.
+    data: what rows are made of, in all stages or in each.
     mesh: where it runs; None is one device.
     axis: that shards the sequence, or None.
     checkpoints: a `Checkpoints`, or None.
@@ -289,6 +301,16 @@ def train(
   Raises:
     RingjaxError: see `loop.fit`.
   """
+  mixtures = [data] * len(recipe.stages) if isinstance(data, Mixture) else data
+  if len(mixtures) != len(recipe.stages):
+    raise OptionError(
+      message(
+        "data",
+        f"{len(mixtures)} mixtures for {len(recipe.stages)} stages",
+        "one, or one for each stage",
+        "add what is missing",
+      )
+    )
   spread = recipe.spread(mesh, axis)
   optimizer = recipe.optimizer.build(recipe.total)
   method: Any = steps.Whole() if recipe.lora is None else recipe.lora
@@ -305,9 +327,9 @@ def train(
   found = None
   if checkpoints is not None:
     found = checkpoints.restore(like=state._asdict())
-  taken, data = 0, None
+  taken, place = 0, None
   if found is not None:
-    state, data = steps.State(**found[0]), found[1]["data"]
+    state, place = steps.State(**found[0]), found[1]["data"]
     taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for number, stage in enumerate(recipe.stages):
@@ -321,39 +343,34 @@ def train(
     if taken >= end and number + 1 < len(recipe.stages):
       continue
     loader = Loader(
-      sources,
+      mixtures[number].sources,
       length=stage.length,
       batch=stage.batch,
       # Another order in each stage, the same in each run.
       seed=recipe.seed + number,
       packer=recipe.packer,
-      weights=weights,
+      weights=mixtures[number].weights,
     )
     rows = _Staged(number, loader)
-    if data is not None and taken > begin:
-      rows.restore(data)
+    if place is not None and taken > begin:
+      rows.restore(place)
     with loader:
       ended = loop.fit(
         state,
         None if recipe.lora is None else base,
         rows,
+        steps=end,
         step=steps.make_step(optimizer, spread, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
           rows, spread, stage.accumulate
         ),
-        settings=loop.Settings(
-          steps=end,
-          log_every=recipe.log_every,
-          save_every=recipe.save_every,
-          most_skipped=recipe.most_skipped,
-          timeout_s=recipe.timeout_s,
-        ),
+        pace=recipe.pace,
         checkpoints=checkpoints,
         resume=False,
         report=lambda one, number=number: report(number, one),
         on_step=on_step,
       )
-    state, data = ended.state, None
+    state, place = ended.state, None
     if ended.stopped is not None:
       break
   assert ended is not None

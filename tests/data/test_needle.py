@@ -317,7 +317,7 @@ def test_few_encodings_find_the_length():
 
 @pytest.mark.parametrize("keys", [1, 3])
 def test_the_small_model_was_trained_on_this(keys):
-  """The same words in the same order as in tools/train_tiny.py."""
+  """The same words in the same order as in ringjax.data.recall."""
   some = MultiKey(tokenizer=Bytes(), filler=FILLER, keys=keys)
   made_up = some.make(np.random.default_rng(2), 3000, 0.4)
   ids, _ = some.training(made_up)

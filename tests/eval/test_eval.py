@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import evaluate
+from launch import common, evaluate
 from ringjax.data import Tokenizer
 from ringjax.data.needle import Passkey
 from ringjax.errors import OptionError, PromptError
@@ -136,7 +136,7 @@ def test_too_few_texts():
 
 def run(*argv: str) -> tuple[int, str, str]:
   out, err = io.StringIO(), io.StringIO()
-  values, words = evaluate.parse(argv)
+  values, words = common.parse_words("evaluate", evaluate.define, argv)
   status = evaluate.run(values, words, stdout=out, stderr=err)
   return status, out.getvalue(), err.getvalue()
 

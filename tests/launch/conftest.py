@@ -118,13 +118,14 @@ def command(*argv: str, **options) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-def together(*argv: str, processes: int) -> list[Ran]:
+@contextlib.contextmanager
+def started(*argv: str, processes: int) -> Iterator[list[subprocess.Popen]]:
   """The same command in several processes that know of each other."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
   with contextlib.ExitStack() as stack:
-    running = [
+    yield [
       stack.enter_context(
         command(
           *argv,
@@ -135,6 +136,11 @@ def together(*argv: str, processes: int) -> list[Ran]:
       )
       for i in range(processes)
     ]
+
+
+def together(*argv: str, processes: int) -> list[Ran]:
+  """As `started`; what they did when all have ended."""
+  with started(*argv, processes=processes) as running:
     done = []
     for process in running:
       out, err = process.communicate(timeout=PATIENCE_S)
@@ -145,6 +151,11 @@ def together(*argv: str, processes: int) -> list[Ran]:
 @pytest.fixture(scope="session")
 def run_together() -> Callable[..., list[Ran]]:
   return together
+
+
+@pytest.fixture(scope="session")
+def start_together() -> Callable[..., contextlib.AbstractContextManager]:
+  return started
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from launch import plan
+from launch import common, plan
 from ringjax.plan import published
 from ringjax.plan.fit import Sample
 from tests.launch.conftest import ROOT, environment
@@ -41,7 +41,7 @@ class Ran:
 
 def ask(*argv: str) -> Ran:
   out, err = io.StringIO(), io.StringIO()
-  values, words = plan.parse(argv)
+  values, words = common.parse_words("plan", plan.define, argv)
   status = plan.run(values, words, stdout=out, stderr=err)
   return Ran(status, out.getvalue(), err.getvalue())
 

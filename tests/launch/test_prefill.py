@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from launch import common, prefill
+from launch.group import FAILED
 from ringjax import plan
 from ringjax.plan import profiles
 
@@ -124,7 +125,7 @@ def test_processes_that_do_not_agree(folder, start):
   ):
     for one in (first, second):
       out, err = one.communicate(timeout=PATIENCE_S)
-      assert one.returncode == prefill.FAILED
+      assert one.returncode == FAILED
       assert out == ""
       assert "rank 1: got partition [40, 56]; wanted [56, 40]" in err
       assert "Traceback" not in err
@@ -138,10 +139,10 @@ def test_a_process_that_is_stuck(folder, start):
     start(*argv(folder, at, 1, *more)) as second,
   ):
     out, err = first.communicate(timeout=PATIENCE_S)
-    assert first.returncode == prefill.FAILED
+    assert first.returncode == FAILED
     assert "rank 1 is stuck" in err and "reading by kvr" in err
     _, err = second.communicate(timeout=PATIENCE_S)
-    assert second.returncode == prefill.FAILED
+    assert second.returncode == FAILED
     assert "given up by rank 0" in err
   assert out == ""
 
@@ -169,7 +170,7 @@ def test_a_process_that_dies(folder, start, dying, method):
     _, err = running[1 - dying].communicate(timeout=PATIENCE_S)
   assert f"rank {dying} is gone" in err
   # Where the coordinator died JAX may end it first, once that has been said.
-  assert running[1 - dying].returncode in (prefill.FAILED, -6)
+  assert running[1 - dying].returncode in (FAILED, -6)
 
 
 # ---------------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import pathlib
 import signal
-import socket
-import time
 
 import jax
 import numpy as np
@@ -21,8 +18,6 @@ from ringjax.train import recipe
 from ringjax.train.extend import stretched
 from tests.launch.conftest import ROOT
 
-# Of machines that do other things too.
-PATIENCE_S = 600
 # How ml_collections reads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
 
@@ -193,7 +188,7 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
     (
       ("--config={small}", "--out={out}", "--mesh=seq:2",
        "--config.sources=({'kind': 'web'},)"),
-      "library, corpus or passkey",
+      "one of library, corpus",
     ),
   ],
 )  # fmt: skip
@@ -219,48 +214,6 @@ def test_files_for_tensorboard(small, tmp_path):
   assert run(*flags)[0] == 0
   (written,) = (tmp_path / "out" / "tensorboard").iterdir()
   assert b"gradient_norm" in written.read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_signal_to_one_process_stops_all(small, tmp_path, start, told):
-  """They save one step together, and go on together."""
-  out = tmp_path / "out"
-  argv = [
-    "-m",
-    "launch.train",
-    f"--config={small}",
-    f"--out={out}",
-    "--mesh=seq:4",
-    "--devices=2",
-    "--config.log_every=1",
-    "--config.stages=({'steps': 400, 'length': 160, 'batch': 2},)",
-  ]
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  with contextlib.ExitStack() as stack:
-    running = [
-      stack.enter_context(
-        start(
-          *argv,
-          f"--coordinator=localhost:{port}",
-          "--num_processes=2",
-          f"--process_id={rank}",
-        )
-      )
-      for rank in range(2)
-    ]
-    log = out / "log.jsonl"
-    while not (log.exists() and len(lines(out)) > 3):
-      assert running[0].poll() is None, running[0].communicate()[1]
-      time.sleep(0.1)
-    running[told].send_signal(signal.SIGTERM)
-    said = [one.communicate(timeout=PATIENCE_S) for one in running]
-  assert [one.returncode for one in running] == [143, 143], said
-  last = lines(out)[-1]["step"]
-  assert (out / "checkpoints" / str(last)).is_dir()
-  assert 3 < last < 400
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -51,14 +51,15 @@ class Training:
   def run(self, steps: int, data=None, **more) -> loop.Ended:
     if data is None:
       data = Loader(text(), length=LENGTH, batch=ROWS, seed=5)
-    settings = {"steps": steps, "log_every": 3} | more.pop("settings", {})
+    pace = {"log_every": 3} | more.pop("pace", {})
     return loop.fit(
       more.pop("state", None) or self.start(),
       None,
       data,
       step=more.pop("step", self.step),
       place=lambda rows: batches.place(rows, self.spread),
-      settings=loop.Settings(**settings),
+      steps=steps,
+      pace=loop.Pace(**pace),
       **more,
     )
 
@@ -107,7 +108,7 @@ def test_an_interrupted_run_ends_where_another_does(training, parts, tmp_path):
   whole = training.run(10)
   for number, steps in enumerate(parts):
     with Checkpoints(tmp_path, asynchronous=bool(number % 2)) as saved:
-      last = training.run(steps, checkpoints=saved, settings={"save_every": 3})
+      last = training.run(steps, checkpoints=saved, pace={"save_every": 3})
     assert int(last.state.step) == steps
   assert same(whole.state, last.state)
 
@@ -163,7 +164,7 @@ def test_too_many_of_them_end_it_before_a_save(training, tmp_path):
       20,
       Poisoned(bad),
       checkpoints=saved,
-      settings={"save_every": 2, "most_skipped": 2},
+      pace={"save_every": 2, "most_skipped": 2},
     )
   with Checkpoints(tmp_path) as saved:
     assert saved.steps() == [2, 4, 6]
@@ -186,7 +187,7 @@ def test_signals_end_it_behind_a_step(training, tmp_path, number):
   before = signal.getsignal(number)
   with Checkpoints(tmp_path) as saved:
     ended = training.run(
-      50, checkpoints=saved, report=report, settings={"log_every": 2}
+      50, checkpoints=saved, report=report, pace={"log_every": 2}
     )
     assert ended.stopped == number
     assert saved.steps() == [int(ended.state.step)] == [5]
@@ -243,7 +244,7 @@ HANGS = """
 
   loop.fit(
     State(zero, {}, {}, zero), None, Rows(), step=step, place=lambda x: x,
-    settings=loop.Settings(steps=10, timeout_s=1.0),
+    steps=10, pace=loop.Pace(timeout_s=1.0),
   )
 """
 
@@ -291,15 +292,26 @@ def test_a_first_step_may_take_its_time():
     Rows(),
     step=slow,
     place=lambda rows: rows,
-    settings=loop.Settings(steps=3, timeout_s=0.5),
+    steps=3,
+    pace=loop.Pace(timeout_s=0.5),
   )
   assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
   "wrong",
-  [{"steps": 0}, {"log_every": 0}, {"save_every": 0}, {"timeout_s": 0.0}],
+  [
+    {"log_every": 0},
+    {"save_every": 0},
+    {"most_skipped": 0},
+    {"timeout_s": 0.0},
+  ],
 )
-def test_wrong_settings(wrong):
+def test_a_pace_that_is_none(wrong):
   with pytest.raises(OptionError, match=next(iter(wrong))):
-    loop.Settings(**({"steps": 1} | wrong))
+    loop.Pace(**wrong)
+
+
+def test_no_steps(training):
+  with pytest.raises(OptionError, match="steps"):
+    training.run(0)

@@ -2,7 +2,7 @@
 
 It reads bytes and has learned one thing beside the look of Python: to find the
 passkey of a name that a line somewhere in a long text gives, when the text ends
-in the question for it. See README.md here, and tools/train_tiny.py.
+in the question for it. See README.md here, and configs/train/tiny.py.
 """
 
 from __future__ import annotations

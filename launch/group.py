@@ -1,0 +1,115 @@
+"""The processes of a script: whoever is lost, the others end and say so.
+
+A process that waits in a collective for one that has died cannot be woken, and
+JAX's own way to find out takes minutes or ends in a stack trace. So each ends
+itself as soon as it hears of it, with the rank and the reason in one line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import jax
+
+from launch import screens
+from ringjax.errors import PeerError
+from ringjax.parallel.peers import Peers
+
+# The exit status where another process was lost.
+FAILED = 3
+# What may keep a sound process silent: a copy of gigabytes, a full machine.
+PATIENCE_S = 60.0
+_MOMENT_S = 2.0
+
+
+class Group:
+  """This process among the others.
+
+  Args:
+    screen: what this one says.
+    doing: what it is at, for the line in which it ends.
+  """
+
+  def __init__(self, screen: screens.Screen, doing: Callable[[], str]):
+    self._screen, self._doing = screen, doing
+    self._peers: Peers | None = None
+    self._ending = threading.Lock()
+
+  @property
+  def several(self) -> bool:
+    """Whether there are others."""
+    return self._peers is not None and self._peers.size > 1
+
+  def meet(self, timeout_s: float = PATIENCE_S) -> Peers:
+    """Finds the others, and ends this process when one of them is lost.
+
+    Args:
+      timeout_s: how long another may be silent.
+
+    Raises:
+      PeerError: somebody did not come.
+    """
+    peers = self._peers = Peers.of_processes(timeout_s=timeout_s)
+
+    def failed(error: PeerError) -> None:
+      # Before JAX finds out in its own way, which ends in a stack trace.
+      with self._ending:
+        self._screen.error(f"{error}, while {self._doing()}")
+        _leave(FAILED)
+
+    if self.several:
+      peers.on_failure(failed)
+    return peers
+
+  def leave(self, error: BaseException, status: int) -> None:
+    """Ends this process so that no other one waits for it.
+
+    Returns only if it is alone.
+    """
+    if self._peers is None or not self.several:
+      # Before they have met, JAX may still have them wait for each other.
+      if jax.distributed.is_initialized():
+        _leave(status)
+      return
+    if isinstance(error, PeerError):
+      self._peers.close()
+    else:
+      self._peers.abandon(error)
+    _leave(status)
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """As `Screen.failed`; among several this process ends here."""
+    text = screens.reason(error, doing, knobs)
+    if text is None and self.several:
+      # A collective may break before it is known whose fault that is.
+      time.sleep(_MOMENT_S)
+    with self._ending:
+      return self._failed(error, text)
+
+  def _failed(self, error: Exception, text: str | None) -> int:
+    if text is None:
+      self._screen.end()
+      if not jax.distributed.is_initialized():
+        raise error
+      traceback.print_exception(error, file=sys.stderr)
+      text = f"{type(error).__name__}: {error}"
+    self._screen.error(text)
+    status = FAILED if isinstance(error, PeerError) else 2
+    self.leave(error, status)
+    return status
+
+  def close(self) -> None:
+    """Says good-bye."""
+    if self._peers is not None:
+      self._peers.close()
+
+
+def _leave(status: int) -> None:
+  if jax.process_index() == 0:
+    # JAX's own service runs here; without it the others end in its words.
+    time.sleep(1.0)
+  screens.leave(status)

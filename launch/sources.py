@@ -1,0 +1,126 @@
+"""What rows of a training are made of, by the entries of its config.
+
+An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
+
+  library     Python's own sources, nine files of ten.
+  corpus      path: a folder that ringjax.data.corpus wrote.
+  passkey, multikey, multivalue, variables
+              a question about a text; length, shortest: tokens of it; what
+              else the task in ringjax.data.needle takes.
+  copies, pairs, questions
+              what teaches to look back; what the class in ringjax.data.recall
+              takes. They fill a row.
+
+Facts are hidden in the same nine files of ten.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.data import Bytes, Corpus, Tokenizer, documents
+from ringjax.data.filler import Lines
+from ringjax.data.needle import TASKS, Practice
+from ringjax.data.packing import Documents
+from ringjax.data.recall import Copies, Pairs, Questions
+from ringjax.errors import OptionError, message
+from ringjax.train.recipe import Mixture
+
+RECALL: dict[str, Any] = {
+  "copies": Copies,
+  "pairs": Pairs,
+  "questions": Questions,
+}
+KINDS = ("library", "corpus", *TASKS, *RECALL)
+
+
+def tokenizer(name: str) -> Any:
+  """Bytes, or the tokenizer of a folder."""
+  if name == "bytes":
+    return Bytes(chat_template=None)
+  return Tokenizer.load(name, untrusted=True)
+
+
+def mixture(
+  entries: Sequence[Any], tokenizer: Any, *, length: int, vocab: int
+) -> Mixture:
+  """The sources of a stage.
+
+  Args:
+    entries: of the config.
+    tokenizer: of all of them.
+    length: T, tokens of a row.
+    vocab: ids that the model has.
+
+  Raises:
+    OptionError: an entry that is unknown or cannot be.
+  """
+  found, weights = [], []
+  for given in entries:
+    entry = json.loads(json.dumps(dict(given)))
+    kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
+    if kind not in KINDS:
+      raise OptionError(
+        message(
+          "sources",
+          f"kind {kind!r}",
+          f"one of {', '.join(KINDS)}",
+          "choose one",
+        )
+      )
+    try:
+      found.append(_source(kind, entry, tokenizer, length, vocab))
+    except (KeyError, TypeError) as error:
+      raise OptionError(
+        message(
+          f"sources, {kind}",
+          f"{', '.join(entry) or 'nothing'} ({error})",
+          "kind, weight and what the kind takes",
+          "correct the names; see launch/sources.py",
+        )
+      ) from None
+    weights.append(float(weight))
+  return Mixture(found, weights)
+
+
+def _source(
+  kind: str, entry: dict[str, Any], tokenizer: Any, length: int, vocab: int
+) -> Any:
+  if kind == "library":
+    return _library(tokenizer, vocab, **entry)
+  if kind == "corpus":
+    path = entry.pop("path")
+    return Corpus.open(path, vocab=vocab, **entry)
+  if kind in RECALL:
+    return RECALL[kind](
+      tokenizer=tokenizer, filler=_filler(), length=length, **entry
+    )
+  longest, shortest = entry.pop("length", length), entry.pop("shortest", None)
+  task = TASKS[kind](tokenizer=tokenizer, filler=_filler(), **entry)
+  return Practice(task=task, length=longest, shortest=shortest)
+
+
+@functools.lru_cache(1)
+def _filler() -> Lines:
+  return Lines(text="\n".join(documents.library(held_out=False)))
+
+
+def _library(tokenizer: Any, vocab: int) -> Documents:
+  texts = documents.library(held_out=False)
+  ids = [np.asarray(tokenizer.encode(text)) for text in texts]
+  most = max(int(x.max()) for x in ids)
+  if most >= vocab:
+    raise OptionError(
+      message(
+        "tokenizer",
+        f"id {most}",
+        f"ids below the model's vocabulary, {vocab}",
+        "use the tokenizer that belongs to the model",
+      )
+    )
+  return Documents(ids)

@@ -1,0 +1,283 @@
+"""Texts that teach to look back, as sources of a `Loader`.
+
+Law: an example is a function of its generator, and `length` tokens long. What
+something earlier in it decides is sought, the rest is text or, where nothing
+could tell it, nothing. As labels, all sought tokens together weigh as much as
+the text times 1 / `text`, however few they are; an example weighs as much as a
+document of its length.
+
+A model learns this in the order of the classes: to repeat what followed the
+last time (Copies; the induction heads of Olsson et al. 2022, arXiv 2209.11895),
+to do so by a name (Pairs), and from anywhere in a long text (Questions, with
+the lines that `ringjax.data.needle` hides).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ringjax.data.filler import Filler
+from ringjax.data.needle import ANSWER, NEEDLE, QUESTION, names, numbers
+from ringjax.data.special import joined
+from ringjax.errors import OptionError, message
+
+_NOTHING, _TEXT, _SOUGHT = range(3)
+_PAIR = "{name} is {number}.\n"
+_DIGITS = (4, 6)
+# Of names that are words of the text, and of those that are any letters.
+_WORDS, _LETTERS = 0.5, 0.3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall:
+  """What all of them share.
+
+  Attributes:
+    tokenizer: a `Tokenizer` or `Bytes`.
+    filler: the text around it.
+    length: T, tokens of an example.
+    text: what foretelling the text weighs beside what is sought.
+  """
+
+  tokenizer: Any
+  filler: Filler
+  length: int
+  text: float = 0.5
+
+  def __post_init__(self) -> None:
+    if not self.text >= 0:
+      raise OptionError(message("text", self.text, "0 or more", "raise it"))
+    if self.length < self._least:
+      raise OptionError(
+        message(
+          "length", self.length, f"{self._least} tokens or more", "raise it"
+        )
+      )
+
+  @property
+  def _least(self) -> int:
+    """Tokens of an example that shows anything."""
+    return 32
+
+  def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """An example, by nothing but `rng`.
+
+    Returns:
+      ids int32 [T], and their weights as labels, float32 [T].
+    """
+    parts = [(self._begin(), _NOTHING), *self._parts(rng)]
+    ids = joined([part for part, _ in parts])
+    kinds = np.concatenate(
+      [np.broadcast_to(kind, len(part)) for part, kind in parts]
+    )
+    weights = np.zeros(len(ids))
+    for kind, share in ((_SOUGHT, 1.0), (_TEXT, self.text)):
+      here = kinds == kind
+      weights[here] = share / max(1, here.sum())
+    total = weights.sum()
+    if total:
+      weights *= len(ids) / total
+    return ids, weights.astype(np.float32)
+
+  def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
+    """Ids behind the beginning, and the kind or kinds of each part."""
+    raise NotImplementedError
+
+  def _ids(self, text: str) -> np.ndarray:
+    return self.tokenizer.encode(text, bos=False)
+
+  def _begin(self) -> np.ndarray:
+    one = self.tokenizer.bos_id
+    return np.array([] if one is None else [one], np.int32)
+
+  def _lines(self, rng: np.random.Generator, room: int) -> list[np.ndarray]:
+    """Lines of the filler, `room` tokens in all; the first may be cut."""
+    found: list[np.ndarray] = []
+    for line in self.filler.lines(rng):
+      if room <= 0:
+        break
+      found.append(self._ids(line))
+      room -= len(found[-1])
+    while room < 0:
+      # What is too much goes from the front: lines end whole.
+      first = found.pop(0)
+      if len(first) > -room:
+        found.insert(0, first[-room:])
+      room = min(0, room + len(first))
+    return found
+
+  def _names(self, rng: np.random.Generator, count: int) -> list[str]:
+    """Different names of all sorts."""
+    words: Iterator[str] = self._words(rng)
+    found: dict[str, None] = {}
+    while len(found) < count:
+      draw = rng.random()
+      if draw < _WORDS:
+        name = next(words)
+      elif draw < _WORDS + _LETTERS:
+        letters = rng.integers(26, size=rng.integers(3, 9))
+        name = "".join(chr(ord("a") + c) for c in letters)
+      else:
+        (name,) = names(rng, 1)
+      found.setdefault(name)
+    return list(found)
+
+  def _words(self, rng: np.random.Generator) -> Iterator[str]:
+    """Words of the filler; a text without any gives names instead."""
+    barren = 0
+    for line in self.filler.lines(rng):
+      found = re.findall(r"[a-z]{3,10}", line)
+      barren = 0 if found else barren + 1
+      if found:
+        yield found[int(rng.integers(len(found)))]
+      elif barren > 100:
+        break
+    while True:
+      yield from names(rng, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copies(Recall):
+  """Random tokens, text, and the same tokens again.
+
+  The fewer different tokens, the more of them decide which comes next.
+
+  Attributes:
+    fewest: different tokens that are drawn from at least.
+    most: the ids below this are drawn from.
+  """
+
+  fewest: int = 8
+  most: int = 256
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not 2 <= self.fewest <= self.most <= self.tokenizer.vocab_size:
+      raise OptionError(
+        message(
+          "fewest, most",
+          f"{self.fewest}, {self.most}",
+          f"2 <= fewest <= most <= {self.tokenizer.vocab_size}, the vocabulary",
+          "change them",
+        )
+      )
+
+  def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
+    letters = int(2 ** rng.uniform(np.log2(self.fewest), np.log2(self.most)))
+    room = self.length - len(self._begin())
+    count = int(room * rng.uniform(0.3, 0.48))
+    chosen = rng.choice(rng.permutation(self.most)[:letters], count)
+    chosen = chosen.astype(np.int32)
+    # As many as it takes until what comes next has come but once.
+    known = min(count, int(np.ceil(np.log(4 * count) / np.log(letters))))
+    kinds = np.where(np.arange(count) < known, _NOTHING, _SOUGHT)
+    text = joined(self._lines(rng, room - 2 * count))
+    return [(chosen, _NOTHING), (text, _TEXT), (chosen, kinds)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs(Recall):
+  """Lines that name a number each, text, the same lines in another order.
+
+  With so many answers in an example, looking up is learned in minutes.
+  """
+
+  def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
+    room = self.length - len(self._begin())
+    pairs: list[tuple[str, str]] = []
+    # No more pairs than this have room.
+    for name in self._names(rng, max(1, room // 16)):
+      pair = (name, _number(rng))
+      size = sum(len(part) for part, _ in self._pair(*pair))
+      if 2 * size > room:
+        break
+      room -= 2 * size
+      pairs.append(pair)
+    first = [(ids, _TEXT) for p in pairs for ids, _ in self._pair(*p)]
+    order = rng.permutation(len(pairs))
+    again = [part for i in order for part in self._pair(*pairs[i])]
+    return [*first, (joined(self._lines(rng, room)), _TEXT), *again]
+
+  def _pair(self, name: str, number: str) -> list[tuple[np.ndarray, int]]:
+    before, after = _PAIR.split("{number}")
+    return [
+      (self._ids(before.format(name=name)), _TEXT),
+      (self._ids(number), _SOUGHT),
+      (self._ids(after), _TEXT),
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions(Recall):
+  """A text with facts strewn in, and questions for some of them at its end.
+
+  The lines are those of `ringjax.data.needle.Passkey`.
+
+  Attributes:
+    facts: the most that there are.
+    questions: the most that are asked.
+  """
+
+  facts: int = 8
+  questions: int = 4
+
+  @property
+  def _least(self) -> int:
+    # As tokens are bytes; of others it is less.
+    return 64 + 56 * self.facts + 128 * self.questions
+
+  def __post_init__(self) -> None:
+    if not 1 <= self.questions <= self.facts:
+      raise OptionError(
+        message(
+          "questions",
+          f"{self.questions} of {self.facts} facts",
+          "1 to facts",
+          "change one of them",
+        )
+      )
+    super().__post_init__()
+
+  def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
+    asked = int(rng.integers(1, self.questions + 1))
+    count = int(rng.integers(asked, self.facts + 1))
+    facts = [
+      {"name": name, "number": _number(rng)} for name in self._names(rng, count)
+    ]
+    tail: list[tuple[np.ndarray, Any]] = []
+    for i in rng.permutation(asked):
+      tail += self._answered(facts[i], sure=not tail)
+    needles = [self._ids(NEEDLE.format(**fact)) for fact in facts]
+    taken = sum(len(part) for part, _ in tail) + sum(map(len, needles))
+    lines = self._lines(rng, self.length - len(self._begin()) - taken)
+    # Each stands above one of the lines, or below the last.
+    places = np.sort(rng.integers(len(lines) + 1, size=count))
+    body, at = [], 0
+    for place, needle in zip(places.tolist(), needles, strict=True):
+      body += [*lines[at:place], needle]
+      at = place
+    return [(joined([*body, *lines[at:]]), _TEXT), *tail]
+
+  def _answered(
+    self, fact: dict[str, str], *, sure: bool
+  ) -> list[tuple[np.ndarray, Any]]:
+    """A question and its answer; `sure` if only this one can be meant."""
+    question = self._ids(QUESTION.format(**fact))
+    before, after = ANSWER.split("{number}")
+    end = np.array(self.tokenizer.eos_ids[:1], np.int32)
+    return [
+      (question, _TEXT),
+      (self._ids(before.format(**fact)), _SOUGHT if sure else _TEXT),
+      (self._ids(fact["number"]), _SOUGHT),
+      (joined([self._ids(after), end]), _SOUGHT),
+    ]
+
+
+def _number(rng: np.random.Generator) -> str:
+  low, high = _DIGITS
+  return numbers(rng, 1, int(rng.integers(low, high + 1)))[0]

@@ -1,0 +1,172 @@
+"""launch.train in several processes, of which one dies, hangs or is stopped."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from launch.group import FAILED
+from ringjax.train.loop import STUCK
+from tests.launch.test_train import SMALL
+
+# Of machines that do other things too.
+PATIENCE_S = 600
+STEPS = 12
+ENDLESS = "--config.stages=({'steps': 100000, 'length': 160, 'batch': 2},)"
+SHORT = f"--config.stages=({{'steps': {STEPS}, 'length': 160, 'batch': 2}},)"
+
+
+@pytest.fixture
+def argv(tmp_path) -> list[str]:
+  """A training on two devices in each of two processes."""
+  config = tmp_path / "small.py"
+  config.write_text(SMALL)
+  return [
+    "-m",
+    "launch.train",
+    f"--config={config}",
+    f"--out={tmp_path / 'out'}",
+    "--mesh=seq:4",
+    "--devices=2",
+    "--config.log_every=1",
+  ]
+
+
+def rows(out: pathlib.Path) -> list[dict]:
+  log = out / "log.jsonl"
+  if not log.exists():
+    return []
+  # The last line may be half there.
+  return [json.loads(x) for x in log.read_text().split("\n")[:-1]]
+
+
+def wait_for(out: pathlib.Path, steps: int, *running: subprocess.Popen) -> None:
+  while len(rows(out)) < steps:
+    for one in running:
+      assert one.poll() is None, one.communicate()[1]
+    time.sleep(0.05)
+
+
+def losses(out: pathlib.Path) -> dict[int, float]:
+  return {row["step"]: row["loss"] for row in rows(out)}
+
+
+def saved(out: pathlib.Path) -> list[int]:
+  return sorted(
+    int(x.name) for x in (out / "checkpoints").iterdir() if x.name.isdecimal()
+  )
+
+
+def test_a_dead_process_ends_the_others(argv, tmp_path, start_together):
+  with start_together(*argv, ENDLESS, processes=2) as (first, second):
+    wait_for(tmp_path / "out", 2, first, second)
+    second.kill()
+    _, err = first.communicate(timeout=PATIENCE_S)
+  assert first.returncode == FAILED
+  (line,) = [x for x in err.splitlines() if x.startswith("train: ")]
+  assert "rank 1 is gone" in line and "while training" in line
+  assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_every", [1, 5])
+@pytest.mark.parametrize("dying", [0, 1])
+def test_what_is_left_goes_on_bit_for_bit(
+  argv, tmp_path, start_together, dying, save_every
+):
+  """Killed in a step or in a save, and started again."""
+  argv = [*argv, SHORT, f"--config.save_every={save_every}"]
+  out, whole = tmp_path / "out", tmp_path / "whole"
+  with start_together(*argv, f"--out={whole}", processes=2) as running:
+    for one in running:
+      _, err = one.communicate(timeout=PATIENCE_S)
+      assert one.returncode == 0, err
+  with start_together(*argv, processes=2) as running:
+    wait_for(out, 7, *running)
+    running[dying].kill()
+    _, err = running[1 - dying].communicate(timeout=PATIENCE_S)
+  # Where the coordinator died JAX may end it first, once that has been said.
+  assert running[1 - dying].returncode in (FAILED, -6)
+  assert f"rank {dying} is gone" in err
+  for step in saved(out):
+    assert step <= 7 + 2
+  with start_together(*argv, processes=2) as running:
+    for one in running:
+      _, err = one.communicate(timeout=PATIENCE_S)
+      assert one.returncode == 0, err
+  assert losses(out) == losses(whole)
+  a, b = (folder / "model" / "model.safetensors" for folder in (out, whole))
+  assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_process_is_given_up(argv, tmp_path, start_together, frozen):
+  argv = [*argv, ENDLESS, "--config.timeout_s=5.0"]
+  with start_together(*argv, processes=2) as running:
+    wait_for(tmp_path / "out", 3, *running)
+    running[frozen].send_signal(signal.SIGSTOP)
+    other = running[1 - frozen]
+    _, err = other.communicate(timeout=PATIENCE_S)
+  # In a step the watch sees it, in a save that the other one is silent.
+  if other.returncode == STUCK:
+    assert "wanted one within 5 s" in err and "All threads" in err
+    assert "loop.py" in err
+  else:
+    assert other.returncode in (FAILED, -6)
+    assert f"rank {frozen} has said nothing for 5 s" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("told", "number", "status"),
+  [
+    (0, signal.SIGTERM, 143),
+    (1, signal.SIGTERM, 143),
+    (0, signal.SIGINT, 130),
+    (1, signal.SIGINT, 130),
+  ],
+)
+def test_a_signal_to_one_process_stops_all(
+  argv, tmp_path, start_together, told, number, status
+):
+  """They save one step together, and say so."""
+  out = tmp_path / "out"
+  with start_together(*argv, ENDLESS, processes=2) as running:
+    wait_for(out, 3, *running)
+    running[told].send_signal(number)
+    said = [one.communicate(timeout=PATIENCE_S) for one in running]
+  statuses = [one.returncode for one in running]
+  # The other one was told to end, and not by Ctrl-C.
+  assert statuses[told] == status, said
+  assert statuses[1 - told] == 143, said
+  assert saved(out)[-1] == rows(out)[-1]["step"]
+
+
+@pytest.mark.parametrize(
+  ("rank", "words"),
+  [
+    (0, "1 of 2 within 1 s; missing: 1"),
+    (1, "where process 0 did not answer within 1 s"),
+  ],
+)
+def test_who_is_not_there_is_named(argv, start, rank, words):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  more = (
+    "--init_timeout=1",
+    f"--coordinator=localhost:{port}",
+    "--num_processes=2",
+    f"--process_id={rank}",
+  )
+  with start(*argv, *more) as one:
+    _, err = one.communicate(timeout=PATIENCE_S)
+  assert one.returncode == 2
+  assert words in err and "Traceback" not in err
