@@ -35,7 +35,6 @@ from ringjax.errors import OptionError, message
 from ringjax.eval import Cell, draw, find, perplexity
 from ringjax.infer import METHODS
 from ringjax.models import tiny
-from ringjax.nn.spread import Travel
 
 NAME = "evaluate"
 _MEMORY = "shorten the text (--lengths), or use more devices"
@@ -55,7 +54,15 @@ def define(values: flags.FlagValues) -> None:
   new.texts("depths", None, "needle: where facts stand; default 0,0.25,..,1.")
   new.whole("trials", 4, "needle: texts of each length and depth.")
   flags.DEFINE_enum(
-    "prefill", "auto", METHODS, "needle: how to read.", flag_values=values
+    "prefill", "auto", METHODS, "How to read.", flag_values=values
+  )
+  new.whole("chunk", None, "Tokens of a chunk, with --prefill=chunked.")
+  flags.DEFINE_enum(
+    "cache_dtype",
+    None,
+    ["bfloat16", "float16", "float32"],
+    "Of the cache; default: the model's.",
+    flag_values=values,
   )
   new.whole("rows", 8, "perplexity: texts of each length.")
   new.text("folder", None, "perplexity: folder of .txt files to foretell.")
@@ -84,6 +91,7 @@ def run(
   stderr: TextIO | None = None,
 ) -> int:
   """Does what the flags and `words`, a sub-command, say; the exit status."""
+  common.calm()
   screen = screens.Screen(NAME, stderr)
   doing = f"evaluating {' '.join(words)}"
   group = Group(screen, lambda: doing)
@@ -163,6 +171,8 @@ def _needle(
     on_trial=screen.at,
     mesh=mesh,
     prefill=values.prefill,
+    chunk=values.chunk,
+    cache_dtype=values.cache_dtype,
   )
   lines = [
     f"{values.task}: per cent found, {values.trials} texts of each length and "
@@ -196,10 +206,6 @@ def _perplexity(
 ) -> _Answer:
   lengths = _numbers("lengths", values.lengths, int)
   model, tokenizer, mesh = _begin(values, screen, group)
-  shards = mesh.shape.get("seq", 1)
-  spread = Travel(mesh=mesh)
-  if shards > 1:
-    spread = Travel(mesh=mesh, axis="seq", layout=rj.Striped())
   texts = _texts(values)
   # One text behind another: files are short.
   ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in texts])
@@ -214,7 +220,10 @@ def _perplexity(
       pieces,
       length=length,
       rows=values.rows,
-      spread=spread,
+      mesh=mesh,
+      prefill=values.prefill,
+      chunk=values.chunk,
+      cache_dtype=values.cache_dtype,
       on_row=lambda n, done=done: screen.at(done + n),
     )
     done += values.rows

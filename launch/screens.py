@@ -100,6 +100,7 @@ class Screen:
     self._task: Any = None
     self._label, self._unit, self._total = "", "", 0
     self._start = self._last = 0.0
+    self._first = 0
 
   def say(self, text: str) -> None:
     """A line."""
@@ -127,10 +128,20 @@ class Screen:
     self.error(text)
     return 2
 
-  def begin(self, label: str, total: int = 0, unit: str = "") -> None:
-    """Something begins that takes a while; `total` is 0 if it isn't known."""
+  def begin(
+    self, label: str, total: int = 0, unit: str = "", done: int = 0
+  ) -> None:
+    """Something begins that takes a while.
+
+    Args:
+      label: what it is.
+      total: how much there is of it; 0 if it isn't known.
+      unit: in which that is counted.
+      done: how much was done before.
+    """
     self.end()
     self._label, self._unit, self._total = label, unit, total
+    self._first = done
     self._start = self._last = time.monotonic()
     if self.quiet:
       return
@@ -149,7 +160,9 @@ class Screen:
       console=console.Console(file=self._stream),
       transient=True,
     )
-    self._task = self._bar.add_task(label, total=total or None, rate="")
+    self._task = self._bar.add_task(
+      label, total=total or None, completed=done, rate=""
+    )
     self._bar.start()
 
   def at(self, done: int) -> None:
@@ -157,12 +170,12 @@ class Screen:
     if self.quiet:
       return
     now = time.monotonic()
-    rate = done / max(now - self._start, 1e-9)
+    rate = (done - self._first) / max(now - self._start, 1e-9)
     if self._bar is not None:
       self._bar.update(
         self._task, completed=done, rate=f"{rate:,.0f} {self._unit}/s"
       )
-    elif now - self._last >= self._every_s and 0 < done < self._total:
+    elif now - self._last >= self._every_s and rate and done < self._total:
       self._last = now
       left = (self._total - done) / rate
       self.say(

@@ -112,7 +112,7 @@ def _filler() -> Lines:
 
 def _library(tokenizer: Any, vocab: int) -> Documents:
   texts = documents.library(held_out=False)
-  ids = [np.asarray(tokenizer.encode(text)) for text in texts]
+  ids = [np.asarray(tokenizer.encode(text)) for text in texts if text]
   most = max(int(x.max()) for x in ids)
   if most >= vocab:
     raise OptionError(

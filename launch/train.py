@@ -168,7 +168,18 @@ class _Work:
       f"{model.config.family}, {count:,} parameters, {mesh.devices.size} x "
       f"{jax.devices()[0].device_kind}, {made.total} steps"
     )
-    self._begin("training", made.total, "steps")
+    self._begin("training")
+    trace = _Trace(values.profile if first else None)
+    begun: list[int] = []
+
+    def on_step(step: int) -> None:
+      if not begun:
+        # A run that goes on has done a part already.
+        begun.append(step)
+        total = _tokens(made, made.total)
+        screen.begin("training", total, "tokens", done=_tokens(made, step))
+      trace()
+
     # The model's own arrays are soon given away.
     form = jax.eval_shape(lambda model: model, model)
     with Checkpoints(
@@ -182,7 +193,7 @@ class _Work:
         axis=axis,
         checkpoints=saved,
         report=lambda stage, one: self._report(made, form, mesh, stage, one),
-        on_step=_Trace(values.profile) if first else lambda step: None,
+        on_step=on_step,
       )
     screen.end()
     if done.stopped is not None:
@@ -250,7 +261,7 @@ class _Work:
       f"  {rate:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
-    self.screen.at(one.step)
+    self.screen.at(_tokens(made, one.step))
 
   def _begin(self, doing: str, total: int = 0, unit: str = "") -> None:
     self.doing = doing
@@ -299,8 +310,19 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
       save_every=config.save_every,
       most_skipped=config.most_skipped,
       timeout_s=config.timeout_s,
+      replay_every=config.replay_every,
     ),
   )
+
+
+def _tokens(made: recipe.Recipe, steps: int) -> int:
+  """Tokens that so many steps read, a better measure than their count."""
+  total = 0
+  for stage in made.stages:
+    taken = min(steps, stage.steps)
+    total += taken * stage.batch * stage.length
+    steps -= taken
+  return total
 
 
 def default_config() -> ConfigDict:
@@ -332,6 +354,7 @@ def default_config() -> ConfigDict:
       "keep": 3,
       "most_skipped": 3,
       "timeout_s": placeholder(float),
+      "replay_every": placeholder(int),
     },
     convert_dict=True,
     type_safe=False,
@@ -415,8 +438,7 @@ class _Trace:
   def __init__(self, folder: str | None):
     self._folder, self._count = folder, 0
 
-  def __call__(self, step: int) -> None:
-    del step
+  def __call__(self) -> None:
     self._count += 1
     if self._folder is None:
       return

@@ -121,6 +121,10 @@ class NotFiniteError(RingjaxError, ArithmeticError):
   """A loss or its gradients stay infinite or NaN."""
 
 
+class ReplayError(RingjaxError, ArithmeticError):
+  """A step that was computed twice gave two results: a device errs."""
+
+
 class Declined(RingjaxError, NotImplementedError):
   """An implementation says "not me"; `select` then asks the next one."""
 

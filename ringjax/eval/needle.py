@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.data.needle import Task
+from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError, message
 from ringjax.infer.generate import generate
 from ringjax.models.transformer import Transformer
@@ -67,7 +67,8 @@ def find(
     trials: texts of each length and depth.
     seed: of the texts.
     on_trial: called with how many trials are done.
-    **options: of `rj.infer.generate`, such as mesh, prefill and chunk.
+    **options: of `rj.infer.generate`, such as mesh, prefill, chunk and
+      cache_dtype.
 
   Returns:
     A cell for each length and depth, in this order.
@@ -86,7 +87,8 @@ def find(
     for trial in range(trials):
       for depth in depths:
         rng = np.random.default_rng([seed, length, trial])
-        found[depth].append(_ask(model, task, rng, length, depth, options))
+        example = task.make(rng, length, depth)
+        found[depth].append(_ask(model, task, example, options))
         done += 1
         on_trial(done)
     for depth, said in found.items():
@@ -100,22 +102,16 @@ def find(
 def _ask(
   model: Transformer,
   task: Task,
-  rng: np.random.Generator,
-  length: int,
-  depth: float,
+  example: Example,
   options: dict[str, Any],
 ) -> tuple[float, str]:
-  example = task.make(rng, length, depth)
   ids, weights = task.training(example)
   start = int(np.argmax(weights > 0))
+  # As long as the answer, and what may end it.
+  count = len(ids) - start
   ends = tuple(i for i in task.tokenizer.eos_ids if i < model.config.vocab)
   new = generate(
-    model,
-    [ids[:start]],
-    # As long as the answer, and what may end it.
-    max_new_tokens=len(ids) - start,
-    stop=ends or None,
-    **options,
+    model, [ids[:start]], max_new_tokens=count, stop=ends or None, **options
   )[0]
   said = [int(i) for i in new if int(i) not in ends]
   text = task.tokenizer.decode(said)

@@ -15,13 +15,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from ringjax.errors import PromptError, message
+from ringjax.errors import OptionError, PromptError, message
+from ringjax.infer.generate import Session, place_of
+from ringjax.infer.prefill import Prefill, plan
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Spread, Travel
+from ringjax.nn.spread import Spread, Visit
 from ringjax.train.batch import Batch, place, whole_rows
-from ringjax.train.objective import each_token
+from ringjax.train.objective import each_token, each_token_cached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +55,23 @@ class Curve:
     return {**dataclasses.asdict(self), "perplexity": self.perplexity}
 
 
+# What reads a text without a cache, and so in one piece.
+WHOLE = ("blockwise", "dense", "ring", "striped", "zigzag", "gather", "ulysses")
+
+
 @functools.partial(jax.jit, static_argnums=(1,))
 def _read(model: Transformer, spread: Spread, batch: Batch) -> jax.Array:
   one = jax.tree.map(lambda x: x[0], batch)
   return spread.everywhere(each_token(model, one, spread))
+
+
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
+def _read_on(
+  model: Transformer, spread: Visit, batch: Batch, cache: Any, length: jax.Array
+) -> tuple[jax.Array, Any]:
+  one = jax.tree.map(lambda x: x[0], batch)
+  each, cache = each_token_cached(model, one, spread, cache, length)
+  return spread.everywhere(each), cache
 
 
 def perplexity(
@@ -63,7 +80,11 @@ def perplexity(
   *,
   length: int,
   rows: int,
-  spread: Travel | None = None,
+  prefill: str = "auto",
+  mesh: Mesh | None = None,
+  axis: str | None = None,
+  chunk: int | None = None,
+  cache_dtype: Any = None,
   on_row: Callable[[int], Any] = lambda done: None,
 ) -> Curve:
   """Reads the beginnings of documents that are long enough.
@@ -73,22 +94,52 @@ def perplexity(
     documents: ids [n] of each; shorter ones are passed over.
     length: T, tokens that are read of each, a multiple of twice the shards.
     rows: how many documents are read.
-    spread: how tokens lie on devices; default: one device.
+    prefill: how, of "auto", `WHOLE` and "chunked", which keeps what it has
+      read in a cache.
+    mesh: the mesh; default: the model's, else the current one.
+    axis: the axis that shards the sequence; default "seq" if there is one.
+    chunk: tokens of a chunk.
+    cache_dtype: of the cache; default: the model's.
     on_row: called with how many rows are read.
 
   Raises:
     PromptError: not so many documents are long enough.
+    OptionError: a way to read that does not fit.
   """
-  spread = Travel() if spread is None else spread
+  if prefill not in ("auto", *WHOLE, "chunked"):
+    raise OptionError(
+      message(
+        "prefill",
+        repr(prefill),
+        f"one of auto, {', '.join(WHOLE)}, chunked",
+        "choose one",
+      )
+    )
+  mesh, axis = place_of(mesh, axis, model)
+  how = plan(prefill, length, model, mesh, axis, chunk=chunk)
+  if cache_dtype is not None and how.chunk is None:
+    raise OptionError(
+      message(
+        "cache_dtype",
+        f"{cache_dtype} with prefill={how.name!r}, which has no cache",
+        "prefill='chunked'",
+        "leave one of them out",
+      )
+    )
+
+  def losses(ids: np.ndarray) -> np.ndarray:
+    batch = whole_rows(ids[None, : length + 1])
+    if how.chunk is not None:
+      return _in_chunks(model, batch, how, mesh, axis, cache_dtype)
+    found = _read(model, how.spread, place(batch, how.spread))
+    layout, shards = how.spread.layout, how.spread.size
+    return layout.restore(np.asarray(found), shards=shards, axis=1)[0]
+
   total, count = np.zeros(length), 0
   for ids in documents:
     if len(ids) <= length:
       continue
-    batch = place(whole_rows(ids[None, : length + 1]), spread)
-    found = _read(model, spread, batch)
-    total += spread.layout.restore(
-      np.asarray(found), shards=spread.size, axis=1
-    )[0]
+    total += losses(ids)
     count += 1
     on_row(count)
     if count == rows:
@@ -115,3 +166,34 @@ def perplexity(
     nll=tuple(float(piece.mean()) for piece in pieces),
     mean=float(each.mean()),
   )
+
+
+def _in_chunks(
+  model: Transformer,
+  batch: Batch,
+  how: Prefill,
+  mesh: Any,
+  axis: str | None,
+  dtype: Any,
+) -> np.ndarray:
+  """Losses of a row [T], read behind what a cache holds, chunk by chunk."""
+  length, size = batch.tokens.shape[1], how.chunk
+  assert size is not None
+  session = Session(model, how.width, mesh=mesh, axis=axis, dtype=dtype)
+  cache, found = session.cache, []
+  for first in range(0, length, size):
+    at = np.arange(first, first + size)
+    real = at < length
+    cut = lambda x, at=at, real=real: np.where(
+      real, x[:, np.minimum(at, length - 1)], 0
+    )
+    part = Batch(
+      *(cut(x) for x in (batch.tokens, batch.labels, batch.weights)),
+      positions=at[None].astype(np.int32),
+      segments=real[None].astype(np.int32),
+    )
+    each, cache = _read_on(
+      model, how.spread, place(part, how.spread), cache, jnp.int32(length)
+    )
+    found.append(np.asarray(each)[0])
+  return np.concatenate(found)[:length]

@@ -26,7 +26,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.infer import decode, inputs, prefill
-from ringjax.infer.prefill import plan
+from ringjax.infer.prefill import check_machine, plan
 from ringjax.infer.sampling import Greedy
 from ringjax.infer.stopping import Stop
 from ringjax.models.checkpoint import free_bytes
@@ -94,7 +94,7 @@ class Session:
     """
     positive_int("batch", batch)
     self.model = model
-    self.mesh, self.axis = _place(mesh, axis, model)
+    self.mesh, self.axis = place_of(mesh, axis, model)
     spread = Spread(mesh=self.mesh, axis=self.axis)
     _check_devices(model, self.mesh)
     capacity = prefill.padded(positive_int("capacity", capacity), spread.size)
@@ -148,6 +148,7 @@ def generate(
   machine: Machine | None = None,
   keep: str = "sharded",
   cache: Session | None = None,
+  cache_dtype: Any = None,
   stop: Stop | Iterable[int] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -179,6 +180,7 @@ def generate(
       that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
+    cache_dtype: of the cache that is made; default: the model's.
     stop: ids behind which an example ends, or a `Stop` with ids and strings.
     tokenizer: of the strings, which may span tokens.
     stream: called with each step's tokens, int32 [B]. Its answer True ends
@@ -199,6 +201,8 @@ def generate(
   _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
   _check_pad(pad_id)
   _check_keep(keep)
+  if machine is not None:
+    check_machine(machine, prefill, model)
   prompts = inputs.prompts(tokens, model.config.vocab)
   stops, watches = _stops(stop, model.config.vocab, tokenizer, len(prompts))
   if isinstance(cache, Session) and len(prompts) == cache.pending.size:
@@ -210,7 +214,7 @@ def generate(
   longest = int(lengths.max())
   session = cache
   if session is None:
-    found, over = _place(mesh, axis, model)
+    found, over = place_of(mesh, axis, model)
     shards = 1 if over is None else found.shape[over]
     first = plan(
       prefill,
@@ -225,7 +229,9 @@ def generate(
     )
     # A shard's last slot may stay empty behind an uneven prompt.
     need = first.slots * shards + count + shards
-    session = Session(model, need, batch=batch, mesh=found, axis=over)
+    session = Session(
+      model, need, batch=batch, mesh=found, axis=over, dtype=cache_dtype
+    )
   elif mesh is not None or axis is not None:
     raise OptionError(
       message(
@@ -233,6 +239,15 @@ def generate(
         "a mesh or an axis beside a session",
         "one of them",
         "leave mesh= and axis= out: the session has its own",
+      )
+    )
+  elif cache_dtype is not None:
+    raise OptionError(
+      message(
+        "cache_dtype",
+        f"{cache_dtype} beside a session",
+        "one of them",
+        "leave it out: the session's cache has its dtype",
       )
     )
   elif not isinstance(session, Session):
@@ -390,9 +405,10 @@ def _bytes_each(cache: Any) -> int:
   )
 
 
-def _place(
+def place_of(
   mesh: Any, axis: str | None, model: Transformer
 ) -> tuple[Any, str | None]:
+  """The mesh and the axis that are meant: given, the model's, the current."""
   if mesh is None:
     own = model.embed.weight.get_value().sharding
     mesh = own.mesh if isinstance(own, NamedSharding) else None

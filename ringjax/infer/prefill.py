@@ -132,7 +132,7 @@ def plan(
   why = "as asked"
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if machine is not None:
-    _check_machine(machine, name, model)
+    check_machine(machine, name, model)
   if name == "auto":
     name, why = _choose(size, chunk, recurrent)
     if name == "striped" and machine is not None:
@@ -245,7 +245,12 @@ def tile(tokens: int, shards: int) -> int:
   return max(1, min(_TILE, tokens // (4 * shards)))
 
 
-def _check_machine(machine: Any, name: str, model: Transformer) -> None:
+def check_machine(machine: Any, name: str, model: Transformer) -> None:
+  """Refuses what no prefill can be chosen by.
+
+  Raises:
+    OptionError: no machine, one of another model, or nothing to choose.
+  """
   if not isinstance(machine, Machine):
     raise OptionError(
       message(

@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from ringjax.errors import NotFiniteError, OptionError, message
+from ringjax.errors import NotFiniteError, OptionError, ReplayError, message
 from ringjax.ops.inputs import positive_int
 from ringjax.train.step import Figures, State
 
@@ -60,18 +61,23 @@ class Pace:
     save_every: steps between two saves; None saves at the end only.
     most_skipped: steps in a row that may be not finite.
     timeout_s: seconds after which a step is given up; None waits.
+    replay_every: steps between two that are computed twice, to find devices
+      that err in silence; None for none. Such a step takes twice the time and
+      the state's memory.
   """
 
   log_every: int = 10
   save_every: int | None = None
   most_skipped: int = 3
   timeout_s: float | None = None
+  replay_every: int | None = None
 
   def __post_init__(self) -> None:
     for name in ("log_every", "most_skipped"):
       positive_int(name, getattr(self, name))
-    if self.save_every is not None:
-      positive_int("save_every", self.save_every)
+    for name in ("save_every", "replay_every"):
+      if getattr(self, name) is not None:
+        positive_int(name, getattr(self, name))
     if self.timeout_s is not None and not self.timeout_s > 0:
       raise OptionError(
         message("timeout_s", self.timeout_s, "seconds above 0", "raise it")
@@ -152,6 +158,8 @@ def fit(
     OptionError: no steps.
     NotFiniteError: too many steps in a row were not finite; the last step
       saved is from before them.
+    ReplayError: a step that was computed twice gave two results; nothing is
+      saved of it.
     CheckpointWriteError: a save failed.
   """
   positive_int("steps", steps)
@@ -162,8 +170,13 @@ def fit(
     while taken < steps:
       on_step(taken)
       batch = place(next(data))
+      again = None
+      if pace.replay_every is not None and not (taken + 1) % pace.replay_every:
+        again = _copied(state)
       state, figures = step(state, frozen, batch)
       taken += 1
+      if again is not None:
+        _check_replay(taken, (state, figures), step(again, frozen, batch))
       if waiting is not None:
         sums.add(waiting, pace)
       waiting = figures
@@ -203,6 +216,33 @@ def _resumed(state: State, data: Data, checkpoints: Any) -> tuple[State, int]:
     data.restore(extra["data"])
     state = State(**saved)
   return state, int(jax.device_get(state.step))
+
+
+@jax.jit
+def _copied(state: State) -> State:
+  return jax.tree.map(jnp.copy, state)
+
+
+@jax.jit
+def _differing(a: Any, b: Any) -> jax.Array:
+  """Numbers that are not the same, in two trees."""
+  differ = lambda x, y: jnp.sum(
+    (x != y) & ~((x != x) & (y != y)), dtype=jnp.int32
+  )
+  return jax.tree.reduce(jnp.add, jax.tree.map(differ, a, b), jnp.int32(0))
+
+
+def _check_replay(taken: int, first: Any, second: Any) -> None:
+  count = int(jax.device_get(_differing(first, second)))
+  if count:
+    raise ReplayError(
+      message(
+        "step",
+        f"{count} numbers that differ when step {taken} is computed again",
+        "the same bits",
+        "test the devices; what is saved is from before this step",
+      )
+    )
 
 
 class _Sums:

@@ -18,7 +18,7 @@ from ringjax.kv.base import NoCache
 from ringjax.models.checkpoint import cast
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
-from ringjax.nn.spread import Spread
+from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.train.batch import Batch
 
@@ -78,6 +78,36 @@ def each_token(
   return _losses(model, batch, spread, block, dtype)(0.0)
 
 
+def each_token_cached(
+  model: Transformer,
+  batch: Batch,
+  spread: Visit,
+  cache: Any,
+  length: Any,
+  *,
+  block: int = 1024,
+) -> tuple[jax.Array, Any]:
+  """As `each_token`, of tokens that go on behind what a cache holds.
+
+  Args:
+    model: that reads.
+    batch: with positions and segments, which all rows need.
+    spread: how queries visit the cache.
+    cache: what came before.
+    length: int32 [], tokens of the whole text.
+    block: tokens of a step of the head.
+
+  Returns:
+    Losses, float32 [B, T], and the cache with these tokens.
+  """
+  places = tokens_of(
+    model, spread, batch.tokens.shape, batch.positions, batch.segments, length
+  )
+  cache = cache.reserve(places.at, False)
+  h, cache = model.hidden(batch.tokens, places, cache, spread)
+  return _head_losses(model, batch, h, block, 0.0), cache
+
+
 def _losses(
   model: Transformer, batch: Batch, spread: Spread, block: int, dtype: Any
 ) -> Callable[[float], jax.Array]:
@@ -88,8 +118,15 @@ def _losses(
     model, spread, batch.tokens.shape, batch.positions, batch.segments, None
   )
   h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), spread)
+  return lambda z_loss: _head_losses(model, batch, h, block, z_loss)
+
+
+def _head_losses(
+  model: Transformer, batch: Batch, h: jax.Array, block: int, z_loss: float
+) -> jax.Array:
+  """Weighted losses [B, T] of hidden states [B, T, D]."""
   h, w = _head(model, h)
-  return lambda z_loss: blockwise_cross_entropy(
+  return blockwise_cross_entropy(
     h,
     w,
     batch.labels,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -17,7 +18,6 @@ from ringjax.data.needle import Passkey
 from ringjax.errors import OptionError, PromptError
 from ringjax.eval import Cell, draw, find, perplexity
 from ringjax.models import checkpoint, tiny
-from ringjax.nn.spread import Travel
 
 CONFIG = {
   "architectures": ["LlamaForCausalLM"],
@@ -110,17 +110,45 @@ def test_losses_by_position_are_the_model_s_own():
   assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [rj.Contiguous(), rj.Striped()])
-def test_a_sharded_text_gives_the_same(layout):
+@pytest.mark.parametrize("prefill", ["auto", "ring", "chunked"])
+def test_a_sharded_text_gives_the_same(prefill):
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
   model = checkpoint.create(CONFIG, seed=1)
-  spread = Travel(mesh=mesh, axis="seq", layout=layout)
   rows = texts(2, 49)
   want = perplexity(model, rows, length=48, rows=2)
   got = perplexity(
-    checkpoint.place(model, mesh), rows, length=48, rows=2, spread=spread
+    checkpoint.place(model, mesh), rows, length=48, rows=2, prefill=prefill
   )
   assert got.nll == pytest.approx(want.nll, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 48, 100])
+def test_what_was_read_may_lie_in_a_cache(chunk):
+  model = checkpoint.create(CONFIG, seed=1)
+  rows = texts(2, 49)
+  want = perplexity(model, rows, length=48, rows=2)
+  read = functools.partial(
+    perplexity, model, rows, length=48, rows=2, prefill="chunked", chunk=chunk
+  )
+  assert read().nll == pytest.approx(want.nll, rel=1e-5)
+  # A cache of fewer bits is another one, and not by much.
+  short = read(cache_dtype="bfloat16")
+  assert short.nll == pytest.approx(want.nll, rel=2e-2)
+  assert short.nll[-1] != read().nll[-1]
+
+
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    (dict(prefill="kvr"), "one of auto, blockwise"),
+    (dict(cache_dtype="bfloat16"), "which has no cache"),
+    (dict(prefill="blockwise", chunk=8), "chunk"),
+  ],
+)
+def test_ways_that_do_not_fit(options, words):
+  model = checkpoint.create(CONFIG, seed=1)
+  with pytest.raises(OptionError, match=words):
+    perplexity(model, texts(1, 49), length=48, rows=1, **options)
 
 
 def test_too_few_texts():
@@ -146,7 +174,8 @@ def test_needle_by_script(tmp_path):
   plot, kept = tmp_path / "map.png", tmp_path / "map.json"
   status, out, err = run(
     "needle", "--lengths=600,1200", "--depths=0,1", "--trials=1",
-    "--mesh=seq:2", f"--plot={plot}", f"--out={kept}",
+    "--mesh=seq:2", f"--plot={plot}", f"--out={kept}", "--prefill=chunked",
+    "--chunk=256", "--cache_dtype=bfloat16",
   )  # fmt: skip
   assert status == 0, err
   lines = out.splitlines()

@@ -286,3 +286,36 @@ def test_latent_attention_counts_its_expanded_heads(loaded):
   found = work.profile(model, 100)
   each = 2 * spec.heads * (spec.plain + spec.rope.dims + spec.value)
   assert found.pair_s == len(model.config.layers) * each
+
+
+def test_a_cache_of_fewer_bits(loaded, said):
+  """bfloat16 keys beside float32 weights."""
+  model, _ = loaded(NAME)
+  prompt, _ = said
+  kept = []
+  whole, short = (
+    rj.infer.generate(
+      model, prompt, max_new_tokens=4, cache_dtype=d, report=kept.append
+    )
+    for d in (None, "bfloat16")
+  )
+  assert whole.shape == short.shape == (len(prompt), 4)
+  # The slots' coordinates are as they were.
+  assert kept[1].cache_bytes < 0.7 * kept[0].cache_bytes
+  session = rj.infer.Session(model, 192, batch=len(prompt))
+  with pytest.raises(OptionError, match="cache_dtype"):
+    rj.infer.generate(
+      model, prompt, max_new_tokens=1, cache=session, cache_dtype="bfloat16"
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_machine_is_looked_at_in_later_turns_too(loaded, said):
+  model, _ = loaded(NAME)
+  prompt = said[0][:1]
+  session = rj.infer.Session(model, 400)
+  rj.infer.generate(model, prompt, max_new_tokens=1, cache=session)
+  with pytest.raises(OptionError, match="machine"):
+    rj.infer.generate(
+      model, prompt, max_new_tokens=1, cache=session, machine="a100"
+    )

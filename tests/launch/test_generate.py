@@ -473,7 +473,7 @@ def test_processes_are_looked_for_where_there_are_some(
     monkeypatch.setenv(name, value)
   calls = []
   monkeypatch.setattr(
-    jax.distributed, "initialize", lambda *args: calls.append(args)
+    jax.distributed, "initialize", lambda *args, **_: calls.append(args)
   )
   parse = lambda *flags: common.parse("generate", generate.define, flags)
   common.start(parse())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, train
+from launch import common, sources, train
 from ringjax.models import checkpoint
 from ringjax.train import recipe
 from ringjax.train.extend import stretched
@@ -153,6 +153,54 @@ def test_adapters_from_a_folder(small, tmp_path):
     np.testing.assert_array_equal(value(old, name), value(new, name))
 
 
+def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
+  made = []
+  inner = sources._source
+
+  def source(kind, entry, tokenizer, length, vocab):
+    made.append((kind, dict(entry), length))
+    return inner(kind, entry, tokenizer, length, vocab)
+
+  monkeypatch.setattr(sources, "_source", source)
+  status, _, err = run(
+    f"--config={small}",
+    f"--out={tmp_path / 'out'}",
+    "--mesh=seq:1",
+    "--config.sources=({'kind': 'multikey', 'keys': 2},)",
+    "--config.stages=("
+    "{'steps': 1, 'length': 160, 'batch': 1, 'sources': ("
+    "  {'kind': 'copies', 'weight': 0.5, 'fewest': 16}, {'kind': 'pairs'})},"
+    "{'steps': 1, 'length': 320, 'batch': 1},)",
+  )
+  assert status == 0, err
+  assert made == [
+    ("copies", {"fewest": 16}, 160),
+    ("pairs", {}, 160),
+    ("multikey", {"keys": 2}, 320),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    ("--config.sources=({'kind': 'copies', 'few': 2},)", "sources, copies"),
+    ("--config.sources=({'kind': 'corpus'},)", "sources, corpus"),
+    ("--config.sources=({'kind': 'passkey', 'length': 30},)", "length"),
+    ("--config.start={'kind': 'habit'}", "one of lookup"),
+    ("--config.start={'kind': 'lookup', 'backs': 1}", "lookup: got backs"),
+    ("--config.start={'kind': 'lookup', 'back': ((1, 2),)}", "llama of 2"),
+    ("--config.optimizer={'schedule': 'wsd', 'decay': 2.0}", "decay"),
+    ("--config.replay_every=0", "replay_every"),
+  ],
+)
+def test_wrong_configs(small, tmp_path, argv, words):
+  status, out, err = run(
+    f"--config={small}", f"--out={tmp_path / 'out'}", "--mesh=seq:1", argv
+  )
+  assert (status, out) == (2, "")
+  assert words in err and "Traceback" not in err
+
+
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
   flags = (
     "--mesh=seq:2",
@@ -232,6 +280,16 @@ def test_every_config_can_be_built(path):
         stretched(json.loads(model.source), stage.stretch)
       )
       assert parsed.max_positions == stage.stretch.context
+  for entry in config.stages:
+    given = entry.get("sources", config.sources)
+    if all(one["kind"] != "corpus" for one in given):
+      mixture = sources.mixture(
+        given,
+        sources.tokenizer(config.tokenizer),
+        length=entry["length"],
+        vocab=model.config.vocab,
+      )
+      assert len(mixture.sources) == len(given)
   optimizer = made.optimizer.build(made.total)
   state = jax.eval_shape(optimizer.init, model)
   assert jax.tree.leaves(state)
