@@ -168,7 +168,6 @@ class _Work:
       f"{model.config.family}, {count:,} parameters, {mesh.devices.size} x "
       f"{jax.devices()[0].device_kind}, {made.total} steps"
     )
-    self._begin("training")
     trace = _Trace(values.profile if first else None)
     begun: list[int] = []
 
@@ -176,10 +175,12 @@ class _Work:
       if not begun:
         # A run that goes on has done a part already.
         begun.append(step)
+        self.doing = "training"
         total = _tokens(made, made.total)
         screen.begin("training", total, "tokens", done=_tokens(made, step))
       trace()
 
+    self._begin("looking for what is saved")
     # The model's own arrays are soon given away.
     form = jax.eval_shape(lambda model: model, model)
     with Checkpoints(

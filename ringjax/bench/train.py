@@ -2,10 +2,13 @@
 
   plain          dense attention and all logits: arrays of [T, T] and [T, V]
   plain_remat    the same, each layer computed again for its backward pass
-  ringjax        one device: blockwise attention, feedforward and loss
+  ringjax        one device: blockwise attention, feedforward and loss; what
+                 attention gave is kept for the backward pass
+  ringjax_least  the same, each layer computed again from its input
   striped        the same over several devices
   ringattention  its ring and its blockwise feedforward (PyPI 0.1.2, as in Liu
                  et al. 2023, arXiv 2310.01889) around our blocks and loss
+  ringattention_one  the same on one device
 
 Law: all have the same weights and rows, and whose loss or gradients are off is
 not timed. Memory is what the compiler reserves for a step: temporaries,
@@ -33,8 +36,16 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped
 from ringjax.parallel.mesh import make_mesh
 
-CONTESTANTS = ("plain", "plain_remat", "ringjax", "striped", "ringattention")
-OURS = ("ringjax", "striped")
+CONTESTANTS = (
+  "plain",
+  "plain_remat",
+  "ringjax",
+  "ringjax_least",
+  "striped",
+  "ringattention",
+  "ringattention_one",
+)
+OURS = ("ringjax", "ringjax_least", "striped")
 PARTS = ("step", "memory", "scaling")
 _SHARDED = ("striped", "ringattention")
 TOLERANCE = {"float32": 2e-4}
@@ -106,6 +117,10 @@ def _spread(name: str, devices: int) -> Any:
     return Travel(strategy=Gather(Dense()), block=1 << 30, remat=again)
   if name == "ringjax":
     return Travel(remat=kept)
+  if name == "ringjax_least":
+    return Travel(remat=remat.policy("nothing"))
+  if name == "ringattention_one":
+    devices = 1
   mesh = make_mesh((devices,), ("seq",), devices=jax.devices()[:devices])
   if name == "striped":
     return Travel(mesh=mesh, axis="seq", layout=Striped(), remat=kept)
@@ -148,16 +163,29 @@ def _published() -> Any:
       )(q, heads(k), heads(v))
 
     def rowwise(self, f: Any, x: Any) -> Any:
-      part = P(None, self.axis)
-      chunk = min(self.chunk, x.shape[1] // self.size)
-      local = lambda x: peer.blockwise_feedforward(
-        lambda carry, x: (carry, f(x)), x, chunk, True
-      )
-      return jax.shard_map(
-        local, mesh=self.mesh, in_specs=part, out_specs=part, check_vma=False
-      )(x)
+      # Partitioned by the compiler, as its users have it. What it calls the
+      # size of chunks is their number.
+      chunks = max(1, x.shape[1] // self.size // self.chunk)
+      return _in_linen(f, lambda f: peer.blockwise_feedforward(f, x, chunks))
 
   return Published
+
+
+def _in_linen(f: Any, use: Any) -> Any:
+  """What `use` makes of f as a Linen module, which the peer asks for."""
+  from flax import linen
+
+  class Inner(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+      return jax.checkpoint(f)(x)
+
+  class Outer(linen.Module):
+    @linen.compact
+    def __call__(self) -> Any:
+      return use(Inner())
+
+  return Outer().apply({})
 
 
 def _loss(name: str, spread: Any, model: Any, batch: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pathlib
+import re
 import signal
 
 import jax
@@ -16,7 +17,7 @@ from launch import common, sources, train
 from ringjax.models import checkpoint
 from ringjax.train import recipe
 from ringjax.train.extend import stretched
-from tests.launch.conftest import ROOT
+from tests.launch.conftest import PATIENCE_S, ROOT
 
 # How ml_collections reads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
@@ -199,6 +200,35 @@ def test_wrong_configs(small, tmp_path, argv, words):
   )
   assert (status, out) == (2, "")
   assert words in err and "Traceback" not in err
+
+
+def test_memory_that_is_not_there(tmp_path, start):
+  """A limit of the process, which a step exceeds."""
+  config = tmp_path / "small.py"
+  config.write_text(SMALL)
+  limit = 6 << 30
+  script = (
+    "import resource, runpy; "
+    f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
+    "runpy.run_module('launch.train', run_name='__main__')"
+  )
+  with start(
+    "-c",
+    script,
+    f"--config={config}",
+    f"--out={tmp_path / 'out'}",
+    "--mesh=seq:1",
+    "--config.stages=({'steps': 1, 'length': 65536, 'batch': 64},)",
+    "--config.sources=({'kind': 'copies'},)",
+  ) as one:
+    _, err = one.communicate(timeout=PATIENCE_S)
+  assert one.returncode == 2
+  assert re.search(
+    r"train: out of memory while training, which asked for [\d,]+ bytes: .*"
+    r"--mesh.*accumulate",
+    err,
+  ), err
+  assert "Traceback" not in err
 
 
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
