@@ -1,0 +1,143 @@
+"""Makes a file of tokens out of text, for launch.train.
+
+  python -m launch.tokenize --tokenizer=DIR --out=book.tokens texts/*.txt
+      Each file is a document.
+  python -m launch.tokenize --tokenizer=bytes --out=web.tokens web.jsonl
+      Each line of a .jsonl file is one: its --field.
+  python -m launch.tokenize --tokenizer=DIR --out=all.tokens FOLDER
+      All .txt and .jsonl files below a folder.
+
+A config then has {"kind": "corpus", "path": "book.tokens"} among its sources.
+The file is there whole or not at all. What text says never becomes a special
+token.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from absl import flags
+
+from launch import common, screens, sources
+from launch.definer import Definer
+from ringjax.data import Corpus, texts
+from ringjax.errors import OptionError, message
+
+NAME = "tokenize"
+_MEMORY = "split the longest file into several"
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  new = Definer(values)
+  new.text("tokenizer", None, "Folder with a tokenizer.json, or bytes.")
+  new.text("out", None, "File to write.")
+  new.text("field", "text", "Of a line's object, in .jsonl files.")
+  new.boolean("skip_bad", False, "Leaves out what is wrong, and says so.")
+  new.boolean("json", False, "One JSON object on stdout, and nothing else.")
+
+
+def run(
+  values: flags.FlagValues,
+  words: Sequence[str],
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags and `words`, files and folders, say; the status."""
+  stdout = sys.stdout if stdout is None else stdout
+  screen = screens.Screen(NAME, stderr)
+  try:
+    for name in ("tokenizer", "out"):
+      if values[name].value is None:
+        raise OptionError(
+          message(f"--{name}", "nothing", "it", "see --help for examples")
+        )
+    common.check_files(values, "out")
+    files = list(_files(words))
+    screen.begin("encoding", len(files), "files")
+    _write(values, files, screen)
+    made = Corpus.open(values.out)
+  except KeyboardInterrupt:
+    screen.error("interrupted; nothing was written")
+    return screens.INTERRUPTED
+  except Exception as error:
+    return screen.failed(error, "encoding", _MEMORY)
+  screen.end()
+  tokens = int(made.lengths.sum())
+  record = {
+    "out": str(values.out),
+    "documents": len(made),
+    "tokens": tokens,
+    "longest": int(made.lengths.max()),
+    "bytes": pathlib.Path(values.out).stat().st_size,
+  }
+  said = (
+    f"{values.out}: {record['documents']:,} documents, {tokens:,} tokens, the "
+    f"longest {record['longest']:,}, {screens.nbytes(record['bytes'])}"
+  )
+  print(json.dumps(record) if values.json else said, file=stdout, flush=True)
+  return 0
+
+
+def _write(
+  values: flags.FlagValues, files: list[pathlib.Path], screen: screens.Screen
+) -> None:
+  """Encodes all texts, file by file."""
+  on_bad = screen.say if values.skip_bad else None
+
+  def documents() -> Iterator[str]:
+    for number, file in enumerate(files):
+      screen.at(number)
+      if file.suffix == ".jsonl":
+        yield from texts.from_jsonl([file], field=values.field, on_bad=on_bad)
+      else:
+        yield from texts.from_files([file], on_bad=on_bad)
+
+  texts.build(values.out, documents(), sources.tokenizer(values.tokenizer))
+
+
+def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
+  """What is named, and what lies below a folder, in order of names."""
+  if not words:
+    raise OptionError(
+      message("files", "none", "files or folders of text", "name some")
+    )
+  for word in words:
+    path = pathlib.Path(word)
+    if not path.is_dir():
+      yield path
+      continue
+    found = [
+      p
+      for p in sorted(path.rglob("*"))
+      if p.suffix in (".txt", ".jsonl") and p.is_file()
+    ]
+    if not found:
+      raise OptionError(
+        message(
+          "files",
+          f"{word}, without a .txt or .jsonl file",
+          "a folder of text",
+          "name its files",
+        )
+      )
+    yield from found
+
+
+# ---------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+  return run(flags.FLAGS, argv[1:], stdout=screens.own_stdout())
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  common.launch(NAME, main)
