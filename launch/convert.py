@@ -218,13 +218,22 @@ def _convert(
       _tensors(found, screen),
       max_shard_bytes=values.max_shard_bytes,
     )
-    for name in _companions(found.folder.path):
-      _copy(found.folder.path, name, desk)
+    copy_companions(found.folder.path, desk)
     # Onto an empty folder too.
     os.rename(desk, place)
   finally:
     with contextlib.suppress(OSError):
       shutil.rmtree(desk)
+
+
+def copy_companions(folder: pathlib.Path, to: pathlib.Path) -> None:
+  """Copies the tokenizer and what else stands beside a model's weights.
+
+  Raises:
+    OptionError: one that is too large.
+  """
+  for name in _companions(folder):
+    _copy(folder, name, to)
 
 
 def _companions(folder: pathlib.Path) -> list[str]:

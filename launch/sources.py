@@ -3,7 +3,8 @@
 An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
 
   library     Python's own sources, nine files of ten.
-  corpus      path: a folder that ringjax.data.corpus wrote.
+  corpus      path: a file that launch.tokenize wrote, with the tokenizer of
+              the config.
   passkey, multikey, multivalue, variables
               a question about a text; length, shortest: tokens of it; what
               else the task in ringjax.data.needle takes.
@@ -24,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
+from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS, Practice
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.train.recipe import Mixture
 
 RECALL: dict[str, Any] = {
@@ -60,6 +62,15 @@ def mixture(
   Raises:
     OptionError: an entry that is unknown or cannot be.
   """
+  if tokenizer.vocab_size > vocab:
+    raise OptionError(
+      message(
+        "tokenizer",
+        f"{tokenizer.vocab_size} ids",
+        f"at most {vocab}, the model's vocabulary",
+        "use the tokenizer that belongs to the model",
+      )
+    )
   found, weights = [], []
   for given in entries:
     entry = json.loads(json.dumps(dict(given)))
@@ -75,7 +86,10 @@ def mixture(
       )
     try:
       found.append(_source(kind, entry, tokenizer, length, vocab))
-    except (KeyError, TypeError) as error:
+      weights.append(float(weight))
+    except RingjaxError:
+      raise
+    except (KeyError, TypeError, ValueError) as error:
       raise OptionError(
         message(
           f"sources, {kind}",
@@ -84,7 +98,6 @@ def mixture(
           "correct the names; see launch/sources.py",
         )
       ) from None
-    weights.append(float(weight))
   return Mixture(found, weights)
 
 
@@ -92,10 +105,14 @@ def _source(
   kind: str, entry: dict[str, Any], tokenizer: Any, length: int, vocab: int
 ) -> Any:
   if kind == "library":
-    return _library(tokenizer, vocab, **entry)
+    return _library(tokenizer, **entry)
   if kind == "corpus":
-    path = entry.pop("path")
-    return Corpus.open(path, vocab=vocab, **entry)
+    return Corpus.open(
+      entry.pop("path"),
+      vocab=vocab,
+      tokenizer_fingerprint=fingerprint(tokenizer),
+      **entry,
+    )
   if kind in RECALL:
     return RECALL[kind](
       tokenizer=tokenizer, filler=_filler(), length=length, **entry
@@ -110,17 +127,6 @@ def _filler() -> Lines:
   return Lines(text="\n".join(documents.library(held_out=False)))
 
 
-def _library(tokenizer: Any, vocab: int) -> Documents:
+def _library(tokenizer: Any) -> Documents:
   texts = documents.library(held_out=False)
-  ids = [np.asarray(tokenizer.encode(text)) for text in texts if text]
-  most = max(int(x.max()) for x in ids)
-  if most >= vocab:
-    raise OptionError(
-      message(
-        "tokenizer",
-        f"id {most}",
-        f"ids below the model's vocabulary, {vocab}",
-        "use the tokenizer that belongs to the model",
-      )
-    )
-  return Documents(ids)
+  return Documents([np.asarray(tokenizer.encode(x)) for x in texts if x])

@@ -8,8 +8,8 @@
       From the weights of a Hugging Face folder.
 
 --out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` (what was
-asked) and in the end `model`, a Hugging Face folder. On SIGTERM or Ctrl-C the
-step at hand is saved, and the exit status is 143 or 130.
+asked) and in the end `model`, a Hugging Face folder with its tokenizer. On
+SIGTERM or Ctrl-C the step at hand is saved, and the exit status is 143 or 130.
 
 A config is a Python file with get_config(); see configs/train. Several
 processes: see launch/common.py.
@@ -17,9 +17,11 @@ processes: see launch/common.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -28,19 +30,21 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import common, screens, sources
+from launch import common, convert, screens, sources
 from launch.definer import Definer
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
-from ringjax.data.bytelevel import Bytes
+from ringjax.data.corpus import fingerprint
 from ringjax.data.packing import BestFit, Cut
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
@@ -142,50 +146,72 @@ class _Work:
     mesh = common.mesh(values.mesh)
     axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
     made = recipe_of(config)
+    folder = values.init_from or config.get("init_from")
     out = pathlib.Path(values.out)
-    model = self._model(config, mesh)
-    self._peak = values.peak or _peak(config.dtype)
-    self._begin("reading the data")
-    tokenizer = sources.tokenizer(config.tokenizer)
-    data = [
-      sources.mixture(
-        entry.get("sources", config.sources),
-        tokenizer,
-        length=entry["length"],
-        vocab=model.config.vocab,
-      )
-      for entry in config.stages
-    ]
-    first = jax.process_index() == 0
-    if first:
-      out.mkdir(parents=True, exist_ok=True)
-      (out / "config.json").write_text(config.to_json_best_effort(indent=1))
-      self._log = (out / "log.jsonl").open("a", encoding="utf-8")
-      if values.tensorboard:
-        self._board = _writer()(str(out / "tensorboard"))
-    count = sum(x.size for x in jax.tree.leaves(model))
-    screen.say(
-      f"{model.config.family}, {count:,} parameters, {mesh.devices.size} x "
-      f"{jax.devices()[0].device_kind}, {made.total} steps"
-    )
-    trace = _Trace(values.profile if first else None)
-    begun: list[int] = []
-
-    def on_step(step: int) -> None:
-      if not begun:
-        # A run that goes on has done a part already.
-        begun.append(step)
-        self.doing = "training"
-        total = _tokens(made, made.total)
-        screen.begin("training", total, "tokens", done=_tokens(made, step))
-      trace()
-
     self._begin("looking for what is saved")
-    # The model's own arrays are soon given away.
-    form = jax.eval_shape(lambda model: model, model)
-    with Checkpoints(
-      out / "checkpoints", keep=config.keep, config=_identity(config)
-    ) as saved:
+    base = _base(folder)
+    rules = _made(rj.models.Rules, config.rules, "rules")
+    tokenizer, home = _tokenizer(config, folder)
+    with contextlib.ExitStack() as stack:
+      # Adapters are of one model: the numbers of their base are looked at.
+      model = None
+      if made.lora is not None:
+        model = self._model(config, base, folder, mesh, rules)
+      saved = stack.enter_context(
+        Checkpoints(
+          out / "checkpoints",
+          keep=config.keep,
+          config=_identity(config, base, tokenizer, model),
+        )
+      )
+      if model is None and saved.steps():
+        model = rj.models.abstract(
+          base or _shape(config), dtype="float32", mesh=mesh, rules=rules
+        )
+      elif model is None:
+        model = self._model(config, base, folder, mesh, rules)
+      self._peak = values.peak or _peak(config.dtype, mesh)
+      self._begin("reading the data")
+      data = [
+        sources.mixture(
+          entry.get("sources", config.sources),
+          tokenizer,
+          length=entry["length"],
+          vocab=model.config.vocab,
+        )
+        for entry in config.stages
+      ]
+      first = jax.process_index() == 0
+      if first:
+        out.mkdir(parents=True, exist_ok=True)
+        self._log = _appended(out / "log.jsonl")
+        if values.tensorboard:
+          self._board = _writer()(str(out / "tensorboard"))
+      # The model's own arrays are soon given away.
+      form = jax.eval_shape(lambda model: model, model)
+      screen.say(
+        f"{form.config.family}, {_count(form):,} parameters, "
+        f"{mesh.devices.size} x {jax.devices()[0].device_kind}, "
+        f"{made.total} steps"
+      )
+      if folder and config.start:
+        screen.say("start: not applied, since the weights are given")
+      trace = stack.enter_context(_Trace(values.profile if first else None))
+      begun: list[int] = []
+
+      def on_step(step: int) -> None:
+        if not begun:
+          begun.append(step)
+          self.doing = "training"
+          if first:
+            # Not before it is known that what is saved is of this training.
+            (out / "config.json").write_text(_asked(config, folder))
+          total = _tokens(made, made.total)
+          # A run that goes on has done a part already.
+          screen.begin("training", total, "tokens", done=_tokens(made, step))
+        trace()
+
+      self._begin("making the first step")
       done = recipe.train(
         made,
         model,
@@ -196,27 +222,35 @@ class _Work:
         report=lambda stage, one: self._report(made, form, mesh, stage, one),
         on_step=on_step,
       )
+      kept = saved.steps()
     screen.end()
     if done.stopped is not None:
-      screen.say(f"stopped behind step {done.step}, which is saved")
+      screen.say(_farewell(done.step, kept))
       return 128 + done.stopped
     self._begin("writing the model")
     rj.models.save(done.model, out / "model", overwrite=True)
-    if first and isinstance(tokenizer, Bytes):
-      Bytes(chat_template=None).save(out / "model")
+    if first and home is not None:
+      convert.copy_companions(home, out / "model")
+    elif first:
+      tokenizer.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
     return 0
 
-  def _model(self, config: ConfigDict, mesh: Any) -> Transformer:
+  def _model(
+    self,
+    config: ConfigDict,
+    base: dict[str, Any] | None,
+    folder: str | None,
+    mesh: Any,
+    rules: Any,
+  ) -> Transformer:
     self._begin("making the model")
-    rules = rj.models.Rules(**dict(config.rules))
-    folder = self._values.init_from or config.get("init_from")
-    if folder:
+    if base is not None:
+      assert folder is not None
       return rj.models.load(folder, mesh=mesh, rules=rules, dtype="float32")
-    shape = config.model
-    if not isinstance(shape, str):
-      shape = json.loads(shape.to_json())
-    model = rj.models.create(shape, seed=config.seed, mesh=mesh, rules=rules)
+    model = rj.models.create(
+      _shape(config), seed=config.seed, mesh=mesh, rules=rules
+    )
     start = _start(config)
     return model if start is None else start.apply(model)
 
@@ -230,7 +264,9 @@ class _Work:
   ) -> None:
     length = made.stages[stage].length
     rate = one.tokens_per_s
-    used = recipe.flops(model, length) * rate / (self._peak * mesh.devices.size)
+    work = recipe.flops(model, length, adapters=made.lora is not None)
+    used = work * rate / (self._peak * mesh.devices.size)
+    held = _peak_bytes()
     row = {
       "step": one.step,
       "stage": stage,
@@ -238,12 +274,18 @@ class _Work:
       "gradient_norm": one.gradient_norm,
       "rate": made.optimizer.rate_of(one.step - 1, made.total),
       "tokens": one.tokens,
+      "labels": one.labels,
       "tokens_per_s": rate,
       "utilisation": used,
       "skipped": one.skipped,
       "seconds": one.seconds,
       "compiling": one.first,
-      "peak_bytes": _peak_bytes(),
+      "peak_bytes": held,
+    }
+    # JSON has no word for what is not finite.
+    row = {
+      k: None if isinstance(v, float) and not math.isfinite(v) else v
+      for k, v in row.items()
     }
     if jax.process_index():
       return
@@ -260,6 +302,7 @@ class _Work:
     self.screen.say(
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
       f"  {rate:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
+      + (f"  {screens.nbytes(held)}" if held else "")
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
     self.screen.at(_tokens(made, one.step))
@@ -292,9 +335,19 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
       )
     )
   _start(config)
+  _made(rj.models.Rules, config.rules, "rules")
+  if config.packer not in _PACKERS:
+    raise OptionError(
+      message(
+        "packer",
+        repr(config.packer),
+        f"one of {', '.join(_PACKERS)}",
+        "choose one",
+      )
+    )
   return recipe.Recipe(
     stages=tuple(_stage(one) for one in config.stages),
-    optimizer=_made(recipe.Optimizer, config.optimizer),
+    optimizer=_made(recipe.Optimizer, config.optimizer, "optimizer"),
     objective=Objective(
       z_loss=config.z_loss,
       block=config.block,
@@ -303,7 +356,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     layout=config.layout,
     strategy=config.strategy,
     remat=config.remat,
-    lora=_made(Lora, config.lora) if config.lora.rank else None,
+    lora=_made(Lora, config.lora, "lora") if config.lora.get("rank") else None,
     packer=_PACKERS[config.packer](),
     seed=config.seed,
     pace=loop.Pace(
@@ -330,13 +383,15 @@ def default_config() -> ConfigDict:
   """All entries of a config, as they are where nothing is said."""
   return ConfigDict(
     {
-      # Name of a preset, or what a config.json holds.
+      # Name of a preset, or what a config.json holds; not used with init_from.
       "model": "llama-100m",
+      # A Hugging Face folder to begin with.
       "init_from": placeholder(str),
       "rules": {},
       # Habits of a fresh model, by a name of STARTS: see ringjax.train.habits.
       "start": {},
-      "tokenizer": "bytes",
+      # A folder, or "bytes"; by default that of init_from, else bytes.
+      "tokenizer": placeholder(str),
       "stages": ({"steps": 1000, "length": 4096, "batch": 8},),
       "optimizer": {},
       "layout": "striped",
@@ -375,7 +430,7 @@ def _start(config: ConfigDict) -> Lookup | None:
       )
     )
   entry = {k: _tuples(v) for k, v in entry.items()}
-  return _made(STARTS[kind], entry)
+  return _made(STARTS[kind], entry, "start")
 
 
 def _tuples(value: Any) -> Any:
@@ -388,44 +443,135 @@ def _stage(given: Any) -> recipe.Stage:
   entry.pop("sources", None)
   stretch = entry.pop("stretch", None)
   if stretch is not None:
-    entry["stretch"] = _made(Stretch, stretch)
-  return _made(recipe.Stage, entry)
+    entry["stretch"] = _made(Stretch, stretch, "stretch")
+  return _made(recipe.Stage, entry, "stages")
 
 
-def _made(cls: Any, given: Any) -> Any:
+def _made(cls: Any, given: Any, name: str) -> Any:
   """A dataclass of a config's entries."""
   entry = {
     k: tuple(v) if isinstance(v, list) else v for k, v in dict(given).items()
   }
-  known = {field.name for field in dataclasses.fields(cls)}
-  more = sorted(set(entry) - known)
-  if more:
+  fields = {field.name: field for field in dataclasses.fields(cls)}
+  more = sorted(set(entry) - set(fields))
+  missing = dataclasses.MISSING
+  absent = [
+    key
+    for key, field in fields.items()
+    if key not in entry
+    and field.default is missing
+    and field.default_factory is missing
+  ]
+  if more or absent:
     raise OptionError(
       message(
-        cls.__name__.lower(),
-        ", ".join(more),
-        f"some of {', '.join(sorted(known))}",
-        "correct the names",
+        name,
+        ", ".join(more) if more else f"no {', '.join(absent)}",
+        f"some of {', '.join(sorted(fields))}",
+        "correct the names" if more else "add what is missing",
       )
     )
-  return cls(**entry)
+  try:
+    return cls(**entry)
+  except RingjaxError:
+    raise
+  except (TypeError, ValueError) as error:
+    raise OptionError(
+      message(
+        name,
+        f"{str(entry)[:120]} ({str(error)[:80]})",
+        "values of the right kind",
+        "correct them",
+      )
+    ) from None
 
 
-def _identity(config: ConfigDict) -> dict[str, Any]:
-  """What must be equal for a saved step to be of this training."""
+def _base(folder: str | None) -> dict[str, Any] | None:
+  """The config.json of the folder that is begun with."""
+  return None if folder is None else Folder.open(folder).config
+
+
+def _shape(config: ConfigDict) -> Any:
+  """The fresh model: a preset's name, or what a config.json holds."""
+  shape = config.model
+  return shape if isinstance(shape, str) else json.loads(shape.to_json())
+
+
+def _tokenizer(
+  config: ConfigDict, folder: str | None
+) -> tuple[Any, pathlib.Path | None]:
+  """The tokenizer, and the folder that it is from; None for bytes."""
+  name = config.get("tokenizer") or folder or "bytes"
+  home = None if name == "bytes" else pathlib.Path(name)
+  return sources.tokenizer(name), home
+
+
+def _identity(
+  config: ConfigDict,
+  base: dict[str, Any] | None,
+  tokenizer: Any,
+  model: Transformer | None,
+) -> dict[str, Any]:
+  """What must be equal for a saved step to be of this training.
+
+  `model`: the one that adapters are of, whose weights count; of a model that is
+  trained itself, what is saved has all of it.
+  """
   names = (
-    "model",
-    "start",
     "stages",
     "optimizer",
     "lora",
     "seed",
     "packer",
     "sources",
+    "z_loss",
+    "dtype",
   )
-  return {
-    name: json.loads(config.to_json_best_effort())[name] for name in names
-  }
+  said = json.loads(config.to_json_best_effort())
+  found = {name: said[name] for name in names}
+  if base is None:
+    found |= {"model": said["model"], "start": said["start"]}
+  else:
+    found["init_from"] = base
+  found["tokenizer"] = fingerprint(tokenizer)
+  if model is not None:
+    found["weights"] = _fingerprint(model)
+  return found
+
+
+def _fingerprint(model: Transformer) -> list[int]:
+  """A number for each parameter, the same on every mesh."""
+
+  def one(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(
+      x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    ).astype(jnp.uint32)
+    # By its place too; whole numbers add up to the same in any order.
+    place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
+    place = place * jnp.uint32(2) + jnp.uint32(1)
+    return jnp.sum(bits * place, dtype=jnp.uint32)
+
+  found = jax.jit(lambda model: [one(x) for x in jax.tree.leaves(model)])(model)
+  return [int(x) for x in jax.device_get(found)]
+
+
+def _asked(config: ConfigDict, folder: str | None) -> str:
+  """What was asked, as JSON."""
+  said = json.loads(config.to_json_best_effort())
+  if folder:
+    said["init_from"] = str(pathlib.Path(folder).absolute())
+  return json.dumps(said, indent=1)
+
+
+def _farewell(step: int, kept: Sequence[int]) -> str:
+  if kept and kept[-1] == step:
+    return f"stopped behind step {step}, which is saved"
+  saved = f"step {kept[-1]} is saved" if kept else "none is saved"
+  return f"stopped behind step {step}, which was not finite; {saved}"
+
+
+def _count(model: Transformer) -> int:
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(model))
 
 
 # ---------------------------------------------------------------------------
@@ -437,16 +583,43 @@ class _Trace:
   """Writes a trace of the third to the fifth step of a run."""
 
   def __init__(self, folder: str | None):
-    self._folder, self._count = folder, 0
+    self._folder, self._count, self._runs = folder, 0, False
+
+  def __enter__(self) -> _Trace:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._stop()
 
   def __call__(self) -> None:
+    """A step begins."""
     self._count += 1
     if self._folder is None:
       return
     if self._count == 3:
       jax.profiler.start_trace(self._folder)
+      self._runs = True
     if self._count == 6:
-      jax.profiler.stop_trace()
+      self._stop()
+
+  def _stop(self) -> None:
+    if not self._runs:
+      return
+    # The host is ahead of the devices.
+    for x in jax.live_arrays():
+      if not x.is_deleted():
+        x.block_until_ready()
+    self._runs = False
+    jax.profiler.stop_trace()
+
+
+def _appended(path: pathlib.Path) -> TextIO:
+  """A log to go on with, its last line ended if a kill has cut it off."""
+  cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+  log = path.open("a", encoding="utf-8")
+  if cut:
+    log.write("\n")
+  return log
 
 
 def _writer() -> Any:
@@ -468,7 +641,7 @@ def _writer() -> Any:
     ) from None
 
 
-def _peak(dtype: str) -> float:
+def _peak(dtype: str, mesh: Any) -> float:
   """FLOP/s of a device's own matrix product, measured."""
   product = timing.gemm(dtype)
   times = []
@@ -477,9 +650,13 @@ def _peak(dtype: str) -> float:
     product()
     times.append(time.perf_counter() - start)
   rate = timing.GEMM_FLOPS / statistics.median(times)
+  if jax.default_backend() != "cpu":
+    return rate
   # The devices of a CPU share its cores.
-  here = jax.local_device_count() if jax.default_backend() == "cpu" else 1
-  return rate / here
+  here = [
+    x for x in mesh.devices.flat if x.process_index == jax.process_index()
+  ]
+  return rate / max(1, len(here))
 
 
 def _peak_bytes() -> int | None:

@@ -29,6 +29,7 @@ from ringjax.data.documents import hide_all
 from ringjax.data.filler import Filler, Library, Unhidden
 from ringjax.data.special import joined
 from ringjax.errors import OptionError, message
+from ringjax.ops.inputs import positive_int
 
 # A line of a text, and what a text ends with; in just these words.
 NEEDLE = "# The passkey of {name} is {number}.\n"
@@ -319,6 +320,21 @@ class Practice:
   task: Task
   length: int
   shortest: int | None = None
+
+  def __post_init__(self) -> None:
+    positive_int("length", self.length)
+    if self.shortest is None:
+      return
+    positive_int("shortest", self.shortest)
+    if self.shortest > self.length:
+      raise OptionError(
+        message(
+          "shortest",
+          self.shortest,
+          f"at most length, {self.length}",
+          "lower it",
+        )
+      )
 
   def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of an example, at a random depth."""

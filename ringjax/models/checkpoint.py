@@ -134,10 +134,21 @@ def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
 
 
 def abstract(
-  config: Mapping[str, Any] | str, *, dtype: Any = jnp.bfloat16
+  config: Mapping[str, Any] | str,
+  *,
+  dtype: Any = jnp.bfloat16,
+  mesh: Any = None,
+  rules: Rules | None = None,
 ) -> Transformer:
   """A model of shapes without numbers, to plan with; see `create`."""
-  return jax.eval_shape(lambda: create(config, dtype=dtype))
+  form = jax.eval_shape(lambda: create(config, dtype=dtype))
+  if mesh is None:
+    return form
+  return jax.tree.map(
+    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+    form,
+    _shardings(form, mesh, rules),
+  )
 
 
 def cast(model: Transformer, dtype: Any) -> Transformer:

@@ -51,19 +51,18 @@ def whole_rows(tokens: Any) -> Batch:
   return Batch(tokens[:, :-1], tokens[:, 1:], weights)
 
 
-def place(rows: Any, spread: Spread, accumulate: int = 1) -> Batch:
-  """Puts rows [B, T] of NumPy, in true order, where a step wants them.
+def check(count: int, length: int, spread: Spread, accumulate: int = 1) -> None:
+  """Refuses rows that cannot be dealt out.
 
   Args:
-    rows: with the fields of `Batch`; each process gives the same ones, whole,
-      and keeps what its devices need.
+    count: B, rows of a step.
+    length: T, tokens of each.
     spread: the mesh, the axis and the layout.
-    accumulate: A; rows are dealt to micro-batches one after another.
+    accumulate: A, micro-batches of a step.
 
   Raises:
     ShapeError: rows that A, the batch's axes or the shards do not divide.
   """
-  count, length = np.shape(rows.tokens)
   unit = 2 * spread.size if spread.size > 1 else 1
   if count % accumulate or length % unit:
     raise ShapeError(
@@ -74,30 +73,99 @@ def place(rows: Any, spread: Spread, accumulate: int = 1) -> Batch:
         "change the batch, the length or the mesh",
       )
     )
-  each = count // accumulate
-  axes = spread.batch_axes(each)
-  if spread.mesh is not None:
-    ways = spread.data_size
-    if ways > 1 and not axes:
-      raise ShapeError(
-        message(
-          "rows",
-          f"{each} in a micro-batch",
-          f"a multiple of the {ways} devices of the batch's axes",
-          "raise the batch, or lower the number of micro-batches",
-        )
+  each, ways = count // accumulate, spread.data_size
+  if ways > 1 and not spread.batch_axes(each):
+    raise ShapeError(
+      message(
+        "rows",
+        f"{each} in a micro-batch",
+        f"a multiple of the {ways} devices of the batch's axes",
+        "raise the batch, or lower the number of micro-batches",
       )
+    )
+
+
+class Part(NamedTuple):
+  """What a process brings of each batch: part `host` of `hosts` equal ones."""
+
+  host: int = 0
+  hosts: int = 1
+
+
+def part_of(spread: Spread, process: int | None = None) -> Part:
+  """Which rows of a batch the devices of a process need.
+
+  A part of its own where the batch's axes cut it up by processes; all rows
+  where a row lies on devices of all of them.
+
+  Args:
+    spread: the mesh and its axes.
+    process: which one; default: this one.
+  """
+  ways = spread.data_size
+  if spread.mesh is None or ways == 1:
+    return Part()
+  axes = spread.mesh.axis_names
+  batch = [a for a in axes if a in spread.batch_axes(ways)]
+  # The devices of each share of the batch, shares in their order.
+  order = [axes.index(a) for a in spread.batch_axes(ways)]
+  rest = [i for i, a in enumerate(axes) if a not in batch]
+  devices = spread.mesh.devices.transpose(*order, *rest).reshape(ways, -1)
+  shares: dict[int, set[int]] = {}
+  for share, row in enumerate(devices):
+    for device in row:
+      shares.setdefault(device.process_index, set()).add(share)
+  mine = shares[jax.process_index() if process is None else process]
+  size = len(mine)
+  starts = {min(s) for s in shares.values()}
+  even = all(
+    s == set(range(min(s), min(s) + size)) and min(s) % size == 0
+    for s in shares.values()
+  )
+  if not even or len(starts) * size != ways:
+    return Part()
+  return Part(min(mine) // size, ways // size)
+
+
+_WHOLE = Part()
+
+
+def place(
+  rows: Any, spread: Spread, accumulate: int = 1, part: Part = _WHOLE
+) -> Batch:
+  """Puts rows [B / hosts, T] of NumPy, in true order, where a step wants them.
+
+  Args:
+    rows: with the fields of `Batch`, those of this process's part.
+    spread: the mesh, the axis and the layout.
+    accumulate: A; of A rows that follow each other each goes to another
+      micro-batch.
+    part: which rows these are, by `part_of`; by default all.
+
+  Raises:
+    ShapeError: rows that A, the batch's axes or the shards do not divide.
+  """
+  count, length = np.shape(rows.tokens)
+  check(count * part.hosts, length, spread, accumulate)
+  here = count // accumulate
+  each, first = here * part.hosts, here * part.host
+  axes = spread.batch_axes(each)
 
   def put(x: Any) -> Any:
     if x is None:
       return None
     x = spread.layout.permute(np.asarray(x), shards=spread.size)
-    x = x.reshape(accumulate, each, length)
+    x = x.reshape(here, accumulate, length).swapaxes(0, 1)
     if spread.mesh is None:
       return jax.device_put(x)
+
+    def shard(index: Any) -> np.ndarray:
+      start, stop, _ = index[1].indices(each)
+      return x[index[0], start - first : stop - first, index[2]]
+
     sharding = NamedSharding(spread.mesh, P(None, axes or None, spread.axis))
     return jax.make_array_from_callback(
-      x.shape, sharding, lambda index: x[index]
+      (accumulate, each, length), sharding, shard
     )
 
   return Batch(*(put(getattr(rows, name)) for name in Batch._fields))

@@ -96,7 +96,8 @@ class Report:
     loss: mean negative log-likelihood of their labels.
     objective: what was minimised, of the last one.
     gradient_norm: of the last one.
-    tokens: whose labels counted, by weight.
+    tokens: that were read, those without a label and padding too.
+    labels: that counted, by weight.
     skipped: how many were not finite.
     seconds: that they took, saves not counted.
     first: whether the time of compiling is among them.
@@ -106,7 +107,8 @@ class Report:
   loss: float
   objective: float
   gradient_norm: float
-  tokens: float
+  tokens: int
+  labels: float
   skipped: int
   seconds: float
   first: bool
@@ -167,16 +169,22 @@ def fit(
   sums = _Sums()
   with _Signals() as signals, _Watch(pace.timeout_s) as watch:
     waiting: Figures | None = None
+    # The first replay compiles what copies and compares.
+    calm: Callable[[], Any] = watch.pause
     while taken < steps:
       on_step(taken)
       batch = place(next(data))
       again = None
       if pace.replay_every is not None and not (taken + 1) % pace.replay_every:
-        again = _copied(state)
+        with calm():
+          again = _copied(state)
       state, figures = step(state, frozen, batch)
+      sums.read(batch.tokens.size)
       taken += 1
       if again is not None:
-        _check_replay(taken, (state, figures), step(again, frozen, batch))
+        with calm():
+          _check_replay(taken, (state, figures), step(again, frozen, batch))
+        calm = contextlib.nullcontext
       if waiting is not None:
         sums.add(waiting, pace)
       waiting = figures
@@ -255,12 +263,17 @@ class _Sums:
 
   def _clear(self) -> None:
     self._nll = self._weight = 0.0
+    self._tokens = 0
     self._objective = self._norm = float("nan")
     self._skipped = 0
 
   def restart(self) -> None:
     """Does not count the time since the last report."""
     self._start = time.monotonic()
+
+  def read(self, tokens: int) -> None:
+    """A step has so many."""
+    self._tokens += tokens
 
   def add(self, figures: Figures, pace: Pace) -> None:
     found: Any = jax.tree.map(float, jax.device_get(figures))
@@ -289,7 +302,8 @@ class _Sums:
       loss=self._nll / self._weight if self._weight else float("nan"),
       objective=float(self._objective),
       gradient_norm=float(self._norm),
-      tokens=self._weight,
+      tokens=self._tokens,
+      labels=self._weight,
       skipped=self._skipped,
       seconds=now - self._start,
       first=self._first,

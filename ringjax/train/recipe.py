@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from ringjax.data.loader import Loader
 from ringjax.data.packing import BestFit, Packer
@@ -36,7 +37,8 @@ LAYOUTS: dict[str, Layout] = {
   "striped": Striped(),
   "zigzag": Zigzag(),
 }
-STRATEGIES = ("ring", "gather", "ulysses")
+# What "auto" is: see ringjax.dot_product_attention.
+STRATEGIES = ("auto", "ring", "gather", "ulysses")
 OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -59,10 +61,11 @@ class Optimizer:
     schedule: of `SCHEDULES`, behind the warm-up. "wsd" stays at `rate` and
       falls linearly in the end: warmup, stable, decay.
     warmup: steps from 0 to `rate`.
-    decay: the part of all steps in which "wsd" falls.
-    b1: decay of the first moment.
-    b2: decay of the second.
-    weight_decay: of matrices; vectors (norms, biases) have none.
+    decay: the part of all steps in which "wsd" falls; default 0.2.
+    b1: decay of the first moment, of all but adafactor; default 0.9.
+    b2: decay of the second, of adamw and lion; default 0.95.
+    weight_decay: of matrices; norms, biases and what else is one number for a
+      feature or head have none.
     clip: of the gradients' global norm; None for none.
   """
 
@@ -71,9 +74,9 @@ class Optimizer:
   end_rate: float = 0.0
   schedule: str = "cosine"
   warmup: int = 0
-  decay: float = 0.2
-  b1: float = 0.9
-  b2: float = 0.95
+  decay: float | None = None
+  b1: float | None = None
+  b2: float | None = None
   weight_decay: float = 0.1
   clip: float | None = 1.0
 
@@ -82,8 +85,24 @@ class Optimizer:
     _choice("schedule", self.schedule, SCHEDULES)
     for name in ("rate", "end_rate", "weight_decay"):
       check_number(name, getattr(self, name))
-    for name in ("b1", "b2", "decay"):
-      check_number(name, getattr(self, name), most=1.0)
+    for name, of, users in (
+      ("b1", self.name, ("adamw", "lion", "sgd")),
+      ("b2", self.name, ("adamw", "lion")),
+      ("decay", self.schedule, ("wsd",)),
+    ):
+      value = getattr(self, name)
+      if value is None:
+        continue
+      check_number(name, value, most=1.0)
+      if of not in users:
+        raise OptionError(
+          message(
+            name,
+            f"{value} with {of!r}, which has none",
+            f"it with {', '.join(users)} only",
+            "leave it out",
+          )
+        )
     check_count("warmup", self.warmup, least=0)
     if self.clip is not None:
       check_number("clip", self.clip)
@@ -96,7 +115,8 @@ class Optimizer:
     elif self.schedule == "linear":
       after = optax.linear_schedule(self.rate, self.end_rate, rest)
     elif self.schedule == "wsd":
-      fall = max(1, min(rest, round(self.decay * total)))
+      part = 0.2 if self.decay is None else self.decay
+      fall = max(1, min(rest, round(part * total)))
       after = optax.linear_schedule(
         self.rate, self.end_rate, fall, transition_begin=rest - fall
       )
@@ -116,15 +136,16 @@ class Optimizer:
   def build(self, total: int) -> optax.GradientTransformation:
     """The optimizer of `total` steps."""
     rate = self.rates(total)
-    decayed = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     decay: Any = optax.add_decayed_weights(self.weight_decay, decayed)
     if not self.weight_decay:
       decay = optax.identity()
+    b1 = 0.9 if self.b1 is None else self.b1
+    b2 = 0.95 if self.b2 is None else self.b2
     kinds = {
-      "adamw": lambda: optax.scale_by_adam(self.b1, self.b2),
-      "lion": lambda: optax.scale_by_lion(self.b1, self.b2),
+      "adamw": lambda: optax.scale_by_adam(b1, b2),
+      "lion": lambda: optax.scale_by_lion(b1, b2),
       "adafactor": optax.scale_by_factored_rms,
-      "sgd": lambda: optax.trace(self.b1),
+      "sgd": lambda: optax.trace(b1),
     }
     clip: Any = optax.identity()
     if self.clip is not None:
@@ -132,6 +153,28 @@ class Optimizer:
     return optax.chain(
       clip, kinds[self.name](), decay, optax.scale_by_learning_rate(rate)
     )
+
+
+def decayed(params: Any) -> Any:
+  """Which numbers weight decay applies to: a tree of bool as `params`.
+
+  Layers that share an array do not make a matrix of a vector, and a bias for
+  each head and feature is still a bias: a matrix has two axes or more of its
+  own, one of them named, and is no bias.
+  """
+
+  def one(path: Any, x: Any) -> Any:
+    if not isinstance(x, nnx.Variable):
+      # Adapters are matrices.
+      return jax.tree.map(lambda leaf: leaf.ndim > 1, x)
+    axes = x.get_metadata()["axes"]
+    is_bias = str(getattr(path[-1], "name", "")).endswith("bias")
+    matrix = len(axes) > 1 and any(axes) and not is_bias
+    return jax.tree.map(lambda _: matrix, x)
+
+  return jax.tree_util.tree_map_with_path(
+    one, params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,7 +333,8 @@ def train(
   Args:
     recipe: what is done.
     model: to begin with, float32 parameters on the mesh. Its memory is taken
-      over, unless adapters are trained.
+      over, unless adapters are trained. To go on from a saved step its shapes
+      with their shardings do (`ringjax.models.abstract`).
     data: what rows are made of, in all stages or in each.
     mesh: where it runs; None is one device.
     axis: that shards the sequence, or None.
@@ -299,7 +343,7 @@ def train(
     on_step: called before each step with how many are taken.
 
   Raises:
-    RingjaxError: see `loop.fit`.
+    RingjaxError: see `check` and `loop.fit`.
   """
   mixtures = [data] * len(recipe.stages) if isinstance(data, Mixture) else data
   if len(mixtures) != len(recipe.stages):
@@ -312,25 +356,29 @@ def train(
       )
     )
   spread = recipe.spread(mesh, axis)
+  part = batches.part_of(spread)
+  check(recipe, model, spread)
+  loaders = [
+    Loader(
+      mixture.sources,
+      length=stage.length,
+      batch=stage.batch,
+      # Another order in each stage, the same in each run.
+      seed=recipe.seed + number,
+      packer=recipe.packer,
+      weights=mixture.weights,
+      host=part.host,
+      hosts=part.hosts,
+    )
+    for number, (stage, mixture) in enumerate(
+      zip(recipe.stages, mixtures, strict=True)
+    )
+  ]
   optimizer = recipe.optimizer.build(recipe.total)
   method: Any = steps.Whole() if recipe.lora is None else recipe.lora
   base = model
-  params: Any = model
-  if recipe.lora is not None:
-    params = recipe.lora.start(model, seed=recipe.seed)
-    if mesh is not None:
-      everywhere = jax.sharding.NamedSharding(
-        mesh, jax.sharding.PartitionSpec()
-      )
-      params = jax.device_put(params, everywhere)
-  state = steps.start(optimizer, params, mesh)
-  found = None
-  if checkpoints is not None:
-    found = checkpoints.restore(like=state._asdict())
-  taken, place = 0, None
-  if found is not None:
-    state, place = steps.State(**found[0]), found[1]["data"]
-    taken = int(jax.device_get(state.step))
+  state, place = _begun(recipe, optimizer, model, mesh, checkpoints)
+  taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for number, stage in enumerate(recipe.stages):
     begin, end = end, end + stage.steps
@@ -342,19 +390,10 @@ def train(
         base = extended(base, stage.stretch)
     if taken >= end and number + 1 < len(recipe.stages):
       continue
-    loader = Loader(
-      mixtures[number].sources,
-      length=stage.length,
-      batch=stage.batch,
-      # Another order in each stage, the same in each run.
-      seed=recipe.seed + number,
-      packer=recipe.packer,
-      weights=mixtures[number].weights,
-    )
-    rows = _Staged(number, loader)
+    rows = _Staged(number, loaders[number])
     if place is not None and taken > begin:
       rows.restore(place)
-    with loader:
+    with loaders[number]:
       ended = loop.fit(
         state,
         None if recipe.lora is None else base,
@@ -362,7 +401,7 @@ def train(
         steps=end,
         step=steps.make_step(optimizer, spread, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
-          rows, spread, stage.accumulate
+          rows, spread, stage.accumulate, part
         ),
         pace=recipe.pace,
         checkpoints=checkpoints,
@@ -382,6 +421,60 @@ def train(
   )
 
 
+def check(recipe: Recipe, model: Transformer, spread: Travel) -> None:
+  """Refuses, before the first step, what a later stage could not do.
+
+  Args:
+    recipe: with its stages.
+    model: of arrays or of shapes.
+    spread: how tokens lie on the mesh.
+
+  Raises:
+    ShapeError: rows that cannot be dealt out.
+    ConfigError: a stretch that this model cannot have.
+  """
+  form = jax.eval_shape(lambda model: model, model)
+  for stage in recipe.stages:
+    batches.check(stage.batch, stage.length, spread, stage.accumulate)
+    if stage.stretch is not None:
+      form = extended(form, stage.stretch)
+
+
+def _begun(
+  recipe: Recipe, optimizer: Any, model: Transformer, mesh: Any, saved: Any
+) -> tuple[steps.State, Any]:
+  """The state to go on from, and where its data is if it was saved."""
+  params: Any = model
+  if recipe.lora is not None:
+    params = recipe.lora.start(model, seed=recipe.seed)
+    if mesh is not None:
+      everywhere = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec()
+      )
+      params = jax.device_put(params, everywhere)
+  form = steps.form(optimizer, params, mesh)
+  leaves = jax.tree.leaves(params)
+  shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+  if saved is not None and saved.steps() and not shapes:
+    # Two states at once would not fit where one just does.
+    for x in leaves:
+      x.delete()
+    shapes = True
+  found = None if saved is None else saved.restore(like=form._asdict())
+  if found is not None:
+    return steps.State(**found[0]), found[1]["data"]
+  if shapes:
+    raise OptionError(
+      message(
+        "model",
+        "its shapes alone, and no step is saved",
+        "a saved step to go on from, or weights to begin with",
+        "pass a model with weights",
+      )
+    )
+  return steps.start(optimizer, params, mesh), None
+
+
 def _stretched(state: steps.State, stretch: Stretch) -> steps.State:
   """The same numbers, around which the model is the stretched one."""
   made = extended(state.params, stretch)
@@ -393,16 +486,23 @@ def _stretched(state: steps.State, stretch: Stretch) -> steps.State:
   return jax.tree.map(turn, state._replace(params=made), is_leaf=model)
 
 
-def flops(model: Transformer, length: int) -> float:
+def flops(model: Transformer, length: int, *, adapters: bool = False) -> float:
   """Of a token in a step, forward and backward, in rows of `length` tokens.
 
   Three times those of reading; attention as if a row were one document, which
-  counts too much where several are packed.
+  counts too much where several are packed. What is computed again to save
+  memory does not count.
+
+  Args:
+    model: of arrays or shapes.
+    length: T, tokens of a row.
+    adapters: whether only these are trained: frozen weights need no gradient,
+      a third of a matrix's work.
   """
   made = work.profile(model, length)
   head = 2.0 * model.config.vocab * model.config.embed
   pairs = made.pair_s * (length + 1) / 2
-  return 3.0 * (made.token_s + pairs + head)
+  return (2.0 if adapters else 3.0) * (made.token_s + head) + 3.0 * pairs
 
 
 def dtype_of(name: str | None) -> Any:

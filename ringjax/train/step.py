@@ -120,6 +120,31 @@ def shardings(
   return State(everywhere, mine, moments, everywhere)
 
 
+def form(
+  optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
+) -> State:
+  """The shapes of a state, and where it lies, without its memory.
+
+  Args:
+    optimizer: of the state.
+    params: arrays, or shapes with their shardings.
+    mesh: of all of it; None is one device.
+  """
+  count = jax.ShapeDtypeStruct((), jnp.int32)
+  mine = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    params,
+  )
+  made = State(count, mine, jax.eval_shape(optimizer.init, mine), count)
+  if mesh is None:
+    return made
+  return jax.tree.map(
+    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+    made,
+    shardings(optimizer, mine, mesh),
+  )
+
+
 def start(
   optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
 ) -> State:

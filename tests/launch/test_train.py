@@ -14,8 +14,12 @@ import pytest
 
 import ringjax as rj
 from launch import common, sources, train
+from ringjax.data import corpus
+from ringjax.data.bytelevel import Bytes
 from ringjax.models import checkpoint
-from ringjax.train import recipe
+from ringjax.nn.spread import Travel
+from ringjax.train import recipe, step
+from ringjax.train.batch import Batch
 from ringjax.train.extend import stretched
 from tests.launch.conftest import PATIENCE_S, ROOT
 
@@ -89,6 +93,9 @@ def test_stages_one_after_another(small, tmp_path):
   assert [row["stage"] for row in rows] == [0, 0, 0, 1, 1]
   assert all(np.isfinite(row["loss"]) and row["skipped"] == 0 for row in rows)
   assert all(0 < row["utilisation"] < 1 for row in rows)
+  # All that is read, and what of it has an answer.
+  assert [row["tokens"] for row in rows[:4]] == [640, 320, 320, 2560]
+  assert all(0 < row["labels"] < row["tokens"] for row in rows)
   assert rows[0]["rate"] == pytest.approx(1e-2)
   model = rj.models.load(out / "model")
   assert model.config.max_positions == 320
@@ -188,10 +195,26 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
     ("--config.sources=({'kind': 'corpus'},)", "sources, corpus"),
     ("--config.sources=({'kind': 'passkey', 'length': 30},)", "length"),
     ("--config.start={'kind': 'habit'}", "one of lookup"),
-    ("--config.start={'kind': 'lookup', 'backs': 1}", "lookup: got backs"),
+    ("--config.start={'kind': 'lookup', 'backs': 1}", "start: got backs"),
     ("--config.start={'kind': 'lookup', 'back': ((1, 2),)}", "llama of 2"),
     ("--config.optimizer={'schedule': 'wsd', 'decay': 2.0}", "decay"),
     ("--config.replay_every=0", "replay_every"),
+    ("--config.packer=bestfit", "packer: got 'bestfit'; wanted one of best"),
+    ("--config.stages=({'steps': 1, 'batch': 1},)", "stages: got no length"),
+    ("--config.start={'kind': 'lookup'}", "start: got no back"),
+    (
+      "--config.stages=({'steps': 1, 'length': 160, 'batch': 1, "
+      "'stretch': {'method': 'yarn'}},)",
+      "stretch: got no context",
+    ),
+    ("--config.rules={'embd': 'data'}", "rules: got embd"),
+    ("--config.optimizer={'rate': 'high'}", "rate"),
+    ("--config.optimizer={'decay': 0.1}", "decay: got 0.1 with 'cosine'"),
+    (
+      "--config.sources=({'kind': 'passkey', 'length': 9, 'shortest': 10},)",
+      "shortest: got 10",
+    ),
+    ("--config.sources=({'kind': 'copies', 'weight': 'x'},)", "sources, cop"),
   ],
 )
 def test_wrong_configs(small, tmp_path, argv, words):
@@ -231,17 +254,130 @@ def test_memory_that_is_not_there(tmp_path, start):
   assert "Traceback" not in err
 
 
+ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
+
+
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
-  flags = (
-    "--mesh=seq:2",
-    f"--config={small}",
-    f"--out={tmp_path / 'out'}",
-    "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)",
-  )
+  out = tmp_path / "out"
+  flags = ("--mesh=seq:2", f"--config={small}", f"--out={out}", ONE_STEP)
   assert run(*flags)[0] == 0
+  asked = (out / "config.json").read_text()
   status, _, err = run(*flags, "--config.optimizer.rate=0.5")
   assert status == 2
   assert "config" in err and "Traceback" not in err
+  # What the run that is there was asked for is still known.
+  assert (out / "config.json").read_text() == asked
+
+
+def seen(values: dict, **more) -> dict:
+  """What has to be equal for a step to be of a training."""
+  config = train.default_config()
+  config.update(values)
+  return train._identity(
+    config, **{"base": None, "tokenizer": Bytes(), "model": None} | more
+  )
+
+
+def test_what_another_objective_is():
+  same = seen({})
+  assert seen({"log_every": 3, "layout": "zigzag", "remat": "all"}) == same
+  assert seen({"z_loss": 1e-4}) != same
+  assert seen({"dtype": "bfloat16"}) != same
+  assert seen({}, tokenizer=Bytes(chat_template="x")) == same
+  other = {"model_type": "llama", "vocab_size": 262}
+  assert seen({}, base=other) != same
+  # What a fresh model would be is not asked where there is another.
+  assert seen({"model": "llama-1b"}, base=other) == seen({}, base=other)
+
+
+def test_adapters_are_of_one_model():
+  config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+            "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
+  mesh = rj.make_mesh((4,), ("model",), devices=jax.devices()[:4])
+  of = lambda seed, **more: train._fingerprint(
+    rj.models.create(config, seed=seed, **more)
+  )
+  assert of(1) == of(1) == of(1, mesh=mesh)
+  assert all(a != b for a, b in zip(of(1)[:1], of(2)[:1], strict=True))
+  # Two rows that have changed places.
+  model = rj.models.create(config, seed=1)
+  w = model.embed.weight
+  w[...] = w[...][:, ::-1]
+  assert train._fingerprint(model) != of(1)
+
+
+def test_a_log_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
+  log = tmp_path / "log.jsonl"
+  for before, after in (
+    (None, ""),
+    ("", ""),
+    ('{"step": 1}\n', '{"step": 1}\n'),
+    ('{"step": 1}\n{"st', '{"step": 1}\n{"st\n'),
+  ):
+    if before is not None:
+      log.write_text(before)
+    train._appended(log).close()
+    assert log.read_text() == after
+
+
+def test_what_is_said_where_nothing_could_be_saved():
+  assert train._farewell(5, [3, 5]).endswith("step 5, which is saved")
+  assert train._farewell(5, [2, 3]).endswith("finite; step 3 is saved")
+  assert train._farewell(5, []).endswith("none is saved")
+
+
+def test_a_short_run_has_a_trace_too(small, tmp_path):
+  traced = tmp_path / "trace"
+  status, _, err = run(
+    f"--config={small}", f"--out={tmp_path / 'out'}", "--mesh=seq:1",
+    f"--profile={traced}",
+    "--config.stages=({'steps': 4, 'length': 160, 'batch': 1},)",
+  )  # fmt: skip
+  assert status == 0, err
+  assert list(traced.rglob("*.xplane.pb"))
+
+
+def test_on_from_a_folder_with_its_tokenizer(small, tmp_path):
+  """What is written can be begun with, read and asked."""
+  first, second = tmp_path / "first", tmp_path / "second"
+  flags = (f"--config={small}", "--mesh=seq:1", ONE_STEP)
+  assert run(*flags, f"--out={first}")[0] == 0
+  base = first / "model"
+  (base / "generation_config.json").write_text("{}")
+  status, _, err = run(
+    *flags,
+    f"--out={second}",
+    f"--init_from={base}",
+    "--config.start={'kind': 'lookup', 'back': ((1, 2),)}",
+  )
+  assert status == 0, err
+  assert "start: not applied" in err
+  for name in ("tokenizer.json", "generation_config.json"):
+    kept = (second / "model" / name).read_bytes()
+    assert kept == (base / name).read_bytes()
+  asked = json.loads((second / "config.json").read_text())
+  assert asked["init_from"] == str(base)
+
+
+def test_a_corpus_of_another_tokenizer(small, tmp_path):
+  path = tmp_path / "some.tokens"
+  corpus.write(path, [[65, 66, 67]], vocab=262, tokenizer_fingerprint="other")
+  status, _, err = run(
+    f"--config={small}", f"--out={tmp_path / 'out'}", "--mesh=seq:1",
+    f"--config.sources=({{'kind': 'corpus', 'path': '{path}'}},)",
+  )  # fmt: skip
+  assert status == 2
+  assert "of 'other'" in err and "Traceback" not in err
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_has(small, tmp_path):
+  status, _, err = run(
+    f"--config={small}", f"--out={tmp_path / 'out'}", "--mesh=seq:1",
+    "--config.model.vocab_size=256",
+  )  # fmt: skip
+  assert status == 2
+  assert "tokenizer: got 262 ids" in err
 
 
 @pytest.mark.parametrize(
@@ -315,14 +451,24 @@ def test_every_config_can_be_built(path):
     if all(one["kind"] != "corpus" for one in given):
       mixture = sources.mixture(
         given,
-        sources.tokenizer(config.tokenizer),
+        train._tokenizer(config, None)[0],
         length=entry["length"],
         vocab=model.config.vocab,
       )
       assert len(mixture.sources) == len(given)
   optimizer = made.optimizer.build(made.total)
-  state = jax.eval_shape(optimizer.init, model)
-  assert jax.tree.leaves(state)
+  spread = Travel()
+  recipe.check(made, model, spread)
+  one = jax.ShapeDtypeStruct((1, 1, made.stages[0].length), np.int32)
+  weight = jax.ShapeDtypeStruct(one.shape, np.float32)
+  state, figures = jax.eval_shape(
+    step.make_step(optimizer, spread, made.objective),
+    step.form(optimizer, model),
+    None,
+    Batch(one, one, weight, one, one),
+  )
+  assert figures.loss.shape == ()
+  assert jax.tree.structure(state.params) == jax.tree.structure(model)
   assert recipe.flops(model, made.stages[-1].length) > 0
   doc = path.read_text()
   for word in ("Command", "Hardware", "Time", "Result"):

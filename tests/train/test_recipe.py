@@ -1,0 +1,203 @@
+"""Recipes: what weight decay leaves alone, what is refused before a step, how
+a run goes on, and who brings which rows."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import ringjax as rj
+from ringjax.data.packing import Documents
+from ringjax.errors import ConfigError, OptionError, ShapeError
+from ringjax.nn.spread import Travel
+from ringjax.train import batch as batches
+from ringjax.train import recipe
+from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.extend import Stretch
+from ringjax.train.lora import Lora
+from tests.train.test_step import CONFIG
+
+STAGE = recipe.Stage(steps=2, length=16, batch=2)
+BIASED = CONFIG | {
+  "architectures": ["Qwen2ForCausalLM"],
+  "model_type": "qwen2",
+}
+
+
+def text() -> recipe.Mixture:
+  draw = np.random.default_rng(0)
+  return recipe.Mixture(
+    [Documents([draw.integers(0, 48, n) for n in draw.integers(5, 40, 60)])]
+  )
+
+
+def names(tree) -> dict[str, bool]:
+  """Whether each parameter is decayed, by the ends of its path."""
+  found = jax.tree_util.tree_flatten_with_path(
+    tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )[0]
+  return {
+    ".".join(str(getattr(k, "name", getattr(k, "idx", k))) for k in path[-2:]):
+      all(jax.tree.leaves(x)) for path, x in found
+  }  # fmt: skip
+
+
+def test_only_matrices_decay():
+  model = rj.models.create(BIASED)
+  # Equal layers share an array: their vectors have two axes.
+  bias = model.stack.blocks[0][0].attention.q.bias
+  assert bias[...].ndim == 3
+  found = names(recipe.decayed(model))
+  decayed = {name for name, yes in found.items() if yes}
+  assert decayed == {
+    "embed.weight", "head.weight", "q.weight", "k.weight", "v.weight",
+    "o.weight", "gate.weight", "up.weight", "down.weight",
+  }  # fmt: skip
+  assert {"norm.weight", "pre_attention.weight", "q.bias"} <= set(found)
+
+
+def test_decay_moves_no_norm():
+  model = rj.models.create(BIASED)
+  optimizer = recipe.Optimizer(name="sgd", rate=1.0, weight_decay=0.1).build(1)
+  none = jax.tree.map(np.zeros_like, model)
+  with jax.numpy_dtype_promotion("standard"):
+    updates, _ = optimizer.update(none, optimizer.init(model), model)
+  moved = jax.tree.map(lambda x: bool(np.any(np.asarray(x) != 0)), updates)
+  assert names(moved) == names(recipe.decayed(model)) | {
+    # Biases of zero would not have moved either way.
+    name: False
+    for name in names(moved)
+    if name.endswith("bias")
+  }
+
+
+def test_adapters_decay():
+  adapters = Lora(rank=2).start(rj.models.create(CONFIG))
+  assert all(jax.tree.leaves(recipe.decayed(adapters)))
+
+
+@pytest.mark.parametrize(
+  "unused",
+  [
+    {"decay": 0.1},
+    {"name": "sgd", "b2": 0.9},
+    {"name": "adafactor", "b1": 0.9},
+    {"name": "adafactor", "b2": 0.9},
+  ],
+)
+def test_numbers_that_nothing_uses(unused):
+  with pytest.raises(OptionError, match="leave it out"):
+    recipe.Optimizer(**unused)
+
+
+def test_frozen_weights_need_less():
+  model = rj.models.abstract(CONFIG)
+  whole, adapters = (recipe.flops(model, 64, adapters=x) for x in (False, True))
+  assert 2 / 3 * whole < adapters < whole
+  # Attention has no weights, and the longer the row the less is saved.
+  far = [recipe.flops(model, 1 << 20, adapters=x) for x in (False, True)]
+  assert far[1] / far[0] > 0.99
+
+
+@pytest.mark.parametrize(
+  ("later", "fault", "words"),
+  [
+    ({"length": 18}, ShapeError, "18 tokens"),
+    ({"batch": 3}, ShapeError, "3 in a micro-batch"),
+    ({"stretch": Stretch(context=16, method="linear")}, ConfigError, "context"),
+  ],
+)
+def test_what_a_later_stage_cannot_do_is_said_first(later, fault, words):
+  mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
+  second = recipe.Stage(**{"steps": 1, "length": 32, "batch": 2} | later)
+  model = rj.models.create(CONFIG | {"max_position_embeddings": 64}, mesh=mesh)
+  with pytest.raises(fault, match=words):
+    recipe.train(
+      recipe.Recipe(stages=(STAGE, second)),
+      model,
+      text(),
+      mesh=mesh,
+      axis="seq",
+      on_step=lambda step: pytest.fail("a step was taken"),
+    )
+  # It can be mended and used.
+  assert not any(x.is_deleted() for x in jax.tree.leaves(model))
+
+
+def test_going_on_needs_one_state(tmp_path):
+  """No second one beside what is restored; shapes are enough."""
+  first = recipe.Recipe(stages=(STAGE,))
+  with Checkpoints(tmp_path) as saved:
+    begun = recipe.train(
+      first, rj.models.create(CONFIG), text(), checkpoints=saved
+    )
+  again = rj.models.create(CONFIG)
+  with Checkpoints(tmp_path) as saved:
+    done = recipe.train(first, again, text(), checkpoints=saved)
+  assert all(x.is_deleted() for x in jax.tree.leaves(again))
+  with Checkpoints(tmp_path) as saved:
+    form = rj.models.abstract(CONFIG, dtype="float32")
+    by_shape = recipe.train(first, form, text(), checkpoints=saved)
+  for other in (done, by_shape):
+    assert other.step == begun.step == 2
+    for a, b in zip(
+      jax.tree.leaves(begun.model), jax.tree.leaves(other.model), strict=True
+    ):
+      np.testing.assert_array_equal(a, b)
+
+
+def test_shapes_alone_begin_nothing(tmp_path):
+  with (
+    Checkpoints(tmp_path) as saved,
+    pytest.raises(OptionError, match="shapes alone"),
+  ):
+    recipe.train(
+      recipe.Recipe(stages=(STAGE,)),
+      rj.models.abstract(CONFIG, dtype="float32"),
+      text(),
+      checkpoints=saved,
+    )
+
+
+def spread_of(shape, axes, process_of) -> Travel:
+  """Over devices of several processes, which this machine does not have."""
+  devices = np.empty(shape, object)
+  for place in np.ndindex(*shape):
+    devices[place] = types.SimpleNamespace(process_index=process_of(*place))
+  mesh = types.SimpleNamespace(
+    axis_names=axes, devices=devices, shape=dict(zip(axes, shape, strict=True))
+  )
+  return Travel(mesh=mesh, axis="seq")
+
+
+@pytest.mark.parametrize(
+  ("shape", "axes", "process_of", "parts"),
+  [
+    # A share each; a row over two processes; two shares each.
+    ((2, 4), ("data", "seq"), lambda d, s: d, [(0, 2), (1, 2)]),
+    ((2, 4), ("data", "seq"), lambda d, s: s // 2, [(0, 1), (0, 1)]),
+    ((4, 2), ("data", "seq"), lambda d, s: d // 2, [(0, 2), (1, 2)]),
+    ((4, 2), ("seq", "data"), lambda s, d: d, [(0, 2), (1, 2)]),
+    # Shares that do not follow each other cannot be told by two numbers.
+    ((4, 2), ("data", "seq"), lambda d, s: d % 2, [(0, 1), (0, 1)]),
+    ((2, 2), ("data", "seq"), lambda d, s: 2 * d + s, [(0, 2), (0, 2), (1, 2)]),
+  ],
+)
+def test_whose_rows(shape, axes, process_of, parts):
+  spread = spread_of(shape, axes, process_of)
+  found = [batches.part_of(spread, n) for n in range(len(parts))]
+  assert found == parts
+
+
+def test_micro_batches_are_dealt_alike():
+  """Each process's rows go to all micro-batches."""
+  draw = np.random.default_rng(0)
+  rows = batches.whole_rows(draw.integers(0, 48, (8, 17)))
+  placed = batches.place(rows, Travel(), accumulate=2)
+  assert placed.tokens.shape == (2, 4, 16)
+  for n in range(8):
+    np.testing.assert_array_equal(placed.tokens[n % 2, n // 2], rows.tokens[n])
