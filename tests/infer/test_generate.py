@@ -591,11 +591,11 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
   made = []
   with monkeypatch.context() as patch:
     patch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
-    need = f"{4 * 2 * heads * 112**2:,} bytes of scores"
+    need = f"{4 * 2 * heads * 104**2:,} bytes of scores"
     with pytest.raises(MemoryEstimateError, match=need) as caught:
       run([1] * 100)
     assert "prefill='blockwise'" in str(caught.value) and not made
-  with pytest.raises(MemoryEstimateError, match="2 x 112 tokens"):
+  with pytest.raises(MemoryEstimateError, match="2 x 104 tokens"):
     run([1] * 100, cache=session)
   assert session.slots == 0
   for name, tokens in (("dense", 90), ("blockwise", 10_000)):
