@@ -94,7 +94,12 @@ def define(values: flags.FlagValues) -> None:
   new.number(
     "repetition_penalty", None, "Above 1, seen tokens get less likely."
   )
-  new.whole("seed", 0, "Of sampling, and of the passkey.", None)
+  new.whole(
+    "seed",
+    0,
+    "Of sampling, and of the passkey; refused where neither is.",
+    None,
+  )
   flags.DEFINE_multi_string(
     "stop", [], "Text that ends the answer; repeatable.", flag_values=values
   )
@@ -220,11 +225,6 @@ class _Work:
     count = values.max_new_tokens
     if count is None:
       count = prompts.ANSWER_TOKENS if prompts.made_up(values) else _NEW_TOKENS
-    if len(ids) + count > model.config.max_positions:
-      screen.say(
-        f"note: {len(ids) + count:,} tokens, and the model was made for "
-        f"{model.config.max_positions:,}"
-      )
     clock, new, reports = _Clock(time.monotonic()), [], []
     self._begin(
       f"reading {len(ids):,} tokens", "reading the prompt", len(ids), "tokens"
@@ -391,6 +391,16 @@ def _check(values: flags.FlagValues) -> None:
   if values.profile is not None and values.prefill != "auto":
     raise prompts.clash(
       f"--profile and --prefill={values.prefill}", "--prefill=auto"
+    )
+  if values.profile is not None and values.chunk is not None:
+    raise prompts.clash("--profile and --chunk", "one of them")
+  if (
+    values["seed"].present
+    and not prompts.made_up(values)
+    and not isinstance(_sampler(values), Sample)
+  ):
+    raise prompts.clash(
+      "--seed with a prompt and no sampling", "--seed with --temperature"
     )
   for name in ("context", "depth"):
     if values[name].present and not prompts.made_up(values):

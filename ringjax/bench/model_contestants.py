@@ -160,8 +160,8 @@ def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
   token, pos = (
     jnp.asarray([x], jnp.int32) for x in (given.ids[0], case.tokens)
   )
-  state = decode.State(token, pos, jnp.zeros(1, bool), None, jnp.int32(0))
-  stops, total = jnp.asarray([-1], jnp.int32), jnp.int32(case.room)
+  state = decode.State(token, pos, jnp.zeros(1, bool), None)
+  stops, total = decode.stop_ids(()), jnp.int32(case.room)
   spread, sampler = Visit(), rj.infer.Greedy()
 
   def check() -> np.ndarray:

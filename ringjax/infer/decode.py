@@ -1,7 +1,8 @@
 """One token after another, from a cache that stays where it is.
 
 Law: a step's program is the same for every step of a capacity; it depends on
-neither the length of the context nor on what is in it.
+neither the length of the context nor on what is in it, nor on a sampler's
+numbers, but on which of them it has.
 Cost: a step reads the weights and the filled slots of the cache once, and
 sends one small reduction a layer.
 """
@@ -9,13 +10,18 @@ sends one small reduction a layer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.spread import Visit
+
+# Room for the stop ids of most models.
+_STOPS = 4
 
 
 class State(NamedTuple):
@@ -26,27 +32,35 @@ class State(NamedTuple):
     pos: int32 [B], their positions.
     done: bool [B], whether an example has stopped.
     seen: bool [B, V], ids that occurred, or None if the sampler ignores them.
-    step: int32 [], number of the next token.
   """
 
   token: jax.Array
   pos: jax.Array
   done: jax.Array
   seen: Any
-  step: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=(0,))
+def stop_ids(ids: Sequence[int]) -> jax.Array:
+  """Ids that end an example, int32 [n]: few n, so that few are compiled."""
+  size = max(_STOPS, 1 << (len(ids) - 1).bit_length())
+  padded = np.full(size, -1, np.int32)
+  padded[: len(ids)] = ids
+  return jnp.asarray(padded)
+
+
+@jax.jit
 def first(
   sampler: Any, logits: jax.Array, pos: jax.Array, seen: Any, stops: jax.Array
 ) -> State:
-  """Chooses the token behind the prompt, whose position is `pos` [B]."""
-  zero = jnp.int32(0)
-  token = sampler(logits, zero, seen)
-  return State(token, pos, _stopped(token, stops), _note(seen, token), zero + 1)
+  """Chooses the token behind the prompt, whose position is `pos` [B].
+
+  `sampler` is a pytree: `sampling.traced`.
+  """
+  token = sampler(logits, pos, seen)
+  return State(token, pos, _stopped(token, stops), _note(seen, token))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=(3,))
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
 def step(
   model: Transformer,
   spread: Visit,
@@ -68,14 +82,14 @@ def step(
     None,
     length,
   )
-  token = sampler(spread.everywhere(logits[:, 0]), state.step, state.seen)
+  pos = state.pos + 1
+  token = sampler(spread.everywhere(logits[:, 0]), pos, state.seen)
   token = jnp.where(state.done, state.token, token)
   after = State(
     token,
-    state.pos + 1,
+    pos,
     state.done | _stopped(token, stops),
     _note(state.seen, token),
-    state.step + 1,
   )
   return spread.everywhere(after), cache
 

@@ -27,8 +27,8 @@ from ringjax.errors import (
 )
 from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.prefill import check_machine, plan
-from ringjax.infer.sampling import Greedy
-from ringjax.infer.stopping import Stop
+from ringjax.infer.sampling import Greedy, traced
+from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
@@ -67,6 +67,8 @@ class Session:
     lengths: int [B], tokens read so far.
     pending: int [B], a token that was generated and not read yet, or -1; it
       is read before the next turn.
+    seen: bool [B, V], ids that each example has read or said, which a
+      repetition penalty is for.
     cache: the cache.
     last: the report of the last call.
   """
@@ -102,6 +104,7 @@ class Session:
     self.cache = model.cache(batch, capacity, spread=spread, dtype=dtype)
     self.lengths = np.zeros(batch, np.int64)
     self.pending = np.full(batch, -1, np.int64)
+    self.seen = np.zeros((batch, model.config.vocab), bool)
     # Slots in use, on the shard that has the most; lengths can be shorter.
     self.slots = 0
     self.last: Report | None = None
@@ -149,7 +152,7 @@ def generate(
   keep: str = "sharded",
   cache: Session | None = None,
   cache_dtype: Any = None,
-  stop: Stop | Iterable[int] | None = None,
+  stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
   progress: Callable[[int], Any] | None = None,
@@ -158,6 +161,11 @@ def generate(
 ) -> np.ndarray:
   """Continues prompts.
 
+  What a sampler draws for a token is a function of its seed, of the number of
+  the row and of the token's position in it: neither other rows, the turns of a
+  conversation nor the mesh matter. Another seed or temperature compiles
+  nothing, nor does any other number of a sampler.
+
   Args:
     model: made by `rj.models.load` or `create`.
     tokens: int32 [B, T], or B sequences of ids of different lengths.
@@ -165,7 +173,8 @@ def generate(
     sampler: chooses a token from logits; default `Greedy()`.
     prefill: how the prompt is read: "auto", "dense", "blockwise" (one device);
       "ring", "striped", "zigzag", "gather", "ulysses", "kvr" (a sharded
-      sequence); "chunked" (either).
+      sequence; on one shard they all are "blockwise", and the report says
+      so); "chunked" (either).
     mesh: the mesh; default: the session's, the model's or the current one,
       else one device.
     axis: the axis that shards the sequence; default "seq" if there is one.
@@ -174,17 +183,19 @@ def generate(
       2024, arXiv 2405.05329); default: shards have equal work.
     machine: the model's cost on these devices and their links, which
       prefill="auto" then chooses by (`rj.plan.choose`); `Report` has the
-      reasons. Default: "striped" on a sharded sequence.
+      reasons. Default: "striped" on a sharded sequence. Refused where there is
+      no choice: with a chunk, and for recurrent layers on a sharded sequence.
     keep: where the cache lies when the prompt is read: "sharded" over the
       sequence's axis, on which all devices decode, or on the "last" device of
       that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
     cache_dtype: of the cache that is made; default: the model's.
-    stop: ids behind which an example ends, or a `Stop` with ids and strings.
-    tokenizer: of the strings, which may span tokens.
+    stop: ids behind which an example ends, or texts, or both; or a `Stop`.
+    tokenizer: of the texts, which may span tokens.
     stream: called with each step's tokens, int32 [B]. Its answer True ends
-      the generation, bools [B] end single examples.
+      the generation, an array of bools [B] ends single examples, None and
+      False end nothing; anything else is refused.
     progress: called with the number of prompt tokens read, after each chunk
       and when all are read.
     report: called with what was done, at the end.
@@ -194,7 +205,10 @@ def generate(
     int32 [B, max_new_tokens], the new tokens.
 
   Raises:
-    RingjaxError: in Python, before anything is compiled.
+    PromptError: also for prompts that with `max_new_tokens` are longer than
+      the context that the model's config states.
+    RingjaxError: in Python, before anything is compiled; but for an answer of
+      `stream`, with which the generation ends.
   """
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler = Greedy() if sampler is None else sampler
@@ -202,7 +216,7 @@ def generate(
   _check_pad(pad_id)
   _check_keep(keep)
   if machine is not None:
-    check_machine(machine, prefill, model)
+    check_machine(machine, prefill, model, chunk)
   prompts = inputs.prompts(tokens, model.config.vocab)
   stops, watches = _stops(stop, model.config.vocab, tokenizer, len(prompts))
   if isinstance(cache, Session) and len(prompts) == cache.pending.size:
@@ -213,6 +227,7 @@ def generate(
   batch, lengths = len(prompts), np.array([len(p) for p in prompts])
   longest = int(lengths.max())
   session = cache
+  _check_context(model, session, lengths, count)
   if session is None:
     found, over = place_of(mesh, axis, model)
     shards = 1 if over is None else found.shape[over]
@@ -227,6 +242,7 @@ def generate(
       machine=machine,
       keep=keep,
     )
+    _check_scores(model, first, batch)
     # A shard's last slot may stay empty behind an uneven prompt.
     need = first.slots * shards + count + shards
     session = Session(
@@ -281,6 +297,7 @@ def generate(
   )
   how = _method(prefill, machine, fresh, resolve)
   _check_session(session, model, batch, longest, count, how, left)
+  _check_scores(model, how, batch)
   start = session.lengths.copy()
   total = int(start.max()) + longest + count
   if not fresh or cache is not None:
@@ -292,7 +309,11 @@ def generate(
   if last is not None:
     session.gather(last)
     model, logits = session.weights(model), here(logits, last)
-  seen = _seen(sampler, prompts, model.config.vocab)
+  for row, prompt in zip(session.seen, prompts, strict=True):
+    row[prompt] = True
+  # A copy: the session's goes on.
+  needs = getattr(sampler, "needs_seen", False)
+  seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
   state = decode.first(
     sampler,
     logits,
@@ -382,6 +403,7 @@ def _continue(
       taken += 1
     token, done = jax.device_get((state.token, state.done))
     out[:, n] = np.where(ended, pad_id, token)
+    session.seen[~ended, token[~ended]] = True
     read = ~done & (after is not None)
     session.lengths = session.lengths + read
     session.pending = np.where(
@@ -518,6 +540,58 @@ def _check_session(
     )
 
 
+def _check_context(
+  model: Transformer, session: Any, lengths: np.ndarray, count: int
+) -> None:
+  """Refuses a text that is longer than the model was made for."""
+  longest = model.config.longest
+  read = np.zeros_like(lengths)
+  if isinstance(session, Session) and session.lengths.size == lengths.size:
+    read = session.lengths
+  row = int(np.argmax(read + lengths))
+  total = int(read[row] + lengths[row]) + count
+  if longest is not None and total > longest:
+    before = f"{int(read[row]):,} tokens read before, " if read[row] else ""
+    raise PromptError(
+      message(
+        "tokens",
+        f"{before}{int(lengths[row]):,} tokens in prompt {row} and "
+        f"max_new_tokens={count:,}",
+        f"at most {longest:,} in all, the model's context",
+        "ask for fewer, extend the model (rj.train.extended), or raise "
+        "max_position_embeddings in its config.json",
+      )
+    )
+
+
+def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
+  """Refuses dense scores that cannot fit, before anything is allocated.
+
+  They alone grow with the square of the prompt. Counted is one copy in
+  float32, the least there is.
+  """
+  if how.name != "dense":
+    return
+  mesh = how.spread.mesh
+  heads = max(
+    getattr(layer.attention, "heads", 0) for layer in model.config.layers
+  )
+  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+  shards = 1 if mesh is None else mesh.devices.size
+  each = 4 * batch * heads * how.width**2 // shards
+  free = free_bytes(devices[0], len(devices))
+  if free is not None and each > free:
+    raise MemoryEstimateError(
+      message(
+        "prefill",
+        f"'dense', with {each:,} bytes of scores on each of {shards} "
+        f"device(s) for {batch} x {how.width:,} tokens",
+        f"at most the {free:,} that are free there",
+        "pass prefill='blockwise', or leave it out",
+      )
+    )
+
+
 def _check_memory(
   model: Transformer, spread: Spread, batch: int, capacity: int, dtype: Any
 ) -> None:
@@ -570,11 +644,10 @@ def _stops(
   stop: Any, vocab: int, tokenizer: Any, batch: int
 ) -> tuple[jax.Array, list[Any]]:
   """Ids for the device to look at, and watches for stop strings."""
-  if not isinstance(stop, Stop):
-    one = stop is None or isinstance(stop, int | np.integer)
-    ids = (() if stop is None else (int(stop),)) if one else tuple(stop)
-    stop = Stop(ids=ids)
+  stop = as_stop(stop)
   stop.check(vocab)
+  if tokenizer is not None:
+    check_tokenizer(tokenizer)
   if stop.strings and tokenizer is None:
     raise OptionError(
       message(
@@ -585,7 +658,7 @@ def _stops(
       )
     )
   watches = [stop.watch(tokenizer) for _ in range(batch if stop.strings else 0)]
-  return jnp.asarray(stop.ids or (-1,), jnp.int32), watches
+  return decode.stop_ids(stop.ids), watches
 
 
 def _observer(
@@ -600,17 +673,26 @@ def _observer(
         watch.feed(int(tokens[row]))
         told[row] = watch.stopped is not None
     if stream is not None:
-      answer = stream(tokens)
-      told = told | (False if answer is None else np.asarray(answer, bool))
+      told = told | _told(stream(tokens), tokens.shape)
     return told
 
   return observe
 
 
-def _seen(sampler: Any, prompts: list[np.ndarray], vocab: int) -> Any:
-  if not getattr(sampler, "needs_seen", False):
-    return None
-  seen = np.zeros((len(prompts), vocab), bool)
-  for row, prompt in zip(seen, prompts, strict=True):
-    row[prompt] = True
-  return jnp.asarray(seen)
+def _told(answer: Any, shape: tuple[int, ...]) -> Any:
+  """Who ends now, by what `stream` answered."""
+  if answer is None or isinstance(answer, bool | np.bool_):
+    return bool(answer)
+  array = isinstance(answer, np.ndarray | jax.Array)
+  if array and answer.dtype == bool and answer.shape in ((), shape):
+    return np.asarray(answer)
+  # A truth value would end it at the first `lambda t: file.write(...)`.
+  what = f"{answer.dtype} {list(answer.shape)}" if array else repr(answer)
+  raise InputTypeError(
+    message(
+      "stream",
+      f"an answer of {type(answer).__name__}, {what}",
+      f"None, True, False, or an array of bools {list(shape)}",
+      "let it return nothing, or whether to end",
+    )
+  )

@@ -51,7 +51,7 @@ from ringjax.infer.agree import (
 from ringjax.infer.generate import Session
 from ringjax.infer.layerwise import Pieces, Place
 from ringjax.infer.links import Inbox, Outbox, first_needed
-from ringjax.infer.sampling import Greedy
+from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.spans import Events
 from ringjax.models import work
 from ringjax.models.transformer import Transformer
@@ -265,7 +265,7 @@ class Runahead:
           logits = run.go(session)
       first_s = events.now()
       if session is not None:
-        _fill(session, ids.size)
+        _fill(session, ids)
     count = 0
     if rank < active:
       count = self._count(lengths[rank], first, sizes, room)
@@ -472,12 +472,15 @@ def follow(
   (device,) = logits.devices()
   found: list[int] = []
   with jax.default_device(device):
-    stops = jnp.asarray(tuple(stop) or (-1,), jnp.int32)
+    stops = decode.stop_ids(tuple(stop))
     total = jnp.int32(reading.length)
     pos = jnp.asarray(session.lengths.astype(np.int32))
-    state = decode.first(sampler, logits, pos, None, stops)
+    needs = getattr(sampler, "needs_seen", False)
+    sampler, seen = traced(sampler), jnp.array(session.seen) if needs else None
+    state = decode.first(sampler, logits, pos, seen, stops)
     while True:
       found.append(int(state.token[0]))
+      session.seen[0, found[-1]] = True
       if len(found) == count or bool(state.done[0]):
         break
       state, session.cache = decode.step(
@@ -489,8 +492,10 @@ def follow(
   return np.asarray(found, np.int32)
 
 
-def _fill(session: Session, tokens: int) -> None:
-  """Notes that the slots hold the first `tokens` tokens."""
+def _fill(session: Session, ids: np.ndarray) -> None:
+  """Notes that the slots hold the prompt's tokens."""
+  tokens = ids.size
+  session.seen[0, ids] = True
   slots = jnp.arange(session.cache.capacity, dtype=jnp.int32)[None]
   here = slots < tokens
   session.cache = dataclasses.replace(

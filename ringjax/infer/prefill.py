@@ -95,8 +95,12 @@ def plan(
     machine: what "auto" chooses by; None: by rules.
     keep: where the cache is wanted, for "auto".
 
+  On one shard there is nobody to send to: every way that shards the sequence
+  is then "blockwise", which computes the same, and `Prefill.why` says so.
+
   Raises:
-    OptionError: an unknown name, or one that does not fit the mesh.
+    OptionError: an unknown name, or one that does not fit the mesh, or a
+      machine where there is no choice.
   """
   if name not in METHODS:
     raise OptionError(
@@ -132,7 +136,16 @@ def plan(
   why = "as asked"
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if machine is not None:
-    check_machine(machine, name, model)
+    check_machine(machine, name, model, chunk)
+    if recurrent and size > 1:
+      raise OptionError(
+        message(
+          "machine",
+          "one for a model with recurrent layers",
+          "none: on a sharded sequence prefill='auto' is 'ring' for them",
+          "leave it out",
+        )
+      )
   if name == "auto":
     name, why = _choose(size, chunk, recurrent)
     if name == "striped" and machine is not None:
@@ -147,6 +160,8 @@ def plan(
       name, why = choice.way.method, "; ".join(choice.why)
       if name == "kvr":
         partition = choice.way.lengths
+    elif machine is not None:
+      why += ": the machine leaves nothing to choose"
   if name == "chunked":
     chunk = chunk_size(tokens, size, chunk, room)
     width = -(-tokens // chunk) * chunk
@@ -169,16 +184,10 @@ def plan(
       )
     )
   if name == "kvr":
-    if axis is None:
-      raise OptionError(
-        message(
-          "prefill",
-          "'kvr' on one shard",
-          "a mesh whose axis shards the sequence",
-          "pass mesh=rj.make_mesh((-1,), ('seq',)), or no prefill=",
-        )
-      )
     counts = _partition(model, tokens, width, size, partition)
+    if size == 1:
+      # One part, of the length that was asked for.
+      return _alone(name, counts[0], mesh, axis)
     chained = Chained(mesh=mesh, axis=axis, layout=Uneven(counts))
     return Prefill(
       name=name,
@@ -191,6 +200,8 @@ def plan(
       else f"parts of {counts} tokens, computed from FLOPs",
     )
   layout, strategy, sharded = _WAYS[name]
+  if sharded and size == 1:
+    return _alone(name, width, mesh, axis)
   if not sharded and size > 1:
     raise OptionError(
       message(
@@ -208,6 +219,19 @@ def plan(
     width=width,
     slots=width // size,
     why=why,
+  )
+
+
+def _alone(asked: str, width: int, mesh: Any, axis: str | None) -> Prefill:
+  """A way that shards the sequence, where there is but one shard."""
+  layout, strategy, _ = _WAYS["blockwise"]
+  return Prefill(
+    name="blockwise",
+    spread=Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy),
+    chunk=None,
+    width=width,
+    slots=width,
+    why=f"{asked!r} was asked for, and on one shard it is this",
   )
 
 
@@ -245,7 +269,9 @@ def tile(tokens: int, shards: int) -> int:
   return max(1, min(_TILE, tokens // (4 * shards)))
 
 
-def check_machine(machine: Any, name: str, model: Transformer) -> None:
+def check_machine(
+  machine: Any, name: str, model: Transformer, chunk: Any = None
+) -> None:
   """Refuses what no prefill can be chosen by.
 
   Raises:
@@ -266,6 +292,15 @@ def check_machine(machine: Any, name: str, model: Transformer) -> None:
         "machine",
         f"one with prefill={name!r}",
         "prefill='auto', which chooses by it",
+        "leave one of them out",
+      )
+    )
+  if chunk is not None:
+    raise OptionError(
+      message(
+        "machine",
+        f"one with chunk={chunk!r}",
+        "no chunk, which leaves it nothing to choose",
         "leave one of them out",
       )
     )

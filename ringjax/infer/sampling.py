@@ -3,7 +3,9 @@
 Law: a sampler is a frozen value and a pure function. Its random number for a
 token is a function of (seed, row of the batch, step, token id) alone, by
 Threefry-2x32 written out below: the same on any mesh, however the batch is
-cut, and with any version of JAX. A row is drawn as
+cut, and with any version of JAX. `generate` takes the token's position in its
+row for the step: a row's draws hang neither on the lengths of other rows nor
+on how a conversation is cut into turns. A row is drawn as
 
   argmax_i (l_i + g_i),   g_i = -log(-log(1 - u_i)),   u_i uniform in (0, 1),
 
@@ -19,8 +21,13 @@ dropped together, never by their place in the vocabulary:
   top-p: those whose strictly larger logits together have probability < p;
   min-p: probability at least min_p times the largest.
 
-Cost for V tokens: about 100 integer operations a token for the draw; top-k one
-`lax.top_k`, top-p one sort of V numbers (of k, beside top-k), else no sort.
+A sampler is also a pytree: its numbers are leaves, and its structure is which
+of them there are. So a jitted function that takes it as an argument is
+compiled once for each choice of filters, whatever their numbers.
+
+Cost for V tokens: about 100 integer operations a token for the draw; top-k and
+top-p each 32 sums over V numbers, which close in on the cutoff bit by bit.
+Nothing is sorted.
 """
 
 from __future__ import annotations
@@ -29,10 +36,12 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -46,7 +55,10 @@ SEED = (0, 2**63 - 1)
 
 @runtime_checkable
 class Sampler(Protocol):
-  """What generation asks of a sampler; it is a static argument of jit."""
+  """What generation asks of a sampler.
+
+  It is an argument of jit if it is a pytree, else a static one: hashable.
+  """
 
   @property
   def needs_seen(self) -> bool:
@@ -168,7 +180,8 @@ class Sample:
 
     Args:
       logits: [B, V], float32.
-      step: [] or [B], how many tokens were drawn before.
+      step: [] or [B], which draw of its row this is; `generate` counts by
+        the position of the token that is drawn.
       seen: [B, V], which tokens occurred in prompt and output. Only if
         `needs_seen`.
       banned: [V] or [B, V], tokens that may not come. All of a row is no
@@ -193,18 +206,21 @@ class Sample:
     """Logits over the temperature; -inf where a filter drops the token."""
     logits = logits / self.temperature
     vocab = logits.shape[-1]
-    top_k = self.top_k if self.top_k is not None and self.top_k < vocab else 0
-    largest = None
-    if top_k:
-      largest = lax.top_k(logits, top_k)[0]
-      logits = _from(logits, largest[:, -1:])
+    if self.top_k is not None:
+      count = jnp.minimum(jnp.asarray(self.top_k, jnp.int32), vocab)
+      ones = jnp.ones_like(logits, dtype=jnp.int32)
+      logits = _from(logits, _cutoff(logits, ones, count))
     if self.top_p is not None:
-      if largest is None:
-        largest = -jnp.sort(-logits, -1)
-      logits = _from(logits, _nucleus(logits, largest, self.top_p))
+      top = jnp.max(logits, -1, keepdims=True)
+      # Rows without any logit above -inf stay without one.
+      top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+      mass = jnp.exp(logits - top)
+      want = self.top_p * jnp.sum(mass, -1, keepdims=True)
+      logits = _from(logits, _cutoff(logits, mass, want))
     if self.min_p is not None:
       top = jnp.max(logits, -1, keepdims=True)
-      logits = _from(logits, top + math.log(self.min_p))
+      least = jnp.log(jnp.asarray(self.min_p, jnp.float32))
+      logits = _from(logits, top + least)
     return logits
 
 
@@ -212,34 +228,48 @@ def _from(logits: Array, cutoff: Array) -> Array:
   return jnp.where(logits >= cutoff, logits, -jnp.inf)
 
 
-def _nucleus(logits: Array, largest: Array, top_p: float) -> Array:
-  """The smallest logit of which the larger ones sum to less than top_p.
+# Compiled also for a caller who compiles nothing, as a loop would be each time.
+@jax.jit
+def _cutoff(logits: Array, weights: Array, want: Array) -> Array:
+  """The largest number from which on weights sum to `want` at least: [B, 1].
 
-  `largest` are the largest logits in falling order; what is kept of `logits`
-  is none but those, and more of the size of the last.
+  It is a logit of the row: its largest one, where all are too little. `weights`
+  [B, V] are none below 0. Found by bisection of the 2^32 floats: a sum of fewer
+  of the weights, in the same order, is never the larger one.
   """
-  top = largest[:, :1]
-  # Rows without any logit above -inf stay without one.
-  top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
-  total = jnp.sum(jnp.exp(logits - top), -1, keepdims=True)
-  mass = jnp.exp(largest - top)
-  before = jnp.cumsum(mass, -1)[:, :-1]
-  before = jnp.concatenate([jnp.zeros_like(top), before], -1)
-  # A logit is as good as the first of its equals, of which less lies before.
-  first = jnp.concatenate(
-    [
-      jnp.ones_like(top, dtype=bool),
-      largest[:, 1:] < largest[:, :-1],
-    ],
-    -1,
-  )
-  kept = first & (before < top_p * total)
-  return jnp.min(jnp.where(kept, largest, jnp.inf), -1, keepdims=True)
+  low = jnp.full_like(logits[:, :1], -jnp.inf)
+  bounds = (_ordered(low), _ordered(jnp.max(logits, -1, keepdims=True)))
+
+  def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    low, high = bounds
+    middle = high - ((high - low) >> jnp.uint32(1))
+    part = jnp.where(logits >= _float_of(middle), weights, 0)
+    enough = jnp.sum(part, -1, keepdims=True, dtype=weights.dtype) >= want
+    return (
+      jnp.where(enough, middle, low),
+      jnp.where(enough, high, jnp.maximum(middle, low + 1) - 1),
+    )
+
+  return _float_of(lax.fori_loop(0, 32, halve, bounds)[0])
 
 
-def _penalised(
-  penalty: float | None, logits: Any, seen: Any, banned: Any
-) -> Array:
+_SIGN = 0x80000000
+
+
+def _ordered(x: Array) -> Array:
+  """uint32 in the order of the floats."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  sign = jnp.uint32(_SIGN)
+  return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _float_of(ordered: Array) -> Array:
+  sign = jnp.uint32(_SIGN)
+  bits = jnp.where(ordered >= sign, ordered ^ sign, ~ordered)
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _penalised(penalty: Any, logits: Any, seen: Any, banned: Any) -> Array:
   """Logits as they are filtered, found to be of the right kind."""
   if getattr(logits, "ndim", None) != 2 or 0 in logits.shape:
     raise ShapeError(
@@ -323,10 +353,17 @@ def _steps(step: Any, rows: Array) -> Array:
   return jnp.broadcast_to(step.astype(jnp.uint32), rows.shape)
 
 
-def _gumbel(seed: int, rows: Array, steps: Array, vocab: int) -> Array:
+def _gumbel(seed: Any, rows: Array, steps: Array, vocab: int) -> Array:
   """Gumbel noise [B, V] of (seed, row, step, id)."""
-  low, high = jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)
-  return _noise(low, high, rows, steps, vocab)
+  words = jnp.asarray(_words(seed))
+  return _noise(words[0], words[1], rows, steps, vocab)
+
+
+def _words(seed: Any) -> Any:
+  """The low and the high half, uint32 [2]; a leaf of a sampler has them."""
+  if not isinstance(seed, int):
+    return seed
+  return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
 
 
 # Compiled also for a caller who compiles nothing: it is a hundred operations.
@@ -363,6 +400,52 @@ def _threefry(
     x = x + keys[(group + 1) % 3]
     y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
   return x, y
+
+
+# ---------------------------------------------------------------------------
+# As pytrees
+# ---------------------------------------------------------------------------
+
+_LEAVES = {
+  "temperature": np.float32,
+  "top_k": np.int32,
+  "top_p": np.float32,
+  "min_p": np.float32,
+  "repetition_penalty": np.float32,
+  "seed": _words,
+}
+
+
+def _register(kind: type) -> None:
+  names = tuple(field.name for field in dataclasses.fields(kind))
+
+  def flatten(sampler: Any) -> tuple[tuple[Any, ...], None]:
+    return tuple(_leaf(name, getattr(sampler, name)) for name in names), None
+
+  def unflatten(_: None, leaves: Iterable[Any]) -> Any:
+    # Leaves may be anything that JAX puts there: nothing is checked.
+    made = object.__new__(kind)
+    for name, leaf in zip(names, leaves, strict=True):
+      _set(made, name, leaf)
+    return made
+
+  jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+
+
+def _leaf(name: str, value: Any) -> Any:
+  plain = isinstance(value, int | float) and not isinstance(value, bool)
+  return _LEAVES[name](value) if plain else value
+
+
+_register(Greedy)
+_register(Sample)
+
+
+def traced(sampler: Any) -> Any:
+  """A sampler as an argument of jit; one that is no pytree is static in it."""
+  if jax.tree_util.all_leaves([sampler]):
+    return jax.tree_util.Partial(sampler)
+  return jax.tree.map(jnp.asarray, sampler)
 
 
 # ---------------------------------------------------------------------------

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from ringjax.data.special import as_ids
 from ringjax.data.stream import Decodes, Stream
-from ringjax.errors import PromptError, message
+from ringjax.errors import InputTypeError, PromptError, message
 
 _STRINGS = 128
 _CHARS = 4096
@@ -33,18 +36,16 @@ class Stop:
 
   Raises:
     PromptError: not ids, or not texts, or too many of them.
+    InputTypeError: what is neither.
   """
 
   ids: tuple[int, ...] = ()
   strings: tuple[str, ...] = ()
 
   def __post_init__(self) -> None:
-    ids = self.ids
-    ids = (ids,) if isinstance(ids, numbers.Integral) else tuple(ids)
-    ids = tuple(dict.fromkeys(as_ids("ids", ids)))
+    ids = tuple(dict.fromkeys(as_ids("ids", _several("ids", self.ids))))
     object.__setattr__(self, "ids", ids)
-    strings = self.strings
-    strings = (strings,) if isinstance(strings, str) else tuple(strings)
+    strings = _several("strings", self.strings)
     sound = all(isinstance(s, str) and 0 < len(s) <= _CHARS for s in strings)
     if not sound or len(strings) > _STRINGS:
       raise PromptError(
@@ -78,6 +79,63 @@ class Stop:
       special: whether texts of special tokens are text of the answer.
     """
     return Watch(self, Stream(tokenizer, special=special))
+
+
+def as_stop(stop: Any) -> Stop:
+  """What `generate` takes for a stop: ids, texts, both, or a `Stop`.
+
+  Raises:
+    InputTypeError, PromptError: none of these.
+  """
+  if isinstance(stop, Stop):
+    return stop
+  found = () if stop is None else _several("stop", stop)
+  texts = tuple(s for s in found if isinstance(s, str))
+  ids = tuple(i for i in found if not isinstance(i, str))
+  whole = (numbers.Integral, np.ndarray, jax.Array)
+  wrong = [i for i in ids if not isinstance(i, whole) or isinstance(i, bool)]
+  if wrong:
+    raise _no_stop("stop", wrong[0])
+  return Stop(ids=tuple(as_ids("stop", ids)), strings=texts)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+  """Refuses what no text can be made with.
+
+  Raises:
+    InputTypeError: it lacks what `ringjax.data.Stream` asks of it.
+  """
+  if not isinstance(tokenizer, Decodes):
+    raise InputTypeError(
+      message(
+        "tokenizer",
+        f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+        "a tokenizer of ringjax",
+        "pass rj.data.Tokenizer.load(folder), which reads tokenizer.json",
+      )
+    )
+
+
+def _several(name: str, given: Any) -> tuple[Any, ...]:
+  """What was given alone or in a row."""
+  alone = isinstance(given, numbers.Integral | str)
+  # NumPy's and JAX's scalars cannot be iterated over.
+  if (alone and type(given) is not bool) or getattr(given, "shape", 0) == ():
+    return (given,)
+  if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
+    raise _no_stop(name, given)
+  return tuple(given)
+
+
+def _no_stop(name: str, given: Any) -> InputTypeError:
+  return InputTypeError(
+    message(
+      name,
+      f"{type(given).__name__} {given!r}",
+      "ids, texts, or an rj.infer.Stop",
+      "pass ids as ints and texts as str",
+    )
+  )
 
 
 class Watch:

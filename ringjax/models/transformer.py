@@ -26,7 +26,7 @@ from ringjax.nn.spread import Spread, Travel, Visit
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.inputs import as_array
-from ringjax.ops.rope import Rope
+from ringjax.ops.rope import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class TransformerConfig:
     logit_scale: what logits are multiplied by.
     logit_cap: soft cap of the logits.
     max_positions: the context that the model was made for, in tokens.
+    bounded: whether its config says so; else the number is a guess.
   """
 
   family: str
@@ -58,6 +59,7 @@ class TransformerConfig:
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
+  bounded: bool = False
 
   @functools.cached_property
   def ropes(self) -> tuple[Rope, ...]:
@@ -66,6 +68,23 @@ class TransformerConfig:
     for layer in self.layers:
       found.update(dict.fromkeys(layer.attention.ropes))
     return tuple(found)
+
+  @functools.cached_property
+  def longest(self) -> int | None:
+    """Tokens beyond which no text of its own makes sense; None: unknown.
+
+    Scaled rotations reach further than some configs say: their factor counts.
+    """
+    scalings = [rope.scaling for rope in self.ropes]
+    if not self.bounded or any(isinstance(s, Dynamic) for s in scalings):
+      return None
+    found = self.max_positions
+    for scaling in scalings:
+      if isinstance(scaling, Linear):
+        found = max(found, int(self.max_positions * scaling.factor))
+      elif isinstance(scaling, Yarn | Llama3 | LongRope):
+        found = max(found, int(scaling.original * scaling.factor))
+    return found
 
 
 class Transformer(nnx.Module):
@@ -112,8 +131,8 @@ class Transformer(nnx.Module):
       cache: what earlier calls left, or None.
       attend: how the tokens lie on devices and find their keys; default: one
         device, or with a cache `Visit()`.
-      rows: int32 [B, n], which of the T rows to compute logits for; default
-        all.
+      rows: int32 [B, n], which of the T rows to compute logits for, 0 to
+        T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
         default: the largest position and one.
 
@@ -130,7 +149,7 @@ class Transformer(nnx.Module):
     pos = _per_token("positions", positions, shape)
     seg = _per_token("segment_ids", segment_ids, shape)
     if rows is not None:
-      rows = as_array("rows", rows).astype(jnp.int32)
+      rows = _rows(rows, shape)
     return _call(self, attend, tokens, pos, seg, cache, rows, length)
 
   @property
@@ -301,6 +320,37 @@ def _ids(tokens: Any, vocab: int) -> jax.Array:
         )
       )
   return tokens.astype(jnp.int32)
+
+
+def _rows(rows: Any, shape: Sequence[int]) -> jax.Array:
+  rows = as_array("rows", rows)
+  if not jnp.issubdtype(rows.dtype, jnp.integer):
+    raise DtypeError(
+      message("rows", rows.dtype, "an integer dtype", "cast rows to int32")
+    )
+  if rows.ndim != 2 or rows.shape[0] != shape[0]:
+    raise ShapeError(
+      message(
+        "rows",
+        f"shape {rows.shape}",
+        f"[{shape[0]}, n], some rows of each example",
+        "give each example its own: rows[:, None], or rows[None]",
+      )
+    )
+  if not isinstance(rows, jax.core.Tracer) and rows.is_fully_addressable:
+    host = np.asarray(rows)
+    bad = np.argwhere((host < 0) | (host >= shape[1]))
+    if bad.size:
+      b, n = (int(i) for i in bad[0])
+      raise ShapeError(
+        message(
+          "rows",
+          f"{int(host[b, n])} at [{b}, {n}]",
+          f"0 to {shape[1] - 1}, of {shape[1]} tokens",
+          "count from the first token: the last is T - 1",
+        )
+      )
+  return rows.astype(jnp.int32)
 
 
 def _per_token(name: str, x: Any, shape: Sequence[int]) -> Any:

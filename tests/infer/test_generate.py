@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import jax
@@ -68,9 +69,48 @@ def test_a_stop_string_spans_tokens(loaded, said):
   text = bytes(greedy[0, 2:4].tolist()).decode("latin-1")
   if not text.isascii():
     pytest.fail("the fixture's answer is no ASCII: choose another one")
-  stop = rj.infer.Stop(strings=(text,))
-  new = ask(loaded, prompt[:1], stop=stop, tokenizer=Bytes())
-  assert new[0].tolist() == [*greedy[0, :4], 0, 0]
+  for stop in (rj.infer.Stop(strings=(text,)), text, ["NEVER", text, 100]):
+    new = ask(loaded, prompt[:1], stop=stop, tokenizer=Bytes())
+    assert new[0].tolist() == [*greedy[0, :4], 0, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Says:
+  """A sampler that says what stands here, from position `start` on."""
+
+  rows: tuple[tuple[int, ...], ...]
+  start: int
+
+  def __call__(self, logits, step, seen=None):
+    table = jnp.asarray(self.rows, jnp.int32)
+    at = jnp.minimum(step - self.start, table.shape[1] - 1)
+    return jnp.take_along_axis(table, at[:, None], 1)[:, 0]
+
+
+class Pieces(Bytes):
+  """Tokens that hold parts of characters, in a small vocabulary."""
+
+  pieces = (b"a", b"\xe2\x82", b"\xac", b"\xc3", b"\xa9!", b"b\xe2", b"\x82")
+
+  def piece(self, token_id):
+    return self.pieces[token_id]
+
+
+def test_a_stop_of_several_bytes_ends_one_row_of_two(loaded):
+  """The character's bytes come in tokens that hold parts of others."""
+  # "aab" and the two tokens of a euro; "a", three thirds of it, "\u00e9!".
+  said = ((0, 0, 5, 6, 2, 0, 0, 0), (0, 1, 0, 3, 4, 1, 0, 0))
+  new = ask(
+    loaded,
+    [[1, 2, 3], [4, 5, 6]],
+    sampler=Says(said, 3),
+    stop="b\u20ac",
+    tokenizer=Pieces(),
+    max_new_tokens=8,
+    pad_id=-1,
+  )
+  # A euro without its "b", and one that never ends, stop nothing.
+  assert new.tolist() == [[0, 0, 5, 6, 2, -1, -1, -1], list(said[1])]
 
 
 def test_who_streams_may_end_it(loaded, said):
@@ -87,6 +127,30 @@ def test_who_streams_may_end_it(loaded, said):
   assert new[1].tolist() == [*greedy[1, :2], 0, 0, 0, 0]
   assert len(seen) == 4 and seen[0].dtype == np.int32
   assert ask(loaded, prompt, stream=lambda t: True)[:, 1:].sum() == 0
+  assert ask(loaded, prompt, stream=lambda t: np.True_)[:, 1:].sum() == 0
+  for nothing in (None, False, np.False_, np.zeros(2, bool)):
+    new = ask(loaded, prompt, stream=lambda t, x=nothing: x)
+    np.testing.assert_array_equal(new, greedy[:, :6])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+  ("answer", "says"),
+  [
+    (5, "answer of int, 5"),
+    ("", "answer of str"),
+    ([True, False], "answer of list"),
+    (np.ones(2, np.int32), r"int32 \[2\]"),
+    (np.ones(3, bool), r"bool \[3\]; .*bools \[2\]"),
+  ],
+)
+def test_who_streams_answers_with_bools(loaded, said, answer, says):
+  """`lambda t: file.write(...)` says how much was written, not that it ends."""
+  prompt, _ = said
+  with pytest.raises(InputTypeError, match=says) as caught:
+    ask(loaded, prompt, stream=lambda tokens: answer)
+  assert str(caught.value).startswith("stream: got an answer")
+  assert len(str(caught.value)) < 400
 
 
 # ---------------------------------------------------------------------------
@@ -298,6 +362,37 @@ def test_a_growing_context_compiles_nothing(loaded):
   assert int(reading) == int(steps) == 0
 
 
+def test_a_samplers_numbers_compile_nothing(loaded):
+  model, _ = loaded(NAME)
+  run = lambda sampler, **more: rj.infer.generate(
+    model, [[1] * 5], max_new_tokens=2, sampler=sampler, **more
+  )
+  firsts, steps = Compiled(decode.first), Compiled(decode.step)
+  number = (
+    dict(seed=1, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1),
+    dict(seed=2, temperature=0.7, top_k=70, top_p=0.9, min_p=0.01),
+    dict(seed=2**40, temperature=3.0, top_k=1000, top_p=0.1, min_p=0.9),
+  )
+  for penalty, filters in zip((0.5, 1.3, 2.0), number, strict=True):
+    run(rj.infer.Sample(repetition_penalty=penalty, **filters))
+  assert (int(firsts), int(steps)) == (1, 1)
+
+
+def test_more_stop_ids_compile_nothing(loaded):
+  model, _ = loaded(NAME)
+  run = lambda stop: rj.infer.generate(
+    model, [[1] * 5], max_new_tokens=2, stop=stop
+  )
+  run(None)
+  firsts, steps = Compiled(decode.first), Compiled(decode.step)
+  for stop in (7, [1, 2], [1, 2, 3], [4, 5, 6, 7]):
+    run(stop)
+  assert int(firsts) == int(steps) == 0
+  for n in (5, 6, 8):
+    run(list(range(n)))
+  assert (int(firsts), int(steps)) == (1, 1)
+
+
 def test_buckets():
   for shards in (1, 3, 8):
     lengths = {prefill.padded(n, shards) for n in range(1, 4097)}
@@ -327,6 +422,52 @@ def test_samples_do_not_depend_on_the_mesh_or_the_batch(loaded, said):
   np.testing.assert_array_equal(alone, one[:1])
   other = rj.infer.Sample(temperature=1.5, top_k=40, top_p=0.95, seed=4)
   assert (ask(loaded, prompt, 1, sampler=other) != one).any()
+
+
+def test_a_conversation_is_drawn_as_one_text(loaded):
+  """Turns draw anew, and know what was seen in those before."""
+  model, _ = loaded(NAME)
+  sampler = rj.infer.Sample(temperature=2.0, seed=5, repetition_penalty=3.0)
+  talk = lambda session, prompts: rj.infer.generate(
+    model, prompts, max_new_tokens=6, cache=session, sampler=sampler
+  )
+  session = rj.infer.Session(model, 96, batch=2)
+  text = [[], []]
+  for turn in ([[1, 2, 3], [4, 5, 6, 7, 8, 9]], [[11], [12, 13]]):
+    answer = talk(session, turn)
+    text = [t + new for t, new in zip(text, turn, strict=True)]
+    again = talk(rj.infer.Session(model, 96, batch=2), text)
+    np.testing.assert_array_equal(answer, again)
+    text = [t + new for t, new in zip(text, answer.tolist(), strict=True)]
+  # All that was read or said, by each alone.
+  for row, ids in zip(session.seen, text, strict=True):
+    assert set(np.flatnonzero(row)) == set(ids)
+
+
+def test_what_follows_a_stop_was_not_seen(loaded, said):
+  prompt, greedy = said
+  model, _ = loaded(NAME)
+  session = rj.infer.Session(model, 96, batch=2)
+  rj.infer.generate(
+    model, prompt, max_new_tokens=6, cache=session, stop=int(greedy[0, 1])
+  )
+  want = {*prompt[0].tolist(), *greedy[0, :2].tolist()}
+  assert set(np.flatnonzero(session.seen[0])) == want
+
+
+def test_rows_of_unequal_lengths_are_drawn_alone(loaded):
+  """Row 0 draws the same, whatever stands beside it."""
+  model, _ = loaded(NAME)
+  sampler = rj.infer.Sample(temperature=2.0, seed=1)
+  run = lambda prompts: rj.infer.generate(
+    model, prompts, max_new_tokens=6, sampler=sampler
+  )
+  both = run([[5, 6, 7], [1] * 11])
+  np.testing.assert_array_equal(both[:1], run([[5, 6, 7]]))
+  # Rows of the same prompt differ.
+  twice = run([[5, 6, 7]] * 2)
+  np.testing.assert_array_equal(twice[0], both[0])
+  assert (twice[0] != twice[1]).any()
 
 
 def test_a_penalty_sees_prompt_and_answer(loaded, said):
@@ -359,7 +500,6 @@ def test_a_penalty_sees_prompt_and_answer(loaded, said):
     (dict(prefill="flash"), OptionError, "one of auto, dense"),
     (dict(prefill="dense", chunk=4), OptionError, "chunk"),
     (dict(chunk=0), OptionError, "chunk"),
-    (dict(prefill="kvr"), OptionError, "'kvr' on one shard"),
     (dict(partition=(1, 1)), OptionError, "prefill='kvr'"),
     (dict(sampler="greedy"), InputTypeError, "sampler"),
     (dict(stream=3), InputTypeError, "stream"),
@@ -367,6 +507,18 @@ def test_a_penalty_sees_prompt_and_answer(loaded, said):
     (dict(pad_id=2**31), OptionError, "pad_id"),
     (dict(stop=[500]), PromptError, "vocabulary"),
     (dict(stop=rj.infer.Stop(strings=("a",))), OptionError, "tokenizer"),
+    (dict(stop="\n"), OptionError, "tokenizer: got None with stop strings"),
+    (dict(stop=["\n"]), OptionError, "tokenizer: got None with stop strings"),
+    (dict(stop=1.5), InputTypeError, "stop: got float 1.5"),
+    (dict(stop=[1.5]), InputTypeError, "stop: got float 1.5"),
+    (dict(stop=True), InputTypeError, "stop: got bool"),
+    (dict(stop=b"\n"), InputTypeError, "stop: got bytes"),
+    (dict(stop=[[1]]), InputTypeError, "stop: got list"),
+    (
+      dict(stop=[1], tokenizer=dataclasses),
+      InputTypeError,
+      r"tokenizer: got builtins\.module.*Tokenizer\.load",
+    ),
     (dict(axis="seq"), MeshError, "without a mesh"),
     (dict(mesh="seq:8"), MeshError, "got str"),
     (dict(cache={}), InputTypeError, "Session"),
@@ -421,8 +573,77 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_made(
   made = []
   monkeypatch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
   with pytest.raises(MemoryEstimateError, match="1,048,576") as caught:
-    rj.infer.generate(model, [[1]], max_new_tokens=1 << 20)
+    rj.infer.Session(model, 1 << 20)
   assert "shard the sequence" in str(caught.value) and not made
+
+
+def test_dense_scores_that_cannot_fit_are_refused_before_all(
+  loaded, monkeypatch
+):
+  model, _ = loaded(NAME)
+  module = sys.modules["ringjax.infer.generate"]
+  heads = checkpoints.config(NAME)["num_attention_heads"]
+  session = rj.infer.Session(model, 256, batch=2)
+  monkeypatch.setattr(module, "free_bytes", lambda *_: 4 * 2 * heads * 96**2)
+  run = lambda prompt, **more: rj.infer.generate(
+    model, [prompt] * 2, max_new_tokens=1, prefill="dense", **more
+  )
+  made = []
+  with monkeypatch.context() as patch:
+    patch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
+    need = f"{4 * 2 * heads * 104**2:,} bytes of scores"
+    with pytest.raises(MemoryEstimateError, match=need) as caught:
+      run([1] * 100)
+    assert "prefill='blockwise'" in str(caught.value) and not made
+  with pytest.raises(MemoryEstimateError, match="2 x 104 tokens"):
+    run([1] * 100, cache=session)
+  assert session.slots == 0
+  for name, tokens in (("dense", 90), ("blockwise", 10_000)):
+    how = prefill.plan(name, tokens, model, None, None)
+    module._check_scores(model, how, 2)
+
+
+def test_texts_beyond_the_context_are_refused(loaded):
+  model, _ = loaded(NAME)
+  assert model.config.longest == 128
+  run = lambda tokens, count, **more: rj.infer.generate(
+    model, tokens, max_new_tokens=count, **more
+  )
+  with pytest.raises(PromptError, match="at most 128 in all") as caught:
+    run([[1], [1] * 120], 9)
+  assert "120 tokens in prompt 1" in str(caught.value)
+  assert "max_position_embeddings" in str(caught.value)
+  session = rj.infer.Session(model, 160)
+  # As 108 tokens leave it; the last one comes with the next turn.
+  session.lengths[:], session.pending[:] = 107, 5
+  with pytest.raises(PromptError, match="107 tokens read before, 11 tokens"):
+    run([[1] * 10], 11, cache=session)
+  check = sys.modules["ringjax.infer.generate"]._check_context
+  check(model, session, np.array([11]), 10)
+  check(model, None, np.array([1, 120]), 8)
+
+
+@pytest.mark.parametrize("way", ["ring", "striped", "ulysses", "kvr"])
+def test_ways_of_several_shards_on_one(loaded, said, way):
+  prompt, greedy = said
+  reports = []
+  new = ask(loaded, prompt, prefill=way, report=reports.append)
+  np.testing.assert_array_equal(new, greedy[:, :6])
+  how = reports[0].prefill
+  assert how.name == "blockwise"
+  assert f"'{way}' was asked for, and on one shard" in how.why
+
+
+def test_a_chain_of_one_part(loaded, said):
+  prompt, greedy = said
+  reports = []
+  new = ask(
+    loaded, prompt, prefill="kvr", partition=(30,), report=reports.append
+  )
+  np.testing.assert_array_equal(new, greedy[:, :6])
+  assert reports[0].prefill.width == 30
+  with pytest.raises(OptionError, match="1 positive ints"):
+    ask(loaded, prompt, prefill="kvr", partition=(15, 15))
 
 
 # ---------------------------------------------------------------------------

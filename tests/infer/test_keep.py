@@ -196,16 +196,26 @@ def test_auto_takes_the_chain_for_one_device_that_decodes(loaded):
   assert plans == {"sharded": "striped", "last": "kvr"}
 
 
-def test_auto_stays_with_what_it_has_no_choice_in(loaded):
+@pytest.mark.usefixtures("unchecked")
+def test_a_machine_without_a_choice(loaded):
   model, mesh = loaded(NAME, 4)
   slow = machine(model, 1e3)
   ways = lambda model, mesh, **more: (
     prefill.plan("auto", 64, model, mesh, more.pop("axis", "seq"), **more).name
   )
-  assert ways(model, mesh, machine=slow, chunk=16) == "chunked"
-  assert ways(loaded(NAME)[0], None, axis=None, machine=slow) == "blockwise"
+  with pytest.raises(OptionError, match="machine: got one with chunk=16"):
+    ways(model, mesh, machine=slow, chunk=16)
+  with pytest.raises(OptionError, match="machine: got one with chunk=16"):
+    rj.infer.generate(
+      model, [[1]], max_new_tokens=1, mesh=mesh, machine=slow, chunk=16
+    )
+  alone = prefill.plan("auto", 64, loaded(NAME)[0], None, None, machine=slow)
+  assert alone.name == "blockwise"
+  assert "the machine leaves nothing to choose" in alone.why
   model, mesh = loaded("qwen3_next", 4)
-  assert ways(model, mesh, machine=machine(model, 1e3)) == "ring"
+  with pytest.raises(OptionError, match=r"machine: .*recurrent layers"):
+    ways(model, mesh, machine=machine(model, 1e3))
+  assert ways(model, mesh) == "ring"
 
 
 @pytest.mark.usefixtures("unchecked")

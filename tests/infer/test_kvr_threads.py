@@ -122,6 +122,19 @@ def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
     assert sent == kvr.link_bytes(pieces, partition, model.dtype)
 
 
+def test_a_chains_session_knows_what_was_seen(loaded, alone):
+  name, ranks = CASES[0]
+  model, _ = loaded(name)
+  ids, *_ = alone(name)
+  sampler = infer.Greedy(repetition_penalty=2.0)
+  want = infer.generate(model, [ids], max_new_tokens=NEW, sampler=sampler)
+  (*_, reading) = in_threads(model, ids, PARTS[ranks][0], ranks)
+  new = kvr.follow(reading, NEW, sampler=sampler)
+  assert new.tolist() == want[0].tolist()
+  seen = set(np.flatnonzero(reading.session.seen[0]).tolist())
+  assert seen == {*ids.tolist(), *new.tolist()}
+
+
 def test_the_worked_example(loaded):
   """Nine tokens in parts of 4, 3 and 2: what is sent, and what is computed."""
   model, _ = loaded("llama2")

@@ -65,7 +65,7 @@ def step(name, capacity, layers=LAYERS):
   """The compiled step of decoding."""
   mesh, model, cache = operands(name, capacity, layers)
   one = lambda dtype=jnp.int32, shape=(BATCH,): array(mesh, shape, dtype)
-  state = decode.State(one(), one(), one(jnp.bool_), None, one(shape=()))
+  state = decode.State(one(), one(), one(jnp.bool_), None)
   return decode.step.lower(
     model,
     Visit(mesh=mesh, axis="seq"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ringjax.errors import DtypeError, SamplingError, ShapeError
 from ringjax.infer import sampling
-from ringjax.infer.sampling import Greedy, Sample
+from ringjax.infer.sampling import Greedy, Sample, traced
 from ringjax.parallel.mesh import make_mesh
 
 ZERO = jnp.zeros((), jnp.int32)
@@ -246,7 +247,7 @@ def test_settings_of_jax_change_nothing():
 
 
 # ---------------------------------------------------------------------------
-# As a static argument; edges
+# As an argument; edges
 # ---------------------------------------------------------------------------
 
 
@@ -274,12 +275,93 @@ def test_samplers_are_static_arguments():
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_no_sort_where_none_is_needed(filters):
+def test_nothing_is_sorted(filters):
   sampler = Sample(**filters)
   logits, seen = jnp.zeros((2, 64)), jnp.zeros((2, 64), bool)
   jaxpr = str(jax.make_jaxpr(sampler)(logits, ZERO, seen))
-  sorts = sampler.top_p is not None and sampler.top_k is None
-  assert jaxpr.count(" sort[") == int(sorts)
+  assert "sort[" not in jaxpr and "top_k[" not in jaxpr
+  # What closes in on a cutoff is there only where a filter asks for it.
+  passes = (sampler.top_p is not None) + (sampler.top_k is not None)
+  assert jaxpr.count("name=_cutoff") == passes
+
+
+def test_greedy_looks_at_the_vocabulary_once():
+  logits = jnp.zeros((2, 64))
+  found = jax.make_jaxpr(traced(Greedy()))(logits, ZERO).eqns
+  assert [e.primitive.name for e in found] == ["argmax"]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 64])
+@pytest.mark.parametrize(
+  "row", ["normal", "equal", "zeros", "huge", "small", "some"]
+)
+def test_a_cutoff_is_the_kth_largest(row, vocab):
+  rng = np.random.default_rng(vocab)
+  x = {
+    "normal": rng.normal(0, 5, vocab),
+    "equal": np.full(vocab, -7.25),
+    "zeros": np.where(rng.random(vocab) < 0.5, 0.0, -0.0),
+    "huge": rng.choice([3e38, -3e38, 1.0], vocab),
+    "small": rng.normal(0, 1e-30, vocab),
+    "some": np.where(rng.random(vocab) < 0.5, -np.inf, 1.0),
+  }[row].astype(np.float32)
+  ones = jnp.ones((1, vocab), jnp.int32)
+  for k in range(1, vocab + 1):
+    got = sampling._cutoff(jnp.asarray(x[None]), ones, jnp.int32(k))
+    assert float(got[0, 0]) == np.sort(x)[::-1][k - 1], k
+
+
+def test_the_likeliest_token_is_always_kept():
+  # Less than float32 can tell from 0.
+  sampler = Sample(top_p=1e-300, temperature=2.0)
+  logits = jnp.asarray(random_logits(4, (3, 50)))
+  want = jnp.argmax(logits, -1).tolist()
+  assert sampler(logits, ZERO).tolist() == want
+
+
+def test_another_number_compiles_nothing():
+  draw = jax.jit(lambda sampler, x, step, seen: sampler(x, step, seen))
+  logits = jnp.asarray(random_logits(6, (3, 90)))
+  seen = jnp.asarray(np.random.default_rng(0).random((3, 90)) < 0.5)
+  numbers = dict(
+    temperature=(2.0, 0.5, 100.0),
+    top_k=(50, 3, 10**6),
+    top_p=(0.9, 0.2, 1e-9),
+    min_p=(1e-3, 0.5, 1.0),
+    repetition_penalty=(1.3, 0.4, 2.0),
+    seed=(0, 5, 2**63 - 1),
+  )
+  on = [
+    ("temperature", "seed"),
+    tuple(numbers),
+    ("top_p", "seed"),
+    ("top_k", "temperature", "repetition_penalty"),
+  ]
+  for count, names in enumerate(on, 1):
+    for pick in range(3):
+      sampler = Sample(**{name: numbers[name][pick] for name in names})
+      got = draw(traced(sampler), logits, ZERO, seen)
+      # And the numbers are those that were asked for.
+      assert got.tolist() == sampler(logits, ZERO, seen).tolist()
+      assert draw._cache_size() == count, (names, pick)
+  for penalty in (1.5, 3.0):
+    draw(traced(Greedy(repetition_penalty=penalty)), logits, ZERO, seen)
+  assert draw._cache_size() == len(on) + 1
+
+
+def test_what_is_no_pytree_is_static():
+  @dataclasses.dataclass(frozen=True)
+  class Always:
+    token: int
+
+    def __call__(self, logits, step, seen=None):
+      return jnp.full(logits.shape[:1], self.token, jnp.int32)
+
+  draw = jax.jit(lambda sampler, x, step: sampler(x, step))
+  for token in (3, 3, 4):
+    made = draw(traced(Always(token)), jnp.zeros((2, 8)), ZERO)
+    assert made.tolist() == [token] * 2
+  assert draw._cache_size() == 2
 
 
 @pytest.mark.parametrize("filters", FILTERS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringjax.data import Bytes
 from ringjax.errors import InputTypeError, PromptError
-from ringjax.infer.stopping import Stop
+from ringjax.infer.stopping import Stop, as_stop
 
 BYTES = Bytes()
 
@@ -64,6 +65,30 @@ def test_nothing_more_is_held_than_may_be_a_stop():
   assert watch.feed(BYTES.encode("EN")) == ""
   assert watch.flush() == "EN"
   assert watch.stopped is None
+
+
+def test_what_is_taken_for_a_stop():
+  assert as_stop(None) == Stop()
+  assert as_stop(7) == as_stop([7, 7]) == as_stop(np.int32(7)) == Stop(ids=(7,))
+  assert (
+    as_stop(np.array([3, 7])) == as_stop(range(3, 8, 4)) == Stop(ids=(3, 7))
+  )
+  assert as_stop("ab") == as_stop(("ab",)) == Stop(strings=("ab",))
+  assert as_stop(["a", 5, "b"]) == Stop(ids=(5,), strings=("a", "b"))
+  assert as_stop(Stop(ids=(1,))) == Stop(ids=(1,))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_stop():
+  for wrong in (1.5, [1.5], True, [False], b"ab", object(), [[1]], np.ones(2)):
+    with pytest.raises(InputTypeError, match="stop: got"):
+      as_stop(wrong)
+  with pytest.raises(InputTypeError, match="ids: got float"):
+    Stop(ids=1.5)
+  with pytest.raises(
+    InputTypeError, match="strings: got int|strings: got type"
+  ):
+    Stop(strings=object)
 
 
 def test_a_stop_id():

@@ -192,6 +192,9 @@ def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
     (["--depth=0.5", "--prompt=x"], "--depth with a prompt"),
     (["--prompt_file=/none/such"], "/none/such: No such file"),
     (["--stop="], "texts of 1 to"),
+    (["--seed=3", "--prompt=x"], "--seed with a prompt and no sampling"),
+    (["--profile=llama7b-a100", "--chunk=8"], "--profile and --chunk"),
+    (["--prompt=x", "--max_new_tokens=4095"], "at most 4,096 in all"),
     (["--num_processes=2"], "--process_id together"),
     (
       ["--coordinator=a:1", "--num_processes=2", "--process_id=2"],

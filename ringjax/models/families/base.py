@@ -80,6 +80,7 @@ def model(
     norm=layers[0].norm,
     tied=r.flag("tie_word_embeddings", default=tied),
     max_positions=r.whole("max_position_embeddings", default=2048),
+    bounded=r.has("max_position_embeddings"),
     **options,
   )
   numbers = config.vocab * config.embed
