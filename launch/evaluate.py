@@ -1,21 +1,23 @@
 """Measures what a model does with a long context.
 
   python -m launch.evaluate needle --lengths=4096,16384 --plot=needle.png
-      Facts hidden in a long text, by its length and their depth.
+      Facts hidden in a long text, by its length and their depth. The text is
+      Python's own sources, or those of --folder.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
-      How well it foretells Python's own sources, by position; of the model that
-      ships, those that it was not trained on.
+      How well it foretells such a text, by position.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       A training by its log.
 
-Without --model it is the model that ships with ringjax. Prompts are read over
-all devices; see --mesh and --prefill.
+Without --model it is the model that ships with ringjax. Of Python's sources it
+is the one file in ten that training keeps out (`documents.library`). Prompts
+are read over all devices; see --mesh and --prefill.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -30,6 +32,8 @@ from launch.definer import Definer
 from launch.group import Group
 from ringjax.bench import timing
 from ringjax.data import Tokenizer, documents
+from ringjax.data import texts as files
+from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS
 from ringjax.errors import OptionError, message
 from ringjax.eval import Cell, draw, find, perplexity
@@ -37,6 +41,8 @@ from ringjax.infer import METHODS
 from ringjax.models import tiny
 
 NAME = "evaluate"
+# Characters by which tokens of a text are guessed.
+_SAMPLE = 1 << 16
 _MEMORY = "shorten the text (--lengths), or use more devices"
 
 
@@ -65,7 +71,12 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )
   new.whole("rows", 8, "perplexity: texts of each length.")
-  new.text("folder", None, "perplexity: folder of .txt files to foretell.")
+  new.text(
+    "folder",
+    None,
+    "Folder of .txt files in which facts are hidden, or that are foretold; "
+    "default: held-out files of Python's library.",
+  )
   new.whole("seed", 0, "Of the texts.", 0)
   new.text("log", None, "curves: the log.jsonl of a training.")
   new.text("plot", None, "PNG to draw (needs matplotlib).")
@@ -138,13 +149,32 @@ def _begin(
   return model, tokenizer, mesh
 
 
-def _numbers(name: str, given: Sequence[str], kind: Any) -> list[Any]:
+def _numbers(
+  name: str, given: Sequence[str], kind: Any, least: float, most: float
+) -> list[Any]:
+  """What a list of numbers says, each from `least` to `most`."""
   try:
-    return [kind(text) for text in given]
+    found = [kind(text) for text in given]
   except ValueError:
+    found = []
+  # Not `x < least`: NaN is none of them.
+  if not found or not all(least <= x <= most for x in found):
+    want = (
+      f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+    )
     raise OptionError(
-      message(f"--{name}", ",".join(given), "numbers", "correct them")
-    ) from None
+      message(
+        f"--{name}",
+        ",".join(given) or "none",
+        f"numbers of {want}",
+        "correct them",
+      )
+    )
+  return found
+
+
+def _lengths(values: flags.FlagValues) -> list[int]:
+  return _numbers("lengths", values.lengths, int, 1, math.inf)
 
 
 # ---------------------------------------------------------------------------
@@ -155,15 +185,19 @@ def _numbers(name: str, given: Sequence[str], kind: Any) -> list[Any]:
 def _needle(
   values: flags.FlagValues, screen: screens.Screen, group: Group
 ) -> _Answer:
-  lengths = _numbers("lengths", values.lengths, int)
-  depths = _numbers("depths", values.depths or ["0", "0.25", "0.5", "0.75",
-                                                "1"], float)  # fmt: skip
+  lengths = _lengths(values)
+  given = ["0", "0.25", "0.5", "0.75", "1"]
+  if values.depths is not None:
+    given = values.depths
+  depths = _numbers("depths", given, float, 0, 1)
+  filler = Lines(text="\n".join(_texts(values)))
   model, tokenizer, mesh = _begin(values, screen, group)
+  _say_if_short(filler.text, tokenizer, max(lengths), screen)
   total = len(lengths) * len(depths) * values.trials
   screen.begin("asking", total, "texts")
   cells = find(
     model,
-    TASKS[values.task](tokenizer=tokenizer),
+    TASKS[values.task](tokenizer=tokenizer, filler=filler),
     lengths=lengths,
     depths=depths,
     trials=values.trials,
@@ -189,6 +223,8 @@ def _needle(
       "model": str(values.model or "ringjax-tiny"),
       "trials": values.trials,
       "seed": values.seed,
+      "text": _source(values),
+      "characters": len(filler.text),
       "cells": [cell.record() for cell in cells],
     },
     lines=lines,
@@ -204,7 +240,7 @@ def _title(values: flags.FlagValues, cells: Sequence[Cell]) -> str:
 def _perplexity(
   values: flags.FlagValues, screen: screens.Screen, group: Group
 ) -> _Answer:
-  lengths = _numbers("lengths", values.lengths, int)
+  lengths = _lengths(values)
   model, tokenizer, mesh = _begin(values, screen, group)
   texts = _texts(values)
   # One text behind another: files are short.
@@ -253,9 +289,25 @@ def _perplexity(
 def _texts(values: flags.FlagValues) -> list[str]:
   if values.folder is None:
     return documents.library(held_out=True)
-  from ringjax.data import texts
+  return list(files.from_files(files.find(values.folder)))
 
-  return list(texts.from_files(texts.find(values.folder)))
+
+def _source(values: flags.FlagValues) -> str:
+  """Whose text it is, in words."""
+  return values.folder or "held-out files of Python's library"
+
+
+def _say_if_short(
+  text: str, tokenizer: Tokenizer, longest: int, screen: screens.Screen
+) -> None:
+  """A filler goes round and round: whoever reads the figures should know."""
+  sample = text[:_SAMPLE]
+  tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
+  if tokens < longest:
+    screen.say(
+      f"note: the text in which facts are hidden has about {tokens:,} tokens; "
+      "what is longer has it more than once"
+    )
 
 
 def _curves(

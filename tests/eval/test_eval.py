@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import math
 
@@ -13,7 +14,7 @@ import pytest
 
 import ringjax as rj
 from launch import common, evaluate
-from ringjax.data import Tokenizer
+from ringjax.data import Tokenizer, documents
 from ringjax.data.needle import Passkey
 from ringjax.errors import OptionError, PromptError
 from ringjax.eval import Cell, draw, find, perplexity
@@ -186,6 +187,50 @@ def test_needle_by_script(tmp_path):
   assert [c["score"] for c in cells] == [1.0] * 4
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list:
+  """Tasks that the script asks for, in place of asking."""
+  tasks = []
+
+  def note(model, task, *, lengths, depths, **options):
+    tasks.append(task)
+    return [
+      Cell(length=n, depth=d, scores=(1.0,), completions=("",))
+      for n in lengths
+      for d in depths
+    ]
+
+  monkeypatch.setattr(evaluate, "find", note)
+  return tasks
+
+
+def test_facts_are_hidden_in_held_out_text_alone(asked):
+  status, out, err = run("needle", "--lengths=600", "--mesh=seq:1", "--json")
+  assert status == 0, err
+  assert "more than once" not in err
+  (task,) = asked
+  held_out = set("\n".join(documents.library(held_out=True)).split("\n"))
+  lines = task.filler.lines(np.random.default_rng(0))
+  # As far as it goes, and on from its start.
+  count = task.filler.text.count("\n") + 10
+  assert all(line[:-1] in held_out for line in itertools.islice(lines, count))
+  assert task.filler.text == "\n".join(documents.library(held_out=True))
+  assert json.loads(out)["text"] == "held-out files of Python's library"
+
+
+def test_facts_are_hidden_in_a_folder_s_text(asked, tmp_path):
+  (tmp_path / "b.txt").write_text("second\n")
+  (tmp_path / "a.txt").write_text("first\n")
+  status, out, err = run(
+    "needle", "--lengths=600", "--mesh=seq:1", f"--folder={tmp_path}", "--json"
+  )
+  assert status == 0, err
+  assert asked[0].filler.text == "first\n\nsecond\n"
+  record = json.loads(out)
+  assert (record["text"], record["characters"]) == (str(tmp_path), 14)
+  assert "about 14 tokens; what is longer has it more than once" in err
+
+
 def test_perplexity_by_script(tmp_path):
   pytest.importorskip("matplotlib")
   plot = tmp_path / "nll.png"
@@ -227,6 +272,11 @@ def test_curves_by_script(tmp_path):
     (("curves",), "--log"),
     (("curves", "--log=/nowhere"), "/nowhere"),
     (("needle", "--lengths=long"), "--lengths"),
+    (("needle", "--lengths="), "--lengths"),
+    (("needle", "--lengths=600,0"), "--lengths"),
+    (("needle", "--depths=0,nan"), "--depths"),
+    (("needle", "--depths="), "--depths"),
+    (("needle", "--folder=/nowhere"), "/nowhere"),
     (("needle", "--plot=/nowhere/a.png"), "--plot"),
     (("needle", "--model=/nowhere"), "/nowhere"),
     (("perplexity", "--lengths=10000000", "--rows=1", "--mesh=seq:1"),
