@@ -30,8 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +55,6 @@ PARTS = ("step", "memory", "scaling")
 _SHARDED = ("striped", "ringattention")
 TOLERANCE = {"float32": 2e-4}
 _B1 = 0.9
-_OPTIMIZER = optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +207,16 @@ def _loss(name: str, spread: Any, model: Any, batch: Any) -> Any:
   return jnp.sum((lse - picked) * one.weights) / jnp.sum(one.weights)
 
 
+@functools.cache
+def _optimizer() -> Any:
+  import optax
+
+  return optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
+
+
 def _program(name: str, spread: Any, shardings: Any) -> Any:
   """(parameters, moments, loss) of parameters, moments and a batch."""
+  import optax
 
   def step(params: Any, moments: Any, batch: Any) -> Any:
     loss, grads = jax.value_and_grad(functools.partial(_loss, name, spread))(
@@ -219,7 +224,7 @@ def _program(name: str, spread: Any, shardings: Any) -> Any:
     )
     # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
     with jax.numpy_dtype_promotion("standard"):
-      updates, moments = _OPTIMIZER.update(grads, moments, params)
+      updates, moments = _optimizer().update(grads, moments, params)
       params = optax.apply_updates(params, updates)
     return params, moments, loss
 
@@ -244,7 +249,7 @@ def _shardings(params: Any, spread: Any) -> Any:
 
   if spread.mesh is None:
     return None
-  state = step.shardings(_OPTIMIZER, params, spread.mesh)
+  state = step.shardings(_optimizer(), params, spread.mesh)
   return state.params, state.optimizer, NamedSharding(spread.mesh, P())
 
 
@@ -254,7 +259,7 @@ def _ready(name: str, model: Any, tokens: int, devices: int) -> contest.Made:
 
   spread = _spread(name, devices)
   params = _placed(model, spread)
-  state = step.start(_OPTIMIZER, params, spread.mesh)
+  state = step.start(_optimizer(), params, spread.mesh)
   held = [state.params, state.optimizer]
   batch = _rows(tokens, model.config.vocab, spread)
   program = _program(name, spread, _shardings(params, spread))
@@ -279,6 +284,8 @@ def _rows(tokens: int, vocab: int, spread: Any) -> Any:
 
 def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
   """What a compiled step takes on all its devices, without running it."""
+  from flax import nnx
+
   from ringjax.models import Rules, checkpoint
   from ringjax.train.batch import Batch
 
@@ -294,7 +301,7 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
       params,
       is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-  moments = jax.eval_shape(_OPTIMIZER.init, params)
+  moments = jax.eval_shape(_optimizer().init, params)
   shardings = _shardings(params, spread)
   row = None
   if spread.mesh is not None:
