@@ -1,23 +1,26 @@
 """Measures what a model does with a long context.
 
   python -m launch.evaluate needle --lengths=4096,16384 --plot=needle.png
-      Facts hidden in a long text, by its length and their depth.
+      Facts hidden in a long text, by its length and their depth. The text is
+      Python's own sources, or those of --folder.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
-      How well it foretells Python's own sources, by position; of the model that
-      ships, those that it was not trained on.
+      How well it foretells such a text, by position.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       A training by its log.
 
-Without --model it is the model that ships with ringjax. Prompts are read over
-all devices; see --mesh and --prefill.
+Without --model it is the model that ships with ringjax. Of Python's sources it
+is the one file in ten that training keeps out (`documents.library`). Prompts
+are read over all devices; see --mesh and --prefill. --out is written after each
+length and depth, or each curve; "complete" in it says whether it has all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -30,13 +33,17 @@ from launch.definer import Definer
 from launch.group import Group
 from ringjax.bench import timing
 from ringjax.data import Tokenizer, documents
+from ringjax.data import texts as files
+from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS
 from ringjax.errors import OptionError, message
-from ringjax.eval import Cell, draw, find, perplexity
+from ringjax.eval import Cell, Curve, draw, find, reader
 from ringjax.infer import METHODS
 from ringjax.models import tiny
 
 NAME = "evaluate"
+# Characters by which tokens of a text are guessed.
+_SAMPLE = 1 << 16
 _MEMORY = "shorten the text (--lengths), or use more devices"
 
 
@@ -65,8 +72,13 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )
   new.whole("rows", 8, "perplexity: texts of each length.")
-  new.text("folder", None, "perplexity: folder of .txt files to foretell.")
-  new.whole("seed", 0, "Of the texts.", 0)
+  new.text(
+    "folder",
+    None,
+    "Folder of .txt files in which facts are hidden, or that are foretold; "
+    "default: held-out files of Python's library.",
+  )
+  new.whole("seed", 0, "needle: of the texts.", 0)
   new.text("log", None, "curves: the log.jsonl of a training.")
   new.text("plot", None, "PNG to draw (needs matplotlib).")
   new.text("out", None, "File for all figures, JSON.")
@@ -99,28 +111,88 @@ def run(
     given = " ".join(words) or "nothing"
     screen.error(f"got {given}; wanted {' or '.join(_COMMANDS)}; see --help")
     return 2
+  kept = _Kept(screen, values.out)
   try:
+    _refuse_unused(values, words[0])
     common.check_files(values, "plot", "out")
-    answer = _COMMANDS[words[0]](values, screen, group)
+    answer = _COMMANDS[words[0]](values, screen, group, kept)
   except KeyboardInterrupt as error:
-    screen.error("interrupted; nothing was written")
+    screen.error(f"interrupted; {kept.said}")
     group.leave(error, screens.INTERRUPTED)
     return screens.INTERRUPTED
   except Exception as error:
+    if kept.done:
+      screen.say(kept.said)
     return group.failed(error, doing, _MEMORY)
   group.close()
   screen.end()
-  if jax.process_index():
+  # One process writes. Not by JAX's number of it, which would start JAX.
+  if screen.quiet:
     return 0
-  if values.out is not None:
-    timing.write_json(values.out, answer.record)
-  if values.plot is not None:
-    answer.draw(values.plot)
-    screen.say(f"wrote {values.plot}")
+  try:
+    if values.out is not None:
+      timing.write_json(values.out, answer.record)
+    if values.plot is not None:
+      answer.draw(values.plot)
+      screen.say(f"wrote {values.plot}")
+  except Exception as error:
+    return screen.failed(error, "writing", _MEMORY)
   stdout = sys.stdout if stdout is None else stdout
   text = json.dumps(answer.record) if values.json else "\n".join(answer.lines)
   print(text, file=stdout, flush=True)
   return 0
+
+
+class _Kept:
+  """The figures so far, in --out: whoever is stopped has what was found.
+
+  Attributes:
+    done: how many of them are written.
+    said: what there is, in words.
+  """
+
+  def __init__(self, screen: screens.Screen, path: str | None):
+    self._screen, self._path = screen, path
+    self.done, self.said = 0, "nothing was written"
+
+  def write(
+    self, record: dict[str, Any], done: int, total: int, unit: str
+  ) -> None:
+    """So many of the figures are in `record`."""
+    if self._path is None or self._screen.quiet:
+      return
+    timing.write_json(self._path, {**record, "complete": False})
+    self.done = done
+    self.said = f"{self._path} has {done} of {total} {unit}"
+
+
+def _refuse_unused(values: flags.FlagValues, word: str) -> None:
+  """No flag that was set is without effect."""
+  mine = flags.FlagValues()
+  define(mine)
+  unused = [
+    f"--{name}"
+    for name in sorted(mine)
+    if values[name].present and not _uses(word, name)
+  ]
+  if unused:
+    raise OptionError(
+      message(
+        "flags",
+        f"{', '.join(unused)} with {word}",
+        "those that it uses",
+        "leave them out; see --help",
+      )
+    )
+
+
+def _uses(word: str, name: str) -> bool:
+  """Whether a sub-command looks at a flag."""
+  if word == "curves":
+    return name in ("log", "plot", "out", "json")
+  only = {"task": "needle", "depths": "needle", "trials": "needle",
+          "seed": "needle", "rows": "perplexity", "log": "curves"}  # fmt: skip
+  return only.get(name, word) == word
 
 
 def _begin(
@@ -138,13 +210,32 @@ def _begin(
   return model, tokenizer, mesh
 
 
-def _numbers(name: str, given: Sequence[str], kind: Any) -> list[Any]:
+def _numbers(
+  name: str, given: Sequence[str], kind: Any, least: float, most: float
+) -> list[Any]:
+  """What a list of numbers says, each from `least` to `most`."""
   try:
-    return [kind(text) for text in given]
+    found = [kind(text) for text in given]
   except ValueError:
+    found = []
+  # Not `x < least`: NaN is none of them.
+  if not found or not all(least <= x <= most for x in found):
+    want = (
+      f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+    )
     raise OptionError(
-      message(f"--{name}", ",".join(given), "numbers", "correct them")
-    ) from None
+      message(
+        f"--{name}",
+        ",".join(given) or "none",
+        f"numbers of {want}",
+        "correct them",
+      )
+    )
+  return found
+
+
+def _lengths(values: flags.FlagValues) -> list[int]:
+  return _numbers("lengths", values.lengths, int, 1, math.inf)
 
 
 # ---------------------------------------------------------------------------
@@ -153,22 +244,46 @@ def _numbers(name: str, given: Sequence[str], kind: Any) -> list[Any]:
 
 
 def _needle(
-  values: flags.FlagValues, screen: screens.Screen, group: Group
+  values: flags.FlagValues,
+  screen: screens.Screen,
+  group: Group,
+  kept: _Kept,
 ) -> _Answer:
-  lengths = _numbers("lengths", values.lengths, int)
-  depths = _numbers("depths", values.depths or ["0", "0.25", "0.5", "0.75",
-                                                "1"], float)  # fmt: skip
+  lengths = _lengths(values)
+  given = ["0", "0.25", "0.5", "0.75", "1"]
+  if values.depths is not None:
+    given = values.depths
+  depths = _numbers("depths", given, float, 0, 1)
+  filler = Lines(text="\n".join(_texts(values)))
   model, tokenizer, mesh = _begin(values, screen, group)
-  total = len(lengths) * len(depths) * values.trials
-  screen.begin("asking", total, "texts")
-  cells = find(
+  _say_if_short(filler.text, tokenizer, max(lengths), screen)
+  _say_if_far(model, max(lengths), screen)
+  count = len(lengths) * len(depths)
+  record = {
+    "task": values.task,
+    "model": str(values.model or "ringjax-tiny"),
+    "trials": values.trials,
+    "seed": values.seed,
+    "text": _source(values),
+    "characters": len(filler.text),
+  }
+  cells: list[Cell] = []
+
+  def note(cell: Cell) -> None:
+    cells.append(cell)
+    found = [cell.record() for cell in cells]
+    kept.write(record | {"cells": found}, len(cells), count, "cells")
+
+  screen.begin("asking", count * values.trials, "texts")
+  find(
     model,
-    TASKS[values.task](tokenizer=tokenizer),
+    TASKS[values.task](tokenizer=tokenizer, filler=filler),
     lengths=lengths,
     depths=depths,
     trials=values.trials,
     seed=values.seed,
     on_trial=screen.at,
+    on_cell=note,
     mesh=mesh,
     prefill=values.prefill,
     chunk=values.chunk,
@@ -184,13 +299,8 @@ def _needle(
     shown = "".join(f"{100 * cell.score:>10.0f}" for cell in row)
     lines.append(f"{length:>9,}{shown}")
   return _Answer(
-    record={
-      "task": values.task,
-      "model": str(values.model or "ringjax-tiny"),
-      "trials": values.trials,
-      "seed": values.seed,
-      "cells": [cell.record() for cell in cells],
-    },
+    record=record
+    | {"cells": [cell.record() for cell in cells], "complete": True},
     lines=lines,
     draw=lambda path: draw.heat_map(cells, path, _title(values, cells)),
   )
@@ -202,32 +312,47 @@ def _title(values: flags.FlagValues, cells: Sequence[Cell]) -> str:
 
 
 def _perplexity(
-  values: flags.FlagValues, screen: screens.Screen, group: Group
+  values: flags.FlagValues,
+  screen: screens.Screen,
+  group: Group,
+  kept: _Kept,
 ) -> _Answer:
-  lengths = _numbers("lengths", values.lengths, int)
-  model, tokenizer, mesh = _begin(values, screen, group)
+  lengths = _lengths(values)
   texts = _texts(values)
-  # One text behind another: files are short.
+  model, tokenizer, mesh = _begin(values, screen, group)
+  _say_if_far(model, max(lengths), screen)
+  bos = tokenizer.bos_id if tokenizer.adds_bos else None
+  # One text behind another: files are short. What begins a text begins each
+  # row, wherever it was cut.
   ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in texts])
-  curves, done = [], 0
-  screen.begin("reading", len(lengths) * values.rows, "texts")
+  readers = []
   for length in lengths:
-    pieces = [
-      ids[n * (length + 1) : (n + 1) * (length + 1)] for n in range(values.rows)
-    ]
-    curve = perplexity(
-      model,
-      pieces,
-      length=length,
-      rows=values.rows,
-      mesh=mesh,
-      prefill=values.prefill,
-      chunk=values.chunk,
-      cache_dtype=values.cache_dtype,
-      on_row=lambda n, done=done: screen.at(done + n),
+    each = length + (bos is None)
+    readers.append(
+      reader(
+        model,
+        [ids[n * each : (n + 1) * each] for n in range(values.rows)],
+        length=length,
+        rows=values.rows,
+        bos=bos,
+        mesh=mesh,
+        prefill=values.prefill,
+        chunk=values.chunk,
+        cache_dtype=values.cache_dtype,
+      )
     )
-    done += values.rows
-    curves.append(curve)
+  record = {
+    "model": str(values.model or "ringjax-tiny"),
+    "text": _source(values),
+    "bos": bos is not None,
+  }
+  curves: list[Curve] = []
+  screen.begin("reading", len(lengths) * values.rows, "texts")
+  for n, read in enumerate(readers):
+    before = n * values.rows
+    curves.append(read(lambda row, before=before: screen.at(before + row)))
+    found = [curve.record() for curve in curves]
+    kept.write(record | {"curves": found}, len(curves), len(lengths), "curves")
   ends = sorted({end for curve in curves for end in curve.ends})
   lines = [
     "negative log-likelihood by position, nats a token",
@@ -241,50 +366,60 @@ def _perplexity(
     f"{'all':>9}" + "".join(f"{curve.mean:>10.4f}" for curve in curves)
   )
   return _Answer(
-    record={
-      "model": str(values.model or "ringjax-tiny"),
-      "curves": [curve.record() for curve in curves],
-    },
+    record=record
+    | {"curves": [curve.record() for curve in curves], "complete": True},
     lines=lines,
     draw=lambda path: draw.curves(curves, path),
   )
 
 
+def _say_if_far(model: Any, longest: int, screen: screens.Screen) -> None:
+  """What a model was not made for may be what is to be found out."""
+  made_for = model.config.max_positions
+  if longest > made_for:
+    screen.say(
+      f"note: {longest:,} tokens, and the model was made for {made_for:,}"
+    )
+
+
 def _texts(values: flags.FlagValues) -> list[str]:
   if values.folder is None:
     return documents.library(held_out=True)
-  from ringjax.data import texts
+  return list(files.from_files(files.find(values.folder)))
 
-  return list(texts.from_files(texts.find(values.folder)))
+
+def _source(values: flags.FlagValues) -> str:
+  """Whose text it is, in words."""
+  return values.folder or "held-out files of Python's library"
+
+
+def _say_if_short(
+  text: str, tokenizer: Tokenizer, longest: int, screen: screens.Screen
+) -> None:
+  """A filler goes round and round: whoever reads the figures should know."""
+  sample = text[:_SAMPLE]
+  tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
+  if tokens < longest:
+    screen.say(
+      f"note: the text in which facts are hidden has about {tokens:,} tokens; "
+      "what is longer has it more than once"
+    )
 
 
 def _curves(
-  values: flags.FlagValues, screen: screens.Screen, group: Group
+  values: flags.FlagValues,
+  screen: screens.Screen,
+  group: Group,
+  kept: _Kept,
 ) -> _Answer:
-  del screen, group
+  # Without JAX: the training that is drawn may hold the accelerator.
+  del screen, group, kept
   if values.log is None:
     raise OptionError(
       message("--log", "nothing", "the log.jsonl of a training", "pass it")
     )
-  rows = []
-  try:
-    with open(values.log, encoding="utf-8") as file:
-      for line in file:
-        # The last line of a run that was killed may be cut off.
-        if line.endswith("\n"):
-          rows.append(json.loads(line))
-  except OSError as error:
-    raise OptionError(
-      message(
-        "--log", f"{values.log}: {error.strerror}", "a file", "correct it"
-      )
-    ) from None
-  except ValueError as error:
-    raise OptionError(
-      message("--log", f"{values.log}: {error}", "lines of JSON", "correct it")
-    ) from None
   # A run that went on from an earlier step has written some twice.
-  latest = {row["step"]: row for row in rows}
+  latest = {row["step"]: row for row in _logged(values.log)}
   rows = [latest[step] for step in sorted(latest)]
   if not rows:
     raise OptionError(
@@ -295,15 +430,61 @@ def _curves(
   if shown[-1] is not rows[-1]:
     shown.append(rows[-1])
   for row in shown:
+    loss, rate = row["loss"], row["tokens_per_s"]
     lines.append(
-      f"{row['step']:>8}{row['stage']:>7}{row['loss']:>10.4f}"
-      f"{row['tokens_per_s']:>12,.0f}"
+      f"{row['step']:>8}{row['stage']:>7}"
+      f"{'-' if loss is None else f'{loss:.4f}':>10}"
+      f"{'-' if rate is None else f'{rate:,.0f}':>12}"
     )
   return _Answer(
     record={"rows": rows},
     lines=lines,
     draw=lambda path: draw.run_of(rows, path),
   )
+
+
+def _logged(path: str) -> Iterator[dict[str, Any]]:
+  """The lines of a log; numbers that are not finite become None."""
+  number = 0
+  try:
+    with open(path, encoding="utf-8") as file:
+      for number, line in enumerate(file, 1):  # noqa: B007
+        # The last line of a run that was killed may be cut off.
+        if line.endswith("\n"):
+          yield _figures(json.loads(line))
+  except OSError as error:
+    raise OptionError(
+      message("--log", f"{path}: {error.strerror}", "a file", "correct it")
+    ) from None
+  except (ValueError, RecursionError) as error:
+    raise OptionError(
+      message(
+        "--log",
+        f"{path}:{number}: {error}",
+        "a line of a training's log.jsonl",
+        "correct the path",
+      )
+    ) from None
+
+
+def _figures(row: Any) -> dict[str, Any]:
+  """A line as `draw.run_of` takes it.
+
+  Raises:
+    ValueError: it is of something else.
+  """
+  if not isinstance(row, dict):
+    raise ValueError(f"{type(row).__name__}")
+  for name in ("step", "stage"):
+    if type(row.get(name)) is not int:
+      raise ValueError(f"{name} {row.get(name)!r}"[:80])
+  for name in draw.FIGURES:
+    if name not in row or type(row[name]) not in (int, float, type(None)):
+      raise ValueError(f"{name} {row.get(name, 'not there')!r}"[:80])
+  return {
+    name: None if isinstance(x, float) and not math.isfinite(x) else x
+    for name, x in row.items()
+  }
 
 
 _COMMANDS: dict[str, Callable[..., _Answer]] = {

@@ -15,6 +15,7 @@ token.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,9 @@ def run(
         )
     common.check_files(values, "out")
     files = list(_files(words))
-    screen.begin("encoding", len(files), "files")
+    screen.begin(
+      "encoding", sum(file.stat().st_size for file in files), "bytes"
+    )
     _write(values, files, screen)
     made = Corpus.open(values.out)
   except KeyboardInterrupt:
@@ -89,26 +92,54 @@ def _write(
 ) -> None:
   """Encodes all texts, file by file."""
   on_bad = screen.say if values.skip_bad else None
+  done = 0
 
   def documents() -> Iterator[str]:
-    for number, file in enumerate(files):
-      screen.at(number)
+    nonlocal done
+    before = 0
+    for file in files:
       if file.suffix == ".jsonl":
-        yield from texts.from_jsonl([file], field=values.field, on_bad=on_bad)
+        found = texts.from_jsonl([file], field=values.field, on_bad=on_bad)
       else:
-        yield from texts.from_files([file], on_bad=on_bad)
+        found = texts.from_files([file], on_bad=on_bad)
+      size = file.stat().st_size
+      for text in found:
+        # Of a line of JSON its text counts; at the end, all of the file.
+        done = min(done + len(text.encode()), before + size)
+        yield text
+      before += size
+      done = before
 
-  texts.build(values.out, documents(), sources.tokenizer(values.tokenizer))
+  texts.build(
+    values.out,
+    documents(),
+    sources.tokenizer(values.tokenizer),
+    progress=lambda documents, tokens: screen.at(done),
+  )
 
 
 def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
-  """What is named, and what lies below a folder, in order of names."""
+  """What is named, and what lies below a folder, in order of names.
+
+  Raises:
+    OptionError: something that is not there, or that may not be read.
+  """
   if not words:
     raise OptionError(
       message("files", "none", "files or folders of text", "name some")
     )
   for word in words:
     path = pathlib.Path(word)
+    if not os.access(path, os.R_OK):
+      there = "may not be read" if path.exists() else "is not there"
+      raise OptionError(
+        message(
+          "files",
+          f"{path}, which {there}",
+          "files or folders of text",
+          "correct its name",
+        )
+      )
     if not path.is_dir():
       yield path
       continue

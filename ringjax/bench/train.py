@@ -10,6 +10,10 @@
                  et al. 2023, arXiv 2310.01889) around our blocks and loss
   ringattention_one  the same on one device
 
+A step is the loss, its gradients and AdamW's update of parameters and moments,
+which are donated: the same optimizer for all. Over several devices parameters
+and moments are sharded, each over the devices that share the row.
+
 Law: all have the same weights and rows, and whose loss or gradients are off is
 not timed. Memory is what the compiler reserves for a step: temporaries,
 arguments and results, on all its devices together; no step is run for it.
@@ -26,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import attention, contest, timing
@@ -49,6 +54,7 @@ OURS = ("ringjax", "ringjax_least", "striped")
 PARTS = ("step", "memory", "scaling")
 _SHARDED = ("striped", "ringattention")
 TOLERANCE = {"float32": 2e-4}
+_B1 = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,10 +207,71 @@ def _loss(name: str, spread: Any, model: Any, batch: Any) -> Any:
   return jnp.sum((lse - picked) * one.weights) / jnp.sum(one.weights)
 
 
-def _program(name: str, spread: Any) -> Any:
-  """(loss, gradients) of a model and a batch."""
-  loss = functools.partial(_loss, name, spread)
-  return jax.jit(jax.value_and_grad(loss))
+@functools.cache
+def _optimizer() -> Any:
+  import optax
+
+  return optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
+
+
+def _program(name: str, spread: Any, shardings: Any) -> Any:
+  """(parameters, moments, loss) of parameters, moments and a batch."""
+  import optax
+
+  def step(params: Any, moments: Any, batch: Any) -> Any:
+    loss, grads = jax.value_and_grad(functools.partial(_loss, name, spread))(
+      params, batch
+    )
+    # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, moments = _optimizer().update(grads, moments, params)
+      params = optax.apply_updates(params, updates)
+    return params, moments, loss
+
+  # As they came, or they could not be donated.
+  out = {} if shardings is None else {"out_shardings": shardings}
+  return jax.jit(step, donate_argnums=(0, 1), **out)
+
+
+def _placed(model: Any, spread: Any) -> Any:
+  """A copy of the parameters, where a contestant has them."""
+  from ringjax.models import Rules, checkpoint
+
+  model = jax.tree.map(jnp.copy, model)
+  if spread.mesh is None:
+    return model
+  return checkpoint.place(model, spread.mesh, Rules(embed=spread.axis))
+
+
+def _shardings(params: Any, spread: Any) -> Any:
+  """Of what a step gives; None on one device."""
+  from ringjax.train import step
+
+  if spread.mesh is None:
+    return None
+  state = step.shardings(_optimizer(), params, spread.mesh)
+  return state.params, state.optimizer, NamedSharding(spread.mesh, P())
+
+
+def _ready(name: str, model: Any, tokens: int, devices: int) -> contest.Made:
+  """A contestant's step, and what came out of the first one."""
+  from ringjax.train import step
+
+  spread = _spread(name, devices)
+  params = _placed(model, spread)
+  state = step.start(_optimizer(), params, spread.mesh)
+  held = [state.params, state.optimizer]
+  batch = _rows(tokens, model.config.vocab, spread)
+  program = _program(name, spread, _shardings(params, spread))
+
+  def work() -> Any:
+    *held[:], loss = jax.block_until_ready(program(*held, batch))
+    return loss
+
+  loss = work()
+  # Behind the first step, a part of the gradients.
+  grads = jax.tree.map(lambda x: x / (1 - _B1), held[1][0].mu)
+  return work, _outputs(loss, grads)
 
 
 def _rows(tokens: int, vocab: int, spread: Any) -> Any:
@@ -217,25 +284,35 @@ def _rows(tokens: int, vocab: int, spread: Any) -> Any:
 
 def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
   """What a compiled step takes on all its devices, without running it."""
-  from jax.sharding import NamedSharding
+  from flax import nnx
 
-  from ringjax.models import checkpoint
+  from ringjax.models import Rules, checkpoint
   from ringjax.train.batch import Batch
 
   spread = _spread(name, devices)
-  model = checkpoint.abstract(preset, dtype="float32")
-  shape = (1, 1, tokens)
-  put: Any = lambda x, spec: x
+  params = checkpoint.abstract(preset, dtype="float32")
+  put: Any = lambda x, sharding: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=sharding
+  )
   if spread.mesh is not None:
-    put = lambda x, spec: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=NamedSharding(spread.mesh, spec)
+    rules = Rules(embed=spread.axis)
+    params = jax.tree.map(
+      lambda p: p.replace(put(p.get_value(), rules.sharding(p, spread.mesh))),
+      params,
+      is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-  model = jax.tree.map(lambda x: put(x, P()), model)
-  field = lambda dtype: put(
-    jax.ShapeDtypeStruct(shape, dtype), P(None, None, spread.axis)
+  moments = jax.eval_shape(_optimizer().init, params)
+  shardings = _shardings(params, spread)
+  row = None
+  if spread.mesh is not None:
+    moments = jax.tree.map(put, moments, shardings[1])
+    row = NamedSharding(spread.mesh, P(None, None, spread.axis))
+  field = lambda dtype: jax.ShapeDtypeStruct(
+    (1, 1, tokens), dtype, sharding=row
   )
   batch = Batch(field(jnp.int32), field(jnp.int32), field(jnp.float32))
-  found = _program(name, spread).lower(model, batch).compile()
+  program = _program(name, spread, shardings)
+  found = program.lower(params, moments, batch).compile()
   a = found.memory_analysis()
   each = (
     a.temp_size_in_bytes
@@ -310,22 +387,10 @@ def _steps(settings: Settings, stream: Any) -> Any:
       n, f"step T={tokens}: {text}"
     )
     report(0, "reference")
-    reference = _outputs(
-      *_program("ringjax", _spread("ringjax", 1))(
-        model, _rows(tokens, model.config.vocab, _spread("ringjax", 1))
-      )
+    reference = _ready("ringjax", model, tokens, 1)[1]
+    make = lambda name, tokens=tokens: _ready(
+      name, model, tokens, settings.devices
     )
-
-    def make(name: str, tokens: int = tokens) -> contest.Made:
-      spread = _spread(name, settings.devices)
-      mine = model
-      if spread.mesh is not None:
-        mine = checkpoint.place(model, spread.mesh)
-      batch = _rows(tokens, model.config.vocab, spread)
-      program = _program(name, spread)
-      work = lambda: jax.block_until_ready(program(mine, batch))
-      return work, _outputs(*work())
-
     compare = lambda found, want=reference: contest.compare(
       found, want, TOLERANCE["float32"]
     )
@@ -342,15 +407,8 @@ def _steps(settings: Settings, stream: Any) -> Any:
       "name": "",
       "tokens": tokens,
       "results": {
-        name: {
-          "devices": settings.devices if name in _SHARDED else 1,
-          "median_s": timings[name].median_s
-          if not timings[name].reason
-          else None,
-          "seconds": timings[name].seconds,
-          "reason": timings[name].reason,
-          "max_abs_difference": differences.get(name),
-        }
+        name: {"devices": settings.devices if name in _SHARDED else 1}
+        | _result(timings[name], differences.get(name))
         for name in names
       },
     }
@@ -388,32 +446,53 @@ def _memory(settings: Settings, stream: Any) -> Any:
         break
       tokens *= 2
     fit = [n for n, size in sizes.items() if size <= settings.limit_bytes]
+    capped = reason is None and len(fit) == len(sizes) > 0
     yield {
       "part": "memory",
       "name": name,
       "tokens": 0,
       "bytes_by_tokens": sizes,
       "longest": max(fit, default=0),
+      # It may be that longer ones fit: nobody looked.
+      "capped": capped,
       "limit_bytes": settings.limit_bytes,
       "reason": reason,
     }
 
 
 def _scaling(settings: Settings, stream: Any) -> Any:
-  """Memory of a device as devices and tokens grow together."""
+  """Time, and memory of a device, as devices and tokens grow together."""
+  from ringjax.models import checkpoint
+
+  model = jax.block_until_ready(checkpoint.create(settings.preset, seed=0))
   shards = 1
   while shards <= settings.devices:
     tokens = shards * settings.local
     print(f"scaling: {shards} devices", file=stream, flush=True)
     name = "striped" if shards > 1 else "ringjax"
-    total = _bytes(name, settings.preset, tokens, shards)
+    each, one, difference = None, timing.Timing(), None
+    try:
+      each = _bytes(name, settings.preset, tokens, shards) // shards
+      work, found = _ready(name, model, tokens, shards)
+      reference = found
+      if shards > 1:
+        reference = _ready("ringjax", model, tokens, 1)[1]
+      difference, wrong = contest.compare(
+        found, reference, TOLERANCE["float32"]
+      )
+      one = timing.Timing(reason=f"WRONG: off by {difference:.1e}")
+      if not wrong:
+        runs = {name: work}
+        one = timing.interleave(runs, settings.rounds, warmup=0)[name]
+    except Exception as error:
+      one = timing.Timing(reason=timing.reason(error))
     yield {
       "part": "scaling",
       "name": f"{shards:03}",
       "tokens": tokens,
       "devices": shards,
-      "bytes_each": total // shards,
-    }
+      "bytes_each": each,
+    } | _result(one, difference)
     shards *= 2
 
 
@@ -440,18 +519,24 @@ def _words(row: Row) -> list[str]:
       f"{int(n):,}: {size / 2**30:.2f}"
       for n, size in row["bytes_by_tokens"].items()
     )
-    text = (
-      row["reason"] or f"{row['longest']:,} tokens fit; GiB by tokens {shown}"
-    )
+    more = " and more" if row["capped"] else ""
+    text = f"{row['longest']:,} tokens{more} fit; GiB by tokens {shown}"
+    if row["reason"]:
+      text = f"{text}; then {row['reason']}" if shown else row["reason"]
     return [f"memory, {row['name']:<14}{text}"]
+  text = row["reason"]
+  if not text:
+    rate = row["tokens"] / row["median_s"]
+    text = f"{row['median_s']:.3f} s a step, {rate:,.0f} tokens/s"
+  if row["bytes_each"] is not None:
+    text = f"{row['bytes_each'] / 2**20:,.0f} MiB each; {text}"
   return [
-    f"scaling, {row['devices']} devices, {row['tokens']:,} tokens: "
-    f"{row['bytes_each'] / 2**20:,.0f} MiB each"
+    f"scaling, {row['devices']} devices, {row['tokens']:,} tokens: {text}"
   ]
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-  found: dict[str, Any] = {"speed": {}, "longest": {}}
+  found: dict[str, Any] = {"speed": {}, "longest": {}, "capped": []}
   for row in rows:
     if row["part"] == "step":
       ours = contest.best(row, OURS)
@@ -459,8 +544,10 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
         if name not in OURS and ours and not one["reason"]:
           ratio = one["median_s"] / ours[1]
           found["speed"].setdefault(name, {})[str(row["tokens"])] = ratio
-    if row["part"] == "memory" and not row["reason"]:
+    if row["part"] == "memory" and row["longest"]:
       found["longest"][row["name"]] = row["longest"]
+      if row.get("capped"):
+        found["capped"].append(row["name"])
   return found
 
 
@@ -469,9 +556,22 @@ def _closing(summary: dict[str, Any]) -> list[str]:
   for name, by_tokens in summary["speed"].items():
     shown = ", ".join(f"{n}: {x:.2f}x" for n, x in by_tokens.items())
     lines.append(f"our best over {name}: {shown}")
-  longest = summary["longest"]
-  ours = max((longest.get(name, 0) for name in OURS), default=0)
+  longest, capped = summary["longest"], summary["capped"]
+  mine = {name: tokens for name, tokens in longest.items() if name in OURS}
+  if not mine:
+    return lines
+  best = max(mine.values())
+  # Whose end was not reached may go further.
+  more = any(name in capped for name, n in mine.items() if n == best)
   for name, tokens in longest.items():
-    if name not in OURS and tokens:
-      lines.append(f"longest row, ours over {name}: {ours / tokens:.0f}x")
+    if name in OURS:
+      continue
+    text = f"longest row, ours over {name}: "
+    if name not in capped:
+      text += f"{'at least ' if more else ''}{best / tokens:.3g}x"
+    elif more:
+      text += f"unknown, both fit {tokens:,} tokens and more"
+    else:
+      text += f"at most {best / tokens:.3g}x"
+    lines.append(text)
   return lines

@@ -12,6 +12,14 @@ from ringjax.eval.needle import Cell
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
 
+# Of a line of a training's log, with their titles.
+FIGURES = {
+  "loss": "loss, nats a token",
+  "gradient_norm": "gradient norm",
+  "rate": "learning rate",
+  "tokens_per_s": "tokens a second",
+}
+
 
 def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
   """What was found, by length (across) and depth (down).
@@ -57,19 +65,19 @@ def curves(
 
 
 def run_of(rows: Sequence[dict[str, Any]], path: str) -> None:
-  """A training by its log: loss, gradient norm, rate, speed."""
+  """A training by its log: loss, gradient norm, rate, speed.
+
+  Args:
+    rows: step, stage and `FIGURES` of each; None, of a step that was not
+      finite, is a gap.
+    path: the PNG.
+  """
   steps = [row["step"] for row in rows]
   figure = figures().Figure(figsize=(9, 6), layout="constrained")
-  for n, (name, title) in enumerate(
-    (
-      ("loss", "loss, nats a token"),
-      ("gradient_norm", "gradient norm"),
-      ("rate", "learning rate"),
-      ("tokens_per_s", "tokens a second"),
-    )
-  ):
+  for n, (name, title) in enumerate(FIGURES.items()):
     axes = figure.add_subplot(2, 2, n + 1)
-    axes.plot(steps, [row[name] for row in rows], color="#2b5c8a")
+    values = [np.nan if row[name] is None else row[name] for row in rows]
+    axes.plot(steps, values, color="#2b5c8a")
     starts = [
       row["step"]
       for before, row in itertools.pairwise(rows)

@@ -2,7 +2,8 @@
 
 Law: trial i of a length and a depth is the same text and fact for every model
 and every way to read it; other depths hide the same fact in the same text.
-Cost: one prompt is read for each trial.
+What cannot be asked is refused before anything is read.
+Cost: one prompt is read for each trial; each text is made once more before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError, message
-from ringjax.infer.generate import generate
+from ringjax.infer.generate import Session, generate, place_of
+from ringjax.infer.prefill import plan
 from ringjax.models.transformer import Transformer
 from ringjax.ops.inputs import positive_int
 
@@ -55,6 +57,7 @@ def find(
   trials: int = 4,
   seed: int = 0,
   on_trial: Callable[[int], Any] = lambda done: None,
+  on_cell: Callable[[Cell], Any] = lambda cell: None,
   **options: Any,
 ) -> list[Cell]:
   """Asks a model for facts hidden in long texts.
@@ -67,6 +70,7 @@ def find(
     trials: texts of each length and depth.
     seed: of the texts.
     on_trial: called with how many trials are done.
+    on_cell: called with each cell, as soon as its trials are done.
     **options: of `rj.infer.generate`, such as mesh, prefill, chunk and
       cache_dtype.
 
@@ -74,29 +78,67 @@ def find(
     A cell for each length and depth, in this order.
 
   Raises:
-    OptionError: a length or depth that is none.
+    OptionError: a length or depth that is none, or a way to read that does
+      not fit.
+    MemoryEstimateError: the longest text's cache has no room.
   """
   positive_int("trials", trials)
   for name, values in (("lengths", lengths), ("depths", depths)):
     if not values:
       raise OptionError(message(name, "none", "one or more", "name some"))
-  cells, done = [], 0
+  for depth in depths:
+    if not 0 <= depth <= 1:
+      raise OptionError(
+        message("depths", depth, "numbers from 0 to 1", "correct them")
+      )
   for length in lengths:
     positive_int("lengths", length)
-    found: dict[float, list[tuple[float, str]]] = {d: [] for d in depths}
+  draw = lambda length, trial: np.random.default_rng([seed, length, trial])
+  for length in lengths:
     for trial in range(trials):
-      for depth in depths:
-        rng = np.random.default_rng([seed, length, trial])
-        example = task.make(rng, length, depth)
-        found[depth].append(_ask(model, task, example, options))
+      # That facts and question fit, which all depths have in common.
+      task.make(draw(length, trial), length, depths[0])
+  _check(model, lengths, options)
+  cells, done = [], 0
+  for length in lengths:
+    for depth in depths:
+      said = []
+      for trial in range(trials):
+        example = task.make(draw(length, trial), length, depth)
+        said.append(_ask(model, task, example, options))
         done += 1
         on_trial(done)
-    for depth, said in found.items():
       scores, texts = zip(*said, strict=True)
       cells.append(
         Cell(length=length, depth=depth, scores=scores, completions=texts)
       )
+      on_cell(cells[-1])
   return cells
+
+
+def _check(
+  model: Transformer, lengths: Sequence[int], options: dict[str, Any]
+) -> None:
+  """Refuses what the model and its devices cannot read."""
+  if "cache" in options:
+    return
+  mesh, axis = place_of(options.get("mesh"), options.get("axis"), model)
+  mine = {
+    name: options[name] for name in ("chunk", "machine") if name in options
+  }
+  ways = [
+    plan(options.get("prefill", "auto"), length, model, mesh, axis, **mine)
+    for length in lengths
+  ]
+  # The largest cache, let go at once.
+  shards = 1 if axis is None else mesh.shape[axis]
+  Session(
+    model,
+    (max(way.slots for way in ways) + 1) * shards,
+    mesh=mesh,
+    axis=axis,
+    dtype=options.get("cache_dtype"),
+  )
 
 
 def _ask(

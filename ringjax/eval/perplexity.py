@@ -2,7 +2,8 @@
 
 Law: every token of a row counts once, at its position; a bucket goes from the
 end of the one before to its own, which is twice that. Rows are whole: no token
-has less context than its position says.
+has less context than its position says. The id that begins a text is read and
+never foretold.
 Cost: one forward pass a row, without logits of more than a block of tokens.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +26,7 @@ from ringjax.infer.generate import Session, place_of
 from ringjax.infer.prefill import Prefill, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
+from ringjax.ops.inputs import positive_int
 from ringjax.train.batch import Batch, place, whole_rows
 from ringjax.train.objective import each_token, each_token_cached
 
@@ -80,6 +83,7 @@ def perplexity(
   *,
   length: int,
   rows: int,
+  bos: int | None = None,
   prefill: str = "auto",
   mesh: Mesh | None = None,
   axis: str | None = None,
@@ -91,9 +95,10 @@ def perplexity(
 
   Args:
     model: that reads.
-    documents: ids [n] of each; shorter ones are passed over.
+    documents: ids [n] of each, without `bos`; shorter ones are passed over.
     length: T, tokens that are read of each, a multiple of twice the shards.
     rows: how many documents are read.
+    bos: the id that begins each row, for a model that was trained so.
     prefill: how, of "auto", `WHOLE` and "chunked", which keeps what it has
       read in a cache.
     mesh: the mesh; default: the model's, else the current one.
@@ -103,9 +108,45 @@ def perplexity(
     on_row: called with how many rows are read.
 
   Raises:
-    PromptError: not so many documents are long enough.
+    PromptError: not so many documents are long enough, or an id that the
+      model does not have.
     OptionError: a way to read that does not fit.
+    MemoryEstimateError: the cache has no room.
   """
+  read = reader(
+    model,
+    documents,
+    length=length,
+    rows=rows,
+    bos=bos,
+    prefill=prefill,
+    mesh=mesh,
+    axis=axis,
+    chunk=chunk,
+    cache_dtype=cache_dtype,
+  )
+  return read(on_row)
+
+
+def reader(
+  model: Transformer,
+  documents: Iterable[np.ndarray],
+  *,
+  length: int,
+  rows: int,
+  bos: int | None = None,
+  prefill: str = "auto",
+  mesh: Mesh | None = None,
+  axis: str | None = None,
+  chunk: int | None = None,
+  cache_dtype: Any = None,
+) -> Callable[[Callable[[int], Any]], Curve]:
+  """As `perplexity`, which this does when it is called with `on_row`.
+
+  What `perplexity` refuses is refused here, before anything is read.
+  """
+  positive_int("length", length)
+  positive_int("rows", rows)
   if prefill not in ("auto", *WHOLE, "chunked"):
     raise OptionError(
       message(
@@ -126,34 +167,76 @@ def perplexity(
         "leave one of them out",
       )
     )
+  unit = 2 * how.spread.size if how.spread.size > 1 else 1
+  if how.chunk is None and length % unit:
+    raise OptionError(
+      message(
+        "length",
+        f"{length} over {how.spread.size} shards",
+        f"a multiple of {unit}",
+        "change the length or the mesh",
+      )
+    )
+  chosen = _rows(documents, length, rows, bos, model.config.vocab)
+  if how.chunk is not None:
+    # Its cache, let go at once.
+    Session(model, how.width, mesh=mesh, axis=axis, dtype=cache_dtype)
 
   def losses(ids: np.ndarray) -> np.ndarray:
-    batch = whole_rows(ids[None, : length + 1])
+    batch = whole_rows(ids[None])
     if how.chunk is not None:
       return _in_chunks(model, batch, how, mesh, axis, cache_dtype)
     found = _read(model, how.spread, place(batch, how.spread))
     layout, shards = how.spread.layout, how.spread.size
     return layout.restore(np.asarray(found), shards=shards, axis=1)[0]
 
-  total, count = np.zeros(length), 0
-  for ids in documents:
-    if len(ids) <= length:
-      continue
-    total += losses(ids)
-    count += 1
-    on_row(count)
-    if count == rows:
-      break
-  if count < rows:
+  def read(on_row: Callable[[int], Any]) -> Curve:
+    total = np.zeros(length)
+    for n, ids in enumerate(chosen):
+      total += losses(ids)
+      on_row(n + 1)
+    return _curve(total / rows, length, rows)
+
+  return read
+
+
+def _rows(
+  documents: Iterable[np.ndarray],
+  length: int,
+  rows: int,
+  bos: int | None,
+  vocab: int,
+) -> list[np.ndarray]:
+  """Ids [T + 1] of each row, the last one of which is only foretold."""
+  start = np.array([] if bos is None else [bos], np.int32)
+  need = length + 1 - start.size
+  enough = (ids for ids in documents if len(ids) >= need)
+  long = list(itertools.islice(enough, rows))
+  if len(long) < rows:
     raise PromptError(
       message(
         "documents",
-        f"{count} of more than {length} tokens",
+        f"{len(long)} of more than {need - 1} tokens",
         f"{rows}",
         "lower the length or the rows, or bring longer documents",
       )
     )
-  each = total / rows
+  found = [np.concatenate([start, ids[:need]]) for ids in long]
+  most = max(int(ids.max()) for ids in found)
+  if most >= vocab:
+    raise PromptError(
+      message(
+        "documents",
+        f"id {most}",
+        f"ids below the model's vocabulary, {vocab}",
+        "use the tokenizer that belongs to the model",
+      )
+    )
+  return found
+
+
+def _curve(each: np.ndarray, length: int, rows: int) -> Curve:
+  """Of the losses [T] by position."""
   ends = [1]
   while ends[-1] < length:
     ends.append(min(2 * ends[-1], length))

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
+import itertools
 import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, evaluate
-from ringjax.data import Tokenizer
+from launch import common, evaluate, screens
+from ringjax.data import Bytes, Tokenizer, documents
 from ringjax.data.needle import Passkey
-from ringjax.errors import OptionError, PromptError
-from ringjax.eval import Cell, draw, find, perplexity
+from ringjax.errors import (
+  MemoryEstimateError,
+  OptionError,
+  PromptError,
+  RingjaxError,
+)
+from ringjax.eval import Cell, Curve, draw, find, perplexity, reader
 from ringjax.models import checkpoint, tiny
 
 CONFIG = {
@@ -53,6 +63,18 @@ def test_the_model_that_ships_finds_what_is_hidden(shipped):
   assert done == list(range(1, 9))
 
 
+def test_each_cell_is_told_when_it_is_done():
+  task = Passkey(tokenizer=Bytes())
+  model = checkpoint.create(CONFIG, seed=0)
+  told = []
+  cells = find(
+    model, task, lengths=[250], depths=[0.0, 0.5, 1.0], trials=2,
+    on_trial=told.append, on_cell=lambda cell: told.append(cell.depth),
+  )  # fmt: skip
+  assert told == [1, 2, 0.0, 3, 4, 0.5, 5, 6, 1.0]
+  assert [cell.depth for cell in cells] == [0.0, 0.5, 1.0]
+
+
 def test_a_model_that_knows_nothing_finds_nothing(shipped):
   _, task = shipped
   model = checkpoint.create(CONFIG, seed=0)
@@ -83,6 +105,27 @@ def test_wrong_questions(shipped, wrong, words):
     find(model, task, **wrong)
 
 
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    dict(lengths=[300, 30]),
+    dict(lengths=[300, 0]),
+    dict(lengths=[300], depths=[0.0, 1.5]),
+    dict(lengths=[300], prefill="blockwise", chunk=8),
+    dict(lengths=[300, 100_000]),
+  ],
+)
+def test_nothing_is_asked_when_a_question_is_wrong(wrong, monkeypatch):
+  # Room for the shorter text alone.
+  module = importlib.import_module("ringjax.infer.generate")
+  monkeypatch.setattr(module, "free_bytes", lambda *devices: 1 << 20)
+  task = Passkey(tokenizer=Bytes())
+  model, done = checkpoint.create(CONFIG, seed=0), []
+  with pytest.raises((OptionError, MemoryEstimateError)):
+    find(model, task, trials=1, on_trial=done.append, **wrong)
+  assert not done
+
+
 # ---------------------------------------------------------------------------
 # Perplexity
 # ---------------------------------------------------------------------------
@@ -108,6 +151,21 @@ def test_losses_by_position_are_the_model_s_own():
   assert found.nll == pytest.approx(want, rel=1e-5)
   assert found.mean == pytest.approx(each.mean(), rel=1e-6)
   assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("prefill", ["auto", "chunked"])
+def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
+  model = checkpoint.create(CONFIG, seed=1)
+  rows = texts(2, 48)
+  found = perplexity(model, rows, length=48, rows=2, bos=256, prefill=prefill)
+  labels = np.stack(rows).astype(np.int32)
+  tokens = np.concatenate([np.full((2, 1), 256, np.int32), labels], 1)
+  logits = np.asarray(model(tokens[:, :-1]), np.float64)
+  lse = np.log(np.exp(logits).sum(-1))
+  picked = np.take_along_axis(logits, labels[:, :, None], -1)[..., 0]
+  each = (lse - picked).mean(0)
+  assert found.nll[0] == pytest.approx(each[0], rel=1e-5)
+  assert found.mean == pytest.approx(each.mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("prefill", ["auto", "ring", "chunked"])
@@ -151,6 +209,26 @@ def test_ways_that_do_not_fit(options, words):
     perplexity(model, texts(1, 49), length=48, rows=1, **options)
 
 
+@pytest.mark.parametrize(
+  ("wrong", "words"),
+  [
+    (dict(length=50), "multiple of 8"),
+    (dict(rows=3), "2 of more than 48 tokens; wanted 3"),
+    (dict(rows=0), "rows"),
+    (dict(length=0), "length"),
+    (dict(bos=262), "id 262"),
+    (dict(prefill="chunked", length=40), "cache"),
+  ],
+)
+def test_nothing_is_read_when_it_cannot_be(wrong, words, monkeypatch):
+  module = importlib.import_module("ringjax.infer.generate")
+  monkeypatch.setattr(module, "free_bytes", lambda *devices: 1 << 10)
+  mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  model = checkpoint.place(checkpoint.create(CONFIG, seed=1), mesh)
+  with pytest.raises(RingjaxError, match=words):
+    reader(model, texts(2, 52), **(dict(length=48, rows=2) | wrong))
+
+
 def test_too_few_texts():
   model = checkpoint.create(CONFIG, seed=1)
   with pytest.raises(PromptError, match="1 of more than 48 tokens; wanted 2"):
@@ -182,8 +260,53 @@ def test_needle_by_script(tmp_path):
   assert lines[2].split() == ["600", "100", "100"]
   assert lines[3].split() == ["1,200", "100", "100"]
   assert plot.read_bytes()[:4] == b"\x89PNG"
-  cells = json.loads(kept.read_text())["cells"]
-  assert [c["score"] for c in cells] == [1.0] * 4
+  record = json.loads(kept.read_text())
+  assert [c["score"] for c in record["cells"]] == [1.0] * 4
+  assert record["complete"]
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list:
+  """Tasks that the script asks for, in place of asking."""
+  tasks = []
+
+  def note(model, task, *, lengths, depths, **options):
+    tasks.append(task)
+    return [
+      Cell(length=n, depth=d, scores=(1.0,), completions=("",))
+      for n in lengths
+      for d in depths
+    ]
+
+  monkeypatch.setattr(evaluate, "find", note)
+  return tasks
+
+
+def test_facts_are_hidden_in_held_out_text_alone(asked):
+  status, out, err = run("needle", "--lengths=600", "--mesh=seq:1", "--json")
+  assert status == 0, err
+  assert "more than once" not in err
+  (task,) = asked
+  held_out = set("\n".join(documents.library(held_out=True)).split("\n"))
+  lines = task.filler.lines(np.random.default_rng(0))
+  # As far as it goes, and on from its start.
+  count = task.filler.text.count("\n") + 10
+  assert all(line[:-1] in held_out for line in itertools.islice(lines, count))
+  assert task.filler.text == "\n".join(documents.library(held_out=True))
+  assert json.loads(out)["text"] == "held-out files of Python's library"
+
+
+def test_facts_are_hidden_in_a_folder_s_text(asked, tmp_path):
+  (tmp_path / "b.txt").write_text("second\n")
+  (tmp_path / "a.txt").write_text("first\n")
+  status, out, err = run(
+    "needle", "--lengths=600", "--mesh=seq:1", f"--folder={tmp_path}", "--json"
+  )
+  assert status == 0, err
+  assert asked[0].filler.text == "first\n\nsecond\n"
+  record = json.loads(out)
+  assert (record["text"], record["characters"]) == (str(tmp_path), 14)
+  assert "about 14 tokens; what is longer has it more than once" in err
 
 
 def test_perplexity_by_script(tmp_path):
@@ -200,6 +323,57 @@ def test_perplexity_by_script(tmp_path):
   assert 0.3 < long["mean"] < 4
   assert long["nll"][0] > long["nll"][-1]
   assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_each_row_begins_as_a_text_does(adds_bos, monkeypatch):
+  tokenizer, given = Tokenizer.load(tiny.path()), []
+  assert tokenizer.adds_bos
+  tokenizer.adds_bos = adds_bos
+  monkeypatch.setattr(evaluate.Tokenizer, "load", lambda *a, **k: tokenizer)
+
+  def note(model, documents, **options):
+    given.append((documents, options["bos"]))
+    curve = Curve(length=64, rows=2, ends=(64,), nll=(1.0,), mean=1.0)
+    return lambda on_row: curve
+
+  monkeypatch.setattr(evaluate, "reader", note)
+  status, out, err = run(
+    "perplexity", "--lengths=64", "--rows=2", "--mesh=seq:1", "--json"
+  )
+  assert status == 0, err
+  ((rows, bos),) = given
+  assert bos == (256 if adds_bos else None)
+  assert json.loads(out)["bos"] == adds_bos
+  text = "".join(documents.library(held_out=True))[:200]
+  want = tokenizer.encode(text, bos=False)[: len(np.concatenate(rows))]
+  assert np.concatenate(rows).tolist() == want.tolist()
+  assert [len(row) for row in rows] == [64 if adds_bos else 65] * 2
+
+
+@pytest.mark.parametrize(
+  ("argv", "unit", "error", "status"),
+  [
+    (("needle", "--lengths=300", "--depths=0,1", "--trials=1"), "cells",
+     KeyboardInterrupt(), 130),
+    (("perplexity", "--lengths=64,128", "--rows=1"), "curves",
+     MemoryError("no"), 2),
+  ],
+)  # fmt: skip
+def test_who_is_stopped_has_what_was_found(
+  argv, unit, error, status, tmp_path, monkeypatch
+):
+  def at(screen, done: int) -> None:
+    if done == 2:
+      raise error
+
+  monkeypatch.setattr(screens.Screen, "at", at)
+  kept = tmp_path / "found.json"
+  got, out, err = run(*argv, "--mesh=seq:1", f"--out={kept}")
+  assert (got, out) == (status, "")
+  assert f"{kept} has 1 of 2 {unit}" in err
+  record = json.loads(kept.read_text())
+  assert len(record[unit]) == 1 and record["complete"] is False
 
 
 def test_curves_by_script(tmp_path):
@@ -219,6 +393,97 @@ def test_curves_by_script(tmp_path):
   assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_steps_that_were_not_finite_are_gaps(tmp_path, monkeypatch):
+  pytest.importorskip("matplotlib")
+  log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"
+  rest = '"stage": 0, "gradient_norm": null, "rate": 1e-3, "tokens_per_s": 9'
+  losses = ("3.0", "null", "NaN", "Infinity", "2.0")
+  log.write_text(
+    "".join(
+      f'{{"step": {n}, "loss": {loss}, {rest}}}\n'
+      for n, loss in enumerate(losses)
+    )
+  )
+  drawn = []
+  monkeypatch.setattr(
+    "matplotlib.axes.Axes.plot", lambda self, x, y, **_: drawn.append(list(y))
+  )
+  status, out, err = run("curves", f"--log={log}", f"--plot={plot}")
+  assert status == 0, err
+  shown = [line.split()[2] for line in out.splitlines()[1:]]
+  assert shown == ["3.0000", "-", "-", "-", "2.0000"]
+  assert drawn[0] == pytest.approx([3.0, *[math.nan] * 3, 2.0], nan_ok=True)
+  assert plot.read_bytes()[:4] == b"\x89PNG"
+  status, out, err = run("curves", f"--log={log}", "--json")
+  found = json.loads(out, parse_constant=pytest.fail)["rows"]
+  assert [row["loss"] for row in found] == [3.0, None, None, None, 2.0]
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "[1]",
+    "3",
+    "null",
+    '{"step": 1}',
+    '{"step": "1", "stage": 0, "loss": 1, "gradient_norm": 1, "rate": 1, '
+    '"tokens_per_s": 1}',
+    '{"step": 1, "stage": 0, "loss": "low", "gradient_norm": 1, "rate": 1, '
+    '"tokens_per_s": 1}',
+    "step 1",
+  ],
+)
+def test_a_log_of_something_else(line, tmp_path):
+  log = tmp_path / "log.jsonl"
+  log.write_text(f"{line}\n")
+  status, out, err = run("curves", f"--log={log}")
+  assert (status, out) == (2, "")
+  assert f"{log}:1: " in err and "Traceback" not in err
+
+
+def test_a_training_is_drawn_without_its_devices(tmp_path):
+  log = tmp_path / "log.jsonl"
+  log.write_text(
+    '{"step": 1, "stage": 0, "loss": 1, "gradient_norm": 1, "rate": 1, '
+    '"tokens_per_s": 1}\n'
+  )
+  program = f"""
+from jax._src import xla_bridge
+from launch import common, evaluate
+values, words = common.parse_words(
+  "evaluate", evaluate.define, ["curves", "--log={log}"])
+assert evaluate.run(values, words) == 0
+assert not xla_bridge.backends_are_initialized()
+import jax
+jax.devices()
+assert xla_bridge.backends_are_initialized()
+"""
+  ran = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    cwd=pathlib.Path(__file__).parents[2],
+  )
+  assert ran.returncode == 0, ran.stderr
+  assert "1.0000" in ran.stdout
+
+
+@pytest.mark.parametrize(
+  ("argv", "unused"),
+  [
+    (("perplexity", "--task=passkey", "--depths=0", "--trials=1", "--seed=1"),
+     "--depths, --seed, --task, --trials with perplexity"),
+    (("needle", "--rows=2", "--log=a"), "--log, --rows with needle"),
+    (("curves", "--log=a", "--mesh=seq:1", "--lengths=9", "--nodistributed"),
+     "--distributed, --lengths, --mesh with curves"),
+  ],
+)  # fmt: skip
+def test_no_flag_is_without_effect(argv, unused):
+  status, out, err = run(*argv)
+  assert (status, out) == (2, "")
+  assert f"got {unused}" in err
+
+
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
@@ -227,15 +492,23 @@ def test_curves_by_script(tmp_path):
     (("curves",), "--log"),
     (("curves", "--log=/nowhere"), "/nowhere"),
     (("needle", "--lengths=long"), "--lengths"),
+    (("needle", "--lengths="), "--lengths"),
+    (("needle", "--lengths=600,0"), "--lengths"),
+    (("needle", "--depths=0,nan"), "--depths"),
+    (("needle", "--depths="), "--depths"),
+    (("needle", "--folder=/nowhere"), "/nowhere"),
     (("needle", "--plot=/nowhere/a.png"), "--plot"),
     (("needle", "--model=/nowhere"), "/nowhere"),
-    (("perplexity", "--lengths=10000000", "--rows=1", "--mesh=seq:1"),
+    (("needle", "--lengths=300,30", "--mesh=seq:1"), "length"),
+    (("perplexity", "--lengths=64,10000000", "--rows=1", "--mesh=seq:1"),
      "documents"),
   ],
 )  # fmt: skip
 def test_wrong_flags(argv, words):
   status, out, err = run(*argv)
   assert (status, out) == (2, "")
+  # No text is read in vain.
+  assert "reading" not in err
   assert words in err and "Traceback" not in err
 
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from launch import common, tokenize
+from launch import common, screens, tokenize
 from ringjax.data import Bytes, Corpus, Loader
 from ringjax.models import tiny
 
@@ -55,6 +55,32 @@ def test_a_folder_becomes_a_corpus(folder, tmp_path, tokenizer):
   assert all(found[n][-1] == 257 for n in range(4))
   with Loader(found, length=64, batch=1, seed=0) as loader:
     assert np.any(next(loader).weights)
+
+
+def test_how_far_it_is_within_a_file(tmp_path, monkeypatch):
+  told = []
+  monkeypatch.setattr(screens.Screen, "at", lambda self, n: told.append(n))
+  lines = tmp_path / "lines.jsonl"
+  lines.write_text('{"text": "a line"}\n' * 5)
+  (tmp_path / "short.txt").write_text("ä")
+  status, _, err = run(
+    "--tokenizer=bytes", f"--out={tmp_path / 'all.tokens'}", str(lines),
+    str(tmp_path / "short.txt"),
+  )  # fmt: skip
+  assert status == 0, err
+  size = lines.stat().st_size
+  assert told == [6, 12, 18, 24, 30, size + 2]
+
+
+def test_all_files_are_looked_for_before_one_is_read(folder, tmp_path):
+  status, _, err = run(
+    "--tokenizer=bytes", f"--out={tmp_path / 'all.tokens'}", str(folder),
+    str(tmp_path / "nowhere.txt"),
+  )  # fmt: skip
+  assert status == 2
+  # Neither begun, nor stopped at the line that is wrong.
+  assert "encoding" not in err and "c.jsonl" not in err
+  assert "nowhere.txt, which is not there" in err
 
 
 @pytest.mark.parametrize(
