@@ -7,6 +7,19 @@ from typing import Literal
 import jax
 from jax.sharding import AxisType, Mesh
 
+# A model that compiles fast, for tests of what is around it.
+SMALL = {
+  "architectures": ["MistralForCausalLM"],
+  "model_type": "mistral",
+  "vocab_size": 64,
+  "hidden_size": 16,
+  "intermediate_size": 32,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "sliding_window": None,
+}
+
 _KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 

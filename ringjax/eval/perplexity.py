@@ -26,7 +26,7 @@ from ringjax.infer.generate import Session, place_of
 from ringjax.infer.prefill import Prefill, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
-from ringjax.ops.inputs import positive_int
+from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.train.batch import Batch, place, whole_rows
 from ringjax.train.objective import each_token, each_token_cached
 
@@ -156,6 +156,8 @@ def reader(
         "choose one",
       )
     )
+  if cache_dtype is not None:
+    float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
   how = plan(prefill, length, model, mesh, axis, chunk=chunk)
   if cache_dtype is not None and how.chunk is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,10 +28,11 @@ from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.prefill import check_machine, plan
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
+from ringjax.kv.base import bytes_each
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
-from ringjax.ops.inputs import positive_int
+from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.local import here, last_device
 from ringjax.parallel.mesh import check_auto
 from ringjax.parallel.place import SEQ
@@ -63,6 +63,14 @@ class Report:
 class Session:
   """A conversation: a cache and how many tokens of each example it holds.
 
+  A call that is interrupted (Ctrl-C, an exception of `progress` or `stream`)
+  leaves here what it has read: `lengths` says how much of the prompt that is,
+  and the next call goes on behind it. One that is interrupted while a program
+  writes the cache takes it along: later calls say so, until `restart`.
+
+  Rotations that depend on the length of the context (dynamic, longrope) turn
+  as for a context of `capacity` tokens, in every call.
+
   Attributes:
     lengths: int [B], tokens read so far.
     pending: int [B], a token that was generated and not read yet, or -1; it
@@ -92,7 +100,13 @@ class Session:
       mesh: the mesh; default: the model's, else the current one.
       axis: the axis that shards the sequence; default "seq" if the mesh has
         one.
-      dtype: of the cache; default: the model's.
+      dtype: of the cache: bfloat16, float16, float32 or float64; default: the
+        model's.
+
+    Raises:
+      OptionError: a capacity, a batch or a dtype that is none.
+      MeshError: a mesh that is not the model's.
+      MemoryEstimateError: a cache that does not fit.
     """
     positive_int("batch", batch)
     self.model = model
@@ -108,7 +122,10 @@ class Session:
     # Slots in use, on the shard that has the most; lengths can be shorter.
     self.slots = 0
     self.last: Report | None = None
+    self._dtype = dtype
     self._device: Any = None
+    # Whether a call was interrupted and nothing was counted since.
+    self._torn = False
 
   @property
   def shards(self) -> int:
@@ -123,8 +140,8 @@ class Session:
       MeshError: weights that are sharded, or a device of another process.
     """
     model, shards = here(self.model, device), self.shards
-    self.model = model
     self.cache = self.cache.gathered(device, self.slots)
+    self.model = model
     self.slots *= shards
     self.mesh, self.axis, self._device = None, None, device
 
@@ -135,6 +152,78 @@ class Session:
   def room(self) -> int:
     """Tokens that still fit, whichever example they belong to."""
     return self.cache.capacity - self.slots * self.shards
+
+  def restart(self) -> None:
+    """Begins anew with an empty cache of the same capacity, dtype and place."""
+    capacity, spread = (
+      self.cache.capacity,
+      Spread(mesh=self.mesh, axis=self.axis),
+    )
+    batch = self.lengths.size
+    # The old arrays go first: there may be no room for both.
+    self.cache = dataclasses.replace(self.cache, slots=())
+    cache = self.model.cache(batch, capacity, spread=spread, dtype=self._dtype)
+    if self._device is not None:
+      cache = jax.device_put(cache, self._device)
+    self.cache = cache
+    self.lengths = np.zeros(batch, np.int64)
+    self.pending = np.full(batch, -1, np.int64)
+    self.slots, self._torn = 0, False
+
+  def took(self, cache: Any, slots: int, lengths: np.ndarray) -> None:
+    """Notes a cache with tokens of a prompt, and that a token is pending.
+
+    Args:
+      cache: takes the place of the one before.
+      slots: that they took on each shard.
+      lengths: int [B], of the examples with them.
+    """
+    self.cache = cache
+    self.slots += slots
+    self.lengths = lengths
+    self.pending = np.full(lengths.size, -1, np.int64)
+
+  def settle(self) -> None:
+    """Counts what the cache holds, behind a call that was interrupted.
+
+    It stays uncounted if a program took it along, or in a run of several
+    processes, which then no longer agree.
+    """
+    self._torn = True
+    cache = self.cache
+    leaves = jax.tree.leaves(cache)
+    if cache.lost or not all(x.is_fully_addressable for x in leaves):
+      return
+    try:
+      found = jax.device_get((cache.base, cache.tail, cache.length))
+    except RuntimeError:
+      # What computed it failed.
+      return
+    base, tail, lengths = found
+    # A token that was read is not pending.
+    read = lengths > self.lengths
+    self.pending = np.where(read, -1, self.pending)
+    self.lengths = lengths.astype(np.int64)
+    self.slots = int(base) + -(-int(tail) // self.shards)
+    self._torn = False
+
+  def check(self) -> None:
+    """Refuses to go on with a cache that an interrupted call took along.
+
+    Raises:
+      OptionError: it did.
+    """
+    if self._torn:
+      self.settle()
+    if self._torn or self.cache.lost:
+      raise OptionError(
+        message(
+          "cache",
+          "a session whose cache was lost when a call was interrupted",
+          "one that holds its tokens",
+          "call session.restart() and read the conversation again",
+        )
+      )
 
 
 def generate(
@@ -166,6 +255,10 @@ def generate(
   conversation nor the mesh matter. Another seed or temperature compiles
   nothing, nor does any other number of a sampler.
 
+  Rotations that depend on the length of the context (dynamic, longrope) turn
+  as for the longest prompt of the batch and `max_new_tokens`, or with a
+  session for its capacity: the same for all examples and steps.
+
   Args:
     model: made by `rj.models.load` or `create`.
     tokens: int32 [B, T], or B sequences of ids of different lengths.
@@ -178,7 +271,7 @@ def generate(
     mesh: the mesh; default: the session's, the model's or the current one,
       else one device.
     axis: the axis that shards the sequence; default "seq" if there is one.
-    chunk: tokens of a chunk of a chunked prefill.
+    chunk: most tokens of a chunk of a chunked prefill.
     partition: tokens of each shard for "kvr", KV-Runahead's chain (Cho et al.
       2024, arXiv 2405.05329); default: shards have equal work.
     machine: the model's cost on these devices and their links, which
@@ -190,7 +283,8 @@ def generate(
       that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
-    cache_dtype: of the cache that is made; default: the model's.
+    cache_dtype: of the cache that is made: bfloat16, float16, float32 or
+      float64; default: the model's.
     stop: ids behind which an example ends, or texts, or both; or a `Stop`.
     tokenizer: of the texts, which may span tokens.
     stream: called with each step's tokens, int32 [B]. Its answer True ends
@@ -215,6 +309,10 @@ def generate(
   _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
   _check_pad(pad_id)
   _check_keep(keep)
+  if cache_dtype is not None:
+    float_dtype("cache_dtype", cache_dtype)
+  if isinstance(cache, Session):
+    cache.check()
   if machine is not None:
     check_machine(machine, prefill, model, chunk)
   prompts = inputs.prompts(tokens, model.config.vocab)
@@ -302,10 +400,7 @@ def generate(
   total = int(start.max()) + longest + count
   if not fresh or cache is not None:
     total = session.cache.capacity
-  logits, session.cache = _run(
-    model, how, prompts, lengths, start, session, total, progress
-  )
-  session.lengths = start + lengths
+  logits = _run(model, session, how, prompts, lengths, total, progress)
   if last is not None:
     session.gather(last)
     model, logits = session.weights(model), here(logits, last)
@@ -337,7 +432,7 @@ def generate(
     prompt_tokens=longest,
     new_tokens=int(new[1]),
     shards=session.shards,
-    cache_bytes=_bytes_each(session.cache),
+    cache_bytes=bytes_each((session.cache.slots, session.cache.at)),
     capacity=session.cache.capacity,
   )
   if report is not None:
@@ -345,18 +440,32 @@ def generate(
   return new[0]
 
 
+def _settled(f: Callable[..., Any]) -> Callable[..., Any]:
+  """f(model, session, ...), behind which the session is right in any case."""
+
+  @functools.wraps(f)
+  def run(model: Transformer, session: Session, *more: Any) -> Any:
+    try:
+      return f(model, session, *more)
+    except BaseException:
+      session.settle()
+      raise
+
+  return run
+
+
+@_settled
 def _run(
   model: Transformer,
+  session: Session,
   how: prefill.Prefill,
   prompts: list[np.ndarray],
   lengths: np.ndarray,
-  start: np.ndarray,
-  session: Session,
   total: int,
   progress: Any,
-) -> tuple[jax.Array, Any]:
-  """Reads the prompts."""
-  session.slots += how.slots
+) -> jax.Array:
+  """Reads the prompts into the session: the logits behind them."""
+  start = session.lengths
   longest = int(lengths.max())
   width = how.width if how.chunk is None else longest
   tokens = np.zeros((len(prompts), width), np.int32)
@@ -366,15 +475,20 @@ def _run(
     logits, cache = prefill.whole(
       model, how, tokens, lengths, session.cache, total
     )
+    session.took(cache, how.slots, start + lengths)
     if progress is not None:
       jax.block_until_ready(logits)
       progress(longest)
-    return logits, cache
+    return logits
+  keep = lambda cache, done, slots: session.took(
+    cache, slots, start + np.minimum(lengths, done)
+  )
   return prefill.chunked(
-    model, how, tokens, lengths, start, session.cache, total, progress
+    model, how, tokens, lengths, start, session.cache, total, keep, progress
   )
 
 
+@_settled
 def _continue(
   model: Transformer,
   session: Session,
@@ -417,14 +531,6 @@ def _continue(
     state = after._replace(done=jnp.asarray(ended)) if told.any() else after
   session.slots += -(-taken // session.shards)
   return out, n + 1
-
-
-def _bytes_each(cache: Any) -> int:
-  """Bytes of a cache on each device."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves((cache.slots, cache.at))
-  )
 
 
 def place_of(
@@ -532,8 +638,10 @@ def _check_session(
     raise PromptError(
       message(
         "tokens",
-        f"{tokens} tokens and max_new_tokens={count}",
-        f"at most {session.room()} more in this session of "
+        f"{tokens} tokens, read as {how.slots * session.shards} by prefill="
+        f"{how.name!r}, and max_new_tokens={count}, of which "
+        f"{count - 1} are read",
+        f"at most {session.room()} together in this session of "
         f"{session.cache.capacity}",
         "make a session of larger capacity, or ask for fewer tokens",
       )
@@ -596,9 +704,9 @@ def _check_memory(
   model: Transformer, spread: Spread, batch: int, capacity: int, dtype: Any
 ) -> None:
   """Refuses a cache that cannot fit, before it is allocated."""
-  numbers = sum(kind.numbers() for kind in model.kinds)
-  itemsize = jnp.dtype(model.dtype if dtype is None else dtype).itemsize
-  each = batch * capacity * (numbers * itemsize + 8) // spread.size
+  each = bytes_each(
+    model.cache_spec(batch, capacity, spread=spread, dtype=dtype)
+  )
   devices = (
     jax.local_devices()[:1]
     if spread.mesh is None

@@ -57,7 +57,7 @@ from ringjax.models import work
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Visit
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
-from ringjax.ops.inputs import positive_int
+from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
@@ -129,7 +129,7 @@ class Runahead:
     self.model, self.peers = model, peers
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
-    self.dtype = jnp.dtype(model.dtype if dtype is None else dtype)
+    self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
     self.pieces = Pieces(model, Visit())
     self._warm: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()
@@ -460,6 +460,7 @@ def follow(
         "call it there only",
       )
     )
+  session.check()
   if count - 1 > session.room():
     raise OptionError(
       message(
@@ -483,11 +484,15 @@ def follow(
       session.seen[0, found[-1]] = True
       if len(found) == count or bool(state.done[0]):
         break
-      state, session.cache = decode.step(
-        session.model, Visit(), sampler, session.cache, state, stops, total
-      )
-      session.lengths = session.lengths + 1
-      session.slots += 1
+      try:
+        state, session.cache = decode.step(
+          session.model, Visit(), sampler, session.cache, state, stops, total
+        )
+        session.lengths = session.lengths + 1
+        session.slots += 1
+      except BaseException:
+        session.settle()
+        raise
   session.pending = np.array([found[-1]], np.int64)
   return np.asarray(found, np.int32)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,8 @@ class Prefill:
   Attributes:
     name: one of `METHODS`, "auto" resolved.
     spread: what the model is called with.
-    chunk: tokens of a chunk, None for all at once.
+    chunk: tokens of a chunk, of which the last can have fewer; None for all
+      at once.
     width: tokens that the compiled calls read in all, padding included.
     slots: of the cache, that they fill on each shard.
     why: why "auto" chose it.
@@ -89,7 +90,7 @@ def plan(
     model: what reads it.
     mesh: the mesh, None for one device.
     axis: the axis that shards the sequence, or None.
-    chunk: tokens of a chunk, for "chunked".
+    chunk: most tokens of a chunk, for "chunked".
     partition: tokens of each shard, for "kvr".
     room: tokens that the cache has room for, if there is one already.
     machine: what "auto" chooses by; None: by rules.
@@ -163,8 +164,7 @@ def plan(
     elif machine is not None:
       why += ": the machine leaves nothing to choose"
   if name == "chunked":
-    chunk = chunk_size(tokens, size, chunk, room)
-    width = -(-tokens // chunk) * chunk
+    chunk, width = chunks(tokens, size, chunk, room)
     return Prefill(
       name=name,
       spread=Visit(mesh=mesh, axis=axis, spread=False),
@@ -307,15 +307,29 @@ def check_machine(
   machine.profile.check_layers(len(model.config.layers))
 
 
-def chunk_size(
-  tokens: int, shards: int, chunk: int | None, room: int | None = None
-) -> int:
-  """Tokens of a chunk, a multiple of the shards.
+def chunks(
+  tokens: int, shards: int, most: int | None, room: int | None = None
+) -> tuple[int, int]:
+  """Tokens of a chunk, a multiple of the shards, and of all chunks together.
 
-  Short turns have chunks of few sizes, so that they share a few programs.
+  Chunks are as few as `most` allows and equal, so that little of them is
+  padding, and of few sizes, so that turns share programs. Where the room does
+  not hold them all, the last one is shorter.
   """
-  chunk = min(chunk or _CHUNK, padded(tokens, shards, room))
-  return -(-chunk // shards) * shards
+
+  def up(n: int) -> int:
+    return -(-n // shards) * shards
+
+  limit = up(_CHUNK if most is None else most)
+  count = -(-tokens // limit)
+  chunk = min(limit, padded(-(-tokens // count), shards))
+  width = count * chunk
+  if room is not None and width > room:
+    before = width - chunk
+    left = max(up(tokens - before), (room - before) // shards * shards)
+    last = padded(tokens - before, shards)
+    width = before + (last if last <= left else left)
+  return min(chunk, width), width
 
 
 def _choose(size: int, chunk: int | None, recurrent: bool) -> tuple[str, str]:
@@ -400,17 +414,21 @@ def chunked(
   start: np.ndarray,
   cache: Any,
   length: int,
+  keep: Callable[[Any, int, int], Any],
   progress: Any = None,
-) -> tuple[jax.Array, Any]:
-  """Reads chunk by chunk, behind what the cache already holds.
+) -> jax.Array:
+  """Reads chunk by chunk, behind what the cache already holds: the logits.
 
-  `start` [B] is the position of each example's first token. `progress` is
-  called with the tokens done so far, after each chunk.
+  `start` [B] is the position of each example's first token. After each chunk
+  `keep` gets the cache, which takes the place of the one before, the tokens
+  done so far and the slots on each shard that the chunk took; then `progress`
+  is called with the tokens done.
   """
   assert how.chunk is not None
-  size, total = how.chunk, tokens.shape[1]
+  total, shards = tokens.shape[1], how.spread.size
   found: Any = None
-  for first in range(0, total, size):
+  for first in range(0, total, how.chunk):
+    size = min(how.chunk, how.width - first)
     part = np.zeros((tokens.shape[0], size), np.int32)
     have = tokens[:, first : first + size]
     part[:, : have.shape[1]] = have
@@ -429,9 +447,11 @@ def chunked(
       jnp.asarray(rows),
       jnp.int32(length),
     )
+    done = min(first + size, total)
+    keep(cache, done, size // shards)
     here = jnp.asarray((last >= 0) & (last < size))
     found = logits if found is None else jnp.where(here[:, None], logits, found)
     if progress is not None:
       jax.block_until_ready(logits)
-      progress(min(first + size, total))
-  return found, cache
+      progress(done)
+  return found

@@ -10,6 +10,7 @@ a loop over layers carries it and writes in place.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -58,17 +59,37 @@ class Room:
   mesh: Any = None
   axes: Any = dataclasses.field(default_factory=dict)
 
-  def zeros(
+  def like(
     self, shape: tuple[int, ...], dtype: Any, names: tuple[str | None, ...]
-  ) -> jax.Array:
-    """Zeros whose dimensions are sharded by name, heads if they divide."""
+  ) -> Any:
+    """An array's shape, dtype and sharding, which is by the dimensions' names.
+
+    Heads are sharded if they divide.
+    """
     if self.mesh is None:
-      return jnp.zeros(shape, dtype)
+      return jax.ShapeDtypeStruct(shape, dtype)
     spec = [self.axes.get(name) for name in names]
     for i, name in enumerate(names):
       if name == "heads" and spec[i] and shape[i] % self.mesh.shape[spec[i]]:
         spec[i] = None
-    return jnp.zeros(shape, dtype, device=NamedSharding(self.mesh, P(*spec)))
+    sharding = NamedSharding(self.mesh, P(*spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def zeros(like: Any) -> Any:
+  """Zeros of these shapes, dtypes and shardings."""
+  one = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+  return jax.tree.map(one, like)
+
+
+def bytes_each(tree: Any) -> int:
+  """Bytes of arrays, or of what stands for them, on each device."""
+
+  def one(x: Any) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
+
+  return sum(one(x) for x in jax.tree.leaves(tree))
 
 
 @runtime_checkable
@@ -108,6 +129,18 @@ class Cache(Protocol):
 
   slots: tuple[Any, ...]
 
+  @property
+  def length(self) -> Any:
+    """int32 [B], the position behind each example's last token; 0 if empty."""
+    ...
+
+  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
+    """Refuses tokens [B, T] that it has no place for, as far as it can know.
+
+    `sees`: whether the call looks at what the cache holds already.
+    """
+    ...
+
   def reserve(self, at: Coords, spread: bool) -> Cache:
     """Makes room for tokens with these coordinates, [B, T]."""
     ...
@@ -118,6 +151,14 @@ class Cache(Protocol):
 
   def updated(self, slots: tuple[Any, ...]) -> Cache:
     """The cache after the layers."""
+    ...
+
+  def truncate(self, length: Any) -> Cache:
+    """Without the tokens at positions from `length` on, an int or int [B]."""
+    ...
+
+  def take(self, examples: Any) -> Cache:
+    """Of these examples, int [B'], each as often as it is named."""
     ...
 
 
@@ -147,6 +188,13 @@ class NoCache:
   def __init__(self, kinds: int):
     self.slots: tuple[Any, ...] = ((),) * kinds
 
+  @property
+  def length(self) -> int:
+    return 0
+
+  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
+    del batch, tokens, spread, sees
+
   def reserve(self, at: Coords, spread: bool) -> NoCache:
     del at, spread
     return self
@@ -157,4 +205,12 @@ class NoCache:
 
   def updated(self, slots: tuple[Any, ...]) -> NoCache:
     del slots
+    return self
+
+  def truncate(self, length: Any) -> NoCache:
+    del length
+    return self
+
+  def take(self, examples: Any) -> NoCache:
+    del examples
     return self

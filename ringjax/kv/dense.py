@@ -21,11 +21,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import OptionError, message
-from ringjax.kv.base import KV, Room
+from ringjax.errors import (
+  OptionError,
+  PromptError,
+  ShapeError,
+  message,
+)
+from ringjax.kv.base import KV, Room, zeros
 from ringjax.kv.state import State, StateShape
 from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords
@@ -54,12 +61,12 @@ class Shape:
     return self.layers * self.heads * (self.key + self.value)
 
   def slots(self, room: Room) -> Slots:
-    """Empty slots."""
+    """What stands for the slots: shapes, dtypes and shardings."""
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
     return Slots(
-      room.zeros((*lead, self.key), room.dtype, names),
-      room.zeros((*lead, self.value), room.dtype, names),
+      room.like((*lead, self.key), room.dtype, names),
+      room.like((*lead, self.value), room.dtype, names),
     )
 
 
@@ -124,6 +131,39 @@ class Dense:
     batch_axes: tuple[str, ...] = (),
   ) -> Dense:
     """An empty cache of `capacity` tokens, a multiple of the shards."""
+    slots, at = cls.spec(
+      shapes,
+      batch,
+      capacity,
+      dtype,
+      mesh=mesh,
+      axis=axis,
+      head_axis=head_axis,
+      batch_axes=batch_axes,
+    )
+    lies = None if mesh is None else NamedSharding(mesh, P())
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=lies)
+    # Two arrays: one cannot be given away twice.
+    base, tail = zeros((count, count))
+    return cls(zeros(slots), zeros(at), base, tail, None, mesh, axis)
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Shape | StateShape, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    *,
+    mesh: Any = None,
+    axis: str | None = None,
+    head_axis: str | None = None,
+    batch_axes: tuple[str, ...] = (),
+  ) -> tuple[tuple[Any, ...], Coords]:
+    """What stands for the slots and coordinates of such a cache.
+
+    Shapes, dtypes and shardings: nothing is allocated.
+    """
     size = mesh.shape[axis] if axis is not None else 1
     if capacity < 1 or capacity % size:
       raise OptionError(
@@ -142,19 +182,8 @@ class Dense:
       mesh=mesh,
       axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
     )
-    tokens = lambda: room.zeros(
-      (batch, capacity), jnp.int32, ("batch", "tokens")
-    )
-    count = lambda: room.zeros((), jnp.int32, ())
-    return cls(
-      tuple(s.slots(room) for s in shapes),
-      Coords(tokens(), tokens()),
-      count(),
-      count(),
-      None,
-      mesh,
-      axis,
-    )
+    tokens = room.like((batch, capacity), jnp.int32, ("batch", "tokens"))
+    return tuple(s.slots(room) for s in shapes), Coords(tokens, tokens)
 
   @property
   def shards(self) -> int:
@@ -165,9 +194,102 @@ class Dense:
     """Tokens that fit."""
     return self.at.pos.shape[1]
 
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], the position behind each example's last token; 0 if empty.
+
+    It is how many tokens an example has, where they are counted from 0.
+    """
+    return jnp.max(jnp.where(self.at.seg > 0, self.at.pos + 1, 0), 1)
+
+  @property
+  def lost(self) -> bool:
+    """Whether a program was given the arrays and left nothing for them."""
+    leaves = jax.tree.leaves((self.slots, self.at, self.base, self.tail))
+    return any(isinstance(x, jax.Array) and _deleted(x) for x in leaves)
+
   def nbytes(self) -> int:
     """Bytes of all shards together."""
     return sum(x.nbytes for x in jax.tree.leaves((self.slots, self.at)))
+
+  def filled(self) -> tuple[int, int] | None:
+    """`base` and `tail`, or None where they are traced.
+
+    Waits for the program that computes them.
+    """
+    counts = (self.base, self.tail)
+    if any(isinstance(x, jax.core.Tracer) for x in counts):
+      return None
+    base, tail = (int(np.asarray(x)) for x in counts)
+    return base, tail
+
+  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
+    """Refuses tokens [B, T] that have no place here.
+
+    Under a trace what it holds is not known: there the shapes are looked at,
+    and the caller sees to it that the tokens fit.
+
+    Args:
+      batch: B.
+      tokens: T.
+      spread: as of `reserve`.
+      sees: whether the call looks at what the cache holds already.
+
+    Raises:
+      ShapeError: another batch, or tokens that do not divide over the shards.
+      PromptError: too little room.
+      OptionError: a call that would not see the tokens before it, or a cache
+        that was given away.
+    """
+    size, have = self.shards, self.at.pos.shape[0]
+    if batch != have:
+      raise ShapeError(
+        message(
+          "cache",
+          f"{batch} example(s) for a cache of {have}",
+          "as many examples as the cache was made for",
+          f"make one with model.cache({batch}, {self.capacity})",
+        )
+      )
+    if not spread and tokens % size:
+      raise ShapeError(
+        message(
+          "tokens",
+          f"{tokens} tokens over {size} shards",
+          f"a multiple of {size}",
+          "fill them up with tokens whose segment_ids are 0",
+        )
+      )
+    if self.lost:
+      raise OptionError(
+        message(
+          "cache",
+          "one whose arrays were given away",
+          "the cache that the last call returned",
+          "go on with that one, or make a new one with model.cache",
+        )
+      )
+    base, tail = self.filled() or (0, 0)
+    if not sees and base + tail:
+      raise OptionError(
+        message(
+          "attend",
+          f"Travel() behind {base * size + tail} tokens in the cache",
+          "an empty cache, for the old tokens would not be seen",
+          "pass attend=Visit(), or leave it out",
+        )
+      )
+    start = base * size + tail if spread else (base + -(-tail // size)) * size
+    if start + tokens > self.capacity:
+      raise PromptError(
+        message(
+          "cache",
+          f"{tokens} more tokens for a cache of {self.capacity} slots, of "
+          f"which {start} are taken",
+          f"at most {max(0, self.capacity - start)}",
+          "make a larger one, with model.cache(batch, capacity)",
+        )
+      )
 
   def gathered(self, device: Any, used: int) -> Dense:
     """The same tokens on one device.
@@ -208,6 +330,72 @@ class Dense:
       base=base,
       tail=tail,
       room=room,
+    )
+
+  def truncate(self, length: Any) -> Dense:
+    """Without the tokens at positions from `length` on, an int or int [B].
+
+    Slots behind the last token that is left are free again.
+
+    Raises:
+      OptionError: a recurrent layer, whose state cannot go back.
+    """
+    if any(isinstance(s, State) for s in self.slots):
+      raise OptionError(
+        message(
+          "cache",
+          "recurrent layers, whose state does not go back",
+          "keys and values in every layer",
+          "read the shorter text into a new cache",
+        )
+      )
+    end = jnp.asarray(length, jnp.int32).reshape(-1, 1)
+    end = jnp.broadcast_to(end, (self.at.pos.shape[0], 1))
+    gone = self.at.pos >= jnp.broadcast_to(end, self.at.pos.shape)
+    seg = jnp.where(gone, 0, self.at.seg)
+    used = jnp.any(seg > 0, 0)
+    size = self.shards
+    index = jnp.arange(self.capacity, dtype=jnp.int32)
+    shard, slot = jnp.divmod(index, jnp.int32(self.capacity // size))
+    around = (slot - self.base) * size + shard + 1
+    most = lambda which, x: jnp.max(jnp.where(used & which, x, 0))
+    tail = most(slot >= self.base, around)
+    base = jnp.where(tail > 0, self.base, most(slot < self.base, slot + 1))
+    if self.mesh is not None:
+      whole = NamedSharding(self.mesh, P())
+      base, tail = jax.lax.with_sharding_constraint((base, tail), whole)
+    return dataclasses.replace(
+      self, at=Coords(self.at.pos, seg), base=base, tail=tail
+    )
+
+  def take(self, examples: Any) -> Dense:
+    """Of these examples, int [B'], each as often as it is named.
+
+    For beams, or to go on from one prefix in several ways.
+
+    Raises:
+      ShapeError: not a row of numbers of examples.
+    """
+    have = self.at.pos.shape[0]
+    examples = jnp.asarray(examples)
+    whole = examples.ndim == 1 and jnp.issubdtype(examples.dtype, jnp.integer)
+    if whole and not isinstance(examples, jax.core.Tracer):
+      host = np.asarray(examples)
+      whole = host.size > 0 and bool(((host >= 0) & (host < have)).all())
+    if not whole:
+      raise ShapeError(
+        message(
+          "examples",
+          f"{examples}",
+          f"integers [B'] from 0 to {have - 1}",
+          "name the examples to keep, e.g. jnp.array([0, 0])",
+        )
+      )
+    one = lambda x, axis: _taken(x, examples.astype(jnp.int32), axis)
+    return dataclasses.replace(
+      self,
+      slots=jax.tree.map(lambda x: one(x, 1), self.slots),
+      at=Coords(one(self.at.pos, 0), one(self.at.seg, 0)),
     )
 
   def layer(self, slots: Any, index: Any) -> Any:
@@ -269,6 +457,26 @@ class Dense:
       out_specs=over(axis + lead),
       axis_names={self.axis},
     )(old, new, index, first, tail)
+
+
+def _deleted(x: jax.Array) -> bool:
+  return not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
+def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
+  """Rows of an axis, sharded as before where they divide."""
+  found = jnp.take(x, examples, axis, mode="clip")
+  if isinstance(x, jax.core.Tracer) or not isinstance(
+    x.sharding, NamedSharding
+  ):
+    return found
+  mesh, spec = x.sharding.mesh, [*x.sharding.spec]
+  spec += [None] * (x.ndim - len(spec))
+  over = spec[axis] or ()
+  names = over if isinstance(over, tuple) else (over,)
+  if found.shape[axis] % math.prod(mesh.shape[name] for name in names):
+    spec[axis] = None
+  return jax.device_put(found, NamedSharding(mesh, P(*spec)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringjax.kv.base import Room
+from ringjax.kv.base import Room, zeros
 from ringjax.ops.conv import Tail
 from ringjax.parallel.local import move
 
@@ -68,26 +68,26 @@ class StateShape:
     return 0
 
   def slots(self, room: Room) -> State:
-    """States before any token."""
+    """What stands for the states: shapes, dtypes and shardings."""
     b, n = (self.layers, room.batch), self.tail
     key = (*b, n, self.key_heads, self.key)
     value = (*b, n, self.heads, self.value)
     memory = (*b, self.heads, self.key, self.value)
     return State(
-      room.zeros(memory, jnp.float32, (None, "batch", "heads")),
+      room.like(memory, jnp.float32, (None, "batch", "heads")),
       Tail(
         tuple(
-          room.zeros(shape, room.dtype, (None, "batch", None, "heads"))
+          room.like(shape, room.dtype, (None, "batch", None, "heads"))
           for shape in (key, key, value)
         ),
-        room.zeros((*b, n), jnp.int32, (None, "batch")),
+        room.like((*b, n), jnp.int32, (None, "batch")),
       ),
     )
 
   def empty(self, batch: int, dtype: Any) -> State:
     """One layer's state before any token."""
     one = dataclasses.replace(self, layers=1)
-    state = one.slots(Room(batch=batch, capacity=0, dtype=dtype))
+    state = zeros(one.slots(Room(batch=batch, capacity=0, dtype=dtype)))
     return jax.tree.map(lambda x: x[0], state)
 
 

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from ringjax.errors import (
   ConfigError,
   MemoryEstimateError,
-  OptionError,
   message,
 )
 from ringjax.models.families import FAMILIES, Family
@@ -30,9 +29,9 @@ from ringjax.models.hf.save import write
 from ringjax.models.hf.tensors import Tensor, parameters, plan
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.param import Rules
+from ringjax.ops.inputs import FLOATS, float_dtype
 from ringjax.parallel.mesh import check_auto
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
 
@@ -105,7 +104,7 @@ def create(
 
   source = preset(config) if isinstance(config, str) else dict(config)
   parsed, _ = read_config(source)
-  dtype = _dtype(dtype)
+  dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
     model = Transformer(parsed, nnx.Rngs(seed), scan=scan)
@@ -203,7 +202,9 @@ def load(
     check_auto(mesh)
   folder = Folder.open(path)
   config, family = read_config(folder.config)
-  dtype = _dtype(_stored_dtype(folder) if dtype is None else dtype)
+  dtype = float_dtype(
+    "dtype", _stored_dtype(folder) if dtype is None else dtype
+  )
   empty = jax.eval_shape(
     lambda: _with_source(
       cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), folder.config
@@ -342,35 +343,9 @@ def _stored_dtype(folder: Folder) -> str:
   said = folder.config.get("dtype") or folder.config.get("torch_dtype")
   if said is None:
     said = str(max(folder.tensors.values(), key=lambda t: t.nbytes).dtype)
-  if said not in _DTYPES:
-    raise error("dtype", said, f"one of {', '.join(_DTYPES)}", "pass dtype=")
+  if said not in FLOATS:
+    raise error("dtype", said, f"one of {', '.join(FLOATS)}", "pass dtype=")
   return said
-
-
-def _dtype(given: Any) -> Any:
-  try:
-    dtype = jnp.dtype(given)
-  except (TypeError, ValueError):
-    dtype = None
-  if dtype is None or dtype.name not in _DTYPES:
-    raise OptionError(
-      message(
-        "dtype",
-        repr(given),
-        f"one of {', '.join(_DTYPES)}",
-        "pass dtype=jnp.bfloat16",
-      )
-    )
-  if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-    raise OptionError(
-      message(
-        "dtype",
-        f"{dtype} while 64-bit types are off",
-        "a dtype of at most 32 bits",
-        "pass dtype=jnp.float32, or jax.config.update('jax_enable_x64', True)",
-      )
-    )
-  return dtype
 
 
 def _check_memory(

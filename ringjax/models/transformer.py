@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ringjax.errors import DtypeError, PromptError, ShapeError, message
+from ringjax.errors import (
+  DtypeError,
+  InputTypeError,
+  PromptError,
+  ShapeError,
+  message,
+)
 from ringjax.kv.base import NoCache
 from ringjax.kv.dense import Dense, Shape
 from ringjax.kv.state import StateShape
@@ -25,7 +31,7 @@ from ringjax.nn.linear import Embedding, Head, Norm
 from ringjax.nn.spread import Spread, Travel, Visit
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.inputs import as_array
+from ringjax.ops.inputs import as_array, float_dtype
 from ringjax.ops.rope import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 
 
@@ -125,12 +131,18 @@ class Transformer(nnx.Module):
     Args:
       tokens: int32 [B, T], in the order of `attend`'s layout.
       positions: int32 [B, T] or [T]; default: those of the layout, counted
-        from 0.
+        from 0, or behind what each example has in the cache
+        (`cache.length`).
       segment_ids: int32 [B, T] or [T], the document of each token, counted
         from 1; 0 is padding. Default: one document.
-      cache: what earlier calls left, or None.
+      cache: what earlier calls left, or None. All T tokens take a slot,
+        padding too. Inside of a caller's own jit, what it holds is not known
+        when the call is checked: there T tokens beyond the last slot would
+        be written over others, so count them outside.
       attend: how the tokens lie on devices and find their keys; default: one
-        device, or with a cache `Visit()`.
+        device, or with a cache `Visit()`. `Travel()` sees the call's own keys
+        only: it fills an empty cache, and under a jit a filled one is not
+        noticed.
       rows: int32 [B, n], which of the T rows to compute logits for, 0 to
         T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
@@ -140,6 +152,9 @@ class Transformer(nnx.Module):
       float32 [B, T, V], or [B, n, V]; with a cache that and the new cache.
 
     Raises:
+      PromptError: ids that are none, or more tokens than the cache has room
+        for.
+      ShapeError: shapes that do not fit, the cache's batch for one.
       RingjaxError: in Python, before anything is compiled.
     """
     tokens = _ids(tokens, self.config.vocab)
@@ -150,6 +165,8 @@ class Transformer(nnx.Module):
     seg = _per_token("segment_ids", segment_ids, shape)
     if rows is not None:
       rows = _rows(rows, shape)
+    if cache is not None:
+      _check_cache(cache, shape, attend)
     return _call(self, attend, tokens, pos, seg, cache, rows, length)
 
   @property
@@ -180,16 +197,43 @@ class Transformer(nnx.Module):
       batch: B.
       capacity: in tokens, a multiple of the shards.
       spread: the mesh and the axis that it is sharded over.
-      dtype: default: the model's.
+      dtype: bfloat16, float16, float32 or float64; default: the model's.
+
+    Raises:
+      OptionError: another dtype, or a capacity that does not divide.
     """
+    return self._cache(Dense.create, batch, capacity, spread, dtype)
+
+  def cache_spec(
+    self,
+    batch: int,
+    capacity: int,
+    *,
+    spread: Spread | None = None,
+    dtype: Any = None,
+  ) -> Any:
+    """What stands for the arrays of `cache`: shapes, dtypes and shardings.
+
+    Nothing is allocated. The arguments are those of `cache`.
+    """
+    return self._cache(Dense.spec, batch, capacity, spread, dtype)
+
+  def _cache(
+    self,
+    make: Callable[..., Any],
+    batch: int,
+    capacity: int,
+    spread: Spread | None,
+    dtype: Any,
+  ) -> Any:
     spread = Spread() if spread is None else spread
     mesh = spread.mesh
     heads = "model" if mesh is not None and "model" in mesh.axis_names else None
-    return Dense.create(
+    return make(
       self.kinds,
       batch,
       capacity,
-      self.dtype if dtype is None else dtype,
+      self.dtype if dtype is None else float_dtype("dtype", dtype),
       mesh=mesh,
       axis=spread.axis,
       head_axis=heads,
@@ -248,10 +292,11 @@ def forward(
   length: Any,
 ) -> Any:
   """`Transformer.__call__` without its checks, inside of a jit."""
-  places = tokens_of(model, attend, tokens.shape, pos, seg, length)
   keep = cache if cache is not None else NoCache(len(model.kinds))
-  spread = isinstance(attend, Visit) and attend.spread
-  keep = keep.reserve(places.at, spread)
+  if pos is None and cache is not None and isinstance(attend, Visit):
+    pos = cache.length[:, None] + _derived(attend, tokens.shape[1])
+  places = tokens_of(model, attend, tokens.shape, pos, seg, length)
+  keep = keep.reserve(places.at, _spread(attend))
   h, keep = model.hidden(tokens, places, keep, attend)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
@@ -274,8 +319,7 @@ def tokens_of(
   """
   derived = pos is None
   if pos is None:
-    pos = attend.layout.order(shape[1], attend.size)
-    pos = jnp.asarray(np.asarray(pos), jnp.int32)[None]
+    pos = _derived(attend, shape[1])
   segmented = seg is not None
   if seg is None:
     seg = jnp.ones((1, shape[1]), jnp.int32)
@@ -289,6 +333,31 @@ def tokens_of(
     ropes=model.config.ropes,
     length=length,
   )
+
+
+def _derived(attend: Spread, tokens: int) -> jax.Array:
+  """The layout's positions, int32 [1, T], counted from 0."""
+  order = attend.layout.order(tokens, attend.size)
+  return jnp.asarray(np.asarray(order), jnp.int32)[None]
+
+
+def _spread(attend: Spread) -> bool:
+  """Whether a call's tokens go around the shards of the cache."""
+  return isinstance(attend, Visit) and attend.spread
+
+
+def _check_cache(cache: Any, shape: Sequence[int], attend: Spread) -> None:
+  if not hasattr(type(cache), "reserve"):
+    raise InputTypeError(
+      message(
+        "cache",
+        type(cache).__name__,
+        "a cache of keys and values",
+        "make one with model.cache(batch, capacity); a session has one too, "
+        "session.cache",
+      )
+    )
+  cache.check(*shape, spread=_spread(attend), sees=isinstance(attend, Visit))
 
 
 def _ids(tokens: Any, vocab: int) -> jax.Array:

@@ -11,6 +11,9 @@ import numpy as np
 
 from ringjax.errors import DtypeError, InputTypeError, OptionError, message
 
+# Of weights and of what is kept of tokens.
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
 
 def as_array(name: str, x: Any) -> jax.Array:
   """x as a JAX array, or an error that names it."""
@@ -35,6 +38,34 @@ def as_array(name: str, x: Any) -> jax.Array:
       )
     )
   return jnp.asarray(x)
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+  """value as one of `FLOATS`, or an error that names it."""
+  try:
+    dtype = jnp.dtype(value)
+  except (TypeError, ValueError):
+    dtype = None
+  if value is None or dtype is None or dtype.name not in FLOATS:
+    raise OptionError(
+      message(
+        name,
+        repr(value),
+        f"one of {', '.join(FLOATS)}",
+        f"pass {name}=jnp.bfloat16",
+      )
+    )
+  if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    raise OptionError(
+      message(
+        name,
+        f"{dtype} while 64-bit types are off",
+        "a dtype of at most 32 bits",
+        f"pass {name}=jnp.float32, or "
+        "jax.config.update('jax_enable_x64', True)",
+      )
+    )
+  return dtype
 
 
 def positive_int(name: str, value: Any) -> int:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import Cache, LayerCache
 from ringjax.kv.dense import Dense, Shape
+from ringjax.kv.state import StateShape
 from ringjax.ops.mask import Coords
 from tests.helpers import make_mesh
 
@@ -114,6 +115,55 @@ def test_a_chunk_after_a_token_begins_a_new_row():
   assert used[0].tolist()[0][:4] == [1, 1, 1, 0]
   assert used[0].tolist()[1][:4] == [0, 1, 1, 0]
   check(cache, 9)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_what_is_cut_off_is_free_again(shards):
+  """Inside of what goes around the shards, and inside of the chunk."""
+  cache = append(create(10 * shards, shards), 0, 2 * shards, spread=False)
+  total = 2 * shards + 6
+  for n in range(2 * shards, total):
+    cache = append(cache, n, 1, spread=True)
+  assert cache.length.tolist() == [total] * B
+  cache = cache.truncate(total - 3)
+  check(cache, total - 3)
+  assert cache.filled() == (2, 3)
+  # What comes next lies where the tokens that were cut off did.
+  cache = append(cache, total - 3, 1, spread=True)
+  check(cache, total - 2)
+  assert cache.filled() == (2, 4)
+  cache = cache.truncate(jnp.array([shards, 0]))
+  assert cache.length.tolist() == [shards, 0]
+  assert cache.filled() == (2 if shards > 1 else 1, 0)
+  assert cache.truncate(0).filled() == (0, 0)
+
+
+def test_examples_are_taken_and_stay_where_they_lie():
+  cache = append(create(16, 4), 0, 8, spread=False)
+  cache = cache.truncate(jnp.array([8, 5]))
+  for examples in ([1, 0], [1], [0, 1, 1]):
+    some = cache.take(jnp.array(examples))
+    assert some.length.tolist() == [(8, 5)[b] for b in examples]
+    for x, y in zip(
+      jax.tree.leaves(some.slots), jax.tree.leaves(cache.slots), strict=True
+    ):
+      np.testing.assert_array_equal(x, np.asarray(y)[:, examples])
+      assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("examples", [[2], [-1], [], [0.5], 0])
+def test_examples_that_are_none(examples):
+  with pytest.raises(ShapeError, match="from 0 to 1"):
+    create(8).take(np.array(examples))
+
+
+def test_a_state_does_not_go_back():
+  shape = StateShape(layers=1, key_heads=1, heads=1, key=2, value=2, tail=1)
+  cache = Dense.create((shape,), B, 4, jnp.float32)
+  with pytest.raises(OptionError, match="does not go back"):
+    cache.truncate(0)
+  assert cache.take(jnp.array([1])).slots[0].memory.shape[1] == 1
 
 
 def test_shape_and_bytes():
