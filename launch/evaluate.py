@@ -257,7 +257,6 @@ def _needle(
   filler = Lines(text="\n".join(_texts(values)))
   model, tokenizer, mesh = _begin(values, screen, group)
   _say_if_short(filler.text, tokenizer, max(lengths), screen)
-  _say_if_far(model, max(lengths), screen)
   count = len(lengths) * len(depths)
   record = {
     "task": values.task,

@@ -129,4 +129,7 @@ def _filler() -> Lines:
 
 def _library(tokenizer: Any) -> Documents:
   texts = documents.library(held_out=False)
-  return Documents([np.asarray(tokenizer.encode(x)) for x in texts if x])
+  bos = tokenizer.adds_bos
+  return Documents(
+    [np.asarray(tokenizer.encode(x, bos=bos)) for x in texts if x]
+  )

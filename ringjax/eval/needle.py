@@ -78,8 +78,8 @@ def find(
     A cell for each length and depth, in this order.
 
   Raises:
-    OptionError: a length or depth that is none, or a way to read that does
-      not fit.
+    OptionError: a length or depth that is none or beyond the model's context,
+      or a way to read that does not fit.
     MemoryEstimateError: the longest text's cache has no room.
   """
   positive_int("trials", trials)
@@ -120,6 +120,16 @@ def _check(
   model: Transformer, lengths: Sequence[int], options: dict[str, Any]
 ) -> None:
   """Refuses what the model and its devices cannot read."""
+  context = model.config.longest
+  if context is not None and max(lengths) > context:
+    raise OptionError(
+      message(
+        "lengths",
+        f"{max(lengths):,} tokens",
+        f"at most {context:,}, the model's context",
+        "shorten them, or extend the model (rj.train.extended)",
+      )
+    )
   if "cache" in options:
     return
   mesh, axis = place_of(options.get("mesh"), options.get("axis"), model)

@@ -168,6 +168,7 @@ class Session:
     self.cache = cache
     self.lengths = np.zeros(batch, np.int64)
     self.pending = np.full(batch, -1, np.int64)
+    self.seen = np.zeros_like(self.seen)
     self.slots, self._torn = 0, False
 
   def took(self, cache: Any, slots: int, lengths: np.ndarray) -> None:
@@ -400,12 +401,12 @@ def generate(
   total = int(start.max()) + longest + count
   if not fresh or cache is not None:
     total = session.cache.capacity
+  for row, prompt in zip(session.seen, prompts, strict=True):
+    row[prompt] = True
   logits = _run(model, session, how, prompts, lengths, total, progress)
   if last is not None:
     session.gather(last)
     model, logits = session.weights(model), here(logits, last)
-  for row, prompt in zip(session.seen, prompts, strict=True):
-    row[prompt] = True
   # A copy: the session's goes on.
   needs = getattr(sampler, "needs_seen", False)
   seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
