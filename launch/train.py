@@ -209,7 +209,7 @@ class _Work:
 
   def _model(self, config: ConfigDict, mesh: Any) -> Transformer:
     self._begin("making the model")
-    rules = rj.models.Rules(**dict(config.rules))
+    rules = rj.models.Rules(**dict(config.rules)) if config.rules else None
     folder = self._values.init_from or config.get("init_from")
     if folder:
       return rj.models.load(folder, mesh=mesh, rules=rules, dtype="float32")
