@@ -14,7 +14,7 @@ import pytest
 
 from ringjax import models
 from ringjax.errors import ConfigError
-from ringjax.ops.mask import Chunked
+from ringjax.ops.mask import Causal, Chunked
 
 CONFIGS = json.loads(
   (pathlib.Path(__file__).parent / "published.json").read_text()
@@ -169,7 +169,7 @@ def test_details_of_wrapped_ones():
   assert first.rope is not None and last.rope is None
   # Older files have the number 4 for true.
   assert last.temperature is not None and first.temperature is None
-  assert any(isinstance(m, Chunked) for m in first.mask.parts)
+  assert first.mask == Causal() & Chunked(8192)
   scaling = first.rope.scaling
   assert scaling.low == scaling.high == 1.0
   gemma, family = models.read_config(CONFIGS["gemma-3-27b-it"])
