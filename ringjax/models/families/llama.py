@@ -93,7 +93,10 @@ def _qwen3(r: Reader) -> TransformerConfig:
 def _phi3(r: Reader) -> TransformerConfig:
   heads, _ = r.heads()
   mask = causal(r.whole("sliding_window", default=None))
-  r.must_be("attention_bias", False, default=False)
+  r.only("attention_bias", False)
+  r.only("lm_head_bias", False)
+  r.only("full_attn_mod", 1)
+  r.only("interpolate_factor", 1)
   layer = Layer(
     attention=attention(r, r.rope(r.head_dim(heads)), mask=mask),
     feedforward=gated(r),
