@@ -109,20 +109,21 @@ class Float4:
     )
 
   def _rows(self, codes: Any, scales: Any) -> jax.Array:
-    """The floats, float32 [E, O, I]."""
+    """The floats, bfloat16 [E, O, I]: it holds each of them."""
     low, high = codes & 15, codes >> 4
     code = jnp.stack([low, high], -1).reshape(*scales.shape, _BLOCK4)
-    value = jnp.asarray(_FLOAT4)[code & 7]
+    value = jnp.asarray(_FLOAT4, jnp.bfloat16)[code & 7]
     value = jnp.where(code & 8, -value, value)
     # A power of two by its exponent; 255, which is no number, becomes inf.
     bits = scales.astype(jnp.uint32) << 23
     # 2^-127 has no exponent of its own.
     bits = jnp.where(scales == 0, jnp.uint32(1 << 22), bits)
     power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    power = power.astype(jnp.bfloat16)
     return (value * power[..., None]).reshape(*scales.shape[:2], -1)
 
   def unpack(self, codes: Any, scales: Any) -> jax.Array:
-    """The floats, float32 [E, I, O]."""
+    """The floats, bfloat16 [E, I, O]."""
     return self._rows(codes, scales).swapaxes(1, 2)
 
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -130,10 +131,10 @@ class Float4:
     if not isinstance(form, Columns) or not form.interleaved:
       return form.split(self.unpack(*x))
     # Columns that take turns are rows here: each device keeps its own.
-    rows = self._rows(*x)
-    e, _, i = rows.shape
-    rows = rows.reshape(e, -1, 2, i)
-    return tuple(rows[:, :, j].swapaxes(1, 2) for j in range(2))
+    pairs = [a.reshape(a.shape[0], -1, 2, *a.shape[2:]) for a in x]
+    return tuple(
+      self._rows(*(a[:, :, j] for a in pairs)).swapaxes(1, 2) for j in range(2)
+    )
 
 
 Packed = Float8 | Float4
