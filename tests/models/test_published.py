@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from ringjax import models
 from ringjax.errors import ConfigError
 from ringjax.ops.mask import Causal, Chunked
+from tests.models.test_config import mutate, survives
 
 CONFIGS = json.loads(
   (pathlib.Path(__file__).parent / "published.json").read_text()
@@ -281,3 +283,20 @@ def test_yarn_that_was_trained():
   }
   (rope,) = models.read_config(config)[0].ropes
   assert rope.scaling.factor == 16.0 and rope.scaling.original == 4096
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "DeepSeek-V3",
+    "Llama-4-Scout-17B-16E-Instruct",
+    "Qwen2.5-7B-Instruct-1M",
+    "gemma-3-27b-it",
+    "gpt-oss-20b",
+  ],
+)
+def test_fuzz(name):
+  """Objects in a config too: a meaning, or an error in plain words."""
+  r = random.Random(name)
+  kept = [survives(mutate(CONFIGS[name], r)) for _ in range(150)]
+  assert any(x is None for x in kept) and any(x is not None for x in kept)

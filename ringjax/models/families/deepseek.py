@@ -33,7 +33,7 @@ def _config(r: Reader) -> TransformerConfig:
   scaling = r.value("rope_parameters", "rope_scaling", default={})
   if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
     factor = yarn_magnitude(
-      getattr(rope.scaling, "factor", 1.0), scaling["mscale_all_dim"]
+      getattr(rope.scaling, "factor", 1.0), float(scaling["mscale_all_dim"])
     )
     scale *= factor * factor
   norm = rms(r)
