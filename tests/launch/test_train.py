@@ -238,7 +238,8 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
     f"--out={tmp_path / 'out'}",
     "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)",
   )
-  assert run(*flags)[0] == 0
+  status, _, err = run(*flags)
+  assert status == 0, err
   status, _, err = run(*flags, "--config.optimizer.rate=0.5")
   assert status == 2
   assert "config" in err and "Traceback" not in err
