@@ -3,7 +3,9 @@
   python -m launch.convert --model=DIR --check
       Whether ringjax can load it: config.json, names, shapes and numbers.
   python -m launch.convert --model=DIR --out=DIR2 --dtype=bfloat16
-      The same model in another dtype, in files of --max_shard_bytes.
+      The same model in another dtype, in files of --max_shard_bytes. Weights
+      of 4 or 8 bits become floats (bfloat16 without --dtype); of a model of
+      text and images the text model is written.
 
 Weights go tensor by tensor: host memory holds one file to write, and what is
 read for it. The new folder appears when it is complete. The tokenizer's and
@@ -13,6 +15,7 @@ other settings go along, by name; nothing in a folder is ever run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import secrets
@@ -20,7 +23,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +35,12 @@ from launch.definer import Definer
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
+from ringjax.models.checkpoint import check_unpacked, stored_dtype
+from ringjax.models.contents import contents, text_config
 from ringjax.models.hf import files, save
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.tensors import parameters, plan
+from ringjax.models.hf.packed import Packed
+from ringjax.models.hf.tensors import Tensor, parameters
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -84,16 +90,23 @@ class Plan(NamedTuple):
 
   Fields:
     folder: opened and checked.
+    source: the config.json of what is written.
     family: its family's name.
-    targets: shape and dtype of each tensor, in the order of the disk.
-    dropped: names of tensors that are computed, or are there twice.
+    tensors: those of the model, in the order of the disk.
+    targets: shape and dtype of what they are read from, by its name there.
+    dtypes: of what packed tensors become, by their names.
+    dropped: names of tensors that are computed, are there twice, or belong to
+      another part than the text model.
     parameters: numbers that are learned.
   """
 
   folder: Folder
+  source: dict[str, Any]
   family: str
+  tensors: list[Tensor]
   targets: dict[str, jax.ShapeDtypeStruct]
-  dropped: list[str]
+  dtypes: dict[str, Any]
+  dropped: tuple[str, ...]
   parameters: int
 
 
@@ -146,33 +159,39 @@ def _check(values: flags.FlagValues) -> None:
 def _plan(path: str, dtype: str | None) -> Plan:
   """Opens a folder and compares it with the model that its config means."""
   folder = Folder.open(path)
-  config, family = models.read_config(folder.config)
-  empty = models.abstract(folder.config, dtype=dtype or jnp.float32)
-  names = family.names(config)
-  tensors = {t.name: t for t in plan(empty, names)}
-  tied = f"{names.head}.weight" if config.tied else None
-  folder.check(
-    {name: t.form.stored for name, t in tensors.items()},
-    optional=lambda name: name == tied or name.endswith(names.buffers),
-  )
+  source, family = text_config(folder.config)
+  empty = models.abstract(source, dtype=dtype or jnp.float32)
+  found = contents(folder, family, empty, source)
   params = parameters(empty)
   place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
   targets: dict[str, jax.ShapeDtypeStruct] = {}
-  for name, info in folder.tensors.items():
-    if name not in tensors:
-      continue
-    wanted = info.dtype
-    if dtype is not None:
-      wanted = params[tensors[name].targets[0][0]].get_value().dtype
-    if isinstance(wanted, str):
-      # Without an equivalent in NumPy; the reader says so.
-      wanted = jnp.float32
-    targets[name] = jax.ShapeDtypeStruct(info.shape, wanted, sharding=place)
+  dtypes: dict[str, Any] = {}
+  order = {name: i for i, name in enumerate(folder.tensors)}
+  first = lambda t: min(order[piece.name] for piece in t.pieces)
+  tensors = sorted(found.tensors, key=first)
+  for tensor in tensors:
+    becomes = params[tensor.targets[0][0]].get_value().dtype
+    if isinstance(tensor.form, Packed):
+      said = stored_dtype(folder, source) if dtype is None else becomes
+      dtypes[tensor.name] = jnp.dtype(said)
+    for piece in tensor.pieces:
+      wanted = piece.dtype or becomes
+      if piece.dtype is None and dtype is None:
+        wanted = folder.tensors[piece.name].dtype
+      if isinstance(wanted, str):
+        # Without an equivalent in NumPy; the reader says so.
+        wanted = jnp.float32
+      targets[piece.name] = jax.ShapeDtypeStruct(
+        piece.shape, wanted, sharding=place
+      )
   return Plan(
     folder,
-    config.family,
+    source,
+    empty.config.family,
+    tensors,
     targets,
-    [name for name in folder.tensors if name not in tensors],
+    dtypes,
+    found.spare,
     sum(p.get_value().size for p in params.values()),
   )
 
@@ -181,23 +200,37 @@ def _tensors(
   found: Plan, screen: screens.Screen
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
   """All tensors, one after the other; some bytes of them are read at once."""
-  tensors = found.folder.tensors
-  total = sum(tensors[name].nbytes for name in found.targets)
-  screen.begin(f"reading {len(found.targets)} tensors", total, "bytes")
-  names, size, done = list(found.targets), 0, 0
-  batch: dict[str, jax.ShapeDtypeStruct] = {}
-  for i, name in enumerate(names):
-    batch[name] = found.targets[name]
-    size += tensors[name].nbytes
-    after = tensors[names[i + 1]].nbytes if i + 1 < len(names) else 0
-    if i + 1 < len(names) and size + after <= _READ_BYTES:
+  have = found.folder.tensors
+  nbytes = lambda t: sum(have[piece.name].nbytes for piece in t.pieces)
+  total = sum(nbytes(t) for t in found.tensors)
+  screen.begin(f"reading {len(found.tensors)} tensors", total, "bytes")
+  size, done, batch = 0, 0, []
+  for i, tensor in enumerate(found.tensors):
+    batch.append(tensor)
+    size += nbytes(tensor)
+    after = found.tensors[i + 1 : i + 2]
+    if after and size + nbytes(after[0]) <= _READ_BYTES:
       continue
-    read = found.folder.read(batch)
-    for key in list(read):
-      yield key, read.pop(key)
-      done += tensors[key].nbytes
+    names = [piece.name for t in batch for piece in t.pieces]
+    read = found.folder.read({name: found.targets[name] for name in names})
+    for t in batch:
+      x = tuple(read.pop(piece.name) for piece in t.pieces)
+      yield t.name, _floats(t, x, found.dtypes.get(t.name))
+      done += nbytes(t)
       screen.at(done)
-    batch, size = {}, 0
+    size, batch = 0, []
+
+
+def _floats(tensor: Tensor, x: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+  if not isinstance(tensor.form, Packed):
+    return x[0]
+  check_unpacked(tensor, x, dtype)
+  return _unpack(tensor.form, dtype, x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _unpack(form: Packed, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
+  return form.unpack(*x).astype(dtype)
 
 
 def _convert(
@@ -205,10 +238,12 @@ def _convert(
 ) -> None:
   """Writes beside the place, and renames."""
   place = pathlib.Path(values.out).resolve()
-  config = dict(found.folder.config)
+  config = dict(found.source)
   if values.dtype is not None:
     config.pop("torch_dtype", None)
     config["dtype"] = values.dtype
+  elif found.dtypes and not (config.get("dtype") or config.get("torch_dtype")):
+    config["dtype"] = next(iter(found.dtypes.values())).name
   place.parent.mkdir(parents=True, exist_ok=True)
   desk = place.with_name(f".{place.name}.new-{secrets.token_hex(4)}")
   try:
@@ -261,13 +296,13 @@ def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
   folder = found.folder if values.check else Folder.open(values.out)
   kinds: dict[str, int] = {}
   for name, info in folder.tensors.items():
-    if name in found.targets:
+    if name not in found.dropped:
       kinds[str(info.dtype)] = kinds.get(str(info.dtype), 0) + 1
   weights = sum(info.nbytes for info in folder.tensors.values())
   lines = {
     "folder": f"{folder.path}",
     "family": f"{found.family}, {found.parameters:,} parameters",
-    "tensors": f"{len(found.targets)}, "
+    "tensors": f"{len(found.targets if values.check else folder.tensors)}, "
     + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     + ", all finite",
     "weights": f"{screens.nbytes(weights)} in {len(folder.files)} "

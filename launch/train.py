@@ -150,7 +150,9 @@ class _Work:
     out = pathlib.Path(values.out)
     self._begin("looking for what is saved")
     base = _base(folder)
-    rules = _made(rj.models.Rules, config.rules, "rules")
+    rules = None
+    if config.rules:
+      rules = _made(rj.models.Rules, config.rules, "rules")
     tokenizer, home = _tokenizer(config, folder)
     with contextlib.ExitStack() as stack:
       # Adapters are of one model: the numbers of their base are looked at.

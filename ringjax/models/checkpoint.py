@@ -17,62 +17,25 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import (
-  ConfigError,
+  CheckpointMismatchError,
   MemoryEstimateError,
+  OptionError,
   message,
 )
-from ringjax.models.families import FAMILIES, Family
+from ringjax.models.contents import contents, read_config, text_config
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.names import Columns, Map, Same
+from ringjax.models.hf.packed import Float4, Packed
 from ringjax.models.hf.reader import Reader, error
 from ringjax.models.hf.save import write
 from ringjax.models.hf.tensors import Tensor, parameters, plan
-from ringjax.models.transformer import Transformer, TransformerConfig
+from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.ops.inputs import FLOATS, float_dtype
 from ringjax.parallel.mesh import check_auto
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
-
-
-def read_config(config: Mapping[str, Any]) -> tuple[TransformerConfig, Family]:
-  """What a config.json means, and whose it is.
-
-  Raises:
-    ConfigError: an unknown architecture, a value out of range, or a key that
-      would change the computation and is not known.
-  """
-  if config.get("auto_map"):
-    raise error(
-      "auto_map",
-      config["auto_map"],
-      "a model without code of its own",
-      "use a checkpoint in a form that transformers knows; code in "
-      "checkpoints is never run",
-    )
-  if config.get("quantization_config"):
-    raise error(
-      "quantization_config",
-      config["quantization_config"],
-      "plain weights",
-      "convert the checkpoint to bfloat16 first",
-    )
-  kind = config.get("model_type")
-  for family in FAMILIES.values():
-    if kind in family.types:
-      r = Reader(config)
-      r.ignore("auto_map", "quantization_config")
-      return family.config(r), family
-  known = sorted(t for family in FAMILIES.values() for t in family.types)
-  raise ConfigError(
-    message(
-      "config.json: model_type",
-      repr(kind),
-      f"one of {', '.join(known)}",
-      "use a checkpoint of one of these",
-    )
-  )
 
 
 def create(
@@ -99,11 +62,15 @@ def create(
 
   Raises:
     ConfigError: as `read_config`.
+    OptionError: rules without a mesh.
+    MeshError: rules for an axis that the mesh does not have.
   """
   from ringjax.models.presets import preset
 
-  source = preset(config) if isinstance(config, str) else dict(config)
-  parsed, _ = read_config(source)
+  _check_rules(rules, mesh)
+  given = preset(config) if isinstance(config, str) else config
+  source, family = text_config(given)
+  parsed = family.config(Reader(source))
   dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
@@ -120,6 +87,7 @@ def place(
   model: Transformer, mesh: Any, rules: Rules | None = None
 ) -> Transformer:
   """Moves a model onto a mesh, or onto another one."""
+  _check_rules(rules, mesh)
   return jax.device_put(model, _shardings(model, mesh, rules))
 
 
@@ -132,6 +100,17 @@ def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
   )
 
 
+def _check_rules(rules: Rules | None, mesh: Any) -> None:
+  """Refuses rules that would not be followed."""
+  if rules is None:
+    return
+  if mesh is None:
+    raise OptionError(
+      message("rules", "rules without a mesh", "both or neither", "pass mesh=")
+    )
+  rules.check(check_auto(mesh))
+
+
 def abstract(
   config: Mapping[str, Any] | str,
   *,
@@ -140,6 +119,7 @@ def abstract(
   rules: Rules | None = None,
 ) -> Transformer:
   """A model of shapes without numbers, to plan with; see `create`."""
+  _check_rules(rules, mesh)
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
@@ -176,12 +156,15 @@ def load(
   """Reads a Hugging Face folder into sharded arrays.
 
   Every process reads the bytes that its devices need, some tensors at a time.
+  Weights of 4 bits (MXFP4) or 8 bits (float8 in blocks) become floats on the
+  devices. Of a model of text and images the text model is read.
 
   Args:
     path: a folder with config.json and *.safetensors.
     mesh: where the weights lie; default: one device.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
-      which shards heads, feedforward and vocabulary over "model".
+      which shards heads, feedforward and vocabulary over "model". Only with
+      a mesh.
     dtype: of the weights and of the computation; default: the checkpoint's.
     scan: whether equal layers are one loop over stacked weights; without it
       the program grows with the layers, and no step copies weights out of a
@@ -197,26 +180,24 @@ def load(
       shape or not finite.
     UnsafeFormatError: weights only in files that would run code.
     MemoryEstimateError: the weights do not fit.
+    OptionError: rules without a mesh.
+    MeshError: rules for an axis that the mesh does not have.
   """
   if mesh is not None:
     check_auto(mesh)
+  _check_rules(rules, mesh)
   folder = Folder.open(path)
-  config, family = read_config(folder.config)
+  source, family = text_config(folder.config)
+  config = family.config(Reader(source))
   dtype = float_dtype(
-    "dtype", _stored_dtype(folder) if dtype is None else dtype
+    "dtype", stored_dtype(folder, source) if dtype is None else dtype
   )
   empty = jax.eval_shape(
     lambda: _with_source(
-      cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), folder.config
+      cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
     )
   )
-  names = family.names(config)
-  tensors = plan(empty, names)
-  tied = f"{names.head}.weight" if config.tied else None
-  folder.check(
-    {t.name: t.form.stored for t in tensors},
-    optional=lambda name: name == tied or name.endswith(names.buffers),
-  )
+  tensors = contents(folder, family, empty, source).tensors
   params = parameters(empty)
   shardings = {
     path: rules_.sharding(p, mesh) if mesh is not None else None
@@ -226,16 +207,20 @@ def load(
   _check_memory(params, shardings, mesh)
   arrays = _zeros(params, None if mesh is None else shardings)
   for batch in _batches(tensors, folder):
-    read = folder.read(
-      {t.name: _target(t, params, shardings, mesh) for t in batch}
-    )
+    targets: dict[str, jax.ShapeDtypeStruct] = {}
+    for t in batch:
+      targets |= _targets(t, params, shardings, mesh)
+    read = folder.read(targets)
     for t in batch:
       paths = [path for path, _ in t.targets]
+      x = tuple(read.pop(piece.name) for piece in t.pieces)
+      if isinstance(t.form, Packed):
+        check_unpacked(t, x, arrays[paths[0]].dtype)
       put = _put(
         t.form,
         tuple(shardings[path] for path in paths),
         tuple(arrays[path] for path in paths),
-        read.pop(t.name),
+        x if isinstance(t.form, Packed) else x[0],
         tuple(index for _, index in t.targets),
       )
       arrays.update(zip(paths, put, strict=True))
@@ -279,7 +264,7 @@ def _put(
   form: Any,
   shardings: tuple[Any, ...],
   leaves: tuple[jax.Array, ...],
-  x: jax.Array,
+  x: Any,
   indices: tuple[tuple[Any, ...], ...],
 ) -> tuple[jax.Array, ...]:
   """Puts the pieces of a tensor into their parameters."""
@@ -302,8 +287,9 @@ def _batches(tensors: list[Tensor], folder: Folder) -> Iterator[list[Tensor]]:
   order = {name: i for i, name in enumerate(folder.tensors)}
   batch: list[Tensor] = []
   size = 0
-  for tensor in sorted(tensors, key=lambda t: order[t.name]):
-    n = folder.tensors[tensor.name].nbytes
+  first = lambda t: min(order[piece.name] for piece in t.pieces)
+  for tensor in sorted(tensors, key=first):
+    n = sum(folder.tensors[piece.name].nbytes for piece in tensor.pieces)
     if batch and size + n > _BATCH_BYTES:
       yield batch
       batch, size = [], 0
@@ -313,36 +299,78 @@ def _batches(tensors: list[Tensor], folder: Folder) -> Iterator[list[Tensor]]:
     yield batch
 
 
-def _target(
+def _targets(
   tensor: Tensor, params: dict[str, Any], shardings: dict[str, Any], mesh: Any
-) -> jax.ShapeDtypeStruct:
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """How the pieces of a tensor come to the devices."""
   path, index = tensor.targets[0]
   value = params[path].get_value()
-  sharding = None
-  if mesh is not None:
-    form = tensor.form
-    axes = tuple(shardings[path].spec)
-    axes += (None,) * (value.ndim - len(axes))
-    axes = axes[len(index) :]
-    # What is cut in its parameter comes to the devices in such pieces.
-    spec = P()
-    if isinstance(form, Map):
-      spec = P(axes[len(form.inputs)], axes[0])
-    elif isinstance(form, Same) and form.shape == form.stored:
-      spec = P(*axes)
-    elif isinstance(form, Columns):
-      spec = P(*axes[:-1])
-    sharding = NamedSharding(mesh, spec)
-  return jax.ShapeDtypeStruct(
-    tensor.form.stored, value.dtype, sharding=sharding
-  )
+  found: dict[str, jax.ShapeDtypeStruct] = {}
+  for piece in tensor.pieces:
+    sharding = None
+    if mesh is not None:
+      axes = tuple(shardings[path].spec)
+      axes += (None,) * (value.ndim - len(axes))
+      cuts = _cuts(tensor.form, axes[len(index) :])
+      spec = [None if a is None else cuts[a] for a in piece.axes]
+      for i, n in enumerate(piece.shape):
+        if spec[i] is not None and n % mesh.shape[spec[i]]:
+          spec[i] = None
+      sharding = NamedSharding(mesh, P(*spec))
+    found[piece.name] = jax.ShapeDtypeStruct(
+      piece.shape, piece.dtype or value.dtype, sharding=sharding
+    )
+  return found
 
 
-def _stored_dtype(folder: Folder) -> str:
-  """What config.json says, or else what the largest tensor has."""
-  said = folder.config.get("dtype") or folder.config.get("torch_dtype")
+def _cuts(form: Any, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+  """Which mesh axis cuts each axis of a form, by its parameter's.
+
+  What is cut in its parameter comes to the devices in such pieces.
+  """
+  if isinstance(form, Float4):
+    # Its rows are the columns of the floats: turns that they take stay whole.
+    turns = isinstance(form.form, Columns) and form.form.interleaved
+    return axes if turns else _cuts(form.form, axes)
+  if isinstance(form, Packed):
+    return _cuts(form.form, axes)
+  if isinstance(form, Map):
+    return axes[len(form.inputs)], axes[0]
+  if isinstance(form, Same) and form.shape == form.stored:
+    return axes
+  if isinstance(form, Columns):
+    return (*axes[:-1], None)
+  return (None,) * len(form.stored)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sound(form: Any, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
+  return jnp.isfinite(form.unpack(*x).astype(dtype)).all()
+
+
+def check_unpacked(
+  tensor: Tensor, x: tuple[jax.Array, ...], dtype: Any
+) -> None:
+  """Refuses codes and scales whose product is no finite number of a dtype."""
+  dtype = jnp.dtype(dtype)
+  if not _sound(tensor.form, dtype, x):
+    raise CheckpointMismatchError(
+      message(
+        tensor.name,
+        f"codes and scales that are not finite as {dtype}",
+        "finite values",
+        "download the file again, or take a wider dtype",
+      )
+    )
+
+
+def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:
+  """What config.json says, or else what the largest plain tensor has."""
+  said = source.get("dtype") or source.get("torch_dtype")
   if said is None:
-    said = str(max(folder.tensors.values(), key=lambda t: t.nbytes).dtype)
+    floats = [t for t in folder.tensors.values() if str(t.dtype) in FLOATS]
+    largest = max(floats or folder.tensors.values(), key=lambda t: t.nbytes)
+    said = str(largest.dtype)
   if said not in FLOATS:
     raise error("dtype", said, f"one of {', '.join(FLOATS)}", "pass dtype=")
   return said

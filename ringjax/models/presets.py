@@ -92,6 +92,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vocab_size": 152064,
     "max_position_embeddings": 1010000,
     "rope_theta": 10000000.0,
+    "dual_chunk_attention_config": {
+      "chunk_size": 262144,
+      "local_size": 8192,
+      "original_max_position_embeddings": 262144,
+    },
   },
   "qwen3-8b": {
     "model_type": "qwen3",

@@ -19,8 +19,9 @@ from ringjax.errors import MeshError, message
 class Rules:
   """Which mesh axis shards which axis of the parameters; None for none.
 
-  A mesh without that axis, or an axis that it does not divide, leaves the
-  parameter whole. One mesh axis for two axes of a parameter is an error.
+  An axis that it does not divide leaves the parameter whole, and so does a
+  default ("model") on a mesh without that axis. One mesh axis for two axes of
+  a parameter is an error.
   """
 
   embed: str | None = None
@@ -52,6 +53,26 @@ class Rules:
     while found and found[-1] is None:
       found.pop()
     return P(*found)
+
+  def check(self, mesh: Any) -> None:
+    """Refuses an axis that was chosen and that the mesh does not have.
+
+    Raises:
+      MeshError: it names those that there are.
+    """
+    for field in dataclasses.fields(self):
+      axis = getattr(self, field.name)
+      # A default is for meshes of any kind.
+      if axis is None or axis == field.default or axis in mesh.axis_names:
+        continue
+      raise MeshError(
+        message(
+          "rules",
+          f"{field.name}={axis!r}",
+          f"one of the mesh's axes {', '.join(map(repr, mesh.axis_names))}",
+          "correct the name, or set it to None",
+        )
+      )
 
   def sharding(self, param: nnx.Variable, mesh: Any) -> NamedSharding:
     """The sharding of a parameter of a module, abstract or not."""

@@ -70,7 +70,10 @@ class Dynamic(Unscaled):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3(Unscaled):
-  """Long wavelengths divided by `factor`, short ones kept, a ramp between."""
+  """Long wavelengths divided by `factor`, short ones kept, a ramp between.
+
+  Where `low` is `high` there is no ramp.
+  """
 
   factor: float
   low: float
@@ -79,7 +82,10 @@ class Llama3(Unscaled):
 
   def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
     turns = self.original * inverse / (2 * math.pi)
-    keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+    if self.low == self.high:
+      keep = np.where(turns >= self.low, 1.0, 0.0)
+    else:
+      keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
     return keep * inverse + (1 - keep) * inverse / self.factor
 
 

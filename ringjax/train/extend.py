@@ -111,6 +111,8 @@ def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
         entry["original_max_position_embeddings"] = original
       _put(config, key, entry)
   config["max_position_embeddings"] = stretch.context
+  # What folded the distances of the old context does not bound the new one.
+  config.pop("dual_chunk_attention_config", None)
   after, _ = read_config(config)
   if stretch.method is not None and _rope(after) == _rope(before):
     raise ConfigError(

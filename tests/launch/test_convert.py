@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -112,6 +113,67 @@ def test_what_needs_float32_keeps_it(turn, tmp_path):
   np.testing.assert_array_equal(
     np.asarray(have(TOKENS)), np.asarray(want(TOKENS))
   )
+
+
+def test_codes_of_8_bits_become_floats(turn, tmp_path):
+  arrays = checkpoints.tensors("llama3")
+  config = {
+    **checkpoints.config("llama3"),
+    "auto_map": {"AutoModel": "modeling_evil.Evil"},
+    "dtype": "bfloat16",
+    "quantization_config": {
+      "activation_scheme": "dynamic",
+      "fmt": "e4m3",
+      "quant_method": "fp8",
+      "weight_block_size": [128, 128],
+    },
+  }
+  name = "model.layers.1.mlp.up_proj.weight"
+  codes = arrays[name].astype(ml_dtypes.float8_e4m3fn)
+  packed = {
+    **arrays,
+    name: codes,
+    f"{name}_scale_inv": np.full((1, 1), 0.75, np.float32),
+  }
+  folder = checkpoints.write_folder(packed, config, tmp_path / "model")
+  ran = turn(f"--model={folder}", "--check")
+  assert ran.status == 0, ran.err
+  assert "1 float8_e4m3fn" in ran.out
+  out = tmp_path / "out"
+  ran = turn(f"--model={folder}", f"--out={out}")
+  assert ran.status == 0, ran.err
+  have = load_file(out / "model.safetensors")
+  assert have.keys() == arrays.keys()
+  assert have[name].dtype == checkpoints.DTYPES["bfloat16"]
+  want = codes.astype(np.float32) * np.float32(0.75)
+  np.testing.assert_array_equal(have[name], want.astype(have[name].dtype))
+  # What was no code stays as it was.
+  other = "model.layers.0.mlp.up_proj.weight"
+  np.testing.assert_array_equal(have[other], arrays[other])
+  made = json.loads((out / "config.json").read_text())
+  assert "quantization_config" not in made and "auto_map" not in made
+
+
+def test_the_text_model_of_one_of_text_and_images(turn, tmp_path):
+  arrays = checkpoints.tensors("gemma3_text")
+  config = {
+    "model_type": "gemma3",
+    "text_config": checkpoints.config("gemma3_text"),
+    "vision_config": {},
+  }
+  more = {f"language_model.{name}": x for name, x in arrays.items()}
+  more["vision_tower.weight"] = np.ones((2, 2), np.float32)
+  folder = checkpoints.write_folder(more, config, tmp_path / "model")
+  out = tmp_path / "out"
+  ran = turn(f"--model={folder}", f"--out={out}")
+  assert ran.status == 0, ran.err
+  assert "1, vision_tower.weight" in ran.out
+  have = load_file(out / "model.safetensors")
+  assert have.keys() == arrays.keys()
+  for name, x in arrays.items():
+    np.testing.assert_array_equal(have[name], x)
+  made = json.loads((out / "config.json").read_text())
+  assert made["model_type"] == "gemma3_text"
 
 
 def _break(folder: pathlib.Path, how: str) -> None:

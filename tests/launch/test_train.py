@@ -260,7 +260,8 @@ ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
   out = tmp_path / "out"
   flags = ("--mesh=seq:2", f"--config={small}", f"--out={out}", ONE_STEP)
-  assert run(*flags)[0] == 0
+  status, _, err = run(*flags)
+  assert status == 0, err
   asked = (out / "config.json").read_text()
   status, _, err = run(*flags, "--config.optimizer.rate=0.5")
   assert status == 2

@@ -461,7 +461,10 @@ def test_a_config_that_asks_for_the_impossible(llama, tmp_path):
   [
     (dict(new_trick=1), ("new_trick",)),
     (dict(model_type="mamba"), ("model_type", "mamba")),
-    (dict(auto_map={"AutoModel": "evil.Evil"}), ("auto_map", "code")),
+    (
+      dict(auto_map={"AutoModel": "evil.Evil"}, model_type="evil"),
+      ("auto_map", "code"),
+    ),
     (dict(quantization_config={"bits": 4}), ("quantization_config",)),
     (dict(dtype="int4"), ("dtype", "int4")),
     (dict(dtype=3), ("dtype", "3")),

@@ -105,18 +105,20 @@ def test_no_architecture():
 
 
 def test_code_in_a_checkpoint():
+  """Is never run: a known type says what the model is without it."""
   config = checkpoints.config("llama3")
   code = {"AutoModelForCausalLM": "modeling_evil.Evil"}
-  refused({**config, "auto_map": code}, "auto_map", "code")
-  assert read({**config, "auto_map": {}}) == read(config)
+  assert read({**config, "auto_map": code}) == read(config)
+  odd = {**config, "auto_map": code, "model_type": "evil"}
+  refused(odd, "auto_map", "code", "'evil'")
 
 
 def test_quantised_weights():
   config = checkpoints.config("llama3")
   for name in ("llama3", "deepseek_v3"):
     config = checkpoints.config(name)
-    config["quantization_config"] = {"quant_method": "fp8"}
-    refused(config, "quantization_config", "fp8")
+    config["quantization_config"] = {"quant_method": "awq"}
+    refused(config, "quantization_config", "awq")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def test_the_contexts_they_were_made_for():
   }
   assert found == {
     "lwm-7b-1m": 2**20,
-    "qwen2.5-7b-1m": 1_010_000,
+    # Beyond that it computes another attention than is here.
+    "qwen2.5-7b-1m": 2**18,
     "llama-3.1-8b": 2**17,
     "gemma-3-27b": 2**17,
   }

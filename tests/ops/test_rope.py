@@ -126,6 +126,15 @@ def test_llama3():
   np.testing.assert_allclose(frequencies(scaling, 5e5), want, rtol=1e-5)
 
 
+def test_llama3_without_a_ramp():
+  """Llama 4 Scout: a step from what is kept to what is divided."""
+  scaling = rope.Llama3(factor=16.0, low=1.0, high=1.0, original=1024)
+  want = [f / 16 if 2 * math.pi / f > 1024 else f for f in plain(5e5)]
+  assert any(a == b for a, b in zip(want, plain(5e5), strict=True))
+  assert any(a < b for a, b in zip(want, plain(5e5), strict=True))
+  np.testing.assert_allclose(frequencies(scaling, 5e5), want, rtol=1e-5)
+
+
 def test_yarn():
   """Fast dims as they are, slow ones divided, an even ramp between."""
   scaling = rope.Yarn(factor=16.0, original=4096)

@@ -203,6 +203,15 @@ def test_only_the_number_of_the_context(model):
   np.testing.assert_array_equal(made(TOKENS), model(TOKENS))
 
 
+def test_chunks_of_the_old_context_do_not_bound_the_new_one():
+  config = rj.models.PRESETS["qwen2.5-7b-1m"]
+  before, _ = checkpoint.read_config(config)
+  made = stretched(config, Stretch(context=4 * before.max_positions))
+  after, _ = checkpoint.read_config(made)
+  assert after.max_positions == 4 * before.max_positions
+  assert "dual_chunk_attention_config" in config
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "llama3"])
 def test_layers_with_a_window_keep_their_rotation(name):
   config = checkpoints.config(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.models.hf.names import LLAMA, Names
@@ -18,6 +18,26 @@ from ringjax.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper:
+  """A model of text and images, of which the text model is read.
+
+  Attributes:
+    type: its `model_type`.
+    keys: what else its config.json says beside `text_config`.
+    defaults: what a `text_config` means that does not say; writers leave out
+      what transformers has by default.
+    architecture: the text model's own, as transformers names it.
+    others: prefixes of the tensors of all that is not the text model.
+  """
+
+  type: str
+  keys: tuple[str, ...]
+  defaults: Mapping[str, Any]
+  architecture: str
+  others: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
   """A kind of checkpoint.
 
@@ -26,6 +46,9 @@ class Family:
     types: values of `model_type` that mean it.
     config: what a config.json says.
     names: the tensors of a model with that config.
+    unread: prefixes of tensors that are no part of the model, by its
+      config.json: layers that only guess further tokens.
+    wrapper: a model that holds one of this family, or None.
   """
 
   name: str
@@ -34,6 +57,8 @@ class Family:
   names: Callable[[TransformerConfig], Names] = lambda config: Names(
     parts=LLAMA
   )
+  unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+  wrapper: Wrapper | None = None
 
 
 def causal(window: int | None) -> Mask:
@@ -62,6 +87,32 @@ def gated(r: Reader, **options: Any) -> Gated:
   return Gated(hidden=r.whole("intermediate_size"), act=act, bias=bias)
 
 
+def _max_positions(r: Reader) -> int:
+  """Up to where the computation is that of the file.
+
+  Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
+  of longer texts; it is plain attention up to a chunk.
+  """
+  most = r.whole("max_position_embeddings", default=2048)
+  chunks = r.value("dual_chunk_attention_config", default=None)
+  if chunks is None:
+    return most
+  part = r.part("dual_chunk_attention_config", chunks)
+  exact = (
+    part.whole("original_max_position_embeddings", default=most),
+    part.whole("chunk_size"),
+  )
+  # How the folding itself is done, and a faster form of it.
+  part.ignore(
+    "local_size",
+    "sparse_attention_config",
+    "sparse_attention_enabled",
+    "sparse_attention_threshold",
+  )
+  part.finish()
+  return min(most, *exact)
+
+
 def model(
   r: Reader,
   family: str,
@@ -79,7 +130,7 @@ def model(
     layers=tuple(layers),
     norm=layers[0].norm,
     tied=r.flag("tie_word_embeddings", default=tied),
-    max_positions=r.whole("max_position_embeddings", default=2048),
+    max_positions=_max_positions(r),
     bounded=r.has("max_position_embeddings"),
     **options,
   )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ringjax.models.families.base import Family, gated, model, rms
 from ringjax.models.families.mixtures import QWEN_EXPERTS
 from ringjax.models.hf.names import LLAMA, Names
@@ -24,13 +27,13 @@ def _config(r: Reader) -> TransformerConfig:
   plain = r.whole("qk_nope_head_dim")
   interleaved = r.flag("rope_interleave", default=True)
   rope = r.rope(turned, interleaved=interleaved)
-  r.ignore("head_dim", "qk_head_dim", "ep_size", "moe_layer_freq")
-  r.ignore("seq_aux", "aux_loss_alpha", "quantization_config")
+  r.ignore("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")
+  r.only("moe_layer_freq", 1)
   scale = (plain + turned) ** -0.5
   scaling = r.value("rope_parameters", "rope_scaling", default={})
   if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
     factor = yarn_magnitude(
-      getattr(rope.scaling, "factor", 1.0), scaling["mscale_all_dim"]
+      getattr(rope.scaling, "factor", 1.0), float(scaling["mscale_all_dim"])
     )
     scale *= factor * factor
   norm = rms(r)
@@ -107,8 +110,22 @@ def _names(config: TransformerConfig) -> Names:
   )
 
 
+def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
+  """The layers behind the last one, which guess the tokens after the next."""
+  count, more = (
+    config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")
+  )
+  if not isinstance(count, int) or not isinstance(more, int):
+    return ()
+  return tuple(f"model.layers.{count + i}." for i in range(min(more, 1000)))
+
+
 FAMILIES = (
   Family(
-    name="deepseek_v3", types=("deepseek_v3",), config=_config, names=_names
+    name="deepseek_v3",
+    types=("deepseek_v3",),
+    config=_config,
+    names=_names,
+    unread=_unread,
   ),
 )

@@ -31,6 +31,8 @@ def _falcon(r: Reader) -> TransformerConfig:
   bias = r.flag("bias", default=False)
   r.must_be("apply_residual_connection_post_layernorm", False, default=False)
   slopes = tuple(s * h**-0.5 for s in alibi_slopes(heads))
+  hidden = r.whole("ffn_hidden_size", default=4 * embed)
+  r.only("ff_factor", hidden / embed)
   layer = Layer(
     attention=Attention(
       heads=heads,
@@ -42,7 +44,7 @@ def _falcon(r: Reader) -> TransformerConfig:
       out_bias=bias,
     ),
     feedforward=Plain(
-      hidden=r.whole("ffn_hidden_size", default=4 * embed),
+      hidden=hidden,
       act=r.act("activation", "hidden_act", default="gelu"),
       bias=bias,
     ),

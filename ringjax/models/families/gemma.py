@@ -6,6 +6,7 @@ import math
 
 from ringjax.models.families.base import (
   Family,
+  Wrapper,
   attention,
   causal,
   gated,
@@ -82,6 +83,8 @@ def _sandwich(
   bias = r.flag("attention_bias", default=False)
   scale = r.positive("query_pre_attn_scalar", default=256.0) ** -0.5
   window = r.whole("sliding_window", default=window)
+  # An older name beside it.
+  r.only("sliding_window_size", window)
 
   def layer(kind: str) -> Layer:
     slides = kind == "sliding_attention"
@@ -131,8 +134,45 @@ def _names(config: TransformerConfig) -> Names:
   )
 
 
+_GEMMA3 = Wrapper(
+  type="gemma3",
+  keys=(
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+    "mm_tokens_per_image",
+    "vision_config",
+  ),
+  defaults={
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+  },
+  architecture="Gemma3ForCausalLM",
+  others=(
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+  ),
+)
+
 FAMILIES = (
   Family(name="gemma", types=("gemma",), config=_gemma),
   Family(name="gemma2", types=("gemma2",), config=_gemma2, names=_names),
-  Family(name="gemma3", types=("gemma3_text",), config=_gemma3, names=_names),
+  Family(
+    name="gemma3",
+    types=("gemma3_text",),
+    config=_gemma3,
+    names=_names,
+    wrapper=_GEMMA3,
+  ),
 )

@@ -53,7 +53,8 @@ def qwen_windows(r: Reader, count: int) -> list[int | None]:
     for i in range(count)
   ]
   types = r.layer_types(count, default)
-  return [window if t == "sliding_attention" else None for t in types]
+  # Off is off, also where the file names layers that would slide.
+  return [window if on and t == "sliding_attention" else None for t in types]
 
 
 def _qwen2(r: Reader) -> TransformerConfig:
@@ -92,7 +93,10 @@ def _qwen3(r: Reader) -> TransformerConfig:
 def _phi3(r: Reader) -> TransformerConfig:
   heads, _ = r.heads()
   mask = causal(r.whole("sliding_window", default=None))
-  r.must_be("attention_bias", False, default=False)
+  r.only("attention_bias", False)
+  r.only("lm_head_bias", False)
+  r.only("full_attn_mod", 1)
+  r.only("interpolate_factor", 1)
   layer = Layer(
     attention=attention(r, r.rope(r.head_dim(heads)), mask=mask),
     feedforward=gated(r),
@@ -133,6 +137,7 @@ def _smollm3(r: Reader) -> TransformerConfig:
       for rope_ in with_rope
     ],
   )
+  r.ignore("max_window_layers")
   bias = r.flag("attention_bias", default=False)
   norm = rms(r)
   feedforward = gated(r, bias=r.flag("mlp_bias", default=False))
@@ -143,7 +148,7 @@ def _smollm3(r: Reader) -> TransformerConfig:
         rope if turns else None,
         bias=bias,
         out_bias=bias,
-        mask=causal(window if kind == "sliding_attention" else None),
+        mask=causal(window if slides and kind == "sliding_attention" else None),
       ),
       feedforward=feedforward,
       norm=norm,
@@ -195,10 +200,13 @@ def _starcoder2(r: Reader) -> TransformerConfig:
     ),
     norm=Norm(eps=r.positive("norm_epsilon", default=1e-5), layer=True),
   )
-  r.ignore("layer_norm_epsilon", "scale_attention_softmax_in_fp32")
-  r.ignore(
-    "scale_attn_weights", "mlp_type", "norm_type", "attention_softmax_in_fp32"
-  )
+  # What they were called in GPT-BigCode; `hidden_act` and `norm_epsilon` count.
+  r.ignore("activation_function", "layer_norm_epsilon")
+  # Of the precision of the attention's weights: always float32 here.
+  r.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+  r.only("mlp_type", "default")
+  r.only("norm_type", "layer_norm")
+  r.only("scale_attn_weights", True)
   return model(r, "starcoder2", [layer] * r.layers(), tied=True)
 
 
@@ -317,10 +325,13 @@ def _cohere2(r: Reader) -> TransformerConfig:
       full.attention, rope=rope, mask=causal(window)
     ),
   )
-  r.must_be("use_qk_norm", False, default=False)
-  r.ignore("order_of_interleaved_layers", "position_embedding_type")
-  r.ignore("rotary_pct", "use_embedding_sharing", "use_gated_activation")
-  r.ignore("use_parallel_block", "use_parallel_embedding")
+  r.only("use_qk_norm", False)
+  r.only("order_of_interleaved_layers", "local_attn_first")
+  r.only("position_embedding_type", "rope_gptj")
+  r.only("use_gated_activation", True)
+  r.only("use_parallel_block", True)
+  # Where a training kept its embedding; `tie_word_embeddings` says the rest.
+  r.ignore("use_embedding_sharing", "use_parallel_embedding")
   layers = [slides if t == "sliding_attention" else full for t in types]
   scale = r.positive("logit_scale", default=0.0625)
   return model(r, "cohere2", layers, tied=True, logit_scale=scale)

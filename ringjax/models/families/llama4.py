@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ringjax.models.families.base import Family, attention, model, rms
+from ringjax.models.families.base import (
+  Family,
+  Wrapper,
+  attention,
+  model,
+  rms,
+)
 from ringjax.models.hf.names import LLAMA, Names
 from ringjax.models.hf.reader import Reader
 from ringjax.models.transformer import TransformerConfig
@@ -32,7 +38,13 @@ def _config(r: Reader) -> TransformerConfig:
   temperature = None
   scale = r.positive("attn_scale", default=0.1)
   floor = r.positive("floor_scale", default=8192)
-  if r.flag("attn_temperature_tuning", default=True):
+  # Older files have a number in place of true.
+  tuned = r.value("attn_temperature_tuning", default=True)
+  if not isinstance(tuned, int) or tuned < 0:
+    raise r.error(
+      "attn_temperature_tuning", tuned, "true or false", "repair the file"
+    )
+  if tuned:
     temperature = Temperature(scale=scale, floor=floor)
   act = r.act("hidden_act", default="silu")
   dense = Gated(hidden=r.whole("intermediate_size_mlp"), act=act)
@@ -93,6 +105,45 @@ def _names(config: TransformerConfig) -> Names:
   )
 
 
+_WRAPPER = Wrapper(
+  type="llama4",
+  keys=(
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+    "vision_config",
+  ),
+  defaults={
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+  },
+  architecture="Llama4ForCausalLM",
+  others=(
+    "vision_model.",
+    "multi_modal_projector.",
+    "model.vision_model.",
+    "model.multi_modal_projector.",
+  ),
+)
+
 FAMILIES = (
-  Family(name="llama4", types=("llama4_text",), config=_config, names=_names),
+  Family(
+    name="llama4",
+    types=("llama4_text",),
+    config=_config,
+    names=_names,
+    wrapper=_WRAPPER,
+  ),
 )

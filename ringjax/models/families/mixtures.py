@@ -58,6 +58,9 @@ def _qwen3_moe(r: Reader) -> TransformerConfig:
   slides = r.flag("use_sliding_window", default=False)
   window = r.whole("sliding_window", default=None)
   r.ignore("max_window_layers")
+  r.only("qkv_bias", False)
+  r.only("use_qk_norm", True)
+  r.only("shared_expert_intermediate_size", 0)
   attend = attention(
     r,
     r.rope(r.head_dim(heads)),

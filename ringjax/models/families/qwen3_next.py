@@ -135,6 +135,11 @@ def _names(config: TransformerConfig) -> Names:
 
 FAMILIES = (
   Family(
-    name="qwen3_next", types=("qwen3_next",), config=_qwen3_next, names=_names
+    name="qwen3_next",
+    types=("qwen3_next",),
+    config=_qwen3_next,
+    names=_names,
+    # A layer that guesses the token after the next one.
+    unread=lambda config: ("mtp.",),
   ),
 )

@@ -227,8 +227,8 @@ class Folder:
         shown(name),
         str(have),
         f"{want} (only floats of at least 16 bits are cast)",
-        "packed or quantised weights need their scales: convert the folder "
-        "to bfloat16 first",
+        "packed or quantised weights need their scales, and a "
+        "quantization_config that says how they are packed",
       )
     if jax.dtypes.canonicalize_dtype(want) != want:
       _mismatch(

@@ -1,8 +1,9 @@
 """Reads a Hugging Face config.json, key by key, and forgets none.
 
 Law: a key that nobody read and that is not known to be harmless is an error,
-since it may change the computation. The spellings of transformers 4 and 5
-mean the same.
+since it may change the computation. Some keys are harmless with one value
+only: with another one they are an error too. The spellings of transformers 4
+and 5 mean the same.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ HARMLESS = frozenset(
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_name_or_path",
-    "add_cross_attention",
     "architectures",
     "attention_dropout",
+    "attention_probs_dropout_prob",
+    # Code of the folder is never run: a known model_type says what it is.
+    "auto_map",
     "bos_token_id",
     "cache_implementation",
     "chunk_size_feed_forward",
@@ -42,39 +45,82 @@ HARMLESS = frozenset(
     "finetuning_task",
     "for_llm_compressor",
     "hidden_dropout",
+    "hidden_dropout_prob",
     "id2label",
     "initial_context_length",
     "initializer_range",
+    "is_composition",
     "is_decoder",
-    "is_encoder_decoder",
     "label2id",
-    "max_length",
-    "min_length",
     "model_type",
     "num_nextn_predict_layers",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "output_scores",
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
+    "return_dict_in_generate",
     "router_aux_loss_coef",
     "router_jitter_noise",
     "sep_token_id",
     "task_specific_params",
+    "tf_legacy_loss",
     "tie_encoder_decoder",
     "tokenizer_class",
     "torch_dtype",
     "torchscript",
     "transformers_version",
+    "use_bfloat16",
     "use_cache",
     "unsloth_fixed",
     "unsloth_version",
+    # How tokens are drawn: older files keep it beside the architecture.
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "prefix",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
   }
 )
+# Keys that say nothing as long as they have this value, and the family does
+# not read them. With another one they would change the computation.
+HARMLESS_AS: dict[str, Any] = {
+  "add_cross_attention": False,
+  "attention_bias": False,
+  "is_encoder_decoder": False,
+  "mlp_bias": False,
+  "pruned_heads": {},
+  "use_bidirectional_attention": False,
+  "use_mrope": False,
+  "use_qk_norm": False,
+  "use_sliding_window": False,
+}
 _MOST = 2**31 - 1
 # What float32 can tell from infinity, and from 0.
 _LARGEST, _SMALLEST = 3.4e38, 1e-37
@@ -102,6 +148,12 @@ class Reader:
   def error(self, key: str, got: Any, want: str, remedy: str) -> ConfigError:
     """What to raise for the value of a key of this config."""
     return error(self._prefix + key, got, want, remedy)
+
+  def part(self, key: str, value: Any) -> Reader:
+    """A reader of an object in this config."""
+    if not isinstance(value, dict):
+      raise self.error(key, value, "an object", "repair the file")
+    return Reader(value, f"{self._prefix}{key}.")
 
   def ignore(self, *keys: str) -> None:
     """Marks keys as read that have no meaning in this family."""
@@ -197,6 +249,10 @@ class Reader:
     x = self.value(key, default=default)
     if x != wanted:
       raise self.error(key, x, repr(wanted), "this variant is not supported")
+
+  def only(self, key: str, wanted: Any) -> None:
+    """Refuses another value than the one that says nothing new."""
+    self.must_be(key, wanted, wanted)
 
   def layers(self) -> int:
     """The number of layers."""
@@ -333,7 +389,8 @@ class Reader:
     most = self.whole("max_position_embeddings", default=2048)
     own = self.whole("original_max_position_embeddings", default=None)
     kind = part.text("rope_type", "type", default="default")
-    part.ignore("type")
+    # "finetuned" was about a training.
+    part.ignore("type", "finetuned")
     inner = part.whole("original_max_position_embeddings", default=most)
     original = own or inner
     if kind == "default":
@@ -365,9 +422,9 @@ class Reader:
   def _llama3(self, original: int) -> Llama3:
     low = self.positive("low_freq_factor")
     high = self.positive("high_freq_factor")
-    if high <= low:
+    if high < low:
       raise self.error(
-        "high_freq_factor", high, f"more than {low}", "repair the file"
+        "high_freq_factor", high, f"at least {low}", "repair the file"
       )
     return Llama3(
       factor=self.positive("factor"), low=low, high=high, original=original
@@ -423,8 +480,10 @@ class Reader:
       for k, v in self._config.items()
       if k not in self._read and k not in HARMLESS and v is not None
     )
-    if left:
-      key = left[0]
+    for key in left:
+      if key in HARMLESS_AS:
+        self.only(key, HARMLESS_AS[key])
+        continue
       raise self.error(
         key,
         self._config[key],

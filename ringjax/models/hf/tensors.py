@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from ringjax.models.hf.names import Columns, Map, Names, Rows, Same
+from ringjax.models.hf.packed import Packed, Piece
 from ringjax.models.transformer import Transformer
 from ringjax.nn.delta import Taps
 from ringjax.nn.linear import Head, Linear
@@ -28,11 +29,22 @@ class Tensor:
     name: its name.
     form: how parameters lie in it.
     targets: (path of a parameter, index of the piece in it), for each piece.
+    place: its name in a folder where it has another one.
   """
 
   name: str
   form: Any
   targets: tuple[tuple[str, tuple[int, ...]], ...]
+  place: str | None = None
+
+  @property
+  def pieces(self) -> tuple[Piece, ...]:
+    """The tensors on disk that it is made of: itself, or codes and scales."""
+    place = self.place or self.name
+    if isinstance(self.form, Packed):
+      return self.form.pieces(place)
+    stored = self.form.stored
+    return (Piece(place, stored, None, tuple(range(len(stored)))),)
 
 
 def parameters(module: Any) -> dict[str, nnx.Variable]:
