@@ -288,8 +288,14 @@ def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
           "remove it from the folder",
         )
       )
-    with open(to / name, "xb") as target:
-      shutil.copyfileobj(source, target)
+    desk = to / f".{name}.{secrets.token_hex(4)}.new"
+    try:
+      with open(desk, "xb") as target:
+        shutil.copyfileobj(source, target)
+      # One that is there is replaced.
+      os.replace(desk, to / name)
+    finally:
+      desk.unlink(missing_ok=True)
 
 
 def _summary(found: Plan, values: flags.FlagValues) -> list[str]:

@@ -374,8 +374,8 @@ def _perplexity(
 
 def _say_if_far(model: Any, longest: int, screen: screens.Screen) -> None:
   """What a model was not made for may be what is to be found out."""
-  made_for = model.config.max_positions
-  if longest > made_for:
+  made_for = model.config.longest
+  if made_for is not None and longest > made_for:
     screen.say(
       f"note: {longest:,} tokens, and the model was made for {made_for:,}"
     )

@@ -170,6 +170,12 @@ class _Work:
           )
         )
     model = self._load(mesh)
+    rj.infer.inputs.within_context(
+      model.config,
+      values.context + values.max_new_tokens,
+      f"--context={values.context} and "
+      f"--max_new_tokens={values.max_new_tokens}",
+    )
     ids = self._prompt(model)
     screen.say(
       f"{ids.size:,} tokens on {mesh.devices.size} x "

@@ -166,7 +166,7 @@ class _Work:
           config=_identity(config, base, tokenizer, model),
         )
       )
-      if model is None and saved.steps():
+      if model is None and saved.holds():
         model = rj.models.abstract(
           base or _shape(config), dtype="float32", mesh=mesh, rules=rules
         )

@@ -155,17 +155,15 @@ class Session:
 
   def restart(self) -> None:
     """Begins anew with an empty cache of the same capacity, dtype and place."""
-    capacity, spread = (
-      self.cache.capacity,
-      Spread(mesh=self.mesh, axis=self.axis),
-    )
-    batch = self.lengths.size
+    capacity, batch = self.cache.capacity, self.lengths.size
+    spread = Spread(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
+    self._torn = True
     self.cache = dataclasses.replace(self.cache, slots=())
-    cache = self.model.cache(batch, capacity, spread=spread, dtype=self._dtype)
-    if self._device is not None:
-      cache = jax.device_put(cache, self._device)
-    self.cache = cache
+    with jax.default_device(self._device):
+      self.cache = self.model.cache(
+        batch, capacity, spread=spread, dtype=self._dtype
+      )
     self.lengths = np.zeros(batch, np.int64)
     self.pending = np.full(batch, -1, np.int64)
     self.seen = np.zeros_like(self.seen)
@@ -193,7 +191,8 @@ class Session:
     self._torn = True
     cache = self.cache
     leaves = jax.tree.leaves(cache)
-    if cache.lost or not all(x.is_fully_addressable for x in leaves):
+    here = all(x.is_fully_addressable for x in leaves)
+    if cache.lost or not cache.slots or not here:
       return
     try:
       found = jax.device_get((cache.base, cache.tail, cache.length))
@@ -401,8 +400,6 @@ def generate(
   total = int(start.max()) + longest + count
   if not fresh or cache is not None:
     total = session.cache.capacity
-  for row, prompt in zip(session.seen, prompts, strict=True):
-    row[prompt] = True
   logits = _run(model, session, how, prompts, lengths, total, progress)
   if last is not None:
     session.gather(last)
@@ -468,6 +465,13 @@ def _run(
   """Reads the prompts into the session: the logits behind them."""
   start = session.lengths
   longest = int(lengths.max())
+
+  def read(cache: Any, done: int, slots: int) -> None:
+    """Notes that so many tokens of each prompt are in the cache."""
+    session.took(cache, slots, start + np.minimum(lengths, done))
+    for row, prompt in zip(session.seen, prompts, strict=True):
+      row[prompt[:done]] = True
+
   width = how.width if how.chunk is None else longest
   tokens = np.zeros((len(prompts), width), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
@@ -476,16 +480,13 @@ def _run(
     logits, cache = prefill.whole(
       model, how, tokens, lengths, session.cache, total
     )
-    session.took(cache, how.slots, start + lengths)
+    read(cache, longest, how.slots)
     if progress is not None:
       jax.block_until_ready(logits)
       progress(longest)
     return logits
-  keep = lambda cache, done, slots: session.took(
-    cache, slots, start + np.minimum(lengths, done)
-  )
   return prefill.chunked(
-    model, how, tokens, lengths, start, session.cache, total, keep, progress
+    model, how, tokens, lengths, start, session.cache, total, read, progress
   )
 
 
@@ -653,24 +654,17 @@ def _check_context(
   model: Transformer, session: Any, lengths: np.ndarray, count: int
 ) -> None:
   """Refuses a text that is longer than the model was made for."""
-  longest = model.config.longest
   read = np.zeros_like(lengths)
   if isinstance(session, Session) and session.lengths.size == lengths.size:
     read = session.lengths
   row = int(np.argmax(read + lengths))
-  total = int(read[row] + lengths[row]) + count
-  if longest is not None and total > longest:
-    before = f"{int(read[row]):,} tokens read before, " if read[row] else ""
-    raise PromptError(
-      message(
-        "tokens",
-        f"{before}{int(lengths[row]):,} tokens in prompt {row} and "
-        f"max_new_tokens={count:,}",
-        f"at most {longest:,} in all, the model's context",
-        "ask for fewer, extend the model (rj.train.extended), or raise "
-        "max_position_embeddings in its config.json",
-      )
-    )
+  before = f"{int(read[row]):,} tokens read before, " if read[row] else ""
+  inputs.within_context(
+    model.config,
+    int(read[row] + lengths[row]) + count,
+    f"{before}{int(lengths[row]):,} tokens in prompt {row} and "
+    f"max_new_tokens={count:,}",
+  )
 
 
 def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:

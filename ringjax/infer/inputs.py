@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ringjax.errors import PromptError, message
+from ringjax.models.transformer import TransformerConfig
 
 
 def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
@@ -96,3 +97,26 @@ def _ids(row: Any, number: int, vocab: int) -> np.ndarray:
       )
     )
   return ids.astype(np.int32)
+
+
+def within_context(config: TransformerConfig, total: int, came: str) -> None:
+  """Refuses a text that is longer than the model was made for.
+
+  Args:
+    config: of the model.
+    total: tokens of it, what is generated too.
+    came: the same in words.
+
+  Raises:
+    PromptError: it is.
+  """
+  most = config.longest
+  if most is not None and total > most:
+    raise PromptError(
+      message(
+        "tokens",
+        came,
+        f"at most {most:,} in all, the model's context by its {config.bound}",
+        "ask for fewer, or extend the model (rj.train.extended)",
+      )
+    )

@@ -164,6 +164,11 @@ class Runahead:
       ids = inputs.prompt(tokens, self.model.config.vocab)
       lengths = check_partition(partition, ids.size, self.peers.size)
       positive_int("new_tokens", new_tokens)
+      inputs.within_context(
+        self.model.config,
+        ids.size + new_tokens,
+        f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
+      )
       return self._card(ids, lengths, method, new_tokens)
 
     agree(self.peers, card)

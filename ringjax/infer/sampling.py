@@ -57,7 +57,8 @@ SEED = (0, 2**63 - 1)
 class Sampler(Protocol):
   """What generation asks of a sampler.
 
-  It is an argument of jit if it is a pytree, else a static one: hashable.
+  It is an argument of jit if it is a pytree, whose leaves are then traced, else
+  a static one: hashable. `step` is the position of the token that is drawn.
   """
 
   @property

@@ -32,7 +32,7 @@ from ringjax.nn.spread import Spread, Travel, Visit
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.inputs import as_array, float_dtype
-from ringjax.ops.rope import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TransformerConfig:
     logit_scale: what logits are multiplied by.
     logit_cap: soft cap of the logits.
     max_positions: the context that the model was made for, in tokens.
-    bounded: whether its config says so; else the number is a guess.
+    bound: the key of its config that says so; None: the number is a guess.
   """
 
   family: str
@@ -65,7 +65,7 @@ class TransformerConfig:
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
-  bounded: bool = False
+  bound: str | None = None
 
   @functools.cached_property
   def ropes(self) -> tuple[Rope, ...]:
@@ -79,17 +79,18 @@ class TransformerConfig:
   def longest(self) -> int | None:
     """Tokens beyond which no text of its own makes sense; None: unknown.
 
-    Scaled rotations reach further than some configs say: their factor counts.
+    Configs with linear or YaRN scaling may state what is stretched: the factor
+    counts. Gemma 3 states what comes out.
     """
     scalings = [rope.scaling for rope in self.ropes]
-    if not self.bounded or any(isinstance(s, Dynamic) for s in scalings):
+    if self.bound is None or any(isinstance(s, Dynamic) for s in scalings):
       return None
     found = self.max_positions
     for scaling in scalings:
-      if isinstance(scaling, Linear):
-        found = max(found, int(self.max_positions * scaling.factor))
-      elif isinstance(scaling, Yarn | Llama3 | LongRope):
+      if isinstance(scaling, Yarn):
         found = max(found, int(scaling.original * scaling.factor))
+      elif isinstance(scaling, Linear) and not self.family.startswith("gemma3"):
+        found = max(found, int(self.max_positions * scaling.factor))
     return found
 
 

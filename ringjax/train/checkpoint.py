@@ -526,6 +526,26 @@ class Checkpoints:
   # Restoring
   # -------------------------------------------------------------------------
 
+  def holds(self, like: Any = None) -> bool:
+    """Whether a step is saved, by what process 0 sees. Nothing is read.
+
+    Args:
+      like: as in `restore`: what the newest step must be, if its manifest can
+        be read.
+
+    Raises:
+      CheckpointMismatchError, InputTypeError, PeerError: as `restore`.
+    """
+    numbers = self._together.all(self._claims)[0]
+    if like is None:
+      return bool(numbers)
+    wanted = {name: Wanted(name, x) for name, x in named(like).items()}
+    for number in reversed(numbers):
+      with contextlib.suppress(CheckpointCorruptError):
+        self._compare(number, self._verified(number, "none"), wanted)
+        break
+    return bool(numbers)
+
   def restore(
     self, step: int | None = None, *, like: Any, verify: str = "crc32"
   ) -> tuple[Any, dict[str, Any]] | None:

@@ -455,7 +455,7 @@ def _begun(
   form = steps.form(optimizer, params, mesh)
   leaves = jax.tree.leaves(params)
   shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-  if saved is not None and saved.steps() and not shapes:
+  if saved is not None and not shapes and saved.holds(form._asdict()):
     # Two states at once would not fit where one just does.
     for x in leaves:
       x.delete()

@@ -111,6 +111,9 @@ def test_between_chunks(prompt, devices):
     ask(session, prompt, progress=after(2))
   assert session.lengths.tolist() == [16, 16]
   assert agrees(session) == CAPACITY - 16
+  # What was not read was not seen either.
+  for row, ids in zip(session.seen, prompt, strict=True):
+    assert set(np.flatnonzero(row)) == set(ids[:16])
   got = ask(session, [p[16:] for p in prompt])
   np.testing.assert_array_equal(got, behind(prompt, 6))
 

@@ -359,6 +359,9 @@ def test_on_from_a_folder_with_its_tokenizer(small, tmp_path):
     assert kept == (base / name).read_bytes()
   asked = json.loads((second / "config.json").read_text())
   assert asked["init_from"] == str(base)
+  # Called again when all is done, it writes the same.
+  status, _, err = run(*flags, f"--out={second}", f"--init_from={base}")
+  assert status == 0, err
 
 
 def test_a_corpus_of_another_tokenizer(small, tmp_path):

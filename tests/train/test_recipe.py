@@ -12,7 +12,12 @@ from flax import nnx
 
 import ringjax as rj
 from ringjax.data.packing import Documents
-from ringjax.errors import ConfigError, OptionError, ShapeError
+from ringjax.errors import (
+  CheckpointMismatchError,
+  ConfigError,
+  OptionError,
+  ShapeError,
+)
 from ringjax.nn.spread import Travel
 from ringjax.train import batch as batches
 from ringjax.train import recipe
@@ -148,6 +153,19 @@ def test_going_on_needs_one_state(tmp_path):
       jax.tree.leaves(begun.model), jax.tree.leaves(other.model), strict=True
     ):
       np.testing.assert_array_equal(a, b)
+
+
+def test_a_step_that_does_not_fit_costs_no_model(tmp_path):
+  first = recipe.Recipe(stages=(STAGE,))
+  with Checkpoints(tmp_path) as saved:
+    recipe.train(first, rj.models.create(CONFIG), text(), checkpoints=saved)
+  other = rj.models.create(CONFIG | {"hidden_size": 32})
+  with (
+    Checkpoints(tmp_path) as saved,
+    pytest.raises(CheckpointMismatchError),
+  ):
+    recipe.train(first, other, text(), checkpoints=saved)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(other))
 
 
 def test_shapes_alone_begin_nothing(tmp_path):

@@ -87,16 +87,17 @@ def gated(r: Reader, **options: Any) -> Gated:
   return Gated(hidden=r.whole("intermediate_size"), act=act, bias=bias)
 
 
-def _max_positions(r: Reader) -> int:
-  """Up to where the computation is that of the file.
+def _context(r: Reader) -> tuple[int, str | None]:
+  """Up to where the computation is that of the file, and which key says so.
 
   Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
   of longer texts; it is plain attention up to a chunk.
   """
   most = r.whole("max_position_embeddings", default=2048)
   chunks = r.value("dual_chunk_attention_config", default=None)
+  said = "max_position_embeddings"
   if chunks is None:
-    return most
+    return most, said if r.has(said) else None
   part = r.part("dual_chunk_attention_config", chunks)
   exact = (
     part.whole("original_max_position_embeddings", default=most),
@@ -110,7 +111,7 @@ def _max_positions(r: Reader) -> int:
     "sparse_attention_threshold",
   )
   part.finish()
-  return min(most, *exact)
+  return min(most, *exact), "dual_chunk_attention_config"
 
 
 def model(
@@ -123,6 +124,7 @@ def model(
   **options: Any,
 ) -> TransformerConfig:
   """The rest of a config. `tied` is what a file means that does not say."""
+  positions, bound = _context(r)
   config = TransformerConfig(
     family=family,
     vocab=r.whole(vocab),
@@ -130,8 +132,8 @@ def model(
     layers=tuple(layers),
     norm=layers[0].norm,
     tied=r.flag("tie_word_embeddings", default=tied),
-    max_positions=_max_positions(r),
-    bounded=r.has("max_position_embeddings"),
+    max_positions=positions,
+    bound=bound,
     **options,
   )
   numbers = config.vocab * config.embed
