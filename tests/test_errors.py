@@ -31,6 +31,7 @@ BUILTINS = {
   "SamplingError": ValueError,
   "MemoryEstimateError": MemoryError,
   "NotFiniteError": ArithmeticError,
+  "ReplayError": ArithmeticError,
   "Declined": NotImplementedError,
 }
 

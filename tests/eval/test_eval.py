@@ -38,7 +38,7 @@ CONFIG = {
   "num_hidden_layers": 1,
   "num_attention_heads": 2,
   "num_key_value_heads": 2,
-  "max_position_embeddings": 256,
+  "max_position_embeddings": 262144,
 }
 
 

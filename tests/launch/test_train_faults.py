@@ -65,9 +65,14 @@ def saved(out: pathlib.Path) -> list[int]:
   )
 
 
+def slow(*values: object) -> object:
+  return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # Saving after each step it mostly dies in a save, else in a step.
-@pytest.mark.parametrize("save_every", [1, 1000])
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize(
+  ("dying", "save_every"), [(0, 1000), (1, 1), slow(0, 1), slow(1, 1000)]
+)
 def test_a_dead_process_ends_the_others(
   argv, tmp_path, start_together, dying, save_every
 ):
@@ -131,10 +136,6 @@ def test_a_frozen_process_is_given_up(argv, tmp_path, start_together, frozen):
   else:
     assert other.returncode in (FAILED, -signal.SIGABRT)
     assert f"rank {frozen} has said nothing for 5 s" in err
-
-
-def slow(*values: object) -> object:
-  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests import checkpoints
 from tests.helpers import make_mesh
 
 NAME = "qwen3_next"
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_greedy(model, expected):
     logits, cache = model(token, positions=at, cache=cache)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("shards", [1, _slow(2), _slow(4), 8])
 def test_shards_equal_one_device(model, expected, shards):
   n = expected.tokens.shape[1] // 8 * 8
   attend = ring(shards)
@@ -178,7 +179,7 @@ def test_documents_and_padding(model, expected):
     close(got[:, 9:21], expected.logits[1:2, :12])
 
 
-@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("shards", [_slow(1), 8])
 def test_padded_prompts_go_on(model, expected, shards):
   """Rows of different lengths; the last shards hold nothing but padding."""
   spread = ring(shards)

@@ -16,6 +16,8 @@ from tests.helpers import make_mesh
 
 rule = jax.jit(delta_rule, static_argnames=("chunk",))
 
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 
 @jax.jit
 def reference(q, k, v, decay, beta, state):
@@ -160,7 +162,8 @@ def test_tokens_without_weight_change_nothing():
 
 
 @pytest.mark.parametrize(
-  ("t", "shards"), [(8, 8), (160, 1), (160, 2), (160, 4), (160, 8), (2128, 2)]
+  ("t", "shards"),
+  [(8, 8), (160, 1), _slow(160, 2), _slow(160, 4), (160, 8), (2128, 2)],
 )
 def test_shards_equal_one_device(t, shards):
   x = operands(t, t)
@@ -176,7 +179,7 @@ def test_shards_forget():
   close(jax.jit(functools.partial(over, mesh))(*x), reference(*x), 3e-6)
 
 
-@pytest.mark.parametrize("shards", [2, 8])
+@pytest.mark.parametrize("shards", [_slow(2), 8])
 def test_gradients_over_shards(shards):
   x = operands(9, 160)
   f = functools.partial(over, make_mesh(shards, "auto"))
