@@ -42,6 +42,12 @@ CONFIG = {
 }
 
 
+@functools.cache
+def made(seed: int):
+  """A small model that has learnt nothing."""
+  return checkpoint.create(CONFIG, seed=seed)
+
+
 @pytest.fixture(scope="module")
 def shipped():
   tokenizer = Tokenizer.load(tiny.path())
@@ -65,7 +71,7 @@ def test_the_model_that_ships_finds_what_is_hidden(shipped):
 
 def test_each_cell_is_told_when_it_is_done():
   task = Passkey(tokenizer=Bytes())
-  model = checkpoint.create(CONFIG, seed=0)
+  model = made(0)
   told = []
   cells = find(
     model, task, lengths=[250], depths=[0.0, 0.5, 1.0], trials=2,
@@ -77,7 +83,7 @@ def test_each_cell_is_told_when_it_is_done():
 
 def test_a_model_that_knows_nothing_finds_nothing(shipped):
   _, task = shipped
-  model = checkpoint.create(CONFIG, seed=0)
+  model = made(0)
   (cell,) = find(model, task, lengths=[300], depths=[0.5], trials=3)
   assert cell.score == 0 and len(cell.scores) == 3
 
@@ -120,7 +126,7 @@ def test_nothing_is_asked_when_a_question_is_wrong(wrong, monkeypatch):
   module = importlib.import_module("ringjax.infer.generate")
   monkeypatch.setattr(module, "free_bytes", lambda *devices: 1 << 20)
   task = Passkey(tokenizer=Bytes())
-  model, done = checkpoint.create(CONFIG, seed=0), []
+  model, done = made(0), []
   with pytest.raises((OptionError, MemoryEstimateError)):
     find(model, task, trials=1, on_trial=done.append, **wrong)
   assert not done
@@ -137,7 +143,7 @@ def texts(count: int, length: int) -> list[np.ndarray]:
 
 
 def test_losses_by_position_are_the_model_s_own():
-  model = checkpoint.create(CONFIG, seed=1)
+  model = made(1)
   rows = texts(3, 49)
   found = perplexity(model, rows, length=48, rows=3)
   tokens = np.stack(rows).astype(np.int32)
@@ -155,7 +161,7 @@ def test_losses_by_position_are_the_model_s_own():
 
 @pytest.mark.parametrize("prefill", ["auto", "chunked"])
 def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
-  model = checkpoint.create(CONFIG, seed=1)
+  model = made(1)
   rows = texts(2, 48)
   found = perplexity(model, rows, length=48, rows=2, bos=256, prefill=prefill)
   labels = np.stack(rows).astype(np.int32)
@@ -171,7 +177,7 @@ def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
 @pytest.mark.parametrize("prefill", ["auto", "ring", "chunked"])
 def test_a_sharded_text_gives_the_same(prefill):
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
-  model = checkpoint.create(CONFIG, seed=1)
+  model = made(1)
   rows = texts(2, 49)
   want = perplexity(model, rows, length=48, rows=2)
   got = perplexity(
@@ -182,7 +188,7 @@ def test_a_sharded_text_gives_the_same(prefill):
 
 @pytest.mark.parametrize("chunk", [7, 16, 48, 100])
 def test_what_was_read_may_lie_in_a_cache(chunk):
-  model = checkpoint.create(CONFIG, seed=1)
+  model = made(1)
   rows = texts(2, 49)
   want = perplexity(model, rows, length=48, rows=2)
   read = functools.partial(
@@ -204,7 +210,7 @@ def test_what_was_read_may_lie_in_a_cache(chunk):
   ],
 )
 def test_ways_that_do_not_fit(options, words):
-  model = checkpoint.create(CONFIG, seed=1)
+  model = made(1)
   with pytest.raises(OptionError, match=words):
     perplexity(model, texts(1, 49), length=48, rows=1, **options)
 
@@ -224,13 +230,13 @@ def test_nothing_is_read_when_it_cannot_be(wrong, words, monkeypatch):
   module = importlib.import_module("ringjax.infer.generate")
   monkeypatch.setattr(module, "free_bytes", lambda *devices: 1 << 10)
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
-  model = checkpoint.place(checkpoint.create(CONFIG, seed=1), mesh)
+  model = checkpoint.place(made(1), mesh)
   with pytest.raises(RingjaxError, match=words):
     reader(model, texts(2, 52), **(dict(length=48, rows=2) | wrong))
 
 
 def test_too_few_texts():
-  model = checkpoint.create(CONFIG, seed=1)
+  model = made(1)
   with pytest.raises(PromptError, match="1 of more than 48 tokens; wanted 2"):
     perplexity(model, [*texts(1, 49), *texts(3, 48)], length=48, rows=2)
 

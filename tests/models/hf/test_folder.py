@@ -586,7 +586,9 @@ def test_other_dtypes_are_had_as_they_are(tmp_path, dtype):
   x = np.array([[0, 1], [1, 0]]).astype(dtype)
   opened = Folder.open(lay(tmp_path, {"a": x}))
   same_bits(opened.read(asked(opened))["a"], x)
-  with pytest.raises(CheckpointMismatchError, match="a: got .*quantization_config"):
+  with pytest.raises(
+    CheckpointMismatchError, match="a: got .*quantization_config"
+  ):
     opened.read(asked(opened, dtype=jnp.bfloat16))
 
 
