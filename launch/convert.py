@@ -20,7 +20,6 @@ import os
 import pathlib
 import secrets
 import shutil
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -30,39 +29,20 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from launch import common, screens
+from launch import common, companions, screens
 from launch.definer import Definer
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
 from ringjax.models.checkpoint import check_unpacked, stored_dtype
 from ringjax.models.contents import contents, text_config
-from ringjax.models.hf import files, save
+from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.tensors import Tensor, parameters
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
-# What else makes a model, and who may use it. Only these names are copied.
-COMPANIONS = (
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "tokenizer.model",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "vocab.txt",
-  "merges.txt",
-  "chat_template.jinja",
-  "chat_template.json",
-  "generation_config.json",
-  "LICENSE",
-  "LICENSE.md",
-  "LICENSE.txt",
-  "NOTICE",
-)
-_COMPANION_BYTES = 256 << 20
 _READ_BYTES = 256 << 20
 
 
@@ -253,49 +233,12 @@ def _convert(
       _tensors(found, screen),
       max_shard_bytes=values.max_shard_bytes,
     )
-    copy_companions(found.folder.path, desk)
+    companions.copy(found.folder.path, desk)
     # Onto an empty folder too.
     os.rename(desk, place)
   finally:
     with contextlib.suppress(OSError):
       shutil.rmtree(desk)
-
-
-def copy_companions(folder: pathlib.Path, to: pathlib.Path) -> None:
-  """Copies the tokenizer and what else stands beside a model's weights.
-
-  Raises:
-    OptionError: one that is too large.
-  """
-  for name in _companions(folder):
-    _copy(folder, name, to)
-
-
-def _companions(folder: pathlib.Path) -> list[str]:
-  return [name for name in COMPANIONS if (folder / name).is_file()]
-
-
-def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
-  descriptor = files.open_inside(folder, name)
-  with open(descriptor, "rb") as source:
-    status = os.fstat(source.fileno())
-    if status.st_size > _COMPANION_BYTES or not stat.S_ISREG(status.st_mode):
-      raise OptionError(
-        message(
-          name,
-          f"{status.st_size:,} bytes",
-          f"at most {_COMPANION_BYTES:,}",
-          "remove it from the folder",
-        )
-      )
-    desk = to / f".{name}.{secrets.token_hex(4)}.new"
-    try:
-      with open(desk, "xb") as target:
-        shutil.copyfileobj(source, target)
-      # One that is there is replaced.
-      os.replace(desk, to / name)
-    finally:
-      desk.unlink(missing_ok=True)
 
 
 def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
@@ -313,7 +256,7 @@ def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
     + ", all finite",
     "weights": f"{screens.nbytes(weights)} in {len(folder.files)} "
     + ("file" if len(folder.files) == 1 else "files"),
-    "others": ", ".join(_companions(folder.path)) or "none",
+    "others": ", ".join(companions.names(folder.path)) or "none",
   }
   if found.dropped:
     not_used = "not used" if values.check else "left out"

@@ -447,7 +447,8 @@ def _logged(path: str) -> Iterator[dict[str, Any]]:
   number = 0
   try:
     with open(path, encoding="utf-8") as file:
-      for number, line in enumerate(file, 1):  # noqa: B007
+      for line in file:
+        number += 1
         # The last line of a run that was killed may be cut off.
         if line.endswith("\n"):
           yield _figures(json.loads(line))

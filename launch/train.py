@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import math
 import pathlib
@@ -37,7 +38,7 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import common, convert, screens, sources
+from launch import common, companions, screens, sources
 from launch.definer import Definer
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
@@ -232,7 +233,7 @@ class _Work:
     self._begin("writing the model")
     rj.models.save(done.model, out / "model", overwrite=True)
     if first and home is not None:
-      convert.copy_companions(home, out / "model")
+      companions.copy(home, out / "model")
     elif first:
       tokenizer.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
@@ -616,12 +617,12 @@ class _Trace:
 
 
 def _appended(path: pathlib.Path) -> TextIO:
-  """A log to go on with, its last line ended if a kill has cut it off."""
-  cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-  log = path.open("a", encoding="utf-8")
-  if cut:
-    log.write("\n")
-  return log
+  """A log to go on with, without the line that a kill has cut off."""
+  log = path.open("a+b")
+  log.seek(0)
+  whole = log.read().rfind(b"\n") + 1
+  log.truncate(whole)
+  return io.TextIOWrapper(log, encoding="utf-8")
 
 
 def _writer() -> Any:

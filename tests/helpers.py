@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
+import pytest
 from jax.sharding import AxisType, Mesh
 
 # A model that compiles fast, for tests of what is around it.
@@ -20,6 +21,9 @@ SMALL = {
   "sliding_window": None,
 }
 
+# Characters of an error, at most.
+MESSAGE_LIMIT = 400
+
 _KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -32,3 +36,14 @@ def make_mesh(n: int, kind: Literal["auto", "explicit"]) -> Mesh:
   return jax.make_mesh(
     (n,), ("seq",), axis_types=(_KINDS[kind],), devices=jax.devices()[:n]
   )
+
+
+def refused(kind, call, *words):
+  """What `call` raises: of a kind, short, and with these words."""
+  with pytest.raises(kind) as caught:
+    call()
+  text = str(caught.value)
+  assert len(text) < MESSAGE_LIMIT, text
+  for word in words:
+    assert word in text, text
+  return caught.value

@@ -679,10 +679,9 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
   heads = max(
     getattr(layer.attention, "heads", 0) for layer in model.config.layers
   )
-  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   shards = 1 if mesh is None else mesh.devices.size
   each = 4 * batch * heads * how.width**2 // shards
-  free = free_bytes(devices[0], len(devices))
+  free, _ = _free(mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(
       message(
@@ -695,6 +694,12 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
     )
 
 
+def _free(mesh: Any) -> tuple[int | None, int]:
+  """Free bytes of a device, if it says so, and how many devices share."""
+  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+  return free_bytes(devices[0], len(devices)), len(devices)
+
+
 def _check_memory(
   model: Transformer, spread: Spread, batch: int, capacity: int, dtype: Any
 ) -> None:
@@ -702,17 +707,12 @@ def _check_memory(
   each = bytes_each(
     model.cache_spec(batch, capacity, spread=spread, dtype=dtype)
   )
-  devices = (
-    jax.local_devices()[:1]
-    if spread.mesh is None
-    else spread.mesh.local_devices
-  )
-  free = free_bytes(devices[0], len(devices))
+  free, devices = _free(spread.mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(
       message(
         "cache",
-        f"{each:,} bytes on each of {len(devices)} device(s) for {batch} x "
+        f"{each:,} bytes on each of {devices} device(s) for {batch} x "
         f"{capacity:,} tokens",
         f"at most the {free:,} that are free there",
         "shard the sequence over more devices, or shorten the prompt",

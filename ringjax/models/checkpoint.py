@@ -32,7 +32,7 @@ from ringjax.models.hf.tensors import Tensor, parameters, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.ops.inputs import FLOATS, float_dtype
-from ringjax.parallel.mesh import check_auto
+from ringjax.parallel.mesh import check_auto, lying
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
@@ -123,11 +123,7 @@ def abstract(
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
-  return jax.tree.map(
-    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-    form,
-    _shardings(form, mesh, rules),
-  )
+  return lying(form, _shardings(form, mesh, rules))
 
 
 def cast(model: Transformer, dtype: Any) -> Transformer:

@@ -86,6 +86,15 @@ def check_auto(mesh: Any) -> Mesh:
   return mesh
 
 
+def lying(form: Any, shardings: Any) -> Any:
+  """A tree of shapes, each with the sharding that its array will have."""
+  return jax.tree.map(
+    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+    form,
+    shardings,
+  )
+
+
 def _sizes(
   shape: tuple[int, ...], names: tuple[str, ...], count: int
 ) -> tuple[int, ...]:

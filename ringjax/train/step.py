@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread
+from ringjax.parallel.mesh import lying
 from ringjax.train.batch import Batch
 from ringjax.train.objective import Sums, sums
 
@@ -131,18 +132,11 @@ def form(
     mesh: of all of it; None is one device.
   """
   count = jax.ShapeDtypeStruct((), jnp.int32)
-  mine = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    params,
-  )
+  mine = lying(params, jax.tree.map(lambda x: x.sharding, params))
   made = State(count, mine, jax.eval_shape(optimizer.init, mine), count)
   if mesh is None:
     return made
-  return jax.tree.map(
-    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-    made,
-    shardings(optimizer, mine, mesh),
-  )
+  return lying(made, shardings(optimizer, mine, mesh))
 
 
 def start(

@@ -308,18 +308,20 @@ def test_adapters_are_of_one_model():
   assert train._fingerprint(model) != of(1)
 
 
-def test_a_log_that_was_cut_off_goes_on_in_a_line_of_its_own(tmp_path):
+def test_a_log_goes_on_without_the_line_that_was_cut_off(tmp_path):
   log = tmp_path / "log.jsonl"
   for before, after in (
     (None, ""),
     ("", ""),
     ('{"step": 1}\n', '{"step": 1}\n'),
-    ('{"step": 1}\n{"st', '{"step": 1}\n{"st\n'),
+    ('{"step": 1}\n{"st', '{"step": 1}\n'),
+    ('{"st', ""),
   ):
     if before is not None:
       log.write_text(before)
-    train._appended(log).close()
-    assert log.read_text() == after
+    with train._appended(log) as opened:
+      opened.write("next\n")
+    assert log.read_text() == after + "next\n"
 
 
 def test_what_is_said_where_nothing_could_be_saved():

@@ -27,8 +27,8 @@ from ringjax.models.hf.packed import Float4, Float8
 from ringjax.models.hf.tensors import Tensor, parameters, plan
 from ringjax.nn.param import Rules
 from tests import checkpoints
+from tests.helpers import refused
 
-LIMIT = 400
 FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
@@ -56,15 +56,6 @@ def found(folder):
   opened = Folder.open(folder)
   source, family = text_config(opened.config)
   return contents(opened, family, models.abstract(source), source)
-
-
-def refused(kind, call, *words):
-  with pytest.raises(kind) as caught:
-    call()
-  text = str(caught.value)
-  assert len(text) < LIMIT, text
-  for word in words:
-    assert word in text, text
 
 
 def mesh_of(*, count=8, **sizes):

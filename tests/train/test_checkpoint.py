@@ -39,21 +39,11 @@ from ringjax.errors import (
 )
 from ringjax.train import Checkpoints, checkpoint, manifest
 from tests import checkpoints
+from tests.helpers import MESSAGE_LIMIT, refused
 from tests.train import saver
 
 ROOT = pathlib.Path(__file__).parents[2]
-LIMIT = 400
 SLOW = pytest.mark.slow
-
-
-def refused(kind, call, *words):
-  with pytest.raises(kind) as caught:
-    call()
-  text = str(caught.value)
-  assert len(text) < LIMIT, text
-  for word in words:
-    assert word in text, text
-  return caught.value
 
 
 def bits(x):
@@ -391,7 +381,7 @@ def poll_until_error(c, seconds=30):
     try:
       c.poll()
     except CheckpointWriteError as error:
-      assert len(str(error)) < LIMIT
+      assert len(str(error)) < MESSAGE_LIMIT
       return error
     time.sleep(0.001)
   raise AssertionError("the failure was not said")
@@ -560,7 +550,7 @@ def test_files_that_cannot_grow(tmp_path):
   assert made.returncode == 0, err
   found = json.loads(out.partition("FOUND")[2])
   for error, latest, left, old, new in found.values():
-    assert "step" in error and len(error) < LIMIT
+    assert "step" in error and len(error) < MESSAGE_LIMIT
     assert latest == 0 and left == [] and old and new
 
 
@@ -677,7 +667,7 @@ def damage(root, flips, seed):
       except CheckpointCorruptError as e:
         error = e
       assert error is not None, f"{where} was not found"
-      assert len(str(error)) < LIMIT, where
+      assert len(str(error)) < MESSAGE_LIMIT, where
       assert error.step == 30 and "step 30" in str(error), where
       named = {str(file)} | ({str(other)} if what == "swapped" else set())
       assert error.file in named, where

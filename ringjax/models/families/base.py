@@ -16,6 +16,17 @@ from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import Rope
 
+# What a model of text and images says of the images.
+IMAGE_KEYS = (
+  "boi_token_index",
+  "eoi_token_index",
+  "image_token_index",
+  "boi_token_id",
+  "eoi_token_id",
+  "image_token_id",
+  "vision_config",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapper:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ringjax.models.families.base import (
+  IMAGE_KEYS,
   Family,
   Wrapper,
   attention,
@@ -137,14 +138,8 @@ def _names(config: TransformerConfig) -> Names:
 _GEMMA3 = Wrapper(
   type="gemma3",
   keys=(
-    "boi_token_index",
-    "eoi_token_index",
-    "image_token_index",
-    "boi_token_id",
-    "eoi_token_id",
-    "image_token_id",
+    *IMAGE_KEYS,
     "mm_tokens_per_image",
-    "vision_config",
   ),
   defaults={
     "vocab_size": 262208,

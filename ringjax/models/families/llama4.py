@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ringjax.models.families.base import (
+  IMAGE_KEYS,
   Family,
   Wrapper,
   attention,
@@ -107,15 +108,7 @@ def _names(config: TransformerConfig) -> Names:
 
 _WRAPPER = Wrapper(
   type="llama4",
-  keys=(
-    "boi_token_index",
-    "eoi_token_index",
-    "image_token_index",
-    "boi_token_id",
-    "eoi_token_id",
-    "image_token_id",
-    "vision_config",
-  ),
+  keys=IMAGE_KEYS,
   defaults={
     "vocab_size": 202048,
     "hidden_size": 5120,

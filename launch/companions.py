@@ -1,0 +1,72 @@
+"""What stands beside a model's weights and goes where they go: the tokenizer,
+settings of generation, licences. By name; nothing in a folder is ever run.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+import shutil
+import stat
+
+from ringjax.errors import OptionError, message
+from ringjax.models.hf import files
+
+# What else makes a model, and who may use it. Only these names are copied.
+NAMES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "tokenizer.model",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "vocab.txt",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+  "LICENSE",
+  "LICENSE.md",
+  "LICENSE.txt",
+  "NOTICE",
+)
+_BYTES = 256 << 20
+
+
+def copy(folder: pathlib.Path, to: pathlib.Path) -> None:
+  """Copies the tokenizer and what else stands beside a model's weights.
+
+  Raises:
+    OptionError: one that is too large.
+  """
+  for name in names(folder):
+    _copy(folder, name, to)
+
+
+def names(folder: pathlib.Path) -> list[str]:
+  """Those that a folder has."""
+  return [name for name in NAMES if (folder / name).is_file()]
+
+
+def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
+  descriptor = files.open_inside(folder, name)
+  with open(descriptor, "rb") as source:
+    status = os.fstat(source.fileno())
+    if status.st_size > _BYTES or not stat.S_ISREG(status.st_mode):
+      raise OptionError(
+        message(
+          name,
+          f"{status.st_size:,} bytes",
+          f"at most {_BYTES:,}",
+          "remove it from the folder",
+        )
+      )
+    desk = to / f".{name}.{secrets.token_hex(4)}.new"
+    try:
+      with open(desk, "xb") as target:
+        shutil.copyfileobj(source, target)
+      # One that is there is replaced.
+      os.replace(desk, to / name)
+    finally:
+      desk.unlink(missing_ok=True)
