@@ -147,7 +147,7 @@ class _Work:
     mesh = common.mesh(values.mesh)
     axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
     made = recipe_of(config)
-    folder = values.init_from or config.get("init_from")
+    folder = values.init_from or config.get("init_from") or None
     out = pathlib.Path(values.out)
     self._begin("looking for what is saved")
     base = _base(folder)
@@ -159,7 +159,7 @@ class _Work:
       # Adapters are of one model: the numbers of their base are looked at.
       model = None
       if made.lora is not None:
-        model = self._model(config, base, folder, mesh, rules)
+        model = self._model(config, folder, mesh, rules)
       saved = stack.enter_context(
         Checkpoints(
           out / "checkpoints",
@@ -172,7 +172,7 @@ class _Work:
           base or _shape(config), dtype="float32", mesh=mesh, rules=rules
         )
       elif model is None:
-        model = self._model(config, base, folder, mesh, rules)
+        model = self._model(config, folder, mesh, rules)
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
       data = [
@@ -208,7 +208,7 @@ class _Work:
           self.doing = "training"
           if first:
             # Not before it is known that what is saved is of this training.
-            (out / "config.json").write_text(_asked(config, folder))
+            timing.write_json(str(out / "config.json"), _asked(config, folder))
           total = _tokens(made, made.total)
           # A run that goes on has done a part already.
           screen.begin("training", total, "tokens", done=_tokens(made, step))
@@ -242,14 +242,12 @@ class _Work:
   def _model(
     self,
     config: ConfigDict,
-    base: dict[str, Any] | None,
     folder: str | None,
     mesh: Any,
     rules: Any,
   ) -> Transformer:
     self._begin("making the model")
-    if base is not None:
-      assert folder is not None
+    if folder is not None:
       return rj.models.load(folder, mesh=mesh, rules=rules, dtype="float32")
     model = rj.models.create(
       _shape(config), seed=config.seed, mesh=mesh, rules=rules
@@ -558,12 +556,12 @@ def _fingerprint(model: Transformer) -> list[int]:
   return [int(x) for x in jax.device_get(found)]
 
 
-def _asked(config: ConfigDict, folder: str | None) -> str:
-  """What was asked, as JSON."""
+def _asked(config: ConfigDict, folder: str | None) -> dict[str, Any]:
+  """What was asked, as JSON has it."""
   said = json.loads(config.to_json_best_effort())
   if folder:
     said["init_from"] = str(pathlib.Path(folder).absolute())
-  return json.dumps(said, indent=1)
+  return said
 
 
 def _farewell(step: int, kept: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError, message
 from ringjax.infer.generate import Session, generate, place_of
+from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import plan
 from ringjax.models.transformer import Transformer
 from ringjax.ops.inputs import positive_int
@@ -78,8 +79,9 @@ def find(
     A cell for each length and depth, in this order.
 
   Raises:
-    OptionError: a length or depth that is none or beyond the model's context,
-      or a way to read that does not fit.
+    OptionError: a length or depth that is none, or a way to read that does
+      not fit.
+    PromptError: a length beyond the model's context.
     MemoryEstimateError: the longest text's cache has no room.
   """
   positive_int("trials", trials)
@@ -120,16 +122,8 @@ def _check(
   model: Transformer, lengths: Sequence[int], options: dict[str, Any]
 ) -> None:
   """Refuses what the model and its devices cannot read."""
-  context = model.config.longest
-  if context is not None and max(lengths) > context:
-    raise OptionError(
-      message(
-        "lengths",
-        f"{max(lengths):,} tokens",
-        f"at most {context:,}, the model's context",
-        "shorten them, or extend the model (rj.train.extended)",
-      )
-    )
+  longest = max(lengths)
+  within_context(model.config, longest, f"lengths up to {longest:,}")
   if "cache" in options:
     return
   mesh, axis = place_of(options.get("mesh"), options.get("axis"), model)

@@ -327,8 +327,7 @@ def chunks(
   if room is not None and width > room:
     before = width - chunk
     left = max(up(tokens - before), (room - before) // shards * shards)
-    last = padded(tokens - before, shards)
-    width = before + (last if last <= left else left)
+    width = before + min(padded(tokens - before, shards), left)
   return min(chunk, width), width
 
 
