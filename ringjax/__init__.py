@@ -44,9 +44,12 @@ from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.schedule import tile_counts, tile_schedule
 from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.ops.attention.wire import Wire
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.ops.mask import (
@@ -89,6 +92,7 @@ __all__ = [
   "DtypeError",
   "Everything",
   "Gather",
+  "Halo",
   "InputTypeError",
   "Layout",
   "Mask",
@@ -102,6 +106,7 @@ __all__ = [
   "PromptError",
   "ReplayError",
   "Ring",
+  "RingQ",
   "RingjaxError",
   "SameSegment",
   "SamplingError",
@@ -113,6 +118,7 @@ __all__ = [
   "Uneven",
   "UnsafeFormatError",
   "Window",
+  "Wire",
   "Zigzag",
   "attention",
   "blockwise_attention",

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import collections
 import gc
 import os
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 # An accelerator on this machine must not change what the tests run on; the
 # variable reaches subprocesses, the config below a JAX already imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Compiling is what the tests take their time for, and many compile the same
+# programs, also in processes of their own. What a worker compiled it reads
+# again until it ends. Workers do not share: JAX does not write these files at
+# one stroke.
+_PROGRAMS = tempfile.mkdtemp(prefix="ringjax-tests-")
+atexit.register(shutil.rmtree, _PROGRAMS, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import jax
@@ -68,6 +81,20 @@ def _programs_are_let_go() -> Iterator[None]:
   if maps.exists() and maps.read_bytes().count(b"\n") > _MAPPINGS:
     jax.clear_caches()
     gc.collect()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+  """Where the time went, by file: what to cut when the whole takes too long."""
+  seconds = collections.Counter()
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      if hasattr(report, "duration"):
+        seconds[report.nodeid.split("::")[0]] += report.duration
+  if sum(seconds.values()) < 300:
+    return
+  terminalreporter.write_sep("=", "seconds by file")
+  for path, spent in seconds.most_common(40):
+    terminalreporter.write_line(f"{spent:7.0f} {path}")
 
 
 @pytest.fixture

@@ -224,15 +224,15 @@ BUGS = [
   Bug(
     "the last hop is missing",
     _RING,
-    "(size - 1, 0) if self.hops",
-    "(max(size - 2, 0), 0) if self.hops",
+    "if self.two_way else (size - 1, 0)",
+    "if self.two_way else (max(size - 2, 0), 0)",
     "ring",
   ),
   Bug(
     "the ring turns the other way",
     _COLLECTIVES,
-    "(i, (i + shift) % size)",
-    "(i, (i - shift) % size)",
+    "group[(i + shift) % len(group)]",
+    "group[(i - shift) % len(group)]",
     "extras",
   ),
   Bug(
@@ -252,15 +252,15 @@ BUGS = [
   Bug(
     "dK and dV do not go home",
     _RING,
-    "self._rotate(sums, -behind) if behind else sums",
-    "sums",
+    "finish(carry, self._rotate(sums, -behind))",
+    "finish(carry, sums)",
     "ring",
   ),
   Bug(
     "dK and dV from ahead do not go home",
     _RING,
-    "self._rotate(more, ahead)",
-    "more",
+    "self._rotate(s, -n * way) for s, n, way",
+    "s for s, n, way",
     "both_sides",
   ),
   Bug(
@@ -394,10 +394,8 @@ BUGS = [
   Bug(
     "the bias of the wrong shard",
     _RING,
-    "source = (me - distance) % size there, seen = visitor.seen_by(x, "
-    "context) return self.local.forward",
-    "source = (me + distance) % size; there, seen = visitor.seen_by(x, "
-    "context); return self.local.forward",
+    "at = column + (me - distance) % size * length return self.local",
+    "at = column + (me + distance) % size * length; return self.local",
     "extras",
   ),
   Bug(

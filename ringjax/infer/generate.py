@@ -265,9 +265,9 @@ def generate(
     max_new_tokens: how many tokens to add at most.
     sampler: chooses a token from logits; default `Greedy()`.
     prefill: how the prompt is read: "auto", "dense", "blockwise" (one device);
-      "ring", "striped", "zigzag", "gather", "ulysses", "kvr" (a sharded
-      sequence; on one shard they all are "blockwise", and the report says
-      so); "chunked" (either).
+      "ring", "striped", "zigzag", "bidirectional", "gather", "ulysses",
+      "hybrid", "kvr" (a sharded sequence; on one shard they all are
+      "blockwise", and the report says so); "chunked" (either).
     mesh: the mesh; default: the session's, the model's or the current one,
       else one device.
     axis: the axis that shards the sequence; default "seq" if there is one.

@@ -39,6 +39,8 @@ _WAYS: dict[str, tuple[Any, Any, bool]] = {
   "zigzag": (Zigzag(), Ring(), True),
   "gather": (Contiguous(), Gather(), True),
   "ulysses": (Contiguous(), Ulysses(), True),
+  "bidirectional": (Striped(), Ring(two_way=True), True),
+  "hybrid": (Striped(), Ulysses(Ring()), True),
 }
 # Tokens of a chunk, unless a size is asked for.
 _CHUNK = 4096

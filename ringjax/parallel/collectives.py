@@ -1,13 +1,16 @@
 """Moves between shards: the only file that calls JAX's collectives.
 
 Law: every function here also runs under `jax.vmap(..., axis_name=...)`, on one
-device, with the same result; none of them looks at a mesh.
-Per shard: letters mean local sizes.
+device, with the same result; none of them looks at a mesh. (JAX's own limits
+under vmap: the moves over several axes at once, `send`, and `gather`,
+`scatter_sum` and `exchange` over a `Part` of an axis are for real meshes.)
+Per shard: letters mean local sizes. R is the size of the axis at hand.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +20,46 @@ from jax import lax
 from jax._src import core  # extend_axis_env_nd has no public name
 
 Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One level of an axis whose shards are numbered in two levels.
+
+  Shards i, i + stride, ..., of which there are `size`, are a group; moves stay
+  within groups.
+
+  Attributes:
+    axis: the axis.
+    size: shards of a group.
+    stride: how far its neighbours are apart; 1 is the inner level.
+  """
+
+  axis: str
+  size: int
+  stride: int = 1
+
+  def groups(self) -> list[list[int]]:
+    """The shards of each group, in order."""
+    span = self.size * self.stride
+    return [
+      [start + first + n * self.stride for n in range(self.size)]
+      for start in range(0, lax.axis_size(self.axis), span)
+      for first in range(self.stride)
+    ]
+
+
+# An axis, several numbered as one (the last moves fastest), or a level of one.
+Axis = str | tuple[str, ...] | Part
+
+
+def names(axis: Axis | None) -> tuple[str, ...]:
+  """The names of the mesh axes of `axis`."""
+  if axis is None:
+    return ()
+  if isinstance(axis, Part):
+    return (axis.axis,)
+  return (axis,) if isinstance(axis, str) else axis
 
 
 def manual_axes() -> frozenset[str]:
@@ -60,79 +103,140 @@ def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> jax.Array:
   return vary(jnp.full(shape, value, dtype), varying_axes(like))
 
 
-def axis_size(axis: str) -> int:
+def axis_size(axis: Axis) -> int:
   """Number of shards along `axis`, static."""
-  return lax.axis_size(axis)
+  return axis.size if isinstance(axis, Part) else lax.axis_size(axis)
 
 
-def axis_index(axis: str) -> jax.Array:
+def axis_index(axis: Axis) -> jax.Array:
   """This shard's number along `axis`, int32."""
+  if isinstance(axis, Part):
+    return lax.axis_index(axis.axis) // axis.stride % axis.size
   return lax.axis_index(axis)
 
 
-def is_bound(axis: str) -> bool:
-  """Whether `axis` names a manual mesh axis or a vmap axis here."""
+def is_bound(axis: Axis) -> bool:
+  """Whether `axis` names manual mesh axes or vmap axes here."""
+  mesh = jax.sharding.get_abstract_mesh()
   try:
-    lax.axis_size(axis)
+    for name in names(axis):
+      lax.axis_size(name)
   except NameError:
     return False
-  mesh = jax.sharding.get_abstract_mesh()
-  return axis not in mesh.axis_names or axis in mesh.manual_axes
+  return all(
+    name not in mesh.axis_names or name in mesh.manual_axes
+    for name in names(axis)
+  )
+
+
+def sizes(axes: Sequence[str]) -> tuple[tuple[str, int], ...]:
+  """The axes with their sizes, for `bound`."""
+  return tuple((name, lax.axis_size(name)) for name in axes)
 
 
 @contextlib.contextmanager
-def bound(axis: str | None, size: int) -> Iterator[None]:
-  """Makes the size of a vmap axis known where JAX forgets it.
+def bound(axes: Sequence[tuple[str, int]]) -> Iterator[None]:
+  """Makes the sizes of vmap axes known where JAX forgets them.
 
   JAX runs the backward rule of a custom_vjp under vmap without the names of
   the vmapped axes, and collectives ask for the size of theirs.
   """
-  if axis is None or is_bound(axis):
+  missing = [(name, size) for name, size in axes if not is_bound(name)]
+  if not missing:
     yield
     return
-  with core.extend_axis_env_nd([(axis, size)]):
+  with core.extend_axis_env_nd(missing):
     yield
 
 
-def rotate(tree: Tree, axis: str, shift: int) -> Tree:
+def rotate(tree: Tree, axis: Axis, shift: int) -> Tree:
   """Sends every leaf from shard i to shard (i + shift) mod R, one hop."""
-  size = lax.axis_size(axis)
-  pairs = [(i, (i + shift) % size) for i in range(size)]
-  return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
+  if isinstance(axis, Part):
+    groups = axis.groups()
+    name: Any = axis.axis
+  else:
+    groups, name = [list(range(lax.axis_size(axis)))], axis
+  pairs = [
+    (shard, group[(i + shift) % len(group)])
+    for group in groups
+    for i, shard in enumerate(group)
+  ]
+  # JAX's vmap wants them in the order of who sends.
+  pairs.sort()
+  return jax.tree.map(lambda x: lax.ppermute(x, name, pairs), tree)
 
 
-def send(tree: Tree, axis: str, pairs: Sequence[tuple[int, int]]) -> Tree:
+def send(tree: Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Tree:
   """Sends every leaf along (from, to) pairs; who gets nothing has zeros."""
+  if isinstance(axis, Part):
+    pairs = [(group[i], group[j]) for group in axis.groups() for i, j in pairs]
+    axis = axis.axis
   return jax.tree.map(lambda x: lax.ppermute(x, axis, list(pairs)), tree)
 
 
-def gather(tree: Tree, axis: str, dimension: int) -> Tree:
-  """Concatenates all shards' leaves along `dimension`, on every shard."""
+def shift(tree: Tree, axis: Axis, by: int) -> Tree:
+  """Sends every leaf from shard i to shard i + by; the ends get zeros."""
+  size = axis_size(axis)
+  if all(name in manual_axes() for name in names(axis)):
+    return send(
+      tree, axis, [(i, i + by) for i in range(size) if 0 <= i + by < size]
+    )
+  # JAX's vmap wants somebody to send to everybody.
+  me = axis_index(axis)
+  inside = (me >= by) & (me < size + by)
   return jax.tree.map(
-    lambda x: lax.all_gather(x, axis, axis=dimension, tiled=True), tree
+    lambda x: jnp.where(inside, x, jnp.zeros_like(x)), rotate(tree, axis, by)
   )
 
 
-def scatter_sum(tree: Tree, axis: str, dimension: int) -> Tree:
-  """Sums leaves over all shards; each keeps its part of `dimension`."""
+def gather(tree: Tree, axis: Axis, dimension: int) -> Tree:
+  """Concatenates all shards' leaves along `dimension`, on every shard."""
+  name, groups = _grouped(axis)
   return jax.tree.map(
-    lambda x: lax.psum_scatter(
-      x, axis, scatter_dimension=dimension, tiled=True
+    lambda x: lax.all_gather(
+      x, name, axis=dimension, tiled=True, axis_index_groups=groups
     ),
     tree,
   )
 
 
-def total(tree: Tree, axis: str) -> Tree:
+def scatter_sum(tree: Tree, axis: Axis, dimension: int) -> Tree:
+  """Sums leaves over all shards; each keeps its part of `dimension`."""
+  name, groups = _grouped(axis)
+  return jax.tree.map(
+    lambda x: lax.psum_scatter(
+      x,
+      name,
+      scatter_dimension=dimension,
+      tiled=True,
+      axis_index_groups=groups,
+    ),
+    tree,
+  )
+
+
+def total(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
   """Sums leaves over all shards, on every shard."""
   return jax.tree.map(lambda x: lax.psum(x, axis), tree)
 
 
-def largest(tree: Tree, axis: str) -> Tree:
+def largest(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
   """The largest of all shards' leaves, on every shard."""
   return jax.tree.map(lambda x: lax.pmax(x, axis), tree)
 
 
-def exchange(x: jax.Array, axis: str, split: int, concat: int) -> jax.Array:
+def exchange(x: jax.Array, axis: Axis, split: int, concat: int) -> jax.Array:
   """All-to-all: cuts `split` into R parts, joins the received on `concat`."""
-  return lax.all_to_all(x, axis, split, concat, tiled=True)
+  name, groups = _grouped(axis)
+  return lax.all_to_all(
+    x, name, split, concat, tiled=True, axis_index_groups=groups
+  )
+
+
+def _grouped(axis: Axis) -> tuple[Any, Any]:
+  """An axis and its groups, as JAX wants them."""
+  if not isinstance(axis, Part):
+    return axis, None
+  groups = axis.groups()
+  # A group of all is none: then the move also runs under vmap.
+  return axis.axis, groups if len(groups) > 1 else None

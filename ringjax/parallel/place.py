@@ -2,12 +2,14 @@
 
 Law: `locate` looks, in this order, at what the caller said, at the operands
 (explicit shardings, or the shardings of concrete arrays), at the current mesh
-and its "seq" axis; where none of them names an axis the call is local.
+and its "seq" axis; where none of them names an axis the call is local. Several
+axes that shard the sequence count as one, the last of them moving fastest.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ class Place:
   """The answer of `locate`.
 
   Attributes:
-    axis: mesh axis over which the sequence is sharded, or None.
+    axis: mesh axis over which the sequence is sharded, or several, or None.
     manual: whether operands are per shard (the caller's shard_map or vmap).
     mesh: the mesh to open a shard_map on, or None.
     size: number of shards, 1 without an axis.
@@ -33,23 +35,33 @@ class Place:
     heads: explicit mesh axes over which the heads are sharded.
   """
 
-  axis: str | None = None
+  axis: str | tuple[str, ...] | None = None
   manual: bool = False
   mesh: Any = None
   size: int = 1
   batch: tuple[str, ...] = ()
   heads: tuple[str, ...] = ()
 
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The mesh axes over which the sequence is sharded."""
+    return collectives.names(self.axis)
 
-def manual(axis: str | None) -> Place | None:
+
+def manual(axis: Any) -> Place | None:
   """The place of a call whose operands are per shard, else None."""
-  if axis is not None and not isinstance(axis, str):
+  several = isinstance(axis, tuple) and len(set(axis)) == len(axis) > 0
+  if not (
+    axis is None
+    or isinstance(axis, str)
+    or (several and all(isinstance(name, str) for name in axis))
+  ):
     raise MeshError(
       message(
         "axis",
         repr(axis),
-        "the name of one mesh axis",
-        "shard the sequence over a single axis, e.g. axis='seq'",
+        "the name of a mesh axis, or a tuple of such names, the slowest first",
+        "shard the sequence over an axis, e.g. axis='seq'",
       )
     )
   bound = axis or (SEQ if SEQ in collectives.manual_axes() else None)
@@ -61,7 +73,7 @@ def manual(axis: str | None) -> Place | None:
 def locate(
   operands: Sequence[Any],
   mesh: Mesh | AbstractMesh | None,
-  axis: str | None,
+  axis: str | tuple[str, ...] | None,
   required: bool,
 ) -> Place:
   """Finds the place of a call with [B, T, heads, H] `operands`, q first.
@@ -106,7 +118,7 @@ def locate(
           "pass axis= one of them",
         )
       )
-  elif axis not in use.axis_names:
+  elif any(name not in use.axis_names for name in collectives.names(axis)):
     raise MeshError(
       message(
         "axis",
@@ -126,7 +138,7 @@ def locate(
   entry = lambda i: tuple(
     a for a in (spec[i] if i < len(spec) else ()) if a in explicit
   )
-  if axis is not None and (axis in entry(0) or axis in entry(2)):
+  if {*collectives.names(axis)} & {*entry(0), *entry(2)}:
     raise MeshError(
       message(
         "q",
@@ -139,7 +151,7 @@ def locate(
     axis,
     False,
     use,
-    use.shape[axis] if axis is not None else 1,
+    math.prod(use.shape[name] for name in collectives.names(axis)),
     entry(0),
     entry(2),
   )
@@ -162,18 +174,9 @@ def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:
   return sharding.mesh, axes
 
 
-def _sequence_axis(specs: list[Any], mesh: Any) -> str | None:
+def _sequence_axis(specs: list[Any], mesh: Any) -> Any:
   for _, spec in specs:
     over = spec[1] if len(spec) > 1 else ()
-    if len(over) > 1:
-      raise MeshError(
-        message(
-          "sequence dimension",
-          f"a sharding over several mesh axes {over}",
-          "a sharding over one axis",
-          "use a mesh in which these are one axis",
-        )
-      )
     if over:
-      return over[0]
+      return over if len(over) > 1 else over[0]
   return SEQ if SEQ in mesh.axis_names else None

@@ -23,6 +23,7 @@ from ringjax.errors import CheckpointMismatchError, OptionError, message
 from ringjax.models import work
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Travel
+from ringjax.ops.attention import levels
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.plan.cost import check_count, check_number
@@ -37,8 +38,6 @@ LAYOUTS: dict[str, Layout] = {
   "striped": Striped(),
   "zigzag": Zigzag(),
 }
-# What "auto" is: see ringjax.dot_product_attention.
-STRATEGIES = ("auto", "ring", "gather", "ulysses")
 OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -218,7 +217,7 @@ class Recipe:
     optimizer: of all of them.
     objective: what is minimised.
     layout: of the sequence over the shards.
-    strategy: of attention, of `STRATEGIES`.
+    strategy: of attention, by its name in `ringjax.dot_product_attention`.
     remat: what is kept of a layer, of `remat.POLICIES`.
     lora: adapters in place of all parameters, or None.
     packer: of documents into rows.
@@ -241,7 +240,8 @@ class Recipe:
     if not self.stages:
       raise OptionError(message("stages", "none", "one or more", "add one"))
     _choice("layout", self.layout, LAYOUTS)
-    _choice("strategy", self.strategy, STRATEGIES)
+    if self.strategy != "auto":
+      levels.named(self.strategy)
     _choice("remat", self.remat, remat.POLICIES)
     check_count("seed", self.seed, least=0)
 

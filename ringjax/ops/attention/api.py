@@ -21,28 +21,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError, OptionError, ShapeError, message
+from ringjax.ops.attention import levels
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
-from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.levels import Strategy
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.place import Place, locate, manual
-
-Strategy = Ring | Chain | Gather | Ulysses
-
-_BY_NAME: dict[str, Strategy] = {
-  "ring": Ring(),
-  "chain": Chain(),
-  "gather": Gather(),
-  "ulysses": Ulysses(),
-}
 
 
 def dot_product_attention(
@@ -60,7 +51,7 @@ def dot_product_attention(
   implementation: Literal["xla", "cudnn"] | None = None,
   return_residual: bool = False,
   mesh: Any = None,
-  axis: str | None = None,
+  axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
   strategy: str | Strategy = "auto",
   q_segment_ids: Any = None,
@@ -99,15 +90,19 @@ def dot_product_attention(
       `jax.nn` and is for one device and JAX's own arguments only.
     return_residual: also return the log-sum-exp, float32 [B, T, N].
     mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis that shards T and S. Default: what shards the operands,
-      else the current mesh's "seq" axis, else one device. Inside a shard_map
-      where the axis is manual the operands are per shard.
+    axis: the mesh axis that shards T and S, or several, the slowest first.
+      Default: what shards the operands, else the current mesh's "seq" axis,
+      else one device. Inside a shard_map where the axis is manual the operands
+      are per shard.
     layout: the order in which the sequence dimension of all arrays lies on
       the shards (`layout.permute` brings it there); default `Contiguous()`.
-    strategy: "auto" (now: the ring), "ring", "chain" (causal),
-      "gather", "ulysses", or an object
-      such as `Ring(Blockwise(q_block=512))`. `Ring(Dense())` is the way to
-      forward-mode and higher-order derivatives.
+    strategy: "auto" (now: the ring), "ring", "bidirectional", "ring_q" (queries
+      travel), "gather", "ulysses", "hybrid" (heads between neighbours, a ring
+      of their groups), "two_level", "halo" (a window), "chain" (causal),
+      "documents" (hops as far as packed documents reach), or an object such as
+      `Ring(Blockwise(q_block=512), wire="int8")` or `Ulysses(Ring(), inner=4)`,
+      which is also "hybrid:4".
+      `Ring(Dense())` is the way to forward-mode and higher-order derivatives.
     q_segment_ids: int32 [B, T] or [T], the document of each query; 0 is
       padding. Queries see keys of their own document only.
     kv_segment_ids: the same for the keys; default `q_segment_ids`.
@@ -193,7 +188,7 @@ def ring_attention(
   value: Any,
   *,
   mesh: Any = None,
-  axis: str | None = None,
+  axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
   is_causal: bool = False,
   return_residual: bool = False,
@@ -346,7 +341,7 @@ def attention(
   return _attend(request.scores, x, context, strategy)
 
 
-def _key_shards(axis: str | None) -> int:
+def _key_shards(axis: Any) -> int:
   place = manual(axis)
   return 1 if place is None else place.size
 
@@ -372,29 +367,10 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(strategy: Any) -> Strategy:
-  if isinstance(strategy, Ring | Chain | Gather | Ulysses):
-    if not hasattr(strategy.local, "forward"):
-      raise OptionError(
-        message(
-          "strategy",
-          f"a local algorithm {strategy.local!r}",
-          "Blockwise() or Dense()",
-          "pass e.g. Ring(Blockwise())",
-        )
-      )
+  if levels.is_strategy(strategy):
+    levels.check(strategy)
     return strategy
-  if strategy == "auto":
-    return _BY_NAME["ring"]
-  if not isinstance(strategy, str) or strategy not in _BY_NAME:
-    raise OptionError(
-      message(
-        "strategy",
-        repr(strategy),
-        f"'auto', {', '.join(map(repr, _BY_NAME))} or an object like Ring()",
-        "leave it out for 'auto'",
-      )
-    )
-  return _BY_NAME[strategy]
+  return levels.named("ring" if strategy == "auto" else strategy)
 
 
 def _run(
@@ -461,12 +437,20 @@ def _per_shard(
   needed = None
   behind, ahead = x.mask.reach
   derived = x.q_pos is None and x.k_pos is None
-  if isinstance(strategy, Chain) and size > 1:
-    strategy.check(x.mask, layout, derived and shards[0] == shards[1])
+  if size > 1:
+    same = derived and shards[0] == shards[1]
+    strategy = levels.fitted(strategy, x.mask, layout, same)
   if derived and behind is not None and ahead is not None:
     q_length, k_length = shards[0] * size, shards[1] * size
     needed = layout.reachable(size, q_length, k_length, behind, ahead)
-  return _attend(request.scores, x, context, strategy.on(place.axis, needed))
+  if place.axis is not None:
+    strategy = levels.bind(strategy, place.axis, needed, x.k.shape[2])
+  elif levels.is_strategy(strategy.local):
+    # One device: what travels between levels is at hand.
+    strategy = Gather(levels.innermost(strategy))
+  else:
+    strategy = strategy.on(None, None)
+  return _attend(request.scores, x, context, strategy)
 
 
 def _attend(
@@ -619,7 +603,7 @@ def _jitted_on_mesh(
   }
   if explicit:
     x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
-  names = explicit | ({place.axis} if place.axis else set())
+  names = explicit | {*place.names}
   out, lse = jax.shard_map(
     lambda x: _per_shard(request, x, place, strategy, lengths),
     mesh=place.mesh,

@@ -3,12 +3,15 @@
 Law: `attend` returns (out, lse) of the local queries over all keys that the
 strategy brings, whichever strategy it is, and both are differentiable.
 
-A *strategy* decides which keys arrive when and wraps a *local algorithm*:
+A *strategy* decides which keys arrive when and wraps a *local algorithm*. Both
+have one form, so that a strategy may wrap another:
 
-  forward(scores, x, terms, context) -> Partial
-  backward(scores, x, terms, context, residuals) -> Gradients
+  forward(scores, x, terms, context, column, carry) -> Partial
+  backward(scores, x, terms, context, column, residuals, carry) -> Gradients
 
-A strategy whose local algorithm is `differentiable` is left to JAX; another
+The keys that a call sees begin at `column` of the whole sequence's order, and
+`carry` holds what earlier calls found: the partial, or (dq, dterms). A
+strategy whose local algorithm is `differentiable` is left to JAX; another
 gets one custom rule here, which keeps q, k, v, out and lse and nothing else.
 out and lse carry the checkpoint names `NAMES`: a remat policy that saves them
 (`jax.checkpoint_policies.save_only_these_names(*NAMES)`) never runs the
@@ -34,13 +37,31 @@ NAMES = ("ringjax_attention_out", "ringjax_attention_lse")
 
 
 class Algorithm(Protocol):
-  """What `attend` needs of a strategy."""
+  """A local algorithm, or a strategy around one.
 
-  local: Any
-  axis: str | None
+  Attributes:
+    axes: the mesh axes over which keys move.
+    differentiable: whether JAX may differentiate `forward` itself.
+  """
+
+  @property
+  def axes(self) -> tuple[str, ...]: ...
+
+  @property
+  def differentiable(self) -> bool: ...
+
+  def span(self, keys: int) -> int:
+    """How many keys a call sees whose operands hold `keys`."""
+    ...
 
   def forward(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
   ) -> Partial: ...
 
   def backward(
@@ -49,7 +70,9 @@ class Algorithm(Protocol):
     x: Local,
     terms: Terms,
     context: Context,
+    column: Any,
     residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
   ) -> Gradients: ...
 
 
@@ -57,16 +80,19 @@ def attend(
   algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array]:
   """(out [B, K, G, T, J] in q's dtype, lse [B, K, G, T] in float32)."""
-  axis = algorithm.axis
-  axes = collectives.varying_axes(x, terms, context)
-  axes = axes | {axis} if axis else axes
+  axes = collectives.varying_axes(x, terms, context) | {*algorithm.axes}
   x, terms, context = collectives.vary((x, terms, context), axes)
-  if algorithm.local.differentiable:
-    return _name(
-      *_finish(algorithm.forward(scores, x, terms, context), x, terms)
-    )
-  size = collectives.axis_size(axis) if axis else 1
-  return _attend(algorithm, size, scores, x, terms, context)
+  if algorithm.differentiable:
+    return _name(*_forward(algorithm, scores, x, terms, context))
+  sizes = collectives.sizes(algorithm.axes)
+  return _attend(algorithm, sizes, scores, x, terms, context)
+
+
+def _forward(
+  algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
+) -> tuple[jax.Array, jax.Array]:
+  partial = algorithm.forward(scores, x, terms, context, 0, empty_partial(x))
+  return _finish(partial, x, terms)
 
 
 def _finish(
@@ -85,43 +111,46 @@ def _name(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(
   algorithm: Any,
-  size: int,
+  sizes: Any,
   scores: Scores,
   x: Local,
   terms: Terms,
   context: Context,
 ) -> tuple[jax.Array, jax.Array]:
-  del size
-  return _finish(algorithm.forward(scores, x, terms, context), x, terms)
+  del sizes
+  return _forward(algorithm, scores, x, terms, context)
 
 
 def _attend_fwd(
   algorithm: Any,
-  size: int,
+  sizes: Any,
   scores: Scores,
   x: Local,
   terms: Terms,
   context: Context,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  out, lse = _name(*_attend(algorithm, size, scores, x, terms, context))
+  out, lse = _name(*_attend(algorithm, sizes, scores, x, terms, context))
   return (out, lse), (x, terms, context, out, lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gradient(
-  algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
+  algorithm: Any, sizes: Any, scores: Scores, saved: Any, cotangents: Any
 ) -> tuple[Local, Terms]:
   x, terms, context, out, lse = saved
   do, dlse = cotangents
   wide = lse.dtype
   delta = jnp.sum(do.astype(wide) * out.astype(wide), -1) - dlse
-  with collectives.bound(algorithm.axis, size):
+  bare = terms._replace(sinks=None)
+  with collectives.bound(sizes):
     grads = algorithm.backward(
       scores,
       x,
-      terms._replace(sinks=None),
+      bare,
       context,
+      0,
       Residuals.of(x.q, do, lse, delta),
+      zero_gradients(x, bare, wide),
     )
   dx = Local(
     jnp.transpose(grads.q, (0, 1, 3, 4, 2)).astype(x.q.dtype),
@@ -157,9 +186,9 @@ _gradient.defvjp(_gradient_fwd, _gradient_bwd)
 
 
 def _attend_bwd(
-  algorithm: Any, size: int, scores: Scores, saved: Any, cotangents: Any
+  algorithm: Any, sizes: Any, scores: Scores, saved: Any, cotangents: Any
 ) -> tuple[Local, Terms, None]:
-  return *_gradient(algorithm, size, scores, saved, cotangents), None
+  return *_gradient(algorithm, sizes, scores, saved, cotangents), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

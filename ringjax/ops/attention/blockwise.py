@@ -195,6 +195,8 @@ class Blockwise:
 
   # Reverse mode goes through `backward`, not through the loops.
   differentiable = False
+  # It moves nothing.
+  axes = ()
 
   def __post_init__(self) -> None:
     for name in ("q_block", "kv_block"):
@@ -207,6 +209,9 @@ class Blockwise:
       _even(q_length, self.q_block or _default_block(q_length, 512)),
       _even(k_length, self.kv_block or _default_block(k_length, 256)),
     )
+
+  def span(self, keys: int) -> int:
+    return keys
 
   def forward(
     self,

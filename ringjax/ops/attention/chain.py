@@ -28,22 +28,20 @@ import numpy as np
 from jax import lax
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.attend import (
-  attend,
-  empty_partial,
-  zero_gradients,
-)
+from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
   Local,
   Residuals,
 )
-from ringjax.ops.attention.ring import Visitor, pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.visitor import Visitor, pack, unpack
+from ringjax.ops.attention.wire import as_wire
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
+from ringjax.parallel.collectives import Axis
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
 
@@ -53,15 +51,32 @@ class Chain:
 
   Attributes:
     local: the algorithm of one step, `Blockwise()` or `Dense()`.
-    axis: the mesh axis; filled in by the functions that take `axis=`.
+    axis: the axis; filled in by the functions that take `axis=`.
     steps: from how many shards before it a shard gets keys; None is all.
+    wire: how keys and values travel, as in `Ring`.
   """
 
   local: Any = Blockwise()
-  axis: str | None = None
+  axis: Axis | None = None
   steps: int | None = None
+  wire: Any = None
 
-  def on(self, axis: str | None, needed: np.ndarray | None) -> Chain:
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "wire", as_wire(self.wire, self.local))
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    return collectives.names(self.axis)
+
+  @property
+  def differentiable(self) -> bool:
+    return self.local.differentiable
+
+  def span(self, keys: int) -> int:
+    """How many keys a call sees whose operands hold `keys`."""
+    return keys * self._place()[0]
+
+  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Chain:
     """This chain on `axis`, cut to the distances that are `needed`."""
     steps = None if needed is None else int(np.flatnonzero(needed).max())
     return dataclasses.replace(self, axis=axis, steps=steps)
@@ -102,19 +117,23 @@ class Chain:
     return attend(self, scores, x, terms, context)
 
   def forward(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
   ) -> Partial:
+    """Folds the keys of the shards up to this one into `carry`."""
     size, me, steps = self._place()
     length = x.k.shape[2]
-    visitor = Visitor.of(x, context)
-    carry = empty_partial(x)
+    visitor = Visitor.of(x, context, self.wire)
     for t in range(steps + 1):
       coming = self._send(visitor, t + 1, size) if t < steps else visitor
-      there, seen = visitor.seen_by(x, context)
-      source = (me - t) % size
-      carry = self.local.forward(
-        scores, there, terms, seen, source * length, carry
-      )
+      there, seen = self._seen(visitor, t, x, context)
+      at = column + (me - t) % size * length
+      carry = self.local.forward(scores, there, terms, seen, at, carry)
       visitor = coming
     return carry
 
@@ -124,23 +143,25 @@ class Chain:
     x: Local,
     terms: Terms,
     context: Context,
+    column: Any,
     residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
   ) -> Gradients:
+    """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
     size, me, steps = self._place()
     length = x.k.shape[2]
     # Else a compiler takes these sends for those of the forward pass, and keeps
     # what those brought until now.
-    visitor = lax.optimization_barrier(Visitor.of(x, context))
-    carry = zero_gradients(x, terms, residuals.lse.dtype)
+    visitor = lax.optimization_barrier(Visitor.of(x, context, self.wire))
     sums: Any = None
     home: Any = None
     for t in range(steps + 1):
       coming = self._send(visitor, t + 1, size) if t < steps else visitor
       moved = self._send(sums, t, size) if t else None
-      there, seen = visitor.seen_by(x, context)
-      source = (me - t) % size
+      there, seen = self._seen(visitor, t, x, context)
+      at = column + (me - t) % size * length
       grads = self.local.backward(
-        scores, there, terms, seen, source * length, residuals, carry
+        scores, there, terms, seen, at, residuals, carry
       )
       carry = grads.q, grads.terms
       more = pack(grads.k, grads.v)
@@ -151,6 +172,14 @@ class Chain:
       visitor = coming
     dk, dv = unpack(home)
     return Gradients(carry[0], dk, dv, carry[1])
+
+  def _seen(
+    self, visitor: Visitor, t: int, x: Local, context: Context
+  ) -> tuple[Local, Context]:
+    """What is at hand in step t; a shard's own keys stay exact."""
+    if t == 0 and self.wire is not None:
+      return x, context
+    return visitor.seen_by(x, context, self.wire)
 
   def _home(
     self, home: Any, sums: Any, t: int, done: tuple[int, ...], me: Any

@@ -25,6 +25,11 @@ class Dense:
 
   # JAX differentiates `forward` itself.
   differentiable = True
+  # It moves nothing.
+  axes = ()
+
+  def span(self, keys: int) -> int:
+    return keys
 
   def forward(
     self,

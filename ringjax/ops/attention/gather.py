@@ -16,22 +16,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.ops.attention.attend import (
-  attend,
-  empty_partial,
-  zero_gradients,
-)
+from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
   Local,
   Residuals,
 )
-from ringjax.ops.attention.ring import pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.mask import Coords
+from ringjax.ops.attention.visitor import Visitor, pack, unpack
+from ringjax.ops.attention.wire import as_wire
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
+from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +37,33 @@ class Gather:
 
   Attributes:
     local: `Blockwise()` or `Dense()`.
-    axis: the mesh axis; None attends to the keys at hand (one device).
+    axis: the axis; None attends to the keys at hand (one device).
+    wire: how keys and values travel, as in `Ring`; a shard's own too.
   """
 
   local: Any = Blockwise()
-  axis: str | None = None
+  axis: Axis | None = None
+  wire: Any = None
 
-  def on(self, axis: str | None, needed: np.ndarray | None) -> Gather:
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "wire", as_wire(self.wire, self.local))
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    return (*collectives.names(self.axis), *self.local.axes)
+
+  @property
+  def differentiable(self) -> bool:
+    return self.local.differentiable
+
+  def span(self, keys: int) -> int:
+    """How many keys a call sees whose operands hold `keys`."""
+    keys = self.local.span(keys)
+    return (
+      keys if self.axis is None else keys * collectives.axis_size(self.axis)
+    )
+
+  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Gather:
     del needed
     return dataclasses.replace(self, axis=axis)
 
@@ -56,10 +73,17 @@ class Gather:
     return attend(self, scores, x, terms, context)
 
   def forward(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
   ) -> Partial:
+    """Folds the keys of all shards into `carry`."""
     x, context = self._all_keys(x, context)
-    return self.local.forward(scores, x, terms, context, 0, empty_partial(x))
+    return self.local.forward(scores, x, terms, context, column, carry)
 
   def backward(
     self,
@@ -67,11 +91,15 @@ class Gather:
     x: Local,
     terms: Terms,
     context: Context,
+    column: Any,
     residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
   ) -> Gradients:
+    """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
     x, context = self._all_keys(x, context)
-    zero = zero_gradients(x, terms, residuals.lse.dtype)
-    grads = self.local.backward(scores, x, terms, context, 0, residuals, zero)
+    grads = self.local.backward(
+      scores, x, terms, context, column, residuals, carry
+    )
     if self.axis is None:
       return grads
     sums = pack(grads.k, grads.v)
@@ -82,8 +110,10 @@ class Gather:
   def _all_keys(self, x: Local, context: Context) -> tuple[Local, Context]:
     if self.axis is None:
       return x, context
-    kv = pack(x.k, x.v)
-    dimension = 3 if isinstance(kv, jax.Array) else 2
-    k, v = unpack(collectives.gather(kv, self.axis, dimension))
-    k_at = Coords(*collectives.gather(tuple(context.k), self.axis, 1))
-    return Local(x.q, k, v), context._replace(k=k_at)
+    own = Visitor.of(x, context, self.wire)
+    dimension = 3 if x.k.shape == x.v.shape else 2
+    every = Visitor(
+      collectives.gather(own.kv, self.axis, dimension),
+      collectives.gather(own.at, self.axis, own.axis_of_tokens),
+    )
+    return every.seen_by(x, context, self.wire)

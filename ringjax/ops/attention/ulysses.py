@@ -10,6 +10,11 @@ The query heads of one kv head are cut into `split` parts so that there are at
 least as many (kv head, part) units as shards; units are padded to a multiple
 of R. With K a multiple of R nothing is repeated or padded; with fewer kv heads
 than shards each shard is sent just the kv heads that its queries need.
+
+The local algorithm may be a strategy: `Ulysses(Ring())` trades within groups of
+neighbours, each of which then is one shard of a ring that turns for its heads
+alone (Fang and Zhao 2024, arXiv 2405.07719: USP). That serves more devices
+than heads, with fewer and larger hops than a ring of all devices.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
+from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +39,36 @@ class Ulysses:
   """All-to-all over heads around a local algorithm.
 
   Attributes:
-    local: `Blockwise()` or `Dense()`.
-    axis: the mesh axis; filled in by the functions that take `axis=`.
+    local: `Blockwise()`, `Dense()`, or a strategy between groups of shards.
+    axis: the axis; filled in by the functions that take `axis=`.
+    inner: with such a strategy on one mesh axis, how many neighbours trade.
   """
 
   local: Any = Blockwise()
-  axis: str | None = None
+  axis: Axis | None = None
+  inner: int | None = None
 
-  def on(self, axis: str | None, needed: np.ndarray | None) -> Ulysses:
+  @property
+  def axes(self) -> tuple[str, ...]:
+    return (*collectives.names(self.axis), *self.local.axes)
+
+  @property
+  def differentiable(self) -> bool:
+    return self.local.differentiable
+
+  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Ulysses:
     del needed
     return dataclasses.replace(self, axis=axis)
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> tuple[jax.Array, jax.Array]:
-    alone = Gather(self.local)
+    nested = hasattr(self.local, "attend")
+    alone = self.local if nested else Gather(self.local)
     if self.axis is None:
       return alone.attend(scores, x, terms, context)
     axis = self.axis
-    axes = collectives.varying_axes(x, terms, context) | {axis}
+    axes = collectives.varying_axes(x, terms, context) | {*self.axes}
     x, terms, context = collectives.vary((x, terms, context), axes)
     _, kv_heads, group, *_ = x.q.shape
     units = _Units(kv_heads, group, collectives.axis_size(axis))
@@ -113,7 +130,7 @@ class _Units:
       x = jnp.repeat(x, self.split, axis=1)
     return _pad_to(x, 1, self.units)
 
-  def mine(self, x: Any, axis: str) -> Any:
+  def mine(self, x: Any, axis: Axis) -> Any:
     """[K, G] -> this shard's [units / R, part]."""
     if x is None:
       return None
@@ -124,7 +141,7 @@ class _Units:
     )
 
 
-def _pair_to_heads(pair: Any, units: _Units, axis: str) -> Any:
+def _pair_to_heads(pair: Any, units: _Units, axis: Axis) -> Any:
   """[B|1, K|1, G|1, T|1, S|1] of local rows -> all rows, this shard's heads."""
   if pair is None:
     return None

@@ -32,7 +32,8 @@ def compiled(size, tokens, backward, v_dim=H, **options):
     (B, tokens, heads, dim), jnp.float32, sharding=sharding
   )
   attend = functools.partial(
-    rj.dot_product_attention, mesh=mesh, axis="seq", is_causal=True, **options
+    rj.dot_product_attention,
+    **{"mesh": mesh, "axis": "seq", "is_causal": True, **options},
   )
   args = arg(N, H), arg(K, H), arg(K, v_dim)
   if not backward:

@@ -1,0 +1,222 @@
+"""Which level of the devices each part of a strategy works on.
+
+Law: shards are numbered with the last mesh axis moving fastest, and a level of
+a strategy gets the axis, or the part of one axis, on which its moves stay:
+
+  Ring(), Gather(), ...    all shards
+  Ulysses(Ring())          neighbours trade heads, a ring of their groups
+  Ring(Ring())             a ring of neighbours for each block of a ring of
+                           their groups
+  Ring(Gather())           neighbours gather each such block
+
+On one mesh axis `inner` says how many neighbours are a group. A window cuts
+every level to the distances that it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.chain import Chain
+from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.halo import Halo
+from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.ring_q import RingQ
+from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.ops.mask import Mask
+from ringjax.parallel import collectives
+from ringjax.parallel.collectives import Axis, Part
+from ringjax.parallel.layout import Layout
+
+Strategy = Ring | RingQ | Chain | Gather | Ulysses | Halo
+
+BY_NAME: dict[str, Strategy] = {
+  "ring": Ring(),
+  "bidirectional": Ring(two_way=True),
+  "documents": Ring(by_document=True),
+  "ring_q": RingQ(),
+  "chain": Chain(),
+  "gather": Gather(),
+  "ulysses": Ulysses(),
+  "hybrid": Ulysses(Ring()),
+  "two_level": Ring(Ring()),
+  "halo": Halo(),
+}
+
+# What may stand inside of what.
+_INSIDE: dict[type, tuple[type, ...]] = {
+  Ring: (Ring, Gather),
+  Ulysses: (Ring, RingQ, Chain, Gather, Halo),
+}
+
+
+def named(name: Any) -> Strategy:
+  """The strategy of a name; "hybrid:4" and "two_level:4" have 4 as `inner`.
+
+  Raises:
+    OptionError: there is none.
+  """
+  known, _, inner = name.partition(":") if isinstance(name, str) else ("",) * 3
+  found: Any = BY_NAME.get(known)
+  grouped = found is not None and is_strategy(found.local)
+  if found is None or (":" in name and not (grouped and inner.isdecimal())):
+    raise OptionError(
+      message(
+        "strategy",
+        repr(name),
+        f"'auto', {', '.join(map(repr, BY_NAME))} or an object like Ring()",
+        "leave it out for 'auto'; 'hybrid:4' and 'two_level:4' set inner=4",
+      )
+    )
+  return dataclasses.replace(found, inner=int(inner)) if inner else found
+
+
+def is_strategy(x: Any) -> bool:
+  return isinstance(x, Strategy)
+
+
+def innermost(strategy: Any) -> Any:
+  """The local algorithm within all levels."""
+  return innermost(strategy.local) if is_strategy(strategy) else strategy
+
+
+def check(strategy: Strategy) -> None:
+  """Raises OptionError for a strategy around what it cannot be around."""
+  local = strategy.local
+  if is_strategy(local):
+    inside = _INSIDE.get(type(strategy), ())
+    if not isinstance(local, inside):
+      names = [kind.__name__ for kind in inside] or ["Blockwise", "Dense"]
+      raise OptionError(
+        message(
+          "strategy",
+          f"{type(strategy).__name__} around {type(local).__name__}",
+          f"{type(strategy).__name__} around {' or '.join(names)}",
+          "pass e.g. Ulysses(Ring()) or Ring(Ring())",
+        )
+      )
+    check(local)
+  elif not hasattr(local, "forward"):
+    raise OptionError(
+      message(
+        "strategy",
+        f"a local algorithm {local!r}",
+        "Blockwise() or Dense()",
+        "pass e.g. Ring(Blockwise())",
+      )
+    )
+
+
+def fitted(
+  strategy: Any, mask: Mask, layout: Layout, derived: bool
+) -> Strategy:
+  """The strategy for this mask, where it serves it.
+
+  `derived`: queries and keys are the same tokens, where the layout has them.
+
+  Raises:
+    OptionError: it does not.
+  """
+  if is_strategy(strategy.local):
+    local = fitted(strategy.local, mask, layout, derived)
+    return dataclasses.replace(strategy, local=local)
+  if isinstance(strategy, Chain):
+    strategy.check(mask, layout, derived)
+  if isinstance(strategy, Halo):
+    return strategy.over(mask, layout, derived)
+  return strategy
+
+
+def bind(
+  strategy: Strategy,
+  axis: str | tuple[str, ...],
+  needed: np.ndarray | None,
+  kv_heads: int,
+) -> Strategy:
+  """The strategy on its axes, cut to the ring distances that are `needed`.
+
+  Raises:
+    OptionError: levels that do not fit the axes.
+  """
+  return _bind(strategy, _levels(strategy, axis, kv_heads), needed)
+
+
+def _depth(strategy: Any) -> int:
+  return 1 + _depth(strategy.local) if is_strategy(strategy) else 0
+
+
+def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
+  """An axis for each level, the slowest first."""
+  depth = _depth(strategy)
+  if depth == 1:
+    return [axis]
+  names = collectives.names(axis)
+  if len(names) == depth:
+    return list(names)
+  if len(names) > 1 or depth > 2:
+    raise OptionError(
+      message(
+        "axis",
+        f"{axis!r} for the {depth} levels of {strategy!r}",
+        "a mesh axis for each level",
+        "shard the sequence over as many axes, the slowest first",
+      )
+    )
+  size = collectives.axis_size(names[0])
+  inner = strategy.inner
+  if inner is None and isinstance(strategy, Ulysses):
+    # As many neighbours as can share the heads evenly.
+    fit = [n for n in range(2, size) if size % n == kv_heads % n == 0]
+    inner = max(fit, default=None)
+  whole = isinstance(inner, int) and not isinstance(inner, bool)
+  if not whole or inner < 1 or size % inner:
+    raise OptionError(
+      message(
+        "inner",
+        f"{strategy.inner} for the {size} shards of {names[0]!r}",
+        "how many neighbours are a group, a divisor of the shards",
+        "pass 'two_level:4' or Ring(Ring(), inner=4), or use two mesh axes",
+      )
+    )
+  return [Part(names[0], size // inner, inner), Part(names[0], inner)]
+
+
+def _bind(
+  strategy: Any, levels: list[Axis], needed: np.ndarray | None
+) -> Strategy:
+  if len(levels) == 1:
+    return strategy.on(levels[0], needed)
+  if isinstance(strategy, Ulysses):
+    group = collectives.axis_size(levels[-1])
+    inside = _bind(strategy.local, levels[:-1], _of_groups(needed, group))
+    return dataclasses.replace(strategy.on(levels[-1], None), local=inside)
+  groups = collectives.axis_size(levels[0])
+  group = 1 if needed is None else needed.size // groups
+  inside = _bind(strategy.local, levels[1:], _in_group(needed, group))
+  outer = dataclasses.replace(strategy, local=inside)
+  return outer.on(levels[0], _of_groups(needed, group))
+
+
+def _of_groups(needed: np.ndarray | None, group: int) -> np.ndarray | None:
+  """The distances of groups that distances of shards ask for."""
+  if needed is None:
+    return None
+  groups = needed.size // group
+  found = np.zeros(groups, bool)
+  for d in np.flatnonzero(needed):
+    # Depending on where in its group a shard stands.
+    found[[d // group % groups, -(-d // group) % groups]] = True
+  return found
+
+
+def _in_group(needed: np.ndarray | None, group: int) -> np.ndarray | None:
+  """The distances within a group that distances of shards ask for."""
+  if needed is None:
+    return None
+  found = np.zeros(group, bool)
+  found[np.flatnonzero(needed) % group] = True
+  return found

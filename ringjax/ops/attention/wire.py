@@ -1,0 +1,131 @@
+"""Keys and values in fewer bytes while they travel between shards.
+
+Law: what arrives is within a stated distance of what left. A code is made
+where keys and values lie and is passed on as it is, so the error does not grow
+with the number of hops. Sums that cross a hop (partials, dK, dV) stay float32.
+Gradients are those of attention to the keys that arrived, passed to the keys
+that left as if these were the same.
+
+  dtype          bytes a number   |arrived - left| of each number x
+  bfloat16       2                2^-8 |x|
+  int8           1 + 4 / block    amax / 252
+  float8_e4m3fn  1 + 4 / block    max(2^-4 |x|, amax / 2^18)
+  float8_e5m2    1 + 4 / block    max(2^-3 |x|, amax / 2^32)
+
+amax is the largest number of the block: of one token, one head and at most
+`block` of its dimensions.
+
+With delta = scale * sum_h |q_h| * error_h, at most, for a score, an output
+moves by no more than (e^(2 delta) - 1) max |v| + the error of v.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.inputs import positive_int
+
+_CASTS = ("bfloat16", "float16")
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+DTYPES = (*_CASTS, *_LARGEST)
+
+
+class Coded(NamedTuple):
+  """Numbers in blocks of one scale.
+
+  Fields:
+    codes: [..., blocks, block].
+    scale: float32 [..., blocks]; NaN for a block that was not finite.
+  """
+
+  codes: jax.Array
+  scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+  """How keys and values are written for the way.
+
+  Attributes:
+    dtype: "bfloat16", "float16", "int8", "float8_e4m3fn" or "float8_e5m2".
+    block: numbers that share a scale, at most; of one token and head.
+  """
+
+  dtype: str
+  block: int = 64
+
+  def __post_init__(self) -> None:
+    if self.dtype not in DTYPES:
+      raise OptionError(
+        message(
+          "wire",
+          repr(self.dtype),
+          f"None or one of {', '.join(map(repr, DTYPES))}",
+          "leave it out to send keys and values as they are",
+        )
+      )
+    positive_int("wire block", self.block)
+
+  def encode(self, x: jax.Array) -> Any:
+    """[..., H] as it travels."""
+    if self.dtype in _CASTS:
+      return x.astype(self.dtype)
+    blocks = -(-x.shape[-1] // self.block)
+    size = -(-x.shape[-1] // blocks)
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - x.shape[-1])]
+    x = jnp.pad(x.astype(jnp.float32), widths)
+    x = x.reshape(*x.shape[:-1], blocks, size)
+    amax = jnp.max(jnp.abs(x), -1)
+    sound = jnp.isfinite(amax)
+    # A quotient below float32's normal numbers is flushed to 0.
+    scale = jnp.maximum(amax / _LARGEST[self.dtype], _SMALLEST)
+    x = jnp.where(sound[..., None], x / scale[..., None], 0)
+    if self.dtype == "int8":
+      x = jnp.round(x)
+    return Coded(x.astype(self.dtype), jnp.where(sound, scale, jnp.nan))
+
+  def decode(self, sent: Any, like: jax.Array) -> jax.Array:
+    """What arrives, in the dtype and the head dim of `like`."""
+    if not isinstance(sent, Coded):
+      return sent.astype(like.dtype)
+    x = sent.codes.astype(jnp.float32) * sent.scale[..., None]
+    x = x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))
+    return x[..., : like.shape[-1]].astype(like.dtype)
+
+  def bytes_of(self, numbers: int, head_dim: int) -> int:
+    """Bytes of so many numbers of keys with this head dim."""
+    if self.dtype in _CASTS:
+      return 2 * numbers
+    blocks = -(-head_dim // self.block)
+    size = -(-head_dim // blocks)
+    return numbers // head_dim * blocks * (size + 4)
+
+
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+
+
+def as_wire(wire: Any, local: Any) -> Wire | None:
+  """A wire from what a strategy was given.
+
+  Raises:
+    OptionError: an unknown dtype, or an algorithm that JAX differentiates,
+      which would find that rounding has no slope.
+  """
+  if wire is None:
+    return None
+  if local.differentiable:
+    raise OptionError(
+      message(
+        "wire",
+        f"{wire!r} around {local!r}",
+        "a blockwise algorithm",
+        "pass local=Blockwise(), or leave wire out",
+      )
+    )
+  return wire if isinstance(wire, Wire) else Wire(wire)
