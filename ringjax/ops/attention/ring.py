@@ -93,7 +93,8 @@ class Ring:
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
-    if self.by_document and (self.two_way or self.local.axes):
+    nested = hasattr(self.local, "attend")
+    if self.by_document and (self.two_way or nested):
       raise OptionError(
         message(
           "by_document",
