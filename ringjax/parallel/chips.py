@@ -470,8 +470,8 @@ def _efficiency(kernel: tuple[float, float]) -> dict[str, Any]:
 
 
 _SPLASH = (
-  "75 % forward, 70 % backward (final schedules of splash in blocks of 1024: 88 "
-  "to 92 % and 94 %, without waiting for memory)"
+  "75 % forward, 70 % backward (final schedules of splash in blocks of 1024: "
+  "88 to 92 % and 94 %, without waiting for memory)"
 )
 _WIDE = (
   "30 % forward, 40 % backward (final schedules of splash: 32 and 44 %, head "

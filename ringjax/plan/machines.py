@@ -10,6 +10,7 @@ The stated machines are in `ringjax.parallel.chips`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -158,7 +159,8 @@ def link_of(times: LinkTimes) -> Link:
   ways = per_byte / gathered
   ports = 1
   if apart and times.size > 2:
-    ports = min(6, max(2, 2 * round(ways / 2)))
+    # Whole dimensions; a little less than a half of one is noise.
+    ports = min(6, max(2, 2 * math.ceil(ways / 2 - 0.25)))
   return Link(bandwidth=1 / per_byte, latency_s=latency, ports=ports)
 
 

@@ -160,7 +160,8 @@ def test_a_link_is_told_by_its_times(link):
   found = machines.link_of(times)
   assert found.bandwidth == pytest.approx(1e10)
   assert found.latency_s == pytest.approx(1e-5)
-  # Eight devices are two in each of three dimensions: a link in each.
+  # Eight devices are two in each of three dimensions: a link in each, three
+  # in all, which two dimensions come nearest to.
   assert found.ports == {1: 1, 2: 2, 6: 4}[link.ports]
 
 
