@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -15,7 +17,7 @@ from launch import common, screens
 from launch.definer import Definer
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention import predict, select
-from ringjax.ops.mask import Everything, SameSegment, Window
+from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
 from ringjax.parallel.layout import Contiguous, Striped, Zigzag
 from ringjax.plan import draw, machines
@@ -122,9 +124,9 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     raise OptionError(
       message("--chip", None, f"one of {', '.join(chips.MACHINES)}", "name one")
     )
-  mask = Everything() if values.window is None else Window(values.window)
-  if values.packed:
-    mask = SameSegment() if values.window is None else mask & SameSegment()
+  parts = [Window(values.window)] if values.window is not None else []
+  parts += [SameSegment()] if values.packed else []
+  mask = functools.reduce(operator.and_, parts) if parts else None
   made = machines.load(values.chip)
   # A machine that was measured knows its axes by name.
   names = ["seq"] if isinstance(made.links, chips.Link) else [
@@ -153,7 +155,8 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     longest_document=values.longest_document,
     local=values.local,
   )  # fmt: skip
-  text = [str(found), "", f"{made.name}: {made.chip.source}; {made.source}"]
+  sources = dict.fromkeys((made.chip.source, made.source))
+  text = [str(found), "", f"{made.name}: {'; '.join(sources)}"]
   put(values, stdout, found.record(), text)
   if values.plot is not None:
     rows = [

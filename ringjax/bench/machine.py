@@ -27,7 +27,7 @@ from ringjax.parallel.chips import Machine, number_bytes
 from ringjax.plan import machines
 from ringjax.plan.cost import check_count
 
-_MANY = 9  # sends of a program; less the one of another, 8 are timed
+_MANY = 17  # sends of a program; less the one of another, 16 are timed
 _HEADS, _HEAD_DIM = 4, 64
 
 Samples = list[tuple[float, float]]
@@ -117,11 +117,10 @@ def measure(
     return timed.min_s
 
   call_s = seconds("call")
-  net = lambda *label: max(seconds(*label) - call_s, 1e-9)
+  net = lambda *label: seconds(*label) - call_s
   forward = [(4.0 * _pairs(n), net("forward", n)) for n in tokens]
   backward = [
-    (10.0 * _pairs(n), max(net("both", n) - net("forward", n), 1e-9))
-    for n in tokens
+    (10.0 * _pairs(n), net("both", n) - net("forward", n)) for n in tokens
   ]
   products = {
     kind: [(2.0 * n**3, net("product", kind, n)) for n in sides]
@@ -133,7 +132,7 @@ def measure(
       seconds("link", axis, kind, size, _MANY)
       - seconds("link", axis, kind, size, 1)
     ) / (_MANY - 1)  # fmt: skip
-    return [(share * size, max(each(size), 1e-9)) for size in nbytes]
+    return [(share * size, each(size)) for size in nbytes]
 
   links = {}
   for axis in axes:
@@ -145,6 +144,7 @@ def measure(
       # Each device holds its part of what is gathered.
       gather=sends(axis, "gather", (size - 1) / size),
       exchange=sends(axis, "exchange", (size - 1) / size),
+      noise_s=call_s / (_MANY - 1),
     )
   device = mesh.devices.flat[0]
   return machines.fitted(

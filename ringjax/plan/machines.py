@@ -93,16 +93,22 @@ def _links(found: dict[str, Any]) -> Any:
 Samples = Sequence[tuple[float, float]]
 
 
-def line(samples: Samples) -> tuple[float, float]:
+def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
   """(a, b) of t = a + b x through (x, t), by least squares.
 
-  Errors count relative to the time, so that short calls have a say.
+  Errors count relative to the time, so that short calls have a say, as far as
+  they are above the noise.
+
+  Args:
+    samples: pairs of (x, t).
+    noise_s: seconds by which a time may be wrong whatever it is; a time that
+      is a difference may then be below 0.
 
   Raises:
     OptionError: fewer than two different x, or times that do not grow.
   """
   x, t = (np.array(column, float) for column in zip(*samples, strict=True))
-  if np.unique(x).size < 2 or not (t > 0).all():
+  if np.unique(x).size < 2 or (not noise_s and not (t > 0).all()):
     raise OptionError(
       message(
         "samples",
@@ -111,10 +117,11 @@ def line(samples: Samples) -> tuple[float, float]:
         "measure more sizes",
       )
     )
-  rows = np.stack([1 / t, x / t], 1)
-  (a, b), *_ = np.linalg.lstsq(rows, np.ones(len(t)))
+  weight = 1 / (np.maximum(t, 0.0) + noise_s)
+  rows = np.stack([weight, x * weight], 1)
+  (a, b), *_ = np.linalg.lstsq(rows, t * weight)
   if a < 0:
-    a, b = 0.0, float((x / t).sum() / ((x / t) ** 2).sum())
+    a, b = 0.0, ((x * t * weight**2).sum() / ((x * weight) ** 2).sum())
   if b <= 0:
     raise OptionError(
       message(
@@ -137,6 +144,7 @@ class LinkTimes:
     both: to both neighbours at once, of so many bytes each.
     gather: an all-gather that brings so many bytes of others'.
     exchange: an all-to-all that sends so many bytes to others.
+    noise_s: by how much any of the times may be wrong.
   """
 
   size: int
@@ -144,6 +152,7 @@ class LinkTimes:
   both: Samples
   gather: Samples
   exchange: Samples
+  noise_s: float = 0.0
 
 
 def link_of(times: LinkTimes) -> Link:
@@ -152,9 +161,9 @@ def link_of(times: LinkTimes) -> Link:
   A gather that is much faster than sends to one neighbour uses several links;
   where sends to both neighbours take as long as two, there is one way out.
   """
-  latency, per_byte = line(times.one)
-  _, both = line(times.both)
-  _, gathered = line(times.gather)
+  latency, per_byte = line(times.one, times.noise_s)
+  _, both = line(times.both, times.noise_s)
+  _, gathered = line(times.gather, times.noise_s)
   apart = both < _APART * per_byte
   ways = per_byte / gathered
   ports = 1
@@ -194,12 +203,14 @@ def fitted(
   Raises:
     OptionError: samples too few or too noisy.
   """
-  rates = {kind: 1 / line(samples)[1] for kind, samples in products.items()}
+  rates = {
+    kind: 1 / line(samples, call_s)[1] for kind, samples in products.items()
+  }
   starts = []
   parts = []
   for samples in (forward, backward):
-    start, per_flop = line(samples)
-    starts.append(max(0.0, start - call_s))
+    start, per_flop = line(samples, call_s)
+    starts.append(start)
     # A rate above the product's is the noise of the machine.
     parts.append(min(1.0, 1 / per_flop / rates[dtype]))
   return Machine(
@@ -208,7 +219,7 @@ def fitted(
       name=name,
       flops=rates,
       hbm_bytes=memory_bytes,
-      hbm_bandwidth=1 / line(copies)[1],
+      hbm_bandwidth=1 / line(copies, call_s)[1],
       source=source,
     ),
     links={axis: link_of(times) for axis, times in links.items()},
