@@ -10,6 +10,12 @@
       Every published time beside ours.
   python -m launch.plan kvr --fit
       Measures this machine and stores what it found as a profile.
+  python -m launch.plan explain --shards=64 --tokens=1048576 --heads=32
+      --kv_heads=8 --head_dim=128 --chip=tpu-v5p
+      Ranks the ways to move attention across devices, and says why.
+  python -m launch.plan fit --out=machine.json --mesh=seq:8
+      Measures products, attention and links of the devices at hand, for
+      explain --chip=machine.json and rj.plan.machine("machine.json").
 
 Times are simulated: see docs/kv_runahead.md for what the model leaves out.
 """
@@ -17,7 +23,6 @@ Times are simulated: see docs/kv_runahead.md for what the model leaves out.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +30,7 @@ from typing import Any, TextIO
 
 from absl import app, flags
 
-from launch import common, screens
+from launch import common, screens, ways
 from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
@@ -84,7 +89,8 @@ def define(values: flags.FlagValues) -> None:
   new.texts("tokens", None, "--fit: tokens of calls, e.g. 256,512.")
   new.whole("layers", 2, "--fit: layers to measure.")
   new.whole("rounds", 5, "--fit: timed runs of each call.")
-  new.text("dtype", None, "--fit: of weights and keys.")
+  new.text("dtype", None, "--fit: of weights and keys; fit, explain: of keys.")
+  ways.define(values)
 
 
 # ---------------------------------------------------------------------------
@@ -130,7 +136,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   if values.fit:
     made, record, lines = _fit(values, screen, stderr)
     if not values["context"].present:
-      _put(values, stdout, record, lines)
+      ways.put(values, stdout, record, lines)
       return
     for line in lines:
       screen.say(line)
@@ -145,7 +151,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       made, kernel=values.kernel, model=f"{made.model}-{values.kernel}"
     )
   answer = _plan(values, made, screen)
-  _put(values, stdout, answer.record(), _words(answer, values.why))
+  ways.put(values, stdout, answer.record(), _words(answer, values.why))
   if values.plot is not None:
     draw.outcomes(answer.outcomes, values.plot, _title(answer))
     screen.say(f"wrote {values.plot}")
@@ -174,6 +180,7 @@ def _check(values: flags.FlagValues) -> None:
       raise OptionError(
         message(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
       )
+  ways.refuse(values, "kvr", ways.OF_EXPLAIN + ways.OF_MEASURE)
 
 
 def _plan(
@@ -394,7 +401,7 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     f"speed-up within {worst['speed-up apart']:.3f}",
     "llama7b-a100 is a fit to one GPU's times; the others are scaled from it",
   ]
-  _put(values, stdout, record, lines)
+  ways.put(values, stdout, record, lines)
 
 
 def _beside(row: published.Row) -> str:
@@ -420,7 +427,7 @@ def _fit(
   platform = jax.default_backend()
   default = _FIT_CPU if platform == "cpu" else _FIT
   model = values.preset or default[0]
-  tokens = _ints("tokens", values.tokens) or default[1]
+  tokens = ways.ints("tokens", values.tokens) or default[1]
   dtype = values.dtype or default[2]
   name = values.name or f"{model}-{platform}"
   config = preset(model)
@@ -473,30 +480,14 @@ def _fit(
 # ---------------------------------------------------------------------------
 
 
-def _put(
-  values: flags.FlagValues, stdout: TextIO, record: Any, lines: list[str]
-) -> None:
-  text = json.dumps(record) if values.json else "\n".join(lines)
-  print(text, file=stdout, flush=True)
-
-
-def _ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:
-  if given is None:
-    return None
-  try:
-    return tuple(int(v) for v in given)
-  except ValueError:
-    raise app.UsageError(
-      f"--{name}: want ints, got {','.join(given)}"
-    ) from None
-
-
 def _list(numbers: Sequence[int]) -> str:
   return " ".join(f"{n}" for n in numbers)
 
 
 _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
-  "kvr": _kvr
+  "kvr": _kvr,
+  "explain": ways.explain,
+  "fit": ways.measure,
 }
 
 

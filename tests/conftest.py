@@ -40,10 +40,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _EDGE = {
   "ringjax.ops.attention.api",
   "ringjax.ops.attention.blockwise",
+  "ringjax.ops.attention.predict",
   "ringjax.ops.attention.request",
+  "ringjax.ops.attention.select",
   "ringjax.ops.feedforward",
   "ringjax.ops.loss",
   "ringjax.ops.mask",
+  "ringjax.parallel.chips",
   "ringjax.parallel.layout",
   "ringjax.parallel.mesh",
   "ringjax.parallel.place",

@@ -1,10 +1,12 @@
 """Planning without devices: cost model, event simulator, partition search."""
 
+from ringjax.parallel import chips
 from ringjax.plan.balance import balanced, round_to_tiles
 from ringjax.plan.choice import Choice, Machine, Way, choose
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
 from ringjax.plan.events import Simulator, Timeline
 from ringjax.plan.grid import Found, measured, search, simulated
+from ringjax.plan.machines import load as machine
 from ringjax.plan.partition import Plan, find, plan, tabulate
 from ringjax.plan.profiles import load as profile
 from ringjax.plan.schedules import (
@@ -35,11 +37,13 @@ __all__ = [
   "Timeline",
   "Way",
   "balanced",
+  "chips",
   "choose",
   "find",
   "flash_tsp",
   "kvr",
   "kvr_seconds",
+  "machine",
   "measured",
   "plan",
   "profile",

@@ -104,6 +104,45 @@ def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
     frameon=False,
     fontsize=9,
   )
+  _save(figure, path)
+
+
+def strategies(
+  rows: Sequence[tuple[str, float, float]], path: str, title: str = ""
+) -> None:
+  """A bar for each way to move attention, the fastest on top.
+
+  Args:
+    rows: (name, forward seconds, backward seconds).
+    path: of the PNG.
+    title: above it.
+
+  Raises:
+    OptionError: matplotlib is not installed, or the path cannot be written.
+  """
+  made = figures()
+  figure = made.Figure(
+    figsize=(8, 1.2 + 0.3 * len(rows)), layout="constrained", facecolor="white"
+  )
+  ax = figure.subplots()
+  names = [name for name, *_ in rows]
+  forward = [1e3 * seconds for _, seconds, _ in rows]
+  backward = [1e3 * seconds for *_, seconds in rows]
+  ax.barh(names, forward, color=_COLORS["attend"], label="forward")
+  ax.barh(
+    names, backward, left=forward, color=_COLORS["project"], label="backward"
+  )
+  ax.invert_yaxis()
+  ax.set_xlabel("milliseconds", fontsize=9)
+  ax.tick_params(labelsize=8)
+  ax.spines[["top", "right"]].set_visible(False)
+  ax.legend(frameon=False, fontsize=9)
+  if title:
+    ax.set_title(title, fontsize=9, loc="left")
+  _save(figure, path)
+
+
+def _save(figure: Any, path: str) -> None:
   try:
     figure.savefig(path, dpi=130)
   except (OSError, ValueError) as error:

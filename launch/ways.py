@@ -1,0 +1,247 @@
+"""The sub-commands of launch.plan about ways to move attention.
+
+`explain` ranks them on a stated machine or a measured one; `fit` measures one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from absl import app, flags
+
+from launch import common, screens
+from launch.definer import Definer
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention import predict, select
+from ringjax.ops.mask import SameSegment, Window
+from ringjax.parallel import chips
+from ringjax.parallel.layout import Contiguous, Striped, Zigzag
+from ringjax.plan import draw, machines
+
+# Tokens of a call of attention, bytes of a send, sides of a product; dtype.
+_SIZES_CPU = ((256, 512, 1024), (1 << 16, 1 << 20, 1 << 22), (256, 512, 1024),
+                "float32")  # fmt: skip
+_SIZES = ((2048, 4096, 8192), (1 << 20, 1 << 24, 1 << 27),
+            (2048, 4096, 8192), "bfloat16")  # fmt: skip
+_LAYOUTS = {
+  "contiguous": Contiguous(),
+  "striped": Striped(),
+  "zigzag": Zigzag(),
+}
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of these sub-commands."""
+  new = Definer(values)
+  new.text("out", None, "fit: file of the machine that was measured.")
+  new.texts("bytes", None, "fit: sizes of sends, e.g. 65536,1048576.")
+  new.texts("sides", None, "fit: of square matrices, e.g. 256,512.")
+  new.text("chip", None, "explain: name of a machine, or path of its file.")
+  new.texts(
+    "shards", None, "explain: devices of a sequence; or groups,devices."
+  )
+  new.whole("batch", 1, "explain: examples on a device.")
+  new.whole("heads", 32, "explain: query heads on a device.")
+  new.whole("kv_heads", 8, "explain: heads of keys and values.")
+  new.whole("head_dim", 128, "explain: of queries and keys.")
+  new.whole("value_dim", None, "explain: of values; default --head_dim.")
+  new.whole("keys", None, "explain: tokens of keys; default --tokens.")
+  new.whole("offset", 0, "explain: position of the first query.", 0)
+  new.boolean("causal", True, "explain: whether queries see no later keys.")
+  new.boolean("backward", True, "explain: whether gradients are wanted.")
+  flags.DEFINE_enum(
+    "layout", None, list(_LAYOUTS), "explain: of the tokens; default: each.",
+    flag_values=values,
+  )  # fmt: skip
+  flags.DEFINE_enum(
+    "wire", None, list(predict.WIRES), "explain: also K and V sent so.",
+    flag_values=values,
+  )  # fmt: skip
+  flags.DEFINE_enum(
+    "local", "blockwise", chips.LOCALS, "explain: the local algorithm.",
+    flag_values=values,
+  )  # fmt: skip
+  new.boolean("packed", False, "explain: whether documents are packed.")
+  new.whole("longest_document", None, "explain: its tokens, if known.")
+  common.define(values)
+
+
+OF_EXPLAIN = (
+  "chip", "shards", "batch", "heads", "kv_heads", "head_dim", "value_dim",
+  "keys", "offset", "causal", "backward", "layout", "wire", "local", "packed",
+  "longest_document",
+)  # fmt: skip
+OF_MEASURE = ("out", "bytes", "sides", "mesh", "devices", "coordinator",
+               "num_processes", "process_id", "distributed")  # fmt: skip
+_OF_KVR = (
+  "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
+  "credits", "kernel", "noise", "seed", "least_gain", "table", "save_table",
+  "why", "paper", "fit", "preset", "layers",
+)  # fmt: skip
+
+
+def refuse(
+  values: flags.FlagValues, command: str, names: Sequence[str]
+) -> None:
+  """Refuses flags of other sub-commands.
+
+  Raises:
+    OptionError: one of `names` was given.
+  """
+  for name in names:
+    if values[name].present:
+      raise OptionError(
+        message(
+          f"--{name}",
+          f"it with {command}",
+          "a flag of this sub-command",
+          "leave it out; see --help",
+        )
+      )
+
+
+def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  refuse(values, "explain", (*_OF_KVR, *OF_MEASURE, "name", "rounds"))
+  common.check_files(values, "plot")
+  shards = ints("shards", values.shards)
+  tokens = ints("tokens", values.tokens)
+  for name, found, most in (("shards", shards, 2), ("tokens", tokens, 1)):
+    if found is None or not 0 < len(found) <= most:
+      raise OptionError(
+        message(
+          f"--{name}",
+          found,
+          "an int" + ", or groups,devices" * (most - 1),
+          f"pass e.g. --{name}={8 if most == 2 else 65536}",
+        )
+      )
+  assert shards is not None and tokens is not None
+  if values.chip is None:
+    raise OptionError(
+      message("--chip", None, f"one of {', '.join(chips.MACHINES)}", "name one")
+    )
+  parts = [Window(values.window)] if values.window is not None else []
+  parts += [SameSegment()] if values.packed else []
+  mask = functools.reduce(operator.and_, parts) if parts else None
+  made = machines.load(values.chip)
+  # A machine that was measured knows its axes by name.
+  names = ["seq"] if isinstance(made.links, chips.Link) else [
+    axis for axis, _ in made.links
+  ]  # fmt: skip
+  if len(shards) == 2 and len(names) != 2:
+    names = ["groups", "seq"]
+  found = select.explain(
+    (values.batch, tokens[0], values.heads, values.head_dim),
+    (values.batch, values.keys or tokens[0], values.kv_heads, values.head_dim),
+    (
+      values.batch,
+      values.keys or tokens[0],
+      values.kv_heads,
+      values.value_dim or values.head_dim,
+    ),
+    shards=dict(zip(names[-len(shards):], shards, strict=True)),
+    layout=None if values.layout is None else _LAYOUTS[values.layout],
+    is_causal=values.causal,
+    mask=mask,
+    dtype=values.dtype,
+    machine=made,
+    backward=values.backward,
+    offset=values.offset,
+    wire=values.wire,
+    longest_document=values.longest_document,
+    local=values.local,
+  )  # fmt: skip
+  sources = dict.fromkeys((made.chip.source, made.source))
+  text = [str(found), "", f"{made.name}: {'; '.join(sources)}"]
+  put(values, stdout, found.record(), text)
+  if values.plot is not None:
+    rows = [
+      (name, one.forward_s, one.backward_s) for name, one in found.ways.items()
+    ]
+    draw.strategies(rows, values.plot, found.title)
+    screens.Screen("plan", stderr).say(f"wrote {values.plot}")
+
+
+def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  refuse(
+    values,
+    "fit",
+    (*_OF_KVR, *OF_EXPLAIN, "window", "plot"),
+  )
+  if values.out is None:
+    raise OptionError(
+      message("--out", None, "a file to write", "pass --out=machine.json")
+    )
+  common.check_files(values, "out")
+  given = [
+    ints(name, values[name].value) for name in ("tokens", "bytes", "sides")
+  ]
+  # These start devices; the rest does without.
+  common.start(values)
+  import jax
+
+  from ringjax.bench import machine
+
+  mesh = common.mesh(values.mesh)
+  device = mesh.devices.flat[0]
+  default = _SIZES_CPU if device.platform == "cpu" else _SIZES
+  tokens, nbytes, sides = (
+    one or other for one, other in zip(given, default[:3], strict=True)
+  )
+  made = machine.measure(
+    mesh,
+    name=values.name or f"measured-{chips.known(device.device_kind) or 'own'}",
+    dtype=values.dtype or default[3],
+    tokens=tokens,
+    nbytes=nbytes,
+    sides=sides,
+    rounds=values.rounds,
+    stream=stderr,
+  )
+  if jax.process_index() == 0:
+    machines.write(values.out, made)
+    record = {"path": values.out, "machine": machines.record(made)}
+    put(values, stdout, record, _words(made, values.out))
+
+
+def _words(made: chips.Machine, path: str) -> list[str]:
+  chip = made.chip
+  forward, backward = (100 * part for part in made.part("blockwise"))
+  lines = [f"{made.name}: {made.source}"]
+  for dtype, rate in chip.flops:
+    lines.append(f"products, {dtype}: {rate / 1e9:,.1f} GFLOP/s")
+  lines += [
+    f"attention: {forward:.0f} % of it forward, {backward:.0f} % backward",
+    f"fixed: {1e6 * made.hop_s:.1f} us a hop, {1e6 * made.call_s:.1f} a call",
+    f"memory: {screens.nbytes(chip.hbm_bytes)}, "
+    f"{chip.hbm_bandwidth / 1e9:.1f} GB/s",
+  ]
+  for axis, link in () if isinstance(made.links, chips.Link) else made.links:
+    ways = "a switch" if link.switched else f"{link.ports} ports"
+    lines.append(
+      f"{axis}: {link.bandwidth / 1e9:.2f} GB/s, "
+      f"{1e6 * link.latency_s:.1f} us, {ways}"
+    )
+  return [*lines, f"wrote {path}; use it with explain --chip={path}"]
+
+
+def put(
+  values: flags.FlagValues, stdout: TextIO, record: Any, lines: list[str]
+) -> None:
+  text = json.dumps(record) if values.json else "\n".join(lines)
+  print(text, file=stdout, flush=True)
+
+
+def ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:
+  if given is None:
+    return None
+  try:
+    return tuple(int(v) for v in given)
+  except ValueError:
+    raise app.UsageError(
+      f"--{name}: want ints, got {','.join(given)}"
+    ) from None

@@ -1,0 +1,241 @@
+"""What the devices at hand can do, measured: products, attention, links.
+
+Law: every device does the same at the same time, so that what they share
+(cores of one processor, a memory, a switch) is measured as it will be shared.
+A send is timed as the difference between programs of many sends and of one, so
+that what a program costs is not counted as latency.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ringjax.bench import timing
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.api import blockwise_attention
+from ringjax.parallel import collectives
+from ringjax.parallel.chips import Machine, number_bytes
+from ringjax.plan import machines
+from ringjax.plan.cost import check_count
+
+_MANY = 17  # sends of a program; less the one of another, 16 are timed
+_HEADS, _HEAD_DIM = 4, 64
+
+Samples = list[tuple[float, float]]
+
+
+def measure(
+  mesh: Mesh,
+  *,
+  name: str,
+  dtype: str = "float32",
+  tokens: Sequence[int] = (256, 512, 1024),
+  nbytes: Sequence[int] = (1 << 16, 1 << 20, 1 << 22),
+  sides: Sequence[int] = (256, 512, 1024),
+  rounds: int = 5,
+  stream: Any = None,
+) -> Machine:
+  """Measures a mesh's devices and the links along each of its axes.
+
+  Args:
+    mesh: the devices; axes of one device have no links.
+    name: of the machine.
+    dtype: of the local algorithm's operands.
+    tokens: of calls of the local algorithm, queries and keys alike.
+    nbytes: that a device holds of what is sent.
+    sides: of the square matrices whose products are timed.
+    rounds: timed runs of each.
+    stream: where progress is shown; default stderr.
+
+  Raises:
+    OptionError: numbers that are none, or times that are noise.
+  """
+  check_count("rounds", rounds)
+  number_bytes(dtype)
+  for what, counts in (("tokens", tokens), ("bytes", nbytes), ("sides", sides)):
+    least = 2 if what != "bytes" else 1024
+    if len({check_count(what, n, least=least) for n in counts}) < 2:
+      raise OptionError(
+        message(what, list(counts), "two sizes or more", "give another")
+      )
+  axes = [axis for axis, size in mesh.shape.items() if size > 1]
+  if not axes:
+    raise OptionError(
+      message(
+        "mesh",
+        f"{dict(mesh.shape)}",
+        "two devices or more along an axis",
+        "a single one has no links to choose by",
+      )
+    )
+  runs: dict[str, Callable[[], Any]] = {}
+  put = functools.partial(_on_all, mesh)
+  runs["call"] = put(lambda x: x, (8,), "float32")
+  for kind in dict.fromkeys(("float32", "bfloat16", dtype)):
+    for side in sides:
+      runs[f"product {kind} {side}"] = put(_product, (side, side), kind)
+  for count in tokens:
+    shape = (1, count, _HEADS, _HEAD_DIM)
+    runs[f"forward {count}"] = put(_attention, shape, dtype)
+    runs[f"both {count}"] = put(_gradient, shape, dtype)
+  for size in nbytes:
+    # Larger than any cache, as what attention keeps of a long sequence is.
+    runs[f"copy {size}"] = put(lambda x: x + 1, (4 * size,), "float32")
+  for axis in axes:
+    for size in nbytes:
+      shape = (mesh.shape[axis], -(-size // 4 // mesh.shape[axis]))
+      for times in (1, _MANY):
+        for kind, send in _SENDS.items():
+          f = functools.partial(_repeat, send, axis, times)
+          runs[f"link {axis} {kind} {size} {times}"] = put(f, shape, "float32")
+  total = float(len(runs) * (rounds + 1))
+  progress = timing.Progress(total, stream)
+  found = timing.interleave(
+    runs, rounds, on_run=lambda n, label: progress.at(float(n), label)
+  )
+  progress.clear()
+
+  def seconds(*label: Any) -> float:
+    words = " ".join(map(str, label))
+    timed = found[words]
+    # The least: whatever else runs can only add.
+    if timed.min_s is None:
+      raise OptionError(
+        message(
+          "fit", f"{words}: {timed.reason}", "calls that run", "measure less"
+        )
+      )
+    return timed.min_s
+
+  call_s = seconds("call")
+  net = lambda *label: seconds(*label) - call_s
+  forward = [(4.0 * _pairs(n), net("forward", n)) for n in tokens]
+  backward = [
+    (10.0 * _pairs(n), net("both", n) - net("forward", n)) for n in tokens
+  ]
+  products = {
+    kind: [(2.0 * n**3, net("product", kind, n)) for n in sides]
+    for kind in dict.fromkeys(("float32", "bfloat16", dtype))
+  }
+
+  def sends(axis: str, kind: str, share: float) -> Samples:
+    each = lambda size: (
+      seconds("link", axis, kind, size, _MANY)
+      - seconds("link", axis, kind, size, 1)
+    ) / (_MANY - 1)  # fmt: skip
+    return [(share * size, each(size)) for size in nbytes]
+
+  links = {}
+  for axis in axes:
+    size = mesh.shape[axis]
+    links[axis] = machines.LinkTimes(
+      size=size,
+      one=sends(axis, "one", 1.0),
+      both=sends(axis, "both", 1.0),
+      # Each device holds its part of what is gathered.
+      gather=sends(axis, "gather", (size - 1) / size),
+      exchange=sends(axis, "exchange", (size - 1) / size),
+      noise_s=call_s / (_MANY - 1),
+    )
+  device = mesh.devices.flat[0]
+  return machines.fitted(
+    name,
+    products=products,
+    forward=forward,
+    backward=backward,
+    links=links,
+    copies=[(8.0 * 4 * n, net("copy", n)) for n in nbytes],
+    memory_bytes=_memory(device, mesh.devices.size),
+    call_s=call_s,
+    dtype=dtype,
+    source=(
+      f"measured on {mesh.devices.size} {device.device_kind}, all at once, "
+      f"{dtype}, the least of {rounds} rounds"
+    ),
+  )
+
+
+def _pairs(count: int) -> float:
+  return float(count) ** 2 * _HEADS * _HEAD_DIM
+
+
+def _on_all(
+  mesh: Mesh, f: Callable[[Any], Any], shape: Sequence[int], dtype: str
+) -> Callable[[], Any]:
+  """A compiled run of `f` on an array of `shape` on every device."""
+  spec = P(mesh.axis_names)
+  every = (mesh.devices.size * shape[0], *shape[1:])
+  made = jax.jit(
+    lambda: jnp.full(every, 0.01, jnp.dtype(dtype)),
+    out_shardings=jax.sharding.NamedSharding(mesh, spec),
+  )()
+  # Attention's loops carry what differs between devices and what does not.
+  run = jax.jit(
+    jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+  ).lower(made).compile()  # fmt: skip
+  return lambda: run(made)
+
+
+def _product(x: Any) -> Any:
+  exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+  return jnp.matmul(x, x, precision=exact)
+
+
+def _attention(x: Any) -> Any:
+  return blockwise_attention(x, x, x)
+
+
+def _gradient(x: Any) -> Any:
+  out, pull = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v), x, x, x)
+  dq, dk, dv = pull(out)
+  return dq + dk + dv
+
+
+def _both(x: Any, axis: str) -> Any:
+  return (
+    collectives.rotate(x, axis, 1) + collectives.rotate(x * 2, axis, -1)
+  )  # fmt: skip
+
+
+def _gathered(x: Any, axis: str) -> Any:
+  # A device's part, brought to all: as many rows as there were.
+  part = x[:1]
+  return collectives.gather(part, axis, 0)
+
+
+_SENDS: dict[str, Callable[[Any, str], Any]] = {
+  "one": lambda x, axis: collectives.rotate(x, axis, 1),
+  "both": _both,
+  "gather": _gathered,
+  "exchange": lambda x, axis: collectives.exchange(x, axis, 0, 0),
+}
+
+
+def _repeat(
+  send: Callable[[Any, str], Any], axis: str, times: int, x: Any
+) -> Any:
+  """One send after another, each of what came."""
+  return jax.lax.fori_loop(
+    0, times, lambda _, a: collectives.vary(send(a, axis), (axis,)), x
+  )
+
+
+def _memory(device: Any, devices: int) -> float:
+  """Bytes of a device; CPU devices share the machine's."""
+  try:
+    stats = device.memory_stats() or {}
+  except (NotImplementedError, RuntimeError):
+    stats = {}
+  if "bytes_limit" in stats:
+    return float(stats["bytes_limit"])
+  pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  return float(np.floor(pages / devices))

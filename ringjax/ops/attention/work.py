@@ -1,0 +1,285 @@
+"""How many pairs a shard computes of its queries and another shard's keys.
+
+Law: counts the tiles that the loops of `Blockwise` run, by the same bounds
+(`mask.bound`) on the same positions, without arrays as long as the sequence
+and without JAX: a cell of tiles of which all or none counts is settled as a
+whole, another is cut in four, down to single tiles.
+Cost: bounded for every length. At most `_GROUPS` shards stand for all where a
+layout makes neighbours alike (striped: 8), and at most `_CELLS` cells are
+looked at in a round; what is then still open counts as half of its tiles and
+half of a diagonal, which is what a causal mask leaves of a square.
+
+Documents are not known here: `SameSegment` bounds nothing, a window as long as
+the longest document stands in for it where that is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.mask import And, Everything, Extent, Mask, Or, Prefix
+from ringjax.parallel.layout import (
+  Contiguous,
+  Layout,
+  Striped,
+  Uneven,
+  Zigzag,
+)
+
+_FAR = 2**60
+_GROUPS = 256
+_CELLS = 1 << 18
+
+
+def pairs(
+  layout: Layout,
+  mask: Mask,
+  shards: int,
+  lengths: tuple[int, int],
+  blocks: tuple[int, int],
+  offset: int = 0,
+) -> np.ndarray:
+  """Pairs in the tiles that count, of each shard and each: float64 [R, R].
+
+  Entry [i, j] is of the queries of shard i and the keys of shard j. A tile that
+  reaches beyond a shard's slots counts as a whole, as it is computed.
+
+  Args:
+    layout: of queries and keys alike.
+    mask: over positions.
+    shards: R.
+    lengths: (T, S), tokens of the whole sequences.
+    blocks: (q_block, kv_block).
+    offset: position of the first query.
+  """
+  try:
+    hash(mask)
+  except TypeError:
+    return _pairs(layout, mask, shards, lengths, blocks, offset)
+  return _cached(layout, mask, shards, lengths, blocks, offset)
+
+
+def positions(
+  layout: Layout, shard: Any, local: Any, shards: int, local_length: int
+) -> np.ndarray:
+  """Positions of tokens by shard and place on it, by broadcasting.
+
+  As `layout.positions`, on NumPy arrays; an empty slot is beyond everything.
+
+  Raises:
+    OptionError: a layout that is not one of ringjax's.
+  """
+  shard, local = np.asarray(shard, np.int64), np.asarray(local, np.int64)
+  if isinstance(layout, Contiguous):
+    return shard * local_length + local
+  if isinstance(layout, Striped):
+    stripe = (local // layout.block) * shards + shard
+    return stripe * layout.block + local % layout.block
+  if isinstance(layout, Zigzag):
+    half = local_length // 2
+    late = (2 * shards - 1 - shard) * half + local - half
+    return np.where(local < half, shard * half + local, late)
+  if isinstance(layout, Uneven):
+    start, count = (np.asarray(x) for x in (layout.starts, layout.counts))
+    return np.where(local < count[shard], start[shard] + local, _FAR)
+  raise OptionError(
+    message(
+      "layout",
+      repr(layout),
+      "Contiguous, Striped, Zigzag or Uneven",
+      "choose one of them",
+    )
+  )
+
+
+def reached(
+  layout: Layout, shards: int, local: tuple[int, int], reach: tuple[int, int]
+) -> np.ndarray:
+  """`layout.reachable` of padded shards, for every length: bool [R].
+
+  Args:
+    layout: of the tokens.
+    shards: R.
+    local: slots of a shard, of queries and keys.
+    reach: (behind, ahead), how far a query sees.
+  """
+  q_length, k_length = (shards * n for n in local)
+  if isinstance(layout, Striped):
+    # Stripes repeat: a few turns around the shards show all there is.
+    turn = layout.block * shards
+    if sum(reach) >= 2 * turn:
+      return np.ones(shards, bool)
+    enough = 8 * turn
+    q_length, k_length = (min(n, enough) for n in (q_length, k_length))
+  return layout.reachable(shards, q_length, k_length, *reach)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached(*arguments: Any) -> np.ndarray:
+  found = _pairs(*arguments)
+  found.flags.writeable = False
+  return found
+
+
+def _pairs(
+  layout: Layout,
+  mask: Mask,
+  shards: int,
+  lengths: tuple[int, int],
+  blocks: tuple[int, int],
+  offset: int,
+) -> np.ndarray:
+  queries = _Side(layout, shards, lengths[0], blocks[0], offset)
+  keys = _Side(layout, shards, lengths[1], blocks[1], 0)
+  few = _stand_ins(layout, mask, shards)
+  found = np.zeros((few.size, few.size))
+  rows = max(1, _CELLS // (4 * few.size))
+  for first in range(0, few.size, rows):
+    mine = np.arange(first, min(first + rows, few.size))
+    q, k = (a.reshape(-1) for a in np.meshgrid(mine, np.arange(few.size)))
+    _count(found, mask, queries, keys, few, q, k)
+  nearest = np.abs(np.arange(shards)[:, None] - few).argmin(1)
+  return found[np.ix_(nearest, nearest)]
+
+
+class _Side:
+  """The tiles of the queries, or those of the keys."""
+
+  def __init__(
+    self, layout: Layout, shards: int, length: int, block: int, offset: int
+  ):
+    self.layout, self.shards, self.offset = layout, shards, offset
+    self.local = layout.local_length(length, shards)
+    self.block = min(block, self.local)
+    self.tiles = -(-self.local // self.block)
+    self.real = _real_tokens(layout, shards, length, self.local)
+
+  def extent(
+    self, shard: np.ndarray, start: np.ndarray, stop: np.ndarray
+  ) -> Extent:
+    low = start * self.block
+    high = np.minimum(stop * self.block, self.real[shard])
+    at = lambda local: (
+      self.offset
+      + positions(self.layout, shard, local, self.shards, self.local)
+    )
+    some = high > low
+    first, last = at(low), at(np.maximum(high - 1, low))
+    one = np.ones_like(first)
+    # A tile that reaches beyond the real tokens is computed all the same.
+    every = (stop - 1) * self.block < self.real[shard]
+    fields: tuple[Any, ...] = (first, last, one, one, some, every)
+    return Extent(*fields)
+
+
+def _count(
+  found: np.ndarray,
+  mask: Mask,
+  queries: _Side,
+  keys: _Side,
+  few: np.ndarray,
+  q: np.ndarray,
+  k: np.ndarray,
+) -> None:
+  """Adds to `found` what the shards `few[q]` compute of those `few[k]`."""
+  zero = np.zeros_like(q)
+  cells = (q, k, zero, zero + queries.tiles, zero, zero + keys.tiles)
+
+  def add(cells: tuple, share: Any) -> None:
+    q, k, q0, q1, k0, k1 = cells
+    tiles = (q1 - q0) * (k1 - k0).astype(float)
+    np.add.at(found, (q, k), tiles * share * queries.block * keys.block)
+
+  while cells[0].size:
+    q, k, q0, q1, k0, k1 = cells
+    rows = queries.extent(few[q], q0, q1)
+    cols = keys.extent(few[k], k0, k1)
+    some, every = bound(mask, rows, cols)
+    some = some & np.asarray(rows.some & cols.some)
+    every = every & some & np.asarray(rows.all & cols.all)
+    single = (q1 - q0 == 1) & (k1 - k0 == 1)
+    settled = some & (every | single)
+    add(tuple(c[settled] for c in cells), 1.0)
+    q, k, q0, q1, k0, k1 = cells = tuple(c[some & ~settled] for c in cells)
+    if 4 * q.size > _CELLS:
+      longer = np.maximum(q1 - q0, k1 - k0)
+      # n tiles in each direction: n (n + 1) / 2 of n n are on or below.
+      add(cells, (1 + longer / ((q1 - q0) * (k1 - k0))) / 2)
+      return
+    q_mid, k_mid = (q0 + q1 + 1) // 2, (k0 + k1 + 1) // 2
+    quarters = [
+      (q, k, a, b, c, d)
+      for a, b in ((q0, q_mid), (q_mid, q1))
+      for c, d in ((k0, k_mid), (k_mid, k1))
+    ]
+    joined = tuple(np.concatenate(x) for x in zip(*quarters, strict=True))
+    real = (joined[2] < joined[3]) & (joined[4] < joined[5])
+    cells = tuple(c[real] for c in joined)
+
+
+def bound(mask: Mask, q: Extent, k: Extent) -> tuple[np.ndarray, np.ndarray]:
+  """`mask.bound` on NumPy arrays, also while JAX traces."""
+  if isinstance(mask, And | Or):
+    one, other = bound(mask.left, q, k), bound(mask.right, q, k)
+    join = np.logical_and if isinstance(mask, And) else np.logical_or
+    return join(one[0], other[0]), join(one[1], other[1])
+  shape = np.broadcast_shapes(np.shape(q.first), np.shape(k.first))
+  if isinstance(mask, Everything):
+    return np.ones(shape, bool), np.ones(shape, bool)
+  if isinstance(mask, Prefix):
+    try:
+      length = int(np.max(np.asarray(mask.length)))
+    except jax.errors.TracerArrayConversionError:
+      # Known only when the program runs: any key may be in it.
+      return np.ones(shape, bool), np.zeros(shape, bool)
+    return (
+      np.broadcast_to(np.asarray(k.first) < length, shape),
+      np.broadcast_to(np.asarray(k.last) < length, shape),
+    )
+  with jax.ensure_compile_time_eval():
+    some, every = mask.bound(q, k)
+    return (
+      np.broadcast_to(np.asarray(some), shape),
+      np.broadcast_to(np.asarray(every), shape),
+    )
+
+
+def _stand_ins(layout: Layout, mask: Mask, shards: int) -> np.ndarray:
+  """The shards that are looked at; another counts as the nearest of them."""
+  most = _GROUPS
+  if isinstance(layout, Striped) and layout.block * shards <= 1 << 16:
+    # Within a tile of its own keys a shard differs from the next by a row.
+    most = 8
+  elif None not in mask.reach:
+    most = shards
+  if shards <= most:
+    return np.arange(shards)
+  return np.unique(np.linspace(0, shards - 1, most).round().astype(np.int64))
+
+
+def _real_tokens(
+  layout: Layout, shards: int, length: int, local: int
+) -> np.ndarray:
+  """Tokens of each shard without padding: int64 [R]."""
+  shard = np.arange(shards)
+  if isinstance(layout, Contiguous):
+    return np.clip(length - shard * local, 0, local)
+  if isinstance(layout, Striped):
+    turns, rest = divmod(length, layout.block * shards)
+    more = np.clip(rest - shard * layout.block, 0, layout.block)
+    return turns * layout.block + more
+  if isinstance(layout, Zigzag):
+    half = local // 2
+    early = np.clip(length - shard * half, 0, half)
+    late = np.clip(length - (2 * shards - 1 - shard) * half, 0, half)
+    return early + late
+  if isinstance(layout, Uneven):
+    return np.asarray(layout.counts, np.int64)
+  # What `positions` says of it.
+  positions(layout, 0, 0, shards, local)
+  raise AssertionError(layout)
