@@ -10,6 +10,8 @@
       Every published time beside ours.
   python -m launch.plan kvr --fit
       Measures this machine and stores what it found as a profile.
+  python -m launch.plan pictures --out=docs/strategies
+      A picture of each strategy of attention: who holds what, what moves.
 
 Times are simulated: see docs/kv_runahead.md for what the model leaves out.
 """
@@ -23,6 +25,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+import numpy as np
 from absl import app, flags
 
 from launch import common, screens
@@ -85,6 +88,7 @@ def define(values: flags.FlagValues) -> None:
   new.whole("layers", 2, "--fit: layers to measure.")
   new.whole("rounds", 5, "--fit: timed runs of each call.")
   new.text("dtype", None, "--fit: of weights and keys.")
+  new.text("out", "docs/strategies", "pictures: folder for the PNGs.")
 
 
 # ---------------------------------------------------------------------------
@@ -469,6 +473,37 @@ def _fit(
 
 
 # ---------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------
+
+# Documents on four shards, each a few tiles of the pictures long.
+_DOCUMENTS, _SHARDS, _SLOTS = (16, 96, 24, 40, 32, 24, 16, 8), 4, 64
+
+
+def _pictures(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  # The drawing of tiles compiles, which the rest does without.
+  from ringjax.data.placement import Cost, place
+  from ringjax.plan import pictures
+
+  order = np.repeat(np.arange(1, len(_DOCUMENTS) + 1), _DOCUMENTS)
+  positions = np.concatenate([np.arange(n) for n in _DOCUMENTS])
+  fill = (0, _SHARDS * _SLOTS - len(order))
+  made = {"in order": (np.pad(positions, fill), np.pad(order, fill))}
+  for name, spread in (("in runs", "run"), ("in stripes", "stripe")):
+    found = place(
+      _DOCUMENTS,
+      shards=_SHARDS,
+      local_length=_SLOTS,
+      spread=spread,
+      # Only what is longer than a shard is on two.
+      cost=Cost(pair=1.0, hop=1e3),
+    )
+    made[name] = found.positions, found.segment_ids
+  paths = pictures.write(values.out, made, _SHARDS)
+  _put(values, stdout, {"pictures": paths}, paths)
+
+
+# ---------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------
 
@@ -496,7 +531,8 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
-  "kvr": _kvr
+  "kvr": _kvr,
+  "pictures": _pictures,
 }
 
 
