@@ -27,7 +27,8 @@ full: spread documents first, then whole ones, the longest before the others,
 each where there is least to do (Graham 1969) and room. What no shard has room
 for is dealt over neighbours by the room they have.
 
-Cost: O(N log N) of N documents and O(tokens); 10^5 documents in about a second.
+Cost: O(N log N) of N documents and O(tokens): 10^5 documents in 0.2 s if they
+      have 2 million tokens, in some seconds if they have 30 million.
 Ref:  Ge et al. 2025 (arXiv 2502.21231) and Wang et al. 2025 (arXiv 2412.01523)
       choose the number of devices of each sequence by such a cost.
 """
