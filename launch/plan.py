@@ -16,6 +16,8 @@
   python -m launch.plan fit --out=machine.json --mesh=seq:8
       Measures products, attention and links of the devices at hand, for
       explain --chip=machine.json and rj.plan.machine("machine.json").
+  python -m launch.plan pictures --out=docs/strategies
+      A picture of each strategy of attention: who holds what, what moves.
 
 Times are simulated: see docs/kv_runahead.md for what the model leaves out.
 """
@@ -28,6 +30,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+import numpy as np
 from absl import app, flags
 
 from launch import common, screens, ways
@@ -43,6 +46,7 @@ from ringjax.plan.table import Key, Table
 
 NAME = "plan"
 _PROFILE = "llama7b-a100"
+_PICTURES = "docs/strategies"
 _FIT_CPU = ("llama-100m", (256, 512, 1024), "float32")
 _FIT = ("llama-2-7b", (1024, 2048, 4096), "bfloat16")
 
@@ -476,6 +480,37 @@ def _fit(
 
 
 # ---------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------
+
+# Documents on four shards, each a few tiles of the pictures long.
+_DOCUMENTS, _SHARDS, _SLOTS = (16, 96, 24, 40, 32, 24, 16, 8), 4, 64
+
+
+def _pictures(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  # The drawing of tiles compiles, which the rest does without.
+  from ringjax.data.placement import Cost, place
+  from ringjax.plan import pictures
+
+  order = np.repeat(np.arange(1, len(_DOCUMENTS) + 1), _DOCUMENTS)
+  positions = np.concatenate([np.arange(n) for n in _DOCUMENTS])
+  fill = (0, _SHARDS * _SLOTS - len(order))
+  made = {"in order": (np.pad(positions, fill), np.pad(order, fill))}
+  for name, spread in (("in runs", "run"), ("in stripes", "stripe")):
+    found = place(
+      _DOCUMENTS,
+      shards=_SHARDS,
+      local_length=_SLOTS,
+      spread=spread,
+      # Only what is longer than a shard is on two.
+      cost=Cost(pair=1.0, hop=1e3),
+    )
+    made[name] = found.positions, found.segment_ids
+  paths = pictures.write(values.out or _PICTURES, made, _SHARDS)
+  ways.put(values, stdout, {"pictures": paths}, paths)
+
+
+# ---------------------------------------------------------------------------
 # Main
 # ---------------------------------------------------------------------------
 
@@ -488,6 +523,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "kvr": _kvr,
   "explain": ways.explain,
   "fit": ways.measure,
+  "pictures": _pictures,
 }
 
 

@@ -37,7 +37,12 @@ _LAYOUTS = {
 def define(values: flags.FlagValues) -> None:
   """The flags of these sub-commands."""
   new = Definer(values)
-  new.text("out", None, "fit: file of the machine that was measured.")
+  new.text(
+    "out",
+    None,
+    "fit: file of the machine that was measured; pictures: folder for the "
+    "PNGs, default docs/strategies.",
+  )
   new.texts("bytes", None, "fit: sizes of sends, e.g. 65536,1048576.")
   new.texts("sides", None, "fit: of square matrices, e.g. 256,512.")
   new.text("chip", None, "explain: name of a machine, or path of its file.")

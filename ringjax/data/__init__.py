@@ -9,6 +9,13 @@ from ringjax.data.chat import ChatTemplate
 from ringjax.data.corpus import Corpus, fingerprint
 from ringjax.data.loader import Loader
 from ringjax.data.packing import Batch, BestFit, Cut, Documents
+from ringjax.data.placement import (
+  Placement,
+  place,
+  place_documents,
+  place_rows,
+  plan_batches,
+)
 from ringjax.data.stream import Stream
 from ringjax.data.tokens import Tokenizer
 
@@ -21,7 +28,12 @@ __all__ = [
   "Cut",
   "Documents",
   "Loader",
+  "Placement",
   "Stream",
   "Tokenizer",
   "fingerprint",
+  "place",
+  "place_documents",
+  "place_rows",
+  "plan_batches",
 ]

@@ -133,7 +133,7 @@ class Cut:
     Raises:
       OptionError: no lengths.
     """
-    sizes = _checked(lengths, length)
+    sizes = as_lengths(lengths, length)
     ends = np.cumsum(sizes)
     total = int(sizes.sum())
     edges = np.unique(np.concatenate([ends, np.arange(0, total, length), [0]]))
@@ -160,7 +160,7 @@ class BestFit:
   buffer: int = 1 << 16
 
   def __post_init__(self) -> None:
-    _positive("buffer", self.buffer)
+    positive("buffer", self.buffer)
 
   def plan(self, lengths: Any, length: int) -> Plan:
     """The rows of documents.
@@ -172,7 +172,7 @@ class BestFit:
     Raises:
       OptionError: no lengths.
     """
-    sizes = _checked(lengths, length)
+    sizes = as_lengths(lengths, length)
     all_pieces, all_rows, rows = [np.zeros((0, 3), np.int64)], [], 0
     for start in range(0, len(sizes), self.buffer):
       pieces = _cut_long(sizes[start : start + self.buffer], length)
@@ -359,9 +359,9 @@ def as_document(name: str, ids: Any) -> np.ndarray:
   return found.astype(np.int32)
 
 
-def _checked(lengths: Any, length: int) -> np.ndarray:
-  """Lengths as int64 [N]."""
-  _positive("length", length)
+def as_lengths(lengths: Any, length: int) -> np.ndarray:
+  """Lengths of documents, int64 [N], for rows of `length`, or an error."""
+  positive("length", length)
   found = np.asarray(lengths)
   if found.size == 0:
     return np.zeros(0, np.int64)
@@ -377,6 +377,7 @@ def _checked(lengths: Any, length: int) -> np.ndarray:
   return found.astype(np.int64)
 
 
-def _positive(name: str, value: int) -> None:
+def positive(name: str, value: int) -> None:
+  """Refuses a count below 1."""
   if value < 1:
     raise OptionError(message(name, value, "1 or more", "raise it"))

@@ -18,8 +18,10 @@ import optax
 from flax import nnx
 
 from ringjax.data.loader import Loader
-from ringjax.data.packing import BestFit, Packer
+from ringjax.data.packing import Batch, BestFit, Packer
+from ringjax.data.placement import place_rows
 from ringjax.errors import CheckpointMismatchError, OptionError, message
+from ringjax.kv.state import StateShape
 from ringjax.models import work
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Travel
@@ -37,6 +39,8 @@ LAYOUTS: dict[str, Layout] = {
   "contiguous": Contiguous(),
   "striped": Striped(),
   "zigzag": Zigzag(),
+  # Slots in order; who has which is decided for each row, by `place_rows`.
+  "documents": Contiguous(),
 }
 OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -216,7 +220,9 @@ class Recipe:
     stages: one after another.
     optimizer: of all of them.
     objective: what is minimised.
-    layout: of the sequence over the shards.
+    layout: of the sequence over the shards, of `LAYOUTS`; "documents" deals
+      each document to as many shards as its work asks for, row by row, for
+      models without recurrent layers.
     strategy: of attention, by its name in `ringjax.dot_product_attention`.
     remat: what is kept of a layer, of `remat.POLICIES`.
     lora: adapters in place of all parameters, or None.
@@ -249,6 +255,12 @@ class Recipe:
   def total(self) -> int:
     """Steps of all stages."""
     return sum(stage.steps for stage in self.stages)
+
+  def dealt(self, rows: Batch, spread: Travel) -> Batch:
+    """Rows in true order, or their documents dealt to the shards."""
+    if self.layout != "documents" or spread.size == 1:
+      return rows
+    return place_rows(rows, shards=spread.size)
 
   def spread(self, mesh: Any, axis: str | None) -> Travel:
     """How tokens lie on a mesh."""
@@ -401,7 +413,7 @@ def train(
         steps=end,
         step=steps.make_step(optimizer, spread, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
-          rows, spread, stage.accumulate, part
+          recipe.dealt(rows, spread), spread, stage.accumulate, part
         ),
         pace=recipe.pace,
         checkpoints=checkpoints,
@@ -432,7 +444,18 @@ def check(recipe: Recipe, model: Transformer, spread: Travel) -> None:
   Raises:
     ShapeError: rows that cannot be dealt out.
     ConfigError: a stretch that this model cannot have.
+    OptionError: a layout that this model cannot have.
   """
+  recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
+  if recipe.layout == "documents" and recurrent and spread.size > 1:
+    raise OptionError(
+      message(
+        "layout",
+        "'documents' for a model with recurrent layers",
+        "'contiguous', where each token lies behind the one before it",
+        "change the layout",
+      )
+    )
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:
     batches.check(stage.batch, stage.length, spread, stage.accumulate)

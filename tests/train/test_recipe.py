@@ -3,6 +3,8 @@ a run goes on, and who brings which rows."""
 
 from __future__ import annotations
 
+import json
+import pathlib
 import types
 
 import jax
@@ -11,7 +13,9 @@ import pytest
 from flax import nnx
 
 import ringjax as rj
+from ringjax.data.loader import Loader
 from ringjax.data.packing import Documents
+from ringjax.data.placement import place_rows
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
@@ -26,6 +30,7 @@ from ringjax.train.extend import Stretch
 from ringjax.train.lora import Lora
 from tests.train.test_step import CONFIG
 
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
 STAGE = recipe.Stage(steps=2, length=16, batch=2)
 BIASED = CONFIG | {
   "architectures": ["Qwen2ForCausalLM"],
@@ -131,6 +136,51 @@ def test_what_a_later_stage_cannot_do_is_said_first(later, fault, words):
     )
   # It can be mended and used.
   assert not any(x.is_deleted() for x in jax.tree.leaves(model))
+
+
+def test_documents_are_dealt_out_where_there_are_shards():
+  mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  with Loader(text().sources, length=16, batch=2, seed=0) as loader:
+    rows = next(loader)
+  made = recipe.Recipe(stages=(STAGE,), layout="documents")
+  dealt = made.dealt(rows, made.spread(mesh, "seq"))
+  assert not np.array_equal(dealt.tokens, rows.tokens)
+  for x, y in zip(dealt, place_rows(rows, shards=4), strict=True):
+    np.testing.assert_array_equal(x, y)
+  assert made.dealt(rows, made.spread(None, None)) is rows
+  other = recipe.Recipe(stages=(STAGE,), layout="striped")
+  assert other.dealt(rows, other.spread(mesh, "seq")) is rows
+
+
+@pytest.mark.slow
+def test_documents_that_are_dealt_out_train_the_same():
+  """Rows whose documents lie on one shard or on several, against one device."""
+  mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  found = {}
+  for layout, where in (
+    ("striped", {}),
+    ("documents", {"mesh": mesh, "axis": "seq"}),
+  ):
+    made = recipe.Recipe(
+      stages=(STAGE,),
+      optimizer=recipe.Optimizer(name="sgd", rate=1.0, clip=None),
+      layout=layout,
+    )
+    model = rj.models.create(CONFIG, seed=3, mesh=where.get("mesh"))
+    trained = recipe.train(made, model, text(), **where)
+    found[layout] = jax.device_get(jax.tree.leaves(trained.model))
+  for a, b in zip(found["striped"], found["documents"], strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(a).max())
+
+
+def test_documents_are_not_dealt_out_under_recurrent_layers():
+  path = FIXTURES / "qwen3_next" / "config.json"
+  model = rj.models.abstract(json.loads(path.read_text()))
+  mesh = rj.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+  made = recipe.Recipe(stages=(STAGE,), layout="documents")
+  with pytest.raises(OptionError, match="layout: got 'documents'.*recurrent"):
+    recipe.check(made, model, made.spread(mesh, "seq"))
+  recipe.check(made, model, made.spread(None, None))
 
 
 def test_going_on_needs_one_state(tmp_path):
