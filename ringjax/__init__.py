@@ -48,6 +48,7 @@ from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.schedule import tile_counts, tile_schedule
+from ringjax.ops.attention.select import Auto, explain
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.attention.wire import Wire
 from ringjax.ops.feedforward import blockwise_feedforward
@@ -74,6 +75,7 @@ from ringjax.parallel.layout import (
 from ringjax.parallel.mesh import make_mesh
 
 __all__ = [
+  "Auto",
   "BlockCausal",
   "Blockwise",
   "Causal",
@@ -125,6 +127,7 @@ __all__ = [
   "blockwise_cross_entropy",
   "blockwise_feedforward",
   "dot_product_attention",
+  "explain",
   "finalize",
   "make_mesh",
   "merge",

@@ -21,15 +21,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError, OptionError, ShapeError, message
-from ringjax.ops.attention import levels
+from ringjax.ops.attention import levels, predict
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.levels import Strategy
+from ringjax.ops.attention.predict import Call
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.attention.select import Auto
+from ringjax.ops.mask import Coords, Everything, Mask
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Layout, Striped
@@ -53,7 +55,7 @@ def dot_product_attention(
   mesh: Any = None,
   axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
-  strategy: str | Strategy = "auto",
+  strategy: str | Strategy | Auto = "auto",
   q_segment_ids: Any = None,
   kv_segment_ids: Any = None,
   q_positions: Any = None,
@@ -96,7 +98,8 @@ def dot_product_attention(
       are per shard.
     layout: the order in which the sequence dimension of all arrays lies on
       the shards (`layout.permute` brings it there); default `Contiguous()`.
-    strategy: "auto" (now: the ring), "ring", "bidirectional", "ring_q" (queries
+    strategy: "auto" (by a model of costs: `Auto`, `explain`), "ring",
+      "bidirectional", "ring_q" (queries
       travel), "gather", "ulysses", "hybrid" (heads between neighbours, a ring
       of their groups), "two_level", "halo" (a window), "chain" (causal),
       "documents" (hops as far as packed documents reach), or an object such as
@@ -366,20 +369,77 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
   return options
 
 
-def _strategy(strategy: Any) -> Strategy:
+def _strategy(strategy: Any) -> Strategy | Auto:
+  if isinstance(strategy, Auto):
+    return strategy
   if levels.is_strategy(strategy):
     levels.check(strategy)
     return strategy
-  return levels.named("ring" if strategy == "auto" else strategy)
+  return Auto() if strategy == "auto" else levels.named(strategy)
+
+
+def _chosen(
+  auto: Auto, request: Request, x: Operands, place: Place
+) -> Strategy:
+  """What the model of costs says of this call; see `select`."""
+  if place.size == 1:
+    return levels.named("ring")
+  (b, t, n, h), (_, s, k, j) = x.q.shape, x.v.shape
+  spread = place.size if place.manual else 1
+  t, s = t * spread, s * spread
+  # Values that are traced bound nothing.
+  mask = Everything() if jax.tree.leaves(x.mask) else x.mask
+  derived = x.q_pos is None and x.k_pos is None and t == s
+  names = auto.among or predict.STRATEGIES
+  if not derived or mask is not x.mask:
+    names = [name for name in names if name not in ("chain", "halo")]
+  if any(name not in collectives.manual_axes() for name in place.names):
+    # Inside of a vmap there are no groups.
+    alone = place.manual
+    odd = ("chain", *predict.GROUPED) if alone else ()
+    names = [name for name in names if name not in odd]
+  axes = tuple((name, _size(name, place)) for name in place.names)
+  if len(axes) > 2:
+    names = [name for name in names if name not in predict.GROUPED]
+    axes = ((" ".join(place.names), place.size),)
+  shards = lambda names: math.prod(_size(name, place) for name in names)
+  heads = shards(place.heads)
+  call = Call(
+    batch=max(b // shards(place.batch), 1),
+    queries=t,
+    keys=s,
+    heads=max(n // heads, 1),
+    kv_heads=max(k // heads, 1),
+    head_dim=h,
+    value_dim=j,
+    dtype=x.q.dtype.name,
+    mask=mask,
+    layout=request.layout,
+    axes=axes,
+    # Of unequal lengths the queries are taken to be the last tokens.
+    offset=max(s - t, 0),
+  )
+  name, options = dataclasses.replace(auto, among=tuple(names)).choose(
+    call, place.mesh
+  )
+  return levels.built(name, options, levels=len(axes))
+
+
+def _size(name: str, place: Place) -> int:
+  if place.manual:
+    return collectives.axis_size(name)
+  return place.mesh.shape[name]
 
 
 def _run(
   request: Request,
   x: Operands,
   place: Place,
-  strategy: Strategy,
+  strategy: Strategy | Auto,
   return_residual: bool,
 ) -> Any:
+  if isinstance(strategy, Auto):
+    strategy = _chosen(strategy, request, x, place)
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))

@@ -16,11 +16,13 @@ every level to the distances that it needs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
@@ -73,6 +75,29 @@ def named(name: Any) -> Strategy:
       )
     )
   return dataclasses.replace(found, inner=int(inner)) if inner else found
+
+
+def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
+  """The strategy of a name with what `Auto` chose for it.
+
+  `levels`: mesh axes of the sequence; with two of them they are the groups.
+  """
+  found: Any = named(name)
+  tiles = Blockwise(options.get("q_block"), options.get("kv_block"))
+  found = _around(found, tiles)
+  if "wire" in options:
+    found = dataclasses.replace(found, wire=options["wire"])
+  if "inner" in options and levels == 1:
+    found = dataclasses.replace(found, inner=options["inner"])
+  return found
+
+
+def _around(strategy: Any, local: Any) -> Any:
+  """The strategy with another innermost algorithm."""
+  inside = strategy.local
+  if is_strategy(inside):
+    local = _around(inside, local)
+  return dataclasses.replace(strategy, local=local)
 
 
 def is_strategy(x: Any) -> bool:
