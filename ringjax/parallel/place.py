@@ -63,10 +63,12 @@ def locate(
   mesh: Mesh | AbstractMesh | None,
   axis: str | None,
   required: bool,
+  name: str = "q",
 ) -> Place:
-  """Finds the place of a call with [B, T, heads, H] `operands`, q first.
+  """Finds the place of a call with [B, T, heads, H] `operands`.
 
-  `required`: an axis must be found; otherwise the call may be local.
+  `required`: an axis must be found; otherwise the call may be local. `name` is
+  what the caller calls the first operand.
   """
   per_shard = manual(axis)
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
@@ -129,10 +131,10 @@ def locate(
   if axis is not None and (axis in entry(0) or axis in entry(2)):
     raise MeshError(
       message(
-        "q",
+        name,
         f"a sharding that uses {axis!r} for the batch or the heads",
         "that axis for the sequence only",
-        "reshard q, or name the sequence's axis with axis=",
+        f"reshard {name}, or name the sequence's axis with axis=",
       )
     )
   return Place(
