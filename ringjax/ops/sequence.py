@@ -5,7 +5,8 @@ on one device; under one shard_map over the sequence's axis, of global arrays;
 as it is, inside of a caller's shard_map or vmap. Other automatic mesh axes are
 left to the compiler; explicit ones go with the dimensions that they shard.
 Cost: where a length does not divide, a copy of each operand and result; none
-otherwise. Nothing is sent here.
+otherwise. Nothing is sent here, but for an explicit sequence axis that such a
+length cannot be sharded over: its results are gathered.
 """
 
 from __future__ import annotations
@@ -191,6 +192,15 @@ def _on_mesh(
     out_specs=tuple(P(*map(over.get, d)) for d in outs),
     axis_names=explicit | ({place.axis} if place.axis else set()),
   )(*x)
+  if slots is None:
+    return results
+  if explicit:
+    # No explicit sharding has shards of unequal lengths.
+    over["t"] = None
+    results = (
+      _reshard(a, mesh, P(*map(over.get, d)))
+      for a, d in zip(results, outs, strict=True)
+    )
   return tuple(
     _out_of(a, slots) if "t" in d else a
     for a, d in zip(results, outs, strict=True)
@@ -218,9 +228,7 @@ def _into(x: jax.Array, slots: np.ndarray | None) -> jax.Array:
   return jnp.take(x, np.maximum(slots, 0), axis=1)
 
 
-def _out_of(x: jax.Array, slots: np.ndarray | None) -> jax.Array:
-  if slots is None:
-    return x
+def _out_of(x: jax.Array, slots: np.ndarray) -> jax.Array:
   keep = np.flatnonzero(slots >= 0)
   if np.array_equal(keep, np.arange(keep.size)):
     return x[:, : keep.size]

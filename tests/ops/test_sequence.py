@@ -678,6 +678,36 @@ def test_explicit_mesh(name):
   close((outs, list(grads)), expected(name), 2e-5)
 
 
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()])
+def test_explicit_mesh_that_does_not_divide_the_length(layout):
+  mesh = jax.make_mesh(
+    (2, 3), ("model", "seq"), axis_types=(AxisType.Explicit,) * 2,
+    devices=jax.devices()[:6],
+  )  # fmt: skip
+  x = normal(22, 2, 13, 2).astype(np.float32)
+  there = jax.device_put(
+    layout.permute(x, shards=3), NamedSharding(mesh, P(None, None, "model"))
+  )
+  with jax.set_mesh(mesh):
+    got = jax.jit(lambda x: token_shift(x, 1, layout=layout))(there)
+  assert jax.typeof(got).sharding.spec == P(None, None, "model")
+  close(layout.restore(np.asarray(got), shards=3), shift(x, 1))
+
+
+def test_what_combines_may_close_over_what_is_differentiated():
+  x = jnp.asarray(normal(23, 1, 12, 2), jnp.float32)
+
+  def loss(scan, s):
+    return jnp.sum(scan(lambda a, b: a + b + s * a * b, x) ** 2)
+
+  over = functools.partial(associative_scan, mesh=make_mesh(3, "auto"))
+  alone = functools.partial(jax.lax.associative_scan, axis=1)
+  got, want = (
+    jax.jit(jax.grad(functools.partial(loss, f)))(0.5) for f in (over, alone)
+  )
+  close(got, want)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_inside_shard_map(name):
   call, x, _, cut, tokens = CALLS[name]
