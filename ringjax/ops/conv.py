@@ -5,8 +5,9 @@ zero before its first. What a call needs of earlier calls, and a shard of
 earlier shards, is their tail: the last W - 1 tokens that are not padding.
 Padding stands before or behind the tokens of a call; between two tokens of
 one document it would count as zeros.
-Cost: W multiplications a number; between shards W - 1 tokens of each are
-gathered.
+Cost: W multiplications a number. A shard of at least W - 1 tokens gets its
+neighbour's last W - 1; shorter shards gather those of all, and so does who
+asks for what the next call has to know.
 """
 
 from __future__ import annotations
@@ -59,13 +60,18 @@ class Tail(NamedTuple):
 
 
 def tails(
-  before: Tail, x: Any, seg: jax.Array, axis: str | None
+  before: Tail,
+  x: Any,
+  seg: jax.Array,
+  axis: str | None,
+  least: int | None = None,
 ) -> tuple[Tail, Tail]:
   """What precedes these tokens, and what the next call has to know.
 
   Per shard, if `axis` is given: the shards' tokens lie one after another,
   `before` precedes the first and the second result follows the last, the same
-  on all shards.
+  on all shards. `least` is how many slots of every shard that others follow
+  are for tokens; default: all, T.
   """
   n = before.seg.shape[1]
   own = Tail.of(x, seg, n)
@@ -73,8 +79,14 @@ def tails(
     return before, before.then(own)
   every = collectives.gather(own, axis, 1)
   me = collectives.axis_index(axis)
-  shard = jnp.arange(every.seg.shape[1], dtype=jnp.int32)[None] // n
-  earlier = Tail.of(every.x, jnp.where(shard < me, every.seg, 0), n)
+  if n <= (seg.shape[1] if least is None else least):
+    # Where a neighbour has fewer, its first token is the first of all, or this
+    # shard has none.
+    came = collectives.rotate(own, axis, 1)
+    earlier = came._replace(seg=jnp.where(me == 0, 0, came.seg))
+  else:
+    shard = jnp.arange(every.seg.shape[1], dtype=jnp.int32)[None] // n
+    earlier = Tail.of(every.x, jnp.where(shard < me, every.seg, 0), n)
   after = before.then(Tail.of(*every, n))
   first = lambda x: jnp.where(me == 0, x, jnp.zeros_like(x))
   return (

@@ -75,10 +75,12 @@ def locate(
   mesh: Mesh | AbstractMesh | None,
   axis: str | tuple[str, ...] | None,
   required: bool,
+  name: str = "q",
 ) -> Place:
-  """Finds the place of a call with [B, T, heads, H] `operands`, q first.
+  """Finds the place of a call with [B, T, heads, H] `operands`.
 
-  `required`: an axis must be found; otherwise the call may be local.
+  `required`: an axis must be found; otherwise the call may be local. `name` is
+  what the caller calls the first operand.
   """
   per_shard = manual(axis)
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
@@ -141,10 +143,10 @@ def locate(
   if {*collectives.names(axis)} & {*entry(0), *entry(2)}:
     raise MeshError(
       message(
-        "q",
+        name,
         f"a sharding that uses {axis!r} for the batch or the heads",
         "that axis for the sequence only",
-        "reshard q, or name the sequence's axis with axis=",
+        f"reshard {name}, or name the sequence's axis with axis=",
       )
     )
   return Place(

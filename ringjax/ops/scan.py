@@ -1,0 +1,464 @@
+"""Scans along a sequence that may lie on shards.
+
+Law: the results are those of the whole sequence, whatever the number of
+shards and however they are filled. A shard scans its own tokens, the totals of
+shards are scanned by all, and what arrives at a shard is combined into each of
+its results.
+Cost: twice the combinations of one device, log2 of a shard's tokens deep. Of a
+total of n bytes, R shards gather n each where that is little altogether (one
+collective, R n bytes of memory); larger totals take 1 + log2 R rounds of a
+neighbour's n bytes.
+Ref:  Blelloch 1990, "Prefix sums and their applications"; Hillis and Steele
+1986 (the rounds); Martin and Cundy 2018, arXiv 1709.04057 (recurrences).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ringjax.errors import InputTypeError, ShapeError, message
+from ringjax.ops import sequence
+from ringjax.ops.inputs import as_array
+from ringjax.ops.sequence import Shards
+from ringjax.ops.softmax import wide_dtype
+from ringjax.parallel import collectives
+from ringjax.parallel.layout import Layout
+
+# Totals of all shards that are gathered rather than passed on in rounds.
+_GATHERED_BYTES = 1 << 22
+
+
+def associative_scan(
+  combine: Callable[[Any, Any], Any],
+  elements: Any,
+  *,
+  reverse: bool = False,
+  mesh: Any = None,
+  axis: str | None = None,
+  layout: Layout | None = None,
+) -> Any:
+  """`jax.lax.associative_scan` along a sequence that may be sharded.
+
+  Args:
+    combine: associative; of two pytrees like `elements` the same, whatever the
+      number of tokens, as in JAX. It need not have a neutral element. Outside
+      of a jit a new function is compiled anew.
+    elements: a pytree of [B, T, ...], T over `axis`. Inside a shard_map where
+      the axis is manual T is that of the shard. Over explicit mesh axes only
+      B stays sharded.
+    reverse: from the last token to the first; `combine` gets the later tokens
+      first, as in JAX.
+    mesh: the mesh; default: the operands', else the current one.
+    axis: the mesh axis that shards T. Default: what shards the operands, else
+      the current mesh's "seq" axis, else one device.
+    layout: `Contiguous()`, the default, or `Uneven(counts)`. Other layouts
+      would cost a permutation of the sequence there and back, and are refused.
+
+  Returns:
+    A pytree like `elements`. Differentiable as `combine` is. Slots of
+    `Uneven` shards that hold no token give any number.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  sequence.called("combine", combine)
+  leaves, tree = jax.tree.flatten(elements)
+  if not leaves:
+    raise InputTypeError(
+      message("elements", tree, "a pytree with an array in it", "pass some")
+    )
+  x = tuple(sequence.tokens("elements", a) for a in leaves)
+  for a in x:
+    if a.shape[1] != x[0].shape[1]:
+      raise ShapeError(
+        message(
+          "elements",
+          f"sequences of {x[0].shape[1]} and of {a.shape[1]} tokens",
+          "one length",
+          "pad or broadcast them",
+        )
+      )
+  place, layout = sequence.found(x, "elements", mesh, axis, layout, True)
+  shards = place.size
+  total = sum(a.nbytes // a.shape[1] for a in x)
+  f = _Scan(combine, tree, bool(reverse), _gathered(total, shards))
+  # `combine` may let a token's numbers meet, as in a product of matrices.
+  dims = tuple("bt" + "X" * (a.ndim - 2) for a in x)
+  results = sequence.run(f, place, layout, x, dims, dims)
+  return jax.tree.unflatten(tree, results)
+
+
+def linear_recurrence(
+  a: Any,
+  b: Any,
+  *,
+  initial: Any = None,
+  reverse: bool = False,
+  segment_ids: Any = None,
+  mesh: Any = None,
+  axis: str | None = None,
+  layout: Layout | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """h_t = a_t h_{t-1} + b_t for each number, over a sequence and its shards.
+
+  The recurrence of diagonal state-space layers (Gu and Dao 2023, arXiv
+  2312.00752) and of RG-LRU (De et al. 2024, arXiv 2402.19427). Sums and
+  products are float32 (float64 for float64 inputs); the derivative is a
+  recurrence the other way, which keeps a and h and nothing else. Products of
+  many |a| > 1 may overflow where h itself does not.
+
+  Args:
+    a: [B, T, ...], floats.
+    b: [B, T, ...], floats; dimensions but T broadcast against those of a.
+    initial: [B, ...], h before the first token, default zeros. It belongs to
+      the document of the first token.
+    reverse: h_t = a_t h_{t+1} + b_t, and `initial` follows the last token.
+    segment_ids: int32 [B, T], the document of each token, 0 is padding. A
+      document starts from zeros where another one precedes it; padding leaves
+      h as it is and gives 0.
+    mesh: the mesh; default: the operands', else the current one.
+    axis: the mesh axis that shards T. Default: what shards the operands, else
+      the current mesh's "seq" axis, else one device. Inside a shard_map where
+      the axis is manual T is that of the shard, and `initial` that of the
+      first shard (the last one's, in reverse).
+    layout: `Contiguous()`, the default, or `Uneven(counts)`; others are
+      refused, since h goes from each token to the next.
+
+  Returns:
+    h [B, T, ...] in b's dtype, and the h behind the last token (before the
+    first, in reverse), [B, ...] in float32, the same on all shards.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  a = sequence.floats("a", sequence.tokens("a", a))
+  b = sequence.floats("b", sequence.tokens("b", b, a.ndim))
+  pairs = list(zip(a.shape, b.shape, strict=True))
+  if a.shape[1] != b.shape[1] or any(
+    m != n and 1 not in (m, n) for m, n in pairs
+  ):
+    raise ShapeError(
+      message(
+        "b",
+        f"shape {b.shape} beside an a of shape {a.shape}",
+        "as many tokens, and other dimensions alike or 1",
+        "broadcast or slice one of them",
+      )
+    )
+  shape = tuple(n if m == 1 else m for m, n in pairs)
+  b = jnp.broadcast_to(b, shape) if b.shape != shape else b
+  seg = sequence.documents(segment_ids, b)
+  if initial is not None:
+    initial = sequence.floats("initial", as_array("initial", initial))
+    sequence.fits("initial", initial, (shape[0], *shape[2:]))
+  cut = (b, a) if seg is None else (b, a, seg)
+  place, layout = sequence.found(cut, "b", mesh, axis, layout, True)
+  wide = jnp.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
+  total = 2 * math.prod((shape[0], *shape[2:])) * wide.itemsize
+  f = _Recurrence(bool(reverse), _gathered(total, place.size), wide.name)
+  dims = sequence.letters(b.ndim)
+  state = dims.replace("t", "")
+  h, last = sequence.run(
+    f, place, layout, (b, a, seg, initial), (dims, dims, "bt", state),
+    (dims, state),
+  )  # fmt: skip
+  return h, last
+
+
+def _gathered(total_bytes: int, shards: int) -> bool:
+  return total_bytes * shards <= _GATHERED_BYTES
+
+
+def resets(
+  seg: jax.Array, axis: str | None, reverse: bool = False
+) -> jax.Array:
+  """bool [B, T]: whether a token begins a document that others precede.
+
+  Per shard, if `axis` is given. In reverse: ends one that others follow.
+  """
+  if reverse:
+    seg = jnp.flip(seg, 1)
+  latest = _latest(seg)
+  came = jnp.zeros_like(latest[:, :1])
+  if axis is not None:
+    every = collectives.gather(latest[:, -1:], axis, 1)
+    size, me = every.shape[1], collectives.axis_index(axis)
+    if reverse:
+      every, me = jnp.flip(every, 1), size - 1 - me
+    earlier = jnp.arange(size, dtype=jnp.int32)[None] < me
+    came = _latest(jnp.where(earlier, every, 0))[:, -1:]
+  latest = jnp.concatenate([came, latest[:, :-1]], 1)
+  latest = jnp.where(latest > 0, latest, came)
+  found = (seg > 0) & (latest > 0) & (latest != seg)
+  return jnp.flip(found, 1) if reverse else found
+
+
+def _latest(seg: jax.Array) -> jax.Array:
+  """The document of the last token up to each that is not padding, else 0."""
+  index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
+  at = lax.cummax(jnp.where(seg > 0, index, -1), axis=1)
+  there = jnp.take_along_axis(seg, jnp.maximum(at, 0), 1)
+  return jnp.where(at >= 0, there, 0)
+
+
+# What arrives at a shard.
+
+
+def arriving(
+  combine: Callable[[Any, Any], Any],
+  total: Any,
+  axis: str,
+  some: np.ndarray,
+  reverse: bool,
+  gathered: bool,
+) -> Any:
+  """The totals of all shards before this one, combined; any on the first.
+
+  Args:
+    combine: of the earlier and the later.
+    total: a pytree of [B, 1, ...].
+    axis: the axis of the shards.
+    some: bool [R], which shards hold tokens at all; totals of others are
+      passed by.
+    reverse: whether the last shard is the first.
+    gathered: in one collective, rather than in rounds.
+  """
+  size, me = some.size, collectives.axis_index(axis)
+  way = -1 if reverse else 1
+  order = np.arange(size)[::way]
+  order = order[some[order]]
+  if order.size < 2:
+    return total
+  # Rounds go over equal distances, and stop at nothing.
+  if gathered or order.size < size:
+    every = collectives.gather(total, axis, 1)
+    every = jax.tree.map(lambda x: jnp.take(x, order[:-1], axis=1), every)
+    every = lax.associative_scan(combine, every, axis=1)
+    before = np.zeros(size, np.int32)
+    before[order[1:]] = np.arange(order.size - 1)
+    mine = jnp.asarray(before)[me]
+    return jax.tree.map(
+      lambda x: lax.dynamic_slice_in_dim(x, mine, 1, axis=1), every
+    )
+  rank = size - 1 - me if reverse else me
+  total = collectives.rotate(total, axis, way)
+  step = 1
+  while step < size - 1:
+    came = collectives.rotate(total, axis, way * step)
+    # Where nothing comes a shard combines its own twice, and drops it.
+    held = rank > step
+    came = _where(held, came, total)
+    total = _where(held, combine(came, total), total)
+    step *= 2
+  return total
+
+
+def _where(condition: jax.Array, a: Any, b: Any) -> Any:
+  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+  """`associative_scan` of one shard's tokens."""
+
+  combine: Callable[[Any, Any], Any]
+  tree: Any
+  reverse: bool
+  gathered: bool
+
+  def __call__(self, shards: Shards, *leaves: jax.Array) -> tuple:
+    local, counts = shards.local, shards.counts
+    x = jax.tree.unflatten(self.tree, leaves)
+    full = bool(np.all(counts == local))
+    count = jnp.asarray(counts, jnp.int32)[shards.index]
+    if not full:
+      x = jax.tree.map(lambda a: self._ahead(a, count), x)
+    x = lax.associative_scan(self.combine, x, axis=1, reverse=self.reverse)
+    if shards.axis is not None:
+      x = self._joined(shards, x, count)
+    if not full and self.reverse:
+      x = jax.tree.map(lambda a: jnp.roll(a, count - local, 1), x)
+    return tuple(jax.tree.leaves(x))
+
+  def _ahead(self, x: jax.Array, count: jax.Array) -> jax.Array:
+    """Tokens first in the scan's direction, then copies of the last one.
+
+    Copies, because there is no neutral element and nobody knows what `combine`
+    makes of zeros.
+    """
+    slots = jnp.arange(x.shape[1], dtype=jnp.int32)
+    at = slots - (x.shape[1] - count) if self.reverse else slots
+    real = (at >= 0) & (at < count)
+    at = jnp.clip(at, 0, jnp.maximum(count - 1, 0))
+    x = jnp.take(x, at, axis=1)
+    return jnp.where(sequence.beside(real, x), x, lax.stop_gradient(x))
+
+  def _joined(self, shards: Shards, x: Any, count: jax.Array) -> Any:
+    """The shard's own results behind those of the shards before it."""
+    assert shards.axis is not None
+    some = shards.counts > 0
+    edge = shards.local - count if self.reverse else count - 1
+    edge = jnp.clip(edge, 0, shards.local - 1)
+    total = jax.tree.map(
+      lambda a: lax.dynamic_slice_in_dim(a, edge, 1, axis=1), x
+    )
+    came = arriving(
+      self.combine, total, shards.axis, some, self.reverse, self.gathered
+    )
+    first = np.flatnonzero(some)[-1 if self.reverse else 0]
+    behind = jnp.asarray(some)[shards.index] & (shards.index != int(first))
+    # What is dropped below may be infinite, and so may its derivative: it is
+    # made of the shard's own.
+    came = _where(behind, came, jax.tree.map(lax.stop_gradient, total))
+    wide = jax.tree.map(lambda c, a: jnp.broadcast_to(c, a.shape), came, x)
+    return _where(behind, self.combine(wide, x), x)
+
+
+# Linear recurrences.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recurrence:
+  """`linear_recurrence` of one shard's tokens."""
+
+  reverse: bool
+  gathered: bool
+  wide: str
+
+  def __call__(
+    self, shards: Shards, b: jax.Array, a: jax.Array, seg: Any, initial: Any
+  ) -> tuple[jax.Array, jax.Array]:
+    real, axis = shards.real, shards.axis
+    if real is not None:
+      real = real[None]
+    if seg is not None:
+      seg = seg if real is None else jnp.where(real, seg, 0)
+      real = seg > 0
+      reset = resets(seg, axis, self.reverse)
+      a = jnp.where(sequence.beside(reset, a), 0, a)
+    if real is not None:
+      # What leaves h as it is.
+      a = jnp.where(sequence.beside(real, a), a, 1)
+      b = jnp.where(sequence.beside(real, b), b, 0)
+    if initial is None:
+      initial = jnp.zeros((b.shape[0], *b.shape[2:]), self.wide)
+    start = initial.astype(self.wide)[:, None]
+    axes = collectives.varying_axes(a, b, start)
+    a, b, start = collectives.vary((a, b, start), axes)
+    rule = _Rule(axis, shards.size, self.reverse, self.gathered, self.wide)
+    h, end = _recur(rule, a, b, start)
+    if real is not None:
+      h = jnp.where(sequence.beside(real, h), h, 0)
+    if axis is not None:
+      last = 0 if self.reverse else shards.size - 1
+      end = jnp.where(shards.index == last, end, jnp.zeros_like(end))
+      end = collectives.total(end, axis)
+    return h, end[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+  """The static part of a recurrence."""
+
+  axis: str | None
+  size: int
+  reverse: bool
+  gathered: bool
+  wide: str
+
+  @property
+  def first(self) -> Any:
+    """Whether this shard is the first in the recurrence's direction."""
+    if self.axis is None:
+      return True
+    first = self.size - 1 if self.reverse else 0
+    return collectives.axis_index(self.axis) == first
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recur(
+  rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """h [B, L, ...] in b's dtype, and wide [B, 1, ...] behind the last slot."""
+  return _recur_fwd(rule, a, b, start)[0]
+
+
+def _recur_fwd(
+  rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+  h, came = _walk(rule, a.astype(rule.wide), b.astype(rule.wide), start)
+  narrow = h.astype(b.dtype)
+  return (narrow, _end(h, rule.reverse)), (a, narrow, came)
+
+
+def _recur_bwd(
+  rule: _Rule, saved: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  a, h, came = saved
+  dh, dend = cotangents
+  wide = lambda x: x.astype(rule.wide)
+  back = dataclasses.replace(rule, reverse=not rule.reverse)
+  # m_t = a_t (dh_t + m_{t+1}) goes on to the token before; what a token gets
+  # in all is dh_t + m_{t+1}.
+  length = dh.shape[1]
+  at = 0 if rule.reverse else length - 1
+  dh = wide(dh)
+  dh = jnp.concatenate(
+    [dh[:, :at], dh[:, at : at + 1] + dend, dh[:, at + 1 :]], 1
+  )
+  with collectives.bound(rule.axis, rule.size):
+    m, coming = _walk(back, wide(a), wide(a) * dh, jnp.zeros_like(dend))
+    first = rule.first
+    db = dh + _shifted(m, coming, back.reverse)
+    da = db * _shifted(wide(h), came, rule.reverse)
+    dstart = _end(m, back.reverse)
+    dstart = jnp.where(first, dstart, jnp.zeros_like(dstart))
+  over = [i for i, n in enumerate(a.shape) if n != da.shape[i]]
+  da = jnp.sum(da, over, keepdims=True) if over else da
+  return da.astype(a.dtype), db.astype(h.dtype), dstart
+
+
+_recur.defvjp(_recur_fwd, _recur_bwd)
+
+
+def _end(h: jax.Array, reverse: bool) -> jax.Array:
+  """The last in the direction of a recurrence, [B, 1, ...]."""
+  return h[:, :1] if reverse else h[:, -1:]
+
+
+def _shifted(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
+  """For each token the h that came to it."""
+  parts = [h[:, 1:], came] if reverse else [came, h[:, :-1]]
+  return jnp.concatenate(parts, 1)
+
+
+def _affine(early: Any, late: Any) -> Any:
+  """x -> a x + b after another one."""
+  return late[0] * early[0], late[0] * early[1] + late[1]
+
+
+def _walk(
+  rule: _Rule, a: jax.Array, b: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """h of all slots, and the h that came to the first of this shard."""
+  kept, h = lax.associative_scan(_affine, (a, b), axis=1, reverse=rule.reverse)
+  came = start
+  if rule.axis is not None:
+    first = rule.first
+    total, end = _end(kept, rule.reverse), _end(h, rule.reverse)
+    end = jnp.where(first, total * start + end, end)
+    every = np.ones(rule.size, bool)
+    _, came = arriving(
+      _affine, (total, end), rule.axis, every, rule.reverse, rule.gathered
+    )
+    came = jnp.where(first, start, came)
+  return h + kept * came, came

@@ -1,0 +1,420 @@
+"""A sequence that may lie on shards: what functions over one have in common.
+
+Law: `run` calls a function of one shard's tokens where the tokens lie: once,
+on one device; under one shard_map over the sequence's axis, of global arrays;
+as it is, inside of a caller's shard_map or vmap. Other automatic mesh axes are
+left to the compiler; explicit ones go with the dimensions that they shard.
+Cost: where a length does not divide, a copy of each operand and result; none
+otherwise. Nothing is sent here, but for an explicit sequence axis that such a
+length cannot be sharded over: its results are gathered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import (
+  DtypeError,
+  InputTypeError,
+  MeshError,
+  OptionError,
+  ShapeError,
+  message,
+)
+from ringjax.ops.inputs import FLOATS, as_array
+from ringjax.parallel import collectives
+from ringjax.parallel.layout import Contiguous, Layout, Uneven
+from ringjax.parallel.place import Place, locate
+
+_LETTERS = "bt" + "acdefghijklmnopqrsuvwxyz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+  """How a sequence lies on shards: static, and the same on all of them.
+
+  Attributes:
+    layout: which token lies where; `Contiguous()` on one device.
+    axis: the axis over which the shards lie, None on one device.
+    size: number of shards.
+    length: tokens of the sequence; positions at and beyond it are padding.
+    local: tokens of a shard, padding included.
+  """
+
+  layout: Layout
+  axis: str | None
+  size: int
+  length: int
+  local: int
+
+  @classmethod
+  def of(cls, layout: Layout, place: Place, length: int) -> Shards:
+    """`length` counts the rows of the arrays, of all shards together."""
+    local = layout.local_length(length, place.size)
+    if isinstance(layout, Uneven):
+      length = sum(layout.counts)
+    # One shard has all tokens in their own order, whatever the layout.
+    layout = layout if place.size > 1 else Contiguous()
+    return cls(layout, place.axis, place.size, length, local)
+
+  @property
+  def index(self) -> Any:
+    """The number of this shard."""
+    return 0 if self.axis is None else collectives.axis_index(self.axis)
+
+  @property
+  def positions(self) -> jax.Array:
+    """int32 [local]."""
+    return self.layout.positions(self.index, self.size, self.local)
+
+  @property
+  def counts(self) -> np.ndarray:
+    """Tokens of each shard, [R], if it holds consecutive ones."""
+    if isinstance(self.layout, Uneven):
+      return np.asarray(self.layout.counts)
+    first = np.arange(self.size) * self.local
+    return np.clip(self.length - first, 0, self.local)
+
+  @property
+  def real(self) -> jax.Array | None:
+    """bool [local], False for padding; None where no shard has any."""
+    if self.length == self.size * self.local:
+      return None
+    return self.positions < self.length
+
+
+def run(
+  f: Callable[..., tuple[jax.Array, ...]],
+  place: Place,
+  layout: Layout,
+  x: Sequence[jax.Array | None],
+  dims: Sequence[str],
+  outs: Sequence[str],
+) -> tuple[jax.Array, ...]:
+  """f(shards, *x) where the tokens lie.
+
+  Args:
+    f: a function of one shard's part of x; hashable, and the same one for the
+      same call, or each call outside of a jit compiles again.
+    place: what `locate` says.
+    layout: the order in which tokens lie.
+    x: operands; the first holds tokens, and None is handed on.
+    dims: a letter for each dimension of each operand. "t" is the sequence, and
+      its arrays are cut; dimensions of one letter are sharded alike over
+      explicit mesh axes, and those of a capital letter are whole.
+    outs: the same for the results. Those without "t" are the same on all
+      shards.
+
+  Returns:
+    The results of f, without the padding that was put in.
+  """
+  assert x[0] is not None
+  length = x[0].shape[1]
+  if place.manual:
+    wrong = layout.check_local_length(length) if place.size > 1 else None
+    shards = Shards.of(layout, place, length * place.size)
+    if wrong is None and shards.local != length:
+      wrong = f"{shards.local}"
+    if wrong:
+      raise ShapeError(
+        message(
+          "sequence",
+          f"{length} tokens a shard",
+          f"{wrong} in the layout {layout}",
+          "pad the sequence, or call outside of shard_map",
+        )
+      )
+    return _here(f, shards, tuple(x), tuple(dims))
+  shards = Shards.of(layout, place, length)
+  if place.mesh is None:
+    return _jitted_here(f, shards, tuple(x), tuple(dims))
+  mesh = place.mesh
+  if isinstance(mesh, Mesh):
+    x = [_to_mesh(a, mesh, d, place.axis) for a, d in zip(x, dims, strict=True)]
+  return _on_mesh(f, shards, place, tuple(dims), tuple(outs), tuple(x))
+
+
+def letters(rank: int) -> str:
+  """Dimensions [B, T, ...] of numbers that do not meet each other."""
+  return _LETTERS[:rank]
+
+
+def _here(f: Any, shards: Shards, x: Any, dims: Any) -> Any:
+  # A caller may give the same tokens to all shards; they differ from here on.
+  axes = () if shards.axis is None else (shards.axis,)
+  x = (
+    collectives.vary(a, axes) if "t" in d else a
+    for a, d in zip(x, dims, strict=True)
+  )
+  return f(shards, *x)
+
+
+# Without a jit of our own a call outside of one would compile its loops again
+# each time.
+_jitted_here = jax.jit(_here, static_argnums=(0, 1, 3))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _on_mesh(
+  f: Any, shards: Shards, place: Place, dims: Any, outs: Any, x: Any
+) -> Any:
+  mesh, length = place.mesh, x[0].shape[1]
+  slots = _slots(shards, place, length)
+  x = tuple(
+    _into(a, slots) if a is not None and "t" in d else a
+    for a, d in zip(x, dims, strict=True)
+  )
+  explicit = {
+    a
+    for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if kind == AxisType.Explicit
+  }
+  over = _axes_of(x, dims, mesh, place.axis) if explicit else {}
+  if place.axis is not None:
+    over["t"] = place.axis
+  specs = tuple(_spec(a, d, over) for a, d in zip(x, dims, strict=True))
+  if explicit:
+    x = tuple(_reshard(a, mesh, s) for a, s in zip(x, specs, strict=True))
+  results = jax.shard_map(
+    lambda *x: _here(f, shards, x, dims),
+    mesh=mesh,
+    in_specs=specs,
+    out_specs=tuple(P(*map(over.get, d)) for d in outs),
+    axis_names=explicit | ({place.axis} if place.axis else set()),
+  )(*x)
+  if slots is None:
+    return results
+  if explicit:
+    # No explicit sharding has shards of unequal lengths.
+    over["t"] = None
+    results = (
+      _reshard(a, mesh, P(*map(over.get, d)))
+      for a, d in zip(results, outs, strict=True)
+    )
+  return tuple(
+    _out_of(a, slots) if "t" in d else a
+    for a, d in zip(results, outs, strict=True)
+  )
+
+
+def _slots(shards: Shards, place: Place, length: int) -> np.ndarray | None:
+  """The row that each slot of the padded layout takes, -1 for none."""
+  if place.size == 1:
+    return None
+  order = shards.layout.padded_order(length, shards.size)
+  if order.size == length:
+    return None
+  real = order >= 0
+  return np.where(real, np.cumsum(real) - 1, -1)
+
+
+def _into(x: jax.Array, slots: np.ndarray | None) -> jax.Array:
+  if slots is None:
+    return x
+  length = x.shape[1]
+  if np.array_equal(slots[:length], np.arange(length)):
+    more = ((0, 0), (0, slots.size - length), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x, more)
+  return jnp.take(x, np.maximum(slots, 0), axis=1)
+
+
+def _out_of(x: jax.Array, slots: np.ndarray) -> jax.Array:
+  keep = np.flatnonzero(slots >= 0)
+  if np.array_equal(keep, np.arange(keep.size)):
+    return x[:, : keep.size]
+  return jnp.take(x, keep, axis=1)
+
+
+def _axes_of(x: Any, dims: Any, mesh: Any, axis: str | None) -> dict[str, Any]:
+  """The explicit mesh axes of each letter, as the operands have them."""
+  over: dict[str, Any] = {}
+  used = {axis}
+  for a, letters_ in zip(x, dims, strict=True):
+    sharding = None if a is None else jax.typeof(a).sharding
+    if sharding is None or sharding.mesh.empty:
+      continue
+    for d, entry in zip(letters_, tuple(sharding.spec), strict=False):
+      axes = entry if isinstance(entry, tuple) else (entry,)
+      free = entry is not None and not used & set(axes)
+      if d == "t" or d.isupper() or d in over or not free:
+        continue
+      over[d] = entry
+      used |= set(axes)
+  for a, letters_ in zip(x, dims, strict=True):
+    for d, n in zip(letters_, () if a is None else a.shape, strict=False):
+      entry = over.get(d)
+      axes = entry if isinstance(entry, tuple) else (entry,)
+      size = 1 if entry is None else math.prod(mesh.shape[i] for i in axes)
+      if n > 1 and n % size:
+        raise MeshError(
+          message(
+            "sharding",
+            f"a dimension of {n} over the {size} shards of {axes}",
+            "one that they divide",
+            "reshard the operands over a smaller axis",
+          )
+        )
+  return over
+
+
+def _spec(x: Any, dims: str, over: dict[str, Any]) -> P | None:
+  if x is None:
+    return None
+  return P(
+    *(
+      over.get(d) if n > 1 or d == "t" else None
+      for d, n in zip(dims, x.shape, strict=True)
+    )
+  )
+
+
+def _reshard(x: Any, mesh: Any, spec: P | None) -> Any:
+  if x is None or spec is None:
+    return x
+  sharding = jax.typeof(x).sharding
+  if not sharding.mesh.empty and sharding.spec == spec:
+    return x
+  return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
+  """Brings an array that was made without the mesh to its devices."""
+  if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+    return x
+  if x.sharding.device_set == set(mesh.devices.flat):
+    return x
+  spec = P()
+  if axis is not None and "t" in dims and x.shape[1] % mesh.shape[axis] == 0:
+    spec = P(None, axis)
+  return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+# What is wrong with a call.
+
+
+def found(
+  x: Sequence[jax.Array],
+  name: str,
+  mesh: Any,
+  axis: str | None,
+  layout: Layout | None,
+  ordered: bool,
+) -> tuple[Place, Layout]:
+  """Where a call over the tokens x [B, T, ...] runs, and in which order.
+
+  Args:
+    x: the operands that are cut, the one called `name` first.
+    name: for what is said about it.
+    mesh: as the caller gave it.
+    axis: as the caller gave it.
+    layout: as the caller gave it.
+    ordered: whether a shard has to hold consecutive tokens.
+
+  Raises:
+    MeshError: there is no such axis, or it does not shard the sequence.
+    OptionError: the layout is none, or not one of consecutive tokens.
+  """
+  layout = Contiguous() if layout is None else layout
+  if not isinstance(layout, Layout):
+    raise OptionError(
+      message(
+        "layout",
+        repr(layout),
+        "a layout such as Contiguous()",
+        "leave it out for contiguous shards",
+      )
+    )
+  place = locate(x, mesh, axis, required=False, name=name)
+  if ordered and place.size > 1 and not in_order(layout):
+    raise OptionError(
+      message(
+        "layout",
+        repr(layout),
+        "Contiguous() or Uneven(counts), whose shards hold consecutive "
+        "tokens: a state goes from each token to the next",
+        "restore the sequence's order first, at the cost of one permutation",
+      )
+    )
+  return place, layout
+
+
+def in_order(layout: Layout) -> bool:
+  """Whether each shard holds consecutive tokens, and follows the one before."""
+  return isinstance(layout, Contiguous | Uneven)
+
+
+def tokens(name: str, x: Any, rank: int | None = None) -> jax.Array:
+  """x as an array [B, T, ...] of at least one token, or an error."""
+  x = as_array(name, x)
+  if x.ndim < 2 or x.shape[1] < 1 or (rank is not None and x.ndim != rank):
+    raise ShapeError(
+      message(
+        name,
+        f"shape {x.shape}",
+        "[B, T, ...] with at least one token"
+        + ("" if rank is None else f", of {rank} dimensions"),
+        "add the missing dimensions, e.g. x[None] for one example",
+      )
+    )
+  return x
+
+
+def fits(name: str, x: jax.Array, want: tuple[int, ...]) -> jax.Array:
+  """x, or an error where its shape is not `want`."""
+  if x.shape != want:
+    raise ShapeError(
+      message(name, f"shape {x.shape}", f"{want}", "slice or broadcast it")
+    )
+  return x
+
+
+def floats(name: str, x: jax.Array) -> jax.Array:
+  """x, or an error where it holds no floats."""
+  if x.dtype.name not in FLOATS:
+    raise DtypeError(
+      message(
+        name,
+        x.dtype,
+        f"one of {', '.join(FLOATS)}",
+        f"cast it, e.g. {name}.astype(jnp.float32)",
+      )
+    )
+  return x
+
+
+def documents(segment_ids: Any, x: jax.Array) -> jax.Array | None:
+  """int32 [B, T], 0 for padding, or None if there are none given."""
+  if segment_ids is None:
+    return None
+  seg = as_array("segment_ids", segment_ids)
+  if not jnp.issubdtype(seg.dtype, jnp.integer):
+    raise DtypeError(
+      message(
+        "segment_ids", seg.dtype, "an integer dtype", "number the documents"
+      )
+    )
+  return fits("segment_ids", seg, x.shape[:2]).astype(jnp.int32)
+
+
+def called(name: str, f: Any) -> None:
+  """An error where f is no function."""
+  if not callable(f):
+    raise InputTypeError(
+      message(name, type(f).__name__, "a function", "pass the function itself")
+    )
+
+
+def beside(mask: jax.Array, x: jax.Array) -> jax.Array:
+  """mask [L] or [B, L] with the rank of x [B, L, ...]."""
+  mask = mask[None] if mask.ndim == 1 else mask
+  return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
