@@ -64,6 +64,9 @@ from ringjax.ops.mask import (
   SameSegment,
   Window,
 )
+from ringjax.ops.mixers import causal_conv, gated_delta_rule
+from ringjax.ops.scan import associative_scan, linear_recurrence
+from ringjax.ops.shift import token_shift
 from ringjax.ops.softmax import Partial, finalize, merge
 from ringjax.parallel.layout import (
   Contiguous,
@@ -122,19 +125,24 @@ __all__ = [
   "Window",
   "Wire",
   "Zigzag",
+  "associative_scan",
   "attention",
   "blockwise_attention",
   "blockwise_cross_entropy",
   "blockwise_feedforward",
+  "causal_conv",
   "dot_product_attention",
   "explain",
   "finalize",
+  "gated_delta_rule",
+  "linear_recurrence",
   "make_mesh",
   "merge",
   "ring_attention",
   "striped_attention",
   "tile_counts",
   "tile_schedule",
+  "token_shift",
 ]
 
 _PARTS = ("data", "infer", "models", "plan", "train")

@@ -415,7 +415,8 @@ def _recur_bwd(
   dh = jnp.concatenate(
     [dh[:, :at], dh[:, at : at + 1] + dend, dh[:, at + 1 :]], 1
   )
-  with collectives.bound(rule.axis, rule.size):
+  axes = () if rule.axis is None else ((rule.axis, rule.size),)
+  with collectives.bound(axes):
     m, coming = _walk(back, wide(a), wide(a) * dh, jnp.zeros_like(dend))
     first = rule.first
     db = dh + _shifted(m, coming, back.reverse)

@@ -65,6 +65,7 @@ class Shards:
       length = sum(layout.counts)
     # One shard has all tokens in their own order, whatever the layout.
     layout = layout if place.size > 1 else Contiguous()
+    assert not isinstance(place.axis, tuple)
     return cls(layout, place.axis, place.size, length, local)
 
   @property
@@ -120,6 +121,15 @@ def run(
   """
   assert x[0] is not None
   length = x[0].shape[1]
+  if isinstance(place.axis, tuple):
+    raise MeshError(
+      message(
+        "axis",
+        repr(place.axis),
+        "one mesh axis",
+        "shard the sequence over one axis, in a mesh that has it",
+      )
+    )
   if place.manual:
     wrong = layout.check_local_length(length) if place.size > 1 else None
     shards = Shards.of(layout, place, length * place.size)
@@ -179,7 +189,7 @@ def _on_mesh(
     for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
     if kind == AxisType.Explicit
   }
-  over = _axes_of(x, dims, mesh, place.axis) if explicit else {}
+  over = _axes_of(x, dims, mesh, shards.axis) if explicit else {}
   if place.axis is not None:
     over["t"] = place.axis
   specs = tuple(_spec(a, d, over) for a, d in zip(x, dims, strict=True))

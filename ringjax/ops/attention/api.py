@@ -680,6 +680,10 @@ def _jitted_on_mesh(
       if contiguous
       else (lambda a: jnp.take(a, keep, axis=1))
     )
+    if explicit:
+      # The types of explicit axes have no uneven shards.
+      whole = P(specs.q[0], None, specs.q[2])
+      out, lse = (_reshard(a, place.mesh, whole) for a in (out, lse))
     out, lse = take(out), take(lse)
   return out, lse
 

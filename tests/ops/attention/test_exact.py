@@ -322,6 +322,14 @@ def test_the_mesh_and_axis_are_read_off_the_operands():
   oracle.check(got, want)
 
 
+@pytest.mark.parametrize("layout", [Contiguous(), Striped()])
+def test_explicit_axes_that_do_not_divide_the_sequence(layout):
+  case = oracle.build(t=39, is_causal=True, sees=causal)
+  mesh = rj.make_mesh((4,), ("seq",), axis_types=AxisType.Explicit)
+  got = oracle.run(case, layout=layout, shards=4, mesh=mesh, axis="seq")
+  oracle.check(got, oracle.truth(case))
+
+
 def test_the_current_mesh_is_found():
   case, want = problem("gqa")
   with jax.set_mesh(ring_mesh(4)):
