@@ -13,6 +13,9 @@
   python -m launch.bench train --quick
       A step of training: time and memory against plain attention with all
       logits and against `ringattention`.
+  python -m launch.bench strategies --json=ways.json --plot=ways.png
+      Every way to move attention across devices: times, hops, bytes, scores,
+      beside the times that `strategy="auto"` predicts.
   python -m launch.bench kvr --json=kvr.json --plot=kvr.png
       KV-Runahead: counted, simulated beside the paper, and measured in two
       processes with a core each against what gathers or rotates keys.
@@ -33,7 +36,7 @@ import jax
 from absl import app, flags, logging
 
 from launch import runahead
-from ringjax.bench import attention, inference, layouts, train
+from ringjax.bench import attention, inference, layouts, strategies, train
 from ringjax.errors import RingjaxError
 
 _DEVICES = flags.DEFINE_integer(
@@ -57,7 +60,9 @@ _DTYPES = flags.DEFINE_list(
   f"attention, inference: of {','.join(attention.TOLERANCE)}.",
 )
 _PASSES = flags.DEFINE_list(
-  "passes", None, f"attention: of {','.join(attention.PASSES)}."
+  "passes",
+  None,
+  f"attention, strategies: of {','.join(attention.PASSES)}.",
 )
 _CONTESTANTS = flags.DEFINE_list(
   "contestants",
@@ -65,16 +70,32 @@ _CONTESTANTS = flags.DEFINE_list(
   f"attention: of {','.join(attention.CONTESTANTS)}; "
   f"inference: of {','.join(inference.CONTESTANTS)}; "
   f"train: of {','.join(train.CONTESTANTS)}; "
+  f"strategies: of {','.join(strategies.NAMES)}, hybrid:4 and two_level:4; "
   f"kvr: of {','.join(runahead.METHODS)}.",
 )
-_HEADS = flags.DEFINE_integer("heads", None, "attention: heads, N.")
+_HEADS = flags.DEFINE_integer("heads", None, "attention, strategies: heads, N.")
+_KV_HEADS = flags.DEFINE_integer(
+  "kv_heads", None, "strategies: heads of keys, K; default as --heads."
+)
+_WINDOW = flags.DEFINE_integer(
+  "window", None, "strategies: keys that a query sees.", lower_bound=1
+)
+_MACHINE = flags.DEFINE_string(
+  "machine",
+  None,
+  "strategies: predict for this machine, a name or a file of launch.plan fit; "
+  "default: measured before.",
+)
 _APPEND = flags.DEFINE_bool(
   "append",
   False,
-  "attention, inference, train: keep the rows that --json already holds.",
+  "attention, inference, train, strategies: keep the rows that --json already "
+  "holds.",
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", None, "attention, inference, train, kvr: timed rounds."
+  "rounds",
+  None,
+  "attention, inference, train, strategies, kvr: timed rounds.",
 )
 _PARTS = flags.DEFINE_list(
   "parts",
@@ -195,7 +216,32 @@ def _kvr(files: dict[str, Any]) -> None:
   runahead.run(settings, **files)
 
 
+def _strategies(files: dict[str, Any]) -> None:
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+  head_dims = _ints("head_dims", _HEAD_DIMS.value)
+  for name, given in (("head_dims", head_dims), ("dtypes", _DTYPES.value)):
+    if given is not None and len(given) != 1:
+      raise app.UsageError(f"--{name}: strategies takes one")
+  chosen: dict[str, Any] = {
+    "tokens": _ints("tokens", _TOKENS.value),
+    "head_dim": head_dims and head_dims[0],
+    "dtype": _DTYPES.value and _DTYPES.value[0],
+    "passes": _words(_PASSES.value),
+    "strategies": _words(_CONTESTANTS.value),
+    "heads": _HEADS.value,
+    "kv_heads": _KV_HEADS.value or _HEADS.value,
+    "window": _WINDOW.value,
+    "rounds": _ROUNDS.value,
+    "devices": _DEVICES.value,
+  }
+  chosen = {name: value for name, value in chosen.items() if value is not None}
+  start = strategies.QUICK if _QUICK.value else strategies.Settings()
+  settings = dataclasses.replace(start, **chosen)
+  strategies.run(settings, on=_MACHINE.value, append=_APPEND.value, **files)
+
+
 _COMMANDS = {
+  "strategies": _strategies,
   "attention": _attention,
   "layouts": _layouts,
   "inference": _inference,

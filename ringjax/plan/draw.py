@@ -142,6 +142,50 @@ def strategies(
   _save(figure, path)
 
 
+def against(
+  points: Sequence[tuple[str, str, float, float]], path: str, title: str = ""
+) -> None:
+  """Predicted against measured times, on logarithmic axes.
+
+  Args:
+    points: (strategy, what was run, predicted seconds, measured seconds).
+    path: of the PNG.
+    title: above it.
+
+  Raises:
+    OptionError: matplotlib is not installed, or the path cannot be written.
+  """
+  figure = figures().Figure(
+    figsize=(6.4, 5.6), layout="constrained", facecolor="white"
+  )
+  ax = figure.subplots()
+  markers = "osD^v<>Ph*X"
+  runs = list(dict.fromkeys(run for _, run, _, _ in points))
+  for n, name in enumerate(dict.fromkeys(name for name, *_ in points)):
+    mine = [p for p in points if p[0] == name]
+    ax.scatter(
+      [1e3 * p[3] for p in mine],
+      [1e3 * p[2] for p in mine],
+      marker=markers[n % len(markers)],
+      label=name,
+      s=36,
+    )
+  times = [1e3 * t for p in points for t in p[2:]] or [1.0]
+  ends = [min(times) / 1.5, max(times) * 1.5]
+  ax.plot(ends, ends, color="0.6", linewidth=1, zorder=0)
+  ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+  ax.set_xlabel("measured, milliseconds", fontsize=9)
+  ax.set_ylabel("predicted, milliseconds", fontsize=9)
+  ax.tick_params(labelsize=8)
+  ax.legend(frameon=False, fontsize=8)
+  ax.set_title(
+    f"{title}\n{', '.join(runs)}" if title else ", ".join(runs),
+    fontsize=9,
+    loc="left",
+  )
+  _save(figure, path)
+
+
 def _save(figure: Any, path: str) -> None:
   try:
     figure.savefig(path, dpi=130)

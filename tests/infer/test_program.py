@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax import models
+from ringjax.bench.program import Program
 from ringjax.infer import Greedy, decode, prefill
 from ringjax.nn.spread import Spread, Visit
 from tests import checkpoints
 from tests.helpers import make_mesh
-from tests.hlo import Program
 
 # Shapes stand for arrays here, which the hook's types do not know.
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.bench.program import Program
 from ringjax.nn.spread import Chained, Spread, Travel, Visit
 from ringjax.parallel.layout import Striped, Uneven
 from tests.helpers import make_mesh
-from tests.hlo import Program
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.bench.program import Program
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -23,7 +24,6 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.feedforward import Steps, blockwise_feedforward
-from tests.hlo import Program
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SENDS = {"all-gather", "all-to-all", "collective-permute", "reduce-scatter"}

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.bench.program import Program
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -22,7 +23,6 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.loss import blockwise_cross_entropy
-from tests.hlo import Program
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SENDS = {"all-gather", "all-to-all", "collective-permute", "reduce-scatter"}

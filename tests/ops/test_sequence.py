@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax import Contiguous, Striped, Uneven, Zigzag
+from ringjax.bench.program import Program
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -25,7 +26,6 @@ from ringjax.ops.mixers import causal_conv, gated_delta_rule
 from ringjax.ops.scan import associative_scan, linear_recurrence
 from ringjax.ops.shift import token_shift
 from tests.helpers import make_mesh, refused
-from tests.hlo import Program
 
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
+from ringjax.bench.program import Program
 from ringjax.models import checkpoint
 from ringjax.nn.spread import Travel
 from ringjax.train import remat, step
 from ringjax.train.batch import Batch
-from tests.hlo import Program
 from tests.train.test_step import CONFIG
 
 # Sizes that no other size is a part of.

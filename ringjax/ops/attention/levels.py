@@ -192,6 +192,16 @@ def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
       )
     )
   size = collectives.axis_size(names[0])
+  inner = group_of(strategy, size, kv_heads)
+  return [Part(names[0], size // inner, inner), Part(names[0], inner)]
+
+
+def group_of(strategy: Any, size: int, kv_heads: int) -> int:
+  """How many of `size` neighbours are a group of a strategy of two levels.
+
+  Raises:
+    OptionError: that is not said, or they do not divide.
+  """
   inner = strategy.inner
   if inner is None and isinstance(strategy, Ulysses):
     # As many neighbours as can share the heads evenly.
@@ -202,12 +212,12 @@ def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
     raise OptionError(
       message(
         "inner",
-        f"{strategy.inner} for the {size} shards of {names[0]!r}",
+        f"{strategy.inner} for {size} shards",
         "how many neighbours are a group, a divisor of the shards",
         "pass 'two_level:4' or Ring(Ring(), inner=4), or use two mesh axes",
       )
     )
-  return [Part(names[0], size // inner, inner), Part(names[0], inner)]
+  return inner
 
 
 def _bind(

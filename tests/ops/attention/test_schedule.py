@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from tests.hlo import Program
+from ringjax.bench.program import Program
 
 B, N, K, H = 1, 4, 2, 16
 LAYOUTS = (rj.Contiguous(), rj.Striped(), rj.Zigzag())

@@ -12,10 +12,10 @@ import pytest
 
 import ringjax as rj
 from ringjax import Blockwise, Chain, Dense, Gather, Halo, Ring, Striped
+from ringjax.bench.program import Program
 from ringjax.errors import OptionError
 from ringjax.ops.attention.wire import DTYPES, Wire
 from tests import oracle
-from tests.hlo import Program
 from tests.ops.attention.test_exact import causal, ring_mesh
 from tests.ops.attention.test_schedule import compiled
 
