@@ -159,6 +159,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     wire=values.wire,
     longest_document=values.longest_document,
     local=values.local,
+    show=False,
   )  # fmt: skip
   sources = dict.fromkeys((made.chip.source, made.source))
   text = [str(found), "", f"{made.name}: {'; '.join(sources)}"]

@@ -324,6 +324,7 @@ def _predicted(
     machine=known,
     backward=passes == "fwdbwd",
     among=(kind,),
+    show=False,
   )
   group = int(inner) if inner else None
   if kind == "hybrid" and group is None:

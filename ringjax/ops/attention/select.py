@@ -7,8 +7,8 @@ does not fit the memory.
 
 `explain` prints what `Auto` goes by:
 
-  print(rj.explain((1, 2**20, 32, 128), (1, 2**20, 8, 128), shards=64,
-                   is_causal=True, machine="tpu-v5p"))
+  rj.explain((1, 2**20, 32, 128), (1, 2**20, 8, 128), shards=64,
+             is_causal=True, machine="tpu-v5p")
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Mask
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Machine
+from ringjax.parallel.collectives import names as names_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.place import SEQ
 
@@ -361,8 +362,7 @@ def explain(
   value: Any = None,
   *,
   mesh: Any = None,
-  axis: str | None = None,
-  axes: Sequence[str] | None = None,
+  axis: str | tuple[str, ...] | None = None,
   shards: int | Mapping[str, int] | None = None,
   layout: Layout | None = None,
   is_causal: bool = False,
@@ -375,20 +375,20 @@ def explain(
   longest_document: int | None = None,
   local: str = "blockwise",
   among: Sequence[str] | None = None,
+  show: bool = True,
 ) -> Explanation:
   """Says which way to move an attention call across devices, and why.
 
   Nothing is computed, and no device is needed where `shards` and `machine`
-  are given. `print` of the result is a table.
+  are given.
 
   Args:
     query: [B, T, N, H], an array, a `jax.ShapeDtypeStruct` or a shape.
     key: [B, S, K, H], of the whole sequence like the query.
     value: [B, S, K, J]; default as the key.
     mesh: the mesh; default the operands', else the current one.
-    axis: the mesh axis that shards the sequence; default the operands', else
-      "seq".
-    axes: two of them, groups of devices first, instead of `axis`.
+    axis: the mesh axis that shards the sequence, or two of them, groups of
+      devices first; default the operands', else "seq".
     shards: without a mesh how many devices there are, or a mapping from one
       axis or two to their sizes.
     layout: how the tokens lie; None tries all of `LAYOUTS`.
@@ -403,9 +403,10 @@ def explain(
     longest_document: tokens of the longest document of packed data, if known.
     local: the local algorithm, "blockwise" or "kernel".
     among: names of the strategies to look at; default all.
+    show: whether to print the table.
 
   Returns:
-    What was predicted, sorted, and what was declined.
+    What was predicted, sorted, and what was declined; its `str` is the table.
 
   Raises:
     RingjaxError: operands, mesh or options that do not fit.
@@ -423,7 +424,7 @@ def explain(
         "correct the shapes",
       )
     )
-  place, found, parts = _place(query, key, mesh, axis, axes, shards)
+  place, found, parts = _place(query, key, mesh, axis, shards)
   b, n, k = (_divided(x, by) for x, by in zip((b, n, k), parts, strict=True))
   seen = Everything() if mask is None else mask
   if not isinstance(seen, Mask):
@@ -456,7 +457,10 @@ def explain(
     longest_document=longest_document,
     local=local,
   )
-  return rank(call, find_machine(machine, found), among)
+  explanation = rank(call, find_machine(machine, found), among)
+  if show:
+    explanation.print()
+  return explanation
 
 
 def _shape(name: str, x: Any) -> tuple[int, int, int, int]:
@@ -487,16 +491,11 @@ def _place(
   query: Any,
   key: Any,
   mesh: Any,
-  axis: str | None,
-  axes: Sequence[str] | None,
+  axis: str | tuple[str, ...] | None,
   shards: int | Mapping[str, int] | None,
 ) -> tuple[tuple[tuple[str, int], ...], Any, tuple[int, int, int]]:
   """(axes with sizes, the mesh, shards of batch, query heads, kv heads)."""
-  if axis is not None and axes is not None:
-    raise OptionError(
-      message("axis, axes", f"{axis!r}, {axes!r}", "one", "leave one out")
-    )
-  names = tuple(axes) if axes is not None else (axis,) if axis else ()
+  names = names_of(axis)
   if shards is not None:
     if mesh is not None:
       raise OptionError(

@@ -21,6 +21,7 @@ from ringjax import (
   Dense,
   Gather,
   Ring,
+  RingQ,
   Striped,
   Ulysses,
   Zigzag,
@@ -103,7 +104,18 @@ def test_errors_are_small(dtype, spread):
     assert found["out"] <= 2 * rounding
 
 
-@pytest.mark.parametrize("strategy", [Gather(), Ulysses(), Ring(Dense())])
+@pytest.mark.parametrize(
+  "strategy",
+  [
+    Gather(),
+    Ulysses(),
+    Ring(Dense()),
+    RingQ(),
+    Ring(two_way=True),
+    Ring(Ring(), inner=4),
+    Ulysses(Ring(), inner=2),
+  ],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_errors_of_other_strategies_are_small(dtype, strategy):
   within(errors(dtype, 16.0, 8, strategy), dtype)
@@ -153,7 +165,14 @@ def packed_program(layout, strategy, dtype=np.float32):
 
 
 PLACES = [(layout, Ring(TILES)) for layout in LAYOUTS]
-PLACES += [(Zigzag(), Gather(TILES)), (Striped(), Ulysses(TILES))]
+PLACES += [
+  (Zigzag(), Gather(TILES)),
+  (Striped(), Ulysses(TILES)),
+  (Striped(), RingQ(TILES)),
+  (Zigzag(), Ring(TILES, two_way=True)),
+  (Striped(), Ring(Ring(TILES), inner=2)),
+  (Contiguous(), Ring(TILES, by_document=True)),
+]
 
 
 # Tokens (example, position) that change, as keys or as queries.
