@@ -221,8 +221,8 @@ class Recipe:
     optimizer: of all of them.
     objective: what is minimised.
     layout: of the sequence over the shards, of `LAYOUTS`; "documents" deals
-      each document to as many shards as its work asks for, row by row, for
-      models without recurrent layers.
+      each document to as many shards as its work asks for, row by row, and
+      the ring turns as far as these reach; for models without recurrent layers.
     strategy: of attention, by its name in `ringjax.dot_product_attention`.
     remat: what is kept of a layer, of `remat.POLICIES`.
     lora: adapters in place of all parameters, or None.
@@ -262,6 +262,12 @@ class Recipe:
       return rows
     return place_rows(rows, shards=spread.size)
 
+  @property
+  def _strategy(self) -> str:
+    # What deals documents to few shards does it so that a ring may stop early.
+    ring = self.strategy in ("auto", "ring")
+    return "documents" if ring and self.layout == "documents" else self.strategy
+
   def spread(self, mesh: Any, axis: str | None) -> Travel:
     """How tokens lie on a mesh."""
     kept = remat.policy(self.remat)
@@ -272,7 +278,7 @@ class Recipe:
       mesh=mesh,
       axis=axis,
       layout=LAYOUTS[self.layout],
-      strategy=self.strategy,
+      strategy=self._strategy,
       remat=kept,
     )
 

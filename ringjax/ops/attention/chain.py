@@ -28,13 +28,12 @@ import numpy as np
 from jax import lax
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
-  Blockwise,
   Gradients,
   Local,
   Residuals,
 )
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import Visitor, pack, unpack
 from ringjax.ops.attention.wire import as_wire
@@ -46,7 +45,7 @@ from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
+class Chain(Move):
   """Pass-KV chain over a local algorithm.
 
   Attributes:
@@ -56,25 +55,11 @@ class Chain:
     wire: how keys and values travel, as in `Ring`.
   """
 
-  local: Any = Blockwise()
-  axis: Axis | None = None
   steps: int | None = None
   wire: Any = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    return collectives.names(self.axis)
-
-  @property
-  def differentiable(self) -> bool:
-    return self.local.differentiable
-
-  def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
-    return keys * self._place()[0]
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Chain:
     """This chain on `axis`, cut to the distances that are `needed`."""
@@ -111,11 +96,6 @@ class Chain:
         )
       )
 
-  def attend(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
-    return attend(self, scores, x, terms, context)
-
   def forward(
     self,
     scores: Scores,
@@ -126,7 +106,8 @@ class Chain:
     carry: Partial,
   ) -> Partial:
     """Folds the keys of the shards up to this one into `carry`."""
-    size, me, steps = self._place()
+    size, me = self._place()
+    steps = self._steps(size)
     length = x.k.shape[2]
     visitor = Visitor.of(x, context, self.wire)
     for t in range(steps + 1):
@@ -148,7 +129,8 @@ class Chain:
     carry: tuple[jax.Array, Terms],
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    size, me, steps = self._place()
+    size, me = self._place()
+    steps = self._steps(size)
     length = x.k.shape[2]
     # Else a compiler takes these sends for those of the forward pass, and keeps
     # what those brought until now.
@@ -199,9 +181,5 @@ class Chain:
     pairs = [(i - 1, i) for i in range(t, size)]
     return collectives.send(tree, self.axis, pairs)
 
-  def _place(self) -> tuple[int, Any, int]:
-    if self.axis is None:
-      return 1, 0, 0
-    size = collectives.axis_size(self.axis)
-    steps = size - 1 if self.steps is None else min(self.steps, size - 1)
-    return size, collectives.axis_index(self.axis), steps
+  def _steps(self, size: int) -> int:
+    return size - 1 if self.steps is None else min(self.steps, size - 1)

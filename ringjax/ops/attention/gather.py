@@ -14,25 +14,22 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 
-from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
-  Blockwise,
   Gradients,
   Local,
   Residuals,
 )
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import Visitor, pack, unpack
 from ringjax.ops.attention.wire import as_wire
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
-from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
+class Gather(Move):
   """All-gather of keys and values around a local algorithm.
 
   Attributes:
@@ -41,36 +38,10 @@ class Gather:
     wire: how keys and values travel, as in `Ring`; a shard's own too.
   """
 
-  local: Any = Blockwise()
-  axis: Axis | None = None
   wire: Any = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    return (*collectives.names(self.axis), *self.local.axes)
-
-  @property
-  def differentiable(self) -> bool:
-    return self.local.differentiable
-
-  def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
-    keys = self.local.span(keys)
-    return (
-      keys if self.axis is None else keys * collectives.axis_size(self.axis)
-    )
-
-  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Gather:
-    del needed
-    return dataclasses.replace(self, axis=axis)
-
-  def attend(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
-    return attend(self, scores, x, terms, context)
 
   def forward(
     self,

@@ -21,29 +21,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
-  Blockwise,
   Gradients,
   Local,
   Residuals,
 )
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import Visitor, pack, unpack
 from ringjax.ops.attention.wire import as_wire
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
-from ringjax.parallel.collectives import Axis
 from ringjax.parallel.layout import Contiguous, Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Halo:
+class Halo(Move):
   """Halo exchange around a local algorithm.
 
   Attributes:
@@ -54,29 +51,11 @@ class Halo:
     wire: how keys and values travel, as in `Ring`.
   """
 
-  local: Any = Blockwise()
-  axis: Axis | None = None
   reach: tuple[int, int] = (0, 0)
   wire: Any = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    return collectives.names(self.axis)
-
-  @property
-  def differentiable(self) -> bool:
-    return self.local.differentiable
-
-  def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
-    return keys * self._place()[0]
-
-  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Halo:
-    del needed
-    return dataclasses.replace(self, axis=axis)
 
   def over(self, mask: Mask, layout: Layout, derived: bool) -> Halo:
     """This halo as wide as `mask` needs it.
@@ -120,7 +99,7 @@ class Halo:
       edges = self._edges(x.k.shape[2])
       terms = terms._replace(bias=_widen(terms.bias, edges))
       context = context._replace(allow=_widen(context.allow, edges))
-    return attend(self, scores, x, terms, context)
+    return super().attend(scores, x, terms, context)
 
   def forward(
     self,
@@ -230,14 +209,6 @@ class Halo:
     """Sends to the shard `shift` places on; the ends of the row get nothing."""
     assert self.axis is not None
     return collectives.shift(tree, self.axis, shift)
-
-  def _place(self) -> tuple[int, Any]:
-    if self.axis is None:
-      return 1, 0
-    return (
-      collectives.axis_size(self.axis),
-      collectives.axis_index(self.axis),
-    )
 
 
 def _widen(pair: Any, edges: tuple[int, int]) -> Any:

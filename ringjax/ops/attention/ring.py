@@ -44,13 +44,12 @@ import numpy as np
 from jax import lax
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
-  Blockwise,
   Gradients,
   Local,
   Residuals,
 )
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import Visitor, pack, unpack
 from ringjax.ops.attention.wire import as_wire
@@ -64,7 +63,7 @@ _PIECES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(Move):
   """Pass-KV ring over a local algorithm.
 
   Attributes:
@@ -82,8 +81,6 @@ class Ring:
     inner: with a second level on one mesh axis, how many neighbours it spans.
   """
 
-  local: Any = Blockwise()
-  axis: Axis | None = None
   hops: tuple[int, int] | None = None
   unroll: int = 2
   two_way: bool = False
@@ -113,29 +110,12 @@ class Ring:
         )
       )
 
-  @property
-  def axes(self) -> tuple[str, ...]:
-    return (*collectives.names(self.axis), *self.local.axes)
-
-  @property
-  def differentiable(self) -> bool:
-    return self.local.differentiable
-
-  def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
-    return self._place()[0] * self.local.span(keys)
-
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Ring:
     """This ring on `axis`, cut to the distances that are `needed`."""
     if needed is None or self.hops is not None:
       return dataclasses.replace(self, axis=axis)
     hops = cut_hops(needed, two_way=self.two_way)
     return dataclasses.replace(self, axis=axis, hops=hops)
-
-  def attend(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> tuple[jax.Array, jax.Array]:
-    return attend(self, scores, x, terms, context)
 
   def forward(
     self,
@@ -402,14 +382,6 @@ class Ring:
       for s, n, way in zip(sums, (behind, ahead), ways, strict=True)
     ]
     return carry, _add(at_home, _add(*home))
-
-  def _place(self) -> tuple[int, Any]:
-    if self.axis is None:
-      return 1, 0
-    return (
-      collectives.axis_size(self.axis),
-      collectives.axis_index(self.axis),
-    )
 
   def _hops(self) -> tuple[int, int]:
     size = self._place()[0]

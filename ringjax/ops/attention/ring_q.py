@@ -33,13 +33,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ringjax.ops.attention.attend import attend, empty_partial
+from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import (
-  Blockwise,
   Gradients,
   Local,
   Residuals,
 )
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import pack, unpack
@@ -50,7 +50,7 @@ from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class RingQ:
+class RingQ(Move):
   """Pass-Q ring over a local algorithm.
 
   Attributes:
@@ -61,22 +61,8 @@ class RingQ:
     unroll: how many hops the loop's body holds.
   """
 
-  local: Any = Blockwise()
-  axis: Axis | None = None
   hops: tuple[int, int] | None = None
   unroll: int = 2
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    return collectives.names(self.axis)
-
-  @property
-  def differentiable(self) -> bool:
-    return self.local.differentiable
-
-  def span(self, keys: int) -> int:
-    """How many keys a call sees whose operands hold `keys`."""
-    return keys * self._place()[0]
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> RingQ:
     """This ring on `axis`, cut to the distances that are `needed`."""
@@ -94,7 +80,7 @@ class RingQ:
       terms = terms._replace(bias=_trade(terms.bias, self.axis, keys))
       allow = _trade(context.allow, self.axis, keys)
       context = context._replace(allow=allow)
-    return attend(self, scores, x, terms, context)
+    return super().attend(scores, x, terms, context)
 
   def forward(
     self,
@@ -249,14 +235,6 @@ class RingQ:
         dq = dq + more
     dk, dv = unpack(kept[0])
     return Gradients(dq, dk, dv, kept[1])
-
-  def _place(self) -> tuple[int, Any]:
-    if self.axis is None:
-      return 1, 0
-    return (
-      collectives.axis_size(self.axis),
-      collectives.axis_index(self.axis),
-    )
 
   def _hops(self) -> tuple[int, int]:
     return (self._place()[0] - 1, 0) if self.hops is None else self.hops

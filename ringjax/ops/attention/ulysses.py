@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
@@ -35,7 +35,7 @@ from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Move):
   """All-to-all over heads around a local algorithm.
 
   Attributes:
@@ -44,21 +44,7 @@ class Ulysses:
     inner: with such a strategy on one mesh axis, how many neighbours trade.
   """
 
-  local: Any = Blockwise()
-  axis: Axis | None = None
   inner: int | None = None
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    return (*collectives.names(self.axis), *self.local.axes)
-
-  @property
-  def differentiable(self) -> bool:
-    return self.local.differentiable
-
-  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Ulysses:
-    del needed
-    return dataclasses.replace(self, axis=axis)
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context

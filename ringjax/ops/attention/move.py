@@ -1,0 +1,64 @@
+"""What all strategies have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from ringjax.ops.attention.attend import attend
+from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.parallel import collectives
+from ringjax.parallel.collectives import Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+  """A strategy: which keys or queries move over `axis`, around `local`.
+
+  With `forward` and `backward` it is what `attend.Algorithm` says.
+
+  Attributes:
+    local: the algorithm that they wrap, or a strategy of another level.
+    axis: over which they move; None is one shard.
+  """
+
+  local: Any = Blockwise()
+  axis: Axis | None = None
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The mesh axes of all levels."""
+    return (*collectives.names(self.axis), *self.local.axes)
+
+  @property
+  def differentiable(self) -> bool:
+    """Whether JAX may differentiate `forward` itself."""
+    return self.local.differentiable
+
+  def span(self, keys: int) -> int:
+    """How many keys a call sees whose operands hold `keys`."""
+    return self._place()[0] * self.local.span(keys)
+
+  def on(self, axis: Axis | None, needed: np.ndarray | None) -> Any:
+    """This strategy on `axis`, cut to the ring distances that are `needed`."""
+    del needed
+    return dataclasses.replace(self, axis=axis)
+
+  def attend(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> tuple[jax.Array, jax.Array]:
+    """See `attend.attend`."""
+    return attend(self, scores, x, terms, context)
+
+  def _place(self) -> tuple[int, Any]:
+    """(number of shards, number of this one)."""
+    if self.axis is None:
+      return 1, 0
+    return (
+      collectives.axis_size(self.axis),
+      collectives.axis_index(self.axis),
+    )
