@@ -86,10 +86,20 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
   tiles = Blockwise(options.get("q_block"), options.get("kv_block"))
   found = _around(found, tiles)
   if "wire" in options:
-    found = dataclasses.replace(found, wire=options["wire"])
+    found = _coded(found, options["wire"])
   if "inner" in options and levels == 1:
     found = dataclasses.replace(found, inner=options["inner"])
   return found
+
+
+def _coded(strategy: Any, wire: str) -> Any:
+  """The strategy whose levels that move keys move them as `wire` says."""
+  if is_strategy(strategy.local):
+    local = _coded(strategy.local, wire)
+    strategy = dataclasses.replace(strategy, local=local)
+  if isinstance(strategy, Ulysses):
+    return strategy
+  return dataclasses.replace(strategy, wire=wire)
 
 
 def _around(strategy: Any, local: Any) -> Any:

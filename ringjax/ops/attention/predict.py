@@ -29,235 +29,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention import work
-from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.calls import WIRES, Call, Prediction, Refusal
 from ringjax.ops.attention.ring import cut_hops
-from ringjax.ops.inputs import positive_int
+from ringjax.ops.attention.setting import (
+  WIDE,
+  Setting,
+  roads,
+  tile_blocks,
+  turn,
+)
 from ringjax.ops.mask import (
-  And,
-  Everything,
-  Mask,
-  SameSegment,
   Window,
 )
-from ringjax.parallel.chips import LOCALS, Link, Machine, number_bytes
+from ringjax.parallel.chips import Machine
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
-# Bytes a number of keys and values on the wire: codes of one byte with a
-# float32 scale for each 64 of them.
-WIRES = {"int8": 1 + 4 / 64, "float8_e4m3fn": 1 + 4 / 64, "bfloat16": 2.0}
-_WIDE = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-  """What is to be computed, by one device's share of batch and heads.
-
-  Attributes:
-    batch: B, examples on a device.
-    queries: T, tokens of the whole sequence of queries.
-    keys: S, tokens of the whole sequence of keys.
-    heads: N, query heads on a device before any exchange.
-    kv_heads: K.
-    head_dim: H, of queries and keys.
-    value_dim: J, of values; default H.
-    dtype: name of the dtype of queries, keys and values.
-    mask: over positions.
-    layout: how tokens lie on the shards; None leaves the choice open.
-    axes: (name, size) of the mesh axes that shard the sequence, slow ones
-      first: one, or two (groups of devices, devices of a group).
-    backward: whether gradients are wanted too.
-    offset: position of the first query.
-    wire: of `WIRES`, also show K and V sent as such codes; None: do not.
-    longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, of `chips.LOCALS`.
-  """
-
-  batch: int
-  queries: int
-  keys: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  value_dim: int | None = None
-  dtype: str = "bfloat16"
-  mask: Mask = Everything()
-  layout: Layout | None = None
-  axes: tuple[tuple[str, int], ...] = (("seq", 1),)
-  backward: bool = True
-  offset: int = 0
-  wire: str | None = None
-  longest_document: int | None = None
-  local: str = "blockwise"
-
-  def __post_init__(self) -> None:
-    if self.value_dim is None:
-      object.__setattr__(self, "value_dim", self.head_dim)
-    for name in ("batch", "queries", "keys", "heads", "kv_heads", "head_dim",
-                 "value_dim"):  # fmt: skip
-      positive_int(name, getattr(self, name))
-    if self.heads % self.kv_heads:
-      raise OptionError(
-        message(
-          "heads",
-          f"{self.heads} query heads over {self.kv_heads} kv heads",
-          "a multiple",
-          "correct one of them",
-        )
-      )
-    axes = tuple((str(name), size) for name, size in self.axes)
-    object.__setattr__(self, "axes", axes)
-    if not 1 <= len(axes) <= 2 or len({name for name, _ in axes}) < len(axes):
-      raise OptionError(
-        message(
-          "axes",
-          repr(self.axes),
-          "one mesh axis, or two: groups, then devices of a group",
-          "name the axes that shard the sequence",
-        )
-      )
-    for name, size in axes:
-      positive_int(f"size of axis {name!r}", size)
-    if not isinstance(self.mask, Mask):
-      raise OptionError(
-        message(
-          "mask",
-          type(self.mask).__name__,
-          "a ringjax mask such as Causal()",
-          "leave an array out: it bounds no tile",
-        )
-      )
-    if self.layout is not None and not isinstance(self.layout, Layout):
-      raise OptionError(
-        message(
-          "layout", repr(self.layout), "a Layout or None", "use Contiguous()"
-        )
-      )
-    whole = isinstance(self.offset, int) and not isinstance(self.offset, bool)
-    if not whole or self.offset < 0:
-      raise OptionError(
-        message(
-          "offset", repr(self.offset), "a position, 0 or more", "correct it"
-        )
-      )
-    if self.wire is not None and self.wire not in WIRES:
-      raise OptionError(
-        message(
-          "wire",
-          repr(self.wire),
-          f"None or one of {', '.join(WIRES)}",
-          "leave it out to send K and V as they are",
-        )
-      )
-    if self.longest_document is not None:
-      positive_int("longest_document", self.longest_document)
-    if self.local not in LOCALS:
-      raise OptionError(
-        message(
-          "local",
-          repr(self.local),
-          f"one of {', '.join(LOCALS)}",
-          "choose one",
-        )
-      )
-    number_bytes(self.dtype)
-
-  @property
-  def shards(self) -> int:
-    """R."""
-    return math.prod(size for _, size in self.axes)
-
-  @property
-  def packed(self) -> bool:
-    """Whether a query sees its own document only."""
-    return _has_documents(self.mask)
-
-  @property
-  def seen(self) -> Mask:
-    """The mask, as far as it is known without the documents."""
-    if self.packed and self.longest_document is not None:
-      return self.mask & Window(self.longest_document)
-    return self.mask
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
-  """What a strategy would cost.
-
-  Attributes:
-    strategy: its name.
-    options: what to build it with: q_block, kv_block and what is its own.
-    layout: how the tokens lie.
-    forward_s: seconds of the forward pass.
-    backward_s: seconds of the backward pass, 0 where none is wanted.
-    bytes_by_link: bytes that a device sends in all, by the link they take.
-    sends: messages of a device in all.
-    memory_bytes: of a device at most, operands and results included.
-    busy: part of the time that the devices compute tiles and sums.
-    notes: what to know.
-  """
-
-  strategy: str
-  options: Mapping[str, Any]
-  layout: Layout
-  forward_s: float
-  backward_s: float
-  bytes_by_link: Mapping[str, float]
-  sends: int
-  memory_bytes: float
-  busy: float
-  notes: tuple[str, ...] = ()
-
-  @property
-  def seconds(self) -> float:
-    """Of both passes."""
-    return self.forward_s + self.backward_s
-
-  def record(self) -> dict[str, Any]:
-    """As JSON has it."""
-    return {
-      "strategy": self.strategy,
-      "options": dict(self.options),
-      "layout": repr(self.layout),
-      "forward_s": self.forward_s,
-      "backward_s": self.backward_s,
-      "seconds": self.seconds,
-      "bytes_by_link": dict(self.bytes_by_link),
-      "sends": self.sends,
-      "memory_bytes": self.memory_bytes,
-      "busy": self.busy,
-      "notes": list(self.notes),
-    }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Refusal:
-  """Why a strategy is not for this call.
-
-  Attributes:
-    strategy: its name.
-    options: as far as they tell it from another of the name.
-    reason: one sentence.
-  """
-
-  strategy: str
-  reason: str
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-  def record(self) -> dict[str, Any]:
-    """As JSON has it."""
-    return {
-      "strategy": self.strategy,
-      "options": dict(self.options),
-      "reason": self.reason,
-    }
+__all__ = [
+  "GROUPED",
+  "STRATEGIES",
+  "WIRED",
+  "WIRES",
+  "Call",
+  "Prediction",
+  "Refusal",
+  "predict",
+  "tile_blocks",
+]
 
 
 def predict(
@@ -309,7 +111,7 @@ def predict(
         "leave it out",
       )
     )
-  at = _Setting(call, machine, layout, wire)
+  at = Setting(call, machine, layout, wire)
   if inner is None:
     return STRATEGIES[strategy](at)
   if call.shards % inner or not 1 < inner < call.shards:
@@ -322,321 +124,16 @@ def predict(
 
 
 # ---------------------------------------------------------------------------
-# Roads
-# ---------------------------------------------------------------------------
-
-
-class _Road:
-  """`size` devices, `stride` places apart, and the links that join them."""
-
-  def __init__(
-    self,
-    size: int,
-    stride: int,
-    fast: tuple[str, Link],
-    slow: tuple[str, Link] | None,
-    island: int | None,
-    *,
-    far: float = 1.0,
-    wraps: bool = True,
-  ):
-    self.size, self.far, self.wraps = size, far, wraps
-    self.crosses = (
-      slow is not None and island is not None and size * stride > island
-    )
-    self.island = max(1, island // stride) if island is not None else size
-    inside = not self.crosses or self.island > 1
-    self.fast = fast if inside else None
-    self.slow = slow if self.crosses else None
-
-  @property
-  def links(self) -> list[tuple[str, Link]]:
-    return [link for link in (self.fast, self.slow) if link is not None]
-
-  def names(self) -> list[str]:
-    return [name for name, _ in self.links]
-
-  def send_s(self, nbytes: float, messages: int = 1, shift: int = 1) -> float:
-    """Of sends to the device `shift` on; a border makes all wait."""
-    if self.size == 1:
-      return 0.0
-    times = []
-    for _, link in self.links:
-      far = 1.0 if link.switched else self.far * link.far(shift, self.size)
-      times.append(link.send_s(nbytes, messages, far=far))
-    return max(times)
-
-  def both_s(self, one: float, other: float) -> float:
-    """Of sends to both neighbours."""
-    return max(link.both_s(one, other) for _, link in self.links)
-
-  def gather_s(self, nbytes: float) -> float:
-    """Islands bring each other's in by all their links at once."""
-    others = self.size - 1
-    if self.slow is None:
-      return self.links[0][1].gather_s(nbytes, self.size, self.wraps)
-    outside = nbytes * (self.size - self.island) / others / self.island
-    islands = -(-self.size // self.island)
-    times = [self.slow[1].gather_s(outside, islands)]
-    if self.fast is not None:
-      times.append(self.fast[1].gather_s(nbytes, self.island, False))
-    return max(times)
-
-  def exchange_s(self, nbytes: float) -> float:
-    """Each device trades with those outside of its island by its own link."""
-    others = self.size - 1
-    if self.slow is None:
-      return self.links[0][1].exchange_s(nbytes, self.size, self.wraps)
-    outside = nbytes * (self.size - self.island) / others
-    islands = -(-self.size // self.island)
-    times = [self.slow[1].exchange_s(outside, islands)]
-    if self.fast is not None:
-      inside = nbytes * (self.island - 1) / others
-      times.append(self.fast[1].exchange_s(inside, self.island, False))
-    return max(times)
-
-
-def _roads(call: Call, machine: Machine, inner: int) -> tuple[_Road, _Road]:
-  """Among `inner` consecutive devices, and from group to group."""
-  size = call.shards
-  fast, last = call.axes[-1]
-  near = fast, machine.link(fast)
-  # Groups lie along the same walk of neighbours, `inner` places apart.
-  far = near[1].far(inner, size)
-  if len(call.axes) == 2 and not isinstance(machine.links, Link):
-    slow = call.axes[0][0]
-    wide, island, far = (slow, machine.link(slow)), last, 1.0
-  else:
-    island = machine.island
-    wide = None if machine.between is None else ("between", machine.between)
-    far = 1.0 if len(call.axes) == 2 else far
-  return (
-    _Road(inner, 1, near, wide, island, wraps=inner == size),
-    _Road(size // inner, inner, near, wide, island, far=far),
-  )
-
-
-# ---------------------------------------------------------------------------
-# What all strategies share
-# ---------------------------------------------------------------------------
-
-
-def tile_blocks(call: Call, t: int, s: int) -> tuple[int, int]:
-  """The tile for t queries over s keys, (q_block, kv_block).
-
-  As `Blockwise().blocks`, and where a mask can leave part of a hop at most an
-  eighth of either side, though not below 128: of a hop that is half masked
-  the tiles on the diagonal then cost an eighth on top at most.
-  """
-  blocks = Blockwise().blocks(t, s)
-  if isinstance(call.seen, Everything):
-    return blocks
-  small = (
-    min(b, max(128, n // 8)) for b, n in zip(blocks, (t, s), strict=True)
-  )
-  return Blockwise(*small).blocks(t, s)
-
-
-@dataclasses.dataclass
-class _Bill:
-  """What a strategy's sends add up to, of one device."""
-
-  by_link: dict[str, float] = dataclasses.field(default_factory=dict)
-  sends: int = 0
-
-  def add(self, road: _Road, nbytes: float, messages: int) -> None:
-    if not messages:
-      return
-    for name in road.names():
-      self.by_link[name] = self.by_link.get(name, 0.0) + nbytes
-    self.sends += messages
-
-
-class _Setting:
-  """A call on a machine in a layout: sizes, bytes and seconds of the parts."""
-
-  def __init__(
-    self, call: Call, machine: Machine, layout: Layout, wire: str | None
-  ):
-    self.call, self.machine = call, machine
-    self.layout, self.wire = layout, wire
-    self.size = call.shards
-    self.t = layout.local_length(call.queries, self.size)
-    self.s = layout.local_length(call.keys, self.size)
-    self.blocks = tile_blocks(call, self.t, self.s)
-    self.number = number_bytes(call.dtype)
-    h, j = call.head_dim, call.value_dim or call.head_dim
-    self.h, self.j = h, j
-    self.flops = (2 * (h + j), 2 * (3 * h + 2 * j))
-    self.bill = _Bill()
-    self.all, self.none = _roads(call, machine, self.size)
-    # Of one shard: numbers of queries, outputs, keys with values.
-    self.q = float(call.batch * self.t * call.heads * h)
-    self.o = float(call.batch * self.t * call.heads * j)
-    self.rows = float(call.batch * self.t * call.heads)
-    self.kv = float(call.batch * self.s * call.kv_heads * (h + j))
-    self.kv_bytes = self.kv * self.number
-    self.sum_bytes = self.kv * _WIDE
-    self.wire_bytes = self.kv * WIRES[wire] if wire else self.kv_bytes
-    # Reading codes and writing numbers, of each block that arrives.
-    self.decode_s = (
-      (self.wire_bytes + self.kv_bytes) / machine.chip.hbm_bandwidth
-      if wire
-      else 0.0
-    )
-
-  @functools.cached_property
-  def pairs(self) -> np.ndarray:
-    """[R, R], by shards of queries and of keys."""
-    c = self.call
-    return work.pairs(
-      self.layout, c.seen, self.size, (c.queries, c.keys), self.blocks, c.offset
-    )
-
-  def by_hop(self, hops: Any) -> np.ndarray:
-    """Pairs of each shard with the keys so many places behind: [hops, R]."""
-    i = np.arange(self.size)
-    return self.pairs[i, (i - np.asarray(hops)[:, None]) % self.size]
-
-  @property
-  def directions(self) -> tuple[int, int]:
-    """(from behind, from ahead): hops of a ring, cut to the mask's reach."""
-    return self.cut(self.call.mask)
-
-  def cut(self, mask: Mask) -> tuple[int, int]:
-    behind, ahead = mask.reach
-    if behind is None or ahead is None or self.call.offset:
-      return self.size - 1, 0
-    needed = work.reached(
-      self.layout, self.size, (self.t, self.s), (behind, ahead)
-    )
-    return cut_hops(needed)
-
-  def seconds(
-    self,
-    pairs: Any,
-    backward: bool,
-    *,
-    heads: float | None = None,
-    taken: float,
-    put: float,
-    calls: int = 1,
-  ) -> Any:
-    """Seconds of calls of the local algorithm that compute `pairs` in all.
-
-    Args:
-      pairs: of one example and head, any shape.
-      backward: which pass.
-      heads: query heads; default all of a device.
-      taken: bytes of operands that are read at least.
-      put: bytes of sums that are read and written back.
-      calls: how many there are.
-    """
-    c, chip = self.call, self.machine.chip
-    part = self.machine.part(c.local)[backward]
-    heads = c.heads if heads is None else heads
-    work_s = (
-      np.asarray(pairs, float) * c.batch * heads * self.flops[backward]
-      / (chip.rate(c.dtype) * part)
-    )  # fmt: skip
-    read_s = np.where(np.asarray(pairs) > 0, taken / chip.hbm_bandwidth, 0.0)
-    return (
-      np.maximum(work_s, read_s)
-      + calls * (put / chip.hbm_bandwidth + self.machine.hop_s)
-    )  # fmt: skip
-
-  def hop_s(self, pairs: Any, backward: bool, calls: int = 1) -> Any:
-    """As `seconds`, of hops in which keys visit queries."""
-    q = (self.q + (self.o + self.q) * backward) * self.number
-    taken = q + self.kv_bytes
-    return self.seconds(
-      pairs, backward, taken=taken, put=self.sums(backward), calls=calls
-    )
-
-  def sums(self, backward: bool) -> float:
-    """Bytes of sums that a hop takes from memory and puts back."""
-    if not backward:
-      return 2 * (self.o + 2 * self.rows) * _WIDE
-    return 2 * self.q * _WIDE + 3 * self.sum_bytes
-
-  def resident(self, backward: bool) -> float:
-    """Bytes of operands, results, sums and score tiles of a call."""
-    q_block, kv_block = self.blocks
-    c = self.call
-    tiles = 2 * c.batch * c.heads * q_block * kv_block * _WIDE
-    held = (self.q + self.o) * self.number + self.kv_bytes + self.rows * _WIDE
-    if not backward:
-      return held + (self.o + 2 * self.rows) * _WIDE + tiles
-    # The cotangent and a transposed copy of it and of the queries; dq, dk, dv.
-    more = (2 * self.o + self.q) * self.number + self.rows * _WIDE
-    return held + more + self.q * _WIDE + self.sum_bytes + 2 * tiles
-
-  def passes(self) -> tuple[bool, ...]:
-    return (False, True) if self.call.backward else (False,)
-
-  def prediction(
-    self,
-    strategy: str,
-    times: list[float],
-    computing: float,
-    extra_bytes: tuple[float, float],
-    notes: tuple[str, ...] = (),
-    **options: Any,
-  ) -> Prediction:
-    """From seconds of the passes and what the shards compute in them."""
-    times = [t + self.machine.call_s for t in times]
-    backward = self.call.backward
-    q_block, kv_block = self.blocks
-    if self.wire:
-      options["wire"] = self.wire
-      notes = (*notes, "codes lose digits")
-    return Prediction(
-      strategy=strategy,
-      options={**options, "q_block": q_block, "kv_block": kv_block},
-      layout=self.layout,
-      forward_s=times[0],
-      backward_s=times[1] if backward else 0.0,
-      bytes_by_link=dict(self.bill.by_link),
-      sends=self.bill.sends,
-      memory_bytes=self.resident(backward) + extra_bytes[backward],
-      busy=min(1.0, computing / (self.size * sum(times))),
-      notes=notes,
-    )
-
-
-def turn(
-  compute: np.ndarray, sends: Any, *, ways: tuple[int, ...] = (1,)
-) -> np.ndarray:
-  """When each shard is done with a ring: seconds [..., R].
-
-  Args:
-    compute: seconds of each hop on each shard, [n, ..., R]; axes between are
-      of rings that have nothing to do with each other.
-    sends: seconds of the sends of each hop, [n]; 0 where there are none.
-    ways: by how many places they go, 1 or -1 or both at once.
-  """
-  at = np.zeros(compute.shape[1:])
-  for busy, send in zip(compute, sends, strict=True):
-    done = at + busy
-    if send:
-      for way in ways:
-        there = np.maximum(at, np.roll(at, -way, -1)) + send
-        done = np.maximum(done, np.maximum(there, np.roll(there, way, -1)))
-    at = done
-  return at
-
-
-# ---------------------------------------------------------------------------
 # Strategies
 # ---------------------------------------------------------------------------
 
 
-def _ring(at: _Setting) -> Prediction | Refusal:
+def _ring(at: Setting) -> Prediction | Refusal:
   """Keys visit; one direction, or as far as a window sees from either side."""
   return _rotation(at, "ring", *at.directions)
 
 
-def _documents(at: _Setting) -> Prediction | Refusal:
+def _documents(at: Setting) -> Prediction | Refusal:
   """A ring that stops where the longest document ends, at run time."""
   call = at.call
   if not call.packed:
@@ -660,7 +157,7 @@ def _documents(at: _Setting) -> Prediction | Refusal:
   return _rotation(at, "documents", *at.cut(near))
 
 
-def _rotation(at: _Setting, name: str, behind: int, ahead: int) -> Prediction:
+def _rotation(at: Setting, name: str, behind: int, ahead: int) -> Prediction:
   road, hops = at.all, [*range(behind + 1), *range(-1, -ahead - 1, -1)]
   pairs = at.by_hop(hops)
   times, computing = [], 0.0
@@ -692,7 +189,7 @@ def _rotation(at: _Setting, name: str, behind: int, ahead: int) -> Prediction:
   return at.prediction(name, times, computing, extra, notes)
 
 
-def _bidirectional(at: _Setting) -> Prediction | Refusal:
+def _bidirectional(at: Setting) -> Prediction | Refusal:
   """Keys from both neighbours at once; half the steps."""
   if at.size < 3:
     return Refusal(
@@ -736,7 +233,7 @@ def _bidirectional(at: _Setting) -> Prediction | Refusal:
   return at.prediction("bidirectional", times, computing, extra, notes)
 
 
-def _ring_q(at: _Setting) -> Prediction | Refusal:
+def _ring_q(at: Setting) -> Prediction | Refusal:
   """Queries and what they have gathered so far visit; keys stay."""
   road, n = at.all, at.size
   i = np.arange(n)
@@ -744,11 +241,11 @@ def _ring_q(at: _Setting) -> Prediction | Refusal:
   times, computing = [], 0.0
   for backward in at.passes():
     if backward:
-      moving = (at.q + at.o) * at.number + 2 * at.rows * _WIDE
-      sums = at.q * _WIDE
-      put = 2 * at.q * _WIDE + 2 * at.sum_bytes
+      moving = (at.q + at.o) * at.number + 2 * at.rows * WIDE
+      sums = at.q * WIDE
+      put = 2 * at.q * WIDE + 2 * at.sum_bytes
     else:
-      moving, sums = at.q * at.number, (at.o + 2 * at.rows) * _WIDE
+      moving, sums = at.q * at.number, (at.o + 2 * at.rows) * WIDE
       # The partial that arrives is added to the one that was made.
       put = 3 * sums
     taken = (at.q + (at.o + at.q) * backward) * at.number + at.kv_bytes
@@ -764,12 +261,12 @@ def _ring_q(at: _Setting) -> Prediction | Refusal:
       at.bill.add(road, sums * n, n)
     times.append(seconds)
     computing += float(compute.sum())
-  forward = 2 * at.q * at.number + 2 * (at.o + 2 * at.rows) * _WIDE
-  backward_bytes = 2 * (at.q + at.o) * at.number + 2 * at.q * _WIDE
+  forward = 2 * at.q * at.number + 2 * (at.o + 2 * at.rows) * WIDE
+  backward_bytes = 2 * (at.q + at.o) * at.number + 2 * at.q * WIDE
   return at.prediction("ring_q", times, computing, (forward, backward_bytes))
 
 
-def _gather(at: _Setting) -> Prediction | Refusal:
+def _gather(at: Setting) -> Prediction | Refusal:
   """All keys come first; then every shard attends alone."""
   road, others = at.all, at.size - 1
   pairs = at.pairs.sum(1)
@@ -778,7 +275,7 @@ def _gather(at: _Setting) -> Prediction | Refusal:
     q = (at.q + (at.o + at.q) * backward) * at.number
     taken = q + at.size * at.kv_bytes
     put = (
-      2 * at.q * _WIDE + 2 * at.size * at.sum_bytes
+      2 * at.q * WIDE + 2 * at.size * at.sum_bytes
       if backward
       else at.sums(False)
     )
@@ -798,19 +295,19 @@ def _gather(at: _Setting) -> Prediction | Refusal:
   return at.prediction("gather", times, computing, extra)
 
 
-def _ulysses(at: _Setting) -> Prediction | Refusal:
+def _ulysses(at: Setting) -> Prediction | Refusal:
   """Tokens are traded for heads; every device attends to all, alone."""
   return _traded(at, "ulysses", at.size)
 
 
-def _hybrid(at: _Setting, inner: int) -> Prediction | Refusal:
+def _hybrid(at: Setting, inner: int) -> Prediction | Refusal:
   """Heads are traded inside groups; keys visit from group to group."""
   return _traded(at, "hybrid", inner)
 
 
-def _traded(at: _Setting, name: str, inner: int) -> Prediction:
+def _traded(at: Setting, name: str, inner: int) -> Prediction:
   call, n = at.call, at.size // inner
-  near, wide = _roads(call, at.machine, inner)
+  near, wide = roads(call, at.machine, inner)
   kv_heads, group = call.kv_heads, call.heads // call.kv_heads
   # How K kv heads of G query heads become a multiple of `inner` units.
   split = -(-inner // kv_heads)
@@ -832,18 +329,18 @@ def _traded(at: _Setting, name: str, inner: int) -> Prediction:
   by_hop = blocks[g, (g - np.asarray(hops)[:, None]) % n]
   q, o = at.q * more_q, at.o * more_q
   rows, kv = at.rows * more_q, at.kv * more_kv
-  kv_bytes, sum_bytes = kv * at.number, kv * _WIDE
+  kv_bytes, sum_bytes = kv * at.number, kv * WIDE
   sent_kv = kv * WIRES[at.wire] if at.wire and n > 1 else kv_bytes
   away = (inner - 1) / inner
   times, computing = [], 0.0
   for backward in at.passes():
     if backward:
-      put = 2 * q * _WIDE + (3 if n > 1 else 2) * sum_bytes
+      put = 2 * q * WIDE + (3 if n > 1 else 2) * sum_bytes
       # do comes in; dq, dk, dv go back.
-      traded = (o + q) * at.number + 2 * rows * _WIDE + kv_bytes
+      traded = (o + q) * at.number + 2 * rows * WIDE + kv_bytes
     else:
-      put = 2 * (o + 2 * rows) * _WIDE
-      traded = (q + o) * at.number + rows * _WIDE + kv_bytes
+      put = 2 * (o + 2 * rows) * WIDE
+      traded = (q + o) * at.number + rows * WIDE + kv_bytes
     taken = (q + (o + q) * backward) * at.number + kv_bytes
     compute = at.seconds(by_hop, backward, heads=heads, taken=taken, put=put)
     compute = compute + at.decode_s * more_kv * (n > 1)
@@ -868,10 +365,10 @@ def _traded(at: _Setting, name: str, inner: int) -> Prediction:
     at.bill.add(near, traded * away, 4)
     times.append(seconds)
     computing += float(compute.sum()) * inner
-  copies = (q + o) * at.number + kv_bytes + (o + 2 * rows) * _WIDE
+  copies = (q + o) * at.number + kv_bytes + (o + 2 * rows) * WIDE
   visiting = 2 * kv_bytes * (n > 1)
   forward = copies + visiting
-  gradients = 2 * o * at.number + q * _WIDE + sum_bytes * (3 if n > 1 else 1)
+  gradients = 2 * o * at.number + q * WIDE + sum_bytes * (3 if n > 1 else 1)
   notes = ()
   if units * part > call.heads:
     notes = (
@@ -884,10 +381,10 @@ def _traded(at: _Setting, name: str, inner: int) -> Prediction:
   )
 
 
-def _two_level(at: _Setting, inner: int) -> Prediction | Refusal:
+def _two_level(at: Setting, inner: int) -> Prediction | Refusal:
   """A ring inside groups turns while the next group's block is on its way."""
   call, n = at.call, at.size // inner
-  near, wide = _roads(call, at.machine, inner)
+  near, wide = roads(call, at.machine, inner)
   i = np.arange(at.size)
   group, place = i // inner, i % inner
   times, computing = [], 0.0
@@ -933,7 +430,7 @@ def _two_level(at: _Setting, inner: int) -> Prediction | Refusal:
   return at.prediction("two_level", times, computing, extra, inner=inner)
 
 
-def _halo(at: _Setting) -> Prediction | Refusal:
+def _halo(at: Setting) -> Prediction | Refusal:
   """Only the neighbours' tokens that a window reaches; then one call."""
   no = functools.partial(Refusal, strategy="halo")
   behind, ahead = at.call.mask.reach
@@ -962,11 +459,11 @@ def _halo(at: _Setting) -> Prediction | Refusal:
     kv = (at.s + halo) * token
     taken = (at.q + (at.o + at.q) * backward) * at.number + kv * at.number
     put = (
-      2 * at.q * _WIDE + 2 * kv * _WIDE if backward else at.sums(False)
+      2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
     )  # fmt: skip
     compute = at.seconds(pairs, backward, taken=taken, put=put)
     seconds = float(compute.max())
-    for each in (at.number, _WIDE) if backward else (at.number,):
+    for each in (at.number, WIDE) if backward else (at.number,):
       ways = []
       for count in rows.values():
         sends = 0.0
@@ -980,13 +477,13 @@ def _halo(at: _Setting) -> Prediction | Refusal:
     times.append(seconds)
     computing += float(compute.sum())
   kept = halo * token
-  extra = (kept * at.number, kept * (at.number + _WIDE))
+  extra = (kept * at.number, kept * (at.number + WIDE))
   return at.prediction(
     "halo", times, computing, extra, (f"{halo} tokens of neighbours",)
   )
 
 
-def _chain(at: _Setting) -> Prediction | Refusal:
+def _chain(at: Setting) -> Prediction | Refusal:
   """Keys go to the shards behind them only, never around."""
   no = functools.partial(Refusal, strategy="chain")
   if at.call.mask.reach[1] != 0:
@@ -1059,9 +556,3 @@ WIRED = (
 
 def _hops(count: int) -> str:
   return "1 hop" if count == 1 else f"{count} hops"
-
-
-def _has_documents(mask: Mask) -> bool:
-  if isinstance(mask, And):
-    return _has_documents(mask.left) or _has_documents(mask.right)
-  return isinstance(mask, SameSegment)

@@ -30,6 +30,7 @@ from ringjax import (
 )
 from ringjax.bench.program import Program
 from ringjax.errors import MeshError, OptionError
+from ringjax.ops.attention import levels
 from ringjax.ops.attention import ring as rings
 from tests import oracle
 from tests.ops.attention import test_exact as exact
@@ -375,6 +376,42 @@ def test_two_ways_take_the_fewest_steps():
       assert serves(behind, ahead) and behind + ahead < max(size, 1)
       fewer = itertools.product(range(max(behind, ahead)), repeat=2)
       assert not any(serves(b, a) for b, a in fewer)
+
+
+# What `auto` builds.
+
+
+def test_choices_become_strategies():
+  tiles = dict(q_block=16, kv_block=32)
+  built = levels.built(
+    "hybrid", {**tiles, "inner": 4, "wire": "int8"}, levels=1
+  )
+  ring = Ring(Blockwise(16, 32), wire="int8")
+  assert built == Ulysses(ring, inner=4)
+  built = levels.built("two_level", {**tiles, "inner": 4}, levels=2)
+  assert built == Ring(Ring(Blockwise(16, 32)))
+  assert levels.built("halo", tiles, levels=1) == Halo(Blockwise(16, 32))
+
+
+@pytest.mark.parametrize(
+  ("machine", "options"),
+  [
+    ("tpu-v5p", dict(local_window_size=(5, 0))),
+    ("cpu", dict()),
+    (None, dict(q_positions=np.arange(96) + 3, kv_positions=np.arange(96))),
+  ],
+)
+def test_auto_gives_the_truth(machine, options):
+  left = options.get("local_window_size", (999, 0))[0]
+  case = oracle.build(
+    t=96, is_causal=True, q_pos=options.get("q_positions"),
+    k_pos=options.get("kv_positions"),
+    sees=lambda i, j: (j <= i) & (i - j <= left),
+    **{n: x for n, x in options.items() if n == "local_window_size"},
+  )  # fmt: skip
+  strategy = "auto" if machine is None else rj.Auto(machine=machine)
+  got = oracle.run(case, strategy=strategy, shards=8, mesh=ring_mesh(8))
+  oracle.check(got, oracle.truth(case))
 
 
 # Bad input.

@@ -1,0 +1,234 @@
+"""A call of attention as the model of costs sees it, and what it says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.inputs import positive_int
+from ringjax.ops.mask import (
+  And,
+  Everything,
+  Mask,
+  SameSegment,
+  Window,
+)
+from ringjax.parallel.chips import LOCALS, number_bytes
+from ringjax.parallel.layout import Layout
+
+# Bytes a number of keys and values on the wire: codes of one byte with a
+# float32 scale for each 64 of them.
+WIRES = {"int8": 1 + 4 / 64, "float8_e4m3fn": 1 + 4 / 64, "bfloat16": 2.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+  """What is to be computed, by one device's share of batch and heads.
+
+  Attributes:
+    batch: B, examples on a device.
+    queries: T, tokens of the whole sequence of queries.
+    keys: S, tokens of the whole sequence of keys.
+    heads: N, query heads on a device before any exchange.
+    kv_heads: K.
+    head_dim: H, of queries and keys.
+    value_dim: J, of values; default H.
+    dtype: name of the dtype of queries, keys and values.
+    mask: over positions.
+    layout: how tokens lie on the shards; None leaves the choice open.
+    axes: (name, size) of the mesh axes that shard the sequence, slow ones
+      first: one, or two (groups of devices, devices of a group).
+    backward: whether gradients are wanted too.
+    offset: position of the first query.
+    wire: of `WIRES`, also show K and V sent as such codes; None: do not.
+    longest_document: tokens of the longest document of packed data, if known.
+    local: the local algorithm, of `chips.LOCALS`.
+  """
+
+  batch: int
+  queries: int
+  keys: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  value_dim: int | None = None
+  dtype: str = "bfloat16"
+  mask: Mask = Everything()
+  layout: Layout | None = None
+  axes: tuple[tuple[str, int], ...] = (("seq", 1),)
+  backward: bool = True
+  offset: int = 0
+  wire: str | None = None
+  longest_document: int | None = None
+  local: str = "blockwise"
+
+  def __post_init__(self) -> None:
+    if self.value_dim is None:
+      object.__setattr__(self, "value_dim", self.head_dim)
+    for name in ("batch", "queries", "keys", "heads", "kv_heads", "head_dim",
+                 "value_dim"):  # fmt: skip
+      positive_int(name, getattr(self, name))
+    if self.heads % self.kv_heads:
+      raise OptionError(
+        message(
+          "heads",
+          f"{self.heads} query heads over {self.kv_heads} kv heads",
+          "a multiple",
+          "correct one of them",
+        )
+      )
+    axes = tuple((str(name), size) for name, size in self.axes)
+    object.__setattr__(self, "axes", axes)
+    if not 1 <= len(axes) <= 2 or len({name for name, _ in axes}) < len(axes):
+      raise OptionError(
+        message(
+          "axes",
+          repr(self.axes),
+          "one mesh axis, or two: groups, then devices of a group",
+          "name the axes that shard the sequence",
+        )
+      )
+    for name, size in axes:
+      positive_int(f"size of axis {name!r}", size)
+    if not isinstance(self.mask, Mask):
+      raise OptionError(
+        message(
+          "mask",
+          type(self.mask).__name__,
+          "a ringjax mask such as Causal()",
+          "leave an array out: it bounds no tile",
+        )
+      )
+    if self.layout is not None and not isinstance(self.layout, Layout):
+      raise OptionError(
+        message(
+          "layout", repr(self.layout), "a Layout or None", "use Contiguous()"
+        )
+      )
+    whole = isinstance(self.offset, int) and not isinstance(self.offset, bool)
+    if not whole or self.offset < 0:
+      raise OptionError(
+        message(
+          "offset", repr(self.offset), "a position, 0 or more", "correct it"
+        )
+      )
+    if self.wire is not None and self.wire not in WIRES:
+      raise OptionError(
+        message(
+          "wire",
+          repr(self.wire),
+          f"None or one of {', '.join(WIRES)}",
+          "leave it out to send K and V as they are",
+        )
+      )
+    if self.longest_document is not None:
+      positive_int("longest_document", self.longest_document)
+    if self.local not in LOCALS:
+      raise OptionError(
+        message(
+          "local",
+          repr(self.local),
+          f"one of {', '.join(LOCALS)}",
+          "choose one",
+        )
+      )
+    number_bytes(self.dtype)
+
+  @property
+  def shards(self) -> int:
+    """R."""
+    return math.prod(size for _, size in self.axes)
+
+  @property
+  def packed(self) -> bool:
+    """Whether a query sees its own document only."""
+    return _has_documents(self.mask)
+
+  @property
+  def seen(self) -> Mask:
+    """The mask, as far as it is known without the documents."""
+    if self.packed and self.longest_document is not None:
+      return self.mask & Window(self.longest_document)
+    return self.mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+  """What a strategy would cost.
+
+  Attributes:
+    strategy: its name.
+    options: what to build it with: q_block, kv_block and what is its own.
+    layout: how the tokens lie.
+    forward_s: seconds of the forward pass.
+    backward_s: seconds of the backward pass, 0 where none is wanted.
+    bytes_by_link: bytes that a device sends in all, by the link they take.
+    sends: messages of a device in all.
+    memory_bytes: of a device at most, operands and results included.
+    busy: part of the time that the devices compute tiles and sums.
+    notes: what to know.
+  """
+
+  strategy: str
+  options: Mapping[str, Any]
+  layout: Layout
+  forward_s: float
+  backward_s: float
+  bytes_by_link: Mapping[str, float]
+  sends: int
+  memory_bytes: float
+  busy: float
+  notes: tuple[str, ...] = ()
+
+  @property
+  def seconds(self) -> float:
+    """Of both passes."""
+    return self.forward_s + self.backward_s
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+      "strategy": self.strategy,
+      "options": dict(self.options),
+      "layout": repr(self.layout),
+      "forward_s": self.forward_s,
+      "backward_s": self.backward_s,
+      "seconds": self.seconds,
+      "bytes_by_link": dict(self.bytes_by_link),
+      "sends": self.sends,
+      "memory_bytes": self.memory_bytes,
+      "busy": self.busy,
+      "notes": list(self.notes),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+  """Why a strategy is not for this call.
+
+  Attributes:
+    strategy: its name.
+    options: as far as they tell it from another of the name.
+    reason: one sentence.
+  """
+
+  strategy: str
+  reason: str
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+      "strategy": self.strategy,
+      "options": dict(self.options),
+      "reason": self.reason,
+    }
+
+
+def _has_documents(mask: Mask) -> bool:
+  if isinstance(mask, And):
+    return _has_documents(mask.left) or _has_documents(mask.right)
+  return isinstance(mask, SameSegment)
