@@ -217,16 +217,19 @@ def test_padding_alone_has_no_gradient(wanted):
     pytest.param(
       CONFIG | {"tie_word_embeddings": True}, marks=pytest.mark.slow
     ),
-    {
-      **CONFIG,
-      "architectures": ["GPTNeoXForCausalLM"],
-      "model_type": "gpt_neox",
-      "hidden_act": "gelu",
-      "num_key_value_heads": 4,
-      "rotary_pct": 0.5,
-      "use_parallel_residual": True,
-      "layer_norm_eps": 1e-5,
-    },
+    pytest.param(
+      {
+        **CONFIG,
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "num_key_value_heads": 4,
+        "rotary_pct": 0.5,
+        "use_parallel_residual": True,
+        "layer_norm_eps": 1e-5,
+      },
+      marks=pytest.mark.slow,
+    ),
     {
       **CONFIG,
       "architectures": ["Gemma2ForCausalLM"],
