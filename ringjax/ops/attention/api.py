@@ -98,13 +98,13 @@ def dot_product_attention(
       are per shard.
     layout: the order in which the sequence dimension of all arrays lies on
       the shards (`layout.permute` brings it there); default `Contiguous()`.
-    strategy: "auto" (by a model of costs: `Auto`, `explain`), "ring",
-      "bidirectional", "ring_q" (queries
+    strategy: what moves between shards. "auto" chooses by a model of costs
+      (`Auto`, `explain`). By name: "ring", "bidirectional", "ring_q" (queries
       travel), "gather", "ulysses", "hybrid" (heads between neighbours, a ring
-      of their groups), "two_level", "halo" (a window), "chain" (causal),
-      "documents" (hops as far as packed documents reach), or an object such as
-      `Ring(Blockwise(q_block=512), wire="int8")` or `Ulysses(Ring(), inner=4)`,
-      which is also "hybrid:4".
+      of their groups), "two_level", "halo" (a window), "chain" (causal) and
+      "documents" (hops as far as packed documents reach); "hybrid:4" has
+      groups of 4. Or an object such as `Ring(Blockwise(q_block=512))`,
+      `Ring(wire="int8")` or `Ulysses(Ring(), inner=4)`.
       `Ring(Dense())` is the way to forward-mode and higher-order derivatives.
     q_segment_ids: int32 [B, T] or [T], the document of each query; 0 is
       padding. Queries see keys of their own document only.

@@ -26,10 +26,10 @@ such block is in flight. Links between groups then carry a block once and not
 once for each neighbour.
 
 Packed documents end somewhere. With `by_document` the shards tell each other,
-in each call, between which documents they hold, and the ring turns only as far
-as some document reaches: the number of hops is data, the program the same for
-every batch. Forward and backward send K and V as often as there are hops, and
-the sums as often.
+in each call, which documents they hold, and the ring turns only as far as one
+of them reaches: the number of hops is data, the program the same for every
+batch. Both passes send K and V, and the backward pass the sums, as often as
+there are hops.
 """
 
 from __future__ import annotations
