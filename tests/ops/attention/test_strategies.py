@@ -97,7 +97,13 @@ def test_all_features_at_once(strategy):
   verify("everything", layout, STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("feature", WINDOWS)
+@pytest.mark.parametrize(
+  "feature",
+  [
+    f if n % 2 == 0 else pytest.param(f, marks=pytest.mark.slow)
+    for n, f in enumerate(WINDOWS)
+  ],
+)
 def test_halo(feature):
   verify(feature, Contiguous(), Halo(TILES))
 
@@ -139,9 +145,9 @@ def test_queries_around_any_ring(shards):
   [
     RingQ(Dense()),
     Halo(Dense()),
-    Ring(Dense(), two_way=True),
     Ring(Ring(Dense()), inner=2),
-    Ulysses(Ring(Dense()), inner=2),
+    pytest.param(Ring(Dense(), two_way=True), marks=pytest.mark.slow),
+    pytest.param(Ulysses(Ring(Dense()), inner=2), marks=pytest.mark.slow),
   ],
 )
 def test_left_to_jax_s_derivatives(strategy):
@@ -159,8 +165,17 @@ def test_one_device(strategy):
 # Meshes.
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("strategy", ["hybrid", "two_level", "ring"])
+@pytest.mark.parametrize(
+  ("strategy", "kind"),
+  [
+    ("hybrid", "Auto"),
+    ("two_level", "Explicit"),
+    ("ring", "Auto"),
+    pytest.param("hybrid", "Explicit", marks=pytest.mark.slow),
+    pytest.param("two_level", "Auto", marks=pytest.mark.slow),
+    pytest.param("ring", "Explicit", marks=pytest.mark.slow),
+  ],
+)
 def test_two_axes_carry_the_sequence(strategy, kind):
   """Named levels on a mesh that has them; the axes are read off operands."""
   mesh = rj.make_mesh((2, 4), ("slow", "fast"), axis_types=AxisType[kind])
@@ -208,7 +223,9 @@ def test_batch_and_heads_are_sharded_too(strategy):
     Ring(TILES, by_document=True),
   ],
 )
-@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+@pytest.mark.parametrize(
+  "how", ["vmap", pytest.param("shard_map", marks=pytest.mark.slow)]
+)
 def test_per_shard(strategy, how):
   case, want = exact.whole_problem()
   within = {
