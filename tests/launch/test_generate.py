@@ -411,6 +411,7 @@ print(new.tolist(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_batch_over_processes_is_read_by_all(folder, run_together):
   flags = (f"--model={folder}", "--mesh=data:2,seq:4")
   ran = run_together("-c", BATCH, *flags, processes=2)
