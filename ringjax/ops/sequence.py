@@ -33,7 +33,14 @@ from ringjax.errors import (
 )
 from ringjax.ops.inputs import FLOATS, as_array
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import Contiguous, Layout, Uneven
+from ringjax.parallel.layout import (
+  Contiguous,
+  Layout,
+  Uneven,
+  into_slots,
+  out_of_slots,
+  slots_of,
+)
 from ringjax.parallel.place import Place, locate
 
 _LETTERS = "bt" + "acdefghijklmnopqrsuvwxyz"
@@ -179,9 +186,11 @@ def _on_mesh(
   f: Any, shards: Shards, place: Place, dims: Any, outs: Any, x: Any
 ) -> Any:
   mesh, length = place.mesh, x[0].shape[1]
-  slots = _slots(shards, place, length)
+  slots = (
+    None if place.size == 1 else slots_of(shards.layout, length, shards.size)
+  )
   x = tuple(
-    _into(a, slots) if a is not None and "t" in d else a
+    into_slots(a, slots, 1) if a is not None and "t" in d else a
     for a, d in zip(x, dims, strict=True)
   )
   explicit = {
@@ -212,37 +221,9 @@ def _on_mesh(
       for a, d in zip(results, outs, strict=True)
     )
   return tuple(
-    _out_of(a, slots) if "t" in d else a
+    out_of_slots(a, slots) if "t" in d else a
     for a, d in zip(results, outs, strict=True)
   )
-
-
-def _slots(shards: Shards, place: Place, length: int) -> np.ndarray | None:
-  """The row that each slot of the padded layout takes, -1 for none."""
-  if place.size == 1:
-    return None
-  order = shards.layout.padded_order(length, shards.size)
-  if order.size == length:
-    return None
-  real = order >= 0
-  return np.where(real, np.cumsum(real) - 1, -1)
-
-
-def _into(x: jax.Array, slots: np.ndarray | None) -> jax.Array:
-  if slots is None:
-    return x
-  length = x.shape[1]
-  if np.array_equal(slots[:length], np.arange(length)):
-    more = ((0, 0), (0, slots.size - length), *((0, 0),) * (x.ndim - 2))
-    return jnp.pad(x, more)
-  return jnp.take(x, np.maximum(slots, 0), axis=1)
-
-
-def _out_of(x: jax.Array, slots: np.ndarray) -> jax.Array:
-  keep = np.flatnonzero(slots >= 0)
-  if np.array_equal(keep, np.arange(keep.size)):
-    return x[:, : keep.size]
-  return jnp.take(x, keep, axis=1)
 
 
 def _axes_of(x: Any, dims: Any, mesh: Any, axis: str | None) -> dict[str, Any]:

@@ -344,6 +344,41 @@ class Uneven(Layout):
     return needed
 
 
+def slots_of(layout: Layout, length: int, shards: int) -> np.ndarray | None:
+  """The token in each slot of the padded layout, -1 for none.
+
+  None where every slot has the token of its own number in the layout's order.
+  """
+  order = layout.padded_order(length, shards)
+  if order.size == length:
+    return None
+  real = order >= 0
+  return np.where(real, np.cumsum(real) - 1, -1)
+
+
+def into_slots(x: jax.Array, slots: np.ndarray | None, axis: int) -> jax.Array:
+  """`x`, in the layout's order along `axis`, with the slots that are empty.
+
+  These may hold some token's values; their coordinates say "nothing".
+  """
+  if slots is None:
+    return x
+  length = x.shape[axis]
+  if np.array_equal(slots[:length], np.arange(length)):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, slots.size - length)
+    return jnp.pad(x, widths)
+  return jnp.take(x, np.maximum(slots, 0), axis=axis)
+
+
+def out_of_slots(x: jax.Array, slots: np.ndarray) -> jax.Array:
+  """The inverse, along axis 1."""
+  keep = np.flatnonzero(slots >= 0)
+  if np.array_equal(keep, np.arange(keep.size)):
+    return x[:, : keep.size]
+  return jnp.take(x, keep, axis=1)
+
+
 def _check_shards(shards: Any) -> None:
   if not isinstance(shards, int | np.integer) or shards < 1:
     raise OptionError(

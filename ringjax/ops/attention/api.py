@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,7 +33,13 @@ from ringjax.ops.attention.select import Auto
 from ringjax.ops.mask import Coords, Everything, Mask
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import Layout, Striped
+from ringjax.parallel.layout import (
+  Layout,
+  Striped,
+  into_slots,
+  out_of_slots,
+  slots_of,
+)
 from ringjax.parallel.place import Place, locate, manual
 
 
@@ -650,7 +655,8 @@ def _jitted_on_mesh(
 ) -> tuple[jax.Array, jax.Array]:
   lengths = x.q.shape[1], x.k.shape[1]
   fit = [
-    _fit(request.layout, n, place.size) if place.axis else None for n in lengths
+    slots_of(request.layout, n, place.size) if place.axis else None
+    for n in lengths
   ]
   x = _pad_sequence(x, fit)
   specs = _like(x, _specs(x, place))
@@ -673,28 +679,12 @@ def _jitted_on_mesh(
     check_vma=True,
   )(x)
   if fit[0] is not None:
-    keep = np.flatnonzero(fit[0] >= 0)
-    contiguous = np.array_equal(keep, np.arange(keep.size))
-    take = (
-      (lambda a: a[:, : keep.size])
-      if contiguous
-      else (lambda a: jnp.take(a, keep, axis=1))
-    )
     if explicit:
       # The types of explicit axes have no uneven shards.
       whole = P(specs.q[0], None, specs.q[2])
       out, lse = (_reshard(a, place.mesh, whole) for a in (out, lse))
-    out, lse = take(out), take(lse)
+    out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
   return out, lse
-
-
-def _fit(layout: Layout, length: int, size: int) -> Any:
-  """For each slot of the padded layout the token in it, -1 for none."""
-  order = layout.padded_order(length, size)
-  if order.size == length:
-    return None
-  real = order >= 0
-  return np.where(real, np.cumsum(real) - 1, -1)
 
 
 def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
@@ -718,12 +708,7 @@ def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
 
 
 def _into_slots(a: Any, slots: Any, axis: int) -> Any:
-  if a is None or slots is None or (axis >= 2 and a.shape[axis] == 1):
+  # What does not depend on the keys has one column.
+  if a is None or (axis >= 2 and a.shape[axis] == 1):
     return a
-  length = a.shape[axis]
-  if np.array_equal(slots[:length], np.arange(length)):
-    widths = [(0, 0)] * a.ndim
-    widths[axis] = (0, slots.size - length)
-    return jnp.pad(a, widths)
-  # Empty slots hold some token's values; their coordinates say "nothing".
-  return jnp.take(a, np.maximum(slots, 0), axis=axis)
+  return into_slots(a, slots, axis)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Blockwise, Local
@@ -62,3 +63,11 @@ class Move:
       collectives.axis_size(self.axis),
       collectives.axis_index(self.axis),
     )
+
+
+def pinned(x: Local, context: Context) -> tuple[Local, Context]:
+  """The operands of a loop over hops, which nothing may run ahead of."""
+  # Coordinates do not depend on data, so a remat pass would compute the masks
+  # of all hops ahead of the loop and keep them: R tiles x T x S of booleans.
+  q, q_at, k_at = lax.optimization_barrier((x.q, context.q, context.k))
+  return x._replace(q=q), context._replace(q=q_at, k=k_at)

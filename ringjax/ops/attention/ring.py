@@ -49,7 +49,7 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.move import Move, pinned
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import Visitor, pack, unpack
 from ringjax.ops.attention.wire import as_wire
@@ -127,7 +127,7 @@ class Ring(Move):
     carry: Partial,
   ) -> Partial:
     """Folds the keys of all shards into `carry`; those begin at `column`."""
-    x, context = _pin(x, context)
+    x, context = pinned(x, context)
     size, me = self._place()
     length = self.local.span(x.k.shape[2])
 
@@ -214,7 +214,7 @@ class Ring(Move):
     carry: tuple[jax.Array, Terms],
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    x, context = _pin(x, context)
+    x, context = pinned(x, context)
     size, me = self._place()
     length = self.local.span(x.k.shape[2])
 
@@ -463,10 +463,3 @@ def _some(mask: Mask, q: Extent, k: Extent) -> jax.Array:
 
 def _add(a: Any, b: Any) -> Any:
   return jax.tree.map(jnp.add, a, b)
-
-
-def _pin(x: Local, context: Context) -> tuple[Local, Context]:
-  # Coordinates do not depend on data, so a remat pass would compute the masks
-  # of all hops ahead of the loop and keep them: R tiles x T x S of booleans.
-  q, q_at, k_at = lax.optimization_barrier((x.q, context.q, context.k))
-  return x._replace(q=q), context._replace(q=q_at, k=k_at)

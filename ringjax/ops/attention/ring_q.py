@@ -39,7 +39,7 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.move import Move, pinned
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.visitor import pack, unpack
@@ -98,8 +98,7 @@ class RingQ(Move):
     """
     size, me = self._place()
     behind, ahead = self._hops()
-    # As in `Ring`: else masks of all hops are computed ahead of the loop.
-    x, context = _pin(x, context)
+    x, context = pinned(x, context)
     length = x.q.shape[3]
 
     def visit(there: tuple, source: Any) -> Partial:
@@ -166,7 +165,7 @@ class RingQ(Move):
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
     size, me = self._place()
     behind, ahead = self._hops()
-    x, context = _pin(x, context)
+    x, context = pinned(x, context)
     length = x.q.shape[3]
     dq, dterms = carry
 
@@ -267,8 +266,3 @@ def _put_rows(pair: Any, rows: Any, source: Any, length: int) -> Any:
   if pair is None or pair.shape[3] in (1, length):
     return rows
   return lax.dynamic_update_slice_in_dim(pair, rows, source * length, 3)
-
-
-def _pin(x: Local, context: Context) -> tuple[Local, Context]:
-  q, q_at, k_at = lax.optimization_barrier((x.q, context.q, context.k))
-  return x._replace(q=q), context._replace(q=q_at, k=k_at)
