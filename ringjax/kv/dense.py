@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax import tree
 from ringjax.errors import (
   OptionError,
   PromptError,
@@ -93,7 +94,6 @@ class Slots(NamedTuple):
     return Slots(put(self.k, 3), put(self.v, 3))
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dense:
   """A cache of fixed capacity.
@@ -114,8 +114,8 @@ class Dense:
   base: jax.Array
   tail: jax.Array
   room: Any = None
-  mesh: Any = dataclasses.field(default=None, metadata=dict(static=True))
-  axis: str | None = dataclasses.field(default=None, metadata=dict(static=True))
+  mesh: Any = None
+  axis: str | None = None
 
   @classmethod
   def create(
@@ -457,6 +457,9 @@ class Dense:
       out_specs=over(axis + lead),
       axis_names={self.axis},
     )(old, new, index, first, tail)
+
+
+tree.register(Dense, ("slots", "at", "base", "tail", "room"), ("mesh", "axis"))
 
 
 def _deleted(x: jax.Array) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 
+from ringjax import tree
 from ringjax.errors import OptionError, message
 from ringjax.ops.inputs import positive_int
 
@@ -71,7 +72,11 @@ def extent(at: Coords, axis: int = -1) -> Extent:
 
 
 class Mask(abc.ABC):
-  """Base of the masks. Combine them with `&` and `|`."""
+  """Base of the masks. Combine them with `&` and `|`.
+
+  One of your own is a frozen dataclass made a pytree by
+  `ringjax.tree.register`, which says why JAX's own function does not do.
+  """
 
   @abc.abstractmethod
   def allows(self, q: Coords, k: Coords) -> jax.Array:
@@ -100,7 +105,7 @@ def _mask(cls: type[M]) -> type[M]:
   fields = dataclasses.fields(made)
   data = [f.name for f in fields if f.metadata.get("data")]
   meta = [f.name for f in fields if f.name not in data]
-  return jax.tree_util.register_dataclass(made, data, meta)
+  return tree.register(made, data, meta)
 
 
 def _operand(mask: Any, operator: str) -> Mask:

@@ -1,0 +1,54 @@
+"""Dataclasses as pytrees.
+
+Law: structures of two classes are never equal. With JAX's own
+`register_dataclass` they are (jaxlib 0.10 to 0.12) where static fields are:
+only their hashes differ, of which a table of compiled programs compares seven
+bits. A jitted function called with `Causal()` would then, in one process of
+about a hundred, run the program of another mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+C = TypeVar("C")
+
+
+def register(cls: type[C], data: Sequence[str], meta: Sequence[str]) -> type[C]:
+  """Makes a dataclass a pytree, as `jax.tree_util.register_dataclass` does.
+
+  Args:
+    cls: a dataclass. Its `__init__` is not called for what JAX puts together,
+      whose leaves may be anything.
+    data: names of the fields that are subtrees.
+    meta: names of the other fields, hashable, part of the structure.
+  """
+  names = {field.name for field in dataclasses.fields(cls)}  # pyrefly: ignore
+  if names != {*data, *meta} or len(names) != len(data) + len(meta):
+    raise TypeError(f"{cls.__name__}: fields {names}, not {data} and {meta}")
+  keys = [jax.tree_util.GetAttrKey(name) for name in data]
+
+  def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return (
+      tuple(getattr(x, name) for name in data),
+      tuple(getattr(x, name) for name in meta),
+    )
+
+  def with_keys(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves, static = flatten(x)
+    return tuple(zip(keys, leaves, strict=True)), static
+
+  def unflatten(static: Iterable[Any], leaves: Iterable[Any]) -> C:
+    made = object.__new__(cls)
+    for name, value in zip(data, leaves, strict=True):
+      object.__setattr__(made, name, value)
+    for name, value in zip(meta, static, strict=True):
+      object.__setattr__(made, name, value)
+    return made
+
+  jax.tree_util.register_pytree_with_keys(cls, with_keys, unflatten, flatten)
+  return cls
