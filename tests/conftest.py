@@ -81,6 +81,17 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 _MAPPINGS = 18_000
 
 
+def pytest_configure(config) -> None:
+  """What runs on every commit compiles for a short compilation.
+
+  LLVM's costly passes change no meaning and take a quarter of the tests' time.
+  The slow tests, and JAX_DISABLE_MOST_OPTIMIZATIONS=0, compile as users do.
+  """
+  asked = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS")
+  if asked is None and config.getoption("markexpr") == "not slow":
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_let_go() -> Iterator[None]:
   """Forgets compiled programs between files, once there are very many."""
