@@ -67,7 +67,8 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )  # fmt: skip
   flags.DEFINE_enum(
-    "local", "blockwise", chips.LOCALS, "explain: the local algorithm.",
+    "local", None, chips.LOCALS,
+    "explain: the local algorithm; default: what the machine has.",
     flag_values=values,
   )  # fmt: skip
   new.boolean("packed", False, "explain: whether documents are packed.")

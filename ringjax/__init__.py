@@ -45,6 +45,8 @@ from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
+from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.schedule import tile_counts, tile_schedule
@@ -79,6 +81,7 @@ from ringjax.parallel.mesh import make_mesh
 
 __all__ = [
   "Auto",
+  "Best",
   "BlockCausal",
   "Blockwise",
   "Causal",
@@ -96,6 +99,7 @@ __all__ = [
   "Dense",
   "DtypeError",
   "Everything",
+  "FlashTPU",
   "Gather",
   "Halo",
   "InputTypeError",

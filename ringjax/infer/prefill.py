@@ -21,7 +21,6 @@ from ringjax.kv.state import StateShape
 from ringjax.models import work
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.spread import Chained, Spread, Travel, Visit
-from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.ring import Ring
@@ -33,7 +32,7 @@ from ringjax.plan.choice import KEEPS, Machine
 # name: (layout, strategy, whether it needs an axis)
 _WAYS: dict[str, tuple[Any, Any, bool]] = {
   "dense": (Contiguous(), Gather(DenseLocal()), False),
-  "blockwise": (Contiguous(), Gather(Blockwise()), False),
+  "blockwise": (Contiguous(), Gather(), False),
   "ring": (Contiguous(), Ring(), True),
   "striped": (Striped(), Ring(), True),
   "zigzag": (Zigzag(), Ring(), True),

@@ -31,7 +31,6 @@ from ringjax.infer import agree, inputs, kvr, spans
 from ringjax.infer.layerwise import Pieces
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Travel
-from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.ring import Ring
@@ -44,7 +43,7 @@ from ringjax.plan import cost
 # name: (layout, strategy)
 _WAYS: dict[str, tuple[Any, Any]] = {
   "tsp": (Contiguous(), Gather(Dense())),
-  "flash_tsp": (Contiguous(), Gather(Blockwise())),
+  "flash_tsp": (Contiguous(), Gather()),
   "ring": (Contiguous(), Ring()),
   "striped": (Striped(), Ring()),
 }

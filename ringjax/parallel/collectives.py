@@ -93,6 +93,17 @@ def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
   return jax.tree.map(cast, tree)
 
 
+def out_type(
+  shape: Sequence[int], dtype: Any, *like: Any
+) -> jax.ShapeDtypeStruct:
+  """The type of a kernel's result that varies over the axes of `like`."""
+  axes = varying_axes(*like)
+  if not axes:
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+  kind = jax.sharding.ManualAxisType(varying=axes)
+  return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
+
+
 def zeros(shape: Sequence[int], dtype: Any, like: Any) -> jax.Array:
   """Zeros that may start a loop carry beside `like` (same varying axes)."""
   return vary(jnp.zeros(shape, dtype), varying_axes(like))

@@ -48,6 +48,24 @@ class Place:
     return collectives.names(self.axis)
 
 
+def platform_of(place: Place, operands: Any) -> str:
+  """What a call runs on, "cpu", "gpu" or "tpu", as far as can be known.
+
+  The mesh says it, then concrete operands, then the mesh around the call; a
+  program that is traced without a mesh is taken to be for JAX's default.
+  """
+  if isinstance(place.mesh, Mesh):
+    return place.mesh.devices.flat[0].platform
+  for a in operands:
+    if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
+      return next(iter(a.devices())).platform
+  around = place.mesh or jax.sharding.get_abstract_mesh()
+  kind = getattr(around.abstract_device, "device_kind", None)
+  if kind is not None and kind.startswith("TPU"):
+    return "tpu"
+  return jax.default_backend()
+
+
 def manual(axis: Any) -> Place | None:
   """The place of a call whose operands are per shard, else None."""
   several = isinstance(axis, tuple) and len(set(axis)) == len(axis) > 0

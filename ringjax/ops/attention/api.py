@@ -24,6 +24,7 @@ from ringjax.ops.attention import levels, predict
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.kernels.best import Best, local_on
 from ringjax.ops.attention.levels import Strategy
 from ringjax.ops.attention.predict import Call
 from ringjax.ops.attention.request import Operands, Request
@@ -40,7 +41,7 @@ from ringjax.parallel.layout import (
   out_of_slots,
   slots_of,
 )
-from ringjax.parallel.place import Place, locate, manual
+from ringjax.parallel.place import Place, locate, manual, platform_of
 
 
 def dot_product_attention(
@@ -218,7 +219,7 @@ def ring_attention(
     layout: default `Contiguous()`.
     is_causal: a query sees keys at and before its position.
     return_residual: also return the log-sum-exp, float32 [B, T, N].
-    local: the algorithm of one hop, default `Blockwise()`.
+    local: the algorithm of one hop; default `Best()`, the platform's fastest.
     **options: the other keyword arguments of `dot_product_attention`, but for
       `strategy` and `implementation`.
 
@@ -238,7 +239,7 @@ def ring_attention(
     **_known(options),
   )
   place = locate(operands[:3], mesh, axis, required=True)
-  strategy = _strategy(Ring(local or Blockwise()))
+  strategy = _strategy(Ring(local or Best()))
   return _run(request, operands, place, strategy, return_residual)
 
 
@@ -421,6 +422,7 @@ def _chosen(
     mask=mask,
     layout=request.layout,
     axes=axes,
+    local=local_on(platform_of(place, x[:3])),
     # Of unequal lengths the queries are taken to be the last tokens.
     offset=max(s - t, 0),
   )
@@ -445,6 +447,7 @@ def _run(
 ) -> Any:
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
+  strategy = levels.on_platform(strategy, platform_of(place, x[:3]))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
@@ -676,7 +679,8 @@ def _jitted_on_mesh(
     in_specs=(specs,),
     out_specs=(specs.q, specs.q),
     axis_names=names,
-    check_vma=True,
+    # The interpreters of Pallas do not know what varies.
+    check_vma=not getattr(levels.innermost(strategy), "interpret", False),
   )(x)
   if fit[0] is not None:
     if explicit:

@@ -225,8 +225,8 @@ class Blockwise:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
-    x, terms, context = _pad(x, terms, context, qb, kb)
-    carry = Partial(*(_pad_axis(c, 3, x.q.shape[3]) for c in carry))
+    x, terms, context = pad_operands(x, terms, context, qb, kb)
+    carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
     keys = Keys.of(x)
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     lists = tile_lists(kinds, context.allow is not None)
@@ -270,16 +270,16 @@ class Blockwise:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, k_length)
-    x, terms, context = _pad(x, terms, context, qb, kb)
+    x, terms, context = pad_operands(x, terms, context, qb, kb)
     residuals = Residuals(
-      *(_pad_axis(r, 3, x.q.shape[3]) for r in residuals[:4]),
-      *(_pad_axis(r, 4, x.q.shape[3]) for r in residuals[4:]),
+      *(pad_axis(r, 3, x.q.shape[3]) for r in residuals[:4]),
+      *(pad_axis(r, 4, x.q.shape[3]) for r in residuals[4:]),
     )
     extra = x.k.shape[2] - k_length
     k_flipped = _in_memory(jnp.swapaxes(x.k, 2, 3))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     lists = tile_lists(kinds.T, context.allow is not None)
-    dq = _pad_axis(carry[0], 4, x.q.shape[3])
+    dq = pad_axis(carry[0], 4, x.q.shape[3])
     dterms = _pad_terms(carry[1], x.q.shape[3], extra)
     zero = lambda like: collectives.zeros(like.shape, dq.dtype, (dq, x))
 
@@ -505,7 +505,7 @@ def _even(length: int, block: int) -> int:
   return block if parts == 1 else -(-block // 8) * 8
 
 
-def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
+def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
   if x.shape[axis] == length:
     return x
   widths = [(0, 0)] * x.ndim
@@ -517,11 +517,11 @@ def _pad_pair(pair: Any, q_length: int, k_extra: int) -> Any:
   if pair is None:
     return None
   if pair.shape[3] != 1:
-    pair = _pad_axis(pair, 3, q_length)
+    pair = pad_axis(pair, 3, q_length)
   if pair.shape[4] != 1 and k_extra:
     # The last shard's last tile reaches beyond the last key; a tile inside
     # covers some of the next shard's columns, whose keys are masked as padding.
-    pair = _pad_axis(pair, 4, pair.shape[4] + k_extra)
+    pair = pad_axis(pair, 4, pair.shape[4] + k_extra)
   return pair
 
 
@@ -536,22 +536,22 @@ def _cut_terms(terms: Terms, like: Terms) -> Terms:
   return terms._replace(bias=terms.bias[:, :, :, :t, :s])
 
 
-def _pad(
+def pad_operands(
   x: Local, terms: Terms, context: Context, qb: int, kb: int
 ) -> tuple[Local, Terms, Context]:
   """Pads local lengths to whole tiles; padded tokens have seg 0."""
   q_length = -(-x.q.shape[3] // qb) * qb
   k_length = -(-x.k.shape[2] // kb) * kb
   extra = k_length - x.k.shape[2]
-  pad_at = lambda at, n: Coords(*(_pad_axis(c, 1, n) for c in at))
+  pad_at = lambda at, n: Coords(*(pad_axis(c, 1, n) for c in at))
   context = context._replace(
     q=pad_at(context.q, q_length),
     k=pad_at(context.k, k_length),
     allow=_pad_pair(context.allow, q_length, extra),
   )
   x = Local(
-    _pad_axis(x.q, 3, q_length),
-    _pad_axis(x.k, 2, k_length),
-    _pad_axis(x.v, 2, k_length),
+    pad_axis(x.q, 3, q_length),
+    pad_axis(x.k, 2, k_length),
+    pad_axis(x.v, 2, k_length),
   )
   return x, _pad_terms(terms, q_length, extra), context

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
+from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.ulysses import Ulysses
@@ -83,7 +83,7 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
   `levels`: mesh axes of the sequence; with two of them they are the groups.
   """
   found: Any = named(name)
-  tiles = Blockwise(options.get("q_block"), options.get("kv_block"))
+  tiles = Best(options.get("q_block"), options.get("kv_block"))
   found = _around(found, tiles)
   if "wire" in options:
     found = _coded(found, options["wire"])
@@ -108,6 +108,14 @@ def _around(strategy: Any, local: Any) -> Any:
   if is_strategy(inside):
     local = _around(inside, local)
   return dataclasses.replace(strategy, local=local)
+
+
+def on_platform(strategy: Any, platform: str) -> Any:
+  """The strategy whose local algorithm knows what it runs on."""
+  local = innermost(strategy)
+  if not isinstance(local, Best):
+    return strategy
+  return _around(strategy, local.on_platform(platform))
 
 
 def is_strategy(x: Any) -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from ringjax.ops.attention.attend import attend
-from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
@@ -27,7 +28,7 @@ class Move:
     axis: over which they move; None is one shard.
   """
 
-  local: Any = Blockwise()
+  local: Any = Best()
   axis: Axis | None = None
 
   @property

@@ -216,12 +216,30 @@ def dropout_weight(
 ) -> jax.Array:
   """0 or 1 / (1 - rate) for each pair of the tile."""
   assert context.seed is not None and context.heads is not None
-  rate = scores.dropout_rate
+  return kept(
+    scores.dropout_rate,
+    context.seed[:, None, None, None, None],
+    way.head(context.heads.astype(jnp.uint32)),
+    way.query(q.pos.astype(jnp.uint32)),
+    way.key(k.pos.astype(jnp.uint32)),
+    dtype,
+  )
+
+
+def kept(
+  rate: float,
+  seed: jax.Array,
+  head: jax.Array,
+  row: jax.Array,
+  column: jax.Array,
+  dtype: Any,
+) -> jax.Array:
+  """0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""
   # Odd constants, so that seed, head and position 0 are nothing special.
-  seed = _mix(context.seed + jnp.uint32(0x9E3779B9))[:, None, None, None, None]
-  head = _mix(way.head(context.heads.astype(jnp.uint32)) + seed)
-  row = _mix(way.query(q.pos.astype(jnp.uint32)) + head)
-  column = _mix(way.key(k.pos.astype(jnp.uint32)) + jnp.uint32(0x85EBCA77))
+  seed = _mix(seed + jnp.uint32(0x9E3779B9))
+  head = _mix(head + seed)
+  row = _mix(row + head)
+  column = _mix(column + jnp.uint32(0x85EBCA77))
   bits = _mix(row ^ column)
   keep = bits >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
   return jnp.where(keep, _const(1 / (1 - rate), dtype), _const(0.0, dtype))

@@ -30,6 +30,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.ops.attention import predict as model
+from ringjax.ops.attention.kernels.best import local_on
 from ringjax.ops.attention.predict import Call, Prediction, Refusal
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Mask
@@ -289,7 +290,7 @@ class Auto:
     among: names of the strategies to choose from; None is all.
     wire: also consider K and V sent as such codes, which lose digits.
     longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, of `chips.LOCALS`.
+    local: the local algorithm, of `chips.LOCALS`; None is as calls say.
   """
 
   machine: Machine | str | None = None
@@ -297,11 +298,13 @@ class Auto:
   among: tuple[str, ...] | None = None
   wire: str | None = None
   longest_document: int | None = None
-  local: str = "blockwise"
+  local: str | None = None
 
   def explain(self, call: Call, mesh: Any = None) -> Explanation:
     """What a choice for `call` goes by."""
-    changes: dict[str, Any] = {"local": self.local}
+    changes: dict[str, Any] = {}
+    if self.local is not None:
+      changes["local"] = self.local
     if call.layout is None:
       changes["layout"] = Contiguous()
     if self.backward is not None:
@@ -373,7 +376,7 @@ def explain(
   offset: int = 0,
   wire: str | None = None,
   longest_document: int | None = None,
-  local: str = "blockwise",
+  local: str | None = None,
   among: Sequence[str] | None = None,
   show: bool = True,
 ) -> Explanation:
@@ -401,7 +404,8 @@ def explain(
     offset: position of the first query.
     wire: "int8", "float8_e4m3fn" or "bfloat16": show also K and V sent so.
     longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, "blockwise" or "kernel".
+    local: the local algorithm, "blockwise" or "kernel"; default what
+      `Best()` is there.
     among: names of the strategies to look at; default all.
     show: whether to print the table.
 
@@ -455,9 +459,13 @@ def explain(
     offset=offset,
     wire=wire,
     longest_document=longest_document,
-    local=local,
+    **({} if local is None else {"local": local}),
   )
-  explanation = rank(call, find_machine(machine, found), among)
+  there = find_machine(machine, found)
+  if local is None:
+    platform = "tpu" if there.name.lower().startswith("tpu") else "other"
+    call = dataclasses.replace(call, local=local_on(platform))
+  explanation = rank(call, there, among)
   if show:
     explanation.print()
   return explanation

@@ -561,6 +561,7 @@ def test_explaining_needs_no_device(capsys):
   text = str(found)
   assert text.startswith("1,048,576 tokens") and "64 (seq) tpu-v5p" in text
   assert "best for it" in text and "declined" in text and "halo: " in text
+  assert found.call.local == "kernel"
   assert capsys.readouterr().out == text + "\n"
   select.explain((1, 64, 2, 8), (1, 64, 2, 8), shards=2, machine="cpu",
                  show=False)  # fmt: skip
@@ -593,6 +594,7 @@ def test_explaining_reads_meshes_and_shardings():
   found = select.explain(arg(4), arg(2), is_causal=True)
   assert found.call.axes == (("seq", 4),) and found.call.batch == 2
   assert found.call.dtype == "float32" and found.machine.name == "cpu"
+  assert found.call.local == "blockwise"
   with jax.set_mesh(mesh):
     inside = select.explain((4, 512, 4, 16), (4, 512, 2, 16))
   assert inside.call.axes == (("seq", 4),) and inside.call.batch == 4

@@ -1,0 +1,1 @@
+"""Kernels that may stand inside of a strategy, beside `Blockwise`."""

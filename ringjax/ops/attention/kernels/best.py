@@ -1,0 +1,202 @@
+"""Which kernel computes a hop: the platform's first that serves the call.
+
+Law: `Best` equals `Blockwise`, which serves what every kernel declines. What
+was chosen, and why others were not, is what `chosen` and `declined` return and
+`rj.explain` prints; a kernel that fails its check on this machine is declined
+with one line in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.ops.attention.blockwise import (
+  Blockwise,
+  Gradients,
+  Local,
+  Residuals,
+)
+from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.softmax import Partial
+
+_log = logging.getLogger(__name__)
+
+# In order of preference.
+KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,)}
+
+
+def local_on(platform: str) -> str:
+  """What of `chips.LOCALS` `Best` is there, as a rule."""
+  return "kernel" if platform in KERNELS else "blockwise"
+
+
+class Choice(NamedTuple):
+  """A local algorithm, and why those before it were declined."""
+
+  algorithm: Any
+  declined: tuple[tuple[str, str], ...]
+
+  def __str__(self) -> str:
+    reasons = "".join(f"; not {n}: {why}" for n, why in self.declined)
+    return f"{type(self.algorithm).__name__}{reasons}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+  """The local algorithm that is fastest on the platform.
+
+  Attributes:
+    q_block: queries of a tile; None leaves it to the algorithm. A kernel that
+      has no tiles of that size declines.
+    kv_block: keys of a tile.
+    platform: "tpu", "gpu" or "cpu"; None is filled in by the call, from its
+      mesh or its operands.
+  """
+
+  q_block: int | None = None
+  kv_block: int | None = None
+  platform: str | None = None
+
+  # Reverse mode goes through `backward`.
+  differentiable = False
+  # It moves nothing.
+  axes = ()
+
+  def __post_init__(self) -> None:
+    # The same sizes have to suit it.
+    Blockwise(self.q_block, self.kv_block)
+
+  def span(self, keys: int) -> int:
+    return keys
+
+  def on_platform(self, platform: str) -> Any:
+    """The same where it is known what it runs on."""
+    if platform in KERNELS:
+      return dataclasses.replace(self, platform=platform)
+    return Blockwise(self.q_block, self.kv_block)
+
+  def choose(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> Choice:
+    """What serves this call."""
+    declined = []
+    for kind in KERNELS.get(self.platform or jax.default_backend(), ()):
+      kernel = kind(self.q_block, self.kv_block)
+      why = kernel.decline(scores, x, terms, context) or _fault(kind)
+      if why is None:
+        return Choice(kernel, tuple(declined))
+      declined.append((kind.__name__, why))
+    return Choice(Blockwise(self.q_block, self.kv_block), tuple(declined))
+
+  def forward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
+  ) -> Partial:
+    """See `Blockwise.forward`."""
+    algorithm = self.choose(scores, x, terms, context).algorithm
+    return algorithm.forward(scores, x, terms, context, column, carry)
+
+  def backward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
+  ) -> Gradients:
+    """See `Blockwise.backward`."""
+    algorithm = self.choose(scores, x, terms, context).algorithm
+    return algorithm.backward(
+      scores, x, terms, context, column, residuals, carry
+    )
+
+
+@functools.cache
+def _fault(kind: type) -> str | None:
+  """What is wrong with a kernel on this machine, or None.
+
+  Asked once a process. Without a device of the platform, as in compiling
+  ahead of time, there is nothing to try.
+  """
+  platform = next(p for p, kinds in KERNELS.items() if kind in kinds)
+  try:
+    device = jax.local_devices(backend=platform)[0]
+  except RuntimeError:
+    return None
+  try:
+    with jax.ensure_compile_time_eval(), jax.default_device(device):
+      off = _error(kind())
+  except Exception as e:
+    off, why = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
+  else:
+    why = None if off <= _ALLOWED else f"off by {off:.2g} in a small case"
+  if why is not None:
+    _log.warning(
+      "%s does not work on %s (%s); Blockwise is used",
+      kind.__name__,
+      device.device_kind,
+      why,
+    )
+  return why
+
+
+# Of bfloat16 operands, relative to the largest number.
+_ALLOWED = 0.02
+
+
+def _error(kernel: Any) -> float:
+  """How far values and gradients of a small causal case are off."""
+  rng = np.random.default_rng(0)
+  length, wide = 256, 128
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  k, v = draw(1, 1, length, wide), draw(1, 1, length, wide)
+  x = Local(draw(1, 1, 2, length, wide), k, v)
+  at = Coords(
+    jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32)
+  )
+  scores, terms = Scores(scale=wide**-0.5), Terms()
+  context = Context(at, at, Causal())
+  do = draw(1, 1, 2, length, wide)
+
+  def results(algorithm: Any) -> Any:
+    rows = x.q.shape[:4]
+    start = Partial(
+      jnp.zeros((*rows, wide), jnp.float32),
+      jnp.full(rows, -jnp.inf, jnp.float32),
+      jnp.zeros(rows, jnp.float32),
+    )
+    done = algorithm.forward(scores, x, terms, context, 0, start)
+    out = done.acc / done.l[..., None]
+    lse = done.m + jnp.log(done.l)
+    delta = jnp.sum(out * do.astype(jnp.float32), -1)
+    saved = Residuals.of(x.q, do, lse, delta)
+    zeros = jnp.zeros((1, 1, wide, 2, length), jnp.float32)
+    slopes = algorithm.backward(
+      scores, x, terms, context, 0, saved, (zeros, terms)
+    )
+    return out, lse, slopes.q, slopes.k, slopes.v
+
+  compiled = jax.jit(results, static_argnums=0)
+  ours, theirs = compiled(kernel), compiled(Blockwise())
+  far = [
+    jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+    for a, b in zip(ours, theirs, strict=True)
+  ]
+  worst = float(jnp.max(jnp.stack(far)))
+  return worst if worst == worst else float("inf")

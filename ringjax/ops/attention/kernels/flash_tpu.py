@@ -1,0 +1,719 @@
+"""A flash kernel for TPU that goes by positions and carries its statistics.
+
+Law: equals `Blockwise` wherever it serves (`decline` says where it does not),
+values and gradients. A hop of a ring is one kernel: what earlier hops found
+comes in and goes out, so that nothing is merged outside; which tiles count is
+found from the coordinates at run time, so that one kernel serves every layout
+and every hop, and a tile in which no pair is allowed takes no step of it.
+Cost: 4 q_block k_block H FLOPs a tile forward, 10 backward.
+Memory: VMEM only: two tiles of scores; backward also float32 gradients of
+`key_span` keys, which is why longer shards are cut.
+Ref:  Dao 2023, arXiv 2307.08691; keys-first tiles as in JAX's splash
+attention (the statistics of a query are one lane, maxima run over sublanes).
+
+A step is a tile (row of queries, column of keys) of a list that `tile_kinds`
+gives; the list is read ahead by the kernel's pipeline (scalar prefetch), and
+its length is the grid's, so that nothing is spent on the others. Steps of a
+row follow each other: its accumulators stay in VMEM.
+
+  forward   grid [B, N, steps]      acc^T [J, q], m, l [1, q] of a row
+  backward  grid [B, K, G, steps]   dq^T [H, q] of a row; dk, dv of all keys
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention import scores as scoring
+from ringjax.ops.attention.blockwise import (
+  Blockwise,
+  Gradients,
+  Local,
+  Residuals,
+  pad_axis,
+  pad_operands,
+  tile_kinds,
+)
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.inputs import positive_int
+from ringjax.ops.mask import Coords, visible
+from ringjax.ops.softmax import Partial, finite_max
+from ringjax.parallel import collectives
+
+_LANES = 128
+# What a step of the list says, beside its row and column.
+_FIRST, _LAST, _PART, _WHOLE = 1, 2, 4, 8
+_COLUMN_BITS, _ROW_BITS = 14, 13
+
+# Statistics of base 2 while they are in VMEM: the exponential is one anyway.
+_LOG2_E = math.log2(math.e)
+
+_NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
+_TN = (((0,), (0,)), ((), ()))  # [h, a] [h, b] -> [a, b]
+_NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
+
+
+class Steps(NamedTuple):
+  """The tiles that count, row by row.
+
+  Fields:
+    words: int32 [rows * columns], of which `count` are used: the row, the
+      column, and whether it is its row's first or last and needs a mask.
+    count: int32 [], at least 1.
+  """
+
+  words: jax.Array
+  count: jax.Array
+
+  @classmethod
+  def of(cls, kinds: jax.Array) -> Steps:
+    """From `tile_kinds`' int8 [rows, columns]."""
+    some = kinds != 0
+    place = jnp.cumsum(some, 1, dtype=jnp.int32)
+    first = some & (place == 1)
+    last = some & (place == place[:, -1:])
+    flag = lambda yes, bit: jnp.where(yes, jnp.int32(bit), jnp.int32(0))
+    number = lambda axis: lax.broadcasted_iota(jnp.int32, kinds.shape, axis)
+    words = (
+      flag(first, _FIRST)
+      | flag(last, _LAST)
+      | flag(kinds == 1, _PART)
+      | flag(kinds == 2, _WHOLE)
+      | number(1) << 4
+      | number(0) << (4 + _COLUMN_BITS)
+    ).reshape(-1)
+    order = jnp.argsort(~some.reshape(-1), stable=True)
+    count = jnp.sum(some, dtype=jnp.int32)
+    words = words[order]
+    # A list of nothing is one step that passes a row through.
+    words = words | jnp.where(
+      count == 0, jnp.int32(_FIRST | _LAST), jnp.int32(0)
+    )
+    return cls(words, jnp.maximum(count, 1))
+
+
+def _row(word: Any) -> Any:
+  return word >> (4 + _COLUMN_BITS)
+
+
+def _column(word: Any) -> Any:
+  return (word >> 4) & ((1 << _COLUMN_BITS) - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashTPU:
+  """A Pallas kernel for TPU as local algorithm.
+
+  Attributes:
+    q_block: queries of a tile, a multiple of 128; None: 1024, or fewer.
+    kv_block: keys of a tile, a multiple of 128; None: 1024, or fewer.
+    key_span: most keys of one backward kernel, whose gradients lie in VMEM.
+    interpret: runs it without a TPU, slowly, for tests.
+  """
+
+  q_block: int | None = None
+  kv_block: int | None = None
+  key_span: int = 16_384
+  interpret: Any = False
+
+  # Reverse mode goes through `backward`.
+  differentiable = False
+  # It moves nothing.
+  axes = ()
+
+  def __post_init__(self) -> None:
+    for name in ("q_block", "kv_block", "key_span"):
+      if getattr(self, name) is not None:
+        positive_int(name, getattr(self, name))
+
+  def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
+    """The tile that serves these local lengths, (q_block, kv_block)."""
+    up = lambda n: -(-n // _LANES) * _LANES
+    fit = lambda want, length: min(want, up(length))
+    return (
+      self.q_block or fit(1024, q_length),
+      self.kv_block or fit(1024, k_length),
+    )
+
+  def span(self, keys: int) -> int:
+    return keys
+
+  def decline(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> str | None:
+    """Why it does not serve this call, or None."""
+    qb, kb = self.blocks(x.q.shape[3], x.k.shape[2])
+    if any(n % _LANES for n in (qb, kb, self.key_span)) and not self.interpret:
+      return f"tiles of {qb} x {kb}: no multiples of {_LANES}"
+    if x.q.dtype not in (jnp.bfloat16, jnp.float32):
+      return f"{x.q.dtype}: it multiplies bfloat16 and float32"
+    if x.k.dtype != x.q.dtype or x.v.dtype != x.q.dtype:
+      return "queries, keys and values of different dtypes"
+    if terms.bias is not None or context.allow is not None:
+      return "a bias or mask array, of which it would read every pair"
+    if x.q.shape[4] > 256 or x.v.shape[3] > 256:
+      return f"heads of {x.q.shape[4]} and {x.v.shape[3]}: at most 256"
+    if x.q.shape[3] < _LANES and not self.interpret:
+      return f"{x.q.shape[3]} queries: a tile has at least {_LANES}"
+    if -(-x.q.shape[3] // qb) >= 1 << _ROW_BITS:
+      return f"{x.q.shape[3]} queries a shard: too many tiles for its list"
+    if -(-x.k.shape[2] // kb) >= 1 << _COLUMN_BITS:
+      return f"{x.k.shape[2]} keys a shard: too many tiles for its list"
+    for leaf in jax.tree.leaves(context.mask):
+      if jnp.ndim(leaf) > 1:
+        return "a mask with an array of more than one axis"
+    return None
+
+  def _check(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> None:
+    why = self.decline(scores, x, terms, context)
+    if why is not None:
+      raise OptionError(
+        message(
+          "local",
+          f"FlashTPU() for {why}",
+          "a call that the kernel serves",
+          "pass local=Best(), which takes what serves each call",
+        )
+      )
+
+  def forward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
+  ) -> Partial:
+    """Folds these keys into `carry` ([B, K, G, T, ...])."""
+    del column  # Counts columns of bias and mask arrays, which it has not.
+    self._check(scores, x, terms, context)
+    length = x.q.shape[3]
+    qb, kb = self.blocks(length, x.k.shape[2])
+    x, terms, context = pad_operands(x, terms, context, qb, kb)
+    carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
+    kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
+    carry = _forward(self, scores, x, terms, context, Steps.of(kinds), carry)
+    return Partial(*(c[:, :, :, :length] for c in carry))
+
+  def backward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
+  ) -> Gradients:
+    """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
+    del column
+    self._check(scores, x, terms, context)
+    q_length, k_length = x.q.shape[3], x.k.shape[2]
+    qb, kb = self.blocks(q_length, min(k_length, self.key_span))
+    x, terms, context = pad_operands(x, terms, context, qb, kb)
+    padded = x.q.shape[3]
+    residuals = Residuals(
+      *(pad_axis(r, 3, padded) for r in residuals[:4]),
+      *(pad_axis(r, 4, padded) for r in residuals[4:]),
+    )
+    dq = jnp.transpose(pad_axis(carry[0], 4, padded), (0, 1, 3, 2, 4))
+    kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
+    slopes = carry[1].slopes
+    dks, dvs = [], []
+    span = max(self.key_span // kb, 1)
+    for j in range(0, kinds.shape[1], span):
+      cut = lambda a, axis, j=j: lax.slice_in_dim(
+        a, j * kb, min((j + span) * kb, a.shape[axis]), axis=axis
+      )
+      part = x._replace(k=cut(x.k, 2), v=cut(x.v, 2))
+      seen = context._replace(k=Coords(*(cut(c, 1) for c in context.k)))
+      steps = Steps.of(kinds[:, j : j + span])
+      dq, dk, dv, far = _backward(
+        self, scores, part, terms, seen, steps, residuals, dq
+      )
+      dks.append(dk)
+      dvs.append(dv)
+      if slopes is not None:
+        slopes = slopes - jnp.sum(far, (0, 3))
+    join = lambda parts: jnp.concatenate(parts, 2)[:, :, :k_length]
+    return Gradients(
+      jnp.transpose(dq, (0, 1, 3, 2, 4))[..., :q_length],
+      join(dks),
+      join(dvs),
+      carry[1]._replace(slopes=slopes),
+    )
+
+
+class _Scalars(NamedTuple):
+  """What a kernel reads from scalar memory.
+
+  Fields:
+    words: the steps.
+    leaves: arrays of the mask, each [1] or [B].
+    slopes: float32 [K * G], or None.
+    heads: int32 [K * G], or None.
+    seed: int32 [1] or [B], or None.
+  """
+
+  words: Any
+  leaves: Any
+  slopes: Any
+  heads: Any
+  seed: Any
+
+  @classmethod
+  def of(cls, terms: Terms, context: Context, steps: Steps) -> _Scalars:
+    leaves = [
+      jnp.asarray(a, jnp.int32).reshape(-1)
+      for a in jax.tree.leaves(context.mask)
+    ]
+    slopes = terms.slopes
+    return cls(
+      steps.words,
+      tuple(leaves),
+      None if slopes is None else slopes.astype(jnp.float32).reshape(-1),
+      None if context.heads is None else context.heads.reshape(-1),
+      None
+      if context.seed is None
+      else lax.bitcast_convert_type(context.seed, jnp.int32),
+    )
+
+
+class _Tile(NamedTuple):
+  """A tile's part of the score function, keys first: [k, q].
+
+  Fields:
+    scores: the static part.
+    mask: the predicate, its arrays scalars.
+    slope, head, seed: scalars, or None.
+    q: coordinates [1, q].
+    k: coordinates [k, 1].
+  """
+
+  scores: Scores
+  mask: Any
+  slope: Any
+  head: Any
+  seed: Any
+  q: Coords
+  k: Coords
+
+  @classmethod
+  def of(
+    cls,
+    scores: Scores,
+    structure: Any,
+    scalars: _Scalars,
+    b: Any,
+    n: Any,
+    q_at: Any,
+    k_at: Any,
+  ) -> _Tile:
+    of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+    leaves = [of_example(ref) for ref in scalars.leaves]
+    return cls(
+      scores,
+      jax.tree.unflatten(structure, leaves),
+      None if scalars.slopes is None else scalars.slopes[n],
+      None if scalars.heads is None else scalars.heads[n],
+      None if scalars.seed is None else of_example(scalars.seed),
+      Coords(q_at[0, 0:1, :], q_at[0, 1:2, :]),
+      Coords(k_at[0, :, 0:1], k_at[0, :, 1:2]),
+    )
+
+  def power(self, dot: jax.Array) -> tuple[jax.Array, float]:
+    """(x, c) such that exp(score) is 2 ** (c * x), c above 0.
+
+    Plain scores are a multiple of the products: a pass over them is spared.
+    """
+    plain = self.scores.soft_cap is None and self.slope is None
+    if plain and self.scores.scale > 0:
+      return dot, self.scores.scale * _LOG2_E
+    return self.score(dot)[0], _LOG2_E
+
+  def score(self, dot: jax.Array) -> tuple[jax.Array, Any]:
+    """(scores, tanh of the soft cap or None) from the products."""
+    s, tanh = dot * self.scores.scale, None
+    cap = self.scores.soft_cap
+    if cap is not None:
+      tanh = jnp.tanh(s * (1 / cap))
+      s = tanh * cap
+    if self.slope is not None:
+      s = s - self.slope * self.distance()
+    return s, tanh
+
+  def distance(self) -> jax.Array:
+    return jnp.abs(self.q.pos - self.k.pos).astype(jnp.float32)
+
+  def allowed(self) -> jax.Array:
+    return visible(self.mask, self.q, self.k)
+
+  def kept(self) -> jax.Array:
+    """Dropout's weight of each pair."""
+    word = lambda a: lax.bitcast_convert_type(a, jnp.uint32)
+    return scoring.kept(
+      self.scores.dropout_rate,
+      word(jnp.full((1, 1), self.seed, jnp.int32)),
+      word(jnp.full((1, 1), self.head, jnp.int32)),
+      word(self.q.pos),
+      word(self.k.pos),
+      jnp.float32,
+    )
+
+
+def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+  exact = a.dtype == jnp.float32
+  return lax.dot_general(
+    a,
+    b,
+    dims,
+    precision=lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _finite(x: jax.Array) -> jax.Array:
+  return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def _clean(x: jax.Array) -> jax.Array:
+  return jnp.where(_finite(x), x, jnp.zeros_like(x))
+
+
+def _nan_rows(x: jax.Array) -> jax.Array:
+  """[rows, 1]: 0 where a row is finite, else NaN."""
+  odd = jnp.max(jnp.where(_finite(x), 0.0, 1.0), axis=1, keepdims=True)
+  return jnp.where(odd > 0, jnp.nan, 0.0)
+
+
+def _pair(at: Coords, axis: int) -> jax.Array:
+  return jnp.stack([at.pos, at.seg], axis)
+
+
+def _spread(at: Coords, batch: int) -> Coords:
+  """Coordinates of every example."""
+  wide = lambda c: jnp.broadcast_to(c, (batch, c.shape[1]))
+  return Coords(*map(wide, at))
+
+
+def _forward(
+  kernel: FlashTPU,
+  scores: Scores,
+  x: Local,
+  terms: Terms,
+  context: Context,
+  steps: Steps,
+  carry: Partial,
+) -> Partial:
+  b, kv, g, t, h = x.q.shape
+  s, j = x.v.shape[2:]
+  n = kv * g
+  qb, kb = kernel.blocks(t, s)
+  scalars = _Scalars.of(terms, context, steps)
+  leaves, structure = jax.tree.flatten(scalars)
+  mask = jax.tree.structure(context.mask)
+  row = lambda i, words: _row(words[i])
+  q_index = lambda bi, ni, i, words, *_: (bi, ni, row(i, words), 0)
+  stat_index = lambda bi, ni, i, words, *_: (bi, ni, 0, row(i, words))
+  k_index = lambda bi, ni, i, words, *_: (bi, ni // g, _column(words[i]), 0)
+  at_q = lambda bi, ni, i, words, *_: (bi, 0, row(i, words))
+  at_k = lambda bi, ni, i, words, *_: (bi, _column(words[i]), 0)
+  stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
+  acc = pl.BlockSpec((1, 1, qb, j), q_index)
+  operands = (
+    x.q.reshape(b, n, t, h),
+    x.k,
+    x.v,
+    _pair(_spread(context.q, b), 1),
+    _pair(_spread(context.k, b), 2),
+    carry.acc.reshape(b, n, t, j),
+    carry.m.reshape(b, n, 1, t),
+    carry.l.reshape(b, n, 1, t),
+  )
+  # A carry that is the same on all shards would not be it afterwards.
+  out_type = [
+    collectives.out_type(a.shape, a.dtype, carry, x, context)
+    for a in operands[5:]
+  ]
+  first = len(leaves) + 5
+  tiles = (t // qb) * (s // kb)
+  acc_out, m, l = pl.pallas_call(  # noqa: E741
+    functools.partial(_forward_kernel, scores, mask, structure),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(leaves),
+      grid=(b, n, steps.count),
+      in_specs=[
+        pl.BlockSpec((1, 1, qb, h), q_index),
+        pl.BlockSpec((1, 1, kb, h), k_index),
+        pl.BlockSpec((1, 1, kb, j), k_index),
+        pl.BlockSpec((1, 2, qb), at_q),
+        pl.BlockSpec((1, kb, 2), at_k),
+        acc,
+        stat,
+        stat,
+      ],
+      out_specs=[acc, stat, stat],
+      scratch_shapes=[
+        pltpu.VMEM((j, qb), jnp.float32),
+        pltpu.VMEM((1, qb), jnp.float32),
+        pltpu.VMEM((1, qb), jnp.float32),
+      ],
+    ),
+    out_shape=out_type,
+    input_output_aliases={first + i: i for i in range(3)},
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "parallel", "arbitrary"),
+    ),
+    cost_estimate=_cost(b * n * tiles, qb, kb, 2 * (h + j), operands),
+    interpret=kernel.interpret,
+    name="ringjax_flash_forward",
+  )(*leaves, *operands)
+  return Partial(
+    acc_out.reshape(carry.acc.shape),
+    m.reshape(carry.m.shape),
+    l.reshape(carry.l.shape),
+  )
+
+
+def _forward_kernel(
+  scores: Scores, mask: Any, structure: Any, *refs: Any
+) -> None:
+  count = structure.num_leaves
+  scalars = jax.tree.unflatten(structure, refs[:count])
+  (
+      q_ref, k_ref, v_ref, q_at, k_at, acc_in, m_in, l_in,
+      acc_out, m_out, l_out, acc, m_ref, l_ref,
+  ) = refs[count:]  # fmt: skip
+  b, n, i = (pl.program_id(axis) for axis in range(3))
+  word = scalars.words[i]
+
+  @pl.when(word & _FIRST != 0)
+  def _() -> None:
+    acc[...] = acc_in[0, 0].T
+    m_ref[...] = m_in[0, 0] * _LOG2_E
+    l_ref[...] = l_in[0, 0]
+
+  def tile(masked: bool) -> None:
+    at = _Tile.of(scores, mask, scalars, b, n, q_at, k_at)
+    v = v_ref[0, 0]
+    s, c = at.power(_dot(k_ref[0, 0], q_ref[0, 0], _NT))
+    if masked:
+      s = jnp.where(at.allowed(), s + _nan_rows(v), -jnp.inf)
+      v = _clean(v)
+    old = m_ref[...]
+    m = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True) * c)
+    safe = finite_max(m) if masked else m
+    p = jnp.exp2(s * c - safe)
+    weight = jnp.exp2(old - safe)
+    m_ref[...] = m
+    l_ref[...] = l_ref[...] * weight + jnp.sum(p, axis=0, keepdims=True)
+    if scores.dropout_rate:
+      p = p * at.kept()
+    acc[...] = acc[...] * weight + _dot(v, p.astype(v.dtype), _TN)
+
+  pl.when(word & _PART != 0)(lambda: tile(True))
+  pl.when(word & _WHOLE != 0)(lambda: tile(False))
+
+  @pl.when(word & _LAST != 0)
+  def _() -> None:
+    acc_out[0, 0] = acc[...].T
+    m_out[0, 0] = m_ref[...] * (1 / _LOG2_E)
+    l_out[0, 0] = l_ref[...]
+
+
+def _backward(
+  kernel: FlashTPU,
+  scores: Scores,
+  x: Local,
+  terms: Terms,
+  context: Context,
+  steps: Steps,
+  residuals: Residuals,
+  dq: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """(dq [B, K, G, H, T], dk [B, K, S, H], dv [B, K, S, J], slopes' part)."""
+  b, kv, g, t, h = x.q.shape
+  s, j = x.v.shape[2:]
+  n = kv * g
+  qb, kb = kernel.blocks(t, min(s, kernel.key_span))
+  scalars = _Scalars.of(terms, context, steps)
+  leaves, structure = jax.tree.flatten(scalars)
+  mask = jax.tree.structure(context.mask)
+  row = lambda i, words: _row(words[i])
+  q_index = lambda bi, ki, gi, i, words, *_: (bi, ki * g + gi, row(i, words), 0)
+  stat_index = lambda bi, ki, gi, i, words, *_: (
+    bi, ki * g + gi, 0, row(i, words),
+  )  # fmt: skip
+  k_index = lambda bi, ki, gi, i, words, *_: (bi, ki, _column(words[i]), 0)
+  at_q = lambda bi, ki, gi, i, words, *_: (bi, 0, row(i, words))
+  at_k = lambda bi, ki, gi, i, words, *_: (bi, _column(words[i]), 0)
+  stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
+  dq_spec = pl.BlockSpec((1, 1, h, qb), stat_index)
+  rows = lambda a: a.reshape(b, n, 1, t)
+  varying = lambda shape: collectives.out_type(
+    (b, *shape), jnp.float32, dq, x, context
+  )
+  operands = (
+    x.q.reshape(b, n, t, h),
+    x.k,
+    x.v,
+    residuals.do.reshape(b, n, t, j),
+    rows(residuals.lse),
+    rows(residuals.delta),
+    rows(residuals.flag),
+    _pair(_spread(context.q, b), 1),
+    _pair(_spread(context.k, b), 2),
+    dq.reshape(b, n, h, t),
+    collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
+  )
+  first = len(leaves) + 9
+  tiles = (t // qb) * (s // kb)
+  whole = pl.BlockSpec(memory_space=pl.ANY)
+  dq_out, far, dk, dv = pl.pallas_call(
+    functools.partial(_backward_kernel, scores, mask, structure, kb, g),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(leaves),
+      grid=(b, kv, g, steps.count),
+      in_specs=[
+        pl.BlockSpec((1, 1, qb, h), q_index),
+        pl.BlockSpec((1, 1, kb, h), k_index),
+        pl.BlockSpec((1, 1, kb, j), k_index),
+        pl.BlockSpec((1, 1, qb, j), q_index),
+        stat,
+        stat,
+        stat,
+        pl.BlockSpec((1, 2, qb), at_q),
+        pl.BlockSpec((1, kb, 2), at_k),
+        dq_spec,
+        stat,
+      ],
+      out_specs=[dq_spec, stat, whole, whole],
+      scratch_shapes=[
+        pltpu.VMEM((h, qb), jnp.float32),
+        pltpu.VMEM((1, qb), jnp.float32),
+        pltpu.VMEM((s, h), jnp.float32),
+        pltpu.VMEM((s, j), jnp.float32),
+        pltpu.SemaphoreType.DMA,
+      ],
+    ),
+    out_shape=[
+      varying((n, h, t)),
+      varying((n, 1, t)),
+      varying((kv, s, h)),
+      varying((kv, s, j)),
+    ],
+    input_output_aliases={first: 0, first + 1: 1},
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+      vmem_limit_bytes=_vmem(kernel, s, h, j),
+    ),
+    cost_estimate=_cost(b * n * tiles, qb, kb, 6 * h + 4 * j, operands),
+    interpret=kernel.interpret,
+    name="ringjax_flash_backward",
+  )(*leaves, *operands)
+  return dq_out.reshape(dq.shape), dk, dv, far.reshape(b, kv, g, t)
+
+
+def _backward_kernel(
+  scores: Scores, mask: Any, structure: Any, kb: int, g: int, *refs: Any
+) -> None:
+  count = structure.num_leaves
+  scalars = jax.tree.unflatten(structure, refs[:count])
+  (
+      q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, flag_ref, q_at, k_at,
+      dq_in, far_in, dq_out, far_out, dk_out, dv_out,
+      dq, far, dk, dv, sent,
+  ) = refs[count:]  # fmt: skip
+  b, kv, head, i = (pl.program_id(axis) for axis in range(4))
+  word = scalars.words[i]
+  begins = (head == 0) & (i == 0)
+  ends = (head == g - 1) & (i == pl.num_programs(3) - 1)
+
+  @pl.when(begins)
+  def _() -> None:
+    dk[...] = jnp.zeros_like(dk)
+    dv[...] = jnp.zeros_like(dv)
+
+  @pl.when(word & _FIRST != 0)
+  def _() -> None:
+    dq[...] = dq_in[0, 0]
+    far[...] = far_in[0, 0]
+
+  def tile(masked: bool) -> None:
+    at = _Tile.of(scores, mask, scalars, b, kv * g + head, q_at, k_at)
+    q, k, v, do = q_ref[0, 0], k_ref[0, 0], v_ref[0, 0], do_ref[0, 0]
+    lse, delta = lse_ref[0, 0], delta_ref[0, 0]
+    dot = _dot(k, q, _NT)
+    s, c = at.power(dot)
+    tanh = None if scores.soft_cap is None else at.score(dot)[1]
+    lse = lse * _LOG2_E
+    if masked:
+      p = jnp.exp2(s * c - (lse + flag_ref[0, 0]))
+      p = jnp.where(at.allowed(), p, 0.0)
+      q, k, v, do, delta = map(_clean, (q, k, v, do, delta))
+    else:
+      p = jnp.exp2(s * c - lse)
+    dp = _dot(v, do, _NT)
+    kept = p
+    if scores.dropout_rate:
+      drop = at.kept()
+      kept, dp = p * drop, dp * drop
+    ds = p * (dp - delta)
+    if at.slope is not None:
+      far[...] += jnp.sum(ds * at.distance(), axis=0, keepdims=True)
+    if tanh is not None:
+      ds = ds * (1 - tanh * tanh)
+    ds = (ds * scores.scale).astype(q.dtype)
+    keys = pl.ds(pl.multiple_of(_column(word) * kb, kb), kb)
+    dv[keys, :] += _dot(kept.astype(do.dtype), do, _NN)
+    dk[keys, :] += _dot(ds, q, _NN)
+    dq[...] += _dot(k, ds, _TN)
+
+  pl.when(word & _PART != 0)(lambda: tile(True))
+  pl.when(word & _WHOLE != 0)(lambda: tile(False))
+
+  @pl.when(word & _LAST != 0)
+  def _() -> None:
+    dq_out[0, 0] = dq[...]
+    far_out[0, 0] = far[...]
+
+  @pl.when(ends)
+  def _() -> None:
+    for scratch, out in ((dk, dk_out), (dv, dv_out)):
+      copy = pltpu.make_async_copy(scratch, out.at[b, kv], sent)
+      copy.start()
+      copy.wait()
+
+
+def _vmem(kernel: FlashTPU, keys: int, h: int, j: int) -> int:
+  """Bytes that a backward kernel may take: its gradients and some tiles."""
+  up = lambda n: -(-n // _LANES) * _LANES
+  return keys * (up(h) + up(j)) * 4 + (48 << 20)
+
+
+def _cost(
+  tiles: int, qb: int, kb: int, flops: int, operands: Any
+) -> pl.CostEstimate:
+  """What XLA's scheduler is told, so that it hides sends behind the kernel."""
+  return pl.CostEstimate(
+    flops=tiles * qb * kb * flops,
+    transcendentals=tiles * qb * kb,
+    bytes_accessed=sum(a.size * a.dtype.itemsize for a in operands),
+  )
+
+
+# Serves what a kernel declines.
+FALLBACK = Blockwise()

@@ -1,0 +1,116 @@
+"""Which kernel is taken, and what happens when one is broken."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax import Best, Blockwise, Gather, Ring, Ulysses
+from ringjax.ops.attention import levels
+from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.kernels import best
+from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.mask import Causal, Coords
+
+
+def call(length=256, dtype=jnp.bfloat16, bias=None):
+  zeros = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+  at = Coords(*[np.ones((1, length), np.int32)] * 2)
+  x = Local(
+    zeros(1, 2, 2, length, 64), zeros(1, 2, length, 64), zeros(1, 2, length, 64)
+  )
+  return Scores(scale=0.1), x, Terms(bias), Context(at, at, Causal())
+
+
+@pytest.fixture
+def fresh():
+  best._fault.cache_clear()
+  yield
+  best._fault.cache_clear()
+
+
+def test_a_tpu_gets_the_kernel(fresh):
+  found = Best(platform="tpu").choose(*call())
+  assert found == best.Choice(FlashTPU(), ())
+  assert Best(256, 512, platform="tpu").choose(*call()).algorithm == FlashTPU(
+    256, 512
+  )
+
+
+def test_what_it_declines_blockwise_serves(fresh):
+  found = Best(platform="tpu").choose(*call(length=40))
+  assert found.algorithm == Blockwise()
+  assert "40 queries" in str(found) and "FlashTPU" in str(found)
+  odd = Best(24, 8, platform="tpu").choose(*call())
+  assert odd.algorithm == Blockwise(24, 8) and "128" in str(odd)
+
+
+def test_elsewhere_it_is_blockwise():
+  assert Best(8, 16).on_platform("cpu") == Blockwise(8, 16)
+  strategy = levels.on_platform(Ulysses(Ring()), "cpu")
+  assert levels.innermost(strategy) == Blockwise()
+  strategy = levels.on_platform(Ulysses(Ring(), inner=2), "tpu")
+  assert strategy == Ulysses(Ring(Best(platform="tpu")), inner=2)
+  # What somebody asked for stays.
+  mine = Ring(Blockwise(8, 8))
+  assert levels.on_platform(mine, "tpu") == mine
+
+
+@dataclasses.dataclass(frozen=True)
+class Cracked(Blockwise):
+  """Gives wrong numbers, or none."""
+
+  raises = False
+
+  def decline(self, *_):
+    return None
+
+  def forward(self, *args):
+    if self.raises:
+      raise RuntimeError("no such instruction")
+    found = super().forward(*args)
+    return found._replace(l=found.l * 1.5)
+
+
+class Raising(Cracked):
+  raises = True
+
+
+class Sound(Cracked):
+  def forward(self, *args):
+    return Blockwise.forward(self, *args)
+
+
+@pytest.mark.parametrize(
+  ("kind", "length", "words"),
+  [(Cracked, 40, "off by"), (Raising, 41, "no such instruction")],
+)
+def test_a_broken_kernel_is_left_with_one_line(
+  fresh, monkeypatch, caplog, kind, length, words
+):
+  monkeypatch.setitem(best.KERNELS, "cpu", (kind,))
+  # Another length each: what was compiled has chosen.
+  q = jax.random.normal(jax.random.key(0), (1, length, 2, 8))
+  with caplog.at_level(logging.WARNING):
+    results = [
+      rj.dot_product_attention(q, q, q, is_causal=True, strategy=Gather())
+      for _ in range(2)
+    ]
+  want = rj.dot_product_attention(
+    q, q, q, is_causal=True, strategy=Gather(Blockwise())
+  )
+  for got in results:
+    assert np.array_equal(got, want)
+  lines = [r.getMessage() for r in caplog.records if "Blockwise" in r.message]
+  assert len(lines) == 1 and words in lines[0] and kind.__name__ in lines[0]
+
+
+def test_a_sound_kernel_passes_its_check(fresh, monkeypatch, caplog):
+  monkeypatch.setitem(best.KERNELS, "cpu", (Sound,))
+  assert Best(platform="cpu").choose(*call()).algorithm == Sound()
+  assert not caplog.records
