@@ -40,6 +40,7 @@ from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
   Residuals,
+  finite_flag,
   pad_axis,
   pad_operands,
   tile_kinds,
@@ -331,7 +332,7 @@ class _Tile(NamedTuple):
       None if scalars.heads is None else scalars.heads[n],
       None if scalars.seed is None else of_example(scalars.seed),
       Coords(q_at[0, 0:1, :], q_at[0, 1:2, :]),
-      Coords(k_at[0, :, 0:1], k_at[0, :, 1:2]),
+      Coords(_column_of(k_at[0, 0:1, :]), _column_of(k_at[0, 1:2, :])),
     )
 
   def power(self, dot: jax.Array) -> tuple[jax.Array, float]:
@@ -393,20 +394,18 @@ def _clean(x: jax.Array) -> jax.Array:
   return jnp.where(_finite(x), x, jnp.zeros_like(x))
 
 
-def _nan_rows(x: jax.Array) -> jax.Array:
-  """[rows, 1]: 0 where a row is finite, else NaN."""
-  odd = jnp.max(jnp.where(_finite(x), 0.0, 1.0), axis=1, keepdims=True)
-  return jnp.where(odd > 0, jnp.nan, 0.0)
+def _column_of(x: jax.Array) -> jax.Array:
+  """[1, n] -> [n, 1]; a transposition moves whole registers of 8 rows."""
+  return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
 
 
-def _pair(at: Coords, axis: int) -> jax.Array:
-  return jnp.stack([at.pos, at.seg], axis)
+def _pair(at: Coords, batch: int) -> jax.Array:
+  """Coordinates of every example, [B, 2, T]: a token is a lane.
 
-
-def _spread(at: Coords, batch: int) -> Coords:
-  """Coordinates of every example."""
-  wide = lambda c: jnp.broadcast_to(c, (batch, c.shape[1]))
-  return Coords(*map(wide, at))
+  A token a row would fill a whole register row of memory each.
+  """
+  wide = [jnp.broadcast_to(c, (batch, c.shape[1])) for c in at]
+  return jnp.stack(wide, 1)
 
 
 def _forward(
@@ -430,15 +429,19 @@ def _forward(
   stat_index = lambda bi, ni, i, words, *_: (bi, ni, 0, row(i, words))
   k_index = lambda bi, ni, i, words, *_: (bi, ni // g, _column(words[i]), 0)
   at_q = lambda bi, ni, i, words, *_: (bi, 0, row(i, words))
-  at_k = lambda bi, ni, i, words, *_: (bi, _column(words[i]), 0)
+  at_k = lambda bi, ni, i, words, *_: (bi, 0, _column(words[i]))
+  v_index = lambda bi, ni, i, words, *_: (bi, ni // g, 0, _column(words[i]))
   stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
   acc = pl.BlockSpec((1, 1, qb, j), q_index)
   operands = (
     x.q.reshape(b, n, t, h),
     x.k,
-    x.v,
-    _pair(_spread(context.q, b), 1),
-    _pair(_spread(context.k, b), 2),
+    # As the product wants them: the kernel would transpose a tile in the
+    # matrix unit, in each of its steps.
+    jnp.swapaxes(x.v, 2, 3),
+    finite_flag(x.v, jnp.float32)[:, :, None],
+    _pair(context.q, b),
+    _pair(context.k, b),
     carry.acc.reshape(b, n, t, j),
     carry.m.reshape(b, n, 1, t),
     carry.l.reshape(b, n, 1, t),
@@ -446,9 +449,9 @@ def _forward(
   # A carry that is the same on all shards would not be it afterwards.
   out_type = [
     collectives.out_type(a.shape, a.dtype, carry, x, context)
-    for a in operands[5:]
+    for a in operands[6:]
   ]
-  first = len(leaves) + 5
+  first = len(leaves) + 6
   tiles = (t // qb) * (s // kb)
   acc_out, m, l = pl.pallas_call(  # noqa: E741
     functools.partial(_forward_kernel, scores, mask, structure),
@@ -458,9 +461,10 @@ def _forward(
       in_specs=[
         pl.BlockSpec((1, 1, qb, h), q_index),
         pl.BlockSpec((1, 1, kb, h), k_index),
-        pl.BlockSpec((1, 1, kb, j), k_index),
+        pl.BlockSpec((1, 1, j, kb), v_index),
+        pl.BlockSpec((1, 1, 1, kb), v_index),
         pl.BlockSpec((1, 2, qb), at_q),
-        pl.BlockSpec((1, kb, 2), at_k),
+        pl.BlockSpec((1, 2, kb), at_k),
         acc,
         stat,
         stat,
@@ -494,7 +498,7 @@ def _forward_kernel(
   count = structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[:count])
   (
-      q_ref, k_ref, v_ref, q_at, k_at, acc_in, m_in, l_in,
+      q_ref, k_ref, v_ref, flag_ref, q_at, k_at, acc_in, m_in, l_in,
       acc_out, m_out, l_out, acc, m_ref, l_ref,
   ) = refs[count:]  # fmt: skip
   b, n, i = (pl.program_id(axis) for axis in range(3))
@@ -511,7 +515,7 @@ def _forward_kernel(
     v = v_ref[0, 0]
     s, c = at.power(_dot(k_ref[0, 0], q_ref[0, 0], _NT))
     if masked:
-      s = jnp.where(at.allowed(), s + _nan_rows(v), -jnp.inf)
+      s = jnp.where(at.allowed(), s + _column_of(flag_ref[0, 0]), -jnp.inf)
       v = _clean(v)
     old = m_ref[...]
     m = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True) * c)
@@ -522,7 +526,7 @@ def _forward_kernel(
     l_ref[...] = l_ref[...] * weight + jnp.sum(p, axis=0, keepdims=True)
     if scores.dropout_rate:
       p = p * at.kept()
-    acc[...] = acc[...] * weight + _dot(v, p.astype(v.dtype), _TN)
+    acc[...] = acc[...] * weight + _dot(v, p.astype(v.dtype), _NN)
 
   pl.when(word & _PART != 0)(lambda: tile(True))
   pl.when(word & _WHOLE != 0)(lambda: tile(False))
@@ -559,7 +563,7 @@ def _backward(
   )  # fmt: skip
   k_index = lambda bi, ki, gi, i, words, *_: (bi, ki, _column(words[i]), 0)
   at_q = lambda bi, ki, gi, i, words, *_: (bi, 0, row(i, words))
-  at_k = lambda bi, ki, gi, i, words, *_: (bi, _column(words[i]), 0)
+  at_k = lambda bi, ki, gi, i, words, *_: (bi, 0, _column(words[i]))
   stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
   dq_spec = pl.BlockSpec((1, 1, h, qb), stat_index)
   rows = lambda a: a.reshape(b, n, 1, t)
@@ -574,8 +578,8 @@ def _backward(
     rows(residuals.lse),
     rows(residuals.delta),
     rows(residuals.flag),
-    _pair(_spread(context.q, b), 1),
-    _pair(_spread(context.k, b), 2),
+    _pair(context.q, b),
+    _pair(context.k, b),
     dq.reshape(b, n, h, t),
     collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
   )
@@ -596,7 +600,7 @@ def _backward(
         stat,
         stat,
         pl.BlockSpec((1, 2, qb), at_q),
-        pl.BlockSpec((1, kb, 2), at_k),
+        pl.BlockSpec((1, 2, kb), at_k),
         dq_spec,
         stat,
       ],
