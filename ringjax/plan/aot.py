@@ -17,6 +17,7 @@ libtpu is optional (`pip install 'ringjax[aot]'`, Linux on x86-64).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -498,7 +499,7 @@ def _largest(
 
   dump = place / "dump"
   dump.mkdir()
-  try:
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
     lowered.compile(
       compiler_options={
         **options,
@@ -506,8 +507,6 @@ def _largest(
         "xla_dump_hlo_as_text": True,
       }
     )
-  except jax.errors.JaxRuntimeError:
-    pass
   found: list[dict[str, Any]] = []
   for path in sorted(dump.glob("*memory-usage-report.txt")):
     found += buffers(path.read_text(errors="replace"))
@@ -535,6 +534,6 @@ def buffers(text: str) -> list[dict[str, Any]]:
 
 def source_of(shape: str, text: str) -> str:
   """The traced operation behind the first array of `shape` in a module."""
-  first = re.sub(r"^\d+×", "", shape.split(", ")[0].strip("("))
+  first = re.sub(r"^\d+\W", "", shape.split(", ")[0].strip("("))
   line = re.search(rf"= \(?{re.escape(first)}[^\n]*op_name=\"([^\"]*)\"", text)
   return line[1] if line else ""

@@ -90,6 +90,11 @@ class Instruction:
     )
 
   @property
+  def all_bytes(self) -> int:
+    """Bytes of all arrays that it gives."""
+    return int(sum(_BYTES[t] * math.prod(dims) for t, dims in self.arrays))
+
+  @property
   def op_name(self) -> str:
     """Which operation of the traced program it is from."""
     found = re.search(r'op_name="([^"]*)"', self.text)
@@ -384,7 +389,7 @@ class Program:
     return self._cycles[name]
 
   def price(self, computation: str, one: Instruction) -> float:
-    """Cycles of an instruction: of a loop all turns, of branches the longest."""
+    """Cycles of an instruction: all turns of a loop, the longest branch."""
     if one.op == "while":
       body = one.called("body") or ""
       inside = self.cycles(body) if body in self.computations else 0.0

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -511,9 +512,11 @@ def received_bytes(
   By `chips.Link`: gathers go over all links of a device at once.
   """
   inner = program.inner(one) or one
-  size = _group(inner.text)
-  # The largest array of a gather is what comes out, of a scatter what goes in.
-  nbytes = float(inner.nbytes)
+  size = group_size(inner.text)
+  # What a start gives holds what goes in, too: of a gather what comes out is
+  # the largest. Several arrays that are summed at once all count.
+  apart = inner.op.endswith("-start") and kind != "all-reduce"
+  nbytes = float(inner.nbytes if apart else inner.all_bytes)
   if kind == "reduce-scatter" and "-start" not in inner.op:
     nbytes *= size
   share = nbytes * (size - 1) / max(1, size)
@@ -528,14 +531,23 @@ def received_bytes(
   return received, seconds * program.core.clock_hz
 
 
-def _group(text: str) -> int:
-  """Devices of a group of a collective."""
+def group_size(text: str) -> int:
+  """Devices of a group of a collective, by its line; 1 where it says nothing.
+
+  Written {{0,1},{2,3}}, [groups,size]<=[...] or mesh['a'=2,'b'=4] {'b'}.
+  """
   listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
   if listed:
     return max(1, len(listed[1].split(",")))
-  # [groups,size]<=[...]
   iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", text)
-  return int(iota[2]) if iota else 1
+  if iota:
+    return int(iota[2])
+  named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text)
+  if not named:
+    return 1
+  sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
+  over = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
+  return math.prod(int(part or sizes.get(axis, 1)) for axis, part in over)
 
 
 def _collectives(program: Program, walk: _Walk) -> tuple[Collective, ...]:
