@@ -364,7 +364,7 @@ def _batch_axes(mesh: Mesh, batch: int) -> tuple[str, ...] | None:
   return Travel(mesh=mesh).batch_axes(batch) or None
 
 
-def _everywhere(mesh: Mesh) -> Callable[..., jax.ShapeDtypeStruct]:
+def _everywhere(mesh: Mesh) -> Callable[..., Any]:
   over = NamedSharding(mesh, P())
   return lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
     shape, dtype, sharding=over

@@ -112,8 +112,7 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
       "torus, nothing beside them",
       f"schedule: cycles that the compiler wrote beside each operation, at "
       f"{core.clock_hz / 1e6:,.0f} MHz ({core.source}); kernels by their cost "
-      "estimates; loops that data counts: "
-      + (_loops(found) or "none"),
+      "estimates; loops that data counts: " + (_loops(found) or "none"),
     ),
   )
 
