@@ -212,7 +212,7 @@ def compile(
   options: Mapping[str, Any] | None = None,
   *,
   compiler_options: Mapping[str, Any] | None = None,
-  kernels: Mapping[str, float] | None = None,
+  kernels: Mapping[str, float | int] | None = None,
   flags: Sequence[str] = (),
   timeout_s: float = 3600.0,
   text_path: str | None = None,
@@ -328,7 +328,7 @@ def _read(
   core: chips.Core,
   topology: str,
   sides: tuple[int, ...],
-  kernels: Mapping[str, float] | None,
+  kernels: Mapping[str, float | int] | None,
   text_path: str | None,
 ) -> Compiled:
   fits = bool(found["fits"])

@@ -54,7 +54,7 @@ def largest(
   Raises:
     OptionError: bounds that leave nothing to search.
   """
-  down = lambda n: max(unit, int(n) // unit * unit)
+  down = lambda n: max(unit, int(n) // max(1, unit) * unit)
   low, high = down(least), down(most)
   if unit < 1 or low > high or not part > 0:
     raise OptionError(

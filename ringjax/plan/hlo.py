@@ -134,7 +134,7 @@ Computation = tuple[Instruction, ...]
 Trips = Sequence[Sequence[Any]]
 
 
-def as_trips(given: float | Trips) -> tuple[tuple[str, float], ...]:
+def as_trips(given: float | int | Trips) -> tuple[tuple[str, float], ...]:
   """Trip counts of loops that data counts, by parts of their names.
 
   Raises:
@@ -219,8 +219,8 @@ class Program:
     text: str,
     core: Core,
     *,
-    kernels: Mapping[str, float] | None = None,
-    data_trips: float | Trips = 1.0,
+    kernels: Mapping[str, float | int] | None = None,
+    data_trips: float | int | Trips = 1.0,
   ):
     """Reads the text.
 

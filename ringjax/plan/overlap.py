@@ -193,6 +193,7 @@ class Report:
       "stalled": self.stalled,
       "can_hide": self.can_hide,
       "faults": list(self.faults()),
+      "unpriced_kernels": list(self.unpriced_kernels),
       "collectives": [dataclasses.asdict(one) for one in self.collectives],
       "sends": [
         {**dataclasses.asdict(one), "hidden": one.hidden} for one in self.sends
@@ -232,8 +233,8 @@ def check(
   *,
   coords: Sequence[Sequence[int]] | None = None,
   wraps: Sequence[bool] | None = None,
-  kernels: Mapping[str, float] | None = None,
-  data_trips: float | Trips = 1.0,
+  kernels: Mapping[str, float | int] | None = None,
+  data_trips: float | int | Trips = 1.0,
 ) -> Report:
   """Walks a schedule and says what of its sends is hidden.
 
@@ -338,8 +339,8 @@ def _sends(program: Program, measure: Callable[..., int | None]) -> list[Send]:
           nbytes=one.nbytes,
           hops=measure(one.pairs),
           synchronous=not apart,
-          between_cycles=sum(between) if apart else 0.0,
-          link_cycles=sum(alone[x] for x in shared)
+          between_cycles=math.fsum(between) if apart else 0.0,
+          link_cycles=math.fsum(alone[x] for x in shared)
           if apart
           else alone[one.name],
           source=one.op_name,
