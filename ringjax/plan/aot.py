@@ -214,7 +214,7 @@ def compile(
   compiler_options: Mapping[str, Any] | None = None,
   kernels: Mapping[str, float | int] | None = None,
   flags: Sequence[str] = (),
-  timeout_s: float = 3600.0,
+  timeout_s: float | int = 3600.0,
   text_path: str | None = None,
 ) -> Compiled:
   """Compiles a program for a TPU slice, in a process of its own.
@@ -267,7 +267,7 @@ def compile(
 
 
 def _run(
-  job: str, folder: str, flags: Sequence[str], timeout_s: float
+  job: str, folder: str, flags: Sequence[str], timeout_s: float | int
 ) -> tuple[dict[str, Any], str]:
   """What the process found, and the program's text."""
   place = pathlib.Path(folder)

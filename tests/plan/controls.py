@@ -62,9 +62,7 @@ def ring(devices, *, how, tokens=2048):
     vary = lambda x: lax.pcast(x, ("seq",), to="varying")
     zeros = jnp.zeros(q.shape, jnp.float32)
     state = (zeros, zeros[..., 0] - 1e30, zeros[..., 0])
-    state = jax.tree.map(
-      lambda x: lax.pcast(x, tuple(kind), to="varying"), state
-    )
+    state = jax.tree.map(vary, state)
     (_, (acc, _, total)), _ = lax.scan(
       functools.partial(hop, q), ((k, v), state), None, length=size
     )
