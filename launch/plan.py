@@ -16,6 +16,13 @@
   python -m launch.plan fit --out=machine.json --mesh=seq:8
       Measures products, attention and links of the devices at hand, for
       explain --chip=machine.json and rj.plan.machine("machine.json").
+  python -m launch.plan aot --model=llama-3.1-8b --tokens=1048576
+      --topology=v5p:4x4x8 --mesh=data:1,seq:128 --strategy=striped --what=train
+      Compiles the very step for TPUs that are not there (pip install
+      'ringjax[aot]'): whether it fits, what it sends, what hides it; with
+      --search over meshes, layouts, remat and tiles.
+  python -m launch.plan capacity --slices=v5p-128 --out=capacity
+      The largest contexts that fit, beside plain attention and all-gather.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: who holds what, what moves.
 
@@ -33,7 +40,7 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch import common, screens, ways
+from launch import aot, common, screens, ways
 from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
@@ -95,6 +102,7 @@ def define(values: flags.FlagValues) -> None:
   new.whole("rounds", 5, "--fit: timed runs of each call.")
   new.text("dtype", None, "--fit: of weights and keys; fit, explain: of keys.")
   ways.define(values)
+  aot.define(values)
 
 
 # ---------------------------------------------------------------------------
@@ -524,6 +532,8 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "explain": ways.explain,
   "fit": ways.measure,
   "pictures": _pictures,
+  "aot": aot.compile_one,
+  "capacity": aot.capacities,
 }
 
 
@@ -542,6 +552,8 @@ def run(
     screens.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
     return 2
   try:
+    if words[0] not in ("aot", "capacity"):
+      ways.refuse(values, words[0], aot.OF_AOT)
     _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
   except (RingjaxError, app.UsageError) as error:
     screens.complain(NAME, error, stderr)

@@ -362,7 +362,7 @@ def padded(tokens: int, shards: int, room: int | None = None) -> int:
 @functools.partial(
   jax.jit, static_argnums=(1,), donate_argnums=(5,), keep_unused=True
 )
-def _read(
+def read(
   model: Transformer,
   spread: Spread,
   tokens: jax.Array,
@@ -372,6 +372,7 @@ def _read(
   rows: jax.Array,
   length: jax.Array,
 ) -> tuple[jax.Array, Any]:
+  """The compiled call: logits [B, V] behind `rows` [B], and the cache."""
   logits, cache = forward(
     model, spread, tokens, pos, seg, cache, rows[:, None], length
   )
@@ -394,7 +395,7 @@ def whole(
   where = np.zeros(tokens.shape[1], np.int32)
   where[order[order >= 0]] = np.flatnonzero(order >= 0)
   real = (order >= 0) & (order < lengths[:, None])
-  return _read(
+  return read(
     model,
     spread,
     jnp.asarray(np.where(real, tokens[:, order], 0)),
@@ -437,7 +438,7 @@ def chunked(
     pos = start[:, None] + index[None]
     last = lengths - 1 - first
     rows = np.clip(last, 0, size - 1).astype(np.int32)
-    logits, cache = _read(
+    logits, cache = read(
       model,
       how.spread,
       jnp.asarray(part),

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -437,8 +438,10 @@ class Dense:
       real = (mine < tokens).reshape(
         tuple(-1 if i == axis + lead else 1 for i in range(old.ndim))
       )
-      return lax.dynamic_update_slice(
-        old, jnp.where(real, taken, there), tuple(start)
+      return in_order(
+        lax.dynamic_update_slice(
+          old, jnp.where(real, taken, there), tuple(start)
+        )
       )
 
     if self.axis is None:
@@ -460,6 +463,15 @@ class Dense:
 
 
 tree.register(Dense, ("slots", "at", "base", "tail", "room"), ("mesh", "axis"))
+
+
+def in_order(x: jax.Array) -> jax.Array:
+  """The same array, in memory as its axes stand: the last one fastest.
+
+  TPU's compiler would lay slots out as the write of one token likes it, and
+  copy the slots of all layers, in each layer, to what reading likes.
+  """
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _deleted(x: jax.Array) -> bool:

@@ -3,6 +3,8 @@
 Law: every figure says where it is from, and nothing is measured here. Rates
 and memory are those of one device as JAX counts them: of TPU v4 and v5p a chip,
 of TPU7x one of a chip's two cores.
+`CHIPS` and `MACHINES` have what data sheets say, `CORES` what the compiler of
+TPU programs reckons with.
 
 A link is what joins a device to the next along a mesh axis. On a torus (2 or
 more `ports`) a device has two links in each of ports / 2 dimensions; a send to
@@ -27,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -509,6 +511,143 @@ MACHINES: dict[str, Machine] = {
     ),
   )
 }
+
+
+# ---------------------------------------------------------------------------
+# As the compiler sees them
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Core:
+  """What libtpu's compiler takes one TPU device, as JAX counts them, to be.
+
+  Its estimates are in cycles of this clock, so that they can be told from
+  what the data sheet says; of `tpu-7x` the two differ.
+
+  Attributes:
+    name: as in `CHIPS`.
+    topology: how topologies of it begin, e.g. "v5e" of "v5e:4x4".
+    clock_hz: cycles per second.
+    flops_per_cycle: of bfloat16 matrix products, all of the device's cores.
+    cores: TensorCores of a device, 2 where XLA uses a chip's two as one.
+    link_bytes_s: of one permute, one way.
+    hbm_bytes: that a program may fill.
+    vmem_bytes: of one core's vector memory.
+    full_side: a side of the slice that is a multiple of it closes to a ring.
+    source: where the figures are from.
+  """
+
+  name: str
+  topology: str
+  clock_hz: float
+  flops_per_cycle: int
+  cores: int
+  link_bytes_s: float
+  hbm_bytes: int
+  vmem_bytes: int
+  full_side: int
+  source: str
+
+  @property
+  def flops(self) -> float:
+    """FLOPs per second of bfloat16 products, as the compiler counts."""
+    return self.flops_per_cycle * self.clock_hz
+
+  @property
+  def link_bytes_per_cycle(self) -> float:
+    """Bytes that one permute moves one way in a cycle."""
+    return self.link_bytes_s / self.clock_hz
+
+  def wraps(self, sides: Sequence[int]) -> tuple[bool, ...]:
+    """Which sides of a slice close to a ring."""
+    return tuple(n > 1 and n % self.full_side == 0 for n in sides)
+
+
+_LIBTPU = (
+  "clock, link: the scheduler's timelines that libtpu 0.0.50 dumps; memory: "
+  "what it says when a program does not fit; matrix units, vector memory: "
+  "jax's tpu_info"
+)
+
+
+def _core(
+  name: str, topology: str, mhz: int, flops: int, cores: int, gb_s: float,
+  hbm_gib: float, vmem_mib: int, full_side: int,
+) -> Core:  # fmt: skip
+  return Core(
+    name=name,
+    topology=topology,
+    clock_hz=mhz * 1e6,
+    flops_per_cycle=flops,
+    cores=cores,
+    link_bytes_s=gb_s * 1e9,
+    hbm_bytes=int(hbm_gib * 2**30),
+    vmem_bytes=vmem_mib << 20,
+    full_side=full_side,
+    source=_LIBTPU,
+  )
+
+
+CORES: dict[str, Core] = {
+  core.name: core
+  for core in (
+    _core("tpu-v4", "v4", 1050, 262144, 2, 44.8, 30.75, 16, 4),
+    _core("tpu-v5e", "v5e", 1500, 131072, 1, 46.6, 15.75, 128, 16),
+    _core("tpu-v5p", "v5p", 1750, 262144, 2, 93.3, 95.73, 64, 4),
+    _core("tpu-v6e", "v6e", 1750, 524288, 1, 93.3, 31.24, 128, 16),
+    _core("tpu-7x", "tpu7x", 1900, 524288, 1, 93.3, 94.74, 64, 4),
+  )
+}
+
+
+def core(name: str) -> Core:
+  """The compiler's figures of a TPU: "tpu-v5e", "v5e" or "v5e:4x4".
+
+  Raises:
+    OptionError: there are none.
+  """
+  short = str(name).partition(":")[0].lower()
+  for one in CORES.values():
+    if short in (one.name, one.topology):
+      return one
+  raise OptionError(
+    message(
+      "chip",
+      repr(name),
+      f"one of {', '.join(one.topology for one in CORES.values())}",
+      "name a TPU, e.g. v5e or v5e:4x4",
+    )
+  )
+
+
+def sides(topology: str) -> tuple[int, ...]:
+  """The sides of a slice: (4, 4, 8) of "v5p:4x4x8", three of them always.
+
+  Raises:
+    OptionError: not of this form, or no TPU that is known.
+  """
+  made = core(topology)
+  _, colon, text = topology.partition(":")
+  parts = text.lower().split("x")
+  flat = made.topology in ("v5e", "v6e")
+  fine = all(part.isdecimal() and int(part) > 0 for part in parts)
+  if not colon or not fine or len(parts) != (2 if flat else 3):
+    raise OptionError(
+      message(
+        "topology",
+        repr(topology),
+        f"{made.topology}:{'4x4' if flat else '4x4x4'} or another size",
+        "write the chips along each side",
+      )
+    )
+  found = tuple(int(part) for part in parts)
+  return found + (1,) * (3 - len(found))
+
+
+# ---------------------------------------------------------------------------
+# By name
+# ---------------------------------------------------------------------------
 
 # What `device.device_kind` says, in lower case, up to the first that is found.
 _KINDS = (

@@ -1,6 +1,7 @@
 """Planning without devices: cost model, event simulator, partition search."""
 
 from ringjax.parallel import chips
+from ringjax.plan import aot, overlap
 from ringjax.plan.balance import balanced, round_to_tiles
 from ringjax.plan.choice import Choice, Machine, Way, choose
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
@@ -36,6 +37,7 @@ __all__ = [
   "Table",
   "Timeline",
   "Way",
+  "aot",
   "balanced",
   "chips",
   "choose",
@@ -45,6 +47,7 @@ __all__ = [
   "kvr_seconds",
   "machine",
   "measured",
+  "overlap",
   "plan",
   "profile",
   "ring",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringjax.errors import OptionError, message
 from ringjax.plan.events import Timeline
+from ringjax.plan.overlap import Report
 from ringjax.plan.schedules import Outcome
 
 _COLORS = {
@@ -99,6 +100,74 @@ def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
     handles=[
       patches.Patch(color=_COLORS[kind], label=_WORDS[kind]) for kind in _COLORS
     ],
+    loc="outside lower center",
+    ncols=3,
+    frameon=False,
+    fontsize=9,
+  )
+  _save(figure, path)
+
+
+_KINDS = {
+  "work": ("#2b5c8a", "work"),
+  "send": ("#e08b3e", "on its way"),
+  "wait": ("#b3312c", "the device waits"),
+}
+# Sends that a picture of a schedule shows.
+_SENDS = 12
+
+
+def schedule(found: Report, path: str, title: str = "") -> None:
+  """The first sends of a schedule: what the device does, what links carry.
+
+  Raises:
+    OptionError: matplotlib is not installed, the path cannot be written, or
+      there is nothing to draw.
+  """
+  made = figures()
+  patches = importlib.import_module("matplotlib.patches")
+  if not found.spans:
+    raise OptionError(
+      message("plot", "a program that does nothing", "some work", "leave it")
+    )
+  sent = [s for s in found.spans if s.kind == "send"]
+  # Small ones ride along with large ones.
+  longest = max((s.end - s.start for s in sent), default=0.0)
+  large = [s for s in sent if s.end - s.start > longest / 4]
+  first = min((s.start for s in large), default=0.0)
+  last = max(s.end for s in (large[:_SENDS] or found.spans))
+  # Some of what comes before, and the work behind the last of them.
+  wide = max(last - first, 1.0)
+  start, end = max(0.0, first - wide / 50), last + wide / 20
+  spans = [s for s in found.spans if s.end > start and s.start < end]
+  lanes = sorted({s.lane for s in spans}, key=lambda name: name != "device")
+  figure = made.Figure(
+    figsize=(10, 1.4 + 0.5 * len(lanes)), layout="constrained",
+    facecolor="white",
+  )  # fmt: skip
+  ax = figure.subplots()
+  scale = 1e3 / found.core.clock_hz
+  for row, lane in enumerate(lanes):
+    for kind, (color, _) in _KINDS.items():
+      mine = [s for s in spans if s.lane == lane and s.kind == kind]
+      bars = [
+        (scale * a, scale * (b - a))
+        for a, b in ((max(s.start, start), min(s.end, end)) for s in mine)
+      ]
+      ax.broken_barh(
+        bars, (row - 0.4, 0.8), facecolors=color, edgecolor="white",
+        linewidth=0.2,
+      )  # fmt: skip
+  ax.set_xlim(scale * start, scale * end)
+  ax.set_ylim(len(lanes) - 0.4, -0.6)
+  ax.set_yticks(range(len(lanes)), lanes)
+  ax.tick_params(labelsize=8)
+  ax.spines[["top", "right"]].set_visible(False)
+  ax.set_xlabel("ms of the compiler's schedule", fontsize=9)
+  if title:
+    ax.set_title(title, fontsize=9, loc="left")
+  figure.legend(
+    handles=[patches.Patch(color=c, label=w) for c, w in _KINDS.values()],
     loc="outside lower center",
     ncols=3,
     frameon=False,

@@ -53,7 +53,7 @@ def sums(
     batch: in the layout's order.
     spread: how its tokens lie on devices.
     z_loss: factor of the squared logsumexp.
-    block: tokens of a step of the head.
+    block: tokens of a step of the head, on each shard.
     dtype: of the computation; default: the parameters'.
   """
   each = _losses(model, batch, spread, block, dtype)
@@ -95,7 +95,7 @@ def each_token_cached(
     spread: how queries visit the cache.
     cache: what came before.
     length: int32 [], tokens of the whole text.
-    block: tokens of a step of the head.
+    block: tokens of a step of the head, on each shard.
 
   Returns:
     Losses, float32 [B, T], and the cache with these tokens.
@@ -105,7 +105,7 @@ def each_token_cached(
   )
   cache = cache.reserve(places.at, False)
   h, cache = model.hidden(batch.tokens, places, cache, spread)
-  return _head_losses(model, batch, h, block, 0.0), cache
+  return _head_losses(model, batch, h, spread, block, 0.0), cache
 
 
 def _losses(
@@ -118,14 +118,23 @@ def _losses(
     model, spread, batch.tokens.shape, batch.positions, batch.segments, None
   )
   h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), spread)
-  return lambda z_loss: _head_losses(model, batch, h, block, z_loss)
+  return lambda z_loss: _head_losses(model, batch, h, spread, block, z_loss)
 
 
 def _head_losses(
-  model: Transformer, batch: Batch, h: jax.Array, block: int, z_loss: float
+  model: Transformer,
+  batch: Batch,
+  h: jax.Array,
+  spread: Spread,
+  block: int,
+  z_loss: float,
 ) -> jax.Array:
   """Weighted losses [B, T] of hidden states [B, T, D]."""
   h, w = _head(model, h)
+  # Each step brings the whole head to every shard: few of them, in each of
+  # which a shard has as much to do as it would have alone.
+  if spread.sharded:
+    block *= spread.size
   return blockwise_cross_entropy(
     h,
     w,

@@ -78,7 +78,7 @@ class Objective:
 
   Attributes:
     z_loss: factor of the squared logsumexp.
-    block: tokens of a step of the head.
+    block: tokens of a step of the head, on each shard.
     dtype: of the computation; None: the parameters'.
   """
 

@@ -84,7 +84,7 @@ def reading(name, method, tokens, layers=LAYERS, capacity=None):
   chunk = tokens if method == "chunked" else None
   how = prefill.plan(method, tokens, model, mesh, "seq", chunk=chunk)
   row = array(mesh, (BATCH, tokens))
-  return prefill._read.lower(
+  return prefill.read.lower(
     model,
     how.spread,
     row,

@@ -172,13 +172,13 @@ def test_while_a_step_is_on_its_way(prompt, monkeypatch):
 def test_while_a_program_runs(prompt, monkeypatch):
   """The cache is gone with it; the session says so, and can begin anew."""
   session = session_on(2)
-  read = prefill._read
+  read = prefill.read
 
   def broken(*args):
     read(*args)
     raise MemoryError
 
-  monkeypatch.setattr(prefill, "_read", broken)
+  monkeypatch.setattr(prefill, "read", broken)
   with pytest.raises(MemoryError):
     ask(session, prompt)
   monkeypatch.undo()

@@ -60,9 +60,7 @@ def compiled(shards: int, layout: str = "striped", local: int = LOCAL):
     field(jnp.int32),
     field(jnp.int32),
   )
-  run = step.make_step(
-    optimizer, spread, step.Objective(block=HEAD_BLOCK * shards)
-  )
+  run = step.make_step(optimizer, spread, step.Objective(block=HEAD_BLOCK))
   return run.lower(state, None, batch).compile()
 
 
@@ -95,6 +93,15 @@ def test_no_array_is_as_long_as_the_sequence(layout):
     assert math.prod(dims) < LOCAL * LOCAL, (dtype, dims)
   # What was looked for is what it works with.
   assert {LOCAL, HIDDEN, VOCAB} <= seen
+
+
+@pytest.mark.parametrize("shards", [4, 8])
+def test_a_step_of_the_head_has_a_block_of_each_shard(shards):
+  # Fewer tokens are steps too small for a matrix unit, and as many times the
+  # head's weights on the links where they are sharded.
+  program = Program(compiled(shards).as_text())
+  logits = {dims for _, dims in shapes(program) if VOCAB in dims}
+  assert any(math.prod(dims) == HEAD_BLOCK * VOCAB for dims in logits)
 
 
 def test_nothing_is_gathered():

@@ -1,0 +1,599 @@
+"""The sub-commands of launch.plan that compile for slices that are not there.
+
+`aot` compiles one program, or with --search several, and says whether it fits,
+what it sends and what hides it; `capacity` searches the largest contexts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from absl import flags
+
+from launch import common, screens, ways
+from launch.definer import Definer
+from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.parallel import chips
+from ringjax.plan import aot, capacity, draw, overlap
+from ringjax.plan.aot import Compiled
+from ringjax.plan.roofline import NOTE, Roofline, roofline
+
+NAME = "plan"
+WHAT = ("train", "prefill", "decode", "attention")
+STRATEGIES = (
+  "ring", "striped", "zigzag", "bidirectional", "gather", "ulysses", "plain",
+)  # fmt: skip
+_BUILDERS = "ringjax.bench.steps"
+# Slices whose capacity is told, by the names that people give them.
+SLICES = {
+  "v5e-256": "v5e:16x16",
+  "v5p-128": "v5p:4x4x8",
+  "v5p-512": "v5p:8x8x8",
+  "v6e-256": "v6e:16x16",
+  "tpu7x-128": "tpu7x:4x4x8",
+}
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b-1m")
+_LEAST, _MOST = 1 << 13, 1 << 27
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of these sub-commands."""
+  new = Definer(values)
+  new.texts("model", None, "aot, capacity: presets; see rj.models.PRESETS.")
+  new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
+  new.texts("slices", None, f"capacity: of {','.join(SLICES)}; default all.")
+  flags.DEFINE_multi_enum(
+    "what", None, WHAT, "aot: which program; capacity: train, prefill.",
+    flag_values=values,
+  )  # fmt: skip
+  flags.DEFINE_multi_enum(
+    "strategy", None, STRATEGIES, "aot, capacity: of attention.",
+    flag_values=values,
+  )  # fmt: skip
+  new.text("remat", None, "aot: what is kept of a layer; see train.remat.")
+  new.text("optimizer", None, "aot: of training; default adamw.")
+  new.text(
+    "shard", None, "aot: mesh axis that cuts weights; default seq, or none."
+  )
+  new.whole("accumulate", None, "aot: micro-batches of a step of training.")
+  new.whole("block", None, "aot: tokens of a step of the feedforward.")
+  new.whole("loss_block", None, "aot: tokens of a step of the head.")
+  new.whole("q_block", None, "aot: queries of a tile of attention.")
+  new.whole("kv_block", None, "aot: keys of a tile of attention.")
+  flags.DEFINE_enum(
+    "order", None, ("ring", "listed"),
+    "aot: of devices: a ring of neighbours, or as they are listed.",
+    flag_values=values,
+  )  # fmt: skip
+  new.text("hlo", None, "aot: file for the scheduled program's text.")
+  new.number("limit", None, "aot: part of a step that may wait for sends.", 0.0)
+  new.boolean("search", False, "aot: tries meshes, layouts, remat and tiles.")
+  new.whole("tries", 12, "aot --search: programs to compile at most.")
+  new.number("timeout", 3600.0, "aot, capacity: seconds for a program.", 1.0)
+
+
+OF_AOT = (
+  "model", "topology", "slices", "what", "strategy", "remat", "optimizer",
+  "shard", "accumulate", "block", "loss_block", "q_block", "kv_block", "order",
+  "hlo", "limit", "search", "tries", "timeout",
+)  # fmt: skip
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "backward")
+_OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
+             "block", "loss_block")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------
+# One program
+# ---------------------------------------------------------------------------
+
+
+def compile_one(
+  values: flags.FlagValues, stdout: TextIO, stderr: TextIO
+) -> None:
+  ways.refuse(values, "aot", (*_OF_OTHERS, "slices", "out"))
+  common.check_files(values, "plot", "hlo")
+  what = _single(values, "what") or "train"
+  topology = _needed(values, "topology", "v5p:4x4x8")
+  chips.sides(topology)
+  options = _options(values, what)
+  screen = screens.Screen(NAME, stderr)
+  if values.search:
+    _search(values, what, topology, options, screen, stdout)
+    return
+  screen.say(f"compiling {what} for {topology}; this takes minutes")
+  found = aot.compile(
+    f"{_BUILDERS}:{what}",
+    topology,
+    options,
+    timeout_s=values.timeout,
+    text_path=values.hlo,
+  )
+  made = roofline(found)
+  limit = overlap.LIMIT if values.limit is None else values.limit
+  ways.put(values, stdout, record(found, made), words(found, made, limit))
+  if values.plot is not None:
+    if found.report is None:
+      screen.say("nothing to draw: the program does not fit")
+    else:
+      draw.schedule(found.report, values.plot, _title(found))
+      screen.say(f"wrote {values.plot}")
+
+
+def _single(values: flags.FlagValues, name: str) -> str | None:
+  given = values[name].value
+  if not given:
+    return None
+  if len(given) > 1:
+    raise OptionError(
+      message(f"--{name}", ",".join(given), "one", "leave the others out")
+    )
+  return given[0]
+
+
+def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
+  value = values[name].value
+  if value is None:
+    raise OptionError(
+      message(f"--{name}", None, example, f"pass --{name}={example}")
+    )
+  return value
+
+
+def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
+  """The builder's options; refuses flags that this program has not."""
+  tokens = ways.ints("tokens", _needed(values, "tokens", "1048576")) or ()
+  if len(tokens) != 1:
+    raise OptionError(
+      message("--tokens", list(tokens), "one number", "pass --tokens=1048576")
+    )
+  options: dict[str, Any] = {
+    "tokens": tokens[0],
+    "mesh": common.axes(values.mesh or "seq:-1"),
+    "batch": values.batch,
+  }
+  refused = {
+    "attention": _OF_STEPS,
+    "train": _OF_ATTENTION,
+    "prefill": (
+      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
+    ),
+    "decode": (
+      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
+      "block", "strategy", "q_block", "kv_block",
+    ),
+  }[what]  # fmt: skip
+  ways.refuse(values, f"--what={what}", refused)
+  if what == "attention":
+    options |= {name: values[name].value for name in _OF_ATTENTION[:4]}
+    options["what"] = "backward" if values.backward else "forward"
+  else:
+    options["model"] = _needed(values, "model", "llama-3.1-8b")
+    if len(options["model"]) != 1:
+      raise OptionError(
+        message("--model", values.model, "one", "leave the others out")
+      )
+    options["model"] = options["model"][0]
+    if values.shard is not None:
+      options["shard"] = None if values.shard == "none" else values.shard
+    if values["layers"].present:
+      options["layers"] = values.layers
+  strategy = _single(values, "strategy")
+  if strategy is not None:
+    options["strategy"] = strategy
+  for name in (
+    "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
+    "kv_block", "order", "dtype",
+  ):  # fmt: skip
+    if values[name].value is not None:
+      options[name] = values[name].value
+  return options
+
+
+def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
+  """All of it, as JSON has it."""
+  return {
+    **found.record(),
+    "roofline": None if made is None else made.record(),
+  }
+
+
+def _title(found: Compiled) -> str:
+  facts = found.facts
+  axes = ", ".join(f"{name} {n}" for name, n in facts["mesh"].items())
+  model = facts.get("model")
+  return (
+    f"{facts['what']}{f' of {model}' if model else ''}, "
+    f"{facts['tokens']:,} tokens, {facts['strategy']}, on {found.topology} "
+    f"({found.devices} devices: {axes})"
+  )
+
+
+def words(
+  found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
+) -> list[str]:
+  """What is said of a program."""
+  core = chips.core(found.topology)
+  versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
+  lines = [
+    _title(found),
+    f"compiled in {found.compile_s:.0f} s, traced in {found.trace_s:.0f} s "
+    f"({versions}); {core.name}",
+    "",
+  ]
+  if found.memory is None:
+    return [*lines, *_too_large(found)]
+  memory = found.memory
+  lines += [
+    f"fits: {screens.nbytes(memory.total)} of {screens.nbytes(memory.limit)} "
+    f"({100 * memory.total / memory.limit:.0f} %) on each device",
+    f"  arguments {screens.nbytes(memory.arguments)}, outputs "
+    f"{screens.nbytes(memory.outputs)} (of them in place "
+    f"{screens.nbytes(memory.aliased)}), temporaries "
+    f"{screens.nbytes(memory.temporaries)}, code "
+    f"{screens.nbytes(memory.code)}",
+    "",
+  ]
+  report = found.report
+  assert report is not None and made is not None
+  lines.append(
+    f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
+    f"{'waited':>11}"
+  )
+  lines += [
+    f"{one.kind:<22}{one.count:>9,.0f}{screens.nbytes(one.nbytes):>12}"
+    f"{_ms(one.link_s):>13}{_ms(one.waited_s):>11}"
+    for one in report.collectives
+  ] or ["nothing"]
+  if report.sends:
+    lines += ["", *_sends(report)]
+  lines += ["", *_floors(made)]
+  lines += ["", *(f"  {text}" for text in made.assumptions), f"  {NOTE}"]
+  faults = report.faults(limit)
+  lines += ["", "the ring: " + ("hidden" if report.sends else "none")]
+  if faults:
+    lines[-1] = "the ring: at fault"
+    lines += [f"  {text}" for text in faults]
+  if report.sends:
+    lines.append(
+      f"  {100 * report.stalled:.2f} % of the step waits for sends, "
+      f"{100 * report.other_cycles / max(1.0, report.total_cycles):.2f} % for "
+      "other collectives"
+    )
+  if report.unpriced:
+    ops = ", ".join(f"{op} ({n})" for op, n in report.unpriced.items())
+    lines.append(f"  without a price, in lines of the program: {ops}")
+  return lines
+
+
+def _too_large(found: Compiled) -> list[str]:
+  lines = [
+    f"does not fit: {screens.nbytes(found.needed_bytes)} needed, "
+    f"{screens.nbytes(found.limit_bytes)} there",
+  ]
+  if found.largest:
+    lines.append("largest buffers:")
+    lines += [
+      f"  {screens.nbytes(one.nbytes):>10}  {one.shape[:60]}  "
+      f"{one.source[-50:]}".rstrip()
+      for one in found.largest
+    ]
+  facts = found.facts
+  lines.append("what to change:")
+  if facts.get("remat") in ("all", "attention"):
+    lines.append("  --remat=nothing keeps less of each layer")
+  if facts["strategy"] in ("gather", "plain"):
+    lines.append("  --strategy=striped keeps one shard's keys at a time")
+  if facts.get("optimizer") == "adamw":
+    lines.append("  --optimizer=adafactor or lion keeps fewer moments")
+  if int(facts.get("batch", 1)) > 1 and facts["what"] == "train":
+    lines.append("  --accumulate reads fewer rows at a time")
+  lines.append("  fewer --tokens, or a larger slice or its seq axis")
+  return lines
+
+
+def _sends(report: overlap.Report) -> list[str]:
+  clock = report.core.clock_hz
+  lines = [
+    f"{'each permute':<30}{'times':>8}{'bytes':>11}{'hops':>6}"
+    f"{'on its way':>12}{'work beside':>13}"
+  ]
+  for one in report.sends:
+    state = "hidden" if one.hidden else "exposed"
+    state = "synchronous" if one.synchronous else state
+    name = one.name.removeprefix("collective-")
+    hops = "" if one.hops is None else str(one.hops)
+    lines.append(
+      f"{name[:29]:<30}{one.times:>8,.0f}{screens.nbytes(one.nbytes):>11}"
+      f"{hops:>6}{_ms(one.link_cycles / clock):>12}"
+      f"{_ms(one.between_cycles / clock):>13}  {state}"
+    )
+  return lines
+
+
+def _floors(made: Roofline) -> list[str]:
+  rows = (
+    ("products at the peak", made.multiply_s),
+    ("memory, read once", made.memory_s),
+    ("ring's busiest link", made.ring_s),
+    ("other collectives", made.others_s),
+    ("the compiler's schedule", made.schedule_s),
+  )
+  return [
+    "a step, by each of these alone",
+    *(f"  {name:<24}{_ms(seconds):>12}" for name, seconds in rows),
+    f"  bound by {made.bound}; the schedule reaches "
+    f"{100 * made.utilization:.1f} % of the peak",
+  ]
+
+
+def _ms(seconds: float) -> str:
+  if seconds >= 10:
+    return f"{seconds:,.1f} s"
+  return f"{1e3 * seconds:,.3f} ms"
+
+
+# ---------------------------------------------------------------------------
+# Several
+# ---------------------------------------------------------------------------
+
+
+def candidates(
+  what: str, devices: int, options: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+  """Options to try, of which none changes what is computed.
+
+  What the caller fixed stays. Meshes have a data axis that the batch fills,
+  the rest of the devices are the ring.
+  """
+  batch = int(options["batch"])
+  given = dict(options["mesh"])
+  if len(given) > 1 or -1 not in given.values():
+    meshes = [options["mesh"]]
+  else:
+    meshes = [
+      [("data", n), ("seq", devices // n)]
+      for n in range(1, batch + 1)
+      if devices % n == 0 and batch % n == 0
+    ]
+  choices: dict[str, Sequence[Any]] = {
+    "mesh": meshes,
+    "strategy": ("striped", "zigzag", "ring"),
+    "remat": ("attention", "nothing", "all"),
+    "kv_block": (None, 512, 1024),
+    "block": (2048, 1024),
+  }
+  if what == "decode":
+    del choices["strategy"], choices["kv_block"]
+  if what != "train":
+    del choices["remat"]
+  if what in ("decode", "attention"):
+    del choices["block"]
+  for name in choices:
+    if name in options and name != "mesh":
+      choices[name] = (options[name],)
+  # One thing at a time first: combinations of what is best come later.
+  names = list(choices)
+  grids = itertools.product(*(range(len(choices[name])) for name in names))
+  for picks in sorted(grids, key=lambda picks: (sum(map(bool, picks)), picks)):
+    chosen = {
+      name: choices[name][i] for name, i in zip(names, picks, strict=True)
+    }
+    yield {k: v for k, v in chosen.items() if v is not None}
+
+
+def _search(
+  values: flags.FlagValues,
+  what: str,
+  topology: str,
+  options: dict[str, Any],
+  screen: screens.Screen,
+  stdout: TextIO,
+) -> None:
+  core, sides = chips.core(topology), chips.sides(topology)
+  devices = sides[0] * sides[1] * sides[2]
+  if core.name == "tpu-7x":
+    devices *= 2
+  rows: list[dict[str, Any]] = []
+  tries = itertools.islice(candidates(what, devices, options), values.tries)
+  for number, tried in enumerate(tries):
+    label = _label(tried)
+    screen.say(f"{number + 1} of at most {values.tries}: {label}")
+    try:
+      found = aot.compile(
+        f"{_BUILDERS}:{what}",
+        topology,
+        options | tried,
+        timeout_s=values.timeout,
+      )
+    except RingjaxError as error:
+      rows.append({"options": tried, "refused": str(error)})
+      continue
+    made = roofline(found)
+    rows.append(
+      {
+        "options": tried,
+        "fits": found.fits,
+        "needed_bytes": found.needed_bytes,
+        "seconds": None if made is None else made.schedule_s,
+        "stalled": None if found.report is None else found.report.stalled,
+        "compile_s": found.compile_s,
+      }
+    )
+  last = float("inf")
+  rows.sort(key=lambda row: row.get("seconds") or last)
+  lines = [
+    f"{what} on {topology}, the fastest by the compiler's schedule first",
+    f"{'step':>12}{'memory':>11}{'waits':>8}  options",
+  ]
+  for row in rows:
+    label = _label(row["options"])
+    if "refused" in row:
+      lines.append(f"{'refused':>12}{'':19}  {label}: {row['refused'][:80]}")
+    elif not row["fits"]:
+      need = screens.nbytes(row["needed_bytes"])
+      lines.append(f"{'no room':>12}{need:>11}{'':8}  {label}")
+    else:
+      lines.append(
+        f"{_ms(row['seconds']):>12}{screens.nbytes(row['needed_bytes']):>11}"
+        f"{100 * row['stalled']:>6.1f} %  {label}"
+      )
+  ways.put(values, stdout, {"what": what, "tried": rows}, [*lines, NOTE])
+
+
+def _label(options: Mapping[str, Any]) -> str:
+  parts = []
+  for name, value in options.items():
+    if name == "mesh":
+      value = ",".join(f"{axis}:{n}" for axis, n in value)
+    parts.append(f"--{name}={value}")
+  return " ".join(parts) or "as given"
+
+
+# ---------------------------------------------------------------------------
+# Largest contexts
+# ---------------------------------------------------------------------------
+
+
+def capacities(
+  values: flags.FlagValues, stdout: TextIO, stderr: TextIO
+) -> None:
+  ways.refuse(
+    values,
+    "capacity",
+    (
+      *_OF_OTHERS, *_OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
+      "search", "plot", "limit", "order",
+    ),
+  )  # fmt: skip
+  whats = values.what or ["train", "prefill"]
+  for what in whats:
+    if what not in ("train", "prefill"):
+      raise OptionError(
+        message("--what", what, "train or prefill", "choose one")
+      )
+  names = values.slices or list(SLICES)
+  for name in names:
+    if name not in SLICES:
+      raise OptionError(
+        message("--slices", name, f"some of {', '.join(SLICES)}", "choose")
+      )
+  if values.out is not None and not pathlib.Path(values.out).parent.is_dir():
+    raise OptionError(
+      message("--out", values.out, "a path in a folder", "make the folder")
+    )
+  screen = screens.Screen(NAME, stderr)
+  rows: list[dict[str, Any]] = []
+  cells = list(
+    itertools.product(
+      values.model or MODELS,
+      names,
+      whats,
+      values.strategy or ["striped", "gather", "plain"],
+    )
+  )
+  for number, cell in enumerate(cells):
+    screen.say(f"{number + 1} of {len(cells)}: {' '.join(cell)}")
+    rows.append(_cell(values, *cell, screen=screen))
+    if values.out is not None:
+      # What is known is kept, also when it is stopped.
+      _keep(values.out, rows)
+  ways.put(values, stdout, {"rows": rows, "note": NOTE}, table(rows))
+  if values.out is not None:
+    screen.say(f"wrote {values.out}.md and {values.out}.json")
+
+
+def _cell(
+  values: flags.FlagValues,
+  model: str,
+  name: str,
+  what: str,
+  strategy: str,
+  *,
+  screen: screens.Screen,
+) -> dict[str, Any]:
+  topology = SLICES[name]
+  sides = chips.sides(topology)
+  core = chips.core(topology)
+  devices = sides[0] * sides[1] * sides[2] * (1 + (core.name == "tpu-7x"))
+  options: dict[str, Any] = {"model": model, "strategy": strategy}
+  for flag in ("remat", "optimizer", "shard", "loss_block", "block", "dtype"):
+    value = values[flag].value
+    of_training = flag in ("remat", "optimizer", "loss_block")
+    if value is not None and (what == "train" or not of_training):
+      options[flag] = value
+  versions: dict[str, str] = {}
+
+  def fits(tokens: int) -> tuple[bool, int, int]:
+    found = aot.compile(
+      f"{_BUILDERS}:{what}",
+      topology,
+      options | {"tokens": tokens},
+      timeout_s=values.timeout,
+    )
+    versions.update(found.versions)
+    says = "fits" if found.fits else "does not fit"
+    screen.say(
+      f"  {tokens:,} tokens: {screens.nbytes(found.needed_bytes)} of "
+      f"{screens.nbytes(found.limit_bytes)}, {says} "
+      f"({found.trace_s + found.compile_s:.0f} s)"
+    )
+    return found.fits, found.needed_bytes, found.limit_bytes
+
+  row: dict[str, Any] = {
+    "model": model,
+    "slice": name,
+    "topology": topology,
+    "devices": devices,
+    "what": what,
+    "strategy": strategy,
+    "limit_bytes": core.hbm_bytes,
+  }
+  try:
+    found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=_MOST)
+  except RingjaxError as error:
+    return {**row, "refused": str(error)}
+  return {**row, **found.record(), "versions": versions}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """The largest contexts as Markdown, a column for each strategy."""
+  strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+  lines = [
+    "| model | slice | | " + " | ".join(strategies) + " |",
+    "|---|---|---|" + "---:|" * len(strategies),
+  ]
+  cells: dict[tuple[str, str, str], dict[str, str]] = {}
+  for row in rows:
+    key = (row["model"], f"{row['slice']} ({row['topology']})", row["what"])
+    if "refused" in row:
+      text = "refused"
+    elif not row["tokens"]:
+      text = "none"
+    else:
+      text = f"{row['tokens']:,}"
+      if row["too_many"] is None:
+        text = f"{text} or more"
+    cells.setdefault(key, {})[row["strategy"]] = text
+  for key, found in cells.items():
+    texts = [found.get(name, "") for name in strategies]
+    lines.append("| " + " | ".join((*key, *texts)) + " |")
+  return lines
+
+
+def _keep(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+  pathlib.Path(f"{path}.json").write_text(json.dumps({"rows": rows}, indent=1))
+  pathlib.Path(f"{path}.md").write_text("\n".join(table(rows)) + "\n")
+
+
+_OF_OTHERS = (
+  "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
+  "window", "credits", "kernel", "noise", "seed", "least_gain", "table",
+  "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",
+  "sides", "chip", "shards", "value_dim", "keys", "offset", "layout", "wire",
+  "local", "packed", "longest_document", "devices", "coordinator",
+  "num_processes", "process_id", "distributed",
+)  # fmt: skip

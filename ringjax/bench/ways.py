@@ -1,0 +1,88 @@
+"""Ways to move attention, by the names that commands take.
+
+A way is a layout of the tokens and a strategy over it, as `infer.prefill` has
+them, and beside them what they are compared with: `gather`, which brings all
+keys everywhere, and `plain`, which also writes whole rows of scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.dense import Dense
+from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+  """How attention runs.
+
+  Attributes:
+    layout: of the tokens.
+    strategy: what moves.
+    local: what computes on a shard.
+    visits: whether a call of it sees one shard's keys at a time, not all.
+  """
+
+  layout: Layout
+  strategy: Any
+  local: Any
+  visits: bool
+
+  def blocks(self, queries: int, keys: int) -> tuple[int, int]:
+    """The tile that serves these local lengths."""
+    if hasattr(self.local, "blocks"):
+      return self.local.blocks(queries, keys)
+    return queries, keys
+
+
+# name: (layout, strategy of a local algorithm, whether keys come by and by)
+WAYS: dict[str, tuple[Layout, Callable[[Any], Any], bool]] = {
+  "ring": (Contiguous(), Ring, True),
+  "striped": (Striped(), Ring, True),
+  "zigzag": (Zigzag(), Ring, True),
+  "bidirectional": (Striped(), lambda x: Ring(x, two_way=True), True),
+  "gather": (Contiguous(), Gather, False),
+  "ulysses": (Contiguous(), Ulysses, False),
+  "plain": (Contiguous(), Gather, False),
+}
+
+
+def way(
+  name: str, q_block: int | None = None, kv_block: int | None = None
+) -> Way:
+  """A way by its name.
+
+  Args:
+    name: of `WAYS`.
+    q_block: queries of a tile; None chooses by the local length.
+    kv_block: keys of a tile.
+
+  Raises:
+    OptionError: an unknown name, or tiles where there are none.
+  """
+  if name not in WAYS:
+    raise OptionError(
+      message("strategy", repr(name), f"one of {', '.join(WAYS)}", "choose one")
+    )
+  if name == "plain" and (q_block, kv_block) != (None, None):
+    raise OptionError(
+      message(
+        "q_block, kv_block",
+        f"{q_block}, {kv_block} with strategy='plain'",
+        "no tiles, for whole rows of scores are written",
+        "leave them out",
+      )
+    )
+  layout, strategy, visits = WAYS[name]
+  local = Dense() if name == "plain" else Blockwise(q_block, kv_block)
+  return Way(
+    layout=layout, strategy=strategy(local), local=local, visits=visits
+  )

@@ -1,0 +1,109 @@
+"""The largest context that fits, by asking a compiler as seldom as possible.
+
+Law: what is given as fitting was compiled and fits; what is given as too much
+was compiled and does not. What a program lacks tells how far it is off: memory
+is close to a line in the tokens, and two failures, a second each, draw it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ringjax.errors import OptionError, message
+
+# A try answers with (whether it fits, bytes it needs, bytes there are).
+Try = Callable[[int], tuple[bool, int, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Largest:
+  """Between what the largest context lies.
+
+  Attributes:
+    tokens: that fit; 0 where not even the least does.
+    needed_bytes: of a device, of those; of the least where nothing fits.
+    too_many: tokens that do not fit; None where the most fits.
+    tried: how many programs were compiled.
+  """
+
+  tokens: int
+  needed_bytes: int
+  too_many: int | None
+  tried: int
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return dataclasses.asdict(self)
+
+
+def largest(
+  fits: Try, *, unit: int, least: int, most: int, part: float = 0.125
+) -> Largest:
+  """Searches the largest number of tokens that fit, from above.
+
+  Args:
+    fits: compiles a program of so many tokens.
+    unit: tokens are multiples of it.
+    least: tokens below which nobody cares.
+    most: tokens above which nobody cares.
+    part: ends when what does not fit is so much more than what does.
+
+  Raises:
+    OptionError: bounds that leave nothing to search.
+  """
+  down = lambda n: max(unit, int(n) // max(1, unit) * unit)
+  low, high = down(least), down(most)
+  if unit < 1 or low > high or not part > 0:
+    raise OptionError(
+      message(
+        "tokens",
+        f"from {least} to {most} in steps of {unit}",
+        "bounds with a multiple of the step between",
+        "widen them",
+      )
+    )
+  tried = 0
+  over: list[tuple[int, int]] = []
+  limit = 0
+  at = high
+  while True:
+    good, need, limit = fits(at)
+    tried += 1
+    if good:
+      break
+    over.append((at, need))
+    if at <= low:
+      return Largest(tokens=0, needed_bytes=need, too_many=at, tried=tried)
+    at = max(low, down(min(_guess(over, limit), at / 2)))
+  known = (at, need)
+  # Between what fits and what does not.
+  while over:
+    bound = over[-1][0]
+    middle = down(math.sqrt(known[0] * bound))
+    if bound <= known[0] * (1 + part) or middle <= known[0] or middle >= bound:
+      break
+    good, need, limit = fits(middle)
+    tried += 1
+    if good:
+      known = (middle, need)
+    else:
+      over.append((middle, need))
+  return Largest(
+    tokens=known[0],
+    needed_bytes=known[1],
+    too_many=over[-1][0] if over else None,
+    tried=tried,
+  )
+
+
+def _guess(over: list[tuple[int, int]], limit: int) -> float:
+  """Where a line through the last two failures meets the limit."""
+  (a, need_a), (b, need_b) = over[-2:] if len(over) > 1 else ((0, 0), over[-1])
+  if need_a >= need_b if a < b else need_a <= need_b:
+    # What is said is no line, and of no help.
+    return max(a, b) / 2
+  slope = (need_b - need_a) / (b - a)
+  return max(1.0, b - (need_b - limit) / slope)

@@ -1,0 +1,127 @@
+"""How long a step takes at least, and by the compiler's own schedule.
+
+Law: floors are arithmetic on figures that are stated with their sources: what
+the model must multiply at the chip's peak, what the program must read and
+write once at the memory's rate, what its links must carry at theirs. The
+schedule's time is what the compiler reckons, with the waiting that
+`ringjax.plan.overlap` finds. None of it was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ringjax.parallel import chips
+from ringjax.plan.aot import Compiled
+
+NOTE = (
+  "static estimate, not measured: the time to a message's first byte, "
+  "contention of links and memory, stragglers and the host are left out"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+  """Seconds of a step, each by one assumption alone.
+
+  Attributes:
+    multiply_s: the model's FLOPs at the data sheet's peak.
+    memory_s: arguments read and outputs written once.
+    ring_s: the busiest direction of the ring.
+    others_s: collectives that are no permutes, one after another.
+    schedule_s: what the compiler's schedule takes.
+    assumptions: what each of them rests on.
+  """
+
+  multiply_s: float
+  memory_s: float
+  ring_s: float
+  others_s: float
+  schedule_s: float
+  assumptions: tuple[str, ...]
+
+  @property
+  def floor_s(self) -> float:
+    """No step is faster: the largest of what can run side by side."""
+    return max(self.multiply_s, self.memory_s, self.ring_s, self.others_s)
+
+  @property
+  def utilization(self) -> float:
+    """Part of the peak that the model's FLOPs reach in the schedule's time."""
+    return self.multiply_s / self.schedule_s if self.schedule_s else 0.0
+
+  @property
+  def bound(self) -> str:
+    """Which of the floors is the highest."""
+    floors = {
+      "products": self.multiply_s,
+      "memory": self.memory_s,
+      "ring": self.ring_s,
+      "other collectives": self.others_s,
+    }
+    return max(floors, key=lambda name: floors[name])
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+      **dataclasses.asdict(self),
+      "assumptions": list(self.assumptions),
+      "floor_s": self.floor_s,
+      "utilization": self.utilization,
+      "bound": self.bound,
+      "note": NOTE,
+    }
+
+
+def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
+  """The floors of a program; None where it does not fit.
+
+  Args:
+    found: with "model_flops", of a device, among its facts.
+    dtype: of the products.
+  """
+  if found.report is None or found.memory is None:
+    return None
+  core = found.report.core
+  chip = chips.CHIPS[core.name]
+  memory = found.memory
+  rate = chip.rate(dtype)
+  moved = memory.arguments + memory.outputs
+  others = sum(
+    one.link_s
+    for one in found.report.collectives
+    if one.kind != "collective-permute"
+  )
+  flops = float(found.facts.get("model_flops", 0.0))
+  return Roofline(
+    multiply_s=flops / rate,
+    memory_s=moved / chip.hbm_bandwidth,
+    ring_s=found.report.link_cycles / core.clock_hz,
+    others_s=others,
+    schedule_s=found.report.seconds,
+    assumptions=(
+      f"products: {flops:.4g} FLOPs of the model on each device, nothing "
+      f"computed twice, at {rate / 1e12:,.0f} TFLOP/s of {dtype} "
+      f"({chip.source}); the compiler reckons with {core.flops / 1e12:,.0f}",
+      f"memory: {moved / 1e9:,.2f} GB of arguments and outputs once, at "
+      f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s ({chip.source})",
+      f"ring: {core.link_bytes_s / 1e9:g} GB/s one way over one link, times "
+      f"its hops ({core.source})",
+      "other collectives: over all links of a device at once, rings of a "
+      "torus, nothing beside them",
+      f"schedule: cycles that the compiler wrote beside each operation, at "
+      f"{core.clock_hz / 1e6:,.0f} MHz ({core.source}); kernels by their cost "
+      "estimates; loops that data counts: " + (_loops(found) or "none"),
+    ),
+  )
+
+
+def _loops(found: Compiled) -> str:
+  """How often loops are taken to turn whose count is data."""
+  assert found.report is not None
+  turns = sorted(set(found.report.counted_by_data.values()))
+  if not turns:
+    return ""
+  loops = len(found.report.counted_by_data)
+  return f"{loops} are taken to turn {', '.join(f'{n:g}' for n in turns)} times"

@@ -1,0 +1,247 @@
+"""What the TPU compiler makes of rings, on slices that are not there.
+
+Compiles with libtpu, which is not in every environment: `pytest -m aot`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ringjax.errors import OptionError
+from ringjax.plan import aot, overlap
+from ringjax.plan.roofline import roofline
+
+STEPS = "ringjax.bench.steps"
+ATTENTION = f"{STEPS}:attention"
+MODEL = {
+  "model_type": "llama",
+  "num_hidden_layers": 2,
+  "hidden_size": 512,
+  "intermediate_size": 1024,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 128,
+  "vocab_size": 4096,
+  "max_position_embeddings": 131072,
+}
+CONTROLS = "tests.plan.controls"
+needs_libtpu = [
+  pytest.mark.aot,
+  pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing())),
+]
+
+
+@functools.cache
+def compiled(builder, topology, options="{}"):
+  return aot.compile(builder, topology, json.loads(options), timeout_s=900)
+
+
+def attention(topology, tokens, **options):
+  options |= {"tokens": tokens, "heads": 4, "kv_heads": 4}
+  return compiled(ATTENTION, topology, json.dumps(options))
+
+
+def control(name, topology="v5e:2x4", **options):
+  return compiled(f"{CONTROLS}:{name}", topology, json.dumps(options))
+
+
+class TestCompiled:
+  """With libtpu."""
+
+  pytestmark = needs_libtpu
+
+  @pytest.mark.parametrize(
+    ("topology", "strategy", "what"),
+    [
+      ("v5e:2x4", "striped", "forward"),
+      ("v5p:2x2x2", "ring", "forward"),
+      pytest.param("v5e:2x4", "striped", "backward", marks=pytest.mark.slow),
+      pytest.param("v5e:4x4", "ring", "backward", marks=pytest.mark.slow),
+      pytest.param("v5p:2x2x2", "striped", "backward", marks=pytest.mark.slow),
+      pytest.param("v6e:2x4", "striped", "backward", marks=pytest.mark.slow),
+      pytest.param("tpu7x:2x2x1", "striped", "forward", marks=pytest.mark.slow),
+      pytest.param("v4:2x2x2", "striped", "forward", marks=pytest.mark.slow),
+    ],
+  )
+  def test_the_ring_is_hidden(self, topology, strategy, what):
+    shards = 16 if topology == "v5e:4x4" else 8
+    found = attention(topology, 4096 * shards, strategy=strategy, what=what)
+    assert found.fits and found.devices == shards
+    report = found.report
+    assert report.can_hide and report.sends
+    assert report.faults() == (), report.faults()
+    assert report.stalled <= overlap.LIMIT
+    # Keys and values go round once, and back no more often than they must.
+    (kind,) = (
+      one for one in report.collectives if one.kind == "collective-permute"
+    )
+    block = 2 * 4096 * 4 * 128 * 2
+    times = {"forward": shards - 1, "backward": 2 * (shards - 1) + 2 * shards}
+    assert kind.nbytes <= 1.01 * times[what] * block
+    made = roofline(found)
+    assert made.floor_s < made.schedule_s
+    assert 0 < made.utilization < 1
+
+  def test_devices_as_they_are_listed_are_caught(self):
+    found = attention("v5e:8x8", 1024 * 64, order="listed")
+    assert found.report.synchronous_cycles > 0
+    assert "synchronous" in found.report.faults()[0]
+    good = attention("v5e:8x8", 1024 * 64)
+    assert good.report.synchronous_cycles == 0
+    assert max(send.hops for send in good.report.sends) == 1
+
+  def test_a_hop_that_receives_and_then_uses_is_caught(self):
+    early = control("ring", how="early").report
+    assert early.faults() == () and early.stalled < overlap.LIMIT
+    late = control("ring", how="late").report
+    assert late.stalled > 0.04 and late.can_hide
+    assert any("waits for sends" in fault for fault in late.faults())
+
+  def test_a_serial_hop_is_caught(self):
+    report = control("ring", how="barrier").report
+    assert report.stalled > 0.04 and report.can_hide and report.faults()
+
+  def test_a_kernel_without_a_cost_is_caught(self):
+    silent = control("kernel", stated=False).report
+    assert silent.unpriced_kernels
+    assert any("cost_estimate" in fault for fault in silent.faults())
+    stated = control("kernel", stated=True).report
+    assert not stated.unpriced_kernels
+    assert stated.compute_cycles > silent.compute_cycles
+
+  def test_a_token_is_decoded_without_a_copy_of_the_cache(self):
+    options = {"model": MODEL, "tokens": 65536}
+    found = compiled(f"{STEPS}:decode", "v5e:2x4", json.dumps(options))
+    # Keys and values of two layers, on each of eight.
+    cache = 2 * 2 * 2 * 128 * 2 * 65536 // 8
+    assert found.memory.aliased >= cache
+    assert found.memory.temporaries < cache / 8
+
+  def test_a_step_of_training_compiles_and_reads_the_head_seldom(self):
+    options = {"model": MODEL, "tokens": 8192, "q_block": 256, "kv_block": 256}
+    found = compiled(f"{STEPS}:train", "v5e:2x4", json.dumps(options))
+    assert found.fits and found.facts["layers"] == 2
+    assert found.memory.aliased > 0.9 * found.memory.outputs
+    assert not any(send.synchronous for send in found.report.sends)
+    sent = sum(one.nbytes for one in found.report.collectives)
+    # One step of the head brings its weights three times at most, and their
+    # gradient; with a step for each 1024 tokens of all shards it were eight.
+    head = 2 * MODEL["vocab_size"] * MODEL["hidden_size"]
+    assert sent < 40 * head
+    made = roofline(found)
+    assert made.record()["utilization"] == made.utilization
+
+  def test_a_program_that_does_not_fit_says_what_is_large(self):
+    start = time.monotonic()
+    found = control("large", "v5e:2x2")
+    assert not found.fits and found.memory is None and found.report is None
+    assert found.limit_bytes == int(15.75 * 2**30)
+    assert found.needed_bytes > found.limit_bytes
+    assert found.largest[0].nbytes >= 2**33
+    assert "[" in found.largest[0].shape
+    assert time.monotonic() - start < 120
+    assert roofline(found) is None
+    assert json.loads(json.dumps(found.record()))["fits"] is False
+
+  def test_programs_do_not_grow_with_the_ring(self):
+    few = attention("v5e:2x4", 1024 * 8)
+    many = attention("v5e:8x8", 1024 * 64)
+    assert many.text_bytes < 1.15 * few.text_bytes
+    assert many.memory.temporaries < 1.2 * few.memory.temporaries
+    assert many.memory.code < 1.2 * few.memory.code
+
+  def test_what_a_builder_refuses_is_said_as_it_said_it(self):
+    with pytest.raises(OptionError, match="sides: got none"):
+      aot.compile(f"{CONTROLS}:refused", "v5e:2x2")
+    with pytest.raises(aot.CompileError, match="no way on 4 devices"):
+      aot.compile(f"{CONTROLS}:broken", "v5e:2x2")
+    with pytest.raises(OptionError, match="builder"):
+      aot.compile(f"{CONTROLS}:missing", "v5e:2x2")
+    with pytest.raises(OptionError, match="strategy"):
+      aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512, "strategy": "warp"})
+
+  def test_a_step_that_takes_too_long_is_given_up(self):
+    with pytest.raises(aot.CompileError, match="timeout_s"):
+      aot.compile(f"{CONTROLS}:large", "v5e:2x2", timeout_s=0.2)
+
+  def test_ordinary_runs_never_load_it(self):
+    # With libtpu installed: CPU devices, no noise, and it is not even opened.
+    source = (
+      "import ringjax as rj, jax, jax.numpy as jnp\n"
+      "rj.plan.aot, rj.plan.overlap\n"
+      "x = jnp.ones((1, 8, 1, 8))\n"
+      "print(jax.devices()[0].platform, rj.dot_product_attention(x, x, x).shape)\n"
+      "print('libtpu' in open('/proc/self/maps').read())\n"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+      [sys.executable, "-c", source], env=environment, capture_output=True,
+      text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["cpu", "(1,", "8,", "1,", "8)", "False"]
+    assert ran.stderr == ""
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+  monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
+  with pytest.raises(OptionError, match="libtpu is not installed"):
+    aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
+
+
+@pytest.mark.parametrize("topology", ["v5e", "v9:2x2", "v5p:2x2"])
+def test_slices_that_are_none_are_refused(topology):
+  with pytest.raises(OptionError, match=r"topology|chip"):
+    aot.compile(ATTENTION, topology, {"tokens": 512})
+
+
+def test_options_have_to_be_plain(monkeypatch):
+  monkeypatch.setattr(aot, "missing", lambda: None)
+  with pytest.raises(OptionError, match="options"):
+    aot.compile(ATTENTION, "v5e:2x2", {"tokens": object()})
+
+
+def test_the_environment_hides_what_libtpu_would_read(monkeypatch):
+  for name in ("WRAP", "LIBTPU_INIT_ARGS", "XLA_FLAGS", "JAX_PLATFORMS"):
+    monkeypatch.setenv(name, "nonsense")
+  made = aot.environment(("--xla_a=1", "--xla_b=2"))
+  assert "WRAP" not in made and "XLA_FLAGS" not in made
+  assert made["JAX_PLATFORMS"] == "cpu"
+  assert made["LIBTPU_INIT_ARGS"] == "--xla_a=1 --xla_b=2"
+  assert "LIBTPU_INIT_ARGS" not in aot.environment()
+  assert made["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+
+
+REPORT = """Memory Space: default (color=0)
+Total bytes: 60129547776 (56.00GiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+   16.00GiB( 50%);   16.00GiB;  17179869184;       3; f32[32768,4], s32[32768]
+   16.50GiB(100%);  512.00MiB;            0;       5; 2\u00d7bf16[131072,2048]
+       512B(100%);       512B;            0;       1; pred[]
+
+Memory Space: vmem (color=1)
+    8.00MiB(100%);    8.00MiB;            0;       1; f32[2048,1024]
+"""
+
+
+def test_the_compiler_s_report_of_memory_is_read():
+  found = aot.buffers(REPORT)
+  assert found == [
+    {"nbytes": 16 << 30, "shape": "f32[32768,4], s32[32768]"},
+    {"nbytes": 512 << 20, "shape": "2\u00d7bf16[131072,2048]"},
+    {"nbytes": 512, "shape": "pred[]"},
+  ]
+  text = (
+    "  %a = bf16[131072,2048]{1,0} fusion(%b), "
+    'metadata={op_name="jit(f)/sort" stack_frame_id=3}'
+  )
+  assert aot.source_of("2\u00d7bf16[131072,2048]", text) == "jit(f)/sort"
+  assert aot.source_of("f32[1]", text) == ""
