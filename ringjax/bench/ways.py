@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
@@ -82,7 +82,7 @@ def way(
       )
     )
   layout, strategy, visits = WAYS[name]
-  local = Dense() if name == "plain" else Blockwise(q_block, kv_block)
+  local = Dense() if name == "plain" else Best(q_block, kv_block)
   return Way(
     layout=layout, strategy=strategy(local), local=local, visits=visits
   )

@@ -48,22 +48,24 @@ class Place:
     return collectives.names(self.axis)
 
 
-def platform_of(place: Place, operands: Any) -> str:
-  """What a call runs on, "cpu", "gpu" or "tpu", as far as can be known.
+def device_of(place: Place, operands: Any) -> tuple[str, str]:
+  """(platform, kind) of the devices of a call, as far as can be known.
 
-  The mesh says it, then concrete operands, then the mesh around the call; a
-  program that is traced without a mesh is taken to be for JAX's default.
+  The platform is "cpu", "gpu" or "tpu", the kind what `device_kind` says. The
+  mesh knows, then concrete operands, then the mesh around the call; a program
+  that is traced without a mesh is taken to be for JAX's default.
   """
+  told = lambda device: (device.platform, device.device_kind)
   if isinstance(place.mesh, Mesh):
-    return place.mesh.devices.flat[0].platform
+    return told(place.mesh.devices.flat[0])
   for a in operands:
     if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
-      return next(iter(a.devices())).platform
+      return told(next(iter(a.devices())))
   around = place.mesh or jax.sharding.get_abstract_mesh()
   kind = getattr(around.abstract_device, "device_kind", None)
   if kind is not None and kind.startswith("TPU"):
-    return "tpu"
-  return jax.default_backend()
+    return "tpu", kind
+  return told(jax.local_devices()[0])
 
 
 def manual(axis: Any) -> Place | None:

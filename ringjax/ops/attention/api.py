@@ -41,7 +41,7 @@ from ringjax.parallel.layout import (
   out_of_slots,
   slots_of,
 )
-from ringjax.parallel.place import Place, locate, manual, platform_of
+from ringjax.parallel.place import Place, device_of, locate, manual
 
 
 def dot_product_attention(
@@ -422,7 +422,7 @@ def _chosen(
     mask=mask,
     layout=request.layout,
     axes=axes,
-    local=local_on(platform_of(place, x[:3])),
+    local=local_on(device_of(place, x[:3])[0]),
     # Of unequal lengths the queries are taken to be the last tokens.
     offset=max(s - t, 0),
   )
@@ -447,7 +447,7 @@ def _run(
 ) -> Any:
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
-  strategy = levels.on_platform(strategy, platform_of(place, x[:3]))
+  strategy = levels.on_device(strategy, *device_of(place, x[:3]))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))

@@ -27,6 +27,7 @@ from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial
+from ringjax.parallel import chips
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +61,14 @@ class Best:
     kv_block: keys of a tile.
     platform: "tpu", "gpu" or "cpu"; None is filled in by the call, from its
       mesh or its operands.
+    chip: the machine, of `chips.MACHINES`, by whose rates a kernel tells the
+      compiler its cost; filled in with the platform.
   """
 
   q_block: int | None = None
   kv_block: int | None = None
   platform: str | None = None
+  chip: str | None = None
 
   # Reverse mode goes through `backward`.
   differentiable = False
@@ -78,11 +82,17 @@ class Best:
   def span(self, keys: int) -> int:
     return keys
 
-  def on_platform(self, platform: str) -> Any:
+  def on_device(self, platform: str, kind: str) -> Any:
     """The same where it is known what it runs on."""
-    if platform in KERNELS:
-      return dataclasses.replace(self, platform=platform)
-    return Blockwise(self.q_block, self.kv_block)
+    if platform not in KERNELS:
+      return Blockwise(self.q_block, self.kv_block)
+    return dataclasses.replace(self, platform=platform, chip=chips.known(kind))
+
+  def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
+    """The tile of what serves calls of this length as a rule."""
+    kinds = KERNELS.get(self.platform or jax.default_backend(), (Blockwise,))
+    kernel = kinds[0](self.q_block, self.kv_block)
+    return kernel.blocks(q_length, k_length)
 
   def choose(
     self, scores: Scores, x: Local, terms: Terms, context: Context
@@ -90,7 +100,7 @@ class Best:
     """What serves this call."""
     declined = []
     for kind in KERNELS.get(self.platform or jax.default_backend(), ()):
-      kernel = kind(self.q_block, self.kv_block)
+      kernel = kind(self.q_block, self.kv_block, chip=self.chip)
       why = kernel.decline(scores, x, terms, context) or _fault(kind)
       if why is None:
         return Choice(kernel, tuple(declined))

@@ -36,7 +36,6 @@ from jax.experimental.pallas import tpu as pltpu
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.blockwise import (
-  Blockwise,
   Gradients,
   Local,
   Residuals,
@@ -49,7 +48,7 @@ from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
-from ringjax.parallel import collectives
+from ringjax.parallel import chips, collectives
 
 _LANES = 128
 # What a step of the list says, beside its row and column.
@@ -119,12 +118,15 @@ class FlashTPU:
     q_block: queries of a tile, a multiple of 128; None: 1024, or fewer.
     kv_block: keys of a tile, a multiple of 128; None: 1024, or fewer.
     key_span: most keys of one backward kernel, whose gradients lie in VMEM.
+    chip: the machine, of `chips.MACHINES`; what the compiler is told of the
+      kernel's cost goes by its rates. None: those of the first TPU there.
     interpret: runs it without a TPU, slowly, for tests.
   """
 
   q_block: int | None = None
   kv_block: int | None = None
   key_span: int = 16_384
+  chip: str | None = None
   interpret: Any = False
 
   # Reverse mode goes through `backward`.
@@ -452,7 +454,6 @@ def _forward(
     for a in operands[6:]
   ]
   first = len(leaves) + 6
-  tiles = (t // qb) * (s // kb)
   acc_out, m, l = pl.pallas_call(  # noqa: E741
     functools.partial(_forward_kernel, scores, mask, structure),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -481,7 +482,9 @@ def _forward(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "arbitrary"),
     ),
-    cost_estimate=_cost(b * n * tiles, qb, kb, 2 * (h + j), operands),
+    cost_estimate=_cost(
+      kernel, context.mask, (b * n, t, s), 2 * (h + j), operands, False
+    ),
     interpret=kernel.interpret,
     name="ringjax_flash_forward",
   )(*leaves, *operands)
@@ -584,7 +587,6 @@ def _backward(
     collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
   )
   first = len(leaves) + 9
-  tiles = (t // qb) * (s // kb)
   whole = pl.BlockSpec(memory_space=pl.ANY)
   dq_out, far, dk, dv = pl.pallas_call(
     functools.partial(_backward_kernel, scores, mask, structure, kb, g),
@@ -624,7 +626,9 @@ def _backward(
       dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
       vmem_limit_bytes=_vmem(kernel, s, h, j),
     ),
-    cost_estimate=_cost(b * n * tiles, qb, kb, 6 * h + 4 * j, operands),
+    cost_estimate=_cost(
+      kernel, context.mask, (b * n, t, s), 6 * h + 4 * j, operands, True
+    ),
     interpret=kernel.interpret,
     name="ringjax_flash_backward",
   )(*leaves, *operands)
@@ -709,15 +713,36 @@ def _vmem(kernel: FlashTPU, keys: int, h: int, j: int) -> int:
 
 
 def _cost(
-  tiles: int, qb: int, kb: int, flops: int, operands: Any
+  kernel: FlashTPU,
+  mask: Any,
+  sizes: tuple[int, int, int],
+  flops: int,
+  operands: Any,
+  backward: bool,
 ) -> pl.CostEstimate:
-  """What XLA's scheduler is told, so that it hides sends behind the kernel."""
+  """What XLA's scheduler is told, so that it hides sends behind the kernel.
+
+  The scheduler divides FLOPs by the chip's peak, which no kernel reaches: they
+  are told as many as take the time that this one takes.
+  """
+  rows, t, s = sizes
+  pairs = rows * t * s * _share(mask, t, s)
+  machine = chips.MACHINES[kernel.chip or _SOME]
+  reached = machine.part("kernel")[backward]
   return pl.CostEstimate(
-    flops=tiles * qb * kb * flops,
-    transcendentals=tiles * qb * kb,
+    flops=int(pairs * flops / reached),
+    transcendentals=int(pairs),
     bytes_accessed=sum(a.size * a.dtype.itemsize for a in operands),
   )
 
 
-# Serves what a kernel declines.
-FALLBACK = Blockwise()
+def _share(mask: Any, t: int, s: int) -> float:
+  """Part of the pairs that the mask leaves, of a hop among many."""
+  behind, ahead = mask.reach
+  share = 1.0 if ahead is None or ahead >= s else 0.5
+  if behind is not None:
+    share = min(share, (behind + 1 + min(ahead or 0, s)) / s)
+  return max(share, 1 / t)
+
+
+_SOME = next(name for name in chips.MACHINES if name.startswith("tpu"))

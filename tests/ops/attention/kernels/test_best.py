@@ -51,20 +51,23 @@ def test_what_it_declines_blockwise_serves(fresh):
 
 
 def test_elsewhere_it_is_blockwise():
-  assert Best(8, 16).on_platform("cpu") == Blockwise(8, 16)
-  strategy = levels.on_platform(Ulysses(Ring()), "cpu")
+  assert Best(8, 16).on_device("cpu", "cpu") == Blockwise(8, 16)
+  strategy = levels.on_device(Ulysses(Ring()), "cpu", "cpu")
   assert levels.innermost(strategy) == Blockwise()
-  strategy = levels.on_platform(Ulysses(Ring(), inner=2), "tpu")
-  assert strategy == Ulysses(Ring(Best(platform="tpu")), inner=2)
+  strategy = levels.on_device(Ulysses(Ring(), inner=2), "tpu", "TPU v5 lite")
+  assert strategy == Ulysses(
+    Ring(Best(platform="tpu", chip="tpu-v5e")), inner=2
+  )
   # What somebody asked for stays.
   mine = Ring(Blockwise(8, 8))
-  assert levels.on_platform(mine, "tpu") == mine
+  assert levels.on_device(mine, "tpu", "TPU v4") == mine
 
 
 @dataclasses.dataclass(frozen=True)
 class Cracked(Blockwise):
   """Gives wrong numbers, or none."""
 
+  chip: str | None = None
   raises = False
 
   def decline(self, *_):
