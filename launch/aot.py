@@ -37,7 +37,7 @@ SLICES = {
   "tpu7x-128": "tpu7x:4x4x8",
 }
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b-1m")
-_LEAST, _MOST = 1 << 13, 1 << 27
+_LEAST, _MOST = 1 << 13, 1 << 25
 
 
 def define(values: flags.FlagValues) -> None:

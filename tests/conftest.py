@@ -103,7 +103,17 @@ def _programs_are_let_go() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-  """Where the time went, by file: what to cut when the whole takes too long."""
+  """What did not run, and where the time went, by file.
+
+  The files say what to cut when the whole takes too long.
+  """
+  skipped = terminalreporter.stats.get("skipped", [])
+  compiled = sum("aot" in getattr(report, "keywords", ()) for report in skipped)
+  if compiled:
+    terminalreporter.write_line(
+      f"{compiled} tests that compile for TPU did not run: pip install -e "
+      "'.[aot]' (Linux on x86-64)"
+    )
   seconds = collections.Counter()
   for reports in terminalreporter.stats.values():
     for report in reports:

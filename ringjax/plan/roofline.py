@@ -10,6 +10,7 @@ schedule's time is what the compiler reckons, with the waiting that
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from ringjax.parallel import chips
@@ -88,7 +89,7 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
   memory = found.memory
   rate = chip.rate(dtype)
   moved = memory.arguments + memory.outputs
-  others = sum(
+  others = math.fsum(
     one.link_s
     for one in found.report.collectives
     if one.kind != "collective-permute"
@@ -109,7 +110,7 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
       f"ring: {core.link_bytes_s / 1e9:g} GB/s one way over one link, times "
       f"its hops ({core.source})",
       "other collectives: over all links of a device at once, rings of a "
-      "torus, nothing beside them",
+      "torus, and 1 us a link for each message (recalled)",
       f"schedule: cycles that the compiler wrote beside each operation, at "
       f"{core.clock_hz / 1e6:,.0f} MHz ({core.source}); kernels by their cost "
       "estimates; loops that data counts: " + (_loops(found) or "none"),

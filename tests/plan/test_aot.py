@@ -177,8 +177,8 @@ class TestCompiled:
       "import ringjax as rj, jax, jax.numpy as jnp\n"
       "rj.plan.aot, rj.plan.overlap\n"
       "x = jnp.ones((1, 8, 1, 8))\n"
-      "y = rj.dot_product_attention(x, x, x)\n"
-      "print(jax.devices()[0].platform, y.shape)\n"
+      "out = rj.dot_product_attention(x, x, x)\n"
+      "print(jax.devices()[0].platform, out.shape)\n"
       "print('libtpu' in open('/proc/self/maps').read())\n"
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -1,0 +1,222 @@
+"""launch.plan aot and capacity: what they ask for, print and refuse.
+
+What compiles stands aside: the answers here are schedules written by hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from launch import aot as scripts
+from ringjax.errors import OptionError
+from ringjax.parallel import chips
+from ringjax.plan import aot, overlap
+from tests.launch.test_plan import ask
+from tests.plan.test_overlap import HIDDEN, done, program, start, work
+
+LATE = (start("go"), done("come", "go"), work("w", 2000))
+STEP = (
+  "aot", "--model=llama-3.1-8b", "--topology=v5e:2x4", "--tokens=65536",
+)  # fmt: skip
+
+
+def answer(topology, options, body=HIDDEN, need=1 << 30):
+  core = chips.core(topology)
+  fits = need <= core.hbm_bytes
+  memory = aot.Memory(
+    arguments=need - 3000, outputs=2000, aliased=1000, temporaries=1500,
+    code=500, limit=core.hbm_bytes,
+  )  # fmt: skip
+  return aot.Compiled(
+    topology=topology,
+    devices=8,
+    fits=fits,
+    memory=memory if fits else None,
+    needed_bytes=need,
+    limit_bytes=core.hbm_bytes,
+    largest=()
+    if fits
+    else (aot.Buffer(nbytes=need // 2, shape="f32[4,5]", source="jit(f)/dot"),),
+    report=overlap.check(program(*body), core) if fits else None,
+    trace_s=1.0,
+    compile_s=2.0,
+    text_bytes=10,
+    facts={
+      "mesh": {"seq": 8}, "tokens": options["tokens"], "what": "train",
+      "strategy": options.get("strategy", "striped"), "remat": "attention",
+      "model_flops": 1e9, "optimizer": "adamw",
+    },
+    versions={"jax": "1", "libtpu": "2"},
+  )  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """What was compiled, and with which answer; it can be changed."""
+  calls, change = [], {}
+
+  def compile(builder, topology, options, **rest):
+    calls.append((builder, topology, options, rest))
+    more = {k: v(options) if callable(v) else v for k, v in change.items()}
+    return answer(topology, options, **more)
+
+  monkeypatch.setattr(aot, "compile", compile)
+  calls_and = type("Asked", (), {"calls": calls, "change": change})
+  return calls_and
+
+
+def test_a_step_is_compiled_as_it_was_asked_for(asked):
+  ran = ask(
+    *STEP, "--mesh=data:1,seq:8", "--strategy=zigzag", "--remat=nothing",
+    "--kv_block=512", "--shard=none", "--what=train", "--batch=2",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  ((builder, topology, options, _),) = asked.calls
+  assert builder == "ringjax.bench.steps:train" and topology == "v5e:2x4"
+  assert options == {
+    "model": "llama-3.1-8b", "tokens": 65536, "batch": 2, "shard": None,
+    "mesh": [("data", 1), ("seq", 8)], "strategy": "zigzag",
+    "remat": "nothing", "kv_block": 512,
+  }  # fmt: skip
+
+
+def test_the_table_says_what_was_found(asked):
+  ran = ask(*STEP)
+  assert ran.status == 0, ran.err
+  assert "fits: 1.07 GB of 16.9 GB (6 %)" in ran.out
+  assert "the ring: hidden" in ran.out
+  assert "0.00 % of the step waits for sends" in ran.out
+  assert "static estimate, not measured" in ran.out
+  # 46.6 kB over 46.6 GB/s.
+  line = next(x for x in ran.out.splitlines() if x.startswith("go "))
+  assert line.split() == [
+    "go", "8", "46.6", "kB", "0.001", "ms", "0.001", "ms", "hidden",
+  ]  # fmt: skip
+  asked.change["body"] = LATE
+  ran = ask(*STEP)
+  assert "the ring: at fault" in ran.out and "42.9 % of the step" in ran.out
+  assert "hidden" in ask(*STEP, "--limit=0.5").out
+
+
+def test_json_is_one_object(asked):
+  found = ask(*STEP, "--json").json
+  assert found["fits"] and found["memory"]["total"] == 1 << 30
+  assert found["schedule"]["sends"][0]["hidden"]
+  assert found["roofline"]["bound"] in ("products", "memory", "ring")
+  assert len(found["roofline"]["assumptions"]) == 5
+  products = 1e9 / chips.CHIPS["tpu-v5e"].rate("bfloat16")
+  assert found["roofline"]["multiply_s"] == pytest.approx(products)
+
+
+def test_what_does_not_fit_says_what_to_change(asked):
+  asked.change["need"] = 40 << 30
+  ran = ask(*STEP, "--strategy=gather")
+  assert "does not fit: 42.9 GB needed, 16.9 GB there" in ran.out
+  assert "f32[4,5]  jit(f)/dot" in ran.out
+  for words in ("--remat=nothing", "--strategy=striped", "--optimizer"):
+    assert words in ran.out
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
+)
+def test_the_timeline_is_drawn(asked, tmp_path):
+  path = tmp_path / "p.png"
+  ran = ask(*STEP, f"--plot={path}")
+  assert ran.status == 0, ran.err
+  assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (("aot", "--topology=v5e:2x4", "--tokens=64"), "--model"),
+    (("aot", "--model=llama-3.1-8b", "--tokens=64"), "--topology"),
+    (("aot", "--model=llama-3.1-8b", "--topology=v5e:2x4"), "--tokens"),
+    ((*STEP, "--topology=v5e:2"), "topology"),
+    ((*STEP, "--what=prefill", "--remat=all"), "--remat"),
+    ((*STEP, "--what=decode", "--strategy=ring"), "--strategy"),
+    ((*STEP, "--what=attention"), "--model"),
+    ((*STEP, "--heads=4"), "--heads"),
+    ((*STEP, "--shards=4"), "--shards"),
+    ((*STEP, "--strategy=ring", "--strategy=zigzag"), "--strategy"),
+    (("kvr", "--topology=v5e:2x4"), "--topology"),
+    (("capacity", "--slices=v9-1"), "--slices"),
+    (("capacity", "--what=decode"), "--what"),
+    (("capacity", "--tokens=64"), "--tokens"),
+  ],
+)
+def test_flags_that_would_not_be_followed_are_refused(asked, argv, words):
+  ran = ask(*argv)
+  assert ran.status == 2 and words in ran.err and not ran.out
+  assert not asked.calls
+
+
+def test_a_search_ranks_what_fits(asked):
+  slow = lambda options: LATE if options.get("kv_block") == 512 else HIDDEN
+  asked.change["body"] = slow
+  asked.change["need"] = lambda options: (
+    40 << 30 if options["remat"] == "all" else 1 << 30
+  )
+  ran = ask(*STEP, "--search", "--tries=8", "--strategy=striped", "--json")
+  rows = ran.json["tried"]
+  assert len(rows) == len(asked.calls) == 8
+  seconds = [row["seconds"] for row in rows if row["fits"]]
+  assert seconds == sorted(seconds) and len(set(seconds)) > 1
+  assert not rows[-1]["fits"] and rows[-1]["options"]["remat"] == "all"
+  assert all(row["options"]["strategy"] == "striped" for row in rows)
+  # The first is what nobody changed.
+  first = asked.calls[0][2]
+  assert first["remat"] == "attention" and "kv_block" not in first
+
+
+def test_candidates_have_meshes_that_the_batch_fills():
+  found = list(
+    scripts.candidates("prefill", 8, {"batch": 2, "mesh": [("seq", -1)]})
+  )
+  meshes = {tuple(one["mesh"]) for one in found}
+  assert meshes == {
+    (("data", 1), ("seq", 8)),
+    (("data", 2), ("seq", 4)),
+  }
+  assert all("remat" not in one for one in found)
+  fixed = [("data", 2), ("seq", 4)]
+  found = scripts.candidates("decode", 8, {"batch": 2, "mesh": fixed})
+  assert [one["mesh"] for one in found] == [fixed]
+
+
+def test_capacity_finds_and_keeps_the_largest(asked, tmp_path):
+  # 16.9 GB hold about 258 thousand tokens of 65536 bytes; gather a half.
+  each = lambda options: 65536 * (1 + (options["strategy"] == "gather"))
+  asked.change["need"] = lambda options: each(options) * options["tokens"]
+  out = tmp_path / "capacity"
+  ran = ask(
+    "capacity", "--model=llama-3.1-8b", "--slices=v5e-256", "--what=prefill",
+    "--strategy=striped", "--strategy=gather", f"--out={out}", "--json",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  striped, gather = ran.json["rows"]
+  limit = chips.CORES["tpu-v5e"].hbm_bytes
+  for row, bytes_each in ((striped, 65536), (gather, 131072)):
+    assert row["tokens"] * bytes_each <= limit
+    assert row["too_many"] * bytes_each > limit
+    assert row["tokens"] % 256 == 0 and row["topology"] == "v5e:16x16"
+  assert json.loads((tmp_path / "capacity.json").read_text())["rows"]
+  text = (tmp_path / "capacity.md").read_text()
+  assert "| llama-3.1-8b | v5e-256 (v5e:16x16) | prefill |" in text
+  assert f"{striped['tokens']:,} | {gather['tokens']:,}" in text
+
+
+def test_capacity_says_what_was_refused(asked, monkeypatch):
+  def compile(*args, **rest):
+    raise OptionError("mesh: got 3; wanted 4; change it")
+
+  monkeypatch.setattr(aot, "compile", compile)
+  ran = ask(
+    "capacity", "--model=llama-3.1-8b", "--slices=v5e-256", "--what=train",
+    "--strategy=plain",
+  )  # fmt: skip
+  assert ran.status == 0 and "| refused |" in ran.out
