@@ -71,7 +71,7 @@ def slow(*values: object) -> object:
 
 # Saving after each step it mostly dies in a save, else in a step.
 @pytest.mark.parametrize(
-  ("dying", "save_every"), [(0, 1000), (1, 1), slow(0, 1), slow(1, 1000)]
+  ("dying", "save_every"), [(0, 1000), slow(1, 1), slow(0, 1), slow(1, 1000)]
 )
 def test_a_dead_process_ends_the_others(
   argv, tmp_path, start_together, dying, save_every

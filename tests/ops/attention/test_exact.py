@@ -192,12 +192,12 @@ def deal(names, all_of=(), turn=(0, 1)):
   return chosen
 
 
-@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 2)))
+@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 3)))
 def test_ring_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ring(TILES, unroll=1))
 
 
-@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(1, 4)))
+@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(1, 6)))
 def test_ulysses_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ulysses(TILES))
 

@@ -38,10 +38,18 @@ OPTIONS = {
   "layout": {"layout": rj.Striped(2)},
 }
 STRATEGIES = ("ring", "gather", "ulysses", rj.Ring(rj.Dense()))
+SLOW = ("gather", "ulysses")
 PAIRS = list(itertools.combinations(OPTIONS, 2))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: str(s)[:16])
+@pytest.mark.parametrize(
+  "strategy",
+  [
+    pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s
+    for s in STRATEGIES
+  ],
+  ids=lambda s: str(s)[:16],
+)
 @pytest.mark.parametrize(
   "turn", [0] + [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)]
 )
