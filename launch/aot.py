@@ -235,6 +235,7 @@ def words(
     f"{screens.nbytes(memory.aliased)}), temporaries "
     f"{screens.nbytes(memory.temporaries)}, code "
     f"{screens.nbytes(memory.code)}",
+    *_sharing(memory),
     "",
   ]
   report = found.report
@@ -267,6 +268,13 @@ def words(
     ops = ", ".join(f"{op} ({n})" for op, n in report.unpriced.items())
     lines.append(f"  without a price, in lines of the program: {ops}")
   return lines
+
+
+def _sharing(memory: aot.Memory) -> list[str]:
+  """Why a sum above the limit is no contradiction."""
+  if memory.total <= memory.limit:
+    return []
+  return ["  not all of it at once: the compiler says that it fits"]
 
 
 def _too_large(found: Compiled) -> list[str]:

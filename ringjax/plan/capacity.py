@@ -77,7 +77,7 @@ def largest(
     over.append((at, need))
     if at <= low:
       return Largest(tokens=0, needed_bytes=need, too_many=at, tried=tried)
-    at = max(low, down(min(_guess(over, limit), at / 2)))
+    at = max(low, min(down(min(_guess(over, limit), 0.95 * at)), at - unit))
   known = (at, need)
   # Between what fits and what does not.
   while over:

@@ -5,6 +5,7 @@ What compiles stands aside: the answers here are schedules written by hand.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 
@@ -14,6 +15,7 @@ from launch import aot as scripts
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan import aot, overlap
+from ringjax.plan.roofline import roofline
 from tests.launch.test_plan import ask
 from tests.plan.test_overlap import HIDDEN, done, program, start, work
 
@@ -99,6 +101,17 @@ def test_the_table_says_what_was_found(asked):
   ran = ask(*STEP)
   assert "the ring: at fault" in ran.out and "42.9 % of the step" in ran.out
   assert "hidden" in ask(*STEP, "--limit=0.5").out
+
+
+def test_a_sum_above_the_limit_that_fits_is_explained(asked):
+  more = aot.Memory(
+    arguments=17 << 30, outputs=0, aliased=0, temporaries=0, code=0,
+    limit=16 << 30,
+  )  # fmt: skip
+  found = dataclasses.replace(answer("v5e:2x4", {"tokens": 8}), memory=more)
+  lines = scripts.words(found, roofline(found))
+  assert any("not all of it at once" in line for line in lines)
+  assert "not all of it at once" not in ask(*STEP).out
 
 
 def test_json_is_one_object(asked):
