@@ -63,6 +63,7 @@ def attention(
   order: str = "ring",
   q_block: int | None = None,
   kv_block: int | None = None,
+  local: str = "best",
 ) -> Built:
   """One call of attention over the mesh's sequence axis.
 
@@ -82,13 +83,14 @@ def attention(
       come, which is what such a mesh is for.
     q_block: queries of a tile, for local algorithms with tiles.
     kv_block: keys of a tile.
+    local: "best", the kernel of the slice's chips, or "blockwise".
 
   Raises:
     OptionError: options that are none.
   """
   _choose("what", what, ("forward", "backward"))
   made, axis = _mesh(devices, mesh, order)
-  how = way(strategy, q_block, kv_block)
+  how = way(strategy, q_block, kv_block, local)
   over = P(_batch_axes(made, batch), axis)
   like = lambda n: jax.ShapeDtypeStruct(
     (batch, tokens, n, head_dim), dtype, sharding=NamedSharding(made, over)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.kernels.best import Best
@@ -55,8 +56,14 @@ WAYS: dict[str, tuple[Layout, Callable[[Any], Any], bool]] = {
 }
 
 
+_LOCALS = {"best": Best, "blockwise": Blockwise}
+
+
 def way(
-  name: str, q_block: int | None = None, kv_block: int | None = None
+  name: str,
+  q_block: int | None = None,
+  kv_block: int | None = None,
+  local: str = "best",
 ) -> Way:
   """A way by its name.
 
@@ -64,10 +71,18 @@ def way(
     name: of `WAYS`.
     q_block: queries of a tile; None chooses by the local length.
     kv_block: keys of a tile.
+    local: what computes on a shard: "best", the kernel of the devices, or
+      "blockwise", XLA's loops.
 
   Raises:
     OptionError: an unknown name, or tiles where there are none.
   """
+  if local not in _LOCALS:
+    raise OptionError(
+      message(
+        "local", repr(local), f"one of {', '.join(_LOCALS)}", "choose one"
+      )
+    )
   if name not in WAYS:
     raise OptionError(
       message("strategy", repr(name), f"one of {', '.join(WAYS)}", "choose one")
@@ -82,7 +97,5 @@ def way(
       )
     )
   layout, strategy, visits = WAYS[name]
-  local = Dense() if name == "plain" else Best(q_block, kv_block)
-  return Way(
-    layout=layout, strategy=strategy(local), local=local, visits=visits
-  )
+  made = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
+  return Way(layout=layout, strategy=strategy(made), local=made, visits=visits)

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -70,9 +69,14 @@ class TestCompiled:
       pytest.param("v4:2x2x2", "striped", "forward", marks=pytest.mark.slow),
     ],
   )
-  def test_the_ring_is_hidden(self, topology, strategy, what):
+  @pytest.mark.parametrize("local", ["best", "blockwise"])
+  def test_the_ring_is_hidden(self, topology, strategy, what, local):
     shards = 16 if topology == "v5e:4x4" else 8
-    found = attention(topology, 4096 * shards, strategy=strategy, what=what)
+    # A kernel takes less time for a hop: it takes more tokens to hide a send.
+    length = 16_384 if local == "best" else 4096
+    found = attention(
+      topology, length * shards, strategy=strategy, what=what, local=local
+    )
     assert found.fits and found.devices == shards
     report = found.report
     assert report.can_hide and report.sends
@@ -82,7 +86,7 @@ class TestCompiled:
     (kind,) = (
       one for one in report.collectives if one.kind == "collective-permute"
     )
-    block = 2 * 4096 * 4 * 128 * 2
+    block = 2 * length * 4 * 128 * 2
     times = {"forward": shards - 1, "backward": 2 * (shards - 1) + 2 * shards}
     assert kind.nbytes <= 1.01 * times[what] * block
     made = roofline(found)
@@ -139,14 +143,12 @@ class TestCompiled:
     assert made.record()["utilization"] == made.utilization
 
   def test_a_program_that_does_not_fit_says_what_is_large(self):
-    start = time.monotonic()
     found = control("large", "v5e:2x2")
     assert not found.fits and found.memory is None and found.report is None
     assert found.limit_bytes == int(15.75 * 2**30)
     assert found.needed_bytes > found.limit_bytes
     assert found.largest[0].nbytes >= 2**33
     assert "[" in found.largest[0].shape
-    assert time.monotonic() - start < 120
     assert roofline(found) is None
     assert json.loads(json.dumps(found.record()))["fits"] is False
 
