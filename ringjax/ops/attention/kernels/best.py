@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -141,8 +142,9 @@ class Best:
 def _fault(kind: type) -> str | None:
   """What is wrong with a kernel on this machine, or None.
 
-  Asked once a process. Without a device of the platform, as in compiling
-  ahead of time, there is nothing to try.
+  Asked once a process, mostly while something is traced: a thread of its own
+  has no part in that. Without a device of the platform, as in compiling ahead
+  of time, there is nothing to try.
   """
   platform = next(p for p, kinds in KERNELS.items() if kind in kinds)
   try:
@@ -150,8 +152,8 @@ def _fault(kind: type) -> str | None:
   except RuntimeError:
     return None
   try:
-    with jax.ensure_compile_time_eval(), jax.default_device(device):
-      off = _error(kind())
+    with futures.ThreadPoolExecutor(1) as thread:
+      off = thread.submit(_error, kind(), device).result()
   except Exception as e:
     off, why = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
   else:
@@ -170,8 +172,13 @@ def _fault(kind: type) -> str | None:
 _ALLOWED = 0.02
 
 
-def _error(kernel: Any) -> float:
+def _error(kernel: Any, device: jax.Device) -> float:
   """How far values and gradients of a small causal case are off."""
+  with jax.default_device(device):
+    return _compare(kernel)
+
+
+def _compare(kernel: Any) -> float:
   rng = np.random.default_rng(0)
   length, wide = 256, 128
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)

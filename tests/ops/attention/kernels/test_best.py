@@ -117,3 +117,17 @@ def test_a_sound_kernel_passes_its_check(fresh, monkeypatch, caplog):
   monkeypatch.setitem(best.KERNELS, "cpu", (Sound,))
   assert Best(platform="cpu").choose(*call()).algorithm == Sound()
   assert not caplog.records
+
+
+def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
+  """The first call is mostly inside of a jit, a shard_map and a mesh."""
+  monkeypatch.setitem(best.KERNELS, "cpu", (Sound,))
+  mesh = rj.make_mesh((4,), ("seq",))
+  q = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
+  call = jax.jit(jax.grad(lambda q: rj.ring_attention(q, q, q).sum()))
+  with jax.set_mesh(mesh):
+    got = call(q)
+  assert best._fault.cache_info().currsize == 1
+  assert best._fault(Sound) is None and not caplog.records
+  want = jax.grad(lambda q: rj.dot_product_attention(q, q, q).sum())(q)
+  np.testing.assert_allclose(got, want, atol=1e-5)
