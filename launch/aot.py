@@ -242,11 +242,11 @@ def words(
   assert report is not None and made is not None
   lines.append(
     f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
-    f"{'waited':>11}"
+    f"{'waited':>14}"
   )
   lines += [
     f"{one.kind:<22}{one.count:>9,.0f}{screens.nbytes(one.nbytes):>12}"
-    f"{_ms(one.link_s):>13}{_ms(one.waited_s):>11}"
+    f"{_ms(one.link_s):>13}{_ms(one.waited_s):>14}"
     for one in report.collectives
   ] or ["nothing"]
   if report.sends:

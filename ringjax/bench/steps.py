@@ -24,7 +24,7 @@ from ringjax.errors import OptionError, message
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
-from ringjax.kv.dense import Dense
+from ringjax.kv.dense import Dense, Slots
 from ringjax.models import work
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
@@ -33,6 +33,7 @@ from ringjax.nn.param import Rules
 from ringjax.nn.spread import Travel, Visit
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.schedule import tile_counts
+from ringjax.ops.attention.stored import Stored
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything
 from ringjax.parallel.mesh import make_mesh
@@ -310,13 +311,14 @@ def decode(
   made_of = work.profile(form, tokens)
   head = 2.0 * form.config.vocab * form.config.embed
   flops = batch * (made_of.token_s + made_of.pair_s * tokens + head)
+  cache = _cache(form, spread, batch, tokens)
   return Built(
     function=decoding.step,
     arguments=(
       form,
       spread,
       sampler,
-      _cache(form, spread, batch, tokens),
+      cache,
       state,
       everywhere((4,)),
       everywhere(()),
@@ -328,6 +330,7 @@ def decode(
       **_of_model(form, model),
       "model_flops": flops / made.size,
     },
+    data_trips=_visits(cache),
   )
 
 
@@ -393,6 +396,19 @@ def _cache(form: Transformer, spread: Any, batch: int, capacity: int) -> Dense:
   slots, at = form.cache_spec(batch, capacity, spread=spread)
   count = _everywhere(spread.mesh)(())
   return Dense(slots, at, count, count, None, spread.mesh, spread.axis)
+
+
+def _visits(cache: Dense) -> float:
+  """Tiles of a full cache that a query walks over, in each of two loops."""
+  most = 0
+  for slots in cache.slots:
+    if isinstance(slots, Slots):
+      shape = list(slots.k.shape)
+      shape[3] //= cache.shards
+      mine: Any = jax.ShapeDtypeStruct(tuple(shape), slots.k.dtype)
+      stored = Stored(mine, mine, cache.at, jnp.int32(0))
+      most = max(most, -(-shape[3] // stored.block()))
+  return most / 2
 
 
 def _facts(

@@ -127,6 +127,8 @@ class TestCompiled:
     cache = 2 * 2 * 2 * 128 * 2 * 65536 // 8
     assert found.memory.aliased >= cache
     assert found.memory.temporaries < cache / 8
+    # Four tiles of 2,048 slots each: half of them in each of two loops.
+    assert set(found.report.counted_by_data.values()) == {2.0}
 
   def test_a_step_of_training_compiles_and_reads_the_head_seldom(self):
     options = {"model": MODEL, "tokens": 8192, "q_block": 256, "kv_block": 256}
