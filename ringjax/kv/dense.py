@@ -438,10 +438,8 @@ class Dense:
       real = (mine < tokens).reshape(
         tuple(-1 if i == axis + lead else 1 for i in range(old.ndim))
       )
-      return in_order(
-        lax.dynamic_update_slice(
-          old, jnp.where(real, taken, there), tuple(start)
-        )
+      return lax.dynamic_update_slice(
+        in_order(old), jnp.where(real, taken, there), tuple(start)
       )
 
     if self.axis is None:

@@ -341,7 +341,7 @@ class Compiled:
 
 def test_lengths_share_programs(loaded):
   model, mesh = loaded(NAME, 2)
-  reading, steps = Compiled(prefill._read), Compiled(decode.step)
+  reading, steps = Compiled(prefill.read), Compiled(decode.step)
   for tokens in (3, 9, 14, 16, 11):
     rj.infer.generate(model, [[1] * tokens], max_new_tokens=9, mesh=mesh)
   assert int(reading) <= 1
@@ -356,7 +356,7 @@ def test_a_growing_context_compiles_nothing(loaded):
     model, [[1] * n], max_new_tokens=5, cache=session, prefill="chunked"
   )
   talk(12)
-  reading, steps = Compiled(prefill._read), Compiled(decode.step)
+  reading, steps = Compiled(prefill.read), Compiled(decode.step)
   for tokens in (10, 3, 15, 9, 14, 1, 12):
     talk(tokens)
   assert int(reading) == int(steps) == 0

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax import (
+  Best,
   Blockwise,
   Causal,
   Chain,
@@ -409,11 +410,11 @@ def test_choices_become_strategies():
   built = levels.built(
     "hybrid", {**tiles, "inner": 4, "wire": "int8"}, levels=1
   )
-  ring = Ring(Blockwise(16, 32), wire="int8")
+  ring = Ring(Best(16, 32), wire="int8")
   assert built == Ulysses(ring, inner=4)
   built = levels.built("two_level", {**tiles, "inner": 4}, levels=2)
-  assert built == Ring(Ring(Blockwise(16, 32)))
-  assert levels.built("halo", tiles, levels=1) == Halo(Blockwise(16, 32))
+  assert built == Ring(Ring(Best(16, 32)))
+  assert levels.built("halo", tiles, levels=1) == Halo(Best(16, 32))
 
 
 @pytest.mark.parametrize(
