@@ -67,6 +67,22 @@ def manual_axes() -> frozenset[str]:
   return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def partitioned() -> str | None:
+  """What XLA would cut a kernel along here, which it can't; None if nothing.
+
+  In a shard_map that are mesh axes which are not manual in it, and without a
+  mesh the devices of a program that is traced for several.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return None
+  manual = manual_axes()
+  left = [name for name in mesh.axis_names if name not in manual]
+  if not left:
+    return None
+  return f"the mesh axes {', '.join(left)}"
+
+
 def varying_axes(*trees: Any) -> frozenset[str]:
   """Manual axes over which any leaf of `trees` differs between devices."""
   axes: frozenset[str] = frozenset()

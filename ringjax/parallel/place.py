@@ -48,24 +48,28 @@ class Place:
     return collectives.names(self.axis)
 
 
-def device_of(place: Place, operands: Any) -> tuple[str, str]:
-  """(platform, kind) of the devices of a call, as far as can be known.
+def device_of(place: Place, operands: Any) -> tuple[str, str, bool]:
+  """(platform, kind, alone) of a call's devices, as far as can be known.
 
-  The platform is "cpu", "gpu" or "tpu", the kind what `device_kind` says. The
-  mesh knows, then concrete operands, then the mesh around the call; a program
-  that is traced without a mesh is taken to be for JAX's default.
+  The platform is "cpu", "gpu" or "tpu", the kind what `device_kind` says;
+  alone says whether XLA will not cut the call itself: it is in a shard_map, or
+  on one device. The mesh knows, then concrete operands, then the mesh around
+  the call; a program that is traced without a mesh is taken to be for JAX's
+  default, and for all devices.
   """
   told = lambda device: (device.platform, device.device_kind)
   if isinstance(place.mesh, Mesh):
-    return told(place.mesh.devices.flat[0])
+    return *told(place.mesh.devices.flat[0]), True
+  around = place.mesh or jax.sharding.get_abstract_mesh()
+  alone = place.manual or place.mesh is not None
   for a in operands:
     if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
-      return told(next(iter(a.devices())))
-  around = place.mesh or jax.sharding.get_abstract_mesh()
+      return *told(next(iter(a.devices()))), alone or len(a.devices()) == 1
+  alone = alone or (around.empty and jax.device_count() == 1)
   kind = getattr(around.abstract_device, "device_kind", None)
   if kind is not None and kind.startswith("TPU"):
-    return "tpu", kind
-  return told(jax.local_devices()[0])
+    return "tpu", kind, alone
+  return *told(jax.local_devices()[0]), alone
 
 
 def manual(axis: Any) -> Place | None:

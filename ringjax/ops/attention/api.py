@@ -672,7 +672,9 @@ def _jitted_on_mesh(
   }
   if explicit:
     x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
-  names = explicit | {*place.names}
+  # An axis of one device is nobody's, and a kernel wants all to be manual.
+  single = {name for name, size in place.mesh.shape.items() if size == 1}
+  names = explicit | single | {*place.names}
   out, lse = jax.shard_map(
     lambda x: _per_shard(request, x, place, strategy, lengths),
     mesh=place.mesh,

@@ -110,12 +110,14 @@ def _around(strategy: Any, local: Any) -> Any:
   return dataclasses.replace(strategy, local=local)
 
 
-def on_device(strategy: Any, platform: str, kind: str) -> Any:
+def on_device(
+  strategy: Any, platform: str, kind: str, alone: bool = True
+) -> Any:
   """The strategy whose local algorithm knows what it runs on."""
   local = innermost(strategy)
   if not isinstance(local, Best):
     return strategy
-  return _around(strategy, local.on_device(platform, kind))
+  return _around(strategy, local.on_device(platform, kind, alone))
 
 
 def is_strategy(x: Any) -> bool:

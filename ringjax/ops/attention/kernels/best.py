@@ -28,7 +28,7 @@ from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial
-from ringjax.parallel import chips
+from ringjax.parallel import chips, collectives
 
 _log = logging.getLogger(__name__)
 
@@ -83,9 +83,14 @@ class Best:
   def span(self, keys: int) -> int:
     return keys
 
-  def on_device(self, platform: str, kind: str) -> Any:
-    """The same where it is known what it runs on."""
-    if platform not in KERNELS:
+  def on_device(self, platform: str, kind: str, alone: bool = True) -> Any:
+    """The same where it is known what it runs on.
+
+    Args:
+      alone: whether it is a shard_map's or one device's; XLA would cut
+        another program, and cuts no kernel.
+    """
+    if platform not in KERNELS or not alone:
       return Blockwise(self.q_block, self.kv_block)
     return dataclasses.replace(self, platform=platform, chip=chips.known(kind))
 
@@ -100,9 +105,13 @@ class Best:
   ) -> Choice:
     """What serves this call."""
     declined = []
+    cut = collectives.partitioned()
     for kind in KERNELS.get(self.platform or jax.default_backend(), ()):
       kernel = kind(self.q_block, self.kv_block, chip=self.chip)
-      why = kernel.decline(scores, x, terms, context) or _fault(kind)
+      why = kernel.decline(scores, x, terms, context)
+      if why is None and cut is not None:
+        why = f"XLA cuts no kernel along {cut}"
+      why = why or _fault(kind)
       if why is None:
         return Choice(kernel, tuple(declined))
       declined.append((kind.__name__, why))

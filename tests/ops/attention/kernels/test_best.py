@@ -131,3 +131,33 @@ def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
   assert best._fault(Sound) is None and not caplog.records
   want = jax.grad(lambda q: rj.dot_product_attention(q, q, q).sum())(q)
   np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("shape", "taken"), [((1, 4), True), ((2, 2), False)], ids=str
+)
+def test_no_kernel_where_xla_would_have_to_cut_it(
+  fresh, monkeypatch, shape, taken
+):
+  seen = []
+
+  class Spy(Sound):
+    def forward(self, *args):
+      seen.append(self)
+      return super().forward(*args)
+
+  monkeypatch.setitem(best.KERNELS, "cpu", (Spy,))
+  mesh = rj.make_mesh(shape, ("data", "seq"))
+  q = jax.random.normal(jax.random.key(0), (2, 64 + 4 * shape[0], 2, 8))
+  best._fault(Spy)
+  seen.clear()
+  got = rj.ring_attention(q, q, q, mesh=mesh, axis="seq")
+  assert bool(seen) == taken
+  want = rj.dot_product_attention(q, q, q, strategy=Gather(Blockwise()))
+  np.testing.assert_allclose(got, want, atol=1e-5)
+  # Without a mesh a program of several devices may be cut anywhere.
+  seen.clear()
+  jax.jit(lambda q: rj.dot_product_attention(q, q, q, strategy=Gather()))(q)
+  assert not seen
+  rj.dot_product_attention(q, q, q, strategy=Gather())
+  assert seen
