@@ -58,6 +58,13 @@ _COLUMN_BITS, _ROW_BITS = 14, 13
 # Statistics of base 2 while they are in VMEM: the exponential is one anyway.
 _LOG2_E = math.log2(math.e)
 
+# Steps of a list, which lies in scalar memory.
+_MOST_STEPS = 1 << 16
+# Bytes that the tiles of a backward step need beside the gradients.
+_LEAST_VMEM = 48 << 20
+# What an unknown TPU is taken for: little vector memory, and slow links.
+_SOME = "tpu-v5p"
+
 _NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
 _TN = (((0,), (0,)), ((), ()))  # [h, a] [h, b] -> [a, b]
 _NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
@@ -117,9 +124,10 @@ class FlashTPU:
   Attributes:
     q_block: queries of a tile, a multiple of 128; None: 1024, or fewer.
     kv_block: keys of a tile, a multiple of 128; None: 1024, or fewer.
-    key_span: most keys of one backward kernel, whose gradients lie in VMEM.
-    chip: the machine, of `chips.MACHINES`; what the compiler is told of the
-      kernel's cost goes by its rates. None: those of the first TPU there.
+    key_span: most keys of one backward kernel, whose gradients lie in VMEM;
+      fewer where those would take more than a quarter of it.
+    chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
+      the kernel's cost and by whose VMEM keys are cut; None: as `_SOME`.
     interpret: runs it without a TPU, slowly, for tests.
   """
 
@@ -168,10 +176,15 @@ class FlashTPU:
       return f"heads of {x.q.shape[4]} and {x.v.shape[3]}: at most 256"
     if x.q.shape[3] < _LANES and not self.interpret:
       return f"{x.q.shape[3]} queries: a tile has at least {_LANES}"
-    if -(-x.q.shape[3] // qb) >= 1 << _ROW_BITS:
-      return f"{x.q.shape[3]} queries a shard: too many tiles for its list"
-    if -(-x.k.shape[2] // kb) >= 1 << _COLUMN_BITS:
-      return f"{x.k.shape[2]} keys a shard: too many tiles for its list"
+    rows, columns = -(-x.q.shape[3] // qb), -(-x.k.shape[2] // kb)
+    if (
+      rows >= 1 << _ROW_BITS
+      or columns >= 1 << _COLUMN_BITS
+      or rows * columns > _MOST_STEPS
+    ):
+      return f"{rows} x {columns} tiles a shard: more than its list holds"
+    if _core(self).vmem_bytes < _LEAST_VMEM:
+      return f"the vector memory of {_core(self).name}: too small for its tiles"
     for leaf in jax.tree.leaves(context.mask):
       if jnp.ndim(leaf) > 1:
         return "a mask with an array of more than one axis"
@@ -225,7 +238,7 @@ class FlashTPU:
     del column
     self._check(scores, x, terms, context)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
-    qb, kb = self.blocks(q_length, min(k_length, self.key_span))
+    qb, kb = self.blocks(q_length, min(k_length, _span(self, x)))
     x, terms, context = pad_operands(x, terms, context, qb, kb)
     padded = x.q.shape[3]
     residuals = Residuals(
@@ -236,7 +249,7 @@ class FlashTPU:
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     slopes = carry[1].slopes
     dks, dvs = [], []
-    span = max(self.key_span // kb, 1)
+    span = _span(self, x) // kb
     for j in range(0, kinds.shape[1], span):
       cut = lambda a, axis, j=j: lax.slice_in_dim(
         a, j * kb, min((j + span) * kb, a.shape[axis]), axis=axis
@@ -555,7 +568,7 @@ def _backward(
   b, kv, g, t, h = x.q.shape
   s, j = x.v.shape[2:]
   n = kv * g
-  qb, kb = kernel.blocks(t, min(s, kernel.key_span))
+  qb, kb = kernel.blocks(t, min(s, _span(kernel, x)))
   scalars = _Scalars.of(terms, context, steps)
   leaves, structure = jax.tree.flatten(scalars)
   mask = jax.tree.structure(context.mask)
@@ -706,10 +719,28 @@ def _backward_kernel(
       copy.wait()
 
 
+def _core(kernel: FlashTPU) -> chips.Core:
+  return chips.core(kernel.chip or _SOME)
+
+
+def _grad_bytes(h: int, j: int) -> int:
+  """Of VMEM that the gradients of a key and its value take."""
+  up = lambda n: -(-n // _LANES) * _LANES
+  return 4 * (up(h) + up(j))
+
+
+def _span(kernel: FlashTPU, x: Local) -> int:
+  """Keys of one backward kernel, whole tiles."""
+  kb = kernel.blocks(x.q.shape[3], x.k.shape[2])[1]
+  room = _core(kernel).vmem_bytes // 4
+  most = room // _grad_bytes(x.k.shape[3], x.v.shape[3])
+  return max(min(kernel.key_span, most) // kb, 1) * kb
+
+
 def _vmem(kernel: FlashTPU, keys: int, h: int, j: int) -> int:
   """Bytes that a backward kernel may take: its gradients and some tiles."""
-  up = lambda n: -(-n // _LANES) * _LANES
-  return keys * (up(h) + up(j)) * 4 + (48 << 20)
+  most = _core(kernel).vmem_bytes
+  return min(keys * _grad_bytes(h, j) + (48 << 20), most - most // 16)
 
 
 def _cost(
@@ -743,6 +774,3 @@ def _share(mask: Any, t: int, s: int) -> float:
   if behind is not None:
     share = min(share, (behind + 1 + min(ahead or 0, s)) / s)
   return max(share, 1 / t)
-
-
-_SOME = next(name for name in chips.MACHINES if name.startswith("tpu"))

@@ -12,7 +12,7 @@ import ringjax as rj
 from ringjax import Best, Blockwise, Gather, Ring, Ulysses
 from ringjax.ops.attention import levels
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels import best
+from ringjax.ops.attention.kernels import best, flash_tpu
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
@@ -48,6 +48,21 @@ def test_what_it_declines_blockwise_serves(fresh):
   assert "40 queries" in str(found) and "FlashTPU" in str(found)
   odd = Best(24, 8, platform="tpu").choose(*call())
   assert odd.algorithm == Blockwise(24, 8) and "128" in str(odd)
+
+
+def test_what_a_chip_has_no_room_for_is_declined(fresh):
+  old = Best(platform="tpu", chip="tpu-v4").choose(*call())
+  assert old.algorithm == Blockwise() and "vector memory" in str(old)
+  long = Best(platform="tpu", chip="tpu-v5e").choose(*call(length=1 << 19))
+  assert long.algorithm == Blockwise() and "512 x 512 tiles" in str(long)
+  # Gradients of wide heads take room: fewer keys at once.
+  kernel = FlashTPU(chip="tpu-v5p")
+  wide = call(length=1 << 15)[1]
+  assert flash_tpu._span(kernel, wide) == 1 << 14
+  heads = jax.ShapeDtypeStruct((1, 2, 1 << 15, 256), jnp.bfloat16)
+  wide = wide._replace(k=heads, v=heads)
+  assert flash_tpu._span(kernel, wide) == 1 << 13
+  assert flash_tpu._vmem(kernel, 1 << 13, 256, 256) < 64 << 20
 
 
 def test_elsewhere_it_is_blockwise():
