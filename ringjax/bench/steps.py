@@ -92,6 +92,7 @@ def attention(
   _choose("what", what, ("forward", "backward"))
   made, axis = _mesh(devices, mesh, order)
   how = way(strategy, q_block, kv_block, local)
+  shares = Travel(mesh=made).shares(batch, heads, kv_heads)
   over = P(_batch_axes(made, batch), axis)
   like = lambda n: jax.ShapeDtypeStruct(
     (batch, tokens, n, head_dim), dtype, sharding=NamedSharding(made, over)
@@ -100,7 +101,7 @@ def attention(
   def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return dot_product_attention(
       q, k, v, mesh=made, axis=axis, layout=how.layout, strategy=how.strategy,
-      is_causal=causal,
+      is_causal=causal, **shares,
     )  # fmt: skip
 
   def backward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:

@@ -33,6 +33,7 @@ from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
 _BATCH_AXES = ("replica", "data")
+_HEADS = "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,26 @@ class Spread:
     names = [a for a in _BATCH_AXES if a in self.mesh.axis_names]
     size = self.data_size
     return tuple(names) if size > 1 and batch % size == 0 else ()
+
+  def shares(self, batch: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """What attention is told of where its batch and heads lie.
+
+    Where all is said XLA has nothing to cut, which it can't do to a kernel;
+    heads that do not divide are better left to it than computed twice.
+    """
+    size = self.model_size
+    fits = heads % size == 0 and (kv_heads == 1 or kv_heads % size == 0)
+    if self.mesh is None or not fits:
+      return {}
+    return {
+      "batch_axis": self.batch_axes(batch),
+      "head_axis": (_HEADS,) if size > 1 else (),
+    }
+
+  @property
+  def model_size(self) -> int:
+    """Devices over which heads may be sharded."""
+    return 1 if self.mesh is None else dict(self.mesh.shape).get(_HEADS, 1)
 
   @property
   def data_size(self) -> int:
@@ -201,6 +222,7 @@ class Travel(Spread):
       scale=extras.scale,
       mesh=self.mesh,
       axis=self.axis,
+      **self.shares(q.shape[0], q.shape[2], k.shape[1]),
       layout=self.layout,
       strategy=self.strategy,
       q_positions=None if tokens.derived else tokens.pos,

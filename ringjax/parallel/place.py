@@ -31,8 +31,10 @@ class Place:
     manual: whether operands are per shard (the caller's shard_map or vmap).
     mesh: the mesh to open a shard_map on, or None.
     size: number of shards, 1 without an axis.
-    batch: explicit mesh axes over which the batch is sharded.
-    heads: explicit mesh axes over which the heads are sharded.
+    batch: mesh axes over which the batch is sharded, where that is known.
+    heads: mesh axes over which the heads are sharded, where that is known.
+    whole: whether the axes named here are all that shard anything, so none is
+      left to the compiler.
   """
 
   axis: str | tuple[str, ...] | None = None
@@ -41,6 +43,7 @@ class Place:
   size: int = 1
   batch: tuple[str, ...] = ()
   heads: tuple[str, ...] = ()
+  whole: bool = False
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -72,22 +75,33 @@ def device_of(place: Place, operands: Any) -> tuple[str, str, bool]:
   return *told(jax.local_devices()[0]), alone
 
 
-def manual(axis: Any) -> Place | None:
-  """The place of a call whose operands are per shard, else None."""
-  several = isinstance(axis, tuple) and len(set(axis)) == len(axis) > 0
+def check_axis(name: str, axis: Any) -> None:
+  """Refuses what names no mesh axes; None names none.
+
+  Only the sequence's may not be an empty tuple: its absence is None.
+  """
+  least = 1 if name == "axis" else 0
+  several = isinstance(axis, tuple) and len(set(axis)) == len(axis) >= least
   if not (
     axis is None
     or isinstance(axis, str)
-    or (several and all(isinstance(name, str) for name in axis))
+    or (several and all(isinstance(one, str) for one in axis))
   ):
     raise MeshError(
       message(
-        "axis",
+        name,
         repr(axis),
         "the name of a mesh axis, or a tuple of such names, the slowest first",
-        "shard the sequence over an axis, e.g. axis='seq'",
+        f"shard over an axis, e.g. {name}='seq'"
+        if name == "axis"
+        else f"say over which it lies, e.g. {name}='data'",
       )
     )
+
+
+def manual(axis: Any) -> Place | None:
+  """The place of a call whose operands are per shard, else None."""
+  check_axis("axis", axis)
   bound = axis or (SEQ if SEQ in collectives.manual_axes() else None)
   if bound is None or not collectives.is_bound(bound):
     return None
@@ -100,12 +114,19 @@ def locate(
   axis: str | tuple[str, ...] | None,
   required: bool,
   name: str = "q",
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
 ) -> Place:
   """Finds the place of a call with [B, T, heads, H] `operands`.
 
   `required`: an axis must be found; otherwise the call may be local. `name` is
-  what the caller calls the first operand.
+  what the caller calls the first operand. `batch_axis` and `head_axis` say
+  over what the other dimensions lie where shardings are the compiler's.
   """
+  said = {"batch_axis": batch_axis, "head_axis": head_axis}
+  for which, what in said.items():
+    check_axis(which, what)
+  told = any(what is not None for what in said.values())
   per_shard = manual(axis)
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
@@ -117,17 +138,28 @@ def locate(
       )
     )
   if per_shard is not None:
+    if told:
+      which = next(w for w, what in said.items() if what is not None)
+      raise MeshError(
+        message(
+          which,
+          f"{said[which]!r} for operands that are per shard",
+          "operands of a whole mesh",
+          "leave it out inside of a shard_map",
+        )
+      )
     return per_shard
   specs = [_spec(x) for x in operands]
   found = next((m for m, _ in specs if m is not None), None)
   context = jax.sharding.get_abstract_mesh()
   use = mesh or found or (None if context.empty else context)
   if use is None:
-    if axis is not None or required:
+    first = next((w for w, what in said.items() if what is not None), "axis")
+    if axis is not None or required or told:
       raise MeshError(
         message(
-          "axis",
-          f"{axis!r} outside of any mesh",
+          first,
+          f"{said.get(first, axis)!r} outside of any mesh",
           "a mesh with that axis",
           "pass mesh=, or enter one with jax.set_mesh(mesh)",
         )
@@ -158,13 +190,20 @@ def locate(
     for a, kind in zip(use.axis_names, use.axis_types, strict=True)
     if kind == AxisType.Explicit
   ]
-  if axis is None and not explicit:
+  if axis is None and not explicit and not told:
     return Place()
   spec = next((spec for m, spec in specs if m is not None), ())
-  entry = lambda i: tuple(
+  found_at = lambda i: tuple(
     a for a in (spec[i] if i < len(spec) else ()) if a in explicit
   )
-  if {*collectives.names(axis)} & {*entry(0), *entry(2)}:
+  batch, heads = (
+    found_at(i) if said[which] is None else _told(which, said[which], use)
+    for i, which in ((0, "batch_axis"), (2, "head_axis"))
+  )
+  if told:
+    _check_disjoint(axis, batch, heads)
+    _check_divides(operands, use, name, batch, heads)
+  if {*collectives.names(axis)} & {*batch, *heads}:
     raise MeshError(
       message(
         name,
@@ -178,9 +217,59 @@ def locate(
     False,
     use,
     math.prod(use.shape[name] for name in collectives.names(axis)),
-    entry(0),
-    entry(2),
+    batch,
+    heads,
+    told,
   )
+
+
+def _told(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:
+  """The axes that a caller named, which the mesh has."""
+  names = collectives.names(axes)
+  for one in names:
+    if one not in mesh.axis_names:
+      raise MeshError(
+        message(
+          which,
+          repr(axes),
+          f"one of the mesh axes {mesh.axis_names}",
+          "rename the axis or pass another mesh",
+        )
+      )
+  return names
+
+
+def _check_disjoint(axis: Any, batch: Any, heads: Any) -> None:
+  """Refuses a mesh axis that is to shard two dimensions."""
+  uses = [*collectives.names(axis), *batch, *heads]
+  twice = next((one for one in uses if uses.count(one) > 1), None)
+  if twice is not None:
+    raise MeshError(
+      message(
+        "axis, batch_axis, head_axis",
+        f"{twice!r} for two of sequence, batch and heads",
+        "another mesh axis for each",
+        "take it out of one of them",
+      )
+    )
+
+
+def _check_divides(
+  operands: Sequence[Any], mesh: Any, name: str, batch: Any, heads: Any
+) -> None:
+  """Refuses a batch or query heads that their shards do not divide."""
+  b, _, n, _ = operands[0].shape
+  for which, many, over in (("examples", b, batch), ("heads", n, heads)):
+    size = math.prod(mesh.shape[one] for one in over)
+    if many % size:
+      raise MeshError(
+        message(
+          name,
+          f"{many} {which} over the {size} shards of {over}",
+          "a multiple of the shards",
+          "leave that axis out, or pad",
+        )
+      )
 
 
 def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:

@@ -42,6 +42,14 @@ def test_where_activations_lie(mesh):
   chunk = Visit(mesh=mesh, axis="seq", spread=False)
   assert chunk.sharded and chunk.spec(x(4, 6)) == P(("data",), "seq")
   assert Spread().batch_axes(4) == ()
+  for batch, heads, kv_heads, want in (
+    (4, 4, 2, {"batch_axis": ("data",), "head_axis": ("model",)}),
+    (3, 4, 1, {"batch_axis": (), "head_axis": ("model",)}),
+    (4, 3, 1, {}),  # 2 does not divide 3
+    (4, 6, 3, {}),
+  ):
+    assert travel.shares(batch, heads, kv_heads) == want
+  assert Spread().shares(4, 4, 4) == {}
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(4, 8), (3, 8), (2, 5), (1, 1)])

@@ -2,8 +2,9 @@
 
 Law: the result is that of `reference` on the whole sequence, whatever the
 mesh, the layout and the strategy. On a mesh there is one shard_map, over the
-sequence's axis and the mesh's explicit axes; other axes are left to the
-compiler, so a batch over `data` and heads over `model` stay where they are.
+sequence's axis, the mesh's explicit axes and what the caller says of batch and
+heads; other axes are left to the compiler, so a batch over `data` and heads
+over `model` stay where they are.
 Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
 """
 
@@ -60,6 +61,8 @@ def dot_product_attention(
   return_residual: bool = False,
   mesh: Any = None,
   axis: str | tuple[str, ...] | None = None,
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
   strategy: str | Strategy | Auto = "auto",
   q_segment_ids: Any = None,
@@ -102,6 +105,11 @@ def dot_product_attention(
       Default: what shards the operands, else the current mesh's "seq" axis,
       else one device. Inside a shard_map where the axis is manual the operands
       are per shard.
+    batch_axis: the mesh axes that shard B; () for none. Default: what explicit
+      shardings say, else the compiler finds out. Where this or `head_axis` is
+      said, nothing is left to the compiler, which on a mesh with more axes
+      than `axis` is what lets TPU and GPU kernels run: XLA cuts none.
+    head_axis: the same for N; K is 1 or a multiple of its shards.
     layout: the order in which the sequence dimension of all arrays lies on
       the shards (`layout.permute` brings it there); default `Contiguous()`.
     strategy: what moves between shards. "auto" chooses by a model of costs
@@ -167,7 +175,14 @@ def dot_product_attention(
     dropout_rate=dropout_rate,
     dropout_seed=dropout_seed,
   )
-  place = locate(operands[:3], mesh, axis, required=False)
+  place = locate(
+    operands[:3],
+    mesh,
+    axis,
+    required=False,
+    batch_axis=batch_axis,
+    head_axis=head_axis,
+  )
   if implementation == "cudnn":
     ours = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
             sinks, logits_soft_cap, alibi_slopes)  # fmt: skip
@@ -198,6 +213,8 @@ def ring_attention(
   *,
   mesh: Any = None,
   axis: str | tuple[str, ...] | None = None,
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
   is_causal: bool = False,
   return_residual: bool = False,
@@ -216,6 +233,8 @@ def ring_attention(
     value: [B, S, K, J].
     mesh: the mesh; default: the operands', else the current one.
     axis: the mesh axis; default as in `dot_product_attention`.
+    batch_axis: the mesh axes that shard B, as there.
+    head_axis: the mesh axes that shard N, as there.
     layout: default `Contiguous()`.
     is_causal: a query sees keys at and before its position.
     return_residual: also return the log-sum-exp, float32 [B, T, N].
@@ -238,7 +257,14 @@ def ring_attention(
     key_shards=_key_shards(axis),
     **_known(options),
   )
-  place = locate(operands[:3], mesh, axis, required=True)
+  place = locate(
+    operands[:3],
+    mesh,
+    axis,
+    required=True,
+    batch_axis=batch_axis,
+    head_axis=head_axis,
+  )
   strategy = _strategy(Ring(local or Best()))
   return _run(request, operands, place, strategy, return_residual)
 
@@ -294,7 +320,7 @@ def blockwise_attention(
     kv_block: keys of a tile.
     return_residual: also return the log-sum-exp, float32 [B, T, N].
     **options: the other keyword arguments of `dot_product_attention`, but for
-      `mesh`, `axis`, `layout`, `strategy` and `implementation`.
+      `mesh`, `layout`, `strategy`, `implementation` and the axes.
 
   Returns:
     [B, T, N, J] in the query's dtype, or that and the residual.
@@ -674,7 +700,9 @@ def _jitted_on_mesh(
     x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
   # An axis of one device is nobody's, and a kernel wants all to be manual.
   single = {name for name, size in place.mesh.shape.items() if size == 1}
-  names = explicit | single | {*place.names}
+  names = explicit | single | {*place.names, *place.batch, *place.heads}
+  if place.whole:
+    names |= {*place.mesh.axis_names} - collectives.manual_axes()
   out, lse = jax.shard_map(
     lambda x: _per_shard(request, x, place, strategy, lengths),
     mesh=place.mesh,

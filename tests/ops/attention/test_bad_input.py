@@ -352,6 +352,36 @@ def test_mesh_errors():
   )
 
 
+@pytest.mark.parametrize(
+  ("said", "words"),
+  [
+    ({"batch_axis": "rows"}, "batch_axis 'rows' data seq"),
+    ({"head_axis": 3}, "head_axis 3 tuple"),
+    ({"batch_axis": ("data", "data")}, "batch_axis tuple"),
+    ({"batch_axis": "seq"}, "batch_axis 'seq' sequence"),
+    ({"batch_axis": "data", "head_axis": ("data",)}, "head_axis 'data'"),
+    ({"batch_axis": ("data", "model")}, "2 examples 4 shards multiple"),
+    ({"head_axis": ("data", "model", "more")}, "4 heads 8 shards multiple"),
+  ],
+  ids=str,
+)
+def test_where_batch_and_heads_lie(said, words):
+  mesh = mesh_of((2, 2, 1, 2), ("data", "model", "seq", "more"))
+  q = ones((2, 16, 4, 8))
+  call = lambda **rest: rj.dot_product_attention(q, q, q, **said, **rest)
+  raises(rj.MeshError, ValueError, words, lambda: call(mesh=mesh))
+  first = next(iter(said))
+  if said[first] != 3 and said[first] != ("data", "data"):
+    raises(rj.MeshError, ValueError, f"{first} outside mesh", call)
+    inside = lambda: jax.shard_map(
+      lambda q: rj.dot_product_attention(q, q, q, axis="seq", **said),
+      mesh=mesh,
+      in_specs=P(None, "seq"),
+      out_specs=P(None, "seq"),
+    )(q)
+    raises(rj.MeshError, ValueError, f"{first} shard_map", inside)
+
+
 def test_alignment_of_causal_keys():
   x = arrays(key=ones((B, 24, K, H)), value=ones((B, 24, K, H)))
   for call in (

@@ -291,15 +291,21 @@ def on(mesh, name, x):
   "strategy", [Ring(TILES), Gather(TILES), Ulysses(TILES)]
 )
 @pytest.mark.parametrize(
-  ("kind", "layout"), [("Auto", Zigzag()), ("Explicit", Striped())]
+  ("kind", "layout", "said"),
+  [
+    ("Auto", Zigzag(), {}),
+    ("Explicit", Striped(), {}),
+    ("Auto", Striped(4), {"batch_axis": "data", "head_axis": "model"}),
+  ],
 )
-def test_batch_and_heads_are_sharded_too(kind, layout, strategy):
+def test_batch_and_heads_are_sharded_too(kind, layout, said, strategy):
   mesh = rj.make_mesh(
     (2, 2, 2), ("data", "seq", "model"), axis_types=AxisType[kind]
   )
   case, want = problem("everything")
   got = oracle.run(
     case,
+    functools.partial(rj.dot_product_attention, **said),
     layout=layout,
     shards=2,
     strategy=strategy,

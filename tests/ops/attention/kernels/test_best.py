@@ -149,10 +149,18 @@ def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-  ("shape", "taken"), [((1, 4), True), ((2, 2), False)], ids=str
+  ("shape", "said", "taken"),
+  [
+    ((1, 4), {}, True),
+    ((2, 2), {}, False),
+    ((2, 2), {"batch_axis": "data"}, True),
+    ((2, 2), {"batch_axis": ()}, True),
+    ((2, 2), {"head_axis": "data"}, True),
+  ],
+  ids=str,
 )
 def test_no_kernel_where_xla_would_have_to_cut_it(
-  fresh, monkeypatch, shape, taken
+  fresh, monkeypatch, shape, said, taken
 ):
   seen = []
 
@@ -163,16 +171,26 @@ def test_no_kernel_where_xla_would_have_to_cut_it(
 
   monkeypatch.setitem(best.KERNELS, "cpu", (Spy,))
   mesh = rj.make_mesh(shape, ("data", "seq"))
-  q = jax.random.normal(jax.random.key(0), (2, 64 + 4 * shape[0], 2, 8))
+  whole = rj.make_mesh((2,), ("data",))
+  # Another length each: what was compiled has chosen.
+  length = 64 + 4 * shape[0] + 8 * len(str(said))
+  q = jax.random.normal(jax.random.key(0), (2, length, 2, 8))
   best._fault(Spy)
   seen.clear()
-  got = rj.ring_attention(q, q, q, mesh=mesh, axis="seq")
+  got = rj.ring_attention(q, q, q, mesh=mesh, axis="seq", **said)
   assert bool(seen) == taken
   want = rj.dot_product_attention(q, q, q, strategy=Gather(Blockwise()))
   np.testing.assert_allclose(got, want, atol=1e-5)
   # Without a mesh a program of several devices may be cut anywhere.
   seen.clear()
-  jax.jit(lambda q: rj.dot_product_attention(q, q, q, strategy=Gather()))(q)
+  alone = lambda q, **said: rj.dot_product_attention(
+    q, q, q, strategy=Gather(), **said
+  )
+  jax.jit(alone)(q)
   assert not seen
+  # A mesh of the batch alone.
+  jax.jit(lambda q: alone(q, mesh=whole, batch_axis="data"))(q)
+  assert seen
+  seen.clear()
   rj.dot_product_attention(q, q, q, strategy=Gather())
   assert seen
