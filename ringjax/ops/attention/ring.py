@@ -423,6 +423,12 @@ class Ring(Move):
 
   def _rotate(self, tree: Any, shift: int) -> Any:
     assert self.axis is not None
+    if isinstance(tree, Visitor):
+      # Coordinates first: the next hop begins with them, and behind keys and
+      # values on the same link they would come as late as those.
+      at = collectives.rotate(tree.at, self.axis, shift)
+      kv, at = lax.optimization_barrier((tree.kv, at))
+      return Visitor(collectives.rotate(kv, self.axis, shift), at)
     return collectives.rotate(tree, self.axis, shift)
 
 
