@@ -94,7 +94,7 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
-  ways.refuse(values, "aot", (*_OF_OTHERS, "slices", "out"))
+  ways.refuse(values, "aot", (*OF_OTHERS, "slices", "out"))
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
@@ -473,7 +473,7 @@ def capacities(
     values,
     "capacity",
     (
-      *_OF_OTHERS, *_OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
+      *OF_OTHERS, *_OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
       "search", "plot", "limit", "order",
     ),
   )  # fmt: skip
@@ -597,7 +597,7 @@ def _keep(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
   pathlib.Path(f"{path}.md").write_text("\n".join(table(rows)) + "\n")
 
 
-_OF_OTHERS = (
+OF_OTHERS = (
   "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
   "window", "credits", "kernel", "noise", "seed", "least_gain", "table",
   "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",

@@ -23,6 +23,9 @@
       --search over meshes, layouts, remat and tiles.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather.
+  python -m launch.plan cycles --chips=v5e,v6e
+      Cycles of a tile of the attention kernels, in the TPU compiler's machine
+      code, beside those of JAX's splash attention.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: who holds what, what moves.
 
@@ -40,7 +43,7 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch import aot, common, screens, ways
+from launch import aot, common, cycles, screens, ways
 from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
@@ -103,6 +106,7 @@ def define(values: flags.FlagValues) -> None:
   new.text("dtype", None, "--fit: of weights and keys; fit, explain: of keys.")
   ways.define(values)
   aot.define(values)
+  cycles.define(values)
 
 
 # ---------------------------------------------------------------------------
@@ -534,6 +538,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "pictures": _pictures,
   "aot": aot.compile_one,
   "capacity": aot.capacities,
+  "cycles": cycles.count,
 }
 
 
@@ -552,8 +557,10 @@ def run(
     screens.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
     return 2
   try:
-    if words[0] not in ("aot", "capacity"):
+    if words[0] not in ("aot", "capacity", "cycles"):
       ways.refuse(values, words[0], aot.OF_AOT)
+    if words[0] != "cycles":
+      ways.refuse(values, words[0], cycles.OF_CYCLES)
     _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
   except (RingjaxError, app.UsageError) as error:
     screens.complain(NAME, error, stderr)

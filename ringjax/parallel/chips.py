@@ -534,6 +534,7 @@ class Core:
     link_bytes_s: of one permute, one way.
     hbm_bytes: that a program may fill.
     vmem_bytes: of one core's vector memory.
+    matrix_side: rows and columns of a matrix unit.
     full_side: a side of the slice that is a multiple of it closes to a ring.
     source: where the figures are from.
   """
@@ -546,6 +547,7 @@ class Core:
   link_bytes_s: float
   hbm_bytes: int
   vmem_bytes: int
+  matrix_side: int
   full_side: int
   source: str
 
@@ -573,7 +575,7 @@ _LIBTPU = (
 
 def _core(
   name: str, topology: str, mhz: int, flops: int, cores: int, gb_s: float,
-  hbm_gib: float, vmem_mib: int, full_side: int,
+  hbm_gib: float, vmem_mib: int, matrix_side: int, full_side: int,
 ) -> Core:  # fmt: skip
   return Core(
     name=name,
@@ -584,6 +586,7 @@ def _core(
     link_bytes_s=gb_s * 1e9,
     hbm_bytes=int(hbm_gib * 2**30),
     vmem_bytes=vmem_mib << 20,
+    matrix_side=matrix_side,
     full_side=full_side,
     source=_LIBTPU,
   )
@@ -592,11 +595,11 @@ def _core(
 CORES: dict[str, Core] = {
   core.name: core
   for core in (
-    _core("tpu-v4", "v4", 1050, 262144, 2, 44.8, 30.75, 16, 4),
-    _core("tpu-v5e", "v5e", 1500, 131072, 1, 46.6, 15.75, 128, 16),
-    _core("tpu-v5p", "v5p", 1750, 262144, 2, 93.3, 95.73, 64, 4),
-    _core("tpu-v6e", "v6e", 1750, 524288, 1, 93.3, 31.24, 128, 16),
-    _core("tpu-7x", "tpu7x", 1900, 524288, 1, 93.3, 94.74, 64, 4),
+    _core("tpu-v4", "v4", 1050, 262144, 2, 44.8, 30.75, 16, 128, 4),
+    _core("tpu-v5e", "v5e", 1500, 131072, 1, 46.6, 15.75, 128, 128, 16),
+    _core("tpu-v5p", "v5p", 1750, 262144, 2, 93.3, 95.73, 64, 128, 4),
+    _core("tpu-v6e", "v6e", 1750, 524288, 1, 93.3, 31.24, 128, 256, 16),
+    _core("tpu-7x", "tpu7x", 1900, 524288, 1, 93.3, 94.74, 64, 256, 4),
   )
 }
 

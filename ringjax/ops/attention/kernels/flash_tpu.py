@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,6 @@ _LEAST_VMEM = 48 << 20
 _SOME = "tpu-v5p"
 
 _NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
-_TN = (((0,), (0,)), ((), ()))  # [h, a] [h, b] -> [a, b]
 _NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
 
 
@@ -350,6 +350,10 @@ class _Tile(NamedTuple):
       Coords(_column_of(k_at[0, 0:1, :]), _column_of(k_at[0, 1:2, :])),
     )
 
+  def of_queries(self, cut: slice) -> _Tile:
+    """The part of some of its queries."""
+    return self._replace(q=Coords(*(c[:, cut] for c in self.q)))
+
   def power(self, dot: jax.Array) -> tuple[jax.Array, float]:
     """(x, c) such that exp(score) is 2 ** (c * x), c above 0.
 
@@ -388,6 +392,32 @@ class _Tile(NamedTuple):
       word(self.k.pos),
       jnp.float32,
     )
+
+
+def _columns(queries: int, side: int) -> list[slice]:
+  """Queries of a tile in parts, each as wide as a matrix unit."""
+  wide = side if queries % side == 0 else queries
+  return [slice(at, at + wide) for at in range(0, queries, wide)]
+
+
+def _in_turn(
+  parts: list[slice],
+  multiply: Callable[[slice], Any],
+  fold: Callable[[slice, Any], None],
+) -> None:
+  """Folds each part's products, of which those of later parts come early.
+
+  So that the compiler has some to multiply while it takes exponentials: it
+  reorders little on its own. With more than half of them ahead it is the
+  registers that run out.
+  """
+  ahead = len(parts) // 2 + 1
+  products = [multiply(cut) for cut in parts[:ahead]]
+  for i, cut in enumerate(parts):
+    if i + ahead < len(parts):
+      products.append(multiply(parts[i + ahead]))
+    fold(cut, products[i])
+    products[i] = None
 
 
 def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
@@ -468,7 +498,9 @@ def _forward(
   ]
   first = len(leaves) + 6
   acc_out, m, l = pl.pallas_call(  # noqa: E741
-    functools.partial(_forward_kernel, scores, mask, structure),
+    functools.partial(
+      _forward_kernel, scores, mask, structure, _core(kernel).matrix_side
+    ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(leaves),
       grid=(b, n, steps.count),
@@ -509,7 +541,7 @@ def _forward(
 
 
 def _forward_kernel(
-  scores: Scores, mask: Any, structure: Any, *refs: Any
+  scores: Scores, mask: Any, structure: Any, side: int, *refs: Any
 ) -> None:
   count = structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[:count])
@@ -528,21 +560,34 @@ def _forward_kernel(
 
   def tile(masked: bool) -> None:
     at = _Tile.of(scores, mask, scalars, b, n, q_at, k_at)
-    v = v_ref[0, 0]
-    s, c = at.power(_dot(k_ref[0, 0], q_ref[0, 0], _NT))
+    k, v = k_ref[0, 0], v_ref[0, 0]
     if masked:
-      s = jnp.where(at.allowed(), s + _column_of(flag_ref[0, 0]), -jnp.inf)
-      v = _clean(v)
-    old = m_ref[...]
-    m = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True) * c)
-    safe = finite_max(m) if masked else m
-    p = jnp.exp2(s * c - safe)
-    weight = jnp.exp2(old - safe)
-    m_ref[...] = m
-    l_ref[...] = l_ref[...] * weight + jnp.sum(p, axis=0, keepdims=True)
-    if scores.dropout_rate:
-      p = p * at.kept()
-    acc[...] = acc[...] * weight + _dot(v, p.astype(v.dtype), _NN)
+      v, flag = _clean(v), _column_of(flag_ref[0, 0])
+
+    def fold(cut: slice, dot: jax.Array) -> None:
+      here = at.of_queries(cut)
+      s, c = here.power(dot)
+      if masked:
+        s = jnp.where(here.allowed(), s + flag, -jnp.inf)
+      old = m_ref[:, cut]
+      m = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True) * c)
+      safe = finite_max(m) if masked else m
+      p = jnp.exp2(s * c - safe)
+      weight = jnp.exp2(old - safe)
+      m_ref[:, cut] = m
+      total = jnp.sum(p, axis=0, keepdims=True)
+      l_ref[:, cut] = l_ref[:, cut] * weight + total
+      if scores.dropout_rate:
+        p = p * here.kept()
+      acc[:, cut] = acc[:, cut] * weight + _dot(v, p.astype(v.dtype), _NN)
+
+    # A mask's comparisons are fewest over all queries at once.
+    queries = acc.shape[1]
+    _in_turn(
+      _columns(queries, queries if masked else side),
+      lambda cut: _dot(k, q_ref[0, 0, cut], _NT),
+      fold,
+    )
 
   pl.when(word & _PART != 0)(lambda: tile(True))
   pl.when(word & _WHOLE != 0)(lambda: tile(False))
@@ -578,6 +623,7 @@ def _backward(
     bi, ki * g + gi, 0, row(i, words),
   )  # fmt: skip
   k_index = lambda bi, ki, gi, i, words, *_: (bi, ki, _column(words[i]), 0)
+  kt_index = lambda bi, ki, gi, i, words, *_: (bi, ki, 0, _column(words[i]))
   at_q = lambda bi, ki, gi, i, words, *_: (bi, 0, row(i, words))
   at_k = lambda bi, ki, gi, i, words, *_: (bi, 0, _column(words[i]))
   stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
@@ -589,6 +635,8 @@ def _backward(
   operands = (
     x.q.reshape(b, n, t, h),
     x.k,
+    # For dQ, as its product wants them; see `_forward`.
+    jnp.swapaxes(x.k, 2, 3),
     x.v,
     residuals.do.reshape(b, n, t, j),
     rows(residuals.lse),
@@ -599,7 +647,7 @@ def _backward(
     dq.reshape(b, n, h, t),
     collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
   )
-  first = len(leaves) + 9
+  first = len(leaves) + 10
   whole = pl.BlockSpec(memory_space=pl.ANY)
   dq_out, far, dk, dv = pl.pallas_call(
     functools.partial(_backward_kernel, scores, mask, structure, kb, g),
@@ -609,6 +657,7 @@ def _backward(
       in_specs=[
         pl.BlockSpec((1, 1, qb, h), q_index),
         pl.BlockSpec((1, 1, kb, h), k_index),
+        pl.BlockSpec((1, 1, h, kb), kt_index),
         pl.BlockSpec((1, 1, kb, j), k_index),
         pl.BlockSpec((1, 1, qb, j), q_index),
         stat,
@@ -654,8 +703,8 @@ def _backward_kernel(
   count = structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[:count])
   (
-      q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, flag_ref, q_at, k_at,
-      dq_in, far_in, dq_out, far_out, dk_out, dv_out,
+      q_ref, k_ref, kt_ref, v_ref, do_ref, lse_ref, delta_ref, flag_ref, q_at,
+      k_at, dq_in, far_in, dq_out, far_out, dk_out, dv_out,
       dq, far, dk, dv, sent,
   ) = refs[count:]  # fmt: skip
   b, kv, head, i = (pl.program_id(axis) for axis in range(4))
@@ -676,6 +725,7 @@ def _backward_kernel(
   def tile(masked: bool) -> None:
     at = _Tile.of(scores, mask, scalars, b, kv * g + head, q_at, k_at)
     q, k, v, do = q_ref[0, 0], k_ref[0, 0], v_ref[0, 0], do_ref[0, 0]
+    kt = kt_ref[0, 0]
     lse, delta = lse_ref[0, 0], delta_ref[0, 0]
     dot = _dot(k, q, _NT)
     s, c = at.power(dot)
@@ -684,7 +734,7 @@ def _backward_kernel(
     if masked:
       p = jnp.exp2(s * c - (lse + flag_ref[0, 0]))
       p = jnp.where(at.allowed(), p, 0.0)
-      q, k, v, do, delta = map(_clean, (q, k, v, do, delta))
+      q, kt, v, do, delta = map(_clean, (q, kt, v, do, delta))
     else:
       p = jnp.exp2(s * c - lse)
     dp = _dot(v, do, _NT)
@@ -701,7 +751,7 @@ def _backward_kernel(
     keys = pl.ds(pl.multiple_of(_column(word) * kb, kb), kb)
     dv[keys, :] += _dot(kept.astype(do.dtype), do, _NN)
     dk[keys, :] += _dot(ds, q, _NN)
-    dq[...] += _dot(k, ds, _TN)
+    dq[...] += _dot(kt, ds, _NN)
 
   pl.when(word & _PART != 0)(lambda: tile(True))
   pl.when(word & _WHOLE != 0)(lambda: tile(False))

@@ -1,0 +1,137 @@
+"""Kernels of one device, ours and JAX's, for `rj.plan.cycles`: same shapes.
+
+Builders for `rj.plan.aot`: each is called with the devices of a slice, of
+which it takes the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.parallel import chips
+from ringjax.plan.aot import Built
+
+WHAT = ("forward", "backward")
+_HEADS = 2
+
+
+def ours(
+  devices: Sequence[Any],
+  *,
+  what: str = "forward",
+  q_block: int = 1024,
+  kv_block: int = 1024,
+  head_dim: int = 128,
+  dtype: str = "bfloat16",
+) -> Built:
+  """`FlashTPU`, causal: by its positions some tiles are whole.
+
+  Args:
+    devices: of the slice.
+    what: "forward", or "backward" for both passes.
+    q_block: queries of a tile.
+    kv_block: keys of a tile.
+    head_dim: H.
+    dtype: of the operands.
+  """
+  mesh = _one(devices)
+  chip = chips.known(devices[0].device_kind)
+  strategy = Gather(FlashTPU(q_block, kv_block, chip=chip))
+
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return dot_product_attention(
+      q, k, v, is_causal=True, mesh=mesh, axis="seq", strategy=strategy
+    )
+
+  shape = (1, _length(q_block, kv_block), _HEADS, head_dim)
+  return _built(attend, mesh, shape, dtype, what, "FlashTPU")
+
+
+def splash(
+  devices: Sequence[Any],
+  *,
+  what: str = "forward",
+  q_block: int = 1024,
+  kv_block: int = 1024,
+  head_dim: int = 128,
+  dtype: str = "bfloat16",
+) -> Built:
+  """JAX's splash attention, all of whose tiles are whole.
+
+  Its backward pass is the fused one. Arguments as of `ours`.
+  """
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as kernels,
+  )
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as masks,
+  )
+
+  mesh = _one(devices)
+  length = _length(q_block, kv_block)
+  sizes = kernels.BlockSizes(
+    block_q=q_block,
+    block_kv=kv_block,
+    block_kv_compute=kv_block,
+    block_q_dkv=q_block,
+    block_kv_dkv=kv_block,
+    block_kv_dkv_compute=kv_block,
+    use_fused_bwd_kernel=True,
+  )
+  mask = masks.MultiHeadMask([masks.FullMask((length, length))] * _HEADS)
+  kernel: Any = kernels.make_splash_mha(
+    mask, block_sizes=sizes, head_shards=1, q_seq_shards=1
+  )
+  shape = (1, _HEADS, length, head_dim)
+  return _built(jax.vmap(kernel), mesh, shape, dtype, what, "splash")
+
+
+def _one(devices: Sequence[Any]) -> Mesh:
+  return Mesh(np.array(devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
+
+
+def _length(q_block: int, kv_block: int) -> int:
+  """Some tiles in either direction."""
+  return 4 * max(q_block, kv_block)
+
+
+def _built(
+  attend: Callable[..., jax.Array],
+  mesh: Mesh,
+  shape: tuple[int, ...],
+  dtype: str,
+  what: str,
+  name: str,
+) -> Built:
+  if what not in WHAT:
+    raise OptionError(
+      message("what", repr(what), f"one of {', '.join(WHAT)}", "choose one")
+    )
+  like = jax.ShapeDtypeStruct(
+    shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P())
+  )
+
+  def both(
+    q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    out, pullback = jax.vjp(attend, q, k, v)
+    return out, pullback(do)
+
+  backward = what == "backward"
+  return Built(
+    function=jax.jit(both if backward else attend),
+    arguments=(like,) * (4 if backward else 3),
+    mesh=mesh,
+    facts={"what": what, "kernel": name, "shape": list(shape)},
+  )

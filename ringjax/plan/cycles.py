@@ -1,0 +1,213 @@
+"""Cycles of a Pallas kernel's tile, as libtpu scheduled its instructions.
+
+A bundle is what a TensorCore issues in one cycle. What a tile takes is at
+least its bundles, and at least the cycles in which its rows pass the matrix
+units; waits for memory come on top. Law: the figures are counted in the
+machine code that would run, of whole tiles in which every pair counts.
+
+  cycles.count("ringjax.bench.tiles:ours", "v6e:1x1", {"what": "forward"})
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from ringjax.errors import OptionError, message
+from ringjax.parallel import chips
+from ringjax.plan import aot
+
+# Rows that a matrix unit takes in a cycle, by the chip.
+_ROWS = {"tpu-v4": 1, "tpu-v5e": 1, "tpu-v5p": 1, "tpu-v6e": 2, "tpu-7x": 2}
+# Rows of one instruction: 8 sublanes of 32 bits.
+_SUBLANES, _WORD = 8, 32
+
+#   0x2f LB: > > { %p144 = scmp.eq.s32 ..  ;;  %516 = sbr.rel (%p36) .. }
+_BUNDLE = re.compile(
+  r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<mark>[A-Z]{2})?\s*:\s*(?P<loops>[>\s]*)\{"
+)
+_BRANCH = re.compile(r"\bsbr\.rel\b")
+# %9 = vmatmul.mubr.bf16.gmra.mrb[0].mxu0 %v8
+_MULTIPLY = re.compile(r"\bvmatmul\.(?P<rest>[\w.\[\]]+)")
+_UNIT = re.compile(r"mxu(\d+)")
+_TYPE = re.compile(r"\b(?:bf|f|s|u)(\d+)")
+_SPILL = re.compile(r"_spill\]")
+_FLAGS = (
+  "--xla_jf_dump_llo_text=true",
+  "--xla_jf_dump_llo_pass_label_regex=final_bundles",
+)
+_ENDING = "-final_bundles.txt"
+_PROGRAM = "program.hlo"
+_CALL = re.compile(
+  r"^\s*(?:ROOT )?%?([\w.\-]+) = .* custom-call\(.*"
+  r'custom_call_target="tpu_custom_call"',
+  re.M,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """Instructions between two places where the program may branch.
+
+  Attributes:
+    bundles: of them.
+    matrix_cycles: in which the busiest matrix unit takes rows.
+    spills: to or from memory, of values that found no register.
+  """
+
+  bundles: int
+  matrix_cycles: int
+  spills: int
+
+  @property
+  def cycles(self) -> int:
+    """The least that they take."""
+    return max(self.bundles, self.matrix_cycles)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+  """What the whole tile of a kernel takes.
+
+  Attributes:
+    kernel: its name in the program.
+    work: the run that multiplies; where there are several as large, the one
+      with the fewest cycles, which does not mask.
+    runs: all runs of the kernel.
+  """
+
+  kernel: str
+  work: Run
+  runs: tuple[Run, ...]
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+      "program": self.kernel,
+      "cycles": self.work.cycles,
+      **dataclasses.asdict(self.work),
+    }
+
+
+def runs(text: str, chip: str) -> tuple[Run, ...]:
+  """The runs of a kernel's final bundles, as libtpu dumps them.
+
+  Args:
+    text: of the file.
+    chip: a name that `chips.core` knows.
+  """
+  rows = _ROWS[chips.core(chip).name]
+  found: list[Run] = []
+  bundles = spills = 0
+  units: collections.Counter[str] = collections.Counter()
+  depth = None
+
+  def end() -> None:
+    nonlocal bundles, spills
+    if bundles:
+      busiest = max(units.values(), default=0)
+      found.append(
+        Run(bundles=bundles, matrix_cycles=busiest // rows, spills=spills)
+      )
+    bundles = spills = 0
+    units.clear()
+
+  for line in text.splitlines():
+    bundle = _BUNDLE.match(line)
+    if bundle:
+      here = bundle["loops"].count(">")
+      if bundle["mark"] or here != depth:
+        end()
+      depth = here
+      bundles += 1
+    for product in _MULTIPLY.finditer(line):
+      unit = _UNIT.search(product["rest"])
+      units[unit[1] if unit else "0"] += _rows_of(product["rest"])
+    spills += len(_SPILL.findall(line))
+    if _BRANCH.search(line):
+      end()
+  end()
+  return tuple(found)
+
+
+def _rows_of(instruction: str) -> int:
+  kind = _TYPE.search(instruction)
+  # Of a type that is not named they are bfloat16's.
+  bits = int(kind[1]) if kind else 16
+  return _SUBLANES * _WORD // bits
+
+
+def tile_of(kernel: str, found: tuple[Run, ...]) -> Tile | None:
+  """The tile among a kernel's runs; None where nothing is multiplied."""
+  most = max((run.matrix_cycles for run in found), default=0)
+  if not most:
+    return None
+  # Masked tiles multiply as much.
+  full = [run for run in found if run.matrix_cycles > 0.9 * most]
+  work = min(full, key=lambda run: (run.cycles, run.bundles))
+  return Tile(kernel=kernel, work=work, runs=found)
+
+
+def count(
+  builder: str,
+  topology: str,
+  options: Mapping[str, Any] | None = None,
+  *,
+  timeout_s: float | int = 3600.0,
+) -> tuple[Tile, ...]:
+  """Compiles a program and counts its Pallas kernels' tiles.
+
+  Args:
+    builder: see `aot.compile`; it hands over a program with kernels.
+    topology: the smallest slice will do, e.g. "v5e:1x1".
+    options: of the builder.
+    timeout_s: see `aot.compile`.
+
+  Returns:
+    The tiles of the kernels that multiply, by the kernels' names.
+
+  Raises:
+    OptionError: no libtpu, no such slice, or a program without such kernels.
+    CompileError: the compiler refuses the program.
+  """
+  with tempfile.TemporaryDirectory(prefix="ringjax-cycles-") as folder:
+    place = pathlib.Path(folder)
+    aot.compile(
+      builder,
+      topology,
+      options,
+      flags=(f"--xla_jf_dump_to={folder}", *_FLAGS),
+      timeout_s=timeout_s,
+      text_path=str(place / _PROGRAM),
+    )
+    program = place / _PROGRAM
+    wanted = set(_CALL.findall(program.read_text() if program.exists() else ""))
+    tiles = []
+    for path in sorted(place.glob(f"*{_ENDING}")):
+      name = _kernel(path.name)
+      if name is None or name not in wanted:
+        continue
+      tile = tile_of(name, runs(path.read_text(errors="replace"), topology))
+      if tile is not None:
+        tiles.append(tile)
+  if not tiles:
+    raise OptionError(
+      message(
+        "builder",
+        f"{builder}, whose program has no kernel that multiplies",
+        "a program with Pallas kernels",
+        "see whether the kernel declined the call",
+      )
+    )
+  return tuple(sorted(tiles, key=lambda tile: tile.kernel))
+
+
+def _kernel(file: str) -> str | None:
+  """The kernel's name in "1795-NAME-01-final_bundles.txt"."""
+  found = re.fullmatch(rf"\d+-(.+)-\d+{_ENDING}", file)
+  return found[1] if found else None

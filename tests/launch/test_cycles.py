@@ -1,0 +1,85 @@
+"""launch.plan cycles: what it asks for, prints and refuses.
+
+What compiles stands aside.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from launch import cycles as scripts
+from ringjax.errors import OptionError, message
+from ringjax.plan import cycles
+from tests.launch.test_plan import ask
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """What was counted; splash refuses v5p."""
+  calls = []
+
+  def count(builder, topology, options, **rest):
+    calls.append((builder, topology, dict(options), rest))
+    splash = "splash" in builder
+    if splash and topology.startswith("v5p"):
+      raise OptionError(message("program", "it", "another", "change it"))
+    run = lambda bundles, matrix: cycles.Run(
+      bundles=bundles, matrix_cycles=matrix, spills=0
+    )
+    work = run(4481 if splash else 4337, 4096)
+    return (
+      cycles.Tile(kernel="small", work=run(9000, 10), runs=()),
+      cycles.Tile(kernel="flash", work=work, runs=(work,)),
+    )
+
+  monkeypatch.setattr(cycles, "count", count)
+  return calls
+
+
+def test_a_row_for_each_chip_and_pass(asked):
+  ran = ask("cycles", "--chips=v5e,v5p", "--nobackward")
+  status, out, err = ran.status, ran.out, ran.err
+  assert status == 0 and len(asked) == 4
+  assert asked[0][:2] == ("ringjax.bench.tiles:ours", "v5e:1x1")
+  assert asked[0][2]["what"] == "forward" and asked[0][2]["q_block"] == 1024
+  assert "| v5e | forward | 4,337 | 4,096 | 4,481 | 4,096 | 0.97 |" in out
+  assert "refused" in out and "v5p forward splash" in out
+  assert "ours, forward, for v5e" in err
+
+
+def test_json(asked):
+  ran = ask(
+    "cycles", "--json", "--chips=v6e", "--q_block=512", "--kv_block=256",
+    "--head_dim=64", "--dtype=float32",
+  )  # fmt: skip
+  found = ran.json
+  assert ran.status == 0 and len(found["rows"]) == 4
+  assert (found["q_block"], found["kv_block"], found["head_dim"]) == (
+    512,
+    256,
+    64,
+  )
+  assert found["rows"][0]["program"] == "flash"
+  assert found["rows"][0]["cycles"] == 4337
+  assert {row["what"] for row in found["rows"]} == {"forward", "backward"}
+  assert found["note"] == scripts.NOTE
+
+
+@pytest.mark.parametrize(
+  ("given", "word"),
+  [
+    ("--chips=v9", "v9"),
+    ("--topology=v5e:2x4", "--topology"),
+    ("--tokens=5", "--tokens"),
+    ("--heads=4", "--heads"),
+    ("--model=llama-3.1-8b", "--model"),
+  ],
+)
+def test_what_it_refuses(asked, given, word):
+  ran = ask("cycles", given)
+  assert ran.status == 2 and word in ran.err and not asked
+
+
+def test_its_flags_are_its_own():
+  ran = ask("explain", "--chips=v5e")
+  assert ran.status == 2 and "--chips" in ran.err

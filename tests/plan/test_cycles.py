@@ -1,0 +1,121 @@
+"""Cycles of kernels' tiles, from bundles written by hand and from libtpu's."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringjax.errors import OptionError
+from ringjax.parallel import chips
+from ringjax.plan import aot, cycles
+from ringjax.plan.cycles import Run
+
+SMALLEST = {
+  "v5e": "v5e:1x1",
+  "v5p": "v5p:2x2x1",
+  "v6e": "v6e:1x1",
+  "tpu7x": "tpu7x:2x2x1",
+}
+
+
+def product(unit, kind="bf16"):
+  return f"%v7 = vmatmul.mubr.{kind}.gmra.mrb[0].mxu{unit} %v3"
+
+
+def text(*bundles, mark="  ", loops="> "):
+  """A run: its bundles' operations, in a loop."""
+  lines = []
+  for n, ops in enumerate(bundles):
+    there = mark if n == 0 else "  "
+    lines.append(f"{n:#6x} {there}: {loops}{{ {' ;;  '.join(ops)} }}")
+  return "\n".join(lines) + "\n"
+
+
+BRANCH = "%9 = sbr.rel (%p3) target = $region7"
+SPILL = "%1 = vst [vmem:[#allocation5_spill] sm:$0xff] %v1"
+MASKED = text(*[[product(0), "%v1 = vadd"]] * 4, ["%v2"], ["%v3"], mark="PF")
+WHOLE = text(*[[product(0)], [product(1)]] * 2, [product(0), product(0), SPILL])
+HEAD = text(["%s1 = sadd"], [BRANCH], loops="")
+SOURCE = "// a comment\n" + HEAD + MASKED + text([BRANCH], mark="PF") + WHOLE
+
+
+def test_bundles_and_rows_are_counted_between_branches():
+  found = cycles.runs(SOURCE, "v5e")
+  assert [run.bundles for run in found] == [2, 6, 1, 5]
+  # 16 rows of bfloat16 an instruction, by the busiest of the units.
+  assert [run.matrix_cycles for run in found] == [0, 64, 0, 64]
+  assert [run.spills for run in found] == [0, 0, 0, 1]
+  # Twice as many rows a cycle.
+  assert [r.matrix_cycles for r in cycles.runs(SOURCE, "v6e")] == [0, 32, 0, 32]
+
+
+def test_rows_of_an_instruction_by_its_type():
+  for kind, rows in (("f32", 8), ("bf16", 16), ("s8", 32), ("f8e4m3fn", 32)):
+    (run,) = cycles.runs(text([product(1, kind)]), "v5p")
+    assert run == Run(bundles=1, matrix_cycles=rows, spills=0)
+
+
+def test_the_tile_is_the_one_that_does_not_mask():
+  tile = cycles.tile_of("flash", cycles.runs(SOURCE, "v6e"))
+  assert (tile.kernel, tile.work.bundles, tile.work.cycles) == ("flash", 5, 32)
+  slow = cycles.tile_of("flash", (*tile.runs, Run(
+    bundles=40, matrix_cycles=32, spills=0)))  # fmt: skip
+  assert slow.work == tile.work
+  assert tile.record()["program"] == "flash"
+  assert (
+    cycles.tile_of("none", (Run(bundles=3, matrix_cycles=0, spills=0),)) is None
+  )
+
+
+def test_every_chip_of_the_compiler_has_its_rows():
+  assert set(cycles._ROWS) == set(chips.CORES)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+class TestCompiled:
+  """With libtpu."""
+
+  @pytest.mark.parametrize("what", ["forward", "backward"])
+  @pytest.mark.parametrize(
+    "chip",
+    ["v5e", *(pytest.param(c, marks=pytest.mark.slow) for c in
+              ("v5p", "v6e", "tpu7x"))],
+  )  # fmt: skip
+  def test_a_whole_tile_takes_no_longer_than_splash(self, chip, what):
+    both = {}
+    for kernel in ("ours", "splash"):
+      found = cycles.count(
+        f"ringjax.bench.tiles:{kernel}", SMALLEST[chip], {"what": what}
+      )
+      both[kernel] = max(tile.work.cycles for tile in found)
+    assert both["ours"] <= 1.1 * both["splash"], both
+
+  def test_the_count_is_that_of_the_products(self):
+    """All of a tile's products, at the rate that the chip has on paper."""
+    (tile,) = cycles.count("ringjax.bench.tiles:ours", SMALLEST["v5e"])
+    assert "flash_forward" in tile.kernel
+    flops = 4 * 1024 * 1024 * 128
+    assert tile.work.matrix_cycles == flops // chips.core("v5e").flops_per_cycle
+
+  def test_kernels_run_beside_axes_of_batch_and_heads(self):
+    """XLA cuts no kernel: all axes are the call's own."""
+    found = cycles.count(
+      "ringjax.bench.steps:attention",
+      "v5e:2x4",
+      {
+        "tokens": 4096,
+        "mesh": [["data", 2], ["seq", 2], ["model", 2]],
+        "batch": 2,
+        "what": "backward",
+      },
+    )
+    kernels = {tile.kernel.partition(".")[0] for tile in found}
+    assert kernels == {"ringjax_flash_forward", "ringjax_flash_backward"}
+
+  def test_a_program_without_kernels_has_no_tile(self):
+    with pytest.raises(OptionError, match="no kernel"):
+      cycles.count(
+        "ringjax.bench.steps:attention",
+        SMALLEST["v5e"],
+        {"tokens": 1024, "mesh": [["seq", 1]], "local": "blockwise"},
+      )
