@@ -319,6 +319,11 @@ def launch(name: str, main: Callable[[Sequence[str]], int]) -> None:
     except app.UsageError as error:
       screens.complain(name, error)
       return 2
+    except BrokenPipeError:
+      # Who reads has enough, like `head`. Python would try to write the rest
+      # once more as it ends.
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      return screens.UNREAD
 
   app.run(guarded, flags_parser=read)
 

@@ -23,6 +23,8 @@ from ringjax.errors import RingjaxError
 
 # What a shell reports of a command that Ctrl-C ended.
 INTERRUPTED = 130
+# As by SIGPIPE.
+UNREAD = 141
 
 
 # ---------------------------------------------------------------------------

@@ -94,8 +94,11 @@ def test_what_is_read_and_what_is_asked(ask, folder, tmp_path):
   "flags",
   [
     ("--mesh=data:1,seq:4", "--prefill=ring"),
-    ("--mesh=seq:-1", "--prefill=chunked", "--chunk=64"),
-    ("--mesh=seq:1",),
+    pytest.param(
+      ("--mesh=seq:-1", "--prefill=chunked", "--chunk=64"),
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(("--mesh=seq:1",), marks=pytest.mark.slow),
   ],
 )
 def test_every_mesh_and_method_gives_the_same_tokens(ask, folder, flags):

@@ -13,7 +13,7 @@ import pytest
 from launch import common, plan
 from ringjax.plan import published
 from ringjax.plan.fit import Sample
-from tests.launch.conftest import ROOT, environment
+from tests.launch.conftest import PATIENCE_S, ROOT, environment
 
 MAIN = (
   "--profile=llama7b-a100",
@@ -293,3 +293,15 @@ def test_a_plot_without_matplotlib(monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   ran = ask("kvr", "--plot=x.png")
   assert ran.status == 2 and "matplotlib" in ran.err
+
+
+def test_who_reads_may_have_enough(start):
+  """As `| head` does: no traceback, and a shell's status of SIGPIPE."""
+  with start(
+    "-m", "launch.plan", "explain", "--chip=tpu-v5p", "--shards=8",
+    "--tokens=65536",
+  ) as one:  # fmt: skip
+    one.stdout.close()
+    err = one.stderr.read()
+    assert one.wait(timeout=PATIENCE_S) == 141
+  assert err == ""

@@ -270,6 +270,7 @@ def test_the_last_device_continues(folder):
   assert kvr["new_tokens"][:1] == ring["new_tokens"]
 
 
+@pytest.mark.slow
 def test_a_search_by_measuring(folder, start):
   at = port()
   more = ("--search", "--rounds=1", "--json")

@@ -161,6 +161,7 @@ def test_adapters_from_a_folder(small, tmp_path):
     np.testing.assert_array_equal(value(old, name), value(new, name))
 
 
+@pytest.mark.slow
 def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
   made = []
   inner = sources._source
@@ -225,6 +226,7 @@ def test_wrong_configs(small, tmp_path, argv, words):
   assert words in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_there(tmp_path, start):
   """A limit of the process, which a step exceeds."""
   config = tmp_path / "small.py"
