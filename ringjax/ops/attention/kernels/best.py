@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ringjax.ops.attention.blockwise import (
   Blockwise,
@@ -24,6 +25,7 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
+from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
@@ -33,7 +35,7 @@ from ringjax.parallel import chips, collectives
 _log = logging.getLogger(__name__)
 
 # In order of preference.
-KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,)}
+KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
 
 
 def local_on(platform: str) -> str:
@@ -182,7 +184,7 @@ _ALLOWED = 0.02
 
 
 def _error(kernel: Any, device: jax.Device) -> float:
-  """How far values and gradients of a small causal case are off."""
+  """How far values and gradients of a few small hops are off."""
   with jax.default_device(device):
     return _compare(kernel)
 
@@ -191,35 +193,52 @@ def _compare(kernel: Any) -> float:
   rng = np.random.default_rng(0)
   length, wide = 256, 128
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  k, v = draw(1, 1, length, wide), draw(1, 1, length, wide)
-  x = Local(draw(1, 1, 2, length, wide), k, v)
-  at = Coords(
-    jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32)
-  )
+  q, do = draw(1, 1, 2, length, wide), draw(1, 1, 2, length, wide)
+  # Three hops: keys that all see, each query's own with those before it, and
+  # those before it alone (every other token, as two stripes have them).
+  k, v = draw(3, 1, 1, length, wide), draw(3, 1, 1, length, wide)
+  rows = jnp.arange(length, dtype=jnp.int32)[None]
+  at = Coords(length + 2 * rows, jnp.ones_like(rows))
+  pos = jnp.stack([rows, at.pos, at.pos + 1])
   scores, terms = Scores(scale=wide**-0.5), Terms()
-  context = Context(at, at, Causal())
-  do = draw(1, 1, 2, length, wide)
 
-  def results(algorithm: Any) -> Any:
-    rows = x.q.shape[:4]
+  def results(algorithm: Any, pos: jax.Array) -> Any:
+    stats = q.shape[:4]
+
+    def visit(hop: Any) -> tuple[Local, Context]:
+      k, v, pos = hop
+      return Local(q, k, v), Context(at, Coords(pos, at.seg), Causal())
+
+    def forward(found: Partial, hop: Any) -> tuple[Partial, None]:
+      x, context = visit(hop)
+      done = algorithm.forward(scores, x, terms, context, 0, found)
+      return done, None
+
     start = Partial(
-      jnp.zeros((*rows, wide), jnp.float32),
-      jnp.full(rows, -jnp.inf, jnp.float32),
-      jnp.zeros(rows, jnp.float32),
+      jnp.zeros((*stats, wide), jnp.float32),
+      jnp.full(stats, -jnp.inf, jnp.float32),
+      jnp.zeros(stats, jnp.float32),
     )
-    done = algorithm.forward(scores, x, terms, context, 0, start)
+    done, _ = lax.scan(forward, start, (k, v, pos))
     out = done.acc / done.l[..., None]
     lse = done.m + jnp.log(done.l)
     delta = jnp.sum(out * do.astype(jnp.float32), -1)
-    saved = Residuals.of(x.q, do, lse, delta)
-    zeros = jnp.zeros((1, 1, wide, 2, length), jnp.float32)
-    slopes = algorithm.backward(
-      scores, x, terms, context, 0, saved, (zeros, terms)
-    )
-    return out, lse, slopes.q, slopes.k, slopes.v
+    saved = Residuals.of(q, do, lse, delta)
 
+    def backward(dq: jax.Array, hop: Any) -> tuple[jax.Array, Any]:
+      x, context = visit(hop)
+      slopes = algorithm.backward(
+        scores, x, terms, context, 0, saved, (dq, terms)
+      )
+      return slopes.q, (slopes.k, slopes.v)
+
+    zeros = jnp.zeros((1, 1, wide, 2, length), jnp.float32)
+    dq, (dk, dv) = lax.scan(backward, zeros, (k, v, pos))
+    return out, lse, dq, dk, dv
+
+  # Positions are an operand: what a hop is has to be found at run time.
   compiled = jax.jit(results, static_argnums=0)
-  ours, theirs = compiled(kernel), compiled(Blockwise())
+  ours, theirs = compiled(kernel, pos), compiled(Blockwise(), pos)
   far = [
     jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
     for a, b in zip(ours, theirs, strict=True)
