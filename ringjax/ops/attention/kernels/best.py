@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
@@ -27,6 +27,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.kernels.turns import InTurn
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial
@@ -193,54 +194,39 @@ def _compare(kernel: Any) -> float:
   rng = np.random.default_rng(0)
   length, wide = 256, 128
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  q, do = draw(1, 1, 2, length, wide), draw(1, 1, 2, length, wide)
   # Three hops: keys that all see, each query's own with those before it, and
   # those before it alone (every other token, as two stripes have them).
-  k, v = draw(3, 1, 1, length, wide), draw(3, 1, 1, length, wide)
-  rows = jnp.arange(length, dtype=jnp.int32)[None]
-  at = Coords(length + 2 * rows, jnp.ones_like(rows))
-  pos = jnp.stack([rows, at.pos, at.pos + 1])
-  scores, terms = Scores(scale=wide**-0.5), Terms()
+  x = Local(
+    draw(1, 1, 2, length, wide),
+    draw(1, 1, 3 * length, wide),
+    draw(1, 1, 3 * length, wide),
+  )
+  rows = np.arange(length, dtype=np.int32)
+  own = length + 2 * rows
+  at = [
+    Coords(jnp.asarray(pos)[None], jnp.ones((1, len(pos)), jnp.int32))
+    for pos in (own, np.concatenate([rows, own, own + 1]))
+  ]
+  do = draw(*x.q.shape)
+  dlse = jnp.asarray(rng.normal(size=x.q.shape[:4]), jnp.float32)
 
-  def results(algorithm: Any, pos: jax.Array) -> Any:
-    stats = q.shape[:4]
-
-    def visit(hop: Any) -> tuple[Local, Context]:
-      k, v, pos = hop
-      return Local(q, k, v), Context(at, Coords(pos, at.seg), Causal())
-
-    def forward(found: Partial, hop: Any) -> tuple[Partial, None]:
-      x, context = visit(hop)
-      done = algorithm.forward(scores, x, terms, context, 0, found)
-      return done, None
-
-    start = Partial(
-      jnp.zeros((*stats, wide), jnp.float32),
-      jnp.full(stats, -jnp.inf, jnp.float32),
-      jnp.zeros(stats, jnp.float32),
+  def results(algorithm: Any, x: Local, q: Coords, k: Coords) -> Any:
+    call = lambda x: attend(
+      InTurn(algorithm, 3),
+      Scores(scale=wide**-0.5),
+      x,
+      Terms(),
+      Context(q, k, Causal()),
     )
-    done, _ = lax.scan(forward, start, (k, v, pos))
-    out = done.acc / done.l[..., None]
-    lse = done.m + jnp.log(done.l)
-    delta = jnp.sum(out * do.astype(jnp.float32), -1)
-    saved = Residuals.of(q, do, lse, delta)
+    found, pull = jax.vjp(call, x)
+    return *found, *pull((do, dlse))[0]
 
-    def backward(dq: jax.Array, hop: Any) -> tuple[jax.Array, Any]:
-      x, context = visit(hop)
-      slopes = algorithm.backward(
-        scores, x, terms, context, 0, saved, (dq, terms)
-      )
-      return slopes.q, (slopes.k, slopes.v)
-
-    zeros = jnp.zeros((1, 1, wide, 2, length), jnp.float32)
-    dq, (dk, dv) = lax.scan(backward, zeros, (k, v, pos))
-    return out, lse, dq, dk, dv
-
-  # Positions are an operand: what a hop is has to be found at run time.
+  # Positions are operands: what a hop is has to be found at run time.
   compiled = jax.jit(results, static_argnums=0)
-  ours, theirs = compiled(kernel, pos), compiled(Blockwise(), pos)
+  ours, theirs = (compiled(f, x, *at) for f in (kernel, Blockwise()))
+  single = lambda a: a.astype(jnp.float32)
   far = [
-    jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+    jnp.max(jnp.abs(single(a) - single(b))) / jnp.max(jnp.abs(single(b)))
     for a, b in zip(ours, theirs, strict=True)
   ]
   worst = float(jnp.max(jnp.stack(far)))
