@@ -5,6 +5,10 @@
   python -m launch.bench attention --json=all.json --plot=all.png
       Every dtype, head dim and length; hours on two cores. In pieces: with
       --tokens=8192 and so on, and --append.
+  python -m launch.bench kernels --json=kernels.json
+      What a hop costs on this device: its kernel, the loops of Blockwise and
+      one plain call; a shard's whole ring too. For a GPU or a TPU; --quick
+      runs anywhere.
   python -m launch.bench layouts --plot=layouts.png
       Which device computes which tile when, for three layouts.
   python -m launch.bench inference --quick
@@ -36,7 +40,14 @@ import jax
 from absl import app, flags, logging
 
 from launch import runahead
-from ringjax.bench import attention, inference, layouts, strategies, train
+from ringjax.bench import (
+  attention,
+  inference,
+  kernels,
+  layouts,
+  strategies,
+  train,
+)
 from ringjax.errors import RingjaxError
 
 _DEVICES = flags.DEFINE_integer(
@@ -51,18 +62,21 @@ _QUICK = flags.DEFINE_bool(
   "quick",
   False,
   "attention: T=4096, H=64, float32, 3 rounds. inference: a few float32 rows. "
-  "kvr: 512 tokens.",
+  "kvr: 512 tokens. kernels: T=1024, H=64, 3 rounds.",
 )
-_HEAD_DIMS = flags.DEFINE_list("head_dims", None, "attention: e.g. 64,128.")
+_HEAD_DIMS = flags.DEFINE_list(
+  "head_dims", None, "attention, kernels: e.g. 64,128."
+)
 _DTYPES = flags.DEFINE_list(
   "dtypes",
   None,
-  f"attention, inference: of {','.join(attention.TOLERANCE)}.",
+  f"attention, inference: of {','.join(attention.TOLERANCE)}; "
+  f"kernels: of {','.join(kernels.TOLERANCE)}.",
 )
 _PASSES = flags.DEFINE_list(
   "passes",
   None,
-  f"attention, strategies: of {','.join(attention.PASSES)}.",
+  f"attention, strategies, kernels: of {','.join(attention.PASSES)}.",
 )
 _CONTESTANTS = flags.DEFINE_list(
   "contestants",
@@ -71,11 +85,14 @@ _CONTESTANTS = flags.DEFINE_list(
   f"inference: of {','.join(inference.CONTESTANTS)}; "
   f"train: of {','.join(train.CONTESTANTS)}; "
   f"strategies: of {','.join(strategies.NAMES)}, hybrid:4 and two_level:4; "
-  f"kvr: of {','.join(runahead.METHODS)}.",
+  f"kvr: of {','.join(runahead.METHODS)}; "
+  f"kernels: of {','.join(kernels.CONTESTANTS)}.",
 )
-_HEADS = flags.DEFINE_integer("heads", None, "attention, strategies: heads, N.")
+_HEADS = flags.DEFINE_integer(
+  "heads", None, "attention, strategies, kernels: heads, N."
+)
 _KV_HEADS = flags.DEFINE_integer(
-  "kv_heads", None, "strategies: heads of keys, K; default as --heads."
+  "kv_heads", None, "strategies, kernels: heads of keys, K; default as --heads."
 )
 _WINDOW = flags.DEFINE_integer(
   "window", None, "strategies: keys that a query sees.", lower_bound=1
@@ -89,19 +106,20 @@ _MACHINE = flags.DEFINE_string(
 _APPEND = flags.DEFINE_bool(
   "append",
   False,
-  "attention, inference, train, strategies: keep the rows that --json already "
-  "holds.",
+  "attention, inference, train, strategies, kernels: keep the rows that --json "
+  "already holds.",
 )
 _ROUNDS = flags.DEFINE_integer(
   "rounds",
   None,
-  "attention, inference, train, strategies, kvr: timed rounds.",
+  "attention, inference, train, strategies, kvr, kernels: timed rounds.",
 )
 _PARTS = flags.DEFINE_list(
   "parts",
   None,
   f"inference: of {','.join(inference.PARTS)}; "
-  f"train: of {','.join(train.PARTS)}; kvr: of {','.join(runahead.PARTS)}.",
+  f"train: of {','.join(train.PARTS)}; kvr: of {','.join(runahead.PARTS)}; "
+  f"kernels: of {','.join((*kernels.HOPS, *kernels.RINGS))}.",
 )
 _PRESET = flags.DEFINE_string(
   "preset",
@@ -114,7 +132,9 @@ _PROCESSES = flags.DEFINE_integer(
 _CACHES = flags.DEFINE_list(
   "caches", None, "inference: tokens in the cache when decoding begins."
 )
-_SHARDS = flags.DEFINE_integer("shards", 8, "layouts: devices of the ring.")
+_SHARDS = flags.DEFINE_integer(
+  "shards", 8, "layouts: devices of the ring; kernels: its hops."
+)
 _Q_BLOCK = flags.DEFINE_integer("q_block", None, "layouts: queries of a tile.")
 _KV_BLOCK = flags.DEFINE_integer("kv_block", None, "layouts: keys of a tile.")
 
@@ -180,6 +200,27 @@ def _layouts(files: dict[str, Any]) -> None:
   layouts.run(settings, **files)
 
 
+def _kernels(files: dict[str, Any]) -> None:
+  if files.pop("plot") is not None:
+    raise app.UsageError("--plot: kernels draws nothing")
+  chosen: dict[str, Any] = {
+    "kinds": _words(_PARTS.value),
+    "tokens": _ints("tokens", _TOKENS.value),
+    "head_dims": _ints("head_dims", _HEAD_DIMS.value),
+    "dtypes": _words(_DTYPES.value),
+    "passes": _words(_PASSES.value),
+    "contestants": _words(_CONTESTANTS.value),
+    "heads": _HEADS.value,
+    "kv_heads": _KV_HEADS.value or _HEADS.value,
+    "shards": _SHARDS.value if flags.FLAGS["shards"].present else None,
+    "rounds": _ROUNDS.value,
+  }
+  chosen = {name: value for name, value in chosen.items() if value is not None}
+  start = kernels.QUICK if _QUICK.value else kernels.Settings()
+  settings = dataclasses.replace(start, **chosen)
+  kernels.run(settings, append=_APPEND.value, **files)
+
+
 def _train(files: dict[str, Any]) -> None:
   jax.config.update("jax_num_cpu_devices", _DEVICES.value)
   if files.pop("plot") is not None:
@@ -243,6 +284,7 @@ def _strategies(files: dict[str, Any]) -> None:
 _COMMANDS = {
   "strategies": _strategies,
   "attention": _attention,
+  "kernels": _kernels,
   "layouts": _layouts,
   "inference": _inference,
   "train": _train,

@@ -46,6 +46,7 @@ from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
@@ -94,6 +95,7 @@ __all__ = [
   "ConfigError",
   "Contiguous",
   "Coords",
+  "CuDNN",
   "DataError",
   "Declined",
   "Dense",

@@ -123,13 +123,18 @@ def reason(error: Exception) -> str:
   return text if len(text) <= 200 else text[:197] + "..."
 
 
-def gemm(dtype: str) -> Callable[[], Any]:
-  """Products of two square matrices, `GEMM_FLOPS` of work, ready to run."""
+def gemm_flops(size: int) -> float:
+  """FLOPs of one run of `gemm`."""
+  return float(_PRODUCTS * 2 * size**3)
+
+
+def gemm(dtype: str, size: int = GEMM_SIZE) -> Callable[[], Any]:
+  """Products of two square matrices, `gemm_flops` of work, ready to run."""
   device = jax.devices()[0]
   exact = jax.lax.Precision.HIGHEST if dtype == "float32" else None
   f = jax.jit(lambda a, b: jnp.matmul(a, b, precision=exact))
   keys = jax.random.split(jax.random.key(0))
-  shape = (GEMM_SIZE, GEMM_SIZE)
+  shape = (size, size)
   a, b = (
     jax.device_put(jax.random.normal(k, shape).astype(dtype), device)
     for k in keys

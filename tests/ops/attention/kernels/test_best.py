@@ -12,10 +12,12 @@ import ringjax as rj
 from ringjax import Best, Blockwise, Gather, Ring, Ulysses
 from ringjax.ops.attention import levels
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels import best, flash_tpu
+from ringjax.ops.attention.kernels import best, cudnn, flash_tpu, kinds
+from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
+from tests.ops.attention.kernels.test_kinds import Poison, Vendor
 
 
 def call(length=256, dtype=jnp.bfloat16, bias=None):
@@ -40,6 +42,18 @@ def test_a_tpu_gets_the_kernel(fresh):
   assert Best(256, 512, platform="tpu").choose(*call()).algorithm == FlashTPU(
     256, 512
   )
+
+
+def test_a_gpu_gets_cudnn_where_there_is_one(fresh, monkeypatch):
+  ours = Best(platform="gpu", chip="h100")
+  found = ours.choose(*call())
+  assert found.algorithm == Blockwise() and "no cuDNN here" in str(found)
+  # As where a program is compiled ahead of time: nothing is tried.
+  monkeypatch.setattr(cudnn, "_version_here", lambda: 91002)
+  found = ours.choose(*call())
+  assert found == best.Choice(CuDNN(chip="h100"), ())
+  found = ours.choose(*call(dtype=jnp.float32))
+  assert found.algorithm == Blockwise() and "float32" in str(found)
 
 
 def test_what_it_declines_blockwise_serves(fresh):
@@ -73,6 +87,11 @@ def test_elsewhere_it_is_blockwise():
   assert strategy == Ulysses(
     Ring(Best(platform="tpu", chip="tpu-v5e")), inner=2
   )
+  strategy = levels.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3")
+  assert strategy == Ring(Best(platform="gpu", chip="h100"))
+  # XLA would have to cut it.
+  strategy = levels.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3", False)
+  assert strategy == Ring(Blockwise())
   # What somebody asked for stays.
   mine = Ring(Blockwise(8, 8))
   assert levels.on_device(mine, "tpu", "TPU v4") == mine
@@ -132,6 +151,38 @@ def test_a_sound_kernel_passes_its_check(fresh, monkeypatch, caplog):
   monkeypatch.setitem(best.KERNELS, "cpu", (Sound,))
   assert Best(platform="cpu").choose(*call()).algorithm == Sound()
   assert not caplog.records
+
+
+@dataclasses.dataclass(frozen=True)
+class Astray(Vendor):
+  """A vendor's kernel that is off in one kind of hop, or in its gradient."""
+
+  fault: str = ""
+
+  def attend(self, x, scale, causal):
+    out, lse = super().attend(x, scale, causal)
+    return out, lse + 0.1 * (self.fault == ("causal" if causal else "full"))
+
+  def slopes(self, *args):
+    dq, dk, dv = super().slopes(*args)
+    return dq, dk, dv * (0.9 if self.fault == "dv" else 1)
+
+
+@pytest.mark.parametrize(
+  "fault",
+  [
+    "",
+    "strict",
+    pytest.param("full", marks=pytest.mark.slow),
+    pytest.param("causal", marks=pytest.mark.slow),
+    pytest.param("dv", marks=pytest.mark.slow),
+  ],
+)
+def test_the_check_tries_every_kind_of_hop(monkeypatch, fault):
+  if fault == "strict":
+    monkeypatch.setattr(kinds, "_up", lambda x: x)
+  off = best._compare(Astray(Poison(), fault=fault))
+  assert off > best._ALLOWED if fault else off <= best._ALLOWED
 
 
 def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):

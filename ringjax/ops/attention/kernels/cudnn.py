@@ -1,0 +1,369 @@
+"""cuDNN's fused attention as the local algorithm of a hop, on NVIDIA GPUs.
+
+Law: equals `Blockwise` wherever it serves (`decline` says where it does not),
+values and gradients; what the mask of a hop amounts to is found at run time
+(`kinds`), and a hop that is nothing cuDNN knows is computed by `Blockwise`.
+Cost: 4 T S H FLOPs a head forward, 10 backward; half of them where causal.
+Memory: cuDNN's workspace; outputs and gradients of a hop in the operands'
+dtype, which is what cuDNN writes, and float32 only from there on.
+Ref:  NVIDIA cuDNN, Attention Forward and Backward; JAX calls it in
+jax/_src/cudnn/fused_attention_stablehlo.py.
+
+The functions called there are private, because the public ones differentiate
+themselves: they lose the cotangent of the log-sum-exp, and know a hop's own
+output alone, where a ring needs the one over all keys. Their arguments are
+filled in by name; one that has no value here is a reason to decline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import (
+  Blockwise,
+  Gradients,
+  Local,
+  Residuals,
+)
+from ringjax.ops.attention.kernels import kinds
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.inputs import positive_int
+from ringjax.ops.softmax import Partial
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_FORWARD, _BACKWARD = (
+  "_dot_product_attention_fwd",
+  "_dot_product_attention_bwd_rule",
+)
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+# Fewer queries or keys than this are decoding, for which there are others.
+_LEAST = 128
+# Versions as cuDNN counts them. JAX since 0.10 is built against a 9.
+_OLDEST = 90000
+_OLDEST_103 = 91100
+# Compute capabilities of `chips.MACHINES`.
+_CAPABILITIES = {
+  "a100": (8, 0),
+  "h100": (9, 0),
+  "h800": (9, 0),
+  "h200": (9, 0),
+  "b200": (10, 0),
+  "gb200": (10, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CuDNN:
+  """cuDNN's attention as local algorithm.
+
+  Attributes:
+    q_block: has to be None: cuDNN chooses its tiles.
+    kv_block: likewise.
+    chip: the machine, of `chips.MACHINES`, where there is no GPU to ask.
+    version: of cuDNN, e.g. 91002 for 9.10.2; None is the one that is here.
+      With it and `chip` a program is made where there is no GPU.
+  """
+
+  q_block: int | None = None
+  kv_block: int | None = None
+  chip: str | None = None
+  version: int | None = None
+
+  # Reverse mode goes through `backward`.
+  differentiable = False
+  # It moves nothing.
+  axes = ()
+
+  def __post_init__(self) -> None:
+    for name in ("q_block", "kv_block", "version"):
+      if getattr(self, name) is not None:
+        positive_int(name, getattr(self, name))
+
+  def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
+    """The tile of what serves where cuDNN does not, (q_block, kv_block)."""
+    return self._fallback().blocks(q_length, k_length)
+
+  def span(self, keys: int) -> int:
+    return keys
+
+  def decline(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> str | None:
+    """Why it does not serve this call, or None."""
+    return (
+      self._decline_call(scores, x, terms, context)
+      or self._decline_machine(x.q.shape[4])
+      or _unknown()
+    )
+
+  def _decline_call(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> str | None:
+    if self.q_block is not None or self.kv_block is not None:
+      return "tiles of a given size: cuDNN chooses its own"
+    if len({a.dtype for a in x}) > 1 or x.q.dtype not in _DTYPES:
+      return f"{x.q.dtype}: bfloat16 or float16, the same for q, k and v"
+    h, j = x.q.shape[4], x.v.shape[3]
+    if h != j:
+      return f"head dims of {h} and {j}: equal ones"
+    if h % 8:
+      return f"heads of {h}: multiples of 8"
+    for name, there in (
+      ("a soft cap", scores.soft_cap is not None),
+      ("dropout", scores.dropout_rate != 0),
+      ("ALiBi slopes", terms.slopes is not None),
+      ("a bias or mask array", (terms.bias, context.allow) != (None, None)),
+    ):
+      if there:
+        return name
+    if not kinds.known(context.mask):
+      return f"the mask {context.mask}: Causal, SameSegment or none"
+    for what, length in (("queries", x.q.shape[3]), ("keys", x.k.shape[2])):
+      if length < _LEAST:
+        return f"{length} {what}: at least {_LEAST}"
+    return None
+
+  def _decline_machine(self, head_dim: int) -> str | None:
+    here = _capability_here()
+    capability = here or _CAPABILITIES.get(self.chip or "")
+    if capability is None:
+      return "no CUDA GPU, and no chip named that has one"
+    version = self.version or _version_here()
+    if version is None:
+      return "no cuDNN here"
+    if version < _OLDEST:
+      return f"cuDNN {version}: {_OLDEST} or newer"
+    if capability < (8, 0):
+      return f"compute capability {capability[0]}.{capability[1]}: 8.0 or newer"
+    if capability == (10, 3) and version < _OLDEST_103:
+      return f"cuDNN {version}: {_OLDEST_103} or newer for this GPU"
+    # JAX asks the GPU, and without one goes by the smaller limit.
+    most = 256 if here is not None and here[0] == 9 else 128
+    if head_dim > most:
+      return f"heads of {head_dim}: at most {most}"
+    return None
+
+  def _check(
+    self, scores: Scores, x: Local, terms: Terms, context: Context
+  ) -> None:
+    why = self.decline(scores, x, terms, context)
+    if why is not None:
+      raise OptionError(
+        message(
+          "local",
+          f"CuDNN() for {why}",
+          "a call that cuDNN serves",
+          "pass local=Best(), which takes what serves each call",
+        )
+      )
+
+  def forward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    carry: Partial,
+  ) -> Partial:
+    """Folds these keys into `carry` ([B, K, G, T, ...])."""
+    self._check(scores, x, terms, context)
+    return kinds.forward(
+      self, self._fallback(), scores, x, terms, context, column, carry
+    )
+
+  def backward(
+    self,
+    scores: Scores,
+    x: Local,
+    terms: Terms,
+    context: Context,
+    column: Any,
+    residuals: Residuals,
+    carry: tuple[jax.Array, Terms],
+  ) -> Gradients:
+    """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
+    self._check(scores, x, terms, context)
+    return kinds.backward(
+      self, self._fallback(), scores, x, terms, context, column, residuals,
+      carry,
+    )  # fmt: skip
+
+  def attend(
+    self, x: Local, scale: float, causal: bool
+  ) -> tuple[jax.Array, jax.Array]:
+    """See `kinds.Kernel`."""
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+      given = self._given(scale, causal, query=q, key=k, value=v)
+      return tuple(_filled(_FORWARD, given))
+
+    b, kv, g, t, h = x.q.shape
+    out, lse = _batched(call)(_joined(x.q), x.k, x.v)
+    return out.reshape(b, kv, g, t, h), lse.reshape(b, kv, g, t)
+
+  def slopes(
+    self,
+    x: Local,
+    out: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    scale: float,
+    causal: bool,
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `kinds.Kernel`."""
+
+    def call(*arrays: jax.Array) -> Any:
+      q, k, v, out, lse, do = arrays
+      given = self._given(scale, causal, query=q, key=k, value=v)
+      # What the forward rule saves: its arrays, in order, and its results.
+      names = list(_parameters(_FORWARD))
+      saved = [given[name] for name in names[: names.index("scale")]]
+      given |= {"res": (*saved, lse, out), "grad_output": do}
+      given |= {"return_residual": False}  # no pair of cotangents
+      return tuple(_filled(_BACKWARD, given)[:3])
+
+    rows = (_joined(a) for a in (out, lse, do))
+    dq, dk, dv = _batched(call)(_joined(x.q), x.k, x.v, *rows)
+    return dq.reshape(x.q.shape), dk, dv
+
+  def _given(self, scale: float, causal: bool, **arrays: Any) -> dict[str, Any]:
+    """A value for every argument that a function of JAX's may have."""
+    module = importlib.import_module(_MODULE)
+    masks = module.MaskType
+    empty = jnp.zeros(0, arrays["query"].dtype)
+    return {
+      **dict.fromkeys(_ABSENT, empty),
+      **arrays,
+      "score_mod_args": (),
+      "score_mod": None,
+      "scale": float(scale),
+      "seed": 0,
+      "dropout_rate": 0.0,
+      "variadic_args": (False, False),  # neither a bias nor its gradient
+      "mask_type": masks.CAUSAL if causal else masks.NO_MASK,
+      # As operands are here: nothing is transposed.
+      "layout": module.AttentionLayout.BNTH.value,
+      "sliding_window_length": None,
+      "cudnn_version": self.version or _version_here(),
+      "is_training": True,
+      "return_residual": True,
+    }
+
+  def _fallback(self) -> Blockwise:
+    return Blockwise(self.q_block, self.kv_block)
+
+
+# Array arguments that are empty here.
+_ABSENT = (
+  "bias",
+  "q_seqlen",
+  "kv_seqlen",
+  "q_offsets",
+  "kv_offsets",
+  "page_table_k",
+  "page_table_v",
+)
+# All arguments that `CuDNN` has a value for.
+_KNOWN = {
+  *_ABSENT,
+  "query",
+  "key",
+  "value",
+  "score_mod_args",
+  "score_mod",
+  "scale",
+  "seed",
+  "dropout_rate",
+  "variadic_args",
+  "mask_type",
+  "layout",
+  "sliding_window_length",
+  "cudnn_version",
+  "is_training",
+  "return_residual",
+  "res",
+  "grad_output",
+}
+
+
+def _parameters(name: str) -> tuple[str, ...]:
+  """The arguments of a function of JAX's."""
+  function = getattr(importlib.import_module(_MODULE), name)
+  return tuple(inspect.signature(function).parameters)
+
+
+def _filled(name: str, given: dict[str, Any]) -> Any:
+  """Calls a function of JAX's with what it wants of `given`."""
+  function = getattr(importlib.import_module(_MODULE), name)
+  return function(**{name: given[name] for name in _parameters(name)})
+
+
+@functools.cache
+def _unknown() -> str | None:
+  """What of JAX's functions is not as it was, or None."""
+  try:
+    wanted = {*_parameters(_FORWARD), *_parameters(_BACKWARD)}
+    missing = {"query", "key", "value", "scale"} - {*_parameters(_FORWARD)}
+    missing |= {"res", "grad_output"} - {*_parameters(_BACKWARD)}
+  except (ImportError, AttributeError) as e:
+    return f"JAX {jax.__version__} without cuDNN's functions ({e})"
+  odd = sorted((wanted - _KNOWN) | missing)
+  if odd:
+    return f"JAX {jax.__version__}, whose functions differ by {', '.join(odd)}"
+  return None
+
+
+@functools.cache
+def _capability_here() -> tuple[int, int] | None:
+  """The compute capability of this process's first CUDA GPU."""
+  try:
+    device = jax.local_devices(backend="cuda")[0]
+  except RuntimeError:
+    return None
+  major, minor = str(device.compute_capability).split(".")
+  return int(major), int(minor)
+
+
+@functools.cache
+def _version_here() -> int | None:
+  try:
+    return int(importlib.import_module(_MODULE).check_cudnn_version())
+  except (ImportError, AttributeError, RuntimeError):
+    return None
+
+
+def _joined(a: jax.Array) -> jax.Array:
+  """[B, K, G, ...] -> [B, N, ...]."""
+  return a.reshape(a.shape[0], -1, *a.shape[3:])
+
+
+def _batched(call: Callable[..., Any]) -> Callable[..., Any]:
+  """The function of arrays [B, ...] for which vmap is a larger batch.
+
+  JAX's own rule for these calls wants the axes of vmap in front.
+  """
+  call = custom_vmap(call)
+
+  @call.def_vmap
+  def _(size: int, batched: Any, *arrays: jax.Array) -> tuple[Any, Any]:
+    wide = [
+      a if there else jnp.broadcast_to(a, (size, *a.shape))
+      for a, there in zip(arrays, batched, strict=True)
+    ]
+    found = call(*(a.reshape(-1, *a.shape[2:]) for a in wide))
+    split = lambda a: a.reshape(size, -1, *a.shape[1:])
+    return jax.tree.map(split, found), jax.tree.map(lambda _: True, found)
+
+  return call
