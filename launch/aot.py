@@ -24,8 +24,10 @@ from ringjax.plan.roofline import NOTE, Roofline, roofline
 
 NAME = "plan"
 WHAT = ("train", "prefill", "decode", "attention")
+# As `ringjax.bench.ways.NAMES`, N the neighbours that are a group.
 STRATEGIES = (
-  "ring", "striped", "zigzag", "bidirectional", "gather", "ulysses", "plain",
+  "ring", "striped", "zigzag", "bidirectional", "ring_q", "chain", "halo",
+  "documents", "gather", "ulysses", "plain", "hybrid:N", "two_level:N",
 )  # fmt: skip
 _BUILDERS = "ringjax.bench.steps"
 # Slices whose capacity is told, by the names that people give them.
@@ -37,6 +39,7 @@ SLICES = {
   "tpu7x-128": "tpu7x:4x4x8",
 }
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b-1m")
+_COMPARED = ("striped", "gather", "plain")
 _LEAST, _MOST = 1 << 13, 1 << 25
 
 
@@ -50,8 +53,8 @@ def define(values: flags.FlagValues) -> None:
     "what", None, WHAT, "aot: which program; capacity: train, prefill.",
     flag_values=values,
   )  # fmt: skip
-  flags.DEFINE_multi_enum(
-    "strategy", None, STRATEGIES, "aot, capacity: of attention.",
+  flags.DEFINE_multi_string(
+    "strategy", None, f"aot, capacity: of {','.join(STRATEGIES)}.",
     flag_values=values,
   )  # fmt: skip
   new.text("remat", None, "aot: what is kept of a layer; see train.remat.")
@@ -81,7 +84,8 @@ OF_AOT = (
   "shard", "accumulate", "block", "loss_block", "q_block", "kv_block", "order",
   "hlo", "limit", "search", "tries", "timeout",
 )  # fmt: skip
-_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "backward")
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
+                 "backward")  # fmt: skip
 _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
              "block", "loss_block")  # fmt: skip
 
@@ -168,7 +172,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   }[what]  # fmt: skip
   ways.refuse(values, f"--what={what}", refused)
   if what == "attention":
-    options |= {name: values[name].value for name in _OF_ATTENTION[:4]}
+    options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
   else:
     options["model"] = _needed(values, "model", "llama-3.1-8b")
@@ -183,7 +187,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
       options["layers"] = values.layers
   strategy = _single(values, "strategy")
   if strategy is not None:
-    options["strategy"] = strategy
+    options["strategy"] = _strategy(strategy)
   for name in (
     "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
     "kv_block", "order", "dtype",
@@ -191,6 +195,17 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     if values[name].value is not None:
       options[name] = values[name].value
   return options
+
+
+def _strategy(name: str) -> str:
+  """The name, which has to be one."""
+  kind, colon, group = name.partition(":")
+  form = f"{kind}:N" if group.isdecimal() and int(group) else name
+  if form not in STRATEGIES or (colon and form == name):
+    raise OptionError(
+      message("--strategy", name, f"one of {', '.join(STRATEGIES)}", "choose")
+    )
+  return name
 
 
 def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
@@ -500,7 +515,7 @@ def capacities(
       values.model or MODELS,
       names,
       whats,
-      values.strategy or ["striped", "gather", "plain"],
+      [_strategy(name) for name in values.strategy or _COMPARED],
     )
   )
   for number, cell in enumerate(cells):
@@ -599,9 +614,9 @@ def _keep(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 OF_OTHERS = (
   "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
-  "window", "credits", "kernel", "noise", "seed", "least_gain", "table",
+  "credits", "kernel", "noise", "seed", "least_gain", "table",
   "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",
   "sides", "chip", "shards", "value_dim", "keys", "offset", "layout", "wire",
-  "local", "packed", "longest_document", "devices", "coordinator",
+  "local", "longest_document", "devices", "coordinator",
   "num_processes", "process_id", "distributed",
 )  # fmt: skip

@@ -45,7 +45,18 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   ways.refuse(
     values,
     "cycles",
-    (*others, "heads", "kv_heads", "causal", "mesh", "tokens", "plot", "out"),
+    (
+      *others,
+      "heads",
+      "kv_heads",
+      "causal",
+      "window",
+      "packed",
+      "mesh",
+      "tokens",
+      "plot",
+      "out",
+    ),
   )
   names = values.chips or list(_SLICES)
   for name in names:

@@ -35,7 +35,7 @@ from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.schedule import tile_counts
 from ringjax.ops.attention.stored import Stored
 from ringjax.ops.inputs import positive_int
-from ringjax.ops.mask import Causal, Everything
+from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan.aot import Built
 from ringjax.train import batch as batches
@@ -60,6 +60,8 @@ def attention(
   kv_heads: int = 8,
   head_dim: int = 128,
   causal: bool = True,
+  window: int | None = None,
+  packed: bool = False,
   dtype: str = "bfloat16",
   order: str = "ring",
   q_block: int | None = None,
@@ -79,6 +81,8 @@ def attention(
     kv_heads: K.
     head_dim: H.
     causal: whether queries see no later keys.
+    window: how many keys a query sees; None: all.
+    packed: whether documents are given, which see each other not.
     dtype: of the operands.
     order: "ring": devices as `rj.make_mesh` orders them; "listed": as they
       come, which is what such a mesh is for.
@@ -98,22 +102,34 @@ def attention(
     (batch, tokens, n, head_dim), dtype, sharding=NamedSharding(made, over)
   )
 
-  def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+  mask = None if window is None else Window(positive_int("window", window))
+  ids = jax.ShapeDtypeStruct(
+    (batch, tokens), jnp.int32, sharding=NamedSharding(made, over)
+  )
+
+  def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any = None
+  ) -> jax.Array:
     return dot_product_attention(
-      q, k, v, mesh=made, axis=axis, layout=how.layout, strategy=how.strategy,
-      is_causal=causal, **shares,
+      q, k, v, mask=mask, mesh=made, axis=axis, layout=how.layout,
+      strategy=how.strategy, is_causal=causal, q_segment_ids=segments, **shares,
     )  # fmt: skip
 
-  def backward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+  def backward(*x: jax.Array) -> Any:
     total = lambda *x: jnp.sum(forward(*x).astype(jnp.float32))
-    return jax.value_and_grad(total, (0, 1, 2))(q, k, v)
+    return jax.value_and_grad(total, (0, 1, 2))(*x)
 
   function = forward if what == "forward" else backward
   pairs = batch * tokens * (tokens + 1) / 2 if causal else batch * tokens**2
   flops = 4.0 * heads * head_dim * pairs
   return Built(
     function=jax.jit(function),
-    arguments=(like(heads), like(kv_heads), like(kv_heads)),
+    arguments=(
+      like(heads),
+      like(kv_heads),
+      like(kv_heads),
+      *[ids] * packed,
+    ),
     mesh=made,
     facts={
       **_facts(made, tokens, batch, strategy),

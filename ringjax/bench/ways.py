@@ -13,10 +13,13 @@ from typing import Any
 
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 
@@ -50,11 +53,20 @@ WAYS: dict[str, tuple[Layout, Callable[[Any], Any], bool]] = {
   "striped": (Striped(), Ring, True),
   "zigzag": (Zigzag(), Ring, True),
   "bidirectional": (Striped(), lambda x: Ring(x, two_way=True), True),
+  "ring_q": (Striped(), RingQ, True),
+  "chain": (Contiguous(), Chain, True),
+  "halo": (Contiguous(), Halo, True),
+  "documents": (Contiguous(), lambda x: Ring(x, by_document=True), True),
   "gather": (Contiguous(), Gather, False),
   "ulysses": (Contiguous(), Ulysses, False),
   "plain": (Contiguous(), Gather, False),
 }
-
+# The same of two levels, with how many neighbours are a group: "hybrid:4".
+_GROUPED: dict[str, tuple[Layout, Callable[[Any, int], Any]]] = {
+  "hybrid": (Striped(), lambda x, n: Ulysses(Ring(x), inner=n)),
+  "two_level": (Striped(), lambda x, n: Ring(Ring(x), inner=n)),
+}
+NAMES = (*WAYS, *(f"{name}:N" for name in _GROUPED))
 
 _LOCALS = {"best": Best, "blockwise": Blockwise}
 
@@ -68,7 +80,7 @@ def way(
   """A way by its name.
 
   Args:
-    name: of `WAYS`.
+    name: of `NAMES`, N the neighbours that are a group.
     q_block: queries of a tile; None chooses by the local length.
     kv_block: keys of a tile.
     local: what computes on a shard: "best", the kernel of the devices, or
@@ -83,9 +95,13 @@ def way(
         "local", repr(local), f"one of {', '.join(_LOCALS)}", "choose one"
       )
     )
-  if name not in WAYS:
+  kind, _, group = name.partition(":")
+  grouped = kind in _GROUPED and group.isdecimal() and int(group) > 0
+  if not grouped and name not in WAYS:
     raise OptionError(
-      message("strategy", repr(name), f"one of {', '.join(WAYS)}", "choose one")
+      message(
+        "strategy", repr(name), f"one of {', '.join(NAMES)}", "choose one"
+      )
     )
   if name == "plain" and (q_block, kv_block) != (None, None):
     raise OptionError(
@@ -96,6 +112,10 @@ def way(
         "leave them out",
       )
     )
-  layout, strategy, visits = WAYS[name]
   made = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
+  if grouped:
+    layout, around = _GROUPED[kind]
+    inner = around(made, int(group))
+    return Way(layout=layout, strategy=inner, local=made, visits=True)
+  layout, strategy, visits = WAYS[name]
   return Way(layout=layout, strategy=strategy(made), local=made, visits=visits)

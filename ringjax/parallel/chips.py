@@ -38,6 +38,7 @@ from ringjax.errors import OptionError, message
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 LOCALS = ("blockwise", "kernel")
+_GPUS = ("a100", "h100", "h800", "h200", "b200", "gb200")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,15 @@ class Chip:
       _positive(f"Chip flops of {dtype}", rate, "FLOPs per second")
     _positive("Chip hbm_bytes", self.hbm_bytes, "bytes")
     _positive("Chip hbm_bandwidth", self.hbm_bandwidth, "bytes per second")
+
+  @property
+  def platform(self) -> str:
+    """As JAX calls it: "tpu", "gpu", "cpu"; "other" where no name tells."""
+    if self.name.startswith("tpu"):
+      return "tpu"
+    if self.name in _GPUS:
+      return "gpu"
+    return "cpu" if self.name == "cpu" else "other"
 
   def rate(self, dtype: str) -> float:
     """FLOPs per second of products of `dtype`.

@@ -12,6 +12,7 @@ import json
 import pytest
 
 from launch import aot as scripts
+from ringjax.bench import ways
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan import aot, overlap
@@ -233,3 +234,27 @@ def test_capacity_says_what_was_refused(asked, monkeypatch):
     "--strategy=plain",
   )  # fmt: skip
   assert ran.status == 0 and "| refused |" in ran.out
+
+
+def test_the_strategies_are_those_of_the_builders():
+  assert scripts.STRATEGIES == ways.NAMES
+
+
+@pytest.mark.parametrize("name", ["warp", "hybrid", "hybrid:0", "ring:2"])
+def test_strategies_that_are_none(asked, name):
+  ran = ask(*STEP, f"--strategy={name}")
+  assert ran.status == 2 and "--strategy" in ran.err and name in ran.err
+  assert not asked.calls
+
+
+def test_attention_in_groups_with_a_window_and_documents(asked):
+  ran = ask(
+    "aot", "--what=attention", "--topology=v5e:2x4", "--tokens=8192",
+    "--strategy=two_level:4", "--window=512", "--packed",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  ((builder, _, options, _),) = asked.calls
+  assert builder.endswith(":attention")
+  assert options["strategy"] == "two_level:4"
+  assert (options["window"], options["packed"]) == (512, True)
+  assert ask(*STEP, "--packed").status == 2

@@ -93,6 +93,28 @@ class TestCompiled:
     assert made.floor_s < made.schedule_s
     assert 0 < made.utilization < 1
 
+  @pytest.mark.parametrize(
+    "topology",
+    ["v5e:2x4", *(pytest.param(t, marks=pytest.mark.slow)
+                  for t in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"))],
+  )  # fmt: skip
+  @pytest.mark.parametrize(
+    "strategy",
+    ["zigzag", "bidirectional", "ring_q", "chain", "halo", "documents",
+     "gather", "ulysses", "hybrid:2", "two_level:4"],
+  )  # fmt: skip
+  def test_every_strategy_compiles_with_the_kernel(self, topology, strategy):
+    options = {
+      "window": 256 if strategy == "halo" else None,
+      "packed": strategy == "documents",
+    }
+    for what in ("forward", "backward"):
+      found = attention(topology, 8192, strategy=strategy, what=what, **options)
+      assert found.fits and found.devices == 8
+      # The order of devices is a ring of neighbours for all of them.
+      assert not any(send.synchronous for send in found.report.sends)
+      assert found.report.unpriced_kernels == ()
+
   def test_devices_as_they_are_listed_are_caught(self):
     found = attention("v5e:8x8", 1024 * 64, order="listed")
     assert found.report.synchronous_cycles > 0

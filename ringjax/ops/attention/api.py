@@ -448,7 +448,7 @@ def _chosen(
     mask=mask,
     layout=request.layout,
     axes=axes,
-    local=local_on(device_of(place, x[:3])[0]),
+    local=local_on(device_of(place, x[:3])[0], mask),
     # Of unequal lengths the queries are taken to be the last tokens.
     offset=max(s - t, 0),
   )

@@ -463,8 +463,9 @@ def explain(
   )
   there = find_machine(machine, found)
   if local is None:
-    platform = "tpu" if there.name.lower().startswith("tpu") else "other"
-    call = dataclasses.replace(call, local=local_on(platform))
+    call = dataclasses.replace(
+      call, local=local_on(there.chip.platform, call.mask)
+    )
   explanation = rank(call, there, among)
   if show:
     explanation.print()

@@ -29,7 +29,7 @@ from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.turns import InTurn
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.mask import Causal, Coords, Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips, collectives
 
@@ -39,9 +39,10 @@ _log = logging.getLogger(__name__)
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
 
 
-def local_on(platform: str) -> str:
-  """What of `chips.LOCALS` `Best` is there, as a rule."""
-  return "kernel" if platform in KERNELS else "blockwise"
+def local_on(platform: str, mask: Mask) -> str:
+  """What of `chips.LOCALS` `Best` is there under a mask, as a rule."""
+  kinds = KERNELS.get(platform, ())
+  return "kernel" if any(kind.knows(mask) for kind in kinds) else "blockwise"
 
 
 class Choice(NamedTuple):

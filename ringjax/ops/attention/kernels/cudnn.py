@@ -38,6 +38,7 @@ from ringjax.ops.attention.blockwise import (
 from ringjax.ops.attention.kernels import kinds
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
+from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
@@ -97,6 +98,11 @@ class CuDNN:
   def span(self, keys: int) -> int:
     return keys
 
+  @staticmethod
+  def knows(mask: Mask) -> bool:
+    """Whether it computes hops under this mask itself."""
+    return kinds.known(mask)
+
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> str | None:
@@ -127,7 +133,7 @@ class CuDNN:
     ):
       if there:
         return name
-    if not kinds.known(context.mask):
+    if not self.knows(context.mask):
       return f"the mask {context.mask}: Causal, SameSegment or none"
     for what, length in (("queries", x.q.shape[3]), ("keys", x.k.shape[2])):
       if length < _LEAST:

@@ -47,7 +47,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
 
@@ -158,6 +158,12 @@ class FlashTPU:
 
   def span(self, keys: int) -> int:
     return keys
+
+  @staticmethod
+  def knows(mask: Mask) -> bool:
+    """Whether it computes hops under this mask itself."""
+    del mask
+    return True
 
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
