@@ -91,6 +91,7 @@ def ran(tmp_path_factory):
   return result, path, out.getvalue()
 
 
+@pytest.mark.slow
 def test_inference_benchmark(ran):
   result, path, out = ran
   kept = json.loads((path / "x.json").read_text())
@@ -140,6 +141,7 @@ def test_bfloat16():
   assert all(one["reason"] is None for one in load["results"].values())
 
 
+@pytest.mark.slow
 def test_figures_follow_from_times_and_sizes(ran):
   body = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32 + 2 * 16) + 16
   head = 64 * 16

@@ -99,6 +99,7 @@ def test_a_device_s_memory_as_devices_and_tokens_grow(measured):
   assert len(said) == 3 and all("tokens/s" in line for line in said)
 
 
+@pytest.mark.slow
 def test_whose_loss_is_off_is_not_timed(monkeypatch):
   inner = train._loss
   monkeypatch.setattr(

@@ -54,6 +54,7 @@ def shipped():
   return rj.models.load(tiny.path()), Passkey(tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 def test_the_model_that_ships_finds_what_is_hidden(shipped):
   model, task = shipped
   done = []

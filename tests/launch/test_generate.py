@@ -140,6 +140,7 @@ def test_stop_strings_end_the_answer(ask, folder):
   assert len(done["tokens"]) < 24
 
 
+@pytest.mark.slow
 def test_sampling_flags(ask, folder):
   base = (f"--model={folder}", "--prompt=import ", "--max_new_tokens=12")
   base = (*base, "--json")

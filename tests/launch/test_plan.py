@@ -143,6 +143,7 @@ def test_a_tiny_prompt_drops_ranks_and_says_so():
   assert ask("kvr", "--context=1", "--ranks=4").status == 0
 
 
+@pytest.mark.slow
 def test_a_table(tmp_path):
   path = str(tmp_path / "table.json")
   assert ask("kvr", *MAIN, f"--table={path}").status == 2

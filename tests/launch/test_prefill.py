@@ -131,6 +131,7 @@ def test_processes_that_do_not_agree(folder, start):
       assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stuck(folder, start):
   at = port()
   more = ("--delay=1:100000", "--timeout=2")
@@ -254,6 +255,7 @@ def test_all_methods_with_a_searched_partition(folder):
   assert f"({first}, {second}): " in err and first + second == 64
 
 
+@pytest.mark.slow
 def test_the_last_device_continues(folder):
   status, out, err = read(
     "--method=kvr,ring",

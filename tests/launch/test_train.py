@@ -332,6 +332,7 @@ def test_what_is_said_where_nothing_could_be_saved():
   assert train._farewell(5, []).endswith("none is saved")
 
 
+@pytest.mark.slow
 def test_a_short_run_has_a_trace_too(small, tmp_path):
   traced = tmp_path / "trace"
   status, _, err = run(

@@ -121,6 +121,7 @@ def test_what_is_left_goes_on_bit_for_bit(
   assert a.read_bytes() == b.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_frozen_process_is_given_up(argv, tmp_path, start_together, frozen):
   argv = [*argv, ENDLESS, "--config.timeout_s=5.0"]

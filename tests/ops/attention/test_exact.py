@@ -192,7 +192,7 @@ def deal(names, all_of=(), turn=(0, 1)):
   return chosen
 
 
-@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 3)))
+@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 6)))
 def test_ring_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ring(TILES, unroll=1))
 
