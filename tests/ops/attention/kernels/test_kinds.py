@@ -150,6 +150,11 @@ def coords(pos, seg):
 found_kinds = jax.jit(kinds.kinds, static_argnums=(3, 4))
 
 
+@jax.jit
+def found_plan(q, k):
+  return kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+
+
 def hops(layout, length, shards, start=0, seg=None):
   """(i, j, coordinates of shard i, of shard j), of all hops."""
   unit = 2 * shards if isinstance(layout, Zigzag) else shards
@@ -197,7 +202,7 @@ def test_pieces(name, shards):
       for b in range(2):
         cut = yes[:, a * half :, b * half :][:, :half, :half]
         assert grid[a, b] == truth_of(cut), (i, j, a, b)
-    plan = kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+    plan = found_plan(q, k)
     assert int(plan.choice) != kinds.OTHER
     if name != "zigzag":
       assert int(plan.choice) != kinds.PIECES
@@ -207,7 +212,7 @@ def test_gathered_keys_are_pieces():
   """Of the last of 4 shards: 7 pieces seen, one by one causal, one not."""
   q = coords(np.arange(36, 48), np.ones(12))
   k = coords(np.arange(48), np.ones(48))
-  plan = kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+  plan = found_plan(q, k)
   assert int(plan.choice) == kinds.PIECES
   full, below, none = kinds.FULL, kinds.CAUSAL, kinds.NONE
   want = [[full] * 6 + [below, none], [full] * 7 + [below]]
@@ -400,7 +405,7 @@ def test_without_a_mesh_and_in_vmap():
   assert oracle.error(got[1], want["out"]) < 3e-6
 
 
-def test_a_cut_that_is_planted_is_found(monkeypatch):
+def test_a_planted_fault_is_found(monkeypatch):
   """Causal where it should be strict, and gradients of a hop's own keys."""
   wrong = verify("causal", Vendor(local=True), Striped(), 3, check=False)
   assert wrong["out"] < 3e-6 and wrong["key"] > 1e-2 < wrong["query"]
@@ -488,7 +493,10 @@ def test_nothing_is_touched_where_nothing_is_seen():
     def attend(self, *args):
       return jax.tree.map(lambda a: a * jnp.nan, super().attend(*args))
 
-  one = lambda start: coords(np.arange(8) + start, np.ones(8))
+  def one(start):
+    at = coords(np.arange(8) + start, np.ones(8))
+    return Coords(*map(jnp.asarray, at))
+
   x = Local(
     jnp.ones((1, 1, 1, 8, 4)),
     jnp.full((1, 1, 8, 4), jnp.nan),
