@@ -321,7 +321,7 @@ CASES = {
 
 @functools.cache
 def problem(name):
-  case = oracle.build(**(CASES | FEATURES)[name])
+  case = oracle.build(**(FEATURES | CASES)[name])
   return case, oracle.truth(case)
 
 
