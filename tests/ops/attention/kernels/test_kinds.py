@@ -23,6 +23,7 @@ from ringjax import (
   Window,
   Zigzag,
 )
+from ringjax.ops.attention import levels
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Gradients, Local
 from ringjax.ops.attention.kernels import kinds
@@ -71,7 +72,7 @@ class Vendor:
     below = np.tri(*s.shape[3:], dtype=bool)[None, None, None]
     return jnp.where(below, s, -jnp.inf) if causal else s
 
-  def attend(self, x, scale, causal):
+  def outputs(self, x, scale, causal):
     s = self._scores(x, scale, causal)
     lse = jax.nn.logsumexp(s, -1)
     p = jnp.exp(s - lse[..., None])
@@ -80,7 +81,7 @@ class Vendor:
 
   def slopes(self, x, out, lse, do, scale, causal):
     if self.local:
-      out, lse = self.attend(x, scale, causal)
+      out, lse = self.outputs(x, scale, causal)
     s = self._scores(x, scale, causal)
     p = jnp.exp(s - lse[..., None])
     q, k, v, out, do = f32(*x, out, do)
@@ -379,6 +380,7 @@ def test_what_is_of_no_kind_blockwise_serves(name, layout):
       pytest.param(strategy, marks=pytest.mark.slow)
       for strategy in (
         rj.Ulysses(Vendor(Poison())),
+        rj.Ulysses(Ring(Vendor(Poison())), inner=2),
         rj.RingQ(Vendor(Poison())),
         Ring(Ring(Vendor(Poison())), inner=2),
         Ring(Vendor(Poison()), two_way=True),
@@ -389,7 +391,12 @@ def test_what_is_of_no_kind_blockwise_serves(name, layout):
 )
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_other_strategies(strategy, layout):
-  shards = 2 if isinstance(strategy, rj.Ulysses) else 4
+  dealt = isinstance(strategy, rj.Ulysses)
+  if dealt and layout == "zigzag":
+    # Halves of several shards in one hop: no order that has a name.
+    strategy = levels._around(strategy, Vendor())
+  # As many as there are heads of keys, where those are dealt.
+  shards = 2 if dealt and strategy.inner is None else 4
   verify("causal", None, LAYOUTS[layout], shards, strategy)
 
 
@@ -499,8 +506,8 @@ def test_nothing_is_touched_where_nothing_is_seen():
   """Not even counted: a kernel that gives NaN for everything is not asked."""
 
   class Broken(Vendor):
-    def attend(self, *args):
-      return jax.tree.map(lambda a: a * jnp.nan, super().attend(*args))
+    def outputs(self, *args):
+      return jax.tree.map(lambda a: a * jnp.nan, super().outputs(*args))
 
   def one(start):
     at = coords(np.arange(8) + start, np.ones(8))
