@@ -206,7 +206,7 @@ class CuDNN:
       carry,
     )  # fmt: skip
 
-  def attend(
+  def outputs(
     self, x: Local, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array]:
     """See `kinds.Kernel`."""

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
@@ -69,7 +70,7 @@ class Kernel(Protocol):
   Causal is: row i sees keys 0..i.
   """
 
-  def attend(
+  def outputs(
     self, x: Local, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array]:
     """(out [B, K, G, T, J], float32 log-sum-exp [B, K, G, T])."""
@@ -187,17 +188,19 @@ def forward(
   carry: Partial,
 ) -> Partial:
   """A local algorithm's `forward` by a `Kernel`, or by `fallback`."""
+  if not _bare(scores, terms, context):
+    return fallback.forward(scores, x, terms, context, column, carry)
   # Branches have to agree over which axes their results differ.
   axes = collectives.varying_axes(x, context, carry)
   x, context, carry = collectives.vary((x, context, carry), axes)
   plan = Plan.of(context, _finite(*x))
 
   def fold(causal: bool, x: Local, carry: Partial) -> Partial:
-    out, lse = kernel.attend(x, scores.scale, causal)
+    out, lse = kernel.outputs(x, scores.scale, causal)
     return merge(carry, Partial.of(out, lse))
 
   def strict(x: Local, carry: Partial) -> Partial:
-    out, lse = kernel.attend(_up(x), scores.scale, True)
+    out, lse = kernel.outputs(_up(x), scores.scale, True)
     # What was the first row is the last one now, and saw too much.
     first = _last_row(lse)
     lse = jnp.where(first, -jnp.inf, lse)
@@ -242,6 +245,10 @@ def backward(
   carry: tuple[jax.Array, Terms],
 ) -> Gradients:
   """A local algorithm's `backward` by a `Kernel`, or by `fallback`."""
+  if not _bare(scores, terms, context):
+    return fallback.backward(
+      scores, x, terms, context, column, residuals, carry
+    )
   everything = (x, context, residuals, carry)
   axes = collectives.varying_axes(everything)
   x, context, residuals, carry = collectives.vary(everything, axes)
@@ -307,6 +314,12 @@ def backward(
   branches = [*whole, other] + [pieces] * (plan.grid is not None)
   typed = [_typed(branch, axes) for branch in branches]
   return Gradients(*lax.switch(plan.choice, typed, x, rows, (dq, dterms)))
+
+
+def _bare(scores: Scores, terms: Terms, context: Context) -> bool:
+  """Whether scores are products and the mask is all that hides pairs."""
+  extra = scores.dropout_rate or context.allow is not None
+  return scoring.is_plain(scores, terms) and not extra
 
 
 def stand_in(

@@ -183,6 +183,16 @@ def test_a_ring_is_compiled_for_cuda_without_one(layout):
   assert len(found) == 8
 
 
+def test_heads_may_be_dealt_around_it():
+  call = lambda *x: rj.dot_product_attention(
+    *x, mesh=ring_mesh(2), axis="seq", is_causal=True,
+    strategy=rj.Ulysses(H100), return_residual=True,
+  )  # fmt: skip
+  found = calls(lowered(call, operands(t=256)))
+  assert {name for name, _, _ in found} == {FORWARD, BACKWARD}
+  assert all("tensor<2x4x" in types for _, _, types in found)
+
+
 def test_vmap_is_a_larger_batch():
   def call(q, k, v):
     one = lambda q, k, v: rj.dot_product_attention(
@@ -227,7 +237,7 @@ class Bind:
     grouped = lambda a: a.reshape(b, k.shape[1], -1, *a.shape[2:])
     x = Local(grouped(q), k, v)
     if not self.backward:
-      out, lse = Vendor().attend(x, options["scale"], causal)
+      out, lse = Vendor().outputs(x, options["scale"], causal)
       assert options["is_training"]
       return [out.reshape(q.shape), lse.reshape(b, n, t)]
     lse, out, do = args[10:13]

@@ -23,6 +23,7 @@ from ringjax import (
   Window,
   Zigzag,
 )
+from ringjax.ops.attention import levels
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Gradients, Local
 from ringjax.ops.attention.kernels import kinds
@@ -71,7 +72,7 @@ class Vendor:
     below = np.tri(*s.shape[3:], dtype=bool)[None, None, None]
     return jnp.where(below, s, -jnp.inf) if causal else s
 
-  def attend(self, x, scale, causal):
+  def outputs(self, x, scale, causal):
     s = self._scores(x, scale, causal)
     lse = jax.nn.logsumexp(s, -1)
     p = jnp.exp(s - lse[..., None])
@@ -80,7 +81,7 @@ class Vendor:
 
   def slopes(self, x, out, lse, do, scale, causal):
     if self.local:
-      out, lse = self.attend(x, scale, causal)
+      out, lse = self.outputs(x, scale, causal)
     s = self._scores(x, scale, causal)
     p = jnp.exp(s - lse[..., None])
     q, k, v, out, do = f32(*x, out, do)
@@ -150,6 +151,11 @@ def coords(pos, seg):
 found_kinds = jax.jit(kinds.kinds, static_argnums=(3, 4))
 
 
+@jax.jit
+def found_plan(q, k):
+  return kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+
+
 def hops(layout, length, shards, start=0, seg=None):
   """(i, j, coordinates of shard i, of shard j), of all hops."""
   unit = 2 * shards if isinstance(layout, Zigzag) else shards
@@ -197,7 +203,7 @@ def test_pieces(name, shards):
       for b in range(2):
         cut = yes[:, a * half :, b * half :][:, :half, :half]
         assert grid[a, b] == truth_of(cut), (i, j, a, b)
-    plan = kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+    plan = found_plan(q, k)
     assert int(plan.choice) != kinds.OTHER
     if name != "zigzag":
       assert int(plan.choice) != kinds.PIECES
@@ -207,7 +213,7 @@ def test_gathered_keys_are_pieces():
   """Of the last of 4 shards: 7 pieces seen, one by one causal, one not."""
   q = coords(np.arange(36, 48), np.ones(12))
   k = coords(np.arange(48), np.ones(48))
-  plan = kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+  plan = found_plan(q, k)
   assert int(plan.choice) == kinds.PIECES
   full, below, none = kinds.FULL, kinds.CAUSAL, kinds.NONE
   want = [[full] * 6 + [below, none], [full] * 7 + [below]]
@@ -316,7 +322,7 @@ CASES = {
 
 @functools.cache
 def problem(name):
-  case = oracle.build(**(CASES | FEATURES)[name])
+  case = oracle.build(**(FEATURES | CASES)[name])
   return case, oracle.truth(case)
 
 
@@ -374,6 +380,7 @@ def test_what_is_of_no_kind_blockwise_serves(name, layout):
       pytest.param(strategy, marks=pytest.mark.slow)
       for strategy in (
         rj.Ulysses(Vendor(Poison())),
+        rj.Ulysses(Ring(Vendor(Poison())), inner=2),
         rj.RingQ(Vendor(Poison())),
         Ring(Ring(Vendor(Poison())), inner=2),
         Ring(Vendor(Poison()), two_way=True),
@@ -384,7 +391,12 @@ def test_what_is_of_no_kind_blockwise_serves(name, layout):
 )
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_other_strategies(strategy, layout):
-  shards = 2 if isinstance(strategy, rj.Ulysses) else 4
+  dealt = isinstance(strategy, rj.Ulysses)
+  if dealt and layout == "zigzag":
+    # Halves of several shards in one hop: no order that has a name.
+    strategy = levels._around(strategy, Vendor())
+  # As many as there are heads of keys, where those are dealt.
+  shards = 2 if dealt and strategy.inner is None else 4
   verify("causal", None, LAYOUTS[layout], shards, strategy)
 
 
@@ -400,7 +412,7 @@ def test_without_a_mesh_and_in_vmap():
   assert oracle.error(got[1], want["out"]) < 3e-6
 
 
-def test_a_cut_that_is_planted_is_found(monkeypatch):
+def test_a_planted_fault_is_found(monkeypatch):
   """Causal where it should be strict, and gradients of a hop's own keys."""
   wrong = verify("causal", Vendor(local=True), Striped(), 3, check=False)
   assert wrong["out"] < 3e-6 and wrong["key"] > 1e-2 < wrong["query"]
@@ -416,29 +428,38 @@ def test_a_cut_that_is_planted_is_found(monkeypatch):
   assert wrong["out"] > 1e-2 and wrong["lse"] > 1e-3
 
 
-def test_a_nan_reaches_those_who_see_it_only():
+@pytest.mark.parametrize("where", ["keys", "cotangent"])
+def test_a_nan_reaches_those_who_see_it_only(where):
   rng = np.random.default_rng(0)
   q, k, v = (rng.normal(size=(1, 48, 2, 8)).astype(np.float32) for _ in "qkv")
-  v[0, 20, 0, 3] = np.nan
-  k[0, 30, 1, 0] = np.inf
   do = np.ones_like(q)
-  do[0, 40] = np.nan
+  if where == "keys":
+    v[0, 20, 0, 3] = np.nan
+    k[0, 30, 1, 0] = np.inf
+  else:
+    do[0, 40] = np.nan
   mesh = ring_mesh(4)
 
-  def odd(local):
+  @functools.partial(jax.jit, static_argnums=0)
+  def results(local, *x):
     call = lambda *x: rj.ring_attention(
       *x, mesh=mesh, axis="seq", is_causal=True, local=local
     )
-    out, pull = jax.vjp(call, q, k, v)
-    return [~np.isfinite(np.asarray(x)) for x in (out, *pull(do))]
+    out, pull = jax.vjp(call, *x)
+    return out, *pull(do)
+
+  def odd(local):
+    return [~np.isfinite(x).all((0, 2, 3)) for x in results(local, q, k, v)]
 
   found = odd(Vendor())
-  assert found[0].any() and not found[0][:, :20].any()
-  # Later keys do not know of the query at 40.
-  assert not found[2][:, 41:].any() and not found[3][:, 41:].any()
-  rows = lambda x: x.any((0, 2, 3))
+  if where == "keys":
+    assert found[0][20:].any() and not found[0][:20].any()
+  else:
+    # Later keys do not know of the query at 40.
+    assert not found[0].any() and found[2][:41].all() and found[3][:41].all()
+    assert not found[2][41:].any() and not found[3][41:].any()
   for ours, theirs in zip(found, odd(Blockwise(8, 8)), strict=True):
-    assert np.array_equal(rows(ours), rows(theirs))
+    assert np.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -485,10 +506,13 @@ def test_nothing_is_touched_where_nothing_is_seen():
   """Not even counted: a kernel that gives NaN for everything is not asked."""
 
   class Broken(Vendor):
-    def attend(self, *args):
-      return jax.tree.map(lambda a: a * jnp.nan, super().attend(*args))
+    def outputs(self, *args):
+      return jax.tree.map(lambda a: a * jnp.nan, super().outputs(*args))
 
-  one = lambda start: coords(np.arange(8) + start, np.ones(8))
+  def one(start):
+    at = coords(np.arange(8) + start, np.ones(8))
+    return Coords(*map(jnp.asarray, at))
+
   x = Local(
     jnp.ones((1, 1, 1, 8, 4)),
     jnp.full((1, 1, 8, 4), jnp.nan),
