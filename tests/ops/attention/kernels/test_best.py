@@ -205,8 +205,8 @@ def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
     ((1, 4), {}, True),
     ((2, 2), {}, False),
     ((2, 2), {"batch_axis": "data"}, True),
-    ((2, 2), {"batch_axis": ()}, True),
-    ((2, 2), {"head_axis": "data"}, True),
+    pytest.param((2, 2), {"batch_axis": ()}, True, marks=pytest.mark.slow),
+    pytest.param((2, 2), {"head_axis": "data"}, True, marks=pytest.mark.slow),
   ],
   ids=str,
 )

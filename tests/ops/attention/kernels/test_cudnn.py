@@ -258,7 +258,9 @@ def emulated(monkeypatch):
   return found
 
 
-@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize(
+  "layout", [pytest.param("striped", marks=pytest.mark.slow), "zigzag"]
+)
 def test_a_ring_of_it_is_right(emulated, monkeypatch, layout):
   monkeypatch.setattr(CuDNN, "_fallback", lambda self: Poison())
   case = oracle.build(

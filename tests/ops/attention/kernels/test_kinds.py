@@ -340,7 +340,9 @@ def verify(name, local, layout, shards, strategy=None, check=True):
   return {key: oracle.error(got[key], want[key]) for key in want}
 
 
-@pytest.mark.parametrize("shards", [1, 3, 8])
+@pytest.mark.parametrize(
+  "shards", [1, pytest.param(3, marks=pytest.mark.slow), 8]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ring_of_kernels(layout, shards):
   """Outputs, log-sum-exps and all gradients; no hop is left to Blockwise."""
@@ -349,7 +351,11 @@ def test_a_ring_of_kernels(layout, shards):
 
 @pytest.mark.parametrize(
   ("name", "layout"),
-  [("full", "contiguous"), ("far", "zigzag"), ("sinks", "striped")],
+  [
+    ("full", "contiguous"),
+    pytest.param("far", "zigzag", marks=pytest.mark.slow),
+    ("sinks", "striped"),
+  ],
 )
 def test_other_calls_of_kernels_only(name, layout):
   verify(name, Vendor(Poison()), LAYOUTS[layout], 3)
@@ -360,8 +366,8 @@ def test_other_calls_of_kernels_only(name, layout):
   [
     ("gqa", "zigzag"),  # 72 tokens: padding at the end
     ("segments", "contiguous"),
-    ("window-wide", "striped"),
-    ("lengths", "contiguous"),
+    pytest.param("window-wide", "striped", marks=pytest.mark.slow),
+    pytest.param("lengths", "contiguous", marks=pytest.mark.slow),
     pytest.param("everything", "striped", marks=pytest.mark.slow),
     pytest.param("positions", "contiguous", marks=pytest.mark.slow),
     pytest.param("prefill", "zigzag", marks=pytest.mark.slow),
