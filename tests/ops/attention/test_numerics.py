@@ -108,10 +108,10 @@ def test_errors_are_small(dtype, spread):
   "strategy",
   [
     Gather(),
-    Ulysses(),
-    Ring(Dense()),
+    pytest.param(Ulysses(), marks=pytest.mark.slow),
+    pytest.param(Ring(Dense()), marks=pytest.mark.slow),
     RingQ(),
-    Ring(two_way=True),
+    pytest.param(Ring(two_way=True), marks=pytest.mark.slow),
     Ring(Ring(), inner=4),
     Ulysses(Ring(), inner=2),
   ],
