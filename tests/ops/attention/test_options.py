@@ -36,6 +36,7 @@ OPTIONS = {
   "alibi_slopes": {"alibi_slopes": jnp.ones((N,))},
   "dropout": {"dropout_rate": 0.2, "dropout_seed": 1},
   "layout": {"layout": rj.Striped(2)},
+  "axes": {"batch_axis": (), "head_axis": ()},
 }
 STRATEGIES = ("ring", "gather", "ulysses", rj.Ring(rj.Dense()))
 SLOW = ("gather", "ulysses")
