@@ -9,8 +9,7 @@ from absl import flags
 
 from launch import aot, screens, ways
 from launch.definer import Definer
-from ringjax.errors import RingjaxError
-from ringjax.parallel import chips
+from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cycles
 
 NAME = "plan"
@@ -60,7 +59,12 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   )
   names = values.chips or list(_SLICES)
   for name in names:
-    chips.core(name)
+    if name not in _SLICES:
+      raise OptionError(
+        message(
+          "--chips", repr(name), f"some of {', '.join(_SLICES)}", "choose"
+        )
+      )
   options: dict[str, Any] = {
     "q_block": values.q_block or _BLOCK,
     "kv_block": values.kv_block or _BLOCK,
@@ -71,7 +75,6 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   rows: list[dict[str, Any]] = []
   passes = ("forward", "backward") if values.backward else ("forward",)
   for name in names:
-    topology = _SLICES[chips.core(name).topology]
     for what in passes:
       for kernel in _KERNELS:
         screen.say(f"{kernel}, {what}, for {name}")
@@ -79,7 +82,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         try:
           found = cycles.count(
             f"ringjax.bench.tiles:{kernel}",
-            topology,
+            _SLICES[name],
             options | {"what": what},
             timeout_s=values.timeout,
           )

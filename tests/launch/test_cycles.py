@@ -69,6 +69,7 @@ def test_json(asked):
   ("given", "word"),
   [
     ("--chips=v9", "v9"),
+    ("--chips=v4", "v4"),  # the kernel declines it
     ("--topology=v5e:2x4", "--topology"),
     ("--tokens=5", "--tokens"),
     ("--heads=4", "--heads"),

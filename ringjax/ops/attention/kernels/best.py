@@ -1,9 +1,9 @@
 """Which kernel computes a hop: the platform's first that serves the call.
 
-Law: `Best` equals `Blockwise`, which serves what every kernel declines. What
-was chosen, and why others were not, is what `chosen` and `declined` return and
-`rj.explain` prints; a kernel that fails its check on this machine is declined
-with one line in the log.
+Law: `Best` equals `Blockwise`, which serves what every kernel declines.
+`choose` says what serves a call and why others do not, `rj.explain` whether it
+goes by a kernel; one that fails its check on this machine is declined with one
+line in the log.
 """
 
 from __future__ import annotations

@@ -28,14 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
   Local,
   Residuals,
 )
-from ringjax.ops.attention.kernels import kinds
+from ringjax.ops.attention.kernels import declined, kinds
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Mask
@@ -160,20 +159,6 @@ class CuDNN:
       return f"heads of {head_dim}: at most {most}"
     return None
 
-  def _check(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> None:
-    why = self.decline(scores, x, terms, context)
-    if why is not None:
-      raise OptionError(
-        message(
-          "local",
-          f"CuDNN() for {why}",
-          "a call that cuDNN serves",
-          "pass local=Best(), which takes what serves each call",
-        )
-      )
-
   def forward(
     self,
     scores: Scores,
@@ -184,7 +169,7 @@ class CuDNN:
     carry: Partial,
   ) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
-    self._check(scores, x, terms, context)
+    declined.check(self, self.decline(scores, x, terms, context))
     return kinds.forward(
       self, self._fallback(), scores, x, terms, context, column, carry
     )
@@ -200,7 +185,7 @@ class CuDNN:
     carry: tuple[jax.Array, Terms],
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
-    self._check(scores, x, terms, context)
+    declined.check(self, self.decline(scores, x, terms, context))
     return kinds.backward(
       self, self._fallback(), scores, x, terms, context, column, residuals,
       carry,

@@ -34,7 +34,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -45,6 +44,7 @@ from ringjax.ops.attention.blockwise import (
   pad_operands,
   tile_kinds,
 )
+from ringjax.ops.attention.kernels import declined
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, Mask, visible
@@ -196,20 +196,6 @@ class FlashTPU:
         return "a mask with an array of more than one axis"
     return None
 
-  def _check(
-    self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> None:
-    why = self.decline(scores, x, terms, context)
-    if why is not None:
-      raise OptionError(
-        message(
-          "local",
-          f"FlashTPU() for {why}",
-          "a call that the kernel serves",
-          "pass local=Best(), which takes what serves each call",
-        )
-      )
-
   def forward(
     self,
     scores: Scores,
@@ -221,7 +207,7 @@ class FlashTPU:
   ) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     del column  # Counts columns of bias and mask arrays, which it has not.
-    self._check(scores, x, terms, context)
+    declined.check(self, self.decline(scores, x, terms, context))
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
     x, terms, context = pad_operands(x, terms, context, qb, kb)
@@ -242,7 +228,7 @@ class FlashTPU:
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
     del column
-    self._check(scores, x, terms, context)
+    declined.check(self, self.decline(scores, x, terms, context))
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, min(k_length, _span(self, x)))
     x, terms, context = pad_operands(x, terms, context, qb, kb)
