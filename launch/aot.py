@@ -1,14 +1,13 @@
 """The sub-commands of launch.plan that compile for slices that are not there.
 
 `aot` compiles one program, or with --search several, and says whether it fits,
-what it sends and what hides it; `capacity` searches the largest contexts.
+what it sends and what hides it. For the largest contexts see
+`launch.capacity`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -18,7 +17,7 @@ from launch import common, screens, ways
 from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.parallel import chips
-from ringjax.plan import aot, capacity, draw, overlap
+from ringjax.plan import aot, draw, overlap
 from ringjax.plan.aot import Compiled
 from ringjax.plan.roofline import NOTE, Roofline, roofline
 
@@ -29,18 +28,7 @@ STRATEGIES = (
   "ring", "striped", "zigzag", "bidirectional", "ring_q", "chain", "halo",
   "documents", "gather", "ulysses", "plain", "hybrid:N", "two_level:N",
 )  # fmt: skip
-_BUILDERS = "ringjax.bench.steps"
-# Slices whose capacity is told, by the names that people give them.
-SLICES = {
-  "v5e-256": "v5e:16x16",
-  "v5p-128": "v5p:4x4x8",
-  "v5p-512": "v5p:8x8x8",
-  "v6e-256": "v6e:16x16",
-  "tpu7x-128": "tpu7x:4x4x8",
-}
-MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b-1m")
-_COMPARED = ("striped", "gather", "plain")
-_LEAST, _MOST = 1 << 13, 1 << 25
+BUILDERS = "ringjax.bench.steps"
 
 
 def define(values: flags.FlagValues) -> None:
@@ -48,7 +36,6 @@ def define(values: flags.FlagValues) -> None:
   new = Definer(values)
   new.texts("model", None, "aot, capacity: presets; see rj.models.PRESETS.")
   new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
-  new.texts("slices", None, f"capacity: of {','.join(SLICES)}; default all.")
   flags.DEFINE_multi_enum(
     "what", None, WHAT, "aot: which program; capacity: train, prefill.",
     flag_values=values,
@@ -80,11 +67,11 @@ def define(values: flags.FlagValues) -> None:
 
 
 OF_AOT = (
-  "model", "topology", "slices", "what", "strategy", "remat", "optimizer",
-  "shard", "accumulate", "block", "loss_block", "q_block", "kv_block", "order",
-  "hlo", "limit", "search", "tries", "timeout",
+  "model", "topology", "slices", "jobs", "what", "strategy", "remat",
+  "optimizer", "shard", "accumulate", "block", "loss_block", "q_block",
+  "kv_block", "order", "hlo", "limit", "search", "tries", "timeout",
 )  # fmt: skip
-_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
+OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
 _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
              "block", "loss_block")  # fmt: skip
@@ -98,7 +85,7 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
-  ways.refuse(values, "aot", (*OF_OTHERS, "slices", "out"))
+  ways.refuse(values, "aot", (*OF_OTHERS, "slices", "jobs", "out"))
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
@@ -110,7 +97,7 @@ def compile_one(
     return
   screen.say(f"compiling {what} for {topology}; this takes minutes")
   found = aot.compile(
-    f"{_BUILDERS}:{what}",
+    f"{BUILDERS}:{what}",
     topology,
     options,
     timeout_s=values.timeout,
@@ -161,18 +148,18 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   }
   refused = {
     "attention": _OF_STEPS,
-    "train": _OF_ATTENTION,
+    "train": OF_ATTENTION,
     "prefill": (
-      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
+      *OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
     ),
     "decode": (
-      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
+      *OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
       "block", "strategy", "q_block", "kv_block",
     ),
   }[what]  # fmt: skip
   ways.refuse(values, f"--what={what}", refused)
   if what == "attention":
-    options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
+    options |= {name: values[name].value for name in OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
   else:
     options["model"] = _needed(values, "model", "llama-3.1-8b")
@@ -187,7 +174,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
       options["layers"] = values.layers
   strategy = _single(values, "strategy")
   if strategy is not None:
-    options["strategy"] = _strategy(strategy)
+    options["strategy"] = named(strategy)
   for name in (
     "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
     "kv_block", "order", "dtype",
@@ -197,7 +184,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   return options
 
 
-def _strategy(name: str) -> str:
+def named(name: str) -> str:
   """The name, which has to be one."""
   kind, colon, group = name.partition(":")
   form = f"{kind}:N" if group.isdecimal() and int(group) else name
@@ -427,7 +414,7 @@ def _search(
     screen.say(f"{number + 1} of at most {values.tries}: {label}")
     try:
       found = aot.compile(
-        f"{_BUILDERS}:{what}",
+        f"{BUILDERS}:{what}",
         topology,
         options | tried,
         timeout_s=values.timeout,
@@ -474,142 +461,6 @@ def _label(options: Mapping[str, Any]) -> str:
       value = ",".join(f"{axis}:{n}" for axis, n in value)
     parts.append(f"--{name}={value}")
   return " ".join(parts) or "as given"
-
-
-# ---------------------------------------------------------------------------
-# Largest contexts
-# ---------------------------------------------------------------------------
-
-
-def capacities(
-  values: flags.FlagValues, stdout: TextIO, stderr: TextIO
-) -> None:
-  ways.refuse(
-    values,
-    "capacity",
-    (
-      *OF_OTHERS, *_OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
-      "search", "plot", "limit", "order",
-    ),
-  )  # fmt: skip
-  whats = values.what or ["train", "prefill"]
-  for what in whats:
-    if what not in ("train", "prefill"):
-      raise OptionError(
-        message("--what", what, "train or prefill", "choose one")
-      )
-  names = values.slices or list(SLICES)
-  for name in names:
-    if name not in SLICES:
-      raise OptionError(
-        message("--slices", name, f"some of {', '.join(SLICES)}", "choose")
-      )
-  if values.out is not None and not pathlib.Path(values.out).parent.is_dir():
-    raise OptionError(
-      message("--out", values.out, "a path in a folder", "make the folder")
-    )
-  screen = screens.Screen(NAME, stderr)
-  rows: list[dict[str, Any]] = []
-  cells = list(
-    itertools.product(
-      values.model or MODELS,
-      names,
-      whats,
-      [_strategy(name) for name in values.strategy or _COMPARED],
-    )
-  )
-  for number, cell in enumerate(cells):
-    screen.say(f"{number + 1} of {len(cells)}: {' '.join(cell)}")
-    rows.append(_cell(values, *cell, screen=screen))
-    if values.out is not None:
-      # What is known is kept, also when it is stopped.
-      _keep(values.out, rows)
-  ways.put(values, stdout, {"rows": rows, "note": NOTE}, table(rows))
-  if values.out is not None:
-    screen.say(f"wrote {values.out}.md and {values.out}.json")
-
-
-def _cell(
-  values: flags.FlagValues,
-  model: str,
-  name: str,
-  what: str,
-  strategy: str,
-  *,
-  screen: screens.Screen,
-) -> dict[str, Any]:
-  topology = SLICES[name]
-  sides = chips.sides(topology)
-  core = chips.core(topology)
-  devices = sides[0] * sides[1] * sides[2] * (1 + (core.name == "tpu-7x"))
-  options: dict[str, Any] = {"model": model, "strategy": strategy}
-  for flag in ("remat", "optimizer", "shard", "loss_block", "block", "dtype"):
-    value = values[flag].value
-    of_training = flag in ("remat", "optimizer", "loss_block")
-    if value is not None and (what == "train" or not of_training):
-      options[flag] = value
-  versions: dict[str, str] = {}
-
-  def fits(tokens: int) -> tuple[bool, int, int]:
-    found = aot.compile(
-      f"{_BUILDERS}:{what}",
-      topology,
-      options | {"tokens": tokens},
-      timeout_s=values.timeout,
-    )
-    versions.update(found.versions)
-    says = "fits" if found.fits else "does not fit"
-    screen.say(
-      f"  {tokens:,} tokens: {screens.nbytes(found.needed_bytes)} of "
-      f"{screens.nbytes(found.limit_bytes)}, {says} "
-      f"({found.trace_s + found.compile_s:.0f} s)"
-    )
-    return found.fits, found.needed_bytes, found.limit_bytes
-
-  row: dict[str, Any] = {
-    "model": model,
-    "slice": name,
-    "topology": topology,
-    "devices": devices,
-    "what": what,
-    "strategy": strategy,
-    "limit_bytes": core.hbm_bytes,
-  }
-  try:
-    found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=_MOST)
-  except RingjaxError as error:
-    return {**row, "refused": str(error)}
-  return {**row, **found.record(), "versions": versions}
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """The largest contexts as Markdown, a column for each strategy."""
-  strategies = list(dict.fromkeys(row["strategy"] for row in rows))
-  lines = [
-    "| model | slice | | " + " | ".join(strategies) + " |",
-    "|---|---|---|" + "---:|" * len(strategies),
-  ]
-  cells: dict[tuple[str, str, str], dict[str, str]] = {}
-  for row in rows:
-    key = (row["model"], f"{row['slice']} ({row['topology']})", row["what"])
-    if "refused" in row:
-      text = "refused"
-    elif not row["tokens"]:
-      text = "none"
-    else:
-      text = f"{row['tokens']:,}"
-      if row["too_many"] is None:
-        text = f"{text} or more"
-    cells.setdefault(key, {})[row["strategy"]] = text
-  for key, found in cells.items():
-    texts = [found.get(name, "") for name in strategies]
-    lines.append("| " + " | ".join((*key, *texts)) + " |")
-  return lines
-
-
-def _keep(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
-  pathlib.Path(f"{path}.json").write_text(json.dumps({"rows": rows}, indent=1))
-  pathlib.Path(f"{path}.md").write_text("\n".join(table(rows)) + "\n")
 
 
 OF_OTHERS = (

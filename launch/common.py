@@ -12,8 +12,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from ringjax.errors import MeshError, OptionError, message
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
 
+T = TypeVar("T")
 AXES = ("replica", "data", "seq", "model")
 _DEVICES = 8
 # Number of processes, as those say who start them; above 1 there are others.
@@ -326,6 +328,25 @@ def launch(name: str, main: Callable[[Sequence[str]], int]) -> None:
       return screens.UNREAD
 
   app.run(guarded, flags_parser=read)
+
+
+def several(
+  work: Callable[[int], T], n: int, jobs: int, stop: Callable[[], None]
+) -> Iterator[tuple[int, T]]:
+  """What `work` makes of 0 to n - 1, `jobs` at a time, as it is ready.
+
+  The first error ends it: what has not begun is not begun any more, and `stop`
+  is called to end what has.
+  """
+  with futures.ThreadPoolExecutor(max(1, min(jobs, n))) as pool:
+    begun = {pool.submit(work, i): i for i in range(n)}
+    try:
+      for one in futures.as_completed(begun):
+        yield begun[one], one.result()
+    except BaseException:
+      pool.shutdown(wait=False, cancel_futures=True)
+      stop()
+      raise
 
 
 def refuse_rest(argv: Sequence[str]) -> None:

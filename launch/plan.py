@@ -22,7 +22,8 @@
       'ringjax[aot]'): whether it fits, what it sends, what hides it; with
       --search over meshes, layouts, remat and tiles.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
-      The largest contexts that fit, beside plain attention and all-gather.
+      The largest contexts that fit, beside plain attention and all-gather;
+      what is in the file already is not compiled again.
   python -m launch.plan cycles --chips=v5e,v6e
       Cycles of a tile of the attention kernels, in the TPU compiler's machine
       code, beside those of JAX's splash attention.
@@ -43,7 +44,7 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch import aot, common, cycles, screens, ways
+from launch import aot, capacity, common, cycles, screens, ways
 from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
@@ -106,6 +107,7 @@ def define(values: flags.FlagValues) -> None:
   new.text("dtype", None, "--fit: of weights and keys; fit, explain: of keys.")
   ways.define(values)
   aot.define(values)
+  capacity.define(values)
   cycles.define(values)
 
 
@@ -537,7 +539,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "fit": ways.measure,
   "pictures": _pictures,
   "aot": aot.compile_one,
-  "capacity": aot.capacities,
+  "capacity": capacity.search,
   "cycles": cycles.count,
 }
 

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from ringjax.errors import OptionError, RingjaxError, message
@@ -63,6 +64,8 @@ _BUFFER = re.compile(
 # Buffers of a program that does not fit that are told.
 _LARGEST = 8
 _UNITS = {"": 1, **{u: 1024 ** (i + 1) for i, u in enumerate("KMGTP")}}
+# Compilations under way, of all threads.
+_RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.aot import _child; _child()"
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
@@ -277,16 +280,18 @@ def _run(
   # The process must find the modules that this one finds.
   paths = [p or os.getcwd() for p in sys.path]
   here["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+  process = subprocess.Popen(
+    command,
+    env=here,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+    errors="replace",
+  )
+  _RUNNING.add(process)
   try:
-    done = subprocess.run(
-      command,
-      env=here,
-      stdin=subprocess.DEVNULL,
-      capture_output=True,
-      text=True,
-      errors="replace",
-      timeout=timeout_s,
-    )
+    _, said = process.communicate(timeout=timeout_s)
   except subprocess.TimeoutExpired:
     raise CompileError(
       message(
@@ -296,14 +301,16 @@ def _run(
         "raise timeout_s",
       )
     ) from None
+  finally:
+    _end(process)
   answer = place / "answer.json"
   if not answer.exists():
     raise CompileError(
       message(
         "compile",
-        f"a process that ended with status {done.returncode}",
+        f"a process that ended with status {process.returncode}",
         "an answer",
-        f"see what it said: {done.stderr.strip()[-1500:]}",
+        f"see what it said: {said.strip()[-1500:]}",
       )
     )
   found = json.loads(answer.read_text())
@@ -320,6 +327,19 @@ def _run(
     )
   text = place / "program.hlo"
   return found, text.read_text() if text.exists() else ""
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+  """Ends a compilation, if it has not ended."""
+  process.kill()
+  process.wait()
+  _RUNNING.discard(process)
+
+
+def stop() -> None:
+  """Ends the compilations of all threads; their calls raise CompileError."""
+  for process in tuple(_RUNNING):
+    process.kill()
 
 
 def _read(
@@ -421,7 +441,7 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
     "facts": dict(built.facts),
     "data_trips": built.data_trips,
     "trace_s": middle - start,
-    "versions": _versions(),
+    "versions": versions(),
   }
   try:
     compiled = lowered.compile(compiler_options=options or None)
@@ -467,9 +487,8 @@ def _builder(name: str) -> Any:
     ) from None
 
 
-def _versions() -> dict[str, str]:
-  from importlib import metadata
-
+def versions() -> dict[str, str]:
+  """Of jax and libtpu, as they are installed."""
   found = {}
   for name in ("jax", "libtpu"):
     try:

@@ -2,7 +2,9 @@
 
 Law: what is given as fitting was compiled and fits; what is given as too much
 was compiled and does not. What a program lacks tells how far it is off: memory
-is close to a line in the tokens, and two failures, a second each, draw it.
+is close to a line in the tokens, and two failures draw it. A failure takes the
+compiler a second and a fit minutes, so that the search comes from above and
+means to fit once.
 """
 
 from __future__ import annotations
@@ -65,9 +67,8 @@ def largest(
         "widen them",
       )
     )
-  tried = 0
   over: list[tuple[int, int]] = []
-  limit = 0
+  tried = 0
   at = high
   while True:
     good, need, limit = fits(at)
@@ -77,20 +78,26 @@ def largest(
     over.append((at, need))
     if at <= low:
       return Largest(tokens=0, needed_bytes=need, too_many=at, tried=tried)
-    at = max(low, min(down(min(_guess(over, limit), 0.95 * at)), at - unit))
+    # As far below the guess as lets the next try, a step above, fail.
+    guess = _guess(over, limit) / math.sqrt(1 + part)
+    at = max(low, min(down(min(guess, 0.95 * at)), at - unit))
   known = (at, need)
-  # Between what fits and what does not.
+  # Between what fits and what does not, in steps that grow while they fit.
+  step = 1 + part
   while over:
     bound = over[-1][0]
-    middle = down(math.sqrt(known[0] * bound))
-    if bound <= known[0] * (1 + part) or middle <= known[0] or middle >= bound:
+    if bound <= max(known[0] * (1 + part), known[0] + unit):
       break
-    good, need, limit = fits(middle)
+    at = max(down(known[0] * step), known[0] + unit)
+    if at >= bound:
+      at = max(down(math.sqrt(known[0] * bound)), known[0] + unit)
+    good, need, limit = fits(at)
     tried += 1
     if good:
-      known = (middle, need)
+      known, step = (at, need), step**2
     else:
-      over.append((middle, need))
+      over.append((at, need))
+      step = 1 + part
   return Largest(
     tokens=known[0],
     needed_bytes=known[1],

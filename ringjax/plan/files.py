@@ -23,19 +23,23 @@ def write(path: str, format: str, body: dict[str, Any]) -> None:
   Raises:
     OptionError: the folder cannot be written to.
   """
+  whole = {"format": format, "version": 1, **body}
+  write_text(path, json.dumps(whole, indent=1) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+  """Writes a file, whole or not at all.
+
+  Raises:
+    OptionError: the folder cannot be written to.
+  """
   folder = os.path.dirname(os.path.abspath(path))
   temporary = None
   try:
     os.makedirs(folder, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-      json.dump(
-        {"format": format, "version": 1, **body},
-        file,
-        indent=1,
-        sort_keys=False,
-      )
-      file.write("\n")
+      file.write(text)
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)

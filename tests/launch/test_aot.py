@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import threading
 
 import pytest
 
 from launch import aot as scripts
+from launch import common
 from ringjax.bench import ways
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
@@ -222,6 +224,73 @@ def test_capacity_finds_and_keeps_the_largest(asked, tmp_path):
   text = (tmp_path / "capacity.md").read_text()
   assert "| llama-3.1-8b | v5e-256 (v5e:16x16) | prefill |" in text
   assert f"{striped['tokens']:,} | {gather['tokens']:,}" in text
+
+
+CAPACITY = (
+  "capacity", "--model=llama-3.1-8b", "--slices=v5e-256", "--what=prefill",
+)  # fmt: skip
+
+
+def test_capacity_goes_on_where_it_was_stopped(asked, tmp_path, monkeypatch):
+  out = f"--out={tmp_path / 'all'}"
+  asked.change["need"] = lambda options: 65536 * options["tokens"]
+  assert ask(*CAPACITY, "--strategy=striped", out).status == 0
+  asked.calls.clear()
+  more = (*CAPACITY, "--strategy=gather", "--strategy=striped", out)
+  ran = ask(*more, "--json")
+  assert ran.status == 0 and "1 of 2 are in" in ran.err
+  assert {call[2]["strategy"] for call in asked.calls} == {"gather"}
+  names = [row["strategy"] for row in ran.json["rows"]]
+  assert names == ["gather", "striped"]
+  # Other rows of the file stay in it.
+  asked.calls.clear()
+  ran = ask(*CAPACITY, "--strategy=plain", out, "--json")
+  assert [row["strategy"] for row in ran.json["rows"]] == ["plain"]
+  kept = json.loads((tmp_path / "all.json").read_text())["rows"]
+  assert {row["strategy"] for row in kept} == {"gather", "striped", "plain"}
+  # With another compiler, or another program, nothing is known.
+  asked.calls.clear()
+  assert ask(*CAPACITY, "--strategy=plain", out, "--block=1024").status == 0
+  assert asked.calls and asked.calls[0][2]["block"] == 1024
+  asked.calls.clear()
+  monkeypatch.setattr(aot, "versions", lambda: {"jax": "99"})
+  assert ask(*more).status == 0
+  assert {c[2]["strategy"] for c in asked.calls} == {"gather", "striped"}
+
+
+@pytest.mark.parametrize(
+  "text", ["", "{}", '{"format": "ringjax-capacity", "version": 1, "rows": 3}']
+)
+def test_capacity_does_not_write_over_another_file(asked, tmp_path, text):
+  (tmp_path / "x.json").write_text(text)
+  ran = ask(*CAPACITY, "--strategy=plain", f"--out={tmp_path / 'x'}")
+  assert ran.status == 2 and "x.json" in ran.err and not asked.calls
+  assert (tmp_path / "x.json").read_text() == text
+
+
+def test_several_at_a_time_are_the_same(asked, tmp_path):
+  asked.change["need"] = lambda options: 65536 * options["tokens"]
+  strategies = [f"--strategy={name}" for name in ("striped", "gather", "plain")]
+  rows = [
+    ask(*CAPACITY, *strategies, f"--jobs={jobs}", "--json").json["rows"]
+    for jobs in (1, 3)
+  ]
+  assert rows[0] == rows[1] and len(rows[0]) == 3
+
+
+def test_what_runs_is_ended_when_one_fails():
+  begun, ended = [], threading.Event()
+
+  def work(i):
+    begun.append(i)
+    if i == 1:
+      raise OptionError("no")
+    ended.wait()
+    return i
+
+  with pytest.raises(OptionError):
+    list(common.several(work, 9, 2, ended.set))
+  assert ended.is_set() and max(begun) < 8
 
 
 def test_capacity_says_what_was_refused(asked, monkeypatch):

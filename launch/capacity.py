@@ -1,0 +1,238 @@
+"""The sub-command capacity of launch.plan: the largest contexts that fit."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+from absl import flags
+
+from launch import aot, common, screens, ways
+from launch.definer import Definer
+from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.parallel import chips
+from ringjax.plan import aot as compiler
+from ringjax.plan import capacity, files
+from ringjax.plan.roofline import NOTE
+
+# Slices whose capacity is told, by the names that people give them.
+SLICES = {
+  "v5e-256": "v5e:16x16",
+  "v5p-128": "v5p:4x4x8",
+  "v5p-512": "v5p:8x8x8",
+  "v6e-256": "v6e:16x16",
+  "tpu7x-128": "tpu7x:4x4x8",
+}
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b-1m")
+FORMAT = "ringjax-capacity"
+_PROGRAMS = ("train", "prefill")
+_COMPARED = ("striped", "gather", "plain")
+_LEAST, _MOST = 1 << 13, 1 << 25
+_OF_TRAINING = ("remat", "optimizer", "loss_block")
+# What a row was asked with, in the order in which rows are told.
+_ASKED = ("model", "slice", "what", "strategy", "options")
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this sub-command alone."""
+  new = Definer(values)
+  new.texts("slices", None, f"capacity: of {','.join(SLICES)}; default all.")
+  new.whole("jobs", 1, "capacity: programs to compile at a time.")
+
+
+def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Searches what was asked for and is not yet in the file."""
+  ways.refuse(
+    values,
+    "capacity",
+    (
+      *aot.OF_OTHERS, *aot.OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
+      "search", "tries", "plot", "limit", "order",
+    ),
+  )  # fmt: skip
+  whats = _known("what", values.what, _PROGRAMS)
+  slices = _known("slices", values.slices, SLICES)
+  strategies = [aot.named(one) for one in values.strategy or _COMPARED]
+  screen = screens.Screen(aot.NAME, stderr)
+  cells = [
+    {
+      "model": model,
+      "slice": name,
+      "what": what,
+      "strategy": strategy,
+      "options": _options(values, what),
+    }
+    for model, name, what, strategy in itertools.product(
+      values.model or MODELS, slices, whats, strategies
+    )
+  ]
+  order = [_key(cell) for cell in cells]
+  versions = compiler.versions()
+  before, rows = _kept(values.out, versions, order)
+  if rows:
+    screen.say(f"{len(rows)} of {len(cells)} are in {values.out}.json")
+  missing = [cell for cell in cells if _key(cell) not in rows]
+
+  def find(number: int) -> dict[str, Any]:
+    cell = missing[number]
+    words = " ".join(str(value) for value in cell.values() if value)
+    label = f"{number + 1} of {len(missing)}, {words}"
+    screen.say(label)
+    say = lambda text: screen.say(f"{label}: {text}")
+    return {**_find(cell, values.timeout, say), "versions": versions}
+
+  found = common.several(find, len(missing), values.jobs, compiler.stop)
+  for number, row in found:
+    rows[_key(missing[number])] = row
+    if values.out is not None:
+      # What is known is kept, also when it is stopped.
+      _keep(values.out, before + _in_order(rows, order))
+  ways.put(
+    values,
+    stdout,
+    {"rows": _in_order(rows, order), "note": NOTE},
+    table(_in_order(rows, order)),
+  )
+  if values.out is not None:
+    screen.say(f"wrote {values.out}.md and {values.out}.json")
+
+
+def _known(
+  flag: str, given: Sequence[str] | None, known: Mapping[str, Any] | tuple
+) -> list[str]:
+  """Those given, or all, if they are known."""
+  names = list(given or known)
+  for name in names:
+    if name not in known:
+      raise OptionError(
+        message(f"--{flag}", name, f"some of {', '.join(known)}", "choose")
+      )
+  return names
+
+
+def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
+  """Of the builder, as they were given."""
+  return {
+    flag: values[flag].value
+    for flag in (*_OF_TRAINING, "shard", "block", "dtype")
+    if values[flag].value is not None
+    and (what == "train" or flag not in _OF_TRAINING)
+  }
+
+
+def _find(
+  cell: Mapping[str, Any], timeout_s: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+  topology = SLICES[cell["slice"]]
+  sides = chips.sides(topology)
+  core = chips.core(topology)
+  devices = sides[0] * sides[1] * sides[2] * (1 + (core.name == "tpu-7x"))
+  options = {
+    "model": cell["model"], "strategy": cell["strategy"], **cell["options"],
+  }  # fmt: skip
+
+  def fits(tokens: int) -> tuple[bool, int, int]:
+    found = compiler.compile(
+      f"{aot.BUILDERS}:{cell['what']}",
+      topology,
+      options | {"tokens": tokens},
+      timeout_s=timeout_s,
+    )
+    says = "fits" if found.fits else "does not fit"
+    say(
+      f"{tokens:,} tokens: {screens.nbytes(found.needed_bytes)} of "
+      f"{screens.nbytes(found.limit_bytes)}, {says} "
+      f"({found.trace_s + found.compile_s:.0f} s)"
+    )
+    return found.fits, found.needed_bytes, found.limit_bytes
+
+  row = {
+    **cell,
+    "topology": topology,
+    "devices": devices,
+    "limit_bytes": core.hbm_bytes,
+  }
+  try:
+    found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=_MOST)
+  except RingjaxError as error:
+    return {**row, "refused": str(error)}
+  return {**row, **found.record()}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+  """The largest contexts as Markdown, a column for each strategy."""
+  strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+  lines = [
+    "| model | slice | | " + " | ".join(strategies) + " |",
+    "|---|---|---|" + "---:|" * len(strategies),
+  ]
+  cells: dict[tuple[str, ...], dict[str, str]] = {}
+  for row in rows:
+    what = " ".join((row["what"], *(str(v) for v in row["options"].values())))
+    key = (row["model"], f"{row['slice']} ({row['topology']})", what)
+    if "refused" in row:
+      text = "refused"
+    elif not row["tokens"]:
+      text = "none"
+    else:
+      text = f"{row['tokens']:,}"
+      if row["too_many"] is None:
+        text = f"{text} or more"
+    cells.setdefault(key, {})[row["strategy"]] = text
+  for key, found in cells.items():
+    texts = [found.get(name, "") for name in strategies]
+    lines.append("| " + " | ".join((*key, *texts)) + " |")
+  return lines
+
+
+# ---------------------------------------------------------------------------
+# The file
+# ---------------------------------------------------------------------------
+
+
+def _key(row: Mapping[str, Any]) -> str:
+  return repr([row[name] for name in _ASKED])
+
+
+def _in_order(
+  rows: Mapping[str, Any], order: Sequence[str]
+) -> list[dict[str, Any]]:
+  return [rows[key] for key in order if key in rows]
+
+
+def _kept(
+  out: str | None, versions: Mapping[str, str], order: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+  """Of a file, the rows that nobody asked for now, and those that answer.
+
+  A row of another compiler, or a refusal, is no answer and is replaced.
+  """
+  if out is None:
+    return [], {}
+  if not pathlib.Path(out).absolute().parent.is_dir():
+    raise OptionError(
+      message("--out", out, "a path in a folder", "make the folder")
+    )
+  path = f"{out}.json"
+  if not pathlib.Path(path).exists():
+    return [], {}
+  others, answers = [], {}
+  rows = files.read(path, FORMAT).get("rows")
+  if not isinstance(rows, list) or not all(
+    isinstance(row, dict) and {*_ASKED, "versions", "topology"} <= set(row)
+    for row in rows
+  ):
+    raise files.fault(path, "no rows", "what capacity wrote")
+  for row in rows:
+    if _key(row) not in order:
+      others.append(row)
+    elif row["versions"] == versions and "refused" not in row:
+      answers[_key(row)] = row
+  return others, answers
+
+
+def _keep(out: str, rows: Sequence[dict[str, Any]]) -> None:
+  files.write(f"{out}.json", FORMAT, {"rows": list(rows), "note": NOTE})
+  files.write_text(f"{out}.md", "\n".join(table(rows)) + "\n")
