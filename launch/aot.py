@@ -37,7 +37,8 @@ def define(values: flags.FlagValues) -> None:
   new.texts("model", None, "aot, capacity: presets; see rj.models.PRESETS.")
   new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
   flags.DEFINE_multi_enum(
-    "what", None, WHAT, "aot: which program; capacity: train, prefill.",
+    "what", None, WHAT, "aot: which program; capacity: train, prefill; cycles: "
+    "attention, decode.",
     flag_values=values,
   )  # fmt: skip
   flags.DEFINE_multi_string(

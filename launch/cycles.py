@@ -1,4 +1,8 @@
-"""The sub-command of launch.plan that counts cycles of kernels' tiles."""
+"""The sub-command of launch.plan that counts cycles of kernels' tiles.
+
+Of attention beside JAX's splash kernel; of decoding beside reading the keys
+and beside XLA's loops.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from absl import flags
 
 from launch import aot, screens, ways
 from launch.definer import Definer
+from ringjax.bench import tiles
 from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.parallel import chips
+from ringjax.plan import aot as compiler
 from ringjax.plan import cycles
 
 NAME = "plan"
@@ -20,11 +27,18 @@ _SLICES = {
   "v6e": "v6e:1x1",
   "tpu7x": "tpu7x:2x2x1",
 }
+_BUILDER = "ringjax.bench.tiles:decode"
 _KERNELS = ("ours", "splash")
 _BLOCK = 1024
 NOTE = (
   "bundles: instructions of a whole tile, one a cycle; matrix: cycles in which "
   "the busiest matrix unit takes rows; waits for memory are not counted"
+)
+
+DECODE_NOTE = (
+  "reading: by the memory's stated rate; kernel: instructions of a tile in the "
+  "machine code; XLA's loops: what the compiler writes beside them, of as "
+  "many keys, the mean with and without a mask; nothing was measured"
 )
 
 
@@ -39,24 +53,23 @@ OF_CYCLES = ("chips",)
 
 def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Compiles each kernel for each chip and says what a tile takes."""
-  taken = ("q_block", "kv_block", "dtype", "timeout", "head_dim", "backward")
-  others = (n for n in (*aot.OF_OTHERS, *aot.OF_AOT) if n not in taken)
-  ways.refuse(
-    values,
-    "cycles",
-    (
-      *others,
-      "heads",
-      "kv_heads",
-      "causal",
-      "window",
-      "packed",
-      "mesh",
-      "tokens",
-      "plot",
-      "out",
-    ),
+  decoding = values.what == ["decode"]
+  if values.what not in (None, ["attention"], ["decode"]):
+    raise OptionError(
+      message(
+        "--what",
+        ",".join(values.what),
+        "attention or decode",
+        "leave it out for attention",
+      )
+    )
+  taken = {"dtype", "timeout", "head_dim", "what"}
+  taken |= (
+    {"heads", "kv_heads"} if decoding else {"q_block", "kv_block", "backward"}
   )
+  others = (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh", "tokens",
+            "plot", "out")  # fmt: skip
+  ways.refuse(values, "cycles", [name for name in others if name not in taken])
   names = values.chips or list(_SLICES)
   for name in names:
     if name not in _SLICES:
@@ -65,13 +78,16 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
           "--chips", repr(name), f"some of {', '.join(_SLICES)}", "choose"
         )
       )
+  screen = screens.Screen(NAME, stderr)
+  if decoding:
+    _decode(values, names, screen, stdout)
+    return
   options: dict[str, Any] = {
     "q_block": values.q_block or _BLOCK,
     "kv_block": values.kv_block or _BLOCK,
     "head_dim": values.head_dim,
     "dtype": values.dtype or "bfloat16",
   }
-  screen = screens.Screen(NAME, stderr)
   rows: list[dict[str, Any]] = []
   passes = ("forward", "backward") if values.backward else ("forward",)
   for name in names:
@@ -94,6 +110,88 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         rows.append({**row, **tile.record()})
   record = {**options, "rows": rows, "note": NOTE}
   ways.put(values, stdout, record, table(rows, options))
+
+
+def _decode(
+  values: flags.FlagValues,
+  names: Sequence[str],
+  screen: screens.Screen,
+  stdout: TextIO,
+) -> None:
+  """A tile of the keys of a cache: reading it, the kernel's, XLA's loops'."""
+  options = {
+    "heads": values.heads,
+    "kv_heads": values.kv_heads,
+    "head_dim": values.head_dim,
+    "dtype": values.dtype or "bfloat16",
+  }
+  rows = []
+  for name in names:
+    core = chips.core(name)
+    bandwidth = chips.MACHINES[core.name].chip.hbm_bandwidth
+    # Of a core, a cycle.
+    rate = float(bandwidth) / core.clock_hz / core.cores
+    screen.say(f"kernel, decode, for {name}")
+    (tile,) = cycles.count(
+      _BUILDER, _SLICES[name], options, timeout_s=values.timeout
+    )
+    screen.say(f"loops, decode, for {name}")
+    nbytes = {
+      local: tiles.decode_tile(core.name, local=local, **options)
+      for local in ("kernel", "loops")
+    }
+    work = [run.cycles for run in tile.runs if run.matrix_cycles]
+    row = {
+      "chip": name,
+      "bytes": nbytes["kernel"],
+      "reading": nbytes["kernel"] / rate,
+      "whole": min(work),
+      "masked": max(work),
+      # Of as many keys, and of as many cores.
+      "loops": _loops(name, options, values.timeout)
+      * nbytes["kernel"]
+      / nbytes["loops"]
+      * core.cores,
+    }
+    row["slower"] = row["loops"] / max(row["reading"], row["whole"])
+    rows.append(row)
+  record = {**options, "rows": rows, "note": DECODE_NOTE}
+  lines = [
+    f"a query of {options['heads']} heads behind keys of "
+    f"{options['kv_heads']}, head dim {options['head_dim']}, "
+    f"{options['dtype']}: cycles of a tile of a core",
+    "",
+    "| chip | keys and values | reading them | kernel: whole | masked "
+    "| XLA's loops | loops / kernel |",
+    "|---|---:|---:|---:|---:|---:|---:|",
+    *(
+      f"| {row['chip']} | {screens.nbytes(row['bytes'])} "
+      f"| {row['reading']:,.0f} | {row['whole']:,} | {row['masked']:,} "
+      f"| {row['loops']:,.0f} | {row['slower']:.1f} |"
+      for row in rows
+    ),
+    "",
+    DECODE_NOTE,
+  ]
+  ways.put(values, stdout, record, lines)
+
+
+def _loops(name: str, options: Mapping[str, Any], timeout_s: float) -> float:
+  """What the compiler says that a tile of XLA's loops takes.
+
+  Of the mean of one with a mask and one without.
+  """
+  cycles_of = []
+  for trips in (0.0, 1.0):
+    found = compiler.compile(
+      _BUILDER,
+      _SLICES[name],
+      {**options, "local": "loops", "trips": trips},
+      timeout_s=timeout_s,
+    )
+    assert found.report is not None
+    cycles_of.append(found.report.compute_cycles)
+  return (cycles_of[1] - cycles_of[0]) / 2
 
 
 def table(

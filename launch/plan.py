@@ -26,7 +26,8 @@
       what is in the file already is not compiled again.
   python -m launch.plan cycles --chips=v5e,v6e
       Cycles of a tile of the attention kernels, in the TPU compiler's machine
-      code, beside those of JAX's splash attention.
+      code, beside those of JAX's splash attention; with --what=decode of the
+      kernel that reads a cache, beside XLA's loops.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: who holds what, what moves.
 

@@ -17,13 +17,20 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.resident import Resident
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.stored import Stored
+from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel import chips
 from ringjax.plan.aot import Built
 
 WHAT = ("forward", "backward")
 _HEADS = 2
+_LAYERS = 2
 
 
 def ours(
@@ -134,4 +141,102 @@ def _built(
     arguments=(like,) * (4 if backward else 3),
     mesh=mesh,
     facts={"what": what, "kernel": name, "shape": list(shape)},
+  )
+
+
+def decode(
+  devices: Sequence[Any],
+  *,
+  local: str = "kernel",
+  heads: int = 32,
+  kv_heads: int = 8,
+  head_dim: int = 128,
+  keys: int = 65536,
+  dtype: str = "bfloat16",
+  trips: float | int = 1.0,
+) -> Built:
+  """One query behind a cache of `keys` tokens, all of which it sees.
+
+  Args:
+    devices: of the slice.
+    local: "kernel", `DecodeTPU`, or "loops", XLA's.
+    heads: N.
+    kv_heads: K.
+    head_dim: H.
+    keys: S, slots of the cache.
+    dtype: of all operands.
+    trips: how often each of XLA's loops is taken to turn.
+  """
+  mesh = _one(devices)
+  made = {
+    "kernel": DecodeTPU(chip=chips.known(devices[0].device_kind)),
+    "loops": Blockwise(),
+  }
+  if local not in made:
+    raise OptionError(
+      message("local", repr(local), f"one of {', '.join(made)}", "choose one")
+    )
+  resident = Resident(mesh=mesh, axis="seq", whole=True, local=made[local])
+  over = NamedSharding(mesh, P())
+  number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
+  q, stored = (
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over)
+    for x in _visit(heads, kv_heads, head_dim, keys, dtype)
+  )
+
+  def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Any, layer: jax.Array
+  ) -> jax.Array:
+    q_at, k_at = (Coords(*pair) for pair in at)
+    return resident(
+      Scores(scale=head_dim**-0.5),
+      q,
+      Stored(k, v, k_at, layer),
+      Terms(),
+      q_at,
+      Causal(),
+    )
+
+  at = tuple((number(1, n),) * 2 for n in (1, keys))
+  return Built(
+    function=jax.jit(attend),
+    arguments=(q, stored, stored, at, number()),
+    mesh=mesh,
+    facts={"what": "decode", "kernel": local, "keys": keys},
+    data_trips=trips,
+  )
+
+
+def decode_tile(
+  chip: str,
+  *,
+  local: str = "kernel",
+  heads: int = 32,
+  kv_heads: int = 8,
+  head_dim: int = 128,
+  keys: int = 65536,
+  dtype: str = "bfloat16",
+) -> int:
+  """Bytes of keys and values of a tile of `decode`, of one core."""
+  found: list[tuple[int, int]] = []
+
+  def look(q: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array) -> None:
+    stored = Stored(k, v, Coords(at, at), 0)
+    kernel = DecodeTPU(chip=chip).tile(q, stored)
+    found.append(kernel if local == "kernel" else (kv_heads, stored.block()))
+
+  q, k = _visit(heads, kv_heads, head_dim, keys, dtype)
+  jax.eval_shape(look, q, k, k, jax.ShapeDtypeStruct((1, keys), jnp.int32))
+  ((many, length),) = found
+  return 2 * many * length * head_dim * k.dtype.itemsize
+
+
+def _visit(
+  heads: int, kv_heads: int, head_dim: int, keys: int, dtype: str
+) -> tuple[Any, Any]:
+  """What stands for the queries and for the stack of keys."""
+  like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+  return (
+    like(1, kv_heads, heads // kv_heads, 1, head_dim),
+    like(_LAYERS, 1, kv_heads, keys, head_dim),
   )

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
-from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
+from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.resident import Resident
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
@@ -316,7 +316,7 @@ class Visit(Spread):
       or sharded (a chunk).
   """
 
-  local: Any = Blockwise()
+  local: Any = Best()
   spread: bool = True
 
   resident = True
@@ -345,9 +345,13 @@ class Visit(Spread):
     if tokens.segmented:
       mask = mask & SameSegment()
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
+    shares = self.shares(b, n, heads)
     run = Resident(
       mesh=self.mesh,
       axis=self.axis,
+      batch_axes=shares.get("batch_axis", ()),
+      head_axes=shares.get("head_axis", ()),
+      whole=bool(shares),
       sharded=self.sharded,
       local=self.local,
     )

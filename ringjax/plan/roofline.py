@@ -28,7 +28,8 @@ class Roofline:
 
   Attributes:
     multiply_s: the model's FLOPs at the data sheet's peak.
-    memory_s: arguments read and outputs written once.
+    memory_s: arguments read and outputs written once; of what is written in
+      place nobody knows how much is, and nothing is counted.
     ring_s: the busiest direction of the ring.
     others_s: collectives that are no permutes, one after another.
     schedule_s: what the compiler's schedule takes.
@@ -88,7 +89,7 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
   chip = chips.CHIPS[core.name]
   memory = found.memory
   rate = chip.rate(dtype)
-  moved = memory.arguments + memory.outputs
+  moved = memory.arguments + memory.outputs - memory.aliased
   others = math.fsum(
     one.link_s
     for one in found.report.collectives
@@ -105,8 +106,8 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
       f"products: {flops:.4g} FLOPs of the model on each device, nothing "
       f"computed twice, at {rate / 1e12:,.0f} TFLOP/s of {dtype} "
       f"({chip.source}); the compiler reckons with {core.flops / 1e12:,.0f}",
-      f"memory: {moved / 1e9:,.2f} GB of arguments and outputs once, at "
-      f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s ({chip.source})",
+      f"memory: {moved / 1e9:,.2f} GB of arguments, and of outputs elsewhere, "
+      f"once, at {chip.hbm_bandwidth / 1e9:,.0f} GB/s ({chip.source})",
       f"ring: {core.link_bytes_s / 1e9:g} GB/s one way over one link, times "
       f"its hops ({core.source})",
       "other collectives: over all links of a device at once, rings of a "

@@ -9,8 +9,10 @@ import pytest
 
 from launch import cycles as scripts
 from ringjax.errors import OptionError, message
-from ringjax.plan import cycles
+from ringjax.plan import aot, cycles
+from tests.launch.test_aot import answer
 from tests.launch.test_plan import ask
+from tests.plan.test_overlap import done, start, work
 
 
 @pytest.fixture
@@ -84,3 +86,47 @@ def test_what_it_refuses(asked, given, word):
 def test_its_flags_are_its_own():
   ran = ask("explain", "--chips=v5e")
   assert ran.status == 2 and "--chips" in ran.err
+
+
+def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
+  run = lambda bundles, matrix: cycles.Run(
+    bundles=bundles, matrix_cycles=matrix, spills=0
+  )
+  runs = (run(900, 0), run(2059, 384), run(1097, 256))
+  asked = []
+
+  def count(builder, topology, options, **rest):
+    asked.append((builder, options))
+    return (cycles.Tile(kernel="decode", work=runs[1], runs=runs),)
+
+  def compile(builder, topology, options, **rest):
+    asked.append((builder, options))
+    # Work that is done 8 times; tiles of two loops take 60,000 cycles.
+    late = start("go"), done("come", "go"), work("w", int(
+      1000 + 7500 * options["trips"]
+    ))  # fmt: skip
+    return answer(topology, {"tokens": 8}, late)
+
+  monkeypatch.setattr(cycles, "count", count)
+  monkeypatch.setattr(aot, "compile", compile)
+  ran = ask("cycles", "--what=decode", "--chips=v5e,v5p", "--kv_heads=8")
+  assert ran.status == 0, ran.err
+  assert "| v5e | 2.1 MB | 3,836 | 1,097 | 2,059 | 30,000 | 7.8 |" in ran.out
+  # Two cores read two tiles at once.
+  assert "| v5p | 2.1 MB | 2,655 | 1,097 | 2,059 | 60,000 | 22.6 |" in ran.out
+  assert {builder for builder, _ in asked} == {"ringjax.bench.tiles:decode"}
+  assert all(options["kv_heads"] == 8 for _, options in asked)
+
+
+@pytest.mark.parametrize(
+  ("flag", "words"),
+  [
+    ("--what=train", "attention or decode"),
+    ("--heads=4", "--heads"),
+    ("--tokens=64", "--tokens"),
+  ],
+)
+def test_flags_that_would_not_be_followed(asked, flag, words):
+  ran = ask("cycles", "--chips=v5e", flag)
+  assert ran.status == 2 and words in ran.err and not asked
+  assert ask("cycles", "--what=decode", "--q_block=128").status == 2

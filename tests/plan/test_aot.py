@@ -142,15 +142,21 @@ class TestCompiled:
     assert not stated.unpriced_kernels
     assert stated.compute_cycles > silent.compute_cycles
 
-  def test_a_token_is_decoded_without_a_copy_of_the_cache(self):
+  @pytest.mark.parametrize(
+    "topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
+  )
+  def test_a_token_is_decoded_without_a_copy_of_the_cache(self, topology):
     options = {"model": MODEL, "tokens": 65536}
-    found = compiled(f"{STEPS}:decode", "v5e:2x4", json.dumps(options))
+    found = compiled(f"{STEPS}:decode", topology, json.dumps(options))
     # Keys and values of two layers, on each of eight.
     cache = 2 * 2 * 2 * 128 * 2 * 65536 // 8
     assert found.memory.aliased >= cache
     assert found.memory.temporaries < cache / 8
-    # Four tiles of 2,048 slots each: half of them in each of two loops.
-    assert set(found.report.counted_by_data.values()) == {2.0}
+    # The kernel reads it: XLA has no loop over tiles.
+    assert not found.report.counted_by_data
+    assert found.report.unpriced_kernels == ()
+    made = roofline(found)
+    assert made.memory_s < made.schedule_s
 
   def test_a_step_of_training_compiles_and_reads_the_head_seldom(self):
     options = {"model": MODEL, "tokens": 8192, "q_block": 256, "kv_block": 256}

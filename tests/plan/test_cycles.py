@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ringjax.bench import tiles
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan import aot, cycles
@@ -96,6 +97,17 @@ class TestCompiled:
     assert "flash_forward" in tile.kernel
     flops = 4 * 1024 * 1024 * 128
     assert tile.work.matrix_cycles == flops // chips.core("v5e").flops_per_cycle
+
+  @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+  def test_a_visit_waits_for_memory_alone(self, chip):
+    """A tile of a cache is computed while the next one is read."""
+    core = chips.core(chip)
+    (tile,) = cycles.count("ringjax.bench.tiles:decode", SMALLEST[chip])
+    assert "ringjax_decode" in tile.kernel
+    work = [run.cycles for run in tile.runs if run.matrix_cycles]
+    rate = chips.MACHINES[core.name].chip.hbm_bandwidth / core.clock_hz
+    reading = tiles.decode_tile(core.name) / rate * core.cores
+    assert min(work) <= reading
 
   def test_kernels_run_beside_axes_of_batch_and_heads(self):
     """XLA cuts no kernel: all axes are the call's own."""

@@ -21,12 +21,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ringjax.ops.attention.attend import empty_partial
-from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.stored import Stored, visit
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max
 from ringjax.parallel import collectives
+from ringjax.parallel.place import Place, device_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,16 +38,25 @@ class Resident:
   Attributes:
     mesh: whose `axis` shards the keys; None is one device.
     axis: the sequence's axis.
-    sharded: whether the queries are sharded over it too.
+    batch_axes: mesh axes over which the examples lie.
+    head_axes: mesh axes over which the heads lie; kv heads that they do not
+      divide are one, of which each device has a copy.
+    whole: whether no axis beside those shards anything: then nothing is left
+      to XLA, which cuts no kernel.
+    sharded: whether the queries are sharded over `axis` too.
     few: up to so many queries visit the keys where they lie.
-    local: the algorithm on a shard for more than that.
+    local: the algorithm on a shard; that of few queries is its `visit`, or
+      `stored.visit` where it has none.
   """
 
   mesh: Any = None
   axis: str | None = None
+  batch_axes: tuple[str, ...] = ()
+  head_axes: tuple[str, ...] = ()
+  whole: bool = False
   sharded: bool = False
   few: int = 16
-  local: Any = Blockwise()
+  local: Any = Best()
 
   def __call__(
     self,
@@ -57,40 +68,88 @@ class Resident:
     mask: Mask,
   ) -> jax.Array:
     """[B, K, G, T, J] in q's dtype from queries [B, K, G, T, H]."""
-    if self.axis is None:
-      return _finish(
-        self._partial(scores, q, keys, terms, q_at, mask), q, terms
-      )
+    manual = {*collectives.names(self.axis)}
+    if self.whole and self.mesh is not None:
+      manual = {*self.mesh.axis_names}
+    local = self._on_device(manual, q, keys)
+    if not manual:
+      unsunk = terms._replace(sinks=None)
+      found = self._partial(local, scores, q, keys, unsunk, q_at, mask)
+      return _finish(found, q, terms)
+    # One array twice is one array inside too: kernels read it once.
+    arrays = (keys.k,) if keys.v is keys.k else (keys.k, keys.v)
+    batch = self.batch_axes if self.whole else ()
+    heads = self.head_axes if self.whole else ()
+    of_heads = (heads, ()) if keys.k.shape[2] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
+    over = frozenset({*collectives.names(self.axis), *batch, *heads})
 
     def run(
-      q: jax.Array, keys: Stored, terms: Terms, q_at: Coords, mask: Mask
+      q: jax.Array,
+      arrays: Any,
+      at: Any,
+      layer: jax.Array,
+      terms: Terms,
+      mask: Mask,
     ) -> jax.Array:
-      assert self.axis is not None
+      sinks = Terms(sinks=terms.sinks)
+      q, arrays, (q_at, k_at), layer, slopes, mask = collectives.vary(
+        (q, arrays, at, layer, terms.slopes, mask), over
+      )
       if self.sharded:
+        assert self.axis is not None
         q = collectives.gather(q, self.axis, 3)
         q_at = collectives.gather(q_at, self.axis, 1)
-      partial = self._partial(scores, q, keys, terms, q_at, mask)
-      return _finish(self._combine(partial), q, terms)
+      mine = Stored(arrays[0], arrays[-1], Coords(*k_at), layer)
+      unsunk = Terms(slopes=slopes)
+      partial = self._partial(
+        local, scores, q, mine, unsunk, Coords(*q_at), mask
+      )
+      if self.axis is not None:
+        partial = self._combine(partial)
+      return _finish(partial, q, sinks)
 
-    kv = P(None, None, None, self.axis)
-    keys_spec: Any = (kv, kv, P(None, self.axis), P())
+    def per_example(x: Any, *rest: Any) -> P:
+      each = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
+      return P(batch if each else None, *rest)
+
+    queries = P(batch, *of_heads, at_q)
+    at = ((*q_at,), (*keys.at,))
     return jax.shard_map(
       run,
       mesh=self.mesh,
       in_specs=(
-        P(None, None, None, at_q),
-        Stored(*keys_spec),
+        queries,
+        P(None, batch, of_heads[0], self.axis),
+        tuple(
+          tuple(per_example(x, axis) for x in pair)
+          for pair, axis in zip(at, (at_q, self.axis), strict=True)
+        ),
         P(),
-        P(None, at_q),
-        P(),
+        P(*of_heads),
+        jax.tree.map(per_example, mask),
       ),
-      out_specs=P(None, None, None, at_q),
-      axis_names={self.axis},
-    )(q, keys, terms, q_at, mask)
+      out_specs=queries,
+      axis_names=manual,
+      # The interpreters of Pallas do not know what varies.
+      check_vma=not getattr(local, "interpret", False),
+    )(q, arrays, at, jnp.asarray(keys.layer, jnp.int32), terms, mask)
+
+  def _on_device(self, manual: set[str], q: jax.Array, keys: Stored) -> Any:
+    """The local algorithm where it is known what it runs on."""
+    if not isinstance(self.local, Best):
+      return self.local
+    opened = self.mesh if manual else None
+    platform, kind, alone = device_of(
+      Place(axis=self.axis, mesh=opened), (q, keys.k)
+    )
+    if self.mesh is not None and not manual:
+      alone = self.mesh.size == 1
+    return self.local.on_device(platform, kind, alone)
 
   def _partial(
     self,
+    local: Any,
     scores: Scores,
     q: jax.Array,
     keys: Stored,
@@ -98,16 +157,12 @@ class Resident:
     q_at: Coords,
     mask: Mask,
   ) -> Partial:
-    if self.axis is not None:
-      q, keys, terms, q_at, mask = collectives.vary(
-        (q, keys, terms, q_at, mask), frozenset({self.axis})
-      )
     context = Context(q_at, keys.at, mask)
-    terms = terms._replace(sinks=None)
     if q.shape[3] <= self.few:
-      return visit(scores, q, keys, terms, context)
+      nearest = getattr(local, "visit", visit)
+      return nearest(scores, q, keys, terms, context)
     x = Local(q, *keys.whole())
-    return self.local.forward(scores, x, terms, context, 0, empty_partial(x))
+    return local.forward(scores, x, terms, context, 0, empty_partial(x))
 
   def _combine(self, partial: Partial) -> Partial:
     assert self.axis is not None

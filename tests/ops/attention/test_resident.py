@@ -58,12 +58,12 @@ def truth(q, k, v, q_at, k_at, layer, *, window=None, cap=None, slopes=None,
 
 
 def run(q, k, v, q_at, k_at, layer, shards=1, *, sharded=False, window=None,
-        cap=None, slopes=None, sinks=None, few=16):  # fmt: skip
+        cap=None, slopes=None, sinks=None, **rest):  # fmt: skip
   mesh = make_mesh(shards, "auto") if shards > 1 else None
   mask = Causal() & SameSegment()
   mask = mask & Window(window) if window is not None else mask
   resident = Resident(
-    mesh=mesh, axis=None if mesh is None else "seq", sharded=sharded, few=few
+    mesh=mesh, axis=None if mesh is None else "seq", sharded=sharded, **rest
   )
 
   def put(x, *spec):
@@ -167,28 +167,41 @@ def test_half_precision_keys():
   close(got, truth(*exact, q_at, k_at, 0), 4e-3)
 
 
-def test_other_axes_of_the_mesh_are_left_alone():
+def on_axes(heads, **options):
+  """A call and its program on a mesh with axes of examples and of heads."""
   mesh = jax.make_mesh(
     (2, 2, 2), ("data", "model", "seq"), axis_types=(AxisType.Auto,) * 3
   )
   q, k, v, q_at, k_at = problem(64, 1)
+  if heads == 1:
+    q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
   put = lambda x, *spec: jax.device_put(
     jnp.asarray(x if x.dtype.kind == "f" else x.astype(np.int32)),
     NamedSharding(mesh, P(*spec)),
   )
+  of_keys, of_groups = ("model", None) if heads > 1 else (None, "model")
   keys = Stored(
-    put(k, None, "data", "model", "seq"),
-    put(v, None, "data", "model", "seq"),
+    put(k, None, "data", of_keys, "seq"),
+    put(v, None, "data", of_keys, "seq"),
     Coords(*(put(x, "data", "seq") for x in k_at)),
     jnp.int32(1),
   )
   f = jax.jit(
-    lambda q, keys, q_at: Resident(mesh=mesh, axis="seq")(
+    lambda q, keys, q_at: Resident(mesh=mesh, axis="seq", **options)(
       Scores(scale=H**-0.5), q, keys, Terms(), q_at, Causal() & SameSegment()
     )
   )
   at = Coords(*(put(x, "data") for x in q_at))
-  program = f.lower(put(q, "data", "model"), keys, at).compile()
+  given = (put(q, "data", of_keys, of_groups), keys, at)
+  program = f.lower(*given).compile()
   assert "all-gather" not in program.as_text()
-  got = program(put(q, "data", "model"), keys, at)
-  close(got, truth(q, k, v, q_at, k_at, 1))
+  close(program(*given), truth(q, k, v, q_at, k_at, 1))
+
+
+def test_other_axes_of_the_mesh_are_left_alone():
+  on_axes(2)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_all_axes_may_be_the_calls_own(heads):
+  on_axes(heads, batch_axes=("data",), head_axes=("model",), whole=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -26,17 +27,21 @@ from ringjax.ops.attention.blockwise import (
   Residuals,
 )
 from ringjax.ops.attention.kernels.cudnn import CuDNN
+from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.turns import InTurn
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.stored import Stored, visit
 from ringjax.ops.mask import Causal, Coords, Mask
-from ringjax.ops.softmax import Partial
+from ringjax.ops.softmax import Partial, finalize
 from ringjax.parallel import chips, collectives
 
 _log = logging.getLogger(__name__)
 
 # In order of preference.
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
+# Those for a few queries that visit the keys of a cache.
+VISITS: dict[str, tuple[type, ...]] = {"tpu": (DecodeTPU,)}
 
 
 def local_on(platform: str, mask: Mask) -> str:
@@ -108,18 +113,29 @@ class Best:
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> Choice:
     """What serves this call."""
-    declined = []
-    cut = collectives.partitioned()
-    for kind in KERNELS.get(self.platform or jax.default_backend(), ()):
-      kernel = kind(self.q_block, self.kv_block, chip=self.chip)
-      why = kernel.decline(scores, x, terms, context)
-      if why is None and cut is not None:
-        why = f"XLA cuts no kernel along {cut}"
-      why = why or _fault(kind)
-      if why is None:
-        return Choice(kernel, tuple(declined))
-      declined.append((kind.__name__, why))
-    return Choice(Blockwise(self.q_block, self.kv_block), tuple(declined))
+    kinds = KERNELS.get(self.platform or jax.default_backend(), ())
+    made = [kind(self.q_block, self.kv_block, chip=self.chip) for kind in kinds]
+    return _first(
+      made,
+      lambda kernel: kernel.decline(scores, x, terms, context),
+      Blockwise(self.q_block, self.kv_block),
+    )
+
+  def choose_visit(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> Choice:
+    """What serves a few queries that visit stored keys."""
+    kinds = VISITS.get(self.platform or jax.default_backend(), ())
+    return _first(
+      [kind(self.kv_block, chip=self.chip) for kind in kinds],
+      lambda kernel: kernel.decline(scores, q, keys, terms, context),
+      Loops(),
+    )
 
   def forward(
     self,
@@ -150,6 +166,41 @@ class Best:
       scores, x, terms, context, column, residuals, carry
     )
 
+  def visit(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> Partial:
+    """See `stored.visit`."""
+    call = (scores, q, keys, terms, context)
+    return self.choose_visit(*call).algorithm.visit(*call)
+
+
+class Loops:
+  """`stored.visit`, which serves every visit on every platform."""
+
+  visit = staticmethod(visit)
+
+
+def _first(
+  kernels: Sequence[Any], decline: Callable[[Any], str | None], rest: Any
+) -> Choice:
+  """The first kernel that serves, else `rest`."""
+  declined = []
+  cut = collectives.partitioned()
+  for kernel in kernels:
+    why = decline(kernel)
+    if why is None and cut is not None:
+      why = f"XLA cuts no kernel along {cut}"
+    why = why or _fault(type(kernel))
+    if why is None:
+      return Choice(kernel, tuple(declined))
+    declined.append((type(kernel).__name__, why))
+  return Choice(rest, tuple(declined))
+
 
 @functools.cache
 def _fault(kind: type) -> str | None:
@@ -159,14 +210,15 @@ def _fault(kind: type) -> str | None:
   has no part in that. Without a device of the platform, as in compiling ahead
   of time, there is nothing to try.
   """
-  platform = next(p for p, kinds in KERNELS.items() if kind in kinds)
+  both = (*KERNELS.items(), *VISITS.items())
+  platform = next(p for p, kinds in both if kind in kinds)
   try:
     device = jax.local_devices(backend=platform)[0]
   except RuntimeError:
     return None
   try:
     with futures.ThreadPoolExecutor(1) as thread:
-      off = thread.submit(_error, kind(), device).result()
+      off = thread.submit(_error, kind(), device, platform).result()
   except Exception as e:
     off, why = None, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
   else:
@@ -185,13 +237,54 @@ def _fault(kind: type) -> str | None:
 _ALLOWED = 0.02
 
 
-def _error(kernel: Any, device: jax.Device) -> float:
-  """How far values and gradients of a few small hops are off."""
+def _error(kernel: Any, device: jax.Device, platform: str) -> float:
+  """How far a kernel's results in a few small cases are off."""
+  visits = type(kernel) in VISITS.get(platform, ())
   with jax.default_device(device):
-    return _compare(kernel)
+    return _compare_visits(kernel) if visits else _compare_hops(kernel)
 
 
-def _compare(kernel: Any) -> float:
+def _compare_visits(kernel: Any) -> float:
+  """Of a few queries behind keys of which some slots are empty."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  slots, used, queries = 1100, 900, 3
+  q = draw(1, 2, 2, queries, 128)
+  keys = Stored(
+    draw(2, 1, 2, slots, 128),
+    draw(2, 1, 2, slots, 128),
+    _at(rng.permutation(slots), used),
+    jnp.int32(1),
+  )
+  last = _at(np.arange(used - queries, used), used)
+
+  def results(algorithm: Any, q: jax.Array, keys: Stored, at: Coords) -> Any:
+    scores, context = Scores(scale=128**-0.5), Context(at, keys.at, Causal())
+    return finalize(algorithm.visit(scores, q, keys, Terms(), context))
+
+  compiled = jax.jit(results, static_argnums=0)
+  return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))
+
+
+def _at(pos: np.ndarray, used: int) -> Coords:
+  """Coordinates [1, n] of the tokens before `used`; others are empty."""
+  seg = (pos < used).astype(np.int32)
+  return Coords(jnp.asarray(pos[None], jnp.int32), jnp.asarray(seg[None]))
+
+
+def _far(ours: Sequence[jax.Array], theirs: Sequence[jax.Array]) -> float:
+  """The largest error, of the largest number; infinity for what is none."""
+  single = lambda a: a.astype(jnp.float32)
+  far = [
+    jnp.max(jnp.abs(single(a) - single(b))) / jnp.max(jnp.abs(single(b)))
+    for a, b in zip(ours, theirs, strict=True)
+  ]
+  worst = float(jnp.max(jnp.stack(far)))
+  return worst if worst == worst else float("inf")
+
+
+def _compare_hops(kernel: Any) -> float:
+  """Values and gradients of three hops."""
   rng = np.random.default_rng(0)
   length, wide = 256, 128
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
@@ -224,11 +317,4 @@ def _compare(kernel: Any) -> float:
 
   # Positions are operands: what a hop is has to be found at run time.
   compiled = jax.jit(results, static_argnums=0)
-  ours, theirs = (compiled(f, x, *at) for f in (kernel, Blockwise()))
-  single = lambda a: a.astype(jnp.float32)
-  far = [
-    jnp.max(jnp.abs(single(a) - single(b))) / jnp.max(jnp.abs(single(b)))
-    for a, b in zip(ours, theirs, strict=True)
-  ]
-  worst = float(jnp.max(jnp.stack(far)))
-  return worst if worst == worst else float("inf")
+  return _far(*(compiled(f, x, *at) for f in (kernel, Blockwise())))

@@ -12,9 +12,8 @@ Ref:  Dao 2023, arXiv 2307.08691; keys-first tiles as in JAX's splash
 attention (the statistics of a query are one lane, maxima run over sublanes).
 
 A step is a tile (row of queries, column of keys) of a list that `tile_kinds`
-gives; the list is read ahead by the kernel's pipeline (scalar prefetch), and
-its length is the grid's, so that nothing is spent on the others. Steps of a
-row follow each other: its accumulators stay in VMEM.
+gives (`tiles.Steps`). Steps of a row follow each other: its accumulators stay
+in VMEM.
 
   forward   grid [B, N, steps]      acc^T [J, q], m, l [1, q] of a row
   backward  grid [B, K, G, steps]   dq^T [H, q] of a row; dk, dv of all keys
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,77 +42,17 @@ from ringjax.ops.attention.blockwise import (
   pad_operands,
   tile_kinds,
 )
-from ringjax.ops.attention.kernels import declined
+from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
 
-_LANES = 128
-# What a step of the list says, beside its row and column.
-_FIRST, _LAST, _PART, _WHOLE = 1, 2, 4, 8
-_COLUMN_BITS, _ROW_BITS = 14, 13
-
-# Statistics of base 2 while they are in VMEM: the exponential is one anyway.
-_LOG2_E = math.log2(math.e)
-
-# Steps of a list, which lies in scalar memory.
-_MOST_STEPS = 1 << 16
 # Bytes that the tiles of a backward step need beside the gradients.
 _LEAST_VMEM = 48 << 20
 # What an unknown TPU is taken for: little vector memory, and slow links.
 _SOME = "tpu-v5p"
-
-_NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
-_NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
-
-
-class Steps(NamedTuple):
-  """The tiles that count, row by row.
-
-  Fields:
-    words: int32 [rows * columns], of which `count` are used: the row, the
-      column, and whether it is its row's first or last and needs a mask.
-    count: int32 [], at least 1.
-  """
-
-  words: jax.Array
-  count: jax.Array
-
-  @classmethod
-  def of(cls, kinds: jax.Array) -> Steps:
-    """From `tile_kinds`' int8 [rows, columns]."""
-    some = kinds != 0
-    place = jnp.cumsum(some, 1, dtype=jnp.int32)
-    first = some & (place == 1)
-    last = some & (place == place[:, -1:])
-    flag = lambda yes, bit: jnp.where(yes, jnp.int32(bit), jnp.int32(0))
-    number = lambda axis: lax.broadcasted_iota(jnp.int32, kinds.shape, axis)
-    words = (
-      flag(first, _FIRST)
-      | flag(last, _LAST)
-      | flag(kinds == 1, _PART)
-      | flag(kinds == 2, _WHOLE)
-      | number(1) << 4
-      | number(0) << (4 + _COLUMN_BITS)
-    ).reshape(-1)
-    order = jnp.argsort(~some.reshape(-1), stable=True)
-    count = jnp.sum(some, dtype=jnp.int32)
-    words = words[order]
-    # A list of nothing is one step that passes a row through.
-    words = words | jnp.where(
-      count == 0, jnp.int32(_FIRST | _LAST), jnp.int32(0)
-    )
-    return cls(words, jnp.maximum(count, 1))
-
-
-def _row(word: Any) -> Any:
-  return word >> (4 + _COLUMN_BITS)
-
-
-def _column(word: Any) -> Any:
-  return (word >> 4) & ((1 << _COLUMN_BITS) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +87,7 @@ class FlashTPU:
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, kv_block)."""
-    up = lambda n: -(-n // _LANES) * _LANES
+    up = lambda n: -(-n // tiles.LANES) * tiles.LANES
     fit = lambda want, length: min(want, up(length))
     return (
       self.q_block or fit(1024, q_length),
@@ -170,8 +108,11 @@ class FlashTPU:
   ) -> str | None:
     """Why it does not serve this call, or None."""
     qb, kb = self.blocks(x.q.shape[3], x.k.shape[2])
-    if any(n % _LANES for n in (qb, kb, self.key_span)) and not self.interpret:
-      return f"tiles of {qb} x {kb}: no multiples of {_LANES}"
+    if (
+      any(n % tiles.LANES for n in (qb, kb, self.key_span))
+      and not self.interpret
+    ):
+      return f"tiles of {qb} x {kb}: no multiples of {tiles.LANES}"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
       return f"{x.q.dtype}: it multiplies bfloat16 and float32"
     if x.k.dtype != x.q.dtype or x.v.dtype != x.q.dtype:
@@ -180,13 +121,13 @@ class FlashTPU:
       return "a bias or mask array, of which it would read every pair"
     if x.q.shape[4] > 256 or x.v.shape[3] > 256:
       return f"heads of {x.q.shape[4]} and {x.v.shape[3]}: at most 256"
-    if x.q.shape[3] < _LANES and not self.interpret:
-      return f"{x.q.shape[3]} queries: a tile has at least {_LANES}"
+    if x.q.shape[3] < tiles.LANES and not self.interpret:
+      return f"{x.q.shape[3]} queries: a tile has at least {tiles.LANES}"
     rows, columns = -(-x.q.shape[3] // qb), -(-x.k.shape[2] // kb)
     if (
-      rows >= 1 << _ROW_BITS
-      or columns >= 1 << _COLUMN_BITS
-      or rows * columns > _MOST_STEPS
+      rows >= 1 << tiles.ROW_BITS
+      or columns >= 1 << tiles.COLUMN_BITS
+      or rows * columns > tiles.MOST_STEPS
     ):
       return f"{rows} x {columns} tiles a shard: more than its list holds"
     if _core(self).vmem_bytes < _LEAST_VMEM:
@@ -213,7 +154,9 @@ class FlashTPU:
     x, terms, context = pad_operands(x, terms, context, qb, kb)
     carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
-    carry = _forward(self, scores, x, terms, context, Steps.of(kinds), carry)
+    carry = _forward(
+      self, scores, x, terms, context, tiles.Steps.of(kinds), carry
+    )
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
@@ -248,7 +191,7 @@ class FlashTPU:
       )
       part = x._replace(k=cut(x.k, 2), v=cut(x.v, 2))
       seen = context._replace(k=Coords(*(cut(c, 1) for c in context.k)))
-      steps = Steps.of(kinds[:, j : j + span])
+      steps = tiles.Steps.of(kinds[:, j : j + span])
       dq, dk, dv, far = _backward(
         self, scores, part, terms, seen, steps, residuals, dq
       )
@@ -262,41 +205,6 @@ class FlashTPU:
       join(dks),
       join(dvs),
       carry[1]._replace(slopes=slopes),
-    )
-
-
-class _Scalars(NamedTuple):
-  """What a kernel reads from scalar memory.
-
-  Fields:
-    words: the steps.
-    leaves: arrays of the mask, each [1] or [B].
-    slopes: float32 [K * G], or None.
-    heads: int32 [K * G], or None.
-    seed: int32 [1] or [B], or None.
-  """
-
-  words: Any
-  leaves: Any
-  slopes: Any
-  heads: Any
-  seed: Any
-
-  @classmethod
-  def of(cls, terms: Terms, context: Context, steps: Steps) -> _Scalars:
-    leaves = [
-      jnp.asarray(a, jnp.int32).reshape(-1)
-      for a in jax.tree.leaves(context.mask)
-    ]
-    slopes = terms.slopes
-    return cls(
-      steps.words,
-      tuple(leaves),
-      None if slopes is None else slopes.astype(jnp.float32).reshape(-1),
-      None if context.heads is None else context.heads.reshape(-1),
-      None
-      if context.seed is None
-      else lax.bitcast_convert_type(context.seed, jnp.int32),
     )
 
 
@@ -324,7 +232,7 @@ class _Tile(NamedTuple):
     cls,
     scores: Scores,
     structure: Any,
-    scalars: _Scalars,
+    scalars: tiles.Scalars,
     b: Any,
     n: Any,
     q_at: Any,
@@ -353,8 +261,8 @@ class _Tile(NamedTuple):
     """
     plain = self.scores.soft_cap is None and self.slope is None
     if plain and self.scores.scale > 0:
-      return dot, self.scores.scale * _LOG2_E
-    return self.score(dot)[0], _LOG2_E
+      return dot, self.scores.scale * tiles.LOG2_E
+    return self.score(dot)[0], tiles.LOG2_E
 
   def score(self, dot: jax.Array) -> tuple[jax.Array, Any]:
     """(scores, tanh of the soft cap or None) from the products."""
@@ -412,37 +320,9 @@ def _in_turn(
     products[i] = None
 
 
-def _dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
-  exact = a.dtype == jnp.float32
-  return lax.dot_general(
-    a,
-    b,
-    dims,
-    precision=lax.Precision.HIGHEST if exact else None,
-    preferred_element_type=jnp.float32,
-  )
-
-
-def _finite(x: jax.Array) -> jax.Array:
-  return jnp.abs(x.astype(jnp.float32)) < jnp.inf
-
-
-def _clean(x: jax.Array) -> jax.Array:
-  return jnp.where(_finite(x), x, jnp.zeros_like(x))
-
-
 def _column_of(x: jax.Array) -> jax.Array:
   """[1, n] -> [n, 1]; a transposition moves whole registers of 8 rows."""
   return jnp.broadcast_to(x, (8, x.shape[1])).T[:, 0:1]
-
-
-def _pair(at: Coords, batch: int) -> jax.Array:
-  """Coordinates of every example, [B, 2, T]: a token is a lane.
-
-  A token a row would fill a whole register row of memory each.
-  """
-  wide = [jnp.broadcast_to(c, (batch, c.shape[1])) for c in at]
-  return jnp.stack(wide, 1)
 
 
 def _forward(
@@ -451,23 +331,24 @@ def _forward(
   x: Local,
   terms: Terms,
   context: Context,
-  steps: Steps,
+  steps: tiles.Steps,
   carry: Partial,
 ) -> Partial:
   b, kv, g, t, h = x.q.shape
   s, j = x.v.shape[2:]
   n = kv * g
   qb, kb = kernel.blocks(t, s)
-  scalars = _Scalars.of(terms, context, steps)
+  scalars = tiles.Scalars.of(terms, context, steps)
   leaves, structure = jax.tree.flatten(scalars)
   mask = jax.tree.structure(context.mask)
-  row = lambda i, words: _row(words[i])
+  row = lambda i, words: tiles.row_of(words[i])
+  col = lambda i, words: tiles.column_of(words[i])
   q_index = lambda bi, ni, i, words, *_: (bi, ni, row(i, words), 0)
   stat_index = lambda bi, ni, i, words, *_: (bi, ni, 0, row(i, words))
-  k_index = lambda bi, ni, i, words, *_: (bi, ni // g, _column(words[i]), 0)
+  k_index = lambda bi, ni, i, words, *_: (bi, ni // g, col(i, words), 0)
   at_q = lambda bi, ni, i, words, *_: (bi, 0, row(i, words))
-  at_k = lambda bi, ni, i, words, *_: (bi, 0, _column(words[i]))
-  v_index = lambda bi, ni, i, words, *_: (bi, ni // g, 0, _column(words[i]))
+  at_k = lambda bi, ni, i, words, *_: (bi, 0, col(i, words))
+  v_index = lambda bi, ni, i, words, *_: (bi, ni // g, 0, col(i, words))
   stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
   acc = pl.BlockSpec((1, 1, qb, j), q_index)
   operands = (
@@ -477,8 +358,8 @@ def _forward(
     # matrix unit, in each of its steps.
     jnp.swapaxes(x.v, 2, 3),
     finite_flag(x.v, jnp.float32)[:, :, None],
-    _pair(context.q, b),
-    _pair(context.k, b),
+    tiles.pair(context.q, b),
+    tiles.pair(context.k, b),
     carry.acc.reshape(b, n, t, j),
     carry.m.reshape(b, n, 1, t),
     carry.l.reshape(b, n, 1, t),
@@ -544,17 +425,17 @@ def _forward_kernel(
   b, n, i = (pl.program_id(axis) for axis in range(3))
   word = scalars.words[i]
 
-  @pl.when(word & _FIRST != 0)
+  @pl.when(word & tiles.FIRST != 0)
   def _() -> None:
     acc[...] = acc_in[0, 0].T
-    m_ref[...] = m_in[0, 0] * _LOG2_E
+    m_ref[...] = m_in[0, 0] * tiles.LOG2_E
     l_ref[...] = l_in[0, 0]
 
   def tile(masked: bool) -> None:
     at = _Tile.of(scores, mask, scalars, b, n, q_at, k_at)
     k, v = k_ref[0, 0], v_ref[0, 0]
     if masked:
-      v, flag = _clean(v), _column_of(flag_ref[0, 0])
+      v, flag = tiles.clean(v), _column_of(flag_ref[0, 0])
 
     def fold(cut: slice, dot: jax.Array) -> None:
       here = at.of_queries(cut)
@@ -571,23 +452,25 @@ def _forward_kernel(
       l_ref[:, cut] = l_ref[:, cut] * weight + total
       if scores.dropout_rate:
         p = p * here.kept()
-      acc[:, cut] = acc[:, cut] * weight + _dot(v, p.astype(v.dtype), _NN)
+      acc[:, cut] = acc[:, cut] * weight + tiles.dot(
+        v, p.astype(v.dtype), tiles.NN
+      )
 
     # A mask's comparisons are fewest over all queries at once.
     queries = acc.shape[1]
     _in_turn(
       _columns(queries, queries if masked else side),
-      lambda cut: _dot(k, q_ref[0, 0, cut], _NT),
+      lambda cut: tiles.dot(k, q_ref[0, 0, cut], tiles.NT),
       fold,
     )
 
-  pl.when(word & _PART != 0)(lambda: tile(True))
-  pl.when(word & _WHOLE != 0)(lambda: tile(False))
+  pl.when(word & tiles.PART != 0)(lambda: tile(True))
+  pl.when(word & tiles.WHOLE != 0)(lambda: tile(False))
 
-  @pl.when(word & _LAST != 0)
+  @pl.when(word & tiles.LAST != 0)
   def _() -> None:
     acc_out[0, 0] = acc[...].T
-    m_out[0, 0] = m_ref[...] * (1 / _LOG2_E)
+    m_out[0, 0] = m_ref[...] * (1 / tiles.LOG2_E)
     l_out[0, 0] = l_ref[...]
 
 
@@ -597,7 +480,7 @@ def _backward(
   x: Local,
   terms: Terms,
   context: Context,
-  steps: Steps,
+  steps: tiles.Steps,
   residuals: Residuals,
   dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -606,18 +489,19 @@ def _backward(
   s, j = x.v.shape[2:]
   n = kv * g
   qb, kb = kernel.blocks(t, min(s, _span(kernel, x)))
-  scalars = _Scalars.of(terms, context, steps)
+  scalars = tiles.Scalars.of(terms, context, steps)
   leaves, structure = jax.tree.flatten(scalars)
   mask = jax.tree.structure(context.mask)
-  row = lambda i, words: _row(words[i])
+  row = lambda i, words: tiles.row_of(words[i])
+  col = lambda i, words: tiles.column_of(words[i])
   q_index = lambda bi, ki, gi, i, words, *_: (bi, ki * g + gi, row(i, words), 0)
   stat_index = lambda bi, ki, gi, i, words, *_: (
     bi, ki * g + gi, 0, row(i, words),
   )  # fmt: skip
-  k_index = lambda bi, ki, gi, i, words, *_: (bi, ki, _column(words[i]), 0)
-  kt_index = lambda bi, ki, gi, i, words, *_: (bi, ki, 0, _column(words[i]))
+  k_index = lambda bi, ki, gi, i, words, *_: (bi, ki, col(i, words), 0)
+  kt_index = lambda bi, ki, gi, i, words, *_: (bi, ki, 0, col(i, words))
   at_q = lambda bi, ki, gi, i, words, *_: (bi, 0, row(i, words))
-  at_k = lambda bi, ki, gi, i, words, *_: (bi, 0, _column(words[i]))
+  at_k = lambda bi, ki, gi, i, words, *_: (bi, 0, col(i, words))
   stat = pl.BlockSpec((1, 1, 1, qb), stat_index)
   dq_spec = pl.BlockSpec((1, 1, h, qb), stat_index)
   rows = lambda a: a.reshape(b, n, 1, t)
@@ -634,8 +518,8 @@ def _backward(
     rows(residuals.lse),
     rows(residuals.delta),
     rows(residuals.flag),
-    _pair(context.q, b),
-    _pair(context.k, b),
+    tiles.pair(context.q, b),
+    tiles.pair(context.k, b),
     dq.reshape(b, n, h, t),
     collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
   )
@@ -709,7 +593,7 @@ def _backward_kernel(
     dk[...] = jnp.zeros_like(dk)
     dv[...] = jnp.zeros_like(dv)
 
-  @pl.when(word & _FIRST != 0)
+  @pl.when(word & tiles.FIRST != 0)
   def _() -> None:
     dq[...] = dq_in[0, 0]
     far[...] = far_in[0, 0]
@@ -719,17 +603,17 @@ def _backward_kernel(
     q, k, v, do = q_ref[0, 0], k_ref[0, 0], v_ref[0, 0], do_ref[0, 0]
     kt = kt_ref[0, 0]
     lse, delta = lse_ref[0, 0], delta_ref[0, 0]
-    dot = _dot(k, q, _NT)
+    dot = tiles.dot(k, q, tiles.NT)
     s, c = at.power(dot)
     tanh = None if scores.soft_cap is None else at.score(dot)[1]
-    lse = lse * _LOG2_E
+    lse = lse * tiles.LOG2_E
     if masked:
       p = jnp.exp2(s * c - (lse + flag_ref[0, 0]))
       p = jnp.where(at.allowed(), p, 0.0)
-      q, kt, v, do, delta = map(_clean, (q, kt, v, do, delta))
+      q, kt, v, do, delta = map(tiles.clean, (q, kt, v, do, delta))
     else:
       p = jnp.exp2(s * c - lse)
-    dp = _dot(v, do, _NT)
+    dp = tiles.dot(v, do, tiles.NT)
     kept = p
     if scores.dropout_rate:
       drop = at.kept()
@@ -740,15 +624,15 @@ def _backward_kernel(
     if tanh is not None:
       ds = ds * (1 - tanh * tanh)
     ds = (ds * scores.scale).astype(q.dtype)
-    keys = pl.ds(pl.multiple_of(_column(word) * kb, kb), kb)
-    dv[keys, :] += _dot(kept.astype(do.dtype), do, _NN)
-    dk[keys, :] += _dot(ds, q, _NN)
-    dq[...] += _dot(kt, ds, _NN)
+    keys = pl.ds(pl.multiple_of(tiles.column_of(word) * kb, kb), kb)
+    dv[keys, :] += tiles.dot(kept.astype(do.dtype), do, tiles.NN)
+    dk[keys, :] += tiles.dot(ds, q, tiles.NN)
+    dq[...] += tiles.dot(kt, ds, tiles.NN)
 
-  pl.when(word & _PART != 0)(lambda: tile(True))
-  pl.when(word & _WHOLE != 0)(lambda: tile(False))
+  pl.when(word & tiles.PART != 0)(lambda: tile(True))
+  pl.when(word & tiles.WHOLE != 0)(lambda: tile(False))
 
-  @pl.when(word & _LAST != 0)
+  @pl.when(word & tiles.LAST != 0)
   def _() -> None:
     dq_out[0, 0] = dq[...]
     far_out[0, 0] = far[...]
@@ -767,7 +651,7 @@ def _core(kernel: FlashTPU) -> chips.Core:
 
 def _grad_bytes(h: int, j: int) -> int:
   """Of VMEM that the gradients of a key and its value take."""
-  up = lambda n: -(-n // _LANES) * _LANES
+  up = lambda n: -(-n // tiles.LANES) * tiles.LANES
   return 4 * (up(h) + up(j))
 
 

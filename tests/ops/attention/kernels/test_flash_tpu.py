@@ -8,7 +8,8 @@ import pytest
 import ringjax as rj
 from ringjax import Contiguous, Gather, Ring, Striped, Zigzag
 from ringjax.errors import OptionError
-from ringjax.ops.attention.kernels.flash_tpu import FlashTPU, Steps
+from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
+from ringjax.ops.attention.kernels.tiles import Steps
 from tests import oracle
 from tests.ops.attention import test_exact as exact
 from tests.ops.attention.test_exact import FEATURES, ring_mesh

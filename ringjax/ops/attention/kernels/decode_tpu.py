@@ -1,0 +1,340 @@
+"""A kernel for TPU by which a few queries visit the keys of a cache.
+
+Law: equals `stored.visit` wherever it serves (`decline` says where it does
+not); forward only.
+Cost: it reads the tiles that count once, where they lie in the stack of all
+layers: a step's memory traffic is that of its keys and values, and the next
+tile comes while one is computed.
+Memory: VMEM only: two tiles of keys and values.
+Ref:  Dao et al. 2023, Flash-Decoding (the keys' shards are its splits).
+
+XLA's loops compute a tile in a dozen operations, each of which costs about as
+much as reading the tile (see the README beside).
+
+  grid [B, K / heads, steps]    acc [heads, rows, J], m, l of a group of heads
+
+The rows of a tile are the queries of all heads of a group, its lanes are keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
+from ringjax.ops.attention.kernels import declined, tiles
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.stored import Stored
+from ringjax.ops.inputs import positive_int
+from ringjax.ops.mask import Coords, visible
+from ringjax.ops.softmax import Partial, finite_max
+from ringjax.parallel import chips, collectives
+
+# Of a tile's keys and values: enough that a step's fixed cost is small beside
+# reading it, and two of them are a small part of VMEM.
+_TILE_BYTES = 2 << 20
+_LEAST, _MOST = 512, 2048
+# Numbers of a tile of scores.
+_SCORES = 1 << 19
+# Rows of a register of bfloat16.
+_SUBLANES = 16
+# What an unknown TPU is taken for.
+_SOME = "tpu-v5p"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTPU:
+  """A Pallas kernel for TPU that visits stored keys.
+
+  Attributes:
+    kv_block: keys of a tile, a multiple of 128; None: by their bytes.
+    chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
+      the kernel's cost; None: as `_SOME`.
+    interpret: runs it without a TPU, slowly, for tests.
+  """
+
+  kv_block: int | None = None
+  chip: str | None = None
+  interpret: Any = False
+
+  def __post_init__(self) -> None:
+    if self.kv_block is not None:
+      positive_int("kv_block", self.kv_block)
+
+  def tile(self, q: jax.Array, keys: Stored) -> tuple[int, int]:
+    """(heads, keys) of a tile for queries [B, K, G, T, H]."""
+    kv, length = keys.k.shape[2:4]
+    row = _row_bytes(keys)
+    # Where a device is two cores, each takes a part of the heads.
+    most = max(1, kv // _core(self).cores)
+    fits = lambda heads: heads * row * min(_LEAST, length) <= _TILE_BYTES
+    divisors = [n for n in range(1, most + 1) if kv % n == 0]
+    heads = max((n for n in divisors if fits(n)), default=1)
+    if self.kv_block is not None:
+      return heads, self.kv_block
+    rows = q.shape[2] * q.shape[3]
+    many = min(_TILE_BYTES // (heads * row), _SCORES // rows, _MOST)
+    whole = lambda n: n // tiles.LANES * tiles.LANES
+    return heads, max(
+      tiles.LANES, min(whole(many), whole(length + tiles.LANES - 1))
+    )
+
+  def decline(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> str | None:
+    """Why it does not serve this call, or None."""
+    _, kb = self.tile(q, keys)
+    if kb % tiles.LANES and not self.interpret:
+      return f"tiles of {kb} keys: no multiples of {tiles.LANES}"
+    for x in (q, keys.k, keys.v):
+      if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"{x.dtype}: it multiplies bfloat16 and float32"
+    if terms.bias is not None or context.allow is not None:
+      return "a bias or mask array, of which it would read every pair"
+    if scores.dropout_rate:
+      return "dropout, which is for training"
+    if q.shape[4] > 1024 or keys.v.shape[4] > 1024:
+      return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most 1024"
+    if not keys.v.shape[4]:
+      return "values without numbers"
+    if -(-keys.k.shape[3] // kb) >= 1 << tiles.COLUMN_BITS:
+      return f"{keys.k.shape[3]} keys a shard: more than its list holds"
+    for leaf in jax.tree.leaves(context.mask):
+      if jnp.ndim(leaf) > 1:
+        return "a mask with an array of more than one axis"
+    return None
+
+  def visit(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> Partial:
+    """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
+    declined.check(self, self.decline(scores, q, keys, terms, context))
+    b, kv, g, t, h = q.shape
+    length, j = keys.v.shape[3:]
+    heads, kb = self.tile(q, keys)
+    columns = -(-length // kb)
+    at = Coords(*(pad_axis(c, 1, columns * kb) for c in context.k))
+    kinds = tile_kinds(context.mask, context.q, at, t, kb)
+    steps = tiles.Steps.of(kinds)
+    rows = -(-g * t // _SUBLANES) * _SUBLANES
+    flat = lambda x, *last: pad_axis(x.reshape(b, kv, g * t, *last), 2, rows)
+    # The queries of each head of a group, one behind another.
+    row_at = jnp.stack(
+      [jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)) for c in context.q], 2
+    )
+    shared = keys.v is keys.k
+    slopes = terms.slopes
+    operands = [
+      flat(q, h),
+      pad_axis(row_at, 1, rows),
+      tiles.pair(at, b),
+      *([] if slopes is None else [_by_row(slopes, t, rows)]),
+      keys.k,
+      *([] if shared else [keys.v]),
+    ]
+    scalars = tiles.Scalars.of(
+      Terms(), context._replace(heads=None, seed=None), steps
+    )
+    leaves, structure = jax.tree.flatten(scalars)
+    layer = jnp.asarray(keys.layer, jnp.int32).reshape(1)
+    # All queries are one row of tiles.
+    row = lambda i, words: tiles.row_of(words[i])
+    column = lambda i, words: tiles.column_of(words[i])
+    of_rows = lambda bi, ki, i, layer, words, *_: (bi, ki, row(i, words), 0)
+    of_keys = lambda bi, ki, i, layer, words, *_: (
+      layer[0], bi, ki, column(i, words), 0,
+    )  # fmt: skip
+    in_specs = [
+      pl.BlockSpec((1, heads, rows, h), of_rows),
+      pl.BlockSpec(
+        (1, rows, 2),
+        lambda bi, ki, i, layer, words, *_: (bi, row(i, words), 0),
+      ),
+      pl.BlockSpec(
+        (1, 2, kb),
+        lambda bi, ki, i, layer, words, *_: (bi, 0, column(i, words)),
+      ),
+    ]
+    if slopes is not None:
+      in_specs.append(
+        pl.BlockSpec(
+          (heads, rows, 1),
+          lambda bi, ki, i, layer, words, *_: (ki, row(i, words), 0),
+        )
+      )
+    in_specs += [
+      pl.BlockSpec((1, 1, heads, kb, n), of_keys)
+      for n in ((h,) if shared else (h, j))
+    ]
+    out_type = lambda n: collectives.out_type(
+      (b, kv, rows, n), jnp.float32, q, keys, terms, context
+    )
+    acc, m, l = pl.pallas_call(  # noqa: E741
+      functools.partial(
+        _kernel,
+        scores,
+        jax.tree.structure(context.mask),
+        structure,
+        shared,
+        slopes is not None,
+      ),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1 + len(leaves),
+        grid=(b, kv // heads, steps.count),
+        in_specs=in_specs,
+        out_specs=[
+          pl.BlockSpec((1, heads, rows, n), of_rows) for n in (j, 1, 1)
+        ],
+        scratch_shapes=[
+          pltpu.VMEM((heads, rows, j), jnp.float32),
+          pltpu.VMEM((heads, rows, tiles.LANES), jnp.float32),
+          pltpu.VMEM((heads, rows, tiles.LANES), jnp.float32),
+        ],
+      ),
+      out_shape=[out_type(n) for n in (j, 1, 1)],
+      compiler_params=pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+      ),
+      cost_estimate=self._cost(q, keys, shared),
+      interpret=self.interpret,
+      name="ringjax_decode",
+    )(layer, *leaves, *operands)
+    back = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
+    return Partial(back(acc, j), back(m), back(l))
+
+  def _cost(self, q: jax.Array, keys: Stored, shared: bool) -> pl.CostEstimate:
+    """What XLA's scheduler is told: the time that reading the keys takes.
+
+    It divides FLOPs by the chip's peak; the memory is what it waits for.
+    """
+    b, kv, length, h = keys.k.shape[1:]
+    nbytes = b * kv * length * h * keys.k.dtype.itemsize
+    if not shared:
+      nbytes += nbytes // h * keys.v.shape[4]
+    chip = chips.MACHINES[self.chip or _SOME].chip
+    seconds = nbytes / float(chip.hbm_bandwidth)
+    return pl.CostEstimate(
+      flops=int(seconds * _core(self).flops),
+      transcendentals=q.size // h * length,
+      bytes_accessed=nbytes,
+    )
+
+
+def _core(kernel: DecodeTPU) -> chips.Core:
+  return chips.core(kernel.chip or _SOME)
+
+
+def _row_bytes(keys: Stored) -> int:
+  """Of a key and its value of one head in VMEM, whose lanes are whole."""
+  both = {id(x): x for x in (keys.k, keys.v)}.values()
+  up = lambda n: -(-n // tiles.LANES) * tiles.LANES
+  return sum(up(x.shape[4]) * x.dtype.itemsize for x in both)
+
+
+def _by_row(slopes: jax.Array, t: int, rows: int) -> jax.Array:
+  """ALiBi's slopes [K, G] for each row of a tile: [K, rows, 1]."""
+  each = jnp.repeat(slopes.astype(jnp.float32), t, 1)
+  return pad_axis(each, 1, rows)[..., None]
+
+
+def _kernel(
+  scores: Scores,
+  mask: Any,
+  structure: Any,
+  shared: bool,
+  sloped: bool,
+  *refs: Any,
+) -> None:
+  count = 1 + structure.num_leaves
+  scalars = jax.tree.unflatten(structure, refs[1:count])
+  q_ref, q_at, k_at, *more = refs[count:]
+  slope_ref = more.pop(0) if sloped else None
+  k_ref = more.pop(0)
+  v_ref = k_ref if shared else more.pop(0)
+  acc_out, m_out, l_out, acc, m_ref, l_ref = more
+  b, i = pl.program_id(0), pl.program_id(2)
+  word = scalars.words[i]
+  heads = k_ref.shape[2]
+
+  @pl.when(word & tiles.FIRST != 0)
+  def _() -> None:
+    acc[...] = jnp.zeros_like(acc)
+    m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+    l_ref[...] = jnp.zeros_like(l_ref)
+
+  def tile(masked: bool) -> None:
+    rows = Coords(q_at[0, :, 0:1], q_at[0, :, 1:2])
+    columns = Coords(k_at[0, 0:1, :], k_at[0, 1:2, :])
+    allowed: Any = None
+    if masked:
+      of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
+      leaves = [of_example(ref) for ref in scalars.leaves]
+      allowed = visible(jax.tree.unflatten(mask, leaves), rows, columns)
+    far: Any = None
+    if slope_ref is not None:
+      far = jnp.abs(rows.pos - columns.pos).astype(jnp.float32)
+    for head in range(heads):
+      q = q_ref[0, head]
+      k, v = (ref[0, 0, head].astype(q.dtype) for ref in (k_ref, v_ref))
+      s = tiles.dot(q, k, tiles.NT)
+      c = scores.scale * tiles.LOG2_E
+      if far is not None or scores.soft_cap is not None or c <= 0:
+        s, c = s * scores.scale, tiles.LOG2_E
+        if scores.soft_cap is not None:
+          s = jnp.tanh(s * (1 / scores.soft_cap)) * scores.soft_cap
+        if slope_ref is not None:
+          s = s - slope_ref[head] * far
+      if masked:
+        v, odd = _cleaned(v)
+        s = jnp.where(allowed, s + odd, -jnp.inf)
+      old = m_ref[head, :, 0:1]
+      m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+      safe = finite_max(m)
+      p = jnp.exp2(s * c - safe)
+      weight = jnp.exp2(old - safe)
+      total = jnp.sum(p, axis=1, keepdims=True)
+      wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
+      l_ref[head] = wide(l_ref[head, :, 0:1] * weight + total)
+      m_ref[head] = wide(m)
+      sums = tiles.dot(p.astype(v.dtype), v, tiles.NN)
+      acc[head] = acc[head] * weight + sums
+
+  # The last tile may end behind the last key: those coordinates are empty, so
+  # that it needs a mask.
+  pl.when(word & tiles.PART != 0)(lambda: tile(True))
+  pl.when(word & tiles.WHOLE != 0)(lambda: tile(False))
+
+  @pl.when(word & tiles.LAST != 0)
+  def _() -> None:
+    acc_out[0] = acc[...]
+    m_out[0] = m_ref[:, :, 0:1] * (1 / tiles.LOG2_E)
+    l_out[0] = l_ref[:, :, 0:1]
+
+
+def _cleaned(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Values [k, J] with 0 for what is no number, and [1, k]: NaN for such.
+
+  A product turns the column of marks into a row.
+  """
+  bad = ~tiles.finite(v)
+  marks = bad.astype(jnp.float32).astype(jnp.bfloat16)
+  ones = jnp.ones((_SUBLANES, v.shape[1]), jnp.bfloat16)
+  many = tiles.dot(ones, marks, tiles.NT)[0:1]
+  flag = jnp.where(many > 0, jnp.nan, 0.0)
+  return jnp.where(bad, jnp.zeros_like(v), v), flag

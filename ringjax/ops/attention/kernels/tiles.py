@@ -1,0 +1,139 @@
+"""What the TPU kernels share: the list of tiles, scalars, products.
+
+A step of a kernel is a tile (row of queries, column of keys) of a list that
+`tile_kinds` gives; the list is read ahead by the kernel's pipeline (scalar
+prefetch), and its length is the grid's, so that nothing is spent on the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringjax.ops.attention.scores import Context, Terms
+from ringjax.ops.mask import Coords
+
+LANES = 128
+# What a step of the list says, beside its row and column.
+FIRST, LAST, PART, WHOLE = 1, 2, 4, 8
+COLUMN_BITS, ROW_BITS = 14, 13
+# Steps of a list, which lies in scalar memory.
+MOST_STEPS = 1 << 16
+
+# Statistics of base 2 while they are in VMEM: the exponential is one anyway.
+LOG2_E = math.log2(math.e)
+
+NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
+NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
+
+
+class Steps(NamedTuple):
+  """The tiles that count, row by row.
+
+  Fields:
+    words: int32 [rows * columns], of which `count` are used: the row, the
+      column, and whether it is its row's first or last and needs a mask.
+    count: int32 [], at least 1.
+  """
+
+  words: jax.Array
+  count: jax.Array
+
+  @classmethod
+  def of(cls, kinds: jax.Array) -> Steps:
+    """From `tile_kinds`' int8 [rows, columns]."""
+    some = kinds != 0
+    place = jnp.cumsum(some, 1, dtype=jnp.int32)
+    first = some & (place == 1)
+    last = some & (place == place[:, -1:])
+    flag = lambda yes, bit: jnp.where(yes, jnp.int32(bit), jnp.int32(0))
+    number = lambda axis: lax.broadcasted_iota(jnp.int32, kinds.shape, axis)
+    words = (
+      flag(first, FIRST)
+      | flag(last, LAST)
+      | flag(kinds == 1, PART)
+      | flag(kinds == 2, WHOLE)
+      | number(1) << 4
+      | number(0) << (4 + COLUMN_BITS)
+    ).reshape(-1)
+    order = jnp.argsort(~some.reshape(-1), stable=True)
+    count = jnp.sum(some, dtype=jnp.int32)
+    words = words[order]
+    # A list of nothing is one step that passes a row through.
+    words = words | jnp.where(count == 0, jnp.int32(FIRST | LAST), jnp.int32(0))
+    return cls(words, jnp.maximum(count, 1))
+
+
+def row_of(word: Any) -> Any:
+  return word >> (4 + COLUMN_BITS)
+
+
+def column_of(word: Any) -> Any:
+  return (word >> 4) & ((1 << COLUMN_BITS) - 1)
+
+
+class Scalars(NamedTuple):
+  """What a kernel reads from scalar memory.
+
+  Fields:
+    words: the steps.
+    leaves: arrays of the mask, each [1] or [B].
+    slopes: float32 [K * G], or None.
+    heads: int32 [K * G], or None.
+    seed: int32 [1] or [B], or None.
+  """
+
+  words: Any
+  leaves: Any
+  slopes: Any
+  heads: Any
+  seed: Any
+
+  @classmethod
+  def of(cls, terms: Terms, context: Context, steps: Steps) -> Scalars:
+    leaves = [
+      jnp.asarray(a, jnp.int32).reshape(-1)
+      for a in jax.tree.leaves(context.mask)
+    ]
+    slopes = terms.slopes
+    return cls(
+      steps.words,
+      tuple(leaves),
+      None if slopes is None else slopes.astype(jnp.float32).reshape(-1),
+      None if context.heads is None else context.heads.reshape(-1),
+      None
+      if context.seed is None
+      else lax.bitcast_convert_type(context.seed, jnp.int32),
+    )
+
+
+def dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+  exact = a.dtype == jnp.float32
+  return lax.dot_general(
+    a,
+    b,
+    dims,
+    precision=lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def finite(x: jax.Array) -> jax.Array:
+  return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def clean(x: jax.Array) -> jax.Array:
+  return jnp.where(finite(x), x, jnp.zeros_like(x))
+
+
+def pair(at: Coords, batch: int) -> jax.Array:
+  """Coordinates of every example, [B, 2, T]: a token is a lane.
+
+  A token a row would fill a whole register row of memory each.
+  """
+  wide = [jnp.broadcast_to(c, (batch, c.shape[1])) for c in at]
+  return jnp.stack(wide, 1)
