@@ -107,10 +107,17 @@ def largest(
 
 
 def _guess(over: list[tuple[int, int]], limit: int) -> float:
-  """Where a line through the last two failures meets the limit."""
-  (a, need_a), (b, need_b) = over[-2:] if len(over) > 1 else ((0, 0), over[-1])
-  if need_a >= need_b if a < b else need_a <= need_b:
-    # What is said is no line, and of no help.
-    return max(a, b) / 2
-  slope = (need_b - need_a) / (b - a)
+  """Where memory meets the limit, by the last failures; rather too high.
+
+  A line through two of them: what grows faster than a line lies above it. By
+  one alone, as if memory grew with the square.
+  """
+  b, need_b = over[-1]
+  if len(over) == 1:
+    # What is said is nothing where the compiler does not know how much.
+    return b * math.sqrt(limit / need_b) if need_b > limit else b / 2
+  a, need_a = over[-2]
+  if need_b >= need_a:
+    return b / 2
+  slope = (need_a - need_b) / (a - b)
   return max(1.0, b - (need_b - limit) / slope)

@@ -40,7 +40,14 @@ def test_outputs_are_stripped(path: pathlib.Path):
     assert ("pip" in source(cell)) == ("install" in tags)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+  "path",
+  [
+    NOTEBOOKS[0],
+    *(pytest.param(n, marks=pytest.mark.slow) for n in NOTEBOOKS[1:]),
+  ],
+  ids=lambda path: path.stem,
+)
 def test_runs(path: pathlib.Path, monkeypatch):
   notebook = nbformat.read(path, as_version=4)
   notebook.cells = [

@@ -91,6 +91,8 @@ def port() -> int:
     return free.getsockname()[1]
 
 
+# launch.generate has its like on every commit.
+@pytest.mark.slow
 def test_two_processes(folder, start, tmp_path):
   pytest.importorskip("matplotlib")
   at, plot = port(), tmp_path / "timeline.png"

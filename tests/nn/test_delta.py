@@ -105,7 +105,7 @@ def test_prompt_then_tokens(model, expected):
     close(logits[:, 0], expected.logits[:, t - 9 + i])
 
 
-@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("size", [_slow(1), 7])
 def test_chunks(model, expected, size):
   b, t = expected.tokens.shape
   sizes = [size] * (t // size) + [t % size] * (t % size > 0)
@@ -126,7 +126,7 @@ def test_greedy(model, expected):
     logits, cache = model(token, positions=at, cache=cache)
 
 
-@pytest.mark.parametrize("shards", [1, _slow(2), _slow(4), 8])
+@pytest.mark.parametrize("shards", [_slow(1), _slow(2), _slow(4), 8])
 def test_shards_equal_one_device(model, expected, shards):
   n = expected.tokens.shape[1] // 8 * 8
   attend = ring(shards)

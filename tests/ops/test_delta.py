@@ -78,13 +78,15 @@ def over(mesh, *args):
   )(*args)
 
 
-@pytest.mark.parametrize("t", [1, 3, 64, 65, 1100])
+@pytest.mark.parametrize("t", [1, _slow(3), 64, 65, _slow(1100)])
 def test_equals_the_reference(t):
   x = operands(t, t)
   close(rule(*x), reference(*x), 3e-6)
 
 
-@pytest.mark.parametrize(("t", "chunk"), [(1, 64), (5, 1), (130, 4), (130, 64)])
+@pytest.mark.parametrize(
+  ("t", "chunk"), [_slow(1, 64), (5, 1), _slow(130, 4), (130, 64)]
+)
 def test_gradients_in_float64(x64, t, chunk):
   x = operands(t, t, dtype=np.float64)
   f = functools.partial(rule, chunk=chunk)
@@ -163,7 +165,7 @@ def test_tokens_without_weight_change_nothing():
 
 @pytest.mark.parametrize(
   ("t", "shards"),
-  [(8, 8), (160, 1), _slow(160, 2), _slow(160, 4), (160, 8), (2128, 2)],
+  [(8, 8), _slow(160, 1), _slow(160, 2), _slow(160, 4), (160, 8), (2128, 2)],
 )
 def test_shards_equal_one_device(t, shards):
   x = operands(t, t)

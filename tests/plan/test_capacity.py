@@ -40,6 +40,21 @@ def test_close_to_what_a_line_says(base, each):
   assert sum(tokens <= want for tokens in asked) <= 2
 
 
+def test_close_to_what_a_square_says():
+  """Plain scores grow with the square of the tokens."""
+  asked = []
+
+  def fits(tokens):
+    asked.append(tokens)
+    need = 100 + tokens**2 // 40
+    return need <= LIMIT, need, LIMIT
+
+  found = capacity.largest(fits, unit=8, least=8, most=1 << 20)
+  want = (40 * (LIMIT - 100)) ** 0.5
+  assert found.tokens <= want < found.too_many <= 1.125 * found.tokens + 8
+  assert sum(tokens <= want for tokens in asked) <= 2 and len(asked) <= 8
+
+
 def test_all_fits_or_nothing_does():
   found = capacity.largest(line(0, 1), unit=8, least=8, most=4096)
   assert (found.tokens, found.too_many, found.tried) == (4096, None, 1)

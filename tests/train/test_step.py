@@ -117,7 +117,14 @@ def spread_of(way: str, **more) -> Travel:
   return Travel(mesh=mesh, axis="seq", layout=layout, strategy=Ring(), **more)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+  "way",
+  # What contiguous shards do, all axes do too, in stripes.
+  [
+    pytest.param(way, marks=pytest.mark.slow) if way == "contiguous" else way
+    for way in WAYS
+  ],
+)
 def test_loss_and_gradients_are_the_plain_model_s(wanted, way):
   model, rows, loss, grads = wanted
   more = {}

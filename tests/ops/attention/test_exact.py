@@ -192,12 +192,12 @@ def deal(names, all_of=(), turn=(0, 1)):
   return chosen
 
 
-@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 6)))
+@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, QUICK, (0, 9)))
 def test_ring_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ring(TILES, unroll=1))
 
 
-@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(1, 6)))
+@pytest.mark.parametrize(("feature", "layout"), deal(FEATURES, turn=(1, 9)))
 def test_ulysses_serves_every_feature(feature, layout):
   verify(feature, LAYOUTS[layout], Ulysses(TILES))
 
@@ -288,7 +288,12 @@ def on(mesh, name, x):
 
 
 @pytest.mark.parametrize(
-  "strategy", [Ring(TILES), Gather(TILES), Ulysses(TILES)]
+  "strategy",
+  [
+    Ring(TILES),
+    pytest.param(Gather(TILES), marks=pytest.mark.slow),
+    Ulysses(TILES),
+  ],
 )
 @pytest.mark.parametrize(
   ("kind", "layout", "said"),
@@ -403,12 +408,12 @@ def test_a_shard_has_all_columns_of_its_rows_of_bias_and_mask(layout, strategy):
 @pytest.mark.parametrize(
   ("layout", "strategy"),
   [
-    (Contiguous(), Ring(TILES)),
+    pytest.param(Contiguous(), Ring(TILES), marks=pytest.mark.slow),
     (Zigzag(), Ring(TILES)),
-    (Striped(4), Ring(TILES)),
+    pytest.param(Striped(4), Ring(TILES), marks=pytest.mark.slow),
     (Striped(), Gather(TILES)),
     (Contiguous(), Ulysses(TILES)),
-    (Zigzag(), Ring(Dense())),
+    pytest.param(Zigzag(), Ring(Dense()), marks=pytest.mark.slow),
   ],
 )
 def test_inside_shard_map(layout, strategy):
