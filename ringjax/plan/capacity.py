@@ -16,6 +16,7 @@ from typing import Any
 
 from ringjax.errors import OptionError, message
 
+_DIGITS = 5
 # A try answers with (whether it fits, bytes it needs, bytes there are).
 Try = Callable[[int], tuple[bool, int, int]]
 
@@ -48,7 +49,7 @@ def largest(
 
   Args:
     fits: compiles a program of so many tokens.
-    unit: tokens are multiples of it.
+    unit: tokens are multiples of it, by numbers of few binary digits.
     least: tokens below which nobody cares.
     most: tokens above which nobody cares.
     part: ends when what does not fit is so much more than what does.
@@ -56,7 +57,16 @@ def largest(
   Raises:
     OptionError: bounds that leave nothing to search.
   """
-  down = lambda n: max(unit, int(n) // max(1, unit) * unit)
+
+  def down(tokens: float | int) -> int:
+    """The next number of units below that has few digits, in base 2.
+
+    Others leave blocks that are filled up, and no line can be drawn.
+    """
+    many = max(1, int(tokens) // max(1, unit))
+    rest = max(0, many.bit_length() - _DIGITS)
+    return (many >> rest << rest) * unit
+
   low, high = down(least), down(most)
   if unit < 1 or low > high or not part > 0:
     raise OptionError(
@@ -120,4 +130,5 @@ def _guess(over: list[tuple[int, int]], limit: int) -> float:
   if need_b >= need_a:
     return b / 2
   slope = (need_a - need_b) / (a - b)
-  return max(1.0, b - (need_b - limit) / slope)
+  # Not far below by one look: what does not fit is told soon.
+  return max(b / 4, b - (need_b - limit) / slope)
