@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
 import threading
 import time
@@ -19,7 +18,8 @@ from typing import Any, TextIO
 import jax
 from absl import app, flags
 
-from ringjax.errors import RingjaxError
+from ringjax.errors import OutOfMemoryError, RingjaxError
+from ringjax.parallel import memory
 
 # What a shell reports of a command that Ctrl-C ended.
 INTERRUPTED = 130
@@ -218,17 +218,14 @@ def reason(error: BaseException, doing: str, knobs: str) -> str | None:
     doing: what was done then.
     knobs: what to change if memory ran out.
   """
+  if isinstance(error, OutOfMemoryError):
+    # The flags to change, and not the arguments behind them.
+    return memory.told(error, doing, knobs)
   if isinstance(error, RingjaxError | app.UsageError | flags.Error):
     return f"{error}"
   text = f"{error}"
-  if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-    asked = re.search(r"(\d[\d,.]*)\s*([KMGT]i?)?B?(?:ytes|\b)", text)
-    much = "more"
-    if found := re.search(r"(\d{4,}) ?bytes", text):
-      much = f"{int(found[1]):,} bytes"
-    elif asked and asked[2]:
-      much = f"{asked[1]} {asked[2]}B"
-    return f"out of memory while {doing}, which asked for {much}: {knobs}"
+  if memory.ran_out(error):
+    return memory.told(error, doing, knobs)
   if isinstance(error, OSError):
     name = error.filename
     return f"{name}: {error.strerror}" if name else text

@@ -105,6 +105,18 @@ class MemoryEstimateError(RingjaxError, MemoryError):
   """A model or a cache cannot fit the devices, as counted beforehand."""
 
 
+class OutOfMemoryError(RingjaxError, MemoryError):
+  """A device or the host had no more memory while a program ran.
+
+  Attributes:
+    nbytes: how much was asked for, or None if nobody said.
+  """
+
+  def __init__(self, text: str, nbytes: int | None = None):
+    super().__init__(text)
+    self.nbytes = nbytes
+
+
 class PeerError(RingjaxError, RuntimeError):
   """Another process died, froze or got stuck, or two do not agree.
 
@@ -115,6 +127,13 @@ class PeerError(RingjaxError, RuntimeError):
   def __init__(self, text: str, rank: int | None = None):
     super().__init__(text)
     self.rank = rank
+
+
+class CollectiveTimeoutError(PeerError, TimeoutError):
+  """A step did not come to its end in time: a process or a device hangs.
+
+  What hangs cannot be raised from: the process says this and ends.
+  """
 
 
 class NotFiniteError(RingjaxError, ArithmeticError):

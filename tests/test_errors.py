@@ -30,6 +30,8 @@ BUILTINS = {
   "DataError": ValueError,
   "SamplingError": ValueError,
   "MemoryEstimateError": MemoryError,
+  "OutOfMemoryError": MemoryError,
+  "CollectiveTimeoutError": TimeoutError,
   "NotFiniteError": ArithmeticError,
   "ReplayError": ArithmeticError,
   "Declined": NotImplementedError,

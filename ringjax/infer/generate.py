@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,10 +34,16 @@ from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import float_dtype, positive_int
+from ringjax.parallel import memory
 from ringjax.parallel.local import here, last_device
 from ringjax.parallel.mesh import check_auto
 from ringjax.parallel.place import SEQ
 from ringjax.plan.choice import KEEPS, Machine
+
+_KNOBS = (
+  "shard the sequence over more devices, read the prompt in parts (chunk=), or "
+  "make a smaller cache"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,8 @@ class Report:
 
 class Session:
   """A conversation: a cache and how many tokens of each example it holds.
+
+  It is the weights' that read it: others cannot go on with it, until `restart`.
 
   A call that is interrupted (Ctrl-C, an exception of `progress` or `stream`)
   leaves here what it has read: `lengths` says how much of the prompt that is,
@@ -124,6 +133,8 @@ class Session:
     self.last: Report | None = None
     self._dtype = dtype
     self._device: Any = None
+    self._readers: list[Any] = []
+    self.reads(model)
     # Whether a call was interrupted and nothing was counted since.
     self._torn = False
 
@@ -148,6 +159,20 @@ class Session:
   def weights(self, model: Transformer) -> Transformer:
     """The model where this session's calls run."""
     return model if self._device is None else here(model, self._device)
+
+  def read_by(self, model: Transformer) -> bool:
+    """Whether what the session holds was read by this model's weights."""
+    if self._device is not None and model is self.model:
+      return True
+    arrays = jax.tree.leaves(model)
+    return len(arrays) == len(self._readers) and all(
+      reader() is array
+      for reader, array in zip(self._readers, arrays, strict=True)
+    )
+
+  def reads(self, model: Transformer) -> None:
+    """Notes whose weights read what comes next, in an empty session."""
+    self._readers = [weakref.ref(x) for x in jax.tree.leaves(model)]
 
   def room(self) -> int:
     """Tokens that still fit, whichever example they belong to."""
@@ -373,7 +398,7 @@ def generate(
         "make one with rj.infer.Session(model, capacity)",
       )
     )
-  model = session.weights(model)
+  given, model = model, session.weights(model)
   last = None
   if keep == "last" and session.mesh is not None:
     # Refused before the prompt is read, and not behind it.
@@ -394,7 +419,9 @@ def generate(
     keep=keep,
   )
   how = _method(prefill, machine, fresh, resolve)
-  _check_session(session, model, batch, longest, count, how, left)
+  _check_session(session, given, batch, longest, count, how, left)
+  if fresh:
+    session.reads(given)
   _check_scores(model, how, batch)
   start = session.lengths.copy()
   total = int(start.max()) + longest + count
@@ -438,21 +465,28 @@ def generate(
   return new[0]
 
 
-def _settled(f: Callable[..., Any]) -> Callable[..., Any]:
-  """f(model, session, ...), behind which the session is right in any case."""
+def _settled(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """For f(model, session, ...), behind which the session is right in any case.
 
-  @functools.wraps(f)
-  def run(model: Transformer, session: Session, *more: Any) -> Any:
-    try:
-      return f(model, session, *more)
-    except BaseException:
-      session.settle()
-      raise
+  `doing` is what f does, for who runs out of memory.
+  """
 
-  return run
+  def around(f: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(f)
+    def run(model: Transformer, session: Session, *more: Any) -> Any:
+      try:
+        with memory.watched(doing, _KNOBS):
+          return f(model, session, *more)
+      except BaseException:
+        session.settle()
+        raise
+
+    return run
+
+  return around
 
 
-@_settled
+@_settled("reading the prompt")
 def _run(
   model: Transformer,
   session: Session,
@@ -490,7 +524,7 @@ def _run(
   )
 
 
-@_settled
+@_settled("decoding")
 def _continue(
   model: Transformer,
   session: Session,
@@ -625,6 +659,15 @@ def _check_session(
         f"a session of another model, a {session.model.config.family}",
         "one that was made for this model",
         "make one with rj.infer.Session(model, capacity)",
+      )
+    )
+  if session.slots and not session.read_by(model):
+    raise OptionError(
+      message(
+        "model",
+        "other weights than those that read what the session holds",
+        "the same arrays",
+        "pass that model, or call session.restart() and read it again",
       )
     )
   if session.lengths.size != batch:

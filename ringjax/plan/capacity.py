@@ -92,22 +92,25 @@ def largest(
     guess = _guess(over, limit) / math.sqrt(1 + part)
     at = max(low, min(down(min(guess, 0.95 * at)), at - unit))
   known = (at, need)
-  # Between what fits and what does not, in steps that grow while they fit.
-  step = 1 + part
+  # Between what fits and what does not, by the line through both.
   while over:
-    bound = over[-1][0]
-    if bound <= max(known[0] * (1 + part), known[0] + unit):
+    bound, need_bound = over[-1]
+    least = known[0] + unit
+    if bound <= max(known[0] * (1 + part), least):
       break
-    at = max(down(known[0] * step), known[0] + unit)
+    at = max(down(known[0] * (1 + part)), least)
+    if need_bound > known[1]:
+      room = (limit - known[1]) / (need_bound - known[1])
+      line = known[0] + room * (bound - known[0])
+      at = max(at, down(line / math.sqrt(1 + part)))
     if at >= bound:
-      at = max(down(math.sqrt(known[0] * bound)), known[0] + unit)
+      at = max(down(math.sqrt(known[0] * bound)), least)
     good, need, limit = fits(at)
     tried += 1
     if good:
-      known, step = (at, need), step**2
+      known = (at, need)
     else:
       over.append((at, need))
-      step = 1 + part
   return Largest(
     tokens=known[0],
     needed_bytes=known[1],

@@ -27,8 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from ringjax.errors import NotFiniteError, OptionError, ReplayError, message
+from ringjax.errors import (
+  CollectiveTimeoutError,
+  NotFiniteError,
+  OptionError,
+  ReplayError,
+  message,
+)
 from ringjax.ops.inputs import positive_int
+from ringjax.parallel import memory
 from ringjax.train.step import Figures, State
 
 # The exit status of a process whose step took too long.
@@ -85,6 +92,10 @@ class Pace:
 
 
 _PACE = Pace()
+_KNOBS = (
+  "shard the sequence over more devices, keep less of a layer "
+  "(remat='nothing'), or accumulate over more micro-batches"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +174,7 @@ def fit(
     ReplayError: a step that was computed twice gave two results; nothing is
       saved of it.
     CheckpointWriteError: a save failed.
+    OutOfMemoryError: a step had no room.
   """
   positive_int("steps", steps)
   state, taken = _resumed(state, data, checkpoints if resume else None)
@@ -178,7 +190,8 @@ def fit(
       if pace.replay_every is not None and not (taken + 1) % pace.replay_every:
         with calm():
           again = _copied(state)
-      state, figures = step(state, frozen, batch)
+      with memory.watched(f"taking step {taken + 1}", _KNOBS):
+        state, figures = step(state, frozen, batch)
       sums.read(batch.tokens.size)
       taken += 1
       if again is not None:
@@ -276,7 +289,9 @@ class _Sums:
     self._tokens += tokens
 
   def add(self, figures: Figures, pace: Pace) -> None:
-    found: Any = jax.tree.map(float, jax.device_get(figures))
+    # Programs run behind the calls, and so do their failures.
+    with memory.watched("taking a step", _KNOBS):
+      found: Any = jax.tree.map(float, jax.device_get(figures))
     self._objective, self._norm = found.objective, found.gradient_norm
     if found.finite:
       self._nll += found.loss * found.weight
@@ -400,13 +415,15 @@ class _Watch:
     while not self._over.wait(min(1.0, self._timeout_s / 4)):
       spent = time.monotonic() - self._last
       if self._begun and not self._paused and spent > self._timeout_s:
-        print(
-          f"step: got no end of one in {spent:.0f} s; wanted one within "
-          f"{self._timeout_s:g} s; another process or device hangs. All "
-          "threads:",
-          file=sys.stderr,
-          flush=True,
+        error = CollectiveTimeoutError(
+          message(
+            "step",
+            f"no end of one in {spent:.0f} s",
+            f"one within {self._timeout_s:g} s",
+            "another process or device hangs: see all threads below",
+          )
         )
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         # What hangs is in a collective, which no exception reaches.
         os._exit(STUCK)

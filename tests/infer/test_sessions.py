@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import MemoryEstimateError, OptionError, PromptError
-from ringjax.infer import kvr, prefill
+from ringjax.errors import (
+  MemoryEstimateError,
+  OptionError,
+  OutOfMemoryError,
+  PromptError,
+)
+from ringjax.infer import decode, kvr, prefill
 from ringjax.nn.spread import Spread
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
@@ -189,6 +194,42 @@ def test_while_a_program_runs(prompt, monkeypatch):
   session.restart()
   assert session.room() == CAPACITY
   np.testing.assert_array_equal(ask(session, prompt, 1), behind(prompt))
+
+
+def test_memory_that_runs_out_says_what_to_change(prompt, monkeypatch):
+  session = session_on(1)
+
+  def full(*_):
+    raise jax.errors.JaxRuntimeError(
+      "RESOURCE_EXHAUSTED: Out of memory allocating 123456789 bytes."
+    )
+
+  monkeypatch.setattr(decode, "step", full)
+  with pytest.raises(OutOfMemoryError, match="while decoding") as caught:
+    ask(session, prompt)
+  monkeypatch.undo()
+  assert caught.value.nbytes == 123456789 and "chunk=" in str(caught.value)
+  # The prompt is there, and the session goes on.
+  assert session.lengths.tolist() == [24, 24]
+  goes_on(session, prompt)
+
+
+def test_other_weights_do_not_go_on(prompt):
+  model, _ = loaded()
+  other = rj.models.create(SMALL, seed=2)
+  session = rj.infer.Session(model, CAPACITY, batch=2)
+  run = lambda model, tokens: rj.infer.generate(
+    model, tokens, max_new_tokens=1, prefill="chunked", chunk=8, cache=session
+  )
+  # Nothing is read yet: any weights may.
+  want = run(other, prompt)
+  with pytest.raises(OptionError, match=r"other weights.*session\.restart\(\)"):
+    run(model, TURN)
+  run(other, TURN)
+  session.restart()
+  np.testing.assert_array_equal(run(model, prompt), behind(prompt))
+  session.restart()
+  np.testing.assert_array_equal(run(other, prompt), want)
 
 
 @pytest.mark.slow

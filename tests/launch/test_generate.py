@@ -245,7 +245,7 @@ def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
     (
       "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory "
       "in memory space hbm. Used 17.5G of 16.0G hbm.",
-      "17.5",
+      "18,790,481,920 bytes",
     ),
   ],
 )

@@ -19,7 +19,12 @@ import pytest
 import ringjax as rj
 from ringjax.data.loader import Loader
 from ringjax.data.packing import Documents
-from ringjax.errors import NotFiniteError, OptionError, ReplayError
+from ringjax.errors import (
+  NotFiniteError,
+  OptionError,
+  OutOfMemoryError,
+  ReplayError,
+)
 from ringjax.models import checkpoint
 from ringjax.nn.spread import Travel
 from ringjax.train import batch as batches
@@ -222,6 +227,26 @@ def test_a_failed_save_ends_it(training, tmp_path, monkeypatch):
     training.run(9, checkpoints=saved)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_memory_that_runs_out_says_what_to_change(training, monkeypatch, late):
+  """In the call, or where its figures are waited for."""
+
+  def full(*_, **__):
+    raise jax.errors.JaxRuntimeError(
+      "RESOURCE_EXHAUSTED: Out of memory allocating 123456789 bytes."
+    )
+
+  get = jax.device_get
+  if late:
+    of_step = lambda x: full() if isinstance(x, step.Figures) else get(x)
+    monkeypatch.setattr(jax, "device_get", of_step)
+  else:
+    monkeypatch.setattr(training, "step", full)
+  with pytest.raises(OutOfMemoryError, match="remat='nothing'") as caught:
+    training.run(2)
+  assert caught.value.nbytes == 123456789
+
+
 HANGS = """
   import time
   from ringjax.train import loop
@@ -262,6 +287,7 @@ def test_a_step_that_hangs_is_given_up():
   )
   assert done.returncode == loop.STUCK
   assert "step 3" in done.stdout and "step 4" not in done.stdout
+  assert "CollectiveTimeoutError: step: got no end" in done.stderr
   assert "wanted one within 6 s" in done.stderr
   # Where it hangs.
   assert "in step" in done.stderr
