@@ -424,7 +424,7 @@ def _visits(cache: Dense) -> float:
       shape[3] //= cache.shards
       mine: Any = jax.ShapeDtypeStruct(tuple(shape), slots.k.dtype)
       stored = Stored(mine, mine, cache.at, jnp.int32(0))
-      most = max(most, -(-shape[3] // stored.block()))
+      most = max(most, -(-shape[3] // stored.block("tpu")))
   return most / 2
 
 

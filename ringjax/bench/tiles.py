@@ -223,7 +223,8 @@ def decode_tile(
   def look(q: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array) -> None:
     stored = Stored(k, v, Coords(at, at), 0)
     kernel = DecodeTPU(chip=chip).tile(q, stored)
-    found.append(kernel if local == "kernel" else (kv_heads, stored.block()))
+    loops = kv_heads, stored.block("tpu")
+    found.append(kernel if local == "kernel" else loops)
 
   q, k = _visit(heads, kv_heads, head_dim, keys, dtype)
   jax.eval_shape(look, q, k, k, jax.ShapeDtypeStruct((1, keys), jnp.int32))

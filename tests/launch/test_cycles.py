@@ -101,9 +101,9 @@ def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
 
   def compile(builder, topology, options, **rest):
     asked.append((builder, options))
-    # Work that is done 8 times; tiles of two loops take 60,000 cycles.
+    # Work that is done 8 times, for two tiles of 64 MB.
     late = start("go"), done("come", "go"), work("w", int(
-      1000 + 7500 * options["trips"]
+      1000 + 240000 * options["trips"]
     ))  # fmt: skip
     return answer(topology, {"tokens": 8}, late)
 

@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.best import Best, Loops
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored, visit
+from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max
 from ringjax.parallel import collectives
@@ -46,7 +46,7 @@ class Resident:
     sharded: whether the queries are sharded over `axis` too.
     few: up to so many queries visit the keys where they lie.
     local: the algorithm on a shard; that of few queries is its `visit`, or
-      `stored.visit` where it has none.
+      XLA's loops where it has none.
   """
 
   mesh: Any = None
@@ -136,16 +136,19 @@ class Resident:
     )(q, arrays, at, jnp.asarray(keys.layer, jnp.int32), terms, mask)
 
   def _on_device(self, manual: set[str], q: jax.Array, keys: Stored) -> Any:
-    """The local algorithm where it is known what it runs on."""
-    if not isinstance(self.local, Best):
-      return self.local
+    """What computes the call where it is known what it runs on."""
     opened = self.mesh if manual else None
     platform, kind, alone = device_of(
       Place(axis=self.axis, mesh=opened), (q, keys.k)
     )
     if self.mesh is not None and not manual:
       alone = self.mesh.size == 1
-    return self.local.on_device(platform, kind, alone)
+    local = self.local
+    if isinstance(local, Best):
+      local = local.on_device(platform, kind, alone)
+    if q.shape[3] <= self.few and not hasattr(local, "visit"):
+      return Loops(platform)
+    return local
 
   def _partial(
     self,
@@ -159,8 +162,7 @@ class Resident:
   ) -> Partial:
     context = Context(q_at, keys.at, mask)
     if q.shape[3] <= self.few:
-      nearest = getattr(local, "visit", visit)
-      return nearest(scores, q, keys, terms, context)
+      return local.visit(scores, q, keys, terms, context)
     x = Local(q, *keys.whole())
     return local.forward(scores, x, terms, context, 0, empty_partial(x))
 

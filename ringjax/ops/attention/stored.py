@@ -31,9 +31,10 @@ from ringjax.ops.attention.scores import Context, Scores, Terms, Tile
 from ringjax.ops.mask import Coords
 from ringjax.ops.softmax import Partial, wide_dtype
 
-# Of the keys of a tile: they and the values stay in a core's cache between
-# being cut out and being multiplied.
-_TILE_BYTES = 1 << 20
+# Of the keys of a tile. On a CPU they and the values stay in a core's cache
+# between being cut out and being multiplied; elsewhere a step of a loop costs
+# as much as reading some megabytes.
+TILE_BYTES = {"cpu": 1 << 20, "tpu": 1 << 25, "gpu": 1 << 25}
 _LEAST = 128
 
 
@@ -67,18 +68,24 @@ class Stored(NamedTuple):
     """A copy of the layer's keys and values."""
     return self.cut(jnp.int32(0), self.k.shape[3])
 
-  def block(self) -> int:
+  def block(self, platform: str = "cpu") -> int:
     """Slots of a tile."""
     _, b, heads, length, dim = self.k.shape
     slot = b * heads * dim * self.k.dtype.itemsize
-    return min(length, max(_LEAST, _TILE_BYTES // slot // _LEAST * _LEAST))
+    many = TILE_BYTES.get(platform, TILE_BYTES["cpu"]) // slot
+    return min(length, max(_LEAST, many // _LEAST * _LEAST))
 
 
 def visit(
-  scores: Scores, q: jax.Array, keys: Stored, terms: Terms, context: Context
+  scores: Scores,
+  q: jax.Array,
+  keys: Stored,
+  terms: Terms,
+  context: Context,
+  platform: str = "cpu",
 ) -> Partial:
   """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
-  rows, length, block = q.shape[3], keys.k.shape[3], keys.block()
+  rows, length, block = q.shape[3], keys.k.shape[3], keys.block(platform)
   context = context._replace(k=_tiled(context.k, block))
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
   lists = tile_lists(kinds, masked=False)

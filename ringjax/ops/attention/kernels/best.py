@@ -134,7 +134,7 @@ class Best:
     return _first(
       [kind(self.kv_block, chip=self.chip) for kind in kinds],
       lambda kernel: kernel.decline(scores, q, keys, terms, context),
-      Loops(),
+      Loops(self.platform or jax.default_backend()),
     )
 
   def forward(
@@ -179,10 +179,26 @@ class Best:
     return self.choose_visit(*call).algorithm.visit(*call)
 
 
+@dataclasses.dataclass(frozen=True)
 class Loops:
-  """`stored.visit`, which serves every visit on every platform."""
+  """`stored.visit`, which serves every visit on every platform.
 
-  visit = staticmethod(visit)
+  Attributes:
+    platform: for which its tiles are.
+  """
+
+  platform: str = "cpu"
+
+  def visit(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> Partial:
+    """See `stored.visit`."""
+    return visit(scores, q, keys, terms, context, self.platform)
 
 
 def _first(
