@@ -22,6 +22,8 @@ from ringjax.plan.aot import Compiled
 from ringjax.plan.roofline import NOTE, Roofline, roofline
 
 NAME = "plan"
+# Devices of an axis of heads that a search tries.
+_HEADS = (1, 2, 4)
 WHAT = ("train", "prefill", "decode", "attention")
 # As `ringjax.bench.ways.NAMES`, N the neighbours that are a group.
 STRATEGIES = (
@@ -357,30 +359,33 @@ def candidates(
 ) -> Iterator[dict[str, Any]]:
   """Options to try, of which none changes what is computed.
 
-  What the caller fixed stays. Meshes have a data axis that the batch fills,
-  the rest of the devices are the ring.
+  What the caller fixed stays. Meshes have a data axis that the batch fills, an
+  axis of heads, and the rest of the devices are the ring. Tiles of attention
+  are not among them: a kernel takes what it says that it takes.
   """
   batch = int(options["batch"])
   given = dict(options["mesh"])
   if len(given) > 1 or -1 not in given.values():
     meshes = [options["mesh"]]
   else:
+    most = _HEADS if what != "attention" else (1,)
     meshes = [
-      [("data", n), ("seq", devices // n)]
+      [("data", n), ("seq", devices // n // m), *([("model", m)] * (m > 1))]
+      for m in most
       for n in range(1, batch + 1)
-      if devices % n == 0 and batch % n == 0
+      if devices % (n * m) == 0 and batch % n == 0
     ]
   choices: dict[str, Sequence[Any]] = {
     "mesh": meshes,
     "strategy": ("striped", "zigzag", "ring"),
     "remat": ("attention", "nothing", "all"),
-    "kv_block": (None, 512, 1024),
     "block": (2048, 1024),
+    "loss_block": (1024, 2048),
   }
   if what == "decode":
-    del choices["strategy"], choices["kv_block"]
+    del choices["strategy"]
   if what != "train":
-    del choices["remat"]
+    del choices["remat"], choices["loss_block"]
   if what in ("decode", "attention"):
     del choices["block"]
   for name in choices:

@@ -172,7 +172,7 @@ def test_flags_that_would_not_be_followed_are_refused(asked, argv, words):
 
 
 def test_a_search_ranks_what_fits(asked):
-  slow = lambda options: LATE if options.get("kv_block") == 512 else HIDDEN
+  slow = lambda options: LATE if options["block"] == 1024 else HIDDEN
   asked.change["body"] = slow
   asked.change["need"] = lambda options: (
     40 << 30 if options["remat"] == "all" else 1 << 30
@@ -186,7 +186,7 @@ def test_a_search_ranks_what_fits(asked):
   assert all(row["options"]["strategy"] == "striped" for row in rows)
   # The first is what nobody changed.
   first = asked.calls[0][2]
-  assert first["remat"] == "attention" and "kv_block" not in first
+  assert first["remat"] == "attention" and first["block"] == 2048
 
 
 def test_candidates_have_meshes_that_the_batch_fills():
@@ -197,6 +197,10 @@ def test_candidates_have_meshes_that_the_batch_fills():
   assert meshes == {
     (("data", 1), ("seq", 8)),
     (("data", 2), ("seq", 4)),
+    (("data", 1), ("seq", 4), ("model", 2)),
+    (("data", 2), ("seq", 2), ("model", 2)),
+    (("data", 1), ("seq", 2), ("model", 4)),
+    (("data", 2), ("seq", 1), ("model", 4)),
   }
   assert all("remat" not in one for one in found)
   fixed = [("data", 2), ("seq", 4)]
