@@ -399,7 +399,7 @@ def test_a_save_that_fails_leaves_what_was(tmp_path, monkeypatch):
   def full(*_, **__):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(json, "dump", full)
+  monkeypatch.setattr(os, "fsync", full)
   with pytest.raises(OptionError, match="No space"):
     Table(KEY, {5: (0.5, 0.5)}).save(path)
   monkeypatch.undo()
