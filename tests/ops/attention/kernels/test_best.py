@@ -181,7 +181,7 @@ class Astray(Vendor):
 def test_the_check_tries_every_kind_of_hop(monkeypatch, fault):
   if fault == "strict":
     monkeypatch.setattr(kinds, "_up", lambda x: x)
-  off = best._compare(Astray(Poison(), fault=fault))
+  off = best._compare_hops(Astray(Poison(), fault=fault))
   assert off > best._ALLOWED if fault else off <= best._ALLOWED
 
 
