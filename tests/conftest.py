@@ -97,6 +97,33 @@ def pytest_configure(config) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+# Files that take minutes, the longest first: begun last they would keep one
+# worker busy while the others have nothing left. See "seconds by file".
+_LONG = (
+  "ops/attention/test_exact.py",
+  "train/test_step.py",
+  "ops/attention/test_strategies.py",
+  "launch/test_generate.py",
+  "infer/test_contract.py",
+  "launch/test_train.py",
+  "launch/test_train_faults.py",
+  "models/test_families.py",
+  "infer/test_generate.py",
+  "test_mutations.py",
+  "nn/test_delta.py",
+  "ops/attention/kernels/test_kinds.py",
+  "eval/test_eval.py",
+  "ops/attention/test_numerics.py",
+  "bench/test_inference_bench.py",
+)
+
+
+def pytest_collection_modifyitems(items) -> None:
+  """Begins with the files that take longest."""
+  places = {_ROOT / "tests" / name: i for i, name in enumerate(_LONG)}
+  items.sort(key=lambda item: places.get(item.path, len(_LONG)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_let_go() -> Iterator[None]:
   """Forgets compiled programs between files, once there are very many."""
