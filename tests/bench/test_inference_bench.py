@@ -129,6 +129,7 @@ def test_inference_benchmark(ran):
   assert (path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_bfloat16():
   settings = only(
     "forward",

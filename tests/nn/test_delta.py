@@ -268,6 +268,7 @@ def test_nbytes_count_states(model):
   assert longer.nbytes() - cache.nbytes() == 4 * 8 * each
 
 
+@pytest.mark.slow
 def test_bfloat16(folder, expected):
   attend = Visit(mesh=make_mesh(2, "auto"), axis="seq", spread=False)
   model = models.load(folder, dtype=jnp.bfloat16, mesh=attend.mesh)

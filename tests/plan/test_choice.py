@@ -94,6 +94,7 @@ def test_reasons_name_every_way_and_its_time():
     assert f"{way.first_s:.4g} s" in line
 
 
+@pytest.mark.slow
 def test_same_noise_same_choice():
   noise = Noise(slower=20.0, seed=3)
   one, two = choose(SLOW, noise=noise), choose(SLOW, noise=noise)

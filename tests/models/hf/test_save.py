@@ -432,7 +432,9 @@ print(n)
 """
 
 
-@pytest.mark.parametrize("how", ["swap", "rename"])
+@pytest.mark.parametrize(
+  "how", [pytest.param("swap", marks=pytest.mark.slow), "rename"]
+)
 def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path, how):
   (tmp_path / "r").mkdir()
   done = subprocess.run(

@@ -92,7 +92,13 @@ def test_every_feature(feature, strategy, layout):
   verify(feature, LAYOUTS[layout], STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+  "strategy",
+  [
+    name if n % 2 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    for n, name in enumerate(STRATEGIES)
+  ],
+)
 def test_all_features_at_once(strategy):
   layout = list(LAYOUTS.values())[list(STRATEGIES).index(strategy) % 4]
   verify("everything", layout, STRATEGIES[strategy])
@@ -219,9 +225,9 @@ def test_batch_and_heads_are_sharded_too(strategy):
 @pytest.mark.parametrize(
   "strategy",
   [
-    Ring(TILES, two_way=True),
+    pytest.param(Ring(TILES, two_way=True), marks=pytest.mark.slow),
     RingQ(TILES),
-    Halo(TILES),
+    pytest.param(Halo(TILES), marks=pytest.mark.slow),
     Ring(Ring(TILES), inner=2),
     Ring(TILES, by_document=True),
   ],

@@ -434,7 +434,9 @@ def test_a_planted_fault_is_found(monkeypatch):
   assert wrong["out"] > 1e-2 and wrong["lse"] > 1e-3
 
 
-@pytest.mark.parametrize("where", ["keys", "cotangent"])
+@pytest.mark.parametrize(
+  "where", ["keys", pytest.param("cotangent", marks=pytest.mark.slow)]
+)
 def test_a_nan_reaches_those_who_see_it_only(where):
   rng = np.random.default_rng(0)
   q, k, v = (rng.normal(size=(1, 48, 2, 8)).astype(np.float32) for _ in "qkv")
