@@ -409,10 +409,7 @@ def _search(
   screen: screens.Screen,
   stdout: TextIO,
 ) -> None:
-  core, sides = chips.core(topology), chips.sides(topology)
-  devices = sides[0] * sides[1] * sides[2]
-  if core.name == "tpu-7x":
-    devices *= 2
+  devices = chips.devices(topology)
   rows: list[dict[str, Any]] = []
   tries = itertools.islice(candidates(what, devices, options), values.tries)
   for number, tried in enumerate(tries):

@@ -52,8 +52,8 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       "search", "tries", "plot", "limit", "order",
     ),
   )  # fmt: skip
-  whats = _known("what", values.what, _PROGRAMS)
-  slices = _known("slices", values.slices, SLICES)
+  whats = ways.known("what", values.what, _PROGRAMS)
+  slices = ways.known("slices", values.slices, SLICES)
   strategies = [aot.named(one) for one in values.strategy or _COMPARED]
   screen = screens.Screen(aot.NAME, stderr)
   cells = [
@@ -99,19 +99,6 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     screen.say(f"wrote {values.out}.md and {values.out}.json")
 
 
-def _known(
-  flag: str, given: Sequence[str] | None, known: Mapping[str, Any] | tuple
-) -> list[str]:
-  """Those given, or all, if they are known."""
-  names = list(given or known)
-  for name in names:
-    if name not in known:
-      raise OptionError(
-        message(f"--{flag}", name, f"some of {', '.join(known)}", "choose")
-      )
-  return names
-
-
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   """Of the builder, as they were given."""
   return {
@@ -126,9 +113,7 @@ def _find(
   cell: Mapping[str, Any], timeout_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
   topology = SLICES[cell["slice"]]
-  sides = chips.sides(topology)
-  core = chips.core(topology)
-  devices = sides[0] * sides[1] * sides[2] * (1 + (core.name == "tpu-7x"))
+  devices = chips.devices(topology)
   options = {
     "model": cell["model"], "strategy": cell["strategy"], **cell["options"],
   }  # fmt: skip
@@ -152,7 +137,7 @@ def _find(
     **cell,
     "topology": topology,
     "devices": devices,
-    "limit_bytes": core.hbm_bytes,
+    "limit_bytes": chips.core(topology).hbm_bytes,
   }
   try:
     found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=_MOST)

@@ -70,14 +70,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   others = (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh", "tokens",
             "plot", "out")  # fmt: skip
   ways.refuse(values, "cycles", [name for name in others if name not in taken])
-  names = values.chips or list(_SLICES)
-  for name in names:
-    if name not in _SLICES:
-      raise OptionError(
-        message(
-          "--chips", repr(name), f"some of {', '.join(_SLICES)}", "choose"
-        )
-      )
+  names = ways.known("chips", values.chips, _SLICES)
   screen = screens.Screen(NAME, stderr)
   if decoding:
     _decode(values, names, screen, stdout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TextIO
 
 from absl import app, flags
@@ -234,6 +234,23 @@ def _words(made: chips.Machine, path: str) -> list[str]:
       f"{1e6 * link.latency_s:.1f} us, {ways}"
     )
   return [*lines, f"wrote {path}; use it with explain --chip={path}"]
+
+
+def known(
+  flag: str, given: Sequence[str] | None, all_: Collection[str]
+) -> list[str]:
+  """The names that a flag was given, or all that there are.
+
+  Raises:
+    OptionError: one of them is none.
+  """
+  names = list(given or all_)
+  for name in names:
+    if name not in all_:
+      raise OptionError(
+        message(f"--{flag}", name, f"some of {', '.join(all_)}", "choose")
+      )
+  return names
 
 
 def put(

@@ -152,10 +152,11 @@ def decode(
   kv_heads: int = 8,
   head_dim: int = 128,
   keys: int = 65536,
+  queries: int = 1,
   dtype: str = "bfloat16",
   trips: float | int = 1.0,
 ) -> Built:
-  """One query behind a cache of `keys` tokens, all of which it sees.
+  """Queries behind a cache of `keys` tokens, all of which they see.
 
   Args:
     devices: of the slice.
@@ -164,6 +165,7 @@ def decode(
     kv_heads: K.
     head_dim: H.
     keys: S, slots of the cache.
+    queries: T, of which none is before the last key.
     dtype: of all operands.
     trips: how often each of XLA's loops is taken to turn.
   """
@@ -181,7 +183,7 @@ def decode(
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
   q, stored = (
     jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over)
-    for x in _visit(heads, kv_heads, head_dim, keys, dtype)
+    for x in _visit(heads, kv_heads, head_dim, keys, dtype, queries)
   )
 
   def attend(
@@ -197,7 +199,7 @@ def decode(
       Causal(),
     )
 
-  at = tuple((number(1, n),) * 2 for n in (1, keys))
+  at = tuple((number(1, n),) * 2 for n in (queries, keys))
   return Built(
     function=jax.jit(attend),
     arguments=(q, stored, stored, at, number()),
@@ -233,11 +235,16 @@ def decode_tile(
 
 
 def _visit(
-  heads: int, kv_heads: int, head_dim: int, keys: int, dtype: str
+  heads: int,
+  kv_heads: int,
+  head_dim: int,
+  keys: int,
+  dtype: str,
+  queries: int = 1,
 ) -> tuple[Any, Any]:
   """What stands for the queries and for the stack of keys."""
   like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
   return (
-    like(1, kv_heads, heads // kv_heads, 1, head_dim),
+    like(1, kv_heads, heads // kv_heads, queries, head_dim),
     like(_LAYERS, 1, kv_heads, keys, head_dim),
   )

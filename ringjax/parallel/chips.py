@@ -658,6 +658,16 @@ def sides(topology: str) -> tuple[int, ...]:
   return found + (1,) * (3 - len(found))
 
 
+def devices(topology: str) -> int:
+  """How many devices JAX counts in a slice, e.g. 128 in "v5p:4x4x8".
+
+  Raises:
+    OptionError: see `sides`.
+  """
+  each = 2 if core(topology).name == "tpu-7x" else 1
+  return math.prod(sides(topology)) * each
+
+
 # ---------------------------------------------------------------------------
 # By name
 # ---------------------------------------------------------------------------

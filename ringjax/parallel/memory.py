@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from ringjax.errors import OutOfMemoryError
+from ringjax.errors import OutOfMemoryError, RingjaxError
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 # "allocating 123456789 bytes", "Used 17.50G of 16.00G hbm", "1.5GiB"
@@ -51,10 +51,10 @@ def watched(doing: str, knobs: str) -> Iterator[None]:
   """
   try:
     yield
-  except OutOfMemoryError:
+  except RingjaxError:
+    # Ours say more, an estimate made beforehand too.
     raise
   except Exception as error:
-    # An estimate, made beforehand, is an error of ours that says more.
-    if not ran_out(error) or type(error).__module__ == "ringjax.errors":
+    if not ran_out(error):
       raise
     raise OutOfMemoryError(told(error, doing, knobs), asked(error)) from error

@@ -109,6 +109,13 @@ class TestCompiled:
     reading = tiles.decode_tile(core.name) / rate * core.cores
     assert min(work) <= reading
 
+  @pytest.mark.parametrize("chip", ["v5e", "v5p"])
+  def test_many_queries_of_wide_heads_find_room(self, chip):
+    """16 of each of 128 heads of a latent cache: 10 MB of sums."""
+    wide = {"heads": 128, "kv_heads": 1, "head_dim": 576, "queries": 16}
+    (tile,) = cycles.count("ringjax.bench.tiles:decode", SMALLEST[chip], wide)
+    assert tile.work.matrix_cycles
+
   def test_kernels_run_beside_axes_of_batch_and_heads(self):
     """XLA cuts no kernel: all axes are the call's own."""
     found = cycles.count(

@@ -241,7 +241,7 @@ def _fault(kind: type) -> str | None:
     why = None if off <= _ALLOWED else f"off by {off:.2g} in a small case"
   if why is not None:
     _log.warning(
-      "%s does not work on %s (%s); Blockwise is used",
+      "%s does not work on %s (%s); XLA's loops are used",
       kind.__name__,
       device.device_kind,
       why,

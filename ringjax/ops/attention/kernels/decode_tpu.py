@@ -42,10 +42,10 @@ _TILE_BYTES = 2 << 20
 _LEAST, _MOST = 512, 2048
 # Numbers of a tile of scores.
 _SCORES = 1 << 19
+# What a kernel may take unless it says more.
+_VMEM = 16 << 20
 # Rows of a register of bfloat16.
 _SUBLANES = 16
-# What an unknown TPU is taken for.
-_SOME = "tpu-v5p"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DecodeTPU:
   Attributes:
     kv_block: keys of a tile, a multiple of 128; None: by their bytes.
     chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost; None: as `_SOME`.
+      the kernel's cost; None: as `tiles.SOME`.
     interpret: runs it without a TPU, slowly, for tests.
   """
 
@@ -72,7 +72,7 @@ class DecodeTPU:
     kv, length = keys.k.shape[2:4]
     row = _row_bytes(keys)
     # Where a device is two cores, each takes a part of the heads.
-    most = max(1, kv // _core(self).cores)
+    most = max(1, kv // tiles.core(self.chip).cores)
     fits = lambda heads: heads * row * min(_LEAST, length) <= _TILE_BYTES
     divisors = [n for n in range(1, most + 1) if kv % n == 0]
     heads = max((n for n in divisors if fits(n)), default=1)
@@ -80,10 +80,20 @@ class DecodeTPU:
       return heads, self.kv_block
     rows = q.shape[2] * q.shape[3]
     many = min(_TILE_BYTES // (heads * row), _SCORES // rows, _MOST)
-    whole = lambda n: n // tiles.LANES * tiles.LANES
-    return heads, max(
-      tiles.LANES, min(whole(many), whole(length + tiles.LANES - 1))
-    )
+    whole = many // tiles.LANES * tiles.LANES
+    return heads, max(tiles.LANES, min(whole, tiles.lanes(length)))
+
+  def _vmem(self, q: jax.Array, keys: Stored) -> int:
+    """Bytes of vector memory that a step takes, about."""
+    heads, kb = self.tile(q, keys)
+    rows = _rows(q)
+    h, j = tiles.lanes(q.shape[4]), tiles.lanes(keys.v.shape[4])
+    stats = 2 * tiles.LANES
+    # What comes and goes has two places, one for the next step.
+    moved = 2 * heads * (kb * _row_bytes(keys) + 4 * rows * (h + j + stats))
+    kept = 4 * heads * rows * (j + stats)
+    scores = 4 * 4 * rows * kb
+    return moved + kept + scores
 
   def decline(
     self,
@@ -100,8 +110,6 @@ class DecodeTPU:
     for x in (q, keys.k, keys.v):
       if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"{x.dtype}: it multiplies bfloat16 and float32"
-    if terms.bias is not None or context.allow is not None:
-      return "a bias or mask array, of which it would read every pair"
     if scores.dropout_rate:
       return "dropout, which is for training"
     if q.shape[4] > 1024 or keys.v.shape[4] > 1024:
@@ -110,10 +118,10 @@ class DecodeTPU:
       return "values without numbers"
     if -(-keys.k.shape[3] // kb) >= 1 << tiles.COLUMN_BITS:
       return f"{keys.k.shape[3]} keys a shard: more than its list holds"
-    for leaf in jax.tree.leaves(context.mask):
-      if jnp.ndim(leaf) > 1:
-        return "a mask with an array of more than one axis"
-    return None
+    need, room = self._vmem(q, keys), tiles.core(self.chip).vmem_bytes
+    if need > room // 4 * 3:
+      return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
+    return tiles.unreadable(terms, context)
 
   def visit(
     self,
@@ -132,7 +140,7 @@ class DecodeTPU:
     at = Coords(*(pad_axis(c, 1, columns * kb) for c in context.k))
     kinds = tile_kinds(context.mask, context.q, at, t, kb)
     steps = tiles.Steps.of(kinds)
-    rows = -(-g * t // _SUBLANES) * _SUBLANES
+    rows = _rows(q)
     flat = lambda x, *last: pad_axis(x.reshape(b, kv, g * t, *last), 2, rows)
     # The queries of each head of a group, one behind another.
     row_at = jnp.stack(
@@ -210,6 +218,8 @@ class DecodeTPU:
       out_shape=[out_type(n) for n in (j, 1, 1)],
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
+        # Half as much again, of which the compiler says what it is for.
+        vmem_limit_bytes=max(_VMEM, self._vmem(q, keys) // 2 * 3),
       ),
       cost_estimate=self._cost(q, keys, shared),
       interpret=self.interpret,
@@ -227,24 +237,24 @@ class DecodeTPU:
     nbytes = b * kv * length * h * keys.k.dtype.itemsize
     if not shared:
       nbytes += nbytes // h * keys.v.shape[4]
-    chip = chips.MACHINES[self.chip or _SOME].chip
+    chip = chips.MACHINES[self.chip or tiles.SOME].chip
     seconds = nbytes / float(chip.hbm_bandwidth)
     return pl.CostEstimate(
-      flops=int(seconds * _core(self).flops),
+      flops=int(seconds * tiles.core(self.chip).flops),
       transcendentals=q.size // h * length,
       bytes_accessed=nbytes,
     )
 
 
-def _core(kernel: DecodeTPU) -> chips.Core:
-  return chips.core(kernel.chip or _SOME)
+def _rows(q: jax.Array) -> int:
+  """Of a tile: the queries of a group's heads, whole registers of them."""
+  return -(-q.shape[2] * q.shape[3] // _SUBLANES) * _SUBLANES
 
 
 def _row_bytes(keys: Stored) -> int:
   """Of a key and its value of one head in VMEM, whose lanes are whole."""
   both = {id(x): x for x in (keys.k, keys.v)}.values()
-  up = lambda n: -(-n // tiles.LANES) * tiles.LANES
-  return sum(up(x.shape[4]) * x.dtype.itemsize for x in both)
+  return sum(tiles.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
 
 
 def _by_row(slopes: jax.Array, t: int, rows: int) -> jax.Array:

@@ -51,8 +51,6 @@ from ringjax.parallel import chips, collectives
 
 # Bytes that the tiles of a backward step need beside the gradients.
 _LEAST_VMEM = 48 << 20
-# What an unknown TPU is taken for: little vector memory, and slow links.
-_SOME = "tpu-v5p"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ class FlashTPU:
     key_span: most keys of one backward kernel, whose gradients lie in VMEM;
       fewer where those would take more than a quarter of it.
     chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost and by whose VMEM keys are cut; None: as `_SOME`.
+      the kernel's cost and by whose VMEM keys are cut; None: as `tiles.SOME`.
     interpret: runs it without a TPU, slowly, for tests.
   """
 
@@ -87,8 +85,7 @@ class FlashTPU:
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, kv_block)."""
-    up = lambda n: -(-n // tiles.LANES) * tiles.LANES
-    fit = lambda want, length: min(want, up(length))
+    fit = lambda want, length: min(want, tiles.lanes(length))
     return (
       self.q_block or fit(1024, q_length),
       self.kv_block or fit(1024, k_length),
@@ -117,8 +114,6 @@ class FlashTPU:
       return f"{x.q.dtype}: it multiplies bfloat16 and float32"
     if x.k.dtype != x.q.dtype or x.v.dtype != x.q.dtype:
       return "queries, keys and values of different dtypes"
-    if terms.bias is not None or context.allow is not None:
-      return "a bias or mask array, of which it would read every pair"
     if x.q.shape[4] > 256 or x.v.shape[3] > 256:
       return f"heads of {x.q.shape[4]} and {x.v.shape[3]}: at most 256"
     if x.q.shape[3] < tiles.LANES and not self.interpret:
@@ -130,12 +125,10 @@ class FlashTPU:
       or rows * columns > tiles.MOST_STEPS
     ):
       return f"{rows} x {columns} tiles a shard: more than its list holds"
-    if _core(self).vmem_bytes < _LEAST_VMEM:
-      return f"the vector memory of {_core(self).name}: too small for its tiles"
-    for leaf in jax.tree.leaves(context.mask):
-      if jnp.ndim(leaf) > 1:
-        return "a mask with an array of more than one axis"
-    return None
+    core = tiles.core(self.chip)
+    if core.vmem_bytes < _LEAST_VMEM:
+      return f"the vector memory of {core.name}: too small for its tiles"
+    return tiles.unreadable(terms, context)
 
   def forward(
     self,
@@ -372,7 +365,11 @@ def _forward(
   first = len(leaves) + 6
   acc_out, m, l = pl.pallas_call(  # noqa: E741
     functools.partial(
-      _forward_kernel, scores, mask, structure, _core(kernel).matrix_side
+      _forward_kernel,
+      scores,
+      mask,
+      structure,
+      tiles.core(kernel.chip).matrix_side,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(leaves),
@@ -645,27 +642,22 @@ def _backward_kernel(
       copy.wait()
 
 
-def _core(kernel: FlashTPU) -> chips.Core:
-  return chips.core(kernel.chip or _SOME)
-
-
 def _grad_bytes(h: int, j: int) -> int:
   """Of VMEM that the gradients of a key and its value take."""
-  up = lambda n: -(-n // tiles.LANES) * tiles.LANES
-  return 4 * (up(h) + up(j))
+  return 4 * (tiles.lanes(h) + tiles.lanes(j))
 
 
 def _span(kernel: FlashTPU, x: Local) -> int:
   """Keys of one backward kernel, whole tiles."""
   kb = kernel.blocks(x.q.shape[3], x.k.shape[2])[1]
-  room = _core(kernel).vmem_bytes // 4
+  room = tiles.core(kernel.chip).vmem_bytes // 4
   most = room // _grad_bytes(x.k.shape[3], x.v.shape[3])
   return max(min(kernel.key_span, most) // kb, 1) * kb
 
 
 def _vmem(kernel: FlashTPU, keys: int, h: int, j: int) -> int:
   """Bytes that a backward kernel may take: its gradients and some tiles."""
-  most = _core(kernel).vmem_bytes
+  most = tiles.core(kernel.chip).vmem_bytes
   return min(keys * _grad_bytes(h, j) + (48 << 20), most - most // 16)
 
 
@@ -684,7 +676,7 @@ def _cost(
   """
   rows, t, s = sizes
   pairs = rows * t * s * _share(mask, t, s)
-  machine = chips.MACHINES[kernel.chip or _SOME]
+  machine = chips.MACHINES[kernel.chip or tiles.SOME]
   reached = machine.part("kernel")[backward]
   return pl.CostEstimate(
     flops=int(pairs * flops / reached),

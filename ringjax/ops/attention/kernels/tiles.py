@@ -16,8 +16,11 @@ from jax import lax
 
 from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.mask import Coords
+from ringjax.parallel import chips
 
 LANES = 128
+# What an unknown TPU is taken for: little vector memory, and slow links.
+SOME = "tpu-v5p"
 # What a step of the list says, beside its row and column.
 FIRST, LAST, PART, WHOLE = 1, 2, 4, 8
 COLUMN_BITS, ROW_BITS = 14, 13
@@ -66,6 +69,25 @@ class Steps(NamedTuple):
     # A list of nothing is one step that passes a row through.
     words = words | jnp.where(count == 0, jnp.int32(FIRST | LAST), jnp.int32(0))
     return cls(words, jnp.maximum(count, 1))
+
+
+def lanes(n: int) -> int:
+  """So many lanes, filled up to whole registers."""
+  return -(-n // LANES) * LANES
+
+
+def core(chip: str | None) -> chips.Core:
+  """What the compiler takes a kernel's chip to be."""
+  return chips.core(chip or SOME)
+
+
+def unreadable(terms: Terms, context: Context) -> str | None:
+  """Why a kernel that goes by coordinates declines a call's arrays, or None."""
+  if terms.bias is not None or context.allow is not None:
+    return "a bias or mask array, of which it would read every pair"
+  if any(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(context.mask)):
+    return "a mask with an array of more than one axis"
+  return None
 
 
 def row_of(word: Any) -> Any:

@@ -196,6 +196,7 @@ DECLINED = {
   "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),
   "bias": dict(terms=Terms(bias=jnp.zeros((1, 1, 1, 1, 80)))),
   "at most 1024": dict(dim=1025),
+  "of vector memory": dict(kernel=DecodeTPU(1 << 18)),
 }
 
 
