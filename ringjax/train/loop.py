@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from ringjax.errors import (
+  CheckpointWriteError,
   CollectiveTimeoutError,
   NotFiniteError,
   OptionError,
@@ -67,6 +69,8 @@ class Pace:
     log_every: steps between two reports.
     save_every: steps between two saves; None saves at the end only.
     most_skipped: steps in a row that may be not finite.
+    most_unsaved: saves in a row that may fail, with a warning each; the one at
+      the end may not, since none comes after it.
     timeout_s: seconds after which a step is given up; None waits.
     replay_every: steps between two that are computed twice, to find devices
       that err in silence; None for none. Such a step takes twice the time and
@@ -76,6 +80,7 @@ class Pace:
   log_every: int = 10
   save_every: int | None = None
   most_skipped: int = 3
+  most_unsaved: int = 0
   timeout_s: float | None = None
   replay_every: int | None = None
 
@@ -85,6 +90,15 @@ class Pace:
     for name in ("save_every", "replay_every"):
       if getattr(self, name) is not None:
         positive_int(name, getattr(self, name))
+    if type(self.most_unsaved) is not int or self.most_unsaved < 0:
+      raise OptionError(
+        message(
+          "most_unsaved",
+          repr(self.most_unsaved),
+          "a number from 0 on",
+          "0 ends the run when a save fails",
+        )
+      )
     if self.timeout_s is not None and not self.timeout_s > 0:
       raise OptionError(
         message("timeout_s", self.timeout_s, "seconds above 0", "raise it")
@@ -173,12 +187,14 @@ def fit(
       saved is from before them.
     ReplayError: a step that was computed twice gave two results; nothing is
       saved of it.
-    CheckpointWriteError: a save failed.
+    CheckpointWriteError: more saves in a row failed than the pace bears, or
+      the last one did.
     OutOfMemoryError: a step had no room.
   """
   positive_int("steps", steps)
   state, taken = _resumed(state, data, checkpoints if resume else None)
   sums = _Sums()
+  saves = _Saves(checkpoints, pace)
   with _Signals() as signals, _Watch(pace.timeout_s) as watch:
     waiting: Figures | None = None
     # The first replay compiles what copies and compares.
@@ -204,8 +220,7 @@ def fit(
       last = taken == steps
       stop = signals.stop(taken)
       save = pace.save_every is not None and not (taken % pace.save_every)
-      if checkpoints is not None:
-        checkpoints.poll()
+      saves.poll()
       if last or stop or save or taken % pace.log_every == 0:
         # Not one step late: what is saved has to be fine.
         sums.add(waiting, pace)
@@ -217,7 +232,7 @@ def fit(
           skipped = int(state.skipped)
           if not skipped:
             extra = {"data": data.state()}
-            checkpoints.save(taken, state._asdict(), extra)
+            saves.save(taken, state._asdict(), extra, last=last or bool(stop))
         sums.restart()
       if stop:
         break
@@ -264,6 +279,48 @@ def _check_replay(taken: int, first: Any, second: Any) -> None:
         "test the devices; what is saved is from before this step",
       )
     )
+
+
+class _Saves:
+  """Saves, of which some may fail."""
+
+  def __init__(self, checkpoints: Any, pace: Pace):
+    self._checkpoints, self._most = checkpoints, pace.most_unsaved
+    self._failed, self._is_open = 0, False
+
+  def poll(self) -> None:
+    """Tells when the last save has failed."""
+    if self._checkpoints is not None:
+      self._bear(self._checkpoints.poll)
+
+  def save(self, step: int, tree: Any, extra: Any, *, last: bool) -> None:
+    # Processes see a failure one step apart: here all have seen it, and none
+    # saves while another is still told of it.
+    self._bear(self._checkpoints.wait)
+    if self._is_open:
+      self._failed = 0
+    self._is_open = True
+    save = lambda: self._checkpoints.save(step, tree, extra)
+    if last:
+      save()
+    else:
+      self._bear(save)
+
+  def _bear(self, call: Callable[[], Any]) -> None:
+    try:
+      call()
+    except CheckpointWriteError as error:
+      self._is_open = False
+      self._failed += 1
+      if self._failed > self._most:
+        raise
+      if not jax.process_index():
+        warnings.warn(
+          f"{error}; going on without it, failed save {self._failed} in a row "
+          f"of {self._most} that may",
+          RuntimeWarning,
+          stacklevel=3,
+        )
 
 
 class _Sums:

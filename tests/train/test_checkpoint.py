@@ -1243,7 +1243,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from ringjax.errors import CheckpointCorruptError, CheckpointWriteError
 from ringjax.errors import PeerError
-from ringjax.train import Checkpoints, manifest
+from ringjax.train import Checkpoints, loop, manifest
 
 mesh = jax.make_mesh(
   (4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -1302,8 +1302,22 @@ except CheckpointWriteError as error:
 manifest.digest = digest
 found["after"] = c.latest()
 found["left"] = os.listdir(os.path.join(root, ".ringjax", "new"))
-c.save(60, tree(60), {"at": 60})
-c.wait()
+
+# A run that bears it: one process learns of it by a poll, the other when both
+# save the next time.
+saves = loop._Saves(c, loop.Pace(most_unsaved=1))
+if rank == 1:
+  manifest.digest = fail
+with warnings.catch_warnings(record=True) as said:
+  warnings.simplefilter("always", RuntimeWarning)
+  saves.save(55, tree(55), {}, last=False)
+  c._job.join()
+  manifest.digest = digest
+  if rank == 0:
+    saves.poll()
+  saves.save(60, tree(60), {"at": 60}, last=True)
+  c.wait()
+found["borne"] = [len(said), c.steps()]
 
 # A damaged step: both go back to the same one.
 files = manifest.files_of(os.path.join(root, "60"))
@@ -1365,6 +1379,8 @@ def test_two_processes(tmp_path):
     assert found["after"] == 40
     # Rank 0 sweeps, and rank 1 may look before.
     assert rank == 1 or found["left"] == []
+    # Process 0 alone speaks.
+    assert found["borne"] == [1 - rank, [30, 40, 60]]
     assert found["back"] == [40, True] and found["named"] == [60, True]
     assert any("step 60" in w for w in found["warned"])
     assert "rank 1" in found["apart"]

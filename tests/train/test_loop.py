@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ import ringjax as rj
 from ringjax.data.loader import Loader
 from ringjax.data.packing import Documents
 from ringjax.errors import (
+  CheckpointWriteError,
   NotFiniteError,
   OptionError,
   OutOfMemoryError,
@@ -365,12 +368,87 @@ def test_a_device_that_errs_in_silence_is_found(training, tmp_path, at):
     assert max(saved.steps()) == at - 1
 
 
+class FullDisk:
+  """Has no room for the saves of some steps."""
+
+  def __init__(self, monkeypatch, *steps: int):
+    self._steps, self._sync = steps, os.fsync
+    self._is_full = False
+    monkeypatch.setattr(os, "fsync", self)
+
+  def __call__(self, file) -> None:
+    if self._is_full:
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    self._sync(file)
+
+  def before(self, taken: int, saved: Checkpoints) -> None:
+    """Before each step; a save of the step before has ended."""
+    if saved._job is not None:
+      saved._job.join()
+    self._is_full = taken + 1 in self._steps
+
+
+@pytest.mark.parametrize(
+  ("full", "most", "kept"),
+  [
+    ((2,), 1, [1, 3, 4]),
+    ((1, 2), 2, [3, 4]),
+    # Not in a row.
+    ((1, 3), 1, [2, 4]),
+  ],
+)
+def test_goes_on_over_a_failed_save(
+  full, most, kept, training, tmp_path, monkeypatch
+):
+  disk = FullDisk(monkeypatch, *full)
+  with Checkpoints(tmp_path / "saved") as saved:
+    with pytest.warns(RuntimeWarning, match="in a row") as warned:
+      ended = training.run(
+        4,
+        checkpoints=saved,
+        on_step=lambda taken: disk.before(taken, saved),
+        pace={"save_every": 1, "most_unsaved": most},
+      )
+    assert [
+      f"step {n}" in str(w.message) for n, w in zip(full, warned, strict=True)
+    ]
+    assert saved.steps() == kept
+  assert same(ended.state, training.run(4).state)
+
+
+@pytest.mark.parametrize(
+  ("full", "most", "kept"),
+  [
+    ((2,), 0, [1]),
+    ((2, 3), 1, [1]),
+    # None comes after the last one.
+    ((4,), 5, [1, 2, 3]),
+  ],
+)
+def test_ends_at_a_failed_save(
+  full, most, kept, training, tmp_path, monkeypatch
+):
+  disk = FullDisk(monkeypatch, *full)
+  with Checkpoints(tmp_path / "saved") as saved, warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    with pytest.raises(CheckpointWriteError, match=f"step {full[-1]}"):
+      training.run(
+        4,
+        checkpoints=saved,
+        on_step=lambda taken: disk.before(taken, saved),
+        pace={"save_every": 1, "most_unsaved": most},
+      )
+    assert saved.steps() == kept
+
+
 @pytest.mark.parametrize(
   "wrong",
   [
     {"log_every": 0},
     {"save_every": 0},
     {"most_skipped": 0},
+    {"most_unsaved": -1},
+    {"most_unsaved": True},
     {"timeout_s": 0.0},
   ],
 )
