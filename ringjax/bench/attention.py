@@ -35,7 +35,6 @@ from jax.sharding import PartitionSpec as P
 from ringjax.bench import contest, timing
 from ringjax.bench.contest import best
 from ringjax.bench.timing import Skipped, Timing
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention import api
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.mesh import make_mesh
@@ -106,10 +105,6 @@ class Contestant:
   load: Callable[[], Any] = lambda: None
 
 
-def _numpy(outputs: Any) -> tuple[np.ndarray, ...]:
-  return tuple(np.asarray(x) for x in jax.tree.leaves(outputs))
-
-
 def _jitted(
   attend: Attend, case: Case, arrays: Sequence[np.ndarray], sharding: Any
 ) -> Ready:
@@ -121,7 +116,7 @@ def _jitted(
     f, args = jax.jit(f, out_shardings=sharding), (q, k, v, do)
   else:
     f, args = jax.jit(attend, out_shardings=sharding), (q, k, v)
-  return Ready(lambda: f(*args), _numpy)
+  return Ready(lambda: f(*args), contest.numpy)
 
 
 def _one_device() -> SingleDeviceSharding:
@@ -160,7 +155,7 @@ def _striped(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
   permuted = layout.permute(list(arrays), shards=case.devices)
   ready = _jitted(attend, case, permuted, _over(mesh))
   restored = lambda outputs: layout.restore(
-    _numpy(outputs), shards=case.devices
+    contest.numpy(outputs), shards=case.devices
   )
   return Ready(ready.run, restored)
 
@@ -304,40 +299,15 @@ class Settings:
   devices: int = 8
 
   def __post_init__(self) -> None:
-    known = {
-      "dtypes": tuple(TOLERANCE),
-      "passes": PASSES,
-      "contestants": tuple(CONTESTANTS),
-    }
-    for name, choices in known.items():
-      for value in getattr(self, name):
-        if value not in choices:
-          raise OptionError(
-            message(
-              name,
-              repr(value),
-              f"some of {', '.join(choices)}",
-              "separate them by commas",
-            )
-          )
-    counts = {
-      "tokens": self.tokens,
-      "head_dims": self.head_dims,
-      "heads": (self.heads,),
-      "rounds": (self.rounds,),
-      "devices": (self.devices,),
-    }
-    for name, values in counts.items():
-      for value in values:
-        if value < 1:
-          raise OptionError(
-            message(name, value, "positive ints", "count from 1")
-          )
-    for name in (*known, "tokens", "head_dims"):
-      if not getattr(self, name):
-        raise OptionError(
-          message(name, "nothing", "at least one", "leave the flag out")
-        )
+    contest.check(
+      self,
+      choices={
+        "dtypes": tuple(TOLERANCE),
+        "passes": PASSES,
+        "contestants": tuple(CONTESTANTS),
+      },
+      counts=("tokens", "head_dims", "heads", "rounds", "devices"),
+    )
 
   @property
   def cases(self) -> list[Case]:

@@ -26,6 +26,41 @@ Row = dict[str, Any]
 Made = tuple[Callable[[], Any], Any]
 
 
+def check(
+  settings: Any,
+  *,
+  choices: Mapping[str, Sequence[str]],
+  counts: Sequence[str],
+) -> None:
+  """Whether settings are such as can be run; each a value or a tuple of them.
+
+  Args:
+    settings: a dataclass.
+    choices: what the values of some of its attributes are of.
+    counts: attributes that are positive ints.
+
+  Raises:
+    OptionError: nothing given, or a value that cannot be.
+  """
+  for name in (*choices, *counts):
+    given = getattr(settings, name)
+    values = given if isinstance(given, tuple) else (given,)
+    if name in choices:
+      wrong = [x for x in values if x not in choices[name]]
+      want, remedy = f"some of {', '.join(choices[name])}", "correct the names"
+    else:
+      wrong = [x for x in values if x < 1]
+      want, remedy = "positive ints", "count from 1"
+    if wrong or not values:
+      came = ", ".join(map(repr, wrong)) or "nothing"
+      raise OptionError(message(name, came, want, remedy))
+
+
+def numpy(outputs: Any) -> tuple[np.ndarray, ...]:
+  """The arrays of a result, on the host."""
+  return tuple(np.asarray(x) for x in jax.tree.leaves(outputs))
+
+
 class Record:
   """The result of a run, written after every row.
 

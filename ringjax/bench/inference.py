@@ -62,7 +62,6 @@ from ringjax.bench.model_contestants import (
   torch_threads,
 )
 from ringjax.bench.timing import Timing
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention import schedule
 from ringjax.ops.mask import Causal
 from ringjax.parallel.layout import Contiguous, Layout, Striped
@@ -110,40 +109,15 @@ class Settings:
   devices: int = 8
 
   def __post_init__(self) -> None:
-    known = {
-      "parts": PARTS,
-      "dtypes": tuple(TOLERANCE),
-      "contestants": tuple(CONTESTANTS),
-    }
-    for name, choices in known.items():
-      for value in getattr(self, name):
-        if value not in choices:
-          raise OptionError(
-            message(
-              name,
-              repr(value),
-              f"some of {', '.join(choices)}",
-              "separate them by commas",
-            )
-          )
-    counts = {
-      "tokens": self.tokens,
-      "caches": self.caches,
-      "rounds": (self.rounds,),
-      "steps": (self.steps,),
-      "devices": (self.devices,),
-    }
-    for name, values in counts.items():
-      for value in values:
-        if value < 1:
-          raise OptionError(
-            message(name, value, "positive ints", "count from 1")
-          )
-    for name in (*known, "tokens", "caches"):
-      if not getattr(self, name):
-        raise OptionError(
-          message(name, "nothing", "at least one", "leave the flag out")
-        )
+    contest.check(
+      self,
+      choices={
+        "parts": PARTS,
+        "dtypes": tuple(TOLERANCE),
+        "contestants": tuple(CONTESTANTS),
+      },
+      counts=("tokens", "caches", "rounds", "steps", "devices"),
+    )
 
   @property
   def source(self) -> dict[str, Any]:

@@ -142,35 +142,16 @@ class Settings:
   devices: int = 1
 
   def __post_init__(self) -> None:
-    known = {
-      "kinds": (*HOPS, *RINGS),
-      "dtypes": tuple(TOLERANCE),
-      "passes": PASSES,
-      "contestants": CONTESTANTS,
-    }
-    for name, choices in known.items():
-      wrong = [v for v in getattr(self, name) if v not in choices]
-      if wrong or not getattr(self, name):
-        raise OptionError(
-          message(
-            name,
-            ", ".join(map(repr, wrong)) or "nothing",
-            f"some of {', '.join(choices)}",
-            "separate them by commas",
-          )
-        )
-    for name in (
-      "tokens",
-      "head_dims",
-      "heads",
-      "kv_heads",
-      "shards",
-      "rounds",
-    ):
-      given = getattr(self, name)
-      values = given if isinstance(given, tuple) else (given,)
-      if not values or min(values) < 1:
-        raise OptionError(message(name, given, "positive ints", "count from 1"))
+    contest.check(
+      self,
+      choices={
+        "kinds": (*HOPS, *RINGS),
+        "dtypes": tuple(TOLERANCE),
+        "passes": PASSES,
+        "contestants": CONTESTANTS,
+      },
+      counts=("tokens", "head_dims", "heads", "kv_heads", "shards", "rounds"),
+    )
     if self.heads % self.kv_heads:
       raise OptionError(
         message(
@@ -336,11 +317,11 @@ def _row(
   few = _inputs(short)
   wide = jax.tree.map(lambda a: a.astype(jnp.float32), few)
   one = dataclasses.replace(short, dtype="float32")
-  reference = _numpy(_blockwise(one, wide[0])(*wide))
+  reference = contest.numpy(_blockwise(one, wide[0])(*wide))
   x, do = _inputs(case)
 
   def make(name: str) -> contest.Made:
-    found = _numpy(_MAKE[name](short, few[0])(*few))
+    found = contest.numpy(_MAKE[name](short, few[0])(*few))
     work = _MAKE[name](case, x)
     # The first call, with its compilation, is the warm-up as well.
     jax.block_until_ready(work(x, do))
@@ -384,10 +365,6 @@ def _row(
     },
     "results": results,
   }
-
-
-def _numpy(outputs: Any) -> tuple[np.ndarray, ...]:
-  return tuple(np.asarray(x) for x in jax.tree.leaves(outputs))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import contest, machine, timing
 from ringjax.bench.program import Program
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention import levels, select
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import tile_kinds
@@ -77,18 +76,11 @@ class Settings:
   rounds: int = 5
 
   def __post_init__(self) -> None:
-    for name in ("devices", "heads", "kv_heads", "head_dim", "rounds"):
-      if getattr(self, name) < 1:
-        raise OptionError(
-          message(name, getattr(self, name), "a positive int", "raise it")
-        )
-    for name, known in (("passes", PASSES), ("dtype", tuple(TOLERANCE))):
-      given = getattr(self, name)
-      for one in (given,) if isinstance(given, str) else given:
-        if one not in known:
-          raise OptionError(
-            message(name, repr(one), f"of {', '.join(known)}", "correct it")
-          )
+    contest.check(
+      self,
+      choices={"passes": PASSES, "dtype": tuple(TOLERANCE)},
+      counts=("devices", "tokens", "heads", "kv_heads", "head_dim", "rounds"),
+    )
     for name in self.names:
       levels.named(name)
 

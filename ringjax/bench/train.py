@@ -35,7 +35,6 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import attention, contest, timing
 from ringjax.bench.contest import Row
-from ringjax.errors import OptionError, message
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped
@@ -84,22 +83,11 @@ class Settings:
   local: int = 1024
 
   def __post_init__(self) -> None:
-    for name, known in (("parts", PARTS), ("contestants", CONTESTANTS)):
-      wrong = [x for x in getattr(self, name) if x not in known]
-      if wrong or not getattr(self, name):
-        raise OptionError(
-          message(
-            name,
-            ", ".join(wrong) or "none",
-            f"some of {', '.join(known)}",
-            "choose some",
-          )
-        )
-    for value in (*self.tokens, self.rounds, self.devices, self.local):
-      if value < 1:
-        raise OptionError(
-          message("tokens, rounds, devices", value, "1 or more", "raise it")
-        )
+    contest.check(
+      self,
+      choices={"parts": PARTS, "contestants": CONTESTANTS},
+      counts=("tokens", "rounds", "devices", "limit_bytes", "longest", "local"),
+    )
 
 
 QUICK = Settings(

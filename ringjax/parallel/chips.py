@@ -38,7 +38,15 @@ from ringjax.errors import OptionError, message
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 LOCALS = ("blockwise", "kernel")
-_GPUS = ("a100", "h100", "h800", "h200", "b200", "gb200")
+# The chips that are GPUs, and their compute capabilities.
+CAPABILITIES = {
+  "a100": (8, 0),
+  "h100": (9, 0),
+  "h800": (9, 0),
+  "h200": (9, 0),
+  "b200": (10, 0),
+  "gb200": (10, 0),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +187,7 @@ class Chip:
     """As JAX calls it: "tpu", "gpu", "cpu"; "other" where no name tells."""
     if self.name.startswith("tpu"):
       return "tpu"
-    if self.name in _GPUS:
+    if self.name in CAPABILITIES:
       return "gpu"
     return "cpu" if self.name == "cpu" else "other"
 

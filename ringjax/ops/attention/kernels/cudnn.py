@@ -39,6 +39,7 @@ from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
+from ringjax.parallel import chips
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _FORWARD, _BACKWARD = (
@@ -52,15 +53,6 @@ _LEAST = 128
 # Versions as cuDNN counts them. JAX since 0.10 is built against a 9.
 _OLDEST = 90000
 _OLDEST_103 = 91100
-# Compute capabilities of `chips.MACHINES`.
-_CAPABILITIES = {
-  "a100": (8, 0),
-  "h100": (9, 0),
-  "h800": (9, 0),
-  "h200": (9, 0),
-  "b200": (10, 0),
-  "gb200": (10, 0),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +133,7 @@ class CuDNN:
 
   def _decline_machine(self, head_dim: int) -> str | None:
     here = _capability_here()
-    capability = here or _CAPABILITIES.get(self.chip or "")
+    capability = here or chips.CAPABILITIES.get(self.chip or "")
     if capability is None:
       return "no CUDA GPU, and no chip named that has one"
     version = self.version or _version_here()
