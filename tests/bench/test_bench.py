@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import json
 import pathlib
@@ -390,7 +391,12 @@ def test_picture_of_other_sizes(tmp_path):
     ((), "nothing"),
     (("nope",), "nope"),
     (("layouts", "more"), "more"),
-    (("layouts", "--tokens=1,2"), "one length"),
+    (("layouts", "--tokens=1,2"), "wanted one"),
+    (("strategies", "--head_dims=64,128"), "wanted one"),
+    (("layouts", "--window=4"), "window"),
+    (("layouts", "--quick"), "quick"),
+    (("train", "--plot=x.png"), "plot"),
+    (("attention", "--kv_heads=1"), "it takes"),
     (("layouts", "--shards=0"), "shards"),
     (("attention", "--tokens=x"), "tokens"),
     (("attention", "--tokens=0"), "tokens"),
@@ -406,6 +412,25 @@ def test_a_wrong_command_line_says_so(args, word, command, capsys):
   assert command(*args) == 2
   err = capsys.readouterr().err
   assert err.startswith("bench: ") and word in err
+
+
+@pytest.mark.parametrize("name", bench._BENCHMARKS)
+def test_flags_are_settings_and_arguments(name):
+  one = bench._BENCHMARKS[name]
+  fields = {f.name for f in dataclasses.fields(one.module.Settings)}
+  assert {bench._parted(x)[2] for x in one.takes} <= fields
+  arguments = inspect.signature(one.module.run).parameters
+  assert {bench._parted(x)[2] for x in one.runs} <= {*arguments}
+
+
+def test_every_flag_is_for_a_benchmark():
+  taken = {
+    bench._parted(x)[0]
+    for one in bench._BENCHMARKS.values()
+    for x in (*one.takes, *one.runs)
+  }
+  mine = {f.name for f in flags.FLAGS.get_key_flags_for_module(bench)}
+  assert taken | {"quick"} == mine
 
 
 def test_too_many_devices():

@@ -127,4 +127,4 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
   settings = json.loads(path.read_text())["settings"]
   assert settings["kv_heads"] == 2 and settings["tokens"] == [64]
   assert command(monkeypatch, "--plot=x.png") == 2
-  assert "draws nothing" in capsys.readouterr().err
+  assert "kernels does not take" in capsys.readouterr().err
