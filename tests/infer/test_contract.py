@@ -187,7 +187,8 @@ def test_every_way_leaves_the_same_cache(loaded, name):
   ("name", "method", "devices"),
   [
     ("llama3", "dense", 1),
-    *(("llama3", m, 4) for m in ("striped", "kvr", "chunked")),
+    *(("llama3", m, 4) for m in ("kvr", "chunked")),
+    pytest.param("llama3", "striped", 4, marks=pytest.mark.slow),
     ("qwen3_next", "auto", 8),
     *(
       pytest.param(n, "auto", 8, marks=pytest.mark.slow)
@@ -218,8 +219,15 @@ def test_every_way_is_continued_by_the_same_tokens(
   np.testing.assert_array_equal(new, expected.greedy)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("method", ["auto", "chunked"])
+@pytest.mark.parametrize(
+  ("method", "devices"),
+  [
+    ("auto", 1),
+    ("chunked", 8),
+    pytest.param("auto", 8, marks=pytest.mark.slow),
+    pytest.param("chunked", 1, marks=pytest.mark.slow),
+  ],
+)
 def test_prompts_of_unequal_lengths(loaded, method, devices):
   """Each example continues as if it were alone."""
   model, mesh = loaded("llama3", devices)

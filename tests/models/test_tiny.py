@@ -82,7 +82,10 @@ def test_tokenizer_is_that_of_bytes(tmp_path):
 
 @pytest.mark.parametrize(
   ("name", "number", "depth"),
-  [("amber", "48213", 0.1), ("falcon", "7305", 0.6)],
+  [
+    ("amber", "48213", 0.1),
+    pytest.param("falcon", "7305", 0.6, marks=pytest.mark.slow),
+  ],
 )
 def test_answers_a_needle(model, name, number, depth):
   tokens = prompt(name, number, depth, 4000)

@@ -216,7 +216,7 @@ def test_dense_serves_every_feature(feature, layout):
 SIZES = [1, 2, 3, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("shards", "layout"), deal(SIZES))
+@pytest.mark.parametrize(("shards", "layout"), deal(SIZES, turn=(1, 2)))
 def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
 
@@ -494,11 +494,11 @@ def in_vmap(shards):
 @pytest.mark.parametrize(
   ("layout", "strategy"),
   [
-    (Contiguous(), Ring(TILES)),
+    pytest.param(Contiguous(), Ring(TILES), marks=pytest.mark.slow),
     (Striped(), Ring(TILES)),
     (Zigzag(), Gather(TILES)),
     (Striped(4), Ulysses(TILES)),
-    (Zigzag(), Ring(Dense())),
+    pytest.param(Zigzag(), Ring(Dense()), marks=pytest.mark.slow),
   ],
 )
 def test_one_device_plays_all_shards(layout, strategy):

@@ -88,7 +88,7 @@ def test_groups_and_vmap(size, group, use_vmap, dtype):
 @pytest.mark.parametrize(
   "modes",
   [
-    ("bias",),
+    pytest.param(("bias",), marks=pytest.mark.slow),
     ("causal",),
     ("padding",),
     ("custom",),

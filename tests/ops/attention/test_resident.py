@@ -109,7 +109,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("shards", [1, 4, 8])
+@pytest.mark.parametrize(
+  "shards", [1, pytest.param(4, marks=pytest.mark.slow), 8]
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_query(name, shards):
   given = problem(96, 1)

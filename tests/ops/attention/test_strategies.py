@@ -130,11 +130,11 @@ def test_heads_traded_around_ways_for_consecutive_tokens(local):
 @pytest.mark.parametrize(
   ("shards", "feature"),
   [
-    (1, "gqa"),
-    (2, "bidirectional"),
+    pytest.param(1, "gqa", marks=pytest.mark.slow),
+    pytest.param(2, "bidirectional", marks=pytest.mark.slow),
     (3, "window-sides"),
     (4, "gqa"),
-    (6, "window-ahead"),
+    pytest.param(6, "window-ahead", marks=pytest.mark.slow),
     (7, "bidirectional"),
   ],
 )
@@ -142,7 +142,15 @@ def test_two_ways_around_any_ring(shards, feature):
   verify(feature, Zigzag(), Ring(TILES, unroll=1, two_way=True), shards)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+  "shards",
+  [
+    pytest.param(1, marks=pytest.mark.slow),
+    2,
+    pytest.param(3, marks=pytest.mark.slow),
+    5,
+  ],
+)
 def test_queries_around_any_ring(shards):
   verify("everything", Striped(), RingQ(TILES), shards)
 
@@ -229,7 +237,7 @@ def test_batch_and_heads_are_sharded_too(strategy):
     RingQ(TILES),
     pytest.param(Halo(TILES), marks=pytest.mark.slow),
     Ring(Ring(TILES), inner=2),
-    Ring(TILES, by_document=True),
+    pytest.param(Ring(TILES, by_document=True), marks=pytest.mark.slow),
   ],
 )
 @pytest.mark.parametrize(

@@ -341,9 +341,19 @@ def verify(name, local, layout, shards, strategy=None, check=True):
 
 
 @pytest.mark.parametrize(
-  "shards", [1, pytest.param(3, marks=pytest.mark.slow), 8]
+  ("shards", "layout"),
+  [
+    pytest.param(
+      shards,
+      layout,
+      marks=()
+      if shards == 8 or (shards, layout) == (1, "contiguous")
+      else pytest.mark.slow,
+    )
+    for shards in (1, 3, 8)
+    for layout in LAYOUTS
+  ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ring_of_kernels(layout, shards):
   """Outputs, log-sum-exps and all gradients; no hop is left to Blockwise."""
   verify("causal", Vendor(Poison()), LAYOUTS[layout], shards)
