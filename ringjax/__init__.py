@@ -47,6 +47,7 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.kernels.cudnn import CuDNN
+from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.ring import Ring
@@ -99,6 +100,7 @@ __all__ = [
   "CuDNN",
   "DataError",
   "Declined",
+  "DecodeGPU",
   "DecodeTPU",
   "Dense",
   "DtypeError",

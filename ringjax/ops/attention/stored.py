@@ -86,7 +86,7 @@ def visit(
 ) -> Partial:
   """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
   rows, length, block = q.shape[3], keys.k.shape[3], keys.block(platform)
-  context = context._replace(k=_tiled(context.k, block))
+  context = context._replace(k=tiled(context.k, block))
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
   lists = tile_lists(kinds, masked=False)
 
@@ -115,7 +115,7 @@ def visit(
   return loop(lists.parts[0], lambda n, c: step(True, lists.part, n, c), some)
 
 
-def _tiled(at: Coords, block: int) -> Coords:
+def tiled(at: Coords, block: int) -> Coords:
   """Coordinates of whole tiles, one behind another.
 
   The last tile ends with the last slot; what it shares with the one before is

@@ -27,6 +27,7 @@ from ringjax.ops.attention.blockwise import (
   Residuals,
 )
 from ringjax.ops.attention.kernels.cudnn import CuDNN
+from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.turns import InTurn
@@ -41,7 +42,10 @@ _log = logging.getLogger(__name__)
 # In order of preference.
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
 # Those for a few queries that visit the keys of a cache.
-VISITS: dict[str, tuple[type, ...]] = {"tpu": (DecodeTPU,)}
+VISITS: dict[str, tuple[type, ...]] = {
+  "tpu": (DecodeTPU,),
+  "gpu": (DecodeGPU,),
+}
 
 
 def local_on(platform: str, mask: Mask) -> str:

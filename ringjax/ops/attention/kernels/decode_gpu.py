@@ -1,0 +1,293 @@
+"""A kernel for GPUs by which a few queries visit the keys of a cache.
+
+Law: equals `stored.visit` wherever it serves (`decline` says where it does
+not); forward only.
+Cost: it reads the tiles that count once for each `_ROWS` queries, where they
+lie in the stack of all layers. The keys of a head are dealt to as many
+programs as fill the GPU; XLA merges what they found.
+Memory: a partial [rows, J] in float32 of each program.
+Ref:  Dao et al. 2023, Flash-Decoding.
+
+XLA's loops start a dozen kernels for every tile, each of which takes the time
+of reading some megabytes, and copy the tile before they multiply it.
+
+  grid [B * K, rows / _ROWS, splits]    acc [_ROWS, J], m, l in registers
+
+Rows are the queries of all heads of a group, one head behind another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ringjax.ops.attention.blockwise import pad_axis, tile_kinds, tile_lists
+from ringjax.ops.attention.kernels import declined, tiles
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.stored import Stored, tiled
+from ringjax.ops.inputs import positive_int
+from ringjax.ops.mask import Coords, visible
+from ringjax.ops.softmax import Partial, finite_max
+from ringjax.parallel import collectives
+
+
+def _backend() -> Any:
+  """Pallas' Triton, or None: JAX 0.12 says that it will be taken out."""
+  try:
+    return importlib.import_module("jax.experimental.pallas.triton")
+  except ImportError:
+    return None
+
+
+plgpu = _backend()
+
+# The smallest side of a product of the matrix units, and the most rows whose
+# sums stay in registers.
+_LEAST, _ROWS = 16, 64
+_KEYS = 64
+# Tiles of an entry of the list of what counts: a list is sorted in each layer.
+_RUN = 16
+# Programs that fill any GPU: some for each of 132 to 192 multiprocessors.
+_PROGRAMS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeGPU:
+  """A Pallas kernel, through Triton, that visits stored keys.
+
+  Attributes:
+    kv_block: most keys of a tile, a power of two from 16 on; None: 64.
+    chip: as of every kernel; it has no part in this one.
+    interpret: runs it without a GPU, slowly, for tests.
+  """
+
+  kv_block: int | None = None
+  chip: str | None = None
+  interpret: Any = False
+
+  def __post_init__(self) -> None:
+    if self.kv_block is not None:
+      positive_int("kv_block", self.kv_block)
+
+  def tile(self, keys: Stored) -> int:
+    """Keys of a tile; fewer than asked for where a shard has fewer."""
+    length = keys.k.shape[3]
+    return min(self.kv_block or _KEYS, 1 << (length.bit_length() - 1))
+
+  def decline(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> str | None:
+    """Why it does not serve this call, or None."""
+    if plgpu is None:
+      return f"JAX {jax.__version__}: it has no Triton backend of Pallas"
+    if self.kv_block is not None and not _is_power(self.kv_block):
+      return f"tiles of {self.kv_block} keys: no power of two from {_LEAST} on"
+    if keys.k.shape[3] < _LEAST:
+      return f"{keys.k.shape[3]} keys a shard: at least {_LEAST}"
+    for x in (q, keys.k, keys.v):
+      if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"{x.dtype}: it multiplies bfloat16, float16 and float32"
+    if scores.dropout_rate:
+      return "dropout, which is for training"
+    if q.shape[4] > 256 or keys.v.shape[4] > 256:
+      return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most 256"
+    if not keys.v.shape[4]:
+      return "values without numbers"
+    return tiles.unreadable(terms, context)
+
+  def visit(
+    self,
+    scores: Scores,
+    q: jax.Array,
+    keys: Stored,
+    terms: Terms,
+    context: Context,
+  ) -> Partial:
+    """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
+    declined.check(self, self.decline(scores, q, keys, terms, context))
+    b, kv, g, t, h = q.shape
+    j = keys.v.shape[4]
+    kb = self.tile(keys)
+    run = min(_RUN, keys.k.shape[3] // kb)
+    at = tiled(context.k, run * kb)
+    kinds = tile_kinds(context.mask, context.q, at, t, run * kb)
+    lists = tile_lists(kinds, masked=False)
+    rows = min(_ROWS, _wide(g * t))
+    many = -(-g * t // rows)
+    flat = lambda x: pad_axis(x, 2, many * rows)
+    # The queries of each head of a group, one behind another.
+    row_at = [
+      pad_axis(jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)), 1, many * rows)
+      for c in context.q
+    ]
+    shared = keys.v is keys.k
+    slopes = terms.slopes
+    leaves, mask = jax.tree.flatten(context.mask)
+    operands = [
+      jnp.asarray(keys.layer, jnp.int32).reshape(1),
+      *(x.reshape(-1) for x in lists),
+      *(jnp.asarray(a, jnp.int32).reshape(-1) for a in leaves),
+      flat(q.reshape(b, kv, g * t, h)),
+      *row_at,
+      *[jnp.broadcast_to(c, (b, c.shape[1])) for c in at],
+      *([] if slopes is None else [flat(_by_row(slopes, t))[0]]),
+      keys.k,
+      *([] if shared else [keys.v]),
+    ]
+    splits = max(1, min(kinds.shape[1] * run, _PROGRAMS // (b * kv * many)))
+    out_type = lambda *last: collectives.out_type(
+      (b, kv, splits, many * rows, *last), jnp.float32, q, keys, terms, context
+    )
+    found = pl.pallas_call(
+      functools.partial(
+        _kernel,
+        scores,
+        mask,
+        (kv, rows, splits, kb, run),
+        shared,
+        slopes is not None,
+      ),
+      grid=(b * kv, many, splits),
+      out_shape=[out_type(_wide(j)), out_type(), out_type()],
+      compiler_params=plgpu.CompilerParams(
+        num_warps=4 if rows <= 32 else 8, num_stages=3
+      ),
+      interpret=self.interpret,
+      name="ringjax_decode",
+    )(*operands)
+    acc, m, l = _merged(Partial(*found))  # noqa: E741
+    back = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
+    return Partial(back(acc[..., :j]), back(m), back(l))
+
+
+def _is_power(n: int) -> bool:
+  return n >= _LEAST and n & (n - 1) == 0
+
+
+def _wide(n: int) -> int:
+  """The power of two in which so many numbers have place, or products."""
+  return pl.next_power_of_2(max(_LEAST, n))
+
+
+def _read(ref: Any, *place: Any) -> jax.Array:
+  """Rows [n, _wide(H)] of a ref [..., T, H]; zeros behind the H."""
+  h = ref.shape[-1]
+  if h == _wide(h):
+    return plgpu.load(ref.at[(*place, slice(None))])
+  number = lax.broadcasted_iota(jnp.int32, (1, _wide(h)), 1)
+  *outer, rows = place
+  row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0)
+  return plgpu.load(
+    ref.at[(*outer, row, number)],
+    mask=jnp.broadcast_to(number < h, (rows.size, _wide(h))),
+    other=0.0,
+  )
+
+
+def _by_row(slopes: jax.Array, t: int) -> jax.Array:
+  """ALiBi's slopes [K, G] for each row: [1, K, G * T]."""
+  return jnp.repeat(slopes.astype(jnp.float32), t, 1)[None]
+
+
+def _merged(parts: Partial) -> Partial:
+  """One partial of those of all splits, which are axis 2."""
+  m = jnp.max(parts.m, 2)
+  weight = jnp.exp(parts.m - finite_max(m)[:, :, None])
+  return Partial(
+    jnp.sum(parts.acc * weight[..., None], 2), m, jnp.sum(parts.l * weight, 2)
+  )
+
+
+def _kernel(
+  scores: Scores,
+  mask: Any,
+  sizes: tuple[int, int, int, int, int],
+  shared: bool,
+  sloped: bool,
+  *refs: Any,
+) -> None:
+  kv, rows, splits, kb, run = sizes
+  layer_ref, *lists = refs[:5]
+  leaves, refs = refs[5 : 5 + mask.num_leaves], refs[5 + mask.num_leaves :]
+  q_ref, row_pos, row_seg, k_pos, k_seg, *more = refs
+  slope_ref = more.pop(0) if sloped else None
+  k_ref = more.pop(0)
+  v_ref = k_ref if shared else more.pop(0)
+  acc_out, m_out, l_out = more
+  example, head = pl.program_id(0) // kv, pl.program_id(0) % kv
+  mine = pl.ds(pl.program_id(1) * rows, rows)
+  split = pl.program_id(2)
+  layer, length = layer_ref[0], k_ref.shape[3]
+
+  q = _read(q_ref, example, head, mine)
+  at_q = Coords(
+    row_pos[example, mine][:, None], row_seg[example, mine][:, None]
+  )
+  slopes = None if slope_ref is None else slope_ref[head, mine][:, None]
+  of_example = lambda ref: ref[0 if ref.shape[0] == 1 else example]
+  seen = jax.tree.unflatten(mask, [of_example(ref) for ref in leaves])
+
+  def step(masked: bool, columns: Any, i: Any, carry: Any) -> Any:
+    acc, old, total = carry
+    first, inside = columns[i // run] * (run * kb), i % run * kb
+    # The last entry ends with the last key; coordinates say which of its keys
+    # it shares with the one before (`tiled`).
+    these = pl.ds(jnp.minimum(first, length - run * kb) + inside, kb)
+    places = pl.ds(first + inside, kb)
+    k = _read(k_ref, layer, example, head, these).astype(q.dtype)
+    v = k
+    if not shared:
+      v = _read(v_ref, layer, example, head, these).astype(q.dtype)
+    at_k = Coords(k_pos[example, places][None], k_seg[example, places][None])
+    s = tiles.dot(q, k, tiles.NT)
+    c = scores.scale * tiles.LOG2_E
+    if slopes is not None or scores.soft_cap is not None or c <= 0:
+      s, c = s * scores.scale, tiles.LOG2_E
+      if scores.soft_cap is not None:
+        s = jnp.tanh(s * (1 / scores.soft_cap)) * scores.soft_cap
+      if slopes is not None:
+        s = s - slopes * jnp.abs(at_q.pos - at_k.pos).astype(jnp.float32)
+    if masked:
+      bad = ~tiles.finite(v)
+      odd = jnp.where(jnp.max(bad.astype(jnp.float32), 1) > 0, jnp.nan, 0.0)
+      v = jnp.where(bad, jnp.zeros_like(v), v)
+      s = jnp.where(visible(seen, at_q, at_k), s + odd[None], -jnp.inf)
+    m = jnp.maximum(old, jnp.max(s, 1) * c)
+    safe = finite_max(m)
+    p = jnp.exp2(s * c - safe[:, None])
+    weight = jnp.exp2(old - safe)
+    sums = tiles.dot(p.astype(v.dtype), v, tiles.NN)
+    return acc * weight[:, None] + sums, m, total * weight + jnp.sum(p, 1)
+
+  carry = (
+    jnp.zeros((rows, _wide(v_ref.shape[-1])), jnp.float32),
+    jnp.full((rows,), -jnp.inf, jnp.float32),
+    jnp.zeros((rows,), jnp.float32),
+  )
+  whole, wholes, part, parts = lists
+  for masked, columns, count in ((False, whole, wholes), (True, part, parts)):
+    steps = count[0] * run
+    each = (steps + splits - 1) // splits
+    first = split * each
+    carry = lax.fori_loop(
+      first,
+      jnp.minimum(first + each, steps),
+      functools.partial(step, masked, columns),
+      carry,
+    )
+  acc, m, l = carry  # noqa: E741
+  acc_out[example, head, split, mine, :] = acc
+  m_out[example, head, split, mine] = m * (1 / tiles.LOG2_E)
+  l_out[example, head, split, mine] = l

@@ -1,0 +1,104 @@
+"""The kernel that visits a cache on GPUs: what it declines, and its program."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from ringjax.errors import OptionError
+from ringjax.ops.attention.kernels import best, decode_gpu
+from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
+from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.mask import (
+  Causal,
+  Chunked,
+  Coords,
+  Prefix,
+  SameSegment,
+  Window,
+)
+from tests.ops.attention.kernels import on_gpu
+from tests.ops.attention.kernels.test_decode import call
+
+DECLINED = {
+  "float64": dict(dtype=jnp.float64),
+  "no power of two": dict(kernel=DecodeGPU(24)),
+  "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),
+  "bias": dict(terms=Terms(bias=jnp.zeros((1, 1, 1, 1, 80)))),
+  "at most 256": dict(dim=257),
+}
+
+
+@pytest.mark.parametrize("words", DECLINED)
+def test_what_it_does_not_serve(words):
+  changes = DECLINED[words]
+  with jax.enable_x64(words == "float64"):
+    scores, q, keys, terms, context = call(
+      dtype=changes.get("dtype", "bfloat16")
+    )
+    if "dim" in changes:
+      q = jnp.zeros((*q.shape[:4], changes["dim"]), q.dtype)
+    scores, terms = changes.get("scores", scores), changes.get("terms", terms)
+    kernel = changes.get("kernel", DecodeGPU())
+    args = (scores, q, keys, terms, context)
+    assert words in kernel.decline(*args)
+    with pytest.raises(OptionError, match=words):
+      kernel.visit(*args)
+
+
+def test_who_visits(monkeypatch):
+  best._fault.cache_clear()
+  args = call(dtype=jnp.bfloat16)
+  ours = best.Best(platform="gpu", chip="h200")
+  assert ours.choose_visit(*args) == best.Choice(DecodeGPU(chip="h200"), ())
+  monkeypatch.setattr(decode_gpu, "plgpu", None)
+  found = ours.choose_visit(*args)
+  assert isinstance(found.algorithm, best.Loops)
+  assert "no Triton backend" in str(found)
+
+
+PROGRAMS = {
+  "float32": dict(dtype=jnp.float32),
+  "many queries": dict(queries=40),
+  "a cap": dict(cap=2.0),
+  "window": dict(mask=Causal() & Window(9) & SameSegment()),
+  "chunks": dict(mask=Causal() & Chunked(16)),
+  "prefixes": dict(mask=Prefix(jnp.array([3, 60]))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_becomes_a_program_of_triton(name):
+  """Every operation has a meaning there; no GPU is needed to know this."""
+  options = {"dtype": jnp.bfloat16, "queries": 3, **PROGRAMS[name]}
+  scores, q, keys, terms, context = call(**options)
+  terms = Terms(slopes=jnp.ones(q.shape[1:3]))
+
+  def run(q, k, v, at):
+    visits = context._replace(q=at)
+    return DecodeGPU().visit(scores, q, keys._replace(k=k, v=v), terms, visits)
+
+  gpu = AbstractDevice("NVIDIA H200", None, "cuda")
+  mesh = AbstractMesh((1,), ("x",), abstract_device=gpu)
+  with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    traced = jax.jit(run).trace(q, keys.k, keys.v, Coords(*context.q))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(("queries", "dim"), [(1, 16), (3, 24)])
+def test_the_check_for_a_gpu_checks(queries, dim):
+  visit = lambda kernel: on_gpu.visit(kernel, 40, queries, dim, groups=2, kv=1)
+  assert visit(DecodeGPU(16, interpret=True))[0] <= on_gpu.FORWARD
+
+  class Cracked(DecodeGPU):
+    def visit(self, *args):
+      found = super().visit(*args)
+      return found._replace(acc=found.acc * 1.02)
+
+  assert visit(Cracked(16, interpret=True))[0] > on_gpu.FORWARD
