@@ -245,7 +245,7 @@ class Ring(Move):
       def hop(n: Any, state: tuple) -> tuple:
         carry, visitor, sums = state
         coming = self._rotate(visitor, shift)
-        moved = self._rotate(sums, shift)
+        moved = self._rotate(sums, shift, coming)
         carry, more = compute(carry, visitor, n * shift)
         return carry, coming, _add(moved, more)
 
@@ -337,14 +337,16 @@ class Ring(Move):
         found.append(sums)
       return carry, found
 
-    def onward(visitors: Any) -> list:
+    def onward(each: Any, after: Any = (None, None)) -> list:
       return [
-        self._rotate(v, way) for v, way in zip(visitors, ways, strict=True)
+        self._rotate(x, way, one)
+        for x, way, one in zip(each, ways, after, strict=True)
       ]
 
     def hop(n: Any, state: tuple) -> tuple:
       carry, visitors, sums = state
-      moved, coming = onward(sums), onward(visitors)
+      coming = onward(visitors)
+      moved = onward(sums, coming)
       carry, found = visit(carry, n, visitors)
       return carry, coming, _add(moved, found)
 
@@ -367,7 +369,7 @@ class Ring(Move):
       def alone(n: Any, state: tuple) -> tuple:
         carry, visitor, sums = state
         coming = self._rotate(visitor, shift)
-        moved = self._rotate(sums, shift)
+        moved = self._rotate(sums, shift, coming)
         carry, found = compute(carry, visitor, n * shift)
         return carry, coming, _add(moved, found)
 
@@ -421,14 +423,19 @@ class Ring(Move):
     step = lambda state, n: (body(n, state), None)
     return lax.scan(step, state, numbers, unroll=min(self.unroll, times))[0]
 
-  def _rotate(self, tree: Any, shift: int) -> Any:
+  def _rotate(self, tree: Any, shift: int, after: Visitor | None = None) -> Any:
+    """Sends to the next shard, once the coordinates of `after` have come.
+
+    The next hop begins with coordinates: behind keys and values, or behind
+    gradients, on the same link they would come as late as those.
+    """
     assert self.axis is not None
     if isinstance(tree, Visitor):
-      # Coordinates first: the next hop begins with them, and behind keys and
-      # values on the same link they would come as late as those.
       at = collectives.rotate(tree.at, self.axis, shift)
       kv, at = lax.optimization_barrier((tree.kv, at))
       return Visitor(collectives.rotate(kv, self.axis, shift), at)
+    if after is not None:
+      tree, _ = lax.optimization_barrier((tree, after.at))
     return collectives.rotate(tree, self.axis, shift)
 
 
