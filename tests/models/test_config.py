@@ -74,6 +74,70 @@ def test_keys_that_are_null_are_absent():
   assert read({**config, "anything_at_all": None}) == read(config)
 
 
+@pytest.mark.parametrize(
+  ("name", "spelling", "key", "means"),
+  [
+    ("mistral", "v5", "sliding_window", 4096),
+    ("gemma2", "v5", "attn_logit_softcapping", 50.0),
+    ("gemma2", "v5", "final_logit_softcapping", 30.0),
+    ("gemma3_text", "v4", "rope_local_base_freq", 10000.0),
+    ("olmo2", "v4", "rope_theta", 10000.0),
+    ("olmo3", "v4", "rope_theta", 500000.0),
+    ("qwen2_window", "v4", "sliding_window", 4096),
+    ("qwen3_moe", "v5", "sliding_window", 4096),
+  ],
+)
+def test_a_key_that_is_not_there_means_what_transformers_means(
+  name, spelling, key, means
+):
+  config = checkpoints.config(name, spelling)
+  if "use_sliding_window" in config:
+    config["use_sliding_window"] = True
+  config[key] = means
+  want = read(config)
+  assert read({**config, key: means / 2 if means > 1e4 else 7}) != want
+  del config[key]
+  assert read(config) == want
+
+
+@pytest.mark.parametrize(
+  ("name", "key"),
+  [
+    ("mistral", "sliding_window"),
+    ("qwen2_window", "sliding_window"),
+    ("qwen3_moe", "sliding_window"),
+    ("gemma2", "attn_logit_softcapping"),
+    ("gemma2", "final_logit_softcapping"),
+  ],
+)
+def test_null_is_without(name, key):
+  config = checkpoints.config(name)
+  if "use_sliding_window" in config:
+    config["use_sliding_window"] = True
+  found = read({**config, key: None})
+  assert found.logit_cap is None or key != "final_logit_softcapping"
+  for layer in found.layers:
+    assert layer.attention.soft_cap is None or "attn" not in key
+    assert layer.attention.reach is None or key != "sliding_window"
+
+
+@pytest.mark.parametrize(
+  ("name", "spelling", "key"),
+  [
+    ("gpt_oss", "v5", "rope_parameters"),
+    ("gpt_oss", "v4", "rope_scaling"),
+    ("phi3_longrope", "v5", "original_max_position_embeddings"),
+    ("phi3_longrope", "v5", "max_position_embeddings"),
+    ("llama_dynamic", "v5", "max_position_embeddings"),
+  ],
+)
+def test_what_stretches_a_context_is_not_guessed(name, spelling, key):
+  config = checkpoints.config(name, spelling)
+  del config[key]
+  word = "rope_parameters" if key == "rope_scaling" else key
+  refused(config, word, "nothing")
+
+
 def test_the_config_is_not_changed():
   for name in NAMES:
     config = checkpoints.config(name)

@@ -49,8 +49,15 @@ def _gemma2(r: Reader) -> TransformerConfig:
   count = r.layers()
   default = ["sliding_attention", "full_attention"] * count
   types = r.layer_types(count, default[:count])
-  cap = r.positive("attn_logit_softcapping", default=None)
-  return _sandwich(r, "gemma2", types, 4096, soft_cap=cap)
+  cap = lambda key, default: r.positive(key, default=r.unsaid(key, default))
+  return _sandwich(
+    r,
+    "gemma2",
+    types,
+    4096,
+    soft_cap=cap("attn_logit_softcapping", 50.0),
+    logit_cap=cap("final_logit_softcapping", 30.0),
+  )
 
 
 def _gemma3(r: Reader) -> TransformerConfig:
@@ -66,7 +73,8 @@ def _gemma3(r: Reader) -> TransformerConfig:
     ],
   )
   r.must_be("attn_logit_softcapping", None, default=None)
-  return _sandwich(r, "gemma3", types, 4096, norms=True)
+  cap = r.positive("final_logit_softcapping", default=None)
+  return _sandwich(r, "gemma3", types, 4096, logit_cap=cap, norms=True)
 
 
 def _sandwich(
@@ -75,6 +83,7 @@ def _sandwich(
   types: tuple[str, ...],
   window: int,
   *,
+  logit_cap: float | None,
   soft_cap: float | None = None,
   norms: bool = False,
 ) -> TransformerConfig:
@@ -119,7 +128,7 @@ def _sandwich(
     [layer(t) for t in types],
     tied=True,
     embed_scale=math.sqrt(r.whole("hidden_size")),
-    logit_cap=r.positive("final_logit_softcapping", default=None),
+    logit_cap=logit_cap,
   )
 
 

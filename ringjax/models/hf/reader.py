@@ -163,6 +163,10 @@ class Reader:
     """Whether the key is there and not null."""
     return self._config.get(key) is not None
 
+  def unsaid(self, key: str, default: Any) -> Any:
+    """A default for a key that is not there; null is a word, and means None."""
+    return None if key in self._config else default
+
   def value(self, *keys: str, default: Any = _MISSING) -> Any:
     """The first of these keys that is there and not null."""
     self._read.update(keys)
@@ -349,9 +353,12 @@ class Reader:
     of an older file is not for this kind, whose base is `theta_key`.
     """
     top = self.value("rope_parameters", default=None)
-    theta = self.positive(
-      theta_key, "rotary_emb_base", "rope_theta", default=theta
-    )
+    bases = ("rotary_emb_base", "rope_theta")
+    if theta_key not in bases:
+      # A base of its own: that of other layers is not for these.
+      self.ignore(*bases)
+      bases = (theta_key,)
+    theta = self.positive(*bases, default=theta)
     old = self.value("rope_scaling", default=None)
     partial = self.positive(
       "partial_rotary_factor", "rotary_pct", default=partial
@@ -386,9 +393,13 @@ class Reader:
     )
 
   def _scaling(self, part: Reader, theta: float, dims: int) -> Unscaled:
-    most = self.whole("max_position_embeddings", default=2048)
-    own = self.whole("original_max_position_embeddings", default=None)
     kind = part.text("rope_type", "type", default="default")
+    # What a family would have it be is no number to stretch a context by.
+    stretched = kind not in ("default", "linear")
+    most = self.whole(
+      "max_position_embeddings", default=_MISSING if stretched else 2048
+    )
+    own = self.whole("original_max_position_embeddings", default=None)
     # "finetuned" was about a training.
     part.ignore("type", "finetuned")
     inner = part.whole("original_max_position_embeddings", default=most)
