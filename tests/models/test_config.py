@@ -75,6 +75,22 @@ def test_keys_that_are_null_are_absent():
 
 
 @pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("activation", "swiglu"),
+    ("gradient_checkpointing", False),
+    ("is_llama_config", True),
+    ("max_sequence_length", 2048),
+    ("rope_interleaved", False),
+    ("transformers.js_config", {"kv_cache_dtype": {"fp16": "float16"}}),
+  ],
+)
+def test_keys_of_known_models_that_change_nothing(key, value):
+  config = checkpoints.config("llama3")
+  assert read({**config, key: value}) == read(config)
+
+
+@pytest.mark.parametrize(
   ("name", "spelling", "key", "means"),
   [
     ("mistral", "v5", "sliding_window", 4096),
@@ -213,6 +229,8 @@ def test_quantised_weights():
     ("deepseek_v3", "num_experts_per_tok", 1000),
     ("deepseek_v3", "scoring_func", "softmax"),
     ("falcon_7b", "apply_residual_connection_post_layernorm", True),
+    ("llama3", "rope_interleaved", True),
+    ("llama3", "activation", "gelu"),
   ],
 )
 def test_a_value_that_cannot_be(name, key, value):

@@ -44,6 +44,7 @@ HARMLESS = frozenset(
     "eos_token_id",
     "finetuning_task",
     "for_llm_compressor",
+    "gradient_checkpointing",
     "hidden_dropout",
     "hidden_dropout_prob",
     "id2label",
@@ -51,7 +52,10 @@ HARMLESS = frozenset(
     "initializer_range",
     "is_composition",
     "is_decoder",
+    "is_llama_config",
     "label2id",
+    # Llama 1's limit, beside `max_position_embeddings`.
+    "max_sequence_length",
     "model_type",
     "num_nextn_predict_layers",
     "output_attentions",
@@ -74,6 +78,8 @@ HARMLESS = frozenset(
     "tokenizer_class",
     "torch_dtype",
     "torchscript",
+    # For programs in a browser.
+    "transformers.js_config",
     "transformers_version",
     "use_bfloat16",
     "use_cache",
@@ -111,11 +117,14 @@ HARMLESS = frozenset(
 # Keys that say nothing as long as they have this value, and the family does
 # not read them. With another one they would change the computation.
 HARMLESS_AS: dict[str, Any] = {
+  # Falcon 3's word for the gate that Llama has, beside `hidden_act`.
+  "activation": "swiglu",
   "add_cross_attention": False,
   "attention_bias": False,
   "is_encoder_decoder": False,
   "mlp_bias": False,
   "pruned_heads": {},
+  "rope_interleaved": False,
   "use_bidirectional_attention": False,
   "use_mrope": False,
   "use_qk_norm": False,
