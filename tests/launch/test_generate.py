@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, generate, screens
+from launch import common, generate, prompts, screens
 from ringjax.data import Tokenizer, documents
 
 SHORT = ("--max_new_tokens=8", "--context=400")
@@ -88,6 +88,17 @@ def test_what_is_read_and_what_is_asked(ask, folder, tmp_path):
   assert done["source"] == str(file) and done["passkey"] is None
   alone = json.loads(ask(*common_flags, f"--prompt_file={file}").out)
   assert alone["prompt_tokens"] == 1 + len(file.read_bytes())
+
+
+@pytest.mark.parametrize("answer", [None, 1, 300])
+def test_the_made_up_prompt_leaves_room_for_the_answer(folder, answer):
+  flags = [] if answer is None else [f"--max_new_tokens={answer}"]
+  values = common.parse("generate", generate.define, flags)
+  tokenizer = Tokenizer.load(folder)
+  made = prompts.make(values, tokenizer, 1000)
+  tokens = len(prompts.encode(made, values, tokenizer, None))
+  room = 1000 - max(answer or 0, prompts.ANSWER_TOKENS)
+  assert room - 100 < tokens <= room - prompts.ANSWER_TOKENS
 
 
 @pytest.mark.parametrize(
