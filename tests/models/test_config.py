@@ -154,6 +154,23 @@ def test_what_stretches_a_context_is_not_guessed(name, spelling, key):
   refused(config, word, "nothing")
 
 
+@pytest.mark.parametrize(
+  ("name", "said", "act"),
+  [
+    ("gemma", {"hidden_act": "gelu"}, "gelu_tanh"),
+    ("gemma2", {"hidden_act": "gelu"}, "gelu_tanh"),
+    ("gemma2", {"hidden_activation": "gelu"}, "gelu"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "gelu"),
+    ("gemma3_text", {"hidden_act": "relu"}, "gelu_tanh"),
+  ],
+)
+def test_which_gelu_gemma_means(name, said, act):
+  config = checkpoints.config(name)
+  config.pop("hidden_activation", None)
+  found = read({**config, **said})
+  assert {layer.feedforward.act for layer in found.layers} == {act}
+
+
 def test_the_config_is_not_changed():
   for name in NAMES:
     config = checkpoints.config(name)

@@ -21,7 +21,7 @@ from ringjax.nn.block import Layer
 
 
 def _act(r: Reader) -> str:
-  """Always the tanh form, also where older files say "gelu"."""
+  """Gemma 1's: always the tanh form, also where older files say "gelu"."""
   act = r.act("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
   r.ignore("hidden_act")
   return "gelu_tanh" if act == "gelu" else act
@@ -89,7 +89,10 @@ def _sandwich(
 ) -> TransformerConfig:
   heads, _ = r.heads()
   h = r.head_dim(heads)
-  norm, feedforward = rms(r, 1.0), gated(r, act=_act(r))
+  act = r.act("hidden_activation", default="gelu_pytorch_tanh")
+  # An older name beside it, that does not count.
+  r.ignore("hidden_act")
+  norm, feedforward = rms(r, 1.0), gated(r, act=act)
   bias = r.flag("attention_bias", default=False)
   scale = r.positive("query_pre_attn_scalar", default=256.0) ** -0.5
   window = r.whole("sliding_window", default=window)
