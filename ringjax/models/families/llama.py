@@ -226,22 +226,22 @@ def _starcoder2_names(config: TransformerConfig) -> Names:
   )
 
 
-def _glm4(r: Reader) -> TransformerConfig:
+def _glm(r: Reader, name: str, post: bool) -> TransformerConfig:
   heads, _ = r.heads()
   layer = Layer(
     attention=attention(
       r,
       r.rope(r.head_dim(heads), partial=0.5, interleaved=True),
-      bias=r.flag("attention_bias", default=False),
+      bias=r.flag("attention_bias", default=True),
     ),
     feedforward=gated(r),
     norm=rms(r, default=1.5625e-07),
-    post=True,
+    post=post,
   )
-  return model(r, "glm4", [layer] * r.layers())
+  return model(r, name, [layer] * r.layers())
 
 
-def _glm4_names(config: TransformerConfig) -> Names:
+def _glm_names(config: TransformerConfig) -> Names:
   parts = {
     **LLAMA,
     "post_attention": "post_self_attn_layernorm",
@@ -359,7 +359,8 @@ FAMILIES = (
   _family("smollm3", _smollm3),
   _family("granite", _granite),
   _family("starcoder2", _starcoder2, _starcoder2_names),
-  _family("glm4", _glm4, _glm4_names),
+  _family("glm", lambda r: _glm(r, "glm", post=False), _glm_names),
+  _family("glm4", lambda r: _glm(r, "glm4", post=True), _glm_names),
   _family("olmo2", lambda r: _olmo(r, "olmo2", False, 10000.0), _olmo_names),
   _family("olmo3", lambda r: _olmo(r, "olmo3", True, 500000.0), _olmo_names),
   _family("cohere2", _cohere2),
