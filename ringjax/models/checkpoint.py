@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +31,7 @@ from ringjax.models.hf.tensors import Tensor, parameters, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.ops.inputs import FLOATS, float_dtype
+from ringjax.parallel import memory
 from ringjax.parallel.mesh import check_auto, lying
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
@@ -64,6 +64,7 @@ def create(
     ConfigError: as `read_config`.
     OptionError: rules without a mesh.
     MeshError: rules for an axis that the mesh does not have.
+    MemoryEstimateError: the weights do not fit.
   """
   from ringjax.models.presets import preset
 
@@ -78,9 +79,14 @@ def create(
     return _with_source(cast(model, dtype), source)
 
   abstract = jax.eval_shape(build)
-  if mesh is None:
+  shardings = None if mesh is None else _shardings(abstract, mesh, rules)
+  # Who asks for shapes only, in a trace, allocates nothing.
+  if not isinstance(jnp.zeros(()), jax.core.Tracer):
+    params = parameters(abstract)
+    _check_memory(params, _places(params, mesh, rules), mesh)
+  if shardings is None:
     return jax.jit(build)()
-  return jax.jit(build, out_shardings=_shardings(abstract, mesh, rules))()
+  return jax.jit(build, out_shardings=shardings)()
 
 
 def place(
@@ -98,6 +104,16 @@ def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
     model,
     is_leaf=lambda x: isinstance(x, nnx.Variable),
   )
+
+
+def _places(
+  params: Mapping[str, nnx.Variable], mesh: Any, rules: Rules | None
+) -> dict[str, Any]:
+  """The sharding of each parameter by its path; None without a mesh."""
+  if mesh is None:
+    return dict.fromkeys(params)
+  rules = rules or Rules()
+  return {path: rules.sharding(p, mesh) for path, p in params.items()}
 
 
 def _check_rules(rules: Rules | None, mesh: Any) -> None:
@@ -195,11 +211,7 @@ def load(
   )
   tensors = contents(folder, family, empty, source).tensors
   params = parameters(empty)
-  shardings = {
-    path: rules_.sharding(p, mesh) if mesh is not None else None
-    for rules_ in [rules or Rules()]
-    for path, p in params.items()
-  }
+  shardings = _places(params, mesh, rules)
   _check_memory(params, shardings, mesh)
   arrays = _zeros(params, None if mesh is None else shardings)
   for batch in _batches(tensors, folder):
@@ -410,14 +422,8 @@ def free_bytes(device: Any, sharing: int) -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
   if device.platform != "cpu":
     return None
-  try:
-    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-  except OSError:
-    return None
-  for line in lines:
-    if line.startswith("MemAvailable:"):
-      return int(line.split()[1]) * 1024 // sharing
-  return None
+  free = memory.host_free_bytes()
+  return None if free is None else free // sharing
 
 
 def save(

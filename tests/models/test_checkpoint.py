@@ -531,6 +531,16 @@ def test_weights_that_do_not_fit(tmp_path, monkeypatch):
   models.load(path, mesh=make_mesh((2,), ("model",), 2))
 
 
+def test_random_weights_that_do_not_fit(monkeypatch):
+  config = checkpoints.config("llama3")
+  monkeypatch.setattr(checkpoint, "free_bytes", lambda device, sharing: 150_000)
+  refused(MemoryEstimateError, lambda: models.create(config), "150,000")
+  models.create(config, mesh=make_mesh((2,), ("model",), 2))
+  # Shapes take no room.
+  jax.eval_shape(lambda: models.create(config))
+  models.abstract(config)
+
+
 def test_free_memory_is_shared_by_the_devices_of_a_host():
   device = jax.devices()[0]
   one, eight = (checkpoint.free_bytes(device, n) for n in (1, 8))
