@@ -36,6 +36,8 @@ from ringjax.parallel.mesh import check_auto, lying
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
+# The path of the parameter that a tied head is.
+EMBEDDING = "embed.weight"
 
 
 def create(
@@ -189,7 +191,7 @@ def load(
     ConfigError: an unknown architecture, or a config that cannot be meant.
     CheckpointFormatError: a broken file.
     CheckpointMismatchError: tensors that are missing, too many, of a wrong
-      shape or not finite.
+      shape or not finite, or a head that is not the embedding it is tied to.
     UnsafeFormatError: weights only in files that would run code.
     MemoryEstimateError: the weights do not fit.
     OptionError: rules without a mesh.
@@ -209,12 +211,12 @@ def load(
       cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
     )
   )
-  tensors = contents(folder, family, empty, source).tensors
+  found = contents(folder, family, empty, source)
   params = parameters(empty)
   shardings = _places(params, mesh, rules)
   _check_memory(params, shardings, mesh)
   arrays = _zeros(params, None if mesh is None else shardings)
-  for batch in _batches(tensors, folder):
+  for batch in _batches(found.tensors, folder):
     targets: dict[str, jax.ShapeDtypeStruct] = {}
     for t in batch:
       targets |= _targets(t, params, shardings, mesh)
@@ -234,6 +236,7 @@ def load(
       arrays.update(zip(paths, put, strict=True))
     # Else more and more tensors wait to be put into their parameters.
     jax.block_until_ready(arrays)
+  check_heads(folder, found.heads, arrays[EMBEDDING])
   flat, tree = jax.tree.flatten(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
@@ -370,6 +373,33 @@ def check_unpacked(
         "download the file again, or take a wider dtype",
       )
     )
+
+
+def check_heads(
+  folder: Folder, heads: tuple[str, ...], embedding: jax.Array
+) -> None:
+  """Refuses a head in a folder that is not the embedding that it should be.
+
+  Some writers store a tied embedding twice; others forget to say that a head
+  has learned on its own.
+  """
+  like = jax.ShapeDtypeStruct(
+    embedding.shape, embedding.dtype, sharding=embedding.sharding
+  )
+  for name in heads:
+    (head,) = folder.read({name: like}).values()
+    if not _equal(head, embedding):
+      raise CheckpointMismatchError(
+        message(
+          name,
+          "other numbers than the embedding's",
+          "the same, as tie_word_embeddings says",
+          "set tie_word_embeddings to false in config.json, or remove it",
+        )
+      )
+
+
+_equal = jax.jit(jnp.array_equal)
 
 
 def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:

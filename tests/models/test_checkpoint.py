@@ -568,6 +568,31 @@ def test_a_tied_checkpoint_may_hold_its_head(tmp_path):
   same_bits(stored(tmp_path / "once"), arrays)
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_tied_checkpoint_may_not_hold_another_head(tmp_path, devices):
+  """It would be left out without a word, and the logits be others."""
+  arrays = checkpoints.tensors("gemma2")
+  head = np.copy(arrays["model.embed_tokens.weight"])
+  head[-1, -1] += 1
+  folder = checkpoints.write_folder(
+    {**arrays, "lm_head.weight": head}, checkpoints.config("gemma2"), tmp_path
+  )
+  mesh = make_mesh((8,), ("model",)) if devices > 1 else None
+  refused(
+    CheckpointMismatchError,
+    lambda: models.load(folder, mesh=mesh),
+    "lm_head.weight",
+    "tie_word_embeddings",
+  )
+
+
+def test_a_tied_head_of_another_shape(tmp_path):
+  arrays = checkpoints.tensors("gemma2")
+  head = {"lm_head.weight": arrays["model.embed_tokens.weight"][1:]}
+  call = broken(tmp_path, {**arrays, **head}, "gemma2")
+  refused(CheckpointMismatchError, call, "lm_head.weight")
+
+
 def test_a_head_of_its_own_must_be_there(tmp_path):
   arrays = checkpoints.tensors("llama2")
   del arrays["lm_head.weight"]
