@@ -316,11 +316,12 @@ def test_parts_that_are_none(loaded, said, partition):
     ask(loaded, said[0], 4, prefill="kvr", partition=partition)
 
 
-def test_a_recurrent_layer_has_no_chain(loaded):
+@pytest.mark.parametrize("way", ["kvr", "zigzag", "hybrid", "bidirectional"])
+def test_a_recurrent_layer_reads_in_order(loaded, way):
   model, mesh = loaded("qwen3_next", 4)
-  with pytest.raises(OptionError, match="recurrent layers"):
+  with pytest.raises(OptionError, match="prefill: got .* recurrent layers"):
     rj.infer.generate(
-      model, [[1] * 20], max_new_tokens=1, prefill="kvr", mesh=mesh
+      model, [[1] * 20], max_new_tokens=1, prefill=way, mesh=mesh
     )
 
 
@@ -632,6 +633,17 @@ def test_ways_of_several_shards_on_one(loaded, said, way):
   how = reports[0].prefill
   assert how.name == "blockwise"
   assert f"'{way}' was asked for, and on one shard" in how.why
+
+
+@pytest.mark.parametrize(("name", "devices"), [(NAME, 2), ("falcon_7b", 8)])
+def test_no_groups_that_trade_heads(loaded, name, devices):
+  """Two shards are one group, and one kv head is not traded."""
+  model, mesh = loaded(name, devices)
+  with pytest.raises(OptionError, match=f"'hybrid' on {devices} shards") as e:
+    rj.infer.generate(
+      model, [[1, 2]], max_new_tokens=2, mesh=mesh, prefill="hybrid"
+    )
+  assert "prefill='striped'" in str(e.value) and "inner" not in str(e.value)
 
 
 def test_a_chain_of_one_part(loaded, said):
