@@ -133,6 +133,34 @@ def test_who_streams_may_end_it(loaded, said):
     np.testing.assert_array_equal(new, greedy[:, :6])
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_stop_id_right_behind_the_end_of_another_row(loaded, devices):
+  """The step with it is on its way when the other row is ended."""
+  said = ((5, 9, 6, 6, 6), (7, 7, 7, 7, 7), (8, 8, 8, 9, 8))
+  steps = []
+
+  def stream(tokens):
+    steps.append(tokens)
+    return np.array([False, len(steps) == 1, False])
+
+  new = ask(
+    loaded,
+    [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+    devices,
+    sampler=Says(said, 3),
+    stop=9,
+    stream=stream,
+    max_new_tokens=5,
+    pad_id=-1,
+  )
+  assert new.tolist() == [
+    [5, 9, -1, -1, -1],
+    [7, -1, -1, -1, -1],
+    [8, 8, 8, 9, -1],
+  ]
+  assert len(steps) == 4
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
   ("answer", "says"),
