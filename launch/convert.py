@@ -34,7 +34,12 @@ from launch.definer import Definer
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
-from ringjax.models.checkpoint import check_unpacked, stored_dtype
+from ringjax.models.checkpoint import (
+  EMBEDDING,
+  check_heads,
+  check_unpacked,
+  stored_dtype,
+)
 from ringjax.models.contents import contents, text_config
 from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
@@ -77,6 +82,7 @@ class Plan(NamedTuple):
     dtypes: of what packed tensors become, by their names.
     dropped: names of tensors that are computed, are there twice, or belong to
       another part than the text model.
+    heads: of those the ones that must be the embedding once more.
     parameters: numbers that are learned.
   """
 
@@ -87,6 +93,7 @@ class Plan(NamedTuple):
   targets: dict[str, jax.ShapeDtypeStruct]
   dtypes: dict[str, Any]
   dropped: tuple[str, ...]
+  heads: tuple[str, ...]
   parameters: int
 
 
@@ -172,6 +179,7 @@ def _plan(path: str, dtype: str | None) -> Plan:
     targets,
     dtypes,
     found.spare,
+    found.heads,
     sum(p.get_value().size for p in params.values()),
   )
 
@@ -195,7 +203,10 @@ def _tensors(
     read = found.folder.read({name: found.targets[name] for name in names})
     for t in batch:
       x = tuple(read.pop(piece.name) for piece in t.pieces)
-      yield t.name, _floats(t, x, found.dtypes.get(t.name))
+      floats = _floats(t, x, found.dtypes.get(t.name))
+      if t.targets[0][0] == EMBEDDING:
+        check_heads(found.folder, found.heads, floats)
+      yield t.name, floats
       done += nbytes(t)
       screen.at(done)
     size, batch = 0, []

@@ -33,6 +33,7 @@ from launch import common, machines, prompts, screens
 from launch.definer import Definer
 from launch.group import Group
 from ringjax.data import Tokenizer
+from ringjax.errors import OptionError, message
 from ringjax.infer import METHODS, Greedy, Sample, Stop
 from ringjax.infer.stopping import Watch
 from ringjax.models import tiny
@@ -170,7 +171,7 @@ class _Work:
     self._screen.quiet = jax.process_index() > 0
     self.group.meet()
     mesh = common.mesh(values.mesh)
-    folder = pathlib.Path(values.model or tiny.path())
+    folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     self._screen.say(_devices(mesh))
     model, about = self._load(folder, mesh)
     self._begin("encoding the prompt", "encoding the prompt")
@@ -380,6 +381,9 @@ def _devices(mesh: Any) -> str:
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   _sampler(values)
+  if values.model == "":
+    # As of a variable that is not set: another model would answer.
+    raise OptionError(message("--model", "nothing", "a folder", "name it"))
   if values.raw and values.chat:
     raise prompts.clash("--raw and --chat", "one of them")
   if values.system is not None and (values.raw or values.chat is False):

@@ -104,7 +104,9 @@ def _with_passkey(
   question = tiny.QUESTION.format(**fact)
   context = values.context
   if context is None:
-    context = min(CONTEXT, max(positions - 2 * ANSWER_TOKENS, 1))
+    # Beside the answer a chat template takes some.
+    answer = max(values.max_new_tokens or 0, ANSWER_TOKENS)
+    context = min(CONTEXT, max(positions - answer - ANSWER_TOKENS, 1))
   count = lambda text: len(tokenizer.encode(text))
   room = context - count(needle) - count(question) - 1
   if room < 1:

@@ -9,6 +9,7 @@ behind a line. The order begins with the tenth of the files that the model in
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import platform
 import sysconfig
@@ -163,10 +164,15 @@ def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
 
 def _names(root: pathlib.Path) -> list[str]:
   names = []
-  for path in root.rglob("*.py"):
-    place = path.relative_to(root)
-    if not _SKIP.intersection(place.parts) and path.is_file():
-      names.append(place.as_posix())
+  for folder, inner, files in os.walk(root):
+    # Not entered: beside a library there may be tens of thousands of files.
+    inner[:] = [name for name in inner if name not in _SKIP]
+    place = pathlib.Path(folder).relative_to(root)
+    names += [
+      (place / name).as_posix()
+      for name in files
+      if name.endswith(".py") and (root / place / name).is_file()
+    ]
   return sorted(names, key=lambda name: (not _is_unseen(name), name))
 
 

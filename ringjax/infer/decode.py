@@ -94,6 +94,12 @@ def step(
   return spread.everywhere(after), cache
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def ends(spread: Visit, done: jax.Array, told: Any) -> jax.Array:
+  """Which examples have ended, bool [B]: by a stop id, or as told."""
+  return spread.everywhere(done | told)
+
+
 def _stopped(token: jax.Array, stops: jax.Array) -> jax.Array:
   return jnp.any(token[:, None] == stops[None], 1)
 

@@ -563,8 +563,10 @@ def _continue(
     ended = ended | done | told
     if after is None or ended.all():
       break
-    # The device knows of stop ids only.
-    state = after._replace(done=jnp.asarray(ended)) if told.any() else after
+    state = after
+    if told.any():
+      # The device knows of stop ids only, those of the next tokens too.
+      state = after._replace(done=decode.ends(spread, after.done, ended))
   session.slots += -(-taken // session.shards)
   return out, n + 1
 

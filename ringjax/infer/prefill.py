@@ -23,6 +23,7 @@ from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.spread import Chained, Spread, Travel, Visit
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.levels import group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.parallel.layout import Contiguous, Striped, Uneven, Zigzag
@@ -175,7 +176,8 @@ def plan(
       why=why,
     )
   width = padded(tokens, size, room)
-  if recurrent and size > 1 and name in ("striped", "zigzag", "kvr"):
+  apart = name == "kvr" or not isinstance(_WAYS[name][0], Contiguous)
+  if recurrent and size > 1 and apart:
     raise OptionError(
       message(
         "prefill",
@@ -212,6 +214,8 @@ def plan(
         "pass prefill='striped', or no mesh",
       )
     )
+  if name == "hybrid":
+    _check_groups(model, strategy, size)
   spread = Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)
   return Prefill(
     name=name,
@@ -221,6 +225,25 @@ def plan(
     slots=width // size,
     why=why,
   )
+
+
+def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
+  """Refuses shards that no groups of trade heads evenly."""
+  for layer in model.config.layers:
+    spec = layer.attention
+    # Latent attention is expanded where keys travel.
+    heads = getattr(spec, "kv_heads", spec.heads)
+    try:
+      group_of(strategy, size, heads)
+    except OptionError:
+      raise OptionError(
+        message(
+          "prefill",
+          f"'hybrid' on {size} shards for {heads} kv heads",
+          "groups of two shards or more, but not all, which share the heads",
+          "pass prefill='striped' or 'ulysses', or use another mesh",
+        )
+      ) from None
 
 
 def _alone(asked: str, width: int, mesh: Any, axis: str | None) -> Prefill:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,10 +31,13 @@ from ringjax.models.hf.tensors import Tensor, parameters, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.ops.inputs import FLOATS, float_dtype
+from ringjax.parallel import memory
 from ringjax.parallel.mesh import check_auto, lying
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
+# The path of the parameter that a tied head is.
+EMBEDDING = "embed.weight"
 
 
 def create(
@@ -64,6 +66,7 @@ def create(
     ConfigError: as `read_config`.
     OptionError: rules without a mesh.
     MeshError: rules for an axis that the mesh does not have.
+    MemoryEstimateError: the weights do not fit.
   """
   from ringjax.models.presets import preset
 
@@ -78,9 +81,14 @@ def create(
     return _with_source(cast(model, dtype), source)
 
   abstract = jax.eval_shape(build)
-  if mesh is None:
+  shardings = None if mesh is None else _shardings(abstract, mesh, rules)
+  # Who asks for shapes only, in a trace, allocates nothing.
+  if not isinstance(jnp.zeros(()), jax.core.Tracer):
+    params = parameters(abstract)
+    _check_memory(params, _places(params, mesh, rules), mesh)
+  if shardings is None:
     return jax.jit(build)()
-  return jax.jit(build, out_shardings=_shardings(abstract, mesh, rules))()
+  return jax.jit(build, out_shardings=shardings)()
 
 
 def place(
@@ -98,6 +106,16 @@ def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
     model,
     is_leaf=lambda x: isinstance(x, nnx.Variable),
   )
+
+
+def _places(
+  params: Mapping[str, nnx.Variable], mesh: Any, rules: Rules | None
+) -> dict[str, Any]:
+  """The sharding of each parameter by its path; None without a mesh."""
+  if mesh is None:
+    return dict.fromkeys(params)
+  rules = rules or Rules()
+  return {path: rules.sharding(p, mesh) for path, p in params.items()}
 
 
 def _check_rules(rules: Rules | None, mesh: Any) -> None:
@@ -173,7 +191,7 @@ def load(
     ConfigError: an unknown architecture, or a config that cannot be meant.
     CheckpointFormatError: a broken file.
     CheckpointMismatchError: tensors that are missing, too many, of a wrong
-      shape or not finite.
+      shape or not finite, or a head that is not the embedding it is tied to.
     UnsafeFormatError: weights only in files that would run code.
     MemoryEstimateError: the weights do not fit.
     OptionError: rules without a mesh.
@@ -193,16 +211,12 @@ def load(
       cast(Transformer(config, nnx.Rngs(0), scan=scan), dtype), source
     )
   )
-  tensors = contents(folder, family, empty, source).tensors
+  found = contents(folder, family, empty, source)
   params = parameters(empty)
-  shardings = {
-    path: rules_.sharding(p, mesh) if mesh is not None else None
-    for rules_ in [rules or Rules()]
-    for path, p in params.items()
-  }
+  shardings = _places(params, mesh, rules)
   _check_memory(params, shardings, mesh)
   arrays = _zeros(params, None if mesh is None else shardings)
-  for batch in _batches(tensors, folder):
+  for batch in _batches(found.tensors, folder):
     targets: dict[str, jax.ShapeDtypeStruct] = {}
     for t in batch:
       targets |= _targets(t, params, shardings, mesh)
@@ -222,6 +236,7 @@ def load(
       arrays.update(zip(paths, put, strict=True))
     # Else more and more tensors wait to be put into their parameters.
     jax.block_until_ready(arrays)
+  check_heads(folder, found.heads, arrays[EMBEDDING])
   flat, tree = jax.tree.flatten(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
@@ -360,6 +375,33 @@ def check_unpacked(
     )
 
 
+def check_heads(
+  folder: Folder, heads: tuple[str, ...], embedding: jax.Array
+) -> None:
+  """Refuses a head in a folder that is not the embedding that it should be.
+
+  Some writers store a tied embedding twice; others forget to say that a head
+  has learned on its own.
+  """
+  like = jax.ShapeDtypeStruct(
+    embedding.shape, embedding.dtype, sharding=embedding.sharding
+  )
+  for name in heads:
+    (head,) = folder.read({name: like}).values()
+    if not _equal(head, embedding):
+      raise CheckpointMismatchError(
+        message(
+          name,
+          "other numbers than the embedding's",
+          "the same, as tie_word_embeddings says",
+          "set tie_word_embeddings to false in config.json, or remove it",
+        )
+      )
+
+
+_equal = jax.jit(jnp.array_equal)
+
+
 def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:
   """What config.json says, or else what the largest plain tensor has."""
   said = source.get("dtype") or source.get("torch_dtype")
@@ -410,14 +452,8 @@ def free_bytes(device: Any, sharing: int) -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
   if device.platform != "cpu":
     return None
-  try:
-    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-  except OSError:
-    return None
-  for line in lines:
-    if line.startswith("MemAvailable:"):
-      return int(line.split()[1]) * 1024 // sharing
-  return None
+  free = memory.host_free_bytes()
+  return None if free is None else free // sharing
 
 
 def save(

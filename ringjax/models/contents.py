@@ -7,7 +7,7 @@ not, or is an error. No code of a folder is ever run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ringjax.errors import ConfigError, message
@@ -112,11 +112,14 @@ class Contents:
 
   Attributes:
     tensors: its tensors; `Tensor.pieces` are those on disk.
-    spare: names of others on disk, that are not read.
+    spare: names of others on disk, that are no part of it.
+    heads: of those the heads of a model whose head is its embedding: they must
+      have its numbers.
   """
 
   tensors: list[Tensor]
   spare: tuple[str, ...]
+  heads: tuple[str, ...]
 
 
 def contents(
@@ -149,10 +152,13 @@ def contents(
       form = packed.form(form, place, have)
     tensors.append(dataclasses.replace(tensor, form=form, place=place))
   expected = {p.name: p.shape for t in tensors for p in t.pieces}
-  ignored = _ignored(names, family, model.config, source, wrapped)
+  heads = _heads(names, model.config, wrapped)
+  ignored = _ignored(names, family, heads, source, wrapped)
   folder.check(expected, optional=ignored)
   return Contents(
-    tensors=tensors, spare=tuple(n for n in have if n not in expected)
+    tensors=tensors,
+    spare=tuple(n for n in have if n not in expected),
+    heads=tuple(n for n in have if n in heads),
   )
 
 
@@ -164,17 +170,23 @@ def _places(name: str) -> tuple[str, ...]:
   return f"language_model.{name}", f"model.language_model.{inner}"
 
 
+def _heads(
+  names: Names, config: TransformerConfig, wrapped: bool
+) -> tuple[str, ...]:
+  """Where a folder may have the embedding once more, as the head."""
+  head = f"{names.head}.weight"
+  if not config.tied:
+    return ()
+  return (head, *_places(head)) if wrapped else (head,)
+
+
 def _ignored(
   names: Names,
   family: Family,
-  config: TransformerConfig,
+  heads: tuple[str, ...],
   source: Mapping[str, Any],
   wrapped: bool,
 ) -> Any:
-  heads: Iterable[str] = ()
-  if config.tied:
-    head = f"{names.head}.weight"
-    heads = (head, *_places(head)) if wrapped else (head,)
   unread = family.unread(source)
   if wrapped and family.wrapper is not None:
     unread += family.wrapper.others

@@ -43,7 +43,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     32, 4096, 11008, 32, 32, vocab_size=32000, max_position_embeddings=4096
   ),
   "llama-3.2-1b": _llama(
-    16, 2048, 8192, 32, 8, **_LLAMA31, head_dim=64, tie_word_embeddings=True
+    16,
+    2048,
+    8192,
+    32,
+    8,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    rope_parameters={**_LLAMA3_ROPE, "factor": 32.0},
+    head_dim=64,
+    tie_word_embeddings=True,
   ),
   "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, **_LLAMA31),
   "llama-3.1-70b": _llama(80, 8192, 28672, 64, 8, **_LLAMA31),

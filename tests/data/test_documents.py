@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import platform
 import re
@@ -111,3 +112,21 @@ def test_several_needles_are_lines_of_their_own(text, depths):
     assert lines.count(needle.rstrip()) == 1
     hidden = hidden.replace(needle, "")
   assert hidden in (text, text + "\n")
+
+
+def test_what_stands_beside_the_library_is_not_entered(tmp_path, monkeypatch):
+  """Where a venv has no library of its own there are all packages too."""
+  for name in ("a.py", "b/c.py", "site-packages/big/d.py", "b/test/e.py"):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("x = 1\n")
+  entered, scandir = [], os.scandir
+
+  def scan(path):
+    entered.append(pathlib.Path(path).relative_to(tmp_path).as_posix())
+    return scandir(path)
+
+  monkeypatch.setattr(os, "scandir", scan)
+  monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+  assert documents.standard_library(20).files == 1
+  assert len(documents.library(held_out=False)) <= 2
+  assert set(entered) == {".", "b"}

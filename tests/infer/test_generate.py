@@ -133,6 +133,34 @@ def test_who_streams_may_end_it(loaded, said):
     np.testing.assert_array_equal(new, greedy[:, :6])
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_stop_id_right_behind_the_end_of_another_row(loaded, devices):
+  """The step with it is on its way when the other row is ended."""
+  said = ((5, 9, 6, 6, 6), (7, 7, 7, 7, 7), (8, 8, 8, 9, 8))
+  steps = []
+
+  def stream(tokens):
+    steps.append(tokens)
+    return np.array([False, len(steps) == 1, False])
+
+  new = ask(
+    loaded,
+    [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+    devices,
+    sampler=Says(said, 3),
+    stop=9,
+    stream=stream,
+    max_new_tokens=5,
+    pad_id=-1,
+  )
+  assert new.tolist() == [
+    [5, 9, -1, -1, -1],
+    [7, -1, -1, -1, -1],
+    [8, 8, 8, 9, -1],
+  ]
+  assert len(steps) == 4
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
   ("answer", "says"),
@@ -316,11 +344,12 @@ def test_parts_that_are_none(loaded, said, partition):
     ask(loaded, said[0], 4, prefill="kvr", partition=partition)
 
 
-def test_a_recurrent_layer_has_no_chain(loaded):
+@pytest.mark.parametrize("way", ["kvr", "zigzag", "hybrid", "bidirectional"])
+def test_a_recurrent_layer_reads_in_order(loaded, way):
   model, mesh = loaded("qwen3_next", 4)
-  with pytest.raises(OptionError, match="recurrent layers"):
+  with pytest.raises(OptionError, match="prefill: got .* recurrent layers"):
     rj.infer.generate(
-      model, [[1] * 20], max_new_tokens=1, prefill="kvr", mesh=mesh
+      model, [[1] * 20], max_new_tokens=1, prefill=way, mesh=mesh
     )
 
 
@@ -632,6 +661,17 @@ def test_ways_of_several_shards_on_one(loaded, said, way):
   how = reports[0].prefill
   assert how.name == "blockwise"
   assert f"'{way}' was asked for, and on one shard" in how.why
+
+
+@pytest.mark.parametrize(("name", "devices"), [(NAME, 2), ("falcon_7b", 8)])
+def test_no_groups_that_trade_heads(loaded, name, devices):
+  """Two shards are one group, and one kv head is not traded."""
+  model, mesh = loaded(name, devices)
+  with pytest.raises(OptionError, match=f"'hybrid' on {devices} shards") as e:
+    rj.infer.generate(
+      model, [[1, 2]], max_new_tokens=2, mesh=mesh, prefill="hybrid"
+    )
+  assert "prefill='striped'" in str(e.value) and "inner" not in str(e.value)
 
 
 def test_a_chain_of_one_part(loaded, said):

@@ -190,6 +190,11 @@ def _break(folder: pathlib.Path, how: str) -> None:
     tensors["model.more.weight"] = tensors[name]
   elif how == "shape":
     tensors[name] = tensors[name][:-1]
+  elif how == "head":
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
   save_file(tensors, weights)
   if how == "short":
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -209,6 +214,7 @@ def _break(folder: pathlib.Path, how: str) -> None:
     ("extra", "extra model.more.weight"),
     ("shape", "misshapen model.layers.1.mlp.up_proj.weight"),
     ("short", "model.safetensors"),
+    ("head", "lm_head.weight: got other numbers"),
     ("link", "a link out of the folder"),
   ],
 )

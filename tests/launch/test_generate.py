@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, generate, screens
+from launch import common, generate, prompts, screens
 from ringjax.data import Tokenizer, documents
 
 SHORT = ("--max_new_tokens=8", "--context=400")
@@ -88,6 +88,17 @@ def test_what_is_read_and_what_is_asked(ask, folder, tmp_path):
   assert done["source"] == str(file) and done["passkey"] is None
   alone = json.loads(ask(*common_flags, f"--prompt_file={file}").out)
   assert alone["prompt_tokens"] == 1 + len(file.read_bytes())
+
+
+@pytest.mark.parametrize("answer", [None, 1, 300])
+def test_the_made_up_prompt_leaves_room_for_the_answer(folder, answer):
+  flags = [] if answer is None else [f"--max_new_tokens={answer}"]
+  values = common.parse("generate", generate.define, flags)
+  tokenizer = Tokenizer.load(folder)
+  made = prompts.make(values, tokenizer, 1000)
+  tokens = len(prompts.encode(made, values, tokenizer, None))
+  room = 1000 - max(answer or 0, prompts.ANSWER_TOKENS)
+  assert room - 100 < tokens <= room - prompts.ANSWER_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -213,6 +224,12 @@ def test_a_wrong_flag_is_one_line(ask, folder, flags, says):
   last = ran.err.splitlines()[-1]
   assert last.startswith("generate: ") and says in last, ran.err
   assert ran.out == ""
+
+
+def test_an_empty_name_is_not_the_model_that_ships(ask):
+  ran = ask("--model=", *SHORT)
+  assert ran.status == 2 and ran.out == ""
+  assert "generate: --model: got nothing" in ran.err
 
 
 def test_a_missing_model(ask, tmp_path):
@@ -403,6 +420,7 @@ def test_processes_give_the_tokens_of_one(ask, folder, run_together, processes):
 
 BATCH = """
 import sys
+import numpy as np
 import ringjax as rj
 from launch import common, generate
 values = common.parse("batch", generate.define, sys.argv[1:])
@@ -410,7 +428,11 @@ common.start(values)
 mesh = common.mesh(values.mesh)
 model = rj.models.load(values.model, mesh=mesh)
 prompts = [list(b"def f(x, y):"), list(b"class A:")]
-new = rj.infer.generate(model, prompts, max_new_tokens=6)
+steps = []
+def stream(tokens):
+  steps.append(tokens)
+  return np.array([False, len(steps) == 2])
+new = rj.infer.generate(model, prompts, max_new_tokens=6, stream=stream)
 print(new.tolist(), flush=True)
 """
 
@@ -425,6 +447,8 @@ def test_a_batch_over_processes_is_read_by_all(folder, run_together):
   want = rj.infer.generate(
     rj.models.load(folder, mesh=mesh), prompts, max_new_tokens=6
   )
+  # The stream ends the second one.
+  want[1, 2:] = 0
   for one in ran:
     assert one.out.splitlines()[-1] == str(want.tolist())
 

@@ -531,6 +531,16 @@ def test_weights_that_do_not_fit(tmp_path, monkeypatch):
   models.load(path, mesh=make_mesh((2,), ("model",), 2))
 
 
+def test_random_weights_that_do_not_fit(monkeypatch):
+  config = checkpoints.config("llama3")
+  monkeypatch.setattr(checkpoint, "free_bytes", lambda device, sharing: 150_000)
+  refused(MemoryEstimateError, lambda: models.create(config), "150,000")
+  models.create(config, mesh=make_mesh((2,), ("model",), 2))
+  # Shapes take no room.
+  jax.eval_shape(lambda: models.create(config))
+  models.abstract(config)
+
+
 def test_free_memory_is_shared_by_the_devices_of_a_host():
   device = jax.devices()[0]
   one, eight = (checkpoint.free_bytes(device, n) for n in (1, 8))
@@ -556,6 +566,31 @@ def test_a_tied_checkpoint_may_hold_its_head(tmp_path):
   assert model.head is None
   models.save(model, tmp_path / "once")
   same_bits(stored(tmp_path / "once"), arrays)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_tied_checkpoint_may_not_hold_another_head(tmp_path, devices):
+  """It would be left out without a word, and the logits be others."""
+  arrays = checkpoints.tensors("gemma2")
+  head = np.copy(arrays["model.embed_tokens.weight"])
+  head[-1, -1] += 1
+  folder = checkpoints.write_folder(
+    {**arrays, "lm_head.weight": head}, checkpoints.config("gemma2"), tmp_path
+  )
+  mesh = make_mesh((8,), ("model",)) if devices > 1 else None
+  refused(
+    CheckpointMismatchError,
+    lambda: models.load(folder, mesh=mesh),
+    "lm_head.weight",
+    "tie_word_embeddings",
+  )
+
+
+def test_a_tied_head_of_another_shape(tmp_path):
+  arrays = checkpoints.tensors("gemma2")
+  head = {"lm_head.weight": arrays["model.embed_tokens.weight"][1:]}
+  call = broken(tmp_path, {**arrays, **head}, "gemma2")
+  refused(CheckpointMismatchError, call, "lm_head.weight")
 
 
 def test_a_head_of_its_own_must_be_there(tmp_path):

@@ -74,6 +74,103 @@ def test_keys_that_are_null_are_absent():
   assert read({**config, "anything_at_all": None}) == read(config)
 
 
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("activation", "swiglu"),
+    ("gradient_checkpointing", False),
+    ("is_llama_config", True),
+    ("max_sequence_length", 2048),
+    ("rope_interleaved", False),
+    ("transformers.js_config", {"kv_cache_dtype": {"fp16": "float16"}}),
+  ],
+)
+def test_keys_of_known_models_that_change_nothing(key, value):
+  config = checkpoints.config("llama3")
+  assert read({**config, key: value}) == read(config)
+
+
+@pytest.mark.parametrize(
+  ("name", "spelling", "key", "means"),
+  [
+    ("mistral", "v5", "sliding_window", 4096),
+    ("gemma2", "v5", "attn_logit_softcapping", 50.0),
+    ("gemma2", "v5", "final_logit_softcapping", 30.0),
+    ("gemma3_text", "v4", "rope_local_base_freq", 10000.0),
+    ("olmo2", "v4", "rope_theta", 10000.0),
+    ("olmo3", "v4", "rope_theta", 500000.0),
+    ("qwen2_window", "v4", "sliding_window", 4096),
+    ("qwen3_moe", "v5", "sliding_window", 4096),
+  ],
+)
+def test_a_key_that_is_not_there_means_what_transformers_means(
+  name, spelling, key, means
+):
+  config = checkpoints.config(name, spelling)
+  if "use_sliding_window" in config:
+    config["use_sliding_window"] = True
+  config[key] = means
+  want = read(config)
+  assert read({**config, key: means / 2 if means > 1e4 else 7}) != want
+  del config[key]
+  assert read(config) == want
+
+
+@pytest.mark.parametrize(
+  ("name", "key"),
+  [
+    ("mistral", "sliding_window"),
+    ("qwen2_window", "sliding_window"),
+    ("qwen3_moe", "sliding_window"),
+    ("gemma2", "attn_logit_softcapping"),
+    ("gemma2", "final_logit_softcapping"),
+  ],
+)
+def test_null_is_without(name, key):
+  config = checkpoints.config(name)
+  if "use_sliding_window" in config:
+    config["use_sliding_window"] = True
+  found = read({**config, key: None})
+  assert found.logit_cap is None or key != "final_logit_softcapping"
+  for layer in found.layers:
+    assert layer.attention.soft_cap is None or "attn" not in key
+    assert layer.attention.reach is None or key != "sliding_window"
+
+
+@pytest.mark.parametrize(
+  ("name", "spelling", "key"),
+  [
+    ("gpt_oss", "v5", "rope_parameters"),
+    ("gpt_oss", "v4", "rope_scaling"),
+    ("phi3_longrope", "v5", "original_max_position_embeddings"),
+    ("phi3_longrope", "v5", "max_position_embeddings"),
+    ("llama_dynamic", "v5", "max_position_embeddings"),
+  ],
+)
+def test_what_stretches_a_context_is_not_guessed(name, spelling, key):
+  config = checkpoints.config(name, spelling)
+  del config[key]
+  word = "rope_parameters" if key == "rope_scaling" else key
+  refused(config, word, "nothing")
+
+
+@pytest.mark.parametrize(
+  ("name", "said", "act"),
+  [
+    ("gemma", {"hidden_act": "gelu"}, "gelu_tanh"),
+    ("gemma2", {"hidden_act": "gelu"}, "gelu_tanh"),
+    ("gemma2", {"hidden_activation": "gelu"}, "gelu"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "gelu"),
+    ("gemma3_text", {"hidden_act": "relu"}, "gelu_tanh"),
+  ],
+)
+def test_which_gelu_gemma_means(name, said, act):
+  config = checkpoints.config(name)
+  config.pop("hidden_activation", None)
+  found = read({**config, **said})
+  assert {layer.feedforward.act for layer in found.layers} == {act}
+
+
 def test_the_config_is_not_changed():
   for name in NAMES:
     config = checkpoints.config(name)
@@ -149,6 +246,8 @@ def test_quantised_weights():
     ("deepseek_v3", "num_experts_per_tok", 1000),
     ("deepseek_v3", "scoring_func", "softmax"),
     ("falcon_7b", "apply_residual_connection_post_layernorm", True),
+    ("llama3", "rope_interleaved", True),
+    ("llama3", "activation", "gelu"),
   ],
 )
 def test_a_value_that_cannot_be(name, key, value):

@@ -10,6 +10,7 @@ import pytest
 
 from ringjax import models
 from ringjax.errors import OptionError
+from tests.models.test_published import CONFIGS
 
 # Millions of parameters, as their authors count them; the LWM is a Llama 2 7B,
 # and the one of 100 million is ours.
@@ -44,6 +45,28 @@ def test_number_of_parameters(name):
   assert millions == pytest.approx(PUBLISHED[name], rel=0.01)
   # In kilobytes: a hundredth of the smallest of them would already be seen.
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+@pytest.mark.parametrize(
+  ("name", "published"),
+  [
+    ("deepseek-v3", "DeepSeek-V3"),
+    ("falcon-7b", "falcon-7b"),
+    ("gemma-3-27b", "gemma-3-27b-it"),
+    ("gpt-oss-20b", "gpt-oss-20b"),
+    ("llama-2-7b", "Llama-2-7b-hf"),
+    ("llama-3.1-8b", "Llama-3.1-8B"),
+    ("llama-3.2-1b", "Llama-3.2-1B"),
+    ("mistral-7b", "Mistral-7B-v0.3"),
+    ("qwen2.5-7b-1m", "Qwen2.5-7B-Instruct-1M"),
+    ("qwen3-8b", "Qwen3-8B"),
+  ],
+)
+def test_computes_what_the_published_one_does(name, published):
+  """Rotations, scales and masks, of which a count of numbers says nothing."""
+  ours, _ = models.read_config(models.PRESETS[name])
+  theirs, _ = models.read_config(CONFIGS[published])
+  assert ours == theirs
 
 
 def test_dtype():

@@ -49,3 +49,58 @@ def test_other_errors_pass(error):
   with pytest.raises(type(error)) as caught, memory.watched("resting", "x"):
     raise error
   assert caught.value is error
+
+
+# ---------------------------------------------------------------------------
+# How much is left
+# ---------------------------------------------------------------------------
+
+
+def system(root, groups, files):
+  """Files of a system with 1 GB free, as Linux writes them."""
+  written = {
+    "proc/meminfo": "MemTotal: 2000000 kB\nMemAvailable:  1000000 kB\n",
+    "proc/self/cgroup": groups,
+    **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+  }
+  for name, text in written.items():
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  return str(root)
+
+
+def test_a_machine_without_limits(tmp_path):
+  files = {"memory.max": "max\n", "memory.current": "5\n"}
+  root = system(tmp_path, "0::/\n", files)
+  assert memory.host_free_bytes(root) == 1_024_000_000
+  assert memory.host_free_bytes(str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_limit_of_a_group_or_of_one_around_it(tmp_path, inner):
+  limited, other = ("a/b", "a") if inner else ("a", "a/b")
+  files = {
+    f"{limited}/memory.max": "1000000\n",
+    f"{limited}/memory.current": "700000\n",
+    # Cached files make room.
+    f"{limited}/memory.stat": "anon 5\ninactive_file 50000\nslab 7\n",
+    f"{other}/memory.max": "max\n",
+    f"{other}/memory.current": "3\n",
+  }
+  root = system(tmp_path, "0::/a/b\n", files)
+  assert memory.host_free_bytes(root) == 350_000
+
+
+def test_a_limit_of_the_older_interface(tmp_path):
+  """As a container sees it: under a name that is not there."""
+  files = {
+    "memory/memory.limit_in_bytes": "4096\n",
+    "memory/memory.usage_in_bytes": "5000\n",
+    "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 10\n",
+  }
+  groups = "11:cpu,cpuacct:/x\n9:memory:/docker/12ab\n0::/\nodd\n"
+  assert memory.host_free_bytes(system(tmp_path, groups, files)) == 0
+  files["memory/memory.limit_in_bytes"] = f"{2**63 - 4096}\n"
+  root = system(tmp_path, groups, files)
+  assert memory.host_free_bytes(root) == 1_024_000_000

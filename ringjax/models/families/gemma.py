@@ -21,7 +21,7 @@ from ringjax.nn.block import Layer
 
 
 def _act(r: Reader) -> str:
-  """Always the tanh form, also where older files say "gelu"."""
+  """Gemma 1's: always the tanh form, also where older files say "gelu"."""
   act = r.act("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
   r.ignore("hidden_act")
   return "gelu_tanh" if act == "gelu" else act
@@ -49,8 +49,15 @@ def _gemma2(r: Reader) -> TransformerConfig:
   count = r.layers()
   default = ["sliding_attention", "full_attention"] * count
   types = r.layer_types(count, default[:count])
-  cap = r.positive("attn_logit_softcapping", default=None)
-  return _sandwich(r, "gemma2", types, 4096, soft_cap=cap)
+  cap = lambda key, default: r.positive(key, default=r.unsaid(key, default))
+  return _sandwich(
+    r,
+    "gemma2",
+    types,
+    4096,
+    soft_cap=cap("attn_logit_softcapping", 50.0),
+    logit_cap=cap("final_logit_softcapping", 30.0),
+  )
 
 
 def _gemma3(r: Reader) -> TransformerConfig:
@@ -66,7 +73,8 @@ def _gemma3(r: Reader) -> TransformerConfig:
     ],
   )
   r.must_be("attn_logit_softcapping", None, default=None)
-  return _sandwich(r, "gemma3", types, 4096, norms=True)
+  cap = r.positive("final_logit_softcapping", default=None)
+  return _sandwich(r, "gemma3", types, 4096, logit_cap=cap, norms=True)
 
 
 def _sandwich(
@@ -75,12 +83,16 @@ def _sandwich(
   types: tuple[str, ...],
   window: int,
   *,
+  logit_cap: float | None,
   soft_cap: float | None = None,
   norms: bool = False,
 ) -> TransformerConfig:
   heads, _ = r.heads()
   h = r.head_dim(heads)
-  norm, feedforward = rms(r, 1.0), gated(r, act=_act(r))
+  act = r.act("hidden_activation", default="gelu_pytorch_tanh")
+  # An older name beside it, that does not count.
+  r.ignore("hidden_act")
+  norm, feedforward = rms(r, 1.0), gated(r, act=act)
   bias = r.flag("attention_bias", default=False)
   scale = r.positive("query_pre_attn_scalar", default=256.0) ** -0.5
   window = r.whole("sliding_window", default=window)
@@ -119,7 +131,7 @@ def _sandwich(
     [layer(t) for t in types],
     tied=True,
     embed_scale=math.sqrt(r.whole("hidden_size")),
-    logit_cap=r.positive("final_logit_softcapping", default=None),
+    logit_cap=logit_cap,
   )
 
 

@@ -68,6 +68,8 @@ def _oss(r: Reader) -> TransformerConfig:
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=True)
   experts = r.whole("num_local_experts", "num_experts")
+  # Without one transformers stretches the context by 32: it is to be said.
+  r.value("rope_parameters", "rope_scaling")
   full = Layer(
     attention=attention(
       r,

@@ -19,6 +19,7 @@ from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Plain
 from ringjax.nn.linear import Norm
+from ringjax.ops.rope import LongRope
 
 
 def _llama(r: Reader) -> TransformerConfig:
@@ -34,9 +35,9 @@ def _llama(r: Reader) -> TransformerConfig:
 
 def _mistral(r: Reader) -> TransformerConfig:
   heads, _ = r.heads()
-  mask = causal(r.whole("sliding_window", default=None))
+  window = r.whole("sliding_window", default=r.unsaid("sliding_window", 4096))
   layer = Layer(
-    attention=attention(r, r.rope(r.head_dim(heads)), mask=mask),
+    attention=attention(r, r.rope(r.head_dim(heads)), mask=causal(window)),
     feedforward=gated(r),
     norm=rms(r),
   )
@@ -46,7 +47,7 @@ def _mistral(r: Reader) -> TransformerConfig:
 def qwen_windows(r: Reader, count: int) -> list[int | None]:
   """Each layer's window: later layers slide, where windows are on."""
   on = r.flag("use_sliding_window", default=False)
-  window = r.whole("sliding_window", default=4096 if on else None)
+  window = r.whole("sliding_window", default=r.unsaid("sliding_window", 4096))
   first = r.whole("max_window_layers", default=28, least=0)
   default = [
     "sliding_attention" if on and i >= first else "full_attention"
@@ -97,8 +98,12 @@ def _phi3(r: Reader) -> TransformerConfig:
   r.only("lm_head_bias", False)
   r.only("full_attn_mod", 1)
   r.only("interpolate_factor", 1)
+  rope = r.rope(r.head_dim(heads))
+  if isinstance(rope.scaling, LongRope):
+    # transformers has 4096 in its place, also where the rotation says another.
+    r.whole("original_max_position_embeddings")
   layer = Layer(
-    attention=attention(r, r.rope(r.head_dim(heads)), mask=mask),
+    attention=attention(r, rope, mask=mask),
     feedforward=gated(r),
     norm=rms(r, default=1e-5),
   )
@@ -221,22 +226,22 @@ def _starcoder2_names(config: TransformerConfig) -> Names:
   )
 
 
-def _glm4(r: Reader) -> TransformerConfig:
+def _glm(r: Reader, name: str, post: bool) -> TransformerConfig:
   heads, _ = r.heads()
   layer = Layer(
     attention=attention(
       r,
       r.rope(r.head_dim(heads), partial=0.5, interleaved=True),
-      bias=r.flag("attention_bias", default=False),
+      bias=r.flag("attention_bias", default=True),
     ),
     feedforward=gated(r),
     norm=rms(r, default=1.5625e-07),
-    post=True,
+    post=post,
   )
-  return model(r, "glm4", [layer] * r.layers())
+  return model(r, name, [layer] * r.layers())
 
 
-def _glm4_names(config: TransformerConfig) -> Names:
+def _glm_names(config: TransformerConfig) -> Names:
   parts = {
     **LLAMA,
     "post_attention": "post_self_attn_layernorm",
@@ -245,7 +250,9 @@ def _glm4_names(config: TransformerConfig) -> Names:
   return Names(parts=parts, fused=_fused(config, qkv=False))
 
 
-def _olmo(r: Reader, name: str, window: bool) -> TransformerConfig:
+def _olmo(
+  r: Reader, name: str, window: bool, theta: float
+) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   h = r.head_dim(heads)
@@ -254,7 +261,7 @@ def _olmo(r: Reader, name: str, window: bool) -> TransformerConfig:
 
   def layer(kind: str) -> Layer:
     slides = kind == "sliding_attention"
-    rope = r.rope(h, kind=kind, theta=500000.0, plain=slides)
+    rope = r.rope(h, kind=kind, theta=theta, plain=slides)
     return Layer(
       attention=attention(
         r,
@@ -352,8 +359,9 @@ FAMILIES = (
   _family("smollm3", _smollm3),
   _family("granite", _granite),
   _family("starcoder2", _starcoder2, _starcoder2_names),
-  _family("glm4", _glm4, _glm4_names),
-  _family("olmo2", lambda r: _olmo(r, "olmo2", False), _olmo_names),
-  _family("olmo3", lambda r: _olmo(r, "olmo3", True), _olmo_names),
+  _family("glm", lambda r: _glm(r, "glm", post=False), _glm_names),
+  _family("glm4", lambda r: _glm(r, "glm4", post=True), _glm_names),
+  _family("olmo2", lambda r: _olmo(r, "olmo2", False, 10000.0), _olmo_names),
+  _family("olmo3", lambda r: _olmo(r, "olmo3", True, 500000.0), _olmo_names),
   _family("cohere2", _cohere2),
 )

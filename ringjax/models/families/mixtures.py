@@ -56,7 +56,7 @@ def _qwen3_moe(r: Reader) -> TransformerConfig:
   norm = rms(r)
   bias = r.flag("attention_bias", default=False)
   slides = r.flag("use_sliding_window", default=False)
-  window = r.whole("sliding_window", default=None)
+  window = r.whole("sliding_window", default=r.unsaid("sliding_window", 4096))
   r.ignore("max_window_layers")
   r.only("qkv_bias", False)
   r.only("use_qk_norm", True)

@@ -44,6 +44,7 @@ HARMLESS = frozenset(
     "eos_token_id",
     "finetuning_task",
     "for_llm_compressor",
+    "gradient_checkpointing",
     "hidden_dropout",
     "hidden_dropout_prob",
     "id2label",
@@ -51,7 +52,10 @@ HARMLESS = frozenset(
     "initializer_range",
     "is_composition",
     "is_decoder",
+    "is_llama_config",
     "label2id",
+    # Llama 1's limit, beside `max_position_embeddings`.
+    "max_sequence_length",
     "model_type",
     "num_nextn_predict_layers",
     "output_attentions",
@@ -74,6 +78,8 @@ HARMLESS = frozenset(
     "tokenizer_class",
     "torch_dtype",
     "torchscript",
+    # For programs in a browser.
+    "transformers.js_config",
     "transformers_version",
     "use_bfloat16",
     "use_cache",
@@ -111,11 +117,14 @@ HARMLESS = frozenset(
 # Keys that say nothing as long as they have this value, and the family does
 # not read them. With another one they would change the computation.
 HARMLESS_AS: dict[str, Any] = {
+  # Falcon 3's word for the gate that Llama has, beside `hidden_act`.
+  "activation": "swiglu",
   "add_cross_attention": False,
   "attention_bias": False,
   "is_encoder_decoder": False,
   "mlp_bias": False,
   "pruned_heads": {},
+  "rope_interleaved": False,
   "use_bidirectional_attention": False,
   "use_mrope": False,
   "use_qk_norm": False,
@@ -162,6 +171,10 @@ class Reader:
   def has(self, key: str) -> bool:
     """Whether the key is there and not null."""
     return self._config.get(key) is not None
+
+  def unsaid(self, key: str, default: Any) -> Any:
+    """A default for a key that is not there; null is a word, and means None."""
+    return None if key in self._config else default
 
   def value(self, *keys: str, default: Any = _MISSING) -> Any:
     """The first of these keys that is there and not null."""
@@ -349,9 +362,12 @@ class Reader:
     of an older file is not for this kind, whose base is `theta_key`.
     """
     top = self.value("rope_parameters", default=None)
-    theta = self.positive(
-      theta_key, "rotary_emb_base", "rope_theta", default=theta
-    )
+    bases = ("rotary_emb_base", "rope_theta")
+    if theta_key not in bases:
+      # A base of its own: that of other layers is not for these.
+      self.ignore(*bases)
+      bases = (theta_key,)
+    theta = self.positive(*bases, default=theta)
     old = self.value("rope_scaling", default=None)
     partial = self.positive(
       "partial_rotary_factor", "rotary_pct", default=partial
@@ -386,9 +402,13 @@ class Reader:
     )
 
   def _scaling(self, part: Reader, theta: float, dims: int) -> Unscaled:
-    most = self.whole("max_position_embeddings", default=2048)
-    own = self.whole("original_max_position_embeddings", default=None)
     kind = part.text("rope_type", "type", default="default")
+    # What a family would have it be is no number to stretch a context by.
+    stretched = kind not in ("default", "linear")
+    most = self.whole(
+      "max_position_embeddings", default=_MISSING if stretched else 2048
+    )
+    own = self.whole("original_max_position_embeddings", default=None)
     # "finetuned" was about a training.
     part.ignore("type", "finetuned")
     inner = part.whole("original_max_position_embeddings", default=most)
