@@ -27,6 +27,7 @@ import pathlib
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -65,8 +66,15 @@ _PACKERS = {"best_fit": BestFit, "cut": Cut}
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   config_flags.DEFINE_config_file(
-    "config", None, "File with the recipe.", flag_values=values
+    "config",
+    None,
+    "File with the recipe.",
+    flag_values=values,
+    # A config names what it changes; `recipe_of` refuses what nobody knows.
+    lock_config=False,
+    accept_new_attributes=True,
   )
+  _tell_overrides(values["config"])
   new = Definer(values)
   new.text("out", None, "Folder for all that is written.")
   new.text("init_from", None, "Hugging Face folder to begin with.")
@@ -378,6 +386,30 @@ def _tokens(made: recipe.Recipe, steps: int) -> int:
     total += taken * stage.batch * stage.length
     steps -= taken
   return total
+
+
+def _tell_overrides(flag: Any) -> None:
+  """Has an override that fits nowhere be an error of flags, and no crash."""
+  parse = flag.parse
+
+  def told(argument: Any) -> None:
+    try:
+      parse(argument)
+    except (LookupError, TypeError, AttributeError) as error:
+      where = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1][0])
+      if "ml_collections" not in where.parts:
+        # A fault in the file, whose place whoever wrote it wants to see.
+        raise
+      raise flags.IllegalFlagValueError(
+        message(
+          "--config",
+          f"an override that fits nowhere ({type(error).__name__}: {error})",
+          "entries that there are",
+          "correct it, or give the whole of it: --config.stages='({..},)'",
+        )
+      ) from None
+
+  flag.parse = told
 
 
 def default_config() -> ConfigDict:

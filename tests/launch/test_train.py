@@ -11,6 +11,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
 import ringjax as rj
 from launch import common, sources, train
@@ -209,6 +210,8 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
       "stretch: got no context",
     ),
     ("--config.rules={'embd': 'data'}", "rules: got embd"),
+    ("--config.rules.embd=data", "rules: got embd"),
+    ("--config.layuot=zigzag", "config: got layuot"),
     ("--config.optimizer={'rate': 'high'}", "rate"),
     ("--config.optimizer={'decay': 0.1}", "decay: got 0.1 with 'cosine'"),
     (
@@ -254,6 +257,45 @@ def test_memory_that_is_not_there(tmp_path, start):
     err,
   ), err
   assert "Traceback" not in err
+
+
+def overridden(path: str, *argv: str):
+  """What a config says under these flags."""
+  return common.parse("train", train.define, [f"--config={path}", *argv]).config
+
+
+def test_entries_that_a_config_leaves_out_can_be_set(small):
+  config = overridden(
+    small,
+    "--config.optimizer.schedule=wsd",
+    "--config.optimizer.decay=0.5",
+    "--config.optimizer.clip=None",
+    "--config.rules.embed=data",
+  )
+  made = train.recipe_of(config).optimizer
+  assert (made.schedule, made.decay, made.clip) == ("wsd", 0.5, None)
+  assert made.rate == 1e-2 and config.rules.embed == "data"
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    ("--config.optimiser.rate=1", "optimiser"),
+    ("--config.stages[7].steps=1", "out of range"),
+    ("--config.stages[0].accumulate=2", "accumulate"),
+    ("--config.stages.steps=1", "indices"),
+  ],
+)
+def test_overrides_that_fit_nowhere(small, argv, words):
+  with pytest.raises(flags.Error, match=words):
+    overridden(small, argv)
+
+
+def test_what_is_wrong_in_a_config_is_shown_where_it_is(tmp_path):
+  path = tmp_path / "wrong.py"
+  path.write_text("def get_config():\n  return {}['no such']\n")
+  with pytest.raises(KeyError, match="no such"):
+    overridden(str(path))
 
 
 ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
