@@ -50,7 +50,7 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import Stretch
+from ringjax.train.extend import Stretch, extended
 from ringjax.train.habits import Lookup
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
@@ -181,6 +181,10 @@ class _Work:
         )
       elif model is None:
         model = self._model(config, folder, mesh, rules)
+      # The model's own arrays are soon given away.
+      form = jax.eval_shape(lambda model: model, model)
+      for line in _too_long(made, form):
+        screen.say(line)
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
       data = [
@@ -198,8 +202,6 @@ class _Work:
         self._log = _appended(out / "log.jsonl")
         if values.tensorboard:
           self._board = _writer()(str(out / "tensorboard"))
-      # The model's own arrays are soon given away.
-      form = jax.eval_shape(lambda model: model, model)
       screen.say(
         f"{form.config.family}, {_count(form):,} parameters, "
         f"{mesh.devices.size} x {jax.devices()[0].device_kind}, "
@@ -594,6 +596,22 @@ def _asked(config: ConfigDict, folder: str | None) -> dict[str, Any]:
   if folder:
     said["init_from"] = str(pathlib.Path(folder).absolute())
   return said
+
+
+def _too_long(made: recipe.Recipe, form: Transformer) -> list[str]:
+  """Stages that read further than the model's own config will say."""
+  found = []
+  for number, stage in enumerate(made.stages):
+    if stage.stretch is not None:
+      form = extended(form, stage.stretch)
+    made_for = form.config.longest
+    if made_for is not None and stage.length > made_for:
+      found.append(
+        f"note: stage {number} has rows of {stage.length:,} tokens, and the "
+        f"model is for {made_for:,}, which is what will be written of it; for "
+        f"more give the stage 'stretch': {{'context': {stage.length}}}"
+      )
+  return found
 
 
 def _farewell(step: int, kept: Sequence[int]) -> str:

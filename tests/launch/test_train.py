@@ -368,6 +368,15 @@ def test_a_log_goes_on_without_the_line_that_was_cut_off(tmp_path):
     assert log.read_text() == after + "next\n"
 
 
+def test_rows_beyond_the_context_are_told(small):
+  config = overridden(small)
+  form = checkpoint.abstract(json.loads(config.model.to_json()))
+  assert train._too_long(train.recipe_of(config), form) == []
+  longer = overridden(small, "--config.stages[0].length=192")
+  (note,) = train._too_long(train.recipe_of(longer), form)
+  assert "stage 0 has rows of 192 tokens" in note and "is for 160" in note
+
+
 def test_what_is_said_where_nothing_could_be_saved():
   assert train._farewell(5, [3, 5]).endswith("step 5, which is saved")
   assert train._farewell(5, [2, 3]).endswith("finite; step 3 is saved")
