@@ -60,6 +60,19 @@ _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
 STARTS = {"lookup": Lookup}
+# Entries of a config.json that change nothing but training.
+_NOT_APPLIED = (
+  "attention_dropout",
+  "attention_probs_dropout_prob",
+  "embd_pdrop",
+  "embedding_dropout",
+  "hidden_dropout",
+  "hidden_dropout_prob",
+  "resid_pdrop",
+  "residual_dropout",
+  "router_aux_loss_coef",
+  "router_jitter_noise",
+)
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
@@ -183,7 +196,7 @@ class _Work:
         model = self._model(config, folder, mesh, rules)
       # The model's own arrays are soon given away.
       form = jax.eval_shape(lambda model: model, model)
-      for line in _too_long(made, form):
+      for line in (*_too_long(made, form), *_left_out(form)):
         screen.say(line)
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
@@ -612,6 +625,13 @@ def _too_long(made: recipe.Recipe, form: Transformer) -> list[str]:
         f"more give the stage 'stretch': {{'context': {stage.length}}}"
       )
   return found
+
+
+def _left_out(form: Transformer) -> list[str]:
+  """What a model's config says of training alone, and is not done here."""
+  config = json.loads(form.source)
+  said = [f"{name} {config[name]}" for name in _NOT_APPLIED if config.get(name)]
+  return [f"note: not applied: {', '.join(said)}"] if said else []
 
 
 def _farewell(step: int, kept: Sequence[int]) -> str:

@@ -377,6 +377,14 @@ def test_rows_beyond_the_context_are_told(small):
   assert "stage 0 has rows of 192 tokens" in note and "is for 160" in note
 
 
+def test_what_a_config_asks_of_a_training_is_not_passed_over(small):
+  config = json.loads(overridden(small).model.to_json())
+  said = lambda **more: train._left_out(checkpoint.abstract(config | more))
+  assert said() == said(attention_dropout=0.0) == []
+  (note,) = said(attention_dropout=0.1, hidden_dropout=0.0)
+  assert note == "note: not applied: attention_dropout 0.1"
+
+
 def test_what_is_said_where_nothing_could_be_saved():
   assert train._farewell(5, [3, 5]).endswith("step 5, which is saved")
   assert train._farewell(5, [2, 3]).endswith("finite; step 3 is saved")
