@@ -188,6 +188,8 @@ class _Work:
           config=_identity(config, base, tokenizer, model),
         )
       )
+      # Before the log is written to: another run may be at work here.
+      saved.claim()
       if model is None and saved.holds():
         model = rj.models.abstract(
           base or _shape(config), dtype="float32", mesh=mesh, rules=rules

@@ -21,6 +21,7 @@ from ringjax.models import checkpoint
 from ringjax.nn.spread import Travel
 from ringjax.train import recipe, step
 from ringjax.train.batch import Batch
+from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import stretched
 from tests.launch.conftest import PATIENCE_S, ROOT
 
@@ -312,6 +313,20 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
   assert "config" in err and "Traceback" not in err
   # What the run that is there was asked for is still known.
   assert (out / "config.json").read_text() == asked
+
+
+def test_a_second_run_in_a_folder_is_refused_at_once(
+  small, tmp_path, monkeypatch
+):
+  monkeypatch.setattr("ringjax.train.checkpoint.PATIENCE_S", 0.05)
+  out = tmp_path / "out"
+  with Checkpoints(out / "checkpoints") as other:
+    other.claim()
+    status, _, err = run("--mesh=seq:2", f"--config={small}", f"--out={out}")
+  assert status == 2
+  assert "nobody else writes" in err and "Traceback" not in err
+  # What belongs to the other one is as it was.
+  assert not (out / "log.jsonl").exists()
 
 
 def seen(values: dict, **more) -> dict:
