@@ -48,6 +48,7 @@ from ringjax.data.packing import BestFit, Cut
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
+from ringjax.parallel import chips
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import Stretch, extended
@@ -59,6 +60,8 @@ NAME = "train"
 _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
+# Rows of a matrix by whose product an accelerator is measured.
+_LARGE = 8192
 STARTS = {"lookup": Lookup}
 # Entries of a config.json that change nothing but training.
 _NOT_APPLIED = (
@@ -92,7 +95,11 @@ def define(values: flags.FlagValues) -> None:
   new.text("out", None, "Folder for all that is written.")
   new.text("init_from", None, "Hugging Face folder to begin with.")
   new.number(
-    "peak", None, "FLOP/s of a device, for the utilisation; default: measured."
+    "peak",
+    None,
+    "FLOP/s of a device, for the utilisation; default: as stated of an "
+    "accelerator that is known, else measured.",
+    1.0,
   )
   new.text("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
   new.boolean(
@@ -715,15 +722,21 @@ def _writer() -> Any:
 
 
 def _peak(dtype: str, mesh: Any) -> float:
-  """FLOP/s of a device's own matrix product, measured."""
-  product = timing.gemm(dtype)
+  """FLOP/s of a device: as stated, else of a matrix product, measured."""
+  device = mesh.devices.flat[0]
+  name = chips.known(device.device_kind)
+  if device.platform != "cpu" and name is not None:
+    return chips.CHIPS[name].rate(dtype)
+  # A small product is over before an accelerator is asked for the next one.
+  size = timing.GEMM_SIZE if device.platform == "cpu" else _LARGE
+  product = timing.gemm(dtype, size)
   times = []
   for _ in range(5):
     start = time.perf_counter()
     product()
     times.append(time.perf_counter() - start)
-  rate = timing.GEMM_FLOPS / statistics.median(times)
-  if jax.default_backend() != "cpu":
+  rate = timing.gemm_flops(size) / statistics.median(times)
+  if device.platform != "cpu":
     return rate
   # The devices of a CPU share its cores.
   here = [

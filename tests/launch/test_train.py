@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import signal
+import types
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from absl import flags
 
 import ringjax as rj
 from launch import common, sources, train
+from ringjax.bench import timing
 from ringjax.data import corpus
 from ringjax.data.bytelevel import Bytes
 from ringjax.models import checkpoint
@@ -398,6 +400,33 @@ def test_what_a_config_asks_of_a_training_is_not_passed_over(small):
   assert said() == said(attention_dropout=0.0) == []
   (note,) = said(attention_dropout=0.1, hidden_dropout=0.0)
   assert note == "note: not applied: attention_dropout 0.1"
+
+
+def test_utilisation_is_of_what_is_stated_of_an_accelerator(monkeypatch):
+  measured = []
+
+  def gemm(dtype, size):
+    measured.append(size)
+    return lambda: None
+
+  monkeypatch.setattr(timing, "gemm", gemm)
+  one = lambda kind, platform: types.SimpleNamespace(
+    devices=np.array(
+      [
+        types.SimpleNamespace(
+          device_kind=kind, platform=platform, process_index=0
+        )
+      ]
+    )
+  )
+  of = train._peak
+  assert of("bfloat16", one("NVIDIA H200", "gpu")) == 989e12
+  assert of("bfloat16", one("TPU v5p", "tpu")) == 459e12
+  assert not measured
+  # What nobody has stated is measured, by a product that takes its time.
+  assert of("bfloat16", one("NVIDIA L4", "gpu")) > 0
+  assert of("float32", one("cpu", "cpu")) > 0
+  assert measured == [8192, 2048]
 
 
 def test_what_is_said_where_nothing_could_be_saved():
