@@ -24,7 +24,6 @@ import io
 import json
 import math
 import pathlib
-import statistics
 import sys
 import time
 import traceback
@@ -48,7 +47,6 @@ from ringjax.data.packing import BestFit, Cut
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
-from ringjax.parallel import chips
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import Stretch, extended
@@ -60,8 +58,6 @@ NAME = "train"
 _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
-# Rows of a matrix by whose product an accelerator is measured.
-_LARGE = 8192
 STARTS = {"lookup": Lookup}
 # Entries of a config.json that change nothing but training.
 _NOT_APPLIED = (
@@ -722,20 +718,9 @@ def _writer() -> Any:
 
 
 def _peak(dtype: str, mesh: Any) -> float:
-  """FLOP/s of a device: as stated, else of a matrix product, measured."""
+  """FLOP/s of a device of a mesh."""
   device = mesh.devices.flat[0]
-  name = chips.known(device.device_kind)
-  if device.platform != "cpu" and name is not None:
-    return chips.CHIPS[name].rate(dtype)
-  # A small product is over before an accelerator is asked for the next one.
-  size = timing.GEMM_SIZE if device.platform == "cpu" else _LARGE
-  product = timing.gemm(dtype, size)
-  times = []
-  for _ in range(5):
-    start = time.perf_counter()
-    product()
-    times.append(time.perf_counter() - start)
-  rate = timing.gemm_flops(size) / statistics.median(times)
+  rate = timing.peak(dtype, device)
   if device.platform != "cpu":
     return rate
   # The devices of a CPU share its cores.
