@@ -59,7 +59,17 @@ class Curve:
 
 
 # What reads a text without a cache, and so in one piece.
-WHOLE = ("blockwise", "dense", "ring", "striped", "zigzag", "gather", "ulysses")
+WHOLE = (
+  "blockwise",
+  "dense",
+  "ring",
+  "striped",
+  "zigzag",
+  "gather",
+  "ulysses",
+  "bidirectional",
+  "hybrid",
+)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

@@ -175,7 +175,9 @@ def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
   assert found.mean == pytest.approx(each.mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "ring", "chunked"])
+@pytest.mark.parametrize(
+  "prefill", ["auto", "ring", "bidirectional", "hybrid", "chunked"]
+)
 def test_a_sharded_text_gives_the_same(prefill):
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
   model = made(1)
