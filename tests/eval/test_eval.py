@@ -238,6 +238,14 @@ def test_nothing_is_read_when_it_cannot_be(wrong, words, monkeypatch):
     reader(model, texts(2, 52), **(dict(length=48, rows=2) | wrong))
 
 
+@pytest.mark.parametrize("loss", [850.0, math.inf, math.nan])
+def test_a_model_that_is_far_off_is_told_too(loss):
+  curve = Curve(length=2, rows=1, ends=(1, 2), nll=(1.0, loss), mean=loss)
+  said = json.loads(json.dumps(curve.record(), allow_nan=False))
+  assert said["perplexity"] is None and said["nll"][0] == 1.0
+  assert said["mean"] == (loss if math.isfinite(loss) else None)
+
+
 def test_too_few_texts():
   model = made(1)
   with pytest.raises(PromptError, match="1 of more than 48 tokens; wanted 2"):
