@@ -16,7 +16,9 @@
       transformers and safetensors, in about a minute.
   python -m launch.bench train --quick
       A step of training: time and memory against plain attention with all
-      logits and against `ringattention`.
+      logits and against `ringattention`. On an accelerator, what part of its
+      peak a step reaches: --parts=utilisation --preset=llama-3.2-1b
+      --tokens=32768,131072 --devices=1
   python -m launch.bench strategies --json=ways.json --plot=ways.png
       Every way to move attention across devices: times, hops, bytes, scores,
       beside the times that `strategy="auto"` predicts.

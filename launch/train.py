@@ -24,9 +24,9 @@ import io
 import json
 import math
 import pathlib
-import statistics
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -49,7 +49,7 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import Stretch
+from ringjax.train.extend import Stretch, extended
 from ringjax.train.habits import Lookup
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
@@ -59,19 +59,43 @@ _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
 STARTS = {"lookup": Lookup}
+# Entries of a config.json that change nothing but training.
+_NOT_APPLIED = (
+  "attention_dropout",
+  "attention_probs_dropout_prob",
+  "embd_pdrop",
+  "embedding_dropout",
+  "hidden_dropout",
+  "hidden_dropout_prob",
+  "resid_pdrop",
+  "residual_dropout",
+  "router_aux_loss_coef",
+  "router_jitter_noise",
+)
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
   config_flags.DEFINE_config_file(
-    "config", None, "File with the recipe.", flag_values=values
+    "config",
+    None,
+    "File with the recipe.",
+    flag_values=values,
+    # A config names what it changes; `recipe_of` refuses what nobody knows.
+    lock_config=False,
+    accept_new_attributes=True,
   )
+  _tell_overrides(values["config"])
   new = Definer(values)
   new.text("out", None, "Folder for all that is written.")
   new.text("init_from", None, "Hugging Face folder to begin with.")
   new.number(
-    "peak", None, "FLOP/s of a device, for the utilisation; default: measured."
+    "peak",
+    None,
+    "FLOP/s of a device, for the utilisation; default: as stated of an "
+    "accelerator that is known, else measured.",
+    1.0,
   )
   new.text("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
   new.boolean(
@@ -167,12 +191,18 @@ class _Work:
           config=_identity(config, base, tokenizer, model),
         )
       )
+      # Before the log is written to: another run may be at work here.
+      saved.claim()
       if model is None and saved.holds():
         model = rj.models.abstract(
           base or _shape(config), dtype="float32", mesh=mesh, rules=rules
         )
       elif model is None:
         model = self._model(config, folder, mesh, rules)
+      # The model's own arrays are soon given away.
+      form = jax.eval_shape(lambda model: model, model)
+      for line in (*_too_long(made, form), *_left_out(form)):
+        screen.say(line)
       self._peak = values.peak or _peak(config.dtype, mesh)
       self._begin("reading the data")
       data = [
@@ -190,8 +220,6 @@ class _Work:
         self._log = _appended(out / "log.jsonl")
         if values.tensorboard:
           self._board = _writer()(str(out / "tensorboard"))
-      # The model's own arrays are soon given away.
-      form = jax.eval_shape(lambda model: model, model)
       screen.say(
         f"{form.config.family}, {_count(form):,} parameters, "
         f"{mesh.devices.size} x {jax.devices()[0].device_kind}, "
@@ -381,6 +409,30 @@ def _tokens(made: recipe.Recipe, steps: int) -> int:
   return total
 
 
+def _tell_overrides(flag: Any) -> None:
+  """Has an override that fits nowhere be an error of flags, and no crash."""
+  parse = flag.parse
+
+  def told(argument: Any) -> None:
+    try:
+      parse(argument)
+    except (LookupError, TypeError, AttributeError) as error:
+      where = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1][0])
+      if "ml_collections" not in where.parts:
+        # A fault in the file, whose place whoever wrote it wants to see.
+        raise
+      raise flags.IllegalFlagValueError(
+        message(
+          "--config",
+          f"an override that fits nowhere ({type(error).__name__}: {error})",
+          "entries that there are",
+          "correct it, or give the whole of it: --config.stages='({..},)'",
+        )
+      ) from None
+
+  flag.parse = told
+
+
 def default_config() -> ConfigDict:
   """All entries of a config, as they are where nothing is said."""
   return ConfigDict(
@@ -566,6 +618,29 @@ def _asked(config: ConfigDict, folder: str | None) -> dict[str, Any]:
   return said
 
 
+def _too_long(made: recipe.Recipe, form: Transformer) -> list[str]:
+  """Stages that read further than the model's own config will say."""
+  found = []
+  for number, stage in enumerate(made.stages):
+    if stage.stretch is not None:
+      form = extended(form, stage.stretch)
+    made_for = form.config.longest
+    if made_for is not None and stage.length > made_for:
+      found.append(
+        f"note: stage {number} has rows of {stage.length:,} tokens, and the "
+        f"model is for {made_for:,}, which is what will be written of it; for "
+        f"more give the stage 'stretch': {{'context': {stage.length}}}"
+      )
+  return found
+
+
+def _left_out(form: Transformer) -> list[str]:
+  """What a model's config says of training alone, and is not done here."""
+  config = json.loads(form.source)
+  said = [f"{name} {config[name]}" for name in _NOT_APPLIED if config.get(name)]
+  return [f"note: not applied: {', '.join(said)}"] if said else []
+
+
 def _farewell(step: int, kept: Sequence[int]) -> str:
   if kept and kept[-1] == step:
     return f"stopped behind step {step}, which is saved"
@@ -645,15 +720,10 @@ def _writer() -> Any:
 
 
 def _peak(dtype: str, mesh: Any) -> float:
-  """FLOP/s of a device's own matrix product, measured."""
-  product = timing.gemm(dtype)
-  times = []
-  for _ in range(5):
-    start = time.perf_counter()
-    product()
-    times.append(time.perf_counter() - start)
-  rate = timing.GEMM_FLOPS / statistics.median(times)
-  if jax.default_backend() != "cpu":
+  """FLOP/s of a device of a mesh."""
+  device = mesh.devices.flat[0]
+  rate = timing.peak(dtype, device)
+  if device.platform != "cpu":
     return rate
   # The devices of a CPU share its cores.
   here = [

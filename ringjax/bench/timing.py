@@ -27,10 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.errors import OptionError, message
+from ringjax.parallel import chips
 
 GEMM_SIZE = 2048
 # One product is so short that a busy machine makes its time a lottery.
 _PRODUCTS = 4
+# Rows of a matrix by whose product an accelerator is measured.
+_LARGE = 8192
 GEMM_FLOPS = _PRODUCTS * 2 * GEMM_SIZE**3
 
 
@@ -146,6 +149,20 @@ def gemm(dtype: str, size: int = GEMM_SIZE) -> Callable[[], Any]:
       jax.block_until_ready(f(a, b))
 
   return run
+
+
+def peak(dtype: str, device: Any) -> float:
+  """FLOP/s of a device: as stated of it, else of a matrix product, measured.
+
+  What is measured of a CPU is of all its cores, which its devices share.
+  """
+  name = chips.known(device.device_kind)
+  if device.platform != "cpu" and name is not None:
+    return chips.CHIPS[name].rate(dtype)
+  # A small product is over before an accelerator is asked for the next one.
+  size = GEMM_SIZE if device.platform == "cpu" else _LARGE
+  runs = {"product": gemm(dtype, size)}
+  return gemm_flops(size) / (interleave(runs, 5)["product"].median_s or 1.0)
 
 
 class Progress:

@@ -17,6 +17,10 @@ and moments are sharded, each over the devices that share the row.
 Law: all have the same weights and rows, and whose loss or gradients are off is
 not timed. Memory is what the compiler reserves for a step: temporaries,
 arguments and results, on all its devices together; no step is run for it.
+Utilisation is the FLOPs of the model alone, forward and backward, in a bfloat16
+computation over float32 parameters, as a part of the devices' peak: of what is
+stated of an accelerator, or of a measured product. It is for accelerators, and
+for our contestants, which are compared with others in float32.
 """
 
 from __future__ import annotations
@@ -50,9 +54,11 @@ CONTESTANTS = (
   "ringattention_one",
 )
 OURS = ("ringjax", "ringjax_least", "striped")
-PARTS = ("step", "memory", "scaling")
+PARTS = ("step", "memory", "scaling", "utilisation")
 _SHARDED = ("striped", "ringattention")
 TOLERANCE = {"float32": 2e-4}
+# Of the computation where the part of the peak is what is asked for.
+_FAST = "bfloat16"
 _B1 = 0.9
 
 
@@ -72,7 +78,7 @@ class Settings:
     local: tokens of a shard where the number of shards grows.
   """
 
-  parts: tuple[str, ...] = PARTS
+  parts: tuple[str, ...] = PARTS[:3]
   preset: Any = "llama-100m"
   tokens: tuple[int, ...] = (1024, 4096)
   contestants: tuple[str, ...] = CONTESTANTS
@@ -182,12 +188,14 @@ def _in_linen(f: Any, use: Any) -> Any:
   return Outer().apply({})
 
 
-def _loss(name: str, spread: Any, model: Any, batch: Any) -> Any:
+def _loss(
+  name: str, spread: Any, model: Any, batch: Any, dtype: Any = None
+) -> Any:
   from ringjax.train.objective import sums
 
   one = jax.tree.map(lambda x: x[0], batch)
   if not name.startswith("plain"):
-    found = sums(model, one, spread)
+    found = sums(model, one, spread, dtype=dtype)
     return found.loss / found.weight
   logits = model(one.tokens, attend=spread)
   lse = jax.nn.logsumexp(logits, -1)
@@ -202,14 +210,13 @@ def _optimizer() -> Any:
   return optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
 
 
-def _program(name: str, spread: Any, shardings: Any) -> Any:
+def _program(name: str, spread: Any, shardings: Any, dtype: Any = None) -> Any:
   """(parameters, moments, loss) of parameters, moments and a batch."""
   import optax
 
   def step(params: Any, moments: Any, batch: Any) -> Any:
-    loss, grads = jax.value_and_grad(functools.partial(_loss, name, spread))(
-      params, batch
-    )
+    loss = functools.partial(_loss, name, spread, batch=batch, dtype=dtype)
+    loss, grads = jax.value_and_grad(loss)(params)
     # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = _optimizer().update(grads, moments, params)
@@ -241,7 +248,9 @@ def _shardings(params: Any, spread: Any) -> Any:
   return state.params, state.optimizer, NamedSharding(spread.mesh, P())
 
 
-def _ready(name: str, model: Any, tokens: int, devices: int) -> contest.Made:
+def _ready(
+  name: str, model: Any, tokens: int, devices: int, dtype: Any = None
+) -> contest.Made:
   """A contestant's step, and what came out of the first one."""
   from ringjax.train import step
 
@@ -250,7 +259,7 @@ def _ready(name: str, model: Any, tokens: int, devices: int) -> contest.Made:
   state = step.start(_optimizer(), params, spread.mesh)
   held = [state.params, state.optimizer]
   batch = _rows(tokens, model.config.vocab, spread)
-  program = _program(name, spread, _shardings(params, spread))
+  program = _program(name, spread, _shardings(params, spread), dtype)
 
   def work() -> Any:
     *held[:], loss = jax.block_until_ready(program(*held, batch))
@@ -348,7 +357,12 @@ def run(
     append=append,
   )
   stream = sys.stderr if stream is None else stream
-  does = {"step": _steps, "memory": _memory, "scaling": _scaling}
+  does = {
+    "step": _steps,
+    "memory": _memory,
+    "scaling": _scaling,
+    "utilisation": _utilisation,
+  }
   for part in PARTS:
     if part in settings.parts:
       for row in does[part](settings, stream):
@@ -484,6 +498,41 @@ def _scaling(settings: Settings, stream: Any) -> Any:
     shards *= 2
 
 
+def _utilisation(settings: Settings, stream: Any) -> Any:
+  """Part of the peak that our steps reach; one row a length and contestant."""
+  from ringjax.models import checkpoint
+  from ringjax.train import recipe
+
+  model = jax.block_until_ready(checkpoint.create(settings.preset, seed=0))
+  device = jax.devices()[0]
+  peak = timing.peak(_FAST, device)
+  for tokens in settings.tokens:
+    work = recipe.flops(model, tokens) * tokens
+    for name in (x for x in settings.contestants if x in OURS):
+      print(f"utilisation: {name}, {tokens} tokens", file=stream, flush=True)
+      devices = settings.devices if name in _SHARDED else 1
+      try:
+        step, _ = _ready(name, model, tokens, settings.devices, _FAST)
+        runs = {name: step}
+        one = timing.interleave(runs, settings.rounds, warmup=0)[name]
+      except Exception as error:
+        one = timing.Timing(reason=timing.reason(error))
+      # The devices of a CPU share its cores.
+      whole = peak * (1 if device.platform == "cpu" else devices)
+      yield {
+        "part": "utilisation",
+        "name": name,
+        "tokens": tokens,
+        "devices": devices,
+        "dtype": _FAST,
+        "peak_flops": whole,
+        "step_flops": work,
+        "utilisation": None
+        if one.reason or one.median_s is None
+        else work / one.median_s / whole,
+      } | _result(one, None)
+
+
 # ---------------------------------------------------------------------------
 # Words
 # ---------------------------------------------------------------------------
@@ -516,6 +565,14 @@ def _words(row: Row) -> list[str]:
   if not text:
     rate = row["tokens"] / row["median_s"]
     text = f"{row['median_s']:.3f} s a step, {rate:,.0f} tokens/s"
+  if row["part"] == "utilisation":
+    if row["utilisation"] is not None:
+      text += (
+        f", {100 * row['utilisation']:.1f} % of "
+        f"{row['peak_flops'] / 1e12:,.1f} TFLOP/s"
+      )
+    where = f"{row['name']}, {row['devices']} devices"
+    return [f"utilisation, {where}, {row['tokens']:,} tokens: {text}"]
   if row["bytes_each"] is not None:
     text = f"{row['bytes_each'] / 2**20:,.0f} MiB each; {text}"
   return [
@@ -536,6 +593,9 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
       found["longest"][row["name"]] = row["longest"]
       if row.get("capped"):
         found["capped"].append(row["name"])
+    if row["part"] == "utilisation" and row["utilisation"] is not None:
+      mine = found.setdefault("utilisation", {}).setdefault(row["name"], {})
+      mine[str(row["tokens"])] = row["utilisation"]
   return found
 
 

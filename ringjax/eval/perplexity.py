@@ -52,14 +52,33 @@ class Curve:
   @property
   def perplexity(self) -> float:
     """Over all positions."""
-    return math.exp(self.mean)
+    try:
+      return math.exp(self.mean)
+    except OverflowError:
+      return math.inf
 
   def record(self) -> dict[str, Any]:
-    return {**dataclasses.asdict(self), "perplexity": self.perplexity}
+    """As JSON has it, which has no word for what is not finite."""
+    known = lambda x: x if math.isfinite(x) else None
+    return dataclasses.asdict(self) | {
+      "nll": tuple(map(known, self.nll)),
+      "mean": known(self.mean),
+      "perplexity": known(self.perplexity),
+    }
 
 
 # What reads a text without a cache, and so in one piece.
-WHOLE = ("blockwise", "dense", "ring", "striped", "zigzag", "gather", "ulysses")
+WHOLE = (
+  "blockwise",
+  "dense",
+  "ring",
+  "striped",
+  "zigzag",
+  "gather",
+  "ulysses",
+  "bidirectional",
+  "hybrid",
+)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

@@ -87,14 +87,17 @@ def mix(
       part = jnp.where(real[:, None], x[safe // chosen], 0)
       if scale_input:
         part = part * flat_weights[safe][:, None].astype(x.dtype)
-      return jax.checkpoint(f)(expert, part)
+      return f(expert, part)
 
     def skip(_: None) -> jax.Array:
       return collectives.zeros((size, x.shape[1]), x.dtype, x)
 
     return None, lax.cond(expert < count, run, skip, None)
 
-  _, done = lax.scan(body, None, (expert_of, row_of.reshape(blocks, size)))
+  # Around all of the step: what a branch of `cond` keeps for its backward pass
+  # comes out of it, all experts' weights too, and would be kept for each block.
+  step = jax.checkpoint(body, prevent_cse=False)
+  _, done = lax.scan(step, None, (expert_of, row_of.reshape(blocks, size)))
   done = done.reshape(blocks * size, -1)[slot_of]
   done = done.reshape(tokens, chosen, -1).astype(jnp.float32)
   if not scale_input:

@@ -72,7 +72,7 @@ class Checkpoints:
 
   Every process of `jax.distributed` makes one and calls `save`, `restore` and
   `close` at the same point; process 0 commits, sweeps and deletes. From its
-  first `save` until `close`, others on the same root can only read.
+  first `save` or `claim` until `close`, others on the same root can only read.
 
   Attributes:
     root: the folder.
@@ -140,6 +140,32 @@ class Checkpoints:
   # -------------------------------------------------------------------------
   # Saving
   # -------------------------------------------------------------------------
+
+  def claim(self) -> None:
+    """Keeps others from writing to the root, from now on until `close`.
+
+    A training that calls this learns at its start, and not at its first save,
+    that another one is at work there.
+
+    Raises:
+      CheckpointWriteError: it is, or nothing can be written.
+    """
+    try:
+      self._together.all(
+        self._own if self._together.rank == 0 else lambda: None
+      )
+    except Exception as error:
+      why = str(getattr(error, "strerror", None) or error)
+      file = getattr(error, "filename", None)
+      raise CheckpointWriteError(
+        message(
+          "root",
+          f"{self.root[-80:]} ({why[:100]})",
+          "a folder to which nobody else writes",
+          "wait until the other one ends, or choose another",
+        ),
+        file,
+      ) from error
 
   def save(
     self, step: int, tree: Any, extra: Mapping[str, Any] | None = None

@@ -1,7 +1,8 @@
 """A longer context for a trained model: its rotations are stretched.
 
 Law: all weights stay; only what turns the queries and keys of the layers that
-see everything changes. Layers with a window keep theirs.
+see everything changes. Layers with a window keep theirs where the file tells
+them apart; where it has one rotation for all, as Gemma 2's, all have it.
 
   theta   another base, as given
   ntk     the base grows by s^(d / (d - 2)) for s times the context, so that the
@@ -114,6 +115,16 @@ def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
   # What folded the distances of the old context does not bound the new one.
   config.pop("dual_chunk_attention_config", None)
   after, _ = read_config(config)
+  if stretch.method is None and _scalings(after) != _scalings(before):
+    raise ConfigError(
+      message(
+        "context",
+        f"{stretch.context} for a model whose scaling follows from that "
+        f"number ({_scalings(before)[0][:40]}...)",
+        f"{before.max_positions}, as it is",
+        "pass method='theta', with the base that it has or another",
+      )
+    )
   if stretch.method is not None and _rope(after) == _rope(before):
     raise ConfigError(
       message(
@@ -152,7 +163,7 @@ def _rope(config: TransformerConfig) -> Rope:
   """The rotation of the layers that see most."""
   full = [a for a in (x.attention for x in config.layers) if a.reach is None]
   ropes = {r for a in full for r in a.ropes}
-  if not ropes:
+  if not full:
     ropes = {r for x in config.layers for r in x.attention.ropes}
   if len(ropes) != 1:
     raise ConfigError(
@@ -164,6 +175,11 @@ def _rope(config: TransformerConfig) -> Rope:
       )
     )
   return ropes.pop()
+
+
+def _scalings(config: TransformerConfig) -> list[str]:
+  """How the rotations are scaled."""
+  return [str(rope.scaling) for rope in config.ropes]
 
 
 def _entry(config: dict[str, Any]) -> tuple[dict[str, Any], str]:

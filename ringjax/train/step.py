@@ -113,12 +113,25 @@ def shardings(
   made = jax.eval_shape(optimizer.init, params)
   moments = optax.tree.map_params(
     optimizer.init,
-    lambda _, sharding: sharding,
+    _beside,
     made,
-    mine,
+    params,
     transform_non_params=lambda _: everywhere,
   )
   return State(everywhere, mine, moments, everywhere)
+
+
+def _beside(moment: Any, param: Any) -> Any:
+  """Where a moment lies: as its parameter, or as what is left of its axes."""
+  sharding = param.sharding
+  if moment.shape == param.shape:
+    return sharding
+  spec = [*sharding.spec, *[None] * (param.ndim - len(sharding.spec))]
+  for axis in range(param.ndim):
+    # Adafactor has a number for each row and each column of a matrix.
+    if moment.shape == param.shape[:axis] + param.shape[axis + 1 :]:
+      return NamedSharding(sharding.mesh, P(*spec[:axis], *spec[axis + 1 :]))
+  return NamedSharding(sharding.mesh, P())
 
 
 def form(

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.bench import train
+from ringjax.bench import timing, train
 from ringjax.errors import OptionError
 from ringjax.models import checkpoint
+from ringjax.train import recipe
 from tests.train.test_step import CONFIG
 
 SMALL = CONFIG | {"vocab_size": 512}
@@ -193,6 +194,43 @@ def test_what_was_not_looked_at_is_said(ours, theirs, words, monkeypatch):
     lambda name, tokens: each[name] * tokens,
   )
   assert lines[-1] == f"longest row, ours over plain: {words}"
+
+
+def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch):
+  """Of the work that the model asks for, in the dtype that is fast."""
+  monkeypatch.setattr(timing, "peak", lambda dtype, device: 1e12)
+  dtypes = []
+  inner = train._ready
+
+  def ready(name, model, tokens, devices, dtype):
+    dtypes.append(dtype)
+    if name == "striped":
+      raise RuntimeError("no more")
+    return inner(name, model, tokens, devices, dtype)
+
+  monkeypatch.setattr(train, "_ready", ready)
+  lines: list[str] = []
+  found = train.run(
+    train.Settings(
+      parts=("utilisation",),
+      preset=SMALL,
+      tokens=(32,),
+      contestants=("plain", "ringjax", "striped"),
+      devices=2,
+      rounds=1,
+    ),
+    say=lines.append,
+  )
+  assert dtypes == ["bfloat16"] * 2
+  one, other = found["rows"]
+  work = recipe.flops(checkpoint.abstract(SMALL), 32) * 32
+  assert one["step_flops"] == pytest.approx(work)
+  assert one["utilisation"] == pytest.approx(work / one["median_s"] / 1e12)
+  assert other["utilisation"] is None and "no more" in other["reason"]
+  assert found["summary"]["utilisation"] == {
+    "ringjax": {"32": one["utilisation"]}
+  }
+  assert "% of 1.0 TFLOP/s" in lines[0] and "no more" in lines[1]
 
 
 def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch):

@@ -175,7 +175,9 @@ def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
   assert found.mean == pytest.approx(each.mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "ring", "chunked"])
+@pytest.mark.parametrize(
+  "prefill", ["auto", "ring", "bidirectional", "hybrid", "chunked"]
+)
 def test_a_sharded_text_gives_the_same(prefill):
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
   model = made(1)
@@ -234,6 +236,14 @@ def test_nothing_is_read_when_it_cannot_be(wrong, words, monkeypatch):
   model = checkpoint.place(made(1), mesh)
   with pytest.raises(RingjaxError, match=words):
     reader(model, texts(2, 52), **(dict(length=48, rows=2) | wrong))
+
+
+@pytest.mark.parametrize("loss", [850.0, math.inf, math.nan])
+def test_a_model_that_is_far_off_is_told_too(loss):
+  curve = Curve(length=2, rows=1, ends=(1, 2), nll=(1.0, loss), mean=loss)
+  said = json.loads(json.dumps(curve.record(), allow_nan=False))
+  assert said["perplexity"] is None and said["nll"][0] == 1.0
+  assert said["mean"] == (loss if math.isfinite(loss) else None)
 
 
 def test_too_few_texts():

@@ -7,19 +7,23 @@ import json
 import pathlib
 import re
 import signal
+import types
 
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
 import ringjax as rj
 from launch import common, sources, train
+from ringjax.bench import timing
 from ringjax.data import corpus
 from ringjax.data.bytelevel import Bytes
 from ringjax.models import checkpoint
 from ringjax.nn.spread import Travel
 from ringjax.train import recipe, step
 from ringjax.train.batch import Batch
+from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import stretched
 from tests.launch.conftest import PATIENCE_S, ROOT
 
@@ -209,6 +213,8 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
       "stretch: got no context",
     ),
     ("--config.rules={'embd': 'data'}", "rules: got embd"),
+    ("--config.rules.embd=data", "rules: got embd"),
+    ("--config.layuot=zigzag", "config: got layuot"),
     ("--config.optimizer={'rate': 'high'}", "rate"),
     ("--config.optimizer={'decay': 0.1}", "decay: got 0.1 with 'cosine'"),
     (
@@ -256,6 +262,45 @@ def test_memory_that_is_not_there(tmp_path, start):
   assert "Traceback" not in err
 
 
+def overridden(path: str, *argv: str):
+  """What a config says under these flags."""
+  return common.parse("train", train.define, [f"--config={path}", *argv]).config
+
+
+def test_entries_that_a_config_leaves_out_can_be_set(small):
+  config = overridden(
+    small,
+    "--config.optimizer.schedule=wsd",
+    "--config.optimizer.decay=0.5",
+    "--config.optimizer.clip=None",
+    "--config.rules.embed=data",
+  )
+  made = train.recipe_of(config).optimizer
+  assert (made.schedule, made.decay, made.clip) == ("wsd", 0.5, None)
+  assert made.rate == 1e-2 and config.rules.embed == "data"
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    ("--config.optimiser.rate=1", "optimiser"),
+    ("--config.stages[7].steps=1", "out of range"),
+    ("--config.stages[0].accumulate=2", "accumulate"),
+    ("--config.stages.steps=1", "indices"),
+  ],
+)
+def test_overrides_that_fit_nowhere(small, argv, words):
+  with pytest.raises(flags.Error, match=words):
+    overridden(small, argv)
+
+
+def test_what_is_wrong_in_a_config_is_shown_where_it_is(tmp_path):
+  path = tmp_path / "wrong.py"
+  path.write_text("def get_config():\n  return {}['no such']\n")
+  with pytest.raises(KeyError, match="no such"):
+    overridden(str(path))
+
+
 ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
 
 
@@ -270,6 +315,20 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
   assert "config" in err and "Traceback" not in err
   # What the run that is there was asked for is still known.
   assert (out / "config.json").read_text() == asked
+
+
+def test_a_second_run_in_a_folder_is_refused_at_once(
+  small, tmp_path, monkeypatch
+):
+  monkeypatch.setattr("ringjax.train.checkpoint.PATIENCE_S", 0.05)
+  out = tmp_path / "out"
+  with Checkpoints(out / "checkpoints") as other:
+    other.claim()
+    status, _, err = run("--mesh=seq:2", f"--config={small}", f"--out={out}")
+  assert status == 2
+  assert "nobody else writes" in err and "Traceback" not in err
+  # What belongs to the other one is as it was.
+  assert not (out / "log.jsonl").exists()
 
 
 def seen(values: dict, **more) -> dict:
@@ -324,6 +383,50 @@ def test_a_log_goes_on_without_the_line_that_was_cut_off(tmp_path):
     with train._appended(log) as opened:
       opened.write("next\n")
     assert log.read_text() == after + "next\n"
+
+
+def test_rows_beyond_the_context_are_told(small):
+  config = overridden(small)
+  form = checkpoint.abstract(json.loads(config.model.to_json()))
+  assert train._too_long(train.recipe_of(config), form) == []
+  longer = overridden(small, "--config.stages[0].length=192")
+  (note,) = train._too_long(train.recipe_of(longer), form)
+  assert "stage 0 has rows of 192 tokens" in note and "is for 160" in note
+
+
+def test_what_a_config_asks_of_a_training_is_not_passed_over(small):
+  config = json.loads(overridden(small).model.to_json())
+  said = lambda **more: train._left_out(checkpoint.abstract(config | more))
+  assert said() == said(attention_dropout=0.0) == []
+  (note,) = said(attention_dropout=0.1, hidden_dropout=0.0)
+  assert note == "note: not applied: attention_dropout 0.1"
+
+
+def test_utilisation_is_of_what_is_stated_of_an_accelerator(monkeypatch):
+  measured = []
+
+  def gemm(dtype, size):
+    measured.append(size)
+    return lambda: None
+
+  monkeypatch.setattr(timing, "gemm", gemm)
+  one = lambda kind, platform: types.SimpleNamespace(
+    devices=np.array(
+      [
+        types.SimpleNamespace(
+          device_kind=kind, platform=platform, process_index=0
+        )
+      ]
+    )
+  )
+  of = train._peak
+  assert of("bfloat16", one("NVIDIA H200", "gpu")) == 989e12
+  assert of("bfloat16", one("TPU v5p", "tpu")) == 459e12
+  assert not measured
+  # What nobody has stated is measured, by a product that takes its time.
+  assert of("bfloat16", one("NVIDIA L4", "gpu")) > 0
+  assert of("float32", one("cpu", "cpu")) > 0
+  assert measured == [8192, 2048]
 
 
 def test_what_is_said_where_nothing_could_be_saved():

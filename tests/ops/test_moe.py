@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,23 @@ def test_gradients():
   for a, b in zip(got, want, strict=True):
     assert float(jnp.linalg.norm(b)) > 0.1
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def test_a_backward_pass_keeps_no_copies_of_the_experts():
+  """Neither of all of them for each block of rows, which are many."""
+  shapes = [(8, 32, 64), (8, 64, 32), (2048, 32)]
+  up, down, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+  experts = jax.ShapeDtypeStruct((2048, 2), jnp.int32)
+  weights = jax.ShapeDtypeStruct((2048, 2), jnp.float32)
+
+  def loss(up, down, x, experts, weights):
+    f = lambda e, rows: jnp.tanh(rows @ up[e]) @ down[e]
+    return jnp.sum(mix(f, x, experts, weights, 8))
+
+  grad = jax.jit(jax.grad(loss, (0, 1, 2)))
+  text = grad.lower(up, down, x, experts, weights).compile().as_text()
+  assert "f32[8,32,64]" in text
+  assert not re.search(r"f32\[(?!1,)\d+,8,(32,64|64,32)\]", text)
 
 
 def test_experts_without_tokens_cost_nothing():

@@ -12,7 +12,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError
-from ringjax.models import checkpoint
+from ringjax.models import checkpoint, tiny
 from ringjax.nn.spread import Travel
 from ringjax.train import batch as batches
 from ringjax.train import step
@@ -201,6 +201,32 @@ def test_only_the_number_of_the_context(model):
   made = extended(model, Stretch(context=999))
   assert made.config.max_positions == 999
   np.testing.assert_array_equal(made(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic", "phi3_longrope"])
+def test_a_number_that_is_more_than_a_number(name):
+  """Rotations that follow from the context are not changed unasked."""
+  config = checkpoints.config(name)
+  with pytest.raises(ConfigError, match="scaling follows from that number"):
+    stretched(config, Stretch(context=512))
+  made = stretched(config, Stretch(context=512, method="theta", theta=1e4))
+  assert checkpoint.read_config(made)[0].max_positions == 512
+
+
+@pytest.mark.parametrize("method", ["ntk", "linear", "yarn"])
+@pytest.mark.parametrize("name", ["tiny", "cohere2", "llama4_text"])
+def test_layers_without_rotations_have_nothing_to_stretch(name, method):
+  """Those that see all have none, and those with a window keep theirs."""
+  path = tiny.path() / "config.json"
+  config = json.loads(path.read_text())
+  if name != "tiny":
+    config = checkpoints.config(name)
+  before, _ = checkpoint.read_config(config)
+  context = 2 * before.max_positions
+  with pytest.raises(ConfigError, match="nothing has to be stretched"):
+    stretched(config, Stretch(context=context, method=method))
+  after, _ = checkpoint.read_config(stretched(config, Stretch(context=context)))
+  assert (after.max_positions, after.layers) == (context, before.layers)
 
 
 def test_chunks_of_the_old_context_do_not_bound_the_new_one():

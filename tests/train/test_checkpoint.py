@@ -931,6 +931,22 @@ def test_who_only_reads_sweeps_nothing(gate, root, monkeypatch):
   assert Checkpoints(root).steps() == [30, 40, 50]
 
 
+def test_one_writes_from_the_moment_it_says_so(root, monkeypatch):
+  monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.05)
+  with Checkpoints(root) as first:
+    first.claim()
+    other = Checkpoints(root)
+    refused(CheckpointWriteError, other.claim, "nobody else writes")
+    refused(CheckpointWriteError, lambda: other.save(50, tree_of(50)), "lock")
+    same(other.restore(like=LIKE)[0], tree_of(30))
+    # Its own claim does not keep it from saving.
+    first.claim()
+    first.save(40, tree_of(40), {"at": 40})
+  other.claim()
+  other.close()
+  assert other.steps() == [20, 30, 40]
+
+
 def test_a_root_that_is_a_file(tmp_path):
   (tmp_path / "file").write_text("")
   refused(OptionError, lambda: Checkpoints(tmp_path / "file"), "root")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.errors import OptionError, ShapeError
@@ -183,6 +184,33 @@ def test_moments_lie_as_their_parameters(wanted):
     assert moment.sharding == param.sharding
     sharded += not param.sharding.is_fully_replicated
   assert sharded > 3
+
+
+def test_sums_of_rows_and_columns_lie_as_what_is_left_of_a_parameter():
+  """Of matrices that are large enough Adafactor keeps no moment as large."""
+  spread = spread_of("all axes")
+  model = checkpoint.create(
+    CONFIG | {"hidden_size": 128, "intermediate_size": 256},
+    mesh=spread.mesh,
+    rules=rj.models.Rules(embed="data"),
+  )
+  optimizer = optax.scale_by_factored_rms()
+  form = step.form(optimizer, model, spread.mesh)
+  state = step.start(optimizer, model, spread.mesh)
+  up = model.stack.blocks[0][0].feedforward.up.weight
+  assert up.get_value().shape == (2, 128, 256)
+  found = {
+    name: getattr(state.optimizer, name).stack.blocks[0][0].feedforward.up
+    for name in ("v_row", "v_col")
+  }
+  specs = {x.weight.get_value().sharding.spec for x in found.values()}
+  assert specs == {P(None, "data"), P(None, "model")}
+  for x, y in zip(
+    jax.tree.leaves(form.optimizer), jax.tree.leaves(state.optimizer),
+    strict=True,
+  ):  # fmt: skip
+    assert x.shape == y.shape
+    assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
 
 
 def test_a_step_that_is_not_finite_changes_nothing(wanted):
