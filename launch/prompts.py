@@ -145,7 +145,8 @@ def _read(path: str) -> str:
       )
     )
   try:
-    return data.decode("utf-8")
+    # Without the mark with which some editors begin a file.
+    return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise PromptError(
       message(

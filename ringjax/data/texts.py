@@ -169,7 +169,8 @@ def _text_of(where: str, line: bytes, field: str) -> str:
 
 def _decoded(where: str, data: bytes) -> str:
   try:
-    return data.decode("utf-8")
+    # Without the mark with which some editors begin a file.
+    return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise _fault(where, f"no UTF-8 at byte {error.start}", "UTF-8") from None
 

@@ -304,6 +304,14 @@ def test_lines_of_json(tmp_path):
   assert list(texts.from_jsonl([file], field="body")) == ["x"]
 
 
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
+  mark, file = b"\xef\xbb\xbf", tmp_path / "a"
+  file.write_bytes(mark + b"one")
+  assert list(texts.from_files([file])) == ["one"]
+  file.write_bytes(mark + b'{"text": "one"}\n{"text": "two"}')
+  assert list(texts.from_jsonl([file])) == ["one", "two"]
+
+
 BAD = [
   (b"{", "no JSON"),
   (b"[" * 100_000, "no JSON"),

@@ -252,6 +252,12 @@ def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
   assert "no UTF-8 at byte 0" in ran.err
 
 
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
+  file = tmp_path / "marked"
+  file.write_bytes(b"\xef\xbb\xbfHi")
+  assert prompts._read(str(file)) == "Hi"
+
+
 @pytest.mark.parametrize(
   ("text", "much"),
   [
