@@ -80,7 +80,7 @@ class TransformerConfig:
     """Tokens beyond which no text of its own makes sense; None: unknown.
 
     Configs with linear or YaRN scaling may state what is stretched: the factor
-    counts. Gemma 3 states what comes out.
+    counts. Gemma 3 states what comes out, and so do those with both numbers.
     """
     scalings = [rope.scaling for rope in self.ropes]
     if self.bound is None or any(isinstance(s, Dynamic) for s in scalings):
@@ -90,7 +90,8 @@ class TransformerConfig:
       if isinstance(scaling, Yarn):
         found = max(found, int(scaling.original * scaling.factor))
       elif isinstance(scaling, Linear) and not self.family.startswith("gemma3"):
-        found = max(found, int(self.max_positions * scaling.factor))
+        stated = scaling.original or self.max_positions
+        found = max(found, int(stated * scaling.factor))
     return found
 
 

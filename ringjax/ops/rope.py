@@ -43,9 +43,14 @@ class Unscaled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear(Unscaled):
-  """All positions divided by `factor`."""
+  """All positions divided by `factor`.
+
+  Attributes:
+    original: the context that is stretched, where that is known.
+  """
 
   factor: float
+  original: int | None = None
 
   def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
     return inverse / self.factor

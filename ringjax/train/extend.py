@@ -107,9 +107,12 @@ def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
         )
       entry = {k: v for k, v in entry.items() if k in ("rope_theta",
                "partial_rotary_factor")}  # fmt: skip
-      entry |= {"rope_type": stretch.method, "factor": float(factor)}
-      if stretch.method == "yarn":
-        entry["original_max_position_embeddings"] = original
+      entry |= {
+        "rope_type": stretch.method,
+        "factor": float(factor),
+        # Without it a reader could take the new context for the old one.
+        "original_max_position_embeddings": original,
+      }
       _put(config, key, entry)
   config["max_position_embeddings"] = stretch.context
   # What folded the distances of the old context does not bound the new one.
@@ -223,5 +226,5 @@ def _original(rope: Rope, method: str, context: int) -> int:
       )
     )
   if isinstance(scaling, Linear):
-    return round(context / scaling.factor)
+    return scaling.original or round(context / scaling.factor)
   return scaling.original if isinstance(scaling, Yarn) else context

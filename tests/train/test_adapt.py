@@ -167,7 +167,7 @@ def test_rotations_are_stretched(spelling, method, slowest):
   model = checkpoint.create(SPELLINGS[spelling], seed=1)
   theta = 1e4 * 10.0**2 if method == "theta" else None
   made = extended(model, Stretch(context=2048, method=method, theta=theta))
-  assert made.config.max_positions == 2048
+  assert made.config.max_positions == made.config.longest == 2048
   old, new = frequencies(model), frequencies(made)
   if method == "theta":
     # Two frequencies: 1 and the square root of 1 / theta.

@@ -416,7 +416,10 @@ class Reader:
     if kind == "default":
       scaling = Unscaled()
     elif kind == "linear":
-      scaling = Linear(factor=part.positive("factor"))
+      known = part.has("original_max_position_embeddings")
+      scaling = Linear(
+        factor=part.positive("factor"), original=inner if known else None
+      )
     elif kind == "dynamic":
       if dims == 2:
         raise part.error(
