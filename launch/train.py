@@ -255,6 +255,10 @@ class _Work:
       )
       kept = saved.steps()
     screen.end()
+    if trace.missed:
+      screen.say(
+        "note: --profile wrote nothing: this run took less than 3 steps"
+      )
     if done.stopped is not None:
       screen.say(_farewell(done.step, kept))
       return 128 + done.stopped
@@ -385,7 +389,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     layout=config.layout,
     strategy=config.strategy,
     remat=config.remat,
-    lora=_made(Lora, config.lora, "lora") if config.lora.get("rank") else None,
+    lora=_lora(config),
     packer=_PACKERS[config.packer](),
     seed=config.seed,
     pace=loop.Pace(
@@ -397,6 +401,24 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
       replay_every=config.replay_every,
     ),
   )
+
+
+def _lora(config: ConfigDict) -> Lora | None:
+  """The adapters that are asked for, if any."""
+  if config.lora.get("rank"):
+    return _made(Lora, config.lora, "lora")
+  usual = default_config().lora
+  said = [k for k, v in config.lora.items() if k not in usual or v != usual[k]]
+  if said:
+    raise OptionError(
+      message(
+        "lora",
+        f"{', '.join(said)} with rank 0, which trains all parameters",
+        "a rank above 0",
+        "set --config.lora.rank, or leave the others out",
+      )
+    )
+  return None
 
 
 def _tokens(made: recipe.Recipe, steps: int) -> int:
@@ -662,6 +684,11 @@ class _Trace:
 
   def __init__(self, folder: str | None):
     self._folder, self._count, self._runs = folder, 0, False
+
+  @property
+  def missed(self) -> bool:
+    """Whether a trace was asked for and none begun."""
+    return self._folder is not None and self._count < 3
 
   def __enter__(self) -> _Trace:
     return self

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import jax
 import pytest
 
 import ringjax as rj
@@ -59,6 +60,12 @@ def _script(module, name: str) -> Callable[..., Ran]:
     return Ran(status, out.getvalue(), err.getvalue())
 
   return run
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _all_devices_are_there() -> None:
+  """Before a script, run in this process, asks for as many as its mesh has."""
+  jax.devices()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from launch import common, sources, train
 from ringjax.bench import timing
 from ringjax.data import corpus
 from ringjax.data.bytelevel import Bytes
+from ringjax.errors import OptionError
 from ringjax.models import checkpoint
 from ringjax.nn.spread import Travel
 from ringjax.train import recipe, step
@@ -278,6 +279,23 @@ def test_entries_that_a_config_leaves_out_can_be_set(small):
   made = train.recipe_of(config).optimizer
   assert (made.schedule, made.decay, made.clip) == ("wsd", 0.5, None)
   assert made.rate == 1e-2 and config.rules.embed == "data"
+
+
+@pytest.mark.parametrize("entry", ["alpha=8.0", "targets=('q',)", "ranks=4"])
+def test_adapters_that_nobody_asked_for(small, entry):
+  config = overridden(small, f"--config.lora.{entry}")
+  with pytest.raises(
+    OptionError, match=f"lora: got {entry.split('=')[0]} with"
+  ):
+    train.recipe_of(config)
+
+
+def test_a_trace_that_was_not_begun_is_missed(tmp_path):
+  for steps, folder, missed in ((2, tmp_path, True), (2, None, False)):
+    with train._Trace(folder and str(folder)) as trace:
+      for _ in range(steps):
+        trace()
+    assert trace.missed == missed
 
 
 @pytest.mark.parametrize(
