@@ -27,6 +27,7 @@ from ringjax.infer.prefill import Prefill, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import float_dtype, positive_int
+from ringjax.parallel.layout import Uneven
 from ringjax.train.batch import Batch, place, whole_rows
 from ringjax.train.objective import each_token, each_token_cached
 
@@ -67,20 +68,6 @@ class Curve:
     }
 
 
-# What reads a text without a cache, and so in one piece.
-WHOLE = (
-  "blockwise",
-  "dense",
-  "ring",
-  "striped",
-  "zigzag",
-  "gather",
-  "ulysses",
-  "bidirectional",
-  "hybrid",
-)
-
-
 @functools.partial(jax.jit, static_argnums=(1,))
 def _read(model: Transformer, spread: Spread, batch: Batch) -> jax.Array:
   one = jax.tree.map(lambda x: x[0], batch)
@@ -118,8 +105,8 @@ def perplexity(
     length: T, tokens that are read of each, a multiple of twice the shards.
     rows: how many documents are read.
     bos: the id that begins each row, for a model that was trained so.
-    prefill: how, of "auto", `WHOLE` and "chunked", which keeps what it has
-      read in a cache.
+    prefill: how, of `ringjax.infer.METHODS`; "chunked" keeps what it has read
+      in a cache.
     mesh: the mesh; default: the model's, else the current one.
     axis: the axis that shards the sequence; default "seq" if there is one.
     chunk: tokens of a chunk.
@@ -166,15 +153,6 @@ def reader(
   """
   positive_int("length", length)
   positive_int("rows", rows)
-  if prefill not in ("auto", *WHOLE, "chunked"):
-    raise OptionError(
-      message(
-        "prefill",
-        repr(prefill),
-        f"one of auto, {', '.join(WHOLE)}, chunked",
-        "choose one",
-      )
-    )
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
@@ -207,9 +185,14 @@ def reader(
     batch = whole_rows(ids[None])
     if how.chunk is not None:
       return _in_chunks(model, batch, how, mesh, axis, cache_dtype)
-    found = _read(model, how.spread, place(batch, how.spread))
     layout, shards = how.spread.layout, how.spread.size
-    return layout.restore(np.asarray(found), shards=shards, axis=1)[0]
+    if isinstance(layout, Uneven):
+      # Its parts are of a fixed sum; nothing reads what is behind the text.
+      more = ((0, 0), (0, how.width - length))
+      batch = Batch(*(x if x is None else np.pad(x, more) for x in batch))
+    found = _read(model, how.spread, place(batch, how.spread))
+    found = layout.restore(np.asarray(found), shards=shards, axis=1)
+    return found[0, :length]
 
   def read(on_row: Callable[[int], Any]) -> Curve:
     total = np.zeros(length)

@@ -155,7 +155,9 @@ def place(
     if x is None:
       return None
     x = spread.layout.permute(np.asarray(x), shards=spread.size)
-    x = x.reshape(here, accumulate, length).swapaxes(0, 1)
+    # Uneven shards have slots that are empty.
+    slots = x.shape[1]
+    x = x.reshape(here, accumulate, slots).swapaxes(0, 1)
     if spread.mesh is None:
       return jax.device_put(x)
 
@@ -165,7 +167,7 @@ def place(
 
     sharding = NamedSharding(spread.mesh, P(None, axes or None, spread.axis))
     return jax.make_array_from_callback(
-      (accumulate, each, length), sharding, shard
+      (accumulate, each, slots), sharding, shard
     )
 
   return Batch(*(put(getattr(rows, name)) for name in Batch._fields))

@@ -176,7 +176,7 @@ def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
 
 
 @pytest.mark.parametrize(
-  "prefill", ["auto", "ring", "bidirectional", "hybrid", "chunked"]
+  "prefill", ["auto", "ring", "bidirectional", "hybrid", "kvr", "chunked"]
 )
 def test_a_sharded_text_gives_the_same(prefill):
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
@@ -207,7 +207,7 @@ def test_what_was_read_may_lie_in_a_cache(chunk):
 @pytest.mark.parametrize(
   ("options", "words"),
   [
-    (dict(prefill="kvr"), "one of auto, blockwise"),
+    (dict(prefill="rings"), "one of auto, dense"),
     (dict(cache_dtype="bfloat16"), "which has no cache"),
     (dict(prefill="blockwise", chunk=8), "chunk"),
   ],
