@@ -4,7 +4,9 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
 
   library     Python's own sources, nine files of ten.
   corpus      path: a file that launch.tokenize wrote, with the tokenizer of
-              the config.
+              the config. verify: whether all of it is read and compared with
+              its checksum before the first row, True unless said; it takes
+              about a second for a GB.
   passkey, multikey, multivalue, variables
               a question about a text; length, shortest: tokens of it; what
               else the task in ringjax.data.needle takes.
@@ -107,12 +109,7 @@ def _source(
   if kind == "library":
     return _library(tokenizer, **entry)
   if kind == "corpus":
-    return Corpus.open(
-      entry.pop("path"),
-      vocab=vocab,
-      tokenizer_fingerprint=fingerprint(tokenizer),
-      **entry,
-    )
+    return _corpus(vocab, fingerprint(tokenizer), **entry)
   if kind in RECALL:
     return RECALL[kind](
       tokenizer=tokenizer, filler=_filler(), length=length, **entry
@@ -120,6 +117,17 @@ def _source(
   longest, shortest = entry.pop("length", length), entry.pop("shortest", None)
   task = TASKS[kind](tokenizer=tokenizer, filler=_filler(), **entry)
   return Practice(task=task, length=longest, shortest=shortest)
+
+
+# Once for all stages.
+@functools.lru_cache
+def _corpus(
+  vocab: int, tokenizer: str, *, path: str, verify: bool = True
+) -> Corpus:
+  found = Corpus.open(path, vocab=vocab, tokenizer_fingerprint=tokenizer)
+  if verify:
+    found.verify()
+  return found
 
 
 @functools.lru_cache(1)

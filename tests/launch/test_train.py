@@ -19,7 +19,7 @@ from launch import common, sources, train
 from ringjax.bench import timing
 from ringjax.data import corpus
 from ringjax.data.bytelevel import Bytes
-from ringjax.errors import OptionError
+from ringjax.errors import DataError, OptionError
 from ringjax.models import checkpoint
 from ringjax.nn.spread import Travel
 from ringjax.train import recipe, step
@@ -499,6 +499,29 @@ def test_a_corpus_of_another_tokenizer(small, tmp_path):
   )  # fmt: skip
   assert status == 2
   assert "of 'other'" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_corpus_with_a_bit_that_has_changed(tmp_path, verify):
+  path = tmp_path / "some.tokens"
+  tokens = np.arange(100) % 50
+  corpus.write(
+    path,
+    [tokens],
+    vocab=262,
+    tokenizer_fingerprint=corpus.fingerprint(Bytes()),
+  )
+  data = bytearray(path.read_bytes())
+  at = data.find(tokens[40:45].astype(np.uint16).tobytes())
+  data[at] ^= 1
+  path.write_bytes(data)
+  entry = {"kind": "corpus", "path": str(path), "verify": verify}
+  read = lambda: sources.mixture([entry], Bytes(), length=16, vocab=262)
+  if verify:
+    with pytest.raises(DataError, match="checksum"):
+      read()
+  else:
+    read()
 
 
 def test_a_tokenizer_of_more_ids_than_the_model_has(small, tmp_path):
