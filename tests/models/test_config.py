@@ -13,6 +13,7 @@ import pytest
 
 from ringjax import models
 from ringjax.errors import ConfigError, RingjaxError
+from ringjax.models.hf.reader import Reader
 from ringjax.models.transformer import forward
 from ringjax.nn.spread import Travel
 from tests import checkpoints
@@ -321,6 +322,27 @@ def mutate(config, r):
     else:
       at.insert(last, value)
   return config
+
+
+@pytest.mark.parametrize(
+  ("kind", "heads", "dim", "kv"),
+  [
+    ("llama", 32, 64, 32),
+    ("mistral", 32, 64, 8),
+    ("gemma2", 8, 256, 4),
+    ("qwen3", 64, 128, 32),
+    ("gpt_oss", 64, 64, 8),
+    ("glm4", 32, 128, 2),
+  ],
+)
+def test_heads_that_a_file_leaves_out(kind, heads, dim, kv):
+  """As transformers has them; null means what follows from the others."""
+  size = {"hidden_size": 64 * heads, "num_attention_heads": heads}
+  left_out = Reader({"model_type": kind, **size})
+  assert left_out.heads() == (heads, kv) and left_out.head_dim(heads) == dim
+  null = {"head_dim": None, "num_key_value_heads": None}
+  said = Reader({"model_type": kind, **size, **null})
+  assert said.heads() == (heads, heads) and said.head_dim(heads) == 64
 
 
 def survives(config):

@@ -143,6 +143,29 @@ def error(key: str, got: Any, want: str, remedy: str) -> ConfigError:
   return ConfigError(message(f"config.json: {key}", shown, want, remedy))
 
 
+# What transformers takes where a file leaves out its (head_dim,
+# num_key_value_heads), by model_type; None, and every other type: they follow
+# from the hidden size and the heads.
+_UNSAID_HEADS: dict[Any, tuple[int | None, int | None]] = {
+  "gemma": (256, 16),
+  "gemma2": (256, 4),
+  "gemma3": (256, 4),
+  "gemma3_text": (256, 4),
+  "glm": (128, 2),
+  "glm4": (128, 2),
+  "gpt_oss": (64, 8),
+  "llama4_text": (128, 8),
+  "mistral": (None, 8),
+  "mixtral": (None, 8),
+  "qwen2": (None, 32),
+  "qwen3": (128, 32),
+  "qwen3_moe": (None, 4),
+  "qwen3_next": (256, 2),
+  "smollm3": (None, 4),
+  "starcoder2": (None, 2),
+}
+
+
 class Reader:
   """A config whose keys are taken one by one.
 
@@ -320,7 +343,9 @@ class Reader:
   def heads(self) -> tuple[int, int]:
     """(query heads, kv heads)."""
     n = self.whole("num_attention_heads", "n_head")
-    k = self.whole("num_key_value_heads", default=n)
+    usual = _UNSAID_HEADS.get(self._config.get("model_type"), (None, None))[1]
+    usual = self.unsaid("num_key_value_heads", usual)
+    k = self.whole("num_key_value_heads", default=usual or n)
     if n % k:
       raise self.error(
         "num_key_value_heads",
@@ -333,7 +358,8 @@ class Reader:
   def head_dim(self, heads: int) -> int:
     """Its own key, or the hidden size over the heads."""
     hidden = self.whole("hidden_size", "n_embed")
-    h = self.whole("head_dim", default=None)
+    usual = _UNSAID_HEADS.get(self._config.get("model_type"), (None, None))[0]
+    h = self.whole("head_dim", default=self.unsaid("head_dim", usual))
     if h is not None:
       return h
     if hidden % heads:
