@@ -143,19 +143,19 @@ class Sample:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    remedy = "pass Greedy() for the most probable token"
+    remedy = "for the most probable token take Greedy() (--temperature=0)"
     _set(self, "temperature", _number(self, "temperature", TEMPERATURE, remedy))
     top_k = self.top_k
     if top_k is not None:
-      top_k = _whole(self, "top_k", TOP_K, "pass None to keep all")
+      top_k = _whole(self, "top_k", TOP_K, "leave it out to keep all")
     top_p = self.top_p
     if top_p is not None:
       # The smallest float that is no 0.
       least = math.ulp(0.0)
-      top_p = _number(self, "top_p", (least, 1.0), "pass None to keep all")
+      top_p = _number(self, "top_p", (least, 1.0), "leave it out to keep all")
     min_p = self.min_p
     if min_p is not None:
-      min_p = _number(self, "min_p", (0.0, 1.0), "pass None to keep all")
+      min_p = _number(self, "min_p", (0.0, 1.0), "leave it out to keep all")
     # What filters nothing is no filter: one value, one compiled program.
     _set(self, "top_k", top_k)
     _set(self, "top_p", None if top_p == 1.0 else top_p)
@@ -460,7 +460,7 @@ def _set(sampler: Any, name: str, value: Any) -> None:
 
 def _set_penalty(sampler: Any) -> None:
   if sampler.repetition_penalty is not None:
-    name, remedy = "repetition_penalty", "pass None for no penalty"
+    name, remedy = "repetition_penalty", "leave it out for no penalty"
     value = _number(sampler, name, REPETITION_PENALTY, remedy)
     _set(sampler, name, None if value == 1.0 else value)
 

@@ -124,7 +124,7 @@ def _sizes(
           "shape",
           f"{shape} for {count} devices",
           f"a number of devices that {known} divides",
-          "change the other axes or pass devices=",
+          "change the other axes, or leave some devices out",
         )
       )
     shape = tuple(count // known if s == -1 else s for s in shape)
