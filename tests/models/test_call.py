@@ -95,5 +95,9 @@ def test_rows_are_those_of_all(model):
 def test_the_context_that_a_config_states(change, longest):
   config = CONFIG | change
   if "sliding_window" in change:
-    config |= dict(model_type="mistral", architectures=["MistralForCausalLM"])
+    config |= dict(
+      model_type="mistral",
+      architectures=["MistralForCausalLM"],
+      num_key_value_heads=2,
+    )
   assert models.abstract(config).config.longest == longest

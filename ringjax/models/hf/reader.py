@@ -349,7 +349,7 @@ class Reader:
     if n % k:
       raise self.error(
         "num_key_value_heads",
-        k,
+        k if self.has("num_key_value_heads") else f"nothing, which means {k}",
         f"a divisor of the {n} query heads",
         "repair the file",
       )
