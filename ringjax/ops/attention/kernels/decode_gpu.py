@@ -96,16 +96,15 @@ class DecodeGPU:
       return f"tiles of {self.kv_block} keys: no power of two from {_LEAST} on"
     if keys.k.shape[3] < _LEAST:
       return f"{keys.k.shape[3]} keys a shard: at least {_LEAST}"
-    for x in (q, keys.k, keys.v):
-      if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"{x.dtype}: it multiplies bfloat16, float16 and float32"
-    if scores.dropout_rate:
-      return "dropout, which is for training"
-    if q.shape[4] > 256 or keys.v.shape[4] > 256:
-      return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most 256"
-    if not keys.v.shape[4]:
-      return "values without numbers"
-    return tiles.unreadable(terms, context)
+    return tiles.unvisited(
+      scores,
+      q,
+      keys,
+      terms,
+      context,
+      dtypes=("bfloat16", "float16", "float32"),
+      widest=256,
+    )
 
   def visit(
     self,
@@ -126,23 +125,20 @@ class DecodeGPU:
     lists = tile_lists(kinds, masked=False)
     rows = min(_ROWS, _wide(g * t))
     many = -(-g * t // rows)
-    flat = lambda x: pad_axis(x, 2, many * rows)
-    # The queries of each head of a group, one behind another.
-    row_at = [
-      pad_axis(jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)), 1, many * rows)
-      for c in context.q
-    ]
+    row_at = tiles.by_row(context.q, q.shape)
     shared = keys.v is keys.k
     slopes = terms.slopes
+    if slopes is not None:
+      slopes = pad_axis(tiles.slopes_by_row(slopes, t), 1, many * rows)
     leaves, mask = jax.tree.flatten(context.mask)
     operands = [
       jnp.asarray(keys.layer, jnp.int32).reshape(1),
       *(x.reshape(-1) for x in lists),
       *(jnp.asarray(a, jnp.int32).reshape(-1) for a in leaves),
-      flat(q.reshape(b, kv, g * t, h)),
-      *row_at,
+      pad_axis(q.reshape(b, kv, g * t, h), 2, many * rows),
+      *(pad_axis(c, 1, many * rows) for c in row_at),
       *[jnp.broadcast_to(c, (b, c.shape[1])) for c in at],
-      *([] if slopes is None else [flat(_by_row(slopes, t))[0]]),
+      *([] if slopes is None else [slopes]),
       keys.k,
       *([] if shared else [keys.v]),
     ]
@@ -167,9 +163,9 @@ class DecodeGPU:
       interpret=self.interpret,
       name="ringjax_decode",
     )(*operands)
-    acc, m, l = _merged(Partial(*found))  # noqa: E741
+    whole = _merged(Partial(*found))
     back = lambda x: x[:, :, : g * t].reshape(b, kv, g, t, *x.shape[3:])
-    return Partial(back(acc[..., :j]), back(m), back(l))
+    return Partial(back(whole.acc[..., :j]), back(whole.m), back(whole.l))
 
 
 def _is_power(n: int) -> bool:
@@ -194,11 +190,6 @@ def _read(ref: Any, *place: Any) -> jax.Array:
     mask=jnp.broadcast_to(number < h, (rows.size, _wide(h))),
     other=0.0,
   )
-
-
-def _by_row(slopes: jax.Array, t: int) -> jax.Array:
-  """ALiBi's slopes [K, G] for each row: [1, K, G * T]."""
-  return jnp.repeat(slopes.astype(jnp.float32), t, 1)[None]
 
 
 def _merged(parts: Partial) -> Partial:
@@ -251,14 +242,8 @@ def _kernel(
     if not shared:
       v = _read(v_ref, layer, example, head, these).astype(q.dtype)
     at_k = Coords(k_pos[example, places][None], k_seg[example, places][None])
-    s = tiles.dot(q, k, tiles.NT)
-    c = scores.scale * tiles.LOG2_E
-    if slopes is not None or scores.soft_cap is not None or c <= 0:
-      s, c = s * scores.scale, tiles.LOG2_E
-      if scores.soft_cap is not None:
-        s = jnp.tanh(s * (1 / scores.soft_cap)) * scores.soft_cap
-      if slopes is not None:
-        s = s - slopes * jnp.abs(at_q.pos - at_k.pos).astype(jnp.float32)
+    far = lambda: jnp.abs(at_q.pos - at_k.pos).astype(jnp.float32)
+    s, c = tiles.power(scores, tiles.dot(q, k, tiles.NT), slopes, far)
     if masked:
       bad = ~tiles.finite(v)
       odd = jnp.where(jnp.max(bad.astype(jnp.float32), 1) > 0, jnp.nan, 0.0)
@@ -287,7 +272,7 @@ def _kernel(
       functools.partial(step, masked, columns),
       carry,
     )
-  acc, m, l = carry  # noqa: E741
+  acc, m, total = carry
   acc_out[example, head, split, mine, :] = acc
   m_out[example, head, split, mine] = m * (1 / tiles.LOG2_E)
-  l_out[example, head, split, mine] = l
+  l_out[example, head, split, mine] = total

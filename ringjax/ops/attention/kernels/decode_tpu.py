@@ -107,21 +107,20 @@ class DecodeTPU:
     _, kb = self.tile(q, keys)
     if kb % tiles.LANES and not self.interpret:
       return f"tiles of {kb} keys: no multiples of {tiles.LANES}"
-    for x in (q, keys.k, keys.v):
-      if x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"{x.dtype}: it multiplies bfloat16 and float32"
-    if scores.dropout_rate:
-      return "dropout, which is for training"
-    if q.shape[4] > 1024 or keys.v.shape[4] > 1024:
-      return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most 1024"
-    if not keys.v.shape[4]:
-      return "values without numbers"
     if -(-keys.k.shape[3] // kb) >= 1 << tiles.COLUMN_BITS:
       return f"{keys.k.shape[3]} keys a shard: more than its list holds"
     need, room = self._vmem(q, keys), tiles.core(self.chip).vmem_bytes
     if need > room // 4 * 3:
       return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
-    return tiles.unreadable(terms, context)
+    return tiles.unvisited(
+      scores,
+      q,
+      keys,
+      terms,
+      context,
+      dtypes=("bfloat16", "float32"),
+      widest=1024,
+    )
 
   def visit(
     self,
@@ -142,17 +141,18 @@ class DecodeTPU:
     steps = tiles.Steps.of(kinds)
     rows = _rows(q)
     flat = lambda x, *last: pad_axis(x.reshape(b, kv, g * t, *last), 2, rows)
-    # The queries of each head of a group, one behind another.
-    row_at = jnp.stack(
-      [jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)) for c in context.q], 2
-    )
+    row_at = jnp.stack(tiles.by_row(context.q, q.shape), 2)
     shared = keys.v is keys.k
     slopes = terms.slopes
     operands = [
       flat(q, h),
       pad_axis(row_at, 1, rows),
       tiles.pair(at, b),
-      *([] if slopes is None else [_by_row(slopes, t, rows)]),
+      *(
+        []
+        if slopes is None
+        else [pad_axis(tiles.slopes_by_row(slopes, t), 1, rows)[..., None]]
+      ),
       keys.k,
       *([] if shared else [keys.v]),
     ]
@@ -257,12 +257,6 @@ def _row_bytes(keys: Stored) -> int:
   return sum(tiles.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
 
 
-def _by_row(slopes: jax.Array, t: int, rows: int) -> jax.Array:
-  """ALiBi's slopes [K, G] for each row of a tile: [K, rows, 1]."""
-  each = jnp.repeat(slopes.astype(jnp.float32), t, 1)
-  return pad_axis(each, 1, rows)[..., None]
-
-
 def _kernel(
   scores: Scores,
   mask: Any,
@@ -302,14 +296,8 @@ def _kernel(
     for head in range(heads):
       q = q_ref[0, head]
       k, v = (ref[0, 0, head].astype(q.dtype) for ref in (k_ref, v_ref))
-      s = tiles.dot(q, k, tiles.NT)
-      c = scores.scale * tiles.LOG2_E
-      if far is not None or scores.soft_cap is not None or c <= 0:
-        s, c = s * scores.scale, tiles.LOG2_E
-        if scores.soft_cap is not None:
-          s = jnp.tanh(s * (1 / scores.soft_cap)) * scores.soft_cap
-        if slope_ref is not None:
-          s = s - slope_ref[head] * far
+      slope = None if slope_ref is None else slope_ref[head]
+      s, c = tiles.power(scores, tiles.dot(q, k, tiles.NT), slope, lambda: far)
       if masked:
         v, odd = _cleaned(v)
         s = jnp.where(allowed, s + odd, -jnp.inf)

@@ -248,25 +248,12 @@ class _Tile(NamedTuple):
     return self._replace(q=Coords(*(c[:, cut] for c in self.q)))
 
   def power(self, dot: jax.Array) -> tuple[jax.Array, float]:
-    """(x, c) such that exp(score) is 2 ** (c * x), c above 0.
-
-    Plain scores are a multiple of the products: a pass over them is spared.
-    """
-    plain = self.scores.soft_cap is None and self.slope is None
-    if plain and self.scores.scale > 0:
-      return dot, self.scores.scale * tiles.LOG2_E
-    return self.score(dot)[0], tiles.LOG2_E
+    """See `tiles.power`."""
+    return tiles.power(self.scores, dot, self.slope, self.distance)
 
   def score(self, dot: jax.Array) -> tuple[jax.Array, Any]:
-    """(scores, tanh of the soft cap or None) from the products."""
-    s, tanh = dot * self.scores.scale, None
-    cap = self.scores.soft_cap
-    if cap is not None:
-      tanh = jnp.tanh(s * (1 / cap))
-      s = tanh * cap
-    if self.slope is not None:
-      s = s - self.slope * self.distance()
-    return s, tanh
+    """See `tiles.score`."""
+    return tiles.score(self.scores, dot, self.slope, self.distance)
 
   def distance(self) -> jax.Array:
     return jnp.abs(self.q.pos - self.k.pos).astype(jnp.float32)

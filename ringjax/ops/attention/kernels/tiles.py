@@ -1,6 +1,6 @@
-"""What the TPU kernels share: the list of tiles, scalars, products.
+"""What the kernels share: the list of tiles, scalars, products, scores.
 
-A step of a kernel is a tile (row of queries, column of keys) of a list that
+A step of a TPU kernel is a tile (row of queries, column of keys) of a list that
 `tile_kinds` gives; the list is read ahead by the kernel's pipeline (scalar
 prefetch), and its length is the grid's, so that nothing is spent on the others.
 """
@@ -8,13 +8,15 @@ prefetch), and its length is the grid's, so that nothing is spent on the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringjax.ops.attention.scores import Context, Terms
+from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 
@@ -88,6 +90,71 @@ def unreadable(terms: Terms, context: Context) -> str | None:
   if any(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(context.mask)):
     return "a mask with an array of more than one axis"
   return None
+
+
+def unvisited(
+  scores: Scores,
+  q: jax.Array,
+  keys: Stored,
+  terms: Terms,
+  context: Context,
+  *,
+  dtypes: tuple[str, ...],
+  widest: int,
+) -> str | None:
+  """Why a kernel of these dtypes and heads declines a visit, or None."""
+  for x in (q, keys.k, keys.v):
+    if x.dtype.name not in dtypes:
+      return f"{x.dtype}: it multiplies {' and '.join(dtypes)}"
+  if scores.dropout_rate:
+    return "dropout, which is for training"
+  if q.shape[4] > widest or keys.v.shape[4] > widest:
+    return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most {widest}"
+  if not keys.v.shape[4]:
+    return "values without numbers"
+  return unreadable(terms, context)
+
+
+def by_row(at: Coords, shape: tuple[int, ...]) -> Coords:
+  """Coordinates [B, G * T] of queries [B, K, G, T, H], head after head."""
+  b, _, g, t, _ = shape
+  each = (jnp.tile(jnp.broadcast_to(c, (b, t)), (1, g)) for c in at)
+  return Coords(*each)
+
+
+def slopes_by_row(slopes: jax.Array, t: int) -> jax.Array:
+  """ALiBi's slopes [K, G] of the same rows: float32 [K, G * T]."""
+  return jnp.repeat(slopes.astype(jnp.float32), t, 1)
+
+
+def score(
+  scores: Scores, dot: jax.Array, slope: Any, far: Callable[[], jax.Array]
+) -> tuple[jax.Array, Any]:
+  """(scores, tanh of the soft cap or None) from products of queries and keys.
+
+  Args:
+    scores: how they are scored.
+    dot: the products.
+    slope: of ALiBi, or None.
+    far: the distances between them, where there is a slope.
+  """
+  s, tanh = dot * scores.scale, None
+  if scores.soft_cap is not None:
+    tanh = jnp.tanh(s * (1 / scores.soft_cap))
+    s = tanh * scores.soft_cap
+  return (s if slope is None else s - slope * far()), tanh
+
+
+def power(
+  scores: Scores, dot: jax.Array, slope: Any, far: Callable[[], jax.Array]
+) -> tuple[jax.Array, float]:
+  """(x, c) such that exp(score) is 2 ** (c * x), c above 0; as `score`.
+
+  Plain scores are a multiple of the products: a pass over them is spared.
+  """
+  if scores.soft_cap is None and slope is None and scores.scale > 0:
+    return dot, scores.scale * LOG2_E
+  return score(scores, dot, slope, far)[0], LOG2_E
 
 
 def row_of(word: Any) -> Any:

@@ -111,6 +111,19 @@ def call(queries=1, slots=80, dtype=jnp.float32, mask=None, cap=None):
   )
 
 
+def refuses(kernel, words, changes):
+  """A call that a kernel declines with these words, and does not compute."""
+  scores, q, keys, terms, context = call(dtype=changes.get("dtype", "bfloat16"))
+  if "dim" in changes:
+    q = jnp.zeros((*q.shape[:4], changes["dim"]), q.dtype)
+  scores, terms = changes.get("scores", scores), changes.get("terms", terms)
+  kernel = changes.get("kernel", kernel)
+  args = (scores, q, keys, terms, context)
+  assert words in kernel.decline(*args)
+  with pytest.raises(OptionError, match=words):
+    kernel.visit(*args)
+
+
 def same(ours, theirs, limit):
   for a, b in zip(ours, theirs, strict=True):
     assert a.shape == b.shape and a.dtype == b.dtype

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from ringjax.errors import OptionError
 from ringjax.ops.attention.kernels import best, decode_gpu
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.scores import Scores, Terms
@@ -22,7 +21,7 @@ from ringjax.ops.mask import (
   Window,
 )
 from tests.ops.attention.kernels import on_gpu
-from tests.ops.attention.kernels.test_decode import call
+from tests.ops.attention.kernels.test_decode import call, refuses
 
 DECLINED = {
   "float64": dict(dtype=jnp.float64),
@@ -35,19 +34,8 @@ DECLINED = {
 
 @pytest.mark.parametrize("words", DECLINED)
 def test_what_it_does_not_serve(words):
-  changes = DECLINED[words]
   with jax.enable_x64(words == "float64"):
-    scores, q, keys, terms, context = call(
-      dtype=changes.get("dtype", "bfloat16")
-    )
-    if "dim" in changes:
-      q = jnp.zeros((*q.shape[:4], changes["dim"]), q.dtype)
-    scores, terms = changes.get("scores", scores), changes.get("terms", terms)
-    kernel = changes.get("kernel", DecodeGPU())
-    args = (scores, q, keys, terms, context)
-    assert words in kernel.decline(*args)
-    with pytest.raises(OptionError, match=words):
-      kernel.visit(*args)
+    refuses(DecodeGPU(), words, DECLINED[words])
 
 
 def test_who_visits(monkeypatch):

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ringjax.errors import OptionError
 from ringjax.ops.attention.kernels import best
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.stored import Stored
 from ringjax.ops.mask import Coords
-from tests.ops.attention.kernels.test_decode import call
+from tests.ops.attention.kernels.test_decode import call, refuses
 
 
 def test_tiles_are_large_and_fit():
@@ -55,16 +54,7 @@ DECLINED = {
 
 @pytest.mark.parametrize("words", DECLINED)
 def test_what_it_does_not_serve(words):
-  changes = DECLINED[words]
-  scores, q, keys, terms, context = call(dtype=changes.get("dtype", "bfloat16"))
-  if "dim" in changes:
-    q = jnp.zeros((*q.shape[:4], changes["dim"]), q.dtype)
-  scores, terms = changes.get("scores", scores), changes.get("terms", terms)
-  kernel = changes.get("kernel", DecodeTPU())
-  args = (scores, q, keys, terms, context)
-  assert words in kernel.decline(*args)
-  with pytest.raises(OptionError, match=words):
-    kernel.visit(*args)
+  refuses(DecodeTPU(), words, DECLINED[words])
 
 
 def test_who_visits(monkeypatch):
