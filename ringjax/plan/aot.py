@@ -17,18 +17,14 @@ libtpu is optional (`pip install 'ringjax[aot]'`, Linux on x86-64).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -52,21 +48,9 @@ _SET = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "PYTHONDONTWRITEBYTECODE": "1",
 }
-_NEED = re.compile(
-  r"\(([\d.]+)([KMGTP]?)\) exceeds available \w+ \(([\d.]+)([KMGTP]?)\)"
-)
-# "16.00GiB( 50%);   16.00GiB;  17179869184;     3; f32[32768,4], s32[8]"
-_BUFFER = re.compile(
-  r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)([KMGTP]?)i?B;"
-  r"\s*\d+;\s*\d+;\s*(.*)$",
-  re.M,
-)
-# Buffers of a program that does not fit that are told.
-_LARGEST = 8
-_UNITS = {"": 1, **{u: 1024 ** (i + 1) for i, u in enumerate("KMGTP")}}
 # Compilations under way, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
-_CHILD = "from ringjax.plan.aot import _child; _child()"
+_CHILD = "from ringjax.plan.compiling import child; child()"
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
@@ -134,12 +118,12 @@ class Compiled:
     topology: for which.
     devices: how many the program runs on.
     fits: whether it fits the memory of a device.
-    memory: None where it does not fit.
+    memory: None where it does not fit, or nothing else was asked for.
     needed_bytes: of a device: what it takes, or what the compiler said it
       would.
     limit_bytes: of a device.
     largest: the largest buffers where it does not fit.
-    report: of the schedule; None where it does not fit.
+    report: of the schedule; None where `memory` is.
     trace_s: seconds of tracing and lowering.
     compile_s: of compiling.
     text_bytes: length of the scheduled program's text.
@@ -219,6 +203,7 @@ def compile(
   flags: Sequence[str] = (),
   timeout_s: float | int = 3600.0,
   text_path: str | None = None,
+  memory_only: bool = False,
 ) -> Compiled:
   """Compiles a program for a TPU slice, in a process of its own.
 
@@ -232,6 +217,10 @@ def compile(
     flags: of libtpu, "--xla_...=...".
     timeout_s: seconds until it is given up.
     text_path: where to keep the scheduled program's text.
+    memory_only: ends where all buffers have their places in the chip's memory,
+      in a tenth of the time: no machine code is made, and with it neither
+      `memory` nor `report`. What a kernel needs of the fast memory beside the
+      matrix unit is then unchecked.
 
   Returns:
     What came of it, also where it does not fit.
@@ -256,6 +245,8 @@ def compile(
         "config": _CONFIGS.get(core.name, {}),
         "options": dict(options or {}),
         "compiler_options": dict(compiler_options or {}),
+        "memory_only": memory_only,
+        "limit_bytes": core.hbm_bytes,
       }
     )
   except (TypeError, ValueError) as error:
@@ -355,7 +346,7 @@ def _read(
   memory = report = None
   limit = found.get("limit_bytes") or core.hbm_bytes
   needed = found.get("needed_bytes") or 0
-  if fits:
+  if "memory" in found:
     memory = Memory(limit=core.hbm_bytes, **found["memory"])
     needed = memory.total
     # The compiler counts buffers that never live together once.
@@ -381,110 +372,8 @@ def _read(
     text_bytes=len(text),
     facts=found["facts"],
     versions=found["versions"],
-    text_path=text_path if fits else None,
+    text_path=text_path if text else None,
   )
-
-
-# ---------------------------------------------------------------------------
-# In the process that compiles
-# ---------------------------------------------------------------------------
-
-
-def _child() -> None:
-  """Compiles the job of a folder and leaves the answer there."""
-  import traceback
-
-  place = pathlib.Path(sys.argv[-1])
-  job = json.loads((place / "job.json").read_text())
-  try:
-    found = _compiled(job, place)
-  except RingjaxError as error:
-    found = {"refused": str(error)}
-  except Exception as error:
-    found = {"error": f"{error}", "traceback": traceback.format_exc()}
-  # Whole or not at all.
-  (place / "answer.part").write_text(json.dumps(found))
-  os.replace(place / "answer.part", place / "answer.json")
-  # libtpu's own threads take their time to end.
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(0)
-
-
-def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
-  import jax
-  from jax.experimental import topologies
-
-  try:
-    found = topologies.get_topology_desc(
-      job["topology"], platform="tpu", wrap=tuple(job["wraps"]), **job["config"]
-    )
-  except (RuntimeError, ValueError, NotImplementedError) as error:
-    raise OptionError(
-      message(
-        "topology",
-        f"{job['topology']}: {error}"[:400],
-        "a slice that libtpu knows",
-        "check the name and the installed libtpu",
-      )
-    ) from None
-  built = _builder(job["builder"])(found.devices, **job["options"])
-  start = time.monotonic()
-  lowered = built.function.trace(*built.arguments).lower(
-    lowering_platforms=("tpu",)
-  )
-  middle = time.monotonic()
-  options = dict(job["compiler_options"])
-  body = {
-    "devices": built.mesh.devices.size,
-    "coords": [list(d.coords) for d in built.mesh.devices.flat],
-    "facts": dict(built.facts),
-    "data_trips": built.data_trips,
-    "trace_s": middle - start,
-    "versions": versions(),
-  }
-  try:
-    compiled = lowered.compile(compiler_options=options or None)
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    return {
-      **body,
-      "fits": False,
-      "compile_s": time.monotonic() - middle,
-      **_excess(str(error)),
-      "largest": _largest(lowered, options, place),
-    }
-  seconds = time.monotonic() - middle
-  (place / "program.hlo").write_text(compiled.as_text())
-  made = compiled.memory_analysis()
-  return {
-    **body,
-    "fits": True,
-    "compile_s": seconds,
-    "memory": {
-      "arguments": made.argument_size_in_bytes,
-      "outputs": made.output_size_in_bytes,
-      "aliased": made.alias_size_in_bytes,
-      "temporaries": made.temp_size_in_bytes,
-      "code": made.generated_code_size_in_bytes,
-    },
-  }
-
-
-def _builder(name: str) -> Any:
-  module, _, function = name.partition(":")
-  try:
-    return getattr(importlib.import_module(module), function)
-  except (ImportError, AttributeError, ValueError) as error:
-    raise OptionError(
-      message(
-        "builder",
-        f"{name!r}: {error}",
-        "'module:function' that can be imported",
-        "correct the name",
-      )
-    ) from None
 
 
 def versions() -> dict[str, str]:
@@ -496,63 +385,3 @@ def versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
       found[name] = "unknown"
   return found
-
-
-def _excess(text: str) -> dict[str, int]:
-  """What the compiler says that it needs, and what there is."""
-  found = _NEED.search(text)
-  if not found:
-    return {"needed_bytes": 0, "limit_bytes": 0}
-  size = lambda number, unit: int(float(number) * _UNITS[unit])
-  return {
-    "needed_bytes": size(found[1], found[2]),
-    "limit_bytes": size(found[3], found[4]),
-  }
-
-
-def _largest(
-  lowered: Any, options: Mapping[str, Any], place: pathlib.Path
-) -> list[dict[str, Any]]:
-  """The largest buffers of a program that does not fit, by a second try."""
-  import jax
-
-  dump = place / "dump"
-  dump.mkdir()
-  with contextlib.suppress(jax.errors.JaxRuntimeError):
-    lowered.compile(
-      compiler_options={
-        **options,
-        "xla_dump_to": str(dump),
-        "xla_dump_hlo_as_text": True,
-      }
-    )
-  found: list[dict[str, Any]] = []
-  for path in sorted(dump.glob("*memory-usage-report.txt")):
-    found += buffers(path.read_text(errors="replace"))
-  found = sorted(found, key=lambda one: -one["nbytes"])[:_LARGEST]
-  texts = [p.read_text(errors="replace") for p in dump.glob("*izations.txt")]
-  texts.sort(key=lambda text: "is_scheduled=true" not in text)
-  for one in found:
-    sources = (source_of(one["shape"], text) for text in texts)
-    one["source"] = next((name for name in sources if name), "")
-  return found
-
-
-def buffers(text: str) -> list[dict[str, Any]]:
-  """The buffers of the chip's main memory that XLA's usage report lists.
-
-  Those that take turns in one place are one, with the shapes of them all.
-  """
-  main = text.partition("Memory Space: default")[2].partition("Memory Space")[0]
-  found = []
-  for size, unit, shapes in _BUFFER.findall(main):
-    nbytes = int(float(size) * _UNITS[unit.upper()])
-    found.append({"nbytes": nbytes, "shape": shapes.strip()})
-  return found
-
-
-def source_of(shape: str, text: str) -> str:
-  """The traced operation behind the first array of `shape` in a module."""
-  first = re.sub(r"^\d+\W", "", shape.split(", ")[0].strip("("))
-  line = re.search(rf"= \(?{re.escape(first)}[^\n]*op_name=\"([^\"]*)\"", text)
-  return line[1] if line else ""

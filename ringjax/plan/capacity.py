@@ -1,9 +1,9 @@
 """The largest context that fits, by asking a compiler as seldom as possible.
 
-Law: what is given as fitting was compiled and fits; what is given as too much
-was compiled and does not. What a program lacks tells how far it is off: memory
-is close to a line in the tokens, and two failures draw it. A failure takes the
-compiler a second and a fit minutes, so that the search comes from above and
+Law: what is given as fitting was tried and fits; what is given as too much was
+tried and does not. What a program lacks tells how far it is off: memory is
+close to a line in the tokens, and two failures draw it. A failure takes a whole
+compilation seconds and a fit minutes, so that the search comes from above and
 means to fit once.
 """
 

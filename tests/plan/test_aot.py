@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.plan import aot, overlap
+from ringjax.plan import aot, compiling, overlap
 from ringjax.plan.roofline import roofline
 
 STEPS = "ringjax.bench.steps"
@@ -92,6 +92,20 @@ class TestCompiled:
     made = roofline(found)
     assert made.floor_s < made.schedule_s
     assert 0 < made.utilization < 1
+
+  def test_memory_alone_is_the_same_memory(self):
+    shape = {"heads": 4, "kv_heads": 4, "tokens": 65_536}
+    whole = aot.compile(ATTENTION, "v5e:2x4", shape)
+    alone = aot.compile(ATTENTION, "v5e:2x4", shape, memory_only=True)
+    assert whole.fits and alone.fits
+    assert alone.memory is None and alone.report is None
+    assert alone.limit_bytes == whole.limit_bytes
+    # The whole also counts the code, and twice what takes turns in one place.
+    assert 0.8 < alone.needed_bytes / whole.needed_bytes <= 1
+    shape |= {"tokens": 1 << 24}
+    over = aot.compile(ATTENTION, "v5e:2x4", shape, memory_only=True)
+    assert not over.fits and over.largest
+    assert over.needed_bytes > over.limit_bytes == whole.limit_bytes
 
   @pytest.mark.parametrize(
     "topology",
@@ -266,7 +280,7 @@ Memory Space: vmem (color=1)
 
 
 def test_the_compiler_s_report_of_memory_is_read():
-  found = aot.buffers(REPORT)
+  found = compiling.buffers(REPORT)
   assert found == [
     {"nbytes": 16 << 30, "shape": "f32[32768,4], s32[32768]"},
     {"nbytes": 512 << 20, "shape": "2\u00d7bf16[131072,2048]"},
@@ -276,5 +290,5 @@ def test_the_compiler_s_report_of_memory_is_read():
     "  %a = bf16[131072,2048]{1,0} fusion(%b), "
     'metadata={op_name="jit(f)/sort" stack_frame_id=3}'
   )
-  assert aot.source_of("2\u00d7bf16[131072,2048]", text) == "jit(f)/sort"
-  assert aot.source_of("f32[1]", text) == ""
+  assert compiling.source_of("2\u00d7bf16[131072,2048]", text) == "jit(f)/sort"
+  assert compiling.source_of("f32[1]", text) == ""

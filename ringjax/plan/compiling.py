@@ -1,0 +1,239 @@
+"""What happens in the process that compiles for a TPU slice.
+
+Law: the job of a folder is answered there, in one file that is whole or is not
+there; the process then ends at once. Machine code takes the compiler most of
+its time and changes nothing of where buffers lie: whoever asks for memory alone
+has the answer as soon as they have their places.
+
+`ringjax.plan.aot` starts it, and says what a job is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.plan.aot import versions
+
+_NEED = re.compile(
+  r"\(([\d.]+)([KMGTP]?)\) exceeds available \w+ \(([\d.]+)([KMGTP]?)\)"
+)
+# "16.00GiB( 50%);   16.00GiB;  17179869184;     3; f32[32768,4], s32[8]"
+_BUFFER = re.compile(
+  r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)([KMGTP]?)i?B;"
+  r"\s*\d+;\s*\d+;\s*(.*)$",
+  re.M,
+)
+# Buffers of a program that does not fit that are told.
+_LARGEST = 8
+_UNITS = {"": 1, **{u: 1024 ** (i + 1) for i, u in enumerate("KMGTP")}}
+_USAGE = "memory-usage-report.txt"
+# How often the main thread looks whether buffers have their places.
+_LOOK_S = 0.1
+_TOTAL = re.compile(r"Memory Space: default[^\n]*\nTotal bytes: (\d+) ")
+
+
+def child() -> None:
+  """Compiles the job of a folder and leaves the answer there."""
+  place = pathlib.Path(sys.argv[-1])
+  job = json.loads((place / "job.json").read_text())
+  try:
+    found = _compiled(job, place)
+  except RingjaxError as error:
+    found = {"refused": str(error)}
+  except Exception as error:
+    found = {"error": f"{error}", "traceback": traceback.format_exc()}
+  # Whole or not at all.
+  (place / "answer.part").write_text(json.dumps(found))
+  os.replace(place / "answer.part", place / "answer.json")
+  # libtpu's own threads, and one that makes code which nobody asked for, would
+  # take their time to end.
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(0)
+
+
+def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
+  try:
+    found = topologies.get_topology_desc(
+      job["topology"], platform="tpu", wrap=tuple(job["wraps"]), **job["config"]
+    )
+  except (RuntimeError, ValueError, NotImplementedError) as error:
+    raise OptionError(
+      message(
+        "topology",
+        f"{job['topology']}: {error}"[:400],
+        "a slice that libtpu knows",
+        "check the name and the installed libtpu",
+      )
+    ) from None
+  built = _builder(job["builder"])(found.devices, **job["options"])
+  start = time.monotonic()
+  lowered = built.function.trace(*built.arguments).lower(
+    lowering_platforms=("tpu",)
+  )
+  middle = time.monotonic()
+  dump = place / "dump"
+  dump.mkdir()
+  work = _Compilation(lowered, job["compiler_options"], dump)
+  body = {
+    "devices": built.mesh.devices.size,
+    "coords": [list(d.coords) for d in built.mesh.devices.flat],
+    "facts": dict(built.facts),
+    "data_trips": built.data_trips,
+    "trace_s": middle - start,
+    "versions": versions(),
+  }
+  if job["memory_only"]:
+    total = work.placed(job["limit_bytes"])
+    if total is not None:
+      seconds = time.monotonic() - middle
+      return {
+        **body, "fits": True, "compile_s": seconds, "needed_bytes": total
+      }  # fmt: skip
+  try:
+    compiled = work.result()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return {
+      **body,
+      "fits": False,
+      "compile_s": time.monotonic() - middle,
+      **_excess(str(error)),
+      "largest": _largest(dump),
+    }
+  seconds = time.monotonic() - middle
+  (place / "program.hlo").write_text(compiled.as_text())
+  made = compiled.memory_analysis()
+  return {
+    **body,
+    "fits": True,
+    "compile_s": seconds,
+    "memory": {
+      "arguments": made.argument_size_in_bytes,
+      "outputs": made.output_size_in_bytes,
+      "aliased": made.alias_size_in_bytes,
+      "temporaries": made.temp_size_in_bytes,
+      "code": made.generated_code_size_in_bytes,
+    },
+  }
+
+
+class _Compilation:
+  """One that goes on in a thread, and writes to `dump` how far it is."""
+
+  def __init__(
+    self, lowered: Any, options: Mapping[str, Any], dump: pathlib.Path
+  ):
+    self._dump = dump
+    asked = {
+      **options,
+      "xla_dump_to": str(dump),
+      "xla_dump_hlo_as_text": True,
+    }
+    self._end: futures.Future[Any] = futures.Future()
+
+    def work() -> None:
+      try:
+        self._end.set_result(lowered.compile(compiler_options=asked))
+      except BaseException as error:
+        self._end.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+
+  def placed(self, limit_bytes: int) -> int | None:
+    """Bytes of all buffers as soon as they have their places.
+
+    None if it ended before that was known, or they are more than there is: the
+    compiler then says so itself.
+    """
+    while not self._end.done():
+      totals = [
+        int(total)
+        for path in self._dump.glob(f"*{_USAGE}")
+        for total in _TOTAL.findall(path.read_text(errors="replace"))
+      ]
+      if totals:
+        return max(totals) if max(totals) <= limit_bytes else None
+      time.sleep(_LOOK_S)
+    return None
+
+  def result(self) -> Any:
+    """What came of it, or the error that it ended with."""
+    return self._end.result()
+
+
+def _builder(name: str) -> Any:
+  module, _, function = name.partition(":")
+  try:
+    return getattr(importlib.import_module(module), function)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise OptionError(
+      message(
+        "builder",
+        f"{name!r}: {error}",
+        "'module:function' that can be imported",
+        "correct the name",
+      )
+    ) from None
+
+
+def _excess(text: str) -> dict[str, int]:
+  """What the compiler says that it needs, and what there is."""
+  found = _NEED.search(text)
+  if not found:
+    return {"needed_bytes": 0, "limit_bytes": 0}
+  size = lambda number, unit: int(float(number) * _UNITS[unit])
+  return {
+    "needed_bytes": size(found[1], found[2]),
+    "limit_bytes": size(found[3], found[4]),
+  }
+
+
+def _largest(dump: pathlib.Path) -> list[dict[str, Any]]:
+  """The largest buffers of a program that does not fit."""
+  found: list[dict[str, Any]] = []
+  for path in sorted(dump.glob(f"*{_USAGE}")):
+    found += buffers(path.read_text(errors="replace"))
+  found = sorted(found, key=lambda one: -one["nbytes"])[:_LARGEST]
+  texts = [p.read_text(errors="replace") for p in dump.glob("*izations.txt")]
+  texts.sort(key=lambda text: "is_scheduled=true" not in text)
+  for one in found:
+    sources = (source_of(one["shape"], text) for text in texts)
+    one["source"] = next((name for name in sources if name), "")
+  return found
+
+
+def buffers(text: str) -> list[dict[str, Any]]:
+  """The buffers of the chip's main memory that XLA's usage report lists.
+
+  Those that take turns in one place are one, with the shapes of them all.
+  """
+  main = text.partition("Memory Space: default")[2].partition("Memory Space")[0]
+  found = []
+  for size, unit, shapes in _BUFFER.findall(main):
+    nbytes = int(float(size) * _UNITS[unit.upper()])
+    found.append({"nbytes": nbytes, "shape": shapes.strip()})
+  return found
+
+
+def source_of(shape: str, text: str) -> str:
+  """The traced operation behind the first array of `shape` in a module."""
+  first = re.sub(r"^\d+\W", "", shape.split(", ")[0].strip("("))
+  line = re.search(rf"= \(?{re.escape(first)}[^\n]*op_name=\"([^\"]*)\"", text)
+  return line[1] if line else ""
