@@ -339,8 +339,7 @@ def tokens_of(
 
 def _derived(attend: Spread, tokens: int) -> jax.Array:
   """The layout's positions, int32 [1, T], counted from 0."""
-  order = attend.layout.order(tokens, attend.size)
-  return jnp.asarray(np.asarray(order), jnp.int32)[None]
+  return attend.layout.all_positions(tokens, attend.size)[None]
 
 
 def _spread(attend: Spread) -> bool:

@@ -67,6 +67,18 @@ class Layout(abc.ABC):
     order = self.padded_order(length, shards)
     return order[order >= 0]
 
+  def all_positions(self, length: int, shards: int) -> jax.Array:
+    """`order` for use in a program, int32 [length].
+
+    Where every slot has a token it is reckoned there: a constant would make
+    the program, and the time to compile it, grow with the length.
+    """
+    local = self.local_length(length, shards)
+    if shards * local != length:
+      return jnp.asarray(self.order(length, shards), jnp.int32)
+    each = jax.vmap(lambda shard: self.positions(shard, shards, local))
+    return each(jnp.arange(shards, dtype=jnp.int32)).reshape(length)
+
   def permute(self, x: Any, *, shards: int, axis: int = 1) -> Any:
     """Brings `axis` of `x` from natural order into this layout's order.
 
@@ -349,9 +361,9 @@ def slots_of(layout: Layout, length: int, shards: int) -> np.ndarray | None:
 
   None where every slot has the token of its own number in the layout's order.
   """
-  order = layout.padded_order(length, shards)
-  if order.size == length:
+  if shards * layout.local_length(length, shards) == length:
     return None
+  order = layout.padded_order(length, shards)
   real = order >= 0
   return np.where(real, np.cumsum(real) - 1, -1)
 
