@@ -4,7 +4,8 @@
       Facts hidden in a long text, by its length and their depth. The text is
       Python's own sources, or those of --folder.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
-      How well it foretells such a text, by position.
+      How well it foretells such a text, by position; and the same tokens, with
+      more and more before them.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       A training by its log.
 
@@ -322,24 +323,27 @@ def _perplexity(
   _say_if_far(model, max(lengths), screen)
   bos = tokenizer.bos_id if tokenizer.adds_bos else None
   # One text behind another: files are short. What begins a text begins each
-  # row, wherever it was cut.
+  # row, wherever it was cut. Rows of all lengths end alike: what is foretold
+  # there is the same, with more or less before it.
   ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in texts])
-  readers = []
-  for length in lengths:
-    each = length + (bos is None)
-    readers.append(
-      reader(
-        model,
-        [ids[n * each : (n + 1) * each] for n in range(values.rows)],
-        length=length,
-        rows=values.rows,
-        bos=bos,
-        mesh=mesh,
-        prefill=values.prefill,
-        chunk=values.chunk,
-        cache_dtype=values.cache_dtype,
-      )
+  span = max(lengths) + (bos is None)
+  whole = [ids[n * span : (n + 1) * span] for n in range(values.rows)]
+  readers = {
+    length: reader(
+      model,
+      [row[len(row) - length - (bos is None) :] for row in whole],
+      length=length,
+      rows=values.rows,
+      last=max(1, min(lengths) // 2),
+      bos=bos,
+      mesh=mesh,
+      prefill=values.prefill,
+      chunk=values.chunk,
+      cache_dtype=values.cache_dtype,
     )
+    # The longest first: it is the one that texts may be too short for.
+    for length in sorted(set(lengths), reverse=True)
+  }
   record = {
     "model": str(values.model or "ringjax-tiny"),
     "text": _source(values),
@@ -347,8 +351,9 @@ def _perplexity(
   }
   curves: list[Curve] = []
   screen.begin("reading", len(lengths) * values.rows, "texts")
-  for n, read in enumerate(readers):
+  for n, length in enumerate(lengths):
     before = n * values.rows
+    read = readers[length]
     curves.append(read(lambda row, before=before: screen.at(before + row)))
     found = [curve.record() for curve in curves]
     kept.write(record | {"curves": found}, len(curves), len(lengths), "curves")
@@ -363,6 +368,12 @@ def _perplexity(
     lines.append(f"{end:>9,}{shown}")
   lines.append(
     f"{'all':>9}" + "".join(f"{curve.mean:>10.4f}" for curve in curves)
+  )
+  lines.append(
+    f"the same last {curves[0].last:,} tokens of each text, by its length"
+  )
+  lines.append(
+    " " * 9 + "".join(f"{curve.last_nll:>10.4f}" for curve in curves)
   )
   return _Answer(
     record=record

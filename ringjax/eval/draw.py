@@ -47,20 +47,27 @@ def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
   figure.savefig(path, dpi=130)
 
 
-def curves(
-  found: Sequence[Curve], path: str, labels: Sequence[str] | None = None
-) -> None:
-  """Losses by position, one line a curve."""
-  figure = figures().Figure(figsize=(7, 4), layout="constrained")
-  axes = figure.add_subplot()
-  for n, curve in enumerate(found):
-    label = labels[n] if labels else f"{curve.length:,} tokens"
+def curves(found: Sequence[Curve], path: str) -> None:
+  """Losses by position, one line a curve; of the last tokens, by length."""
+  figure = figures().Figure(figsize=(10, 4), layout="constrained")
+  axes, beside = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+  for curve in found:
+    label = f"{curve.length:,} tokens"
     axes.plot(curve.ends, curve.nll, marker="o", label=label)
   axes.set_xscale("log", base=2)
   axes.set_xlabel("position, tokens")
   axes.set_ylabel("negative log-likelihood, nats a token")
   axes.grid(alpha=0.3)
   axes.legend()
+  beside.plot(
+    [curve.length for curve in found],
+    [curve.last_nll for curve in found],
+    marker="o",
+  )
+  beside.set_xscale("log", base=2)
+  beside.set_xlabel("tokens of the text")
+  beside.set_title(f"its last {found[0].last:,} tokens", fontsize="medium")
+  beside.grid(alpha=0.3)
   figure.savefig(path, dpi=130)
 
 

@@ -42,6 +42,10 @@ class Curve:
     ends: of the buckets; a bucket begins where the one before ends.
     nll: mean negative log-likelihood in each bucket, nats a token.
     mean: over all positions.
+    last: how many tokens at the end `last_nll` is of.
+    last_nll: mean over those. Of rows that end alike and begin earlier and
+      earlier it tells what more context is worth, by the same tokens; buckets
+      are of different ones.
   """
 
   length: int
@@ -49,6 +53,8 @@ class Curve:
   ends: tuple[int, ...]
   nll: tuple[float, ...]
   mean: float
+  last: int
+  last_nll: float
 
   @property
   def perplexity(self) -> float:
@@ -64,6 +70,7 @@ class Curve:
     return dataclasses.asdict(self) | {
       "nll": tuple(map(known, self.nll)),
       "mean": known(self.mean),
+      "last_nll": known(self.last_nll),
       "perplexity": known(self.perplexity),
     }
 
@@ -89,6 +96,7 @@ def perplexity(
   *,
   length: int,
   rows: int,
+  last: int | None = None,
   bos: int | None = None,
   prefill: str = "auto",
   mesh: Mesh | None = None,
@@ -104,6 +112,7 @@ def perplexity(
     documents: ids [n] of each, without `bos`; shorter ones are passed over.
     length: T, tokens that are read of each, a multiple of twice the shards.
     rows: how many documents are read.
+    last: tokens of `Curve.last`; default: half of the row.
     bos: the id that begins each row, for a model that was trained so.
     prefill: how, of `ringjax.infer.METHODS`; "chunked" keeps what it has read
       in a cache.
@@ -124,6 +133,7 @@ def perplexity(
     documents,
     length=length,
     rows=rows,
+    last=last,
     bos=bos,
     prefill=prefill,
     mesh=mesh,
@@ -140,6 +150,7 @@ def reader(
   *,
   length: int,
   rows: int,
+  last: int | None = None,
   bos: int | None = None,
   prefill: str = "auto",
   mesh: Mesh | None = None,
@@ -153,6 +164,12 @@ def reader(
   """
   positive_int("length", length)
   positive_int("rows", rows)
+  last = max(1, length // 2) if last is None else last
+  positive_int("last", last)
+  if last > length:
+    raise OptionError(
+      message("last", last, f"at most length={length}", "lower it")
+    )
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
@@ -199,7 +216,7 @@ def reader(
     for n, ids in enumerate(chosen):
       total += losses(ids)
       on_row(n + 1)
-    return _curve(total / rows, length, rows)
+    return _curve(total / rows, length, rows, last)
 
   return read
 
@@ -239,7 +256,7 @@ def _rows(
   return found
 
 
-def _curve(each: np.ndarray, length: int, rows: int) -> Curve:
+def _curve(each: np.ndarray, length: int, rows: int, last: int) -> Curve:
   """Of the losses [T] by position."""
   ends = [1]
   while ends[-1] < length:
@@ -252,6 +269,8 @@ def _curve(each: np.ndarray, length: int, rows: int) -> Curve:
     ends=tuple(ends),
     nll=tuple(float(piece.mean()) for piece in pieces),
     mean=float(each.mean()),
+    last=last,
+    last_nll=float(each[-last:].mean()),
   )
 
 

@@ -158,6 +158,10 @@ def test_losses_by_position_are_the_model_s_own():
   assert found.nll == pytest.approx(want, rel=1e-5)
   assert found.mean == pytest.approx(each.mean(), rel=1e-6)
   assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
+  assert found.last == 24
+  assert found.last_nll == pytest.approx(each[-24:].mean(), rel=1e-6)
+  found = perplexity(model, rows, length=48, rows=3, last=5)
+  assert found.last_nll == pytest.approx(each[-5:].mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("prefill", ["auto", "chunked"])
@@ -225,6 +229,8 @@ def test_ways_that_do_not_fit(options, words):
     (dict(rows=3), "2 of more than 48 tokens; wanted 3"),
     (dict(rows=0), "rows"),
     (dict(length=0), "length"),
+    (dict(last=0), "last"),
+    (dict(last=49), "at most length=48"),
     (dict(bos=262), "id 262"),
     (dict(prefill="chunked", length=40), "cache"),
   ],
@@ -240,10 +246,14 @@ def test_nothing_is_read_when_it_cannot_be(wrong, words, monkeypatch):
 
 @pytest.mark.parametrize("loss", [850.0, math.inf, math.nan])
 def test_a_model_that_is_far_off_is_told_too(loss):
-  curve = Curve(length=2, rows=1, ends=(1, 2), nll=(1.0, loss), mean=loss)
+  curve = Curve(
+    length=2, rows=1, ends=(1, 2), nll=(1.0, loss), mean=loss, last=1,
+    last_nll=loss,
+  )  # fmt: skip
   said = json.loads(json.dumps(curve.record(), allow_nan=False))
   assert said["perplexity"] is None and said["nll"][0] == 1.0
-  assert said["mean"] == (loss if math.isfinite(loss) else None)
+  known = loss if math.isfinite(loss) else None
+  assert (said["mean"], said["last_nll"]) == (known, known)
 
 
 def test_too_few_texts():
@@ -336,10 +346,43 @@ def test_perplexity_by_script(tmp_path):
   assert status == 0, err
   short, long = json.loads(out)["curves"]
   assert short["ends"][-1] == 256 and long["ends"][-1] == 512
+  # The same bytes, with 128 or more before them and with 384.
+  assert short["last"] == long["last"] == 128
+  assert long["last_nll"] < short["last_nll"]
   # Bytes of Python: far from random, and the first one hardly known.
   assert 0.3 < long["mean"] < 4
   assert long["nll"][0] > long["nll"][-1]
   assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_rows_of_all_lengths_end_alike(adds_bos, monkeypatch):
+  tokenizer, given = Tokenizer.load(tiny.path()), {}
+  tokenizer.adds_bos = adds_bos
+  monkeypatch.setattr(evaluate.Tokenizer, "load", lambda *a, **k: tokenizer)
+
+  def note(model, documents, *, length, rows, last, **options):
+    given[length] = (documents, last)
+    curve = Curve(
+      length=length, rows=rows, ends=(length,), nll=(1.0,), mean=1.0,
+      last=last, last_nll=length / 7,
+    )  # fmt: skip
+    return lambda on_row: curve
+
+  monkeypatch.setattr(evaluate, "reader", note)
+  status, out, err = run(
+    "perplexity", "--lengths=64,16,32", "--rows=3", "--mesh=seq:1"
+  )
+  assert status == 0, err
+  long, long_last = given[64]
+  assert [len(row) for row in long] == [64 + (not adds_bos)] * 3
+  for length in (16, 32):
+    rows, last = given[length]
+    assert last == long_last == 8
+    for short, whole in zip(rows, long, strict=True):
+      assert short.tolist() == whole[-length - (not adds_bos) :].tolist()
+  # In the order that was asked for.
+  assert out.splitlines()[-1].split() == ["9.1429", "2.2857", "4.5714"]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -351,7 +394,9 @@ def test_each_row_begins_as_a_text_does(adds_bos, monkeypatch):
 
   def note(model, documents, **options):
     given.append((documents, options["bos"]))
-    curve = Curve(length=64, rows=2, ends=(64,), nll=(1.0,), mean=1.0)
+    curve = Curve(
+      length=64, rows=2, ends=(64,), nll=(1.0,), mean=1.0, last=1, last_nll=1.0
+    )
     return lambda on_row: curve
 
   monkeypatch.setattr(evaluate, "reader", note)
