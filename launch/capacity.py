@@ -29,7 +29,7 @@ MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b-1m")
 FORMAT = "ringjax-capacity"
 _PROGRAMS = ("train", "prefill")
 _COMPARED = ("striped", "gather", "plain")
-_LEAST, _MOST = 1 << 13, 1 << 27
+_LEAST, _MOST = 1 << 13, 1 << 28
 _OF_TRAINING = ("remat", "optimizer", "loss_block")
 # What a row was asked with, in the order in which rows are told.
 _ASKED = ("model", "slice", "what", "strategy", "options")

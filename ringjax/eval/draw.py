@@ -50,7 +50,7 @@ def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
 def curves(found: Sequence[Curve], path: str) -> None:
   """Losses by position, one line a curve; of the last tokens, by length."""
   figure = figures().Figure(figsize=(10, 4), layout="constrained")
-  axes, beside = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+  axes, beside = figure.subplots(1, 2, width_ratios=(3, 2))
   for curve in found:
     label = f"{curve.length:,} tokens"
     axes.plot(curve.ends, curve.nll, marker="o", label=label)

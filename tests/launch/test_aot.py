@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import pathlib
 import threading
 
 import pytest
 
 from launch import aot as scripts
-from launch import common
+from launch import capacity, common
 from ringjax.bench import ways
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
@@ -228,6 +229,17 @@ def test_capacity_finds_and_keeps_the_largest(asked, tmp_path):
   text = (tmp_path / "capacity.md").read_text()
   assert "| llama-3.1-8b | v5e-256 (v5e:16x16) | prefill |" in text
   assert f"{striped['tokens']:,} | {gather['tokens']:,}" in text
+
+
+def test_the_published_table_is_of_the_published_figures():
+  root = pathlib.Path(__file__).parents[2]
+  figures = json.loads((root / "docs" / "capacity.json").read_text())
+  lines = capacity.table(figures["rows"])
+  assert (root / "docs" / "capacity.md").read_text().splitlines() == lines
+  # The README shows all of it, and nothing else.
+  readme = (root / "README.md").read_text().splitlines()
+  first = readme.index(lines[0])
+  assert readme[first : first + len(lines) + 1] == [*lines, ""]
 
 
 CAPACITY = (
