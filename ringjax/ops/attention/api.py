@@ -628,7 +628,10 @@ def _like(x: Operands, specs: Operands) -> Operands:
   )
 
 
-def _reshard(a: jax.Array, mesh: Any, spec: P) -> jax.Array:
+def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
+  """`a` over the axes of `spec` that types know; the others are XLA's."""
+  held = (tuple(n for n in _names(axes) if n in explicit) for axes in spec)
+  spec = P(*(axes or None for axes in held))
   sharding = jax.typeof(a).sharding
   if not sharding.mesh.empty and sharding.spec == spec:
     return a
@@ -697,7 +700,9 @@ def _jitted_on_mesh(
     if kind == AxisType.Explicit
   }
   if explicit:
-    x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
+    x = jax.tree.map(
+      lambda a, s: _reshard(a, place.mesh, s, explicit), x, specs
+    )
   # An axis of one device is nobody's, and a kernel wants all to be manual.
   single = {name for name, size in place.mesh.shape.items() if size == 1}
   names = explicit | single | {*place.names, *place.batch, *place.heads}
@@ -716,7 +721,7 @@ def _jitted_on_mesh(
     if explicit:
       # The types of explicit axes have no uneven shards.
       whole = P(specs.q[0], None, specs.q[2])
-      out, lse = (_reshard(a, place.mesh, whole) for a in (out, lse))
+      out, lse = (_reshard(a, place.mesh, whole, explicit) for a in (out, lse))
     out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
   return out, lse
 

@@ -465,6 +465,25 @@ def test_shards_that_do_not_fit_their_layout():
   raises(rj.ShapeError, ValueError, "query 6 4", lambda: run(rj.Striped(4), 12))
 
 
+def test_a_shard_map_inside_of_another_is_on_the_same_mesh():
+  mesh, q = mesh_of((2, 2), ("data", "seq")), ones((2, 16, 4, 8))
+
+  def run(inner):
+    f = lambda q: rj.dot_product_attention(q, q, q, mesh=inner, axis="seq")
+    spec = P("data")
+    return jax.shard_map(
+      f, mesh=mesh, axis_names={"data"}, in_specs=spec, out_specs=spec
+    )(q)
+
+  np.testing.assert_allclose(run(mesh), run(None))
+  raises(
+    rj.MeshError,
+    ValueError,
+    "mesh ('seq', 4) shard_map ('data', 2)",
+    lambda: run(mesh_of((4,), ("seq",))),
+  )
+
+
 def test_higher_order_says_what_to_use():
   q = ones((1, 8, 1, 4))
   f = lambda x: jnp.sum(rj.dot_product_attention(x, x, x) ** 2)

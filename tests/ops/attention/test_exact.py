@@ -320,6 +320,22 @@ def test_batch_and_heads_are_sharded_too(kind, layout, said, strategy):
   oracle.check(got, want)
 
 
+def test_types_of_axes_may_be_mixed():
+  kinds = AxisType.Explicit, AxisType.Auto, AxisType.Explicit
+  mesh = rj.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=kinds)
+  case, want = problem("everything")
+  got = oracle.run(
+    case,
+    layout=Zigzag(),
+    shards=2,
+    strategy=Ring(TILES),
+    mesh=mesh,
+    axis="seq",
+    place=lambda name, x: on(mesh, name, x),
+  )
+  oracle.check(got, want)
+
+
 @pytest.mark.smoke
 def test_the_mesh_and_axis_are_read_off_the_operands():
   mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
