@@ -10,9 +10,11 @@ Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -477,16 +479,36 @@ def _run(
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
-  elif place.mesh is not None:
-    out, lse = _on_mesh(request, x, place, strategy)
   else:
-    # Without a jit of our own a call outside of one would compile its loops
-    # again each time.
-    run = _per_shard if place.manual else _jitted_local
-    out, lse = run(request, x, place, strategy, None)
+    with _forward_mode_refused():
+      if place.mesh is not None:
+        out, lse = _on_mesh(request, x, place, strategy)
+      else:
+        # Without a jit of our own a call outside of one would compile its loops
+        # again each time.
+        run = _per_shard if place.manual else _jitted_local
+        out, lse = run(request, x, place, strategy, None)
   if not request.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
+
+
+@contextlib.contextmanager
+def _forward_mode_refused() -> Iterator[None]:
+  """Says what to use where JAX finds a custom_vjp under `jax.jvp`."""
+  try:
+    yield
+  except TypeError as error:
+    if "custom_vjp" not in str(error):
+      raise
+    raise OptionError(
+      message(
+        "strategy",
+        "forward mode through a blockwise algorithm",
+        "a plainly differentiated one",
+        "pass strategy=Ring(Dense()) for jax.jvp and higher orders",
+      )
+    ) from error
 
 
 def _per_shard(

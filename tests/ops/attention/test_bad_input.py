@@ -484,6 +484,18 @@ def test_a_shard_map_inside_of_another_is_on_the_same_mesh():
   )
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_forward_mode_says_what_to_use(shards):
+  q, mesh = ones((1, 8, 1, 4)), mesh_of((shards,), ("seq",))
+  f = lambda x: rj.dot_product_attention(x, x, x, mesh=mesh)
+  raises(
+    rj.OptionError,
+    ValueError,
+    "strategy forward Ring(Dense())",
+    lambda: jax.jvp(f, (q,), (q,)),
+  )
+
+
 def test_higher_order_says_what_to_use():
   q = ones((1, 8, 1, 4))
   f = lambda x: jnp.sum(rj.dot_product_attention(x, x, x) ** 2)
