@@ -22,7 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, OptionError, ShapeError, message
+from ringjax.errors import (
+  InputTypeError,
+  MeshError,
+  OptionError,
+  ShapeError,
+  message,
+)
 from ringjax.ops.attention import levels, predict
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
@@ -374,7 +380,32 @@ def attention(
     differentiable; `Partial.of(out, lse)` merges with other partials.
   """
   request, x = requests.build(q, k, v, mask=mask, scale=scale)
-  context = Context(q_at, k_at, x.mask)
+  if not isinstance(mask, Mask):
+    raise InputTypeError(
+      message(
+        "mask",
+        type(mask).__name__,
+        "a ringjax mask such as Causal()",
+        "pass Everything() for none, and an array to dot_product_attention",
+      )
+    )
+  if isinstance(strategy, type) or not hasattr(strategy, "attend"):
+    raise OptionError(
+      message(
+        "strategy",
+        repr(strategy),
+        "an object, with the axis that it moves keys over",
+        "pass e.g. Ring(Blockwise(), axis='seq')",
+      )
+    )
+  if levels.is_strategy(strategy):
+    levels.check(strategy)
+  b = x.q.shape[0]
+  context = Context(
+    requests.coords("q_at", q_at, b, x.q.shape[1]),
+    requests.coords("k_at", k_at, b, x.k.shape[1]),
+    x.mask,
+  )
   return _attend(request.scores, x, context, strategy)
 
 
@@ -473,6 +504,7 @@ def _run(
   strategy: Strategy | Auto,
   return_residual: bool,
 ) -> Any:
+  return_residual = requests.flag("return_residual", return_residual)
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
   strategy = levels.on_device(strategy, *device_of(place, x[:3]))
