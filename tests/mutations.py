@@ -338,8 +338,8 @@ BUGS = [
   Bug(
     "the window is a token too wide",
     _MASK,
-    "return self.size - 1, ahead",
-    "return self.size, ahead",
+    "return min(self.size - 1, _MOST), min(ahead, _MOST)",
+    "return min(self.size, _MOST), min(ahead, _MOST)",
     "window",
   ),
   Bug(

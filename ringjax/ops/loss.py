@@ -129,7 +129,32 @@ def _alike(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
     wide = collectives.vary(w.astype(wide_dtype(w.dtype)), axes)
     w = wide.astype(w.dtype)
   h, code = collectives.vary((h, code), axes)
-  return h, w, code
+  return _placed(h, w, code)
+
+
+def _placed(h: Array, w: Array, code: Array) -> tuple[Array, Array, Array]:
+  """The operands on one explicit mesh, if any of them is on one.
+
+  What was made before the mesh was entered has no place on it yet, and labels
+  need not lie as their tokens do.
+  """
+  at = [spec_of(x) for x in (h, w, code)]
+  found = next((x for x in (h, w, code) if spec_of(x) is not None), None)
+  if found is None:
+    return h, w, code
+  tokens = (at[0] or at[2] or (None, None))[:2]
+  on = lambda x, spec: x if spec_of(x) == spec else _reshard(x, found, spec)
+  return (
+    on(h, at[0] or (*tokens, None)),
+    on(w, at[1] or (None, None)),
+    on(code, tokens),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _reshard(x: Array, like: Array, spec: tuple[Any, ...]) -> Array:
+  """`x` over the axes of `spec` of the mesh of `like`."""
+  return jax.sharding.reshard(x, _sharding(like, spec))
 
 
 @dataclasses.dataclass(frozen=True)

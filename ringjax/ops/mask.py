@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
@@ -30,6 +31,7 @@ from ringjax.ops.inputs import positive_int
 M = TypeVar("M")
 
 _FAR = 2**30  # Beyond every position; sums of two stay inside int32.
+_MOST = 2**31 - 1  # What int32 holds: wider than that is no limit.
 
 
 class Coords(NamedTuple):
@@ -165,9 +167,9 @@ class Window(Mask):
 
   def __post_init__(self) -> None:
     positive_int("Window size", self.size)
-    if self.ahead is not None and (
-      not isinstance(self.ahead, int) or self.ahead < 0
-    ):
+    whole = isinstance(self.ahead, numbers.Integral)
+    whole = whole and not isinstance(self.ahead, bool)
+    if self.ahead is not None and (not whole or self.ahead < 0):
       raise OptionError(
         message(
           "Window ahead",
@@ -180,7 +182,7 @@ class Window(Mask):
   @property
   def reach(self) -> tuple[int, int]:
     ahead = self.size - 1 if self.ahead is None else self.ahead
-    return self.size - 1, ahead
+    return min(self.size - 1, _MOST), min(ahead, _MOST)
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
     behind, ahead = self.reach
@@ -242,15 +244,19 @@ class Chunked(Mask):
     positive_int("Chunked size", self.size)
 
   @property
+  def _block(self) -> int:
+    return min(self.size, _MOST)
+
+  @property
   def reach(self) -> tuple[int | None, int | None]:
-    return self.size - 1, self.size - 1
+    return self._block - 1, self._block - 1
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
-    return q.pos // self.size == k.pos // self.size
+    return q.pos // self._block == k.pos // self._block
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
-    q0, q1 = q.first // self.size, q.last // self.size
-    k0, k1 = k.first // self.size, k.last // self.size
+    q0, q1 = q.first // self._block, q.last // self._block
+    k0, k1 = k.first // self._block, k.last // self._block
     return (k0 <= q1) & (q0 <= k1), (q0 == k1) & (q1 == k0)
 
 
@@ -264,16 +270,20 @@ class BlockCausal(Mask):
     positive_int("BlockCausal size", self.size)
 
   @property
+  def _block(self) -> int:
+    return min(self.size, _MOST)
+
+  @property
   def reach(self) -> tuple[int | None, int | None]:
-    return None, self.size - 1
+    return None, self._block - 1
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
-    return k.pos // self.size <= q.pos // self.size
+    return k.pos // self._block <= q.pos // self._block
 
   def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
     return (
-      k.first // self.size <= q.last // self.size,
-      k.last // self.size <= q.first // self.size,
+      k.first // self._block <= q.last // self._block,
+      k.last // self._block <= q.first // self._block,
     )
 
 

@@ -203,7 +203,8 @@ class Striped(Dealt):
   block: int = 1
 
   def __post_init__(self) -> None:
-    if not isinstance(self.block, int) or self.block < 1:
+    whole = isinstance(self.block, int | np.integer)
+    if not whole or isinstance(self.block, bool) or self.block < 1:
       raise OptionError(
         message(
           "block",
@@ -212,6 +213,7 @@ class Striped(Dealt):
           "use Striped() for stripes of one token",
         )
       )
+    object.__setattr__(self, "block", int(self.block))
 
   def chunk_length(self, length: int, shards: int) -> int:
     del length, shards

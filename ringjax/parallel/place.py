@@ -153,6 +153,10 @@ def locate(
   found = next((m for m, _ in specs if m is not None), None)
   context = jax.sharding.get_abstract_mesh()
   use = mesh or found or (None if context.empty else context)
+  if context.manual_axes:
+    # A shard_map inside of another one is on the same mesh, as seen there.
+    _check_same(mesh, context)
+    use = context
   if use is None:
     first = next((w for w, what in said.items() if what is not None), "axis")
     if axis is not None or required or told:
@@ -221,6 +225,20 @@ def locate(
     heads,
     told,
   )
+
+
+def _check_same(mesh: Any, around: Any) -> None:
+  """Refuses a mesh that is not the one of the shard_map around the call."""
+  shape = lambda one: tuple(zip(one.axis_names, one.axis_sizes, strict=True))
+  if mesh is not None and shape(mesh) != shape(around):
+    raise MeshError(
+      message(
+        "mesh",
+        f"one of {shape(mesh)} inside of a shard_map over {shape(around)}",
+        "the mesh of that shard_map",
+        "leave mesh out",
+      )
+    )
 
 
 def _told(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:

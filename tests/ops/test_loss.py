@@ -311,6 +311,22 @@ def test_sharded_sequence_and_vocabulary(kind, entered, t):
     assert a.sharding.is_equivalent_to(like.sharding, a.ndim)
 
 
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_an_operand_that_was_made_before_the_mesh(alone):
+  mesh = jax.make_mesh(
+    (4, 2), ("seq", "model"), axis_types=(KINDS["explicit"],) * 2
+  )
+  x = operands(64, v=96)
+  specs = P(None, "seq"), P(None, "model"), P(None, "seq"), P(None, "seq")
+  with jax.set_mesh(mesh):
+    xs = [
+      a if i == alone else jax.device_put(a, NamedSharding(mesh, spec))
+      for i, (a, spec) in enumerate(zip(x, specs, strict=True))
+    ]
+    f = functools.partial(blockwise_cross_entropy, block=16)
+    close(results(f)(*xs), wanted(*x))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_sharded_over_the_data_axis(kind):
   """W over D, as fully sharded training keeps it: one gather, of W."""

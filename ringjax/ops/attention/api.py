@@ -10,9 +10,11 @@ Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -20,7 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, OptionError, ShapeError, message
+from ringjax.errors import (
+  InputTypeError,
+  MeshError,
+  OptionError,
+  ShapeError,
+  message,
+)
 from ringjax.ops.attention import levels, predict
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
@@ -372,7 +380,32 @@ def attention(
     differentiable; `Partial.of(out, lse)` merges with other partials.
   """
   request, x = requests.build(q, k, v, mask=mask, scale=scale)
-  context = Context(q_at, k_at, x.mask)
+  if not isinstance(mask, Mask):
+    raise InputTypeError(
+      message(
+        "mask",
+        type(mask).__name__,
+        "a ringjax mask such as Causal()",
+        "pass Everything() for none, and an array to dot_product_attention",
+      )
+    )
+  if isinstance(strategy, type) or not hasattr(strategy, "attend"):
+    raise OptionError(
+      message(
+        "strategy",
+        repr(strategy),
+        "an object, with the axis that it moves keys over",
+        "pass e.g. Ring(Blockwise(), axis='seq')",
+      )
+    )
+  if levels.is_strategy(strategy):
+    levels.check(strategy)
+  b = x.q.shape[0]
+  context = Context(
+    requests.coords("q_at", q_at, b, x.q.shape[1]),
+    requests.coords("k_at", k_at, b, x.k.shape[1]),
+    x.mask,
+  )
   return _attend(request.scores, x, context, strategy)
 
 
@@ -471,22 +504,43 @@ def _run(
   strategy: Strategy | Auto,
   return_residual: bool,
 ) -> Any:
+  return_residual = requests.flag("return_residual", return_residual)
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
   strategy = levels.on_device(strategy, *device_of(place, x[:3]))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
-  elif place.mesh is not None:
-    out, lse = _on_mesh(request, x, place, strategy)
   else:
-    # Without a jit of our own a call outside of one would compile its loops
-    # again each time.
-    run = _per_shard if place.manual else _jitted_local
-    out, lse = run(request, x, place, strategy, None)
+    with _forward_mode_refused():
+      if place.mesh is not None:
+        out, lse = _on_mesh(request, x, place, strategy)
+      else:
+        # Without a jit of our own a call outside of one would compile its loops
+        # again each time.
+        run = _per_shard if place.manual else _jitted_local
+        out, lse = run(request, x, place, strategy, None)
   if not request.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
+
+
+@contextlib.contextmanager
+def _forward_mode_refused() -> Iterator[None]:
+  """Says what to use where JAX finds a custom_vjp under `jax.jvp`."""
+  try:
+    yield
+  except TypeError as error:
+    if "custom_vjp" not in str(error):
+      raise
+    raise OptionError(
+      message(
+        "strategy",
+        "forward mode through a blockwise algorithm",
+        "a plainly differentiated one",
+        "pass strategy=Ring(Dense()) for jax.jvp and higher orders",
+      )
+    ) from error
 
 
 def _per_shard(
@@ -628,7 +682,10 @@ def _like(x: Operands, specs: Operands) -> Operands:
   )
 
 
-def _reshard(a: jax.Array, mesh: Any, spec: P) -> jax.Array:
+def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
+  """`a` over the axes of `spec` that types know; the others are XLA's."""
+  held = (tuple(n for n in _names(axes) if n in explicit) for axes in spec)
+  spec = P(*(axes or None for axes in held))
   sharding = jax.typeof(a).sharding
   if not sharding.mesh.empty and sharding.spec == spec:
     return a
@@ -697,7 +754,9 @@ def _jitted_on_mesh(
     if kind == AxisType.Explicit
   }
   if explicit:
-    x = jax.tree.map(lambda a, s: _reshard(a, place.mesh, s), x, specs)
+    x = jax.tree.map(
+      lambda a, s: _reshard(a, place.mesh, s, explicit), x, specs
+    )
   # An axis of one device is nobody's, and a kernel wants all to be manual.
   single = {name for name, size in place.mesh.shape.items() if size == 1}
   names = explicit | single | {*place.names, *place.batch, *place.heads}
@@ -716,7 +775,7 @@ def _jitted_on_mesh(
     if explicit:
       # The types of explicit axes have no uneven shards.
       whole = P(specs.q[0], None, specs.q[2])
-      out, lse = (_reshard(a, place.mesh, whole) for a in (out, lse))
+      out, lse = (_reshard(a, place.mesh, whole, explicit) for a in (out, lse))
     out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
   return out, lse
 

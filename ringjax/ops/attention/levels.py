@@ -145,7 +145,7 @@ def check(strategy: Strategy) -> None:
         )
       )
     check(local)
-  elif not hasattr(local, "forward"):
+  elif isinstance(local, type) or not hasattr(local, "forward"):
     raise OptionError(
       message(
         "strategy",
@@ -197,11 +197,20 @@ def _depth(strategy: Any) -> int:
 def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
   """An axis for each level, the slowest first."""
   depth = _depth(strategy)
-  if depth == 1:
-    return [axis]
   names = collectives.names(axis)
-  if len(names) == depth:
-    return list(names)
+  inner = getattr(strategy, "inner", None)
+  if depth == 1 or len(names) == depth:
+    size = 1 if depth == 1 else collectives.axis_size(names[-1])
+    if inner not in (None, size):
+      raise OptionError(
+        message(
+          "inner",
+          f"{inner!r} in {strategy!r} over {axis!r}",
+          "two levels on one mesh axis, which it cuts",
+          "leave it out: a level has all of its mesh axis",
+        )
+      )
+    return [axis] if depth == 1 else list(names)
   if len(names) > 1 or depth > 2:
     raise OptionError(
       message(

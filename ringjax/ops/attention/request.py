@@ -28,8 +28,11 @@ from ringjax.ops.inputs import as_array
 from ringjax.ops.mask import (
   And,
   Causal,
+  Coords,
   Everything,
   Mask,
+  Or,
+  Prefix,
   SameSegment,
   Window,
 )
@@ -118,6 +121,7 @@ def build(
       shard's rows of `bias` and `mask` have the columns of them all.
     others: as the functions of `api` have them.
   """
+  is_causal = flag("is_causal", is_causal)
   q, k, v = (as_array(n, x) for n, x in
              (("query", query), ("key", key), ("value", value)))  # fmt: skip
   batched = q.ndim == 4
@@ -144,7 +148,16 @@ def build(
     )
   allow, predicate = None, Everything()
   if isinstance(mask, Mask):
-    predicate = mask
+    predicate = _predicate(mask, b)
+  elif isinstance(mask, type) and issubclass(mask, Mask):
+    raise InputTypeError(
+      message(
+        "mask",
+        f"the class {mask.__name__}",
+        f"an instance, such as {mask.__name__}(...)",
+        "call it",
+      )
+    )
   elif mask is not None:
     allow = _pairwise("mask", mask, (b, n, t, s * key_shards))
     if allow.dtype != jnp.bool_:
@@ -159,7 +172,7 @@ def build(
   if bias is not None:
     bias = _pairwise("bias", bias, (b, n, t, s * key_shards))
     _float("bias", bias)
-  predicate = _and(predicate, _flag("is_causal", is_causal) and Causal())
+  predicate = _and(predicate, is_causal and Causal())
   predicate = _and(predicate, _window(local_window_size))
   q_seg, k_seg, segments = _segments(
     q_segment_ids, kv_segment_ids, (b, t), (b, s)
@@ -341,6 +354,7 @@ def _tokens(name: str, x: Any, shape: tuple[int, int]) -> Any:
   """int32 [B or 1, T] from [T] or [B, T]."""
   if x is None:
     return None
+  _check_int32(name, x)
   x = as_array(name, x)
   if not jnp.issubdtype(x.dtype, jnp.integer):
     raise DtypeError(
@@ -356,6 +370,81 @@ def _tokens(name: str, x: Any, shape: tuple[int, int]) -> Any:
       )
     )
   return x.astype(jnp.int32).reshape(-1, shape[1])
+
+
+def coords(name: str, at: Any, batch: int, length: int) -> Coords:
+  """Coordinates of an operand's tokens, int32 [B or 1, T]."""
+  pair = isinstance(at, tuple) and len(at) == 2
+  if not pair or any(x is None for x in at):
+    raise InputTypeError(
+      message(
+        name,
+        type(at).__name__,
+        "coordinates, positions and documents of the tokens",
+        "pass rj.Coords(pos, seg)",
+      )
+    )
+  shape = batch, length
+  return Coords(
+    *(
+      _tokens(f"{name}.{field}", x, shape)
+      for field, x in zip(Coords._fields, at, strict=True)
+    )
+  )
+
+
+def _check_int32(name: str, x: Any) -> None:
+  """Refuses numbers that a cast to int32 would change, where they are seen."""
+  wide = isinstance(x, jax.Array | np.ndarray) and x.dtype.kind in "iu"
+  if not wide or np.can_cast(x.dtype, np.int32) or not _seen(x) or not x.size:
+    return
+  x = np.asarray(x)
+  for value in (int(x.min()), int(x.max())):
+    if not -(2**31) <= value < 2**31:
+      raise OptionError(
+        message(
+          name,
+          f"{value} in an array of {x.dtype}",
+          "numbers that int32 holds",
+          "number documents from 1 and positions from 0",
+        )
+      )
+
+
+def _seen(x: Any) -> bool:
+  """Whether the values of an array can be looked at from here."""
+  hidden = isinstance(x, jax.core.Tracer)
+  return not (
+    hidden or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+  )
+
+
+def _predicate(mask: Mask, batch: int) -> Mask:
+  """A mask whose prefixes are int32 numbers, one for each example or one."""
+  if isinstance(mask, And | Or):
+    left, right = (_predicate(m, batch) for m in (mask.left, mask.right))
+    return dataclasses.replace(mask, left=left, right=right)
+  if not isinstance(mask, Prefix):
+    return mask
+  length = mask.length
+  if isinstance(length, numbers.Integral) and not isinstance(length, bool):
+    # Longer than every sequence is no limit.
+    return Prefix(max(0, min(int(length), 2**31 - 1)))
+  dtype, shape = getattr(length, "dtype", None), getattr(length, "shape", None)
+  whole = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+  if not whole or shape not in ((), (1,), (batch,)):
+    what = type(length).__name__ if dtype is None else f"{dtype} {shape}"
+    raise OptionError(
+      message(
+        "mask",
+        f"Prefix of {what}",
+        f"an int, or an integer array [] or [B] = ({batch},)",
+        "pass one length for all examples, or one each",
+      )
+    )
+  _check_int32("mask", length)
+  length = jnp.asarray(length).astype(jnp.int32)
+  return Prefix(length.reshape(()) if shape == (1,) else length)
 
 
 def _segments(
@@ -397,8 +486,7 @@ def _segments(
 
 def _least(x: Any) -> int:
   """The smallest id where the values can be seen from here, else 0."""
-  hidden = isinstance(x, jax.core.Tracer)
-  if hidden or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+  if not _seen(x):
     return 0
   x = np.asarray(x)
   return int(x.min()) if x.size and x.dtype.kind in "iu" else 0
@@ -517,10 +605,17 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
   return value
 
 
-def _flag(name: str, x: Any) -> bool:
+def flag(name: str, x: Any) -> bool:
+  """x as a bool, or an error that names it."""
   if not isinstance(x, bool | np.bool_):
+    traced = isinstance(x, jax.core.Tracer)
     raise InputTypeError(
-      message(name, repr(x), "True or False", "pass a Python bool")
+      message(
+        name,
+        "a traced value" if traced else repr(x),
+        "True or False",
+        "pass a Python bool",
+      )
     )
   return bool(x)
 

@@ -91,6 +91,13 @@ class Ring(Move):
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
     nested = hasattr(self.local, "attend")
+    hops: Any = self.hops
+    if hops is not None and not (
+      isinstance(hops, tuple | list)
+      and len(hops) == 2
+      and all(isinstance(n, int | np.integer) and n >= 0 for n in hops)
+    ):
+      raise _bad_hops(hops, "None or a pair (from behind, from ahead)")
     if self.by_document and (self.two_way or nested):
       raise OptionError(
         message(
@@ -388,7 +395,11 @@ class Ring(Move):
   def _hops(self) -> tuple[int, int]:
     size = self._place()[0]
     if self.hops is not None:
-      return self.hops
+      behind, ahead = (int(n) for n in self.hops)
+      if behind + ahead >= size:
+        # A block that came twice would count twice.
+        raise _bad_hops(self.hops, f"at most {size - 1} on {size} shards")
+      return behind, ahead
     return (size // 2, (size - 1) // 2) if self.two_way else (size - 1, 0)
 
   def _reach(self, context: Context) -> tuple[jax.Array, jax.Array]:
@@ -454,6 +465,12 @@ def cut_hops(needed: np.ndarray, *, two_way: bool = False) -> tuple[int, int]:
     if cost((behind, ahead)) < cost(best):
       best = (behind, ahead)
   return best
+
+
+def _bad_hops(hops: Any, want: str) -> OptionError:
+  return OptionError(
+    message("hops", repr(hops), want, "leave it out: a mask cuts them")
+  )
 
 
 def _pieces(at: Coords) -> Extent:

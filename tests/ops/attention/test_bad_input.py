@@ -166,6 +166,24 @@ CASES = {
     TypeError,
     "mask str",
   ),
+  "mask class": (
+    {"mask": rj.Causal},
+    rj.InputTypeError,
+    TypeError,
+    "mask class Causal(...)",
+  ),
+  "prefix": (
+    {"mask": rj.Causal() | rj.Prefix(2.5)},
+    rj.OptionError,
+    ValueError,
+    "mask Prefix float int",
+  ),
+  "prefix shape": (
+    {"mask": rj.Prefix(jnp.array([1, 2, 3]))},
+    rj.OptionError,
+    ValueError,
+    "mask Prefix (3,) (2,)",
+  ),
   "scale": ({"scale": float("nan")}, rj.OptionError, ValueError, "scale nan"),
   "scale word": ({"scale": "big"}, rj.OptionError, ValueError, "scale 'big'"),
   "soft cap": (
@@ -216,6 +234,18 @@ CASES = {
     rj.OptionError,
     ValueError,
     "q_segment_ids -1",
+  ),
+  "wide segments": (
+    {"q_segment_ids": np.full((B, T), 2**32 + 1)},
+    rj.OptionError,
+    ValueError,
+    "q_segment_ids 4294967297 int64 int32",
+  ),
+  "wide positions": (
+    {"kv_positions": np.arange(T, dtype=np.uint32) + np.uint32(2**31 - 3)},
+    rj.OptionError,
+    ValueError,
+    "kv_positions 2147483660 uint32 int32",
   ),
   "positions": (
     {"kv_positions": ones((3, T), jnp.int32)},
@@ -400,6 +430,47 @@ def test_alignment_of_causal_keys():
   )
 
 
+def test_a_flag_that_is_traced():
+  x = arrays()
+  f = lambda yes: rj.dot_product_attention(**x, is_causal=yes)
+  raises(
+    rj.InputTypeError,
+    TypeError,
+    "is_causal traced bool",
+    lambda: jax.jit(f).lower(True),
+  )
+  raises(
+    rj.InputTypeError,
+    TypeError,
+    "return_residual 'yes'",
+    lambda: rj.dot_product_attention(**x, return_residual="yes"),
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "error", "words"),
+  [
+    ({"q_at": rj.Coords(jnp.arange(5), jnp.ones(5, int))}, "Shape", "q_at.pos"),
+    ({"k_at": jnp.arange(T)}, "InputType", "k_at Coords(pos, seg)"),
+    ({"k_at": rj.Coords(jnp.arange(T), None)}, "InputType", "k_at"),
+    ({"mask": ones((T, T), bool)}, "InputType", "mask Causal()"),
+    ({"strategy": "ring"}, "Option", "strategy 'ring' axis"),
+    ({"strategy": rj.Ring}, "Option", "strategy axis"),
+    ({"strategy": rj.Gather(rj.Dense)}, "Option", "strategy Dense()"),
+  ],
+  ids=str,
+)
+def test_attention_between_coordinates(changes, error, words):
+  at = rj.Coords(jnp.arange(T), jnp.ones(T, jnp.int32))
+  given = {"q_at": at, "k_at": at, "mask": rj.Causal()} | changes
+  given = {"strategy": rj.Gather()} | given
+  error = getattr(rj, f"{error}Error")
+  builtin = error.__mro__[2]
+  raises(
+    error, builtin, words, lambda: rj.attention(*arrays().values(), **given)
+  )
+
+
 def test_named_functions_know_their_options():
   x = arrays()
   mesh = mesh_of((4,), ("seq",))
@@ -427,6 +498,8 @@ def test_named_functions_know_their_options():
 
 def test_layouts_and_masks():
   raises(rj.OptionError, ValueError, "block 0", lambda: rj.Striped(0))
+  raises(rj.OptionError, ValueError, "block True", lambda: rj.Striped(True))
+  assert rj.Striped(np.int64(2)) == rj.Striped(2)
   raises(
     rj.OptionError,
     ValueError,
@@ -447,6 +520,8 @@ def test_layouts_and_masks():
   )
   raises(rj.OptionError, ValueError, "Window 0", lambda: rj.Window(0))
   raises(rj.OptionError, ValueError, "ahead -1", lambda: rj.Window(1, -1))
+  raises(rj.OptionError, ValueError, "ahead True", lambda: rj.Window(1, True))
+  assert rj.Window(3, np.int64(0)).reach == (2, 0)
   raises(rj.OptionError, ValueError, "Chunked", lambda: rj.Chunked(2.5))
   raises(rj.OptionError, ValueError, "& str", lambda: rj.Causal() & "window")
 
@@ -463,6 +538,37 @@ def test_shards_that_do_not_fit_their_layout():
 
   raises(rj.ShapeError, ValueError, "query 3 even", lambda: run(rj.Zigzag(), 6))
   raises(rj.ShapeError, ValueError, "query 6 4", lambda: run(rj.Striped(4), 12))
+
+
+def test_a_shard_map_inside_of_another_is_on_the_same_mesh():
+  mesh, q = mesh_of((2, 2), ("data", "seq")), ones((2, 16, 4, 8))
+
+  def run(inner):
+    f = lambda q: rj.dot_product_attention(q, q, q, mesh=inner, axis="seq")
+    spec = P("data")
+    return jax.shard_map(
+      f, mesh=mesh, axis_names={"data"}, in_specs=spec, out_specs=spec
+    )(q)
+
+  np.testing.assert_allclose(run(mesh), run(None))
+  raises(
+    rj.MeshError,
+    ValueError,
+    "mesh ('seq', 4) shard_map ('data', 2)",
+    lambda: run(mesh_of((4,), ("seq",))),
+  )
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_forward_mode_says_what_to_use(shards):
+  q, mesh = ones((1, 8, 1, 4)), mesh_of((shards,), ("seq",))
+  f = lambda x: rj.dot_product_attention(x, x, x, mesh=mesh)
+  raises(
+    rj.OptionError,
+    ValueError,
+    "strategy forward Ring(Dense())",
+    lambda: jax.jvp(f, (q,), (q,)),
+  )
 
 
 def test_higher_order_says_what_to_use():

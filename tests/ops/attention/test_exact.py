@@ -320,6 +320,40 @@ def test_batch_and_heads_are_sharded_too(kind, layout, said, strategy):
   oracle.check(got, want)
 
 
+@pytest.mark.parametrize(
+  "mask",
+  [
+    Window(2**40),
+    Window(2**31, 2**31),
+    Chunked(2**40),
+    rj.BlockCausal(2**40),
+    Prefix(2**40),
+  ],
+)
+def test_what_int32_does_not_hold_is_no_limit(mask):
+  q = jax.random.normal(jax.random.key(0), (1, 12, 2, 4))
+  options = dict(mesh=ring_mesh(2), strategy="ring")
+  got = rj.dot_product_attention(q, q, q, mask=mask, **options)
+  want = rj.dot_product_attention(q, q, q, **options)
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_types_of_axes_may_be_mixed():
+  kinds = AxisType.Explicit, AxisType.Auto, AxisType.Explicit
+  mesh = rj.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=kinds)
+  case, want = problem("everything")
+  got = oracle.run(
+    case,
+    layout=Zigzag(),
+    shards=2,
+    strategy=Ring(TILES),
+    mesh=mesh,
+    axis="seq",
+    place=lambda name, x: on(mesh, name, x),
+  )
+  oracle.check(got, want)
+
+
 @pytest.mark.smoke
 def test_the_mesh_and_axis_are_read_off_the_operands():
   mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)

@@ -478,10 +478,28 @@ def refused(match, error=OptionError, **options):
     (Ulysses(Ring(), inner=0), "a divisor of the shards"),
     ("halo", "a mask with a window"),
     (Ring(Ring(Ring())), "a mesh axis for each level"),
+    (Ring(inner=2), "leave it out"),
+    (Ring(Dense), "a local algorithm"),
+    (Ring(hops=(4, 4)), "at most 7 on 8 shards"),
   ],
 )
 def test_strategies_that_do_not_fit(strategy, match):
   refused(match, strategy=strategy)
+
+
+def test_an_axis_of_its_own_is_the_size_of_a_group():
+  mesh = rj.make_mesh((4, 2), ("slow", "fast"))
+  refused(
+    "leave it out",
+    mesh=mesh,
+    axis=("slow", "fast"),
+    strategy=Ring(Ring(), inner=4),
+  )
+
+
+def test_hops_that_are_none():
+  with pytest.raises(OptionError, match="from behind, from ahead"):
+    Ring(hops=(1, -1))
 
 
 def test_halo_needs_tokens_in_a_row():
