@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ringjax.errors import InputTypeError, OptionError, ShapeError, message
 
@@ -358,39 +360,71 @@ class Uneven(Layout):
     return needed
 
 
-def slots_of(layout: Layout, length: int, shards: int) -> np.ndarray | None:
-  """The token in each slot of the padded layout, -1 for none.
+class Slots(NamedTuple):
+  """Which slots of a padded layout have tokens.
 
-  None where every slot has the token of its own number in the layout's order.
+  Fields:
+    local: slots of each shard. Its tokens come first.
+    runs: (shards, tokens of each) of neighbours that have as many.
   """
-  if shards * layout.local_length(length, shards) == length:
+
+  local: int
+  runs: tuple[tuple[int, int], ...]
+
+
+def slots_of(layout: Layout, length: int, shards: int) -> Slots | None:
+  """How tokens that do not fill all slots lie in them; None if they do."""
+  local = layout.local_length(length, shards)
+  if shards * local == length:
     return None
-  order = layout.padded_order(length, shards)
-  real = order >= 0
-  return np.where(real, np.cumsum(real) - 1, -1)
+  order = layout.padded_order(length, shards).reshape(shards, local)
+  counts = (order >= 0).sum(1).tolist()
+  runs = ((len(list(same)), n) for n, same in itertools.groupby(counts))
+  return Slots(local, tuple(runs))
 
 
-def into_slots(x: jax.Array, slots: np.ndarray | None, axis: int) -> jax.Array:
+def into_slots(x: jax.Array, slots: Slots | None, axis: int) -> jax.Array:
   """`x`, in the layout's order along `axis`, with the slots that are empty.
 
-  These may hold some token's values; their coordinates say "nothing".
+  By slices: XLA's partitioner cuts a gather of rows wrongly where another
+  dimension is sharded, and its indices would be a constant as long as `x`.
   """
   if slots is None:
     return x
-  length = x.shape[axis]
-  if np.array_equal(slots[:length], np.arange(length)):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, slots.size - length)
-    return jnp.pad(x, widths)
-  return jnp.take(x, np.maximum(slots, 0), axis=axis)
+  parts, start = [], 0
+  for shards, tokens in slots.runs:
+    stop = start + shards * tokens
+    part = lax.slice_in_dim(x, start, stop, axis=axis)
+    parts.append(_each(part, axis, shards, slots.local))
+    start = stop
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def out_of_slots(x: jax.Array, slots: np.ndarray) -> jax.Array:
+def out_of_slots(x: jax.Array, slots: Slots) -> jax.Array:
   """The inverse, along axis 1."""
-  keep = np.flatnonzero(slots >= 0)
-  if np.array_equal(keep, np.arange(keep.size)):
-    return x[:, : keep.size]
-  return jnp.take(x, keep, axis=1)
+  parts, start = [], 0
+  for shards, tokens in slots.runs:
+    stop = start + shards * slots.local
+    part = lax.slice_in_dim(x, start, stop, axis=1)
+    parts.append(_each(part, 1, shards, tokens))
+    start = stop
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
+
+
+def _each(x: jax.Array, axis: int, shards: int, local: int) -> jax.Array:
+  """`x` with `local` slots of each of `shards`, filled with 0 or cut."""
+  here = x.shape[axis] // shards
+  if here == local:
+    return x
+  before, after = x.shape[:axis], x.shape[axis + 1 :]
+  x = x.reshape(*before, shards, here, *after)
+  if local < here:
+    x = lax.slice_in_dim(x, 0, local, axis=axis + 1)
+  else:
+    widths = [(0, 0)] * x.ndim
+    widths[axis + 1] = (0, local - here)
+    x = jnp.pad(x, widths)
+  return x.reshape(*before, shards * local, *after)
 
 
 def _check_shards(shards: Any) -> None:
