@@ -93,6 +93,14 @@ class TestCompiled:
     assert made.floor_s < made.schedule_s
     assert 0 < made.utilization < 1
 
+  def test_a_ring_of_four_is_hidden_too(self):
+    """Its hops are no loop to the compiler, which would send all blocks first.
+    """
+    found = attention("v5e:2x4", 8192 * 4, mesh=[["seq", 4]])
+    report = found.report
+    assert found.devices == 4 and report.can_hide and len(report.sends) == 6
+    assert report.faults() == (), report.faults()
+
   def test_memory_alone_is_the_same_memory(self):
     shape = {"heads": 4, "kv_heads": 4, "tokens": 65_536}
     whole = aot.compile(ATTENTION, "v5e:2x4", shape)
