@@ -51,6 +51,8 @@ _SET = {
 # Compilations under way, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiling import child; child()"
+# By what is dumped it is known what fits.
+_DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
@@ -231,6 +233,16 @@ def compile(
     CompileError: the compiler refuses the program, or takes too long.
   """
   core, sides = chips.core(topology), chips.sides(topology)
+  taken = _DUMPS.intersection(compiler_options or ())
+  if taken:
+    raise OptionError(
+      message(
+        "compiler_options",
+        ", ".join(sorted(taken)),
+        "options that are not set here, to read what fits",
+        "pass text_path= for the program",
+      )
+    )
   why = missing()
   if why is not None:
     raise OptionError(

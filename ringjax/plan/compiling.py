@@ -32,6 +32,12 @@ from ringjax.plan.aot import versions
 _NEED = re.compile(
   r"\(([\d.]+)([KMGTP]?)\) exceeds available \w+ \(([\d.]+)([KMGTP]?)\)"
 )
+# What a kernel's tiles lack beside the main memory, which has its own words.
+_VECTOR = re.compile(
+  r"memory space (?:vmem|smem).*?for %([\w.-]+).*?"
+  r"size ([\d.]+\w?) and limit ([\d.]+\w?)",
+  re.S,
+)
 # "16.00GiB( 50%);   16.00GiB;  17179869184;     3; f32[32768,4], s32[8]"
 _BUFFER = re.compile(
   r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)([KMGTP]?)i?B;"
@@ -110,6 +116,7 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
+    _check_tiles(str(error))
     return {
       **body,
       "fits": False,
@@ -191,6 +198,23 @@ def _builder(name: str) -> Any:
         "correct the name",
       )
     ) from None
+
+
+def _check_tiles(text: str) -> None:
+  """Refuses a kernel whose tiles the chip's vector memory has no room for.
+
+  Another number of tokens would not help it.
+  """
+  found = _VECTOR.search(text)
+  if found:
+    raise OptionError(
+      message(
+        "program",
+        f"{found[2]} of vector memory for {found[1]}",
+        f"at most {found[3]}",
+        "pass smaller tiles, q_block= and kv_block=",
+      )
+    )
 
 
 def _excess(text: str) -> dict[str, int]:
