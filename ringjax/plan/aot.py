@@ -252,6 +252,7 @@ def compile(
     job = json.dumps(
       {
         "builder": builder,
+        "caller": os.getpid(),
         "topology": topology,
         "wraps": core.wraps(sides),
         "config": _CONFIGS.get(core.name, {}),

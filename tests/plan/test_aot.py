@@ -96,7 +96,7 @@ class TestCompiled:
     assert 0 < made.utilization < 1
 
   def test_a_ring_of_four_is_hidden_too(self):
-    """Its hops are no loop to the compiler, which would send all blocks first."""
+    """Its hops are no loop to the compiler: it would send all blocks first."""
     found = attention("v5e:2x4", 8192 * 4, mesh=[["seq", 4]])
     report = found.report
     assert found.devices == 4 and report.can_hide and len(report.sends) == 6
@@ -256,6 +256,18 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
 def test_slices_that_are_none_are_refused(topology):
   with pytest.raises(OptionError, match=r"topology|chip"):
     aot.compile(ATTENTION, topology, {"tokens": 512})
+
+
+def test_a_compilation_ends_with_who_asked_for_it(tmp_path):
+  place = tmp_path / "job"
+  place.mkdir()
+  # Of a process that is not the one that started it.
+  job = {"caller": -1, "builder": "time:sleep", "topology": "v5e:2x2"}
+  (place / "job.json").write_text(json.dumps(job))
+  ran = subprocess.run(
+    [sys.executable, "-c", aot._CHILD, str(place)], timeout=300
+  )
+  assert ran.returncode == 1 and not place.exists()
 
 
 def test_options_have_to_be_plain(monkeypatch):
