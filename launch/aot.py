@@ -96,6 +96,7 @@ def compile_one(
   options = _options(values, what)
   screen = screens.Screen(NAME, stderr)
   if values.search:
+    aot.require()
     _search(values, what, topology, options, screen, stdout)
     return
   screen.say(f"compiling {what} for {topology}; this takes minutes")

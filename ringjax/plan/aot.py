@@ -182,6 +182,19 @@ def missing() -> str | None:
   return None
 
 
+def require() -> None:
+  """Refuses to go on where nothing can be compiled for TPU.
+
+  Raises:
+    OptionError: with what to install.
+  """
+  why = missing()
+  if why is not None:
+    raise OptionError(
+      message("libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64")
+    )
+
+
 def environment(flags: Sequence[str] = ()) -> dict[str, str]:
   """The environment in which libtpu compiles, quietly and beside others.
 
@@ -243,11 +256,7 @@ def compile(
         "pass text_path= for the program",
       )
     )
-  why = missing()
-  if why is not None:
-    raise OptionError(
-      message("libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64")
-    )
+  require()
   try:
     job = json.dumps(
       {
