@@ -45,7 +45,7 @@ from ringjax.ops.attention.blockwise import (
 from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
-from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
 
@@ -94,12 +94,6 @@ class FlashTPU:
   def span(self, keys: int) -> int:
     return keys
 
-  @staticmethod
-  def knows(mask: Mask) -> bool:
-    """Whether it computes hops under this mask itself."""
-    del mask
-    return True
-
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> str | None:
@@ -129,6 +123,9 @@ class FlashTPU:
     if core.vmem_bytes < _LEAST_VMEM:
       return f"the vector memory of {core.name}: too small for its tiles"
     return tiles.unreadable(terms, context)
+
+  # It asks no machine.
+  foreseen = decline
 
   def forward(
     self,
