@@ -96,6 +96,9 @@ def compile_one(
   options = _options(values, what)
   screen = screens.Screen(NAME, stderr)
   if values.search:
+    # They are of one program.
+    ways.refuse(values, "--search", ("plot", "hlo", "limit"))
+    aot.require()
     _search(values, what, topology, options, screen, stdout)
     return
   screen.say(f"compiling {what} for {topology}; this takes minutes")

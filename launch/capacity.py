@@ -70,10 +70,12 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   ]
   order = [_key(cell) for cell in cells]
   versions = compiler.versions()
-  before, rows = _kept(values.out, versions, order)
+  before, rows, older = _kept(values.out, versions, order)
   if rows:
     screen.say(f"{len(rows)} of {len(cells)} are in {values.out}.json")
   missing = [cell for cell in cells if _key(cell) not in rows]
+  if missing:
+    compiler.require()
 
   def find(number: int) -> dict[str, Any]:
     cell = missing[number]
@@ -83,12 +85,13 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     say = lambda text: screen.say(f"{label}: {text}")
     return {**_find(cell, values.timeout, say), "versions": versions}
 
-  found = common.several(find, len(missing), values.jobs, compiler.stop)
-  for number, row in found:
+  each = common.several(find, len(missing), values.jobs, compiler.stop)
+  for number, row in each:
     rows[_key(missing[number])] = row
     if values.out is not None:
-      # What is known is kept, also when it is stopped.
-      _keep(values.out, before + _in_order(rows, order))
+      # What is known is kept, also when it is stopped or refused.
+      found = {k: v for k, v in rows.items() if "refused" not in v}
+      _keep(values.out, before + _in_order(rows | older | found, order))
   ways.put(
     values,
     stdout,
@@ -143,6 +146,7 @@ def _find(
   try:
     found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=_MOST)
   except RingjaxError as error:
+    say(f"refused: {error}")
     return {**row, "refused": str(error)}
   return {**row, **found.record()}
 
@@ -190,21 +194,22 @@ def _in_order(
 
 def _kept(
   out: str | None, versions: Mapping[str, str], order: Sequence[str]
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
   """Of a file, the rows that nobody asked for now, and those that answer.
 
-  A row of another compiler, or a refusal, is no answer and is replaced.
+  A row of another compiler, or a refusal, is no answer; the former are given
+  apart: they stay until there is a new one.
   """
   if out is None:
-    return [], {}
+    return [], {}, {}
   if not pathlib.Path(out).absolute().parent.is_dir():
     raise OptionError(
       message("--out", out, "a path in a folder", "make the folder")
     )
   path = f"{out}.json"
   if not pathlib.Path(path).exists():
-    return [], {}
-  others, answers = [], {}
+    return [], {}, {}
+  others, answers, older = [], {}, {}
   rows = files.read(path, FORMAT).get("rows")
   if not isinstance(rows, list) or not all(
     isinstance(row, dict) and {*_ASKED, "versions", "topology"} <= set(row)
@@ -214,9 +219,10 @@ def _kept(
   for row in rows:
     if _key(row) not in order:
       others.append(row)
-    elif row["versions"] == versions and "refused" not in row:
-      answers[_key(row)] = row
-  return others, answers
+    elif "refused" not in row:
+      known = answers if row["versions"] == versions else older
+      known[_key(row)] = row
+  return others, answers, older
 
 
 def _keep(out: str, rows: Sequence[dict[str, Any]]) -> None:

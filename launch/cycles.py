@@ -71,6 +71,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
             "plot", "out")  # fmt: skip
   ways.refuse(values, "cycles", [name for name in others if name not in taken])
   names = ways.known("chips", values.chips, _SLICES)
+  compiler.require()
   screen = screens.Screen(NAME, stderr)
   if decoding:
     _decode(values, names, screen, stdout)

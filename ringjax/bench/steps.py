@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.ways import Way, way
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError, ShapeError, message
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
@@ -95,11 +95,13 @@ def attention(
   """
   _choose("what", what, ("forward", "backward"))
   made, axis = _mesh(devices, mesh, order)
+  _whole(made, axis, tokens, batch=batch)
+  kind = recipes.dtype_of(dtype)
   how = way(strategy, q_block, kv_block, local)
   shares = Travel(mesh=made).shares(batch, heads, kv_heads)
   over = P(_batch_axes(made, batch), axis)
   like = lambda n: jax.ShapeDtypeStruct(
-    (batch, tokens, n, head_dim), dtype, sharding=NamedSharding(made, over)
+    (batch, tokens, n, head_dim), kind, sharding=NamedSharding(made, over)
   )
 
   mask = None if window is None else Window(positive_int("window", window))
@@ -186,6 +188,7 @@ def train(
     RingjaxError: options that are none, or do not go together.
   """
   made, axis = _mesh(devices, mesh, order)
+  _whole(made, axis, tokens, batch=batch, accumulate=accumulate)
   _choose("remat", remat, remats.POLICIES)
   how = way(strategy, q_block, kv_block)
   form = _model(model, "float32", made, shard, layers)
@@ -254,6 +257,7 @@ def prefill(
     RingjaxError: options that are none, or do not go together.
   """
   made, axis = _mesh(devices, mesh, order)
+  _whole(made, axis, tokens, batch=batch)
   how = way(strategy, q_block, kv_block)
   form = _model(model, dtype, made, shard, layers)
   spread = Travel(
@@ -313,6 +317,7 @@ def decode(
     RingjaxError: options that are none, or do not go together.
   """
   made, axis = _mesh(devices, mesh, order)
+  _whole(made, axis, tokens, batch=batch)
   form = _model(model, dtype, made, shard, layers)
   spread = Visit(mesh=made, axis=axis)
   everywhere = _everywhere(made)
@@ -380,6 +385,23 @@ def _mesh(
       axis_types=(AxisType.Auto,) * len(names),
     )
   return made, "seq" if made.shape.get("seq", 1) > 1 else None
+
+
+def _whole(mesh: Mesh, axis: str | None, tokens: int, **counts: int) -> None:
+  """Refuses numbers that are none, and tokens that shards do not divide."""
+  for name, count in (("tokens", tokens), *counts.items()):
+    if count < 1:
+      raise OptionError(message(name, count, "a positive int", "count from 1"))
+  shards = 1 if axis is None else mesh.shape[axis]
+  if tokens % shards:
+    raise ShapeError(
+      message(
+        "tokens",
+        tokens,
+        f"a multiple of the {shards} shards",
+        f"round it up to {-(-tokens // shards) * shards}",
+      )
+    )
 
 
 def _batch_axes(mesh: Mesh, batch: int) -> tuple[str, ...] | None:

@@ -51,6 +51,8 @@ _SET = {
 # Compilations under way, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiling import child; child()"
+# By what is dumped it is known what fits.
+_DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
@@ -180,6 +182,19 @@ def missing() -> str | None:
   return None
 
 
+def require() -> None:
+  """Refuses to go on where nothing can be compiled for TPU.
+
+  Raises:
+    OptionError: with what to install.
+  """
+  why = missing()
+  if why is not None:
+    raise OptionError(
+      message("libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64")
+    )
+
+
 def environment(flags: Sequence[str] = ()) -> dict[str, str]:
   """The environment in which libtpu compiles, quietly and beside others.
 
@@ -231,15 +246,22 @@ def compile(
     CompileError: the compiler refuses the program, or takes too long.
   """
   core, sides = chips.core(topology), chips.sides(topology)
-  why = missing()
-  if why is not None:
+  taken = _DUMPS.intersection(compiler_options or ())
+  if taken:
     raise OptionError(
-      message("libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64")
+      message(
+        "compiler_options",
+        ", ".join(sorted(taken)),
+        "options that are not set here, to read what fits",
+        "pass text_path= for the program",
+      )
     )
+  require()
   try:
     job = json.dumps(
       {
         "builder": builder,
+        "caller": os.getpid(),
         "topology": topology,
         "wraps": core.wraps(sides),
         "config": _CONFIGS.get(core.name, {}),

@@ -15,11 +15,12 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -32,6 +33,12 @@ from ringjax.plan.aot import versions
 _NEED = re.compile(
   r"\(([\d.]+)([KMGTP]?)\) exceeds available \w+ \(([\d.]+)([KMGTP]?)\)"
 )
+# What a kernel's tiles lack beside the main memory, which has its own words.
+_VECTOR = re.compile(
+  r"memory space (?:vmem|smem).*?for %([\w.-]+).*?"
+  r"size ([\d.]+\w?) and limit ([\d.]+\w?)",
+  re.S,
+)
 # "16.00GiB( 50%);   16.00GiB;  17179869184;     3; f32[32768,4], s32[8]"
 _BUFFER = re.compile(
   r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)([KMGTP]?)i?B;"
@@ -42,8 +49,10 @@ _BUFFER = re.compile(
 _LARGEST = 8
 _UNITS = {"": 1, **{u: 1024 ** (i + 1) for i, u in enumerate("KMGTP")}}
 _USAGE = "memory-usage-report.txt"
-# How often the main thread looks whether buffers have their places.
+# How often the main thread looks whether buffers have their places, and
+# another whether anybody waits for the answer.
 _LOOK_S = 0.1
+_ALONE_S = 1.0
 _TOTAL = re.compile(r"Memory Space: default[^\n]*\nTotal bytes: (\d+) ")
 
 
@@ -51,6 +60,9 @@ def child() -> None:
   """Compiles the job of a folder and leaves the answer there."""
   place = pathlib.Path(sys.argv[-1])
   job = json.loads((place / "job.json").read_text())
+  alone = lambda: os.getppid() != job["caller"]
+  _end_if(alone, place)
+  threading.Thread(target=_watch, args=(alone, place), daemon=True).start()
   try:
     found = _compiled(job, place)
   except RingjaxError as error:
@@ -65,6 +77,22 @@ def child() -> None:
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(0)
+
+
+def _watch(alone: Callable[[], bool], place: pathlib.Path) -> None:
+  """Ends this process when the one that started it is gone, however it went.
+
+  A compilation takes minutes and gigabytes, and its folder would stay.
+  """
+  while True:
+    _end_if(alone, place)
+    time.sleep(_ALONE_S)
+
+
+def _end_if(alone: Callable[[], bool], place: pathlib.Path) -> None:
+  if alone():
+    shutil.rmtree(place, ignore_errors=True)
+    os._exit(1)
 
 
 def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
@@ -110,6 +138,7 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
+    _check_tiles(str(error))
     return {
       **body,
       "fits": False,
@@ -191,6 +220,23 @@ def _builder(name: str) -> Any:
         "correct the name",
       )
     ) from None
+
+
+def _check_tiles(text: str) -> None:
+  """Refuses a kernel whose tiles the chip's vector memory has no room for.
+
+  Another number of tokens would not help it.
+  """
+  found = _VECTOR.search(text)
+  if found:
+    raise OptionError(
+      message(
+        "program",
+        f"{found[2]} of vector memory for {found[1]}",
+        f"at most {found[3]}",
+        "pass smaller tiles, q_block= and kv_block=",
+      )
+    )
 
 
 def _excess(text: str) -> dict[str, int]:

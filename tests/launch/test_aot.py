@@ -70,6 +70,7 @@ def asked(monkeypatch):
     return answer(topology, options, **more)
 
   monkeypatch.setattr(aot, "compile", compile)
+  monkeypatch.setattr(aot, "missing", lambda: None)
   calls_and = type("Asked", (), {"calls": calls, "change": change})
   return calls_and
 
@@ -161,6 +162,9 @@ def test_the_timeline_is_drawn(asked, tmp_path):
     ((*STEP, "--shards=4"), "--shards"),
     ((*STEP, "--strategy=ring", "--strategy=zigzag"), "--strategy"),
     (("kvr", "--topology=v5e:2x4"), "--topology"),
+    ((*STEP, "--search", "--plot=x.png"), "--plot"),
+    ((*STEP, "--search", "--hlo=x.hlo"), "--hlo"),
+    ((*STEP, "--search", "--limit=0.1"), "--limit"),
     (("capacity", "--slices=v9-1"), "--slices"),
     (("capacity", "--what=decode"), "--what"),
     (("capacity", "--tokens=64"), "--tokens"),
@@ -319,6 +323,41 @@ def test_capacity_says_what_was_refused(asked, monkeypatch):
     "--strategy=plain",
   )  # fmt: skip
   assert ran.status == 0 and "| refused |" in ran.out
+  assert "mesh: got 3" in ran.err
+
+
+def test_capacity_keeps_what_it_knew_until_it_knows_more(
+  asked, tmp_path, monkeypatch
+):
+  out = f"--out={tmp_path / 'all'}"
+  asked.change["need"] = lambda options: 65536 * options["tokens"]
+  strategies = ("--strategy=striped", "--strategy=gather")
+  assert ask(*CAPACITY, *strategies, out).status == 0
+  kept = lambda: json.loads((tmp_path / "all.json").read_text())["rows"]
+  before = kept()
+  # Of another compiler, one that refuses the second.
+  compile = aot.compile
+
+  def refuses(builder, topology, options, **rest):
+    if options["strategy"] == "gather":
+      raise OptionError("mesh: got 3; wanted 4; change it")
+    return compile(builder, topology, options, **rest)
+
+  monkeypatch.setattr(aot, "compile", refuses)
+  monkeypatch.setattr(aot, "versions", lambda: {"jax": "99"})
+  assert ask(*CAPACITY, *strategies, out).status == 0
+  after = kept()
+  assert after[0]["versions"] == {"jax": "99"} and after[1] == before[1]
+
+
+@pytest.mark.parametrize(
+  "argv", [CAPACITY, ("cycles",), (*STEP, "--search"), STEP]
+)
+def test_without_the_compiler_nothing_is_begun(monkeypatch, argv):
+  monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
+  ran = ask(*argv)
+  assert ran.status == 2 and "libtpu is not installed" in ran.err
+  assert not ran.out
 
 
 def test_the_strategies_are_those_of_the_builders():

@@ -35,6 +35,7 @@ def asked(monkeypatch):
     )
 
   monkeypatch.setattr(cycles, "count", count)
+  monkeypatch.setattr(aot, "missing", lambda: None)
   return calls
 
 
@@ -108,6 +109,7 @@ def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
     return answer(topology, {"tokens": 8}, late)
 
   monkeypatch.setattr(cycles, "count", count)
+  monkeypatch.setattr(aot, "missing", lambda: None)
   monkeypatch.setattr(aot, "compile", compile)
   ran = ask("cycles", "--what=decode", "--chips=v5e,v5p", "--kv_heads=8")
   assert ran.status == 0, ran.err

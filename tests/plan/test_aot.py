@@ -6,14 +6,16 @@ Compiles with libtpu, which is not in every environment: `pytest -m aot`.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from ringjax.errors import OptionError
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import aot, compiling, overlap
 from ringjax.plan.roofline import roofline
 
@@ -92,6 +94,13 @@ class TestCompiled:
     made = roofline(found)
     assert made.floor_s < made.schedule_s
     assert 0 < made.utilization < 1
+
+  def test_a_ring_of_four_is_hidden_too(self):
+    """Its hops are no loop to the compiler: it would send all blocks first."""
+    found = attention("v5e:2x4", 8192 * 4, mesh=[["seq", 4]])
+    report = found.report
+    assert found.devices == 4 and report.can_hide and len(report.sends) == 6
+    assert report.faults() == (), report.faults()
 
   def test_memory_alone_is_the_same_memory(self):
     shape = {"heads": 4, "kv_heads": 4, "tokens": 65_536}
@@ -249,6 +258,18 @@ def test_slices_that_are_none_are_refused(topology):
     aot.compile(ATTENTION, topology, {"tokens": 512})
 
 
+def test_a_compilation_ends_with_who_asked_for_it(tmp_path):
+  place = tmp_path / "job"
+  place.mkdir()
+  # Of a process that is not the one that started it.
+  job = {"caller": -1, "builder": "time:sleep", "topology": "v5e:2x2"}
+  (place / "job.json").write_text(json.dumps(job))
+  ran = subprocess.run(
+    [sys.executable, "-c", aot._CHILD, str(place)], timeout=300
+  )
+  assert ran.returncode == 1 and not place.exists()
+
+
 def test_options_have_to_be_plain(monkeypatch):
   monkeypatch.setattr(aot, "missing", lambda: None)
   with pytest.raises(OptionError, match="options"):
@@ -277,6 +298,50 @@ Total bytes: 60129547776 (56.00GiB)
 Memory Space: vmem (color=1)
     8.00MiB(100%);    8.00MiB;            0;       1; f32[2048,1024]
 """
+
+
+SCOPED = """RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:
+Ran out of memory in memory space vmem while allocating on stack for \
+%ringjax_flash_forward.6 = (f32[1,1,4096,128]{3,2,1,0}) custom-call(%max.14). \
+Scoped allocation with size 19.25M and limit 16.00M exceeded scoped vmem limit
+"""
+
+
+def test_tiles_too_large_are_no_matter_of_tokens():
+  with pytest.raises(OptionError, match=r"19.25M .*forward.6; .*16.00M.*block"):
+    compiling._check_tiles(SCOPED)
+  compiling._check_tiles(
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Program or kernel requires "
+    "more memory (50.20G) exceeds available HBM (15.75G)"
+  )
+
+
+def test_options_by_which_it_reads_what_fits_are_not_the_caller_s():
+  with pytest.raises(OptionError, match="xla_dump_to"):
+    aot.compile(
+      ATTENTION, "v5e:2x2", {"tokens": 512},
+      compiler_options={"xla_dump_to": "/tmp"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("what", "wrong"),
+  [
+    ("attention", {"tokens": 0}),
+    ("attention", {"tokens": 1001}),
+    ("attention", {"batch": 0}),
+    ("attention", {"dtype": "bf17"}),
+    ("train", {"model": MODEL, "tokens": 0}),
+    ("train", {"model": MODEL, "accumulate": 0}),
+    ("prefill", {"model": MODEL, "tokens": 1002}),
+    ("decode", {"model": MODEL, "batch": 0}),
+  ],
+)
+def test_sizes_that_are_none_are_refused_by_name(what, wrong):
+  name = list(wrong)[-1]
+  build = getattr(importlib.import_module(STEPS), what)
+  with pytest.raises(RingjaxError, match=f"^{name}: got"):
+    build(jax.devices()[:4], **{"tokens": 1024, **wrong})
 
 
 def test_the_compiler_s_report_of_memory_is_read():

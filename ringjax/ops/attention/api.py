@@ -33,7 +33,7 @@ from ringjax.ops.attention import levels, predict
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise, Local
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.kernels.best import Best, local_on
+from ringjax.ops.attention.kernels.best import Best, expected
 from ringjax.ops.attention.levels import Strategy
 from ringjax.ops.attention.predict import Call
 from ringjax.ops.attention.request import Operands, Request
@@ -481,10 +481,11 @@ def _chosen(
     mask=mask,
     layout=request.layout,
     axes=axes,
-    local=local_on(device_of(place, x[:3])[0], mask),
     # Of unequal lengths the queries are taken to be the last tokens.
     offset=max(s - t, 0),
   )
+  local, _ = expected(call, device_of(place, x[:3])[0])
+  call = dataclasses.replace(call, local=local)
   name, options = dataclasses.replace(auto, among=tuple(names)).choose(
     call, place.mesh
   )

@@ -431,7 +431,14 @@ class Ring(Move):
     if times <= 0:
       return state
     numbers = jnp.arange(first, first + times, dtype=jnp.int32)
-    step = lambda state, n: (body(n, state), None)
+    # A loop that turns once is no loop to the compiler, which then sends all
+    # blocks before the first is computed with: each hop waits for the last.
+    rolled = times >= 2 * self.unroll
+
+    def step(state: Any, n: Any) -> tuple[Any, None]:
+      state = state if rolled else lax.optimization_barrier(state)
+      return body(n, state), None
+
     return lax.scan(step, state, numbers, unroll=min(self.unroll, times))[0]
 
   def _rotate(self, tree: Any, shift: int, after: Visitor | None = None) -> Any:

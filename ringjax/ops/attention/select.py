@@ -30,7 +30,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.ops.attention import predict as model
-from ringjax.ops.attention.kernels.best import local_on
+from ringjax.ops.attention.kernels.best import expected
 from ringjax.ops.attention.predict import Call, Prediction, Refusal
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Mask
@@ -462,11 +462,16 @@ def explain(
     **({} if local is None else {"local": local}),
   )
   there = find_machine(machine, found)
+  declined: Sequence[tuple[str, str]] = ()
   if local is None:
-    call = dataclasses.replace(
-      call, local=local_on(there.chip.platform, call.mask)
-    )
+    name = there.name if there.name in chips.MACHINES else None
+    found_local, declined = expected(call, there.chip.platform, name)
+    call = dataclasses.replace(call, local=found_local)
   explanation = rank(call, there, among)
+  refusals = [Refusal(strategy=kernel, reason=why) for kernel, why in declined]
+  explanation = dataclasses.replace(
+    explanation, refusals=(*explanation.refusals, *refusals)
+  )
   if show:
     explanation.print()
   return explanation

@@ -660,3 +660,31 @@ def test_a_choice_for_the_devices_at_hand():
   mesh = rj.make_mesh((8,), ("seq",))
   found = select.Auto().explain(call_of(8, 512, dtype="float32"), mesh)
   assert found.machine == chips.MACHINES["cpu"]
+
+
+@pytest.mark.parametrize(
+  ("machine", "options", "words"),
+  [
+    ("tpu-v5e", {"dtype": "float16"}, "FlashTPU: float16"),
+    ("tpu-v5e", {"dim": 512}, "FlashTPU: heads of 512"),
+    ("tpu-v5e", {"tokens": 512}, "FlashTPU: 64 queries"),
+    ("tpu-v4", {}, "FlashTPU: the vector memory"),
+    ("h100", {"mask": rj.Window(64)}, "CuDNN: the mask"),
+    ("h100", {"dim": 512}, "CuDNN: heads of 512"),
+  ],
+)
+def test_a_kernel_that_declines_is_said_to(machine, options, words):
+  rest = dict(options)
+  shape = (1, rest.pop("tokens", 65536), 8, rest.pop("dim", 128))
+  explain = lambda shape, **options: rj.explain(
+    shape, shape, shards=8, is_causal=True, show=False, machine=machine,
+    **options,
+  )  # fmt: skip
+  found = explain(shape, **rest)
+  assert found.call.local == "blockwise"
+  assert words in str(found) and "blockwise" in found.title
+  served = rj.explain(
+    (1, 65536, 8, 128), (1, 65536, 8, 128), shards=8, is_causal=True,
+    show=False, machine="tpu-v5e",
+  )  # fmt: skip
+  assert served.call.local == "kernel" and "FlashTPU" not in str(served)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
+from ringjax.ops.attention.calls import Call
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
@@ -33,7 +35,7 @@ from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.turns import InTurn
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.stored import Stored, visit
-from ringjax.ops.mask import Causal, Coords, Mask
+from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial, finalize
 from ringjax.parallel import chips, collectives
 
@@ -48,10 +50,38 @@ VISITS: dict[str, tuple[type, ...]] = {
 }
 
 
-def local_on(platform: str, mask: Mask) -> str:
-  """What of `chips.LOCALS` `Best` is there under a mask, as a rule."""
-  kinds = KERNELS.get(platform, ())
-  return "kernel" if any(kind.knows(mask) for kind in kinds) else "blockwise"
+def expected(
+  call: Call, platform: str, chip: str | None = None
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+  """What of `chips.LOCALS` `Best` is there for a call's hops, as a rule.
+
+  Args:
+    call: what is to be computed.
+    platform: where.
+    chip: the machine, of `chips.MACHINES`, where it is one of them.
+
+  Returns:
+    (local, why each of the platform's kernels declines such hops).
+  """
+  shards = math.prod(size for _, size in call.axes)
+  t, s = (-(-n // shards) for n in (call.queries, call.keys))
+  b, k, g = call.batch, call.kv_heads, call.heads // call.kv_heads
+  like = lambda *shape: jax.ShapeDtypeStruct(shape, call.dtype)
+  x: Any = Local(
+    like(b, k, g, t, call.head_dim),
+    like(b, k, s, call.head_dim),
+    like(b, k, s, call.value_dim),
+  )
+  nowhere: Any = None
+  terms, context = Terms(), Context(nowhere, nowhere, call.mask)
+  scores = Scores(scale=1.0)
+  declined = []
+  for kind in KERNELS.get(platform, ()):
+    why = kind(chip=chip).foreseen(scores, x, terms, context)
+    if why is None:
+      return "kernel", tuple(declined)
+    declined.append((kind.__name__, why))
+  return "blockwise", tuple(declined)
 
 
 class Choice(NamedTuple):

@@ -50,6 +50,8 @@ _FORWARD, _BACKWARD = (
 _DTYPES = (jnp.bfloat16, jnp.float16)
 # Fewer queries or keys than this are decoding, for which there are others.
 _LEAST = 128
+# The largest head dim, that of Hopper.
+_WIDEST = 256
 # Versions as cuDNN counts them. JAX since 0.10 is built against a 9.
 _OLDEST = 90000
 _OLDEST_103 = 91100
@@ -99,14 +101,15 @@ class CuDNN:
   ) -> str | None:
     """Why it does not serve this call, or None."""
     return (
-      self._decline_call(scores, x, terms, context)
+      self.foreseen(scores, x, terms, context)
       or self._decline_machine(x.q.shape[4])
       or _unknown()
     )
 
-  def _decline_call(
+  def foreseen(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> str | None:
+    """Why it serves no such call on any machine, or None."""
     if self.q_block is not None or self.kv_block is not None:
       return "tiles of a given size: cuDNN chooses its own"
     if len({a.dtype for a in x}) > 1 or x.q.dtype not in _DTYPES:
@@ -114,8 +117,8 @@ class CuDNN:
     h, j = x.q.shape[4], x.v.shape[3]
     if h != j:
       return f"head dims of {h} and {j}: equal ones"
-    if h % 8:
-      return f"heads of {h}: multiples of 8"
+    if h % 8 or h > _WIDEST:
+      return f"heads of {h}: multiples of 8, at most {_WIDEST}"
     for name, there in (
       ("a soft cap", scores.soft_cap is not None),
       ("dropout", scores.dropout_rate != 0),
@@ -146,7 +149,7 @@ class CuDNN:
     if capability == (10, 3) and version < _OLDEST_103:
       return f"cuDNN {version}: {_OLDEST_103} or newer for this GPU"
     # JAX asks the GPU, and without one goes by the smaller limit.
-    most = 256 if here is not None and here[0] == 9 else 128
+    most = _WIDEST if here is not None and here[0] == 9 else 128
     if head_dim > most:
       return f"heads of {head_dim}: at most {most}"
     return None

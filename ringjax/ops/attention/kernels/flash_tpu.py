@@ -45,12 +45,16 @@ from ringjax.ops.attention.blockwise import (
 from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.inputs import positive_int
-from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
 
 # Bytes that the tiles of a backward step need beside the gradients.
 _LEAST_VMEM = 48 << 20
+# Scores of a tile that the compiler has room for unless more is asked for.
+_USUAL = 1 << 21
+# For each score of a tile, of a backward step.
+_BACKWARD_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +98,6 @@ class FlashTPU:
   def span(self, keys: int) -> int:
     return keys
 
-  @staticmethod
-  def knows(mask: Mask) -> bool:
-    """Whether it computes hops under this mask itself."""
-    del mask
-    return True
-
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> str | None:
@@ -128,7 +126,12 @@ class FlashTPU:
     core = tiles.core(self.chip)
     if core.vmem_bytes < _LEAST_VMEM:
       return f"the vector memory of {core.name}: too small for its tiles"
+    if _BACKWARD_BYTES * qb * kb > core.vmem_bytes // 4 * 3:
+      return f"tiles of {qb} x {kb}: too large for {core.name}'s vector memory"
     return tiles.unreadable(terms, context)
+
+  # It asks no machine.
+  foreseen = decline
 
   def forward(
     self,
@@ -383,6 +386,7 @@ def _forward(
     input_output_aliases={first + i: i for i in range(3)},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "arbitrary"),
+      vmem_limit_bytes=_vmem_forward(kernel, qb, kb),
     ),
     cost_estimate=_cost(
       kernel, context.mask, (b * n, t, s), 2 * (h + j), operands, False
@@ -546,7 +550,7 @@ def _backward(
     input_output_aliases={first: 0, first + 1: 1},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-      vmem_limit_bytes=_vmem(kernel, s, h, j),
+      vmem_limit_bytes=_vmem(kernel, s, h, j, qb, kb),
     ),
     cost_estimate=_cost(
       kernel, context.mask, (b * n, t, s), 6 * h + 4 * j, operands, True
@@ -642,10 +646,19 @@ def _span(kernel: FlashTPU, x: Local) -> int:
   return max(min(kernel.key_span, most) // kb, 1) * kb
 
 
-def _vmem(kernel: FlashTPU, keys: int, h: int, j: int) -> int:
+def _vmem_forward(kernel: FlashTPU, qb: int, kb: int) -> int | None:
+  """Bytes that a forward kernel may take; None: what the compiler gives."""
+  if qb * kb <= _USUAL:
+    return None
+  most = tiles.core(kernel.chip).vmem_bytes
+  return min(8 * qb * kb + (16 << 20), most - most // 16)
+
+
+def _vmem(kernel: FlashTPU, keys: int, h: int, j: int, qb: int, kb: int) -> int:
   """Bytes that a backward kernel may take: its gradients and some tiles."""
   most = tiles.core(kernel.chip).vmem_bytes
-  return min(keys * _grad_bytes(h, j) + (48 << 20), most - most // 16)
+  tile = max(_LEAST_VMEM, _BACKWARD_BYTES * qb * kb)
+  return min(keys * _grad_bytes(h, j) + tile, most - most // 16)
 
 
 def _cost(

@@ -155,6 +155,10 @@ def test_steps(kinds):
     (dict(heads=512), "heads of 512"),
     (dict(kernel=FlashTPU()), "8 queries"),
     (dict(kernel=FlashTPU(100, 128)), "multiples of 128"),
+    (
+      dict(kernel=FlashTPU(4096, 4096, interpret=True)),
+      "too large for tpu-v5p",
+    ),
   ],
 )
 def test_what_it_does_not_serve_it_says(options, words):
