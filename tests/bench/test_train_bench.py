@@ -106,7 +106,9 @@ def test_whose_loss_is_off_is_not_timed(monkeypatch):
   monkeypatch.setattr(
     train,
     "_loss",
-    lambda name, *rest: inner(name, *rest) * (1.01 if name == "plain" else 1),
+    lambda name, *rest, **more: (
+      inner(name, *rest, **more) * (1.01 if name == "plain" else 1)
+    ),
   )
   found = train.run(
     train.Settings(
