@@ -30,6 +30,8 @@ FORMAT = "ringjax-capacity"
 _PROGRAMS = ("train", "prefill")
 _COMPARED = ("striped", "gather", "plain")
 _LEAST, _MOST = 1 << 13, 1 << 28
+# Scores of all pairs of more tokens are too many for the compiler to count.
+_MOST_PAIRS = 1 << 22
 _OF_TRAINING = ("remat", "optimizer", "loss_block")
 # What a row was asked with, in the order in which rows are told.
 _ASKED = ("model", "slice", "what", "strategy", "options")
@@ -143,8 +145,9 @@ def _find(
     "devices": devices,
     "limit_bytes": chips.core(topology).hbm_bytes,
   }
+  most = _MOST_PAIRS if cell["strategy"] == "plain" else _MOST
   try:
-    found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=_MOST)
+    found = capacity.largest(fits, unit=devices * 128, least=_LEAST, most=most)
   except RingjaxError as error:
     say(f"refused: {error}")
     return {**row, "refused": str(error)}

@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,8 @@ _SET = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "PYTHONDONTWRITEBYTECODE": "1",
 }
+# "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
+_FATAL = re.compile(r"F\d{4} ")
 # Compilations under way, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiling import child; child()"
@@ -323,7 +326,7 @@ def _run(
         "compile",
         f"a process that ended with status {process.returncode}",
         "an answer",
-        f"see what it said: {said.strip()[-1500:]}",
+        f"see what it said: {_fatal(said)}",
       )
     )
   found = json.loads(answer.read_text())
@@ -340,6 +343,13 @@ def _run(
     )
   text = place / "program.hlo"
   return found, text.read_text() if text.exists() else ""
+
+
+def _fatal(said: str) -> str:
+  """The compiler's last words, without the addresses behind them."""
+  lines = said.strip().splitlines()
+  fatal = [line for line in lines if _FATAL.match(line)]
+  return "\n".join(fatal or lines)[-1500:]
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -287,6 +287,18 @@ def test_the_environment_hides_what_libtpu_would_read(monkeypatch):
   assert made["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
 
 
+def test_of_a_compiler_that_broke_the_reason_is_told(monkeypatch):
+  fatal = "F1122 21:26:03.123456   123 shape.cc:99] Check failed: size >= 0"
+  said = ["W1122 21:26:01.0 loading", fatal, *["55b3e23e790f,"] * 999]
+  source = f"import sys; sys.stderr.write({chr(10).join(said)!r}); sys.exit(7)"
+  monkeypatch.setattr(aot, "missing", lambda: None)
+  monkeypatch.setattr(aot, "_CHILD", source)
+  with pytest.raises(aot.CompileError) as error:
+    aot.compile(ATTENTION, "v5e:2x2", {"tokens": 512})
+  assert "status 7" in str(error.value)
+  assert str(error.value).rstrip(".").endswith(fatal)
+
+
 REPORT = """Memory Space: default (color=0)
 Total bytes: 60129547776 (56.00GiB)
   cumulative_size;       size;       offset; used_by_n_values; shapes_list
