@@ -66,8 +66,8 @@ def expected(
   shards = math.prod(size for _, size in call.axes)
   t, s = (-(-n // shards) for n in (call.queries, call.keys))
   b, k, g = call.batch, call.kv_heads, call.heads // call.kv_heads
-  like = lambda *shape: jax.ShapeDtypeStruct(shape, call.dtype)
-  x: Any = Local(
+  like: Any = lambda *shape: jax.ShapeDtypeStruct(shape, call.dtype)
+  x = Local(
     like(b, k, g, t, call.head_dim),
     like(b, k, s, call.head_dim),
     like(b, k, s, call.value_dim),
