@@ -46,7 +46,7 @@ MODEL = {
 }
 
 
-def _stage(
+def stage(
   steps: int,
   batch: int,
   length: int,
@@ -83,13 +83,13 @@ def get_config() -> ConfigDict:
     "back": ((1, 2, 3, 4), (1, 2, 4, 8), (0, 1, 0, 1), (0, 1, 2, 4)),
   }
   config.stages = (
-    _stage(100, 16, 192, copies=1.0, fewest=256),
-    _stage(300, 10, 384, copies=0.2, pairs=0.4, facts=2),
-    _stage(150, 8, 512, copies=0.1, pairs=0.2, facts=3),
-    _stage(300, 4, 1024, copies=0.1, pairs=0.1, facts=6, questions=3),
-    _stage(150, 2, 4096, pairs=0.05, facts=12, questions=6),
-    _stage(60, 1, 8192, facts=16, questions=8),
-    _stage(40, 1, 16384, facts=16, questions=8),
+    stage(100, 16, 192, copies=1.0, fewest=256),
+    stage(300, 10, 384, copies=0.2, pairs=0.4, facts=2),
+    stage(150, 8, 512, copies=0.1, pairs=0.2, facts=3),
+    stage(300, 4, 1024, copies=0.1, pairs=0.1, facts=6, questions=3),
+    stage(150, 2, 4096, pairs=0.05, facts=12, questions=6),
+    stage(60, 1, 8192, facts=16, questions=8),
+    stage(40, 1, 16384, facts=16, questions=8),
   )
   config.optimizer = {
     "rate": 2e-3,
