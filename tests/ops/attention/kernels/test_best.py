@@ -76,7 +76,7 @@ def test_what_a_chip_has_no_room_for_is_declined(fresh):
   heads = jax.ShapeDtypeStruct((1, 2, 1 << 15, 256), jnp.bfloat16)
   wide = wide._replace(k=heads, v=heads)
   assert flash_tpu._span(kernel, wide) == 1 << 13
-  assert flash_tpu._vmem(kernel, 1 << 13, 256, 256) < 64 << 20
+  assert flash_tpu._vmem(kernel, 1 << 13, 256, 256, 1024, 1024) < 64 << 20
 
 
 def test_elsewhere_it_is_blockwise():
