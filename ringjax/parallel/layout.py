@@ -391,40 +391,35 @@ def into_slots(x: jax.Array, slots: Slots | None, axis: int) -> jax.Array:
   """
   if slots is None:
     return x
-  parts, start = [], 0
-  for shards, tokens in slots.runs:
-    stop = start + shards * tokens
-    part = lax.slice_in_dim(x, start, stop, axis=axis)
-    parts.append(_each(part, axis, shards, slots.local))
-    start = stop
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+  return _refit(x, axis, [(n, some, slots.local) for n, some in slots.runs])
 
 
 def out_of_slots(x: jax.Array, slots: Slots) -> jax.Array:
   """The inverse, along axis 1."""
-  parts, start = [], 0
-  for shards, tokens in slots.runs:
-    stop = start + shards * slots.local
-    part = lax.slice_in_dim(x, start, stop, axis=1)
-    parts.append(_each(part, 1, shards, tokens))
-    start = stop
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
+  return _refit(x, 1, [(n, slots.local, some) for n, some in slots.runs])
 
 
-def _each(x: jax.Array, axis: int, shards: int, local: int) -> jax.Array:
-  """`x` with `local` slots of each of `shards`, filled with 0 or cut."""
-  here = x.shape[axis] // shards
-  if here == local:
-    return x
+def _refit(
+  x: jax.Array, axis: int, runs: list[tuple[int, int, int]]
+) -> jax.Array:
+  """Shards of `x`, of whom (shards, old, new) follow each other, anew.
+
+  Each is filled with 0 from its old length to the new one, or cut.
+  """
   before, after = x.shape[:axis], x.shape[axis + 1 :]
-  x = x.reshape(*before, shards, here, *after)
-  if local < here:
-    x = lax.slice_in_dim(x, 0, local, axis=axis + 1)
-  else:
-    widths = [(0, 0)] * x.ndim
-    widths[axis + 1] = (0, local - here)
-    x = jnp.pad(x, widths)
-  return x.reshape(*before, shards * local, *after)
+  parts, start = [], 0
+  for shards, old, new in runs:
+    stop = start + shards * old
+    part = lax.slice_in_dim(x, start, stop, axis=axis)
+    if new != old:
+      part = part.reshape(*before, shards, old, *after)
+      part = lax.slice_in_dim(part, 0, min(old, new), axis=axis + 1)
+      widths = [(0, 0)] * part.ndim
+      widths[axis + 1] = (0, max(0, new - old))
+      part = jnp.pad(part, widths).reshape(*before, shards * new, *after)
+    parts.append(part)
+    start = stop
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 def _check_shards(shards: Any) -> None:
