@@ -369,7 +369,7 @@ def fold_tile(
     yes = scoring.allowed_in(context, _FORWARD, tile, q_at, k_at)
     s = s + _FORWARD.head_key(flag)
     s = jnp.where(yes, s, -jnp.inf)
-    v = _clean(v)
+    v = cleaned(v)
   # A positive scale keeps the order of bare products: scaling their maximum
   # spares a pass over the tile.
   m = lax.stop_gradient(jnp.maximum(carry.m, jnp.max(s, -1) * scale))
@@ -411,8 +411,8 @@ def _backward_tile(
     p = jnp.exp(s - way.row(lse + flag))
     yes = scoring.allowed_in(context, way, tile, q_at, k_at)
     p = jnp.where(yes, p, 0)
-    q, k_flipped, v, do, delta = map(_clean, (q, k_flipped, v, do, delta))
-    do_flipped = _clean(do_flipped)
+    q, k_flipped, v, do, delta = map(cleaned, (q, k_flipped, v, do, delta))
+    do_flipped = cleaned(do_flipped)
   else:
     p = jnp.exp(s - way.row(lse))
   dp = product("bktj,bkjgq->bktgq", v, do_flipped)
@@ -478,7 +478,8 @@ def _in_memory(x: jax.Array) -> jax.Array:
   return lax.optimization_barrier(x)
 
 
-def _clean(x: jax.Array) -> jax.Array:
+def cleaned(x: jax.Array) -> jax.Array:
+  """`x` with 0 for what is not finite."""
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 

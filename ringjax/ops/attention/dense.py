@@ -5,6 +5,11 @@ derivatives of any order), because there is no loop and no custom rule.
 Cost: every pair is computed, masked or not.
 Memory: local queries x local keys. Use it for short shards, as the fallback
 for `jax.jvp`, `jax.hessian` and the like: `strategy=Ring(Dense())`.
+
+A key or value that is not finite and that nobody may see changes nothing. One
+that some row sees makes that row NaN, and then, since plain differentiation
+multiplies its cotangent by weights of zero, the gradients of all keys at hand;
+`Blockwise` keeps those apart.
 """
 
 from __future__ import annotations
@@ -14,9 +19,15 @@ from typing import Any
 
 from jax import lax
 
-from ringjax.ops.attention.blockwise import Keys, Local, forward_tile
+from ringjax.ops.attention.blockwise import (
+  Local,
+  cleaned,
+  finite_flag,
+  fold_tile,
+  product,
+)
 from ringjax.ops.attention.scores import Context, Scores, Terms, Tile
-from ringjax.ops.softmax import Partial
+from ringjax.ops.softmax import Partial, wide_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +54,19 @@ class Dense:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     tile = Tile(0, 0, x.q.shape[3], x.k.shape[2], column)
     carry = carry._replace(m=lax.stop_gradient(carry.m))
-    return forward_tile(
+    wide = wide_dtype(x.k.dtype)
+    # Products of finite numbers only: their derivatives multiply keys by the
+    # zeros of the pairs that the mask leaves out.
+    s = product("bkgqh,bkth->bkgqt", cleaned(x.q), cleaned(x.k))
+    return fold_tile(
       scores,
-      Keys.of(x),
+      s + finite_flag(x.q, wide)[..., None],
+      x.v,
+      finite_flag(x.k, wide) + finite_flag(x.v, wide),
       terms,
       context,
       tile,
-      x.q,
       context.q,
+      context.k,
       carry,
-      masked=True,
     )

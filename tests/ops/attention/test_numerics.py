@@ -257,3 +257,15 @@ def test_a_token_reaches_those_who_see_it_only(layout, strategy):
       if value is not None and np.isnan(value) and what == "keys":
         hidden = ~np.isnan(got["out"][rows]).any(-1)
         assert not hidden.any(), plant
+
+
+@pytest.mark.parametrize("value", [None, np.nan, np.inf])
+@pytest.mark.parametrize("plant", ["padding", "beyond the keys' length"])
+def test_a_key_that_nobody_sees_changes_nothing_in_plain_attention(
+  plant, value
+):
+  find, clean = packed_program(Zigzag(), Ring(Dense()))
+  check_blind_rows(clean)
+  got = find(planted(packed(), *PLANTS[plant], value))
+  for name, x in got.items():
+    assert np.array_equal(x, clean[name]), name
