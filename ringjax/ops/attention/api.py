@@ -508,6 +508,7 @@ def _run(
   return_residual = requests.flag("return_residual", return_residual)
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
+  _check_axes(strategy, place)
   strategy = levels.on_device(strategy, *device_of(place, x[:3]))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
@@ -524,6 +525,21 @@ def _run(
   if not request.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
+
+
+def _check_axes(strategy: Strategy, place: Place) -> None:
+  """A strategy that names its axes names those that the call goes over."""
+  foreign = [name for name in strategy.axes if name not in place.names]
+  if foreign:
+    over = ", ".join(map(repr, place.names)) or "no axis: one device"
+    raise OptionError(
+      message(
+        "strategy",
+        f"axis {foreign[0]!r} in {strategy!r}",
+        f"the axes that this call goes over ({over})",
+        "leave the axis out of the strategy: axis= of the call fills it in",
+      )
+    )
 
 
 @contextlib.contextmanager

@@ -593,12 +593,14 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
     value = float(x)
   except (TypeError, ValueError):
     value = math.nan
-  if not math.isfinite(value) or (positive and value <= 0):
+  # Scores of 16 and 32 bits are float32.
+  fits = abs(value) <= float(np.finfo(np.float32).max)
+  if not fits or (positive and value <= 0):
     raise OptionError(
       message(
         name,
         repr(x),
-        "a finite number" + (" above 0" if positive else ""),
+        "a number that float32 holds" + (" above 0" if positive else ""),
         f"leave {name} out for the default",
       )
     )

@@ -185,6 +185,18 @@ CASES = {
     "mask Prefix (3,) (2,)",
   ),
   "scale": ({"scale": float("nan")}, rj.OptionError, ValueError, "scale nan"),
+  "scale of float64": (
+    {"scale": 1e300},
+    rj.OptionError,
+    ValueError,
+    "scale 1e+300 float32",
+  ),
+  "another axis in the strategy": (
+    {"strategy": rj.Ring(axis="foo")},
+    rj.OptionError,
+    ValueError,
+    "strategy 'foo' no axis",
+  ),
   "scale word": ({"scale": "big"}, rj.OptionError, ValueError, "scale 'big'"),
   "soft cap": (
     {"logits_soft_cap": 0.0},
