@@ -17,9 +17,10 @@ import numpy as np
 
 from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError, message
-from ringjax.infer.generate import Session, generate, place_of
+from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import plan
+from ringjax.infer.session import Session, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.ops.inputs import positive_int
 

@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ringjax.errors import OptionError, PromptError, message
-from ringjax.infer.generate import Session, place_of
 from ringjax.infer.prefill import Prefill, plan
+from ringjax.infer.session import Session, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import float_dtype, positive_int

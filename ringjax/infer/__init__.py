@@ -1,8 +1,9 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
-from ringjax.infer.generate import Report, Session, generate
+from ringjax.infer.generate import generate
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.sampling import Greedy, Sample
+from ringjax.infer.session import Report, Session
 from ringjax.infer.stopping import Stop
 
 __all__ = [

@@ -8,247 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ringjax.errors import (
   InputTypeError,
   MemoryEstimateError,
-  MeshError,
   OptionError,
-  PromptError,
   message,
 )
 from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.prefill import check_machine, plan
 from ringjax.infer.sampling import Greedy, traced
+from ringjax.infer.session import (
+  Report,
+  Session,
+  check_session,
+  free_on,
+  place_of,
+  settled,
+)
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
 from ringjax.kv.base import bytes_each
-from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Spread, Visit
+from ringjax.nn.spread import Visit
 from ringjax.ops.inputs import float_dtype, positive_int
-from ringjax.parallel import memory
 from ringjax.parallel.local import here, last_device
-from ringjax.parallel.mesh import check_auto
-from ringjax.parallel.place import SEQ
 from ringjax.plan.choice import KEEPS, Machine
-
-_KNOBS = (
-  "shard the sequence over more devices, read the prompt in parts (chunk=), or "
-  "make a smaller cache"
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-  """What a call of `generate` did.
-
-  Attributes:
-    prefill: how the prompt was read.
-    prompt_tokens: of the longest prompt.
-    new_tokens: steps that were taken.
-    shards: of the sequence.
-    cache_bytes: of the cache on each device.
-    capacity: tokens that the cache has room for.
-  """
-
-  prefill: prefill.Prefill
-  prompt_tokens: int
-  new_tokens: int
-  shards: int
-  cache_bytes: int
-  capacity: int
-
-
-class Session:
-  """A conversation: a cache and how many tokens of each example it holds.
-
-  It is the weights' that read it: others cannot go on with it, until `restart`.
-
-  A call that is interrupted (Ctrl-C, an exception of `progress` or `stream`)
-  leaves here what it has read: `lengths` says how much of the prompt that is,
-  and the next call goes on behind it. One that is interrupted while a program
-  writes the cache takes it along: later calls say so, until `restart`.
-
-  Rotations that depend on the length of the context (dynamic, longrope) turn
-  as for a context of `capacity` tokens, in every call.
-
-  Attributes:
-    lengths: int [B], tokens read so far.
-    pending: int [B], a token that was generated and not read yet, or -1; it
-      is read before the next turn.
-    seen: bool [B, V], ids that each example has read or said, which a
-      repetition penalty is for.
-    cache: the cache.
-    last: the report of the last call.
-  """
-
-  def __init__(
-    self,
-    model: Transformer,
-    capacity: int,
-    *,
-    batch: int = 1,
-    mesh: Mesh | None = None,
-    axis: str | None = None,
-    dtype: Any = None,
-  ):
-    """Makes an empty cache.
-
-    Args:
-      model: whose keys it will hold.
-      capacity: tokens of the whole conversation, what is generated too.
-      batch: B.
-      mesh: the mesh; default: the model's, else the current one.
-      axis: the axis that shards the sequence; default "seq" if the mesh has
-        one.
-      dtype: of the cache: bfloat16, float16, float32 or float64; default: the
-        model's.
-
-    Raises:
-      OptionError: a capacity, a batch or a dtype that is none.
-      MeshError: a mesh that is not the model's.
-      MemoryEstimateError: a cache that does not fit.
-    """
-    positive_int("batch", batch)
-    self.model = model
-    self.mesh, self.axis = place_of(mesh, axis, model)
-    spread = Spread(mesh=self.mesh, axis=self.axis)
-    _check_devices(model, self.mesh)
-    capacity = prefill.padded(positive_int("capacity", capacity), spread.size)
-    _check_memory(model, spread, batch, capacity, dtype)
-    self.cache = model.cache(batch, capacity, spread=spread, dtype=dtype)
-    self.lengths = np.zeros(batch, np.int64)
-    self.pending = np.full(batch, -1, np.int64)
-    self.seen = np.zeros((batch, model.config.vocab), bool)
-    # Slots in use, on the shard that has the most; lengths can be shorter.
-    self.slots = 0
-    self.last: Report | None = None
-    self._dtype = dtype
-    self._device: Any = None
-    self._readers: list[Any] = []
-    self.reads(model)
-    # Whether a call was interrupted and nothing was counted since.
-    self._torn = False
-
-  @property
-  def shards(self) -> int:
-    return self.cache.shards
-
-  def gather(self, device: Any) -> None:
-    """Brings the cache to one device of its mesh, where it then stays.
-
-    Later calls run there, with that device's copy of the weights.
-
-    Raises:
-      MeshError: weights that are sharded, or a device of another process.
-    """
-    model, shards = here(self.model, device), self.shards
-    self.cache = self.cache.gathered(device, self.slots)
-    self.model = model
-    self.slots *= shards
-    self.mesh, self.axis, self._device = None, None, device
-
-  def weights(self, model: Transformer) -> Transformer:
-    """The model where this session's calls run."""
-    return model if self._device is None else here(model, self._device)
-
-  def read_by(self, model: Transformer) -> bool:
-    """Whether what the session holds was read by this model's weights."""
-    if self._device is not None and model is self.model:
-      return True
-    arrays = jax.tree.leaves(model)
-    return len(arrays) == len(self._readers) and all(
-      reader() is array
-      for reader, array in zip(self._readers, arrays, strict=True)
-    )
-
-  def reads(self, model: Transformer) -> None:
-    """Notes whose weights read what comes next, in an empty session."""
-    self._readers = [weakref.ref(x) for x in jax.tree.leaves(model)]
-
-  def room(self) -> int:
-    """Tokens that still fit, whichever example they belong to."""
-    return self.cache.capacity - self.slots * self.shards
-
-  def restart(self) -> None:
-    """Begins anew with an empty cache of the same capacity, dtype and place."""
-    capacity, batch = self.cache.capacity, self.lengths.size
-    spread = Spread(mesh=self.mesh, axis=self.axis)
-    # The old arrays go first: there may be no room for both.
-    self._torn = True
-    self.cache = dataclasses.replace(self.cache, slots=())
-    with jax.default_device(self._device):
-      self.cache = self.model.cache(
-        batch, capacity, spread=spread, dtype=self._dtype
-      )
-    self.lengths = np.zeros(batch, np.int64)
-    self.pending = np.full(batch, -1, np.int64)
-    self.seen = np.zeros_like(self.seen)
-    self.slots, self._torn = 0, False
-
-  def took(self, cache: Any, slots: int, lengths: np.ndarray) -> None:
-    """Notes a cache with tokens of a prompt, and that a token is pending.
-
-    Args:
-      cache: takes the place of the one before.
-      slots: that they took on each shard.
-      lengths: int [B], of the examples with them.
-    """
-    self.cache = cache
-    self.slots += slots
-    self.lengths = lengths
-    self.pending = np.full(lengths.size, -1, np.int64)
-
-  def settle(self) -> None:
-    """Counts what the cache holds, behind a call that was interrupted.
-
-    It stays uncounted if a program took it along, or in a run of several
-    processes, which then no longer agree.
-    """
-    self._torn = True
-    cache = self.cache
-    leaves = jax.tree.leaves(cache)
-    here = all(x.is_fully_addressable for x in leaves)
-    if cache.lost or not cache.slots or not here:
-      return
-    try:
-      found = jax.device_get((cache.base, cache.tail, cache.length))
-    except RuntimeError:
-      # What computed it failed.
-      return
-    base, tail, lengths = found
-    # A token that was read is not pending.
-    read = lengths > self.lengths
-    self.pending = np.where(read, -1, self.pending)
-    self.lengths = lengths.astype(np.int64)
-    self.slots = int(base) + -(-int(tail) // self.shards)
-    self._torn = False
-
-  def check(self) -> None:
-    """Refuses to go on with a cache that an interrupted call took along.
-
-    Raises:
-      OptionError: it did.
-    """
-    if self._torn:
-      self.settle()
-    if self._torn or self.cache.lost:
-      raise OptionError(
-        message(
-          "cache",
-          "a session whose cache was lost when a call was interrupted",
-          "one that holds its tokens",
-          "call session.restart() and read the conversation again",
-        )
-      )
 
 
 def generate(
@@ -419,7 +210,7 @@ def generate(
     keep=keep,
   )
   how = _method(prefill, machine, fresh, resolve)
-  _check_session(session, given, batch, longest, count, how, left)
+  check_session(session, given, batch, longest, count, how, left)
   if fresh:
     session.reads(given)
   _check_scores(model, how, batch)
@@ -465,28 +256,7 @@ def generate(
   return new[0]
 
 
-def _settled(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """For f(model, session, ...), behind which the session is right in any case.
-
-  `doing` is what f does, for who runs out of memory.
-  """
-
-  def around(f: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(f)
-    def run(model: Transformer, session: Session, *more: Any) -> Any:
-      try:
-        with memory.watched(doing, _KNOBS):
-          return f(model, session, *more)
-      except BaseException:
-        session.settle()
-        raise
-
-    return run
-
-  return around
-
-
-@_settled("reading the prompt")
+@settled("reading the prompt")
 def _run(
   model: Transformer,
   session: Session,
@@ -524,7 +294,7 @@ def _run(
   )
 
 
-@_settled("decoding")
+@settled("decoding")
 def _continue(
   model: Transformer,
   session: Session,
@@ -571,55 +341,6 @@ def _continue(
   return out, n + 1
 
 
-def place_of(
-  mesh: Any, axis: str | None, model: Transformer
-) -> tuple[Any, str | None]:
-  """The mesh and the axis that are meant: given, the model's, the current."""
-  if mesh is None:
-    own = model.embed.weight.get_value().sharding
-    mesh = own.mesh if isinstance(own, NamedSharding) else None
-  if mesh is None:
-    context = jax.sharding.get_mesh()
-    mesh = None if context.empty else context
-  if mesh is None:
-    if axis is not None:
-      raise MeshError(
-        message(
-          "axis",
-          f"{axis!r} without a mesh",
-          "a mesh with that axis",
-          "pass mesh=rj.make_mesh((-1,), ('seq',))",
-        )
-      )
-    return None, None
-  check_auto(mesh)
-  if axis is None and SEQ in mesh.axis_names:
-    axis = SEQ
-  if axis is not None and axis not in mesh.axis_names:
-    raise MeshError(
-      message(
-        "axis",
-        repr(axis),
-        f"one of the mesh axes {mesh.axis_names}",
-        "rename the axis or pass another mesh",
-      )
-    )
-  return mesh, axis
-
-
-def _check_devices(model: Transformer, mesh: Any) -> None:
-  have = model.embed.weight.get_value().sharding.device_set
-  if mesh is not None and have != set(mesh.devices.flat):
-    raise MeshError(
-      message(
-        "model",
-        f"weights on {len(have)} device(s)",
-        f"the {mesh.devices.size} devices of the mesh",
-        "load it with mesh=, or move it: rj.models.place(model, mesh)",
-      )
-    )
-
-
 def _method(
   name: str,
   machine: Machine | None,
@@ -642,57 +363,6 @@ def _method(
       )
     )
   return resolve(name, machine=machine)
-
-
-def _check_session(
-  session: Session,
-  model: Transformer,
-  batch: int,
-  tokens: int,
-  count: int,
-  how: prefill.Prefill,
-  left: int,
-) -> None:
-  """Refuses a session that is another's, or that has too little room."""
-  if session.model.config != model.config:
-    raise OptionError(
-      message(
-        "cache",
-        f"a session of another model, a {session.model.config.family}",
-        "one that was made for this model",
-        "make one with rj.infer.Session(model, capacity)",
-      )
-    )
-  if session.slots and not session.read_by(model):
-    raise OptionError(
-      message(
-        "model",
-        "other weights than those that read what the session holds",
-        "the same arrays",
-        "pass that model, or call session.restart() and read it again",
-      )
-    )
-  if session.lengths.size != batch:
-    raise PromptError(
-      message(
-        "tokens",
-        f"{batch} prompts",
-        f"{session.lengths.size}, as many as the session has examples",
-        "make a session with batch=",
-      )
-    )
-  if how.slots * session.shards > left:
-    raise PromptError(
-      message(
-        "tokens",
-        f"{tokens} tokens, read as {how.slots * session.shards} by prefill="
-        f"{how.name!r}, and max_new_tokens={count}, of which "
-        f"{count - 1} are read",
-        f"at most {session.room()} together in this session of "
-        f"{session.cache.capacity}",
-        "make a session of larger capacity, or ask for fewer tokens",
-      )
-    )
 
 
 def _check_context(
@@ -726,7 +396,7 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
   )
   shards = 1 if mesh is None else mesh.devices.size
   each = 4 * batch * heads * how.width**2 // shards
-  free, _ = _free(mesh)
+  free, _ = free_on(mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(
       message(
@@ -735,32 +405,6 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
         f"device(s) for {batch} x {how.width:,} tokens",
         f"at most the {free:,} that are free there",
         "pass prefill='blockwise', or leave it out",
-      )
-    )
-
-
-def _free(mesh: Any) -> tuple[int | None, int]:
-  """Free bytes of a device, if it says so, and how many devices share."""
-  devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-  return free_bytes(devices[0], len(devices)), len(devices)
-
-
-def _check_memory(
-  model: Transformer, spread: Spread, batch: int, capacity: int, dtype: Any
-) -> None:
-  """Refuses a cache that cannot fit, before it is allocated."""
-  each = bytes_each(
-    model.cache_spec(batch, capacity, spread=spread, dtype=dtype)
-  )
-  free, devices = _free(spread.mesh)
-  if free is not None and each > free:
-    raise MemoryEstimateError(
-      message(
-        "cache",
-        f"{each:,} bytes on each of {devices} device(s) for {batch} x "
-        f"{capacity:,} tokens",
-        f"at most the {free:,} that are free there",
-        "shard the sequence over more devices, or shorten the prompt",
       )
     )
 

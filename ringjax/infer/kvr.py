@@ -48,10 +48,10 @@ from ringjax.infer.agree import (
   digest,
   fingerprint,
 )
-from ringjax.infer.generate import Session
 from ringjax.infer.layerwise import Pieces, Place
 from ringjax.infer.links import Inbox, Outbox, first_needed
 from ringjax.infer.sampling import Greedy, traced
+from ringjax.infer.session import Session
 from ringjax.infer.spans import Events
 from ringjax.models import work
 from ringjax.models.transformer import Transformer

@@ -597,7 +597,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_made(
   loaded, monkeypatch
 ):
   model, _ = loaded(NAME)
-  module = sys.modules["ringjax.infer.generate"]
+  module = sys.modules["ringjax.infer.session"]
   monkeypatch.setattr(module, "free_bytes", lambda *_: 1 << 20)
   made = []
   monkeypatch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
@@ -610,7 +610,7 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
   loaded, monkeypatch
 ):
   model, _ = loaded(NAME)
-  module = sys.modules["ringjax.infer.generate"]
+  module = sys.modules["ringjax.infer.session"]
   heads = checkpoints.config(NAME)["num_attention_heads"]
   session = rj.infer.Session(model, 256, batch=2)
   monkeypatch.setattr(module, "free_bytes", lambda *_: 4 * 2 * heads * 96**2)
@@ -629,7 +629,7 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
   assert session.slots == 0
   for name, tokens in (("dense", 90), ("blockwise", 10_000)):
     how = prefill.plan(name, tokens, model, None, None)
-    module._check_scores(model, how, 2)
+    sys.modules["ringjax.infer.generate"]._check_scores(model, how, 2)
 
 
 def test_texts_beyond_the_context_are_refused(loaded):

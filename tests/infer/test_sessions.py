@@ -281,7 +281,7 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
     x.addressable_shards[0].data.nbytes
     for x in jax.tree.leaves((cache.slots, cache.at))
   )
-  module = sys.modules["ringjax.infer.generate"]
+  module = sys.modules["ringjax.infer.session"]
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes)
   module._check_memory(model, spread, 2, CAPACITY, None)
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes - 1)
