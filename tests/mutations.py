@@ -169,6 +169,11 @@ def extras(rj):
   _compare(rj, case, rj.Striped())
 
 
+def long(rj):
+  case = oracle.build(t=128, is_causal=True, sees=_causal)
+  _compare(rj, case, rj.Contiguous(), shards=1)
+
+
 def gather(rj):
   case = oracle.build(t=40, is_causal=True, sees=_causal)
   _compare(rj, case, rj.Striped(), rj.Gather(rj.Blockwise(8, 8)))
@@ -203,7 +208,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         ring, window, both_sides, striped, zigzag, prefill, extras, gather,
-        ulysses, dropout, bfloat16,
+        ulysses, dropout, bfloat16, long,
     )
 }  # fmt: skip
 
@@ -299,6 +304,20 @@ BUGS = [
     "return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)",
     "return m",
     "striped",
+  ),
+  Bug(
+    "tiles are computed without a mask where one of them needs it",
+    _TILES,
+    "whole = jnp.all(whole.reshape(apart), axis + 1)",
+    "whole = jnp.any(whole.reshape(apart), axis + 1)",
+    "long",
+  ),
+  Bug(
+    "tiles beside those that are computed at once are left out",
+    _TILES,
+    "part = (kinds != 0) & ~jnp.repeat(",
+    "part = (kinds == 1) & ~jnp.repeat(",
+    "long",
   ),
   Bug(
     "the scale is missing in the backward pass",

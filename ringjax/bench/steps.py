@@ -32,6 +32,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.nn.spread import Travel, Visit
 from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.blockwise import joined
 from ringjax.ops.attention.schedule import tile_counts
 from ringjax.ops.attention.stored import Stored
 from ringjax.ops.inputs import positive_int
@@ -475,8 +476,9 @@ def _trips(
   """How often the loops over a row's tiles turn, forward and backward.
 
   Tiles are counted as the layout and the mask have them, of the shard that has
-  most in each hop, for the others wait for it; there are two loops, of tiles
-  with and without a mask, and each is taken for half of them.
+  most in each hop, for the others wait for it. There are two loops, of tiles
+  with and without a mask, and they are taken to turn equally often; forward
+  each of them has rows of its own, backward it has a column of keys.
   """
   shards = 1 if axis is None else mesh.shape[axis]
   local = -(-tokens // shards)
@@ -495,5 +497,6 @@ def _trips(
     # All keys at once: the shards' mean, not each hop's slowest.
     busy = float(counts.sum(axis=0).max()) / (cells * few)
   forward = busy * -(-keys // columns) / 2
-  backward = busy * -(-local // rows) / 2
+  down = -(-local // rows)
+  backward = busy * down / (1 + joined(down, rows))
   return [("rematted", forward), ("transpose", backward), ("", forward)]

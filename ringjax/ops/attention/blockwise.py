@@ -10,11 +10,14 @@ Ref:  Rabe and Staats 2021, arXiv 2112.05682; Dao 2023, arXiv 2307.08691.
 
 The bounds of the coordinates decide which tiles are computed: `tile_kinds`
 sorts every tile into none, some or all, and the loops run over lists of just
-the tiles that count, so that the trip count is the number of tiles. The
-backward pass computes scores with keys first, [k, q]: then all five products
-have an untransposed left operand, which is what CPU matrix kernels are fast
-at, and it needs no transposed copy of a tile. What a product needs transposed
-is transposed once a shard.
+the tiles that count, so that the trip count is the number of tiles. Products
+want long tiles and the edge of a mask short ones: tiles without a mask are
+computed several at once, one below another, where all of these are without.
+
+The backward pass computes scores with keys first, [k, q]: then all five
+products have an untransposed left operand, which is what CPU matrix kernels
+are fast at, and it needs no transposed copy of a tile. What a product needs
+transposed is transposed once a shard.
 
 A non-finite key, value, query or cotangent reaches only the rows and columns
 that may see it: in tiles with a mask the operands of the products are cleaned
@@ -44,6 +47,9 @@ from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, Mask, extent
 from ringjax.ops.softmax import Partial, finite_max, wide_dtype
 from ringjax.parallel import collectives
+
+# Queries and keys of a tile at most, and queries of several without a mask.
+_BLOCK, _JOINED = 256, 512
 
 _FORWARD = Orientation(keys_first=False)
 _BACKWARD = Orientation(keys_first=True)
@@ -122,6 +128,9 @@ class Residuals(NamedTuple):
   def of(
     cls, q: jax.Array, do: jax.Array, lse: jax.Array, delta: jax.Array
   ) -> Residuals:
+    # Of a constant, such as the gradient of a sum, XLA would fold what follows
+    # while it compiles, for seconds.
+    do = _in_memory(do)
     return cls(
       do,
       jnp.where(lse == -jnp.inf, jnp.inf, lse),
@@ -133,12 +142,13 @@ class Residuals(NamedTuple):
 
 
 class TileLists(NamedTuple):
-  """For each row of tiles, the tiles that count.
+  """For each row of tiles, of queries or of keys, the tiles that count.
 
   Fields:
-    whole: int32 [rows, n], numbers of the tiles that need no mask, first.
+    whole: int32 [rows, n], numbers of the tiles that need no mask, first; of
+      those that are computed together, see `joined`, one number.
     wholes: int32 [rows], how many they are.
-    part: int32 [rows, n], numbers of the tiles that need one, first.
+    part: int32 [rows, n], numbers of the other tiles that count, first.
     parts: int32 [rows], how many they are.
   """
 
@@ -149,19 +159,26 @@ class TileLists(NamedTuple):
 
 
 def tile_kinds(
-  mask: Mask, q: Coords, k: Coords, q_block: int, k_block: int
+  mask: Mask,
+  q: Coords,
+  k: Coords,
+  q_block: int,
+  k_block: int,
+  *,
+  by_keys: bool = False,
 ) -> jax.Array:
   """0 none, 1 some, 2 all pairs of a tile allowed: int8 [T/q_block, S/k_block].
 
   Bounds, not pairs, decide: a tile of kind 1 may turn out empty, never the
   other way round. Examples of the batch share the answer: a tile counts if it
-  counts for one of them.
+  counts for one of them. With `by_keys` it is [S/k_block, T/q_block], at no
+  transposition.
   """
   cut = lambda x, n: x.reshape(x.shape[0], -1, n)
   rows = extent(Coords(cut(q.pos, q_block), cut(q.seg, q_block)))
   cols = extent(Coords(cut(k.pos, k_block), cut(k.seg, k_block)))
-  rows = jax.tree.map(lambda x: x[:, :, None], rows)
-  cols = jax.tree.map(lambda x: x[:, None, :], cols)
+  rows = jax.tree.map(lambda x: jnp.expand_dims(x, 1 if by_keys else 2), rows)
+  cols = jax.tree.map(lambda x: jnp.expand_dims(x, 2 if by_keys else 1), cols)
   some, every = mask.bound(rows, cols)
   some = jnp.any(some & rows.some & cols.some, 0)
   every = jnp.all(every & rows.all & cols.all, 0)
@@ -169,13 +186,25 @@ def tile_kinds(
   return some.astype(jnp.int8) + every.astype(jnp.int8)
 
 
-def tile_lists(kinds: jax.Array, masked: bool) -> TileLists:
-  """Lists of a row's tiles; with `masked` no tile goes without a mask."""
+def tile_lists(
+  kinds: jax.Array, masked: bool, many: int = 1, *, by_keys: bool = False
+) -> TileLists:
+  """Lists of the tiles that count, for each row of `tile_kinds`' answer.
+
+  Args:
+    kinds: int8 [rows of queries, columns of keys], or the other way round.
+    masked: no tile goes without a mask.
+    many: rows of queries whose tiles are computed together.
+    by_keys: whether `kinds` are.
+  """
+  axis = 1 if by_keys else 0
   whole = (kinds == 2) & (not masked)
-  part = (kinds != 0) & ~whole
+  apart = (*kinds.shape[:axis], -1, many, *kinds.shape[axis + 1 :])
+  whole = jnp.all(whole.reshape(apart), axis + 1)
+  part = (kinds != 0) & ~jnp.repeat(whole, many, axis)
 
   def listed(yes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    order = jnp.argsort(~yes, axis=1, stable=True)
+    order = jnp.argsort(1 - yes.astype(jnp.int32), axis=1, stable=True)
     return order.astype(jnp.int32), jnp.sum(yes, 1, dtype=jnp.int32)
 
   return TileLists(*listed(whole), *listed(part))
@@ -186,7 +215,8 @@ class Blockwise:
   """The local algorithm that serves everything, on every platform.
 
   Attributes:
-    q_block: queries of a tile; None chooses by the local length.
+    q_block: queries of a tile; None chooses by the local length. Of long
+      shards several tiles without a mask are one, of up to 512 queries.
     kv_block: keys of a tile; None chooses by the local length.
   """
 
@@ -206,8 +236,8 @@ class Blockwise:
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, k_block)."""
     return (
-      _even(q_length, self.q_block or _default_block(q_length, 512)),
-      _even(k_length, self.kv_block or _default_block(k_length, 256)),
+      _even(q_length, self.q_block or _default_block(q_length)),
+      _even(k_length, self.kv_block or _default_block(k_length)),
     )
 
   def span(self, keys: int) -> int:
@@ -229,32 +259,43 @@ class Blockwise:
     carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
     keys = Keys.of(x)
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
-    lists = tile_lists(kinds, context.allow is not None)
+    many = joined(kinds.shape[0], qb)
+    lists = tile_lists(kinds, context.allow is not None, many)
 
-    def row(i: jax.Array, carry: Partial) -> Partial:
-      start = i * qb
-      at = Tile(start, 0, qb, kb, column)
-      one = Partial(*(at.cut_q(c, 3) for c in carry))
-      q, q_at = at.cut_q(x.q, 3), cut_coords(context.q, start, qb)
+    whole = (lists.whole, lists.wholes, False)
+    part = (lists.part, lists.parts, True)
 
-      def step(masked: bool, tiles: jax.Array, n: Any, one: Partial) -> Partial:
-        tile = Tile(start, tiles[i, n] * kb, qb, kb, column)
-        return forward_tile(
-          scores, keys, terms, context, tile, q, q_at, one, masked
+    def fold(carry: Partial, size: int, *kinds: tuple) -> Partial:
+      """Folds the tiles of these lists, whose rows are `size` queries."""
+
+      def row(i: jax.Array, carry: Partial) -> Partial:
+        at = Tile(i * size, 0, size, kb, column)
+        q, q_at = at.cut_q(x.q, 3), cut_coords(context.q, i * size, size)
+        one = Partial(*(at.cut_q(c, 3) for c in carry))
+        for tiles, counts, masked in kinds:
+
+          def step(
+            n: Any, one: Partial, tiles: Any = tiles, masked: bool = masked
+          ) -> Partial:
+            tile = dataclasses.replace(at, k_start=tiles[i, n] * kb)
+            return forward_tile(
+              scores, keys, terms, context, tile, q, q_at, one, masked
+            )
+
+          one = loop(counts[i], step, one)
+        return Partial(
+          *(
+            lax.dynamic_update_slice_in_dim(c, o, i * size, 3)
+            for c, o in zip(carry, one, strict=True)
+          )
         )
 
-      one = loop(
-        lists.wholes[i], lambda n, c: step(False, lists.whole, n, c), one
-      )
-      one = loop(lists.parts[i], lambda n, c: step(True, lists.part, n, c), one)
-      return Partial(
-        *(
-          lax.dynamic_update_slice_in_dim(c, o, start, 3)
-          for c, o in zip(carry, one, strict=True)
-        )
-      )
+      return loop(kinds[0][0].shape[0], row, carry)
 
-    carry = loop(kinds.shape[0], row, carry)
+    if many == 1:
+      carry = fold(carry, qb, whole, part)
+    else:
+      carry = fold(fold(carry, many * qb, whole), qb, part)
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
@@ -277,8 +318,9 @@ class Blockwise:
     )
     extra = x.k.shape[2] - k_length
     k_flipped = _in_memory(jnp.swapaxes(x.k, 2, 3))
-    kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
-    lists = tile_lists(kinds.T, context.allow is not None)
+    kinds = tile_kinds(context.mask, context.q, context.k, qb, kb, by_keys=True)
+    many = joined(kinds.shape[1], qb)
+    lists = tile_lists(kinds, context.allow is not None, many, by_keys=True)
     dq = pad_axis(carry[0], 4, x.q.shape[3])
     dterms = _pad_terms(carry[1], x.q.shape[3], extra)
     zero = lambda like: collectives.zeros(like.shape, dq.dtype, (dq, x))
@@ -292,7 +334,8 @@ class Blockwise:
       k_at = cut_coords(context.k, start, kb)
 
       def step(masked: bool, tiles: jax.Array, n: Any, one: tuple) -> tuple:
-        tile = Tile(tiles[j, n] * qb, start, qb, kb, column)
+        size = qb if masked else many * qb
+        tile = Tile(tiles[j, n] * size, start, size, kb, column)
         return _backward_tile(
             scores, x.q, terms, context, residuals, tile, k, flipped, v, k_at,
             one, masked,
@@ -309,7 +352,7 @@ class Blockwise:
       return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
 
     dq, dk, dv, dterms = loop(
-      kinds.shape[1], row, (dq, zero(x.k), zero(x.v), dterms)
+      kinds.shape[0], row, (dq, zero(x.k), zero(x.v), dterms)
     )
     return Gradients(
       dq[..., :q_length],
@@ -470,10 +513,10 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _in_memory(x: jax.Array) -> jax.Array:
-  """A transposition that happens here, once.
+  """An array, or a transposition of one, that is made here, once.
 
-  Without the barrier it moves into the products, where XLA's CPU compiler
-  makes it again for every tile, or chooses a slow kernel.
+  Without the barrier a transposition moves into the products, where XLA's CPU
+  compiler makes it again for every tile, or chooses a slow kernel.
   """
   return lax.optimization_barrier(x)
 
@@ -494,9 +537,16 @@ def cut_coords(at: Coords, start: Any, size: int) -> Coords:
   return Coords(cut(at.pos), cut(at.seg))
 
 
-def _default_block(length: int, most: int) -> int:
+def joined(rows: int, q_block: int) -> int:
+  """How many of so many rows of tiles are computed at once without a mask."""
+  # At most a quarter, since a mask's edge passes through most of few rows.
+  most = max(1, min(_JOINED // q_block, rows // 4))
+  return next(n for n in range(most, 0, -1) if rows % n == 0)
+
+
+def _default_block(length: int) -> int:
   # Tiles must shrink with the shard, or half-masked hops skip nothing.
-  return max(128, min(most, length // 4))
+  return max(128, min(_BLOCK, length // 4))
 
 
 def _even(length: int, block: int) -> int:

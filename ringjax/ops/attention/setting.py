@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.ops.attention import work
-from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.blockwise import Blockwise, joined
 from ringjax.ops.attention.calls import WIRES, Call, Prediction
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.mask import (
@@ -268,7 +268,8 @@ class Setting:
     """Bytes of operands, results, sums and score tiles of a call."""
     q_block, kv_block = self.blocks
     c = self.call
-    tiles = 2 * c.batch * c.heads * q_block * kv_block * WIDE
+    rows = q_block * joined(-(-self.t // q_block), q_block)
+    tiles = 2 * c.batch * c.heads * rows * kv_block * WIDE
     held = (self.q + self.o) * self.number + self.kv_bytes + self.rows * WIDE
     if not backward:
       return held + (self.o + 2 * self.rows) * WIDE + tiles

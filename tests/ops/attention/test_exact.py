@@ -33,6 +33,7 @@ from ringjax import (
   Zigzag,
 )
 from ringjax.ops.attention.attend import NAMES
+from ringjax.ops.attention.blockwise import joined
 from tests import oracle
 
 TILES = Blockwise(8, 8)
@@ -150,13 +151,38 @@ PLAIN = {
   "nothing": dict(allow=np.zeros((1, 1, 1, 72), bool)),
 }
 FEATURES = ORDERED | PLAIN
+# Long enough for tiles without a mask that are computed at once.
+LONG_PACKED = np.repeat(np.array([[1, 2, 0], [3, 4, 5]]), (96, 152, 8), axis=1)
+LONG = {
+  "long": dict(t=256, is_causal=True, sees=causal),
+  "long-terms": dict(
+    t=256,
+    bias=(2, 4, 256, 256),
+    sinks=True,
+    slopes=True,
+    logits_soft_cap=5.0,
+    is_causal=True,
+    sees=causal,
+  ),
+  "long-window": dict(
+    t=256,
+    mask=Causal() & Window(150),
+    sees=lambda i, j: (j <= i) & (i - j < 150),
+  ),
+  "long-segments": dict(
+    t=256, is_causal=True, sees=causal, q_seg=LONG_PACKED, j=12
+  ),
+  "long-lengths": dict(
+    t=256, q_len=np.array([256, 171]), k_len=np.array([203, 55])
+  ),
+}
 # Of the ordered ones those that are tried in every layout on every commit.
 QUICK = ("gqa", "segments", "everything")
 
 
 @functools.cache
 def problem(name):
-  case = oracle.build(**FEATURES[name])
+  case = oracle.build(**(FEATURES | LONG)[name])
   return case, oracle.truth(case)
 
 
@@ -266,6 +292,20 @@ def test_without_a_batch_axis():
   )
   got = oracle.run(case, layout=Striped(), shards=4, mesh=ring_mesh(4))
   oracle.check(got, want)
+
+
+@pytest.mark.parametrize(
+  ("shards", "layout", "q_block"),
+  [
+    (1, Contiguous(), 8),
+    (2, Striped(), 8),
+    pytest.param(2, Zigzag(), 16, marks=pytest.mark.slow),
+  ],
+)
+@pytest.mark.parametrize("feature", LONG)
+def test_tiles_without_a_mask_at_once(feature, shards, layout, q_block):
+  assert joined(256 // shards // q_block, q_block) > 1
+  verify(feature, layout, Ring(Blockwise(q_block, 8)), shards)
 
 
 # Meshes.
