@@ -477,8 +477,9 @@ def _trips(
 
   Tiles are counted as the layout and the mask have them, of the shard that has
   most in each hop, for the others wait for it. There are two loops, of tiles
-  with and without a mask, and they are taken to turn equally often; forward
-  each of them has rows of its own, backward it has a column of keys.
+  with and without a mask, and they are taken to turn equally often. A turn of
+  the second computes several tiles, see `joined`; forward it has as many fewer
+  rows, backward both walk down the same column of keys.
   """
   shards = 1 if axis is None else mesh.shape[axis]
   local = -(-tokens // shards)

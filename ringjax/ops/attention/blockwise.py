@@ -189,13 +189,14 @@ def tile_kinds(
 def tile_lists(
   kinds: jax.Array, masked: bool, many: int = 1, *, by_keys: bool = False
 ) -> TileLists:
-  """Lists of the tiles that count, for each row of `tile_kinds`' answer.
+  """Lists of the tiles that count, from what `tile_kinds` says.
 
   Args:
-    kinds: int8 [rows of queries, columns of keys], or the other way round.
+    kinds: int8 [rows of queries, columns of keys].
     masked: no tile goes without a mask.
-    many: rows of queries whose tiles are computed together.
-    by_keys: whether `kinds` are.
+    many: rows of queries whose tiles are computed together, see `joined`.
+    by_keys: `kinds` is [columns of keys, rows of queries], as `tile_kinds`
+      says with by_keys, and there is a list for each column.
   """
   axis = 1 if by_keys else 0
   whole = (kinds == 2) & (not masked)
@@ -204,7 +205,10 @@ def tile_lists(
   part = (kinds != 0) & ~jnp.repeat(whole, many, axis)
 
   def listed(yes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    order = jnp.argsort(1 - yes.astype(jnp.int32), axis=1, stable=True)
+    # Sorting bools ends the process: XLA's CPU compiler of JAX 0.10.2 has no
+    # instruction for a bool [8, 4] that is repeated to [8, 8].
+    skipped = 1 - yes.astype(jnp.int32)
+    order = jnp.argsort(skipped, axis=1, stable=True)
     return order.astype(jnp.int32), jnp.sum(yes, 1, dtype=jnp.int32)
 
   return TileLists(*listed(whole), *listed(part))
@@ -265,14 +269,14 @@ class Blockwise:
     whole = (lists.whole, lists.wholes, False)
     part = (lists.part, lists.parts, True)
 
-    def fold(carry: Partial, size: int, *kinds: tuple) -> Partial:
+    def fold(carry: Partial, size: int, *chosen: tuple) -> Partial:
       """Folds the tiles of these lists, whose rows are `size` queries."""
 
       def row(i: jax.Array, carry: Partial) -> Partial:
         at = Tile(i * size, 0, size, kb, column)
         q, q_at = at.cut_q(x.q, 3), cut_coords(context.q, i * size, size)
         one = Partial(*(at.cut_q(c, 3) for c in carry))
-        for tiles, counts, masked in kinds:
+        for tiles, counts, masked in chosen:
 
           def step(
             n: Any, one: Partial, tiles: Any = tiles, masked: bool = masked
@@ -290,9 +294,10 @@ class Blockwise:
           )
         )
 
-      return loop(kinds[0][0].shape[0], row, carry)
+      return loop(chosen[0][0].shape[0], row, carry)
 
     if many == 1:
+      # Rows of one height: each of them is taken up once.
       carry = fold(carry, qb, whole, part)
     else:
       carry = fold(fold(carry, many * qb, whole), qb, part)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +309,34 @@ def test_without_a_batch_axis():
 def test_tiles_without_a_mask_at_once(feature, shards, layout, q_block):
   assert joined(256 // shards // q_block, q_block) > 1
   verify(feature, layout, Ring(Blockwise(q_block, 8)), shards)
+
+
+_AS_USERS_DO = """
+import jax, jax.numpy as jnp, ringjax as rj
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = rj.make_mesh((2,), ("seq",))
+def loss(q):
+  out = rj.striped_attention(
+    q, q, q, is_causal=True, mesh=mesh, axis="seq", local=rj.Blockwise(8, 8)
+  )
+  return jnp.sum(out * out)
+x = jax.ShapeDtypeStruct((1, 128, 1, 8), jnp.float32)
+jax.jit(jax.grad(loss)).lower(x).compile()
+print("compiled")
+"""
+
+
+def test_tiles_at_once_compile_as_users_do():
+  """With all of LLVM's passes; what it cannot compile ends the process."""
+  assert joined(8, 8) > 1
+  done = subprocess.run(
+    [sys.executable, "-c", _AS_USERS_DO],
+    env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert "compiled" in done.stdout, done.stderr[-2000:]
 
 
 # Meshes.
