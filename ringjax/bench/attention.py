@@ -7,10 +7,13 @@ off is reported as WRONG and not timed. Work counts unmasked pairs only:
 2 T T H N FLOPs forward (half of a full square's 4), and 3.5 times that
 forward and backward. Whoever computes masked tiles pays for it.
 
-On CPU the devices of a mesh are virtual: they share the cores, and XLA's
-threads, with the contestants on one device. So the sharded ones cannot win
-there by having more hardware, and the loss against one device is what
-cutting and sending cost.
+On CPU the devices of a mesh are virtual: they share the cores of the
+contestants on one device, so that the sharded ones cannot win by having more
+hardware. They also make XLA use as many threads as there are devices, which is
+no part of computing on one: who does has a process with one device (see
+`alone`). What eight devices lose against it is lost to threads, cutting and
+sending; *shared* is one device in the process that has all, and tells the
+first of these from the others.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench import contest, timing
+from ringjax.bench import alone, contest, timing
+from ringjax.bench.alone import Alone
 from ringjax.bench.contest import best
 from ringjax.bench.timing import Skipped, Timing
 from ringjax.ops.attention import api
@@ -96,12 +100,14 @@ class Contestant:
     ready: puts inputs (q, k, v, do) of a case in place.
     sharded: whether it runs on all devices, or on one.
     ours: whether it is this package.
+    alone: whether it wants a process in which there is one device.
     load: imports what it needs.
   """
 
   ready: Callable[[Case, Sequence[np.ndarray]], Ready]
   sharded: bool
   ours: bool
+  alone: bool = False
   load: Callable[[], Any] = lambda: None
 
 
@@ -217,6 +223,11 @@ def _ringattention(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
   return _jitted(attend, case, arrays, _over(mesh))
 
 
+def _ringattention_of_one(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
+  """The same on one device: its blockwise attention, which nothing leaves."""
+  return _ringattention(dataclasses.replace(case, devices=1), arrays)
+
+
 def _check_dense(case: Case) -> None:
   if case.tokens > _DENSE_TOKENS:
     raise Skipped(f"skipped: T x T scores, only tried up to T={_DENSE_TOKENS}")
@@ -269,14 +280,22 @@ def _torch(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
 
 
 CONTESTANTS: dict[str, Contestant] = {
-  "blockwise": Contestant(_blockwise, sharded=False, ours=True),
+  "blockwise": Contestant(_blockwise, sharded=False, ours=True, alone=True),
+  "shared": Contestant(_blockwise, sharded=False, ours=True),
   "ring": Contestant(_ring, sharded=True, ours=True),
   "striped": Contestant(_striped, sharded=True, ours=True),
   "gather": Contestant(_gather, sharded=True, ours=True),
   "ringattention": Contestant(
     _ringattention, sharded=True, ours=False, load=import_ringattention
   ),
-  "jax.nn": Contestant(_jax_nn, sharded=False, ours=False),
+  "ringattention_1": Contestant(
+    _ringattention_of_one,
+    sharded=False,
+    ours=False,
+    alone=True,
+    load=import_ringattention,
+  ),
+  "jax.nn": Contestant(_jax_nn, sharded=False, ours=False, alone=True),
   "xla_allgather": Contestant(_xla_allgather, sharded=True, ours=False),
   "torch": Contestant(_torch, sharded=False, ours=False, load=_import_torch),
 }
@@ -353,12 +372,13 @@ def run(
   cases = settings.cases
   progress = timing.Progress(sum(c.flops for c in cases))
   done = 0.0
-  for case in cases:
-    row = _row(case, settings, progress, done)
-    done += case.flops
-    record.add(row, last=case is cases[-1])
-    progress.clear()
-    print(_table(case, row), flush=True)
+  with Alone() as process:
+    for case in cases:
+      row = _row(case, settings, progress, done, process)
+      done += case.flops
+      record.add(row, last=case is cases[-1])
+      progress.clear()
+      print(_table(case, row), flush=True)
   result = record.result
   print(_summary_table(result["summary"]), flush=True)
   if plot is not None:
@@ -374,8 +394,20 @@ def _inputs(case: Case) -> list[np.ndarray]:
   return [draw() for _ in range(4)]
 
 
+def made(name: str, case: Case) -> contest.Made:
+  """A contestant of a case, and what came out the first time."""
+  CONTESTANTS[name].load()
+  ready = CONTESTANTS[name].ready(case, _inputs(case))
+  # The first call, with its compilation, is the warm-up as well.
+  return ready.run, ready.outputs(jax.block_until_ready(ready.run()))
+
+
 def _row(
-  case: Case, settings: Settings, progress: timing.Progress, done: float
+  case: Case,
+  settings: Settings,
+  progress: timing.Progress,
+  done: float,
+  process: Alone,
 ) -> dict[str, Any]:
   """Checks and times all contestants on one case."""
   names = settings.contestants
@@ -385,17 +417,16 @@ def _row(
     progress.at(done + case.flops * step / steps, f"{case}: {label}")
 
   report(0, "reference")
-  arrays = _inputs(case)
   wide = dataclasses.replace(case, dtype="float32")
-  base = _blockwise(wide, [x.astype(np.float32) for x in arrays])
+  arrays = [x.astype(np.float32) for x in _inputs(case)]
+  base = _blockwise(wide, arrays)
   reference = base.outputs(base.run())
+  del base, arrays
 
   def make(name: str) -> contest.Made:
-    # In float32 the reference competes itself: compile it once.
-    same = name == "blockwise" and case == wide
-    ready = base if same else CONTESTANTS[name].ready(case, arrays)
-    # The first call, with its compilation, is the warm-up as well.
-    return ready.run, ready.outputs(jax.block_until_ready(ready.run()))
+    if CONTESTANTS[name].alone and alone.serves():
+      return process.make(f"{__name__}:{made.__name__}", name, case)
+    return made(name, case)
 
   timings, differences = contest.run(
     names,
@@ -405,6 +436,7 @@ def _row(
     report,
     {"gemm": timing.gemm(case.dtype)},
   )
+  process.clear()
   return _record(case, names, timings, differences)
 
 
@@ -453,7 +485,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
   "best" is our best of blockwise, ring and striped; "sharded" compares the
   better of ring and striped with peers that are sharded themselves; "loss" is
-  what `devices` cost against one: ring and striped over blockwise.
+  what `devices` cost against one, ring and striped over blockwise, and "cut"
+  what of it is not the threads': the same over one of the devices.
   """
   tables: dict[str, dict[str, list[float | None]]] = {}
 
@@ -473,6 +506,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         add("sharded", name, sharded, name)
   for name in sharded:
     add("loss", name, [name], "blockwise")
+    add("cut", name, [name], "shared")
   median = lambda xs: statistics.median(x for x in xs if x is not None)
   fastest = [best(row, _BEST_OF) for row in rows]
   return {
@@ -532,6 +566,7 @@ _TITLES = {
   "best": "Time of our best (of blockwise, ring, striped) over a peer's",
   "sharded": "Time of the better of ring and striped over a sharded peer's",
   "loss": "Time on all devices over time on one (blockwise)",
+  "cut": "Time on all devices over time on one of them (shared)",
 }
 
 
@@ -571,8 +606,8 @@ def draw(result: dict[str, Any], path: str) -> None:
     layout="constrained",
   )
   axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-  ours = ["#08519c", "#3182bd", "#6baed6", "#bdd7e7"]
-  peers = ["#d95f0e", "#969696", "#cccccc", "#756bb1"]
+  ours = ["#08519c", "#9ecae1", "#3182bd", "#6baed6", "#bdd7e7"]
+  peers = ["#d95f0e", "#fe9929", "#969696", "#cccccc", "#756bb1"]
   of = {True: iter(ours), False: iter(peers)}
   colors = {n: next(of[c.ours]) for n, c in CONTESTANTS.items()}
   width = 0.85 / max(len(names), 1)

@@ -25,7 +25,8 @@ others take a core away its threads wait for each other, and one alone can be
 several times as fast. It is compared by the better of the two.
 
 On CPU the devices of a mesh are virtual: they share the cores, and each has
-its copy of the weights, so striped cannot win there by more hardware.
+its copy of the weights, so striped cannot win there by more hardware. Who
+computes on one device has a process in which there is one (see `alone`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
-from ringjax.bench import contest, timing
+from ringjax.bench import alone, contest, model_contestants, timing
+from ringjax.bench.alone import Alone, Spent
 from ringjax.bench.contest import best
 
 # `rj.models` and `rj.infer` load flax when they are first used, which the
@@ -58,7 +60,6 @@ from ringjax.bench.model_contestants import (
   PARTS,
   Case,
   Given,
-  Ready,
   torch_threads,
 )
 from ringjax.bench.timing import Timing
@@ -191,8 +192,11 @@ def run(
   )
   contest.load(CONTESTANTS[name] for name in settings.contestants)
   cases = settings.cases
-  with tempfile.TemporaryDirectory(prefix="ringjax-bench-") as temporary:
-    bench = _Bench(settings, pathlib.Path(temporary))
+  with (
+    tempfile.TemporaryDirectory(prefix="ringjax-bench-") as temporary,
+    Alone() as process,
+  ):
+    bench = _Bench(settings, pathlib.Path(temporary), process)
     for case in cases:
       row = _row(bench, case)
       record.add(row, last=case is cases[-1])
@@ -208,15 +212,18 @@ def run(
 class _Bench:
   """Weights, inputs and references of a run."""
 
-  def __init__(self, settings: Settings, path: pathlib.Path) -> None:
+  def __init__(
+    self, settings: Settings, path: pathlib.Path, process: Alone
+  ) -> None:
     self.settings = settings
+    self.process = process
     self.config, _ = rj.models.read_config(settings.source)
     self.path = path
     self.done = 0.0
     self.progress = timing.Progress(sum(map(self.seconds, settings.cases)))
     self._folders: dict[str, pathlib.Path] = {}
     self._references: dict[Case, np.ndarray] = {}
-    self._ready: tuple[Case, Ready] | None = None
+    self._ready: tuple[Case, contest.Made] | None = None
 
   def folder(self, dtype: str) -> pathlib.Path:
     """The model in a dtype; its numbers are the same in both."""
@@ -262,21 +269,24 @@ class _Bench:
     wide = dataclasses.replace(case, dtype="float32")
     if wide not in self._references:
       given = dataclasses.replace(given, folder=self.folder("float32"))
-      ready = CONTESTANTS["ringjax"].parts[case.part](wide, given)
-      self._references[wide] = ready.check()
+      ready = self._made("ringjax", wide, given)
+      self._references[wide] = ready[1]
       self._ready = wide, ready
     return self._references[wide]
 
-  def checked(
-    self, name: str, case: Case, given: Given
-  ) -> tuple[Callable[[], Any], np.ndarray]:
+  def made(self, name: str, case: Case, given: Given) -> contest.Made:
     """What a contestant runs, and its result."""
     last, self._ready = self._ready, None
     if name == "ringjax" and last is not None and last[0] == case:
       # In float32 the reference competes itself.
-      return last[1].run, self._references[case]
-    ready = CONTESTANTS[name].parts[case.part](case, given)
-    return ready.run, ready.check()
+      return last[1]
+    return self._made(name, case, given)
+
+  def _made(self, name: str, case: Case, given: Given) -> contest.Made:
+    if CONTESTANTS[name].alone and alone.serves():
+      make = f"{model_contestants.__name__}:{model_contestants.made.__name__}"
+      return self.process.make(make, name, case, given)
+    return model_contestants.made(name, case, given)
 
   def numbers(self) -> tuple[int, int]:
     """(weights that each token is multiplied by, those of the head)."""
@@ -347,8 +357,7 @@ def _row(bench: _Bench, case: Case) -> dict[str, Any]:
   cpu: dict[str, list[float]] = {}
 
   def make(name: str) -> contest.Made:
-    CONTESTANTS[name].load()
-    work, found = bench.checked(name, case, given)
+    work, found = bench.made(name, case, given)
     return _clocked(work, cpu.setdefault(name, [])), found
 
   timings, differences = contest.run(
@@ -359,6 +368,7 @@ def _row(bench: _Bench, case: Case) -> dict[str, Any]:
     report,
     machine,
   )
+  bench.process.clear()
   bench.done += bench.seconds(case)
   return _record(bench, case, names, timings, differences, cpu)
 
@@ -368,8 +378,9 @@ def _clocked(work: Callable[[], Any], cpu: list[float]) -> Callable[[], None]:
 
   def run() -> None:
     start = time.process_time()
-    jax.block_until_ready(work())
-    cpu.append(time.process_time() - start)
+    done = jax.block_until_ready(work())
+    here = time.process_time() - start
+    cpu.append(done.processor_s if isinstance(done, Spent) else here)
 
   return run
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import ringjax as rj
+from ringjax.bench.alone import Made
 from ringjax.bench.timing import Skipped
 from ringjax.kv.dense import Dense, Slots
 from ringjax.nn.spread import Travel, Visit
@@ -100,12 +101,14 @@ class Contestant:
     parts: for each part that it takes part in, what gets it ready.
     ours: whether it is this package.
     sharded: whether it runs on all devices, or on one.
+    alone: whether it wants a process in which there is one device.
     imports: what it needs beside this package.
   """
 
   parts: Mapping[str, Builder]
   ours: bool
   sharded: bool = False
+  alone: bool = False
   imports: tuple[str, ...] = ()
 
   def load(self) -> None:
@@ -338,9 +341,10 @@ CONTESTANTS: dict[str, Contestant] = {
       "load": _load,
     },
     ours=True,
+    alone=True,
   ),
   "unrolled": Contestant(
-    {"decode": functools.partial(_decode, scan=False)}, ours=True
+    {"decode": functools.partial(_decode, scan=False)}, ours=True, alone=True
   ),
   "striped": Contestant({"forward": _striped_forward}, ours=True, sharded=True),
   "transformers": Contestant(
@@ -360,3 +364,10 @@ CONTESTANTS: dict[str, Contestant] = {
     {"load": _safetensors}, ours=False, imports=("safetensors.numpy",)
   ),
 }
+
+
+def made(name: str, case: Case, given: Given) -> Made:
+  """What a contestant runs, and its result, which warms up as well."""
+  CONTESTANTS[name].load()
+  ready = CONTESTANTS[name].parts[case.part](case, given)
+  return ready.run, ready.check()

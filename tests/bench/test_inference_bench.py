@@ -17,6 +17,7 @@ from absl.testing import flagsaver
 import ringjax as rj
 from launch import bench
 from ringjax.bench import inference, model_contestants, timing
+from ringjax.bench.alone import Alone
 from ringjax.errors import OptionError
 from ringjax.ops.attention import schedule
 
@@ -54,7 +55,7 @@ def small(monkeypatch):
 def folders(tmp_path_factory):
   """The folders of `MODEL`, written once; `folders` is what writes them."""
   write = inference._Bench.folder
-  held = inference._Bench(TINY, tmp_path_factory.mktemp("folders"))
+  held = inference._Bench(TINY, tmp_path_factory.mktemp("folders"), Alone())
 
   def read(bench, dtype):
     assert bench.settings.model is MODEL
@@ -221,7 +222,7 @@ def test_a_wrong_result_is_not_timed(part, factor, monkeypatch, capsys):
       # None: a result of another shape.
       return found[:-1] if factor is None else found * np.float32(factor)
 
-    return inference.Ready(check, lambda: ran.append(1))
+    return model_contestants.Ready(check, lambda: ran.append(1))
 
   fake = model_contestants.Contestant({part: off}, ours=False)
   monkeypatch.setitem(inference.CONTESTANTS, "off", fake)
@@ -277,7 +278,7 @@ def test_weights_are_told_apart():
 
 
 def test_both_dtypes_hold_the_same_numbers(tmp_path, folders):
-  held = inference._Bench(TINY, tmp_path)
+  held = inference._Bench(TINY, tmp_path, Alone())
   wide, narrow = (
     rj.models.load(folders(held, d)) for d in ("float32", "bfloat16")
   )
