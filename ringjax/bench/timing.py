@@ -2,8 +2,10 @@
 
 Law: contestants run once each in turn, round after round, so that a slow
 minute of the machine falls on all of them; medians, and ratios of medians,
-are what is left. Who goes first changes from round to round. A contestant
-that raises gets a reason in place of a number; it is never left out.
+are what is left. Who goes first changes from round to round, and who comes
+behind whom: some leave gigabytes behind that the machine clears away in the
+next one's time. A contestant that raises gets a reason in place of a number;
+it is never left out.
 The machine's own matrix product takes part as one more contestant: a
 percentage of its rate means the same on every machine.
 """
@@ -20,7 +22,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,9 +91,7 @@ def interleave(
   reasons: dict[str, str] = {}
   done = 0
   for n in range(-warmup, rounds):
-    names = list(runs)
-    first = n % len(names) if names else 0
-    for name in names[first:] + names[:first]:
+    for name in _order(list(runs), n):
       if name in reasons:
         continue
       on_run(done, name)
@@ -111,6 +111,15 @@ def interleave(
     else Timing(tuple(seconds[name]))
     for name in runs
   }
+
+
+def _order(names: Sequence[str], n: int) -> list[str]:
+  """The order of round `n`: of an even number of names each comes behind every
+  other once in as many rounds (Williams 1949, designs for residual effects)."""
+  count = len(names)
+  # 0, 1, -1, 2, -2, ...: no two neighbours have the same distance.
+  zigzag = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(count)]
+  return [names[(i + n) % count] for i in zigzag]
 
 
 def reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import pathlib
 import subprocess
@@ -52,6 +53,17 @@ def test_contestants_run_in_turn():
   assert {r[0] for r in rounds} == {"a", "b", "c"}
   assert all(len(t.seconds) == 4 for t in found.values())
   assert all(t.min_s <= t.median_s for t in found.values())
+
+
+@pytest.mark.parametrize("count", [2, 6, 8])
+def test_nobody_always_comes_behind_the_same(count):
+  calls = []
+  runs = {n: (lambda n=n: calls.append(n)) for n in map(str, range(count))}
+  timing.interleave(runs, count, warmup=0)
+  rounds = [calls[i : i + count] for i in range(0, len(calls), count)]
+  pairs = [pair for r in rounds for pair in itertools.pairwise(r)]
+  assert len(set(pairs)) == len(pairs) == count * (count - 1)
+  assert sorted(r[0] for r in rounds) == sorted(runs)
 
 
 def test_a_contestant_that_raises_has_a_reason():
