@@ -228,6 +228,7 @@ def test_quantised_weights():
     ("llama3", "hidden_size", 10**400),
     ("llama3", "num_hidden_layers", 1001),
     ("llama3", "num_key_value_heads", 3),
+    ("falcon_40b", "num_kv_heads", 3),
     ("llama3", "hidden_act", "mish"),
     ("llama3", "rms_norm_eps", "small"),
     ("llama3", "rms_norm_eps", -1e-5),

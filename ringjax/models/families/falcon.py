@@ -24,6 +24,10 @@ def _falcon(r: Reader) -> TransformerConfig:
   one = r.flag("multi_query", default=True)
   many = r.whole("num_kv_heads", "n_head_kv", default=heads)
   kv_heads = many if new else 1 if one else heads
+  if heads % kv_heads:
+    raise error(
+      "num_kv_heads", kv_heads, f"a divisor of {heads} heads", "repair the file"
+    )
   alibi = r.flag("alibi", default=False)
   rope = r.rope(h)
   norms = r.whole("num_ln_in_parallel_attn", default=2 if new else 1)
