@@ -84,6 +84,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Mappings of memory that a process may have: 65,530 on Linux, and compiled
 # programs take several each. A compiler that gets no more ends the process.
 _MAPPINGS = 18_000
+# At the end of a file, so that the next one has room; within a long one the
+# programs are kept as long as can be, for its tests share them.
+_MAPPINGS_WITHIN = 45_000
 
 
 def pytest_configure(config) -> None:
@@ -128,8 +131,18 @@ def pytest_collection_modifyitems(items) -> None:
 def _programs_are_let_go() -> Iterator[None]:
   """Forgets compiled programs between files, once there are very many."""
   yield
+  _let_go(_MAPPINGS)
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_let_go_within() -> Iterator[None]:
+  yield
+  _let_go(_MAPPINGS_WITHIN)
+
+
+def _let_go(most: int) -> None:
   maps = pathlib.Path("/proc/self/maps")
-  if maps.exists() and maps.read_bytes().count(b"\n") > _MAPPINGS:
+  if maps.exists() and maps.read_bytes().count(b"\n") > most:
     jax.clear_caches()
     gc.collect()
 
