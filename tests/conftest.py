@@ -83,10 +83,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Mappings of memory that a process may have: 65,530 on Linux, and compiled
 # programs take several each. A compiler that gets no more ends the process.
-_MAPPINGS = 18_000
-# At the end of a file, so that the next one has room; within a long one the
-# programs are kept as long as can be, for its tests share them.
-_MAPPINGS_WITHIN = 45_000
+# So few at the end of a file leave the next one room; within a file, whose
+# tests share programs, they are kept as long as can be.
+_MAPPINGS, _MAPPINGS_WITHIN = 18_000, 45_000
 
 
 def pytest_configure(config) -> None:
@@ -136,6 +135,7 @@ def _programs_are_let_go() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _programs_are_let_go_within() -> Iterator[None]:
+  """Forgets them between tests, before the compiler ends the process."""
   yield
   _let_go(_MAPPINGS_WITHIN)
 

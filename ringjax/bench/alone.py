@@ -3,8 +3,8 @@
 On a CPU the threads on which XLA runs operations are as many as the devices
 are made, if these are more than the cores. Where eight devices are made on two
 cores, a program for one of them has its products cut for eight threads and
-waits for all: a third of its time. Whoever computes on one device has one
-device, and is timed so.
+waits for all of them. Whoever computes on one device has one device, and is
+timed so.
 
 Law: what runs there runs as it would in a process of its own, one call at a
 time, while this process waits; it ends when this process ends, however that
@@ -14,10 +14,12 @@ ends. An accelerator has no such threads and can seldom be had twice: there
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import importlib
+import itertools
 import os
 import pickle
 import re
@@ -33,12 +35,10 @@ from typing import Any
 import jax
 
 from ringjax.bench import timing
+from ringjax.bench.contest import Made
 from ringjax.bench.timing import Skipped
 
-# What a contestant runs, and what came out the first time.
-Made = tuple[Callable[[], Any], Any]
-
-_CHILD = "import sys; from ringjax.bench import alone; alone.serve({})"
+_CHILD = "from ringjax.bench import alone; alone.serve({})"
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=\S+")
 
 
@@ -64,6 +64,9 @@ class Alone:
   def __init__(self) -> None:
     self._process: subprocess.Popen[bytes] | None = None
     self._line: connection.Connection | None = None
+    # Of contestants, never given again: what was made in a process that died
+    # must not be taken for what the next one made.
+    self._keys = itertools.count()
 
   def __enter__(self) -> Alone:
     return self
@@ -89,13 +92,16 @@ class Alone:
     Raises:
       Skipped: with the reason why there is none.
     """
-    key, found = self._ask("make", make, args)
+    key = next(self._keys)
+    found = self._ask("make", key, make, args)
     return functools.partial(self._ask, "run", key), found
 
   def clear(self) -> None:
     """Drops all contestants, and what they hold."""
     if self._process is not None:
-      self._ask("clear")
+      # One that has died holds nothing.
+      with contextlib.suppress(Skipped):
+        self._ask("clear")
 
   def close(self) -> None:
     if self._line is not None:
@@ -148,7 +154,7 @@ class Alone:
 def serve(descriptor: int) -> None:
   """Answers questions until the other end is gone."""
   line = connection.Connection(descriptor)
-  runs: list[Callable[[], Any]] = []
+  runs: dict[int, Callable[[], Any]] = {}
   while True:
     try:
       what, *args = line.recv()
@@ -162,17 +168,21 @@ def serve(descriptor: int) -> None:
     line.send_bytes(data)
 
 
-def _answer(runs: list[Callable[[], Any]], what: str, *args: Any) -> Any:
+def _answer(
+  runs: dict[int, Callable[[], Any]], what: str, key: int = -1, *args: Any
+) -> Any:
   if what == "clear":
     runs.clear()
     gc.collect()
     return None
   if what == "run":
+    if key not in runs:
+      raise Skipped("the process in which it was made ended: out of memory?")
     start = time.process_time()
-    jax.block_until_ready(runs[args[0]]())
+    jax.block_until_ready(runs[key]())
     return Spent(time.process_time() - start)
   make, given = args
   module, function = make.split(":")
   run, found = getattr(importlib.import_module(module), function)(*given)
-  runs.append(run)
-  return len(runs) - 1, found
+  runs[key] = run
+  return found

@@ -18,11 +18,12 @@ import jax
 import numpy as np
 
 from ringjax.bench import timing
-from ringjax.bench.alone import Made as Made
 from ringjax.bench.timing import Timing
 from ringjax.errors import OptionError, message
 
 Row = dict[str, Any]
+# What a contestant runs, and what came out the first time.
+Made = tuple[Callable[[], Any], Any]
 
 
 def check(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import ringjax as rj
-from ringjax.bench.alone import Made
+from ringjax.bench.contest import Made
 from ringjax.bench.timing import Skipped
 from ringjax.kv.dense import Dense, Slots
 from ringjax.nn.spread import Travel, Visit

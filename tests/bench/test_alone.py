@@ -47,6 +47,10 @@ def dies():
   return lambda: os.kill(os.getpid(), signal.SIGKILL), None
 
 
+def dies_at_once():
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
 def raises_later():
   return lambda: fails(MemoryError("all gone")), None
 
@@ -76,7 +80,7 @@ def test_it_has_one_device_and_runs_what_it_is_told(
   assert path.read_text() == "5"
   assert all(isinstance(x, Spent) and x.processor_s >= 0.05 for x in spent)
   process.clear()
-  with pytest.raises(Skipped, match="IndexError"):
+  with pytest.raises(Skipped, match="ended"):
     first()
 
 
@@ -100,12 +104,25 @@ def test_what_fails_there_has_the_reason_that_it_has_here(
 
 
 def test_another_takes_the_place_of_a_process_that_died(process):
+  lost, _ = process.make(HERE + "raises_later")
+  with pytest.raises(Skipped, match="its process ended with -9"):
+    process.make(HERE + "dies_at_once")
   run, _ = process.make(HERE + "dies")
+  # What was made in the old process is not what the new one made.
+  with pytest.raises(Skipped, match="in which it was made ended"):
+    lost()
   with pytest.raises(Skipped, match="its process ended with -9"):
     run()
   run, _ = process.make(HERE + "raises_later")
   with pytest.raises(Skipped, match="all gone"):
     run()
+
+
+def test_one_that_dies_unasked_ends_nothing(process):
+  process.make(HERE + "raises_later")
+  assert process._process is not None
+  process._process.kill()
+  process.clear()
 
 
 def test_it_ends_with_whoever_started_it():
