@@ -1,9 +1,10 @@
 """How fast causal attention is: ours and what else one would pick.
 
 Law: in each row all contestants get the same numbers, placed where they want
-them before the clock starts, and run in turn (see `timing`). Each is first
-checked against float32 blockwise attention on one device: one whose result is
-off is reported as WRONG and not timed. Work counts unmasked pairs only:
+them before the clock starts, and run in turn (see `timing`), one round before
+those that are timed unless runs are long. Each is first checked against float32
+blockwise attention on one device: one whose result is off is reported as WRONG
+and not timed. Work counts unmasked pairs only:
 2 T T H N FLOPs forward (half of a full square's 4), and 3.5 times that
 forward and backward. Whoever computes masked tiles pays for it.
 
@@ -53,6 +54,8 @@ _DENSE_TOKENS = 8192
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 PASSES = ("fwd", "fwdbwd")
+# FLOPs from which on a contestant is not run once more before it is timed.
+_LONG = 3e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,7 +414,8 @@ def _row(
 ) -> dict[str, Any]:
   """Checks and times all contestants on one case."""
   names = settings.contestants
-  steps = contest.steps(names, settings.rounds)
+  warmup = int(case.flops < _LONG)
+  steps = contest.steps(names, warmup + settings.rounds)
 
   def report(step: int, label: str) -> None:
     progress.at(done + case.flops * step / steps, f"{case}: {label}")
@@ -435,6 +439,7 @@ def _row(
     settings.rounds,
     report,
     {"gemm": timing.gemm(case.dtype)},
+    warmup=warmup,
   )
   process.clear()
   return _record(case, names, timings, differences)

@@ -160,6 +160,8 @@ def run(
   rounds: int,
   report: Callable[[int, str], None],
   machine: Mapping[str, Callable[[], Any]],
+  *,
+  warmup: int = 0,
 ) -> tuple[dict[str, Timing], dict[str, float]]:
   """Checks all contestants, then times in turn those that are right.
 
@@ -168,8 +170,10 @@ def run(
     make: gets one ready.
     compare: (largest difference, whether it is wrong) of what came out.
     rounds: timed rounds.
-    report: called before each of `steps(names, rounds)` steps.
+    report: called before each of `steps(names, warmup + rounds)` steps.
     machine: what is timed beside them, without a check.
+    warmup: rounds before, whose times are thrown away. The first run behind the
+      others' checks finds its memory gone; of short runs that is a good part.
 
   Returns:
     The timings, and the differences of those that had a result.
@@ -192,7 +196,7 @@ def run(
   timings = timing.interleave(
     runs,
     rounds,
-    warmup=0,
+    warmup=warmup,
     on_run=lambda n, name: report(1 + len(names) + n, name),
   )
   timings |= {name: Timing(reason=text) for name, text in reasons.items()}

@@ -12,7 +12,8 @@
 
 A step is the loss, its gradients and AdamW's update of parameters and moments,
 which are donated: the same optimizer for all. Over several devices parameters
-and moments are sharded, each over the devices that share the row.
+and moments are sharded, each over the devices that share the row. On a CPU,
+who computes on one device has a process in which there is one (see `alone`).
 
 Law: all have the same weights and rows, and whose loss or gradients are off is
 not timed. Memory is what the compiler reserves for a step: temporaries,
@@ -37,8 +38,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench import attention, contest, timing
-from ringjax.bench.contest import Row
+from ringjax.bench import alone, attention, contest, timing
+from ringjax.bench.alone import Alone
+from ringjax.bench.contest import Made, Row
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped
@@ -250,7 +252,7 @@ def _shardings(params: Any, spread: Any) -> Any:
 
 def _ready(
   name: str, model: Any, tokens: int, devices: int, dtype: Any = None
-) -> contest.Made:
+) -> Made:
   """A contestant's step, and what came out of the first one."""
   from ringjax.train import step
 
@@ -269,6 +271,46 @@ def _ready(
   # Behind the first step, a part of the gradients.
   grads = jax.tree.map(lambda x: x / (1 - _B1), held[1][0].mu)
   return work, _outputs(loss, grads)
+
+
+def _created(name: str, preset: Any, tokens: int, dtype: Any) -> Made:
+  """The step of a contestant on one device that has no model yet."""
+  from ringjax.models import checkpoint
+
+  model = checkpoint.create(preset, seed=0)
+  return _ready(name, model, tokens, 1, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+  """Where contestants of the timed parts run.
+
+  Attributes:
+    settings: of the run.
+    process: for those on one device.
+    stream: where progress goes.
+  """
+
+  settings: Settings
+  process: Alone
+  stream: Any
+
+  @functools.cached_property
+  def model(self) -> Any:
+    """What those in this process begin with."""
+    from ringjax.models import checkpoint
+
+    return jax.block_until_ready(
+      checkpoint.create(self.settings.preset, seed=0)
+    )
+
+  def made(
+    self, name: str, tokens: int, devices: int, dtype: Any = None
+  ) -> Made:
+    if name not in _SHARDED and alone.serves():
+      make = f"{__name__}:{_created.__name__}"
+      return self.process.make(make, name, self.settings.preset, tokens, dtype)
+    return _ready(name, self.model, tokens, devices, dtype)
 
 
 def _rows(tokens: int, vocab: int, spread: Any) -> Any:
@@ -363,12 +405,15 @@ def run(
     "scaling": _scaling,
     "utilisation": _utilisation,
   }
-  for part in PARTS:
-    if part in settings.parts:
-      for row in does[part](settings, stream):
-        record.add(row, last=False)
-        for line in _words(row):
-          say(line)
+  with Alone() as process:
+    bench = _Bench(settings, process, stream)
+    for part in PARTS:
+      if part in settings.parts:
+        for row in does[part](bench):
+          process.clear()
+          record.add(row, last=False)
+          for line in _words(row):
+            say(line)
   rows = record.result["rows"]
   if rows:
     record.add(rows[-1], last=True)
@@ -377,21 +422,23 @@ def run(
   return record.result
 
 
-def _steps(settings: Settings, stream: Any) -> Any:
+def _steps(bench: _Bench) -> Any:
   """Times of steps, one row a length."""
-  from ringjax.models import checkpoint
-
-  model = jax.block_until_ready(checkpoint.create(settings.preset, seed=0))
+  settings = bench.settings
   names = settings.contestants
   for tokens in settings.tokens:
-    progress = timing.Progress(contest.steps(names, settings.rounds), stream)
+    progress = timing.Progress(
+      contest.steps(names, settings.rounds), bench.stream
+    )
     report = lambda n, text, tokens=tokens, progress=progress: progress.at(
       n, f"step T={tokens}: {text}"
     )
     report(0, "reference")
-    reference = _ready("ringjax", model, tokens, 1)[1]
-    make = lambda name, tokens=tokens: _ready(
-      name, model, tokens, settings.devices
+    reference = bench.made("ringjax", tokens, 1)[1]
+    # It held weights and moments; whoever competes brings its own.
+    bench.process.clear()
+    make = lambda name, tokens=tokens: bench.made(
+      name, tokens, settings.devices
     )
     compare = lambda found, want=reference: contest.compare(
       found, want, TOLERANCE["float32"]
@@ -432,13 +479,14 @@ def _outputs(loss: Any, grads: Any) -> list[np.ndarray]:
   return [np.asarray(x) for x in picked]
 
 
-def _memory(settings: Settings, stream: Any) -> Any:
+def _memory(bench: _Bench) -> Any:
   """The longest row that fits, by doubling; one row a contestant."""
+  settings = bench.settings
   for name in settings.contestants:
     sizes: dict[int, int] = {}
     reason, tokens = None, 1024
     while tokens <= settings.longest:
-      print(f"memory: {name}, {tokens} tokens", file=stream, flush=True)
+      print(f"memory: {name}, {tokens} tokens", file=bench.stream, flush=True)
       try:
         sizes[tokens] = _bytes(name, settings.preset, tokens, settings.devices)
       except Exception as error:
@@ -462,23 +510,22 @@ def _memory(settings: Settings, stream: Any) -> Any:
     }
 
 
-def _scaling(settings: Settings, stream: Any) -> Any:
+def _scaling(bench: _Bench) -> Any:
   """Time, and memory of a device, as devices and tokens grow together."""
-  from ringjax.models import checkpoint
-
-  model = jax.block_until_ready(checkpoint.create(settings.preset, seed=0))
+  settings = bench.settings
   shards = 1
   while shards <= settings.devices:
     tokens = shards * settings.local
-    print(f"scaling: {shards} devices", file=stream, flush=True)
+    print(f"scaling: {shards} devices", file=bench.stream, flush=True)
     name = "striped" if shards > 1 else "ringjax"
     each, one, difference = None, timing.Timing(), None
     try:
       each = _bytes(name, settings.preset, tokens, shards) // shards
-      work, found = _ready(name, model, tokens, shards)
+      work, found = bench.made(name, tokens, shards)
       reference = found
       if shards > 1:
-        reference = _ready("ringjax", model, tokens, 1)[1]
+        reference = bench.made("ringjax", tokens, 1)[1]
+        bench.process.clear()
       difference, wrong = contest.compare(
         found, reference, TOLERANCE["float32"]
       )
@@ -498,21 +545,24 @@ def _scaling(settings: Settings, stream: Any) -> Any:
     shards *= 2
 
 
-def _utilisation(settings: Settings, stream: Any) -> Any:
+def _utilisation(bench: _Bench) -> Any:
   """Part of the peak that our steps reach; one row a length and contestant."""
   from ringjax.models import checkpoint
   from ringjax.train import recipe
 
-  model = jax.block_until_ready(checkpoint.create(settings.preset, seed=0))
+  settings = bench.settings
+  model = checkpoint.abstract(settings.preset, dtype="float32")
   device = jax.devices()[0]
   peak = timing.peak(_FAST, device)
   for tokens in settings.tokens:
     work = recipe.flops(model, tokens) * tokens
     for name in (x for x in settings.contestants if x in OURS):
-      print(f"utilisation: {name}, {tokens} tokens", file=stream, flush=True)
+      print(
+        f"utilisation: {name}, {tokens} tokens", file=bench.stream, flush=True
+      )
       devices = settings.devices if name in _SHARDED else 1
       try:
-        step, _ = _ready(name, model, tokens, settings.devices, _FAST)
+        step, _ = bench.made(name, tokens, settings.devices, _FAST)
         runs = {name: step}
         one = timing.interleave(runs, settings.rounds, warmup=0)[name]
       except Exception as error:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.bench import timing, train
+from ringjax.bench import alone, timing, train
+from ringjax.bench.alone import Alone, Spent
 from ringjax.errors import OptionError
 from ringjax.models import checkpoint
 from ringjax.train import recipe
@@ -44,6 +45,12 @@ def measured(tmp_path_factory):
     )
   assert json.loads(path.read_text()) == json.loads(json.dumps(found))
   return found, lines
+
+
+@pytest.fixture
+def here(monkeypatch):
+  """Contestants on one device run in this process too."""
+  monkeypatch.setattr(alone, "serves", lambda: False)
 
 
 def rows(found, part: str) -> list[dict]:
@@ -101,7 +108,7 @@ def test_a_device_s_memory_as_devices_and_tokens_grow(measured):
 
 
 @pytest.mark.slow
-def test_whose_loss_is_off_is_not_timed(monkeypatch):
+def test_whose_loss_is_off_is_not_timed(monkeypatch, here):
   inner = train._loss
   monkeypatch.setattr(
     train,
@@ -142,6 +149,20 @@ def test_memory_holds_the_moments_and_what_is_donated_once():
   found = train._bytes("ringjax", SMALL, 16, 1)
   # Parameters, two moments and gradients; twice the first three is more.
   assert 3 * size < found < 6 * size
+
+
+def test_who_has_use_for_one_device_has_a_process_with_one():
+  settings = train.Settings(preset=SMALL, devices=2)
+  with Alone() as process:
+    bench = train._Bench(settings, process, None)
+    work, found = bench.made("ringjax", 32, settings.devices)
+    assert isinstance(work(), Spent)
+    here, want = train._ready("ringjax", bench.model, 32, 1)
+    assert not isinstance(here(), Spent)
+    for a, b in zip(found, want, strict=True):
+      np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    work, _ = bench.made("striped", 32, settings.devices)
+    assert not isinstance(work(), Spent)
 
 
 def memory(settings, monkeypatch, sizes):
@@ -198,7 +219,7 @@ def test_what_was_not_looked_at_is_said(ours, theirs, words, monkeypatch):
   assert lines[-1] == f"longest row, ours over plain: {words}"
 
 
-def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch):
+def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch, here):
   """Of the work that the model asks for, in the dtype that is fast."""
   monkeypatch.setattr(timing, "peak", lambda dtype, device: 1e12)
   dtypes = []
@@ -235,7 +256,7 @@ def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch):
   assert "% of 1.0 TFLOP/s" in lines[0] and "no more" in lines[1]
 
 
-def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch):
+def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch, here):
   right = [np.ones(3)]
   ran = []
   monkeypatch.setattr(checkpoint, "create", lambda *_, **__: np.zeros(1))
@@ -243,7 +264,7 @@ def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch):
   monkeypatch.setattr(
     train,
     "_ready",
-    lambda name, model, tokens, devices: (
+    lambda name, model, tokens, devices, dtype: (
       lambda: ran.append(name),
       right if devices != 4 else [np.zeros(3)],
     ),
