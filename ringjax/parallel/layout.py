@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from ringjax.errors import InputTypeError, OptionError, ShapeError, message
 
@@ -119,8 +120,14 @@ class Layout(abc.ABC):
       if np.array_equal(order, np.arange(order.size)):
         return leaf
       index = np.argsort(order) if inverse else order
-      xp = np if isinstance(leaf, np.ndarray) else jnp
-      return xp.take(leaf, index, axis=axis)
+      if isinstance(leaf, np.ndarray):
+        return np.take(leaf, index, axis=axis)
+      sharding = jax.typeof(leaf).sharding
+      if AxisType.Explicit in sharding.mesh.axis_types:
+        # A gather along a sharded dimension has to be told what it gives.
+        at = (slice(None),) * (axis % leaf.ndim)
+        return leaf.at[(*at, index)].get(out_sharding=sharding)
+      return jnp.take(leaf, index, axis=axis)
 
     return jax.tree.map(reorder, x)
 

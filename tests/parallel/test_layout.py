@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
@@ -36,3 +39,27 @@ def test_slots_are_filled_and_emptied(layout, shards, lengths):
     # The tokens in their order, and 0 where there is none.
     assert np.array_equal(y[0], np.where(real, np.cumsum(real), 0))
     assert np.array_equal(out_of_slots(y, slots), x)
+
+
+@pytest.mark.parametrize("axis", [1, -2])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+  "layout", [rj.Striped(), rj.Striped(block=2), rj.Zigzag()]
+)
+def test_a_sharded_array_is_brought_into_order_and_back(layout, kind, axis):
+  mesh = jax.make_mesh((4, 2), ("seq", "data"), axis_types=(kind, kind))
+  given = np.arange(2 * 16 * 3, dtype=np.float32).reshape(2, 16, 3)
+  x = jax.device_put(given, NamedSharding(mesh, P("data", "seq")))
+  forth = lambda a: layout.permute(a, shards=4, axis=axis)
+  back = lambda a: layout.restore(a, shards=4, axis=axis)
+  want = forth(given)
+  assert not np.array_equal(want, given)
+  for call in (lambda f: f, jax.jit):
+    np.testing.assert_array_equal(call(forth)(x), want)
+    np.testing.assert_array_equal(call(back)(call(forth)(x)), given)
+  if kind == AxisType.Explicit:
+    assert jax.typeof(forth(x)).sharding == jax.typeof(x).sharding
+  # JAX asks for the mesh where it makes zeros of its own.
+  with jax.set_mesh(mesh):
+    grads = jax.grad(lambda a: jnp.sum(forth(a) * want))(x)
+  np.testing.assert_array_equal(grads, given)
