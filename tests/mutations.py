@@ -217,7 +217,7 @@ _RING = "ringjax.ops.attention.ring"
 _ATTEND = "ringjax.ops.attention.attend"
 _TILES = "ringjax.ops.attention.blockwise"
 _SCORES = "ringjax.ops.attention.scores"
-_API = "ringjax.ops.attention.api"
+_RUN = "ringjax.ops.attention.run"
 _GATHER = "ringjax.ops.attention.gather"
 _ULYSSES = "ringjax.ops.attention.ulysses"
 _MASK = "ringjax.ops.mask"
@@ -342,7 +342,7 @@ BUGS = [
   ),
   Bug(
     "given positions are ignored",
-    _API,
+    _RUN,
     "natural if pos is None else pos",
     "natural",
     "prefill",
@@ -391,7 +391,7 @@ BUGS = [
   ),
   Bug(
     "the keys' lengths are ignored",
-    _API,
+    _RUN,
     "real & (natural < valid[:, None])",
     "real",
     "striped",
@@ -405,7 +405,7 @@ BUGS = [
   ),
   Bug(
     "query heads take turns at the key heads",
-    _API,
+    _RUN,
     "x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)",
     "x.q.reshape(b, t, group, kv_heads, h), (0, 3, 2, 1, 4)",
     "ring",

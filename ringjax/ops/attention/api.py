@@ -1,56 +1,33 @@
 """The public attention functions: global arrays, or per shard.
 
 Law: the result is that of `reference` on the whole sequence, whatever the
-mesh, the layout and the strategy. On a mesh there is one shard_map, over the
-sequence's axis, the mesh's explicit axes and what the caller says of batch and
-heads; other axes are left to the compiler, so a batch over `data` and heads
-over `model` stay where they are.
+mesh, the layout and the strategy; a batch over `data` and heads over `model`
+stay where they are. How a call gets there: `run`.
 Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
-from ringjax.errors import (
-  InputTypeError,
-  MeshError,
-  OptionError,
-  ShapeError,
-  message,
-)
-from ringjax.ops.attention import levels, predict
+from ringjax.errors import InputTypeError, OptionError, message
+from ringjax.ops.attention import levels
 from ringjax.ops.attention import request as requests
-from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.kernels.best import Best, expected
+from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.levels import Strategy
-from ringjax.ops.attention.predict import Call
-from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.run import attend_shard, run
+from ringjax.ops.attention.scores import Context
 from ringjax.ops.attention.select import Auto
-from ringjax.ops.mask import Coords, Everything, Mask
-from ringjax.ops.softmax import wide_dtype
-from ringjax.parallel import collectives
-from ringjax.parallel.layout import (
-  Layout,
-  Striped,
-  into_slots,
-  out_of_slots,
-  slots_of,
-)
-from ringjax.parallel.place import Place, device_of, locate, manual
+from ringjax.ops.mask import Coords, Mask
+from ringjax.parallel.layout import Layout, Striped
+from ringjax.parallel.place import Place, locate, manual
 
 
 def dot_product_attention(
@@ -211,7 +188,7 @@ def dot_product_attention(
         local_window_size=local_window_size, implementation="cudnn",
         return_residual=return_residual,
     )  # fmt: skip
-  return _run(request, operands, place, _strategy(strategy), return_residual)
+  return run(request, operands, place, _strategy(strategy), return_residual)
 
 
 def ring_attention(
@@ -274,7 +251,7 @@ def ring_attention(
     head_axis=head_axis,
   )
   strategy = _strategy(Ring(local or Best()))
-  return _run(request, operands, place, strategy, return_residual)
+  return run(request, operands, place, strategy, return_residual)
 
 
 def striped_attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -346,7 +323,7 @@ def blockwise_attention(
     AxisType.Explicit in place.mesh.axis_types
   )
   place = dataclasses.replace(place, axis=None, size=1) if explicit else Place()
-  return _run(request, operands, place, strategy, return_residual)
+  return run(request, operands, place, strategy, return_residual)
 
 
 def attention(
@@ -406,7 +383,7 @@ def attention(
     requests.coords("k_at", k_at, b, x.k.shape[1]),
     x.mask,
   )
-  return _attend(request.scores, x, context, strategy)
+  return attend_shard(request.scores, x, context, strategy)
 
 
 def _key_shards(axis: Any) -> int:
@@ -441,384 +418,3 @@ def _strategy(strategy: Any) -> Strategy | Auto:
     levels.check(strategy)
     return strategy
   return Auto() if strategy == "auto" else levels.named(strategy)
-
-
-def _chosen(
-  auto: Auto, request: Request, x: Operands, place: Place
-) -> Strategy:
-  """What the model of costs says of this call; see `select`."""
-  if place.size == 1:
-    return levels.named("ring")
-  (b, t, n, h), (_, s, k, j) = x.q.shape, x.v.shape
-  spread = place.size if place.manual else 1
-  t, s = t * spread, s * spread
-  # Values that are traced bound nothing.
-  mask = Everything() if jax.tree.leaves(x.mask) else x.mask
-  derived = x.q_pos is None and x.k_pos is None and t == s
-  names = auto.among or predict.STRATEGIES
-  if not derived or mask is not x.mask:
-    names = [name for name in names if name not in ("chain", "halo")]
-  if any(name not in collectives.manual_axes() for name in place.names):
-    # Inside of a vmap there are no groups.
-    alone = place.manual
-    odd = ("chain", *predict.GROUPED) if alone else ()
-    names = [name for name in names if name not in odd]
-  axes = tuple((name, _size(name, place)) for name in place.names)
-  if len(axes) > 2:
-    names = [name for name in names if name not in predict.GROUPED]
-    axes = ((" ".join(place.names), place.size),)
-  shards = lambda names: math.prod(_size(name, place) for name in names)
-  heads = shards(place.heads)
-  call = Call(
-    batch=max(b // shards(place.batch), 1),
-    queries=t,
-    keys=s,
-    heads=max(n // heads, 1),
-    kv_heads=max(k // heads, 1),
-    head_dim=h,
-    value_dim=j,
-    dtype=x.q.dtype.name,
-    mask=mask,
-    layout=request.layout,
-    axes=axes,
-    # Of unequal lengths the queries are taken to be the last tokens.
-    offset=max(s - t, 0),
-  )
-  local, _ = expected(call, device_of(place, x[:3])[0])
-  call = dataclasses.replace(call, local=local)
-  name, options = dataclasses.replace(auto, among=tuple(names)).choose(
-    call, place.mesh
-  )
-  return levels.built(name, options, levels=len(axes))
-
-
-def _size(name: str, place: Place) -> int:
-  if place.manual:
-    return collectives.axis_size(name)
-  return place.mesh.shape[name]
-
-
-def _run(
-  request: Request,
-  x: Operands,
-  place: Place,
-  strategy: Strategy | Auto,
-  return_residual: bool,
-) -> Any:
-  return_residual = requests.flag("return_residual", return_residual)
-  if isinstance(strategy, Auto):
-    strategy = _chosen(strategy, request, x, place)
-  _check_axes(strategy, place)
-  strategy = levels.on_device(strategy, *device_of(place, x[:3]))
-  if x.q.shape[0] == 0:
-    out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
-    lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
-  else:
-    with _forward_mode_refused():
-      if place.mesh is not None:
-        out, lse = _on_mesh(request, x, place, strategy)
-      else:
-        # Without a jit of our own a call outside of one would compile its loops
-        # again each time.
-        run = _per_shard if place.manual else _jitted_local
-        out, lse = run(request, x, place, strategy, None)
-  if not request.batched:
-    out, lse = out[0], lse[0]
-  return (out, lse) if return_residual else out
-
-
-def _check_axes(strategy: Strategy, place: Place) -> None:
-  """A strategy that names its axes names those that the call goes over."""
-  foreign = [name for name in strategy.axes if name not in place.names]
-  if foreign:
-    over = ", ".join(map(repr, place.names)) or "no axis: one device"
-    raise OptionError(
-      message(
-        "strategy",
-        f"axis {foreign[0]!r} in {strategy!r}",
-        f"the axes that this call goes over ({over})",
-        "leave the axis out of the strategy: axis= of the call fills it in",
-      )
-    )
-
-
-@contextlib.contextmanager
-def _forward_mode_refused() -> Iterator[None]:
-  """Says what to use where JAX finds a custom_vjp under `jax.jvp`."""
-  try:
-    yield
-  except TypeError as error:
-    if "custom_vjp" not in str(error):
-      raise
-    raise OptionError(
-      message(
-        "strategy",
-        "forward mode through a blockwise algorithm",
-        "a plainly differentiated one",
-        "pass strategy=Ring(Dense()) for jax.jvp and higher orders",
-      )
-    ) from error
-
-
-def _per_shard(
-  request: Request,
-  x: Operands,
-  place: Place,
-  strategy: Strategy,
-  lengths: tuple[int, int] | None,
-) -> tuple[jax.Array, jax.Array]:
-  """Per shard: `lengths` are the true ones of the sequence, None if whole."""
-  layout, size = request.layout, place.size
-  shards = [x.q.shape[1], x.k.shape[1]]
-  if lengths is None:
-    for name, local in zip(("query", "key"), shards, strict=True):
-      wrong = layout.check_local_length(local) if size > 1 else None
-      if wrong:
-        raise ShapeError(
-          message(
-            name,
-            f"{local} tokens a shard",
-            f"{wrong} in the layout {layout}",
-            "pad the sequence, or call outside of shard_map",
-          )
-        )
-    lengths = (shards[0] * size, shards[1] * size)
-  index: Any = 0
-  if place.axis is not None:
-    index = collectives.axis_index(place.axis)
-  natural = [layout.positions(index, size, n)[None] for n in shards]
-  q_at = _coords(natural[0], lengths[0], x.q_pos, x.q_seg, x.q_len)
-  k_at = _coords(natural[1], lengths[1], x.k_pos, x.k_seg, x.k_len)
-  group = x.q.shape[2] // x.k.shape[2]
-  by_kv_head = lambda a: None if a is None else a.reshape(-1, group)
-  context = Context(
-    q_at,
-    k_at,
-    x.mask,
-    _grouped(x.allow, x.k.shape[2]),
-    by_kv_head(x.heads),
-    x.seed,
-  )
-  needed = None
-  behind, ahead = x.mask.reach
-  derived = x.q_pos is None and x.k_pos is None
-  if size > 1:
-    same = derived and shards[0] == shards[1]
-    strategy = levels.fitted(strategy, x.mask, layout, same)
-  if derived and behind is not None and ahead is not None:
-    q_length, k_length = shards[0] * size, shards[1] * size
-    needed = layout.reachable(size, q_length, k_length, behind, ahead)
-  if place.axis is not None:
-    strategy = levels.bind(strategy, place.axis, needed, x.k.shape[2])
-  elif levels.is_strategy(strategy.local):
-    # One device: what travels between levels is at hand.
-    strategy = Gather(levels.innermost(strategy))
-  else:
-    strategy = strategy.on(None, None)
-  return _attend(request.scores, x, context, strategy)
-
-
-def _attend(
-  scores: Scores, x: Operands, context: Context, strategy: Strategy
-) -> tuple[jax.Array, jax.Array]:
-  b, t, n, h = x.q.shape
-  kv_heads = x.k.shape[2]
-  group = n // kv_heads
-  local = Local(
-    jnp.transpose(x.q.reshape(b, t, kv_heads, group, h), (0, 2, 3, 1, 4)),
-    jnp.swapaxes(x.k, 1, 2),
-    jnp.swapaxes(x.v, 1, 2),
-  )
-  by_kv_head = lambda a: None if a is None else a.reshape(kv_heads, group)
-  terms = Terms(
-    _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
-  )
-  out, lse = strategy.attend(scores, local, terms, context)
-  out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
-  return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
-
-
-_jitted_local = jax.jit(_per_shard, static_argnums=(0, 2, 3, 4))
-
-
-def _coords(
-  natural: jax.Array, length: int, pos: Any, seg: Any, valid: Any
-) -> Coords:
-  real = natural < length
-  if valid is not None:
-    real = real & (natural < valid[:, None])
-  seg = jnp.ones_like(natural) if seg is None else seg
-  seg = jnp.where(real, seg, 0)
-  return Coords(natural if pos is None else pos, seg)
-
-
-def _grouped(pair: Any, kv_heads: int) -> Any:
-  """[B|1, N|1, T|1, S|1] -> [B|1, K|1, G|1, T|1, S|1]."""
-  if pair is None:
-    return None
-  heads = (1, 1) if pair.shape[1] == 1 else (kv_heads, -1)
-  return pair.reshape(pair.shape[0], *heads, *pair.shape[2:])
-
-
-def _on_mesh(
-  request: Request, x: Operands, place: Place, strategy: Strategy
-) -> tuple[jax.Array, jax.Array]:
-  _check_explicit(x, place)
-  if isinstance(place.mesh, Mesh):
-    # Arrays that a caller made without a mesh have to reach its devices.
-    specs = _specs(x, place)
-    x = jax.tree.map(
-      lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
-    )
-  return _jitted_on_mesh(request, x, place, strategy)
-
-
-def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
-  if isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array):
-    return a
-  if a.sharding.device_set == set(mesh.devices.flat):
-    return a
-  divides = all(
-    axes is None or n % math.prod(mesh.shape[i] for i in _names(axes)) == 0
-    for n, axes in zip(a.shape, tuple(spec), strict=False)
-  )
-  return jax.device_put(a, NamedSharding(mesh, spec if divides else P()))
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-  return axes if isinstance(axes, tuple) else (axes,)
-
-
-def _like(x: Operands, specs: Operands) -> Operands:
-  """Specs without those of absent operands."""
-  return jax.tree.map(
-    lambda a, spec: None if a is None else spec,
-    x,
-    specs,
-    is_leaf=lambda a: a is None,
-  )
-
-
-def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
-  """`a` over the axes of `spec` that types know; the others are XLA's."""
-  held = (tuple(n for n in _names(axes) if n in explicit) for axes in spec)
-  spec = P(*(axes or None for axes in held))
-  sharding = jax.typeof(a).sharding
-  if not sharding.mesh.empty and sharding.spec == spec:
-    return a
-  return jax.sharding.reshard(a, NamedSharding(mesh, spec))
-
-
-def _check_explicit(x: Operands, place: Place) -> None:
-  size = math.prod(place.mesh.shape[a] for a in place.heads)
-  kv_heads = x.k.shape[2]
-  if size > 1 and kv_heads > 1 and kv_heads % size:
-    raise MeshError(
-      message(
-        "key",
-        f"{kv_heads} heads over the {size} shards of {place.heads}",
-        "one head, or a multiple of the shards",
-        "reshard the query's heads over a smaller axis",
-      )
-    )
-
-
-def _specs(x: Operands, place: Place) -> Operands:
-  b, h, s = place.batch or None, place.heads or None, place.axis
-  one = lambda n, a: None if n == 1 else a
-  pair = lambda a: (
-    a is not None
-    and P(one(a.shape[0], b), one(a.shape[1], h), one(a.shape[2], s))
-  )
-  tokens = lambda a: a is not None and P(one(a.shape[0], b), s)
-  kv = P(b, s, one(x.k.shape[2], h))
-  return Operands(
-    q=P(b, s, h),
-    k=kv,
-    v=kv,
-    bias=pair(x.bias) or None,
-    allow=pair(x.allow) or None,
-    sinks=P(h),
-    slopes=P(h),
-    heads=P(h),
-    q_pos=tokens(x.q_pos) or None,
-    k_pos=tokens(x.k_pos) or None,
-    q_seg=tokens(x.q_seg) or None,
-    k_seg=tokens(x.k_seg) or None,
-    q_len=P(b),
-    k_len=P(b),
-    seed=None if x.seed is None else P(one(x.seed.shape[0], b)),
-    mask=jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask),
-  )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _jitted_on_mesh(
-  request: Request, x: Operands, place: Place, strategy: Strategy
-) -> tuple[jax.Array, jax.Array]:
-  lengths = x.q.shape[1], x.k.shape[1]
-  fit = [
-    slots_of(request.layout, n, place.size) if place.axis else None
-    for n in lengths
-  ]
-  x = _pad_sequence(x, fit)
-  specs = _like(x, _specs(x, place))
-  explicit = {
-    a
-    for a, kind in zip(
-      place.mesh.axis_names, place.mesh.axis_types, strict=True
-    )
-    if kind == AxisType.Explicit
-  }
-  if explicit:
-    x = jax.tree.map(
-      lambda a, s: _reshard(a, place.mesh, s, explicit), x, specs
-    )
-  # An axis of one device is nobody's, and a kernel wants all to be manual.
-  single = {name for name, size in place.mesh.shape.items() if size == 1}
-  names = explicit | single | {*place.names, *place.batch, *place.heads}
-  if place.whole:
-    names |= {*place.mesh.axis_names} - collectives.manual_axes()
-  out, lse = jax.shard_map(
-    lambda x: _per_shard(request, x, place, strategy, lengths),
-    mesh=place.mesh,
-    in_specs=(specs,),
-    out_specs=(specs.q, specs.q),
-    axis_names=names,
-    # The interpreters of Pallas do not know what varies.
-    check_vma=not getattr(levels.innermost(strategy), "interpret", False),
-  )(x)
-  if fit[0] is not None:
-    if explicit:
-      # The types of explicit axes have no uneven shards.
-      whole = P(specs.q[0], None, specs.q[2])
-      out, lse = (_reshard(a, place.mesh, whole, explicit) for a in (out, lse))
-    out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
-  return out, lse
-
-
-def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
-  """Gives each shard the same number of slots, where lengths do not divide."""
-  if fit[0] is None and fit[1] is None:
-    return x
-  q = lambda a, axis: _into_slots(a, fit[0], axis)
-  k = lambda a, axis: _into_slots(a, fit[1], axis)
-  pair = lambda a: None if a is None else k(q(a, 2), 3)
-  return x._replace(
-    q=q(x.q, 1),
-    k=k(x.k, 1),
-    v=k(x.v, 1),
-    bias=pair(x.bias),
-    allow=pair(x.allow),
-    q_pos=q(x.q_pos, 1),
-    k_pos=k(x.k_pos, 1),
-    q_seg=q(x.q_seg, 1),
-    k_seg=k(x.k_seg, 1),
-  )
-
-
-def _into_slots(a: Any, slots: Any, axis: int) -> Any:
-  # What does not depend on the keys has one column.
-  if a is None or (axis >= 2 and a.shape[axis] == 1):
-    return a
-  return into_slots(a, slots, axis)
