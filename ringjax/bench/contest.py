@@ -95,7 +95,8 @@ class Record:
       facts: more that a result depends on.
 
     Raises:
-      OptionError: no file to append to, too few devices, no matplotlib.
+      OptionError: no file to append to, or one with rows of another machine;
+        too few devices; no matplotlib.
     """
     if append and json is None:
       raise OptionError(
@@ -123,6 +124,7 @@ class Record:
     self._rows: list[Row] = []
     if append and json is not None and os.path.exists(json):
       before = timing.read_json(json)
+      timing.check_same_machine(json, before["machine"], self.result["machine"])
       last = {k: before[k] for k in ("command", "date", "versions", "machine")}
       self.result["earlier"] = [*before.get("earlier", []), last]
       self._rows = before["rows"]

@@ -251,6 +251,7 @@ def environment(command: str) -> dict[str, Any]:
     "versions": versions,
     "machine": {
       "cpu": _cpu_model(),
+      "vectors": _vectors(),
       "cores": os.cpu_count(),
       "load_before": os.getloadavg()[0],
       "platform": platform.platform(),
@@ -260,15 +261,60 @@ def environment(command: str) -> dict[str, Any]:
   }
 
 
+def check_same_machine(
+  path: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+  """Says that rows of a file are not this machine's, as far as is known.
+
+  Args:
+    path: of the file.
+    before: `machine` of the file's `environment`, which may be an older one.
+    now: this machine's.
+  """
+  names = ("cpu", "vectors", "cores", "device")
+  other = [name for name in names if before.get(name, now[name]) != now[name]]
+  if not other:
+    return
+  of = lambda x: ", ".join(f"{name} {x[name]}" for name in other)
+  raise OptionError(
+    message(
+      "append",
+      f"rows of another machine ({of(before)}) in {path}",
+      f"rows of this one ({of(now)})",
+      "give --json another file: such rows do not compare",
+    )
+  )
+
+
 def _cpu_model() -> str:
+  return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _vectors() -> str:
+  """The widest vector instructions, which a model's name may not tell."""
+  known = {
+    "amx_tile": "AMX",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "avx": "AVX",
+    "sve2": "SVE2",
+    "sve": "SVE",
+    "asimd": "NEON",
+  }
+  has = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+  return next((known[name] for name in known if name in has), "unknown")
+
+
+def _cpuinfo(name: str) -> str:
+  """What Linux says of the first processor, "" elsewhere."""
   try:
     with open("/proc/cpuinfo") as file:
       for line in file:
-        if line.startswith("model name"):
+        if line.startswith(name):
           return line.split(":", 1)[1].strip()
   except OSError:
     pass
-  return platform.processor() or platform.machine()
+  return ""
 
 
 def check_plot(path: str | None) -> None:

@@ -242,6 +242,26 @@ def test_runs_add_up(tmp_path, monkeypatch):
     attention.run(TINY, append=True)
 
 
+@pytest.mark.parametrize("name", ["cpu", "vectors", "cores", "device"])
+def test_rows_of_another_machine_are_not_mixed_in(tmp_path, name):
+  here = timing.environment("")["machine"]
+  assert here["vectors"] != "unknown" or not sys.platform.startswith("linux")
+  path = tmp_path / "x.json"
+  kept = {"command": "", "date": "", "versions": {}, "rows": []}
+  path.write_text(json.dumps({**kept, "machine": {**here, name: "other"}}))
+  text = path.read_text()
+  with pytest.raises(OptionError, match=f"{name} other") as raised:
+    attention.run(TINY, json=str(path), append=True)
+  assert str(here[name]) in str(raised.value) and len(str(raised.value)) < 400
+  assert path.read_text() == text
+
+
+def test_rows_of_an_unknown_machine_are_this_one_s():
+  here = timing.environment("")["machine"]
+  known = {name: here[name] for name in here if name != "vectors"}
+  timing.check_same_machine("x.json", known, here)
+
+
 # ---------------------------------------------------------------------------
 # The schedule of tiles
 # ---------------------------------------------------------------------------
