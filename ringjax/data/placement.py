@@ -16,34 +16,21 @@ document decides how often:
            each hop (as in Brandon et al. 2023, arXiv 2311.09431); keys come
            from either side, 2 (d - 1) hops or once around, what is less.
 
-How many shards a document takes is weighed anew in each batch: one that is
-spread thinner loads no shard so much, but all wait for more hops. Of each
-choice the time is bounded from below,
-
-  max(mean work, largest share of a document) + hops * slots * hop
-
-and the best of the choices with the lowest bounds is taken, each tried in
-full: spread documents first, then whole ones, the longest before the others,
-each where there is least to do (Graham 1969) and room. What no shard has room
-for is dealt over neighbours by the room they have.
+How many shards a document takes, and which, ringjax/data/dealing.py weighs.
 
 Cost: O(N log N) of N documents and O(tokens): 10^5 documents in 0.2 s if they
       have 2 million tokens, in some seconds if they have 30 million.
-Ref:  Ge et al. 2025 (arXiv 2502.21231) and Wang et al. 2025 (arXiv 2412.01523)
-      choose the number of devices of each sequence by such a cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import heapq
-import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ringjax.data.dealing import Cost, Draft, Ring, deal, filled, members
 from ringjax.data.packing import (
   Batch,
   BestFit,
@@ -56,51 +43,6 @@ from ringjax.data.packing import (
 from ringjax.errors import DataError, OptionError, ShapeError, message
 
 SPREADS = ("stripe", "run")
-# Choices that are tried in full, and parts of the mean that a share may be.
-_TRIED = 8
-_PARTS = (1, 2, 4)
-# Bounds are met but for this part.
-_CLOSE = 1e-3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-  """What a shard's time is made of, in units of a token's linear work.
-
-  The defaults are those of a model of width D = 4096 with 8 heads of 128 keys
-  and values, in bfloat16, on devices of 4e14 FLOP/s with links of 5e10 bytes a
-  second. A layer's matrices take some 24 D^2 FLOPs a token, a pair 4 D.
-
-  Attributes:
-    token: of what is linear in the tokens. By default nothing: a program of
-      fixed shapes does it for empty slots too, so that it is the same on all
-      shards; 1 where empty slots are left out.
-    pair: of a query and a key that it sees; 1 / (6 D).
-    hop: of sending a token's keys and values one shard further, as if no
-      computation hid it; a hop sends all slots of a shard.
-  """
-
-  token: int | float = 0.0
-  pair: int | float = 4.1e-5
-  hop: int | float = 0.08
-
-  def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not math.isfinite(value) or value < 0:
-        raise OptionError(
-          message(field.name, value, "a number of at least 0", "correct it")
-        )
-    if not self.token + self.pair:
-      raise OptionError(
-        message("cost", self, "a token or a pair that costs", "raise one")
-      )
-
-  def work(self, tokens: Any, pairs: Any) -> Any:
-    """Of so many tokens and pairs."""
-    return self.token * tokens + self.pair * pairs
-
-
 _COST = Cost()
 
 
@@ -229,10 +171,10 @@ def place(
         "local_length",
       )
     )
-  ring = _Ring(shards, local_length, spread, cost)
+  ring = Ring(shards, local_length, spread, cost)
   if degree is not None:
     degrees = _given(degree, sizes, ring)
-    draft, left = _filled(sizes, degrees, ring, exact=True)
+    draft, left = filled(sizes, degrees, ring, exact=True)
     if draft is None:
       raise DataError(
         message(
@@ -244,16 +186,7 @@ def place(
         )
       )
     return _placement(sizes, draft, ring)
-  best = None
-  for bound, degrees in _choices(sizes, ring):
-    if best is not None and best.time(ring) <= bound * (1 + _CLOSE):
-      return _placement(sizes, best, ring)
-    draft, _ = _filled(sizes, degrees, ring, exact=False)
-    best = _faster(best, draft, ring)
-  # Where there is hardly room it may be all there is.
-  best = _faster(best, _in_order(sizes, ring), ring)
-  assert best is not None
-  return _placement(sizes, best, ring)
+  return _placement(sizes, deal(sizes, ring), ring)
 
 
 # ---------------------------------------------------------------------------
@@ -439,282 +372,11 @@ def place_documents(
 
 
 # ---------------------------------------------------------------------------
-# Filling shards
+# Arrays
 # ---------------------------------------------------------------------------
 
 
-class _Ring(NamedTuple):
-  """What documents are placed on, and how."""
-
-  shards: int
-  local_length: int
-  spread: str
-  cost: Cost
-
-  def waits(self, reach: int) -> float:
-    """What the hops cost, for documents on `reach` + 1 shards."""
-    hops = reach if self.spread == "run" else 2 * reach
-    return min(hops, self.shards - 1) * self.local_length * self.cost.hop
-
-  def even(self, size: Any, degree: Any, member: Any) -> tuple[Any, Any]:
-    """(tokens, work) of a member of an even group; all may be arrays."""
-    tokens, more = np.divmod(size, degree)
-    first = member * tokens + np.minimum(member, more)
-    tokens = tokens + (member < more)
-    if self.spread == "run":
-      pairs = tokens * first + tokens * (tokens + 1) // 2
-    else:
-      pairs = tokens * (member + 1) + degree * (tokens * (tokens - 1) // 2)
-    return tokens, self.cost.work(tokens, pairs)
-
-  def largest(self, sizes: np.ndarray, degrees: np.ndarray) -> float:
-    """The most work that a document gives to a shard, in even groups."""
-    # Members that have one token more, or the last token, have the most.
-    ends = (np.maximum(sizes % degrees, 1) - 1, degrees - 1)
-    found = [self.even(sizes, degrees, member)[1] for member in ends]
-    return float(np.max(found, initial=0.0))
-
-  def uneven(self, counts: np.ndarray) -> np.ndarray:
-    """Work of the members of a group with these tokens."""
-    member = _members(counts, self.spread)
-    pairs = np.bincount(member, np.arange(1.0, len(member) + 1), len(counts))
-    return self.cost.work(counts, pairs)
-
-
-class _Draft(NamedTuple):
-  """Documents on shards.
-
-  Fields:
-    first: int64 [N], the first shard of each document.
-    groups: tokens of each member, of documents on several shards.
-    work: float64 [R].
-  """
-
-  first: np.ndarray
-  groups: dict[int, np.ndarray]
-  work: np.ndarray
-
-  @property
-  def reach(self) -> int:
-    return max((len(counts) - 1 for counts in self.groups.values()), default=0)
-
-  def time(self, ring: _Ring) -> float:
-    """What the batch costs."""
-    return float(self.work.max()) + ring.waits(self.reach)
-
-
-def _faster(
-  one: _Draft | None, other: _Draft | None, ring: _Ring
-) -> _Draft | None:
-  """The draft that costs less, the first of equal ones."""
-  if one is None or other is None:
-    return other if one is None else one
-  return other if other.time(ring) < one.time(ring) else one
-
-
-def _choices(sizes: np.ndarray, ring: _Ring) -> list[tuple[float, np.ndarray]]:
-  """Degrees to try, int64 [N], with a lower bound of the time; best first."""
-  work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
-  mean = float(work.sum()) / ring.shards
-  least = -(-sizes // ring.local_length)
-  # All others lie on one shard in any choice.
-  some = np.flatnonzero((work * _PARTS[-1] > mean) | (least > 1))
-  size, fewest = sizes[some], least[some]
-  known: dict[bytes, tuple[float, int, np.ndarray]] = {}
-  for parts in _PARTS:
-    want = np.ceil(work[some] * parts / max(mean, 1e-300)).astype(np.int64)
-    for most in range(1, ring.shards + 1):
-      chosen = np.minimum(want, most).clip(
-        fewest, np.minimum(size, ring.shards)
-      )
-      key = chosen.tobytes()
-      if key in known:
-        continue
-      reach = int(chosen.max(initial=1)) - 1
-      bound = max(mean, ring.largest(size, chosen)) + ring.waits(reach)
-      known[key] = bound, reach, chosen
-  best = sorted(known.values(), key=lambda found: found[:2])[:_TRIED]
-  found = []
-  for bound, _, chosen in best:
-    degrees = np.minimum(sizes, 1)
-    degrees[some] = chosen
-    found.append((bound, degrees))
-  return found
-
-
-def _filled(
-  sizes: np.ndarray, degrees: np.ndarray, ring: _Ring, *, exact: bool
-) -> tuple[_Draft | None, int]:
-  """Documents on as many shards as they should be, if there is room.
-
-  Without `exact`, one for which there is no room is dealt unevenly or over
-  more shards.
-
-  Returns:
-    The draft; or None, and the tokens of the first document without a place.
-  """
-  room = np.full(ring.shards, ring.local_length)
-  work = np.zeros(ring.shards)
-  first = np.zeros(len(sizes), np.int64)
-  groups: dict[int, np.ndarray] = {}
-  own = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
-  even = functools.cache(lambda n, d: ring.even(n, d, np.arange(d)))
-
-  def lay(document: int, at: int, counts: np.ndarray, load: np.ndarray) -> None:
-    here = slice(at, at + len(counts))
-    room[here] -= counts
-    work[here] += load
-    first[document] = at
-    groups[document] = counts
-
-  def squeeze(document: int, least: int) -> bool:
-    """Deals a document by the room there is."""
-    found = (
-      None if exact else _squeezed(int(sizes[document]), least, room, work)
-    )
-    if found is not None:
-      lay(document, *found, ring.uneven(found[1]))
-    return found is not None
-
-  spread = np.flatnonzero(degrees > 1)
-  # The widest groups have the fewest places to be.
-  for i in spread[
-    np.lexsort((spread, -own[spread], -degrees[spread]))
-  ].tolist():
-    counts, load = even(int(sizes[i]), int(degrees[i]))
-    at = _window(counts, load, room, work)
-    if at is not None:
-      lay(i, at, counts, load)
-    elif not squeeze(i, int(degrees[i])):
-      return None, int(sizes[i])
-  whole = np.flatnonzero(degrees == 1)
-  whole = whole[np.argsort(-sizes[whole], kind="stable")]
-  # Shards by their work; and those without room for the document at hand, by
-  # their room: documents get shorter, so each comes back once there is some.
-  open_ = [(w, r) for r, w in enumerate(work.tolist())]
-  heapq.heapify(open_)
-  full: list[tuple[int, int]] = []
-  rooms = room.tolist()
-  for i, size, load in zip(
-    whole.tolist(), sizes[whole].tolist(), own[whole].tolist(), strict=True
-  ):
-    while full and -full[0][0] >= size:
-      r = heapq.heappop(full)[1]
-      heapq.heappush(open_, (float(work[r]), r))
-    while open_ and rooms[open_[0][1]] < size:
-      r = heapq.heappop(open_)[1]
-      heapq.heappush(full, (-rooms[r], r))
-    if open_:
-      before, r = open_[0]
-      rooms[r] -= size
-      work[r] = before + load
-      first[i] = r
-      heapq.heapreplace(open_, (before + load, r))
-      continue
-    room[:] = rooms
-    if not squeeze(i, 2):
-      return None, size
-    rooms = room.tolist()
-    full = [(-n, r) for r, n in enumerate(rooms)]
-    heapq.heapify(full)
-  return _Draft(first, groups, work), 0
-
-
-def _window(
-  counts: np.ndarray, load: np.ndarray, room: np.ndarray, work: np.ndarray
-) -> int | None:
-  """The first of the neighbours that have room and the least to do."""
-  at = _windows(len(room), len(counts))
-  fits = (room[at] >= counts).all(1)
-  if not fits.any():
-    return None
-  most = (work[at] + load).max(1)
-  return int(np.argmin(np.where(fits, most, np.inf)))
-
-
-def _squeezed(
-  size: int, least: int, room: np.ndarray, work: np.ndarray
-) -> tuple[int, np.ndarray] | None:
-  """The fewest neighbours with room for a document, and its tokens on each."""
-  for degree in range(least, min(len(room), size) + 1):
-    at = _windows(len(room), degree)
-    fits = (room[at].sum(1) >= size) & (room[at].min(1) > 0)
-    if fits.any():
-      best = int(np.argmin(np.where(fits, work[at].max(1), np.inf)))
-      return best, _level(size, room[best : best + degree])
-  return None
-
-
-def _level(size: int, room: np.ndarray) -> np.ndarray:
-  """Tokens on each shard, as even as the room allows; int64 [d]."""
-  counts = np.zeros(len(room), np.int64)
-  for done, member in enumerate(np.argsort(room, kind="stable")):
-    counts[member] = min(int(room[member]), size // (len(room) - done))
-    size -= int(counts[member])
-  return counts
-
-
-@functools.lru_cache(64)
-def _windows(shards: int, degree: int) -> np.ndarray:
-  """The shards of every row of neighbours, int64 [R - d + 1, d]."""
-  return np.arange(shards - degree + 1)[:, None] + np.arange(degree)
-
-
-def _in_order(sizes: np.ndarray, ring: _Ring) -> _Draft:
-  """One document behind the other, which always fits."""
-  ends = np.cumsum(sizes)
-  starts = ends - sizes
-  first = np.minimum(starts // ring.local_length, ring.shards - 1)
-  last = np.maximum(ends - 1, starts) // ring.local_length
-  work = np.zeros(ring.shards)
-  whole = (first == last) & (sizes > 0)
-  own = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
-  np.add.at(work, first[whole], own[whole])
-  groups = {}
-  for i in np.flatnonzero((first < last) & (sizes > 0)).tolist():
-    edges = np.arange(first[i], last[i] + 2) * ring.local_length
-    counts = np.diff(edges.clip(starts[i], ends[i]))
-    groups[i] = counts
-    work[first[i] : last[i] + 1] += ring.uneven(counts)
-  return _Draft(first, groups, work)
-
-
-def _members(counts: np.ndarray, spread: str) -> np.ndarray:
-  """Which member has each token of a document, int64 [n]."""
-  size, degree = int(counts.sum()), len(counts)
-  runs = np.repeat(np.arange(degree), counts)
-  if spread == "run":
-    return runs
-  if counts[0] - counts[-1] <= 1 and (np.diff(counts) <= 0).all():
-    return np.arange(size) % degree
-  # Each member's tokens are as far apart as it has few of them.
-  nth = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
-  return runs[np.argsort((2 * nth + 1) / counts[runs], kind="stable")]
-
-
-def _need(needed: np.ndarray, member: np.ndarray, degree: int) -> None:
-  """Marks how far behind a query some key lies that it sees, bool [R]."""
-  number = np.arange(degree)
-  behind = number[:, None] - number
-  if needed[behind[behind != 0]].all():
-    return
-  first = np.unique(member, return_index=True)[1]
-  last = len(member) - 1 - np.unique(member[::-1], return_index=True)[1]
-  # Behind a shard by less than nothing is behind it around the ring.
-  needed[behind[(first <= last[:, None]) & (behind != 0)]] = True
-
-
-def _turns(needed: np.ndarray) -> tuple[int, int]:
-  """The fewest hops (from behind, from ahead) that bring what is needed."""
-  wanted = np.flatnonzero(needed)
-  turns = [
-    (int(wanted[wanted < len(needed) - ahead].max(initial=0)), ahead)
-    for ahead in range(len(needed))
-  ]
-  return min(turns, key=lambda turn: (sum(turn), turn[1]))
-
-
-def _placement(sizes: np.ndarray, draft: _Draft, ring: _Ring) -> Placement:
+def _placement(sizes: np.ndarray, draft: Draft, ring: Ring) -> Placement:
   """The arrays of a draft."""
   total = int(sizes.sum())
   ends = np.cumsum(sizes)
@@ -725,7 +387,7 @@ def _placement(sizes: np.ndarray, draft: _Draft, ring: _Ring) -> Placement:
   degree = np.minimum(sizes, 1).astype(np.int32)
   needed = np.zeros(ring.shards, bool)
   for i, counts in draft.groups.items():
-    member = _members(counts, ring.spread)
+    member = members(counts, ring.spread)
     shard[starts[i] : ends[i]] += member.astype(small)
     degree[i] = len(counts)
     _need(needed, member, len(counts))
@@ -762,7 +424,29 @@ def _placement(sizes: np.ndarray, draft: _Draft, ring: _Ring) -> Placement:
   )
 
 
-def _given(degree: Any, sizes: np.ndarray, ring: _Ring) -> np.ndarray:
+def _need(needed: np.ndarray, member: np.ndarray, degree: int) -> None:
+  """Marks how far behind a query some key lies that it sees, bool [R]."""
+  number = np.arange(degree)
+  behind = number[:, None] - number
+  if needed[behind[behind != 0]].all():
+    return
+  first = np.unique(member, return_index=True)[1]
+  last = len(member) - 1 - np.unique(member[::-1], return_index=True)[1]
+  # Behind a shard by less than nothing is behind it around the ring.
+  needed[behind[(first <= last[:, None]) & (behind != 0)]] = True
+
+
+def _turns(needed: np.ndarray) -> tuple[int, int]:
+  """The fewest hops (from behind, from ahead) that bring what is needed."""
+  wanted = np.flatnonzero(needed)
+  turns = [
+    (int(wanted[wanted < len(needed) - ahead].max(initial=0)), ahead)
+    for ahead in range(len(needed))
+  ]
+  return min(turns, key=lambda turn: (sum(turn), turn[1]))
+
+
+def _given(degree: Any, sizes: np.ndarray, ring: Ring) -> np.ndarray:
   """Degrees as asked, int64 [N]."""
   found = np.asarray(degree)
   if not sizes.size and not found.size:

@@ -10,30 +10,19 @@ processes, until all have called it; the rest happens in a thread, which reads
 what was written once. `restore` reads a step twice, the second time from
 memory if it fits.
 
-  root/30/                    a step, as Orbax wrote it
-  root/.ringjax/30.json       its manifest, see ringjax/train/manifest.py
-  root/.ringjax/new/          what is being written
-  root/.ringjax/old/          what is being deleted
-  root/.ringjax/lock          held by whoever writes
-
-Only files in .ringjax, and folders that a manifest names, are ever changed or
-deleted. Steps that a killed process left in `new` and `old` are swept when the
-next one begins to write. All processes see the same root.
+How steps lie in the root, and who may write to it, is said in
+ringjax/train/shelf.py; all processes see the same root.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
 import itertools
 import json
 import os
-import shutil
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -55,15 +44,11 @@ from ringjax.errors import (
 from ringjax.train import manifest as manifests
 from ringjax.train.leaves import Stored, Wanted, named
 from ringjax.train.manifest import Leaf, Manifest
+from ringjax.train.shelf import Shelf
 from ringjax.train.together import Together
 
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
-# How long a save waits for one that only sweeps.
-PATIENCE_S = 5.0
-_OURS = ".ringjax"
-# Any of these in a folder with a number for a name: Orbax has written it.
-_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 _OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
@@ -118,12 +103,13 @@ class Checkpoints:
     self._asynchronous = asynchronous
     self._config = manifests.fingerprint(_json("config", config))
     self._together = Together(timeout_s)
-    self._ours = os.path.join(self.root, _OURS)
-    self._lock: int | None = None
+    self._shelf = Shelf(self.root)
     self._job: _Job | None = None
     # Steps whose bytes were found to be wrong, by number.
     self._damaged: set[int] = set()
-    self._together.all(self._open)
+    self._together.all(
+      self._shelf.open if self._together.rank == 0 else lambda: None
+    )
     _OPEN.add(self)
 
   def __enter__(self) -> Checkpoints:
@@ -152,7 +138,7 @@ class Checkpoints:
     """
     try:
       self._together.all(
-        self._own if self._together.rank == 0 else lambda: None
+        self._shelf.own if self._together.rank == 0 else lambda: None
       )
     except Exception as error:
       why = str(getattr(error, "strerror", None) or error)
@@ -211,8 +197,7 @@ class Checkpoints:
       )
     job = _Job(step, about, checked)
     # Not a name that a failed save's threads may still write to.
-    number = next(self._together.numbers)
-    job.folder = os.path.join(self._ours, "new", f"{step}.{number}")
+    job.folder = self._shelf.draft(step, next(self._together.numbers))
     # All learn here whether there is a place to write to.
     self._do(job, self._prepare)
     if job.error is not None:
@@ -270,7 +255,7 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      self._disown()
+      self._shelf.disown()
 
   def delete(self, step: int) -> None:
     """Deletes a step.
@@ -280,7 +265,7 @@ class Checkpoints:
       OptionError: there is no such step.
     """
     self.wait()
-    self._known(step, self._numbers())
+    self._known(step, self._shelf.numbers())
     job = _Job(step, {}, {})
     self._do(job, self._delete)
     if job.error is not None:
@@ -288,22 +273,13 @@ class Checkpoints:
 
   def _delete(self, job: _Job) -> None:
     """Process 0: deletes a step."""
-    self._own()
-    self._drop(job.step)
+    self._shelf.own()
+    self._shelf.drop(job.step)
 
   def _prepare(self, job: _Job) -> None:
     """Process 0: makes room for a new step."""
-    self._own()
-    final = self._folder(job.step)
-    # A rename replaces an empty folder and nothing else.
-    empty = os.path.isdir(final) and not os.path.islink(final)
-    empty = empty and not os.listdir(final)
-    known = os.path.exists(self._path(job.step))
-    if os.path.lexists(final) and not known and not empty:
-      raise FileExistsError(
-        errno.EEXIST, "exists, and no manifest says that it is ours", final
-      )
-    self._sweep()
+    self._shelf.own()
+    self._shelf.make_room(job.step)
 
   def _saver(self) -> Any:
     """Orbax, of its own for each save: an error leaves nothing behind."""
@@ -334,7 +310,7 @@ class Checkpoints:
       # Orbax may still be writing on other threads; what that leaves is swept
       # before the next save.
       with contextlib.suppress(OSError):
-        self._sweep()
+        self._shelf.sweep()
 
   def _do(
     self, job: _Job, call: Callable[[_Job], Any], everyone: bool = False
@@ -374,12 +350,7 @@ class Checkpoints:
       extra=job.extra,
       config=self._config,
     )
-    if os.path.exists(self._path(job.step)):
-      self._drop(job.step)
-    made.write(self._path(job.step))
-    os.rename(job.folder, self._folder(job.step))
-    manifests.sync_folder(self.root)
-    manifests.sync_folder(os.path.dirname(job.folder))
+    self._shelf.put(job.folder, made)
     self._retire(job.step)
 
   def _retire(self, saved: int) -> None:
@@ -387,7 +358,7 @@ class Checkpoints:
     self._damaged.discard(saved)
     whole = [x for x in self.steps() if x not in self._damaged]
     newest, every = whole[-self._keep :], self._every_keep
-    for step in self._numbers():
+    for step in self._shelf.numbers():
       # A damaged step stays until enough others are newer.
       old = len(newest) == self._keep and step < newest[0] and step != saved
       if not old or (every is not None and step % every == 0):
@@ -395,138 +366,12 @@ class Checkpoints:
       # One of a newer ringjax is not for this one to judge.
       with contextlib.suppress(CheckpointFormatError):
         with contextlib.suppress(CheckpointCorruptError):
-          Manifest.read(self._path(step), step)
-        self._drop(step)
-
-  def _drop(self, step: int) -> None:
-    """Deletes a step; as soon as this begins it does not exist."""
-    old = os.path.join(self._ours, "old", f"{step}.{time.time_ns()}")
-    if os.path.lexists(self._folder(step)):
-      os.rename(self._folder(step), old)
-      manifests.sync_folder(self.root)
-    os.unlink(self._path(step))
-    manifests.sync_folder(self._ours)
-    shutil.rmtree(old, ignore_errors=True)
+          Manifest.read(self._shelf.path(step), step)
+        self._shelf.drop(step)
 
   # -------------------------------------------------------------------------
-  # The folder
+  # What there is
   # -------------------------------------------------------------------------
-
-  def _folder(self, step: int) -> str:
-    return os.path.join(self.root, str(step))
-
-  def _path(self, step: int) -> str:
-    return os.path.join(self._ours, f"{step}.json")
-
-  def _open(self) -> None:
-    if self._together.rank:
-      return
-    if os.path.lexists(self.root) and not os.path.isdir(self.root):
-      raise OptionError(
-        message("root", self.root, "a folder", "choose another path")
-      )
-    # Who cannot write may still read; `save` says what is wrong. And who reads
-    # for long, as an evaluation does, must not keep training from writing.
-    with contextlib.suppress(OSError):
-      self._own(patience_s=0)
-    self._disown()
-
-  def _disown(self) -> None:
-    if self._lock is not None:
-      os.close(self._lock)
-      self._lock = None
-
-  def _own(self, patience_s: int | float | None = None) -> None:
-    """Becomes the one that writes, and sweeps.
-
-    Raises:
-      OSError: another one is, or the disk refuses.
-    """
-    if self._lock is not None:
-      return
-    for folder in ("new", "old"):
-      os.makedirs(os.path.join(self._ours, folder), exist_ok=True)
-    path = os.path.join(self._ours, "lock")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    patience_s = PATIENCE_S if patience_s is None else patience_s
-    end = time.monotonic() + patience_s
-    while True:
-      try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        break
-      except BlockingIOError:
-        # It may be one that only sweeps.
-        if time.monotonic() < end:
-          time.sleep(0.01)
-          continue
-        os.close(lock)
-        raise BlockingIOError(
-          errno.EAGAIN, "another process writes here until it closes", path
-        ) from None
-      except OSError:
-        # A file system without locks.
-        break
-    self._lock = lock
-    self._sweep()
-
-  def _sweep(self) -> None:
-    """Takes away what was left by a process that was killed, or a failure."""
-    left = {
-      name.partition(".")[0]
-      for folder in ("new", "old")
-      for name in os.listdir(os.path.join(self._ours, folder))
-    }
-    lost = [
-      x
-      for x in self._numbers()
-      if str(x) in left and not os.path.lexists(self._folder(x))
-    ]
-    # Stopped just before the folder got its name, or just after it lost it.
-    # Where somebody else has taken the folder, the manifest stays to tell.
-    for step in lost:
-      os.unlink(self._path(step))
-    if lost:
-      manifests.sync_folder(self._ours)
-    for name in os.listdir(self._ours):
-      if name.endswith(".json.tmp"):
-        os.unlink(os.path.join(self._ours, name))
-    self._empty("new")
-    self._empty("old")
-
-  def _empty(self, folder: str) -> None:
-    where = os.path.join(self._ours, folder)
-    for name in os.listdir(where):
-      path = os.path.join(where, name)
-      if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-      else:
-        os.unlink(path)
-
-  def _numbers(self) -> list[int]:
-    """Steps that have a manifest, whatever it says."""
-    try:
-      names = os.listdir(self._ours)
-    except (FileNotFoundError, NotADirectoryError):
-      return []
-    return sorted(
-      int(name[:-5])
-      for name in names
-      if name.endswith(".json") and _is_number(name[:-5])
-    )
-
-  def _claims(self) -> list[int]:
-    """Steps that have a manifest, or are Orbax's and have lost it."""
-    try:
-      names = os.listdir(self.root)
-    except (FileNotFoundError, NotADirectoryError):
-      return []
-    strays = {
-      int(name)
-      for name in names
-      if _is_number(name)
-      and any(os.path.isfile(os.path.join(self.root, name, x)) for x in _ORBAX)
-    }
-    return sorted(strays.union(self._numbers()))
 
   def _known(self, step: int, known: list[int]) -> None:
     if type(step) is not int or step not in known:
@@ -538,9 +383,11 @@ class Checkpoints:
   def steps(self) -> list[int]:
     """Steps that exist, in order; looks at sizes, not at the bytes."""
     found = []
-    for step in self._numbers():
+    for step in self._shelf.numbers():
       with contextlib.suppress(CheckpointCorruptError, CheckpointFormatError):
-        Manifest.read(self._path(step), step).check_sizes(self._folder(step))
+        Manifest.read(self._shelf.path(step), step).check_sizes(
+          self._shelf.folder(step)
+        )
         found.append(step)
     return found
 
@@ -562,7 +409,7 @@ class Checkpoints:
     Raises:
       CheckpointMismatchError, InputTypeError, PeerError: as `restore`.
     """
-    numbers = self._together.all(self._claims)[0]
+    numbers = self._together.all(self._shelf.claims)[0]
     if like is None:
       return bool(numbers)
     wanted = {name: Wanted(name, x) for name, x in named(like).items()}
@@ -611,7 +458,7 @@ class Checkpoints:
       self._job.join()
     wanted = {name: Wanted(name, x) for name, x in named(like).items()}
     # What process 0 sees is what counts.
-    numbers = self._together.all(self._claims)[0]
+    numbers = self._together.all(self._shelf.claims)[0]
     if step is not None:
       self._known(step, numbers)
       numbers = [step]
@@ -653,10 +500,10 @@ class Checkpoints:
 
   def _verified(self, step: int, verify: str) -> Manifest:
     """A manifest whose files are what it says."""
-    folder = self._folder(step)
+    folder = self._shelf.folder(step)
 
     def check() -> Manifest:
-      made = Manifest.read(self._path(step), step)
+      made = Manifest.read(self._shelf.path(step), step)
       made.check_sizes(folder)
       if verify != "none":
         for file in self._together.share(made.files):
@@ -738,7 +585,7 @@ class Checkpoints:
       try:
         arrays.update(
           reader.restore(
-            self._folder(step), args=ocp.args.StandardRestore(targets)
+            self._shelf.folder(step), args=ocp.args.StandardRestore(targets)
           )
         )
       except (MemoryError, jax.errors.JaxRuntimeError):
@@ -747,7 +594,7 @@ class Checkpoints:
         if verify != "none":
           raise
         why = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-        raise manifests.corrupt(step, self._folder(step), why) from error
+        raise manifests.corrupt(step, self._shelf.folder(step), why) from error
       finally:
         reader.close()
 
@@ -806,10 +653,6 @@ getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 def _listed(names: list[str]) -> str:
   shown = ", ".join(n if len(n) <= 60 else f"...{n[-57:]}" for n in names[:2])
   return shown + ", ..." * (len(names) > 2)
-
-
-def _is_number(name: str) -> bool:
-  return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
 def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:

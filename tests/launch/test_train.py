@@ -198,8 +198,16 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
   ("argv", "words"),
   [
     ("--config.sources=({'kind': 'copies', 'few': 2},)", "sources, copies"),
-    ("--config.sources=({'kind': 'corpus'},)", "sources, corpus"),
-    ("--config.sources=({'kind': 'passkey', 'length': 30},)", "length"),
+    pytest.param(
+      "--config.sources=({'kind': 'corpus'},)",
+      "sources, corpus",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      "--config.sources=({'kind': 'passkey', 'length': 30},)",
+      "length",
+      marks=pytest.mark.slow,
+    ),
     ("--config.start={'kind': 'habit'}", "one of lookup"),
     ("--config.start={'kind': 'lookup', 'backs': 1}", "start: got backs"),
     ("--config.start={'kind': 'lookup', 'back': ((1, 2),)}", "llama of 2"),
@@ -222,7 +230,11 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
       "--config.sources=({'kind': 'passkey', 'length': 9, 'shortest': 10},)",
       "shortest: got 10",
     ),
-    ("--config.sources=({'kind': 'copies', 'weight': 'x'},)", "sources, cop"),
+    pytest.param(
+      "--config.sources=({'kind': 'copies', 'weight': 'x'},)",
+      "sources, cop",
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_wrong_configs(small, tmp_path, argv, words):
@@ -338,7 +350,7 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
 def test_a_second_run_in_a_folder_is_refused_at_once(
   small, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr("ringjax.train.checkpoint.PATIENCE_S", 0.05)
+  monkeypatch.setattr("ringjax.train.shelf.PATIENCE_S", 0.05)
   out = tmp_path / "out"
   with Checkpoints(out / "checkpoints") as other:
     other.claim()
