@@ -98,14 +98,17 @@ def pytest_configure(config) -> None:
   """What runs on every commit compiles for a short compilation.
 
   LLVM's costly passes and XLA's newer code for fusions change no meaning and
-  take half of the tests' time, in their subprocesses too. The slow tests, the
-  smoke tests and JAX_DISABLE_MOST_OPTIMIZATIONS=0 compile as users do.
+  take half of the tests' time, in their subprocesses too; which line of Python
+  an operation comes from takes a twentieth. The slow tests, the smoke tests and
+  JAX_DISABLE_MOST_OPTIMIZATIONS=0 compile as users do.
   """
   if config.getoption("markexpr") != "not slow":
     return
   # A worker finds what the process that began it has set.
   if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
     jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)
+    os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "0"
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*flags, _QUICK]))
 

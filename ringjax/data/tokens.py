@@ -623,13 +623,17 @@ def _first_token(post_processor: Any) -> str | None:
   return None
 
 
+# What a file may take in a process of its own.
+_CPU_S = 20
+
+
 def _try_in_child(data: bytes) -> None:
   try:
     child.run(
       _TRIAL,
       data,
       memory_bytes=2 << 30,
-      cpu_s=20,
+      cpu_s=_CPU_S,
       wall_s=120.0,
       answer_bytes=1000,
     )

@@ -208,7 +208,12 @@ def test_tiles_are_counted():
 
 @pytest.mark.parametrize(
   ("part", "factor"),
-  [("forward", 1.01), ("decode", np.nan), ("load", 1.01), ("load", None)],
+  [
+    pytest.param("forward", 1.01, marks=pytest.mark.slow),
+    ("decode", np.nan),
+    ("load", 1.01),
+    ("load", None),
+  ],
   ids=str,
 )
 def test_a_wrong_result_is_not_timed(part, factor, monkeypatch, capsys):

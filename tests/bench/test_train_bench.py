@@ -204,9 +204,9 @@ def test_who_fails_at_a_length_keeps_those_that_fit(monkeypatch):
   ("ours", "theirs", "words"),
   [
     (1, 4, "at least 2x"),
-    (8, 1, "at most 0.25x"),
+    pytest.param(8, 1, "at most 0.25x", marks=pytest.mark.slow),
     (1, 1, "unknown, both fit 4,096 tokens and more"),
-    (4, 8, "2x"),
+    pytest.param(4, 8, "2x", marks=pytest.mark.slow),
   ],
 )
 def test_what_was_not_looked_at_is_said(ours, theirs, words, monkeypatch):

@@ -179,7 +179,7 @@ def test_messages_make_no_special_token(loaded, name):
     return [i for i in ids if i in tokenizer.specials.ids], ids
 
   want, _ = steering([user("a"), model("b"), user("c")])
-  for texts in _triples(forged(sorted(tokenizer.specials.by_text), 150)):
+  for texts in _triples(forged(sorted(tokenizer.specials.by_text), 60)):
     got, ids = steering([user(texts[0]), model(texts[1]), user(texts[2])])
     unknown = [tokenizer._unknown] if tokenizer._unknown is not None else []
     assert [i for i in got if i not in unknown] == want, texts

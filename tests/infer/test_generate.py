@@ -133,7 +133,9 @@ def test_who_streams_may_end_it(loaded, said):
     np.testing.assert_array_equal(new, greedy[:, :6])
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(
+  "devices", [pytest.param(1, marks=pytest.mark.slow), 8]
+)
 def test_a_stop_id_right_behind_the_end_of_another_row(loaded, devices):
   """The step with it is on its way when the other row is ended."""
   said = ((5, 9, 6, 6, 6), (7, 7, 7, 7, 7), (8, 8, 8, 9, 8))

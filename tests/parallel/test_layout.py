@@ -17,7 +17,10 @@ from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
   ("layout", "shards", "lengths"),
   [
     *(
-      (layout, shards, (1, 2, 5, 7, 13, 31))
+      pytest.param(
+        layout, shards, (1, 2, 5, 7, 13, 31),
+        marks=() if shards in (3, 8) else pytest.mark.slow,
+      )
       for layout in (
         rj.Contiguous(), rj.Striped(), rj.Striped(block=3), rj.Zigzag()
       )

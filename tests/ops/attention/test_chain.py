@@ -33,7 +33,7 @@ CAUSAL = (
   "chunked", "mha", "mqa", "value-dim", "sinks", "soft-cap", "alibi",
   "mask-pairs",
 )  # fmt: skip
-QUICK = ("gqa", "window-wide", "everything")
+QUICK = ("window-wide", "everything")
 
 
 def verify(name, layout, shards, local=TILES):
@@ -58,7 +58,10 @@ def test_every_causal_feature(name):
   verify(name, Uneven(PARTS[8]), 8)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+  "shards",
+  [1, pytest.param(2, marks=pytest.mark.slow), 3, 4],
+)
 def test_sizes(shards):
   verify("window-wide", Uneven(PARTS[shards]), shards)
 

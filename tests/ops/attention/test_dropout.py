@@ -123,11 +123,11 @@ def problem(seed=5, **options):
 
 
 PLACES = [
-  (1, Contiguous(), Ring(TILES)),
+  pytest.param(1, Contiguous(), Ring(TILES), marks=pytest.mark.slow),
   pytest.param(1, Contiguous(), Ring(Blockwise()), marks=pytest.mark.slow),
   pytest.param(8, Contiguous(), Ring(TILES), marks=pytest.mark.slow),
   (8, Striped(), Ring(TILES)),
-  (3, Zigzag(), Ring(Blockwise(16, 8))),
+  pytest.param(3, Zigzag(), Ring(Blockwise(16, 8)), marks=pytest.mark.slow),
   pytest.param(8, Zigzag(), Ring(Dense()), marks=pytest.mark.slow),
   (8, Striped(4), Gather(TILES)),
   pytest.param(4, Zigzag(), Ulysses(TILES), marks=pytest.mark.slow),

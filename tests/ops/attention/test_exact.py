@@ -270,7 +270,9 @@ def test_ulysses_deals_heads_that_do_not_divide(n, kv, shards):
   oracle.check(got, oracle.truth(case))
 
 
-@pytest.mark.parametrize("unroll", [1, 3, 16])
+@pytest.mark.parametrize(
+  "unroll", [1, 3, pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_unrolling_changes_nothing(unroll):
   verify("window-wide", Striped(), Ring(TILES, unroll=unroll))
 
@@ -601,7 +603,7 @@ def in_vmap(shards):
   [
     pytest.param(Contiguous(), Ring(TILES), marks=pytest.mark.slow),
     (Striped(), Ring(TILES)),
-    (Zigzag(), Gather(TILES)),
+    pytest.param(Zigzag(), Gather(TILES), marks=pytest.mark.slow),
     (Striped(4), Ulysses(TILES)),
     pytest.param(Zigzag(), Ring(Dense()), marks=pytest.mark.slow),
   ],

@@ -59,7 +59,7 @@ def test_signature_is_a_superset():
 @pytest.mark.parametrize(
   ("size", "group", "use_vmap", "dtype"),
   [
-    (1, 1, False, jnp.bfloat16),
+    pytest.param(1, 1, False, jnp.bfloat16, marks=pytest.mark.slow),
     pytest.param(1, 4, False, jnp.float16, marks=pytest.mark.slow),
     (1, 2, True, jnp.bfloat16),
     pytest.param(8, 1, True, jnp.float16, marks=pytest.mark.slow),
@@ -89,7 +89,7 @@ def test_groups_and_vmap(size, group, use_vmap, dtype):
   "modes",
   [
     pytest.param(("bias",), marks=pytest.mark.slow),
-    ("causal",),
+    pytest.param(("causal",), marks=pytest.mark.slow),
     ("padding",),
     ("custom",),
     pytest.param(("causal", "padding"), marks=pytest.mark.slow),

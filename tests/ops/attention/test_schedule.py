@@ -186,8 +186,16 @@ def test_program_does_not_grow(strategy):
   assert size(4, 4 * 1024) < 1.05 * size(4, 4 * 512)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+  ("layout", "backward"),
+  [
+    (LAYOUTS[0], True),
+    (LAYOUTS[1], False),
+    pytest.param(LAYOUTS[0], False, marks=pytest.mark.slow),
+    pytest.param(LAYOUTS[1], True, marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
 def test_memory_is_flat_in_the_number_of_shards(layout, backward):
   local = 512
   one = lambda r: (

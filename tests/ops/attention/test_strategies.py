@@ -95,7 +95,7 @@ def test_every_feature(feature, strategy, layout):
 @pytest.mark.parametrize(
   "strategy",
   [
-    name if n % 2 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    name if n % 3 == 0 else pytest.param(name, marks=pytest.mark.slow)
     for n, name in enumerate(STRATEGIES)
   ],
 )
@@ -132,7 +132,7 @@ def test_heads_traded_around_ways_for_consecutive_tokens(local):
   [
     pytest.param(1, "gqa", marks=pytest.mark.slow),
     pytest.param(2, "bidirectional", marks=pytest.mark.slow),
-    (3, "window-sides"),
+    pytest.param(3, "window-sides", marks=pytest.mark.slow),
     (4, "gqa"),
     pytest.param(6, "window-ahead", marks=pytest.mark.slow),
     (7, "bidirectional"),

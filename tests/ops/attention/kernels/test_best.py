@@ -203,7 +203,7 @@ def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
 @pytest.mark.parametrize(
   ("shape", "said", "taken"),
   [
-    ((1, 4), {}, True),
+    pytest.param((1, 4), {}, True, marks=pytest.mark.slow),
     ((2, 2), {}, False),
     ((2, 2), {"batch_axis": "data"}, True),
     pytest.param((2, 2), {"batch_axis": ()}, True, marks=pytest.mark.slow),
