@@ -210,9 +210,9 @@ def test_tiles_are_counted():
   ("part", "factor"),
   [
     pytest.param("forward", 1.01, marks=pytest.mark.slow),
-    ("decode", np.nan),
+    pytest.param("decode", np.nan, marks=pytest.mark.slow),
     ("load", 1.01),
-    ("load", None),
+    pytest.param("load", None, marks=pytest.mark.slow),
   ],
   ids=str,
 )
@@ -251,7 +251,9 @@ def test_a_contestant_that_fails_has_a_reason(monkeypatch, capsys):
   assert "all gone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+  "scan", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_a_filled_cache_is_one_that_read_a_prompt(scan, tmp_path):
   model = rj.models.create(MODEL, scan=scan)
   ids = np.random.default_rng(0).integers(0, 64, (1, 24), np.int32)

@@ -64,7 +64,6 @@ CHATS = [
 ]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", templates.ALL)
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("prompt", [True, False])

@@ -20,8 +20,6 @@ from ringjax.data.corpus import Corpus
 from ringjax.errors import DataError, OptionError
 from tests.data import made
 
-pytestmark = pytest.mark.smoke
-
 ROWS = [[5, 6, 7], [], [1], [0, 299, 2, 3]]
 
 

@@ -24,8 +24,6 @@ from ringjax.errors import DataError, OptionError
 from ringjax.models import tiny
 from tests.data import made
 
-pytestmark = pytest.mark.smoke
-
 FILLER = Lines(
   text="".join(f"line {i:04} of {'words ' * (i % 9)}\n" for i in range(997))
 )

@@ -63,7 +63,6 @@ ALL = [*made.KINDS, "bytes"]
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", made.KINDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_and_texts_are_the_librarys(loaded, plain, kind, text):

@@ -34,7 +34,7 @@ def said():
   ("method", "devices"),
   [
     ("kvr", 4),
-    ("striped", 2),
+    pytest.param("striped", 2, marks=pytest.mark.slow),
     ("chunked", 4),
     *(
       pytest.param(method, devices, marks=pytest.mark.slow)

@@ -124,6 +124,7 @@ def test_a_causal_kernel():
   assert causal["kvr_s"]["seconds"] < dense["kvr_s"]["seconds"]
 
 
+@pytest.mark.slow
 def test_noise():
   calm = methods(ask("kvr", *MAIN, "--json"))
   loud = methods(ask("kvr", *MAIN, "--noise=20", "--json"))

@@ -334,6 +334,7 @@ def test_what_is_wrong_in_a_config_is_shown_where_it_is(tmp_path):
 ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
 
 
+@pytest.mark.slow
 def test_another_recipe_is_not_mixed_in(small, tmp_path):
   out = tmp_path / "out"
   flags = ("--mesh=seq:2", f"--config={small}", f"--out={out}", ONE_STEP)
@@ -382,6 +383,7 @@ def test_what_another_objective_is():
   assert seen({"model": "llama-1b"}, base=other) == seen({}, base=other)
 
 
+@pytest.mark.slow
 def test_adapters_are_of_one_model():
   config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
             "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24,

@@ -190,7 +190,7 @@ def test_each_process_brings_its_own_rows(argv, tmp_path, start_together):
 @pytest.mark.parametrize(
   ("rank", "words"),
   [
-    (0, "1 of 2 within 1 s; missing: 1"),
+    pytest.param(0, "1 of 2 within 1 s; missing: 1", marks=pytest.mark.slow),
     (1, "where process 0 did not answer within 1 s"),
   ],
 )

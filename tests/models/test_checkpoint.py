@@ -251,7 +251,11 @@ def test_moved_to_another_mesh(even):
 # Eight experts on four devices; five, which stay on each; none.
 @pytest.mark.parametrize(
   ("name", "experts"),
-  [("deepseek_v3", "model"), ("mixtral", None), ("phi3", None)],
+  [
+    ("deepseek_v3", "model"),
+    ("mixtral", None),
+    pytest.param("phi3", None, marks=pytest.mark.slow),
+  ],
 )
 def test_other_rules(name, experts, tmp_path):
   """Experts over "model"; what a mesh axis does not divide stays whole."""

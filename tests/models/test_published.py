@@ -293,7 +293,7 @@ def test_yarn_that_was_trained():
     "DeepSeek-V3",
     "Llama-4-Scout-17B-16E-Instruct",
     "Qwen2.5-7B-Instruct-1M",
-    "gemma-3-27b-it",
+    pytest.param("gemma-3-27b-it", marks=pytest.mark.slow),
     "gpt-oss-20b",
   ],
 )

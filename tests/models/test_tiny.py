@@ -108,7 +108,7 @@ def test_finds_needles_at_every_depth(model):
   np.testing.assert_array_equal(found, np.tile(after, (len(rows), 1)))
 
 
-@pytest.mark.parametrize("keys", [1, 3])
+@pytest.mark.parametrize("keys", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_answers_examples_as_they_are_made_for_training(model, keys):
   task = MultiKey(tokenizer=Bytes(), keys=keys)
   for seed in range(2):

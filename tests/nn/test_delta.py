@@ -208,6 +208,7 @@ def test_padded_prompts_go_on(model, expected, shards):
       close(logits[row, 0], expected.logits[row, at[row]])
 
 
+@pytest.mark.slow
 def test_a_left_padded_call_goes_on(model, expected):
   tokens = expected.tokens[:1, :12]
   cache = model.cache(1, 32)

@@ -316,7 +316,7 @@ def scans(reverse, layout=None, mesh=None, axis=None):
   ("layout", "shards", "rounds", "reverse"),
   [
     (Contiguous(), 1, False, True),
-    (Contiguous(), 3, False, False),
+    _slow(Contiguous(), 3, False, False),
     # The last one has nothing.
     (Contiguous(), 8, False, True),
     _slow(Contiguous(), 8, False, False),
@@ -398,7 +398,7 @@ def recurrences(seg=None, reverse=False, layout=None, mesh=None, shards=1):
   ("layout", "shards", "rounds", "reverse"),
   [
     _slow(Contiguous(), 1, False, True),
-    (Contiguous(), 3, False, False),
+    _slow(Contiguous(), 3, False, False),
     (Contiguous(), 8, True, True),
     _slow(Contiguous(), 8, True, False),
     (Uneven((0, 2, 0, 8, 3)), 5, False, True),
@@ -485,9 +485,9 @@ def convolutions(seg, layout, shards, mesh):
   ("layout", "shards", "seg", "taps", "before"),
   [
     _slow(Contiguous(), 1, None, 4, True),
-    (Contiguous(), 3, None, 4, True),
+    _slow(Contiguous(), 3, None, 4, True),
     (Contiguous(), 3, SEG, 4, True),
-    (Contiguous(), 8, SEG, 4, True),
+    _slow(Contiguous(), 8, SEG, 4, True),
     _slow(Contiguous(), 3, SEG, 1, False),
     (Striped(), 3, SEG, 3, False),
     _slow(Zigzag(), 3, None, 3, False),

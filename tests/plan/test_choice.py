@@ -40,6 +40,7 @@ def test_slow_links_are_a_chain_s():
   assert chain.seconds < 0.95 * ring.seconds
 
 
+@pytest.mark.slow
 def test_noisy_links_are_a_chain_s():
   # At this speed the quiet links are the ring's and the noisy ones are not.
   network = Network(bandwidth=40e9)

@@ -512,7 +512,9 @@ jax.distributed.shutdown()
 """
 
 
-@pytest.mark.parametrize("fail", ["", "taken", "full"])
+@pytest.mark.parametrize(
+  "fail", ["", "taken", pytest.param("full", marks=pytest.mark.slow)]
+)
 def test_two_processes(tmp_path, fail):
   tensors = {
     "a": values((64, 512)),

@@ -373,7 +373,12 @@ def on(mesh, name, x):
   [
     ("Auto", Zigzag(), {}),
     ("Explicit", Striped(), {}),
-    ("Auto", Striped(4), {"batch_axis": "data", "head_axis": "model"}),
+    pytest.param(
+      "Auto",
+      Striped(4),
+      {"batch_axis": "data", "head_axis": "model"},
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_batch_and_heads_are_sharded_too(kind, layout, said, strategy):
@@ -624,7 +629,10 @@ def test_one_device_plays_all_shards(layout, strategy):
 # Transformations.
 
 
-@pytest.mark.parametrize("strategy", [Ring(TILES), Ulysses(TILES)])
+@pytest.mark.parametrize(
+  "strategy",
+  [Ring(TILES), pytest.param(Ulysses(TILES), marks=pytest.mark.slow)],
+)
 def test_vmap(strategy):
   cases = [
     oracle.build(is_causal=True, sees=causal, sinks=True, seed=n, t=40)

@@ -39,7 +39,7 @@ OPTIONS = {
   "axes": {"batch_axis": (), "head_axis": ()},
 }
 STRATEGIES = ("ring", "gather", "ulysses", rj.Ring(rj.Dense()))
-SLOW = ("gather", "ulysses")
+SLOW = ("gather", "ulysses", rj.Ring(rj.Dense()))
 PAIRS = list(itertools.combinations(OPTIONS, 2))
 
 

@@ -79,7 +79,9 @@ def test_it_becomes_a_program_of_triton(name):
   assert text.count("xla.gpu.triton") == 1
 
 
-@pytest.mark.parametrize(("queries", "dim"), [(1, 16), (3, 24)])
+@pytest.mark.parametrize(
+  ("queries", "dim"), [pytest.param(1, 16, marks=pytest.mark.slow), (3, 24)]
+)
 def test_the_check_for_a_gpu_checks(queries, dim):
   visit = lambda kernel: on_gpu.visit(kernel, 40, queries, dim, groups=2, kv=1)
   assert visit(DecodeGPU(16, interpret=True))[0] <= on_gpu.FORWARD
