@@ -75,8 +75,8 @@ class Cost:
     return self.token * tokens + self.pair * pairs
 
 
-class Ring(NamedTuple):
-  """What documents are placed on, and how."""
+class Slots(NamedTuple):
+  """The slots around a ring that documents are placed on, and how."""
 
   shards: int
   local_length: int
@@ -130,12 +130,12 @@ class Draft(NamedTuple):
   def reach(self) -> int:
     return max((len(counts) - 1 for counts in self.groups.values()), default=0)
 
-  def time(self, ring: Ring) -> float:
+  def time(self, ring: Slots) -> float:
     """What the batch costs."""
     return float(self.work.max()) + ring.waits(self.reach)
 
 
-def deal(sizes: np.ndarray, ring: Ring) -> Draft:
+def deal(sizes: np.ndarray, ring: Slots) -> Draft:
   """Deals documents on as many shards each as costs least.
 
   Args:
@@ -157,14 +157,16 @@ def deal(sizes: np.ndarray, ring: Ring) -> Draft:
   return best
 
 
-def _faster(one: Draft | None, other: Draft | None, ring: Ring) -> Draft | None:
+def _faster(
+  one: Draft | None, other: Draft | None, ring: Slots
+) -> Draft | None:
   """The draft that costs less, the first of equal ones."""
   if one is None or other is None:
     return other if one is None else one
   return other if other.time(ring) < one.time(ring) else one
 
 
-def _choices(sizes: np.ndarray, ring: Ring) -> list[tuple[float, np.ndarray]]:
+def _choices(sizes: np.ndarray, ring: Slots) -> list[tuple[float, np.ndarray]]:
   """Degrees to try, int64 [N], with a lower bound of the time; best first."""
   work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
   mean = float(work.sum()) / ring.shards
@@ -195,7 +197,7 @@ def _choices(sizes: np.ndarray, ring: Ring) -> list[tuple[float, np.ndarray]]:
 
 
 def filled(
-  sizes: np.ndarray, degrees: np.ndarray, ring: Ring, *, exact: bool
+  sizes: np.ndarray, degrees: np.ndarray, ring: Slots, *, exact: bool
 ) -> tuple[Draft | None, int]:
   """Documents on as many shards as they should be, if there is room.
 
@@ -312,7 +314,7 @@ def _windows(shards: int, degree: int) -> np.ndarray:
   return np.arange(shards - degree + 1)[:, None] + np.arange(degree)
 
 
-def _in_order(sizes: np.ndarray, ring: Ring) -> Draft:
+def _in_order(sizes: np.ndarray, ring: Slots) -> Draft:
   """One document behind the other, which always fits."""
   ends = np.cumsum(sizes)
   starts = ends - sizes

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.data.dealing import Cost, Draft, Ring, deal, filled, members
+from ringjax.data.dealing import Cost, Draft, Slots, deal, filled, members
 from ringjax.data.packing import (
   Batch,
   BestFit,
@@ -171,7 +171,7 @@ def place(
         "local_length",
       )
     )
-  ring = Ring(shards, local_length, spread, cost)
+  ring = Slots(shards, local_length, spread, cost)
   if degree is not None:
     degrees = _given(degree, sizes, ring)
     draft, left = filled(sizes, degrees, ring, exact=True)
@@ -376,7 +376,7 @@ def place_documents(
 # ---------------------------------------------------------------------------
 
 
-def _placement(sizes: np.ndarray, draft: Draft, ring: Ring) -> Placement:
+def _placement(sizes: np.ndarray, draft: Draft, ring: Slots) -> Placement:
   """The arrays of a draft."""
   total = int(sizes.sum())
   ends = np.cumsum(sizes)
@@ -446,7 +446,7 @@ def _turns(needed: np.ndarray) -> tuple[int, int]:
   return min(turns, key=lambda turn: (sum(turn), turn[1]))
 
 
-def _given(degree: Any, sizes: np.ndarray, ring: Ring) -> np.ndarray:
+def _given(degree: Any, sizes: np.ndarray, ring: Slots) -> np.ndarray:
   """Degrees as asked, int64 [N]."""
   found = np.asarray(degree)
   if not sizes.size and not found.size:
