@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from ringjax.errors import OptionError, message
 from ringjax.parallel import chips
+from ringjax.parallel.processor import instructions, told
 
 GEMM_SIZE = 2048
 # One product is so short that a busy machine makes its time a lottery.
@@ -287,7 +288,7 @@ def check_same_machine(
 
 
 def _cpu_model() -> str:
-  return _cpuinfo("model name") or platform.processor() or platform.machine()
+  return told("model name") or platform.processor() or platform.machine()
 
 
 def _vectors() -> str:
@@ -301,20 +302,8 @@ def _vectors() -> str:
     "sve": "SVE",
     "asimd": "NEON",
   }
-  has = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+  has = instructions()
   return next((known[name] for name in known if name in has), "unknown")
-
-
-def _cpuinfo(name: str) -> str:
-  """What Linux says of the first processor, "" elsewhere."""
-  try:
-    with open("/proc/cpuinfo") as file:
-      for line in file:
-        if line.startswith(name):
-          return line.split(":", 1)[1].strip()
-  except OSError:
-    pass
-  return ""
 
 
 def check_plot(path: str | None) -> None:

@@ -81,3 +81,18 @@ def positive_int(name: str, value: Any) -> int:
       )
     )
   return int(value)
+
+
+def boolean(name: str, x: Any) -> bool:
+  """x as a bool, or an error that names it."""
+  if not isinstance(x, bool | np.bool_):
+    traced = isinstance(x, jax.core.Tracer)
+    raise InputTypeError(
+      message(
+        name,
+        "a traced value" if traced else repr(x),
+        "True or False",
+        "pass a Python bool",
+      )
+    )
+  return bool(x)

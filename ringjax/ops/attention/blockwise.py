@@ -28,7 +28,7 @@ zero weight alone would not keep it out).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,12 @@ from ringjax.ops.attention.scores import (
   Terms,
   Tile,
 )
-from ringjax.ops.inputs import positive_int
+from ringjax.ops.inputs import boolean, positive_int
 from ringjax.ops.mask import Coords, Mask, extent
 from ringjax.ops.softmax import Partial, finite_max, wide_dtype
-from ringjax.parallel import collectives
+from ringjax.parallel import collectives, processor
+
+Arrays = TypeVar("Arrays", bound=tuple)
 
 # Queries and keys of a tile at most, and queries of several without a mask.
 _BLOCK, _JOINED = 256, 512
@@ -222,10 +224,14 @@ class Blockwise:
     q_block: queries of a tile; None chooses by the local length. Of long
       shards several tiles without a mask are one, of up to 512 queries.
     kv_block: keys of a tile; None chooses by the local length.
+    wide: whether bfloat16 operands are multiplied as float32: no less exact,
+      and copies of a shard's operands of twice their size. None is filled in
+      by the call: where a processor has no products of bfloat16.
   """
 
   q_block: int | None = None
   kv_block: int | None = None
+  wide: bool | None = None
 
   # Reverse mode goes through `backward`, not through the loops.
   differentiable = False
@@ -236,6 +242,8 @@ class Blockwise:
     for name in ("q_block", "kv_block"):
       if getattr(self, name) is not None:
         positive_int(name, getattr(self, name))
+    if self.wide is not None:
+      boolean("wide", self.wide)
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, k_block)."""
@@ -247,6 +255,16 @@ class Blockwise:
   def span(self, keys: int) -> int:
     return keys
 
+  def on_device(
+    self, platform: str, kind: str, alone: bool = True
+  ) -> Blockwise:
+    """The same where it is known what it runs on; as `Best.on_device`."""
+    del kind, alone
+    if self.wide is not None:
+      return self
+    wide = platform == "cpu" and not processor.multiplies_bfloat16()
+    return dataclasses.replace(self, wide=wide)
+
   def forward(
     self,
     scores: Scores,
@@ -257,6 +275,7 @@ class Blockwise:
     carry: Partial,
   ) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
+    x = self._operands(x)
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
     x, terms, context = pad_operands(x, terms, context, qb, kb)
@@ -314,6 +333,7 @@ class Blockwise:
     carry: tuple[jax.Array, Terms],
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
+    x, residuals = self._operands(x), self._operands(residuals)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, k_length)
     x, terms, context = pad_operands(x, terms, context, qb, kb)
@@ -365,6 +385,14 @@ class Blockwise:
       dv[:, :, :k_length],
       _cut_terms(dterms, carry[1]),
     )
+
+  def _operands(self, x: Arrays) -> Arrays:
+    """`x` in the dtype in which it is multiplied."""
+    if not self.wide:
+      return x
+    # All at once: XLA would convert a tile's operands again for each tile.
+    widen = lambda a: _in_memory(a.astype(jnp.float32))
+    return jax.tree.map(lambda a: widen(a) if a.dtype == jnp.bfloat16 else a, x)
 
 
 def forward_tile(

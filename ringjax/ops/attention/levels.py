@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import OptionError, message
+from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
@@ -115,7 +116,7 @@ def on_device(
 ) -> Any:
   """The strategy whose local algorithm knows what it runs on."""
   local = innermost(strategy)
-  if not isinstance(local, Best):
+  if not isinstance(local, Best | Blockwise):
     return strategy
   return _around(strategy, local.on_device(platform, kind, alone))
 

@@ -24,7 +24,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.ops.attention.scores import Scores
-from ringjax.ops.inputs import as_array
+from ringjax.ops.inputs import as_array, boolean
 from ringjax.ops.mask import (
   And,
   Causal,
@@ -121,7 +121,7 @@ def build(
       shard's rows of `bias` and `mask` have the columns of them all.
     others: as the functions of `api` have them.
   """
-  is_causal = flag("is_causal", is_causal)
+  is_causal = boolean("is_causal", is_causal)
   q, k, v = (as_array(n, x) for n, x in
              (("query", query), ("key", key), ("value", value)))  # fmt: skip
   batched = q.ndim == 4
@@ -605,21 +605,6 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
       )
     )
   return value
-
-
-def flag(name: str, x: Any) -> bool:
-  """x as a bool, or an error that names it."""
-  if not isinstance(x, bool | np.bool_):
-    traced = isinstance(x, jax.core.Tracer)
-    raise InputTypeError(
-      message(
-        name,
-        "a traced value" if traced else repr(x),
-        "True or False",
-        "pass a Python bool",
-      )
-    )
-  return bool(x)
 
 
 def _and(mask: Mask, other: Any) -> Mask:

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError, OptionError, ShapeError, message
 from ringjax.ops.attention import levels, predict
-from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.kernels.best import expected
@@ -31,6 +30,7 @@ from ringjax.ops.attention.predict import Call
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.select import Auto
+from ringjax.ops.inputs import boolean
 from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -46,7 +46,7 @@ def run(
   return_residual: bool,
 ) -> Any:
   """The output in the caller's shape, with the residual where asked for."""
-  return_residual = requests.flag("return_residual", return_residual)
+  return_residual = boolean("return_residual", return_residual)
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
   _check_axes(strategy, place)

@@ -136,10 +136,8 @@ def tile_blocks(call: Call, t: int, s: int) -> tuple[int, int]:
   blocks = Blockwise().blocks(t, s)
   if isinstance(call.seen, Everything):
     return blocks
-  small = (
-    min(b, max(128, n // 8)) for b, n in zip(blocks, (t, s), strict=True)
-  )
-  return Blockwise(*small).blocks(t, s)
+  q, k = (min(b, max(128, n // 8)) for b, n in zip(blocks, (t, s), strict=True))
+  return Blockwise(q, k).blocks(t, s)
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ DTYPES = {
 # Relative L2 errors of the outputs and of the gradients.
 FORWARD = dict(float64=2e-14, float32=5e-6, bfloat16=4e-3, float16=6e-4)
 BACKWARD = dict(float64=1e-14, float32=1.5e-5, bfloat16=1e-2, float16=1.5e-3)
+# On every processor the same.
+NARROW, WIDE = (Ring(Blockwise(64, 64, wide=wide)) for wide in (False, True))
 LAYOUTS = [Contiguous(), Striped(), Striped(4), Zigzag()]
 TILES = Blockwise(8, 8)
 
@@ -74,7 +77,7 @@ def errors(dtype, spread, shards, strategy=None):
       layout=Striped(),
       shards=shards,
       mesh=ring_mesh(shards),
-      strategy=strategy or Ring(Blockwise(64, 64)),
+      strategy=strategy or NARROW,
       compiler={},
     )
   assert got["lse"].dtype == (np.float64 if dtype == "float64" else np.float32)
@@ -107,6 +110,7 @@ def test_errors_are_small(dtype, spread):
 @pytest.mark.parametrize(
   "strategy",
   [
+    WIDE,
     Gather(),
     pytest.param(Ulysses(), marks=pytest.mark.slow),
     pytest.param(Ring(Dense()), marks=pytest.mark.slow),
@@ -119,6 +123,44 @@ def test_errors_are_small(dtype, spread):
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_errors_of_other_strategies_are_small(dtype, strategy):
   within(errors(dtype, 16.0, 8, strategy), dtype)
+
+
+def test_products_of_float32_are_no_less_exact():
+  narrow, wide = (errors("bfloat16", 16.0, 8, x) for x in (NARROW, WIDE))
+  assert all(wide[name] <= 1.05 * narrow[name] for name in narrow)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_wide_operands_stay_on_their_device(wide):
+  x = jnp.zeros((1, 64, 2, 8), jnp.bfloat16)
+  strategy = Ring(Blockwise(8, 8, wide=wide))
+
+  def call(q, k, v):
+    return rj.dot_product_attention(
+        q, k, v, is_causal=True, mesh=ring_mesh(2), axis="seq",
+        strategy=strategy,
+    )  # fmt: skip
+
+  def both(q, k, v, do):
+    out, back = jax.vjp(call, q, k, v)
+    return out, back(do)
+
+  found = {"dot_general": set(), "ppermute": set()}
+  _operands(jax.make_jaxpr(both)(x, x, x, x).jaxpr, found)
+  want = jnp.float32 if wide else jnp.bfloat16
+  assert found["dot_general"] == {np.dtype(want)}
+  # Keys and values travel as they are, their gradients are sums.
+  floats = {d for d in found["ppermute"] if jnp.issubdtype(d, jnp.floating)}
+  assert floats == {np.dtype(jnp.bfloat16), np.dtype(jnp.float32)}
+
+
+def _operands(jaxpr, found):
+  """Adds the dtypes of the operands of these primitives, at any depth."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name in found:
+      found[eqn.primitive.name] |= {x.aval.dtype for x in eqn.invars}
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      _operands(inner, found)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ class Best:
         another program, and cuts no kernel.
     """
     if platform not in KERNELS or not alone:
-      return Blockwise(self.q_block, self.kv_block)
+      loops = Blockwise(self.q_block, self.kv_block)
+      return loops.on_device(platform, kind, alone)
     return dataclasses.replace(self, platform=platform, chip=chips.known(kind))
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords
+from ringjax.parallel import processor
 from tests.ops.attention.kernels.test_kinds import Poison, Vendor
 
 
@@ -80,9 +81,10 @@ def test_what_a_chip_has_no_room_for_is_declined(fresh):
 
 
 def test_elsewhere_it_is_blockwise():
-  assert Best(8, 16).on_device("cpu", "cpu") == Blockwise(8, 16)
+  wide = not processor.multiplies_bfloat16()
+  assert Best(8, 16).on_device("cpu", "cpu") == Blockwise(8, 16, wide)
   strategy = levels.on_device(Ulysses(Ring()), "cpu", "cpu")
-  assert levels.innermost(strategy) == Blockwise()
+  assert levels.innermost(strategy) == Blockwise(wide=wide)
   strategy = levels.on_device(Ulysses(Ring(), inner=2), "tpu", "TPU v5 lite")
   assert strategy == Ulysses(
     Ring(Best(platform="tpu", chip="tpu-v5e")), inner=2
@@ -91,9 +93,9 @@ def test_elsewhere_it_is_blockwise():
   assert strategy == Ring(Best(platform="gpu", chip="h100"))
   # XLA would have to cut it.
   strategy = levels.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3", False)
-  assert strategy == Ring(Blockwise())
+  assert strategy == Ring(Blockwise(wide=False))
   # What somebody asked for stays.
-  mine = Ring(Blockwise(8, 8))
+  mine = Ring(Blockwise(8, 8, wide=True))
   assert levels.on_device(mine, "tpu", "TPU v4") == mine
 
 
