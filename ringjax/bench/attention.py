@@ -41,6 +41,8 @@ from ringjax.bench.alone import Alone
 from ringjax.bench.contest import best
 from ringjax.bench.timing import Skipped, Timing
 from ringjax.ops.attention import api
+from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.gather import Gather
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.mesh import make_mesh
 
@@ -145,6 +147,18 @@ def _over(mesh: Mesh) -> NamedSharding:
 
 def _blockwise(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
   attend = functools.partial(api.blockwise_attention, is_causal=True)
+  return _jitted(attend, case, arrays, _one_device())
+
+
+def _narrow(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
+  """The same, whatever the processor: products of bfloat16 themselves."""
+  if case.dtype != "bfloat16":
+    raise Skipped("skipped: bfloat16 only")
+  attend = functools.partial(
+    api.dot_product_attention,
+    strategy=Gather(Blockwise(wide=False)),
+    is_causal=True,
+  )
   return _jitted(attend, case, arrays, _one_device())
 
 
@@ -285,6 +299,7 @@ def _torch(case: Case, arrays: Sequence[np.ndarray]) -> Ready:
 CONTESTANTS: dict[str, Contestant] = {
   "blockwise": Contestant(_blockwise, sharded=False, ours=True, alone=True),
   "shared": Contestant(_blockwise, sharded=False, ours=True),
+  "narrow": Contestant(_narrow, sharded=False, ours=True, alone=True),
   "ring": Contestant(_ring, sharded=True, ours=True),
   "striped": Contestant(_striped, sharded=True, ours=True),
   "gather": Contestant(_gather, sharded=True, ours=True),
@@ -611,7 +626,7 @@ def draw(result: dict[str, Any], path: str) -> None:
     layout="constrained",
   )
   axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-  ours = ["#08519c", "#9ecae1", "#3182bd", "#6baed6", "#bdd7e7"]
+  ours = ["#08519c", "#9ecae1", "#c6dbef", "#3182bd", "#6baed6", "#bdd7e7"]
   peers = ["#d95f0e", "#fe9929", "#969696", "#cccccc", "#756bb1"]
   of = {True: iter(ours), False: iter(peers)}
   colors = {n: next(of[c.ours]) for n, c in CONTESTANTS.items()}

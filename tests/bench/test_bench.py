@@ -19,7 +19,7 @@ from absl.testing import flagsaver
 
 import ringjax as rj
 from launch import bench
-from ringjax.bench import attention, layouts, timing
+from ringjax.bench import attention, contest, layouts, timing
 from ringjax.errors import OptionError
 from ringjax.ops.attention import blockwise, schedule
 from tests.helpers import make_mesh
@@ -171,6 +171,29 @@ def test_attention_benchmark(tmp_path, monkeypatch, capsys):
   np.testing.assert_allclose(found["best"]["jax.nn"]["ratios"], best)
   assert "torch is not installed" in capsys.readouterr().out
   assert is_picture(picture)
+
+
+def test_narrow_multiplies_bfloat16(monkeypatch):
+  exact, half = (
+    attention.Case(dtype, 16, 256, False, 2, 4)
+    for dtype in ("float32", "bfloat16")
+  )
+  with pytest.raises(timing.Skipped, match="bfloat16 only"):
+    attention.made("narrow", exact)
+  want = attention.made("blockwise", exact)[1]
+  multiplied = []
+
+  def seen(equation, a, b):
+    multiplied.append(a.dtype)
+    return product(equation, a, b)
+
+  product = blockwise.product
+  monkeypatch.setattr(blockwise, "product", seen)
+  outputs = attention.made("narrow", half)[1]
+  assert {str(x) for x in multiplied} == {"bfloat16"}
+  limit = attention.TOLERANCE["bfloat16"]
+  difference, wrong = contest.compare(outputs, want, limit)
+  assert not wrong and difference > 0
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
