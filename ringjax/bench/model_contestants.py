@@ -32,6 +32,7 @@ from ringjax.parallel.mesh import make_mesh
 # other benchmarks do without.
 
 PARTS = ("forward", "decode", "load", "tiles")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

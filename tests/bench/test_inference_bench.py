@@ -16,7 +16,12 @@ from absl.testing import flagsaver
 
 import ringjax as rj
 from launch import bench
-from ringjax.bench import inference, model_contestants, timing
+from ringjax.bench import (
+  inference,
+  inference_report,
+  model_contestants,
+  timing,
+)
 from ringjax.bench.alone import Alone
 from ringjax.errors import OptionError
 from ringjax.ops.attention import schedule
@@ -324,7 +329,7 @@ def test_aims():
     timed("decode", "bfloat16", 4096, ringjax=None, transformers=1.0),
     timed("decode", "bfloat16", 32768, unrolled=0.5, transformers=1.0),
   ]
-  found = inference.summary(rows)
+  found = inference_report.summary(rows)
   speeds = [(x["best_of_ours"], x["speed"]) for x in found["speeds"]]
   assert speeds == [
     ("striped", 1.0),
@@ -340,7 +345,7 @@ def test_aims():
     (4096, 1.0, None),
     (32768, 2.0, True),
   ]
-  text = inference._summary_table(found)
+  text = inference_report.summary_table(found)
   assert text.count(": met") == 2 and text.count(": not met") == 1
   assert text.count(": no number") == 1
 
@@ -350,21 +355,21 @@ def test_the_peer_has_its_better_number_of_threads():
   row["results"]["transformers_1"] = {"median_s": 3.0, "cpu_s": 2.0}
   row["results"]["transformers"]["cpu_s"] = 1.0
   row["results"]["ringjax"]["cpu_s"] = 4.0
-  (one,) = inference.summary([row])["speeds"]
+  (one,) = inference_report.summary([row])["speeds"]
   assert (one["speed"], one["cpu_speed"]) == (3.0, 0.25)
 
 
 def test_lines():
   x = (1024, 2048, 8192)
-  line = inference.fit(x, [0.005 + t / 1024 * 0.003 for t in x])
+  line = inference_report.fit(x, [0.005 + t / 1024 * 0.003 for t in x])
   wanted = {"ms": 5.0, "ms_per_1024": 3.0, "r2": 1.0}
   np.testing.assert_allclose([line[k] for k in wanted], list(wanted.values()))
-  assert inference.fit((1024, 2048, 3072), (1.0, 9.0, 2.0))["r2"] < 0.1
+  assert inference_report.fit((1024, 2048, 3072), (1.0, 9.0, 2.0))["r2"] < 0.1
   rows = [timed("decode", "float32", t, unrolled=t / 1024 * 0.003) for t in x]
   rows.append(timed("decode", "float32", 16384, unrolled=None))
   rows.append(timed("decode", "bfloat16", 1024, unrolled=1.0))
   rows[1]["machine"]["bytes_per_s"] = 4e8
-  (one,) = inference.summary(rows)["lines"]
+  (one,) = inference_report.summary(rows)["lines"]
   assert (one["dtype"], one["contestant"]) == ("float32", "unrolled")
   found = one["ms_per_1024"], one["bound_ms_per_1024"]
   np.testing.assert_allclose(found, (3.0, 2.0))
@@ -375,7 +380,7 @@ def test_loading_is_compared_with_safetensors():
     timed("load", "float32", 0, ringjax=3.0, transformers=6.0, safetensors=2.0),
     timed("load", "bfloat16", 0, ringjax=3.0, safetensors=None),
   ]
-  found = inference.summary(rows)["load"]
+  found = inference_report.summary(rows)["load"]
   ratios = [(x["contestant"], x["time_over_safetensors"]) for x in found]
   assert ratios == [("ringjax", 1.5), ("transformers", 3.0), ("ringjax", None)]
 
@@ -398,7 +403,7 @@ def test_runs_add_up(tmp_path):
 def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
   rows = iter([timed("forward", "float32", 4096)])
   monkeypatch.setattr(inference, "_row", lambda *args: next(rows))
-  monkeypatch.setattr(inference, "_table", lambda row: "")
+  monkeypatch.setattr(inference_report, "table", lambda row: "")
   path = tmp_path / "x.json"
   with pytest.raises(StopIteration):
     inference.run(TINY, json=str(path))
