@@ -385,6 +385,7 @@ def test_loading_is_compared_with_safetensors():
   assert ratios == [("ringjax", 1.5), ("transformers", 3.0), ("ringjax", None)]
 
 
+@pytest.mark.slow
 def test_runs_add_up(tmp_path):
   path = tmp_path / "x.json"
   run = lambda command, *tokens: inference.run(

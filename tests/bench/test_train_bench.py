@@ -151,6 +151,7 @@ def test_memory_holds_the_moments_and_what_is_donated_once():
   assert 3 * size < found < 6 * size
 
 
+@pytest.mark.slow
 def test_who_has_use_for_one_device_has_a_process_with_one():
   settings = train.Settings(preset=SMALL, devices=2)
   with Alone() as process:

@@ -285,6 +285,7 @@ def test_no_characters_of_private_use_left(loaded, monkeypatch):
     template.tokens([user(every)], loaded[kind])
 
 
+@pytest.mark.slow
 def test_long_messages(loaded):
   template, kind = template_of("llama3", loaded, trusted=False)
   text = "A line of a long document.\n" * 20_000

@@ -479,6 +479,7 @@ def test_a_short_run_has_a_trace_too(small, tmp_path):
   assert list(traced.rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_on_from_a_folder_with_its_tokenizer(small, tmp_path):
   """What is written can be begun with, read and asked."""
   first, second = tmp_path / "first", tmp_path / "second"

@@ -93,6 +93,7 @@ def test_answers_a_needle(model, name, number, depth):
   assert answer(model, tokens) == want
 
 
+@pytest.mark.slow
 def test_finds_needles_at_every_depth(model):
   """One forward of the text and its answer: greedy decoding would give it."""
   want = tiny.ANSWER.format(name="quartz", number="590162")
