@@ -568,18 +568,11 @@ def _table(case: Case, row: dict[str, Any]) -> str:
     f"  {'gemm ' + str(size) + '^3':15}  1 device {ms:11.1f} ms   100 %   "
     f"{rate:.0f} GFLOP/s",
   ]
-  for name, one in row["results"].items():
-    devices = one["devices"]
-    head = f"  {name:15} {devices:2} device{'s' if devices > 1 else ' '}"
-    if one["median_s"] is None:
-      lines.append(f"{head}           - {one['reason']}")
-      continue
-    ms, least = one["median_s"] * 1e3, one["min_s"] * 1e3
-    lines.append(
-      f"{head}{ms:11.1f} ms {one['gemm_percent']:5.1f} %   "
-      f"best {least:.1f} ms, off by {one['max_abs_difference']:.0e}"
-    )
-  return "\n".join(lines) + "\n"
+  more = lambda one: (
+    f"{one['gemm_percent']:5.1f} %   best {one['min_s'] * 1e3:.1f} ms, "
+    f"off by {one['max_abs_difference']:.0e}"
+  )
+  return "\n".join(lines + contest.lines(row, more)) + "\n"
 
 
 _TITLES = {

@@ -232,6 +232,23 @@ def compare(
   return worst, wrong
 
 
+def lines(row: Row, more: Callable[[Any], str]) -> list[str]:
+  """A line of each contestant: its time and `more` of its result, or why none.
+
+  Times begin in column 28.
+  """
+  found = []
+  for name, one in row["results"].items():
+    devices = one["devices"]
+    line = f"  {name:15} {devices:2} device{'s' if devices > 1 else ' '}"
+    if one["median_s"] is None:
+      line += f"           - {one['reason']}"
+    else:
+      line += f"{one['median_s'] * 1e3:11.1f} ms {more(one)}"
+    found.append(line)
+  return found
+
+
 def best(
   row: Row, names: Sequence[str], key: str = "median_s"
 ) -> tuple[str, float] | None:

@@ -60,6 +60,7 @@ from ringjax.bench.alone import Alone, Spent
 # other benchmarks do without.
 from ringjax.bench.model_contestants import (
   CONTESTANTS,
+  DTYPES,
   PARTS,
   Case,
   Given,
@@ -71,7 +72,7 @@ from ringjax.ops.mask import Causal
 from ringjax.parallel.layout import Contiguous, Layout, Striped
 
 # Largest difference of a logit, of the largest logit of the reference or of 1
-# where that is smaller; for each of the dtypes.
+# where that is smaller.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 
 LAYOUTS: dict[str, Layout] = {"contiguous": Contiguous(), "striped": Striped()}
@@ -89,7 +90,7 @@ class Settings:
     parts: of `PARTS`.
     tokens: of the prompts that are read.
     caches: tokens in the cache when decoding begins.
-    dtypes: of `TOLERANCE`.
+    dtypes: of `DTYPES`.
     contestants: of `CONTESTANTS`.
     rounds: timed rounds.
     steps: of decoding in a round.
@@ -100,7 +101,7 @@ class Settings:
   parts: tuple[str, ...] = PARTS
   tokens: tuple[int, ...] = (4096, 32768)
   caches: tuple[int, ...] = (1024, 4096, 8192, 16384, 32768)
-  dtypes: tuple[str, ...] = tuple(TOLERANCE)
+  dtypes: tuple[str, ...] = DTYPES
   contestants: tuple[str, ...] = tuple(CONTESTANTS)
   rounds: int = 5
   steps: int = 8
@@ -111,7 +112,7 @@ class Settings:
       self,
       choices={
         "parts": PARTS,
-        "dtypes": tuple(TOLERANCE),
+        "dtypes": DTYPES,
         "contestants": tuple(CONTESTANTS),
       },
       counts=("tokens", "caches", "rounds", "steps", "devices"),

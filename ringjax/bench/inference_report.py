@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ringjax.bench import contest
 from ringjax.bench.contest import best
 from ringjax.bench.model_contestants import CONTESTANTS, DTYPES, PARTS, Case
 
@@ -153,6 +154,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def table(row: dict[str, Any]) -> str:
+  """The text of one row."""
   if row["part"] == "tiles":
     return _tiles_table(row)
   lines = [_title(row)]
@@ -164,12 +166,8 @@ def table(row: dict[str, Any]) -> str:
     lines.append(
       f"  {'reading once':26}{ms:11.1f} ms   100 %   {rate:.1f} GB/s"
     )
-  for name, one in row["results"].items():
-    devices = one["devices"]
-    head = f"  {name:14}{devices:3} device{'s' if devices > 1 else ' '} "
-    if one["median_s"] is None:
-      lines.append(f"{head}           - {one['reason']}")
-      continue
+
+  def more(one: Mapping[str, Any]) -> str:
     rest = f"best {one['min_s'] * 1e3:.1f} ms"
     if row["part"] == "load":
       share = f"{one['s_per_gigabyte']:5.2f} s/GB"
@@ -177,11 +175,9 @@ def table(row: dict[str, Any]) -> str:
       percent = one.get("gemm_percent") or one["bound_percent"]
       share = f"{percent:5.1f} %"
       rest += f", off by {one['max_abs_difference']:.0e}"
-    cpu = f"cpu {one['cpu_s'] * 1e3:.1f} ms"
-    lines.append(
-      f"{head}{one['median_s'] * 1e3:11.1f} ms {share}   {cpu}, {rest}"
-    )
-  return "\n".join(lines) + "\n"
+    return f"{share}   cpu {one['cpu_s'] * 1e3:.1f} ms, {rest}"
+
+  return "\n".join(lines + contest.lines(row, more)) + "\n"
 
 
 def _tiles_table(row: dict[str, Any]) -> str:
@@ -204,6 +200,7 @@ def _line(one: Mapping[str, Any]) -> str:
 
 
 def summary_table(found: dict[str, Any]) -> str:
+  """The text of what `summary` found."""
   lines = []
   number = lambda x: "-" if x is None else format(x, ".2f")
   if found["speeds"]:

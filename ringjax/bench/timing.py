@@ -29,8 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.errors import OptionError, message
-from ringjax.parallel import chips
-from ringjax.parallel.processor import instructions, told
+from ringjax.parallel import chips, processor
 
 GEMM_SIZE = 2048
 # One product is so short that a busy machine makes its time a lottery.
@@ -288,7 +287,8 @@ def check_same_machine(
 
 
 def _cpu_model() -> str:
-  return told("model name") or platform.processor() or platform.machine()
+  named = processor.told("model name") or platform.processor()
+  return named or platform.machine()
 
 
 def _vectors() -> str:
@@ -302,7 +302,7 @@ def _vectors() -> str:
     "sve": "SVE",
     "asimd": "NEON",
   }
-  has = instructions()
+  has = processor.instructions()
   return next((known[name] for name in known if name in has), "unknown")
 
 

@@ -16,7 +16,7 @@ PROCESSORS = {
   "flags: fpu avx512f": False,
   "Features: fp asimd bf16": True,
   "Features: fp asimd": False,
-  # A name that only begins alike is another one.
+  # Other lines do not count; nothing is known of this one.
   "model name: bf16": True,
   "": True,
 }

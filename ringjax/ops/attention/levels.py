@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
@@ -116,7 +115,7 @@ def on_device(
 ) -> Any:
   """The strategy whose local algorithm knows what it runs on."""
   local = innermost(strategy)
-  if not isinstance(local, Best | Blockwise):
+  if not hasattr(local, "on_device"):
     return strategy
   return _around(strategy, local.on_device(platform, kind, alone))
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ringjax.ops.attention.attend import empty_partial
-from ringjax.ops.attention.blockwise import Blockwise, Local
+from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.kernels.best import Best, Loops
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.stored import Stored
@@ -144,7 +144,7 @@ class Resident:
     if self.mesh is not None and not manual:
       alone = self.mesh.size == 1
     local = self.local
-    if isinstance(local, Best | Blockwise):
+    if hasattr(local, "on_device"):
       local = local.on_device(platform, kind, alone)
     if q.shape[3] <= self.few and not hasattr(local, "visit"):
       return Loops(platform)
