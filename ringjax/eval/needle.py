@@ -23,6 +23,7 @@ from ringjax.infer.prefill import plan
 from ringjax.infer.session import Session, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.ops.inputs import positive_int
+from ringjax.parallel.mesh import entering
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Cell:
     return {**dataclasses.asdict(self), "score": self.score}
 
 
+@entering(lambda model, *_, mesh=None, **__: mesh or model.mesh)
 def find(
   model: Transformer,
   task: Task,

@@ -28,6 +28,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.layout import Uneven
+from ringjax.parallel.mesh import entering
 from ringjax.train.batch import Batch, place, whole_rows
 from ringjax.train.objective import each_token, each_token_cached
 
@@ -144,6 +145,7 @@ def perplexity(
   return read(on_row)
 
 
+@entering(lambda model, *_, mesh=None, **__: mesh or model.mesh)
 def reader(
   model: Transformer,
   documents: Iterable[np.ndarray],
@@ -211,6 +213,7 @@ def reader(
     found = layout.restore(np.asarray(found), shards=shards, axis=1)
     return found[0, :length]
 
+  @entering(lambda on_row: mesh)
   def read(on_row: Callable[[int], Any]) -> Curve:
     total = np.zeros(length)
     for n, ids in enumerate(chosen):

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ringjax.errors import (
   MemoryEstimateError,
@@ -27,7 +27,7 @@ from ringjax.nn.spread import Spread
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
-from ringjax.parallel.mesh import check_auto
+from ringjax.parallel.mesh import automatic, entering
 from ringjax.parallel.place import SEQ
 
 _KNOBS = (
@@ -80,6 +80,7 @@ class Session:
     last: the report of the last call.
   """
 
+  @entering(lambda _, model, *__, mesh=None, **___: mesh or model.mesh)
   def __init__(
     self,
     model: Transformer,
@@ -168,6 +169,7 @@ class Session:
     """Tokens that still fit, whichever example they belong to."""
     return self.cache.capacity - self.slots * self.shards
 
+  @entering(lambda session: session.mesh)
   def restart(self) -> None:
     """Begins anew with an empty cache of the same capacity, dtype and place."""
     capacity, batch = self.cache.capacity, self.lengths.size
@@ -267,8 +269,7 @@ def place_of(
 ) -> tuple[Any, str | None]:
   """The mesh and the axis that are meant: given, the model's, the current."""
   if mesh is None:
-    own = model.embed.weight.get_value().sharding
-    mesh = own.mesh if isinstance(own, NamedSharding) else None
+    mesh = model.mesh
   if mesh is None:
     context = jax.sharding.get_mesh()
     mesh = None if context.empty else context
@@ -283,7 +284,7 @@ def place_of(
         )
       )
     return None, None
-  check_auto(mesh)
+  mesh = automatic(mesh)
   if axis is None and SEQ in mesh.axis_names:
     axis = SEQ
   if axis is not None and axis not in mesh.axis_names:

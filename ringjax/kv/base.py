@@ -125,9 +125,14 @@ class StateCache(Protocol):
 
 @runtime_checkable
 class Cache(Protocol):
-  """A model's keys and values."""
+  """A model's keys and values.
+
+  `mesh` and `axis` say over what its tokens are sharded; None: one device.
+  """
 
   slots: tuple[Any, ...]
+  mesh: Any
+  axis: str | None
 
   @property
   def length(self) -> Any:
@@ -184,6 +189,9 @@ class _Fresh(NamedTuple):
 
 class NoCache:
   """The cache of a call that leaves nothing behind."""
+
+  mesh: Any = None
+  axis: str | None = None
 
   def __init__(self, kinds: int):
     self.slots: tuple[Any, ...] = ((),) * kinds

@@ -12,6 +12,7 @@ from ringjax.models.families import FAMILIES
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.param import Rules
+from ringjax.nn.spread import Travel, Visit
 
 
 def list() -> tuple[str, ...]:
@@ -24,6 +25,8 @@ __all__ = [
   "Rules",
   "Transformer",
   "TransformerConfig",
+  "Travel",
+  "Visit",
   "abstract",
   "create",
   "list",

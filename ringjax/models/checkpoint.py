@@ -32,7 +32,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.ops.inputs import FLOATS, float_dtype
 from ringjax.parallel import memory
-from ringjax.parallel.mesh import check_auto, lying
+from ringjax.parallel.mesh import automatic, entering, lying
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
@@ -70,7 +70,7 @@ def create(
   """
   from ringjax.models.presets import preset
 
-  _check_rules(rules, mesh)
+  mesh = _checked(mesh, rules)
   given = preset(config) if isinstance(config, str) else config
   source, family = text_config(given)
   parsed = family.config(Reader(source))
@@ -95,12 +95,12 @@ def place(
   model: Transformer, mesh: Any, rules: Rules | None = None
 ) -> Transformer:
   """Moves a model onto a mesh, or onto another one."""
-  _check_rules(rules, mesh)
+  mesh = _checked(automatic(mesh), rules)
   return jax.device_put(model, _shardings(model, mesh, rules))
 
 
 def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
-  rules, mesh = rules or Rules(), check_auto(mesh)
+  rules = rules or Rules()
   return jax.tree.map(
     lambda p: p.replace(rules.sharding(p, mesh)),
     model,
@@ -118,15 +118,16 @@ def _places(
   return {path: rules.sharding(p, mesh) for path, p in params.items()}
 
 
-def _check_rules(rules: Rules | None, mesh: Any) -> None:
-  """Refuses rules that would not be followed."""
-  if rules is None:
-    return
-  if mesh is None:
+def _checked(mesh: Any, rules: Rules | None) -> Any:
+  """The mesh that a model will lie on; refuses rules that it can't follow."""
+  if mesh is not None:
+    mesh = automatic(mesh)
+    (rules or Rules()).check(mesh)
+  elif rules is not None:
     raise OptionError(
       message("rules", "rules without a mesh", "both or neither", "pass mesh=")
     )
-  rules.check(check_auto(mesh))
+  return mesh
 
 
 def abstract(
@@ -137,7 +138,7 @@ def abstract(
   rules: Rules | None = None,
 ) -> Transformer:
   """A model of shapes without numbers, to plan with; see `create`."""
-  _check_rules(rules, mesh)
+  mesh = _checked(mesh, rules)
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
@@ -159,6 +160,7 @@ def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
   return model
 
 
+@entering(lambda *_, mesh=None, **__: mesh)
 def load(
   path: str | os.PathLike[str],
   *,
@@ -197,9 +199,7 @@ def load(
     OptionError: rules without a mesh.
     MeshError: rules for an axis that the mesh does not have.
   """
-  if mesh is not None:
-    check_auto(mesh)
-  _check_rules(rules, mesh)
+  mesh = _checked(mesh, rules)
   folder = Folder.open(path)
   source, family = text_config(folder.config)
   config = family.config(Reader(source))
@@ -456,6 +456,7 @@ def free_bytes(device: Any, sharing: int) -> int | None:
   return None if free is None else free // sharing
 
 
+@entering(lambda model, *_, **__: model.mesh)
 def save(
   model: Transformer,
   path: str | os.PathLike[str],

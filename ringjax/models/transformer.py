@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
+  MeshError,
   PromptError,
   ShapeError,
   message,
@@ -33,6 +35,10 @@ from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.inputs import as_array, float_dtype
 from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
+from ringjax.parallel import collectives
+from ringjax.parallel.layout import Contiguous
+from ringjax.parallel.mesh import check_current, on_automatic
+from ringjax.parallel.place import SEQ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,10 +147,14 @@ class Transformer(nnx.Module):
         padding too. Inside of a caller's own jit, what it holds is not known
         when the call is checked: there T tokens beyond the last slot would
         be written over others, so count them outside.
-      attend: how the tokens lie on devices and find their keys; default: one
-        device, or with a cache `Visit()`. `Travel()` sees the call's own keys
-        only: it fills an empty cache, and under a jit a filled one is not
-        noticed.
+      attend: how the tokens lie on devices and find their keys: `Travel`, the
+        default, or with a cache `Visit`. One that names no mesh is on that of
+        the cache, else on the current one (`jax.set_mesh`), else on the
+        weights', along "seq" if there is such an axis; inside of a caller's
+        own jit arrays do not say on which mesh they are. Where "seq" is
+        manual, in a shard_map, the tokens are those of a shard. A `Travel`
+        sees the call's own keys only: it fills an empty cache, and under a
+        jit a filled one is not noticed.
       rows: int32 [B, n], which of the T rows to compute logits for, 0 to
         T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
@@ -157,19 +167,76 @@ class Transformer(nnx.Module):
       PromptError: ids that are none, or more tokens than the cache has room
         for.
       ShapeError: shapes that do not fit, the cache's batch for one.
+      MeshError: the current mesh has explicit axes, or is in the middle of a
+        shard_map where the call can't be.
       RingjaxError: in Python, before anything is compiled.
     """
+    check_current()
     tokens = _ids(tokens, self.config.vocab)
-    if attend is None:
-      attend = Travel() if cache is None else Visit()
     shape = tokens.shape
     pos = _per_token("positions", positions, shape)
     seg = _per_token("segment_ids", segment_ids, shape)
     if rows is not None:
       rows = _rows(rows, shape)
     if cache is not None:
-      _check_cache(cache, shape, attend)
+      _check_cache(cache)
+    attend = self._placed(attend, tokens, cache)
+    if cache is not None:
+      cache.check(
+        *shape, spread=_spread(attend), sees=isinstance(attend, Visit)
+      )
     return _call(self, attend, tokens, pos, seg, cache, rows, length)
+
+  def _placed(
+    self, attend: Spread | None, tokens: jax.Array, cache: Any
+  ) -> Spread:
+    """How the tokens of a call lie, with the mesh that it may not name."""
+    if attend is None:
+      attend = Travel() if cache is None else Visit()
+    if not isinstance(attend, Spread):
+      raise InputTypeError(
+        message(
+          "attend",
+          repr(attend),
+          "an rj.models.Travel or Visit",
+          'pass Travel(mesh=mesh, axis="seq"), or leave it out',
+        )
+      )
+    if collectives.manual_axes():
+      _check_manual(attend, tokens, cache)
+      return attend
+    around = jax.sharding.get_abstract_mesh()
+    if attend.mesh is None and cache is not None:
+      attend = dataclasses.replace(attend, mesh=cache.mesh, axis=cache.axis)
+    elif attend.mesh is None:
+      mesh = self.mesh if around.empty else around
+      sharded = mesh is not None and dict(mesh.shape).get(SEQ, 1) > 1
+      axis = SEQ if sharded else None
+      attend = dataclasses.replace(attend, mesh=mesh, axis=axis)
+    if attend.mesh is not None and not around.empty:
+      mine, theirs = dict(attend.mesh.shape), dict(around.shape)
+      if mine != theirs:
+        raise MeshError(
+          message(
+            "attend" if cache is None else "cache",
+            f"one of a mesh {mine} where the current one is {theirs}",
+            "the same mesh",
+            "enter the call's with jax.set_mesh, or leave the other",
+          )
+        )
+    return attend
+
+  @property
+  def mesh(self) -> Mesh | None:
+    """The mesh that the weights lie on; None in a trace and on one device."""
+    weight = self.embed.weight.get_value()
+    known = isinstance(weight, jax.Array | jax.ShapeDtypeStruct)
+    if not known or isinstance(weight, jax.core.Tracer):
+      return None
+    lies = weight.sharding
+    if isinstance(lies, NamedSharding) and isinstance(lies.mesh, Mesh):
+      return lies.mesh
+    return None
 
   @property
   def kinds(self) -> tuple[Shape | StateShape, ...]:
@@ -327,6 +394,8 @@ def tokens_of(
     seg = jnp.ones((1, shape[1]), jnp.int32)
   if length is None:
     length = jnp.max(jnp.where(seg > 0, pos, 0)) + 1
+    if attend.around is not None:
+      length = jax.lax.pmax(length, attend.around)
   return Tokens(
     pos,
     seg,
@@ -339,6 +408,9 @@ def tokens_of(
 
 def _derived(attend: Spread, tokens: int) -> jax.Array:
   """The layout's positions, int32 [1, T], counted from 0."""
+  if (axis := attend.around) is not None:
+    shard, shards = collectives.axis_index(axis), collectives.axis_size(axis)
+    return attend.layout.positions(shard, shards, tokens)[None]
   return attend.layout.all_positions(tokens, attend.size)[None]
 
 
@@ -347,7 +419,43 @@ def _spread(attend: Spread) -> bool:
   return isinstance(attend, Visit) and attend.spread
 
 
-def _check_cache(cache: Any, shape: Sequence[int], attend: Spread) -> None:
+def _check_manual(attend: Spread, tokens: jax.Array, cache: Any) -> None:
+  """Refuses a call in a shard_map that would not see what it is to see."""
+  manual = collectives.manual_axes()
+  if SEQ not in manual:
+    if attend.mesh is None and attend.layout != Contiguous():
+      raise MeshError(
+        message(
+          "attend",
+          f"{attend.layout} in a shard_map over {sorted(manual)}",
+          f"a shard_map over {SEQ!r} too, or none",
+          "call from outside of it, with mesh= and axis=",
+        )
+      )
+    return
+  if cache is not None or attend.mesh is not None:
+    raise MeshError(
+      message(
+        "cache" if cache is not None else "attend",
+        f"one of a whole mesh in a shard_map over {SEQ!r}",
+        "the tokens of a shard alone",
+        "leave it out, or call from outside of the shard_map",
+      )
+    )
+  # Without check_vma nothing is known to vary.
+  known = SEQ in collectives.varying_axes(collectives.axis_index(SEQ))
+  if known and SEQ not in collectives.varying_axes(tokens):
+    raise MeshError(
+      message(
+        "tokens",
+        f"the same on all shards of {SEQ!r}, in a shard_map over it",
+        "the tokens of each shard",
+        f"shard them, in_specs=P(None, {SEQ!r}), or leave that axis automatic",
+      )
+    )
+
+
+def _check_cache(cache: Any) -> None:
   if not hasattr(type(cache), "reserve"):
     raise InputTypeError(
       message(
@@ -358,11 +466,10 @@ def _check_cache(cache: Any, shape: Sequence[int], attend: Spread) -> None:
         "session.cache",
       )
     )
-  cache.check(*shape, spread=_spread(attend), sees=isinstance(attend, Visit))
 
 
 def _ids(tokens: Any, vocab: int) -> jax.Array:
-  tokens = as_array("tokens", tokens)
+  tokens = on_automatic("tokens", as_array("tokens", tokens))
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise DtypeError(
       message("tokens", tokens.dtype, "int32", "pass token ids, not embeddings")
@@ -393,7 +500,7 @@ def _ids(tokens: Any, vocab: int) -> jax.Array:
 
 
 def _rows(rows: Any, shape: Sequence[int]) -> jax.Array:
-  rows = as_array("rows", rows)
+  rows = on_automatic("rows", as_array("rows", rows))
   if not jnp.issubdtype(rows.dtype, jnp.integer):
     raise DtypeError(
       message("rows", rows.dtype, "an integer dtype", "cast rows to int32")
@@ -426,7 +533,7 @@ def _rows(rows: Any, shape: Sequence[int]) -> jax.Array:
 def _per_token(name: str, x: Any, shape: Sequence[int]) -> Any:
   if x is None:
     return None
-  x = as_array(name, x)
+  x = on_automatic(name, as_array(name, x))
   if not jnp.issubdtype(x.dtype, jnp.integer):
     raise DtypeError(
       message(name, x.dtype, "an integer dtype", f"cast {name} to int32")

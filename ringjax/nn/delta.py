@@ -151,9 +151,12 @@ def _spread(
   taps: tuple[jax.Array, ...], x: _Inputs, state: State, spread: Any
 ) -> tuple[jax.Array, State]:
   """`_mix` where the tokens lie."""
-  if not spread.sharded:
+  inside = spread.around
+  if not spread.sharded and inside is None:
     return _mix(taps, x, state, None)
-  if spread.size > 1 and not isinstance(spread.layout, Contiguous):
+  if (inside is not None or spread.size > 1) and not isinstance(
+    spread.layout, Contiguous
+  ):
     raise OptionError(
       message(
         "layout",
@@ -163,6 +166,8 @@ def _spread(
         "pass layout=Contiguous()",
       )
     )
+  if inside is not None:
+    return _mix(taps, x, state, inside)
   length = x.seg.shape[1]
   more = -length % spread.size
   fill = lambda a: jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2)))

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.errors import MeshError, message
 from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
@@ -31,6 +32,8 @@ from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Mask, SameSegment
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
+from ringjax.parallel.mesh import automatic
+from ringjax.parallel.place import SEQ
 
 _BATCH_AXES = ("replica", "data")
 _HEADS = "model"
@@ -58,12 +61,16 @@ class Spread:
   """Tokens over the devices of a mesh, in a layout.
 
   Attributes:
-    mesh: the mesh, or None for one device.
+    mesh: the mesh; None for one device, and in the call of a model for where
+      that finds itself. Explicit axes are taken for automatic ones.
     axis: the axis that shards the sequence, or None.
     layout: which token lies where.
     block: tokens of a step of the feedforward, on each shard.
     remat: what the backward pass keeps of a layer, a policy of
       `jax.checkpoint`; None: all.
+
+  Raises:
+    MeshError: an axis that the mesh does not have, or no mesh at all.
   """
 
   mesh: Any = None
@@ -71,6 +78,20 @@ class Spread:
   layout: Layout = Contiguous()
   block: int = 2048
   remat: Callable[..., Any] | None = None
+
+  def __post_init__(self):
+    if isinstance(self.mesh, Mesh):
+      object.__setattr__(self, "mesh", automatic(self.mesh))
+    names = () if self.mesh is None else self.mesh.axis_names
+    if self.axis is not None and self.axis not in names:
+      raise MeshError(
+        message(
+          "axis",
+          repr(self.axis),
+          f"one of the mesh's axes {names}" if names else "a mesh with it",
+          "rename the axis or pass another mesh",
+        )
+      )
 
   @property
   def size(self) -> int:
@@ -81,6 +102,12 @@ class Spread:
   def sharded(self) -> bool:
     """Whether the call's tokens are sharded over the axis."""
     return self.axis is not None
+
+  @property
+  def around(self) -> str | None:
+    """The axis of a shard_map around the call, whose tokens are a shard's."""
+    inside = self.mesh is None and SEQ in collectives.manual_axes()
+    return SEQ if inside else None
 
   def batch_axes(self, batch: int) -> tuple[str, ...]:
     """The mesh axes over which a batch of this size lies."""

@@ -8,17 +8,20 @@ on large v5e slices turns every send into one that nothing can hide.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ringjax.errors import MeshError, message
 from ringjax.parallel.place import SEQ
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def make_mesh(
@@ -62,11 +65,14 @@ def make_mesh(
   return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=kinds)
 
 
-def check_auto(mesh: Any) -> Mesh:
-  """The mesh that a model lies on: all of its axes are automatic.
+def automatic(mesh: Any) -> Mesh:
+  """The mesh that a model lies on: `mesh`, with all of its axes automatic.
+
+  `jax.make_mesh` gives explicit ones, which the layers of a model do not carry
+  on: there the compiler shards.
 
   Raises:
-    MeshError: it is another thing, or has axes of another type.
+    MeshError: it is another thing, or has manual axes.
   """
   if not isinstance(mesh, Mesh):
     raise MeshError(
@@ -74,16 +80,85 @@ def check_auto(mesh: Any) -> Mesh:
         "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
       )
     )
-  if any(kind != AxisType.Auto for kind in mesh.axis_types):
+  kinds = set(mesh.axis_types)
+  if AxisType.Manual in kinds:
     raise MeshError(
       message(
         "mesh",
         f"axes of types {mesh.axis_types}",
         "automatic axes",
-        "build it with rj.make_mesh, or with axis_types=(AxisType.Auto,)",
+        "build it with rj.make_mesh, and call from outside of a shard_map",
       )
     )
-  return mesh
+  if AxisType.Explicit not in kinds:
+    return mesh
+  types = (AxisType.Auto,) * len(mesh.axis_names)
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def check_current() -> None:
+  """Refuses to compute with a model where the current mesh is explicit.
+
+  Raises:
+    MeshError: it is.
+  """
+  around = jax.sharding.get_abstract_mesh()
+  if AxisType.Explicit in around.axis_types:
+    raise MeshError(
+      message(
+        "mesh",
+        f"a current mesh with axes of types {around.axis_types}",
+        "automatic axes, for models",
+        "enter jax.set_mesh(rj.make_mesh(...)), or leave it",
+      )
+    )
+
+
+def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
+  """For an f that computes on a mesh of its own, whichever is the current one.
+
+  JAX refuses arrays that do not lie on the current mesh. `mesh_of` gets f's
+  arguments; where it says None the current mesh stays, with automatic axes.
+  """
+
+  def around(f: _F) -> _F:
+    @functools.wraps(f)
+    def run(*args: Any, **options: Any) -> Any:
+      if jax.sharding.get_abstract_mesh().empty:
+        return f(*args, **options)
+      mesh = mesh_of(*args, **options)
+      if not isinstance(mesh, Mesh):
+        mesh = jax.sharding.get_mesh()
+      with jax.set_mesh(automatic(mesh)):
+        return f(*args, **options)
+
+    return cast(_F, run)
+
+  return around
+
+
+def on_automatic(name: str, x: jax.Array) -> jax.Array:
+  """An array of a mesh with explicit axes, on the same one with automatic ones.
+
+  Others stay as they are.
+
+  Raises:
+    MeshError: it is in a trace, where it has to stay where it is.
+  """
+  lies = jax.typeof(x).sharding
+  if AxisType.Explicit not in lies.mesh.axis_types:
+    return x
+  if isinstance(x, jax.core.Tracer):
+    raise MeshError(
+      message(
+        name,
+        f"an array on axes of types {lies.mesh.axis_types}",
+        "automatic axes, for models",
+        "lay it on a mesh of rj.make_mesh before the jit",
+      )
+    )
+  mesh = automatic(cast(NamedSharding, x.sharding).mesh)
+  return jax.device_put(x, NamedSharding(mesh, lies.spec))
 
 
 def lying(form: Any, shardings: Any) -> Any:

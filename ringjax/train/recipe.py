@@ -28,6 +28,7 @@ from ringjax.nn.spread import Travel
 from ringjax.ops.attention import levels
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.mesh import entering
 from ringjax.plan.cost import check_count, check_number
 from ringjax.train import batch as batches
 from ringjax.train import loop, remat
@@ -335,6 +336,7 @@ class _Staged:
     self._loader.restore(state["loader"])
 
 
+@entering(lambda *_, mesh=None, **__: mesh)
 def train(
   recipe: Recipe,
   model: Transformer,
@@ -395,7 +397,7 @@ def train(
   optimizer = recipe.optimizer.build(recipe.total)
   method: Any = steps.Whole() if recipe.lora is None else recipe.lora
   base = model
-  state, place = _begun(recipe, optimizer, model, mesh, checkpoints)
+  state, place = _begun(recipe, optimizer, model, spread.mesh, checkpoints)
   taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for number, stage in enumerate(recipe.stages):

@@ -3,6 +3,7 @@ a run goes on, and who brings which rows."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import types
@@ -28,6 +29,7 @@ from ringjax.train import recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import Stretch
 from ringjax.train.lora import Lora
+from tests.helpers import make_mesh
 from tests.train.test_step import CONFIG
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "models"
@@ -154,8 +156,11 @@ def test_documents_are_dealt_out_where_there_are_shards():
 
 @pytest.mark.slow
 def test_documents_that_are_dealt_out_train_the_same():
-  """Rows whose documents lie on one shard or on several, against one device."""
-  mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  """Rows whose documents lie on one shard or on several, against one device.
+
+  Their mesh has explicit axes, and is the current one.
+  """
+  mesh = make_mesh(4, "explicit")
   found = {}
   for layout, where in (
     ("striped", {}),
@@ -167,7 +172,9 @@ def test_documents_that_are_dealt_out_train_the_same():
       layout=layout,
     )
     model = rj.models.create(CONFIG, seed=3, mesh=where.get("mesh"))
-    trained = recipe.train(made, model, text(), **where)
+    inside = jax.set_mesh(mesh) if where else contextlib.nullcontext()
+    with inside:
+      trained = recipe.train(made, model, text(), **where)
     found[layout] = jax.device_get(jax.tree.leaves(trained.model))
   for a, b in zip(found["striped"], found["documents"], strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(a).max())
