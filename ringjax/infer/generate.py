@@ -49,7 +49,7 @@ def _mesh(
   """Where a call of `generate` runs, as far as it is said."""
   if isinstance(cache, Session):
     return cache.mesh
-  return mesh or model.mesh
+  return mesh or (model.mesh if isinstance(model, Transformer) else None)
 
 
 @entering(_mesh)
@@ -131,6 +131,7 @@ def generate(
     RingjaxError: in Python, before anything is compiled; but for an answer of
       `stream`, with which the generation ends.
   """
+  _check_here(model, tokens)
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler = Greedy() if sampler is None else sampler
   _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
@@ -418,6 +419,31 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
         "pass prefill='blockwise', or leave it out",
       )
     )
+
+
+def _check_here(model: Any, tokens: Any) -> None:
+  """Refuses what is no model, and a call in a trace."""
+  if not isinstance(model, Transformer):
+    raise InputTypeError(
+      message(
+        "model",
+        type(model).__name__,
+        "an rj.models.Transformer",
+        "make one with rj.models.load",
+      )
+    )
+  weight = model.embed.weight.get_value()
+  rows = tokens if isinstance(tokens, list | tuple) else (tokens,)
+  for name, arrays in (("model", (weight,)), ("tokens", rows)):
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+      raise InputTypeError(
+        message(
+          name,
+          "a traced array",
+          "concrete ones: generate runs programs of its own",
+          "call it outside of jit, or model(tokens) inside",
+        )
+      )
 
 
 def _check_calls(**functions: Any) -> None:

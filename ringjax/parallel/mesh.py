@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -118,13 +119,15 @@ def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
   """For an f that computes on a mesh of its own, whichever is the current one.
 
   JAX refuses arrays that do not lie on the current mesh. `mesh_of` gets f's
-  arguments; where it says None the current mesh stays, with automatic axes.
+  arguments; where it says None the current mesh stays, with automatic axes. In
+  a trace, where a mesh can't be entered, f is left to itself.
   """
 
   def around(f: _F) -> _F:
     @functools.wraps(f)
     def run(*args: Any, **options: Any) -> Any:
-      if jax.sharding.get_abstract_mesh().empty:
+      current = jax.sharding.get_abstract_mesh()
+      if current.empty or isinstance(jnp.zeros(()), jax.core.Tracer):
         return f(*args, **options)
       mesh = mesh_of(*args, **options)
       if not isinstance(mesh, Mesh):

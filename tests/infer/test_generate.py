@@ -21,7 +21,7 @@ from ringjax.errors import (
 )
 from ringjax.infer import decode, prefill
 from tests import checkpoints
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, refused
 
 NAME = "llama2"
 
@@ -562,6 +562,20 @@ def test_bad_input(loaded, change, kind, says):
     rj.infer.generate(model, options.pop("tokens"), **options)
   text = str(caught.value)
   assert len(text) < 400 and "\n" not in text
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_only_from_the_host(loaded):
+  model, _ = loaded(NAME)
+  run = lambda model, tokens: rj.infer.generate(model, tokens, max_new_tokens=1)
+  tokens = np.ones((1, 3), np.int32)
+  refused(InputTypeError, lambda: jax.jit(run)(model, tokens), "model", "jit")
+  inside = jax.jit(lambda x: run(model, x))
+  refused(InputTypeError, lambda: inside(tokens), "tokens", "jit")
+  rows = jax.jit(lambda x: run(model, [x[0], x[0, :2]]))
+  with jax.set_mesh(make_mesh(2, "explicit")):
+    refused(InputTypeError, lambda: rows(tokens), "tokens", "jit")
+    refused(InputTypeError, lambda: run("model", tokens), "model: got str")
 
 
 def test_meshes_that_do_not_fit(loaded):

@@ -294,13 +294,13 @@ def test_one_mesh_axis_for_two_axes_of_a_weight(even):
   )
 
 
-EXPLICIT = (AxisType.Explicit,)
+MANUAL = (AxisType.Manual,)
 
 
-@pytest.mark.parametrize("bad", ["seq", 8, "explicit"])
+@pytest.mark.parametrize("bad", ["seq", 8, "manual"])
 def test_a_mesh_that_cannot_be(even, bad, unchecked):
-  if bad == "explicit":
-    bad = jax.make_mesh((8,), ("model",), axis_types=EXPLICIT)
+  if bad == "manual":
+    bad = jax.sharding.Mesh(jax.devices(), ("model",), axis_types=MANUAL)
   refused(MeshError, lambda: models.load(even, mesh=bad), "mesh")
   config = checkpoints.config("llama3")
   refused(MeshError, lambda: models.create(config, mesh=bad), "mesh")
