@@ -20,10 +20,9 @@ from ringjax.errors import OptionError, message
 from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import plan
-from ringjax.infer.session import Session, place_of
+from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.ops.inputs import positive_int
-from ringjax.parallel.mesh import entering
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class Cell:
     return {**dataclasses.asdict(self), "score": self.score}
 
 
-@entering(lambda model, *_, mesh=None, **__: mesh or model.mesh)
+@on_its_mesh
 def find(
   model: Transformer,
   task: Task,

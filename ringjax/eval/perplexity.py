@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from ringjax.errors import OptionError, PromptError, message
 from ringjax.infer.prefill import Prefill, plan
-from ringjax.infer.session import Session, place_of
+from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.ops.inputs import float_dtype, positive_int
@@ -145,7 +145,7 @@ def perplexity(
   return read(on_row)
 
 
-@entering(lambda model, *_, mesh=None, **__: mesh or model.mesh)
+@on_its_mesh
 def reader(
   model: Transformer,
   documents: Iterable[np.ndarray],

@@ -30,6 +30,7 @@ from ringjax.infer.session import (
   Session,
   check_session,
   free_on,
+  on_its_mesh,
   place_of,
   settled,
 )
@@ -39,20 +40,10 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Visit
 from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.local import here, last_device
-from ringjax.parallel.mesh import entering
 from ringjax.plan.choice import KEEPS, Machine
 
 
-def _mesh(
-  model: Transformer, *_: Any, mesh: Any = None, cache: Any = None, **__: Any
-) -> Any:
-  """Where a call of `generate` runs, as far as it is said."""
-  if isinstance(cache, Session):
-    return cache.mesh
-  return mesh or (model.mesh if isinstance(model, Transformer) else None)
-
-
-@entering(_mesh)
+@on_its_mesh
 def generate(
   model: Transformer,
   tokens: Any,

@@ -80,7 +80,7 @@ class Session:
     last: the report of the last call.
   """
 
-  @entering(lambda _, model, *__, mesh=None, **___: mesh or model.mesh)
+  @entering(lambda _, *given, **options: _mesh_of(*given, **options))
   def __init__(
     self,
     model: Transformer,
@@ -262,6 +262,19 @@ def settled(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return run
 
   return around
+
+
+def _mesh_of(
+  model: Any, *_: Any, mesh: Any = None, cache: Any = None, **__: Any
+) -> Any:
+  """The mesh of a call, as far as its arguments say."""
+  if isinstance(cache, Session):
+    return cache.mesh
+  return mesh or (model.mesh if isinstance(model, Transformer) else None)
+
+
+# For f(model, ..., mesh=, cache=).
+on_its_mesh = entering(_mesh_of)
 
 
 def place_of(
