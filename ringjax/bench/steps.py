@@ -34,7 +34,7 @@ from ringjax.nn.spread import Travel, Visit
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
 from ringjax.ops.attention.schedule import tile_counts
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView, tile_slots
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
@@ -446,8 +446,8 @@ def _visits(cache: Dense) -> float:
       shape = list(slots.k.shape)
       shape[3] //= cache.shards
       mine: Any = jax.ShapeDtypeStruct(tuple(shape), slots.k.dtype)
-      stored = Stored(mine, mine, cache.at, jnp.int32(0))
-      most = max(most, -(-shape[3] // stored.block("tpu")))
+      stored = ContiguousView(mine, mine, cache.at, jnp.int32(0))
+      most = max(most, -(-shape[3] // tile_slots(stored, "tpu")))
   return most / 2
 
 

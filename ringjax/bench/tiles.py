@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
+from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.resident import Resident
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Causal, Coords
 from ringjax.parallel import chips
 from ringjax.plan.aot import Built
@@ -178,7 +178,7 @@ def decode(
     raise OptionError(
       message("local", repr(local), f"one of {', '.join(made)}", "choose one")
     )
-  resident = Resident(mesh=mesh, axis="seq", whole=True, local=made[local])
+  resident = ShardedDecode(mesh=mesh, axis="seq", whole=True, local=made[local])
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
   q, stored = (
@@ -193,7 +193,7 @@ def decode(
     return resident(
       Scores(scale=head_dim**-0.5),
       q,
-      Stored(k, v, k_at, layer),
+      (ContiguousView(k, v, k_at, layer),),
       Terms(),
       q_at,
       Causal(),
@@ -223,9 +223,9 @@ def decode_tile(
   found: list[tuple[int, int]] = []
 
   def look(q: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array) -> None:
-    stored = Stored(k, v, Coords(at, at), 0)
+    stored = ContiguousView(k, v, Coords(at, at), 0)
     kernel = DecodeTPU(chip=chip).tile(q, stored)
-    loops = kv_heads, stored.block("tpu")
+    loops = kv_heads, tile_slots(stored, "tpu")
     found.append(kernel if local == "kernel" else loops)
 
   q, k = _visit(heads, kv_heads, head_dim, keys, dtype)

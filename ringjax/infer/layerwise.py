@@ -26,8 +26,9 @@ from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.spread import Spread, Visit
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +267,7 @@ class Pieces:
     tokens = _tokens(layer, first + index, seg, length)
     slots = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
     at = Coords(slots, (slots < filled).astype(jnp.int32))
-    stored = Stored(k[None], v[None], at, jnp.int32(0))
+    stored = ContiguousView(k[None], v[None], at, jnp.int32(0))
     given = _Given(self.spread, q)
     out, _ = block(x, tokens, _Full(stored), given)
     return out
@@ -343,27 +344,31 @@ class _Fresh:
   fresh: Any = None
   slots: Any = ()
 
-  def append(self, k: jax.Array, v: jax.Array, at: Coords) -> _Fresh:
-    return dataclasses.replace(self, fresh=KV(k, v, at))
+  def append(
+    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+  ) -> _Fresh:
+    return dataclasses.replace(self, fresh=KV(rotation.own(k), v, at))
 
-  def view(self) -> Stored:
-    return self.fresh.stored()
+  def views(self) -> tuple[KVView, ...]:
+    return (self.fresh.view(),)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Full:
   """The cache of a layer that has got all its keys."""
 
-  stored: Stored
+  stored: ContiguousView
   fresh: Any = None
   slots: Any = ()
 
-  def append(self, k: jax.Array, v: jax.Array, at: Coords) -> _Full:
-    del k, v, at
+  def append(
+    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+  ) -> _Full:
+    del k, v, at, rotation
     return self
 
-  def view(self) -> Stored:
-    return self.stored
+  def views(self) -> tuple[KVView, ...]:
+    return (self.stored,)
 
 
 def _pick(stack: Any, index: Any) -> Any:

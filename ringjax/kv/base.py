@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
 
 
 class KV(NamedTuple):
@@ -35,9 +36,9 @@ class KV(NamedTuple):
   v: jax.Array
   at: Coords
 
-  def stored(self) -> Stored:
+  def view(self) -> ContiguousView:
     """The same as a stack of one layer."""
-    return Stored(self.k[None], self.v[None], self.at, jnp.int32(0))
+    return ContiguousView(self.k[None], self.v[None], self.at, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,12 +100,18 @@ class LayerCache(Protocol):
   slots: Any
   fresh: Any
 
-  def append(self, k: jax.Array, v: jax.Array, at: Coords) -> LayerCache:
-    """Adds the call's keys [B, K, T, H] and values [B, K, T, J]."""
+  def append(
+    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+  ) -> LayerCache:
+    """Adds the call's keys [B, K, T, H] and values [B, K, T, J].
+
+    The keys are those before `rotation`; the kind of cache says whether they
+    are stored as they are. `fresh` has them rotated.
+    """
     ...
 
-  def view(self) -> Stored:
-    """All keys and values where they lie, the appended ones too."""
+  def views(self) -> tuple[KVView, ...]:
+    """All keys and values, the appended ones too: partials that merge."""
     ...
 
 
@@ -173,11 +180,13 @@ class _Fresh(NamedTuple):
   fresh: Any = None
   slots: Any = ()
 
-  def append(self, k: jax.Array, v: jax.Array, at: Coords) -> _Fresh:
-    return _Fresh(KV(k, v, at))
+  def append(
+    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+  ) -> _Fresh:
+    return _Fresh(KV(rotation.own(k), v, at))
 
-  def view(self) -> Stored:
-    return self.fresh.stored()
+  def views(self) -> tuple[KVView, ...]:
+    return (self.fresh.view(),)
 
   def recall(self, empty: Any) -> Any:
     return empty

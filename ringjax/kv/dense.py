@@ -36,8 +36,9 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import KV, Room, zeros
 from ringjax.kv.state import State, StateShape
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
 
@@ -511,7 +512,10 @@ class Layer:
   index: Any
   fresh: Any = None
 
-  def append(self, k: jax.Array, v: jax.Array, at: Coords) -> Layer:
+  def append(
+    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+  ) -> Layer:
+    k = rotation.own(k)
     write = lambda old, new: self.cache._write(
       old, new, self.cache.room, 2, (self.index,)
     )
@@ -520,5 +524,5 @@ class Layer:
       slots = slots._replace(v=write(slots.v, v))
     return dataclasses.replace(self, slots=slots, fresh=KV(k, v, at))
 
-  def view(self) -> Stored:
-    return Stored(*self.slots, self.cache.at, self.index)
+  def views(self) -> tuple[KVView, ...]:
+    return (ContiguousView(*self.slots, self.cache.at, self.index),)

@@ -144,16 +144,18 @@ class GroupedQuery(nnx.Module):
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
     q, k, v = spread.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
-    if spec.qk_norm_late:
-      q, k = tokens.rotate(spec.rope, q), tokens.rotate(spec.rope, k)
-      q, k = self.q_norm(q), self.k_norm(k)
+    late = spec.qk_norm_late and spec.qk_norm is not None
+    if late:
+      q = self.q_norm(tokens.rotate(spec.rope, q))
     else:
-      q, k = self.q_norm(q), self.k_norm(k)
-      q, k = tokens.rotate(spec.rope, q), tokens.rotate(spec.rope, k)
+      q, k = tokens.rotate(spec.rope, self.q_norm(q)), self.k_norm(k)
     if spec.temperature is not None:
       q = spec.temperature(q, tokens.pos)
     cache = cache.append(
-      jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), tokens.at
+      jnp.swapaxes(k, 1, 2),
+      jnp.swapaxes(v, 1, 2),
+      tokens.at,
+      tokens.rotation(spec.rope, after=self.k_norm if late else None),
     )
     extras = Extras(
       scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,

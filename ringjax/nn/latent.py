@@ -23,7 +23,7 @@ from ringjax.kv.dense import Shape
 from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.spread import Extras
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
 
@@ -126,15 +126,17 @@ class LatentLayer(nnx.Module):
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
     q_turned = tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(down[..., : spec.latent])
-    turned = tokens.rotate(spec.rope, down[..., None, spec.latent :])
-    row = jnp.concatenate([latent[:, :, None], turned], -1)
+    shared = down[..., None, spec.latent :]
+    row = jnp.concatenate([latent[:, :, None], shared], -1)
     row = jnp.swapaxes(row, 1, 2)
-    cache = cache.append(row, row[..., :0], tokens.at)
+    rotation = tokens.rotation(spec.rope, first=spec.latent)
+    cache = cache.append(row, row[..., :0], tokens.at, rotation)
     extras = Extras(scale=spec.scale)
     if spread.resident:
       out = self._absorbed(q_plain, q_turned, tokens, cache, spread, extras)
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
+      turned = tokens.rotate(spec.rope, shared)
       out = self._expanded(q, latent, turned, tokens, spread, extras)
     return spread.rows(self.o, out), cache
 
@@ -179,8 +181,7 @@ class LatentLayer(nnx.Module):
     )
     # A value is the first part of its key: weighing whole keys and cutting
     # the sum spares a copy of all keys.
-    stored = cache.view()
-    keys = _Keys(stored=stored._replace(v=stored.k))
+    keys = _Keys(found=tuple(view.keys_alone() for view in cache.views()))
     q = jnp.concatenate([q, q_turned], -1)
     seen = spread(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
@@ -193,11 +194,11 @@ class _Keys:
   """Keys and values that a layer made of the call's, or of its cache's."""
 
   fresh: Any = None
-  stored: Any = None
+  found: tuple[KVView, ...] = ()
   slots: Any = ()
 
-  def append(self, k: jax.Array, v: jax.Array, at: Any) -> _Keys:
+  def append(self, k: jax.Array, v: jax.Array, at: Any, rotation: Any) -> _Keys:
     raise AssertionError("keys that are derived are not appended to")
 
-  def view(self) -> Stored:
-    return self.stored
+  def views(self) -> tuple[KVView, ...]:
+    return self.found

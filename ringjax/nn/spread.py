@@ -23,9 +23,9 @@ from ringjax.errors import MeshError, message
 from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
+from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.kernels.best import Best
-from ringjax.ops.attention.resident import Resident
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.feedforward import blockwise_feedforward
@@ -367,13 +367,13 @@ class Visit(Spread):
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
     b, t, n, h = q.shape
-    keys = cache.view()
-    heads = keys.k.shape[2]
+    views = cache.views()
+    heads = views[0].shape[1]
     if tokens.segmented:
       mask = mask & SameSegment()
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
     shares = self.shares(b, n, heads)
-    run = Resident(
+    run = ShardedDecode(
       mesh=self.mesh,
       axis=self.axis,
       batch_axes=shares.get("batch_axis", ()),
@@ -385,7 +385,7 @@ class Visit(Spread):
     out = run(
       Scores(scale=extras.scale, soft_cap=extras.soft_cap),
       jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4)),
-      keys,
+      views,
       Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
       tokens.at,
       mask,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Rope
+from ringjax.ops.rope import Rope, Rotation
 
 
 class Tokens:
@@ -37,6 +37,7 @@ class Tokens:
   ):
     self.pos, self.seg = pos, seg
     self.derived, self.segmented = derived, segmented
+    self._length = length
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property
@@ -45,6 +46,18 @@ class Tokens:
     shape = (batch, self.pos.shape[1])
     return Coords(
       jnp.broadcast_to(self.pos, shape), jnp.broadcast_to(self.seg, shape)
+    )
+
+  def rotation(
+    self, rope: Rope | None, *, first: int = 0, after: Any = None
+  ) -> Rotation:
+    """What makes a key of its projection; see `Rotation`."""
+    return Rotation(
+      rope=rope,
+      first=first,
+      length=self._length,
+      tables=None if rope is None else self._tables[rope],
+      after=after,
     )
 
   def rotate(self, rope: Rope | None, x: jax.Array) -> jax.Array:

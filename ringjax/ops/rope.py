@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax import tree
+
 
 @dataclasses.dataclass(frozen=True)
 class Unscaled:
@@ -212,3 +214,58 @@ class Rope:
       wide = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
     wide = wide.astype(x.dtype)
     return jnp.concatenate([wide, rest], -1) if rest.shape[-1] else wide
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotation:
+  """What makes a key of its projection: a rotation, and a norm behind it.
+
+  It goes to the cache with the keys, which may rotate them as they come or
+  keep them as they are and rotate them where they are read.
+
+  Attributes:
+    rope: the rotation; None leaves keys as they are.
+    first: the first dim of a head that it rotates.
+    length: tokens of the whole context, for rotations that depend on it.
+    tables: of the call's own tokens, see `Rope.tables`; None: made anew.
+    after: a function of keys [B, S, K, H], behind the rotation, or None.
+  """
+
+  rope: Rope | None = None
+  first: int = 0
+  length: Any = None
+  tables: Any = None
+  after: Any = None
+
+  @property
+  def trivial(self) -> bool:
+    """Whether keys stay as they are."""
+    return self.rope is None and self.after is None
+
+  def own(self, k: jax.Array) -> jax.Array:
+    """Keys [B, K, T, H] of the call's tokens."""
+    return self._apply(k, self.tables)
+
+  def anywhere(self, k: jax.Array, pos: jax.Array) -> jax.Array:
+    """Keys [B, K, S, H] of tokens at positions [B or 1, S]."""
+    tables = None if self.rope is None else self.rope.tables(pos, self.length)
+    return self._apply(k, tables)
+
+  def general(self) -> Rotation:
+    """The same for tokens of any call."""
+    return dataclasses.replace(self, tables=None)
+
+  def _apply(self, k: jax.Array, tables: Any) -> jax.Array:
+    if self.trivial:
+      return k
+    k = jnp.swapaxes(k, 1, 2)
+    if self.rope is not None:
+      still, rest = k[..., : self.first], k[..., self.first :]
+      rest = self.rope.rotate(rest, tables)
+      k = jnp.concatenate([still, rest], -1) if self.first else rest
+    if self.after is not None:
+      k = self.after(k)
+    return jnp.swapaxes(k, 1, 2)
+
+
+tree.register(Rotation, ("length", "tables", "after"), ("rope", "first"))

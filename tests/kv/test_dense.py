@@ -18,6 +18,7 @@ from ringjax.kv.base import Cache, LayerCache
 from ringjax.kv.dense import Dense, Shape
 from ringjax.kv.state import StateShape
 from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
 from tests.helpers import make_mesh
 
 KINDS = (
@@ -58,7 +59,7 @@ def append(cache, first, count, spread):
     for index in range(shape.layers):
       layer = cache.layer(slots[kind], jnp.int32(index))
       assert isinstance(layer, LayerCache)
-      slots[kind] = layer.append(*kv(shape, index), at).slots
+      slots[kind] = layer.append(*kv(shape, index), at, Rotation()).slots
   return cache.updated(tuple(slots))
 
 

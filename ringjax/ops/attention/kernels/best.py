@@ -34,7 +34,11 @@ from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.turns import InTurn
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored, visit
+from ringjax.ops.attention.views import (
+  ContiguousView,
+  KVView,
+  decode_attention,
+)
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial, finalize
 from ringjax.parallel import chips, collectives
@@ -43,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 # In order of preference.
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
-# Those for a few queries that visit the keys of a cache.
-VISITS: dict[str, tuple[type, ...]] = {
+# Those for a few queries that read the keys of a cache.
+DECODERS: dict[str, tuple[type, ...]] = {
   "tpu": (DecodeTPU,),
   "gpu": (DecodeGPU,),
 }
@@ -156,16 +160,16 @@ class Best:
       Blockwise(self.q_block, self.kv_block),
     )
 
-  def choose_visit(
+  def choose_decode(
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: KVView,
     terms: Terms,
     context: Context,
   ) -> Choice:
-    """What serves a few queries that visit stored keys."""
-    kinds = VISITS.get(self.platform or jax.default_backend(), ())
+    """What serves a few queries that read the keys of a view."""
+    kinds = DECODERS.get(self.platform or jax.default_backend(), ())
     return _first(
       [kind(self.kv_block, chip=self.chip) for kind in kinds],
       lambda kernel: kernel.decline(scores, q, keys, terms, context),
@@ -201,22 +205,22 @@ class Best:
       scores, x, terms, context, column, residuals, carry
     )
 
-  def visit(
+  def decode(
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: KVView,
     terms: Terms,
     context: Context,
   ) -> Partial:
-    """See `stored.visit`."""
+    """See `views.decode_attention`."""
     call = (scores, q, keys, terms, context)
-    return self.choose_visit(*call).algorithm.visit(*call)
+    return self.choose_decode(*call).algorithm.decode(*call)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loops:
-  """`stored.visit`, which serves every visit on every platform.
+  """`views.decode_attention`, which serves every view on every platform.
 
   Attributes:
     platform: for which its tiles are.
@@ -224,16 +228,16 @@ class Loops:
 
   platform: str = "cpu"
 
-  def visit(
+  def decode(
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: KVView,
     terms: Terms,
     context: Context,
   ) -> Partial:
-    """See `stored.visit`."""
-    return visit(scores, q, keys, terms, context, self.platform)
+    """See `views.decode_attention`."""
+    return decode_attention(scores, q, keys, terms, context, self.platform)
 
 
 def _first(
@@ -261,7 +265,7 @@ def _fault(kind: type) -> str | None:
   has no part in that. Without a device of the platform, as in compiling ahead
   of time, there is nothing to try.
   """
-  both = (*KERNELS.items(), *VISITS.items())
+  both = (*KERNELS.items(), *DECODERS.items())
   platform = next(p for p, kinds in both if kind in kinds)
   try:
     device = jax.local_devices(backend=platform)[0]
@@ -290,18 +294,18 @@ _ALLOWED = 0.02
 
 def _error(kernel: Any, device: jax.Device, platform: str) -> float:
   """How far a kernel's results in a few small cases are off."""
-  visits = type(kernel) in VISITS.get(platform, ())
+  decodes = type(kernel) in DECODERS.get(platform, ())
   with jax.default_device(device):
-    return _compare_visits(kernel) if visits else _compare_hops(kernel)
+    return _compare_decodes(kernel) if decodes else _compare_hops(kernel)
 
 
-def _compare_visits(kernel: Any) -> float:
+def _compare_decodes(kernel: Any) -> float:
   """Of a few queries behind keys of which some slots are empty."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
   q = draw(1, 2, 2, queries, 128)
-  keys = Stored(
+  keys = ContiguousView(
     draw(2, 1, 2, slots, 128),
     draw(2, 1, 2, slots, 128),
     _at(rng.permutation(slots), used),
@@ -309,9 +313,9 @@ def _compare_visits(kernel: Any) -> float:
   )
   last = _at(np.arange(used - queries, used), used)
 
-  def results(algorithm: Any, q: jax.Array, keys: Stored, at: Coords) -> Any:
+  def results(algorithm: Any, q: jax.Array, keys: KVView, at: Coords) -> Any:
     scores, context = Scores(scale=128**-0.5), Context(at, keys.at, Causal())
-    return finalize(algorithm.visit(scores, q, keys, Terms(), context))
+    return finalize(algorithm.decode(scores, q, keys, Terms(), context))
 
   compiled = jax.jit(results, static_argnums=0)
   return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))

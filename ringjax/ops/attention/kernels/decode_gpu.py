@@ -1,7 +1,7 @@
-"""A kernel for GPUs by which a few queries visit the keys of a cache.
+"""A kernel for GPUs by which a few queries read the keys of a cache.
 
-Law: equals `stored.visit` wherever it serves (`decline` says where it does
-not); forward only.
+Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
+where it does not); forward only.
 Cost: it reads the tiles that count once for each `_ROWS` queries, where they
 lie in the stack of all layers. The keys of a head are dealt to as many
 programs as fill the GPU; XLA merges what they found.
@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds, tile_lists
 from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored, tiled
+from ringjax.ops.attention.views import ContiguousView, tiled
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
@@ -60,7 +60,7 @@ _PROGRAMS = 512
 
 @dataclasses.dataclass(frozen=True)
 class DecodeGPU:
-  """A Pallas kernel, through Triton, that visits stored keys.
+  """A Pallas kernel, through Triton, that reads the keys of a cache.
 
   Attributes:
     kv_block: most keys of a tile, a power of two from 16 on; None: 64.
@@ -76,7 +76,7 @@ class DecodeGPU:
     if self.kv_block is not None:
       positive_int("kv_block", self.kv_block)
 
-  def tile(self, keys: Stored) -> int:
+  def tile(self, keys: ContiguousView) -> int:
     """Keys of a tile; fewer than asked for where a shard has fewer."""
     length = keys.k.shape[3]
     return min(self.kv_block or _KEYS, 1 << (length.bit_length() - 1))
@@ -85,18 +85,20 @@ class DecodeGPU:
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: ContiguousView,
     terms: Terms,
     context: Context,
   ) -> str | None:
     """Why it does not serve this call, or None."""
+    if not isinstance(keys, ContiguousView):
+      return f"{type(keys).__name__}: it reads ContiguousView"
     if plgpu is None:
       return f"JAX {jax.__version__}: it has no Triton backend of Pallas"
     if self.kv_block is not None and not _is_power(self.kv_block):
       return f"tiles of {self.kv_block} keys: no power of two from {_LEAST} on"
     if keys.k.shape[3] < _LEAST:
       return f"{keys.k.shape[3]} keys a shard: at least {_LEAST}"
-    return tiles.unvisited(
+    return tiles.undecoded(
       scores,
       q,
       keys,
@@ -106,11 +108,11 @@ class DecodeGPU:
       widest=256,
     )
 
-  def visit(
+  def decode(
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: ContiguousView,
     terms: Terms,
     context: Context,
   ) -> Partial:

@@ -1,7 +1,7 @@
-"""A kernel for TPU by which a few queries visit the keys of a cache.
+"""A kernel for TPU by which a few queries read the keys of a cache.
 
-Law: equals `stored.visit` wherever it serves (`decline` says where it does
-not); forward only.
+Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
+where it does not); forward only.
 Cost: it reads the tiles that count once, where they lie in the stack of all
 layers: a step's memory traffic is that of its keys and values, and the next
 tile comes while one is computed.
@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
@@ -50,7 +50,7 @@ _SUBLANES = 16
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTPU:
-  """A Pallas kernel for TPU that visits stored keys.
+  """A Pallas kernel for TPU that reads the keys of a cache.
 
   Attributes:
     kv_block: keys of a tile, a multiple of 128; None: by their bytes.
@@ -67,7 +67,7 @@ class DecodeTPU:
     if self.kv_block is not None:
       positive_int("kv_block", self.kv_block)
 
-  def tile(self, q: jax.Array, keys: Stored) -> tuple[int, int]:
+  def tile(self, q: jax.Array, keys: ContiguousView) -> tuple[int, int]:
     """(heads, keys) of a tile for queries [B, K, G, T, H]."""
     kv, length = keys.k.shape[2:4]
     row = _row_bytes(keys)
@@ -83,7 +83,7 @@ class DecodeTPU:
     whole = many // tiles.LANES * tiles.LANES
     return heads, max(tiles.LANES, min(whole, tiles.lanes(length)))
 
-  def _vmem(self, q: jax.Array, keys: Stored) -> int:
+  def _vmem(self, q: jax.Array, keys: ContiguousView) -> int:
     """Bytes of vector memory that a step takes, about."""
     heads, kb = self.tile(q, keys)
     rows = _rows(q)
@@ -99,11 +99,13 @@ class DecodeTPU:
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: ContiguousView,
     terms: Terms,
     context: Context,
   ) -> str | None:
     """Why it does not serve this call, or None."""
+    if not isinstance(keys, ContiguousView):
+      return f"{type(keys).__name__}: it reads ContiguousView"
     _, kb = self.tile(q, keys)
     if kb % tiles.LANES and not self.interpret:
       return f"tiles of {kb} keys: no multiples of {tiles.LANES}"
@@ -112,7 +114,7 @@ class DecodeTPU:
     need, room = self._vmem(q, keys), tiles.core(self.chip).vmem_bytes
     if need > room // 4 * 3:
       return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
-    return tiles.unvisited(
+    return tiles.undecoded(
       scores,
       q,
       keys,
@@ -122,11 +124,11 @@ class DecodeTPU:
       widest=1024,
     )
 
-  def visit(
+  def decode(
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    keys: ContiguousView,
     terms: Terms,
     context: Context,
   ) -> Partial:
@@ -228,7 +230,9 @@ class DecodeTPU:
     back = lambda x, *last: x[:, :, : g * t].reshape(b, kv, g, t, *last)
     return Partial(back(acc, j), back(m), back(l))
 
-  def _cost(self, q: jax.Array, keys: Stored, shared: bool) -> pl.CostEstimate:
+  def _cost(
+    self, q: jax.Array, keys: ContiguousView, shared: bool
+  ) -> pl.CostEstimate:
     """What XLA's scheduler is told: the time that reading the keys takes.
 
     It divides FLOPs by the chip's peak; the memory is what it waits for.
@@ -251,7 +255,7 @@ def _rows(q: jax.Array) -> int:
   return -(-q.shape[2] * q.shape[3] // _SUBLANES) * _SUBLANES
 
 
-def _row_bytes(keys: Stored) -> int:
+def _row_bytes(keys: ContiguousView) -> int:
   """Of a key and its value of one head in VMEM, whose lanes are whole."""
   both = {id(x): x for x in (keys.k, keys.v)}.values()
   return sum(tiles.lanes(x.shape[4]) * x.dtype.itemsize for x in both)

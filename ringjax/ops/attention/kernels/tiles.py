@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 
@@ -92,17 +92,17 @@ def unreadable(terms: Terms, context: Context) -> str | None:
   return None
 
 
-def unvisited(
+def undecoded(
   scores: Scores,
   q: jax.Array,
-  keys: Stored,
+  keys: ContiguousView,
   terms: Terms,
   context: Context,
   *,
   dtypes: tuple[str, ...],
   widest: int,
 ) -> str | None:
-  """Why a kernel of these dtypes and heads declines a visit, or None."""
+  """Why a kernel of these dtypes and heads declines a call, or None."""
   for x in (q, keys.k, keys.v):
     if x.dtype.name not in dtypes:
       return f"{x.dtype}: it multiplies {' and '.join(dtypes)}"

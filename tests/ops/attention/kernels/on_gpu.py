@@ -21,7 +21,7 @@ import numpy as np
 import ringjax as rj
 from ringjax.ops.attention.kernels.best import Loops
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import finalize
 from tests import oracle
@@ -66,7 +66,7 @@ def errors(local, kind, t, h, n=4, kv=2, dtype=jnp.bfloat16):
   return found, all(e <= limit(name) for name, e in found.items())
 
 
-def visit(kernel, slots, queries, h, groups=4, kv=8, dtype=jnp.bfloat16):
+def decode(kernel, slots, queries, h, groups=4, kv=8, dtype=jnp.bfloat16):
   """(how far a visit of a cache is off, seconds of it by kernel and by loops).
 
   One of eight keys is an empty slot; the last layer of two is visited.
@@ -83,9 +83,9 @@ def visit(kernel, slots, queries, h, groups=4, kv=8, dtype=jnp.bfloat16):
   args = (q, k, v, at(_ROW(slots)), at(_ROW(used - queries, used)))
 
   def result(local, q, k, v, k_at, q_at):
-    keys = Stored(k, v, k_at, jnp.int32(1))
+    keys = ContiguousView(k, v, k_at, jnp.int32(1))
     scores, context = Scores(scale=h**-0.5), Context(q_at, k_at, Causal())
-    return finalize(local.visit(scores, q, keys, Terms(), context))
+    return finalize(local.decode(scores, q, keys, Terms(), context))
 
   run = jax.jit(result, static_argnums=0)
   wide = jax.tree.map(

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError
+from ringjax.ops.attention.cached import CachedAttention
 from ringjax.ops.attention.kernels import best
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
-from ringjax.ops.attention.resident import Resident
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored, visit
+from ringjax.ops.attention.views import ContiguousView, decode_attention
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment
 from tests.ops.attention import test_resident as resident
 from tests.ops.attention.test_resident import OPTIONS, close, problem, truth
@@ -105,7 +105,7 @@ def call(queries=1, slots=80, dtype=jnp.float32, mask=None, cap=None):
   return (
     Scores(scale=0.25, soft_cap=cap),
     half(q),
-    Stored(half(k), half(v), at(k_at), jnp.int32(1)),
+    ContiguousView(half(k), half(v), at(k_at), jnp.int32(1)),
     Terms(),
     Context(at(q_at), at(k_at), mask or Causal() & SameSegment()),
   )
@@ -121,7 +121,7 @@ def refuses(kernel, words, changes):
   args = (scores, q, keys, terms, context)
   assert words in kernel.decline(*args)
   with pytest.raises(OptionError, match=words):
-    kernel.visit(*args)
+    kernel.decode(*args)
 
 
 def same(ours, theirs, limit):
@@ -136,9 +136,9 @@ def same(ours, theirs, limit):
 
 def test_the_partial_is_that_of_the_loops(kernel):
   args = call(3, dtype=jnp.bfloat16)
-  same(kernel.visit(*args), visit(*args), 1e-2)
+  same(kernel.decode(*args), decode_attention(*args), 1e-2)
   args = call(3)
-  same(kernel.visit(*args), visit(*args), 2e-6)
+  same(kernel.decode(*args), decode_attention(*args), 2e-6)
 
 
 def test_a_prefix_of_each_example(kernel):
@@ -148,7 +148,7 @@ def test_a_prefix_of_each_example(kernel):
     *args[:4],
     args[4]._replace(q=Coords(*(x * 0 + 2 for x in args[4].q))),
   )
-  same(kernel.visit(*args), visit(*args), 2e-6)
+  same(kernel.decode(*args), decode_attention(*args), 2e-6)
 
 
 def test_keys_of_another_dtype(kernel):
@@ -156,18 +156,18 @@ def test_keys_of_another_dtype(kernel):
   keys = keys._replace(k=keys.k.astype("bfloat16"), v=keys.v.astype("bfloat16"))
   args = (scores, q, keys, terms, context)
   # The loops round weights to the values' dtype.
-  same(kernel.visit(*args), visit(*args), 1e-2)
+  same(kernel.decode(*args), decode_attention(*args), 1e-2)
 
 
 def test_values_that_are_keys_are_one_operand(kernel):
   scores, q, keys, terms, context = call(dtype=jnp.bfloat16)
   keys = keys._replace(v=keys.k)
   args = (scores, q, keys, terms, context)
-  same(kernel.visit(*args), visit(*args), 1e-2)
+  same(kernel.decode(*args), decode_attention(*args), 1e-2)
 
   def operands(v):
     """Blocks of stored keys that the kernel is given."""
-    run = lambda k: kernel.visit(
+    run = lambda k: kernel.decode(
       scores, q, keys._replace(k=k, v=v(k)), terms, context
     )
     return str(jax.make_jaxpr(run)(keys.k)).count("bf16[3,2,2,80,16]")
@@ -184,15 +184,15 @@ def test_they_stay_one_in_a_shard_map(kind):
 
   @dataclasses.dataclass(frozen=True)
   class Looks(kind):
-    def visit(self, scores, q, keys, terms, context):
+    def decode(self, scores, q, keys, terms, context):
       seen.append(keys.v is keys.k)
-      return super().visit(scores, q, keys, terms, context)
+      return super().decode(scores, q, keys, terms, context)
 
   mesh = resident.make_mesh(4, "auto")
-  run = Resident(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
+  run = CachedAttention(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
   rest = (keys, terms, context.q, context.mask)
   got = jax.jit(lambda q: run(scores, q, *rest))(q)
-  want = Resident(local=best.Loops())(
+  want = CachedAttention(local=best.Loops())(
     scores, q, keys, terms, context.q, context.mask
   )
   assert seen == [True]
@@ -201,7 +201,7 @@ def test_they_stay_one_in_a_shard_map(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_passes_its_own_check(kind):
-  assert best._compare_visits(kind(128, interpret=True)) < best._ALLOWED
+  assert best._compare_decodes(kind(128, interpret=True)) < best._ALLOWED
 
 
 def test_a_broken_one_is_left_with_one_line(monkeypatch, caplog):
@@ -209,17 +209,17 @@ def test_a_broken_one_is_left_with_one_line(monkeypatch, caplog):
   class Cracked(DecodeTPU):
     interpret: bool = True
 
-    def visit(self, *args):
-      return super().visit(*args)._replace(l=jnp.full(args[1].shape[:4], 2.0))
+    def decode(self, *args):
+      return super().decode(*args)._replace(l=jnp.full(args[1].shape[:4], 2.0))
 
   best._fault.cache_clear()
-  monkeypatch.setitem(best.VISITS, "cpu", (Cracked,))
+  monkeypatch.setitem(best.DECODERS, "cpu", (Cracked,))
   args = call(dtype=jnp.bfloat16)
   with caplog.at_level(logging.WARNING):
-    results = [best.Best(platform="cpu").visit(*args) for _ in range(2)]
+    results = [best.Best(platform="cpu").decode(*args) for _ in range(2)]
   best._fault.cache_clear()
   (record,) = caplog.records
   assert "Cracked does not work" in record.message
   assert "off by" in record.message
   for found in results:
-    same(found, visit(*args), 1e-6)
+    same(found, decode_attention(*args), 1e-6)

@@ -42,9 +42,9 @@ def test_who_visits(monkeypatch):
   best._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = best.Best(platform="gpu", chip="h200")
-  assert ours.choose_visit(*args) == best.Choice(DecodeGPU(chip="h200"), ())
+  assert ours.choose_decode(*args) == best.Choice(DecodeGPU(chip="h200"), ())
   monkeypatch.setattr(decode_gpu, "plgpu", None)
-  found = ours.choose_visit(*args)
+  found = ours.choose_decode(*args)
   assert isinstance(found.algorithm, best.Loops)
   assert "no Triton backend" in str(found)
 
@@ -68,7 +68,7 @@ def test_it_becomes_a_program_of_triton(name):
 
   def run(q, k, v, at):
     visits = context._replace(q=at)
-    return DecodeGPU().visit(scores, q, keys._replace(k=k, v=v), terms, visits)
+    return DecodeGPU().decode(scores, q, keys._replace(k=k, v=v), terms, visits)
 
   gpu = AbstractDevice("NVIDIA H200", None, "cuda")
   mesh = AbstractMesh((1,), ("x",), abstract_device=gpu)
@@ -83,12 +83,12 @@ def test_it_becomes_a_program_of_triton(name):
   ("queries", "dim"), [pytest.param(1, 16, marks=pytest.mark.slow), (3, 24)]
 )
 def test_the_check_for_a_gpu_checks(queries, dim):
-  visit = lambda kernel: on_gpu.visit(kernel, 40, queries, dim, groups=2, kv=1)
+  visit = lambda kernel: on_gpu.decode(kernel, 40, queries, dim, groups=2, kv=1)
   assert visit(DecodeGPU(16, interpret=True))[0] <= on_gpu.FORWARD
 
   class Cracked(DecodeGPU):
-    def visit(self, *args):
-      found = super().visit(*args)
+    def decode(self, *args):
+      found = super().decode(*args)
       return found._replace(acc=found.acc * 1.02)
 
   assert visit(Cracked(16, interpret=True))[0] > on_gpu.FORWARD

@@ -9,7 +9,7 @@ import pytest
 from ringjax.ops.attention.kernels import best
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Coords
 from tests.ops.attention.kernels.test_decode import call, refuses
 
@@ -21,7 +21,7 @@ def test_tiles_are_large_and_fit():
     found = []
 
     def look(q, k, v, at):
-      stored = Stored(k, v, Coords(at, at), 0)
+      stored = ContiguousView(k, v, Coords(at, at), 0)
       found.append(DecodeTPU(chip=chip).tile(q, stored))
 
     stack = like(2, 1, kv, slots, dim)
@@ -61,9 +61,9 @@ def test_who_visits(monkeypatch):
   best._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = best.Best(platform="tpu", chip="tpu-v6e")
-  assert ours.choose_visit(*args) == best.Choice(DecodeTPU(chip="tpu-v6e"), ())
-  found = best.Best(24, 24, platform="tpu").choose_visit(*args)
+  assert ours.choose_decode(*args) == best.Choice(DecodeTPU(chip="tpu-v6e"), ())
+  found = best.Best(24, 24, platform="tpu").choose_decode(*args)
   assert isinstance(found.algorithm, best.Loops)
   assert "DecodeTPU: tiles of 24 keys" in str(found)
-  found = best.Best(platform="cpu").choose_visit(*args)
+  found = best.Best(platform="cpu").choose_decode(*args)
   assert isinstance(found.algorithm, best.Loops) and not found.declined

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.ops.attention.resident import Resident
+from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from tests.helpers import make_mesh
 
@@ -62,7 +62,7 @@ def run(q, k, v, q_at, k_at, layer, shards=1, *, sharded=False, window=None,
   mesh = make_mesh(shards, "auto") if shards > 1 else None
   mask = Causal() & SameSegment()
   mask = mask & Window(window) if window is not None else mask
-  resident = Resident(
+  resident = ShardedDecode(
     mesh=mesh, axis=None if mesh is None else "seq", sharded=sharded, **rest
   )
 
@@ -81,11 +81,13 @@ def run(q, k, v, q_at, k_at, layer, shards=1, *, sharded=False, window=None,
   )
   return f(
     put(q, None, None, None, at_q),
-    Stored(
-      put(k, None, None, None, "seq"),
-      put(v, None, None, None, "seq"),
-      Coords(*(put(x, None, "seq") for x in k_at)),
-      jnp.int32(layer),
+    (
+      ContiguousView(
+        put(k, None, None, None, "seq"),
+        put(v, None, None, None, "seq"),
+        Coords(*(put(x, None, "seq") for x in k_at)),
+        jnp.int32(layer),
+      ),
     ),
     Terms(slopes=wide(slopes), sinks=wide(sinks)),
     Coords(*(put(x, None, at_q) for x in q_at)),
@@ -154,12 +156,18 @@ def test_what_is_not_seen_does_not_matter():
 def test_half_precision_keys():
   q, k, v, q_at, k_at = problem(256, 1)
   half = lambda x: jnp.asarray(x, jnp.bfloat16)
-  resident = Resident()
+  resident = ShardedDecode()
   got = resident(
     Scores(scale=H**-0.5),
     half(q),
-    Stored(half(k), half(v), Coords(*(jnp.asarray(x, jnp.int32) for x in k_at)),
-           jnp.int32(0)),
+    (
+      ContiguousView(
+        half(k),
+        half(v),
+        Coords(*(jnp.asarray(x, jnp.int32) for x in k_at)),
+        jnp.int32(0),
+      ),
+    ),
     Terms(),
     Coords(*(jnp.asarray(x, jnp.int32) for x in q_at)),
     Causal() & SameSegment(),
@@ -182,14 +190,14 @@ def on_axes(heads, **options):
     NamedSharding(mesh, P(*spec)),
   )
   of_keys, of_groups = ("model", None) if heads > 1 else (None, "model")
-  keys = Stored(
+  keys = ContiguousView(
     put(k, None, "data", of_keys, "seq"),
     put(v, None, "data", of_keys, "seq"),
     Coords(*(put(x, "data", "seq") for x in k_at)),
     jnp.int32(1),
   )
   f = jax.jit(
-    lambda q, keys, q_at: Resident(mesh=mesh, axis="seq", **options)(
+    lambda q, keys, q_at: ShardedDecode(mesh=mesh, axis="seq", **options)(
       Scores(scale=H**-0.5), q, keys, Terms(), q_at, Causal() & SameSegment()
     )
   )

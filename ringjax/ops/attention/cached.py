@@ -1,10 +1,11 @@
-"""Resident attention: keys stay on their shards, the few queries visit all.
+"""Attention over a cache: keys stay on their shards and the queries go to all.
 
-Law: equals `reference` on all keys; forward only.
+Guarantees: equals `reference` on all keys of all views; forward only.
 Cost: one maximum and one sum over the axis, of B T N (J + 2) float32 numbers;
 no key or value moves. Where the queries are sharded they are gathered first,
 B T N H numbers, and the sums are scattered.
-Memory: the partial of all queries on each shard.
+Memory: the partial of all queries on each shard, and of the keys a tile, or
+for more than a few queries a segment.
 
 That is the way to decode and to read a chunk of a prompt behind a long cache:
 whatever the length of the cache, what is sent depends on the queries alone.
@@ -13,6 +14,8 @@ whatever the length of the cache, what is sent depends on the queries alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,31 +24,34 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ringjax.ops.attention.attend import empty_partial
-from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.blockwise import Local, cut_coords
 from ringjax.ops.attention.kernels.best import Best, Loops
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.stored import Stored
+from ringjax.ops.attention.views import KVView, coords_specs, tiled
 from ringjax.ops.mask import Coords, Mask
-from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max
+from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max, merge
 from ringjax.parallel import collectives
 from ringjax.parallel.place import Place, device_of
 
+# Slots that are brought into another order at a time, for many queries.
+_SEGMENT = 8192
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resident:
+class ShardedDecode:
   """How queries find the keys of a cache.
 
   Attributes:
     mesh: whose `axis` shards the keys; None is one device.
     axis: the sequence's axis.
-    batch_axes: mesh axes over which the examples lie.
-    head_axes: mesh axes over which the heads lie; kv heads that they do not
-      divide are one, of which each device has a copy.
+    batch_axes: mesh axes over which the examples are sharded.
+    head_axes: mesh axes over which the heads are sharded; kv heads that they
+      do not divide are one, of which each device has a copy.
     whole: whether no axis beside those shards anything: then nothing is left
       to XLA, which cuts no kernel.
     sharded: whether the queries are sharded over `axis` too.
-    few: up to so many queries visit the keys where they lie.
-    local: the algorithm on a shard; that of few queries is its `visit`, or
+    few: up to so many queries read the keys tile by tile in place.
+    local: the algorithm on a shard; that of few queries is its `decode`, or
       XLA's loops where it has none.
   """
 
@@ -62,70 +68,69 @@ class Resident:
     self,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    views: Sequence[KVView],
     terms: Terms,
     q_at: Coords,
     mask: Mask,
   ) -> jax.Array:
     """[B, K, G, T, J] in q's dtype from queries [B, K, G, T, H]."""
+    views = tuple(views)
     manual = {*collectives.names(self.axis)}
     if self.whole and self.mesh is not None:
       manual = {*self.mesh.axis_names}
-    local = self._on_device(manual, q, keys)
+    # One array twice is one array inside too: kernels read it once.
+    leaves, structure = jax.tree.flatten(views)
+    which = {id(x): n for n, x in reversed([*enumerate(leaves)])}
+    arrays = {n: leaves[n] for n in sorted(which.values())}
+    rebuilt = lambda arrays: jax.tree.unflatten(
+      structure, [arrays[which[id(x)]] for x in leaves]
+    )
+    local = self._on_device(manual, q, leaves[0])
     if not manual:
       unsunk = terms._replace(sinks=None)
-      found = self._partial(local, scores, q, keys, unsunk, q_at, mask)
+      found = self._partial(local, scores, q, views, unsunk, q_at, mask)
       return _finish(found, q, terms)
-    # One array twice is one array inside too: kernels read it once.
-    arrays = (keys.k,) if keys.v is keys.k else (keys.k, keys.v)
     batch = self.batch_axes if self.whole else ()
     heads = self.head_axes if self.whole else ()
-    of_heads = (heads, ()) if keys.k.shape[2] > 1 else ((), heads)
+    of_heads = (heads, ()) if views[0].shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
     over = frozenset({*collectives.names(self.axis), *batch, *heads})
+    specs = jax.tree.leaves(
+      tuple(view.specs(batch, of_heads[0], self.axis) for view in views),
+      is_leaf=lambda x: isinstance(x, P),
+    )
 
     def run(
-      q: jax.Array,
-      arrays: Any,
-      at: Any,
-      layer: jax.Array,
-      terms: Terms,
-      mask: Mask,
+      q: jax.Array, arrays: Any, q_at: Any, terms: Terms, mask: Mask
     ) -> jax.Array:
       sinks = Terms(sinks=terms.sinks)
-      q, arrays, (q_at, k_at), layer, slopes, mask = collectives.vary(
-        (q, arrays, at, layer, terms.slopes, mask), over
+      q, arrays, q_at, slopes, mask = collectives.vary(
+        (q, arrays, q_at, terms.slopes, mask), over
       )
       if self.sharded:
         assert self.axis is not None
         q = collectives.gather(q, self.axis, 3)
         q_at = collectives.gather(q_at, self.axis, 1)
-      mine = Stored(arrays[0], arrays[-1], Coords(*k_at), layer)
       unsunk = Terms(slopes=slopes)
       partial = self._partial(
-        local, scores, q, mine, unsunk, Coords(*q_at), mask
+        local, scores, q, rebuilt(arrays), unsunk, Coords(*q_at), mask
       )
       if self.axis is not None:
         partial = self._combine(partial)
       return _finish(partial, q, sinks)
 
-    def per_example(x: Any, *rest: Any) -> P:
+    def per_example(x: Any) -> P:
       each = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
-      return P(batch if each else None, *rest)
+      return P(batch if each else None)
 
     queries = P(batch, *of_heads, at_q)
-    at = ((*q_at,), (*keys.at,))
     return jax.shard_map(
       run,
       mesh=self.mesh,
       in_specs=(
         queries,
-        P(None, batch, of_heads[0], self.axis),
-        tuple(
-          tuple(per_example(x, axis) for x in pair)
-          for pair, axis in zip(at, (at_q, self.axis), strict=True)
-        ),
-        P(),
+        {n: specs[n] for n in arrays},
+        coords_specs(q_at, q.shape[0], batch, at_q),
         P(*of_heads),
         jax.tree.map(per_example, mask),
       ),
@@ -133,20 +138,20 @@ class Resident:
       axis_names=manual,
       # The interpreters of Pallas do not know what varies.
       check_vma=not getattr(local, "interpret", False),
-    )(q, arrays, at, jnp.asarray(keys.layer, jnp.int32), terms, mask)
+    )(q, arrays, q_at, terms, mask)
 
-  def _on_device(self, manual: set[str], q: jax.Array, keys: Stored) -> Any:
-    """What computes the call where it is known what it runs on."""
+  def _on_device(self, manual: set[str], q: jax.Array, k: jax.Array) -> Any:
+    """The local algorithm for the devices that the call runs on."""
     opened = self.mesh if manual else None
     platform, kind, alone = device_of(
-      Place(axis=self.axis, mesh=opened), (q, keys.k)
+      Place(axis=self.axis, mesh=opened), (q, k)
     )
     if self.mesh is not None and not manual:
       alone = self.mesh.size == 1
     local = self.local
     if hasattr(local, "on_device"):
       local = local.on_device(platform, kind, alone)
-    if q.shape[3] <= self.few and not hasattr(local, "visit"):
+    if q.shape[3] <= self.few and not hasattr(local, "decode"):
       return Loops(platform)
     return local
 
@@ -155,16 +160,18 @@ class Resident:
     local: Any,
     scores: Scores,
     q: jax.Array,
-    keys: Stored,
+    views: Sequence[KVView],
     terms: Terms,
     q_at: Coords,
     mask: Mask,
   ) -> Partial:
-    context = Context(q_at, keys.at, mask)
-    if q.shape[3] <= self.few:
-      return local.visit(scores, q, keys, terms, context)
-    x = Local(q, *keys.whole())
-    return local.forward(scores, x, terms, context, 0, empty_partial(x))
+    def one(view: KVView) -> Partial:
+      context = Context(q_at, view.at, view.mask or mask)
+      if q.shape[3] <= self.few:
+        return local.decode(scores, q, view, terms, context)
+      return _by_segments(local, scores, q, view, terms, context)
+
+    return functools.reduce(merge, map(one, views))
 
   def _combine(self, partial: Partial) -> Partial:
     assert self.axis is not None
@@ -186,3 +193,36 @@ def _finish(partial: Partial, q: jax.Array, terms: Terms) -> jax.Array:
   if terms.sinks is not None:
     partial = add_sink(partial, terms.sinks[None, :, :, None])
   return finalize(partial)[0].astype(q.dtype)
+
+
+def _by_segments(
+  local: Any,
+  scores: Scores,
+  q: jax.Array,
+  view: KVView,
+  terms: Terms,
+  context: Context,
+) -> Partial:
+  """The partial of many queries: a segment of the slots at a time."""
+  length = view.shape[2]
+  size = min(length, _SEGMENT)
+  at = tiled(view.at, size)
+
+  def read(n: Any, carry: Partial) -> Partial:
+    k, v = view.tile(jnp.minimum(n * size, length - size), size)
+    here = context._replace(k=cut_coords(at, n * size, size))
+    return local.forward(scores, Local(q, k, v), terms, here, 0, carry)
+
+  k, v = view.tile(jnp.int32(0), size)
+  start = empty_partial(Local(q, k, v))
+  if size == length:
+    return read(jnp.int32(0), start)
+  # Segments in which every slot is empty are not read.
+  some = jnp.any(at.seg.reshape(at.seg.shape[0], -1, size) > 0, (0, 2))
+  order = jnp.argsort(1 - some.astype(jnp.int32), stable=True).astype(jnp.int32)
+  return lax.fori_loop(
+    jnp.int32(0),
+    jnp.sum(some, dtype=jnp.int32),
+    lambda n, carry: read(order[n], carry),
+    start,
+  )
