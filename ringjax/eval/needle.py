@@ -1,8 +1,8 @@
 """What a model finds in a long text, by the text's length and the fact's depth.
 
-Law: trial i of a length and a depth is the same text and fact for every model
-and every way to read it; other depths hide the same fact in the same text.
-What cannot be asked is refused before anything is read.
+Guarantees: trial i of a length and a depth is the same text and fact for every
+model and every way to read it; other depths hide the same fact in the same
+text. What cannot be asked is refused before anything is read.
 Cost: one prompt is read for each trial; each text is made once more before.
 """
 

@@ -1,9 +1,9 @@
 """How well a model foretells a text, by how much of it it has seen.
 
-Law: every token of a row counts once, at its position; a bucket goes from the
-end of the one before to its own, which is twice that. Rows are whole: no token
-has less context than its position says. The id that begins a text is read and
-never foretold.
+Guarantees: every token of a row counts once, at its position; a bucket goes
+from the end of the one before to its own, which is twice that. Rows are whole:
+no token has less context than its position says. The id that begins a text is
+read and never foretold.
 Cost: one forward pass a row, without logits of more than a block of tokens.
 """
 

@@ -1,8 +1,8 @@
 """A start that is not all chance: heads that already look where it helps.
 
-Law: only biases of queries and keys, and maps of attention and feedforward, are
-written; all of it is a beginning that training changes. It saves the hours in
-which such heads form by themselves.
+Guarantees: only biases of queries and keys, and maps of attention and
+feedforward, are written; all of it is a beginning that training changes. It
+saves the hours in which such heads form by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringjax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookup:
+class InductionHeads:
   """The habit of looking up what followed the last time.
 
   For models of turning layers that see a window, one layer without positions
