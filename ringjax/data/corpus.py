@@ -336,7 +336,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
         "path",
         f"{path}, where no file is",
         "a file that corpus.write wrote",
-        "correct the path",
+        "pass the path of a corpus that launch.tokenize wrote",
       )
     )
   with path.open("rb") as file:

@@ -63,7 +63,9 @@ class Cost:
       value = getattr(self, field.name)
       if not math.isfinite(value) or value < 0:
         raise OptionError(
-          message(field.name, value, "a number of at least 0", "correct it")
+          message(
+            field.name, value, "a number of at least 0", "raise it to 0 or more"
+          )
         )
     if not self.token + self.pair:
       raise OptionError(

@@ -157,7 +157,12 @@ def place(
   sizes = as_lengths(lengths, local_length)
   if spread not in SPREADS:
     raise OptionError(
-      message("spread", repr(spread), f"one of {', '.join(SPREADS)}", "choose")
+      message(
+        "spread",
+        repr(spread),
+        f"one of {', '.join(SPREADS)}",
+        "pass spread='stripe'",
+      )
     )
   missing = int(sizes.sum()) - shards * local_length
   if missing > 0:
@@ -463,7 +468,7 @@ def _given(degree: Any, sizes: np.ndarray, ring: RingSlots) -> np.ndarray:
         "degree",
         str(degree),
         f"an int from 1 to {ring.shards}, or {len(sizes)} of them",
-        "correct it, or leave it out",
+        "pass degrees in that range, or leave degree out",
       )
     )
   found = np.minimum(found.astype(np.int64), sizes)

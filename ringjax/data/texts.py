@@ -44,7 +44,7 @@ def find(folder: Path, pattern: str = "**/*.txt") -> list[pathlib.Path]:
         "folder",
         f"{folder}, without a file {pattern}",
         "files of text",
-        "correct the folder or the pattern",
+        "pass another folder or pattern",
       )
     )
   return found

@@ -1,4 +1,4 @@
-"""Checkpoints of training that survive kills, full disks and rotten bits.
+"""Checkpoints of training that survive kills, full disks and corrupt files.
 
 Guarantees: a step exists if its folder is what its manifest says, and only
 then. Both are written to the disk before the folder gets its name, in one
@@ -147,8 +147,8 @@ class Checkpoints:
         message(
           "root",
           f"{self.root[-80:]} ({why[:100]})",
-          "a folder to which nobody else writes",
-          "wait until the other one ends, or choose another",
+          "a folder that no other process writes to",
+          "wait until the other process ends, or pass another root",
         ),
         file,
       ) from error
@@ -451,7 +451,9 @@ class Checkpoints:
     """
     if verify not in VERIFY:
       raise OptionError(
-        message("verify", repr(verify), f"one of {VERIFY}", "choose one")
+        message(
+          "verify", repr(verify), f"one of {VERIFY}", "pass verify='crc32'"
+        )
       )
     if self._job is not None:
       # A save that fails is said by `poll`.

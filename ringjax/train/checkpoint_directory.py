@@ -1,4 +1,4 @@
-"""The folder that the steps of one training lie in: names, lock and sweep.
+"""The checkpoint directory of one training: names, lock and clean-up.
 
   root/30/                    a step, as Orbax wrote it
   root/.ringjax/30.json       its manifest, see ringjax/train/manifest.py

@@ -58,7 +58,7 @@ class RopeScaling:
           "method",
           repr(self.method),
           f"None or one of {', '.join(METHODS)}",
-          "choose one",
+          "set method to one of these",
         )
       )
     if (self.theta is None) == (self.method == "theta"):

@@ -1,4 +1,4 @@
-"""Steps, one after another, until all are taken or somebody says stop.
+"""The training loop: steps until all are taken or a signal stops it.
 
 Guarantees: what a run leaves depends on its settings, its data and its first
 state, and not on how often it was interrupted: what is saved is all that a step
@@ -63,7 +63,7 @@ class Data(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-  """How often what is done, and what is borne.
+  """Logging, checkpoint and failure-tolerance settings.
 
   Attributes:
     log_every: steps between two reports.

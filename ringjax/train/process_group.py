@@ -1,4 +1,4 @@
-"""What the processes of a training tell each other about its checkpoints.
+"""Agreement between the processes of a training about its checkpoints.
 
 Guarantees: what one process could not do, all know, and all raise for the same
 reason. Nothing is a collective, since these belong to training's own order

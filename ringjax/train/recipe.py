@@ -50,7 +50,12 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 def _choice(name: str, value: Any, known: Iterable[str]) -> None:
   if value not in known:
     raise OptionError(
-      message(name, repr(value), f"one of {', '.join(known)}", "choose one")
+      message(
+        name,
+        repr(value),
+        f"one of {', '.join(known)}",
+        f"set {name} to one of these",
+      )
     )
 
 

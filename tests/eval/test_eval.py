@@ -466,7 +466,8 @@ def test_curves_by_script(tmp_path):
 def test_steps_that_were_not_finite_are_gaps(tmp_path, monkeypatch):
   pytest.importorskip("matplotlib")
   log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"
-  rest = '"stage": 0, "gradient_norm": null, "learning_rate": 1e-3, "tokens_per_s": 9'
+  rest = '"stage": 0, "gradient_norm": null, '
+  rest += '"learning_rate": 1e-3, "tokens_per_s": 9'
   losses = ("3.0", "null", "NaN", "Infinity", "2.0")
   log.write_text(
     "".join(
@@ -496,9 +497,11 @@ def test_steps_that_were_not_finite_are_gaps(tmp_path, monkeypatch):
     "3",
     "null",
     '{"step": 1}',
-    '{"step": "1", "stage": 0, "loss": 1, "gradient_norm": 1, "learning_rate": 1, '
+    '{"step": "1", "stage": 0, "loss": 1, "gradient_norm": 1, '
+    '"learning_rate": 1, '
     '"tokens_per_s": 1}',
-    '{"step": 1, "stage": 0, "loss": "low", "gradient_norm": 1, "learning_rate": 1, '
+    '{"step": 1, "stage": 0, "loss": "low", "gradient_norm": 1, '
+    '"learning_rate": 1, '
     '"tokens_per_s": 1}',
     "step 1",
   ],
@@ -514,7 +517,8 @@ def test_a_log_of_something_else(line, tmp_path):
 def test_a_training_is_drawn_without_its_devices(tmp_path):
   log = tmp_path / "log.jsonl"
   log.write_text(
-    '{"step": 1, "stage": 0, "loss": 1, "gradient_norm": 1, "learning_rate": 1, '
+    '{"step": 1, "stage": 0, "loss": 1, "gradient_norm": 1, '
+    '"learning_rate": 1, '
     '"tokens_per_s": 1}\n'
   )
   program = f"""

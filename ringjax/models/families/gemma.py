@@ -132,6 +132,8 @@ def _sandwich(
     tied=True,
     embed_scale=math.sqrt(r.whole("hidden_size")),
     logit_cap=logit_cap,
+    # Gemma 3 states its context after linear RoPE scaling.
+    scaling_counted=name == "gemma3",
   )
 
 
