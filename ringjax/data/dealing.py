@@ -64,7 +64,10 @@ class Cost:
       if not math.isfinite(value) or value < 0:
         raise OptionError(
           message(
-            field.name, value, "a number of at least 0", "raise it to 0 or more"
+            field.name,
+            value,
+            "a number of at least 0",
+            "raise it to 0 or more",
           )
         )
     if not self.token + self.pair:

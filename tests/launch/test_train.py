@@ -357,7 +357,7 @@ def test_a_second_run_in_a_folder_is_refused_at_once(
     other.claim()
     status, _, err = run("--mesh=seq:2", f"--config={small}", f"--out={out}")
   assert status == 2
-  assert "nobody else writes" in err and "Traceback" not in err
+  assert "no other process writes" in err and "Traceback" not in err
   # What belongs to the other one is as it was.
   assert not (out / "log.jsonl").exists()
 

@@ -935,7 +935,7 @@ def test_one_writes_from_the_moment_it_says_so(root, monkeypatch):
   with Checkpoints(root) as first:
     first.claim()
     other = Checkpoints(root)
-    refused(CheckpointWriteError, other.claim, "nobody else writes")
+    refused(CheckpointWriteError, other.claim, "no other process writes")
     refused(CheckpointWriteError, lambda: other.save(50, tree_of(50)), "lock")
     same(other.restore(like=LIKE)[0], tree_of(30))
     # Its own claim does not keep it from saving.
