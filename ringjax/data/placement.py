@@ -157,7 +157,7 @@ def place(
   sizes = as_lengths(lengths, local_length)
   if spread not in SPREADS:
     raise OptionError(
-      message(,
+      message(
         "spread",
         repr(spread),
         f"one of {', '.join(SPREADS)}",

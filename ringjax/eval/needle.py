@@ -93,7 +93,7 @@ def find(
   for depth in depths:
     if not 0 <= depth <= 1:
       raise OptionError(
-        message(,
+        message(
           "depths", depth, "numbers from 0 to 1", "pass depths such as 0.5"
         )
       )

@@ -451,7 +451,7 @@ class Checkpoints:
     """
     if verify not in VERIFY:
       raise OptionError(
-        message(,
+        message(
           "verify", repr(verify), f"one of {VERIFY}", "pass verify='crc32'"
         )
       )

@@ -50,7 +50,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 def _choice(name: str, value: Any, known: Iterable[str]) -> None:
   if value not in known:
     raise OptionError(
-      message(,
+      message(
         name,
         repr(value),
         f"one of {', '.join(known)}",
