@@ -290,7 +290,7 @@ def test_entries_that_a_config_leaves_out_can_be_set(small):
   )
   made = train.recipe_of(config).optimizer
   assert (made.schedule, made.decay, made.clip) == ("wsd", 0.5, None)
-  assert made.rate == 1e-2 and config.rules.embed == "data"
+  assert made.learning_rate == 1e-2 and config.rules.embed == "data"
 
 
 @pytest.mark.parametrize("entry", ["alpha=8.0", "targets=('q',)", "ranks=4"])
