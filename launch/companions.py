@@ -11,7 +11,7 @@ import shutil
 import stat
 
 from ringjax.errors import OptionError, message
-from ringjax.models.hf import files
+from ringjax.models.hf import safe_files
 
 # What else makes a model, and who may use it. Only these names are copied.
 NAMES = (
@@ -50,7 +50,7 @@ def names(folder: pathlib.Path) -> list[str]:
 
 
 def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
-  descriptor = files.open_inside(folder, name)
+  descriptor = safe_files.open_inside(folder, name)
   with open(descriptor, "rb") as source:
     status = os.fstat(source.fileno())
     if status.st_size > _BYTES or not stat.S_ISREG(status.st_mode):

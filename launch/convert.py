@@ -44,7 +44,7 @@ from ringjax.models.contents import contents, text_config
 from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
-from ringjax.models.hf.tensors import Tensor, parameters
+from ringjax.models.hf.tensors import CheckpointTensor, parameters
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
   folder: Folder
   source: dict[str, Any]
   family: str
-  tensors: list[Tensor]
+  tensors: list[CheckpointTensor]
   targets: dict[str, jax.ShapeDtypeStruct]
   dtypes: dict[str, Any]
   dropped: tuple[str, ...]
@@ -212,7 +212,9 @@ def _tensors(
     size, batch = 0, []
 
 
-def _floats(tensor: Tensor, x: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+def _floats(
+  tensor: CheckpointTensor, x: tuple[jax.Array, ...], dtype: Any
+) -> jax.Array:
   if not isinstance(tensor.form, Packed):
     return x[0]
   check_unpacked(tensor, x, dtype)

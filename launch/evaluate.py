@@ -33,12 +33,11 @@ from launch import common, screens
 from launch.definer import Definer
 from launch.group import Group
 from ringjax.bench import timing
-from ringjax.data import Tokenizer, documents
-from ringjax.data import texts as files
+from ringjax.data import Tokenizer, documents, texts
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS
 from ringjax.errors import OptionError, message
-from ringjax.eval import Cell, Curve, draw, find, reader
+from ringjax.eval import Cell, Curve, charts, find, reader
 from ringjax.infer import METHODS
 from ringjax.models import tiny
 
@@ -302,7 +301,7 @@ def _needle(
     record=record
     | {"cells": [cell.record() for cell in cells], "complete": True},
     lines=lines,
-    draw=lambda path: draw.heat_map(cells, path, _title(values, cells)),
+    draw=lambda path: charts.heat_map(cells, path, _title(values, cells)),
   )
 
 
@@ -379,7 +378,7 @@ def _perplexity(
     record=record
     | {"curves": [curve.record() for curve in curves], "complete": True},
     lines=lines,
-    draw=lambda path: draw.curves(curves, path),
+    draw=lambda path: charts.curves(curves, path),
   )
 
 
@@ -395,7 +394,7 @@ def _say_if_far(model: Any, longest: int, screen: screens.Screen) -> None:
 def _texts(values: flags.FlagValues) -> list[str]:
   if values.folder is None:
     return documents.library(held_out=True)
-  return list(files.from_files(files.find(values.folder)))
+  return list(texts.from_files(texts.find(values.folder)))
 
 
 def _source(values: flags.FlagValues) -> str:
@@ -449,7 +448,7 @@ def _curves(
   return _Answer(
     record={"rows": rows},
     lines=lines,
-    draw=lambda path: draw.run_of(rows, path),
+    draw=lambda path: charts.run_of(rows, path),
   )
 
 
@@ -479,7 +478,7 @@ def _logged(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _figures(row: Any) -> dict[str, Any]:
-  """A line as `draw.run_of` takes it.
+  """A line as `charts.run_of` takes it.
 
   Raises:
     ValueError: it is of something else.
@@ -489,7 +488,7 @@ def _figures(row: Any) -> dict[str, Any]:
   for name in ("step", "stage"):
     if type(row.get(name)) is not int:
       raise ValueError(f"{name} {row.get(name)!r}"[:80])
-  for name in draw.FIGURES:
+  for name in charts.FIGURES:
     if name not in row or type(row[name]) not in (int, float, type(None)):
       raise ValueError(f"{name} {row.get(name, 'not there')!r}"[:80])
   return {

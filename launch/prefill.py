@@ -39,7 +39,7 @@ from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError, message
 from ringjax.infer import kvr, together
 from ringjax.infer.prefill import tile
-from ringjax.models import tiny, work
+from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.local import last_device
 from ringjax.parallel.peers import TIMEOUT_S, Peers
@@ -262,7 +262,7 @@ class _Work:
     machine.profile.check_layers(len(model.config.layers))
     choice = plan.choose(
       machine,
-      Prompt(tokens=tokens, window=work.window(model)),
+      Prompt(tokens=tokens, window=work_profile.window(model)),
       ranks,
       keep="last",
       tile=tile(tokens, ranks),
@@ -288,7 +288,7 @@ class _Work:
     machine = machines.machine(values, values.credits)
     if machine is not None:
       machine.profile.check_layers(len(model.config.layers))
-      prompt = Prompt(tokens=tokens, window=work.window(model))
+      prompt = Prompt(tokens=tokens, window=work_profile.window(model))
       given = (machine.profile, prompt, ranks, machine.network)
       more = {"credits": machine.credits, "noise": machine.noise}
       if self.group.several:

@@ -2,7 +2,8 @@
 
   python -m launch.train --config=configs/train/quick.py --out=DIR
       All stages of the recipe; called again, it goes on where it stopped.
-  python -m launch.train --config=... --config.optimizer.rate=1e-3 --mesh=seq:4
+  python -m launch.train --config=... --mesh=seq:4 \\
+      --config.optimizer.learning_rate=1e-3
       The same with another number, on another mesh.
   python -m launch.train --config=... --init_from=DIR --out=...
       From the weights of a Hugging Face folder.
@@ -49,8 +50,8 @@ from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import Stretch, extended
-from ringjax.train.habits import Lookup
+from ringjax.train.extend import RopeScaling, extend_context
+from ringjax.train.induction import InductionHeads
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
 
@@ -58,7 +59,7 @@ NAME = "train"
 _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
-STARTS = {"lookup": Lookup}
+STARTS = {"lookup": InductionHeads}
 # Entries of a config.json that change nothing but training.
 _NOT_APPLIED = (
   "attention_dropout",
@@ -293,7 +294,7 @@ class _Work:
     model: Transformer,
     mesh: Any,
     stage: int,
-    one: loop.Report,
+    one: loop.TrainingReport,
   ) -> None:
     length = made.stages[stage].length
     rate = one.tokens_per_s
@@ -305,7 +306,9 @@ class _Work:
       "stage": stage,
       "loss": one.loss,
       "gradient_norm": one.gradient_norm,
-      "rate": made.optimizer.rate_of(one.step - 1, made.total),
+      "learning_rate": made.optimizer.learning_rate_at(
+        one.step - 1, made.total
+      ),
       "tokens": one.tokens,
       "labels": one.labels,
       "tokens_per_s": rate,
@@ -392,7 +395,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     lora=_lora(config),
     packer=_PACKERS[config.packer](),
     seed=config.seed,
-    pace=loop.Pace(
+    pace=loop.LoopConfig(
       log_every=config.log_every,
       save_every=config.save_every,
       most_skipped=config.most_skipped,
@@ -464,7 +467,8 @@ def default_config() -> ConfigDict:
       # A Hugging Face folder to begin with.
       "init_from": placeholder(str),
       "rules": {},
-      # Habits of a fresh model, by a name of STARTS: see ringjax.train.habits.
+      # Initialisation of a fresh model, by a name of STARTS:
+      # see ringjax.train.induction.
       "start": {},
       # A folder, or "bytes"; by default that of init_from, else bytes.
       "tokenizer": placeholder(str),
@@ -494,7 +498,7 @@ def default_config() -> ConfigDict:
   )
 
 
-def _start(config: ConfigDict) -> Lookup | None:
+def _start(config: ConfigDict) -> InductionHeads | None:
   """The habits that a fresh model gets."""
   entry = json.loads(config.start.to_json())
   kind = entry.pop("kind", None)
@@ -518,9 +522,9 @@ def _stage(given: Any) -> recipe.Stage:
   entry = dict(given)
   # What rows are made of is not a matter of the steps.
   entry.pop("sources", None)
-  stretch = entry.pop("stretch", None)
-  if stretch is not None:
-    entry["stretch"] = _made(Stretch, stretch, "stretch")
+  scaling = entry.pop("rope_scaling", None)
+  if scaling is not None:
+    entry["rope_scaling"] = _made(RopeScaling, scaling, "rope_scaling")
   return _made(recipe.Stage, entry, "stages")
 
 
@@ -644,14 +648,14 @@ def _too_long(made: recipe.Recipe, form: Transformer) -> list[str]:
   """Stages that read further than the model's own config will say."""
   found = []
   for number, stage in enumerate(made.stages):
-    if stage.stretch is not None:
-      form = extended(form, stage.stretch)
+    if stage.rope_scaling is not None:
+      form = extend_context(form, stage.rope_scaling)
     made_for = form.config.longest
     if made_for is not None and stage.length > made_for:
       found.append(
         f"note: stage {number} has rows of {stage.length:,} tokens, and the "
         f"model is for {made_for:,}, which is what will be written of it; for "
-        f"more give the stage 'stretch': {{'context': {stage.length}}}"
+        f"more give the stage 'rope_scaling': {{'context': {stage.length}}}"
       )
   return found
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -232,6 +232,164 @@ def test_lawful_imports_pass(path, source):
 def test_collectives_are_seen(source):
   assert len(collective_faults("ringjax/ops/attention/ring.py", source)) == 1
   assert collective_faults(COLLECTIVES_FILE, source) == []
+
+
+# ---------------------------------------------------------------------------
+# Names
+# ---------------------------------------------------------------------------
+
+# Class names that still stand for two things: renamed one after another. An
+# entry that is not needed any more fails.
+CLASH = {
+  "Case",
+  "Choice",
+  "Contestant",
+  "Dense",
+  "Instruction",
+  "Layer",
+  "Linear",
+  "Link",
+  "Machine",
+  "Place",
+  "Plan",
+  "Program",
+  "Ready",
+  "Report",
+  "Run",
+  "Sample",
+  "Send",
+  "Settings",
+  "Shape",
+  "Slots",
+  "Span",
+  "State",
+  "Steps",
+  "Tile",
+  "Way",
+  "_Bench",
+  "_Fresh",
+  "_Tile",
+}
+# Module names that are the same idea at another layer.
+SAME_IDEA = {
+  "attention": "nn: the layer; bench: its measurement",
+  "checkpoint": "models: weights alone; train: all of a training's state",
+  "delta": "ops: the recurrence; nn: the layer around it",
+  "feedforward": "ops: the function of arrays; nn: the layer around it",
+  "needle": "data: the questions; eval: how a model answers them",
+}
+# Module names that still stand for two things, as `CLASH`.
+MODULE_CLASH = {"dense", "inputs", "tiles"}
+# Folders in which a family may be asked for by its name.
+FAMILY_FOLDER = "ringjax/models/families/"
+
+
+def class_names(files: dict[str, str]) -> dict[str, list[str]]:
+  """Where each class of the package is defined, by its name."""
+  found: dict[str, list[str]] = {}
+  for path, source in files.items():
+    for node in ast.walk(ast.parse(source)):
+      if isinstance(node, ast.ClassDef):
+        found.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+  return found
+
+
+def module_names(files: Iterable[str]) -> dict[str, list[str]]:
+  """The files of each module name, `__init__` aside."""
+  found: dict[str, list[str]] = {}
+  for path in files:
+    name = pathlib.PurePosixPath(path).stem
+    if name != "__init__":
+      found.setdefault(name, []).append(path)
+  return found
+
+
+def repeated(names: dict[str, list[str]]) -> dict[str, list[str]]:
+  return {name: where for name, where in names.items() if len(where) > 1}
+
+
+def family_tests(path: str, source: str) -> list[str]:
+  """Comparisons of a `family` with text: a family is data, not a branch."""
+  if path.startswith(FAMILY_FOLDER):
+    return []
+  found = []
+  for node in ast.walk(ast.parse(source)):
+    sides: list[ast.expr] = []
+    if isinstance(node, ast.Compare):
+      sides = [node.left, *node.comparators]
+    elif (
+      isinstance(node, ast.Call)
+      and isinstance(node.func, ast.Attribute)
+      and node.func.attr in ("startswith", "endswith")
+    ):
+      sides = [node.func.value, *node.args]
+    is_family = any(
+      isinstance(x, ast.Attribute) and x.attr == "family" for x in sides
+    )
+    has_text = any(
+      isinstance(part, ast.Constant) and isinstance(part.value, str)
+      for x in sides
+      for part in ast.walk(x)
+    )
+    if is_family and has_text:
+      found.append(f"{path}:{node.lineno}: tests the name of a family")
+  return found
+
+
+def package() -> dict[str, str]:
+  return {
+    path: (ROOT / path).read_text()
+    for path in sources()
+    if path.startswith("ringjax/")
+  }
+
+
+def test_no_class_name_twice():
+  found = repeated(class_names(package()))
+  new = {name: where for name, where in found.items() if name not in CLASH}
+  assert not new, f"one name, two things: {new}"
+  gone = CLASH - set(found)
+  assert not gone, f"remove from CLASH: {sorted(gone)}"
+
+
+def test_no_module_name_twice():
+  found = repeated(module_names(package()))
+  known = MODULE_CLASH | set(SAME_IDEA)
+  new = {name: where for name, where in found.items() if name not in known}
+  assert not new, f"one name, two modules: {new}"
+  gone = known - set(found)
+  assert not gone, f"remove from MODULE_CLASH or SAME_IDEA: {sorted(gone)}"
+
+
+def test_no_branch_on_the_name_of_a_family():
+  faults = [
+    x for path, text in package().items() for x in family_tests(path, text)
+  ]
+  assert not faults, "\n".join(faults)
+
+
+def test_names_are_compared():
+  files = {
+    "ringjax/a/one.py": "class A:\n  class B: pass",
+    "ringjax/b/one.py": "class B: pass",
+    "ringjax/b/__init__.py": "",
+  }
+  assert set(repeated(class_names(files))) == {"B"}
+  assert set(repeated(module_names(files))) == {"one"}
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    'if config.family.startswith("gemma3"): pass',
+    'x = self.family == "llama"',
+    'x = config.family in ("llama", "mistral")',
+  ],
+)
+def test_branches_on_a_family_are_seen(source):
+  assert len(family_tests("ringjax/models/transformer.py", source)) == 1
+  assert family_tests(FAMILY_FOLDER + "gemma.py", source) == []
+  assert family_tests("ringjax/nn/block.py", "a.family == b.family") == []
 
 
 # ---------------------------------------------------------------------------

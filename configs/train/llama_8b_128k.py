@@ -24,7 +24,11 @@ def get_config() -> ConfigDict:
     {"steps": 500, "length": 32768, "batch": 32},
     {"steps": 500, "length": 131072, "batch": 8},
   )
-  config.optimizer = {"rate": 2e-5, "end_rate": 2e-6, "warmup": 50}
+  config.optimizer = {
+    "learning_rate": 2e-5,
+    "end_learning_rate": 2e-6,
+    "warmup": 50,
+  }
   config.z_loss = 1e-5
   config.sources = ({"kind": "corpus", "path": "CORPUS", "weight": 1.0},)
   config.save_every = 100

@@ -34,12 +34,12 @@ def get_config() -> ConfigDict:
       "steps": 100,
       "length": 2048,
       "batch": 2,
-      "stretch": {"context": 2048, "method": "ntk"},
+      "rope_scaling": {"context": 2048, "method": "ntk"},
     },
   )
   config.optimizer = {
-    "rate": 3e-3,
-    "end_rate": 3e-4,
+    "learning_rate": 3e-3,
+    "end_learning_rate": 3e-4,
     "warmup": 20,
     "weight_decay": 0.01,
   }

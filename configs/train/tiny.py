@@ -92,8 +92,8 @@ def get_config() -> ConfigDict:
     stage(40, 1, 16384, facts=16, questions=8),
   )
   config.optimizer = {
-    "rate": 2e-3,
-    "end_rate": 5e-5,
+    "learning_rate": 2e-3,
+    "end_learning_rate": 5e-5,
     "schedule": "wsd",
     "decay": 0.35,
     "warmup": 100,

@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
   )
   config.optimizer = {
     **config.optimizer,
-    "rate": 1e-3,
+    "learning_rate": 1e-3,
     "warmup": 10,
     "decay": 0.5,
   }

@@ -25,7 +25,7 @@ from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
 from ringjax.kv.dense import Dense, Slots
-from ringjax.models import work
+from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
@@ -272,7 +272,7 @@ def prefill(
   over = NamedSharding(made, P(spread.batch_axes(batch) or None, axis))
   ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=over)
   everywhere = _everywhere(made)
-  made_of = work.profile(form, tokens)
+  made_of = work_profile.profile(form, tokens)
   flops = made_of.token_s * tokens + made_of.pair_s * tokens * (tokens + 1) / 2
   head = 2.0 * form.config.vocab * form.config.embed
   return Built(
@@ -331,7 +331,7 @@ def decode(
     done=everywhere((batch,), jnp.bool_),
     seen=None,
   )
-  made_of = work.profile(form, tokens)
+  made_of = work_profile.profile(form, tokens)
   head = 2.0 * form.config.vocab * form.config.embed
   flops = batch * (made_of.token_s + made_of.pair_s * tokens + head)
   cache = _cache(form, spread, batch, tokens)

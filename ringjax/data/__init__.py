@@ -8,7 +8,7 @@ from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
 from ringjax.data.corpus import Corpus, fingerprint
 from ringjax.data.loader import Loader
-from ringjax.data.packing import Batch, BestFit, Cut, Documents
+from ringjax.data.packing import BestFit, Cut, Documents, PackedBatch
 from ringjax.data.placement import (
   Placement,
   place,
@@ -17,10 +17,9 @@ from ringjax.data.placement import (
   plan_batches,
 )
 from ringjax.data.stream import Stream
-from ringjax.data.tokens import Tokenizer
+from ringjax.data.tokenizer import Tokenizer
 
 __all__ = [
-  "Batch",
   "BestFit",
   "Bytes",
   "ChatTemplate",
@@ -28,6 +27,7 @@ __all__ = [
   "Cut",
   "Documents",
   "Loader",
+  "PackedBatch",
   "Placement",
   "Stream",
   "Tokenizer",

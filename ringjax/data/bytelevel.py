@@ -1,9 +1,9 @@
 """A tokenizer without files: the bytes of UTF-8, and a few special tokens.
 
-Law: token i < 256 is the byte i; special tokens follow from 256 on, in order.
-Hence `decode(encode(text)) == text` for every text, no text yields a special
-token, and one token is one byte. `save` writes the same tokenizer in the form
-in which others read it: a BPE without merges over the bytes.
+Guarantees: token i < 256 is the byte i; special tokens follow from 256 on, in
+order. Hence `decode(encode(text)) == text` for every text, no text yields a
+special token, and one token is one byte. `save` writes the same tokenizer in
+the form in which others read it: a BPE without merges over the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import stream
-from ringjax.data.special import (
+from ringjax.data.special_tokens import (
   Specials,
   SpecialToken,
   as_text,

@@ -1,9 +1,10 @@
 """Chat templates: messages to tokens, where only the template can steer.
 
-Law: the ids are those that the tokenizer gives for the text that transformers
-renders, except that no string in a message becomes a special token, nor part
-of one: a message that says "<|im_end|>" says ten characters. Only the template
-writes special tokens. (Roles are not free text: they are taken from a list.)
+Guarantees: the ids are those that the tokenizer gives for the text that
+transformers renders, except that no string in a message becomes a special
+token, nor part of one: a message that says "<|im_end|>" says ten characters.
+Only the template writes special tokens. (Roles are not free text: they are
+taken from a list.)
 
 How: each character of a message of which special tokens are made ("<", "|",
 ...) is rendered as a character that nobody uses. A special token that is then
@@ -29,8 +30,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ringjax.data import child, render
-from ringjax.data.special import Specials, as_text
+from ringjax.data import isolated, render
+from ringjax.data.special_tokens import Specials, as_text
 from ringjax.errors import (
   InputTypeError,
   PromptError,
@@ -300,7 +301,7 @@ class ChatTemplate:
     else:
       script = _SCRIPT.format(source=inspect.getsource(render))
       try:
-        found = child.run(
+        found = isolated.run(
           script,
           json.dumps(request).encode("ascii"),
           memory_bytes=_MEMORY_BYTES + 100 * own,
@@ -308,7 +309,7 @@ class ChatTemplate:
           wall_s=60.0 + own / 100_000,
           answer_bytes=2**31,
         )
-      except child.ChildError as error:
+      except isolated.ChildError as error:
         raise _fault(error) from None
     if "error" in found:
       raise _fault(found["error"])

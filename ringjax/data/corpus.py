@@ -1,9 +1,9 @@
 """A corpus: the tokens of many documents in one file, read where they lie.
 
-Law: the file is there whole or not at all. It is written beside its place,
-synced and renamed, so that who is killed midway leaves what was there before.
-What is opened is checked first: header, sizes, order of documents; a document
-is read without reading another. `verify` reads all of it.
+Guarantees: the file is there whole or not at all. It is written beside its
+place, synced and renamed, so that who is killed midway leaves what was there
+before. What is opened is checked first: header, sizes, order of documents; a
+document is read without reading another. `verify` reads all of it.
 
 The file: a header of 4096 bytes, JSON and spaces; tokens, uint16 if the
 vocabulary fits and else uint32, little-endian, filled up to 8 bytes; and int64
@@ -336,7 +336,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
         "path",
         f"{path}, where no file is",
         "a file that corpus.write wrote",
-        "correct the path",
+        "pass the path of a corpus that launch.tokenize wrote",
       )
     )
   with path.open("rb") as file:

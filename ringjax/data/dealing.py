@@ -11,10 +11,10 @@ full: spread documents first, then whole ones, the longest before the others,
 each where there is least to do (Graham 1969) and room. What no shard has room
 for is dealt over neighbours by the room they have.
 
-Law: members of a group are neighbours and do not run over the ring's end;
-whatever adds up to no more than the slots there are is dealt.
+Guarantees: members of a group are neighbours and do not run over the ring's
+end; whatever adds up to no more than the slots there are is dealt.
 Cost: O(N log N) of N documents.
-Ref:  Ge et al. 2025 (arXiv 2502.21231) and Wang et al. 2025 (arXiv 2412.01523)
+Ref: Ge et al. 2025 (arXiv 2502.21231) and Wang et al. 2025 (arXiv 2412.01523)
       choose the number of devices of each sequence by such a cost.
 """
 
@@ -63,7 +63,12 @@ class Cost:
       value = getattr(self, field.name)
       if not math.isfinite(value) or value < 0:
         raise OptionError(
-          message(field.name, value, "a number of at least 0", "correct it")
+          message(
+            field.name,
+            value,
+            "a number of at least 0",
+            "raise it to 0 or more",
+          )
         )
     if not self.token + self.pair:
       raise OptionError(
@@ -75,7 +80,7 @@ class Cost:
     return self.token * tokens + self.pair * pairs
 
 
-class Slots(NamedTuple):
+class RingSlots(NamedTuple):
   """The slots around a ring that documents are placed on, and how."""
 
   shards: int
@@ -130,12 +135,12 @@ class Draft(NamedTuple):
   def reach(self) -> int:
     return max((len(counts) - 1 for counts in self.groups.values()), default=0)
 
-  def time(self, ring: Slots) -> float:
+  def time(self, ring: RingSlots) -> float:
     """What the batch costs."""
     return float(self.work.max()) + ring.waits(self.reach)
 
 
-def deal(sizes: np.ndarray, ring: Slots) -> Draft:
+def deal(sizes: np.ndarray, ring: RingSlots) -> Draft:
   """Deals documents on as many shards each as costs least.
 
   Args:
@@ -158,7 +163,7 @@ def deal(sizes: np.ndarray, ring: Slots) -> Draft:
 
 
 def _faster(
-  one: Draft | None, other: Draft | None, ring: Slots
+  one: Draft | None, other: Draft | None, ring: RingSlots
 ) -> Draft | None:
   """The draft that costs less, the first of equal ones."""
   if one is None or other is None:
@@ -166,7 +171,9 @@ def _faster(
   return other if other.time(ring) < one.time(ring) else one
 
 
-def _choices(sizes: np.ndarray, ring: Slots) -> list[tuple[float, np.ndarray]]:
+def _choices(
+  sizes: np.ndarray, ring: RingSlots
+) -> list[tuple[float, np.ndarray]]:
   """Degrees to try, int64 [N], with a lower bound of the time; best first."""
   work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
   mean = float(work.sum()) / ring.shards
@@ -197,7 +204,7 @@ def _choices(sizes: np.ndarray, ring: Slots) -> list[tuple[float, np.ndarray]]:
 
 
 def filled(
-  sizes: np.ndarray, degrees: np.ndarray, ring: Slots, *, exact: bool
+  sizes: np.ndarray, degrees: np.ndarray, ring: RingSlots, *, exact: bool
 ) -> tuple[Draft | None, int]:
   """Documents on as many shards as they should be, if there is room.
 
@@ -314,7 +321,7 @@ def _windows(shards: int, degree: int) -> np.ndarray:
   return np.arange(shards - degree + 1)[:, None] + np.arange(degree)
 
 
-def _in_order(sizes: np.ndarray, ring: Slots) -> Draft:
+def _in_order(sizes: np.ndarray, ring: RingSlots) -> Draft:
   """One document behind the other, which always fits."""
   ends = np.cumsum(sizes)
   starts = ends - sizes

@@ -1,9 +1,9 @@
 """A long document that is found on any machine: Python's own library.
 
-Law: the same Python gives the same text. Files come in a fixed order, whole
-and as they are, each below a line with its name; what is cut off is cut off
-behind a line. The order begins with the tenth of the files that the model in
-`ringjax.models.tiny` has not seen in training.
+Guarantees: the same Python gives the same text. Files come in a fixed order,
+whole and as they are, each below a line with its name; what is cut off is cut
+off behind a line. The order begins with the tenth of the files that the model
+in `ringjax.models.tiny` has not seen in training.
 """
 
 from __future__ import annotations

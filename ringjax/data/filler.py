@@ -1,8 +1,8 @@
 """Text without meaning for a task, in which its facts are hidden.
 
-Law: a filler gives lines without end, by nothing but the generator that it is
-given; each ends in a newline. `Unhidden` drops the lines that would tell a
-fact.
+Guarantees: a filler gives lines without end, by nothing but the generator that
+it is given; each ends in a newline. `Unhidden` drops the lines that would tell
+a fact.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Batches of rows: a pure function of the seed and the step.
 
-Law: `loader.at(step)` is the same whatever was asked before, on whichever
-machine and by however many hosts; iterating gives steps 0, 1, 2, ...; a state
-that is restored goes on as if nothing had happened, bit for bit. The batches of
-all hosts, one under the other, are the batch of one host.
+Guarantees: `loader.at(step)` is the same whatever was asked before, on
+whichever machine and by however many hosts; iterating gives steps 0, 1, 2, ...;
+a state that is restored goes on as if nothing had happened, bit for bit. The
+batches of all hosts, one under the other, are the batch of one host.
 
 Documents come in epochs: in each, every document once, in an order of its own;
 they are packed in that order and the rows are shuffled again. A source without
@@ -26,17 +26,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ringjax.data.ahead import Ahead
 from ringjax.data.packing import (
-  Batch,
   BestFit,
+  DocumentPiece,
   Documents,
+  PackedBatch,
   Packer,
-  Piece,
-  Plan,
+  PackingPlan,
   as_document,
   fill,
 )
+from ringjax.data.prefetch import Prefetcher
 from ringjax.errors import DataError, OptionError, message
 
 _FORMAT, _VERSION = "ringjax-loader", 1
@@ -49,7 +49,7 @@ _MIX, _DOCUMENTS, _ROWS, _EXAMPLES, _SAMPLE = range(5)
 
 
 @runtime_checkable
-class Stored(Protocol):
+class DocumentSource(Protocol):
   """Documents that are there, as `Corpus` and `Documents` have them.
 
   Attributes:
@@ -71,7 +71,7 @@ class Stored(Protocol):
 
 
 @runtime_checkable
-class Synthetic(Protocol):
+class ExampleSource(Protocol):
   """Examples without end."""
 
   def example(
@@ -85,11 +85,11 @@ class Synthetic(Protocol):
     ...
 
 
-class Loader(Iterator[Batch]):
+class Loader(Iterator[PackedBatch]):
   """Batches of a corpus, or of a mixture.
 
   Args:
-    sources: one or several, each `Stored` or `Synthetic`.
+    sources: one or several, each `DocumentSource` or `ExampleSource`.
     length: T, tokens that a row holds.
     batch: B, rows of a batch, of all hosts together.
     seed: 0 or more.
@@ -156,7 +156,7 @@ class Loader(Iterator[Batch]):
       "draws": _random(seed, _SAMPLE).permutation(1 << 10)[:4].tolist(),
     }
     self._prefetch = prefetch
-    self._ahead: Ahead | None = None
+    self._ahead: Prefetcher | None = None
     self._step = 0
 
   @property
@@ -164,7 +164,7 @@ class Loader(Iterator[Batch]):
     """The step whose batch comes next."""
     return self._step
 
-  def at(self, step: int) -> Batch:
+  def at(self, step: int) -> PackedBatch:
     """The batch of a step.
 
     Args:
@@ -181,12 +181,12 @@ class Loader(Iterator[Batch]):
     """How many rows an epoch of a source has; None if it has no end."""
     return self._batches.streams[source].rows(epoch)
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> PackedBatch:
     if not self._prefetch:
       found = self._batches(self._step)
     else:
       if self._ahead is None:
-        self._ahead = Ahead(self._batches, self._step, self._prefetch)
+        self._ahead = Prefetcher(self._batches, self._step, self._prefetch)
       try:
         found = self._ahead.take()
       except Exception:
@@ -272,12 +272,14 @@ class _Batches:
     self._batch = batch
     self._mine = mine
 
-  def __call__(self, step: int) -> Batch:
+  def __call__(self, step: int) -> PackedBatch:
     rows = []
     for number in self._mine:
       source, index = self._mix(step * self._batch + number)
       rows.append(self.streams[source](index))
-    return Batch(*(np.concatenate(parts) for parts in zip(*rows, strict=True)))
+    return PackedBatch(
+      *(np.concatenate(parts) for parts in zip(*rows, strict=True))
+    )
 
 
 class _Mix:
@@ -346,9 +348,9 @@ def _random(seed: int, *what: int) -> np.random.Generator:
 def _stream(
   source: Any, number: int, packer: Packer, length: int, seed: int
 ) -> Any:
-  if isinstance(source, Stored):
+  if isinstance(source, DocumentSource):
     return _Epochs(source, number, packer, length, seed)
-  if isinstance(source, Synthetic):
+  if isinstance(source, ExampleSource):
     return _Examples(source, number, length, seed)
   raise OptionError(
     message(
@@ -364,7 +366,12 @@ class _Epochs:
   """Rows of documents, epoch after epoch."""
 
   def __init__(
-    self, source: Stored, number: int, packer: Packer, length: int, seed: int
+    self,
+    source: DocumentSource,
+    number: int,
+    packer: Packer,
+    length: int,
+    seed: int,
   ):
     self.fingerprint = source.fingerprint
     self._source = source
@@ -382,14 +389,14 @@ class _Epochs:
       )
     # The first row of each epoch that was packed.
     self._first = [0]
-    self._kept: dict[int, tuple[Plan, np.ndarray, np.ndarray]] = {}
+    self._kept: dict[int, tuple[PackingPlan, np.ndarray, np.ndarray]] = {}
     self._lock = threading.Lock()
 
   def rows(self, epoch: int) -> int:
     with self._lock:
       return len(self._packed(epoch)[0])
 
-  def __call__(self, index: int) -> Batch:
+  def __call__(self, index: int) -> PackedBatch:
     with self._lock:
       while self._first[-1] <= index:
         rows = len(self._packed(len(self._first) - 1)[0])
@@ -397,10 +404,10 @@ class _Epochs:
       epoch = bisect.bisect_right(self._first, index) - 1
       plan, documents, rows = self._packed(epoch)
     row = plan[int(rows[index - self._first[epoch]])]
-    pieces = [Piece(int(documents[p.document]), *p[1:]) for p in row]
+    pieces = [DocumentPiece(int(documents[p.document]), *p[1:]) for p in row]
     return fill([pieces], self._length, self._source.read)
 
-  def _packed(self, epoch: int) -> tuple[Plan, np.ndarray, np.ndarray]:
+  def _packed(self, epoch: int) -> tuple[PackingPlan, np.ndarray, np.ndarray]:
     """The rows of an epoch, and the orders of its documents and rows."""
     if epoch not in self._kept:
       seed, number = self._key
@@ -420,7 +427,9 @@ class _Epochs:
 class _Examples:
   """Rows of examples, each made from a seed of its own."""
 
-  def __init__(self, source: Synthetic, number: int, length: int, seed: int):
+  def __init__(
+    self, source: ExampleSource, number: int, length: int, seed: int
+  ):
     self._source = source
     self._length = length
     self._key = (seed, number)
@@ -440,7 +449,7 @@ class _Examples:
   def rows(self, epoch: int) -> None:
     return None
 
-  def __call__(self, index: int) -> Batch:
+  def __call__(self, index: int) -> PackedBatch:
     seed, number = self._key
     rng = _random(seed, _EXAMPLES, number, index)
     tokens, weights, room = [], [], self._length
@@ -451,7 +460,7 @@ class _Examples:
       tokens.append(ids)
       weights.append(own)
       room -= len(ids)
-    pieces = [Piece(i, 0, len(ids)) for i, ids in enumerate(tokens)]
+    pieces = [DocumentPiece(i, 0, len(ids)) for i, ids in enumerate(tokens)]
     return fill([pieces], self._length, Documents(tokens, weights).read)
 
   def _example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -1,11 +1,11 @@
 """Questions that only a fact somewhere in a long text answers.
 
-Law: an example is a function of its generator. Prompt and answer, with the ids
-that begin and end a text, are at most `length` tokens, and only a few less.
-Each fact is a line of its own; the first of those that are asked for stands
-above the line in which `depth` of the filler lies, from 0, above the first, to
-1, below the last. Nothing of a fact stands anywhere else, and no two keys or
-values are the same.
+Guarantees: an example is a function of its generator. Prompt and answer, with
+the ids that begin and end a text, are at most `length` tokens, and only a few
+less. Each fact is a line of its own; the first of those that are asked for
+stands above the line in which `depth` of the filler lies, from 0, above the
+first, to 1, below the last. Nothing of a fact stands anywhere else, and no two
+keys or values are the same.
 
 Passkey, MultiKey and MultiValue are the needles of a haystack, and
 VariableTracking follows assignments: RULER, Hsieh et al. 2024 (arXiv
@@ -27,7 +27,7 @@ import numpy as np
 
 from ringjax.data.documents import hide_all
 from ringjax.data.filler import Filler, Library, Unhidden
-from ringjax.data.special import joined
+from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError, message
 from ringjax.ops.inputs import positive_int
 

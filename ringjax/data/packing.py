@@ -1,9 +1,9 @@
 """Documents of all lengths as rows of one length.
 
-Law: every token of every document stands in exactly one row, once. A row is a
-list of pieces, each a run of one document's tokens; no piece is longer than a
-row, and what no piece fills is padding. A plan of rows is made from lengths
-alone, so that any row can be read at any time and no row needs another.
+Guarantees: every token of every document stands in exactly one row, once. A row
+is a list of pieces, each a run of one document's tokens; no piece is longer
+than a row, and what no piece fills is padding. A plan of rows is made from
+lengths alone, so that any row can be read at any time and no row needs another.
 
 What a row says of its tokens:
 
@@ -44,7 +44,7 @@ from ringjax.errors import DataError, OptionError, message
 Read = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
 
 
-class Batch(NamedTuple):
+class PackedBatch(NamedTuple):
   """Rows to train on, each array [B, T] in true order.
 
   Attributes:
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
   segments: np.ndarray
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
   """Tokens `start` to `stop` of a document."""
 
   document: int
@@ -70,11 +70,11 @@ class Piece(NamedTuple):
   stop: int
 
 
-class Plan(Sequence[list[Piece]]):
+class PackingPlan(Sequence[list[DocumentPiece]]):
   """Which pieces make each row.
 
   Args:
-    pieces: int64 [P, 3], rows of `Piece`, those of a row side by side.
+    pieces: int64 [P, 3], rows of `DocumentPiece`, those of a row side by side.
     first: int64 [rows + 1], the place of each row's first piece.
     length: tokens that a row holds.
 
@@ -97,7 +97,7 @@ class Plan(Sequence[list[Piece]]):
       return [self[i] for i in range(*row.indices(len(self)))]
     at = range(len(self))[row]
     found = self._pieces[self._first[at] : self._first[at + 1]]
-    return [Piece(*piece) for piece in found.tolist()]
+    return [DocumentPiece(*piece) for piece in found.tolist()]
 
   @property
   def waste(self) -> float:
@@ -109,7 +109,7 @@ class Plan(Sequence[list[Piece]]):
 class Packer(Protocol):
   """Makes rows out of documents."""
 
-  def plan(self, lengths: Any, length: int) -> Plan:
+  def plan(self, lengths: Any, length: int) -> PackingPlan:
     """The rows of documents.
 
     Args:
@@ -123,7 +123,7 @@ class Packer(Protocol):
 class Cut:
   """Documents one behind the other, cut wherever a row is full."""
 
-  def plan(self, lengths: Any, length: int) -> Plan:
+  def plan(self, lengths: Any, length: int) -> PackingPlan:
     """The rows of documents, in their order.
 
     Args:
@@ -142,7 +142,7 @@ class Cut:
     before = (ends - sizes)[document]
     pieces = np.stack([document, begin - before, end - before], axis=1)
     rows = np.arange(-(-total // length) + 1)
-    return Plan(pieces, np.searchsorted(begin // length, rows), length)
+    return PackingPlan(pieces, np.searchsorted(begin // length, rows), length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class BestFit:
   def __post_init__(self) -> None:
     positive("buffer", self.buffer)
 
-  def plan(self, lengths: Any, length: int) -> Plan:
+  def plan(self, lengths: Any, length: int) -> PackingPlan:
     """The rows of documents.
 
     Args:
@@ -186,7 +186,7 @@ class BestFit:
     row_of = np.concatenate([np.zeros(0, np.int64), *all_rows])
     order = np.argsort(row_of, kind="stable")
     first = np.searchsorted(row_of[order], np.arange(rows + 1))
-    return Plan(np.concatenate(all_pieces)[order], first, length)
+    return PackingPlan(np.concatenate(all_pieces)[order], first, length)
 
 
 def _cut_long(sizes: np.ndarray, length: int) -> np.ndarray:
@@ -282,7 +282,9 @@ class Documents:
     return self._tokens[document][start:stop], weights
 
 
-def fill(rows: Sequence[Sequence[Piece]], length: int, read: Read) -> Batch:
+def fill(
+  rows: Sequence[Sequence[DocumentPiece]], length: int, read: Read
+) -> PackedBatch:
   """The arrays of rows.
 
   Args:
@@ -332,7 +334,7 @@ def fill(rows: Sequence[Sequence[Piece]], length: int, read: Read) -> Batch:
       positions[b, here] = np.arange(count)
       segments[b, here] = number
       at += count
-  return Batch(tokens, labels, weights, positions, segments)
+  return PackedBatch(tokens, labels, weights, positions, segments)
 
 
 def as_document(name: str, ids: Any) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Which shard takes which token of a batch's documents.
 
-Law: every token takes one slot, once; a document lies on `degree` shards that
-are neighbours, in a row that does not run over the ring's end; whatever adds
-up to no more than the slots there are has a placement. Shapes depend on
+Guarantees: every token takes one slot, once; a document lies on `degree` shards
+that are neighbours, in a row that does not run over the ring's end; whatever
+adds up to no more than the slots there are has a placement. Shapes depend on
 shards and slots alone, so that batches of all mixtures of lengths run the same
 program: what differs between them is data.
 
@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.data.dealing import Cost, Draft, Slots, deal, filled, members
+from ringjax.data.dealing import Cost, Draft, RingSlots, deal, filled, members
 from ringjax.data.packing import (
-  Batch,
   BestFit,
+  DocumentPiece,
   Documents,
-  Piece,
+  PackedBatch,
   as_lengths,
   fill,
   positive,
@@ -157,7 +157,12 @@ def place(
   sizes = as_lengths(lengths, local_length)
   if spread not in SPREADS:
     raise OptionError(
-      message("spread", repr(spread), f"one of {', '.join(SPREADS)}", "choose")
+      message(
+        "spread",
+        repr(spread),
+        f"one of {', '.join(SPREADS)}",
+        "pass spread='stripe'",
+      )
     )
   missing = int(sizes.sum()) - shards * local_length
   if missing > 0:
@@ -171,7 +176,7 @@ def place(
         "local_length",
       )
     )
-  ring = Slots(shards, local_length, spread, cost)
+  ring = RingSlots(shards, local_length, spread, cost)
   if degree is not None:
     degrees = _given(degree, sizes, ring)
     draft, left = filled(sizes, degrees, ring, exact=True)
@@ -195,13 +200,13 @@ def place(
 
 
 def place_rows(
-  batch: Batch,
+  batch: PackedBatch,
   *,
   shards: int,
   spread: str = "stripe",
   cost: Cost = _COST,
   degree: int | None = None,
-) -> Batch:
+) -> PackedBatch:
   """Places the documents of each row of a batch on the shards.
 
   Labels were shifted before, so each still is what follows its token.
@@ -258,7 +263,9 @@ def place_rows(
     )
     order[row, found.slots] = real
   behind = lambda x: np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
-  return Batch(*(np.take_along_axis(behind(x), order, axis=1) for x in batch))
+  return PackedBatch(
+    *(np.take_along_axis(behind(x), order, axis=1) for x in batch)
+  )
 
 
 def plan_batches(
@@ -269,7 +276,7 @@ def plan_batches(
   rows: int,
   cut: bool = False,
   buffer: int = 1 << 16,
-) -> list[list[list[Piece]]]:
+) -> list[list[list[DocumentPiece]]]:
   """Groups documents into batches of rows that can be placed.
 
   Rows are packed by `BestFit`, the longest documents first: rows whose
@@ -321,7 +328,7 @@ def place_documents(
   spread: str = "stripe",
   cost: Cost = _COST,
   degree: int | None = None,
-) -> Batch:
+) -> PackedBatch:
   """A batch to train on of documents, placed.
 
   Args:
@@ -376,7 +383,7 @@ def place_documents(
 # ---------------------------------------------------------------------------
 
 
-def _placement(sizes: np.ndarray, draft: Draft, ring: Slots) -> Placement:
+def _placement(sizes: np.ndarray, draft: Draft, ring: RingSlots) -> Placement:
   """The arrays of a draft."""
   total = int(sizes.sum())
   ends = np.cumsum(sizes)
@@ -446,7 +453,7 @@ def _turns(needed: np.ndarray) -> tuple[int, int]:
   return min(turns, key=lambda turn: (sum(turn), turn[1]))
 
 
-def _given(degree: Any, sizes: np.ndarray, ring: Slots) -> np.ndarray:
+def _given(degree: Any, sizes: np.ndarray, ring: RingSlots) -> np.ndarray:
   """Degrees as asked, int64 [N]."""
   found = np.asarray(degree)
   if not sizes.size and not found.size:
@@ -461,7 +468,7 @@ def _given(degree: Any, sizes: np.ndarray, ring: Slots) -> np.ndarray:
         "degree",
         str(degree),
         f"an int from 1 to {ring.shards}, or {len(sizes)} of them",
-        "correct it, or leave it out",
+        "pass degrees in that range, or leave degree out",
       )
     )
   found = np.minimum(found.astype(np.int64), sizes)

@@ -1,10 +1,10 @@
 """Texts that teach to look back, as sources of a `Loader`.
 
-Law: an example is a function of its generator, and `length` tokens long. What
-something earlier in it decides is sought, the rest is text or, where nothing
-could tell it, nothing. As labels, all sought tokens together weigh as much as
-the text times 1 / `text`, however few they are; an example weighs as much as a
-document of its length.
+Guarantees: an example is a function of its generator, and `length` tokens long.
+What something earlier in it decides is sought, the rest is text or, where
+nothing could tell it, nothing. As labels, all sought tokens together weigh as
+much as the text times 1 / `text`, however few they are; an example weighs as
+much as a document of its length.
 
 A model learns this in the order of the classes: to repeat what followed the
 last time (Copies; the induction heads of Olsson et al. 2022, arXiv 2209.11895),
@@ -23,7 +23,7 @@ import numpy as np
 
 from ringjax.data.filler import Filler
 from ringjax.data.needle import ANSWER, NEEDLE, QUESTION, names, numbers
-from ringjax.data.special import joined
+from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError, message
 
 _NOTHING, _TEXT, _SOUGHT = range(3)

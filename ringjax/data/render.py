@@ -1,10 +1,10 @@
 """Jinja as chat templates know it, in a sandbox.
 
-Law: what a template gives here is what it gives in transformers, or an error.
-A template can read the values it is given and write text; it loads no file,
-calls nothing of Python, and changes no value. What it can still do is to run
-long and grow large: therefore this file knows the standard library and jinja2
-only, so that a process of its own, with limits, can run it (chat.py).
+Guarantees: what a template gives here is what it gives in transformers, or an
+error. A template can read the values it is given and write text; it loads no
+file, calls nothing of Python, and changes no value. What it can still do is to
+run long and grow large: therefore this file knows the standard library and
+jinja2 only, so that a process of its own, with limits, can run it (chat.py).
 """
 
 from __future__ import annotations
@@ -116,17 +116,17 @@ def _environment(now: str) -> Any:
       raise OverflowError(f"a range of more than {_RANGE}")
     return found
 
-  class Names(jinja2.utils.Namespace):
+  class SafeNamespace(jinja2.utils.Namespace):
     """A namespace without names that Python keeps to itself."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
       own, values = args[0], dict(*args[1:], **kwargs)
       for name in values:
-        Names._check(name)
+        SafeNamespace._check(name)
       jinja2.utils.Namespace.__init__(own, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-      Names._check(name)
+      SafeNamespace._check(name)
       jinja2.utils.Namespace.__setitem__(self, name, value)
 
     @staticmethod
@@ -148,7 +148,7 @@ def _environment(now: str) -> Any:
   known: dict[str, Any] = environment.globals
   known["range"] = short_range
   known["dict"] = table
-  known["namespace"] = Names
+  known["namespace"] = SafeNamespace
   known["raise_exception"] = raise_exception
   known["strftime_now"] = strftime_now
   return environment

@@ -1,9 +1,9 @@
 """Text of tokens that come one by one.
 
-Law: the pieces that `feed` and `flush` return, joined, are `decode` of all ids
-that were fed, however they are cut into feeds; each piece is returned as soon
-as no later token can change it. Characters whose bytes come in several tokens
-are held until they are whole; bytes that are no UTF-8 become U+FFFD.
+Guarantees: the pieces that `feed` and `flush` return, joined, are `decode` of
+all ids that were fed, however they are cut into feeds; each piece is returned
+as soon as no later token can change it. Characters whose bytes come in several
+tokens are held until they are whole; bytes that are no UTF-8 become U+FFFD.
 
 In most vocabularies a token *is* a string of bytes, and then the text is their
 UTF-8 (`piece`). For the others (WordPiece, Metaspace) a token's text hangs on
@@ -17,7 +17,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ringjax.data.special import as_ids
+from ringjax.data.special_tokens import as_ids
 
 # An id without a token, or a byte that is no part of a character.
 UNKNOWN = "\ufffd"

@@ -1,8 +1,9 @@
 """Texts from files of lines and folders, and a corpus of them.
 
-Law: texts come in a fixed order, files by name, and one at a time. A text that
-is wrong is told with its file and line; it ends the reading, or is left out if
-`on_bad` takes the report. No file and no line is read beyond its limit.
+Guarantees: texts come in a fixed order, files by name, and one at a time. A
+text that is wrong is told with its file and line; it ends the reading, or is
+left out if `on_bad` takes the report. No file and no line is read beyond its
+limit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import corpus
-from ringjax.data.special import as_text
+from ringjax.data.special_tokens import as_text
 from ringjax.errors import DataError, PromptError, message
 
 FILE_BYTES = 1 << 30
@@ -43,7 +44,7 @@ def find(folder: Path, pattern: str = "**/*.txt") -> list[pathlib.Path]:
         "folder",
         f"{folder}, without a file {pattern}",
         "files of text",
-        "correct the folder or the pattern",
+        "pass another folder or pattern",
       )
     )
   return found

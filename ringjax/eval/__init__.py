@@ -1,4 +1,4 @@
-"""How well a model uses its context: what it finds, what it foretells."""
+"""Evaluation of long contexts: passkey retrieval and perplexity by position."""
 
 from ringjax.eval.needle import Cell, find
 from ringjax.eval.perplexity import Curve, perplexity, reader

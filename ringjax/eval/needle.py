@@ -1,8 +1,8 @@
 """What a model finds in a long text, by the text's length and the fact's depth.
 
-Law: trial i of a length and a depth is the same text and fact for every model
-and every way to read it; other depths hide the same fact in the same text.
-What cannot be asked is refused before anything is read.
+Guarantees: trial i of a length and a depth is the same text and fact for every
+model and every way to read it; other depths hide the same fact in the same
+text. What cannot be asked is refused before anything is read.
 Cost: one prompt is read for each trial; each text is made once more before.
 """
 
@@ -81,7 +81,7 @@ def find(
     A cell for each length and depth, in this order.
 
   Raises:
-    OptionError: a length or depth that is none, or a way to read that does
+    OptionError: a length or depth out of range, or a prefill method that does
       not fit.
     PromptError: a length beyond the model's context.
     MemoryEstimateError: the longest text's cache has no room.
@@ -93,7 +93,9 @@ def find(
   for depth in depths:
     if not 0 <= depth <= 1:
       raise OptionError(
-        message("depths", depth, "numbers from 0 to 1", "correct them")
+        message(
+          "depths", depth, "numbers from 0 to 1", "pass depths such as 0.5"
+        )
       )
   for length in lengths:
     positive_int("lengths", length)

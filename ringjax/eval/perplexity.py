@@ -1,9 +1,9 @@
-"""How well a model foretells a text, by how much of it it has seen.
+"""Perplexity by position: the loss of each token by its preceding context.
 
-Law: every token of a row counts once, at its position; a bucket goes from the
-end of the one before to its own, which is twice that. Rows are whole: no token
-has less context than its position says. The id that begins a text is read and
-never foretold.
+Guarantees: every token of a row counts once, at its position; a bucket goes
+from the end of the one before to its own, which is twice that. Rows are whole:
+no token has less context than its position says. The id that begins a text is
+read and never foretold.
 Cost: one forward pass a row, without logits of more than a block of tokens.
 """
 
@@ -66,7 +66,7 @@ class Curve:
       return math.inf
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it, which has no word for what is not finite."""
+    """The fields as JSON; a value that is not finite becomes null."""
     known = lambda x: x if math.isfinite(x) else None
     return dataclasses.asdict(self) | {
       "nll": tuple(map(known, self.nll)),

@@ -53,7 +53,7 @@ from ringjax.infer.links import Inbox, Outbox, first_needed
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
 from ringjax.infer.spans import Events
-from ringjax.models import work
+from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Visit
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
@@ -561,7 +561,7 @@ def balanced(
 
   `rj.plan` has more: searches, and links that bind.
   """
-  profile = work.profile(model, tokens)
+  profile = work_profile.profile(model, tokens)
   shares = plan.balanced(profile, cost.Prompt(tokens=tokens), ranks)
   return plan.round_to_tiles(shares, tokens, tile)
 

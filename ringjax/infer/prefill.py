@@ -18,7 +18,7 @@ import numpy as np
 from ringjax import plan as plans
 from ringjax.errors import OptionError, message
 from ringjax.kv.state import StateShape
-from ringjax.models import work
+from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.spread import Chained, Spread, Travel, Visit
 from ringjax.ops.attention.dense import Dense as DenseLocal
@@ -155,7 +155,7 @@ def plan(
       width = padded(tokens, size, room)
       choice = plans.choose(
         machine,
-        cost.Prompt(tokens=width, window=work.window(model)),
+        cost.Prompt(tokens=width, window=work_profile.window(model)),
         size,
         keep=keep,
         tile=tile(width, size),
@@ -269,7 +269,7 @@ def _partition(
   """Tokens of each shard of a chain; adds up to `width`, or as given."""
   if given is None:
     shares = plans.balanced(
-      work.profile(model, width), cost.Prompt(tokens=width), shards
+      work_profile.profile(model, width), cost.Prompt(tokens=width), shards
     )
     return plans.round_to_tiles(shares, width, tile(width, shards))
   whole = isinstance(given, Sequence | np.ndarray) and all(

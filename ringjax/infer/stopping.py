@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.data.special import as_ids
+from ringjax.data.special_tokens import as_ids
 from ringjax.data.stream import Decodes, Stream
 from ringjax.errors import InputTypeError, PromptError, message
 

@@ -22,12 +22,12 @@ from ringjax.errors import (
   message,
 )
 from ringjax.models.contents import contents, read_config, text_config
+from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.names import Columns, Map, Same
+from ringjax.models.hf.names import FusedColumns, Reshape, Transpose
 from ringjax.models.hf.packed import Float4, Packed
-from ringjax.models.hf.reader import Reader, error
 from ringjax.models.hf.save import write
-from ringjax.models.hf.tensors import Tensor, parameters, plan
+from ringjax.models.hf.tensors import CheckpointTensor, parameters, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.ops.inputs import FLOATS, float_dtype
@@ -73,7 +73,7 @@ def create(
   mesh = _checked(mesh, rules)
   given = preset(config) if isinstance(config, str) else config
   source, family = text_config(given)
-  parsed = family.config(Reader(source))
+  parsed = family.config(ConfigReader(source))
   dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
@@ -202,7 +202,7 @@ def load(
   mesh = _checked(mesh, rules)
   folder = Folder.open(path)
   source, family = text_config(folder.config)
-  config = family.config(Reader(source))
+  config = family.config(ConfigReader(source))
   dtype = float_dtype(
     "dtype", stored_dtype(folder, source) if dtype is None else dtype
   )
@@ -293,10 +293,12 @@ def _put(
   return tuple(done)
 
 
-def _batches(tensors: list[Tensor], folder: Folder) -> Iterator[list[Tensor]]:
+def _batches(
+  tensors: list[CheckpointTensor], folder: Folder
+) -> Iterator[list[CheckpointTensor]]:
   """Tensors in the order in which they lie on disk, some bytes at a time."""
   order = {name: i for i, name in enumerate(folder.tensors)}
-  batch: list[Tensor] = []
+  batch: list[CheckpointTensor] = []
   size = 0
   first = lambda t: min(order[piece.name] for piece in t.pieces)
   for tensor in sorted(tensors, key=first):
@@ -311,7 +313,10 @@ def _batches(tensors: list[Tensor], folder: Folder) -> Iterator[list[Tensor]]:
 
 
 def _targets(
-  tensor: Tensor, params: dict[str, Any], shardings: dict[str, Any], mesh: Any
+  tensor: CheckpointTensor,
+  params: dict[str, Any],
+  shardings: dict[str, Any],
+  mesh: Any,
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """How the pieces of a tensor come to the devices."""
   path, index = tensor.targets[0]
@@ -341,15 +346,15 @@ def _cuts(form: Any, axes: tuple[Any, ...]) -> tuple[Any, ...]:
   """
   if isinstance(form, Float4):
     # Its rows are the columns of the floats: turns that they take stay whole.
-    turns = isinstance(form.form, Columns) and form.form.interleaved
+    turns = isinstance(form.form, FusedColumns) and form.form.interleaved
     return axes if turns else _cuts(form.form, axes)
   if isinstance(form, Packed):
     return _cuts(form.form, axes)
-  if isinstance(form, Map):
+  if isinstance(form, Transpose):
     return axes[len(form.inputs)], axes[0]
-  if isinstance(form, Same) and form.shape == form.stored:
+  if isinstance(form, Reshape) and form.shape == form.stored:
     return axes
-  if isinstance(form, Columns):
+  if isinstance(form, FusedColumns):
     return (*axes[:-1], None)
   return (None,) * len(form.stored)
 
@@ -360,7 +365,7 @@ def _sound(form: Any, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def check_unpacked(
-  tensor: Tensor, x: tuple[jax.Array, ...], dtype: Any
+  tensor: CheckpointTensor, x: tuple[jax.Array, ...], dtype: Any
 ) -> None:
   """Refuses codes and scales whose product is no finite number of a dtype."""
   dtype = jnp.dtype(dtype)

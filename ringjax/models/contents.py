@@ -1,7 +1,7 @@
 """What a config.json means, and which tensors of a folder are its model.
 
-Law: every tensor of a folder is a part of the model, is named as one that is
-not, or is an error. No code of a folder is ever run.
+Guarantees: every tensor of a folder is a part of the model, is named as one
+that is not, or is an error. No code of a folder is ever run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from ringjax.errors import ConfigError, message
 from ringjax.models.families import FAMILIES, Family
+from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.names import Names
+from ringjax.models.hf.names import TensorNames
 from ringjax.models.hf.packed import packing
-from ringjax.models.hf.reader import Reader, error
-from ringjax.models.hf.tensors import Tensor, plan
+from ringjax.models.hf.tensors import CheckpointTensor, plan
 from ringjax.models.transformer import Transformer, TransformerConfig
 
 # What is said of the folder at hand only, and not of the model.
@@ -33,7 +33,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[TransformerConfig, Family]:
       would change the computation and is not known.
   """
   text, family = text_config(config)
-  return family.config(Reader(text)), family
+  return family.config(ConfigReader(text)), family
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
@@ -85,7 +85,7 @@ def _whole(text: dict[str, Any], family: Family) -> dict[str, Any]:
 def _inner(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
   wrapper = family.wrapper
   assert wrapper is not None
-  outer = Reader(config)
+  outer = ConfigReader(config)
   outer.ignore("text_config", "quantization_config", *wrapper.keys)
   given = outer.value("text_config")
   part = outer.part("text_config", given)
@@ -111,13 +111,13 @@ class Contents:
   """The model in a folder.
 
   Attributes:
-    tensors: its tensors; `Tensor.pieces` are those on disk.
+    tensors: its tensors; `CheckpointTensor.pieces` are those on disk.
     spare: names of others on disk, that are no part of it.
     heads: of those the heads of a model whose head is its embedding: they must
       have its numbers.
   """
 
-  tensors: list[Tensor]
+  tensors: list[CheckpointTensor]
   spare: tuple[str, ...]
   heads: tuple[str, ...]
 
@@ -171,7 +171,7 @@ def _places(name: str) -> tuple[str, ...]:
 
 
 def _heads(
-  names: Names, config: TransformerConfig, wrapped: bool
+  names: TensorNames, config: TransformerConfig, wrapped: bool
 ) -> tuple[str, ...]:
   """Where a folder may have the embedding once more, as the head."""
   head = f"{names.head}.weight"
@@ -181,7 +181,7 @@ def _heads(
 
 
 def _ignored(
-  names: Names,
+  names: TensorNames,
   family: Family,
   heads: tuple[str, ...],
   source: Mapping[str, Any],

@@ -58,6 +58,7 @@ class TransformerConfig:
     logit_cap: soft cap of the logits.
     max_positions: the context that the model was made for, in tokens.
     bound: the key of its config that says so; None: the number is a guess.
+    scaling_counted: whether `max_positions` already counts linear RoPE scaling.
   """
 
   family: str
@@ -72,6 +73,7 @@ class TransformerConfig:
   logit_cap: float | None = None
   max_positions: int = 2048
   bound: str | None = None
+  scaling_counted: bool = False
 
   @functools.cached_property
   def ropes(self) -> tuple[Rope, ...]:
@@ -83,10 +85,10 @@ class TransformerConfig:
 
   @functools.cached_property
   def longest(self) -> int | None:
-    """Tokens beyond which no text of its own makes sense; None: unknown.
+    """The longest context that the model supports, in tokens; None: unknown.
 
-    Configs with linear or YaRN scaling may state what is stretched: the factor
-    counts. Gemma 3 states what comes out, and so do those with both numbers.
+    A config with linear or YaRN scaling may state the context before scaling;
+    it is then multiplied by the factor, unless `scaling_counted`.
     """
     scalings = [rope.scaling for rope in self.ropes]
     if self.bound is None or any(isinstance(s, Dynamic) for s in scalings):
@@ -95,7 +97,7 @@ class TransformerConfig:
     for scaling in scalings:
       if isinstance(scaling, Yarn):
         found = max(found, int(scaling.original * scaling.factor))
-      elif isinstance(scaling, Linear) and not self.family.startswith("gemma3"):
+      elif isinstance(scaling, Linear) and not self.scaling_counted:
         stated = scaling.original or self.max_positions
         found = max(found, int(stated * scaling.factor))
     return found

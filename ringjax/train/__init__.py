@@ -1,7 +1,7 @@
 """Training: recipes, steps over sharded sequences, checkpoints to trust."""
 
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import Stretch, extended
+from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
 from ringjax.train.recipe import Mixture, Optimizer, Recipe, Stage, train
 from ringjax.train.step import Objective
@@ -13,8 +13,8 @@ __all__ = [
   "Objective",
   "Optimizer",
   "Recipe",
+  "RopeScaling",
   "Stage",
-  "Stretch",
-  "extended",
+  "extend_context",
   "train",
 ]

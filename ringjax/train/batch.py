@@ -1,7 +1,7 @@
 """Rows of tokens on their way to the devices, permuted by the layout, once.
 
-Law: a token's label, weight, position and segment lie where the token lies;
-labels were shifted before, so no shard asks a neighbour for one.
+Guarantees: a token's label, weight, position and segment lie where the token
+lies; labels were shifted before, so no shard asks a neighbour for one.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def check(count: int, length: int, spread: Spread, accumulate: int = 1) -> None:
     )
 
 
-class Part(NamedTuple):
+class ProcessShare(NamedTuple):
   """What a process brings of each batch: part `host` of `hosts` equal ones."""
 
   host: int = 0
   hosts: int = 1
 
 
-def part_of(spread: Spread, process: int | None = None) -> Part:
+def share_of(spread: Spread, process: int | None = None) -> ProcessShare:
   """Which rows of a batch the devices of a process need.
 
   A part of its own where the batch's axes cut it up by processes; all rows
@@ -104,7 +104,7 @@ def part_of(spread: Spread, process: int | None = None) -> Part:
   """
   ways = spread.data_size
   if spread.mesh is None or ways == 1:
-    return Part()
+    return ProcessShare()
   axes = spread.mesh.axis_names
   batch = [a for a in axes if a in spread.batch_axes(ways)]
   # The devices of each share of the batch, shares in their order.
@@ -123,15 +123,15 @@ def part_of(spread: Spread, process: int | None = None) -> Part:
     for s in shares.values()
   )
   if not even or len(starts) * size != ways:
-    return Part()
-  return Part(min(mine) // size, ways // size)
+    return ProcessShare()
+  return ProcessShare(min(mine) // size, ways // size)
 
 
-_WHOLE = Part()
+_WHOLE = ProcessShare()
 
 
 def place(
-  rows: Any, spread: Spread, accumulate: int = 1, part: Part = _WHOLE
+  rows: Any, spread: Spread, accumulate: int = 1, part: ProcessShare = _WHOLE
 ) -> Batch:
   """Puts rows [B / hosts, T] of NumPy, in true order, where a step wants them.
 
@@ -140,7 +140,7 @@ def place(
     spread: the mesh, the axis and the layout.
     accumulate: A; of A rows that follow each other each goes to another
       micro-batch.
-    part: which rows these are, by `part_of`; by default all.
+    part: which rows these are, by `share_of`; by default all.
 
   Raises:
     ShapeError: rows that A, the batch's axes or the shards do not divide.

@@ -1,17 +1,17 @@
-"""Checkpoints of training that survive kills, full disks and rotten bits.
+"""Checkpoints of training that survive kills, full disks and corrupt files.
 
-Law: a step exists if its folder is what its manifest says, and only then.
-Both are written to the disk before the folder gets its name, in one rename;
-deleting begins by taking the name away. So whenever the process dies, every
-step is there whole or not at all. Nothing reaches a model whose bytes were not
-compared with the manifest, unless the caller says so.
+Guarantees: a step exists if its folder is what its manifest says, and only
+then. Both are written to the disk before the folder gets its name, in one
+rename; deleting begins by taking the name away. So whenever the process dies,
+every step is there whole or not at all. Nothing reaches a model whose bytes
+were not compared with the manifest, unless the caller says so.
 Cost: `save` holds the caller for a copy from the devices and, with several
 processes, until all have called it; the rest happens in a thread, which reads
 what was written once. `restore` reads a step twice, the second time from
 memory if it fits.
 
 How steps lie in the root, and who may write to it, is said in
-ringjax/train/shelf.py; all processes see the same root.
+ringjax/train/checkpoint_directory.py; all processes see the same root.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from ringjax.errors import (
   message,
 )
 from ringjax.train import manifest as manifests
-from ringjax.train.leaves import Stored, Wanted, named
+from ringjax.train.checkpoint_directory import CheckpointDirectory
+from ringjax.train.leaves import LeafToRestore, LeafToSave, named
 from ringjax.train.manifest import Leaf, Manifest
-from ringjax.train.shelf import Shelf
-from ringjax.train.together import Together
+from ringjax.train.process_group import ProcessGroup
 
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
@@ -102,8 +102,8 @@ class Checkpoints:
     self._keep, self._every_keep = keep, every_keep
     self._asynchronous = asynchronous
     self._config = manifests.fingerprint(_json("config", config))
-    self._together = Together(timeout_s)
-    self._shelf = Shelf(self.root)
+    self._together = ProcessGroup(timeout_s)
+    self._shelf = CheckpointDirectory(self.root)
     self._job: _Job | None = None
     # Steps whose bytes were found to be wrong, by number.
     self._damaged: set[int] = set()
@@ -147,8 +147,8 @@ class Checkpoints:
         message(
           "root",
           f"{self.root[-80:]} ({why[:100]})",
-          "a folder to which nobody else writes",
-          "wait until the other one ends, or choose another",
+          "a folder that no other process writes to",
+          "wait until the other process ends, or pass another root",
         ),
         file,
       ) from error
@@ -181,7 +181,7 @@ class Checkpoints:
         message("step", repr(step), "a number from 0 on", "count steps")
       )
     checked = _json("extra", extra)
-    leaves = {name: Stored(name, x) for name, x in named(tree).items()}
+    leaves = {name: LeafToSave(name, x) for name, x in named(tree).items()}
     about = {name: x.leaf for name, x in leaves.items()}
     self._together.same(
       f"save of step {step}",
@@ -412,7 +412,7 @@ class Checkpoints:
     numbers = self._together.all(self._shelf.claims)[0]
     if like is None:
       return bool(numbers)
-    wanted = {name: Wanted(name, x) for name, x in named(like).items()}
+    wanted = {name: LeafToRestore(name, x) for name, x in named(like).items()}
     for number in reversed(numbers):
       with contextlib.suppress(CheckpointCorruptError):
         self._compare(number, self._verified(number, "none"), wanted)
@@ -451,12 +451,14 @@ class Checkpoints:
     """
     if verify not in VERIFY:
       raise OptionError(
-        message("verify", repr(verify), f"one of {VERIFY}", "choose one")
+        message(
+          "verify", repr(verify), f"one of {VERIFY}", "pass verify='crc32'"
+        )
       )
     if self._job is not None:
       # A save that fails is said by `poll`.
       self._job.join()
-    wanted = {name: Wanted(name, x) for name, x in named(like).items()}
+    wanted = {name: LeafToRestore(name, x) for name, x in named(like).items()}
     # What process 0 sees is what counts.
     numbers = self._together.all(self._shelf.claims)[0]
     if step is not None:
@@ -516,7 +518,7 @@ class Checkpoints:
     return made[0]
 
   def _compare(
-    self, step: int, made: Manifest, wanted: Mapping[str, Wanted]
+    self, step: int, made: Manifest, wanted: Mapping[str, LeafToRestore]
   ) -> None:
     """Refuses what would be cast, cut or left out."""
 
@@ -564,7 +566,7 @@ class Checkpoints:
     self,
     step: int,
     made: Manifest,
-    wanted: Mapping[str, Wanted],
+    wanted: Mapping[str, LeafToRestore],
     verify: str,
   ) -> dict[str, Any]:
     targets = {

@@ -1,8 +1,8 @@
 """A longer context for a trained model: its rotations are stretched.
 
-Law: all weights stay; only what turns the queries and keys of the layers that
-see everything changes. Layers with a window keep theirs where the file tells
-them apart; where it has one rotation for all, as Gemma 2's, all have it.
+Guarantees: all weights stay; only what turns the queries and keys of the layers
+that see everything changes. Layers with a window keep theirs where the file
+tells them apart; where it has one rotation for all, as Gemma 2's, all have it.
 
   theta   another base, as given
   ntk     the base grows by s^(d / (d - 2)) for s times the context, so that the
@@ -37,7 +37,7 @@ _SCALED: dict[str, type[Unscaled]] = {"linear": Linear, "yarn": Yarn}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stretch:
+class RopeScaling:
   """How a stage reaches further.
 
   Attributes:
@@ -58,7 +58,7 @@ class Stretch:
           "method",
           repr(self.method),
           f"None or one of {', '.join(METHODS)}",
-          "choose one",
+          "set method to one of these",
         )
       )
     if (self.theta is None) == (self.method == "theta"):
@@ -74,7 +74,9 @@ class Stretch:
       check_number("theta", self.theta, least=1.0)
 
 
-def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
+def scaled_config(
+  config: dict[str, Any], scaling: RopeScaling
+) -> dict[str, Any]:
   """The config.json of the stretched model.
 
   Raises:
@@ -83,24 +85,24 @@ def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
   """
   config = copy.deepcopy(config)
   before, _ = read_config(config)
-  if stretch.method is not None:
+  if scaling.method is not None:
     rope = _rope(before)
     entry, key = _entry(config)
-    if stretch.method in ("theta", "ntk"):
-      theta = stretch.theta
+    if scaling.method in ("theta", "ntk"):
+      theta = scaling.theta
       if theta is None:
-        grown = stretch.context / before.max_positions
+        grown = scaling.context / before.max_positions
         theta = rope.theta * grown ** (rope.dims / (rope.dims - 2))
       # Where the file keeps the base at the top, scaling stays as it is.
       (config if key == "rope_scaling" else entry)[_base(config, key)] = theta
     else:
-      original = _original(rope, stretch.method, before.max_positions)
-      factor = stretch.context / original
+      original = _original(rope, scaling.method, before.max_positions)
+      factor = scaling.context / original
       if factor < 1:
         raise ConfigError(
           message(
             "context",
-            stretch.context,
+            scaling.context,
             f"at least the {original} that the model was made for",
             "raise it",
           )
@@ -108,27 +110,27 @@ def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
       entry = {k: v for k, v in entry.items() if k in ("rope_theta",
                "partial_rotary_factor")}  # fmt: skip
       entry |= {
-        "rope_type": stretch.method,
+        "rope_type": scaling.method,
         "factor": float(factor),
         # Without it a reader could take the new context for the old one.
         "original_max_position_embeddings": original,
       }
       _put(config, key, entry)
-  config["max_position_embeddings"] = stretch.context
+  config["max_position_embeddings"] = scaling.context
   # What folded the distances of the old context does not bound the new one.
   config.pop("dual_chunk_attention_config", None)
   after, _ = read_config(config)
-  if stretch.method is None and _scalings(after) != _scalings(before):
+  if scaling.method is None and _scalings(after) != _scalings(before):
     raise ConfigError(
       message(
         "context",
-        f"{stretch.context} for a model whose scaling follows from that "
+        f"{scaling.context} for a model whose scaling follows from that "
         f"number ({_scalings(before)[0][:40]}...)",
         f"{before.max_positions}, as it is",
         "pass method='theta', with the base that it has or another",
       )
     )
-  if stretch.method is not None and _rope(after) == _rope(before):
+  if scaling.method is not None and _rope(after) == _rope(before):
     raise ConfigError(
       message(
         "config.json",
@@ -140,13 +142,13 @@ def stretched(config: dict[str, Any], stretch: Stretch) -> dict[str, Any]:
   return config
 
 
-def extended(model: Transformer, stretch: Stretch) -> Transformer:
+def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
   """The same weights with a longer context.
 
   Raises:
-    ConfigError: as `stretched`.
+    ConfigError: as `scaled_config`.
   """
-  config = stretched(json.loads(model.source), stretch)
+  config = scaled_config(json.loads(model.source), scaling)
   like = jax.eval_shape(lambda: create(config))
   leaves = jax.tree.leaves(model)
   if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(like)]:

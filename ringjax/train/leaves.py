@@ -1,8 +1,8 @@
 """Leaves of a tree: their names, what is saved of them, what comes back.
 
-Law: a leaf comes back as what it was, to the bit, or is refused by its name.
-Random keys are saved as their data; of arrays without elements, which Orbax
-refuses, only the shape.
+Guarantees: a leaf comes back as what it was, to the bit, or is refused by its
+name. Random keys are saved as their data; of arrays without elements, which
+Orbax refuses, only the shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringjax.errors import InputTypeError, MeshError, OptionError, message
 from ringjax.train.manifest import Leaf
 
 
-class Stored:
+class LeafToSave:
   """A leaf on its way to the disk."""
 
   def __init__(self, name: str, value: Any):
@@ -58,7 +58,7 @@ class Stored:
     return x
 
 
-class Wanted:
+class LeafToRestore:
   """A leaf that is to be restored.
 
   Attributes:

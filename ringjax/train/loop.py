@@ -1,7 +1,7 @@
-"""Steps, one after another, until all are taken or somebody says stop.
+"""The training loop: steps until all are taken or a signal stops it.
 
-Law: what a run leaves depends on its settings, its data and its first state,
-and not on how often it was interrupted: what is saved is all that a step
+Guarantees: what a run leaves depends on its settings, its data and its first
+state, and not on how often it was interrupted: what is saved is all that a step
 depends on, and a run that was stopped goes on bit for bit as if it had not
 been. A state is never saved behind a step that was not finite.
 Cost: the host reads a step's figures while the next one runs.
@@ -38,7 +38,7 @@ from ringjax.errors import (
 )
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
-from ringjax.train.step import Figures, State
+from ringjax.train.step import StepMetrics, TrainState
 
 # The exit status of a process whose step took too long.
 STUCK = 4
@@ -62,8 +62,8 @@ class Data(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace:
-  """How often what is done, and what is borne.
+class LoopConfig:
+  """Logging, checkpoint and failure-tolerance settings.
 
   Attributes:
     log_every: steps between two reports.
@@ -105,7 +105,7 @@ class Pace:
       )
 
 
-_PACE = Pace()
+_PACE = LoopConfig()
 _KNOBS = (
   "shard the sequence over more devices, keep less of a layer "
   "(remat='nothing'), or accumulate over more micro-batches"
@@ -113,7 +113,7 @@ _KNOBS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class TrainingReport:
   """The steps since the last report.
 
   Attributes:
@@ -144,27 +144,27 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended:
+class FitResult:
   """How a run ended: its state, and the signal that stopped it, if one did."""
 
-  state: State
+  state: TrainState
   stopped: int | None
 
 
 def fit(
-  state: State,
+  state: TrainState,
   frozen: Any,
   data: Data,
   *,
   steps: int,
-  step: Callable[[State, Any, Any], tuple[State, Figures]],
+  step: Callable[[TrainState, Any, Any], tuple[TrainState, StepMetrics]],
   place: Callable[[Any], Any],
-  pace: Pace = _PACE,
+  pace: LoopConfig = _PACE,
   checkpoints: Any = None,
   resume: bool = True,
-  report: Callable[[Report], Any] = lambda report: None,
+  report: Callable[[TrainingReport], Any] = lambda report: None,
   on_step: Callable[[int], Any] = lambda step: None,
-) -> Ended:
+) -> FitResult:
   """Trains until so many steps are taken.
 
   Args:
@@ -196,7 +196,7 @@ def fit(
   sums = _Sums()
   saves = _Saves(checkpoints, pace)
   with _Signals() as signals, _Watch(pace.timeout_s) as watch:
-    waiting: Figures | None = None
+    waiting: StepMetrics | None = None
     # The first replay compiles what copies and compares.
     calm: Callable[[], Any] = watch.pause
     while taken < steps:
@@ -239,10 +239,12 @@ def fit(
     if checkpoints is not None:
       with watch.pause():
         checkpoints.wait()
-  return Ended(state=state, stopped=signals.received)
+  return FitResult(state=state, stopped=signals.received)
 
 
-def _resumed(state: State, data: Data, checkpoints: Any) -> tuple[State, int]:
+def _resumed(
+  state: TrainState, data: Data, checkpoints: Any
+) -> tuple[TrainState, int]:
   """The newest saved state, or the given one, and its step."""
   found = None
   if checkpoints is not None:
@@ -250,12 +252,12 @@ def _resumed(state: State, data: Data, checkpoints: Any) -> tuple[State, int]:
   if found is not None:
     saved, extra = found
     data.restore(extra["data"])
-    state = State(**saved)
+    state = TrainState(**saved)
   return state, int(jax.device_get(state.step))
 
 
 @jax.jit
-def _copied(state: State) -> State:
+def _copied(state: TrainState) -> TrainState:
   return jax.tree.map(jnp.copy, state)
 
 
@@ -284,7 +286,7 @@ def _check_replay(taken: int, first: Any, second: Any) -> None:
 class _Saves:
   """Saves, of which some may fail."""
 
-  def __init__(self, checkpoints: Any, pace: Pace):
+  def __init__(self, checkpoints: Any, pace: LoopConfig):
     self._checkpoints, self._most = checkpoints, pace.most_unsaved
     self._failed, self._is_open = 0, False
 
@@ -345,7 +347,7 @@ class _Sums:
     """A step has so many."""
     self._tokens += tokens
 
-  def add(self, figures: Figures, pace: Pace) -> None:
+  def add(self, figures: StepMetrics, pace: LoopConfig) -> None:
     # Programs run behind the calls, and so do their failures.
     with memory.watched("taking a step", _KNOBS):
       found: Any = jax.tree.map(float, jax.device_get(figures))
@@ -367,9 +369,9 @@ class _Sums:
         )
       )
 
-  def take(self, step: int) -> Report:
+  def take(self, step: int) -> TrainingReport:
     now = time.monotonic()
-    made = Report(
+    made = TrainingReport(
       step=step,
       loss=self._nll / self._weight if self._weight else float("nan"),
       objective=float(self._objective),

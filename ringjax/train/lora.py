@@ -1,11 +1,12 @@
 """Low-rank adapters: a few numbers are trained in place of all weights.
 
-Law: with adapters the model computes x (W + s A B) for each chosen map, where
-A is [in, r] and random, B is [r, out] and begins at zero, s = alpha / r; so at
-the start it is the model, and `merged` gives a plain model of the same answers.
+Guarantees: with adapters the model computes x (W + s A B) for each chosen map,
+where A is [in, r] and random, B is [r, out] and begins at zero, s = alpha / r;
+so at the start it is the model, and `merged` gives a plain model of the same
+answers.
 Memory: gradients and moments of r (in + out) numbers a map, not of in x out;
 the sum W + s A B is made anew in each step, in the dtype of the computation.
-Ref:  Hu et al. 2021, arXiv 2106.09685.
+Ref: Hu et al. 2021, arXiv 2106.09685.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a saved training step must be: its files, their bytes, its arrays.
 
-Law: a manifest is written whole or not at all and knows when it was altered.
-What it says of a file is the file's size, CRC-32 and SHA-256, each under the
-file's own path, so two files that were swapped are seen too.
+Guarantees: a manifest is written whole or not at all and knows when it was
+altered. What it says of a file is the file's size, CRC-32 and SHA-256, each
+under the file's own path, so two files that were swapped are seen too.
 Cost: writing and checking read each byte once.
 
 A manifest is a line of JSON:

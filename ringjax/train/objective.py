@@ -1,7 +1,7 @@
 """The loss of a batch, without an array over all tokens and the vocabulary.
 
-Law: sum over tokens of weight * (-log p(label) + z logsumexp^2); its gradients
-are those of the plain model, whatever the layout and the mesh.
+Guarantees: sum over tokens of weight * (-log p(label) + z logsumexp^2); its
+gradients are those of the plain model, whatever the layout and the mesh.
 Memory: the head works on a block of tokens at a time, forward and backward;
 no shard holds more of the sequence than its own part.
 """
@@ -23,7 +23,7 @@ from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.train.batch import Batch
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
   """Of a batch's tokens, float32 [].
 
   Fields:
@@ -45,7 +45,7 @@ def sums(
   z_loss: float = 0.0,
   block: int = 1024,
   dtype: Any = None,
-) -> Sums:
+) -> LossSums:
   """The sums of one micro-batch, whose fields are [B, T].
 
   Args:
@@ -60,7 +60,7 @@ def sums(
   loss = jnp.sum(each(z_loss))
   # Without a z-loss it is the same program, which is then computed once.
   nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if z_loss else loss
-  return Sums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
+  return LossSums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
 
 
 def each_token(

@@ -1,8 +1,8 @@
 """A training, from its first to its last stage, as one value.
 
-Law: a recipe and its sources decide all that is trained; where it runs decides
-only how fast. Stages follow each other with one optimizer and one count of
-steps; each has its own length, batch and stretch of the rotations.
+Guarantees: a recipe and its sources decide all that is trained; where it runs
+decides only how fast. Stages follow each other with one optimizer and one count
+of steps; each has its own length, batch and RoPE scaling.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import optax
 from flax import nnx
 
 from ringjax.data.loader import Loader
-from ringjax.data.packing import Batch, BestFit, Packer
+from ringjax.data.packing import BestFit, PackedBatch, Packer
 from ringjax.data.placement import place_rows
 from ringjax.errors import CheckpointMismatchError, OptionError, message
 from ringjax.kv.state import StateShape
-from ringjax.models import work
+from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Travel
 from ringjax.ops.attention import levels
@@ -33,7 +33,7 @@ from ringjax.plan.cost import check_count, check_number
 from ringjax.train import batch as batches
 from ringjax.train import loop, remat
 from ringjax.train import step as steps
-from ringjax.train.extend import Stretch, extended
+from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
 
 LAYOUTS: dict[str, Layout] = {
@@ -50,7 +50,12 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 def _choice(name: str, value: Any, known: Iterable[str]) -> None:
   if value not in known:
     raise OptionError(
-      message(name, repr(value), f"one of {', '.join(known)}", "choose one")
+      message(
+        name,
+        repr(value),
+        f"one of {', '.join(known)}",
+        f"set {name} to one of these",
+      )
     )
 
 
@@ -60,11 +65,12 @@ class Optimizer:
 
   Attributes:
     name: of `OPTIMIZERS`.
-    rate: the highest learning rate.
-    end_rate: the last one.
-    schedule: of `SCHEDULES`, behind the warm-up. "wsd" stays at `rate` and
+    learning_rate: the highest learning rate.
+    end_learning_rate: that of the last step.
+    schedule: of `SCHEDULES`, behind the warm-up. "wsd" stays at
+      `learning_rate` and
       falls linearly in the end: warmup, stable, decay.
-    warmup: steps from 0 to `rate`.
+    warmup: steps from 0 to `learning_rate`.
     decay: the part of all steps in which "wsd" falls; default 0.2.
     b1: decay of the first moment, of all but adafactor; default 0.9.
     b2: decay of the second, of adamw and lion; default 0.95.
@@ -74,8 +80,8 @@ class Optimizer:
   """
 
   name: str = "adamw"
-  rate: float = 3e-4
-  end_rate: float = 0.0
+  learning_rate: float = 3e-4
+  end_learning_rate: float = 0.0
   schedule: str = "cosine"
   warmup: int = 0
   decay: float | None = None
@@ -87,7 +93,7 @@ class Optimizer:
   def __post_init__(self) -> None:
     _choice("name", self.name, OPTIMIZERS)
     _choice("schedule", self.schedule, SCHEDULES)
-    for name in ("rate", "end_rate", "weight_decay"):
+    for name in ("learning_rate", "end_learning_rate", "weight_decay"):
       check_number(name, getattr(self, name))
     for name, of, users in (
       ("b1", self.name, ("adamw", "lion", "sgd")),
@@ -111,35 +117,44 @@ class Optimizer:
     if self.clip is not None:
       check_number("clip", self.clip)
 
-  def rates(self, total: int) -> optax.Schedule:
+  def learning_rates(self, total: int) -> optax.Schedule:
     """The learning rate of each of `total` steps."""
     rest = max(1, total - self.warmup)
     if self.schedule == "constant":
-      after = optax.constant_schedule(self.rate)
+      after = optax.constant_schedule(self.learning_rate)
     elif self.schedule == "linear":
-      after = optax.linear_schedule(self.rate, self.end_rate, rest)
+      after = optax.linear_schedule(
+        self.learning_rate, self.end_learning_rate, rest
+      )
     elif self.schedule == "wsd":
       part = 0.2 if self.decay is None else self.decay
       fall = max(1, min(rest, round(part * total)))
       after = optax.linear_schedule(
-        self.rate, self.end_rate, fall, transition_begin=rest - fall
+        self.learning_rate,
+        self.end_learning_rate,
+        fall,
+        transition_begin=rest - fall,
       )
     else:
-      low = self.end_rate / self.rate if self.rate else 0.0
-      after = optax.cosine_decay_schedule(self.rate, rest, low)
+      low = (
+        self.end_learning_rate / self.learning_rate
+        if self.learning_rate
+        else 0.0
+      )
+      after = optax.cosine_decay_schedule(self.learning_rate, rest, low)
     if not self.warmup:
       return after
     # The first step is not lost: it has a rate too.
-    grow = lambda count: self.rate * (count + 1) / self.warmup
+    grow = lambda count: self.learning_rate * (count + 1) / self.warmup
     return optax.join_schedules([grow, after], [self.warmup])
 
-  def rate_of(self, step: int, total: int) -> float:
+  def learning_rate_at(self, step: int, total: int) -> float:
     """The learning rate of one of `total` steps."""
-    return float(np.asarray(self.rates(total)(step)))
+    return float(np.asarray(self.learning_rates(total)(step)))
 
   def build(self, total: int) -> optax.GradientTransformation:
     """The optimizer of `total` steps."""
-    rate = self.rates(total)
+    rate = self.learning_rates(total)
     decay: Any = optax.add_decayed_weights(self.weight_decay, decayed)
     if not self.weight_decay:
       decay = optax.identity()
@@ -190,14 +205,14 @@ class Stage:
     length: T, tokens of a row.
     batch: rows of a step.
     accumulate: micro-batches of a step.
-    stretch: how the rotations reach further from here on; None: as before.
+    rope_scaling: how the rotations reach further from here on; None: as before.
   """
 
   steps: int
   length: int
   batch: int
   accumulate: int = 1
-  stretch: Stretch | None = None
+  rope_scaling: RopeScaling | None = None
 
   def __post_init__(self) -> None:
     for name in ("steps", "length", "batch", "accumulate"):
@@ -241,7 +256,7 @@ class Recipe:
   lora: Lora | None = None
   packer: Packer = BestFit()
   seed: int = 0
-  pace: loop.Pace = loop.Pace()
+  pace: loop.LoopConfig = loop.LoopConfig()
 
   def __post_init__(self) -> None:
     if not self.stages:
@@ -257,7 +272,7 @@ class Recipe:
     """Steps of all stages."""
     return sum(stage.steps for stage in self.stages)
 
-  def dealt(self, rows: Batch, spread: Travel) -> Batch:
+  def dealt(self, rows: PackedBatch, spread: Travel) -> PackedBatch:
     """Rows in true order, or their documents dealt to the shards."""
     if self.layout != "documents" or spread.size == 1:
       return rows
@@ -297,7 +312,7 @@ class Mixture(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainResult:
   """What came out.
 
   Attributes:
@@ -345,9 +360,11 @@ def train(
   mesh: Any = None,
   axis: str | None = None,
   checkpoints: Any = None,
-  report: Callable[[int, loop.Report], Any] = lambda stage, report: None,
+  report: Callable[[int, loop.TrainingReport], Any] = lambda stage, report: (
+    None
+  ),
   on_step: Callable[[int], Any] = lambda step: None,
-) -> Trained:
+) -> TrainResult:
   """Follows a recipe to its end, or on from where `checkpoints` stands.
 
   Args:
@@ -376,7 +393,7 @@ def train(
       )
     )
   spread = recipe.spread(mesh, axis)
-  part = batches.part_of(spread)
+  part = batches.share_of(spread)
   check(recipe, model, spread)
   loaders = [
     Loader(
@@ -395,19 +412,19 @@ def train(
     )
   ]
   optimizer = recipe.optimizer.build(recipe.total)
-  method: Any = steps.Whole() if recipe.lora is None else recipe.lora
+  method: Any = steps.AllParameters() if recipe.lora is None else recipe.lora
   base = model
   state, place = _begun(recipe, optimizer, model, spread.mesh, checkpoints)
   taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for number, stage in enumerate(recipe.stages):
     begin, end = end, end + stage.steps
-    if stage.stretch is not None:
+    if stage.rope_scaling is not None:
       # The weights stay; the tree around them is another model's.
       if recipe.lora is None:
-        state = _stretched(state, stage.stretch)
+        state = _stretched(state, stage.rope_scaling)
       else:
-        base = extended(base, stage.stretch)
+        base = extend_context(base, stage.rope_scaling)
     if taken >= end and number + 1 < len(recipe.stages):
       continue
     rows = _Staged(number, loaders[number])
@@ -436,7 +453,7 @@ def train(
   made = state.params
   if recipe.lora is not None:
     made = recipe.lora.merged(state.params, base)
-  return Trained(
+  return TrainResult(
     model=made, step=int(jax.device_get(state.step)), stopped=ended.stopped
   )
 
@@ -451,7 +468,7 @@ def check(recipe: Recipe, model: Transformer, spread: Travel) -> None:
 
   Raises:
     ShapeError: rows that cannot be dealt out.
-    ConfigError: a stretch that this model cannot have.
+    ConfigError: RoPE scaling that this model cannot have.
     OptionError: a layout that this model cannot have.
   """
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
@@ -467,13 +484,13 @@ def check(recipe: Recipe, model: Transformer, spread: Travel) -> None:
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:
     batches.check(stage.batch, stage.length, spread, stage.accumulate)
-    if stage.stretch is not None:
-      form = extended(form, stage.stretch)
+    if stage.rope_scaling is not None:
+      form = extend_context(form, stage.rope_scaling)
 
 
 def _begun(
   recipe: Recipe, optimizer: Any, model: Transformer, mesh: Any, saved: Any
-) -> tuple[steps.State, Any]:
+) -> tuple[steps.TrainState, Any]:
   """The state to go on from, and where its data is if it was saved."""
   params: Any = model
   if recipe.lora is not None:
@@ -493,7 +510,7 @@ def _begun(
     shapes = True
   found = None if saved is None else saved.restore(like=form._asdict())
   if found is not None:
-    return steps.State(**found[0]), found[1]["data"]
+    return steps.TrainState(**found[0]), found[1]["data"]
   if shapes:
     raise OptionError(
       message(
@@ -506,9 +523,11 @@ def _begun(
   return steps.start(optimizer, params, mesh), None
 
 
-def _stretched(state: steps.State, stretch: Stretch) -> steps.State:
+def _stretched(
+  state: steps.TrainState, scaling: RopeScaling
+) -> steps.TrainState:
   """The same numbers, around which the model is the stretched one."""
-  made = extended(state.params, stretch)
+  made = extend_context(state.params, scaling)
   form = jax.tree.structure(made)
   model = lambda x: isinstance(x, Transformer)
   turn = lambda x: (
@@ -530,7 +549,7 @@ def flops(model: Transformer, length: int, *, adapters: bool = False) -> float:
     adapters: whether only these are trained: frozen weights need no gradient,
       a third of a matrix's work.
   """
-  made = work.profile(model, length)
+  made = work_profile.profile(model, length)
   head = 2.0 * model.config.vocab * model.config.embed
   pairs = made.pair_s * (length + 1) / 2
   return (2.0 if adapters else 3.0) * (made.token_s + head) + 3.0 * pairs

@@ -1,8 +1,8 @@
 """One step of training: gradients of all micro-batches, then one update.
 
-Law: the loss and its gradients are those of the plain model on one device, the
-mean over all weighted labels of the step, however they are cut up into
-micro-batches, shards and devices. A step whose loss or gradients are not
+Guarantees: the loss and its gradients are those of the plain model on one
+device, the mean over all weighted labels of the step, however they are cut up
+into micro-batches, shards and devices. A step whose loss or gradients are not
 finite changes nothing but its counters.
 Memory: parameters and moments as they are sharded, one micro-batch's
 activations, and with several micro-batches one more copy of the gradients.
@@ -24,10 +24,10 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Spread
 from ringjax.parallel.mesh import lying
 from ringjax.train.batch import Batch
-from ringjax.train.objective import Sums, sums
+from ringjax.train.objective import LossSums, sums
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
   """What training changes.
 
   Fields:
@@ -43,7 +43,7 @@ class State(NamedTuple):
   skipped: Any
 
 
-class Figures(NamedTuple):
+class StepMetrics(NamedTuple):
   """Of one step, float32 [].
 
   Fields:
@@ -63,7 +63,7 @@ class Figures(NamedTuple):
   skipped: jax.Array
 
 
-class Whole:
+class AllParameters:
   """Trains all parameters of a model."""
 
   def model(self, params: Transformer, frozen: Any) -> Transformer:
@@ -86,7 +86,7 @@ class Objective:
   block: int = 1024
   dtype: Any = None
 
-  def sums(self, model: Transformer, batch: Batch, spread: Spread) -> Sums:
+  def sums(self, model: Transformer, batch: Batch, spread: Spread) -> LossSums:
     """The sums of one micro-batch."""
     return sums(
       model,
@@ -100,7 +100,7 @@ class Objective:
 
 def shardings(
   optimizer: optax.GradientTransformation, params: Any, mesh: Any
-) -> State:
+) -> TrainState:
   """Where a state lies: moments as their parameters, the rest everywhere.
 
   Args:
@@ -118,7 +118,7 @@ def shardings(
     params,
     transform_non_params=lambda _: everywhere,
   )
-  return State(everywhere, mine, moments, everywhere)
+  return TrainState(everywhere, mine, moments, everywhere)
 
 
 def _beside(moment: Any, param: Any) -> Any:
@@ -136,7 +136,7 @@ def _beside(moment: Any, param: Any) -> Any:
 
 def form(
   optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
-) -> State:
+) -> TrainState:
   """The shapes of a state, and where it lies, without its memory.
 
   Args:
@@ -146,7 +146,7 @@ def form(
   """
   count = jax.ShapeDtypeStruct((), jnp.int32)
   mine = lying(params, jax.tree.map(lambda x: x.sharding, params))
-  made = State(count, mine, jax.eval_shape(optimizer.init, mine), count)
+  made = TrainState(count, mine, jax.eval_shape(optimizer.init, mine), count)
   if mesh is None:
     return made
   return lying(made, shardings(optimizer, mine, mesh))
@@ -154,7 +154,7 @@ def form(
 
 def start(
   optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
-) -> State:
+) -> TrainState:
   """The state before the first step."""
 
   def make(params: Any) -> tuple[Any, jax.Array]:
@@ -168,7 +168,7 @@ def start(
       params
     )
   # Two counters that are donated have to be two arrays.
-  return State(zero, params, moments, zero + 0)
+  return TrainState(zero, params, moments, zero + 0)
 
 
 def make_step(
@@ -176,25 +176,27 @@ def make_step(
   spread: Spread,
   objective: Objective,
   method: Any = None,
-) -> Callable[[State, Any, Batch], tuple[State, Figures]]:
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, StepMetrics]]:
   """The compiled step: step(state, frozen, batch).
 
   The state is donated. `frozen` is what the method needs beside it, None for
-  `Whole`; `batch` has the shapes of `place`.
+  `AllParameters`; `batch` has the shapes of `place`.
 
   Args:
     optimizer: by optax.
     spread: how a batch's tokens lie on devices, and what is kept of a layer.
     objective: what is minimised.
-    method: turns parameters into a model; default `Whole()`.
+    method: turns parameters into a model; default `AllParameters()`.
   """
-  method = Whole() if method is None else method
+  method = AllParameters() if method is None else method
 
-  def loss(params: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Sums]:
+  def loss(
+    params: Any, frozen: Any, batch: Batch
+  ) -> tuple[jax.Array, LossSums]:
     found = objective.sums(method.model(params, frozen), batch, spread)
     return found.loss, found
 
-  def gradients(params: Any, frozen: Any, batch: Batch) -> tuple[Any, Sums]:
+  def gradients(params: Any, frozen: Any, batch: Batch) -> tuple[Any, LossSums]:
     grad = jax.grad(loss, has_aux=True)
     if batch.tokens.shape[0] == 1:
       return grad(params, frozen, jax.tree.map(lambda x: x[0], batch))
@@ -210,7 +212,9 @@ def make_step(
     grads = jax.tree.map(_like, zeros[0], params)
     return jax.lax.scan(more, (grads, zeros[1]), batch)[0]
 
-  def step(state: State, frozen: Any, batch: Batch) -> tuple[State, Figures]:
+  def step(
+    state: TrainState, frozen: Any, batch: Batch
+  ) -> tuple[TrainState, StepMetrics]:
     grads, found = gradients(state.params, frozen, batch)
     # A batch of nothing but padding has no mean, and no gradient either.
     share = 1 / jnp.maximum(found.weight, jnp.float32(1e-9))
@@ -225,13 +229,13 @@ def make_step(
       lambda a, b: jnp.where(fine, a, b), new, old
     )
     skipped = jnp.where(fine, 0, state.skipped + 1).astype(jnp.int32)
-    after = State(
+    after = TrainState(
       state.step + 1,
       kept(params, state.params),
       kept(moments, state.optimizer),
       skipped,
     )
-    figures = Figures(
+    figures = StepMetrics(
       loss=found.nll * share,
       objective=found.loss * share,
       weight=found.weight,

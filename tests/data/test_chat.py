@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from ringjax.data import Bytes, ChatTemplate, Tokenizer, chat, child, render
+from ringjax.data import Bytes, ChatTemplate, Tokenizer, chat, isolated, render
 from ringjax.errors import InputTypeError, PromptError, TemplateError
 from tests.data import made, templates
 
@@ -475,24 +475,24 @@ LIMITS = dict(memory_bytes=256 << 20, cpu_s=1, wall_s=30.0, answer_bytes=100)
   ],
 )
 def test_a_process_that_fails(script, words):
-  with pytest.raises(child.ChildError, match=words):
-    child.run(script, b"", **LIMITS)
+  with pytest.raises(isolated.ChildError, match=words):
+    isolated.run(script, b"", **LIMITS)
 
 
 def test_a_process_that_waits():
-  with pytest.raises(child.ChildError, match=r"no answer within 0\.5 s"):
-    child.run("import time; time.sleep(9)", b"", **LIMITS | {"wall_s": 0.5})
+  with pytest.raises(isolated.ChildError, match=r"no answer within 0\.5 s"):
+    isolated.run("import time; time.sleep(9)", b"", **LIMITS | {"wall_s": 0.5})
 
 
 def test_no_process(monkeypatch):
-  monkeypatch.setattr(child.sys, "executable", "/nowhere/python")
-  with pytest.raises(child.ChildError, match="no process could be started"):
-    child.run("", b"", **LIMITS)
+  monkeypatch.setattr(isolated.sys, "executable", "/nowhere/python")
+  with pytest.raises(isolated.ChildError, match="no process could be started"):
+    isolated.run("", b"", **LIMITS)
 
 
 def test_what_is_asked_is_answered():
   script = "print(json.dumps(sys.stdin.read()[::-1]))"
-  assert child.run(script, b"abc", **LIMITS) == "cba"
+  assert isolated.run(script, b"abc", **LIMITS) == "cba"
 
 
 def test_output_has_room_for_the_messages(monkeypatch):

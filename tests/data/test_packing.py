@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringjax.data import packing
-from ringjax.data.packing import BestFit, Cut, Documents, Piece
+from ringjax.data.packing import BestFit, Cut, DocumentPiece, Documents
 from ringjax.errors import DataError, OptionError
 
 pytestmark = pytest.mark.smoke
@@ -197,12 +197,12 @@ def test_fingerprint_tells_documents_apart():
     (lambda: Documents([[1], [-1]]), DataError, r"tokens\[1\]: got ids from"),
     (lambda: Documents([[1, 2]], [[1.0]]), DataError, "weights: got 1 rows"),
     (
-      lambda: packing.fill([[Piece(0, 0, 5)]], 5, documents([3]).read),
+      lambda: packing.fill([[DocumentPiece(0, 0, 5)]], 5, documents([3]).read),
       DataError,
       "read: got 3 tokens of document 0",
     ),
     (
-      lambda: packing.fill([[Piece(0, 0, 5)]], 4, documents([9]).read),
+      lambda: packing.fill([[DocumentPiece(0, 0, 5)]], 4, documents([9]).read),
       DataError,
       "rows: got row 0 of 5 tokens; wanted at most 4",
     ),

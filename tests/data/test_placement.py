@@ -402,7 +402,7 @@ def test_rows_are_placed_each_on_its_own():
   both = placement.place_rows(rows, shards=4)
   for i in range(len(plan)):
     one = placement.place_rows(
-      packing.Batch(*(x[i : i + 1] for x in rows)), shards=4
+      packing.PackedBatch(*(x[i : i + 1] for x in rows)), shards=4
     )
     found = place([p.stop - p.start for p in plan[i]], shards=4, local_length=8)
     np.testing.assert_array_equal(one.segments[0], found.segment_ids)

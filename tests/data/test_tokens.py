@@ -15,7 +15,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax.data import Bytes, Stream, Tokenizer, tokens
+from ringjax.data import Bytes, Stream, Tokenizer
+from ringjax.data import tokenizer as tokenizer_module
 from ringjax.errors import InputTypeError, PromptError, TokenizerError
 from tests.data import made
 
@@ -275,7 +276,7 @@ def test_pieces_are_the_whole(loaded, kind, what, monkeypatch):
   text, tokenizer = long_texts()[what], loaded[kind]
   whole = tokenizer.encode(text).tolist()
   seen = []
-  monkeypatch.setattr(tokens, "_PIECE", 1000)
+  monkeypatch.setattr(tokenizer_module, "_PIECE", 1000)
   pieces = tokenizer.encode(text, progress=lambda *at: seen.append(at))
   assert pieces.tolist() == whole
   assert seen[-1] == (len(text), len(text)) and seen == sorted(seen)
@@ -288,19 +289,19 @@ def test_parts_go_on_in_pieces(loaded, kind, monkeypatch):
   text = pathlib.Path(string.__file__).read_text()
   tokenizer, one = loaded[kind], min(loaded[kind].specials.ids)
   whole = tokenizer.encode_parts([one, text, one]).tolist()
-  monkeypatch.setattr(tokens, "_PIECE", 1000)
+  monkeypatch.setattr(tokenizer_module, "_PIECE", 1000)
   assert tokenizer.encode_parts([one, text, one]).tolist() == whole
 
 
 def test_a_word_without_end(loaded, monkeypatch):
-  monkeypatch.setattr(tokens, "_PIECE", 100)
-  monkeypatch.setattr(tokens, "_LONGEST_PIECE", 1000)
+  monkeypatch.setattr(tokenizer_module, "_PIECE", 100)
+  monkeypatch.setattr(tokenizer_module, "_LONGEST_PIECE", 1000)
   with pytest.raises(PromptError, match="without a place to cut"):
     loaded["gemma"].encode("ab" * 2000)
 
 
 def test_progress_can_end_it(loaded, monkeypatch):
-  monkeypatch.setattr(tokens, "_PIECE", 100)
+  monkeypatch.setattr(tokenizer_module, "_PIECE", 100)
 
   def stop(done, total):
     raise KeyboardInterrupt
@@ -455,7 +456,7 @@ def test_folders_without_a_tokenizer(tmp_path):
 
 def test_a_file_that_is_too_large(tmp_path, monkeypatch):
   path = made.folder("qwen", tmp_path)
-  monkeypatch.setattr(tokens, "TOKENIZER_BYTES", 1000)
+  monkeypatch.setattr(tokenizer_module, "TOKENIZER_BYTES", 1000)
   with pytest.raises(TokenizerError, match="over 0 MB"):
     Tokenizer.load(path)
 
@@ -548,7 +549,7 @@ def hostile() -> dict[str, dict]:
 @pytest.mark.parametrize("untrusted", [False, True])
 def test_hostile_files(tmp_path, what, untrusted, monkeypatch):
   # Who takes all of it takes less of ours.
-  monkeypatch.setattr(tokens, "_CPU_S", 5)
+  monkeypatch.setattr(tokenizer_module, "_CPU_S", 5)
   Bytes().save(tmp_path)
   file = tmp_path / "tokenizer.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | hostile()[what]))
@@ -578,7 +579,7 @@ def test_an_interrupt_is_no_fault_of_the_file():
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    tokens._guard("text", interrupted)
+    tokenizer_module._guard("text", interrupted)
 
   panic = type("PanicException", (BaseException,), {})
 
@@ -586,7 +587,7 @@ def test_an_interrupt_is_no_fault_of_the_file():
     raise panic("at the\ndisco")
 
   with pytest.raises(TokenizerError, match="text: got at the;"):
-    tokens._guard("text", panics)
+    tokenizer_module._guard("text", panics)
 
 
 # Reads files from a folder, one after the other, in a process with limits; a

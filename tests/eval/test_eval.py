@@ -26,7 +26,7 @@ from ringjax.errors import (
   PromptError,
   RingjaxError,
 )
-from ringjax.eval import Cell, Curve, draw, find, perplexity, reader
+from ringjax.eval import Cell, Curve, charts, find, perplexity, reader
 from ringjax.models import checkpoint, tiny
 
 CONFIG = {
@@ -451,7 +451,7 @@ def test_curves_by_script(tmp_path):
   log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"
   row = lambda step, loss: json.dumps(
     {"step": step, "stage": step // 4, "loss": loss, "gradient_norm": 1.0,
-     "rate": 1e-3, "tokens_per_s": 10.0}
+     "learning_rate": 1e-3, "tokens_per_s": 10.0}
   )  # fmt: skip
   lines = [row(2, 3.0), row(4, 2.5), row(6, 2.0), row(4, 2.4), row(6, 1.9)]
   log.write_text("\n".join(lines) + '\n{"step": 8, "lo')
@@ -466,7 +466,8 @@ def test_curves_by_script(tmp_path):
 def test_steps_that_were_not_finite_are_gaps(tmp_path, monkeypatch):
   pytest.importorskip("matplotlib")
   log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"
-  rest = '"stage": 0, "gradient_norm": null, "rate": 1e-3, "tokens_per_s": 9'
+  rest = '"stage": 0, "gradient_norm": null, '
+  rest += '"learning_rate": 1e-3, "tokens_per_s": 9'
   losses = ("3.0", "null", "NaN", "Infinity", "2.0")
   log.write_text(
     "".join(
@@ -496,9 +497,11 @@ def test_steps_that_were_not_finite_are_gaps(tmp_path, monkeypatch):
     "3",
     "null",
     '{"step": 1}',
-    '{"step": "1", "stage": 0, "loss": 1, "gradient_norm": 1, "rate": 1, '
+    '{"step": "1", "stage": 0, "loss": 1, "gradient_norm": 1, '
+    '"learning_rate": 1, '
     '"tokens_per_s": 1}',
-    '{"step": 1, "stage": 0, "loss": "low", "gradient_norm": 1, "rate": 1, '
+    '{"step": 1, "stage": 0, "loss": "low", "gradient_norm": 1, '
+    '"learning_rate": 1, '
     '"tokens_per_s": 1}',
     "step 1",
   ],
@@ -514,7 +517,8 @@ def test_a_log_of_something_else(line, tmp_path):
 def test_a_training_is_drawn_without_its_devices(tmp_path):
   log = tmp_path / "log.jsonl"
   log.write_text(
-    '{"step": 1, "stage": 0, "loss": 1, "gradient_norm": 1, "rate": 1, '
+    '{"step": 1, "stage": 0, "loss": 1, "gradient_norm": 1, '
+    '"learning_rate": 1, '
     '"tokens_per_s": 1}\n'
   )
   program = f"""
@@ -588,6 +592,6 @@ def test_a_map_has_gaps_where_nothing_was_asked(tmp_path):
     length=n, depth=d, scores=(1.0, 0.0), completions=("a", "b")
   )
   path = tmp_path / "gaps.png"
-  draw.heat_map([cell(10, 0.0), cell(20, 0.5)], str(path))
+  charts.heat_map([cell(10, 0.0), cell(20, 0.5)], str(path))
   assert path.read_bytes()[:4] == b"\x89PNG"
   assert cell(10, 0.0).score == 0.5

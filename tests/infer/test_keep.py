@@ -12,7 +12,7 @@ import ringjax as rj
 from ringjax import plan
 from ringjax.errors import MeshError, OptionError, PromptError
 from ringjax.infer import prefill
-from ringjax.models import work
+from ringjax.models import work_profile
 from tests import checkpoints
 
 NAME = "llama3"
@@ -243,7 +243,7 @@ def test_machines_that_are_none(loaded):
 
 def flops(config: dict) -> plan.Profile:
   model = jax.eval_shape(lambda: rj.models.create(config, seed=0))
-  return work.profile(model, 1000)
+  return work_profile.profile(model, 1000)
 
 
 BASE = {
@@ -280,7 +280,7 @@ def test_a_window_counts_with_the_token():
 def test_of_the_experts_the_chosen_count(loaded):
   model, _ = loaded("mixtral")
   spec = model.config.layers[0].feedforward
-  one = work.profile(model, 100)
+  one = work_profile.profile(model, 100)
   layers, embed = len(model.config.layers), model.config.embed
   assert 0 < spec.chosen < spec.experts
   stored = sum(x.size for x in jax.tree.leaves(model.stack))
@@ -293,7 +293,7 @@ def test_of_the_experts_the_chosen_count(loaded):
 def test_latent_attention_counts_its_expanded_heads(loaded):
   model, _ = loaded("deepseek_v3")
   spec = model.config.layers[0].attention
-  found = work.profile(model, 100)
+  found = work_profile.profile(model, 100)
   each = 2 * spec.heads * (spec.plain + spec.rope.dims + spec.value)
   assert found.pair_s == len(model.config.layers) * each
 

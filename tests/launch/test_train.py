@@ -25,7 +25,7 @@ from ringjax.nn.spread import Travel
 from ringjax.train import recipe, step
 from ringjax.train.batch import Batch
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import stretched
+from ringjax.train.extend import scaled_config
 from tests.launch.conftest import PATIENCE_S, ROOT
 
 # How ml_collections reads a file.
@@ -53,9 +53,9 @@ def get_config():
   config.stages = (
     {"steps": 4, "length": 160, "batch": 2},
     {"steps": 3, "length": 320, "batch": 4, "accumulate": 2,
-     "stretch": {"context": 320, "method": "yarn"}},
+     "rope_scaling": {"context": 320, "method": "yarn"}},
   )
-  config.optimizer = {"rate": 1e-2, "warmup": 2}
+  config.optimizer = {"learning_rate": 1e-2, "warmup": 2}
   config.sources = ({"kind": "passkey", "length": 150},)
   config.log_every = 2
   config.save_every = 3
@@ -101,7 +101,7 @@ def test_stages_one_after_another(small, tmp_path):
   # All that is read, and what of it has an answer.
   assert [row["tokens"] for row in rows[:4]] == [640, 320, 320, 2560]
   assert all(0 < row["labels"] < row["tokens"] for row in rows)
-  assert rows[0]["rate"] == pytest.approx(1e-2)
+  assert rows[0]["learning_rate"] == pytest.approx(1e-2)
   model = rj.models.load(out / "model")
   assert model.config.max_positions == 320
   assert json.loads(model.source)["rope_scaling"]["rope_type"] == "yarn"
@@ -218,13 +218,13 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
     ("--config.start={'kind': 'lookup'}", "start: got no back"),
     (
       "--config.stages=({'steps': 1, 'length': 160, 'batch': 1, "
-      "'stretch': {'method': 'yarn'}},)",
-      "stretch: got no context",
+      "'rope_scaling': {'method': 'yarn'}},)",
+      "rope_scaling: got no context",
     ),
     ("--config.rules={'embd': 'data'}", "rules: got embd"),
     ("--config.rules.embd=data", "rules: got embd"),
     ("--config.layuot=zigzag", "config: got layuot"),
-    ("--config.optimizer={'rate': 'high'}", "rate"),
+    ("--config.optimizer={'learning_rate': 'high'}", "learning_rate"),
     ("--config.optimizer={'decay': 0.1}", "decay: got 0.1 with 'cosine'"),
     (
       "--config.sources=({'kind': 'passkey', 'length': 9, 'shortest': 10},)",
@@ -290,7 +290,7 @@ def test_entries_that_a_config_leaves_out_can_be_set(small):
   )
   made = train.recipe_of(config).optimizer
   assert (made.schedule, made.decay, made.clip) == ("wsd", 0.5, None)
-  assert made.rate == 1e-2 and config.rules.embed == "data"
+  assert made.learning_rate == 1e-2 and config.rules.embed == "data"
 
 
 @pytest.mark.parametrize("entry", ["alpha=8.0", "targets=('q',)", "ranks=4"])
@@ -313,7 +313,7 @@ def test_a_trace_that_was_not_begun_is_missed(tmp_path):
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
-    ("--config.optimiser.rate=1", "optimiser"),
+    ("--config.optimiser.learning_rate=1", "optimiser"),
     ("--config.stages[7].steps=1", "out of range"),
     ("--config.stages[0].accumulate=2", "accumulate"),
     ("--config.stages.steps=1", "indices"),
@@ -341,7 +341,7 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
   status, _, err = run(*flags)
   assert status == 0, err
   asked = (out / "config.json").read_text()
-  status, _, err = run(*flags, "--config.optimizer.rate=0.5")
+  status, _, err = run(*flags, "--config.optimizer.learning_rate=0.5")
   assert status == 2
   assert "config" in err and "Traceback" not in err
   # What the run that is there was asked for is still known.
@@ -351,13 +351,13 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
 def test_a_second_run_in_a_folder_is_refused_at_once(
   small, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr("ringjax.train.shelf.PATIENCE_S", 0.05)
+  monkeypatch.setattr("ringjax.train.checkpoint_directory.PATIENCE_S", 0.05)
   out = tmp_path / "out"
   with Checkpoints(out / "checkpoints") as other:
     other.claim()
     status, _, err = run("--mesh=seq:2", f"--config={small}", f"--out={out}")
   assert status == 2
-  assert "nobody else writes" in err and "Traceback" not in err
+  assert "no other process writes" in err and "Traceback" not in err
   # What belongs to the other one is as it was.
   assert not (out / "log.jsonl").exists()
 
@@ -609,11 +609,11 @@ def test_every_config_can_be_built(path):
     shape = json.loads(shape.to_json())
   model = checkpoint.abstract(shape, dtype="float32")
   for stage in made.stages:
-    if stage.stretch is not None:
+    if stage.rope_scaling is not None:
       parsed, _ = checkpoint.read_config(
-        stretched(json.loads(model.source), stage.stretch)
+        scaled_config(json.loads(model.source), stage.rope_scaling)
       )
-      assert parsed.max_positions == stage.stretch.context
+      assert parsed.max_positions == stage.rope_scaling.context
   for entry in config.stages:
     given = entry.get("sources", config.sources)
     if all(one["kind"] != "corpus" for one in given):

@@ -13,7 +13,7 @@ import pytest
 
 from ringjax import models
 from ringjax.errors import ConfigError, RingjaxError
-from ringjax.models.hf.reader import Reader
+from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.transformer import forward
 from ringjax.nn.spread import Travel
 from tests import checkpoints
@@ -339,10 +339,10 @@ def mutate(config, r):
 def test_heads_that_a_file_leaves_out(kind, heads, dim, kv):
   """As transformers has them; null means what follows from the others."""
   size = {"hidden_size": 64 * heads, "num_attention_heads": heads}
-  left_out = Reader({"model_type": kind, **size})
+  left_out = ConfigReader({"model_type": kind, **size})
   assert left_out.heads() == (heads, kv) and left_out.head_dim(heads) == dim
   null = {"head_dim": None, "num_key_value_heads": None}
-  said = Reader({"model_type": kind, **size, **null})
+  said = ConfigReader({"model_type": kind, **size, **null})
   assert said.heads() == (heads, heads) and said.head_dim(heads) == 64
 
 

@@ -22,9 +22,9 @@ from ringjax.errors import (
 from ringjax.models.checkpoint import check_unpacked
 from ringjax.models.contents import contents, text_config
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.names import Same
+from ringjax.models.hf.names import Reshape
 from ringjax.models.hf.packed import Float4, Float8
-from ringjax.models.hf.tensors import Tensor, parameters, plan
+from ringjax.models.hf.tensors import CheckpointTensor, parameters, plan
 from ringjax.nn.param import Rules
 from tests import checkpoints
 from tests.helpers import refused
@@ -394,8 +394,8 @@ def test_a_code_that_is_no_number(float8, tmp_path):
 
 
 def test_products_that_are_no_numbers():
-  same = lambda *shape: Same(shape, shape)
-  eight = Tensor("eight", Float8(same(2, 3), (2, 2)), ())
+  same = lambda *shape: Reshape(shape, shape)
+  eight = CheckpointTensor("eight", Float8(same(2, 3), (2, 2)), ())
   codes = jnp.full((2, 3), 100, FLOAT8)
   scales = jnp.full((1, 2), 1e4, jnp.float32)
   check_unpacked(eight, (codes, scales), "float32")
@@ -405,7 +405,7 @@ def test_products_that_are_no_numbers():
     "eight",
     "float16",
   )
-  four = Tensor("four", Float4(same(1, 32, 1)), ())
+  four = CheckpointTensor("four", Float4(same(1, 32, 1)), ())
   codes = jnp.full((1, 1, 1, 16), 0x77, jnp.uint8)
   for scale, sound in ((0, True), (250, True), (254, False), (255, False)):
     x = codes, jnp.full((1, 1, 1), scale, jnp.uint8)

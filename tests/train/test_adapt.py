@@ -16,7 +16,7 @@ from ringjax.models import checkpoint, tiny
 from ringjax.nn.spread import Travel
 from ringjax.train import batch as batches
 from ringjax.train import step
-from ringjax.train.extend import Stretch, extended, stretched
+from ringjax.train.extend import RopeScaling, extend_context, scaled_config
 from ringjax.train.lora import TARGETS, Lora
 from tests import checkpoints
 from tests.train.test_step import CONFIG, far
@@ -166,7 +166,9 @@ SPELLINGS = {
 def test_rotations_are_stretched(spelling, method, slowest):
   model = checkpoint.create(SPELLINGS[spelling], seed=1)
   theta = 1e4 * 10.0**2 if method == "theta" else None
-  made = extended(model, Stretch(context=2048, method=method, theta=theta))
+  made = extend_context(
+    model, RopeScaling(context=2048, method=method, theta=theta)
+  )
   assert made.config.max_positions == made.config.longest == 2048
   old, new = frequencies(model), frequencies(made)
   if method == "theta":
@@ -182,14 +184,14 @@ def test_rotations_are_stretched(spelling, method, slowest):
 
 @pytest.mark.parametrize("method", ["linear", "yarn", "ntk"])
 def test_stages_end_where_one_would(model, method):
-  once = extended(model, Stretch(context=4096, method=method))
-  half = extended(model, Stretch(context=1024, method=method))
-  twice = extended(half, Stretch(context=4096, method=method))
+  once = extend_context(model, RopeScaling(context=4096, method=method))
+  half = extend_context(model, RopeScaling(context=1024, method=method))
+  twice = extend_context(half, RopeScaling(context=4096, method=method))
   np.testing.assert_allclose(frequencies(twice), frequencies(once), rtol=1e-5)
 
 
 def test_a_stretched_model_is_saved_and_read(model, tmp_path):
-  made = extended(model, Stretch(context=2048, method="yarn"))
+  made = extend_context(model, RopeScaling(context=2048, method="yarn"))
   rj.models.save(made, tmp_path / "long")
   read = rj.models.load(tmp_path / "long")
   assert read.config == made.config
@@ -198,7 +200,7 @@ def test_a_stretched_model_is_saved_and_read(model, tmp_path):
 
 
 def test_only_the_number_of_the_context(model):
-  made = extended(model, Stretch(context=999))
+  made = extend_context(model, RopeScaling(context=999))
   assert made.config.max_positions == 999
   np.testing.assert_array_equal(made(TOKENS), model(TOKENS))
 
@@ -208,8 +210,10 @@ def test_a_number_that_is_more_than_a_number(name):
   """Rotations that follow from the context are not changed unasked."""
   config = checkpoints.config(name)
   with pytest.raises(ConfigError, match="scaling follows from that number"):
-    stretched(config, Stretch(context=512))
-  made = stretched(config, Stretch(context=512, method="theta", theta=1e4))
+    scaled_config(config, RopeScaling(context=512))
+  made = scaled_config(
+    config, RopeScaling(context=512, method="theta", theta=1e4)
+  )
   assert checkpoint.read_config(made)[0].max_positions == 512
 
 
@@ -224,15 +228,17 @@ def test_layers_without_rotations_have_nothing_to_stretch(name, method):
   before, _ = checkpoint.read_config(config)
   context = 2 * before.max_positions
   with pytest.raises(ConfigError, match="nothing has to be stretched"):
-    stretched(config, Stretch(context=context, method=method))
-  after, _ = checkpoint.read_config(stretched(config, Stretch(context=context)))
+    scaled_config(config, RopeScaling(context=context, method=method))
+  after, _ = checkpoint.read_config(
+    scaled_config(config, RopeScaling(context=context))
+  )
   assert (after.max_positions, after.layers) == (context, before.layers)
 
 
 def test_chunks_of_the_old_context_do_not_bound_the_new_one():
   config = rj.models.PRESETS["qwen2.5-7b-1m"]
   before, _ = checkpoint.read_config(config)
-  made = stretched(config, Stretch(context=4 * before.max_positions))
+  made = scaled_config(config, RopeScaling(context=4 * before.max_positions))
   after, _ = checkpoint.read_config(made)
   assert after.max_positions == 4 * before.max_positions
   assert "dual_chunk_attention_config" in config
@@ -244,9 +250,9 @@ def test_layers_with_a_window_keep_their_rotation(name):
   before, _ = checkpoint.read_config(config)
   for method in ("theta", "ntk"):
     theta = 5e6 if method == "theta" else None
-    made = stretched(
+    made = scaled_config(
       config,
-      Stretch(context=8 * before.max_positions, method=method, theta=theta),
+      RopeScaling(context=8 * before.max_positions, method=method, theta=theta),
     )
     after, _ = checkpoint.read_config(json.loads(json.dumps(made)))
     for old, new in zip(before.layers, after.layers, strict=True):
@@ -268,10 +274,10 @@ def test_layers_with_a_window_keep_their_rotation(name):
 )
 def test_wrong_stretches(model, made, error, words):
   with pytest.raises(error, match=words):
-    extended(model, Stretch(**made))
+    extend_context(model, RopeScaling(**made))
 
 
 def test_another_scaling_is_not_mixed(model):
-  once = extended(model, Stretch(context=1024, method="linear"))
+  once = extend_context(model, RopeScaling(context=1024, method="linear"))
   with pytest.raises(ConfigError, match="Linear scaling"):
-    extended(once, Stretch(context=4096, method="yarn"))
+    extend_context(once, RopeScaling(context=4096, method="yarn"))

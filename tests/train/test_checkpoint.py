@@ -37,7 +37,7 @@ from ringjax.errors import (
   MeshError,
   OptionError,
 )
-from ringjax.train import Checkpoints, manifest, shelf
+from ringjax.train import Checkpoints, checkpoint_directory, manifest
 from tests import checkpoints
 from tests.helpers import MESSAGE_LIMIT, refused
 from tests.train import saver
@@ -912,7 +912,7 @@ def test_what_a_killed_process_left_is_swept(root):
 
 def test_who_only_reads_sweeps_nothing(gate, root, monkeypatch):
   """Else an evaluation would take away what training is saving."""
-  monkeypatch.setattr(shelf, "PATIENCE_S", 0.05)
+  monkeypatch.setattr(checkpoint_directory, "PATIENCE_S", 0.05)
   with Checkpoints(root) as c:
     c.save(40, tree_of(40), {"at": 40})
     reader = Checkpoints(root)
@@ -931,11 +931,11 @@ def test_who_only_reads_sweeps_nothing(gate, root, monkeypatch):
 
 
 def test_one_writes_from_the_moment_it_says_so(root, monkeypatch):
-  monkeypatch.setattr(shelf, "PATIENCE_S", 0.05)
+  monkeypatch.setattr(checkpoint_directory, "PATIENCE_S", 0.05)
   with Checkpoints(root) as first:
     first.claim()
     other = Checkpoints(root)
-    refused(CheckpointWriteError, other.claim, "nobody else writes")
+    refused(CheckpointWriteError, other.claim, "no other process writes")
     refused(CheckpointWriteError, lambda: other.save(50, tree_of(50)), "lock")
     same(other.restore(like=LIKE)[0], tree_of(30))
     # Its own claim does not keep it from saving.
@@ -1320,7 +1320,7 @@ found["left"] = os.listdir(os.path.join(root, ".ringjax", "new"))
 
 # A run that bears it: one process learns of it by a poll, the other when both
 # save the next time.
-saves = loop._Saves(c, loop.Pace(most_unsaved=1))
+saves = loop._Saves(c, loop.LoopConfig(most_unsaved=1))
 if rank == 1:
   manifest.digest = fail
 with warnings.catch_warnings(record=True) as said:

@@ -52,11 +52,11 @@ class Training:
     self.optimizer = optax.adamw(1e-2)
     self.step = step.make_step(self.optimizer, self.spread, step.Objective())
 
-  def start(self) -> step.State:
+  def start(self) -> step.TrainState:
     model = checkpoint.create(CONFIG, seed=3, mesh=self.spread.mesh)
     return step.start(self.optimizer, model, self.spread.mesh)
 
-  def run(self, steps: int, data=None, **more) -> loop.Ended:
+  def run(self, steps: int, data=None, **more) -> loop.FitResult:
     if data is None:
       data = Loader(text(), length=LENGTH, batch=ROWS, seed=5)
     pace = {"log_every": 3} | more.pop("pace", {})
@@ -67,7 +67,7 @@ class Training:
       step=more.pop("step", self.step),
       place=lambda rows: batches.place(rows, self.spread),
       steps=steps,
-      pace=loop.Pace(**pace),
+      pace=loop.LoopConfig(**pace),
       **more,
     )
 
@@ -241,7 +241,7 @@ def test_memory_that_runs_out_says_what_to_change(training, monkeypatch, late):
 
   get = jax.device_get
   if late:
-    of_step = lambda x: full() if isinstance(x, step.Figures) else get(x)
+    of_step = lambda x: full() if isinstance(x, step.StepMetrics) else get(x)
     monkeypatch.setattr(jax, "device_get", of_step)
   else:
     monkeypatch.setattr(training, "step", full)
@@ -275,7 +275,7 @@ HANGS = """
   loop.fit(
     State(zero, {}, {}, zero), None, Rows(), step=step,
     place=lambda x: Batch(np.zeros(2), None, None),
-    steps=10, pace=loop.Pace(timeout_s=6.0),
+    steps=10, pace=loop.LoopConfig(timeout_s=6.0),
   )
 """
 
@@ -312,12 +312,12 @@ def test_a_first_step_may_take_its_time():
   def slow(state, frozen, batch):
     calls.append(1)
     time.sleep(6.5 if len(calls) == 1 else 0.0)
-    figures = step.Figures(*(np.float32(1),) * 6)
+    figures = step.StepMetrics(*(np.float32(1),) * 6)
     return state._replace(step=state.step + 1), figures._replace(
       skipped=np.float32(0)
     )
 
-  state = step.State(jnp.int32(0), {}, {}, jnp.int32(0))
+  state = step.TrainState(jnp.int32(0), {}, {}, jnp.int32(0))
   loop.fit(
     state,
     None,
@@ -325,7 +325,7 @@ def test_a_first_step_may_take_its_time():
     step=slow,
     place=lambda rows: batches.Batch(np.zeros(2), None, None),
     steps=3,
-    pace=loop.Pace(timeout_s=6.0),
+    pace=loop.LoopConfig(timeout_s=6.0),
   )
   assert len(calls) == 3
 
@@ -454,7 +454,7 @@ def test_ends_at_a_failed_save(
 )
 def test_a_pace_that_is_none(wrong):
   with pytest.raises(OptionError, match=next(iter(wrong))):
-    loop.Pace(**wrong)
+    loop.LoopConfig(**wrong)
 
 
 def test_no_steps(training):

@@ -27,7 +27,7 @@ from ringjax.nn.spread import Travel
 from ringjax.train import batch as batches
 from ringjax.train import recipe
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import Stretch
+from ringjax.train.extend import RopeScaling
 from ringjax.train.lora import Lora
 from tests.helpers import make_mesh
 from tests.train.test_step import CONFIG
@@ -74,7 +74,9 @@ def test_only_matrices_decay():
 
 def test_decay_moves_no_norm():
   model = rj.models.create(BIASED)
-  optimizer = recipe.Optimizer(name="sgd", rate=1.0, weight_decay=0.1).build(1)
+  optimizer = recipe.Optimizer(
+    name="sgd", learning_rate=1.0, weight_decay=0.1
+  ).build(1)
   none = jax.tree.map(np.zeros_like, model)
   with jax.numpy_dtype_promotion("standard"):
     updates, _ = optimizer.update(none, optimizer.init(model), model)
@@ -120,7 +122,11 @@ def test_frozen_weights_need_less():
   [
     ({"length": 18}, ShapeError, "18 tokens"),
     ({"batch": 3}, ShapeError, "3 in a micro-batch"),
-    ({"stretch": Stretch(context=16, method="linear")}, ConfigError, "context"),
+    (
+      {"rope_scaling": RopeScaling(context=16, method="linear")},
+      ConfigError,
+      "context",
+    ),
   ],
 )
 def test_what_a_later_stage_cannot_do_is_said_first(later, fault, words):
@@ -168,7 +174,7 @@ def test_documents_that_are_dealt_out_train_the_same():
   ):
     made = recipe.Recipe(
       stages=(STAGE,),
-      optimizer=recipe.Optimizer(name="sgd", rate=1.0, clip=None),
+      optimizer=recipe.Optimizer(name="sgd", learning_rate=1.0, clip=None),
       layout=layout,
     )
     model = rj.models.create(CONFIG, seed=3, mesh=where.get("mesh"))
@@ -264,7 +270,7 @@ def spread_of(shape, axes, process_of) -> Travel:
 )
 def test_whose_rows(shape, axes, process_of, parts):
   spread = spread_of(shape, axes, process_of)
-  found = [batches.part_of(spread, n) for n in range(len(parts))]
+  found = [batches.share_of(spread, n) for n in range(len(parts))]
   assert found == parts
 
 

@@ -48,7 +48,7 @@ def compiled(shards: int, layout: str = "striped", local: int = LOCAL):
   moments = jax.eval_shape(optimizer.init, model)
   zero = jax.ShapeDtypeStruct((), jnp.int32)
   state = jax.tree.map(
-    lambda x: at(x, everywhere), step.State(zero, model, moments, zero)
+    lambda x: at(x, everywhere), step.TrainState(zero, model, moments, zero)
   )
   rows = NamedSharding(mesh, P(None, None, "seq"))
   shape = (1, 1, shards * local)

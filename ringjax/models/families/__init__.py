@@ -15,7 +15,7 @@ from ringjax.models.families import (
   mixtures,
   qwen3_next,
 )
-from ringjax.models.families.base import Family
+from ringjax.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
   family.name: family

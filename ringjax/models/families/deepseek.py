@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.models.families.base import Family, gated, model, rms
+from ringjax.models.families.family import Family, gated, model, rms
 from ringjax.models.families.mixtures import QWEN_EXPERTS
-from ringjax.models.hf.names import LLAMA, Names
-from ringjax.models.hf.reader import Reader, error
+from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Experts, Grouped
@@ -16,7 +16,7 @@ from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
 
-def _config(r: Reader) -> TransformerConfig:
+def _config(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, kv_heads = r.heads()
   if kv_heads != heads:
@@ -89,9 +89,9 @@ def _config(r: Reader) -> TransformerConfig:
   return model(r, "deepseek_v3", layers)
 
 
-def _names(config: TransformerConfig) -> Names:
+def _names(config: TransformerConfig) -> TensorNames:
   low = config.layers[0].attention.query_latent is not None
-  return Names(
+  return TensorNames(
     parts={
       **LLAMA,
       "attention.q_down": "self_attn.q_a_proj",

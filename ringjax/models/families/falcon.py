@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ringjax.models.families.base import Family, model
-from ringjax.models.hf.names import Fusion, Names
-from ringjax.models.hf.reader import Reader, error
+from ringjax.models.families.family import Family, model
+from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention, alibi_slopes
 from ringjax.nn.block import Layer
@@ -12,7 +12,7 @@ from ringjax.nn.feedforward import Plain
 from ringjax.nn.linear import Norm
 
 
-def _falcon(r: Reader) -> TransformerConfig:
+def _falcon(r: ConfigReader) -> TransformerConfig:
   heads = r.whole("num_attention_heads", "n_head")
   embed = r.whole("hidden_size", "n_embed")
   if embed % heads:
@@ -59,11 +59,11 @@ def _falcon(r: Reader) -> TransformerConfig:
   return model(r, "falcon", [layer] * r.layers(), tied=True)
 
 
-def _names(config: TransformerConfig) -> Names:
+def _names(config: TransformerConfig) -> TensorNames:
   layer = config.layers[0]
   spec = layer.attention
   two = layer.parallel and not layer.shared_norm
-  return Names(
+  return TensorNames(
     layer="transformer.h.{}.",
     parts={
       "attention.o": "self_attention.dense",

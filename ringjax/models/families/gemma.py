@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ringjax.models.families.base import (
+from ringjax.models.families.family import (
   IMAGE_KEYS,
   Family,
   Wrapper,
@@ -14,20 +14,20 @@ from ringjax.models.families.base import (
   model,
   rms,
 )
-from ringjax.models.hf.names import LLAMA, Names
-from ringjax.models.hf.reader import Reader
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Layer
 
 
-def _act(r: Reader) -> str:
+def _act(r: ConfigReader) -> str:
   """Gemma 1's: always the tanh form, also where older files say "gelu"."""
   act = r.act("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
   r.ignore("hidden_act")
   return "gelu_tanh" if act == "gelu" else act
 
 
-def _gemma(r: Reader) -> TransformerConfig:
+def _gemma(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=False)
   layer = Layer(
@@ -45,7 +45,7 @@ def _gemma(r: Reader) -> TransformerConfig:
   )
 
 
-def _gemma2(r: Reader) -> TransformerConfig:
+def _gemma2(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   default = ["sliding_attention", "full_attention"] * count
   types = r.layer_types(count, default[:count])
@@ -60,7 +60,7 @@ def _gemma2(r: Reader) -> TransformerConfig:
   )
 
 
-def _gemma3(r: Reader) -> TransformerConfig:
+def _gemma3(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   every = r.whole(
     "sliding_window_pattern", "_sliding_window_pattern", default=6
@@ -78,7 +78,7 @@ def _gemma3(r: Reader) -> TransformerConfig:
 
 
 def _sandwich(
-  r: Reader,
+  r: ConfigReader,
   name: str,
   types: tuple[str, ...],
   window: int,
@@ -132,12 +132,14 @@ def _sandwich(
     tied=True,
     embed_scale=math.sqrt(r.whole("hidden_size")),
     logit_cap=logit_cap,
+    # Gemma 3 states its context after linear RoPE scaling.
+    scaling_counted=name == "gemma3",
   )
 
 
-def _names(config: TransformerConfig) -> Names:
+def _names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={
       **LLAMA,
       "post_attention": "post_attention_layernorm",

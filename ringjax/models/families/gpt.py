@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from ringjax.models.families.base import (
+from ringjax.models.families.family import (
   Family,
   attention,
   causal,
   model,
   rms,
 )
-from ringjax.models.hf.names import LLAMA, Fusion, Names
-from ringjax.models.hf.reader import Reader
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Clamped, Experts, Plain, Softmax
 from ringjax.nn.linear import Norm
 
 
-def _neox(r: Reader) -> TransformerConfig:
+def _neox(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=True)
   layer = Layer(
@@ -40,8 +40,8 @@ def _neox(r: Reader) -> TransformerConfig:
   return model(r, "gpt_neox", [layer] * r.layers())
 
 
-def _neox_names(config: TransformerConfig) -> Names:
-  return Names(
+def _neox_names(config: TransformerConfig) -> TensorNames:
+  return TensorNames(
     layer="gpt_neox.layers.{}.",
     parts={
       "attention.o": "attention.dense",
@@ -63,7 +63,7 @@ def _neox_names(config: TransformerConfig) -> Names:
   )
 
 
-def _oss(r: Reader) -> TransformerConfig:
+def _oss(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=True)
@@ -106,9 +106,9 @@ def _oss(r: Reader) -> TransformerConfig:
   return model(r, "gpt_oss", layers)
 
 
-def _oss_names(config: TransformerConfig) -> Names:
+def _oss_names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={
       **{k: v for k, v in LLAMA.items() if not k.startswith("feedforward")},
       "feedforward.router": "mlp.router",

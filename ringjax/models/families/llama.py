@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ringjax.models.families.base import (
+from ringjax.models.families.family import (
   Family,
   attention,
   causal,
@@ -13,8 +13,8 @@ from ringjax.models.families.base import (
   model,
   rms,
 )
-from ringjax.models.hf.names import LLAMA, Fusion, Names
-from ringjax.models.hf.reader import Reader
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Plain
@@ -22,7 +22,7 @@ from ringjax.nn.linear import Norm
 from ringjax.ops.rope import LongRope
 
 
-def _llama(r: Reader) -> TransformerConfig:
+def _llama(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=False)
   layer = Layer(
@@ -33,7 +33,7 @@ def _llama(r: Reader) -> TransformerConfig:
   return model(r, "llama", [layer] * r.layers())
 
 
-def _mistral(r: Reader) -> TransformerConfig:
+def _mistral(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   window = r.whole("sliding_window", default=r.unsaid("sliding_window", 4096))
   layer = Layer(
@@ -44,7 +44,7 @@ def _mistral(r: Reader) -> TransformerConfig:
   return model(r, "mistral", [layer] * r.layers())
 
 
-def qwen_windows(r: Reader, count: int) -> list[int | None]:
+def qwen_windows(r: ConfigReader, count: int) -> list[int | None]:
   """Each layer's window: later layers slide, where windows are on."""
   on = r.flag("use_sliding_window", default=False)
   window = r.whole("sliding_window", default=r.unsaid("sliding_window", 4096))
@@ -58,7 +58,7 @@ def qwen_windows(r: Reader, count: int) -> list[int | None]:
   return [window if on and t == "sliding_attention" else None for t in types]
 
 
-def _qwen2(r: Reader) -> TransformerConfig:
+def _qwen2(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   rope = r.rope(r.head_dim(heads))
   norm, feedforward = rms(r), gated(r)
@@ -73,7 +73,7 @@ def _qwen2(r: Reader) -> TransformerConfig:
   return model(r, "qwen2", layers)
 
 
-def _qwen3(r: Reader) -> TransformerConfig:
+def _qwen3(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   rope = r.rope(r.head_dim(heads))
   norm, feedforward = rms(r), gated(r)
@@ -91,7 +91,7 @@ def _qwen3(r: Reader) -> TransformerConfig:
   return model(r, "qwen3", layers)
 
 
-def _phi3(r: Reader) -> TransformerConfig:
+def _phi3(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   mask = causal(r.whole("sliding_window", default=None))
   r.only("attention_bias", False)
@@ -122,11 +122,11 @@ def _fused(config: TransformerConfig, qkv: bool) -> dict[str, Fusion]:
   return fused
 
 
-def _phi3_names(config: TransformerConfig) -> Names:
-  return Names(parts=LLAMA, fused=_fused(config, qkv=True))
+def _phi3_names(config: TransformerConfig) -> TensorNames:
+  return TensorNames(parts=LLAMA, fused=_fused(config, qkv=True))
 
 
-def _smollm3(r: Reader) -> TransformerConfig:
+def _smollm3(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   rope = r.rope(r.head_dim(heads), theta=2000000.0)
@@ -163,7 +163,7 @@ def _smollm3(r: Reader) -> TransformerConfig:
   return model(r, "smollm3", layers, tied=True)
 
 
-def _granite(r: Reader) -> TransformerConfig:
+def _granite(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   bias = r.flag("attention_bias", default=False)
   layer = Layer(
@@ -187,7 +187,7 @@ def _granite(r: Reader) -> TransformerConfig:
   )
 
 
-def _starcoder2(r: Reader) -> TransformerConfig:
+def _starcoder2(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   bias = r.flag("use_bias", default=True)
   layer = Layer(
@@ -215,9 +215,9 @@ def _starcoder2(r: Reader) -> TransformerConfig:
   return model(r, "starcoder2", [layer] * r.layers(), tied=True)
 
 
-def _starcoder2_names(config: TransformerConfig) -> Names:
+def _starcoder2_names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={
       **LLAMA,
       "feedforward.up": "mlp.c_fc",
@@ -226,7 +226,7 @@ def _starcoder2_names(config: TransformerConfig) -> Names:
   )
 
 
-def _glm(r: Reader, name: str, post: bool) -> TransformerConfig:
+def _glm(r: ConfigReader, name: str, post: bool) -> TransformerConfig:
   heads, _ = r.heads()
   layer = Layer(
     attention=attention(
@@ -241,17 +241,17 @@ def _glm(r: Reader, name: str, post: bool) -> TransformerConfig:
   return model(r, name, [layer] * r.layers())
 
 
-def _glm_names(config: TransformerConfig) -> Names:
+def _glm_names(config: TransformerConfig) -> TensorNames:
   parts = {
     **LLAMA,
     "post_attention": "post_self_attn_layernorm",
     "post_feedforward": "post_mlp_layernorm",
   }
-  return Names(parts=parts, fused=_fused(config, qkv=False))
+  return TensorNames(parts=parts, fused=_fused(config, qkv=False))
 
 
 def _olmo(
-  r: Reader, name: str, window: bool, theta: float
+  r: ConfigReader, name: str, window: bool, theta: float
 ) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
@@ -286,9 +286,9 @@ def _olmo(
   return model(r, name, [layer(t) for t in types])
 
 
-def _olmo_names(config: TransformerConfig) -> Names:
+def _olmo_names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={
       **{k: v for k, v in LLAMA.items() if not k.startswith("pre_")},
       "post_attention": "post_attention_layernorm",
@@ -297,7 +297,7 @@ def _olmo_names(config: TransformerConfig) -> Names:
   )
 
 
-def _cohere2(r: Reader) -> TransformerConfig:
+def _cohere2(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   rope = r.rope(r.head_dim(heads), interleaved=True)

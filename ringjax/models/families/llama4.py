@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringjax.models.families.base import (
+from ringjax.models.families.family import (
   IMAGE_KEYS,
   Family,
   Wrapper,
@@ -10,8 +10,8 @@ from ringjax.models.families.base import (
   model,
   rms,
 )
-from ringjax.models.hf.names import LLAMA, Names
-from ringjax.models.hf.reader import Reader
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Temperature
 from ringjax.nn.block import Layer
@@ -19,7 +19,7 @@ from ringjax.nn.feedforward import Experts, Gated, Sigmoid
 from ringjax.ops.mask import Causal, Chunked
 
 
-def _config(r: Reader) -> TransformerConfig:
+def _config(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   rope = r.rope(r.head_dim(heads), theta=500000.0, interleaved=True)
@@ -83,9 +83,9 @@ def _config(r: Reader) -> TransformerConfig:
   return model(r, "llama4", [layer(i) for i in range(count)])
 
 
-def _names(config: TransformerConfig) -> Names:
+def _names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={
       **LLAMA,
       "feedforward.gate": "feed_forward.gate_proj",

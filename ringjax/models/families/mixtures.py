@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringjax.models.families.base import (
+from ringjax.models.families.family import (
   Family,
   attention,
   causal,
@@ -10,14 +10,14 @@ from ringjax.models.families.base import (
   model,
   rms,
 )
-from ringjax.models.hf.names import LLAMA, Names
-from ringjax.models.hf.reader import Reader
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Experts, Softmax
 
 
-def _mixtral(r: Reader) -> TransformerConfig:
+def _mixtral(r: ConfigReader) -> TransformerConfig:
   heads, _ = r.heads()
   count = r.whole("num_local_experts", "num_experts")
   layer = Layer(
@@ -38,9 +38,9 @@ def _mixtral(r: Reader) -> TransformerConfig:
   return model(r, "mixtral", [layer] * r.layers())
 
 
-def _mixtral_names(config: TransformerConfig) -> Names:
+def _mixtral_names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={**LLAMA, "feedforward.router": "block_sparse_moe.gate"},
     experts={
       "feedforward.gate": "block_sparse_moe.experts.{}.w1.weight",
@@ -50,7 +50,7 @@ def _mixtral_names(config: TransformerConfig) -> Names:
   )
 
 
-def _qwen3_moe(r: Reader) -> TransformerConfig:
+def _qwen3_moe(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   norm = rms(r)
@@ -99,9 +99,9 @@ QWEN_EXPERTS = {
 }
 
 
-def _qwen3_moe_names(config: TransformerConfig) -> Names:
+def _qwen3_moe_names(config: TransformerConfig) -> TensorNames:
   del config
-  return Names(
+  return TensorNames(
     parts={**LLAMA, "feedforward.router": "mlp.gate"}, experts=QWEN_EXPERTS
   )
 

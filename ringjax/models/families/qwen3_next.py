@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringjax.models.families.base import (
+from ringjax.models.families.family import (
   Family,
   attention,
   gated,
@@ -10,8 +10,8 @@ from ringjax.models.families.base import (
   rms,
 )
 from ringjax.models.families.mixtures import QWEN_EXPERTS
-from ringjax.models.hf.names import LLAMA, Fusion, Names
-from ringjax.models.hf.reader import Reader, error
+from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
@@ -19,7 +19,7 @@ from ringjax.nn.delta import Delta
 from ringjax.nn.feedforward import Experts, Softmax
 
 
-def _delta(r: Reader) -> Delta:
+def _delta(r: ConfigReader) -> Delta:
   key_heads = r.whole("linear_num_key_heads", default=16)
   heads = r.whole("linear_num_value_heads", default=32)
   if heads % key_heads:
@@ -39,7 +39,7 @@ def _delta(r: Reader) -> Delta:
   )
 
 
-def _qwen3_next(r: Reader) -> TransformerConfig:
+def _qwen3_next(r: ConfigReader) -> TransformerConfig:
   count = r.layers()
   heads, _ = r.heads()
   norm = rms(r, offset=1.0)
@@ -94,7 +94,7 @@ def _qwen3_next(r: Reader) -> TransformerConfig:
   return model(r, "qwen3_next", layers)
 
 
-def _names(config: TransformerConfig) -> Names:
+def _names(config: TransformerConfig) -> TensorNames:
   fused: dict[str, Fusion] = {}
   for layer in config.layers:
     mixer = layer.attention
@@ -113,7 +113,7 @@ def _names(config: TransformerConfig) -> Names:
     fused["linear_attn.conv1d"] = Fusion(
       parts=tuple(f"attention.{x}_taps" for x in "qkv")
     )
-  return Names(
+  return TensorNames(
     parts={
       **LLAMA,
       "attention.norm": "linear_attn.norm",

@@ -1,8 +1,8 @@
 """A Hugging Face model folder: config.json and safetensors files, by stream.
 
-Law: a folder that opens is consistent to the byte (`header.py`), and nothing
-in it is ever executed. A read gives each device its own slice: this process
-fetches the byte ranges of its own devices, at most `host_bytes` (or one
+Guarantees: a folder that opens is consistent to the byte (`header.py`), and
+nothing in it is ever executed. A read gives each device its own slice: this
+process fetches the byte ranges of its own devices, at most `host_bytes` (or one
 tensor) of them at a time, with Orbax's reader; the numbers are finite and the
 files are still those that were opened, or it is an error.
 Cost: `open` reads headers only; a read makes one pass over its bytes and one
@@ -32,16 +32,16 @@ from ringjax.errors import (
   message,
 )
 from ringjax.models.hf import header
-from ringjax.models.hf.files import (
+from ringjax.models.hf.header import AGAIN, shown
+from ringjax.models.hf.safe_files import (
   INDEX,
-  Identity,
+  FileIdentity,
   identity,
   open_inside,
   pread,
   read_config,
   weight_files,
 )
-from ringjax.models.hf.header import AGAIN, shown
 
 _LIMIT = 390
 
@@ -78,7 +78,7 @@ class Folder:
   path: pathlib.Path
   config: dict[str, Any]
   tensors: dict[str, TensorInfo]
-  files: dict[str, Identity]
+  files: dict[str, FileIdentity]
 
   @classmethod
   def open(cls, path: str | os.PathLike[str]) -> Folder:
@@ -113,7 +113,7 @@ class Folder:
     config = read_config(root)
     files, weight_map = weight_files(root)
     tensors: dict[str, TensorInfo] = {}
-    identities: dict[str, Identity] = {}
+    identities: dict[str, FileIdentity] = {}
     for file in files:
       identities[file], found = _header(root, file)
       for name, info in found.items():
@@ -290,7 +290,7 @@ class Folder:
       if now != was:
         _fault(
           shown(file),
-          f"{now.nbytes} bytes" if isinstance(now, Identity) else str(now),
+          f"{now.nbytes} bytes" if isinstance(now, FileIdentity) else str(now),
           f"the file of {was.nbytes} bytes that was opened; it has changed",
           "leave it alone while it is read",
         )
@@ -402,7 +402,7 @@ def _default_sharding() -> jax.sharding.Sharding:
 
 def _header(
   root: pathlib.Path, file: str
-) -> tuple[Identity, dict[str, TensorInfo]]:
+) -> tuple[FileIdentity, dict[str, TensorInfo]]:
   descriptor = open_inside(root, file)
   try:
     was = identity(os.fstat(descriptor))

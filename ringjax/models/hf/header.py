@@ -1,6 +1,6 @@
 """What a safetensors file says about itself, believed only when it adds up.
 
-Law: a header that passes names every byte of the file once: no hole, no
+Guarantees: a header that passes names every byte of the file once: no hole, no
 overlap, no name twice, no size that the dtype and the shape do not give. It
 is checked before a tensor is allocated, and costs a few times its own length.
 Ref: https://github.com/huggingface/safetensors, README, "Format".

@@ -1,7 +1,7 @@
 """Which tensor of a checkpoint is which parameter, and in which form.
 
-Law: `split` of a form turns a tensor of a checkpoint into the parameters that
-it holds, and `join` turns them back into the same bits.
+Guarantees: `split` of a form turns a tensor of a checkpoint into the parameters
+that it holds, and `join` turns them back into the same bits.
 
 A checkpoint has a linear map as [out, in]; here it is [in, out] with its axes
 apart, so that a head is an axis. Some families keep several maps in one
@@ -17,7 +17,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Same:
+class Reshape:
   """The parameter, up to its shape."""
 
   shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Same:
 
 
 @dataclasses.dataclass(frozen=True)
-class Map:
+class Transpose:
   """A linear map [out, in] with its axes apart: [*inputs, *outputs]."""
 
   inputs: tuple[int, ...]
@@ -49,7 +49,7 @@ class Map:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class FusedRows:
   """Several parameters in the rows of one tensor.
 
   Attributes:
@@ -85,7 +85,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class FusedColumns:
   """Two parameters [..., F] in the columns of one tensor [..., 2 F].
 
   Attributes:
@@ -127,7 +127,7 @@ class Fusion:
 
   Attributes:
     parts: their names here, e.g. ("attention.q", "attention.k").
-    groups: see `Rows`.
+    groups: see `FusedRows`.
   """
 
   parts: tuple[str, ...]
@@ -135,7 +135,7 @@ class Fusion:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Names:
+class TensorNames:
   """The names of a family's tensors.
 
   Attributes:

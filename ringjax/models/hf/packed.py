@@ -1,8 +1,8 @@
 """Weights of eight and of four bits, turned into floats as their formats say.
 
-Law: a value is its code times the scale of its block. Of four bits that is
-exact in float32 and in bfloat16; of eight bits it is rounded once to float32,
-as the authors of the format do it, and then to the model's dtype.
+Guarantees: a value is its code times the scale of its block. Of four bits that
+is exact in float32 and in bfloat16; of eight bits it is rounded once to
+float32, as the authors of the format do it, and then to the model's dtype.
 Cost: a device reads the codes of its own part and turns them itself.
 Ref: OCP Microscaling Formats 1.0, "MXFP4"; DeepSeek-AI 2024, arXiv 2412.19437,
 3.3, for blocks of float8.
@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.models.hf.names import Columns
-from ringjax.models.hf.reader import Reader, error
+from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.names import FusedColumns
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class StoredTensor:
   """A tensor on disk that is a part of a packed one, or all of a plain one.
 
   Attributes:
@@ -55,13 +55,13 @@ class Float8:
   def stored(self) -> tuple[int, ...]:
     return self.form.stored
 
-  def pieces(self, name: str) -> tuple[Piece, ...]:
+  def pieces(self, name: str) -> tuple[StoredTensor, ...]:
     """The tensors on disk, in the order in which `unpack` takes them."""
     shape = self.stored
     blocks = tuple(-(-n // b) for n, b in zip(shape, self.block, strict=True))
     return (
-      Piece(name, shape, jnp.float8_e4m3fn, (0, 1)),
-      Piece(f"{name}_scale_inv", blocks, jnp.float32, (None, None)),
+      StoredTensor(name, shape, jnp.float8_e4m3fn, (0, 1)),
+      StoredTensor(f"{name}_scale_inv", blocks, jnp.float32, (None, None)),
     )
 
   def unpack(self, codes: Any, scales: Any) -> jax.Array:
@@ -97,15 +97,15 @@ class Float4:
   def stored(self) -> tuple[int, ...]:
     return self.form.stored
 
-  def pieces(self, name: str) -> tuple[Piece, ...]:
+  def pieces(self, name: str) -> tuple[StoredTensor, ...]:
     """The tensors on disk, in the order in which `unpack` takes them."""
     e, i, o = self.stored
     blocks = (e, o, i // _BLOCK4)
     return (
-      Piece(
+      StoredTensor(
         f"{name}_blocks", (*blocks, _BLOCK4 // 2), jnp.uint8, (0, 2, 1, None)
       ),
-      Piece(f"{name}_scales", blocks, jnp.uint8, (0, 2, 1)),
+      StoredTensor(f"{name}_scales", blocks, jnp.uint8, (0, 2, 1)),
     )
 
   def _rows(self, codes: Any, scales: Any) -> jax.Array:
@@ -128,7 +128,7 @@ class Float4:
 
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
     form = self.form
-    if not isinstance(form, Columns) or not form.interleaved:
+    if not isinstance(form, FusedColumns) or not form.interleaved:
       return form.split(self.unpack(*x))
     # Columns that take turns are rows here: each device keeps its own.
     pairs = [a.reshape(a.shape[0], -1, 2, *a.shape[2:]) for a in x]
@@ -170,7 +170,9 @@ def packing(config: Mapping[str, Any]) -> Packing | None:
   given = config.get("quantization_config")
   if not given:
     return None
-  r = Reader({"quantization_config": given}).part("quantization_config", given)
+  r = ConfigReader({"quantization_config": given}).part(
+    "quantization_config", given
+  )
   kind = r.value("quant_method", default=None)
   # Which tensors are packed is seen from the tensors.
   r.ignore("modules_to_not_convert")

@@ -1,6 +1,6 @@
 """Writes a Hugging Face model folder, all of it or nothing.
 
-Law: the folder is written beside its place and renamed into it, so that
+Guarantees: the folder is written beside its place and renamed into it, so that
 whoever looks, also after a crash, sees the old folder or the new one, and
 never a mixture. The same tensors give the same bytes.
 Cost: host memory for one shard, and one copy of a tensor on its devices.
@@ -33,8 +33,8 @@ from ringjax.errors import (
   message,
 )
 from ringjax.models.hf import header
-from ringjax.models.hf.files import CONFIG, INDEX, SINGLE, SUFFIX
 from ringjax.models.hf.header import shown
+from ringjax.models.hf.safe_files import CONFIG, INDEX, SINGLE, SUFFIX
 
 try:
   import fcntl

@@ -1,7 +1,7 @@
 """From a model's parameters to a checkpoint's tensors and back.
 
-Law: every tensor of the checkpoint and every parameter is named exactly once;
-a family whose names do not cover its model fails here, before it reads.
+Guarantees: every tensor of the checkpoint and every parameter is named exactly
+once; a family whose names do not cover its model fails here, before it reads.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ringjax.models.hf.names import Columns, Map, Names, Rows, Same
-from ringjax.models.hf.packed import Packed, Piece
+from ringjax.models.hf.names import (
+  FusedColumns,
+  FusedRows,
+  Reshape,
+  TensorNames,
+  Transpose,
+)
+from ringjax.models.hf.packed import Packed, StoredTensor
 from ringjax.models.transformer import Transformer
 from ringjax.nn.delta import Taps
 from ringjax.nn.linear import Head, Linear
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class CheckpointTensor:
   """One tensor of a checkpoint.
 
   Attributes:
@@ -38,13 +44,13 @@ class Tensor:
   place: str | None = None
 
   @property
-  def pieces(self) -> tuple[Piece, ...]:
+  def pieces(self) -> tuple[StoredTensor, ...]:
     """The tensors on disk that it is made of: itself, or codes and scales."""
     place = self.place or self.name
     if isinstance(self.form, Packed):
       return self.form.pieces(place)
     stored = self.form.stored
-    return (Piece(place, stored, None, tuple(range(len(stored)))),)
+    return (StoredTensor(place, stored, None, tuple(range(len(stored)))),)
 
 
 def parameters(module: Any) -> dict[str, nnx.Variable]:
@@ -66,7 +72,7 @@ def _key(key: Any) -> Any:
   raise AssertionError(key)
 
 
-def plan(model: Transformer, names: Names) -> list[Tensor]:
+def plan(model: Transformer, names: TensorNames) -> list[CheckpointTensor]:
   """The tensors of a checkpoint of `model`, which may be abstract."""
   found = list(_outer(model, names))
   for g, run in enumerate(model.stack.runs):
@@ -83,7 +89,9 @@ def plan(model: Transformer, names: Names) -> list[Tensor]:
   return found
 
 
-def _outer(model: Transformer, names: Names) -> Iterator[Tensor]:
+def _outer(
+  model: Transformer, names: TensorNames
+) -> Iterator[CheckpointTensor]:
   parts = {"embed": names.embed, "norm": names.norm}
   if model.head is not None:
     parts["head"] = names.head
@@ -92,19 +100,19 @@ def _outer(model: Transformer, names: Names) -> Iterator[Tensor]:
     for leaf, param in parameters(module).items():
       shape = param.get_value().shape
       form = _form(module, leaf, shape)
-      yield Tensor(f"{name}.{leaf}", form, ((f"{part}.{leaf}", ()),))
+      yield CheckpointTensor(f"{name}.{leaf}", form, ((f"{part}.{leaf}", ()),))
 
 
 def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
   if leaf == "weight" and isinstance(module, Linear):
-    return Map(shape[: module.contracted], shape[module.contracted :])
+    return Transpose(shape[: module.contracted], shape[module.contracted :])
   if leaf == "weight" and isinstance(module, Head):
-    return Map(shape[:1], shape[1:])
+    return Transpose(shape[:1], shape[1:])
   if isinstance(module, Taps):
-    return Same(shape, (math.prod(shape[:-1]), 1, shape[-1]))
+    return Reshape(shape, (math.prod(shape[:-1]), 1, shape[-1]))
   if len(shape) == 1 or isinstance(module, Linear) or _is_norm(module):
-    return Same(shape, (math.prod(shape),))
-  return Same(shape, shape)
+    return Reshape(shape, (math.prod(shape),))
+  return Reshape(shape, shape)
 
 
 def _is_norm(module: Any) -> bool:
@@ -118,8 +126,8 @@ def _part(block: Any, path: str) -> Any:
 
 
 def _layer(
-  block: Any, names: Names, prefix: str, layer: str, index: int
-) -> Iterator[Tensor]:
+  block: Any, names: TensorNames, prefix: str, layer: str, index: int
+) -> Iterator[CheckpointTensor]:
   have = {
     path: param.get_value().shape[1:]
     for path, param in parameters(block).items()
@@ -136,17 +144,17 @@ def _layer(
       paths = [f"{part}.{leaf}" for part in fusion.parts]
       if not set(paths) <= set(have):
         continue
-      rows = Rows(fusion.groups, tuple(form(path) for path in paths))
+      rows = FusedRows(fusion.groups, tuple(form(path) for path in paths))
       done.update(paths)
-      yield Tensor(
+      yield CheckpointTensor(
         f"{layer}{name}.{leaf}", rows, tuple(target(path) for path in paths)
       )
   for name, (paths, interleaved) in names.columns.items():
     if set(paths) <= set(have):
       done.update(paths)
-      yield Tensor(
+      yield CheckpointTensor(
         layer + name,
-        Columns(have[paths[0]], interleaved),
+        FusedColumns(have[paths[0]], interleaved),
         tuple(target(path) for path in paths),
       )
   for path, shape in have.items():
@@ -154,17 +162,17 @@ def _layer(
       continue
     part, _, leaf = path.rpartition(".")
     if path in names.leaves:
-      yield Tensor(
-        layer + names.leaves[path], Same(shape, shape), (target(path),)
+      yield CheckpointTensor(
+        layer + names.leaves[path], Reshape(shape, shape), (target(path),)
       )
     elif path in names.experts:
       for expert in range(shape[0]):
-        yield Tensor(
+        yield CheckpointTensor(
           layer + names.experts[path].format(expert),
-          Map(shape[1:2], shape[2:]),
+          Transpose(shape[1:2], shape[2:]),
           (target(path, expert),),
         )
     else:
-      yield Tensor(
+      yield CheckpointTensor(
         f"{layer}{names.parts[part]}.{leaf}", form(path), (target(path),)
       )

@@ -23,7 +23,7 @@ from ringjax.errors import (
   InputTypeError,
   UnsafeFormatError,
 )
-from ringjax.models.hf import files, folder
+from ringjax.models.hf import folder, safe_files
 from ringjax.models.hf.folder import Folder
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -791,7 +791,7 @@ def test_errors_that_are_not_about_files_pass(tmp_path, monkeypatch):
 def test_identity_is_of_the_file_that_was_checked(tmp_path):
   opened = Folder.open(lay(tmp_path, A))
   status = (tmp_path / "model.safetensors").stat()
-  assert opened.files == {"model.safetensors": files.identity(status)}
+  assert opened.files == {"model.safetensors": safe_files.identity(status)}
 
 
 # ---------------------------------------------------------------------------

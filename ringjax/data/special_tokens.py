@@ -1,8 +1,8 @@
 """Tokens that steer a model, and where they stand in a text that is trusted.
 
-Law: `split` cuts a text as the tokenizers library does: at the leftmost and
-then longest token; a token that strips takes the white space beside it along.
-It is only ever asked about text that may hold such tokens (a template, a
+Guarantees: `split` cuts a text as the tokenizers library does: at the leftmost
+and then longest token; a token that strips takes the white space beside it
+along. It is only ever asked about text that may hold such tokens (a template, a
 caller's own words with `special=True`), never about a user's text.
 """
 

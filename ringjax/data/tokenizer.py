@@ -1,10 +1,11 @@
 """Tokenizers in the form in which people have them: a folder's tokenizer.json.
 
-Law: `encode` gives the ids that the tokenizers library gives for the whole
-text, and never, whatever the text says, the id of a special token: those come
-only from `special=True`, `bos=True` and chat templates. (An id for "unknown"
-may come; it steers nothing.) `decode` is the library's text, except that bytes
-which are no UTF-8 become U+FFFD one by one. An id without a token is U+FFFD.
+Guarantees: `encode` gives the ids that the tokenizers library gives for the
+whole text, and never, whatever the text says, the id of a special token: those
+come only from `special=True`, `bos=True` and chat templates. (An id for
+"unknown" may come; it steers nothing.) `decode` is the library's text, except
+that bytes which are no UTF-8 become U+FFFD one by one. An id without a token is
+U+FFFD.
 
 Long texts are encoded in pieces, in parallel. A text is cut only where ids of
 both sides, encoded apart, are the ids of the text around the cut, encoded in
@@ -29,10 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.data import child, stream
+from ringjax.data import isolated, stream
 from ringjax.data.bytelevel import BYTE_CHARS
-from ringjax.data.files import Settings, fault, read_file, text_of
-from ringjax.data.special import Specials, SpecialToken, as_text, joined
+from ringjax.data.special_tokens import Specials, SpecialToken, as_text, joined
+from ringjax.data.tokenizer_files import (
+  TokenizerConfig,
+  fault,
+  read_file,
+  text_of,
+)
 from ringjax.errors import PromptError, TokenizerError, message
 
 TOKENIZER_BYTES = 64 << 20
@@ -84,7 +90,9 @@ class Tokenizer:
     lead: what is taken from the start of a decoded text.
   """
 
-  def __init__(self, make: Callable[[], Any], *, name: str, settings: Settings):
+  def __init__(
+    self, make: Callable[[], Any], *, name: str, settings: TokenizerConfig
+  ):
     self._engine = engine = make()
     self.name = name
     first = _first_token(engine.post_processor)
@@ -163,7 +171,7 @@ class Tokenizer:
           else "give the folder that holds the model's files",
         )
       )
-    settings = Settings.read(path)
+    settings = TokenizerConfig.read(path)
     try:
       text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -518,7 +526,7 @@ def _encoded(engine: Any, text: str) -> list[int]:
   return _guard("text", engine.encode, text, add_special_tokens=False).ids
 
 
-def _specials(engine: Any, settings: Settings) -> Specials:
+def _specials(engine: Any, settings: TokenizerConfig) -> Specials:
   """The special tokens; those that only the side files call so are told."""
   for token_id, token in settings.added():
     text = text_of(token)
@@ -629,7 +637,7 @@ _CPU_S = 20
 
 def _try_in_child(data: bytes) -> None:
   try:
-    child.run(
+    isolated.run(
       _TRIAL,
       data,
       memory_bytes=2 << 30,
@@ -637,7 +645,7 @@ def _try_in_child(data: bytes) -> None:
       wall_s=120.0,
       answer_bytes=1000,
     )
-  except child.ChildError as error:
+  except isolated.ChildError as error:
     raise fault("tokenizer.json", error, "a file that loads") from None
 
 

@@ -1,8 +1,9 @@
 """Items that a thread makes before they are asked for.
 
-Law: items come in order, each once. What making one raises is raised where it
-would have been taken, and the thread is then done. `close` ends the thread,
-which at that moment may still finish one item; so does dropping the object.
+Guarantees: items come in order, each once. What making one raises is raised
+where it would have been taken, and the thread is then done. `close` ends the
+thread, which at that moment may still finish one item; so does dropping the
+object.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Shared:
     self.closed = False
 
 
-class Ahead:
+class Prefetcher:
   """`make(start)`, `make(start + 1)`, ... as they are taken.
 
   Args:

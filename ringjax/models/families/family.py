@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ringjax.models.hf.names import LLAMA, Names
-from ringjax.models.hf.reader import Reader, error
+from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
@@ -64,9 +64,9 @@ class Family:
 
   name: str
   types: tuple[str, ...]
-  config: Callable[[Reader], TransformerConfig]
-  names: Callable[[TransformerConfig], Names] = lambda config: Names(
-    parts=LLAMA
+  config: Callable[[ConfigReader], TransformerConfig]
+  names: Callable[[TransformerConfig], TensorNames] = lambda config: (
+    TensorNames(parts=LLAMA)
   )
   unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
   wrapper: Wrapper | None = None
@@ -77,12 +77,14 @@ def causal(window: int | None) -> Mask:
   return Causal() if window is None else Causal() & Window(window)
 
 
-def rms(r: Reader, offset: float = 0.0, default: float = 1e-6) -> Norm:
+def rms(r: ConfigReader, offset: float = 0.0, default: float = 1e-6) -> Norm:
   """The RMSNorm of a config."""
   return Norm(eps=r.positive("rms_norm_eps", default=default), offset=offset)
 
 
-def attention(r: Reader, rope: Rope | None = None, **options: Any) -> Attention:
+def attention(
+  r: ConfigReader, rope: Rope | None = None, **options: Any
+) -> Attention:
   """Grouped-query attention with the heads of a config; `rope` by default."""
   heads, kv_heads = r.heads()
   head_dim = r.head_dim(heads)
@@ -91,14 +93,14 @@ def attention(r: Reader, rope: Rope | None = None, **options: Any) -> Attention:
   )
 
 
-def gated(r: Reader, **options: Any) -> Gated:
+def gated(r: ConfigReader, **options: Any) -> Gated:
   """The gated feedforward of a config."""
   bias = options.pop("bias", False)
   act = options.pop("act", None) or r.act("hidden_act", default="silu")
   return Gated(hidden=r.whole("intermediate_size"), act=act, bias=bias)
 
 
-def _context(r: Reader) -> tuple[int, str | None]:
+def _context(r: ConfigReader) -> tuple[int, str | None]:
   """Up to where the computation is that of the file, and which key says so.
 
   Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
@@ -126,7 +128,7 @@ def _context(r: Reader) -> tuple[int, str | None]:
 
 
 def model(
-  r: Reader,
+  r: ConfigReader,
   family: str,
   layers: Sequence[Layer],
   *,

@@ -1,8 +1,8 @@
 """Which files of a folder are read, and how: none outside of it, no links out.
 
-Law: a name from a file is compared with the names that are there and never
-followed as a path. Files are opened for reading only, must be regular, and
-are refused when they are larger than their kind can be.
+Guarantees: a name from a file is compared with the names that are there and
+never followed as a path. Files are opened for reading only, must be regular,
+and are refused when they are larger than their kind can be.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_DEPTH = 32
 PICKLES = (".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 
-class Identity(NamedTuple):
+class FileIdentity(NamedTuple):
   """What changes when a file does."""
 
   device: int
@@ -199,8 +199,8 @@ def pread(descriptor: int, length: int, offset: int) -> bytes:
   return b"".join(parts)
 
 
-def identity(status: os.stat_result) -> Identity:
-  return Identity(
+def identity(status: os.stat_result) -> FileIdentity:
+  return FileIdentity(
     status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
   )
 

@@ -1,4 +1,4 @@
-"""The folder that the steps of one training lie in: names, lock and sweep.
+"""The checkpoint directory of one training: names, lock and clean-up.
 
   root/30/                    a step, as Orbax wrote it
   root/.ringjax/30.json       its manifest, see ringjax/train/manifest.py
@@ -6,10 +6,10 @@
   root/.ringjax/old/          what is being deleted
   root/.ringjax/lock          held by whoever writes
 
-Law: only files in .ringjax, and folders that a manifest names, are ever changed
-or deleted. A step gets its name in one rename and loses it in one, so that a
-process that dies leaves it whole or not at all; what it left in `new` and `old`
-is swept when the next one begins to write.
+Guarantees: only files in .ringjax, and folders that a manifest names, are ever
+changed or deleted. A step gets its name in one rename and loses it in one, so
+that a process that dies leaves it whole or not at all; what it left in `new`
+and `old` is swept when the next one begins to write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OURS = ".ringjax"
 _ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
 
-class Shelf:
+class CheckpointDirectory:
   """Steps in a folder, as one process sees and changes them.
 
   Attributes:

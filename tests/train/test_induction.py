@@ -9,7 +9,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.models import checkpoint
-from ringjax.train.habits import Lookup
+from ringjax.train.induction import InductionHeads
 from tests.train.test_step import CONFIG as PLAIN
 
 BACK = ((1, 2, 3, 4), (0, 1, 0, 1), (0, 1, 2, 3))
@@ -41,7 +41,7 @@ def made(mesh=None):
 
 def test_heads_look_as_far_back_as_they_are_told():
   """By the biases alone, which every token has."""
-  model = Lookup(back=BACK).apply(made())
+  model = InductionHeads(back=BACK).apply(made())
   before, _, behind = (block for (block,) in model.stack.blocks)
   rows = [(before, 0), (before, 1), (behind, 0)]
   half = 16
@@ -64,7 +64,7 @@ def test_heads_look_as_far_back_as_they_are_told():
 def test_the_layer_that_sees_all_reads_what_the_one_before_writes():
   """Its query is what a head says of a token, its key what it says of the
   token before: equal values match."""
-  model = Lookup(back=BACK, match=3.0, copied=0.25).apply(made())
+  model = InductionHeads(back=BACK, match=3.0, copied=0.25).apply(made())
   before, full, _ = (block for (block,) in model.stack.blocks)
   o = np.asarray(before.attention.o.weight[...])[-1]  # N H D
   q = np.asarray(full.attention.q.weight[...])[0]  # D N H
@@ -84,8 +84,8 @@ def test_on_a_mesh_it_is_the_same_and_lies_the_same():
   one, many = made(), made(mesh)
   lies = lambda model: [x.sharding for x in jax.tree.leaves(model)]
   before = lies(many)
-  Lookup(back=BACK).apply(one)
-  Lookup(back=BACK).apply(many)
+  InductionHeads(back=BACK).apply(one)
+  InductionHeads(back=BACK).apply(many)
   assert lies(many) == before
   for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
@@ -93,6 +93,6 @@ def test_on_a_mesh_it_is_the_same_and_lies_the_same():
 
 def test_models_of_another_form():
   with pytest.raises(OptionError, match="turning layers"):
-    Lookup(back=BACK).apply(checkpoint.create(PLAIN, seed=0))
+    InductionHeads(back=BACK).apply(checkpoint.create(PLAIN, seed=0))
   with pytest.raises(OptionError, match="3 rows of 4"):
-    Lookup(back=BACK[:2]).apply(made())
+    InductionHeads(back=BACK[:2]).apply(made())

@@ -1,8 +1,8 @@
 """The small files beside a tokenizer.json, and what they say of it.
 
-Law: each file is read once, up to a limit of bytes; what is no regular file,
-no JSON or not of the wanted kind is a `TokenizerError` that names the file.
-A file that is not there says nothing.
+Guarantees: each file is read once, up to a limit of bytes; what is no regular
+file, no JSON or not of the wanted kind is a `TokenizerError` that names the
+file. A file that is not there says nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMED = (
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
-class Settings:
+class TokenizerConfig:
   """What the files beside tokenizer.json say."""
 
   def __init__(self, config: dict[str, Any], more: dict[str, Any]):
@@ -40,7 +40,7 @@ class Settings:
     self.chat_template: str | None = more.get("chat_template")
 
   @classmethod
-  def read(cls, path: pathlib.Path) -> Settings:
+  def read(cls, path: pathlib.Path) -> TokenizerConfig:
     config = _read_json(path / "special_tokens_map.json")
     # The newer file has the last word, where it says anything.
     newer = _read_json(path / "tokenizer_config.json")

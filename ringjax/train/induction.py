@@ -1,8 +1,8 @@
-"""A start that is not all chance: heads that already look where it helps.
+"""Induction-head initialisation: attention heads that start by looking back.
 
-Law: only biases of queries and keys, and maps of attention and feedforward, are
-written; all of it is a beginning that training changes. It saves the hours in
-which such heads form by themselves.
+Guarantees: only biases of queries and keys, and maps of attention and
+feedforward, are written; all of it is a beginning that training changes. It
+saves the hours in which such heads form by themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringjax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookup:
-  """The habit of looking up what followed the last time.
+class InductionHeads:
+  """Initialises heads to copy what followed the previous occurrence.
 
   For models of turning layers that see a window, one layer without positions
   that sees all, and one or more turning layers behind it. With a bias b of its
@@ -104,7 +104,7 @@ class Lookup:
           f"{model.config.family} of {layers} layers",
           "turning layers, one without positions, turning layers; biases, and "
           "two query heads to a key head",
-          "choose another start, or such a model",
+          "leave out the initialisation, or pass such a model",
         )
       )
     heads = model.config.layers[0].attention.heads

@@ -16,7 +16,7 @@ from ringjax.plan.draw import figures
 FIGURES = {
   "loss": "loss, nats a token",
   "gradient_norm": "gradient norm",
-  "rate": "learning rate",
+  "learning_rate": "learning rate",
   "tokens_per_s": "tokens a second",
 }
 

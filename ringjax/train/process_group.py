@@ -1,6 +1,6 @@
-"""What the processes of a training tell each other about its checkpoints.
+"""Agreement between the processes of a training about its checkpoints.
 
-Law: what one process could not do, all know, and all raise for the same
+Guarantees: what one process could not do, all know, and all raise for the same
 reason. Nothing is a collective, since these belong to training's own order
 and a checkpoint is written beside it. One process asks nobody.
 Cost: a few small messages through the coordinator of `jax.distributed`.
@@ -31,7 +31,7 @@ _GROUPS = itertools.count()
 T = TypeVar("T")
 
 
-class Together:
+class ProcessGroup:
   """What the processes of `jax.distributed` tell each other.
 
   Without collectives, since these belong to training's own order.

@@ -1,7 +1,7 @@
 """Another process for what a hostile file may make hang, swell or abort.
 
-Law: `run` returns what a script answered, or says in one word group why there
-is no answer, within the limits of time and memory, whatever the script's
+Guarantees: `run` returns what a script answered, or says in one word group why
+there is no answer, within the limits of time and memory, whatever the script's
 libraries did with their input. The script's process has no share in this one:
 if it is killed, nothing is lost here. Cost: the start of a Python, 50 to 100
 ms.

@@ -1,9 +1,9 @@
 """Reads a Hugging Face config.json, key by key, and forgets none.
 
-Law: a key that nobody read and that is not known to be harmless is an error,
-since it may change the computation. Some keys are harmless with one value
-only: with another one they are an error too. The spellings of transformers 4
-and 5 mean the same.
+Guarantees: a key that nobody read and that is not known to be harmless is an
+error, since it may change the computation. Some keys are harmless with one
+value only: with another one they are an error too. The spellings of
+transformers 4 and 5 mean the same.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ _UNSAID_HEADS: dict[Any, tuple[int | None, int | None]] = {
 }
 
 
-class Reader:
+class ConfigReader:
   """A config whose keys are taken one by one.
 
   `prefix` is what stands before a key in errors.
@@ -181,11 +181,11 @@ class Reader:
     """What to raise for the value of a key of this config."""
     return error(self._prefix + key, got, want, remedy)
 
-  def part(self, key: str, value: Any) -> Reader:
+  def part(self, key: str, value: Any) -> ConfigReader:
     """A reader of an object in this config."""
     if not isinstance(value, dict):
       raise self.error(key, value, "an object", "repair the file")
-    return Reader(value, f"{self._prefix}{key}.")
+    return ConfigReader(value, f"{self._prefix}{key}.")
 
   def ignore(self, *keys: str) -> None:
     """Marks keys as read that have no meaning in this family."""
@@ -409,7 +409,7 @@ class Reader:
             name, sorted(given), f"one entry for {kind!r}", "repair the file"
           )
         given = dict(given[kind] or {})
-    part = Reader(given, f"{name}.")
+    part = ConfigReader(given, f"{name}.")
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
     dims = int(head_dim * partial)
@@ -427,7 +427,7 @@ class Reader:
       scaling=self._scaling(part, theta, dims),
     )
 
-  def _scaling(self, part: Reader, theta: float, dims: int) -> Unscaled:
+  def _scaling(self, part: ConfigReader, theta: float, dims: int) -> Unscaled:
     kind = part.text("rope_type", "type", default="default")
     # What a family would have it be is no number to stretch a context by.
     stretched = kind not in ("default", "linear")
