@@ -102,7 +102,9 @@ def pytest_configure(config) -> None:
   an operation comes from takes a twentieth. The slow tests, the smoke tests and
   JAX_DISABLE_MOST_OPTIMIZATIONS=0 compile as users do.
   """
-  if config.getoption("markexpr") != "not slow":
+  if "not slow" not in config.getoption("markexpr") or "smoke" in (
+    config.getoption("markexpr")
+  ):
     return
   # A worker finds what the process that began it has set.
   if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
@@ -134,10 +136,75 @@ _LONG = (
 )
 
 
+# Tests that repeat one fact over many parameters: the default run keeps the
+# first two cases of each, the others are marked `long`.
+_REPEATED = frozenset(
+  (
+    "eval/test_eval.py::test_a_sharded_text_gives_the_same",
+    "infer/test_contract.py::test_every_way_is_continued_by_the_same_tokens",
+    "launch/test_generate.py::test_a_wrong_flag_is_one_line",
+    "launch/test_train.py::test_wrong_flags",
+    "ops/attention/kernels/test_kinds.py::test_a_ring_of_kernels",
+    "ops/attention/test_exact.py::test_batch_and_heads_are_sharded_too",
+    "ops/attention/test_exact.py::test_dense_serves_every_feature",
+    "ops/attention/test_exact.py::test_ring_serves_every_feature",
+    "ops/attention/test_exact.py::test_ring_sizes",
+    "ops/attention/test_exact.py::test_sizes_of_other_strategies",
+    "ops/attention/test_exact.py::test_tiles_without_a_mask_at_once",
+    "ops/attention/test_numerics.py::test_a_token_reaches_those_who_see_it_only",
+    "ops/attention/test_numerics.py::test_errors_are_small",
+    "ops/attention/test_numerics.py::test_errors_of_other_strategies_are_small",
+    "ops/attention/test_strategies.py::test_batch_and_heads_are_sharded_too",
+    "ops/attention/test_strategies.py::test_every_feature",
+    "ops/attention/test_strategies.py::test_halo",
+    "ops/attention/test_strategies.py::test_two_axes_carry_the_sequence",
+    "train/test_step.py::test_loss_and_gradients_are_the_plain_model_s",
+    "train/test_step.py::test_what_is_computed_again_is_the_same",
+  )
+)
+_KEPT_CASES = 2
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
-  """Begins with the files that take longest."""
+  """Marks the repeated cases, and begins with the files that take longest."""
+  cases = collections.Counter()
+  for item in items:
+    path = item.path.relative_to(_ROOT / "tests").as_posix()
+    name = f"{path}::{item.originalname}"
+    # The smoke tests are a run of their own, which is whole.
+    if name not in _REPEATED or item.get_closest_marker("slow"):
+      continue
+    cases[name] += 1
+    if cases[name] > _KEPT_CASES:
+      item.add_marker("long")
   places = {_ROOT / "tests" / name: i for i, name in enumerate(_LONG)}
   items.sort(key=lambda item: places.get(item.path, len(_LONG)))
+
+
+_left_out = {"long": 0}
+
+
+def pytest_deselected(items) -> None:
+  """Counts the long tests that the run leaves out."""
+  _left_out["long"] += sum(
+    item.get_closest_marker("long") is not None
+    and item.get_closest_marker("slow") is None
+    for item in items
+  )
+
+
+def pytest_sessionfinish(session) -> None:
+  """A worker tells the process that began it what it left out."""
+  if hasattr(session.config, "workeroutput"):
+    session.config.workeroutput["long"] = _left_out["long"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+  """Every worker collects all tests, so each leaves out the same ones."""
+  output = getattr(node, "workeroutput", {})
+  _left_out["long"] = max(_left_out["long"], output.get("long", 0))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,6 +233,11 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
   The files say what to cut when the whole takes too long.
   """
+  if _left_out["long"]:
+    terminalreporter.write_line(
+      f"{_left_out['long']} long tests were left out; run them with: "
+      'python -m pytest -n 3 -q -m "long and not slow"'
+    )
   skipped = terminalreporter.stats.get("skipped", [])
   compiled = sum("aot" in getattr(report, "keywords", ()) for report in skipped)
   if compiled:
