@@ -140,7 +140,7 @@ def run(
     (settings.devices,), ("seq",), devices=jax.devices()[: settings.devices]
   )
   known = stated or machine.measure(mesh, name="measured", dtype=settings.dtype)
-  record.result["predicted_on"] = machines.record(known)
+  record.result["predicted_on"] = known.record()
   cases = [(t, p) for t in settings.tokens for p in settings.passes]
   progress = timing.Progress(len(cases))
   for n, (tokens, passes) in enumerate(cases):
