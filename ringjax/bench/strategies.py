@@ -28,22 +28,17 @@ from ringjax.ops.attention import levels, select
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.halo import Halo
+from ringjax.ops.attention.registry import STRATEGIES
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Causal, Coords, Mask, Window
 from ringjax.parallel.chips import Machine
-from ringjax.parallel.layout import Contiguous, Layout, Striped
+from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw, machines
 
 PASSES = ("fwd", "fwdbwd")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
-# The order of tokens that suits each; the others need theirs.
-_LAYOUTS: dict[str, Layout] = {
-  "halo": Contiguous(),
-  "chain": Contiguous(),
-  "documents": Contiguous(),
-}
-NAMES = tuple(name for name in levels.BY_NAME if name != "documents")
+NAMES = tuple(name for name in STRATEGIES if name != "documents")
 _COLLECTIVES = ("all-gather", "all-to-all", "reduce-scatter", "all-reduce")
 
 
@@ -155,7 +150,8 @@ def run(
 
 def layout_of(name: str) -> Layout:
   """The order of tokens in which a strategy is measured."""
-  return _LAYOUTS.get(name.partition(":")[0], Striped())
+  found = STRATEGIES[name.partition(":")[0]]
+  return found.layout if found.consecutive else Striped()
 
 
 def scores(
