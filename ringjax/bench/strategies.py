@@ -27,6 +27,7 @@ from ringjax.bench.program import Program
 from ringjax.ops.attention import levels, select
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import tile_kinds
+from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.registry import STRATEGIES
 from ringjax.ops.attention.ulysses import Ulysses
@@ -179,7 +180,7 @@ def scores(
     start = np.arange(shards // group)[:, None, None] * group * local
     near = jnp.asarray(start + np.arange(-behind, group * local + ahead))
     k = Coords(near, ((near >= 0) & (near < tokens)).astype(jnp.int32))
-  elif isinstance(inside, levels.Gather) or not levels.is_strategy(inside):
+  elif isinstance(inside, Gather) or not levels.is_strategy(inside):
     k = Coords(*(jnp.asarray(x.reshape(1, 1, -1)) for x in (pos, seg)))
   blocks = local_algorithm.blocks(q.pos.shape[-1], k.pos.shape[-1])
   kinds = _kinds(mask, _tiled(q, blocks[0]), _tiled(k, blocks[1]), blocks)

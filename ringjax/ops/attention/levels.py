@@ -22,26 +22,16 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.chain import Chain
-from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.registry import STRATEGIES
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis, Part
 from ringjax.parallel.layout import Layout
 
-Strategy = Ring | RingQ | Chain | Gather | Ulysses | Halo
-
-# What may stand inside of what.
-_INSIDE: dict[type, tuple[type, ...]] = {
-  Ring: (Ring, Gather),
-  Ulysses: (Ring, RingQ, Chain, Gather, Halo),
-}
+Strategy = Move
 
 
 def named(name: Any) -> Strategy:
@@ -122,9 +112,8 @@ def check(strategy: Strategy) -> None:
   """Raises OptionError for a strategy around what it cannot be around."""
   local = strategy.local
   if is_strategy(local):
-    inside = _INSIDE.get(type(strategy), ())
-    if not isinstance(local, inside):
-      names = [kind.__name__ for kind in inside] or ["Blockwise", "Dense"]
+    if type(local).__name__ not in strategy.inside:
+      names = strategy.inside or ("Blockwise", "Dense")
       raise OptionError(
         message(
           "strategy",
@@ -158,11 +147,7 @@ def fitted(
   if is_strategy(strategy.local):
     local = fitted(strategy.local, mask, layout, derived)
     return dataclasses.replace(strategy, local=local)
-  if isinstance(strategy, Chain):
-    strategy.check(mask, layout, derived)
-  if isinstance(strategy, Halo):
-    return strategy.over(mask, layout, derived)
-  return strategy
+  return strategy.over(mask, layout, derived)
 
 
 def bind(
