@@ -16,6 +16,7 @@ from absl import flags
 from launch import common, screens, ways
 from launch.definer import Definer
 from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.ops.attention import registry
 from ringjax.parallel import chips
 from ringjax.plan import aot, draw, overlap
 from ringjax.plan.aot import Compiled
@@ -25,11 +26,7 @@ NAME = "plan"
 # Devices of an axis of heads that a search tries.
 _HEADS = (1, 2, 4)
 WHAT = ("train", "prefill", "decode", "attention")
-# As `ringjax.bench.ways.NAMES`, N the neighbours that are a group.
-STRATEGIES = (
-  "ring", "striped", "zigzag", "bidirectional", "ring_q", "chain", "halo",
-  "documents", "gather", "ulysses", "plain", "hybrid:N", "two_level:N",
-)  # fmt: skip
+STRATEGIES = (*registry.NAMES, "plain")
 BUILDERS = "ringjax.bench.steps"
 
 

@@ -211,7 +211,7 @@ def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   )
   if jax.process_index() == 0:
     machines.write(values.out, made)
-    record = {"path": values.out, "machine": machines.record(made)}
+    record = {"path": values.out, "machine": made.record()}
     put(values, stdout, record, _words(made, values.out))
 
 

@@ -75,7 +75,7 @@ def attention(
     devices: of the slice.
     tokens: T, of the whole sequence.
     mesh: (axis, size) pairs; -1 takes what is left.
-    strategy: by its name, see `ways.WAYS`.
+    strategy: by its name, see `ways.NAMES`.
     what: "forward", or "backward": the output's sum and its gradients.
     batch: B.
     heads: N.
@@ -170,7 +170,7 @@ def train(
     model: the name of a preset, or what a config.json holds.
     tokens: T, of a row.
     mesh: (axis, size) pairs; -1 takes what is left.
-    strategy: of attention, by its name, see `ways.WAYS`.
+    strategy: of attention, by its name, see `ways.NAMES`.
     batch: B, rows of a step.
     accumulate: micro-batches.
     remat: what is kept of a layer, of `train.remat.POLICIES`.

@@ -27,23 +27,19 @@ from ringjax.bench.program import Program
 from ringjax.ops.attention import levels, select
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import tile_kinds
+from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
+from ringjax.ops.attention.registry import STRATEGIES
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Causal, Coords, Mask, Window
 from ringjax.parallel.chips import Machine
-from ringjax.parallel.layout import Contiguous, Layout, Striped
+from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw, machines
 
 PASSES = ("fwd", "fwdbwd")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
-# The order of tokens that suits each; the others need theirs.
-_LAYOUTS: dict[str, Layout] = {
-  "halo": Contiguous(),
-  "chain": Contiguous(),
-  "documents": Contiguous(),
-}
-NAMES = tuple(name for name in levels.BY_NAME if name != "documents")
+NAMES = tuple(name for name in STRATEGIES if name != "documents")
 _COLLECTIVES = ("all-gather", "all-to-all", "reduce-scatter", "all-reduce")
 
 
@@ -140,7 +136,7 @@ def run(
     (settings.devices,), ("seq",), devices=jax.devices()[: settings.devices]
   )
   known = stated or machine.measure(mesh, name="measured", dtype=settings.dtype)
-  record.result["predicted_on"] = machines.record(known)
+  record.result["predicted_on"] = known.record()
   cases = [(t, p) for t in settings.tokens for p in settings.passes]
   progress = timing.Progress(len(cases))
   for n, (tokens, passes) in enumerate(cases):
@@ -155,7 +151,8 @@ def run(
 
 def layout_of(name: str) -> Layout:
   """The order of tokens in which a strategy is measured."""
-  return _LAYOUTS.get(name.partition(":")[0], Striped())
+  found = STRATEGIES[name.partition(":")[0]]
+  return found.layout if found.consecutive else Striped()
 
 
 def scores(
@@ -183,7 +180,7 @@ def scores(
     start = np.arange(shards // group)[:, None, None] * group * local
     near = jnp.asarray(start + np.arange(-behind, group * local + ahead))
     k = Coords(near, ((near >= 0) & (near < tokens)).astype(jnp.int32))
-  elif isinstance(inside, levels.Gather) or not levels.is_strategy(inside):
+  elif isinstance(inside, Gather) or not levels.is_strategy(inside):
     k = Coords(*(jnp.asarray(x.reshape(1, 1, -1)) for x in (pos, seg)))
   blocks = local_algorithm.blocks(q.pos.shape[-1], k.pos.shape[-1])
   kinds = _kinds(mask, _tiled(q, blocks[0]), _tiled(k, blocks[1]), blocks)

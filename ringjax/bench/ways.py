@@ -8,20 +8,14 @@ keys everywhere, and `plain`, which also writes whole rows of scores.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from ringjax.errors import OptionError, message
+from ringjax.ops.attention import levels, registry
 from ringjax.ops.attention.blockwise import Blockwise
-from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
-from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.best import Best
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.ring_q import RingQ
-from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+from ringjax.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,26 +41,8 @@ class Way:
     return queries, keys
 
 
-# name: (layout, strategy of a local algorithm, whether keys come by and by)
-WAYS: dict[str, tuple[Layout, Callable[[Any], Any], bool]] = {
-  "ring": (Contiguous(), Ring, True),
-  "striped": (Striped(), Ring, True),
-  "zigzag": (Zigzag(), Ring, True),
-  "bidirectional": (Striped(), lambda x: Ring(x, two_way=True), True),
-  "ring_q": (Striped(), RingQ, True),
-  "chain": (Contiguous(), Chain, True),
-  "halo": (Contiguous(), Halo, True),
-  "documents": (Contiguous(), lambda x: Ring(x, by_document=True), True),
-  "gather": (Contiguous(), Gather, False),
-  "ulysses": (Contiguous(), Ulysses, False),
-  "plain": (Contiguous(), Gather, False),
-}
-# The same of two levels, with how many neighbours are a group: "hybrid:4".
-_GROUPED: dict[str, tuple[Layout, Callable[[Any, int], Any]]] = {
-  "hybrid": (Striped(), lambda x, n: Ulysses(Ring(x), inner=n)),
-  "two_level": (Striped(), lambda x, n: Ring(Ring(x), inner=n)),
-}
-NAMES = (*WAYS, *(f"{name}:N" for name in _GROUPED))
+# What commands take; "plain" is `gather` that writes whole rows of scores.
+NAMES = (*registry.NAMES, "plain")
 
 _LOCALS = {"best": Best, "blockwise": Blockwise}
 
@@ -95,9 +71,12 @@ def way(
         "local", repr(local), f"one of {', '.join(_LOCALS)}", "choose one"
       )
     )
-  kind, _, group = name.partition(":")
-  grouped = kind in _GROUPED and group.isdecimal() and int(group) > 0
-  if not grouped and name not in WAYS:
+  kind, colon, group = name.partition(":")
+  found = registry.find("gather" if name == "plain" else kind)
+  fits = found is not None and (
+    group.isdecimal() and int(group) > 0 if found.grouped else not colon
+  )
+  if found is None or not fits:
     raise OptionError(
       message(
         "strategy", repr(name), f"one of {', '.join(NAMES)}", "choose one"
@@ -113,9 +92,9 @@ def way(
       )
     )
   made = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
-  if grouped:
-    layout, around = _GROUPED[kind]
-    inner = around(made, int(group))
-    return Way(layout=layout, strategy=inner, local=made, visits=True)
-  layout, strategy, visits = WAYS[name]
-  return Way(layout=layout, strategy=strategy(made), local=made, visits=visits)
+  strategy = levels.around(found.strategy, made)
+  if found.grouped:
+    strategy = dataclasses.replace(strategy, inner=int(group))
+  return Way(
+    layout=found.layout, strategy=strategy, local=made, visits=found.visits
+  )

@@ -1,10 +1,11 @@
-"""What devices can do: products, memory, links. Stated figures, with sources.
+"""The model of a machine: what devices compute, hold and send, and how fast.
 
-Law: every figure says where it is from, and nothing is measured here. Rates
-and memory are those of one device as JAX counts them: of TPU v4 and v5p a chip,
-of TPU7x one of a chip's two cores.
-`CHIPS` and `MACHINES` have what data sheets say, `CORES` what the compiler of
-TPU programs reckons with.
+All that predicts a time goes by it: the choice of a strategy, KV-Runahead's
+partitions and the simulator. The stated figures are in `machines.toml`, each
+with where it is from; nothing is measured here. Rates and memory are those of
+one device as JAX counts them: of TPU v4 and v5p a chip, of TPU7x one of a
+chip's two cores. `CHIPS` and `MACHINES` have what data sheets say, `CORES` what
+the compiler of TPU programs reckons with.
 
 A link is what joins a device to the next along a mesh axis. On a torus (2 or
 more `ports`) a device has two links in each of ports / 2 dimensions; a send to
@@ -29,6 +30,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import pathlib
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,15 +41,6 @@ from ringjax.errors import OptionError, message
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 LOCALS = ("blockwise", "kernel")
-# The chips that are GPUs, and their compute capabilities.
-CAPABILITIES = {
-  "a100": (8, 0),
-  "h100": (9, 0),
-  "h800": (9, 0),
-  "h200": (9, 0),
-  "b200": (10, 0),
-  "gb200": (10, 0),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,6 +291,38 @@ class Machine:
         message("Machine island", self.island, "1 or more", "count devices")
       )
 
+  @classmethod
+  def of(cls, body: Mapping[str, Any]) -> Machine:
+    """A machine from plain values, as a file or `record` has them.
+
+    Raises:
+      OptionError: a value out of its range.
+      TypeError, KeyError: other fields than a machine's.
+    """
+    links, between = body["links"], body.get("between")
+    one = "bandwidth" in links
+    return cls(
+      **dict(body)
+      | {
+        "chip": Chip(**body["chip"]),
+        "links": Link(**links)
+        if one
+        else {axis: Link(**link) for axis, link in links.items()},
+        "between": None if between is None else Link(**between),
+      }
+    )
+
+  def record(self) -> dict[str, Any]:
+    """Plain values, of which `of` makes the machine again."""
+    body = dataclasses.asdict(self)
+    if not isinstance(self.links, Link):
+      body["links"] = {
+        axis: dataclasses.asdict(link) for axis, link in self.links
+      }
+    body["chip"]["flops"] = dict(self.chip.flops)
+    body["efficiency"] = {name: list(pair) for name, pair in self.efficiency}
+    return body
+
   def link(self, axis: str) -> Link:
     """The link between neighbours along a mesh axis, inside an island.
 
@@ -383,155 +409,6 @@ def _at_least_0(name: str, value: Any) -> None:
 
 
 # ---------------------------------------------------------------------------
-# Stated
-# ---------------------------------------------------------------------------
-
-_TPU = (
-  "rates, memory: cloud.google.com/tpu/docs and jax's tpu_info; float32: six "
-  "bfloat16 passes (recalled)"
-)
-_GPU = (
-  "data sheet of the maker, dense rates without sparsity (recalled); float32 "
-  "in full precision, outside of the tensor cores"
-)
-
-
-def _chip(
-  name: str, half: float, single: float, gb: float, gb_s: float, source: str
-) -> Chip:
-  return Chip(
-    name=name,
-    flops={"bfloat16": half, "float16": half, "float32": single},
-    hbm_bytes=gb * 1e9,
-    hbm_bandwidth=gb_s * 1e9,
-    source=source,
-  )
-
-
-CHIPS: dict[str, Chip] = {
-  chip.name: chip
-  for chip in (
-    _chip("tpu-v4", 275e12, 275e12 / 6, 34.4, 1230, _TPU),
-    _chip("tpu-v5e", 197e12, 197e12 / 6, 17.2, 820, _TPU),
-    _chip("tpu-v5p", 459e12, 459e12 / 6, 103, 2765, _TPU),
-    _chip("tpu-v6e", 918e12, 918e12 / 6, 34.4, 1640, _TPU),
-    _chip(
-      "tpu-7x",
-      1153.5e12,
-      1153.5e12 / 6,
-      103,
-      3700,
-      f"{_TPU}; one of a chip's two cores",
-    ),
-    _chip("a100", 312e12, 19.5e12, 80, 2039, _GPU),
-    _chip("h100", 989e12, 67e12, 80, 3350, _GPU),
-    _chip("h800", 989e12, 67e12, 80, 3350, _GPU),
-    _chip("h200", 989e12, 67e12, 141, 4800, _GPU),
-    _chip("b200", 2250e12, 75e12, 180, 7700, _GPU),
-    _chip("gb200", 2500e12, 80e12, 186, 8000, _GPU),
-    _chip(
-      "cpu",
-      117e9,
-      60e9,
-      4,
-      5,
-      "eight devices on two cores of an AMD EPYC with AVX-512: an eighth of "
-      "480 GFLOP/s float32 and 940 bfloat16 (measured), of 40 GB/s (assumed)",
-    ),
-  )
-}
-
-_XLA = (
-  "kernels reach {kernel}; the loops of Blockwise as XLA compiles them a "
-  "quarter of it (kernels are 3 to 5 times as fast in compiled schedules)"
-)
-_ICI = (
-  "link: the rate of one permute one way that libtpu assumes; latency 1 us "
-  "(recalled); "
-)
-_NVLINK = (
-  "link: NVLink one way behind a switch, {gb} GB/s; between nodes {ib} GB/s a "
-  "GPU; latencies 5 and 10 us with the launch (recalled); "
-)
-
-
-def _tpu(
-  name: str, ports: int, gb_s: float, kernel: tuple, words: str
-) -> Machine:
-  return Machine(
-    name=name,
-    chip=CHIPS[name],
-    links=Link(bandwidth=gb_s * 1e9, latency_s=1e-6, ports=ports),
-    efficiency=_efficiency(kernel),
-    hop_s=10e-6,
-    call_s=10e-6,
-    source=_ICI + _XLA.format(kernel=words),
-  )
-
-
-def _gpu(
-  name: str, gb_s: float, island: int, ib: float, kernel: tuple, words: str
-) -> Machine:
-  return Machine(
-    name=name,
-    chip=CHIPS[name],
-    links=Link(bandwidth=gb_s * 1e9, latency_s=5e-6, ports=1),
-    island=island,
-    between=Link(bandwidth=ib * 1e9, latency_s=10e-6, ports=1),
-    efficiency=_efficiency(kernel),
-    hop_s=10e-6,
-    call_s=20e-6,
-    source=_NVLINK.format(gb=gb_s, ib=ib) + _XLA.format(kernel=words),
-  )
-
-
-def _efficiency(kernel: tuple[float, float]) -> dict[str, Any]:
-  return {"blockwise": tuple(x / 4 for x in kernel), "kernel": kernel}
-
-
-_SPLASH = (
-  "75 % forward, 70 % backward (final schedules of splash in blocks of 1024: "
-  "88 to 92 % and 94 %, without waiting for memory)"
-)
-_WIDE = (
-  "30 % forward, 40 % backward (final schedules of splash: 32 and 44 %, head "
-  "dims of 128 half fill the matrix unit)"
-)
-_FLASH2 = "60 % forward, 50 % backward (FlashAttention 2, recalled)"
-_FLASH3 = "65 % forward, 55 % backward (FlashAttention 3, recalled)"
-
-MACHINES: dict[str, Machine] = {
-  machine.name: machine
-  for machine in (
-    _tpu("tpu-v4", 6, 44.8, (0.75, 0.7), _SPLASH),
-    _tpu("tpu-v5e", 4, 46.6, (0.75, 0.7), _SPLASH),
-    _tpu("tpu-v5p", 6, 93.3, (0.75, 0.7), _SPLASH),
-    _tpu("tpu-v6e", 4, 93.3, (0.3, 0.4), _WIDE),
-    # Two devices share a chip's links.
-    _tpu("tpu-7x", 6, 93.3 / 2, (0.3, 0.4), _WIDE),
-    _gpu("a100", 300, 8, 25, (0.6, 0.5), _FLASH2),
-    _gpu("h100", 450, 8, 50, (0.65, 0.55), _FLASH3),
-    _gpu("h800", 200, 8, 50, (0.65, 0.55), _FLASH3),
-    _gpu("h200", 450, 8, 50, (0.65, 0.55), _FLASH3),
-    _gpu("b200", 900, 8, 50, (0.65, 0.55), _FLASH3),
-    _gpu("gb200", 900, 72, 50, (0.65, 0.55), _FLASH3),
-    Machine(
-      name="cpu",
-      chip=CHIPS["cpu"],
-      links=Link(bandwidth=1.25e9, latency_s=2e-4, ports=1),
-      efficiency={"blockwise": (0.4, 0.45)},
-      hop_s=1e-4,
-      call_s=1e-4,
-      source=(
-        "eight devices on two cores: permutes of 10 GB/s in all, 0.15 to 0.3 "
-        "ms for an empty one, 40 to 50 % of the product rate (measured)"
-      ),
-    ),
-  )
-}
-
-
-# ---------------------------------------------------------------------------
 # As the compiler sees them
 # ---------------------------------------------------------------------------
 
@@ -554,6 +431,7 @@ class Core:
     vmem_bytes: of one core's vector memory.
     matrix_side: rows and columns of a matrix unit.
     full_side: a side of the slice that is a multiple of it closes to a ring.
+    rows_per_cycle: that a matrix unit takes.
     source: where the figures are from.
   """
 
@@ -567,6 +445,7 @@ class Core:
   vmem_bytes: int
   matrix_side: int
   full_side: int
+  rows_per_cycle: int
   source: str
 
   @property
@@ -584,42 +463,46 @@ class Core:
     return tuple(n > 1 and n % self.full_side == 0 for n in sides)
 
 
-_LIBTPU = (
-  "clock, link: the scheduler's timelines that libtpu 0.0.50 dumps; memory: "
-  "what it says when a program does not fit; matrix units, vector memory: "
-  "jax's tpu_info"
+# ---------------------------------------------------------------------------
+# Stated
+# ---------------------------------------------------------------------------
+
+_TABLES = tomllib.loads(
+  pathlib.Path(__file__).with_name("machines.toml").read_text("utf-8")
 )
 
 
-def _core(
-  name: str, topology: str, mhz: int, flops: int, cores: int, gb_s: float,
-  hbm_gib: float, vmem_mib: int, matrix_side: int, full_side: int,
-) -> Core:  # fmt: skip
-  return Core(
-    name=name,
-    topology=topology,
-    clock_hz=mhz * 1e6,
-    flops_per_cycle=flops,
-    cores=cores,
-    link_bytes_s=gb_s * 1e9,
-    hbm_bytes=int(hbm_gib * 2**30),
-    vmem_bytes=vmem_mib << 20,
-    matrix_side=matrix_side,
-    full_side=full_side,
-    source=_LIBTPU,
-  )
+def _stated(table: str) -> dict[str, dict[str, Any]]:
+  """The rows of a table, with their names and with their notes as texts."""
+  notes = _TABLES["notes"]
+  return {
+    name: row | {
+      "name": name, "source": "; ".join(notes[note] for note in row["source"])
+    }
+    for name, row in _TABLES[table].items()
+  }  # fmt: skip
 
 
-CORES: dict[str, Core] = {
-  core.name: core
-  for core in (
-    _core("tpu-v4", "v4", 1050, 262144, 2, 44.8, 30.75, 16, 128, 4),
-    _core("tpu-v5e", "v5e", 1500, 131072, 1, 46.6, 15.75, 128, 128, 16),
-    _core("tpu-v5p", "v5p", 1750, 262144, 2, 93.3, 95.73, 64, 128, 4),
-    _core("tpu-v6e", "v6e", 1750, 524288, 1, 93.3, 31.24, 128, 256, 16),
-    _core("tpu-7x", "tpu7x", 1900, 524288, 1, 93.3, 94.74, 64, 256, 4),
-  )
+_SHEETS = _stated("chips")
+# The chips that are GPUs, and their compute capabilities.
+CAPABILITIES: dict[str, tuple[int, int]] = {
+  name: tuple(row.pop("capability"))
+  for name, row in _SHEETS.items()
+  if "capability" in row
 }
+MACHINES: dict[str, Machine] = {
+  name: Machine.of({**row, "chip": _SHEETS[name]})
+  for name, row in _stated("machines").items()
+}
+CHIPS: dict[str, Chip] = {name: one.chip for name, one in MACHINES.items()}
+CORES: dict[str, Core] = {
+  name: Core(**row) for name, row in _stated("cores").items()
+}
+
+
+# ---------------------------------------------------------------------------
+# By name
+# ---------------------------------------------------------------------------
 
 
 def core(name: str) -> Core:
@@ -676,38 +559,12 @@ def devices(topology: str) -> int:
   return math.prod(sides(topology)) * each
 
 
-# ---------------------------------------------------------------------------
-# By name
-# ---------------------------------------------------------------------------
-
-# What `device.device_kind` says, in lower case, up to the first that is found.
-_KINDS = (
-  ("tpu7x", "tpu-7x"),
-  ("tpu v7x", "tpu-7x"),
-  ("tpu v6", "tpu-v6e"),
-  ("tpu v5 lite", "tpu-v5e"),
-  ("tpu v5e", "tpu-v5e"),
-  ("tpu v5", "tpu-v5p"),
-  ("tpu v4 lite", None),
-  ("tpu v4", "tpu-v4"),
-  ("gb200", "gb200"),
-  ("b200", "b200"),
-  ("h200", "h200"),
-  ("h800", "h800"),
-  ("h100", "h100"),
-  ("a100", "a100"),
-  ("cpu", "cpu"),
-)
-# What stands in for a device that no figure is known of, by its platform.
-_LIKE = {"tpu": "tpu-v5e", "gpu": "a100", "cuda": "a100", "rocm": "a100"}
-
-
 def known(device_kind: str) -> str | None:
   """The name in `MACHINES` of what `device.device_kind` says, or None."""
   text = device_kind.lower()
-  for part, name in _KINDS:
+  for part, name in _TABLES["names"]["kinds"]:
     if part in text:
-      return name
+      return name or None
   return None
 
 
@@ -738,7 +595,7 @@ def machine_of(device_kind: str, platform: str) -> Machine:
   found = known(device_kind)
   if found is not None:
     return MACHINES[found]
-  near = MACHINES[_LIKE.get(platform, "cpu")]
+  near = MACHINES[_TABLES["names"]["like"].get(platform, "cpu")]
   return dataclasses.replace(
     near,
     name=f"{device_kind} (as {near.name})",

@@ -25,8 +25,8 @@ _DRAWS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-  """What a choice is made by.
+class Cluster:
+  """Ranks with a model on them, and the links between: what to choose by.
 
   Attributes:
     profile: the model on a device, measured or stated.
@@ -40,6 +40,10 @@ class Machine:
   network: Network
   noise: Noise | None = None
   credits: int | None = None
+
+
+# As `rj.plan` has it.
+Machine = Cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class Choice:
 
 
 def choose(
-  machine: Machine,
+  machine: Cluster,
   prompt: Prompt,
   ranks: int,
   *,
@@ -105,8 +109,8 @@ def choose(
   profile, network = machine.profile, machine.network
   # What every rank but the last has, over the link into the last.
   share = prompt.tokens * (ranks - 1) / ranks
-  moved = share * profile.kv_bytes * profile.layers / network.bandwidth
-  collect = moved + network.latency_s if keep == "last" and ranks > 1 else 0.0
+  nbytes = share * profile.kv_bytes * profile.layers
+  collect = network.send_s(nbytes) if keep == "last" and ranks > 1 else 0.0
   even: dict[str, Callable[[Noise | None], Outcome]] = {}
   if prompt.tokens >= ranks:
     if prompt.window is None:
@@ -150,7 +154,7 @@ def choose(
   )
 
 
-def _chain(machine: Machine, prompt: Prompt, ranks: int, tile: int) -> Way:
+def _chain(machine: Cluster, prompt: Prompt, ranks: int, tile: int) -> Way:
   profile, network = machine.profile, machine.network
   found = partition.find(
     profile, prompt, ranks, network, tile=tile, credits=machine.credits
@@ -192,7 +196,7 @@ def _said(way: Way) -> str:
 
 
 def _grounds(
-  machine: Machine, prompt: Prompt, best: Way, keep: str
+  machine: Cluster, prompt: Prompt, best: Way, keep: str
 ) -> list[str]:
   """What of the machine speaks for the choice."""
   if len(best.lengths) == 1:

@@ -29,8 +29,11 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import ConfigError, OptionError, message
+from ringjax.parallel.chips import Link, Machine, number_bytes
 
 KERNELS = ("dense", "causal")
+# Between neighbouring ranks all links are alike; one of them is the network.
+Network = Link
 
 
 def check_number(
@@ -223,6 +226,40 @@ class Profile:
         )
       )
 
+  @classmethod
+  def on(
+    cls, machine: Machine, shape: Shape, *, local: str, dtype: str = "bfloat16"
+  ) -> Profile:
+    """A model on a machine, predicted by what the machine is stated to do.
+
+    Matrices at the rate of products, attention at the local algorithm's part
+    of it, as `strategy="auto"` counts them, and a call's fixed time a layer.
+
+    Args:
+      machine: the devices.
+      shape: of the model.
+      local: the algorithm of attention, of `chips.LOCALS`.
+      dtype: of weights and keys.
+
+    Raises:
+      OptionError: the machine has no figures of this algorithm or dtype.
+    """
+    rate = machine.chip.rate(dtype)
+    flops = 4 * shape.layers * shape.heads * shape.head_dim
+    return cls(
+      name=f"{shape.layers} layers on {machine.name}",
+      model=f"{shape.layers} layers of {shape.embed}",
+      hardware=machine.name,
+      source=f"predicted: {machine.source}",
+      layers=shape.layers,
+      token_s=2 * shape.parameters / rate,
+      pair_s=flops / (rate * machine.part(local)[0]),
+      fixed_s=shape.layers * (machine.hop_s + machine.call_s),
+      kv_bytes=shape.kv_bytes(number_bytes(dtype)),
+      early=shape.early,
+      kernel="causal",
+    )
+
   def check_layers(self, layers: int) -> None:
     """Refuses another model than the profile's, as far as that shows.
 
@@ -262,26 +299,6 @@ class Profile:
       kv_bytes=self.kv_bytes * shape.kv_bytes() / base.kv_bytes(),
       early=shape.early,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Network:
-  """The links between neighbouring ranks, all alike.
-
-  Attributes:
-    bandwidth: bytes per second, each way.
-    latency_s: of a message.
-  """
-
-  bandwidth: int | float
-  latency_s: int | float = 0.0
-
-  def __post_init__(self) -> None:
-    check_number("latency_s", self.latency_s)
-    if check_number("bandwidth", self.bandwidth) == 0:
-      raise OptionError(
-        message("bandwidth", 0, "bytes per second above 0", "raise it")
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,6 @@ from ringjax.errors import OptionError, message
 from ringjax.parallel import chips
 from ringjax.plan import aot
 
-# Rows that a matrix unit takes in a cycle, by the chip.
-_ROWS = {"tpu-v4": 1, "tpu-v5e": 1, "tpu-v5p": 1, "tpu-v6e": 2, "tpu-7x": 2}
 # Rows of one instruction: 8 sublanes of 32 bits.
 _SUBLANES, _WORD = 8, 32
 
@@ -101,7 +99,7 @@ def runs(text: str, chip: str) -> tuple[Run, ...]:
     text: of the file.
     chip: a name that `chips.core` knows.
   """
-  rows = _ROWS[chips.core(chip).name]
+  rows = chips.core(chip).rows_per_cycle
   found: list[Run] = []
   bundles = spills = 0
   units: collections.Counter[str] = collections.Counter()

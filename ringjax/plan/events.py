@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ringjax.errors import OptionError, message
+from ringjax.parallel.chips import Link
 
 # A number of seconds, bytes, slots: what a caller may write as 1 or as 1.0.
 Number = int | float
@@ -46,18 +47,16 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-  """A one-way connection.
+class Channel:
+  """One way of a link, which carries one message at a time.
 
   Attributes:
     name: unique in its simulator.
-    bandwidth: bytes per second.
-    latency_s: from the last byte's leaving to its arrival.
+    link: how fast; its latency is from the last byte's leaving to its arrival.
   """
 
   name: str
-  bandwidth: Number
-  latency_s: Number = 0.0
+  link: Link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,18 +203,16 @@ class Simulator:
       raise OptionError(message("slots", slots, "1 or more", "pass slots=1"))
     return self._add(Device(name, slots), slots)
 
-  def link(self, name: str, bandwidth: Number, latency_s: Number = 0.0) -> Link:
+  def link(
+    self, name: str, bandwidth: Number, latency_s: Number = 0.0
+  ) -> Channel:
     """Adds a one-way link of `bandwidth` bytes per second.
 
     Raises:
       OptionError: the name is taken, or nothing can pass.
     """
-    if not bandwidth > 0:
-      raise OptionError(
-        message("bandwidth", bandwidth, "bytes per second above 0", "raise it")
-      )
-    _check("latency_s", latency_s)
-    return self._add(Link(name, bandwidth, latency_s), 1)
+    link = Link(bandwidth=bandwidth, latency_s=latency_s)
+    return self._add(Channel(name, link), 1)
 
   def pool(self, name: str, size: Number) -> Pool:
     """Adds a pool that is full.
@@ -278,7 +275,7 @@ class Simulator:
   def send(
     self,
     name: str,
-    link: Link,
+    channel: Channel,
     nbytes: Number,
     *,
     slowdown: Number = 1.0,
@@ -300,7 +297,7 @@ class Simulator:
     """
     _check("nbytes", nbytes)
     _check("slowdown", slowdown)
-    place = self._place(link)
+    place, link = self._place(channel), channel.link
     seconds = nbytes / link.bandwidth * slowdown
     return self._describe(
       name, place, seconds, link.latency_s, nbytes, after, kind, priority,
@@ -357,7 +354,7 @@ class Simulator:
     self._ready.append([])
     return place
 
-  def _place(self, place: Device | Link) -> int:
+  def _place(self, place: Device | Channel) -> int:
     index = self._names.get(place.name, 0)
     if not index or self._places[index] is not place:
       raise OptionError(

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -39,27 +38,13 @@ def load(name: str) -> Machine:
   return chips.machine(name)
 
 
-def record(machine: Machine) -> dict[str, Any]:
-  """A machine as JSON has it."""
-  body = dataclasses.asdict(machine)
-  links = machine.links
-  body["links"] = (
-    dataclasses.asdict(links)
-    if isinstance(links, Link)
-    else {axis: dataclasses.asdict(link) for axis, link in links}
-  )
-  body["chip"]["flops"] = dict(machine.chip.flops)
-  body["efficiency"] = {name: list(pair) for name, pair in machine.efficiency}
-  return body
-
-
 def write(path: str, machine: Machine) -> None:
   """Writes a machine to a file.
 
   Raises:
     OptionError: it cannot be written.
   """
-  files.write(path, FORMAT, record(machine))
+  files.write(path, FORMAT, machine.record())
 
 
 def read(path: str) -> Machine:
@@ -69,21 +54,11 @@ def read(path: str) -> Machine:
     OptionError: it cannot be read.
     CheckpointFormatError: it is no machine.
   """
-  body = dict(files.read(path, FORMAT))
+  body = files.read(path, FORMAT)
   try:
-    body["chip"] = Chip(**body["chip"])
-    body["links"] = _links(body["links"])
-    if body.get("between") is not None:
-      body["between"] = Link(**body["between"])
-    return Machine(**body)
+    return Machine.of(body)
   except (RingjaxError, TypeError, KeyError, AttributeError) as error:
     raise files.fault(path, f"{error}", "the fields of a machine") from None
-
-
-def _links(found: dict[str, Any]) -> Any:
-  if "bandwidth" in found:
-    return Link(**found)
-  return {axis: Link(**link) for axis, link in found.items()}
 
 
 # ---------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import numpy as np
 from ringjax.errors import OptionError, message
 from ringjax.plan import cost
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.events import Device, Link, Op, Pool, Simulator, Timeline
+from ringjax.plan.events import Channel, Device, Op, Pool, Simulator, Timeline
 
 LAYOUTS = ("contiguous", "striped")
 
@@ -401,7 +401,7 @@ class _Play:
       self.sim.device(f"rank {i}") for i in range(ranks)
     ]
     count = ranks - 1 + (wrap and ranks > 1)
-    self.links: list[Link] = [
+    self.links: list[Channel] = [
       self.sim.link(
         f"{i}-{(i + 1) % ranks}", network.bandwidth, network.latency_s
       )

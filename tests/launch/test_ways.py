@@ -138,7 +138,7 @@ def test_the_devices_at_hand_are_measured_and_used(tmp_path, monkeypatch):
   assert ran.status == 0, ran.err
   made = rj.plan.machine(str(path))
   assert made == machines.read(str(path)) and made.name == "here"
-  assert ran.json["machine"] == machines.record(made)
+  assert ran.json["machine"] == made.record()
   assert dict(made.chip.flops) == pytest.approx(
     {"float32": 1e11, "bfloat16": 2e11}
   )

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ringjax as rj
+from ringjax import plan
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models.presets import PRESETS
+from ringjax.parallel import chips
 from ringjax.plan import cost, profiles
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
 
@@ -157,3 +160,31 @@ def test_refusals(wrong):
 def test_a_profile_is_a_value():
   assert Profile(**dataclasses.asdict(A100)) == A100
   assert hash(A100) == hash(Profile(**dataclasses.asdict(A100)))
+
+
+def test_a_profile_of_a_stated_machine_counts_as_attention_s_choice_does():
+  machine = chips.machine("tpu-v5p")
+  shape = Shape(
+    layers=4, embed=256, hidden=512, heads=4, kv_heads=2, head_dim=64
+  )
+  found = Profile.on(machine, shape, local="kernel")
+  # A prompt on one device, whose tiles are the causal half but for diagonals.
+  tokens = 1 << 17
+  explained = rj.explain(
+    (1, tokens, 4, 64), (1, tokens, 2, 64), shards=1, is_causal=True,
+    machine=machine, local="kernel", backward=False, show=False,
+  )  # fmt: skip
+  alone = dataclasses.replace(
+    found, layers=1, token_s=0.0, pair_s=found.pair_s / 4,
+    fixed_s=found.fixed_s / 4,
+  )  # fmt: skip
+  ours = cost.compute_s(alone, Prompt(tokens=tokens), (tokens,)).item()
+  assert ours == pytest.approx(explained.best.forward_s, rel=0.01)
+  matrices = 2 * shape.parameters / machine.chip.rate("bfloat16")
+  assert found.token_s == pytest.approx(matrices)
+  assert found.early == shape.early and found.kv_bytes == 512
+  # What the chain is planned with is the machine's own link.
+  whole = plan.find(found, Prompt(tokens=tokens), 4, machine.link("seq"))
+  assert sum(whole.lengths) == tokens and whole.lengths[0] > whole.lengths[-1]
+  with pytest.raises(OptionError, match="local"):
+    Profile.on(chips.machine("cpu"), shape, local="kernel")

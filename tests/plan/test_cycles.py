@@ -67,10 +67,6 @@ def test_the_tile_is_the_one_that_does_not_mask():
   )
 
 
-def test_every_chip_of_the_compiler_has_its_rows():
-  assert set(cycles._ROWS) == set(chips.CORES)
-
-
 @pytest.mark.aot
 @pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 class TestCompiled:

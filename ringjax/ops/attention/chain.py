@@ -66,10 +66,13 @@ class Chain(Move):
     steps = None if needed is None else int(np.flatnonzero(needed).max())
     return dataclasses.replace(self, axis=axis, steps=steps)
 
-  def check(self, mask: Mask, layout: Layout, derived: bool) -> None:
-    """Raises OptionError where a query may see a key of a later shard.
+  def over(self, mask: Mask, layout: Layout, derived: bool) -> Chain:
+    """This chain.
 
     `derived`: queries and keys are the same tokens, where the layout has them.
+
+    Raises:
+      OptionError: a query may see a key of a later shard.
     """
     ahead = mask.reach[1]
     if ahead is None or ahead > 0:
@@ -95,6 +98,7 @@ class Chain(Move):
           "pass layout=Contiguous() or Uneven(counts), or strategy='ring'",
         )
       )
+    return self
 
   def forward(
     self,

@@ -22,38 +22,16 @@ from typing import Any
 import numpy as np
 
 from ringjax.errors import OptionError, message
-from ringjax.ops.attention.chain import Chain
-from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.kernels.best import Best
-from ringjax.ops.attention.ring import Ring
-from ringjax.ops.attention.ring_q import RingQ
+from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.registry import STRATEGIES
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis, Part
 from ringjax.parallel.layout import Layout
 
-Strategy = Ring | RingQ | Chain | Gather | Ulysses | Halo
-
-BY_NAME: dict[str, Strategy] = {
-  "ring": Ring(),
-  "bidirectional": Ring(two_way=True),
-  "documents": Ring(by_document=True),
-  "ring_q": RingQ(),
-  "chain": Chain(),
-  "gather": Gather(),
-  "ulysses": Ulysses(),
-  "hybrid": Ulysses(Ring()),
-  "two_level": Ring(Ring()),
-  "halo": Halo(),
-}
-
-# What may stand inside of what.
-_INSIDE: dict[type, tuple[type, ...]] = {
-  Ring: (Ring, Gather),
-  Ulysses: (Ring, RingQ, Chain, Gather, Halo),
-}
+Strategy = Move
 
 
 def named(name: Any) -> Strategy:
@@ -63,18 +41,19 @@ def named(name: Any) -> Strategy:
     OptionError: there is none.
   """
   known, _, inner = name.partition(":") if isinstance(name, str) else ("",) * 3
-  found: Any = BY_NAME.get(known)
-  grouped = found is not None and is_strategy(found.local)
+  found = STRATEGIES.get(known)
+  grouped = found is not None and found.grouped
   if found is None or (":" in name and not (grouped and inner.isdecimal())):
     raise OptionError(
       message(
         "strategy",
         repr(name),
-        f"'auto', {', '.join(map(repr, BY_NAME))} or an object like Ring()",
+        f"'auto', {', '.join(map(repr, STRATEGIES))} or an object like Ring()",
         "leave it out for 'auto'; 'hybrid:4' and 'two_level:4' set inner=4",
       )
     )
-  return dataclasses.replace(found, inner=int(inner)) if inner else found
+  strategy: Any = found.strategy
+  return dataclasses.replace(strategy, inner=int(inner)) if inner else strategy
 
 
 def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
@@ -84,7 +63,7 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
   """
   found: Any = named(name)
   tiles = Best(options.get("q_block"), options.get("kv_block"))
-  found = _around(found, tiles)
+  found = around(found, tiles)
   if "wire" in options:
     found = _coded(found, options["wire"])
   if "inner" in options and levels == 1:
@@ -102,11 +81,11 @@ def _coded(strategy: Any, wire: str) -> Any:
   return dataclasses.replace(strategy, wire=wire)
 
 
-def _around(strategy: Any, local: Any) -> Any:
+def around(strategy: Any, local: Any) -> Any:
   """The strategy with another innermost algorithm."""
   inside = strategy.local
   if is_strategy(inside):
-    local = _around(inside, local)
+    local = around(inside, local)
   return dataclasses.replace(strategy, local=local)
 
 
@@ -117,7 +96,7 @@ def on_device(
   local = innermost(strategy)
   if not hasattr(local, "on_device"):
     return strategy
-  return _around(strategy, local.on_device(platform, kind, alone))
+  return around(strategy, local.on_device(platform, kind, alone))
 
 
 def is_strategy(x: Any) -> bool:
@@ -133,9 +112,8 @@ def check(strategy: Strategy) -> None:
   """Raises OptionError for a strategy around what it cannot be around."""
   local = strategy.local
   if is_strategy(local):
-    inside = _INSIDE.get(type(strategy), ())
-    if not isinstance(local, inside):
-      names = [kind.__name__ for kind in inside] or ["Blockwise", "Dense"]
+    if type(local).__name__ not in strategy.inside:
+      names = strategy.inside or ("Blockwise", "Dense")
       raise OptionError(
         message(
           "strategy",
@@ -169,11 +147,7 @@ def fitted(
   if is_strategy(strategy.local):
     local = fitted(strategy.local, mask, layout, derived)
     return dataclasses.replace(strategy, local=local)
-  if isinstance(strategy, Chain):
-    strategy.check(mask, layout, derived)
-  if isinstance(strategy, Halo):
-    return strategy.over(mask, layout, derived)
-  return strategy
+  return strategy.over(mask, layout, derived)
 
 
 def bind(

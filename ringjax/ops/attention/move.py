@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -13,8 +13,10 @@ from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.kernels.best import Best
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
+from ringjax.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Move:
     local: the algorithm that they wrap, or a strategy of another level.
     axis: over which they move; None is one shard.
   """
+
+  # The names of the strategies that it may be around.
+  inside: ClassVar[tuple[str, ...]] = ()
 
   local: Any = Best()
   axis: Axis | None = None
@@ -49,6 +54,17 @@ class Move:
     """This strategy on `axis`, cut to the ring distances that are `needed`."""
     del needed
     return dataclasses.replace(self, axis=axis)
+
+  def over(self, mask: Mask, layout: Layout, derived: bool) -> Any:
+    """This strategy for a mask and a layout, where it serves them.
+
+    `derived`: queries and keys are the same tokens, where the layout has them.
+
+    Raises:
+      OptionError: it does not.
+    """
+    del mask, layout, derived
+    return self
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context

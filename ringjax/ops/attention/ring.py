@@ -81,6 +81,8 @@ class Ring(Move):
     inner: with a second level on one mesh axis, how many neighbours it spans.
   """
 
+  inside = ("Ring", "Gather")
+
   hops: tuple[int, int] | None = None
   unroll: int = 2
   two_way: bool = False

@@ -82,12 +82,15 @@ def _chosen(
   derived = x.q_pos is None and x.k_pos is None and t == s
   names = auto.among or predict.STRATEGIES
   if not derived or mask is not x.mask:
-    names = [name for name in names if name not in ("chain", "halo")]
+    names = [n for n in names if not predict.STRATEGIES[n].same_tokens]
   if any(name not in collectives.manual_axes() for name in place.names):
     # Inside of a vmap there are no groups.
-    alone = place.manual
-    odd = ("chain", *predict.GROUPED) if alone else ()
-    names = [name for name in names if name not in odd]
+    known = predict.STRATEGIES
+    names = [
+      name
+      for name in names
+      if not place.manual or not (known[name].grouped or known[name].some_pairs)
+    ]
   axes = tuple((name, _size(name, place)) for name in place.names)
   if len(axes) > 2:
     names = [name for name in names if name not in predict.GROUPED]

@@ -44,6 +44,8 @@ class Ulysses(Move):
     inner: with such a strategy on one mesh axis, how many neighbours trade.
   """
 
+  inside = ("Ring", "RingQ", "Chain", "Gather", "Halo")
+
   inner: int | None = None
 
   def attend(

@@ -410,7 +410,7 @@ def test_other_strategies(strategy, layout):
   dealt = isinstance(strategy, rj.Ulysses)
   if dealt and layout == "zigzag":
     # Halves of several shards in one hop: no order that has a name.
-    strategy = levels._around(strategy, Vendor())
+    strategy = levels.around(strategy, Vendor())
   # As many as there are heads of keys, where those are dealt.
   shards = 2 if dealt and strategy.inner is None else 4
   verify("causal", None, LAYOUTS[layout], shards, strategy)

@@ -1,0 +1,108 @@
+"""The strategies by name: what builds each, what it supports, what it costs.
+
+A new strategy is a file of its own, a function in `costs` and an entry here;
+commands, benchmarks, the choice by cost and compiled plans read this table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ringjax.ops.attention import costs
+from ringjax.ops.attention.calls import Prediction, Refusal
+from ringjax.ops.attention.chain import Chain
+from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.halo import Halo
+from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.ring import Ring
+from ringjax.ops.attention.ring_q import RingQ
+from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """A strategy that has a name.
+
+  Attributes:
+    strategy: the strategy, without its axis.
+    cost: what it costs in a `Setting`; of two levels also by the devices of a
+      group.
+    layout: the order of tokens that it is measured and compiled with.
+    consecutive: whether shards have to hold consecutive tokens.
+    same_tokens: whether queries and keys have to be the same tokens, under a
+      mask that is known when the call is traced.
+    wired: whether keys may be chosen to travel as codes.
+    visits: whether a call of the local algorithm sees one shard's keys.
+    some_pairs: whether only some devices send at a time, which `jax.vmap` has
+      no rule for.
+  """
+
+  strategy: Move
+  cost: Callable[..., Prediction | Refusal]
+  layout: Layout
+  consecutive: bool = False
+  same_tokens: bool = False
+  wired: bool = False
+  visits: bool = True
+  some_pairs: bool = False
+
+  @property
+  def grouped(self) -> bool:
+    """Whether it has two levels, hence groups of devices."""
+    return isinstance(self.strategy.local, Move)
+
+
+# The order decides between equals in cost, the plainer one first.
+STRATEGIES: dict[str, Entry] = {
+  "halo": Entry(
+    strategy=Halo(), cost=costs.halo, layout=Contiguous(), consecutive=True,
+    same_tokens=True,
+  ),
+  "documents": Entry(
+    strategy=Ring(by_document=True), cost=costs.documents, layout=Contiguous(),
+    consecutive=True, wired=True,
+  ),
+  "ring": Entry(
+    strategy=Ring(), cost=costs.ring, layout=Contiguous(), wired=True
+  ),
+  "chain": Entry(
+    strategy=Chain(), cost=costs.chain, layout=Contiguous(), consecutive=True,
+    same_tokens=True, wired=True, some_pairs=True,
+  ),
+  "gather": Entry(
+    strategy=Gather(), cost=costs.gather, layout=Contiguous(), wired=True,
+    visits=False,
+  ),
+  "ulysses": Entry(
+    strategy=Ulysses(), cost=costs.ulysses, layout=Contiguous(), visits=False
+  ),
+  "bidirectional": Entry(
+    strategy=Ring(two_way=True), cost=costs.bidirectional, layout=Striped(),
+    wired=True,
+  ),
+  "hybrid": Entry(
+    strategy=Ulysses(Ring()), cost=costs.hybrid, layout=Striped(), wired=True
+  ),
+  "two_level": Entry(
+    strategy=Ring(Ring()), cost=costs.two_level, layout=Striped(), wired=True
+  ),
+  "ring_q": Entry(strategy=RingQ(), cost=costs.ring_q, layout=Striped()),
+}  # fmt: skip
+GROUPED = tuple(name for name, one in STRATEGIES.items() if one.grouped)
+WIRED = tuple(name for name, one in STRATEGIES.items() if one.wired)
+# The ring over tokens in another order has a name of its own.
+REORDERED: dict[str, Layout] = {"striped": Striped(), "zigzag": Zigzag()}
+# What commands take, N the devices of a group: "hybrid:4".
+NAMES = (
+  *(f"{name}:N" if name in GROUPED else name for name in STRATEGIES),
+  *REORDERED,
+)
+
+
+def find(name: str) -> Entry | None:
+  """The entry of a name; of one of `REORDERED` the ring's with its layout."""
+  if name in REORDERED:
+    return dataclasses.replace(STRATEGIES["ring"], layout=REORDERED[name])
+  return STRATEGIES.get(name)
