@@ -18,8 +18,8 @@
       explain --chip=machine.json and rj.plan.machine("machine.json").
   python -m launch.plan aot --model=llama-3.1-8b --tokens=1048576
       --topology=v5p:4x4x8 --mesh=data:1,seq:128 --strategy=striped --what=train
-      Compiles the very step for TPUs that are not there (pip install
-      'ringjax[aot]'): whether it fits, what it sends, what hides it; with
+      Compiles the very step for TPUs that are not there (pip install -e
+      '.[aot]'): whether it fits, what it sends, what hides it; with
       --search over meshes, layouts, remat and blocks.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather;

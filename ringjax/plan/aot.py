@@ -12,7 +12,7 @@ with the devices of the topology:
 
   def build(devices, **options) -> Built
 
-libtpu is optional (`pip install 'ringjax[aot]'`, Linux on x86-64).
+libtpu is optional (`pip install -e '.[aot]'`, Linux on x86-64).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def missing() -> str | None:
   if os.environ.get("TPU_LIBRARY_PATH"):
     return None
   if importlib.util.find_spec("libtpu") is None:
-    return "libtpu is not installed: pip install 'ringjax[aot]'"
+    return "libtpu is not installed: pip install -e '.[aot]'"
   return None
 
 

@@ -159,6 +159,13 @@ def header_bytes(file: str, first8: bytes, file_bytes: int) -> int:
   """
   if len(first8) < 8:
     _fault(file, f"{file_bytes} bytes", "at least 8")
+  if first8 == b"version ":
+    _fault(
+      file,
+      "a git-lfs pointer, the text that stands for a file",
+      "a safetensors file",
+      "run `git lfs pull` in its folder",
+    )
   length = int.from_bytes(first8, "little")
   if length > MAX_HEADER_BYTES:
     _fault(

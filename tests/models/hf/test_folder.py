@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
+import ringjax as rj
 from ringjax.errors import (
   CheckpointFormatError,
   CheckpointMismatchError,
@@ -25,6 +26,7 @@ from ringjax.errors import (
 )
 from ringjax.models.hf import folder, safe_files
 from ringjax.models.hf.folder import Folder
+from tests import checkpoints
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 INDEX = "model.safetensors.index.json"
@@ -172,7 +174,7 @@ BAD_FOLDERS = {
     ONE,
     spoil_bytes(lambda x: b"version https://git-lfs.github.com/spec/v1"),
     FORMAT,
-    "check that this is a safetensors file",
+    "git lfs pull",
   ),
   "a folder": (ONE, replaced(pathlib.Path.mkdir), FORMAT, "no file"),
   "a pipe": (ONE, replaced(os.mkfifo), FORMAT, "no file"),
@@ -862,3 +864,17 @@ def test_host_memory_holds_a_few_tensors(tmp_path, cut):
   assert found["extra"] < 64 << 20, found
   # The measure is one: it sees what is held beside the arrays.
   assert found["seen"] > 150 << 20, found
+
+
+def test_a_git_lfs_pointer_is_named(tmp_path):
+  checkpoints.write("llama3", tmp_path / "model")
+  file = tmp_path / "model" / "model.safetensors"
+  size = file.stat().st_size
+  file.write_text(
+    "version https://git-lfs.github.com/spec/v1\n"
+    f"oid sha256:{'0' * 64}\nsize {size}\n"
+  )
+  with pytest.raises(CheckpointFormatError, match="git-lfs pointer") as caught:
+    rj.models.load(tmp_path / "model")
+  assert "git lfs pull" in str(caught.value)
+  assert "model.safetensors" in str(caught.value)

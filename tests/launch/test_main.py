@@ -1,0 +1,51 @@
+"""python -m launch: a line for each script."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_lists_every_script_with_its_purpose():
+  done = subprocess.run(
+    [sys.executable, "-m", "launch"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  rows = {}
+  for line in done.stdout.splitlines():
+    if line.startswith("  python -m launch."):
+      name, purpose = line.split("launch.", 1)[1].split(maxsplit=1)
+      rows[name] = purpose
+  started = {
+    path.stem
+    for path in (ROOT / "launch").glob("*.py")
+    if '\nif __name__ == "__main__":' in path.read_text("utf-8")
+  }
+  assert set(rows) == started - {"__main__"}
+  assert all(purpose.endswith(".") for purpose in rows.values())
+
+
+def test_installed_commands_start_the_script_of_their_name(tmp_path):
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+  commands = project["project"]["scripts"]
+  for command, entry in commands.items():
+    assert (ROOT / "launch" / f"{command.split('-')[1]}.py").is_file()
+    assert entry == "launch.console:main"
+  # What pip writes for an entry point.
+  command = tmp_path / "ringjax-tokenize"
+  command.write_text("from launch.console import main\nmain()\n")
+  done = subprocess.run(
+    [sys.executable, command, "--help"],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert "python -m launch.tokenize --tokenizer" in done.stdout, done.stderr
