@@ -198,7 +198,7 @@ def on_axes(heads, **options):
   )
   f = jax.jit(
     lambda q, keys, q_at: ShardedDecode(mesh=mesh, axis="seq", **options)(
-      Scores(scale=H**-0.5), q, keys, Terms(), q_at, Causal() & SameSegment()
+      Scores(scale=H**-0.5), q, (keys,), Terms(), q_at, Causal() & SameSegment()
     )
   )
   at = Coords(*(put(x, "data") for x in q_at))
