@@ -28,7 +28,7 @@ from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
 from ringjax.parallel.mesh import automatic, entering
-from ringjax.parallel.place import SEQ
+from ringjax.parallel.place import sequence_axis
 
 _KNOBS = (
   "shard the sequence over more devices, read the prompt in parts (chunk=), or "
@@ -298,8 +298,8 @@ def place_of(
       )
     return None, None
   mesh = automatic(mesh)
-  if axis is None and SEQ in mesh.axis_names:
-    axis = SEQ
+  if axis is None:
+    axis = sequence_axis(mesh)
   if axis is not None and axis not in mesh.axis_names:
     raise MeshError(
       message(

@@ -38,7 +38,7 @@ from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous
 from ringjax.parallel.mesh import check_current, on_automatic
-from ringjax.parallel.place import SEQ
+from ringjax.parallel.place import SEQ, sequence_axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,8 +212,9 @@ class Transformer(nnx.Module):
       attend = dataclasses.replace(attend, mesh=cache.mesh, axis=cache.axis)
     elif attend.mesh is None:
       mesh = self.mesh if around.empty else around
-      sharded = mesh is not None and dict(mesh.shape).get(SEQ, 1) > 1
-      axis = SEQ if sharded else None
+      axis = None if mesh is None else sequence_axis(mesh)
+      if axis is not None and mesh.shape[axis] == 1:
+        axis = None
       attend = dataclasses.replace(attend, mesh=mesh, axis=axis)
     if attend.mesh is not None and not around.empty:
       mine, theirs = dict(attend.mesh.shape), dict(around.shape)

@@ -20,6 +20,32 @@ from ringjax.errors import MeshError, message
 from ringjax.parallel import collectives
 
 SEQ = "seq"
+# Mesh axes that by their names shard something else.
+_OTHERS = ("replica", "data", "model", "expert", "stage")
+
+
+def sequence_axis(mesh: Any, used: Sequence[str] = ()) -> str | None:
+  """The axis of `mesh` that shards the sequence where a caller names none.
+
+  "seq"; else the only axis of another name than "replica", "data", "model",
+  "expert" and "stage"; None if there is none. `used` shard something else.
+
+  Raises:
+    MeshError: several axes may be meant.
+  """
+  if SEQ in mesh.axis_names:
+    return SEQ
+  left = [a for a in mesh.axis_names if a not in (*_OTHERS, *used)]
+  if len(left) > 1:
+    raise MeshError(
+      message(
+        "axis",
+        f"None, on a mesh with the axes {mesh.axis_names}",
+        f"which of {', '.join(map(repr, left))} shards the sequence",
+        f"pass axis=, e.g. axis={left[0]!r}",
+      )
+    )
+  return left[0] if left else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +195,8 @@ def locate(
         )
       )
     return Place()
-  axis = axis or _sequence_axis(specs, use)
+  used = [n for what in said.values() for n in collectives.names(what)]
+  axis = axis or _sequence_axis(specs, use, mesh is not None, used)
   if axis is None:
     if required:
       raise MeshError(
@@ -307,9 +334,13 @@ def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:
   return sharding.mesh, axes
 
 
-def _sequence_axis(specs: list[Any], mesh: Any) -> Any:
+def _sequence_axis(
+  specs: list[Any], mesh: Any, given: bool, used: Sequence[str]
+) -> Any:
   for _, spec in specs:
     over = spec[1] if len(spec) > 1 else ()
     if over:
       return over if len(over) > 1 else over[0]
+  if given:
+    return sequence_axis(mesh, used)
   return SEQ if SEQ in mesh.axis_names else None

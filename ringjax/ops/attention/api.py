@@ -87,9 +87,10 @@ def dot_product_attention(
     return_residual: also return the log-sum-exp, float32 [B, T, N].
     mesh: the mesh; default: the operands', else the current one.
     axis: the mesh axis that shards T and S, or several, the slowest first.
-      Default: what shards the operands, else the current mesh's "seq" axis,
-      else one device. Inside a shard_map where the axis is manual the operands
-      are per shard.
+      Default: what shards the operands, else the mesh's "seq" axis, else the
+      only axis of a given `mesh` that is not "replica", "data", "model",
+      "expert" or "stage", else one device. Inside a shard_map where the axis
+      is manual the operands are per shard.
     batch_axis: the mesh axes that shard B; () for none. Default: what explicit
       shardings say, else the compiler finds out. Where this or `head_axis` is
       said, nothing is left to the compiler, which on a mesh with more axes

@@ -375,7 +375,8 @@ def test_mesh_errors():
     "axis 'seq' data ring",
     lambda: rj.ring_attention(*x, mesh=mesh, axis="seq"),
   )
-  raises(*bad, "axis data ring", lambda: rj.ring_attention(*x, mesh=mesh))
+  unclear = mesh_of((2, 4), ("rows", "ring"))
+  raises(*bad, "axis rows ring", lambda: rj.ring_attention(*x, mesh=unclear))
   raises(*bad, "axis mesh set_mesh", lambda: rj.ring_attention(*x))
   raises(*bad, "shape 16 devices", lambda: rj.make_mesh((16,), ("seq",)))
   raises(*bad, "axis_names", lambda: rj.make_mesh((2, 4), ("seq",)))
