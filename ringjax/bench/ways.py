@@ -92,7 +92,10 @@ def way(
   if local not in _LOCALS:
     raise OptionError(
       message(
-        "local", repr(local), f"one of {', '.join(_LOCALS)}", "choose one"
+        "local",
+        repr(local),
+        f"one of {', '.join(_LOCALS)}",
+        "pass one of these names",
       )
     )
   kind, _, group = name.partition(":")
@@ -100,7 +103,10 @@ def way(
   if not grouped and name not in WAYS:
     raise OptionError(
       message(
-        "strategy", repr(name), f"one of {', '.join(NAMES)}", "choose one"
+        "strategy",
+        repr(name),
+        f"one of {', '.join(NAMES)}",
+        "pass one of these names",
       )
     )
   if name == "plain" and (q_block, kv_block) != (None, None):
