@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch import common, screens, ways
-from launch.definer import Definer
+from launch import common, console, strategies
+from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.ops.attention import registry
 from ringjax.parallel import chips
@@ -85,16 +85,16 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
-  ways.refuse(values, "aot", (*OF_OTHERS, "slices", "jobs", "out"))
+  strategies.refuse(values, "aot", (*OF_OTHERS, "slices", "jobs", "out"))
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
   chips.sides(topology)
   options = _options(values, what)
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   if values.search:
     # They are of one program.
-    ways.refuse(values, "--search", ("plot", "hlo", "limit"))
+    strategies.refuse(values, "--search", ("plot", "hlo", "limit"))
     aot.require()
     _search(values, what, topology, options, screen, stdout)
     return
@@ -108,7 +108,7 @@ def compile_one(
   )
   made = roofline(found)
   limit = overlap.LIMIT if values.limit is None else values.limit
-  ways.put(values, stdout, record(found, made), words(found, made, limit))
+  strategies.put(values, stdout, record(found, made), words(found, made, limit))
   if values.plot is not None:
     if found.report is None:
       screen.say("nothing to draw: the program does not fit")
@@ -139,7 +139,7 @@ def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
 
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   """The builder's options; refuses flags that this program has not."""
-  tokens = ways.ints("tokens", _needed(values, "tokens", "1048576")) or ()
+  tokens = strategies.ints("tokens", _needed(values, "tokens", "1048576")) or ()
   if len(tokens) != 1:
     raise OptionError(
       message("--tokens", list(tokens), "one number", "pass --tokens=1048576")
@@ -160,7 +160,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
       "block", "strategy", "q_block", "kv_block",
     ),
   }[what]  # fmt: skip
-  ways.refuse(values, f"--what={what}", refused)
+  strategies.refuse(values, f"--what={what}", refused)
   if what == "attention":
     options |= {name: values[name].value for name in OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
@@ -233,13 +233,13 @@ def words(
     return [*lines, *_too_large(found)]
   memory = found.memory
   lines += [
-    f"fits: {screens.nbytes(memory.total)} of {screens.nbytes(memory.limit)} "
+    f"fits: {console.nbytes(memory.total)} of {console.nbytes(memory.limit)} "
     f"({100 * memory.total / memory.limit:.0f} %) on each device",
-    f"  arguments {screens.nbytes(memory.arguments)}, outputs "
-    f"{screens.nbytes(memory.outputs)} (of them in place "
-    f"{screens.nbytes(memory.aliased)}), temporaries "
-    f"{screens.nbytes(memory.temporaries)}, code "
-    f"{screens.nbytes(memory.code)}",
+    f"  arguments {console.nbytes(memory.arguments)}, outputs "
+    f"{console.nbytes(memory.outputs)} (of them in place "
+    f"{console.nbytes(memory.aliased)}), temporaries "
+    f"{console.nbytes(memory.temporaries)}, code "
+    f"{console.nbytes(memory.code)}",
     *_sharing(memory),
     "",
   ]
@@ -250,7 +250,7 @@ def words(
     f"{'waited':>14}"
   )
   lines += [
-    f"{one.kind:<22}{one.count:>9,.0f}{screens.nbytes(one.nbytes):>12}"
+    f"{one.kind:<22}{one.count:>9,.0f}{console.nbytes(one.nbytes):>12}"
     f"{_ms(one.link_s):>13}{_ms(one.waited_s):>14}"
     for one in report.collectives
   ] or ["nothing"]
@@ -284,13 +284,13 @@ def _sharing(memory: aot.Memory) -> list[str]:
 
 def _too_large(found: Compiled) -> list[str]:
   lines = [
-    f"does not fit: {screens.nbytes(found.needed_bytes)} needed, "
-    f"{screens.nbytes(found.limit_bytes)} there",
+    f"does not fit: {console.nbytes(found.needed_bytes)} needed, "
+    f"{console.nbytes(found.limit_bytes)} there",
   ]
   if found.largest:
     lines.append("largest buffers:")
     lines += [
-      f"  {screens.nbytes(one.nbytes):>10}  {one.shape[:60]}  "
+      f"  {console.nbytes(one.nbytes):>10}  {one.shape[:60]}  "
       f"{one.source[-50:]}".rstrip()
       for one in found.largest
     ]
@@ -320,7 +320,7 @@ def _sends(report: overlap.Report) -> list[str]:
     name = one.name.removeprefix("collective-")
     hops = "" if one.hops is None else str(one.hops)
     lines.append(
-      f"{name[:29]:<30}{one.times:>8,.0f}{screens.nbytes(one.nbytes):>11}"
+      f"{name[:29]:<30}{one.times:>8,.0f}{console.nbytes(one.nbytes):>11}"
       f"{hops:>6}{_ms(one.link_cycles / clock):>12}"
       f"{_ms(one.between_cycles / clock):>13}  {state}"
     )
@@ -406,7 +406,7 @@ def _search(
   what: str,
   topology: str,
   options: dict[str, Any],
-  screen: screens.Screen,
+  screen: console.Screen,
   stdout: TextIO,
 ) -> None:
   devices = chips.devices(topology)
@@ -447,14 +447,14 @@ def _search(
     if "refused" in row:
       lines.append(f"{'refused':>12}{'':19}  {label}: {row['refused'][:80]}")
     elif not row["fits"]:
-      need = screens.nbytes(row["needed_bytes"])
+      need = console.nbytes(row["needed_bytes"])
       lines.append(f"{'no room':>12}{need:>11}{'':8}  {label}")
     else:
       lines.append(
-        f"{_ms(row['seconds']):>12}{screens.nbytes(row['needed_bytes']):>11}"
+        f"{_ms(row['seconds']):>12}{console.nbytes(row['needed_bytes']):>11}"
         f"{100 * row['stalled']:>6.1f} %  {label}"
       )
-  ways.put(values, stdout, {"what": what, "tried": rows}, [*lines, NOTE])
+  strategies.put(values, stdout, {"what": what, "tried": rows}, [*lines, NOTE])
 
 
 def _label(options: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch import aot, common, screens, ways
-from launch.definer import Definer
+from launch import aot, common, console, strategies
+from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.parallel import chips
 from ringjax.plan import aot as compiler
@@ -46,7 +46,7 @@ def define(values: flags.FlagValues) -> None:
 
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Searches what was asked for and is not yet in the file."""
-  ways.refuse(
+  strategies.refuse(
     values,
     "capacity",
     (
@@ -54,10 +54,10 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       "search", "tries", "plot", "limit", "order",
     ),
   )  # fmt: skip
-  whats = ways.known("what", values.what, _PROGRAMS)
-  slices = ways.known("slices", values.slices, SLICES)
-  strategies = [aot.named(one) for one in values.strategy or _COMPARED]
-  screen = screens.Screen(aot.NAME, stderr)
+  whats = strategies.known("what", values.what, _PROGRAMS)
+  slices = strategies.known("slices", values.slices, SLICES)
+  compared = [aot.named(one) for one in values.strategy or _COMPARED]
+  screen = console.Screen(aot.NAME, stderr)
   cells = [
     {
       "model": model,
@@ -67,7 +67,7 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       "options": _options(values, what),
     }
     for model, name, what, strategy in itertools.product(
-      values.model or MODELS, slices, whats, strategies
+      values.model or MODELS, slices, whats, compared
     )
   ]
   order = [_key(cell) for cell in cells]
@@ -94,7 +94,7 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       # What is known is kept, also when it is stopped or refused.
       found = {k: v for k, v in rows.items() if "refused" not in v}
       _keep(values.out, before + _in_order(rows | older | found, order))
-  ways.put(
+  strategies.put(
     values,
     stdout,
     {"rows": _in_order(rows, order), "note": NOTE},
@@ -133,8 +133,8 @@ def _find(
     )
     says = "fits" if found.fits else "does not fit"
     say(
-      f"{tokens:,} tokens: {screens.nbytes(found.needed_bytes)} of "
-      f"{screens.nbytes(found.limit_bytes)}, {says} "
+      f"{tokens:,} tokens: {console.nbytes(found.needed_bytes)} of "
+      f"{console.nbytes(found.limit_bytes)}, {says} "
       f"({found.trace_s + found.compile_s:.0f} s)"
     )
     return found.fits, found.needed_bytes, found.limit_bytes
@@ -156,10 +156,10 @@ def _find(
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """The largest contexts as Markdown, a column for each strategy."""
-  strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+  compared = list(dict.fromkeys(row["strategy"] for row in rows))
   lines = [
-    "| model | slice | | " + " | ".join(strategies) + " |",
-    "|---|---|---|" + "---:|" * len(strategies),
+    "| model | slice | | " + " | ".join(compared) + " |",
+    "|---|---|---|" + "---:|" * len(compared),
   ]
   cells: dict[tuple[str, ...], dict[str, str]] = {}
   for row in rows:
@@ -175,7 +175,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         text = f"{text} or more"
     cells.setdefault(key, {})[row["strategy"]] = text
   for key, found in cells.items():
-    texts = [found.get(name, "") for name in strategies]
+    texts = [found.get(name, "") for name in compared]
     lines.append("| " + " | ".join((*key, *texts)) + " |")
   return lines
 

@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from launch import rollcall, screens
+from launch import console, rendezvous
 from ringjax.errors import MeshError, OptionError, message
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
@@ -120,7 +120,7 @@ def start(values: flags.FlagValues) -> None:
   if given or look or (look is None and count > 1):
     asked = tuple(by_hand.values())
     if given:
-      rollcall.call(*asked, timeout_s=values.init_timeout)
+      rendezvous.call(*asked, timeout_s=values.init_timeout)
     try:
       jax.distributed.initialize(
         *asked, initialization_timeout=math.ceil(values.init_timeout)
@@ -312,20 +312,20 @@ def launch(name: str, main: Callable[[Sequence[str]], int]) -> None:
     try:
       return flags.FLAGS(argv)
     except flags.Error as error:
-      screens.complain(name, error)
+      console.complain(name, error)
       raise SystemExit(2) from None
 
   def guarded(argv: Sequence[str]) -> int:
     try:
       return main(argv)
     except app.UsageError as error:
-      screens.complain(name, error)
+      console.complain(name, error)
       return 2
     except BrokenPipeError:
       # Who reads has enough, like `head`. Python would try to write the rest
       # once more as it ends.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-      return screens.UNREAD
+      return console.UNREAD
 
   app.run(guarded, flags_parser=read)
 

@@ -1,16 +1,305 @@
-"""The installed commands: ringjax-generate is python -m launch.generate."""
+"""What the launch scripts say while they work, and how they end.
+
+Law: stdout is for the result alone; all else goes to stderr, without control
+characters unless that is a terminal.
+"""
 
 from __future__ import annotations
 
-import runpy
+import contextlib
+import functools
+import os
 import sys
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import jax
+from absl import app, flags
+
+from ringjax.errors import OutOfMemoryError, RingjaxError
+from ringjax.parallel import memory
+
+# What a shell reports of a command that Ctrl-C ended.
+INTERRUPTED = 130
+# As by SIGPIPE.
+UNREAD = 141
 
 
-def main() -> None:
-  """Runs the script that the command is named after.
+# ---------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------
 
-  Scripts set up JAX as they start as `__main__`, so it is started the same way.
+
+class Compiling:
+  """Seconds that JAX traces and compiles, while it is entered."""
+
+  def __init__(self) -> None:
+    self._spans: list[tuple[float, float]] = []
+
+  def __enter__(self) -> Compiling:
+    _listen()
+    _LISTENING.append(self)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    _LISTENING.remove(self)
+
+  def took(self, duration_s: float) -> None:
+    """Something was compiled, and took so long."""
+    now = time.monotonic()
+    self._spans.append((now - duration_s, now))
+
+  def seconds(self, until: float = float("inf")) -> float:
+    """Of the time before `until`; what overlaps counts once."""
+    total, end = 0.0, -float("inf")
+    for first, last in sorted(self._spans):
+      last = min(last, until)
+      total += max(0.0, last - max(first, end))
+      end = max(end, last)
+    return total
+
+
+_LISTENING: list[Compiling] = []
+
+
+@functools.cache
+def _listen() -> None:
+  """Once: what listens cannot be taken away again."""
+
+  def hear(event: str, duration_s: float, **_: Any) -> None:
+    if event.startswith("/jax/core/compile/"):
+      for one in list(_LISTENING):
+        one.took(duration_s)
+
+  listener: Any = hear
+  jax.monitoring.register_event_duration_secs_listener(listener)
+
+
+# ---------------------------------------------------------------------------
+# Words
+# ---------------------------------------------------------------------------
+
+
+class Screen:
+  """What a script says on stderr while it works.
+
+  On a terminal a bar with rate and remaining time; elsewhere plain lines, now
+  and then. In all processes but the first: nothing.
   """
-  name = Path(sys.argv[0]).stem.removeprefix("ringjax-")
-  runpy.run_module(f"launch.{name}", run_name="__main__", alter_sys=True)
+
+  def __init__(
+    self, name: str, stream: TextIO | None = None, every_s: float = 5.0
+  ):
+    self.name = name
+    self.quiet = False
+    self._stream = sys.stderr if stream is None else stream
+    self._every_s = every_s
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    self._fancy = self._stream.isatty() and not dumb
+    self._bar: Any = None
+    self._task: Any = None
+    self._label, self._unit, self._total = "", "", 0
+    self._start = self._last = 0.0
+    self._first = 0
+
+  def say(self, text: str) -> None:
+    """A line."""
+    if self.quiet:
+      return
+    if self._bar is not None:
+      self._bar.console.print(text, markup=False, highlight=False)
+    else:
+      print(text, file=self._stream, flush=True)
+
+  def error(self, text: str) -> None:
+    """A line that says what is wrong, from any process."""
+    self.end()
+    complain(self.name, text, self._stream)
+
+  def failed(self, error: Exception, doing: str, knobs: str) -> int:
+    """Says what is wrong; the exit status. For the `except` that has it.
+
+    A fault of the code is raised again. For the arguments see `reason`.
+    """
+    text = reason(error, doing, knobs)
+    if text is None:
+      self.end()
+      raise error
+    self.error(text)
+    return 2
+
+  def begin(
+    self, label: str, total: int = 0, unit: str = "", done: int = 0
+  ) -> None:
+    """Something begins that takes a while.
+
+    Args:
+      label: what it is.
+      total: how much there is of it; 0 if it isn't known.
+      unit: in which that is counted.
+      done: how much was done before.
+    """
+    self.end()
+    self._label, self._unit, self._total = label, unit, total
+    self._first = done
+    self._start = self._last = time.monotonic()
+    if self.quiet:
+      return
+    if not self._fancy:
+      self.say(f"{label} ...")
+      return
+    from rich import console, progress
+
+    self._bar = progress.Progress(
+      progress.SpinnerColumn(),
+      progress.TextColumn("{task.description}", markup=False),
+      progress.BarColumn(bar_width=30),
+      progress.TextColumn("{task.fields[rate]}", markup=False),
+      progress.TimeElapsedColumn(),
+      progress.TimeRemainingColumn(),
+      console=console.Console(file=self._stream),
+      transient=True,
+    )
+    self._task = self._bar.add_task(
+      label, total=total or None, completed=done, rate=""
+    )
+    self._bar.start()
+
+  def at(self, done: int) -> None:
+    """So much of the total is done."""
+    if self.quiet:
+      return
+    now = time.monotonic()
+    rate = (done - self._first) / max(now - self._start, 1e-9)
+    if self._bar is not None:
+      self._bar.update(
+        self._task, completed=done, rate=f"{rate:,.0f} {self._unit}/s"
+      )
+    elif now - self._last >= self._every_s and rate and done < self._total:
+      self._last = now
+      left = (self._total - done) / rate
+      self.say(
+        f"  {done:,} of {self._total:,} {self._unit}, {rate:,.0f} a second, "
+        f"{clock(left)} left"
+      )
+
+  def end(self) -> None:
+    """Nothing is under way any more."""
+    if self._bar is not None:
+      self._bar.stop()
+      self._bar = None
+
+
+def clock(seconds: float) -> str:
+  """1:05 or 2:00:00."""
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  if hours:
+    return f"{hours}:{minutes:02}:{seconds:02}"
+  return f"{minutes}:{seconds:02}"
+
+
+def nbytes(n: float) -> str:
+  """12.3 MB."""
+  units = ["bytes", "kB", "MB", "GB", "TB"]
+  while n >= 1000 and len(units) > 1:
+    n /= 1000
+    units.pop(0)
+  return f"{n:.3g} {units[0]}"
+
+
+def reason(error: BaseException, doing: str, knobs: str) -> str | None:
+  """What a user should read of an error; None if it is a fault of the code.
+
+  Args:
+    error: what was raised.
+    doing: what was done then.
+    knobs: what to change if memory ran out.
+  """
+  if isinstance(error, OutOfMemoryError):
+    # The flags to change, and not the arguments behind them.
+    return memory.told(error, doing, knobs)
+  if isinstance(error, RingjaxError | app.UsageError | flags.Error):
+    return f"{error}"
+  text = f"{error}"
+  if memory.ran_out(error):
+    return memory.told(error, doing, knobs)
+  if isinstance(error, OSError):
+    name = error.filename
+    return f"{name}: {error.strerror}" if name else text
+  return None
+
+
+# ---------------------------------------------------------------------------
+# Ctrl-C
+# ---------------------------------------------------------------------------
+
+
+class Job:
+  """Work in a thread, so that Ctrl-C is heard while a device computes.
+
+  Attributes:
+    gentle: whether the work looks at `stop`, and ends by itself.
+    stop: whether it should.
+  """
+
+  def __init__(self) -> None:
+    self.gentle = False
+    self.stop = False
+
+  def run(self, work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises.
+
+    Raises:
+      KeyboardInterrupt: and the work goes on; the process has to end now.
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+    # Not the thread's end: a join that is interrupted takes it for ended.
+    done = threading.Event()
+
+    def target() -> None:
+      try:
+        outcome.append((work(), None))
+      except BaseException as error:
+        outcome.append((None, error))
+      done.set()
+
+    threading.Thread(target=target, daemon=True).start()
+    while not outcome:
+      try:
+        done.wait(0.5)
+      except KeyboardInterrupt:
+        if self.stop or not self.gentle:
+          raise
+        self.stop = True
+    value, error = outcome[0]
+    if error is not None:
+      raise error
+    return value
+
+
+def leave(status: int) -> None:
+  """Ends the process now, whatever its threads do."""
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError):
+      stream.flush()
+  os._exit(status)
+
+
+def own_stdout() -> TextIO:
+  """The stdout of this process, for us alone.
+
+  What libraries write to theirs (Gloo does) goes to stderr from now on.
+  """
+  sys.stdout.flush()
+  mine = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+  os.dup2(2, 1)
+  return mine
+
+
+def complain(name: str, error: object, stream: TextIO | None = None) -> None:
+  """One line on stderr."""
+  line = " ".join(f"{error}".split())
+  print(f"{name}: {line}", file=stream or sys.stderr, flush=True)

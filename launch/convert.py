@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from launch import common, companions, screens
-from launch.definer import Definer
+from launch import auxiliary_files, common, console
+from launch.flag_helpers import Definer
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
@@ -105,7 +105,7 @@ def run(
 ) -> int:
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   doing = "reading tensors"
   try:
     _check(values)
@@ -118,7 +118,7 @@ def run(
     lines = _summary(found, values)
   except KeyboardInterrupt:
     screen.error("interrupted; nothing was written")
-    return screens.INTERRUPTED
+    return console.INTERRUPTED
   except Exception as error:
     knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
     return screen.failed(error, doing, knobs)
@@ -185,7 +185,7 @@ def _plan(path: str, dtype: str | None) -> Plan:
 
 
 def _tensors(
-  found: Plan, screen: screens.Screen
+  found: Plan, screen: console.Screen
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
   """All tensors, one after the other; some bytes of them are read at once."""
   have = found.folder.tensors
@@ -227,7 +227,7 @@ def _unpack(form: Packed, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _convert(
-  values: flags.FlagValues, found: Plan, screen: screens.Screen
+  values: flags.FlagValues, found: Plan, screen: console.Screen
 ) -> None:
   """Writes beside the place, and renames."""
   place = pathlib.Path(values.out).resolve()
@@ -246,7 +246,7 @@ def _convert(
       _tensors(found, screen),
       max_shard_bytes=values.max_shard_bytes,
     )
-    companions.copy(found.folder.path, desk)
+    auxiliary_files.copy(found.folder.path, desk)
     # Onto an empty folder too.
     os.rename(desk, place)
   finally:
@@ -267,9 +267,9 @@ def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
     "tensors": f"{len(found.targets if values.check else folder.tensors)}, "
     + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     + ", all finite",
-    "weights": f"{screens.nbytes(weights)} in {len(folder.files)} "
+    "weights": f"{console.nbytes(weights)} in {len(folder.files)} "
     + ("file" if len(folder.files) == 1 else "files"),
-    "others": ", ".join(companions.names(folder.path)) or "none",
+    "others": ", ".join(auxiliary_files.names(folder.path)) or "none",
   }
   if found.dropped:
     not_used = "not used" if values.check else "left out"

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch import aot, screens, ways
-from launch.definer import Definer
+from launch import aot, console, strategies
+from launch.flag_helpers import Definer
 from ringjax.bench import tiles
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.parallel import chips
@@ -69,10 +69,12 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   )
   others = (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh", "tokens",
             "plot", "out")  # fmt: skip
-  ways.refuse(values, "cycles", [name for name in others if name not in taken])
-  names = ways.known("chips", values.chips, _SLICES)
+  strategies.refuse(
+    values, "cycles", [name for name in others if name not in taken]
+  )
+  names = strategies.known("chips", values.chips, _SLICES)
   compiler.require()
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   if decoding:
     _decode(values, names, screen, stdout)
     return
@@ -103,13 +105,13 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         tile = max(found, key=lambda tile: tile.work.matrix_cycles)
         rows.append({**row, **tile.record()})
   record = {**options, "rows": rows, "note": NOTE}
-  ways.put(values, stdout, record, table(rows, options))
+  strategies.put(values, stdout, record, table(rows, options))
 
 
 def _decode(
   values: flags.FlagValues,
   names: Sequence[str],
-  screen: screens.Screen,
+  screen: console.Screen,
   stdout: TextIO,
 ) -> None:
   """A tile of the keys of a cache: reading it, the kernel's, XLA's loops'."""
@@ -159,7 +161,7 @@ def _decode(
     "| XLA's loops | loops / kernel |",
     "|---|---:|---:|---:|---:|---:|---:|",
     *(
-      f"| {row['chip']} | {screens.nbytes(row['bytes'])} "
+      f"| {row['chip']} | {console.nbytes(row['bytes'])} "
       f"| {row['reading']:,.0f} | {row['whole']:,} | {row['masked']:,} "
       f"| {row['loops']:,.0f} | {row['slower']:.1f} |"
       for row in rows
@@ -167,7 +169,7 @@ def _decode(
     "",
     DECODE_NOTE,
   ]
-  ways.put(values, stdout, record, lines)
+  strategies.put(values, stdout, record, lines)
 
 
 def _loops(name: str, options: Mapping[str, Any], timeout_s: float) -> float:

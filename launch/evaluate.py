@@ -29,8 +29,8 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, screens
-from launch.definer import Definer
+from launch import common, console
+from launch.flag_helpers import Definer
 from launch.group import Group
 from ringjax.bench import timing
 from ringjax.data import Tokenizer, documents, texts
@@ -104,7 +104,7 @@ def run(
 ) -> int:
   """Does what the flags and `words`, a sub-command, say; the exit status."""
   common.calm()
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   doing = f"evaluating {' '.join(words)}"
   group = Group(screen, lambda: doing)
   if len(words) != 1 or words[0] not in _COMMANDS:
@@ -118,8 +118,8 @@ def run(
     answer = _COMMANDS[words[0]](values, screen, group, kept)
   except KeyboardInterrupt as error:
     screen.error(f"interrupted; {kept.said}")
-    group.leave(error, screens.INTERRUPTED)
-    return screens.INTERRUPTED
+    group.leave(error, console.INTERRUPTED)
+    return console.INTERRUPTED
   except Exception as error:
     if kept.done:
       screen.say(kept.said)
@@ -151,7 +151,7 @@ class _Kept:
     said: what there is, in words.
   """
 
-  def __init__(self, screen: screens.Screen, path: str | None):
+  def __init__(self, screen: console.Screen, path: str | None):
     self._screen, self._path = screen, path
     self.done, self.said = 0, "nothing was written"
 
@@ -196,7 +196,7 @@ def _uses(word: str, name: str) -> bool:
 
 
 def _begin(
-  values: flags.FlagValues, screen: screens.Screen, group: Group
+  values: flags.FlagValues, screen: console.Screen, group: Group
 ) -> Any:
   """The model, its tokenizer and the mesh."""
   common.start(values)
@@ -245,7 +245,7 @@ def _lengths(values: flags.FlagValues) -> list[int]:
 
 def _needle(
   values: flags.FlagValues,
-  screen: screens.Screen,
+  screen: console.Screen,
   group: Group,
   kept: _Kept,
 ) -> _Answer:
@@ -312,7 +312,7 @@ def _title(values: flags.FlagValues, cells: Sequence[Cell]) -> str:
 
 def _perplexity(
   values: flags.FlagValues,
-  screen: screens.Screen,
+  screen: console.Screen,
   group: Group,
   kept: _Kept,
 ) -> _Answer:
@@ -382,7 +382,7 @@ def _perplexity(
   )
 
 
-def _say_if_far(model: Any, longest: int, screen: screens.Screen) -> None:
+def _say_if_far(model: Any, longest: int, screen: console.Screen) -> None:
   """What a model was not made for may be what is to be found out."""
   made_for = model.config.longest
   if made_for is not None and longest > made_for:
@@ -403,7 +403,7 @@ def _source(values: flags.FlagValues) -> str:
 
 
 def _say_if_short(
-  text: str, tokenizer: Tokenizer, longest: int, screen: screens.Screen
+  text: str, tokenizer: Tokenizer, longest: int, screen: console.Screen
 ) -> None:
   """A filler goes round and round: whoever reads the figures should know."""
   sample = text[:_SAMPLE]
@@ -417,7 +417,7 @@ def _say_if_short(
 
 def _curves(
   values: flags.FlagValues,
-  screen: screens.Screen,
+  screen: console.Screen,
   group: Group,
   kept: _Kept,
 ) -> _Answer:
@@ -510,7 +510,7 @@ _COMMANDS: dict[str, Callable[..., _Answer]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-  return run(flags.FLAGS, argv[1:], stdout=screens.own_stdout())
+  return run(flags.FLAGS, argv[1:], stdout=console.own_stdout())
 
 
 if __name__ == "__main__":

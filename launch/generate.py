@@ -29,8 +29,8 @@ import numpy as np
 from absl import flags
 
 import ringjax as rj
-from launch import common, machines, prompts, screens
-from launch.definer import Definer
+from launch import common, console, machines, prompts
+from launch.flag_helpers import Definer
 from launch.group import Group
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError, message
@@ -119,8 +119,8 @@ def run(
 ) -> int:
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
-  screen = screens.Screen(NAME, stderr)
-  job = screens.Job()
+  screen = console.Screen(NAME, stderr)
+  job = console.Job()
   work = _Work(values, stdout, screen, job)
   try:
     _check(values)
@@ -131,18 +131,18 @@ def run(
     screen.end()
     work.close()
     screen.error(f"interrupted while {work.doing}")
-    screens.leave(screens.INTERRUPTED)
+    console.leave(console.INTERRUPTED)
     raise AssertionError from None
   except BrokenPipeError:
     # Who read the answer has gone: `| head`.
     screen.end()
-    screens.leave(0)
+    console.leave(0)
     raise AssertionError from None
   except Exception as error:
     return work.group.failed(error, work.doing, _MEMORY)
   work.group.close()
   work.tell(done)
-  return screens.INTERRUPTED if job.stop else 0
+  return console.INTERRUPTED if job.stop else 0
 
 
 class _Work:
@@ -152,8 +152,8 @@ class _Work:
     self,
     values: flags.FlagValues,
     stdout: TextIO,
-    screen: screens.Screen,
-    job: screens.Job,
+    screen: console.Screen,
+    job: console.Job,
   ):
     self.doing = "starting"
     self.group = Group(screen, lambda: self.doing)
@@ -246,7 +246,7 @@ class _Work:
       if done >= len(ids):
         clock.read_s = time.monotonic() - clock.start
 
-    with screens.Compiling() as compiling:
+    with console.Compiling() as compiling:
       rj.infer.generate(
         model,
         [ids],
@@ -339,7 +339,7 @@ def summary(done: dict[str, Any]) -> list[str]:
   rate = lambda n, s: f"{n / s:,.1f}" if s > 0 else "-"
   axes = ", ".join(f"{name}:{n}" for name, n in done["mesh"].items())
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
-  cache = screens.nbytes(done["cache_bytes_per_device"])
+  cache = console.nbytes(done["cache_bytes_per_device"])
   processes = ""
   if done["processes"] > 1:
     processes = f" in {done['processes']} processes"
@@ -436,7 +436,7 @@ def _sampler(values: flags.FlagValues) -> Any:
 
 def main(argv: Sequence[str]) -> int:
   common.refuse_rest(argv)
-  return run(flags.FLAGS, stdout=screens.own_stdout())
+  return run(flags.FLAGS, stdout=console.own_stdout())
 
 
 if __name__ == "__main__":

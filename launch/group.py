@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import jax
 
-from launch import screens
+from launch import console
 from ringjax.errors import PeerError
 from ringjax.parallel.peers import Peers
 
@@ -34,7 +34,7 @@ class Group:
     doing: what it is at, for the line in which it ends.
   """
 
-  def __init__(self, screen: screens.Screen, doing: Callable[[], str]):
+  def __init__(self, screen: console.Screen, doing: Callable[[], str]):
     self._screen, self._doing = screen, doing
     self._peers: Peers | None = None
     self._ending = threading.Lock()
@@ -83,7 +83,7 @@ class Group:
 
   def failed(self, error: Exception, doing: str, knobs: str) -> int:
     """As `Screen.failed`; among several this process ends here."""
-    text = screens.reason(error, doing, knobs)
+    text = console.reason(error, doing, knobs)
     if text is None and self.several:
       # A collective may break before it is known whose fault that is.
       time.sleep(_MOMENT_S)
@@ -112,4 +112,4 @@ def _leave(status: int) -> None:
   if jax.process_index() == 0:
     # JAX's own service runs here; without it the others end in its words.
     time.sleep(1.0)
-  screens.leave(status)
+  console.leave(status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from launch.definer import Definer
+from launch.flag_helpers import Definer
 from ringjax.plan import Machine, Network, Noise, profile
 
 # A flag belongs to the script that asked for it, and stands in its --help.

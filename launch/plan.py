@@ -45,8 +45,8 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch import aot, capacity, common, cycles, screens, ways
-from launch.definer import Definer
+from launch import aot, capacity, common, console, cycles, strategies
+from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
 from ringjax.plan.balance import round_to_tiles
@@ -106,7 +106,7 @@ def define(values: flags.FlagValues) -> None:
   new.whole("layers", 2, "--fit: layers to measure.")
   new.whole("rounds", 5, "--fit: timed runs of each call.")
   new.text("dtype", None, "--fit: of weights and keys; fit, explain: of keys.")
-  ways.define(values)
+  strategies.define(values)
   aot.define(values)
   capacity.define(values)
   cycles.define(values)
@@ -151,11 +151,11 @@ class _Answer:
 
 def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   _check(values)
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   if values.fit:
     made, record, lines = _fit(values, screen, stderr)
     if not values["context"].present:
-      ways.put(values, stdout, record, lines)
+      strategies.put(values, stdout, record, lines)
       return
     for line in lines:
       screen.say(line)
@@ -170,7 +170,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       made, kernel=values.kernel, model=f"{made.model}-{values.kernel}"
     )
   answer = _plan(values, made, screen)
-  ways.put(values, stdout, answer.record(), _words(answer, values.why))
+  strategies.put(values, stdout, answer.record(), _words(answer, values.why))
   if values.plot is not None:
     draw.outcomes(answer.outcomes, values.plot, _title(answer))
     screen.say(f"wrote {values.plot}")
@@ -199,11 +199,13 @@ def _check(values: flags.FlagValues) -> None:
       raise OptionError(
         message(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
       )
-  ways.refuse(values, "kvr", ways.OF_EXPLAIN + ways.OF_MEASURE)
+  strategies.refuse(
+    values, "kvr", strategies.OF_EXPLAIN + strategies.OF_MEASURE
+  )
 
 
 def _plan(
-  values: flags.FlagValues, made: Profile, screen: screens.Screen
+  values: flags.FlagValues, made: Profile, screen: console.Screen
 ) -> _Answer:
   network = Network(bandwidth=values.bandwidth, latency_s=values.latency)
   prompt = Prompt(
@@ -265,7 +267,7 @@ def _lookup(
   made: Profile,
   network: Network,
   ranks: int,
-  screen: screens.Screen,
+  screen: console.Screen,
 ) -> tuple[Table | None, str]:
   """Partitions to interpolate from, and where they are from."""
   if values.prefix or values.window:
@@ -347,7 +349,7 @@ def _words(answer: _Answer, why: bool) -> list[str]:
     faster = base / one.seconds
     lines.append(
       f"{_TITLES[one.method]:<19}{one.seconds:>9.3f} s{faster:>10.2f}"
-      f"{screens.nbytes(one.sent_bytes):>11}  {_list(one.lengths)}"
+      f"{console.nbytes(one.sent_bytes):>11}  {_list(one.lengths)}"
     )
   found: Found = answer.plan.found
   bound = answer.bound_s
@@ -373,7 +375,7 @@ def _words(answer: _Answer, why: bool) -> list[str]:
 
 def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   jobs = list(published.rows())
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   screen.begin("simulating", len(jobs), "rows")
   rows: list[published.Row] = []
   for n, (_, make) in enumerate(jobs):
@@ -420,7 +422,7 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     f"speed-up within {worst['speed-up apart']:.3f}",
     "llama7b-a100 is a fit to one GPU's times; the others are scaled from it",
   ]
-  ways.put(values, stdout, record, lines)
+  strategies.put(values, stdout, record, lines)
 
 
 def _beside(row: published.Row) -> str:
@@ -434,7 +436,7 @@ def _beside(row: published.Row) -> str:
 
 
 def _fit(
-  values: flags.FlagValues, screen: screens.Screen, stderr: TextIO
+  values: flags.FlagValues, screen: console.Screen, stderr: TextIO
 ) -> tuple[Profile, dict[str, Any], list[str]]:
   # These bring the models and flax; the rest does without.
   import jax
@@ -446,7 +448,7 @@ def _fit(
   platform = jax.default_backend()
   default = _FIT_CPU if platform == "cpu" else _FIT
   model = values.preset or default[0]
-  tokens = ways.ints("tokens", values.tokens) or default[1]
+  tokens = strategies.ints("tokens", values.tokens) or default[1]
   dtype = values.dtype or default[2]
   name = values.name or f"{model}-{platform}"
   config = preset(model)
@@ -522,7 +524,7 @@ def _pictures(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     )
     made[name] = found.positions, found.segment_ids
   paths = pictures.write(values.out or _PICTURES, made, _SHARDS)
-  ways.put(values, stdout, {"pictures": paths}, paths)
+  strategies.put(values, stdout, {"pictures": paths}, paths)
 
 
 # ---------------------------------------------------------------------------
@@ -536,8 +538,8 @@ def _list(numbers: Sequence[int]) -> str:
 
 _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "kvr": _kvr,
-  "explain": ways.explain,
-  "fit": ways.measure,
+  "explain": strategies.explain,
+  "fit": strategies.measure,
   "pictures": _pictures,
   "aot": aot.compile_one,
   "capacity": capacity.search,
@@ -557,20 +559,20 @@ def run(
   if len(words) != 1 or words[0] not in _COMMANDS:
     given = " ".join(words) or "nothing"
     wanted = " or ".join(_COMMANDS)
-    screens.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
+    console.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
     return 2
   try:
     if words[0] not in ("aot", "capacity", "cycles"):
-      ways.refuse(values, words[0], aot.OF_AOT)
+      strategies.refuse(values, words[0], aot.OF_AOT)
     if words[0] != "cycles":
-      ways.refuse(values, words[0], cycles.OF_CYCLES)
+      strategies.refuse(values, words[0], cycles.OF_CYCLES)
     _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
   except (RingjaxError, app.UsageError) as error:
-    screens.complain(NAME, error, stderr)
+    console.complain(NAME, error, stderr)
     return 2
   except KeyboardInterrupt:
-    screens.complain(NAME, "stopped", stderr)
-    return screens.INTERRUPTED
+    console.complain(NAME, "stopped", stderr)
+    return console.INTERRUPTED
   return 0
 
 

@@ -31,8 +31,8 @@ import numpy as np
 from absl import app, flags
 
 import ringjax as rj
-from launch import common, machines, screens
-from launch.definer import Definer
+from launch import common, console, machines
+from launch.flag_helpers import Definer
 from launch.group import Group
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
@@ -102,7 +102,7 @@ def run(
 ) -> int:
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   work = _Work(values, screen)
   try:
     _check(values)
@@ -113,7 +113,7 @@ def run(
     done = work.run()
   except KeyboardInterrupt:
     screen.error(f"interrupted while {work.doing}")
-    screens.leave(screens.INTERRUPTED)
+    console.leave(console.INTERRUPTED)
     raise AssertionError from None
   except Exception as error:
     return work.group.failed(error, work.doing, _MEMORY)
@@ -131,7 +131,7 @@ def run(
 class _Work:
   """One run; `doing` says what it is at."""
 
-  def __init__(self, values: flags.FlagValues, screen: screens.Screen):
+  def __init__(self, values: flags.FlagValues, screen: console.Screen):
     self.doing = "starting"
     self.group = Group(screen, lambda: self.doing)
     self._values = values
@@ -550,13 +550,13 @@ def words(done: dict[str, Any]) -> list[str]:
       f"{row['method']:<11}{row['seconds']:>10.3f} s"
       f"{f'{low:.3f}-{high:.3f}':>16}"
       f"{'-' if simulated is None else f'{simulated:.3f} s':>11}"
-      f"{screens.nbytes(sent):>10}  "
+      f"{console.nbytes(sent):>10}  "
       + " ".join(f"{n}" for n in row["partition"])
     )
   lines.append("")
   for row in done["methods"]:
     links = ", ".join(
-      f"{link} {screens.nbytes(n)}" for link, n in row["bytes_by_link"].items()
+      f"{link} {console.nbytes(n)}" for link, n in row["bytes_by_link"].items()
     )
     pairs = " ".join(f"{n:,.0f}" for n in row["pairs_by_rank"])
     lines.append(f"{row['method']:<11}pairs a layer by rank {pairs}")
@@ -649,7 +649,7 @@ def _delay(text: str) -> tuple[int, float]:
 
 def main(argv: Sequence[str]) -> int:
   common.refuse_rest(argv)
-  return run(flags.FLAGS, stdout=screens.own_stdout())
+  return run(flags.FLAGS, stdout=console.own_stdout())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from typing import TextIO
 
 from absl import flags
 
-from launch import common, screens, sources
-from launch.definer import Definer
+from launch import common, console, sources
+from launch.flag_helpers import Definer
 from ringjax.data import Corpus, texts
 from ringjax.errors import OptionError, message
 
@@ -51,7 +51,7 @@ def run(
 ) -> int:
   """Does what the flags and `words`, files and folders, say; the status."""
   stdout = sys.stdout if stdout is None else stdout
-  screen = screens.Screen(NAME, stderr)
+  screen = console.Screen(NAME, stderr)
   try:
     for name in ("tokenizer", "out"):
       if values[name].value is None:
@@ -67,7 +67,7 @@ def run(
     made = Corpus.open(values.out)
   except KeyboardInterrupt:
     screen.error("interrupted; nothing was written")
-    return screens.INTERRUPTED
+    return console.INTERRUPTED
   except Exception as error:
     return screen.failed(error, "encoding", _MEMORY)
   screen.end()
@@ -81,14 +81,14 @@ def run(
   }
   said = (
     f"{values.out}: {record['documents']:,} documents, {tokens:,} tokens, the "
-    f"longest {record['longest']:,}, {screens.nbytes(record['bytes'])}"
+    f"longest {record['longest']:,}, {console.nbytes(record['bytes'])}"
   )
   print(json.dumps(record) if values.json else said, file=stdout, flush=True)
   return 0
 
 
 def _write(
-  values: flags.FlagValues, files: list[pathlib.Path], screen: screens.Screen
+  values: flags.FlagValues, files: list[pathlib.Path], screen: console.Screen
 ) -> None:
   """Encodes all texts, file by file."""
   on_bad = screen.say if values.skip_bad else None
@@ -166,7 +166,7 @@ def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-  return run(flags.FLAGS, argv[1:], stdout=screens.own_stdout())
+  return run(flags.FLAGS, argv[1:], stdout=console.own_stdout())
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import common, companions, screens, sources
-from launch.definer import Definer
+from launch import auxiliary_files, common, console, sources
+from launch.flag_helpers import Definer
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
 from ringjax.data.corpus import fingerprint
@@ -115,7 +115,7 @@ def run(
   stderr: TextIO | None = None,
 ) -> int:
   """Does what the flags say; the exit status."""
-  work = _Work(values, stdout or sys.stdout, screens.Screen(NAME, stderr))
+  work = _Work(values, stdout or sys.stdout, console.Screen(NAME, stderr))
   try:
     work.check()
     common.start(values)
@@ -123,8 +123,8 @@ def run(
   except KeyboardInterrupt as error:
     # While it trains the signal is noted, and not raised.
     work.screen.error(f"interrupted while {work.doing}")
-    work.group.leave(error, screens.INTERRUPTED)
-    return screens.INTERRUPTED
+    work.group.leave(error, console.INTERRUPTED)
+    return console.INTERRUPTED
   except Exception as error:
     return work.group.failed(error, work.doing, _MEMORY)
   finally:
@@ -135,7 +135,7 @@ class _Work:
   """One run; `doing` says what it is at."""
 
   def __init__(
-    self, values: flags.FlagValues, stdout: TextIO, screen: screens.Screen
+    self, values: flags.FlagValues, stdout: TextIO, screen: console.Screen
   ):
     self.doing = "starting"
     self.screen = screen
@@ -266,7 +266,7 @@ class _Work:
     self._begin("writing the model")
     rj.models.save(done.model, out / "model", overwrite=True)
     if first and home is not None:
-      companions.copy(home, out / "model")
+      auxiliary_files.copy(home, out / "model")
     elif first:
       tokenizer.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
@@ -338,7 +338,7 @@ class _Work:
     self.screen.say(
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
       f"  {rate:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
-      + (f"  {screens.nbytes(held)}" if held else "")
+      + (f"  {console.nbytes(held)}" if held else "")
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
     self.screen.at(_tokens(made, one.step))
@@ -780,7 +780,7 @@ def _missing(flag: str, wanted: str) -> OptionError:
 
 def main(argv: Sequence[str]) -> int:
   common.refuse_rest(argv)
-  return run(flags.FLAGS, stdout=screens.own_stdout())
+  return run(flags.FLAGS, stdout=console.own_stdout())
 
 
 if __name__ == "__main__":

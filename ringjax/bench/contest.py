@@ -47,7 +47,10 @@ def check(
     values = given if isinstance(given, tuple) else (given,)
     if name in choices:
       wrong = [x for x in values if x not in choices[name]]
-      want, remedy = f"some of {', '.join(choices[name])}", "correct the names"
+      want, remedy = (
+        f"some of {', '.join(choices[name])}",
+        "remove or replace these names",
+      )
     else:
       wrong = [x for x in values if x < 1]
       want, remedy = "positive ints", "count from 1"

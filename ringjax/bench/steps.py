@@ -365,7 +365,12 @@ def decode(
 def _choose(name: str, value: Any, known: Any) -> None:
   if value not in known:
     raise OptionError(
-      message(name, repr(value), f"one of {', '.join(known)}", "choose one")
+      message(
+        name,
+        repr(value),
+        f"one of {', '.join(known)}",
+        "pass one of these names",
+      )
     )
 
 

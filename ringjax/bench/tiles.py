@@ -123,7 +123,12 @@ def _built(
 ) -> Built:
   if what not in WHAT:
     raise OptionError(
-      message("what", repr(what), f"one of {', '.join(WHAT)}", "choose one")
+      message(
+        "what",
+        repr(what),
+        f"one of {', '.join(WHAT)}",
+        "pass one of these names",
+      )
     )
   like = jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P())
@@ -176,7 +181,12 @@ def decode(
   }
   if local not in made:
     raise OptionError(
-      message("local", repr(local), f"one of {', '.join(made)}", "choose one")
+      message(
+        "local",
+        repr(local),
+        f"one of {', '.join(made)}",
+        "pass one of these names",
+      )
     )
   resident = ShardedDecode(mesh=mesh, axis="seq", whole=True, local=made[local])
   over = NamedSharding(mesh, P())

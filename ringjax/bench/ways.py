@@ -68,7 +68,10 @@ def way(
   if local not in _LOCALS:
     raise OptionError(
       message(
-        "local", repr(local), f"one of {', '.join(_LOCALS)}", "choose one"
+        "local",
+        repr(local),
+        f"one of {', '.join(_LOCALS)}",
+        "pass one of these names",
       )
     )
   kind, colon, group = name.partition(":")
@@ -79,7 +82,10 @@ def way(
   if found is None or not fits:
     raise OptionError(
       message(
-        "strategy", repr(name), f"one of {', '.join(NAMES)}", "choose one"
+        "strategy",
+        repr(name),
+        f"one of {', '.join(NAMES)}",
+        "pass one of these names",
       )
     )
   if name == "plain" and (q_block, kv_block) != (None, None):

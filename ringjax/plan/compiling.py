@@ -217,7 +217,7 @@ def _builder(name: str) -> Any:
         "builder",
         f"{name!r}: {error}",
         "'module:function' that can be imported",
-        "correct the name",
+        "pass the module and function that exist",
       )
     ) from None
 

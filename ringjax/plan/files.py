@@ -46,7 +46,10 @@ def write_text(path: str, text: str) -> None:
   except OSError as error:
     raise OptionError(
       message(
-        "file", f"{path}: {error.strerror}", "a path to write to", "choose one"
+        "file",
+        f"{path}: {error.strerror}",
+        "a path to write to",
+        "pass a writable path",
       )
     ) from None
   finally:
@@ -71,7 +74,7 @@ def read(path: str, format: str) -> dict[str, Any]:
         "file",
         f"{path}: {error.strerror}",
         "a file to read",
-        "correct the path",
+        "pass the path of a readable file",
       )
     ) from None
   if len(data) > _LARGEST_BYTES:

@@ -138,7 +138,7 @@ def as_trips(given: float | int | Trips) -> tuple[tuple[str, float], ...]:
   """Trip counts of loops that data counts, by parts of their names.
 
   Raises:
-    OptionError: a number that is none.
+    OptionError: a number is negative or not finite.
   """
   if isinstance(given, int | float):
     pairs = (("", float(given)),)
@@ -147,7 +147,12 @@ def as_trips(given: float | int | Trips) -> tuple[tuple[str, float], ...]:
   for _, number in pairs:
     if not math.isfinite(number) or number < 0:
       raise OptionError(
-        message("data_trips", number, "a number, 0 or more", "correct it")
+        message(
+          "data_trips",
+          number,
+          "a number, 0 or more",
+          "pass a finite number of at least 0",
+        )
       )
   return pairs
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, evaluate, screens
+from launch import common, console, evaluate
 from ringjax.data import Bytes, Tokenizer, documents
 from ringjax.data.needle import Passkey
 from ringjax.errors import (
@@ -437,7 +437,7 @@ def test_who_is_stopped_has_what_was_found(
     if done == 2:
       raise error
 
-  monkeypatch.setattr(screens.Screen, "at", at)
+  monkeypatch.setattr(console.Screen, "at", at)
   kept = tmp_path / "found.json"
   got, out, err = run(*argv, "--mesh=seq:1", f"--out={kept}")
   assert (got, out) == (status, "")

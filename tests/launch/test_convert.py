@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ringjax as rj
-from launch import convert, screens
+from launch import console, convert
 from ringjax.data import Bytes
 from tests import checkpoints
 
@@ -273,7 +273,7 @@ def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
   monkeypatch.setattr(convert.Folder, "read", spy)
   monkeypatch.setattr(convert, "_READ_BYTES", 20_000)
   found = convert._plan(str(llama), None)
-  screen = screens.Screen("convert")
+  screen = console.Screen("convert")
   screen.quiet = True
   names = [name for name, _ in convert._tensors(found, screen)]
   assert sorted(names) == sorted(checkpoints.shapes("llama3"))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from launch import common, generate, prompts, screens
+from launch import common, console, generate, prompts
 from ringjax.data import Tokenizer, documents
 
 SHORT = ("--max_new_tokens=8", "--context=400")
@@ -337,7 +337,7 @@ def test_ctrl_c_keeps_what_was_said(start, folder):
     first = process.stdout.read(3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
-  assert process.returncode == screens.INTERRUPTED, err
+  assert process.returncode == console.INTERRUPTED, err
   assert len(first) == 3 and out.endswith("\n")
   assert "until 'Ctrl-C'" in err and "Traceback" not in err
 
@@ -357,12 +357,12 @@ def interrupt(monkeypatch, heard):
     os.kill(os.getpid(), signal.SIGINT)
 
   names = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
-  monkeypatch.setattr(screens, "threading", names)
+  monkeypatch.setattr(console, "threading", names)
   return press
 
 
 def test_work_that_looks_ends_by_itself(interrupt):
-  job = screens.Job()
+  job = console.Job()
   job.gentle = True
 
   def work():
@@ -375,7 +375,7 @@ def test_work_that_looks_ends_by_itself(interrupt):
 
 
 def test_work_that_does_not_look_is_left(interrupt):
-  job, left = screens.Job(), threading.Event()
+  job, left = console.Job(), threading.Event()
 
   def work():
     interrupt()
@@ -395,7 +395,7 @@ def test_ctrl_c_before_the_answer(start, folder):
         break
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
-  assert process.returncode == screens.INTERRUPTED
+  assert process.returncode == console.INTERRUPTED
   assert out == "" and "Traceback" not in err
   assert err.splitlines()[-1].startswith("generate: interrupted while")
 
@@ -471,7 +471,7 @@ def test_axes_of_a_mesh():
 
 
 def test_compiling_counts_overlaps_once():
-  compiling = screens.Compiling()
+  compiling = console.Compiling()
   compiling._spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.5)]
   assert compiling.seconds() == 4.0
   assert compiling.seconds(2.5) == 2.5
@@ -481,14 +481,14 @@ def test_compiling_counts_overlaps_once():
 
 
 def test_words_for_sizes_and_times():
-  assert [screens.nbytes(n) for n in (0, 999, 1500, 2.5e9, 3e15)] == [
+  assert [console.nbytes(n) for n in (0, 999, 1500, 2.5e9, 3e15)] == [
     "0 bytes",
     "999 bytes",
     "1.5 kB",
     "2.5 GB",
     "3e+03 TB",
   ]
-  assert screens.clock(65) == "1:05" and screens.clock(7200) == "2:00:00"
+  assert console.clock(65) == "1:05" and console.clock(7200) == "2:00:00"
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def test_installed_commands_start_the_script_of_their_name(tmp_path):
   commands = project["project"]["scripts"]
   for command, entry in commands.items():
     assert (ROOT / "launch" / f"{command.split('-')[1]}.py").is_file()
-    assert entry == "launch.console:main"
+    assert entry == "launch.entry_points:main"
   # What pip writes for an entry point.
   command = tmp_path / "ringjax-tokenize"
-  command.write_text("from launch.console import main\nmain()\n")
+  command.write_text("from launch.entry_points import main\nmain()\n")
   done = subprocess.run(
     [sys.executable, command, "--help"],
     env={**os.environ, "PYTHONPATH": str(ROOT)},

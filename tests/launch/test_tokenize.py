@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from launch import common, screens, tokenize
+from launch import common, console, tokenize
 from ringjax.data import Bytes, Corpus, Loader
 from ringjax.models import tiny
 
@@ -59,7 +59,7 @@ def test_a_folder_becomes_a_corpus(folder, tmp_path, tokenizer):
 
 def test_how_far_it_is_within_a_file(tmp_path, monkeypatch):
   told = []
-  monkeypatch.setattr(screens.Screen, "at", lambda self, n: told.append(n))
+  monkeypatch.setattr(console.Screen, "at", lambda self, n: told.append(n))
   lines = tmp_path / "lines.jsonl"
   lines.write_text('{"text": "a line"}\n' * 5)
   (tmp_path / "short.txt").write_text("ä")

@@ -1,4 +1,4 @@
-"""launch.rollcall: all come, or all say who did not."""
+"""launch.rendezvous: all come, or all say who did not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from launch import rollcall
+from launch import rendezvous
 from ringjax.errors import OptionError
 
 
@@ -27,7 +27,7 @@ def call_all(port: int, *callers: tuple[int, int], timeout_s: float):
   def one(caller: tuple[int, int]) -> str | None:
     number, processes = caller
     try:
-      rollcall.call(f"localhost:{port}", processes, number, timeout_s)
+      rendezvous.call(f"localhost:{port}", processes, number, timeout_s)
     except OptionError as error:
       return f"{error}"
     return None
@@ -152,7 +152,7 @@ def test_a_stranger_who_does_not_end_keeps_nobody_waiting(port):
   ],
 )
 def test_who_is_let_in(port, host, alone):
-  doors = rollcall._doors(host, port)
+  doors = rendezvous._doors(host, port)
   names = [door.getsockname()[0] for door in doors]
   for door in doors:
     door.close()
@@ -166,10 +166,10 @@ def test_a_port_that_is_taken():
   with socket.create_server(("", 0)) as taken:
     port = taken.getsockname()[1]
     with pytest.raises(OptionError, match=f"port {port}"):
-      rollcall.call(f"localhost:{port}", 2, 0, 5.0)
+      rendezvous.call(f"localhost:{port}", 2, 0, 5.0)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:0", ":9"])
 def test_an_address_that_is_none(address):
   with pytest.raises(OptionError, match="HOST:PORT"):
-    rollcall.call(address, 2, 0, 1.0)
+    rendezvous.call(address, 2, 0, 1.0)

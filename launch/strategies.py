@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from absl import app, flags
 
-from launch import common, screens
-from launch.definer import Definer
+from launch import common, console
+from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, message
 from ringjax.ops.attention import predict, select
 from ringjax.ops.mask import SameSegment, Window
@@ -170,7 +170,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
       (name, one.forward_s, one.backward_s) for name, one in found.ways.items()
     ]
     draw.strategies(rows, values.plot, found.title)
-    screens.Screen("plan", stderr).say(f"wrote {values.plot}")
+    console.Screen("plan", stderr).say(f"wrote {values.plot}")
 
 
 def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
@@ -224,7 +224,7 @@ def _words(made: chips.Machine, path: str) -> list[str]:
   lines += [
     f"attention: {forward:.0f} % of it forward, {backward:.0f} % backward",
     f"fixed: {1e6 * made.hop_s:.1f} us a hop, {1e6 * made.call_s:.1f} a call",
-    f"memory: {screens.nbytes(chip.hbm_bytes)}, "
+    f"memory: {console.nbytes(chip.hbm_bytes)}, "
     f"{chip.hbm_bandwidth / 1e9:.1f} GB/s",
   ]
   for axis, link in () if isinstance(made.links, chips.Link) else made.links:
