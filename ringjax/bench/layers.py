@@ -73,7 +73,7 @@ def measure(
 
   for before in (0, 2 * sizes[-1]):
     for count in sizes:
-      cache = model.cache(1, before + count, spread=spread)
+      cache = model.init_cache(1, before + count, spread=spread)
       if before:
         _, cache = call(0, before, cache)()
       label = f"{count} tokens behind {before}"

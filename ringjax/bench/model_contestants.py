@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 import ringjax as rj
 from ringjax.bench.contest import Made
 from ringjax.bench.timing import Skipped
-from ringjax.kv.dense import Dense, Slots
+from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.nn.spread import Travel, Visit
 from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
@@ -190,28 +190,23 @@ def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
   return Ready(check, run)
 
 
-def _filled(cache: Dense, given: Given) -> Dense:
+def _filled(cache: KVCache, given: Given) -> KVCache:
   """The cache as if it had read the tokens whose keys are given."""
   assert given.keys is not None
   count = given.keys[0].shape[2]
-  at = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-  used = at < count
+  pos = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
+  at = Coords(pos, (pos < count).astype(jnp.int32))
+  cache = cache.allocate(at, replicated=False, sees=False)
   slots, first = [], 0
   for part in cache.slots:
-    assert isinstance(part, Slots)
+    assert isinstance(part, LayerKV)
     layers = part.k.shape[0]
     put = lambda old, new, n=layers, i=first: old.at[:, 0, :, :count].set(
       new[i : i + n].astype(old.dtype)
     )
-    slots.append(Slots(*map(put, part, given.keys)))
+    slots.append(LayerKV(*map(put, part, given.keys)))
     first += layers
-  zero = jnp.zeros_like(at)
-  return dataclasses.replace(
-    cache,
-    slots=tuple(slots),
-    at=Coords(jnp.where(used, at, zero), used.astype(jnp.int32)),
-    base=jnp.int32(count),
-  )
+  return dataclasses.replace(cache, slots=tuple(slots))
 
 
 def _load(case: Case, given: Given) -> Ready:

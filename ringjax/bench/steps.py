@@ -24,7 +24,7 @@ from ringjax.errors import OptionError, ShapeError, message
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
-from ringjax.kv.dense import Dense, Slots
+from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
@@ -283,7 +283,7 @@ def prefill(
       ids,
       None,
       ids,
-      _cache(form, spread, batch, tokens),
+      form.init_cache_spec(batch, tokens, spread=spread),
       everywhere((batch,)),
       everywhere(()),
     ),
@@ -334,7 +334,7 @@ def decode(
   made_of = work_profile.profile(form, tokens)
   head = 2.0 * form.config.vocab * form.config.embed
   flops = batch * (made_of.token_s + made_of.pair_s * tokens + head)
-  cache = _cache(form, spread, batch, tokens)
+  cache = form.init_cache_spec(batch, tokens, spread=spread)
   return Built(
     function=decoding.step,
     arguments=(
@@ -436,18 +436,11 @@ def _model(
   return abstract(config, dtype=dtype, mesh=mesh, rules=rules)
 
 
-def _cache(form: Transformer, spread: Any, batch: int, capacity: int) -> Dense:
-  """A cache of shapes."""
-  slots, at = form.cache_spec(batch, capacity, spread=spread)
-  count = _everywhere(spread.mesh)(())
-  return Dense(slots, at, count, count, None, spread.mesh, spread.axis)
-
-
-def _visits(cache: Dense) -> float:
+def _visits(cache: KVCache) -> float:
   """Tiles of a full cache that a query walks over, in each of two loops."""
   most = 0
   for slots in cache.slots:
-    if isinstance(slots, Slots):
+    if isinstance(slots, LayerKV):
       shape = list(slots.k.shape)
       shape[3] //= cache.shards
       mine: Any = jax.ShapeDtypeStruct(tuple(shape), slots.k.dtype)

@@ -35,6 +35,7 @@ from ringjax.infer.session import (
   settled,
 )
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
+from ringjax.kv import kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Visit
@@ -59,6 +60,7 @@ def generate(
   keep: str = "sharded",
   cache: Session | None = None,
   cache_dtype: Any = None,
+  cache_kind: Any = "dense",
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -101,6 +103,8 @@ def generate(
       that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
+    cache_kind: how the cache stores keys and values, an `rj.kv.CacheKind` or
+      its name: "dense" or "unrotated".
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
     stop: ids behind which an example ends, or texts, or both; or a `Stop`.
@@ -163,7 +167,13 @@ def generate(
     # A shard's last slot may stay empty behind an uneven prompt.
     need = first.slots * shards + count + shards
     session = Session(
-      model, need, batch=batch, mesh=found, axis=over, dtype=cache_dtype
+      model,
+      need,
+      batch=batch,
+      mesh=found,
+      axis=over,
+      dtype=cache_dtype,
+      cache_kind=cache_kind,
     )
   elif mesh is not None or axis is not None:
     raise OptionError(
@@ -183,6 +193,15 @@ def generate(
         "leave it out: the session's cache has its dtype",
       )
     )
+  elif kinds.cache_kind(cache_kind) not in (kinds.DENSE, session.cache.kind):
+    raise OptionError(
+      message(
+        "cache_kind",
+        f"{cache_kind} beside a session of kind {session.cache.kind}",
+        "one of them",
+        "leave it out: the session has its own",
+      )
+    )
   elif not isinstance(session, Session):
     raise InputTypeError(
       message(
@@ -198,7 +217,7 @@ def generate(
     # Refused before the prompt is read, and not behind it.
     last = last_device(session.mesh, session.axis)
     here(model, last)
-  fresh = session.slots == 0
+  fresh = session.empty
   # The last token is not read.
   left = session.room() - (count - 1)
   resolve = functools.partial(
@@ -213,7 +232,7 @@ def generate(
     keep=keep,
   )
   how = _method(prefill, machine, fresh, resolve)
-  check_session(session, given, batch, longest, count, how, left)
+  check_session(session, given, batch, lengths, count, how)
   if fresh:
     session.reads(given)
   _check_scores(model, how, batch)
@@ -251,7 +270,7 @@ def generate(
     prompt_tokens=longest,
     new_tokens=int(new[1]),
     shards=session.shards,
-    cache_bytes=bytes_each((session.cache.slots, session.cache.at)),
+    cache_bytes=bytes_each((session.cache.slots, session.cache.held)),
     capacity=session.cache.capacity,
   )
   if report is not None:
@@ -273,9 +292,9 @@ def _run(
   start = session.lengths
   longest = int(lengths.max())
 
-  def read(cache: Any, done: int, slots: int) -> None:
+  def read(cache: Any, done: int) -> None:
     """Notes that so many tokens of each prompt are in the cache."""
-    session.took(cache, slots, start + np.minimum(lengths, done))
+    session.commit(cache, start + np.minimum(lengths, done))
     for row, prompt in zip(session.seen, prompts, strict=True):
       row[prompt[:done]] = True
 
@@ -287,7 +306,7 @@ def _run(
     logits, cache = prefill.whole(
       model, how, tokens, lengths, session.cache, total
     )
-    read(cache, longest, how.slots)
+    read(cache, longest)
     if progress is not None:
       jax.block_until_ready(logits)
       progress(longest)
@@ -315,7 +334,6 @@ def _continue(
   out = np.full((batch, count), pad_id, np.int32)
   ended = np.zeros(batch, bool)
   length = jnp.int32(total)
-  taken = 0
   for n in range(count):
     # The next step is on its way while this one's tokens are read.
     after = None
@@ -323,7 +341,6 @@ def _continue(
       after, session.cache = decode.step(
         model, spread, sampler, session.cache, state, stops, length
       )
-      taken += 1
     token, done = jax.device_get((state.token, state.done))
     out[:, n] = np.where(ended, pad_id, token)
     session.seen[~ended, token[~ended]] = True
@@ -340,7 +357,6 @@ def _continue(
     if told.any():
       # The device knows of stop ids only, those of the next tokens too.
       state = after._replace(done=decode.ends(spread, after.done, ended))
-  session.slots += -(-taken // session.shards)
   return out, n + 1
 
 

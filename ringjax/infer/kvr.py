@@ -494,9 +494,8 @@ def follow(
           session.model, Visit(), sampler, session.cache, state, stops, total
         )
         session.lengths = session.lengths + 1
-        session.slots += 1
       except BaseException:
-        session.settle()
+        session.recover()
         raise
   session.pending = np.array([found[-1]], np.int64)
   return np.asarray(found, np.int32)
@@ -506,16 +505,11 @@ def _fill(session: Session, ids: np.ndarray) -> None:
   """Notes that the slots hold the prompt's tokens."""
   tokens = ids.size
   session.seen[0, ids] = True
-  slots = jnp.arange(session.cache.capacity, dtype=jnp.int32)[None]
-  here = slots < tokens
-  session.cache = dataclasses.replace(
-    session.cache,
-    at=Coords(jnp.where(here, slots, 0), here.astype(jnp.int32)),
-    base=jnp.int32(tokens),
-    tail=jnp.int32(0),
-  )
+  cache, size = session.cache, session.cache.capacity
+  pos = jnp.arange(size, dtype=jnp.int32)[None]
+  at = Coords(pos, (pos < tokens).astype(jnp.int32))
+  session.cache = cache.allocate(at, replicated=False, sees=False)
   session.lengths = np.array([tokens], np.int64)
-  session.slots = tokens
 
 
 # ---------------------------------------------------------------------------

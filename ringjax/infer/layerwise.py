@@ -285,7 +285,7 @@ class Pieces:
       ropes=layer.attention.ropes,
       length=length,
     )
-    out, cache = block(x, tokens, NoCache(1).layer((), 0), self.spread)
+    out, cache = block(x, tokens, NoCache(1).layer(0, (), 0), self.spread)
     return out, cache.fresh
 
 

@@ -59,7 +59,8 @@ class Prefill:
     chunk: tokens of a chunk, of which the last can have fewer; None for all
       at once.
     width: tokens that the compiled calls read in all, padding included.
-    slots: of the cache, that they fill on each shard.
+    slots: of the cache, that they fill on each shard at most.
+    consecutive: whether a shard's tokens of a chunk are consecutive.
     why: why "auto" chose it.
   """
 
@@ -69,6 +70,30 @@ class Prefill:
   width: int
   slots: int
   why: str
+  consecutive: bool = False
+
+  def taken(self, lengths: np.ndarray, shards: int) -> np.ndarray:
+    """Slots that prompts of these lengths [B] take on each shard, [B, R]."""
+    if self.chunk is None:
+      order = self.spread.layout.padded_order(self.width, shards)
+      at = order.reshape(shards, -1)
+      here = (at >= 0) & (at < lengths[:, None, None])
+      return np.max(np.where(here, np.arange(1, at.shape[1] + 1), 0), 2)
+    found = np.zeros((lengths.size, shards), np.int64)
+    for first in range(0, self.width, self.chunk):
+      size = min(self.chunk, self.width - first)
+      at = first + self.order(size, shards).reshape(shards, -1)
+      found += (at < lengths[:, None, None]).sum(2)
+    return found
+
+  def order(self, size: int, shards: int) -> np.ndarray:
+    """The tokens of a chunk in the order of the shards, int [size].
+
+    Striped, so that a short row's tokens are level over the shards, but for
+    recurrent layers, which want consecutive tokens.
+    """
+    layout = Contiguous() if self.consecutive else Striped()
+    return layout.order(size, shards)
 
 
 def plan(
@@ -174,6 +199,7 @@ def plan(
       width=width,
       slots=width // size,
       why=why,
+      consecutive=recurrent,
     )
   width = padded(tokens, size, room)
   apart = name == "kvr" or not isinstance(_WAYS[name][0], Contiguous)
@@ -438,15 +464,14 @@ def chunked(
   start: np.ndarray,
   cache: Any,
   length: int,
-  keep: Callable[[Any, int, int], Any],
+  keep: Callable[[Any, int], Any],
   progress: Any = None,
 ) -> jax.Array:
   """Reads chunk by chunk, behind what the cache already holds: the logits.
 
   `start` [B] is the position of each example's first token. After each chunk
-  `keep` gets the cache, which takes the place of the one before, the tokens
-  done so far and the slots on each shard that the chunk took; then `progress`
-  is called with the tokens done.
+  `keep` gets the cache, which takes the place of the one before, and the
+  tokens done so far; then `progress` is called with the tokens done.
   """
   assert how.chunk is not None
   total, shards = tokens.shape[1], how.spread.size
@@ -456,11 +481,12 @@ def chunked(
     part = np.zeros((tokens.shape[0], size), np.int32)
     have = tokens[:, first : first + size]
     part[:, : have.shape[1]] = have
-    index = first + np.arange(size)
+    order = how.order(size, shards)
+    part, index = part[:, order], first + order
     seg = (index[None] < lengths[:, None]).astype(np.int32)
     pos = start[:, None] + index[None]
     last = lengths - 1 - first
-    rows = np.clip(last, 0, size - 1).astype(np.int32)
+    rows = np.argsort(order)[np.clip(last, 0, size - 1)].astype(np.int32)
     logits, cache = read(
       model,
       how.spread,
@@ -472,7 +498,7 @@ def chunked(
       jnp.int32(length),
     )
     done = min(first + size, total)
-    keep(cache, done, size // shards)
+    keep(cache, done)
     here = jnp.asarray((last >= 0) & (last < size))
     found = logits if found is None else jnp.where(here[:, None], logits, found)
     if progress is not None:

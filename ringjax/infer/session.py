@@ -20,6 +20,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.infer import prefill
+from ringjax.kv import kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
@@ -90,6 +91,7 @@ class Session:
     mesh: Mesh | None = None,
     axis: str | None = None,
     dtype: Any = None,
+    cache_kind: Any = "dense",
   ):
     """Makes an empty cache.
 
@@ -102,6 +104,7 @@ class Session:
         one.
       dtype: of the cache: bfloat16, float16, float32 or float64; default: the
         model's.
+      cache_kind: how keys and values are stored, see `Transformer.init_cache`.
 
     Raises:
       OptionError: a capacity, a batch or a dtype that is none.
@@ -114,20 +117,19 @@ class Session:
     spread = Spread(mesh=self.mesh, axis=self.axis)
     _check_devices(model, self.mesh)
     capacity = prefill.padded(positive_int("capacity", capacity), spread.size)
-    _check_memory(model, spread, batch, capacity, dtype)
-    self.cache = model.cache(batch, capacity, spread=spread, dtype=dtype)
+    make = dict(spread=spread, dtype=dtype, kind=kinds.cache_kind(cache_kind))
+    _check_memory(model, spread, batch, capacity, make)
+    self.cache = model.init_cache(batch, capacity, **make)
     self.lengths = np.zeros(batch, np.int64)
     self.pending = np.full(batch, -1, np.int64)
     self.seen = np.zeros((batch, model.config.vocab), bool)
-    # Slots in use, on the shard that has the most; lengths can be shorter.
-    self.slots = 0
     self.last: Report | None = None
     self._dtype = dtype
     self._device: Any = None
     self._readers: list[Any] = []
     self.reads(model)
     # Whether a call was interrupted and nothing was counted since.
-    self._torn = False
+    self._interrupted = False
 
   @property
   def shards(self) -> int:
@@ -141,10 +143,9 @@ class Session:
     Raises:
       MeshError: weights that are sharded, or a device of another process.
     """
-    model, shards = here(self.model, device), self.shards
-    self.cache = self.cache.gathered(device, self.slots)
+    model = here(self.model, device)
+    self.cache = self.cache.gathered(device)
     self.model = model
-    self.slots *= shards
     self.mesh, self.axis, self._device = None, None, device
 
   def weights(self, model: Transformer) -> Transformer:
@@ -165,9 +166,18 @@ class Session:
     """Notes whose weights read what comes next, in an empty session."""
     self._readers = [weakref.ref(x) for x in jax.tree.leaves(model)]
 
+  @property
+  def empty(self) -> bool:
+    """Whether it holds no token."""
+    return not self.lengths.any()
+
+  def free(self) -> np.ndarray:
+    """Free slots of each example on each shard, int [B, R]."""
+    return self.cache.free()
+
   def room(self) -> int:
     """Tokens that still fit, whichever example they belong to."""
-    return self.cache.capacity - self.slots * self.shards
+    return int(self.free().sum(1).min())
 
   @entering(lambda session: session.mesh)
   def restart(self) -> None:
@@ -175,54 +185,54 @@ class Session:
     capacity, batch = self.cache.capacity, self.lengths.size
     spread = Spread(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
-    self._torn = True
+    self._interrupted = True
     self.cache = dataclasses.replace(self.cache, slots=())
     with jax.default_device(self._device):
-      self.cache = self.model.cache(
-        batch, capacity, spread=spread, dtype=self._dtype
+      self.cache = self.model.init_cache(
+        batch,
+        capacity,
+        spread=spread,
+        dtype=self._dtype,
+        kind=self.cache.kind,
       )
     self.lengths = np.zeros(batch, np.int64)
     self.pending = np.full(batch, -1, np.int64)
     self.seen = np.zeros_like(self.seen)
-    self.slots, self._torn = 0, False
+    self._interrupted = False
 
-  def took(self, cache: Any, slots: int, lengths: np.ndarray) -> None:
+  def commit(self, cache: Any, lengths: np.ndarray) -> None:
     """Notes a cache with tokens of a prompt, and that a token is pending.
 
     Args:
       cache: takes the place of the one before.
-      slots: that they took on each shard.
       lengths: int [B], of the examples with them.
     """
     self.cache = cache
-    self.slots += slots
     self.lengths = lengths
     self.pending = np.full(lengths.size, -1, np.int64)
 
-  def settle(self) -> None:
+  def recover(self) -> None:
     """Counts what the cache holds, behind a call that was interrupted.
 
     It stays uncounted if a program took it along, or in a run of several
     processes, which then no longer agree.
     """
-    self._torn = True
+    self._interrupted = True
     cache = self.cache
     leaves = jax.tree.leaves(cache)
     here = all(x.is_fully_addressable for x in leaves)
     if cache.lost or not cache.slots or not here:
       return
     try:
-      found = jax.device_get((cache.base, cache.tail, cache.length))
+      lengths = jax.device_get(cache.length)
     except RuntimeError:
       # What computed it failed.
       return
-    base, tail, lengths = found
     # A token that was read is not pending.
     read = lengths > self.lengths
     self.pending = np.where(read, -1, self.pending)
     self.lengths = lengths.astype(np.int64)
-    self.slots = int(base) + -(-int(tail) // self.shards)
-    self._torn = False
+    self._interrupted = False
 
   def check(self) -> None:
     """Refuses to go on with a cache that an interrupted call took along.
@@ -230,9 +240,9 @@ class Session:
     Raises:
       OptionError: it did.
     """
-    if self._torn:
-      self.settle()
-    if self._torn or self.cache.lost:
+    if self._interrupted:
+      self.recover()
+    if self._interrupted or self.cache.lost:
       raise OptionError(
         message(
           "cache",
@@ -256,7 +266,7 @@ def settled(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         with memory.watched(doing, _KNOBS):
           return f(model, session, *more)
       except BaseException:
-        session.settle()
+        session.recover()
         raise
 
     return run
@@ -329,10 +339,9 @@ def check_session(
   session: Session,
   model: Transformer,
   batch: int,
-  tokens: int,
+  lengths: np.ndarray,
   count: int,
   how: prefill.Prefill,
-  left: int,
 ) -> None:
   """Refuses a session that is another's, or that has too little room."""
   if session.model.config != model.config:
@@ -344,7 +353,7 @@ def check_session(
         "make one with rj.infer.Session(model, capacity)",
       )
     )
-  if session.slots and not session.read_by(model):
+  if not session.empty and not session.read_by(model):
     raise OptionError(
       message(
         "model",
@@ -362,12 +371,15 @@ def check_session(
         "make a session with batch=",
       )
     )
-  if how.slots * session.shards > left:
+  free = session.free()
+  after = free - how.taken(lengths, session.shards)
+  if after.min() < 0 or after.sum(1).min() < count - 1:
+    tokens = int(lengths.max())
     raise PromptError(
       message(
         "tokens",
-        f"{tokens} tokens, read as {how.slots * session.shards} by prefill="
-        f"{how.name!r}, and max_new_tokens={count}, of which "
+        f"{tokens} tokens, read by prefill={how.name!r} on {session.shards} "
+        f"shard(s), and max_new_tokens={count}, of which "
         f"{count - 1} are read",
         f"at most {session.room()} together in this session of "
         f"{session.cache.capacity}",
@@ -383,12 +395,14 @@ def free_on(mesh: Any) -> tuple[int | None, int]:
 
 
 def _check_memory(
-  model: Transformer, spread: Spread, batch: int, capacity: int, dtype: Any
+  model: Transformer,
+  spread: Spread,
+  batch: int,
+  capacity: int,
+  make: dict[str, Any],
 ) -> None:
   """Refuses a cache that cannot fit, before it is allocated."""
-  each = bytes_each(
-    model.cache_spec(batch, capacity, spread=spread, dtype=dtype)
-  )
+  each = bytes_each(model.init_cache_spec(batch, capacity, **make))
   free, devices = free_on(spread.mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(

@@ -1,7 +1,7 @@
 """What a layer sees of a cache, and the cache that keeps nothing.
 
 A cache belongs to a whole model. Before the layers run it makes room for the
-call's tokens (`reserve`); a layer then gets a `LayerCache`, appends its keys
+call's tokens (`allocate`); a layer then gets a `LayerCache`, appends its keys
 and values and passes it on; the cache is put together again from what the
 layers return. Layers of one kind share an array with a leading axis, so that
 a loop over layers carries it and writes in place.
@@ -42,8 +42,8 @@ class KV(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Room:
-  """For whom a cache is made, and where its slots lie.
+class CacheSpec:
+  """Cache allocation: batch, capacity, dtype and sharding.
 
   Attributes:
     batch: B.
@@ -59,6 +59,12 @@ class Room:
   dtype: Any
   mesh: Any = None
   axes: Any = dataclasses.field(default_factory=dict)
+
+  @property
+  def shards(self) -> int:
+    """Shards of the sequence."""
+    axis = self.axes.get("tokens")
+    return 1 if axis is None else self.mesh.shape[axis]
 
   def like(
     self, shape: tuple[int, ...], dtype: Any, names: tuple[str | None, ...]
@@ -153,12 +159,19 @@ class Cache(Protocol):
     """
     ...
 
-  def reserve(self, at: Coords, spread: bool) -> Cache:
-    """Makes room for tokens with these coordinates, [B, T]."""
+  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> Cache:
+    """Slots for tokens with these coordinates, [B, T].
+
+    Args:
+      at: the coordinates.
+      replicated: whether the tokens are the same on all shards.
+      sees: whether the call looks at what the cache holds; a call that does
+        not starts the cache anew.
+    """
     ...
 
-  def layer(self, slots: Any, index: Any) -> LayerCache | StateCache:
-    """The part of layer `index` among those that share `slots`."""
+  def layer(self, kind: int, slots: Any, index: Any) -> LayerCache | StateCache:
+    """The part of layer `index` among those of a kind, which share `slots`."""
     ...
 
   def updated(self, slots: tuple[Any, ...]) -> Cache:
@@ -212,12 +225,12 @@ class NoCache:
   def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
     del batch, tokens, spread, sees
 
-  def reserve(self, at: Coords, spread: bool) -> NoCache:
-    del at, spread
+  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> NoCache:
+    del at, replicated, sees
     return self
 
-  def layer(self, slots: Any, index: Any) -> _Fresh:
-    del slots, index
+  def layer(self, kind: int, slots: Any, index: Any) -> _Fresh:
+    del kind, slots, index
     return _Fresh()
 
   def updated(self, slots: tuple[Any, ...]) -> NoCache:

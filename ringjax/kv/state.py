@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringjax.kv.base import Room, zeros
+from ringjax.kv.base import CacheSpec, zeros
 from ringjax.ops.conv import Tail
 from ringjax.parallel.local import move
 
@@ -37,9 +37,8 @@ class State(NamedTuple):
     del cache
     return StateLayer(self, index)
 
-  def gathered(self, device: Any, put: Any) -> State:
+  def gathered(self, device: Any) -> State:
     """The same on one device: a state has no axis of tokens."""
-    del put
     return jax.tree.map(lambda x: move(x, device), self)
 
 
@@ -67,7 +66,7 @@ class StateShape:
     """Numbers that one token takes: none, the state does not grow."""
     return 0
 
-  def slots(self, room: Room) -> State:
+  def slots(self, room: CacheSpec) -> State:
     """What stands for the states: shapes, dtypes and shardings."""
     b, n = (self.layers, room.batch), self.tail
     key = (*b, n, self.key_heads, self.key)
@@ -87,7 +86,7 @@ class StateShape:
   def empty(self, batch: int, dtype: Any) -> State:
     """One layer's state before any token."""
     one = dataclasses.replace(self, layers=1)
-    state = zeros(one.slots(Room(batch=batch, capacity=0, dtype=dtype)))
+    state = zeros(one.slots(CacheSpec(batch=batch, capacity=0, dtype=dtype)))
     return jax.tree.map(lambda x: x[0], state)
 
 

@@ -26,7 +26,8 @@ from ringjax.errors import (
   message,
 )
 from ringjax.kv.base import NoCache
-from ringjax.kv.dense import Dense, Shape
+from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.kinds import cache_kind
 from ringjax.kv.state import StateShape
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
@@ -242,7 +243,7 @@ class Transformer(nnx.Module):
     return None
 
   @property
-  def kinds(self) -> tuple[Shape | StateShape, ...]:
+  def kinds(self) -> tuple[LayerCacheSpec | StateShape, ...]:
     """What each kind of layer keeps, in the order of a cache."""
     return tuple(
       layer.attention.cache_shape(run.repeats)
@@ -255,14 +256,15 @@ class Transformer(nnx.Module):
     """The dtype of the parameters and of the computation."""
     return self.embed.weight.get_value().dtype
 
-  def cache(
+  def init_cache(
     self,
     batch: int,
     capacity: int,
     *,
     spread: Spread | None = None,
     dtype: Any = None,
-  ) -> Dense:
+    kind: Any = "dense",
+  ) -> KVCache:
     """An empty cache for `capacity` tokens of each example.
 
     Args:
@@ -270,25 +272,28 @@ class Transformer(nnx.Module):
       capacity: in tokens, a multiple of the shards.
       spread: the mesh and the axis that it is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
+      kind: how keys and values are stored, an `rj.kv.CacheKind` or its name:
+        "dense" or "unrotated".
 
     Raises:
-      OptionError: another dtype, or a capacity that does not divide.
+      OptionError: another dtype or kind, or a capacity that does not divide.
     """
-    return self._cache(Dense.create, batch, capacity, spread, dtype)
+    return self._cache(KVCache.create, batch, capacity, spread, dtype, kind)
 
-  def cache_spec(
+  def init_cache_spec(
     self,
     batch: int,
     capacity: int,
     *,
     spread: Spread | None = None,
     dtype: Any = None,
-  ) -> Any:
-    """What stands for the arrays of `cache`: shapes, dtypes and shardings.
+    kind: Any = "dense",
+  ) -> KVCache:
+    """The cache of `init_cache` with shapes, dtypes and shardings alone.
 
-    Nothing is allocated. The arguments are those of `cache`.
+    Nothing is allocated. The arguments are those of `init_cache`.
     """
-    return self._cache(Dense.spec, batch, capacity, spread, dtype)
+    return self._cache(KVCache.spec, batch, capacity, spread, dtype, kind)
 
   def _cache(
     self,
@@ -297,6 +302,7 @@ class Transformer(nnx.Module):
     capacity: int,
     spread: Spread | None,
     dtype: Any,
+    kind: Any,
   ) -> Any:
     spread = Spread() if spread is None else spread
     mesh = spread.mesh
@@ -306,6 +312,7 @@ class Transformer(nnx.Module):
       batch,
       capacity,
       self.dtype if dtype is None else float_dtype("dtype", dtype),
+      kind=cache_kind(kind),
       mesh=mesh,
       axis=spread.axis,
       head_axis=heads,
@@ -368,7 +375,9 @@ def forward(
   if pos is None and cache is not None and isinstance(attend, Visit):
     pos = cache.length[:, None] + _derived(attend, tokens.shape[1])
   places = tokens_of(model, attend, tokens.shape, pos, seg, length)
-  keep = keep.reserve(places.at, _spread(attend))
+  keep = keep.allocate(
+    places.at, replicated=_spread(attend), sees=isinstance(attend, Visit)
+  )
   h, keep = model.hidden(tokens, places, keep, attend)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
@@ -459,13 +468,13 @@ def _check_manual(attend: Spread, tokens: jax.Array, cache: Any) -> None:
 
 
 def _check_cache(cache: Any) -> None:
-  if not hasattr(type(cache), "reserve"):
+  if not hasattr(type(cache), "allocate"):
     raise InputTypeError(
       message(
         "cache",
         type(cache).__name__,
         "a cache of keys and values",
-        "make one with model.cache(batch, capacity); a session has one too, "
+        "make one with model.init_cache(batch, capacity), or pass "
         "session.cache",
       )
     )

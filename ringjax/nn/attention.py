@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ringjax.kv.base import LayerCache
-from ringjax.kv.dense import Shape
+from ringjax.kv.cache import LayerCacheSpec
 from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.spread import Extras
@@ -97,9 +97,9 @@ class Attention:
     """How many tokens a query looks back; None: all."""
     return self.mask.reach[0]
 
-  def cache_shape(self, layers: int) -> Shape:
+  def cache_shape(self, layers: int) -> LayerCacheSpec:
     """What `layers` of this kind keep for a token."""
-    return Shape(layers, self.kv_heads, self.head_dim, self.head_dim)
+    return LayerCacheSpec(layers, self.kv_heads, self.head_dim, self.head_dim)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> GroupedQuery:
     return GroupedQuery(rngs, self, embed)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ringjax.kv.base import KV, LayerCache
-from ringjax.kv.dense import Shape
+from ringjax.kv.cache import LayerCacheSpec
 from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.spread import Extras
 from ringjax.nn.tokens import Tokens
@@ -71,9 +71,9 @@ class Latent:
     """How many tokens a query looks back; None: all."""
     return self.mask.reach[0]
 
-  def cache_shape(self, layers: int) -> Shape:
+  def cache_shape(self, layers: int) -> LayerCacheSpec:
     """What `layers` of this kind keep for a token."""
-    return Shape(layers, 1, self.latent + self.rope.dims, 0)
+    return LayerCacheSpec(layers, 1, self.latent + self.rope.dims, 0)
 
   def build(self, rngs: nnx.Rngs, embed: int) -> LatentLayer:
     return LatentLayer(rngs, self, embed)

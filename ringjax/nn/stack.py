@@ -7,6 +7,7 @@ Cost: the program holds one body for each group, not for each layer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,16 +75,21 @@ class Stack(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
     slots, done = list(cache.slots), []
+    number = itertools.count()
     for run, blocks in zip(self.runs, self.blocks, strict=True):
       mine, slots = slots[: len(blocks)], slots[len(blocks) :]
       blocks = tuple(blocks)
+      kinds = [next(number) for _ in blocks]
 
-      def body(carry: tuple, layer: tuple) -> tuple[tuple, None]:
+      def body(
+        carry: tuple, layer: tuple, kinds: list[int] = kinds
+      ) -> tuple[tuple, None]:
         x, slots = carry
         index, blocks = layer
         after = []
-        for block, kind in zip(blocks, slots, strict=True):
-          x, part = block(x, tokens, cache.layer(kind, index), spread)
+        for kind, block, held in zip(kinds, blocks, slots, strict=True):
+          layer_cache = cache.layer(kind, held, index)
+          x, part = block(x, tokens, layer_cache, spread)
           after.append(part.slots)
         return (x, tuple(after)), None
 

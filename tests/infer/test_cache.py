@@ -47,7 +47,7 @@ def close(got, want):
 def test_calls_go_on_behind_what_the_cache_holds(model, text):
   """By default: after a whole prompt, after a chunk, after a token."""
   tokens, want = text
-  cache = model.cache(2, 16)
+  cache = model.init_cache(2, 16)
   got, at = [], 0
   for count, attend in ((8, Travel()), (7, None), (1, None)):
     logits, cache = model(
@@ -68,7 +68,7 @@ def test_traced_calls_go_on_too(model, text):
     second, cache = model(tokens[:, 8:], cache=cache)
     return jnp.concatenate([first, second], 1), cache.length
 
-  logits, length = both(tokens, model.cache(2, 16))
+  logits, length = both(tokens, model.init_cache(2, 16))
   close(logits, want)
   assert length.tolist() == [16, 16]
 
@@ -78,7 +78,7 @@ def test_each_example_goes_on_behind_its_own_last_token(model, text):
   real = np.arange(8)[None] < np.array([[8], [5]])
   first = np.where(real, tokens[:, :8], 0)
   _, cache = model(
-    first, segment_ids=real.astype(np.int32), cache=model.cache(2, 16)
+    first, segment_ids=real.astype(np.int32), cache=model.init_cache(2, 16)
   )
   assert cache.length.tolist() == [8, 5]
   after = np.stack([tokens[0, 8:12], tokens[1, 5:9]])
@@ -92,7 +92,7 @@ def test_a_sharded_cache_goes_on(text):
   mesh = make_mesh(2, "auto")
   model = rj.models.create(SMALL, seed=1, mesh=mesh)
   one, chunk = (Visit(mesh=mesh, axis="seq", spread=s) for s in (True, False))
-  cache, got, at = model.cache(2, 18, spread=one), [], 0
+  cache, got, at = model.init_cache(2, 18, spread=one), [], 0
   for count, attend in ((3, one), (4, chunk), (8, chunk), (1, one)):
     logits, cache = model(
       tokens[:, at : at + count], cache=cache, attend=attend
@@ -100,11 +100,11 @@ def test_a_sharded_cache_goes_on(text):
     got.append(np.asarray(logits))
     at += count
   close(np.concatenate(got, 1), want)
-  # One slot stayed empty before the first chunk, and there is one more.
-  with pytest.raises(PromptError, match="2 more tokens .* 17 are taken"):
-    model(tokens[:, :2], cache=cache, attend=one)
-  with pytest.raises(PromptError, match="at most 0"):
-    model(tokens[:, :2], cache=cache, attend=chunk)
+  # No slot stayed empty: there are two more.
+  with pytest.raises(PromptError, match="3 more tokens .* 16 are taken"):
+    model(tokens[:, :3], cache=cache, attend=one)
+  with pytest.raises(PromptError, match="at most 2"):
+    model(tokens[:, :4], cache=cache, attend=chunk)
   with pytest.raises(ShapeError, match="multiple of 2"):
     model(tokens[:, :3], cache=cache, attend=chunk)
 
@@ -112,7 +112,7 @@ def test_a_sharded_cache_goes_on(text):
 def test_an_end_that_is_cut_off_can_be_said_anew(model, text):
   """`truncate`: what was wrong is forgotten, its slots are free."""
   tokens, want = text
-  _, cache = model(tokens[:, :8], cache=model.cache(2, 16))
+  _, cache = model(tokens[:, :8], cache=model.init_cache(2, 16))
   wrong = np.full((2, 6), 3, np.int32)
   _, cache = model(wrong, cache=cache)
   cache = cache.truncate(8)
@@ -123,7 +123,7 @@ def test_an_end_that_is_cut_off_can_be_said_anew(model, text):
 def test_several_go_on_from_one_prefix(model, text):
   """`take`: an example, as often as it is named."""
   tokens, want = text
-  _, cache = model(tokens[:, :8], cache=model.cache(2, 16))
+  _, cache = model(tokens[:, :8], cache=model.init_cache(2, 16))
   cache = cache.take(jnp.array([1, 0, 1]))
   assert cache.length.tolist() == [8, 8, 8]
   logits, _ = model(tokens[[1, 0, 1], 8:], cache=cache)
@@ -145,7 +145,7 @@ def refuses(kind, says, f):
 
 def test_a_cache_that_is_full(model, text):
   tokens, _ = text
-  _, cache = model(tokens[:, :12], cache=model.cache(2, 16))
+  _, cache = model(tokens[:, :12], cache=model.init_cache(2, 16))
   kept = np.asarray(cache.slots[0].k)
   refuses(
     PromptError,
@@ -163,7 +163,7 @@ def test_a_cache_that_is_full(model, text):
 def test_shapes_that_no_cache_can_take(model, text):
   """Also where a cache is traced."""
   tokens, _ = text
-  small, other = model.cache(2, 8), model.cache(3, 16)
+  small, other = model.init_cache(2, 8), model.init_cache(3, 16)
   traced = jax.jit(lambda cache: model(tokens, cache=cache)[0])
   for call in (lambda cache: model(tokens, cache=cache), traced):
     refuses(PromptError, "16 more tokens", lambda call=call: call(small))
@@ -172,7 +172,7 @@ def test_shapes_that_no_cache_can_take(model, text):
 
 def test_old_keys_that_would_not_be_seen(model, text):
   tokens, _ = text
-  _, cache = model(tokens[:, :8], cache=model.cache(2, 16))
+  _, cache = model(tokens[:, :8], cache=model.init_cache(2, 16))
   refuses(
     OptionError,
     r"Travel\(\) behind 8 tokens",
@@ -182,7 +182,7 @@ def test_old_keys_that_would_not_be_seen(model, text):
 
 def test_a_cache_that_was_given_away(model, text):
   tokens, _ = text
-  cache = model.cache(2, 16)
+  cache = model.init_cache(2, 16)
   for x in jax.tree.leaves(cache):
     x.delete()
   refuses(OptionError, "given away", lambda: model(tokens, cache=cache))
@@ -202,7 +202,7 @@ def test_what_is_no_cache(model, text):
 @pytest.mark.parametrize("dtype", ["int8", "foo", jnp.int32, bool, 3])
 def test_dtypes_that_no_keys_have(model, dtype):
   says = "bfloat16, float16, float32, float64"
-  refuses(OptionError, says, lambda: model.cache(1, 8, dtype=dtype))
+  refuses(OptionError, says, lambda: model.init_cache(1, 8, dtype=dtype))
   refuses(OptionError, says, lambda: rj.infer.Session(model, 8, dtype=dtype))
   ask = lambda: rj.infer.generate(
     model, [[1]], max_new_tokens=1, cache_dtype=dtype
@@ -212,7 +212,9 @@ def test_dtypes_that_no_keys_have(model, dtype):
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_dtype_that_is_switched_off(model):
-  refuses(OptionError, "64-bit", lambda: model.cache(1, 8, dtype=jnp.float64))
+  refuses(
+    OptionError, "64-bit", lambda: model.init_cache(1, 8, dtype=jnp.float64)
+  )
 
 
 # ---------------------------------------------------------------------------
@@ -223,8 +225,8 @@ def test_a_dtype_that_is_switched_off(model):
 def test_a_spec_is_the_cache_without_its_arrays(model):
   spread = Spread(mesh=make_mesh(2, "auto"), axis="seq")
   for options in ({}, dict(spread=spread), dict(dtype="bfloat16")):
-    spec = model.cache_spec(2, 16, **options)
-    cache = model.cache(2, 16, **options)
+    spec = model.init_cache_spec(2, 16, **options)
+    cache = model.init_cache(2, 16, **options)
     made = (cache.slots, cache.at)
     for x, y in zip(jax.tree.leaves(spec), jax.tree.leaves(made), strict=True):
       assert (x.shape, x.dtype) == (y.shape, y.dtype)

@@ -13,7 +13,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.infer import prefill
-from ringjax.kv.dense import Slots
+from ringjax.kv.cache import Slots
 from ringjax.nn.spread import Chained, Travel, Visit
 from tests import checkpoints
 
@@ -57,7 +57,7 @@ def whole(model, mesh, method, tokens):
   """Logits of every token, and the cache that one pass leaves."""
   spread = way(method, mesh)
   batch, length = tokens.shape
-  cache = model.cache(batch, CAPACITY, spread=spread)
+  cache = model.init_cache(batch, CAPACITY, spread=spread)
   # Zigzag wants a multiple of twice the shards.
   unit = 1 if method == "kvr" else 2 * spread.size
   total = -(-length // unit) * unit
@@ -80,7 +80,7 @@ def parts(model, mesh, tokens):
   chunks = Visit(mesh=mesh, axis=axis, spread=False)
   singles = Visit(mesh=mesh, axis=axis)
   batch, total = tokens.shape
-  cache = model.cache(batch, CAPACITY, spread=singles)
+  cache = model.init_cache(batch, CAPACITY, spread=singles)
   found, at = [], 0
   while at < total:
     size = CHUNK if at < total - STEPS else 1

@@ -43,7 +43,7 @@ def operands(name, capacity, layers=LAYERS, batch=BATCH):
   model = models.abstract(config, dtype=jnp.float32)
   # The shardings of a small cache, and the shapes of a large one.
   spread = Spread(mesh=mesh, axis="seq")
-  small = model.cache(batch, SMALL, spread=spread, dtype=jnp.float32)
+  small = model.init_cache(batch, SMALL, spread=spread, dtype=jnp.float32)
   large = lambda x: jax.ShapeDtypeStruct(
     tuple(capacity if n == SMALL else n for n in x.shape),
     x.dtype,

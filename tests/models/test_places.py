@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax.errors import InputTypeError, MeshError
-from ringjax.kv.dense import Dense
+from ringjax.kv.cache import KVCache
 from ringjax.models import Travel, Visit
 from tests import checkpoints
 from tests.helpers import make_mesh, refused
@@ -157,7 +157,7 @@ def test_queries_visit_the_cache_where_it_lies(placed):
   model, logits = placed
   spread = Visit(mesh=make_mesh(4, "explicit"), axis="seq")
   for attend in (None, Visit(spread=False)):
-    cache = model.cache(2, 32, spread=spread)
+    cache = model.init_cache(2, 32, spread=spread)
     got, cache = model(TOKENS, cache=cache, attend=attend)
     close(got, logits)
     assert cache.slots[0].k.sharding.spec[3] == "seq"
@@ -240,8 +240,8 @@ def test_what_has_no_place_in_a_shard_map(made, options, part, names, words):
   model, _ = made(NAME)
   mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
   if "cache" in options:
-    cache = model.cache(2, 32)
-    assert isinstance(cache, Dense)
+    cache = model.init_cache(2, 32)
+    assert isinstance(cache, KVCache)
     options = dict(cache=cache)
   elif options.get("attend") is True:
     options = dict(attend=Travel(mesh=mesh, axis="seq"))

@@ -39,7 +39,7 @@ def prompt(name, number, depth, length):
 
 def answer(model, tokens, most=64):
   """Greedy decoding to the end of the text, by a cache."""
-  cache = model.cache(1, len(tokens) + most)
+  cache = model.init_cache(1, len(tokens) + most)
   rows = jnp.asarray([[len(tokens) - 1]])
   logits, cache = model(tokens[None], cache=cache, rows=rows)
   found = []

@@ -95,7 +95,7 @@ def read(model, tokens, sizes, cache, spread, **options):
 
 def test_prompt_then_tokens(model, expected):
   b, t = expected.tokens.shape
-  cache = model.cache(b, t)
+  cache = model.init_cache(b, t)
   head, tail = expected.tokens[:, : t - 9], expected.tokens[:, t - 9 :]
   first, cache = model(head, cache=cache, attend=Travel())
   close(first, expected.logits[:, : t - 9])
@@ -109,7 +109,7 @@ def test_prompt_then_tokens(model, expected):
 def test_chunks(model, expected, size):
   b, t = expected.tokens.shape
   sizes = [size] * (t // size) + [t % size] * (t % size > 0)
-  cache = model.cache(b, t)
+  cache = model.init_cache(b, t)
   got, _ = read(model, expected.tokens, sizes, cache, Visit())
   close(got, expected.logits)
 
@@ -117,7 +117,7 @@ def test_chunks(model, expected, size):
 def test_greedy(model, expected):
   b, length = expected.prompt.shape
   steps = expected.greedy.shape[1]
-  cache = model.cache(b, length + steps)
+  cache = model.init_cache(b, length + steps)
   logits, cache = model(expected.prompt, cache=cache, attend=Travel())
   for i in range(steps):
     token = jnp.argmax(logits[:, -1:], -1)
@@ -154,7 +154,7 @@ def test_shards_read_chunks_and_decode(model, expected):
   decode = Visit(mesh=mesh, axis="seq")
   model = on(model, decode)
   b = expected.tokens.shape[0]
-  cache = model.cache(b, 24, spread=decode)
+  cache = model.init_cache(b, 24, spread=decode)
   got, cache = read(model, expected.tokens[:, :16], [8, 8], cache, chunk)
   close(got, expected.logits[:, :16])
   for i in range(16, 20):
@@ -187,7 +187,7 @@ def test_padded_prompts_go_on(model, expected, shards):
   lengths, size = np.array([3, 10]), 16
   seg = (np.arange(size)[None] < lengths[:, None]).astype(np.int32)
   tokens = np.where(seg > 0, expected.tokens[:2, :size], 0)
-  cache = model.cache(2, 32, spread=spread)
+  cache = model.init_cache(2, 32, spread=spread)
   got, cache = model(tokens, segment_ids=seg, cache=cache, attend=spread)
   decode = Visit(mesh=spread.mesh, axis="seq")
   rows = np.arange(2)
@@ -211,7 +211,7 @@ def test_padded_prompts_go_on(model, expected, shards):
 @pytest.mark.slow
 def test_a_left_padded_call_goes_on(model, expected):
   tokens = expected.tokens[:1, :12]
-  cache = model.cache(1, 32)
+  cache = model.init_cache(1, 32)
   _, cache = model(tokens[:, :6], cache=cache, attend=Visit())
   padded = np.concatenate([np.zeros((1, 4), np.int32), tokens[:, 6:]], 1)
   pos = np.maximum(np.arange(10) + 2, 0).astype(np.int32)[None]
@@ -261,7 +261,7 @@ def test_gradients_over_shards(model, expected):
 
 
 def test_nbytes_count_states(model):
-  cache, longer = model.cache(1, 8), model.cache(1, 16)
+  cache, longer = model.init_cache(1, 8), model.init_cache(1, 16)
   state = 2 * 4 * 8 * 12 + 2 * 3 * (2 * 2 * 8 + 4 * 12) + 2 * 3
   # Keys and values of one layer, and coordinates.
   each = 2 * 2 * 16 + 2
@@ -274,7 +274,7 @@ def test_bfloat16(folder, expected):
   attend = Visit(mesh=make_mesh(2, "auto"), axis="seq", spread=False)
   model = models.load(folder, dtype=jnp.bfloat16, mesh=attend.mesh)
   t = expected.tokens.shape[1]
-  cache = model.cache(expected.tokens.shape[0], t // 2 * 2, spread=attend)
+  cache = model.init_cache(expected.tokens.shape[0], t // 2 * 2, spread=attend)
   got, cache = model(
     expected.tokens[:, : t // 2 * 2], cache=cache, attend=attend
   )

@@ -22,7 +22,7 @@ from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class StrategyEntry:
   """A strategy that has a name.
 
   Attributes:
@@ -55,40 +55,42 @@ class Entry:
 
 
 # The order decides between equals in cost, the plainer one first.
-STRATEGIES: dict[str, Entry] = {
-  "halo": Entry(
+STRATEGIES: dict[str, StrategyEntry] = {
+  "halo": StrategyEntry(
     strategy=Halo(), cost=costs.halo, layout=Contiguous(), consecutive=True,
     same_tokens=True,
   ),
-  "documents": Entry(
+  "documents": StrategyEntry(
     strategy=Ring(by_document=True), cost=costs.documents, layout=Contiguous(),
     consecutive=True, wired=True,
   ),
-  "ring": Entry(
+  "ring": StrategyEntry(
     strategy=Ring(), cost=costs.ring, layout=Contiguous(), wired=True
   ),
-  "chain": Entry(
+  "chain": StrategyEntry(
     strategy=Chain(), cost=costs.chain, layout=Contiguous(), consecutive=True,
     same_tokens=True, wired=True, some_pairs=True,
   ),
-  "gather": Entry(
+  "gather": StrategyEntry(
     strategy=Gather(), cost=costs.gather, layout=Contiguous(), wired=True,
     visits=False,
   ),
-  "ulysses": Entry(
+  "ulysses": StrategyEntry(
     strategy=Ulysses(), cost=costs.ulysses, layout=Contiguous(), visits=False
   ),
-  "bidirectional": Entry(
+  "bidirectional": StrategyEntry(
     strategy=Ring(two_way=True), cost=costs.bidirectional, layout=Striped(),
     wired=True,
   ),
-  "hybrid": Entry(
+  "hybrid": StrategyEntry(
     strategy=Ulysses(Ring()), cost=costs.hybrid, layout=Striped(), wired=True
   ),
-  "two_level": Entry(
+  "two_level": StrategyEntry(
     strategy=Ring(Ring()), cost=costs.two_level, layout=Striped(), wired=True
   ),
-  "ring_q": Entry(strategy=RingQ(), cost=costs.ring_q, layout=Striped()),
+  "ring_q": StrategyEntry(
+    strategy=RingQ(), cost=costs.ring_q, layout=Striped()
+  ),
 }  # fmt: skip
 GROUPED = tuple(name for name, one in STRATEGIES.items() if one.grouped)
 WIRED = tuple(name for name, one in STRATEGIES.items() if one.wired)
@@ -101,7 +103,7 @@ NAMES = (
 )
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> StrategyEntry | None:
   """The entry of a name; of one of `REORDERED` the ring's with its layout."""
   if name in REORDERED:
     return dataclasses.replace(STRATEGIES["ring"], layout=REORDERED[name])

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from ringjax.errors import OptionError
-from ringjax.ops.attention.cached import CachedAttention
+from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.kernels import best
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView, decode_attention
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment
-from tests.ops.attention import test_resident as resident
-from tests.ops.attention.test_resident import OPTIONS, close, problem, truth
+from tests.ops.attention import test_cached as resident
+from tests.ops.attention.test_cached import OPTIONS, close, problem, truth
 
 KINDS = (DecodeTPU, DecodeGPU)
 
@@ -189,10 +189,10 @@ def test_they_stay_one_in_a_shard_map(kind):
       return super().decode(scores, q, keys, terms, context)
 
   mesh = resident.make_mesh(4, "auto")
-  run = CachedAttention(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
+  run = ShardedDecode(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
   rest = (keys, terms, context.q, context.mask)
   got = jax.jit(lambda q: run(scores, q, *rest))(q)
-  want = CachedAttention(local=best.Loops())(
+  want = ShardedDecode(local=best.Loops())(
     scores, q, keys, terms, context.q, context.mask
   )
   assert seen == [True]

@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.base import Cache, LayerCache
-from ringjax.kv.dense import Dense, Shape
+from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.state import StateShape
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from tests.helpers import make_mesh
 
 KINDS = (
-  Shape(layers=2, heads=2, key=4, value=6),
-  Shape(layers=1, heads=1, key=8, value=0),
+  LayerCacheSpec(layers=2, heads=2, key=4, value=6),
+  LayerCacheSpec(layers=1, heads=1, key=8, value=0),
 )
 B = 2
 
@@ -31,7 +31,7 @@ B = 2
 def create(capacity, shards=1):
   mesh = make_mesh(shards, "auto") if shards > 1 else None
   axis = None if mesh is None else "seq"
-  return Dense.create(KINDS, B, capacity, jnp.float32, mesh=mesh, axis=axis)
+  return KVCache.create(KINDS, B, capacity, jnp.float32, mesh=mesh, axis=axis)
 
 
 def tokens(first, count):
@@ -53,11 +53,11 @@ def tokens(first, count):
 def append(cache, first, count, spread):
   at, kv = tokens(first, count)
   assert isinstance(cache, Cache)
-  cache = cache.reserve(at, spread)
+  cache = cache.allocate(at, replicated=spread, sees=True)
   slots = list(cache.slots)
   for kind, shape in enumerate(KINDS):
     for index in range(shape.layers):
-      layer = cache.layer(slots[kind], jnp.int32(index))
+      layer = cache.layer(kind, slots[kind], jnp.int32(index))
       assert isinstance(layer, LayerCache)
       slots[kind] = layer.append(*kv(shape, index), at, Rotation()).slots
   return cache.updated(tuple(slots))
@@ -108,19 +108,22 @@ def test_what_is_generated_goes_around():
     assert used.max() - used.min() <= 1 and used.sum() == B * (9 + n)
 
 
-def test_a_chunk_after_a_token_begins_a_new_row():
+def used(cache):
+  return cache.capacity // cache.shards - cache.free()
+
+
+def test_a_chunk_behind_a_token_costs_no_slot():
   cache = append(create(64, 4), 0, 1, spread=True)
   cache = append(cache, 1, 8, spread=False)
-  used = np.asarray(cache.at.seg).reshape(B, 4, -1)
-  # Shards without the single token leave one slot empty.
-  assert used[0].tolist()[0][:4] == [1, 1, 1, 0]
-  assert used[0].tolist()[1][:4] == [0, 1, 1, 0]
-  check(cache, 9)
+  assert used(cache)[0].tolist() == [3, 2, 2, 2]
+  # What comes next makes the shards level.
+  cache = append(cache, 9, 3, spread=True)
+  assert used(cache)[0].tolist() == [3, 3, 3, 3]
+  check(cache, 12)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_what_is_cut_off_is_free_again(shards):
-  """Inside of what goes around the shards, and inside of the chunk."""
   cache = append(create(10 * shards, shards), 0, 2 * shards, spread=False)
   total = 2 * shards + 6
   for n in range(2 * shards, total):
@@ -128,15 +131,17 @@ def test_what_is_cut_off_is_free_again(shards):
   assert cache.length.tolist() == [total] * B
   cache = cache.truncate(total - 3)
   check(cache, total - 3)
-  assert cache.filled() == (2, 3)
-  # What comes next lies where the tokens that were cut off did.
+  assert used(cache).sum(1).tolist() == [total - 3] * B
+  # What comes next is where the tokens that were cut off were.
+  before = [np.asarray(x) for x in jax.tree.leaves(cache.held)]
+  cache = append(cache, total - 3, 1, spread=True).truncate(total - 3)
+  assert used(cache).sum(1).tolist() == [total - 3] * B
+  del before
   cache = append(cache, total - 3, 1, spread=True)
   check(cache, total - 2)
-  assert cache.filled() == (2, 4)
   cache = cache.truncate(jnp.array([shards, 0]))
   assert cache.length.tolist() == [shards, 0]
-  assert cache.filled() == (2 if shards > 1 else 1, 0)
-  assert cache.truncate(0).filled() == (0, 0)
+  assert used(cache).sum(1).tolist() == [shards, 0]
 
 
 def test_examples_are_taken_and_stay_where_they_lie():
@@ -161,7 +166,7 @@ def test_examples_that_are_none(examples):
 
 def test_a_state_does_not_go_back():
   shape = StateShape(layers=1, key_heads=1, heads=1, key=2, value=2, tail=1)
-  cache = Dense.create((shape,), B, 4, jnp.float32)
+  cache = KVCache.create((shape,), B, 4, jnp.float32)
   with pytest.raises(OptionError, match="does not go back"):
     cache.truncate(0)
   assert cache.take(jnp.array([1])).slots[0].memory.shape[1] == 1
@@ -171,7 +176,7 @@ def test_shape_and_bytes():
   cache = create(16)
   numbers = sum(s.numbers() for s in KINDS)
   assert numbers == 2 * 2 * 10 + 8
-  assert cache.nbytes() == 16 * B * (4 * numbers + 8)
+  assert cache.nbytes() == 16 * B * (4 * numbers + 8) + 2 * B * 4
   assert cache.capacity == 16 and cache.shards == 1
   assert create(16, 4).shards == 4
 
@@ -180,7 +185,7 @@ def test_where_it_lies():
   mesh = jax.make_mesh(
     (2, 2, 2), ("data", "model", "seq"), axis_types=(AxisType.Auto,) * 3
   )
-  cache = Dense.create(
+  cache = KVCache.create(
     KINDS, B, 8, jnp.bfloat16, mesh=mesh, axis="seq", head_axis="model",
     batch_axes=("data",),
   )  # fmt: skip

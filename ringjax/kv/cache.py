@@ -1,0 +1,670 @@
+"""The cache of a model: keys of its layers, and states of recurrent ones.
+
+Guarantees: rows are independent; appending tokens, keeping fewer of them and
+appending others is the same as never having appended the first; what a row
+exports is loaded bit for bit.
+Memory: L B S K (H + J) numbers, where S is the capacity.
+
+`ContiguousSlots` says which token is in which slot; the arrays of keys and
+values are one for each kind of layer of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax import tree
+from ringjax.errors import (
+  OptionError,
+  PromptError,
+  ShapeError,
+  message,
+)
+from ringjax.kv.base import KV, CacheSpec, zeros
+from ringjax.kv.kinds import DENSE, CacheKind
+from ringjax.kv.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
+from ringjax.kv.state import State, StateShape
+from ringjax.ops.attention.views import ContiguousView, KVView, UnrotatedView
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCacheSpec:
+  """What the layers of one kind keep of a token.
+
+  Attributes:
+    layers: how many layers share the array.
+    heads: kv heads, K.
+    key: head dim of the keys, H.
+    value: head dim of the values, J; 0 where values are part of the keys.
+  """
+
+  layers: int
+  heads: int
+  key: int
+  value: int
+
+  def numbers(self) -> int:
+    """Numbers that one token takes."""
+    return self.layers * self.heads * (self.key + self.value)
+
+  def slots(self, room: CacheSpec) -> LayerKV:
+    """Shapes, dtypes and shardings of the arrays."""
+    names = (None, "batch", "heads", "tokens")
+    lead = (self.layers, room.batch, self.heads, room.capacity)
+    return LayerKV(
+      room.like((*lead, self.key), room.dtype, names),
+      room.like((*lead, self.value), room.dtype, names),
+    )
+
+
+class LayerKV(NamedTuple):
+  """Keys and values of the layers of one kind.
+
+  Fields:
+    k: [L, B, K, S, H].
+    v: [L, B, K, S, J].
+  """
+
+  k: jax.Array
+  v: jax.Array
+
+
+class Blocks(NamedTuple):
+  """Tokens of one row, taken out of a cache.
+
+  Fields:
+    at: coordinates [n], by position.
+    parts: for each kind of layer keys [L, K, n, H] and values [L, K, n, J].
+    kind: of the cache that they came from.
+  """
+
+  at: Coords
+  parts: tuple[LayerKV, ...]
+  kind: CacheKind
+
+
+class Snapshot(NamedTuple):
+  """What `restore` needs; keys and values are not copied.
+
+  Fields:
+    slots: coordinates and cursors.
+    states: of recurrent layers, None for others.
+  """
+
+  slots: ContiguousSlots
+  states: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+  """A cache of fixed capacity.
+
+  Attributes:
+    slots: for each kind of layer its `LayerKV`, or a recurrent one's `State`.
+    held: which token is in which slot.
+    kind: how keys and values are stored.
+    mesh: whose `axis` shards S; None is one device.
+    axis: the sequence's axis.
+  """
+
+  slots: tuple[LayerKV | State, ...]
+  held: ContiguousSlots
+  kind: CacheKind = DENSE
+  mesh: Any = None
+  axis: str | None = None
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[LayerCacheSpec | StateShape, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    **where: Any,
+  ) -> KVCache:
+    """An empty cache of `capacity` tokens a row; see `spec`."""
+    empty = cls.spec(shapes, batch, capacity, dtype, **where)
+    return zeros(empty)
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[LayerCacheSpec | StateShape, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    *,
+    kind: CacheKind = DENSE,
+    mesh: Any = None,
+    axis: str | None = None,
+    head_axis: str | None = None,
+    batch_axes: tuple[str, ...] = (),
+  ) -> KVCache:
+    """Such a cache of shapes, dtypes and shardings: nothing is allocated.
+
+    Args:
+      shapes: what each kind of layer keeps.
+      batch: B.
+      capacity: tokens of a row, a multiple of the shards.
+      dtype: of keys and values.
+      kind: how they are stored.
+      mesh: None for one device.
+      axis: the mesh axis that shards the slots.
+      head_axis: the mesh axis that shards the kv heads where they divide.
+      batch_axes: mesh axes that shard the batch.
+
+    Raises:
+      OptionError: a capacity that does not divide over the shards.
+    """
+    size = mesh.shape[axis] if axis is not None else 1
+    if capacity < 1 or capacity % size:
+      raise OptionError(
+        message(
+          "capacity",
+          capacity,
+          f"a positive multiple of the {size} shards",
+          f"round it up to {max(1, math.ceil(capacity / size)) * size}",
+        )
+      )
+    room = CacheSpec(
+      batch=batch,
+      capacity=capacity,
+      dtype=dtype,
+      mesh=mesh,
+      axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
+    )
+    return cls(
+      tuple(s.slots(room) for s in shapes),
+      ContiguousSlots.spec(room),
+      kind,
+      mesh,
+      axis,
+    )
+
+  @property
+  def at(self) -> Coords:
+    """Coordinates of all slots, [B, S]."""
+    return self.held.at
+
+  @property
+  def shards(self) -> int:
+    return self.held.shards
+
+  @property
+  def capacity(self) -> int:
+    """Tokens of a row that fit."""
+    return self.held.capacity
+
+  @property
+  def batch(self) -> int:
+    """Rows, B."""
+    return self.at.pos.shape[0]
+
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], the position behind each row's last token; 0 if empty.
+
+    It is how many tokens a row has, where they are counted from 0.
+    """
+    return jnp.max(jnp.where(self.at.seg > 0, self.at.pos + 1, 0), 1)
+
+  @property
+  def lost(self) -> bool:
+    """Whether the arrays were donated to a program."""
+    leaves = jax.tree.leaves((self.slots, self.held))
+    return any(isinstance(x, jax.Array) and _deleted(x) for x in leaves)
+
+  @property
+  def recurrent(self) -> bool:
+    """Whether some layers keep a state."""
+    return any(isinstance(s, State) for s in self.slots)
+
+  def nbytes(self) -> int:
+    """Bytes of all shards together."""
+    return sum(x.nbytes for x in jax.tree.leaves((self.slots, self.held)))
+
+  def free(self) -> np.ndarray | None:
+    """Slots that are free, int [B, R]; None where they are traced."""
+    return self.held.free()
+
+  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
+    """Refuses tokens [B, T] that do not fit.
+
+    Under a trace what the cache holds is not known: there only shapes are
+    checked, and the caller sees to it that the tokens fit.
+
+    Args:
+      batch: B.
+      tokens: T.
+      spread: whether the tokens are the same on all shards.
+      sees: whether the call looks at what the cache holds already.
+
+    Raises:
+      ShapeError: another batch, or tokens that do not divide over the shards.
+      PromptError: too few free slots.
+      OptionError: a call that would not see the tokens before it, or a cache
+        whose buffers were donated.
+    """
+    size = self.shards
+    if batch != self.batch:
+      raise ShapeError(
+        message(
+          "cache",
+          f"{batch} example(s) for a cache of {self.batch}",
+          "as many examples as the cache was made for",
+          f"make one with model.init_cache({batch}, {self.capacity})",
+        )
+      )
+    if not spread and tokens % size:
+      raise ShapeError(
+        message(
+          "tokens",
+          f"{tokens} tokens over {size} shards",
+          f"a multiple of {size}",
+          "fill them up with tokens whose segment_ids are 0",
+        )
+      )
+    if self.lost:
+      raise OptionError(
+        message(
+          "cache",
+          "one whose buffers were donated to an earlier call",
+          "the cache that the last call returned",
+          "pass that one, or make a new one with model.init_cache",
+        )
+      )
+    free = self.free()
+    if free is None:
+      free = np.full((batch, size), self.capacity // size)
+    taken = self.capacity - free.sum(1).min()
+    if not sees and taken:
+      raise OptionError(
+        message(
+          "attend",
+          f"Travel() behind {taken} tokens in the cache",
+          "an empty cache, for the old tokens would not be seen",
+          "pass attend=Visit(), or leave it out",
+        )
+      )
+    left = int(free.sum(1).min() if spread else size * free.min())
+    if tokens > left:
+      raise PromptError(
+        message(
+          "cache",
+          f"{tokens} more tokens for a cache of {self.capacity} slots, of "
+          f"which {self.capacity - left} are taken",
+          f"at most {left}",
+          "make a larger one, with model.init_cache(batch, capacity)",
+        )
+      )
+
+  # -------------------------------------------------------------------------
+  # A call
+  # -------------------------------------------------------------------------
+
+  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> KVCache:
+    """Slots for T tokens with these coordinates, [B, T].
+
+    Args:
+      at: the coordinates.
+      replicated: whether the tokens are the same on all shards; otherwise T
+        is sharded and each shard keeps its own.
+      sees: whether the call looks at what the cache holds; a call that does
+        not starts the cache anew.
+    """
+    mode = REPLICATED if replicated else SHARDED if sees else FILL
+    return dataclasses.replace(self, held=self.held.allocate(at, mode))
+
+  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+    del kind
+    if isinstance(slots, State):
+      return slots.layer(self, index)
+    return ContiguousLayer(self, slots, index)
+
+  def updated(self, slots: tuple[Any, ...]) -> KVCache:
+    """The cache after the layers."""
+    return dataclasses.replace(self, slots=slots)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def truncate(self, length: Any) -> KVCache:
+    """Without the tokens at positions from `length` on, an int or int [B].
+
+    Slots behind the last token that is left are free again.
+
+    Raises:
+      OptionError: a recurrent layer, whose state cannot go back.
+    """
+    self._refuse_states("truncate")
+    end = jnp.asarray(length, jnp.int32).reshape(-1)
+    end = jnp.broadcast_to(end, (self.batch,))
+    return dataclasses.replace(self, held=self.held.truncate(end))
+
+  def keep(self, kept: Any) -> KVCache:
+    """Of the last call's T tokens those in `kept`, bool [B, T].
+
+    The others are as if they had never been appended, for instance drafted
+    tokens that were rejected.
+
+    Raises:
+      OptionError: a recurrent layer: use `snapshot` and `restore`.
+      ShapeError: not a bool for each token.
+    """
+    self._refuse_states("keep")
+    kept = jnp.asarray(kept)
+    if kept.dtype != bool or kept.ndim != 2 or kept.shape[0] != self.batch:
+      raise ShapeError(
+        message(
+          "kept",
+          f"{kept.dtype} {list(kept.shape)}",
+          f"bool [{self.batch}, T], a value for each token of the last call",
+          "pass jnp.arange(T)[None] < accepted[:, None], for instance",
+        )
+      )
+    return _keep(self, kept)
+
+  def snapshot(self) -> Snapshot:
+    """What `restore` goes back to; later calls may donate the cache."""
+    states = tuple(s if isinstance(s, State) else None for s in self.slots)
+    return jax.tree.map(jnp.copy, Snapshot(self.held, states))
+
+  def restore(self, snapshot: Snapshot) -> KVCache:
+    """As it was at a snapshot of the same cache, before later appends."""
+    slots = tuple(
+      old if state is None else jax.tree.map(jnp.copy, state)
+      for old, state in zip(self.slots, snapshot.states, strict=True)
+    )
+    held = jax.tree.map(jnp.copy, snapshot.slots)
+    return dataclasses.replace(self, slots=slots, held=held)
+
+  def reset(self, rows: Any) -> KVCache:
+    """With these rows, int [n], empty; the others are as they were."""
+    rows = self._rows(rows)
+    held = self.held
+    empty = lambda x: x.at[rows].set(0)
+    held = dataclasses.replace(
+      held,
+      at=Coords(held.at.pos, empty(held.at.seg)),
+      used=empty(held.used),
+      before=empty(held.before),
+    )
+    clear = lambda x: x.at[:, rows].set(0)
+    slots = tuple(
+      jax.tree.map(clear, s) if isinstance(s, State) else s for s in self.slots
+    )
+    return self._placed(slots, held)
+
+  def insert(self, rows: Any, other: KVCache) -> KVCache:
+    """With the rows of another cache in place of `rows`, int [n].
+
+    Raises:
+      OptionError: a cache of another model, capacity, kind or mesh.
+      ShapeError: not as many rows as the other cache has.
+    """
+    rows = self._rows(rows)
+    shape = lambda c: (
+      [(x.shape[0], *x.shape[2:]) for x in jax.tree.leaves(c.slots)]
+      + [c.capacity, c.kind, c.shards]
+    )
+    if shape(other) != shape(self):
+      raise OptionError(
+        message(
+          "other",
+          f"a cache of {other.capacity} tokens, kind {other.kind}, over "
+          f"{other.shards} shard(s)",
+          f"one of the same model, capacity {self.capacity}, kind {self.kind} "
+          f"and {self.shards} shard(s)",
+          "make both with model.init_cache and the same arguments but batch",
+        )
+      )
+    if rows.size != other.batch:
+      raise ShapeError(
+        message(
+          "rows",
+          f"{rows.size} for a cache of {other.batch}",
+          f"{other.batch}, one for each row of the other cache",
+          "take the rows to insert: other.take(examples)",
+        )
+      )
+    put = lambda axis: (
+      lambda x, new: (
+        x.at[rows].set(new) if axis == 0 else x.at[:, rows].set(new)
+      )
+    )
+    slots = jax.tree.map(put(1), self.slots, other.slots)
+    held = jax.tree.map(
+      put(0), self.held, dataclasses.replace(other.held, mode=self.held.mode)
+    )
+    return self._placed(slots, held)
+
+  def take(self, examples: Any) -> KVCache:
+    """Of these rows, int [B'], each as often as it is named.
+
+    For beams, or to continue one prefix in several ways.
+
+    Raises:
+      ShapeError: not a list of row numbers.
+    """
+    examples = self._rows(examples, traced=True)
+    one = lambda axis: lambda x: _taken(x, examples.astype(jnp.int32), axis)
+    return dataclasses.replace(
+      self,
+      slots=jax.tree.map(one(1), self.slots),
+      held=jax.tree.map(one(0), self.held),
+    )
+
+  def export(self, row: int, start: int, stop: int) -> Blocks:
+    """The tokens of a row at positions from `start` to `stop` - 1, by position.
+
+    Raises:
+      OptionError: a recurrent layer, whose state is not of single tokens.
+      PromptError: the row does not hold all of these positions.
+    """
+    self._refuse_states("export")
+    (row,) = (int(n) for n in self._rows([row]))
+    pos, seg = (np.asarray(x)[row] for x in self.at)
+    found = np.flatnonzero((seg > 0) & (pos >= start) & (pos < stop))
+    found = found[np.argsort(pos[found], kind="stable")]
+    if found.size == 0 or not np.array_equal(
+      pos[found], np.arange(start, stop)
+    ):
+      raise PromptError(
+        message(
+          "start, stop",
+          f"{start} to {stop}, of which row {row} holds {found.size}",
+          f"positions from 0 to {int(np.asarray(self.length)[row])}",
+          "name positions that the row has read",
+        )
+      )
+    index = jnp.asarray(found, jnp.int32)
+    part = lambda x: jnp.take(x[:, row], index, axis=2)
+    parts = tuple(LayerKV(*map(part, s)) for s in self.slots)  # pyrefly: ignore
+    at = Coords(*(jnp.asarray(x[found], jnp.int32) for x in (pos, seg)))
+    return Blocks(at, parts, self.kind)
+
+  def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
+    """Appends exported tokens to a row, bit for bit.
+
+    Args:
+      row: of the cache.
+      blocks: from `export` of a cache of the same model and kind.
+      at: other coordinates [n]; keys that are stored rotated stay at the
+        positions at which they were read.
+
+    Raises:
+      OptionError: blocks of another kind or model, or rotated keys at other
+        positions.
+      PromptError: too few free slots.
+    """
+    self._refuse_states("load")
+    (row,) = (int(n) for n in self._rows([row]))
+    shapes = lambda parts, axis: [
+      (x.shape[0], x.shape[axis], x.shape[-1]) for x in jax.tree.leaves(parts)
+    ]
+    if blocks.kind != self.kind or shapes(blocks.parts, 1) != shapes(
+      self.slots, 2
+    ):
+      raise OptionError(
+        message(
+          "blocks",
+          f"of kind {blocks.kind}, {shapes(blocks.parts, 1)}",
+          f"kind {self.kind}, {shapes(self.slots, 2)}",
+          "export them from a cache of this model and kind",
+        )
+      )
+    at = blocks.at if at is None else at
+    moved = not np.array_equal(np.asarray(at.pos), np.asarray(blocks.at.pos))
+    if moved and not self.kind.unrotated:
+      raise OptionError(
+        message(
+          "at",
+          "other positions for keys that are stored rotated",
+          "the positions at which they were read",
+          "make both caches with kind='unrotated'",
+        )
+      )
+    count = at.pos.shape[0]
+    one = self.take(np.array([row]))
+    one.check(1, count, spread=True, sees=True)
+    held = one.held.allocate(
+      Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at)), REPLICATED
+    )
+    slots = []
+    for old, new in zip(one.slots, blocks.parts, strict=True):
+      arrays = []
+      for x, y in zip(old, new, strict=True):
+        for n in range(x.shape[0] if x.shape[-1] else 0):
+          x = held.write(x, y[n][None], n)
+        arrays.append(x)
+      slots.append(LayerKV(*arrays))
+    filled = dataclasses.replace(one, slots=tuple(slots), held=held)
+    return self.insert(np.array([row]), filled)
+
+  def gathered(self, device: Any) -> KVCache:
+    """The same tokens on one device."""
+    held, along = self.held.gathered(device)
+    slots = tuple(
+      s.gathered(device) if isinstance(s, State) else LayerKV(*map(along, s))
+      for s in self.slots
+    )
+    return KVCache(slots, held, self.kind)
+
+  def _placed(self, slots: Any, held: Any) -> KVCache:
+    """With new arrays where the old ones were."""
+    made = dataclasses.replace(self, slots=slots, held=held)
+
+    def same(x: jax.Array, old: jax.Array) -> jax.Array:
+      if isinstance(old, jax.core.Tracer) or self.mesh is None:
+        return x
+      return jax.device_put(x, old.sharding)
+
+    return jax.tree.map(
+      same,
+      made,
+      dataclasses.replace(
+        self, held=dataclasses.replace(self.held, mode=held.mode)
+      ),
+    )
+
+  def _refuse_states(self, what: str) -> None:
+    if self.recurrent:
+      raise OptionError(
+        message(
+          "cache",
+          f"{what} of recurrent layers, whose state does not go back",
+          "keys and values in every layer",
+          "use snapshot and restore, or read the text into a new cache",
+        )
+      )
+
+  def _rows(self, rows: Any, traced: bool = False) -> Any:
+    """Numbers of rows, int [n]."""
+    found = jnp.asarray(rows) if traced else np.asarray(rows)
+    good = found.ndim == 1 and jnp.issubdtype(found.dtype, jnp.integer)
+    if good and not isinstance(found, jax.core.Tracer):
+      host = np.asarray(found)
+      good = host.size > 0 and bool(((host >= 0) & (host < self.batch)).all())
+    if not good:
+      raise ShapeError(
+        message(
+          "examples",
+          f"{rows}",
+          f"integers [B'] from 0 to {self.batch - 1}",
+          "name the rows, e.g. jnp.array([0, 0])",
+        )
+      )
+    return found
+
+
+tree.register(KVCache, ("slots", "held"), ("kind", "mesh", "axis"))
+
+
+@jax.jit
+def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
+  held, along = cache.held.kept(kept)
+  slots = tuple(LayerKV(along(s.k), along(s.v)) for s in cache.slots)  # pyrefly: ignore
+  return dataclasses.replace(cache, slots=slots, held=held)
+
+
+def _deleted(x: jax.Array) -> bool:
+  return not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
+def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
+  """Rows of an axis, sharded as before where they divide."""
+  found = jnp.take(x, examples, axis, mode="clip")
+  if isinstance(x, jax.core.Tracer) or not isinstance(
+    x.sharding, NamedSharding
+  ):
+    return found
+  mesh, spec = x.sharding.mesh, [*x.sharding.spec]
+  spec += [None] * (x.ndim - len(spec))
+  over = spec[axis] or ()
+  names = over if isinstance(over, tuple) else (over,)
+  if found.shape[axis] % math.prod(mesh.shape[name] for name in names):
+    spec[axis] = None
+  return jax.device_put(found, NamedSharding(mesh, P(*spec)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ContiguousLayer:
+  """One layer's part of a `KVCache` during one call."""
+
+  cache: KVCache
+  slots: LayerKV
+  index: Any
+  fresh: Any = None
+  rotation: Rotation = Rotation()
+
+  def append(
+    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+  ) -> ContiguousLayer:
+    rotated = rotation.own(k)
+    stored = k if self.cache.kind.unrotated else rotated
+    write = lambda old, new: (
+      self.cache.held.write(old, new, self.index) if old.shape[-1] else old
+    )
+    return dataclasses.replace(
+      self,
+      slots=LayerKV(write(self.slots.k, stored), write(self.slots.v, v)),
+      fresh=KV(rotated, v, at),
+      rotation=rotation.general(),
+    )
+
+  def views(self) -> tuple[KVView, ...]:
+    view = ContiguousView(*self.slots, self.cache.at, self.index)
+    if self.cache.kind.unrotated and not self.rotation.trivial:
+      return (UnrotatedView(view, self.rotation),)
+    return (view,)

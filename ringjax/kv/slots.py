@@ -1,0 +1,433 @@
+"""Slots of a group of layers: which token is in which slot, row by row.
+
+Guarantees: a slot holds a key and a value and says by coordinates whose they
+are, so tokens may be in any order: a prompt stays in the layout in which it
+was read. Rows are independent: each has a write cursor of its own on every
+shard. Padding behind a row's last token takes no slot.
+Cost: an append writes the appended; nothing else moves.
+Memory: two int32 a slot, one a row and shard.
+
+A row's tokens fill a shard's slots from the first one. Tokens that all shards
+see (decoding) go one by one to the shard that has the fewest, so that the
+memory of the shards stays level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax import tree
+from ringjax.kv.base import CacheSpec
+from ringjax.ops.mask import Coords
+from ringjax.parallel import collectives
+from ringjax.parallel.local import move
+
+# How the tokens of a call come: sharded, into empty rows; sharded; the same on
+# all shards.
+FILL, SHARDED, REPLICATED = "fill", "sharded", "replicated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContiguousSlots:
+  """The slots of layers that keep every token.
+
+  Attributes:
+    at: coordinates of the slots, [B, S].
+    used: int32 [B, R], slots in use on each of R shards: the write cursors.
+    before: int32 [B, R], those before the last call.
+    mode: how the tokens of the last call came.
+    mesh: whose `axis` shards S; None is one device.
+    axis: the sequence's axis.
+  """
+
+  at: Coords
+  used: Any
+  before: Any
+  mode: str = FILL
+  mesh: Any = None
+  axis: str | None = None
+
+  @classmethod
+  def spec(cls, room: CacheSpec) -> ContiguousSlots:
+    """Shapes, dtypes and shardings of the arrays: nothing is allocated."""
+    tokens = room.like(
+      (room.batch, room.capacity), jnp.int32, ("batch", "tokens")
+    )
+    cursors = room.like((room.batch, room.shards), jnp.int32, (None, None))
+    return cls(
+      at=Coords(tokens, tokens),
+      used=cursors,
+      before=cursors,
+      mesh=room.mesh,
+      axis=room.axes.get("tokens"),
+    )
+
+  @property
+  def shards(self) -> int:
+    return 1 if self.axis is None else self.mesh.shape[self.axis]
+
+  @property
+  def capacity(self) -> int:
+    return self.at.pos.shape[1]
+
+  @property
+  def local(self) -> int:
+    """Slots of a shard."""
+    return self.capacity // self.shards
+
+  def free(self) -> np.ndarray | None:
+    """Slots that are free, int [B, R]; None where they are traced.
+
+    Waits for the program that computes them.
+    """
+    if isinstance(self.used, jax.core.Tracer):
+      return None
+    return self.local - np.asarray(self.used)
+
+  # -------------------------------------------------------------------------
+  # A call's tokens
+  # -------------------------------------------------------------------------
+
+  def allocate(self, at: Coords, mode: str) -> ContiguousSlots:
+    """Slots for tokens with these coordinates, [B or 1, T]."""
+    batch, count = self.at.pos.shape[0], at.pos.shape[1]
+    wide = lambda x: jnp.broadcast_to(x, (batch, count))
+    at = Coords(wide(at.pos), wide(at.seg))
+    index = jnp.arange(1, count + 1, dtype=jnp.int32)
+    real = jnp.where(at.seg > 0, index[None], 0)
+    if mode == REPLICATED:
+      before = self.used
+      used = _levelled(before, jnp.max(real, 1))
+    else:
+      local = count // self.shards
+      by_shard = real.reshape(batch, self.shards, local)
+      first = local * jnp.arange(self.shards, dtype=jnp.int32)
+      came = jnp.maximum(jnp.max(by_shard, 2) - first[None], 0)
+      before = jnp.zeros_like(self.used) if mode == FILL else self.used
+      used = before + came
+    old = self.at
+    if mode == FILL:
+      old = Coords(old.pos, jnp.zeros_like(old.seg))
+    made = dataclasses.replace(
+      self,
+      before=self._everywhere(before),
+      used=self._everywhere(used),
+      mode=mode,
+    )
+    return dataclasses.replace(
+      made, at=Coords(made.write(old.pos, at.pos), made.write(old.seg, at.seg))
+    )
+
+  def write(
+    self, old: jax.Array, new: jax.Array, layer: Any = None
+  ) -> jax.Array:
+    """Puts the call's tokens into their slots.
+
+    Args:
+      old: [B, S], or with `layer` [L, B, K, S, H].
+      new: [B, T], or [B, K, T, H].
+      layer: int32 [], which of the L.
+    """
+    lead = 0 if layer is None else 1
+    axis = 1 if layer is None else 3
+    layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
+    mode = self.mode
+
+    def local(
+      old: jax.Array, new: jax.Array, layer: Any, before: Any, used: Any
+    ) -> jax.Array:
+      new = new.astype(old.dtype)
+      me = jnp.int32(0)
+      if self.axis is not None:
+        me = collectives.axis_index(self.axis)
+      if mode == FILL:
+        start = [jnp.int32(0)] * old.ndim
+        start[:lead] = [layer] * lead
+        return lax.dynamic_update_slice(old, new[(None,) * lead], tuple(start))
+      take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
+      first, end = take(before), take(used)
+      if mode == REPLICATED:
+        size = min(new.shape[axis - lead], old.shape[axis])
+        levels = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        rank = _rank(before, levels, me)
+        new = _along(new, jnp.minimum(rank, new.shape[axis - lead] - 1))
+      return _put(old, new, layer, first, end - first)
+
+    arguments = (old, new, layer, self.before, self.used)
+    if self.axis is None:
+      return local(*arguments)
+    over = lambda n: P(*(None,) * n, self.axis)
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(
+        over(axis),
+        P() if mode == REPLICATED else over(axis - lead),
+        P(),
+        P(),
+        P(),
+      ),
+      out_specs=over(axis),
+      axis_names={self.axis},
+    )(*arguments)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def truncate(self, end: jax.Array) -> ContiguousSlots:
+    """Without the tokens at positions from `end` [B] on.
+
+    Slots behind the last token that is left are free again.
+    """
+    gone = self.at.pos >= end[:, None]
+    return self._recovered(jnp.where(gone, 0, self.at.seg))
+
+  def _recovered(self, seg: jax.Array) -> ContiguousSlots:
+    """With these segments, and cursors behind the last token of each shard."""
+    batch = seg.shape[0]
+    index = jnp.arange(1, self.local + 1, dtype=jnp.int32)
+    by_shard = seg.reshape(batch, self.shards, self.local)
+    used = jnp.max(jnp.where(by_shard > 0, index[None, None], 0), 2)
+    used = self._everywhere(used)
+    return dataclasses.replace(
+      self, at=Coords(self.at.pos, seg), used=used, before=used + 0
+    )
+
+  def kept(self, keep: jax.Array) -> tuple[ContiguousSlots, Any]:
+    """Of the last call's T tokens those in `keep`, bool [B, T].
+
+    Returns:
+      the slots, and a function that moves an array [L, B, K, S, H] along.
+    """
+    count = keep.shape[1]
+
+    def order(before: Any, used: Any, keep: Any) -> tuple[Any, Any]:
+      """On a shard: which slots are read [B, n], and how many stay [B]."""
+      me = jnp.int32(0)
+      if self.axis is not None:
+        me = collectives.axis_index(self.axis)
+      take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
+      first, end = take(before), take(used)
+      size = min(count, self.local)
+      step = jnp.arange(size, dtype=jnp.int32)
+      if self.mode == REPLICATED:
+        rank = _rank(before, first[:, None] + step[None], me)
+      else:
+        rank = me * (count // self.shards) + step[None]
+      rank = jnp.broadcast_to(rank, (keep.shape[0], size))
+      stays = jnp.take_along_axis(keep, jnp.minimum(rank, count - 1), 1)
+      stays &= (step[None] < (end - first)[:, None]) & (rank < count)
+      sort = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
+      source = jnp.minimum(first[:, None] + sort, self.local - 1)
+      return source.astype(jnp.int32), jnp.sum(stays, 1, dtype=jnp.int32)
+
+    def moved(old: jax.Array, lead: int) -> jax.Array:
+      axis = 1 if lead == 0 else 3
+
+      def local(old: Any, before: Any, used: Any, keep: Any) -> jax.Array:
+        source, stays = order(before, used, keep)
+        me = jnp.int32(0)
+        if self.axis is not None:
+          me = collectives.axis_index(self.axis)
+        first = lax.dynamic_index_in_dim(before, me, 1, keepdims=False)
+        if lead == 0:
+          new = jnp.take_along_axis(old, source, 1)
+          return _put(old, new, jnp.int32(0), first, stays)
+        index = source[None, :, None, :, None]
+        new = jnp.take_along_axis(old, index, 3)
+        step = lambda n, x: _put(x, new[n], n, first, stays)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), step, old)
+
+      if self.axis is None:
+        return local(old, self.before, self.used, keep)
+      over = P(*(None,) * axis, self.axis)
+      return jax.shard_map(
+        local,
+        mesh=self.mesh,
+        in_specs=(over, P(), P(), P()),
+        out_specs=over,
+        axis_names={self.axis},
+      )(old, self.before, self.used, keep)
+
+    def counts(before: Any, used: Any, keep: Any) -> jax.Array:
+      return order(before, used, keep)[1][:, None]
+
+    if self.axis is None:
+      stays = counts(self.before, self.used, keep)
+    else:
+      stays = jax.shard_map(
+        counts,
+        mesh=self.mesh,
+        in_specs=(P(), P(), P()),
+        out_specs=P(None, self.axis),
+        axis_names={self.axis},
+      )(self.before, self.used, keep)
+    used = self._everywhere(self.before + stays)
+    pos, seg = moved(self.at.pos, 0), moved(self.at.seg, 0)
+    index = jnp.arange(self.capacity, dtype=jnp.int32)
+    shard, slot = jnp.divmod(index, jnp.int32(self.local))
+    seg = jnp.where(slot[None] < jnp.take(used, shard, axis=1), seg, 0)
+    slots = dataclasses.replace(
+      self, at=Coords(pos, seg), used=used, before=used + 0
+    )
+    return slots, lambda old: moved(old, 1) if old.shape[-1] else old
+
+  def gathered(self, device: Any) -> tuple[ContiguousSlots, Any]:
+    """The same on one device, rows filled from their first slot.
+
+    Returns:
+      the slots, and a function that brings an array [L, B, K, S, H] along.
+    """
+    pos, seg = (move(x, device) for x in self.at)
+    order = jnp.argsort((seg == 0).astype(jnp.int32), axis=1, stable=True)
+    put = lambda x: jnp.take_along_axis(x, order, 1)
+    count = jnp.sum(seg > 0, 1, dtype=jnp.int32)[:, None]
+    slots = ContiguousSlots(
+      at=Coords(put(pos), put(seg)), used=count, before=count + 0
+    )
+
+    def along(x: jax.Array) -> jax.Array:
+      x = move(x, device)
+      if not x.shape[-1]:
+        return x
+      return jnp.take_along_axis(x, order[None, :, None, :, None], 3)
+
+    return slots, along
+
+  def _everywhere(self, x: jax.Array) -> jax.Array:
+    if self.mesh is None:
+      return x
+    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
+
+
+tree.register(
+  ContiguousSlots, ("at", "used", "before"), ("mode", "mesh", "axis")
+)
+
+
+def in_order(x: jax.Array) -> jax.Array:
+  """The same array, in memory as its axes stand: the last one fastest.
+
+  TPU's compiler would store slots as the write of one token likes it, and
+  copy the slots of all layers, in each layer, to what reading likes.
+  """
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _rank(used: jax.Array, levels: jax.Array, shard: Any) -> jax.Array:
+  """Which token of a call gets a shard's slots, int32 [B, n].
+
+  Free slots are filled level by level, on each level shard by shard.
+
+  Args:
+    used: int32 [B, R].
+    levels: int32 [B, n], slots of the shard, from its first free one on.
+    shard: int32 [].
+  """
+  others = jnp.arange(used.shape[1], dtype=jnp.int32)
+  upto = levels[:, :, None] + (others < shard).astype(jnp.int32)[None, None]
+  return jnp.sum(jnp.maximum(upto - used[:, None], 0), 2, dtype=jnp.int32)
+
+
+def _levelled(used: jax.Array, count: jax.Array) -> jax.Array:
+  """Cursors [B, R] after `count` [B] more tokens, each to the least used."""
+  shards = used.shape[1]
+  if shards == 1:
+    return used + count[:, None]
+  # The highest level up to which the tokens fill all shards.
+  levels = jnp.sort(used, axis=1)
+  number = jnp.arange(1, shards + 1, dtype=jnp.int32)
+  room = levels * number[None] - jnp.cumsum(levels, 1)
+  fits = jnp.sum(room <= count[:, None], 1, dtype=jnp.int32)
+  total = jnp.take_along_axis(jnp.cumsum(levels, 1), fits[:, None] - 1, 1)
+  level = (total + count[:, None]) // fits[:, None]
+  filled = jnp.maximum(used, level)
+  rest = count[:, None] - jnp.sum(filled - used, 1, keepdims=True)
+  open_ = (used <= level).astype(jnp.int32)
+  turn = jnp.cumsum(open_, 1)
+  return filled + open_ * (turn <= rest).astype(jnp.int32)
+
+
+def _along(new: jax.Array, index: jax.Array) -> jax.Array:
+  """Tokens [B, n] by `index` of [B, T] or [B, K, T, H]."""
+  if new.ndim == 2:
+    return jnp.take_along_axis(new, index, 1)
+  if not new.shape[-1]:
+    return new[:, :, : index.shape[1]]
+  return jnp.take_along_axis(new, index[:, None, :, None], 2)
+
+
+def _put(
+  old: jax.Array, new: jax.Array, layer: Any, start: jax.Array, count: jax.Array
+) -> jax.Array:
+  """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
+  lead = old.ndim - new.ndim
+  axis = old.ndim - (1 if old.ndim == 2 else 2)
+  size, slots = new.shape[axis - lead], old.shape[axis]
+  batch = new.shape[0]
+  first = jnp.minimum(start, slots - size)
+  step = jnp.arange(size, dtype=jnp.int32)
+  if size > 1:
+    # Where the last slots are near, tokens stand further back in the window.
+    new = _along(new, jnp.maximum(step[None] - (start - first)[:, None], 0))
+  held = step[None] - (start - first)[:, None]
+  real = (held >= 0) & (held < count[:, None])
+  real = real.reshape(batch, *(1,) * (axis - lead - 1), size)
+  real = real[..., None] if new.ndim == 4 else real
+  real = jnp.broadcast_to(real, new.shape)
+  if batch == 1:
+    corner = [jnp.int32(0)] * old.ndim
+    corner[:lead] = [layer] * lead
+    corner[axis] = first[0]
+    whole = new[(None,) * lead]
+    there = lax.dynamic_slice(old, tuple(corner), whole.shape)
+    real = real[(None,) * lead]
+    return lax.dynamic_update_slice(
+      in_order(old), jnp.where(real, whole, there), tuple(corner)
+    )
+  window = (*old.shape[lead + 1 : axis], size, *old.shape[axis + 1 :])
+  dims = tuple(range(1, 1 + len(window)))
+  offsets = first[:, None]
+  mapped: tuple[int, ...] = (axis,)
+  if lead:
+    layers = jnp.broadcast_to(layer, (batch, 1)).astype(jnp.int32)
+    offsets, mapped = jnp.concatenate([layers, offsets], 1), (0, axis)
+  gathering = lax.GatherDimensionNumbers(
+    offset_dims=dims,
+    collapsed_slice_dims=tuple(range(lead)),
+    start_index_map=mapped,
+    operand_batching_dims=(lead,),
+    start_indices_batching_dims=(0,),
+  )
+  there = lax.gather(
+    old,
+    offsets,
+    gathering,
+    (*(1,) * (lead + 1), *window),
+    mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
+  scattering = lax.ScatterDimensionNumbers(
+    update_window_dims=dims,
+    inserted_window_dims=tuple(range(lead)),
+    scatter_dims_to_operand_dims=mapped,
+    operand_batching_dims=(lead,),
+    scatter_indices_batching_dims=(0,),
+  )
+  return lax.scatter(
+    in_order(old),
+    offsets,
+    jnp.where(real, new, there),
+    scattering,
+    unique_indices=True,
+    mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
