@@ -333,7 +333,8 @@ class KVCache:
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
     """The cache after the layers."""
-    return dataclasses.replace(self, slots=slots)
+    held = dataclasses.replace(self.held, mode=FILL)
+    return dataclasses.replace(self, slots=slots, held=held)
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -356,7 +357,8 @@ class KVCache:
     """Of the last call's T tokens those in `kept`, bool [B, T].
 
     The others are as if they had never been appended, for instance drafted
-    tokens that were rejected.
+    tokens that were rejected. Of a call whose tokens were the same on all
+    shards.
 
     Raises:
       OptionError: a recurrent layer: use `snapshot` and `restore`.

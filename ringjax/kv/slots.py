@@ -44,7 +44,7 @@ class ContiguousSlots:
     at: coordinates of the slots, [B, S].
     used: int32 [B, R], slots in use on each of R shards: the write cursors.
     before: int32 [B, R], those before the last call.
-    mode: how the tokens of the last call came.
+    mode: how the tokens of the call at hand come.
     mesh: whose `axis` shards S; None is one device.
     axis: the sequence's axis.
   """
@@ -206,6 +206,8 @@ class ContiguousSlots:
   def kept(self, keep: jax.Array) -> tuple[ContiguousSlots, Any]:
     """Of the last call's T tokens those in `keep`, bool [B, T].
 
+    They were the same on all shards.
+
     Returns:
       the slots, and a function that moves an array [L, B, K, S, H] along.
     """
@@ -220,10 +222,7 @@ class ContiguousSlots:
       first, end = take(before), take(used)
       size = min(count, self.local)
       step = jnp.arange(size, dtype=jnp.int32)
-      if self.mode == REPLICATED:
-        rank = _rank(before, first[:, None] + step[None], me)
-      else:
-        rank = me * (count // self.shards) + step[None]
+      rank = _rank(before, first[:, None] + step[None], me)
       rank = jnp.broadcast_to(rank, (keep.shape[0], size))
       stays = jnp.take_along_axis(keep, jnp.minimum(rank, count - 1), 1)
       stays &= (step[None] < (end - first)[:, None]) & (rank < count)

@@ -185,7 +185,7 @@ def test_a_cache_that_was_given_away(model, text):
   cache = model.init_cache(2, 16)
   for x in jax.tree.leaves(cache):
     x.delete()
-  refuses(OptionError, "given away", lambda: model(tokens, cache=cache))
+  refuses(OptionError, "were donated", lambda: model(tokens, cache=cache))
 
 
 def test_what_is_no_cache(model, text):

@@ -13,7 +13,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.infer import prefill
-from ringjax.kv.cache import Slots
+from ringjax.kv.cache import LayerKV
 from ringjax.nn.spread import Chained, Travel, Visit
 from tests import checkpoints
 
@@ -102,7 +102,7 @@ def contents(cache):
   found = []
   pos, seg = np.asarray(cache.at.pos), np.asarray(cache.at.seg)
   for slots in cache.slots:
-    if not isinstance(slots, Slots):
+    if not isinstance(slots, LayerKV):
       found.append(np.asarray(slots.memory))
       continue
     for x in (np.asarray(slots.k), np.asarray(slots.v)):

@@ -214,7 +214,8 @@ def test_report(loaded, said, devices):
   kept = 2 * config["num_key_value_heads"] * dim * 4
   slots = 2 * report.capacity // devices
   layers = config["num_hidden_layers"]
-  assert report.cache_bytes == slots * (layers * kept + 8)
+  cursors = 2 * 2 * 4 * devices
+  assert report.cache_bytes == slots * (layers * kept + 8) + cursors
 
 
 def test_auto_says_why(loaded, said):
@@ -614,7 +615,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_made(
   module = sys.modules["ringjax.infer.session"]
   monkeypatch.setattr(module, "free_bytes", lambda *_: 1 << 20)
   made = []
-  monkeypatch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
+  monkeypatch.setattr(type(model), "init_cache", lambda *a, **k: made.append(1))
   with pytest.raises(MemoryEstimateError, match="1,048,576") as caught:
     rj.infer.Session(model, 1 << 20)
   assert "shard the sequence" in str(caught.value) and not made
@@ -633,7 +634,7 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
   )
   made = []
   with monkeypatch.context() as patch:
-    patch.setattr(type(model), "cache", lambda *a, **k: made.append(1))
+    patch.setattr(type(model), "init_cache", lambda *a, **k: made.append(1))
     need = f"{4 * 2 * heads * 104**2:,} bytes of scores"
     with pytest.raises(MemoryEstimateError, match=need) as caught:
       run([1] * 100)

@@ -279,14 +279,14 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
   cache = model.init_cache(2, CAPACITY, spread=spread)
   takes = sum(
     x.addressable_shards[0].data.nbytes
-    for x in jax.tree.leaves((cache.slots, cache.at))
+    for x in jax.tree.leaves((cache.slots, cache.held))
   )
   module = sys.modules["ringjax.infer.session"]
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes)
-  module._check_memory(model, spread, 2, CAPACITY, None)
+  module._check_memory(model, spread, 2, CAPACITY, {"spread": spread})
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes - 1)
   with pytest.raises(MemoryEstimateError, match=f"got {takes:,} bytes"):
-    module._check_memory(model, spread, 2, CAPACITY, None)
+    module._check_memory(model, spread, 2, CAPACITY, {"spread": spread})
 
 
 # ---------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def test_no_sequence_is_gathered():
       tokens = Tokens(
         seg, seg, derived=True, segmented=False, ropes=(), length=t
       )
-      return layer(x, tokens, NoCache(1).layer((), 0), spread)[0]
+      return layer(x, tokens, NoCache(1).layer(0, (), 0), spread)[0]
 
     text = f.lower(layer, jnp.zeros((1, t, 16)), spread).as_text()
     return sorted(

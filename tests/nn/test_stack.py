@@ -119,7 +119,7 @@ def test_a_loop_is_its_layers():
 
   want = x
   for where in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 0)):
-    part = NoCache(1).layer((), 0)
+    part = NoCache(1).layer(0, (), 0)
     want, _ = one(*where)(want, at, part, spread)
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
   # No two layers of a loop have the same weights.
@@ -134,11 +134,11 @@ def test_where_norms_stand():
 
   def run(**options):
     block = layer(2, **options).build(nnx.Rngs(3), 8)
-    attend = lambda y: block.attention(y, at, NoCache(1).layer((), 0), spread)[
+    attend = lambda y: block.attention(y, at, NoCache(1).layer(0, (), 0), spread)[
       0
     ]
     feed = lambda y: block.feedforward(y, spread)
-    got, _ = block(x, at, NoCache(1).layer((), 0), spread)
+    got, _ = block(x, at, NoCache(1).layer(0, (), 0), spread)
     return got, attend, feed
 
   norm = lambda y: y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
