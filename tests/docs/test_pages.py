@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from ringjax.models import families
+
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
 
@@ -28,5 +30,12 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
   code = blocks(page)
   assert re.search(r"^assert ", code, re.M), f"{page.name} asserts nothing"
   monkeypatch.chdir(tmp_path)
-  # A traceback names the page and its line.
-  exec(compile(code, page, "exec"), {"__name__": page.stem})
+  # What a page adds to the families is taken back.
+  before = dict(families.FAMILIES)
+  try:
+    # A traceback names the page and its line.
+    program = compile(code, page, "exec", dont_inherit=True)
+    exec(program, {"__name__": "__main__"})
+  finally:
+    families.FAMILIES.clear()
+    families.FAMILIES.update(before)
