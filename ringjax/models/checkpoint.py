@@ -176,7 +176,7 @@ def load(
   devices. Of a model of text and images the text model is read.
 
   Args:
-    path: a folder with config.json and *.safetensors.
+    path: a folder with `config.json` and `*.safetensors`.
     mesh: where the weights lie; default: one device.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with

@@ -211,7 +211,7 @@ def gated_delta_rule(
   Args:
     q: [B, T, K, H], floats; T over `axis`. Inside a shard_map where the axis is
       manual T is that of the shard.
-    k: [B, T, K, H]; the rule is stable where beta |k|^2 <= 2.
+    k: [B, T, K, H]; the rule is stable where `beta |k|^2 <= 2`.
     v: [B, T, N, J]; value head n belongs to key head n // (N / K).
     decay: [B, T, N], the logarithm of what is left of the state, at most 0;
       -inf forgets all.

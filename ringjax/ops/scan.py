@@ -114,7 +114,7 @@ def linear_recurrence(
   2312.00752) and of RG-LRU (De et al. 2024, arXiv 2402.19427). Sums and
   products are float32 (float64 for float64 inputs); the derivative is a
   recurrence the other way, which keeps a and h and nothing else. Products of
-  many |a| > 1 may overflow where h itself does not.
+  many `|a| > 1` may overflow where h itself does not.
 
   Args:
     a: [B, T, ...], floats.

@@ -428,7 +428,7 @@ class Checkpoints:
       step: which one; default: the newest that is what was written. A newer
         one that is not is warned of.
       like: a tree as the one that was saved. In place of JAX arrays,
-        `jax.ShapeDtypeStruct`s or arrays, with the shardings that are wanted;
+        `jax.ShapeDtypeStruct` or arrays, with the shardings that are wanted;
         without one, the array comes to the first device. NumPy arrays and
         Python's numbers stand for their kind.
       verify: how files are compared before anything is read: "crc32"; "full",

@@ -52,7 +52,7 @@ class Lora:
   def start(
     self, model: Transformer, *, seed: int = 0, dtype: Any = jnp.float32
   ) -> dict[str, dict[str, jax.Array]]:
-    """New adapters: by a map's path {"a": [R, *in, r], "b": [R, r, *out]}.
+    """New adapters: by a map's path `{"a": [R, *in, r], "b": [R, r, *out]}`.
 
     R is the number of layers that share the map's array.
 

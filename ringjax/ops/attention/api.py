@@ -114,7 +114,7 @@ def dot_product_attention(
     sinks: [N], a score per head that takes part in the softmax without a
       value; differentiable. The residual includes it.
     logits_soft_cap: c in c * tanh(logits / c).
-    alibi_slopes: [N]; adds -slope * |distance|; differentiable.
+    alibi_slopes: [N]; adds `-slope * |distance|`; differentiable.
     dropout_rate: of the attention weights.
     dropout_seed: int, or an integer array [] or [B]. What is dropped depends
       on (seed, head, position of the query, position of the key) alone: one

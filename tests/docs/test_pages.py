@@ -1,0 +1,41 @@
+"""The Python of the tutorial and of the how-to pages runs as it stands."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from ringjax.models import families
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
+
+
+def blocks(page: pathlib.Path) -> str:
+  """The page's Python, each line where the page has it."""
+  lines = page.read_text().splitlines()
+  code, inside = [], False
+  for line in lines:
+    if line.startswith("```"):
+      inside = line == "```python"
+      line = ""
+    code.append(line if inside else "")
+  return "\n".join(code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+  code = blocks(page)
+  assert re.search(r"^assert ", code, re.M), f"{page.name} asserts nothing"
+  monkeypatch.chdir(tmp_path)
+  # What a page adds to the families is taken back.
+  before = dict(families.FAMILIES)
+  try:
+    # A traceback names the page and its line.
+    program = compile(code, page, "exec", dont_inherit=True)
+    exec(program, {"__name__": "__main__"})
+  finally:
+    families.FAMILIES.clear()
+    families.FAMILIES.update(before)
