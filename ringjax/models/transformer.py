@@ -39,7 +39,7 @@ from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous
 from ringjax.parallel.mesh import check_current, on_automatic
-from ringjax.parallel.place import SEQ, sequence_axis
+from ringjax.parallel.place import AUTO, SEQ, refuse_shards, sequence_axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,10 +154,12 @@ class Transformer(nnx.Module):
         default, or with a cache `Visit`. One that names no mesh is on that of
         the cache, else on the current one (`jax.set_mesh`), else on the
         weights', along "seq" if there is such an axis; inside of a caller's
-        own jit arrays do not say on which mesh they are. Where "seq" is
-        manual, in a shard_map, the tokens are those of a shard. A `Travel`
-        sees the call's own keys only: it fills an empty cache, and under a
-        jit a filled one is not noticed.
+        own jit arrays do not say on which mesh they are. In a shard_map
+        `Travel(axis="seq")`, without a mesh, says that the tokens are those
+        of a shard of that manual axis, and `Travel(axis=None)` that each
+        device attends alone; one of them is needed there. A
+        `Travel` sees the call's own keys only: it fills an empty cache, and
+        under a jit a filled one is not noticed.
       rows: int32 [B, n], which of the T rows to compute logits for, 0 to
         T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
@@ -213,8 +215,10 @@ class Transformer(nnx.Module):
       attend = dataclasses.replace(attend, mesh=cache.mesh, axis=cache.axis)
     elif attend.mesh is None:
       mesh = self.mesh if around.empty else around
-      axis = None if mesh is None else sequence_axis(mesh)
-      if axis is not None and mesh.shape[axis] == 1:
+      axis = attend.axis
+      if axis == AUTO:
+        axis = None if mesh is None else sequence_axis(mesh)
+      if axis is not None and mesh is not None and mesh.shape.get(axis) == 1:
         axis = None
       attend = dataclasses.replace(attend, mesh=mesh, axis=axis)
     if attend.mesh is not None and not around.empty:
@@ -314,7 +318,7 @@ class Transformer(nnx.Module):
       self.dtype if dtype is None else float_dtype("dtype", dtype),
       kind=cache_kind(kind),
       mesh=mesh,
-      axis=spread.axis,
+      axis=spread.of_mesh,
       head_axis=heads,
       batch_axes=spread.batch_axes(batch),
     )
@@ -434,35 +438,54 @@ def _spread(attend: Spread) -> bool:
 def _check_manual(attend: Spread, tokens: jax.Array, cache: Any) -> None:
   """Refuses a call in a shard_map that would not see what it is to see."""
   manual = collectives.manual_axes()
-  if SEQ not in manual:
-    if attend.mesh is None and attend.layout != Contiguous():
+  spelling = f"attend=rj.models.{type(attend).__name__}(axis={{}})"
+  if attend.mesh is None and attend.axis == AUTO:
+    refuse_shards("tokens", tokens, spelling, SEQ)
+  axis = attend.axis if attend.axis in manual else None
+  if attend.mesh is None and axis is None:
+    names = jax.sharding.get_abstract_mesh().axis_names
+    if attend.axis not in (None, AUTO, *names):
+      raise MeshError(
+        message(
+          "axis",
+          repr(attend.axis),
+          f"one of the mesh axes {names}",
+          "rename the axis, or pass None for none",
+        )
+      )
+    if attend.layout != Contiguous():
       raise MeshError(
         message(
           "attend",
           f"{attend.layout} in a shard_map over {sorted(manual)}",
-          f"a shard_map over {SEQ!r} too, or none",
-          "call from outside of it, with mesh= and axis=",
+          "a manual axis over which the tokens lie in that order",
+          f"pass axis= too, one of {sorted(manual)}, or call from outside of "
+          "it, with mesh= and axis=",
         )
       )
+    return
+  over = axis or (SEQ if SEQ in manual else None)
+  if over is None:
     return
   if cache is not None or attend.mesh is not None:
     raise MeshError(
       message(
         "cache" if cache is not None else "attend",
-        f"one of a whole mesh in a shard_map over {SEQ!r}",
+        f"one of a whole mesh in a shard_map over {over!r}",
         "the tokens of a shard alone",
         "leave it out, or call from outside of the shard_map",
       )
     )
   # Without check_vma nothing is known to vary.
-  known = SEQ in collectives.varying_axes(collectives.axis_index(SEQ))
-  if known and SEQ not in collectives.varying_axes(tokens):
+  known = over in collectives.varying_axes(collectives.axis_index(over))
+  if known and over not in collectives.varying_axes(tokens):
     raise MeshError(
       message(
         "tokens",
-        f"the same on all shards of {SEQ!r}, in a shard_map over it",
+        f"the same on all shards of {over!r}, in a shard_map over it",
         "the tokens of each shard",
-        f"shard them, in_specs=P(None, {SEQ!r}), or leave that axis automatic",
+        f"shard them, in_specs=P(None, {over!r}), or pass "
+        f"{spelling.format(None)}",
       )
     )
 

@@ -33,7 +33,7 @@ from ringjax.ops.mask import Mask, SameSegment
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 from ringjax.parallel.mesh import automatic
-from ringjax.parallel.place import SEQ
+from ringjax.parallel.place import AUTO
 
 _BATCH_AXES = ("replica", "data")
 _HEADS = "model"
@@ -63,18 +63,21 @@ class Spread:
   Attributes:
     mesh: the mesh; None for one device, and in the call of a model for where
       that finds itself. Explicit axes are taken for automatic ones.
-    axis: the axis that shards the sequence, or None.
+    axis: the axis that shards the sequence, or None for none. "auto": with a
+      mesh none, and in the call of a model the one that it finds. In a
+      shard_map, where it finds none, the manual axis that shards the call's
+      tokens, without a mesh; None: each device attends alone.
     layout: which token lies where.
     block: tokens of a step of the feedforward, on each shard.
     remat: what the backward pass keeps of a layer, a policy of
       `jax.checkpoint`; None: all.
 
   Raises:
-    MeshError: an axis that the mesh does not have, or no mesh at all.
+    MeshError: an axis that the mesh does not have.
   """
 
   mesh: Any = None
-  axis: str | None = None
+  axis: str | None = AUTO
   layout: Layout = Contiguous()
   block: int = 2048
   remat: Callable[..., Any] | None = None
@@ -82,13 +85,16 @@ class Spread:
   def __post_init__(self):
     if isinstance(self.mesh, Mesh):
       object.__setattr__(self, "mesh", automatic(self.mesh))
-    names = () if self.mesh is None else self.mesh.axis_names
-    if self.axis is not None and self.axis not in names:
+    if self.mesh is None:
+      return
+    if self.axis == AUTO:
+      object.__setattr__(self, "axis", None)
+    if self.axis is not None and self.axis not in self.mesh.axis_names:
       raise MeshError(
         message(
           "axis",
           repr(self.axis),
-          f"one of the mesh's axes {names}" if names else "a mesh with it",
+          f"one of the mesh's axes {self.mesh.axis_names}",
           "rename the axis or pass another mesh",
         )
       )
@@ -96,18 +102,39 @@ class Spread:
   @property
   def size(self) -> int:
     """Shards of the sequence."""
-    return 1 if self.axis is None else self.mesh.shape[self.axis]
+    over = self.of_mesh
+    return 1 if over is None else self.mesh.shape[over]
+
+  @property
+  def of_mesh(self) -> str | None:
+    """The axis of `mesh` that shards the sequence; None without a mesh."""
+    return None if self.mesh is None else self.axis
 
   @property
   def sharded(self) -> bool:
-    """Whether the call's tokens are sharded over the axis."""
-    return self.axis is not None
+    """Whether the call's tokens are sharded over an axis of the mesh."""
+    return self.of_mesh is not None
 
   @property
   def around(self) -> str | None:
-    """The axis of a shard_map around the call, whose tokens are a shard's."""
-    inside = self.mesh is None and SEQ in collectives.manual_axes()
-    return SEQ if inside else None
+    """The axis of a shard_map around the call, whose tokens are a shard's.
+
+    Raises:
+      MeshError: an axis without a mesh, outside of any shard_map.
+    """
+    if self.mesh is not None or self.axis in (None, AUTO):
+      return None
+    manual = collectives.manual_axes()
+    if not manual:
+      raise MeshError(
+        message(
+          "axis",
+          f"{self.axis!r} without a mesh, outside of any shard_map",
+          "a mesh with that axis",
+          f"pass mesh= beside axis={self.axis!r}",
+        )
+      )
+    return self.axis if self.axis in manual else None
 
   def batch_axes(self, batch: int) -> tuple[str, ...]:
     """The mesh axes over which a batch of this size lies."""
@@ -157,7 +184,7 @@ class Spread:
 
   def spec(self, x: Any) -> P:
     """The sharding of activations [B, T, ...]."""
-    tokens = self.axis if x.shape[1] % self.size == 0 else None
+    tokens = self.of_mesh if x.shape[1] % self.size == 0 else None
     return P(self.batch_axes(x.shape[0]) or None, tokens)
 
   def constrain(self, x: jax.Array) -> jax.Array:
@@ -350,7 +377,7 @@ class Visit(Spread):
 
   @property
   def sharded(self) -> bool:
-    return self.axis is not None and not self.spread
+    return self.of_mesh is not None and not self.spread
 
   def spec(self, x: Any) -> P:
     if self.spread:
@@ -375,7 +402,7 @@ class Visit(Spread):
     shares = self.shares(b, n, heads)
     run = ShardedDecode(
       mesh=self.mesh,
-      axis=self.axis,
+      axis=self.of_mesh,
       batch_axes=shares.get("batch_axis", ()),
       head_axes=shares.get("head_axis", ()),
       whole=bool(shares),

@@ -41,7 +41,7 @@ from ringjax.parallel.layout import (
   out_of_slots,
   slots_of,
 )
-from ringjax.parallel.place import Place, locate
+from ringjax.parallel.place import AUTO, Place, locate
 
 _LETTERS = "bt" + "acdefghijklmnopqrsuvwxyz"
 
@@ -325,6 +325,7 @@ def found(
         "leave it out for contiguous shards",
       )
     )
+  axis = AUTO if axis is None else axis
   place = locate(x, mesh, axis, required=False, name=name)
   if ordered and place.size > 1 and not in_order(layout):
     raise OptionError(

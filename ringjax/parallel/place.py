@@ -4,6 +4,8 @@ Law: `locate` looks, in this order, at what the caller said, at the operands
 (explicit shardings, or the shardings of concrete arrays), at the current mesh
 and its "seq" axis; where none of them names an axis the call is local. Several
 axes that shard the sequence count as one, the last of them moving fastest.
+In a shard_map nothing says which dimension a manual axis shards, so a function
+with a JAX function's name and signature takes no axis because it is called so.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from ringjax.errors import MeshError, message
 from ringjax.parallel import collectives
 
 SEQ = "seq"
+# What callers pass as `axis` to have it found; None is no axis at all.
+AUTO = "auto"
 # Mesh axes that by their names shard something else.
 _OTHERS = ("replica", "data", "model", "expert", "stage")
 
@@ -128,7 +132,9 @@ def check_axis(name: str, axis: Any) -> None:
 def manual(axis: Any) -> Place | None:
   """The place of a call whose operands are per shard, else None."""
   check_axis("axis", axis)
-  bound = axis or (SEQ if SEQ in collectives.manual_axes() else None)
+  bound = axis
+  if axis == AUTO:
+    bound = SEQ if SEQ in collectives.manual_axes() else None
   if bound is None or not collectives.is_bound(bound):
     return None
   return Place(bound, True, None, collectives.axis_size(bound))
@@ -142,18 +148,21 @@ def locate(
   name: str = "q",
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,
+  by_name: bool = True,
 ) -> Place:
   """Finds the place of a call with [B, T, heads, H] `operands`.
 
-  `required`: an axis must be found; otherwise the call may be local. `name` is
-  what the caller calls the first operand. `batch_axis` and `head_axis` say
-  over what the other dimensions lie where shardings are the compiler's.
+  `axis`: `AUTO` to find it, None for none. `required`: an axis must be found;
+  otherwise the call may be local. `name` is what the caller calls the first
+  operand. `batch_axis` and `head_axis` say over what the other dimensions lie
+  where shardings are the compiler's. `by_name`: whether a manual axis called
+  "seq" is found; otherwise shards of any manual axis are refused.
   """
   said = {"batch_axis": batch_axis, "head_axis": head_axis}
   for which, what in said.items():
     check_axis(which, what)
   told = any(what is not None for what in said.values())
-  per_shard = manual(axis)
+  per_shard = manual(axis) if by_name or axis != AUTO else None
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
       message(
@@ -185,18 +194,23 @@ def locate(
     use = context
   if use is None:
     first = next((w for w, what in said.items() if what is not None), "axis")
-    if axis is not None or required or told:
+    named = axis not in (None, AUTO)
+    if named or required or told:
+      got = said.get(first, axis if named else None)
       raise MeshError(
         message(
           first,
-          f"{said.get(first, axis)!r} outside of any mesh",
+          f"{got!r} outside of any mesh",
           "a mesh with that axis",
           "pass mesh=, or enter one with jax.set_mesh(mesh)",
         )
       )
     return Place()
   used = [n for what in said.values() for n in collectives.names(what)]
-  axis = axis or _sequence_axis(specs, use, mesh is not None, used)
+  if axis == AUTO:
+    axis = _sequence_axis(specs, use, mesh is not None, used)
+    if not by_name and context.manual_axes:
+      axis = _not_manual(axis, specs, operands)
   if axis is None:
     if required:
       raise MeshError(
@@ -251,6 +265,50 @@ def locate(
     batch,
     heads,
     told,
+  )
+
+
+def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
+  """The axis found in a shard_map, which its manual axes may not be.
+
+  Raises:
+    MeshError: operands are, or may be, the shards of a manual axis.
+  """
+  free = not {*collectives.names(axis)} & collectives.manual_axes()
+  if not (free and any(len(spec) > 1 and spec[1] for _, spec in specs)):
+    refuse_shards("query, key, value", operands, "axis={}", SEQ)
+  return axis if free else None
+
+
+def refuse_shards(name: str, x: Any, spelling: str, axis: str) -> None:
+  """Refuses operands that are the shards of a shard_map's manual axes.
+
+  Which dimension they shard is not known. `spelling` is how the caller says
+  it, with a gap for the axis; `axis` is what it may be called.
+
+  Raises:
+    MeshError: they vary over manual axes, or it is unknown.
+  """
+  axes = sorted(collectives.manual_axes())
+  varying = sorted(collectives.varying_axes(x))
+  # Without check_vma nothing is known to vary.
+  known = all(
+    a in collectives.varying_axes(collectives.axis_index(a)) for a in axes
+  )
+  if not axes or (known and not varying):
+    return
+  over = varying or axes
+  example = axis if axis in over else over[0]
+  raise MeshError(
+    message(
+      name,
+      f"shards in a shard_map over the axes {', '.join(map(repr, over))}, "
+      "and no axis",
+      "whether the sequence is sharded over one of them",
+      f"pass {spelling.format(repr(example))} for attention over the shards "
+      f"of that axis, or {spelling.format(None)} for attention within each "
+      "shard",
+    )
   )
 
 

@@ -89,7 +89,8 @@ def test_a_layout_alone_is_that_of_the_place(made, placed, where):
   layout, shards = rj.Striped(block=2), 4
   mesh = make_mesh(shards, "auto")
   model, logits = placed if where == "weights" else made(NAME)
-  call = lambda model, x: model(x, attend=Travel(layout=layout))
+  axis = {"axis": "seq"} if where == "shard" else {}
+  call = lambda model, x: model(x, attend=Travel(layout=layout, **axis))
   if where == "shard":
     call = jax.shard_map(
       call, mesh=mesh, in_specs=(P(), P(None, "seq")), out_specs=P(None, "seq")
@@ -117,7 +118,7 @@ def test_a_layout_alone_is_that_of_the_place(made, placed, where):
 def test_a_shard_s_tokens_are_counted_on(made, name, check_vma):
   model, logits = made(name)
   call = jax.shard_map(
-    lambda model, x: model(x),
+    lambda model, x: model(x, attend=Travel(axis="seq")),
     mesh=make_mesh(4, "auto"),
     in_specs=(P(), P(None, "seq")),
     out_specs=P(None, "seq"),
@@ -132,7 +133,7 @@ def test_the_length_of_the_text_is_that_of_all_shards(made):
   at = np.broadcast_to(np.arange(24, dtype=np.int32), TOKENS.shape)
   part = P(None, "seq")
   got = jax.shard_map(
-    lambda model, x, at: model(x, positions=at),
+    lambda model, x, at: model(x, positions=at, attend=Travel(axis="seq")),
     mesh=make_mesh(4, "auto"),
     in_specs=(P(), part, part),
     out_specs=part,
@@ -140,17 +141,57 @@ def test_the_length_of_the_text_is_that_of_all_shards(made):
   close(got, logits)
 
 
-def test_a_shard_map_over_the_batch_leaves_the_sequence(made):
+@pytest.mark.parametrize("axis", ["seq", None])
+def test_a_shard_map_over_the_batch_leaves_the_sequence(made, axis):
   model, logits = made(NAME)
   mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
   call = jax.shard_map(
-    lambda model, x: model(x),
+    lambda model, x: model(x, attend=Travel(axis=axis)),
     mesh=mesh,
     in_specs=(P(), P("data")),
     out_specs=P("data"),
     axis_names={"data"},
   )
   close(jax.jit(call)(model, TOKENS), logits)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["data", "seq"])
+def test_in_a_shard_map_no_axis_is_guessed(made, name, check_vma):
+  """An axis of any name may shard the batch as well as the sequence."""
+  model, logits = made(NAME)
+
+  def call(part, **options):
+    return jax.shard_map(
+      lambda model, x: model(x, **options),
+      mesh=rj.make_mesh((2,), (name,), devices=jax.devices()[:2]),
+      in_specs=(P(), part),
+      out_specs=part,
+      check_vma=check_vma,
+    )(model, TOKENS)
+
+  batch, sequence = P(name), P(None, name)
+  spellings = (f"Travel(axis='{name}')", "Travel(axis=None)")
+  for part in (batch, sequence):
+    refused(MeshError, lambda p=part: call(p), "tokens", *spellings)
+    refused(
+      MeshError, lambda p=part: call(p, attend=Travel()), "tokens", *spellings
+    )
+  close(call(batch, attend=Travel(axis=None)), logits)
+  close(call(sequence, attend=Travel(axis=name)), logits)
+  if check_vma:
+    close(call(P()), logits)
+
+
+def test_an_axis_without_a_mesh_is_that_of_the_place(made, placed):
+  model, logits = placed
+  got = model(TOKENS, attend=Travel(axis="seq"))
+  assert got.sharding.spec == P(None, "seq")
+  close(got, logits)
+  close(model(TOKENS, attend=Travel(axis=None)), logits)
+  refused(
+    MeshError, lambda: made(NAME)[0](TOKENS, attend=Travel(axis="seq")), "axis"
+  )
 
 
 def test_queries_visit_the_cache_where_it_lies(placed):
@@ -212,7 +253,6 @@ def test_what_has_no_place(made, placed):
   (model, _), (there, _) = made(NAME), placed
   mesh = make_mesh(4, "auto")
   refused(InputTypeError, lambda: model(TOKENS, attend="ring"), "attend")
-  refused(MeshError, lambda: Travel(axis="seq"), "axis")
   refused(MeshError, lambda: Travel(mesh=mesh, axis="sep"), "'sep'")
   with jax.set_mesh(make_mesh(4, "explicit")):
     for call in (there, jax.jit(there)):
@@ -230,9 +270,20 @@ def test_what_has_no_place(made, placed):
 @pytest.mark.parametrize(
   ("options", "part", "names", "words"),
   [
-    ({}, P(), None, ("tokens", "same on all")),
-    (dict(attend=Travel(layout=rj.Zigzag())), P("data"), {"data"}, ("attend",)),
-    (dict(cache=True), P(None, "seq"), None, ("cache",)),
+    (dict(attend=Travel(axis="seq")), P(), None, ("tokens", "same on all")),
+    (dict(attend=Travel(axis="sp")), P("data"), {"data"}, ("axis", "'sp'")),
+    (
+      dict(attend=Travel(axis=None, layout=rj.Zigzag())),
+      P("data"),
+      {"data"},
+      ("attend",),
+    ),
+    (
+      dict(cache=True, attend=Travel(axis="seq")),
+      P(None, "seq"),
+      None,
+      ("cache",),
+    ),
     (dict(attend=True), P(None, "seq"), None, ("attend",)),
   ],
 )
@@ -242,7 +293,7 @@ def test_what_has_no_place_in_a_shard_map(made, options, part, names, words):
   if "cache" in options:
     cache = model.init_cache(2, 32)
     assert isinstance(cache, KVCache)
-    options = dict(cache=cache)
+    options = options | dict(cache=cache)
   elif options.get("attend") is True:
     options = dict(attend=Travel(mesh=mesh, axis="seq"))
   call = jax.shard_map(

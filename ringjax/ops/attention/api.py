@@ -8,11 +8,9 @@ Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AxisType
 
 from ringjax.errors import InputTypeError, OptionError, message
 from ringjax.ops.attention import levels
@@ -27,7 +25,7 @@ from ringjax.ops.attention.scores import Context
 from ringjax.ops.attention.select import Auto
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout, Striped
-from ringjax.parallel.place import Place, locate, manual
+from ringjax.parallel.place import AUTO, locate, manual
 
 
 def dot_product_attention(
@@ -45,7 +43,7 @@ def dot_product_attention(
   implementation: Literal["xla", "cudnn"] | None = None,
   return_residual: bool = False,
   mesh: Any = None,
-  axis: str | tuple[str, ...] | None = None,
+  axis: str | tuple[str, ...] | None = "auto",
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
@@ -87,10 +85,12 @@ def dot_product_attention(
     return_residual: also return the log-sum-exp, float32 [B, T, N].
     mesh: the mesh; default: the operands', else the current one.
     axis: the mesh axis that shards T and S, or several, the slowest first.
-      Default: what shards the operands, else the mesh's "seq" axis, else the
+      "auto": what shards the operands, else the mesh's "seq" axis, else the
       only axis of a given `mesh` that is not "replica", "data", "model",
-      "expert" or "stage", else one device. Inside a shard_map where the axis
-      is manual the operands are per shard.
+      "expert" or "stage", else none. None: each device attends alone, to the
+      keys that it is given. Inside a shard_map where the axis is manual the
+      operands are per shard; there it has to be named, or None, since "auto"
+      can't tell which dimension a manual axis shards.
     batch_axis: the mesh axes that shard B; () for none. Default: what explicit
       shardings say, else the compiler finds out. Where this or `head_axis` is
       said, nothing is left to the compiler, which on a mesh with more axes
@@ -126,6 +126,8 @@ def dot_product_attention(
     [B, T, N, J] in the query's dtype, or that and the residual.
 
   Raises:
+    MeshError: operands that differ between the devices of a shard_map, or may
+      differ (check_vma=False), without an axis.
     RingjaxError: in Python, before anything is compiled.
   """
   if implementation not in (None, "xla", "cudnn"):
@@ -146,7 +148,7 @@ def dot_product_attention(
     scale=scale,
     is_causal=is_causal,
     aligned=True,
-    key_shards=_key_shards(axis),
+    key_shards=1 if axis == AUTO else _key_shards(axis),
     query_seq_lengths=query_seq_lengths,
     key_value_seq_lengths=key_value_seq_lengths,
     local_window_size=local_window_size,
@@ -168,6 +170,7 @@ def dot_product_attention(
     required=False,
     batch_axis=batch_axis,
     head_axis=head_axis,
+    by_name=False,
   )
   if implementation == "cudnn":
     ours = (layout, q_segment_ids, kv_segment_ids, q_positions, kv_positions,
@@ -218,7 +221,8 @@ def ring_attention(
     key: [B, S, K, H].
     value: [B, S, K, J].
     mesh: the mesh; default: the operands', else the current one.
-    axis: the mesh axis; default as in `dot_product_attention`.
+    axis: the mesh axis; default: what "auto" finds for
+      `dot_product_attention`, and inside a shard_map over "seq" that axis.
     batch_axis: the mesh axes that shard B, as there.
     head_axis: the mesh axes that shard N, as there.
     layout: default `Contiguous()`.
@@ -234,6 +238,7 @@ def ring_attention(
   Raises:
     RingjaxError: in Python, before anything is compiled.
   """
+  axis = AUTO if axis is None else axis
   request, operands = requests.build(
     query,
     key,
@@ -318,12 +323,8 @@ def blockwise_attention(
     query, key, value, is_causal=is_causal, **_known(options)
   )
   strategy = Gather(Blockwise(q_block, kv_block))
-  place = locate(operands[:3], None, None, required=False)
   # Explicitly sharded operands need a shard_map, whose sequence is whole.
-  explicit = place.mesh is not None and (
-    AxisType.Explicit in place.mesh.axis_types
-  )
-  place = dataclasses.replace(place, axis=None, size=1) if explicit else Place()
+  place = locate(operands[:3], None, None, required=False)
   return run(request, operands, place, strategy, return_residual)
 
 

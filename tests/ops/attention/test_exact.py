@@ -483,6 +483,7 @@ def in_shard_map(mesh, names):
   def function(**arguments):
     arrays = {n: x for n, x in arguments.items() if hasattr(x, "shape")}
     rest = {n: x for n, x in arguments.items() if n not in arrays}
+    rest["axis"] = "seq"
     return jax.shard_map(
       lambda arrays: rj.dot_product_attention(**arrays, **rest),
       mesh=mesh,
@@ -564,6 +565,7 @@ def test_gradients_taken_inside_shard_map(layout):
       **x,
       **fixed,
       **case.options,
+      axis="seq",
       layout=layout,
       strategy=Ring(TILES),
       return_residual=True,
