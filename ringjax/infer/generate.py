@@ -23,6 +23,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.infer import decode, inputs, prefill
+from ringjax.infer.generated import Generated
 from ringjax.infer.prefill import check_machine, plan
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import (
@@ -65,7 +66,7 @@ def generate(
   progress: Callable[[int], Any] | None = None,
   report: Callable[[Report], Any] | None = None,
   pad_id: int = 0,
-) -> np.ndarray:
+) -> Generated:
   """Continues prompts.
 
   What a sampler draws for a token is a function of its seed, of the number of
@@ -114,7 +115,8 @@ def generate(
     pad_id: fills the rows of examples that stopped early.
 
   Returns:
-    int32 [B, max_new_tokens], the new tokens.
+    The new tokens: `new[row]` are those of a row, int32, the stop id included
+    that ended it; `new.tokens` is int32 [B, max_new_tokens], with `pad_id`.
 
   Raises:
     PromptError: also for prompts that with `max_new_tokens` are longer than
@@ -249,14 +251,14 @@ def generate(
   session.last = Report(
     prefill=how,
     prompt_tokens=longest,
-    new_tokens=int(new[1]),
+    new_tokens=int(new.lengths.max()),
     shards=session.shards,
     cache_bytes=bytes_each((session.cache.slots, session.cache.at)),
     capacity=session.cache.capacity,
   )
   if report is not None:
     report(session.last)
-  return new[0]
+  return new
 
 
 @settled("reading the prompt")
@@ -308,12 +310,12 @@ def _continue(
   count: int,
   observe: Callable[[np.ndarray, np.ndarray], np.ndarray],
   pad_id: int,
-) -> tuple[np.ndarray, int]:
-  """Takes steps until all have stopped: (tokens, number of steps)."""
+) -> Generated:
+  """Takes steps until all rows have stopped."""
   spread = Visit(mesh=session.mesh, axis=session.axis)
   batch = session.lengths.size
   out = np.full((batch, count), pad_id, np.int32)
-  ended = np.zeros(batch, bool)
+  ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)
   length = jnp.int32(total)
   taken = 0
   for n in range(count):
@@ -326,6 +328,7 @@ def _continue(
       taken += 1
     token, done = jax.device_get((state.token, state.done))
     out[:, n] = np.where(ended, pad_id, token)
+    sizes += ~ended
     session.seen[~ended, token[~ended]] = True
     read = ~done & (after is not None)
     session.lengths = session.lengths + read
@@ -341,7 +344,7 @@ def _continue(
       # The device knows of stop ids only, those of the next tokens too.
       state = after._replace(done=decode.ends(spread, after.done, ended))
   session.slots += -(-taken // session.shards)
-  return out, n + 1
+  return Generated(tokens=out, lengths=sizes)
 
 
 def _method(

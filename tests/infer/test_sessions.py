@@ -51,7 +51,7 @@ def ask(session, tokens, count=6, **more):
     chunk=8,
     cache=session,
     **more,
-  )
+  ).tokens
 
 
 def behind(history, count=1):

@@ -439,7 +439,7 @@ def stream(tokens):
   steps.append(tokens)
   return np.array([False, len(steps) == 2])
 new = rj.infer.generate(model, prompts, max_new_tokens=6, stream=stream)
-print(new.tolist(), flush=True)
+print(new.tokens.tolist(), flush=True)
 """
 
 
@@ -452,7 +452,7 @@ def test_a_batch_over_processes_is_read_by_all(folder, run_together):
   prompts = [list(b"def f(x, y):"), list(b"class A:")]
   want = rj.infer.generate(
     rj.models.load(folder, mesh=mesh), prompts, max_new_tokens=6
-  )
+  ).tokens
   # The stream ends the second one.
   want[1, 2:] = 0
   for one in ran:
