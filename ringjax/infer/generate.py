@@ -25,7 +25,7 @@ from ringjax.errors import (
 from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.generated import Generated
 from ringjax.infer.prefill import check_machine, plan
-from ringjax.infer.sampling import Greedy, traced
+from ringjax.infer.sampling import Greedy, from_names, traced
 from ringjax.infer.session import (
   Report,
   Session,
@@ -66,6 +66,7 @@ def generate(
   progress: Callable[[int], Any] | None = None,
   report: Callable[[Report], Any] | None = None,
   pad_id: int = 0,
+  **names: Any,
 ) -> Generated:
   """Continues prompts.
 
@@ -113,6 +114,10 @@ def generate(
       and when all are read.
     report: called with what was done, at the end.
     pad_id: fills the rows of examples that stopped early.
+    **names: in place of `sampler` and `stop`, as transformers names them:
+      temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed;
+      eos_token_id. One of the first four samples, unless do_sample=False;
+      do_sample=True alone keeps all tokens, with no top_k of its own.
 
   Returns:
     The new tokens: `new[row]` are those of a row, int32, the stop id included
@@ -126,6 +131,7 @@ def generate(
   """
   _check_here(model, tokens)
   count = positive_int("max_new_tokens", max_new_tokens)
+  sampler, stop = from_names(sampler, stop, names)
   sampler = Greedy() if sampler is None else sampler
   _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
   _check_pad(pad_id)

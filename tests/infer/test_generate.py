@@ -18,6 +18,7 @@ from ringjax.errors import (
   MeshError,
   OptionError,
   PromptError,
+  SamplingError,
 )
 from ringjax.infer import decode, prefill
 from tests import checkpoints
@@ -547,6 +548,42 @@ def test_a_penalty_sees_prompt_and_answer(loaded, said):
     assert len(set(answer)) == 10 and not set(answer) & set(row)
 
 
+@pytest.mark.parametrize(
+  ("names", "sampler"),
+  [
+    (dict(do_sample=True), rj.infer.Sample()),
+    (
+      dict(temperature=2.0, top_k=40, seed=3),
+      rj.infer.Sample(temperature=2.0, top_k=40, seed=3),
+    ),
+    (
+      dict(do_sample=True, top_p=0.9, min_p=0.01, repetition_penalty=2.0),
+      rj.infer.Sample(top_p=0.9, min_p=0.01, repetition_penalty=2.0),
+    ),
+    (dict(temperature=0), rj.infer.Greedy()),
+    (dict(do_sample=False, top_p=None), rj.infer.Greedy()),
+    (
+      dict(repetition_penalty=100.0),
+      rj.infer.Greedy(repetition_penalty=100.0),
+    ),
+  ],
+)
+def test_names_of_transformers(loaded, said, names, sampler):
+  prompt, _ = said
+  want = ask(loaded, prompt, sampler=sampler)
+  np.testing.assert_array_equal(ask(loaded, prompt, **names), want)
+
+
+def test_end_ids_by_the_name_of_transformers(loaded, said):
+  prompt, greedy = said
+  model, _ = loaded(NAME)
+  for end in (int(greedy[0, 3]), [100, int(greedy[0, 3])]):
+    new = rj.infer.generate(
+      model, prompt, max_new_tokens=6, eos_token_id=end, temperature=0
+    )
+    assert new[0].tolist() == greedy[0, :4].tolist()
+
+
 # ---------------------------------------------------------------------------
 # Refusals
 # ---------------------------------------------------------------------------
@@ -588,6 +625,22 @@ def test_a_penalty_sees_prompt_and_answer(loaded, said):
       InputTypeError,
       r"tokenizer: got builtins\.module.*Tokenizer\.load",
     ),
+    (dict(top_k=4, sampler=rj.infer.Greedy()), OptionError, "beside sampler="),
+    (dict(eos_token_id=4, stop=5), OptionError, "beside stop="),
+    (dict(eos_token_id=500), PromptError, "vocabulary"),
+    (
+      dict(top_k=4, temperature=0),
+      OptionError,
+      "temperature: got .*greedy",
+    ),
+    (dict(do_sample=False, top_p=0.5), OptionError, "do_sample=True"),
+    (dict(seed=3), OptionError, "do_sample=True"),
+    (dict(do_sample=1.5), OptionError, "do_sample: got 1.5"),
+    (dict(do_sample=True, temperature=0), SamplingError, "temperature: got 0"),
+    (dict(top_p=2.0), SamplingError, "top_p: got 2.0"),
+    (dict(max_length=9), OptionError, "max_new_tokens="),
+    (dict(num_beams=4), OptionError, "no beam search"),
+    (dict(temprature=1.0), OptionError, "temprature: got 1.0"),
     (dict(axis="seq"), MeshError, "without a mesh"),
     (dict(mesh="seq:8"), MeshError, "got str"),
     (dict(cache={}), InputTypeError, "Session"),
