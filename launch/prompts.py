@@ -79,17 +79,16 @@ def given(values: flags.FlagValues) -> Prompt:
     PromptError: it is empty, too long, or no text.
     OSError: a file cannot be read.
   """
-  if values.prompt is not None:
-    _refuse_blank("--prompt", values.prompt, "nothing")
-  if values.prompt_file is None:
-    return Prompt(document="", question=values.prompt, source="as given")
-  text = _read(values.prompt_file)
-  _refuse_blank("--prompt_file", text, f"{values.prompt_file!r}, without text")
-  if values.prompt is None:
-    return Prompt(document="", question=text, source=values.prompt_file)
-  return Prompt(
-    document=f"{text}\n\n", question=values.prompt, source=values.prompt_file
-  )
+  question, path = values.prompt, values.prompt_file
+  if question is not None:
+    _refuse_blank("--prompt", question, "nothing")
+    if path is None:
+      return Prompt(document="", question=question, source="as given")
+  text = _read(path)
+  _refuse_blank("--prompt_file", text, f"{path!r}, without text")
+  if question is None:
+    return Prompt(document="", question=text, source=path)
+  return Prompt(document=f"{text}\n\n", question=question, source=path)
 
 
 def _refuse_blank(name: str, text: str, got: str) -> None:
