@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -225,7 +226,8 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
     names: of those that name a file; "plot" is a picture.
 
   Raises:
-    OptionError: a folder that is not there, or no matplotlib for a picture.
+    OptionError: a folder that is not there, or what cannot be written there,
+      or no matplotlib for a picture.
   """
   for name in names:
     path = values[name].value
@@ -233,10 +235,35 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
       continue
     if name == "plot":
       draw.figures()
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
       raise OptionError(
         message(f"--{name}", path, "a path in a folder", "make the folder")
       )
+    if not path or os.path.isdir(path):
+      raise OptionError(
+        message(
+          f"--{name}",
+          f"{path!r}, a folder" if path else "nothing",
+          "a path of a file",
+          "name the file too",
+        )
+      )
+    if os.path.exists(path) and not os.path.isfile(path):
+      # A device or a pipe, such as /dev/stdout, needs nothing of its folder.
+      continue
+    try:
+      # By writing: permissions alone say nothing of a read-only disk.
+      tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+      raise OptionError(
+        message(
+          f"--{name}",
+          f"{path}: {error.strerror}",
+          "a path that can be written",
+          "take another folder",
+        )
+      ) from None
 
 
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:

@@ -39,6 +39,7 @@ from ringjax.infer.stopping import Watch
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
+from ringjax.ops.inputs import positive_int
 from ringjax.plan.choice import KEEPS
 
 NAME = "generate"
@@ -173,6 +174,9 @@ class _Work:
     mesh = common.mesh(values.mesh)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
     self._screen.say(_devices(mesh))
+    if not prompts.made_up(values):
+      # Refused before the model is loaded, if it cannot be read.
+      common.share(self._given)
     model, about = self._load(folder, mesh)
     self._begin("encoding the prompt", "encoding the prompt")
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
@@ -180,7 +184,8 @@ class _Work:
     positions = model.config.max_positions
 
     def encode() -> np.ndarray:
-      self._prompt = prompts.make(values, tokenizer, positions)
+      if prompts.made_up(values):
+        self._prompt = prompts.make(values, tokenizer, positions)
       return prompts.encode(self._prompt, values, tokenizer, chat)
 
     ids = common.share(encode)
@@ -192,6 +197,12 @@ class _Work:
     eos = tuple(i for i in tokenizer.eos_ids if i < model.config.vocab)
     watch = Stop(ids=eos, strings=strings).watch(tokenizer)
     return about | self._answer(model, mesh, ids, eos, watch)
+
+  def _given(self) -> np.ndarray:
+    """Reads the prompt of the flags: its number of characters, int32 [1]."""
+    self._prompt = prompts.given(self._values)
+    size = len(self._prompt.document) + len(self._prompt.question)
+    return np.array([size], np.int32)
 
   def _load(
     self, folder: pathlib.Path, mesh: Any
@@ -381,6 +392,8 @@ def _devices(mesh: Any) -> str:
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   _sampler(values)
+  if values.max_new_tokens is not None:
+    positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
     # As of a variable that is not set: another model would answer.
     raise OptionError(message("--model", "nothing", "a folder", "name it"))

@@ -72,29 +72,43 @@ def chat(values: flags.FlagValues, tokenizer: Any) -> ChatTemplate | None:
   return None
 
 
-def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
-  """The text of the flags, for a model made for so many positions.
+def given(values: flags.FlagValues) -> Prompt:
+  """The text that --prompt and --prompt_file give.
 
   Raises:
-    PromptError: it is too long, or no text.
+    PromptError: it is empty, too long, or no text.
     OSError: a file cannot be read.
   """
-  if made_up(values):
-    return _with_passkey(values, tokenizer, positions)
-  if values.prompt_file is None:
-    return Prompt(document="", question=values.prompt, source="as given")
-  text = _read(values.prompt_file)
-  if values.prompt is None:
-    return Prompt(document="", question=text, source=values.prompt_file)
-  return Prompt(
-    document=f"{text}\n\n", question=values.prompt, source=values.prompt_file
-  )
+  question, path = values.prompt, values.prompt_file
+  if question is not None:
+    _refuse_blank("--prompt", question, "nothing")
+    if path is None:
+      return Prompt(document="", question=question, source="as given")
+  text = _read(path)
+  _refuse_blank("--prompt_file", text, f"{path!r}, without text")
+  if question is None:
+    return Prompt(document="", question=text, source=path)
+  return Prompt(document=f"{text}\n\n", question=question, source=path)
 
 
-def _with_passkey(
-  values: flags.FlagValues, tokenizer: Any, positions: int
-) -> Prompt:
-  """Sources of the standard library, and a line that does not belong there."""
+def _refuse_blank(name: str, text: str, got: str) -> None:
+  if not text.strip():
+    raise PromptError(
+      message(name, got, "a text to continue", "write one, or leave it out")
+    )
+
+
+def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
+  """Sources of the standard library, in which a passkey is hidden.
+
+  Args:
+    values: the flags.
+    tokenizer: the model's.
+    positions: the longest context of the model, in tokens.
+
+  Raises:
+    PromptError: there is no room for the question.
+  """
   dice = random.Random(values.seed)
   fact = {
     "name": dice.choice(_NAMES),

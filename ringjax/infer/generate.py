@@ -23,8 +23,9 @@ from ringjax.errors import (
   message,
 )
 from ringjax.infer import decode, inputs, prefill
+from ringjax.infer.generated import Generated
 from ringjax.infer.prefill import check_machine, plan
-from ringjax.infer.sampling import Greedy, traced
+from ringjax.infer.sampling import Greedy, from_names, traced
 from ringjax.infer.session import (
   Report,
   Session,
@@ -67,7 +68,8 @@ def generate(
   progress: Callable[[int], Any] | None = None,
   report: Callable[[Report], Any] | None = None,
   pad_id: int = 0,
-) -> np.ndarray:
+  **names: Any,
+) -> Generated:
   """Continues prompts.
 
   What a sampler draws for a token is a function of its seed, of the number of
@@ -116,9 +118,14 @@ def generate(
       and when all are read.
     report: called with what was done, at the end.
     pad_id: fills the rows of examples that stopped early.
+    **names: in place of `sampler` and `stop`, as transformers names them:
+      temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed;
+      eos_token_id. One of the first four samples, unless do_sample=False;
+      do_sample=True alone keeps all tokens, with no top_k of its own.
 
   Returns:
-    int32 [B, max_new_tokens], the new tokens.
+    The new tokens: `new[row]` are those of a row, int32, the stop id included
+    that ended it; `new.tokens` is int32 [B, max_new_tokens], with `pad_id`.
 
   Raises:
     PromptError: also for prompts that with `max_new_tokens` are longer than
@@ -128,6 +135,7 @@ def generate(
   """
   _check_here(model, tokens)
   count = positive_int("max_new_tokens", max_new_tokens)
+  sampler, stop = from_names(sampler, stop, names)
   sampler = Greedy() if sampler is None else sampler
   _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
   _check_pad(pad_id)
@@ -268,14 +276,14 @@ def generate(
   session.last = Report(
     prefill=how,
     prompt_tokens=longest,
-    new_tokens=int(new[1]),
+    new_tokens=int(new.lengths.max()),
     shards=session.shards,
     cache_bytes=bytes_each((session.cache.slots, session.cache.held)),
     capacity=session.cache.capacity,
   )
   if report is not None:
     report(session.last)
-  return new[0]
+  return new
 
 
 @settled("reading the prompt")
@@ -327,12 +335,12 @@ def _continue(
   count: int,
   observe: Callable[[np.ndarray, np.ndarray], np.ndarray],
   pad_id: int,
-) -> tuple[np.ndarray, int]:
-  """Takes steps until all have stopped: (tokens, number of steps)."""
+) -> Generated:
+  """Takes steps until all rows have stopped."""
   spread = Visit(mesh=session.mesh, axis=session.axis)
   batch = session.lengths.size
   out = np.full((batch, count), pad_id, np.int32)
-  ended = np.zeros(batch, bool)
+  ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)
   length = jnp.int32(total)
   for n in range(count):
     # The next step is on its way while this one's tokens are read.
@@ -343,6 +351,7 @@ def _continue(
       )
     token, done = jax.device_get((state.token, state.done))
     out[:, n] = np.where(ended, pad_id, token)
+    sizes += ~ended
     session.seen[~ended, token[~ended]] = True
     read = ~done & (after is not None)
     session.lengths = session.lengths + read
@@ -357,7 +366,7 @@ def _continue(
     if told.any():
       # The device knows of stop ids only, those of the next tokens too.
       state = after._replace(done=decode.ends(spread, after.done, ended))
-  return out, n + 1
+  return Generated(tokens=out, lengths=sizes)
 
 
 def _method(

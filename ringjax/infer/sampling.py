@@ -45,7 +45,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.errors import DtypeError, SamplingError, ShapeError, message
+from ringjax.errors import (
+  DtypeError,
+  OptionError,
+  SamplingError,
+  ShapeError,
+  message,
+)
 
 TEMPERATURE = (0.01, 100.0)
 REPETITION_PENALTY = (0.01, 100.0)
@@ -489,3 +495,80 @@ def _whole(
       message(name, repr(value), f"an int from {low} to {high}", remedy)
     )
   return int(value)
+
+
+# ---------------------------------------------------------------------------
+# Names of transformers
+# ---------------------------------------------------------------------------
+
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_CHOICE = (*_FILTERS, "repetition_penalty", "do_sample", "seed")
+_REMEDIES = {
+  "attention_mask": "pass prompts as a list of rows of different lengths",
+  "generation_config": "pass its numbers by name, e.g. temperature=0.7",
+  "input_ids": "pass them as tokens, the second argument",
+  "logits_processor": "pass a sampler=, see rj.infer.sampling.Sampler",
+  "max_length": "pass max_new_tokens=, which does not count the prompt",
+  "num_beams": "leave it out: there is no beam search",
+  "num_return_sequences": "repeat the prompt: each row draws its own tokens",
+  "pad_token_id": "pass pad_id=",
+  "past_key_values": "pass cache=rj.infer.Session(model, capacity)",
+  "stop_strings": "pass stop= and tokenizer=",
+  "stopping_criteria": "pass stream=, whose answer True ends the generation",
+  "streamer": "pass stream=, a function of each step's tokens",
+}
+
+
+def from_names(
+  sampler: Any, stop: Any, given: dict[str, Any]
+) -> tuple[Any, Any]:
+  """The sampler and the stop that transformers' names of `generate` ask for.
+
+  None is the same as leaving a name out. A temperature of 0 is greedy.
+
+  Args:
+    sampler: what was passed as `sampler`.
+    stop: what was passed as `stop`.
+    given: what was passed by other names.
+
+  Returns:
+    (sampler, stop).
+
+  Raises:
+    OptionError: a name that is not known, or beside what it stands for.
+    SamplingError: a number is out of its range.
+  """
+  for name in given:
+    if name not in (*_CHOICE, "eos_token_id"):
+      remedy = _REMEDIES.get(name, "leave it out; see help(rj.infer.generate)")
+      raise OptionError(
+        message(name, repr(given[name]), "an argument of generate", remedy)
+      )
+  given = {name: x for name, x in given.items() if x is not None}
+  if (end := given.pop("eos_token_id", None)) is not None:
+    if stop is not None:
+      raise _clash("eos_token_id", "stop=", "put the id into stop=")
+    stop = end
+  if not given:
+    return sampler, stop
+  names = ", ".join(given)
+  if sampler is not None:
+    raise _clash(names, "sampler=", "pass rj.infer.Sample(...) with all of it")
+  draws = given.pop("do_sample", None)
+  if not isinstance(draws, bool | None):
+    raise OptionError(
+      message("do_sample", repr(draws), "True or False", "leave it out")
+    )
+  if given.get("temperature") == 0 and not draws:
+    draws = False
+    del given["temperature"]
+  filters = any(name in given for name in _FILTERS)
+  if draws or (draws is None and filters):
+    return Sample(**given), stop
+  if filters or "seed" in given:
+    raise _clash(names, "greedy choice", "pass do_sample=True, or leave it out")
+  return Greedy(**given), stop
+
+
+def _clash(name: str, beside: str, remedy: str) -> OptionError:
+  return OptionError(message(name, f"a value beside {beside}", "one", remedy))

@@ -265,7 +265,7 @@ def test_a_filled_cache_is_one_that_read_a_prompt(scan, tmp_path):
   read = rj.infer.Session(model, 32)
   token = rj.infer.generate(model, ids, max_new_tokens=1, cache=read)
   at = np.full((1, 1), 24, np.int32)
-  step = lambda cache: model(token, positions=at, cache=cache)[0]
+  step = lambda cache: model(token.tokens, positions=at, cache=cache)[0]
   parts = tuple(
     np.concatenate(x)[:, 0, :, :24] for x in zip(*read.cache.slots, strict=True)
   )

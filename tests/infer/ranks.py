@@ -106,7 +106,7 @@ def read_all(self: Rank, model_folder: str, peers, name: str) -> None:
       # The conversation goes on there.
       said["more"] = rj.infer.generate(
         model, [[5, 6, 7]], max_new_tokens=2, cache=reading.session
-      ).tolist()  # fmt: skip
+      ).tokens.tolist()  # fmt: skip
       del reading
     self.note(f"{name} {len(partition)} {partition[-1]}", said)
 

@@ -227,7 +227,7 @@ def test_a_spec_is_the_cache_without_its_arrays(model):
   for options in ({}, dict(spread=spread), dict(dtype="bfloat16")):
     spec = model.init_cache_spec(2, 16, **options)
     cache = model.init_cache(2, 16, **options)
-    made = (cache.slots, cache.at)
+    made = (cache.slots, cache.held)
     for x, y in zip(jax.tree.leaves(spec), jax.tree.leaves(made), strict=True):
       assert (x.shape, x.dtype) == (y.shape, y.dtype)
       assert x.sharding is None or x.sharding == y.sharding

@@ -216,7 +216,7 @@ def test_every_way_is_continued_by_the_same_tokens(
     mesh=mesh,
     chunk=8 if method == "chunked" else None,
   )
-  assert new.dtype == np.int32
+  assert new.tokens.dtype == np.int32
   np.testing.assert_array_equal(new, expected.greedy)
 
 

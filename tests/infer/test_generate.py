@@ -18,6 +18,7 @@ from ringjax.errors import (
   MeshError,
   OptionError,
   PromptError,
+  SamplingError,
 )
 from ringjax.infer import decode, prefill
 from tests import checkpoints
@@ -36,7 +37,7 @@ def said():
 def ask(loaded, prompts, devices=1, **options):
   model, mesh = loaded(NAME, devices)
   options = dict(max_new_tokens=6) | options
-  return rj.infer.generate(model, prompts, mesh=mesh, **options)
+  return rj.infer.generate(model, prompts, mesh=mesh, **options).tokens
 
 
 # ---------------------------------------------------------------------------
@@ -72,6 +73,44 @@ def test_a_stop_string_spans_tokens(loaded, said):
   for stop in (rj.infer.Stop(strings=(text,)), text, ["NEVER", text, 100]):
     new = ask(loaded, prompt[:1], stop=stop, tokenizer=Bytes())
     assert new[0].tolist() == [*greedy[0, :4], 0, 0]
+
+
+def test_rows_are_cut_where_they_ended(loaded, said):
+  """Each row has its own ids, which decode to its answer and nothing else."""
+  prompt, greedy = said
+  model, _ = loaded(NAME)
+  stop = int(greedy[0, 3])
+  run = lambda prompt, **options: rj.infer.generate(
+    model, prompt, max_new_tokens=6, **options
+  )
+  new = run(prompt, stop=stop)
+  want = [greedy[0, :4].tolist(), greedy[1, :6].tolist()]
+  assert [row.tolist() for row in new] == want and len(new) == 2
+  assert new.lengths.tolist() == [4, 6] and new.lengths.dtype == np.int32
+  assert new[0].tolist() == want[0] and new[-2].tolist() == want[0]
+  assert new[np.int32(1)].tolist() == want[1]
+  # With padding, as an array is indexed.
+  assert new.tokens.tolist() == [[*want[0], 0, 0], want[1]]
+  assert new.tokens.dtype == np.int32
+  assert new[0, 2:].tolist() == [*want[0][2:], 0, 0]
+  np.testing.assert_array_equal(np.asarray(new), new.tokens)
+  assert np.array(new, np.float32).dtype == np.float32
+  with pytest.raises(IndexError):
+    new[2]
+  one = run(prompt[:1], stop=stop)
+  assert one.tokens.shape == (1, 6) and one[0].tolist() == want[0]
+  assert run(prompt[:1])[0].tolist() == greedy[0, :6].tolist()
+
+
+def test_a_row_ends_with_its_stop_string(loaded, said):
+  prompt, greedy = said
+  model, _ = loaded(NAME)
+  text = Bytes().decode(greedy[0, 2:4])
+  new = rj.infer.generate(
+    model, prompt[:1], max_new_tokens=6, stop=text, tokenizer=Bytes()
+  )
+  assert new[0].tolist() == greedy[0, :4].tolist()
+  assert Bytes().decode(new[0]).endswith(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,7 +509,7 @@ def test_a_conversation_is_drawn_as_one_text(loaded):
     text = [t + new for t, new in zip(text, turn, strict=True)]
     again = talk(rj.infer.Session(model, 96, batch=2), text)
     np.testing.assert_array_equal(answer, again)
-    text = [t + new for t, new in zip(text, answer.tolist(), strict=True)]
+    text = [[*t, *new] for t, new in zip(text, answer, strict=True)]
   # All that was read or said, by each alone.
   for row, ids in zip(session.seen, text, strict=True):
     assert set(np.flatnonzero(row)) == set(ids)
@@ -508,6 +547,42 @@ def test_a_penalty_sees_prompt_and_answer(loaded, said):
   new = ask(loaded, prompt, sampler=sampler, max_new_tokens=10)
   for row, answer in zip(prompt, new, strict=True):
     assert len(set(answer)) == 10 and not set(answer) & set(row)
+
+
+@pytest.mark.parametrize(
+  ("names", "sampler"),
+  [
+    (dict(do_sample=True), rj.infer.Sample()),
+    (
+      dict(temperature=2.0, top_k=40, seed=3),
+      rj.infer.Sample(temperature=2.0, top_k=40, seed=3),
+    ),
+    (
+      dict(do_sample=True, top_p=0.9, min_p=0.01, repetition_penalty=2.0),
+      rj.infer.Sample(top_p=0.9, min_p=0.01, repetition_penalty=2.0),
+    ),
+    (dict(temperature=0), rj.infer.Greedy()),
+    (dict(do_sample=False, top_p=None), rj.infer.Greedy()),
+    (
+      dict(repetition_penalty=100.0),
+      rj.infer.Greedy(repetition_penalty=100.0),
+    ),
+  ],
+)
+def test_names_of_transformers(loaded, said, names, sampler):
+  prompt, _ = said
+  want = ask(loaded, prompt, sampler=sampler)
+  np.testing.assert_array_equal(ask(loaded, prompt, **names), want)
+
+
+def test_end_ids_by_the_name_of_transformers(loaded, said):
+  prompt, greedy = said
+  model, _ = loaded(NAME)
+  for end in (int(greedy[0, 3]), [100, int(greedy[0, 3])]):
+    new = rj.infer.generate(
+      model, prompt, max_new_tokens=6, eos_token_id=end, temperature=0
+    )
+    assert new[0].tolist() == greedy[0, :4].tolist()
 
 
 # ---------------------------------------------------------------------------
@@ -551,6 +626,22 @@ def test_a_penalty_sees_prompt_and_answer(loaded, said):
       InputTypeError,
       r"tokenizer: got builtins\.module.*Tokenizer\.load",
     ),
+    (dict(top_k=4, sampler=rj.infer.Greedy()), OptionError, "beside sampler="),
+    (dict(eos_token_id=4, stop=5), OptionError, "beside stop="),
+    (dict(eos_token_id=500), PromptError, "vocabulary"),
+    (
+      dict(top_k=4, temperature=0),
+      OptionError,
+      "temperature: got .*greedy",
+    ),
+    (dict(do_sample=False, top_p=0.5), OptionError, "do_sample=True"),
+    (dict(seed=3), OptionError, "do_sample=True"),
+    (dict(do_sample=1.5), OptionError, "do_sample: got 1.5"),
+    (dict(do_sample=True, temperature=0), SamplingError, "temperature: got 0"),
+    (dict(top_p=2.0), SamplingError, "top_p: got 2.0"),
+    (dict(max_length=9), OptionError, "max_new_tokens="),
+    (dict(num_beams=4), OptionError, "no beam search"),
+    (dict(temprature=1.0), OptionError, "temprature: got 1.0"),
     (dict(axis="seq"), MeshError, "without a mesh"),
     (dict(mesh="seq:8"), MeshError, "got str"),
     (dict(cache={}), InputTypeError, "Session"),
@@ -743,4 +834,4 @@ def test_a_cache_of_another_dtype(loaded, said):
   session = rj.infer.Session(model, 64, batch=2, mesh=mesh, dtype=jnp.bfloat16)
   new = rj.infer.generate(model, prompt, max_new_tokens=2, cache=session)
   assert session.cache.slots[0].k.dtype == jnp.bfloat16
-  assert new.shape == (2, 2)
+  assert new.tokens.shape == (2, 2)

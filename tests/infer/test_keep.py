@@ -85,7 +85,7 @@ def test_a_conversation_goes_on_there(loaded, said):
       [
         rj.infer.generate(
           model, turn, max_new_tokens=5, cache=session, keep=keep
-        ).tolist()
+        ).tokens.tolist()
         for turn, keep in zip(turns, keeps, strict=True)
       ]
     )
@@ -309,7 +309,7 @@ def test_a_cache_of_fewer_bits(loaded, said):
     )
     for d in (None, "bfloat16")
   )
-  assert whole.shape == short.shape == (len(prompt), 4)
+  assert whole.tokens.shape == short.tokens.shape == (len(prompt), 4)
   # The slots' coordinates are as they were.
   assert kept[1].cache_bytes < 0.7 * kept[0].cache_bytes
   session = rj.infer.Session(model, 192, batch=len(prompt))

@@ -51,7 +51,7 @@ def ask(session, tokens, count=6, **more):
     chunk=8,
     cache=session,
     **more,
-  )
+  ).tokens
 
 
 def behind(history, count=1):
@@ -336,7 +336,8 @@ def test_a_turn_that_fits_is_read(monkeypatch):
   np.testing.assert_array_equal(got, behind(tokens.tolist()))
   how = session.last.prefill
   assert (how.chunk, how.width) == (24, 40)
-  assert agrees(session) == 0
+  # Padding takes no slot.
+  assert agrees(session) == 4
 
 
 def test_a_refusal_says_what_is_true():
@@ -349,9 +350,6 @@ def test_a_refusal_says_what_is_true():
         cache=session,
       )  # fmt: skip
     words = str(caught.value)
-    read = prefill.plan(
-      "chunked", tokens, model, None, None, room=5121 - count
-    ).width
-    assert f"got {tokens} tokens, read as {read} " in words
-    assert read + count - 1 > 5120 == session.room()
+    assert f"got {tokens} tokens, read by prefill='chunked'" in words
+    assert tokens + count - 1 > 5120 == session.room()
     assert "at most 5120 together" in words

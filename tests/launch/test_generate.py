@@ -206,6 +206,8 @@ def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
     (["--depth=2"], "depth: got 2"),
     (["--depth=0.5", "--prompt=x"], "--depth with a prompt"),
     (["--prompt_file=/none/such"], "/none/such: No such file"),
+    (["--prompt="], "--prompt: got nothing"),
+    (["--prompt= ", "--prompt_file=/none/such"], "--prompt: got nothing"),
     (["--stop="], "texts of 1 to"),
     (["--seed=3", "--prompt=x"], "--seed with a prompt and no sampling"),
     (["--profile=llama7b-a100", "--chunk=8"], "--profile and --chunk"),
@@ -250,6 +252,29 @@ def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
   ran = ask(f"--model={folder}", f"--prompt_file={file}")
   assert ran.status == 2
   assert "no UTF-8 at byte 0" in ran.err
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--max_new_tokens=0"], "--max_new_tokens: got 0"),
+    (["--prompt_file={folder}/none"], "none: No such file"),
+    (["--prompt_file={folder}"], "Is a directory"),
+    (["--prompt_file={folder}/blank"], "blank', without text"),
+    (["--prompt_file={folder}/blank", "--prompt=Who?"], "without text"),
+    (["--prompt="], "--prompt: got nothing"),
+  ],
+)
+def test_a_prompt_is_refused_before_a_model_is_loaded(
+  ask, tmp_path, flags, says
+):
+  (tmp_path / "blank").write_text("\ufeff \n")
+  # No model is there to be loaded.
+  ran = ask(
+    f"--model={tmp_path}/none", *(f.format(folder=tmp_path) for f in flags)
+  )
+  assert ran.status == 2 and ran.out == ""
+  assert says in ran.err.splitlines()[-1], ran.err
 
 
 def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
@@ -439,7 +464,7 @@ def stream(tokens):
   steps.append(tokens)
   return np.array([False, len(steps) == 2])
 new = rj.infer.generate(model, prompts, max_new_tokens=6, stream=stream)
-print(new.tolist(), flush=True)
+print(new.tokens.tolist(), flush=True)
 """
 
 
@@ -452,7 +477,7 @@ def test_a_batch_over_processes_is_read_by_all(folder, run_together):
   prompts = [list(b"def f(x, y):"), list(b"class A:")]
   want = rj.infer.generate(
     rj.models.load(folder, mesh=mesh), prompts, max_new_tokens=6
-  )
+  ).tokens
   # The stream ends the second one.
   want[1, 2:] = 0
   for one in ran:

@@ -106,7 +106,7 @@ def test_stages_one_after_another(small, tmp_path):
   assert model.config.max_positions == 320
   assert json.loads(model.source)["rope_scaling"]["rope_type"] == "yarn"
   new = rj.infer.generate(model, [[65, 66, 67]], max_new_tokens=2)
-  assert new.shape == (1, 2)
+  assert new.tokens.shape == (1, 2)
   assert "7 steps" in err and "wrote" in err
 
 

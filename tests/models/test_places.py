@@ -261,7 +261,7 @@ def test_what_has_no_place(made, placed):
   with jax.set_mesh(make_mesh(2, "auto")):
     refused(
       MeshError,
-      lambda: there(TOKENS, cache=there.cache(2, 32, spread=spread)),
+      lambda: there(TOKENS, cache=there.init_cache(2, 32, spread=spread)),
       "cache",
     )
     refused(MeshError, lambda: model(TOKENS, attend=spread), "attend")

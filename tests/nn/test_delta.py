@@ -230,7 +230,7 @@ def test_data_and_model_axes(folder, expected):
   b = expected.tokens.shape[0] // 2 * 2
   tokens = expected.tokens[:b, :n]
   close(sharded(tokens, attend=spread), expected.logits[:b, :n])
-  cache = sharded.cache(b, n, spread=spread)
+  cache = sharded.init_cache(b, n, spread=spread)
   decode = Visit(mesh=mesh, axis="seq")
   _, cache = sharded(tokens[:, :8], cache=cache, attend=spread)
   got, _ = sharded(
@@ -265,7 +265,7 @@ def test_nbytes_count_states(model):
   state = 2 * 4 * 8 * 12 + 2 * 3 * (2 * 2 * 8 + 4 * 12) + 2 * 3
   # Keys and values of one layer, and coordinates.
   each = 2 * 2 * 16 + 2
-  assert cache.nbytes() == 4 * (state + 8 * each)
+  assert cache.nbytes() == 4 * (state + 8 * each + 2)
   assert longer.nbytes() - cache.nbytes() == 4 * 8 * each
 
 
