@@ -85,7 +85,6 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
-  strategies.refuse(values, "aot", (*OF_OTHERS, "slices", "jobs", "out"))
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
@@ -472,5 +471,6 @@ OF_OTHERS = (
   "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",
   "sides", "chip", "shards", "value_dim", "keys", "offset", "layout", "wire",
   "local", "longest_document", "devices", "coordinator",
-  "num_processes", "process_id", "distributed",
+  "num_processes", "process_id", "distributed", "init_timeout",
 )  # fmt: skip
+REFUSED = (*OF_OTHERS, "slices", "jobs", "out")

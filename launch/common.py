@@ -305,10 +305,26 @@ def parse_words(
     sys.argv = before
 
 
-def launch(name: str, main: Callable[[Sequence[str]], int]) -> None:
-  """Runs a script: `main` gets what is left beside the flags."""
+def launch(
+  name: str,
+  main: Callable[[Sequence[str]], int],
+  help_page: Callable[[str], str | None] = lambda command: None,
+) -> None:
+  """Runs a script.
+
+  Args:
+    name: of the script.
+    main: gets the arguments that are no flags; returns the exit status.
+    help_page: the text of --help behind a sub-command, or None for the
+      script's own page.
+  """
 
   def read(argv: Sequence[str]) -> list[str]:
+    if set(argv) & {"--help", "-help", "-h", "-?"}:
+      for word in argv[1:]:
+        if not word.startswith("-") and (page := help_page(word)) is not None:
+          print(page)
+          raise SystemExit(0)
     try:
       return flags.FLAGS(argv)
     except flags.Error as error:
