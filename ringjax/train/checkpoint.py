@@ -530,9 +530,9 @@ class Checkpoints:
     if made.config != self._config:
       refuse(
         "config",
-        f"that of fingerprint {made.config[:12]}",
-        f"that of this training, {self._config[:12]}",
-        "use the config it was trained with, or another root",
+        "one that differs from that of this training",
+        "the config that the step was saved with",
+        "pass that config, or another root",
       )
     for names, word in (
       ([n for n in wanted if n not in made.leaves], "missing"),
