@@ -32,6 +32,14 @@ AXES = ("replica", "data", "seq", "model")
 _DEVICES = 8
 # Number of processes, as those say who start them; above 1 there are others.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+# What JAX reads of a step of Slurm.
+_SLURM = (
+  "SLURM_JOB_ID",
+  "SLURM_STEP_NODELIST",
+  "SLURM_NTASKS",
+  "SLURM_PROCID",
+  "SLURM_LOCALID",
+)
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
@@ -115,9 +123,12 @@ def start(values: flags.FlagValues) -> None:
         "number the processes from 0",
       )
     )
-  _make_cpu_devices(values, count)
   look = values.distributed
-  if given or look or (look is None and count > 1):
+  several = given or look or (look is None and count > 1)
+  if several and not given:
+    _check_slurm()
+  _make_cpu_devices(values, count)
+  if several:
     asked = tuple(by_hand.values())
     if given:
       rendezvous.call(*asked, timeout_s=values.init_timeout)
@@ -134,6 +145,30 @@ def start(values: flags.FlagValues) -> None:
           "check --coordinator, or pass --nodistributed to run alone",
         )
       ) from None
+
+
+def _check_slurm() -> None:
+  """Refuses a step of Slurm that lacks what JAX finds the processes by.
+
+  Raises:
+    OptionError: variables are missing, and no other launcher has set its own.
+  """
+  others = (*_HOSTS, "OMPI_COMM_WORLD_SIZE")
+  if any(os.environ.get(name) for name in others) or not any(
+    name in os.environ for name in (*_SLURM, "SLURM_STEP_NUM_TASKS")
+  ):
+    return
+  missing = [name for name in _SLURM if name not in os.environ]
+  if missing:
+    raise OptionError(
+      message(
+        "Slurm",
+        f"an environment without {', '.join(missing)}",
+        "the variables that srun sets",
+        "start with srun; or pass --coordinator, --num_processes and "
+        "--process_id; or --nodistributed to run alone",
+      )
+    )
 
 
 def calm() -> None:

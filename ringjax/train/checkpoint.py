@@ -38,6 +38,7 @@ from ringjax.errors import (
   CheckpointMismatchError,
   CheckpointWriteError,
   OptionError,
+  PeerError,
   RingjaxError,
   message,
 )
@@ -143,12 +144,17 @@ class Checkpoints:
     except Exception as error:
       why = str(getattr(error, "strerror", None) or error)
       file = getattr(error, "filename", None)
+      taken = isinstance(error, BlockingIOError | PeerError)
       raise CheckpointWriteError(
         message(
           "root",
           f"{self.root[-80:]} ({why[:100]})",
-          "a folder that no other process writes to",
-          "wait until the other process ends, or pass another root",
+          "a folder that no other process writes to"
+          if taken
+          else "a folder that can be written to",
+          "wait until the other process ends, or pass another root"
+          if taken
+          else "free space there or change its permissions, or pass another",
         ),
         file,
       ) from error
@@ -327,7 +333,7 @@ class Checkpoints:
       job.error = (
         error
         if isinstance(error, CheckpointWriteError)
-        else _write_error(job.step, error)
+        else _write_error(job.step, error, job.folder or self.root)
       )
 
   def _digest(self, job: _Job) -> list[list[Any]]:
@@ -670,9 +676,13 @@ def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
     ) from None
 
 
-def _write_error(step: int, error: BaseException) -> CheckpointWriteError:
-  """One error for the many that a disk can cause."""
+def _write_error(
+  step: int, error: BaseException, folder: str
+) -> CheckpointWriteError:
+  """One error for the many that a disk can cause, in a file of `folder`."""
   file = getattr(error, "filename", None)
+  if file is None and isinstance(error, OSError):
+    file = folder
   why = str(error.strerror) if isinstance(error, OSError) else ""
   why = why or " ".join(str(error).split()) or "no reason"
   where = f" ({str(file)[-60:]})" if file else ""

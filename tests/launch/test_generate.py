@@ -491,12 +491,44 @@ def test_words_for_sizes_and_times():
   assert console.clock(65) == "1:05" and console.clock(7200) == "2:00:00"
 
 
+# What srun tells each process of a step.
+SLURM = {
+  "SLURM_JOB_ID": "7",
+  "SLURM_STEP_NODELIST": "node[1-4]",
+  "SLURM_NTASKS": "4",
+  "SLURM_PROCID": "0",
+  "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+  ("environment", "flags", "absent"),
+  [
+    ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"}, (), "SLURM_PROCID"),
+    ({"SLURM_JOB_ID": "7"}, ("--distributed",), "SLURM_STEP_NODELIST"),
+  ],
+)
+def test_a_partial_environment_of_slurm_is_named(
+  monkeypatch, ask, folder, environment, flags, absent
+):
+  for name in (*common._COUNTS, *common._HOSTS, *SLURM):
+    monkeypatch.delenv(name, raising=False)
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  asked = (f"--model={folder}", "--prompt=x", "--max_new_tokens=1")
+  ran = ask(*asked, *flags)
+  assert ran.status == 2 and absent in ran.err and "srun" in ran.err
+  assert "SLURM_JOB_ID" not in ran.err and "--nodistributed" in ran.err
+  # The same process alone does what it is asked.
+  assert ask(*asked, "--nodistributed").status == 0
+
+
 @pytest.mark.parametrize(
   ("environment", "count"),
   [
     ({}, 1),
-    ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
-    ({"SLURM_STEP_NUM_TASKS": "x"}, 1),
+    ({"SLURM_STEP_NUM_TASKS": "4", **SLURM}, 4),
+    ({"SLURM_STEP_NUM_TASKS": "x", **SLURM}, 1),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
     ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, 3),
@@ -505,7 +537,7 @@ def test_words_for_sizes_and_times():
 def test_processes_are_looked_for_where_there_are_some(
   monkeypatch, folder, environment, count
 ):
-  for name in (*common._COUNTS, *common._HOSTS):
+  for name in (*common._COUNTS, *common._HOSTS, *SLURM):
     monkeypatch.delenv(name, raising=False)
   for name, value in environment.items():
     monkeypatch.setenv(name, value)

@@ -431,6 +431,7 @@ def test_a_call_that_fails(name, n, code, root, monkeypatch):
         pytest.skip(f"a save calls {name} {count[0]} times")
       error = poll_until_error(c)
     assert error.step == 40 and os.strerror(code) in str(error)
+    assert error.file is not None and error.file[-20:] in str(error)
     # It failed, and is not said again; the step is there whole or not at all.
     c.poll()
     before = c.latest()
