@@ -8,6 +8,7 @@ what it sends and what hides it. For the largest contexts see
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -33,7 +34,12 @@ BUILDERS = "ringjax.bench.steps"
 def define(values: flags.FlagValues) -> None:
   """The flags of these sub-commands."""
   new = Definer(values)
-  new.texts("model", None, "aot, capacity: presets; see rj.models.PRESETS.")
+  new.texts(
+    "model",
+    None,
+    "aot: a preset or a folder with a config.json; capacity: presets, see "
+    "rj.models.PRESETS.",
+  )
   new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
   flags.DEFINE_multi_enum(
     "what", None, WHAT, "aot: which program; capacity: train, prefill; cycles: "
@@ -169,7 +175,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
       raise OptionError(
         message("--model", values.model, "one", "leave the others out")
       )
-    options["model"] = options["model"][0]
+    options["model"] = _model(options["model"][0])
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
     if values["layers"].present:
@@ -184,6 +190,32 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     if values[name].value is not None:
       options[name] = values[name].value
   return options
+
+
+def _model(name: str) -> str | dict[str, Any]:
+  """The name of a preset, or the config.json of a folder.
+
+  Raises:
+    OptionError: it is neither.
+    ConfigError: the folder's config.json is missing or not strict JSON.
+  """
+  # These bring the models and flax; most sub-commands do without.
+  from ringjax.models.hf.safe_files import read_config
+  from ringjax.models.presets import PRESETS
+
+  if name in PRESETS:
+    return name
+  folder = pathlib.Path(name)
+  if folder.is_dir():
+    return read_config(folder)
+  raise OptionError(
+    message(
+      "--model",
+      f"{name}, which is no preset and no folder",
+      "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
+      "pass one of them",
+    )
+  )
 
 
 def named(name: str) -> str:

@@ -20,7 +20,8 @@
       --topology=v5p:4x4x8 --mesh=data:1,seq:128 --strategy=striped --what=train
       Compiles the exact training step without TPU hardware (pip install -e
       '.[aot]'): whether it fits, what it sends, what hides it; with
-      --search over meshes, layouts, remat and blocks.
+      --search over meshes, layouts, remat and blocks. --model also takes a
+      folder with a config.json; no weights are read.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather;
       what is in the file already is not compiled again.
