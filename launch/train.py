@@ -176,6 +176,7 @@ class _Work:
 
   def close(self) -> None:
     """Ends the log, and leaves the others."""
+    self.screen.end()
     self.group.close()
     for one in (self._log, self._board):
       if one is not None:

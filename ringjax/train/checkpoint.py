@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import logging
 import os
 import sys
 import threading
@@ -51,6 +52,16 @@ from ringjax.train.process_group import ProcessGroup
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
 _OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+  """False for the dozens of lines that Orbax logs at INFO in each save."""
+  orbax = os.path.dirname(ocp.__file__)
+  return record.levelno > logging.INFO or orbax not in record.pathname
+
+
+# Orbax logs by absl's logger, which others use too.
+logging.getLogger("absl").addFilter(_worth_saying)
 
 
 class Checkpoints:

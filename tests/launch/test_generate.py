@@ -480,6 +480,26 @@ def test_compiling_counts_overlaps_once():
   assert len(compiling._spans) > 4
 
 
+def test_what_takes_long_is_said_again_where_there_is_no_terminal():
+  heard = threading.Event()
+
+  class Stream(io.StringIO):
+    def write(self, text):
+      if "so far" in text:
+        heard.set()
+      return super().write(text)
+
+  stream = Stream()
+  screen = console.Screen("x", stream, every_s=0.01)
+  screen.begin("loading")
+  heard.wait()
+  screen.end()
+  assert stream.getvalue().startswith("loading ...\n  loading: 0:0")
+  screen.begin("reading")
+  screen.end()
+  assert stream.getvalue().endswith("reading ...\n")
+
+
 def test_words_for_sizes_and_times():
   assert [console.nbytes(n) for n in (0, 999, 1500, 2.5e9, 3e15)] == [
     "0 bytes",
