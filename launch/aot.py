@@ -1,4 +1,4 @@
-"""The sub-commands of launch.plan that compile for slices that are not there.
+"""The sub-commands of launch.plan that compile without TPU hardware.
 
 `aot` compiles one program, or with --search several, and says whether it fits,
 what it sends and what hides it. For the largest contexts see

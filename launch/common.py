@@ -95,7 +95,7 @@ def start(values: flags.FlagValues) -> None:
   """Makes devices and meets the other processes, before JAX is first used.
 
   Raises:
-    OptionError: flags that do not go together, or nobody to meet.
+    OptionError: flags that do not go together, or a process is missing.
     MeshError: --mesh is none.
   """
   calm()

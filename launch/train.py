@@ -1,7 +1,7 @@
-"""Trains a model, or goes on with one, by a recipe.
+"""Trains a model by a recipe, or resumes a training.
 
   python -m launch.train --config=configs/train/quick.py --out=DIR
-      All stages of the recipe; called again, it goes on where it stopped.
+      All stages of the recipe; called again, it resumes.
   python -m launch.train --config=... --mesh=seq:4 \\
       --config.optimizer.learning_rate=1e-3
       The same with another number, on another mesh.
@@ -186,9 +186,9 @@ class _Work:
     """Refuses what can be seen before anything is loaded."""
     values = self._values
     if values.config is None:
-      raise _missing("--config", "a recipe, such as configs/train/quick.py")
+      raise _missing("--config", "configs/train/quick.py")
     if values.out is None:
-      raise _missing("--out", "a folder")
+      raise _missing("--out", "runs/quick")
     recipe_of(values.config)
     if values.tensorboard:
       _writer()
@@ -268,7 +268,7 @@ class _Work:
             # Not before it is known that what is saved is of this training.
             timing.write_json(str(out / "config.json"), _asked(config, folder))
           total = _tokens(made, made.total)
-          # A run that goes on has done a part already.
+          # A run that resumes has done a part already.
           screen.begin("training", total, "tokens", done=_tokens(made, step))
         trace()
 
@@ -830,8 +830,8 @@ def _peak_bytes() -> int | None:
   return None if stats is None else stats.get("peak_bytes_in_use")
 
 
-def _missing(flag: str, wanted: str) -> OptionError:
-  return OptionError(message(flag, "nothing", wanted, "pass it"))
+def _missing(flag: str, example: str) -> OptionError:
+  return OptionError(f"{flag} is required, e.g. {flag}={example}.")
 
 
 # ---------------------------------------------------------------------------

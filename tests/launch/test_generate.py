@@ -229,7 +229,7 @@ def test_a_wrong_flag_is_one_line(ask, folder, flags, says):
 def test_an_empty_name_is_not_the_model_that_ships(ask):
   ran = ask("--model=", *SHORT)
   assert ran.status == 2 and ran.out == ""
-  assert "generate: --model: got nothing" in ran.err
+  assert "generate: --model: got an empty value" in ran.err
 
 
 def test_a_missing_model(ask, tmp_path):

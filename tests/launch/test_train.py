@@ -589,8 +589,8 @@ def test_a_tokenizer_of_more_ids_than_the_model_has(small, tmp_path):
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
-    ((), "--config: got nothing"),
-    (("--config={small}",), "--out: got nothing"),
+    ((), "--config is required, e.g. --config=configs"),
+    (("--config={small}",), "--out is required"),
     (("--config={small}", "--out={out}", "--config.layout=stripes"), "striped"),
     (("--config={small}", "--out={out}", "--config.dtype=int8"), "bfloat16"),
     (
