@@ -1,4 +1,4 @@
-"""The sub-commands of launch.plan that compile for slices that are not there.
+"""The sub-commands of launch.plan that compile without TPU hardware.
 
 `aot` compiles one program, or with --search several, and says whether it fits,
 what it sends and what hides it. For the largest contexts see
@@ -8,6 +8,7 @@ what it sends and what hides it. For the largest contexts see
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -33,7 +34,12 @@ BUILDERS = "ringjax.bench.steps"
 def define(values: flags.FlagValues) -> None:
   """The flags of these sub-commands."""
   new = Definer(values)
-  new.texts("model", None, "aot, capacity: presets; see rj.models.PRESETS.")
+  new.texts(
+    "model",
+    None,
+    "aot: a preset or a folder with a config.json; capacity: presets, see "
+    "rj.models.PRESETS.",
+  )
   new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
   flags.DEFINE_multi_enum(
     "what", None, WHAT, "aot: which program; capacity: train, prefill; cycles: "
@@ -85,7 +91,6 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
-  strategies.refuse(values, "aot", (*OF_OTHERS, "slices", "jobs", "out"))
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
@@ -170,7 +175,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
       raise OptionError(
         message("--model", values.model, "one", "leave the others out")
       )
-    options["model"] = options["model"][0]
+    options["model"] = _model(options["model"][0])
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
     if values["layers"].present:
@@ -185,6 +190,32 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     if values[name].value is not None:
       options[name] = values[name].value
   return options
+
+
+def _model(name: str) -> str | dict[str, Any]:
+  """The name of a preset, or the config.json of a folder.
+
+  Raises:
+    OptionError: it is neither.
+    ConfigError: the folder's config.json is missing or not strict JSON.
+  """
+  # These bring the models and flax; most sub-commands do without.
+  from ringjax.models.hf.safe_files import read_config
+  from ringjax.models.presets import PRESETS
+
+  if name in PRESETS:
+    return name
+  folder = pathlib.Path(name)
+  if folder.is_dir():
+    return read_config(folder)
+  raise OptionError(
+    message(
+      "--model",
+      f"{name}, which is no preset and no folder",
+      "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
+      "pass one of them",
+    )
+  )
 
 
 def named(name: str) -> str:
@@ -472,5 +503,6 @@ OF_OTHERS = (
   "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",
   "sides", "chip", "shards", "value_dim", "keys", "offset", "layout", "wire",
   "local", "longest_document", "devices", "coordinator",
-  "num_processes", "process_id", "distributed",
+  "num_processes", "process_id", "distributed", "init_timeout",
 )  # fmt: skip
+REFUSED = (*OF_OTHERS, "slices", "jobs", "out")

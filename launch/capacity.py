@@ -35,6 +35,10 @@ _MOST_PAIRS = 1 << 22
 _OF_TRAINING = ("remat", "optimizer", "loss_block")
 # What a row was asked with, in the order in which rows are told.
 _ASKED = ("model", "slice", "what", "strategy", "options")
+REFUSED = (
+  *aot.OF_OTHERS, *aot.OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
+  "search", "tries", "plot", "limit", "order",
+)  # fmt: skip
 
 
 def define(values: flags.FlagValues) -> None:
@@ -46,14 +50,6 @@ def define(values: flags.FlagValues) -> None:
 
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Searches what was asked for and is not yet in the file."""
-  strategies.refuse(
-    values,
-    "capacity",
-    (
-      *aot.OF_OTHERS, *aot.OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
-      "search", "tries", "plot", "limit", "order",
-    ),
-  )  # fmt: skip
   whats = strategies.known("what", values.what, _PROGRAMS)
   slices = strategies.known("slices", values.slices, SLICES)
   compared = [aot.named(one) for one in values.strategy or _COMPARED]

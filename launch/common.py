@@ -33,6 +33,14 @@ AXES = ("replica", "data", "seq", "model")
 _DEVICES = 8
 # Number of processes, as those say who start them; above 1 there are others.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+# What JAX reads of a step of Slurm.
+_SLURM = (
+  "SLURM_JOB_ID",
+  "SLURM_STEP_NODELIST",
+  "SLURM_NTASKS",
+  "SLURM_PROCID",
+  "SLURM_LOCALID",
+)
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
@@ -88,7 +96,7 @@ def start(values: flags.FlagValues) -> None:
   """Makes devices and meets the other processes, before JAX is first used.
 
   Raises:
-    OptionError: flags that do not go together, or nobody to meet.
+    OptionError: flags that do not go together, or a process is missing.
     MeshError: --mesh is none.
   """
   calm()
@@ -116,9 +124,12 @@ def start(values: flags.FlagValues) -> None:
         "number the processes from 0",
       )
     )
-  _make_cpu_devices(values, count)
   look = values.distributed
-  if given or look or (look is None and count > 1):
+  several = given or look or (look is None and count > 1)
+  if several and not given:
+    _check_slurm()
+  _make_cpu_devices(values, count)
+  if several:
     asked = tuple(by_hand.values())
     if given:
       rendezvous.call(*asked, timeout_s=values.init_timeout)
@@ -135,6 +146,30 @@ def start(values: flags.FlagValues) -> None:
           "check --coordinator, or pass --nodistributed to run alone",
         )
       ) from None
+
+
+def _check_slurm() -> None:
+  """Refuses a step of Slurm that lacks what JAX finds the processes by.
+
+  Raises:
+    OptionError: variables are missing, and no other launcher has set its own.
+  """
+  others = (*_HOSTS, "OMPI_COMM_WORLD_SIZE")
+  if any(os.environ.get(name) for name in others) or not any(
+    name in os.environ for name in (*_SLURM, "SLURM_STEP_NUM_TASKS")
+  ):
+    return
+  missing = [name for name in _SLURM if name not in os.environ]
+  if missing:
+    raise OptionError(
+      message(
+        "Slurm",
+        f"an environment without {', '.join(missing)}",
+        "the variables that srun sets",
+        "start with srun; or pass --coordinator, --num_processes and "
+        "--process_id; or --nodistributed to run alone",
+      )
+    )
 
 
 def calm() -> None:
@@ -332,10 +367,26 @@ def parse_words(
     sys.argv = before
 
 
-def launch(name: str, main: Callable[[Sequence[str]], int]) -> None:
-  """Runs a script: `main` gets what is left beside the flags."""
+def launch(
+  name: str,
+  main: Callable[[Sequence[str]], int],
+  help_page: Callable[[str], str | None] = lambda command: None,
+) -> None:
+  """Runs a script.
+
+  Args:
+    name: of the script.
+    main: gets the arguments that are no flags; returns the exit status.
+    help_page: the text of --help behind a sub-command, or None for the
+      script's own page.
+  """
 
   def read(argv: Sequence[str]) -> list[str]:
+    if set(argv) & {"--help", "-help", "-h", "-?"}:
+      for word in argv[1:]:
+        if not word.startswith("-") and (page := help_page(word)) is not None:
+          print(page)
+          raise SystemExit(0)
     try:
       return flags.FLAGS(argv)
     except flags.Error as error:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -85,8 +86,8 @@ def _listen() -> None:
 class Screen:
   """What a script says on stderr while it works.
 
-  On a terminal a bar with rate and remaining time; elsewhere plain lines, now
-  and then. In all processes but the first: nothing.
+  On a terminal a bar with rate and remaining time; elsewhere plain lines, at
+  least one in twice `every_s` seconds. In all processes but the first: nothing.
   """
 
   def __init__(
@@ -101,8 +102,10 @@ class Screen:
     self._bar: Any = None
     self._task: Any = None
     self._label, self._unit, self._total = "", "", 0
-    self._start = self._last = 0.0
+    self._start = self._last = self._said = 0.0
     self._first = 0
+    # Set when what is under way ends, which ends the thread of reminders.
+    self._ended = threading.Event()
 
   def say(self, text: str) -> None:
     """A line."""
@@ -111,6 +114,7 @@ class Screen:
     if self._bar is not None:
       self._bar.console.print(text, markup=False, highlight=False)
     else:
+      self._said = time.monotonic()
       print(text, file=self._stream, flush=True)
 
   def error(self, text: str) -> None:
@@ -149,6 +153,13 @@ class Screen:
       return
     if not self._fancy:
       self.say(f"{label} ...")
+      self._ended = threading.Event()
+      threading.Thread(
+        target=_remind,
+        # A screen that is dropped has nothing under way.
+        args=(weakref.ref(self), self._ended, 2 * self._every_s),
+        daemon=True,
+      ).start()
       return
     from rich import console, progress
 
@@ -166,6 +177,17 @@ class Screen:
       label, total=total or None, completed=done, rate=""
     )
     self._bar.start()
+
+  def remind(self, silent_s: float) -> float:
+    """Says what is under way if nothing was said for `silent_s` seconds.
+
+    Returns:
+      Seconds after which to look again.
+    """
+    now = time.monotonic()
+    if now - self._said >= silent_s:
+      self.say(f"  {self._label}: {clock(now - self._start)} so far")
+    return silent_s - (now - self._said)
 
   def at(self, done: int) -> None:
     """So much of the total is done."""
@@ -187,9 +209,22 @@ class Screen:
 
   def end(self) -> None:
     """Nothing is under way any more."""
+    self._ended.set()
     if self._bar is not None:
       self._bar.stop()
       self._bar = None
+
+
+def _remind(
+  screen: weakref.ref[Screen], ended: threading.Event, silent_s: float
+) -> None:
+  wait_s = silent_s
+  while not ended.wait(max(wait_s, 0.01)):
+    found = screen()
+    if found is None:
+      return
+    wait_s = found.remind(silent_s)
+    del found
 
 
 def clock(seconds: float) -> str:

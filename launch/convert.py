@@ -129,7 +129,7 @@ def run(
 
 def _check(values: flags.FlagValues) -> None:
   if values.model is None:
-    raise app.UsageError("--model: got nothing; wanted a folder; see --help.")
+    raise app.UsageError("--model is required, e.g. --model=DIR; see --help.")
   if (values.out is None) != values.check:
     got = "--check and --out" if values.check else "neither --out nor --check"
     raise app.UsageError(f"got {got}; wanted one of them; see --help.")

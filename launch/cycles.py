@@ -49,6 +49,17 @@ def define(values: flags.FlagValues) -> None:
 
 
 OF_CYCLES = ("chips",)
+_OF_DECODE = ("heads", "kv_heads")
+_OF_ATTENTION = ("q_block", "kv_block", "backward")
+_TAKEN = {
+  "dtype", "timeout", "head_dim", "what", *_OF_DECODE, *_OF_ATTENTION,
+}  # fmt: skip
+REFUSED = tuple(
+  name
+  for name in (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh",
+               "tokens", "plot", "out")
+  if name not in _TAKEN
+)  # fmt: skip
 
 
 def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
@@ -63,14 +74,10 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         "leave it out for attention",
       )
     )
-  taken = {"dtype", "timeout", "head_dim", "what"}
-  taken |= (
-    {"heads", "kv_heads"} if decoding else {"q_block", "kv_block", "backward"}
-  )
-  others = (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh", "tokens",
-            "plot", "out")  # fmt: skip
   strategies.refuse(
-    values, "cycles", [name for name in others if name not in taken]
+    values,
+    f"cycles --what={'decode' if decoding else 'attention'}",
+    _OF_ATTENTION if decoding else _OF_DECODE,
   )
   names = strategies.known("chips", values.chips, _SLICES)
   compiler.require()

@@ -75,10 +75,10 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "folder",
     None,
-    "Folder of .txt files in which facts are hidden, or that are foretold; "
+    "Folder of .txt files in which facts are hidden, or that are predicted; "
     "default: held-out files of Python's library.",
   )
-  new.whole("seed", 0, "needle: of the texts.", 0)
+  new.whole("seed", 0, "needle: random seed of the texts.", 0)
   new.text("log", None, "curves: the log.jsonl of a training.")
   new.text("plot", None, "PNG to draw (needs matplotlib).")
   new.text("out", None, "File for all figures, JSON.")
@@ -425,7 +425,12 @@ def _curves(
   del screen, group, kept
   if values.log is None:
     raise OptionError(
-      message("--log", "nothing", "the log.jsonl of a training", "pass it")
+      message(
+        "--log",
+        "no value",
+        "the log.jsonl of a training",
+        "pass --log=DIR/log.jsonl",
+      )
     )
   # A run that went on from an earlier step has written some twice.
   latest = {row["step"]: row for row in _logged(values.log)}

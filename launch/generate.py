@@ -70,7 +70,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.number("depth", 0.4, "Where the passkey hides in it: 0 begin, 1 end.")
   flags.DEFINE_enum(
-    "prefill", "auto", METHODS, "How to read it.", flag_values=values
+    "prefill", "auto", METHODS, "How the prompt is read.", flag_values=values
   )
   new.whole("chunk", None, "Tokens of a chunk, for --prefill=chunked.", None)
   machines.define(new, "Profile for --prefill=auto to choose by")
@@ -78,7 +78,7 @@ def define(values: flags.FlagValues) -> None:
     "keep",
     KEEPS[0],
     KEEPS,
-    "Who has the prompt's keys then: all devices, or the last, which decodes.",
+    "Where the KV cache is kept: all devices, or the last, which decodes.",
     flag_values=values,
   )
   new.whole(
@@ -88,18 +88,16 @@ def define(values: flags.FlagValues) -> None:
     None,
   )
   new.number("temperature", None, "0 is greedy, as is no sampling flag at all.")
-  new.whole("top_k", None, "Keep so many of the likeliest tokens.", None)
+  new.whole("top_k", None, "Keep the k likeliest tokens.", None)
   new.number("top_p", None, "Keep the likeliest tokens up to this probability.")
-  new.number(
-    "min_p", None, "Keep tokens of this part of the largest probability."
-  )
+  new.number("min_p", None, "Drop tokens below min_p x the top probability.")
   new.number(
     "repetition_penalty", None, "Above 1, seen tokens get less likely."
   )
   new.whole(
     "seed",
     0,
-    "Of sampling, and of the passkey; refused where neither is.",
+    "Random seed of sampling and of the passkey; refused without either.",
     None,
   )
   flags.DEFINE_multi_string(
@@ -396,7 +394,9 @@ def _check(values: flags.FlagValues) -> None:
     positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
     # As of a variable that is not set: another model would answer.
-    raise OptionError(message("--model", "nothing", "a folder", "name it"))
+    raise OptionError(
+      message("--model", "an empty value", "a model directory", "pass its path")
+    )
   if values.raw and values.chat:
     raise prompts.clash("--raw and --chat", "one of them")
   if values.system is not None and (values.raw or values.chat is False):

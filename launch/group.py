@@ -51,7 +51,7 @@ class Group:
       timeout_s: how long another may be silent.
 
     Raises:
-      PeerError: somebody did not come.
+      PeerError: a process did not come.
     """
     peers = self._peers = Peers.of_processes(timeout_s=timeout_s)
 

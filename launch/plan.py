@@ -18,9 +18,10 @@
       explain --chip=machine.json and rj.plan.machine("machine.json").
   python -m launch.plan aot --model=llama-3.1-8b --tokens=1048576
       --topology=v5p:4x4x8 --mesh=data:1,seq:128 --strategy=striped --what=train
-      Compiles the very step for TPUs that are not there (pip install -e
+      Compiles the exact training step without TPU hardware (pip install -e
       '.[aot]'): whether it fits, what it sends, what hides it; with
-      --search over meshes, layouts, remat and blocks.
+      --search over meshes, layouts, remat and blocks. --model also takes a
+      folder with a config.json; no weights are read.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather;
       what is in the file already is not compiled again.
@@ -68,15 +69,13 @@ def define(values: flags.FlagValues) -> None:
   new = Definer(values)
   new.text("profile", _PROFILE, "Name of a profile, or path of its file.")
   new.whole("context", 10240, "Tokens of the prompt.")
-  new.whole("ranks", 4, "Devices that read it.")
-  new.number("bandwidth", 300e9, "Of a link, bytes a second.", 0.0)
-  new.number("latency", 0.0, "Of a message, seconds.", 0.0)
-  new.whole("tile", 1, "Partitions are whole tiles of so many tokens.")
+  new.whole("ranks", 4, "Devices that read the prompt.")
+  new.number("bandwidth", 300e9, "Link bandwidth (bytes/s).", 0.0)
+  new.number("latency", 0.0, "Latency of a message (s).", 0.0)
+  new.whole("tile", 1, "Partitions are multiples of this many tokens.")
   new.whole("prefix", 0, "Tokens before, whose keys every rank has.", 0)
   new.whole("window", None, "Keys that a query sees; default all.")
-  new.whole(
-    "credits", None, "Layers that wait at each end of a link; default any."
-  )
+  new.whole("credits", None, "Layers buffered per link; default: no limit.")
   flags.DEFINE_enum(
     "kernel",
     None,
@@ -85,9 +84,12 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )
   new.number(
-    "noise", 0.0, "In each layer one link is so much slower, e.g. 20.", 0.0
+    "noise",
+    0.0,
+    "In each layer one link is slower by this, e.g. 20.",
+    0.0,
   )
-  new.whole("seed", 0, "Of the noise.", 0)
+  new.whole("seed", 0, "Random seed of --noise.", 0)
   new.number(
     "least_gain", 0.05, "Part of the time that twice the ranks must save.", 0.0
   )
@@ -97,15 +99,32 @@ def define(values: flags.FlagValues) -> None:
   )
   new.text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
-  new.boolean("why", False, "Say what decided.")
+  new.boolean("why", False, "Print the reasons for the choice.")
   new.boolean("paper", False, "Print every published row beside ours.")
   new.boolean("fit", False, "Measure this machine and store a profile.")
   new.text("preset", None, "--fit: which shapes; see rj.models.PRESETS.")
-  new.text("name", None, "--fit: of the profile; default preset and platform.")
-  new.texts("tokens", None, "--fit: tokens of calls, e.g. 256,512.")
-  new.whole("layers", 2, "--fit: layers to measure.")
-  new.whole("rounds", 5, "--fit: timed runs of each call.")
-  new.text("dtype", None, "--fit: of weights and keys; fit, explain: of keys.")
+  new.text(
+    "name",
+    None,
+    "kvr --fit, fit: of what is stored; default: the hardware's.",
+  )
+  new.texts(
+    "tokens",
+    None,
+    "kvr --fit, fit: of each measured call, e.g. 256,512; explain, aot: of the "
+    "sequence.",
+  )
+  new.whole(
+    "layers",
+    2,
+    "kvr --fit: layers to measure; aot: of the model.",
+  )
+  new.whole("rounds", 5, "kvr --fit, fit: timed runs of each call.")
+  new.text(
+    "dtype",
+    None,
+    "kvr --fit: of weights; others: of the computation.",
+  )
   strategies.define(values)
   aot.define(values)
   capacity.define(values)
@@ -199,9 +218,6 @@ def _check(values: flags.FlagValues) -> None:
       raise OptionError(
         message(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
       )
-  strategies.refuse(
-    values, "kvr", strategies.OF_EXPLAIN + strategies.OF_MEASURE
-  )
 
 
 def _plan(
@@ -545,6 +561,52 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "capacity": capacity.search,
   "cycles": cycles.count,
 }
+# Flags of other sub-commands, which each one refuses and leaves out of --help.
+_REFUSED = {
+  "kvr": strategies.OF_EXPLAIN
+  + strategies.OF_MEASURE
+  + aot.OF_AOT
+  + cycles.OF_CYCLES,
+  "explain": strategies.REFUSED_BY_EXPLAIN + aot.OF_AOT + cycles.OF_CYCLES,
+  "fit": strategies.REFUSED_BY_FIT + aot.OF_AOT + cycles.OF_CYCLES,
+  "aot": aot.REFUSED + cycles.OF_CYCLES,
+  "capacity": capacity.REFUSED + cycles.OF_CYCLES,
+  "cycles": cycles.REFUSED,
+}
+_OF_PICTURES = ("out", "json")
+
+
+def _refused(command: str) -> Sequence[str]:
+  """The flags of this script that a sub-command refuses."""
+  if command == "pictures":
+    return [name for name in _defined() if name not in _OF_PICTURES]
+  return _REFUSED[command]
+
+
+def _defined() -> dict[str, flags.Flag]:
+  """The flags of this script alone, by name."""
+  found = flags.FlagValues()
+  define(found)
+  return {name: found[name] for name in found}
+
+
+def help_page(command: str) -> str | None:
+  """What a sub-command does and the flags it takes; None if it is unknown."""
+  if command not in _COMMANDS:
+    return None
+  refused, own = set(_refused(command)), flags.FlagValues()
+  for name, flag in _defined().items():
+    if name not in refused:
+      own[name] = flag
+  start = "  python -m launch.plan "
+  usage = [
+    start + part.partition("\n\n")[0].rstrip()
+    for part in (__doc__ or "").split(start)[1:]
+    if part.startswith(f"{command} ")
+  ]
+  return "\n".join(
+    [*usage, "", "flags:", "", own.get_help(include_special_flags=False)]
+  )
 
 
 def run(
@@ -562,10 +624,7 @@ def run(
     console.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
     return 2
   try:
-    if words[0] not in ("aot", "capacity", "cycles"):
-      strategies.refuse(values, words[0], aot.OF_AOT)
-    if words[0] != "cycles":
-      strategies.refuse(values, words[0], cycles.OF_CYCLES)
+    strategies.refuse(values, words[0], _refused(words[0]))
     _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
   except (RingjaxError, app.UsageError) as error:
     console.complain(NAME, error, stderr)
@@ -582,4 +641,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
   define(flags.FLAGS)
-  common.launch(NAME, main)
+  common.launch(NAME, main, help_page)

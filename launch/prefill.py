@@ -78,10 +78,10 @@ def define(values: flags.FlagValues) -> None:
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
-  new.whole("seed", 0, "Of random weights and tokens.", 0)
+  new.whole("seed", 0, "Random seed of weights and tokens.", 0)
   new.whole("max_new_tokens", 1, "How far kvr's last rank continues.")
   new.whole("rounds", 3, "Timed runs of each method.")
-  new.whole("credits", kvr.CREDITS, "Layers that wait at each end of a link.")
+  new.whole("credits", kvr.CREDITS, "Layers buffered per link.")
   new.whole("tile", None, "Tokens of a tile of kvr; default: by the context.")
   new.number(
     "timeout", TIMEOUT_S, "Seconds after which a silent rank is given up.", 0.0

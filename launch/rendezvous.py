@@ -35,7 +35,7 @@ def call(address: str, processes: int, number: int, timeout_s: float) -> None:
     timeout_s: how long it waits for the others.
 
   Raises:
-    OptionError: somebody did not come, or they do not agree.
+    OptionError: a process did not come, or they do not agree.
   """
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -277,7 +277,7 @@ def _report(
   timeout_s: float,
 ) -> None:
   """Another process: calls process 0 until it answers."""
-  why = "nobody"
+  why = "no answer"
   while (left := end - time.monotonic()) > 0:
     try:
       with socket.create_connection(address, timeout=left) as line:
@@ -286,7 +286,7 @@ def _report(
         # Process 0 gives up by itself, and says why.
         heard = _answer(line, end + 2.0)
     except OSError as error:
-      why = error.strerror or "nobody"
+      why = error.strerror or "no answer"
       time.sleep(_PAUSE_S)
       continue
     if heard == _GO:

@@ -49,15 +49,23 @@ def define(values: flags.FlagValues) -> None:
   new.texts(
     "shards", None, "explain: devices of a sequence; or groups,devices."
   )
-  new.whole("batch", 1, "explain: examples on a device.")
-  new.whole("heads", 32, "explain: query heads on a device.")
-  new.whole("kv_heads", 8, "explain: heads of keys and values.")
-  new.whole("head_dim", 128, "explain: of queries and keys.")
-  new.whole("value_dim", None, "explain: of values; default --head_dim.")
+  new.whole("batch", 1, "explain, aot, capacity: examples on a device.")
+  new.whole("heads", 32, "explain, aot, cycles: query heads on a device.")
+  new.whole("kv_heads", 8, "explain, aot, cycles: heads of keys and values.")
+  new.whole(
+    "head_dim",
+    128,
+    "explain, aot, cycles: of queries and keys.",
+  )
+  new.whole(
+    "value_dim",
+    None,
+    "explain: of values; default --head_dim.",
+  )
   new.whole("keys", None, "explain: tokens of keys; default --tokens.")
   new.whole("offset", 0, "explain: position of the first query.", 0)
-  new.boolean("causal", True, "explain: whether queries see no later keys.")
-  new.boolean("backward", True, "explain: whether gradients are wanted.")
+  new.boolean("causal", True, "explain, aot: whether attention is causal.")
+  new.boolean("backward", True, "explain, aot, cycles: with gradients.")
   flags.DEFINE_enum(
     "layout", None, list(_LAYOUTS), "explain: of the tokens; default: each.",
     flag_values=values,
@@ -71,7 +79,7 @@ def define(values: flags.FlagValues) -> None:
     "explain: the local algorithm; default: what the machine has.",
     flag_values=values,
   )  # fmt: skip
-  new.boolean("packed", False, "explain: whether documents are packed.")
+  new.boolean("packed", False, "explain, aot: whether documents are packed.")
   new.whole("longest_document", None, "explain: its tokens, if known.")
   common.define(values)
 
@@ -82,12 +90,15 @@ OF_EXPLAIN = (
   "longest_document",
 )  # fmt: skip
 OF_MEASURE = ("out", "bytes", "sides", "mesh", "devices", "coordinator",
-               "num_processes", "process_id", "distributed")  # fmt: skip
+               "num_processes", "process_id", "distributed",
+               "init_timeout")  # fmt: skip
 _OF_KVR = (
   "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
   "credits", "kernel", "noise", "seed", "least_gain", "table", "save_table",
   "why", "paper", "fit", "preset", "layers",
 )  # fmt: skip
+REFUSED_BY_EXPLAIN = (*_OF_KVR, *OF_MEASURE, "name", "rounds")
+REFUSED_BY_FIT = (*_OF_KVR, *OF_EXPLAIN, "window", "plot")
 
 
 def refuse(
@@ -111,7 +122,6 @@ def refuse(
 
 
 def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  refuse(values, "explain", (*_OF_KVR, *OF_MEASURE, "name", "rounds"))
   common.check_files(values, "plot")
   shards = ints("shards", values.shards)
   tokens = ints("tokens", values.tokens)
@@ -174,11 +184,6 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  refuse(
-    values,
-    "fit",
-    (*_OF_KVR, *OF_EXPLAIN, "window", "plot"),
-  )
   if values.out is None:
     raise OptionError(
       message("--out", None, "a file to write", "pass --out=machine.json")

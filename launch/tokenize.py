@@ -56,7 +56,7 @@ def run(
     for name in ("tokenizer", "out"):
       if values[name].value is None:
         raise OptionError(
-          message(f"--{name}", "nothing", "it", "see --help for examples")
+          message(f"--{name}", "no value", "a value", "see --help for examples")
         )
     common.check_files(values, "out")
     files = list(_files(words))

@@ -1,12 +1,14 @@
-"""Trains a model, or goes on with one, by a recipe.
+"""Trains a model by a recipe, or resumes a training.
 
   python -m launch.train --config=configs/train/quick.py --out=DIR
-      All stages of the recipe; called again, it goes on where it stopped.
+      All stages of the recipe; called again, it resumes.
   python -m launch.train --config=... --mesh=seq:4 \\
       --config.optimizer.learning_rate=1e-3
       The same with another number, on another mesh.
   python -m launch.train --config=... --init_from=DIR --out=...
       From the weights of a Hugging Face folder.
+  python -m launch.train --help_config
+      Every field of a config, with its type, default and meaning.
 
 --out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` (what was
 asked) and in the end `model`, a Hugging Face folder with its tokenizer. On
@@ -39,13 +41,18 @@ from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
 import ringjax as rj
-from launch import auxiliary_files, common, console, sources
+from launch import auxiliary_files, common, config_fields, console, sources
 from launch.flag_helpers import Definer
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
 from ringjax.data.corpus import fingerprint
 from ringjax.data.packing import BestFit, Cut
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import (
+  CheckpointMismatchError,
+  OptionError,
+  RingjaxError,
+  message,
+)
 from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
@@ -72,6 +79,17 @@ _NOT_APPLIED = (
   "residual_dropout",
   "router_aux_loss_coef",
   "router_jitter_noise",
+)
+# Entries of a config that decide what is trained: a checkpoint is of them.
+_DECISIVE = (
+  "stages",
+  "optimizer",
+  "lora",
+  "seed",
+  "packer",
+  "sources",
+  "z_loss",
+  "dtype",
 )
 _PACKERS = {"best_fit": BestFit, "cut": Cut}
 
@@ -105,6 +123,11 @@ def define(values: flags.FlagValues) -> None:
     "Reports as TensorBoard's files too, in --out (needs tensorboardX).",
   )
   new.boolean("json", False, "Reports as JSON on stdout.")
+  new.boolean(
+    "help_config",
+    False,
+    "Lists every field of a config, or of --config, with type and value.",
+  )
   common.define(values)
 
 
@@ -115,6 +138,11 @@ def run(
   stderr: TextIO | None = None,
 ) -> int:
   """Does what the flags say; the exit status."""
+  if values.help_config:
+    given = values.config or default_config()
+    found = config_fields.fields(given, default_config.__doc__ or "")
+    print(config_fields.page(found), file=stdout or sys.stdout, flush=True)
+    return 0
   work = _Work(values, stdout or sys.stdout, console.Screen(NAME, stderr))
   try:
     work.check()
@@ -148,6 +176,7 @@ class _Work:
 
   def close(self) -> None:
     """Ends the log, and leaves the others."""
+    self.screen.end()
     self.group.close()
     for one in (self._log, self._board):
       if one is not None:
@@ -157,9 +186,9 @@ class _Work:
     """Refuses what can be seen before anything is loaded."""
     values = self._values
     if values.config is None:
-      raise _missing("--config", "a recipe, such as configs/train/quick.py")
+      raise _missing("--config", "configs/train/quick.py")
     if values.out is None:
-      raise _missing("--out", "a folder")
+      raise _missing("--out", "runs/quick")
     recipe_of(values.config)
     if values.tensorboard:
       _writer()
@@ -239,21 +268,24 @@ class _Work:
             # Not before it is known that what is saved is of this training.
             timing.write_json(str(out / "config.json"), _asked(config, folder))
           total = _tokens(made, made.total)
-          # A run that goes on has done a part already.
+          # A run that resumes has done a part already.
           screen.begin("training", total, "tokens", done=_tokens(made, step))
         trace()
 
       self._begin("making the first step")
-      done = recipe.train(
-        made,
-        model,
-        data,
-        mesh=mesh,
-        axis=axis,
-        checkpoints=saved,
-        report=lambda stage, one: self._report(made, form, mesh, stage, one),
-        on_step=on_step,
-      )
+      try:
+        done = recipe.train(
+          made,
+          model,
+          data,
+          mesh=mesh,
+          axis=axis,
+          checkpoints=saved,
+          report=lambda stage, one: self._report(made, form, mesh, stage, one),
+          on_step=on_step,
+        )
+      except CheckpointMismatchError as error:
+        raise _explained(error, out / "config.json", config, folder) from None
       kept = saved.steps()
     screen.end()
     if trace.missed:
@@ -441,7 +473,7 @@ def _tell_overrides(flag: Any) -> None:
   def told(argument: Any) -> None:
     try:
       parse(argument)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
       where = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1][0])
       if "ml_collections" not in where.parts:
         # A fault in the file, whose place whoever wrote it wants to see.
@@ -449,9 +481,9 @@ def _tell_overrides(flag: Any) -> None:
       raise flags.IllegalFlagValueError(
         message(
           "--config",
-          f"an override that fits nowhere ({type(error).__name__}: {error})",
-          "entries that there are",
-          "correct it, or give the whole of it: --config.stages='({..},)'",
+          f"{type(error).__name__}: {error}",
+          "a field of the config",
+          "see --help_config; an item of a list is --config.stages[0].steps",
         )
       ) from None
 
@@ -459,18 +491,25 @@ def _tell_overrides(flag: Any) -> None:
 
 
 def default_config() -> ConfigDict:
-  """All entries of a config, as they are where nothing is said."""
+  """All entries of a config with their defaults.
+
+  Entries:
+    model: name of a preset, or a dict as in config.json; not with init_from.
+    init_from: a Hugging Face folder to begin with.
+    rules: which mesh axis shards which axis of the parameters.
+    start: initialisation of a fresh model; see ringjax.train.induction.
+    tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
+    dtype: of the computation; parameters and moments are float32.
+    lora: adapters; rank 0 trains all parameters.
+    packer: best_fit or cut: how documents are packed into rows.
+    keep: how many of the newest checkpoints stay.
+  """
   return ConfigDict(
     {
-      # Name of a preset, or what a config.json holds; not used with init_from.
       "model": "llama-100m",
-      # A Hugging Face folder to begin with.
       "init_from": placeholder(str),
       "rules": {},
-      # Initialisation of a fresh model, by a name of STARTS:
-      # see ringjax.train.induction.
       "start": {},
-      # A folder, or "bytes"; by default that of init_from, else bytes.
       "tokenizer": placeholder(str),
       "stages": ({"steps": 1000, "length": 4096, "batch": 8},),
       "optimizer": {},
@@ -480,7 +519,6 @@ def default_config() -> ConfigDict:
       "dtype": "float32",
       "z_loss": 0.0,
       "block": 1024,
-      # Rank 0: all parameters are trained.
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
@@ -598,18 +636,8 @@ def _identity(
   `model`: the one that adapters are of, whose weights count; of a model that is
   trained itself, what is saved has all of it.
   """
-  names = (
-    "stages",
-    "optimizer",
-    "lora",
-    "seed",
-    "packer",
-    "sources",
-    "z_loss",
-    "dtype",
-  )
   said = json.loads(config.to_json_best_effort())
-  found = {name: said[name] for name in names}
+  found = {name: said[name] for name in _DECISIVE}
   if base is None:
     found |= {"model": said["model"], "start": said["start"]}
   else:
@@ -618,6 +646,39 @@ def _identity(
   if model is not None:
     found["weights"] = _fingerprint(model)
   return found
+
+
+def _explained(
+  error: CheckpointMismatchError,
+  path: pathlib.Path,
+  config: ConfigDict,
+  folder: str | None,
+) -> CheckpointMismatchError:
+  """The same error with the fields that differ from those of a run before.
+
+  Args:
+    error: what the checkpoint's restoring raised.
+    path: where the run before has written its config.
+    config: of this run.
+    folder: whose weights this run begins with, or None.
+  """
+  try:
+    before = ConfigDict(json.loads(path.read_text("utf-8")))
+  except (OSError, ValueError):
+    return error
+  now = ConfigDict(_asked(config, folder))
+  names = (*_DECISIVE, "model", "start", "init_from", "tokenizer")
+  changed = config_fields.changes(before, now, names)
+  if not changed:
+    return error
+  return CheckpointMismatchError(
+    message(
+      "config",
+      f"fields changed since the checkpoint: {', '.join(changed)}",
+      "the config that the checkpoint was saved with",
+      "set them back, or use another --out",
+    )
+  )
 
 
 def _fingerprint(model: Transformer) -> list[int]:
@@ -769,8 +830,8 @@ def _peak_bytes() -> int | None:
   return None if stats is None else stats.get("peak_bytes_in_use")
 
 
-def _missing(flag: str, wanted: str) -> OptionError:
-  return OptionError(message(flag, "nothing", wanted, "pass it"))
+def _missing(flag: str, example: str) -> OptionError:
+  return OptionError(f"{flag} is required, e.g. {flag}={example}.")
 
 
 # ---------------------------------------------------------------------------

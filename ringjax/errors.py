@@ -48,7 +48,7 @@ class CheckpointMismatchError(RingjaxError, ValueError):
 
 
 class CheckpointWriteError(RingjaxError, OSError):
-  """A training step could not be saved; the steps before it are intact.
+  """A model or a training step could not be saved; older ones are intact.
 
   Attributes:
     file: what could not be written, or None if that is not known.

@@ -39,7 +39,11 @@ def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
     raise PromptError(
       message(
         "tokens",
-        f"{type(tokens).__name__} of no prompts",
+        "a string"
+        if isinstance(tokens, str)
+        else f"an empty {type(tokens).__name__}"
+        if isinstance(tokens, list | tuple)
+        else f"a {type(tokens).__name__}",
         "an int32 array [B, T], or a list of sequences",
         "encode the text first",
       )

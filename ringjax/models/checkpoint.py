@@ -478,7 +478,8 @@ def save(
     overwrite: replaces a folder that does.
 
   Raises:
-    CheckpointFormatError: the folder exists.
+    OptionError: the folder exists.
+    CheckpointWriteError: it cannot be written: no permission, a full disk.
   """
 
   source = json.loads(model.source)

@@ -22,6 +22,14 @@ class Rules:
   An axis that it does not divide leaves the parameter whole, and so does a
   default ("model") on a mesh without that axis. One mesh axis for two axes of
   a parameter is an error.
+
+  Attributes:
+    embed: for the model's width.
+    heads: for the query heads.
+    kv_heads: for the heads of keys and values.
+    ffn: for the width of the feedforward.
+    vocab: for the ids of the vocabulary.
+    experts: for the experts of a mixture.
   """
 
   embed: str | None = None

@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import logging
 import os
 import sys
 import threading
@@ -38,6 +39,7 @@ from ringjax.errors import (
   CheckpointMismatchError,
   CheckpointWriteError,
   OptionError,
+  PeerError,
   RingjaxError,
   message,
 )
@@ -50,6 +52,16 @@ from ringjax.train.process_group import ProcessGroup
 VERIFY = ("crc32", "full", "none")
 TIMEOUT_S = 1200
 _OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+  """False for the dozens of lines that Orbax logs at INFO in each save."""
+  orbax = os.path.dirname(ocp.__file__)
+  return record.levelno > logging.INFO or orbax not in record.pathname
+
+
+# Orbax logs by absl's logger, which others use too.
+logging.getLogger("absl").addFilter(_worth_saying)
 
 
 class Checkpoints:
@@ -143,12 +155,17 @@ class Checkpoints:
     except Exception as error:
       why = str(getattr(error, "strerror", None) or error)
       file = getattr(error, "filename", None)
+      taken = isinstance(error, BlockingIOError | PeerError)
       raise CheckpointWriteError(
         message(
           "root",
           f"{self.root[-80:]} ({why[:100]})",
-          "a folder that no other process writes to",
-          "wait until the other process ends, or pass another root",
+          "a folder that no other process writes to"
+          if taken
+          else "a folder that can be written to",
+          "wait until the other process ends, or pass another root"
+          if taken
+          else "free space there or change its permissions, or pass another",
         ),
         file,
       ) from error
@@ -327,7 +344,7 @@ class Checkpoints:
       job.error = (
         error
         if isinstance(error, CheckpointWriteError)
-        else _write_error(job.step, error)
+        else _write_error(job.step, error, job.folder or self.root)
       )
 
   def _digest(self, job: _Job) -> list[list[Any]]:
@@ -530,9 +547,9 @@ class Checkpoints:
     if made.config != self._config:
       refuse(
         "config",
-        f"that of fingerprint {made.config[:12]}",
-        f"that of this training, {self._config[:12]}",
-        "use the config it was trained with, or another root",
+        "one that differs from that of this training",
+        "the config that the step was saved with",
+        "pass that config, or another root",
       )
     for names, word in (
       ([n for n in wanted if n not in made.leaves], "missing"),
@@ -670,9 +687,13 @@ def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
     ) from None
 
 
-def _write_error(step: int, error: BaseException) -> CheckpointWriteError:
-  """One error for the many that a disk can cause."""
+def _write_error(
+  step: int, error: BaseException, folder: str
+) -> CheckpointWriteError:
+  """One error for the many that a disk can cause, in a file of `folder`."""
   file = getattr(error, "filename", None)
+  if file is None and isinstance(error, OSError):
+    file = folder
   why = str(error.strerror) if isinstance(error, OSError) else ""
   why = why or " ".join(str(error).split()) or "no reason"
   where = f" ({str(file)[-60:]})" if file else ""

@@ -33,7 +33,7 @@ class Lora:
   """Which maps get adapters, and of which rank.
 
   Attributes:
-    rank: r.
+    rank: r, of each adapter.
     alpha: adapters are multiplied by alpha / r.
     targets: names of maps, see `names`.
   """

@@ -64,12 +64,11 @@ class Optimizer:
   """An optimizer of optax and its learning rate.
 
   Attributes:
-    name: of `OPTIMIZERS`.
+    name: adamw, lion, adafactor or sgd.
     learning_rate: the highest learning rate.
     end_learning_rate: that of the last step.
-    schedule: of `SCHEDULES`, behind the warm-up. "wsd" stays at
-      `learning_rate` and
-      falls linearly in the end: warmup, stable, decay.
+    schedule: cosine, linear, constant or wsd, behind the warm-up. "wsd" stays
+      at `learning_rate` and falls linearly in the end: warmup, stable, decay.
     warmup: steps from 0 to `learning_rate`.
     decay: the part of all steps in which "wsd" falls; default 0.2.
     b1: decay of the first moment, of all but adafactor; default 0.9.

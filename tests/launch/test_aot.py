@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+import ringjax as rj
 from launch import aot as scripts
 from launch import capacity, common
 from ringjax.bench import ways
@@ -73,6 +74,20 @@ def asked(monkeypatch):
   monkeypatch.setattr(aot, "missing", lambda: None)
   calls_and = type("Asked", (), {"calls": calls, "change": change})
   return calls_and
+
+
+def test_a_model_is_a_preset_or_a_folder_with_a_config(asked, tmp_path):
+  config = dict(rj.models.PRESETS["llama-3.1-8b"], num_hidden_layers=3)
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  step = ("aot", "--topology=v5e:2x4", "--tokens=65536")
+  assert ask(*step, f"--model={tmp_path}").status == 0
+  assert asked.calls[0][2]["model"] == config
+  (tmp_path / "config.json").unlink()
+  ran = ask(*step, f"--model={tmp_path}")
+  assert ran.status == 2 and "config.json: got no such file" in ran.err
+  ran = ask(*step, "--model=llama-9")
+  assert ran.status == 2 and "a folder with a config.json" in ran.err
+  assert "llama-3.1-8b" in ran.err and len(asked.calls) == 1
 
 
 def test_a_step_is_compiled_as_it_was_asked_for(asked):

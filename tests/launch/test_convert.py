@@ -245,7 +245,7 @@ def test_a_place_that_is_taken(turn, llama, tmp_path):
 @pytest.mark.parametrize(
   ("flags", "says"),
   [
-    ([], "--model: got nothing"),
+    ([], "--model is required"),
     (["--model=x"], "neither --out nor --check"),
     (["--model=x", "--out=y", "--check"], "--check and --out"),
     (

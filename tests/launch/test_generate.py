@@ -231,7 +231,7 @@ def test_a_wrong_flag_is_one_line(ask, folder, flags, says):
 def test_an_empty_name_is_not_the_model_that_ships(ask):
   ran = ask("--model=", *SHORT)
   assert ran.status == 2 and ran.out == ""
-  assert "generate: --model: got nothing" in ran.err
+  assert "generate: --model: got an empty value" in ran.err
 
 
 def test_a_missing_model(ask, tmp_path):
@@ -505,6 +505,26 @@ def test_compiling_counts_overlaps_once():
   assert len(compiling._spans) > 4
 
 
+def test_what_takes_long_is_said_again_where_there_is_no_terminal():
+  heard = threading.Event()
+
+  class Stream(io.StringIO):
+    def write(self, text):
+      if "so far" in text:
+        heard.set()
+      return super().write(text)
+
+  stream = Stream()
+  screen = console.Screen("x", stream, every_s=0.01)
+  screen.begin("loading")
+  heard.wait()
+  screen.end()
+  assert stream.getvalue().startswith("loading ...\n  loading: 0:0")
+  screen.begin("reading")
+  screen.end()
+  assert stream.getvalue().endswith("reading ...\n")
+
+
 def test_words_for_sizes_and_times():
   assert [console.nbytes(n) for n in (0, 999, 1500, 2.5e9, 3e15)] == [
     "0 bytes",
@@ -516,12 +536,44 @@ def test_words_for_sizes_and_times():
   assert console.clock(65) == "1:05" and console.clock(7200) == "2:00:00"
 
 
+# What srun tells each process of a step.
+SLURM = {
+  "SLURM_JOB_ID": "7",
+  "SLURM_STEP_NODELIST": "node[1-4]",
+  "SLURM_NTASKS": "4",
+  "SLURM_PROCID": "0",
+  "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+  ("environment", "flags", "absent"),
+  [
+    ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"}, (), "SLURM_PROCID"),
+    ({"SLURM_JOB_ID": "7"}, ("--distributed",), "SLURM_STEP_NODELIST"),
+  ],
+)
+def test_a_partial_environment_of_slurm_is_named(
+  monkeypatch, ask, folder, environment, flags, absent
+):
+  for name in (*common._COUNTS, *common._HOSTS, *SLURM):
+    monkeypatch.delenv(name, raising=False)
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  asked = (f"--model={folder}", "--prompt=x", "--max_new_tokens=1")
+  ran = ask(*asked, *flags)
+  assert ran.status == 2 and absent in ran.err and "srun" in ran.err
+  assert "SLURM_JOB_ID" not in ran.err and "--nodistributed" in ran.err
+  # The same process alone does what it is asked.
+  assert ask(*asked, "--nodistributed").status == 0
+
+
 @pytest.mark.parametrize(
   ("environment", "count"),
   [
     ({}, 1),
-    ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
-    ({"SLURM_STEP_NUM_TASKS": "x"}, 1),
+    ({"SLURM_STEP_NUM_TASKS": "4", **SLURM}, 4),
+    ({"SLURM_STEP_NUM_TASKS": "x", **SLURM}, 1),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
     ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, 3),
@@ -530,7 +582,7 @@ def test_words_for_sizes_and_times():
 def test_processes_are_looked_for_where_there_are_some(
   monkeypatch, folder, environment, count
 ):
-  for name in (*common._COUNTS, *common._HOSTS):
+  for name in (*common._COUNTS, *common._HOSTS, *SLURM):
     monkeypatch.delenv(name, raising=False)
   for name, value in environment.items():
     monkeypatch.setenv(name, value)

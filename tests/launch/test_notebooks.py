@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import nbclient
 import nbformat
@@ -34,10 +37,49 @@ def test_outputs_are_stripped(path: pathlib.Path):
   assert all(cell["outputs"] == [] for cell in code)
   assert all(cell["execution_count"] is None for cell in code)
   assert len({cell["id"] for cell in cells}) == len(cells)
-  # pip belongs into the cell that tests leave out.
-  for cell in code:
-    tags = cell["metadata"].get("tags", [])
-    assert ("pip" in source(cell)) == ("install" in tags)
+  # Only the first cell installs anything.
+  assert ["%pip" in source(cell) for cell in code] == [
+    True,
+    *[False] * (len(code) - 1),
+  ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_installs_what_is_missing(path, tmp_path):
+  """With a pip that writes down what it is asked for."""
+  cells = json.loads(path.read_text())["cells"]
+  first = next(source(c) for c in cells if c["cell_type"] == "code")
+  cell = tmp_path / "cell.ipy"
+  asked = tmp_path / "asked"
+  (tmp_path / "pip.py").write_text(
+    "import json, sys\n"
+    f"open({str(asked)!r}, 'w').write(json.dumps(sys.argv[1:]))\n"
+  )
+
+  def run(before: str) -> None:
+    cell.write_text(before + first)
+    done = subprocess.run(
+      [sys.executable, "-m", "IPython", "--no-banner", str(cell)],
+      cwd=tmp_path,
+      env={
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+      },
+      capture_output=True,
+      text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+  run("")
+  assert not asked.exists()
+  # Python takes a module that is None for one that is not there.
+  run("import sys\nsys.modules['ringjax'] = None\n")
+  assert json.loads(asked.read_text()) == [
+    "install",
+    "-q",
+    "ringjax[plot] @ git+https://github.com/ringjax/ringjax",
+  ]
 
 
 @pytest.mark.parametrize(
@@ -50,11 +92,6 @@ def test_outputs_are_stripped(path: pathlib.Path):
 )
 def test_runs(path: pathlib.Path, monkeypatch):
   notebook = nbformat.read(path, as_version=4)
-  notebook.cells = [
-    cell
-    for cell in notebook.cells
-    if "install" not in cell.metadata.get("tags", [])
-  ]
   for cell in notebook.cells:
     for pattern, quick in QUICK.items():
       cell.source = re.sub(pattern, quick, cell.source)
@@ -76,3 +113,6 @@ def test_runs(path: pathlib.Path, monkeypatch):
     for output in cell.outputs
   )
   assert "striped" in printed
+  text = "".join(source(cell) for cell in notebook.cells)
+  # The model's answer is the number that was hidden.
+  assert printed.count("48213") >= (2 if "prefill=method" in text else 1)

@@ -307,3 +307,31 @@ def test_who_reads_may_have_enough(start):
     err = one.stderr.read()
     assert one.wait(timeout=PATIENCE_S) == 141
   assert err == ""
+
+
+@pytest.mark.parametrize(
+  ("command", "own", "foreign"),
+  [
+    ("aot", ("topology", "search", "hlo"), ("bandwidth", "chip", "slices")),
+    ("capacity", ("slices", "jobs", "out"), ("topology", "ranks", "chip")),
+    ("cycles", ("chips", "kv_block"), ("topology", "ranks", "model")),
+    ("explain", ("chip", "shards", "wire"), ("topology", "ranks", "slices")),
+  ],
+)
+def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
+  done = subprocess.run(
+    [sys.executable, "-m", "launch.plan", command, "--help"],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith(f"  python -m launch.plan {command} ")
+  listed = lambda name: f"\n--{name}:" in done.stdout.replace("[no]", "")
+  assert all(listed(name) for name in own)
+  assert not any(listed(name) for name in foreign)
+  # What the page leaves out is refused, and nothing else.
+  ran = ask(command, f"--{foreign[0]}=1")
+  assert ran.status == 2 and f"--{foreign[0]}" in ran.err

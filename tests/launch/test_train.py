@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -25,7 +26,9 @@ from ringjax.nn.spread import Travel
 from ringjax.train import recipe, step
 from ringjax.train.batch import Batch
 from ringjax.train.checkpoint import Checkpoints
-from ringjax.train.extend import scaled_config
+from ringjax.train.extend import RopeScaling, scaled_config
+from ringjax.train.induction import InductionHeads
+from ringjax.train.lora import Lora
 from tests.launch.conftest import PATIENCE_S, ROOT
 
 # How ml_collections reads a file.
@@ -317,6 +320,7 @@ def test_a_trace_that_was_not_begun_is_missed(tmp_path):
     ("--config.stages[7].steps=1", "out of range"),
     ("--config.stages[0].accumulate=2", "accumulate"),
     ("--config.stages.steps=1", "indices"),
+    ("--config.stages.0.steps=1", r"--config.stages\[0\].steps"),
   ],
 )
 def test_overrides_that_fit_nowhere(small, argv, words):
@@ -331,6 +335,37 @@ def test_what_is_wrong_in_a_config_is_shown_where_it_is(tmp_path):
     overridden(str(path))
 
 
+def test_help_config_lists_every_field(small):
+  status, said, err = run("--help_config")
+  assert (status, err) == (0, "")
+  for name in train.default_config():
+    if name not in ("stages", "sources"):
+      assert f"--config.{name}  (" in said
+  for cls, path in (
+    (recipe.Stage, "stages[0]"),
+    (RopeScaling, "stages[0].rope_scaling"),
+    (recipe.Optimizer, "optimizer"),
+    (rj.models.Rules, "rules"),
+    (Lora, "lora"),
+    (InductionHeads, "start"),
+  ):
+    for field in dataclasses.fields(cls):
+      assert f"--config.{path}.{field.name}  ({field.type}, " in said
+  assert (
+    "--config.optimizer.learning_rate  (float, 0.0003)\n"
+    "    the highest learning rate."
+  ) in said
+  # Each field has a line that says what it is.
+  lines = said.splitlines()[2:]
+  assert all(x.startswith("--config.") for x in lines[::2])
+  assert all(len(x.strip()) > 3 for x in lines[1::2])
+  status, said, _ = run(
+    f"--config={small}", "--config.optimizer.warmup=9", "--help_config"
+  )
+  assert status == 0 and "--config.stages[1].length  (int, 320)" in said
+  assert "--config.optimizer.warmup  (int, 9)" in said
+
+
 ONE_STEP = "--config.stages=({'steps': 1, 'length': 160, 'batch': 1},)"
 
 
@@ -343,7 +378,10 @@ def test_another_recipe_is_not_mixed_in(small, tmp_path):
   asked = (out / "config.json").read_text()
   status, _, err = run(*flags, "--config.optimizer.learning_rate=0.5")
   assert status == 2
-  assert "config" in err and "Traceback" not in err
+  assert (
+    "fields changed since the checkpoint: optimizer.learning_rate 0.01 -> 0.5;"
+  ) in err and "another --out" in err
+  assert "Traceback" not in err
   # What the run that is there was asked for is still known.
   assert (out / "config.json").read_text() == asked
 
@@ -551,8 +589,8 @@ def test_a_tokenizer_of_more_ids_than_the_model_has(small, tmp_path):
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
-    ((), "--config: got nothing"),
-    (("--config={small}",), "--out: got nothing"),
+    ((), "--config is required, e.g. --config=configs"),
+    (("--config={small}",), "--out is required"),
     (("--config={small}", "--out={out}", "--config.layout=stripes"), "striped"),
     (("--config={small}", "--out={out}", "--config.dtype=int8"), "bfloat16"),
     (

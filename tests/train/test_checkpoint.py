@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import logging
 import os
 import pathlib
 import random
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -431,6 +433,7 @@ def test_a_call_that_fails(name, n, code, root, monkeypatch):
         pytest.skip(f"a save calls {name} {count[0]} times")
       error = poll_until_error(c)
     assert error.step == 40 and os.strerror(code) in str(error)
+    assert error.file is not None and error.file[-20:] in str(error)
     # It failed, and is not said again; the step is there whole or not at all.
     c.poll()
     before = c.latest()
@@ -1413,3 +1416,23 @@ def test_one_of_two_dies_in_a_save(tmp_path):
   c = Checkpoints(root)
   assert c.steps() == [30, 40, 60] and not (root / "80").exists()
   assert not rests(root)
+
+
+def test_orbax_is_quiet_and_its_warnings_are_heard(root, caplog):
+  caplog.set_level(logging.INFO)
+  with Checkpoints(root) as c:
+    c.save(40, tree_of(40))
+    c.wait()
+    c.restore(like=LIKE)
+  assert not [x for x in caplog.records if "orbax" in x.pathname]
+  other = logging.getLogger("absl")
+  for level, count in ((logging.INFO, 0), (logging.WARNING, 1)):
+    caplog.clear()
+    other.handle(
+      other.makeRecord("absl", level, ocp.__file__, 1, "words", (), None)
+    )
+    assert len(caplog.records) == count
+  other.handle(
+    other.makeRecord("absl", logging.INFO, __file__, 1, "words", (), None)
+  )
+  assert len(caplog.records) == 2

@@ -26,10 +26,12 @@ from jax.experimental import multihost_utils
 
 from ringjax.errors import (
   CheckpointFormatError,
+  CheckpointWriteError,
   ConfigError,
   DtypeError,
   InputTypeError,
   OptionError,
+  RingjaxError,
   message,
 )
 from ringjax.models.hf import header
@@ -76,6 +78,7 @@ def write(
     DtypeError: if a tensor's dtype does not exist in the format.
     CheckpointFormatError: if a name is not allowed or comes twice, or if
       process 0 could not write.
+    CheckpointWriteError: if this process could not: no permission, a full disk.
   """
   if not isinstance(path, str | os.PathLike):
     raise InputTypeError(
@@ -91,19 +94,22 @@ def write(
     writer = None
     with _together():
       if jax.process_index() == 0:
-        _free(place, overwrite)
-        desk = stack.enter_context(_desk(place))
+        with _writing(place):
+          _free(place, overwrite)
+          desk = stack.enter_context(_desk(place))
         writer = _Writer(desk, max_shard_bytes)
     with _together():
-      _take(tensors, writer)
+      _take(tensors, writer, place)
       if writer is not None:
-        writer.finish(text)
-        _publish(writer.desk, place)
+        with _writing(place):
+          writer.finish(text)
+          _publish(writer.desk, place)
 
 
 def _take(
   tensors: Iterable[tuple[str, np.ndarray | jax.Array]],
   writer: _Writer | None,
+  place: pathlib.Path,
 ) -> None:
   """Hands every tensor to the writer; the other processes help to gather."""
   fault: Exception | None = None
@@ -112,7 +118,8 @@ def _take(
     _check(name, tensor, seen)
     if writer is not None and fault is None:
       try:
-        writer.room(tensor.nbytes)
+        with _writing(place):
+          writer.room(tensor.nbytes)
       except Exception as error:
         if jax.process_count() == 1:
           raise
@@ -275,6 +282,28 @@ def _taken(place: pathlib.Path, got: str, remedy: str) -> NoReturn:
       "path", f"{shown(place)}, {got}", "a new or an empty folder", remedy
     )
   )
+
+
+@contextlib.contextmanager
+def _writing(place: pathlib.Path) -> Iterator[None]:
+  """Has an error of the file system name the folder and what to do."""
+  try:
+    yield
+  except OSError as error:
+    if isinstance(error, RingjaxError):
+      raise
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    raise CheckpointWriteError(
+      message(
+        "path",
+        f"{shown(place)}: {error.strerror or error}",
+        "a folder that can be written to",
+        "free space on that disk, or write to another one"
+        if full
+        else "check that its parent is a folder that you may write to",
+      ),
+      str(error.filename or place),
+    ) from error
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from ringjax.errors import (
   CheckpointFormatError,
+  CheckpointWriteError,
   ConfigError,
   DtypeError,
   InputTypeError,
@@ -337,9 +338,44 @@ def test_no_space(tmp_path, monkeypatch):
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(save, "write_file", full)
-  with pytest.raises(OSError, match="No space"):
+  with pytest.raises(CheckpointWriteError) as caught:
     write(tmp_path / "m", {}, TENSORS.items())
+  for words in (str(tmp_path / "m"), "No space", "free space"):
+    assert words in str(caught.value)
+  assert isinstance(caught.value, OSError)
   assert listing(tmp_path) == []
+
+
+def test_places_that_cannot_be_written_to(tmp_path, monkeypatch):
+  (tmp_path / "file").write_text("")
+  # A folder below a file, and one that the system refuses to make.
+  places = [tmp_path / "file" / "m"]
+  if sys.platform.startswith("linux"):
+    places.append(pathlib.Path("/proc/ringjax/m"))
+  for place in places:
+    with pytest.raises(
+      CheckpointWriteError, match="check that its parent"
+    ) as e:
+      write(place, {}, TENSORS.items())
+    assert str(place) in str(e.value)
+
+  def forbidden(path, *args, **kwargs):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(pathlib.Path, "mkdir", forbidden)
+  with pytest.raises(CheckpointWriteError, match="Permission denied") as e:
+    write(tmp_path / "m", {}, TENSORS.items())
+  assert str(tmp_path / "m") in str(e.value)
+
+
+def test_an_error_of_the_source_is_not_one_of_the_place(tmp_path):
+  def lost():
+    yield "a", values((4, 4))
+    raise FileNotFoundError(2, "No such file", "source")
+
+  with pytest.raises(FileNotFoundError) as caught:
+    write(tmp_path / "m", {}, lost())
+  assert not isinstance(caught.value, CheckpointWriteError)
 
 
 def test_what_a_killed_writer_left_is_swept_and_no_other(tmp_path):
@@ -552,7 +588,7 @@ def test_two_processes(tmp_path, fail):
   errors = {
     "": ["", ""],
     "taken": ["OptionError", "CheckpointFormatError"],
-    "full": ["OSError", "CheckpointFormatError"],
+    "full": ["CheckpointWriteError", "CheckpointFormatError"],
   }
   assert [x[2] for x in found] == errors[fail]
   if fail:

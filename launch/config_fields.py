@@ -1,0 +1,165 @@
+"""Every field of a training config, for launch.train --help_config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from launch import sources
+from ringjax.models import Rules
+from ringjax.train import recipe
+from ringjax.train.extend import RopeScaling
+from ringjax.train.induction import InductionHeads
+from ringjax.train.loop import LoopConfig
+from ringjax.train.lora import Lora
+from ringjax.train.step import Objective
+
+_REQUIRED = "required"
+
+
+class Field(NamedTuple):
+  """A field of a config.
+
+  Fields:
+    path: as a flag names it, without "--config.".
+    type: what it takes.
+    value: what it is, as JSON; "required" where there is no default.
+    text: what it means.
+  """
+
+  path: str
+  type: str
+  value: str
+  text: str
+
+
+def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
+  """Every field of a config, those of its parts behind it.
+
+  Args:
+    config: of `launch.train`.
+    entries: docstring that describes the entries which no class does.
+  """
+  texts = _described(entries)
+  for cls in (recipe.Recipe, Objective, LoopConfig):
+    texts = _described(cls.__doc__) | texts
+  given = json.loads(config.to_json_best_effort())
+  stages = given.pop("stages", None) or [{}]
+  mixture = given.pop("sources", None) or [{}]
+  for name, value in given.items():
+    kind = config.get_type(name).__name__.replace("ConfigDict", "dict")
+    kind += " | None" * (value is None)
+    part = _PARTS.get(name)
+    shown = "see below" if part else json.dumps(value)
+    yield Field(name, kind, shown, texts.get(name, ""))
+    if name == "start":
+      yield Field(
+        "start.kind", "str", json.dumps(value.get("kind")), "lookup, or nothing"
+      )
+    if part:
+      yield from _of_class(name, part, value)
+  for i, stage in enumerate(stages):
+    at = f"stages[{i}]"
+    scaling = stage.get("rope_scaling")
+    yield from _of_class(at, recipe.Stage, stage)
+    yield from _of_class(f"{at}.rope_scaling", RopeScaling, scaling or {})
+    yield Field(
+      f"{at}.sources",
+      "tuple",
+      json.dumps(stage.get("sources")),
+      "sources of this stage alone, in place of those of all stages",
+    )
+  for i, source in enumerate(mixture):
+    at = f"sources[{i}]"
+    yield Field(
+      f"{at}.kind",
+      "str",
+      json.dumps(source.get("kind", _REQUIRED)),
+      f"one of {', '.join(sources.KINDS)}; what each takes: launch/sources.py",
+    )
+    weight = json.dumps(source.get("weight", 1.0))
+    yield Field(f"{at}.weight", "float", weight, "share of the rows")
+    for name in sorted(set(source) - {"kind", "weight"}):
+      value = source[name]
+      yield Field(
+        f"{at}.{name}", type(value).__name__, json.dumps(value), "of this kind"
+      )
+
+
+_PARTS = {
+  "optimizer": recipe.Optimizer,
+  "lora": Lora,
+  "rules": Rules,
+  "start": InductionHeads,
+}
+
+
+def page(found: Iterator[Field]) -> str:
+  """Fields as text, two lines for each."""
+  lines = ["Fields of a training config (type, value), set by flags:", ""]
+  for one in found:
+    lines.append(f"--config.{one.path}  ({one.type}, {one.value})")
+    lines.append(f"    {one.text}")
+  return "\n".join(lines)
+
+
+def changes(
+  old: ConfigDict, new: ConfigDict, names: Iterable[str]
+) -> list[str]:
+  """Fields that differ: "optimizer.learning_rate 0.1 -> 0.2".
+
+  Args:
+    old: a config.
+    new: another one.
+    names: entries to compare, all that is in them included.
+  """
+  values = [
+    {one.path: one.value for one in fields(config, "")} for config in (old, new)
+  ]
+  found = []
+  for path in dict.fromkeys(path for one in values for path in one):
+    a, b = (one.get(path, "none") for one in values)
+    if a != b and re.split(r"[.\[]", path)[0] in names:
+      found.append(path if len(a + b) > 60 else f"{path} {a} -> {b}")
+  return found
+
+
+def _of_class(path: str, cls: Any, given: Mapping[str, Any]) -> Iterator[Field]:
+  texts = _described(cls.__doc__)
+  for field in dataclasses.fields(cls):
+    value = _REQUIRED
+    if field.name in given:
+      value = json.dumps(given[field.name])
+    elif field.default is not dataclasses.MISSING:
+      value = json.dumps(field.default)
+    yield Field(
+      f"{path}.{field.name}",
+      str(field.type),
+      value,
+      texts.get(field.name, ""),
+    )
+
+
+def _described(docstring: str | None) -> dict[str, str]:
+  """What a docstring's Attributes or Entries say of each name."""
+  found: dict[str, str] = {}
+  indent, name = -1, ""
+  for line in (docstring or "").splitlines():
+    depth = len(line) - len(line.lstrip())
+    if line.strip() in ("Attributes:", "Entries:"):
+      indent = depth + 2
+    elif indent < 0 or not line.strip():
+      indent = -1
+    elif depth == indent and (match := re.match(r"\s*(\w+): (.*)", line)):
+      name = match[1]
+      found[name] = match[2]
+    elif depth > indent:
+      found[name] += f" {line.strip()}"
+    else:
+      indent = -1
+  return found
