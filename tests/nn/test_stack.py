@@ -134,9 +134,9 @@ def test_where_norms_stand():
 
   def run(**options):
     block = layer(2, **options).build(nnx.Rngs(3), 8)
-    attend = lambda y: block.attention(y, at, NoCache(1).layer(0, (), 0), spread)[
-      0
-    ]
+    attend = lambda y: block.attention(
+      y, at, NoCache(1).layer(0, (), 0), spread
+    )[0]
     feed = lambda y: block.feedforward(y, spread)
     got, _ = block(x, at, NoCache(1).layer(0, (), 0), spread)
     return got, attend, feed
