@@ -36,7 +36,7 @@ from ringjax.infer.session import (
   settled,
 )
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
-from ringjax.kv import kinds
+from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.nn.spread import Visit

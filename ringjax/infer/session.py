@@ -20,7 +20,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.infer import prefill
-from ringjax.kv import kinds
+from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
@@ -173,7 +173,9 @@ class Session:
 
   def free(self) -> np.ndarray:
     """Free slots of each example on each shard, int [B, R]."""
-    return self.cache.free()
+    free = self.cache.free()
+    assert free is not None
+    return free
 
   def room(self) -> int:
     """Tokens that still fit, whichever example they belong to."""

@@ -29,7 +29,7 @@ from ringjax.errors import (
   message,
 )
 from ringjax.kv.base import KV, CacheSpec, zeros
-from ringjax.kv.kinds import DENSE, CacheKind
+from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.state import State, StateShape
 from ringjax.ops.attention.views import ContiguousView, KVView, UnrotatedView
@@ -543,15 +543,14 @@ class KVCache:
     held = one.held.allocate(
       Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at)), REPLICATED
     )
-    slots = []
-    for old, new in zip(one.slots, blocks.parts, strict=True):
-      arrays = []
-      for x, y in zip(old, new, strict=True):
-        for n in range(x.shape[0] if x.shape[-1] else 0):
-          x = held.write(x, y[n][None], n)
-        arrays.append(x)
-      slots.append(LayerKV(*arrays))
-    filled = dataclasses.replace(one, slots=tuple(slots), held=held)
+
+    def appended(old: jax.Array, new: jax.Array) -> jax.Array:
+      for n in range(old.shape[0] if old.shape[-1] else 0):
+        old = held.write(old, new[n][None], n)
+      return old
+
+    slots = jax.tree.map(appended, one.slots, blocks.parts)
+    filled = dataclasses.replace(one, slots=slots, held=held)
     return self.insert(np.array([row]), filled)
 
   def gathered(self, device: Any) -> KVCache:

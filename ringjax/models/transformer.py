@@ -27,7 +27,7 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
-from ringjax.kv.kinds import cache_kind
+from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.state import StateShape
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm

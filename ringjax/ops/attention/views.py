@@ -45,13 +45,16 @@ _LEAST = 128
 class KVView(Protocol):
   """Keys and values of one layer, read tile by tile; a pytree.
 
-  Fields:
+  Attributes:
     at: coordinates [B or 1, S] of its slots; segment 0 is an empty slot.
     mask: a mask in place of the layer's, or None.
   """
 
-  at: Coords
-  mask: Mask | None
+  @property
+  def at(self) -> Coords: ...
+
+  @property
+  def mask(self) -> Mask | None: ...
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
@@ -95,7 +98,8 @@ class ContiguousView(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    return (*self.k.shape[1:], self.v.shape[-1])
+    b, heads, slots, dim = self.k.shape[1:]
+    return b, heads, slots, dim, self.v.shape[-1]
 
   @property
   def slot_bytes(self) -> int:
@@ -103,7 +107,7 @@ class ContiguousView(NamedTuple):
     return b * heads * dim * self.k.dtype.itemsize
 
   def specs(self, batch: Any, heads: Any, tokens: Any) -> ContiguousView:
-    arrays = P(None, batch, heads, tokens)
+    arrays: Any = P(None, batch, heads, tokens)
     return ContiguousView(
       arrays,
       arrays,
@@ -169,7 +173,7 @@ class UnrotatedView(NamedTuple):
 
 def coords_specs(at: Coords, batch: int, names: Any, tokens: Any) -> Coords:
   """PartitionSpecs of coordinates [B or 1, S]."""
-  each = lambda x: P(names if x.shape[0] == batch > 1 else None, tokens)
+  each: Any = lambda x: P(names if x.shape[0] == batch > 1 else None, tokens)
   return Coords(each(at.pos), each(at.seg))
 
 

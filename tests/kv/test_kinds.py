@@ -1,0 +1,77 @@
+"""Every kind of cache keeps the laws of `tests.contracts.cache`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError, PromptError, ShapeError
+from ringjax.kv.cache_kind import KINDS
+from ringjax.ops.mask import Coords
+from tests.contracts import cache as contract
+
+
+@pytest.mark.parametrize(
+  "shards", [1, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))]
+)
+@pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_law(kind, law, shards):
+  law(kind, shards)
+
+
+def test_unrotated_keys_move_to_other_positions():
+  """Loaded elsewhere: as if the tokens had been read there, no key changed."""
+  model, (tokens, _) = contract.model(1), contract.text()
+  first, more = tokens[:1, :8], tokens[:1, 8:11]
+  positions = np.arange(20, 28, dtype=np.int32)[None]
+  _, cache = contract.read(1, first, contract.empty("unrotated", 1, batch=1))
+  blocks = cache.export(0, 0, 8)
+  at = Coords(positions[0], np.ones(8, np.int32))
+  moved = contract.empty("unrotated", 1, batch=1).load(0, blocks, at)
+  there = moved.export(0, 20, 28)
+  np.testing.assert_array_equal(there.parts[0].k, blocks.parts[0].k)
+  got, _ = contract.read(1, more, moved)
+  want = model(
+    np.concatenate([first, more], 1),
+    positions=np.arange(20, 31, dtype=np.int32)[None],
+  )
+  contract.close(got, np.asarray(want)[:, 8:])
+
+
+def test_generate_and_sessions_take_a_kind():
+  model, (tokens, _) = contract.model(1), contract.text()
+  ask = lambda **options: (
+    rj.infer.generate(model, tokens[:2, :9], max_new_tokens=5, **options).tokens
+  )
+  want = ask()
+  np.testing.assert_array_equal(ask(cache_kind="unrotated"), want)
+  session = rj.infer.Session(model, 32, batch=2, cache_kind="unrotated")
+  np.testing.assert_array_equal(ask(cache=session), want)
+  assert session.cache.kind == KINDS["unrotated"]
+  session.restart()
+  assert session.cache.kind == KINDS["unrotated"]
+  with pytest.raises(OptionError, match="one of dense, unrotated"):
+    ask(cache_kind="int3")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_cache_refuses():
+  _, cache = contract.read(
+    1, contract.text()[0][:, :8], contract.empty("dense", 1)
+  )
+  blocks = cache.export(0, 2, 6)
+  elsewhere = Coords(np.arange(9, 13, dtype=np.int32), np.ones(4, np.int32))
+  with pytest.raises(OptionError, match="stored rotated"):
+    cache.load(1, blocks, elsewhere)
+  with pytest.raises(OptionError, match="of kind dense"):
+    contract.empty("unrotated", 1).load(1, blocks)
+  with pytest.raises(PromptError, match="positions from 0 to 8"):
+    cache.export(0, 6, 10)
+  with pytest.raises(ShapeError, match="a value for each token"):
+    cache.keep(np.ones(3, bool))
+  with pytest.raises(ShapeError, match="from 0 to 2"):
+    cache.reset([3])
+  with pytest.raises(OptionError, match="capacity 32"):
+    cache.insert([0], contract.empty("dense", 1, batch=1, capacity=16))
