@@ -273,7 +273,7 @@ SAME_IDEA = {
   "needle": "data: the questions; eval: how a model answers them",
 }
 # Module names that still stand for two things, as `CLASH`.
-MODULE_CLASH = {"dense", "inputs", "tiles"}
+MODULE_CLASH = {"inputs", "tiles"}
 # Folders in which a family may be asked for by its name.
 FAMILY_FOLDER = "ringjax/models/families/"
 
