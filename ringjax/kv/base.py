@@ -79,6 +79,9 @@ class CacheSpec:
     for i, name in enumerate(names):
       if name == "heads" and spec[i] and shape[i] % self.mesh.shape[spec[i]]:
         spec[i] = None
+    # A program for P() is not found for P(None).
+    while spec and spec[-1] is None:
+      spec.pop()
     sharding = NamedSharding(self.mesh, P(*spec))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 

@@ -203,7 +203,7 @@ def test_two_axes_carry_the_sequence(strategy, kind):
   put = lambda name, x: jax.device_put(
     x, NamedSharding(mesh, cut.get(name, P()))
   )
-  axis = None if kind == "Explicit" else ("slow", "fast")
+  axis = "auto" if kind == "Explicit" else ("slow", "fast")
   # Two shards would have to share a kv head among 4.
   layout = Striped()
   case, want = problem("gqa")
