@@ -201,15 +201,6 @@ def generate(
         "leave it out: the session's cache has its dtype",
       )
     )
-  elif kinds.cache_kind(cache_kind) not in (kinds.DENSE, session.cache.kind):
-    raise OptionError(
-      message(
-        "cache_kind",
-        f"{cache_kind} beside a session of kind {session.cache.kind}",
-        "one of them",
-        "leave it out: the session has its own",
-      )
-    )
   elif not isinstance(session, Session):
     raise InputTypeError(
       message(
@@ -217,6 +208,15 @@ def generate(
         type(session).__name__,
         "an rj.infer.Session",
         "make one with rj.infer.Session(model, capacity)",
+      )
+    )
+  elif kinds.cache_kind(cache_kind) not in (kinds.DENSE, session.cache.kind):
+    raise OptionError(
+      message(
+        "cache_kind",
+        f"{cache_kind} beside a session of kind {session.cache.kind}",
+        "one of them",
+        "leave it out: the session has its own",
       )
     )
   given, model = model, session.weights(model)

@@ -103,7 +103,7 @@ def each_token_cached(
   places = tokens_of(
     model, spread, batch.tokens.shape, batch.positions, batch.segments, length
   )
-  cache = cache.allocate(places.at, replicated=False, sees=False)
+  cache = cache.allocate(places.at, replicated=False, sees=True)
   h, cache = model.hidden(batch.tokens, places, cache, spread)
   return _head_losses(model, batch, h, spread, block, 0.0), cache
 

@@ -732,7 +732,7 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
     assert "prefill='blockwise'" in str(caught.value) and not made
   with pytest.raises(MemoryEstimateError, match="2 x 104 tokens"):
     run([1] * 100, cache=session)
-  assert session.slots == 0
+  assert session.empty
   for name, tokens in (("dense", 90), ("blockwise", 10_000)):
     how = prefill.plan(name, tokens, model, None, None)
     sys.modules["ringjax.infer.generate"]._check_scores(model, how, 2)
