@@ -1,8 +1,8 @@
 """ringjax: language models whose context does not fit one device.
 
 Importing it computes nothing and starts no backend. The parts that need more
-than JAX (`rj.data`, `rj.infer`, `rj.models`, `rj.train`), and `rj.plan`, which
-needs less, are imported when they are first used.
+than JAX (`rj.data`, `rj.infer`, `rj.models`, `rj.train`), and `rj.plan` and
+`rj.kv`, which need less, are imported when they are first used.
 """
 
 import importlib as _importlib
@@ -155,10 +155,10 @@ __all__ = [
   "token_shift",
 ]
 
-_PARTS = ("data", "infer", "models", "plan", "train")
+_PARTS = ("data", "infer", "kv", "models", "plan", "train")
 
 if _TYPE_CHECKING:
-  from ringjax import data, infer, models, plan, train
+  from ringjax import data, infer, kv, models, plan, train
 
 
 def __getattr__(name: str) -> _Any:
