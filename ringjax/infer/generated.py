@@ -35,7 +35,7 @@ class Generated:
     """The number of rows."""
     return len(self.tokens)
 
-  def __getitem__(self, key: Any) -> np.ndarray:
+  def __getitem__(self, key: Any) -> Any:
     """A row without padding, int32 [lengths[row]]; else `tokens[key]`."""
     if isinstance(key, int | np.integer):
       return self.tokens[key, : self.lengths[key]]
