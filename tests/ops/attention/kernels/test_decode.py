@@ -190,10 +190,10 @@ def test_they_stay_one_in_a_shard_map(kind):
 
   mesh = resident.make_mesh(4, "auto")
   run = ShardedDecode(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
-  rest = (keys, terms, context.q, context.mask)
+  rest = ((keys,), terms, context.q, context.mask)
   got = jax.jit(lambda q: run(scores, q, *rest))(q)
   want = ShardedDecode(local=best.Loops())(
-    scores, q, keys, terms, context.q, context.mask
+    scores, q, (keys,), terms, context.q, context.mask
   )
   assert seen == [True]
   close(got, want)
