@@ -254,7 +254,7 @@ HANGS = """
   import time
   from ringjax.train import loop
   from ringjax.train.batch import Batch
-  from ringjax.train.step import Figures, State
+  from ringjax.train.step import StepMetrics, TrainState
   import jax.numpy as jnp
   import numpy as np
 
@@ -264,7 +264,7 @@ HANGS = """
     def restore(self, state): pass
 
   zero = jnp.int32(0)
-  figures = Figures(*(np.float32(1),) * 6)._replace(skipped=np.float32(0))
+  figures = StepMetrics(*(np.float32(1),) * 6)._replace(skipped=np.float32(0))
 
   def step(state, frozen, batch):
     taken = int(state.step)
@@ -273,7 +273,7 @@ HANGS = """
     return state._replace(step=state.step + 1), figures
 
   loop.fit(
-    State(zero, {}, {}, zero), None, Rows(), step=step,
+    TrainState(zero, {}, {}, zero), None, Rows(), step=step,
     place=lambda x: Batch(np.zeros(2), None, None),
     steps=10, pace=loop.LoopConfig(timeout_s=6.0),
   )
