@@ -216,7 +216,7 @@ def test_a_model_and_its_optimizer(tmp_path):
   state = make()
   with Checkpoints(tmp_path) as c:
     c.save(1, state)
-  where = NamedSharding(make_mesh((8,), ("x",)), P())
+  where = NamedSharding(make_mesh((8,), ("data",)), P())
   shapes = like(jax.eval_shape(make), where)
   got, _ = Checkpoints(tmp_path).restore(like=shapes)
   same(got, state)
