@@ -492,7 +492,7 @@ class KVCache:
       )
     index = jnp.asarray(found, jnp.int32)
     part = lambda x: jnp.take(x[:, row], index, axis=2)
-    parts = tuple(LayerKV(*map(part, s)) for s in self.slots)  # pyrefly: ignore
+    parts = jax.tree.map(part, self.slots)
     at = Coords(*(jnp.asarray(x[found], jnp.int32) for x in (pos, seg)))
     return Blocks(at, parts, self.kind)
 
@@ -615,7 +615,7 @@ tree.register(KVCache, ("slots", "held"), ("kind", "mesh", "axis"))
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   held, along = cache.held.kept(kept)
-  slots = tuple(LayerKV(along(s.k), along(s.v)) for s in cache.slots)  # pyrefly: ignore
+  slots = jax.tree.map(along, cache.slots)
   return dataclasses.replace(cache, slots=slots, held=held)
 
 

@@ -146,10 +146,11 @@ class Transformer(nnx.Module):
         (`cache.length`).
       segment_ids: int32 [B, T] or [T], the document of each token, counted
         from 1; 0 is padding. Default: one document.
-      cache: what earlier calls left, or None. All T tokens take a slot,
-        padding too. Inside of a caller's own jit, what it holds is not known
-        when the call is checked: there T tokens beyond the last slot would
-        be written over others, so count them outside.
+      cache: what earlier calls left, or None. A row's tokens up to its last
+        real one take a slot each; padding behind it takes none. Inside of a
+        caller's own jit, what the cache holds is not known when the call is
+        checked: there tokens beyond the last slot are not stored, so count
+        them outside.
       attend: how the tokens lie on devices and find their keys: `Travel`, the
         default, or with a cache `Visit`. One that names no mesh is on that of
         the cache, else on the current one (`jax.set_mesh`), else on the
