@@ -16,7 +16,7 @@ from absl import flags
 
 from launch import common, console, strategies
 from launch.flag_helpers import Definer
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.ops.attention import registry
 from ringjax.parallel import chips
 from ringjax.plan import aot, draw, overlap
@@ -128,7 +128,7 @@ def _single(values: flags.FlagValues, name: str) -> str | None:
     return None
   if len(given) > 1:
     raise OptionError(
-      message(f"--{name}", ",".join(given), "one", "leave the others out")
+      f"--{name}", ",".join(given), "one", "leave the others out"
     )
   return given[0]
 
@@ -136,9 +136,7 @@ def _single(values: flags.FlagValues, name: str) -> str | None:
 def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
   value = values[name].value
   if value is None:
-    raise OptionError(
-      message(f"--{name}", None, example, f"pass --{name}={example}")
-    )
+    raise OptionError(f"--{name}", None, example, f"pass --{name}={example}")
   return value
 
 
@@ -147,7 +145,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   tokens = strategies.ints("tokens", _needed(values, "tokens", "1048576")) or ()
   if len(tokens) != 1:
     raise OptionError(
-      message("--tokens", list(tokens), "one number", "pass --tokens=1048576")
+      "--tokens", list(tokens), "one number", "pass --tokens=1048576"
     )
   options: dict[str, Any] = {
     "tokens": tokens[0],
@@ -172,9 +170,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   else:
     options["model"] = _needed(values, "model", "llama-3.1-8b")
     if len(options["model"]) != 1:
-      raise OptionError(
-        message("--model", values.model, "one", "leave the others out")
-      )
+      raise OptionError("--model", values.model, "one", "leave the others out")
     options["model"] = _model(options["model"][0])
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
@@ -209,12 +205,10 @@ def _model(name: str) -> str | dict[str, Any]:
   if folder.is_dir():
     return read_config(folder)
   raise OptionError(
-    message(
-      "--model",
-      f"{name}, which is no preset and no folder",
-      "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
-      "pass one of them",
-    )
+    "--model",
+    f"{name}, which is no preset and no folder",
+    "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
+    "pass one of them",
   )
 
 
@@ -224,7 +218,7 @@ def named(name: str) -> str:
   form = f"{kind}:N" if group.isdecimal() and int(group) else name
   if form not in STRATEGIES or (colon and form == name):
     raise OptionError(
-      message("--strategy", name, f"one of {', '.join(STRATEGIES)}", "choose")
+      "--strategy", name, f"one of {', '.join(STRATEGIES)}", "choose"
     )
   return name
 

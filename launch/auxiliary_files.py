@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.models.hf import safe_files
 
 # What else makes a model, and who may use it. Only these names are copied.
@@ -55,12 +55,10 @@ def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
     status = os.fstat(source.fileno())
     if status.st_size > _BYTES or not stat.S_ISREG(status.st_mode):
       raise OptionError(
-        message(
-          name,
-          f"{status.st_size:,} bytes",
-          f"at most {_BYTES:,}",
-          "remove it from the folder",
-        )
+        name,
+        f"{status.st_size:,} bytes",
+        f"at most {_BYTES:,}",
+        "remove it from the folder",
       )
     desk = to / f".{name}.{secrets.token_hex(4)}.new"
     try:

@@ -11,7 +11,7 @@ from absl import flags
 
 from launch import aot, common, console, strategies
 from launch.flag_helpers import Definer
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
 from ringjax.plan import aot as compiler
 from ringjax.plan import capacity, files
@@ -215,9 +215,7 @@ def _kept(
   if out is None:
     return [], {}, {}
   if not pathlib.Path(out).absolute().parent.is_dir():
-    raise OptionError(
-      message("--out", out, "a path in a folder", "make the folder")
-    )
+    raise OptionError("--out", out, "a path in a folder", "make the folder")
   path = f"{out}.json"
   if not pathlib.Path(path).exists():
     return [], {}, {}

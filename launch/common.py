@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from launch import console, rendezvous
-from ringjax.errors import MeshError, OptionError, message
+from ringjax.errors import MeshError, OptionError
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
 
@@ -107,22 +107,18 @@ def start(values: flags.FlagValues) -> None:
   given = [name for name, value in by_hand.items() if value is not None]
   if given and len(given) < len(by_hand):
     raise OptionError(
-      message(
-        "flags",
-        f"--{' and --'.join(given)}",
-        "--coordinator, --num_processes and --process_id together",
-        "add the others",
-      )
+      "flags",
+      f"--{' and --'.join(given)}",
+      "--coordinator, --num_processes and --process_id together",
+      "add the others",
     )
   count = by_hand["num_processes"] if given else _found_processes()
   if given and not 0 <= by_hand["process_id"] < count:
     raise OptionError(
-      message(
-        "--process_id",
-        by_hand["process_id"],
-        f"0 to {count - 1} for --num_processes={count}",
-        "number the processes from 0",
-      )
+      "--process_id",
+      by_hand["process_id"],
+      f"0 to {count - 1} for --num_processes={count}",
+      "number the processes from 0",
     )
   look = values.distributed
   several = given or look or (look is None and count > 1)
@@ -139,12 +135,10 @@ def start(values: flags.FlagValues) -> None:
       )
     except (RuntimeError, ValueError) as error:
       raise OptionError(
-        message(
-          "processes",
-          f"{error}".partition("\n")[0],
-          f"all of them within {values.init_timeout:g} s",
-          "check --coordinator, or pass --nodistributed to run alone",
-        )
+        "processes",
+        f"{error}".partition("\n")[0],
+        f"all of them within {values.init_timeout:g} s",
+        "check --coordinator, or pass --nodistributed to run alone",
       ) from None
 
 
@@ -162,13 +156,11 @@ def _check_slurm() -> None:
   missing = [name for name in _SLURM if name not in os.environ]
   if missing:
     raise OptionError(
-      message(
-        "Slurm",
-        f"an environment without {', '.join(missing)}",
-        "the variables that srun sets",
-        "start with srun; or pass --coordinator, --num_processes and "
-        "--process_id; or --nodistributed to run alone",
-      )
+      "Slurm",
+      f"an environment without {', '.join(missing)}",
+      "the variables that srun sets",
+      "start with srun; or pass --coordinator, --num_processes and "
+      "--process_id; or --nodistributed to run alone",
     )
 
 
@@ -205,9 +197,7 @@ def _make_cpu_devices(values: flags.FlagValues, processes: int) -> None:
       # JAX runs already: a notebook, or a test.
       if values.devices is not None:
         raise OptionError(
-          message(
-            "--devices", wanted, "it before JAX runs", "leave it out here"
-          )
+          "--devices", wanted, "it before JAX runs", "leave it out here"
         ) from None
 
 
@@ -222,12 +212,10 @@ def axes(text: str) -> list[tuple[str, int]]:
     match = re.fullmatch(r"\s*(\w+)\s*:\s*(-1|[1-9]\d{0,5})\s*", part)
     if match is None or match[1] not in AXES:
       raise MeshError(
-        message(
-          "--mesh",
-          repr(text),
-          f"axes of {', '.join(AXES)} with their sizes",
-          "write it like data:1,seq:8",
-        )
+        "--mesh",
+        repr(text),
+        f"axes of {', '.join(AXES)} with their sizes",
+        "write it like data:1,seq:8",
       )
     found.append((match[1], int(match[2])))
   return found
@@ -243,12 +231,10 @@ def mesh(text: str | None) -> Mesh:
   made = make_mesh(sizes, names)
   if jax.process_count() > 1 and made.devices.size < jax.device_count():
     raise MeshError(
-      message(
-        "--mesh",
-        f"{text}, {made.devices.size} devices",
-        f"all {jax.device_count()} devices of {jax.process_count()} processes",
-        "write -1 for one of the sizes",
-      )
+      "--mesh",
+      f"{text}, {made.devices.size} devices",
+      f"all {jax.device_count()} devices of {jax.process_count()} processes",
+      "write -1 for one of the sizes",
     )
   return made
 
@@ -273,16 +259,14 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
       raise OptionError(
-        message(f"--{name}", path, "a path in a folder", "make the folder")
+        f"--{name}", path, "a path in a folder", "make the folder"
       )
     if not path or os.path.isdir(path):
       raise OptionError(
-        message(
-          f"--{name}",
-          f"{path!r}, a folder" if path else "nothing",
-          "a path of a file",
-          "name the file too",
-        )
+        f"--{name}",
+        f"{path!r}, a folder" if path else "nothing",
+        "a path of a file",
+        "name the file too",
       )
     if os.path.exists(path) and not os.path.isfile(path):
       # A device or a pipe, such as /dev/stdout, needs nothing of its folder.
@@ -292,12 +276,10 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
       tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
       raise OptionError(
-        message(
-          f"--{name}",
-          f"{path}: {error.strerror}",
-          "a path that can be written",
-          "take another folder",
-        )
+        f"--{name}",
+        f"{path}: {error.strerror}",
+        "a path that can be written",
+        "take another folder",
       ) from None
 
 
@@ -321,12 +303,10 @@ def share(make: Callable[[], np.ndarray]) -> np.ndarray:
     raise fault
   if size < 0:
     raise OptionError(
-      message(
-        "prompt",
-        "a failure in process 0",
-        "one that it can read",
-        "see what process 0 says",
-      )
+      "prompt",
+      "a failure in process 0",
+      "one that it can read",
+      "see what process 0 says",
     )
   made = np.resize(made, size) if made.size != size else made
   return np.asarray(multihost_utils.broadcast_one_to_all(made))

@@ -33,7 +33,7 @@ from launch import auxiliary_files, common, console
 from launch.flag_helpers import Definer
 from ringjax import models
 from ringjax.data import Tokenizer
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.models.checkpoint import (
   EMBEDDING,
   check_heads,
@@ -137,9 +137,7 @@ def _check(values: flags.FlagValues) -> None:
     return
   if not os.path.isdir(values.out) or os.listdir(values.out):
     raise OptionError(
-      message(
-        "--out", values.out, "a new or an empty folder", "write elsewhere"
-      )
+      "--out", values.out, "a new or an empty folder", "write elsewhere"
     )
 
 

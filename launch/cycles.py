@@ -14,7 +14,7 @@ from absl import flags
 from launch import aot, console, strategies
 from launch.flag_helpers import Definer
 from ringjax.bench import tiles
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
 from ringjax.plan import aot as compiler
 from ringjax.plan import cycles
@@ -67,12 +67,10 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   decoding = values.what == ["decode"]
   if values.what not in (None, ["attention"], ["decode"]):
     raise OptionError(
-      message(
-        "--what",
-        ",".join(values.what),
-        "attention or decode",
-        "leave it out for attention",
-      )
+      "--what",
+      ",".join(values.what),
+      "attention or decode",
+      "leave it out for attention",
     )
   strategies.refuse(
     values,

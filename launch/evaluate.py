@@ -36,7 +36,7 @@ from ringjax.bench import timing
 from ringjax.data import Tokenizer, documents, texts
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.eval import Cell, Curve, charts, find, reader
 from ringjax.infer import METHODS
 from ringjax.models import tiny
@@ -177,12 +177,10 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
   ]
   if unused:
     raise OptionError(
-      message(
-        "flags",
-        f"{', '.join(unused)} with {word}",
-        "those that it uses",
-        "leave them out; see --help",
-      )
+      "flags",
+      f"{', '.join(unused)} with {word}",
+      "those that it uses",
+      "leave them out; see --help",
     )
 
 
@@ -224,12 +222,10 @@ def _numbers(
       f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
     )
     raise OptionError(
-      message(
-        f"--{name}",
-        ",".join(given) or "none",
-        f"numbers of {want}",
-        "correct them",
-      )
+      f"--{name}",
+      ",".join(given) or "none",
+      f"numbers of {want}",
+      "correct them",
     )
   return found
 
@@ -425,19 +421,17 @@ def _curves(
   del screen, group, kept
   if values.log is None:
     raise OptionError(
-      message(
-        "--log",
-        "no value",
-        "the log.jsonl of a training",
-        "pass --log=DIR/log.jsonl",
-      )
+      "--log",
+      "no value",
+      "the log.jsonl of a training",
+      "pass --log=DIR/log.jsonl",
     )
   # A run that went on from an earlier step has written some twice.
   latest = {row["step"]: row for row in _logged(values.log)}
   rows = [latest[step] for step in sorted(latest)]
   if not rows:
     raise OptionError(
-      message("--log", values.log, "a line or more", "train some steps first")
+      "--log", values.log, "a line or more", "train some steps first"
     )
   lines = [f"{'step':>8}{'stage':>7}{'loss':>10}{'tokens/s':>12}"]
   shown = rows[:: max(1, len(rows) // 20)]
@@ -469,16 +463,14 @@ def _logged(path: str) -> Iterator[dict[str, Any]]:
           yield _figures(json.loads(line))
   except OSError as error:
     raise OptionError(
-      message("--log", f"{path}: {error.strerror}", "a file", "correct it")
+      "--log", f"{path}: {error.strerror}", "a file", "correct it"
     ) from None
   except (ValueError, RecursionError) as error:
     raise OptionError(
-      message(
-        "--log",
-        f"{path}:{number}: {error}",
-        "a line of a training's log.jsonl",
-        "correct the path",
-      )
+      "--log",
+      f"{path}:{number}: {error}",
+      "a line of a training's log.jsonl",
+      "correct the path",
     ) from None
 
 

@@ -33,7 +33,7 @@ from launch import common, console, machines, prompts
 from launch.flag_helpers import Definer
 from launch.group import Group
 from ringjax.data import Tokenizer
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.infer import METHODS, Greedy, Sample, Stop
 from ringjax.infer.stopping import Watch
 from ringjax.models import tiny
@@ -395,7 +395,7 @@ def _check(values: flags.FlagValues) -> None:
   if values.model == "":
     # As of a variable that is not set: another model would answer.
     raise OptionError(
-      message("--model", "an empty value", "a model directory", "pass its path")
+      "--model", "an empty value", "a model directory", "pass its path"
     )
   if values.raw and values.chat:
     raise prompts.clash("--raw and --chat", "one of them")

@@ -48,7 +48,7 @@ from absl import app, flags
 
 from launch import aot, capacity, common, console, cycles, strategies
 from launch.flag_helpers import Definer
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
 from ringjax.plan.balance import round_to_tiles
 from ringjax.plan.cost import Network, Profile, Prompt
@@ -197,9 +197,7 @@ def _kvr(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is computed."""
-  clash = lambda got, want: OptionError(
-    message("flags", got, want, "leave one out")
-  )
+  clash = lambda got, want: OptionError("flags", got, want, "leave one out")
   common.check_files(values, "plot")
   if values.fit and values.paper:
     raise clash("--fit and --paper", "one of them")
@@ -207,7 +205,7 @@ def _check(values: flags.FlagValues) -> None:
     raise clash("--fit and --profile", "--fit with --name")
   if values.save_table and values.table is None:
     raise OptionError(
-      message("--save_table", "no --table", "--table=FILE", "name the file")
+      "--save_table", "no --table", "--table=FILE", "name the file"
     )
   if values.table is not None and (values.prefix or values.window):
     raise clash(
@@ -215,9 +213,7 @@ def _check(values: flags.FlagValues) -> None:
     )
   for name in ("preset", "name", "tokens", "layers", "rounds", "dtype"):
     if values[name].present and not values.fit:
-      raise OptionError(
-        message(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
-      )
+      raise OptionError(f"--{name}", "no --fit", f"--fit --{name}", "add --fit")
 
 
 def _plan(
@@ -316,12 +312,10 @@ def _lookup(
       screen.say(f"wrote {path}, {len(known.entries)} entries")
   if known is None:
     raise OptionError(
-      message(
-        "--table",
-        f"{path}, which does not exist",
-        "a table",
-        "pass --save_table to make it",
-      )
+      "--table",
+      f"{path}, which does not exist",
+      "a table",
+      "pass --save_table to make it",
     )
   return known, f"from {path}, {len(known.entries)} entries"
 

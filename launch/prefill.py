@@ -36,7 +36,7 @@ from launch.flag_helpers import Definer
 from launch.group import Group
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.infer import kvr, together
 from ringjax.infer.prefill import tile
 from ringjax.models import tiny, work_profile
@@ -151,23 +151,16 @@ class _Work:
     mesh = common.mesh(values.mesh)
     if mesh.shape.get("seq") != mesh.devices.size:
       raise OptionError(
-        message(
-          "--mesh",
-          values.mesh,
-          "all devices along seq",
-          "leave it out",
-        )
+        "--mesh", values.mesh, "all devices along seq", "leave it out"
       )
     for name in ("delay", "plot"):
       # One program is one span: nobody sees who waits for whom in it.
       if values[name].value is not None and peers.size == 1:
         raise OptionError(
-          message(
-            f"--{name}",
-            "one process",
-            "several, each of which is a rank",
-            "start more with --num_processes, or leave it out",
-          )
+          f"--{name}",
+          "one process",
+          "several, each of which is a rank",
+          "start more with --num_processes, or leave it out",
         )
     model = self._load(mesh)
     rj.infer.inputs.within_context(
@@ -223,12 +216,10 @@ class _Work:
       ids = np.asarray(tokenizer.encode(text))[:count]
       if ids.size < count:
         raise OptionError(
-          message(
-            "--context",
-            count,
-            f"at most the {ids.size} tokens of the text",
-            "lower it or pass a longer text",
-          )
+          "--context",
+          count,
+          f"at most the {ids.size} tokens of the text",
+          "lower it or pass a longer text",
         )
       return ids.astype(np.int32)
 
@@ -576,9 +567,7 @@ def words(done: dict[str, Any]) -> list[str]:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
-  clash = lambda got, want: OptionError(
-    message("flags", got, want, "leave one out")
-  )
+  clash = lambda got, want: OptionError("flags", got, want, "leave one out")
   methods = _methods(values.method)
   ways = [n for n in ("partition", "profile", "search") if values[n].value]
   if len(ways) > 1:
@@ -597,7 +586,7 @@ def _check(values: flags.FlagValues) -> None:
     raise clash("--preset and --prompt_file", "--model with a text")
   if values.timeout <= 0:
     raise OptionError(
-      message("--timeout", values.timeout, "seconds above 0", "raise it")
+      "--timeout", values.timeout, "seconds above 0", "raise it"
     )
   if values.partition is not None:
     lengths = _ints("partition", values.partition)
@@ -615,12 +604,10 @@ def _methods(given: Sequence[str]) -> tuple[str, ...]:
   wrong = [name for name in given if name not in METHODS]
   if wrong or not given:
     raise OptionError(
-      message(
-        "--method",
-        ",".join(given) or "none",
-        f"auto, all, or some of {', '.join(METHODS)}",
-        "choose some",
-      )
+      "--method",
+      ",".join(given) or "none",
+      f"auto, all, or some of {', '.join(METHODS)}",
+      "choose some",
     )
   return tuple(dict.fromkeys(given))
 

@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from ringjax.data import ChatTemplate, documents
-from ringjax.errors import OptionError, PromptError, message
+from ringjax.errors import OptionError, PromptError
 from ringjax.models import tiny
 
 CONTEXT = 66_000
@@ -46,7 +46,7 @@ class Prompt:
 
 def clash(got: str, want: str) -> OptionError:
   """An error about flags that do not go together."""
-  return OptionError(message("flags", got, want, "leave one out"))
+  return OptionError("flags", got, want, "leave one out")
 
 
 def made_up(values: flags.FlagValues) -> bool:
@@ -94,7 +94,7 @@ def given(values: flags.FlagValues) -> Prompt:
 def _refuse_blank(name: str, text: str, got: str) -> None:
   if not text.strip():
     raise PromptError(
-      message(name, got, "a text to continue", "write one, or leave it out")
+      name, got, "a text to continue", "write one, or leave it out"
     )
 
 
@@ -125,12 +125,10 @@ def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
   room = context - count(needle) - count(question) - 1
   if room < 1:
     raise PromptError(
-      message(
-        "--context",
-        context,
-        f"more than {context - room} tokens, which the question takes",
-        "raise it",
-      )
+      "--context",
+      context,
+      f"more than {context - room} tokens, which the question takes",
+      "raise it",
     )
   document = documents.fit(room, count)
   files = "file" if document.files == 1 else "files"
@@ -151,24 +149,20 @@ def _read(path: str) -> str:
       data = file.read(_FILE_BYTES + 1)
   if len(data) > _FILE_BYTES:
     raise PromptError(
-      message(
-        "--prompt_file",
-        f"{path}, over {_FILE_BYTES:,} bytes",
-        "a smaller file",
-        "cut it",
-      )
+      "--prompt_file",
+      f"{path}, over {_FILE_BYTES:,} bytes",
+      "a smaller file",
+      "cut it",
     )
   try:
     # Without the mark with which some editors begin a file.
     return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise PromptError(
-      message(
-        "--prompt_file",
-        f"{path}, no UTF-8 at byte {error.start}",
-        "text in UTF-8",
-        "convert it: iconv -t UTF-8",
-      )
+      "--prompt_file",
+      f"{path}, no UTF-8 at byte {error.start}",
+      "text in UTF-8",
+      "convert it: iconv -t UTF-8",
     ) from None
 
 

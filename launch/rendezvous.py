@@ -17,7 +17,7 @@ import selectors
 import socket
 import time
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 _PAUSE_S, _LONGEST = 0.1, 1 << 12
 # For an answer, which no line is too full to take.
@@ -39,9 +39,7 @@ def call(address: str, processes: int, number: int, timeout_s: float) -> None:
   """
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-    raise OptionError(
-      message("--coordinator", address, "HOST:PORT", "correct it")
-    )
+    raise OptionError("--coordinator", address, "HOST:PORT", "correct it")
   if processes == 1:
     return
   end = time.monotonic() + timeout_s
@@ -60,12 +58,10 @@ def _listen(
       doors = [stack.enter_context(door) for door in _doors(host, port)]
     except OSError as error:
       raise OptionError(
-        message(
-          "--coordinator",
-          f"port {port}: {error.strerror}",
-          "a free port of the machine that process 0 is on",
-          "choose another",
-        )
+        "--coordinator",
+        f"port {port}: {error.strerror}",
+        "a free port of the machine that process 0 is on",
+        "choose another",
       ) from None
     desk = stack.enter_context(_Desk(doors, processes))
     fault = None
@@ -296,24 +292,20 @@ def _report(
     # It has gone: it may be that another run held the port.
     time.sleep(_PAUSE_S)
   raise OptionError(
-    message(
-      "--coordinator",
-      f"{address[0]}:{address[1]}, where process 0 did not answer within "
-      f"{timeout_s:g} s ({why})",
-      "the address of process 0",
-      "start it, correct the address, or raise --init_timeout",
-    )
+    "--coordinator",
+    f"{address[0]}:{address[1]}, where process 0 did not answer within "
+    f"{timeout_s:g} s ({why})",
+    "the address of process 0",
+    "start it, correct the address, or raise --init_timeout",
   )
 
 
 def _absent(fault: str) -> OptionError:
   return OptionError(
-    message(
-      "processes",
-      fault,
-      "each of them once",
-      "start what is missing, or raise --init_timeout",
-    )
+    "processes",
+    fault,
+    "each of them once",
+    "start what is missing, or raise --init_timeout",
   )
 
 

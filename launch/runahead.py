@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringjax.bench import timing
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost, draw, published
 from ringjax.plan.cost import Prompt
 
@@ -70,12 +70,10 @@ class Settings:
       wrong = [w for w in getattr(self, name) if w not in known]
       if wrong or not getattr(self, name):
         raise OptionError(
-          message(
-            name,
-            ",".join(wrong) or "none",
-            f"some of {', '.join(known)}",
-            "choose some",
-          )
+          name,
+          ",".join(wrong) or "none",
+          f"some of {', '.join(known)}",
+          "choose some",
         )
     for count in (*self.tokens, self.rounds):
       cost.check_count("tokens, rounds", count)
@@ -198,12 +196,10 @@ def _delayed(settings: Settings, say: Callable[[str], Any]) -> dict[str, Any]:
   methods = [m for m in settings.methods if m in ("kvr", "tsp", "flash_tsp")]
   if not methods:
     raise OptionError(
-      message(
-        "contestants",
-        ",".join(settings.methods),
-        "kvr, tsp or flash_tsp among them, for what is delayed",
-        "add one, or leave the part out",
-      )
+      "contestants",
+      ",".join(settings.methods),
+      "kvr, tsp or flash_tsp among them, for what is delayed",
+      "add one, or leave the part out",
     )
   last = settings.processes - 1
   flags = [f"--method={','.join(methods)}"]
@@ -270,12 +266,10 @@ def _processes(
       rank = next(r for r, status in enumerate(statuses) if status)
       said = (folder / f"{rank}.log").read_text()[-250:].strip()
       raise OptionError(
-        message(
-          f"process {rank}",
-          f"status {statuses[rank]}: {said or 'see above'}",
-          "a run of launch.prefill that ends well",
-          "correct what it says",
-        )
+        f"process {rank}",
+        f"status {statuses[rank]}: {said or 'see above'}",
+        "a run of launch.prefill that ends well",
+        "correct what it says",
       )
     found = json.loads((folder / "0.json").read_text())
   return found | {"cores": "; ".join(",".join(map(str, m)) for m in mine)}

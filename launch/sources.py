@@ -32,7 +32,7 @@ from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS, Practice
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
 RECALL: dict[str, Any] = {
@@ -66,12 +66,10 @@ def mixture(
   """
   if tokenizer.vocab_size > vocab:
     raise OptionError(
-      message(
-        "tokenizer",
-        f"{tokenizer.vocab_size} ids",
-        f"at most {vocab}, the model's vocabulary",
-        "use the tokenizer that belongs to the model",
-      )
+      "tokenizer",
+      f"{tokenizer.vocab_size} ids",
+      f"at most {vocab}, the model's vocabulary",
+      "use the tokenizer that belongs to the model",
     )
   found, weights = [], []
   for given in entries:
@@ -79,12 +77,7 @@ def mixture(
     kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
     if kind not in KINDS:
       raise OptionError(
-        message(
-          "sources",
-          f"kind {kind!r}",
-          f"one of {', '.join(KINDS)}",
-          "choose one",
-        )
+        "sources", f"kind {kind!r}", f"one of {', '.join(KINDS)}", "choose one"
       )
     try:
       found.append(_source(kind, entry, tokenizer, length, vocab))
@@ -93,12 +86,10 @@ def mixture(
       raise
     except (KeyError, TypeError, ValueError) as error:
       raise OptionError(
-        message(
-          f"sources, {kind}",
-          f"{', '.join(entry) or 'nothing'} ({error})",
-          "kind, weight and what the kind takes",
-          "correct the names; see launch/sources.py",
-        )
+        f"sources, {kind}",
+        f"{', '.join(entry) or 'nothing'} ({error})",
+        "kind, weight and what the kind takes",
+        "correct the names; see launch/sources.py",
       ) from None
   return Mixture(found, weights)
 

@@ -15,7 +15,7 @@ from absl import app, flags
 
 from launch import common, console
 from launch.flag_helpers import Definer
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention import predict, select
 from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
@@ -112,12 +112,10 @@ def refuse(
   for name in names:
     if values[name].present:
       raise OptionError(
-        message(
-          f"--{name}",
-          f"it with {command}",
-          "a flag of this sub-command",
-          "leave it out; see --help",
-        )
+        f"--{name}",
+        f"it with {command}",
+        "a flag of this sub-command",
+        "leave it out; see --help",
       )
 
 
@@ -128,17 +126,15 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   for name, found, most in (("shards", shards, 2), ("tokens", tokens, 1)):
     if found is None or not 0 < len(found) <= most:
       raise OptionError(
-        message(
-          f"--{name}",
-          found,
-          "an int" + ", or groups,devices" * (most - 1),
-          f"pass e.g. --{name}={8 if most == 2 else 65536}",
-        )
+        f"--{name}",
+        found,
+        "an int" + ", or groups,devices" * (most - 1),
+        f"pass e.g. --{name}={8 if most == 2 else 65536}",
       )
   assert shards is not None and tokens is not None
   if values.chip is None:
     raise OptionError(
-      message("--chip", None, f"one of {', '.join(chips.MACHINES)}", "name one")
+      "--chip", None, f"one of {', '.join(chips.MACHINES)}", "name one"
     )
   parts = [Window(values.window)] if values.window is not None else []
   parts += [SameSegment()] if values.packed else []
@@ -186,7 +182,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   if values.out is None:
     raise OptionError(
-      message("--out", None, "a file to write", "pass --out=machine.json")
+      "--out", None, "a file to write", "pass --out=machine.json"
     )
   common.check_files(values, "out")
   given = [
@@ -253,7 +249,7 @@ def known(
   for name in names:
     if name not in all_:
       raise OptionError(
-        message(f"--{flag}", name, f"some of {', '.join(all_)}", "choose")
+        f"--{flag}", name, f"some of {', '.join(all_)}", "choose"
       )
   return names
 

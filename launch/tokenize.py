@@ -26,7 +26,7 @@ from absl import flags
 from launch import common, console, sources
 from launch.flag_helpers import Definer
 from ringjax.data import Corpus, texts
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 NAME = "tokenize"
 _MEMORY = "split the longest file into several"
@@ -56,7 +56,7 @@ def run(
     for name in ("tokenizer", "out"):
       if values[name].value is None:
         raise OptionError(
-          message(f"--{name}", "no value", "a value", "see --help for examples")
+          f"--{name}", "no value", "a value", "see --help for examples"
         )
     common.check_files(values, "out")
     files = list(_files(words))
@@ -125,20 +125,16 @@ def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
     OptionError: something that is not there, or that may not be read.
   """
   if not words:
-    raise OptionError(
-      message("files", "none", "files or folders of text", "name some")
-    )
+    raise OptionError("files", "none", "files or folders of text", "name some")
   for word in words:
     path = pathlib.Path(word)
     if not os.access(path, os.R_OK):
       there = "may not be read" if path.exists() else "is not there"
       raise OptionError(
-        message(
-          "files",
-          f"{path}, which {there}",
-          "files or folders of text",
-          "correct its name",
-        )
+        "files",
+        f"{path}, which {there}",
+        "files or folders of text",
+        "correct its name",
       )
     if not path.is_dir():
       yield path
@@ -150,12 +146,10 @@ def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
     ]
     if not found:
       raise OptionError(
-        message(
-          "files",
-          f"{word}, without a .txt or .jsonl file",
-          "a folder of text",
-          "name its files",
-        )
+        "files",
+        f"{word}, without a .txt or .jsonl file",
+        "a folder of text",
+        "name its files",
       )
     yield from found
 

@@ -395,23 +395,19 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
   more = sorted(set(config) - known)
   if more:
     raise OptionError(
-      message(
-        "config",
-        ", ".join(more),
-        f"some of {', '.join(sorted(known))}",
-        "correct the names",
-      )
+      "config",
+      ", ".join(more),
+      f"some of {', '.join(sorted(known))}",
+      "correct the names",
     )
   _start(config)
   _made(rj.models.Rules, config.rules, "rules")
   if config.packer not in _PACKERS:
     raise OptionError(
-      message(
-        "packer",
-        repr(config.packer),
-        f"one of {', '.join(_PACKERS)}",
-        "choose one",
-      )
+      "packer",
+      repr(config.packer),
+      f"one of {', '.join(_PACKERS)}",
+      "choose one",
     )
   return recipe.Recipe(
     stages=tuple(_stage(one) for one in config.stages),
@@ -446,12 +442,10 @@ def _lora(config: ConfigDict) -> Lora | None:
   said = [k for k, v in config.lora.items() if k not in usual or v != usual[k]]
   if said:
     raise OptionError(
-      message(
-        "lora",
-        f"{', '.join(said)} with rank 0, which trains all parameters",
-        "a rank above 0",
-        "set --config.lora.rank, or leave the others out",
-      )
+      "lora",
+      f"{', '.join(said)} with rank 0, which trains all parameters",
+      "a rank above 0",
+      "set --config.lora.rank, or leave the others out",
     )
   return None
 
@@ -544,9 +538,7 @@ def _start(config: ConfigDict) -> InductionHeads | None:
     return None
   if kind not in STARTS:
     raise OptionError(
-      message(
-        "start", f"kind {kind!r}", f"one of {', '.join(STARTS)}", "choose one"
-      )
+      "start", f"kind {kind!r}", f"one of {', '.join(STARTS)}", "choose one"
     )
   entry = {k: _tuples(v) for k, v in entry.items()}
   return _made(STARTS[kind], entry, "start")
@@ -583,12 +575,10 @@ def _made(cls: Any, given: Any, name: str) -> Any:
   ]
   if more or absent:
     raise OptionError(
-      message(
-        name,
-        ", ".join(more) if more else f"no {', '.join(absent)}",
-        f"some of {', '.join(sorted(fields))}",
-        "correct the names" if more else "add what is missing",
-      )
+      name,
+      ", ".join(more) if more else f"no {', '.join(absent)}",
+      f"some of {', '.join(sorted(fields))}",
+      "correct the names" if more else "add what is missing",
     )
   try:
     return cls(**entry)
@@ -596,12 +586,10 @@ def _made(cls: Any, given: Any, name: str) -> Any:
     raise
   except (TypeError, ValueError) as error:
     raise OptionError(
-      message(
-        name,
-        f"{str(entry)[:120]} ({str(error)[:80]})",
-        "values of the right kind",
-        "correct them",
-      )
+      name,
+      f"{str(entry)[:120]} ({str(error)[:80]})",
+      "values of the right kind",
+      "correct them",
     ) from None
 
 
@@ -672,12 +660,10 @@ def _explained(
   if not changed:
     return error
   return CheckpointMismatchError(
-    message(
-      "config",
-      f"fields changed since the checkpoint: {', '.join(changed)}",
-      "the config that the checkpoint was saved with",
-      "set them back, or use another --out",
-    )
+    "config",
+    f"fields changed since the checkpoint: {', '.join(changed)}",
+    "the config that the checkpoint was saved with",
+    "set them back, or use another --out",
   )
 
 
@@ -802,12 +788,10 @@ def _writer() -> Any:
     return importlib.import_module("tensorboardX").SummaryWriter
   except ModuleNotFoundError:
     raise OptionError(
-      message(
-        "--tensorboard",
-        "it, but tensorboardX is not installed",
-        "tensorboardX, or no --tensorboard",
-        "pip install tensorboardX",
-      )
+      "--tensorboard",
+      "it, but tensorboardX is not installed",
+      "tensorboardX, or no --tensorboard",
+      "pip install tensorboardX",
     ) from None
 
 

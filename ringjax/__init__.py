@@ -45,7 +45,7 @@ from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
-from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
@@ -55,7 +55,7 @@ from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.schedule import tile_counts, tile_schedule
 from ringjax.ops.attention.select import Auto, explain
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.ops.attention.wire import Wire
+from ringjax.ops.attention.wire_format import WireFormat
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.ops.mask import (
@@ -84,7 +84,7 @@ from ringjax.parallel.mesh import make_mesh
 
 __all__ = [
   "Auto",
-  "Best",
+  "AutoKernel",
   "BlockCausal",
   "Blockwise",
   "Causal",
@@ -133,7 +133,7 @@ __all__ = [
   "Uneven",
   "UnsafeFormatError",
   "Window",
-  "Wire",
+  "WireFormat",
   "Zigzag",
   "associative_scan",
   "attention",

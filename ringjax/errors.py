@@ -12,7 +12,15 @@ _LIMIT = 400
 
 
 class RingjaxError(Exception):
-  """Base of every error that ringjax raises about its inputs."""
+  """Base of every error that ringjax raises about its inputs.
+
+  Made of one text, or of the four parts of `message`: the argument, what came,
+  what was expected, what to do.
+  """
+
+  def __init__(self, *parts: object):
+    # A copy in another process is made of the text.
+    super().__init__(message(*parts) if len(parts) == 4 else parts[0])
 
 
 class ShapeError(RingjaxError, ValueError):
@@ -56,9 +64,9 @@ class CheckpointWriteError(RingjaxError, OSError):
   """
 
   def __init__(
-    self, text: str, file: str | None = None, step: int | None = None
+    self, *parts: object, file: str | None = None, step: int | None = None
   ):
-    super().__init__(text)
+    super().__init__(*parts)
     self.file, self.step = file, step
 
 
@@ -71,9 +79,9 @@ class CheckpointCorruptError(RingjaxError, ValueError):
   """
 
   def __init__(
-    self, text: str, file: str | None = None, step: int | None = None
+    self, *parts: object, file: str | None = None, step: int | None = None
   ):
-    super().__init__(text)
+    super().__init__(*parts)
     self.file, self.step = file, step
 
 
@@ -112,8 +120,8 @@ class OutOfMemoryError(RingjaxError, MemoryError):
     nbytes: how much was asked for, or None if nobody said.
   """
 
-  def __init__(self, text: str, nbytes: int | None = None):
-    super().__init__(text)
+  def __init__(self, *parts: object, nbytes: int | None = None):
+    super().__init__(*parts)
     self.nbytes = nbytes
 
 
@@ -124,8 +132,8 @@ class PeerError(RingjaxError, RuntimeError):
     rank: whose fault it is, or None.
   """
 
-  def __init__(self, text: str, rank: int | None = None):
-    super().__init__(text)
+  def __init__(self, *parts: object, rank: int | None = None):
+    super().__init__(*parts)
     self.rank = rank
 
 
@@ -148,7 +156,7 @@ class Declined(RingjaxError, NotImplementedError):
   """An implementation says "not me"; `select` then asks the next one."""
 
 
-def message(argument: str, got: object, want: str, remedy: str) -> str:
+def message(argument: object, got: object, want: object, remedy: object) -> str:
   """One sentence each: what came, what was wanted, what to change."""
   text = f"{argument}: got {_short(got)}; wanted {want}; {remedy}."
   return text if len(text) < _LIMIT else text[: _LIMIT - 4] + "..."

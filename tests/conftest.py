@@ -40,7 +40,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _EDGE = {
   "ringjax.ops.attention.api",
   "ringjax.ops.attention.blockwise",
-  "ringjax.ops.attention.calls",
+  "ringjax.ops.attention.call_shape",
   "ringjax.ops.attention.predict",
   "ringjax.ops.attention.request",
   "ringjax.ops.attention.run",

@@ -19,7 +19,7 @@ import numpy as np
 
 from ringjax.bench import timing
 from ringjax.bench.timing import Timing
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 Row = dict[str, Any]
 # What a contestant runs, and what came out the first time.
@@ -56,7 +56,7 @@ def check(
       want, remedy = "positive ints", "count from 1"
     if wrong or not values:
       came = ", ".join(map(repr, wrong)) or "nothing"
-      raise OptionError(message(name, came, want, remedy))
+      raise OptionError(name, came, want, remedy)
 
 
 def numpy(outputs: Any) -> tuple[np.ndarray, ...]:
@@ -103,16 +103,14 @@ class Record:
     """
     if append and json is None:
       raise OptionError(
-        message("append", "no file", "--json", "name the file to append to")
+        "append", "no file", "--json", "name the file to append to"
       )
     if settings.devices > len(jax.devices()):
       raise OptionError(
-        message(
-          "devices",
-          settings.devices,
-          f"at most the {len(jax.devices())} devices there are",
-          "make it smaller",
-        )
+        "devices",
+        settings.devices,
+        f"at most the {len(jax.devices())} devices there are",
+        "make it smaller",
       )
     timing.check_plot(plot)
     self._order, self._summary, self._json = order, summary, json

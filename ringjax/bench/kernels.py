@@ -31,10 +31,10 @@ import numpy as np
 from ringjax.bench import contest, timing
 from ringjax.bench.contest import best
 from ringjax.bench.timing import Skipped
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Blockwise, Local
-from ringjax.ops.attention.kernels.best import KERNELS
+from ringjax.ops.attention.kernels.auto_kernel import KERNELS
 from ringjax.ops.attention.kernels.turns import InTurn
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, Everything
@@ -154,16 +154,12 @@ class Settings:
     )
     if self.heads % self.kv_heads:
       raise OptionError(
-        message(
-          "kv_heads", self.kv_heads, f"a divisor of {self.heads}", "change one"
-        )
+        "kv_heads", self.kv_heads, f"a divisor of {self.heads}", "change one"
       )
     odd = [t for t in self.tokens if t % self.shards]
     if odd and {*self.kinds} & {*RINGS}:
       raise OptionError(
-        message(
-          "tokens", odd[0], f"multiples of {self.shards}", "or change shards"
-        )
+        "tokens", odd[0], f"multiples of {self.shards}", "or change shards"
       )
 
   @property

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from ringjax.bench import timing
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.models.checkpoint import create
-from ringjax.nn.spread import Visit
+from ringjax.nn.sharding_context import CachedAttention
 from ringjax.plan import fit
 from ringjax.plan.cost import Profile, Shape, check_count
 
@@ -58,7 +58,7 @@ def measure(
     "vocab_size": _VOCAB,
   }
   model = create(small, dtype=dtype)
-  spread = Visit(spread=False)
+  attend = CachedAttention(replicated=False)
   rng = np.random.default_rng(0)
   runs, points = {}, {}
 
@@ -68,12 +68,12 @@ def measure(
     rows = np.array([[count - 1]], np.int32)
     args = jax.device_put((ids, positions, rows))
     return lambda: model(
-      args[0], positions=args[1], rows=args[2], cache=cache, attend=spread
+      args[0], positions=args[1], rows=args[2], cache=cache, attend=attend
     )
 
   for before in (0, 2 * sizes[-1]):
     for count in sizes:
-      cache = model.init_cache(1, before + count, spread=spread)
+      cache = model.init_cache(1, before + count, sharding=attend)
       if before:
         _, cache = call(0, before, cache)()
       label = f"{count} tokens behind {before}"
@@ -89,12 +89,10 @@ def measure(
     seconds = found[label].median_s
     if seconds is None:
       raise OptionError(
-        message(
-          "fit",
-          f"{label}: {found[label].reason}",
-          "calls that run",
-          "pass fewer tokens or a smaller preset",
-        )
+        "fit",
+        f"{label}: {found[label].reason}",
+        "calls that run",
+        "pass fewer tokens or a smaller preset",
       )
     samples.append(fit.Sample(tokens=count, before=before, seconds=seconds))
   return samples

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.bench import timing
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention import schedule
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.mask import Causal
@@ -46,9 +46,7 @@ class Settings:
     for name in ("shards", "tokens", "q_block", "kv_block"):
       value = getattr(self, name)
       if value is not None and value < 1:
-        raise OptionError(
-          message(name, value, "a positive int", "leave it out")
-        )
+        raise OptionError(name, value, "a positive int", "leave it out")
 
   def kinds(self, layout: Layout) -> np.ndarray:
     return schedule.tile_schedule(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import timing
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.api import blockwise_attention
 from ringjax.parallel import collectives
 from ringjax.parallel.chips import Machine, number_bytes
@@ -64,18 +64,14 @@ def measure(
   for what, counts in (("tokens", tokens), ("bytes", nbytes), ("sides", sides)):
     least = 2 if what != "bytes" else 1024
     if len({check_count(what, n, least=least) for n in counts}) < 2:
-      raise OptionError(
-        message(what, list(counts), "two sizes or more", "give another")
-      )
+      raise OptionError(what, list(counts), "two sizes or more", "give another")
   axes = [axis for axis, size in mesh.shape.items() if size > 1]
   if not axes:
     raise OptionError(
-      message(
-        "mesh",
-        f"{dict(mesh.shape)}",
-        "two devices or more along an axis",
-        "a single one has no links to choose by",
-      )
+      "mesh",
+      f"{dict(mesh.shape)}",
+      "two devices or more along an axis",
+      "a single one has no links to choose by",
     )
   runs: dict[str, Callable[[], Any]] = {}
   put = functools.partial(_on_all, mesh)
@@ -110,9 +106,7 @@ def measure(
     # The least: whatever else runs can only add.
     if timed.min_s is None:
       raise OptionError(
-        message(
-          "fit", f"{words}: {timed.reason}", "calls that run", "measure less"
-        )
+        "fit", f"{words}: {timed.reason}", "calls that run", "measure less"
       )
     return timed.min_s
 

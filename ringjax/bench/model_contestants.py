@@ -23,7 +23,7 @@ import ringjax as rj
 from ringjax.bench.contest import Made
 from ringjax.bench.timing import Skipped
 from ringjax.kv.cache import KVCache, LayerKV
-from ringjax.nn.spread import Travel, Visit
+from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.mesh import make_mesh
@@ -149,7 +149,7 @@ def _striped_forward(case: Case, given: Given) -> Ready:
   order = np.asarray(layout.order(given.ids.size, case.devices))
   tokens = jnp.asarray(given.ids[order][None])
   last = jnp.asarray(np.argsort(order)[-1:][None].astype(np.int32))
-  attend = Travel(mesh=mesh, axis="seq", layout=layout)
+  attend = ContextParallel(mesh=mesh, axis="seq", layout=layout)
   run = lambda: model(tokens, rows=last, attend=attend)
   return Ready(lambda: _float32(run()), run)
 
@@ -166,7 +166,7 @@ def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
   )
   state = decode.State(token, pos, jnp.zeros(1, bool), None)
   stops, total = decode.stop_ids(()), jnp.int32(case.room)
-  spread, sampler = Visit(), rj.infer.Greedy()
+  attend, sampler = CachedAttention(), rj.infer.Greedy()
 
   def check() -> np.ndarray:
     logits, _ = model(
@@ -180,7 +180,7 @@ def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
     nonlocal state
     for _ in range(case.steps):
       after, session.cache = decode.step(
-        model, spread, sampler, session.cache, state, stops, total
+        model, attend, sampler, session.cache, state, stops, total
       )
       # The next step is on its way while this one's token is read.
       jax.device_get((state.token, state.done))

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.ways import Way, way
-from ringjax.errors import OptionError, ShapeError, message
+from ringjax.errors import OptionError, ShapeError
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
@@ -30,7 +30,7 @@ from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
-from ringjax.nn.spread import Travel, Visit
+from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
 from ringjax.ops.attention.schedule import tile_counts
@@ -99,7 +99,7 @@ def attention(
   _whole(made, axis, tokens, batch=batch)
   kind = recipes.dtype_of(dtype)
   how = way(strategy, q_block, kv_block, local)
-  shares = Travel(mesh=made).shares(batch, heads, kv_heads)
+  shares = ContextParallel(mesh=made).shares(batch, heads, kv_heads)
   over = P(_batch_axes(made, batch), axis)
   like = lambda n: jax.ShapeDtypeStruct(
     (batch, tokens, n, head_dim), kind, sharding=NamedSharding(made, over)
@@ -193,7 +193,7 @@ def train(
   _choose("remat", remat, remats.POLICIES)
   how = way(strategy, q_block, kv_block)
   form = _model(model, "float32", made, shard, layers)
-  spread = Travel(
+  attend = ContextParallel(
     mesh=made,
     axis=axis,
     layout=how.layout,
@@ -201,21 +201,21 @@ def train(
     block=positive_int("block", block),
     remat=remats.policy(remat),
   )
-  batches.check(batch, tokens, spread, accumulate)
+  batches.check(batch, tokens, attend, accumulate)
   update = recipes.Optimizer(name=optimizer).build(1000)
   objective = steps.Objective(
     block=positive_int("loss_block", loss_block),
     dtype=recipes.dtype_of(dtype),
   )
   each = batch // accumulate
-  over = NamedSharding(made, P(None, spread.batch_axes(each) or None, axis))
+  over = NamedSharding(made, P(None, attend.batch_axes(each) or None, axis))
   row = lambda kind: jax.ShapeDtypeStruct(
     (accumulate, each, tokens), kind, sharding=over
   )
   ids = row(jnp.int32)
   flops = recipes.flops(form, tokens) * batch * tokens
   return Built(
-    function=steps.make_step(update, spread, objective),
+    function=steps.make_step(update, attend, objective),
     arguments=(
       steps.form(update, form, made),
       None,
@@ -261,15 +261,15 @@ def prefill(
   _whole(made, axis, tokens, batch=batch)
   how = way(strategy, q_block, kv_block)
   form = _model(model, dtype, made, shard, layers)
-  spread = Travel(
+  attend = ContextParallel(
     mesh=made,
     axis=axis,
     layout=how.layout,
     strategy=how.strategy,
     block=positive_int("block", block),
   )
-  batches.check(batch, tokens, spread)
-  over = NamedSharding(made, P(spread.batch_axes(batch) or None, axis))
+  batches.check(batch, tokens, attend)
+  over = NamedSharding(made, P(attend.batch_axes(batch) or None, axis))
   ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=over)
   everywhere = _everywhere(made)
   made_of = work_profile.profile(form, tokens)
@@ -279,11 +279,11 @@ def prefill(
     function=reading.read,
     arguments=(
       form,
-      spread,
+      attend,
       ids,
       None,
       ids,
-      form.init_cache_spec(batch, tokens, spread=spread),
+      form.init_cache_spec(batch, tokens, sharding=attend),
       everywhere((batch,)),
       everywhere(()),
     ),
@@ -320,7 +320,7 @@ def decode(
   made, axis = _mesh(devices, mesh, order)
   _whole(made, axis, tokens, batch=batch)
   form = _model(model, dtype, made, shard, layers)
-  spread = Visit(mesh=made, axis=axis)
+  attend = CachedAttention(mesh=made, axis=axis)
   everywhere = _everywhere(made)
   sampler = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.asarray(x).dtype), Greedy()
@@ -334,12 +334,12 @@ def decode(
   made_of = work_profile.profile(form, tokens)
   head = 2.0 * form.config.vocab * form.config.embed
   flops = batch * (made_of.token_s + made_of.pair_s * tokens + head)
-  cache = form.init_cache_spec(batch, tokens, spread=spread)
+  cache = form.init_cache_spec(batch, tokens, sharding=attend)
   return Built(
     function=decoding.step,
     arguments=(
       form,
-      spread,
+      attend,
       sampler,
       cache,
       state,
@@ -365,12 +365,7 @@ def decode(
 def _choose(name: str, value: Any, known: Any) -> None:
   if value not in known:
     raise OptionError(
-      message(
-        name,
-        repr(value),
-        f"one of {', '.join(known)}",
-        "pass one of these names",
-      )
+      name, repr(value), f"one of {', '.join(known)}", "pass one of these names"
     )
 
 
@@ -397,21 +392,19 @@ def _whole(mesh: Mesh, axis: str | None, tokens: int, **counts: int) -> None:
   """Refuses numbers that are none, and tokens that shards do not divide."""
   for name, count in (("tokens", tokens), *counts.items()):
     if count < 1:
-      raise OptionError(message(name, count, "a positive int", "count from 1"))
+      raise OptionError(name, count, "a positive int", "count from 1")
   shards = 1 if axis is None else mesh.shape[axis]
   if tokens % shards:
     raise ShapeError(
-      message(
-        "tokens",
-        tokens,
-        f"a multiple of the {shards} shards",
-        f"round it up to {-(-tokens // shards) * shards}",
-      )
+      "tokens",
+      tokens,
+      f"a multiple of the {shards} shards",
+      f"round it up to {-(-tokens // shards) * shards}",
     )
 
 
 def _batch_axes(mesh: Mesh, batch: int) -> tuple[str, ...] | None:
-  return Travel(mesh=mesh).batch_axes(batch) or None
+  return ContextParallel(mesh=mesh).batch_axes(batch) or None
 
 
 def _everywhere(mesh: Mesh) -> Callable[..., Any]:

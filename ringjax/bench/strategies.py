@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import contest, machine, timing
 from ringjax.bench.program import Program
-from ringjax.ops.attention import levels, select
+from ringjax.ops.attention import nesting, select
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.gather import Gather
@@ -78,7 +78,7 @@ class Settings:
       counts=("devices", "tokens", "heads", "kv_heads", "head_dim", "rounds"),
     )
     for name in self.names:
-      levels.named(name)
+      nesting.named(name)
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -173,14 +173,14 @@ def scores(
   wide = lambda x: jnp.asarray(x.reshape(shards // group, 1, group * local))
   q = Coords(wide(pos), wide(seg))
   k = q
-  local_algorithm = levels.innermost(strategy)
+  local_algorithm = nesting.innermost(strategy)
   inside = strategy.local if isinstance(strategy, Ulysses) else strategy
   if isinstance(inside, Halo):
     behind, ahead = (x or 0 for x in mask.reach)
     start = np.arange(shards // group)[:, None, None] * group * local
     near = jnp.asarray(start + np.arange(-behind, group * local + ahead))
     k = Coords(near, ((near >= 0) & (near < tokens)).astype(jnp.int32))
-  elif isinstance(inside, Gather) or not levels.is_strategy(inside):
+  elif isinstance(inside, Gather) or not nesting.is_strategy(inside):
     k = Coords(*(jnp.asarray(x.reshape(1, 1, -1)) for x in (pos, seg)))
   blocks = local_algorithm.blocks(q.pos.shape[-1], k.pos.shape[-1])
   kinds = _kinds(mask, _tiled(q, blocks[0]), _tiled(k, blocks[1]), blocks)
@@ -193,9 +193,9 @@ def _group(strategy: Any, shards: int, kv_heads: int) -> int:
   """How many shards' tokens a call of the local algorithm has as queries."""
   if not isinstance(strategy, Ulysses):
     return 1
-  if not levels.is_strategy(strategy.local):
+  if not nesting.is_strategy(strategy.local):
     return shards
-  return levels.group_of(strategy, shards, kv_heads)
+  return nesting.group_of(strategy, shards, kv_heads)
 
 
 def _tiled(at: Coords, block: int) -> Coords:
@@ -246,7 +246,7 @@ def _row(
       arrays,
       passes,
       mask=settings.mask,
-      strategy=levels.named(name),
+      strategy=nesting.named(name),
       mesh=mesh,
       layout=layout_of(name),
     )
@@ -265,7 +265,7 @@ def _row(
   results = {}
   for name in names:
     time = timings[name]
-    strategy = levels.named(name)
+    strategy = nesting.named(name)
     computed = scores(
       strategy, layout_of(name), settings.mask, settings.devices, tokens, k
     )
@@ -317,8 +317,8 @@ def _predicted(
   )
   group = int(inner) if inner else None
   if kind == "hybrid" and group is None:
-    group = levels.group_of(
-      levels.named(name), settings.devices, settings.kv_heads
+    group = nesting.group_of(
+      nesting.named(name), settings.devices, settings.kv_heads
     )
   for one in found.predictions:
     if group is None or one.options.get("inner") == group:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cached import ShardedDecode
@@ -123,12 +123,7 @@ def _built(
 ) -> Built:
   if what not in WHAT:
     raise OptionError(
-      message(
-        "what",
-        repr(what),
-        f"one of {', '.join(WHAT)}",
-        "pass one of these names",
-      )
+      "what", repr(what), f"one of {', '.join(WHAT)}", "pass one of these names"
     )
   like = jax.ShapeDtypeStruct(
     shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P())
@@ -181,12 +176,10 @@ def decode(
   }
   if local not in made:
     raise OptionError(
-      message(
-        "local",
-        repr(local),
-        f"one of {', '.join(made)}",
-        "pass one of these names",
-      )
+      "local",
+      repr(local),
+      f"one of {', '.join(made)}",
+      "pass one of these names",
     )
   resident = ShardedDecode(mesh=mesh, axis="seq", whole=True, local=made[local])
   over = NamedSharding(mesh, P())

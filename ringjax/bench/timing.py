@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.parallel import chips, processor
 
 GEMM_SIZE = 2048
@@ -277,12 +277,10 @@ def check_same_machine(
     return
   of = lambda x: ", ".join(f"{name} {x[name]}" for name in other)
   raise OptionError(
-    message(
-      "append",
-      f"rows of another machine ({of(before)}) in {path}",
-      f"rows of this one ({of(now)})",
-      "give --json another file: such rows do not compare",
-    )
+    "append",
+    f"rows of another machine ({of(before)}) in {path}",
+    f"rows of this one ({of(now)})",
+    "give --json another file: such rows do not compare",
   )
 
 
@@ -310,12 +308,10 @@ def check_plot(path: str | None) -> None:
   """Says that there will be no picture before hours of work, not after."""
   if path is not None and importlib.util.find_spec("matplotlib") is None:
     raise OptionError(
-      message(
-        "plot",
-        f"{path}, but matplotlib is not installed",
-        "matplotlib, or no plot",
-        "pip install matplotlib",
-      )
+      "plot",
+      f"{path}, but matplotlib is not installed",
+      "matplotlib, or no plot",
+      "pip install matplotlib",
     )
 
 

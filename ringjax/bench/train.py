@@ -108,24 +108,24 @@ QUICK = Settings(
 # ---------------------------------------------------------------------------
 
 
-def _spread(name: str, devices: int) -> Any:
+def _replicated(name: str, devices: int) -> Any:
   """How a contestant's tokens lie on devices and find their keys."""
-  from ringjax.nn.spread import Travel
+  from ringjax.nn.sharding_context import ContextParallel
   from ringjax.train import remat
 
   kept = remat.policy("attention")
   if name.startswith("plain"):
     again = remat.policy("nothing") if name == "plain_remat" else None
-    return Travel(strategy=Gather(Dense()), block=1 << 30, remat=again)
+    return ContextParallel(strategy=Gather(Dense()), block=1 << 30, remat=again)
   if name == "ringjax":
-    return Travel(remat=kept)
+    return ContextParallel(remat=kept)
   if name == "ringjax_least":
-    return Travel(remat=remat.policy("nothing"))
+    return ContextParallel(remat=remat.policy("nothing"))
   if name == "ringattention_one":
     devices = 1
   mesh = make_mesh((devices,), ("seq",), devices=jax.devices()[:devices])
   if name == "striped":
-    return Travel(mesh=mesh, axis="seq", layout=Striped(), remat=kept)
+    return ContextParallel(mesh=mesh, axis="seq", layout=Striped(), remat=kept)
   return _published()(
     mesh=mesh, axis="seq", layout=Contiguous(), remat=remat.policy("nothing")
   )
@@ -133,13 +133,13 @@ def _spread(name: str, devices: int) -> Any:
 
 @functools.cache
 def _published() -> Any:
-  """`Travel` with the attention and the feedforward of `ringattention`."""
-  from ringjax.nn.spread import Travel
+  """`ContextParallel` with the attention and feedforward of `ringattention`."""
+  from ringjax.nn.sharding_context import ContextParallel
 
   peer = attention.import_ringattention()
 
   @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Published(Travel):
+  class Published(ContextParallel):
     """Keys of all heads travel around the peer's ring."""
 
     chunk: int = 256
@@ -191,15 +191,15 @@ def _in_linen(f: Any, use: Any) -> Any:
 
 
 def _loss(
-  name: str, spread: Any, model: Any, batch: Any, dtype: Any = None
+  name: str, attend: Any, model: Any, batch: Any, dtype: Any = None
 ) -> Any:
   from ringjax.train.objective import sums
 
   one = jax.tree.map(lambda x: x[0], batch)
   if not name.startswith("plain"):
-    found = sums(model, one, spread, dtype=dtype)
+    found = sums(model, one, attend, dtype=dtype)
     return found.loss / found.weight
-  logits = model(one.tokens, attend=spread)
+  logits = model(one.tokens, attend=attend)
   lse = jax.nn.logsumexp(logits, -1)
   picked = jnp.take_along_axis(logits, one.labels[..., None], -1)[..., 0]
   return jnp.sum((lse - picked) * one.weights) / jnp.sum(one.weights)
@@ -212,12 +212,12 @@ def _optimizer() -> Any:
   return optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
 
 
-def _program(name: str, spread: Any, shardings: Any, dtype: Any = None) -> Any:
+def _program(name: str, attend: Any, shardings: Any, dtype: Any = None) -> Any:
   """(parameters, moments, loss) of parameters, moments and a batch."""
   import optax
 
   def step(params: Any, moments: Any, batch: Any) -> Any:
-    loss = functools.partial(_loss, name, spread, batch=batch, dtype=dtype)
+    loss = functools.partial(_loss, name, attend, batch=batch, dtype=dtype)
     loss, grads = jax.value_and_grad(loss)(params)
     # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
     with jax.numpy_dtype_promotion("standard"):
@@ -230,24 +230,24 @@ def _program(name: str, spread: Any, shardings: Any, dtype: Any = None) -> Any:
   return jax.jit(step, donate_argnums=(0, 1), **out)
 
 
-def _placed(model: Any, spread: Any) -> Any:
+def _placed(model: Any, attend: Any) -> Any:
   """A copy of the parameters, where a contestant has them."""
   from ringjax.models import Rules, checkpoint
 
   model = jax.tree.map(jnp.copy, model)
-  if spread.mesh is None:
+  if attend.mesh is None:
     return model
-  return checkpoint.place(model, spread.mesh, Rules(embed=spread.axis))
+  return checkpoint.place(model, attend.mesh, Rules(embed=attend.axis))
 
 
-def _shardings(params: Any, spread: Any) -> Any:
+def _shardings(params: Any, attend: Any) -> Any:
   """Of what a step gives; None on one device."""
   from ringjax.train import step
 
-  if spread.mesh is None:
+  if attend.mesh is None:
     return None
-  state = step.shardings(_optimizer(), params, spread.mesh)
-  return state.params, state.optimizer, NamedSharding(spread.mesh, P())
+  state = step.shardings(_optimizer(), params, attend.mesh)
+  return state.params, state.optimizer, NamedSharding(attend.mesh, P())
 
 
 def _ready(
@@ -256,12 +256,12 @@ def _ready(
   """A contestant's step, and what came out of the first one."""
   from ringjax.train import step
 
-  spread = _spread(name, devices)
-  params = _placed(model, spread)
-  state = step.start(_optimizer(), params, spread.mesh)
+  attend = _replicated(name, devices)
+  params = _placed(model, attend)
+  state = step.start(_optimizer(), params, attend.mesh)
   held = [state.params, state.optimizer]
-  batch = _rows(tokens, model.config.vocab, spread)
-  program = _program(name, spread, _shardings(params, spread), dtype)
+  batch = _rows(tokens, model.config.vocab, attend)
+  program = _program(name, attend, _shardings(params, attend), dtype)
 
   def work() -> Any:
     *held[:], loss = jax.block_until_ready(program(*held, batch))
@@ -313,12 +313,12 @@ class _Bench:
     return _ready(name, self.model, tokens, devices, dtype)
 
 
-def _rows(tokens: int, vocab: int, spread: Any) -> Any:
+def _rows(tokens: int, vocab: int, attend: Any) -> Any:
   from ringjax.train.batch import place, whole_rows
 
   draw = np.random.default_rng(0)
   ids = draw.integers(0, vocab, (1, tokens + 1))
-  return place(whole_rows(ids), spread)
+  return place(whole_rows(ids), attend)
 
 
 def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
@@ -328,29 +328,29 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
   from ringjax.models import Rules, checkpoint
   from ringjax.train.batch import Batch
 
-  spread = _spread(name, devices)
+  attend = _replicated(name, devices)
   params = checkpoint.abstract(preset, dtype="float32")
   put: Any = lambda x, sharding: jax.ShapeDtypeStruct(
     x.shape, x.dtype, sharding=sharding
   )
-  if spread.mesh is not None:
-    rules = Rules(embed=spread.axis)
+  if attend.mesh is not None:
+    rules = Rules(embed=attend.axis)
     params = jax.tree.map(
-      lambda p: p.replace(put(p.get_value(), rules.sharding(p, spread.mesh))),
+      lambda p: p.replace(put(p.get_value(), rules.sharding(p, attend.mesh))),
       params,
       is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
   moments = jax.eval_shape(_optimizer().init, params)
-  shardings = _shardings(params, spread)
+  shardings = _shardings(params, attend)
   row = None
-  if spread.mesh is not None:
+  if attend.mesh is not None:
     moments = jax.tree.map(put, moments, shardings[1])
-    row = NamedSharding(spread.mesh, P(None, None, spread.axis))
+    row = NamedSharding(attend.mesh, P(None, None, attend.axis))
   field = lambda dtype: jax.ShapeDtypeStruct(
     (1, 1, tokens), dtype, sharding=row
   )
   batch = Batch(field(jnp.int32), field(jnp.int32), field(jnp.float32))
-  program = _program(name, spread, shardings)
+  program = _program(name, attend, shardings)
   found = program.lower(params, moments, batch).compile()
   a = found.memory_analysis()
   each = (
@@ -359,7 +359,7 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
     + a.output_size_in_bytes
     - a.alias_size_in_bytes
   )
-  return each * spread.size
+  return each * attend.size
 
 
 # ---------------------------------------------------------------------------

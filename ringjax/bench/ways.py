@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ringjax.errors import OptionError, message
-from ringjax.ops.attention import levels, registry
+from ringjax.errors import OptionError
+from ringjax.ops.attention import nesting, registry
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
-from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.parallel.layout import Layout
 
 
@@ -44,7 +44,7 @@ class Way:
 # What commands take; "plain" is `gather` that writes whole rows of scores.
 NAMES = (*registry.NAMES, "plain")
 
-_LOCALS = {"best": Best, "blockwise": Blockwise}
+_LOCALS = {"best": AutoKernel, "blockwise": Blockwise}
 
 
 def way(
@@ -67,12 +67,10 @@ def way(
   """
   if local not in _LOCALS:
     raise OptionError(
-      message(
-        "local",
-        repr(local),
-        f"one of {', '.join(_LOCALS)}",
-        "pass one of these names",
-      )
+      "local",
+      repr(local),
+      f"one of {', '.join(_LOCALS)}",
+      "pass one of these names",
     )
   kind, colon, group = name.partition(":")
   found = registry.find("gather" if name == "plain" else kind)
@@ -81,24 +79,20 @@ def way(
   )
   if found is None or not fits:
     raise OptionError(
-      message(
-        "strategy",
-        repr(name),
-        f"one of {', '.join(NAMES)}",
-        "pass one of these names",
-      )
+      "strategy",
+      repr(name),
+      f"one of {', '.join(NAMES)}",
+      "pass one of these names",
     )
   if name == "plain" and (q_block, kv_block) != (None, None):
     raise OptionError(
-      message(
-        "q_block, kv_block",
-        f"{q_block}, {kv_block} with strategy='plain'",
-        "no tiles, for whole rows of scores are written",
-        "leave them out",
-      )
+      "q_block, kv_block",
+      f"{q_block}, {kv_block} with strategy='plain'",
+      "no tiles, for whole rows of scores are written",
+      "leave them out",
     )
   made = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
-  strategy = levels.around(found.strategy, made)
+  strategy = nesting.around(found.strategy, made)
   if found.grouped:
     strategy = dataclasses.replace(strategy, inner=int(group))
   return Way(

@@ -23,7 +23,7 @@ from ringjax.data.special_tokens import (
   as_text,
   joined,
 )
-from ringjax.errors import TokenizerError, message
+from ringjax.errors import TokenizerError
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -60,12 +60,10 @@ class Bytes:
     sound = all(isinstance(t, str) and t.strip() for t in texts)
     if len(texts) < 3 or not sound or len(set(texts)) < len(texts):
       raise TokenizerError(
-        message(
-          "special",
-          texts,
-          "at least 3 different texts: begin, end, padding",
-          "leave it out for the usual ones",
-        )
+        "special",
+        texts,
+        "at least 3 different texts: begin, end, padding",
+        "leave it out for the usual ones",
       )
     self.name = name
     self.chat_template = chat_template

@@ -36,7 +36,6 @@ from ringjax.errors import (
   InputTypeError,
   PromptError,
   TemplateError,
-  message,
 )
 
 SOURCE_CHARS = 1_000_000
@@ -114,14 +113,12 @@ class ChatTemplate:
   ):
     if not isinstance(source, str) or len(source) > SOURCE_CHARS:
       raise TemplateError(
-        message(
-          "source",
-          f"{len(source)} characters"
-          if isinstance(source, str)
-          else type(source).__name__,
-          f"a template of at most {SOURCE_CHARS} characters",
-          "pass the text of a chat_template",
-        )
+        "source",
+        f"{len(source)} characters"
+        if isinstance(source, str)
+        else type(source).__name__,
+        f"a template of at most {SOURCE_CHARS} characters",
+        "pass the text of a chat_template",
       )
     self.source = source
     self.names = dict(names or {})
@@ -137,12 +134,10 @@ class ChatTemplate:
     """
     if tokenizer.chat_template is None:
       raise TemplateError(
-        message(
-          "tokenizer",
-          "one without a chat template",
-          "the tokenizer of a chat model",
-          "encode a plain prompt, or pass ChatTemplate(source, names)",
-        )
+        "tokenizer",
+        "one without a chat template",
+        "the tokenizer of a chat model",
+        "encode a plain prompt, or pass ChatTemplate(source, names)",
       )
     return cls(
       tokenizer.chat_template, tokenizer.special_names, trusted=trusted
@@ -237,12 +232,10 @@ class ChatTemplate:
 
   def _unsafe(self) -> TemplateError:
     return TemplateError(
-      message(
-        "messages",
-        "text like that of special tokens, which the template alters",
-        "messages of which the template leaves such text as it is",
-        "take characters like < | > out of them, or mend the template",
-      )
+      "messages",
+      "text like that of special tokens, which the template alters",
+      "messages of which the template leaves such text as it is",
+      "take characters like < | > out of them, or mend the template",
     )
 
   def _chat(
@@ -255,27 +248,23 @@ class ChatTemplate:
     """All variables of the template, in JSON's kinds of values."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
       raise InputTypeError(
-        message(
-          "messages",
-          type(messages).__name__,
-          "a list of tables with role and content",
-          'pass [{"role": "user", "content": text}]',
-        )
+        "messages",
+        type(messages).__name__,
+        "a list of tables with role and content",
+        'pass [{"role": "user", "content": text}]',
       )
     if not messages:
       raise PromptError(
-        message("messages", "none", "at least one", "add a user's message")
+        "messages", "none", "at least one", "add a user's message"
       )
     for i, one in enumerate(messages):
       role = one.get("role") if isinstance(one, Mapping) else None
       if not isinstance(role, str) or role not in self.roles:
         raise PromptError(
-          message(
-            f"messages[{i}]",
-            f"role {role!r}" if isinstance(one, Mapping) else type(one),
-            f"a table with a role of {sorted(self.roles)}",
-            "pass roles= to ChatTemplate for other ones",
-          )
+          f"messages[{i}]",
+          f"role {role!r}" if isinstance(one, Mapping) else type(one),
+          f"a table with a role of {sorted(self.roles)}",
+          "pass roles= to ChatTemplate for other ones",
         )
     return {
       **_plain("more", more),
@@ -489,12 +478,10 @@ def _free_characters(chat: dict[str, Any], source: str) -> Iterator[str]:
     if chr(code) not in used:
       yield chr(code)
   raise PromptError(
-    message(
-      "messages",
-      "every character of private use",
-      "some that are left",
-      "take them out of the messages",
-    )
+    "messages",
+    "every character of private use",
+    "some that are left",
+    "take them out of the messages",
   )
 
 
@@ -515,7 +502,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
   """A copy in JSON's kinds of values, or an error that names the place."""
   if depth > _DEPTH:
     raise PromptError(
-      message(name, f"over {_DEPTH} levels", f"at most {_DEPTH}", "flatten it")
+      name, f"over {_DEPTH} levels", f"at most {_DEPTH}", "flatten it"
     )
   if value is None or isinstance(value, bool | float):
     return value
@@ -534,12 +521,10 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
   if isinstance(value, list | tuple):
     return [_plain(f"{name}[{i}]", v, depth + 1) for i, v in enumerate(value)]
   raise InputTypeError(
-    message(
-      name,
-      type(value).__name__,
-      "JSON's kinds of values: text, numbers, lists, tables",
-      "convert it first",
-    )
+    name,
+    type(value).__name__,
+    "JSON's kinds of values: text, numbers, lists, tables",
+    "convert it first",
   )
 
 
@@ -552,10 +537,8 @@ def _text(found: Any) -> str:
 
 def _fault(why: object) -> TemplateError:
   return TemplateError(
-    message(
-      "chat template",
-      why,
-      "text within the limits of time, memory and length",
-      "look at the messages' roles and their order, or at the template",
-    )
+    "chat template",
+    why,
+    "text within the limits of time, memory and length",
+    "look at the messages' roles and their order, or at the template",
   )

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ringjax.data.packing import as_document
-from ringjax.errors import DataError, OptionError, message
+from ringjax.errors import DataError, OptionError
 
 _FORMAT, _VERSION = "ringjax-tokens", 1
 _HEADER_BYTES = 4096
@@ -66,18 +66,14 @@ def write(
   """
   if not 1 <= vocab <= _MOST_VOCAB:
     raise OptionError(
-      message(
-        "vocab", vocab, f"1 to {_MOST_VOCAB}", "pass the tokenizer's vocab_size"
-      )
+      "vocab", vocab, f"1 to {_MOST_VOCAB}", "pass the tokenizer's vocab_size"
     )
   if len(tokenizer_fingerprint) > 100:
     raise OptionError(
-      message(
-        "tokenizer_fingerprint",
-        f"{len(tokenizer_fingerprint)} characters",
-        "at most 100",
-        "pass ringjax.data.fingerprint(tokenizer)",
-      )
+      "tokenizer_fingerprint",
+      f"{len(tokenizer_fingerprint)} characters",
+      "at most 100",
+      "pass ringjax.data.fingerprint(tokenizer)",
     )
   place = pathlib.Path(path)
   new = place.parent / f".{place.name}.{secrets.token_hex(4)}.new"
@@ -110,12 +106,10 @@ def _write_body(
     row = as_document(f"documents[{i}]", ids)
     if row.size and row.max() >= vocab:
       raise DataError(
-        message(
-          f"documents[{i}]",
-          f"id {row.max()}",
-          f"ids below {vocab}, the vocabulary",
-          "pass the vocab of the tokenizer that made them",
-        )
+        f"documents[{i}]",
+        f"id {row.max()}",
+        f"ids below {vocab}, the vocabulary",
+        "pass the vocab of the tokenizer that made them",
       )
     data = row.astype(dtype).tobytes()
     checksum = zlib.crc32(data, checksum)
@@ -125,12 +119,10 @@ def _write_body(
       progress(len(offsets) - 1, offsets[-1])
   if not offsets[-1]:
     raise DataError(
-      message(
-        "documents",
-        f"{len(offsets) - 1} without a token",
-        "one token at least",
-        "look whether the files are those that were meant",
-      )
+      "documents",
+      f"{len(offsets) - 1} without a token",
+      "one token at least",
+      "look whether the files are those that were meant",
     )
   file.write(bytes(-file.tell() % 8))
   if sys.byteorder == "big":
@@ -210,21 +202,17 @@ class Corpus:
     found._check_order()
     if vocab is not None and found.vocab > vocab:
       raise DataError(
-        message(
-          "vocab",
-          f"{place.name} of {found.vocab} ids",
-          f"at most {vocab}",
-          "encode the corpus with the model's tokenizer",
-        )
+        "vocab",
+        f"{place.name} of {found.vocab} ids",
+        f"at most {vocab}",
+        "encode the corpus with the model's tokenizer",
       )
     if tokenizer_fingerprint not in (None, found.tokenizer):
       raise DataError(
-        message(
-          "tokenizer_fingerprint",
-          f"{place.name} of {found.tokenizer!r}",
-          repr(tokenizer_fingerprint),
-          "encode the corpus with this tokenizer",
-        )
+        "tokenizer_fingerprint",
+        f"{place.name} of {found.tokenizer!r}",
+        repr(tokenizer_fingerprint),
+        "encode the corpus with this tokenizer",
       )
     return found
 
@@ -332,12 +320,10 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
   """What a file says of itself, checked, and its size in bytes."""
   if not path.is_file():
     raise DataError(
-      message(
-        "path",
-        f"{path}, where no file is",
-        "a file that corpus.write wrote",
-        "pass the path of a corpus that launch.tokenize wrote",
-      )
+      "path",
+      f"{path}, where no file is",
+      "a file that corpus.write wrote",
+      "pass the path of a corpus that launch.tokenize wrote",
     )
   with path.open("rb") as file:
     data = file.read(_HEADER_BYTES)
@@ -352,12 +338,10 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
     raise _fault(path, "a header that is no JSON", "JSON") from None
   if header.get("version") != _VERSION:
     raise DataError(
-      message(
-        path.name,
-        f"version {header.get('version')!r}",
-        f"version {_VERSION}",
-        "write it anew, or read it with a newer ringjax",
-      )
+      path.name,
+      f"version {header.get('version')!r}",
+      f"version {_VERSION}",
+      "write it anew, or read it with a newer ringjax",
     )
   for name in _NUMBERS:
     value = header.get(name)
@@ -377,7 +361,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
 
 
 def _fault(path: pathlib.Path, got: str, want: str) -> DataError:
-  return DataError(message(path.name, got, want, "write the corpus anew"))
+  return DataError(path.name, got, want, "write the corpus anew")
 
 
 def _sync_folder(folder: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 # Choices that are tried in full, and parts of the mean that a share may be.
 _TRIED = 8
@@ -63,16 +63,11 @@ class Cost:
       value = getattr(self, field.name)
       if not math.isfinite(value) or value < 0:
         raise OptionError(
-          message(
-            field.name,
-            value,
-            "a number of at least 0",
-            "raise it to 0 or more",
-          )
+          field.name, value, "a number of at least 0", "raise it to 0 or more"
         )
     if not self.token + self.pair:
       raise OptionError(
-        message("cost", self, "a token or a pair that costs", "raise one")
+        "cost", self, "a token or a pair that costs", "raise one"
       )
 
   def work(self, tokens: Any, pairs: Any) -> Any:

@@ -16,7 +16,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable
 
-from ringjax.errors import PromptError, message
+from ringjax.errors import PromptError
 
 _HEADING = "# ==== {name} ====\n"
 # Folders beside the library's own, and its tests, which not all systems have.
@@ -60,12 +60,10 @@ def standard_library(characters: int) -> Document:
     files += 1
   if characters < 1 or size < characters:
     raise PromptError(
-      message(
-        "characters",
-        characters,
-        f"1 to {size:,}, what the library of this Python has",
-        "pass a document of your own",
-      )
+      "characters",
+      characters,
+      f"1 to {size:,}, what the library of this Python has",
+      "pass a document of your own",
     )
   text = "".join(parts)[:characters]
   return Document(
@@ -143,9 +141,7 @@ def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
   for depth, needle in needles:
     if not 0 <= depth <= 1:
       raise PromptError(
-        message(
-          "depth", depth, "a number from 0 to 1", "pass 0.5 for the middle"
-        )
+        "depth", depth, "a number from 0 to 1", "pass 0.5 for the middle"
       )
     at = round(depth * len(text))
     if at < len(text):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ringjax.data import documents
-from ringjax.errors import DataError, message
+from ringjax.errors import DataError
 
 # So many lines, or documents, in a row without a use: there will be none.
 _PATIENCE = 10_000
@@ -46,9 +46,7 @@ class Lines:
 
   def __post_init__(self) -> None:
     if not self.text:
-      raise DataError(
-        message("text", "no text", "a line at least", "pass some text")
-      )
+      raise DataError("text", "no text", "a line at least", "pass some text")
 
   @functools.cached_property
   def _lines(self) -> list[str]:
@@ -109,9 +107,7 @@ class Decoded:
       empty = 0 if found else empty + 1
       yield from found
     raise DataError(
-      message(
-        "source", "documents without text", "some text", "pass another filler"
-      )
+      "source", "documents without text", "some text", "pass another filler"
     )
 
 
@@ -150,12 +146,10 @@ class Unhidden:
       line = next(self._lines, None)
       if line is None or dropped == _PATIENCE:
         raise DataError(
-          message(
-            "filler",
-            f"no more than {size} characters that tell nothing",
-            f"{characters}",
-            "pass a filler of other text",
-          )
+          "filler",
+          f"no more than {size} characters that tell nothing",
+          f"{characters}",
+          "pass a filler of other text",
         )
       if self._telling.search(line):
         dropped += 1

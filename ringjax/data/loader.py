@@ -37,7 +37,7 @@ from ringjax.data.packing import (
   fill,
 )
 from ringjax.data.prefetch import Prefetcher
-from ringjax.errors import DataError, OptionError, message
+from ringjax.errors import DataError, OptionError
 
 _FORMAT, _VERSION = "ringjax-loader", 1
 _BLOCK = 1024
@@ -128,15 +128,13 @@ class Loader(Iterator[PackedBatch]):
       ("prefetch", prefetch, 0),
     ):
       if value < least:
-        raise OptionError(message(name, value, f"{least} or more", "raise it"))
+        raise OptionError(name, value, f"{least} or more", "raise it")
     if batch % hosts or not 0 <= host < hosts:
       raise OptionError(
-        message(
-          "hosts",
-          f"host {host} of {hosts}, for {batch} rows",
-          "a host below hosts, and rows that can be divided among them",
-          "make batch a multiple of hosts",
-        )
+        "hosts",
+        f"host {host} of {hosts}, for {batch} rows",
+        "a host below hosts, and rows that can be divided among them",
+        "make batch a multiple of hosts",
       )
     self._mix = _Mix(_shares(len(sources), weights), seed)
     streams = [
@@ -174,7 +172,7 @@ class Loader(Iterator[PackedBatch]):
       Arrays [B / hosts, T]: this host's rows.
     """
     if step < 0:
-      raise OptionError(message("step", step, "0 or more", "count from 0"))
+      raise OptionError("step", step, "0 or more", "count from 0")
     return self._batches(step)
 
   def rows(self, source: int = 0, epoch: int = 0) -> int | None:
@@ -226,12 +224,10 @@ class Loader(Iterator[PackedBatch]):
       or not isinstance(theirs, dict)
     ):
       raise DataError(
-        message(
-          "state",
-          str(state)[:80],
-          f"what state() of this version ({_VERSION}) gives",
-          "pass it unchanged",
-        )
+        "state",
+        str(state)[:80],
+        f"what state() of this version ({_VERSION}) gives",
+        "pass it unchanged",
       )
     ours = self._setup
     differ = [k for k in ours if theirs.get(k) != ours[k]]
@@ -240,12 +236,10 @@ class Loader(Iterator[PackedBatch]):
         f"{k} {str(setup.get(k))[:60]}" for k in differ
       )
       raise DataError(
-        message(
-          "state",
-          shown(theirs),
-          shown(ours)[:140],
-          "make the loader as it was, or begin anew",
-        )
+        "state",
+        shown(theirs),
+        shown(ours)[:140],
+        "make the loader as it was, or begin anew",
       )
     self.close()
     self._step = step
@@ -321,12 +315,10 @@ def _shares(sources: int, weights: Sequence[float] | None) -> np.ndarray:
   sound = given.shape == (sources,) and np.isfinite(given).all()
   if not 1 <= sources <= _BLOCK or not sound or given.min() <= 0:
     raise OptionError(
-      message(
-        "weights",
-        f"{weights} for {sources} sources",
-        f"a positive number for each of 1 to {_BLOCK} sources",
-        "leave out a source of weight 0",
-      )
+      "weights",
+      f"{weights} for {sources} sources",
+      f"a positive number for each of 1 to {_BLOCK} sources",
+      "leave out a source of weight 0",
     )
   if sources == 1:
     return np.ones(1, np.int64)
@@ -353,12 +345,10 @@ def _stream(
   if isinstance(source, ExampleSource):
     return _Examples(source, number, length, seed)
   raise OptionError(
-    message(
-      f"sources[{number}]",
-      type(source).__name__,
-      "documents (lengths, read, fingerprint) or examples (example)",
-      "pass a Corpus, Documents or a task of ringjax.data.needle",
-    )
+    f"sources[{number}]",
+    type(source).__name__,
+    "documents (lengths, read, fingerprint) or examples (example)",
+    "pass a Corpus, Documents or a task of ringjax.data.needle",
   )
 
 
@@ -380,12 +370,10 @@ class _Epochs:
     self._key = (seed, number)
     if not np.sum(source.lengths):
       raise DataError(
-        message(
-          f"sources[{number}]",
-          f"{len(source.lengths)} documents without a token",
-          "one token at least",
-          "leave this source out",
-        )
+        f"sources[{number}]",
+        f"{len(source.lengths)} documents without a token",
+        "one token at least",
+        "leave this source out",
       )
     # The first row of each epoch that was packed.
     self._first = [0]
@@ -472,11 +460,9 @@ class _Examples:
     weights = np.asarray(weights, np.float32)
     if not 0 < len(ids) <= self._length or weights.shape != ids.shape:
       raise DataError(
-        message(
-          name,
-          f"{len(ids)} ids with weights of shape {weights.shape}",
-          f"1 to {self._length} ids, each with a weight",
-          "make examples that fit a row",
-        )
+        name,
+        f"{len(ids)} ids with weights of shape {weights.shape}",
+        f"1 to {self._length} ids, each with a weight",
+        "make examples that fit a row",
       )
     return ids, weights

@@ -28,7 +28,7 @@ import numpy as np
 from ringjax.data.documents import hide_all
 from ringjax.data.filler import Filler, Library, Unhidden
 from ringjax.data.special_tokens import joined
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.inputs import positive_int
 
 # A line of a text, and what a text ends with; in just these words.
@@ -120,7 +120,7 @@ class Task:
     """
     if depth is not None and not 0 <= depth <= 1:
       raise OptionError(
-        message("depth", depth, "a number from 0 to 1", "pass 0.5, or None")
+        "depth", depth, "a number from 0 to 1", "pass 0.5, or None"
       )
     asked = self._ask(rng)
     facts = [fact for group in asked.groups for fact in group]
@@ -275,7 +275,7 @@ class VariableTracking(Task):
   def __post_init__(self) -> None:
     _check_counts(self.chains, self.digits)
     if self.hops < 0:
-      raise OptionError(message("hops", self.hops, "0 or more", "raise it"))
+      raise OptionError("hops", self.hops, "0 or more", "raise it")
 
   def _ask(self, rng: np.random.Generator) -> _Asked:
     each = self.hops + 1
@@ -328,12 +328,7 @@ class Practice:
     positive_int("shortest", self.shortest)
     if self.shortest > self.length:
       raise OptionError(
-        message(
-          "shortest",
-          self.shortest,
-          f"at most length, {self.length}",
-          "lower it",
-        )
+        "shortest", self.shortest, f"at most length, {self.length}", "lower it"
       )
 
   def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -353,12 +348,10 @@ def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
   bare = size_of(0)
   if bare > length:
     raise OptionError(
-      message(
-        "length",
-        length,
-        f"{bare} tokens at least, which facts and question take",
-        "raise it",
-      )
+      "length",
+      length,
+      f"{bare} tokens at least, which facts and question take",
+      "raise it",
     )
   # What fits, its tokens, and what is known not to fit.
   low, have, high = 0, bare, None
@@ -414,10 +407,8 @@ def _check_counts(count: int, digits: int) -> None:
   """There must be numbers enough to draw different ones."""
   if not 1 <= digits <= 18 or not 1 <= count <= 10**digits // 20 + 1:
     raise OptionError(
-      message(
-        "digits",
-        f"{count} values of {digits} digits",
-        "1 to 18 digits, and a value in twenty numbers at most",
-        "raise digits, or ask for fewer values",
-      )
+      "digits",
+      f"{count} values of {digits} digits",
+      "1 to 18 digits, and a value in twenty numbers at most",
+      "raise digits, or ask for fewer values",
     )

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ringjax.errors import DataError, OptionError, message
+from ringjax.errors import DataError, OptionError
 
 # Tokens of a document from `start` to `stop`, fewer where it ends before; and
 # their weights as labels, if they are not all 1.
@@ -256,12 +256,10 @@ class Documents:
       theirs = [w.size for w in self._weights]
       if ours != theirs:
         raise DataError(
-          message(
-            "weights",
-            f"{len(theirs)} rows, of {theirs[:5]} ... values",
-            f"{len(ours)} rows, of {ours[:5]} ...",
-            "give each token of a document a weight",
-          )
+          "weights",
+          f"{len(theirs)} rows, of {theirs[:5]} ... values",
+          f"{len(ours)} rows, of {ours[:5]} ...",
+          "give each token of a document a weight",
         )
     self.lengths = np.array([len(t) for t in self._tokens], np.int64)
     hashed = hashlib.sha256(self.lengths.tobytes())
@@ -310,22 +308,18 @@ def fill(
       count = stop - start
       if at + count > length:
         raise DataError(
-          message(
-            "rows",
-            f"row {b} of {sum(p.stop - p.start for p in row)} tokens",
-            f"at most {length}",
-            "plan for the length that is filled",
-          )
+          "rows",
+          f"row {b} of {sum(p.stop - p.start for p in row)} tokens",
+          f"at most {length}",
+          "plan for the length that is filled",
         )
       found, own = read(document, start, stop + 1)
       if not count <= len(found) <= count + 1:
         raise DataError(
-          message(
-            "read",
-            f"{len(found)} tokens of document {document} from {start} on",
-            f"{count} or one more",
-            "plan anew: the documents are not those of the plan",
-          )
+          "read",
+          f"{len(found)} tokens of document {document} from {start} on",
+          f"{count} or one more",
+          "plan anew: the documents are not those of the plan",
         )
       here, known = slice(at, at + count), len(found) - 1
       tokens[b, here] = found[:count]
@@ -342,21 +336,17 @@ def as_document(name: str, ids: Any) -> np.ndarray:
   found = np.asarray(ids)
   if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
     raise DataError(
-      message(
-        name,
-        f"{found.dtype} of shape {found.shape}",
-        "a row of integer ids",
-        "encode the text first",
-      )
+      name,
+      f"{found.dtype} of shape {found.shape}",
+      "a row of integer ids",
+      "encode the text first",
     )
   if found.size and not 0 <= int(found.min()) <= int(found.max()) < 2**31:
     raise DataError(
-      message(
-        name,
-        f"ids from {found.min()} to {found.max()}",
-        f"ids from 0 to {2**31 - 1}",
-        "take out what is no id",
-      )
+      name,
+      f"ids from {found.min()} to {found.max()}",
+      f"ids from 0 to {2**31 - 1}",
+      "take out what is no id",
     )
   return found.astype(np.int32)
 
@@ -369,12 +359,10 @@ def as_lengths(lengths: Any, length: int) -> np.ndarray:
     return np.zeros(0, np.int64)
   if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0:
     raise OptionError(
-      message(
-        "lengths",
-        f"{found.dtype} of shape {found.shape}, from {found.min()} on",
-        "a row of counts from 0 on",
-        "pass how many tokens each document has",
-      )
+      "lengths",
+      f"{found.dtype} of shape {found.shape}, from {found.min()} on",
+      "a row of counts from 0 on",
+      "pass how many tokens each document has",
     )
   return found.astype(np.int64)
 
@@ -382,4 +370,4 @@ def as_lengths(lengths: Any, length: int) -> np.ndarray:
 def positive(name: str, value: int) -> None:
   """Refuses a count below 1."""
   if value < 1:
-    raise OptionError(message(name, value, "1 or more", "raise it"))
+    raise OptionError(name, value, "1 or more", "raise it")

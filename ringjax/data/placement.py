@@ -40,7 +40,7 @@ from ringjax.data.packing import (
   fill,
   positive,
 )
-from ringjax.errors import DataError, OptionError, ShapeError, message
+from ringjax.errors import DataError, OptionError, ShapeError
 
 SPREADS = ("stripe", "run")
 _COST = Cost()
@@ -157,24 +157,20 @@ def place(
   sizes = as_lengths(lengths, local_length)
   if spread not in SPREADS:
     raise OptionError(
-      message(
-        "spread",
-        repr(spread),
-        f"one of {', '.join(SPREADS)}",
-        "pass spread='stripe'",
-      )
+      "spread",
+      repr(spread),
+      f"one of {', '.join(SPREADS)}",
+      "pass spread='stripe'",
     )
   missing = int(sizes.sum()) - shards * local_length
   if missing > 0:
     raise DataError(
-      message(
-        "lengths",
-        f"{int(sizes.sum())} tokens in {len(sizes)} documents",
-        f"at most {shards * local_length}, in {shards} shards of "
-        f"{local_length} slots",
-        f"{missing} slots are missing: leave documents out, or raise "
-        "local_length",
-      )
+      "lengths",
+      f"{int(sizes.sum())} tokens in {len(sizes)} documents",
+      f"at most {shards * local_length}, in {shards} shards of "
+      f"{local_length} slots",
+      f"{missing} slots are missing: leave documents out, or raise "
+      "local_length",
     )
   ring = RingSlots(shards, local_length, spread, cost)
   if degree is not None:
@@ -182,13 +178,11 @@ def place(
     draft, left = filled(sizes, degrees, ring, exact=True)
     if draft is None:
       raise DataError(
-        message(
-          "degree",
-          f"degrees that leave no room for {left} tokens of a document",
-          "degrees whose even parts fit",
-          f"{left} slots are missing side by side: leave degree out, or raise "
-          "local_length",
-        )
+        "degree",
+        f"degrees that leave no room for {left} tokens of a document",
+        "degrees whose even parts fit",
+        f"{left} slots are missing side by side: leave degree out, or raise "
+        "local_length",
       )
     return _placement(sizes, draft, ring)
   return _placement(sizes, deal(sizes, ring), ring)
@@ -230,12 +224,10 @@ def place_rows(
   rows, length = batch.tokens.shape
   if length % shards:
     raise ShapeError(
-      message(
-        "batch",
-        f"rows of {length} tokens on {shards} shards",
-        f"a multiple of {shards} tokens",
-        "change the length or the shards",
-      )
+      "batch",
+      f"rows of {length} tokens on {shards} shards",
+      f"a multiple of {shards} tokens",
+      "change the length or the shards",
     )
   # Padding's slot is behind the row, where there is nothing but zeros.
   order = np.full((rows, length), length, np.int64)
@@ -246,12 +238,10 @@ def place_rows(
     steps = np.delete(np.diff(batch.positions[row, real], prepend=0), first)
     if len(np.unique(own[first])) < len(first) or (steps != 1).any():
       raise ShapeError(
-        message(
-          "segments",
-          f"row {row}, a document of it in pieces or out of order",
-          "rows in true order, each document in one piece",
-          "place rows once, and before a layout permutes them",
-        )
+        "segments",
+        f"row {row}, a document of it in pieces or out of order",
+        "rows in true order, each document in one piece",
+        "place rows once, and before a layout permutes them",
       )
     found = place(
       np.diff(first, append=len(own)),
@@ -304,12 +294,10 @@ def plan_batches(
   long = np.flatnonzero(sizes > length)
   if long.size and not cut:
     raise DataError(
-      message(
-        "lengths",
-        f"{int(sizes[long[0]])} tokens in document {int(long[0])}",
-        f"at most {length}, in {shards} shards of {local_length} slots",
-        "pass cut=True, or raise local_length",
-      )
+      "lengths",
+      f"{int(sizes[long[0]])} tokens in document {int(long[0])}",
+      f"at most {length}, in {shards} shards of {local_length} slots",
+      "pass cut=True, or raise local_length",
     )
   plan = BestFit(buffer=buffer).plan(sizes, length)
   batches = [plan[i : i + rows] for i in range(0, len(plan), rows)]
@@ -361,12 +349,10 @@ def place_documents(
       for piece in row
     )
     raise DataError(
-      message(
-        "tokens",
-        f"{int(documents.lengths.sum())} in {len(documents)} documents",
-        f"what {rows} rows of {length} slots hold",
-        f"{left} slots are missing: raise rows, or see plan_batches",
-      )
+      "tokens",
+      f"{int(documents.lengths.sum())} in {len(documents)} documents",
+      f"what {rows} rows of {length} slots hold",
+      f"{left} slots are missing: raise rows, or see plan_batches",
     )
   pieces = batches[0] if batches else [[] for _ in range(rows)]
   return place_rows(
@@ -464,25 +450,21 @@ def _given(degree: Any, sizes: np.ndarray, ring: RingSlots) -> np.ndarray:
     or (found.size and not 1 <= found.min() <= found.max() <= ring.shards)
   ):
     raise OptionError(
-      message(
-        "degree",
-        str(degree),
-        f"an int from 1 to {ring.shards}, or {len(sizes)} of them",
-        "pass degrees in that range, or leave degree out",
-      )
+      "degree",
+      str(degree),
+      f"an int from 1 to {ring.shards}, or {len(sizes)} of them",
+      "pass degrees in that range, or leave degree out",
     )
   found = np.minimum(found.astype(np.int64), sizes)
   tight = np.flatnonzero(found * ring.local_length < sizes)
   if tight.size:
     i = int(tight[0])
     raise DataError(
-      message(
-        "degree",
-        f"{int(found[i])} for document {i} of {int(sizes[i])} tokens",
-        f"{-(-int(sizes[i]) // ring.local_length)} or more",
-        f"{int(sizes[i] - found[i] * ring.local_length)} slots are missing: "
-        "raise it, or leave it out",
-      )
+      "degree",
+      f"{int(found[i])} for document {i} of {int(sizes[i])} tokens",
+      f"{-(-int(sizes[i]) // ring.local_length)} or more",
+      f"{int(sizes[i] - found[i] * ring.local_length)} slots are missing: "
+      "raise it, or leave it out",
     )
   return found
 
@@ -492,11 +474,9 @@ def _axis(x: Any, axis: int, size: int, wanted: str) -> int:
   shape = np.shape(x)
   if not -len(shape) <= axis < len(shape) or shape[axis] != size:
     raise ShapeError(
-      message(
-        "axis",
-        f"{axis} of shape {shape}",
-        f"one of {size}, {wanted}",
-        "pass the dimension that runs over the sequence",
-      )
+      "axis",
+      f"{axis} of shape {shape}",
+      f"one of {size}, {wanted}",
+      "pass the dimension that runs over the sequence",
     )
   return axis % len(shape)

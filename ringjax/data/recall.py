@@ -24,7 +24,7 @@ import numpy as np
 from ringjax.data.filler import Filler
 from ringjax.data.needle import ANSWER, NEEDLE, QUESTION, names, numbers
 from ringjax.data.special_tokens import joined
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 _NOTHING, _TEXT, _SOUGHT = range(3)
 _PAIR = "{name} is {number}.\n"
@@ -51,12 +51,10 @@ class Recall:
 
   def __post_init__(self) -> None:
     if not self.text >= 0:
-      raise OptionError(message("text", self.text, "0 or more", "raise it"))
+      raise OptionError("text", self.text, "0 or more", "raise it")
     if self.length < self._least:
       raise OptionError(
-        message(
-          "length", self.length, f"{self._least} tokens or more", "raise it"
-        )
+        "length", self.length, f"{self._least} tokens or more", "raise it"
       )
 
   @property
@@ -159,12 +157,10 @@ class Copies(Recall):
     super().__post_init__()
     if not 2 <= self.fewest <= self.most <= self.tokenizer.vocab_size:
       raise OptionError(
-        message(
-          "fewest, most",
-          f"{self.fewest}, {self.most}",
-          f"2 <= fewest <= most <= {self.tokenizer.vocab_size}, the vocabulary",
-          "change them",
-        )
+        "fewest, most",
+        f"{self.fewest}, {self.most}",
+        f"2 <= fewest <= most <= {self.tokenizer.vocab_size}, the vocabulary",
+        "change them",
       )
 
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
@@ -234,12 +230,10 @@ class Questions(Recall):
   def __post_init__(self) -> None:
     if not 1 <= self.questions <= self.facts:
       raise OptionError(
-        message(
-          "questions",
-          f"{self.questions} of {self.facts} facts",
-          "1 to facts",
-          "change one of them",
-        )
+        "questions",
+        f"{self.questions} of {self.facts} facts",
+        "1 to facts",
+        "change one of them",
       )
     super().__post_init__()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import InputTypeError, PromptError, message
+from ringjax.errors import InputTypeError, PromptError
 
 _INT32 = 2**31
 
@@ -70,18 +70,16 @@ def as_text(name: str, text: Any) -> str:
   """A str that has a UTF-8 form, or an error that names the place."""
   if not isinstance(text, str):
     raise InputTypeError(
-      message(name, type(text).__name__, "a str", "decode bytes first")
+      name, type(text).__name__, "a str", "decode bytes first"
     )
   try:
     text.encode("utf-8")
   except UnicodeEncodeError as error:
     raise PromptError(
-      message(
-        name,
-        f"a lone surrogate {text[error.start]!r} at character {error.start}",
-        "text that has a UTF-8 form",
-        "read the text with errors='replace'",
-      )
+      name,
+      f"a lone surrogate {text[error.start]!r} at character {error.start}",
+      "text that has a UTF-8 form",
+      "read the text with errors='replace'",
     ) from None
   return text
 
@@ -93,24 +91,20 @@ def as_ids(name: str, ids: Any) -> list[int]:
     return []
   if flat.ndim > 1 or flat.dtype.kind not in "iu":
     raise InputTypeError(
-      message(
-        name,
-        f"{flat.dtype} of shape {flat.shape}",
-        "one id or a row of ids",
-        "decode the rows of a batch one by one",
-      )
+      name,
+      f"{flat.dtype} of shape {flat.shape}",
+      "one id or a row of ids",
+      "decode the rows of a batch one by one",
     )
   flat = flat.reshape(-1)
   wrong = (flat < 0) | (flat >= _INT32)
   if wrong.any():
     at = int(np.argmax(wrong))
     raise PromptError(
-      message(
-        name,
-        f"id {int(flat[at])} at position {at}",
-        f"ids from 0 to {_INT32 - 1}",
-        "cut off the padding",
-      )
+      name,
+      f"id {int(flat[at])} at position {at}",
+      f"ids from 0 to {_INT32 - 1}",
+      "cut off the padding",
     )
   return flat.tolist()
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ringjax.data import corpus
 from ringjax.data.special_tokens import as_text
-from ringjax.errors import DataError, PromptError, message
+from ringjax.errors import DataError, PromptError
 
 FILE_BYTES = 1 << 30
 LINE_BYTES = 64 << 20
@@ -40,12 +40,10 @@ def find(folder: Path, pattern: str = "**/*.txt") -> list[pathlib.Path]:
   found = sorted(p for p in pathlib.Path(folder).glob(pattern) if p.is_file())
   if not found:
     raise DataError(
-      message(
-        "folder",
-        f"{folder}, without a file {pattern}",
-        "files of text",
-        "pass another folder or pattern",
-      )
+      "folder",
+      f"{folder}, without a file {pattern}",
+      "files of text",
+      "pass another folder or pattern",
     )
   return found
 
@@ -132,12 +130,10 @@ def build(
   """
   if not tokenizer.eos_ids:
     raise DataError(
-      message(
-        "tokenizer",
-        f"{tokenizer.name}, without an eos_token",
-        "an id that ends a text",
-        "name one in its tokenizer_config.json",
-      )
+      "tokenizer",
+      f"{tokenizer.name}, without an eos_token",
+      "an id that ends a text",
+      "name one in its tokenizer_config.json",
     )
   end = np.array(tokenizer.eos_ids[:1], np.int32)
   corpus.write(
@@ -183,4 +179,4 @@ def _report(error: DataError, on_bad: OnBad | None) -> None:
 
 
 def _fault(where: str, got: str, want: str) -> DataError:
-  return DataError(message(where, got, want, "mend it, or pass on_bad"))
+  return DataError(where, got, want, "mend it, or pass on_bad")

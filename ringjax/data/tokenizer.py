@@ -39,7 +39,7 @@ from ringjax.data.tokenizer_files import (
   read_file,
   text_of,
 )
-from ringjax.errors import PromptError, TokenizerError, message
+from ringjax.errors import PromptError, TokenizerError
 
 TOKENIZER_BYTES = 64 << 20
 
@@ -162,14 +162,12 @@ class Tokenizer:
     if data is None:
       old = any((path / f).exists() for f in ("tokenizer.model", "vocab.json"))
       raise TokenizerError(
-        message(
-          "folder",
-          f"{path}, without a tokenizer.json",
-          "a folder with the fast form of its tokenizer",
-          "save it once with transformers' AutoTokenizer"
-          if old
-          else "give the folder that holds the model's files",
-        )
+        "folder",
+        f"{path}, without a tokenizer.json",
+        "a folder with the fast form of its tokenizer",
+        "save it once with transformers' AutoTokenizer"
+        if old
+        else "give the folder that holds the model's files",
       )
     settings = TokenizerConfig.read(path)
     try:
@@ -220,12 +218,10 @@ class Tokenizer:
     if bos:
       if self.bos_id is None:
         raise TokenizerError(
-          message(
-            "bos",
-            "True",
-            "a tokenizer with a bos_token",
-            "pass bos=tokenizer.adds_bos",
-          )
+          "bos",
+          "True",
+          "a tokenizer with a bos_token",
+          "pass bos=tokenizer.adds_bos",
         )
       first = [np.array([self.bos_id], np.int32)]
     if special:
@@ -368,12 +364,10 @@ class Tokenizer:
         return len(text)
       low = high
     raise PromptError(
-      message(
-        "text",
-        f"{_LONGEST_PIECE} characters from {begin} on without a place to cut",
-        "words with spaces or lines between them",
-        "break the text into lines",
-      )
+      "text",
+      f"{_LONGEST_PIECE} characters from {begin} on without a place to cut",
+      "words with spaces or lines between them",
+      "break the text into lines",
     )
 
   def _may_cut(self, text: str, at: int) -> bool:
@@ -412,12 +406,10 @@ class Tokenizer:
     found = best[-1]
     if found is None:
       raise PromptError(
-        message(
-          "text",
-          f"the text of special token {token_id}, which is one word here",
-          "text that this tokenizer can spell without special tokens",
-          "take it out of the text",
-        )
+        "text",
+        f"the text of special token {token_id}, which is one word here",
+        "text that this tokenizer can spell without special tokens",
+        "take it out of the text",
       )
     return np.array(found, np.int32)
 

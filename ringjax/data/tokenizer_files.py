@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import TokenizerError, message
+from ringjax.errors import TokenizerError
 
 SIDE_FILE_BYTES = 16 << 20
 
@@ -192,4 +192,4 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def fault(argument: str, got: object, want: str) -> TokenizerError:
   remedy = "get the model's files again, or mend this one"
-  return TokenizerError(message(argument, got, want, remedy))
+  return TokenizerError(argument, got, want, remedy)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.data.needle import Example, Task
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import plan
@@ -89,13 +89,11 @@ def find(
   positive_int("trials", trials)
   for name, values in (("lengths", lengths), ("depths", depths)):
     if not values:
-      raise OptionError(message(name, "none", "one or more", "name some"))
+      raise OptionError(name, "none", "one or more", "name some")
   for depth in depths:
     if not 0 <= depth <= 1:
       raise OptionError(
-        message(
-          "depths", depth, "numbers from 0 to 1", "pass depths such as 0.5"
-        )
+        "depths", depth, "numbers from 0 to 1", "pass depths such as 0.5"
       )
   for length in lengths:
     positive_int("lengths", length)

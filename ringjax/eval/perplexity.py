@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ringjax.errors import OptionError, PromptError, message
+from ringjax.errors import OptionError, PromptError
 from ringjax.infer.prefill import Prefill, plan
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Spread, Visit
+from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.layout import Uneven
 from ringjax.parallel.mesh import entering
@@ -77,18 +77,24 @@ class Curve:
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
-def _read(model: Transformer, spread: Spread, batch: Batch) -> jax.Array:
+def _read(
+  model: Transformer, attend: ShardingContext, batch: Batch
+) -> jax.Array:
   one = jax.tree.map(lambda x: x[0], batch)
-  return spread.everywhere(each_token(model, one, spread))
+  return attend.everywhere(each_token(model, one, attend))
 
 
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
 def _read_on(
-  model: Transformer, spread: Visit, batch: Batch, cache: Any, length: jax.Array
+  model: Transformer,
+  attend: CachedAttention,
+  batch: Batch,
+  cache: Any,
+  length: jax.Array,
 ) -> tuple[jax.Array, Any]:
   one = jax.tree.map(lambda x: x[0], batch)
-  each, cache = each_token_cached(model, one, spread, cache, length)
-  return spread.everywhere(each), cache
+  each, cache = each_token_cached(model, one, attend, cache, length)
+  return attend.everywhere(each), cache
 
 
 def perplexity(
@@ -169,31 +175,25 @@ def reader(
   last = max(1, length // 2) if last is None else last
   positive_int("last", last)
   if last > length:
-    raise OptionError(
-      message("last", last, f"at most length={length}", "lower it")
-    )
+    raise OptionError("last", last, f"at most length={length}", "lower it")
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
   how = plan(prefill, length, model, mesh, axis, chunk=chunk)
   if cache_dtype is not None and how.chunk is None:
     raise OptionError(
-      message(
-        "cache_dtype",
-        f"{cache_dtype} with prefill={how.name!r}, which has no cache",
-        "prefill='chunked'",
-        "leave one of them out",
-      )
+      "cache_dtype",
+      f"{cache_dtype} with prefill={how.name!r}, which has no cache",
+      "prefill='chunked'",
+      "leave one of them out",
     )
-  unit = 2 * how.spread.size if how.spread.size > 1 else 1
+  unit = 2 * how.attend.size if how.attend.size > 1 else 1
   if how.chunk is None and length % unit:
     raise OptionError(
-      message(
-        "length",
-        f"{length} over {how.spread.size} shards",
-        f"a multiple of {unit}",
-        "change the length or the mesh",
-      )
+      "length",
+      f"{length} over {how.attend.size} shards",
+      f"a multiple of {unit}",
+      "change the length or the mesh",
     )
   chosen = _rows(documents, length, rows, bos, model.config.vocab)
   if how.chunk is not None:
@@ -204,12 +204,12 @@ def reader(
     batch = whole_rows(ids[None])
     if how.chunk is not None:
       return _in_chunks(model, batch, how, mesh, axis, cache_dtype)
-    layout, shards = how.spread.layout, how.spread.size
+    layout, shards = how.attend.layout, how.attend.size
     if isinstance(layout, Uneven):
       # Its parts are of a fixed sum; nothing reads what is behind the text.
       more = ((0, 0), (0, how.width - length))
       batch = Batch(*(x if x is None else np.pad(x, more) for x in batch))
-    found = _read(model, how.spread, place(batch, how.spread))
+    found = _read(model, how.attend, place(batch, how.attend))
     found = layout.restore(np.asarray(found), shards=shards, axis=1)
     return found[0, :length]
 
@@ -238,23 +238,19 @@ def _rows(
   long = list(itertools.islice(enough, rows))
   if len(long) < rows:
     raise PromptError(
-      message(
-        "documents",
-        f"{len(long)} of more than {need - 1} tokens",
-        f"{rows}",
-        "lower the length or the rows, or bring longer documents",
-      )
+      "documents",
+      f"{len(long)} of more than {need - 1} tokens",
+      f"{rows}",
+      "lower the length or the rows, or bring longer documents",
     )
   found = [np.concatenate([start, ids[:need]]) for ids in long]
   most = max(int(ids.max()) for ids in found)
   if most >= vocab:
     raise PromptError(
-      message(
-        "documents",
-        f"id {most}",
-        f"ids below the model's vocabulary, {vocab}",
-        "use the tokenizer that belongs to the model",
-      )
+      "documents",
+      f"id {most}",
+      f"ids below the model's vocabulary, {vocab}",
+      "use the tokenizer that belongs to the model",
     )
   return found
 
@@ -302,7 +298,7 @@ def _in_chunks(
       segments=real[None].astype(np.int32),
     )
     each, cache = _read_on(
-      model, how.spread, place(part, how.spread), cache, jnp.int32(length)
+      model, how.attend, place(part, how.attend), cache, jnp.int32(length)
     )
     found.append(np.asarray(each)[0])
   return np.concatenate(found)[:length]

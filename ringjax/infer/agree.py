@@ -15,7 +15,6 @@ from ringjax.errors import (
   OptionError,
   PeerError,
   RingjaxError,
-  message,
 )
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.peers import Peers
@@ -33,12 +32,10 @@ def check_partition(
   lengths = cost.check_lengths(partition, tokens)
   if len(lengths) > ranks:
     raise OptionError(
-      message(
-        "partition",
-        f"{len(lengths)} parts, {lengths}",
-        f"at most {ranks}, one for each process",
-        "start more processes or pass fewer parts",
-      )
+      "partition",
+      f"{len(lengths)} parts, {lengths}",
+      f"at most {ranks}, one for each process",
+      "start more processes or pass fewer parts",
     )
   return lengths
 
@@ -60,7 +57,7 @@ def agree(peers: Peers, make: Callable[[], dict[str, Any]]) -> None:
     raise refusal
   for rank, other in enumerate(cards):
     if "refused" in other:
-      raise PeerError(f"rank {rank} refused: {other['refused']}", rank)
+      raise PeerError(f"rank {rank} refused: {other['refused']}", rank=rank)
   for name in card:
     texts = [json.dumps(c.get(name)) for c in cards]
     most, count = collections.Counter(texts).most_common(1)[0]
@@ -68,13 +65,11 @@ def agree(peers: Peers, make: Callable[[], dict[str, Any]]) -> None:
       continue
     odd = next(r for r, text in enumerate(texts) if text != most)
     raise PeerError(
-      message(
-        f"rank {odd}",
-        f"{name} {texts[odd]}",
-        f"{most}, as rank {texts.index(most)} has",
-        "start all processes with the same model and flags",
-      ),
-      odd,
+      f"rank {odd}",
+      f"{name} {texts[odd]}",
+      f"{most}, as rank {texts.index(most)} has",
+      "start all processes with the same model and flags",
+      rank=odd,
     )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.models.transformer import Transformer, forward
-from ringjax.nn.spread import Visit
+from ringjax.nn.sharding_context import CachedAttention
 
 # Room for the stop ids of most models.
 _STOPS = 4
@@ -63,7 +63,7 @@ def first(
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
 def step(
   model: Transformer,
-  spread: Visit,
+  attend: CachedAttention,
   sampler: Any,
   cache: Any,
   state: State,
@@ -73,7 +73,7 @@ def step(
   """Reads the last tokens into the cache and chooses the next ones."""
   logits, cache = forward(
     model,
-    spread,
+    attend,
     state.token[:, None],
     state.pos[:, None],
     # What follows a stop is nothing that a later turn may see.
@@ -83,7 +83,7 @@ def step(
     length,
   )
   pos = state.pos + 1
-  token = sampler(spread.everywhere(logits[:, 0]), pos, state.seen)
+  token = sampler(attend.everywhere(logits[:, 0]), pos, state.seen)
   token = jnp.where(state.done, state.token, token)
   after = State(
     token,
@@ -91,13 +91,13 @@ def step(
     state.done | _stopped(token, stops),
     _note(state.seen, token),
   )
-  return spread.everywhere(after), cache
+  return attend.everywhere(after), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def ends(spread: Visit, done: jax.Array, told: Any) -> jax.Array:
+def ends(attend: CachedAttention, done: jax.Array, told: Any) -> jax.Array:
   """Which examples have ended, bool [B]: by a stop id, or as told."""
-  return spread.everywhere(done | told)
+  return attend.everywhere(done | told)
 
 
 def _stopped(token: jax.Array, stops: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ from ringjax.errors import (
   InputTypeError,
   MemoryEstimateError,
   OptionError,
-  message,
 )
 from ringjax.infer import decode, inputs, prefill
 from ringjax.infer.generated import Generated
@@ -39,7 +38,7 @@ from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Visit
+from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.local import here, last_device
 from ringjax.plan.choice import KEEPS, Machine
@@ -185,39 +184,31 @@ def generate(
     )
   elif mesh is not None or axis is not None:
     raise OptionError(
-      message(
-        "mesh",
-        "a mesh or an axis beside a session",
-        "one of them",
-        "leave mesh= and axis= out: the session has its own",
-      )
+      "mesh",
+      "a mesh or an axis beside a session",
+      "one of them",
+      "leave mesh= and axis= out: the session has its own",
     )
   elif cache_dtype is not None:
     raise OptionError(
-      message(
-        "cache_dtype",
-        f"{cache_dtype} beside a session",
-        "one of them",
-        "leave it out: the session's cache has its dtype",
-      )
+      "cache_dtype",
+      f"{cache_dtype} beside a session",
+      "one of them",
+      "leave it out: the session's cache has its dtype",
     )
   elif not isinstance(session, Session):
     raise InputTypeError(
-      message(
-        "cache",
-        type(session).__name__,
-        "an rj.infer.Session",
-        "make one with rj.infer.Session(model, capacity)",
-      )
+      "cache",
+      type(session).__name__,
+      "an rj.infer.Session",
+      "make one with rj.infer.Session(model, capacity)",
     )
   elif kinds.cache_kind(cache_kind) not in (kinds.DENSE, session.cache.kind):
     raise OptionError(
-      message(
-        "cache_kind",
-        f"{cache_kind} beside a session of kind {session.cache.kind}",
-        "one of them",
-        "leave it out: the session has its own",
-      )
+      "cache_kind",
+      f"{cache_kind} beside a session of kind {session.cache.kind}",
+      "one of them",
+      "leave it out: the session has its own",
     )
   given, model = model, session.weights(model)
   last = None
@@ -337,7 +328,7 @@ def _continue(
   pad_id: int,
 ) -> Generated:
   """Takes steps until all rows have stopped."""
-  spread = Visit(mesh=session.mesh, axis=session.axis)
+  attend = CachedAttention(mesh=session.mesh, axis=session.axis)
   batch = session.lengths.size
   out = np.full((batch, count), pad_id, np.int32)
   ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)
@@ -347,7 +338,7 @@ def _continue(
     after = None
     if n + 1 < count:
       after, session.cache = decode.step(
-        model, spread, sampler, session.cache, state, stops, length
+        model, attend, sampler, session.cache, state, stops, length
       )
     token, done = jax.device_get((state.token, state.done))
     out[:, n] = np.where(ended, pad_id, token)
@@ -365,7 +356,7 @@ def _continue(
     state = after
     if told.any():
       # The device knows of stop ids only, those of the next tokens too.
-      state = after._replace(done=decode.ends(spread, after.done, ended))
+      state = after._replace(done=decode.ends(attend, after.done, ended))
   return Generated(tokens=out, lengths=sizes)
 
 
@@ -383,12 +374,10 @@ def _method(
     return dataclasses.replace(resolve("chunked"), why=why)
   if name != "chunked":
     raise OptionError(
-      message(
-        "prefill",
-        f"{name!r} into a cache that holds tokens",
-        "'chunked', which sees them",
-        "pass prefill='auto'",
-      )
+      "prefill",
+      f"{name!r} into a cache that holds tokens",
+      "'chunked', which sees them",
+      "pass prefill='auto'",
     )
   return resolve(name, machine=machine)
 
@@ -418,7 +407,7 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
   """
   if how.name != "dense":
     return
-  mesh = how.spread.mesh
+  mesh = how.attend.mesh
   heads = max(
     getattr(layer.attention, "heads", 0) for layer in model.config.layers
   )
@@ -427,13 +416,11 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
   free, _ = free_on(mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(
-      message(
-        "prefill",
-        f"'dense', with {each:,} bytes of scores on each of {shards} "
-        f"device(s) for {batch} x {how.width:,} tokens",
-        f"at most the {free:,} that are free there",
-        "pass prefill='blockwise', or leave it out",
-      )
+      "prefill",
+      f"'dense', with {each:,} bytes of scores on each of {shards} "
+      f"device(s) for {batch} x {how.width:,} tokens",
+      f"at most the {free:,} that are free there",
+      "pass prefill='blockwise', or leave it out",
     )
 
 
@@ -441,24 +428,20 @@ def _check_here(model: Any, tokens: Any) -> None:
   """Refuses what is no model, and a call in a trace."""
   if not isinstance(model, Transformer):
     raise InputTypeError(
-      message(
-        "model",
-        type(model).__name__,
-        "an rj.models.Transformer",
-        "make one with rj.models.load",
-      )
+      "model",
+      type(model).__name__,
+      "an rj.models.Transformer",
+      "make one with rj.models.load",
     )
   weight = model.embed.weight.get_value()
   rows = tokens if isinstance(tokens, list | tuple) else (tokens,)
   for name, arrays in (("model", (weight,)), ("tokens", rows)):
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
       raise InputTypeError(
-        message(
-          name,
-          "a traced array",
-          "concrete ones: generate runs programs of its own",
-          "call it outside of jit, or model(tokens) inside",
-        )
+        name,
+        "a traced array",
+        "concrete ones: generate runs programs of its own",
+        "call it outside of jit, or model(tokens) inside",
       )
 
 
@@ -466,14 +449,14 @@ def _check_calls(**functions: Any) -> None:
   for name, f in functions.items():
     if f is not None and not callable(f):
       raise InputTypeError(
-        message(name, type(f).__name__, "something to call", "see `generate`")
+        name, type(f).__name__, "something to call", "see `generate`"
       )
 
 
 def _check_keep(keep: Any) -> None:
   if keep not in KEEPS:
     raise OptionError(
-      message("keep", repr(keep), f"one of {', '.join(KEEPS)}", "leave it out")
+      "keep", repr(keep), f"one of {', '.join(KEEPS)}", "leave it out"
     )
 
 
@@ -481,7 +464,7 @@ def _check_pad(pad_id: Any) -> None:
   whole = isinstance(pad_id, int | np.integer) and not isinstance(pad_id, bool)
   if not whole or not -(2**31) <= pad_id < 2**31:
     raise OptionError(
-      message("pad_id", repr(pad_id), "an int of 32 bits", "leave it out")
+      "pad_id", repr(pad_id), "an int of 32 bits", "leave it out"
     )
 
 
@@ -495,12 +478,10 @@ def _stops(
     check_tokenizer(tokenizer)
   if stop.strings and tokenizer is None:
     raise OptionError(
-      message(
-        "tokenizer",
-        "None with stop strings",
-        "the model's tokenizer",
-        "pass tokenizer=, e.g. rj.data.Tokenizer.load(folder)",
-      )
+      "tokenizer",
+      "None with stop strings",
+      "the model's tokenizer",
+      "pass tokenizer=, e.g. rj.data.Tokenizer.load(folder)",
     )
   watches = [stop.watch(tokenizer) for _ in range(batch if stop.strings else 0)]
   return decode.stop_ids(stop.ids), watches
@@ -534,10 +515,8 @@ def _told(answer: Any, shape: tuple[int, ...]) -> Any:
   # A truth value would end it at the first `lambda t: file.write(...)`.
   what = f"{answer.dtype} {list(answer.shape)}" if array else repr(answer)
   raise InputTypeError(
-    message(
-      "stream",
-      f"an answer of {type(answer).__name__}, {what}",
-      f"None, True, False, or an array of bools {list(shape)}",
-      "let it return nothing, or whether to end",
-    )
+    "stream",
+    f"an answer of {type(answer).__name__}, {what}",
+    f"None, True, False, or an array of bools {list(shape)}",
+    "let it return nothing, or whether to end",
   )

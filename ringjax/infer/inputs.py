@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.errors import PromptError, message
+from ringjax.errors import PromptError
 from ringjax.models.transformer import TransformerConfig
 
 
@@ -25,32 +25,28 @@ def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
   if isinstance(tokens, jax.Array | np.ndarray):
     if tokens.ndim != 2:
       raise PromptError(
-        message(
-          "tokens",
-          f"shape {tokens.shape}",
-          "[B, T], or a list of sequences",
-          "give a single prompt a batch axis: tokens[None]",
-        )
+        "tokens",
+        f"shape {tokens.shape}",
+        "[B, T], or a list of sequences",
+        "give a single prompt a batch axis: tokens[None]",
       )
     rows: Sequence[Any] = list(np.asarray(tokens))
   elif isinstance(tokens, list | tuple) and tokens:
     rows = [tokens] if isinstance(tokens[0], int | np.integer) else tokens
   else:
     raise PromptError(
-      message(
-        "tokens",
-        "a string"
-        if isinstance(tokens, str)
-        else f"an empty {type(tokens).__name__}"
-        if isinstance(tokens, list | tuple)
-        else f"a {type(tokens).__name__}",
-        "an int32 array [B, T], or a list of sequences",
-        "encode the text first",
-      )
+      "tokens",
+      "a string"
+      if isinstance(tokens, str)
+      else f"an empty {type(tokens).__name__}"
+      if isinstance(tokens, list | tuple)
+      else f"a {type(tokens).__name__}",
+      "an int32 array [B, T], or a list of sequences",
+      "encode the text first",
     )
   if not rows:
     raise PromptError(
-      message("tokens", "no prompts", "at least one", "encode the text first")
+      "tokens", "no prompts", "at least one", "encode the text first"
     )
   return [_ids(row, i, vocab) for i, row in enumerate(rows)]
 
@@ -66,12 +62,10 @@ def prompt(tokens: Any, vocab: int) -> np.ndarray:
   found = prompts(tokens, vocab)
   if len(found) != 1:
     raise PromptError(
-      message(
-        "tokens",
-        f"{len(found)} prompts",
-        "integer ids [T] of one prompt",
-        "read one prompt at a time",
-      )
+      "tokens",
+      f"{len(found)} prompts",
+      "integer ids [T] of one prompt",
+      "read one prompt at a time",
     )
   return found[0]
 
@@ -83,22 +77,18 @@ def _ids(row: Any, number: int, vocab: int) -> np.ndarray:
     ids = np.asarray(None)  # Lists of unequal depth.
   if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
     raise PromptError(
-      message(
-        "tokens",
-        f"prompt {number} of shape {ids.shape} and dtype {ids.dtype}",
-        "at least one integer id",
-        "encode the text first; begin an empty prompt with the BOS id",
-      )
+      "tokens",
+      f"prompt {number} of shape {ids.shape} and dtype {ids.dtype}",
+      "at least one integer id",
+      "encode the text first; begin an empty prompt with the BOS id",
     )
   bad = np.flatnonzero((ids < 0) | (ids >= vocab))
   if bad.size:
     raise PromptError(
-      message(
-        "tokens",
-        f"id {int(ids[bad[0]])} at position {int(bad[0])} of prompt {number}",
-        f"ids from 0 to {vocab - 1}",
-        "use the tokenizer that belongs to the model",
-      )
+      "tokens",
+      f"id {int(ids[bad[0]])} at position {int(bad[0])} of prompt {number}",
+      f"ids from 0 to {vocab - 1}",
+      "use the tokenizer that belongs to the model",
     )
   return ids.astype(np.int32)
 
@@ -117,10 +107,8 @@ def within_context(config: TransformerConfig, total: int, came: str) -> None:
   most = config.longest
   if most is not None and total > most:
     raise PromptError(
-      message(
-        "tokens",
-        came,
-        f"at most {most:,} in all, the model's context by its {config.bound}",
-        "ask for fewer, or extend the model (rj.train.extended)",
-      )
+      "tokens",
+      came,
+      f"at most {most:,} in all, the model's context by its {config.bound}",
+      "ask for fewer, or extend the model (rj.train.extended)",
     )

@@ -40,7 +40,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ringjax import plan
-from ringjax.errors import OptionError, PeerError, message
+from ringjax.errors import OptionError, PeerError
 from ringjax.infer import decode, inputs, prefill, spans
 from ringjax.infer.agree import (
   agree,
@@ -55,7 +55,7 @@ from ringjax.infer.session import Session
 from ringjax.infer.spans import Events
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Visit
+from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
 from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.ops.mask import Coords, Mask
@@ -130,7 +130,7 @@ class Runahead:
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
-    self.pieces = Pieces(model, Visit())
+    self.pieces = Pieces(model, CachedAttention())
     self._warm: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()
 
@@ -458,22 +458,18 @@ def follow(
   session, logits = reading.session, reading.logits
   if session is None or logits is None:
     raise OptionError(
-      message(
-        "reading",
-        "one of a rank without the cache",
-        "that of the last rank",
-        "call it there only",
-      )
+      "reading",
+      "one of a rank without the cache",
+      "that of the last rank",
+      "call it there only",
     )
   session.check()
   if count - 1 > session.room():
     raise OptionError(
-      message(
-        "max_new_tokens",
-        count,
-        f"at most {session.room() + 1}",
-        "pass new_tokens= to read",
-      )
+      "max_new_tokens",
+      count,
+      f"at most {session.room() + 1}",
+      "pass new_tokens= to read",
     )
   (device,) = logits.devices()
   found: list[int] = []
@@ -491,7 +487,13 @@ def follow(
         break
       try:
         state, session.cache = decode.step(
-          session.model, Visit(), sampler, session.cache, state, stops, total
+          session.model,
+          CachedAttention(),
+          sampler,
+          session.cache,
+          state,
+          stops,
+          total,
         )
         session.lengths = session.lengths + 1
       except BaseException:

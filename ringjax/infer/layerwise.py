@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringjax.errors import ConfigError, message
+from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
 from ringjax.models.transformer import Transformer, logits_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
-from ringjax.nn.spread import Spread, Visit
+from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
@@ -65,13 +65,11 @@ def places(model: Transformer) -> tuple[Place, ...]:
     for position, layer in enumerate(run.layers):
       if not isinstance(layer.attention, Attention):
         raise ConfigError(
-          message(
-            "model",
-            f"{model.config.family}, whose layer "
-            f"{run.number(position, 0)} is {type(layer.attention).__name__}",
-            "keys and values in every layer",
-            "read it with rj.infer.generate",
-          )
+          "model",
+          f"{model.config.family}, whose layer "
+          f"{run.number(position, 0)} is {type(layer.attention).__name__}",
+          "keys and values in every layer",
+          "read it with rj.infer.generate",
         )
       for repeat in range(run.repeats):
         found.append(
@@ -91,12 +89,12 @@ class Pieces:
 
   Attributes:
     places: its layers.
-    spread: how the tokens of a call lie.
+    attend: how the tokens of a call lie.
   """
 
-  def __init__(self, model: Transformer, spread: Spread | None = None):
+  def __init__(self, model: Transformer, attend: ShardingContext | None = None):
     self.places = places(model)
-    self.spread = Visit() if spread is None else spread
+    self.how = CachedAttention() if attend is None else attend
     self.model = model
     blocks = [b for run in model.stack.blocks for b in run]
     flat = [jax.tree.flatten(block) for block in blocks]
@@ -228,13 +226,13 @@ class Pieces:
     scale = self.model.config.embed_scale
     if scale != 1.0:
       x = x * jnp.asarray(scale, x.dtype)
-    return self.spread.constrain(x)
+    return self.how.constrain(x)
 
   def _head_of(self, outer: Any, x: jax.Array, row: Any) -> jax.Array:
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
     head = embed if head is None else head
-    return self.spread.everywhere(logits_of(self.model.config, head, last))
+    return self.how.everywhere(logits_of(self.model.config, head, last))
 
   def _project_of(
     self, layer: Layer, weights: Any, x: jax.Array, first: Any, length: Any
@@ -244,7 +242,7 @@ class Pieces:
     first = jnp.asarray(first, jnp.int32)
     pos = (first + jnp.arange(count, dtype=jnp.int32))[None]
     tokens = _tokens(layer, pos, jnp.ones_like(pos), length)
-    seen = _Taken(self.spread)
+    seen = _Taken(self.how)
     block(x, tokens, _Fresh(), seen)
     k, v, _ = seen.fresh
     return seen.q, k, v
@@ -268,7 +266,7 @@ class Pieces:
     slots = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
     at = Coords(slots, (slots < filled).astype(jnp.int32))
     stored = ContiguousView(k[None], v[None], at, jnp.int32(0))
-    given = _Given(self.spread, q)
+    given = _Given(self.how, q)
     out, _ = block(x, tokens, _Full(stored), given)
     return out
 
@@ -285,7 +283,7 @@ class Pieces:
       ropes=layer.attention.ropes,
       length=length,
     )
-    out, cache = block(x, tokens, NoCache(1).layer(0, (), 0), self.spread)
+    out, cache = block(x, tokens, NoCache(1).layer(0, (), 0), self.how)
     return out, cache.fresh
 
 
@@ -301,10 +299,10 @@ def _tokens(layer: Layer, pos: Any, seg: Any, length: Any) -> Tokens:
 
 
 class _Through:
-  """A spread of which one half of a layer is of interest."""
+  """A attend of which one half of a layer is of interest."""
 
-  def __init__(self, spread: Spread):
-    self._spread = spread
+  def __init__(self, attend: ShardingContext):
+    self._spread = attend
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._spread, name)
@@ -326,15 +324,15 @@ class _Taken(_Through):
 class _Given(_Through):
   """Has queries from elsewhere visit the keys."""
 
-  def __init__(self, spread: Spread, q: jax.Array):
-    super().__init__(spread)
+  def __init__(self, attend: ShardingContext, q: jax.Array):
+    super().__init__(attend)
     self._q = q
 
   def __call__(
     self, q: jax.Array, tokens: Any, cache: Any, mask: Any, extras: Any
   ) -> jax.Array:
-    spread: Any = self._spread
-    return spread(self._q, tokens, cache, mask, extras)
+    attend: Any = self._spread
+    return attend(self._q, tokens, cache, mask, extras)
 
 
 @dataclasses.dataclass(frozen=True)

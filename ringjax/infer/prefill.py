@@ -16,14 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax import plan as plans
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
-from ringjax.nn.spread import Chained, Spread, Travel, Visit
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ChainParallel,
+  ContextParallel,
+  ShardingContext,
+)
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.levels import group_of
+from ringjax.ops.attention.nesting import group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.parallel.layout import Contiguous, Striped, Uneven, Zigzag
@@ -55,7 +60,7 @@ class Prefill:
 
   Attributes:
     name: one of `METHODS`, "auto" resolved.
-    spread: what the model is called with.
+    attend: what the model is called with.
     chunk: tokens of a chunk, of which the last can have fewer; None for all
       at once.
     width: tokens that the compiled calls read in all, padding included.
@@ -65,7 +70,7 @@ class Prefill:
   """
 
   name: str
-  spread: Spread
+  attend: ShardingContext
   chunk: int | None
   width: int
   slots: int
@@ -75,7 +80,7 @@ class Prefill:
   def taken(self, lengths: np.ndarray, shards: int) -> np.ndarray:
     """Slots that prompts of these lengths [B] take on each shard, [B, R]."""
     if self.chunk is None:
-      order = self.spread.layout.padded_order(self.width, shards)
+      order = self.attend.layout.padded_order(self.width, shards)
       at = order.reshape(shards, -1)
       here = (at >= 0) & (at < lengths[:, None, None])
       return np.max(np.where(here, np.arange(1, at.shape[1] + 1), 0), 2)
@@ -132,33 +137,25 @@ def plan(
   """
   if name not in METHODS:
     raise OptionError(
-      message(
-        "prefill", repr(name), f"one of {', '.join(METHODS)}", "leave it out"
-      )
+      "prefill", repr(name), f"one of {', '.join(METHODS)}", "leave it out"
     )
   if chunk is not None and (
     not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1
   ):
-    raise OptionError(
-      message("chunk", repr(chunk), "a positive int", "leave it out")
-    )
+    raise OptionError("chunk", repr(chunk), "a positive int", "leave it out")
   if chunk is not None and name not in ("auto", "chunked"):
     raise OptionError(
-      message(
-        "chunk",
-        f"{chunk} with prefill={name!r}",
-        "prefill='chunked'",
-        "leave one of them out",
-      )
+      "chunk",
+      f"{chunk} with prefill={name!r}",
+      "prefill='chunked'",
+      "leave one of them out",
     )
   if partition is not None and name != "kvr":
     raise OptionError(
-      message(
-        "partition",
-        f"{partition} with prefill={name!r}",
-        "prefill='kvr'",
-        "leave one of them out",
-      )
+      "partition",
+      f"{partition} with prefill={name!r}",
+      "prefill='kvr'",
+      "leave one of them out",
     )
   size = 1 if axis is None else mesh.shape[axis]
   why = "as asked"
@@ -167,12 +164,10 @@ def plan(
     check_machine(machine, name, model, chunk)
     if recurrent and size > 1:
       raise OptionError(
-        message(
-          "machine",
-          "one for a model with recurrent layers",
-          "none: on a sharded sequence prefill='auto' is 'ring' for them",
-          "leave it out",
-        )
+        "machine",
+        "one for a model with recurrent layers",
+        "none: on a sharded sequence prefill='auto' is 'ring' for them",
+        "leave it out",
       )
   if name == "auto":
     name, why = _choose(size, chunk, recurrent)
@@ -194,7 +189,7 @@ def plan(
     chunk, width = chunks(tokens, size, chunk, room)
     return Prefill(
       name=name,
-      spread=Visit(mesh=mesh, axis=axis, spread=False),
+      attend=CachedAttention(mesh=mesh, axis=axis, replicated=False),
       chunk=chunk,
       width=width,
       slots=width // size,
@@ -205,22 +200,20 @@ def plan(
   apart = name == "kvr" or not isinstance(_WAYS[name][0], Contiguous)
   if recurrent and size > 1 and apart:
     raise OptionError(
-      message(
-        "prefill",
-        f"{name!r} for a model with recurrent layers",
-        "even shards of consecutive tokens, over which their state goes on",
-        "pass prefill='ring', or leave it out",
-      )
+      "prefill",
+      f"{name!r} for a model with recurrent layers",
+      "even shards of consecutive tokens, over which their state goes on",
+      "pass prefill='ring', or leave it out",
     )
   if name == "kvr":
     counts = _partition(model, tokens, width, size, partition)
     if size == 1:
       # One part, of the length that was asked for.
       return _alone(name, counts[0], mesh, axis)
-    chained = Chained(mesh=mesh, axis=axis, layout=Uneven(counts))
+    chained = ChainParallel(mesh=mesh, axis=axis, layout=Uneven(counts))
     return Prefill(
       name=name,
-      spread=chained,
+      attend=chained,
       chunk=None,
       width=sum(counts),
       slots=max(counts),
@@ -233,19 +226,19 @@ def plan(
     return _alone(name, width, mesh, axis)
   if not sharded and size > 1:
     raise OptionError(
-      message(
-        "prefill",
-        f"{name!r} on a mesh whose {axis!r} has {size} shards",
-        "a method that shards the sequence, or one device",
-        "pass prefill='striped', or no mesh",
-      )
+      "prefill",
+      f"{name!r} on a mesh whose {axis!r} has {size} shards",
+      "a method that shards the sequence, or one device",
+      "pass prefill='striped', or no mesh",
     )
   if name == "hybrid":
     _check_groups(model, strategy, size)
-  spread = Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)
+  attend = ContextParallel(
+    mesh=mesh, axis=axis, layout=layout, strategy=strategy
+  )
   return Prefill(
     name=name,
-    spread=spread,
+    attend=attend,
     chunk=None,
     width=width,
     slots=width // size,
@@ -263,12 +256,10 @@ def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
       group_of(strategy, size, heads)
     except OptionError:
       raise OptionError(
-        message(
-          "prefill",
-          f"'hybrid' on {size} shards for {heads} kv heads",
-          "groups of two shards or more, but not all, which share the heads",
-          "pass prefill='striped' or 'ulysses', or use another mesh",
-        )
+        "prefill",
+        f"'hybrid' on {size} shards for {heads} kv heads",
+        "groups of two shards or more, but not all, which share the heads",
+        "pass prefill='striped' or 'ulysses', or use another mesh",
       ) from None
 
 
@@ -277,7 +268,9 @@ def _alone(asked: str, width: int, mesh: Any, axis: str | None) -> Prefill:
   layout, strategy, _ = _WAYS["blockwise"]
   return Prefill(
     name="blockwise",
-    spread=Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy),
+    attend=ContextParallel(
+      mesh=mesh, axis=axis, layout=layout, strategy=strategy
+    ),
     chunk=None,
     width=width,
     slots=width,
@@ -304,12 +297,10 @@ def _partition(
   )
   if not whole or len(given) != shards or sum(given) < tokens:
     raise OptionError(
-      message(
-        "partition",
-        f"{given}, in all {sum(given) if whole else '?'}",
-        f"{shards} positive ints that add up to at least {tokens}",
-        "leave it out, or see python -m launch.plan kvr",
-      )
+      "partition",
+      f"{given}, in all {sum(given) if whole else '?'}",
+      f"{shards} positive ints that add up to at least {tokens}",
+      "leave it out, or see python -m launch.plan kvr",
     )
   return tuple(int(n) for n in given)
 
@@ -329,30 +320,24 @@ def check_machine(
   """
   if not isinstance(machine, Machine):
     raise OptionError(
-      message(
-        "machine",
-        type(machine).__name__,
-        "an rj.plan.Machine",
-        "pass rj.plan.Machine(profile=..., network=...)",
-      )
+      "machine",
+      type(machine).__name__,
+      "an rj.plan.Machine",
+      "pass rj.plan.Machine(profile=..., network=...)",
     )
   if name != "auto":
     raise OptionError(
-      message(
-        "machine",
-        f"one with prefill={name!r}",
-        "prefill='auto', which chooses by it",
-        "leave one of them out",
-      )
+      "machine",
+      f"one with prefill={name!r}",
+      "prefill='auto', which chooses by it",
+      "leave one of them out",
     )
   if chunk is not None:
     raise OptionError(
-      message(
-        "machine",
-        f"one with chunk={chunk!r}",
-        "no chunk, which leaves it nothing to choose",
-        "leave one of them out",
-      )
+      "machine",
+      f"one with chunk={chunk!r}",
+      "no chunk, which leaves it nothing to choose",
+      "leave one of them out",
     )
   machine.profile.check_layers(len(model.config.layers))
 
@@ -413,7 +398,7 @@ def padded(tokens: int, shards: int, room: int | None = None) -> int:
 )
 def read(
   model: Transformer,
-  spread: Spread,
+  attend: ShardingContext,
   tokens: jax.Array,
   pos: Any,
   seg: Any,
@@ -423,9 +408,9 @@ def read(
 ) -> tuple[jax.Array, Any]:
   """The compiled call: logits [B, V] behind `rows` [B], and the cache."""
   logits, cache = forward(
-    model, spread, tokens, pos, seg, cache, rows[:, None], length
+    model, attend, tokens, pos, seg, cache, rows[:, None], length
   )
-  return spread.everywhere(logits[:, 0]), cache
+  return attend.everywhere(logits[:, 0]), cache
 
 
 def whole(
@@ -437,8 +422,8 @@ def whole(
   length: int,
 ) -> tuple[jax.Array, Any]:
   """Reads all at once: logits [B, V] behind each last token, and the cache."""
-  spread = how.spread
-  layout, shards = spread.layout, spread.size
+  attend = how.attend
+  layout, shards = attend.layout, attend.size
   # Slots of a shard that has fewer tokens than others are empty.
   order = np.asarray(layout.padded_order(tokens.shape[1], shards))
   where = np.zeros(tokens.shape[1], np.int32)
@@ -446,7 +431,7 @@ def whole(
   real = (order >= 0) & (order < lengths[:, None])
   return read(
     model,
-    spread,
+    attend,
     jnp.asarray(np.where(real, tokens[:, order], 0)),
     None,
     jnp.asarray(real.astype(np.int32)),
@@ -474,7 +459,7 @@ def chunked(
   tokens done so far; then `progress` is called with the tokens done.
   """
   assert how.chunk is not None
-  total, shards = tokens.shape[1], how.spread.size
+  total, shards = tokens.shape[1], how.attend.size
   found: Any = None
   for first in range(0, total, how.chunk):
     size = min(how.chunk, how.width - first)
@@ -489,7 +474,7 @@ def chunked(
     rows = np.argsort(order)[np.clip(last, 0, size - 1)].astype(np.int32)
     logits, cache = read(
       model,
-      how.spread,
+      how.attend,
       jnp.asarray(part),
       jnp.asarray(pos.astype(np.int32)),
       jnp.asarray(seg),

@@ -50,7 +50,6 @@ from ringjax.errors import (
   OptionError,
   SamplingError,
   ShapeError,
-  message,
 )
 
 TEMPERATURE = (0.01, 100.0)
@@ -280,26 +279,20 @@ def _penalised(penalty: Any, logits: Any, seen: Any, banned: Any) -> Array:
   """Logits as they are filtered, found to be of the right kind."""
   if getattr(logits, "ndim", None) != 2 or 0 in logits.shape:
     raise ShapeError(
-      message(
-        "logits",
-        f"shape {getattr(logits, 'shape', None)}",
-        "[B, V]",
-        "take the last position of each row: logits[:, -1]",
-      )
+      "logits",
+      f"shape {getattr(logits, 'shape', None)}",
+      "[B, V]",
+      "take the last position of each row: logits[:, -1]",
     )
   if logits.dtype != jnp.float32:
-    raise DtypeError(
-      message("logits", logits.dtype, "float32", "cast them to float32")
-    )
+    raise DtypeError("logits", logits.dtype, "float32", "cast them to float32")
   if penalty is not None:
     if seen is None:
       raise SamplingError(
-        message(
-          "seen",
-          "None beside a repetition_penalty",
-          "bool [B, V], which tokens occurred",
-          "pass it where sampler.needs_seen",
-        )
+        "seen",
+        "None beside a repetition_penalty",
+        "bool [B, V], which tokens occurred",
+        "pass it where sampler.needs_seen",
       )
     _check_mask("seen", seen, (logits.shape,))
     scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
@@ -315,15 +308,13 @@ def _check_mask(name: str, mask: Any, shapes: tuple[Any, ...]) -> None:
   shape, dtype = getattr(mask, "shape", None), getattr(mask, "dtype", None)
   if shape not in shapes:
     raise ShapeError(
-      message(
-        name,
-        f"shape {shape}",
-        " or ".join(map(str, shapes)),
-        "give it one entry a token of the vocabulary",
-      )
+      name,
+      f"shape {shape}",
+      " or ".join(map(str, shapes)),
+      "give it one entry a token of the vocabulary",
     )
   if dtype != jnp.bool_:
-    raise DtypeError(message(name, dtype, "bool", "compare it with 0"))
+    raise DtypeError(name, dtype, "bool", "compare it with 0")
 
 
 # ---------------------------------------------------------------------------
@@ -336,12 +327,10 @@ def _row_ids(logits: Array, rows: Any) -> Array:
     return jnp.arange(logits.shape[0], dtype=jnp.uint32)
   if rows.shape != logits.shape[:1]:
     raise ShapeError(
-      message(
-        "rows",
-        f"shape {rows.shape}",
-        f"{logits.shape[:1]}, one for each row of logits",
-        "leave it out if this is the whole batch",
-      )
+      "rows",
+      f"shape {rows.shape}",
+      f"{logits.shape[:1]}, one for each row of logits",
+      "leave it out if this is the whole batch",
     )
   return rows.astype(jnp.uint32)
 
@@ -350,12 +339,10 @@ def _steps(step: Any, rows: Array) -> Array:
   step = jnp.asarray(step)
   if step.shape not in ((), rows.shape):
     raise ShapeError(
-      message(
-        "step",
-        f"shape {step.shape}",
-        f"[] or {rows.shape}",
-        "pass the number of tokens drawn before",
-      )
+      "step",
+      f"shape {step.shape}",
+      f"[] or {rows.shape}",
+      "pass the number of tokens drawn before",
     )
   return jnp.broadcast_to(step.astype(jnp.uint32), rows.shape)
 
@@ -480,7 +467,7 @@ def _number(
   if not real or not low <= float(value) <= high:
     least = f"above {0:g}" if low == math.ulp(0.0) else f"from {low:g}"
     raise SamplingError(
-      message(name, repr(value), f"a number {least} to {high:g}", remedy)
+      name, repr(value), f"a number {least} to {high:g}", remedy
     )
   return float(value)
 
@@ -492,7 +479,7 @@ def _whole(
   whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not whole or not low <= int(value) <= high:
     raise SamplingError(
-      message(name, repr(value), f"an int from {low} to {high}", remedy)
+      name, repr(value), f"an int from {low} to {high}", remedy
     )
   return int(value)
 
@@ -542,7 +529,7 @@ def from_names(
     if name not in (*_CHOICE, "eos_token_id"):
       remedy = _REMEDIES.get(name, "leave it out; see help(rj.infer.generate)")
       raise OptionError(
-        message(name, repr(given[name]), "an argument of generate", remedy)
+        name, repr(given[name]), "an argument of generate", remedy
       )
   given = {name: x for name, x in given.items() if x is not None}
   if (end := given.pop("eos_token_id", None)) is not None:
@@ -556,9 +543,7 @@ def from_names(
     raise _clash(names, "sampler=", "pass rj.infer.Sample(...) with all of it")
   draws = given.pop("do_sample", None)
   if not isinstance(draws, bool | None):
-    raise OptionError(
-      message("do_sample", repr(draws), "True or False", "leave it out")
-    )
+    raise OptionError("do_sample", repr(draws), "True or False", "leave it out")
   if given.get("temperature") == 0 and not draws:
     draws = False
     del given["temperature"]
@@ -571,4 +556,4 @@ def from_names(
 
 
 def _clash(name: str, beside: str, remedy: str) -> OptionError:
-  return OptionError(message(name, f"a value beside {beside}", "one", remedy))
+  return OptionError(name, f"a value beside {beside}", "one", remedy)

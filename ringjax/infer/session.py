@@ -17,14 +17,13 @@ from ringjax.errors import (
   MeshError,
   OptionError,
   PromptError,
-  message,
 )
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Spread
+from ringjax.nn.sharding_context import ShardingContext
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
@@ -114,11 +113,13 @@ class Session:
     positive_int("batch", batch)
     self.model = model
     self.mesh, self.axis = place_of(mesh, axis, model)
-    spread = Spread(mesh=self.mesh, axis=self.axis)
+    sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     _check_devices(model, self.mesh)
-    capacity = prefill.padded(positive_int("capacity", capacity), spread.size)
-    make = dict(spread=spread, dtype=dtype, kind=kinds.cache_kind(cache_kind))
-    _check_memory(model, spread, batch, capacity, make)
+    capacity = prefill.padded(positive_int("capacity", capacity), sharding.size)
+    make = dict(
+      sharding=sharding, dtype=dtype, kind=kinds.cache_kind(cache_kind)
+    )
+    _check_memory(model, sharding, batch, capacity, make)
     self.cache = model.init_cache(batch, capacity, **make)
     self.lengths = np.zeros(batch, np.int64)
     self.pending = np.full(batch, -1, np.int64)
@@ -185,7 +186,7 @@ class Session:
   def restart(self) -> None:
     """Begins anew with an empty cache of the same capacity, dtype and place."""
     capacity, batch = self.cache.capacity, self.lengths.size
-    spread = Spread(mesh=self.mesh, axis=self.axis)
+    sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
     self._interrupted = True
     self.cache = dataclasses.replace(self.cache, slots=())
@@ -193,7 +194,7 @@ class Session:
       self.cache = self.model.init_cache(
         batch,
         capacity,
-        spread=spread,
+        sharding=sharding,
         dtype=self._dtype,
         kind=self.cache.kind,
       )
@@ -246,12 +247,10 @@ class Session:
       self.recover()
     if self._interrupted or self.cache.lost:
       raise OptionError(
-        message(
-          "cache",
-          "a session whose cache was lost when a call was interrupted",
-          "one that holds its tokens",
-          "call session.restart() and read the conversation again",
-        )
+        "cache",
+        "a session whose cache was lost when a call was interrupted",
+        "one that holds its tokens",
+        "call session.restart() and read the conversation again",
       )
 
 
@@ -301,12 +300,10 @@ def place_of(
   if mesh is None:
     if axis is not None:
       raise MeshError(
-        message(
-          "axis",
-          f"{axis!r} without a mesh",
-          "a mesh with that axis",
-          "pass mesh=rj.make_mesh((-1,), ('seq',))",
-        )
+        "axis",
+        f"{axis!r} without a mesh",
+        "a mesh with that axis",
+        "pass mesh=rj.make_mesh((-1,), ('seq',))",
       )
     return None, None
   mesh = automatic(mesh)
@@ -314,12 +311,10 @@ def place_of(
     axis = sequence_axis(mesh)
   if axis is not None and axis not in mesh.axis_names:
     raise MeshError(
-      message(
-        "axis",
-        repr(axis),
-        f"one of the mesh axes {mesh.axis_names}",
-        "rename the axis or pass another mesh",
-      )
+      "axis",
+      repr(axis),
+      f"one of the mesh axes {mesh.axis_names}",
+      "rename the axis or pass another mesh",
     )
   return mesh, axis
 
@@ -328,12 +323,10 @@ def _check_devices(model: Transformer, mesh: Any) -> None:
   have = model.embed.weight.get_value().sharding.device_set
   if mesh is not None and have != set(mesh.devices.flat):
     raise MeshError(
-      message(
-        "model",
-        f"weights on {len(have)} device(s)",
-        f"the {mesh.devices.size} devices of the mesh",
-        "load it with mesh=, or move it: rj.models.place(model, mesh)",
-      )
+      "model",
+      f"weights on {len(have)} device(s)",
+      f"the {mesh.devices.size} devices of the mesh",
+      "load it with mesh=, or move it: rj.models.place(model, mesh)",
     )
 
 
@@ -348,45 +341,37 @@ def check_session(
   """Refuses a session that is another's, or that has too little room."""
   if session.model.config != model.config:
     raise OptionError(
-      message(
-        "cache",
-        f"a session of another model, a {session.model.config.family}",
-        "one that was made for this model",
-        "make one with rj.infer.Session(model, capacity)",
-      )
+      "cache",
+      f"a session of another model, a {session.model.config.family}",
+      "one that was made for this model",
+      "make one with rj.infer.Session(model, capacity)",
     )
   if not session.empty and not session.read_by(model):
     raise OptionError(
-      message(
-        "model",
-        "other weights than those that read what the session holds",
-        "the same arrays",
-        "pass that model, or call session.restart() and read it again",
-      )
+      "model",
+      "other weights than those that read what the session holds",
+      "the same arrays",
+      "pass that model, or call session.restart() and read it again",
     )
   if session.lengths.size != batch:
     raise PromptError(
-      message(
-        "tokens",
-        f"{batch} prompts",
-        f"{session.lengths.size}, as many as the session has examples",
-        "make a session with batch=",
-      )
+      "tokens",
+      f"{batch} prompts",
+      f"{session.lengths.size}, as many as the session has examples",
+      "make a session with batch=",
     )
   free = session.free()
   after = free - how.taken(lengths, session.shards)
   if after.min() < 0 or after.sum(1).min() < count - 1:
     tokens = int(lengths.max())
     raise PromptError(
-      message(
-        "tokens",
-        f"{tokens} tokens, read by prefill={how.name!r} on {session.shards} "
-        f"shard(s), and max_new_tokens={count}, of which "
-        f"{count - 1} are read",
-        f"at most {session.room()} together in this session of "
-        f"{session.cache.capacity}",
-        "make a session of larger capacity, or ask for fewer tokens",
-      )
+      "tokens",
+      f"{tokens} tokens, read by prefill={how.name!r} on {session.shards} "
+      f"shard(s), and max_new_tokens={count}, of which "
+      f"{count - 1} are read",
+      f"at most {session.room()} together in this session of "
+      f"{session.cache.capacity}",
+      "make a session of larger capacity, or ask for fewer tokens",
     )
 
 
@@ -398,21 +383,19 @@ def free_on(mesh: Any) -> tuple[int | None, int]:
 
 def _check_memory(
   model: Transformer,
-  spread: Spread,
+  sharding: ShardingContext,
   batch: int,
   capacity: int,
   make: dict[str, Any],
 ) -> None:
   """Refuses a cache that cannot fit, before it is allocated."""
   each = bytes_each(model.init_cache_spec(batch, capacity, **make))
-  free, devices = free_on(spread.mesh)
+  free, devices = free_on(sharding.mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(
-      message(
-        "cache",
-        f"{each:,} bytes on each of {devices} device(s) for {batch} x "
-        f"{capacity:,} tokens",
-        f"at most the {free:,} that are free there",
-        "shard the sequence over more devices, or shorten the prompt",
-      )
+      "cache",
+      f"{each:,} bytes on each of {devices} device(s) for {batch} x "
+      f"{capacity:,} tokens",
+      f"at most the {free:,} that are free there",
+      "shard the sequence over more devices, or shorten the prompt",
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 from ringjax.data.special_tokens import as_ids
 from ringjax.data.stream import Decodes, Stream
-from ringjax.errors import InputTypeError, PromptError, message
+from ringjax.errors import InputTypeError, PromptError
 
 _STRINGS = 128
 _CHARS = 4096
@@ -49,12 +49,10 @@ class Stop:
     sound = all(isinstance(s, str) and 0 < len(s) <= _CHARS for s in strings)
     if not sound or len(strings) > _STRINGS:
       raise PromptError(
-        message(
-          "strings",
-          strings,
-          f"at most {_STRINGS} texts of 1 to {_CHARS} characters",
-          "leave out the empty ones",
-        )
+        "strings",
+        strings,
+        f"at most {_STRINGS} texts of 1 to {_CHARS} characters",
+        "leave out the empty ones",
       )
     object.__setattr__(self, "strings", tuple(dict.fromkeys(strings)))
 
@@ -63,12 +61,10 @@ class Stop:
     wrong = [i for i in self.ids if i >= vocab_size]
     if wrong:
       raise PromptError(
-        message(
-          "stop ids",
-          wrong,
-          f"ids below the vocabulary's {vocab_size}",
-          "take them from this model's tokenizer",
-        )
+        "stop ids",
+        wrong,
+        f"ids below the vocabulary's {vocab_size}",
+        "take them from this model's tokenizer",
       )
 
   def watch(self, tokenizer: Decodes, *, special: bool = False) -> Watch:
@@ -107,12 +103,10 @@ def check_tokenizer(tokenizer: Any) -> None:
   """
   if not isinstance(tokenizer, Decodes):
     raise InputTypeError(
-      message(
-        "tokenizer",
-        f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
-        "a tokenizer of ringjax",
-        "pass rj.data.Tokenizer.load(folder), which reads tokenizer.json",
-      )
+      "tokenizer",
+      f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+      "a tokenizer of ringjax",
+      "pass rj.data.Tokenizer.load(folder), which reads tokenizer.json",
     )
 
 
@@ -129,12 +123,10 @@ def _several(name: str, given: Any) -> tuple[Any, ...]:
 
 def _no_stop(name: str, given: Any) -> InputTypeError:
   return InputTypeError(
-    message(
-      name,
-      f"{type(given).__name__} {given!r}",
-      "ids, texts, or an rj.infer.Stop",
-      "pass ids as ints and texts as str",
-    )
+    name,
+    f"{type(given).__name__} {given!r}",
+    "ids, texts, or an rj.infer.Stop",
+    "pass ids as ints and texts as str",
   )
 
 

@@ -26,11 +26,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, OptionError, PeerError, message
+from ringjax.errors import MeshError, OptionError, PeerError
 from ringjax.infer import agree, inputs, kvr, spans
 from ringjax.infer.layerwise import Pieces
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.ring import Ring
@@ -78,24 +78,22 @@ class Together:
     """
     if method not in _WAYS:
       raise OptionError(
-        message(
-          "method", repr(method), f"one of {', '.join(METHODS)}", "choose one"
-        )
+        "method", repr(method), f"one of {', '.join(METHODS)}", "choose one"
       )
     if mesh.shape[axis] != mesh.devices.size:
       raise MeshError(
-        message(
-          "mesh",
-          f"{dict(mesh.shape)}",
-          f"all devices along {axis!r}",
-          f"write --mesh={axis}:-1",
-        )
+        "mesh",
+        f"{dict(mesh.shape)}",
+        f"all devices along {axis!r}",
+        f"write --mesh={axis}:-1",
       )
     layout, strategy = _WAYS[method]
     self.model, self.peers, self.method = model, peers, method
     self.mesh, self.axis, self.size = mesh, axis, mesh.shape[axis]
-    self.spread = Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)
-    self.pieces = Pieces(model, self.spread)
+    self.attend = ContextParallel(
+      mesh=mesh, axis=axis, layout=layout, strategy=strategy
+    )
+    self.pieces = Pieces(model, self.attend)
     self._warm: set[int] = set()
 
   def read(
@@ -177,7 +175,7 @@ class Together:
   ) -> jax.Array:
     """float32 [1, V], in every process."""
     pieces, peers = self.pieces, self.peers
-    order = np.asarray(self.spread.layout.order(width, self.size))
+    order = np.asarray(self.attend.layout.order(width, self.size))
     real = order < ids.size
     sharding = NamedSharding(self.mesh, P(None, self.axis))
     put = lambda x: jax.make_array_from_callback(
@@ -224,7 +222,7 @@ class Together:
     tiles = np.zeros(self.size, np.int64)
     for place in places:
       mask = place.layer.attention.mask
-      counts = tile_counts(self.spread.layout, mask, self.size, tokens)
+      counts = tile_counts(self.attend.layout, mask, self.size, tokens)
       tiles += counts.sum(0)
     return pairs, tuple(int(n) for n in tiles)
 

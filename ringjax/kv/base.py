@@ -155,7 +155,9 @@ class Cache(Protocol):
     """int32 [B], the position behind each example's last token; 0 if empty."""
     ...
 
-  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
     """Refuses tokens [B, T] that it has no place for, as far as it can know.
 
     `sees`: whether the call looks at what the cache holds already.
@@ -225,8 +227,10 @@ class NoCache:
   def length(self) -> int:
     return 0
 
-  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
-    del batch, tokens, spread, sees
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
+    del batch, tokens, replicated, sees
 
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> NoCache:
     del at, replicated, sees

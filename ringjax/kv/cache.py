@@ -26,7 +26,6 @@ from ringjax.errors import (
   OptionError,
   PromptError,
   ShapeError,
-  message,
 )
 from ringjax.kv.base import KV, CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
@@ -169,12 +168,10 @@ class KVCache:
     size = mesh.shape[axis] if axis is not None else 1
     if capacity < 1 or capacity % size:
       raise OptionError(
-        message(
-          "capacity",
-          capacity,
-          f"a positive multiple of the {size} shards",
-          f"round it up to {max(1, math.ceil(capacity / size)) * size}",
-        )
+        "capacity",
+        capacity,
+        f"a positive multiple of the {size} shards",
+        f"round it up to {max(1, math.ceil(capacity / size)) * size}",
       )
     room = CacheSpec(
       batch=batch,
@@ -237,7 +234,9 @@ class KVCache:
     """Slots that are free, int [B, R]; None where they are traced."""
     return self.held.free()
 
-  def check(self, batch: int, tokens: int, *, spread: bool, sees: bool) -> None:
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
     """Refuses tokens [B, T] that do not fit.
 
     Under a trace what the cache holds is not known: there only shapes are
@@ -246,7 +245,7 @@ class KVCache:
     Args:
       batch: B.
       tokens: T.
-      spread: whether the tokens are the same on all shards.
+      replicated: whether the tokens are the same on all shards.
       sees: whether the call looks at what the cache holds already.
 
     Raises:
@@ -258,30 +257,24 @@ class KVCache:
     size = self.shards
     if batch != self.batch:
       raise ShapeError(
-        message(
-          "cache",
-          f"{batch} example(s) for a cache of {self.batch}",
-          "as many examples as the cache was made for",
-          f"make one with model.init_cache({batch}, {self.capacity})",
-        )
+        "cache",
+        f"{batch} example(s) for a cache of {self.batch}",
+        "as many examples as the cache was made for",
+        f"make one with model.init_cache({batch}, {self.capacity})",
       )
-    if not spread and tokens % size:
+    if not replicated and tokens % size:
       raise ShapeError(
-        message(
-          "tokens",
-          f"{tokens} tokens over {size} shards",
-          f"a multiple of {size}",
-          "fill them up with tokens whose segment_ids are 0",
-        )
+        "tokens",
+        f"{tokens} tokens over {size} shards",
+        f"a multiple of {size}",
+        "fill them up with tokens whose segment_ids are 0",
       )
     if self.lost:
       raise OptionError(
-        message(
-          "cache",
-          "one whose buffers were donated to an earlier call",
-          "the cache that the last call returned",
-          "pass that one, or make a new one with model.init_cache",
-        )
+        "cache",
+        "one whose buffers were donated to an earlier call",
+        "the cache that the last call returned",
+        "pass that one, or make a new one with model.init_cache",
       )
     free = self.free()
     if free is None:
@@ -289,23 +282,19 @@ class KVCache:
     taken = self.capacity - free.sum(1).min()
     if not sees and taken:
       raise OptionError(
-        message(
-          "attend",
-          f"Travel() behind {taken} tokens in the cache",
-          "an empty cache, for the old tokens would not be seen",
-          "pass attend=Visit(), or leave it out",
-        )
+        "attend",
+        f"ContextParallel() behind {taken} tokens in the cache",
+        "an empty cache, for the old tokens would not be seen",
+        "pass attend=CachedAttention(), or leave it out",
       )
-    left = int(free.sum(1).min() if spread else size * free.min())
+    left = int(free.sum(1).min() if replicated else size * free.min())
     if tokens > left:
       raise PromptError(
-        message(
-          "cache",
-          f"{tokens} more tokens for a cache of {self.capacity} slots, of "
-          f"which {self.capacity - left} are taken",
-          f"at most {left}",
-          "make a larger one, with model.init_cache(batch, capacity)",
-        )
+        "cache",
+        f"{tokens} more tokens for a cache of {self.capacity} slots, of "
+        f"which {self.capacity - left} are taken",
+        f"at most {left}",
+        "make a larger one, with model.init_cache(batch, capacity)",
       )
 
   # -------------------------------------------------------------------------
@@ -368,12 +357,10 @@ class KVCache:
     kept = jnp.asarray(kept)
     if kept.dtype != bool or kept.ndim != 2 or kept.shape[0] != self.batch:
       raise ShapeError(
-        message(
-          "kept",
-          f"{kept.dtype} {list(kept.shape)}",
-          f"bool [{self.batch}, T], a value for each token of the last call",
-          "pass jnp.arange(T)[None] < accepted[:, None], for instance",
-        )
+        "kept",
+        f"{kept.dtype} {list(kept.shape)}",
+        f"bool [{self.batch}, T], a value for each token of the last call",
+        "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
     return _keep(self, kept)
 
@@ -422,23 +409,19 @@ class KVCache:
     )
     if shape(other) != shape(self):
       raise OptionError(
-        message(
-          "other",
-          f"a cache of {other.capacity} tokens, kind {other.kind}, over "
-          f"{other.shards} shard(s)",
-          f"one of the same model, capacity {self.capacity}, kind {self.kind} "
-          f"and {self.shards} shard(s)",
-          "make both with model.init_cache and the same arguments but batch",
-        )
+        "other",
+        f"a cache of {other.capacity} tokens, kind {other.kind}, over "
+        f"{other.shards} shard(s)",
+        f"one of the same model, capacity {self.capacity}, kind {self.kind} "
+        f"and {self.shards} shard(s)",
+        "make both with model.init_cache and the same arguments but batch",
       )
     if rows.size != other.batch:
       raise ShapeError(
-        message(
-          "rows",
-          f"{rows.size} for a cache of {other.batch}",
-          f"{other.batch}, one for each row of the other cache",
-          "take the rows to insert: other.take(examples)",
-        )
+        "rows",
+        f"{rows.size} for a cache of {other.batch}",
+        f"{other.batch}, one for each row of the other cache",
+        "take the rows to insert: other.take(examples)",
       )
     put = lambda axis: (
       lambda x, new: (
@@ -483,12 +466,10 @@ class KVCache:
       pos[found], np.arange(start, stop)
     ):
       raise PromptError(
-        message(
-          "start, stop",
-          f"{start} to {stop}, of which row {row} holds {found.size}",
-          f"positions from 0 to {int(np.asarray(self.length)[row])}",
-          "name positions that the row has read",
-        )
+        "start, stop",
+        f"{start} to {stop}, of which row {row} holds {found.size}",
+        f"positions from 0 to {int(np.asarray(self.length)[row])}",
+        "name positions that the row has read",
       )
     index = jnp.asarray(found, jnp.int32)
     part = lambda x: jnp.take(x[:, row], index, axis=2)
@@ -519,27 +500,23 @@ class KVCache:
       self.slots, 2
     ):
       raise OptionError(
-        message(
-          "blocks",
-          f"of kind {blocks.kind}, {shapes(blocks.parts, 1)}",
-          f"kind {self.kind}, {shapes(self.slots, 2)}",
-          "export them from a cache of this model and kind",
-        )
+        "blocks",
+        f"of kind {blocks.kind}, {shapes(blocks.parts, 1)}",
+        f"kind {self.kind}, {shapes(self.slots, 2)}",
+        "export them from a cache of this model and kind",
       )
     at = blocks.at if at is None else at
     moved = not np.array_equal(np.asarray(at.pos), np.asarray(blocks.at.pos))
     if moved and not self.kind.unrotated:
       raise OptionError(
-        message(
-          "at",
-          "other positions for keys that are stored rotated",
-          "the positions at which they were read",
-          "make both caches with kind='unrotated'",
-        )
+        "at",
+        "other positions for keys that are stored rotated",
+        "the positions at which they were read",
+        "make both caches with kind='unrotated'",
       )
     count = at.pos.shape[0]
     one = self.take(np.array([row]))
-    one.check(1, count, spread=True, sees=True)
+    one.check(1, count, replicated=True, sees=True)
     held = one.held.allocate(
       Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at)), REPLICATED
     )
@@ -582,12 +559,10 @@ class KVCache:
   def _refuse_states(self, what: str) -> None:
     if self.recurrent:
       raise OptionError(
-        message(
-          "cache",
-          f"{what} of recurrent layers, whose state does not go back",
-          "keys and values in every layer",
-          "use snapshot and restore, or read the text into a new cache",
-        )
+        "cache",
+        f"{what} of recurrent layers, whose state does not go back",
+        "keys and values in every layer",
+        "use snapshot and restore, or read the text into a new cache",
       )
 
   def _rows(self, rows: Any, traced: bool = False) -> Any:
@@ -599,12 +574,10 @@ class KVCache:
       good = host.size > 0 and bool(((host >= 0) & (host < self.batch)).all())
     if not good:
       raise ShapeError(
-        message(
-          "examples",
-          f"{rows}",
-          f"integers [B'] from 0 to {self.batch - 1}",
-          "name the rows, e.g. jnp.array([0, 0])",
-        )
+        "examples",
+        f"{rows}",
+        f"integers [B'] from 0 to {self.batch - 1}",
+        "name the rows, e.g. jnp.array([0, 0])",
       )
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,8 @@ def cache_kind(kind: Any) -> CacheKind:
   if isinstance(kind, str) and kind in KINDS:
     return KINDS[kind]
   raise OptionError(
-    message(
-      "cache kind",
-      repr(kind),
-      f"one of {', '.join(KINDS)}, or an rj.kv.CacheKind",
-      "pass one of these names, or leave it out for the dense cache",
-    )
+    "cache kind",
+    repr(kind),
+    f"one of {', '.join(KINDS)}, or an rj.kv.CacheKind",
+    "pass one of these names, or leave it out for the dense cache",
   )

@@ -12,7 +12,7 @@ from ringjax.models.families import FAMILIES
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.param import Rules
-from ringjax.nn.spread import Travel, Visit
+from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 
 
 def list() -> tuple[str, ...]:
@@ -22,11 +22,11 @@ def list() -> tuple[str, ...]:
 
 __all__ = [
   "PRESETS",
+  "CachedAttention",
+  "ContextParallel",
   "Rules",
   "Transformer",
   "TransformerConfig",
-  "Travel",
-  "Visit",
   "abstract",
   "create",
   "list",

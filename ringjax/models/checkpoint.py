@@ -19,7 +19,6 @@ from ringjax.errors import (
   CheckpointMismatchError,
   MemoryEstimateError,
   OptionError,
-  message,
 )
 from ringjax.models.contents import contents, read_config, text_config
 from ringjax.models.hf.config_reader import ConfigReader, error
@@ -125,7 +124,7 @@ def _checked(mesh: Any, rules: Rules | None) -> Any:
     (rules or Rules()).check(mesh)
   elif rules is not None:
     raise OptionError(
-      message("rules", "rules without a mesh", "both or neither", "pass mesh=")
+      "rules", "rules without a mesh", "both or neither", "pass mesh="
     )
   return mesh
 
@@ -371,12 +370,10 @@ def check_unpacked(
   dtype = jnp.dtype(dtype)
   if not _sound(tensor.form, dtype, x):
     raise CheckpointMismatchError(
-      message(
-        tensor.name,
-        f"codes and scales that are not finite as {dtype}",
-        "finite values",
-        "download the file again, or take a wider dtype",
-      )
+      tensor.name,
+      f"codes and scales that are not finite as {dtype}",
+      "finite values",
+      "download the file again, or take a wider dtype",
     )
 
 
@@ -395,12 +392,10 @@ def check_heads(
     (head,) = folder.read({name: like}).values()
     if not _equal(head, embedding):
       raise CheckpointMismatchError(
-        message(
-          name,
-          "other numbers than the embedding's",
-          "the same, as tie_word_embeddings says",
-          "set tie_word_embeddings to false in config.json, or remove it",
-        )
+        name,
+        "other numbers than the embedding's",
+        "the same, as tie_word_embeddings says",
+        "set tie_word_embeddings to false in config.json, or remove it",
       )
 
 
@@ -438,12 +433,10 @@ def _check_memory(
   free = free_bytes(device, count)
   if free is not None and each > free:
     raise MemoryEstimateError(
-      message(
-        "weights",
-        f"{each:,} bytes on each of {count} device(s)",
-        f"at most the {free:,} that are free there",
-        "pass dtype=jnp.bfloat16, or a mesh with a larger 'model' axis",
-      )
+      "weights",
+      f"{each:,} bytes on each of {count} device(s)",
+      f"at most the {free:,} that are free there",
+      "pass dtype=jnp.bfloat16, or a mesh with a larger 'model' axis",
     )
 
 

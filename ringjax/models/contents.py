@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.errors import ConfigError, message
+from ringjax.errors import ConfigError
 from ringjax.models.families import FAMILIES, Family
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder
@@ -64,12 +64,10 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
   types = [t for family in FAMILIES.values() for t in family.types]
   types += [f.wrapper.type for f in FAMILIES.values() if f.wrapper is not None]
   raise ConfigError(
-    message(
-      "config.json: model_type",
-      repr(kind),
-      f"one of {', '.join(sorted(types))}",
-      "use a checkpoint of one of these",
-    )
+    "config.json: model_type",
+    repr(kind),
+    f"one of {', '.join(sorted(types))}",
+    "use a checkpoint of one of these",
   )
 
 

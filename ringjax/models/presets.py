@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 _LLAMA3_ROPE = {
   "rope_type": "llama3",
@@ -218,11 +218,9 @@ def preset(name: str) -> dict[str, Any]:
   """The config of a preset, to change and to pass on."""
   if name not in PRESETS:
     raise OptionError(
-      message(
-        "config",
-        repr(name),
-        f"one of {', '.join(sorted(PRESETS))}",
-        "or pass a dict as in config.json",
-      )
+      "config",
+      repr(name),
+      f"one of {', '.join(sorted(PRESETS))}",
+      "or pass a dict as in config.json",
     )
   return copy.deepcopy(PRESETS[name])

@@ -23,7 +23,6 @@ from ringjax.errors import (
   MeshError,
   PromptError,
   ShapeError,
-  message,
 )
 from ringjax.kv.base import NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
@@ -31,7 +30,11 @@ from ringjax.kv.cache_kind import cache_kind
 from ringjax.kv.state import StateShape
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
-from ringjax.nn.spread import Spread, Travel, Visit
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ContextParallel,
+  ShardingContext,
+)
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.inputs import as_array, float_dtype
@@ -133,7 +136,7 @@ class Transformer(nnx.Module):
     positions: Any = None,
     segment_ids: Any = None,
     cache: Any = None,
-    attend: Spread | None = None,
+    attend: ShardingContext | None = None,
     rows: Any = None,
     length: Any = None,
   ) -> Any:
@@ -151,16 +154,16 @@ class Transformer(nnx.Module):
         caller's own jit, what the cache holds is not known when the call is
         checked: there tokens beyond the last slot are not stored, so count
         them outside.
-      attend: how the tokens lie on devices and find their keys: `Travel`, the
-        default, or with a cache `Visit`. One that names no mesh is on that of
-        the cache, else on the current one (`jax.set_mesh`), else on the
-        weights', along "seq" if there is such an axis; inside of a caller's
-        own jit arrays do not say on which mesh they are. In a shard_map
-        `Travel(axis="seq")`, without a mesh, says that the tokens are those
-        of a shard of that manual axis, and `Travel(axis=None)` that each
-        device attends alone; one of them is needed there. A
-        `Travel` sees the call's own keys only: it fills an empty cache, and
-        under a jit a filled one is not noticed.
+      attend: how the tokens are sharded and find their keys:
+        `ContextParallel`, the default, or with a cache `CachedAttention`.
+        One without a mesh takes that of the cache, else the current one
+        (`jax.set_mesh`), else the weights', along "seq" if there is such an
+        axis; inside of a caller's own jit the arrays' shardings are not
+        known. In a shard_map pass `ContextParallel(axis="seq")`, without a
+        mesh, for tokens that are sharded over that manual axis, or
+        `ContextParallel(axis=None)` to attend on each device alone.
+        `ContextParallel` sees the call's own keys only: it fills an empty
+        cache, and under a jit a filled one is not noticed.
       rows: int32 [B, n], which of the T rows to compute logits for, 0 to
         T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
@@ -189,24 +192,24 @@ class Transformer(nnx.Module):
     attend = self._placed(attend, tokens, cache)
     if cache is not None:
       cache.check(
-        *shape, spread=_spread(attend), sees=isinstance(attend, Visit)
+        *shape,
+        replicated=_replicated(attend),
+        sees=isinstance(attend, CachedAttention),
       )
     return _call(self, attend, tokens, pos, seg, cache, rows, length)
 
   def _placed(
-    self, attend: Spread | None, tokens: jax.Array, cache: Any
-  ) -> Spread:
+    self, attend: ShardingContext | None, tokens: jax.Array, cache: Any
+  ) -> ShardingContext:
     """How the tokens of a call lie, with the mesh that it may not name."""
     if attend is None:
-      attend = Travel() if cache is None else Visit()
-    if not isinstance(attend, Spread):
+      attend = ContextParallel() if cache is None else CachedAttention()
+    if not isinstance(attend, ShardingContext):
       raise InputTypeError(
-        message(
-          "attend",
-          repr(attend),
-          "an rj.models.Travel or Visit",
-          'pass Travel(mesh=mesh, axis="seq"), or leave it out',
-        )
+        "attend",
+        repr(attend),
+        "an rj.models.ContextParallel or CachedAttention",
+        'pass ContextParallel(mesh=mesh, axis="seq"), or leave it out',
       )
     if collectives.manual_axes():
       _check_manual(attend, tokens, cache)
@@ -226,12 +229,10 @@ class Transformer(nnx.Module):
       mine, theirs = dict(attend.mesh.shape), dict(around.shape)
       if mine != theirs:
         raise MeshError(
-          message(
-            "attend" if cache is None else "cache",
-            f"one of a mesh {mine} where the current one is {theirs}",
-            "the same mesh",
-            "enter the call's with jax.set_mesh, or leave the other",
-          )
+          "attend" if cache is None else "cache",
+          f"one of a mesh {mine} where the current one is {theirs}",
+          "the same mesh",
+          "enter the call's with jax.set_mesh, or leave the other",
         )
     return attend
 
@@ -266,7 +267,7 @@ class Transformer(nnx.Module):
     batch: int,
     capacity: int,
     *,
-    spread: Spread | None = None,
+    sharding: ShardingContext | None = None,
     dtype: Any = None,
     kind: Any = "dense",
   ) -> KVCache:
@@ -275,7 +276,7 @@ class Transformer(nnx.Module):
     Args:
       batch: B.
       capacity: in tokens, a multiple of the shards.
-      spread: the mesh and the axis that it is sharded over.
+      sharding: the mesh and the axis that it is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
       kind: how keys and values are stored, an `rj.kv.CacheKind` or its name:
         "dense" or "unrotated".
@@ -283,14 +284,14 @@ class Transformer(nnx.Module):
     Raises:
       OptionError: another dtype or kind, or a capacity that does not divide.
     """
-    return self._cache(KVCache.create, batch, capacity, spread, dtype, kind)
+    return self._cache(KVCache.create, batch, capacity, sharding, dtype, kind)
 
   def init_cache_spec(
     self,
     batch: int,
     capacity: int,
     *,
-    spread: Spread | None = None,
+    sharding: ShardingContext | None = None,
     dtype: Any = None,
     kind: Any = "dense",
   ) -> KVCache:
@@ -298,19 +299,19 @@ class Transformer(nnx.Module):
 
     Nothing is allocated. The arguments are those of `init_cache`.
     """
-    return self._cache(KVCache.spec, batch, capacity, spread, dtype, kind)
+    return self._cache(KVCache.spec, batch, capacity, sharding, dtype, kind)
 
   def _cache(
     self,
     make: Callable[..., Any],
     batch: int,
     capacity: int,
-    spread: Spread | None,
+    sharding: ShardingContext | None,
     dtype: Any,
     kind: Any,
   ) -> Any:
-    spread = Spread() if spread is None else spread
-    mesh = spread.mesh
+    sharding = ShardingContext() if sharding is None else sharding
+    mesh = sharding.mesh
     heads = "model" if mesh is not None and "model" in mesh.axis_names else None
     return make(
       self.kinds,
@@ -319,13 +320,13 @@ class Transformer(nnx.Module):
       self.dtype if dtype is None else float_dtype("dtype", dtype),
       kind=cache_kind(kind),
       mesh=mesh,
-      axis=spread.of_mesh,
+      axis=sharding.of_mesh,
       head_axis=heads,
-      batch_axes=spread.batch_axes(batch),
+      batch_axes=sharding.batch_axes(batch),
     )
 
   def hidden(
-    self, tokens: jax.Array, places: Tokens, cache: Any, attend: Spread
+    self, tokens: jax.Array, places: Tokens, cache: Any, attend: ShardingContext
   ) -> tuple[jax.Array, Any]:
     """What the head reads, [B, T, D], and the cache."""
     x = self.embed(tokens)
@@ -354,7 +355,7 @@ def logits_of(config: TransformerConfig, head: Any, h: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1,))
 def _call(
   model: Transformer,
-  attend: Spread,
+  attend: ShardingContext,
   tokens: jax.Array,
   pos: Any,
   seg: Any,
@@ -367,7 +368,7 @@ def _call(
 
 def forward(
   model: Transformer,
-  attend: Spread,
+  attend: ShardingContext,
   tokens: jax.Array,
   pos: Any,
   seg: Any,
@@ -377,11 +378,13 @@ def forward(
 ) -> Any:
   """`Transformer.__call__` without its checks, inside of a jit."""
   keep = cache if cache is not None else NoCache(len(model.kinds))
-  if pos is None and cache is not None and isinstance(attend, Visit):
+  if pos is None and cache is not None and isinstance(attend, CachedAttention):
     pos = cache.length[:, None] + _derived(attend, tokens.shape[1])
   places = tokens_of(model, attend, tokens.shape, pos, seg, length)
   keep = keep.allocate(
-    places.at, replicated=_spread(attend), sees=isinstance(attend, Visit)
+    places.at,
+    replicated=_replicated(attend),
+    sees=isinstance(attend, CachedAttention),
   )
   h, keep = model.hidden(tokens, places, keep, attend)
   if rows is not None:
@@ -392,7 +395,7 @@ def forward(
 
 def tokens_of(
   model: Transformer,
-  attend: Spread,
+  attend: ShardingContext,
   shape: Sequence[int],
   pos: Any,
   seg: Any,
@@ -423,7 +426,7 @@ def tokens_of(
   )
 
 
-def _derived(attend: Spread, tokens: int) -> jax.Array:
+def _derived(attend: ShardingContext, tokens: int) -> jax.Array:
   """The layout's positions, int32 [1, T], counted from 0."""
   if (axis := attend.around) is not None:
     shard, shards = collectives.axis_index(axis), collectives.axis_size(axis)
@@ -431,12 +434,14 @@ def _derived(attend: Spread, tokens: int) -> jax.Array:
   return attend.layout.all_positions(tokens, attend.size)[None]
 
 
-def _spread(attend: Spread) -> bool:
+def _replicated(attend: ShardingContext) -> bool:
   """Whether a call's tokens go around the shards of the cache."""
-  return isinstance(attend, Visit) and attend.spread
+  return isinstance(attend, CachedAttention) and attend.replicated
 
 
-def _check_manual(attend: Spread, tokens: jax.Array, cache: Any) -> None:
+def _check_manual(
+  attend: ShardingContext, tokens: jax.Array, cache: Any
+) -> None:
   """Refuses a call in a shard_map that would not see what it is to see."""
   manual = collectives.manual_axes()
   spelling = f"attend=rj.models.{type(attend).__name__}(axis={{}})"
@@ -447,22 +452,18 @@ def _check_manual(attend: Spread, tokens: jax.Array, cache: Any) -> None:
     names = jax.sharding.get_abstract_mesh().axis_names
     if attend.axis not in (None, AUTO, *names):
       raise MeshError(
-        message(
-          "axis",
-          repr(attend.axis),
-          f"one of the mesh axes {names}",
-          "rename the axis, or pass None for none",
-        )
+        "axis",
+        repr(attend.axis),
+        f"one of the mesh axes {names}",
+        "rename the axis, or pass None for none",
       )
     if attend.layout != Contiguous():
       raise MeshError(
-        message(
-          "attend",
-          f"{attend.layout} in a shard_map over {sorted(manual)}",
-          "a manual axis over which the tokens lie in that order",
-          f"pass axis= too, one of {sorted(manual)}, or call from outside of "
-          "it, with mesh= and axis=",
-        )
+        "attend",
+        f"{attend.layout} in a shard_map over {sorted(manual)}",
+        "a manual axis over which the tokens lie in that order",
+        f"pass axis= too, one of {sorted(manual)}, or call from outside of "
+        "it, with mesh= and axis=",
       )
     return
   over = axis or (SEQ if SEQ in manual else None)
@@ -470,37 +471,30 @@ def _check_manual(attend: Spread, tokens: jax.Array, cache: Any) -> None:
     return
   if cache is not None or attend.mesh is not None:
     raise MeshError(
-      message(
-        "cache" if cache is not None else "attend",
-        f"one of a whole mesh in a shard_map over {over!r}",
-        "the tokens of a shard alone",
-        "leave it out, or call from outside of the shard_map",
-      )
+      "cache" if cache is not None else "attend",
+      f"one of a whole mesh in a shard_map over {over!r}",
+      "the tokens of a shard alone",
+      "leave it out, or call from outside of the shard_map",
     )
   # Without check_vma nothing is known to vary.
   known = over in collectives.varying_axes(collectives.axis_index(over))
   if known and over not in collectives.varying_axes(tokens):
     raise MeshError(
-      message(
-        "tokens",
-        f"the same on all shards of {over!r}, in a shard_map over it",
-        "the tokens of each shard",
-        f"shard them, in_specs=P(None, {over!r}), or pass "
-        f"{spelling.format(None)}",
-      )
+      "tokens",
+      f"the same on all shards of {over!r}, in a shard_map over it",
+      "the tokens of each shard",
+      f"shard them, in_specs=P(None, {over!r}), or pass "
+      f"{spelling.format(None)}",
     )
 
 
 def _check_cache(cache: Any) -> None:
   if not hasattr(type(cache), "allocate"):
     raise InputTypeError(
-      message(
-        "cache",
-        type(cache).__name__,
-        "a cache of keys and values",
-        "make one with model.init_cache(batch, capacity), or pass "
-        "session.cache",
-      )
+      "cache",
+      type(cache).__name__,
+      "a cache of keys and values",
+      "make one with model.init_cache(batch, capacity), or pass session.cache",
     )
 
 
@@ -508,16 +502,14 @@ def _ids(tokens: Any, vocab: int) -> jax.Array:
   tokens = on_automatic("tokens", as_array("tokens", tokens))
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise DtypeError(
-      message("tokens", tokens.dtype, "int32", "pass token ids, not embeddings")
+      "tokens", tokens.dtype, "int32", "pass token ids, not embeddings"
     )
   if tokens.ndim != 2 or tokens.shape[1] == 0:
     raise ShapeError(
-      message(
-        "tokens",
-        f"shape {tokens.shape}",
-        "[B, T] with at least one token",
-        "give a single prompt a batch axis: tokens[None]",
-      )
+      "tokens",
+      f"shape {tokens.shape}",
+      "[B, T] with at least one token",
+      "give a single prompt a batch axis: tokens[None]",
     )
   if not isinstance(tokens, jax.core.Tracer) and tokens.is_fully_addressable:
     host = np.asarray(tokens)
@@ -525,12 +517,10 @@ def _ids(tokens: Any, vocab: int) -> jax.Array:
     if bad.size:
       b, t = (int(i) for i in bad[0])
       raise PromptError(
-        message(
-          "tokens",
-          f"id {int(host[b, t])} at [{b}, {t}]",
-          f"ids from 0 to {vocab - 1}",
-          "use the tokenizer that belongs to the model",
-        )
+        "tokens",
+        f"id {int(host[b, t])} at [{b}, {t}]",
+        f"ids from 0 to {vocab - 1}",
+        "use the tokenizer that belongs to the model",
       )
   return tokens.astype(jnp.int32)
 
@@ -539,16 +529,14 @@ def _rows(rows: Any, shape: Sequence[int]) -> jax.Array:
   rows = on_automatic("rows", as_array("rows", rows))
   if not jnp.issubdtype(rows.dtype, jnp.integer):
     raise DtypeError(
-      message("rows", rows.dtype, "an integer dtype", "cast rows to int32")
+      "rows", rows.dtype, "an integer dtype", "cast rows to int32"
     )
   if rows.ndim != 2 or rows.shape[0] != shape[0]:
     raise ShapeError(
-      message(
-        "rows",
-        f"shape {rows.shape}",
-        f"[{shape[0]}, n], some rows of each example",
-        "give each example its own: rows[:, None], or rows[None]",
-      )
+      "rows",
+      f"shape {rows.shape}",
+      f"[{shape[0]}, n], some rows of each example",
+      "give each example its own: rows[:, None], or rows[None]",
     )
   if not isinstance(rows, jax.core.Tracer) and rows.is_fully_addressable:
     host = np.asarray(rows)
@@ -556,12 +544,10 @@ def _rows(rows: Any, shape: Sequence[int]) -> jax.Array:
     if bad.size:
       b, n = (int(i) for i in bad[0])
       raise ShapeError(
-        message(
-          "rows",
-          f"{int(host[b, n])} at [{b}, {n}]",
-          f"0 to {shape[1] - 1}, of {shape[1]} tokens",
-          "count from the first token: the last is T - 1",
-        )
+        "rows",
+        f"{int(host[b, n])} at [{b}, {n}]",
+        f"0 to {shape[1] - 1}, of {shape[1]} tokens",
+        "count from the first token: the last is T - 1",
       )
   return rows.astype(jnp.int32)
 
@@ -571,16 +557,12 @@ def _per_token(name: str, x: Any, shape: Sequence[int]) -> Any:
     return None
   x = on_automatic(name, as_array(name, x))
   if not jnp.issubdtype(x.dtype, jnp.integer):
-    raise DtypeError(
-      message(name, x.dtype, "an integer dtype", f"cast {name} to int32")
-    )
+    raise DtypeError(name, x.dtype, "an integer dtype", f"cast {name} to int32")
   if x.shape not in (tuple(shape), tuple(shape[1:]), (1, shape[1])):
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        f"{tuple(shape)} or {tuple(shape[1:])}, a number for each token",
-        "give it the shape of tokens",
-      )
+      name,
+      f"shape {x.shape}",
+      f"{tuple(shape)} or {tuple(shape[1:])}, a number for each token",
+      "give it the shape of tokens",
     )
   return x.astype(jnp.int32).reshape(-1, shape[1])

@@ -1,4 +1,4 @@
-"""Attention layers: projections around what the call's `Spread` computes."""
+"""Attention layers: projections around the attention of the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax.kv.base import LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
-from ringjax.nn.spread import Extras
+from ringjax.nn.sharding_context import Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
@@ -139,11 +139,11 @@ class GroupedQuery(nnx.Module):
     )
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: LayerCache, spread: Any
+    self, x: jax.Array, tokens: Tokens, cache: LayerCache, attend: Any
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec
-    q, k, v = spread.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
+    q, k, v = attend.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
     late = spec.qk_norm_late and spec.qk_norm is not None
     if late:
       q = self.q_norm(tokens.rotate(spec.rope, q))
@@ -165,7 +165,7 @@ class GroupedQuery(nnx.Module):
         None if spec.alibi is None else jnp.asarray(spec.alibi, jnp.float32)
       ),
     )
-    out = spread(q, tokens, cache, spec.mask, extras)
+    out = attend(q, tokens, cache, spec.mask, extras)
     if self.gate is not None:
-      out = out * jax.nn.sigmoid(spread.rows(self.gate, x))
-    return spread.rows(self.o, out), cache
+      out = out * jax.nn.sigmoid(attend.rows(self.gate, x))
+    return attend.rows(self.o, out), cache

@@ -56,7 +56,7 @@ class Block(nnx.Module):
     self.post_feedforward = norm(spec.post)
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: Any, spread: Any
+    self, x: jax.Array, tokens: Tokens, cache: Any, attend: Any
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the layer's cache."""
     spec = self.spec
@@ -66,12 +66,12 @@ class Block(nnx.Module):
       else y * jnp.asarray(spec.residual_scale, y.dtype)
     )
     normed = self.pre_attention(x)
-    mixed, cache = self.attention(normed, tokens, cache, spread)
+    mixed, cache = self.attention(normed, tokens, cache, attend)
     mixed = scaled(self.post_attention(mixed))
     if spec.parallel:
       h = normed if spec.shared_norm else self.pre_feedforward(x)
     else:
-      x = spread.constrain(x + mixed)
+      x = attend.constrain(x + mixed)
       h = self.pre_feedforward(x)
-    h = scaled(self.post_feedforward(self.feedforward(h, spread)))
-    return spread.constrain(x + mixed + h if spec.parallel else x + h), cache
+    h = scaled(self.post_feedforward(self.feedforward(h, attend)))
+    return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.kv.base import StateCache
 from ringjax.kv.state import State, StateShape
 from ringjax.nn.linear import Linear, RMSNorm
@@ -125,7 +125,7 @@ class DeltaLayer(nnx.Module):
     self.out = Linear(rngs, values, (embed,), ("heads", None, "embed"))
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: StateCache, spread: Any
+    self, x: jax.Array, tokens: Tokens, cache: StateCache, attend: Any
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
     wide = wide_dtype(x.dtype)
@@ -139,45 +139,43 @@ class DeltaLayer(nnx.Module):
     )
     taps = tuple(t.weight[...] for t in (self.q_taps, self.k_taps, self.v_taps))
     state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
-    if spread.resident:
+    if attend.resident:
       state = cache.recall(state)
-    mixed, state = _spread(taps, inputs, state, spread)
+    mixed, state = _replicated(taps, inputs, state, attend)
     mixed = self.norm(mixed.astype(wide))
     mixed = mixed * jax.nn.silu(self.z(x).astype(wide))
     return self.out(mixed.astype(x.dtype)), cache.keep(state)
 
 
-def _spread(
-  taps: tuple[jax.Array, ...], x: _Inputs, state: State, spread: Any
+def _replicated(
+  taps: tuple[jax.Array, ...], x: _Inputs, state: State, attend: Any
 ) -> tuple[jax.Array, State]:
   """`_mix` where the tokens lie."""
-  inside = spread.around
-  if not spread.sharded and inside is None:
+  inside = attend.around
+  if not attend.sharded and inside is None:
     return _mix(taps, x, state, None)
-  if (inside is not None or spread.size > 1) and not isinstance(
-    spread.layout, Contiguous
+  if (inside is not None or attend.size > 1) and not isinstance(
+    attend.layout, Contiguous
   ):
     raise OptionError(
-      message(
-        "layout",
-        spread.layout,
-        "Contiguous() for a model with recurrent layers, whose state goes "
-        "from each token to the next",
-        "pass layout=Contiguous()",
-      )
+      "layout",
+      attend.layout,
+      "Contiguous() for a model with recurrent layers, whose state goes "
+      "from each token to the next",
+      "pass layout=Contiguous()",
     )
   if inside is not None:
     return _mix(taps, x, state, inside)
   length = x.seg.shape[1]
-  more = -length % spread.size
+  more = -length % attend.size
   fill = lambda a: jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2)))
-  sequence = P(None, spread.axis)
+  sequence = P(None, attend.axis)
   mixed, state = jax.shard_map(
-    lambda taps, x, state: _mix(taps, x, state, spread.axis),
-    mesh=spread.mesh,
+    lambda taps, x, state: _mix(taps, x, state, attend.axis),
+    mesh=attend.mesh,
     in_specs=(P(), sequence, P()),
     out_specs=(sequence, P()),
-    axis_names={spread.axis},
+    axis_names={attend.axis},
   )(taps, jax.tree.map(fill, x), state)
   return mixed[:, :length], state
 

@@ -49,8 +49,8 @@ class PlainLayer(nnx.Module):
     self.up = Linear(rngs, (embed,), (f,), ("embed", "ffn"), bias=spec.bias)
     self.down = Linear(rngs, (f,), (embed,), ("ffn", "embed"), bias=spec.bias)
 
-  def __call__(self, x: jax.Array, spread: Any) -> jax.Array:
-    return spread.rowwise(self.row, x)
+  def __call__(self, x: jax.Array, attend: Any) -> jax.Array:
+    return attend.rowwise(self.row, x)
 
   def row(self, x: jax.Array) -> jax.Array:
     """The layer on some tokens, without cutting them up."""
@@ -87,8 +87,8 @@ class GatedLayer(nnx.Module):
       rngs, (spec.hidden,), (embed,), ("ffn", "embed"), bias=spec.bias
     )
 
-  def __call__(self, x: jax.Array, spread: Any) -> jax.Array:
-    return spread.rowwise(self.row, x)
+  def __call__(self, x: jax.Array, attend: Any) -> jax.Array:
+    return attend.rowwise(self.row, x)
 
   def row(self, x: jax.Array) -> jax.Array:
     """The layer on some tokens, without cutting them up."""
@@ -258,7 +258,7 @@ class ExpertsLayer(nnx.Module):
       else None
     )
 
-  def __call__(self, x: jax.Array, spread: Any) -> jax.Array:
+  def __call__(self, x: jax.Array, attend: Any) -> jax.Array:
     spec = self.spec
     get = lambda p: None if p is None else p[...]
     weights = dict(
@@ -298,10 +298,10 @@ class ExpertsLayer(nnx.Module):
         f, x, chosen, mixing, spec.experts, scale_input=spec.scale_input
       )
 
-    y = spread.per_shard(run, weights, x)
+    y = attend.per_shard(run, weights, x)
     if self.shared is None:
       return y
-    return y + spread.rowwise(self._shared, x)
+    return y + attend.rowwise(self._shared, x)
 
   def _shared(self, x: jax.Array) -> jax.Array:
     assert self.shared is not None

@@ -21,7 +21,7 @@ from flax import nnx
 from ringjax.kv.base import KV, LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.nn.linear import Identity, Linear, RMSNorm
-from ringjax.nn.spread import Extras
+from ringjax.nn.sharding_context import Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Causal, Mask
@@ -116,11 +116,11 @@ class LatentLayer(nnx.Module):
     )
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: LayerCache, spread: Any
+    self, x: jax.Array, tokens: Tokens, cache: LayerCache, attend: Any
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
-    q, down = spread.rows(
+    q, down = attend.rows(
       lambda x: (self.q(self.q_norm(self.q_down(x))), self.kv_down(x)), x
     )
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
@@ -132,13 +132,13 @@ class LatentLayer(nnx.Module):
     rotation = tokens.rotation(spec.rope, first=spec.latent)
     cache = cache.append(row, row[..., :0], tokens.at, rotation)
     extras = Extras(scale=spec.scale)
-    if spread.resident:
-      out = self._absorbed(q_plain, q_turned, tokens, cache, spread, extras)
+    if attend.resident:
+      out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
       turned = tokens.rotate(spec.rope, shared)
-      out = self._expanded(q, latent, turned, tokens, spread, extras)
-    return spread.rows(self.o, out), cache
+      out = self._expanded(q, latent, turned, tokens, attend, extras)
+    return attend.rows(self.o, out), cache
 
   def _expanded(
     self,
@@ -146,11 +146,11 @@ class LatentLayer(nnx.Module):
     latent: jax.Array,
     turned: jax.Array,
     tokens: Tokens,
-    spread: Any,
+    attend: Any,
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
-    kv = spread.rows(self.kv, latent)
+    kv = attend.rows(self.kv, latent)
     shared = jnp.broadcast_to(
       turned, (*turned.shape[:2], spec.heads, turned.shape[3])
     )
@@ -162,7 +162,7 @@ class LatentLayer(nnx.Module):
         tokens.at,
       )
     )
-    return spread(q, tokens, own, spec.mask, extras)
+    return attend(q, tokens, own, spec.mask, extras)
 
   def _absorbed(
     self,
@@ -170,7 +170,7 @@ class LatentLayer(nnx.Module):
     q_turned: jax.Array,
     tokens: Tokens,
     cache: LayerCache,
-    spread: Any,
+    attend: Any,
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
@@ -183,7 +183,7 @@ class LatentLayer(nnx.Module):
     # the sum spares a copy of all keys.
     keys = _Keys(found=tuple(view.keys_alone() for view in cache.views()))
     q = jnp.concatenate([q, q_turned], -1)
-    seen = spread(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
+    seen = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
       "btnc,cnj->btnj", seen, out_of, preferred_element_type=seen.dtype
     )

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, message
+from ringjax.errors import MeshError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,10 @@ class Rules:
       fits = axis in mesh.axis_names and n % mesh.shape[axis] == 0
       if axis is not None and fits and axis in found:
         raise MeshError(
-          message(
-            "rules",
-            f"mesh axis {axis!r} for two axes of {axes}",
-            "another mesh axis for each",
-            "set one of them to None",
-          )
+          "rules",
+          f"mesh axis {axis!r} for two axes of {axes}",
+          "another mesh axis for each",
+          "set one of them to None",
         )
       found.append(axis if fits else None)
     while found and found[-1] is None:
@@ -74,12 +72,10 @@ class Rules:
       if axis is None or axis == field.default or axis in mesh.axis_names:
         continue
       raise MeshError(
-        message(
-          "rules",
-          f"{field.name}={axis!r}",
-          f"one of the mesh's axes {', '.join(map(repr, mesh.axis_names))}",
-          "correct the name, or set it to None",
-        )
+        "rules",
+        f"{field.name}={axis!r}",
+        f"one of the mesh's axes {', '.join(map(repr, mesh.axis_names))}",
+        "correct the name, or set it to None",
       )
 
   def sharding(self, param: nnx.Variable, mesh: Any) -> NamedSharding:

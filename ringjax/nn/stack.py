@@ -71,7 +71,7 @@ class Stack(nnx.Module):
     self.blocks = nnx.List([build(run) for run in self.runs])
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: Any, spread: Any
+    self, x: jax.Array, tokens: Tokens, cache: Any, attend: Any
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
     slots, done = list(cache.slots), []
@@ -89,12 +89,12 @@ class Stack(nnx.Module):
         after = []
         for kind, block, held in zip(kinds, blocks, slots, strict=True):
           layer_cache = cache.layer(kind, held, index)
-          x, part = block(x, tokens, layer_cache, spread)
+          x, part = block(x, tokens, layer_cache, attend)
           after.append(part.slots)
         return (x, tuple(after)), None
 
       start = (x, tuple(mine))
-      body = spread.keeping(body, looped=run.repeats > 1)
+      body = attend.keeping(body, looped=run.repeats > 1)
       if run.repeats == 1:
         first = jax.tree.map(lambda a: a[0], blocks)
         (x, after), _ = body(start, (jnp.int32(0), first))

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringjax.errors import ShapeError, message
+from ringjax.errors import ShapeError
 from ringjax.ops.attention.blockwise import product
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -75,12 +75,10 @@ def delta_rule(
   n, j = v.shape[2:]
   if n % heads or chunk & (chunk - 1):
     raise ShapeError(
-      message(
-        "v",
-        f"{n} heads for {heads} heads of k, and chunks of {chunk}",
-        "a multiple of k's heads, and a power of two",
-        "repeat or drop heads",
-      )
+      "v",
+      f"{n} heads for {heads} heads of k, and chunks of {chunk}",
+      "a multiple of k's heads, and a power of two",
+      "repeat or drop heads",
     )
   wide = wide_dtype(v.dtype)
   grouped = lambda x: x.reshape(*x.shape[:2], heads, n // heads, *x.shape[3:])

@@ -35,7 +35,6 @@ from ringjax.errors import (
   InputTypeError,
   OptionError,
   ShapeError,
-  message,
 )
 from ringjax.ops.inputs import as_array, positive_int
 
@@ -75,21 +74,17 @@ def blockwise_feedforward(
   """
   if not callable(f):
     raise InputTypeError(
-      message(
-        "f",
-        type(f).__name__,
-        "a function of a block of tokens [B, c, D]",
-        "pass the layer itself, not its result",
-      )
+      "f",
+      type(f).__name__,
+      "a function of a block of tokens [B, c, D]",
+      "pass the layer itself, not its result",
     )
   if policy is not None and not callable(policy):
     raise OptionError(
-      message(
-        "policy",
-        repr(policy),
-        "None or a policy of jax.checkpoint",
-        "pick one from jax.checkpoint_policies",
-      )
+      "policy",
+      repr(policy),
+      "None or a policy of jax.checkpoint",
+      "pick one from jax.checkpoint_policies",
     )
   x = as_array("x", x)
   block = positive_int("block", block)
@@ -196,18 +191,14 @@ def shards_of(x: Array) -> tuple[int, bool]:
 
 def _axis_of(axis: Any, rank: int) -> int:
   if not isinstance(axis, numbers.Integral) or isinstance(axis, bool):
-    raise OptionError(
-      message("axis", repr(axis), "an int", "pass the axis of tokens")
-    )
+    raise OptionError("axis", repr(axis), "an int", "pass the axis of tokens")
   axis = int(axis)
   if not -rank <= axis < rank:
     raise ShapeError(
-      message(
-        "axis",
-        f"{axis} for an x with {rank} axes",
-        "the axis of tokens in x",
-        "pass axis=0 for [T, D] and axis=1 for [B, T, D]",
-      )
+      "axis",
+      f"{axis} for an x with {rank} axes",
+      "the axis of tokens in x",
+      "pass axis=0 for [T, D] and axis=1 for [B, T, D]",
     )
   return axis % rank
 
@@ -223,12 +214,10 @@ def _remat(
       shape = jnp.shape(leaf)
       if len(shape) <= axis or shape[axis] != x.shape[axis]:
         raise ShapeError(
-          message(
-            "f",
-            f"an output of shape {shape} for a block of shape {x.shape}",
-            f"{x.shape[axis]} tokens in axis {axis}, as many as came in",
-            "let f act on each token alone, and reduce over tokens outside",
-          )
+          "f",
+          f"an output of shape {shape} for a block of shape {x.shape}",
+          f"{x.shape[axis]} tokens in axis {axis}, as many as came in",
+          "let f act on each token alone, and reduce over tokens outside",
         )
     return y
 

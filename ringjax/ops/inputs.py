@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import DtypeError, InputTypeError, OptionError, message
+from ringjax.errors import DtypeError, InputTypeError, OptionError
 
 # Of weights and of what is kept of tokens.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -20,22 +20,18 @@ def as_array(name: str, x: Any) -> jax.Array:
   numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
   if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
     raise InputTypeError(
-      message(
-        name,
-        type(x).__name__,
-        "a JAX or NumPy array",
-        "convert it with jnp.asarray",
-      )
+      name,
+      type(x).__name__,
+      "a JAX or NumPy array",
+      "convert it with jnp.asarray",
     )
   narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
   if x.dtype == np.float64 and narrowed:
     raise DtypeError(
-      message(
-        name,
-        "float64 while 64-bit types are off",
-        "a dtype of at most 32 bits",
-        "cast it, or jax.config.update('jax_enable_x64', True)",
-      )
+      name,
+      "float64 while 64-bit types are off",
+      "a dtype of at most 32 bits",
+      "cast it, or jax.config.update('jax_enable_x64', True)",
     )
   return jnp.asarray(x)
 
@@ -48,22 +44,17 @@ def float_dtype(name: str, value: Any) -> np.dtype:
     dtype = None
   if value is None or dtype is None or dtype.name not in FLOATS:
     raise OptionError(
-      message(
-        name,
-        repr(value),
-        f"one of {', '.join(FLOATS)}",
-        f"pass {name}=jnp.bfloat16",
-      )
+      name,
+      repr(value),
+      f"one of {', '.join(FLOATS)}",
+      f"pass {name}=jnp.bfloat16",
     )
   if jax.dtypes.canonicalize_dtype(dtype) != dtype:
     raise OptionError(
-      message(
-        name,
-        f"{dtype} while 64-bit types are off",
-        "a dtype of at most 32 bits",
-        f"pass {name}=jnp.float32, or "
-        "jax.config.update('jax_enable_x64', True)",
-      )
+      name,
+      f"{dtype} while 64-bit types are off",
+      "a dtype of at most 32 bits",
+      f"pass {name}=jnp.float32, or jax.config.update('jax_enable_x64', True)",
     )
   return dtype
 
@@ -72,14 +63,7 @@ def positive_int(name: str, value: Any) -> int:
   """value as an int of at least 1, or an error that names it."""
   whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not whole or int(value) < 1:
-    raise OptionError(
-      message(
-        name,
-        repr(value),
-        "a positive int",
-        "count it in tokens",
-      )
-    )
+    raise OptionError(name, repr(value), "a positive int", "count it in tokens")
   return int(value)
 
 
@@ -88,11 +72,9 @@ def boolean(name: str, x: Any) -> bool:
   if not isinstance(x, bool | np.bool_):
     traced = isinstance(x, jax.core.Tracer)
     raise InputTypeError(
-      message(
-        name,
-        "a traced value" if traced else repr(x),
-        "True or False",
-        "pass a Python bool",
-      )
+      name,
+      "a traced value" if traced else repr(x),
+      "True or False",
+      "pass a Python bool",
     )
   return bool(x)

@@ -40,7 +40,6 @@ from ringjax.errors import (
   MeshError,
   OptionError,
   ShapeError,
-  message,
 )
 from ringjax.ops.feedforward import (
   Steps,
@@ -314,41 +313,33 @@ def _operands(h: Any, w: Any, labels: Any) -> tuple[Array, Array, Any]:
   as_array("labels", labels)
   if h.ndim not in (2, 3):
     raise ShapeError(
-      message("h", f"shape {h.shape}", "[B, T, D] or [T, D]", "reshape it")
+      "h", f"shape {h.shape}", "[B, T, D] or [T, D]", "reshape it"
     )
   if w.ndim != 2 or w.shape[0] != h.shape[-1] or w.shape[1] == 0:
     raise ShapeError(
-      message(
-        "w_vocab",
-        f"shape {w.shape} beside an h of shape {h.shape}",
-        f"[D, V] with D = {h.shape[-1]}",
-        "transpose it if it is an embedding table [V, D]",
-      )
+      "w_vocab",
+      f"shape {w.shape} beside an h of shape {h.shape}",
+      f"[D, V] with D = {h.shape[-1]}",
+      "transpose it if it is an embedding table [V, D]",
     )
   for name, x in (("h", h), ("w_vocab", w)):
     if x.dtype.name not in _DTYPES:
       raise DtypeError(
-        message(
-          name,
-          x.dtype,
-          f"one of {', '.join(_DTYPES)}",
-          f"cast it, e.g. {name}.astype(jnp.float32)",
-        )
+        name,
+        x.dtype,
+        f"one of {', '.join(_DTYPES)}",
+        f"cast it, e.g. {name}.astype(jnp.float32)",
       )
   if h.dtype != w.dtype:
     raise DtypeError(
-      message(
-        "w_vocab",
-        f"{w.dtype} beside an h of {h.dtype}",
-        "one dtype for both",
-        "cast it: w_vocab.astype(h.dtype)",
-      )
+      "w_vocab",
+      f"{w.dtype} beside an h of {h.dtype}",
+      "one dtype for both",
+      "cast it: w_vocab.astype(h.dtype)",
     )
   if not jnp.issubdtype(labels.dtype, jnp.integer):
     raise DtypeError(
-      message(
-        "labels", labels.dtype, "an integer dtype", "pass ids, not one-hots"
-      )
+      "labels", labels.dtype, "an integer dtype", "pass ids, not one-hots"
     )
   _check_shape("labels", labels.shape, h.shape[:-1])
   return h, w, labels
@@ -357,9 +348,7 @@ def _operands(h: Any, w: Any, labels: Any) -> tuple[Array, Array, Any]:
 def _weights(weights: Any, shape: tuple[int, ...]) -> Array:
   weights = as_array("weights", weights)
   if weights.dtype.kind == "c":
-    raise DtypeError(
-      message("weights", weights.dtype, "float, bool or int", "cast it")
-    )
+    raise DtypeError("weights", weights.dtype, "float, bool or int", "cast it")
   _check_shape("weights", weights.shape, shape)
   return weights
 
@@ -369,12 +358,10 @@ def _check_shape(
 ) -> None:
   if got != want:
     raise ShapeError(
-      message(
-        name,
-        f"shape {got}",
-        f"{want}, one for each token of h",
-        "broadcast or slice it to that",
-      )
+      name,
+      f"shape {got}",
+      f"{want}, one for each token of h",
+      "broadcast or slice it to that",
     )
 
 
@@ -385,12 +372,10 @@ def _number(name: str, value: Any, least: float) -> float | None:
   if not real or not least <= float(value) < math.inf:
     wanted = "a positive number" if least else "a number of at least 0"
     raise OptionError(
-      message(
-        name,
-        repr(value),
-        f"{wanted}, known when the loss is traced",
-        "leave it out for none",
-      )
+      name,
+      repr(value),
+      f"{wanted}, known when the loss is traced",
+      "leave it out for none",
     )
   return float(value)
 
@@ -399,12 +384,10 @@ def _check_mesh(h: Array, w: Array) -> None:
   over = [_axes(spec_of(h) or ()), _axes((spec_of(w) or ())[1:])]
   if set(over[0]) & set(over[1]):
     raise MeshError(
-      message(
-        "w_vocab",
-        f"a vocabulary over mesh axes {over[1]}, and h over {over[0]}",
-        "different mesh axes for the tokens and for the vocabulary",
-        "jax.sharding.reshard one of them",
-      )
+      "w_vocab",
+      f"a vocabulary over mesh axes {over[1]}, and h over {over[0]}",
+      "different mesh axes for the tokens and for the vocabulary",
+      "jax.sharding.reshard one of them",
     )
 
 
@@ -423,12 +406,10 @@ def _encode(labels: Any, vocab: int, ignore: Any) -> Array:
     whole = isinstance(ignore, numbers.Integral) and ignore is not True
     if not whole or not info.min <= int(ignore) <= info.max:
       raise OptionError(
-        message(
-          "ignore_index",
-          f"{ignore!r} with labels of {dtype}",
-          "None or an int that this dtype holds",
-          "cast labels to int32",
-        )
+        "ignore_index",
+        f"{ignore!r} with labels of {dtype}",
+        "None or an int that this dtype holds",
+        "cast labels to int32",
       )
   _check_labels(labels, vocab, ignore)
   labels = jnp.asarray(labels)
@@ -455,10 +436,8 @@ def _check_labels(labels: Any, vocab: int, ignore: Any) -> None:
   if wrong.any():
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
     raise OptionError(
-      message(
-        "labels",
-        f"{int(seen[at])} at {list(at)}, and {int(wrong.sum()) - 1} more",
-        f"ids from 0 to {vocab - 1}",
-        "pass ignore_index= that id if it marks tokens without a label",
-      )
+      "labels",
+      f"{int(seen[at])} at {list(at)}, and {int(wrong.sum()) - 1} more",
+      f"ids from 0 to {vocab - 1}",
+      "pass ignore_index= that id if it marks tokens without a label",
     )

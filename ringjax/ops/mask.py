@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax import tree
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.inputs import positive_int
 
 M = TypeVar("M")
@@ -113,12 +113,10 @@ def _mask(cls: type[M]) -> type[M]:
 def _operand(mask: Any, operator: str) -> Mask:
   if not isinstance(mask, Mask):
     raise OptionError(
-      message(
-        f"operand of {operator}",
-        type(mask).__name__,
-        "a ringjax mask such as Causal() or Window(4096)",
-        "pass a boolean array as mask= and objects as Causal() & ...",
-      )
+      f"operand of {operator}",
+      type(mask).__name__,
+      "a ringjax mask such as Causal() or Window(4096)",
+      "pass a boolean array as mask= and objects as Causal() & ...",
     )
   return mask
 
@@ -171,12 +169,10 @@ class Window(Mask):
     whole = whole and not isinstance(self.ahead, bool)
     if self.ahead is not None and (not whole or self.ahead < 0):
       raise OptionError(
-        message(
-          "Window ahead",
-          repr(self.ahead),
-          "None or an int of at least 0",
-          "use Causal() & Window(size) to look back only",
-        )
+        "Window ahead",
+        repr(self.ahead),
+        "None or an int of at least 0",
+        "use Causal() & Window(size) to look back only",
       )
 
   @property

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import DtypeError, OptionError, ShapeError, message
+from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops import conv, sequence
 from ringjax.ops.conv import Tail, tails
 from ringjax.ops.delta import delta_rule
@@ -76,12 +76,10 @@ def causal_conv(
   channels = x.shape[2]
   if weight.ndim != 2 or weight.shape[0] != channels or not weight.shape[1]:
     raise ShapeError(
-      message(
-        "weight",
-        f"shape {weight.shape} for an x of shape {x.shape}",
-        f"[{channels}, W] with at least one tap",
-        "transpose it if taps come first",
-      )
+      "weight",
+      f"shape {weight.shape} for an x of shape {x.shape}",
+      f"[{channels}, W] with at least one tap",
+      "transpose it if taps come first",
     )
   if bias is not None:
     bias = sequence.floats("bias", as_array("bias", bias))
@@ -95,12 +93,10 @@ def causal_conv(
   place, layout = sequence.found(cut, "x", mesh, axis, layout, False)
   if before is not None and place.size > 1 and not sequence.in_order(layout):
     raise OptionError(
-      message(
-        "before",
-        f"tokens that precede, in the layout {layout}",
-        "Contiguous() or Uneven(counts)",
-        "leave it out for sequences that begin here",
-      )
+      "before",
+      f"tokens that precede, in the layout {layout}",
+      "Contiguous() or Uneven(counts)",
+      "leave it out for sequences that begin here",
     )
   (y,) = sequence.run(
     _Conv(), place, layout, (x, weight, bias, seg, before),
@@ -250,24 +246,19 @@ def gated_delta_rule(
   for name in ("k", "v"):
     if x[name].dtype != x["q"].dtype:
       raise DtypeError(
-        message(
-          name,
-          f"{x[name].dtype} beside a q of {x['q'].dtype}",
-          "one dtype for q, k and v",
-          f"cast it: {name}.astype(q.dtype)",
-        )
+        name,
+        f"{x[name].dtype} beside a q of {x['q'].dtype}",
+        "one dtype for q, k and v",
+        f"cast it: {name}.astype(q.dtype)",
       )
   if not heads or n % heads:
     raise ShapeError(
-      message(
         "v", f"{n} heads for {heads} heads of k", "a multiple of k's heads",
-        "repeat or drop heads",
-      )
-    )  # fmt: skip
+        "repeat or drop heads")  # fmt: skip
   whole = isinstance(chunk, int) and not isinstance(chunk, bool)
   if not whole or chunk < 1 or chunk & (chunk - 1):
     raise OptionError(
-      message("chunk", repr(chunk), "a power of two", "leave it out for 64")
+      "chunk", repr(chunk), "a power of two", "leave it out for 64"
     )
   if initial is not None:
     initial = sequence.floats("initial", as_array("initial", initial))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ringjax.errors import InputTypeError, ShapeError, message
+from ringjax.errors import InputTypeError, ShapeError
 from ringjax.ops import sequence
 from ringjax.ops.inputs import as_array
 from ringjax.ops.sequence import Shards
@@ -74,18 +74,16 @@ def associative_scan(
   leaves, tree = jax.tree.flatten(elements)
   if not leaves:
     raise InputTypeError(
-      message("elements", tree, "a pytree with an array in it", "pass some")
+      "elements", tree, "a pytree with an array in it", "pass some"
     )
   x = tuple(sequence.tokens("elements", a) for a in leaves)
   for a in x:
     if a.shape[1] != x[0].shape[1]:
       raise ShapeError(
-        message(
-          "elements",
-          f"sequences of {x[0].shape[1]} and of {a.shape[1]} tokens",
-          "one length",
-          "pad or broadcast them",
-        )
+        "elements",
+        f"sequences of {x[0].shape[1]} and of {a.shape[1]} tokens",
+        "one length",
+        "pad or broadcast them",
       )
   place, layout = sequence.found(x, "elements", mesh, axis, layout, True)
   shards = place.size
@@ -147,12 +145,10 @@ def linear_recurrence(
     m != n and 1 not in (m, n) for m, n in pairs
   ):
     raise ShapeError(
-      message(
-        "b",
-        f"shape {b.shape} beside an a of shape {a.shape}",
-        "as many tokens, and other dimensions alike or 1",
-        "broadcast or slice one of them",
-      )
+      "b",
+      f"shape {b.shape} beside an a of shape {a.shape}",
+      "as many tokens, and other dimensions alike or 1",
+      "broadcast or slice one of them",
     )
   shape = tuple(n if m == 1 else m for m, n in pairs)
   b = jnp.broadcast_to(b, shape) if b.shape != shape else b

@@ -29,7 +29,6 @@ from ringjax.errors import (
   MeshError,
   OptionError,
   ShapeError,
-  message,
 )
 from ringjax.ops.inputs import FLOATS, as_array
 from ringjax.parallel import collectives
@@ -130,12 +129,10 @@ def run(
   length = x[0].shape[1]
   if isinstance(place.axis, tuple):
     raise MeshError(
-      message(
-        "axis",
-        repr(place.axis),
-        "one mesh axis",
-        "shard the sequence over one axis, in a mesh that has it",
-      )
+      "axis",
+      repr(place.axis),
+      "one mesh axis",
+      "shard the sequence over one axis, in a mesh that has it",
     )
   if place.manual:
     wrong = layout.check_local_length(length) if place.size > 1 else None
@@ -144,12 +141,10 @@ def run(
       wrong = f"{shards.local}"
     if wrong:
       raise ShapeError(
-        message(
-          "sequence",
-          f"{length} tokens a shard",
-          f"{wrong} in the layout {layout}",
-          "pad the sequence, or call outside of shard_map",
-        )
+        "sequence",
+        f"{length} tokens a shard",
+        f"{wrong} in the layout {layout}",
+        "pad the sequence, or call outside of shard_map",
       )
     return _here(f, shards, tuple(x), tuple(dims))
   shards = Shards.of(layout, place, length)
@@ -248,12 +243,10 @@ def _axes_of(x: Any, dims: Any, mesh: Any, axis: str | None) -> dict[str, Any]:
       size = 1 if entry is None else math.prod(mesh.shape[i] for i in axes)
       if n > 1 and n % size:
         raise MeshError(
-          message(
-            "sharding",
-            f"a dimension of {n} over the {size} shards of {axes}",
-            "one that they divide",
-            "reshard the operands over a smaller axis",
-          )
+          "sharding",
+          f"a dimension of {n} over the {size} shards of {axes}",
+          "one that they divide",
+          "reshard the operands over a smaller axis",
         )
   return over
 
@@ -318,24 +311,20 @@ def found(
   layout = Contiguous() if layout is None else layout
   if not isinstance(layout, Layout):
     raise OptionError(
-      message(
-        "layout",
-        repr(layout),
-        "a layout such as Contiguous()",
-        "leave it out for contiguous shards",
-      )
+      "layout",
+      repr(layout),
+      "a layout such as Contiguous()",
+      "leave it out for contiguous shards",
     )
   axis = AUTO if axis is None else axis
   place = locate(x, mesh, axis, required=False, name=name)
   if ordered and place.size > 1 and not in_order(layout):
     raise OptionError(
-      message(
-        "layout",
-        repr(layout),
-        "Contiguous() or Uneven(counts), whose shards hold consecutive "
-        "tokens: a state goes from each token to the next",
-        "restore the sequence's order first, at the cost of one permutation",
-      )
+      "layout",
+      repr(layout),
+      "Contiguous() or Uneven(counts), whose shards hold consecutive "
+      "tokens: a state goes from each token to the next",
+      "restore the sequence's order first, at the cost of one permutation",
     )
   return place, layout
 
@@ -350,13 +339,11 @@ def tokens(name: str, x: Any, rank: int | None = None) -> jax.Array:
   x = as_array(name, x)
   if x.ndim < 2 or x.shape[1] < 1 or (rank is not None and x.ndim != rank):
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        "[B, T, ...] with at least one token"
-        + ("" if rank is None else f", of {rank} dimensions"),
-        "add the missing dimensions, e.g. x[None] for one example",
-      )
+      name,
+      f"shape {x.shape}",
+      "[B, T, ...] with at least one token"
+      + ("" if rank is None else f", of {rank} dimensions"),
+      "add the missing dimensions, e.g. x[None] for one example",
     )
   return x
 
@@ -365,7 +352,7 @@ def fits(name: str, x: jax.Array, want: tuple[int, ...]) -> jax.Array:
   """x, or an error where its shape is not `want`."""
   if x.shape != want:
     raise ShapeError(
-      message(name, f"shape {x.shape}", f"{want}", "slice or broadcast it")
+      name, f"shape {x.shape}", f"{want}", "slice or broadcast it"
     )
   return x
 
@@ -374,12 +361,10 @@ def floats(name: str, x: jax.Array) -> jax.Array:
   """x, or an error where it holds no floats."""
   if x.dtype.name not in FLOATS:
     raise DtypeError(
-      message(
-        name,
-        x.dtype,
-        f"one of {', '.join(FLOATS)}",
-        f"cast it, e.g. {name}.astype(jnp.float32)",
-      )
+      name,
+      x.dtype,
+      f"one of {', '.join(FLOATS)}",
+      f"cast it, e.g. {name}.astype(jnp.float32)",
     )
   return x
 
@@ -391,9 +376,7 @@ def documents(segment_ids: Any, x: jax.Array) -> jax.Array | None:
   seg = as_array("segment_ids", segment_ids)
   if not jnp.issubdtype(seg.dtype, jnp.integer):
     raise DtypeError(
-      message(
-        "segment_ids", seg.dtype, "an integer dtype", "number the documents"
-      )
+      "segment_ids", seg.dtype, "an integer dtype", "number the documents"
     )
   return fits("segment_ids", seg, x.shape[:2]).astype(jnp.int32)
 
@@ -402,7 +385,7 @@ def called(name: str, f: Any) -> None:
   """An error where f is no function."""
   if not callable(f):
     raise InputTypeError(
-      message(name, type(f).__name__, "a function", "pass the function itself")
+      name, type(f).__name__, "a function", "pass the function itself"
     )
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ringjax.errors import DtypeError, OptionError, ShapeError, message
+from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops import sequence
 from ringjax.ops.inputs import as_array
 from ringjax.ops.sequence import Shards
@@ -68,7 +68,7 @@ def token_shift(
   x = sequence.tokens("x", x)
   if not isinstance(by, numbers.Integral) or isinstance(by, bool):
     raise OptionError(
-      message("by", repr(by), "an int, known when this is traced", "pass by=1")
+      "by", repr(by), "an int, known when this is traced", "pass by=1"
     )
   seg = sequence.documents(segment_ids, x)
   fill = _filling(fill, x.dtype)
@@ -88,23 +88,19 @@ def _filling(fill: Any, dtype: Any) -> jax.Array:
       same = np.asarray(fill).astype(dtype)
     if not jnp.issubdtype(dtype, jnp.inexact) and same != fill:
       raise DtypeError(
-        message(
-          "fill",
-          f"{fill!r} for tokens of {dtype}",
-          "a number that this dtype holds",
-          "pass another, or cast x",
-        )
+        "fill",
+        f"{fill!r} for tokens of {dtype}",
+        "a number that this dtype holds",
+        "pass another, or cast x",
       )
     return jnp.asarray(same)
   fill = as_array("fill", fill)
   if fill.shape or fill.dtype != dtype:
     raise ShapeError(
-      message(
-        "fill",
-        f"{fill.dtype} of shape {fill.shape}",
-        f"a number, or {dtype} of shape ()",
-        "broadcasting takes jnp.where on the result",
-      )
+      "fill",
+      f"{fill.dtype} of shape {fill.shape}",
+      f"a number, or {dtype} of shape ()",
+      "broadcasting takes jnp.where on the result",
     )
   return fill
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 LOCALS = ("blockwise", "kernel")
@@ -65,12 +65,10 @@ class Link:
     whole = isinstance(self.ports, int) and not isinstance(self.ports, bool)
     if not whole or self.ports < 1 or (self.ports > 1 and self.ports % 2):
       raise OptionError(
-        message(
-          "Link ports",
-          repr(self.ports),
-          "1 for a switch, or two for each dimension of a torus",
-          "use 1, 2, 4 or 6",
-        )
+        "Link ports",
+        repr(self.ports),
+        "1 for a switch, or two for each dimension of a torus",
+        "use 1, 2, 4 or 6",
       )
 
   @property
@@ -237,12 +235,10 @@ class Machine:
       links = _pairs("Machine links", self.links)
       if not all(isinstance(link, Link) for _, link in links):
         raise OptionError(
-          message(
-            "Machine links",
-            repr(self.links),
-            "a Link, or a mapping from axis names to Links",
-            "build them with Link(bandwidth=...)",
-          )
+          "Machine links",
+          repr(self.links),
+          "a Link, or a mapping from axis names to Links",
+          "build them with Link(bandwidth=...)",
         )
       object.__setattr__(self, "links", links)
     efficiency = tuple(
@@ -257,12 +253,10 @@ class Machine:
     )
     if not right or not efficiency:
       raise OptionError(
-        message(
-          "Machine efficiency",
-          repr(self.efficiency),
-          f"(forward, backward) above 0 to 1 for some of {', '.join(LOCALS)}",
-          "write {'kernel': (0.6, 0.5)}",
-        )
+        "Machine efficiency",
+        repr(self.efficiency),
+        f"(forward, backward) above 0 to 1 for some of {', '.join(LOCALS)}",
+        "write {'kernel': (0.6, 0.5)}",
       )
     object.__setattr__(self, "efficiency", efficiency)
     for name in ("hop_s", "call_s"):
@@ -270,25 +264,21 @@ class Machine:
     _positive("Machine memory_share", self.memory_share, "part of the memory")
     if self.memory_share > 1:
       raise OptionError(
-        message(
-          "Machine memory_share",
-          self.memory_share,
-          "at most 1",
-          "write it as a part, e.g. 0.5",
-        )
+        "Machine memory_share",
+        self.memory_share,
+        "at most 1",
+        "write it as a part, e.g. 0.5",
       )
     if (self.island is None) != (self.between is None):
       raise OptionError(
-        message(
-          "Machine island, between",
-          f"{self.island!r}, {self.between!r}",
-          "both, or neither",
-          "say how many devices an island has and what joins islands",
-        )
+        "Machine island, between",
+        f"{self.island!r}, {self.between!r}",
+        "both, or neither",
+        "say how many devices an island has and what joins islands",
       )
     if self.island is not None and self.island < 1:
       raise OptionError(
-        message("Machine island", self.island, "1 or more", "count devices")
+        "Machine island", self.island, "1 or more", "count devices"
       )
 
   @classmethod
@@ -334,12 +324,10 @@ class Machine:
     known = dict(self.links)
     if axis not in known:
       raise OptionError(
-        message(
-          "machine",
-          f"{self.name!r} without a link for the axis {axis!r}",
-          f"one of {', '.join(known)}",
-          "add it to links, or give one Link for all axes",
-        )
+        "machine",
+        f"{self.name!r} without a link for the axis {axis!r}",
+        f"one of {', '.join(known)}",
+        "add it to links, or give one Link for all axes",
       )
     return known[axis]
 
@@ -352,9 +340,7 @@ class Machine:
     known = dict(self.efficiency)
     if local not in known:
       raise OptionError(
-        message(
-          "local", repr(local), f"one of {', '.join(known)}", "choose one"
-        )
+        "local", repr(local), f"one of {', '.join(known)}", "choose one"
       )
     return known[local]
 
@@ -367,12 +353,10 @@ def number_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
   except TypeError:
     raise OptionError(
-      message(
-        "dtype",
-        repr(dtype),
-        f"one of {', '.join(_DTYPE_BYTES)}",
-        "correct the name",
-      )
+      "dtype",
+      repr(dtype),
+      f"one of {', '.join(_DTYPE_BYTES)}",
+      "correct the name",
     ) from None
 
 
@@ -383,9 +367,7 @@ def _pairs(name: str, given: Any) -> tuple[tuple[str, Any], ...]:
   except TypeError:
     pairs, right = (), False
   if not right or not pairs:
-    raise OptionError(
-      message(name, repr(given), "a mapping from names", "write a dict")
-    )
+    raise OptionError(name, repr(given), "a mapping from names", "write a dict")
   return tuple((str(k), v) for k, v in pairs)
 
 
@@ -396,16 +378,12 @@ def _real(value: Any) -> bool:
 
 def _positive(name: str, value: Any, unit: str) -> None:
   if not _real(value) or value <= 0:
-    raise OptionError(
-      message(name, repr(value), f"{unit}, above 0", "correct it")
-    )
+    raise OptionError(name, repr(value), f"{unit}, above 0", "correct it")
 
 
 def _at_least_0(name: str, value: Any) -> None:
   if not _real(value) or value < 0:
-    raise OptionError(
-      message(name, repr(value), "seconds, 0 or more", "correct it")
-    )
+    raise OptionError(name, repr(value), "seconds, 0 or more", "correct it")
 
 
 # ---------------------------------------------------------------------------
@@ -516,12 +494,10 @@ def core(name: str) -> Core:
     if short in (one.name, one.topology):
       return one
   raise OptionError(
-    message(
-      "chip",
-      repr(name),
-      f"one of {', '.join(one.topology for one in CORES.values())}",
-      "name a TPU, e.g. v5e or v5e:4x4",
-    )
+    "chip",
+    repr(name),
+    f"one of {', '.join(one.topology for one in CORES.values())}",
+    "name a TPU, e.g. v5e or v5e:4x4",
   )
 
 
@@ -538,12 +514,10 @@ def sides(topology: str) -> tuple[int, ...]:
   fine = all(part.isdecimal() and int(part) > 0 for part in parts)
   if not colon or not fine or len(parts) != (2 if flat else 3):
     raise OptionError(
-      message(
-        "topology",
-        repr(topology),
-        f"{made.topology}:{'4x4' if flat else '4x4x4'} or another size",
-        "write the chips along each side",
-      )
+      "topology",
+      repr(topology),
+      f"{made.topology}:{'4x4' if flat else '4x4x4'} or another size",
+      "write the chips along each side",
     )
   found = tuple(int(part) for part in parts)
   return found + (1,) * (3 - len(found))
@@ -577,12 +551,10 @@ def machine(name: str) -> Machine:
   found = name if name in MACHINES else known(name)
   if found is None:
     raise OptionError(
-      message(
-        "machine",
-        repr(name),
-        f"one of {', '.join(MACHINES)}",
-        "choose one, or build a Machine(...)",
-      )
+      "machine",
+      repr(name),
+      f"one of {', '.join(MACHINES)}",
+      "choose one, or build a Machine(...)",
     )
   return MACHINES[found]
 

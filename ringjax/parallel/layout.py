@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from ringjax.errors import InputTypeError, OptionError, ShapeError, message
+from ringjax.errors import InputTypeError, OptionError, ShapeError
 
 
 class Layout(abc.ABC):
@@ -100,21 +100,17 @@ class Layout(abc.ABC):
     def reorder(leaf: Any) -> Any:
       if not isinstance(leaf, jax.Array | np.ndarray):
         raise InputTypeError(
-          message(
-            "x",
-            type(leaf).__name__,
-            "a JAX or NumPy array, or a pytree of them",
-            "convert it with np.asarray or jnp.asarray",
-          )
+          "x",
+          type(leaf).__name__,
+          "a JAX or NumPy array, or a pytree of them",
+          "convert it with np.asarray or jnp.asarray",
         )
       if not -leaf.ndim <= axis < leaf.ndim:
         raise ShapeError(
-          message(
-            "axis",
-            f"{axis} for an array of shape {leaf.shape}",
-            "a dimension of the array",
-            "pass the dimension that runs over the sequence",
-          )
+          "axis",
+          f"{axis} for an array of shape {leaf.shape}",
+          "a dimension of the array",
+          "pass the dimension that runs over the sequence",
         )
       order = self.order(leaf.shape[axis], shards)
       if np.array_equal(order, np.arange(order.size)):
@@ -215,12 +211,10 @@ class Striped(Dealt):
     whole = isinstance(self.block, int | np.integer)
     if not whole or isinstance(self.block, bool) or self.block < 1:
       raise OptionError(
-        message(
-          "block",
-          repr(self.block),
-          "a positive int, the tokens of one stripe",
-          "use Striped() for stripes of one token",
-        )
+        "block",
+        repr(self.block),
+        "a positive int, the tokens of one stripe",
+        "use Striped() for stripes of one token",
       )
     object.__setattr__(self, "block", int(self.block))
 
@@ -295,12 +289,10 @@ class Uneven(Layout):
     )
     if not whole or sum(counts) < 1:
       raise OptionError(
-        message(
-          "counts",
-          repr(self.counts),
-          "the tokens of each shard, ints of at least 0",
-          "see rj.plan for good ones",
-        )
+        "counts",
+        repr(self.counts),
+        "the tokens of each shard, ints of at least 0",
+        "see rj.plan for good ones",
       )
     object.__setattr__(self, "counts", tuple(int(n) for n in counts))
 
@@ -313,21 +305,17 @@ class Uneven(Layout):
     most, total = max(self.counts), sum(self.counts)
     if shards != len(self.counts):
       raise ShapeError(
-        message(
-          "layout",
-          f"{self} over {shards} shards",
-          "a count for each shard",
-          f"give {shards} counts",
-        )
+        "layout",
+        f"{self} over {shards} shards",
+        "a count for each shard",
+        f"give {shards} counts",
       )
     if length not in (total, shards * most):
       raise ShapeError(
-        message(
-          "layout",
-          f"{self} for {length} tokens",
-          f"{total} tokens, or {shards * most} rows with the empty slots",
-          "make counts that add up to the length",
-        )
+        "layout",
+        f"{self} for {length} tokens",
+        f"{total} tokens, or {shards * most} rows with the empty slots",
+        "make counts that add up to the length",
       )
     return most
 
@@ -432,10 +420,8 @@ def _refit(
 def _check_shards(shards: Any) -> None:
   if not isinstance(shards, int | np.integer) or shards < 1:
     raise OptionError(
-      message(
-        "shards",
-        repr(shards),
-        "a positive int, the devices along the sequence axis",
-        "pass shards=mesh.shape['seq']",
-      )
+      "shards",
+      repr(shards),
+      "a positive int, the devices along the sequence axis",
+      "pass shards=mesh.shape['seq']",
     )

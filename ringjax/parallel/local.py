@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ringjax.errors import MeshError, message
+from ringjax.errors import MeshError
 
 Tree = TypeVar("Tree")
 
@@ -21,12 +21,10 @@ def last_device(mesh: Any, axis: str | None) -> Any:
   for device in mesh.devices.flat:
     if device.process_index != jax.process_index():
       raise MeshError(
-        message(
-          "mesh",
-          f"devices of process {device.process_index} too",
-          "devices of this process only, to bring arrays to one of them",
-          "let a chain of processes read: python -m launch.prefill",
-        )
+        "mesh",
+        f"devices of process {device.process_index} too",
+        "devices of this process only, to bring arrays to one of them",
+        "let a chain of processes read: python -m launch.prefill",
       )
   where = [0] * mesh.devices.ndim
   if axis is not None:
@@ -46,12 +44,10 @@ def here(tree: Tree, device: Any) -> Tree:
       if shard.device == device and shard.data.shape == x.shape:
         return shard.data
     raise MeshError(
-      message(
-        "array",
-        f"shape {x.shape} that does not lie whole on {device}",
-        "a copy there",
-        "use a mesh whose only axis of several devices is the sequence's",
-      )
+      "array",
+      f"shape {x.shape} that does not lie whole on {device}",
+      "a copy there",
+      "use a mesh whose only axis of several devices is the sequence's",
     )
 
   return jax.tree.map(one, tree)

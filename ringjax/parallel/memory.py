@@ -114,4 +114,6 @@ def watched(doing: str, knobs: str) -> Iterator[None]:
   except Exception as error:
     if not ran_out(error):
       raise
-    raise OutOfMemoryError(told(error, doing, knobs), asked(error)) from error
+    raise OutOfMemoryError(
+      told(error, doing, knobs), nbytes=asked(error)
+    ) from error

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ringjax.errors import MeshError, message
+from ringjax.errors import MeshError
 from ringjax.parallel.place import SEQ
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -77,19 +77,15 @@ def automatic(mesh: Any) -> Mesh:
   """
   if not isinstance(mesh, Mesh):
     raise MeshError(
-      message(
-        "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
-      )
+      "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
     )
   kinds = set(mesh.axis_types)
   if AxisType.Manual in kinds:
     raise MeshError(
-      message(
-        "mesh",
-        f"axes of types {mesh.axis_types}",
-        "automatic axes",
-        "build it with rj.make_mesh, and call from outside of a shard_map",
-      )
+      "mesh",
+      f"axes of types {mesh.axis_types}",
+      "automatic axes",
+      "build it with rj.make_mesh, and call from outside of a shard_map",
     )
   if AxisType.Explicit not in kinds:
     return mesh
@@ -106,12 +102,10 @@ def check_current() -> None:
   around = jax.sharding.get_abstract_mesh()
   if AxisType.Explicit in around.axis_types:
     raise MeshError(
-      message(
-        "mesh",
-        f"a current mesh with axes of types {around.axis_types}",
-        "automatic axes, for models",
-        "enter jax.set_mesh(rj.make_mesh(...)), or leave it",
-      )
+      "mesh",
+      f"a current mesh with axes of types {around.axis_types}",
+      "automatic axes, for models",
+      "enter jax.set_mesh(rj.make_mesh(...)), or leave it",
     )
 
 
@@ -153,12 +147,10 @@ def on_automatic(name: str, x: jax.Array) -> jax.Array:
     return x
   if isinstance(x, jax.core.Tracer):
     raise MeshError(
-      message(
-        name,
-        f"an array on axes of types {lies.mesh.axis_types}",
-        "automatic axes, for models",
-        "lay it on a mesh of rj.make_mesh before the jit",
-      )
+      name,
+      f"an array on axes of types {lies.mesh.axis_types}",
+      "automatic axes, for models",
+      "lay it on a mesh of rj.make_mesh before the jit",
     )
   mesh = automatic(cast(NamedSharding, x.sharding).mesh)
   return jax.device_put(x, NamedSharding(mesh, lies.spec))
@@ -178,42 +170,31 @@ def _sizes(
 ) -> tuple[int, ...]:
   if len(shape) != len(names) or len(set(names)) != len(names):
     raise MeshError(
-      message(
-        "axis_names",
-        f"{names} for shape {shape}",
-        "one distinct name for each axis",
-        "give as many names as sizes",
-      )
+      "axis_names",
+      f"{names} for shape {shape}",
+      "one distinct name for each axis",
+      "give as many names as sizes",
     )
   known = math.prod(s for s in shape if s != -1)
   if shape.count(-1) > 1 or any(s < 1 and s != -1 for s in shape):
     raise MeshError(
-      message(
-        "shape",
-        shape,
-        "positive sizes and at most one -1",
-        "write the sizes out",
-      )
+      "shape", shape, "positive sizes and at most one -1", "write the sizes out"
     )
   if -1 in shape:
     if count % known:
       raise MeshError(
-        message(
-          "shape",
-          f"{shape} for {count} devices",
-          f"a number of devices that {known} divides",
-          "change the other axes, or leave some devices out",
-        )
+        "shape",
+        f"{shape} for {count} devices",
+        f"a number of devices that {known} divides",
+        "change the other axes, or leave some devices out",
       )
     shape = tuple(count // known if s == -1 else s for s in shape)
   if math.prod(shape) > count:
     raise MeshError(
-      message(
-        "shape",
-        f"{shape}, which needs {math.prod(shape)} devices",
-        f"at most the {count} devices there are",
-        "make an axis smaller, or on CPU set jax_num_cpu_devices",
-      )
+      "shape",
+      f"{shape}, which needs {math.prod(shape)} devices",
+      f"at most the {count} devices there are",
+      "make an axis smaller, or on CPU set jax_num_cpu_devices",
     )
   return shape
 

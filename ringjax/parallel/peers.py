@@ -38,7 +38,7 @@ import jax
 import numpy as np
 from jax._src import distributed  # The key-value store has no public name.
 
-from ringjax.errors import OptionError, PeerError, message
+from ringjax.errors import OptionError, PeerError
 
 TIMEOUT_S = 10.0
 _MAGIC = b"ringjax1"
@@ -136,9 +136,7 @@ class Peers:
       OptionError: a timeout that is none.
     """
     if not 0 < timeout_s < math.inf:
-      raise OptionError(
-        message("timeout_s", timeout_s, "seconds above 0", "raise it")
-      )
+      raise OptionError("timeout_s", timeout_s, "seconds above 0", "raise it")
     patience_s = max(30.0, timeout_s)
     local = host in ("127.0.0.1", "localhost")
     with socket.create_server(
@@ -263,7 +261,7 @@ class Peers:
         if (call, r) in self._values:
           found[r] = self._values.pop((call, r))
         elif r not in found and peer.left:
-          raise PeerError(f"rank {r} has left the others", r)
+          raise PeerError(f"rank {r} has left the others", rank=r)
       return len(found) == self.size
 
     self.wait(complete)
@@ -434,7 +432,7 @@ class Peers:
     with self._news:
       if self.failure is not None or self._closed:
         return
-      self.failure = PeerError(f"rank {rank} {why}", rank)
+      self.failure = PeerError(f"rank {rank} {why}", rank=rank)
     self._tell_all({"t": "fail", "rank": rank, "why": why})
     self._shut()
     self.wake()

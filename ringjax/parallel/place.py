@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from ringjax.errors import MeshError, message
+from ringjax.errors import MeshError
 from ringjax.parallel import collectives
 
 SEQ = "seq"
@@ -42,12 +42,10 @@ def sequence_axis(mesh: Any, used: Sequence[str] = ()) -> str | None:
   left = [a for a in mesh.axis_names if a not in (*_OTHERS, *used)]
   if len(left) > 1:
     raise MeshError(
-      message(
-        "axis",
-        f"None, on a mesh with the axes {mesh.axis_names}",
-        f"which of {', '.join(map(repr, left))} shards the sequence",
-        f"pass axis=, e.g. axis={left[0]!r}",
-      )
+      "axis",
+      f"None, on a mesh with the axes {mesh.axis_names}",
+      f"which of {', '.join(map(repr, left))} shards the sequence",
+      f"pass axis=, e.g. axis={left[0]!r}",
     )
   return left[0] if left else None
 
@@ -118,14 +116,12 @@ def check_axis(name: str, axis: Any) -> None:
     or (several and all(isinstance(one, str) for one in axis))
   ):
     raise MeshError(
-      message(
-        name,
-        repr(axis),
-        "the name of a mesh axis, or a tuple of such names, the slowest first",
-        f"shard over an axis, e.g. {name}='seq'"
-        if name == "axis"
-        else f"say over which it lies, e.g. {name}='data'",
-      )
+      name,
+      repr(axis),
+      "the name of a mesh axis, or a tuple of such names, the slowest first",
+      f"shard over an axis, e.g. {name}='seq'"
+      if name == "axis"
+      else f"say over which it lies, e.g. {name}='data'",
     )
 
 
@@ -165,23 +161,19 @@ def locate(
   per_shard = manual(axis) if by_name or axis != AUTO else None
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
-      message(
-        "mesh",
-        type(mesh).__name__,
-        "a jax.sharding.Mesh",
-        "build one with rj.make_mesh or jax.make_mesh",
-      )
+      "mesh",
+      type(mesh).__name__,
+      "a jax.sharding.Mesh",
+      "build one with rj.make_mesh or jax.make_mesh",
     )
   if per_shard is not None:
     if told:
       which = next(w for w, what in said.items() if what is not None)
       raise MeshError(
-        message(
-          which,
-          f"{said[which]!r} for operands that are per shard",
-          "operands of a whole mesh",
-          "leave it out inside of a shard_map",
-        )
+        which,
+        f"{said[which]!r} for operands that are per shard",
+        "operands of a whole mesh",
+        "leave it out inside of a shard_map",
       )
     return per_shard
   specs = [_spec(x) for x in operands]
@@ -198,12 +190,10 @@ def locate(
     if named or required or told:
       got = said.get(first, axis if named else None)
       raise MeshError(
-        message(
-          first,
-          f"{got!r} outside of any mesh",
-          "a mesh with that axis",
-          "pass mesh=, or enter one with jax.set_mesh(mesh)",
-        )
+        first,
+        f"{got!r} outside of any mesh",
+        "a mesh with that axis",
+        "pass mesh=, or enter one with jax.set_mesh(mesh)",
       )
     return Place()
   used = [n for what in said.values() for n in collectives.names(what)]
@@ -214,21 +204,17 @@ def locate(
   if axis is None:
     if required:
       raise MeshError(
-        message(
-          "axis",
-          f"None, and no 'seq' among the mesh axes {use.axis_names}",
-          "the mesh axis that shards the sequence",
-          "pass axis= one of them",
-        )
+        "axis",
+        f"None, and no 'seq' among the mesh axes {use.axis_names}",
+        "the mesh axis that shards the sequence",
+        "pass axis= one of them",
       )
   elif any(name not in use.axis_names for name in collectives.names(axis)):
     raise MeshError(
-      message(
-        "axis",
-        repr(axis),
-        f"one of the mesh axes {use.axis_names}",
-        "rename the axis or pass another mesh",
-      )
+      "axis",
+      repr(axis),
+      f"one of the mesh axes {use.axis_names}",
+      "rename the axis or pass another mesh",
     )
   explicit = [
     a
@@ -250,12 +236,10 @@ def locate(
     _check_divides(operands, use, name, batch, heads)
   if {*collectives.names(axis)} & {*batch, *heads}:
     raise MeshError(
-      message(
-        name,
-        f"a sharding that uses {axis!r} for the batch or the heads",
-        "that axis for the sequence only",
-        f"reshard {name}, or name the sequence's axis with axis=",
-      )
+      name,
+      f"a sharding that uses {axis!r} for the batch or the heads",
+      "that axis for the sequence only",
+      f"reshard {name}, or name the sequence's axis with axis=",
     )
   return Place(
     axis,
@@ -300,15 +284,13 @@ def refuse_shards(name: str, x: Any, spelling: str, axis: str) -> None:
   over = varying or axes
   example = axis if axis in over else over[0]
   raise MeshError(
-    message(
-      name,
-      f"shards in a shard_map over the axes {', '.join(map(repr, over))}, "
-      "and no axis",
-      "whether the sequence is sharded over one of them",
-      f"pass {spelling.format(repr(example))} for attention over the shards "
-      f"of that axis, or {spelling.format(None)} for attention within each "
-      "shard",
-    )
+    name,
+    f"shards in a shard_map over the axes {', '.join(map(repr, over))}, "
+    "and no axis",
+    "whether the sequence is sharded over one of them",
+    f"pass {spelling.format(repr(example))} for attention over the shards "
+    f"of that axis, or {spelling.format(None)} for attention within each "
+    "shard",
   )
 
 
@@ -317,12 +299,10 @@ def _check_same(mesh: Any, around: Any) -> None:
   shape = lambda one: tuple(zip(one.axis_names, one.axis_sizes, strict=True))
   if mesh is not None and shape(mesh) != shape(around):
     raise MeshError(
-      message(
-        "mesh",
-        f"one of {shape(mesh)} inside of a shard_map over {shape(around)}",
-        "the mesh of that shard_map",
-        "leave mesh out",
-      )
+      "mesh",
+      f"one of {shape(mesh)} inside of a shard_map over {shape(around)}",
+      "the mesh of that shard_map",
+      "leave mesh out",
     )
 
 
@@ -332,12 +312,10 @@ def _told(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:
   for one in names:
     if one not in mesh.axis_names:
       raise MeshError(
-        message(
-          which,
-          repr(axes),
-          f"one of the mesh axes {mesh.axis_names}",
-          "rename the axis or pass another mesh",
-        )
+        which,
+        repr(axes),
+        f"one of the mesh axes {mesh.axis_names}",
+        "rename the axis or pass another mesh",
       )
   return names
 
@@ -348,12 +326,10 @@ def _check_disjoint(axis: Any, batch: Any, heads: Any) -> None:
   twice = next((one for one in uses if uses.count(one) > 1), None)
   if twice is not None:
     raise MeshError(
-      message(
-        "axis, batch_axis, head_axis",
-        f"{twice!r} for two of sequence, batch and heads",
-        "another mesh axis for each",
-        "take it out of one of them",
-      )
+      "axis, batch_axis, head_axis",
+      f"{twice!r} for two of sequence, batch and heads",
+      "another mesh axis for each",
+      "take it out of one of them",
     )
 
 
@@ -366,12 +342,10 @@ def _check_divides(
     size = math.prod(mesh.shape[one] for one in over)
     if many % size:
       raise MeshError(
-        message(
-          name,
-          f"{many} {which} over the {size} shards of {over}",
-          "a multiple of the shards",
-          "leave that axis out, or pad",
-        )
+        name,
+        f"{many} {which} over the {size} shards of {over}",
+        "a multiple of the shards",
+        "leave that axis out, or pad",
       )
 
 

@@ -194,7 +194,7 @@ def require() -> None:
   why = missing()
   if why is not None:
     raise OptionError(
-      message("libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64")
+      "libtpu", "none", "the TPU compiler", f"{why}, on Linux x86-64"
     )
 
 
@@ -252,12 +252,10 @@ def compile(
   taken = _DUMPS.intersection(compiler_options or ())
   if taken:
     raise OptionError(
-      message(
-        "compiler_options",
-        ", ".join(sorted(taken)),
-        "options that are not set here, to read what fits",
-        "pass text_path= for the program",
-      )
+      "compiler_options",
+      ", ".join(sorted(taken)),
+      "options that are not set here, to read what fits",
+      "pass text_path= for the program",
     )
   require()
   try:
@@ -276,7 +274,7 @@ def compile(
     )
   except (TypeError, ValueError) as error:
     raise OptionError(
-      message("options", f"{error}", "what JSON has", "pass plain values")
+      "options", f"{error}", "what JSON has", "pass plain values"
     ) from None
   with tempfile.TemporaryDirectory(prefix="ringjax-aot-") as folder:
     found, text = _run(job, folder, flags, timeout_s)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost
 from ringjax.plan.cost import Profile, Prompt
 
@@ -130,12 +130,10 @@ def round_to_tiles(
   tiles = -(-cost.check_count("tokens", tokens) // tile)
   if tiles < given.size:
     raise OptionError(
-      message(
-        "ranks",
-        f"{given.size} for {tiles} tiles of {tile} tokens",
-        "a tile each",
-        f"use {tiles} ranks or smaller tiles",
-      )
+      "ranks",
+      f"{given.size} for {tiles} tiles of {tile} tokens",
+      "a tile each",
+      f"use {tiles} ranks or smaller tiles",
     )
   exact = given / given.sum() * tiles
   counts = np.maximum(np.floor(exact).astype(np.int64), 1)
@@ -152,5 +150,5 @@ def round_to_tiles(
 
 def _bad_shares(shares: object) -> OptionError:
   return OptionError(
-    message("shares", shares, "numbers >= 0, one for each rank", "correct them")
+    "shares", shares, "numbers >= 0, one for each rank", "correct them"
   )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 _DIGITS = 5
 # A try answers with (whether it fits, bytes it needs, bytes there are).
@@ -70,12 +70,10 @@ def largest(
   low, high = down(least), down(most)
   if unit < 1 or low > high or not part > 0:
     raise OptionError(
-      message(
-        "tokens",
-        f"from {least} to {most} in steps of {unit}",
-        "bounds with a multiple of the step between",
-        "widen them",
-      )
+      "tokens",
+      f"from {least} to {most} in steps of {unit}",
+      "bounds with a multiple of the step between",
+      "widen them",
     )
   over: list[tuple[int, int]] = []
   tried = 0

@@ -13,7 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost, partition, schedules
 from ringjax.plan.balance import most_ranks
 from ringjax.plan.cost import Network, Profile, Prompt
@@ -103,7 +103,7 @@ def choose(
   cost.check_number("least_gain", least_gain, most=1.0)
   if keep not in KEEPS:
     raise OptionError(
-      message("keep", repr(keep), f"one of {', '.join(KEEPS)}", "choose one")
+      "keep", repr(keep), f"one of {', '.join(KEEPS)}", "choose one"
     )
   why = []
   profile, network = machine.profile, machine.network

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan.aot import versions
 
 _NEED = re.compile(
@@ -102,12 +102,10 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
     )
   except (RuntimeError, ValueError, NotImplementedError) as error:
     raise OptionError(
-      message(
-        "topology",
-        f"{job['topology']}: {error}"[:400],
-        "a slice that libtpu knows",
-        "check the name and the installed libtpu",
-      )
+      "topology",
+      f"{job['topology']}: {error}"[:400],
+      "a slice that libtpu knows",
+      "check the name and the installed libtpu",
     ) from None
   built = _builder(job["builder"])(found.devices, **job["options"])
   start = time.monotonic()
@@ -213,12 +211,10 @@ def _builder(name: str) -> Any:
     return getattr(importlib.import_module(module), function)
   except (ImportError, AttributeError, ValueError) as error:
     raise OptionError(
-      message(
-        "builder",
-        f"{name!r}: {error}",
-        "'module:function' that can be imported",
-        "pass the module and function that exist",
-      )
+      "builder",
+      f"{name!r}: {error}",
+      "'module:function' that can be imported",
+      "pass the module and function that exist",
     ) from None
 
 
@@ -230,12 +226,10 @@ def _check_tiles(text: str) -> None:
   found = _VECTOR.search(text)
   if found:
     raise OptionError(
-      message(
-        "program",
-        f"{found[2]} of vector memory for {found[1]}",
-        f"at most {found[3]}",
-        "pass smaller tiles, q_block= and kv_block=",
-      )
+      "program",
+      f"{found[2]} of vector memory for {found[1]}",
+      f"at most {found[3]}",
+      "pass smaller tiles, q_block= and kv_block=",
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import ConfigError, OptionError, message
+from ringjax.errors import ConfigError, OptionError
 from ringjax.parallel.chips import Link, Machine, number_bytes
 
 KERNELS = ("dense", "causal")
@@ -53,9 +53,7 @@ def check_number(
   if not math.isfinite(found) or not least <= found <= most:
     bound = f"from {least:g} to {most:g}" if most < math.inf else ""
     raise OptionError(
-      message(
-        name, repr(value), f"a number {bound or f'>= {least:g}'}", "correct it"
-      )
+      name, repr(value), f"a number {bound or f'>= {least:g}'}", "correct it"
     )
   return found
 
@@ -69,7 +67,7 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
   whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not whole or value < least:
     raise OptionError(
-      message(name, repr(value), f"an int, {least} or more", "correct it")
+      name, repr(value), f"an int, {least} or more", "correct it"
     )
   return int(value)
 
@@ -123,12 +121,10 @@ class Shape:
     kind = config.get("model_type")
     if odd:
       raise ConfigError(
-        message(
-          "config",
-          f"{kind} with {', '.join(odd)}",
-          "plain attention and feedforward",
-          "measure it instead and store a profile",
-        )
+        "config",
+        f"{kind} with {', '.join(odd)}",
+        "plain attention and feedforward",
+        "measure it instead and store a profile",
       )
     try:
       embed, heads = config["hidden_size"], config["num_attention_heads"]
@@ -147,12 +143,10 @@ class Shape:
       )
     except KeyError as error:
       raise ConfigError(
-        message(
-          "config",
-          f"{kind} without {error.args[0]}",
-          "a decoder's config.json",
-          "add the entry",
-        )
+        "config",
+        f"{kind} without {error.args[0]}",
+        "a decoder's config.json",
+        "add the entry",
       ) from None
 
   @property
@@ -209,7 +203,7 @@ class Profile:
     for name in ("name", "model", "hardware", "source"):
       if not isinstance(getattr(self, name), str):
         raise OptionError(
-          message(name, repr(getattr(self, name)), "a text", "correct it")
+          name, repr(getattr(self, name)), "a text", "correct it"
         )
     check_count("layers", self.layers)
     for name in ("token_s", "pair_s", "fixed_s", "floor_s", "kv_bytes"):
@@ -217,13 +211,11 @@ class Profile:
     check_number("early", self.early, most=1.0)
     if self.token_s + self.pair_s == 0:
       raise OptionError(
-        message("token_s, pair_s", "0 and 0", "work that takes time", "set one")
+        "token_s, pair_s", "0 and 0", "work that takes time", "set one"
       )
     if self.kernel not in KERNELS:
       raise OptionError(
-        message(
-          "kernel", repr(self.kernel), f"one of {', '.join(KERNELS)}", "choose"
-        )
+        "kernel", repr(self.kernel), f"one of {', '.join(KERNELS)}", "choose"
       )
 
   @classmethod
@@ -268,12 +260,10 @@ class Profile:
     """
     if self.layers != layers:
       raise OptionError(
-        message(
-          "profile",
-          f"{self.name!r} of {self.model}, {self.layers} layers",
-          f"one of this model, {layers} layers",
-          "measure one: python -m launch.plan kvr --fit",
-        )
+        "profile",
+        f"{self.name!r} of {self.model}, {self.layers} layers",
+        f"one of this model, {layers} layers",
+        "measure one: python -m launch.plan kvr --fit",
       )
 
   def scaled(
@@ -336,12 +326,10 @@ def check_lengths(lengths: Sequence[int], tokens: int) -> tuple[int, ...]:
   found = tuple(check_count("partition", n) for n in lengths)
   if not found or sum(found) != tokens:
     raise OptionError(
-      message(
-        "partition",
-        f"{found}, in all {sum(found)}",
-        f"lengths that add up to {tokens}",
-        "correct the lengths",
-      )
+      "partition",
+      f"{found}, in all {sum(found)}",
+      f"lengths that add up to {tokens}",
+      "correct the lengths",
     )
   return found
 
@@ -354,9 +342,7 @@ def even(tokens: int, ranks: int) -> tuple[int, ...]:
   """
   check_count("ranks", ranks)
   if check_count("tokens", tokens) < ranks:
-    raise OptionError(
-      message("ranks", ranks, f"{tokens} at most", "use fewer ranks")
-    )
+    raise OptionError("ranks", ranks, f"{tokens} at most", "use fewer ranks")
   each, more = divmod(tokens, ranks)
   return tuple(each + (i < more) for i in range(ranks))
 

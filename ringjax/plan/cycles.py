@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan import aot
 
@@ -195,12 +195,10 @@ def count(
         tiles.append(tile)
   if not tiles:
     raise OptionError(
-      message(
-        "builder",
-        f"{builder}, whose program has no kernel that multiplies",
-        "a program with Pallas kernels",
-        "see whether the kernel declined the call",
-      )
+      "builder",
+      f"{builder}, whose program has no kernel that multiplies",
+      "a program with Pallas kernels",
+      "see whether the kernel declined the call",
     )
   return tuple(sorted(tiles, key=lambda tile: tile.kernel))
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan.events import Timeline
 from ringjax.plan.overlap import Report
 from ringjax.plan.schedules import Outcome
@@ -33,12 +33,10 @@ def figures() -> Any:
     return importlib.import_module("matplotlib.figure")
   except ModuleNotFoundError:
     raise OptionError(
-      message(
-        "plot",
-        "one, but matplotlib is not installed",
-        "matplotlib, or no plot",
-        "pip install matplotlib",
-      )
+      "plot",
+      "one, but matplotlib is not installed",
+      "matplotlib, or no plot",
+      "pip install matplotlib",
     ) from None
 
 
@@ -128,7 +126,7 @@ def schedule(found: Report, path: str, title: str = "") -> None:
   patches = importlib.import_module("matplotlib.patches")
   if not found.spans:
     raise OptionError(
-      message("plot", "a program that does nothing", "some work", "leave it")
+      "plot", "a program that does nothing", "some work", "leave it"
     )
   sent = [s for s in found.spans if s.kind == "send"]
   # Small ones ride along with large ones.
@@ -260,5 +258,5 @@ def _save(figure: Any, path: str) -> None:
     figure.savefig(path, dpi=130)
   except (OSError, ValueError) as error:
     raise OptionError(
-      message("plot", f"{path}: {error}", "a PNG to write", "choose a path")
+      "plot", f"{path}: {error}", "a PNG to write", "choose a path"
     ) from None

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 
 # A number of seconds, bytes, slots: what a caller may write as 1 or as 1.0.
@@ -200,7 +200,7 @@ class Simulator:
       OptionError: the name is taken or there are no slots.
     """
     if not slots >= 1:
-      raise OptionError(message("slots", slots, "1 or more", "pass slots=1"))
+      raise OptionError("slots", slots, "1 or more", "pass slots=1")
     return self._add(Device(name, slots), slots)
 
   def link(
@@ -312,9 +312,7 @@ class Simulator:
     """
     _check("time_s", time_s)
     if time_s < self._now:
-      raise OptionError(
-        message("time_s", time_s, f"{self._now} or later", "raise it")
-      )
+      raise OptionError("time_s", time_s, f"{self._now} or later", "raise it")
     self._post(time_s, _CALL, call)
 
   def run(self) -> Timeline:
@@ -325,7 +323,7 @@ class Simulator:
     """
     if self._over or self._running:
       raise OptionError(
-        message("run", "a second call", "one", "describe a new Simulator")
+        "run", "a second call", "one", "describe a new Simulator"
       )
     self._running = True
     for index, state in enumerate(self._ops):
@@ -358,12 +356,10 @@ class Simulator:
     index = self._names.get(place.name, 0)
     if not index or self._places[index] is not place:
       raise OptionError(
-        message(
-          "where",
-          place.name,
-          "a device or link of this simulator",
-          "make it with its device() or link()",
-        )
+        "where",
+        place.name,
+        "a device or link of this simulator",
+        "make it with its device() or link()",
       )
     return index
 
@@ -375,19 +371,15 @@ class Simulator:
       index = self._pool_names.get(pool.name, -1)
       if index < 0 or self._pools[index] is not pool:
         raise OptionError(
-          message(
-            name, pool.name, "a pool of this simulator", "make it with pool()"
-          )
+          name, pool.name, "a pool of this simulator", "make it with pool()"
         )
       _check(name, amount)
       if amount > pool.size:
         raise OptionError(
-          message(
-            name,
-            f"{amount} of {pool.name}",
-            f"{pool.size} at most",
-            "make the pool larger",
-          )
+          name,
+          f"{amount} of {pool.name}",
+          f"{pool.size} at most",
+          "make the pool larger",
         )
       found.append((index, amount))
     return tuple(found)
@@ -409,10 +401,10 @@ class Simulator:
   ) -> Op:
     _check("release_s", release_s)
     if math.isnan(priority):
-      raise OptionError(message("priority", priority, "a number", "pass 0"))
+      raise OptionError("priority", priority, "a number", "pass 0")
     if self._over:
       raise OptionError(
-        message("op", name, "it before the end of run()", "add it earlier")
+        "op", name, "it before the end of run()", "add it earlier"
       )
     index = len(self._ops)
     state = _State(
@@ -433,9 +425,7 @@ class Simulator:
       known = op.index < index and self._ops[op.index].name == op.name
       if not known:
         raise OptionError(
-          message(
-            "after", op, "operations of this simulator", "describe them first"
-          )
+          "after", op, "operations of this simulator", "describe them first"
         )
       if self._ops[op.index].span is None:
         before[op.index] = None
@@ -482,12 +472,10 @@ class Simulator:
       self._left[pool] += amount
       if self._left[pool] > self._pools[pool].size:
         raise OptionError(
-          message(
-            "give",
-            f"{self._left[pool]} in {self._pools[pool].name}",
-            f"{self._pools[pool].size} at most",
-            "give back only what was taken",
-          )
+          "give",
+          f"{self._left[pool]} in {self._pools[pool].name}",
+          f"{self._pools[pool].size} at most",
+          "give back only what was taken",
         )
       self._changed |= self._short[pool]
       self._short[pool].clear()
@@ -555,23 +543,19 @@ class Simulator:
     names = ", ".join(s.name for s in first[:3])
     pools = sorted({self._pools[p].name for s in first for p, _ in s.take})
     raise OptionError(
-      message(
-        "operations",
-        f"{len(stuck)} that never start, first {names}",
-        f"all to end; nobody gives back to {', '.join(pools)}",
-        "make the pools larger or add give=",
-      )
+      "operations",
+      f"{len(stuck)} that never start, first {names}",
+      f"all to end; nobody gives back to {', '.join(pools)}",
+      "make the pools larger or add give=",
     )
 
 
 def _check(name: str, value: Number) -> None:
   if not 0 <= value < math.inf:
-    raise OptionError(
-      message(name, value, "a finite number, 0 or more", "correct it")
-    )
+    raise OptionError(name, value, "a finite number, 0 or more", "correct it")
 
 
 def _taken(what: str, name: str) -> OptionError:
   return OptionError(
-    message(what, repr(name), "a name that is not taken", "choose another")
+    what, repr(name), "a name that is not taken", "choose another"
   )

@@ -12,7 +12,7 @@ import os
 import tempfile
 from typing import Any
 
-from ringjax.errors import CheckpointFormatError, OptionError, message
+from ringjax.errors import CheckpointFormatError, OptionError
 
 _LARGEST_BYTES = 16 << 20
 
@@ -45,12 +45,10 @@ def write_text(path: str, text: str) -> None:
     os.replace(temporary, path)
   except OSError as error:
     raise OptionError(
-      message(
-        "file",
-        f"{path}: {error.strerror}",
-        "a path to write to",
-        "pass a writable path",
-      )
+      "file",
+      f"{path}: {error.strerror}",
+      "a path to write to",
+      "pass a writable path",
     ) from None
   finally:
     if temporary is not None:
@@ -70,12 +68,10 @@ def read(path: str, format: str) -> dict[str, Any]:
       data = file.read(_LARGEST_BYTES + 1)
   except OSError as error:
     raise OptionError(
-      message(
-        "file",
-        f"{path}: {error.strerror}",
-        "a file to read",
-        "pass the path of a readable file",
-      )
+      "file",
+      f"{path}: {error.strerror}",
+      "a file to read",
+      "pass the path of a readable file",
     ) from None
   if len(data) > _LARGEST_BYTES:
     raise fault(path, f"more than {_LARGEST_BYTES} bytes", "a small JSON file")
@@ -95,7 +91,7 @@ def read(path: str, format: str) -> dict[str, Any]:
 def fault(path: str, got: str, want: str) -> CheckpointFormatError:
   """What is wrong with a file, as an error to raise."""
   return CheckpointFormatError(
-    message(path, got, want, "write the file anew or mend it")
+    path, got, want, "write the file anew or mend it"
   )
 
 

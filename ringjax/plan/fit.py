@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost
 
 
@@ -67,12 +67,10 @@ def fit(samples: Sequence[Sample]) -> Fit:
   seconds = np.array([s.seconds for s in samples], np.float64)
   if len(samples) < 3 or not (seconds > 0).all():
     raise OptionError(
-      message(
-        "samples",
-        f"{len(samples)}, least {min(seconds, default=0)} s",
-        "3 or more that took time",
-        "measure more",
-      )
+      "samples",
+      f"{len(samples)}, least {min(seconds, default=0)} s",
+      "3 or more that took time",
+      "measure more",
     )
   fits = []
   for kernel in cost.KERNELS:
@@ -92,12 +90,10 @@ def fit(samples: Sequence[Sample]) -> Fit:
   best = min(fits, key=lambda pair: pair[0])[1]
   if best.token_s == best.pair_s == 0:
     raise OptionError(
-      message(
-        "samples",
-        "times that do not grow with the tokens",
-        "calls that differ by more than the machine's noise",
-        "measure longer calls, or more rounds",
-      )
+      "samples",
+      "times that do not grow with the tokens",
+      "calls that differ by more than the machine's noise",
+      "measure longer calls, or more rounds",
     )
   return best
 
@@ -108,12 +104,10 @@ def _nonnegative(rows: np.ndarray) -> np.ndarray:
   rows = rows / scale
   if np.linalg.matrix_rank(rows) < rows.shape[1]:
     raise OptionError(
-      message(
-        "samples",
-        f"{len(rows)} that are too much alike",
-        "different lengths behind different prefixes",
-        "measure other lengths",
-      )
+      "samples",
+      f"{len(rows)} that are too much alike",
+      "different lengths behind different prefixes",
+      "measure other lengths",
     )
   best, least = np.zeros(rows.shape[1]), np.inf
   # Three columns have seven subsets; the optimum solves one of them.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost, schedules
 from ringjax.plan.cost import Network, Profile, Prompt
 
@@ -153,12 +153,10 @@ def search(
       seconds = np.asarray(objective(np.asarray(new, np.int64)), np.float64)
       if seconds.shape != (len(new),) or np.isnan(seconds).any():
         raise OptionError(
-          message(
-            "objective",
-            f"shape {seconds.shape}, NaN or not",
-            f"{len(new)} seconds",
-            "return one number for each partition",
-          )
+          "objective",
+          f"shape {seconds.shape}, NaN or not",
+          f"{len(new)} seconds",
+          "return one number for each partition",
         )
       known.update(zip(new, seconds.tolist(), strict=True))
     # Of equals the first: where nothing matters, the first start stays.
@@ -239,18 +237,16 @@ def _check_starts(
   found = [tuple(start) for start in starts]
   if not found:
     raise OptionError(
-      message("starts", "none", "one partition or more", "pass an even one")
+      "starts", "none", "one partition or more", "pass an even one"
     )
   tokens = sum(found[0])
   for start in found:
     cost.check_lengths(start, tokens)
     if len(start) != len(found[0]) or any(n % tile for n in start[:-1]):
       raise OptionError(
-        message(
-          "starts",
-          start,
-          f"{len(found[0])} lengths in tiles of {tile}",
-          "round it with round_to_tiles",
-        )
+        "starts",
+        start,
+        f"{len(found[0])} lengths in tiles of {tile}",
+        "round it with round_to_tiles",
       )
   return found

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.parallel.chips import Core
 
 _BYTES = {
@@ -147,12 +147,10 @@ def as_trips(given: float | int | Trips) -> tuple[tuple[str, float], ...]:
   for _, number in pairs:
     if not math.isfinite(number) or number < 0:
       raise OptionError(
-        message(
-          "data_trips",
-          number,
-          "a number, 0 or more",
-          "pass a finite number of at least 0",
-        )
+        "data_trips",
+        number,
+        "a number, 0 or more",
+        "pass a finite number of at least 0",
       )
   return pairs
 
@@ -179,12 +177,10 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
         current.append(one)
   if not entry or "is_scheduled=true" not in text.partition("\n")[0]:
     raise OptionError(
-      message(
-        "text",
-        text[:60],
-        "a scheduled HLO module with an entry",
-        "pass compiled.as_text(), not lowered.as_text()",
-      )
+      "text",
+      text[:60],
+      "a scheduled HLO module with an entry",
+      "pass compiled.as_text(), not lowered.as_text()",
     )
   return {name: tuple(lines) for name, lines in found.items()}, entry
 

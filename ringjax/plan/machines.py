@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Chip, Link, Machine
 from ringjax.plan import files
@@ -85,12 +85,10 @@ def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
   x, t = (np.array(column, float) for column in zip(*samples, strict=True))
   if np.unique(x).size < 2 or (not noise_s and not (t > 0).all()):
     raise OptionError(
-      message(
-        "samples",
-        f"{len(samples)}, at {np.unique(x).size} sizes",
-        "times of two sizes or more",
-        "measure more sizes",
-      )
+      "samples",
+      f"{len(samples)}, at {np.unique(x).size} sizes",
+      "times of two sizes or more",
+      "measure more sizes",
     )
   weight = 1 / (np.maximum(t, 0.0) + noise_s)
   rows = np.stack([weight, x * weight], 1)
@@ -99,12 +97,10 @@ def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
     a, b = 0.0, ((x * t * weight**2).sum() / ((x * weight) ** 2).sum())
   if b <= 0:
     raise OptionError(
-      message(
-        "samples",
-        f"times of {t.min():.3g} to {t.max():.3g} s that do not grow",
-        "sizes that take longer the larger they are",
-        "measure larger ones, or more rounds",
-      )
+      "samples",
+      f"times of {t.min():.3g} to {t.max():.3g} s that do not grow",
+      "sizes that take longer the larger they are",
+      "measure larger ones, or more rounds",
     )
   return float(a), float(b)
 

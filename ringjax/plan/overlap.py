@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Core
 from ringjax.plan.hlo import Instruction, Program, Trips
@@ -260,12 +260,10 @@ def check(
   )
   if coords is not None and most >= len(coords):
     raise OptionError(
-      message(
-        "coords",
-        f"{len(coords)} of them",
-        f"those of {most + 1} devices or more",
-        "pass the coordinates of mesh.devices.flat",
-      )
+      "coords",
+      f"{len(coords)} of them",
+      f"those of {most + 1} devices or more",
+      "pass the coordinates of mesh.devices.flat",
     )
   measure: Callable[..., int | None] = lambda pairs: (
     None if coords is None else hops(pairs, coords, wraps)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost
 from ringjax.plan.balance import balanced, most_ranks, round_to_tiles
 from ringjax.plan.cost import Network, Profile, Prompt
@@ -112,12 +112,10 @@ def neighbours(tokens: int, ranks: int, tile: int = 1) -> tuple[int, ...]:
   found = tuple(n for n in (below, above) if n >= least)
   if not found:
     raise OptionError(
-      message(
-        "ranks",
-        f"{ranks}, tiles of {tile} tokens",
-        f"{above} tokens to give each a tile",
-        "use fewer ranks or smaller tiles",
-      )
+      "ranks",
+      f"{ranks}, tiles of {tile} tokens",
+      f"{above} tokens to give each a tile",
+      "use fewer ranks or smaller tiles",
     )
   return found
 

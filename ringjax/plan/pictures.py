@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import OptionError, ShapeError, message
+from ringjax.errors import OptionError, ShapeError
 from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.attention.schedule import busy, tile_schedule
@@ -356,12 +356,10 @@ def documents(
     pos, seg = (np.asarray(x, np.int32) for x in (positions, segments))
     if pos.ndim != 1 or pos.shape != seg.shape or len(pos) % (shards * TILE):
       raise ShapeError(
-        message(
-          "placed",
-          f"{pos.shape} positions and {seg.shape} segments",
-          f"as many of each, a multiple of {shards * TILE}",
-          f"place documents on {shards} shards of whole tiles",
-        )
+        "placed",
+        f"{pos.shape} positions and {seg.shape} segments",
+        f"as many of each, a multiple of {shards * TILE}",
+        f"place documents on {shards} shards of whole tiles",
       )
     at = Coords(jnp.asarray(pos[None]), jnp.asarray(seg[None]))
     kinds = tile_kinds(Causal() & SameSegment(), at, at, TILE, TILE)
@@ -592,5 +590,5 @@ def _rgb(color: str) -> tuple[float, ...]:
 
 def _unwritable(path: str, error: Exception) -> OptionError:
   return OptionError(
-    message("out", f"{path}: {error}", "a folder to write in", "choose another")
+    "out", f"{path}: {error}", "a folder to write in", "choose another"
   )

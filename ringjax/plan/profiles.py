@@ -17,7 +17,7 @@ import os
 import re
 from typing import Any
 
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import files
 from ringjax.plan.cost import Profile, Shape
 
@@ -115,12 +115,10 @@ def load(name: str) -> Profile:
   path = _path(name)
   if not os.path.exists(path):
     raise OptionError(
-      message(
-        "profile",
-        repr(name),
-        f"one of {', '.join(names())}",
-        "choose one or measure it with --fit",
-      )
+      "profile",
+      repr(name),
+      f"one of {', '.join(names())}",
+      "choose one or measure it with --fit",
     )
   return read(path)
 
@@ -182,18 +180,16 @@ def check_name(name: str) -> None:
   _path(name)
   if name in STATED:
     raise OptionError(
-      message("name", repr(name), "a name that is not taken", "choose another")
+      "name", repr(name), "a name that is not taken", "choose another"
     )
 
 
 def _path(name: str) -> str:
   if not _NAME.fullmatch(name):
     raise OptionError(
-      message(
-        "name",
-        repr(name),
-        "up to 64 letters, digits, '.', '_' and '-'",
-        "choose another",
-      )
+      "name",
+      repr(name),
+      "up to 64 letters, digits, '.', '_' and '-'",
+      "choose another",
     )
   return os.path.join(folder(), f"{name}.json")

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.plan import cost
 from ringjax.plan.cost import Network, Profile, Prompt
 from ringjax.plan.events import Channel, Device, Op, Pool, Simulator, Timeline
@@ -192,12 +192,10 @@ def kvr_seconds(
   c = np.asarray(partitions)
   if c.ndim != 2 or not np.issubdtype(c.dtype, np.integer) or not c.shape[1]:
     raise OptionError(
-      message(
-        "partitions",
-        f"{c.dtype} of shape {c.shape}",
-        "ints of shape [K, p]",
-        "pass a list of partitions",
-      )
+      "partitions",
+      f"{c.dtype} of shape {c.shape}",
+      "ints of shape [K, p]",
+      "pass a list of partitions",
     )
   wrong = np.flatnonzero((c < 1).any(1) | (c.sum(1) != prompt.tokens))
   if wrong.size:
@@ -334,13 +332,11 @@ def ring(
   """
   if layout not in LAYOUTS:
     raise OptionError(
-      message(
-        "layout", repr(layout), f"one of {', '.join(LAYOUTS)}", "choose one"
-      )
+      "layout", repr(layout), f"one of {', '.join(LAYOUTS)}", "choose one"
     )
   if prompt.window is not None:
     raise OptionError(
-      message("window", prompt.window, "None for a ring", "leave it out")
+      "window", prompt.window, "None for a ring", "leave it out"
     )
   lengths = cost.even(prompt.tokens, ranks)
   play = _Play(profile, ranks, network, noise, wrap=True)

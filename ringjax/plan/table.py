@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import cost, files
 from ringjax.plan.balance import round_to_tiles
 from ringjax.plan.cost import Network, Profile
@@ -50,12 +50,10 @@ class Key:
         same = math.isclose(mine, its, rel_tol=1e-6)
       if not same:
         raise OptionError(
-          message(
-            "table",
-            f"one for {field.name} {its}",
-            f"{field.name} {mine}",
-            "search again or pass another table",
-          )
+          "table",
+          f"one for {field.name} {its}",
+          f"{field.name} {mine}",
+          "search again or pass another table",
         )
 
 
@@ -74,7 +72,7 @@ class Table:
   def __post_init__(self) -> None:
     if not self.entries:
       raise OptionError(
-        message("table", "no entries", "one or more", "search some first")
+        "table", "no entries", "one or more", "search some first"
       )
     for tokens, shares in self.entries.items():
       cost.check_count("table", tokens)
@@ -82,21 +80,17 @@ class Table:
         cost.check_number("share", share, most=1.0)
       if len(shares) != self.key.ranks or min(shares) <= 0:
         raise OptionError(
-          message(
-            "table",
-            f"shares {shares} at {tokens} tokens",
-            f"{self.key.ranks} numbers above 0",
-            "search the entry again",
-          )
+          "table",
+          f"shares {shares} at {tokens} tokens",
+          f"{self.key.ranks} numbers above 0",
+          "search the entry again",
         )
       if not math.isclose(math.fsum(shares), 1.0, abs_tol=1e-6):
         raise OptionError(
-          message(
-            "table",
-            f"shares that add up to {math.fsum(shares)} at {tokens} tokens",
-            "1 in all",
-            "search the entry again",
-          )
+          "table",
+          f"shares that add up to {math.fsum(shares)} at {tokens} tokens",
+          "1 in all",
+          "search the entry again",
         )
 
   def shares(self, tokens: int) -> tuple[float, ...]:

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import ShapeError, message
-from ringjax.nn.spread import Spread
+from ringjax.errors import ShapeError
+from ringjax.nn.sharding_context import ShardingContext
 
 
 class Batch(NamedTuple):
@@ -40,48 +40,44 @@ def whole_rows(tokens: Any) -> Batch:
   tokens = np.asarray(tokens, np.int32)
   if tokens.ndim != 2 or tokens.shape[1] < 2:
     raise ShapeError(
-      message(
-        "tokens",
-        f"shape {tokens.shape}",
-        "[B, T + 1], two tokens or more",
-        "keep the token behind the last one that is read",
-      )
+      "tokens",
+      f"shape {tokens.shape}",
+      "[B, T + 1], two tokens or more",
+      "keep the token behind the last one that is read",
     )
   weights = np.ones((tokens.shape[0], tokens.shape[1] - 1), np.float32)
   return Batch(tokens[:, :-1], tokens[:, 1:], weights)
 
 
-def check(count: int, length: int, spread: Spread, accumulate: int = 1) -> None:
+def check(
+  count: int, length: int, attend: ShardingContext, accumulate: int = 1
+) -> None:
   """Refuses rows that cannot be dealt out.
 
   Args:
     count: B, rows of a step.
     length: T, tokens of each.
-    spread: the mesh, the axis and the layout.
+    attend: the mesh, the axis and the layout.
     accumulate: A, micro-batches of a step.
 
   Raises:
     ShapeError: rows that A, the batch's axes or the shards do not divide.
   """
-  unit = 2 * spread.size if spread.size > 1 else 1
+  unit = 2 * attend.size if attend.size > 1 else 1
   if count % accumulate or length % unit:
     raise ShapeError(
-      message(
-        "rows",
-        f"{count} of {length} tokens",
-        f"a multiple of {accumulate} rows, of {unit} tokens",
-        "change the batch, the length or the mesh",
-      )
+      "rows",
+      f"{count} of {length} tokens",
+      f"a multiple of {accumulate} rows, of {unit} tokens",
+      "change the batch, the length or the mesh",
     )
-  each, ways = count // accumulate, spread.data_size
-  if ways > 1 and not spread.batch_axes(each):
+  each, ways = count // accumulate, attend.data_size
+  if ways > 1 and not attend.batch_axes(each):
     raise ShapeError(
-      message(
-        "rows",
-        f"{each} in a micro-batch",
-        f"a multiple of the {ways} devices of the batch's axes",
-        "raise the batch, or lower the number of micro-batches",
-      )
+      "rows",
+      f"{each} in a micro-batch",
+      f"a multiple of the {ways} devices of the batch's axes",
+      "raise the batch, or lower the number of micro-batches",
     )
 
 
@@ -92,25 +88,27 @@ class ProcessShare(NamedTuple):
   hosts: int = 1
 
 
-def share_of(spread: Spread, process: int | None = None) -> ProcessShare:
+def share_of(
+  attend: ShardingContext, process: int | None = None
+) -> ProcessShare:
   """Which rows of a batch the devices of a process need.
 
   A part of its own where the batch's axes cut it up by processes; all rows
   where a row lies on devices of all of them.
 
   Args:
-    spread: the mesh and its axes.
+    attend: the mesh and its axes.
     process: which one; default: this one.
   """
-  ways = spread.data_size
-  if spread.mesh is None or ways == 1:
+  ways = attend.data_size
+  if attend.mesh is None or ways == 1:
     return ProcessShare()
-  axes = spread.mesh.axis_names
-  batch = [a for a in axes if a in spread.batch_axes(ways)]
+  axes = attend.mesh.axis_names
+  batch = [a for a in axes if a in attend.batch_axes(ways)]
   # The devices of each share of the batch, shares in their order.
-  order = [axes.index(a) for a in spread.batch_axes(ways)]
+  order = [axes.index(a) for a in attend.batch_axes(ways)]
   rest = [i for i, a in enumerate(axes) if a not in batch]
-  devices = spread.mesh.devices.transpose(*order, *rest).reshape(ways, -1)
+  devices = attend.mesh.devices.transpose(*order, *rest).reshape(ways, -1)
   shares: dict[int, set[int]] = {}
   for share, row in enumerate(devices):
     for device in row:
@@ -131,13 +129,16 @@ _WHOLE = ProcessShare()
 
 
 def place(
-  rows: Any, spread: Spread, accumulate: int = 1, part: ProcessShare = _WHOLE
+  rows: Any,
+  attend: ShardingContext,
+  accumulate: int = 1,
+  part: ProcessShare = _WHOLE,
 ) -> Batch:
   """Puts rows [B / hosts, T] of NumPy, in true order, where a step wants them.
 
   Args:
     rows: with the fields of `Batch`, those of this process's part.
-    spread: the mesh, the axis and the layout.
+    attend: the mesh, the axis and the layout.
     accumulate: A; of A rows that follow each other each goes to another
       micro-batch.
     part: which rows these are, by `share_of`; by default all.
@@ -146,26 +147,26 @@ def place(
     ShapeError: rows that A, the batch's axes or the shards do not divide.
   """
   count, length = np.shape(rows.tokens)
-  check(count * part.hosts, length, spread, accumulate)
+  check(count * part.hosts, length, attend, accumulate)
   here = count // accumulate
   each, first = here * part.hosts, here * part.host
-  axes = spread.batch_axes(each)
+  axes = attend.batch_axes(each)
 
   def put(x: Any) -> Any:
     if x is None:
       return None
-    x = spread.layout.permute(np.asarray(x), shards=spread.size)
+    x = attend.layout.permute(np.asarray(x), shards=attend.size)
     # Uneven shards have slots that are empty.
     slots = x.shape[1]
     x = x.reshape(here, accumulate, slots).swapaxes(0, 1)
-    if spread.mesh is None:
+    if attend.mesh is None:
       return jax.device_put(x)
 
     def shard(index: Any) -> np.ndarray:
       start, stop, _ = index[1].indices(each)
       return x[index[0], start - first : stop - first, index[2]]
 
-    sharding = NamedSharding(spread.mesh, P(None, axes or None, spread.axis))
+    sharding = NamedSharding(attend.mesh, P(None, axes or None, attend.axis))
     return jax.make_array_from_callback(
       (accumulate, each, slots), sharding, shard
     )

@@ -41,7 +41,6 @@ from ringjax.errors import (
   OptionError,
   PeerError,
   RingjaxError,
-  message,
 )
 from ringjax.train import manifest as manifests
 from ringjax.train.checkpoint_directory import CheckpointDirectory
@@ -107,7 +106,7 @@ class Checkpoints:
     ):
       if type(value) is not int or value < least:
         raise OptionError(
-          message(name, repr(value), f"a number from {least} on", "raise it")
+          name, repr(value), f"a number from {least} on", "raise it"
         )
     self.root = os.path.abspath(os.fspath(root))
     self.restored_step: int | None = None
@@ -157,17 +156,15 @@ class Checkpoints:
       file = getattr(error, "filename", None)
       taken = isinstance(error, BlockingIOError | PeerError)
       raise CheckpointWriteError(
-        message(
-          "root",
-          f"{self.root[-80:]} ({why[:100]})",
-          "a folder that no other process writes to"
-          if taken
-          else "a folder that can be written to",
-          "wait until the other process ends, or pass another root"
-          if taken
-          else "free space there or change its permissions, or pass another",
-        ),
-        file,
+        "root",
+        f"{self.root[-80:]} ({why[:100]})",
+        "a folder that no other process writes to"
+        if taken
+        else "a folder that can be written to",
+        "wait until the other process ends, or pass another root"
+        if taken
+        else "free space there or change its permissions, or pass another",
+        file=file,
       ) from error
 
   def save(
@@ -194,9 +191,7 @@ class Checkpoints:
     """
     self.wait()
     if type(step) is not int or step < 0:
-      raise OptionError(
-        message("step", repr(step), "a number from 0 on", "count steps")
-      )
+      raise OptionError("step", repr(step), "a number from 0 on", "count steps")
     checked = _json("extra", extra)
     leaves = {name: LeafToSave(name, x) for name, x in named(tree).items()}
     about = {name: x.leaf for name, x in leaves.items()}
@@ -394,7 +389,7 @@ class Checkpoints:
     if type(step) is not int or step not in known:
       shown = ", ".join(map(str, known[-8:])) or "none"
       raise OptionError(
-        message("step", repr(step), f"one of those saved: {shown}", "name one")
+        "step", repr(step), f"one of those saved: {shown}", "name one"
       )
 
   def steps(self) -> list[int]:
@@ -468,9 +463,7 @@ class Checkpoints:
     """
     if verify not in VERIFY:
       raise OptionError(
-        message(
-          "verify", repr(verify), f"one of {VERIFY}", "pass verify='crc32'"
-        )
+        "verify", repr(verify), f"one of {VERIFY}", "pass verify='crc32'"
       )
     if self._job is not None:
       # A save that fails is said by `poll`.
@@ -508,13 +501,11 @@ class Checkpoints:
       )
       return tree, dict(made.extra)
     raise CheckpointCorruptError(
-      message(
-        "root",
-        f"{len(faults)} step(s), all damaged; the newest: {faults[0].file}",
-        "one that is what was written",
-        "bring its files back, or choose an empty root to begin anew",
-      ),
-      faults[0].file,
+      "root",
+      f"{len(faults)} step(s), all damaged; the newest: {faults[0].file}",
+      "one that is what was written",
+      "bring its files back, or choose an empty root to begin anew",
+      file=faults[0].file,
     )
 
   def _verified(self, step: int, verify: str) -> Manifest:
@@ -540,9 +531,7 @@ class Checkpoints:
     """Refuses what would be cast, cut or left out."""
 
     def refuse(what: str, got: str, want: str, remedy: str) -> None:
-      raise CheckpointMismatchError(
-        message(f"step {step}: {what}", got, want, remedy)
-      )
+      raise CheckpointMismatchError(f"step {step}: {what}", got, want, remedy)
 
     if made.config != self._config:
       refuse(
@@ -683,7 +672,7 @@ def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
     return copy
   except (TypeError, ValueError, RecursionError) as error:
     raise OptionError(
-      message(name, str(error), "JSON", "put arrays into the tree")
+      name, str(error), "JSON", "put arrays into the tree"
     ) from None
 
 
@@ -701,14 +690,12 @@ def _write_error(
   if isinstance(error, RingjaxError):
     remedy = "look at the processes; steps that exist are intact"
   made = CheckpointWriteError(
-    message(
-      f"step {step}",
-      f"{type(error).__name__}: {why[:100]}{where}",
-      "all its files on the disk",
-      remedy,
-    ),
-    file,
-    step,
+    f"step {step}",
+    f"{type(error).__name__}: {why[:100]}{where}",
+    "all its files on the disk",
+    remedy,
+    file=file,
+    step=step,
   )
   made.__cause__ = error
   return made

@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.train import manifest as manifests
 
 # How long one that writes waits for one that only sweeps.
@@ -71,9 +71,7 @@ class CheckpointDirectory:
       OptionError: the root is no folder.
     """
     if os.path.lexists(self.root) and not os.path.isdir(self.root):
-      raise OptionError(
-        message("root", self.root, "a folder", "choose another path")
-      )
+      raise OptionError("root", self.root, "a folder", "choose another path")
     # Who cannot write may still read; `own` says what is wrong. And who reads
     # for long, as an evaluation does, must not keep training from writing.
     with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from ringjax.errors import ConfigError, OptionError, message
+from ringjax.errors import ConfigError, OptionError
 from ringjax.models.checkpoint import create, read_config
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.ops.inputs import positive_int
@@ -54,21 +54,17 @@ class RopeScaling:
     positive_int("context", self.context)
     if self.method is not None and self.method not in METHODS:
       raise OptionError(
-        message(
-          "method",
-          repr(self.method),
-          f"None or one of {', '.join(METHODS)}",
-          "set method to one of these",
-        )
+        "method",
+        repr(self.method),
+        f"None or one of {', '.join(METHODS)}",
+        "set method to one of these",
       )
     if (self.theta is None) == (self.method == "theta"):
       raise OptionError(
-        message(
-          "theta",
-          f"{self.theta} with method={self.method!r}",
-          "a base with method='theta', and only there",
-          "pass both or neither",
-        )
+        "theta",
+        f"{self.theta} with method={self.method!r}",
+        "a base with method='theta', and only there",
+        "pass both or neither",
       )
     if self.theta is not None:
       check_number("theta", self.theta, least=1.0)
@@ -100,12 +96,10 @@ def scaled_config(
       factor = scaling.context / original
       if factor < 1:
         raise ConfigError(
-          message(
-            "context",
-            scaling.context,
-            f"at least the {original} that the model was made for",
-            "raise it",
-          )
+          "context",
+          scaling.context,
+          f"at least the {original} that the model was made for",
+          "raise it",
         )
       entry = {k: v for k, v in entry.items() if k in ("rope_theta",
                "partial_rotary_factor")}  # fmt: skip
@@ -122,22 +116,18 @@ def scaled_config(
   after, _ = read_config(config)
   if scaling.method is None and _scalings(after) != _scalings(before):
     raise ConfigError(
-      message(
-        "context",
-        f"{scaling.context} for a model whose scaling follows from that "
-        f"number ({_scalings(before)[0][:40]}...)",
-        f"{before.max_positions}, as it is",
-        "pass method='theta', with the base that it has or another",
-      )
+      "context",
+      f"{scaling.context} for a model whose scaling follows from that "
+      f"number ({_scalings(before)[0][:40]}...)",
+      f"{before.max_positions}, as it is",
+      "pass method='theta', with the base that it has or another",
     )
   if scaling.method is not None and _rope(after) == _rope(before):
     raise ConfigError(
-      message(
-        "config.json",
-        f"{before.family}, whose rotations stayed",
-        "a file whose rotations this method can change",
-        "pass method='theta', or edit the file",
-      )
+      "config.json",
+      f"{before.family}, whose rotations stayed",
+      "a file whose rotations this method can change",
+      "pass method='theta', or edit the file",
     )
   return config
 
@@ -154,12 +144,10 @@ def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
   if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(like)]:
     # Layers that were equal, and shared an array, are not any more.
     raise ConfigError(
-      message(
-        "model",
-        f"a {model.config.family} whose layers group otherwise then",
-        "layers that are changed alike",
-        "save it, edit its config.json and load it again",
-      )
+      "model",
+      f"a {model.config.family} whose layers group otherwise then",
+      "layers that are changed alike",
+      "save it, edit its config.json and load it again",
     )
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -172,12 +160,10 @@ def _rope(config: TransformerConfig) -> Rope:
     ropes = {r for x in config.layers for r in x.attention.ropes}
   if len(ropes) != 1:
     raise ConfigError(
-      message(
-        "config.json",
-        f"{len(ropes)} rotations of layers that see everything",
-        "one",
-        "pass no method: nothing has to be stretched",
-      )
+      "config.json",
+      f"{len(ropes)} rotations of layers that see everything",
+      "one",
+      "pass no method: nothing has to be stretched",
     )
   return ropes.pop()
 
@@ -220,12 +206,10 @@ def _original(rope: Rope, method: str, context: int) -> int:
   kind = type(scaling)
   if kind not in (Unscaled, _SCALED[method]):
     raise ConfigError(
-      message(
-        "method",
-        f"{method!r} for a model with {kind.__name__} scaling",
-        f"one without, or with {method}",
-        "pass method='theta' or None",
-      )
+      "method",
+      f"{method!r} for a model with {kind.__name__} scaling",
+      f"one without, or with {method}",
+      "pass method='theta' or None",
     )
   if isinstance(scaling, Linear):
     return scaling.original or round(context / scaling.factor)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 
 
@@ -99,23 +99,19 @@ class InductionHeads:
       sound = sound and paired and turns == (number != 1)
     if not sound:
       raise OptionError(
-        message(
-          "model",
-          f"{model.config.family} of {layers} layers",
-          "turning layers, one without positions, turning layers; biases, and "
-          "two query heads to a key head",
-          "leave out the initialisation, or pass such a model",
-        )
+        "model",
+        f"{model.config.family} of {layers} layers",
+        "turning layers, one without positions, turning layers; biases, and "
+        "two query heads to a key head",
+        "leave out the initialisation, or pass such a model",
       )
     heads = model.config.layers[0].attention.heads
     if [len(row) for row in self.back] != [heads] * (layers - 1):
       raise OptionError(
-        message(
-          "back",
-          f"rows of {[len(row) for row in self.back]}",
-          f"{layers - 1} rows of {heads}, for each turning layer and head",
-          "add what is missing",
-        )
+        "back",
+        f"rows of {[len(row) for row in self.back]}",
+        f"{layers - 1} rows of {heads}, for each turning layer and head",
+        "add what is missing",
       )
     before, full, behind = (block for (block,) in model.stack.blocks)
     return before, full, behind

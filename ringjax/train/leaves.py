@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from ringjax.errors import InputTypeError, MeshError, OptionError, message
+from ringjax.errors import InputTypeError, MeshError, OptionError
 from ringjax.train.manifest import Leaf
 
 
@@ -27,12 +27,10 @@ class LeafToSave:
     if isinstance(value, jax.Array):
       if value.is_deleted():
         raise InputTypeError(
-          message(
-            f"leaf {name}",
-            "an array that was deleted or donated",
-            "one that is still there",
-            "save before the arrays are given away",
-          )
+          f"leaf {name}",
+          "an array that was deleted or donated",
+          "one that is still there",
+          "save before the arrays are given away",
         )
       self._is_key = _is_key(value.dtype)
       dtype = _key_name(value) if self._is_key else value.dtype.name
@@ -80,13 +78,11 @@ class LeafToRestore:
         self._sharding.shard_shape(tuple(like.shape))
       except ValueError as error:
         raise MeshError(
-          message(
-            name,
-            f"{self._sharding.spec if hasattr(self._sharding, 'spec') else ''}"
-            f" for shape {list(like.shape)}",
-            "a sharding that divides it",
-            f"change it ({str(error)[:80]})",
-          )
+          name,
+          f"{self._sharding.spec if hasattr(self._sharding, 'spec') else ''}"
+          f" for shape {list(like.shape)}",
+          "a sharding that divides it",
+          f"change it ({str(error)[:80]})",
         ) from None
     elif isinstance(like, (np.ndarray, np.generic, bool, int, float)):
       x = _array(name, like)
@@ -136,7 +132,7 @@ def named(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
   except ValueError as error:
     raise OptionError(
-      message("tree", str(error), "keys of one type in a dict", "rename some")
+      "tree", str(error), "keys of one type in a dict", "rename some"
     ) from None
   for path, leaf in leaves:
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -144,7 +140,7 @@ def named(tree: Any) -> dict[str, Any]:
     name = "/".join(urllib.parse.quote(p, safe="") or "%" for p in parts) or "%"
     if name in found:
       raise OptionError(
-        message("tree", f"two leaves {name}", "one of each path", "rename one")
+        "tree", f"two leaves {name}", "one of each path", "rename one"
       )
     found[name] = leaf
   return found
@@ -178,10 +174,8 @@ def _key_name(x: Any) -> str:
 
 def _no_leaf(name: str, value: Any) -> InputTypeError:
   return InputTypeError(
-    message(
-      f"leaf {name}",
-      type(value).__name__,
-      "an array or a number",
-      "put what is no array into `extra`",
-    )
+    f"leaf {name}",
+    type(value).__name__,
+    "an array or a number",
+    "put what is no array into `extra`",
   )

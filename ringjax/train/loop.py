@@ -34,7 +34,6 @@ from ringjax.errors import (
   NotFiniteError,
   OptionError,
   ReplayError,
-  message,
 )
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
@@ -92,16 +91,14 @@ class LoopConfig:
         positive_int(name, getattr(self, name))
     if type(self.most_unsaved) is not int or self.most_unsaved < 0:
       raise OptionError(
-        message(
-          "most_unsaved",
-          repr(self.most_unsaved),
-          "a number from 0 on",
-          "0 ends the run when a save fails",
-        )
+        "most_unsaved",
+        repr(self.most_unsaved),
+        "a number from 0 on",
+        "0 ends the run when a save fails",
       )
     if self.timeout_s is not None and not self.timeout_s > 0:
       raise OptionError(
-        message("timeout_s", self.timeout_s, "seconds above 0", "raise it")
+        "timeout_s", self.timeout_s, "seconds above 0", "raise it"
       )
 
 
@@ -274,12 +271,10 @@ def _check_replay(taken: int, first: Any, second: Any) -> None:
   count = int(jax.device_get(_differing(first, second)))
   if count:
     raise ReplayError(
-      message(
-        "step",
-        f"{count} numbers that differ when step {taken} is computed again",
-        "the same bits",
-        "test the devices; what is saved is from before this step",
-      )
+      "step",
+      f"{count} numbers that differ when step {taken} is computed again",
+      "the same bits",
+      "test the devices; what is saved is from before this step",
     )
 
 
@@ -359,14 +354,12 @@ class _Sums:
     self._skipped += 1
     if found.skipped > pace.most_skipped:
       raise NotFiniteError(
-        message(
-          "loss",
-          f"{int(found.skipped)} steps in a row with loss {found.loss:g} and "
-          f"gradient norm {found.gradient_norm:g}",
-          "finite ones",
-          "lower the learning rate, or look at the data; what is saved is from "
-          "before these steps",
-        )
+        "loss",
+        f"{int(found.skipped)} steps in a row with loss {found.loss:g} and "
+        f"gradient norm {found.gradient_norm:g}",
+        "finite ones",
+        "lower the learning rate, or look at the data; what is saved is from "
+        "before these steps",
       )
 
   def take(self, step: int) -> TrainingReport:
@@ -475,12 +468,10 @@ class _Watch:
       spent = time.monotonic() - self._last
       if self._begun and not self._paused and spent > self._timeout_s:
         error = CollectiveTimeoutError(
-          message(
-            "step",
-            f"no end of one in {spent:.0f} s",
-            f"one within {self._timeout_s:g} s",
-            "another process or device hangs: see all threads below",
-          )
+          "step",
+          f"no end of one in {spent:.0f} s",
+          f"one within {self._timeout_s:g} s",
+          "another process or device hangs: see all threads below",
         )
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 from ringjax.nn.linear import Linear
 from ringjax.ops.inputs import positive_int
@@ -45,9 +45,7 @@ class Lora:
   def __post_init__(self) -> None:
     positive_int("rank", self.rank)
     if not self.targets:
-      raise OptionError(
-        message("targets", "none", "names such as q, v", "name some")
-      )
+      raise OptionError("targets", "none", "names such as q, v", "name some")
 
   def start(
     self, model: Transformer, *, seed: int = 0, dtype: Any = jnp.float32
@@ -64,12 +62,10 @@ class Lora:
     wrong = [name for name in self.targets if name not in known]
     if wrong:
       raise OptionError(
-        message(
-          "targets",
-          ", ".join(wrong),
-          f"some of {', '.join(known)}",
-          "leave out what this model does not have",
-        )
+        "targets",
+        ", ".join(wrong),
+        f"some of {', '.join(known)}",
+        "leave out what this model does not have",
       )
     made = {}
     key = jax.random.key(seed)

@@ -32,7 +32,6 @@ from typing import Any
 from ringjax.errors import (
   CheckpointCorruptError,
   CheckpointFormatError,
-  message,
 )
 
 FORMAT = "ringjax training step"
@@ -122,12 +121,10 @@ class Manifest:
         raise ValueError(f"its format is {body['format']!r}")
       if type(body["version"]) is int and body["version"] > VERSION:
         raise CheckpointFormatError(
-          message(
-            file,
-            f"version {body['version']}",
-            f"at most {VERSION}",
-            "read it with the ringjax that wrote it",
-          )
+          file,
+          f"version {body['version']}",
+          f"at most {VERSION}",
+          "read it with the ringjax that wrote it",
         )
       said = body.pop("sha256")
       if data != canonical({**body, "sha256": said}) + b"\n":
@@ -249,14 +246,12 @@ def corrupt(step: int, file: str, got: str) -> CheckpointCorruptError:
   # The end of a long path says more than its beginning.
   shown = file if len(file) <= 120 else f"...{file[-117:]}"
   return CheckpointCorruptError(
-    message(
-      f"step {step}: {shown}",
-      got,
-      "what was written",
-      "restore another step, or bring the file back",
-    ),
-    file,
-    step,
+    f"step {step}: {shown}",
+    got,
+    "what was written",
+    "restore another step, or bring the file back",
+    file=file,
+    step=step,
   )
 
 

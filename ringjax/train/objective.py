@@ -18,7 +18,7 @@ from ringjax.kv.base import NoCache
 from ringjax.models.checkpoint import cast
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
-from ringjax.nn.spread import Spread, Visit
+from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.train.batch import Batch
 
@@ -40,7 +40,7 @@ class LossSums(NamedTuple):
 def sums(
   model: Transformer,
   batch: Batch,
-  spread: Spread,
+  attend: ShardingContext,
   *,
   z_loss: float = 0.0,
   block: int = 1024,
@@ -51,12 +51,12 @@ def sums(
   Args:
     model: float32 parameters, or what they are trained in.
     batch: in the layout's order.
-    spread: how its tokens lie on devices.
+    attend: how its tokens lie on devices.
     z_loss: factor of the squared logsumexp.
     block: tokens of a step of the head, on each shard.
     dtype: of the computation; default: the parameters'.
   """
-  each = _losses(model, batch, spread, block, dtype)
+  each = _losses(model, batch, attend, block, dtype)
   loss = jnp.sum(each(z_loss))
   # Without a z-loss it is the same program, which is then computed once.
   nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if z_loss else loss
@@ -66,7 +66,7 @@ def sums(
 def each_token(
   model: Transformer,
   batch: Batch,
-  spread: Spread,
+  attend: ShardingContext,
   *,
   block: int = 1024,
   dtype: Any = None,
@@ -75,13 +75,13 @@ def each_token(
 
   For the arguments see `sums`.
   """
-  return _losses(model, batch, spread, block, dtype)(0.0)
+  return _losses(model, batch, attend, block, dtype)(0.0)
 
 
 def each_token_cached(
   model: Transformer,
   batch: Batch,
-  spread: Visit,
+  attend: CachedAttention,
   cache: Any,
   length: Any,
   *,
@@ -92,7 +92,7 @@ def each_token_cached(
   Args:
     model: that reads.
     batch: with positions and segments, which all rows need.
-    spread: how queries visit the cache.
+    attend: how queries visit the cache.
     cache: what came before.
     length: int32 [], tokens of the whole text.
     block: tokens of a step of the head, on each shard.
@@ -101,31 +101,35 @@ def each_token_cached(
     Losses, float32 [B, T], and the cache with these tokens.
   """
   places = tokens_of(
-    model, spread, batch.tokens.shape, batch.positions, batch.segments, length
+    model, attend, batch.tokens.shape, batch.positions, batch.segments, length
   )
   cache = cache.allocate(places.at, replicated=False, sees=True)
-  h, cache = model.hidden(batch.tokens, places, cache, spread)
-  return _head_losses(model, batch, h, spread, block, 0.0), cache
+  h, cache = model.hidden(batch.tokens, places, cache, attend)
+  return _head_losses(model, batch, h, attend, block, 0.0), cache
 
 
 def _losses(
-  model: Transformer, batch: Batch, spread: Spread, block: int, dtype: Any
+  model: Transformer,
+  batch: Batch,
+  attend: ShardingContext,
+  block: int,
+  dtype: Any,
 ) -> Callable[[float], jax.Array]:
   """The losses of all tokens, [B, T], by the factor of the z-loss."""
   if dtype is not None:
     model = cast(model, dtype)
   places = tokens_of(
-    model, spread, batch.tokens.shape, batch.positions, batch.segments, None
+    model, attend, batch.tokens.shape, batch.positions, batch.segments, None
   )
-  h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), spread)
-  return lambda z_loss: _head_losses(model, batch, h, spread, block, z_loss)
+  h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), attend)
+  return lambda z_loss: _head_losses(model, batch, h, attend, block, z_loss)
 
 
 def _head_losses(
   model: Transformer,
   batch: Batch,
   h: jax.Array,
-  spread: Spread,
+  attend: ShardingContext,
   block: int,
   z_loss: float,
 ) -> jax.Array:
@@ -133,8 +137,8 @@ def _head_losses(
   h, w = _head(model, h)
   # Each step brings the whole head to every shard: few of them, in each of
   # which a shard has as much to do as it would have alone.
-  if spread.sharded:
-    block *= spread.size
+  if attend.sharded:
+    block *= attend.size
   return blockwise_cross_entropy(
     h,
     w,

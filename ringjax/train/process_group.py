@@ -22,7 +22,6 @@ from ringjax.errors import (
   CheckpointFormatError,
   OptionError,
   PeerError,
-  message,
 )
 from ringjax.train import manifest as manifests
 
@@ -85,11 +84,15 @@ class ProcessGroup:
         if rank == self.rank and own is not None:
           raise own
         if one["kind"] == "CheckpointCorruptError":
-          raise CheckpointCorruptError(one["error"], one["file"], step)
+          raise CheckpointCorruptError(
+            one["error"], file=one["file"], step=step
+          )
         for kind in (CheckpointFormatError, OptionError):
           if one["kind"] == kind.__name__:
             raise kind(one["error"])
-        raise PeerError(f"rank {rank}: {one['kind']}: {one['error']}", rank)
+        raise PeerError(
+          f"rank {rank}: {one['kind']}: {one['error']}", rank=rank
+        )
     return [one["value"] for one in found]
 
   def same(self, what: str, value: Any) -> None:
@@ -104,13 +107,11 @@ class ProcessGroup:
     for rank, mark in enumerate(marks):
       if mark != marks[0]:
         raise PeerError(
-          message(
-            what,
-            f"something else on rank {rank} than on rank 0",
-            "the same on all",
-            "give all processes the same arguments",
-          ),
-          rank,
+          what,
+          f"something else on rank {rank} than on rank 0",
+          "the same on all",
+          "give all processes the same arguments",
+          rank=rank,
         )
 
   def _gather(self, value: Any) -> list[Any]:

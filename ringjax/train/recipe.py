@@ -20,12 +20,12 @@ from flax import nnx
 from ringjax.data.loader import Loader
 from ringjax.data.packing import BestFit, PackedBatch, Packer
 from ringjax.data.placement import place_rows
-from ringjax.errors import CheckpointMismatchError, OptionError, message
+from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Travel
-from ringjax.ops.attention import levels
+from ringjax.nn.sharding_context import ContextParallel
+from ringjax.ops.attention import nesting
 from ringjax.ops.inputs import positive_int
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
@@ -50,12 +50,10 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 def _choice(name: str, value: Any, known: Iterable[str]) -> None:
   if value not in known:
     raise OptionError(
-      message(
-        name,
-        repr(value),
-        f"one of {', '.join(known)}",
-        f"set {name} to one of these",
-      )
+      name,
+      repr(value),
+      f"one of {', '.join(known)}",
+      f"set {name} to one of these",
     )
 
 
@@ -105,12 +103,10 @@ class Optimizer:
       check_number(name, value, most=1.0)
       if of not in users:
         raise OptionError(
-          message(
-            name,
-            f"{value} with {of!r}, which has none",
-            f"it with {', '.join(users)} only",
-            "leave it out",
-          )
+          name,
+          f"{value} with {of!r}, which has none",
+          f"it with {', '.join(users)} only",
+          "leave it out",
         )
     check_count("warmup", self.warmup, least=0)
     if self.clip is not None:
@@ -218,12 +214,10 @@ class Stage:
       positive_int(name, getattr(self, name))
     if self.batch % self.accumulate:
       raise OptionError(
-        message(
-          "batch",
-          f"{self.batch} rows in {self.accumulate} micro-batches",
-          "rows that can be dealt out evenly",
-          "change one of them",
-        )
+        "batch",
+        f"{self.batch} rows in {self.accumulate} micro-batches",
+        "rows that can be dealt out evenly",
+        "change one of them",
       )
 
 
@@ -259,10 +253,10 @@ class Recipe:
 
   def __post_init__(self) -> None:
     if not self.stages:
-      raise OptionError(message("stages", "none", "one or more", "add one"))
+      raise OptionError("stages", "none", "one or more", "add one")
     _choice("layout", self.layout, LAYOUTS)
     if self.strategy != "auto":
-      levels.named(self.strategy)
+      nesting.named(self.strategy)
     _choice("remat", self.remat, remat.POLICIES)
     check_count("seed", self.seed, least=0)
 
@@ -271,11 +265,11 @@ class Recipe:
     """Steps of all stages."""
     return sum(stage.steps for stage in self.stages)
 
-  def dealt(self, rows: PackedBatch, spread: Travel) -> PackedBatch:
+  def dealt(self, rows: PackedBatch, attend: ContextParallel) -> PackedBatch:
     """Rows in true order, or their documents dealt to the shards."""
-    if self.layout != "documents" or spread.size == 1:
+    if self.layout != "documents" or attend.size == 1:
       return rows
-    return place_rows(rows, shards=spread.size)
+    return place_rows(rows, shards=attend.size)
 
   @property
   def _strategy(self) -> str:
@@ -283,13 +277,13 @@ class Recipe:
     ring = self.strategy in ("auto", "ring")
     return "documents" if ring and self.layout == "documents" else self.strategy
 
-  def spread(self, mesh: Any, axis: str | None) -> Travel:
+  def attend(self, mesh: Any, axis: str | None) -> ContextParallel:
     """How tokens lie on a mesh."""
     kept = remat.policy(self.remat)
     if axis is None or mesh.shape[axis] == 1:
       # One shard: there is nobody to send to.
-      return Travel(mesh=mesh, remat=kept)
-    return Travel(
+      return ContextParallel(mesh=mesh, remat=kept)
+    return ContextParallel(
       mesh=mesh,
       axis=axis,
       layout=LAYOUTS[self.layout],
@@ -340,12 +334,10 @@ class _Staged:
   def restore(self, state: dict[str, Any]) -> None:
     if state["stage"] != self._number:
       raise CheckpointMismatchError(
-        message(
-          "stages",
-          f"a step of stage {state['stage']} where stage {self._number} is",
-          "the stages with which it was saved",
-          "undo what was changed, or choose another folder",
-        )
+        "stages",
+        f"a step of stage {state['stage']} where stage {self._number} is",
+        "the stages with which it was saved",
+        "undo what was changed, or choose another folder",
       )
     self._loader.restore(state["loader"])
 
@@ -384,16 +376,14 @@ def train(
   mixtures = [data] * len(recipe.stages) if isinstance(data, Mixture) else data
   if len(mixtures) != len(recipe.stages):
     raise OptionError(
-      message(
-        "data",
-        f"{len(mixtures)} mixtures for {len(recipe.stages)} stages",
-        "one, or one for each stage",
-        "add what is missing",
-      )
+      "data",
+      f"{len(mixtures)} mixtures for {len(recipe.stages)} stages",
+      "one, or one for each stage",
+      "add what is missing",
     )
-  spread = recipe.spread(mesh, axis)
-  part = batches.share_of(spread)
-  check(recipe, model, spread)
+  attend = recipe.attend(mesh, axis)
+  part = batches.share_of(attend)
+  check(recipe, model, attend)
   loaders = [
     Loader(
       mixture.sources,
@@ -413,7 +403,7 @@ def train(
   optimizer = recipe.optimizer.build(recipe.total)
   method: Any = steps.AllParameters() if recipe.lora is None else recipe.lora
   base = model
-  state, place = _begun(recipe, optimizer, model, spread.mesh, checkpoints)
+  state, place = _begun(recipe, optimizer, model, attend.mesh, checkpoints)
   taken = int(jax.device_get(state.step))
   end, ended = 0, None
   for number, stage in enumerate(recipe.stages):
@@ -435,9 +425,9 @@ def train(
         None if recipe.lora is None else base,
         rows,
         steps=end,
-        step=steps.make_step(optimizer, spread, recipe.objective, method),
+        step=steps.make_step(optimizer, attend, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
-          recipe.dealt(rows, spread), spread, stage.accumulate, part
+          recipe.dealt(rows, attend), attend, stage.accumulate, part
         ),
         pace=recipe.pace,
         checkpoints=checkpoints,
@@ -457,13 +447,13 @@ def train(
   )
 
 
-def check(recipe: Recipe, model: Transformer, spread: Travel) -> None:
+def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   """Refuses, before the first step, what a later stage could not do.
 
   Args:
     recipe: with its stages.
     model: of arrays or of shapes.
-    spread: how tokens lie on the mesh.
+    attend: how tokens lie on the mesh.
 
   Raises:
     ShapeError: rows that cannot be dealt out.
@@ -471,18 +461,16 @@ def check(recipe: Recipe, model: Transformer, spread: Travel) -> None:
     OptionError: a layout that this model cannot have.
   """
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
-  if recipe.layout == "documents" and recurrent and spread.size > 1:
+  if recipe.layout == "documents" and recurrent and attend.size > 1:
     raise OptionError(
-      message(
-        "layout",
-        "'documents' for a model with recurrent layers",
-        "'contiguous', where each token lies behind the one before it",
-        "change the layout",
-      )
+      "layout",
+      "'documents' for a model with recurrent layers",
+      "'contiguous', where each token lies behind the one before it",
+      "change the layout",
     )
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:
-    batches.check(stage.batch, stage.length, spread, stage.accumulate)
+    batches.check(stage.batch, stage.length, attend, stage.accumulate)
     if stage.rope_scaling is not None:
       form = extend_context(form, stage.rope_scaling)
 
@@ -512,12 +500,10 @@ def _begun(
     return steps.TrainState(**found[0]), found[1]["data"]
   if shapes:
     raise OptionError(
-      message(
-        "model",
-        "its shapes alone, and no step is saved",
-        "a saved step to go on from, or weights to begin with",
-        "pass a model with weights",
-      )
+      "model",
+      "its shapes alone, and no step is saved",
+      "a saved step to go on from, or weights to begin with",
+      "pass a model with weights",
     )
   return steps.start(optimizer, params, mesh), None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import NAMES
 
 _HOST = "pinned_host"
@@ -47,20 +47,16 @@ def policy(name: str, devices: Any = None) -> Callable[..., Any] | None:
   """
   if name not in POLICIES:
     raise OptionError(
-      message(
-        "remat", repr(name), f"one of {', '.join(POLICIES)}", "choose one"
-      )
+      "remat", repr(name), f"one of {', '.join(POLICIES)}", "choose one"
     )
   if name == "offload":
     device = (jax.local_devices() if devices is None else devices)[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if _HOST not in kinds:
       raise OptionError(
-        message(
-          "remat",
-          f"'offload' on {device.device_kind}, memories {', '.join(kinds)}",
-          f"devices that reach {_HOST} memory",
-          "pass remat='attention'",
-        )
+        "remat",
+        f"'offload' on {device.device_kind}, memories {', '.join(kinds)}",
+        f"devices that reach {_HOST} memory",
+        "pass remat='attention'",
       )
   return POLICIES[name]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.models.transformer import Transformer
-from ringjax.nn.spread import Spread
+from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import lying
 from ringjax.train.batch import Batch
 from ringjax.train.objective import LossSums, sums
@@ -86,12 +86,14 @@ class Objective:
   block: int = 1024
   dtype: Any = None
 
-  def sums(self, model: Transformer, batch: Batch, spread: Spread) -> LossSums:
+  def sums(
+    self, model: Transformer, batch: Batch, attend: ShardingContext
+  ) -> LossSums:
     """The sums of one micro-batch."""
     return sums(
       model,
       batch,
-      spread,
+      attend,
       z_loss=self.z_loss,
       block=self.block,
       dtype=self.dtype,
@@ -173,7 +175,7 @@ def start(
 
 def make_step(
   optimizer: optax.GradientTransformation,
-  spread: Spread,
+  attend: ShardingContext,
   objective: Objective,
   method: Any = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, StepMetrics]]:
@@ -184,7 +186,7 @@ def make_step(
 
   Args:
     optimizer: by optax.
-    spread: how a batch's tokens lie on devices, and what is kept of a layer.
+    attend: how a batch's tokens lie on devices, and what is kept of a layer.
     objective: what is minimised.
     method: turns parameters into a model; default `AllParameters()`.
   """
@@ -193,7 +195,7 @@ def make_step(
   def loss(
     params: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, LossSums]:
-    found = objective.sums(method.model(params, frozen), batch, spread)
+    found = objective.sums(method.model(params, frozen), batch, attend)
     return found.loss, found
 
   def gradients(params: Any, frozen: Any, batch: Batch) -> tuple[Any, LossSums]:

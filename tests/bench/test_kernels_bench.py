@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 from launch import bench
 from ringjax.bench import kernels
 from ringjax.errors import OptionError
-from ringjax.ops.attention.kernels import best
+from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.mask import Coords, visible
 from tests.ops.attention.kernels.test_kinds import Poison, Vendor
 
@@ -61,7 +61,7 @@ def vendor(**options):
 
 
 def test_all_contestants(tmp_path, monkeypatch, capsys):
-  monkeypatch.setitem(best.KERNELS, "cpu", vendor())
+  monkeypatch.setitem(auto_kernel.KERNELS, "cpu", vendor())
   path = tmp_path / "x.json"
   settings = dataclasses.replace(TINY, kinds=("ring",), passes=("fwdbwd",))
   found = kernels.run(settings, command="it", json=str(path))
@@ -85,7 +85,7 @@ def test_what_nobody_knows_has_a_reason():
 
 @pytest.mark.slow
 def test_a_kernel_that_is_off_is_not_timed(monkeypatch):
-  monkeypatch.setitem(best.KERNELS, "cpu", vendor(local=True))
+  monkeypatch.setitem(auto_kernel.KERNELS, "cpu", vendor(local=True))
   settings = dataclasses.replace(
     TINY, kinds=("striped",), passes=("fwdbwd",), contestants=("kernel",)
   )

@@ -10,7 +10,7 @@ import pytest
 import ringjax as rj
 from ringjax.bench import strategies
 from ringjax.errors import OptionError
-from ringjax.ops.attention import levels
+from ringjax.ops.attention import nesting
 from ringjax.ops.attention.schedule import tile_counts
 from ringjax.parallel import chips
 
@@ -107,7 +107,7 @@ def test_settings_that_are_none(options):
 
 
 def test_groups_are_as_large_as_heads_can_share():
-  assert levels.group_of(rj.Ulysses(rj.Ring()), 8, 4) == 4
-  assert levels.group_of(rj.Ulysses(rj.Ring(), inner=2), 8, 4) == 2
+  assert nesting.group_of(rj.Ulysses(rj.Ring()), 8, 4) == 4
+  assert nesting.group_of(rj.Ulysses(rj.Ring(), inner=2), 8, 4) == 2
   with pytest.raises(OptionError, match="a divisor of the shards"):
-    levels.group_of(rj.Ulysses(rj.Ring()), 8, 3)
+    nesting.group_of(rj.Ulysses(rj.Ring()), 8, 3)

@@ -34,10 +34,10 @@ def text():
 
 
 def empty(kind, shards, batch=B, capacity=CAPACITY):
-  spread = None
+  attend = None
   if shards > 1:
-    spread = rj.models.Visit(mesh=model(shards).mesh, axis="seq")
-  return model(shards).init_cache(batch, capacity, spread=spread, kind=kind)
+    attend = rj.models.CachedAttention(mesh=model(shards).mesh, axis="seq")
+  return model(shards).init_cache(batch, capacity, sharding=attend, kind=kind)
 
 
 def read(shards, tokens, cache, **options):

@@ -16,7 +16,11 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.kv.base import bytes_each
-from ringjax.nn.spread import Spread, Travel, Visit
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ContextParallel,
+  ShardingContext,
+)
 from tests.helpers import SMALL, make_mesh
 
 TOLERANCE = 1e-5
@@ -49,7 +53,7 @@ def test_calls_go_on_behind_what_the_cache_holds(model, text):
   tokens, want = text
   cache = model.init_cache(2, 16)
   got, at = [], 0
-  for count, attend in ((8, Travel()), (7, None), (1, None)):
+  for count, attend in ((8, ContextParallel()), (7, None), (1, None)):
     logits, cache = model(
       tokens[:, at : at + count], cache=cache, attend=attend
     )
@@ -91,8 +95,10 @@ def test_a_sharded_cache_goes_on(text):
   tokens, want = text
   mesh = make_mesh(2, "auto")
   model = rj.models.create(SMALL, seed=1, mesh=mesh)
-  one, chunk = (Visit(mesh=mesh, axis="seq", spread=s) for s in (True, False))
-  cache, got, at = model.init_cache(2, 18, spread=one), [], 0
+  one, chunk = (
+    CachedAttention(mesh=mesh, axis="seq", replicated=s) for s in (True, False)
+  )
+  cache, got, at = model.init_cache(2, 18, sharding=one), [], 0
   for count, attend in ((3, one), (4, chunk), (8, chunk), (1, one)):
     logits, cache = model(
       tokens[:, at : at + count], cache=cache, attend=attend
@@ -175,8 +181,8 @@ def test_old_keys_that_would_not_be_seen(model, text):
   _, cache = model(tokens[:, :8], cache=model.init_cache(2, 16))
   refuses(
     OptionError,
-    r"Travel\(\) behind 8 tokens",
-    lambda: model(tokens[:, 8:], cache=cache, attend=Travel()),
+    r"ContextParallel\(\) behind 8 tokens",
+    lambda: model(tokens[:, 8:], cache=cache, attend=ContextParallel()),
   )
 
 
@@ -223,8 +229,8 @@ def test_a_dtype_that_is_switched_off(model):
 
 
 def test_a_spec_is_the_cache_without_its_arrays(model):
-  spread = Spread(mesh=make_mesh(2, "auto"), axis="seq")
-  for options in ({}, dict(spread=spread), dict(dtype="bfloat16")):
+  sharding = ShardingContext(mesh=make_mesh(2, "auto"), axis="seq")
+  for options in ({}, dict(sharding=sharding), dict(dtype="bfloat16")):
     spec = model.init_cache_spec(2, 16, **options)
     cache = model.init_cache(2, 16, **options)
     made = (cache.slots, cache.held)

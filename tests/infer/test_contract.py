@@ -14,7 +14,11 @@ import pytest
 import ringjax as rj
 from ringjax.infer import prefill
 from ringjax.kv.cache import LayerKV
-from ringjax.nn.spread import Chained, Travel, Visit
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ChainParallel,
+  ContextParallel,
+)
 from tests import checkpoints
 
 # What layers can be made of; the other fixtures are other sums of these.
@@ -43,30 +47,30 @@ PARTS = {2: (24, 16), 4: (15, 11, 8, 6), 8: (8, 7, 6, 5, 4, 4, 3, 3)}
 
 
 def way(method, mesh):
-  """The spread of a way to read a whole prompt."""
+  """The attend of a way to read a whole prompt."""
   if method == "kvr":
     layout = rj.Uneven(PARTS[mesh.size])
-    return Chained(mesh=mesh, axis="seq", layout=layout, tile=3)
+    return ChainParallel(mesh=mesh, axis="seq", layout=layout, tile=3)
   layout, strategy, sharded = prefill._WAYS[method]
   assert sharded == (mesh is not None)
   axis = None if mesh is None else "seq"
-  return Travel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)
+  return ContextParallel(mesh=mesh, axis=axis, layout=layout, strategy=strategy)
 
 
 def whole(model, mesh, method, tokens):
   """Logits of every token, and the cache that one pass leaves."""
-  spread = way(method, mesh)
+  attend = way(method, mesh)
   batch, length = tokens.shape
-  cache = model.init_cache(batch, CAPACITY, spread=spread)
+  cache = model.init_cache(batch, CAPACITY, sharding=attend)
   # Zigzag wants a multiple of twice the shards.
-  unit = 1 if method == "kvr" else 2 * spread.size
+  unit = 1 if method == "kvr" else 2 * attend.size
   total = -(-length // unit) * unit
-  order = spread.layout.padded_order(total, spread.size)
+  order = attend.layout.padded_order(total, attend.size)
   real = (order >= 0) & (order < length)
   logits, cache = model(
     np.where(real, tokens[:, np.where(real, order, 0)], 0),
     cache=cache,
-    attend=spread,
+    attend=attend,
     segment_ids=jnp.asarray(real.astype(np.int32)),
     length=length,
   )
@@ -77,10 +81,10 @@ def whole(model, mesh, method, tokens):
 def parts(model, mesh, tokens):
   """The same by chunks, and the last tokens one by one."""
   axis = None if mesh is None else "seq"
-  chunks = Visit(mesh=mesh, axis=axis, spread=False)
-  singles = Visit(mesh=mesh, axis=axis)
+  chunks = CachedAttention(mesh=mesh, axis=axis, replicated=False)
+  singles = CachedAttention(mesh=mesh, axis=axis)
   batch, total = tokens.shape
-  cache = model.init_cache(batch, CAPACITY, spread=singles)
+  cache = model.init_cache(batch, CAPACITY, sharding=singles)
   found, at = [], 0
   while at < total:
     size = CHUNK if at < total - STEPS else 1

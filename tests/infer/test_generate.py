@@ -356,7 +356,7 @@ def test_parts_of_a_chain(loaded, said, partition):
   )
   np.testing.assert_array_equal(new, greedy[:, :6])
   how = reports[0].prefill
-  counts = how.spread.layout.counts
+  counts = how.attend.layout.counts
   assert partition is None or counts == partition
   assert how.width == sum(counts) >= 24 and how.slots == max(counts)
   if partition is None:
@@ -368,7 +368,7 @@ def test_a_long_prompt_gives_the_first_shards_more(loaded):
   counts = {}
   for tokens in (64, 1 << 20):
     how = prefill.plan("kvr", tokens, model, mesh, "seq")
-    counts[tokens] = how.spread.layout.counts
+    counts[tokens] = how.attend.layout.counts
     assert sum(counts[tokens]) == how.width
   assert list(counts[1 << 20]) == sorted(counts[1 << 20], reverse=True)
   share = lambda n: counts[n][0] / sum(counts[n])

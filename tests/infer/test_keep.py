@@ -178,7 +178,7 @@ def test_auto_takes_the_chain_over_slow_links(loaded, said):
   choice = plan.choose(
     machine(model, 1e6), plan.Prompt(tokens=slow.width), 4, tile=2
   )
-  assert slow.spread.layout.counts == choice.way.lengths
+  assert slow.attend.layout.counts == choice.way.lengths
   for how in (fast, slow):
     for way in ("striped", "gather", "kvr"):
       assert f"{way}: " in how.why

@@ -80,7 +80,7 @@ def test_wrong_numbers(loaded, alone, number):
 
 def test_a_failed_group_reads_nothing(loaded, alone):
   model, _ = loaded("llama3")
-  alone.failure = PeerError("rank 1 is gone", 1)
+  alone.failure = PeerError("rank 1 is gone", rank=1)
   with pytest.raises(PeerError, match="rank 1 is gone"):
     kvr.Runahead(model, alone, tile=8).read([1, 2], (2,))
 

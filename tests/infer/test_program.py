@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringjax import models
 from ringjax.bench.program import Program
 from ringjax.infer import Greedy, decode, prefill
-from ringjax.nn.spread import Spread, Visit
+from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from tests import checkpoints
 from tests.helpers import make_mesh
 
@@ -42,8 +42,8 @@ def operands(name, capacity, layers=LAYERS, batch=BATCH):
   )
   model = models.abstract(config, dtype=jnp.float32)
   # The shardings of a small cache, and the shapes of a large one.
-  spread = Spread(mesh=mesh, axis="seq")
-  small = model.init_cache(batch, SMALL, spread=spread, dtype=jnp.float32)
+  attend = ShardingContext(mesh=mesh, axis="seq")
+  small = model.init_cache(batch, SMALL, sharding=attend, dtype=jnp.float32)
   large = lambda x: jax.ShapeDtypeStruct(
     tuple(capacity if n == SMALL else n for n in x.shape),
     x.dtype,
@@ -68,7 +68,7 @@ def step(name, capacity, layers=LAYERS):
   state = decode.State(one(), one(), one(jnp.bool_), None)
   return decode.step.lower(
     model,
-    Visit(mesh=mesh, axis="seq"),
+    CachedAttention(mesh=mesh, axis="seq"),
     Greedy(),
     cache,
     state,
@@ -91,7 +91,7 @@ def lowered(name, method, tokens, layers, capacity=None):
   row = array(mesh, (BATCH, tokens))
   return prefill.read.lower(
     model,
-    how.spread,
+    how.attend,
     row,
     row if chunk else None,
     row,

@@ -17,7 +17,7 @@ from ringjax.errors import (
   PromptError,
 )
 from ringjax.infer import decode, kvr, prefill
-from ringjax.nn.spread import Spread
+from ringjax.nn.sharding_context import ShardingContext
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
 
@@ -275,18 +275,18 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
     sizes, ("data", "seq", "model"), devices=jax.devices()[: np.prod(sizes)]
   )
   model = jax.eval_shape(lambda: rj.models.create(config, seed=0))
-  spread = Spread(mesh=mesh, axis="seq")
-  cache = model.init_cache(2, CAPACITY, spread=spread)
+  attend = ShardingContext(mesh=mesh, axis="seq")
+  cache = model.init_cache(2, CAPACITY, sharding=attend)
   takes = sum(
     x.addressable_shards[0].data.nbytes
     for x in jax.tree.leaves((cache.slots, cache.held))
   )
   module = sys.modules["ringjax.infer.session"]
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes)
-  module._check_memory(model, spread, 2, CAPACITY, {"spread": spread})
+  module._check_memory(model, attend, 2, CAPACITY, {"spread": attend})
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes - 1)
   with pytest.raises(MemoryEstimateError, match=f"got {takes:,} bytes"):
-    module._check_memory(model, spread, 2, CAPACITY, {"spread": spread})
+    module._check_memory(model, attend, 2, CAPACITY, {"spread": attend})
 
 
 # ---------------------------------------------------------------------------

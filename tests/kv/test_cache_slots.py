@@ -50,10 +50,10 @@ def tokens(first, count):
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def append(cache, first, count, spread):
+def append(cache, first, count, replicated):
   at, kv = tokens(first, count)
   assert isinstance(cache, Cache)
-  cache = cache.allocate(at, replicated=spread, sees=True)
+  cache = cache.allocate(at, replicated=replicated, sees=True)
   slots = list(cache.slots)
   for kind, shape in enumerate(KINDS):
     for index in range(shape.layers):
@@ -92,18 +92,18 @@ def check(cache, total):
 def test_every_token_lies_in_one_slot(shards, calls):
   """Sharded chunks and single tokens, in any order."""
   cache, total = create(40 * shards, shards), 0
-  for spread, count in calls:
-    count = count if spread else count * shards
-    cache = append(cache, total, count, spread)
+  for replicated, count in calls:
+    count = count if replicated else count * shards
+    cache = append(cache, total, count, replicated)
     total += count
   check(cache, total)
 
 
 def test_what_is_generated_goes_around():
   """No shard has two slots more than another."""
-  cache = append(create(64, 4), 0, 8, spread=False)
+  cache = append(create(64, 4), 0, 8, replicated=False)
   for n in range(9):
-    cache = append(cache, 8 + n, 1, spread=True)
+    cache = append(cache, 8 + n, 1, replicated=True)
     used = np.asarray(cache.at.seg).reshape(B, 4, -1).sum(-1)
     assert used.max() - used.min() <= 1 and used.sum() == B * (9 + n)
 
@@ -113,31 +113,31 @@ def used(cache):
 
 
 def test_a_chunk_behind_a_token_costs_no_slot():
-  cache = append(create(64, 4), 0, 1, spread=True)
-  cache = append(cache, 1, 8, spread=False)
+  cache = append(create(64, 4), 0, 1, replicated=True)
+  cache = append(cache, 1, 8, replicated=False)
   assert used(cache)[0].tolist() == [3, 2, 2, 2]
   # What comes next makes the shards level.
-  cache = append(cache, 9, 3, spread=True)
+  cache = append(cache, 9, 3, replicated=True)
   assert used(cache)[0].tolist() == [3, 3, 3, 3]
   check(cache, 12)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_what_is_cut_off_is_free_again(shards):
-  cache = append(create(10 * shards, shards), 0, 2 * shards, spread=False)
+  cache = append(create(10 * shards, shards), 0, 2 * shards, replicated=False)
   total = 2 * shards + 6
   for n in range(2 * shards, total):
-    cache = append(cache, n, 1, spread=True)
+    cache = append(cache, n, 1, replicated=True)
   assert cache.length.tolist() == [total] * B
   cache = cache.truncate(total - 3)
   check(cache, total - 3)
   assert used(cache).sum(1).tolist() == [total - 3] * B
   # What comes next is where the tokens that were cut off were.
   before = [np.asarray(x) for x in jax.tree.leaves(cache.held)]
-  cache = append(cache, total - 3, 1, spread=True).truncate(total - 3)
+  cache = append(cache, total - 3, 1, replicated=True).truncate(total - 3)
   assert used(cache).sum(1).tolist() == [total - 3] * B
   del before
-  cache = append(cache, total - 3, 1, spread=True)
+  cache = append(cache, total - 3, 1, replicated=True)
   check(cache, total - 2)
   cache = cache.truncate(jnp.array([shards, 0]))
   assert cache.length.tolist() == [shards, 0]
@@ -145,7 +145,7 @@ def test_what_is_cut_off_is_free_again(shards):
 
 
 def test_examples_are_taken_and_stay_where_they_lie():
-  cache = append(create(16, 4), 0, 8, spread=False)
+  cache = append(create(16, 4), 0, 8, replicated=False)
   cache = cache.truncate(jnp.array([8, 5]))
   for examples in ([1, 0], [1], [0, 1, 1]):
     some = cache.take(jnp.array(examples))

@@ -22,7 +22,7 @@ from ringjax.data import corpus
 from ringjax.data.bytelevel import Bytes
 from ringjax.errors import DataError, OptionError
 from ringjax.models import checkpoint
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import recipe, step
 from ringjax.train.batch import Batch
 from ringjax.train.checkpoint import Checkpoints
@@ -663,12 +663,12 @@ def test_every_config_can_be_built(path):
       )
       assert len(mixture.sources) == len(given)
   optimizer = made.optimizer.build(made.total)
-  spread = Travel()
-  recipe.check(made, model, spread)
+  attend = ContextParallel()
+  recipe.check(made, model, attend)
   one = jax.ShapeDtypeStruct((1, 1, made.stages[0].length), np.int32)
   weight = jax.ShapeDtypeStruct(one.shape, np.float32)
   state, figures = jax.eval_shape(
-    step.make_step(optimizer, spread, made.objective),
+    step.make_step(optimizer, attend, made.objective),
     step.form(optimizer, model),
     None,
     Batch(one, one, weight, one, one),

@@ -15,7 +15,7 @@ from ringjax import models
 from ringjax.errors import ConfigError, RingjaxError
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.transformer import forward
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from tests import checkpoints
 
 NAMES, NAMES_V4 = checkpoints.names(), checkpoints.names_v4()
@@ -376,7 +376,7 @@ def test_what_is_accepted_can_be_built_and_called(part):
   r = random.Random(part)
   tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
   call = lambda model, tokens: forward(
-    model, Travel(), tokens, None, None, None, None, None
+    model, ContextParallel(), tokens, None, None, None, None, None
   )
   done = 0
   while done < 40:

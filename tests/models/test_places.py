@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import ringjax as rj
 from ringjax.errors import InputTypeError, MeshError
 from ringjax.kv.cache import KVCache
-from ringjax.models import Travel, Visit
+from ringjax.models import CachedAttention, ContextParallel
 from tests import checkpoints
 from tests.helpers import make_mesh, refused
 
@@ -90,7 +90,9 @@ def test_a_layout_alone_is_that_of_the_place(made, placed, where):
   mesh = make_mesh(shards, "auto")
   model, logits = placed if where == "weights" else made(NAME)
   axis = {"axis": "seq"} if where == "shard" else {}
-  call = lambda model, x: model(x, attend=Travel(layout=layout, **axis))
+  call = lambda model, x: model(
+    x, attend=ContextParallel(layout=layout, **axis)
+  )
   if where == "shard":
     call = jax.shard_map(
       call, mesh=mesh, in_specs=(P(), P(None, "seq")), out_specs=P(None, "seq")
@@ -118,7 +120,7 @@ def test_a_layout_alone_is_that_of_the_place(made, placed, where):
 def test_a_shard_s_tokens_are_counted_on(made, name, check_vma):
   model, logits = made(name)
   call = jax.shard_map(
-    lambda model, x: model(x, attend=Travel(axis="seq")),
+    lambda model, x: model(x, attend=ContextParallel(axis="seq")),
     mesh=make_mesh(4, "auto"),
     in_specs=(P(), P(None, "seq")),
     out_specs=P(None, "seq"),
@@ -133,7 +135,9 @@ def test_the_length_of_the_text_is_that_of_all_shards(made):
   at = np.broadcast_to(np.arange(24, dtype=np.int32), TOKENS.shape)
   part = P(None, "seq")
   got = jax.shard_map(
-    lambda model, x, at: model(x, positions=at, attend=Travel(axis="seq")),
+    lambda model, x, at: model(
+      x, positions=at, attend=ContextParallel(axis="seq")
+    ),
     mesh=make_mesh(4, "auto"),
     in_specs=(P(), part, part),
     out_specs=part,
@@ -146,7 +150,7 @@ def test_a_shard_map_over_the_batch_leaves_the_sequence(made, axis):
   model, logits = made(NAME)
   mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
   call = jax.shard_map(
-    lambda model, x: model(x, attend=Travel(axis=axis)),
+    lambda model, x: model(x, attend=ContextParallel(axis=axis)),
     mesh=mesh,
     in_specs=(P(), P("data")),
     out_specs=P("data"),
@@ -171,34 +175,39 @@ def test_in_a_shard_map_no_axis_is_guessed(made, name, check_vma):
     )(model, TOKENS)
 
   batch, sequence = P(name), P(None, name)
-  spellings = (f"Travel(axis='{name}')", "Travel(axis=None)")
+  spellings = (f"ContextParallel(axis='{name}')", "ContextParallel(axis=None)")
   for part in (batch, sequence):
     refused(MeshError, lambda p=part: call(p), "tokens", *spellings)
     refused(
-      MeshError, lambda p=part: call(p, attend=Travel()), "tokens", *spellings
+      MeshError,
+      lambda p=part: call(p, attend=ContextParallel()),
+      "tokens",
+      *spellings,
     )
-  close(call(batch, attend=Travel(axis=None)), logits)
-  close(call(sequence, attend=Travel(axis=name)), logits)
+  close(call(batch, attend=ContextParallel(axis=None)), logits)
+  close(call(sequence, attend=ContextParallel(axis=name)), logits)
   if check_vma:
     close(call(P()), logits)
 
 
 def test_an_axis_without_a_mesh_is_that_of_the_place(made, placed):
   model, logits = placed
-  got = model(TOKENS, attend=Travel(axis="seq"))
+  got = model(TOKENS, attend=ContextParallel(axis="seq"))
   assert got.sharding.spec == P(None, "seq")
   close(got, logits)
-  close(model(TOKENS, attend=Travel(axis=None)), logits)
+  close(model(TOKENS, attend=ContextParallel(axis=None)), logits)
   refused(
-    MeshError, lambda: made(NAME)[0](TOKENS, attend=Travel(axis="seq")), "axis"
+    MeshError,
+    lambda: made(NAME)[0](TOKENS, attend=ContextParallel(axis="seq")),
+    "axis",
   )
 
 
 def test_queries_visit_the_cache_where_it_lies(placed):
   model, logits = placed
-  spread = Visit(mesh=make_mesh(4, "explicit"), axis="seq")
-  for attend in (None, Visit(spread=False)):
-    cache = model.init_cache(2, 32, spread=spread)
+  sharding = CachedAttention(mesh=make_mesh(4, "explicit"), axis="seq")
+  for attend in (None, CachedAttention(replicated=False)):
+    cache = model.init_cache(2, 32, sharding=sharding)
     got, cache = model(TOKENS, cache=cache, attend=attend)
     close(got, logits)
     assert cache.slots[0].k.sharding.spec[3] == "seq"
@@ -253,33 +262,43 @@ def test_what_has_no_place(made, placed):
   (model, _), (there, _) = made(NAME), placed
   mesh = make_mesh(4, "auto")
   refused(InputTypeError, lambda: model(TOKENS, attend="ring"), "attend")
-  refused(MeshError, lambda: Travel(mesh=mesh, axis="sep"), "'sep'")
+  refused(MeshError, lambda: ContextParallel(mesh=mesh, axis="sep"), "'sep'")
   with jax.set_mesh(make_mesh(4, "explicit")):
     for call in (there, jax.jit(there)):
       refused(MeshError, lambda c=call: c(TOKENS), "mesh", "automatic")
-  spread = Visit(mesh=mesh, axis="seq")
+  attend = CachedAttention(mesh=mesh, axis="seq")
   with jax.set_mesh(make_mesh(2, "auto")):
     refused(
       MeshError,
-      lambda: there(TOKENS, cache=there.init_cache(2, 32, spread=spread)),
+      lambda: there(TOKENS, cache=there.init_cache(2, 32, sharding=attend)),
       "cache",
     )
-    refused(MeshError, lambda: model(TOKENS, attend=spread), "attend")
+    refused(MeshError, lambda: model(TOKENS, attend=attend), "attend")
 
 
 @pytest.mark.parametrize(
   ("options", "part", "names", "words"),
   [
-    (dict(attend=Travel(axis="seq")), P(), None, ("tokens", "same on all")),
-    (dict(attend=Travel(axis="sp")), P("data"), {"data"}, ("axis", "'sp'")),
     (
-      dict(attend=Travel(axis=None, layout=rj.Zigzag())),
+      dict(attend=ContextParallel(axis="seq")),
+      P(),
+      None,
+      ("tokens", "same on all"),
+    ),
+    (
+      dict(attend=ContextParallel(axis="sp")),
+      P("data"),
+      {"data"},
+      ("axis", "'sp'"),
+    ),
+    (
+      dict(attend=ContextParallel(axis=None, layout=rj.Zigzag())),
       P("data"),
       {"data"},
       ("attend",),
     ),
     (
-      dict(cache=True, attend=Travel(axis="seq")),
+      dict(cache=True, attend=ContextParallel(axis="seq")),
       P(None, "seq"),
       None,
       ("cache",),
@@ -295,7 +314,7 @@ def test_what_has_no_place_in_a_shard_map(made, options, part, names, words):
     assert isinstance(cache, KVCache)
     options = options | dict(cache=cache)
   elif options.get("attend") is True:
-    options = dict(attend=Travel(mesh=mesh, axis="seq"))
+    options = dict(attend=ContextParallel(mesh=mesh, axis="seq"))
   call = jax.shard_map(
     lambda model, x: model(x, **options),
     mesh=mesh,

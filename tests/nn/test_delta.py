@@ -15,7 +15,11 @@ from jax.sharding import PartitionSpec as P
 from ringjax import models
 from ringjax.errors import ConfigError, OptionError
 from ringjax.nn.delta import Delta
-from ringjax.nn.spread import Spread, Travel, Visit
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ContextParallel,
+  ShardingContext,
+)
 from ringjax.ops.attention.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped, Zigzag
 from tests import checkpoints
@@ -44,13 +48,13 @@ def close(got, want, atol=1e-4):
   np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
-def on(model, spread):
+def on(model, attend):
   """The model on all devices of a mesh."""
-  return jax.device_put(model, NamedSharding(spread.mesh, P()))
+  return jax.device_put(model, NamedSharding(attend.mesh, P()))
 
 
 def ring(shards, **options):
-  return Travel(mesh=make_mesh(shards, "auto"), axis="seq", **options)
+  return ContextParallel(mesh=make_mesh(shards, "auto"), axis="seq", **options)
 
 
 def test_equals_transformers(model, expected):
@@ -76,7 +80,7 @@ def test_what_a_config_may_not_ask_for():
       models.create({**checkpoints.config(NAME), key: value})
 
 
-def read(model, tokens, sizes, cache, spread, **options):
+def read(model, tokens, sizes, cache, attend, **options):
   """Logits of calls of these sizes, one after another."""
   found, at = [], 0
   for n in sizes:
@@ -85,7 +89,7 @@ def read(model, tokens, sizes, cache, spread, **options):
       tokens[:, at : at + n],
       positions=np.arange(at, at + n, dtype=np.int32)[None],
       cache=cache,
-      attend=spread,
+      attend=attend,
       **more,
     )
     found.append(np.asarray(logits))
@@ -97,7 +101,7 @@ def test_prompt_then_tokens(model, expected):
   b, t = expected.tokens.shape
   cache = model.init_cache(b, t)
   head, tail = expected.tokens[:, : t - 9], expected.tokens[:, t - 9 :]
-  first, cache = model(head, cache=cache, attend=Travel())
+  first, cache = model(head, cache=cache, attend=ContextParallel())
   close(first, expected.logits[:, : t - 9])
   for i in range(9):
     at = np.full((1, 1), t - 9 + i, np.int32)
@@ -110,7 +114,7 @@ def test_chunks(model, expected, size):
   b, t = expected.tokens.shape
   sizes = [size] * (t // size) + [t % size] * (t % size > 0)
   cache = model.init_cache(b, t)
-  got, _ = read(model, expected.tokens, sizes, cache, Visit())
+  got, _ = read(model, expected.tokens, sizes, cache, CachedAttention())
   close(got, expected.logits)
 
 
@@ -118,7 +122,7 @@ def test_greedy(model, expected):
   b, length = expected.prompt.shape
   steps = expected.greedy.shape[1]
   cache = model.init_cache(b, length + steps)
-  logits, cache = model(expected.prompt, cache=cache, attend=Travel())
+  logits, cache = model(expected.prompt, cache=cache, attend=ContextParallel())
   for i in range(steps):
     token = jnp.argmax(logits[:, -1:], -1)
     np.testing.assert_array_equal(token[:, 0], expected.greedy[:, i])
@@ -150,11 +154,11 @@ def test_other_layouts_are_refused(model, layout):
 
 def test_shards_read_chunks_and_decode(model, expected):
   mesh = make_mesh(4, "auto")
-  chunk = Visit(mesh=mesh, axis="seq", spread=False)
-  decode = Visit(mesh=mesh, axis="seq")
+  chunk = CachedAttention(mesh=mesh, axis="seq", replicated=False)
+  decode = CachedAttention(mesh=mesh, axis="seq")
   model = on(model, decode)
   b = expected.tokens.shape[0]
-  cache = model.init_cache(b, 24, spread=decode)
+  cache = model.init_cache(b, 24, sharding=decode)
   got, cache = read(model, expected.tokens[:, :16], [8, 8], cache, chunk)
   close(got, expected.logits[:, :16])
   for i in range(16, 20):
@@ -182,14 +186,14 @@ def test_documents_and_padding(model, expected):
 @pytest.mark.parametrize("shards", [_slow(1), 8])
 def test_padded_prompts_go_on(model, expected, shards):
   """Rows of different lengths; the last shards hold nothing but padding."""
-  spread = ring(shards)
-  model = on(model, spread)
+  attend = ring(shards)
+  model = on(model, attend)
   lengths, size = np.array([3, 10]), 16
   seg = (np.arange(size)[None] < lengths[:, None]).astype(np.int32)
   tokens = np.where(seg > 0, expected.tokens[:2, :size], 0)
-  cache = model.init_cache(2, 32, spread=spread)
-  got, cache = model(tokens, segment_ids=seg, cache=cache, attend=spread)
-  decode = Visit(mesh=spread.mesh, axis="seq")
+  cache = model.init_cache(2, 32, sharding=attend)
+  got, cache = model(tokens, segment_ids=seg, cache=cache, attend=attend)
+  decode = CachedAttention(mesh=attend.mesh, axis="seq")
   rows = np.arange(2)
   close(got[rows, lengths - 1], expected.logits[rows, lengths - 1])
   for i in range(6):
@@ -212,7 +216,7 @@ def test_padded_prompts_go_on(model, expected, shards):
 def test_a_left_padded_call_goes_on(model, expected):
   tokens = expected.tokens[:1, :12]
   cache = model.init_cache(1, 32)
-  _, cache = model(tokens[:, :6], cache=cache, attend=Visit())
+  _, cache = model(tokens[:, :6], cache=cache, attend=CachedAttention())
   padded = np.concatenate([np.zeros((1, 4), np.int32), tokens[:, 6:]], 1)
   pos = np.maximum(np.arange(10) + 2, 0).astype(np.int32)[None]
   seg = (np.arange(10) >= 4).astype(np.int32)[None]
@@ -226,13 +230,13 @@ def test_data_and_model_axes(folder, expected):
   mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=kinds)
   sharded = models.load(folder, mesh=mesh)
   n = expected.tokens.shape[1] // 2 * 2
-  spread = Travel(mesh=mesh, axis="seq")
+  attend = ContextParallel(mesh=mesh, axis="seq")
   b = expected.tokens.shape[0] // 2 * 2
   tokens = expected.tokens[:b, :n]
-  close(sharded(tokens, attend=spread), expected.logits[:b, :n])
-  cache = sharded.init_cache(b, n, spread=spread)
-  decode = Visit(mesh=mesh, axis="seq")
-  _, cache = sharded(tokens[:, :8], cache=cache, attend=spread)
+  close(sharded(tokens, attend=attend), expected.logits[:b, :n])
+  cache = sharded.init_cache(b, n, sharding=attend)
+  decode = CachedAttention(mesh=mesh, axis="seq")
+  _, cache = sharded(tokens[:, :8], cache=cache, attend=attend)
   got, _ = sharded(
     tokens[:, 8:9],
     positions=np.full((1, 1), 8, np.int32),
@@ -271,10 +275,14 @@ def test_nbytes_count_states(model):
 
 @pytest.mark.slow
 def test_bfloat16(folder, expected):
-  attend = Visit(mesh=make_mesh(2, "auto"), axis="seq", spread=False)
+  attend = CachedAttention(
+    mesh=make_mesh(2, "auto"), axis="seq", replicated=False
+  )
   model = models.load(folder, dtype=jnp.bfloat16, mesh=attend.mesh)
   t = expected.tokens.shape[1]
-  cache = model.init_cache(expected.tokens.shape[0], t // 2 * 2, spread=attend)
+  cache = model.init_cache(
+    expected.tokens.shape[0], t // 2 * 2, sharding=attend
+  )
   got, cache = model(
     expected.tokens[:, : t // 2 * 2], cache=cache, attend=attend
   )
@@ -289,21 +297,21 @@ def test_no_sequence_is_gathered():
   """What crosses shards does not depend on the number of tokens."""
   spec = Delta(key_heads=2, heads=4, key=8, value=8, taps=4, eps=1e-6)
   layer = spec.build(nnx.Rngs(0), 16)
-  spread = ring(4)
+  attend = ring(4)
 
   def sizes(t):
     from ringjax.kv.base import NoCache
     from ringjax.nn.tokens import Tokens
 
     @functools.partial(jax.jit, static_argnums=(2,))
-    def f(layer, x, spread):
+    def f(layer, x, attend):
       seg = jnp.ones((1, t), jnp.int32)
       tokens = Tokens(
         seg, seg, derived=True, segmented=False, ropes=(), length=t
       )
-      return layer(x, tokens, NoCache(1).layer(0, (), 0), spread)[0]
+      return layer(x, tokens, NoCache(1).layer(0, (), 0), attend)[0]
 
-    text = f.lower(layer, jnp.zeros((1, t, 16)), spread).as_text()
+    text = f.lower(layer, jnp.zeros((1, t, 16)), attend).as_text()
     return sorted(
       line.split("->")[-1]
       for line in text.splitlines()
@@ -316,7 +324,7 @@ def test_no_sequence_is_gathered():
 
 def test_spread_knows_whether_tokens_are_sharded():
   mesh = make_mesh(2, "auto")
-  assert not Spread().sharded and not Visit().sharded
-  assert Travel(mesh=mesh, axis="seq", layout=Contiguous()).sharded
-  assert not Visit(mesh=mesh, axis="seq").sharded
-  assert Visit(mesh=mesh, axis="seq", spread=False).sharded
+  assert not ShardingContext().sharded and not CachedAttention().sharded
+  assert ContextParallel(mesh=mesh, axis="seq", layout=Contiguous()).sharded
+  assert not CachedAttention(mesh=mesh, axis="seq").sharded
+  assert CachedAttention(mesh=mesh, axis="seq", replicated=False).sharded

@@ -15,7 +15,7 @@ from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Gated
 from ringjax.nn.linear import Norm
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.nn.stack import Run, Stack, runs
 from ringjax.nn.tokens import Tokens
 
@@ -109,9 +109,9 @@ def test_a_loop_is_its_layers():
   stack = Stack(nnx.Rngs(0), specs, 8, scan=True)
   assert [r.repeats for r in stack.runs] == [2, 1]
   x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 8)), jnp.float32)
-  at, spread = tokens(2, 6), Travel()
+  at, attend = tokens(2, 6), ContextParallel()
   cache = NoCache(3)
-  got = jax.jit(lambda x: stack(x, at, cache, spread)[0])(x)
+  got = jax.jit(lambda x: stack(x, at, cache, attend)[0])(x)
 
   def one(run, position, repeat):
     block = stack.blocks[run][position]
@@ -120,7 +120,7 @@ def test_a_loop_is_its_layers():
   want = x
   for where in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 0)):
     part = NoCache(1).layer(0, (), 0)
-    want, _ = one(*where)(want, at, part, spread)
+    want, _ = one(*where)(want, at, part, attend)
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
   # No two layers of a loop have the same weights.
   q = np.asarray(stack.blocks[0][0].attention.q.weight[...])
@@ -130,33 +130,33 @@ def test_a_loop_is_its_layers():
 def test_where_norms_stand():
   """Pre, post, both, parallel with one norm or two: by hand."""
   x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, 8)), jnp.float32)
-  at, spread = tokens(1, 4), Travel()
+  at, attend = tokens(1, 4), ContextParallel()
 
   def run(**options):
     block = layer(2, **options).build(nnx.Rngs(3), 8)
-    attend = lambda y: block.attention(
-      y, at, NoCache(1).layer(0, (), 0), spread
+    attention = lambda y: block.attention(
+      y, at, NoCache(1).layer(0, (), 0), attend
     )[0]
-    feed = lambda y: block.feedforward(y, spread)
-    got, _ = block(x, at, NoCache(1).layer(0, (), 0), spread)
-    return got, attend, feed
+    feed = lambda y: block.feedforward(y, attend)
+    got, _ = block(x, at, NoCache(1).layer(0, (), 0), attend)
+    return got, attention, feed
 
   norm = lambda y: y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
-  got, attend, feed = run()
-  h = x + attend(norm(x))
+  got, attention, feed = run()
+  h = x + attention(norm(x))
   close(got, h + feed(norm(h)))
-  got, attend, feed = run(post=True)
-  h = x + norm(attend(norm(x)))
+  got, attention, feed = run(post=True)
+  h = x + norm(attention(norm(x)))
   close(got, h + norm(feed(norm(h))))
-  got, attend, feed = run(pre=False, post=True)
-  h = x + norm(attend(x))
+  got, attention, feed = run(pre=False, post=True)
+  h = x + norm(attention(x))
   close(got, h + norm(feed(h)))
-  got, attend, feed = run(parallel=True)
-  close(got, x + attend(norm(x)) + feed(norm(x)))
-  got, attend, feed = run(parallel=True, shared_norm=True)
-  close(got, x + attend(norm(x)) + feed(norm(x)))
-  got, attend, feed = run(residual_scale=0.5)
-  h = x + 0.5 * attend(norm(x))
+  got, attention, feed = run(parallel=True)
+  close(got, x + attention(norm(x)) + feed(norm(x)))
+  got, attention, feed = run(parallel=True, shared_norm=True)
+  close(got, x + attention(norm(x)) + feed(norm(x)))
+  got, attention, feed = run(residual_scale=0.5)
+  h = x + 0.5 * attention(norm(x))
   close(got, h + 0.5 * feed(norm(h)))

@@ -42,7 +42,7 @@ def test_the_host_s_too():
     jax.errors.JaxRuntimeError("INTERNAL: no"),
     ZeroDivisionError(),
     MemoryEstimateError("an estimate"),
-    OutOfMemoryError("inside", 3),
+    OutOfMemoryError("inside", nbytes=3),
   ],
 )
 def test_other_errors_pass(error):

@@ -6,8 +6,8 @@ import pytest
 
 import ringjax as rj
 from ringjax import Blockwise, Ring
-from ringjax.ops.attention import levels
-from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention import nesting
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.parallel import processor
 
 PROCESSORS = {
@@ -33,8 +33,8 @@ def host(request, monkeypatch):
 def test_blockwise_goes_by_the_processor(host):
   assert processor.multiplies_bfloat16() == host
   wide = Blockwise(8, wide=not host)
-  for local in (Best(8), Blockwise(8)):
-    assert levels.on_device(Ring(local), "cpu", "cpu") == Ring(wide)
+  for local in (AutoKernel(8), Blockwise(8)):
+    assert nesting.on_device(Ring(local), "cpu", "cpu") == Ring(wide)
   # What an accelerator multiplies is no matter of the host.
   assert Blockwise(8).on_device("gpu", "gpu") == Blockwise(8, wide=False)
 
@@ -42,7 +42,7 @@ def test_blockwise_goes_by_the_processor(host):
 @pytest.mark.parametrize("wide", [False, True])
 def test_what_is_asked_for_stays(host, wide):
   mine = Ring(Blockwise(wide=wide))
-  assert levels.on_device(mine, "cpu", "cpu") == mine
+  assert nesting.on_device(mine, "cpu", "cpu") == mine
 
 
 def test_wide_is_yes_or_no():

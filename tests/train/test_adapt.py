@@ -13,7 +13,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models import checkpoint, tiny
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import step
 from ringjax.train.extend import RopeScaling, extend_context, scaled_config
@@ -77,10 +77,10 @@ def test_adapters_add_their_product(model, targets):
 
 
 def test_only_adapters_are_trained(model):
-  lora, spread = Lora(rank=4, targets=TARGETS), Travel()
-  rows = batches.place(batches.whole_rows(TOKENS), spread)
+  lora, attend = Lora(rank=4, targets=TARGETS), ContextParallel()
+  rows = batches.place(batches.whole_rows(TOKENS), attend)
   optimizer = optax.adam(1e-2)
-  run = step.make_step(optimizer, spread, step.Objective(), lora)
+  run = step.make_step(optimizer, attend, step.Objective(), lora)
   state = step.start(optimizer, lora.start(model))
   before = jax.device_get(model)
   losses = []
@@ -91,7 +91,7 @@ def test_only_adapters_are_trained(model):
   assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, model)))
   merged = lora.merged(state.params, model)
   found = step.Objective().sums(
-    merged, jax.tree.map(lambda x: x[0], rows), spread
+    merged, jax.tree.map(lambda x: x[0], rows), attend
   )
   mean = float(found.nll / found.weight)
   _, figures = run(state, model, rows)
@@ -100,12 +100,12 @@ def test_only_adapters_are_trained(model):
 
 def test_gradients_of_adapters(model):
   """Those of A and B follow from that of W = W0 + s A B."""
-  lora, spread = Lora(rank=2, alpha=8.0, targets=("q",)), Travel()
+  lora, attend = Lora(rank=2, alpha=8.0, targets=("q",)), ContextParallel()
   params = filled(lora.start(model))
   rows = jax.tree.map(
-    lambda x: x[0], batches.place(batches.whole_rows(TOKENS), spread)
+    lambda x: x[0], batches.place(batches.whole_rows(TOKENS), attend)
   )
-  loss = lambda m: step.Objective().sums(m, rows, spread).loss
+  loss = lambda m: step.Objective().sums(m, rows, attend).loss
   whole = jax.grad(loss)(lora.model(params, model))
   mine = jax.grad(lambda p: loss(lora.model(p, model)))(params)
   (path,) = params

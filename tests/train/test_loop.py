@@ -29,7 +29,7 @@ from ringjax.errors import (
   ReplayError,
 )
 from ringjax.models import checkpoint
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import loop, step
 from ringjax.train.checkpoint import Checkpoints
@@ -48,13 +48,15 @@ class Training:
   """A small model and its text, on as many devices as a mesh has."""
 
   def __init__(self, mesh=None):
-    self.spread = Travel(mesh=mesh, axis=mesh and "seq", layout=rj.Striped())
+    self.attend = ContextParallel(
+      mesh=mesh, axis=mesh and "seq", layout=rj.Striped()
+    )
     self.optimizer = optax.adamw(1e-2)
-    self.step = step.make_step(self.optimizer, self.spread, step.Objective())
+    self.step = step.make_step(self.optimizer, self.attend, step.Objective())
 
   def start(self) -> step.TrainState:
-    model = checkpoint.create(CONFIG, seed=3, mesh=self.spread.mesh)
-    return step.start(self.optimizer, model, self.spread.mesh)
+    model = checkpoint.create(CONFIG, seed=3, mesh=self.attend.mesh)
+    return step.start(self.optimizer, model, self.attend.mesh)
 
   def run(self, steps: int, data=None, **more) -> loop.FitResult:
     if data is None:
@@ -65,7 +67,7 @@ class Training:
       None,
       data,
       step=more.pop("step", self.step),
-      place=lambda rows: batches.place(rows, self.spread),
+      place=lambda rows: batches.place(rows, self.attend),
       steps=steps,
       pace=loop.LoopConfig(**pace),
       **more,
@@ -98,7 +100,7 @@ def test_reports(training):
   again, figures = training.start(), []
   for n in range(3):
     again, one = training.step(
-      again, None, batches.place(loader.at(n), training.spread)
+      again, None, batches.place(loader.at(n), training.attend)
     )
     figures.append((float(one.loss), float(one.weight)))
   mean = sum(a * w for a, w in figures) / sum(w for _, w in figures)

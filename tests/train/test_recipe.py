@@ -23,7 +23,7 @@ from ringjax.errors import (
   OptionError,
   ShapeError,
 )
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train import recipe
 from ringjax.train.checkpoint import Checkpoints
@@ -151,13 +151,13 @@ def test_documents_are_dealt_out_where_there_are_shards():
   with Loader(text().sources, length=16, batch=2, seed=0) as loader:
     rows = next(loader)
   made = recipe.Recipe(stages=(STAGE,), layout="documents")
-  dealt = made.dealt(rows, made.spread(mesh, "seq"))
+  dealt = made.dealt(rows, made.attend(mesh, "seq"))
   assert not np.array_equal(dealt.tokens, rows.tokens)
   for x, y in zip(dealt, place_rows(rows, shards=4), strict=True):
     np.testing.assert_array_equal(x, y)
-  assert made.dealt(rows, made.spread(None, None)) is rows
+  assert made.dealt(rows, made.attend(None, None)) is rows
   other = recipe.Recipe(stages=(STAGE,), layout="striped")
-  assert other.dealt(rows, other.spread(mesh, "seq")) is rows
+  assert other.dealt(rows, other.attend(mesh, "seq")) is rows
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_documents_are_not_dealt_out_under_recurrent_layers():
   mesh = rj.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
   made = recipe.Recipe(stages=(STAGE,), layout="documents")
   with pytest.raises(OptionError, match="layout: got 'documents'.*recurrent"):
-    recipe.check(made, model, made.spread(mesh, "seq"))
-  recipe.check(made, model, made.spread(None, None))
+    recipe.check(made, model, made.attend(mesh, "seq"))
+  recipe.check(made, model, made.attend(None, None))
 
 
 def test_going_on_needs_one_state(tmp_path):
@@ -244,7 +244,7 @@ def test_shapes_alone_begin_nothing(tmp_path):
     )
 
 
-def spread_of(shape, axes, process_of) -> Travel:
+def spread_of(shape, axes, process_of) -> ContextParallel:
   """Over devices of several processes, which this machine does not have."""
   devices = np.empty(shape, object)
   for place in np.ndindex(*shape):
@@ -252,7 +252,7 @@ def spread_of(shape, axes, process_of) -> Travel:
   mesh = types.SimpleNamespace(
     axis_names=axes, devices=devices, shape=dict(zip(axes, shape, strict=True))
   )
-  return Travel(mesh=mesh, axis="seq")
+  return ContextParallel(mesh=mesh, axis="seq")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def spread_of(shape, axes, process_of) -> Travel:
   ],
 )
 def test_whose_rows(shape, axes, process_of, parts):
-  spread = spread_of(shape, axes, process_of)
-  found = [batches.share_of(spread, n) for n in range(len(parts))]
+  attend = spread_of(shape, axes, process_of)
+  found = [batches.share_of(attend, n) for n in range(len(parts))]
   assert found == parts
 
 
@@ -278,7 +278,7 @@ def test_micro_batches_are_dealt_alike():
   """Each process's rows go to all micro-batches."""
   draw = np.random.default_rng(0)
   rows = batches.whole_rows(draw.integers(0, 48, (8, 17)))
-  placed = batches.place(rows, Travel(), accumulate=2)
+  placed = batches.place(rows, ContextParallel(), accumulate=2)
   assert placed.tokens.shape == (2, 4, 16)
   for n in range(8):
     np.testing.assert_array_equal(placed.tokens[n % 2, n // 2], rows.tokens[n])

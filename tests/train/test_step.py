@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import ringjax as rj
 from ringjax.errors import OptionError, ShapeError
 from ringjax.models import checkpoint
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.ring import Ring
 from ringjax.train import batch as batches
 from ringjax.train import remat, step
@@ -86,9 +86,9 @@ def wanted():
   return model, rows, float(loss), grads
 
 
-def taken(model, rows, spread, accumulate=1, **more):
+def taken(model, rows, attend, accumulate=1, **more):
   """The figures and gradients of one step."""
-  mesh = spread.mesh
+  mesh = attend.mesh
   if mesh is not None:
     rules = more.pop("rules", None)
     model = checkpoint.place(model, mesh, rules)
@@ -96,9 +96,9 @@ def taken(model, rows, spread, accumulate=1, **more):
     model = jax.tree.map(jnp.copy, model)
   optimizer = optax.sgd(1.0)
   before = jax.device_get(model)
-  run = step.make_step(optimizer, spread, step.Objective(**more))
+  run = step.make_step(optimizer, attend, step.Objective(**more))
   state = step.start(optimizer, model, mesh)
-  after, figures = run(state, None, batches.place(rows, spread, accumulate))
+  after, figures = run(state, None, batches.place(rows, attend, accumulate))
   grads = jax.tree.map(lambda a, b: a - b, before, jax.device_get(after.params))
   return figures, grads, after
 
@@ -112,15 +112,17 @@ WAYS = {
 }
 
 
-def spread_of(way: str, **more) -> Travel:
+def spread_of(way: str, **more) -> ContextParallel:
   axes, layout = WAYS[way]
   if axes is None:
-    return Travel(**more)
+    return ContextParallel(**more)
   count = int(np.prod(list(axes.values())))
   mesh = rj.make_mesh(
     tuple(axes.values()), tuple(axes), devices=jax.devices()[:count]
   )
-  return Travel(mesh=mesh, axis="seq", layout=layout, strategy=Ring(), **more)
+  return ContextParallel(
+    mesh=mesh, axis="seq", layout=layout, strategy=Ring(), **more
+  )
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_micro_batches_add_up(wanted, way):
 @pytest.mark.parametrize("name", [n for n in remat.POLICIES if n != "all"])
 def test_what_is_computed_again_is_the_same(wanted, name):
   model, rows, _, grads = wanted
-  spread = spread_of("striped", remat=remat.policy(name))
-  _, got, _ = taken(model, rows, spread, z_loss=0.01)
+  attend = spread_of("striped", remat=remat.policy(name))
+  _, got, _ = taken(model, rows, attend, z_loss=0.01)
   assert far(got, grads) < 1e-5
 
 
@@ -179,9 +181,9 @@ def test_a_bfloat16_step_keeps_float32_parameters(wanted):
 
 def test_moments_lie_as_their_parameters(wanted):
   model, *_ = wanted
-  spread = spread_of("all axes")
-  model = checkpoint.place(model, spread.mesh, rj.models.Rules(embed="data"))
-  state = step.start(optax.adamw(1e-3), model, spread.mesh)
+  attend = spread_of("all axes")
+  model = checkpoint.place(model, attend.mesh, rj.models.Rules(embed="data"))
+  state = step.start(optax.adamw(1e-3), model, attend.mesh)
   moments = state.optimizer[0].mu
   pairs = zip(jax.tree.leaves(moments), jax.tree.leaves(model), strict=True)
   sharded = 0
@@ -193,15 +195,15 @@ def test_moments_lie_as_their_parameters(wanted):
 
 def test_sums_of_rows_and_columns_lie_as_what_is_left_of_a_parameter():
   """Of matrices that are large enough Adafactor keeps no moment as large."""
-  spread = spread_of("all axes")
+  attend = spread_of("all axes")
   model = checkpoint.create(
     CONFIG | {"hidden_size": 128, "intermediate_size": 256},
-    mesh=spread.mesh,
+    mesh=attend.mesh,
     rules=rj.models.Rules(embed="data"),
   )
   optimizer = optax.scale_by_factored_rms()
-  form = step.form(optimizer, model, spread.mesh)
-  state = step.start(optimizer, model, spread.mesh)
+  form = step.form(optimizer, model, attend.mesh)
+  state = step.start(optimizer, model, attend.mesh)
   up = model.stack.blocks[0][0].feedforward.up.weight
   assert up.get_value().shape == (2, 128, 256)
   found = {
@@ -220,13 +222,13 @@ def test_sums_of_rows_and_columns_lie_as_what_is_left_of_a_parameter():
 
 def test_a_step_that_is_not_finite_changes_nothing(wanted):
   model, rows, *_ = wanted
-  spread = spread_of("one device")
+  attend = spread_of("one device")
   optimizer = optax.adamw(1e-2)
-  run = step.make_step(optimizer, spread, step.Objective())
+  run = step.make_step(optimizer, attend, step.Objective())
   state = step.start(optimizer, jax.tree.map(jnp.copy, model))
-  good = batches.place(rows, spread)
+  good = batches.place(rows, attend)
   bad = batches.place(
-    rows._replace(weights=np.full_like(rows.weights, np.inf)), spread
+    rows._replace(weights=np.full_like(rows.weights, np.inf)), attend
   )
   state, _ = run(state, None, good)
   before = jax.device_get((state.params, state.optimizer))
@@ -337,13 +339,13 @@ def test_whole_rows_need_no_coordinates(wanted):
 def test_a_step_learns():
   """A text that repeats is soon known by heart."""
   model = checkpoint.create(CONFIG, seed=4)
-  spread = spread_of("striped")
-  model = checkpoint.place(model, spread.mesh)
+  attend = spread_of("striped")
+  model = checkpoint.place(model, attend.mesh)
   optimizer = optax.adamw(1e-2)
-  run = step.make_step(optimizer, spread, step.Objective())
-  state = step.start(optimizer, model, spread.mesh)
+  run = step.make_step(optimizer, attend, step.Objective())
+  state = step.start(optimizer, model, attend.mesh)
   tokens = np.tile(np.arange(11), 6)[None, : LENGTH + 1]
-  batch = batches.place(batches.whole_rows(tokens), spread)
+  batch = batches.place(batches.whole_rows(tokens), attend)
   losses = []
   for _ in range(30):
     state, figures = run(state, None, batch)

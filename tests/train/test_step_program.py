@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ringjax as rj
 from ringjax.bench.program import Program
 from ringjax.models import checkpoint
-from ringjax.nn.spread import Travel
+from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import remat, step
 from ringjax.train.batch import Batch
 from tests.train.test_step import CONFIG
@@ -29,7 +29,7 @@ FFN_BLOCK, HEAD_BLOCK = 256, 128
 def compiled(shards: int, layout: str = "striped", local: int = LOCAL):
   """A step over so many shards of `local` tokens each, and no numbers."""
   mesh = rj.make_mesh((shards,), ("seq",), devices=jax.devices()[:shards])
-  spread = Travel(
+  attend = ContextParallel(
     mesh=mesh,
     axis="seq",
     layout=rj.Striped() if layout == "striped" else rj.Contiguous(),
@@ -60,7 +60,7 @@ def compiled(shards: int, layout: str = "striped", local: int = LOCAL):
     field(jnp.int32),
     field(jnp.int32),
   )
-  run = step.make_step(optimizer, spread, step.Objective(block=HEAD_BLOCK))
+  run = step.make_step(optimizer, attend, step.Objective(block=HEAD_BLOCK))
   return run.lower(state, None, batch).compile()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringjax.errors import ConfigError, message
+from ringjax.errors import ConfigError
 from ringjax.ops.rope import (
   Dynamic,
   Linear,
@@ -140,7 +140,7 @@ def error(key: str, got: Any, want: str, remedy: str) -> ConfigError:
   """What to raise for the value of a key."""
   shown = repr(got)
   shown = shown if len(shown) <= 80 else shown[:77] + "..."
-  return ConfigError(message(f"config.json: {key}", shown, want, remedy))
+  return ConfigError(f"config.json: {key}", shown, want, remedy)
 
 
 # What transformers takes where a file leaves out its (head_dim,

@@ -100,7 +100,7 @@ class Folder:
     """
     if not isinstance(path, str | os.PathLike):
       raise InputTypeError(
-        message("path", type(path).__name__, "a str or a Path", "pass a folder")
+        "path", type(path).__name__, "a str or a Path", "pass a folder"
       )
     root = pathlib.Path(path)
     if not root.is_dir():
@@ -474,7 +474,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 
 def _fault(argument: str, got: str, want: str, remedy: str = AGAIN) -> NoReturn:
-  raise CheckpointFormatError(message(argument, got, want, remedy))
+  raise CheckpointFormatError(argument, got, want, remedy)
 
 
 def _mismatch(
@@ -483,4 +483,4 @@ def _mismatch(
   want: str,
   remedy: str = "check that config.json and weights belong together",
 ) -> NoReturn:
-  raise CheckpointMismatchError(message(argument, got, want, remedy))
+  raise CheckpointMismatchError(argument, got, want, remedy)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import CheckpointFormatError, message
+from ringjax.errors import CheckpointFormatError
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 200_000
@@ -297,4 +297,4 @@ def reason(error: ValueError) -> str:
 
 
 def _fault(file: str, got: str, want: str, remedy: str = AGAIN) -> NoReturn:
-  raise CheckpointFormatError(message(shown(file), got, want, remedy))
+  raise CheckpointFormatError(shown(file), got, want, remedy)

@@ -48,9 +48,7 @@ class FileIdentity(NamedTuple):
 
 def read_config(root: pathlib.Path) -> dict[str, Any]:
   if not (root / CONFIG).exists():
-    raise ConfigError(
-      message(CONFIG, "no such file", "the model's config", "add it")
-    )
+    raise ConfigError(CONFIG, "no such file", "the model's config", "add it")
   data = _small_file(root, CONFIG, MAX_CONFIG_BYTES)
   try:
     value = header.strict_json(data, max_depth=MAX_DEPTH)
@@ -58,7 +56,7 @@ def read_config(root: pathlib.Path) -> dict[str, Any]:
       raise ValueError(f"a {type(value).__name__} instead of an object")
   except ValueError as error:
     raise ConfigError(
-      message(CONFIG, header.reason(error), "a strict JSON object", AGAIN)
+      CONFIG, header.reason(error), "a strict JSON object", AGAIN
     ) from None
   return value
 
@@ -71,12 +69,10 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
     pickles = [name for name in names if name.lower().endswith(PICKLES)]
     if pickles:
       raise UnsafeFormatError(
-        message(
-          "weights",
-          shown(pickles[0]),
-          "only safetensors: opening a pickle runs code",
-          "convert it where you trust it: model.save_pretrained(folder)",
-        )
+        "weights",
+        shown(pickles[0]),
+        "only safetensors: opening a pickle runs code",
+        "convert it where you trust it: model.save_pretrained(folder)",
       )
     _fault("weights", f"no *{SUFFIX} in the folder", "at least one file")
   if len(weights) > MAX_FILES:
@@ -181,7 +177,7 @@ def open_inside(root: pathlib.Path, file: str) -> int:
     descriptor = os.open(path, flags)
   except OSError as error:
     raise CheckpointFormatError(
-      message(shown(file), str(error.strerror), "a readable file", AGAIN)
+      shown(file), str(error.strerror), "a readable file", AGAIN
     ) from error
   if not stat.S_ISREG(os.fstat(descriptor).st_mode):
     os.close(descriptor)
@@ -206,4 +202,4 @@ def identity(status: os.stat_result) -> FileIdentity:
 
 
 def _fault(argument: str, got: str, want: str, remedy: str = AGAIN) -> NoReturn:
-  raise CheckpointFormatError(message(argument, got, want, remedy))
+  raise CheckpointFormatError(argument, got, want, remedy)

@@ -32,7 +32,6 @@ from ringjax.errors import (
   InputTypeError,
   OptionError,
   RingjaxError,
-  message,
 )
 from ringjax.models.hf import header
 from ringjax.models.hf.header import shown
@@ -82,11 +81,11 @@ def write(
   """
   if not isinstance(path, str | os.PathLike):
     raise InputTypeError(
-      message("path", type(path).__name__, "a str or a Path", "pass a folder")
+      "path", type(path).__name__, "a str or a Path", "pass a folder"
     )
   if max_shard_bytes < 1:
     raise OptionError(
-      message("max_shard_bytes", max_shard_bytes, "at least 1", "raise it")
+      "max_shard_bytes", max_shard_bytes, "at least 1", "raise it"
     )
   text = _json(config)
   place = pathlib.Path(path).resolve()
@@ -127,7 +126,7 @@ def _take(
         fault = error
     if writer is not None and fault is None:
       writer.add(name, _host(tensor))
-    elif _spread(tensor):
+    elif _replicated(tensor):
       _host(tensor)
   if fault is not None:
     raise fault
@@ -224,20 +223,18 @@ def _check(name: str, tensor: object, seen: set[str]) -> None:
   if not isinstance(tensor, np.ndarray | jax.Array):
     kind = type(tensor).__name__
     raise InputTypeError(
-      message(shown(name), kind, "a JAX or NumPy array", "convert it")
+      shown(name), kind, "a JAX or NumPy array", "convert it"
     )
   if tensor.dtype not in _NAMES:
     raise DtypeError(
-      message(
-        shown(name),
-        str(tensor.dtype),
-        "a float, an integer or a boolean that the format knows",
-        "cast it",
-      )
+      shown(name),
+      str(tensor.dtype),
+      "a float, an integer or a boolean that the format knows",
+      "cast it",
     )
 
 
-def _spread(tensor: np.ndarray | jax.Array) -> bool:
+def _replicated(tensor: np.ndarray | jax.Array) -> bool:
   """Whether other processes hold a part of it."""
   return isinstance(tensor, jax.Array) and not (
     tensor.is_fully_addressable or tensor.is_fully_replicated
@@ -247,7 +244,7 @@ def _spread(tensor: np.ndarray | jax.Array) -> bool:
 def _host(tensor: np.ndarray | jax.Array) -> np.ndarray:
   if isinstance(tensor, np.ndarray):
     return tensor
-  if _spread(tensor):
+  if _replicated(tensor):
     return multihost_utils.process_allgather(tensor, tiled=True)
   if not tensor.is_fully_addressable:
     tensor = tensor.addressable_data(0)
@@ -278,9 +275,7 @@ def _free(place: pathlib.Path, overwrite: bool) -> None:
 
 def _taken(place: pathlib.Path, got: str, remedy: str) -> NoReturn:
   raise OptionError(
-    message(
-      "path", f"{shown(place)}, {got}", "a new or an empty folder", remedy
-    )
+    "path", f"{shown(place)}, {got}", "a new or an empty folder", remedy
   )
 
 
@@ -294,15 +289,13 @@ def _writing(place: pathlib.Path) -> Iterator[None]:
       raise
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     raise CheckpointWriteError(
-      message(
-        "path",
-        f"{shown(place)}: {error.strerror or error}",
-        "a folder that can be written to",
-        "free space on that disk, or write to another one"
-        if full
-        else "check that its parent is a folder that you may write to",
-      ),
-      str(error.filename or place),
+      "path",
+      f"{shown(place, 100)}: {error.strerror or error}",
+      "a folder that can be written to",
+      "free space on that disk, or write to another one"
+      if full
+      else "check that its parent is a folder that you may write to",
+      file=str(error.filename or place),
     ) from error
 
 
@@ -419,9 +412,7 @@ def _json(value: Mapping[str, Any]) -> str:
     text = json.dumps(dict(value), indent=2, sort_keys=True, allow_nan=False)
   except (TypeError, ValueError, RecursionError) as error:
     raise ConfigError(
-      message(
-        "config", shown(error), "what JSON can hold", "use plain Python values"
-      )
+      "config", shown(error), "what JSON can hold", "use plain Python values"
     ) from None
   return text + "\n"
 
@@ -452,4 +443,4 @@ def _together() -> Iterator[None]:
 def _fault(
   argument: str, got: str, want: str, remedy: str = "rename it"
 ) -> NoReturn:
-  raise CheckpointFormatError(message(argument, got, want, remedy))
+  raise CheckpointFormatError(argument, got, want, remedy)

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import jax
 
-from ringjax.errors import InputTypeError, OptionError, message
-from ringjax.ops.attention import levels
+from ringjax.errors import InputTypeError, OptionError
+from ringjax.ops.attention import nesting
 from ringjax.ops.attention import request as requests
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.kernels.best import Best
-from ringjax.ops.attention.levels import Strategy
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.nesting import Strategy
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.run import attend_shard, run
 from ringjax.ops.attention.scores import Context
@@ -132,12 +132,10 @@ def dot_product_attention(
   """
   if implementation not in (None, "xla", "cudnn"):
     raise OptionError(
-      message(
-        "implementation",
-        repr(implementation),
-        "None, 'xla' or 'cudnn'",
-        "leave it out",
-      )
+      "implementation",
+      repr(implementation),
+      "None, 'xla' or 'cudnn'",
+      "leave it out",
     )
   request, operands = requests.build(
     query,
@@ -178,12 +176,10 @@ def dot_product_attention(
     plain = all(x is None for x in ours) and not dropout_rate
     if place.size > 1 or not plain or isinstance(mask, Mask):
       raise OptionError(
-        message(
-          "implementation",
-          "'cudnn' with a sharded sequence or an argument of ringjax",
-          "one device and the arguments of jax.nn",
-          "leave implementation out",
-        )
+        "implementation",
+        "'cudnn' with a sharded sequence or an argument of ringjax",
+        "one device and the arguments of jax.nn",
+        "leave implementation out",
       )
     return jax.nn.dot_product_attention(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal,
@@ -228,7 +224,8 @@ def ring_attention(
     layout: default `Contiguous()`.
     is_causal: a query sees keys at and before its position.
     return_residual: also return the log-sum-exp, float32 [B, T, N].
-    local: the algorithm of one hop; default `Best()`, the platform's fastest.
+    local: the algorithm of one hop; default `AutoKernel()`, the platform's
+      fastest.
     **options: the other keyword arguments of `dot_product_attention`, but for
       `strategy` and `implementation`.
 
@@ -256,7 +253,7 @@ def ring_attention(
     batch_axis=batch_axis,
     head_axis=head_axis,
   )
-  strategy = _strategy(Ring(local or Best()))
+  strategy = _strategy(Ring(local or AutoKernel()))
   return run(request, operands, place, strategy, return_residual)
 
 
@@ -279,12 +276,10 @@ def striped_attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
   layout = options.pop("layout", None) or Striped()
   if not isinstance(layout, Striped):
     raise OptionError(
-      message(
-        "layout",
-        repr(layout),
-        "a Striped(block) layout",
-        "use ring_attention for other layouts",
-      )
+      "layout",
+      repr(layout),
+      "a Striped(block) layout",
+      "use ring_attention for other layouts",
     )
   return ring_attention(query, key, value, layout=layout, **options)
 
@@ -361,24 +356,20 @@ def attention(
   request, x = requests.build(q, k, v, mask=mask, scale=scale)
   if not isinstance(mask, Mask):
     raise InputTypeError(
-      message(
-        "mask",
-        type(mask).__name__,
-        "a ringjax mask such as Causal()",
-        "pass Everything() for none, and an array to dot_product_attention",
-      )
+      "mask",
+      type(mask).__name__,
+      "a ringjax mask such as Causal()",
+      "pass Everything() for none, and an array to dot_product_attention",
     )
   if isinstance(strategy, type) or not hasattr(strategy, "attend"):
     raise OptionError(
-      message(
-        "strategy",
-        repr(strategy),
-        "an object, with the axis that it moves keys over",
-        "pass e.g. Ring(Blockwise(), axis='seq')",
-      )
+      "strategy",
+      repr(strategy),
+      "an object, with the axis that it moves keys over",
+      "pass e.g. Ring(Blockwise(), axis='seq')",
     )
-  if levels.is_strategy(strategy):
-    levels.check(strategy)
+  if nesting.is_strategy(strategy):
+    nesting.check(strategy)
   b = x.q.shape[0]
   context = Context(
     requests.coords("q_at", q_at, b, x.q.shape[1]),
@@ -403,12 +394,10 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
   for name in options:
     if name not in known:
       raise OptionError(
-        message(
-          name,
-          "an unknown argument",
-          f"one of {', '.join(known)}",
-          "see dot_product_attention",
-        )
+        name,
+        "an unknown argument",
+        f"one of {', '.join(known)}",
+        "see dot_product_attention",
       )
   return options
 
@@ -416,7 +405,7 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 def _strategy(strategy: Any) -> Strategy | Auto:
   if isinstance(strategy, Auto):
     return strategy
-  if levels.is_strategy(strategy):
-    levels.check(strategy)
+  if nesting.is_strategy(strategy):
+    nesting.check(strategy)
     return strategy
-  return Auto() if strategy == "auto" else levels.named(strategy)
+  return Auto() if strategy == "auto" else nesting.named(strategy)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import Gradients, Local, Residuals
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.softmax import Partial, add_sink, finalize, wide_dtype
@@ -173,12 +173,10 @@ def _gradient_fwd(*args: Any) -> tuple[Any, None]:
 def _gradient_bwd(*args: Any) -> Any:
   del args
   raise OptionError(
-    message(
-      "strategy",
-      "a derivative of a derivative of a blockwise algorithm",
-      "a plainly differentiated one",
-      "pass strategy=Ring(Dense()) for higher orders and forward mode",
-    )
+    "strategy",
+    "a derivative of a derivative of a blockwise algorithm",
+    "a plainly differentiated one",
+    "pass strategy=Ring(Dense()) for higher orders and forward mode",
   )
 
 

@@ -258,7 +258,7 @@ class Blockwise:
   def on_device(
     self, platform: str, kind: str, alone: bool = True
   ) -> Blockwise:
-    """The same where it is known what it runs on; as `Best.on_device`."""
+    """The same where it is known what it runs on; as `AutoKernel.on_device`."""
     del kind, alone
     if self.wide is not None:
       return self

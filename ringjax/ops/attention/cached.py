@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
-from ringjax.ops.attention.kernels.best import Best, Loops
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.views import KVView, coords_specs, tiled
 from ringjax.ops.mask import Coords, Mask
@@ -62,7 +62,7 @@ class ShardedDecode:
   whole: bool = False
   sharded: bool = False
   few: int = 16
-  local: Any = Best()
+  local: Any = AutoKernel()
 
   def __call__(
     self,

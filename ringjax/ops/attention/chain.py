@@ -27,16 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.visitor import Visitor, pack, unpack
-from ringjax.ops.attention.wire import as_wire
+from ringjax.ops.attention.strategy import Strategy
+from ringjax.ops.attention.wire_format import as_wire
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -45,7 +45,7 @@ from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain(Move):
+class Chain(Strategy):
   """Pass-KV chain over a local algorithm.
 
   Attributes:
@@ -77,12 +77,10 @@ class Chain(Move):
     ahead = mask.reach[1]
     if ahead is None or ahead > 0:
       raise OptionError(
-        message(
-          "strategy",
-          f"a chain with the mask {mask}",
-          "a mask that sees nothing ahead, such as Causal()",
-          "pass is_causal=True, or strategy='ring'",
-        )
+        "strategy",
+        f"a chain with the mask {mask}",
+        "a mask that sees nothing ahead, such as Causal()",
+        "pass is_causal=True, or strategy='ring'",
       )
     if not derived or not isinstance(layout, Contiguous | Uneven):
       how = (
@@ -91,12 +89,10 @@ class Chain(Move):
         else ("positions of your own, or keys of another length")
       )
       raise OptionError(
-        message(
-          "strategy",
-          f"a chain with {how}",
-          "consecutive tokens on consecutive shards",
-          "pass layout=Contiguous() or Uneven(counts), or strategy='ring'",
-        )
+        "strategy",
+        f"a chain with {how}",
+        "consecutive tokens on consecutive shards",
+        "pass layout=Contiguous() or Uneven(counts), or strategy='ring'",
       )
     return self
 
@@ -113,7 +109,7 @@ class Chain(Move):
     size, me = self._place()
     steps = self._steps(size)
     length = x.k.shape[2]
-    visitor = Visitor.of(x, context, self.wire)
+    visitor = KVBlock.of(x, context, self.wire)
     for t in range(steps + 1):
       coming = self._send(visitor, t + 1, size) if t < steps else visitor
       there, seen = self._seen(visitor, t, x, context)
@@ -138,7 +134,7 @@ class Chain(Move):
     length = x.k.shape[2]
     # Else a compiler takes these sends for those of the forward pass, and keeps
     # what those brought until now.
-    visitor = lax.optimization_barrier(Visitor.of(x, context, self.wire))
+    visitor = lax.optimization_barrier(KVBlock.of(x, context, self.wire))
     sums: Any = None
     home: Any = None
     for t in range(steps + 1):
@@ -160,7 +156,7 @@ class Chain(Move):
     return Gradients(carry[0], dk, dv, carry[1])
 
   def _seen(
-    self, visitor: Visitor, t: int, x: Local, context: Context
+    self, visitor: KVBlock, t: int, x: Local, context: Context
   ) -> tuple[Local, Context]:
     """What is at hand in step t; a shard's own keys stay exact."""
     if t == 0 and self.wire is not None:

@@ -32,26 +32,26 @@ import functools
 
 import numpy as np
 
-from ringjax.ops.attention.calls import WIRES, Prediction, Refusal
-from ringjax.ops.attention.ring import cut_hops
-from ringjax.ops.attention.setting import (
+from ringjax.ops.attention.call_shape import WIRES, Prediction, Refusal
+from ringjax.ops.attention.cost_terms import (
   WIDE,
-  Setting,
+  CostTerms,
   roads,
   turn,
 )
+from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.mask import (
   Window,
 )
 from ringjax.parallel.layout import Contiguous, Uneven
 
 
-def ring(at: Setting) -> Prediction | Refusal:
+def ring(at: CostTerms) -> Prediction | Refusal:
   """Keys visit; one direction, or as far as a window sees from either side."""
   return _rotation(at, "ring", *at.directions)
 
 
-def documents(at: Setting) -> Prediction | Refusal:
+def documents(at: CostTerms) -> Prediction | Refusal:
   """A ring that stops where the longest document ends, at run time."""
   call = at.call
   if not call.packed:
@@ -75,7 +75,7 @@ def documents(at: Setting) -> Prediction | Refusal:
   return _rotation(at, "documents", *at.cut(near))
 
 
-def _rotation(at: Setting, name: str, behind: int, ahead: int) -> Prediction:
+def _rotation(at: CostTerms, name: str, behind: int, ahead: int) -> Prediction:
   road, hops = at.all, [*range(behind + 1), *range(-1, -ahead - 1, -1)]
   pairs = at.by_hop(hops)
   times, computing = [], 0.0
@@ -107,7 +107,7 @@ def _rotation(at: Setting, name: str, behind: int, ahead: int) -> Prediction:
   return at.prediction(name, times, computing, extra, notes)
 
 
-def bidirectional(at: Setting) -> Prediction | Refusal:
+def bidirectional(at: CostTerms) -> Prediction | Refusal:
   """Keys from both neighbours at once; half the steps."""
   if at.size < 3:
     return Refusal(
@@ -151,7 +151,7 @@ def bidirectional(at: Setting) -> Prediction | Refusal:
   return at.prediction("bidirectional", times, computing, extra, notes)
 
 
-def ring_q(at: Setting) -> Prediction | Refusal:
+def ring_q(at: CostTerms) -> Prediction | Refusal:
   """Queries and what they have gathered so far visit; keys stay."""
   road, n = at.all, at.size
   i = np.arange(n)
@@ -184,7 +184,7 @@ def ring_q(at: Setting) -> Prediction | Refusal:
   return at.prediction("ring_q", times, computing, (forward, backward_bytes))
 
 
-def gather(at: Setting) -> Prediction | Refusal:
+def gather(at: CostTerms) -> Prediction | Refusal:
   """All keys come first; then every shard attends alone."""
   road, others = at.all, at.size - 1
   pairs = at.pairs.sum(1)
@@ -213,17 +213,17 @@ def gather(at: Setting) -> Prediction | Refusal:
   return at.prediction("gather", times, computing, extra)
 
 
-def ulysses(at: Setting) -> Prediction | Refusal:
+def ulysses(at: CostTerms) -> Prediction | Refusal:
   """Tokens are traded for heads; every device attends to all, alone."""
   return _traded(at, "ulysses", at.size)
 
 
-def hybrid(at: Setting, inner: int) -> Prediction | Refusal:
+def hybrid(at: CostTerms, inner: int) -> Prediction | Refusal:
   """Heads are traded inside groups; keys visit from group to group."""
   return _traded(at, "hybrid", inner)
 
 
-def _traded(at: Setting, name: str, inner: int) -> Prediction:
+def _traded(at: CostTerms, name: str, inner: int) -> Prediction:
   call, n = at.call, at.size // inner
   near, wide = roads(call, at.machine, inner)
   kv_heads, group = call.kv_heads, call.heads // call.kv_heads
@@ -299,7 +299,7 @@ def _traded(at: Setting, name: str, inner: int) -> Prediction:
   )
 
 
-def two_level(at: Setting, inner: int) -> Prediction | Refusal:
+def two_level(at: CostTerms, inner: int) -> Prediction | Refusal:
   """A ring inside groups turns while the next group's block is on its way."""
   call, n = at.call, at.size // inner
   near, wide = roads(call, at.machine, inner)
@@ -348,7 +348,7 @@ def two_level(at: Setting, inner: int) -> Prediction | Refusal:
   return at.prediction("two_level", times, computing, extra, inner=inner)
 
 
-def halo(at: Setting) -> Prediction | Refusal:
+def halo(at: CostTerms) -> Prediction | Refusal:
   """Only the neighbours' tokens that a window reaches; then one call."""
   no = functools.partial(Refusal, strategy="halo")
   behind, ahead = at.call.mask.reach
@@ -401,7 +401,7 @@ def halo(at: Setting) -> Prediction | Refusal:
   )
 
 
-def chain(at: Setting) -> Prediction | Refusal:
+def chain(at: CostTerms) -> Prediction | Refusal:
   """Keys go to the shards behind them only, never around."""
   no = functools.partial(Refusal, strategy="chain")
   if at.call.mask.reach[1] != 0:

@@ -20,16 +20,16 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.visitor import Visitor, pack, unpack
-from ringjax.ops.attention.wire import as_wire
+from ringjax.ops.attention.strategy import Strategy
+from ringjax.ops.attention.wire_format import as_wire
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather(Move):
+class Gather(Strategy):
   """All-gather of keys and values around a local algorithm.
 
   Attributes:
@@ -81,9 +81,9 @@ class Gather(Move):
   def _all_keys(self, x: Local, context: Context) -> tuple[Local, Context]:
     if self.axis is None:
       return x, context
-    own = Visitor.of(x, context, self.wire)
+    own = KVBlock.of(x, context, self.wire)
     dimension = 3 if x.k.shape == x.v.shape else 2
-    every = Visitor(
+    every = KVBlock(
       collectives.gather(own.kv, self.axis, dimension),
       collectives.gather(own.at, self.axis, own.axis_of_tokens),
     )

@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move
+from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.visitor import Visitor, pack, unpack
-from ringjax.ops.attention.wire import as_wire
+from ringjax.ops.attention.strategy import Strategy
+from ringjax.ops.attention.wire_format import as_wire
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -40,7 +40,7 @@ from ringjax.parallel.layout import Contiguous, Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Halo(Move):
+class Halo(Strategy):
   """Halo exchange around a local algorithm.
 
   Attributes:
@@ -68,12 +68,10 @@ class Halo(Move):
     behind, ahead = mask.reach
     if behind is None or ahead is None:
       raise OptionError(
-        message(
-          "strategy",
-          f"a halo with the mask {mask}",
-          "a mask with a window, such as Causal() & Window(4096)",
-          "pass local_window_size=, or strategy='ring'",
-        )
+        "strategy",
+        f"a halo with the mask {mask}",
+        "a mask with a window, such as Causal() & Window(4096)",
+        "pass local_window_size=, or strategy='ring'",
       )
     if not derived or not isinstance(layout, Contiguous):
       how = (
@@ -82,12 +80,10 @@ class Halo(Move):
         else "positions of your own, or keys of another length"
       )
       raise OptionError(
-        message(
-          "strategy",
-          f"a halo with {how}",
-          "consecutive tokens on consecutive shards",
-          "pass layout=Contiguous(), or strategy='ring'",
-        )
+        "strategy",
+        f"a halo with {how}",
+        "consecutive tokens on consecutive shards",
+        "pass layout=Contiguous(), or strategy='ring'",
       )
     return dataclasses.replace(self, reach=(behind, ahead))
 
@@ -161,8 +157,8 @@ class Halo(Move):
     if self.axis is None:
       return x, context
     length = x.k.shape[2]
-    own = Visitor.of(x, context)
-    sent = Visitor.of(x, context, self.wire)
+    own = KVBlock.of(x, context)
+    sent = KVBlock.of(x, context, self.wire)
     kv_axis = 3 if x.k.shape == x.v.shape else 2
     before: list[tuple[Local, Context]] = []
     after: list[tuple[Local, Context]] = []
@@ -171,7 +167,7 @@ class Halo(Move):
       cut = lambda a, axis, start=start, stop=start + tokens: lax.slice_in_dim(
         a, start, stop, axis=axis
       )
-      part = Visitor(
+      part = KVBlock(
         jax.tree.map(lambda a, cut=cut: cut(a, kv_axis), sent.kv),
         jax.tree.map(lambda a, cut=cut: cut(a, own.axis_of_tokens), sent.at),
       )

@@ -5,10 +5,15 @@ The model is in `costs`, its terms in `setting`.
 
 from __future__ import annotations
 
-from ringjax.errors import OptionError, message
-from ringjax.ops.attention.calls import WIRES, Call, Prediction, Refusal
+from ringjax.errors import OptionError
+from ringjax.ops.attention.call_shape import (
+  WIRES,
+  CallShape,
+  Prediction,
+  Refusal,
+)
+from ringjax.ops.attention.cost_terms import CostTerms, tile_blocks
 from ringjax.ops.attention.registry import GROUPED, STRATEGIES, WIRED
-from ringjax.ops.attention.setting import Setting, tile_blocks
 from ringjax.parallel.chips import Machine
 from ringjax.parallel.layout import Layout
 
@@ -17,7 +22,7 @@ __all__ = [
   "STRATEGIES",
   "WIRED",
   "WIRES",
-  "Call",
+  "CallShape",
   "Prediction",
   "Refusal",
   "predict",
@@ -27,7 +32,7 @@ __all__ = [
 
 def predict(
   strategy: str,
-  call: Call,
+  call: CallShape,
   machine: Machine,
   layout: Layout,
   *,
@@ -50,32 +55,26 @@ def predict(
   found = STRATEGIES.get(strategy)
   if found is None:
     raise OptionError(
-      message(
-        "strategy",
-        repr(strategy),
-        f"one of {', '.join(STRATEGIES)}",
-        "choose one",
-      )
+      "strategy",
+      repr(strategy),
+      f"one of {', '.join(STRATEGIES)}",
+      "choose one",
     )
   if found.grouped != (inner is not None):
     raise OptionError(
-      message(
-        "inner",
-        f"{inner!r} for {strategy}",
-        f"an int for {' and '.join(GROUPED)} alone",
-        "add it or leave it out",
-      )
+      "inner",
+      f"{inner!r} for {strategy}",
+      f"an int for {' and '.join(GROUPED)} alone",
+      "add it or leave it out",
     )
   if wire is not None and not found.wired:
     raise OptionError(
-      message(
-        "wire",
-        f"{wire!r} for {strategy}",
-        f"it for {', '.join(WIRED)} alone",
-        "leave it out",
-      )
+      "wire",
+      f"{wire!r} for {strategy}",
+      f"it for {', '.join(WIRED)} alone",
+      "leave it out",
     )
-  at = Setting(call, machine, layout, wire)
+  at = CostTerms(call, machine, layout, wire)
   if inner is None:
     return found.cost(at)
   if call.shards % inner or not 1 < inner < call.shards:

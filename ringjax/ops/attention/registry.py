@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable
 
 from ringjax.ops.attention import costs
-from ringjax.ops.attention.calls import Prediction, Refusal
+from ringjax.ops.attention.call_shape import Prediction, Refusal
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
-from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
+from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 
@@ -27,7 +27,7 @@ class StrategyEntry:
 
   Attributes:
     strategy: the strategy, without its axis.
-    cost: what it costs in a `Setting`; of two levels also by the devices of a
+    cost: what it costs in a `CostTerms`; of two levels also by the devices of a
       group.
     layout: the order of tokens that it is measured and compiled with.
     consecutive: whether shards have to hold consecutive tokens.
@@ -39,7 +39,7 @@ class StrategyEntry:
       no rule for.
   """
 
-  strategy: Move
+  strategy: Strategy
   cost: Callable[..., Prediction | Refusal]
   layout: Layout
   consecutive: bool = False
@@ -51,7 +51,7 @@ class StrategyEntry:
   @property
   def grouped(self) -> bool:
     """Whether it has two levels, hence groups of devices."""
-    return isinstance(self.strategy.local, Move)
+    return isinstance(self.strategy.local, Strategy)
 
 
 # The order decides between equals in cost, the plainer one first.

@@ -21,7 +21,6 @@ from ringjax.errors import (
   InputTypeError,
   OptionError,
   ShapeError,
-  message,
 )
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.inputs import as_array, boolean
@@ -129,45 +128,37 @@ def build(
   (b, t, n, h), s = q.shape, k.shape[1]
   if layout is not None and not isinstance(layout, Layout):
     raise InputTypeError(
-      message(
-        "layout",
-        repr(layout),
-        "rj.Contiguous(), Striped(block), Zigzag() or Uneven(counts)",
-        "pass an instance, not a name or a class",
-      )
+      "layout",
+      repr(layout),
+      "rj.Contiguous(), Striped(block), Zigzag() or Uneven(counts)",
+      "pass an instance, not a name or a class",
     )
   given = q_positions is not None or kv_positions is not None
   if is_causal and t != s and not (aligned or given):
     raise ShapeError(
-      message(
-        "is_causal",
-        f"True with {t} queries and {s} keys and no positions",
-        "equal lengths, or positions that say where the queries are",
-        f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
-      )
+      "is_causal",
+      f"True with {t} queries and {s} keys and no positions",
+      "equal lengths, or positions that say where the queries are",
+      f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
     )
   allow, predicate = None, Everything()
   if isinstance(mask, Mask):
     predicate = _predicate(mask, b)
   elif isinstance(mask, type) and issubclass(mask, Mask):
     raise InputTypeError(
-      message(
-        "mask",
-        f"the class {mask.__name__}",
-        f"an instance, such as {mask.__name__}(...)",
-        "call it",
-      )
+      "mask",
+      f"the class {mask.__name__}",
+      f"an instance, such as {mask.__name__}(...)",
+      "call it",
     )
   elif mask is not None:
     allow = _pairwise("mask", mask, (b, n, t, s * key_shards))
     if allow.dtype != jnp.bool_:
       raise DtypeError(
-        message(
-          "mask",
-          allow.dtype,
-          "bool, or a ringjax mask such as Causal()",
-          "pass an additive mask as bias=",
-        )
+        "mask",
+        allow.dtype,
+        "bool, or a ringjax mask such as Causal()",
+        "pass an additive mask as bias=",
       )
   if bias is not None:
     bias = _pairwise("bias", bias, (b, n, t, s * key_shards))
@@ -207,97 +198,77 @@ def _check_qkv(
   for name, x in (("query", q), ("key", k), ("value", v)):
     if x.ndim not in (3, 4):
       raise ShapeError(
-        message(
-          name,
-          f"shape {x.shape}",
-          "[B, T, heads, H] or [T, heads, H]",
-          "add or remove axes",
-        )
+        name,
+        f"shape {x.shape}",
+        "[B, T, heads, H] or [T, heads, H]",
+        "add or remove axes",
       )
     if x.ndim != q.ndim:
       raise ShapeError(
-        message(
-          name,
-          f"shape {x.shape} beside a query of shape {q.shape}",
-          "the same number of axes",
-          "give all of them a batch axis, or none",
-        )
+        name,
+        f"shape {x.shape} beside a query of shape {q.shape}",
+        "the same number of axes",
+        "give all of them a batch axis, or none",
       )
     if x.dtype.name not in _DTYPES:
       raise DtypeError(
-        message(
-          name,
-          x.dtype,
-          f"one of {', '.join(_DTYPES)}",
-          f"cast it, e.g. {name}.astype(jnp.float32)",
-        )
+        name,
+        x.dtype,
+        f"one of {', '.join(_DTYPES)}",
+        f"cast it, e.g. {name}.astype(jnp.float32)",
       )
     if x.dtype != q.dtype:
       raise DtypeError(
-        message(
-          name,
-          f"{x.dtype} beside a query of {q.dtype}",
-          "one dtype for query, key and value",
-          f"cast it: {name}.astype(query.dtype)",
-        )
+        name,
+        f"{x.dtype} beside a query of {q.dtype}",
+        "one dtype for query, key and value",
+        f"cast it: {name}.astype(query.dtype)",
       )
   if q.ndim == 3:
     q, k, v = q[None], k[None], v[None]
   for name, x in (("key", k), ("value", v)):
     if x.shape[0] != q.shape[0]:
       raise ShapeError(
-        message(
-          name,
-          f"batch {x.shape[0]} in shape {x.shape}",
-          f"the query's batch of {q.shape[0]}, shape {q.shape}",
-          "broadcast or slice one of them",
-        )
+        name,
+        f"batch {x.shape[0]} in shape {x.shape}",
+        f"the query's batch of {q.shape[0]}, shape {q.shape}",
+        "broadcast or slice one of them",
       )
   if k.shape[1:3] != v.shape[1:3]:
     raise ShapeError(
-      message(
-        "value",
-        f"shape {v.shape} beside a key of shape {k.shape}",
-        "the key's length and number of heads",
-        "only the head dims of key and value may differ",
-      )
+      "value",
+      f"shape {v.shape} beside a key of shape {k.shape}",
+      "the key's length and number of heads",
+      "only the head dims of key and value may differ",
     )
   if q.shape[3] != k.shape[3]:
     raise ShapeError(
-      message(
-        "key",
-        f"head dim {k.shape[3]} in shape {k.shape}",
-        f"the query's head dim {q.shape[3]}, shape {q.shape}",
-        "project both to one head dim",
-      )
+      "key",
+      f"head dim {k.shape[3]} in shape {k.shape}",
+      f"the query's head dim {q.shape[3]}, shape {q.shape}",
+      "project both to one head dim",
     )
   for name, x in (("query", q), ("key", k)):
     if x.shape[1] == 0:
       raise ShapeError(
-        message(
-          name,
-          f"sequence length 0 in shape {x.shape}",
-          "at least one token",
-          "skip the call for an empty sequence",
-        )
+        name,
+        f"sequence length 0 in shape {x.shape}",
+        "at least one token",
+        "skip the call for an empty sequence",
       )
   if min(q.shape[2:] + k.shape[2:] + v.shape[2:]) == 0:
     raise ShapeError(
-      message(
-        "query, key, value",
-        f"shapes {q.shape}, {k.shape}, {v.shape}",
-        "at least one head and a head dim of at least 1",
-        "check the projections",
-      )
+      "query, key, value",
+      f"shapes {q.shape}, {k.shape}, {v.shape}",
+      "at least one head and a head dim of at least 1",
+      "check the projections",
     )
   if q.shape[2] % k.shape[2]:
     raise ShapeError(
-      message(
-        "query",
-        f"{q.shape[2]} query heads for {k.shape[2]} key heads",
-        "a multiple of the number of key heads",
-        "change the number of heads; grouped queries share key heads",
-      )
+      "query",
+      f"{q.shape[2]} query heads for {k.shape[2]} key heads",
+      "a multiple of the number of key heads",
+      "change the number of heads; grouped queries share key heads",
     )
   return q, k, v
 
@@ -305,7 +276,7 @@ def _check_qkv(
 def _float(name: str, x: jax.Array) -> None:
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise DtypeError(
-      message(name, x.dtype, "a floating dtype", f"cast {name} to float32")
+      name, x.dtype, "a floating dtype", f"cast {name} to float32"
     )
 
 
@@ -313,22 +284,18 @@ def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
   x = as_array(name, x)
   if x.ndim > 4:
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        "at most the four axes [B, N, T, S]",
-        "drop the extra axes",
-      )
+      name,
+      f"shape {x.shape}",
+      "at most the four axes [B, N, T, S]",
+      "drop the extra axes",
     )
   x = x.reshape((1,) * (4 - x.ndim) + x.shape)
   if any(a not in (1, full) for a, full in zip(x.shape, shape, strict=True)):
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        f"one that broadcasts to [B, N, T, S] = {list(shape)}",
-        "keep 1 for the axes that it does not depend on",
-      )
+      name,
+      f"shape {x.shape}",
+      f"one that broadcasts to [B, N, T, S] = {list(shape)}",
+      "keep 1 for the axes that it does not depend on",
     )
   return x
 
@@ -340,12 +307,10 @@ def _per_head(name: str, x: Any, heads: int) -> Any:
   _float(name, x)
   if x.shape != (heads,):
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        f"[N] = ({heads},), one number for each query head",
-        "pass the slice of the heads at hand",
-      )
+      name,
+      f"shape {x.shape}",
+      f"[N] = ({heads},), one number for each query head",
+      "pass the slice of the heads at hand",
     )
   return x
 
@@ -357,17 +322,13 @@ def _tokens(name: str, x: Any, shape: tuple[int, int]) -> Any:
   _check_int32(name, x)
   x = as_array(name, x)
   if not jnp.issubdtype(x.dtype, jnp.integer):
-    raise DtypeError(
-      message(name, x.dtype, "an integer dtype", f"cast {name} to int32")
-    )
+    raise DtypeError(name, x.dtype, "an integer dtype", f"cast {name} to int32")
   if x.shape != shape and x.shape != shape[1:] and x.shape != (1, shape[1]):
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        f"{shape} or {shape[1:]}, a number for each token",
-        "give it the length of the array that it describes",
-      )
+      name,
+      f"shape {x.shape}",
+      f"{shape} or {shape[1:]}, a number for each token",
+      "give it the length of the array that it describes",
     )
   return x.astype(jnp.int32).reshape(-1, shape[1])
 
@@ -377,12 +338,10 @@ def coords(name: str, at: Any, batch: int, length: int) -> Coords:
   pair = isinstance(at, tuple) and len(at) == 2
   if not pair or any(x is None for x in at):
     raise InputTypeError(
-      message(
-        name,
-        type(at).__name__,
-        "coordinates, positions and documents of the tokens",
-        "pass rj.Coords(pos, seg)",
-      )
+      name,
+      type(at).__name__,
+      "coordinates, positions and documents of the tokens",
+      "pass rj.Coords(pos, seg)",
     )
   shape = batch, length
   return Coords(
@@ -402,12 +361,10 @@ def _check_int32(name: str, x: Any) -> None:
   for value in (int(x.min()), int(x.max())):
     if not -(2**31) <= value < 2**31:
       raise OptionError(
-        message(
-          name,
-          f"{value} in an array of {x.dtype}",
-          "numbers that int32 holds",
-          "number documents from 1 and positions from 0",
-        )
+        name,
+        f"{value} in an array of {x.dtype}",
+        "numbers that int32 holds",
+        "number documents from 1 and positions from 0",
       )
 
 
@@ -435,12 +392,10 @@ def _predicate(mask: Mask, batch: int) -> Mask:
   if not whole or shape not in ((), (1,), (batch,)):
     what = type(length).__name__ if dtype is None else f"{dtype} {shape}"
     raise OptionError(
-      message(
-        "mask",
-        f"Prefix of {what}",
-        f"an int, or an integer array [] or [B] = ({batch},)",
-        "pass one length for all examples, or one each",
-      )
+      "mask",
+      f"Prefix of {what}",
+      f"an int, or an integer array [] or [B] = ({batch},)",
+      "pass one length for all examples, or one each",
     )
   _check_int32("mask", length)
   length = jnp.asarray(length).astype(jnp.int32)
@@ -455,12 +410,10 @@ def _segments(
   if q_shape[1] != k_shape[1] and (q_seg is None or k_seg is None):
     missing = "q_segment_ids" if q_seg is None else "kv_segment_ids"
     raise ShapeError(
-      message(
-        missing,
-        f"None with {q_shape[1]} queries and {k_shape[1]} keys",
-        "segment ids of both when their lengths differ",
-        f"pass {missing} too",
-      )
+      missing,
+      f"None with {q_shape[1]} queries and {k_shape[1]} keys",
+      "segment ids of both when their lengths differ",
+      f"pass {missing} too",
     )
   q_seg = k_seg if q_seg is None else q_seg
   k_seg = q_seg if k_seg is None else k_seg
@@ -473,12 +426,10 @@ def _segments(
     x = _tokens(name, x, shape)
     if least < 0:
       raise OptionError(
-        message(
-          name,
-          f"a negative id, {least}",
-          "ids of at least 1 for documents and 0 for padding",
-          "number the documents from 1",
-        )
+        name,
+        f"a negative id, {least}",
+        "ids of at least 1 for documents and 0 for padding",
+        "number the documents from 1",
       )
     seg.append(x)
   return seg[0], seg[1], True
@@ -498,16 +449,14 @@ def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
   x = as_array(name, x)
   if x.dtype != jnp.int32:
     raise DtypeError(
-      message(name, x.dtype, "int32", f"cast it: {name}.astype(jnp.int32)")
+      name, x.dtype, "int32", f"cast it: {name}.astype(jnp.int32)"
     )
   if x.shape != (batch,):
     raise ShapeError(
-      message(
-        name,
-        f"shape {x.shape}",
-        f"[B] = ({batch},)",
-        f"give one length, at most {longest}, for each example",
-      )
+      name,
+      f"shape {x.shape}",
+      f"[B] = ({batch},)",
+      f"give one length, at most {longest}, for each example",
     )
   return x
 
@@ -521,12 +470,10 @@ def _window(size: Any) -> Window | None:
     for s in sides
   ):
     raise OptionError(
-      message(
-        "local_window_size",
-        repr(size),
-        "an int or a pair (left, right) of ints of at least 0",
-        "count the tokens on each side, the query's own not included",
-      )
+      "local_window_size",
+      repr(size),
+      "an int or a pair (left, right) of ints of at least 0",
+      "count the tokens on each side, the query's own not included",
     )
   return Window(int(sides[0]) + 1, int(sides[1]))
 
@@ -534,22 +481,18 @@ def _window(size: Any) -> Window | None:
 def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
   if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
     raise OptionError(
-      message(
-        "dropout_rate",
-        repr(rate),
-        "a number of at least 0 and below 1",
-        "pass 0.0 to switch dropout off",
-      )
+      "dropout_rate",
+      repr(rate),
+      "a number of at least 0 and below 1",
+      "pass 0.0 to switch dropout off",
     )
   rate = float(rate)
   if rate and seed is None:
     raise OptionError(
-      message(
-        "dropout_seed",
-        f"None with dropout_rate={rate}",
-        "an int, or an integer array [] or [B]",
-        "pass a seed, a new one each step",
-      )
+      "dropout_seed",
+      f"None with dropout_rate={rate}",
+      "an int, or an integer array [] or [B]",
+      "pass a seed, a new one each step",
     )
   if not rate:
     return None, 0.0
@@ -558,21 +501,17 @@ def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
   seed = as_array("dropout_seed", seed)
   if not jnp.issubdtype(seed.dtype, jnp.integer):
     raise DtypeError(
-      message(
-        "dropout_seed",
-        seed.dtype,
-        "an integer dtype",
-        "draw it with jax.random.bits(key)",
-      )
+      "dropout_seed",
+      seed.dtype,
+      "an integer dtype",
+      "draw it with jax.random.bits(key)",
     )
   if seed.shape not in ((), (1,), (batch,)):
     raise ShapeError(
-      message(
-        "dropout_seed",
-        f"shape {seed.shape}",
-        f"[] or [B] = ({batch},)",
-        "one seed for all examples, or one each",
-      )
+      "dropout_seed",
+      f"shape {seed.shape}",
+      f"[] or [B] = ({batch},)",
+      "one seed for all examples, or one each",
     )
   return seed.astype(jnp.uint32).reshape(-1), rate
 
@@ -582,12 +521,10 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
     return default
   if isinstance(x, jax.core.Tracer):
     raise InputTypeError(
-      message(
-        name,
-        "a traced value",
-        "a Python number, known when the call is traced",
-        f"mark {name} static, or multiply the query by it",
-      )
+      name,
+      "a traced value",
+      "a Python number, known when the call is traced",
+      f"mark {name} static, or multiply the query by it",
     )
   try:
     value = float(x)
@@ -597,12 +534,10 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
   fits = abs(value) <= float(np.finfo(np.float32).max)
   if not fits or (positive and value <= 0):
     raise OptionError(
-      message(
-        name,
-        repr(x),
-        "a number that float32 holds" + (" above 0" if positive else ""),
-        f"leave {name} out for the default",
-      )
+      name,
+      repr(x),
+      "a number that float32 holds" + (" above 0" if positive else ""),
+      f"leave {name} out for the default",
     )
   return value
 

@@ -43,16 +43,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move, pinned
+from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.visitor import Visitor, pack, unpack
-from ringjax.ops.attention.wire import as_wire
+from ringjax.ops.attention.strategy import Strategy, pinned
+from ringjax.ops.attention.wire_format import as_wire
 from ringjax.ops.mask import Coords, Extent, Mask, extent
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -63,7 +63,7 @@ _PIECES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring(Move):
+class Ring(Strategy):
   """Pass-KV ring over a local algorithm.
 
   Attributes:
@@ -76,7 +76,8 @@ class Ring(Move):
       rotating buffer costs in a rolled loop.
     two_way: whether a whole ring turns in both directions at once.
     wire: how keys and values travel: None as they are, "bfloat16", "int8",
-      "float8_e4m3fn", "float8_e5m2" or a `Wire`. A shard's own keys stay exact.
+      "float8_e4m3fn", "float8_e5m2" or a `WireFormat`. A shard's own keys stay
+      exact.
     by_document: whether packed documents cut the hops, see above.
     inner: with a second level on one mesh axis, how many neighbours it spans.
   """
@@ -102,21 +103,17 @@ class Ring(Move):
       raise _bad_hops(hops, "None or a pair (from behind, from ahead)")
     if self.by_document and (self.two_way or nested):
       raise OptionError(
-        message(
-          "by_document",
-          f"True in {self!r}",
-          "one level and one direction at a time",
-          "leave two_way and the second level out",
-        )
+        "by_document",
+        f"True in {self!r}",
+        "one level and one direction at a time",
+        "leave two_way and the second level out",
       )
     if self.by_document and self.differentiable:
       raise OptionError(
-        message(
-          "by_document",
-          f"True around {self.local!r}",
-          "a blockwise algorithm: a loop whose length is data has no gradient",
-          "pass local=Blockwise()",
-        )
+        "by_document",
+        f"True around {self.local!r}",
+        "a blockwise algorithm: a loop whose length is data has no gradient",
+        "pass local=Blockwise()",
       )
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Ring:
@@ -144,15 +141,15 @@ class Ring(Move):
       at = column + (me - distance) % size * length
       return self.local.forward(scores, there, terms, seen, at, carry)
 
-    def compute(carry: Partial, visitor: Visitor, distance: Any) -> Partial:
+    def compute(carry: Partial, visitor: KVBlock, distance: Any) -> Partial:
       return fold(carry, *visitor.seen_by(x, context, self.wire), distance)
 
     if size == 1:
       return fold(carry, x, context, 0)
-    own = Visitor.of(x, context, self.wire)
+    own = KVBlock.of(x, context, self.wire)
 
     def travel(
-      carry: Partial, visitor: Visitor, first: int, hops: Any, shift: int
+      carry: Partial, visitor: KVBlock, first: int, hops: Any, shift: int
     ) -> Partial:
       """Visits the block at hand and those that `hops` hops bring."""
 
@@ -236,17 +233,17 @@ class Ring(Move):
       )
       return (grads.q, grads.terms), pack(grads.k, grads.v)
 
-    def compute(carry: tuple, visitor: Visitor, distance: Any) -> Any:
+    def compute(carry: tuple, visitor: KVBlock, distance: Any) -> Any:
       return slopes(carry, *visitor.seen_by(x, context, self.wire), distance)
 
     def finish(carry: tuple, sums: Any) -> Gradients:
       dk, dv = unpack(sums)
       return Gradients(carry[0], dk, dv, carry[1])
 
-    own = Visitor.of(x, context, self.wire)
+    own = KVBlock.of(x, context, self.wire)
 
     def travel(
-      carry: tuple, visitor: Visitor, sums: Any, first: int, hops: Any,
+      carry: tuple, visitor: KVBlock, sums: Any, first: int, hops: Any,
       shift: int,
     ) -> tuple[tuple, Any]:  # fmt: skip
       """Visits the block at hand, whose `sums` are a shard behind, and on."""
@@ -332,7 +329,7 @@ class Ring(Move):
       carry, sums = slopes(carry, x, context, 0)
       carry, more = away(carry, ahead, -1)
       return carry, _add(sums, more)
-    own = Visitor.of(x, context, self.wire)
+    own = KVBlock.of(x, context, self.wire)
     ways = (1, -1)
     comings = [self._rotate(own, shift) for shift in ways]
     carry, at_home = slopes(carry, x, context, 0)
@@ -443,17 +440,17 @@ class Ring(Move):
 
     return lax.scan(step, state, numbers, unroll=min(self.unroll, times))[0]
 
-  def _rotate(self, tree: Any, shift: int, after: Visitor | None = None) -> Any:
+  def _rotate(self, tree: Any, shift: int, after: KVBlock | None = None) -> Any:
     """Sends to the next shard, once the coordinates of `after` have come.
 
     The next hop begins with coordinates: behind keys and values, or behind
     gradients, on the same link they would come as late as those.
     """
     assert self.axis is not None
-    if isinstance(tree, Visitor):
+    if isinstance(tree, KVBlock):
       at = collectives.rotate(tree.at, self.axis, shift)
       kv, at = lax.optimization_barrier((tree.kv, at))
-      return Visitor(collectives.rotate(kv, self.axis, shift), at)
+      return KVBlock(collectives.rotate(kv, self.axis, shift), at)
     if after is not None:
       tree, _ = lax.optimization_barrier((tree, after.at))
     return collectives.rotate(tree, self.axis, shift)
@@ -477,9 +474,7 @@ def cut_hops(needed: np.ndarray, *, two_way: bool = False) -> tuple[int, int]:
 
 
 def _bad_hops(hops: Any, want: str) -> OptionError:
-  return OptionError(
-    message("hops", repr(hops), want, "leave it out: a mask cuts them")
-  )
+  return OptionError("hops", repr(hops), want, "leave it out: a mask cuts them")
 
 
 def _pieces(at: Coords) -> Extent:

@@ -39,10 +39,10 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
-from ringjax.ops.attention.move import Move, pinned
+from ringjax.ops.attention.kv_block import pack, unpack
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.visitor import pack, unpack
+from ringjax.ops.attention.strategy import Strategy, pinned
 from ringjax.ops.mask import Coords
 from ringjax.ops.softmax import Partial, merge
 from ringjax.parallel import collectives
@@ -50,7 +50,7 @@ from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class RingQ(Move):
+class RingQ(Strategy):
   """Pass-Q ring over a local algorithm.
 
   Attributes:

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, OptionError, ShapeError, message
-from ringjax.ops.attention import levels, predict
+from ringjax.errors import MeshError, OptionError, ShapeError
+from ringjax.ops.attention import nesting, predict
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.kernels.best import expected
-from ringjax.ops.attention.levels import Strategy
-from ringjax.ops.attention.predict import Call
+from ringjax.ops.attention.kernels.auto_kernel import expected
+from ringjax.ops.attention.nesting import Strategy
+from ringjax.ops.attention.predict import CallShape
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.select import Auto
@@ -50,7 +50,7 @@ def run(
   if isinstance(strategy, Auto):
     strategy = _chosen(strategy, request, x, place)
   _check_axes(strategy, place)
-  strategy = levels.on_device(strategy, *device_of(place, x[:3]))
+  strategy = nesting.on_device(strategy, *device_of(place, x[:3]))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
@@ -73,7 +73,7 @@ def _chosen(
 ) -> Strategy:
   """What the model of costs says of this call; see `select`."""
   if place.size == 1:
-    return levels.named("ring")
+    return nesting.named("ring")
   (b, t, n, h), (_, s, k, j) = x.q.shape, x.v.shape
   spread = place.size if place.manual else 1
   t, s = t * spread, s * spread
@@ -97,7 +97,7 @@ def _chosen(
     axes = ((" ".join(place.names), place.size),)
   shards = lambda names: math.prod(_size(name, place) for name in names)
   heads = shards(place.heads)
-  call = Call(
+  call = CallShape(
     batch=max(b // shards(place.batch), 1),
     queries=t,
     keys=s,
@@ -117,7 +117,7 @@ def _chosen(
   name, options = dataclasses.replace(auto, among=tuple(names)).choose(
     call, place.mesh
   )
-  return levels.built(name, options, levels=len(axes))
+  return nesting.built(name, options, levels=len(axes))
 
 
 def _size(name: str, place: Place) -> int:
@@ -132,12 +132,10 @@ def _check_axes(strategy: Strategy, place: Place) -> None:
   if foreign:
     over = ", ".join(map(repr, place.names)) or "no axis: one device"
     raise OptionError(
-      message(
-        "strategy",
-        f"axis {foreign[0]!r} in {strategy!r}",
-        f"the axes that this call goes over ({over})",
-        "leave the axis out of the strategy: axis= of the call fills it in",
-      )
+      "strategy",
+      f"axis {foreign[0]!r} in {strategy!r}",
+      f"the axes that this call goes over ({over})",
+      "leave the axis out of the strategy: axis= of the call fills it in",
     )
 
 
@@ -150,12 +148,10 @@ def _forward_mode_refused() -> Iterator[None]:
     if "custom_vjp" not in str(error):
       raise
     raise OptionError(
-      message(
-        "strategy",
-        "forward mode through a blockwise algorithm",
-        "a plainly differentiated one",
-        "pass strategy=Ring(Dense()) for jax.jvp and higher orders",
-      )
+      "strategy",
+      "forward mode through a blockwise algorithm",
+      "a plainly differentiated one",
+      "pass strategy=Ring(Dense()) for jax.jvp and higher orders",
     ) from error
 
 
@@ -174,12 +170,10 @@ def _per_shard(
       wrong = layout.check_local_length(local) if size > 1 else None
       if wrong:
         raise ShapeError(
-          message(
-            name,
-            f"{local} tokens a shard",
-            f"{wrong} in the layout {layout}",
-            "pad the sequence, or call outside of shard_map",
-          )
+          name,
+          f"{local} tokens a shard",
+          f"{wrong} in the layout {layout}",
+          "pad the sequence, or call outside of shard_map",
         )
     lengths = (shards[0] * size, shards[1] * size)
   index: Any = 0
@@ -203,15 +197,15 @@ def _per_shard(
   derived = x.q_pos is None and x.k_pos is None
   if size > 1:
     same = derived and shards[0] == shards[1]
-    strategy = levels.fitted(strategy, x.mask, layout, same)
+    strategy = nesting.fitted(strategy, x.mask, layout, same)
   if derived and behind is not None and ahead is not None:
     q_length, k_length = shards[0] * size, shards[1] * size
     needed = layout.reachable(size, q_length, k_length, behind, ahead)
   if place.axis is not None:
-    strategy = levels.bind(strategy, place.axis, needed, x.k.shape[2])
-  elif levels.is_strategy(strategy.local):
+    strategy = nesting.bind(strategy, place.axis, needed, x.k.shape[2])
+  elif nesting.is_strategy(strategy.local):
     # One device: what travels between levels is at hand.
-    strategy = Gather(levels.innermost(strategy))
+    strategy = Gather(nesting.innermost(strategy))
   else:
     strategy = strategy.on(None, None)
   return attend_shard(request.scores, x, context, strategy)
@@ -314,12 +308,10 @@ def _check_explicit(x: Operands, place: Place) -> None:
   kv_heads = x.k.shape[2]
   if size > 1 and kv_heads > 1 and kv_heads % size:
     raise MeshError(
-      message(
-        "key",
-        f"{kv_heads} heads over the {size} shards of {place.heads}",
-        "one head, or a multiple of the shards",
-        "reshard the query's heads over a smaller axis",
-      )
+      "key",
+      f"{kv_heads} heads over the {size} shards of {place.heads}",
+      "one head, or a multiple of the shards",
+      "reshard the query's heads over a smaller axis",
     )
 
 
@@ -386,7 +378,7 @@ def _jitted_on_mesh(
     out_specs=(specs.q, specs.q),
     axis_names=names,
     # The interpreters of Pallas do not know what varies.
-    check_vma=not getattr(levels.innermost(strategy), "interpret", False),
+    check_vma=not getattr(nesting.innermost(strategy), "interpret", False),
   )(x)
   if fit[0] is not None:
     if explicit:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout
@@ -48,9 +48,7 @@ def tile_schedule(
   """
   for name, value in (("shards", shards), ("length", length)):
     if not isinstance(value, int | np.integer) or value < 1:
-      raise OptionError(
-        message(name, repr(value), "a positive int", "count from 1")
-      )
+      raise OptionError(name, repr(value), "a positive int", "count from 1")
   local = layout.local_length(length, shards)
   blocks = Blockwise(q_block, k_block).blocks(local, local)
   natural = [layout.positions(i, shards, local) for i in range(shards)]

@@ -27,11 +27,10 @@ from ringjax.errors import (
   MeshError,
   OptionError,
   ShapeError,
-  message,
 )
 from ringjax.ops.attention import predict as model
-from ringjax.ops.attention.kernels.best import expected
-from ringjax.ops.attention.predict import Call, Prediction, Refusal
+from ringjax.ops.attention.kernels.auto_kernel import expected
+from ringjax.ops.attention.predict import CallShape, Prediction, Refusal
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Mask
 from ringjax.parallel import chips
@@ -62,7 +61,7 @@ class Candidate:
 
 
 def candidates(
-  call: Call, among: Sequence[str] | None = None
+  call: CallShape, among: Sequence[str] | None = None
 ) -> tuple[Candidate, ...]:
   """All that is looked at for a call, also what is declined then.
 
@@ -76,12 +75,10 @@ def candidates(
   for name in among or ():
     if name not in model.STRATEGIES:
       raise OptionError(
-        message(
-          "among",
-          repr(name),
-          f"names of {', '.join(model.STRATEGIES)}",
-          "correct it",
-        )
+        "among",
+        repr(name),
+        f"names of {', '.join(model.STRATEGIES)}",
+        "correct it",
       )
   layouts = LAYOUTS if call.layout is None else (call.layout,)
   size = call.shards
@@ -118,7 +115,7 @@ class Explanation:
     refusals: of all that may not.
   """
 
-  call: Call
+  call: CallShape
   machine: Machine
   predictions: tuple[Prediction, ...]
   refusals: tuple[Refusal, ...]
@@ -132,14 +129,12 @@ class Explanation:
     """
     if not self.predictions:
       raise OptionError(
-        message(
-          "strategy",
-          "'auto' for a call that no strategy fits",
-          f"less than {_nbytes(_memory(self.machine))} a device",
-          f"use more devices ({self.refusals[0].reason})"
-          if self.refusals
-          else "allow more strategies",
-        )
+        "strategy",
+        "'auto' for a call that no strategy fits",
+        f"less than {_nbytes(_memory(self.machine))} a device",
+        f"use more devices ({self.refusals[0].reason})"
+        if self.refusals
+        else "allow more strategies",
       )
     return self.predictions[0]
 
@@ -169,12 +164,10 @@ class Explanation:
         return one
     declined = [r.reason for r in self.refusals if r.strategy == strategy]
     raise OptionError(
-      message(
-        "strategy",
-        f"{strategy!r} {options or ''}",
-        "one that was predicted",
-        declined[0] if declined else "see predictions",
-      )
+      "strategy",
+      f"{strategy!r} {options or ''}",
+      "one that was predicted",
+      declined[0] if declined else "see predictions",
     )
 
   def record(self) -> dict[str, Any]:
@@ -227,7 +220,7 @@ class Explanation:
 
 
 def rank(
-  call: Call, machine: Machine, among: Sequence[str] | None = None
+  call: CallShape, machine: Machine, among: Sequence[str] | None = None
 ) -> Explanation:
   """Predicts every candidate; the fastest first.
 
@@ -247,7 +240,7 @@ def rank(
 
 
 def _rank(
-  call: Call, machine: Machine, among: tuple[str, ...] | None
+  call: CallShape, machine: Machine, among: tuple[str, ...] | None
 ) -> Explanation:
   most = _memory(machine)
   predictions, refusals = [], []
@@ -300,7 +293,7 @@ class Auto:
   longest_document: int | None = None
   local: str | None = None
 
-  def explain(self, call: Call, mesh: Any = None) -> Explanation:
+  def explain(self, call: CallShape, mesh: Any = None) -> Explanation:
     """What a choice for `call` goes by."""
     changes: dict[str, Any] = {}
     if self.local is not None:
@@ -316,7 +309,9 @@ class Auto:
     call = dataclasses.replace(call, **changes)
     return rank(call, find_machine(self.machine, mesh), self.among)
 
-  def choose(self, call: Call, mesh: Any = None) -> tuple[str, dict[str, Any]]:
+  def choose(
+    self, call: CallShape, mesh: Any = None
+  ) -> tuple[str, dict[str, Any]]:
     """The name of the fastest strategy, and what to build it with.
 
     Args:
@@ -347,12 +342,10 @@ def find_machine(machine: Machine | str | None, mesh: Any = None) -> Machine:
     return chips.machine(machine)
   if machine is not None:
     raise InputTypeError(
-      message(
-        "machine",
-        type(machine).__name__,
-        "a Machine, its name or None",
-        f"name one of {', '.join(chips.MACHINES)}",
-      )
+      "machine",
+      type(machine).__name__,
+      "a Machine, its name or None",
+      f"name one of {', '.join(chips.MACHINES)}",
     )
   devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
   device = devices[0]
@@ -405,7 +398,7 @@ def explain(
     wire: "int8", "float8_e4m3fn" or "bfloat16": show also K and V sent so.
     longest_document: tokens of the longest document of packed data, if known.
     local: the local algorithm, "blockwise" or "kernel"; default what
-      `Best()` is there.
+      `AutoKernel()` is there.
     among: names of the strategies to look at; default all.
     show: whether to print the table.
 
@@ -421,29 +414,25 @@ def explain(
   (b, t, n, h), (kb, s, k, kh), (vb, vs, vk, j) = shapes
   if (kb, vb) != (b, b) or kh != h or (vs, vk) != (s, k):
     raise ShapeError(
-      message(
-        "query, key, value",
-        " ".join(map(str, shapes)),
-        "[B, T, N, H], [B, S, K, H] and [B, S, K, J]",
-        "correct the shapes",
-      )
+      "query, key, value",
+      " ".join(map(str, shapes)),
+      "[B, T, N, H], [B, S, K, H] and [B, S, K, J]",
+      "correct the shapes",
     )
   place, found, parts = _place(query, key, mesh, axis, shards)
   b, n, k = (_divided(x, by) for x, by in zip((b, n, k), parts, strict=True))
   seen = Everything() if mask is None else mask
   if not isinstance(seen, Mask):
     raise InputTypeError(
-      message(
-        "mask",
-        type(mask).__name__,
-        "a ringjax mask such as Window(4096)",
-        "leave an array out: it bounds no tile",
-      )
+      "mask",
+      type(mask).__name__,
+      "a ringjax mask such as Window(4096)",
+      "leave an array out: it bounds no tile",
     )
   if is_causal:
     seen = Causal() if mask is None else Causal() & seen
   kind = getattr(query, "dtype", None) if dtype is None else dtype
-  call = Call(
+  call = CallShape(
     batch=b,
     queries=t,
     keys=s,
@@ -481,18 +470,14 @@ def _shape(name: str, x: Any) -> tuple[int, int, int, int]:
   shape = tuple(x) if isinstance(x, tuple | list) else getattr(x, "shape", None)
   if shape is None:
     raise InputTypeError(
-      message(
-        name,
-        type(x).__name__,
-        "an array, a jax.ShapeDtypeStruct or a shape",
-        "pass e.g. (1, 8192, 32, 128)",
-      )
+      name,
+      type(x).__name__,
+      "an array, a jax.ShapeDtypeStruct or a shape",
+      "pass e.g. (1, 8192, 32, 128)",
     )
   shape = (1, *shape) if len(shape) == 3 else shape
   if len(shape) != 4:
-    raise ShapeError(
-      message(name, shape, "four dimensions [B, T, N, H]", "reshape it")
-    )
+    raise ShapeError(name, shape, "four dimensions [B, T, N, H]", "reshape it")
   b, t, n, h = (positive_int(f"{name}'s shape", size) for size in shape)
   return b, t, n, h
 
@@ -512,9 +497,7 @@ def _place(
   names = names_of(axis)
   if shards is not None:
     if mesh is not None:
-      raise OptionError(
-        message("shards", shards, "no mesh with it", "leave one out")
-      )
+      raise OptionError("shards", shards, "no mesh with it", "leave one out")
     if isinstance(shards, Mapping):
       return tuple(shards.items()), None, (1, 1, 1)
     name = (names or (SEQ,))[0]
@@ -527,24 +510,20 @@ def _place(
     found = context
   if not isinstance(found, Mesh | AbstractMesh):
     raise MeshError(
-      message(
-        "mesh",
-        "none" if found is None else type(found).__name__,
-        "a mesh, or shards=",
-        "say over how many devices the sequence lies, e.g. shards=8",
-      )
+      "mesh",
+      "none" if found is None else type(found).__name__,
+      "a mesh, or shards=",
+      "say over how many devices the sequence lies, e.g. shards=8",
     )
   if not names:
     names = spec[1] or ((SEQ,) if SEQ in found.axis_names else ())
   missing = [name for name in names if name not in found.axis_names]
   if not names or missing:
     raise MeshError(
-      message(
-        "axis",
-        repr(missing[0]) if missing else "None",
-        f"one of the mesh axes {found.axis_names}",
-        "name the axis that shards the sequence",
-      )
+      "axis",
+      repr(missing[0]) if missing else "None",
+      f"one of the mesh axes {found.axis_names}",
+      "name the axis that shards the sequence",
     )
   sizes = tuple((name, found.shape[name]) for name in names)
   parts = [
@@ -595,7 +574,7 @@ def _layout(layout: Layout) -> str:
   return f"{name}({block})" if block > 1 else name
 
 
-def _title(call: Call, machine: Machine) -> str:
+def _title(call: CallShape, machine: Machine) -> str:
   tokens = f"{call.queries:,}"
   if call.keys != call.queries:
     tokens += f" queries over {call.keys:,}"

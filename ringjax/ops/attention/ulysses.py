@@ -27,15 +27,15 @@ import jax.numpy as jnp
 
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.move import Move
 from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses(Move):
+class Ulysses(Strategy):
   """All-to-all over heads around a local algorithm.
 
   Attributes:

@@ -8,7 +8,7 @@ import ringjax as rj
 from launch import aot
 from ringjax.bench import strategies, ways
 from ringjax.errors import OptionError
-from ringjax.ops.attention import levels
+from ringjax.ops.attention import nesting
 from ringjax.ops.attention.registry import STRATEGIES
 from ringjax.plan import pictures
 
@@ -31,13 +31,13 @@ def test_a_name_is_one_strategy_everywhere(name):
     assert made.strategy == ways.way("ring", 16, 32).strategy
     assert made.layout != ways.way("ring").layout
     with pytest.raises(OptionError, match="strategy"):
-      levels.named(name)
+      nesting.named(name)
     return
   grouped = STRATEGIES[name].grouped
   full = f"{name}:4" if grouped else name
   made = ways.way(full, 16, 32)
   options = {"q_block": 16, "kv_block": 32} | ({"inner": 4} if grouped else {})
-  assert made.strategy == levels.built(name, options, levels=1)
+  assert made.strategy == nesting.built(name, options, levels=1)
   with pytest.raises(OptionError, match="strategy"):
     ways.way(name if grouped else f"{name}:4")
 

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.ops.attention import predict, select, work
-from ringjax.ops.attention.predict import Call, Prediction
+from ringjax.ops.attention import pair_counts, predict, select
+from ringjax.ops.attention.predict import CallShape, Prediction
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Link, Machine
 from tests.ops.attention import simulate
@@ -28,7 +28,7 @@ CAUSAL = rj.Causal()
 def call_of(size, tokens, **options):
   given = dict(batch=1, queries=tokens, keys=tokens, heads=8, kv_heads=8,
                head_dim=64, axes=(("seq", size),), mask=CAUSAL)  # fmt: skip
-  return Call(**(given | options))
+  return CallShape(**(given | options))
 
 
 def machine_of(**options):
@@ -173,7 +173,9 @@ MASKS = (
 def test_tiles_are_those_of_the_loops(layout, mask):
   size, length, block = 4, 256, 16
   want = rj.tile_counts(layout, mask, size, length, block, block)
-  found = work.pairs(layout, mask, size, (length, length), (block, block))
+  found = pair_counts.pairs(
+    layout, mask, size, (length, length), (block, block)
+  )
   shard = np.arange(size)
   by_hop = found[shard, (shard - shard[:, None]) % size]
   np.testing.assert_array_equal(by_hop, want * block**2)
@@ -182,13 +184,13 @@ def test_tiles_are_those_of_the_loops(layout, mask):
 def test_tiles_of_uneven_shards_and_padding():
   layout = rj.Uneven((80, 64, 48, 48))
   want = rj.tile_counts(layout, CAUSAL, 4, 240, 16, 16)
-  found = work.pairs(layout, CAUSAL, 4, (240, 240), (16, 16))
+  found = pair_counts.pairs(layout, CAUSAL, 4, (240, 240), (16, 16))
   shard = np.arange(4)
   by_hop = found[shard, (shard - shard[:, None]) % 4]
   np.testing.assert_array_equal(by_hop, want * 256)
   for layout in LAYOUTS:
     want = rj.tile_counts(layout, CAUSAL, 4, 230, 16, 16)
-    found = work.pairs(layout, CAUSAL, 4, (230, 230), (16, 16))
+    found = pair_counts.pairs(layout, CAUSAL, 4, (230, 230), (16, 16))
     by_hop = found[shard, (shard - shard[:, None]) % 4]
     np.testing.assert_array_equal(by_hop, want * 256)
 
@@ -197,7 +199,7 @@ def test_tiles_of_uneven_shards_and_padding():
 def test_positions_are_the_layouts(layout):
   for shard in range(3):
     np.testing.assert_array_equal(
-      work.positions(layout, shard, np.arange(8), 3, 8),
+      pair_counts.positions(layout, shard, np.arange(8), 3, 8),
       layout.positions(shard, 3, 8),
     )
 
@@ -205,7 +207,7 @@ def test_positions_are_the_layouts(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_a_hundred_million_tokens_over_a_thousand_devices(layout):
   size, length = 1024, 100_000_768
-  found = work.pairs(layout, CAUSAL, size, (length, length), (512, 256))
+  found = pair_counts.pairs(layout, CAUSAL, size, (length, length), (512, 256))
   assert found.shape == (size, size)
   # Half of all pairs, and up to a tile's width along the diagonal; groups of
   # shards that stand for each other blur it.
@@ -216,7 +218,7 @@ def test_a_long_window_is_not_lost_between_shards():
   length, size = 1 << 20, 16
   mask = CAUSAL & rj.Window(4096)
   for layout in LAYOUTS:
-    found = work.pairs(layout, mask, size, (length, length), (512, 256))
+    found = pair_counts.pairs(layout, mask, size, (length, length), (512, 256))
     seen = length * 4096
     assert seen <= found.sum() < (3 if layout == rj.Striped() else 1.3) * seen
 
@@ -225,18 +227,21 @@ def test_reach_is_the_layouts():
   for layout in (*LAYOUTS, rj.Striped(4)):
     for reach in ((5, 0), (40, 3), (200, 200)):
       np.testing.assert_array_equal(
-        work.reached(layout, 8, (64, 64), reach),
+        pair_counts.reached(layout, 8, (64, 64), reach),
         layout.reachable(8, 512, 512, *reach),
       )
-  assert work.reached(rj.Striped(), 64, (1 << 22, 1 << 22), (9, 0)).sum() == 10
+  assert (
+    pair_counts.reached(rj.Striped(), 64, (1 << 22, 1 << 22), (9, 0)).sum()
+    == 10
+  )
 
 
 def test_a_mask_that_is_traced_counts_as_far_as_it_is_known():
   @jax.jit
   def f(length):
     mask = CAUSAL | rj.Prefix(length)
-    found = work.pairs(LAYOUTS[0], mask, 2, (64, 64), (16, 16))
-    window = work.pairs(LAYOUTS[0], CAUSAL, 2, (64, 64), (16, 16))
+    found = pair_counts.pairs(LAYOUTS[0], mask, 2, (64, 64), (16, 16))
+    window = pair_counts.pairs(LAYOUTS[0], CAUSAL, 2, (64, 64), (16, 16))
     return jnp.asarray([found.sum(), window.sum()])
 
   whole, causal = f(jnp.int32(3))

@@ -15,8 +15,8 @@ import itertools
 import pytest
 
 import ringjax as rj
-from ringjax.ops.attention import predict, work
-from ringjax.ops.attention.predict import Call
+from ringjax.ops.attention import pair_counts, predict
+from ringjax.ops.attention.predict import CallShape
 from ringjax.parallel import chips
 
 CAUSAL = rj.Causal()
@@ -27,7 +27,7 @@ def call_of(size, tokens, **options):
   given = dict(batch=1, queries=tokens, keys=tokens, heads=32, kv_heads=8,
                head_dim=128, axes=(("seq", size),), mask=CAUSAL,
                local="kernel")  # fmt: skip
-  return Call(**(given | options))
+  return CallShape(**(given | options))
 
 
 def seconds(strategy, call, machine, layout, **options):
@@ -212,7 +212,9 @@ def test_a_block_that_hides_its_send(name, bandwidth, tokens):
     call = call_of(8, 8 * block, kv_heads=32, mask=rj.Everything(),
                    backward=False)  # fmt: skip
     blocks = predict.tile_blocks(call, block, block)
-    pairs = work.pairs(rj.Contiguous(), call.mask, 8, (8 * block,) * 2, blocks)
+    pairs = pair_counts.pairs(
+      rj.Contiguous(), call.mask, 8, (8 * block,) * 2, blocks
+    )
     tiles = pairs.sum() / 8 * 32 * 4 * 128 / machine.chip.rate("bfloat16")
     return seconds("ring", call, machine, rj.Contiguous()) / tiles - 1
 

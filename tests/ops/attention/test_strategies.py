@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
 from ringjax import (
-  Best,
+  AutoKernel,
   Blockwise,
   Causal,
   Chain,
@@ -31,7 +31,7 @@ from ringjax import (
 )
 from ringjax.bench.program import Program
 from ringjax.errors import MeshError, OptionError
-from ringjax.ops.attention import levels
+from ringjax.ops.attention import nesting
 from ringjax.ops.attention import ring as rings
 from tests import oracle
 from tests.ops.attention import test_exact as exact
@@ -423,14 +423,14 @@ def test_two_ways_take_the_fewest_steps():
 
 def test_choices_become_strategies():
   tiles = dict(q_block=16, kv_block=32)
-  built = levels.built(
+  built = nesting.built(
     "hybrid", {**tiles, "inner": 4, "wire": "int8"}, levels=1
   )
-  ring = Ring(Best(16, 32), wire="int8")
+  ring = Ring(AutoKernel(16, 32), wire="int8")
   assert built == Ulysses(ring, inner=4)
-  built = levels.built("two_level", {**tiles, "inner": 4}, levels=2)
-  assert built == Ring(Ring(Best(16, 32)))
-  assert levels.built("halo", tiles, levels=1) == Halo(Best(16, 32))
+  built = nesting.built("two_level", {**tiles, "inner": 4}, levels=2)
+  assert built == Ring(Ring(AutoKernel(16, 32)))
+  assert nesting.built("halo", tiles, levels=1) == Halo(AutoKernel(16, 32))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import ringjax as rj
 from ringjax import Blockwise, Chain, Dense, Gather, Halo, Ring, Striped
 from ringjax.bench.program import Program
 from ringjax.errors import OptionError
-from ringjax.ops.attention.wire import DTYPES, Wire
+from ringjax.ops.attention.wire_format import DTYPES, WireFormat
 from tests import oracle
 from tests.ops.attention.test_exact import causal, ring_mesh
 from tests.ops.attention.test_schedule import compiled
@@ -38,7 +38,7 @@ def test_what_arrives_is_near_what_left(dtype, dim, block):
   x = np.minimum(np.abs(x), 6e4) * np.sign(x)
   x[0, 0] = 0
   x = jnp.asarray(x, jnp.float32)
-  wire = Wire(dtype, block)
+  wire = WireFormat(dtype, block)
   got = np.asarray(wire.decode(wire.encode(x), x), np.float64)
   each, largest = ERRORS[dtype]
   x = np.asarray(x, np.float64)
@@ -55,7 +55,7 @@ def test_what_arrives_is_near_what_left(dtype, dim, block):
 def test_a_code_of_what_arrived_is_the_code_that_left(dtype):
   """So an outer level may code what an inner one codes again."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 64)), jnp.float32)
-  wire = Wire(dtype)
+  wire = WireFormat(dtype)
   once = wire.decode(wire.encode(x), x)
   twice = wire.decode(wire.encode(once), x)
   np.testing.assert_allclose(once, twice, rtol=1e-6)
@@ -204,4 +204,4 @@ def test_bad_wires(kind):
   with pytest.raises(OptionError, match="a blockwise algorithm"):
     kind(Dense(), wire="int8")
   with pytest.raises(OptionError, match="wire block"):
-    kind(wire=Wire("int8", 0))
+    kind(wire=WireFormat("int8", 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 
 
 def check(kernel: object, why: str | None) -> None:
@@ -18,10 +18,8 @@ def check(kernel: object, why: str | None) -> None:
   if why is None:
     return
   raise OptionError(
-    message(
-      "local",
-      f"{type(kernel).__name__}() for {why}",
-      "a call that this kernel serves",
-      "pass local=Best(), which takes what serves each call",
-    )
+    "local",
+    f"{type(kernel).__name__}() for {why}",
+    "a call that this kernel serves",
+    "pass local=AutoKernel(), which takes what serves each call",
   )

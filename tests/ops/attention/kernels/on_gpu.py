@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
-from ringjax.ops.attention.kernels.best import Loops
+from ringjax.ops.attention.kernels.auto_kernel import Loops
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords

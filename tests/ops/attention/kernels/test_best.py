@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax import Best, Blockwise, Gather, Ring, Ulysses
-from ringjax.ops.attention import levels
+from ringjax import AutoKernel, Blockwise, Gather, Ring, Ulysses
+from ringjax.ops.attention import nesting
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels import best, cudnn, flash_tpu, kinds
+from ringjax.ops.attention.kernels import auto_kernel, cudnn, flash_tpu, kinds
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
@@ -32,43 +32,45 @@ def call(length=256, dtype=jnp.bfloat16, bias=None):
 
 @pytest.fixture
 def fresh():
-  best._fault.cache_clear()
+  auto_kernel._fault.cache_clear()
   yield
-  best._fault.cache_clear()
+  auto_kernel._fault.cache_clear()
 
 
 def test_a_tpu_gets_the_kernel(fresh):
-  found = Best(platform="tpu").choose(*call())
-  assert found == best.Choice(FlashTPU(), ())
-  assert Best(256, 512, platform="tpu").choose(*call()).algorithm == FlashTPU(
-    256, 512
-  )
+  found = AutoKernel(platform="tpu").choose(*call())
+  assert found == auto_kernel.Choice(FlashTPU(), ())
+  assert AutoKernel(256, 512, platform="tpu").choose(
+    *call()
+  ).algorithm == FlashTPU(256, 512)
 
 
 def test_a_gpu_gets_cudnn_where_there_is_one(fresh, monkeypatch):
-  ours = Best(platform="gpu", chip="h100")
+  ours = AutoKernel(platform="gpu", chip="h100")
   found = ours.choose(*call())
   assert found.algorithm == Blockwise() and "no cuDNN here" in str(found)
   # As where a program is compiled ahead of time: nothing is tried.
   monkeypatch.setattr(cudnn, "_version_here", lambda: 91002)
   found = ours.choose(*call())
-  assert found == best.Choice(CuDNN(chip="h100"), ())
+  assert found == auto_kernel.Choice(CuDNN(chip="h100"), ())
   found = ours.choose(*call(dtype=jnp.float32))
   assert found.algorithm == Blockwise() and "float32" in str(found)
 
 
 def test_what_it_declines_blockwise_serves(fresh):
-  found = Best(platform="tpu").choose(*call(length=40))
+  found = AutoKernel(platform="tpu").choose(*call(length=40))
   assert found.algorithm == Blockwise()
   assert "40 queries" in str(found) and "FlashTPU" in str(found)
-  odd = Best(24, 8, platform="tpu").choose(*call())
+  odd = AutoKernel(24, 8, platform="tpu").choose(*call())
   assert odd.algorithm == Blockwise(24, 8) and "128" in str(odd)
 
 
 def test_what_a_chip_has_no_room_for_is_declined(fresh):
-  old = Best(platform="tpu", chip="tpu-v4").choose(*call())
+  old = AutoKernel(platform="tpu", chip="tpu-v4").choose(*call())
   assert old.algorithm == Blockwise() and "vector memory" in str(old)
-  long = Best(platform="tpu", chip="tpu-v5e").choose(*call(length=1 << 19))
+  long = AutoKernel(platform="tpu", chip="tpu-v5e").choose(
+    *call(length=1 << 19)
+  )
   assert long.algorithm == Blockwise() and "512 x 512 tiles" in str(long)
   # Gradients of wide heads take room: fewer keys at once.
   kernel = FlashTPU(chip="tpu-v5p")
@@ -82,21 +84,21 @@ def test_what_a_chip_has_no_room_for_is_declined(fresh):
 
 def test_elsewhere_it_is_blockwise():
   wide = not processor.multiplies_bfloat16()
-  assert Best(8, 16).on_device("cpu", "cpu") == Blockwise(8, 16, wide)
-  strategy = levels.on_device(Ulysses(Ring()), "cpu", "cpu")
-  assert levels.innermost(strategy) == Blockwise(wide=wide)
-  strategy = levels.on_device(Ulysses(Ring(), inner=2), "tpu", "TPU v5 lite")
+  assert AutoKernel(8, 16).on_device("cpu", "cpu") == Blockwise(8, 16, wide)
+  strategy = nesting.on_device(Ulysses(Ring()), "cpu", "cpu")
+  assert nesting.innermost(strategy) == Blockwise(wide=wide)
+  strategy = nesting.on_device(Ulysses(Ring(), inner=2), "tpu", "TPU v5 lite")
   assert strategy == Ulysses(
-    Ring(Best(platform="tpu", chip="tpu-v5e")), inner=2
+    Ring(AutoKernel(platform="tpu", chip="tpu-v5e")), inner=2
   )
-  strategy = levels.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3")
-  assert strategy == Ring(Best(platform="gpu", chip="h100"))
+  strategy = nesting.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3")
+  assert strategy == Ring(AutoKernel(platform="gpu", chip="h100"))
   # XLA would have to cut it.
-  strategy = levels.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3", False)
+  strategy = nesting.on_device(Ring(), "gpu", "NVIDIA H100 80GB HBM3", False)
   assert strategy == Ring(Blockwise(wide=False))
   # What somebody asked for stays.
   mine = Ring(Blockwise(8, 8, wide=True))
-  assert levels.on_device(mine, "tpu", "TPU v4") == mine
+  assert nesting.on_device(mine, "tpu", "TPU v4") == mine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Sound(Cracked):
 def test_a_broken_kernel_is_left_with_one_line(
   fresh, monkeypatch, caplog, kind, length, words
 ):
-  monkeypatch.setitem(best.KERNELS, "cpu", (kind,))
+  monkeypatch.setitem(auto_kernel.KERNELS, "cpu", (kind,))
   # Another length each: what was compiled has chosen.
   q = jax.random.normal(jax.random.key(0), (1, length, 2, 8))
   with caplog.at_level(logging.WARNING):
@@ -151,8 +153,8 @@ def test_a_broken_kernel_is_left_with_one_line(
 
 
 def test_a_sound_kernel_passes_its_check(fresh, monkeypatch, caplog):
-  monkeypatch.setitem(best.KERNELS, "cpu", (Sound,))
-  assert Best(platform="cpu").choose(*call()).algorithm == Sound()
+  monkeypatch.setitem(auto_kernel.KERNELS, "cpu", (Sound,))
+  assert AutoKernel(platform="cpu").choose(*call()).algorithm == Sound()
   assert not caplog.records
 
 
@@ -184,20 +186,20 @@ class Astray(Vendor):
 def test_the_check_tries_every_kind_of_hop(monkeypatch, fault):
   if fault == "strict":
     monkeypatch.setattr(kinds, "_up", lambda x: x)
-  off = best._compare_hops(Astray(Poison(), fault=fault))
-  assert off > best._ALLOWED if fault else off <= best._ALLOWED
+  off = auto_kernel._compare_hops(Astray(Poison(), fault=fault))
+  assert off > auto_kernel._ALLOWED if fault else off <= auto_kernel._ALLOWED
 
 
 def test_the_check_has_no_part_in_what_is_traced(fresh, monkeypatch, caplog):
   """The first call is mostly inside of a jit, a shard_map and a mesh."""
-  monkeypatch.setitem(best.KERNELS, "cpu", (Sound,))
+  monkeypatch.setitem(auto_kernel.KERNELS, "cpu", (Sound,))
   mesh = rj.make_mesh((4,), ("seq",))
   q = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
   call = jax.jit(jax.grad(lambda q: rj.ring_attention(q, q, q).sum()))
   with jax.set_mesh(mesh):
     got = call(q)
-  assert best._fault.cache_info().currsize == 1
-  assert best._fault(Sound) is None and not caplog.records
+  assert auto_kernel._fault.cache_info().currsize == 1
+  assert auto_kernel._fault(Sound) is None and not caplog.records
   want = jax.grad(lambda q: rj.dot_product_attention(q, q, q).sum())(q)
   np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -223,13 +225,13 @@ def test_no_kernel_where_xla_would_have_to_cut_it(
       seen.append(self)
       return super().forward(*args)
 
-  monkeypatch.setitem(best.KERNELS, "cpu", (Spy,))
+  monkeypatch.setitem(auto_kernel.KERNELS, "cpu", (Spy,))
   mesh = rj.make_mesh(shape, ("data", "seq"))
   whole = rj.make_mesh((2,), ("data",))
   # Another length each: what was compiled has chosen.
   length = 64 + 4 * shape[0] + 8 * len(str(said))
   q = jax.random.normal(jax.random.key(0), (2, length, 2, 8))
-  best._fault(Spy)
+  auto_kernel._fault(Spy)
   seen.clear()
   got = rj.ring_attention(q, q, q, mesh=mesh, axis="seq", **said)
   assert bool(seen) == taken

@@ -12,7 +12,7 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.cached import ShardedDecode
-from ringjax.ops.attention.kernels import best
+from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
@@ -192,7 +192,7 @@ def test_they_stay_one_in_a_shard_map(kind):
   run = ShardedDecode(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
   rest = ((keys,), terms, context.q, context.mask)
   got = jax.jit(lambda q: run(scores, q, *rest))(q)
-  want = ShardedDecode(local=best.Loops())(
+  want = ShardedDecode(local=auto_kernel.Loops())(
     scores, q, (keys,), terms, context.q, context.mask
   )
   assert seen == [True]
@@ -201,7 +201,10 @@ def test_they_stay_one_in_a_shard_map(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_passes_its_own_check(kind):
-  assert best._compare_decodes(kind(128, interpret=True)) < best._ALLOWED
+  assert (
+    auto_kernel._compare_decodes(kind(128, interpret=True))
+    < auto_kernel._ALLOWED
+  )
 
 
 def test_a_broken_one_is_left_with_one_line(monkeypatch, caplog):
@@ -212,12 +215,14 @@ def test_a_broken_one_is_left_with_one_line(monkeypatch, caplog):
     def decode(self, *args):
       return super().decode(*args)._replace(l=jnp.full(args[1].shape[:4], 2.0))
 
-  best._fault.cache_clear()
-  monkeypatch.setitem(best.DECODERS, "cpu", (Cracked,))
+  auto_kernel._fault.cache_clear()
+  monkeypatch.setitem(auto_kernel.DECODERS, "cpu", (Cracked,))
   args = call(dtype=jnp.bfloat16)
   with caplog.at_level(logging.WARNING):
-    results = [best.Best(platform="cpu").decode(*args) for _ in range(2)]
-  best._fault.cache_clear()
+    results = [
+      auto_kernel.AutoKernel(platform="cpu").decode(*args) for _ in range(2)
+    ]
+  auto_kernel._fault.cache_clear()
   (record,) = caplog.records
   assert "Cracked does not work" in record.message
   assert "off by" in record.message

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from ringjax.ops.attention.kernels import best, decode_gpu
+from ringjax.ops.attention.kernels import auto_kernel, decode_gpu
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.mask import (
@@ -39,13 +39,15 @@ def test_what_it_does_not_serve(words):
 
 
 def test_who_visits(monkeypatch):
-  best._fault.cache_clear()
+  auto_kernel._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
-  ours = best.Best(platform="gpu", chip="h200")
-  assert ours.choose_decode(*args) == best.Choice(DecodeGPU(chip="h200"), ())
+  ours = auto_kernel.AutoKernel(platform="gpu", chip="h200")
+  assert ours.choose_decode(*args) == auto_kernel.Choice(
+    DecodeGPU(chip="h200"), ()
+  )
   monkeypatch.setattr(decode_gpu, "plgpu", None)
   found = ours.choose_decode(*args)
-  assert isinstance(found.algorithm, best.Loops)
+  assert isinstance(found.algorithm, auto_kernel.Loops)
   assert "no Triton backend" in str(found)
 
 

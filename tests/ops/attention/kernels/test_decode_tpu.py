@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ringjax.ops.attention.kernels import best
+from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.views import ContiguousView
@@ -58,12 +58,14 @@ def test_what_it_does_not_serve(words):
 
 
 def test_who_visits(monkeypatch):
-  best._fault.cache_clear()
+  auto_kernel._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
-  ours = best.Best(platform="tpu", chip="tpu-v6e")
-  assert ours.choose_decode(*args) == best.Choice(DecodeTPU(chip="tpu-v6e"), ())
-  found = best.Best(24, 24, platform="tpu").choose_decode(*args)
-  assert isinstance(found.algorithm, best.Loops)
+  ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v6e")
+  assert ours.choose_decode(*args) == auto_kernel.Choice(
+    DecodeTPU(chip="tpu-v6e"), ()
+  )
+  found = auto_kernel.AutoKernel(24, 24, platform="tpu").choose_decode(*args)
+  assert isinstance(found.algorithm, auto_kernel.Loops)
   assert "DecodeTPU: tiles of 24 keys" in str(found)
-  found = best.Best(platform="cpu").choose_decode(*args)
-  assert isinstance(found.algorithm, best.Loops) and not found.declined
+  found = auto_kernel.AutoKernel(platform="cpu").choose_decode(*args)
+  assert isinstance(found.algorithm, auto_kernel.Loops) and not found.declined

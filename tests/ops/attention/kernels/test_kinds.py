@@ -23,7 +23,7 @@ from ringjax import (
   Window,
   Zigzag,
 )
-from ringjax.ops.attention import levels
+from ringjax.ops.attention import nesting
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Gradients, Local
 from ringjax.ops.attention.kernels import kinds
@@ -410,7 +410,7 @@ def test_other_strategies(strategy, layout):
   dealt = isinstance(strategy, rj.Ulysses)
   if dealt and layout == "zigzag":
     # Halves of several shards in one hop: no order that has a name.
-    strategy = levels.around(strategy, Vendor())
+    strategy = nesting.around(strategy, Vendor())
   # As many as there are heads of keys, where those are dealt.
   shards = 2 if dealt and strategy.inner is None else 4
   verify("causal", None, LAYOUTS[layout], shards, strategy)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.scores import Context
-from ringjax.ops.attention.wire import Wire
+from ringjax.ops.attention.wire_format import WireFormat
 from ringjax.ops.mask import Coords
 
 
-class Visitor(NamedTuple):
+class KVBlock(NamedTuple):
   """Keys and values on their way, in the order of axes of `Local`.
 
   Fields:
@@ -31,7 +31,9 @@ class Visitor(NamedTuple):
     return 1 if isinstance(self.at, tuple) else 2
 
   @classmethod
-  def of(cls, x: Local, context: Context, wire: Wire | None = None) -> Visitor:
+  def of(
+    cls, x: Local, context: Context, wire: WireFormat | None = None
+  ) -> KVBlock:
     """A shard's own keys."""
     kv = pack(x.k, x.v)
     if wire is not None:
@@ -39,7 +41,7 @@ class Visitor(NamedTuple):
     return cls(kv, pack(*context.k))
 
   def seen_by(
-    self, x: Local, context: Context, wire: Wire | None = None
+    self, x: Local, context: Context, wire: WireFormat | None = None
   ) -> tuple[Local, Context]:
     """The operands and the context of a shard's queries over these keys."""
     if wire is None:

@@ -1,6 +1,6 @@
 """Which kernel computes a hop: the platform's first that serves the call.
 
-Law: `Best` equals `Blockwise`, which serves what every kernel declines.
+Law: `AutoKernel` equals `Blockwise`, which serves what every kernel declines.
 `choose` says what serves a call and why others do not, `rj.explain` whether it
 goes by a kernel; one that fails its check on this machine is declined with one
 line in the log.
@@ -27,7 +27,7 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
-from ringjax.ops.attention.calls import Call
+from ringjax.ops.attention.call_shape import CallShape
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
@@ -55,9 +55,9 @@ DECODERS: dict[str, tuple[type, ...]] = {
 
 
 def expected(
-  call: Call, platform: str, chip: str | None = None
+  call: CallShape, platform: str, chip: str | None = None
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-  """What of `chips.LOCALS` `Best` is there for a call's hops, as a rule.
+  """What of `chips.LOCALS` `AutoKernel` is there for a call's hops, as a rule.
 
   Args:
     call: what is to be computed.
@@ -100,7 +100,7 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Best:
+class AutoKernel:
   """The local algorithm that is fastest on the platform.
 
   Attributes:

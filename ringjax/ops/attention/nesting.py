@@ -21,17 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.errors import OptionError, message
-from ringjax.ops.attention.kernels.best import Best
-from ringjax.ops.attention.move import Move
+from ringjax.errors import OptionError
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.registry import STRATEGIES
+from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis, Part
 from ringjax.parallel.layout import Layout
-
-Strategy = Move
 
 
 def named(name: Any) -> Strategy:
@@ -45,12 +43,10 @@ def named(name: Any) -> Strategy:
   grouped = found is not None and found.grouped
   if found is None or (":" in name and not (grouped and inner.isdecimal())):
     raise OptionError(
-      message(
-        "strategy",
-        repr(name),
-        f"'auto', {', '.join(map(repr, STRATEGIES))} or an object like Ring()",
-        "leave it out for 'auto'; 'hybrid:4' and 'two_level:4' set inner=4",
-      )
+      "strategy",
+      repr(name),
+      f"'auto', {', '.join(map(repr, STRATEGIES))} or an object like Ring()",
+      "leave it out for 'auto'; 'hybrid:4' and 'two_level:4' set inner=4",
     )
   strategy: Any = found.strategy
   return dataclasses.replace(strategy, inner=int(inner)) if inner else strategy
@@ -62,7 +58,7 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
   `levels`: mesh axes of the sequence; with two of them they are the groups.
   """
   found: Any = named(name)
-  tiles = Best(options.get("q_block"), options.get("kv_block"))
+  tiles = AutoKernel(options.get("q_block"), options.get("kv_block"))
   found = around(found, tiles)
   if "wire" in options:
     found = _coded(found, options["wire"])
@@ -115,22 +111,18 @@ def check(strategy: Strategy) -> None:
     if type(local).__name__ not in strategy.inside:
       names = strategy.inside or ("Blockwise", "Dense")
       raise OptionError(
-        message(
-          "strategy",
-          f"{type(strategy).__name__} around {type(local).__name__}",
-          f"{type(strategy).__name__} around {' or '.join(names)}",
-          "pass e.g. Ulysses(Ring()) or Ring(Ring())",
-        )
+        "strategy",
+        f"{type(strategy).__name__} around {type(local).__name__}",
+        f"{type(strategy).__name__} around {' or '.join(names)}",
+        "pass e.g. Ulysses(Ring()) or Ring(Ring())",
       )
     check(local)
   elif isinstance(local, type) or not hasattr(local, "forward"):
     raise OptionError(
-      message(
-        "strategy",
-        f"a local algorithm {local!r}",
-        "Blockwise() or Dense()",
-        "pass e.g. Ring(Blockwise())",
-      )
+      "strategy",
+      f"a local algorithm {local!r}",
+      "Blockwise() or Dense()",
+      "pass e.g. Ring(Blockwise())",
     )
 
 
@@ -177,22 +169,18 @@ def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
     size = 1 if depth == 1 else collectives.axis_size(names[-1])
     if inner not in (None, size):
       raise OptionError(
-        message(
-          "inner",
-          f"{inner!r} in {strategy!r} over {axis!r}",
-          "two levels on one mesh axis, which it cuts",
-          "leave it out: a level has all of its mesh axis",
-        )
+        "inner",
+        f"{inner!r} in {strategy!r} over {axis!r}",
+        "two levels on one mesh axis, which it cuts",
+        "leave it out: a level has all of its mesh axis",
       )
     return [axis] if depth == 1 else list(names)
   if len(names) > 1 or depth > 2:
     raise OptionError(
-      message(
-        "axis",
-        f"{axis!r} for the {depth} levels of {strategy!r}",
-        "a mesh axis for each level",
-        "shard the sequence over as many axes, the slowest first",
-      )
+      "axis",
+      f"{axis!r} for the {depth} levels of {strategy!r}",
+      "a mesh axis for each level",
+      "shard the sequence over as many axes, the slowest first",
     )
   size = collectives.axis_size(names[0])
   inner = group_of(strategy, size, kv_heads)
@@ -213,12 +201,10 @@ def group_of(strategy: Any, size: int, kv_heads: int) -> int:
   whole = isinstance(inner, int) and not isinstance(inner, bool)
   if not whole or inner < 1 or size % inner:
     raise OptionError(
-      message(
-        "inner",
-        f"{strategy.inner} for {size} shards",
-        "how many neighbours are a group, a divisor of the shards",
-        "pass 'two_level:4' or Ring(Ring(), inner=4), or use two mesh axes",
-      )
+      "inner",
+      f"{strategy.inner} for {size} shards",
+      "how many neighbours are a group, a divisor of the shards",
+      "pass 'two_level:4' or Ring(Ring(), inner=4), or use two mesh axes",
     )
   return inner
 

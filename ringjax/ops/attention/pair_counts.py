@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.mask import And, Everything, Extent, Mask, Or, Prefix
 from ringjax.parallel.layout import (
   Contiguous,
@@ -88,12 +88,10 @@ def positions(
     start, count = (np.asarray(x) for x in (layout.starts, layout.counts))
     return np.where(local < count[shard], start[shard] + local, _FAR)
   raise OptionError(
-    message(
-      "layout",
-      repr(layout),
-      "Contiguous, Striped, Zigzag or Uneven",
-      "choose one of them",
-    )
+    "layout",
+    repr(layout),
+    "Contiguous, Striped, Zigzag or Uneven",
+    "choose one of them",
   )
 
 

@@ -19,13 +19,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, message
+from ringjax.errors import MeshError
 from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.chain import Chain
-from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.feedforward import blockwise_feedforward
@@ -57,7 +57,7 @@ class Extras:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
+class ShardingContext:
   """Tokens over the devices of a mesh, in a layout.
 
   Attributes:
@@ -91,12 +91,10 @@ class Spread:
       object.__setattr__(self, "axis", None)
     if self.axis is not None and self.axis not in self.mesh.axis_names:
       raise MeshError(
-        message(
-          "axis",
-          repr(self.axis),
-          f"one of the mesh's axes {self.mesh.axis_names}",
-          "rename the axis or pass another mesh",
-        )
+        "axis",
+        repr(self.axis),
+        f"one of the mesh's axes {self.mesh.axis_names}",
+        "rename the axis or pass another mesh",
       )
 
   @property
@@ -127,12 +125,10 @@ class Spread:
     manual = collectives.manual_axes()
     if not manual:
       raise MeshError(
-        message(
-          "axis",
-          f"{self.axis!r} without a mesh, outside of any shard_map",
-          "a mesh with that axis",
-          f"pass mesh= beside axis={self.axis!r}",
-        )
+        "axis",
+        f"{self.axis!r} without a mesh, outside of any shard_map",
+        "a mesh with that axis",
+        f"pass mesh= beside axis={self.axis!r}",
       )
     return self.axis if self.axis in manual else None
 
@@ -244,7 +240,7 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Travel(Spread):
+class ContextParallel(ShardingContext):
   """The call's own keys travel: training, and reading a prompt.
 
   What a cache holds from before is not seen.
@@ -289,7 +285,7 @@ class Travel(Spread):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chained(Travel):
+class ChainParallel(ContextParallel):
   """Keys travel down a chain of shards that hold uneven parts of a prompt.
 
   Each shard walks over its own tokens tile by tile, so slots that are empty
@@ -361,26 +357,26 @@ class Chained(Travel):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Visit(Spread):
+class CachedAttention(ShardingContext):
   """The keys stay in the cache and queries visit them: chunks and decoding.
 
   Attributes:
     local: the algorithm on a shard.
-    spread: whether the call's tokens are the same on all shards (decoding),
+    replicated: whether the call's tokens are the same on all shards (decoding),
       or sharded (a chunk).
   """
 
-  local: Any = Best()
-  spread: bool = True
+  local: Any = AutoKernel()
+  replicated: bool = True
 
   resident = True
 
   @property
   def sharded(self) -> bool:
-    return self.of_mesh is not None and not self.spread
+    return self.of_mesh is not None and not self.replicated
 
   def spec(self, x: Any) -> P:
-    if self.spread:
+    if self.replicated:
       return P(self.batch_axes(x.shape[0]) or None)
     return super().spec(x)
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.inputs import positive_int
 
 _CASTS = ("bfloat16", "float16")
@@ -49,7 +49,7 @@ class Coded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireFormat:
   """How keys and values are written for the way.
 
   Attributes:
@@ -63,12 +63,10 @@ class Wire:
   def __post_init__(self) -> None:
     if self.dtype not in DTYPES:
       raise OptionError(
-        message(
-          "wire",
-          repr(self.dtype),
-          f"None or one of {', '.join(map(repr, DTYPES))}",
-          "leave it out to send keys and values as they are",
-        )
+        "wire",
+        repr(self.dtype),
+        f"None or one of {', '.join(map(repr, DTYPES))}",
+        "leave it out to send keys and values as they are",
       )
     positive_int("wire block", self.block)
 
@@ -110,7 +108,7 @@ class Wire:
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-def as_wire(wire: Any, local: Any) -> Wire | None:
+def as_wire(wire: Any, local: Any) -> WireFormat | None:
   """A wire from what a strategy was given.
 
   Raises:
@@ -121,11 +119,9 @@ def as_wire(wire: Any, local: Any) -> Wire | None:
     return None
   if local.differentiable:
     raise OptionError(
-      message(
-        "wire",
-        f"{wire!r} around {local!r}",
-        "a blockwise algorithm",
-        "pass local=Blockwise(), or leave wire out",
-      )
+      "wire",
+      f"{wire!r} around {local!r}",
+      "a blockwise algorithm",
+      "pass local=Blockwise(), or leave wire out",
     )
-  return wire if isinstance(wire, Wire) else Wire(wire)
+  return wire if isinstance(wire, WireFormat) else WireFormat(wire)

@@ -10,7 +10,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.program import Program
-from ringjax.nn.spread import Chained, Spread, Travel, Visit
+from ringjax.nn.sharding_context import (
+  CachedAttention,
+  ChainParallel,
+  ContextParallel,
+  ShardingContext,
+)
 from ringjax.parallel.layout import Striped, Uneven
 from tests.helpers import make_mesh
 
@@ -24,24 +29,26 @@ def mesh():
 
 def test_values():
   """Spreads are static arguments of jit: equal ones are one program."""
-  assert Travel() == Travel() and hash(Travel()) == hash(Travel())
-  assert Visit() != Visit(spread=False)
-  assert Travel(layout=Striped()) != Travel()
-  assert Travel().size == 1 and not Travel().sharded
+  assert ContextParallel() == ContextParallel() and hash(
+    ContextParallel()
+  ) == hash(ContextParallel())
+  assert CachedAttention() != CachedAttention(replicated=False)
+  assert ContextParallel(layout=Striped()) != ContextParallel()
+  assert ContextParallel().size == 1 and not ContextParallel().sharded
 
 
 def test_where_activations_lie(mesh):
   x = lambda b, t: jax.ShapeDtypeStruct((b, t, 8), jnp.float32)
-  travel = Travel(mesh=mesh, axis="seq")
+  travel = ContextParallel(mesh=mesh, axis="seq")
   assert travel.size == 2 and travel.sharded
   assert travel.spec(x(4, 6)) == P(("data",), "seq")
   assert travel.spec(x(3, 6)) == P(None, "seq")  # 2 does not divide 3
   assert travel.spec(x(4, 5)) == P(("data",), None)
-  visit = Visit(mesh=mesh, axis="seq")
+  visit = CachedAttention(mesh=mesh, axis="seq")
   assert not visit.sharded and visit.spec(x(4, 6)) == P(("data",))
-  chunk = Visit(mesh=mesh, axis="seq", spread=False)
+  chunk = CachedAttention(mesh=mesh, axis="seq", replicated=False)
   assert chunk.sharded and chunk.spec(x(4, 6)) == P(("data",), "seq")
-  assert Spread().batch_axes(4) == ()
+  assert ShardingContext().batch_axes(4) == ()
   for batch, heads, kv_heads, want in (
     (4, 4, 2, {"batch_axis": ("data",), "head_axis": ("model",)}),
     (3, 4, 1, {"batch_axis": (), "head_axis": ("model",)}),
@@ -49,7 +56,7 @@ def test_where_activations_lie(mesh):
     (4, 6, 3, {}),
   ):
     assert travel.shares(batch, heads, kv_heads) == want
-  assert Spread().shares(4, 4, 4) == {}
+  assert ShardingContext().shares(4, 4, 4) == {}
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(4, 8), (3, 8), (2, 5), (1, 1)])
@@ -59,8 +66,12 @@ def test_per_shard_is_row_by_row(mesh, batch, tokens):
   x = jnp.asarray(r.normal(size=(batch, tokens, 8)), jnp.float32)
   w = jnp.asarray(r.normal(size=(8, 8)), jnp.float32)
   f = lambda w, rows: jnp.tanh(rows @ w)
-  for spread in (Spread(), Travel(mesh=mesh, axis="seq"), Travel(mesh=mesh)):
-    g = jax.jit(lambda w, x, s=spread: s.per_shard(f, w, x))
+  for attend in (
+    ShardingContext(),
+    ContextParallel(mesh=mesh, axis="seq"),
+    ContextParallel(mesh=mesh),
+  ):
+    g = jax.jit(lambda w, x, s=attend: s.per_shard(f, w, x))
     np.testing.assert_allclose(g(w, x), jnp.tanh(x @ w), rtol=0, atol=1e-6)
 
 
@@ -71,7 +82,7 @@ def test_a_chain_walks_over_tokens_and_no_empty_slots(counts):
   x = jnp.asarray(r.normal(size=(2, 32, 8)), jnp.float32)
   w = jnp.asarray(r.normal(size=(8, 6)), jnp.float32)
   tile, steps = 4, []
-  chain = Chained(mesh=mesh, axis="seq", layout=Uneven(counts), tile=tile)
+  chain = ChainParallel(mesh=mesh, axis="seq", layout=Uneven(counts), tile=tile)
   real = np.concatenate([np.arange(16) < n for n in counts])
 
   def f(x):
@@ -99,7 +110,7 @@ def test_a_chain_leaves_other_axes_alone(mesh):
   x = jnp.asarray(r.normal(size=(2, 32, 8)), jnp.float32)
   w = jnp.asarray(r.normal(size=(8, 8)), jnp.float32)
   put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-  chain = Chained(mesh=mesh, axis="seq", layout=Uneven((16, 9)), tile=4)
+  chain = ChainParallel(mesh=mesh, axis="seq", layout=Uneven((16, 9)), tile=4)
   g = jax.jit(lambda w, x: chain.rowwise(lambda x: jnp.tanh(x @ w) @ w.T, x))
   args = put(w, None, "model"), put(x, "data", "seq")
   got, exact = g(*args), jnp.tanh(x @ w) @ w.T
@@ -110,11 +121,11 @@ def test_a_chain_leaves_other_axes_alone(mesh):
 
 
 def test_per_shard_sends_nothing(mesh):
-  spread = Travel(mesh=mesh, axis="seq")
+  attend = ContextParallel(mesh=mesh, axis="seq")
   put = lambda shape, spec: jax.ShapeDtypeStruct(
     shape, jnp.float32, sharding=NamedSharding(mesh, spec)
   )
-  f = jax.jit(lambda w, x: spread.per_shard(lambda w, x: x @ w, w, x))
+  f = jax.jit(lambda w, x: attend.per_shard(lambda w, x: x @ w, w, x))
   args = put((8, 8), P()), put((4, 16, 8), P("data", "seq"))
   ops = Program(f.lower(*args).compile().as_text()).ops()
   assert not any(op.startswith(("all-", "collective-")) for op in ops)
@@ -133,14 +144,14 @@ def eqns(jaxpr, branch=False):
 
 def test_no_shard_waits_in_a_branch(mesh):
   """Where only some shards take it, they would wait for ever."""
-  spread = Travel(mesh=mesh, axis="seq")
+  attend = ContextParallel(mesh=mesh, axis="seq")
 
   def f(w, rows):
     return jax.lax.cond(rows[0, 0] > 0, lambda: rows @ w, lambda: rows)
 
   x = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
   x[:, 0, 0], x[:, 4, 0] = 1, -1
-  grad = jax.grad(lambda w: spread.per_shard(f, w, jnp.asarray(x)).sum())
+  grad = jax.grad(lambda w: attend.per_shard(f, w, jnp.asarray(x)).sum())
   w = jnp.ones((3, 3))
   found = list(eqns(jax.make_jaxpr(grad)(w).jaxpr))
   assert any("psum" in eqn.primitive.name for eqn, _ in found)
@@ -152,7 +163,10 @@ def test_no_shard_waits_in_a_branch(mesh):
 
 def test_everywhere(mesh):
   x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("seq")))
-  for spread in (Visit(mesh=mesh, axis="seq"), Travel(mesh=mesh)):
-    y = jax.jit(spread.everywhere)((x, None))[0]
+  for attend in (
+    CachedAttention(mesh=mesh, axis="seq"),
+    ContextParallel(mesh=mesh),
+  ):
+    y = jax.jit(attend.everywhere)((x, None))[0]
     assert y.sharding.is_fully_replicated
-  assert Spread().everywhere((x,))[0] is x
+  assert ShardingContext().everywhere((x,))[0] is x

@@ -11,7 +11,7 @@ from jax import lax
 
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels.best import Best
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
@@ -20,7 +20,7 @@ from ringjax.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class Strategy:
   """A strategy: which keys or queries move over `axis`, around `local`.
 
   With `forward` and `backward` it is what `attend.Algorithm` says.
@@ -33,7 +33,7 @@ class Move:
   # The names of the strategies that it may be around.
   inside: ClassVar[tuple[str, ...]] = ()
 
-  local: Any = Best()
+  local: Any = AutoKernel()
   axis: Axis | None = None
 
   @property

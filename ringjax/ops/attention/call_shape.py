@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.errors import OptionError, message
+from ringjax.errors import OptionError
 from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import (
   And,
@@ -25,7 +25,7 @@ WIRES = {"int8": 1 + 4 / 64, "float8_e4m3fn": 1 + 4 / 64, "bfloat16": 2.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class CallShape:
   """What is to be computed, by one device's share of batch and heads.
 
   Attributes:
@@ -73,67 +73,50 @@ class Call:
       positive_int(name, getattr(self, name))
     if self.heads % self.kv_heads:
       raise OptionError(
-        message(
-          "heads",
-          f"{self.heads} query heads over {self.kv_heads} kv heads",
-          "a multiple",
-          "correct one of them",
-        )
+        "heads",
+        f"{self.heads} query heads over {self.kv_heads} kv heads",
+        "a multiple",
+        "correct one of them",
       )
     axes = tuple((str(name), size) for name, size in self.axes)
     object.__setattr__(self, "axes", axes)
     if not 1 <= len(axes) <= 2 or len({name for name, _ in axes}) < len(axes):
       raise OptionError(
-        message(
-          "axes",
-          repr(self.axes),
-          "one mesh axis, or two: groups, then devices of a group",
-          "name the axes that shard the sequence",
-        )
+        "axes",
+        repr(self.axes),
+        "one mesh axis, or two: groups, then devices of a group",
+        "name the axes that shard the sequence",
       )
     for name, size in axes:
       positive_int(f"size of axis {name!r}", size)
     if not isinstance(self.mask, Mask):
       raise OptionError(
-        message(
-          "mask",
-          type(self.mask).__name__,
-          "a ringjax mask such as Causal()",
-          "leave an array out: it bounds no tile",
-        )
+        "mask",
+        type(self.mask).__name__,
+        "a ringjax mask such as Causal()",
+        "leave an array out: it bounds no tile",
       )
     if self.layout is not None and not isinstance(self.layout, Layout):
       raise OptionError(
-        message(
-          "layout", repr(self.layout), "a Layout or None", "use Contiguous()"
-        )
+        "layout", repr(self.layout), "a Layout or None", "use Contiguous()"
       )
     whole = isinstance(self.offset, int) and not isinstance(self.offset, bool)
     if not whole or self.offset < 0:
       raise OptionError(
-        message(
-          "offset", repr(self.offset), "a position, 0 or more", "correct it"
-        )
+        "offset", repr(self.offset), "a position, 0 or more", "correct it"
       )
     if self.wire is not None and self.wire not in WIRES:
       raise OptionError(
-        message(
-          "wire",
-          repr(self.wire),
-          f"None or one of {', '.join(WIRES)}",
-          "leave it out to send K and V as they are",
-        )
+        "wire",
+        repr(self.wire),
+        f"None or one of {', '.join(WIRES)}",
+        "leave it out to send K and V as they are",
       )
     if self.longest_document is not None:
       positive_int("longest_document", self.longest_document)
     if self.local not in LOCALS:
       raise OptionError(
-        message(
-          "local",
-          repr(self.local),
-          f"one of {', '.join(LOCALS)}",
-          "choose one",
-        )
+        "local", repr(self.local), f"one of {', '.join(LOCALS)}", "choose one"
       )
     number_bytes(self.dtype)
 

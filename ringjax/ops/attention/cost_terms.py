@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.ops.attention import work
+from ringjax.ops.attention import pair_counts
 from ringjax.ops.attention.blockwise import Blockwise, joined
-from ringjax.ops.attention.calls import WIRES, Call, Prediction
+from ringjax.ops.attention.call_shape import WIRES, CallShape, Prediction
 from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.mask import (
   Everything,
@@ -31,7 +31,7 @@ WIDE = 4
 # ---------------------------------------------------------------------------
 
 
-class Road:
+class Interconnect:
   """`size` devices, `stride` places apart, and the links that join them."""
 
   def __init__(
@@ -101,7 +101,9 @@ class Road:
     return max(times)
 
 
-def roads(call: Call, machine: Machine, inner: int) -> tuple[Road, Road]:
+def roads(
+  call: CallShape, machine: Machine, inner: int
+) -> tuple[Interconnect, Interconnect]:
   """Among `inner` consecutive devices, and from group to group."""
   size = call.shards
   fast, last = call.axes[-1]
@@ -116,8 +118,8 @@ def roads(call: Call, machine: Machine, inner: int) -> tuple[Road, Road]:
     wide = None if machine.between is None else ("between", machine.between)
     far = 1.0 if len(call.axes) == 2 else far
   return (
-    Road(inner, 1, near, wide, island, wraps=inner == size),
-    Road(size // inner, inner, near, wide, island, far=far),
+    Interconnect(inner, 1, near, wide, island, wraps=inner == size),
+    Interconnect(size // inner, inner, near, wide, island, far=far),
   )
 
 
@@ -126,7 +128,7 @@ def roads(call: Call, machine: Machine, inner: int) -> tuple[Road, Road]:
 # ---------------------------------------------------------------------------
 
 
-def tile_blocks(call: Call, t: int, s: int) -> tuple[int, int]:
+def tile_blocks(call: CallShape, t: int, s: int) -> tuple[int, int]:
   """The tile for t queries over s keys, (q_block, kv_block).
 
   As `Blockwise().blocks`, and where a mask can leave part of a hop at most an
@@ -141,13 +143,13 @@ def tile_blocks(call: Call, t: int, s: int) -> tuple[int, int]:
 
 
 @dataclasses.dataclass
-class Bill:
+class Traffic:
   """What a strategy's sends add up to, of one device."""
 
   by_link: dict[str, float] = dataclasses.field(default_factory=dict)
   sends: int = 0
 
-  def add(self, road: Road, nbytes: float, messages: int) -> None:
+  def add(self, road: Interconnect, nbytes: float, messages: int) -> None:
     if not messages:
       return
     for name in road.names():
@@ -155,11 +157,11 @@ class Bill:
     self.sends += messages
 
 
-class Setting:
+class CostTerms:
   """A call on a machine in a layout: sizes, bytes and seconds of the parts."""
 
   def __init__(
-    self, call: Call, machine: Machine, layout: Layout, wire: str | None
+    self, call: CallShape, machine: Machine, layout: Layout, wire: str | None
   ):
     self.call, self.machine = call, machine
     self.layout, self.wire = layout, wire
@@ -171,7 +173,7 @@ class Setting:
     h, j = call.head_dim, call.value_dim or call.head_dim
     self.h, self.j = h, j
     self.flops = (2 * (h + j), 2 * (3 * h + 2 * j))
-    self.bill = Bill()
+    self.bill = Traffic()
     self.all, self.none = roads(call, machine, self.size)
     # Of one shard: numbers of queries, outputs, keys with values.
     self.q = float(call.batch * self.t * call.heads * h)
@@ -192,7 +194,7 @@ class Setting:
   def pairs(self) -> np.ndarray:
     """[R, R], by shards of queries and of keys."""
     c = self.call
-    return work.pairs(
+    return pair_counts.pairs(
       self.layout, c.seen, self.size, (c.queries, c.keys), self.blocks, c.offset
     )
 
@@ -210,7 +212,7 @@ class Setting:
     behind, ahead = mask.reach
     if behind is None or ahead is None or self.call.offset:
       return self.size - 1, 0
-    needed = work.reached(
+    needed = pair_counts.reached(
       self.layout, self.size, (self.t, self.s), (behind, ahead)
     )
     return cut_hops(needed)
