@@ -32,6 +32,7 @@ import ringjax as rj
 from launch import common, console, machines, prompts
 from launch.flag_helpers import Definer
 from launch.group import Group
+from ringjax.checks import positive_int
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
 from ringjax.infer import METHODS, Greedy, Sample, Stop
@@ -39,7 +40,6 @@ from ringjax.infer.stopping import Watch
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
-from ringjax.ops.inputs import positive_int
 from ringjax.plan.choice import KEEPS
 
 NAME = "generate"

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench.ways import Way, way
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError, ShapeError
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
@@ -35,7 +36,6 @@ from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
 from ringjax.ops.attention.schedule import tile_counts
 from ringjax.ops.attention.views import ContiguousView, tile_slots
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan.aot import Built

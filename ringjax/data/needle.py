@@ -25,11 +25,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from ringjax.checks import positive_int
 from ringjax.data.documents import hide_all
 from ringjax.data.filler import Filler, Library, Unhidden
 from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError
-from ringjax.ops.inputs import positive_int
 
 # A line of a text, and what a text ends with; in just these words.
 NEEDLE = "# The passkey of {name} is {number}.\n"

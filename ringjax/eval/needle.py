@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ringjax.checks import positive_int
 from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError
 from ringjax.infer.generate import generate
@@ -22,7 +23,6 @@ from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import plan
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
-from ringjax.ops.inputs import positive_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer.prefill import Prefill, plan
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
-from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.layout import Uneven
 from ringjax.parallel.mesh import entering
 from ringjax.train.batch import Batch, place, whole_rows

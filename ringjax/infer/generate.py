@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import (
   InputTypeError,
   MemoryEstimateError,
@@ -39,7 +40,6 @@ from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
-from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.parallel.local import here, last_device
 from ringjax.plan.choice import KEEPS, Machine
 

@@ -40,6 +40,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ringjax import plan
+from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import decode, inputs, prefill, spans
 from ringjax.infer.agree import (
@@ -57,7 +58,6 @@ from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
-from ringjax.ops.inputs import float_dtype, positive_int
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ringjax.checks import positive_int
 from ringjax.errors import (
   MemoryEstimateError,
   MeshError,
@@ -24,7 +25,6 @@ from ringjax.kv.base import bytes_each
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext
-from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
 from ringjax.parallel.mesh import automatic, entering

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.checks import FLOATS, float_dtype
 from ringjax.errors import (
   CheckpointMismatchError,
   MemoryEstimateError,
@@ -29,7 +30,6 @@ from ringjax.models.hf.save import write
 from ringjax.models.hf.tensors import CheckpointTensor, parameters, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
-from ringjax.ops.inputs import FLOATS, float_dtype
 from ringjax.parallel import memory
 from ringjax.parallel.mesh import automatic, entering, lying
 

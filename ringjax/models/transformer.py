@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from ringjax.checks import as_array, float_dtype
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -37,7 +38,6 @@ from ringjax.nn.sharding_context import (
 )
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.inputs import as_array, float_dtype
 from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous

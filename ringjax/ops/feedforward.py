@@ -31,12 +31,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from ringjax.checks import as_array, positive_int
 from ringjax.errors import (
   InputTypeError,
   OptionError,
   ShapeError,
 )
-from ringjax.ops.inputs import as_array, positive_int
 
 
 def blockwise_feedforward(

@@ -35,6 +35,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.checks import as_array, positive_int
 from ringjax.errors import (
   DtypeError,
   MeshError,
@@ -46,7 +47,6 @@ from ringjax.ops.feedforward import (
   shards_of,
   spec_of,
 )
-from ringjax.ops.inputs import as_array, positive_int
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from ringjax import tree
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.ops.inputs import positive_int
 
 M = TypeVar("M")
 

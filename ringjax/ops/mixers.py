@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.checks import as_array
 from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops import conv, sequence
 from ringjax.ops.conv import Tail, tails
 from ringjax.ops.delta import delta_rule
-from ringjax.ops.inputs import as_array
 from ringjax.ops.scan import resets
 from ringjax.ops.sequence import Shards, beside
 from ringjax.ops.shift import shifted

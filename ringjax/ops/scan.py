@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ringjax.checks import as_array
 from ringjax.errors import InputTypeError, ShapeError
 from ringjax.ops import sequence
-from ringjax.ops.inputs import as_array
 from ringjax.ops.sequence import Shards
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.checks import FLOATS, as_array
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -30,7 +31,6 @@ from ringjax.errors import (
   OptionError,
   ShapeError,
 )
-from ringjax.ops.inputs import FLOATS, as_array
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import (
   Contiguous,

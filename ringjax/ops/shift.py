@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ringjax.checks import as_array
 from ringjax.errors import DtypeError, OptionError, ShapeError
 from ringjax.ops import sequence
-from ringjax.ops.inputs import as_array
 from ringjax.ops.sequence import Shards
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Striped

@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 
+from ringjax.checks import positive_int
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models.checkpoint import create, read_config
 from ringjax.models.transformer import Transformer, TransformerConfig
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.rope import Linear, Rope, Unscaled, Yarn
 from ringjax.plan.cost import check_number
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
+from ringjax.checks import positive_int
 from ringjax.errors import (
   CheckpointWriteError,
   CollectiveTimeoutError,
@@ -35,7 +36,6 @@ from ringjax.errors import (
   OptionError,
   ReplayError,
 )
-from ringjax.ops.inputs import positive_int
 from ringjax.parallel import memory
 from ringjax.train.step import StepMetrics, TrainState
 

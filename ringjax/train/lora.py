@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 from ringjax.nn.linear import Linear
-from ringjax.ops.inputs import positive_int
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 

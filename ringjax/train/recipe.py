@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from ringjax.checks import positive_int
 from ringjax.data.loader import Loader
 from ringjax.data.packing import BestFit, PackedBatch, Packer
 from ringjax.data.placement import place_rows
@@ -26,7 +27,6 @@ from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
-from ringjax.ops.inputs import positive_int
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
 from ringjax.plan.cost import check_count, check_number

@@ -283,10 +283,10 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
   )
   module = sys.modules["ringjax.infer.session"]
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes)
-  module._check_memory(model, attend, 2, CAPACITY, {"spread": attend})
+  module._check_memory(model, attend, 2, CAPACITY, {"sharding": attend})
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes - 1)
   with pytest.raises(MemoryEstimateError, match=f"got {takes:,} bytes"):
-    module._check_memory(model, attend, 2, CAPACITY, {"spread": attend})
+    module._check_memory(model, attend, 2, CAPACITY, {"sharding": attend})
 
 
 # ---------------------------------------------------------------------------

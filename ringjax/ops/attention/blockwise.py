@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ringjax.checks import boolean, positive_int
 from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.scores import (
   Context,
@@ -43,7 +44,6 @@ from ringjax.ops.attention.scores import (
   Terms,
   Tile,
 )
-from ringjax.ops.inputs import boolean, positive_int
 from ringjax.ops.mask import Coords, Mask, extent
 from ringjax.ops.softmax import Partial, finite_max, wide_dtype
 from ringjax.parallel import collectives, processor

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import (
   And,
   Everything,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.checks import as_array, boolean
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -23,7 +24,6 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.ops.attention.scores import Scores
-from ringjax.ops.inputs import as_array, boolean
 from ringjax.ops.mask import (
   And,
   Causal,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax.checks import boolean
 from ringjax.errors import MeshError, OptionError, ShapeError
 from ringjax.ops.attention import nesting, predict
 from ringjax.ops.attention.blockwise import Local
@@ -30,7 +31,6 @@ from ringjax.ops.attention.predict import CallShape
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.select import Auto
-from ringjax.ops.inputs import boolean
 from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from ringjax.checks import positive_int
 from ringjax.errors import (
   InputTypeError,
   MeshError,
@@ -31,7 +32,6 @@ from ringjax.errors import (
 from ringjax.ops.attention import predict as model
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.predict import CallShape, Prediction, Refusal
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Causal, Everything, Mask
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Machine

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.ops.inputs import positive_int
 
 _CASTS = ("bfloat16", "float16")
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}

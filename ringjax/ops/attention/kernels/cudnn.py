@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ringjax.checks import positive_int
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
@@ -36,7 +37,6 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kernels import declined, kinds
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips

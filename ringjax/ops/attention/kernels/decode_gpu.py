@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ringjax.checks import positive_int
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds, tile_lists
 from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView, tiled
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives

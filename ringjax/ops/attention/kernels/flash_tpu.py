@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ringjax.checks import positive_int
 from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -44,7 +45,6 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kernels import declined, tiles
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.inputs import positive_int
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives

@@ -1,0 +1,182 @@
+"""Checks of arguments, a line each: the same rule and wording everywhere.
+
+Each returns the value in its plain type or raises an error that says what
+came, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.errors import (
+  DtypeError,
+  InputTypeError,
+  OptionError,
+  RingjaxError,
+)
+
+# Of weights and of what is kept of tokens.
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+  """x as a JAX array, or an error that names it."""
+  numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
+  if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
+    raise InputTypeError(
+      name,
+      type(x).__name__,
+      "a JAX or NumPy array",
+      "convert it with jnp.asarray",
+    )
+  narrowed = jax.dtypes.canonicalize_dtype(np.float64) != np.float64
+  if x.dtype == np.float64 and narrowed:
+    raise DtypeError(
+      name,
+      "float64 while 64-bit types are off",
+      "a dtype of at most 32 bits",
+      "cast it, or jax.config.update('jax_enable_x64', True)",
+    )
+  return jnp.asarray(x)
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+  """value as one of `FLOATS`, or an error that names it."""
+  try:
+    dtype = jnp.dtype(value)
+  except (TypeError, ValueError):
+    dtype = None
+  if value is None or dtype is None or dtype.name not in FLOATS:
+    raise OptionError(
+      name,
+      repr(value),
+      f"one of {', '.join(FLOATS)}",
+      f"pass {name}=jnp.bfloat16",
+    )
+  if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    raise OptionError(
+      name,
+      f"{dtype} while 64-bit types are off",
+      "a dtype of at most 32 bits",
+      f"pass {name}=jnp.float32, or jax.config.update('jax_enable_x64', True)",
+    )
+  return dtype
+
+
+def integer(
+  name: str,
+  value: object,
+  *,
+  least: int | None = None,
+  most: int | None = None,
+  error: type[RingjaxError] = OptionError,
+  remedy: str | None = None,
+) -> int:
+  """`value` as an int from `least` to `most`, or an error that names it."""
+  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+  low = -math.inf if least is None else least
+  high = math.inf if most is None else most
+  if not whole or not low <= int(value) <= high:  # pyrefly: ignore
+    want = f"an int{_range(least, most)}"
+    raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
+  return int(value)  # pyrefly: ignore
+
+
+def positive_int(
+  name: str,
+  value: object,
+  *,
+  error: type[RingjaxError] = OptionError,
+  remedy: str | None = None,
+) -> int:
+  """`value` as an int of at least 1, or an error that names it."""
+  return integer(name, value, least=1, error=error, remedy=remedy)
+
+
+def number(
+  name: str,
+  value: object,
+  *,
+  least: float | None = None,
+  most: float | None = None,
+  above: float | None = None,
+  error: type[RingjaxError] = OptionError,
+  remedy: str | None = None,
+) -> float:
+  """`value` as a finite float in a range, or an error that names it.
+
+  Args:
+    name: of the argument.
+    value: what came.
+    least: the smallest value, or None.
+    most: the largest value, or None.
+    above: what the value has to exceed, in place of `least`.
+    error: the class of the error.
+    remedy: what to do; default: pass such a number.
+  """
+  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  found = float(value) if real else math.nan  # pyrefly: ignore
+  fits = math.isfinite(found)
+  fits = fits and (least is None or found >= least)
+  fits = fits and (above is None or found > above)
+  if not fits or (most is not None and found > most):
+    want = f"a number{_range(least, most, above)}"
+    raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
+  return found
+
+
+def one_of(
+  name: str,
+  value: Any,
+  options: Iterable[Any],
+  *,
+  error: type[RingjaxError] = OptionError,
+  remedy: str | None = None,
+) -> Any:
+  """`value` if it is among `options`, or an error that lists them."""
+  options = tuple(options)
+  # Of an unhashable or an array no `in` is asked.
+  if not any(type(value) is type(x) and value == x for x in options):
+    shown = ", ".join(map(str, options))
+    raise error(
+      name,
+      repr(value),
+      f"one of {shown}",
+      remedy or "pass one of these",
+    )
+  return value
+
+
+def _range(
+  least: float | None, most: float | None, above: float | None = None
+) -> str:
+  """ " from 1 to 8", " of at least 1", ..."""
+  if above is not None:
+    return f" above {above:g}" + (
+      f", at most {most:g}" if most is not None else ""
+    )
+  if least is not None and most is not None:
+    return f" from {least:g} to {most:g}"
+  if least is not None:
+    return f" of at least {least:g}"
+  return "" if most is None else f" of at most {most:g}"
+
+
+def boolean(name: str, x: Any) -> bool:
+  """x as a bool, or an error that names it."""
+  if not isinstance(x, bool | np.bool_):
+    traced = isinstance(x, jax.core.Tracer)
+    raise InputTypeError(
+      name,
+      "a traced value" if traced else repr(x),
+      "True or False",
+      "pass a Python bool",
+    )
+  return bool(x)
