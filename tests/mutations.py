@@ -215,6 +215,7 @@ CHECKS = {
 
 
 _RING = "ringjax.ops.attention.ring"
+_HOPS = "ringjax.ops.attention.hops"
 _ATTEND = "ringjax.ops.attention.attend"
 _TILES = "ringjax.ops.attention.blockwise"
 _SCORES = "ringjax.ops.attention.scores"
@@ -229,9 +230,9 @@ _COLLECTIVES = "ringjax.parallel.collectives"
 BUGS = [
   Bug(
     "the last hop is missing",
-    _RING,
-    "if self.two_way else (size - 1, 0)",
-    "if self.two_way else (max(size - 2, 0), 0)",
+    _HOPS,
+    "if two_way else (size - 1, 0)",
+    "if two_way else (max(size - 2, 0), 0)",
     "ring",
   ),
   Bug(
@@ -250,23 +251,23 @@ BUGS = [
   ),
   Bug(
     "keys from ahead do not come",
-    _RING,
+    _HOPS,
     "behind = max((d for d in wanted if size - d > ahead), default=0)",
     "ahead, behind = 0, max(wanted[:1], default=0)",
     "both_sides",
   ),
   Bug(
     "dK and dV do not go home",
-    _RING,
-    "finish(carry, self._rotate(sums, -behind))",
-    "finish(carry, sums)",
+    _HOPS,
+    "return back(sums, lane.last)",
+    "return sums",
     "ring",
   ),
   Bug(
     "dK and dV from ahead do not go home",
-    _RING,
-    "self._rotate(s, -n * way) for s, n, way",
-    "s for s, n, way",
+    _HOPS,
+    "return back(sums, lane.last)",
+    "return sums if lane.shift < 0 else back(sums, lane.last)",
     "both_sides",
   ),
   Bug(
@@ -414,8 +415,8 @@ BUGS = [
   Bug(
     "the bias of the wrong shard",
     _RING,
-    "at = column + (me - distance) % size * length return self.local",
-    "at = column + (me + distance) % size * length; return self.local",
+    "return column + (me - distance) % size * length",
+    "return column + (me + distance) % size * length",
     "extras",
   ),
   Bug(

@@ -1,22 +1,21 @@
 """Pass-Q ring attention: keys stay, queries and their partials travel.
 
-Law:   equals `reference` on the gathered sequence, for every layout and every
-       mask over coordinates; forward and backward.
-Cost:  a full ring of R shards sends the queries R-1 times forward and their
-       float32 partials R-1 times, the last time home; backward queries,
-       cotangents and two numbers a row R-1 times and the float32 sums dQ R-1
-       times. No key or value moves. Nothing sent is zero or unused.
+Guarantees: equals `reference` on the gathered sequence, for every layout and
+every mask over coordinates; forward and backward.
+Cost: a full ring of R shards sends the queries R-1 times forward and their
+float32 partials R-1 times, the last time to their owner; backward queries,
+cotangents and two numbers a row R-1 times and the float32 sums dQ R-1 times.
+No key or value moves. Nothing sent is zero or unused.
 Memory: the queries at hand and those in flight, with their partials.
-Ref:   Yang et al. 2024, arXiv 2411.01783 (pass-Q), where a final all-to-all
-       brings all partials home instead.
+Ref: Yang et al. 2024, arXiv 2411.01783 (pass-Q), where a final all-to-all
+brings all partials to their owners instead.
 
 It pays where queries are few beside keys: a chunk of a prompt behind a long
 cache, several tokens of decoding, cross attention to a long text; with grouped
 heads as soon as T N (H + 2) 4 bytes and T N H numbers are less than S K 2 H.
 
-Queries that see keys behind them travel ahead of nobody: shard i's go to
-i - 1, i - 2, ...; what came along with them goes on while a shard computes its
-own contribution, and is merged in on arrival.
+Queries that see keys behind them travel to those: shard i's go to i - 1,
+i - 2, ... `hops.py` has the schedule and the loop.
 
 A bias or a boolean mask has a row for each query of a shard and columns for
 all keys. Before the ring turns the shards trade these (one all-to-all) for the
@@ -26,11 +25,10 @@ columns of their own keys and the rows of all queries.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ringjax.ops.attention.attend import empty_partial
@@ -39,18 +37,30 @@ from ringjax.ops.attention.blockwise import (
   Local,
   Residuals,
 )
+from ringjax.ops.attention.hops import RingStrategy
 from ringjax.ops.attention.kv_block import pack, unpack
-from ringjax.ops.attention.ring import cut_hops
 from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.strategy import Strategy, pinned
+from ringjax.ops.attention.strategy import tie_coords_to_queries
 from ringjax.ops.mask import Coords
 from ringjax.ops.softmax import Partial, merge
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
 
 
+class QBlock(NamedTuple):
+  """Queries on their way, in the order of axes of `Local`.
+
+  Fields:
+    rows: the queries; backward (q, do, (lse, delta)) as in `Residuals`.
+    at: their coordinates, int32 [2, B or 1, T] or a pair (pos, seg).
+  """
+
+  rows: Any
+  at: Any
+
+
 @dataclasses.dataclass(frozen=True)
-class RingQ(Strategy):
+class RingQ(RingStrategy):
   """Pass-Q ring over a local algorithm.
 
   Attributes:
@@ -61,14 +71,7 @@ class RingQ(Strategy):
     unroll: how many hops the loop's body holds.
   """
 
-  hops: tuple[int, int] | None = None
-  unroll: int = 2
-
-  def on(self, axis: Axis | None, needed: np.ndarray | None) -> RingQ:
-    """This ring on `axis`, cut to the distances that are `needed`."""
-    if needed is None or self.hops is not None:
-      return dataclasses.replace(self, axis=axis)
-    return dataclasses.replace(self, axis=axis, hops=cut_hops(needed))
+  behind = -1
 
   def attend(
     self, scores: Scores, x: Local, terms: Terms, context: Context
@@ -96,61 +99,19 @@ class RingQ(Strategy):
     `terms.bias` and `context.allow` have the rows of all shards' queries, and
     the columns of this shard's keys.
     """
-    size, me = self._place()
-    behind, ahead = self._hops()
-    x, context = pinned(x, context)
-    length = x.q.shape[3]
+    x, context = tie_coords_to_queries(x, context)
 
-    def visit(there: tuple, source: Any) -> Partial:
-      q, at = there
-      seen = context._replace(
-        q=Coords(*unpack(at)), allow=_rows(context.allow, source, length)
-      )
-      here = terms._replace(bias=_rows(terms.bias, source, length))
-      x_there = Local(q, x.k, x.v)
-      return self.local.forward(
-        scores, x_there, here, seen, column, empty_partial(x_there)
-      )
+    def visit(_: None, block: QBlock | None, distance: Any) -> Any:
+      there, start = x, carry
+      if block is not None:
+        there = x._replace(q=block.rows)
+        start = empty_partial(there)
+      bias, seen = self._rows(terms, context, block, distance)
+      here = terms._replace(bias=bias)
+      return None, self.local.forward(scores, there, here, seen, column, start)
 
-    own = x.q, pack(*context.q)
-
-    def travel(hops: int, shift: int) -> Partial:
-      """What `hops` shards know about this one's queries."""
-      source = lambda n: (me - n * shift) % size
-      there = self._rotate(own, shift)
-      coming = self._rotate(there, shift) if hops > 1 else there
-      partial = visit(there, source(1))
-
-      def hop(state: tuple, n: jax.Array) -> tuple:
-        there, partial = state
-        coming = self._rotate(there, shift)
-        moved = self._rotate(partial, shift)
-        return (coming, merge(moved, visit(there, source(n)))), None
-
-      middle = max(hops - 2, 0)
-      if middle:
-        numbers = jnp.arange(2, 2 + middle, dtype=jnp.int32)
-        (coming, partial), _ = lax.scan(
-          hop, (coming, partial), numbers, unroll=min(self.unroll, middle)
-        )
-      if hops > 1:
-        moved = self._rotate(partial, shift)
-        partial = merge(moved, visit(coming, source(hops)))
-      return self._rotate(partial, -hops * shift)
-
-    at_home = self.local.forward(
-      scores,
-      x,
-      terms._replace(bias=_rows(terms.bias, me, length)),
-      context._replace(allow=_rows(context.allow, me, length)),
-      column,
-      carry,
-    )
-    if behind:
-      at_home = merge(at_home, travel(behind, -1))
-    if ahead:
-      at_home = merge(at_home, travel(ahead, 1))
-    return at_home
+    own = QBlock(x.q, pack(*context.q))
+    return self._walk(self._lanes(), own, None, visit, merge)[1]
 
   def backward(
     self,
@@ -163,84 +124,60 @@ class RingQ(Strategy):
     carry: tuple[jax.Array, Terms],
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    size, me = self._place()
-    behind, ahead = self._hops()
-    x, context = pinned(x, context)
-    length = x.q.shape[3]
+    x, context = tie_coords_to_queries(x, context)
     dq, dterms = carry
 
-    def visit(
-      kept: tuple, there: tuple, rows: Residuals, dq: Any, source: Any
-    ) -> tuple[tuple, jax.Array]:
-      """Adds to (dk, dv, dterms); the gradient of the queries at hand."""
+    def visit(kept: tuple, block: QBlock | None, distance: Any) -> Any:
+      """Adds to (dk, dv, dterms); finds the gradient of the block's queries."""
       sums, dterms = kept
-      q, at = there
-      seen = context._replace(
-        q=Coords(*unpack(at)), allow=_rows(context.allow, source, length)
-      )
-      here = terms._replace(bias=_rows(terms.bias, source, length))
-      mine = dterms._replace(bias=_rows(dterms.bias, source, length))
+      there, rows, start = x, residuals, dq
+      if block is not None:
+        q, do, numbers = block.rows
+        there = x._replace(q=q)
+        rows = Residuals.of(q, do, *unpack(numbers))
+        start = collectives.zeros(dq.shape, dq.dtype, (dq, block))
+      bias, seen = self._rows(terms, context, block, distance)
+      mine = _rows(dterms.bias, self._source(distance), x.q.shape[3])
       grads = self.local.backward(
-        scores, Local(q, x.k, x.v), here, seen, column, rows, (dq, mine)
+        scores,
+        there,
+        terms._replace(bias=bias),
+        seen,
+        column,
+        rows,
+        (start, dterms._replace(bias=mine)),
       )
       more = pack(grads.k, grads.v)
       sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-      bias = _put_rows(dterms.bias, grads.terms.bias, source, length)
+      bias = _put_rows(
+        dterms.bias,
+        grads.terms.bias,
+        self._source(distance),
+        x.q.shape[3],
+      )
       return (sums, grads.terms._replace(bias=bias)), grads.q
 
-    # Nobody's lse is -inf any more, see `Residuals`.
-    own = x.q, pack(*context.q)
-    ours = own, (residuals.do, pack(residuals.lse, residuals.delta))
-
-    def travel(kept: tuple, hops: int, shift: int) -> tuple[tuple, jax.Array]:
-      source = lambda n: (me - n * shift) % size
-
-      def at(kept: tuple, visitor: Any, n: Any) -> tuple[tuple, jax.Array]:
-        there, (do, numbers) = visitor
-        rows = Residuals.of(there[0], do, *unpack(numbers))
-        zero = collectives.zeros(dq.shape, dq.dtype, (dq, there))
-        return visit(kept, there, rows, zero, source(n))
-
-      visitor = self._rotate(ours, shift)
-      coming = self._rotate(visitor, shift) if hops > 1 else visitor
-      kept, sums = at(kept, visitor, 1)
-
-      def hop(state: tuple, n: jax.Array) -> tuple:
-        kept, visitor, sums = state
-        coming = self._rotate(visitor, shift)
-        moved = self._rotate(sums, shift)
-        kept, more = at(kept, visitor, n)
-        return (kept, coming, moved + more), None
-
-      middle = max(hops - 2, 0)
-      if middle:
-        numbers = jnp.arange(2, 2 + middle, dtype=jnp.int32)
-        (kept, coming, sums), _ = lax.scan(
-          hop,
-          (kept, coming, sums),
-          numbers,
-          unroll=min(self.unroll, middle),
-        )
-      if hops > 1:
-        moved = self._rotate(sums, shift)
-        kept, more = at(kept, coming, hops)
-        sums = moved + more
-      return kept, self._rotate(sums, -hops * shift)
-
-    kept, dq = visit((None, dterms), own, residuals, dq, me)
-    for hops, shift in ((behind, -1), (ahead, 1)):
-      if hops:
-        kept, more = travel(kept, hops, shift)
-        dq = dq + more
+    # No lse is -inf any more, see `Residuals`.
+    rows = x.q, residuals.do, pack(residuals.lse, residuals.delta)
+    own = QBlock(rows, pack(*context.q))
+    kept, dq = self._walk(self._lanes(), own, (None, dterms), visit, jnp.add)
     dk, dv = unpack(kept[0])
     return Gradients(dq, dk, dv, kept[1])
 
-  def _hops(self) -> tuple[int, int]:
-    return (self._place()[0] - 1, 0) if self.hops is None else self.hops
+  def _source(self, distance: Any) -> Any:
+    """The shard that sent a block over this distance."""
+    size, me = self._place()
+    return (me - distance) % size
 
-  def _rotate(self, tree: Any, shift: int) -> Any:
-    assert self.axis is not None
-    return collectives.rotate(tree, self.axis, shift)
+  def _rows(
+    self, terms: Terms, context: Context, block: QBlock | None, distance: Any
+  ) -> tuple[Any, Context]:
+    """The bias and the context of a block's queries, or of a shard's own."""
+    at = context.q if block is None else Coords(*unpack(block.at))
+    length, source = at.pos.shape[1], self._source(distance)
+    allow = _rows(context.allow, source, length)
+    bias = _rows(terms.bias, source, length)
+    return bias, context._replace(q=at, allow=allow)
 
 
 def _trade(pair: Any, axis: Axis, keys: int) -> Any:

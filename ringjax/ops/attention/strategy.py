@@ -82,9 +82,11 @@ class Strategy:
     )
 
 
-def pinned(x: Local, context: Context) -> tuple[Local, Context]:
-  """The operands of a loop over hops, which nothing may run ahead of."""
-  # Coordinates do not depend on data, so a remat pass would compute the masks
-  # of all hops ahead of the loop and keep them: R tiles x T x S of booleans.
+def tie_coords_to_queries(x: Local, context: Context) -> tuple[Local, Context]:
+  """The same operands, whose coordinates are not known before the queries.
+
+  Coordinates do not depend on data, so a remat pass would compute the masks of
+  all hops ahead of the loop and keep them: R tiles x T x S of booleans.
+  """
   q, q_at, k_at = lax.optimization_barrier((x.q, context.q, context.k))
   return x._replace(q=q), context._replace(q=q_at, k=k_at)
