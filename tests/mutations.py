@@ -214,7 +214,7 @@ CHECKS = {
 }  # fmt: skip
 
 
-_RING = "ringjax.ops.attention.ring"
+_KV_BLOCK = "ringjax.ops.attention.kv_block"
 _HOPS = "ringjax.ops.attention.hops"
 _ATTEND = "ringjax.ops.attention.attend"
 _TILES = "ringjax.ops.attention.blockwise"
@@ -310,15 +310,15 @@ BUGS = [
   Bug(
     "tiles are computed without a mask where one of them needs it",
     _TILES,
-    "whole = jnp.all(whole.reshape(apart), axis + 1)",
-    "whole = jnp.any(whole.reshape(apart), axis + 1)",
+    "full = jnp.all(full.reshape(apart), axis + 1)",
+    "full = jnp.any(full.reshape(apart), axis + 1)",
     "long",
   ),
   Bug(
     "tiles beside those that are computed at once are left out",
     _TILES,
-    "part = (kinds != 0) & ~jnp.repeat(",
-    "part = (kinds == 1) & ~jnp.repeat(",
+    "rest = (kinds != 0) & ~jnp.repeat(",
+    "rest = (kinds == 1) & ~jnp.repeat(",
     "long",
   ),
   Bug(
@@ -331,7 +331,7 @@ BUGS = [
   Bug(
     "delta is not subtracted",
     _TILES,
-    "ds = p * (dp - way.row(delta))",
+    "ds = p * (dp - row(delta))",
     "ds = p * dp",
     "ring",
   ),
@@ -414,9 +414,9 @@ BUGS = [
   ),
   Bug(
     "the bias of the wrong shard",
-    _RING,
-    "return column + (me - distance) % size * length",
-    "return column + (me + distance) % size * length",
+    _KV_BLOCK,
+    "args.column + self._source(distance) * length",
+    "args.column + self._source(-distance) * length",
     "extras",
   ),
   Bug(
@@ -443,8 +443,8 @@ BUGS = [
   Bug(
     "distances have a sign",
     _SCORES,
-    "jnp.abs(way.query(q.pos) - way.key(k.pos))",
-    "(way.query(q.pos) - way.key(k.pos))",
+    "jnp.abs(way.query(self.q_at.pos) - way.key(self.k_at.pos))",
+    "(way.query(self.q_at.pos) - way.key(self.k_at.pos))",
     "both_sides",
   ),
   Bug(
@@ -457,8 +457,8 @@ BUGS = [
   Bug(
     "dropout counts inside the tile",
     _SCORES,
-    "way.query(q.pos.astype(jnp.uint32))",
-    "way.query((q.pos - q.pos[:, :1]).astype(jnp.uint32))",
+    "way.query(self.q_at.pos.astype(jnp.uint32))",
+    "way.query((self.q_at.pos - self.q_at.pos[:, :1]).astype(jnp.uint32))",
     "dropout",
   ),
   Bug(
@@ -473,8 +473,8 @@ BUGS = [
     _GATHER,
     "collectives.scatter_sum(sums, self.axis, dimension)",
     "jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a,"
-    "collectives.axis_index(self.axis) * context.q.pos.shape[1],"
-    "context.q.pos.shape[1], dimension), sums)",
+    "collectives.axis_index(self.axis) * args.context.q.pos.shape[1],"
+    "args.context.q.pos.shape[1], dimension), sums)",
     "gather",
   ),
   Bug(

@@ -1,25 +1,26 @@
 """Per shard: attention by a strategy, with its gradient.
 
-Law: `attend` returns (out, lse) of the local queries over all keys that the
-strategy brings, whichever strategy it is, and both are differentiable.
+Guarantees: `attend` returns (out, lse) of the local queries over all keys that
+the strategy brings, whichever strategy it is, and both are differentiable.
 
 A *strategy* decides which keys arrive when and wraps a *local algorithm*. Both
 have one form, so that a strategy may wrap another:
 
-  forward(scores, x, terms, context, column, carry) -> Partial
-  backward(scores, x, terms, context, column, residuals, carry) -> Gradients
+  forward(x, args, carry) -> Partial
+  backward(x, args, residuals, carry) -> Gradients
 
-The keys that a call sees begin at `column` of the whole sequence's order, and
-`carry` holds what earlier calls found: the partial, or (dq, dterms). A
-strategy whose local algorithm is `differentiable` is left to JAX; another
-gets one custom rule here, which keeps q, k, v, out and lse and nothing else.
-out and lse carry the checkpoint names `NAMES`: a remat policy that saves them
-(`jax.checkpoint_policies.save_only_these_names(*NAMES)`) never runs the
+`x` holds the local operands, `args` (`ScoreArgs`) what the scores depend on
+beside them, and `carry` what earlier calls found: the partial, or (dq,
+dterms). A strategy whose local algorithm is `differentiable` is left to JAX;
+another gets one custom rule here, which keeps q, k, v, out and lse and nothing
+else. out and lse carry the checkpoint names `NAMES`: a remat policy that saves
+them (`jax.checkpoint_policies.save_only_these_names(*NAMES)`) never runs the
 strategy's forward pass again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Protocol
 
@@ -28,8 +29,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax.errors import OptionError
-from ringjax.ops.attention.blockwise import Gradients, Local, Residuals
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.blockwise import (
+  Gradients,
+  Local,
+  QGradients,
+  Residuals,
+)
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.softmax import Partial, add_sink, finalize, wide_dtype
 from ringjax.parallel import collectives
 
@@ -54,26 +60,15 @@ class Algorithm(Protocol):
     """How many keys a call sees whose operands hold `keys`."""
     ...
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial: ...
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
+    """The partial of the local queries over these keys and those before."""
+    ...
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
-  ) -> Gradients: ...
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
+  ) -> Gradients:
+    """Gradients of these keys; adds to `carry`."""
+    ...
 
 
 def attend(
@@ -84,20 +79,30 @@ def attend(
   x, terms, context = collectives.vary((x, terms, context), axes)
   if algorithm.differentiable:
     return _name(*_forward(algorithm, scores, x, terms, context))
-  sizes = collectives.sizes(algorithm.axes)
-  return _attend(algorithm, sizes, scores, x, terms, context)
+  call = _Call(algorithm, collectives.sizes(algorithm.axes), scores)
+  return _attend(call, x, terms, context)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """The static part of a call.
+
+  Attributes:
+    algorithm: a strategy.
+    sizes: of its axes, see `collectives.bound`.
+    scores: the static part of the score function.
+  """
+
+  algorithm: Any
+  sizes: Any
+  scores: Scores
 
 
 def _forward(
   algorithm: Any, scores: Scores, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-  partial = algorithm.forward(scores, x, terms, context, 0, empty_partial(x))
-  return _finish(partial, x, terms)
-
-
-def _finish(
-  partial: Partial, x: Local, terms: Terms
-) -> tuple[jax.Array, jax.Array]:
+  args = ScoreArgs(scores, terms, context)
+  partial = algorithm.forward(x, args, empty_partial(x))
   if terms.sinks is not None:
     partial = add_sink(partial, terms.sinks[None, :, :, None])
   out, lse = finalize(partial)
@@ -108,47 +113,31 @@ def _name(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   return checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-  algorithm: Any,
-  sizes: Any,
-  scores: Scores,
-  x: Local,
-  terms: Terms,
-  context: Context,
+  call: _Call, x: Local, terms: Terms, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-  del sizes
-  return _forward(algorithm, scores, x, terms, context)
+  return _forward(call.algorithm, call.scores, x, terms, context)
 
 
 def _attend_fwd(
-  algorithm: Any,
-  sizes: Any,
-  scores: Scores,
-  x: Local,
-  terms: Terms,
-  context: Context,
+  call: _Call, x: Local, terms: Terms, context: Context
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-  out, lse = _name(*_attend(algorithm, sizes, scores, x, terms, context))
+  out, lse = _name(*_attend(call, x, terms, context))
   return (out, lse), (x, terms, context, out, lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gradient(
-  algorithm: Any, sizes: Any, scores: Scores, saved: Any, cotangents: Any
-) -> tuple[Local, Terms]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradient(call: _Call, saved: Any, cotangents: Any) -> tuple[Local, Terms]:
   x, terms, context, out, lse = saved
   do, dlse = cotangents
   wide = lse.dtype
   delta = jnp.sum(do.astype(wide) * out.astype(wide), -1) - dlse
   bare = terms._replace(sinks=None)
-  with collectives.bound(sizes):
-    grads = algorithm.backward(
-      scores,
+  with collectives.bound(call.sizes):
+    grads = call.algorithm.backward(
       x,
-      bare,
-      context,
-      0,
+      ScoreArgs(call.scores, bare, context),
       Residuals.of(x.q, do, lse, delta),
       zero_gradients(x, bare, wide),
     )
@@ -184,17 +173,15 @@ _gradient.defvjp(_gradient_fwd, _gradient_bwd)
 
 
 def _attend_bwd(
-  algorithm: Any, sizes: Any, scores: Scores, saved: Any, cotangents: Any
+  call: _Call, saved: Any, cotangents: Any
 ) -> tuple[Local, Terms, None]:
-  return *_gradient(algorithm, sizes, scores, saved, cotangents), None
+  return *_gradient(call, saved, cotangents), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def zero_gradients(
-  x: Local, terms: Terms, wide: Any
-) -> tuple[jax.Array, Terms]:
+def zero_gradients(x: Local, terms: Terms, wide: Any) -> QGradients:
   """The (dq, dterms) that a backward pass starts from."""
   b, k, g, t, h = x.q.shape
   zeros = lambda shape: collectives.zeros(shape, wide, x)

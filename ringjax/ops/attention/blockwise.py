@@ -1,18 +1,18 @@
 """Blockwise attention: tiles of scores, an online softmax, nothing T x S.
 
-Law: equals `reference` for every mask and every extra of the scores, forward
-and backward; a tile in which no pair is allowed costs nothing, and a tile in
-which every pair is allowed costs no mask.
+Guarantees: equals `reference` for every mask and every extra of the scores,
+forward and backward; a tile in which no pair is allowed costs nothing, and a
+tile in which every pair is allowed costs no mask.
 Cost: 4 q_block k_block H FLOPs a tile forward (two products), 10 backward
 (five: the scores are computed again), one exponential a pair each time.
 Memory: a few score tiles; the statistics are one number a row.
-Ref:  Rabe and Staats 2021, arXiv 2112.05682; Dao 2023, arXiv 2307.08691.
+Ref: Rabe and Staats 2021, arXiv 2112.05682; Dao 2023, arXiv 2307.08691.
 
 The bounds of the coordinates decide which tiles are computed: `tile_kinds`
 sorts every tile into none, some or all, and the loops run over lists of just
 the tiles that count, so that the trip count is the number of tiles. Products
-want long tiles and the edge of a mask short ones: tiles without a mask are
-computed several at once, one below another, where all of these are without.
+want long tiles and the edge of a mask short ones: full tiles are computed
+several at once, one below another, where all of these are full.
 
 The backward pass computes scores with keys first, [k, q]: then all five
 products have an untransposed left operand, which is what CPU matrix kernels
@@ -28,33 +28,33 @@ zero weight alone would not keep it out).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+import functools
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.checks import boolean, positive_int
-from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.scores import (
-  Context,
-  Orientation,
-  Scores,
+  BACKWARD,
+  FORWARD,
+  ScoreArgs,
+  ScoreTile,
   Terms,
-  Tile,
 )
 from ringjax.ops.mask import Coords, Mask, extent
 from ringjax.ops.softmax import Partial, finite_max, wide_dtype
 from ringjax.parallel import collectives, processor
 
 Arrays = TypeVar("Arrays", bound=tuple)
+# The gradients (dq, dterms) that earlier calls found.
+QGradients = tuple[jax.Array, Terms]
 
 # Queries and keys of a tile at most, and queries of several without a mask.
 _BLOCK, _JOINED = 256, 512
-
-_FORWARD = Orientation(keys_first=False)
-_BACKWARD = Orientation(keys_first=True)
 
 
 class Local(NamedTuple):
@@ -86,6 +86,7 @@ class Keys(NamedTuple):
 
   @classmethod
   def of(cls, x: Local) -> Keys:
+    """Of the operands of a local algorithm."""
     k = _in_memory(jnp.swapaxes(x.k, 2, 3))
     return cls(k, x.v, finite_flag(x.v, wide_dtype(x.v.dtype)))
 
@@ -128,8 +129,13 @@ class Residuals(NamedTuple):
 
   @classmethod
   def of(
-    cls, q: jax.Array, do: jax.Array, lse: jax.Array, delta: jax.Array
+    cls,
+    q: Shaped[Array, "B K G T H"],
+    do: Shaped[Array, "B K G T J"],
+    lse: Float[Array, "B K G T"],
+    delta: Float[Array, "B K G T"],
   ) -> Residuals:
+    """Of the forward pass's queries and log-sum-exp, and of cotangents."""
     # Of a constant, such as the gradient of a sum, XLA would fold what follows
     # while it compiles, for seconds.
     do = _in_memory(do)
@@ -142,22 +148,29 @@ class Residuals(NamedTuple):
       _in_memory(jnp.transpose(do, (0, 1, 4, 2, 3))),
     )
 
+  def padded(self, length: int) -> Residuals:
+    """The same for `length` queries, of which the last are padding."""
+    return Residuals(
+      *(pad_axis(r, 3, length) for r in self[:4]),
+      *(pad_axis(r, 4, length) for r in self[4:]),
+    )
+
 
 class TileLists(NamedTuple):
   """For each row of tiles, of queries or of keys, the tiles that count.
 
   Fields:
-    whole: int32 [rows, n], numbers of the tiles that need no mask, first; of
+    full: int32 [rows, n], numbers of the tiles that need no mask, first; of
       those that are computed together, see `joined`, one number.
-    wholes: int32 [rows], how many they are.
-    part: int32 [rows, n], numbers of the other tiles that count, first.
-    parts: int32 [rows], how many they are.
+    full_count: int32 [rows], how many they are.
+    masked: int32 [rows, n], numbers of the other tiles that count, first.
+    masked_count: int32 [rows], how many they are.
   """
 
-  whole: jax.Array
-  wholes: jax.Array
-  part: jax.Array
-  parts: jax.Array
+  full: jax.Array
+  full_count: jax.Array
+  masked: jax.Array
+  masked_count: jax.Array
 
 
 def tile_kinds(
@@ -171,10 +184,10 @@ def tile_kinds(
 ) -> jax.Array:
   """0 none, 1 some, 2 all pairs of a tile allowed: int8 [T/q_block, S/k_block].
 
-  Bounds, not pairs, decide: a tile of kind 1 may turn out empty, never the
-  other way round. Examples of the batch share the answer: a tile counts if it
-  counts for one of them. With `by_keys` it is [S/k_block, T/q_block], at no
-  transposition.
+  Bounds, not pairs, decide: a tile of kind 1 may have no allowed pair, but one
+  of kind 0 has none for sure. Examples of the batch share the answer: a tile
+  counts if it counts for one of them. With `by_keys` it is [S/k_block,
+  T/q_block], without a transposition.
   """
   cut = lambda x, n: x.reshape(x.shape[0], -1, n)
   rows = extent(Coords(cut(q.pos, q_block), cut(q.seg, q_block)))
@@ -189,7 +202,11 @@ def tile_kinds(
 
 
 def tile_lists(
-  kinds: jax.Array, masked: bool, many: int = 1, *, by_keys: bool = False
+  kinds: Int8[Array, "rows columns"],
+  masked: bool,
+  many: int = 1,
+  *,
+  by_keys: bool = False,
 ) -> TileLists:
   """Lists of the tiles that count, from what `tile_kinds` says.
 
@@ -201,10 +218,10 @@ def tile_lists(
       says with by_keys, and there is a list for each column.
   """
   axis = 1 if by_keys else 0
-  whole = (kinds == 2) & (not masked)
+  full = (kinds == 2) & (not masked)
   apart = (*kinds.shape[:axis], -1, many, *kinds.shape[axis + 1 :])
-  whole = jnp.all(whole.reshape(apart), axis + 1)
-  part = (kinds != 0) & ~jnp.repeat(whole, many, axis)
+  full = jnp.all(full.reshape(apart), axis + 1)
+  rest = (kinds != 0) & ~jnp.repeat(full, many, axis)
 
   def listed(yes: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Sorting bools ends the process: XLA's CPU compiler of JAX 0.10.2 has no
@@ -213,11 +230,33 @@ def tile_lists(
     order = jnp.argsort(skipped, axis=1, stable=True)
     return order.astype(jnp.int32), jnp.sum(yes, 1, dtype=jnp.int32)
 
-  return TileLists(*listed(whole), *listed(part))
+  return TileLists(*listed(full), *listed(rest))
+
+
+class LocalAlgorithm:
+  """What all local algorithms have in common: they move nothing.
+
+  With `forward` and `backward` it is what `attend.Algorithm` says.
+  """
+
+  # Reverse mode goes through `backward`, not through `forward`.
+  differentiable: ClassVar[bool] = False
+  axes: ClassVar[tuple[str, ...]] = ()
+
+  def span(self, keys: int) -> int:
+    """How many keys a call sees whose operands hold `keys`."""
+    return keys
+
+
+def check_positive(options: Any, *names: str) -> None:
+  """Raises OptionError for a field that is neither None nor a positive int."""
+  for name in names:
+    if getattr(options, name) is not None:
+      positive_int(name, getattr(options, name))
 
 
 @dataclasses.dataclass(frozen=True)
-class Blockwise:
+class Blockwise(LocalAlgorithm):
   """The local algorithm that serves everything, on every platform.
 
   Attributes:
@@ -233,15 +272,8 @@ class Blockwise:
   kv_block: int | None = None
   wide: bool | None = None
 
-  # Reverse mode goes through `backward`, not through the loops.
-  differentiable = False
-  # It moves nothing.
-  axes = ()
-
   def __post_init__(self) -> None:
-    for name in ("q_block", "kv_block"):
-      if getattr(self, name) is not None:
-        positive_int(name, getattr(self, name))
+    check_positive(self, "q_block", "kv_block")
     if self.wide is not None:
       boolean("wide", self.wide)
 
@@ -252,58 +284,47 @@ class Blockwise:
       _even(k_length, self.kv_block or _default_block(k_length)),
     )
 
-  def span(self, keys: int) -> int:
-    return keys
-
   def on_device(
     self, platform: str, kind: str, alone: bool = True
   ) -> Blockwise:
-    """The same where it is known what it runs on; as `AutoKernel.on_device`."""
+    """The same for a known device; as `AutoKernel.on_device`."""
     del kind, alone
     if self.wide is not None:
       return self
     wide = platform == "cpu" and not processor.multiplies_bfloat16()
     return dataclasses.replace(self, wide=wide)
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
     x = self._operands(x)
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
-    x, terms, context = pad_operands(x, terms, context, qb, kb)
+    x, args = pad_operands(x, args, qb, kb)
+    context = args.context
     carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
     keys = Keys.of(x)
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     many = joined(kinds.shape[0], qb)
     lists = tile_lists(kinds, context.allow is not None, many)
-
-    whole = (lists.whole, lists.wholes, False)
-    part = (lists.part, lists.parts, True)
+    full = (lists.full, lists.full_count, False)
+    masked = (lists.masked, lists.masked_count, True)
 
     def fold(carry: Partial, size: int, *chosen: tuple) -> Partial:
       """Folds the tiles of these lists, whose rows are `size` queries."""
 
       def row(i: jax.Array, carry: Partial) -> Partial:
-        at = Tile(i * size, 0, size, kb, column)
-        q, q_at = at.cut_q(x.q, 3), cut_coords(context.q, i * size, size)
-        one = Partial(*(at.cut_q(c, 3) for c in carry))
+        cut = lambda a: lax.dynamic_slice_in_dim(a, i * size, size, 3)
+        q, q_at = cut(x.q), cut_coords(context.q, i * size, size)
+        one = Partial(*map(cut, carry))
         for tiles, counts, masked in chosen:
 
           def step(
             n: Any, one: Partial, tiles: Any = tiles, masked: bool = masked
           ) -> Partial:
-            tile = dataclasses.replace(at, k_start=tiles[i, n] * kb)
-            return forward_tile(
-              scores, keys, terms, context, tile, q, q_at, one, masked
-            )
+            start = tiles[i, n] * kb
+            k_at = cut_coords(context.k, start, kb)
+            tile = ScoreTile(args, FORWARD, i * size, start, q_at, k_at)
+            return forward_tile(tile, keys, q, one, masked)
 
           one = loop(counts[i], step, one)
         return Partial(
@@ -317,62 +338,50 @@ class Blockwise:
 
     if many == 1:
       # Rows of one height: each of them is taken up once.
-      carry = fold(carry, qb, whole, part)
+      carry = fold(carry, qb, full, masked)
     else:
-      carry = fold(fold(carry, many * qb, whole), qb, part)
+      carry = fold(fold(carry, many * qb, full), qb, masked)
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
     x, residuals = self._operands(x), self._operands(residuals)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, k_length)
-    x, terms, context = pad_operands(x, terms, context, qb, kb)
-    residuals = Residuals(
-      *(pad_axis(r, 3, x.q.shape[3]) for r in residuals[:4]),
-      *(pad_axis(r, 4, x.q.shape[3]) for r in residuals[4:]),
-    )
-    extra = x.k.shape[2] - k_length
+    x, args = pad_operands(x, args, qb, kb)
+    residuals = residuals.padded(x.q.shape[3])
+    context = args.context
     k_flipped = _in_memory(jnp.swapaxes(x.k, 2, 3))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb, by_keys=True)
     many = joined(kinds.shape[1], qb)
     lists = tile_lists(kinds, context.allow is not None, many, by_keys=True)
     dq = pad_axis(carry[0], 4, x.q.shape[3])
-    dterms = _pad_terms(carry[1], x.q.shape[3], extra)
+    dterms = _pad_terms(carry[1], x.q.shape[3], x.k.shape[2] - k_length)
     zero = lambda like: collectives.zeros(like.shape, dq.dtype, (dq, x))
 
     def row(j: jax.Array, carry: tuple) -> tuple:
       dq, dk, dv, dterms = carry
       start = j * kb
-      at = Tile(0, start, qb, kb, column)
-      k, v = at.cut_k(x.k, 2), at.cut_k(x.v, 2)
-      flipped = at.cut_k(k_flipped, 3)
+      cut = lambda a, axis: lax.dynamic_slice_in_dim(a, start, kb, axis)
+      k, v, flipped = cut(x.k, 2), cut(x.v, 2), cut(k_flipped, 3)
       k_at = cut_coords(context.k, start, kb)
 
       def step(masked: bool, tiles: jax.Array, n: Any, one: tuple) -> tuple:
         size = qb if masked else many * qb
-        tile = Tile(tiles[j, n] * size, start, size, kb, column)
-        return _backward_tile(
-            scores, x.q, terms, context, residuals, tile, k, flipped, v, k_at,
-            one, masked,
-        )  # fmt: skip
+        first = tiles[j, n] * size
+        q_at = cut_coords(context.q, first, size)
+        tile = ScoreTile(args, BACKWARD, first, start, q_at, k_at)
+        return _backward_tile(tile, x.q, residuals, k, flipped, v, one, masked)
 
       one = (dq, zero(k), zero(v), dterms)
-      one = loop(
-        lists.wholes[j], lambda n, c: step(False, lists.whole, n, c), one
-      )
-      dq, dk_j, dv_j, dterms = loop(
-        lists.parts[j], lambda n, c: step(True, lists.part, n, c), one
-      )
+      for tiles, counts, masked in (
+        (lists.full, lists.full_count, False),
+        (lists.masked, lists.masked_count, True),
+      ):
+        one = loop(counts[j], functools.partial(step, masked, tiles), one)
+      dq, dk_j, dv_j, dterms = one
       put = lax.dynamic_update_slice_in_dim
       return dq, put(dk, dk_j, start, 2), put(dv, dv_j, start, 2), dterms
 
@@ -396,55 +405,46 @@ class Blockwise:
 
 
 def forward_tile(
-  scores: Scores,
+  tile: ScoreTile,
   keys: Keys,
-  terms: Terms,
-  context: Context,
-  tile: Tile,
-  q: jax.Array,
-  q_at: Coords,
+  q: Shaped[Array, "B K G q H"],
   carry: Partial,
   masked: bool,
 ) -> Partial:
+  """Folds a tile of these queries into `carry`; with a mask if `masked`."""
   return fold_tile(
-    scores,
+    tile,
     product("bkgqh,bkht->bkgqt", q, tile.cut_k(keys.k, 3)),
     tile.cut_k(keys.v, 2),
     tile.cut_k(keys.flag, 2) if masked else None,
-    terms,
-    context,
-    tile,
-    q_at,
-    cut_coords(context.k, tile.k_start, tile.k_block),
     carry,
   )
 
 
 def fold_tile(
-  scores: Scores,
-  s: jax.Array,
-  v: jax.Array,
-  flag: jax.Array | None,
-  terms: Terms,
-  context: Context,
-  tile: Tile,
-  q_at: Coords,
-  k_at: Coords,
+  tile: ScoreTile,
+  s: Float[Array, "B K G q k"],
+  v: Shaped[Array, "B K k J"],
+  flag: Float[Array, "B K k"] | None,
   carry: Partial,
 ) -> Partial:
   """Folds a tile of bare products into `carry`.
 
-  `s` is [B, K, G, q, k], `v` [B, K, k, J]; `flag` [B, K, k] as in `Keys`, or
-  None for a tile without a mask.
+  Args:
+    tile: which it is, in the order `FORWARD`.
+    s: products of its queries and keys.
+    v: its values.
+    flag: as in `Keys`, or None for a tile without a mask.
+    carry: the partial of its queries over other keys.
   """
+  scores = tile.args.scores
   scale = jnp.asarray(scores.scale, s.dtype)
-  if not scoring.is_plain(scores, terms):
-    s, _ = scoring.scores_of(scores, terms, _FORWARD, tile, q_at, k_at, s)
+  if not tile.args.plain:
+    s, _ = tile.scores_of(s)
     scale = jnp.ones_like(scale)
   if flag is not None:
-    yes = scoring.allowed_in(context, _FORWARD, tile, q_at, k_at)
-    s = s + _FORWARD.head_key(flag)
-    s = jnp.where(yes, s, -jnp.inf)
+    s = s + FORWARD.head_key(flag)
+    s = jnp.where(tile.allowed(), s, -jnp.inf)
     v = cleaned(v)
   # A positive scale keeps the order of bare products: scaling their maximum
   # spares a pass over the tile.
@@ -454,50 +454,41 @@ def fold_tile(
   weight = jnp.exp(carry.m - safe)
   total = carry.l * weight + jnp.sum(p, -1)
   if scores.dropout_rate:
-    p = p * scoring.dropout_weight(
-      scores, context, _FORWARD, q_at, k_at, p.dtype
-    )
+    p = p * tile.dropout_weight(p.dtype)
   acc = product("bkgqt,bktj->bkgqj", p.astype(v.dtype), v)
   return Partial(carry.acc * weight[..., None] + acc, m, total)
 
 
 def _backward_tile(
-  scores: Scores,
+  tile: ScoreTile,
   q: jax.Array,
-  terms: Terms,
-  context: Context,
   residuals: Residuals,
-  tile: Tile,
   k: jax.Array,
   k_flipped: jax.Array,
   v: jax.Array,
-  k_at: Coords,
   carry: tuple,
   masked: bool,
 ) -> tuple:
   dq, dk, dv, dterms = carry
-  way = _BACKWARD
+  scores, row = tile.args.scores, BACKWARD.row
   q = tile.cut_q(q, 3)
   do, lse, delta, flag = (tile.cut_q(r, 3) for r in residuals[:4])
   q_flipped, do_flipped = (tile.cut_q(r, 4) for r in residuals[4:])
-  q_at = cut_coords(context.q, tile.q_start, tile.q_block)
-  dot = product("bkth,bkhgq->bktgq", k, q_flipped)
-  s, tanh = scoring.scores_of(scores, terms, way, tile, q_at, k_at, dot)
+  s, tanh = tile.scores_of(product("bkth,bkhgq->bktgq", k, q_flipped))
   if masked:
-    p = jnp.exp(s - way.row(lse + flag))
-    yes = scoring.allowed_in(context, way, tile, q_at, k_at)
-    p = jnp.where(yes, p, 0)
+    p = jnp.exp(s - row(lse + flag))
+    p = jnp.where(tile.allowed(), p, 0)
     q, k_flipped, v, do, delta = map(cleaned, (q, k_flipped, v, do, delta))
     do_flipped = cleaned(do_flipped)
   else:
-    p = jnp.exp(s - way.row(lse))
+    p = jnp.exp(s - row(lse))
   dp = product("bktj,bkjgq->bktgq", v, do_flipped)
   kept = p
   if scores.dropout_rate:
-    drop = scoring.dropout_weight(scores, context, way, q_at, k_at, p.dtype)
+    drop = tile.dropout_weight(p.dtype)
     kept, dp = p * drop, dp * drop
-  ds = p * (dp - way.row(delta))
-  dterms = _add_dterms(dterms, terms, tile, ds, q_at, k_at)
+  ds = p * (dp - row(delta))
+  dterms = _add_dterms(dterms, tile, ds)
   if tanh is not None:
     ds = ds * (1 - tanh * tanh)
   ds = (ds * jnp.asarray(scores.scale, ds.dtype)).astype(q.dtype)
@@ -509,21 +500,17 @@ def _backward_tile(
   return dq, dk, dv, dterms
 
 
-def _add_dterms(
-  dterms: Terms, terms: Terms, tile: Tile, ds: jax.Array, q: Coords, k: Coords
-) -> Terms:
+def _add_dterms(dterms: Terms, tile: ScoreTile, ds: jax.Array) -> Terms:
   """Adds a tile's gradients of bias and slopes."""
   bias, slopes = dterms.bias, dterms.slopes
   if slopes is not None:
-    far = scoring.distance(_BACKWARD, q, k, ds.dtype)
-    slopes = slopes - jnp.sum(ds * far, (0, 2, 4))
+    slopes = slopes - jnp.sum(ds * tile.distance(ds.dtype), (0, 2, 4))
   if bias is not None:
-    part = _BACKWARD.unpair(ds)
+    part = BACKWARD.unpair(ds)
     summed = tuple(i for i in range(5) if bias.shape[i] == 1)
     part = jnp.sum(part, summed, keepdims=True)
     part = part + tile.cut_pair(bias)
-    corner = tuple(jnp.asarray(i, jnp.int32) for i in tile.corner(bias))
-    bias = lax.dynamic_update_slice(bias, part, corner)
+    bias = lax.dynamic_update_slice(bias, part, tile.corner(bias))
   return Terms(bias, slopes, dterms.sinks)
 
 
@@ -533,7 +520,9 @@ def loop(count: Any, body: Any, start: Any) -> Any:
   return lax.fori_loop(np.int32(0), stop, body, start)
 
 
-def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def product(
+  equation: str, a: Shaped[Array, ...], b: Shaped[Array, ...]
+) -> jax.Array:
   """An einsum that accumulates in float32 and never casts its operands."""
   exact = a.dtype in (jnp.float32, jnp.float64)
   return jnp.einsum(
@@ -554,18 +543,19 @@ def _in_memory(x: jax.Array) -> jax.Array:
   return lax.optimization_barrier(x)
 
 
-def cleaned(x: jax.Array) -> jax.Array:
+def cleaned(x: Shaped[Array, ...]) -> jax.Array:
   """`x` with 0 for what is not finite."""
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def finite_flag(x: jax.Array, dtype: Any) -> jax.Array:
+def finite_flag(x: Shaped[Array, ...], dtype: Any) -> jax.Array:
   """0 for a vector of finite numbers, NaN for another."""
   fine = jnp.all(jnp.isfinite(x), -1)
   return jnp.where(fine, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype))
 
 
 def cut_coords(at: Coords, start: Any, size: int) -> Coords:
+  """The coordinates of `size` tokens from `start` on."""
   cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
   return Coords(cut(at.pos), cut(at.seg))
 
@@ -589,12 +579,18 @@ def _even(length: int, block: int) -> int:
   return block if parts == 1 else -(-block // 8) * 8
 
 
-def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
+def pad_axis(x: Shaped[Array, ...], axis: int, length: int) -> jax.Array:
+  """`x` with zeros behind its end of dimension `axis`, up to `length`."""
   if x.shape[axis] == length:
     return x
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, length - x.shape[axis])
   return jnp.pad(x, widths)
+
+
+def pad_coords(at: Coords, length: int) -> Coords:
+  """Coordinates [B or 1, length], of which those behind the last are empty."""
+  return Coords(*(pad_axis(c, 1, length) for c in at))
 
 
 def _pad_pair(pair: Any, q_length: int, k_extra: int) -> Any:
@@ -621,21 +617,24 @@ def _cut_terms(terms: Terms, like: Terms) -> Terms:
 
 
 def pad_operands(
-  x: Local, terms: Terms, context: Context, qb: int, kb: int
-) -> tuple[Local, Terms, Context]:
+  x: Local, args: ScoreArgs, qb: int, kb: int
+) -> tuple[Local, ScoreArgs]:
   """Pads local lengths to whole tiles; padded tokens have seg 0."""
   q_length = -(-x.q.shape[3] // qb) * qb
   k_length = -(-x.k.shape[2] // kb) * kb
   extra = k_length - x.k.shape[2]
-  pad_at = lambda at, n: Coords(*(pad_axis(c, 1, n) for c in at))
-  context = context._replace(
-    q=pad_at(context.q, q_length),
-    k=pad_at(context.k, k_length),
-    allow=_pad_pair(context.allow, q_length, extra),
+  context = args.context
+  args = args._replace(
+    terms=_pad_terms(args.terms, q_length, extra),
+    context=context._replace(
+      q=pad_coords(context.q, q_length),
+      k=pad_coords(context.k, k_length),
+      allow=_pad_pair(context.allow, q_length, extra),
+    ),
   )
   x = Local(
     pad_axis(x.q, 3, q_length),
     pad_axis(x.k, 2, k_length),
     pad_axis(x.v, 2, k_length),
   )
-  return x, _pad_terms(terms, q_length, extra), context
+  return x, args

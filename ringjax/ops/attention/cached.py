@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import KVView, coords_specs, tiled
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max, merge
@@ -67,7 +68,7 @@ class ShardedDecode:
   def __call__(
     self,
     scores: Scores,
-    q: jax.Array,
+    q: Float[Array, "B K G T H"],
     views: Sequence[KVView],
     terms: Terms,
     q_at: Coords,
@@ -159,7 +160,7 @@ class ShardedDecode:
     self,
     local: Any,
     scores: Scores,
-    q: jax.Array,
+    q: Float[Array, "B K G T H"],
     views: Sequence[KVView],
     terms: Terms,
     q_at: Coords,
@@ -168,7 +169,7 @@ class ShardedDecode:
     def one(view: KVView) -> Partial:
       context = Context(q_at, view.at, view.mask or mask)
       if q.shape[3] <= self.few:
-        return local.decode(scores, q, view, terms, context)
+        return local.decode(q, view, ScoreArgs(scores, terms, context))
       return _by_segments(local, scores, q, view, terms, context)
 
     return functools.reduce(merge, map(one, views))
@@ -211,7 +212,8 @@ def _by_segments(
   def read(n: Any, carry: Partial) -> Partial:
     k, v = view.tile(jnp.minimum(n * size, length - size), size)
     here = context._replace(k=cut_coords(at, n * size, size))
-    return local.forward(scores, Local(q, k, v), terms, here, 0, carry)
+    args = ScoreArgs(scores, terms, here)
+    return local.forward(Local(q, k, v), args, carry)
 
   k, v = view.tile(jnp.int32(0), size)
   start = empty_partial(Local(q, k, v))

@@ -1,20 +1,20 @@
 """Chain attention: keys go from each shard to those behind it, never around.
 
-Law:   equals `reference` on the gathered sequence for masks under which no
-       query sees a key of a later shard; forward and backward.
-Cost:  R (R - 1) / 2 sends of one shard's K and V in all, half of a ring's: in
-       step t shard i gets the keys of shard i - t from shard i - 1, and only
-       shards t to R - 1 get any. Backward as many of K and V, of the sums dK
-       and dV too, and R - 1 that take sums home. A window sends only as far
-       as it sees. Nothing sent is zero.
+Guarantees: equals `reference` on the gathered sequence for masks under which
+no query sees a key of a later shard; forward and backward.
+Cost: R (R - 1) / 2 sends of one shard's K and V in all, half of a ring's: in
+step t shard i gets the keys of shard i - t from shard i - 1, and only shards t
+to R - 1 get any. Backward as many of K and V, of the sums dK and dV too, and
+R - 1 that take sums to their owners. A window sends only as far as it sees.
+Nothing sent is zero.
 Memory: the block at hand and the block in flight.
-Ref:   Cho et al. 2024, KV-Runahead, arXiv 2405.05329; there a shard sends all
-       that it has seen as one growing prefix, which is the same rows.
+Ref: Cho et al. 2024, KV-Runahead, arXiv 2405.05329; there a shard sends all
+that it has seen as one growing prefix, which is the same rows.
 
 With an `Uneven` layout whose first counts are the larger ones all shards have
-as much to do, and the first, which waits for nobody, may run ahead where
-devices run apart. The steps differ in who sends, so they are not a loop: the
-program grows with R.
+as much to do, and the first, which gets no keys, may run ahead where devices
+are not in step. The steps differ in which shards send, so they are not a loop
+as the hops of a ring are: the program grows with R.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
+  QGradients,
   Residuals,
 )
-from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
-from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.strategy import Strategy
-from ringjax.ops.attention.wire_format import as_wire
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.scores import ScoreArgs
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -45,7 +44,7 @@ from ringjax.parallel.layout import Contiguous, Layout, Uneven
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain(Strategy):
+class Chain(KVStrategy):
   """Pass-KV chain over a local algorithm.
 
   Attributes:
@@ -57,9 +56,6 @@ class Chain(Strategy):
 
   steps: int | None = None
   wire: Any = None
-
-  def __post_init__(self) -> None:
-    object.__setattr__(self, "wire", as_wire(self.wire, self.local))
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Chain:
     """This chain on `axis`, cut to the distances that are `needed`."""
@@ -82,104 +78,61 @@ class Chain(Strategy):
         "a mask that sees nothing ahead, such as Causal()",
         "pass is_causal=True, or strategy='ring'",
       )
-    if not derived or not isinstance(layout, Contiguous | Uneven):
-      how = (
-        f"the layout {layout}"
-        if derived
-        else ("positions of your own, or keys of another length")
-      )
-      raise OptionError(
-        "strategy",
-        f"a chain with {how}",
-        "consecutive tokens on consecutive shards",
-        "pass layout=Contiguous() or Uneven(counts), or strategy='ring'",
-      )
+    remedy = "layout=Contiguous() or Uneven(counts)"
+    self._check_consecutive(layout, derived, Contiguous | Uneven, remedy)
     return self
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds the keys of the shards up to this one into `carry`."""
-    size, me = self._place()
-    steps = self._steps(size)
-    length = x.k.shape[2]
-    visitor = KVBlock.of(x, context, self.wire)
+    size, steps = self._place()[0], self._steps()
+    block = KVBlock.of(x, args.context, self.wire)
     for t in range(steps + 1):
-      coming = self._send(visitor, t + 1, size) if t < steps else visitor
-      there, seen = self._seen(visitor, t, x, context)
-      at = column + (me - t) % size * length
-      carry = self.local.forward(scores, there, terms, seen, at, carry)
-      visitor = coming
+      coming = self._send(block, t + 1, size) if t < steps else block
+      there = self._operands(x, args, block if t else None, t)
+      carry = self.local.forward(*there, carry)
+      block = coming
     return carry
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    size, me = self._place()
-    steps = self._steps(size)
-    length = x.k.shape[2]
+    size, steps = self._place()[0], self._steps()
     # Else a compiler takes these sends for those of the forward pass, and keeps
     # what those brought until now.
-    visitor = lax.optimization_barrier(KVBlock.of(x, context, self.wire))
+    block = lax.optimization_barrier(KVBlock.of(x, args.context, self.wire))
     sums: Any = None
-    home: Any = None
+    total: Any = None
     for t in range(steps + 1):
-      coming = self._send(visitor, t + 1, size) if t < steps else visitor
+      coming = self._send(block, t + 1, size) if t < steps else block
       moved = self._send(sums, t, size) if t else None
-      there, seen = self._seen(visitor, t, x, context)
-      at = column + (me - t) % size * length
-      grads = self.local.backward(
-        scores, there, terms, seen, at, residuals, carry
-      )
+      there = self._operands(x, args, block if t else None, t)
+      grads = self.local.backward(*there, residuals, carry)
       carry = grads.q, grads.terms
       more = pack(grads.k, grads.v)
       sums = more if moved is None else jax.tree.map(jnp.add, moved, more)
-      # Who has no one behind it has the whole sums of the block at hand.
-      done = range(steps, size) if t == steps else (size - 1,)
-      home = self._home(home, sums, t, tuple(done), me)
-      visitor = coming
-    dk, dv = unpack(home)
+      # The last shard that gets a block has the whole sums of it.
+      complete = range(steps, size) if t == steps else range(size - 1, size)
+      total = self._to_owners(total, sums, t, complete)
+      block = coming
+    dk, dv = unpack(total)
     return Gradients(carry[0], dk, dv, carry[1])
 
-  def _seen(
-    self, visitor: KVBlock, t: int, x: Local, context: Context
-  ) -> tuple[Local, Context]:
-    """What is at hand in step t; a shard's own keys stay exact."""
-    if t == 0 and self.wire is not None:
-      return x, context
-    return visitor.seen_by(x, context, self.wire)
-
-  def _home(
-    self, home: Any, sums: Any, t: int, done: tuple[int, ...], me: Any
-  ) -> Any:
-    """Adds what the shards `done` hold to the sums at their owners."""
+  def _to_owners(self, total: Any, sums: Any, t: int, complete: range) -> Any:
+    """Adds the sums of the shards `complete` to those at their owners."""
     if t == 0:
-      mine = me >= done[0]
+      mine = self._place()[1] >= complete.start
       return jax.tree.map(lambda s: jnp.where(mine, s, jnp.zeros_like(s)), sums)
     assert self.axis is not None
-    pairs = [(i, i - t) for i in done]
-    back = collectives.send(sums, self.axis, pairs)
-    return jax.tree.map(jnp.add, home, back)
+    back = collectives.send(sums, self.axis, [(i, i - t) for i in complete])
+    return jax.tree.map(jnp.add, total, back)
 
   def _send(self, tree: Any, t: int, size: int) -> Any:
-    """One step down the chain, to those who get anything in step t."""
+    """Sends to the next shard, if that one gets anything in step t."""
     assert self.axis is not None
     pairs = [(i - 1, i) for i in range(t, size)]
     return collectives.send(tree, self.axis, pairs)
 
-  def _steps(self, size: int) -> int:
-    return size - 1 if self.steps is None else min(self.steps, size - 1)
+  def _steps(self) -> int:
+    most = self._place()[0] - 1
+    return most if self.steps is None else min(self.steps, most)

@@ -1,11 +1,11 @@
 """All-gather attention: every shard gets all keys, then attends alone.
 
-Law:  equals `reference` on the gathered sequence.
+Guarantees: equals `reference` on the gathered sequence.
 Cost: one all-gather of K and V forward; backward another one, and one
-      reduce-scatter of float32 dK, dV. At short shards on fast links this
-      beats a ring: one large message instead of R-1 small ones.
+reduce-scatter of float32 dK, dV. At short shards on fast links this beats a
+ring: one large message instead of R-1 small ones.
 Memory: K and V of the whole sequence, while the call lasts.
-Ref:  Llama 3, arXiv 2407.21783, section 3.3.2.
+Ref: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import jax
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
+  QGradients,
   Residuals,
 )
-from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
-from ringjax.ops.attention.scores import Context, Scores, Terms
-from ringjax.ops.attention.strategy import Strategy
-from ringjax.ops.attention.wire_format import as_wire
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.scores import ScoreArgs
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather(Strategy):
+class Gather(KVStrategy):
   """All-gather of keys and values around a local algorithm.
 
   Attributes:
@@ -40,37 +39,17 @@ class Gather(Strategy):
 
   wire: Any = None
 
-  def __post_init__(self) -> None:
-    object.__setattr__(self, "wire", as_wire(self.wire, self.local))
-
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds the keys of all shards into `carry`."""
-    x, context = self._all_keys(x, context)
-    return self.local.forward(scores, x, terms, context, column, carry)
+    x, args = self._all_keys(x, args)
+    return self.local.forward(x, args, carry)
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    x, context = self._all_keys(x, context)
-    grads = self.local.backward(
-      scores, x, terms, context, column, residuals, carry
-    )
+    x, args = self._all_keys(x, args)
+    grads = self.local.backward(x, args, residuals, carry)
     if self.axis is None:
       return grads
     sums = pack(grads.k, grads.v)
@@ -78,13 +57,14 @@ class Gather(Strategy):
     dk, dv = unpack(collectives.scatter_sum(sums, self.axis, dimension))
     return grads._replace(k=dk, v=dv)
 
-  def _all_keys(self, x: Local, context: Context) -> tuple[Local, Context]:
+  def _all_keys(self, x: Local, args: ScoreArgs) -> tuple[Local, ScoreArgs]:
+    """The operands of a shard's queries over the keys of all shards."""
     if self.axis is None:
-      return x, context
-    own = KVBlock.of(x, context, self.wire)
+      return x, args
+    own = KVBlock.of(x, args.context, self.wire)
     dimension = 3 if x.k.shape == x.v.shape else 2
     every = KVBlock(
       collectives.gather(own.kv, self.axis, dimension),
       collectives.gather(own.at, self.axis, own.axis_of_tokens),
     )
-    return every.seen_by(x, context, self.wire)
+    return every.seen_by(x, args, args.column, self.wire)

@@ -71,6 +71,7 @@ class HopRange(NamedTuple):
   collect: tuple[int, ...]
 
 
+# The lane of a block that stays at its owner.
 OWN = Lane(0, 0, 0)
 
 
@@ -83,7 +84,7 @@ def schedule(lanes: Sequence[Lane], *, sums: bool) -> list[HopRange]:
     sums: whether the results of a hop travel on with the block.
   """
   if not isinstance(lanes[0].last, int):
-    # As of three hops, but that the loop may turn any number of times.
+    # As of three hops, except that the loop has any number of iterations.
     (lane,) = lanes
     *begin, loop, end = schedule([lane._replace(last=3)], sums=sums)
     loop = loop._replace(count=lane.last - loop.start)
@@ -104,9 +105,9 @@ def schedule(lanes: Sequence[Lane], *, sums: bool) -> list[HopRange]:
   return found
 
 
-# What a hop computes: visit(carry, block, distance) -> (carry, sums), of the
-# block that `distance` shards sent in the direction of the ring; block None
-# stands for a shard's own operands.
+# What a hop computes: visit(carry, block, distance) -> (carry, sums). The block
+# is that of the shard `distance` places behind; None stands for a shard's own
+# operands, as they are.
 Visit = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -147,6 +148,7 @@ class RingStrategy(Strategy):
     return dataclasses.replace(self, axis=axis, hops=hops)
 
   def _cut(self, needed: np.ndarray) -> tuple[int, int]:
+    """The hops that bring the shards at the distances that are `needed`."""
     return cut_hops(needed)
 
   def _hops(self) -> tuple[int, int]:
@@ -221,8 +223,8 @@ class RingStrategy(Strategy):
       sums |= found
     if add is None:
       return carry, None
-    home = [self._to_owner(sums[i], lane) for i, lane in enumerate(lanes)]
-    return carry, functools.reduce(add, home)
+    owned = [self._to_owner(sums[i], lane) for i, lane in enumerate(lanes)]
+    return carry, functools.reduce(add, owned)
 
   def _repeat(self, first: int, times: Any, body: Any, state: Any) -> Any:
     """state of body(n, state) for n = first, ..., `times` of them."""
@@ -231,7 +233,7 @@ class RingStrategy(Strategy):
         jnp.int32(first), jnp.int32(first) + times, body, state
       )
     numbers = jnp.arange(first, first + times, dtype=jnp.int32)
-    # A loop that turns once is no loop to the compiler, which then sends all
+    # A loop of one iteration is no loop to the compiler, which then sends all
     # blocks before the first is computed with: each hop waits for the last.
     rolled = times >= 2 * self.unroll
 

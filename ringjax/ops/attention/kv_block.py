@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Shaped
 
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.scores import Context
-from ringjax.ops.attention.wire_format import WireFormat
+from ringjax.ops.attention.scores import Context, ScoreArgs
+from ringjax.ops.attention.strategy import Strategy
+from ringjax.ops.attention.wire_format import WireFormat, as_wire
 from ringjax.ops.mask import Coords
 
 
@@ -41,19 +43,47 @@ class KVBlock(NamedTuple):
     return cls(kv, pack(*context.k))
 
   def seen_by(
-    self, x: Local, context: Context, wire: WireFormat | None = None
-  ) -> tuple[Local, Context]:
-    """The operands and the context of a shard's queries over these keys."""
+    self,
+    x: Local,
+    args: ScoreArgs,
+    column: Any,
+    wire: WireFormat | None = None,
+  ) -> tuple[Local, ScoreArgs]:
+    """What a shard's queries `x.q` see, if these keys begin at `column`."""
     if wire is None:
       k, v = unpack(self.kv)
     elif x.k.shape == x.v.shape:
       k, v = unpack(wire.decode(self.kv, x.k))
     else:
       k, v = wire.decode(self.kv[0], x.k), wire.decode(self.kv[1], x.v)
-    return Local(x.q, k, v), context._replace(k=Coords(*unpack(self.at)))
+    return Local(x.q, k, v), args.of_keys(Coords(*unpack(self.at)), column)
 
 
-def pack(a: jax.Array, b: jax.Array) -> Any:
+class KVStrategy(Strategy):
+  """A strategy that sends keys and values, in the format `wire`."""
+
+  @property
+  def wire(self) -> Any:
+    """How keys and values travel; a field of every subclass."""
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "wire", as_wire(self.wire, self.local))
+
+  def _operands(
+    self, x: Local, args: ScoreArgs, block: KVBlock | None, distance: Any
+  ) -> tuple[Local, ScoreArgs]:
+    """What a shard's queries see of the shard `distance` behind.
+
+    A block of None stands for the keys of their own shard, as they are.
+    """
+    length = self.local.span(x.k.shape[2])
+    column = args.column + self._source(distance) * length
+    if block is None:
+      return x, args._replace(column=column)
+    return block.seen_by(x, args, column, self.wire)
+
+
+def pack(a: Shaped[Array, ...], b: Shaped[Array, ...]) -> Any:
   """One array to send where that is possible, else the pair."""
   return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
 

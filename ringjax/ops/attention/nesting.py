@@ -1,7 +1,8 @@
-"""Which level of the devices each part of a strategy works on.
+"""Strategies by name, and the mesh axis that each of their levels works on.
 
-Law: shards are numbered with the last mesh axis moving fastest, and a level of
-a strategy gets the axis, or the part of one axis, on which its moves stay:
+Guarantees: shards are numbered with the last mesh axis moving fastest, and a
+level of a strategy gets the axis, or the part of one axis, on which what it
+sends stays:
 
   Ring(), Gather(), ...    all shards
   Ulysses(Ring())          neighbours trade heads, a ring of their groups
@@ -78,7 +79,7 @@ def _coded(strategy: Any, wire: str) -> Any:
 
 
 def around(strategy: Any, local: Any) -> Any:
-  """The strategy with another innermost algorithm."""
+  """The strategy with `local` as its innermost algorithm."""
   inside = strategy.local
   if is_strategy(inside):
     local = around(inside, local)
@@ -88,7 +89,7 @@ def around(strategy: Any, local: Any) -> Any:
 def on_device(
   strategy: Any, platform: str, kind: str, alone: bool = True
 ) -> Any:
-  """The strategy whose local algorithm knows what it runs on."""
+  """The strategy with the local algorithm for this kind of device."""
   local = innermost(strategy)
   if not hasattr(local, "on_device"):
     return strategy
@@ -96,6 +97,7 @@ def on_device(
 
 
 def is_strategy(x: Any) -> bool:
+  """Whether `x` is a strategy, not a local algorithm."""
   return isinstance(x, Strategy)
 
 
@@ -188,10 +190,10 @@ def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
 
 
 def group_of(strategy: Any, size: int, kv_heads: int) -> int:
-  """How many of `size` neighbours are a group of a strategy of two levels.
+  """How many of `size` shards are a group of a strategy of two levels.
 
   Raises:
-    OptionError: that is not said, or they do not divide.
+    OptionError: `inner` is missing, or does not divide `size`.
   """
   inner = strategy.inner
   if inner is None and isinstance(strategy, Ulysses):

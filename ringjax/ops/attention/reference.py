@@ -1,7 +1,8 @@
-"""The slow truth: attention as one softmax over all keys, in plain JAX.
+"""The reference: attention as one softmax over all keys, in plain JAX.
 
-Law: what every other path must equal. Arrays are whole and in natural order
-(or any order, with coordinates to match); memory is T x S.
+Guarantees: what every other path must equal. Arrays are whole and in natural
+order (or any order, with coordinates to match).
+Memory: T x S.
 """
 
 from __future__ import annotations

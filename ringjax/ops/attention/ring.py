@@ -8,23 +8,22 @@ Nothing sent is zero or unused. A window sends only as far as it sees. In both
 directions at once (`two_way`) these are ceil((R-1)/2) steps, in each of which
 a link carries a block in either direction.
 Memory: the block at hand and the block in flight (two each with `two_way`);
-the backward pass turns the ring again instead of keeping R blocks.
+the backward pass rotates the blocks again instead of keeping R of them.
 Ref: Liu et al. 2023, arXiv 2310.01889. With a striped layout this is striped
 attention (Brandon et al. 2023, arXiv 2311.09431).
 
 `hops.py` has the schedule and the loop. K and V are one array where their head
 dims agree, as are dK and dV; the coordinates travel with them.
 
-A ring's local algorithm may be a ring: `Ring(Ring())` turns a ring of
-neighbours for each block that comes around the ring of groups, while the next
-such block is in flight. Links between groups then carry a block once and not
-once for each neighbour.
+A ring's local algorithm may be a ring: `Ring(Ring())` rotates each block that
+comes around the ring of groups around a ring of neighbours, while the next such
+block is in flight. Links between groups then carry a block once and not once
+for each neighbour.
 
 With `by_document` the shards tell each other, in each call, which of the
-packed documents they hold, and the ring turns only as far as one of them
-reaches: the number of hops is data, the program the same for every batch. Both
-passes send K and V, and the backward pass the sums, as often as there are
-hops.
+packed documents they hold, and there are only as many hops as one of them
+reaches: their number is data, the program the same for every batch. Both
+passes send K and V, and the backward pass the sums, once for each hop.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
+  QGradients,
   Residuals,
 )
 from ringjax.ops.attention.hops import (
@@ -52,10 +52,9 @@ from ringjax.ops.attention.hops import (
   Visit,
   cut_hops,
 )
-from ringjax.ops.attention.kv_block import KVBlock, pack, unpack
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.scores import Context, ScoreArgs
 from ringjax.ops.attention.strategy import tie_coords_to_queries
-from ringjax.ops.attention.wire_format import as_wire
 from ringjax.ops.mask import Coords, Extent, Mask, extent
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -65,7 +64,7 @@ _PIECES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring(RingStrategy):
+class Ring(RingStrategy, KVStrategy):
   """Pass-KV ring over a local algorithm.
 
   Attributes:
@@ -76,7 +75,7 @@ class Ring(RingStrategy):
       direction of the ring; None is the whole ring.
     unroll: how many hops the loop's body holds; two save the copy that a
       rotating buffer costs in a rolled loop.
-    two_way: whether a whole ring turns in both directions at once.
+    two_way: whether blocks of a whole ring travel in both directions at once.
     wire: how keys and values travel: None as they are, "bfloat16", "int8",
       "float8_e4m3fn", "float8_e5m2" or a `WireFormat`. A shard's own keys stay
       exact.
@@ -92,8 +91,8 @@ class Ring(RingStrategy):
   inner: int | None = None
 
   def __post_init__(self) -> None:
-    super().__post_init__()
-    object.__setattr__(self, "wire", as_wire(self.wire, self.local))
+    RingStrategy.__post_init__(self)
+    KVStrategy.__post_init__(self)
     nested = hasattr(self.local, "attend")
     if self.by_document and (self.two_way or nested):
       raise OptionError(
@@ -113,64 +112,31 @@ class Ring(RingStrategy):
   def _cut(self, needed: np.ndarray) -> tuple[int, int]:
     return cut_hops(needed, two_way=self.two_way)
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
-    """Folds the keys of all shards into `carry`; those begin at `column`."""
-    x, context = tie_coords_to_queries(x, context)
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
+    """Folds the keys of all shards into `carry`."""
+    x, args = tie_coords_to_queries(x, args)
 
     def visit(carry: Partial, block: KVBlock | None, distance: Any) -> Any:
-      there, seen = self._operands(x, context, block)
-      at = self._column(x, column, distance)
-      return self.local.forward(scores, there, terms, seen, at, carry), None
+      there = self._operands(x, args, block, distance)
+      return self.local.forward(*there, carry), None
 
-    return self._visit_all(x, context, carry, visit)[0]
+    return self._visit_all(x, args.context, carry, visit)[0]
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    x, context = tie_coords_to_queries(x, context)
+    x, args = tie_coords_to_queries(x, args)
 
-    def visit(carry: tuple, block: KVBlock | None, distance: Any) -> Any:
-      there, seen = self._operands(x, context, block)
-      at = self._column(x, column, distance)
-      grads = self.local.backward(
-        scores, there, terms, seen, at, residuals, carry
-      )
+    def visit(carry: QGradients, block: KVBlock | None, distance: Any) -> Any:
+      there = self._operands(x, args, block, distance)
+      grads = self.local.backward(*there, residuals, carry)
       return (grads.q, grads.terms), pack(grads.k, grads.v)
 
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
-    (dq, dterms), sums = self._visit_all(x, context, carry, visit, add)
+    (dq, dterms), sums = self._visit_all(x, args.context, carry, visit, add)
     dk, dv = unpack(sums)
     return Gradients(dq, dk, dv, dterms)
-
-  def _operands(
-    self, x: Local, context: Context, block: KVBlock | None
-  ) -> tuple[Local, Context]:
-    """The operands of a visit to a block, or to a shard's own keys."""
-    if block is None:
-      return x, context
-    return block.seen_by(x, context, self.wire)
-
-  def _column(self, x: Local, column: Any, distance: Any) -> Any:
-    """Where the keys of the shard `distance` behind begin."""
-    size, me = self._place()
-    length = self.local.span(x.k.shape[2])
-    return column + (me - distance) % size * length
 
   def _visit_all(
     self,

@@ -18,7 +18,7 @@ Queries that see keys behind them travel to those: shard i's go to i - 1,
 i - 2, ... `hops.py` has the schedule and the loop.
 
 A bias or a boolean mask has a row for each query of a shard and columns for
-all keys. Before the ring turns the shards trade these (one all-to-all) for the
+all keys. Before the first hop the shards trade these (one all-to-all) for the
 columns of their own keys and the rows of all queries.
 """
 
@@ -35,11 +35,12 @@ from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
+  QGradients,
   Residuals,
 )
 from ringjax.ops.attention.hops import RingStrategy
 from ringjax.ops.attention.kv_block import pack, unpack
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.strategy import tie_coords_to_queries
 from ringjax.ops.mask import Coords
 from ringjax.ops.softmax import Partial, merge
@@ -85,46 +86,30 @@ class RingQ(RingStrategy):
       context = context._replace(allow=allow)
     return super().attend(scores, x, terms, context)
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds the keys of all shards into `carry`.
 
-    `terms.bias` and `context.allow` have the rows of all shards' queries, and
-    the columns of this shard's keys.
+    The bias and the boolean mask of `args` have the rows of all shards'
+    queries, and the columns of this shard's keys.
     """
-    x, context = tie_coords_to_queries(x, context)
+    x, args = tie_coords_to_queries(x, args)
 
     def visit(_: None, block: QBlock | None, distance: Any) -> Any:
       there, start = x, carry
       if block is not None:
         there = x._replace(q=block.rows)
         start = empty_partial(there)
-      bias, seen = self._rows(terms, context, block, distance)
-      here = terms._replace(bias=bias)
-      return None, self.local.forward(scores, there, here, seen, column, start)
+      here = self._of_block(args, block, distance)
+      return None, self.local.forward(there, here, start)
 
-    own = QBlock(x.q, pack(*context.q))
+    own = QBlock(x.q, pack(*args.context.q))
     return self._walk(self._lanes(), own, None, visit, merge)[1]
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
-    x, context = tie_coords_to_queries(x, context)
+    x, args = tie_coords_to_queries(x, args)
     dq, dterms = carry
 
     def visit(kept: tuple, block: QBlock | None, distance: Any) -> Any:
@@ -136,48 +121,32 @@ class RingQ(RingStrategy):
         there = x._replace(q=q)
         rows = Residuals.of(q, do, *unpack(numbers))
         start = collectives.zeros(dq.shape, dq.dtype, (dq, block))
-      bias, seen = self._rows(terms, context, block, distance)
-      mine = _rows(dterms.bias, self._source(distance), x.q.shape[3])
-      grads = self.local.backward(
-        scores,
-        there,
-        terms._replace(bias=bias),
-        seen,
-        column,
-        rows,
-        (start, dterms._replace(bias=mine)),
-      )
+      here = self._of_block(args, block, distance)
+      which = self._source(distance), x.q.shape[3]
+      mine = dterms._replace(bias=_rows(dterms.bias, *which))
+      grads = self.local.backward(there, here, rows, (start, mine))
       more = pack(grads.k, grads.v)
       sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-      bias = _put_rows(
-        dterms.bias,
-        grads.terms.bias,
-        self._source(distance),
-        x.q.shape[3],
-      )
+      bias = _put_rows(dterms.bias, grads.terms.bias, *which)
       return (sums, grads.terms._replace(bias=bias)), grads.q
 
     # No lse is -inf any more, see `Residuals`.
     rows = x.q, residuals.do, pack(residuals.lse, residuals.delta)
-    own = QBlock(rows, pack(*context.q))
+    own = QBlock(rows, pack(*args.context.q))
     kept, dq = self._walk(self._lanes(), own, (None, dterms), visit, jnp.add)
     dk, dv = unpack(kept[0])
     return Gradients(dq, dk, dv, kept[1])
 
-  def _source(self, distance: Any) -> Any:
-    """The shard that sent a block over this distance."""
-    size, me = self._place()
-    return (me - distance) % size
-
-  def _rows(
-    self, terms: Terms, context: Context, block: QBlock | None, distance: Any
-  ) -> tuple[Any, Context]:
-    """The bias and the context of a block's queries, or of a shard's own."""
+  def _of_block(
+    self, args: ScoreArgs, block: QBlock | None, distance: Any
+  ) -> ScoreArgs:
+    """`args` for a block's queries, or for a shard's own."""
+    context, terms = args.context, args.terms
     at = context.q if block is None else Coords(*unpack(block.at))
-    length, source = at.pos.shape[1], self._source(distance)
-    allow = _rows(context.allow, source, length)
-    bias = _rows(terms.bias, source, length)
-    return bias, context._replace(q=at, allow=allow)
+    which = self._source(distance), at.pos.shape[1]
+    context = context._replace(q=at, allow=_rows(context.allow, *which))
+    terms = terms._replace(bias=_rows(terms.bias, *which))
+    return args._replace(context=context, terms=terms)
 
 
 def _trade(pair: Any, axis: Axis, keys: int) -> Any:

@@ -1,9 +1,9 @@
-"""How a call of attention runs: on a mesh, per shard, on one device.
+"""Runs a call of attention: on a mesh, per shard, or on one device.
 
-Law: what `api` promises, of operands that `request.build` has checked. On a
-mesh there is one shard_map, over the sequence's axis, the mesh's explicit axes
-and what the caller says of batch and heads; other axes are left to the
-compiler. The strategy is chosen and fitted here, before anything is moved.
+Guarantees: what `api` promises, of operands that `request.build` has checked.
+On a mesh there is one shard_map, over the sequence's axis, the mesh's explicit
+axes and what the caller says of batch and heads; other axes are left to the
+compiler. The strategy is chosen and fitted here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from ringjax.ops.attention.predict import CallShape
 from ringjax.ops.attention.request import Operands, Request
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.select import Auto
-from ringjax.ops.mask import Coords, Everything
+from ringjax.ops.mask import Coords, Everything, Mask
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
@@ -80,20 +80,21 @@ def _chosen(
   # Values that are traced bound nothing.
   mask = Everything() if jax.tree.leaves(x.mask) else x.mask
   derived = x.q_pos is None and x.k_pos is None and t == s
-  names = auto.among or predict.STRATEGIES
-  if not derived or mask is not x.mask:
-    names = [n for n in names if not predict.STRATEGIES[n].same_tokens]
-  if any(name not in collectives.manual_axes() for name in place.names):
-    # Inside of a vmap there are no groups.
-    known = predict.STRATEGIES
-    names = [
-      name
-      for name in names
-      if not place.manual or not (known[name].grouped or known[name].some_pairs)
-    ]
+  outside = {*place.names} - collectives.manual_axes()
+  # Inside of a vmap there are no groups.
+  in_vmap = place.manual and bool(outside)
+
+  def serves(name: str) -> bool:
+    known = predict.STRATEGIES[name]
+    if known.same_tokens and (not derived or mask is not x.mask):
+      return False
+    if in_vmap and (known.grouped or known.some_pairs):
+      return False
+    return not (known.grouped and len(place.names) > 2)
+
+  names = tuple(filter(serves, auto.among or predict.STRATEGIES))
   axes = tuple((name, _size(name, place)) for name in place.names)
   if len(axes) > 2:
-    names = [name for name in names if name not in predict.GROUPED]
     axes = ((" ".join(place.names), place.size),)
   shards = lambda names: math.prod(_size(name, place) for name in names)
   heads = shards(place.heads)
@@ -114,9 +115,8 @@ def _chosen(
   )
   local, _ = expected(call, device_of(place, x[:3])[0])
   call = dataclasses.replace(call, local=local)
-  name, options = dataclasses.replace(auto, among=tuple(names)).choose(
-    call, place.mesh
-  )
+  auto = dataclasses.replace(auto, among=names)
+  name, options = auto.choose(call, place.mesh)
   return nesting.built(name, options, levels=len(axes))
 
 
@@ -260,10 +260,8 @@ def _on_mesh(
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
     # Arrays that a caller made without a mesh have to reach its devices.
-    specs = _specs(x, place)
-    x = jax.tree.map(
-      lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
-    )
+    put = lambda a, spec: _to_mesh(a, place.mesh, spec)
+    x = jax.tree.map(put, x, _specs(x, place))
   return _jitted_on_mesh(request, x, place, strategy)
 
 
@@ -281,16 +279,6 @@ def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
 
 def _names(axes: Any) -> tuple[str, ...]:
   return axes if isinstance(axes, tuple) else (axes,)
-
-
-def _like(x: Operands, specs: Operands) -> Operands:
-  """Specs without those of absent operands."""
-  return jax.tree.map(
-    lambda a, spec: None if a is None else spec,
-    x,
-    specs,
-    is_leaf=lambda a: a is None,
-  )
 
 
 def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
@@ -315,33 +303,39 @@ def _check_explicit(x: Operands, place: Place) -> None:
     )
 
 
+# Leading dimensions of the operands: B batch, T queries, S keys, N heads, C
+# keys of which each shard has all. One in lower case may be 1 instead.
+_DIMENSIONS = Operands(
+  q="BTN", k="BSn", v="BSn", bias="bntc", allow="bntc", sinks="N", slopes="N",
+  heads="N", q_pos="bT", k_pos="bS", q_seg="bT", k_seg="bS", q_len="B",
+  k_len="B", seed="b", mask=Everything(),
+)  # fmt: skip
+
+
+def _each(x: Operands, f: Callable[[Any, list[Any]], Any]) -> Operands:
+  """f(array, its dimensions) of each operand that is there, but the mask.
+
+  A dimension that is 1 instead of its letter is None.
+  """
+
+  def one(a: Any, letters: Any) -> Any:
+    if a is None or isinstance(letters, Mask):
+      return a
+    present = [
+      None if letter.islower() and n == 1 else letter.upper()
+      for letter, n in zip(letters, a.shape, strict=False)
+    ]
+    return f(a, present)
+
+  return Operands(*map(one, x, _DIMENSIONS))
+
+
 def _specs(x: Operands, place: Place) -> Operands:
+  """PartitionSpecs of the operands that are there."""
   b, h, s = place.batch or None, place.heads or None, place.axis
-  one = lambda n, a: None if n == 1 else a
-  pair = lambda a: (
-    a is not None
-    and P(one(a.shape[0], b), one(a.shape[1], h), one(a.shape[2], s))
-  )
-  tokens = lambda a: a is not None and P(one(a.shape[0], b), s)
-  kv = P(b, s, one(x.k.shape[2], h))
-  return Operands(
-    q=P(b, s, h),
-    k=kv,
-    v=kv,
-    bias=pair(x.bias) or None,
-    allow=pair(x.allow) or None,
-    sinks=P(h),
-    slopes=P(h),
-    heads=P(h),
-    q_pos=tokens(x.q_pos) or None,
-    k_pos=tokens(x.k_pos) or None,
-    q_seg=tokens(x.q_seg) or None,
-    k_seg=tokens(x.k_seg) or None,
-    q_len=P(b),
-    k_len=P(b),
-    seed=None if x.seed is None else P(one(x.seed.shape[0], b)),
-    mask=jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask),
-  )
+  over = {"B": b, "T": s, "S": s, "N": h}
+  mask = jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask)
+  return _each(x, lambda a, each: P(*map(over.get, each)))._replace(mask=mask)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
@@ -354,7 +348,7 @@ def _jitted_on_mesh(
     for n in lengths
   ]
   x = _pad_sequence(x, fit)
-  specs = _like(x, _specs(x, place))
+  specs = _specs(x, place)
   explicit = {
     a
     for a, kind in zip(
@@ -366,7 +360,7 @@ def _jitted_on_mesh(
     x = jax.tree.map(
       lambda a, s: _reshard(a, place.mesh, s, explicit), x, specs
     )
-  # An axis of one device is nobody's, and a kernel wants all to be manual.
+  # An axis of one device shards nothing, and a kernel wants all to be manual.
   single = {name for name, size in place.mesh.shape.items() if size == 1}
   names = explicit | single | {*place.names, *place.batch, *place.heads}
   if place.whole:
@@ -391,26 +385,12 @@ def _jitted_on_mesh(
 
 def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
   """Gives each shard the same number of slots, where lengths do not divide."""
-  if fit[0] is None and fit[1] is None:
-    return x
-  q = lambda a, axis: _into_slots(a, fit[0], axis)
-  k = lambda a, axis: _into_slots(a, fit[1], axis)
-  pair = lambda a: None if a is None else k(q(a, 2), 3)
-  return x._replace(
-    q=q(x.q, 1),
-    k=k(x.k, 1),
-    v=k(x.v, 1),
-    bias=pair(x.bias),
-    allow=pair(x.allow),
-    q_pos=q(x.q_pos, 1),
-    k_pos=k(x.k_pos, 1),
-    q_seg=q(x.q_seg, 1),
-    k_seg=k(x.k_seg, 1),
-  )
+  slots = {"T": fit[0], "S": fit[1], "C": fit[1]}
 
-
-def _into_slots(a: Any, slots: Any, axis: int) -> Any:
-  # What does not depend on the keys has one column.
-  if a is None or (axis >= 2 and a.shape[axis] == 1):
+  def pad(a: Any, each: list[Any]) -> Any:
+    for axis, letter in enumerate(each):
+      if slots.get(letter) is not None:
+        a = into_slots(a, slots[letter], axis)
     return a
-  return into_slots(a, slots, axis)
+
+  return _each(x, pad)

@@ -1,7 +1,7 @@
-"""Which tile is computed on which device in which hop of the ring.
+"""Counts which tile is computed on which device in which hop of the ring.
 
-Law: equals what the loops of `Ring(Blockwise(q_block, k_block))` run, because
-`tile_kinds` decides here as there, on the same coordinates. Nothing is
+Guarantees: equals what the loops of `Ring(Blockwise(q_block, k_block))` run,
+because `tile_kinds` decides here as there, on the same coordinates. Nothing is
 modelled: a layout's balance is counted, not estimated.
 
 Hop h brings shard i the keys of shard (i - h) mod R, its own first. The
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import OptionError
+from ringjax.checks import positive_int
 from ringjax.ops.attention.blockwise import Blockwise, tile_kinds
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout
@@ -34,8 +34,8 @@ def tile_schedule(
 ) -> np.ndarray:
   """The kind of every tile: int8 [hops, shards, T/q_block, S/k_block].
 
-  0: no pair is allowed, the tile is skipped; 1: some are, it is computed with
-  the mask; 2: all are, it is computed without. T and S are local lengths.
+  0: no pair is allowed, the tile is skipped; 1: some are, a masked tile; 2: all
+  are, a full tile, computed without the mask. T and S are local lengths.
 
   Args:
     layout: the order of the tokens on the shards.
@@ -46,9 +46,8 @@ def tile_schedule(
       length, and a block that does not divide it is evened out.
     k_block: keys of a tile.
   """
-  for name, value in (("shards", shards), ("length", length)):
-    if not isinstance(value, int | np.integer) or value < 1:
-      raise OptionError(name, repr(value), "a positive int", "count from 1")
+  positive_int("shards", shards)
+  positive_int("length", length)
   local = layout.local_length(length, shards)
   blocks = Blockwise(q_block, k_block).blocks(local, local)
   natural = [layout.positions(i, shards, local) for i in range(shards)]
@@ -74,15 +73,18 @@ def tile_counts(
 
 
 def busy(counts: np.ndarray) -> float:
-  """The part of the devices' time spent on tiles, from `tile_counts`.
+  """The part of the devices' time spent on tiles.
 
-  Devices meet at the end of each hop: it lasts as long as its slowest device.
+  A hop lasts as long as its slowest device takes.
+
+  Args:
+    counts: [hops, shards], from `tile_counts`.
   """
   return float(counts.sum() / (counts.shape[1] * counts.max(axis=1).sum()))
 
 
 def _padded(pos: np.ndarray, seg: np.ndarray, block: int) -> Coords:
-  # Slots that fill up the last tile are nothing, as in the loops.
+  # Slots that fill up the last tile are empty, as in the loops.
   extra = ((0, 0), (0, -pos.shape[1] % block))
   return Coords(*(jnp.asarray(np.pad(x, extra)) for x in (pos, seg)))
 

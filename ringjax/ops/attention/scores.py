@@ -1,6 +1,6 @@
 """From a dot product to a score, one tile at a time, and back.
 
-Law: for a tile of queries and keys the score is
+Guarantees: for a tile of queries and keys the score is
 
   s = cap * tanh(scale * q.k / cap) - slope * |p_q - p_k| + bias
 
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Shaped, UInt
 
 from ringjax.ops.mask import Coords, Mask, visible
 
@@ -72,29 +73,56 @@ class Context(NamedTuple):
   seed: jax.Array | None = None
 
 
+class ScoreArgs(NamedTuple):
+  """What the scores of a call depend on beside queries and keys.
+
+  Fields:
+    scores: the static part of the score function.
+    terms: its differentiable extras.
+    context: what decides which pairs count.
+    column: where the call's keys begin in the order of the whole sequence, of
+      which bias and boolean masks have all columns.
+  """
+
+  scores: Scores
+  terms: Terms
+  context: Context
+  column: Any = 0
+
+  @property
+  def plain(self) -> bool:
+    """Whether scores are a positive multiple of the dot products."""
+    extras = (self.scores.soft_cap, self.terms.bias, self.terms.slopes)
+    return self.scores.scale > 0 and all(x is None for x in extras)
+
+  def of_keys(self, k: Coords, column: Any) -> ScoreArgs:
+    """The same for other keys, with these coordinates."""
+    return self._replace(context=self.context._replace(k=k), column=column)
+
+
 @dataclasses.dataclass(frozen=True)
 class Orientation:
   """Order of a tile's axes: [B, K, G, q, k], or keys_first [B, K, k, G, q]."""
 
   keys_first: bool
 
-  def query(self, x: jax.Array) -> jax.Array:
+  def query(self, x: Shaped[Array, "B q"]) -> jax.Array:
     """[B, q] -> broadcastable to the tile."""
     return (
       x[:, None, None, None] if self.keys_first else x[:, None, None, :, None]
     )
 
-  def key(self, x: jax.Array) -> jax.Array:
+  def key(self, x: Shaped[Array, "B k"]) -> jax.Array:
     """[B, k] -> broadcastable to the tile."""
     return (
       x[:, None, :, None, None] if self.keys_first else x[:, None, None, None]
     )
 
-  def head_key(self, x: jax.Array) -> jax.Array:
+  def head_key(self, x: Shaped[Array, "B K k"]) -> jax.Array:
     """[B, K, k] -> broadcastable to the tile."""
     return x[:, :, :, None, None] if self.keys_first else x[:, :, None, None]
 
-  def head(self, x: jax.Array) -> jax.Array:
+  def head(self, x: Shaped[Array, "K G"]) -> jax.Array:
     """[K, G] -> broadcastable to the tile."""
     return (
       x[None, :, None, :, None]
@@ -102,136 +130,129 @@ class Orientation:
       else x[None, :, :, None, None]
     )
 
-  def row(self, x: jax.Array) -> jax.Array:
+  def row(self, x: Shaped[Array, "B K G q"]) -> jax.Array:
     """[B, K, G, q] -> broadcastable to the tile."""
     return x[:, :, None] if self.keys_first else x[..., None]
 
-  def pair(self, x: jax.Array) -> jax.Array:
+  def pair(self, x: Shaped[Array, "B K G q k"]) -> jax.Array:
     """[B, K, G, q, k] -> the tile's order of axes."""
     return jnp.transpose(x, (0, 1, 4, 2, 3)) if self.keys_first else x
 
-  def unpair(self, x: jax.Array) -> jax.Array:
+  def unpair(self, x: Shaped[Array, ...]) -> jax.Array:
     """The tile's order of axes -> [B, K, G, q, k]."""
     return jnp.transpose(x, (0, 1, 3, 4, 2)) if self.keys_first else x
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-  """One tile of the score matrix: which rows, which columns.
+FORWARD, BACKWARD = Orientation(keys_first=False), Orientation(keys_first=True)
 
-  `q_start` counts local queries, `k_start` keys of the visiting shard;
-  `column` is where that shard's keys begin in the whole sequence's order.
+
+@dataclasses.dataclass(frozen=True)
+class ScoreTile:
+  """One tile of the score matrix: which rows and columns, scored how.
+
+  Attributes:
+    args: of the call.
+    way: the order of the tile's axes.
+    q_start: its first query, counted among the local ones.
+    k_start: its first key, counted among the call's.
+    q_at: coordinates [B or 1, q] of its queries.
+    k_at: coordinates [B or 1, k] of its keys.
   """
 
+  args: ScoreArgs
+  way: Orientation
   q_start: Any
   k_start: Any
-  q_block: int
-  k_block: int
-  column: Any
+  q_at: Coords
+  k_at: Coords
 
-  def cut_q(self, x: jax.Array, axis: int) -> jax.Array:
+  @property
+  def q_block(self) -> int:
+    return self.q_at.pos.shape[1]
+
+  @property
+  def k_block(self) -> int:
+    return self.k_at.pos.shape[1]
+
+  def cut_q(self, x: Shaped[Array, ...], axis: int) -> jax.Array:
+    """The part of this tile's queries, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.q_start, self.q_block, axis)
 
-  def cut_k(self, x: jax.Array, axis: int) -> jax.Array:
+  def cut_k(self, x: Shaped[Array, ...], axis: int) -> jax.Array:
+    """The part of this tile's keys, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.k_start, self.k_block, axis)
 
-  def corner(self, pair: jax.Array) -> tuple[Any, ...]:
+  def corner(self, pair: Shaped[Array, "B K G T S"]) -> tuple[jax.Array, ...]:
     """Start indices of this tile in a [B|1, K|1, G|1, T|1, S|1] array."""
-    zero = jnp.zeros((), jnp.int32)
-    return (
-      zero,
-      zero,
-      zero,
-      zero if pair.shape[3] == 1 else self.q_start,
-      zero if pair.shape[4] == 1 else self.column + self.k_start,
+    start = (0, 0, 0, self.q_start, self.args.column + self.k_start)
+    return tuple(
+      jnp.asarray(0 if n == 1 and axis > 2 else first, jnp.int32)
+      for axis, (n, first) in enumerate(zip(pair.shape, start, strict=True))
     )
 
-  def cut_pair(self, pair: jax.Array) -> jax.Array:
+  def cut_pair(self, pair: Shaped[Array, "B K G T S"]) -> jax.Array:
+    """The part of this tile of such an array."""
+    *whole, rows, columns = pair.shape
     sizes = (
-      *pair.shape[:3],
-      1 if pair.shape[3] == 1 else self.q_block,
-      1 if pair.shape[4] == 1 else self.k_block,
+      *whole,
+      1 if rows == 1 else self.q_block,
+      1 if columns == 1 else self.k_block,
     )
-    return lax.dynamic_slice(pair, _int32(self.corner(pair)), sizes)
+    return lax.dynamic_slice(pair, self.corner(pair), sizes)
 
+  def scores_of(
+    self, dot: Float[Array, ...]
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """(scores, tanh of the soft cap or None) from the raw dot products."""
+    scores, terms = self.args.scores, self.args.terms
+    s, tanh = dot * _const(scores.scale, dot), None
+    if scores.soft_cap is not None:
+      tanh = jnp.tanh(s * _const(1 / scores.soft_cap, s))
+      s = tanh * _const(scores.soft_cap, s)
+    if terms.slopes is not None:
+      slopes = self.way.head(terms.slopes).astype(s.dtype)
+      s = s - slopes * self.distance(s.dtype)
+    if terms.bias is not None:
+      s = s + self.way.pair(self.cut_pair(terms.bias)).astype(s.dtype)
+    return s, tanh
 
-def _int32(index: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-  return tuple(jnp.asarray(i, jnp.int32) for i in index)
+  def distance(self, dtype: Any) -> jax.Array:
+    """|position of q - position of k|, broadcastable to the tile."""
+    way = self.way
+    return jnp.abs(way.query(self.q_at.pos) - way.key(self.k_at.pos)).astype(
+      dtype
+    )
 
+  def allowed(self) -> jax.Array:
+    """Which pairs of the tile count; broadcastable to the tile."""
+    context, way = self.args.context, self.way
+    place = lambda f, at: Coords(f(at.pos), f(at.seg))
+    q, k = place(way.query, self.q_at), place(way.key, self.k_at)
+    yes = visible(context.mask, q, k)
+    if context.allow is not None:
+      yes = yes & way.pair(self.cut_pair(context.allow))
+    return yes
 
-def scores_of(
-  scores: Scores,
-  terms: Terms,
-  way: Orientation,
-  tile: Tile,
-  q: Coords,
-  k: Coords,
-  dot: jax.Array,
-) -> tuple[jax.Array, jax.Array | None]:
-  """(scores, tanh of the soft cap or None) from the raw dot products.
-
-  `q` and `k` are the tile's coordinates.
-  """
-  s, tanh = dot * _const(scores.scale, dot), None
-  if scores.soft_cap is not None:
-    tanh = jnp.tanh(s * _const(1 / scores.soft_cap, s))
-    s = tanh * _const(scores.soft_cap, s)
-  if terms.slopes is not None:
-    slopes = way.head(terms.slopes).astype(s.dtype)
-    s = s - slopes * distance(way, q, k, s.dtype)
-  if terms.bias is not None:
-    s = s + way.pair(tile.cut_pair(terms.bias)).astype(s.dtype)
-  return s, tanh
-
-
-def is_plain(scores: Scores, terms: Terms) -> bool:
-  """Whether scores are a positive multiple of the dot products."""
-  extras = (scores.soft_cap, terms.bias, terms.slopes)
-  return scores.scale > 0 and all(x is None for x in extras)
-
-
-def distance(way: Orientation, q: Coords, k: Coords, dtype: Any) -> jax.Array:
-  """|position of q - position of k|, broadcastable to the tile."""
-  return jnp.abs(way.query(q.pos) - way.key(k.pos)).astype(dtype)
-
-
-def allowed_in(
-  context: Context, way: Orientation, tile: Tile, q: Coords, k: Coords
-) -> jax.Array:
-  """Which pairs of the tile count; broadcastable to the tile."""
-  place = lambda f, at: Coords(f(at.pos), f(at.seg))
-  yes = visible(context.mask, place(way.query, q), place(way.key, k))
-  if context.allow is not None:
-    yes = yes & way.pair(tile.cut_pair(context.allow))
-  return yes
-
-
-def dropout_weight(
-  scores: Scores,
-  context: Context,
-  way: Orientation,
-  q: Coords,
-  k: Coords,
-  dtype: Any,
-) -> jax.Array:
-  """0 or 1 / (1 - rate) for each pair of the tile."""
-  assert context.seed is not None and context.heads is not None
-  return kept(
-    scores.dropout_rate,
-    context.seed[:, None, None, None, None],
-    way.head(context.heads.astype(jnp.uint32)),
-    way.query(q.pos.astype(jnp.uint32)),
-    way.key(k.pos.astype(jnp.uint32)),
-    dtype,
-  )
+  def dropout_weight(self, dtype: Any) -> jax.Array:
+    """0 or 1 / (1 - rate) for each pair of the tile."""
+    context, way = self.args.context, self.way
+    assert context.seed is not None and context.heads is not None
+    return kept(
+      self.args.scores.dropout_rate,
+      context.seed[:, None, None, None, None],
+      way.head(context.heads.astype(jnp.uint32)),
+      way.query(self.q_at.pos.astype(jnp.uint32)),
+      way.key(self.k_at.pos.astype(jnp.uint32)),
+      dtype,
+    )
 
 
 def kept(
   rate: float,
-  seed: jax.Array,
-  head: jax.Array,
-  row: jax.Array,
-  column: jax.Array,
+  seed: UInt[Array, ...],
+  head: UInt[Array, ...],
+  row: UInt[Array, ...],
+  column: UInt[Array, ...],
   dtype: Any,
 ) -> jax.Array:
   """0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""

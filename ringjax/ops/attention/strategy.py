@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import UnionType
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax import lax
 
+from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
@@ -81,12 +83,34 @@ class Strategy:
       collectives.axis_index(self.axis),
     )
 
+  def _source(self, distance: Any) -> Any:
+    """The shard that is `distance` places behind this one."""
+    size, me = self._place()
+    return (me - distance) % size
 
-def tie_coords_to_queries(x: Local, context: Context) -> tuple[Local, Context]:
+  def _check_consecutive(
+    self, layout: Layout, derived: bool, known: type | UnionType, remedy: str
+  ) -> None:
+    """Raises OptionError unless consecutive shards have consecutive tokens."""
+    if derived and isinstance(layout, known):
+      return
+    own = "positions of your own, or keys of another length"
+    raise OptionError(
+      "strategy",
+      f"{type(self).__name__} with "
+      + (f"the layout {layout}" if derived else own),
+      "consecutive tokens on consecutive shards",
+      f"pass {remedy}, or strategy='ring'",
+    )
+
+
+def tie_coords_to_queries(x: Local, args: ScoreArgs) -> tuple[Local, ScoreArgs]:
   """The same operands, whose coordinates are not known before the queries.
 
   Coordinates do not depend on data, so a remat pass would compute the masks of
   all hops ahead of the loop and keep them: R tiles x T x S of booleans.
   """
+  context = args.context
   q, q_at, k_at = lax.optimization_barrier((x.q, context.q, context.k))
-  return x._replace(q=q), context._replace(q=q_at, k=k_at)
+  context = context._replace(q=q_at, k=k_at)
+  return x._replace(q=q), args._replace(context=context)

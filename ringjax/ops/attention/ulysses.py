@@ -1,10 +1,10 @@
 """Ulysses: shards trade tokens for heads, attend alone, and trade back.
 
-Law:  equals `reference` on the gathered sequence.
-Cost: four all-to-alls of one shard's size forward (q, k, v, out); backward
-      the transposes of these.
+Guarantees: equals `reference` on the gathered sequence.
+Cost: four all-to-alls of one shard's size forward (q, k, v, out); backward the
+transposes of these.
 Memory: one shard's size, as before; heads / R of them over all tokens.
-Ref:  Jacobs et al. 2023 (DeepSpeed-Ulysses), arXiv 2309.14509.
+Ref: Jacobs et al. 2023 (DeepSpeed-Ulysses), arXiv 2309.14509.
 
 The query heads of one kv head are cut into `split` parts so that there are at
 least as many (kv head, part) units as shards; units are padded to a multiple
@@ -12,7 +12,7 @@ of R. With K a multiple of R nothing is repeated or padded; with fewer kv heads
 than shards each shard is sent just the kv heads that its queries need.
 
 The local algorithm may be a strategy: `Ulysses(Ring())` trades within groups of
-neighbours, each of which then is one shard of a ring that turns for its heads
+neighbours, each of which then is one shard of a ring that serves its heads
 alone (Fang and Zhao 2024, arXiv 2405.07719: USP). That serves more devices
 than heads, with fewer and larger hops than a ring of all devices.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.blockwise import Local, pad_axis
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.attention.strategy import Strategy
@@ -98,11 +98,11 @@ class _Units:
 
   def of_queries(self, x: jax.Array) -> jax.Array:
     """[B, K, G, ...] -> [B, units, part, ...]."""
-    x = _pad_to(x, 2, self.split * self.part)
+    x = pad_axis(x, 2, self.split * self.part)
     x = x.reshape(
       x.shape[0], self.kv_heads * self.split, self.part, *x.shape[3:]
     )
-    return _pad_to(x, 1, self.units)
+    return pad_axis(x, 1, self.units)
 
   def to_queries(self, x: jax.Array) -> jax.Array:
     """[B, units, part, ...] -> [B, K, G, ...]."""
@@ -116,7 +116,7 @@ class _Units:
     """[B, K, ...] -> [B, units, ...]."""
     if self.split > 1:
       x = jnp.repeat(x, self.split, axis=1)
-    return _pad_to(x, 1, self.units)
+    return pad_axis(x, 1, self.units)
 
   def mine(self, x: Any, axis: Axis) -> Any:
     """[K, G] -> this shard's [units / R, part]."""
@@ -146,11 +146,3 @@ def _pair_to_heads(pair: Any, units: _Units, axis: Axis) -> Any:
   return jax.lax.dynamic_slice_in_dim(
     pair, collectives.axis_index(axis) * here, here, 1
   )
-
-
-def _pad_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-  if x.shape[axis] == size:
-    return x
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, size - x.shape[axis])
-  return jnp.pad(x, widths)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from ringjax.ops.attention.blockwise import (
   cut_coords,
@@ -29,7 +30,11 @@ from ringjax.ops.attention.blockwise import (
   tile_kinds,
   tile_lists,
 )
-from ringjax.ops.attention.scores import Context, Scores, Terms, Tile
+from ringjax.ops.attention.scores import (
+  FORWARD,
+  ScoreArgs,
+  ScoreTile,
+)
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, wide_dtype
@@ -184,16 +189,15 @@ def tile_slots(view: KVView, platform: str = "cpu") -> int:
 
 
 def decode_attention(
-  scores: Scores,
-  q: jax.Array,
+  q: Float[Array, "B K G T H"],
   keys: KVView,
-  terms: Terms,
-  context: Context,
+  args: ScoreArgs,
   platform: str = "cpu",
 ) -> Partial:
-  """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
+  """The partial of a few queries over the keys of a view."""
   rows, length, block = q.shape[3], keys.shape[2], tile_slots(keys, platform)
-  context = context._replace(k=tiled(context.k, block))
+  args = args.of_keys(tiled(args.context.k, block), 0)
+  context = args.context
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
   lists = tile_lists(kinds, masked=False)
 
@@ -201,25 +205,23 @@ def decode_attention(
     first = tiles[0, n] * block
     k, v = keys.tile(jnp.minimum(first, length - block), block)
     s = product("bkth,bkgqh->bktgq", k.astype(q.dtype), q)
+    k_at = cut_coords(context.k, first, block)
     return fold_tile(
-      scores,
+      ScoreTile(args, FORWARD, 0, first, context.q, k_at),
       jnp.transpose(s, (0, 1, 3, 4, 2)),
       v,
       finite_flag(v, s.dtype) if masked else None,
-      terms,
-      context,
-      Tile(0, first, rows, block, 0),
-      context.q,
-      cut_coords(context.k, first, block),
       one,
     )
 
   wide = wide_dtype(q.dtype)
   start = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
   some = loop(
-    lists.wholes[0], lambda n, c: step(False, lists.whole, n, c), start
+    lists.full_count[0], lambda n, c: step(False, lists.full, n, c), start
   )
-  return loop(lists.parts[0], lambda n, c: step(True, lists.part, n, c), some)
+  return loop(
+    lists.masked_count[0], lambda n, c: step(True, lists.masked, n, c), some
+  )
 
 
 def tiled(at: Coords, block: int) -> Coords:

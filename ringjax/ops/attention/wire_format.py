@@ -1,10 +1,10 @@
 """Keys and values in fewer bytes while they travel between shards.
 
-Law: what arrives is within a stated distance of what left. A code is made
-where keys and values lie and is passed on as it is, so the error does not grow
-with the number of hops. Sums that cross a hop (partials, dK, dV) stay float32.
-Gradients are those of attention to the keys that arrived, passed to the keys
-that left as if these were the same.
+Guarantees: what arrives is within a stated distance of what left. A code is
+made by the shard that has the keys and values and is passed on as it is, so the
+error does not grow with the number of hops. Sums that cross a hop (partials,
+dK, dV) stay float32. Gradients are those of attention to the keys that arrived,
+passed to the keys that left as if these were the same.
 
   dtype          bytes a number   |arrived - left| of each number x
   bfloat16       2                2^-8 |x|
@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Shaped
 
-from ringjax.checks import positive_int
+from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 
 _CASTS = ("bfloat16", "float16")
@@ -61,16 +62,15 @@ class WireFormat:
   block: int = 64
 
   def __post_init__(self) -> None:
-    if self.dtype not in DTYPES:
-      raise OptionError(
-        "wire",
-        repr(self.dtype),
-        f"None or one of {', '.join(map(repr, DTYPES))}",
-        "leave it out to send keys and values as they are",
-      )
+    one_of(
+      "wire",
+      self.dtype,
+      DTYPES,
+      remedy="leave it out to send keys and values as they are",
+    )
     positive_int("wire block", self.block)
 
-  def encode(self, x: jax.Array) -> Any:
+  def encode(self, x: Shaped[Array, "... H"]) -> Any:
     """[..., H] as it travels."""
     if self.dtype in _CASTS:
       return x.astype(self.dtype)
@@ -88,7 +88,7 @@ class WireFormat:
       x = jnp.round(x)
     return Coded(x.astype(self.dtype), jnp.where(sound, scale, jnp.nan))
 
-  def decode(self, sent: Any, like: jax.Array) -> jax.Array:
+  def decode(self, sent: Any, like: Shaped[Array, "... H"]) -> jax.Array:
     """What arrives, in the dtype and the head dim of `like`."""
     if not isinstance(sent, Coded):
       return sent.astype(like.dtype)

@@ -24,10 +24,12 @@ from ringjax import (
   Zigzag,
 )
 from ringjax.ops.attention.scores import (
+  FORWARD,
   Context,
-  Orientation,
+  ScoreArgs,
   Scores,
-  dropout_weight,
+  ScoreTile,
+  Terms,
 )
 from tests import oracle
 
@@ -52,15 +54,9 @@ def weights(rate, seed, q_pos, k_pos, heads=1):
   context = Context(
     q, k, rj.Causal(), None, jnp.arange(heads, dtype=jnp.int32)[:, None], seed
   )
-  found = dropout_weight(
-    Scores(scale=1.0, dropout_rate=rate),
-    context,
-    Orientation(keys_first=False),
-    q,
-    k,
-    jnp.float32,
-  )
-  return np.asarray(found)[:, :, 0]
+  scores = Scores(scale=1.0, dropout_rate=rate)
+  tile = ScoreTile(ScoreArgs(scores, Terms(), context), FORWARD, 0, 0, q, k)
+  return np.asarray(tile.dropout_weight(jnp.float32))[:, :, 0]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

@@ -31,7 +31,7 @@ from ringjax import (
 )
 from ringjax.bench.program import Program
 from ringjax.errors import MeshError, OptionError
-from ringjax.ops.attention import nesting
+from ringjax.ops.attention import hops, nesting
 from ringjax.ops.attention import ring as rings
 from tests import oracle
 from tests.ops.attention import test_exact as exact
@@ -416,6 +416,36 @@ def test_two_ways_take_the_fewest_steps():
       assert serves(behind, ahead) and behind + ahead < max(size, 1)
       fewer = itertools.product(range(max(behind, ahead)), repeat=2)
       assert not any(serves(b, a) for b, a in fewer)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(("behind", "ahead"), [(7, 0), (4, 3), (0, 2), (1, 1)])
+def test_a_schedule_says_what_each_hop_does(behind, ahead, sums):
+  lanes = [hops.OWN, hops.Lane(1, 1, behind), hops.Lane(-1, 1, ahead)]
+  lanes = [lane for lane in lanes if lane.last or lane is hops.OWN]
+  found = hops.schedule(lanes, sums=sums)
+  done = {}
+  for part in found:
+    assert part.start == sum(x.count for x in found[: found.index(part)])
+    for n in range(part.start, part.start + part.count):
+      for what in ("compute", "send", "collect"):
+        for i in getattr(part, what):
+          done.setdefault((i, what), []).append(n)
+  for i, lane in enumerate(lanes):
+    numbers = lambda what, i=i: done.get((i, what), [])
+    assert numbers("compute") == [*range(lane.first, lane.last + 1)]
+    assert numbers("send") == [*range(lane.last)]
+    sent = [*range(lane.first + 1, lane.last + 1)] if sums else []
+    assert numbers("collect") == sent
+  # Hops in the middle are one range: the program does not grow with them.
+  assert len(found) <= 6
+
+
+def test_a_schedule_of_a_traced_length_has_one_loop():
+  length = jnp.int32(9)
+  parts = hops.schedule([hops.Lane(1, 1, length)], sums=True)
+  assert [int(part.start) for part in parts] == [0, 1, 2, 9]
+  assert [int(part.count) for part in parts] == [1, 1, 7, 1]
 
 
 # What `auto` builds.

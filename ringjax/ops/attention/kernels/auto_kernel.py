@@ -1,9 +1,9 @@
-"""Which kernel computes a hop: the platform's first that serves the call.
+"""Computes a hop by the platform's first kernel that serves the call.
 
-Law: `AutoKernel` equals `Blockwise`, which serves what every kernel declines.
-`choose` says what serves a call and why others do not, `rj.explain` whether it
-goes by a kernel; one that fails its check on this machine is declined with one
-line in the log.
+Guarantees: `AutoKernel` equals `Blockwise`, which serves what every kernel
+declines. `choose` says what serves a call and why others do not, `rj.explain`
+whether it goes by a kernel; one that fails its check on this machine is
+declined with one line in the log.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
   Local,
+  LocalAlgorithm,
+  QGradients,
   Residuals,
+  check_positive,
 )
 from ringjax.ops.attention.call_shape import CallShape
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.kernels.turns import InTurn
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.kernels.local_hops import LocalHops
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import (
   ContiguousView,
   KVView,
@@ -88,7 +92,7 @@ def expected(
   return "blockwise", tuple(declined)
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
   """A local algorithm, and why those before it were declined."""
 
   algorithm: Any
@@ -100,7 +104,7 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoKernel:
+class AutoKernel(LocalAlgorithm):
   """The local algorithm that is fastest on the platform.
 
   Attributes:
@@ -118,17 +122,8 @@ class AutoKernel:
   platform: str | None = None
   chip: str | None = None
 
-  # Reverse mode goes through `backward`.
-  differentiable = False
-  # It moves nothing.
-  axes = ()
-
   def __post_init__(self) -> None:
-    # The same sizes have to suit it.
-    Blockwise(self.q_block, self.kv_block)
-
-  def span(self, keys: int) -> int:
-    return keys
+    check_positive(self, "q_block", "kv_block")
 
   def on_device(self, platform: str, kind: str, alone: bool = True) -> Any:
     """The same where it is known what it runs on.
@@ -150,7 +145,7 @@ class AutoKernel:
 
   def choose(
     self, scores: Scores, x: Local, terms: Terms, context: Context
-  ) -> Choice:
+  ) -> KernelChoice:
     """What serves this call."""
     kinds = KERNELS.get(self.platform or jax.default_backend(), ())
     made = [kind(self.q_block, self.kv_block, chip=self.chip) for kind in kinds]
@@ -161,61 +156,34 @@ class AutoKernel:
     )
 
   def choose_decode(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: KVView,
-    terms: Terms,
-    context: Context,
-  ) -> Choice:
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
+  ) -> KernelChoice:
     """What serves a few queries that read the keys of a view."""
     kinds = DECODERS.get(self.platform or jax.default_backend(), ())
     return _first(
       [kind(self.kv_block, chip=self.chip) for kind in kinds],
-      lambda kernel: kernel.decline(scores, q, keys, terms, context),
+      lambda kernel: kernel.decline(q, keys, args),
       Loops(self.platform or jax.default_backend()),
     )
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """See `Blockwise.forward`."""
-    algorithm = self.choose(scores, x, terms, context).algorithm
-    return algorithm.forward(scores, x, terms, context, column, carry)
+    return self._chosen(x, args).forward(x, args, carry)
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """See `Blockwise.backward`."""
-    algorithm = self.choose(scores, x, terms, context).algorithm
-    return algorithm.backward(
-      scores, x, terms, context, column, residuals, carry
-    )
+    return self._chosen(x, args).backward(x, args, residuals, carry)
+
+  def _chosen(self, x: Local, args: ScoreArgs) -> Any:
+    return self.choose(args.scores, x, args.terms, args.context).algorithm
 
   def decode(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: KVView,
-    terms: Terms,
-    context: Context,
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
     """See `views.decode_attention`."""
-    call = (scores, q, keys, terms, context)
-    return self.choose_decode(*call).algorithm.decode(*call)
+    return self.choose_decode(q, keys, args).algorithm.decode(q, keys, args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,20 +197,15 @@ class Loops:
   platform: str = "cpu"
 
   def decode(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: KVView,
-    terms: Terms,
-    context: Context,
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
     """See `views.decode_attention`."""
-    return decode_attention(scores, q, keys, terms, context, self.platform)
+    return decode_attention(q, keys, args, self.platform)
 
 
 def _first(
   kernels: Sequence[Any], decline: Callable[[Any], str | None], rest: Any
-) -> Choice:
+) -> KernelChoice:
   """The first kernel that serves, else `rest`."""
   declined = []
   cut = collectives.partitioned()
@@ -252,18 +215,18 @@ def _first(
       why = f"XLA cuts no kernel along {cut}"
     why = why or _fault(type(kernel))
     if why is None:
-      return Choice(kernel, tuple(declined))
+      return KernelChoice(kernel, tuple(declined))
     declined.append((type(kernel).__name__, why))
-  return Choice(rest, tuple(declined))
+  return KernelChoice(rest, tuple(declined))
 
 
 @functools.cache
 def _fault(kind: type) -> str | None:
   """What is wrong with a kernel on this machine, or None.
 
-  Asked once a process, mostly while something is traced: a thread of its own
-  has no part in that. Without a device of the platform, as in compiling ahead
-  of time, there is nothing to try.
+  It is tried once a process, mostly while another function is traced: hence in
+  a thread, which has no part in that trace. Without a device of the platform,
+  as in compiling ahead of time, nothing is tried.
   """
   both = (*KERNELS.items(), *DECODERS.items())
   platform = next(p for p, kinds in both if kind in kinds)
@@ -314,8 +277,9 @@ def _compare_decodes(kernel: Any) -> float:
   last = _at(np.arange(used - queries, used), used)
 
   def results(algorithm: Any, q: jax.Array, keys: KVView, at: Coords) -> Any:
-    scores, context = Scores(scale=128**-0.5), Context(at, keys.at, Causal())
-    return finalize(algorithm.decode(scores, q, keys, Terms(), context))
+    context = Context(at, keys.at, Causal())
+    args = ScoreArgs(Scores(scale=128**-0.5), Terms(), context)
+    return finalize(algorithm.decode(q, keys, args))
 
   compiled = jax.jit(results, static_argnums=0)
   return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))
@@ -361,7 +325,7 @@ def _compare_hops(kernel: Any) -> float:
 
   def results(algorithm: Any, x: Local, q: Coords, k: Coords) -> Any:
     call = lambda x: attend(
-      InTurn(algorithm, 3),
+      LocalHops(algorithm, 3),
       Scores(scale=wide**-0.5),
       x,
       Terms(),

@@ -1,12 +1,12 @@
 """cuDNN's fused attention as the local algorithm of a hop, on NVIDIA GPUs.
 
-Law: equals `Blockwise` wherever it serves (`decline` says where it does not),
-values and gradients; what the mask of a hop amounts to is found at run time
-(`kinds`), and a hop that is nothing cuDNN knows is computed by `Blockwise`.
+Guarantees: equals `Blockwise` wherever it serves (`decline` says where it does
+not), values and gradients; the kind of a hop's mask is found at run time
+(`hop_kinds`), and a hop of no kind that cuDNN knows is computed by `Blockwise`.
 Cost: 4 T S H FLOPs a head forward, 10 backward; half of them where causal.
 Memory: cuDNN's workspace; outputs and gradients of a hop in the operands'
 dtype, which is what cuDNN writes, and float32 only from there on.
-Ref:  NVIDIA cuDNN, Attention Forward and Backward; JAX calls it in
+Ref: NVIDIA cuDNN, Attention Forward and Backward; JAX calls it in
 jax/_src/cudnn/fused_attention_stablehlo.py.
 
 The functions called there are private, because the public ones differentiate
@@ -28,15 +28,17 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ringjax.checks import positive_int
 from ringjax.ops.attention.blockwise import (
   Blockwise,
   Gradients,
   Local,
+  LocalAlgorithm,
+  QGradients,
   Residuals,
+  check_positive,
 )
-from ringjax.ops.attention.kernels import declined, kinds
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.kernels import declined, hop_kinds
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import chips
@@ -58,7 +60,7 @@ _OLDEST_103 = 91100
 
 
 @dataclasses.dataclass(frozen=True)
-class CuDNN:
+class CuDNN(LocalAlgorithm):
   """cuDNN's attention as local algorithm.
 
   Attributes:
@@ -74,27 +76,17 @@ class CuDNN:
   chip: str | None = None
   version: int | None = None
 
-  # Reverse mode goes through `backward`.
-  differentiable = False
-  # It moves nothing.
-  axes = ()
-
   def __post_init__(self) -> None:
-    for name in ("q_block", "kv_block", "version"):
-      if getattr(self, name) is not None:
-        positive_int(name, getattr(self, name))
+    check_positive(self, "q_block", "kv_block", "version")
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile of what serves where cuDNN does not, (q_block, kv_block)."""
     return self._fallback().blocks(q_length, k_length)
 
-  def span(self, keys: int) -> int:
-    return keys
-
   @staticmethod
   def knows(mask: Mask) -> bool:
     """Whether it computes hops under this mask itself."""
-    return kinds.known(mask)
+    return hop_kinds.known(mask)
 
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
@@ -154,42 +146,22 @@ class CuDNN:
       return f"heads of {head_dim}: at most {most}"
     return None
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
-    declined.check(self, self.decline(scores, x, terms, context))
-    return kinds.forward(
-      self, self._fallback(), scores, x, terms, context, column, carry
-    )
+    declined.check(self, args.scores, x, args.terms, args.context)
+    return hop_kinds.forward(self, self._fallback(), x, args, carry)
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
-    declined.check(self, self.decline(scores, x, terms, context))
-    return kinds.backward(
-      self, self._fallback(), scores, x, terms, context, column, residuals,
-      carry,
-    )  # fmt: skip
+    declined.check(self, args.scores, x, args.terms, args.context)
+    return hop_kinds.backward(self, self._fallback(), x, args, residuals, carry)
 
   def outputs(
     self, x: Local, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array]:
-    """See `kinds.Kernel`."""
+    """See `hop_kinds.VendorKernel`."""
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
       given = self._given(scale, causal, query=q, key=k, value=v)
@@ -199,16 +171,10 @@ class CuDNN:
     out, lse = _batched(call)(_joined(x.q), x.k, x.v)
     return out.reshape(b, kv, g, t, h), lse.reshape(b, kv, g, t)
 
-  def slopes(
-    self,
-    x: Local,
-    out: jax.Array,
-    lse: jax.Array,
-    do: jax.Array,
-    scale: float,
-    causal: bool,
+  def gradients(
+    self, x: Local, rows: hop_kinds.Rows, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `kinds.Kernel`."""
+    """See `hop_kinds.VendorKernel`."""
 
     def call(*arrays: jax.Array) -> Any:
       q, k, v, out, lse, do = arrays
@@ -220,8 +186,8 @@ class CuDNN:
       given |= {"return_residual": False}  # no pair of cotangents
       return tuple(_filled(_BACKWARD, given)[:3])
 
-    rows = (_joined(a) for a in (out, lse, do))
-    dq, dk, dv = _batched(call)(_joined(x.q), x.k, x.v, *rows)
+    q, do, out, lse = map(_joined, (x.q, *rows))
+    dq, dk, dv = _batched(call)(q, x.k, x.v, out, lse, do)
     return dq.reshape(x.q.shape), dk, dv
 
   def _given(self, scale: float, causal: bool, **arrays: Any) -> dict[str, Any]:
@@ -253,35 +219,16 @@ class CuDNN:
 
 # Array arguments that are empty here.
 _ABSENT = (
-  "bias",
-  "q_seqlen",
-  "kv_seqlen",
-  "q_offsets",
-  "kv_offsets",
-  "page_table_k",
-  "page_table_v",
+  *("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
+  *("page_table_k", "page_table_v"),
 )
-# All arguments that `CuDNN` has a value for.
-_KNOWN = {
-  *_ABSENT,
-  "query",
-  "key",
-  "value",
-  "score_mod_args",
-  "score_mod",
-  "scale",
-  "seed",
-  "dropout_rate",
-  "variadic_args",
-  "mask_type",
-  "layout",
-  "sliding_window_length",
-  "cudnn_version",
-  "is_training",
+# The other arguments that `CuDNN` has a value for.
+_GIVEN = (
+  *("query", "key", "value", "score_mod_args", "score_mod", "scale", "seed"),
+  *("dropout_rate", "variadic_args", "mask_type", "layout", "res"),
+  *("sliding_window_length", "cudnn_version", "is_training", "grad_output"),
   "return_residual",
-  "res",
-  "grad_output",
-}
+)
 
 
 def _parameters(name: str) -> tuple[str, ...]:
@@ -305,7 +252,7 @@ def _unknown() -> str | None:
     missing |= {"res", "grad_output"} - {*_parameters(_BACKWARD)}
   except (ImportError, AttributeError) as e:
     return f"JAX {jax.__version__} without cuDNN's functions ({e})"
-  odd = sorted((wanted - _KNOWN) | missing)
+  odd = sorted((wanted - {*_ABSENT, *_GIVEN}) | missing)
   if odd:
     return f"JAX {jax.__version__}, whose functions differ by {', '.join(odd)}"
   return None

@@ -1,20 +1,20 @@
-"""What is said to who insists on a kernel that declines the call."""
+"""The error of a kernel that was passed for a call which it declines."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ringjax.errors import OptionError
 
 
-def check(kernel: object, why: str | None) -> None:
-  """Refuses the call that a kernel declines.
+def check(kernel: Any, *call: Any) -> None:
+  """Raises OptionError if a kernel declines a call.
 
   Args:
-    kernel: the local algorithm.
-    why: what its `decline` said, or None.
-
-  Raises:
-    OptionError: it declined.
+    kernel: the kernel.
+    *call: the arguments of its `decline`.
   """
+  why = kernel.decline(*call)
   if why is None:
     return
   raise OptionError(

@@ -2,11 +2,11 @@
 
 Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
 where it does not); forward only.
-Cost: it reads the tiles that count once for each `_ROWS` queries, where they
-lie in the stack of all layers. The keys of a head are dealt to as many
-programs as fill the GPU; XLA merges what they found.
+Cost: it reads the tiles that count once for each `_ROWS` queries, in place in
+the stack of all layers. The keys of a head are split over as many programs as
+fill the GPU; XLA merges their partials.
 Memory: a partial [rows, J] in float32 of each program.
-Ref:  Dao et al. 2023, Flash-Decoding.
+Ref: Dao et al. 2023, Flash-Decoding.
 
 XLA's loops start a dozen kernels for every tile, each of which takes the time
 of reading some megabytes, and copy the tile before they multiply it.
@@ -27,11 +27,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
 
-from ringjax.checks import positive_int
-from ringjax.ops.attention.blockwise import pad_axis, tile_kinds, tile_lists
-from ringjax.ops.attention.kernels import declined, tiles
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.blockwise import (
+  check_positive,
+  pad_axis,
+  tile_kinds,
+  tile_lists,
+)
+from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.attention.views import ContiguousView, tiled
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
@@ -73,8 +78,7 @@ class DecodeGPU:
   interpret: Any = False
 
   def __post_init__(self) -> None:
-    if self.kv_block is not None:
-      positive_int("kv_block", self.kv_block)
+    check_positive(self, "kv_block")
 
   def tile(self, keys: ContiguousView) -> int:
     """Keys of a tile; fewer than asked for where a shard has fewer."""
@@ -82,12 +86,7 @@ class DecodeGPU:
     return min(self.kv_block or _KEYS, 1 << (length.bit_length() - 1))
 
   def decline(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: ContiguousView,
-    terms: Terms,
-    context: Context,
+    self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> str | None:
     """Why it does not serve this call, or None."""
     if not isinstance(keys, ContiguousView):
@@ -98,26 +97,20 @@ class DecodeGPU:
       return f"tiles of {self.kv_block} keys: no power of two from {_LEAST} on"
     if keys.k.shape[3] < _LEAST:
       return f"{keys.k.shape[3]} keys a shard: at least {_LEAST}"
-    return tiles.undecoded(
-      scores,
+    return tile_ops.undecoded(
       q,
       keys,
-      terms,
-      context,
+      args,
       dtypes=("bfloat16", "float16", "float32"),
       widest=256,
     )
 
   def decode(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: ContiguousView,
-    terms: Terms,
-    context: Context,
+    self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> Partial:
     """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
-    declined.check(self, self.decline(scores, q, keys, terms, context))
+    declined.check(self, q, keys, args)
+    context, slopes = args.context, args.terms.slopes
     b, kv, g, t, h = q.shape
     j = keys.v.shape[4]
     kb = self.tile(keys)
@@ -127,11 +120,10 @@ class DecodeGPU:
     lists = tile_lists(kinds, masked=False)
     rows = min(_ROWS, _wide(g * t))
     many = -(-g * t // rows)
-    row_at = tiles.by_row(context.q, q.shape)
+    row_at = tile_ops.by_row(context.q, q.shape)
     shared = keys.v is keys.k
-    slopes = terms.slopes
     if slopes is not None:
-      slopes = pad_axis(tiles.slopes_by_row(slopes, t), 1, many * rows)
+      slopes = pad_axis(tile_ops.slopes_by_row(slopes, t), 1, many * rows)
     leaves, mask = jax.tree.flatten(context.mask)
     operands = [
       jnp.asarray(keys.layer, jnp.int32).reshape(1),
@@ -145,13 +137,14 @@ class DecodeGPU:
       *([] if shared else [keys.v]),
     ]
     splits = max(1, min(kinds.shape[1] * run, _PROGRAMS // (b * kv * many)))
+    like = (q, keys, args.terms, context)
     out_type = lambda *last: collectives.out_type(
-      (b, kv, splits, many * rows, *last), jnp.float32, q, keys, terms, context
+      (b, kv, splits, many * rows, *last), jnp.float32, like
     )
     found = pl.pallas_call(
       functools.partial(
         _kernel,
-        scores,
+        args.scores,
         mask,
         (kv, rows, splits, kb, run),
         shared,
@@ -245,9 +238,9 @@ def _kernel(
       v = _read(v_ref, layer, example, head, these).astype(q.dtype)
     at_k = Coords(k_pos[example, places][None], k_seg[example, places][None])
     far = lambda: jnp.abs(at_q.pos - at_k.pos).astype(jnp.float32)
-    s, c = tiles.power(scores, tiles.dot(q, k, tiles.NT), slopes, far)
+    s, c = tile_ops.power(scores, tile_ops.dot(q, k, tile_ops.NT), slopes, far)
     if masked:
-      bad = ~tiles.finite(v)
+      bad = ~tile_ops.finite(v)
       odd = jnp.where(jnp.max(bad.astype(jnp.float32), 1) > 0, jnp.nan, 0.0)
       v = jnp.where(bad, jnp.zeros_like(v), v)
       s = jnp.where(visible(seen, at_q, at_k), s + odd[None], -jnp.inf)
@@ -255,7 +248,7 @@ def _kernel(
     safe = finite_max(m)
     p = jnp.exp2(s * c - safe[:, None])
     weight = jnp.exp2(old - safe)
-    sums = tiles.dot(p.astype(v.dtype), v, tiles.NN)
+    sums = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
     return acc * weight[:, None] + sums, m, total * weight + jnp.sum(p, 1)
 
   carry = (
@@ -263,18 +256,21 @@ def _kernel(
     jnp.full((rows,), -jnp.inf, jnp.float32),
     jnp.zeros((rows,), jnp.float32),
   )
-  whole, wholes, part, parts = lists
-  for masked, columns, count in ((False, whole, wholes), (True, part, parts)):
+  full, full_count, masked, masked_count = lists
+  for has_mask, columns, count in (
+    (False, full, full_count),
+    (True, masked, masked_count),
+  ):
     steps = count[0] * run
     each = (steps + splits - 1) // splits
     first = split * each
     carry = lax.fori_loop(
       first,
       jnp.minimum(first + each, steps),
-      functools.partial(step, masked, columns),
+      functools.partial(step, has_mask, columns),
       carry,
     )
   acc, m, total = carry
   acc_out[example, head, split, mine, :] = acc
-  m_out[example, head, split, mine] = m * (1 / tiles.LOG2_E)
+  m_out[example, head, split, mine] = m * (1 / tile_ops.LOG2_E)
   l_out[example, head, split, mine] = total

@@ -2,11 +2,11 @@
 
 Guarantees: equals `views.decode_attention` wherever it serves (`decline` says
 where it does not); forward only.
-Cost: it reads the tiles that count once, where they lie in the stack of all
-layers: a step's memory traffic is that of its keys and values, and the next
-tile comes while one is computed.
+Cost: it reads the tiles that count once, in place in the stack of all layers: a
+step's memory traffic is that of its keys and values, and the next tile is
+loaded while one is computed.
 Memory: VMEM only: two tiles of keys and values.
-Ref:  Dao et al. 2023, Flash-Decoding (the keys' shards are its splits).
+Ref: Dao et al. 2023, Flash-Decoding (the keys' shards are its splits).
 
 XLA's loops compute a tile in a dozen operations, each of which costs about as
 much as reading the tile (see the README beside).
@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
-from ringjax.checks import positive_int
-from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
-from ringjax.ops.attention.kernels import declined, tiles
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.blockwise import check_positive, pad_axis, tile_kinds
+from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
@@ -55,7 +55,7 @@ class DecodeTPU:
   Attributes:
     kv_block: keys of a tile, a multiple of 128; None: by their bytes.
     chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost; None: as `tiles.SOME`.
+      the kernel's cost; None: as `tile_ops.SOME`.
     interpret: runs it without a TPU, slowly, for tests.
   """
 
@@ -64,15 +64,16 @@ class DecodeTPU:
   interpret: Any = False
 
   def __post_init__(self) -> None:
-    if self.kv_block is not None:
-      positive_int("kv_block", self.kv_block)
+    check_positive(self, "kv_block")
 
-  def tile(self, q: jax.Array, keys: ContiguousView) -> tuple[int, int]:
+  def tile(
+    self, q: Float[Array, "B K G T H"], keys: ContiguousView
+  ) -> tuple[int, int]:
     """(heads, keys) of a tile for queries [B, K, G, T, H]."""
     kv, length = keys.k.shape[2:4]
     row = _row_bytes(keys)
     # Where a device is two cores, each takes a part of the heads.
-    most = max(1, kv // tiles.core(self.chip).cores)
+    most = max(1, kv // tile_ops.core(self.chip).cores)
     fits = lambda heads: heads * row * min(_LEAST, length) <= _TILE_BYTES
     divisors = [n for n in range(1, most + 1) if kv % n == 0]
     heads = max((n for n in divisors if fits(n)), default=1)
@@ -80,15 +81,15 @@ class DecodeTPU:
       return heads, self.kv_block
     rows = q.shape[2] * q.shape[3]
     many = min(_TILE_BYTES // (heads * row), _SCORES // rows, _MOST)
-    whole = many // tiles.LANES * tiles.LANES
-    return heads, max(tiles.LANES, min(whole, tiles.lanes(length)))
+    whole = many // tile_ops.LANES * tile_ops.LANES
+    return heads, max(tile_ops.LANES, min(whole, tile_ops.lanes(length)))
 
   def _vmem(self, q: jax.Array, keys: ContiguousView) -> int:
     """Bytes of vector memory that a step takes, about."""
     heads, kb = self.tile(q, keys)
     rows = _rows(q)
-    h, j = tiles.lanes(q.shape[4]), tiles.lanes(keys.v.shape[4])
-    stats = 2 * tiles.LANES
+    h, j = tile_ops.lanes(q.shape[4]), tile_ops.lanes(keys.v.shape[4])
+    stats = 2 * tile_ops.LANES
     # What comes and goes has two places, one for the next step.
     moved = 2 * heads * (kb * _row_bytes(keys) + 4 * rows * (h + j + stats))
     kept = 4 * heads * rows * (j + stats)
@@ -96,76 +97,64 @@ class DecodeTPU:
     return moved + kept + scores
 
   def decline(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: ContiguousView,
-    terms: Terms,
-    context: Context,
+    self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> str | None:
     """Why it does not serve this call, or None."""
     if not isinstance(keys, ContiguousView):
       return f"{type(keys).__name__}: it reads ContiguousView"
     _, kb = self.tile(q, keys)
-    if kb % tiles.LANES and not self.interpret:
-      return f"tiles of {kb} keys: no multiples of {tiles.LANES}"
-    if -(-keys.k.shape[3] // kb) >= 1 << tiles.COLUMN_BITS:
+    if kb % tile_ops.LANES and not self.interpret:
+      return f"tiles of {kb} keys: no multiples of {tile_ops.LANES}"
+    if -(-keys.k.shape[3] // kb) >= 1 << tile_ops.COLUMN_BITS:
       return f"{keys.k.shape[3]} keys a shard: more than its list holds"
-    need, room = self._vmem(q, keys), tiles.core(self.chip).vmem_bytes
+    need, room = self._vmem(q, keys), tile_ops.core(self.chip).vmem_bytes
     if need > room // 4 * 3:
       return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
-    return tiles.undecoded(
-      scores,
+    return tile_ops.undecoded(
       q,
       keys,
-      terms,
-      context,
+      args,
       dtypes=("bfloat16", "float32"),
       widest=1024,
     )
 
   def decode(
-    self,
-    scores: Scores,
-    q: jax.Array,
-    keys: ContiguousView,
-    terms: Terms,
-    context: Context,
+    self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
   ) -> Partial:
     """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
-    declined.check(self, self.decline(scores, q, keys, terms, context))
+    declined.check(self, q, keys, args)
+    context, slopes = args.context, args.terms.slopes
     b, kv, g, t, h = q.shape
     length, j = keys.v.shape[3:]
     heads, kb = self.tile(q, keys)
     columns = -(-length // kb)
     at = Coords(*(pad_axis(c, 1, columns * kb) for c in context.k))
     kinds = tile_kinds(context.mask, context.q, at, t, kb)
-    steps = tiles.Steps.of(kinds)
+    steps = tile_ops.TileSteps.of(kinds)
     rows = _rows(q)
     flat = lambda x, *last: pad_axis(x.reshape(b, kv, g * t, *last), 2, rows)
-    row_at = jnp.stack(tiles.by_row(context.q, q.shape), 2)
+    row_at = jnp.stack(tile_ops.by_row(context.q, q.shape), 2)
     shared = keys.v is keys.k
-    slopes = terms.slopes
     operands = [
       flat(q, h),
       pad_axis(row_at, 1, rows),
-      tiles.pair(at, b),
+      tile_ops.pair(at, b),
       *(
         []
         if slopes is None
-        else [pad_axis(tiles.slopes_by_row(slopes, t), 1, rows)[..., None]]
+        else [pad_axis(tile_ops.slopes_by_row(slopes, t), 1, rows)[..., None]]
       ),
       keys.k,
       *([] if shared else [keys.v]),
     ]
-    scalars = tiles.Scalars.of(
+    scalars = tile_ops.Scalars.of(
       Terms(), context._replace(heads=None, seed=None), steps
     )
     leaves, structure = jax.tree.flatten(scalars)
     layer = jnp.asarray(keys.layer, jnp.int32).reshape(1)
     # All queries are one row of tiles.
-    row = lambda i, words: tiles.row_of(words[i])
-    column = lambda i, words: tiles.column_of(words[i])
+    row = lambda i, words: tile_ops.row_of(words[i])
+    column = lambda i, words: tile_ops.column_of(words[i])
     of_rows = lambda bi, ki, i, layer, words, *_: (bi, ki, row(i, words), 0)
     of_keys = lambda bi, ki, i, layer, words, *_: (
       layer[0], bi, ki, column(i, words), 0,
@@ -193,12 +182,12 @@ class DecodeTPU:
       for n in ((h,) if shared else (h, j))
     ]
     out_type = lambda n: collectives.out_type(
-      (b, kv, rows, n), jnp.float32, q, keys, terms, context
+      (b, kv, rows, n), jnp.float32, q, keys, args.terms, context
     )
     acc, m, l = pl.pallas_call(  # noqa: E741
       functools.partial(
         _kernel,
-        scores,
+        args.scores,
         jax.tree.structure(context.mask),
         structure,
         shared,
@@ -213,8 +202,8 @@ class DecodeTPU:
         ],
         scratch_shapes=[
           pltpu.VMEM((heads, rows, j), jnp.float32),
-          pltpu.VMEM((heads, rows, tiles.LANES), jnp.float32),
-          pltpu.VMEM((heads, rows, tiles.LANES), jnp.float32),
+          pltpu.VMEM((heads, rows, tile_ops.LANES), jnp.float32),
+          pltpu.VMEM((heads, rows, tile_ops.LANES), jnp.float32),
         ],
       ),
       out_shape=[out_type(n) for n in (j, 1, 1)],
@@ -241,10 +230,10 @@ class DecodeTPU:
     nbytes = b * kv * length * h * keys.k.dtype.itemsize
     if not shared:
       nbytes += nbytes // h * keys.v.shape[4]
-    chip = chips.MACHINES[self.chip or tiles.SOME].chip
+    chip = chips.MACHINES[self.chip or tile_ops.SOME].chip
     seconds = nbytes / float(chip.hbm_bandwidth)
     return pl.CostEstimate(
-      flops=int(seconds * tiles.core(self.chip).flops),
+      flops=int(seconds * tile_ops.core(self.chip).flops),
       transcendentals=q.size // h * length,
       bytes_accessed=nbytes,
     )
@@ -258,7 +247,7 @@ def _rows(q: jax.Array) -> int:
 def _row_bytes(keys: ContiguousView) -> int:
   """Of a key and its value of one head in VMEM, whose lanes are whole."""
   both = {id(x): x for x in (keys.k, keys.v)}.values()
-  return sum(tiles.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
+  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
 
 
 def _kernel(
@@ -280,7 +269,7 @@ def _kernel(
   word = scalars.words[i]
   heads = k_ref.shape[2]
 
-  @pl.when(word & tiles.FIRST != 0)
+  @pl.when(word & tile_ops.FIRST != 0)
   def _() -> None:
     acc[...] = jnp.zeros_like(acc)
     m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
@@ -301,7 +290,8 @@ def _kernel(
       q = q_ref[0, head]
       k, v = (ref[0, 0, head].astype(q.dtype) for ref in (k_ref, v_ref))
       slope = None if slope_ref is None else slope_ref[head]
-      s, c = tiles.power(scores, tiles.dot(q, k, tiles.NT), slope, lambda: far)
+      dot = tile_ops.dot(q, k, tile_ops.NT)
+      s, c = tile_ops.power(scores, dot, slope, lambda: far)
       if masked:
         v, odd = _cleaned(v)
         s = jnp.where(allowed, s + odd, -jnp.inf)
@@ -314,29 +304,29 @@ def _kernel(
       wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
       l_ref[head] = wide(l_ref[head, :, 0:1] * weight + total)
       m_ref[head] = wide(m)
-      sums = tiles.dot(p.astype(v.dtype), v, tiles.NN)
+      sums = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
       acc[head] = acc[head] * weight + sums
 
   # The last tile may end behind the last key: those coordinates are empty, so
   # that it needs a mask.
-  pl.when(word & tiles.PART != 0)(lambda: tile(True))
-  pl.when(word & tiles.WHOLE != 0)(lambda: tile(False))
+  pl.when(word & tile_ops.MASKED != 0)(lambda: tile(True))
+  pl.when(word & tile_ops.FULL != 0)(lambda: tile(False))
 
-  @pl.when(word & tiles.LAST != 0)
+  @pl.when(word & tile_ops.LAST != 0)
   def _() -> None:
     acc_out[0] = acc[...]
-    m_out[0] = m_ref[:, :, 0:1] * (1 / tiles.LOG2_E)
+    m_out[0] = m_ref[:, :, 0:1] * (1 / tile_ops.LOG2_E)
     l_out[0] = l_ref[:, :, 0:1]
 
 
 def _cleaned(v: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Values [k, J] with 0 for what is no number, and [1, k]: NaN for such.
 
-  A product turns the column of marks into a row.
+  A product transposes the column of marks into a row.
   """
-  bad = ~tiles.finite(v)
+  bad = ~tile_ops.finite(v)
   marks = bad.astype(jnp.float32).astype(jnp.bfloat16)
   ones = jnp.ones((_SUBLANES, v.shape[1]), jnp.bfloat16)
-  many = tiles.dot(ones, marks, tiles.NT)[0:1]
+  many = tile_ops.dot(ones, marks, tile_ops.NT)[0:1]
   flag = jnp.where(many > 0, jnp.nan, 0.0)
   return jnp.where(bad, jnp.zeros_like(v), v), flag

@@ -1,19 +1,20 @@
 """A flash kernel for TPU that goes by positions and carries its statistics.
 
-Law: equals `Blockwise` wherever it serves (`decline` says where it does not),
-values and gradients. A hop of a ring is one kernel: what earlier hops found
-comes in and goes out, so that nothing is merged outside; which tiles count is
-found from the coordinates at run time, so that one kernel serves every layout
-and every hop, and a tile in which no pair is allowed takes no step of it.
+Guarantees: equals `Blockwise` wherever it serves (`decline` says where it does
+not), values and gradients. A hop of a ring is one kernel: what earlier hops
+found comes in and goes out, so that nothing is merged outside; which tiles
+count is found from the coordinates at run time, so that one kernel serves every
+layout and every hop, and a tile in which no pair is allowed takes no step of
+it.
 Cost: 4 q_block k_block H FLOPs a tile forward, 10 backward.
 Memory: VMEM only: two tiles of scores; backward also float32 gradients of
 `key_span` keys, which is why longer shards are cut.
-Ref:  Dao 2023, arXiv 2307.08691; keys-first tiles as in JAX's splash
-attention (the statistics of a query are one lane, maxima run over sublanes).
+Ref: Dao 2023, arXiv 2307.08691; keys-first tiles as in JAX's splash attention
+(the statistics of a query are one lane, maxima run over sublanes).
 
 A step is a tile (row of queries, column of keys) of a list that `tile_kinds`
-gives (`tiles.Steps`). Steps of a row follow each other: its accumulators stay
-in VMEM.
+gives (`tile_ops.TileSteps`). Steps of a row follow each other: its
+accumulators stay in VMEM.
 
   forward   grid [B, N, steps]      acc^T [J, q], m, l [1, q] of a row
   backward  grid [B, K, G, steps]   dq^T [H, q] of a row; dk, dv of all keys
@@ -37,14 +38,17 @@ from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
+  LocalAlgorithm,
+  QGradients,
   Residuals,
+  check_positive,
   finite_flag,
   pad_axis,
   pad_operands,
   tile_kinds,
 )
-from ringjax.ops.attention.kernels import declined, tiles
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
@@ -58,16 +62,16 @@ _BACKWARD_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashTPU:
+class FlashTPU(LocalAlgorithm):
   """A Pallas kernel for TPU as local algorithm.
 
   Attributes:
     q_block: queries of a tile, a multiple of 128; None: 1024, or fewer.
     kv_block: keys of a tile, a multiple of 128; None: 1024, or fewer.
-    key_span: most keys of one backward kernel, whose gradients lie in VMEM;
+    key_span: most keys of one backward kernel, whose gradients are in VMEM;
       fewer where those would take more than a quarter of it.
     chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost and by whose VMEM keys are cut; None: as `tiles.SOME`.
+      the kernel's cost and by whose VMEM keys are cut; None: `tile_ops.SOME`.
     interpret: runs it without a TPU, slowly, for tests.
   """
 
@@ -77,105 +81,73 @@ class FlashTPU:
   chip: str | None = None
   interpret: Any = False
 
-  # Reverse mode goes through `backward`.
-  differentiable = False
-  # It moves nothing.
-  axes = ()
-
   def __post_init__(self) -> None:
-    for name in ("q_block", "kv_block", "key_span"):
-      if getattr(self, name) is not None:
-        positive_int(name, getattr(self, name))
+    positive_int("key_span", self.key_span)
+    check_positive(self, "q_block", "kv_block")
 
   def blocks(self, q_length: int, k_length: int) -> tuple[int, int]:
     """The tile that serves these local lengths, (q_block, kv_block)."""
-    fit = lambda want, length: min(want, tiles.lanes(length))
+    fit = lambda want, length: min(want, tile_ops.lanes(length))
     return (
       self.q_block or fit(1024, q_length),
       self.kv_block or fit(1024, k_length),
     )
-
-  def span(self, keys: int) -> int:
-    return keys
 
   def decline(
     self, scores: Scores, x: Local, terms: Terms, context: Context
   ) -> str | None:
     """Why it does not serve this call, or None."""
     qb, kb = self.blocks(x.q.shape[3], x.k.shape[2])
-    if (
-      any(n % tiles.LANES for n in (qb, kb, self.key_span))
-      and not self.interpret
-    ):
-      return f"tiles of {qb} x {kb}: no multiples of {tiles.LANES}"
+    odd = any(n % tile_ops.LANES for n in (qb, kb, self.key_span))
+    if odd and not self.interpret:
+      return f"tiles of {qb} x {kb}: no multiples of {tile_ops.LANES}"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
       return f"{x.q.dtype}: it multiplies bfloat16 and float32"
     if x.k.dtype != x.q.dtype or x.v.dtype != x.q.dtype:
       return "queries, keys and values of different dtypes"
     if x.q.shape[4] > 256 or x.v.shape[3] > 256:
       return f"heads of {x.q.shape[4]} and {x.v.shape[3]}: at most 256"
-    if x.q.shape[3] < tiles.LANES and not self.interpret:
-      return f"{x.q.shape[3]} queries: a tile has at least {tiles.LANES}"
+    if x.q.shape[3] < tile_ops.LANES and not self.interpret:
+      return f"{x.q.shape[3]} queries: a tile has at least {tile_ops.LANES}"
     rows, columns = -(-x.q.shape[3] // qb), -(-x.k.shape[2] // kb)
     if (
-      rows >= 1 << tiles.ROW_BITS
-      or columns >= 1 << tiles.COLUMN_BITS
-      or rows * columns > tiles.MOST_STEPS
+      rows >= 1 << tile_ops.ROW_BITS
+      or columns >= 1 << tile_ops.COLUMN_BITS
+      or rows * columns > tile_ops.MOST_STEPS
     ):
       return f"{rows} x {columns} tiles a shard: more than its list holds"
-    core = tiles.core(self.chip)
+    core = tile_ops.core(self.chip)
     if core.vmem_bytes < _LEAST_VMEM:
       return f"the vector memory of {core.name}: too small for its tiles"
     if _BACKWARD_BYTES * qb * kb > core.vmem_bytes // 4 * 3:
       return f"tiles of {qb} x {kb}: too large for {core.name}'s vector memory"
-    return tiles.unreadable(terms, context)
+    return tile_ops.unreadable(terms, context)
 
   # It asks no machine.
   foreseen = decline
 
-  def forward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    carry: Partial,
-  ) -> Partial:
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds these keys into `carry` ([B, K, G, T, ...])."""
-    del column  # Counts columns of bias and mask arrays, which it has not.
-    declined.check(self, self.decline(scores, x, terms, context))
+    declined.check(self, args.scores, x, args.terms, args.context)
     length = x.q.shape[3]
     qb, kb = self.blocks(length, x.k.shape[2])
-    x, terms, context = pad_operands(x, terms, context, qb, kb)
+    x, args = pad_operands(x, args, qb, kb)
+    context = args.context
     carry = Partial(*(pad_axis(c, 3, x.q.shape[3]) for c in carry))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
-    carry = _forward(
-      self, scores, x, terms, context, tiles.Steps.of(kinds), carry
-    )
+    carry = _forward(self, x, args, tile_ops.TileSteps.of(kinds), carry)
     return Partial(*(c[:, :, :, :length] for c in carry))
 
   def backward(
-    self,
-    scores: Scores,
-    x: Local,
-    terms: Terms,
-    context: Context,
-    column: Any,
-    residuals: Residuals,
-    carry: tuple[jax.Array, Terms],
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
   ) -> Gradients:
     """Gradients of these keys; adds to `carry`, the (dq, dterms) so far."""
-    del column
-    declined.check(self, self.decline(scores, x, terms, context))
+    declined.check(self, args.scores, x, args.terms, args.context)
     q_length, k_length = x.q.shape[3], x.k.shape[2]
     qb, kb = self.blocks(q_length, min(k_length, _span(self, x)))
-    x, terms, context = pad_operands(x, terms, context, qb, kb)
-    padded = x.q.shape[3]
-    residuals = Residuals(
-      *(pad_axis(r, 3, padded) for r in residuals[:4]),
-      *(pad_axis(r, 4, padded) for r in residuals[4:]),
-    )
+    x, args = pad_operands(x, args, qb, kb)
+    context, padded = args.context, x.q.shape[3]
+    residuals = residuals.padded(padded)
     dq = jnp.transpose(pad_axis(carry[0], 4, padded), (0, 1, 3, 2, 4))
     kinds = tile_kinds(context.mask, context.q, context.k, qb, kb)
     slopes = carry[1].slopes
@@ -186,11 +158,9 @@ class FlashTPU:
         a, j * kb, min((j + span) * kb, a.shape[axis]), axis=axis
       )
       part = x._replace(k=cut(x.k, 2), v=cut(x.v, 2))
-      seen = context._replace(k=Coords(*(cut(c, 1) for c in context.k)))
-      steps = tiles.Steps.of(kinds[:, j : j + span])
-      dq, dk, dv, far = _backward(
-        self, scores, part, terms, seen, steps, residuals, dq
-      )
+      seen = args.of_keys(Coords(*(cut(c, 1) for c in context.k)), 0)
+      steps = tile_ops.TileSteps.of(kinds[:, j : j + span])
+      dq, dk, dv, far = _backward(self, part, seen, steps, residuals, dq)
       dks.append(dk)
       dvs.append(dv)
       if slopes is not None:
@@ -204,7 +174,7 @@ class FlashTPU:
     )
 
 
-class _Tile(NamedTuple):
+class _TileScores(NamedTuple):
   """A tile's part of the score function, keys first: [k, q].
 
   Fields:
@@ -228,12 +198,12 @@ class _Tile(NamedTuple):
     cls,
     scores: Scores,
     structure: Any,
-    scalars: tiles.Scalars,
+    scalars: tile_ops.Scalars,
     b: Any,
     n: Any,
     q_at: Any,
     k_at: Any,
-  ) -> _Tile:
+  ) -> _TileScores:
     of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
     leaves = [of_example(ref) for ref in scalars.leaves]
     return cls(
@@ -246,17 +216,17 @@ class _Tile(NamedTuple):
       Coords(_column_of(k_at[0, 0:1, :]), _column_of(k_at[0, 1:2, :])),
     )
 
-  def of_queries(self, cut: slice) -> _Tile:
+  def of_queries(self, cut: slice) -> _TileScores:
     """The part of some of its queries."""
     return self._replace(q=Coords(*(c[:, cut] for c in self.q)))
 
   def power(self, dot: jax.Array) -> tuple[jax.Array, float]:
-    """See `tiles.power`."""
-    return tiles.power(self.scores, dot, self.slope, self.distance)
+    """See `tile_ops.power`."""
+    return tile_ops.power(self.scores, dot, self.slope, self.distance)
 
   def score(self, dot: jax.Array) -> tuple[jax.Array, Any]:
-    """See `tiles.score`."""
-    return tiles.score(self.scores, dot, self.slope, self.distance)
+    """See `tile_ops.score`."""
+    return tile_ops.score(self.scores, dot, self.slope, self.distance)
 
   def distance(self) -> jax.Array:
     return jnp.abs(self.q.pos - self.k.pos).astype(jnp.float32)
@@ -310,22 +280,21 @@ def _column_of(x: jax.Array) -> jax.Array:
 
 def _forward(
   kernel: FlashTPU,
-  scores: Scores,
   x: Local,
-  terms: Terms,
-  context: Context,
-  steps: tiles.Steps,
+  args: ScoreArgs,
+  steps: tile_ops.TileSteps,
   carry: Partial,
 ) -> Partial:
   b, kv, g, t, h = x.q.shape
   s, j = x.v.shape[2:]
   n = kv * g
   qb, kb = kernel.blocks(t, s)
-  scalars = tiles.Scalars.of(terms, context, steps)
+  context = args.context
+  scalars = tile_ops.Scalars.of(args.terms, context, steps)
   leaves, structure = jax.tree.flatten(scalars)
   mask = jax.tree.structure(context.mask)
-  row = lambda i, words: tiles.row_of(words[i])
-  col = lambda i, words: tiles.column_of(words[i])
+  row = lambda i, words: tile_ops.row_of(words[i])
+  col = lambda i, words: tile_ops.column_of(words[i])
   q_index = lambda bi, ni, i, words, *_: (bi, ni, row(i, words), 0)
   stat_index = lambda bi, ni, i, words, *_: (bi, ni, 0, row(i, words))
   k_index = lambda bi, ni, i, words, *_: (bi, ni // g, col(i, words), 0)
@@ -341,8 +310,8 @@ def _forward(
     # matrix unit, in each of its steps.
     jnp.swapaxes(x.v, 2, 3),
     finite_flag(x.v, jnp.float32)[:, :, None],
-    tiles.pair(context.q, b),
-    tiles.pair(context.k, b),
+    tile_ops.pair(context.q, b),
+    tile_ops.pair(context.k, b),
     carry.acc.reshape(b, n, t, j),
     carry.m.reshape(b, n, 1, t),
     carry.l.reshape(b, n, 1, t),
@@ -356,10 +325,10 @@ def _forward(
   acc_out, m, l = pl.pallas_call(  # noqa: E741
     functools.partial(
       _forward_kernel,
-      scores,
+      args.scores,
       mask,
       structure,
-      tiles.core(kernel.chip).matrix_side,
+      tile_ops.core(kernel.chip).matrix_side,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(leaves),
@@ -413,17 +382,17 @@ def _forward_kernel(
   b, n, i = (pl.program_id(axis) for axis in range(3))
   word = scalars.words[i]
 
-  @pl.when(word & tiles.FIRST != 0)
+  @pl.when(word & tile_ops.FIRST != 0)
   def _() -> None:
     acc[...] = acc_in[0, 0].T
-    m_ref[...] = m_in[0, 0] * tiles.LOG2_E
+    m_ref[...] = m_in[0, 0] * tile_ops.LOG2_E
     l_ref[...] = l_in[0, 0]
 
   def tile(masked: bool) -> None:
-    at = _Tile.of(scores, mask, scalars, b, n, q_at, k_at)
+    at = _TileScores.of(scores, mask, scalars, b, n, q_at, k_at)
     k, v = k_ref[0, 0], v_ref[0, 0]
     if masked:
-      v, flag = tiles.clean(v), _column_of(flag_ref[0, 0])
+      v, flag = tile_ops.clean(v), _column_of(flag_ref[0, 0])
 
     def fold(cut: slice, dot: jax.Array) -> None:
       here = at.of_queries(cut)
@@ -440,35 +409,33 @@ def _forward_kernel(
       l_ref[:, cut] = l_ref[:, cut] * weight + total
       if scores.dropout_rate:
         p = p * here.kept()
-      acc[:, cut] = acc[:, cut] * weight + tiles.dot(
-        v, p.astype(v.dtype), tiles.NN
+      acc[:, cut] = acc[:, cut] * weight + tile_ops.dot(
+        v, p.astype(v.dtype), tile_ops.NN
       )
 
     # A mask's comparisons are fewest over all queries at once.
     queries = acc.shape[1]
     _in_turn(
       _columns(queries, queries if masked else side),
-      lambda cut: tiles.dot(k, q_ref[0, 0, cut], tiles.NT),
+      lambda cut: tile_ops.dot(k, q_ref[0, 0, cut], tile_ops.NT),
       fold,
     )
 
-  pl.when(word & tiles.PART != 0)(lambda: tile(True))
-  pl.when(word & tiles.WHOLE != 0)(lambda: tile(False))
+  pl.when(word & tile_ops.MASKED != 0)(lambda: tile(True))
+  pl.when(word & tile_ops.FULL != 0)(lambda: tile(False))
 
-  @pl.when(word & tiles.LAST != 0)
+  @pl.when(word & tile_ops.LAST != 0)
   def _() -> None:
     acc_out[0, 0] = acc[...].T
-    m_out[0, 0] = m_ref[...] * (1 / tiles.LOG2_E)
+    m_out[0, 0] = m_ref[...] * (1 / tile_ops.LOG2_E)
     l_out[0, 0] = l_ref[...]
 
 
 def _backward(
   kernel: FlashTPU,
-  scores: Scores,
   x: Local,
-  terms: Terms,
-  context: Context,
-  steps: tiles.Steps,
+  args: ScoreArgs,
+  steps: tile_ops.TileSteps,
   residuals: Residuals,
   dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -477,11 +444,12 @@ def _backward(
   s, j = x.v.shape[2:]
   n = kv * g
   qb, kb = kernel.blocks(t, min(s, _span(kernel, x)))
-  scalars = tiles.Scalars.of(terms, context, steps)
+  context = args.context
+  scalars = tile_ops.Scalars.of(args.terms, context, steps)
   leaves, structure = jax.tree.flatten(scalars)
   mask = jax.tree.structure(context.mask)
-  row = lambda i, words: tiles.row_of(words[i])
-  col = lambda i, words: tiles.column_of(words[i])
+  row = lambda i, words: tile_ops.row_of(words[i])
+  col = lambda i, words: tile_ops.column_of(words[i])
   q_index = lambda bi, ki, gi, i, words, *_: (bi, ki * g + gi, row(i, words), 0)
   stat_index = lambda bi, ki, gi, i, words, *_: (
     bi, ki * g + gi, 0, row(i, words),
@@ -506,15 +474,15 @@ def _backward(
     rows(residuals.lse),
     rows(residuals.delta),
     rows(residuals.flag),
-    tiles.pair(context.q, b),
-    tiles.pair(context.k, b),
+    tile_ops.pair(context.q, b),
+    tile_ops.pair(context.k, b),
     dq.reshape(b, n, h, t),
     collectives.zeros((b, n, 1, t), jnp.float32, (x, context)),
   )
   first = len(leaves) + 10
   whole = pl.BlockSpec(memory_space=pl.ANY)
   dq_out, far, dk, dv = pl.pallas_call(
-    functools.partial(_backward_kernel, scores, mask, structure, kb, g),
+    functools.partial(_backward_kernel, args.scores, mask, structure, kb, g),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(leaves),
       grid=(b, kv, g, steps.count),
@@ -581,27 +549,27 @@ def _backward_kernel(
     dk[...] = jnp.zeros_like(dk)
     dv[...] = jnp.zeros_like(dv)
 
-  @pl.when(word & tiles.FIRST != 0)
+  @pl.when(word & tile_ops.FIRST != 0)
   def _() -> None:
     dq[...] = dq_in[0, 0]
     far[...] = far_in[0, 0]
 
   def tile(masked: bool) -> None:
-    at = _Tile.of(scores, mask, scalars, b, kv * g + head, q_at, k_at)
+    at = _TileScores.of(scores, mask, scalars, b, kv * g + head, q_at, k_at)
     q, k, v, do = q_ref[0, 0], k_ref[0, 0], v_ref[0, 0], do_ref[0, 0]
     kt = kt_ref[0, 0]
     lse, delta = lse_ref[0, 0], delta_ref[0, 0]
-    dot = tiles.dot(k, q, tiles.NT)
+    dot = tile_ops.dot(k, q, tile_ops.NT)
     s, c = at.power(dot)
     tanh = None if scores.soft_cap is None else at.score(dot)[1]
-    lse = lse * tiles.LOG2_E
+    lse = lse * tile_ops.LOG2_E
     if masked:
       p = jnp.exp2(s * c - (lse + flag_ref[0, 0]))
       p = jnp.where(at.allowed(), p, 0.0)
-      q, kt, v, do, delta = map(tiles.clean, (q, kt, v, do, delta))
+      q, kt, v, do, delta = map(tile_ops.clean, (q, kt, v, do, delta))
     else:
       p = jnp.exp2(s * c - lse)
-    dp = tiles.dot(v, do, tiles.NT)
+    dp = tile_ops.dot(v, do, tile_ops.NT)
     kept = p
     if scores.dropout_rate:
       drop = at.kept()
@@ -612,15 +580,15 @@ def _backward_kernel(
     if tanh is not None:
       ds = ds * (1 - tanh * tanh)
     ds = (ds * scores.scale).astype(q.dtype)
-    keys = pl.ds(pl.multiple_of(tiles.column_of(word) * kb, kb), kb)
-    dv[keys, :] += tiles.dot(kept.astype(do.dtype), do, tiles.NN)
-    dk[keys, :] += tiles.dot(ds, q, tiles.NN)
-    dq[...] += tiles.dot(kt, ds, tiles.NN)
+    keys = pl.ds(pl.multiple_of(tile_ops.column_of(word) * kb, kb), kb)
+    dv[keys, :] += tile_ops.dot(kept.astype(do.dtype), do, tile_ops.NN)
+    dk[keys, :] += tile_ops.dot(ds, q, tile_ops.NN)
+    dq[...] += tile_ops.dot(kt, ds, tile_ops.NN)
 
-  pl.when(word & tiles.PART != 0)(lambda: tile(True))
-  pl.when(word & tiles.WHOLE != 0)(lambda: tile(False))
+  pl.when(word & tile_ops.MASKED != 0)(lambda: tile(True))
+  pl.when(word & tile_ops.FULL != 0)(lambda: tile(False))
 
-  @pl.when(word & tiles.LAST != 0)
+  @pl.when(word & tile_ops.LAST != 0)
   def _() -> None:
     dq_out[0, 0] = dq[...]
     far_out[0, 0] = far[...]
@@ -635,13 +603,13 @@ def _backward_kernel(
 
 def _grad_bytes(h: int, j: int) -> int:
   """Of VMEM that the gradients of a key and its value take."""
-  return 4 * (tiles.lanes(h) + tiles.lanes(j))
+  return 4 * (tile_ops.lanes(h) + tile_ops.lanes(j))
 
 
 def _span(kernel: FlashTPU, x: Local) -> int:
   """Keys of one backward kernel, whole tiles."""
   kb = kernel.blocks(x.q.shape[3], x.k.shape[2])[1]
-  room = tiles.core(kernel.chip).vmem_bytes // 4
+  room = tile_ops.core(kernel.chip).vmem_bytes // 4
   most = room // _grad_bytes(x.k.shape[3], x.v.shape[3])
   return max(min(kernel.key_span, most) // kb, 1) * kb
 
@@ -650,13 +618,13 @@ def _vmem_forward(kernel: FlashTPU, qb: int, kb: int) -> int | None:
   """Bytes that a forward kernel may take; None: what the compiler gives."""
   if qb * kb <= _USUAL:
     return None
-  most = tiles.core(kernel.chip).vmem_bytes
+  most = tile_ops.core(kernel.chip).vmem_bytes
   return min(8 * qb * kb + (16 << 20), most - most // 16)
 
 
 def _vmem(kernel: FlashTPU, keys: int, h: int, j: int, qb: int, kb: int) -> int:
   """Bytes that a backward kernel may take: its gradients and some tiles."""
-  most = tiles.core(kernel.chip).vmem_bytes
+  most = tile_ops.core(kernel.chip).vmem_bytes
   tile = max(_LEAST_VMEM, _BACKWARD_BYTES * qb * kb)
   return min(keys * _grad_bytes(h, j) + tile, most - most // 16)
 
@@ -676,7 +644,7 @@ def _cost(
   """
   rows, t, s = sizes
   pairs = rows * t * s * _share(mask, t, s)
-  machine = chips.MACHINES[kernel.chip or tiles.SOME]
+  machine = chips.MACHINES[kernel.chip or tile_ops.SOME]
   reached = machine.part("kernel")[backward]
   return pl.CostEstimate(
     flops=int(pairs * flops / reached),

@@ -20,7 +20,7 @@ import numpy as np
 
 import ringjax as rj
 from ringjax.ops.attention.kernels.auto_kernel import Loops
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import finalize
@@ -84,8 +84,9 @@ def decode(kernel, slots, queries, h, groups=4, kv=8, dtype=jnp.bfloat16):
 
   def result(local, q, k, v, k_at, q_at):
     keys = ContiguousView(k, v, k_at, jnp.int32(1))
-    scores, context = Scores(scale=h**-0.5), Context(q_at, k_at, Causal())
-    return finalize(local.decode(scores, q, keys, Terms(), context))
+    context = Context(q_at, k_at, Causal())
+    given = ScoreArgs(Scores(scale=h**-0.5), Terms(), context)
+    return finalize(local.decode(q, keys, given))
 
   run = jax.jit(result, static_argnums=0)
   wide = jax.tree.map(

@@ -12,7 +12,12 @@ import ringjax as rj
 from ringjax import AutoKernel, Blockwise, Gather, Ring, Ulysses
 from ringjax.ops.attention import nesting
 from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels import auto_kernel, cudnn, flash_tpu, kinds
+from ringjax.ops.attention.kernels import (
+  auto_kernel,
+  cudnn,
+  flash_tpu,
+  hop_kinds,
+)
 from ringjax.ops.attention.kernels.cudnn import CuDNN
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.scores import Context, Scores, Terms
@@ -39,7 +44,7 @@ def fresh():
 
 def test_a_tpu_gets_the_kernel(fresh):
   found = AutoKernel(platform="tpu").choose(*call())
-  assert found == auto_kernel.Choice(FlashTPU(), ())
+  assert found == auto_kernel.KernelChoice(FlashTPU(), ())
   assert AutoKernel(256, 512, platform="tpu").choose(
     *call()
   ).algorithm == FlashTPU(256, 512)
@@ -52,7 +57,7 @@ def test_a_gpu_gets_cudnn_where_there_is_one(fresh, monkeypatch):
   # As where a program is compiled ahead of time: nothing is tried.
   monkeypatch.setattr(cudnn, "_version_here", lambda: 91002)
   found = ours.choose(*call())
-  assert found == auto_kernel.Choice(CuDNN(chip="h100"), ())
+  assert found == auto_kernel.KernelChoice(CuDNN(chip="h100"), ())
   found = ours.choose(*call(dtype=jnp.float32))
   assert found.algorithm == Blockwise() and "float32" in str(found)
 
@@ -168,8 +173,8 @@ class Astray(Vendor):
     out, lse = super().outputs(x, scale, causal)
     return out, lse + 0.1 * (self.fault == ("causal" if causal else "full"))
 
-  def slopes(self, *args):
-    dq, dk, dv = super().slopes(*args)
+  def gradients(self, *args):
+    dq, dk, dv = super().gradients(*args)
     return dq, dk, dv * (0.9 if self.fault == "dv" else 1)
 
 
@@ -185,7 +190,7 @@ class Astray(Vendor):
 )
 def test_the_check_tries_every_kind_of_hop(monkeypatch, fault):
   if fault == "strict":
-    monkeypatch.setattr(kinds, "_up", lambda x: x)
+    monkeypatch.setattr(hop_kinds, "_up", lambda x: x)
   off = auto_kernel._compare_hops(Astray(Poison(), fault=fault))
   assert off > auto_kernel._ALLOWED if fault else off <= auto_kernel._ALLOWED
 

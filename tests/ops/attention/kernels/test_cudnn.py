@@ -242,8 +242,8 @@ class Bind:
       return [out.reshape(q.shape), lse.reshape(b, n, t)]
     lse, out, do = args[10:13]
     assert lse.shape == (b, n, t) and lse.dtype == jnp.float32
-    rows = map(grouped, (out, lse, do))
-    dq, dk, dv = Vendor().slopes(x, *rows, options["scale"], causal)
+    rows = map(grouped, (do, out, lse))
+    dq, dk, dv = Vendor().gradients(x, rows, options["scale"], causal)
     return [dq.reshape(q.shape), dk, dv]
 
 

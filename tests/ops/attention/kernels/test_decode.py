@@ -15,7 +15,7 @@ from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView, decode_attention
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment
 from tests.ops.attention import test_cached as resident
@@ -102,26 +102,25 @@ def call(queries=1, slots=80, dtype=jnp.float32, mask=None, cap=None):
   q, k, v, q_at, k_at = problem(slots, queries, used=0.9)
   at = lambda pair: Coords(*(jnp.asarray(x, jnp.int32) for x in pair))
   half = lambda x: jnp.asarray(x, dtype)
+  context = Context(at(q_at), at(k_at), mask or Causal() & SameSegment())
   return (
-    Scores(scale=0.25, soft_cap=cap),
     half(q),
     ContiguousView(half(k), half(v), at(k_at), jnp.int32(1)),
-    Terms(),
-    Context(at(q_at), at(k_at), mask or Causal() & SameSegment()),
+    ScoreArgs(Scores(scale=0.25, soft_cap=cap), Terms(), context),
   )
 
 
 def refuses(kernel, words, changes):
   """A call that a kernel declines with these words, and does not compute."""
-  scores, q, keys, terms, context = call(dtype=changes.get("dtype", "bfloat16"))
+  q, keys, args = call(dtype=changes.get("dtype", "bfloat16"))
   if "dim" in changes:
     q = jnp.zeros((*q.shape[:4], changes["dim"]), q.dtype)
-  scores, terms = changes.get("scores", scores), changes.get("terms", terms)
+  for name in {"scores", "terms"} & {*changes}:
+    args = args._replace(**{name: changes[name]})
   kernel = changes.get("kernel", kernel)
-  args = (scores, q, keys, terms, context)
-  assert words in kernel.decline(*args)
+  assert words in kernel.decline(q, keys, args)
   with pytest.raises(OptionError, match=words):
-    kernel.decode(*args)
+    kernel.decode(q, keys, args)
 
 
 def same(ours, theirs, limit):
@@ -143,33 +142,30 @@ def test_the_partial_is_that_of_the_loops(kernel):
 
 def test_a_prefix_of_each_example(kernel):
   """An array of the mask, of which each example has its own number."""
-  args = call(mask=Prefix(jnp.array([3, 60])))
-  args = (
-    *args[:4],
-    args[4]._replace(q=Coords(*(x * 0 + 2 for x in args[4].q))),
-  )
+  q, keys, args = call(mask=Prefix(jnp.array([3, 60])))
+  at = Coords(*(x * 0 + 2 for x in args.context.q))
+  args = args._replace(context=args.context._replace(q=at))
+  args = (q, keys, args)
   same(kernel.decode(*args), decode_attention(*args), 2e-6)
 
 
 def test_keys_of_another_dtype(kernel):
-  scores, q, keys, terms, context = call()
+  q, keys, args = call()
   keys = keys._replace(k=keys.k.astype("bfloat16"), v=keys.v.astype("bfloat16"))
-  args = (scores, q, keys, terms, context)
+  args = (q, keys, args)
   # The loops round weights to the values' dtype.
   same(kernel.decode(*args), decode_attention(*args), 1e-2)
 
 
 def test_values_that_are_keys_are_one_operand(kernel):
-  scores, q, keys, terms, context = call(dtype=jnp.bfloat16)
+  q, keys, args = call(dtype=jnp.bfloat16)
   keys = keys._replace(v=keys.k)
-  args = (scores, q, keys, terms, context)
-  same(kernel.decode(*args), decode_attention(*args), 1e-2)
+  both = (f(q, keys, args) for f in (kernel.decode, decode_attention))
+  same(*both, 1e-2)
 
   def operands(v):
     """Blocks of stored keys that the kernel is given."""
-    run = lambda k: kernel.decode(
-      scores, q, keys._replace(k=k, v=v(k)), terms, context
-    )
+    run = lambda k: kernel.decode(q, keys._replace(k=k, v=v(k)), args)
     return str(jax.make_jaxpr(run)(keys.k)).count("bf16[3,2,2,80,16]")
 
   assert operands(lambda k: k) < operands(lambda k: k + 1)
@@ -178,15 +174,15 @@ def test_values_that_are_keys_are_one_operand(kernel):
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_stay_one_in_a_shard_map(kind):
   """Keys that are values too, as a latent cache has them."""
-  scores, q, keys, terms, context = call()
+  q, keys, (scores, terms, context, _) = call()
   keys = keys._replace(v=keys.k)
   seen = []
 
   @dataclasses.dataclass(frozen=True)
   class Looks(kind):
-    def decode(self, scores, q, keys, terms, context):
+    def decode(self, q, keys, args):
       seen.append(keys.v is keys.k)
-      return super().decode(scores, q, keys, terms, context)
+      return super().decode(q, keys, args)
 
   mesh = resident.make_mesh(4, "auto")
   run = ShardedDecode(mesh=mesh, axis="seq", local=Looks(16, interpret=True))
@@ -213,7 +209,7 @@ def test_a_broken_one_is_left_with_one_line(monkeypatch, caplog):
     interpret: bool = True
 
     def decode(self, *args):
-      return super().decode(*args)._replace(l=jnp.full(args[1].shape[:4], 2.0))
+      return super().decode(*args)._replace(l=jnp.full(args[0].shape[:4], 2.0))
 
   auto_kernel._fault.cache_clear()
   monkeypatch.setitem(auto_kernel.DECODERS, "cpu", (Cracked,))

@@ -42,7 +42,7 @@ def test_who_visits(monkeypatch):
   auto_kernel._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = auto_kernel.AutoKernel(platform="gpu", chip="h200")
-  assert ours.choose_decode(*args) == auto_kernel.Choice(
+  assert ours.choose_decode(*args) == auto_kernel.KernelChoice(
     DecodeGPU(chip="h200"), ()
   )
   monkeypatch.setattr(decode_gpu, "plgpu", None)
@@ -65,18 +65,18 @@ PROGRAMS = {
 def test_it_becomes_a_program_of_triton(name):
   """Every operation has a meaning there; no GPU is needed to know this."""
   options = {"dtype": jnp.bfloat16, "queries": 3, **PROGRAMS[name]}
-  scores, q, keys, terms, context = call(**options)
-  terms = Terms(slopes=jnp.ones(q.shape[1:3]))
+  q, keys, args = call(**options)
+  args = args._replace(terms=Terms(slopes=jnp.ones(q.shape[1:3])))
 
   def run(q, k, v, at):
-    visits = context._replace(q=at)
-    return DecodeGPU().decode(scores, q, keys._replace(k=k, v=v), terms, visits)
+    here = args._replace(context=args.context._replace(q=at))
+    return DecodeGPU().decode(q, keys._replace(k=k, v=v), here)
 
   gpu = AbstractDevice("NVIDIA H200", None, "cuda")
   mesh = AbstractMesh((1,), ("x",), abstract_device=gpu)
   with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    traced = jax.jit(run).trace(q, keys.k, keys.v, Coords(*context.q))
+    traced = jax.jit(run).trace(q, keys.k, keys.v, Coords(*args.context.q))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("xla.gpu.triton") == 1
 

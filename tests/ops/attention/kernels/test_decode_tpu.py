@@ -61,7 +61,7 @@ def test_who_visits(monkeypatch):
   auto_kernel._fault.cache_clear()
   args = call(dtype=jnp.bfloat16)
   ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v6e")
-  assert ours.choose_decode(*args) == auto_kernel.Choice(
+  assert ours.choose_decode(*args) == auto_kernel.KernelChoice(
     DecodeTPU(chip="tpu-v6e"), ()
   )
   found = auto_kernel.AutoKernel(24, 24, platform="tpu").choose_decode(*args)

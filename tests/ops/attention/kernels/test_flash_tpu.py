@@ -9,7 +9,7 @@ import ringjax as rj
 from ringjax import Contiguous, Gather, Ring, Striped, Zigzag
 from ringjax.errors import OptionError
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.kernels.tiles import Steps
+from ringjax.ops.attention.kernels.tile_ops import TileSteps
 from tests import oracle
 from tests.ops.attention import test_exact as exact
 from tests.ops.attention.test_exact import FEATURES, ring_mesh
@@ -131,7 +131,7 @@ def test_a_nan_reaches_those_who_see_it_only():
 )
 def test_steps(kinds):
   kinds = np.array(kinds, np.int8)
-  steps = Steps.of(jnp.asarray(kinds))
+  steps = TileSteps.of(jnp.asarray(kinds))
   count = int(steps.count)
   words = np.asarray(steps.words)[:count]
   row, column = words >> 18, words >> 4 & (1 << 14) - 1

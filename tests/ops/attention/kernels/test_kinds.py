@@ -25,9 +25,9 @@ from ringjax import (
 )
 from ringjax.ops.attention import nesting
 from ringjax.ops.attention.attend import empty_partial
-from ringjax.ops.attention.blockwise import Gradients, Local
-from ringjax.ops.attention.kernels import kinds
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.blockwise import Gradients, Local, LocalAlgorithm
+from ringjax.ops.attention.kernels import hop_kinds as kinds
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.mask import Coords, Everything, visible
 from tests import oracle
 from tests.ops.attention.test_exact import FEATURES, causal, ring_mesh
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Vendor:
+class Vendor(LocalAlgorithm):
   """A kernel as vendors make them: two masks, and NaN times 0 is NaN.
 
   Attributes:
@@ -51,12 +51,6 @@ class Vendor:
   other: Any = Blockwise(8, 8)
   local: bool = False
   chip: str | None = None
-
-  differentiable = False
-  axes = ()
-
-  def span(self, keys):
-    return keys
 
   def decline(self, *_):
     return None
@@ -79,7 +73,8 @@ class Vendor:
     out = jnp.einsum("bkgts,bksj->bkgtj", p, *f32(x.v))
     return out.astype(x.q.dtype), lse
 
-  def slopes(self, x, out, lse, do, scale, causal):
+  def gradients(self, x, rows, scale, causal):
+    do, out, lse = rows
     if self.local:
       out, lse = self.outputs(x, scale, causal)
     s = self._scores(x, scale, causal)
@@ -106,7 +101,7 @@ class Poison:
   def forward(self, *args):
     return nan(args[-1])
 
-  def backward(self, scores, x, *args):
+  def backward(self, x, *args):
     dq, dterms = args[-1]
     return Gradients(nan(dq), *nan(f32(x.k, x.v)), dterms)
 
@@ -153,7 +148,7 @@ found_kinds = jax.jit(kinds.kinds, static_argnums=(3, 4))
 
 @jax.jit
 def found_plan(q, k):
-  return kinds.Plan.of(Context(q, k, Causal()), jnp.bool_(True))
+  return kinds.HopPlan.of(Context(q, k, Causal()), jnp.bool_(True))
 
 
 def hops(layout, length, shards, start=0, seg=None):
@@ -539,8 +534,11 @@ def test_nothing_is_touched_where_nothing_is_seen():
   )
   carry = empty_partial(x)
   got = kinds.forward(
-    Broken(), Poison(), Scores(scale=1.0), x, Terms(),
-    Context(one(0), one(8), Causal()), 0, carry,
-  )  # fmt: skip
+    Broken(),
+    Poison(),
+    x,
+    ScoreArgs(Scores(scale=1.0), Terms(), Context(one(0), one(8), Causal())),
+    carry,
+  )
   for a, b in zip(got, carry, strict=True):
     assert np.array_equal(a, b)

@@ -1,8 +1,8 @@
-"""What a hop's mask amounts to, and a vendor's kernel for the kinds it knows.
+"""Classifies the mask of a hop, and runs a vendor's kernel where it fits.
 
-Law: `kinds` never says of a hop what is not so. A kernel that knows "all keys"
-and "row i sees keys 0..i" then equals `Blockwise`, values and gradients,
-wherever a hop is one of
+Guarantees: `kinds` never says of a hop what is not so. A kernel that knows
+"all keys" and "row i sees keys 0..i" then equals `Blockwise`, values and
+gradients, wherever a hop is one of
 
   none   no query sees a key       nothing is touched
   full   every query sees all      the kernel, without a mask
@@ -27,20 +27,22 @@ their mask. A hop of operands that are not finite is `other`, which keeps it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Shaped
 
-from ringjax.ops.attention import scores as scoring
 from ringjax.ops.attention.blockwise import (
   Gradients,
   Local,
+  QGradients,
   Residuals,
   loop,
 )
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs
 from ringjax.ops.mask import (
   And,
   Causal,
@@ -64,11 +66,8 @@ _FAR = 1e30
 _NEAR, _STEP = 2.0**-8, 2.0**-24
 
 
-class Kernel(Protocol):
-  """A vendor's attention, whose masks are none and causal.
-
-  Causal is: row i sees keys 0..i.
-  """
+class VendorKernel(Protocol):
+  """A vendor's attention, without a mask or causal: row i sees keys 0..i."""
 
   def outputs(
     self, x: Local, scale: float, causal: bool
@@ -76,34 +75,42 @@ class Kernel(Protocol):
     """(out [B, K, G, T, J], float32 log-sum-exp [B, K, G, T])."""
     ...
 
-  def slopes(
-    self,
-    x: Local,
-    out: jax.Array,
-    lse: jax.Array,
-    do: jax.Array,
-    scale: float,
-    causal: bool,
+  def gradients(
+    self, x: Local, rows: Rows, scale: float, causal: bool
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq [B, K, G, T, H], dk [B, K, S, H], dv [B, K, S, J]).
 
     Of p = exp(score - lse) and ds = p (do v - sum(do out)), whatever `out`
-    and `lse` are.
+    and `lse` of `rows` are.
     """
     ...
 
 
-def parts(mask: Mask) -> list[Mask]:
+class Rows(NamedTuple):
+  """What a vendor's backward pass gets of the rows.
+
+  Fields:
+    do: [B, K, G, T, J], the cotangent of the output.
+    out: [B, K, G, T, J], the output, or what stands for it (`stand_in`).
+    lse: float32 [B, K, G, T], the log-sum-exp.
+  """
+
+  do: jax.Array
+  out: jax.Array
+  lse: jax.Array
+
+
+def _terms(mask: Mask) -> list[Mask]:
   """The masks of which all have to allow a pair."""
   if isinstance(mask, And):
-    return parts(mask.left) + parts(mask.right)
+    return _terms(mask.left) + _terms(mask.right)
   return [mask]
 
 
 def known(mask: Mask) -> bool:
   """Whether hops under this mask are mostly of a kind that has a name."""
   simple = (Causal, Everything, SameSegment)
-  return all(isinstance(part, simple) for part in parts(mask))
+  return all(isinstance(term, simple) for term in _terms(mask))
 
 
 def kinds(
@@ -112,7 +119,7 @@ def kinds(
   """The kind of each of `rows` x `columns` equal pieces, int32.
 
   Examples of the batch share the answer: one of several kinds is `OTHER`.
-  Of tokens that are padding nothing is known but that nobody sees them.
+  Of padding tokens nothing is known but that no query sees them.
   """
   cut = lambda at, n: Coords(*(c.reshape(c.shape[0], n, -1) for c in at))
   q, k = cut(q, rows), cut(k, columns)
@@ -124,8 +131,9 @@ def kinds(
   some = jnp.any(some & row.some & column.some, 0)
   number = lambda kind: jnp.int32(kind)
   found = jnp.where(some, number(OTHER), number(NONE))
-  if known(mask) and any(isinstance(part, Causal) for part in parts(mask)):
-    if any(isinstance(part, SameSegment) for part in parts(mask)):
+  has = lambda kind: any(isinstance(term, kind) for term in _terms(mask))
+  if known(mask) and has(Causal):
+    if has(SameSegment):
       real &= row.first_seg == row.last_seg
       real &= column.first_seg == column.last_seg
       real &= row.first_seg == column.first_seg
@@ -149,8 +157,8 @@ def _stairs(q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
   return order & below, order & above
 
 
-class Plan(NamedTuple):
-  """What is done with a hop.
+class HopPlan(NamedTuple):
+  """How a hop is computed.
 
   Fields:
     choice: int32 [], of the kinds and `PIECES`.
@@ -162,7 +170,7 @@ class Plan(NamedTuple):
   grid: jax.Array | None
 
   @classmethod
-  def of(cls, context: Context, sound: jax.Array) -> Plan:
+  def of(cls, context: Context, sound: Bool[Array, ""]) -> HopPlan:
     """`sound`: whether a kernel may have these operands."""
     at, mask = (context.q, context.k), context.mask
     choice = kinds(mask, *at)[0, 0]
@@ -176,31 +184,34 @@ class Plan(NamedTuple):
     choice = jnp.where(sound | (choice == NONE), choice, jnp.int32(OTHER))
     return cls(choice, grid)
 
+  def switch(
+    self, branches: list[Any], axes: frozenset[str], *operands: Any
+  ) -> Any:
+    """The results of the chosen branch, in the order of the kinds."""
+    used = branches if self.grid is not None else branches[:PIECES]
+    typed = [_typed(branch, axes) for branch in used]
+    return lax.switch(self.choice, typed, *operands)
+
 
 def forward(
-  kernel: Any,
-  fallback: Any,
-  scores: Scores,
-  x: Local,
-  terms: Terms,
-  context: Context,
-  column: Any,
-  carry: Partial,
+  kernel: Any, fallback: Any, x: Local, args: ScoreArgs, carry: Partial
 ) -> Partial:
-  """A local algorithm's `forward` by a `Kernel`, or by `fallback`."""
-  if not _bare(scores, terms, context):
-    return fallback.forward(scores, x, terms, context, column, carry)
+  """A local algorithm's `forward` by a `VendorKernel`, or by `fallback`."""
+  if not _bare(args):
+    return fallback.forward(x, args, carry)
   # Branches have to agree over which axes their results differ.
-  axes = collectives.varying_axes(x, context, carry)
-  x, context, carry = collectives.vary((x, context, carry), axes)
-  plan = Plan.of(context, _finite(*x))
+  both = (x, args.context, carry)
+  axes = collectives.varying_axes(both)
+  x, context, carry = collectives.vary(both, axes)
+  args, scale = args._replace(context=context), args.scores.scale
+  plan = HopPlan.of(context, _finite(*x))
 
   def fold(causal: bool, x: Local, carry: Partial) -> Partial:
-    out, lse = kernel.outputs(x, scores.scale, causal)
+    out, lse = kernel.outputs(x, scale, causal)
     return merge(carry, Partial.of(out, lse))
 
   def strict(x: Local, carry: Partial) -> Partial:
-    out, lse = kernel.outputs(_up(x), scores.scale, True)
+    out, lse = kernel.outputs(_up(x), scale, True)
     # What was the first row is the last one now, and saw too much.
     first = _last_row(lse)
     lse = jnp.where(first, -jnp.inf, lse)
@@ -210,14 +221,14 @@ def forward(
 
   simple = [
     lambda x, carry: carry,
-    lambda x, carry: fold(False, x, carry),
-    lambda x, carry: fold(True, x, carry),
+    functools.partial(fold, False),
+    functools.partial(fold, True),
     strict,
   ]
   simple = [_typed(branch, axes) for branch in simple]
 
   def other(x: Local, carry: Partial) -> Partial:
-    return fallback.forward(scores, x, terms, context, column, carry)
+    return fallback.forward(x, args, carry)
 
   def pieces(x: Local, carry: Partial) -> Partial:
     def piece(n: jax.Array, carry: Partial) -> Partial:
@@ -228,81 +239,72 @@ def forward(
 
     return loop(_size(plan), piece, carry)
 
-  branches = [*simple, other] + [pieces] * (plan.grid is not None)
-  typed = [_typed(branch, axes) for branch in branches]
-  return lax.switch(plan.choice, typed, x, carry)
+  return plan.switch([*simple, other, pieces], axes, x, carry)
 
 
 def backward(
   kernel: Any,
   fallback: Any,
-  scores: Scores,
   x: Local,
-  terms: Terms,
-  context: Context,
-  column: Any,
+  args: ScoreArgs,
   residuals: Residuals,
-  carry: tuple[jax.Array, Terms],
+  carry: QGradients,
 ) -> Gradients:
-  """A local algorithm's `backward` by a `Kernel`, or by `fallback`."""
-  if not _bare(scores, terms, context):
-    return fallback.backward(
-      scores, x, terms, context, column, residuals, carry
-    )
-  everything = (x, context, residuals, carry)
+  """A local algorithm's `backward` by a `VendorKernel`, or by `fallback`."""
+  if not _bare(args):
+    return fallback.backward(x, args, residuals, carry)
+  everything = (x, args.context, residuals, carry)
   axes = collectives.varying_axes(everything)
   x, context, residuals, carry = collectives.vary(everything, axes)
+  args, scale = args._replace(context=context), args.scores.scale
   lse = jnp.where(residuals.lse == jnp.inf, _FAR, residuals.lse)
   out, right = stand_in(residuals.do, residuals.delta, lse)
   fine = right & _finite(*x, residuals.do, residuals.delta, lse)
-  plan = Plan.of(context, fine)
+  plan = HopPlan.of(context, fine)
   dq, dterms = carry
   wide = dq.dtype
 
   def zeros(x: Local) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros(x.k.shape, wide), jnp.zeros(x.v.shape, wide)
 
-  # Those of the rows that a kernel sees: (do, out, lse).
-  rows = (residuals.do, out, lse)
+  rows = Rows(residuals.do, out, lse)
 
-  def add(causal: bool, x: Local, rows: Any, dq: jax.Array) -> Any:
-    do, out, lse = rows
-    mine, dk, dv = kernel.slopes(x, out, lse, do, scores.scale, causal)
+  def add(
+    causal: bool, x: Local, rows: Rows, dq: jax.Array, shift: int = 0
+  ) -> Any:
+    mine, dk, dv = kernel.gradients(x, rows, scale, causal)
+    mine = _roll(mine, shift) if shift else mine
     dq = dq + _flipped(mine.astype(wide))
     return dq, dk.astype(wide), dv.astype(wide)
 
-  def strict(x: Local, rows: Any, dq: jax.Array) -> Any:
-    do, out, lse = (_roll(a, -1) for a in rows)
-    lse = jnp.where(_last_row(lse), _FAR, lse)
-    mine, dk, dv = kernel.slopes(_up(x), out, lse, do, scores.scale, True)
-    dq = dq + _flipped(_roll(mine, 1).astype(wide))
-    return dq, dk.astype(wide), dv.astype(wide)
+  def strict(x: Local, rows: Rows, dq: jax.Array) -> Any:
+    rows = Rows(*(_roll(a, -1) for a in rows))
+    lse = jnp.where(_last_row(rows.lse), _FAR, rows.lse)
+    return add(True, _up(x), rows._replace(lse=lse), dq, 1)
 
   simple = [
     lambda x, rows, dq: (dq, *zeros(x)),
-    lambda x, rows, dq: add(False, x, rows, dq),
-    lambda x, rows, dq: add(True, x, rows, dq),
+    functools.partial(add, False),
+    functools.partial(add, True),
     strict,
   ]
   simple = [_typed(branch, axes) for branch in simple]
   # Blockwise may have gradients of terms; the others leave them alone.
-  whole = [
+  keeping = [
     lambda x, rows, carry, one=one: (*one(x, rows, carry[0]), carry[1])
     for one in simple
   ]
 
-  def other(x: Local, rows: Any, carry: tuple) -> Any:
+  def other(x: Local, rows: Rows, carry: QGradients) -> Any:
     # Made again, so that what only this branch needs takes no memory else.
     saved = Residuals.of(x.q, *residuals[:3])
-    return tuple(
-      fallback.backward(scores, x, terms, context, column, saved, carry)
-    )
+    return tuple(fallback.backward(x, args, saved, carry))
 
-  def pieces(x: Local, rows: Any, carry: tuple) -> Any:
+  def pieces(x: Local, rows: Rows, carry: QGradients) -> Any:
     def piece(n: jax.Array, state: tuple) -> tuple:
       dq, dk, dv = state
       part = _Piece.of(plan, x, n)
-      mine = tuple(part.cut_q(a) for a in rows)
+      mine = Rows(*(part.cut_q(a) for a in rows))
       one, dk_j, dv_j = lax.switch(
         part.kind, simple, part.cut(x), mine, part.cut_q(dq, 4)
       )
@@ -311,19 +313,20 @@ def backward(
     start = collectives.vary((carry[0], *zeros(x)), axes)
     return *loop(_size(plan), piece, start), carry[1]
 
-  branches = [*whole, other] + [pieces] * (plan.grid is not None)
-  typed = [_typed(branch, axes) for branch in branches]
-  return Gradients(*lax.switch(plan.choice, typed, x, rows, (dq, dterms)))
+  branches = [*keeping, other, pieces]
+  return Gradients(*plan.switch(branches, axes, x, rows, (dq, dterms)))
 
 
-def _bare(scores: Scores, terms: Terms, context: Context) -> bool:
+def _bare(args: ScoreArgs) -> bool:
   """Whether scores are products and the mask is all that hides pairs."""
-  extra = scores.dropout_rate or context.allow is not None
-  return scoring.is_plain(scores, terms) and not extra
+  extra = args.scores.dropout_rate or args.context.allow is not None
+  return args.plain and not extra
 
 
 def stand_in(
-  do: jax.Array, delta: jax.Array, lse: jax.Array
+  do: Shaped[Array, "B K G T J"],
+  delta: Float[Array, "B K G T"],
+  lse: Float[Array, "B K G T"],
 ) -> tuple[jax.Array, jax.Array]:
   """(out, right): what gives a kernel `delta`, and whether it does.
 
@@ -356,7 +359,7 @@ class _Piece(NamedTuple):
   length: int
 
   @classmethod
-  def of(cls, plan: Plan, x: Local, n: jax.Array) -> _Piece:
+  def of(cls, plan: HopPlan, x: Local, n: jax.Array) -> _Piece:
     assert plan.grid is not None
     columns, length = plan.grid.shape[1], x.q.shape[3] // 2
     i, j = n // columns, n % columns
@@ -379,7 +382,7 @@ class _Piece(NamedTuple):
     return Local(self.cut_q(x.q), self.cut_k(x.k), self.cut_k(x.v))
 
 
-def _size(plan: Plan) -> int:
+def _size(plan: HopPlan) -> int:
   assert plan.grid is not None
   return plan.grid.size
 

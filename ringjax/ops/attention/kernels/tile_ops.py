@@ -1,4 +1,4 @@
-"""What the kernels share: the list of tiles, scalars, products, scores.
+"""What the Pallas kernels share: lists of tiles, scalars, products, scores.
 
 A step of a TPU kernel is a tile (row of queries, column of keys) of a list that
 `tile_kinds` gives; the list is read ahead by the kernel's pipeline (scalar
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int8, Shaped
 
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
@@ -24,9 +25,9 @@ LANES = 128
 # What an unknown TPU is taken for: little vector memory, and slow links.
 SOME = "tpu-v5p"
 # What a step of the list says, beside its row and column.
-FIRST, LAST, PART, WHOLE = 1, 2, 4, 8
+FIRST, LAST, MASKED, FULL = 1, 2, 4, 8
 COLUMN_BITS, ROW_BITS = 14, 13
-# Steps of a list, which lies in scalar memory.
+# Steps of a list, which is held in scalar memory.
 MOST_STEPS = 1 << 16
 
 # Statistics of base 2 while they are in VMEM: the exponential is one anyway.
@@ -36,8 +37,8 @@ NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
 NN = (((1,), (0,)), ((), ()))  # [a, h] [h, b] -> [a, b]
 
 
-class Steps(NamedTuple):
-  """The tiles that count, row by row.
+class TileSteps(NamedTuple):
+  """A kernel's steps: the tiles that count, row by row.
 
   Fields:
     words: int32 [rows * columns], of which `count` are used: the row, the
@@ -49,7 +50,7 @@ class Steps(NamedTuple):
   count: jax.Array
 
   @classmethod
-  def of(cls, kinds: jax.Array) -> Steps:
+  def of(cls, kinds: Int8[Array, "rows columns"]) -> TileSteps:
     """From `tile_kinds`' int8 [rows, columns]."""
     some = kinds != 0
     place = jnp.cumsum(some, 1, dtype=jnp.int32)
@@ -60,8 +61,8 @@ class Steps(NamedTuple):
     words = (
       flag(first, FIRST)
       | flag(last, LAST)
-      | flag(kinds == 1, PART)
-      | flag(kinds == 2, WHOLE)
+      | flag(kinds == 1, MASKED)
+      | flag(kinds == 2, FULL)
       | number(1) << 4
       | number(0) << (4 + COLUMN_BITS)
     ).reshape(-1)
@@ -74,7 +75,7 @@ class Steps(NamedTuple):
 
 
 def lanes(n: int) -> int:
-  """So many lanes, filled up to whole registers."""
+  """`n` lanes, rounded up to whole registers."""
   return -(-n // LANES) * LANES
 
 
@@ -93,11 +94,9 @@ def unreadable(terms: Terms, context: Context) -> str | None:
 
 
 def undecoded(
-  scores: Scores,
-  q: jax.Array,
+  q: Float[Array, "B K G T H"],
   keys: ContiguousView,
-  terms: Terms,
-  context: Context,
+  args: ScoreArgs,
   *,
   dtypes: tuple[str, ...],
   widest: int,
@@ -106,13 +105,13 @@ def undecoded(
   for x in (q, keys.k, keys.v):
     if x.dtype.name not in dtypes:
       return f"{x.dtype}: it multiplies {' and '.join(dtypes)}"
-  if scores.dropout_rate:
+  if args.scores.dropout_rate:
     return "dropout, which is for training"
   if q.shape[4] > widest or keys.v.shape[4] > widest:
     return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most {widest}"
   if not keys.v.shape[4]:
     return "values without numbers"
-  return unreadable(terms, context)
+  return unreadable(args.terms, args.context)
 
 
 def by_row(at: Coords, shape: tuple[int, ...]) -> Coords:
@@ -122,13 +121,16 @@ def by_row(at: Coords, shape: tuple[int, ...]) -> Coords:
   return Coords(*each)
 
 
-def slopes_by_row(slopes: jax.Array, t: int) -> jax.Array:
+def slopes_by_row(slopes: Float[Array, "K G"], t: int) -> jax.Array:
   """ALiBi's slopes [K, G] of the same rows: float32 [K, G * T]."""
   return jnp.repeat(slopes.astype(jnp.float32), t, 1)
 
 
 def score(
-  scores: Scores, dot: jax.Array, slope: Any, far: Callable[[], jax.Array]
+  scores: Scores,
+  dot: Float[Array, ...],
+  slope: Any,
+  far: Callable[[], Array],
 ) -> tuple[jax.Array, Any]:
   """(scores, tanh of the soft cap or None) from products of queries and keys.
 
@@ -146,7 +148,10 @@ def score(
 
 
 def power(
-  scores: Scores, dot: jax.Array, slope: Any, far: Callable[[], jax.Array]
+  scores: Scores,
+  dot: Float[Array, ...],
+  slope: Any,
+  far: Callable[[], Array],
 ) -> tuple[jax.Array, float]:
   """(x, c) such that exp(score) is 2 ** (c * x), c above 0; as `score`.
 
@@ -183,7 +188,7 @@ class Scalars(NamedTuple):
   seed: Any
 
   @classmethod
-  def of(cls, terms: Terms, context: Context, steps: Steps) -> Scalars:
+  def of(cls, terms: Terms, context: Context, steps: TileSteps) -> Scalars:
     leaves = [
       jnp.asarray(a, jnp.int32).reshape(-1)
       for a in jax.tree.leaves(context.mask)
@@ -200,7 +205,10 @@ class Scalars(NamedTuple):
     )
 
 
-def dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+def dot(
+  a: Shaped[Array, "m n"], b: Shaped[Array, "h w"], dims: Any
+) -> jax.Array:
+  """A product of two matrices, `NT` or `NN`, that accumulates in float32."""
   exact = a.dtype == jnp.float32
   return lax.dot_general(
     a,
@@ -211,11 +219,13 @@ def dot(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
   )
 
 
-def finite(x: jax.Array) -> jax.Array:
+def finite(x: Shaped[Array, ...]) -> jax.Array:
+  """Which numbers are neither infinite nor NaN."""
   return jnp.abs(x.astype(jnp.float32)) < jnp.inf
 
 
-def clean(x: jax.Array) -> jax.Array:
+def clean(x: Shaped[Array, ...]) -> jax.Array:
+  """`x` with 0 for what is not finite."""
   return jnp.where(finite(x), x, jnp.zeros_like(x))
 
 

@@ -1,0 +1,79 @@
+"""All hops of one shard, one after another on one device; nothing is sent.
+
+Guarantees: equals the local algorithm over all keys at once. It is what a
+shard of a ring computes, so checks and measurements of kernels need no second
+device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringjax.ops.attention.blockwise import (
+  Gradients,
+  Local,
+  LocalAlgorithm,
+  QGradients,
+  Residuals,
+)
+from ringjax.ops.attention.scores import ScoreArgs
+from ringjax.ops.mask import Coords
+from ringjax.ops.softmax import Partial
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalHops(LocalAlgorithm):
+  """A local algorithm over keys that are cut in equal parts.
+
+  Attributes:
+    local: the local algorithm.
+    hops: how many parts, a divisor of the keys.
+  """
+
+  local: Any
+  hops: int
+
+  def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
+    """See `Blockwise.forward`."""
+
+    def hop(carry: Partial, part: Any) -> tuple[Partial, None]:
+      return self.local.forward(*self._operands(x, args, part), carry), None
+
+    return lax.scan(hop, carry, self._parts(x, args))[0]
+
+  def backward(
+    self, x: Local, args: ScoreArgs, residuals: Residuals, carry: QGradients
+  ) -> Gradients:
+    """See `Blockwise.backward`."""
+
+    def hop(carry: tuple, part: Any) -> tuple[tuple, tuple]:
+      there = self._operands(x, args, part)
+      found = self.local.backward(*there, residuals, carry)
+      return (found.q, found.terms), (found.k, found.v)
+
+    (dq, dterms), (dk, dv) = lax.scan(hop, carry, self._parts(x, args))
+    join = lambda d, like: jnp.moveaxis(d, 0, 2).reshape(like.shape)
+    return Gradients(dq, join(dk, x.k), join(dv, x.v), dterms)
+
+  def _parts(self, x: Local, args: ScoreArgs) -> Any:
+    """What the hops bring: (number, k, v, coordinates)."""
+
+    def cut(a: jax.Array, axis: int) -> jax.Array:
+      shape = (*a.shape[:axis], self.hops, -1, *a.shape[axis + 1 :])
+      return jnp.moveaxis(a.reshape(shape), axis, 0)
+
+    at = Coords(*(cut(c, 1) for c in args.context.k))
+    number = jnp.arange(self.hops, dtype=jnp.int32)
+    return number, cut(x.k, 2), cut(x.v, 2), at
+
+  def _operands(
+    self, x: Local, args: ScoreArgs, part: Any
+  ) -> tuple[Local, ScoreArgs]:
+    number, k, v, at = part
+    column = args.column + number * k.shape[2]
+    return Local(x.q, k, v), args.of_keys(at, column)
