@@ -1,9 +1,13 @@
 """Where a call runs: which mesh, which axis carries the sequence, and how.
 
-Law: `locate` looks, in this order, at what the caller said, at the operands
-(explicit shardings, or the shardings of concrete arrays), at the current mesh
-and its "seq" axis; where none of them names an axis the call is local. Several
-axes that shard the sequence count as one, the last of them moving fastest.
+Guarantees: `locate` looks, in this order, at the caller's arguments, at the
+operands (explicit shardings, or the shardings of concrete arrays) and at the
+current mesh and its "seq" axis. In a `jax.jit` the type of an operand names the
+mesh of automatic axes that its arguments lie on, though not what each axis
+shards: `sequence_axis` of that mesh is taken, or the call is refused. The call
+is local only where no axis is found, or no mesh at all: arguments without a
+mesh whose shardings `in_shardings` alone gives are such a case. Several axes
+that shard the sequence count as one, the last of them moving fastest.
 In a shard_map nothing says which dimension a manual axis shards, so a function
 with a JAX function's name and signature takes no axis because it is called so.
 """
@@ -28,11 +32,14 @@ AUTO = "auto"
 _OTHERS = ("replica", "data", "model", "expert", "stage")
 
 
-def sequence_axis(mesh: Any, used: Sequence[str] = ()) -> str | None:
+def sequence_axis(
+  mesh: Any, used: Sequence[str] = (), required: bool = True
+) -> str | None:
   """The axis of `mesh` that shards the sequence where a caller names none.
 
   "seq"; else the only axis of another name than "replica", "data", "model",
   "expert" and "stage"; None if there is none. `used` shard something else.
+  `required`: the caller takes no axis=None.
 
   Raises:
     MeshError: several axes may be meant.
@@ -45,7 +52,8 @@ def sequence_axis(mesh: Any, used: Sequence[str] = ()) -> str | None:
       "axis",
       f"None, on a mesh with the axes {mesh.axis_names}",
       f"which of {', '.join(map(repr, left))} shards the sequence",
-      f"pass axis=, e.g. axis={left[0]!r}",
+      f"pass axis=, e.g. axis={left[0]!r}"
+      + ("" if required else ", or axis=None if none of them does"),
     )
   return left[0] if left else None
 
@@ -176,7 +184,7 @@ def locate(
         "leave it out inside of a shard_map",
       )
     return per_shard
-  specs = [_spec(x) for x in operands]
+  specs = [sharding_of(x) for x in operands]
   found = next((m for m, _ in specs if m is not None), None)
   context = jax.sharding.get_abstract_mesh()
   use = mesh or found or (None if context.empty else context)
@@ -198,7 +206,7 @@ def locate(
     return Place()
   used = [n for what in said.values() for n in collectives.names(what)]
   if axis == AUTO:
-    axis = _sequence_axis(specs, use, mesh is not None, used)
+    axis = _sequence_axis(specs, use, mesh is not None, used, required)
     if not by_name and context.manual_axes:
       axis = _not_manual(axis, specs, operands)
   if axis is None:
@@ -223,7 +231,7 @@ def locate(
   ]
   if axis is None and not explicit and not told:
     return Place()
-  spec = next((spec for m, spec in specs if m is not None), ())
+  spec = next((spec for m, spec in specs if m is not None), ()) or ()
   found_at = lambda i: tuple(
     a for a in (spec[i] if i < len(spec) else ()) if a in explicit
   )
@@ -259,7 +267,7 @@ def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
     MeshError: operands are, or may be, the shards of a manual axis.
   """
   free = not {*collectives.names(axis)} & collectives.manual_axes()
-  if not (free and any(len(spec) > 1 and spec[1] for _, spec in specs)):
+  if not (free and any(s and len(s) > 1 and s[1] for _, s in specs)):
     refuse_shards("query, key, value", operands, "axis={}", SEQ)
   return axis if free else None
 
@@ -349,30 +357,33 @@ def _check_divides(
       )
 
 
-def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:
-  """(mesh, axes of each dimension) of an operand; (None, ()) if unknown."""
+def sharding_of(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...] | None]:
+  """(mesh, mesh axes of each dimension) of an operand; (None, ()) without one.
+
+  A concrete array and a `jax.ShapeDtypeStruct` have a sharding. The type of a
+  traced array names the mesh of the arguments that it is computed from, and
+  says over which explicit axes it lies; what automatic axes shard is known to
+  the compiler alone: then None stands for the axes of the dimensions.
+  """
   sharding: Any = getattr(jax.typeof(x), "sharding", None)
-  known = sharding is not None and not sharding.mesh.empty
-  if not (known and AxisType.Explicit in sharding.mesh.axis_types):
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+  kinds = () if sharding is None else sharding.mesh.axis_types
+  if AxisType.Explicit not in kinds:
+    if isinstance(x, jax.core.Tracer):
+      unknown = bool(kinds) and AxisType.Manual not in kinds
+      return (sharding.mesh, None) if unknown else (None, ())
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
       return None, ()
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding):
-      return None, ()
-  axes = tuple(
-    () if a is None else a if isinstance(a, tuple) else (a,)
-    for a in tuple(sharding.spec)
-  )
-  return sharding.mesh, axes
+  return sharding.mesh, tuple(collectives.names(a) for a in sharding.spec)
 
 
 def _sequence_axis(
-  specs: list[Any], mesh: Any, given: bool, used: Sequence[str]
+  found: list[Any], mesh: Any, given: bool, used: Sequence[str], required: bool
 ) -> Any:
-  for _, spec in specs:
-    over = spec[1] if len(spec) > 1 else ()
-    if over:
-      return over if len(over) > 1 else over[0]
-  if given:
-    return sequence_axis(mesh, used)
+  """The axis of the operands' second dimension, else the one of the mesh."""
+  for _, spec in found:
+    if spec is not None and len(spec) > 1 and spec[1]:
+      return spec[1] if len(spec[1]) > 1 else spec[1][0]
+  if given or any(spec is None for _, spec in found):
+    return sequence_axis(mesh, used, required)
   return SEQ if SEQ in mesh.axis_names else None

@@ -86,8 +86,10 @@ def dot_product_attention(
     mesh: the mesh; default: the operands', else the current one.
     axis: the mesh axis that shards T and S, or several, the slowest first.
       "auto": what shards the operands, else the mesh's "seq" axis, else the
-      only axis of a given `mesh` that is not "replica", "data", "model",
-      "expert" or "stage", else none. None: each device attends alone, to the
+      only axis of the mesh that is not "replica", "data", "model", "expert"
+      or "stage", if it is a given `mesh` or that of operands in a `jax.jit`,
+      where nothing says what they are sharded over; else none. None: each
+      device attends alone, to the
       keys that it is given. Inside a shard_map where the axis is manual the
       operands are per shard; there it has to be named, or None, since "auto"
       can't tell which dimension a manual axis shards.
