@@ -246,7 +246,6 @@ CLASH = {
   "Contestant",
   "Instruction",
   "Linear",
-  "Place",
   "Plan",
   "Program",
   "Ready",
@@ -369,7 +368,6 @@ UNSHAPED = {
   "ringjax/models",
   "ringjax/nn",
   "ringjax/ops",
-  "ringjax/parallel",
 }
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import pathlib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -37,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import OptionError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -60,10 +60,10 @@ class Link:
   ports: int = 2
 
   def __post_init__(self) -> None:
-    _positive("Link bandwidth", self.bandwidth, "bytes per second")
-    _at_least_0("Link latency_s", self.latency_s)
-    whole = isinstance(self.ports, int) and not isinstance(self.ports, bool)
-    if not whole or self.ports < 1 or (self.ports > 1 and self.ports % 2):
+    number("Link bandwidth", self.bandwidth, above=0)
+    number("Link latency_s", self.latency_s, least=0)
+    ports = positive_int("Link ports", self.ports)
+    if ports > 1 and ports % 2:
       raise OptionError(
         "Link ports",
         repr(self.ports),
@@ -170,9 +170,9 @@ class Chip:
   def __post_init__(self) -> None:
     object.__setattr__(self, "flops", _pairs("Chip flops", self.flops))
     for dtype, rate in self.flops:
-      _positive(f"Chip flops of {dtype}", rate, "FLOPs per second")
-    _positive("Chip hbm_bytes", self.hbm_bytes, "bytes")
-    _positive("Chip hbm_bandwidth", self.hbm_bandwidth, "bytes per second")
+      number(f"Chip flops of {dtype}", rate, above=0)
+    number("Chip hbm_bytes", self.hbm_bytes, above=0)
+    number("Chip hbm_bandwidth", self.hbm_bandwidth, above=0)
 
   @property
   def platform(self) -> str:
@@ -238,48 +238,35 @@ class Machine:
           "Machine links",
           repr(self.links),
           "a Link, or a mapping from axis names to Links",
-          "build them with Link(bandwidth=...)",
+          "pass e.g. Link(bandwidth=50e9)",
         )
       object.__setattr__(self, "links", links)
-    efficiency = tuple(
-      (name, tuple(pair))
-      for name, pair in _pairs("Machine efficiency", self.efficiency)
-    )
-    right = all(
-      name in LOCALS
-      and len(pair) == 2
-      and all(_real(x) and 0 < float(x) <= 1 for x in pair)
-      for name, pair in efficiency
-    )
-    if not right or not efficiency:
-      raise OptionError(
-        "Machine efficiency",
-        repr(self.efficiency),
-        f"(forward, backward) above 0 to 1 for some of {', '.join(LOCALS)}",
-        "write {'kernel': (0.6, 0.5)}",
-      )
+    efficiency = _pairs("Machine efficiency", self.efficiency)
+    for name, pair in efficiency:
+      one_of("Machine efficiency", name, LOCALS)
+      if len(pair) != 2:
+        raise OptionError(
+          "Machine efficiency",
+          repr(pair),
+          "(forward, backward)",
+          "pass e.g. {'kernel': (0.6, 0.5)}",
+        )
+      for part in pair:
+        number(f"Machine efficiency of {name}", part, above=0, most=1)
+    efficiency = tuple((name, tuple(pair)) for name, pair in efficiency)
     object.__setattr__(self, "efficiency", efficiency)
-    for name in ("hop_s", "call_s"):
-      _at_least_0(f"Machine {name}", getattr(self, name))
-    _positive("Machine memory_share", self.memory_share, "part of the memory")
-    if self.memory_share > 1:
-      raise OptionError(
-        "Machine memory_share",
-        self.memory_share,
-        "at most 1",
-        "write it as a part, e.g. 0.5",
-      )
+    number("Machine hop_s", self.hop_s, least=0)
+    number("Machine call_s", self.call_s, least=0)
+    number("Machine memory_share", self.memory_share, above=0, most=1)
     if (self.island is None) != (self.between is None):
       raise OptionError(
         "Machine island, between",
         f"{self.island!r}, {self.between!r}",
         "both, or neither",
-        "say how many devices an island has and what joins islands",
+        "pass how many devices an island has and the link between islands",
       )
-    if self.island is not None and self.island < 1:
-      raise OptionError(
-        "Machine island", self.island, "1 or more", "count devices"
-      )
+    if self.island is not None:
+      positive_int("Machine island", self.island)
 
   @classmethod
   def of(cls, body: Mapping[str, Any]) -> Machine:
@@ -338,11 +325,7 @@ class Machine:
       OptionError: it has none here.
     """
     known = dict(self.efficiency)
-    if local not in known:
-      raise OptionError(
-        "local", repr(local), f"one of {', '.join(known)}", "choose one"
-      )
-    return known[local]
+    return known[one_of("local", local, known)]
 
 
 def number_bytes(dtype: str) -> int:
@@ -356,7 +339,7 @@ def number_bytes(dtype: str) -> int:
       "dtype",
       repr(dtype),
       f"one of {', '.join(_DTYPE_BYTES)}",
-      "correct the name",
+      "pass the name of a dtype, e.g. 'bfloat16'",
     ) from None
 
 
@@ -367,23 +350,8 @@ def _pairs(name: str, given: Any) -> tuple[tuple[str, Any], ...]:
   except TypeError:
     pairs, right = (), False
   if not right or not pairs:
-    raise OptionError(name, repr(given), "a mapping from names", "write a dict")
+    raise OptionError(name, repr(given), "a mapping from names", "pass a dict")
   return tuple((str(k), v) for k, v in pairs)
-
-
-def _real(value: Any) -> bool:
-  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  return real and math.isfinite(float(value))
-
-
-def _positive(name: str, value: Any, unit: str) -> None:
-  if not _real(value) or value <= 0:
-    raise OptionError(name, repr(value), f"{unit}, above 0", "correct it")
-
-
-def _at_least_0(name: str, value: Any) -> None:
-  if not _real(value) or value < 0:
-    raise OptionError(name, repr(value), "seconds, 0 or more", "correct it")
 
 
 # ---------------------------------------------------------------------------
@@ -442,7 +410,7 @@ class Core:
 
 
 # ---------------------------------------------------------------------------
-# Stated
+# The figures of `machines.toml`
 # ---------------------------------------------------------------------------
 
 _TABLES = tomllib.loads(
@@ -497,7 +465,7 @@ def core(name: str) -> Core:
     "chip",
     repr(name),
     f"one of {', '.join(one.topology for one in CORES.values())}",
-    "name a TPU, e.g. v5e or v5e:4x4",
+    "pass the name of a TPU, e.g. v5e or v5e:4x4",
   )
 
 
@@ -554,7 +522,7 @@ def machine(name: str) -> Machine:
       "machine",
       repr(name),
       f"one of {', '.join(MACHINES)}",
-      "choose one, or build a Machine(...)",
+      "pass one of these names, or a Machine(...)",
     )
   return MACHINES[found]
 

@@ -1,6 +1,6 @@
 """How a call of attention runs: on a mesh, per shard, on one device.
 
-Law: what `api` promises, of operands that `request.build` has checked. On a
+Law: what `api` promises, of checked arguments (`AttentionArgs`). On a
 mesh there is one shard_map, over the sequence's axis, the mesh's explicit axes
 and what the caller says of batch and heads; other axes are left to the
 compiler. The strategy is chosen and fitted here, before anything is moved.
@@ -22,25 +22,24 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.checks import boolean
 from ringjax.errors import MeshError, OptionError, ShapeError
-from ringjax.ops.attention import nesting, predict
+from ringjax.ops.attention import nesting, registry
+from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.call_shape import CallShape
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.nesting import Strategy
-from ringjax.ops.attention.predict import CallShape
-from ringjax.ops.attention.request import Operands, Request
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.attention.select import Auto
 from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
+from ringjax.parallel.layout import out_of_slots, slots_of
 from ringjax.parallel.place import Place, device_of
 
 
 def run(
-  request: Request,
-  x: Operands,
+  x: AttentionArgs,
   place: Place,
   strategy: Strategy | Auto,
   return_residual: bool,
@@ -48,29 +47,27 @@ def run(
   """The output in the caller's shape, with the residual where asked for."""
   return_residual = boolean("return_residual", return_residual)
   if isinstance(strategy, Auto):
-    strategy = _chosen(strategy, request, x, place)
+    strategy = _chosen(strategy, x, place)
   _check_axes(strategy, place)
-  strategy = nesting.on_device(strategy, *device_of(place, x[:3]))
+  strategy = nesting.on_device(strategy, *device_of(place, x.operands))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
   else:
     with _forward_mode_refused():
       if place.mesh is not None:
-        out, lse = _on_mesh(request, x, place, strategy)
+        out, lse = _on_mesh(x, place, strategy)
       else:
         # Without a jit of our own a call outside of one would compile its loops
         # again each time.
         here = _per_shard if place.manual else _jitted_local
-        out, lse = here(request, x, place, strategy, None)
-  if not request.batched:
+        out, lse = here(x, place, strategy, None)
+  if not x.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
 
 
-def _chosen(
-  auto: Auto, request: Request, x: Operands, place: Place
-) -> Strategy:
+def _chosen(auto: Auto, x: AttentionArgs, place: Place) -> Strategy:
   """What the model of costs says of this call; see `select`."""
   if place.size == 1:
     return nesting.named("ring")
@@ -80,12 +77,12 @@ def _chosen(
   # Values that are traced bound nothing.
   mask = Everything() if jax.tree.leaves(x.mask) else x.mask
   derived = x.q_pos is None and x.k_pos is None and t == s
-  names = auto.among or predict.STRATEGIES
+  names = auto.among or registry.STRATEGIES
   if not derived or mask is not x.mask:
-    names = [n for n in names if not predict.STRATEGIES[n].same_tokens]
+    names = [n for n in names if not registry.STRATEGIES[n].same_tokens]
   if any(name not in collectives.manual_axes() for name in place.names):
     # Inside of a vmap there are no groups.
-    known = predict.STRATEGIES
+    known = registry.STRATEGIES
     names = [
       name
       for name in names
@@ -93,7 +90,7 @@ def _chosen(
     ]
   axes = tuple((name, _size(name, place)) for name in place.names)
   if len(axes) > 2:
-    names = [name for name in names if name not in predict.GROUPED]
+    names = [name for name in names if name not in registry.GROUPED]
     axes = ((" ".join(place.names), place.size),)
   shards = lambda names: math.prod(_size(name, place) for name in names)
   heads = shards(place.heads)
@@ -107,12 +104,12 @@ def _chosen(
     value_dim=j,
     dtype=x.q.dtype.name,
     mask=mask,
-    layout=request.layout,
+    layout=x.layout,
     axes=axes,
     # Of unequal lengths the queries are taken to be the last tokens.
     offset=max(s - t, 0),
   )
-  local, _ = expected(call, device_of(place, x[:3])[0])
+  local, _ = expected(call, device_of(place, x.operands)[0])
   call = dataclasses.replace(call, local=local)
   name, options = dataclasses.replace(auto, among=tuple(names)).choose(
     call, place.mesh
@@ -156,14 +153,13 @@ def _forward_mode_refused() -> Iterator[None]:
 
 
 def _per_shard(
-  request: Request,
-  x: Operands,
+  x: AttentionArgs,
   place: Place,
   strategy: Strategy,
   lengths: tuple[int, int] | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: `lengths` are the true ones of the sequence, None if whole."""
-  layout, size = request.layout, place.size
+  layout, size = x.layout, place.size
   shards = [x.q.shape[1], x.k.shape[1]]
   if lengths is None:
     for name, local in zip(("query", "key"), shards, strict=True):
@@ -208,11 +204,11 @@ def _per_shard(
     strategy = Gather(nesting.innermost(strategy))
   else:
     strategy = strategy.on(None, None)
-  return attend_shard(request.scores, x, context, strategy)
+  return attend_shard(x, context, strategy)
 
 
 def attend_shard(
-  scores: Scores, x: Operands, context: Context, strategy: Strategy
+  x: AttentionArgs, context: Context, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: (output, log-sum-exp) in the caller's order of axes."""
   b, t, n, h = x.q.shape
@@ -227,12 +223,12 @@ def attend_shard(
   terms = Terms(
     _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
   )
-  out, lse = strategy.attend(scores, local, terms, context)
+  out, lse = strategy.attend(x.scores, local, terms, context)
   out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
   return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
 
 
-_jitted_local = jax.jit(_per_shard, static_argnums=(0, 2, 3, 4))
+_jitted_local = jax.jit(_per_shard, static_argnums=(1, 2, 3))
 
 
 def _coords(
@@ -255,16 +251,15 @@ def _grouped(pair: Any, kv_heads: int) -> Any:
 
 
 def _on_mesh(
-  request: Request, x: Operands, place: Place, strategy: Strategy
+  x: AttentionArgs, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
     # Arrays that a caller made without a mesh have to reach its devices.
-    specs = _specs(x, place)
     x = jax.tree.map(
-      lambda a, spec: _to_mesh(a, place.mesh, spec), x, _like(x, specs)
+      lambda a, spec: _to_mesh(a, place.mesh, spec), x, x.specs(place)
     )
-  return _jitted_on_mesh(request, x, place, strategy)
+  return _jitted_on_mesh(x, place, strategy)
 
 
 def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
@@ -283,16 +278,6 @@ def _names(axes: Any) -> tuple[str, ...]:
   return axes if isinstance(axes, tuple) else (axes,)
 
 
-def _like(x: Operands, specs: Operands) -> Operands:
-  """Specs without those of absent operands."""
-  return jax.tree.map(
-    lambda a, spec: None if a is None else spec,
-    x,
-    specs,
-    is_leaf=lambda a: a is None,
-  )
-
-
 def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
   """`a` over the axes of `spec` that types know; the others are XLA's."""
   held = (tuple(n for n in _names(axes) if n in explicit) for axes in spec)
@@ -303,7 +288,7 @@ def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
   return jax.sharding.reshard(a, NamedSharding(mesh, spec))
 
 
-def _check_explicit(x: Operands, place: Place) -> None:
+def _check_explicit(x: AttentionArgs, place: Place) -> None:
   size = math.prod(place.mesh.shape[a] for a in place.heads)
   kv_heads = x.k.shape[2]
   if size > 1 and kv_heads > 1 and kv_heads % size:
@@ -315,46 +300,16 @@ def _check_explicit(x: Operands, place: Place) -> None:
     )
 
 
-def _specs(x: Operands, place: Place) -> Operands:
-  b, h, s = place.batch or None, place.heads or None, place.axis
-  one = lambda n, a: None if n == 1 else a
-  pair = lambda a: (
-    a is not None
-    and P(one(a.shape[0], b), one(a.shape[1], h), one(a.shape[2], s))
-  )
-  tokens = lambda a: a is not None and P(one(a.shape[0], b), s)
-  kv = P(b, s, one(x.k.shape[2], h))
-  return Operands(
-    q=P(b, s, h),
-    k=kv,
-    v=kv,
-    bias=pair(x.bias) or None,
-    allow=pair(x.allow) or None,
-    sinks=P(h),
-    slopes=P(h),
-    heads=P(h),
-    q_pos=tokens(x.q_pos) or None,
-    k_pos=tokens(x.k_pos) or None,
-    q_seg=tokens(x.q_seg) or None,
-    k_seg=tokens(x.k_seg) or None,
-    q_len=P(b),
-    k_len=P(b),
-    seed=None if x.seed is None else P(one(x.seed.shape[0], b)),
-    mask=jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask),
-  )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _jitted_on_mesh(
-  request: Request, x: Operands, place: Place, strategy: Strategy
+  x: AttentionArgs, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   lengths = x.q.shape[1], x.k.shape[1]
   fit = [
-    slots_of(request.layout, n, place.size) if place.axis else None
-    for n in lengths
+    slots_of(x.layout, n, place.size) if place.axis else None for n in lengths
   ]
-  x = _pad_sequence(x, fit)
-  specs = _like(x, _specs(x, place))
+  x = x.padded(*fit)
+  specs = x.specs(place)
   explicit = {
     a
     for a, kind in zip(
@@ -372,7 +327,7 @@ def _jitted_on_mesh(
   if place.whole:
     names |= {*place.mesh.axis_names} - collectives.manual_axes()
   out, lse = jax.shard_map(
-    lambda x: _per_shard(request, x, place, strategy, lengths),
+    lambda x: _per_shard(x, place, strategy, lengths),
     mesh=place.mesh,
     in_specs=(specs,),
     out_specs=(specs.q, specs.q),
@@ -387,30 +342,3 @@ def _jitted_on_mesh(
       out, lse = (_reshard(a, place.mesh, whole, explicit) for a in (out, lse))
     out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
   return out, lse
-
-
-def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
-  """Gives each shard the same number of slots, where lengths do not divide."""
-  if fit[0] is None and fit[1] is None:
-    return x
-  q = lambda a, axis: _into_slots(a, fit[0], axis)
-  k = lambda a, axis: _into_slots(a, fit[1], axis)
-  pair = lambda a: None if a is None else k(q(a, 2), 3)
-  return x._replace(
-    q=q(x.q, 1),
-    k=k(x.k, 1),
-    v=k(x.v, 1),
-    bias=pair(x.bias),
-    allow=pair(x.allow),
-    q_pos=q(x.q_pos, 1),
-    k_pos=k(x.k_pos, 1),
-    q_seg=q(x.q_seg, 1),
-    k_seg=k(x.k_seg, 1),
-  )
-
-
-def _into_slots(a: Any, slots: Any, axis: int) -> Any:
-  # What does not depend on the keys has one column.
-  if a is None or (axis >= 2 and a.shape[axis] == 1):
-    return a
-  return into_slots(a, slots, axis)

@@ -1,9 +1,9 @@
-"""Which way to move attention across devices, by predicted time, and why.
+"""Which strategy an attention call takes, by predicted time, and why.
 
-Law: the choice depends on shapes, mask, layout, mesh and `device_kind` alone,
-so every process of a run makes the same. It never changes the result, hence
-nothing that loses digits is chosen unless it is asked for; and nothing that
-does not fit the memory.
+Guarantees: the choice depends on shapes, mask, layout, mesh and `device_kind`
+alone, so every process of a run makes the same. It never changes the result,
+hence nothing that loses digits is chosen unless it is asked for; and nothing
+that does not fit the memory.
 
 `explain` prints what `Auto` goes by:
 
@@ -20,24 +20,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from ringjax.checks import positive_int
+from ringjax.checks import one_of, positive_int
 from ringjax.errors import (
   InputTypeError,
   MeshError,
   OptionError,
   ShapeError,
 )
-from ringjax.ops.attention import predict as model
+from ringjax.ops.attention import registry
+from ringjax.ops.attention.call_shape import CallShape, Prediction, Refusal
 from ringjax.ops.attention.kernels.auto_kernel import expected
-from ringjax.ops.attention.predict import CallShape, Prediction, Refusal
 from ringjax.ops.mask import Causal, Everything, Mask
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Machine
 from ringjax.parallel.collectives import names as names_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
-from ringjax.parallel.place import SEQ
+from ringjax.parallel.place import SEQ, sharding_of
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Striped(), Zigzag())
 _SHOWN = 12
@@ -73,13 +73,7 @@ def candidates(
     OptionError: a name that is none.
   """
   for name in among or ():
-    if name not in model.STRATEGIES:
-      raise OptionError(
-        "among",
-        repr(name),
-        f"names of {', '.join(model.STRATEGIES)}",
-        "correct it",
-      )
+    one_of("among", name, registry.STRATEGIES)
   layouts = LAYOUTS if call.layout is None else (call.layout,)
   size = call.shards
   if len(call.axes) == 2:
@@ -87,15 +81,15 @@ def candidates(
   else:
     inners = [n for n in range(2, size // 2 + 1) if size % n == 0]
   # On one device there is nothing to move, and the ring moves nothing.
-  names = model.STRATEGIES if size > 1 else ("ring",)
+  names = registry.STRATEGIES if size > 1 else ("ring",)
   found = []
   for name in names:
     if among is not None and name not in among:
       continue
     wires: list[str | None] = [None]
-    if call.wire is not None and name in model.WIRED and size > 1:
+    if call.wire is not None and name in registry.WIRED and size > 1:
       wires.append(call.wire)
-    for inner in inners if name in model.GROUPED else [None]:
+    for inner in inners if name in registry.GROUPED else [None]:
       for wire in wires:
         found += [
           Candidate(strategy=name, layout=layout, inner=inner, wire=wire)
@@ -224,7 +218,7 @@ def rank(
 ) -> Explanation:
   """Predicts every candidate; the fastest first.
 
-  Equals stay in the order of `predict.STRATEGIES`, the plainer one first.
+  Equals stay in the order of `registry.STRATEGIES`, the plainer one first.
 
   Args:
     call: what is to be computed.
@@ -245,7 +239,7 @@ def _rank(
   most = _memory(machine)
   predictions, refusals = [], []
   for one in candidates(call, among):
-    found = model.predict(
+    found = registry.predict(
       one.strategy, call, machine, one.layout, inner=one.inner, wire=one.wire
     )
     if isinstance(found, Prediction) and found.memory_bytes > most:
@@ -295,18 +289,11 @@ class Auto:
 
   def explain(self, call: CallShape, mesh: Any = None) -> Explanation:
     """What a choice for `call` goes by."""
-    changes: dict[str, Any] = {}
-    if self.local is not None:
-      changes["local"] = self.local
-    if call.layout is None:
-      changes["layout"] = Contiguous()
-    if self.backward is not None:
-      changes["backward"] = self.backward
-    if self.wire is not None:
-      changes["wire"] = self.wire
-    if self.longest_document is not None:
-      changes["longest_document"] = self.longest_document
-    call = dataclasses.replace(call, **changes)
+    names = ("backward", "wire", "longest_document", "local")
+    changes = {name: getattr(self, name) for name in names}
+    changes["layout"] = call.layout or Contiguous()
+    given = {name: x for name, x in changes.items() if x is not None}
+    call = dataclasses.replace(call, **given)
     return rank(call, find_machine(self.machine, mesh), self.among)
 
   def choose(
@@ -417,7 +404,7 @@ def explain(
       "query, key, value",
       " ".join(map(str, shapes)),
       "[B, T, N, H], [B, S, K, H] and [B, S, K, J]",
-      "correct the shapes",
+      "pass operands of one batch, one head dim and one number of keys",
     )
   place, found, parts = _place(query, key, mesh, axis, shards)
   b, n, k = (_divided(x, by) for x, by in zip((b, n, k), parts, strict=True))
@@ -502,8 +489,7 @@ def _place(
       return tuple(shards.items()), None, (1, 1, 1)
     name = (names or (SEQ,))[0]
     return ((name, positive_int("shards", shards)),), None, (1, 1, 1)
-  spec, held = _spec(query)
-  key_spec, _ = _spec(key)
+  (spec, held), (key_spec, _) = _sharding(query), _sharding(key)
   context = jax.sharding.get_abstract_mesh()
   found = mesh if mesh is not None else held
   if found is None and not context.empty:
@@ -523,7 +509,7 @@ def _place(
       "axis",
       repr(missing[0]) if missing else "None",
       f"one of the mesh axes {found.axis_names}",
-      "name the axis that shards the sequence",
+      "pass axis=, the name of the one that shards the sequence",
     )
   sizes = tuple((name, found.shape[name]) for name in names)
   parts = [
@@ -533,23 +519,18 @@ def _place(
   return sizes, found, (parts[0], parts[1], parts[2])
 
 
-def _spec(x: Any) -> tuple[list[tuple[str, ...]], Any]:
+def _sharding(x: Any) -> tuple[list[tuple[str, ...]], Any]:
   """(mesh axes of each of four dimensions, the mesh) of an operand."""
   none: list[tuple[str, ...]] = [()] * 4
-  sharding = getattr(x, "sharding", None)
-  if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-    return none, None
-  named = [
-    () if a is None else a if isinstance(a, tuple) else (a,)
-    for a in tuple(sharding.spec)
-  ]
-  if len(x.shape) == 3:
-    named = [(), *named]
-  return (named + none)[:4], sharding.mesh
+  mesh, spec = sharding_of(x) if hasattr(x, "sharding") else (None, None)
+  if spec is None:
+    return none, mesh
+  leading = none[: 4 - len(x.shape)] if mesh is not None else []
+  return [*leading, *spec, *none][:4], mesh
 
 
 # ---------------------------------------------------------------------------
-# Words
+# The table's text
 # ---------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
-"""A call of attention, checked and brought into one form.
+"""The arguments of an attention call, checked, as one pytree.
 
-Law: everything wrong with a call is found here, from shapes, dtypes and
-concrete values alone, before anything is compiled or sent, and each finding
-names the argument, what came, what was wanted and one remedy.
+Guarantees: everything wrong with a call is found here, from shapes, dtypes and
+concrete values alone, before anything is compiled or sent, and each error
+names the argument, what came, what was expected and one remedy.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from ringjax.checks import as_array, boolean
+from ringjax import tree
+from ringjax.checks import FLOATS, as_array, boolean
 from ringjax.errors import (
   DtypeError,
   InputTypeError,
@@ -35,167 +38,257 @@ from ringjax.ops.mask import (
   SameSegment,
   Window,
 )
-from ringjax.parallel.layout import Contiguous, Layout
+from ringjax.parallel.layout import Contiguous, Layout, Slots, into_slots
+from ringjax.parallel.place import Place
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# The leading dimensions of each array: A stands for the keys of all shards,
+# which no mesh axis shards; ? marks one that may be 1 to broadcast.
+_DIMENSIONS = {
+  "q": ("B", "T", "N"),
+  "k": ("B", "S", "K?"),
+  "v": ("B", "S", "K?"),
+  "bias": ("B?", "N?", "T?", "A?"),
+  "allow": ("B?", "N?", "T?", "A?"),
+  "sinks": ("N",),
+  "slopes": ("N",),
+  "heads": ("N",),
+  "q_pos": ("B?", "T"),
+  "k_pos": ("B?", "S"),
+  "q_seg": ("B?", "T"),
+  "k_seg": ("B?", "S"),
+  "q_len": ("B",),
+  "k_len": ("B",),
+  "seed": ("B?",),
+}
 
 
-class Operands(NamedTuple):
-  """The arrays of a call; None where absent. T and S as the caller has them.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionArgs:
+  """The checked arguments of one attention call, a pytree.
 
-  Fields:
-    q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, J].
-    bias, allow: [B or 1, N or 1, T or 1, S or 1].
-    sinks, slopes: [N].
-    heads: int32 [N], the numbers of the heads.
-    q_pos, k_pos, q_seg, k_seg: int32 [B or 1, T or S].
-    q_len, k_len: int32 [B].
+  `of` makes it; arrays that are absent are None. T and S are as the caller has
+  them.
+
+  Attributes:
+    q: [B, T, N, H].
+    k: [B, S, K, H].
+    v: [B, S, K, J].
+    bias: [B or 1, N or 1, T or 1, S or 1].
+    allow: bool, shaped like the bias.
+    sinks: [N].
+    slopes: [N].
+    heads: int32 [N], the numbers of the heads, for dropout.
+    q_pos: int32 [B or 1, T].
+    k_pos: int32 [B or 1, S].
+    q_seg: int32 [B or 1, T].
+    k_seg: int32 [B or 1, S].
+    q_len: int32 [B].
+    k_len: int32 [B].
     seed: uint32 [B or 1].
     mask: predicate over coordinates.
+    scores: the score function, static.
+    layout: order in which the sequence lies on the shards, static.
+    batched: whether the caller gave a batch axis, static.
   """
 
   q: Any
   k: Any
   v: Any
-  bias: Any
-  allow: Any
-  sinks: Any
-  slopes: Any
-  heads: Any
-  q_pos: Any
-  k_pos: Any
-  q_seg: Any
-  k_seg: Any
-  q_len: Any
-  k_len: Any
-  seed: Any
+  bias: Any = None
+  allow: Any = None
+  sinks: Any = None
+  slopes: Any = None
+  heads: Any = None
+  q_pos: Any = None
+  k_pos: Any = None
+  q_seg: Any = None
+  k_seg: Any = None
+  q_len: Any = None
+  k_len: Any = None
+  seed: Any = None
   mask: Mask
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """The static rest of a call.
-
-  Attributes:
-    scores: the score function.
-    layout: order in which the sequence lies on the shards.
-    batched: whether the caller gave a batch axis.
-  """
-
   scores: Scores
   layout: Layout
   batched: bool
 
+  @classmethod
+  def of(
+    cls,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    layout: Layout | None = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    sinks: Any = None,
+    logits_soft_cap: Any = None,
+    alibi_slopes: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_seed: Any = None,
+    aligned: bool = False,
+    key_shards: int = 1,
+  ) -> AttentionArgs:
+    """The arguments of `api.dot_product_attention`, checked.
 
-def build(
-  query: Any,
-  key: Any,
-  value: Any,
-  *,
-  bias: Any = None,
-  mask: Any = None,
-  scale: Any = None,
-  is_causal: bool = False,
-  aligned: bool = False,
-  key_shards: int = 1,
-  query_seq_lengths: Any = None,
-  key_value_seq_lengths: Any = None,
-  local_window_size: Any = None,
-  layout: Layout | None = None,
-  q_segment_ids: Any = None,
-  kv_segment_ids: Any = None,
-  q_positions: Any = None,
-  kv_positions: Any = None,
-  sinks: Any = None,
-  logits_soft_cap: Any = None,
-  alibi_slopes: Any = None,
-  dropout_rate: Any = 0.0,
-  dropout_seed: Any = None,
-) -> tuple[Request, Operands]:
-  """Checks a call's arguments.
+    Args:
+      query: and the others as there.
+      aligned: lets causal T differ from S without positions.
+      key_shards: over how many shards the keys lie, of which `key` is one; a
+        shard's rows of `bias` and `mask` have the columns of them all.
 
-  Args:
-    aligned: lets causal T differ from S.
-    key_shards: over how many shards the keys lie, of which `key` is one; a
-      shard's rows of `bias` and `mask` have the columns of them all.
-    others: as the functions of `api` have them.
-  """
-  is_causal = boolean("is_causal", is_causal)
-  q, k, v = (as_array(n, x) for n, x in
-             (("query", query), ("key", key), ("value", value)))  # fmt: skip
-  batched = q.ndim == 4
-  q, k, v = _check_qkv(q, k, v)
-  (b, t, n, h), s = q.shape, k.shape[1]
-  if layout is not None and not isinstance(layout, Layout):
-    raise InputTypeError(
-      "layout",
-      repr(layout),
-      "rj.Contiguous(), Striped(block), Zigzag() or Uneven(counts)",
-      "pass an instance, not a name or a class",
+    Raises:
+      RingjaxError: what is wrong with the first of them.
+    """
+    is_causal = boolean("is_causal", is_causal)
+    operands = {"query": query, "key": key, "value": value}
+    operands = {name: as_array(name, x) for name, x in operands.items()}
+    batched = operands["query"].ndim == 4
+    q, k, v = _check_qkv(operands)
+    (b, t, n, h), s = q.shape, k.shape[1]
+    if layout is not None and not isinstance(layout, Layout):
+      raise InputTypeError(
+        "layout",
+        repr(layout),
+        "rj.Contiguous(), Striped(block), Zigzag() or Uneven(counts)",
+        "pass an instance, not a name or a class",
+      )
+    aligned = aligned or q_positions is not None or kv_positions is not None
+    if is_causal and t != s and not aligned:
+      raise ShapeError(
+        "is_causal",
+        f"True with {t} queries and {s} keys and no positions",
+        "equal lengths, or positions that say where the queries are",
+        f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
+      )
+    pairs = (b, n, t, s * key_shards)
+    predicate, allow = _mask(mask, pairs)
+    if bias is not None:
+      bias = _pairwise("bias", bias, pairs)
+      _check_float("bias", bias)
+    q_seg, k_seg = _segments(q_segment_ids, kv_segment_ids, (b, t), (b, s))
+    for other in (
+      Causal() if is_causal else None,
+      _window(local_window_size),
+      None if q_seg is None else SameSegment(),
+    ):
+      predicate = _and(predicate, other)
+    rate = _rate(dropout_rate)
+    return cls(
+      q=q,
+      k=k,
+      v=v,
+      bias=bias,
+      allow=allow,
+      sinks=_per_head("sinks", sinks, n),
+      slopes=_per_head("alibi_slopes", alibi_slopes, n),
+      heads=jnp.arange(n, dtype=jnp.int32) if rate else None,
+      q_pos=_tokens("q_positions", q_positions, (b, t)),
+      k_pos=_tokens("kv_positions", kv_positions, (b, s)),
+      q_seg=q_seg,
+      k_seg=k_seg,
+      q_len=_lengths("query_seq_lengths", query_seq_lengths, b, t),
+      k_len=_lengths("key_value_seq_lengths", key_value_seq_lengths, b, s),
+      seed=_seed(dropout_seed, rate, b) if rate else None,
+      mask=predicate,
+      scores=Scores(
+        scale=_number("scale", scale, 1 / math.sqrt(h), positive=False),
+        soft_cap=_number("logits_soft_cap", logits_soft_cap, None),
+        dropout_rate=rate,
+      ),
+      layout=layout or Contiguous(),
+      batched=batched,
     )
-  given = q_positions is not None or kv_positions is not None
-  if is_causal and t != s and not (aligned or given):
-    raise ShapeError(
-      "is_causal",
-      f"True with {t} queries and {s} keys and no positions",
-      "equal lengths, or positions that say where the queries are",
-      f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
-    )
-  allow, predicate = None, Everything()
+
+  @property
+  def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values."""
+    return self.q, self.k, self.v
+
+  def _each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> AttentionArgs:
+    """These with f(array, its dimensions) in place of each array."""
+    found = {
+      name: f(getattr(self, name), dimensions)
+      for name, dimensions in _DIMENSIONS.items()
+      if getattr(self, name) is not None
+    }
+    return dataclasses.replace(self, **found)
+
+  def specs(self, place: Place) -> AttentionArgs:
+    """The PartitionSpec of each array on the mesh of a place."""
+    batch, heads = place.batch or None, place.heads or None
+    axes = {"B": batch, "N": heads, "K": heads, "T": place.axis}
+    axes["S"] = place.axis
+
+    def spec(x: Any, dimensions: tuple[str, ...]) -> P:
+      return P(
+        *(
+          None if one.endswith("?") and size == 1 else axes.get(one[0])
+          for size, one in zip(x.shape, dimensions, strict=False)
+        )
+      )
+
+    of_mask = lambda x: P(batch) if jnp.ndim(x) else P()
+    found = self._each(spec)
+    return dataclasses.replace(found, mask=jax.tree.map(of_mask, self.mask))
+
+  def padded(self, queries: Slots | None, keys: Slots | None) -> AttentionArgs:
+    """These with the same number of slots on each shard; see `slots_of`."""
+    slots = {"T": queries, "S": keys, "A": keys}
+
+    def pad(x: Any, dimensions: tuple[str, ...]) -> Any:
+      for axis, one in enumerate(dimensions):
+        # What does not depend on the keys has one column.
+        if not (one.endswith("?") and x.shape[axis] == 1):
+          x = into_slots(x, slots.get(one[0]), axis)
+      return x
+
+    return self._each(pad)
+
+
+_STATIC = ("scores", "layout", "batched")
+tree.register(AttentionArgs, (*_DIMENSIONS, "mask"), _STATIC)
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> tuple[Mask, Any]:
+  """(predicate, allowed pairs or None) of a mask as callers have it."""
+  if mask is None:
+    return Everything(), None
   if isinstance(mask, Mask):
-    predicate = _predicate(mask, b)
-  elif isinstance(mask, type) and issubclass(mask, Mask):
+    return _predicate(mask, shape[0]), None
+  if isinstance(mask, type) and issubclass(mask, Mask):
     raise InputTypeError(
       "mask",
       f"the class {mask.__name__}",
       f"an instance, such as {mask.__name__}(...)",
       "call it",
     )
-  elif mask is not None:
-    allow = _pairwise("mask", mask, (b, n, t, s * key_shards))
-    if allow.dtype != jnp.bool_:
-      raise DtypeError(
-        "mask",
-        allow.dtype,
-        "bool, or a ringjax mask such as Causal()",
-        "pass an additive mask as bias=",
-      )
-  if bias is not None:
-    bias = _pairwise("bias", bias, (b, n, t, s * key_shards))
-    _float("bias", bias)
-  predicate = _and(predicate, is_causal and Causal())
-  predicate = _and(predicate, _window(local_window_size))
-  q_seg, k_seg, segments = _segments(
-    q_segment_ids, kv_segment_ids, (b, t), (b, s)
-  )
-  predicate = _and(predicate, segments and SameSegment())
-  seed, rate = _dropout(dropout_rate, dropout_seed, b)
-  heads = jnp.arange(n, dtype=jnp.int32) if rate else None
-  scores = Scores(
-    scale=_number("scale", scale, 1 / math.sqrt(h), positive=False),
-    soft_cap=_number("logits_soft_cap", logits_soft_cap, None),
-    dropout_rate=rate,
-  )
-  operands = Operands(
-      q, k, v, bias, allow,
-      _per_head("sinks", sinks, n),
-      _per_head("alibi_slopes", alibi_slopes, n),
-      heads,
-      _tokens("q_positions", q_positions, (b, t)),
-      _tokens("kv_positions", kv_positions, (b, s)),
-      q_seg, k_seg,
-      _lengths("query_seq_lengths", query_seq_lengths, b, t),
-      _lengths("key_value_seq_lengths", key_value_seq_lengths, b, s),
-      seed,
-      predicate,
-  )  # fmt: skip
-  return Request(scores, layout or Contiguous(), batched), operands
+  allow = _pairwise("mask", mask, shape)
+  if allow.dtype != jnp.bool_:
+    raise DtypeError(
+      "mask",
+      allow.dtype,
+      "bool, or a ringjax mask such as Causal()",
+      "pass an additive mask as bias=",
+    )
+  return Everything(), allow
 
 
 def _check_qkv(
-  q: jax.Array, k: jax.Array, v: jax.Array
+  operands: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  for name, x in (("query", q), ("key", k), ("value", v)):
+  """Queries, keys and values with a batch, of shapes that fit."""
+  q, k, v = operands.values()
+  for name, x in operands.items():
     if x.ndim not in (3, 4):
       raise ShapeError(
         name,
@@ -210,11 +303,11 @@ def _check_qkv(
         "the same number of axes",
         "give all of them a batch axis, or none",
       )
-    if x.dtype.name not in _DTYPES:
+    if x.dtype.name not in FLOATS:
       raise DtypeError(
         name,
         x.dtype,
-        f"one of {', '.join(_DTYPES)}",
+        f"one of {', '.join(FLOATS)}",
         f"cast it, e.g. {name}.astype(jnp.float32)",
       )
     if x.dtype != q.dtype:
@@ -273,7 +366,7 @@ def _check_qkv(
   return q, k, v
 
 
-def _float(name: str, x: jax.Array) -> None:
+def _check_float(name: str, x: jax.Array) -> None:
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise DtypeError(
       name, x.dtype, "a floating dtype", f"cast {name} to float32"
@@ -304,7 +397,7 @@ def _per_head(name: str, x: Any, heads: int) -> Any:
   if x is None:
     return None
   x = as_array(name, x)
-  _float(name, x)
+  _check_float(name, x)
   if x.shape != (heads,):
     raise ShapeError(
       name,
@@ -404,9 +497,10 @@ def _predicate(mask: Mask, batch: int) -> Mask:
 
 def _segments(
   q_seg: Any, k_seg: Any, q_shape: tuple[int, int], k_shape: tuple[int, int]
-) -> tuple[Any, Any, bool]:
+) -> tuple[Any, Any]:
+  """The segment ids of queries and keys; one alone stands for both."""
   if q_seg is None and k_seg is None:
-    return None, None, False
+    return None, None
   if q_shape[1] != k_shape[1] and (q_seg is None or k_seg is None):
     missing = "q_segment_ids" if q_seg is None else "kv_segment_ids"
     raise ShapeError(
@@ -432,7 +526,7 @@ def _segments(
         "number the documents from 1",
       )
     seg.append(x)
-  return seg[0], seg[1], True
+  return seg[0], seg[1]
 
 
 def _least(x: Any) -> int:
@@ -478,7 +572,7 @@ def _window(size: Any) -> Window | None:
   return Window(int(sides[0]) + 1, int(sides[1]))
 
 
-def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
+def _rate(rate: Any) -> float:
   if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
     raise OptionError(
       "dropout_rate",
@@ -486,16 +580,18 @@ def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
       "a number of at least 0 and below 1",
       "pass 0.0 to switch dropout off",
     )
-  rate = float(rate)
-  if rate and seed is None:
+  return float(rate)
+
+
+def _seed(seed: Any, rate: float, batch: int) -> jax.Array:
+  """uint32 [B or 1]."""
+  if seed is None:
     raise OptionError(
       "dropout_seed",
       f"None with dropout_rate={rate}",
       "an int, or an integer array [] or [B]",
       "pass a seed, a new one each step",
     )
-  if not rate:
-    return None, 0.0
   if isinstance(seed, numbers.Integral):
     seed = np.uint32(int(seed) % 2**32)
   seed = as_array("dropout_seed", seed)
@@ -513,7 +609,7 @@ def _dropout(rate: Any, seed: Any, batch: int) -> tuple[Any, float]:
       f"[] or [B] = ({batch},)",
       "one seed for all examples, or one each",
     )
-  return seed.astype(jnp.uint32).reshape(-1), rate
+  return seed.astype(jnp.uint32).reshape(-1)
 
 
 def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
@@ -542,7 +638,7 @@ def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
   return value
 
 
-def _and(mask: Mask, other: Any) -> Mask:
-  if not other:
+def _and(mask: Mask, other: Mask | None) -> Mask:
+  if other is None:
     return mask
   return other if isinstance(mask, Everything) else And(mask, other)
