@@ -34,12 +34,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import jax
 
 from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import OptionError
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 LOCALS = ("blockwise", "kernel")
 
 
@@ -114,15 +113,13 @@ class Link:
     if size == 1:
       return 0.0
     if self.switched:
-      return (
-        nbytes / self.bandwidth + math.ceil(math.log2(size)) * self.latency_s
-      )
-    dims, side = self._box(size)
-    closed = wraps and side > 2
+      messages = math.ceil(math.log2(size))
+      return nbytes / self.bandwidth + messages * self.latency_s
+    dims, _, closed, latency_s = self._box(size, wraps)
     # The device in a corner of an open box has a link for each dimension.
-    seconds = nbytes / (dims * (1 + closed) * self.bandwidth)
-    steps = dims * (side // 2 if closed else side - 1)
-    return self._shared(seconds + max(1.0, steps) * self.latency_s)
+    return self._shared(
+      nbytes / (dims * (1 + closed) * self.bandwidth) + latency_s
+    )
 
   def exchange_s(self, nbytes: float, size: int, wraps: bool = True) -> float:
     """Seconds of an all-to-all in which a device sends `nbytes` to others."""
@@ -130,20 +127,21 @@ class Link:
       return 0.0
     if self.switched:
       return nbytes / self.bandwidth + self.latency_s
-    dims, side = self._box(size)
-    closed = wraps and side > 2
+    _, side, closed, latency_s = self._box(size, wraps)
     # What crosses the middle link of a row: of s devices s^2 / 4 pairs.
     whole = abs(side - round(side)) < 1e-9
     crossing = round(side) ** 2 // 4 if whole else side**2 / 4
     pairs = crossing * size / side / (1 + closed)
     seconds = nbytes / (size - 1) * pairs / self.bandwidth
-    steps = dims * (side // 2 if closed else side - 1)
-    return self._shared(seconds + max(1.0, steps) * self.latency_s)
+    return self._shared(seconds + latency_s)
 
-  def _box(self, size: int) -> tuple[int, float]:
-    """(dimensions, side) of the box that `size` devices are."""
+  def _box(self, size: int, wraps: bool) -> tuple[int, float, bool, float]:
+    """(dimensions, side, closed, latency to the farthest) of `size` devices."""
     dims = min(self.ports // 2, max(1, int(math.log2(size))))
-    return dims, size ** (1 / dims)
+    side = size ** (1 / dims)
+    closed = wraps and side > 2
+    steps = dims * (side // 2 if closed else side - 1)
+    return dims, side, closed, max(1.0, steps) * self.latency_s
 
   def _shared(self, seconds: float) -> float:
     return seconds if self.duplex else 2 * seconds
@@ -330,16 +328,14 @@ class Machine:
 
 def number_bytes(dtype: str) -> int:
   """Bytes of one number of a dtype, by its name."""
-  if dtype in _DTYPE_BYTES:
-    return _DTYPE_BYTES[dtype]
   try:
-    return np.dtype(dtype).itemsize
+    return jax.numpy.dtype(dtype).itemsize
   except TypeError:
     raise OptionError(
       "dtype",
       repr(dtype),
-      f"one of {', '.join(_DTYPE_BYTES)}",
-      "pass the name of a dtype, e.g. 'bfloat16'",
+      "the name of a dtype",
+      "pass e.g. 'bfloat16' or 'float32'",
     ) from None
 
 

@@ -53,10 +53,6 @@ class Layout(abc.ABC):
     or beyond the sequence's true length are padding.
     """
 
-  @abc.abstractmethod
-  def real_tokens(self, length: int, shards: int) -> np.ndarray:
-    """Tokens of each shard without padding, int64 [R]; they come first."""
-
   def positions(
     self, index: Int[Array, ""] | int, shards: int, local_length: int
   ) -> jax.Array:
@@ -67,9 +63,27 @@ class Layout(abc.ABC):
     slots = jnp.arange(local_length, dtype=jnp.int32)
     return self.position_of(index, slots, shards, local_length)
 
-  @abc.abstractmethod
   def padded_order(self, length: int, shards: int) -> np.ndarray:
     """Position of each token in layout order, -1 for padding, [R * local]."""
+    local = self.local_length(length, shards)
+    shard, slot = np.arange(shards)[:, None], np.arange(local)
+    order = self.position_of(shard, slot, shards, local).reshape(-1)
+    # A sequence that fills all slots has no padding.
+    full = shards * local == length
+    return order if full else np.where(order < length, order, -1)
+
+  def real_tokens(self, length: int, shards: int) -> np.ndarray:
+    """Tokens of each shard without padding, which is behind them: int64 [R]."""
+    local = self.local_length(length, shards)
+    shard, low = np.arange(shards), np.zeros(shards, np.int64)
+    high = np.full(shards, local)
+    # Positions grow along a shard, so the first beyond the end is searched for.
+    while (low < high).any():
+      middle = (low + high) // 2
+      real = self.position_of(shard, middle, shards, local) < length
+      real &= low < high
+      low, high = np.where(real, middle + 1, low), np.where(real, high, middle)
+    return low
 
   @abc.abstractmethod
   def reachable(
@@ -161,14 +175,6 @@ class Dealt(Layout):
   def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
     """The shard that holds each of the numbered `chunks`."""
 
-  def padded_order(self, length: int, shards: int) -> np.ndarray:
-    local = self.local_length(length, shards)
-    chunk = self.chunk_length(length, shards)
-    chunks = np.arange(shards * local // chunk)
-    by_shard = np.argsort(self.owners(chunks, shards), kind="stable")
-    order = (by_shard[:, None] * chunk + np.arange(chunk)).reshape(-1)
-    return np.where(order < length, order, -1)
-
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
   ) -> np.ndarray:
@@ -216,10 +222,6 @@ class Contiguous(Dealt):
     del shards
     return shard * local_length + slot
 
-  def real_tokens(self, length: int, shards: int) -> np.ndarray:
-    local = self.local_length(length, shards)
-    return np.clip(length - np.arange(shards) * local, 0, local)
-
 
 @dataclasses.dataclass(frozen=True)
 class Striped(Dealt):
@@ -254,11 +256,6 @@ class Striped(Dealt):
     del local_length
     stripe = (slot // self.block) * shards + shard
     return stripe * self.block + slot % self.block
-
-  def real_tokens(self, length: int, shards: int) -> np.ndarray:
-    turns, rest = divmod(length, self.block * shards)
-    more = np.clip(rest - np.arange(shards) * self.block, 0, self.block)
-    return turns * self.block + more
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
@@ -295,12 +292,6 @@ class Zigzag(Dealt):
     half = local_length // 2
     late = (2 * shards - 1 - shard) * half + slot - half
     return _where(slot < half, shard * half + slot, late)
-
-  def real_tokens(self, length: int, shards: int) -> np.ndarray:
-    half = self.chunk_length(length, shards)
-    shard = np.arange(shards)
-    early = np.clip(length - shard * half, 0, half)
-    return early + np.clip(length - (2 * shards - 1 - shard) * half, 0, half)
 
   def check_local_length(self, local_length: int) -> str | None:
     return "an even number" if local_length % 2 else None
@@ -364,20 +355,6 @@ class Uneven(Layout):
     )
     empty = (shards + shard) * local_length + slot
     return _where(slot < count, start + slot, empty)
-
-  def real_tokens(self, length: int, shards: int) -> np.ndarray:
-    self.local_length(length, shards)
-    return np.asarray(self.counts, np.int64)
-
-  def padded_order(self, length: int, shards: int) -> np.ndarray:
-    most = self.local_length(length, shards)
-    local, shard = np.arange(most), np.arange(shards)[:, None]
-    start, count = (np.asarray(x)[:, None] for x in (self.starts, self.counts))
-    # Rows that came with empty slots are all tokens; some have no position.
-    empty = (
-      -1 if length == sum(self.counts) else (shards + shard) * most + local
-    )
-    return np.where(local < count, start + local, empty).reshape(-1)
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int

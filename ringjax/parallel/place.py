@@ -143,6 +143,12 @@ def manual(axis: Any) -> CallSharding | None:
   return CallSharding(axis=bound, manual=True, size=size)
 
 
+def shards_of(axis: Any) -> int:
+  """Of how many shards the operands of a call are one; 1 of a whole mesh."""
+  per_shard = manual(axis)
+  return 1 if per_shard is None else per_shard.size
+
+
 def locate(
   operands: Sequence[Any],
   mesh: Mesh | AbstractMesh | None,

@@ -29,7 +29,7 @@ from ringjax.ops.attention.scores import Context
 from ringjax.ops.attention.select import Auto
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout, Striped
-from ringjax.parallel.place import AUTO, locate, manual
+from ringjax.parallel.place import AUTO, locate, shards_of
 
 # The keyword arguments that all functions of this file take alike.
 _SHARED = tuple(
@@ -154,7 +154,7 @@ def dot_product_attention(
     scale=scale,
     is_causal=is_causal,
     aligned=True,
-    key_shards=1 if axis == AUTO else _key_shards(axis),
+    key_shards=shards_of(None if axis == AUTO else axis),
     query_seq_lengths=query_seq_lengths,
     key_value_seq_lengths=key_value_seq_lengths,
     local_window_size=local_window_size,
@@ -251,7 +251,7 @@ def ring_attention(
     value,
     is_causal=is_causal,
     layout=layout,
-    key_shards=_key_shards(axis),
+    key_shards=shards_of(axis),
     **_known(options),
   )
   place = locate(
@@ -391,11 +391,6 @@ def attention(
     x.mask,
   )
   return attend_shard(x, context, strategy)
-
-
-def _key_shards(axis: Any) -> int:
-  place = manual(axis)
-  return 1 if place is None else place.size
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

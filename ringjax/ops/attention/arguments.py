@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -174,7 +174,7 @@ class AttentionArgs:
     predicate, allow = _mask(mask, pairs)
     if bias is not None:
       bias = _pairwise("bias", bias, pairs)
-      _check_float("bias", bias)
+      _check_dtype("bias", bias, jnp.floating)
     q_seg, k_seg = _segments(q_segment_ids, kv_segment_ids, (b, t), (b, s))
     for other in (
       Causal() if is_causal else None,
@@ -319,27 +319,20 @@ def _check_qkv(
       )
   if q.ndim == 3:
     q, k, v = q[None], k[None], v[None]
-  for name, x in (("key", k), ("value", v)):
-    if x.shape[0] != q.shape[0]:
-      raise ShapeError(
-        name,
-        f"batch {x.shape[0]} in shape {x.shape}",
-        f"the query's batch of {q.shape[0]}, shape {q.shape}",
-        "broadcast or slice one of them",
-      )
-  if k.shape[1:3] != v.shape[1:3]:
+  (b, _, _, h), (_, s, kv_heads, _) = q.shape, k.shape
+  if k.shape != (b, s, kv_heads, h):
+    raise ShapeError(
+      "key",
+      f"shape {k.shape} beside a query of shape {q.shape}",
+      f"the query's batch of {b} and head dim of {h}",
+      "project both to one head dim, and broadcast or slice the batch",
+    )
+  if v.shape[:3] != k.shape[:3]:
     raise ShapeError(
       "value",
       f"shape {v.shape} beside a key of shape {k.shape}",
-      "the key's length and number of heads",
+      "the key's batch, length and number of heads",
       "only the head dims of key and value may differ",
-    )
-  if q.shape[3] != k.shape[3]:
-    raise ShapeError(
-      "key",
-      f"head dim {k.shape[3]} in shape {k.shape}",
-      f"the query's head dim {q.shape[3]}, shape {q.shape}",
-      "project both to one head dim",
     )
   for name, x in (("query", q), ("key", k)):
     if x.shape[1] == 0:
@@ -366,11 +359,29 @@ def _check_qkv(
   return q, k, v
 
 
-def _check_float(name: str, x: jax.Array) -> None:
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise DtypeError(
-      name, x.dtype, "a floating dtype", f"cast {name} to float32"
-    )
+_KINDS: dict[Any, tuple[str, str]] = {
+  jnp.floating: ("a floating dtype", "float32"),
+  jnp.integer: ("an integer dtype", "int32"),
+  jnp.int32: ("int32", "int32"),
+}
+
+
+def _check_dtype(name: str, x: jax.Array, kind: Any) -> None:
+  if not jnp.issubdtype(x.dtype, kind):
+    want, cast = _KINDS[kind]
+    raise DtypeError(name, x.dtype, want, f"pass {name}.astype(jnp.{cast})")
+
+
+def _array(
+  name: str, x: Any, kind: Any, shapes: Sequence[tuple[int, ...]], each: str
+) -> jax.Array:
+  """x as an array of a kind of dtype, of `_KINDS`, and one of the shapes."""
+  x = as_array(name, x)
+  _check_dtype(name, x, kind)
+  if x.shape not in shapes:
+    want = " or ".join(map(str, shapes))
+    raise ShapeError(name, f"shape {x.shape}", want, f"pass {each}")
+  return x
 
 
 def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -394,35 +405,22 @@ def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _per_head(name: str, x: Any, heads: int) -> Any:
+  """[N], or None."""
   if x is None:
     return None
-  x = as_array(name, x)
-  _check_float(name, x)
-  if x.shape != (heads,):
-    raise ShapeError(
-      name,
-      f"shape {x.shape}",
-      f"[N] = ({heads},), one number for each query head",
-      "pass the slice of the heads at hand",
-    )
-  return x
+  each = "one number for each query head at hand"
+  return _array(name, x, jnp.floating, [(heads,)], each)
 
 
-def _tokens(name: str, x: Any, shape: tuple[int, int]) -> Any:
-  """int32 [B or 1, T] from [T] or [B, T]."""
+def _tokens(
+  name: str, x: Any, shape: tuple[int, int], least: int = -(2**31)
+) -> Any:
+  """int32 [B or 1, T] from [T] or [B, T], of numbers from `least`; or None."""
   if x is None:
     return None
-  _check_int32(name, x)
-  x = as_array(name, x)
-  if not jnp.issubdtype(x.dtype, jnp.integer):
-    raise DtypeError(name, x.dtype, "an integer dtype", f"cast {name} to int32")
-  if x.shape != shape and x.shape != shape[1:] and x.shape != (1, shape[1]):
-    raise ShapeError(
-      name,
-      f"shape {x.shape}",
-      f"{shape} or {shape[1:]}, a number for each token",
-      "give it the length of the array that it describes",
-    )
+  _check_values(name, x, least)
+  shapes = shape, shape[1:], (1, shape[1])
+  x = _array(name, x, jnp.integer, shapes, "a number for each token")
   return x.astype(jnp.int32).reshape(-1, shape[1])
 
 
@@ -445,28 +443,26 @@ def coords(name: str, at: Any, batch: int, length: int) -> Coords:
   )
 
 
-def _check_int32(name: str, x: Any) -> None:
-  """Refuses numbers that a cast to int32 would change, where they are seen."""
-  wide = isinstance(x, jax.Array | np.ndarray) and x.dtype.kind in "iu"
-  if not wide or np.can_cast(x.dtype, np.int32) or not _seen(x) or not x.size:
+def _check_values(name: str, x: Any, least: int = -(2**31)) -> None:
+  """Refuses integers below `least` or beyond int32, where they are known."""
+  known = isinstance(x, np.ndarray) or (
+    isinstance(x, jax.Array)
+    and not isinstance(x, jax.core.Tracer)
+    and x.is_fully_addressable
+  )
+  if not known or x.dtype.kind not in "iu" or not x.size:
+    return
+  if least < 0 and np.can_cast(x.dtype, np.int32):
     return
   x = np.asarray(x)
   for value in (int(x.min()), int(x.max())):
-    if not -(2**31) <= value < 2**31:
+    if not least <= value < 2**31:
       raise OptionError(
         name,
         f"{value} in an array of {x.dtype}",
-        "numbers that int32 holds",
-        "number documents from 1 and positions from 0",
+        f"numbers from {least} that int32 holds",
+        "number documents from 1, padding 0 and positions from 0",
       )
-
-
-def _seen(x: Any) -> bool:
-  """Whether the values of an array can be looked at from here."""
-  hidden = isinstance(x, jax.core.Tracer)
-  return not (
-    hidden or (isinstance(x, jax.Array) and not x.is_fully_addressable)
-  )
 
 
 def _predicate(mask: Mask, batch: int) -> Mask:
@@ -490,7 +486,7 @@ def _predicate(mask: Mask, batch: int) -> Mask:
       f"an int, or an integer array [] or [B] = ({batch},)",
       "pass one length for all examples, or one each",
     )
-  _check_int32("mask", length)
+  _check_values("mask", length)
   length = jnp.asarray(length).astype(jnp.int32)
   return Prefix(length.reshape(()) if shape == (1,) else length)
 
@@ -511,48 +507,18 @@ def _segments(
     )
   q_seg = k_seg if q_seg is None else q_seg
   k_seg = q_seg if k_seg is None else k_seg
-  seg = []
-  for name, x, shape in (
-    ("q_segment_ids", q_seg, q_shape),
-    ("kv_segment_ids", k_seg, k_shape),
-  ):
-    least = _least(x)
-    x = _tokens(name, x, shape)
-    if least < 0:
-      raise OptionError(
-        name,
-        f"a negative id, {least}",
-        "ids of at least 1 for documents and 0 for padding",
-        "number the documents from 1",
-      )
-    seg.append(x)
-  return seg[0], seg[1]
-
-
-def _least(x: Any) -> int:
-  """The smallest id where the values can be seen from here, else 0."""
-  if not _seen(x):
-    return 0
-  x = np.asarray(x)
-  return int(x.min()) if x.size and x.dtype.kind in "iu" else 0
+  return (
+    _tokens("q_segment_ids", q_seg, q_shape, least=0),
+    _tokens("kv_segment_ids", k_seg, k_shape, least=0),
+  )
 
 
 def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
+  """int32 [B], or None."""
   if x is None:
     return None
-  x = as_array(name, x)
-  if x.dtype != jnp.int32:
-    raise DtypeError(
-      name, x.dtype, "int32", f"cast it: {name}.astype(jnp.int32)"
-    )
-  if x.shape != (batch,):
-    raise ShapeError(
-      name,
-      f"shape {x.shape}",
-      f"[B] = ({batch},)",
-      f"give one length, at most {longest}, for each example",
-    )
-  return x
+  each = f"one length, at most {longest}, for each example"
+  return _array(name, x, jnp.int32, [(batch,)], each)
 
 
 def _window(size: Any) -> Window | None:
@@ -594,21 +560,9 @@ def _seed(seed: Any, rate: float, batch: int) -> jax.Array:
     )
   if isinstance(seed, numbers.Integral):
     seed = np.uint32(int(seed) % 2**32)
-  seed = as_array("dropout_seed", seed)
-  if not jnp.issubdtype(seed.dtype, jnp.integer):
-    raise DtypeError(
-      "dropout_seed",
-      seed.dtype,
-      "an integer dtype",
-      "draw it with jax.random.bits(key)",
-    )
-  if seed.shape not in ((), (1,), (batch,)):
-    raise ShapeError(
-      "dropout_seed",
-      f"shape {seed.shape}",
-      f"[] or [B] = ({batch},)",
-      "one seed for all examples, or one each",
-    )
+  each = "one seed for all examples, or one each"
+  shapes = (), (1,), (batch,)
+  seed = _array("dropout_seed", seed, jnp.integer, shapes, each)
   return seed.astype(jnp.uint32).reshape(-1)
 
 

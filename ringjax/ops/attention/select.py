@@ -43,34 +43,21 @@ LAYOUTS: tuple[Layout, ...] = (Contiguous(), Striped(), Zigzag())
 _SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-  """A strategy with what it is built with.
-
-  Attributes:
-    strategy: its name.
-    layout: how the tokens lie.
-    inner: devices of a group, where it has groups.
-    wire: of K and V on the wire; None is as they are.
-  """
-
-  strategy: str
-  layout: Layout
-  inner: int | None = None
-  wire: str | None = None
-
-
 def candidates(
   call: CallShape, among: Sequence[str] | None = None
-) -> tuple[Candidate, ...]:
-  """All that is looked at for a call, also what is declined then.
+) -> list[tuple[str, Layout, dict[str, Any]]]:
+  """All (strategy, layout, options) that are considered for a call.
 
   Args:
     call: what is to be computed. Without a layout all of `LAYOUTS` are tried.
     among: names of strategies; default all.
 
+  Returns:
+    Also those that `registry.predict`, which takes them, then refuses. The
+    options are `inner`, devices of a group, and `wire`.
+
   Raises:
-    OptionError: a name that is none.
+    OptionError: a name that no strategy has.
   """
   for name in among or ():
     one_of("among", name, registry.STRATEGIES)
@@ -80,22 +67,19 @@ def candidates(
     inners = [call.axes[1][1]] if 1 < call.axes[1][1] < size else []
   else:
     inners = [n for n in range(2, size // 2 + 1) if size % n == 0]
-  # On one device there is nothing to move, and the ring moves nothing.
-  names = registry.STRATEGIES if size > 1 else ("ring",)
   found = []
-  for name in names:
+  # On one device there is nothing to move, and the ring moves nothing.
+  for name in registry.STRATEGIES if size > 1 else ("ring",):
     if among is not None and name not in among:
       continue
-    wires: list[str | None] = [None]
-    if call.wire is not None and name in registry.WIRED and size > 1:
-      wires.append(call.wire)
-    for inner in inners if name in registry.GROUPED else [None]:
-      for wire in wires:
-        found += [
-          Candidate(strategy=name, layout=layout, inner=inner, wire=wire)
-          for layout in layouts
-        ]
-  return tuple(found)
+    coded = call.wire is not None and name in registry.WIRED and size > 1
+    found += [
+      (name, layout, {"inner": inner, "wire": wire})
+      for inner in (inners if name in registry.GROUPED else [None])
+      for wire in ((None, call.wire) if coded else (None,))
+      for layout in layouts
+    ]
+  return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +127,16 @@ class Explanation:
   @property
   def title(self) -> str:
     """What is computed, and on what."""
-    return _title(self.call, self.machine)
+    call = self.call
+    tokens = f"{call.queries:,}"
+    if call.keys != call.queries:
+      tokens += f" queries over {call.keys:,}"
+    over = " x ".join(f"{size} ({name})" for name, size in call.axes)
+    return (
+      f"{tokens} tokens, batch {call.batch}, {call.heads} heads over "
+      f"{call.kv_heads} of {call.head_dim}, {call.dtype}, {call.mask}, on "
+      f"{over} {self.machine.name}, {call.local}"
+    )
 
   def of(self, strategy: str, **options: Any) -> Prediction:
     """The fastest prediction of a strategy with these options.
@@ -166,12 +159,8 @@ class Explanation:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
-    call = {
-      field.name: getattr(self.call, field.name)
-      for field in dataclasses.fields(self.call)
-    }
+    call = vars(self.call) | {"axes": dict(self.call.axes)}
     call |= {"mask": repr(self.call.mask), "layout": repr(self.call.layout)}
-    call["axes"] = dict(self.call.axes)
     return {
       "call": call,
       "machine": self.machine.name,
@@ -238,13 +227,11 @@ def _rank(
 ) -> Explanation:
   most = _memory(machine)
   predictions, refusals = [], []
-  for one in candidates(call, among):
-    found = registry.predict(
-      one.strategy, call, machine, one.layout, inner=one.inner, wire=one.wire
-    )
+  for strategy, layout, options in candidates(call, among):
+    found = registry.predict(strategy, call, machine, layout, **options)
     if isinstance(found, Prediction) and found.memory_bytes > most:
       found = Refusal(
-        strategy=one.strategy,
+        strategy=strategy,
         options=_own(found.options),
         reason=(
           f"needs {_nbytes(found.memory_bytes)} a device; "
@@ -332,7 +319,7 @@ def find_machine(machine: Machine | str | None, mesh: Any = None) -> Machine:
       "machine",
       type(machine).__name__,
       "a Machine, its name or None",
-      f"name one of {', '.join(chips.MACHINES)}",
+      f"pass e.g. machine='tpu-v5p', of {', '.join(chips.MACHINES)}",
     )
   devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
   device = devices[0]
@@ -406,8 +393,8 @@ def explain(
       "[B, T, N, H], [B, S, K, H] and [B, S, K, J]",
       "pass operands of one batch, one head dim and one number of keys",
     )
-  place, found, parts = _place(query, key, mesh, axis, shards)
-  b, n, k = (_divided(x, by) for x, by in zip((b, n, k), parts, strict=True))
+  axes, found, parts = _axes(query, key, mesh, axis, shards)
+  b, n, k = (-(-x // by) for x, by in zip((b, n, k), parts, strict=True))
   seen = Everything() if mask is None else mask
   if not isinstance(seen, Mask):
     raise InputTypeError(
@@ -430,7 +417,7 @@ def explain(
     dtype="bfloat16" if kind is None else jax.numpy.dtype(kind).name,
     mask=seen,
     layout=layout,
-    axes=place,
+    axes=axes,
     backward=backward,
     offset=offset,
     wire=wire,
@@ -469,11 +456,7 @@ def _shape(name: str, x: Any) -> tuple[int, int, int, int]:
   return b, t, n, h
 
 
-def _divided(count: int, parts: int) -> int:
-  return -(-count // parts)
-
-
-def _place(
+def _axes(
   query: Any,
   key: Any,
   mesh: Any,
@@ -553,18 +536,6 @@ def _layout(layout: Layout) -> str:
   name = type(layout).__name__.lower()
   block = layout.block if isinstance(layout, Striped) else 1
   return f"{name}({block})" if block > 1 else name
-
-
-def _title(call: CallShape, machine: Machine) -> str:
-  tokens = f"{call.queries:,}"
-  if call.keys != call.queries:
-    tokens += f" queries over {call.keys:,}"
-  over = " x ".join(f"{size} ({name})" for name, size in call.axes)
-  return (
-    f"{tokens} tokens, batch {call.batch}, {call.heads} heads over "
-    f"{call.kv_heads} of {call.head_dim}, {call.dtype}, {call.mask}, on "
-    f"{over} {machine.name}, {call.local}"
-  )
 
 
 def _ms(seconds: float) -> str:
