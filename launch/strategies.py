@@ -16,7 +16,7 @@ from absl import app, flags
 from launch import common, console
 from launch.flag_helpers import Definer
 from ringjax.errors import OptionError
-from ringjax.ops.attention import predict, select
+from ringjax.ops.attention import call_shape, select
 from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
 from ringjax.parallel.layout import Contiguous, Striped, Zigzag
@@ -71,7 +71,7 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )  # fmt: skip
   flags.DEFINE_enum(
-    "wire", None, list(predict.WIRES), "explain: also K and V sent so.",
+    "wire", None, list(call_shape.WIRES), "explain: also K and V sent so.",
     flag_values=values,
   )  # fmt: skip
   flags.DEFINE_enum(

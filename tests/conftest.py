@@ -39,10 +39,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # hook would speak first, in words that no user ever sees.
 _EDGE = {
   "ringjax.ops.attention.api",
+  "ringjax.ops.attention.arguments",
   "ringjax.ops.attention.blockwise",
   "ringjax.ops.attention.call_shape",
-  "ringjax.ops.attention.predict",
-  "ringjax.ops.attention.request",
+  "ringjax.ops.attention.registry",
   "ringjax.ops.attention.run",
   "ringjax.ops.attention.select",
   "ringjax.ops.feedforward",

@@ -245,7 +245,6 @@ CLASH = {
   "Contestant",
   "Instruction",
   "Linear",
-  "Place",
   "Program",
   "Ready",
   "Report",
@@ -364,7 +363,6 @@ UNSHAPED = {
   "ringjax/models",
   "ringjax/nn",
   "ringjax/ops",
-  "ringjax/parallel",
 }
 
 

@@ -29,17 +29,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import pathlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import jax
 
+from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import OptionError
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 LOCALS = ("blockwise", "kernel")
 
 
@@ -60,10 +59,10 @@ class Link:
   ports: int = 2
 
   def __post_init__(self) -> None:
-    _positive("Link bandwidth", self.bandwidth, "bytes per second")
-    _at_least_0("Link latency_s", self.latency_s)
-    whole = isinstance(self.ports, int) and not isinstance(self.ports, bool)
-    if not whole or self.ports < 1 or (self.ports > 1 and self.ports % 2):
+    number("Link bandwidth", self.bandwidth, above=0)
+    number("Link latency_s", self.latency_s, least=0)
+    ports = positive_int("Link ports", self.ports)
+    if ports > 1 and ports % 2:
       raise OptionError(
         "Link ports",
         repr(self.ports),
@@ -114,15 +113,13 @@ class Link:
     if size == 1:
       return 0.0
     if self.switched:
-      return (
-        nbytes / self.bandwidth + math.ceil(math.log2(size)) * self.latency_s
-      )
-    dims, side = self._box(size)
-    closed = wraps and side > 2
+      messages = math.ceil(math.log2(size))
+      return nbytes / self.bandwidth + messages * self.latency_s
+    dims, _, closed, latency_s = self._box(size, wraps)
     # The device in a corner of an open box has a link for each dimension.
-    seconds = nbytes / (dims * (1 + closed) * self.bandwidth)
-    steps = dims * (side // 2 if closed else side - 1)
-    return self._shared(seconds + max(1.0, steps) * self.latency_s)
+    return self._shared(
+      nbytes / (dims * (1 + closed) * self.bandwidth) + latency_s
+    )
 
   def exchange_s(self, nbytes: float, size: int, wraps: bool = True) -> float:
     """Seconds of an all-to-all in which a device sends `nbytes` to others."""
@@ -130,20 +127,21 @@ class Link:
       return 0.0
     if self.switched:
       return nbytes / self.bandwidth + self.latency_s
-    dims, side = self._box(size)
-    closed = wraps and side > 2
+    _, side, closed, latency_s = self._box(size, wraps)
     # What crosses the middle link of a row: of s devices s^2 / 4 pairs.
     whole = abs(side - round(side)) < 1e-9
     crossing = round(side) ** 2 // 4 if whole else side**2 / 4
     pairs = crossing * size / side / (1 + closed)
     seconds = nbytes / (size - 1) * pairs / self.bandwidth
-    steps = dims * (side // 2 if closed else side - 1)
-    return self._shared(seconds + max(1.0, steps) * self.latency_s)
+    return self._shared(seconds + latency_s)
 
-  def _box(self, size: int) -> tuple[int, float]:
-    """(dimensions, side) of the box that `size` devices are."""
+  def _box(self, size: int, wraps: bool) -> tuple[int, float, bool, float]:
+    """(dimensions, side, closed, latency to the farthest) of `size` devices."""
     dims = min(self.ports // 2, max(1, int(math.log2(size))))
-    return dims, size ** (1 / dims)
+    side = size ** (1 / dims)
+    closed = wraps and side > 2
+    steps = dims * (side // 2 if closed else side - 1)
+    return dims, side, closed, max(1.0, steps) * self.latency_s
 
   def _shared(self, seconds: float) -> float:
     return seconds if self.duplex else 2 * seconds
@@ -170,9 +168,9 @@ class Chip:
   def __post_init__(self) -> None:
     object.__setattr__(self, "flops", _pairs("Chip flops", self.flops))
     for dtype, rate in self.flops:
-      _positive(f"Chip flops of {dtype}", rate, "FLOPs per second")
-    _positive("Chip hbm_bytes", self.hbm_bytes, "bytes")
-    _positive("Chip hbm_bandwidth", self.hbm_bandwidth, "bytes per second")
+      number(f"Chip flops of {dtype}", rate, above=0)
+    number("Chip hbm_bytes", self.hbm_bytes, above=0)
+    number("Chip hbm_bandwidth", self.hbm_bandwidth, above=0)
 
   @property
   def platform(self) -> str:
@@ -238,48 +236,35 @@ class Machine:
           "Machine links",
           repr(self.links),
           "a Link, or a mapping from axis names to Links",
-          "build them with Link(bandwidth=...)",
+          "pass e.g. Link(bandwidth=50e9)",
         )
       object.__setattr__(self, "links", links)
-    efficiency = tuple(
-      (name, tuple(pair))
-      for name, pair in _pairs("Machine efficiency", self.efficiency)
-    )
-    right = all(
-      name in LOCALS
-      and len(pair) == 2
-      and all(_real(x) and 0 < float(x) <= 1 for x in pair)
-      for name, pair in efficiency
-    )
-    if not right or not efficiency:
-      raise OptionError(
-        "Machine efficiency",
-        repr(self.efficiency),
-        f"(forward, backward) above 0 to 1 for some of {', '.join(LOCALS)}",
-        "write {'kernel': (0.6, 0.5)}",
-      )
+    efficiency = _pairs("Machine efficiency", self.efficiency)
+    for name, pair in efficiency:
+      one_of("Machine efficiency", name, LOCALS)
+      if len(pair) != 2:
+        raise OptionError(
+          "Machine efficiency",
+          repr(pair),
+          "(forward, backward)",
+          "pass e.g. {'kernel': (0.6, 0.5)}",
+        )
+      for part in pair:
+        number(f"Machine efficiency of {name}", part, above=0, most=1)
+    efficiency = tuple((name, tuple(pair)) for name, pair in efficiency)
     object.__setattr__(self, "efficiency", efficiency)
-    for name in ("hop_s", "call_s"):
-      _at_least_0(f"Machine {name}", getattr(self, name))
-    _positive("Machine memory_share", self.memory_share, "part of the memory")
-    if self.memory_share > 1:
-      raise OptionError(
-        "Machine memory_share",
-        self.memory_share,
-        "at most 1",
-        "write it as a part, e.g. 0.5",
-      )
+    number("Machine hop_s", self.hop_s, least=0)
+    number("Machine call_s", self.call_s, least=0)
+    number("Machine memory_share", self.memory_share, above=0, most=1)
     if (self.island is None) != (self.between is None):
       raise OptionError(
         "Machine island, between",
         f"{self.island!r}, {self.between!r}",
         "both, or neither",
-        "say how many devices an island has and what joins islands",
+        "pass how many devices an island has and the link between islands",
       )
-    if self.island is not None and self.island < 1:
-      raise OptionError(
-        "Machine island", self.island, "1 or more", "count devices"
-      )
+    if self.island is not None:
+      positive_int("Machine island", self.island)
 
   @classmethod
   def of(cls, body: Mapping[str, Any]) -> Machine:
@@ -338,25 +323,19 @@ class Machine:
       OptionError: it has none here.
     """
     known = dict(self.efficiency)
-    if local not in known:
-      raise OptionError(
-        "local", repr(local), f"one of {', '.join(known)}", "choose one"
-      )
-    return known[local]
+    return known[one_of("local", local, known)]
 
 
 def number_bytes(dtype: str) -> int:
   """Bytes of one number of a dtype, by its name."""
-  if dtype in _DTYPE_BYTES:
-    return _DTYPE_BYTES[dtype]
   try:
-    return np.dtype(dtype).itemsize
+    return jax.numpy.dtype(dtype).itemsize
   except TypeError:
     raise OptionError(
       "dtype",
       repr(dtype),
-      f"one of {', '.join(_DTYPE_BYTES)}",
-      "correct the name",
+      "the name of a dtype",
+      "pass e.g. 'bfloat16' or 'float32'",
     ) from None
 
 
@@ -367,23 +346,8 @@ def _pairs(name: str, given: Any) -> tuple[tuple[str, Any], ...]:
   except TypeError:
     pairs, right = (), False
   if not right or not pairs:
-    raise OptionError(name, repr(given), "a mapping from names", "write a dict")
+    raise OptionError(name, repr(given), "a mapping from names", "pass a dict")
   return tuple((str(k), v) for k, v in pairs)
-
-
-def _real(value: Any) -> bool:
-  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  return real and math.isfinite(float(value))
-
-
-def _positive(name: str, value: Any, unit: str) -> None:
-  if not _real(value) or value <= 0:
-    raise OptionError(name, repr(value), f"{unit}, above 0", "correct it")
-
-
-def _at_least_0(name: str, value: Any) -> None:
-  if not _real(value) or value < 0:
-    raise OptionError(name, repr(value), "seconds, 0 or more", "correct it")
 
 
 # ---------------------------------------------------------------------------
@@ -442,7 +406,7 @@ class Core:
 
 
 # ---------------------------------------------------------------------------
-# Stated
+# The figures of `machines.toml`
 # ---------------------------------------------------------------------------
 
 _TABLES = tomllib.loads(
@@ -497,7 +461,7 @@ def core(name: str) -> Core:
     "chip",
     repr(name),
     f"one of {', '.join(one.topology for one in CORES.values())}",
-    "name a TPU, e.g. v5e or v5e:4x4",
+    "pass the name of a TPU, e.g. v5e or v5e:4x4",
   )
 
 
@@ -554,7 +518,7 @@ def machine(name: str) -> Machine:
       "machine",
       repr(name),
       f"one of {', '.join(MACHINES)}",
-      "choose one, or build a Machine(...)",
+      "pass one of these names, or a Machine(...)",
     )
   return MACHINES[found]
 

@@ -1,8 +1,8 @@
 """Moves between shards: the only file that calls JAX's collectives.
 
-Law: every function here also runs under `jax.vmap(..., axis_name=...)`, on one
-device, with the same result; none of them looks at a mesh. (JAX's own limits
-under vmap: the moves over several axes at once, `send`, and `gather`,
+Guarantees: every function here also runs under `jax.vmap(..., axis_name=...)`,
+on one device, with the same result; none of them looks at a mesh. (JAX's own
+limits under vmap: the moves over several axes at once, `send`, and `gather`,
 `scatter_sum` and `exchange` over a `Part` of an axis are for real meshes.)
 Per shard: letters mean local sizes. R is the size of the axis at hand.
 """
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import core  # extend_axis_env_nd has no public name
+from jaxtyping import Array, Shaped
 
 Tree = TypeVar("Tree")
 
@@ -68,10 +69,10 @@ def manual_axes() -> frozenset[str]:
 
 
 def partitioned() -> str | None:
-  """What XLA would cut a kernel along here, which it can't; None if nothing.
+  """Names what XLA would have to partition a kernel over; None if nothing.
 
-  In a shard_map that are mesh axes which are not manual in it, and without a
-  mesh the devices of a program that is traced for several.
+  These are the mesh axes that are not manual here: XLA cannot partition a
+  kernel.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
@@ -97,7 +98,7 @@ def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
   """Types every leaf as varying over the manual ones of `axes`.
 
   The transpose of this cast is a psum, so that a replicated operand of a
-  custom_vjp gets the sum of all shards' gradients without further words.
+  custom_vjp gets the sum of all shards' gradients.
   """
   manual = manual_axes()
 
@@ -188,13 +189,13 @@ def rotate(tree: Tree, axis: Axis, shift: int) -> Tree:
     for group in groups
     for i, shard in enumerate(group)
   ]
-  # JAX's vmap wants them in the order of who sends.
+  # JAX's vmap needs them in the order of the senders.
   pairs.sort()
   return jax.tree.map(lambda x: lax.ppermute(x, name, pairs), tree)
 
 
 def send(tree: Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Tree:
-  """Sends every leaf along (from, to) pairs; who gets nothing has zeros."""
+  """Sends every leaf along (from, to) pairs; other shards receive zeros."""
   if isinstance(axis, Part):
     pairs = [(group[i], group[j]) for group in axis.groups() for i, j in pairs]
     axis = axis.axis
@@ -208,7 +209,7 @@ def shift(tree: Tree, axis: Axis, by: int) -> Tree:
     return send(
       tree, axis, [(i, i + by) for i in range(size) if 0 <= i + by < size]
     )
-  # JAX's vmap wants somebody to send to everybody.
+  # Under JAX's vmap every shard has to receive from one.
   me = axis_index(axis)
   inside = (me >= by) & (me < size + by)
   return jax.tree.map(
@@ -252,7 +253,9 @@ def largest(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
   return jax.tree.map(lambda x: lax.pmax(x, axis), tree)
 
 
-def exchange(x: jax.Array, axis: Axis, split: int, concat: int) -> jax.Array:
+def exchange(
+  x: Shaped[Array, ...], axis: Axis, split: int, concat: int
+) -> jax.Array:
   """All-to-all: cuts `split` into R parts, joins the received on `concat`."""
   name, groups = _grouped(axis)
   return lax.all_to_all(
@@ -261,7 +264,7 @@ def exchange(x: jax.Array, axis: Axis, split: int, concat: int) -> jax.Array:
 
 
 def _grouped(axis: Axis) -> tuple[Any, Any]:
-  """An axis and its groups, as JAX wants them."""
+  """An axis and its groups, as arguments of JAX's collectives."""
   if not isinstance(axis, Part):
     return axis, None
   groups = axis.groups()

@@ -1,7 +1,8 @@
 """Layouts: which token lies on which shard, and in which order.
 
-Law: a layout gives each token to a shard; a shard's tokens lie in increasing
-order of position. `restore(permute(x)) == x`, bit for bit, for every length.
+Guarantees: a layout gives each token to a shard; a shard's tokens lie in
+increasing order of position. `restore(permute(x)) == x`, bit for bit, for every
+length.
 The layouts that deal out chunks of one length say which chunk goes where, and
 everything else (the permutation, which shards a window can reach) follows.
 
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import InputTypeError, OptionError, ShapeError
 
@@ -42,17 +44,46 @@ class Layout(abc.ABC):
     """Tokens on each shard, padding included."""
 
   @abc.abstractmethod
+  def position_of(
+    self, shard: Any, slot: Any, shards: int, local_length: int
+  ) -> Any:
+    """Positions of the tokens in slots of shards, integers that broadcast.
+
+    Both are NumPy arrays or both are JAX's; `shard` may be an int. Positions at
+    or beyond the sequence's true length are padding.
+    """
+
   def positions(
-    self, index: jax.Array | int, shards: int, local_length: int
+    self, index: Int[Array, ""] | int, shards: int, local_length: int
   ) -> jax.Array:
     """Positions of the tokens on shard `index`, int32 [local_length].
 
     Positions at or beyond the sequence's true length are padding.
     """
+    slots = jnp.arange(local_length, dtype=jnp.int32)
+    return self.position_of(index, slots, shards, local_length)
 
-  @abc.abstractmethod
   def padded_order(self, length: int, shards: int) -> np.ndarray:
     """Position of each token in layout order, -1 for padding, [R * local]."""
+    local = self.local_length(length, shards)
+    shard, slot = np.arange(shards)[:, None], np.arange(local)
+    order = self.position_of(shard, slot, shards, local).reshape(-1)
+    # A sequence that fills all slots has no padding.
+    full = shards * local == length
+    return order if full else np.where(order < length, order, -1)
+
+  def real_tokens(self, length: int, shards: int) -> np.ndarray:
+    """Tokens of each shard without padding, which is behind them: int64 [R]."""
+    local = self.local_length(length, shards)
+    shard, low = np.arange(shards), np.zeros(shards, np.int64)
+    high = np.full(shards, local)
+    # Positions grow along a shard, so the first beyond the end is searched for.
+    while (low < high).any():
+      middle = (low + high) // 2
+      real = self.position_of(shard, middle, shards, local) < length
+      real &= low < high
+      low, high = np.where(real, middle + 1, low), np.where(real, high, middle)
+    return low
 
   @abc.abstractmethod
   def reachable(
@@ -144,14 +175,6 @@ class Dealt(Layout):
   def owners(self, chunks: np.ndarray, shards: int) -> np.ndarray:
     """The shard that holds each of the numbered `chunks`."""
 
-  def padded_order(self, length: int, shards: int) -> np.ndarray:
-    local = self.local_length(length, shards)
-    chunk = self.chunk_length(length, shards)
-    chunks = np.arange(shards * local // chunk)
-    by_shard = np.argsort(self.owners(chunks, shards), kind="stable")
-    order = (by_shard[:, None] * chunk + np.arange(chunk)).reshape(-1)
-    return np.where(order < length, order, -1)
-
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
   ) -> np.ndarray:
@@ -162,8 +185,7 @@ class Dealt(Layout):
     last = k_length // k_chunk - 1
     first_key = np.maximum((chunks * q_chunk - behind) // k_chunk, 0)
     last_key = np.minimum(((chunks + 1) * q_chunk - 1 + ahead) // k_chunk, last)
-    # Only what differs relative to the chunk matters; stripes of one token
-    # repeat the same few patterns a million times.
+    # Only what differs relative to the chunk matters.
     turn = chunks % shards if isinstance(self, Striped) else chunks
     cases = np.unique(
       np.stack([turn, first_key - chunks, last_key - chunks]),
@@ -194,11 +216,11 @@ class Contiguous(Dealt):
   def local_length(self, length: int, shards: int) -> int:
     return -(-length // shards)
 
-  def positions(
-    self, index: jax.Array | int, shards: int, local_length: int
-  ) -> jax.Array:
+  def position_of(
+    self, shard: Any, slot: Any, shards: int, local_length: int
+  ) -> Any:
     del shards
-    return index * local_length + jnp.arange(local_length, dtype=jnp.int32)
+    return shard * local_length + slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,12 +250,22 @@ class Striped(Dealt):
   def local_length(self, length: int, shards: int) -> int:
     return -(-length // (self.block * shards)) * self.block
 
-  def positions(
-    self, index: jax.Array | int, shards: int, local_length: int
-  ) -> jax.Array:
-    local = jnp.arange(local_length, dtype=jnp.int32)
-    stripe = (local // self.block) * shards + index
-    return stripe * self.block + local % self.block
+  def position_of(
+    self, shard: Any, slot: Any, shards: int, local_length: int
+  ) -> Any:
+    del local_length
+    stripe = (slot // self.block) * shards + shard
+    return stripe * self.block + slot % self.block
+
+  def reachable(
+    self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
+  ) -> np.ndarray:
+    # Stripes repeat: a few turns around the shards show all there is.
+    turn = self.block * shards
+    if behind + ahead >= 2 * turn:
+      return np.ones(shards, bool)
+    q_length, k_length = (min(n, 8 * turn) for n in (q_length, k_length))
+    return super().reachable(shards, q_length, k_length, behind, ahead)
 
   def check_local_length(self, local_length: int) -> str | None:
     if local_length % self.block:
@@ -254,17 +286,12 @@ class Zigzag(Dealt):
   def local_length(self, length: int, shards: int) -> int:
     return 2 * self.chunk_length(length, shards)
 
-  def positions(
-    self, index: jax.Array | int, shards: int, local_length: int
-  ) -> jax.Array:
+  def position_of(
+    self, shard: Any, slot: Any, shards: int, local_length: int
+  ) -> Any:
     half = local_length // 2
-    within = jnp.arange(half, dtype=jnp.int32)
-    return jnp.concatenate(
-      [
-        index * half + within,
-        (2 * shards - 1 - index) * half + within,
-      ]
-    )
+    late = (2 * shards - 1 - shard) * half + slot - half
+    return _where(slot < half, shard * half + slot, late)
 
   def check_local_length(self, local_length: int) -> str | None:
     return "an even number" if local_length % 2 else None
@@ -319,24 +346,15 @@ class Uneven(Layout):
       )
     return most
 
-  def positions(
-    self, index: jax.Array | int, shards: int, local_length: int
-  ) -> jax.Array:
-    local = jnp.arange(local_length, dtype=jnp.int32)
-    count = jnp.asarray(self.counts, jnp.int32)[index]
-    start = jnp.asarray(self.starts, jnp.int32)[index]
-    empty = (shards + index) * local_length + local
-    return jnp.where(local < count, start + local, empty)
-
-  def padded_order(self, length: int, shards: int) -> np.ndarray:
-    most = self.local_length(length, shards)
-    local, shard = np.arange(most), np.arange(shards)[:, None]
-    start, count = (np.asarray(x)[:, None] for x in (self.starts, self.counts))
-    # Rows that came with empty slots are all tokens; some have no position.
-    empty = (
-      -1 if length == sum(self.counts) else (shards + shard) * most + local
+  def position_of(
+    self, shard: Any, slot: Any, shards: int, local_length: int
+  ) -> Any:
+    make = np.asarray if isinstance(slot, np.ndarray) else jnp.asarray
+    count, start = (
+      make(np.asarray(n, slot.dtype))[shard] for n in (self.counts, self.starts)
     )
-    return np.where(local < count, start + local, empty).reshape(-1)
+    empty = (shards + shard) * local_length + slot
+    return _where(slot < count, start + slot, empty)
 
   def reachable(
     self, shards: int, q_length: int, k_length: int, behind: int, ahead: int
@@ -372,13 +390,14 @@ def slots_of(layout: Layout, length: int, shards: int) -> Slots | None:
   local = layout.local_length(length, shards)
   if shards * local == length:
     return None
-  order = layout.padded_order(length, shards).reshape(shards, local)
-  counts = (order >= 0).sum(1).tolist()
+  counts = layout.real_tokens(length, shards).tolist()
   runs = ((len(list(same)), n) for n, same in itertools.groupby(counts))
   return Slots(local, tuple(runs))
 
 
-def into_slots(x: jax.Array, slots: Slots | None, axis: int) -> jax.Array:
+def into_slots(
+  x: Shaped[Array, ...], slots: Slots | None, axis: int
+) -> jax.Array:
   """`x`, in the layout's order along `axis`, with the slots that are empty.
 
   By slices: XLA's partitioner cuts a gather of rows wrongly where another
@@ -389,7 +408,7 @@ def into_slots(x: jax.Array, slots: Slots | None, axis: int) -> jax.Array:
   return _refit(x, axis, [(n, some, slots.local) for n, some in slots.runs])
 
 
-def out_of_slots(x: jax.Array, slots: Slots) -> jax.Array:
+def out_of_slots(x: Shaped[Array, "B T ..."], slots: Slots) -> jax.Array:
   """The inverse, along axis 1."""
   return _refit(x, 1, [(n, slots.local, some) for n, some in slots.runs])
 
@@ -415,6 +434,12 @@ def _refit(
     parts.append(part)
     start = stop
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def _where(condition: Any, one: Any, other: Any) -> Any:
+  """`where` of NumPy's or JAX's arrays, whichever the condition is."""
+  where = np.where if isinstance(condition, np.ndarray) else jnp.where
+  return where(condition, one, other)
 
 
 def _check_shards(shards: Any) -> None:

@@ -1,4 +1,4 @@
-"""One device's copies of what lies on a mesh."""
+"""Copies on one device of arrays that are on a mesh."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import MeshError
 
@@ -13,10 +14,10 @@ Tree = TypeVar("Tree")
 
 
 def last_device(mesh: Any, axis: str | None) -> Any:
-  """The last device along an axis, the first along all others; or the first.
+  """Returns the mesh's last device along `axis`, the first along other axes.
 
   Raises:
-    MeshError: it belongs to another process, or some device of the mesh does.
+    MeshError: a device of the mesh belongs to another process.
   """
   for device in mesh.devices.flat:
     if device.process_index != jax.process_index():
@@ -32,11 +33,11 @@ def last_device(mesh: Any, axis: str | None) -> Any:
   return mesh.devices[tuple(where)]
 
 
-def here(tree: Tree, device: Any) -> Tree:
-  """The copies on `device` of arrays that lie whole on it; nothing is copied.
+def local_copy(tree: Tree, device: Any) -> Tree:
+  """Returns the copies on `device` of arrays that it has whole; none is made.
 
   Raises:
-    MeshError: an array lies elsewhere, or only a part of it there.
+    MeshError: the device has no array, or only a part of one.
   """
 
   def one(x: jax.Array) -> jax.Array:
@@ -45,7 +46,7 @@ def here(tree: Tree, device: Any) -> Tree:
         return shard.data
     raise MeshError(
       "array",
-      f"shape {x.shape} that does not lie whole on {device}",
+      f"shape {x.shape} that is not whole on {device}",
       "a copy there",
       "use a mesh whose only axis of several devices is the sequence's",
     )
@@ -53,6 +54,10 @@ def here(tree: Tree, device: Any) -> Tree:
   return jax.tree.map(one, tree)
 
 
-def move(x: jax.Array, device: Any) -> jax.Array:
-  """An array, wherever its shards lie, whole on one device."""
+# The name under which the other layers know it.
+here = local_copy
+
+
+def move(x: Shaped[Array, ...], device: Any) -> jax.Array:
+  """Copies an array, wherever its shards are, whole to one device."""
   return jax.device_put(x, SingleDeviceSharding(device))

@@ -1,4 +1,4 @@
-"""How much memory a host has left, and what is said when memory runs out."""
+"""The host's free memory, and errors of programs that run out of memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _GROUP_1 = (
 
 
 def host_free_bytes(root: str = "/") -> int | None:
-  """Bytes that this process may still allocate; None if it can't be known.
+  """Bytes that this process may still allocate; None if that is unknown.
 
-  Of the machine's, what the limits of the process' control groups leave: in a
-  container the machine may have much more, and who takes it is killed.
+  The least of the machine's free memory and what the limits of the process'
+  control groups leave: in a container the machine may have much more, and a
+  process that takes it is killed.
 
   Args:
-    root: where the system's own files are.
+    root: the folder of the system's files, proc and sys.
   """
   lines = _read(pathlib.Path(root, "proc/meminfo")).splitlines()
   found = [
@@ -72,12 +73,12 @@ def _read(path: pathlib.Path) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-  """Whether an error says that memory ran out."""
+  """Whether an error is about memory that ran out."""
   return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in f"{error}"
 
 
 def asked(error: BaseException) -> int | None:
-  """Bytes that an error says were asked for, or None."""
+  """Bytes of the allocation that failed, read from the error, or None."""
   if isinstance(error, OutOfMemoryError):
     return error.nbytes
   text = f"{error}"
@@ -89,7 +90,7 @@ def asked(error: BaseException) -> int | None:
 
 
 def told(error: BaseException, doing: str, knobs: str) -> str:
-  """A line that says what asked for how much, and what to change."""
+  """One line: what ran out of memory, the bytes it needed, what to change."""
   nbytes = asked(error)
   much = "more" if nbytes is None else f"{nbytes:,} bytes"
   return f"out of memory while {doing}, which asked for {much}: {knobs}"
@@ -97,11 +98,11 @@ def told(error: BaseException, doing: str, knobs: str) -> str:
 
 @contextlib.contextmanager
 def watched(doing: str, knobs: str) -> Iterator[None]:
-  """Says what ran out of memory inside of the block.
+  """Turns the block's errors about memory into `OutOfMemoryError`.
 
   Args:
-    doing: what the block does, "reading the prompt".
-    knobs: what to change, two ways at least.
+    doing: what the block does, e.g. "reading the prompt".
+    knobs: what the caller can change, two options at least.
 
   Raises:
     OutOfMemoryError: memory ran out.
@@ -109,7 +110,7 @@ def watched(doing: str, knobs: str) -> Iterator[None]:
   try:
     yield
   except RingjaxError:
-    # Ours say more, an estimate made beforehand too.
+    # These name the argument already, an estimate beforehand too.
     raise
   except Exception as error:
     if not ran_out(error):

@@ -1,7 +1,7 @@
 """Meshes whose sequence axis is a ring of neighbours.
 
-Law: in a mesh from `make_mesh` every hop of the `ring` axis, the one that
-closes the ring included, is one link between neighbouring chips where the
+Guarantees: in a mesh from `make_mesh` every hop of the `ring` axis, the one
+that closes the ring included, is one link between neighbouring chips where the
 slice's shape has such a ring. Plain device order makes hops of many links, and
 on large v5e slices turns every send into one that nothing can hide.
 """
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import MeshError
 from ringjax.parallel.place import SEQ
@@ -38,7 +39,7 @@ def make_mesh(
   Args:
     shape: size of each axis; one of them may be -1, for all that are left.
     axis_names: names of the axes, e.g. ("data", "seq", "model").
-    devices: default all devices of the default backend.
+    devices: devices of the mesh; default all of the default backend.
     axis_types: one type for all axes, or one for each.
     ring: the axis whose shards pass keys around. Axes before it tile the
       slice into boxes; axes after it take neighbours of the ring's order.
@@ -48,7 +49,7 @@ def make_mesh(
     of `devices` is kept.
 
   Raises:
-    MeshError: sizes and devices do not fit.
+    MeshError: the sizes do not fit the devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = _sizes(tuple(shape), tuple(axis_names), len(devices))
@@ -67,17 +68,20 @@ def make_mesh(
 
 
 def automatic(mesh: Any) -> Mesh:
-  """The mesh that a model lies on: `mesh`, with all of its axes automatic.
+  """Returns `mesh` with all of its axes automatic, as models need it.
 
-  `jax.make_mesh` gives explicit ones, which the layers of a model do not carry
+  `jax.make_mesh` gives explicit axes, which the layers of a model do not carry
   on: there the compiler shards.
 
   Raises:
-    MeshError: it is another thing, or has manual axes.
+    MeshError: `mesh` is not a mesh, or has manual axes.
   """
   if not isinstance(mesh, Mesh):
     raise MeshError(
-      "mesh", type(mesh).__name__, "a jax.sharding.Mesh", "use rj.make_mesh"
+      "mesh",
+      type(mesh).__name__,
+      "a jax.sharding.Mesh",
+      "build one with rj.make_mesh",
     )
   kinds = set(mesh.axis_types)
   if AxisType.Manual in kinds:
@@ -97,7 +101,7 @@ def check_current() -> None:
   """Refuses to compute with a model where the current mesh is explicit.
 
   Raises:
-    MeshError: it is.
+    MeshError: the current mesh has explicit axes.
   """
   around = jax.sharding.get_abstract_mesh()
   if AxisType.Explicit in around.axis_types:
@@ -110,11 +114,14 @@ def check_current() -> None:
 
 
 def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
-  """For an f that computes on a mesh of its own, whichever is the current one.
+  """Decorates a function that enters its own mesh before it computes.
 
-  JAX refuses arrays that do not lie on the current mesh. `mesh_of` gets f's
-  arguments; where it says None the current mesh stays, with automatic axes. In
-  a trace, where a mesh can't be entered, f is left to itself.
+  JAX refuses arrays that are not on the current mesh. In a trace, where a mesh
+  can't be entered, the function is called as it is.
+
+  Args:
+    mesh_of: gets the function's arguments and returns its mesh; None keeps the
+      current mesh, with automatic axes.
   """
 
   def around(f: _F) -> _F:
@@ -134,13 +141,13 @@ def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
   return around
 
 
-def on_automatic(name: str, x: jax.Array) -> jax.Array:
-  """An array of a mesh with explicit axes, on the same one with automatic ones.
+def on_automatic(name: str, x: Shaped[Array, ...]) -> jax.Array:
+  """Moves an array from explicit axes to automatic ones of the same mesh.
 
-  Others stay as they are.
+  Other arrays are returned as they are.
 
   Raises:
-    MeshError: it is in a trace, where it has to stay where it is.
+    MeshError: it is traced, so that it cannot be moved.
   """
   lies = jax.typeof(x).sharding
   if AxisType.Explicit not in lies.mesh.axis_types:
@@ -150,14 +157,14 @@ def on_automatic(name: str, x: jax.Array) -> jax.Array:
       name,
       f"an array on axes of types {lies.mesh.axis_types}",
       "automatic axes, for models",
-      "lay it on a mesh of rj.make_mesh before the jit",
+      "put it on a mesh of rj.make_mesh before the jit",
     )
   mesh = automatic(cast(NamedSharding, x.sharding).mesh)
   return jax.device_put(x, NamedSharding(mesh, lies.spec))
 
 
 def lying(form: Any, shardings: Any) -> Any:
-  """A tree of shapes, each with the sharding that its array will have."""
+  """Gives each shape of a tree the sharding that its array will have."""
   return jax.tree.map(
     lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
     form,
@@ -186,7 +193,7 @@ def _sizes(
         "shape",
         f"{shape} for {count} devices",
         f"a number of devices that {known} divides",
-        "change the other axes, or leave some devices out",
+        "change the other axes, or pass fewer devices=",
       )
     shape = tuple(count // known if s == -1 else s for s in shape)
   if math.prod(shape) > count:
@@ -200,7 +207,7 @@ def _sizes(
 
 
 def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
-  """Cuts the slice into `outer` boxes and walks each as a ring."""
+  """The devices of `outer` boxes of the slice, each in the order of a ring."""
   by_coords: dict[tuple[int, ...], list[Any]] = {}
   for d in devices:
     by_coords.setdefault((getattr(d, "slice_index", 0), *d.coords), []).append(
@@ -218,10 +225,8 @@ def _boxes(devices: list[Any], outer: int, inner: int) -> list[list[Any]]:
   if box is None:
     return [devices]
   rings = []
-  starts = itertools.product(
-    *(range(0, e, b) for e, b in zip(extent, box, strict=True))
-  )
-  starts = list(starts)
+  steps = zip(extent, box, strict=True)
+  starts = [*itertools.product(*(range(0, e, b) for e, b in steps))]
   for which in slices:
     for start in starts:
       walk = []
@@ -255,7 +260,7 @@ def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
   """
   sides = [i for i, s in enumerate(box) if s > 1]
   if len(sides) >= 2:
-    # The side to come home along, and an even side to snake over.
+    # The side to come back along, and an even side to snake over.
     for home in sides:
       rest = [i for i in sides if i != home]
       if box[home] == 2 or any(box[i] % 2 == 0 for i in rest):
@@ -263,7 +268,7 @@ def ring_walk(box: tuple[int, ...]) -> list[tuple[int, ...]]:
         if walk is not None:
           return walk
   order = sorted(range(len(box)), key=lambda i: -box[i])
-  return [_place(p, order) for p in _snake([box[i] for i in order])]
+  return [_reordered(p, order) for p in _snake([box[i] for i in order])]
 
 
 def _closed_walk(
@@ -283,7 +288,7 @@ def _closed_walk(
       walk.append((*point, h))
   walk += [(*point, 0) for point in reversed(path)]
   pad = len(box) - len(rest) - 1
-  return [_place((*p, *([0] * pad)), order) for p in walk]
+  return [_reordered((*p, *([0] * pad)), order) for p in walk]
 
 
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
@@ -298,8 +303,6 @@ def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
   return walk
 
 
-def _place(point: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-  out = [0] * len(order)
-  for value, axis in zip(point, order, strict=True):
-    out[axis] = value
-  return tuple(out)
+def _reordered(point: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+  """The coordinates of a point, given in `order`, in the order of the axes."""
+  return tuple(value for _, value in sorted(zip(order, point, strict=True)))

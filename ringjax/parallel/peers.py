@@ -1,20 +1,22 @@
-"""Processes that work together: who is there, who waits for whom, who is gone.
+"""A group of processes: values for all of them, and which one has failed.
 
-Law: when a process dies, freezes or gets stuck, every other one learns within
-`timeout_s` which it was; whoever waits for it is woken with a `PeerError`.
-Nothing here computes, and nothing waits in a place that cannot be left.
+Guarantees: when a process dies, freezes or gets stuck, every other one learns
+within `timeout_s` which it was, and those that wait for it are woken with a
+`PeerError`. Nothing here computes, and no wait lasts beyond a failure.
 Cost: p (p - 1) / 2 quiet TCP connections, a small message on each now and then.
 
-Every pair of ranks has a connection for words: what each is doing, values
-that all should know, the news that somebody failed. Arrays go through
-connections of their own between neighbours (`link`), so that words never queue
-behind them.
+Each pair of ranks has a control connection for small JSON messages: what each
+is doing, values for all, the news of a failure. Arrays go through connections
+of their own between neighbours (`link`), so that messages never queue behind
+them.
 
   dead    its connections close                              (at once)
-  frozen  it says nothing for `timeout_s`
-  stuck   it says that it works, but does not get on for `timeout_s`
+  frozen  it sends no message for `timeout_s`
+  stuck   it works, but has made no progress for `timeout_s`
 
-A rank that waits for another is never blamed: the other one is looked at.
+A rank that waits for another is never taken for a failed one. The processes
+find each other through `jax.distributed`, whose own heartbeats do not serve
+here: they end all processes, and do not tell a stuck rank from a waiting one.
 """
 
 from __future__ import annotations
@@ -38,17 +40,18 @@ import jax
 import numpy as np
 from jax._src import distributed  # The key-value store has no public name.
 
-from ringjax.errors import OptionError, PeerError
+from ringjax.checks import number
+from ringjax.errors import PeerError
 
 TIMEOUT_S = 10.0
 _MAGIC = b"ringjax1"
 _HELLO = struct.Struct("<8s32sIB")
 _SIZE = struct.Struct("<I")
-_WORDS, _ARRAYS = 0, 1
+_CONTROL, _ARRAYS = 0, 1
 _LARGEST_BYTES = 1 << 26
 _MEETINGS = itertools.count()
 
-# What a rank may be doing. Only one that works has to get on.
+# What a rank may be doing. Only one that works has to make progress.
 STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
 
 
@@ -56,7 +59,7 @@ STARTING, WORKING, TOGETHER, WAITING = "starts", "works", "together", "waits"
 class _Peer:
   """What is known of another rank; times by this rank's clock."""
 
-  words: socket.socket
+  control: socket.socket
   heard_s: float
   moved_s: float
   doing: str = STARTING
@@ -68,13 +71,13 @@ class _Peer:
 
 
 class Peers:
-  """The ranks of a group, as one of them sees them.
+  """The ranks of a group, as one of them sees the others.
 
   Attributes:
     rank: of this process.
     size: how many there are.
-    timeout_s: how long another may be silent, or work without getting on.
-    failure: what went wrong in the group, or None.
+    timeout_s: how long another may be silent, or work without progress.
+    failure: the first failure of the group, or None.
     offset_s: what to add to this rank's `time.monotonic()` for rank 0's.
   """
 
@@ -82,18 +85,18 @@ class Peers:
     self,
     rank: int,
     size: int,
-    words: dict[int, socket.socket],
+    control: dict[int, socket.socket],
     links: dict[int, socket.socket],
     timeout_s: int | float = TIMEOUT_S,
   ):
-    """Takes connections that `meet` has made."""
+    """Takes the connections to each rank and to neighbours; see `meet`."""
     now = time.monotonic()
     self.rank, self.size, self.timeout_s = rank, size, timeout_s
     self.failure: PeerError | None = None
     self.offset_s = 0.0
     self._links = links
     self._peers = {
-      r: _Peer(s, heard_s=now, moved_s=now) for r, s in words.items()
+      r: _Peer(s, heard_s=now, moved_s=now) for r, s in control.items()
     }
     self._doing, self._ticks, self._step = STARTING, 0, 0
     self._news = threading.Condition()
@@ -122,21 +125,20 @@ class Peers:
     host: str = "127.0.0.1",
     timeout_s: int | float = TIMEOUT_S,
   ) -> Peers:
-    """Finds the others.
+    """Connects this process to the others of its group.
 
     Args:
       rank: of this process.
-      size: how many there are.
+      size: ranks of the group.
       exchange: gives its argument to all ranks and returns what they gave.
       host: under which the others reach this one.
       timeout_s: see `Peers`.
 
     Raises:
-      PeerError: somebody did not come.
-      OptionError: a timeout that is none.
+      PeerError: a rank did not connect in time.
+      OptionError: the timeout is not above 0.
     """
-    if not 0 < timeout_s < math.inf:
-      raise OptionError("timeout_s", timeout_s, "seconds above 0", "raise it")
+    number("timeout_s", timeout_s, above=0)
     patience_s = max(30.0, timeout_s)
     local = host in ("127.0.0.1", "localhost")
     with socket.create_server(
@@ -150,40 +152,41 @@ class Peers:
       }
       cards = [json.loads(c) for c in exchange(json.dumps(card))]
       secret = bytes.fromhex(cards[0]["secret"])
-      words: dict[int, socket.socket] = {}
+      control: dict[int, socket.socket] = {}
       links: dict[int, socket.socket] = {}
+      by_kind = {_CONTROL: control, _ARRAYS: links}
       try:
-        # Who has the higher number calls.
+        # The rank of the higher number connects.
         for other in range(rank):
-          kinds = [_WORDS] + [_ARRAYS] * (other == rank - 1)
-          for kind in kinds:
-            made = _call(cards[other], patience_s)
+          for kind in [_CONTROL] + [_ARRAYS] * (other == rank - 1):
+            address = cards[other]["host"], cards[other]["port"]
+            made = socket.create_connection(address, patience_s)
             made.sendall(_HELLO.pack(_MAGIC, secret, rank, kind))
-            (words if kind == _WORDS else links)[other] = made
+            by_kind[kind][other] = made
         expected = size - 1 - rank + (rank < size - 1)
         while expected:
-          made, other, kind = _answer(server, secret)
-          if made is None:
-            continue
-          (words if kind == _WORDS else links)[other] = made
-          expected -= 1
+          accepted = _accept(server, secret)
+          if accepted is not None:
+            made, other, kind = accepted
+            by_kind[kind][other] = made
+            expected -= 1
       except OSError as error:
-        missing = [r for r in range(size) if r != rank and r not in words]
+        missing = [r for r in range(size) if r != rank and r not in control]
         raise PeerError(
           f"rank {rank}: no connection to rank {missing or [rank - 1]} within "
           f"{patience_s:g} s: {error}",
           missing[0] if missing else None,
         ) from None
-    for made in (*words.values(), *links.values()):
+    for made in (*control.values(), *links.values()):
       made.settimeout(None)
       made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    self = cls(rank, size, words, links, timeout_s)
+    self = cls(rank, size, control, links, timeout_s)
     self._set_clock()
     return self
 
   @classmethod
   def of_processes(cls, *, timeout_s: int | float = TIMEOUT_S) -> Peers:
-    """The processes of `jax.distributed`; alone if there are no others."""
+    """The processes of `jax.distributed`; a group of one without others."""
     rank, size = jax.process_index(), jax.process_count()
     if size == 1:
       return cls(0, 1, {}, {}, timeout_s)
@@ -206,7 +209,7 @@ class Peers:
   def in_threads(
     cls, size: int, *, timeout_s: int | float = TIMEOUT_S
   ) -> list[Peers]:
-    """A group inside of this process, for a thread each."""
+    """A group inside of this process, one rank for each thread."""
     cards = [""] * size
     all_here = threading.Barrier(size)
     made: list[Any] = [None] * size
@@ -227,30 +230,30 @@ class Peers:
     return made
 
   # -------------------------------------------------------------------------
-  # Saying
+  # Telling the others
   # -------------------------------------------------------------------------
 
   def tick(self, step: int = 0) -> None:
-    """This rank got on; in what all do together, to this step."""
+    """Counts progress of this rank; of a common operation, to this step."""
     self._ticks += 1
     self._step = step
 
   @contextlib.contextmanager
   def doing(self, what: str) -> Iterator[None]:
-    """Says what this rank does inside of the block."""
+    """Tells the others what this rank does inside of the block."""
     before, self._doing = self._doing, what
     try:
       yield
     finally:
       self._doing = before
-      # Work begins anew behind a wait.
+      # After a wait the time without progress counts from 0.
       self._ticks += 1
 
   def gather(self, value: Any) -> list[Any]:
-    """What each rank gave, in their order; JSON values.
+    """The value of each rank, in their order; JSON values.
 
     Raises:
-      PeerError: somebody failed, or left.
+      PeerError: a rank failed, or left.
     """
     call = next(self._calls)
     self._tell_all({"t": "put", "n": call, "v": value})
@@ -268,16 +271,16 @@ class Peers:
     return [found[r] for r in range(self.size)]
 
   def wait(self, until: Callable[[], bool]) -> None:
-    """Waits until something is so; `wake` has it looked at.
+    """Waits until a condition holds; `wake` has it evaluated again.
 
     Raises:
-      PeerError: somebody failed meanwhile.
+      PeerError: a rank failed meanwhile.
     """
     with self.doing(WAITING):
       self.rest(until)
 
   def rest(self, until: Callable[[], bool]) -> None:
-    """As `wait`, of a thread beside the one that works."""
+    """As `wait`, for a thread beside the one that works."""
     with self._news:
       while not until():
         if self.failure is not None:
@@ -285,7 +288,7 @@ class Peers:
         self._news.wait(0.5)
 
   def wake(self) -> None:
-    """Has all that wait look again."""
+    """Has the threads that wait evaluate their conditions again."""
     with self._news:
       self._news.notify_all()
 
@@ -294,24 +297,33 @@ class Peers:
     return self._links[rank]
 
   def check(self) -> None:
-    """Raises PeerError if somebody failed."""
+    """Raises PeerError if a rank failed."""
     if self.failure is not None:
       raise self.failure
 
   def on_failure(self, call: Callable[[PeerError], Any]) -> None:
-    """Has `call` called, from another thread, as soon as somebody fails."""
+    """Has `call` called, from another thread, as soon as a rank fails."""
     self._on_failure.append(call)
 
   def abandon(self, error: BaseException) -> None:
     """Tells the others that this rank cannot go on."""
     if self.failure is None:
-      # This rank knows already.
+      # This rank's own callbacks are for failures of others.
       self._on_failure = []
       why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
       self._fail(self.rank, f"failed: {why}")
 
   def blame(self, rank: int, why: str, grace_s: int | float = 1.0) -> PeerError:
-    """What failed, if it is known in a moment; else that `rank` did."""
+    """Reports that `rank` failed, unless a failure becomes known meanwhile.
+
+    Args:
+      rank: which one.
+      why: what it did.
+      grace_s: how long to wait for another rank's report.
+
+    Returns:
+      The failure of the group.
+    """
     end = time.monotonic() + grace_s
     with self._news:
       while self.failure is None and time.monotonic() < end:
@@ -335,12 +347,12 @@ class Peers:
   def _watch(self) -> None:
     selector = selectors.DefaultSelector()
     for r, peer in self._peers.items():
-      selector.register(peer.words, selectors.EVENT_READ, r)
+      selector.register(peer.control, selectors.EVENT_READ, r)
     last = next_s = time.monotonic()
     while not self._closed and self.failure is None:
       now = time.monotonic()
       if now - last > max(3 * self._every_s, self.timeout_s / 2):
-        # It was this process that did not run; the others get another chance.
+        # This process itself did not run: its clocks of the others restart.
         for peer in self._peers.values():
           peer.heard_s = peer.moved_s = now
       last = now
@@ -349,16 +361,16 @@ class Peers:
         self._tell_all({"t": "am", **am})
         next_s = now + self._every_s
       for key, _ in selector.select(min(0.1, max(0.0, next_s - now))):
-        if not self._hear(key.data):
+        if not self._receive(key.data):
           selector.unregister(key.fileobj)
-      self._judge(time.monotonic())
+      self._check_peers(time.monotonic())
     selector.close()
 
-  def _hear(self, rank: int) -> bool:
-    """Reads what has come; whether more may come."""
+  def _receive(self, rank: int) -> bool:
+    """Reads the messages of a rank; False where no more can come."""
     peer = self._peers[rank]
     try:
-      data = peer.words.recv(1 << 16)
+      data = peer.control.recv(1 << 16)
     except OSError:
       data = b""
     if not data:
@@ -374,51 +386,51 @@ class Peers:
         return False
       if len(peer.buffer) < _SIZE.size + size:
         break
-      said = json.loads(peer.buffer[_SIZE.size : _SIZE.size + size])
+      message = json.loads(peer.buffer[_SIZE.size : _SIZE.size + size])
       del peer.buffer[: _SIZE.size + size]
-      self._take(rank, peer, said)
+      self._handle(rank, peer, message)
     return True
 
-  def _take(self, rank: int, peer: _Peer, said: dict[str, Any]) -> None:
-    kind = said["t"]
+  def _handle(self, rank: int, peer: _Peer, message: dict[str, Any]) -> None:
+    kind = message["t"]
     if kind == "am":
-      if (said["doing"], said["n"]) != (peer.doing, peer.ticks):
-        peer.doing, peer.ticks = said["doing"], said["n"]
-        peer.step = said["step"]
+      if (message["doing"], message["n"]) != (peer.doing, peer.ticks):
+        peer.doing, peer.ticks = message["doing"], message["n"]
+        peer.step = message["step"]
         peer.moved_s = peer.heard_s
     elif kind == "put":
-      with self._news:
-        self._values[said["n"], rank] = said["v"]
-        self._news.notify_all()
+      self._values[message["n"], rank] = message["v"]
+      self.wake()
     elif kind == "ping":
-      self._tell(rank, {"t": "pong", "n": said["n"], "at": time.monotonic()})
+      answer = {"t": "pong", "n": message["n"], "at": time.monotonic()}
+      self._tell(rank, answer)
     elif kind == "pong":
-      with self._news:
-        self._pongs[said["n"]] = said["at"]
-        self._news.notify_all()
+      self._pongs[message["n"]] = message["at"]
+      self.wake()
     elif kind == "bye":
       peer.left = True
       self.wake()
     elif kind == "fail":
-      if said["rank"] == self.rank:
-        said["why"] = f"was given up by rank {rank}: {said['why']}"
-      self._fail(said["rank"], said["why"])
+      why = message["why"]
+      if message["rank"] == self.rank:
+        why = f"was given up by rank {rank}: {why}"
+      self._fail(message["rank"], why)
 
-  def _judge(self, now: float) -> None:
+  def _check_peers(self, now: float) -> None:
+    """Fails ranks that are silent or stuck."""
     for rank, peer in self._peers.items():
       if peer.left or self.failure is not None:
         continue
       if now - peer.heard_s > self.timeout_s:
         self._fail(rank, f"has said nothing for {self.timeout_s:g} s")
       elif now - peer.moved_s > self.timeout_s and self._is_stuck(peer):
-        self._fail(
-          rank, f"is stuck: it has not got on for {self.timeout_s:g} s"
-        )
+        why = f"is stuck: it has made no progress for {self.timeout_s:g} s"
+        self._fail(rank, why)
 
   def _is_stuck(self, peer: _Peer) -> bool:
     if peer.doing != TOGETHER:
       return peer.doing == WORKING
-    # Who has done least is whom the others wait for.
+    # The others wait for the rank that has done least.
     done = [
       p.step
       for p in self._peers.values()
@@ -440,29 +452,27 @@ class Peers:
       call(self.failure)
 
   def _shut(self) -> None:
-    """Ends all connections, which wakes whoever is blocked in one."""
-    for one in (
-      *self._links.values(),
-      *(p.words for p in self._peers.values()),
-    ):
+    """Ends all connections, which wakes threads that are blocked in one."""
+    control = [peer.control for peer in self._peers.values()]
+    for one in (*self._links.values(), *control):
       with contextlib.suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
       one.close()
 
-  def _tell_all(self, said: dict[str, Any]) -> None:
+  def _tell_all(self, message: dict[str, Any]) -> None:
     for rank, peer in self._peers.items():
       if not peer.left:
-        self._tell(rank, said)
+        self._tell(rank, message)
 
-  def _tell(self, rank: int, said: dict[str, Any]) -> None:
-    data = json.dumps(said).encode()
+  def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
     peer = self._peers[rank]
-    # Who does not hear is found out by the watch.
+    # A connection that is closed is noticed by `_watch`.
     with contextlib.suppress(OSError), peer.lock:
-      peer.words.sendall(_SIZE.pack(len(data)) + data)
+      peer.control.sendall(_SIZE.pack(len(data)) + data)
 
   def _set_clock(self) -> None:
-    """Reads rank 0's clock; the quickest of a few answers is the best."""
+    """Measures `offset_s` from rank 0's clock, by its quickest answer."""
     if self.rank == 0:
       return
     best_s = math.inf
@@ -477,7 +487,7 @@ class Peers:
 
 
 def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
-  """Sends arrays, which are contiguous, as bytes."""
+  """Sends contiguous arrays as bytes."""
   views = [p.reshape(-1).view(np.uint8).data for p in parts]
   while views:
     # The system takes a limited number of pieces at once.
@@ -489,7 +499,7 @@ def send(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
 
 
 def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
-  """Fills arrays, which are contiguous, with bytes that come.
+  """Fills contiguous arrays with the bytes that arrive.
 
   Raises:
     ConnectionError: the other end is closed.
@@ -503,33 +513,24 @@ def receive(link: socket.socket, parts: Sequence[np.ndarray]) -> None:
       view = view[done:]
 
 
-def _call(card: dict[str, Any], patience_s: int | float) -> socket.socket:
-  return socket.create_connection((card["host"], card["port"]), patience_s)
-
-
-def _answer(
+def _accept(
   server: socket.socket, secret: bytes
-) -> tuple[socket.socket | None, int, int]:
-  """A connection of a rank and what it is for; None for a stranger's."""
+) -> tuple[socket.socket, int, int] | None:
+  """(connection, rank, kind) of the next rank; None for a stranger."""
   made, _ = server.accept()
   made.settimeout(10.0)
-  data = b""
+  hello = np.zeros(_HELLO.size, np.uint8)
   with contextlib.suppress(OSError):
-    while len(data) < _HELLO.size:
-      more = made.recv(_HELLO.size - len(data))
-      if not more:
-        break
-      data += more
-  if len(data) == _HELLO.size:
-    magic, token, rank, kind = _HELLO.unpack(data)
+    receive(made, [hello])
+    magic, token, rank, kind = _HELLO.unpack(hello.tobytes())
     if magic == _MAGIC and hmac.compare_digest(token, secret):
       return made, rank, kind
   made.close()
-  return None, -1, -1
+  return None
 
 
 def _own_address(coordinator: str | None) -> str:
-  """Under which others reach this machine, as seen from the coordinator."""
+  """The address of this machine, as the coordinator's network has it."""
   host, _, port = (coordinator or "localhost:1").rpartition(":")
   host = host.strip("[]")
   try:

@@ -1,9 +1,13 @@
-"""Where a call runs: which mesh, which axis carries the sequence, and how.
+"""How a call is sharded: on which mesh, and over which axes.
 
-Law: `locate` looks, in this order, at what the caller said, at the operands
-(explicit shardings, or the shardings of concrete arrays), at the current mesh
-and its "seq" axis; where none of them names an axis the call is local. Several
-axes that shard the sequence count as one, the last of them moving fastest.
+Guarantees: `locate` looks, in this order, at the caller's arguments, at the
+operands (explicit shardings, or the shardings of concrete arrays) and at the
+current mesh and its "seq" axis. In a `jax.jit` the type of an operand names the
+mesh of automatic axes that its arguments lie on, though not what each axis
+shards: `sequence_axis` of that mesh is taken, or the call is refused. The call
+is local only where no axis is found, or no mesh at all: arguments without a
+mesh whose shardings `in_shardings` alone gives are such a case. Several axes
+that shard the sequence count as one, the last of them moving fastest.
 In a shard_map nothing says which dimension a manual axis shards, so a function
 with a JAX function's name and signature takes no axis because it is called so.
 """
@@ -22,17 +26,20 @@ from ringjax.errors import MeshError
 from ringjax.parallel import collectives
 
 SEQ = "seq"
-# What callers pass as `axis` to have it found; None is no axis at all.
+# `axis` of a call whose axis is to be found; None is no axis at all.
 AUTO = "auto"
-# Mesh axes that by their names shard something else.
+# Names of mesh axes that shard another dimension.
 _OTHERS = ("replica", "data", "model", "expert", "stage")
 
 
-def sequence_axis(mesh: Any, used: Sequence[str] = ()) -> str | None:
+def sequence_axis(
+  mesh: Any, used: Sequence[str] = (), required: bool = True
+) -> str | None:
   """The axis of `mesh` that shards the sequence where a caller names none.
 
   "seq"; else the only axis of another name than "replica", "data", "model",
   "expert" and "stage"; None if there is none. `used` shard something else.
+  `required`: the caller takes no axis=None.
 
   Raises:
     MeshError: several axes may be meant.
@@ -45,24 +52,25 @@ def sequence_axis(mesh: Any, used: Sequence[str] = ()) -> str | None:
       "axis",
       f"None, on a mesh with the axes {mesh.axis_names}",
       f"which of {', '.join(map(repr, left))} shards the sequence",
-      f"pass axis=, e.g. axis={left[0]!r}",
+      f"pass axis=, e.g. axis={left[0]!r}"
+      + ("" if required else ", or axis=None if none of them does"),
     )
   return left[0] if left else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-  """The answer of `locate`.
+class CallSharding:
+  """How a call's operands are sharded; `locate` finds it.
 
   Attributes:
     axis: mesh axis over which the sequence is sharded, or several, or None.
-    manual: whether operands are per shard (the caller's shard_map or vmap).
+    manual: whether operands are per shard, in the caller's shard_map or vmap.
     mesh: the mesh to open a shard_map on, or None.
     size: number of shards, 1 without an axis.
     batch: mesh axes over which the batch is sharded, where that is known.
     heads: mesh axes over which the heads are sharded, where that is known.
-    whole: whether the axes named here are all that shard anything, so none is
-      left to the compiler.
+    whole: whether no other axis shards an operand, so that none is left to the
+      compiler.
   """
 
   axis: str | tuple[str, ...] | None = None
@@ -79,7 +87,7 @@ class Place:
     return collectives.names(self.axis)
 
 
-def device_of(place: Place, operands: Any) -> tuple[str, str, bool]:
+def device_of(place: CallSharding, operands: Any) -> tuple[str, str, bool]:
   """(platform, kind, alone) of a call's devices, as far as can be known.
 
   The platform is "cpu", "gpu" or "tpu", the kind what `device_kind` says;
@@ -119,21 +127,26 @@ def check_axis(name: str, axis: Any) -> None:
       name,
       repr(axis),
       "the name of a mesh axis, or a tuple of such names, the slowest first",
-      f"shard over an axis, e.g. {name}='seq'"
-      if name == "axis"
-      else f"say over which it lies, e.g. {name}='data'",
+      f"pass e.g. {name}={'seq' if name == 'axis' else 'data'!r}",
     )
 
 
-def manual(axis: Any) -> Place | None:
-  """The place of a call whose operands are per shard, else None."""
+def manual(axis: Any) -> CallSharding | None:
+  """The sharding of a call whose operands are per shard, else None."""
   check_axis("axis", axis)
   bound = axis
   if axis == AUTO:
     bound = SEQ if SEQ in collectives.manual_axes() else None
   if bound is None or not collectives.is_bound(bound):
     return None
-  return Place(bound, True, None, collectives.axis_size(bound))
+  size = collectives.axis_size(bound)
+  return CallSharding(axis=bound, manual=True, size=size)
+
+
+def shards_of(axis: Any) -> int:
+  """Of how many shards the operands of a call are one; 1 of a whole mesh."""
+  per_shard = manual(axis)
+  return 1 if per_shard is None else per_shard.size
 
 
 def locate(
@@ -145,19 +158,28 @@ def locate(
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,
   by_name: bool = True,
-) -> Place:
-  """Finds the place of a call with [B, T, heads, H] `operands`.
+) -> CallSharding:
+  """Finds how a call with [B, T, heads, H] `operands` is sharded.
 
-  `axis`: `AUTO` to find it, None for none. `required`: an axis must be found;
-  otherwise the call may be local. `name` is what the caller calls the first
-  operand. `batch_axis` and `head_axis` say over what the other dimensions lie
-  where shardings are the compiler's. `by_name`: whether a manual axis called
-  "seq" is found; otherwise shards of any manual axis are refused.
+  Args:
+    operands: arrays, the queries first.
+    mesh: as the caller gave it.
+    axis: the mesh axis of the sequence; `AUTO` to find it, None for none.
+    required: whether an axis must be found; otherwise the call may be local.
+    name: what the caller calls the first operand.
+    batch_axis: the mesh axes of the batch; None is what explicit types say.
+    head_axis: the same for the heads.
+    by_name: whether a manual axis called "seq" is taken; otherwise shards of
+      any manual axis are refused.
+
+  Raises:
+    MeshError: no such axis, or one that shards two dimensions.
   """
-  said = {"batch_axis": batch_axis, "head_axis": head_axis}
-  for which, what in said.items():
-    check_axis(which, what)
-  told = any(what is not None for what in said.values())
+  shares = {"batch_axis": batch_axis, "head_axis": head_axis}
+  given = {which: over for which, over in shares.items() if over is not None}
+  for which, over in given.items():
+    check_axis(which, over)
+  first = next(iter(given), "axis")
   per_shard = manual(axis) if by_name or axis != AUTO else None
   if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
     raise MeshError(
@@ -167,16 +189,15 @@ def locate(
       "build one with rj.make_mesh or jax.make_mesh",
     )
   if per_shard is not None:
-    if told:
-      which = next(w for w, what in said.items() if what is not None)
+    if given:
       raise MeshError(
-        which,
-        f"{said[which]!r} for operands that are per shard",
+        first,
+        f"{given[first]!r} for operands that are per shard",
         "operands of a whole mesh",
         "leave it out inside of a shard_map",
       )
     return per_shard
-  specs = [_spec(x) for x in operands]
+  specs = [sharding_of(x) for x in operands]
   found = next((m for m, _ in specs if m is not None), None)
   context = jax.sharding.get_abstract_mesh()
   use = mesh or found or (None if context.empty else context)
@@ -185,53 +206,45 @@ def locate(
     _check_same(mesh, context)
     use = context
   if use is None:
-    first = next((w for w, what in said.items() if what is not None), "axis")
     named = axis not in (None, AUTO)
-    if named or required or told:
-      got = said.get(first, axis if named else None)
+    if named or required or given:
+      got = given.get(first, axis if named else None)
       raise MeshError(
         first,
         f"{got!r} outside of any mesh",
         "a mesh with that axis",
         "pass mesh=, or enter one with jax.set_mesh(mesh)",
       )
-    return Place()
-  used = [n for what in said.values() for n in collectives.names(what)]
+    return CallSharding()
   if axis == AUTO:
-    axis = _sequence_axis(specs, use, mesh is not None, used)
+    used = [n for over in given.values() for n in collectives.names(over)]
+    axis = _sequence_axis(specs, use, mesh is not None, used, required)
     if not by_name and context.manual_axes:
       axis = _not_manual(axis, specs, operands)
-  if axis is None:
-    if required:
-      raise MeshError(
-        "axis",
-        f"None, and no 'seq' among the mesh axes {use.axis_names}",
-        "the mesh axis that shards the sequence",
-        "pass axis= one of them",
-      )
-  elif any(name not in use.axis_names for name in collectives.names(axis)):
+  if axis is None and required:
     raise MeshError(
       "axis",
-      repr(axis),
-      f"one of the mesh axes {use.axis_names}",
-      "rename the axis or pass another mesh",
+      f"None, and no 'seq' among the mesh axes {use.axis_names}",
+      "the mesh axis that shards the sequence",
+      "pass one of them as axis=",
     )
+  _check_names("axis", axis, use)
   explicit = [
     a
     for a, kind in zip(use.axis_names, use.axis_types, strict=True)
     if kind == AxisType.Explicit
   ]
-  if axis is None and not explicit and not told:
-    return Place()
-  spec = next((spec for m, spec in specs if m is not None), ())
+  if axis is None and not explicit and not given:
+    return CallSharding()
+  spec = next((spec for m, spec in specs if m is not None), ()) or ()
   found_at = lambda i: tuple(
     a for a in (spec[i] if i < len(spec) else ()) if a in explicit
   )
   batch, heads = (
-    found_at(i) if said[which] is None else _told(which, said[which], use)
+    _check_names(which, given[which], use) if which in given else found_at(i)
     for i, which in ((0, "batch_axis"), (2, "head_axis"))
   )
-  if told:
+  if given:
     _check_disjoint(axis, batch, heads)
     _check_divides(operands, use, name, batch, heads)
   if {*collectives.names(axis)} & {*batch, *heads}:
@@ -241,14 +254,13 @@ def locate(
       "that axis for the sequence only",
       f"reshard {name}, or name the sequence's axis with axis=",
     )
-  return Place(
-    axis,
-    False,
-    use,
-    math.prod(use.shape[name] for name in collectives.names(axis)),
-    batch,
-    heads,
-    told,
+  return CallSharding(
+    axis=axis,
+    mesh=use,
+    size=math.prod(use.shape[name] for name in collectives.names(axis)),
+    batch=batch,
+    heads=heads,
+    whole=bool(given),
   )
 
 
@@ -259,7 +271,7 @@ def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
     MeshError: operands are, or may be, the shards of a manual axis.
   """
   free = not {*collectives.names(axis)} & collectives.manual_axes()
-  if not (free and any(len(spec) > 1 and spec[1] for _, spec in specs)):
+  if not (free and any(s and len(s) > 1 and s[1] for _, s in specs)):
     refuse_shards("query, key, value", operands, "axis={}", SEQ)
   return axis if free else None
 
@@ -306,17 +318,16 @@ def _check_same(mesh: Any, around: Any) -> None:
     )
 
 
-def _told(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:
-  """The axes that a caller named, which the mesh has."""
+def _check_names(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:
+  """The axes that a caller named, which have to be the mesh's."""
   names = collectives.names(axes)
-  for one in names:
-    if one not in mesh.axis_names:
-      raise MeshError(
-        which,
-        repr(axes),
-        f"one of the mesh axes {mesh.axis_names}",
-        "rename the axis or pass another mesh",
-      )
+  if any(one not in mesh.axis_names for one in names):
+    raise MeshError(
+      which,
+      repr(axes),
+      f"one of the mesh axes {mesh.axis_names}",
+      "rename the axis or pass another mesh",
+    )
   return names
 
 
@@ -349,30 +360,38 @@ def _check_divides(
       )
 
 
-def _spec(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...]]:
-  """(mesh, axes of each dimension) of an operand; (None, ()) if unknown."""
+def sharding_of(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...] | None]:
+  """(mesh, mesh axes of each dimension) of an operand; (None, ()) without one.
+
+  A concrete array and a `jax.ShapeDtypeStruct` have a sharding. The type of a
+  traced array names the mesh of the arguments that it is computed from, and
+  says over which explicit axes it lies; what automatic axes shard is known to
+  the compiler alone: then None stands for the axes of the dimensions.
+  """
   sharding: Any = getattr(jax.typeof(x), "sharding", None)
-  known = sharding is not None and not sharding.mesh.empty
-  if not (known and AxisType.Explicit in sharding.mesh.axis_types):
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+  kinds = () if sharding is None else sharding.mesh.axis_types
+  if AxisType.Explicit not in kinds:
+    if isinstance(x, jax.core.Tracer):
+      unknown = any(n > 1 for n in sharding.mesh.axis_sizes)
+      unknown = unknown and AxisType.Manual not in kinds
+      return (sharding.mesh, None) if unknown else (None, ())
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
       return None, ()
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding):
-      return None, ()
-  axes = tuple(
-    () if a is None else a if isinstance(a, tuple) else (a,)
-    for a in tuple(sharding.spec)
-  )
-  return sharding.mesh, axes
+  return sharding.mesh, tuple(collectives.names(a) for a in sharding.spec)
 
 
 def _sequence_axis(
-  specs: list[Any], mesh: Any, given: bool, used: Sequence[str]
+  found: list[Any], mesh: Any, given: bool, used: Sequence[str], required: bool
 ) -> Any:
-  for _, spec in specs:
-    over = spec[1] if len(spec) > 1 else ()
-    if over:
-      return over if len(over) > 1 else over[0]
-  if given:
-    return sequence_axis(mesh, used)
+  """The axis of the operands' second dimension, else the one of the mesh."""
+  for _, spec in found:
+    if spec is not None and len(spec) > 1 and spec[1]:
+      return spec[1] if len(spec[1]) > 1 else spec[1][0]
+  if given or any(spec is None for _, spec in found):
+    return sequence_axis(mesh, used, required)
   return SEQ if SEQ in mesh.axis_names else None
+
+
+# The name under which the other layers know it.
+Place = CallSharding

@@ -1,4 +1,4 @@
-"""What the host's processor can do, as far as Linux tells it."""
+"""Instruction sets of the host's processor, as Linux lists them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
 def multiplies_bfloat16() -> bool:
-  """Whether it has instructions for products of bfloat16.
+  """Whether the processor has instructions for products of bfloat16.
 
   Without them XLA converts the operands of each product, which costs more than
-  it saves. A processor that nothing is known of is taken to have them.
+  it saves. A processor of unknown instruction sets counts as having them.
   """
   known = instructions()
   return not known or bool(known & _BFLOAT16)
 
 
 def instructions() -> frozenset[str]:
-  """The names of its instruction sets, in Linux's spelling; else none."""
+  """Names of the instruction sets, in Linux's spelling; empty if unknown."""
   return frozenset((told("flags") or told("Features")).split())
 
 
 @functools.cache
 def told(name: str) -> str:
-  """What /proc/cpuinfo says of the first processor, "" where it is silent."""
+  """A field of the first processor in /proc/cpuinfo; "" if it is missing."""
   try:
     with open("/proc/cpuinfo") as file:
       for line in file:

@@ -37,6 +37,8 @@ def test_slots_are_filled_and_emptied(layout, shards, lengths):
     assert (slots is None) == bool(real.all())
     if slots is None:
       continue
+    by_shard = real.reshape(shards, -1)
+    assert np.array_equal(layout.real_tokens(length, shards), by_shard.sum(1))
     x = jnp.arange(1, length + 1)[None]
     y = into_slots(x, slots, 1)
     # The tokens in their order, and 0 where there is none.

@@ -1,20 +1,24 @@
 """The public attention functions: global arrays, or per shard.
 
-Law: the result is that of `reference` on the whole sequence, whatever the
-mesh, the layout and the strategy; a batch over `data` and heads over `model`
-stay where they are. How a call gets there: `run`.
+Guarantees: the result is that of `reference` on the whole sequence, whatever
+the mesh, the layout and the strategy; a batch over `data` and heads over
+`model` stay where they are. Each function makes one `AttentionArgs` of its
+arguments, which checks them and which `run` takes.
 Inside a caller's shard_map (or vmap with an axis name) operands are per shard.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal
 
 import jax
+from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.checks import one_of
 from ringjax.errors import InputTypeError, OptionError
-from ringjax.ops.attention import nesting
-from ringjax.ops.attention import request as requests
+from ringjax.ops.attention import arguments, nesting
+from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
@@ -25,20 +29,28 @@ from ringjax.ops.attention.scores import Context
 from ringjax.ops.attention.select import Auto
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout, Striped
-from ringjax.parallel.place import AUTO, locate, manual
+from ringjax.parallel.place import AUTO, locate, shards_of
+
+# The keyword arguments that all functions of this file take alike.
+_SHARED = tuple(
+  name
+  for name, one in inspect.signature(AttentionArgs.of).parameters.items()
+  if one.kind == one.KEYWORD_ONLY
+  and name not in ("is_causal", "layout", "aligned", "key_shards")
+)
 
 
 def dot_product_attention(
-  query: Any,
-  key: Any,
-  value: Any,
-  bias: Any = None,
-  mask: Any = None,
+  query: Float[Array, "*B T N H"],
+  key: Float[Array, "*B S K H"],
+  value: Float[Array, "*B S K J"],
+  bias: Float[Array, ...] | None = None,
+  mask: Bool[Array, ...] | Mask | None = None,
   *,
   scale: float | None = None,
   is_causal: bool = False,
-  query_seq_lengths: Any = None,
-  key_value_seq_lengths: Any = None,
+  query_seq_lengths: Int[Array, "batch=B"] | None = None,
+  key_value_seq_lengths: Int[Array, "batch=B"] | None = None,
   local_window_size: int | tuple[int, int] | None = None,
   implementation: Literal["xla", "cudnn"] | None = None,
   return_residual: bool = False,
@@ -48,15 +60,15 @@ def dot_product_attention(
   head_axis: str | tuple[str, ...] | None = None,
   layout: Layout | None = None,
   strategy: str | Strategy | Auto = "auto",
-  q_segment_ids: Any = None,
-  kv_segment_ids: Any = None,
-  q_positions: Any = None,
-  kv_positions: Any = None,
-  sinks: Any = None,
+  q_segment_ids: Int[Array, "*B T"] | None = None,
+  kv_segment_ids: Int[Array, "*B S"] | None = None,
+  q_positions: Int[Array, "*B T"] | None = None,
+  kv_positions: Int[Array, "*B S"] | None = None,
+  sinks: Float[Array, "heads=N"] | None = None,
   logits_soft_cap: float | None = None,
-  alibi_slopes: Any = None,
+  alibi_slopes: Float[Array, "heads=N"] | None = None,
   dropout_rate: float = 0.0,
-  dropout_seed: Any = None,
+  dropout_seed: int | Int[Array, "*B"] | None = None,
 ) -> Any:
   """`jax.nn.dot_product_attention` over a sequence that may be sharded.
 
@@ -86,8 +98,10 @@ def dot_product_attention(
     mesh: the mesh; default: the operands', else the current one.
     axis: the mesh axis that shards T and S, or several, the slowest first.
       "auto": what shards the operands, else the mesh's "seq" axis, else the
-      only axis of a given `mesh` that is not "replica", "data", "model",
-      "expert" or "stage", else none. None: each device attends alone, to the
+      only axis of the mesh that is not "replica", "data", "model", "expert"
+      or "stage", if it is a given `mesh` or that of operands in a `jax.jit`,
+      where nothing says what they are sharded over; else none. None: each
+      device attends alone, to the
       keys that it is given. Inside a shard_map where the axis is manual the
       operands are per shard; there it has to be named, or None, since "auto"
       can't tell which dimension a manual axis shards.
@@ -130,14 +144,8 @@ def dot_product_attention(
       differ (check_vma=False), without an axis.
     RingjaxError: in Python, before anything is compiled.
   """
-  if implementation not in (None, "xla", "cudnn"):
-    raise OptionError(
-      "implementation",
-      repr(implementation),
-      "None, 'xla' or 'cudnn'",
-      "leave it out",
-    )
-  request, operands = requests.build(
+  one_of("implementation", implementation, (None, "xla", "cudnn"))
+  x = AttentionArgs.of(
     query,
     key,
     value,
@@ -146,7 +154,7 @@ def dot_product_attention(
     scale=scale,
     is_causal=is_causal,
     aligned=True,
-    key_shards=1 if axis == AUTO else _key_shards(axis),
+    key_shards=shards_of(None if axis == AUTO else axis),
     query_seq_lengths=query_seq_lengths,
     key_value_seq_lengths=key_value_seq_lengths,
     local_window_size=local_window_size,
@@ -162,7 +170,7 @@ def dot_product_attention(
     dropout_seed=dropout_seed,
   )
   place = locate(
-    operands[:3],
+    x.operands,
     mesh,
     axis,
     required=False,
@@ -181,20 +189,21 @@ def dot_product_attention(
         "one device and the arguments of jax.nn",
         "leave implementation out",
       )
-    return jax.nn.dot_product_attention(
+    theirs: Any = jax.nn.dot_product_attention
+    return theirs(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size, implementation="cudnn",
         return_residual=return_residual,
     )  # fmt: skip
-  return run(request, operands, place, _strategy(strategy), return_residual)
+  return run(x, place, _strategy(strategy), return_residual)
 
 
 def ring_attention(
-  query: Any,
-  key: Any,
-  value: Any,
+  query: Float[Array, "*B T N H"],
+  key: Float[Array, "*B S K H"],
+  value: Float[Array, "*B S K J"],
   *,
   mesh: Any = None,
   axis: str | tuple[str, ...] | None = None,
@@ -236,17 +245,17 @@ def ring_attention(
     RingjaxError: in Python, before anything is compiled.
   """
   axis = AUTO if axis is None else axis
-  request, operands = requests.build(
+  x = AttentionArgs.of(
     query,
     key,
     value,
     is_causal=is_causal,
     layout=layout,
-    key_shards=_key_shards(axis),
+    key_shards=shards_of(axis),
     **_known(options),
   )
   place = locate(
-    operands[:3],
+    x.operands,
     mesh,
     axis,
     required=True,
@@ -254,10 +263,15 @@ def ring_attention(
     head_axis=head_axis,
   )
   strategy = _strategy(Ring(local or AutoKernel()))
-  return run(request, operands, place, strategy, return_residual)
+  return run(x, place, strategy, return_residual)
 
 
-def striped_attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
+def striped_attention(
+  query: Float[Array, "*B T N H"],
+  key: Float[Array, "*B S K H"],
+  value: Float[Array, "*B S K J"],
+  **options: Any,
+) -> Any:
   """Striped attention (Brandon et al. 2023, arXiv 2311.09431).
 
   `ring_attention` whose arrays lie in the striped layout: permute once, at the
@@ -285,9 +299,9 @@ def striped_attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
 
 
 def blockwise_attention(
-  query: Any,
-  key: Any,
-  value: Any,
+  query: Float[Array, "*B T N H"],
+  key: Float[Array, "*B S K H"],
+  value: Float[Array, "*B S K J"],
   *,
   is_causal: bool = False,
   q_block: int | None = None,
@@ -314,19 +328,19 @@ def blockwise_attention(
   Raises:
     RingjaxError: in Python, before anything is compiled.
   """
-  request, operands = requests.build(
+  x = AttentionArgs.of(
     query, key, value, is_causal=is_causal, **_known(options)
   )
   strategy = Gather(Blockwise(q_block, kv_block))
   # Explicitly sharded operands need a shard_map, whose sequence is whole.
-  place = locate(operands[:3], None, None, required=False)
-  return run(request, operands, place, strategy, return_residual)
+  place = locate(x.operands, None, None, required=False)
+  return run(x, place, strategy, return_residual)
 
 
 def attention(
-  q: Any,
-  k: Any,
-  v: Any,
+  q: Float[Array, "B T N H"],
+  k: Float[Array, "B S K H"],
+  v: Float[Array, "B S K J"],
   q_at: Coords,
   k_at: Coords,
   mask: Mask,
@@ -353,7 +367,7 @@ def attention(
     (out [B, T, N, J] in q's dtype, log-sum-exp [B, T, N] in float32), both
     differentiable; `Partial.of(out, lse)` merges with other partials.
   """
-  request, x = requests.build(q, k, v, mask=mask, scale=scale)
+  x = AttentionArgs.of(q, k, v, mask=mask, scale=scale)
   if not isinstance(mask, Mask):
     raise InputTypeError(
       "mask",
@@ -372,31 +386,21 @@ def attention(
     nesting.check(strategy)
   b = x.q.shape[0]
   context = Context(
-    requests.coords("q_at", q_at, b, x.q.shape[1]),
-    requests.coords("k_at", k_at, b, x.k.shape[1]),
+    arguments.coords("q_at", q_at, b, x.q.shape[1]),
+    arguments.coords("k_at", k_at, b, x.k.shape[1]),
     x.mask,
   )
-  return attend_shard(request.scores, x, context, strategy)
-
-
-def _key_shards(axis: Any) -> int:
-  place = manual(axis)
-  return 1 if place is None else place.size
+  return attend_shard(x, context, strategy)
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
-  known = (
-      "bias", "mask", "scale", "query_seq_lengths", "key_value_seq_lengths",
-      "local_window_size", "q_segment_ids", "kv_segment_ids", "q_positions",
-      "kv_positions", "sinks", "logits_soft_cap", "alibi_slopes",
-      "dropout_rate", "dropout_seed",
-  )  # fmt: skip
+  """Options that all functions take, or an error that names another one."""
   for name in options:
-    if name not in known:
+    if name not in _SHARED:
       raise OptionError(
         name,
         "an unknown argument",
-        f"one of {', '.join(known)}",
+        f"one of {', '.join(_SHARED)}",
         "see dot_product_attention",
       )
   return options

@@ -1,4 +1,4 @@
-"""A call of attention as the model of costs sees it, and what it says of it."""
+"""An attention call as the cost model sees it, and what the model predicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.checks import positive_int
+from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.mask import (
   And,
@@ -75,8 +75,8 @@ class CallShape:
       raise OptionError(
         "heads",
         f"{self.heads} query heads over {self.kv_heads} kv heads",
-        "a multiple",
-        "correct one of them",
+        "a multiple of the kv heads",
+        "pass the heads of one device",
       )
     axes = tuple((str(name), size) for name, size in self.axes)
     object.__setattr__(self, "axes", axes)
@@ -100,30 +100,22 @@ class CallShape:
       raise OptionError(
         "layout", repr(self.layout), "a Layout or None", "use Contiguous()"
       )
-    whole = isinstance(self.offset, int) and not isinstance(self.offset, bool)
-    if not whole or self.offset < 0:
-      raise OptionError(
-        "offset", repr(self.offset), "a position, 0 or more", "correct it"
-      )
-    if self.wire is not None and self.wire not in WIRES:
-      raise OptionError(
-        "wire",
-        repr(self.wire),
-        f"None or one of {', '.join(WIRES)}",
-        "leave it out to send K and V as they are",
-      )
+    integer("offset", self.offset, least=0)
+    one_of("wire", self.wire, (None, *WIRES))
     if self.longest_document is not None:
       positive_int("longest_document", self.longest_document)
-    if self.local not in LOCALS:
-      raise OptionError(
-        "local", repr(self.local), f"one of {', '.join(LOCALS)}", "choose one"
-      )
+    one_of("local", self.local, LOCALS)
     number_bytes(self.dtype)
 
   @property
   def shards(self) -> int:
     """R."""
     return math.prod(size for _, size in self.axes)
+
+  @property
+  def same_tokens(self) -> bool:
+    """Whether queries and keys are of the same positions."""
+    return self.queries == self.keys and not self.offset
 
   @property
   def packed(self) -> bool:
@@ -173,19 +165,8 @@ class Prediction:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
-    return {
-      "strategy": self.strategy,
-      "options": dict(self.options),
-      "layout": repr(self.layout),
-      "forward_s": self.forward_s,
-      "backward_s": self.backward_s,
-      "seconds": self.seconds,
-      "bytes_by_link": dict(self.bytes_by_link),
-      "sends": self.sends,
-      "memory_bytes": self.memory_bytes,
-      "busy": self.busy,
-      "notes": list(self.notes),
-    }
+    body = {**vars(self), "layout": repr(self.layout), "seconds": self.seconds}
+    return body | {"notes": list(self.notes)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,11 +185,7 @@ class Refusal:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
-    return {
-      "strategy": self.strategy,
-      "options": dict(self.options),
-      "reason": self.reason,
-    }
+    return dict(vars(self))
 
 
 def _has_documents(mask: Mask) -> bool:

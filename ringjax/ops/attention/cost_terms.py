@@ -1,12 +1,13 @@
 """Sizes, bytes and seconds of the parts of which strategies are made.
 
-Law: see `predict`, whose terms these are.
+Ref: `predict` says what is modelled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,16 @@ from ringjax.parallel.layout import Layout
 WIDE = 4
 
 
-# ---------------------------------------------------------------------------
-# Roads
-# ---------------------------------------------------------------------------
-
-
 class Interconnect:
-  """`size` devices, `stride` places apart, and the links that join them."""
+  """Devices of a group, the links that join them, and what they send.
+
+  Its `send`, `gather` and `exchange` give seconds and count bytes and messages
+  of one device in `traffic`.
+  """
 
   def __init__(
     self,
+    traffic: Traffic,
     size: int,
     stride: int,
     fast: tuple[str, Link],
@@ -45,87 +46,85 @@ class Interconnect:
     far: float = 1.0,
     wraps: bool = True,
   ):
-    self.size, self.far, self.wraps = size, far, wraps
-    self.crosses = (
-      slow is not None and island is not None and size * stride > island
-    )
+    """`size` devices, `stride` places apart; `slow` joins islands of them."""
+    self.traffic, self.size, self.far, self.wraps = traffic, size, far, wraps
+    crosses = slow is not None and island is not None and size * stride > island
     self.island = max(1, island // stride) if island is not None else size
-    inside = not self.crosses or self.island > 1
-    self.fast = fast if inside else None
-    self.slow = slow if self.crosses else None
+    self.fast = fast if not crosses or self.island > 1 else None
+    self.slow = slow if crosses else None
 
   @property
   def links(self) -> list[tuple[str, Link]]:
+    """The links with their names, the fast one first."""
     return [link for link in (self.fast, self.slow) if link is not None]
 
-  def names(self) -> list[str]:
-    return [name for name, _ in self.links]
+  def send(self, *parts: float, shift: int = 1) -> float:
+    """Seconds of sends to the device `shift` on, parts of 0 bytes left out.
 
-  def send_s(self, nbytes: float, messages: int = 1, shift: int = 1) -> float:
-    """Of sends to the device `shift` on; a border makes all wait."""
-    if self.size == 1:
+    All parts leave at once; a border between islands makes all wait.
+    """
+    parts = tuple(nbytes for nbytes in parts if nbytes)
+    self._count(sum(parts, 0.0), len(parts))
+    if not parts or self.size == 1:
       return 0.0
-    times = []
-    for _, link in self.links:
-      far = 1.0 if link.switched else self.far * link.far(shift, self.size)
-      times.append(link.send_s(nbytes, messages, far=far))
-    return max(times)
+    return max(
+      link.send_s(
+        sum(parts),
+        far=1.0 if link.switched else self.far * link.far(shift, self.size),
+      )
+      for _, link in self.links
+    )
 
   def both_s(self, one: float, other: float) -> float:
-    """Of sends to both neighbours."""
+    """Seconds of sends to both neighbours that alone take these seconds."""
     return max(link.both_s(one, other) for _, link in self.links)
 
-  def gather_s(self, nbytes: float) -> float:
-    """Islands bring each other's in by all their links at once."""
-    others = self.size - 1
+  def gather(self, nbytes: float) -> float:
+    """Seconds of a gather: islands bring in others' by all links at once."""
+    self._count(nbytes, 1)
     if self.slow is None:
       return self.links[0][1].gather_s(nbytes, self.size, self.wraps)
-    outside = nbytes * (self.size - self.island) / others / self.island
-    islands = -(-self.size // self.island)
-    times = [self.slow[1].gather_s(outside, islands)]
+    outside = self._outside(nbytes) / self.island
+    times = [self.slow[1].gather_s(outside, -(-self.size // self.island))]
     if self.fast is not None:
       times.append(self.fast[1].gather_s(nbytes, self.island, False))
     return max(times)
 
-  def exchange_s(self, nbytes: float) -> float:
-    """Each device trades with those outside of its island by its own link."""
-    others = self.size - 1
+  def exchange(self, nbytes: float) -> float:
+    """Seconds of an all-to-all: each device has a link to other islands."""
+    self._count(nbytes, 1)
     if self.slow is None:
       return self.links[0][1].exchange_s(nbytes, self.size, self.wraps)
-    outside = nbytes * (self.size - self.island) / others
-    islands = -(-self.size // self.island)
-    times = [self.slow[1].exchange_s(outside, islands)]
+    outside = self._outside(nbytes)
+    times = [self.slow[1].exchange_s(outside, -(-self.size // self.island))]
     if self.fast is not None:
-      inside = nbytes * (self.island - 1) / others
+      inside = nbytes * (self.island - 1) / (self.size - 1)
       times.append(self.fast[1].exchange_s(inside, self.island, False))
     return max(times)
 
+  def _outside(self, nbytes: float) -> float:
+    """How much of what comes from all others is from other islands."""
+    return nbytes * (self.size - self.island) / (self.size - 1)
 
-def roads(
-  call: CallShape, machine: Machine, inner: int
-) -> tuple[Interconnect, Interconnect]:
-  """Among `inner` consecutive devices, and from group to group."""
-  size = call.shards
-  fast, last = call.axes[-1]
-  near = fast, machine.link(fast)
-  # Groups lie along the same walk of neighbours, `inner` places apart.
-  far = near[1].far(inner, size)
-  if len(call.axes) == 2 and not isinstance(machine.links, Link):
-    slow = call.axes[0][0]
-    wide, island, far = (slow, machine.link(slow)), last, 1.0
-  else:
-    island = machine.island
-    wide = None if machine.between is None else ("between", machine.between)
-    far = 1.0 if len(call.axes) == 2 else far
-  return (
-    Interconnect(inner, 1, near, wide, island, wraps=inner == size),
-    Interconnect(size // inner, inner, near, wide, island, far=far),
-  )
+  def _count(self, nbytes: float, messages: int) -> None:
+    if messages:
+      self.traffic.sends += messages
+      for name, _ in self.links:
+        sent = self.traffic.by_link.get(name, 0.0)
+        self.traffic.by_link[name] = sent + nbytes
 
 
-# ---------------------------------------------------------------------------
-# What all strategies share
-# ---------------------------------------------------------------------------
+@dataclasses.dataclass
+class Traffic:
+  """What one device sends in a call.
+
+  Attributes:
+    by_link: bytes, by the name of the link.
+    sends: messages.
+  """
+
+  by_link: dict[str, float] = dataclasses.field(default_factory=dict)
+  sends: int = 0
 
 
 def tile_blocks(call: CallShape, t: int, s: int) -> tuple[int, int]:
@@ -142,27 +141,34 @@ def tile_blocks(call: CallShape, t: int, s: int) -> tuple[int, int]:
   return Blockwise(q, k).blocks(t, s)
 
 
-@dataclasses.dataclass
-class Traffic:
-  """What a strategy's sends add up to, of one device."""
-
-  by_link: dict[str, float] = dataclasses.field(default_factory=dict)
-  sends: int = 0
-
-  def add(self, road: Interconnect, nbytes: float, messages: int) -> None:
-    if not messages:
-      return
-    for name in road.names():
-      self.by_link[name] = self.by_link.get(name, 0.0) + nbytes
-    self.sends += messages
-
-
 class CostTerms:
-  """A call on a machine in a layout: sizes, bytes and seconds of the parts."""
+  """Sizes, bytes and seconds of the parts of one strategy's call.
+
+  Attributes:
+    strategy: its name.
+    call: what is to be computed.
+    machine: on what.
+    layout: how the tokens lie.
+    wire: of K and V on the wire, of `WIRES`; None is as they are.
+    t: queries of a shard; `s` keys.
+    q: numbers of a shard's queries; `o` of its outputs, `kv` of its keys with
+      values, `rows` of its softmax rows.
+    kv_bytes: of a shard's keys and values; `wire_bytes` on the wire,
+      `sum_bytes` of their float32 gradients.
+    decode_s: seconds of reading a block's codes and writing its numbers.
+    traffic: what has been sent.
+    ring: the interconnect of all shards.
+  """
 
   def __init__(
-    self, call: CallShape, machine: Machine, layout: Layout, wire: str | None
+    self,
+    strategy: str,
+    call: CallShape,
+    machine: Machine,
+    layout: Layout,
+    wire: str | None,
   ):
+    self.strategy = strategy
     self.call, self.machine = call, machine
     self.layout, self.wire = layout, wire
     self.size = call.shards
@@ -171,10 +177,9 @@ class CostTerms:
     self.blocks = tile_blocks(call, self.t, self.s)
     self.number = number_bytes(call.dtype)
     h, j = call.head_dim, call.value_dim or call.head_dim
-    self.h, self.j = h, j
     self.flops = (2 * (h + j), 2 * (3 * h + 2 * j))
-    self.bill = Traffic()
-    self.all, self.none = roads(call, machine, self.size)
+    self.traffic = Traffic()
+    self.ring, _ = self.levels(self.size)
     # Of one shard: numbers of queries, outputs, keys with values.
     self.q = float(call.batch * self.t * call.heads * h)
     self.o = float(call.batch * self.t * call.heads * j)
@@ -183,11 +188,29 @@ class CostTerms:
     self.kv_bytes = self.kv * self.number
     self.sum_bytes = self.kv * WIDE
     self.wire_bytes = self.kv * WIRES[wire] if wire else self.kv_bytes
-    # Reading codes and writing numbers, of each block that arrives.
     self.decode_s = (
       (self.wire_bytes + self.kv_bytes) / machine.chip.hbm_bandwidth
       if wire
       else 0.0
+    )
+
+  def levels(self, inner: int) -> tuple[Interconnect, Interconnect]:
+    """Those among `inner` consecutive devices, and from group to group."""
+    size, axes, machine = self.size, self.call.axes, self.machine
+    fast, last = axes[-1]
+    near = fast, machine.link(fast)
+    # Groups lie along the same walk of neighbours, `inner` places apart.
+    far = near[1].far(inner, size) if len(axes) == 1 else 1.0
+    if len(axes) == 2 and not isinstance(machine.links, Link):
+      slow = axes[0][0]
+      wide, island = (slow, machine.link(slow)), last
+    else:
+      island = machine.island
+      wide = None if machine.between is None else ("between", machine.between)
+    joined_by = near, wide, island
+    return (
+      Interconnect(self.traffic, inner, 1, *joined_by, wraps=inner == size),
+      Interconnect(self.traffic, size // inner, inner, *joined_by, far=far),
     )
 
   @functools.cached_property
@@ -212,10 +235,11 @@ class CostTerms:
     behind, ahead = mask.reach
     if behind is None or ahead is None or self.call.offset:
       return self.size - 1, 0
-    needed = pair_counts.reached(
-      self.layout, self.size, (self.t, self.s), (behind, ahead)
+    return cut_hops(
+      self.layout.reachable(
+        self.size, self.size * self.t, self.size * self.s, behind, ahead
+      )
     )
-    return cut_hops(needed)
 
   def seconds(
     self,
@@ -225,9 +249,8 @@ class CostTerms:
     heads: float | None = None,
     taken: float,
     put: float,
-    calls: int = 1,
   ) -> Any:
-    """Seconds of calls of the local algorithm that compute `pairs` in all.
+    """Seconds of a call of the local algorithm that computes `pairs`.
 
     Args:
       pairs: of one example and head, any shape.
@@ -235,7 +258,6 @@ class CostTerms:
       heads: query heads; default all of a device.
       taken: bytes of operands that are read at least.
       put: bytes of sums that are read and written back.
-      calls: how many there are.
     """
     c, chip = self.call, self.machine.chip
     part = self.machine.part(c.local)[backward]
@@ -245,18 +267,17 @@ class CostTerms:
       / (chip.rate(c.dtype) * part)
     )  # fmt: skip
     read_s = np.where(np.asarray(pairs) > 0, taken / chip.hbm_bandwidth, 0.0)
-    return (
-      np.maximum(work_s, read_s)
-      + calls * (put / chip.hbm_bandwidth + self.machine.hop_s)
-    )  # fmt: skip
+    put_s = put / chip.hbm_bandwidth + self.machine.hop_s
+    return np.maximum(work_s, read_s) + put_s
 
-  def hop_s(self, pairs: Any, backward: bool, calls: int = 1) -> Any:
+  def query_bytes(self, backward: bool) -> float:
+    """Of the queries that a hop reads; backward also outputs' gradients."""
+    return (self.q + (self.o + self.q) * backward) * self.number
+
+  def hop_s(self, pairs: Any, backward: bool) -> Any:
     """As `seconds`, of hops in which keys visit queries."""
-    q = (self.q + (self.o + self.q) * backward) * self.number
-    taken = q + self.kv_bytes
-    return self.seconds(
-      pairs, backward, taken=taken, put=self.sums(backward), calls=calls
-    )
+    taken = self.query_bytes(backward) + self.kv_bytes
+    return self.seconds(pairs, backward, taken=taken, put=self.sums(backward))
 
   def sums(self, backward: bool) -> float:
     """Bytes of sums that a hop takes from memory and puts back."""
@@ -277,33 +298,71 @@ class CostTerms:
     more = (2 * self.o + self.q) * self.number + self.rows * WIDE
     return held + more + self.q * WIDE + self.sum_bytes + 2 * tiles
 
-  def passes(self) -> tuple[bool, ...]:
-    return (False, True) if self.call.backward else (False,)
+  def rotation(
+    self,
+    ring: Interconnect,
+    compute: np.ndarray,
+    hops: tuple[int, int],
+    kv: float,
+    sums: float,
+  ) -> float:
+    """Seconds of a ring: blocks of keys from behind, then those from ahead.
+
+    Args:
+      ring: over which they rotate.
+      compute: seconds of each hop on each shard, [hops, ..., R].
+      hops: (from behind, from ahead).
+      kv: bytes of a block.
+      sums: bytes of the gradients that go along, 0 in the forward pass.
+    """
+    behind, ahead = hops
+    sends = []
+    for hop in range(behind + ahead + 1):
+      first, last = (
+        (0, behind) if hop <= behind else (behind + 1, behind + ahead)
+      )
+      one = ring.send(kv * (hop < last), sums * (hop > first))
+      # The first block from ahead leaves at once.
+      early = ring.send(kv) if hop == 0 and ahead else 0.0
+      sends.append(ring.both_s(one, early) if early else one)
+    seconds = float(turn(compute, sends).max())
+    for far in hops:
+      if far:
+        seconds += ring.send(sums, shift=far)
+    return seconds
 
   def prediction(
     self,
-    strategy: str,
-    times: list[float],
-    computing: float,
+    one_pass: Callable[[bool], tuple[float, float]],
     extra_bytes: tuple[float, float],
     notes: tuple[str, ...] = (),
     **options: Any,
   ) -> Prediction:
-    """From seconds of the passes and what the shards compute in them."""
-    times = [t + self.machine.call_s for t in times]
+    """What the strategy costs.
+
+    Args:
+      one_pass: whether it is the backward pass -> (seconds, seconds that the
+        shards compute in it, added up).
+      extra_bytes: of memory beside `resident`, without and with gradients.
+      notes: what to know.
+      options: what to build the strategy with.
+    """
     backward = self.call.backward
+    passes = [one_pass(which) for which in (False, True)[: 1 + backward]]
+    times = [seconds + self.machine.call_s for seconds, _ in passes]
+    computing = sum(busy for _, busy in passes)
     q_block, kv_block = self.blocks
     if self.wire:
       options["wire"] = self.wire
       notes = (*notes, "codes lose digits")
     return Prediction(
-      strategy=strategy,
+      strategy=self.strategy,
       options={**options, "q_block": q_block, "kv_block": kv_block},
       layout=self.layout,
       forward_s=times[0],
       backward_s=times[1] if backward else 0.0,
-      bytes_by_link=dict(self.bill.by_link),
-      sends=self.bill.sends,
+      bytes_by_link=dict(self.traffic.by_link),
+      sends=self.traffic.sends,
       memory_bytes=self.resident(backward) + extra_bytes[backward],
       busy=min(1.0, computing / (self.size * sum(times))),
       notes=notes,

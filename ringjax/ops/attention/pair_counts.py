@@ -1,9 +1,9 @@
 """How many pairs a shard computes of its queries and another shard's keys.
 
-Law: counts the tiles that the loops of `Blockwise` run, by the same bounds
-(`mask.bound`) on the same positions, without arrays as long as the sequence
-and without JAX: a cell of tiles of which all or none counts is settled as a
-whole, another is cut in four, down to single tiles.
+Guarantees: counts the tiles that the loops of `Blockwise` run, by the same
+bounds (`mask.bound`) on the same positions, without arrays as long as the
+sequence and without JAX: a cell of tiles of which all or none counts is settled
+as a whole, another is cut in four, down to single tiles.
 Cost: bounded for every length. At most `_GROUPS` shards stand for all where a
 layout makes neighbours alike (striped: 8), and at most `_CELLS` cells are
 looked at in a round; what is then still open counts as half of its tiles and
@@ -21,17 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.errors import OptionError
 from ringjax.ops.mask import And, Everything, Extent, Mask, Or, Prefix
-from ringjax.parallel.layout import (
-  Contiguous,
-  Layout,
-  Striped,
-  Uneven,
-  Zigzag,
-)
+from ringjax.parallel.layout import Layout, Striped
 
-_FAR = 2**60
 _GROUPS = 256
 _CELLS = 1 << 18
 
@@ -62,59 +54,6 @@ def pairs(
   except TypeError:
     return _pairs(layout, mask, shards, lengths, blocks, offset)
   return _cached(layout, mask, shards, lengths, blocks, offset)
-
-
-def positions(
-  layout: Layout, shard: Any, local: Any, shards: int, local_length: int
-) -> np.ndarray:
-  """Positions of tokens by shard and place on it, by broadcasting.
-
-  As `layout.positions`, on NumPy arrays; an empty slot is beyond everything.
-
-  Raises:
-    OptionError: a layout that is not one of ringjax's.
-  """
-  shard, local = np.asarray(shard, np.int64), np.asarray(local, np.int64)
-  if isinstance(layout, Contiguous):
-    return shard * local_length + local
-  if isinstance(layout, Striped):
-    stripe = (local // layout.block) * shards + shard
-    return stripe * layout.block + local % layout.block
-  if isinstance(layout, Zigzag):
-    half = local_length // 2
-    late = (2 * shards - 1 - shard) * half + local - half
-    return np.where(local < half, shard * half + local, late)
-  if isinstance(layout, Uneven):
-    start, count = (np.asarray(x) for x in (layout.starts, layout.counts))
-    return np.where(local < count[shard], start[shard] + local, _FAR)
-  raise OptionError(
-    "layout",
-    repr(layout),
-    "Contiguous, Striped, Zigzag or Uneven",
-    "choose one of them",
-  )
-
-
-def reached(
-  layout: Layout, shards: int, local: tuple[int, int], reach: tuple[int, int]
-) -> np.ndarray:
-  """`layout.reachable` of padded shards, for every length: bool [R].
-
-  Args:
-    layout: of the tokens.
-    shards: R.
-    local: slots of a shard, of queries and keys.
-    reach: (behind, ahead), how far a query sees.
-  """
-  q_length, k_length = (shards * n for n in local)
-  if isinstance(layout, Striped):
-    # Stripes repeat: a few turns around the shards show all there is.
-    turn = layout.block * shards
-    if sum(reach) >= 2 * turn:
-      return np.ones(shards, bool)
-    enough = 8 * turn
-    q_length, k_length = (min(n, enough) for n in (q_length, k_length))
-  return layout.reachable(shards, q_length, k_length, *reach)
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,7 +94,7 @@ class _Side:
     self.local = layout.local_length(length, shards)
     self.block = min(block, self.local)
     self.tiles = -(-self.local // self.block)
-    self.real = _real_tokens(layout, shards, length, self.local)
+    self.real = layout.real_tokens(length, shards)
 
   def extent(
     self, shard: np.ndarray, start: np.ndarray, stop: np.ndarray
@@ -164,7 +103,7 @@ class _Side:
     high = np.minimum(stop * self.block, self.real[shard])
     at = lambda local: (
       self.offset
-      + positions(self.layout, shard, local, self.shards, self.local)
+      + self.layout.position_of(shard, local, self.shards, self.local)
     )
     some = high > low
     first, last = at(low), at(np.maximum(high - 1, low))
@@ -258,26 +197,3 @@ def _stand_ins(layout: Layout, mask: Mask, shards: int) -> np.ndarray:
   if shards <= most:
     return np.arange(shards)
   return np.unique(np.linspace(0, shards - 1, most).round().astype(np.int64))
-
-
-def _real_tokens(
-  layout: Layout, shards: int, length: int, local: int
-) -> np.ndarray:
-  """Tokens of each shard without padding: int64 [R]."""
-  shard = np.arange(shards)
-  if isinstance(layout, Contiguous):
-    return np.clip(length - shard * local, 0, local)
-  if isinstance(layout, Striped):
-    turns, rest = divmod(length, layout.block * shards)
-    more = np.clip(rest - shard * layout.block, 0, layout.block)
-    return turns * layout.block + more
-  if isinstance(layout, Zigzag):
-    half = local // 2
-    early = np.clip(length - shard * half, 0, half)
-    late = np.clip(length - (2 * shards - 1 - shard) * half, 0, half)
-    return early + late
-  if isinstance(layout, Uneven):
-    return np.asarray(layout.counts, np.int64)
-  # What `positions` says of it.
-  positions(layout, 0, 0, shards, local)
-  raise AssertionError(layout)

@@ -1,86 +1,357 @@
-"""What a strategy costs, by name, or why it is not for a call.
+"""What each strategy costs, by a model: seconds, bytes, memory.
 
-The model is in `costs`, its terms in `setting`.
+Guarantees: a prediction follows from the call's shapes, mask and layout and the
+machine's stated figures alone: no device is asked, so all processes agree.
+What is modelled, of R shards:
+
+  a tile      2 (H + J) FLOPs a pair and query head forward, 2 (3 H + 2 J)
+              backward, at the local algorithm's part of the product rate; the
+              tiles are those that the mask leaves (`pair_counts`)
+  a call of   at least the time to read its operands; on top, the float32
+  the local   sums that it takes from memory and puts back (output and
+  algorithm   statistics, gradients), and a fixed `hop_s`
+  a hop       a send leaves when both ends have begun the hop; the next hop
+              begins when the tiles, the own send and the arrival are done, so
+              a hop takes the longer of the two, and a shard waits for its
+              neighbours' slowest
+  a gather,   is waited for: nothing runs beside it
+  exchange
+
+What is not: contention with other traffic, congestion inside a switch, the
+coordinates that ride along (8 bytes a token), projections before and after.
+Ref: Liu et al. 2023, arXiv 2310.01889, section 3 (a hop hides its send once a
+block has FLOPs / bandwidth tokens); Jacobs et al. 2023, arXiv 2309.14509; Fang
+and Zhao 2024, arXiv 2405.07719 (hybrid); Yang et al. 2024, arXiv 2411.01783
+(rotating queries).
 """
 
 from __future__ import annotations
 
-from ringjax.errors import OptionError
-from ringjax.ops.attention.call_shape import (
-  WIRES,
-  CallShape,
-  Prediction,
-  Refusal,
-)
-from ringjax.ops.attention.cost_terms import CostTerms, tile_blocks
-from ringjax.ops.attention.registry import GROUPED, STRATEGIES, WIRED
-from ringjax.parallel.chips import Machine
-from ringjax.parallel.layout import Layout
+import dataclasses
 
-__all__ = [
-  "GROUPED",
-  "STRATEGIES",
-  "WIRED",
-  "WIRES",
-  "CallShape",
-  "Prediction",
-  "Refusal",
-  "predict",
-  "tile_blocks",
-]
+import numpy as np
+
+from ringjax.ops.attention.call_shape import WIRES, Prediction
+from ringjax.ops.attention.cost_terms import WIDE, CostTerms, turn
+from ringjax.ops.attention.ring import cut_hops
+from ringjax.ops.mask import Window
+from ringjax.parallel.layout import Contiguous, Uneven
+
+# What a strategy costs, or the reason why it is not for a call.
+Found = Prediction | str
 
 
-def predict(
-  strategy: str,
-  call: CallShape,
-  machine: Machine,
-  layout: Layout,
-  *,
-  inner: int | None = None,
-  wire: str | None = None,
-) -> Prediction | Refusal:
-  """What one strategy costs, or why it is not for this call.
+def ring(at: CostTerms) -> Found:
+  """Keys visit; one direction, or as far as a window sees from either side."""
+  return _rotation(at, *at.directions)
 
-  Args:
-    strategy: of `STRATEGIES`.
-    call: what is to be computed.
-    machine: on what.
-    layout: how tokens lie on the shards.
-    inner: devices of a group, for hybrid and two_level.
-    wire: of `WIRES`, or None to send K and V as they are.
 
-  Raises:
-    OptionError: there is no such strategy, or it takes no such option.
-  """
-  found = STRATEGIES.get(strategy)
-  if found is None:
-    raise OptionError(
-      "strategy",
-      repr(strategy),
-      f"one of {', '.join(STRATEGIES)}",
-      "choose one",
+def documents(at: CostTerms) -> Found:
+  """A ring that stops where the longest document ends, at run time."""
+  call = at.call
+  if not call.packed:
+    return "the mask knows no documents"
+  if not isinstance(at.layout, Contiguous):
+    return f"in {at.layout} every document lies on all shards"
+  if call.longest_document is None:
+    found = _rotation(at, *at.directions)
+    note = "a whole ring: longest_document is not known"
+    return dataclasses.replace(found, notes=(note,))
+  reach = call.longest_document - 1
+  behind, ahead = (
+    reach if side is None else min(reach, side) for side in call.mask.reach
+  )
+  return _rotation(at, *at.cut(Window(behind + 1, ahead)))
+
+
+def _rotation(at: CostTerms, behind: int, ahead: int) -> Prediction:
+  hops = _hops(behind, ahead)
+  pairs = at.by_hop(hops)
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    compute = at.hop_s(pairs, backward) + at.decode_s
+    sums = at.sum_bytes * backward
+    reach = behind, ahead
+    seconds = at.rotation(at.ring, compute, reach, at.wire_bytes, sums)
+    return seconds, float(compute.sum())
+
+  moving = len(hops) > 1
+  notes = ()
+  if len(hops) != at.size:
+    notes = ("1 hop" if len(hops) == 2 else f"{len(hops) - 1} hops",)
+  visiting = 2 * at.kv_bytes * moving
+  extra = (visiting, visiting + 2 * at.sum_bytes * moving)
+  return at.prediction(one_pass, extra, notes)
+
+
+def bidirectional(at: CostTerms) -> Found:
+  """Keys from both neighbours at once; half the steps."""
+  if at.size < 3:
+    return f"{at.size} shards have one neighbour"
+  behind, ahead = at.directions
+  if behind + ahead == at.size - 1:
+    behind, ahead = at.size // 2, (at.size - 1) // 2
+  steps = max(behind, ahead)
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    compute = [at.hop_s(at.by_hop([0])[0], backward)]
+    for step in range(1, steps + 1):
+      hops = [h for h, n in ((step, behind), (-step, ahead)) if step <= n]
+      compute.append((at.hop_s(at.by_hop(hops), backward) + at.decode_s).sum(0))
+    sums = at.sum_bytes * backward
+    sends = []
+    for step in range(steps + 1):
+      # The own keys' sums leave to one side.
+      each = [
+        at.ring.send(at.wire_bytes * (step < n), sums * (first < step <= n))
+        for n, first in ((behind, 0), (ahead, 1))
+      ]
+      sends.append(at.ring.both_s(*each))
+    seconds = float(turn(np.stack(compute), sends, ways=(1, -1)).max())
+    home = [at.ring.send(sums * bool(n), shift=n) for n in (behind, ahead)]
+    return seconds + at.ring.both_s(*home), float(np.sum(compute))
+
+  extra = (4 * at.kv_bytes, 4 * at.kv_bytes + 4 * at.sum_bytes)
+  notes = ()
+  if any(link.switched for _, link in at.ring.links):
+    notes = ("both directions share a device's one way into the switch",)
+  return at.prediction(one_pass, extra, notes)
+
+
+def ring_q(at: CostTerms) -> Found:
+  """Queries and what they have gathered so far visit; keys stay."""
+  n = at.size
+  i = np.arange(n)
+  pairs = at.pairs[(i - i[:, None]) % n, i]
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    if backward:
+      moving = (at.q + at.o) * at.number + 2 * at.rows * WIDE
+      sums = at.q * WIDE
+      put = 2 * at.q * WIDE + 2 * at.sum_bytes
+    else:
+      moving, sums = at.q * at.number, (at.o + 2 * at.rows) * WIDE
+      # The partial that arrives is added to the one that was made.
+      put = 3 * sums
+    taken = at.query_bytes(backward) + at.kv_bytes
+    compute = at.seconds(pairs, backward, taken=taken, put=put)
+    sends = [
+      at.ring.send(moving * (hop < n - 1), sums * (hop > 0)) for hop in range(n)
+    ]
+    seconds = float(turn(compute, sends).max()) + at.ring.send(sums * (n > 1))
+    return seconds, float(compute.sum())
+
+  forward = 2 * at.q * at.number + 2 * (at.o + 2 * at.rows) * WIDE
+  backward_bytes = 2 * (at.q + at.o) * at.number + 2 * at.q * WIDE
+  return at.prediction(one_pass, (forward, backward_bytes))
+
+
+def gather(at: CostTerms) -> Found:
+  """All keys come first; then every shard attends alone."""
+  others = at.size - 1
+  pairs = at.pairs.sum(1)
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    taken = at.query_bytes(backward) + at.size * at.kv_bytes
+    put = at.sums(False)
+    if backward:
+      put = 2 * at.q * WIDE + 2 * at.size * at.sum_bytes
+    compute = at.seconds(pairs, backward, taken=taken, put=put)
+    compute = compute + others * at.decode_s
+    seconds = float(compute.max())
+    if others:
+      seconds += at.ring.gather(others * at.wire_bytes)
+      if backward:
+        seconds += at.ring.gather(others * at.sum_bytes)
+    return seconds, float(compute.sum())
+
+  whole = at.size * at.kv_bytes
+  return at.prediction(one_pass, (whole, whole + at.size * at.sum_bytes))
+
+
+def ulysses(at: CostTerms) -> Found:
+  """Tokens are traded for heads; every device attends to all, alone."""
+  return _traded(at, at.size)
+
+
+def hybrid(at: CostTerms, inner: int) -> Found:
+  """Heads are traded inside groups; keys visit from group to group."""
+  return _traded(at, inner)
+
+
+def _traded(at: CostTerms, inner: int) -> Prediction:
+  call, n = at.call, at.size // inner
+  near, wide = at.levels(inner)
+  kv_heads, group = call.kv_heads, call.heads // call.kv_heads
+  # How K kv heads of G query heads become a multiple of `inner` units.
+  split = -(-inner // kv_heads)
+  part = -(-group // split)
+  units = -(-kv_heads * split // inner) * inner
+  heads = units * part / inner
+  more_q, more_kv = units * part / call.heads, units / kv_heads
+  # Pairs between groups: every device has all of its group's tokens.
+  blocks = at.pairs.reshape(n, inner, n, inner).sum((1, 3))
+  g = np.arange(n)
+  reach = n - 1, 0
+  if n > 1 and None not in call.mask.reach and not call.offset:
+    needed = (blocks[g, (g - g[:, None]) % n] > 0).any(1)
+    needed[0] = True
+    reach = cut_hops(needed)
+  by_hop = blocks[g, (g - np.asarray(_hops(*reach))[:, None]) % n]
+  q, o = at.q * more_q, at.o * more_q
+  rows, kv = at.rows * more_q, at.kv * more_kv
+  kv_bytes, sum_bytes = kv * at.number, kv * WIDE
+  sent_kv = kv * WIRES[at.wire] if at.wire and n > 1 else kv_bytes
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    if backward:
+      put = 2 * q * WIDE + (3 if n > 1 else 2) * sum_bytes
+      # do comes in; dq, dk, dv go back.
+      traded = (o + q) * at.number + 2 * rows * WIDE + kv_bytes
+    else:
+      put = 2 * (o + 2 * rows) * WIDE
+      traded = (q + o) * at.number + rows * WIDE + kv_bytes
+    taken = (q + (o + q) * backward) * at.number + kv_bytes
+    compute = at.seconds(by_hop, backward, heads=heads, taken=taken, put=put)
+    compute = compute + at.decode_s * more_kv * (n > 1)
+    seconds = at.rotation(wide, compute, reach, sent_kv, sum_bytes * backward)
+    # Four of them: queries, keys, values and outputs, or their gradients.
+    seconds += near.exchange(traded * ((inner - 1) / inner))
+    seconds += sum(near.exchange(0.0) for _ in range(3))
+    return seconds, float(compute.sum()) * inner
+
+  copies = (q + o) * at.number + kv_bytes + (o + 2 * rows) * WIDE
+  forward = copies + 2 * kv_bytes * (n > 1)
+  gradients = 2 * o * at.number + q * WIDE + sum_bytes * (3 if n > 1 else 1)
+  options, notes = {"inner": inner} if n > 1 else {}, ()
+  if units * part > call.heads:
+    notes = (
+      f"{call.heads} query heads are padded to {units * part:g} "
+      f"({heads:g} a device)",
     )
-  if found.grouped != (inner is not None):
-    raise OptionError(
-      "inner",
-      f"{inner!r} for {strategy}",
-      f"an int for {' and '.join(GROUPED)} alone",
-      "add it or leave it out",
-    )
-  if wire is not None and not found.wired:
-    raise OptionError(
-      "wire",
-      f"{wire!r} for {strategy}",
-      f"it for {', '.join(WIRED)} alone",
-      "leave it out",
-    )
-  at = CostTerms(call, machine, layout, wire)
-  if inner is None:
-    return found.cost(at)
-  if call.shards % inner or not 1 < inner < call.shards:
-    return Refusal(
-      strategy=strategy,
-      reason=f"groups of {inner} do not divide {call.shards} shards",
-      options={"inner": inner},
-    )
-  return found.cost(at, inner)
+  return at.prediction(
+    one_pass, (forward, forward + gradients), notes, **options
+  )
+
+
+def two_level(at: CostTerms, inner: int) -> Found:
+  """A ring inside groups turns while the next group's block is on its way."""
+  n = at.size // inner
+  near, wide = at.levels(inner)
+  i = np.arange(at.size)
+  group, place = i // inner, i % inner
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    done, total = np.zeros(at.size), 0.0
+    sums = at.sum_bytes * backward
+    for outer in range(n):
+      source = (group - outer) % n
+      rows = [
+        at.pairs[i, source * inner + (place - h) % inner] for h in range(inner)
+      ]
+      compute = at.hop_s(np.stack(rows), backward)
+      compute = compute + at.decode_s * (outer > 0 or inner > 1)
+      total += float(compute.sum())
+      sends = [
+        near.send(at.wire_bytes * (h < inner - 1), sums * (h > 0))
+        for h in range(inner)
+      ]
+      turned = turn(compute.reshape(inner, n, inner), sends).reshape(-1)
+      # The sums of the turn go on to the device that holds them.
+      turned = turned + near.send(sums)
+      slow = wide.send(at.wire_bytes * (outer < n - 1), sums * (outer > 0))
+      # Both ends begin a turn together, as in a hop of a ring.
+      begin = np.maximum(done, np.roll(done, -inner))
+      there = begin + slow if slow else done
+      after = np.maximum(done + turned, there)
+      done = np.maximum(after, np.roll(there, inner)) if slow else after
+    return float(done.max()) + wide.send(sums), total
+
+  extra = (4 * at.kv_bytes, 4 * at.kv_bytes + 4 * at.sum_bytes)
+  return at.prediction(one_pass, extra, inner=inner)
+
+
+def halo(at: CostTerms) -> Found:
+  """Only the neighbours' tokens that a window reaches; then one call."""
+  behind, ahead = at.call.mask.reach
+  if behind is None or ahead is None:
+    return "the mask's reach has no limit; it is for a window"
+  if not isinstance(at.layout, Contiguous):
+    return f"in {at.layout} neighbours' tokens are not on neighbours"
+  if not at.call.same_tokens:
+    return "queries and keys are not the same tokens"
+  most = (at.size - 1) * at.s
+  rows = {1: min(behind, most), -1: min(ahead, most)}
+  if rows[1] + at.s + rows[-1] > at.size * at.s:
+    return "the window reaches around the whole sequence"
+  hops = [0]
+  for way, count in rows.items():
+    hops += [way * d for d in range(1, -(-count // at.s) + 1)]
+  pairs = at.by_hop(hops)
+  # Keys do not wrap around: a shard at an end has fewer.
+  source = np.arange(at.size) - np.asarray(hops)[:, None]
+  pairs = np.where((source >= 0) & (source < at.size), pairs, 0.0).sum(0)
+  token = at.kv / at.s
+  tokens = rows[1] + rows[-1]
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    kv = (at.s + tokens) * token
+    taken = at.query_bytes(backward) + kv * at.number
+    put = 2 * at.q * WIDE + 2 * kv * WIDE if backward else at.sums(False)
+    compute = at.seconds(pairs, backward, taken=taken, put=put)
+    seconds = float(compute.max())
+    for each in (at.number, WIDE) if backward else (at.number,):
+      ways = [0.0, 0.0]
+      for way, count in enumerate(rows.values()):
+        for d, start in enumerate(range(0, count, at.s), 1):
+          part = min(at.s, count - start) * token * each
+          ways[way] += at.ring.send(part, shift=d)
+      seconds += at.ring.both_s(*ways)
+    return seconds, float(compute.sum())
+
+  kept = tokens * token
+  extra = (kept * at.number, kept * (at.number + WIDE))
+  return at.prediction(one_pass, extra, (f"{tokens} tokens of neighbours",))
+
+
+def chain(at: CostTerms) -> Found:
+  """Keys go to the shards behind them only, never around."""
+  if at.call.mask.reach[1] != 0:
+    return "the mask lets queries see later keys"
+  if not isinstance(at.layout, Contiguous | Uneven):
+    return f"in {at.layout} later shards have earlier tokens"
+  if not at.call.same_tokens:
+    return "queries and keys are not the same tokens"
+  steps = at.size - 1
+  if at.call.mask.reach[0] is not None:
+    steps = at.directions[0]
+  shard = np.arange(at.size)
+  pairs = at.by_hop(range(steps + 1))
+  takes_part = shard >= np.arange(steps + 1)[:, None]
+
+  def one_pass(backward: bool) -> tuple[float, float]:
+    compute = np.where(takes_part, at.hop_s(pairs, backward), 0.0)
+    compute += np.where(takes_part, at.decode_s, 0.0)
+    sums = at.sum_bytes * backward
+    done = np.zeros(at.size)
+    for step in range(steps + 1):
+      send = at.ring.send(at.wire_bytes * (step < steps), sums * (step > 0))
+      begin, done = done, done + compute[step]
+      if send:
+        # From each shard to the next, of those that have something to pass.
+        there = np.maximum(begin[:-1], begin[1:]) + send
+        there = np.where(shard[1:] > step, there, 0.0)
+        done[:-1] = np.maximum(done[:-1], there)
+        done[1:] = np.maximum(done[1:], there)
+    # Sums go to their owners at each step but the first, behind the tiles; the
+    # last is waited for.
+    home_s = at.ring.send(sums * bool(steps), shift=steps)
+    return float(done.max()) + home_s, float(compute.sum())
+
+  extra = (2 * at.kv_bytes, 2 * at.kv_bytes + 2 * at.sum_bytes)
+  return at.prediction(one_pass, extra)
+
+
+def _hops(behind: int, ahead: int) -> list[int]:
+  """How many places behind a shard each hop's keys are from."""
+  return [*range(behind + 1), *range(-1, -ahead - 1, -1)]

@@ -1,6 +1,6 @@
 """The strategies by name: what builds each, what it supports, what it costs.
 
-A new strategy is a file of its own, a function in `costs` and an entry here;
+A new strategy is a file of its own, a function in `predict` and an entry here;
 commands, benchmarks, the choice by cost and compiled plans read this table.
 """
 
@@ -9,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ringjax.ops.attention import costs
-from ringjax.ops.attention.call_shape import Prediction, Refusal
+from ringjax.checks import one_of
+from ringjax.errors import OptionError
+from ringjax.ops.attention import predict as costs
+from ringjax.ops.attention.call_shape import CallShape, Prediction, Refusal
 from ringjax.ops.attention.chain import Chain
+from ringjax.ops.attention.cost_terms import CostTerms
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.parallel.chips import Machine
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 
 
@@ -27,8 +31,8 @@ class StrategyEntry:
 
   Attributes:
     strategy: the strategy, without its axis.
-    cost: what it costs in a `CostTerms`; of two levels also by the devices of a
-      group.
+    cost: what it costs in a `CostTerms`, or the reason why it is not for the
+      call; of two levels also by the devices of a group.
     layout: the order of tokens that it is measured and compiled with.
     consecutive: whether shards have to hold consecutive tokens.
     same_tokens: whether queries and keys have to be the same tokens, under a
@@ -40,7 +44,7 @@ class StrategyEntry:
   """
 
   strategy: Strategy
-  cost: Callable[..., Prediction | Refusal]
+  cost: Callable[..., Prediction | str]
   layout: Layout
   consecutive: bool = False
   same_tokens: bool = False
@@ -108,3 +112,52 @@ def find(name: str) -> StrategyEntry | None:
   if name in REORDERED:
     return dataclasses.replace(STRATEGIES["ring"], layout=REORDERED[name])
   return STRATEGIES.get(name)
+
+
+def predict(
+  strategy: str,
+  call: CallShape,
+  machine: Machine,
+  layout: Layout,
+  *,
+  inner: int | None = None,
+  wire: str | None = None,
+) -> Prediction | Refusal:
+  """What one strategy costs, or why it is not for this call.
+
+  Args:
+    strategy: of `STRATEGIES`.
+    call: what is to be computed.
+    machine: on what.
+    layout: how tokens lie on the shards.
+    inner: devices of a group, for hybrid and two_level.
+    wire: of `WIRES`, or None to send K and V as they are.
+
+  Raises:
+    OptionError: there is no such strategy, or it takes no such option.
+  """
+  found = STRATEGIES[one_of("strategy", strategy, STRATEGIES)]
+  if found.grouped != (inner is not None):
+    raise OptionError(
+      "inner",
+      f"{inner!r} for {strategy}",
+      f"an int for {' and '.join(GROUPED)} alone",
+      "pass inner=4 or leave it out",
+    )
+  if wire is not None and not found.wired:
+    raise OptionError(
+      "wire",
+      f"{wire!r} for {strategy}",
+      f"it for {', '.join(WIRED)} alone",
+      "leave it out",
+    )
+  options = {} if inner is None else {"inner": inner}
+  if inner is not None and (call.shards % inner or not 1 < inner < call.shards):
+    cost = f"groups of {inner} do not divide {call.shards} shards"
+  else:
+    cost = found.cost(
+      CostTerms(strategy, call, machine, layout, wire), **options
+    )
+  if isinstance(cost, str):
+    return Refusal(strategy=strategy, reason=cost, options=options)
+  return cost

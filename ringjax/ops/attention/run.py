@@ -1,6 +1,6 @@
 """Runs a call of attention: on a mesh, per shard, or on one device.
 
-Guarantees: what `api` promises, of operands that `request.build` has checked.
+Guarantees: what `api` promises, of operands that `AttentionArgs` has checked.
 On a mesh there is one shard_map, over the sequence's axis, the mesh's explicit
 axes and what the caller says of batch and heads; other axes are left to the
 compiler. The strategy is chosen and fitted here, before anything is sent.
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,25 +22,24 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.checks import boolean
 from ringjax.errors import MeshError, OptionError, ShapeError
-from ringjax.ops.attention import nesting, predict
+from ringjax.ops.attention import nesting, registry
+from ringjax.ops.attention.arguments import AttentionArgs
 from ringjax.ops.attention.blockwise import Local
+from ringjax.ops.attention.call_shape import CallShape
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.kernels.auto_kernel import expected
 from ringjax.ops.attention.nesting import Strategy
-from ringjax.ops.attention.predict import CallShape
-from ringjax.ops.attention.request import Operands, Request
-from ringjax.ops.attention.scores import Context, Scores, Terms
+from ringjax.ops.attention.scores import Context, Terms
 from ringjax.ops.attention.select import Auto
-from ringjax.ops.mask import Coords, Everything, Mask
+from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
-from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
+from ringjax.parallel.layout import out_of_slots, slots_of
 from ringjax.parallel.place import Place, device_of
 
 
 def run(
-  request: Request,
-  x: Operands,
+  x: AttentionArgs,
   place: Place,
   strategy: Strategy | Auto,
   return_residual: bool,
@@ -48,29 +47,27 @@ def run(
   """The output in the caller's shape, with the residual where asked for."""
   return_residual = boolean("return_residual", return_residual)
   if isinstance(strategy, Auto):
-    strategy = _chosen(strategy, request, x, place)
+    strategy = _chosen(strategy, x, place)
   _check_axes(strategy, place)
-  strategy = nesting.on_device(strategy, *device_of(place, x[:3]))
+  strategy = nesting.on_device(strategy, *device_of(place, x.operands))
   if x.q.shape[0] == 0:
     out = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype)
     lse = jnp.zeros(x.q.shape[:3], wide_dtype(x.q.dtype))
   else:
     with _forward_mode_refused():
       if place.mesh is not None:
-        out, lse = _on_mesh(request, x, place, strategy)
+        out, lse = _on_mesh(x, place, strategy)
       else:
         # Without a jit of our own a call outside of one would compile its loops
         # again each time.
         here = _per_shard if place.manual else _jitted_local
-        out, lse = here(request, x, place, strategy, None)
-  if not request.batched:
+        out, lse = here(x, place, strategy, None)
+  if not x.batched:
     out, lse = out[0], lse[0]
   return (out, lse) if return_residual else out
 
 
-def _chosen(
-  auto: Auto, request: Request, x: Operands, place: Place
-) -> Strategy:
+def _chosen(auto: Auto, x: AttentionArgs, place: Place) -> Strategy:
   """What the model of costs says of this call; see `select`."""
   if place.size == 1:
     return nesting.named("ring")
@@ -85,14 +82,14 @@ def _chosen(
   in_vmap = place.manual and bool(outside)
 
   def serves(name: str) -> bool:
-    known = predict.STRATEGIES[name]
+    known = registry.STRATEGIES[name]
     if known.same_tokens and (not derived or mask is not x.mask):
       return False
     if in_vmap and (known.grouped or known.some_pairs):
       return False
     return not (known.grouped and len(place.names) > 2)
 
-  names = tuple(filter(serves, auto.among or predict.STRATEGIES))
+  names = tuple(filter(serves, auto.among or registry.STRATEGIES))
   axes = tuple((name, _size(name, place)) for name in place.names)
   if len(axes) > 2:
     axes = ((" ".join(place.names), place.size),)
@@ -108,12 +105,12 @@ def _chosen(
     value_dim=j,
     dtype=x.q.dtype.name,
     mask=mask,
-    layout=request.layout,
+    layout=x.layout,
     axes=axes,
     # Of unequal lengths the queries are taken to be the last tokens.
     offset=max(s - t, 0),
   )
-  local, _ = expected(call, device_of(place, x[:3])[0])
+  local, _ = expected(call, device_of(place, x.operands)[0])
   call = dataclasses.replace(call, local=local)
   auto = dataclasses.replace(auto, among=names)
   name, options = auto.choose(call, place.mesh)
@@ -156,14 +153,13 @@ def _forward_mode_refused() -> Iterator[None]:
 
 
 def _per_shard(
-  request: Request,
-  x: Operands,
+  x: AttentionArgs,
   place: Place,
   strategy: Strategy,
   lengths: tuple[int, int] | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: `lengths` are the true ones of the sequence, None if whole."""
-  layout, size = request.layout, place.size
+  layout, size = x.layout, place.size
   shards = [x.q.shape[1], x.k.shape[1]]
   if lengths is None:
     for name, local in zip(("query", "key"), shards, strict=True):
@@ -208,11 +204,11 @@ def _per_shard(
     strategy = Gather(nesting.innermost(strategy))
   else:
     strategy = strategy.on(None, None)
-  return attend_shard(request.scores, x, context, strategy)
+  return attend_shard(x, context, strategy)
 
 
 def attend_shard(
-  scores: Scores, x: Operands, context: Context, strategy: Strategy
+  x: AttentionArgs, context: Context, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: (output, log-sum-exp) in the caller's order of axes."""
   b, t, n, h = x.q.shape
@@ -227,12 +223,12 @@ def attend_shard(
   terms = Terms(
     _grouped(x.bias, kv_heads), by_kv_head(x.slopes), by_kv_head(x.sinks)
   )
-  out, lse = strategy.attend(scores, local, terms, context)
+  out, lse = strategy.attend(x.scores, local, terms, context)
   out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
   return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(b, t, n)
 
 
-_jitted_local = jax.jit(_per_shard, static_argnums=(0, 2, 3, 4))
+_jitted_local = jax.jit(_per_shard, static_argnums=(1, 2, 3))
 
 
 def _coords(
@@ -255,14 +251,14 @@ def _grouped(pair: Any, kv_heads: int) -> Any:
 
 
 def _on_mesh(
-  request: Request, x: Operands, place: Place, strategy: Strategy
+  x: AttentionArgs, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
     # Arrays that a caller made without a mesh have to reach its devices.
     put = lambda a, spec: _to_mesh(a, place.mesh, spec)
-    x = jax.tree.map(put, x, _specs(x, place))
-  return _jitted_on_mesh(request, x, place, strategy)
+    x = jax.tree.map(put, x, x.specs(place))
+  return _jitted_on_mesh(x, place, strategy)
 
 
 def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
@@ -291,7 +287,7 @@ def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
   return jax.sharding.reshard(a, NamedSharding(mesh, spec))
 
 
-def _check_explicit(x: Operands, place: Place) -> None:
+def _check_explicit(x: AttentionArgs, place: Place) -> None:
   size = math.prod(place.mesh.shape[a] for a in place.heads)
   kv_heads = x.k.shape[2]
   if size > 1 and kv_heads > 1 and kv_heads % size:
@@ -303,52 +299,16 @@ def _check_explicit(x: Operands, place: Place) -> None:
     )
 
 
-# Leading dimensions of the operands: B batch, T queries, S keys, N heads, C
-# keys of which each shard has all. One in lower case may be 1 instead.
-_DIMENSIONS = Operands(
-  q="BTN", k="BSn", v="BSn", bias="bntc", allow="bntc", sinks="N", slopes="N",
-  heads="N", q_pos="bT", k_pos="bS", q_seg="bT", k_seg="bS", q_len="B",
-  k_len="B", seed="b", mask=Everything(),
-)  # fmt: skip
-
-
-def _each(x: Operands, f: Callable[[Any, list[Any]], Any]) -> Operands:
-  """f(array, its dimensions) of each operand that is there, but the mask.
-
-  A dimension that is 1 instead of its letter is None.
-  """
-
-  def one(a: Any, letters: Any) -> Any:
-    if a is None or isinstance(letters, Mask):
-      return a
-    present = [
-      None if letter.islower() and n == 1 else letter.upper()
-      for letter, n in zip(letters, a.shape, strict=False)
-    ]
-    return f(a, present)
-
-  return Operands(*map(one, x, _DIMENSIONS))
-
-
-def _specs(x: Operands, place: Place) -> Operands:
-  """PartitionSpecs of the operands that are there."""
-  b, h, s = place.batch or None, place.heads or None, place.axis
-  over = {"B": b, "T": s, "S": s, "N": h}
-  mask = jax.tree.map(lambda a: P(b) if jnp.ndim(a) else P(), x.mask)
-  return _each(x, lambda a, each: P(*map(over.get, each)))._replace(mask=mask)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _jitted_on_mesh(
-  request: Request, x: Operands, place: Place, strategy: Strategy
+  x: AttentionArgs, place: Place, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   lengths = x.q.shape[1], x.k.shape[1]
   fit = [
-    slots_of(request.layout, n, place.size) if place.axis else None
-    for n in lengths
+    slots_of(x.layout, n, place.size) if place.axis else None for n in lengths
   ]
-  x = _pad_sequence(x, fit)
-  specs = _specs(x, place)
+  x = x.padded(*fit)
+  specs = x.specs(place)
   explicit = {
     a
     for a, kind in zip(
@@ -366,7 +326,7 @@ def _jitted_on_mesh(
   if place.whole:
     names |= {*place.mesh.axis_names} - collectives.manual_axes()
   out, lse = jax.shard_map(
-    lambda x: _per_shard(request, x, place, strategy, lengths),
+    lambda x: _per_shard(x, place, strategy, lengths),
     mesh=place.mesh,
     in_specs=(specs,),
     out_specs=(specs.q, specs.q),
@@ -381,16 +341,3 @@ def _jitted_on_mesh(
       out, lse = (_reshard(a, place.mesh, whole, explicit) for a in (out, lse))
     out, lse = (out_of_slots(a, fit[0]) for a in (out, lse))
   return out, lse
-
-
-def _pad_sequence(x: Operands, fit: list[Any]) -> Operands:
-  """Gives each shard the same number of slots, where lengths do not divide."""
-  slots = {"T": fit[0], "S": fit[1], "C": fit[1]}
-
-  def pad(a: Any, each: list[Any]) -> Any:
-    for axis, letter in enumerate(each):
-      if slots.get(letter) is not None:
-        a = into_slots(a, slots[letter], axis)
-    return a
-
-  return _each(x, pad)

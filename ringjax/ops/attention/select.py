@@ -1,9 +1,9 @@
-"""Which way to move attention across devices, by predicted time, and why.
+"""Which strategy an attention call takes, by predicted time, and why.
 
-Law: the choice depends on shapes, mask, layout, mesh and `device_kind` alone,
-so every process of a run makes the same. It never changes the result, hence
-nothing that loses digits is chosen unless it is asked for; and nothing that
-does not fit the memory.
+Guarantees: the choice depends on shapes, mask, layout, mesh and `device_kind`
+alone, so every process of a run makes the same. It never changes the result,
+hence nothing that loses digits is chosen unless it is asked for; and nothing
+that does not fit the memory.
 
 `explain` prints what `Auto` goes by:
 
@@ -20,88 +20,66 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from ringjax.checks import positive_int
+from ringjax.checks import one_of, positive_int
 from ringjax.errors import (
   InputTypeError,
   MeshError,
   OptionError,
   ShapeError,
 )
-from ringjax.ops.attention import predict as model
+from ringjax.ops.attention import registry
+from ringjax.ops.attention.call_shape import CallShape, Prediction, Refusal
 from ringjax.ops.attention.kernels.auto_kernel import expected
-from ringjax.ops.attention.predict import CallShape, Prediction, Refusal
 from ringjax.ops.mask import Causal, Everything, Mask
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Machine
 from ringjax.parallel.collectives import names as names_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
-from ringjax.parallel.place import SEQ
+from ringjax.parallel.place import SEQ, sharding_of
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Striped(), Zigzag())
 _SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-  """A strategy with what it is built with.
-
-  Attributes:
-    strategy: its name.
-    layout: how the tokens lie.
-    inner: devices of a group, where it has groups.
-    wire: of K and V on the wire; None is as they are.
-  """
-
-  strategy: str
-  layout: Layout
-  inner: int | None = None
-  wire: str | None = None
-
-
 def candidates(
   call: CallShape, among: Sequence[str] | None = None
-) -> tuple[Candidate, ...]:
-  """All that is looked at for a call, also what is declined then.
+) -> list[tuple[str, Layout, dict[str, Any]]]:
+  """All (strategy, layout, options) that are considered for a call.
 
   Args:
     call: what is to be computed. Without a layout all of `LAYOUTS` are tried.
     among: names of strategies; default all.
 
+  Returns:
+    Also those that `registry.predict`, which takes them, then refuses. The
+    options are `inner`, devices of a group, and `wire`.
+
   Raises:
-    OptionError: a name that is none.
+    OptionError: a name that no strategy has.
   """
   for name in among or ():
-    if name not in model.STRATEGIES:
-      raise OptionError(
-        "among",
-        repr(name),
-        f"names of {', '.join(model.STRATEGIES)}",
-        "correct it",
-      )
+    one_of("among", name, registry.STRATEGIES)
   layouts = LAYOUTS if call.layout is None else (call.layout,)
   size = call.shards
   if len(call.axes) == 2:
     inners = [call.axes[1][1]] if 1 < call.axes[1][1] < size else []
   else:
     inners = [n for n in range(2, size // 2 + 1) if size % n == 0]
-  # On one device there is nothing to move, and the ring moves nothing.
-  names = model.STRATEGIES if size > 1 else ("ring",)
   found = []
-  for name in names:
+  # On one device there is nothing to move, and the ring moves nothing.
+  for name in registry.STRATEGIES if size > 1 else ("ring",):
     if among is not None and name not in among:
       continue
-    wires: list[str | None] = [None]
-    if call.wire is not None and name in model.WIRED and size > 1:
-      wires.append(call.wire)
-    for inner in inners if name in model.GROUPED else [None]:
-      for wire in wires:
-        found += [
-          Candidate(strategy=name, layout=layout, inner=inner, wire=wire)
-          for layout in layouts
-        ]
-  return tuple(found)
+    coded = call.wire is not None and name in registry.WIRED and size > 1
+    found += [
+      (name, layout, {"inner": inner, "wire": wire})
+      for inner in (inners if name in registry.GROUPED else [None])
+      for wire in ((None, call.wire) if coded else (None,))
+      for layout in layouts
+    ]
+  return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +127,16 @@ class Explanation:
   @property
   def title(self) -> str:
     """What is computed, and on what."""
-    return _title(self.call, self.machine)
+    call = self.call
+    tokens = f"{call.queries:,}"
+    if call.keys != call.queries:
+      tokens += f" queries over {call.keys:,}"
+    over = " x ".join(f"{size} ({name})" for name, size in call.axes)
+    return (
+      f"{tokens} tokens, batch {call.batch}, {call.heads} heads over "
+      f"{call.kv_heads} of {call.head_dim}, {call.dtype}, {call.mask}, on "
+      f"{over} {self.machine.name}, {call.local}"
+    )
 
   def of(self, strategy: str, **options: Any) -> Prediction:
     """The fastest prediction of a strategy with these options.
@@ -172,12 +159,8 @@ class Explanation:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
-    call = {
-      field.name: getattr(self.call, field.name)
-      for field in dataclasses.fields(self.call)
-    }
+    call = vars(self.call) | {"axes": dict(self.call.axes)}
     call |= {"mask": repr(self.call.mask), "layout": repr(self.call.layout)}
-    call["axes"] = dict(self.call.axes)
     return {
       "call": call,
       "machine": self.machine.name,
@@ -224,7 +207,7 @@ def rank(
 ) -> Explanation:
   """Predicts every candidate; the fastest first.
 
-  Equals stay in the order of `predict.STRATEGIES`, the plainer one first.
+  Equals stay in the order of `registry.STRATEGIES`, the plainer one first.
 
   Args:
     call: what is to be computed.
@@ -244,13 +227,11 @@ def _rank(
 ) -> Explanation:
   most = _memory(machine)
   predictions, refusals = [], []
-  for one in candidates(call, among):
-    found = model.predict(
-      one.strategy, call, machine, one.layout, inner=one.inner, wire=one.wire
-    )
+  for strategy, layout, options in candidates(call, among):
+    found = registry.predict(strategy, call, machine, layout, **options)
     if isinstance(found, Prediction) and found.memory_bytes > most:
       found = Refusal(
-        strategy=one.strategy,
+        strategy=strategy,
         options=_own(found.options),
         reason=(
           f"needs {_nbytes(found.memory_bytes)} a device; "
@@ -295,18 +276,11 @@ class Auto:
 
   def explain(self, call: CallShape, mesh: Any = None) -> Explanation:
     """What a choice for `call` goes by."""
-    changes: dict[str, Any] = {}
-    if self.local is not None:
-      changes["local"] = self.local
-    if call.layout is None:
-      changes["layout"] = Contiguous()
-    if self.backward is not None:
-      changes["backward"] = self.backward
-    if self.wire is not None:
-      changes["wire"] = self.wire
-    if self.longest_document is not None:
-      changes["longest_document"] = self.longest_document
-    call = dataclasses.replace(call, **changes)
+    names = ("backward", "wire", "longest_document", "local")
+    changes = {name: getattr(self, name) for name in names}
+    changes["layout"] = call.layout or Contiguous()
+    given = {name: x for name, x in changes.items() if x is not None}
+    call = dataclasses.replace(call, **given)
     return rank(call, find_machine(self.machine, mesh), self.among)
 
   def choose(
@@ -345,7 +319,7 @@ def find_machine(machine: Machine | str | None, mesh: Any = None) -> Machine:
       "machine",
       type(machine).__name__,
       "a Machine, its name or None",
-      f"name one of {', '.join(chips.MACHINES)}",
+      f"pass e.g. machine='tpu-v5p', of {', '.join(chips.MACHINES)}",
     )
   devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
   device = devices[0]
@@ -417,10 +391,10 @@ def explain(
       "query, key, value",
       " ".join(map(str, shapes)),
       "[B, T, N, H], [B, S, K, H] and [B, S, K, J]",
-      "correct the shapes",
+      "pass operands of one batch, one head dim and one number of keys",
     )
-  place, found, parts = _place(query, key, mesh, axis, shards)
-  b, n, k = (_divided(x, by) for x, by in zip((b, n, k), parts, strict=True))
+  axes, found, parts = _axes(query, key, mesh, axis, shards)
+  b, n, k = (-(-x // by) for x, by in zip((b, n, k), parts, strict=True))
   seen = Everything() if mask is None else mask
   if not isinstance(seen, Mask):
     raise InputTypeError(
@@ -443,7 +417,7 @@ def explain(
     dtype="bfloat16" if kind is None else jax.numpy.dtype(kind).name,
     mask=seen,
     layout=layout,
-    axes=place,
+    axes=axes,
     backward=backward,
     offset=offset,
     wire=wire,
@@ -482,11 +456,7 @@ def _shape(name: str, x: Any) -> tuple[int, int, int, int]:
   return b, t, n, h
 
 
-def _divided(count: int, parts: int) -> int:
-  return -(-count // parts)
-
-
-def _place(
+def _axes(
   query: Any,
   key: Any,
   mesh: Any,
@@ -502,8 +472,7 @@ def _place(
       return tuple(shards.items()), None, (1, 1, 1)
     name = (names or (SEQ,))[0]
     return ((name, positive_int("shards", shards)),), None, (1, 1, 1)
-  spec, held = _spec(query)
-  key_spec, _ = _spec(key)
+  (spec, held), (key_spec, _) = _sharding(query), _sharding(key)
   context = jax.sharding.get_abstract_mesh()
   found = mesh if mesh is not None else held
   if found is None and not context.empty:
@@ -523,7 +492,7 @@ def _place(
       "axis",
       repr(missing[0]) if missing else "None",
       f"one of the mesh axes {found.axis_names}",
-      "name the axis that shards the sequence",
+      "pass axis=, the name of the one that shards the sequence",
     )
   sizes = tuple((name, found.shape[name]) for name in names)
   parts = [
@@ -533,23 +502,18 @@ def _place(
   return sizes, found, (parts[0], parts[1], parts[2])
 
 
-def _spec(x: Any) -> tuple[list[tuple[str, ...]], Any]:
+def _sharding(x: Any) -> tuple[list[tuple[str, ...]], Any]:
   """(mesh axes of each of four dimensions, the mesh) of an operand."""
   none: list[tuple[str, ...]] = [()] * 4
-  sharding = getattr(x, "sharding", None)
-  if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-    return none, None
-  named = [
-    () if a is None else a if isinstance(a, tuple) else (a,)
-    for a in tuple(sharding.spec)
-  ]
-  if len(x.shape) == 3:
-    named = [(), *named]
-  return (named + none)[:4], sharding.mesh
+  mesh, spec = sharding_of(x) if hasattr(x, "sharding") else (None, None)
+  if spec is None:
+    return none, mesh
+  leading = none[: 4 - len(x.shape)] if mesh is not None else []
+  return [*leading, *spec, *none][:4], mesh
 
 
 # ---------------------------------------------------------------------------
-# Words
+# The table's text
 # ---------------------------------------------------------------------------
 
 
@@ -572,18 +536,6 @@ def _layout(layout: Layout) -> str:
   name = type(layout).__name__.lower()
   block = layout.block if isinstance(layout, Striped) else 1
   return f"{name}({block})" if block > 1 else name
-
-
-def _title(call: CallShape, machine: Machine) -> str:
-  tokens = f"{call.queries:,}"
-  if call.keys != call.queries:
-    tokens += f" queries over {call.keys:,}"
-  over = " x ".join(f"{size} ({name})" for name, size in call.axes)
-  return (
-    f"{tokens} tokens, batch {call.batch}, {call.heads} heads over "
-    f"{call.kv_heads} of {call.head_dim}, {call.dtype}, {call.mask}, on "
-    f"{over} {machine.name}, {call.local}"
-  )
 
 
 def _ms(seconds: float) -> str:

@@ -15,10 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax.ops.attention import pair_counts, predict, select
-from ringjax.ops.attention.predict import CallShape, Prediction
+from ringjax.ops.attention import cost_terms, pair_counts, registry, select
+from ringjax.ops.attention.call_shape import CallShape, Prediction
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Link, Machine
+from ringjax.parallel.layout import Dealt
 from tests.ops.attention import simulate
 
 LAYOUTS = (rj.Contiguous(), rj.Striped(), rj.Zigzag())
@@ -143,9 +144,11 @@ def test_an_unknown_device_is_like_one_that_is_known():
     lambda: call_of(4, 64, dtype="text"),
     lambda: call_of(4, 64, local="magic"),
     lambda: select.candidates(call_of(4, 64), ("magic",)),
-    lambda: predict.predict("magic", call_of(4, 64), machine_of(), LAYOUTS[0]),
-    lambda: predict.predict("hybrid", call_of(4, 64), machine_of(), LAYOUTS[0]),
-    lambda: predict.predict(
+    lambda: registry.predict("magic", call_of(4, 64), machine_of(), LAYOUTS[0]),
+    lambda: registry.predict(
+      "hybrid", call_of(4, 64), machine_of(), LAYOUTS[0]
+    ),
+    lambda: registry.predict(
       "ulysses", call_of(4, 64), machine_of(), LAYOUTS[0], wire="int8"
     ),
   ],
@@ -199,7 +202,7 @@ def test_tiles_of_uneven_shards_and_padding():
 def test_positions_are_the_layouts(layout):
   for shard in range(3):
     np.testing.assert_array_equal(
-      pair_counts.positions(layout, shard, np.arange(8), 3, 8),
+      layout.position_of(shard, np.arange(8), 3, 8),
       layout.positions(shard, 3, 8),
     )
 
@@ -227,13 +230,10 @@ def test_reach_is_the_layouts():
   for layout in (*LAYOUTS, rj.Striped(4)):
     for reach in ((5, 0), (40, 3), (200, 200)):
       np.testing.assert_array_equal(
-        pair_counts.reached(layout, 8, (64, 64), reach),
+        Dealt.reachable(layout, 8, 512, 512, *reach),
         layout.reachable(8, 512, 512, *reach),
       )
-  assert (
-    pair_counts.reached(rj.Striped(), 64, (1 << 22, 1 << 22), (9, 0)).sum()
-    == 10
-  )
+  assert rj.Striped().reachable(64, 64 << 22, 64 << 22, 9, 0).sum() == 10
 
 
 def test_a_mask_that_is_traced_counts_as_far_as_it_is_known():
@@ -307,7 +307,7 @@ def _draw(rng):
     head_dim=rng.choice((64, 128)), layout=layout,
     mask=masks.get(mask) or CAUSAL & rj.Window(mask),
   )  # fmt: skip
-  blocks = predict.tile_blocks(call, t, t)
+  blocks = cost_terms.tile_blocks(call, t, t)
   world = simulate.World(
     size=size,
     t=t,
@@ -363,7 +363,7 @@ def _compare(seeds):
     world, machine, call, mask = _draw(random.Random(seed))
     simulated = _simulated(world, call, mask)
     predicted = {
-      (name, inner): predict.predict(
+      (name, inner): registry.predict(
         name, call, machine, call.layout, inner=inner
       ).seconds
       for name, inner in simulated
@@ -397,7 +397,7 @@ def test_predictions_and_choices_against_many_simulations():
 
 
 def seconds(strategy, call, machine, layout=LAYOUTS[0], **options):
-  found = predict.predict(strategy, call, machine, layout, **options)
+  found = registry.predict(strategy, call, machine, layout, **options)
   assert isinstance(found, Prediction), found
   return found.seconds
 
@@ -405,21 +405,21 @@ def seconds(strategy, call, machine, layout=LAYOUTS[0], **options):
 def test_bytes_and_sends_of_a_ring_are_those_of_its_law():
   size, tokens, call = 4, 1024, call_of(4, 1024, heads=4, kv_heads=2)
   kv = 2 * (tokens // size) * 2 * 64
-  found = predict.predict("ring", call, machine_of(), LAYOUTS[0])
+  found = registry.predict("ring", call, machine_of(), LAYOUTS[0])
   # K and V in bfloat16, 3 times each pass; float32 sums 4 times.
   assert found.bytes_by_link == {"seq": 2 * 3 * kv * 2 + 4 * kv * 4}
   assert found.sends == 2 * 3 + 4
   forward = dataclasses.replace(call, backward=False)
-  found = predict.predict("ring", forward, machine_of(), LAYOUTS[0])
+  found = registry.predict("ring", forward, machine_of(), LAYOUTS[0])
   assert (found.sends, found.backward_s) == (3, 0.0)
   cut = dataclasses.replace(forward, mask=CAUSAL & rj.Window(200))
-  found = predict.predict("ring", cut, machine_of(), LAYOUTS[0])
+  found = registry.predict("ring", cut, machine_of(), LAYOUTS[0])
   assert found.sends == 1 and found.notes == ("1 hop",)
-  coded = predict.predict(
+  coded = registry.predict(
     "ring", forward, machine_of(), LAYOUTS[0], wire="int8"
   )
   assert coded.bytes_by_link["seq"] == pytest.approx(3 * kv * 17 / 16)
-  chain = predict.predict("chain", call, machine_of(), LAYOUTS[0])
+  chain = registry.predict("chain", call, machine_of(), LAYOUTS[0])
   assert chain.sends == 2 * 3 + 4
 
 
@@ -465,7 +465,7 @@ def test_heads_that_do_not_divide_cost_what_they_are_padded_by():
   machine = machine_of(links=Link(bandwidth=1e15))
   even = call_of(8, 1 << 14, heads=8, kv_heads=8)
   odd = call_of(8, 1 << 14, heads=9, kv_heads=9)
-  found = predict.predict("ulysses", odd, machine, LAYOUTS[0])
+  found = registry.predict("ulysses", odd, machine, LAYOUTS[0])
   assert found.notes == ("9 query heads are padded to 16 (2 a device)",)
   assert found.seconds == pytest.approx(
     2 * seconds("ulysses", even, machine), rel=0.01
@@ -506,17 +506,17 @@ def test_groups_use_the_fast_links_where_links_differ():
 def test_documents_cut_the_ring_at_the_longest():
   mask = CAUSAL & rj.SameSegment()
   call = call_of(8, 1 << 13, mask=mask)
-  whole = predict.predict("documents", call, machine_of(), LAYOUTS[0])
+  whole = registry.predict("documents", call, machine_of(), LAYOUTS[0])
   assert whole.seconds == seconds("ring", call, machine_of())
   assert "not known" in whole.notes[0]
   call = dataclasses.replace(call, longest_document=1000)
-  cut = predict.predict("documents", call, machine_of(), LAYOUTS[0])
+  cut = registry.predict("documents", call, machine_of(), LAYOUTS[0])
   assert cut.notes == ("1 hop",) and cut.seconds < 0.5 * whole.seconds
-  plain = predict.predict(
+  plain = registry.predict(
     "documents", call_of(8, 512), machine_of(), LAYOUTS[0]
   )
   assert "documents" in plain.reason
-  striped = predict.predict("documents", call, machine_of(), rj.Striped())
+  striped = registry.predict("documents", call, machine_of(), rj.Striped())
   assert "all shards" in striped.reason
 
 
@@ -534,7 +534,7 @@ def test_documents_cut_the_ring_at_the_longest():
 )
 def test_reasons(strategy, change, layout, words):
   call = dataclasses.replace(call_of(8, 512), **change)
-  found = predict.predict(strategy, call, machine_of(), layout)
+  found = registry.predict(strategy, call, machine_of(), layout)
   assert words in found.reason
 
 
@@ -651,7 +651,7 @@ def test_the_choice_is_the_same_under_a_trace():
 
   f(jnp.zeros(()))
   name, options = outside
-  assert name in predict.STRATEGIES and options["q_block"] == 128
+  assert name in registry.STRATEGIES and options["q_block"] == 128
   # What may be chosen can be limited, and one device moves nothing.
   limited = select.Auto(machine=machine_of(), among=("ring", "chain"))
   assert limited.choose(call)[0] in ("ring", "chain")

@@ -15,8 +15,8 @@ import itertools
 import pytest
 
 import ringjax as rj
-from ringjax.ops.attention import pair_counts, predict
-from ringjax.ops.attention.predict import CallShape
+from ringjax.ops.attention import cost_terms, pair_counts, registry
+from ringjax.ops.attention.call_shape import CallShape
 from ringjax.parallel import chips
 
 CAUSAL = rj.Causal()
@@ -31,7 +31,7 @@ def call_of(size, tokens, **options):
 
 
 def seconds(strategy, call, machine, layout, **options):
-  return predict.predict(strategy, call, machine, layout, **options).seconds
+  return registry.predict(strategy, call, machine, layout, **options).seconds
 
 
 def ports(machine, count):
@@ -211,7 +211,7 @@ def test_a_block_that_hides_its_send(name, bandwidth, tokens):
     """Seconds beyond those of the tiles, as a part."""
     call = call_of(8, 8 * block, kv_heads=32, mask=rj.Everything(),
                    backward=False)  # fmt: skip
-    blocks = predict.tile_blocks(call, block, block)
+    blocks = cost_terms.tile_blocks(call, block, block)
     pairs = pair_counts.pairs(
       rj.Contiguous(), call.mask, 8, (8 * block,) * 2, blocks
     )

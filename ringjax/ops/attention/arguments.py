@@ -1,0 +1,598 @@
+"""The arguments of an attention call, checked, as one pytree.
+
+Guarantees: everything wrong with a call is found here, from shapes, dtypes and
+concrete values alone, before anything is compiled or sent, and each error
+names the argument, what came, what was expected and one remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ringjax import tree
+from ringjax.checks import FLOATS, as_array, boolean
+from ringjax.errors import (
+  DtypeError,
+  InputTypeError,
+  OptionError,
+  ShapeError,
+)
+from ringjax.ops.attention.scores import Scores
+from ringjax.ops.mask import (
+  And,
+  Causal,
+  Coords,
+  Everything,
+  Mask,
+  Or,
+  Prefix,
+  SameSegment,
+  Window,
+)
+from ringjax.parallel.layout import Contiguous, Layout, Slots, into_slots
+from ringjax.parallel.place import Place
+
+# The leading dimensions of each array: A stands for the keys of all shards,
+# which no mesh axis shards; ? marks one that may be 1 to broadcast.
+_DIMENSIONS = {
+  "q": ("B", "T", "N"),
+  "k": ("B", "S", "K?"),
+  "v": ("B", "S", "K?"),
+  "bias": ("B?", "N?", "T?", "A?"),
+  "allow": ("B?", "N?", "T?", "A?"),
+  "sinks": ("N",),
+  "slopes": ("N",),
+  "heads": ("N",),
+  "q_pos": ("B?", "T"),
+  "k_pos": ("B?", "S"),
+  "q_seg": ("B?", "T"),
+  "k_seg": ("B?", "S"),
+  "q_len": ("B",),
+  "k_len": ("B",),
+  "seed": ("B?",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionArgs:
+  """The checked arguments of one attention call, a pytree.
+
+  `of` makes it; arrays that are absent are None. T and S are as the caller has
+  them.
+
+  Attributes:
+    q: [B, T, N, H].
+    k: [B, S, K, H].
+    v: [B, S, K, J].
+    bias: [B or 1, N or 1, T or 1, S or 1].
+    allow: bool, shaped like the bias.
+    sinks: [N].
+    slopes: [N].
+    heads: int32 [N], the numbers of the heads, for dropout.
+    q_pos: int32 [B or 1, T].
+    k_pos: int32 [B or 1, S].
+    q_seg: int32 [B or 1, T].
+    k_seg: int32 [B or 1, S].
+    q_len: int32 [B].
+    k_len: int32 [B].
+    seed: uint32 [B or 1].
+    mask: predicate over coordinates.
+    scores: the score function, static.
+    layout: order in which the sequence lies on the shards, static.
+    batched: whether the caller gave a batch axis, static.
+  """
+
+  q: Any
+  k: Any
+  v: Any
+  bias: Any = None
+  allow: Any = None
+  sinks: Any = None
+  slopes: Any = None
+  heads: Any = None
+  q_pos: Any = None
+  k_pos: Any = None
+  q_seg: Any = None
+  k_seg: Any = None
+  q_len: Any = None
+  k_len: Any = None
+  seed: Any = None
+  mask: Mask
+  scores: Scores
+  layout: Layout
+  batched: bool
+
+  @classmethod
+  def of(
+    cls,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    layout: Layout | None = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    sinks: Any = None,
+    logits_soft_cap: Any = None,
+    alibi_slopes: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_seed: Any = None,
+    aligned: bool = False,
+    key_shards: int = 1,
+  ) -> AttentionArgs:
+    """The arguments of `api.dot_product_attention`, checked.
+
+    Args:
+      query: and the others as there.
+      aligned: lets causal T differ from S without positions.
+      key_shards: over how many shards the keys lie, of which `key` is one; a
+        shard's rows of `bias` and `mask` have the columns of them all.
+
+    Raises:
+      RingjaxError: what is wrong with the first of them.
+    """
+    is_causal = boolean("is_causal", is_causal)
+    operands = {"query": query, "key": key, "value": value}
+    operands = {name: as_array(name, x) for name, x in operands.items()}
+    batched = operands["query"].ndim == 4
+    q, k, v = _check_qkv(operands)
+    (b, t, n, h), s = q.shape, k.shape[1]
+    if layout is not None and not isinstance(layout, Layout):
+      raise InputTypeError(
+        "layout",
+        repr(layout),
+        "rj.Contiguous(), Striped(block), Zigzag() or Uneven(counts)",
+        "pass an instance, not a name or a class",
+      )
+    aligned = aligned or q_positions is not None or kv_positions is not None
+    if is_causal and t != s and not aligned:
+      raise ShapeError(
+        "is_causal",
+        f"True with {t} queries and {s} keys and no positions",
+        "equal lengths, or positions that say where the queries are",
+        f"pass q_positions=jnp.arange({t}) + {max(s - t, 0)} to align ends",
+      )
+    pairs = (b, n, t, s * key_shards)
+    predicate, allow = _mask(mask, pairs)
+    if bias is not None:
+      bias = _pairwise("bias", bias, pairs)
+      _check_dtype("bias", bias, jnp.floating)
+    q_seg, k_seg = _segments(q_segment_ids, kv_segment_ids, (b, t), (b, s))
+    for other in (
+      Causal() if is_causal else None,
+      _window(local_window_size),
+      None if q_seg is None else SameSegment(),
+    ):
+      predicate = _and(predicate, other)
+    rate = _rate(dropout_rate)
+    return cls(
+      q=q,
+      k=k,
+      v=v,
+      bias=bias,
+      allow=allow,
+      sinks=_per_head("sinks", sinks, n),
+      slopes=_per_head("alibi_slopes", alibi_slopes, n),
+      heads=jnp.arange(n, dtype=jnp.int32) if rate else None,
+      q_pos=_tokens("q_positions", q_positions, (b, t)),
+      k_pos=_tokens("kv_positions", kv_positions, (b, s)),
+      q_seg=q_seg,
+      k_seg=k_seg,
+      q_len=_lengths("query_seq_lengths", query_seq_lengths, b, t),
+      k_len=_lengths("key_value_seq_lengths", key_value_seq_lengths, b, s),
+      seed=_seed(dropout_seed, rate, b) if rate else None,
+      mask=predicate,
+      scores=Scores(
+        scale=_number("scale", scale, 1 / math.sqrt(h), positive=False),
+        soft_cap=_number("logits_soft_cap", logits_soft_cap, None),
+        dropout_rate=rate,
+      ),
+      layout=layout or Contiguous(),
+      batched=batched,
+    )
+
+  @property
+  def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values."""
+    return self.q, self.k, self.v
+
+  def _each(self, f: Callable[[Any, tuple[str, ...]], Any]) -> AttentionArgs:
+    """These with f(array, its dimensions) in place of each array."""
+    found = {
+      name: f(getattr(self, name), dimensions)
+      for name, dimensions in _DIMENSIONS.items()
+      if getattr(self, name) is not None
+    }
+    return dataclasses.replace(self, **found)
+
+  def specs(self, place: Place) -> AttentionArgs:
+    """The PartitionSpec of each array on the mesh of a place."""
+    batch, heads = place.batch or None, place.heads or None
+    axes = {"B": batch, "N": heads, "K": heads, "T": place.axis}
+    axes["S"] = place.axis
+
+    def spec(x: Any, dimensions: tuple[str, ...]) -> P:
+      return P(
+        *(
+          None if one.endswith("?") and size == 1 else axes.get(one[0])
+          for size, one in zip(x.shape, dimensions, strict=False)
+        )
+      )
+
+    of_mask = lambda x: P(batch) if jnp.ndim(x) else P()
+    found = self._each(spec)
+    return dataclasses.replace(found, mask=jax.tree.map(of_mask, self.mask))
+
+  def padded(self, queries: Slots | None, keys: Slots | None) -> AttentionArgs:
+    """These with the same number of slots on each shard; see `slots_of`."""
+    slots = {"T": queries, "S": keys, "A": keys}
+
+    def pad(x: Any, dimensions: tuple[str, ...]) -> Any:
+      for axis, one in enumerate(dimensions):
+        # What does not depend on the keys has one column.
+        if not (one.endswith("?") and x.shape[axis] == 1):
+          x = into_slots(x, slots.get(one[0]), axis)
+      return x
+
+    return self._each(pad)
+
+
+_STATIC = ("scores", "layout", "batched")
+tree.register(AttentionArgs, (*_DIMENSIONS, "mask"), _STATIC)
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> tuple[Mask, Any]:
+  """(predicate, allowed pairs or None) of a mask as callers have it."""
+  if mask is None:
+    return Everything(), None
+  if isinstance(mask, Mask):
+    return _predicate(mask, shape[0]), None
+  if isinstance(mask, type) and issubclass(mask, Mask):
+    raise InputTypeError(
+      "mask",
+      f"the class {mask.__name__}",
+      f"an instance, such as {mask.__name__}(...)",
+      "call it",
+    )
+  allow = _pairwise("mask", mask, shape)
+  if allow.dtype != jnp.bool_:
+    raise DtypeError(
+      "mask",
+      allow.dtype,
+      "bool, or a ringjax mask such as Causal()",
+      "pass an additive mask as bias=",
+    )
+  return Everything(), allow
+
+
+def _check_qkv(
+  operands: dict[str, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Queries, keys and values with a batch, of shapes that fit."""
+  q, k, v = operands.values()
+  for name, x in operands.items():
+    if x.ndim not in (3, 4):
+      raise ShapeError(
+        name,
+        f"shape {x.shape}",
+        "[B, T, heads, H] or [T, heads, H]",
+        "add or remove axes",
+      )
+    if x.ndim != q.ndim:
+      raise ShapeError(
+        name,
+        f"shape {x.shape} beside a query of shape {q.shape}",
+        "the same number of axes",
+        "give all of them a batch axis, or none",
+      )
+    if x.dtype.name not in FLOATS:
+      raise DtypeError(
+        name,
+        x.dtype,
+        f"one of {', '.join(FLOATS)}",
+        f"cast it, e.g. {name}.astype(jnp.float32)",
+      )
+    if x.dtype != q.dtype:
+      raise DtypeError(
+        name,
+        f"{x.dtype} beside a query of {q.dtype}",
+        "one dtype for query, key and value",
+        f"cast it: {name}.astype(query.dtype)",
+      )
+  if q.ndim == 3:
+    q, k, v = q[None], k[None], v[None]
+  (b, _, _, h), (_, s, kv_heads, _) = q.shape, k.shape
+  if k.shape != (b, s, kv_heads, h):
+    raise ShapeError(
+      "key",
+      f"shape {k.shape} beside a query of shape {q.shape}",
+      f"the query's batch of {b} and head dim of {h}",
+      "project both to one head dim, and broadcast or slice the batch",
+    )
+  if v.shape[:3] != k.shape[:3]:
+    raise ShapeError(
+      "value",
+      f"shape {v.shape} beside a key of shape {k.shape}",
+      "the key's batch, length and number of heads",
+      "only the head dims of key and value may differ",
+    )
+  for name, x in (("query", q), ("key", k)):
+    if x.shape[1] == 0:
+      raise ShapeError(
+        name,
+        f"sequence length 0 in shape {x.shape}",
+        "at least one token",
+        "skip the call for an empty sequence",
+      )
+  if min(q.shape[2:] + k.shape[2:] + v.shape[2:]) == 0:
+    raise ShapeError(
+      "query, key, value",
+      f"shapes {q.shape}, {k.shape}, {v.shape}",
+      "at least one head and a head dim of at least 1",
+      "check the projections",
+    )
+  if q.shape[2] % k.shape[2]:
+    raise ShapeError(
+      "query",
+      f"{q.shape[2]} query heads for {k.shape[2]} key heads",
+      "a multiple of the number of key heads",
+      "change the number of heads; grouped queries share key heads",
+    )
+  return q, k, v
+
+
+_KINDS: dict[Any, tuple[str, str]] = {
+  jnp.floating: ("a floating dtype", "float32"),
+  jnp.integer: ("an integer dtype", "int32"),
+  jnp.int32: ("int32", "int32"),
+}
+
+
+def _check_dtype(name: str, x: jax.Array, kind: Any) -> None:
+  if not jnp.issubdtype(x.dtype, kind):
+    want, cast = _KINDS[kind]
+    raise DtypeError(name, x.dtype, want, f"pass {name}.astype(jnp.{cast})")
+
+
+def _array(
+  name: str, x: Any, kind: Any, shapes: Sequence[tuple[int, ...]], each: str
+) -> jax.Array:
+  """x as an array of a kind of dtype, of `_KINDS`, and one of the shapes."""
+  x = as_array(name, x)
+  _check_dtype(name, x, kind)
+  if x.shape not in shapes:
+    want = " or ".join(map(str, shapes))
+    raise ShapeError(name, f"shape {x.shape}", want, f"pass {each}")
+  return x
+
+
+def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+  x = as_array(name, x)
+  if x.ndim > 4:
+    raise ShapeError(
+      name,
+      f"shape {x.shape}",
+      "at most the four axes [B, N, T, S]",
+      "drop the extra axes",
+    )
+  x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+  if any(a not in (1, full) for a, full in zip(x.shape, shape, strict=True)):
+    raise ShapeError(
+      name,
+      f"shape {x.shape}",
+      f"one that broadcasts to [B, N, T, S] = {list(shape)}",
+      "keep 1 for the axes that it does not depend on",
+    )
+  return x
+
+
+def _per_head(name: str, x: Any, heads: int) -> Any:
+  """[N], or None."""
+  if x is None:
+    return None
+  each = "one number for each query head at hand"
+  return _array(name, x, jnp.floating, [(heads,)], each)
+
+
+def _tokens(
+  name: str, x: Any, shape: tuple[int, int], least: int = -(2**31)
+) -> Any:
+  """int32 [B or 1, T] from [T] or [B, T], of numbers from `least`; or None."""
+  if x is None:
+    return None
+  _check_values(name, x, least)
+  shapes = shape, shape[1:], (1, shape[1])
+  x = _array(name, x, jnp.integer, shapes, "a number for each token")
+  return x.astype(jnp.int32).reshape(-1, shape[1])
+
+
+def coords(name: str, at: Any, batch: int, length: int) -> Coords:
+  """Coordinates of an operand's tokens, int32 [B or 1, T]."""
+  pair = isinstance(at, tuple) and len(at) == 2
+  if not pair or any(x is None for x in at):
+    raise InputTypeError(
+      name,
+      type(at).__name__,
+      "coordinates, positions and documents of the tokens",
+      "pass rj.Coords(pos, seg)",
+    )
+  shape = batch, length
+  return Coords(
+    *(
+      _tokens(f"{name}.{field}", x, shape)
+      for field, x in zip(Coords._fields, at, strict=True)
+    )
+  )
+
+
+def _check_values(name: str, x: Any, least: int = -(2**31)) -> None:
+  """Refuses integers below `least` or beyond int32, where they are known."""
+  known = isinstance(x, np.ndarray) or (
+    isinstance(x, jax.Array)
+    and not isinstance(x, jax.core.Tracer)
+    and x.is_fully_addressable
+  )
+  if not known or x.dtype.kind not in "iu" or not x.size:
+    return
+  if least < 0 and np.can_cast(x.dtype, np.int32):
+    return
+  x = np.asarray(x)
+  for value in (int(x.min()), int(x.max())):
+    if not least <= value < 2**31:
+      raise OptionError(
+        name,
+        f"{value} in an array of {x.dtype}",
+        f"numbers from {least} that int32 holds",
+        "number documents from 1, padding 0 and positions from 0",
+      )
+
+
+def _predicate(mask: Mask, batch: int) -> Mask:
+  """A mask whose prefixes are int32 numbers, one for each example or one."""
+  if isinstance(mask, And | Or):
+    left, right = (_predicate(m, batch) for m in (mask.left, mask.right))
+    return dataclasses.replace(mask, left=left, right=right)
+  if not isinstance(mask, Prefix):
+    return mask
+  length = mask.length
+  if isinstance(length, numbers.Integral) and not isinstance(length, bool):
+    # Longer than every sequence is no limit.
+    return Prefix(max(0, min(int(length), 2**31 - 1)))
+  dtype, shape = getattr(length, "dtype", None), getattr(length, "shape", None)
+  whole = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+  if not whole or shape not in ((), (1,), (batch,)):
+    what = type(length).__name__ if dtype is None else f"{dtype} {shape}"
+    raise OptionError(
+      "mask",
+      f"Prefix of {what}",
+      f"an int, or an integer array [] or [B] = ({batch},)",
+      "pass one length for all examples, or one each",
+    )
+  _check_values("mask", length)
+  length = jnp.asarray(length).astype(jnp.int32)
+  return Prefix(length.reshape(()) if shape == (1,) else length)
+
+
+def _segments(
+  q_seg: Any, k_seg: Any, q_shape: tuple[int, int], k_shape: tuple[int, int]
+) -> tuple[Any, Any]:
+  """The segment ids of queries and keys; one alone stands for both."""
+  if q_seg is None and k_seg is None:
+    return None, None
+  if q_shape[1] != k_shape[1] and (q_seg is None or k_seg is None):
+    missing = "q_segment_ids" if q_seg is None else "kv_segment_ids"
+    raise ShapeError(
+      missing,
+      f"None with {q_shape[1]} queries and {k_shape[1]} keys",
+      "segment ids of both when their lengths differ",
+      f"pass {missing} too",
+    )
+  q_seg = k_seg if q_seg is None else q_seg
+  k_seg = q_seg if k_seg is None else k_seg
+  return (
+    _tokens("q_segment_ids", q_seg, q_shape, least=0),
+    _tokens("kv_segment_ids", k_seg, k_shape, least=0),
+  )
+
+
+def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
+  """int32 [B], or None."""
+  if x is None:
+    return None
+  each = f"one length, at most {longest}, for each example"
+  return _array(name, x, jnp.int32, [(batch,)], each)
+
+
+def _window(size: Any) -> Window | None:
+  if size is None:
+    return None
+  sides = size if isinstance(size, tuple | list) else (size, size)
+  if len(sides) != 2 or any(
+    not isinstance(s, numbers.Integral) or isinstance(s, bool) or s < 0
+    for s in sides
+  ):
+    raise OptionError(
+      "local_window_size",
+      repr(size),
+      "an int or a pair (left, right) of ints of at least 0",
+      "count the tokens on each side, the query's own not included",
+    )
+  return Window(int(sides[0]) + 1, int(sides[1]))
+
+
+def _rate(rate: Any) -> float:
+  if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
+    raise OptionError(
+      "dropout_rate",
+      repr(rate),
+      "a number of at least 0 and below 1",
+      "pass 0.0 to switch dropout off",
+    )
+  return float(rate)
+
+
+def _seed(seed: Any, rate: float, batch: int) -> jax.Array:
+  """uint32 [B or 1]."""
+  if seed is None:
+    raise OptionError(
+      "dropout_seed",
+      f"None with dropout_rate={rate}",
+      "an int, or an integer array [] or [B]",
+      "pass a seed, a new one each step",
+    )
+  if isinstance(seed, numbers.Integral):
+    seed = np.uint32(int(seed) % 2**32)
+  each = "one seed for all examples, or one each"
+  shapes = (), (1,), (batch,)
+  seed = _array("dropout_seed", seed, jnp.integer, shapes, each)
+  return seed.astype(jnp.uint32).reshape(-1)
+
+
+def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
+  if x is None:
+    return default
+  if isinstance(x, jax.core.Tracer):
+    raise InputTypeError(
+      name,
+      "a traced value",
+      "a Python number, known when the call is traced",
+      f"mark {name} static, or multiply the query by it",
+    )
+  try:
+    value = float(x)
+  except (TypeError, ValueError):
+    value = math.nan
+  # Scores of 16 and 32 bits are float32.
+  fits = abs(value) <= float(np.finfo(np.float32).max)
+  if not fits or (positive and value <= 0):
+    raise OptionError(
+      name,
+      repr(x),
+      "a number that float32 holds" + (" above 0" if positive else ""),
+      f"leave {name} out for the default",
+    )
+  return value
+
+
+def _and(mask: Mask, other: Mask | None) -> Mask:
+  if other is None:
+    return mask
+  return other if isinstance(mask, Everything) else And(mask, other)
