@@ -158,14 +158,20 @@ def import_ringattention() -> Any:
   return importlib.import_module("ringattention")
 
 
-def ring_options(chunk: int, dtype: Any) -> dict[str, Any]:
-  """The options of `ringattention` beside its operands, for causal rows.
+def published_attention(mesh: Any, axis: Any, chunk: int, dtype: Any) -> Any:
+  """The causal attention of `ringattention` 0.1.2 (PyPI; Liu et al. 2023).
 
   Args:
+    mesh: of the devices.
+    axis: its axis over which the sequence is sharded.
     chunk: tokens of a tile, of queries and of keys.
     dtype: of the computation.
+
+  Returns:
+    A function of q, k and v [B, T, N, H].
   """
-  return dict(
+  peer = import_ringattention().ringattention
+  options = dict(
     causal_block_size=1,
     deterministic=True,
     dropout_rng=None,
@@ -177,24 +183,18 @@ def ring_options(chunk: int, dtype: Any) -> dict[str, Any]:
     precision=None,
     prevent_cse=True,
   )
+  local = lambda q, k, v: peer(q, k, v, None, None, None, axis, False, options)
+  part = P(None, axis)
+  return jax.shard_map(
+    local, mesh=mesh, in_specs=(part,) * 3, out_specs=part, check_vma=False
+  )
 
 
 def _ringattention(case: AttentionCase, arrays: Arrays) -> harness.Runnable:
-  """`ringattention` 0.1.2 from PyPI (Liu et al. 2023)."""
-  peer = import_ringattention().ringattention
   mesh = _mesh(case)
   # 256 is its best chunk on the CPUs where this was tried.
   chunk = min(256, case.tokens // case.devices)
-  options = ring_options(chunk, case.dtype)
-  local = lambda q, k, v: peer(q, k, v, None, None, None, "seq", False, options)
-  spec = P(None, "seq")
-  attend = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(spec, spec, spec),
-    out_specs=spec,
-    check_vma=False,
-  )
+  attend = published_attention(mesh, "seq", chunk, case.dtype)
   return _jitted(attend, case, arrays, mesh)
 
 
@@ -302,13 +302,19 @@ class AttentionSettings(harness.BenchmarkSettings):
   devices: int = option(8)
 
 
-def inputs(case: AttentionCase) -> list[np.ndarray]:
-  """q, k, v and the cotangent of the output of a case: [1, T, N, H] each."""
-  rng = np.random.default_rng(0)
-  shape = (1, case.tokens, case.heads, case.head_dim)
-  dtype = jnp.dtype(case.dtype)
-  draw = lambda: rng.standard_normal(shape, np.float32).astype(dtype)
-  return [draw() for _ in range(4)]
+def inputs(
+  case: AttentionCase, kv_heads: int | None = None
+) -> list[np.ndarray]:
+  """q, k, v and the cotangent of the output: [1, T, N or K, H] each.
+
+  Args:
+    case: whose inputs they are.
+    kv_heads: K; default N.
+  """
+  rng, n, k = np.random.default_rng(0), case.heads, kv_heads or case.heads
+  shape = lambda heads: (1, case.tokens, heads, case.head_dim)
+  draw = lambda heads: rng.standard_normal(shape(heads), np.float32)
+  return [draw(heads).astype(jnp.dtype(case.dtype)) for heads in (n, k, k, n)]
 
 
 def trial(name: str, case: AttentionCase) -> Trial:

@@ -36,7 +36,7 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,11 +76,8 @@ class InferenceSettings(harness.BenchmarkSettings):
 
   Attributes:
     model: a preset, or what a config.json of a Llama holds.
-    parts: of `PARTS`.
     tokens: of the prompts that are read.
     caches: tokens in the cache when decoding begins.
-    dtypes: of `DTYPES`.
-    contestants: of `CONTESTANTS`.
     rounds: timed rounds.
     steps: of decoding in a round.
     devices: of the sharded contestants.
@@ -305,17 +302,10 @@ class InferenceBenchmark(harness.Benchmark):
       }
     return row
 
-  def table(self, case: ModelCase, row: Row) -> str:
-    return inference_tables.table(row)
-
-  def summary(self, rows: Sequence[Row]) -> Row:
-    return inference_tables.summary(rows)
-
-  def closing(self, result: Row) -> str:
-    return inference_tables.summary_table(result["summary"])
-
-  def draw(self, result: Row, path: str) -> None:
-    inference_tables.draw(result, path)
+  table = staticmethod(inference_tables.table)
+  summary = staticmethod(inference_tables.summary)
+  closing = staticmethod(inference_tables.closing)
+  draw = staticmethod(inference_tables.draw)
 
 
 def _itemsize(dtype: str) -> int:

@@ -33,13 +33,9 @@ def fit(tokens: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
   """The line through times of a step, in ms and ms for 1024 tokens."""
   x, y = np.asarray(tokens) / 1024, np.asarray(seconds) * 1e3
   slope, start = np.polyfit(x, y, 1)
-  spread = float(np.sum((y - y.mean()) ** 2))
-  rest = float(np.sum((y - start - slope * x) ** 2))
-  return {
-    "ms": float(start),
-    "ms_per_1024": float(slope),
-    "r2": 1 - rest / spread if spread else 1.0,
-  }
+  # Times that are all equal are explained in full.
+  r2 = np.corrcoef(x, y)[0, 1] ** 2 if np.ptp(y) else 1.0
+  return {"ms": float(start), "ms_per_1024": float(slope), "r2": float(r2)}
 
 
 def summary(rows: Sequence[Row]) -> Row:
@@ -131,11 +127,11 @@ def _title(row: Row) -> str:
   return str(ModelCase(**facts))
 
 
-def table(row: Row) -> str:
+def table(case: ModelCase, row: Row) -> str:
   """The text of one row."""
   if row["part"] == "tiles":
     return _tiles_table(row)
-  lines = [_title(row)]
+  lines = [str(case)]
   if row["part"] == "forward":
     rate = row["machine"]["flops_per_s"] / 1e9
     lines.append(f"  {'matrix product':31}{rate:8.0f} GFLOP/s")
@@ -177,8 +173,9 @@ def _line(one: Mapping[str, Any]) -> str:
   return f"{start:8.1f} + {slope:5.2f}, R2 {one['r2']:.2f}"
 
 
-def summary_table(found: Row) -> str:
+def closing(result: Row) -> str:
   """The text of what `summary` found."""
+  found = result["summary"]
   number = lambda x: f"{'-' if x is None else format(x, '.2f'):>6}"
   met = {True: "met", False: "not met", None: "no number"}
   tables = {

@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench import harness, machine
+from ringjax.bench import attention, harness, machine
+from ringjax.bench.attention import AttentionCase
 from ringjax.bench.harness import PASSES, Report, Row, Trial, option
 from ringjax.bench.program import CompiledProgram
 from ringjax.ops.attention import nesting, select
@@ -51,9 +52,7 @@ class StrategySettings(harness.BenchmarkSettings):
     heads: N.
     kv_heads: K.
     head_dim: H.
-    dtype: of `TOLERANCE`.
     window: keys that a query sees, itself among them; None is all.
-    passes: of `PASSES`.
     strategies: their names; "hybrid:4" and "two_level:4" have groups of 4.
     rounds: timed rounds.
     machine: name of a stated machine, or path of a measured one, to predict
@@ -93,20 +92,27 @@ class StrategySettings(harness.BenchmarkSettings):
       if name != "halo" or self.window is not None
     )
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyCase(AttentionCase):
+  """One row of the benchmark: attention of one shape and pass."""
+
+  kv_heads: int
+  window: int | None
+
   @property
   def mask(self) -> Mask:
     return Causal() if self.window is None else Causal() & Window(self.window)
 
-
-@dataclasses.dataclass(frozen=True)
-class StrategyCase:
-  """One row of the benchmark: a length and a pass."""
-
-  tokens: int
-  passes: str
+  @property
+  def pairs(self) -> float:
+    """Pairs of a query and a key that it sees, of one head."""
+    seen = min(self.tokens, self.window or self.tokens)
+    return float(seen * (seen + 1) // 2 + (self.tokens - seen) * seen)
 
   def __str__(self) -> str:
-    return f"T={self.tokens} {self.passes}"
+    window = f", window {self.window}" if self.window else ""
+    return f"{super().__str__()} K={self.kv_heads}, causal{window}"
 
 
 class StrategyBenchmark(harness.Benchmark):
@@ -138,8 +144,9 @@ class StrategyBenchmark(harness.Benchmark):
 
   @property
   def cases(self) -> list[StrategyCase]:
-    s = self.settings
-    return [StrategyCase(t, p) for t in s.tokens for p in s.passes]
+    return harness.combinations(
+      StrategyCase, self.settings, tokens="tokens", passes="passes"
+    )
 
   def facts(self) -> Row:
     return {"predicted_on": self.known.record()}
@@ -148,14 +155,8 @@ class StrategyBenchmark(harness.Benchmark):
     return self.settings.devices
 
   def row(self, case: StrategyCase, report: Report) -> Row:
-    s = self.settings
-    rng = np.random.default_rng(0)
-    shape = lambda heads: (1, case.tokens, heads, s.head_dim)
-    arrays = [
-      rng.standard_normal(shape(heads), np.float32).astype(jnp.dtype(s.dtype))
-      for heads in (s.heads, s.kv_heads, s.kv_heads, s.heads)
-    ]
-    one, _ = _compiled(arrays, case, mask=s.mask, strategy="gather")
+    arrays = attention.inputs(case, case.kv_heads)
+    one, _ = _compiled(arrays, case, strategy="gather")
     reference = one.check()
     counted: dict[str, dict[str, int]] = {}
 
@@ -163,7 +164,6 @@ class StrategyBenchmark(harness.Benchmark):
       built, program = _compiled(
         arrays,
         case,
-        mask=s.mask,
         strategy=nesting.named(name),
         mesh=self.mesh,
         layout=layout_of(name),
@@ -172,63 +172,51 @@ class StrategyBenchmark(harness.Benchmark):
       return built.run, built.check()
 
     results, _ = self.measure(
-      s.names,
+      self.settings.names,
       build,
-      lambda found: harness.compare(found, reference, TOLERANCE[s.dtype]),
+      lambda found: harness.compare(found, reference, TOLERANCE[case.dtype]),
       report,
     )
     for name, one in results.items():
-      layout = layout_of(name)
-      computed = scores(
-        nesting.named(name), layout, s.mask, s.devices, case.tokens, s.kv_heads
-      )
+      strategy, layout = nesting.named(name), layout_of(name)
+      shape = (case.devices, case.tokens, case.kv_heads)
       one |= {
         "layout": repr(layout),
         "predicted_s": self.predicted_s(case, name),
-        "scores": computed / _pairs(case.tokens, s.window),
+        "scores": scores(strategy, layout, case.mask, *shape) / case.pairs,
         **counted.get(name, {}),
       }
-    return {
-      "tokens": case.tokens,
-      "pass": case.passes,
-      "heads": s.heads,
-      "kv_heads": s.kv_heads,
-      "head_dim": s.head_dim,
-      "dtype": s.dtype,
-      "window": s.window,
-      "results": results,
-    }
+    facts = dataclasses.asdict(case)
+    return {"pass": facts.pop("passes"), **facts, "results": results}
 
   def predicted_s(self, case: StrategyCase, name: str) -> float | None:
     """Seconds that a strategy is predicted to take, or None if it is not."""
-    s = self.settings
     kind, _, inner = name.partition(":")
-    shape = lambda heads: (1, case.tokens, heads, s.head_dim)
+    shape = lambda heads: (1, case.tokens, heads, case.head_dim)
     found = select.explain(
-      shape(s.heads),
-      shape(s.kv_heads),
-      shards=s.devices,
+      shape(case.heads),
+      shape(case.kv_heads),
+      shards=case.devices,
       layout=layout_of(name),
-      mask=s.mask,
-      dtype=s.dtype,
+      mask=case.mask,
+      dtype=case.dtype,
       machine=self.known,
-      backward=case.passes == "fwdbwd",
+      backward=case.backward,
       among=(kind,),
       show=False,
     )
     group = int(inner) if inner else None
     if kind == "hybrid" and group is None:
-      group = nesting.group_of(nesting.named(name), s.devices, s.kv_heads)
+      strategy = nesting.named(name)
+      group = nesting.group_of(strategy, case.devices, case.kv_heads)
     for one in found.predictions:
       if group is None or one.options.get("inner") == group:
         return one.seconds
     return None
 
   def table(self, case: StrategyCase, row: Row) -> str:
-    window = f", window {row['window']}" if row["window"] else ""
     lines = [
-      f"{row['pass']} {row['dtype']} T={row['tokens']} N={row['heads']} "
-      f"K={row['kv_heads']} H={row['head_dim']}, causal{window}",
+      str(case),
       f"  {'':15}{'measured':>11}{'predicted':>12}{'hops':>6}{'sent':>10}"
       f"{'gathered':>10}{'scores':>8}",
     ]
@@ -357,12 +345,6 @@ def _all_kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> Any:
   return jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(q, k)
 
 
-def _pairs(tokens: int, window: int | None) -> int:
-  """Pairs of a query and a key that it sees."""
-  seen = min(tokens, window or tokens)
-  return seen * (seen + 1) // 2 + (tokens - seen) * seen
-
-
 def counters(compiled: Any) -> dict[str, int]:
   """Hops of a compiled program, and bytes that a device sends."""
   program = CompiledProgram(compiled.as_text())
@@ -383,14 +365,13 @@ def _compiled(
   arrays: Sequence[np.ndarray],
   case: StrategyCase,
   *,
-  mask: Mask,
   strategy: Any,
   mesh: Any = None,
   layout: Layout | None = None,
 ) -> tuple[harness.Runnable, Any]:
   """Attention, or that and its gradients, ready to run; and its program."""
   call = functools.partial(
-    dot_product_attention, mask=mask, strategy=strategy, mesh=mesh
+    dot_product_attention, mask=case.mask, strategy=strategy, mesh=mesh
   )
   put, back = jnp.asarray, lambda x: x
   if mesh is not None and layout is not None:
@@ -401,7 +382,7 @@ def _compiled(
     back = lambda x: layout.restore(x, shards=shards)
 
   def both(q: Any, k: Any, v: Any, do: Any) -> Any:
-    if case.passes == "fwd":
+    if not case.backward:
       return (call(q, k, v),)
     out, pull = jax.vjp(call, q, k, v)
     return (out, *pull(do))

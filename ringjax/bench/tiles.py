@@ -70,7 +70,7 @@ class FlashShape:
 
   def built(
     self,
-    attend: Callable[..., jax.Array],
+    attend: Callable[..., Any],
     mesh: Mesh,
     shape: tuple[int, ...],
     kernel: str,

@@ -67,10 +67,8 @@ class TrainSettings(harness.BenchmarkSettings):
   """What the benchmark of training measures.
 
   Attributes:
-    parts: of `PARTS`.
     preset: the model's shapes, a name or what a config.json holds.
     tokens: lengths of the timed rows, one row a step.
-    contestants: of `CONTESTANTS`.
     rounds: timed steps.
     devices: of the sharded contestants.
     limit_bytes: memory in which the longest row has to fit.
@@ -137,18 +135,10 @@ def _published() -> Any:
       repeats = q.shape[2] // k.shape[1]
       heads = lambda x: jnp.repeat(jnp.swapaxes(x, 1, 2), repeats, 2)
       chunk = min(self.chunk, q.shape[1] // self.size)
-      options = attention.ring_options(chunk, q.dtype)
-      local = lambda q, k, v: peer.ringattention(
-        q, k, v, None, None, None, self.axis, False, options
+      attend = attention.published_attention(
+        self.mesh, self.axis, chunk, q.dtype
       )
-      part = P(None, self.axis)
-      return jax.shard_map(
-        local,
-        mesh=self.mesh,
-        in_specs=(part, part, part),
-        out_specs=part,
-        check_vma=False,
-      )(q, heads(k), heads(v))
+      return attend(q, heads(k), heads(v))
 
     def rowwise(self, f: Any, x: Any) -> Any:
       # Partitioned by the compiler, as its users have it. Its argument called

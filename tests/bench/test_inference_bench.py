@@ -349,7 +349,7 @@ def test_aims():
     (4096, 1.0, None),
     (32768, 2.0, True),
   ]
-  text = inference_tables.summary_table(found)
+  text = inference_tables.closing({"summary": found})
   assert text.count(": met") == 2 and text.count(": not met") == 1
   assert text.count(": no number") == 1
 

@@ -89,7 +89,16 @@ def test_pairs():
   for tokens, window in ((7, None), (7, 3), (7, 9)):
     q, k = np.arange(tokens)[:, None], np.arange(tokens)
     seen = (k <= q) & (q - k < (window or tokens))
-    assert strategies._pairs(tokens, window) == seen.sum()
+    case = strategies.StrategyCase(
+      dtype="float32",
+      head_dim=8,
+      tokens=tokens,
+      passes="fwd",
+      heads=2,
+      kv_heads=2,
+      window=window,
+    )
+    assert case.pairs == seen.sum()
 
 
 @pytest.mark.parametrize(
