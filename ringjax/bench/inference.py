@@ -11,7 +11,7 @@ Contestants are checked against ours in float32 on one device (see `TOLERANCE`).
     the weights and the cache once: that time is the bound, from the best rate
     at which all cores together read a large array between them. A line is
     fitted through the steps at all lengths: milliseconds for 1024 tokens more.
-  load: a folder to arrays. It was written a moment ago and lies in the page
+  load: a folder to arrays. It was written a moment ago and is in the page
     cache, so that no disk is measured; a cold disk is slower for all alike.
   tiles: counts of `schedule.tile_counts`; no clock is involved.
 

@@ -57,7 +57,7 @@ def test_contestants_run_in_turn():
 
 
 @pytest.mark.parametrize("count", [2, 6, 8])
-def test_nobody_always_comes_behind_the_same(count):
+def test_no_contestant_always_follows_the_same_one(count):
   calls = []
   runs = {n: (lambda n=n: calls.append(n)) for n in map(str, range(count))}
   timing.interleave(runs, count, warmup=0)

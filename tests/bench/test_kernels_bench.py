@@ -71,7 +71,7 @@ def test_all_contestants(tmp_path, monkeypatch, capsys):
   assert found["complete"] and "kernel over" in capsys.readouterr().out
 
 
-def test_what_nobody_knows_has_a_reason():
+def test_a_hop_that_a_contestant_lacks_has_a_reason():
   settings = dataclasses.replace(
     TINY, kinds=("strict",), passes=("fwd",), contestants=("kernel", "jax.nn")
   )

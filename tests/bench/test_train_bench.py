@@ -1,4 +1,4 @@
-"""launch.bench train: who is wrong is not timed; memory is the compiler's."""
+"""launch.bench train: wrong steps are not timed; memory is the compiler's."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_memory_holds_the_moments_and_what_is_donated_once():
 
 
 @pytest.mark.slow
-def test_who_has_use_for_one_device_has_a_process_with_one():
+def test_contestants_on_one_device_run_in_a_process_with_one():
   settings = TrainSettings(preset=SMALL, devices=2)
   bench = TrainBenchmark(settings)
   with bench.stack:
@@ -180,7 +180,7 @@ def memory(settings, monkeypatch, sizes):
   return {row["name"]: row for row in found["rows"]}, found["summary"], lines
 
 
-def test_who_fails_at_a_length_keeps_those_that_fit(monkeypatch):
+def test_a_failure_at_a_length_keeps_the_shorter_rows_that_fit(monkeypatch):
   def sizes(name: str, tokens: int) -> int:
     if name == "plain" and tokens > 2048:
       raise RuntimeError("no more")
