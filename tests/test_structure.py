@@ -251,7 +251,6 @@ CLASH = {
   "Run",
   "Sample",
   "Send",
-  "Settings",
   "Span",
   "State",
   "Way",

@@ -1,11 +1,8 @@
-"""How fast a model is: reading a prompt, a step of decoding, loading.
+"""Times a model: reading a prompt, a step of decoding, loading.
 
-Law: in each row all contestants get the same weights from one folder, the
-same tokens and the same cached keys, in place before the clock starts, and
-run in turn (see `timing`). Both dtypes hold the same numbers, which are
-bfloat16. Each contestant is first checked against ourselves in float32 on one
-device (see `TOLERANCE`): one whose result is off is reported as WRONG and not
-timed.
+All contestants of a row get the same weights from one folder, the same tokens
+and the same cached keys. Both dtypes hold the same numbers, which are bfloat16.
+Contestants are checked against ours in float32 on one device (see `TOLERANCE`).
 
   forward: a whole prompt to the logits behind its last token; no cache is
     kept. Its rate is compared with the machine's matrix product.
@@ -14,7 +11,7 @@ timed.
     the weights and the cache once: that time is the bound, from the best rate
     at which all cores together read a large array between them. A line is
     fitted through the steps at all lengths: milliseconds for 1024 tokens more.
-  load: a folder to arrays. It was written a moment ago and lies in the page
+  load: a folder to arrays. It was written a moment ago and is in the page
     cache, so that no disk is measured; a cold disk is slower for all alike.
   tiles: counts of `schedule.tile_counts`; no clock is involved.
 
@@ -25,8 +22,8 @@ others take a core away its threads wait for each other, and one alone can be
 several times as fast. It is compared by the better of the two.
 
 On CPU the devices of a mesh are virtual: they share the cores, and each has
-its copy of the weights, so striped cannot win there by more hardware. Who
-computes on one device has a process in which there is one (see `alone`).
+its copy of the weights, so striped cannot win there by more hardware. Our
+contestants on one device run in a process with one (see `one_device`).
 """
 
 from __future__ import annotations
@@ -39,84 +36,62 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import ringjax as rj
-from ringjax.bench import (
-  alone,
-  contest,
-  inference_report,
-  model_contestants,
-  timing,
-)
-from ringjax.bench.alone import Alone, Spent
-
 # `rj.models` and `rj.infer` load flax when they are first used, which the
 # other benchmarks do without.
+import ringjax as rj
+from ringjax.bench import harness, inference_tables, model_contestants, timing
+from ringjax.bench.harness import Report, Row, Trial, option
+from ringjax.bench.layouts import LAYOUTS
 from ringjax.bench.model_contestants import (
   CONTESTANTS,
   DTYPES,
   PARTS,
-  Case,
-  Given,
-  torch_threads,
+  ModelCase,
+  ModelInputs,
 )
-from ringjax.bench.timing import Timing
+from ringjax.bench.one_device import ProcessorTime
 from ringjax.ops.attention import schedule
 from ringjax.ops.mask import Causal
-from ringjax.parallel.layout import Contiguous, Layout, Striped
 
 # Largest difference of a logit, of the largest logit of the reference or of 1
 # where that is smaller.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 
-LAYOUTS: dict[str, Layout] = {"contiguous": Contiguous(), "striped": Striped()}
+_TILED = ("contiguous", "striped")
 
 # The array that all cores read: larger than any cache of theirs.
 _READ_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """What to run; every combination of a part is a row.
+class InferenceSettings(harness.BenchmarkSettings):
+  """What the benchmark of a model runs; every combination of a part is a row.
 
   Attributes:
     model: a preset, or what a config.json of a Llama holds.
-    parts: of `PARTS`.
     tokens: of the prompts that are read.
     caches: tokens in the cache when decoding begins.
-    dtypes: of `DTYPES`.
-    contestants: of `CONTESTANTS`.
     rounds: timed rounds.
     steps: of decoding in a round.
     devices: of the sharded contestants.
   """
 
   model: Any = "llama-100m"
-  parts: tuple[str, ...] = PARTS
-  tokens: tuple[int, ...] = (4096, 32768)
-  caches: tuple[int, ...] = (1024, 4096, 8192, 16384, 32768)
-  dtypes: tuple[str, ...] = DTYPES
-  contestants: tuple[str, ...] = tuple(CONTESTANTS)
-  rounds: int = 5
-  steps: int = 8
-  devices: int = 8
-
-  def __post_init__(self) -> None:
-    contest.check(
-      self,
-      choices={
-        "parts": PARTS,
-        "dtypes": DTYPES,
-        "contestants": tuple(CONTESTANTS),
-      },
-      counts=("tokens", "caches", "rounds", "steps", "devices"),
-    )
+  parts: tuple[str, ...] = option(PARTS, PARTS)
+  tokens: tuple[int, ...] = option((4096, 32768))
+  caches: tuple[int, ...] = option((1024, 4096, 8192, 16384, 32768))
+  dtypes: tuple[str, ...] = option(DTYPES, DTYPES)
+  contestants: tuple[str, ...] = option(tuple(CONTESTANTS), CONTESTANTS)
+  rounds: int = option(5)
+  steps: int = option(8, flag=None)
+  devices: int = option(8)
 
   @property
   def source(self) -> dict[str, Any]:
@@ -125,197 +100,131 @@ class Settings:
       return rj.models.PRESETS[self.model]
     return self.model
 
-  @property
-  def cases(self) -> list[Case]:
-    one = functools.partial(Case, devices=self.devices)
-    # Room for the steps of the check and of all rounds.
-    room = max(self.caches) + (self.rounds + 1) * self.steps
-    found = {
-      "forward": [
-        one(part="forward", dtype=d, tokens=t)
-        for d in self.dtypes
-        for t in self.tokens
-      ],
-      "decode": [
-        one(part="decode", dtype=d, tokens=t, room=room, steps=self.steps)
-        for d in self.dtypes
-        for t in self.caches
-      ],
-      "load": [one(part="load", dtype=d) for d in self.dtypes],
-      "tiles": [one(part="tiles", dtype="", tokens=t) for t in self.tokens],
-    }
-    return [c for part in PARTS if part in self.parts for c in found[part]]
 
+class InferenceBenchmark(harness.Benchmark):
+  """A model's prompt, decoding step and loading, ours and transformers'."""
 
-QUICK = Settings(
-  tokens=(2048,),
-  caches=(1024, 8192),
-  dtypes=("float32",),
-  rounds=3,
-)
-
-
-# ---------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------
-
-
-def run(
-  settings: Settings,
-  *,
-  command: str = "",
-  json: str | None = None,
-  plot: str | None = None,
-  append: bool = False,
-) -> dict[str, Any]:
-  """Runs the benchmark; prints, writes and returns the result.
-
-  Args:
-    settings: what to run.
-    command: the command line, for the record.
-    json: file for the result; rewritten after every row.
-    plot: file for a picture of all rows; needs matplotlib.
-    append: keeps what `json` holds already, but for rows that run anew.
-  """
-  record = contest.Record(
-    "inference",
-    settings,
-    order=inference_report.order,
-    summary=inference_report.summary,
-    command=command,
-    json=json,
-    plot=plot,
-    append=append,
-    torch_threads=torch_threads(),
+  name = "inference"
+  options = InferenceSettings
+  quick = InferenceSettings(
+    tokens=(2048,), caches=(1024, 8192), dtypes=("float32",), rounds=3
   )
-  contest.load(CONTESTANTS[name] for name in settings.contestants)
-  cases = settings.cases
-  with (
-    tempfile.TemporaryDirectory(prefix="ringjax-bench-") as temporary,
-    Alone() as process,
-  ):
-    bench = _Bench(settings, pathlib.Path(temporary), process)
-    for case in cases:
-      row = _row(bench, case)
-      record.add(row, last=case is cases[-1])
-      bench.progress.clear()
-      print(inference_report.table(row), flush=True)
-  result = record.result
-  print(inference_report.summary_table(result["summary"]), flush=True)
-  if plot is not None:
-    inference_report.draw(result, plot)
-  return result
+  contestants = CONTESTANTS
+  columns = ("part", "dtype", "tokens")
+  parts = PARTS
 
-
-class _Bench:
-  """Weights, inputs and references of a run."""
-
-  def __init__(
-    self, settings: Settings, path: pathlib.Path, process: Alone
-  ) -> None:
-    self.settings = settings
-    self.process = process
+  def __init__(self, settings: InferenceSettings):
+    super().__init__(settings)
     self.config, _ = rj.models.read_config(settings.source)
-    self.path = path
-    self.done = 0.0
-    self.progress = timing.Progress(sum(map(self.seconds, settings.cases)))
     self._folders: dict[str, pathlib.Path] = {}
-    self._references: dict[Case, np.ndarray] = {}
-    self._ready: tuple[Case, contest.Made] | None = None
+    self._references: dict[ModelCase, np.ndarray] = {}
+    self._last: tuple[ModelCase, Trial] | None = None
+
+  @functools.cached_property
+  def path(self) -> pathlib.Path:
+    """Where models are written during a run."""
+    folder = tempfile.TemporaryDirectory(prefix="ringjax-bench-")
+    return pathlib.Path(self.stack.enter_context(folder))
+
+  @property
+  def cases(self) -> list[ModelCase]:
+    s = self.settings
+    one = functools.partial(ModelCase, devices=s.devices)
+    # Room for the steps of the check and of all rounds.
+    room = max(s.caches) + (s.rounds + 1) * s.steps
+    more = {"decode": {"room": room, "steps": s.steps}}
+    tokens = {"decode": s.caches, "load": (0,)}
+    return [
+      one(part=part, dtype=dtype, tokens=count, **more.get(part, {}))
+      for part in PARTS
+      if part in s.parts
+      for dtype in (("",) if part == "tiles" else s.dtypes)
+      for count in tokens.get(part, s.tokens)
+    ]
+
+  def facts(self) -> Row:
+    return {"torch_threads": model_contestants.torch_threads()}
 
   def folder(self, dtype: str) -> pathlib.Path:
     """The model in a dtype; its numbers are the same in both."""
     if dtype not in self._folders:
-      path = self.path / dtype
       if dtype == "bfloat16":
-        rj.models.save(
-          rj.models.create(self.settings.source, dtype=dtype), path
-        )
+        model = rj.models.create(self.settings.source, dtype=dtype)
       else:
-        rj.models.save(
-          rj.models.load(self.folder("bfloat16"), dtype=dtype), path
-        )
-      self._folders[dtype] = path
+        model = rj.models.load(self.folder("bfloat16"), dtype=dtype)
+      self._folders[dtype] = self.path / dtype
+      rj.models.save(model, self._folders[dtype])
     return self._folders[dtype]
 
-  def given(self, case: Case) -> Given:
+  def inputs(self, case: ModelCase) -> ModelInputs:
+    """What all contestants of a case get."""
     rng = np.random.default_rng(case.tokens)
     folder, config = self.folder(case.dtype), self.config
-    if case.part == "forward":
-      ids = rng.integers(0, config.vocab, case.tokens, np.int32)
-      return Given(folder, config, ids)
-    ids = rng.integers(0, config.vocab, 1, np.int32)
-    if case.part == "load":
-      return Given(folder, config, ids)
-    attention = config.layers[0].attention
-    shape = (
-      len(config.layers),
-      attention.kv_heads,
-      case.tokens,
-      attention.head_dim,
-    )
+    count = case.tokens if case.part == "forward" else 1
+    ids = rng.integers(0, config.vocab, count, np.int32)
+    if case.part != "decode":
+      return ModelInputs(folder, config, ids)
+    one = config.layers[0].attention
+    shape = (len(config.layers), one.kv_heads, case.tokens, one.head_dim)
 
     def draw() -> np.ndarray:
       x = rng.standard_normal(shape, np.float32)
       # Of a bfloat16, so that both dtypes hold the same numbers.
       return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
-    return Given(folder, config, ids, (draw(), draw()))
+    return ModelInputs(folder, config, ids, (draw(), draw()))
 
-  def reference(self, case: Case, given: Given) -> np.ndarray:
+  def reference(self, case: ModelCase, given: ModelInputs) -> np.ndarray:
     """What the contestants' results are compared with."""
     wide = dataclasses.replace(case, dtype="float32")
     if wide not in self._references:
       given = dataclasses.replace(given, folder=self.folder("float32"))
-      ready = self._made("ringjax", wide, given)
-      self._references[wide] = ready[1]
-      self._ready = wide, ready
+      self._last = wide, self._trial("ringjax", wide, given)
+      self._references[wide] = self._last[1][1]
     return self._references[wide]
 
-  def made(self, name: str, case: Case, given: Given) -> contest.Made:
+  def build(self, name: str, case: ModelCase, given: ModelInputs) -> Trial:
     """What a contestant runs, and its result."""
-    last, self._ready = self._ready, None
+    last, self._last = self._last, None
     if name == "ringjax" and last is not None and last[0] == case:
       # In float32 the reference competes itself.
       return last[1]
-    return self._made(name, case, given)
+    return self._trial(name, case, given)
 
-  def _made(self, name: str, case: Case, given: Given) -> contest.Made:
-    if CONTESTANTS[name].alone and alone.serves():
-      make = f"{model_contestants.__name__}:{model_contestants.made.__name__}"
-      return self.process.make(make, name, case, given)
-    return model_contestants.made(name, case, given)
+  def _trial(self, name: str, case: ModelCase, given: ModelInputs) -> Trial:
+    wanted = CONTESTANTS[name].one_device
+    return self.placed(wanted, model_contestants.trial, name, case, given)
 
-  def numbers(self) -> tuple[int, int]:
+  def sizes(self) -> tuple[int, int]:
     """(weights that each token is multiplied by, those of the head)."""
     total = sum(x.size for x in jax.tree.leaves(self._abstract))
     table = self.config.vocab * self.config.embed
     return total - table * (1 if self.config.tied else 2), table
 
   @functools.cached_property
-  def _abstract(self) -> rj.models.Transformer:
+  def _abstract(self) -> Any:
     return jax.eval_shape(lambda: rj.models.create(self.settings.source))
 
-  def flops(self, case: Case) -> float:
-    """Of a whole prompt; of masked pairs nothing counts."""
-    body, head = self.numbers()
+  def flops(self, case: ModelCase) -> float:
+    """Of a whole prompt, without masked pairs."""
+    body, head = self.sizes()
     pairs = sum(
       2.0 * case.tokens**2 * x.attention.heads * x.attention.head_dim
       for x in self.config.layers
     )
     return 2.0 * case.tokens * body + 2.0 * head + pairs
 
-  def token_bytes(self, case: Case) -> float:
+  def token_bytes(self, case: ModelCase) -> float:
     """Of a token's keys and values."""
     shapes = (x.attention.cache_shape(1) for x in self.config.layers)
     return float(sum(s.numbers() for s in shapes) * _itemsize(case.dtype))
 
-  def weight_bytes(self, case: Case) -> float:
+  def weight_bytes(self, case: ModelCase) -> float:
     """That a step must read: all but the embeddings of other tokens."""
-    return float(sum(self.numbers()) * _itemsize(case.dtype))
+    return float(sum(self.sizes()) * _itemsize(case.dtype))
 
-  def seconds(self, case: Case) -> float:
-    """About how long a row takes on a few cores, for the progress."""
+  def weight(self, case: ModelCase) -> float:
+    """About how many seconds a row takes on a few cores."""
     turns = 4.0 * (self.settings.rounds + 1)
     if case.part == "forward":
       return turns * self.flops(case) / 2e11
@@ -326,49 +235,81 @@ class _Bench:
       return 10 + turns * self.weight_bytes(case) / 1e9
     return 1.0
 
+  def row(self, case: ModelCase, report: Report) -> Row:
+    if case.part == "tiles":
+      return _tiles(case)
+    names = [
+      name
+      for name in self.settings.contestants
+      if case.part in (CONTESTANTS[name].parts or ())
+    ]
+    given = self.inputs(case)
+    reference = self.reference(case, given)
+    machine: dict[str, Callable[[], Any]] = {}
+    if case.part == "forward":
+      machine["machine"] = timing.gemm(case.dtype)
+    elif case.part == "decode":
+      machine["machine"] = _reading()
+    cpu: dict[str, list[float]] = {}
+
+    def build(name: str) -> Trial:
+      work, found = self.build(name, case, given)
+      return _clocked(work, cpu.setdefault(name, [])), found
+
+    # Loaded numbers are copies: only their sums are rounded.
+    tolerance = 1e-9 if case.part == "load" else TOLERANCE[case.dtype]
+    results, timings = self.measure(
+      names,
+      build,
+      lambda found: _compare(found, reference, tolerance),
+      report,
+      machine=machine,
+      steps=case.steps,
+    )
+    row = self._facts(case, timings)
+    for name, one in results.items():
+      median = one["median_s"]
+      one["cpu_s"] = median and statistics.median(cpu[name]) / case.steps
+      if case.part == "forward":
+        one["gemm_percent"] = harness.percent(row["flops"], one, row["machine"])
+      elif case.part == "decode":
+        one["bound_percent"] = median and 100 * row["bound_s"] / median
+      else:
+        one["s_per_gigabyte"] = median and median / row["gigabytes"]
+    return row | {"results": results}
+
+  def _facts(self, case: ModelCase, timings: Any) -> Row:
+    """What a row holds beside its results."""
+    row: Row = {"part": case.part, "dtype": case.dtype, "tokens": case.tokens}
+    if case.part == "forward":
+      size = timing.GEMM_SIZE
+      row["flops"] = self.flops(case)
+      row["machine"] = harness.product_row(timings["machine"], size)
+    elif case.part == "load":
+      files = self.folder(case.dtype).glob("*.safetensors")
+      row["gigabytes"] = sum(file.stat().st_size for file in files) / 1e9
+    else:
+      read = harness.timing_row(timings["machine"])
+      # A bound is what was reached, not what is usual.
+      rate = _READ_BYTES / read["min_s"]
+      weights, token = self.weight_bytes(case), self.token_bytes(case)
+      row |= {
+        "steps": case.steps,
+        "weight_bytes": weights,
+        "token_bytes": token,
+        "bound_s": (weights + case.tokens * token) / rate,
+        "machine": read | {"bytes_per_s": rate},
+      }
+    return row
+
+  table = staticmethod(inference_tables.table)
+  summary = staticmethod(inference_tables.summary)
+  closing = staticmethod(inference_tables.closing)
+  draw = staticmethod(inference_tables.draw)
+
 
 def _itemsize(dtype: str) -> int:
   return jnp.dtype(dtype).itemsize
-
-
-def _row(bench: _Bench, case: Case) -> dict[str, Any]:
-  """Checks and times all contestants on one case."""
-  if case.part == "tiles":
-    bench.done += bench.seconds(case)
-    return _tiles(case)
-  settings = bench.settings
-  names = [n for n in settings.contestants if case.part in CONTESTANTS[n].parts]
-  steps = contest.steps(names, settings.rounds)
-
-  def report(step: int, label: str) -> None:
-    done = bench.done + bench.seconds(case) * step / steps
-    bench.progress.at(done, f"{case}: {label}")
-
-  report(0, "reference")
-  given = bench.given(case)
-  reference = bench.reference(case, given)
-  machine: dict[str, Callable[[], Any]] = {}
-  if case.part == "forward":
-    machine["machine"] = timing.gemm(case.dtype)
-  elif case.part == "decode":
-    machine["machine"] = _reading()
-  cpu: dict[str, list[float]] = {}
-
-  def make(name: str) -> contest.Made:
-    work, found = bench.made(name, case, given)
-    return _clocked(work, cpu.setdefault(name, [])), found
-
-  timings, differences = contest.run(
-    names,
-    make,
-    lambda found: _compare(found, reference, _tolerance(case)),
-    settings.rounds,
-    report,
-    machine,
-  )
-  bench.process.clear()
-  bench.done += bench.seconds(case)
-  return _record(bench, case, names, timings, differences, cpu)
 
 
 def _clocked(work: Callable[[], Any], cpu: list[float]) -> Callable[[], None]:
@@ -378,14 +319,9 @@ def _clocked(work: Callable[[], Any], cpu: list[float]) -> Callable[[], None]:
     start = time.process_time()
     done = jax.block_until_ready(work())
     here = time.process_time() - start
-    cpu.append(done.processor_s if isinstance(done, Spent) else here)
+    cpu.append(done.seconds if isinstance(done, ProcessorTime) else here)
 
   return run
-
-
-def _tolerance(case: Case) -> float:
-  # Loaded numbers are copies: only their sums are rounded.
-  return 1e-9 if case.part == "load" else TOLERANCE[case.dtype]
 
 
 def _compare(
@@ -395,7 +331,7 @@ def _compare(
   if found.dtype == np.float64 and found.shape == reference.shape:
     # Of weights: each of the sums counts for itself.
     found, reference = found / reference, np.ones_like(reference)
-  return contest.compare([found], [reference], tolerance)
+  return harness.compare([found], [reference], tolerance)
 
 
 def _reading() -> Callable[[], Any]:
@@ -407,83 +343,21 @@ def _reading() -> Callable[[], Any]:
   return lambda: list(pool.map(np.max, parts))
 
 
-def _record(
-  bench: _Bench,
-  case: Case,
-  names: Sequence[str],
-  timings: Mapping[str, Timing],
-  differences: Mapping[str, float],
-  cpu: Mapping[str, Sequence[float]],
-) -> dict[str, Any]:
-  row: dict[str, Any] = {
-    "part": case.part,
-    "dtype": case.dtype,
-    "tokens": case.tokens,
-  }
-  if case.part == "load":
-    files = bench.folder(case.dtype).glob("*.safetensors")
-    row["gigabytes"] = sum(file.stat().st_size for file in files) / 1e9
-  else:
-    machine = timings["machine"]
-    assert machine.median_s is not None and machine.min_s is not None
-    row["machine"] = {
-      "median_s": machine.median_s,
-      "min_s": machine.min_s,
-      "seconds": list(machine.seconds),
-    }
-    if case.part == "forward":
-      row["flops"] = bench.flops(case)
-      row["machine"]["flops_per_s"] = timing.GEMM_FLOPS / machine.median_s
-    else:
-      # A bound is what was reached, not what is usual.
-      rate = _READ_BYTES / machine.min_s
-      weights, token = bench.weight_bytes(case), bench.token_bytes(case)
-      row |= {
-        "steps": case.steps,
-        "weight_bytes": weights,
-        "token_bytes": token,
-        "bound_s": (weights + case.tokens * token) / rate,
-      }
-      row["machine"]["bytes_per_s"] = rate
-  row["results"] = {}
-  for name in names:
-    one, contestant = timings[name], CONTESTANTS[name]
-    seconds = [s / case.steps for s in one.seconds]
-    median = statistics.median(seconds) if seconds else None
-    found: dict[str, Any] = {
-      "devices": case.devices if contestant.sharded else 1,
-      "median_s": median,
-      "min_s": min(seconds, default=None),
-      "cpu_s": statistics.median(cpu[name]) / case.steps if seconds else None,
-      "max_abs_difference": differences.get(name),
-      "seconds": seconds,
-      "reason": one.reason,
-    }
-    if case.part == "forward":
-      rate = row["machine"]["flops_per_s"]
-      found["gemm_percent"] = median and 100 * row["flops"] / median / rate
-    elif case.part == "decode":
-      found["bound_percent"] = median and 100 * row["bound_s"] / median
-    else:
-      found["s_per_gigabyte"] = median and median / row["gigabytes"]
-    row["results"][name] = found
-  return row
-
-
-def _tiles(case: Case) -> dict[str, Any]:
+def _tiles(case: ModelCase) -> Row:
   """Counts by hop; a hop lasts as long as its slowest device."""
   results = {}
-  for name, layout in LAYOUTS.items():
-    counts = schedule.tile_counts(layout, Causal(), case.devices, case.tokens)
+  for name in _TILED:
+    counts = schedule.tile_counts(
+      LAYOUTS[name], Causal(), case.devices, case.tokens
+    )
     slowest = counts.max(axis=1)
-    mean = counts.mean(axis=1)
     results[name] = {
       "tiles": int(counts.sum()),
       "time": int(slowest.sum()),
       "busy_percent": 100 * schedule.busy(counts),
       "tiles_by_hop": counts.sum(axis=1).tolist(),
       "largest_by_hop": slowest.tolist(),
-      "largest_over_mean_by_hop": (slowest / mean).tolist(),
+      "largest_over_mean_by_hop": (slowest / counts.mean(axis=1)).tolist(),
     }
   return {
     "part": "tiles",

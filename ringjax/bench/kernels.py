@@ -1,8 +1,7 @@
-"""What a hop costs: kernels, the loops of Blockwise, and one plain call.
+"""Times a hop: kernels, the loops of Blockwise, and one plain call.
 
-Law: as in `attention`: the same numbers for all, checked before the clock
-starts, run in turn. Nothing is sent: what is timed is one shard's part of a
-ring, all of its hops one after another, on one device.
+Nothing is sent: what is timed is one shard's part of a ring, all of its hops
+one after another, on one device.
 
   full    one hop, every query sees every key
   causal  one hop, a shard's own keys
@@ -13,23 +12,28 @@ ring, all of its hops one after another, on one device.
 Work counts the pairs that are seen: 4 H FLOPs a head each, and 3.5 times that
 forward and backward. `jax.nn` is one call over the same pairs (cuDNN's on a
 GPU), without statistics that come in and go out: what `full`, `causal` and
-`ring` lose against it is what hops cost. It knows no strict or striped hop.
+`ring` lose against it is what hops cost. It has no strict or striped hop.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.bench import contest, timing
-from ringjax.bench.contest import best
+from ringjax.bench import harness
+from ringjax.bench.attention import (
+  DENSE_TOKENS,
+  AttentionBenchmark,
+  AttentionCase,
+  AttentionSettings,
+)
+from ringjax.bench.harness import Report, Row, Trial, option
 from ringjax.bench.timing import Skipped
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import attend
@@ -40,23 +44,21 @@ from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, Everything
 from ringjax.parallel import chips
 
-PASSES = ("fwd", "fwdbwd")
 HOPS = ("full", "causal", "strict")
 RINGS = ("ring", "striped")
+_KINDS = (*HOPS, *RINGS)
 CONTESTANTS = ("kernel", "blockwise", "jax.nn")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 # Longer cases are checked at this length: the truth is slow.
 _CHECKED = 4096
-# XLA's own attention keeps a T x T array of scores for each head.
-_DENSE_TOKENS = 8192
 # Products that keep a GPU busy; elsewhere they would take the longest.
 _GEMM = {"gpu": 8192, "tpu": 8192}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-  """One row: the work that all contestants do.
+class HopCase(AttentionCase):
+  """One row of the benchmark: the hops of a shard.
 
   Attributes:
     kind: of `HOPS` and `RINGS`.
@@ -65,11 +67,6 @@ class Case:
   """
 
   kind: str
-  dtype: str
-  head_dim: int
-  tokens: int
-  backward: bool
-  heads: int
   kv_heads: int
   shards: int
 
@@ -92,11 +89,6 @@ class Case:
     if self.kind in causal:
       return t * t / 2 + causal[self.kind] * t
     return float(t * self.tokens)
-
-  @property
-  def flops(self) -> float:
-    forward = 4.0 * self.pairs * self.head_dim * self.heads
-    return forward * (3.5 if self.backward else 1)
 
   @property
   def context(self) -> Context:
@@ -125,68 +117,39 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """What to run; every combination is a row."""
+class KernelSettings(AttentionSettings):
+  """What the benchmark of kernels runs; every combination is a row."""
 
-  kinds: tuple[str, ...] = (*HOPS, *RINGS)
-  tokens: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072)
-  head_dims: tuple[int, ...] = (64, 128)
-  dtypes: tuple[str, ...] = ("bfloat16",)
-  passes: tuple[str, ...] = PASSES
-  contestants: tuple[str, ...] = CONTESTANTS
-  heads: int = 8
-  kv_heads: int = 8
-  shards: int = 8
-  rounds: int = 5
+  kinds: tuple[str, ...] = option(_KINDS, _KINDS, flag="parts")
+  tokens: tuple[int, ...] = option((8192, 16384, 32768, 65536, 131072))
+  dtypes: tuple[str, ...] = option(("bfloat16",), tuple(TOLERANCE))
+  contestants: tuple[str, ...] = option(CONTESTANTS, CONTESTANTS)
+  kv_heads: int = option(8)
+  shards: int = option(8)
   # For the record: one device does everything.
   devices: int = 1
 
   def __post_init__(self) -> None:
-    contest.check(
-      self,
-      choices={
-        "kinds": (*HOPS, *RINGS),
-        "dtypes": tuple(TOLERANCE),
-        "passes": PASSES,
-        "contestants": CONTESTANTS,
-      },
-      counts=("tokens", "head_dims", "heads", "kv_heads", "shards", "rounds"),
-    )
+    super().__post_init__()
     if self.heads % self.kv_heads:
       raise OptionError(
-        "kv_heads", self.kv_heads, f"a divisor of {self.heads}", "change one"
+        "kv_heads",
+        self.kv_heads,
+        f"a divisor of the {self.heads} heads",
+        f"pass --kv_heads={self.heads}",
       )
     odd = [t for t in self.tokens if t % self.shards]
     if odd and {*self.kinds} & {*RINGS}:
       raise OptionError(
-        "tokens", odd[0], f"multiples of {self.shards}", "or change shards"
+        "tokens",
+        odd[0],
+        f"multiples of {self.shards}",
+        f"round them up to {-(-odd[0] // self.shards) * self.shards}, or pass "
+        "other --shards",
       )
 
-  @property
-  def cases(self) -> list[Case]:
-    return [
-      Case(
-        kind=kind,
-        dtype=dtype,
-        head_dim=head_dim,
-        tokens=tokens,
-        backward=one == "fwdbwd",
-        heads=self.heads,
-        kv_heads=self.kv_heads,
-        shards=self.shards,
-      )
-      for dtype, head_dim, tokens, kind, one in itertools.product(
-        self.dtypes, self.head_dims, self.tokens, self.kinds, self.passes
-      )
-    ]
 
-
-QUICK = Settings(
-  tokens=(1024,), head_dims=(64,), heads=4, kv_heads=2, shards=4, rounds=3
-)
-
-
-def _inputs(case: Case) -> tuple[Local, jax.Array]:
+def _inputs(case: HopCase) -> tuple[Local, jax.Array]:
   """Operands of the shard and the cotangent of its output."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(
@@ -198,22 +161,22 @@ def _inputs(case: Case) -> tuple[Local, jax.Array]:
   return Local(draw(*shape), draw(*keys), draw(*keys)), draw(*shape)
 
 
-def _ready(
-  case: Case, call: Callable[..., Any], context: Any
+def _jitted(
+  case: HopCase, call: Callable[..., Any], context: Any
 ) -> Callable[..., Any]:
-  """(x, do) -> (out,) or its gradients; `call(x, context)` attends."""
+  """(x, do) -> (out,), or gradients, of attention by `call(x, context)`."""
 
   def both(x: Local, do: jax.Array, context: Any) -> Any:
     if not case.backward:
       return (call(x, context),)
     return tuple(jax.vjp(lambda x: call(x, context), x)[1](do)[0])
 
-  # Coordinates are operands: what a hop is is found at run time.
+  # Coordinates are operands, so that tiles are skipped at run time.
   jitted = jax.jit(both)
   return lambda x, do: jitted(x, do, context)
 
 
-def _turns(local: Any, case: Case, x: Local) -> Callable[..., Any]:
+def _turns(local: Any, case: HopCase, x: Local) -> Callable[..., Any]:
   """All hops by a local algorithm."""
   scores = Scores(scale=case.head_dim**-0.5)
   hops, context = InTurn(local, case.hops), case.context
@@ -224,10 +187,10 @@ def _turns(local: Any, case: Case, x: Local) -> Callable[..., Any]:
     if why is not None:
       raise Skipped(f"declines: {why}")
   call = lambda x, context: attend(hops, scores, x, Terms(), context)[0]
-  return _ready(case, call, context)
+  return _jitted(case, call, context)
 
 
-def _kernel(case: Case, x: Local) -> Callable[..., Any]:
+def _kernel(case: HopCase, x: Local) -> Callable[..., Any]:
   device = jax.devices()[0]
   if device.platform not in KERNELS:
     raise Skipped(f"no kernel for {device.platform}")
@@ -235,18 +198,18 @@ def _kernel(case: Case, x: Local) -> Callable[..., Any]:
   return _turns(kind(chip=chips.known(device.device_kind)), case, x)
 
 
-def _blockwise(case: Case, x: Local) -> Callable[..., Any]:
+def _blockwise(case: HopCase, x: Local) -> Callable[..., Any]:
   return _turns(Blockwise(), case, x)
 
 
-def _plain(case: Case, x: Local) -> Callable[..., Any]:
+def _plain(case: HopCase, x: Local) -> Callable[..., Any]:
   """`jax.nn.dot_product_attention`, once."""
   del x
   if case.kind in ("strict", "striped"):
-    raise Skipped(f"skipped: it knows no {case.kind} hop")
+    raise Skipped(f"skipped: it has no {case.kind} hop")
   cudnn = jax.default_backend() == "gpu"
-  if not cudnn and case.tokens > _DENSE_TOKENS:
-    raise Skipped(f"skipped: T x T scores, only tried up to T={_DENSE_TOKENS}")
+  if not cudnn and case.tokens > DENSE_TOKENS:
+    raise Skipped(f"skipped: T x T scores, only tried up to T={DENSE_TOKENS}")
   attention = functools.partial(
     jax.nn.dot_product_attention,
     is_causal=case.kind == "causal",
@@ -260,151 +223,73 @@ def _plain(case: Case, x: Local) -> Callable[..., Any]:
     q, keys, v = (jnp.swapaxes(a, 1, 2) for a in (flat, x.k, x.v))
     return jnp.swapaxes(attention(q, keys, v), 1, 2).reshape(x.q.shape)
 
-  return _ready(case, call, ())
+  return _jitted(case, call, ())
 
 
-_MAKE = {"kernel": _kernel, "blockwise": _blockwise, "jax.nn": _plain}
+_BUILD = {"kernel": _kernel, "blockwise": _blockwise, "jax.nn": _plain}
 
 
-def run(
-  settings: Settings,
-  *,
-  command: str = "",
-  json: str | None = None,
-  append: bool = False,
-) -> dict[str, Any]:
-  """Runs the benchmark; prints, writes and returns the result."""
-  record = contest.Record(
-    "kernels",
-    settings,
-    order=_order,
-    summary=summary,
-    command=command,
-    json=json,
-    append=append,
+class KernelBenchmark(AttentionBenchmark):
+  """Hops of a ring on one device, in percent of the matrix product."""
+
+  name = "kernels"
+  options = KernelSettings
+  quick = KernelSettings(
+    tokens=(1024,), head_dims=(64,), heads=4, kv_heads=2, shards=4, rounds=3
   )
-  cases = settings.cases
-  progress = timing.Progress(sum(c.flops for c in cases))
-  done = 0.0
-  for case in cases:
-    row = _row(case, settings, progress, done)
-    done += case.flops
-    record.add(row, last=case is cases[-1])
-    progress.clear()
-    print(_table(case, row), flush=True)
-  for name, ratio in record.result["summary"].items():
-    print(f"{name}: {ratio['median']:.2f} of its time (median)", flush=True)
-  return record.result
-
-
-def _row(
-  case: Case, settings: Settings, progress: timing.Progress, done: float
-) -> dict[str, Any]:
-  """Checks and times all contestants on one case."""
-  names = settings.contestants
-  steps = contest.steps(names, settings.rounds)
-
-  def report(step: int, label: str) -> None:
-    progress.at(done + case.flops * step / steps, f"{case}: {label}")
-
-  report(0, "reference")
-  few_tokens = min(case.tokens, _CHECKED // case.shards * case.shards)
-  short = dataclasses.replace(case, tokens=few_tokens)
-  few = _inputs(short)
-  wide = jax.tree.map(lambda a: a.astype(jnp.float32), few)
-  one = dataclasses.replace(short, dtype="float32")
-  reference = contest.numpy(_blockwise(one, wide[0])(*wide))
-  x, do = _inputs(case)
-
-  def make(name: str) -> contest.Made:
-    found = contest.numpy(_MAKE[name](short, few[0])(*few))
-    work = _MAKE[name](case, x)
-    # The first call, with its compilation, is the warm-up as well.
-    jax.block_until_ready(work(x, do))
-    return lambda: work(x, do), found
-
-  size = _GEMM.get(jax.default_backend(), timing.GEMM_SIZE)
-  timings, differences = contest.run(
-    names,
-    make,
-    lambda found: contest.compare(found, reference, TOLERANCE[case.dtype]),
-    settings.rounds,
-    report,
-    {"gemm": timing.gemm(case.dtype, size)},
-  )
-  gemm = timings["gemm"]
-  assert gemm.median_s is not None, gemm.reason
-  rate = timing.gemm_flops(size) / gemm.median_s
-  results = {}
-  for name in names:
-    found = timings[name]
-    median = found.median_s
-    results[name] = {
-      "median_s": median,
-      "min_s": found.min_s,
-      "gemm_percent": median and 100 * case.flops / median / rate,
-      "max_abs_difference": differences.get(name),
-      "seconds": list(found.seconds),
-      "reason": found.reason,
-    }
-  facts = dataclasses.asdict(case)
-  return {
-    **{key: value for key, value in facts.items() if key != "backward"},
-    "pass": "fwdbwd" if case.backward else "fwd",
-    "flops": case.flops,
-    "checked_tokens": short.tokens,
-    "gemm": {
-      "size": size,
-      "median_s": gemm.median_s,
-      "flops_per_s": rate,
-      "seconds": list(gemm.seconds),
-    },
-    "results": results,
+  contestants: ClassVar[Mapping[str, Any]] = {}
+  columns = (
+    "dtype", "heads", "kv_heads", "head_dim", "tokens", "kind", "shards",
+    "pass",
+  )  # fmt: skip
+  parts = _KINDS
+  files = ("json", "append")
+  case = HopCase
+  several: ClassVar[Mapping[str, str]] = {
+    "dtype": "dtypes",
+    "head_dim": "head_dims",
+    "tokens": "tokens",
+    "kind": "kinds",
+    "passes": "passes",
   }
+  digits = 2
 
+  def row(self, case: Any, report: Report) -> Row:
+    few_tokens = min(case.tokens, _CHECKED // case.shards * case.shards)
+    short = dataclasses.replace(case, tokens=few_tokens)
+    few = _inputs(short)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), few)
+    exact = dataclasses.replace(short, dtype="float32")
+    reference = harness.host_arrays(_blockwise(exact, wide[0])(*wide))
+    x, do = _inputs(case)
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """The kernel's median time over another's: below 1 it is faster."""
-  found = {}
-  for name in CONTESTANTS[1:]:
-    pairs = [(best(row, ["kernel"]), best(row, [name])) for row in rows]
-    ratios = [a[1] / b[1] if a and b else None for a, b in pairs]
-    known = [r for r in ratios if r is not None]
-    if known:
-      found[f"kernel over {name}"] = {
-        "ratios": ratios,
-        "median": float(np.median(known)),
-      }
-  return found
+    def build(name: str) -> Trial:
+      found = harness.host_arrays(_BUILD[name](short, few[0])(*few))
+      work = _BUILD[name](case, x)
+      # The first call, with its compilation, is the warm-up as well.
+      jax.block_until_ready(work(x, do))
+      return lambda: work(x, do), found
 
-
-def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-  """What tells rows apart, in the order of the tables."""
-  return (
-    list(TOLERANCE).index(row["dtype"]),
-    row["heads"],
-    row["kv_heads"],
-    row["head_dim"],
-    row["tokens"],
-    (*HOPS, *RINGS).index(row["kind"]),
-    row["shards"],
-    PASSES.index(row["pass"]),
-  )
-
-
-def _table(case: Case, row: dict[str, Any]) -> str:
-  rate = row["gemm"]["flops_per_s"]
-  lines = [
-    str(case),
-    f"  gemm {row['gemm']['size']}^3: {rate / 1e12:.2f} TFLOP/s",
-  ]
-  for name, one in row["results"].items():
-    if one["median_s"] is None:
-      lines.append(f"  {name:10}          - {one['reason']}")
-      continue
-    lines.append(
-      f"  {name:10}{one['median_s'] * 1e3:11.2f} ms "
-      f"{one['gemm_percent']:5.1f} % of gemm, best "
-      f"{one['min_s'] * 1e3:.2f} ms, off by {one['max_abs_difference']:.0e}"
+    row = self.beside_product(
+      case,
+      build,
+      reference,
+      TOLERANCE,
+      report,
+      size=_GEMM.get(jax.default_backend()),
     )
-  return "\n".join(lines) + "\n"
+    return row | {"checked_tokens": short.tokens}
+
+  def summary(self, rows: Sequence[Row]) -> Row:
+    """The kernel's median time over another's: below 1 it is faster."""
+    found = {
+      f"kernel over {name}": harness.ratios(rows, ["kernel"], [name])
+      for name in CONTESTANTS[1:]
+    }
+    return {name: one for name, one in found.items() if one is not None}
+
+  def closing(self, result: Row) -> str:
+    return "\n".join(
+      f"{name}: {one['median']:.2f} of its time (median)"
+      for name, one in result["summary"].items()
+    )

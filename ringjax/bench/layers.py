@@ -1,14 +1,15 @@
-"""Times of a model's layers: tokens that are read behind others.
+"""Times the layers of a model that reads tokens behind a cached context.
 
-Law: each sample is the median of runs that are interleaved with the others'
-(`timing.interleave`), compiled beforehand. A model of a few layers and a small
-vocabulary stands for the whole; what it is to one token that a call ends with
-a row of logits counts as the call's fixed cost.
+Guarantees: each sample is the median of runs that are interleaved with the
+others' (`timing.interleave`), compiled beforehand. A model of a few layers and
+a small vocabulary stands for the whole; the row of logits at the end of a call
+counts as the call's fixed cost.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ import jax
 import numpy as np
 
 from ringjax.bench import timing
-from ringjax.errors import OptionError
+from ringjax.checks import positive_int
 from ringjax.models.checkpoint import create
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.plan import fit
-from ringjax.plan.cost import Profile, Shape, check_count
+from ringjax.plan.cost import Profile, Shape
 
 _VOCAB = 512
 
@@ -34,7 +35,7 @@ def measure(
   dtype: str = "float32",
   stream: Any = None,
 ) -> list[fit.Sample]:
-  """Times calls of each of `tokens`, behind nothing and behind twice the most.
+  """Times calls of each of `tokens`, first and behind twice the most tokens.
 
   Args:
     config: of the model, as in config.json.
@@ -48,13 +49,13 @@ def measure(
     Samples, in seconds for `layers` layers.
 
   Raises:
-    OptionError: numbers that are none, or calls that fail.
+    OptionError: a count is below 1, or a call fails.
   """
-  check_count("rounds", rounds)
-  sizes = sorted({check_count("tokens", n) for n in tokens})
+  positive_int("rounds", rounds)
+  sizes = sorted({positive_int("tokens", n) for n in tokens})
   small = {
     **config,
-    "num_hidden_layers": check_count("layers", layers),
+    "num_hidden_layers": positive_int("layers", layers),
     "vocab_size": _VOCAB,
   }
   model = create(small, dtype=dtype)
@@ -79,23 +80,12 @@ def measure(
       label = f"{count} tokens behind {before}"
       runs[label] = call(before, count, cache)
       points[label] = (count, before)
-  progress = timing.Progress(float(len(runs) * (rounds + 1)), stream)
-  found = timing.interleave(
-    runs, rounds, on_run=lambda n, name: progress.at(float(n), name)
-  )
-  progress.clear()
-  samples = []
-  for label, (count, before) in points.items():
-    seconds = found[label].median_s
-    if seconds is None:
-      raise OptionError(
-        "fit",
-        f"{label}: {found[label].reason}",
-        "calls that run",
-        "pass fewer tokens or a smaller preset",
-      )
-    samples.append(fit.Sample(tokens=count, before=before, seconds=seconds))
-  return samples
+  found = timing.timed(runs, rounds, stream)
+  seconds = lambda label: statistics.median(found[label].seconds)
+  return [
+    fit.Sample(tokens=count, before=before, seconds=seconds(label))
+    for label, (count, before) in points.items()
+  ]
 
 
 def profile(
@@ -111,7 +101,7 @@ def profile(
 
   Raises:
     ConfigError: a model whose cost has another form.
-    OptionError: samples that tell nothing.
+    OptionError: samples from which no cost can be fitted.
   """
   shape = Shape.of(config)
   found = fit.fit(samples)

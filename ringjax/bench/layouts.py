@@ -1,8 +1,8 @@
-"""How level a layout keeps the work of a causal ring: a table and a picture.
+"""Counts how evenly layouts balance a causal ring: a table and a picture.
 
-Law: everything shown is counted in the tiles that the attention loops run
-(`schedule.tile_schedule`); no clock is involved. Devices meet at the end of a
-hop, so that it lasts as long as its slowest device.
+Guarantees: everything shown is counted in the tiles that the attention loops
+run (`schedule.tile_schedule`); no clock is involved. Devices meet at the end of
+a hop, so that it lasts as long as its slowest device.
 
   busy   of the devices' time, the part spent on tiles
   used   of the pairs in those tiles, the part that the mask allows
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ringjax.bench import timing
-from ringjax.errors import OptionError
+from ringjax.bench import harness
+from ringjax.bench.harness import Report, Row, option
 from ringjax.ops.attention import schedule
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.mask import Causal
@@ -34,111 +34,91 @@ _IDLE = "#e4e4e4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """What to count: a causal ring of `shards` devices over `tokens`."""
+class LayoutSettings(harness.BenchmarkSettings):
+  """What is counted: a causal ring of `shards` devices over `tokens`."""
 
-  shards: int = 8
-  tokens: int = 32768
-  q_block: int | None = None
-  kv_block: int | None = None
-
-  def __post_init__(self) -> None:
-    for name in ("shards", "tokens", "q_block", "kv_block"):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise OptionError(name, value, "a positive int", "leave it out")
+  shards: int = option(8)
+  tokens: int = option(32768)
+  q_block: int | None = option(None)
+  kv_block: int | None = option(None)
 
   def kinds(self, layout: Layout) -> np.ndarray:
+    """Of each tile whether it is left out, masked or full."""
     return schedule.tile_schedule(
       layout, Causal(), self.shards, self.tokens, self.q_block, self.kv_block
     )
 
 
-def run(
-  settings: Settings,
-  *,
-  command: str = "",
-  json: str | None = None,
-  plot: str | None = None,
-) -> dict[str, Any]:
-  """Counts; prints, writes and returns the result.
+class LayoutBenchmark(harness.Benchmark):
+  """Tiles of a causal ring by layout, hop and device; a row is a layout."""
 
-  Args:
-    settings: what to count.
-    command: the command line, for the record.
-    json: file for the result.
-    plot: file for the picture; needs matplotlib.
-  """
-  timing.check_plot(plot)
-  kinds = {name: settings.kinds(layout) for name, layout in LAYOUTS.items()}
-  result: dict[str, Any] = {
-    "benchmark": "layouts",
-    **timing.environment(command),
-    "settings": dataclasses.asdict(settings),
-    "layouts": {
-      name: _record(settings, LAYOUTS[name], k) for name, k in kinds.items()
-    },
-  }
-  print(_table(settings, result["layouts"]), flush=True)
-  if json is not None:
-    timing.write_json(json, result)
-  if plot is not None:
-    draw(kinds, plot)
-  return result
+  name = "layouts"
+  options = LayoutSettings
+  columns = ("kind",)
+  parts = tuple(LAYOUTS)
+  files = ("json", "plot")
+  summary_name = "layouts"
 
+  @property
+  def cases(self) -> list[str]:
+    return list(LAYOUTS)
 
-def _record(
-  settings: Settings, layout: Layout, kinds: np.ndarray
-) -> dict[str, Any]:
-  local = layout.local_length(settings.tokens, settings.shards)
-  blocks = Blockwise(settings.q_block, settings.kv_block).blocks(local, local)
-  counts = np.count_nonzero(kinds, axis=(2, 3))
-  pairs = settings.tokens * (settings.tokens + 1) // 2
-  busy = schedule.busy(counts)
-  used = pairs / (int(counts.sum()) * blocks[0] * blocks[1])
-  slowest = counts.max(axis=1)
-  return {
-    "q_block": blocks[0],
-    "kv_block": blocks[1],
-    "tiles": int(counts.sum()),
-    "tiles_with_mask": int((kinds == 1).sum()),
-    "steps": int(slowest.sum()),
-    "busy_percent": 100 * busy,
-    "used_percent": 100 * used,
-    "tiles_by_hop_and_device": counts.tolist(),
-  }
+  def row(self, case: str, report: Report) -> Row:
+    del report
+    s, layout = self.settings, LAYOUTS[case]
+    kinds = s.kinds(layout)
+    local = layout.local_length(s.tokens, s.shards)
+    blocks = Blockwise(s.q_block, s.kv_block).blocks(local, local)
+    counts = np.count_nonzero(kinds, axis=(2, 3))
+    pairs = s.tokens * (s.tokens + 1) // 2
+    used = pairs / (int(counts.sum()) * blocks[0] * blocks[1])
+    return {
+      "kind": case,
+      "q_block": blocks[0],
+      "kv_block": blocks[1],
+      "tiles": int(counts.sum()),
+      "tiles_with_mask": int((kinds == 1).sum()),
+      "steps": int(counts.max(axis=1).sum()),
+      "busy_percent": 100 * schedule.busy(counts),
+      "used_percent": 100 * used,
+      "tiles_by_hop_and_device": counts.tolist(),
+    }
 
+  def summary(self, rows: Sequence[Row]) -> Row:
+    return {row["kind"]: row for row in rows}
 
-def _table(settings: Settings, found: dict[str, Any]) -> str:
-  one = next(iter(found.values()))
-  lines = [
-    f"Causal ring, {settings.shards} devices, {settings.tokens} tokens, "
-    f"tiles of {one['q_block']} x {one['kv_block']}",
-    f"  {'':12}{'busy':>8}{'used':>8}{'time':>9}{'tiles':>9}{'with mask':>11}",
-  ]
-  for name, x in found.items():
-    lines.append(
-      f"  {name:12}{x['busy_percent']:6.1f} %{x['used_percent']:6.1f} %"
-      f"{x['steps']:9}{x['tiles']:9}{x['tiles_with_mask']:11}"
-    )
-  lines += [
-    "  busy: of the devices' time; used: of the pairs in the tiles computed;",
-    "  time: in tiles, each hop as long as its slowest device",
-  ]
-  return "\n".join(lines) + "\n"
+  def closing(self, result: Row) -> str:
+    settings, rows = result["settings"], result["rows"]
+    lines = [
+      f"Causal ring, {settings['shards']} devices, {settings['tokens']} "
+      f"tokens, tiles of {rows[0]['q_block']} x {rows[0]['kv_block']}",
+      f"  {'':12}{'busy':>8}{'used':>8}{'time':>9}{'tiles':>9}"
+      f"{'with mask':>11}",
+    ]
+    for x in rows:
+      lines.append(
+        f"  {x['kind']:12}{x['busy_percent']:6.1f} %{x['used_percent']:6.1f} %"
+        f"{x['steps']:9}{x['tiles']:9}{x['tiles_with_mask']:11}"
+      )
+    lines += [
+      "  busy: of the devices' time; used: of the pairs in the tiles computed;",
+      "  time: in tiles, each hop as long as its slowest device",
+    ]
+    return "\n".join(lines) + "\n"
+
+  def draw(self, result: Row, path: str) -> None:
+    settings = LayoutSettings(**result["settings"])
+    draw({name: settings.kinds(x) for name, x in LAYOUTS.items()}, path)
 
 
 def draw(kinds: dict[str, np.ndarray], path: str) -> None:
-  """Above: who works when. Below: the hop that computes each tile."""
-  figures = importlib.import_module("matplotlib.figure")
+  """Above: which device works when. Below: the hop that computes each tile."""
   patches = importlib.import_module("matplotlib.patches")
   colormaps = importlib.import_module("matplotlib").colormaps
   shards = next(iter(kinds.values())).shape[0]
   spread = np.linspace(0.0, 0.92, max(shards, 2))[:shards]
   colors = colormaps["viridis"](spread)[:, :3]
-  figure = figures.Figure(
-    figsize=(3.4 * len(kinds), 6.4), layout="constrained", facecolor="white"
-  )
+  figure = harness.figure(3.4 * len(kinds), 6.4)
   top, bottom = figure.subplots(
     2, len(kinds), squeeze=False, height_ratios=[1, 1.35]
   )
@@ -170,8 +150,7 @@ def draw(kinds: dict[str, np.ndarray], path: str) -> None:
     columnspacing=1.0,
     handletextpad=0.5,
   )
-  figure.savefig(path, dpi=160)
-  print(f"wrote {path}", file=sys.stderr)
+  harness.save(figure, path, dpi=160)
 
 
 def _lighter(color: np.ndarray) -> np.ndarray:

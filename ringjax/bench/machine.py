@@ -1,9 +1,9 @@
-"""What the devices at hand can do, measured: products, attention, links.
+"""Measures the devices at hand: products, attention, memory, links.
 
-Law: every device does the same at the same time, so that what they share
-(cores of one processor, a memory, a switch) is measured as it will be shared.
-A send is timed as the difference between programs of many sends and of one, so
-that what a program costs is not counted as latency.
+Guarantees: every device does the same at the same time, so that what they
+share (cores of one processor, a memory, a switch) is measured as it will be
+shared. A send is timed as the difference between programs of many sends and of
+one, so that the cost of a program is not counted as latency.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringjax.bench import timing
+from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.api import blockwise_attention
 from ringjax.parallel import collectives
 from ringjax.parallel.chips import Machine, number_bytes
 from ringjax.plan import machines
-from ringjax.plan.cost import check_count
 
 _MANY = 17  # sends of a program; less the one of another, 16 are timed
 _HEADS, _HEAD_DIM = 4, 64
@@ -57,21 +57,23 @@ def measure(
     stream: where progress is shown; default stderr.
 
   Raises:
-    OptionError: numbers that are none, or times that are noise.
+    OptionError: a count is too small, a call fails, or times are noise.
   """
-  check_count("rounds", rounds)
+  positive_int("rounds", rounds)
   number_bytes(dtype)
   for what, counts in (("tokens", tokens), ("bytes", nbytes), ("sides", sides)):
     least = 2 if what != "bytes" else 1024
-    if len({check_count(what, n, least=least) for n in counts}) < 2:
-      raise OptionError(what, list(counts), "two sizes or more", "give another")
+    if len({integer(what, n, least=least) for n in counts}) < 2:
+      raise OptionError(
+        what, list(counts), "two sizes or more", f"pass another size of {what}"
+      )
   axes = [axis for axis, size in mesh.shape.items() if size > 1]
   if not axes:
     raise OptionError(
       "mesh",
       f"{dict(mesh.shape)}",
       "two devices or more along an axis",
-      "a single one has no links to choose by",
+      "pass a mesh with links to measure",
     )
   runs: dict[str, Callable[[], Any]] = {}
   put = functools.partial(_on_all, mesh)
@@ -93,23 +95,10 @@ def measure(
         for kind, send in _SENDS.items():
           f = functools.partial(_repeat, send, axis, times)
           runs[f"link {axis} {kind} {size} {times}"] = put(f, shape, "float32")
-  total = float(len(runs) * (rounds + 1))
-  progress = timing.Progress(total, stream)
-  found = timing.interleave(
-    runs, rounds, on_run=lambda n, label: progress.at(float(n), label)
-  )
-  progress.clear()
+  found = timing.timed(runs, rounds, stream)
 
-  def seconds(*label: Any) -> float:
-    words = " ".join(map(str, label))
-    timed = found[words]
-    # The least: whatever else runs can only add.
-    if timed.min_s is None:
-      raise OptionError(
-        "fit", f"{words}: {timed.reason}", "calls that run", "measure less"
-      )
-    return timed.min_s
-
+  # The least: other work on the machine can only add.
+  seconds = lambda *label: min(found[" ".join(map(str, label))].seconds)
   call_s = seconds("call")
   net = lambda *label: seconds(*label) - call_s
   forward = [(4.0 * _pairs(n), net("forward", n)) for n in tokens]
@@ -194,22 +183,13 @@ def _gradient(x: Any) -> Any:
   return dq + dk + dv
 
 
-def _both(x: Any, axis: str) -> Any:
-  return (
-    collectives.rotate(x, axis, 1) + collectives.rotate(x * 2, axis, -1)
-  )  # fmt: skip
-
-
-def _gathered(x: Any, axis: str) -> Any:
-  # A device's part, brought to all: as many rows as there were.
-  part = x[:1]
-  return collectives.gather(part, axis, 0)
-
-
 _SENDS: dict[str, Callable[[Any, str], Any]] = {
   "one": lambda x, axis: collectives.rotate(x, axis, 1),
-  "both": _both,
-  "gather": _gathered,
+  "both": lambda x, axis: (
+    collectives.rotate(x, axis, 1) + collectives.rotate(x * 2, axis, -1)
+  ),
+  # A device's part, brought to all: as many rows as there were.
+  "gather": lambda x, axis: collectives.gather(x[:1], axis, 0),
   "exchange": lambda x, axis: collectives.exchange(x, axis, 0, 0),
 }
 
@@ -217,7 +197,7 @@ _SENDS: dict[str, Callable[[Any, str], Any]] = {
 def _repeat(
   send: Callable[[Any, str], Any], axis: str, times: int, x: Any
 ) -> Any:
-  """One send after another, each of what came."""
+  """`times` sends, each of what the one before received."""
   return jax.lax.fori_loop(
     0, times, lambda _, a: collectives.vary(send(a, axis), (axis,)), x
   )

@@ -1,7 +1,7 @@
-"""Who reads prompts, decodes and loads in `inference`: ours and peers.
+"""The contestants of `inference`: they read prompts, decode and load models.
 
-Law: a contestant is given a folder, tokens and cached keys, puts them in place
-before the clock starts, and runs the way that its users get.
+Guarantees: a contestant gets a folder, tokens and cached keys, puts them in
+place before the clock starts, and runs as its users run it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import ringjax as rj
-from ringjax.bench.contest import Made
+from ringjax.bench.harness import Contestant, Runnable, Trial, import_torch
 from ringjax.bench.timing import Skipped
 from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
@@ -36,8 +35,8 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-  """One row: the work that all contestants do.
+class ModelCase:
+  """One row of the benchmark: work of a whole model.
 
   Attributes:
     part: one of `PARTS`.
@@ -62,8 +61,8 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-  """What the contestants of a row get.
+class ModelInputs:
+  """The inputs of a row, the same for all contestants.
 
   Attributes:
     folder: of the model, in the dtype of the case.
@@ -78,45 +77,6 @@ class Given:
   keys: tuple[np.ndarray, np.ndarray] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Ready:
-  """A contestant with its weights and inputs in place.
-
-  Attributes:
-    check: what is compared with the reference; warms up as well.
-    run: does the work of the case once.
-  """
-
-  check: Callable[[], np.ndarray]
-  run: Callable[[], Any]
-
-
-Builder = Callable[[Case, Given], Ready]
-
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-  """Someone who runs models.
-
-  Attributes:
-    parts: for each part that it takes part in, what gets it ready.
-    ours: whether it is this package.
-    sharded: whether it runs on all devices, or on one.
-    alone: whether it wants a process in which there is one device.
-    imports: what it needs beside this package.
-  """
-
-  parts: Mapping[str, Builder]
-  ours: bool
-  sharded: bool = False
-  alone: bool = False
-  imports: tuple[str, ...] = ()
-
-  def load(self) -> None:
-    for name in self.imports:
-      importlib.import_module(name)
-
-
 # ---------------------------------------------------------------------------
 # Ours
 # ---------------------------------------------------------------------------
@@ -126,16 +86,16 @@ def _float32(logits: Any) -> np.ndarray:
   return np.asarray(logits).astype(np.float32).reshape(-1)
 
 
-def _forward(case: Case, given: Given) -> Ready:
+def _forward(case: ModelCase, given: ModelInputs) -> Runnable:
   """The call of a model on one device."""
   model = rj.models.load(given.folder)
   tokens = jnp.asarray(given.ids[None])
   last = jnp.full((1, 1), given.ids.size - 1, jnp.int32)
   run = lambda: model(tokens, rows=last)
-  return Ready(lambda: _float32(run()), run)
+  return Runnable(run, lambda: _float32(run()))
 
 
-def _striped_forward(case: Case, given: Given) -> Ready:
+def _striped_forward(case: ModelCase, given: ModelInputs) -> Runnable:
   """The same over the devices of a mesh, each with its own tokens."""
   if given.ids.size % (2 * case.devices):
     raise Skipped(f"skipped: {given.ids.size} tokens over {case.devices}")
@@ -151,10 +111,10 @@ def _striped_forward(case: Case, given: Given) -> Ready:
   last = jnp.asarray(np.argsort(order)[-1:][None].astype(np.int32))
   attend = ContextParallel(mesh=mesh, axis="seq", layout=layout)
   run = lambda: model(tokens, rows=last, attend=attend)
-  return Ready(lambda: _float32(run()), run)
+  return Runnable(run, lambda: _float32(run()))
 
 
-def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
+def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
   """Steps as `generate` takes them in a session of `case.room` tokens."""
   from ringjax.infer import decode
 
@@ -187,10 +147,10 @@ def _decode(case: Case, given: Given, *, scan: bool) -> Ready:
       state = after
     jax.block_until_ready(state)
 
-  return Ready(check, run)
+  return Runnable(run, check)
 
 
-def _filled(cache: KVCache, given: Given) -> KVCache:
+def _filled(cache: KVCache, given: ModelInputs) -> KVCache:
   """The cache as if it had read the tokens whose keys are given."""
   assert given.keys is not None
   count = given.keys[0].shape[2]
@@ -209,14 +169,14 @@ def _filled(cache: KVCache, given: Given) -> KVCache:
   return dataclasses.replace(cache, slots=tuple(slots))
 
 
-def _load(case: Case, given: Given) -> Ready:
+def _load(case: ModelCase, given: ModelInputs) -> Runnable:
   run = lambda: rj.models.load(given.folder)
   check = lambda: _digest(np.asarray(x) for x in jax.tree.leaves(run()))
-  return Ready(check, run)
+  return Runnable(run, check)
 
 
 def _digest(arrays: Any) -> np.ndarray:
-  """What tells weights apart, in whatever order and shape they are."""
+  """Sums that tell sets of weights apart, whatever their order and shapes."""
   found = np.zeros(3)
   for x in arrays:
     wide = x.astype(np.float32).reshape(-1)
@@ -226,48 +186,41 @@ def _digest(arrays: Any) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------
-# Theirs
+# Peers
 # ---------------------------------------------------------------------------
 
 
-def _torch(threads: int | None = None) -> Any:
-  """PyTorch, from now on with so many threads; None is one for each core."""
-  torch = importlib.import_module("torch")
-  torch.set_num_threads(threads or os.cpu_count() or 1)
-  return torch
-
-
-def _pretrained(case: Case, given: Given) -> Any:
+def _pretrained(case: ModelCase, given: ModelInputs) -> Any:
   """LlamaForCausalLM of the folder, on PyTorch's own fused attention."""
   transformers = importlib.import_module("transformers")
   transformers.utils.logging.set_verbosity_error()
   transformers.utils.logging.disable_progress_bar()
   return transformers.LlamaForCausalLM.from_pretrained(
     given.folder,
-    dtype=getattr(_torch(), case.dtype),
+    dtype=getattr(import_torch(), case.dtype),
     attn_implementation="sdpa",
   ).eval()
 
 
 def _peer_forward(
-  case: Case, given: Given, *, threads: int | None = None
-) -> Ready:
-  torch, model = _torch(), _pretrained(case, given)
+  case: ModelCase, given: ModelInputs, *, threads: int | None = None
+) -> Runnable:
+  torch, model = import_torch(), _pretrained(case, given)
   tokens = torch.from_numpy(given.ids.astype(np.int64))[None]
 
   def run() -> Any:
-    _torch(threads)
+    import_torch(threads)
     with torch.inference_mode():
       return model(tokens, use_cache=False, logits_to_keep=1).logits
 
-  return Ready(lambda: _float32(run().float().numpy()), run)
+  return Runnable(run, lambda: _float32(run().float().numpy()))
 
 
 def _peer_decode(
-  case: Case, given: Given, *, threads: int | None = None
-) -> Ready:
+  case: ModelCase, given: ModelInputs, *, threads: int | None = None
+) -> Runnable:
   """Calls of the model with a `DynamicCache`, greedy."""
-  torch, model = _torch(), _pretrained(case, given)
+  torch, model = import_torch(), _pretrained(case, given)
   cache = importlib.import_module("transformers").DynamicCache(
     config=model.config
   )
@@ -289,7 +242,7 @@ def _peer_decode(
     return logits
 
   def run() -> None:
-    _torch(threads)
+    import_torch(threads)
     for _ in range(case.steps):
       step()
 
@@ -298,10 +251,10 @@ def _peer_decode(
     run()
     return logits
 
-  return Ready(check, run)
+  return Runnable(run, check)
 
 
-def _peer_load(case: Case, given: Given) -> Ready:
+def _peer_load(case: ModelCase, given: ModelInputs) -> Runnable:
   run = lambda: _pretrained(case, given)
 
   def check() -> np.ndarray:
@@ -309,61 +262,79 @@ def _peer_load(case: Case, given: Given) -> Ready:
     found = run().parameters()
     return _digest(x.detach().float().numpy() for x in found)
 
-  return Ready(check, run)
+  return Runnable(run, check)
 
 
-def _safetensors(case: Case, given: Given) -> Ready:
+def _safetensors(case: ModelCase, given: ModelInputs) -> Runnable:
   """`safetensors.numpy.load_file` of each file: NumPy arrays by name."""
   reader = importlib.import_module("safetensors.numpy")
   files = sorted(given.folder.glob("*.safetensors"))
   run = lambda: [reader.load_file(file) for file in files]
   check = lambda: _digest(x for file in run() for x in file.values())
-  return Ready(check, run)
+  return Runnable(run, check)
 
 
 def torch_threads() -> int | None:
-  """Threads of PyTorch, if it is there."""
+  """Threads of PyTorch, or None where it is not installed."""
   try:
-    return _torch().get_num_threads()
+    return import_torch().get_num_threads()
   except ImportError:
     return None
 
 
+def _import_safetensors() -> Any:
+  return importlib.import_module("safetensors.numpy")
+
+
+def _import_transformers() -> Any:
+  importlib.import_module("torch")
+  return importlib.import_module("transformers")
+
+
+def _contestant(
+  imports: Callable[[], Any] = lambda: None,
+  *,
+  ours: bool = False,
+  sharded: bool = False,
+  **builders: Callable[[ModelCase, ModelInputs], Runnable],
+) -> Contestant:
+  """A contestant with a builder for each part that it takes part in."""
+  return Contestant(
+    lambda case, given: builders[case.part](case, given),
+    ours=ours,
+    sharded=sharded,
+    one_device=ours and not sharded,
+    parts=tuple(builders),
+    load=imports,
+  )
+
+
 CONTESTANTS: dict[str, Contestant] = {
-  "ringjax": Contestant(
-    {
-      "forward": _forward,
-      "decode": functools.partial(_decode, scan=True),
-      "load": _load,
-    },
+  "ringjax": _contestant(
     ours=True,
-    alone=True,
+    forward=_forward,
+    decode=functools.partial(_decode, scan=True),
+    load=_load,
   ),
-  "unrolled": Contestant(
-    {"decode": functools.partial(_decode, scan=False)}, ours=True, alone=True
+  "unrolled": _contestant(
+    ours=True, decode=functools.partial(_decode, scan=False)
   ),
-  "striped": Contestant({"forward": _striped_forward}, ours=True, sharded=True),
-  "transformers": Contestant(
-    {"forward": _peer_forward, "decode": _peer_decode, "load": _peer_load},
-    ours=False,
-    imports=("torch", "transformers"),
+  "striped": _contestant(ours=True, sharded=True, forward=_striped_forward),
+  "transformers": _contestant(
+    _import_transformers,
+    forward=_peer_forward,
+    decode=_peer_decode,
+    load=_peer_load,
   ),
-  "transformers_1": Contestant(
-    {
-      "forward": functools.partial(_peer_forward, threads=1),
-      "decode": functools.partial(_peer_decode, threads=1),
-    },
-    ours=False,
-    imports=("torch", "transformers"),
+  "transformers_1": _contestant(
+    _import_transformers,
+    forward=functools.partial(_peer_forward, threads=1),
+    decode=functools.partial(_peer_decode, threads=1),
   ),
-  "safetensors": Contestant(
-    {"load": _safetensors}, ours=False, imports=("safetensors.numpy",)
-  ),
+  "safetensors": _contestant(_import_safetensors, load=_safetensors),
 }
 
 
-def made(name: str, case: Case, given: Given) -> Made:
-  """What a contestant runs, and its result, which warms up as well."""
-  CONTESTANTS[name].load()
-  ready = CONTESTANTS[name].parts[case.part](case, given)
-  return ready.run, ready.check()
+def trial(name: str, case: ModelCase, given: ModelInputs) -> Trial:
+  """Builds a contestant of a case and runs it once."""
+  return CONTESTANTS[name].trial(case, given)

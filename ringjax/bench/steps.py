@@ -1,16 +1,17 @@
-"""Builds what a run would run, of shapes alone: to compile it, not to run it.
+"""Builds the programs of a run from shapes: to compile them, not to run them.
 
-Law: the programs are those of `rj.ring_attention` and its sisters, of
-`train.step.make_step`, `infer.prefill.read` and `infer.decode.step`, with
-their own shardings and donations; nothing here computes otherwise. Weights,
-caches and tokens are shapes.
+Guarantees: the programs are those of `rj.ring_attention` and its sisters, of
+`train.step.make_step`, `infer.prefill.read` and `infer.decode.step`, with their
+own shardings and donations. Weights, caches and tokens are shapes.
 
 Builders for `rj.plan.aot`: each is called with the devices of a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +20,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench.ways import Way, way
-from ringjax.checks import positive_int
-from ringjax.errors import OptionError, ShapeError
+from ringjax.bench.ways import NamedStrategy, way
+from ringjax.checks import one_of, positive_int
+from ringjax.errors import ShapeError
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
@@ -42,77 +43,176 @@ from ringjax.plan.aot import Built
 from ringjax.train import batch as batches
 from ringjax.train import recipe as recipes
 from ringjax.train import remat as remats
-from ringjax.train import step as steps
+from ringjax.train import step as training
 
 ORDERS = ("ring", "listed")
+WHAT = ("forward", "backward")
 # Shards and local tokens whose tiles are counted; more of them look the same.
 _COUNTED_SHARDS, _COUNTED_TOKENS = 8, 16384
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramOptions:
+  """The options that all programs share.
+
+  Attributes:
+    devices: of the slice.
+    tokens: T, of a row.
+    mesh: (axis, size) pairs; -1 takes what is left.
+    batch: B, rows of a step.
+    dtype: of the computation.
+    order: "ring": devices as `rj.make_mesh` orders them; "listed": in their
+      own order, to see what the ring's is worth.
+    strategy: of attention, by its name, see `ways.NAMES`.
+    q_block: queries of a tile, for local algorithms with tiles.
+    kv_block: keys of a tile.
+    local: "best", the kernel of the slice's chips, or "blockwise".
+
+  Raises:
+    RingjaxError: an option may not have its value, or does not fit another.
+  """
+
+  devices: Sequence[Any]
+  tokens: int
+  mesh: Sequence[Sequence[Any]] = (("seq", -1),)
+  batch: int = 1
+  dtype: str = "bfloat16"
+  order: str = "ring"
+  strategy: str = "striped"
+  q_block: int | None = None
+  kv_block: int | None = None
+  local: str = "best"
+
+  @functools.cached_property
+  def named(self) -> NamedStrategy:
+    """The strategy, its layout and its local algorithm."""
+    return way(self.strategy, self.q_block, self.kv_block, self.local)
+
+  def placed(self, **counts: int) -> tuple[Mesh, str | None]:
+    """The mesh and its axis of the sequence, which fit the tokens."""
+    made, axis = _mesh(self.devices, self.mesh, self.order)
+    _whole(made, axis, self.tokens, batch=self.batch, **counts)
+    return made, axis
+
+  def built(
+    self,
+    mesh: Any,
+    function: Any,
+    arguments: tuple[Any, ...],
+    flops: float,
+    trips: Any,
+    **facts: Any,
+  ) -> Built:
+    """A program that takes so many FLOPs in all."""
+    facts = {
+      "mesh": dict(mesh.shape),
+      "tokens": self.tokens,
+      "batch": self.batch,
+      "strategy": self.strategy,
+      **facts,
+      "model_flops": flops / mesh.size,
+    }
+    return Built(
+      function=function,
+      arguments=arguments,
+      mesh=mesh,
+      facts=facts,
+      data_trips=trips,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions(ProgramOptions):
+  """The options of a program of a model.
+
+  Attributes:
+    model: the name of a preset, or what a config.json holds.
+    shard: the mesh axis over which weights and moments are cut along the
+      model's width; None: as `Rules()` says.
+    layers: another number of layers than the model's.
+    block: tokens of a step of the feedforward.
+  """
+
+  model: str | Mapping[str, Any]
+  shard: str | None = "seq"
+  layers: int | None = None
+  block: int = 2048
+
+  def form(self, mesh: Any, dtype: str) -> Transformer:
+    """The model's shapes, cut along its width over the mesh axis `shard`."""
+    given = self.model
+    config = preset(given) if isinstance(given, str) else dict(given)
+    if self.layers is not None:
+      config["num_hidden_layers"] = positive_int("layers", self.layers)
+    rules = None if self.shard is None else Rules(embed=self.shard)
+    return abstract(config, dtype=dtype, mesh=mesh, rules=rules)
+
+  def facts(self, form: Transformer) -> dict[str, Any]:
+    """What is reported of the model."""
+    named = isinstance(self.model, str)
+    return {
+      "model": self.model if named else form.config.family,
+      "layers": len(form.config.layers),
+      "parameters": sum(int(x.size) for x in jax.tree.leaves(form)),
+    }
+
+  def context(self, remat: Any = None, accumulate: int = 1) -> ContextParallel:
+    """How the model's tokens are sharded, checked against the batch."""
+    mesh, axis = self.placed(accumulate=accumulate)
+    context = ContextParallel(
+      mesh=mesh,
+      axis=axis,
+      layout=self.named.layout,
+      strategy=self.named.strategy,
+      block=positive_int("block", self.block),
+      remat=remat,
+    )
+    batches.check(self.batch, self.tokens, context, accumulate)
+    return context
 
 
 def attention(
   devices: Sequence[Any],
   *,
-  tokens: int,
-  mesh: Sequence[Sequence[Any]] = (("seq", -1),),
-  strategy: str = "striped",
   what: str = "forward",
-  batch: int = 1,
   heads: int = 8,
   kv_heads: int = 8,
   head_dim: int = 128,
   causal: bool = True,
   window: int | None = None,
   packed: bool = False,
-  dtype: str = "bfloat16",
-  order: str = "ring",
-  q_block: int | None = None,
-  kv_block: int | None = None,
-  local: str = "best",
+  **options: Any,
 ) -> Built:
   """One call of attention over the mesh's sequence axis.
 
   Args:
     devices: of the slice.
-    tokens: T, of the whole sequence.
-    mesh: (axis, size) pairs; -1 takes what is left.
-    strategy: by its name, see `ways.NAMES`.
     what: "forward", or "backward": the output's sum and its gradients.
-    batch: B.
     heads: N.
     kv_heads: K.
     head_dim: H.
     causal: whether queries see no later keys.
     window: how many keys a query sees; None: all.
-    packed: whether documents are given, which see each other not.
-    dtype: of the operands.
-    order: "ring": devices as `rj.make_mesh` orders them; "listed": as they
-      come, which is what such a mesh is for.
-    q_block: queries of a tile, for local algorithms with tiles.
-    kv_block: keys of a tile.
-    local: "best", the kernel of the slice's chips, or "blockwise".
+    packed: whether tokens have document numbers, so that queries see keys of
+      their own document only.
+    options: of `ProgramOptions`.
 
   Raises:
-    OptionError: options that are none.
+    RingjaxError: an option may not have its value, or does not fit another.
   """
-  _choose("what", what, ("forward", "backward"))
-  made, axis = _mesh(devices, mesh, order)
-  _whole(made, axis, tokens, batch=batch)
-  kind = recipes.dtype_of(dtype)
-  how = way(strategy, q_block, kv_block, local)
-  shares = ContextParallel(mesh=made).shares(batch, heads, kv_heads)
-  over = P(_batch_axes(made, batch), axis)
-  like = lambda n: jax.ShapeDtypeStruct(
-    (batch, tokens, n, head_dim), kind, sharding=NamedSharding(made, over)
-  )
-
+  one_of("what", what, WHAT)
+  program = ProgramOptions(devices=devices, **options)
+  made, axis = program.placed()
+  batch, tokens = program.batch, program.tokens
+  kind, how = recipes.dtype_of(program.dtype), program.named
+  context = ContextParallel(mesh=made)
+  shares = context.shares(batch, heads, kv_heads)
+  over = P(context.batch_axes(batch) or None, axis)
+  like = lambda n: _like(made, (batch, tokens, n, head_dim), over, kind)
   mask = None if window is None else Window(positive_int("window", window))
-  ids = jax.ShapeDtypeStruct(
-    (batch, tokens), jnp.int32, sharding=NamedSharding(made, over)
-  )
+  ids = _like(made, (batch, tokens), over)
 
-  def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any = None
-  ) -> jax.Array:
+  def forward(q: Any, k: Any, v: Any, segments: Any = None) -> jax.Array:
     return dot_product_attention(
       q, k, v, mask=mask, mesh=made, axis=axis, layout=how.layout,
       strategy=how.strategy, is_causal=causal, q_segment_ids=segments, **shares,
@@ -122,238 +222,134 @@ def attention(
     total = lambda *x: jnp.sum(forward(*x).astype(jnp.float32))
     return jax.value_and_grad(total, (0, 1, 2))(*x)
 
-  function = forward if what == "forward" else backward
   pairs = batch * tokens * (tokens + 1) / 2 if causal else batch * tokens**2
   flops = 4.0 * heads * head_dim * pairs
-  return Built(
-    function=jax.jit(function),
-    arguments=(
-      like(heads),
-      like(kv_heads),
-      like(kv_heads),
-      *[ids] * packed,
-    ),
-    mesh=made,
-    facts={
-      **_facts(made, tokens, batch, strategy),
-      "what": f"attention {what}",
-      "model_flops": flops * (1.0 if what == "forward" else 3.5) / made.size,
-    },
-    data_trips=_trips(how, made, axis, tokens, causal),
+  return program.built(
+    made,
+    jax.jit(forward if what == "forward" else backward),
+    (*map(like, (heads, kv_heads, kv_heads)), *[ids] * packed),
+    flops * (1.0 if what == "forward" else 3.5),
+    _trips(how, made, axis, tokens, causal),
+    what=f"attention {what}",
   )
 
 
 def train(
   devices: Sequence[Any],
   *,
-  model: str | Mapping[str, Any],
-  tokens: int,
-  mesh: Sequence[Sequence[Any]] = (("seq", -1),),
-  strategy: str = "striped",
-  batch: int = 1,
   accumulate: int = 1,
   remat: str = "attention",
   optimizer: str = "adamw",
-  shard: str | None = "seq",
-  dtype: str = "bfloat16",
-  layers: int | None = None,
-  block: int = 2048,
   loss_block: int = 1024,
-  q_block: int | None = None,
-  kv_block: int | None = None,
-  order: str = "ring",
+  **options: Any,
 ) -> Built:
   """A step of training: float32 weights and moments, gradients, an update.
 
   Args:
     devices: of the slice.
-    model: the name of a preset, or what a config.json holds.
-    tokens: T, of a row.
-    mesh: (axis, size) pairs; -1 takes what is left.
-    strategy: of attention, by its name, see `ways.NAMES`.
-    batch: B, rows of a step.
     accumulate: micro-batches.
     remat: what is kept of a layer, of `train.remat.POLICIES`.
     optimizer: of `train.recipe.OPTIMIZERS`.
-    shard: the mesh axis over which weights and moments are cut along the
-      model's width; None: as `Rules()` says.
-    dtype: of the computation.
-    layers: another number of layers than the model's.
-    block: tokens of a step of the feedforward.
     loss_block: tokens of a step of the head.
-    q_block: queries of a tile of attention.
-    kv_block: keys of a tile.
-    order: see `attention`.
+    options: of `ModelOptions`.
 
   Raises:
-    RingjaxError: options that are none, or do not go together.
+    RingjaxError: an option may not have its value, or does not fit another.
   """
-  made, axis = _mesh(devices, mesh, order)
-  _whole(made, axis, tokens, batch=batch, accumulate=accumulate)
-  _choose("remat", remat, remats.POLICIES)
-  how = way(strategy, q_block, kv_block)
-  form = _model(model, "float32", made, shard, layers)
-  attend = ContextParallel(
-    mesh=made,
-    axis=axis,
-    layout=how.layout,
-    strategy=how.strategy,
-    block=positive_int("block", block),
-    remat=remats.policy(remat),
-  )
-  batches.check(batch, tokens, attend, accumulate)
+  one_of("remat", remat, remats.POLICIES)
+  how = ModelOptions(devices=devices, **options)
+  attend = how.context(remats.policy(remat), accumulate)
+  made = attend.mesh
+  form = how.form(made, "float32")
   update = recipes.Optimizer(name=optimizer).build(1000)
-  objective = steps.Objective(
+  objective = training.Objective(
     block=positive_int("loss_block", loss_block),
-    dtype=recipes.dtype_of(dtype),
+    dtype=recipes.dtype_of(how.dtype),
   )
-  each = batch // accumulate
-  over = NamedSharding(made, P(None, attend.batch_axes(each) or None, axis))
-  row = lambda kind: jax.ShapeDtypeStruct(
-    (accumulate, each, tokens), kind, sharding=over
-  )
-  ids = row(jnp.int32)
-  flops = recipes.flops(form, tokens) * batch * tokens
-  return Built(
-    function=steps.make_step(update, attend, objective),
-    arguments=(
-      steps.form(update, form, made),
-      None,
-      batches.Batch(ids, ids, row(jnp.float32)),
-    ),
-    mesh=made,
-    facts={
-      **_facts(made, tokens, batch, strategy),
-      "what": "train",
-      "remat": remat,
-      "optimizer": optimizer,
-      **_of_model(form, model),
-      "model_flops": flops / made.size,
-    },
-    data_trips=_trips(how, made, axis, tokens, True),
+  each = how.batch // accumulate
+  over = P(None, attend.batch_axes(each) or None, attend.axis)
+  row = functools.partial(_like, made, (accumulate, each, how.tokens), over)
+  batch = batches.Batch(row(), row(), row(jnp.float32))
+  return how.built(
+    made,
+    training.make_step(update, attend, objective),
+    (training.form(update, form, made), None, batch),
+    recipes.flops(form, how.tokens) * how.batch * how.tokens,
+    _trips(how.named, made, attend.axis, how.tokens, True),
+    what="train",
+    remat=remat,
+    optimizer=optimizer,
+    **how.facts(form),
   )
 
 
-def prefill(
-  devices: Sequence[Any],
-  *,
-  model: str | Mapping[str, Any],
-  tokens: int,
-  mesh: Sequence[Sequence[Any]] = (("seq", -1),),
-  strategy: str = "striped",
-  batch: int = 1,
-  shard: str | None = "seq",
-  dtype: str = "bfloat16",
-  layers: int | None = None,
-  block: int = 2048,
-  q_block: int | None = None,
-  kv_block: int | None = None,
-  order: str = "ring",
-) -> Built:
+def prefill(devices: Sequence[Any], **options: Any) -> Built:
   """Reading a prompt of `tokens` into an empty cache of as many.
 
-  For the arguments see `train`.
+  Args:
+    devices: of the slice.
+    options: of `ModelOptions`.
 
   Raises:
-    RingjaxError: options that are none, or do not go together.
+    RingjaxError: an option may not have its value, or does not fit another.
   """
-  made, axis = _mesh(devices, mesh, order)
-  _whole(made, axis, tokens, batch=batch)
-  how = way(strategy, q_block, kv_block)
-  form = _model(model, dtype, made, shard, layers)
-  attend = ContextParallel(
-    mesh=made,
-    axis=axis,
-    layout=how.layout,
-    strategy=how.strategy,
-    block=positive_int("block", block),
-  )
-  batches.check(batch, tokens, attend)
-  over = NamedSharding(made, P(attend.batch_axes(batch) or None, axis))
-  ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=over)
-  everywhere = _everywhere(made)
-  made_of = work_profile.profile(form, tokens)
-  flops = made_of.token_s * tokens + made_of.pair_s * tokens * (tokens + 1) / 2
-  head = 2.0 * form.config.vocab * form.config.embed
-  return Built(
-    function=reading.read,
-    arguments=(
-      form,
-      attend,
-      ids,
-      None,
-      ids,
-      form.init_cache_spec(batch, tokens, sharding=attend),
-      everywhere((batch,)),
-      everywhere(()),
-    ),
-    mesh=made,
-    facts={
-      **_facts(made, tokens, batch, strategy),
-      "what": "prefill",
-      **_of_model(form, model),
-      "model_flops": batch * (flops + head) / made.size,
-    },
-    data_trips=_trips(how, made, axis, tokens, True),
+  how = ModelOptions(devices=devices, **options)
+  attend = how.context()
+  made, batch, tokens = attend.mesh, how.batch, how.tokens
+  form = how.form(made, how.dtype)
+  over = P(attend.batch_axes(batch) or None, attend.axis)
+  ids = _like(made, (batch, tokens), over)
+  work = work_profile.profile(form, tokens)
+  flops = work.token_s * tokens + work.pair_s * tokens * (tokens + 1) / 2
+  cache = form.init_cache_spec(batch, tokens, sharding=attend)
+  return how.built(
+    made,
+    reading.read,
+    (form, attend, ids, None, ids, cache, _like(made, (batch,)), _like(made)),
+    batch * (flops + _head_flops(form)),
+    _trips(how.named, made, attend.axis, how.tokens, True),
+    what="prefill",
+    **how.facts(form),
   )
 
 
-def decode(
-  devices: Sequence[Any],
-  *,
-  model: str | Mapping[str, Any],
-  tokens: int,
-  mesh: Sequence[Sequence[Any]] = (("seq", -1),),
-  batch: int = 1,
-  shard: str | None = "seq",
-  dtype: str = "bfloat16",
-  layers: int | None = None,
-  order: str = "ring",
-) -> Built:
+def decode(devices: Sequence[Any], **options: Any) -> Built:
   """One more token behind a cache of `tokens`, sharded over the sequence.
 
-  For the arguments see `train`.
+  Args:
+    devices: of the slice.
+    options: of `ModelOptions`, but for those of attention and feedforward.
 
   Raises:
-    RingjaxError: options that are none, or do not go together.
+    RingjaxError: an option may not have its value, or does not fit another.
+    TypeError: an option of attention or feedforward, which decoding ignores.
   """
-  made, axis = _mesh(devices, mesh, order)
-  _whole(made, axis, tokens, batch=batch)
-  form = _model(model, dtype, made, shard, layers)
+  how = ModelOptions(
+    devices=devices, strategy="resident", q_block=None, kv_block=None,
+    local="best", block=1, **options,
+  )  # fmt: skip
+  made, axis = how.placed()
+  form = how.form(made, how.dtype)
   attend = CachedAttention(mesh=made, axis=axis)
-  everywhere = _everywhere(made)
   sampler = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.asarray(x).dtype), Greedy()
   )
+  row = functools.partial(_like, made, (how.batch,))
   state = decoding.State(
-    token=everywhere((batch,)),
-    pos=everywhere((batch,)),
-    done=everywhere((batch,), jnp.bool_),
-    seen=None,
+    token=row(), pos=row(), done=row(dtype=jnp.bool_), seen=None
   )
-  made_of = work_profile.profile(form, tokens)
-  head = 2.0 * form.config.vocab * form.config.embed
-  flops = batch * (made_of.token_s + made_of.pair_s * tokens + head)
-  cache = form.init_cache_spec(batch, tokens, sharding=attend)
-  return Built(
-    function=decoding.step,
-    arguments=(
-      form,
-      attend,
-      sampler,
-      cache,
-      state,
-      everywhere((4,)),
-      everywhere(()),
-    ),
-    mesh=made,
-    facts={
-      **_facts(made, tokens, batch, "resident"),
-      "what": "decode",
-      **_of_model(form, model),
-      "model_flops": flops / made.size,
-    },
-    data_trips=_visits(cache),
+  work = work_profile.profile(form, how.tokens)
+  flops = work.token_s + work.pair_s * how.tokens + _head_flops(form)
+  cache = form.init_cache_spec(how.batch, how.tokens, sharding=attend)
+  rest = (cache, state, _like(made, (4,)), _like(made))
+  return how.built(
+    made,
+    decoding.step,
+    (form, attend, sampler, *rest),
+    how.batch * flops,
+    _cache_tiles(cache),
+    what="decode",
+    **how.facts(form),
   )
 
 
@@ -362,18 +358,22 @@ def decode(
 # ---------------------------------------------------------------------------
 
 
-def _choose(name: str, value: Any, known: Any) -> None:
-  if value not in known:
-    raise OptionError(
-      name, repr(value), f"one of {', '.join(known)}", "pass one of these names"
-    )
+def _like(
+  mesh: Any,
+  shape: Sequence[int] = (),
+  over: P | None = None,
+  dtype: Any = jnp.int32,
+) -> Any:
+  """An argument's shape and sharding, replicated by default."""
+  sharding = NamedSharding(mesh, P() if over is None else over)
+  return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
 
 
 def _mesh(
   devices: Sequence[Any], pairs: Sequence[Sequence[Any]], order: str
 ) -> tuple[Mesh, str | None]:
   """The mesh, and its axis of the sequence where that has several shards."""
-  _choose("order", order, ORDERS)
+  one_of("order", order, ORDERS)
   names = tuple(str(name) for name, _ in pairs)
   sizes = tuple(int(size) for _, size in pairs)
   made = make_mesh(sizes, names, devices=devices)
@@ -389,10 +389,9 @@ def _mesh(
 
 
 def _whole(mesh: Mesh, axis: str | None, tokens: int, **counts: int) -> None:
-  """Refuses numbers that are none, and tokens that shards do not divide."""
+  """Refuses counts below 1, and tokens that shards do not divide."""
   for name, count in (("tokens", tokens), *counts.items()):
-    if count < 1:
-      raise OptionError(name, count, "a positive int", "count from 1")
+    positive_int(name, count)
   shards = 1 if axis is None else mesh.shape[axis]
   if tokens % shards:
     raise ShapeError(
@@ -403,34 +402,13 @@ def _whole(mesh: Mesh, axis: str | None, tokens: int, **counts: int) -> None:
     )
 
 
-def _batch_axes(mesh: Mesh, batch: int) -> tuple[str, ...] | None:
-  return ContextParallel(mesh=mesh).batch_axes(batch) or None
+def _head_flops(form: Transformer) -> float:
+  """Of the logits of one token."""
+  return 2.0 * form.config.vocab * form.config.embed
 
 
-def _everywhere(mesh: Mesh) -> Callable[..., Any]:
-  over = NamedSharding(mesh, P())
-  return lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=over
-  )
-
-
-def _model(
-  model: str | Mapping[str, Any],
-  dtype: str,
-  mesh: Mesh,
-  shard: str | None,
-  layers: int | None,
-) -> Transformer:
-  """A model of shapes, cut along its width over the mesh axis `shard`."""
-  config = preset(model) if isinstance(model, str) else dict(model)
-  if layers is not None:
-    config["num_hidden_layers"] = positive_int("layers", layers)
-  rules = None if shard is None else Rules(embed=shard)
-  return abstract(config, dtype=dtype, mesh=mesh, rules=rules)
-
-
-def _visits(cache: KVCache) -> float:
-  """Tiles of a full cache that a query walks over, in each of two loops."""
+def _cache_tiles(cache: KVCache) -> float:
+  """Tiles of a full cache that a query reads, in each of two loops."""
   most = 0
   for slots in cache.slots:
     if isinstance(slots, LayerKV):
@@ -442,35 +420,16 @@ def _visits(cache: KVCache) -> float:
   return most / 2
 
 
-def _facts(
-  mesh: Mesh, tokens: int, batch: int, strategy: str
-) -> dict[str, Any]:
-  return {
-    "mesh": dict(mesh.shape),
-    "tokens": tokens,
-    "batch": batch,
-    "strategy": strategy,
-  }
-
-
-def _of_model(form: Transformer, model: Any) -> dict[str, Any]:
-  return {
-    "model": model if isinstance(model, str) else form.config.family,
-    "layers": len(form.config.layers),
-    "parameters": sum(int(x.size) for x in jax.tree.leaves(form)),
-  }
-
-
 def _trips(
-  how: Way, mesh: Mesh, axis: str | None, tokens: int, causal: bool
+  how: NamedStrategy, mesh: Mesh, axis: str | None, tokens: int, causal: bool
 ) -> list[tuple[str, float]]:
-  """How often the loops over a row's tiles turn, forward and backward.
+  """The trip counts of the loops over a row's tiles, forward and backward.
 
-  Tiles are counted as the layout and the mask have them, of the shard that has
-  most in each hop, for the others wait for it. There are two loops, of tiles
-  with and without a mask, and they are taken to turn equally often. A turn of
-  the second computes several tiles, see `joined`; forward it has as many fewer
-  rows, backward both walk down the same column of keys.
+  Tiles are counted by the layout and the mask, of the shard that has most in
+  each hop, for which the others wait. There are two loops, of tiles with and
+  without a mask, and they are taken to turn equally often. A turn of the second
+  computes several tiles, see `joined`; forward it has as many fewer rows,
+  backward both walk down the same column of keys.
   """
   shards = 1 if axis is None else mesh.shape[axis]
   local = -(-tokens // shards)

@@ -1,10 +1,8 @@
-"""Every way to move attention, measured side by side and beside its prediction.
+"""Times all strategies of attention side by side, beside their predictions.
 
-Law: a strategy whose result or gradients are off is not timed. Times are
-medians of interleaved rounds; hops and bytes are counted in the compiled
-programs, scores in the tiles that the loops run; predictions are those that
-`strategy="auto"` goes by, on a machine that was measured in the same run
-unless another is given.
+Hops and bytes are counted in the compiled programs, scores in the tiles that
+the loops run; predictions are those that `strategy="auto"` goes by, on a
+machine that is measured in the same run unless another is given.
 
   scores   that are computed, in parts of those that the mask allows
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,8 +20,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench import contest, machine, timing
-from ringjax.bench.program import Program
+from ringjax.bench import attention, harness, machine
+from ringjax.bench.attention import AttentionCase
+from ringjax.bench.harness import PASSES, Report, Row, Trial, option
+from ringjax.bench.program import CompiledProgram
 from ringjax.ops.attention import nesting, select
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import tile_kinds
@@ -37,15 +37,14 @@ from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw, machines
 
-PASSES = ("fwd", "fwdbwd")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 NAMES = tuple(name for name in STRATEGIES if name != "documents")
 _COLLECTIVES = ("all-gather", "all-to-all", "reduce-scatter", "all-reduce")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """What to measure.
+class StrategySettings(harness.BenchmarkSettings):
+  """What the benchmark of strategies runs.
 
   Attributes:
     devices: of the mesh, R.
@@ -53,30 +52,29 @@ class Settings:
     heads: N.
     kv_heads: K.
     head_dim: H.
-    dtype: of `TOLERANCE`.
     window: keys that a query sees, itself among them; None is all.
-    passes: of `PASSES`.
     strategies: their names; "hybrid:4" and "two_level:4" have groups of 4.
     rounds: timed rounds.
+    machine: name of a stated machine, or path of a measured one, to predict
+      for; None measures the devices.
   """
 
-  devices: int = 8
-  tokens: tuple[int, ...] = (2048, 8192)
-  heads: int = 8
-  kv_heads: int = 8
-  head_dim: int = 64
-  dtype: str = "float32"
-  window: int | None = None
-  passes: tuple[str, ...] = PASSES
-  strategies: tuple[str, ...] | None = None
-  rounds: int = 5
+  devices: int = option(8)
+  tokens: tuple[int, ...] = option((2048, 8192))
+  heads: int = option(8)
+  kv_heads: int = option(8)
+  head_dim: int = option(64, flag="head_dims")
+  dtype: str = option("float32", tuple(TOLERANCE), flag="dtypes")
+  window: int | None = option(None)
+  passes: tuple[str, ...] = option(PASSES, PASSES)
+  strategies: tuple[str, ...] | None = option(
+    None, (), flag="contestants", several=True
+  )
+  rounds: int = option(5)
+  machine: str | None = option(None, ())
 
   def __post_init__(self) -> None:
-    contest.check(
-      self,
-      choices={"passes": PASSES, "dtype": tuple(TOLERANCE)},
-      counts=("devices", "tokens", "heads", "kv_heads", "head_dim", "rounds"),
-    )
+    super().__post_init__()
     for name in self.names:
       nesting.named(name)
 
@@ -94,59 +92,194 @@ class Settings:
       if name != "halo" or self.window is not None
     )
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyCase(AttentionCase):
+  """One row of the benchmark: attention of one shape and pass."""
+
+  kv_heads: int
+  window: int | None
+
   @property
   def mask(self) -> Mask:
     return Causal() if self.window is None else Causal() & Window(self.window)
 
+  @property
+  def pairs(self) -> float:
+    """Pairs of a query and a key that it sees, of one head."""
+    seen = min(self.tokens, self.window or self.tokens)
+    return float(seen * (seen + 1) // 2 + (self.tokens - seen) * seen)
 
-QUICK = Settings(tokens=(2048,), passes=("fwdbwd",), rounds=3)
+  def __str__(self) -> str:
+    window = f", window {self.window}" if self.window else ""
+    return f"{super().__str__()} K={self.kv_heads}, causal{window}"
 
 
-def run(
-  settings: Settings,
-  *,
-  on: str | None = None,
-  command: str = "",
-  json: str | None = None,
-  plot: str | None = None,
-  append: bool = False,
-) -> dict[str, Any]:
-  """Measures; prints, writes and returns the result.
+class StrategyBenchmark(harness.Benchmark):
+  """All strategies on one mesh, measured and predicted."""
 
-  Args:
-    settings: what to measure.
-    on: name of a stated machine, or path of a measured one; None measures.
-    command: the command line, for the record.
-    json: file for the result.
-    plot: file for the picture; needs matplotlib.
-    append: keeps what `json` holds already.
-  """
-  stated = None if on is None else machines.load(on)
-  record = contest.Record(
-    "strategies",
-    settings,
-    order=_order,
-    summary=_summary,
-    command=command,
-    json=json,
-    plot=plot,
-    append=append,
-  )
-  mesh = make_mesh(
-    (settings.devices,), ("seq",), devices=jax.devices()[: settings.devices]
-  )
-  known = stated or machine.measure(mesh, name="measured", dtype=settings.dtype)
-  record.result["predicted_on"] = known.record()
-  cases = [(t, p) for t in settings.tokens for p in settings.passes]
-  progress = timing.Progress(len(cases))
-  for n, (tokens, passes) in enumerate(cases):
-    row = _row(settings, mesh, known, tokens, passes, progress, n)
-    record.add(row, last=n == len(cases) - 1)
-    progress.clear()
-    print(_table(row), flush=True)
-  if plot is not None:
-    draw.against(_points(record.result["rows"]), plot, _title(settings))
-  return record.result
+  name = "strategies"
+  options = StrategySettings
+  quick = StrategySettings(tokens=(2048,), passes=("fwdbwd",), rounds=3)
+  columns = (
+    "dtype", "heads", "kv_heads", "head_dim", "window", "tokens", "pass",
+  )  # fmt: skip
+
+  def __init__(self, settings: StrategySettings):
+    super().__init__(settings)
+    name = settings.machine
+    self._stated = None if name is None else machines.load(name)
+
+  @functools.cached_property
+  def mesh(self) -> Mesh:
+    devices = jax.devices()[: self.settings.devices]
+    return make_mesh((len(devices),), ("seq",), devices=devices)
+
+  @functools.cached_property
+  def known(self) -> Machine:
+    """The machine for which times are predicted."""
+    return self._stated or machine.measure(
+      self.mesh, name="measured", dtype=self.settings.dtype
+    )
+
+  @property
+  def cases(self) -> list[StrategyCase]:
+    return harness.combinations(
+      StrategyCase, self.settings, tokens="tokens", passes="passes"
+    )
+
+  def facts(self) -> Row:
+    return {"predicted_on": self.known.record()}
+
+  def devices(self, name: str) -> int:
+    return self.settings.devices
+
+  def row(self, case: StrategyCase, report: Report) -> Row:
+    arrays = attention.inputs(case, case.kv_heads)
+    one, _ = _compiled(arrays, case, strategy="gather")
+    reference = one.check()
+    counted: dict[str, dict[str, int]] = {}
+
+    def build(name: str) -> Trial:
+      built, program = _compiled(
+        arrays,
+        case,
+        strategy=nesting.named(name),
+        mesh=self.mesh,
+        layout=layout_of(name),
+      )
+      counted[name] = counters(program)
+      return built.run, built.check()
+
+    results, _ = self.measure(
+      self.settings.names,
+      build,
+      lambda found: harness.compare(found, reference, TOLERANCE[case.dtype]),
+      report,
+    )
+    for name, one in results.items():
+      strategy, layout = nesting.named(name), layout_of(name)
+      shape = (case.devices, case.tokens, case.kv_heads)
+      one |= {
+        "layout": repr(layout),
+        "predicted_s": self.predicted_s(case, name),
+        "scores": scores(strategy, layout, case.mask, *shape) / case.pairs,
+        **counted.get(name, {}),
+      }
+    facts = dataclasses.asdict(case)
+    return {"pass": facts.pop("passes"), **facts, "results": results}
+
+  def predicted_s(self, case: StrategyCase, name: str) -> float | None:
+    """Seconds that a strategy is predicted to take, or None if it is not."""
+    kind, _, inner = name.partition(":")
+    shape = lambda heads: (1, case.tokens, heads, case.head_dim)
+    found = select.explain(
+      shape(case.heads),
+      shape(case.kv_heads),
+      shards=case.devices,
+      layout=layout_of(name),
+      mask=case.mask,
+      dtype=case.dtype,
+      machine=self.known,
+      backward=case.backward,
+      among=(kind,),
+      show=False,
+    )
+    group = int(inner) if inner else None
+    if kind == "hybrid" and group is None:
+      strategy = nesting.named(name)
+      group = nesting.group_of(strategy, case.devices, case.kv_heads)
+    for one in found.predictions:
+      if group is None or one.options.get("inner") == group:
+        return one.seconds
+    return None
+
+  def table(self, case: StrategyCase, row: Row) -> str:
+    lines = [
+      str(case),
+      f"  {'':15}{'measured':>11}{'predicted':>12}{'hops':>6}{'sent':>10}"
+      f"{'gathered':>10}{'scores':>8}",
+    ]
+    for name, one in row["results"].items():
+      if one["median_s"] is None:
+        lines.append(f"  {name:15}{'-':>11}  {one['reason']}")
+        continue
+      predicted = one["predicted_s"]
+      guess = "-" if predicted is None else f"{1e3 * predicted:.1f} ms"
+      sent, other = (
+        f"{one[key] / 1e6:.2f} MB" for key in ("sent_bytes", "other_bytes")
+      )
+      lines.append(
+        f"  {name:15}{1e3 * one['median_s']:8.1f} ms{guess:>12}"
+        f"{one['hops']:>6}{sent:>10}{other:>10}{one['scores']:>8.2f}"
+      )
+    return "\n".join(lines) + "\n"
+
+  def summary(self, rows: Sequence[Row]) -> Row:
+    """Of each row the fastest as measured and as predicted, and the ratios."""
+    found = []
+    for row in rows:
+      timed = {name: (p, m) for name, p, m in _points(row)}
+      if not timed:
+        continue
+      predicted = min(timed, key=lambda name, of=timed: of[name][0])
+      fastest = min(timed, key=lambda name, of=timed: of[name][1])
+      ratios = [p / m for p, m in timed.values()]
+      found.append(
+        {
+          "tokens": row["tokens"],
+          "pass": row["pass"],
+          "window": row["window"],
+          "fastest": fastest,
+          "predicted": predicted,
+          "loss_of_choice": timed[predicted][1] / timed[fastest][1] - 1,
+          "predicted_over_measured": [min(ratios), max(ratios)],
+        }
+      )
+    return {"rows": found}
+
+  def draw(self, result: Row, path: str) -> None:
+    """Predicted against measured times of all rows."""
+    s = result["settings"]
+    title = (
+      f"{s['devices']} devices, N={s['heads']}, K={s['kv_heads']}, "
+      f"H={s['head_dim']}, {s['dtype']}"
+    )
+    points = [
+      (name, f"{row['tokens']} {row['pass']}", predicted, measured)
+      for row in result["rows"]
+      for name, predicted, measured in _points(row)
+    ]
+    draw.against(points, path, title)
+
+
+def _points(row: Row) -> list[tuple[str, float, float]]:
+  """(strategy, predicted, measured seconds) of all that have both."""
+  return [
+    (name, one["predicted_s"], one["median_s"])
+    for name, one in row["results"].items()
+    if one["median_s"] and one["predicted_s"]
+  ]
 
 
 def layout_of(name: str) -> Layout:
@@ -183,7 +316,10 @@ def scores(
   elif isinstance(inside, Gather) or not nesting.is_strategy(inside):
     k = Coords(*(jnp.asarray(x.reshape(1, 1, -1)) for x in (pos, seg)))
   blocks = local_algorithm.blocks(q.pos.shape[-1], k.pos.shape[-1])
-  kinds = _kinds(mask, _tiled(q, blocks[0]), _tiled(k, blocks[1]), blocks)
+  # [groups of queries, groups of keys, tiles, tiles].
+  kinds = np.asarray(
+    _all_kinds(mask, _tiled(q, blocks[0]), _tiled(k, blocks[1]), blocks)
+  )
   if isinstance(inside, Halo):
     kinds = np.stack([kinds[i, i] for i in range(shards // group)])
   return int(np.count_nonzero(kinds)) * blocks[0] * blocks[1]
@@ -209,171 +345,36 @@ def _all_kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> Any:
   return jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(q, k)
 
 
-def _kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> np.ndarray:
-  """[q groups, k groups, tiles, tiles]."""
-  return np.asarray(_all_kinds(mask, q, k, blocks))
-
-
-def _row(
-  settings: Settings,
-  mesh: Mesh,
-  known: Machine,
-  tokens: int,
-  passes: str,
-  progress: timing.Progress,
-  done: int,
-) -> contest.Row:
-  names = settings.names
-  steps = contest.steps(names, settings.rounds)
-
-  def report(step: int, label: str) -> None:
-    progress.at(done + step / steps, f"T={tokens} {passes}: {label}")
-
-  report(0, "reference")
-  rng = np.random.default_rng(0)
-  n, k, h = settings.heads, settings.kv_heads, settings.head_dim
-  dtype = jnp.dtype(settings.dtype)
-  arrays = [
-    rng.standard_normal((1, tokens, heads, h), np.float32).astype(dtype)
-    for heads in (n, k, k, n)
-  ]
-  one = _work(arrays, passes, mask=settings.mask, strategy="gather", mesh=None)
-  reference = [np.asarray(x, np.float32) for x in one.found()]
-  counted: dict[str, dict[str, Any]] = {}
-
-  def make(name: str) -> contest.Made:
-    ready = _work(
-      arrays,
-      passes,
-      mask=settings.mask,
-      strategy=nesting.named(name),
-      mesh=mesh,
-      layout=layout_of(name),
-    )
-    counted[name] = ready.counters()
-    return ready.run, ready.found()
-
-  timings, differences = contest.run(
-    names,
-    make,
-    lambda found: contest.compare(found, reference, TOLERANCE[settings.dtype]),
-    settings.rounds,
-    report,
-    {"gemm": timing.gemm(settings.dtype)},
-  )
-  pairs = _pairs(tokens, settings.window)
-  results = {}
-  for name in names:
-    time = timings[name]
-    strategy = nesting.named(name)
-    computed = scores(
-      strategy, layout_of(name), settings.mask, settings.devices, tokens, k
-    )
-    results[name] = {
-      "layout": repr(layout_of(name)),
-      "median_s": time.median_s,
-      "min_s": time.min_s,
-      "seconds": list(time.seconds),
-      "reason": time.reason,
-      "max_abs_difference": differences.get(name),
-      "predicted_s": _predicted(settings, known, tokens, passes, name),
-      "scores": computed / pairs,
-      **counted.get(name, {}),
-    }
+def counters(compiled: Any) -> dict[str, int]:
+  """Hops of a compiled program, and bytes that a device sends."""
+  program = CompiledProgram(compiled.as_text())
+  sends = program.sends()
   return {
-    "tokens": tokens,
-    "pass": passes,
-    "heads": n,
-    "kv_heads": k,
-    "head_dim": h,
-    "dtype": settings.dtype,
-    "window": settings.window,
-    "results": results,
+    "hops": sum(times for _, _, times in sends),
+    "sent_bytes": sum(i.bytes * times for _, i, times in sends),
+    "other_bytes": sum(
+      i.bytes * program.times[name]
+      for name, computation in program.computations.items()
+      for i in computation.values()
+      if i.op.removesuffix("-start") in _COLLECTIVES
+    ),
   }
 
 
-def _pairs(tokens: int, window: int | None) -> int:
-  """Pairs of a query and a key that it sees."""
-  seen = min(tokens, window or tokens)
-  return seen * (seen + 1) // 2 + (tokens - seen) * seen
-
-
-def _predicted(
-  settings: Settings, known: Machine, tokens: int, passes: str, name: str
-) -> float | None:
-  kind, _, inner = name.partition(":")
-  shape = lambda heads: (1, tokens, heads, settings.head_dim)
-  found = select.explain(
-    shape(settings.heads),
-    shape(settings.kv_heads),
-    shards=settings.devices,
-    layout=layout_of(name),
-    mask=settings.mask,
-    dtype=settings.dtype,
-    machine=known,
-    backward=passes == "fwdbwd",
-    among=(kind,),
-    show=False,
-  )
-  group = int(inner) if inner else None
-  if kind == "hybrid" and group is None:
-    group = nesting.group_of(
-      nesting.named(name), settings.devices, settings.kv_heads
-    )
-  for one in found.predictions:
-    if group is None or one.options.get("inner") == group:
-      return one.seconds
-  return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-  """A compiled program with its operands."""
-
-  compiled: Any
-  operands: Any
-  restore: Callable[[Any], Any]
-
-  def run(self) -> Any:
-    return self.compiled(*self.operands)
-
-  def found(self) -> list[np.ndarray]:
-    """Results in the order of the sequence, float32."""
-    return [self.restore(np.asarray(x, np.float32)) for x in self.run()]
-
-  def counters(self) -> dict[str, Any]:
-    """Hops and bytes of a device."""
-    program = Program(self.compiled.as_text())
-    sends = program.sends()
-    return {
-      "hops": sum(times for _, _, times in sends),
-      "sent_bytes": sum(i.bytes * times for _, i, times in sends),
-      "other_bytes": sum(
-        i.bytes * program.times[name]
-        for name, computation in program.computations.items()
-        for i in computation.values()
-        if i.op.removesuffix("-start") in _COLLECTIVES
-      ),
-    }
-
-
-def _work(
+def _compiled(
   arrays: Sequence[np.ndarray],
-  passes: str,
+  case: StrategyCase,
   *,
-  mask: Mask,
   strategy: Any,
-  mesh: Any,
+  mesh: Any = None,
   layout: Layout | None = None,
-) -> _Work:
-  """Attention, or that and its gradients, ready to run."""
+) -> tuple[harness.Runnable, Any]:
+  """Attention, or that and its gradients, ready to run; and its program."""
   call = functools.partial(
-    dot_product_attention, mask=mask, strategy=strategy, mesh=mesh
+    dot_product_attention, mask=case.mask, strategy=strategy, mesh=mesh
   )
-  if mesh is None:
-    put, back = jnp.asarray, lambda x: x
-  else:
-    assert layout is not None
+  put, back = jnp.asarray, lambda x: x
+  if mesh is not None and layout is not None:
     shards = mesh.shape["seq"]
     call = functools.partial(call, layout=layout, axis="seq")
     over = NamedSharding(mesh, P(None, "seq"))
@@ -381,98 +382,13 @@ def _work(
     back = lambda x: layout.restore(x, shards=shards)
 
   def both(q: Any, k: Any, v: Any, do: Any) -> Any:
-    if passes == "fwd":
+    if not case.backward:
       return (call(q, k, v),)
     out, pull = jax.vjp(call, q, k, v)
     return (out, *pull(do))
 
   operands = [put(x) for x in arrays]
-  return _Work(jax.jit(both).lower(*operands).compile(), operands, back)
-
-
-def _order(row: contest.Row) -> tuple[Any, ...]:
-  return (
-    row["dtype"],
-    row["heads"],
-    row["kv_heads"],
-    row["head_dim"],
-    row["window"] or 0,
-    row["tokens"],
-    PASSES.index(row["pass"]),
-  )
-
-
-def _summary(rows: Sequence[contest.Row]) -> dict[str, Any]:
-  """Of each row the fastest as measured and as predicted, and the ratios."""
-  found = []
-  for row in rows:
-    timed = {
-      name: one
-      for name, one in row["results"].items()
-      if one["median_s"] and one["predicted_s"]
-    }
-    if not timed:
-      continue
-    least = lambda key, timed=timed: min(timed, key=lambda n: timed[n][key])
-    best = timed[least("median_s")]["median_s"]
-    ratios = [x["predicted_s"] / x["median_s"] for x in timed.values()]
-    found.append(
-      {
-        "tokens": row["tokens"],
-        "pass": row["pass"],
-        "window": row["window"],
-        "fastest": least("median_s"),
-        "predicted": least("predicted_s"),
-        "loss_of_choice": timed[least("predicted_s")]["median_s"] / best - 1,
-        "predicted_over_measured": [min(ratios), max(ratios)],
-      }
-    )
-  return {"rows": found}
-
-
-def _table(row: contest.Row) -> str:
-  window = f", window {row['window']}" if row["window"] else ""
-  lines = [
-    f"{row['pass']} {row['dtype']} T={row['tokens']} N={row['heads']} "
-    f"K={row['kv_heads']} H={row['head_dim']}, causal{window}",
-    f"  {'':15}{'measured':>11}{'predicted':>12}{'hops':>6}{'sent':>10}"
-    f"{'gathered':>10}{'scores':>8}",
-  ]
-  for name, one in row["results"].items():
-    if one["median_s"] is None:
-      lines.append(f"  {name:15}{'-':>11}  {one['reason']}")
-      continue
-    predicted = one["predicted_s"]
-    guess = "-" if predicted is None else f"{1e3 * predicted:.1f} ms"
-    lines.append(
-      f"  {name:15}{1e3 * one['median_s']:8.1f} ms{guess:>12}{one['hops']:>6}"
-      f"{_mb(one['sent_bytes']):>10}{_mb(one['other_bytes']):>10}"
-      f"{one['scores']:>8.2f}"
-    )
-  return "\n".join(lines) + "\n"
-
-
-def _mb(count: int) -> str:
-  return f"{count / 1e6:.2f} MB"
-
-
-def _title(settings: Settings) -> str:
-  return (
-    f"{settings.devices} devices, N={settings.heads}, K={settings.kv_heads}, "
-    f"H={settings.head_dim}, {settings.dtype}"
-  )
-
-
-def _points(rows: Sequence[contest.Row]) -> list[tuple[str, str, float, float]]:
-  """(strategy, row, predicted, measured) of all that has both."""
-  return [
-    (
-      name,
-      f"{row['tokens']} {row['pass']}",
-      one["predicted_s"],
-      one["median_s"],
-    )
-    for row in rows
-    for name, one in row["results"].items()
-    if one["median_s"] and one["predicted_s"]
-  ]
+  program = jax.jit(both).lower(*operands).compile()
+  run = lambda: program(*operands)
+  check = lambda: [back(np.asarray(x, np.float32)) for x in run()]
+  return harness.Runnable(run, check), program

@@ -6,6 +6,8 @@ which it takes the first.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import OptionError
+from ringjax.checks import one_of
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cached import ShardedDecode
@@ -33,50 +35,91 @@ _HEADS = 2
 _LAYERS = 2
 
 
-def ours(
-  devices: Sequence[Any],
-  *,
-  what: str = "forward",
-  q_block: int = 1024,
-  kv_block: int = 1024,
-  head_dim: int = 128,
-  dtype: str = "bfloat16",
-) -> Built:
-  """`FlashTPU`, causal: by its positions some tiles are whole.
+def _one(devices: Sequence[Any]) -> Mesh:
+  return Mesh(np.array(devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
 
-  Args:
-    devices: of the slice.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashShape:
+  """A call of flash attention, a few tiles long.
+
+  Attributes:
     what: "forward", or "backward" for both passes.
     q_block: queries of a tile.
     kv_block: keys of a tile.
     head_dim: H.
     dtype: of the operands.
-  """
-  mesh = _one(devices)
-  chip = chips.known(devices[0].device_kind)
-  strategy = Gather(FlashTPU(q_block, kv_block, chip=chip))
 
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return dot_product_attention(
-      q, k, v, is_causal=True, mesh=mesh, axis="seq", strategy=strategy
+  Raises:
+    OptionError: an unknown `what`.
+  """
+
+  what: str = "forward"
+  q_block: int = 1024
+  kv_block: int = 1024
+  head_dim: int = 128
+  dtype: str = "bfloat16"
+
+  def __post_init__(self) -> None:
+    one_of("what", self.what, WHAT)
+
+  @property
+  def length(self) -> int:
+    """Queries and keys: some tiles in either direction."""
+    return 4 * max(self.q_block, self.kv_block)
+
+  def built(
+    self,
+    attend: Callable[..., Any],
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    kernel: str,
+  ) -> Built:
+    """`attend`, or that and its gradients, of operands of `shape`."""
+    like = jax.ShapeDtypeStruct(
+      shape, jnp.dtype(self.dtype), sharding=NamedSharding(mesh, P())
     )
 
-  shape = (1, _length(q_block, kv_block), _HEADS, head_dim)
-  return _built(attend, mesh, shape, dtype, what, "FlashTPU")
+    def both(q: Any, k: Any, v: Any, do: Any) -> tuple[jax.Array, Any]:
+      out, pullback = jax.vjp(attend, q, k, v)
+      return out, pullback(do)
+
+    backward = self.what == "backward"
+    return Built(
+      function=jax.jit(both if backward else attend),
+      arguments=(like,) * (4 if backward else 3),
+      mesh=mesh,
+      facts={"what": self.what, "kernel": kernel, "shape": list(shape)},
+    )
 
 
-def splash(
-  devices: Sequence[Any],
-  *,
-  what: str = "forward",
-  q_block: int = 1024,
-  kv_block: int = 1024,
-  head_dim: int = 128,
-  dtype: str = "bfloat16",
-) -> Built:
-  """JAX's splash attention, all of whose tiles are whole.
+def ours(devices: Sequence[Any], **shape: Any) -> Built:
+  """`FlashTPU`, causal: by its positions some tiles are full.
 
-  Its backward pass is the fused one. Arguments as of `ours`.
+  Args:
+    devices: of the slice.
+    shape: of `FlashShape`.
+  """
+  mesh, of = _one(devices), FlashShape(**shape)
+  chip = chips.known(devices[0].device_kind)
+  attend = functools.partial(
+    dot_product_attention,
+    is_causal=True,
+    mesh=mesh,
+    axis="seq",
+    strategy=Gather(FlashTPU(of.q_block, of.kv_block, chip=chip)),
+  )
+  return of.built(attend, mesh, (1, of.length, _HEADS, of.head_dim), "FlashTPU")
+
+
+def splash(devices: Sequence[Any], **shape: Any) -> Built:
+  """JAX's splash attention, all of whose tiles are full.
+
+  Its backward pass is the fused one.
+
+  Args:
+    devices: of the slice.
+    shape: of `FlashShape`.
   """
   from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernels,
@@ -85,116 +128,89 @@ def splash(
     splash_attention_mask as masks,
   )
 
-  mesh = _one(devices)
-  length = _length(q_block, kv_block)
+  of = FlashShape(**shape)
   sizes = kernels.BlockSizes(
-    block_q=q_block,
-    block_kv=kv_block,
-    block_kv_compute=kv_block,
-    block_q_dkv=q_block,
-    block_kv_dkv=kv_block,
-    block_kv_dkv_compute=kv_block,
+    block_q=of.q_block,
+    block_kv=of.kv_block,
+    block_kv_compute=of.kv_block,
+    block_q_dkv=of.q_block,
+    block_kv_dkv=of.kv_block,
+    block_kv_dkv_compute=of.kv_block,
     use_fused_bwd_kernel=True,
   )
-  mask = masks.MultiHeadMask([masks.FullMask((length, length))] * _HEADS)
+  mask = masks.MultiHeadMask([masks.FullMask((of.length, of.length))] * _HEADS)
   kernel: Any = kernels.make_splash_mha(
     mask, block_sizes=sizes, head_shards=1, q_seq_shards=1
   )
-  shape = (1, _HEADS, length, head_dim)
-  return _built(jax.vmap(kernel), mesh, shape, dtype, what, "splash")
+  operands = (1, _HEADS, of.length, of.head_dim)
+  return of.built(jax.vmap(kernel), _one(devices), operands, "splash")
 
 
-def _one(devices: Sequence[Any]) -> Mesh:
-  return Mesh(np.array(devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+  """Queries behind a cache of keys, which see all of them.
 
+  Attributes:
+    heads: N.
+    kv_heads: K.
+    head_dim: H.
+    keys: S, slots of the cache.
+    queries: T, none of them before the last key.
+    dtype: of all operands.
+  """
 
-def _length(q_block: int, kv_block: int) -> int:
-  """Some tiles in either direction."""
-  return 4 * max(q_block, kv_block)
+  heads: int = 32
+  kv_heads: int = 8
+  head_dim: int = 128
+  keys: int = 65536
+  queries: int = 1
+  dtype: str = "bfloat16"
 
-
-def _built(
-  attend: Callable[..., jax.Array],
-  mesh: Mesh,
-  shape: tuple[int, ...],
-  dtype: str,
-  what: str,
-  name: str,
-) -> Built:
-  if what not in WHAT:
-    raise OptionError(
-      "what", repr(what), f"one of {', '.join(WHAT)}", "pass one of these names"
+  def operands(self, sharding: Any = None) -> tuple[Any, Any]:
+    """The shapes of the queries and of the stack of keys."""
+    like = lambda *shape: jax.ShapeDtypeStruct(
+      shape, jnp.dtype(self.dtype), sharding=sharding
     )
-  like = jax.ShapeDtypeStruct(
-    shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P())
-  )
-
-  def both(
-    q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    out, pullback = jax.vjp(attend, q, k, v)
-    return out, pullback(do)
-
-  backward = what == "backward"
-  return Built(
-    function=jax.jit(both if backward else attend),
-    arguments=(like,) * (4 if backward else 3),
-    mesh=mesh,
-    facts={"what": what, "kernel": name, "shape": list(shape)},
-  )
+    groups = self.heads // self.kv_heads
+    return (
+      like(1, self.kv_heads, groups, self.queries, self.head_dim),
+      like(_LAYERS, 1, self.kv_heads, self.keys, self.head_dim),
+    )
 
 
 def decode(
   devices: Sequence[Any],
   *,
   local: str = "kernel",
-  heads: int = 32,
-  kv_heads: int = 8,
-  head_dim: int = 128,
-  keys: int = 65536,
-  queries: int = 1,
-  dtype: str = "bfloat16",
   trips: float | int = 1.0,
+  **shape: Any,
 ) -> Built:
-  """Queries behind a cache of `keys` tokens, all of which they see.
+  """Attention of new queries over a cache.
 
   Args:
     devices: of the slice.
     local: "kernel", `DecodeTPU`, or "loops", XLA's.
-    heads: N.
-    kv_heads: K.
-    head_dim: H.
-    keys: S, slots of the cache.
-    queries: T, of which none is before the last key.
-    dtype: of all operands.
-    trips: how often each of XLA's loops is taken to turn.
+    trips: the trip count that each of XLA's loops is taken to have.
+    shape: of `DecodeShape`.
+
+  Raises:
+    OptionError: an unknown `local`.
   """
-  mesh = _one(devices)
+  mesh, of = _one(devices), DecodeShape(**shape)
   made = {
     "kernel": DecodeTPU(chip=chips.known(devices[0].device_kind)),
     "loops": Blockwise(),
   }
-  if local not in made:
-    raise OptionError(
-      "local",
-      repr(local),
-      f"one of {', '.join(made)}",
-      "pass one of these names",
-    )
+  one_of("local", local, made)
   resident = ShardedDecode(mesh=mesh, axis="seq", whole=True, local=made[local])
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
-  q, stored = (
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over)
-    for x in _visit(heads, kv_heads, head_dim, keys, dtype, queries)
-  )
+  q, stored = of.operands(over)
 
-  def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Any, layer: jax.Array
-  ) -> jax.Array:
+  def attend(q: Any, k: Any, v: Any, at: Any, layer: Any) -> jax.Array:
     q_at, k_at = (Coords(*pair) for pair in at)
     return resident(
-      Scores(scale=head_dim**-0.5),
+      Scores(scale=of.head_dim**-0.5),
       q,
       (ContiguousView(k, v, k_at, layer),),
       Terms(),
@@ -202,52 +218,34 @@ def decode(
       Causal(),
     )
 
-  at = tuple((number(1, n),) * 2 for n in (queries, keys))
+  at = tuple((number(1, n),) * 2 for n in (of.queries, of.keys))
   return Built(
     function=jax.jit(attend),
     arguments=(q, stored, stored, at, number()),
     mesh=mesh,
-    facts={"what": "decode", "kernel": local, "keys": keys},
+    facts={"what": "decode", "kernel": local, "keys": of.keys},
     data_trips=trips,
   )
 
 
-def decode_tile(
-  chip: str,
-  *,
-  local: str = "kernel",
-  heads: int = 32,
-  kv_heads: int = 8,
-  head_dim: int = 128,
-  keys: int = 65536,
-  dtype: str = "bfloat16",
-) -> int:
-  """Bytes of keys and values of a tile of `decode`, of one core."""
+def decode_tile(chip: str, *, local: str = "kernel", **shape: Any) -> int:
+  """Bytes of keys and values of a tile of `decode`, of one core.
+
+  Args:
+    chip: whose tile it is.
+    local: as of `decode`.
+    shape: of `DecodeShape`.
+  """
+  of = DecodeShape(**shape)
   found: list[tuple[int, int]] = []
 
-  def look(q: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array) -> None:
+  def look(q: Any, k: Any, v: Any, at: Any) -> None:
     stored = ContiguousView(k, v, Coords(at, at), 0)
     kernel = DecodeTPU(chip=chip).tile(q, stored)
-    loops = kv_heads, tile_slots(stored, "tpu")
+    loops = of.kv_heads, tile_slots(stored, "tpu")
     found.append(kernel if local == "kernel" else loops)
 
-  q, k = _visit(heads, kv_heads, head_dim, keys, dtype)
-  jax.eval_shape(look, q, k, k, jax.ShapeDtypeStruct((1, keys), jnp.int32))
+  q, k = of.operands()
+  jax.eval_shape(look, q, k, k, jax.ShapeDtypeStruct((1, of.keys), jnp.int32))
   ((many, length),) = found
-  return 2 * many * length * head_dim * k.dtype.itemsize
-
-
-def _visit(
-  heads: int,
-  kv_heads: int,
-  head_dim: int,
-  keys: int,
-  dtype: str,
-  queries: int = 1,
-) -> tuple[Any, Any]:
-  """What stands for the queries and for the stack of keys."""
-  like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-  return (
-    like(1, kv_heads, heads // kv_heads, queries, head_dim),
-    like(_LAYERS, 1, kv_heads, keys, head_dim),
-  )
+  return 2 * many * length * of.head_dim * k.dtype.itemsize

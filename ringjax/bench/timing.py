@@ -1,11 +1,11 @@
-"""Timing several callables against each other on a machine that others use.
+"""Times several callables against each other on a machine that others use.
 
-Law: contestants run once each in turn, round after round, so that a slow
-minute of the machine falls on all of them; medians, and ratios of medians,
-are what is left. Who goes first changes from round to round, and who comes
-behind whom: some leave gigabytes behind that the machine clears away in the
-next one's time. A contestant that raises gets a reason in place of a number;
-it is never left out.
+Guarantees: contestants run once each in turn, round after round, so that a
+slow minute of the machine falls on all of them; medians, and ratios of
+medians, are reported. The order changes from round to round: one contestant
+may leave gigabytes behind, which the machine clears away in the next one's
+time. A contestant that raises gets a reason in place of a number; it is never
+left out.
 The machine's own matrix product takes part as one more contestant: a
 percentage of its rate means the same on every machine.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -36,7 +35,21 @@ GEMM_SIZE = 2048
 _PRODUCTS = 4
 # Rows of a matrix by whose product an accelerator is measured.
 _LARGE = 8192
-GEMM_FLOPS = _PRODUCTS * 2 * GEMM_SIZE**3
+# Their versions are part of a record.
+_PACKAGES = (
+  "jax", "jaxlib", "numpy", "torch", "transformers", "safetensors",
+  "ringattention", "ringjax",
+)  # fmt: skip
+# The widest vector instructions of a processor, widest first.
+_VECTORS = {
+  "amx_tile": "AMX",
+  "avx512f": "AVX-512",
+  "avx2": "AVX2",
+  "avx": "AVX",
+  "sve2": "SVE2",
+  "sve": "SVE",
+  "asimd": "NEON",
+}
 
 
 class Skipped(Exception):
@@ -62,13 +75,6 @@ class Timing:
   @property
   def min_s(self) -> float | None:
     return min(self.seconds, default=None)
-
-
-def ratio(a: Timing, b: Timing) -> float | None:
-  """Median time of `a` over that of `b`; None where one has no number."""
-  if a.median_s is None or b.median_s is None:
-    return None
-  return a.median_s / b.median_s
 
 
 def interleave(
@@ -113,6 +119,33 @@ def interleave(
   }
 
 
+def timed(
+  runs: Mapping[str, Callable[[], Any]], rounds: int, stream: Any = None
+) -> dict[str, Timing]:
+  """Times `runs` in turn, with a line of progress.
+
+  Args:
+    runs: as in `interleave`.
+    rounds: timed rounds.
+    stream: where progress is shown; default stderr.
+
+  Raises:
+    OptionError: a run fails.
+  """
+  progress = Progress(len(runs) * (rounds + 1), stream)
+  found = interleave(runs, rounds, on_run=progress.at)
+  progress.clear()
+  for label, one in found.items():
+    if one.reason is not None:
+      raise OptionError(
+        "fit",
+        f"{label}: {one.reason}",
+        "calls that run",
+        "pass smaller sizes or a smaller preset",
+      )
+  return found
+
+
 def _order(names: Sequence[str], n: int) -> list[str]:
   """The order of round `n`: of an even number of names each comes behind every
   other once in as many rounds (Williams 1949, designs for residual effects)."""
@@ -140,8 +173,14 @@ def gemm_flops(size: int) -> float:
   return float(_PRODUCTS * 2 * size**3)
 
 
-def gemm(dtype: str, size: int = GEMM_SIZE) -> Callable[[], Any]:
-  """Products of two square matrices, `gemm_flops` of work, ready to run."""
+def gemm(dtype: str, size: int | None = None) -> Callable[[], Any]:
+  """Products of two square matrices, `gemm_flops` of work, ready to run.
+
+  Args:
+    dtype: of the matrices.
+    size: rows of a matrix; default `GEMM_SIZE`.
+  """
+  size = GEMM_SIZE if size is None else size
   device = jax.devices()[0]
   exact = jax.lax.Precision.HIGHEST if dtype == "float32" else None
   f = jax.jit(lambda a, b: jnp.matmul(a, b, precision=exact))
@@ -161,9 +200,9 @@ def gemm(dtype: str, size: int = GEMM_SIZE) -> Callable[[], Any]:
 
 
 def peak(dtype: str, device: Any) -> float:
-  """FLOP/s of a device: as stated of it, else of a matrix product, measured.
+  """FLOP/s of a device: its data sheet's, else a measured matrix product's.
 
-  What is measured of a CPU is of all its cores, which its devices share.
+  A CPU's is the rate of all its cores, which its devices share.
   """
   name = chips.known(device.device_kind)
   if device.platform != "cpu" and name is not None:
@@ -175,9 +214,10 @@ def peak(dtype: str, device: Any) -> float:
 
 
 class Progress:
-  """Lines on stderr that say what runs and when it may end.
+  """Progress on stderr: what runs now and how long the rest may take.
 
-  On a terminal one line is rewritten; elsewhere a line is added now and then.
+  On a terminal one line is rewritten; elsewhere a line is added every few
+  seconds.
   """
 
   def __init__(
@@ -191,7 +231,7 @@ class Progress:
     self._width = 0
 
   def at(self, done: int | float, label: str) -> None:
-    """Says that `done` of the total is done and `label` comes now."""
+    """Shows that `done` of the total is done and that `label` runs now."""
     now = time.monotonic()
     terminal = self._stream.isatty()
     if now - self._last < (0.1 if terminal else self._every_s):
@@ -220,26 +260,15 @@ class Progress:
 def _clock(seconds: float) -> str:
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
-  return (
-    f"{hours}:{minutes:02}:{seconds:02}"
-    if hours
-    else (f"{minutes}:{seconds:02}")
-  )
+  if hours:
+    return f"{hours}:{minutes:02}:{seconds:02}"
+  return f"{minutes}:{seconds:02}"
 
 
 def environment(command: str) -> dict[str, Any]:
   """What a result depends on besides the code: versions, machine, date."""
   versions = {"python": platform.python_version()}
-  for name in (
-    "jax",
-    "jaxlib",
-    "numpy",
-    "torch",
-    "transformers",
-    "safetensors",
-    "ringattention",
-    "ringjax",
-  ):
+  for name in _PACKAGES:
     try:
       versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -264,12 +293,16 @@ def environment(command: str) -> dict[str, Any]:
 def check_same_machine(
   path: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-  """Says that rows of a file are not this machine's, as far as is known.
+  """Refuses to add rows to a file whose rows are another machine's.
 
   Args:
     path: of the file.
-    before: `machine` of the file's `environment`, which may be an older one.
+    before: `machine` of the file's `environment`; what an older version did
+      not record is taken as equal.
     now: this machine's.
+
+  Raises:
+    OptionError: the machines differ.
   """
   names = ("cpu", "vectors", "cores", "device")
   other = [name for name in names if before.get(name, now[name]) != now[name]]
@@ -280,7 +313,7 @@ def check_same_machine(
     "append",
     f"rows of another machine ({of(before)}) in {path}",
     f"rows of this one ({of(now)})",
-    "give --json another file: such rows do not compare",
+    "pass another file to --json: such rows do not compare",
   )
 
 
@@ -291,28 +324,8 @@ def _cpu_model() -> str:
 
 def _vectors() -> str:
   """The widest vector instructions, which a model's name may not tell."""
-  known = {
-    "amx_tile": "AMX",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-    "avx": "AVX",
-    "sve2": "SVE2",
-    "sve": "SVE",
-    "asimd": "NEON",
-  }
   has = processor.instructions()
-  return next((known[name] for name in known if name in has), "unknown")
-
-
-def check_plot(path: str | None) -> None:
-  """Says that there will be no picture before hours of work, not after."""
-  if path is not None and importlib.util.find_spec("matplotlib") is None:
-    raise OptionError(
-      "plot",
-      f"{path}, but matplotlib is not installed",
-      "matplotlib, or no plot",
-      "pip install matplotlib",
-    )
+  return next((_VECTORS[name] for name in _VECTORS if name in has), "unknown")
 
 
 def read_json(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""A step of training: its time and its memory, ours and what else one has.
+"""Times a step of training and its memory: ours and peers.
 
   plain          dense attention and all logits: arrays of [T, T] and [T, V]
   plain_remat    the same, each layer computed again for its backward pass
@@ -13,23 +13,22 @@
 A step is the loss, its gradients and AdamW's update of parameters and moments,
 which are donated: the same optimizer for all. Over several devices parameters
 and moments are sharded, each over the devices that share the row. On a CPU,
-who computes on one device has a process in which there is one (see `alone`).
+contestants on one device run in a process with one (see `one_device`).
 
-Law: all have the same weights and rows, and whose loss or gradients are off is
-not timed. Memory is what the compiler reserves for a step: temporaries,
-arguments and results, on all its devices together; no step is run for it.
-Utilisation is the FLOPs of the model alone, forward and backward, in a bfloat16
-computation over float32 parameters, as a part of the devices' peak: of what is
-stated of an accelerator, or of a measured product. It is for accelerators, and
-for our contestants, which are compared with others in float32.
+All have the same weights and rows; a loss or gradients that are off are not
+timed. Memory is what the compiler reserves for a step: temporaries, arguments
+and results, on all its devices together; no step is run for it. Utilisation is
+the FLOPs of the model alone, forward and backward, in a bfloat16 computation
+over float32 parameters, as a part of the devices' peak: an accelerator's data
+sheet, or a measured product. It is for accelerators, and for our contestants,
+which are compared with others in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,9 +37,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.bench import alone, attention, contest, timing
-from ringjax.bench.alone import Alone
-from ringjax.bench.contest import Made, Row
+from ringjax.bench import attention, harness, timing
+from ringjax.bench.harness import Report, Row, Trial, option
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.gather import Gather
 from ringjax.parallel.layout import Contiguous, Striped
@@ -58,49 +56,35 @@ CONTESTANTS = (
 OURS = ("ringjax", "ringjax_least", "striped")
 PARTS = ("step", "memory", "scaling", "utilisation")
 _SHARDED = ("striped", "ringattention")
-TOLERANCE = {"float32": 2e-4}
+TOLERANCE = 2e-4
 # Of the computation where the part of the peak is what is asked for.
 _FAST = "bfloat16"
 _B1 = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """What to measure.
+class TrainSettings(harness.BenchmarkSettings):
+  """What the benchmark of training measures.
 
   Attributes:
-    parts: of `PARTS`.
     preset: the model's shapes, a name or what a config.json holds.
     tokens: lengths of the timed rows, one row a step.
-    contestants: of `CONTESTANTS`.
     rounds: timed steps.
     devices: of the sharded contestants.
     limit_bytes: memory in which the longest row has to fit.
-    longest: tokens up to which memory is looked at.
+    longest: tokens up to which memory is computed.
     local: tokens of a shard where the number of shards grows.
   """
 
-  parts: tuple[str, ...] = PARTS[:3]
-  preset: Any = "llama-100m"
-  tokens: tuple[int, ...] = (1024, 4096)
-  contestants: tuple[str, ...] = CONTESTANTS
-  rounds: int = 3
-  devices: int = 8
-  limit_bytes: int = 8 << 30
-  longest: int = 1 << 20
-  local: int = 1024
-
-  def __post_init__(self) -> None:
-    contest.check(
-      self,
-      choices={"parts": PARTS, "contestants": CONTESTANTS},
-      counts=("tokens", "rounds", "devices", "limit_bytes", "longest", "local"),
-    )
-
-
-QUICK = Settings(
-  parts=("step", "memory"), tokens=(512,), rounds=2, longest=1 << 13
-)
+  parts: tuple[str, ...] = option(PARTS[:3], PARTS)
+  preset: Any = option("llama-100m", ())
+  tokens: tuple[int, ...] = option((1024, 4096))
+  contestants: tuple[str, ...] = option(CONTESTANTS, CONTESTANTS)
+  rounds: int = option(3)
+  devices: int = option(8)
+  limit_bytes: int = option(8 << 30, flag=None)
+  longest: int = option(1 << 20, flag=None)
+  local: int = option(1024, flag=None)
 
 
 # ---------------------------------------------------------------------------
@@ -108,8 +92,8 @@ QUICK = Settings(
 # ---------------------------------------------------------------------------
 
 
-def _replicated(name: str, devices: int) -> Any:
-  """How a contestant's tokens lie on devices and find their keys."""
+def _context(name: str, devices: int) -> Any:
+  """A contestant's sharding context: layout, attention, feedforward, remat."""
   from ringjax.nn.sharding_context import ContextParallel
   from ringjax.train import remat
 
@@ -151,22 +135,14 @@ def _published() -> Any:
       repeats = q.shape[2] // k.shape[1]
       heads = lambda x: jnp.repeat(jnp.swapaxes(x, 1, 2), repeats, 2)
       chunk = min(self.chunk, q.shape[1] // self.size)
-      options = attention.ring_options(chunk, q.dtype)
-      local = lambda q, k, v: peer.ringattention(
-        q, k, v, None, None, None, self.axis, False, options
+      attend = attention.published_attention(
+        self.mesh, self.axis, chunk, q.dtype
       )
-      part = P(None, self.axis)
-      return jax.shard_map(
-        local,
-        mesh=self.mesh,
-        in_specs=(part, part, part),
-        out_specs=part,
-        check_vma=False,
-      )(q, heads(k), heads(v))
+      return attend(q, heads(k), heads(v))
 
     def rowwise(self, f: Any, x: Any) -> Any:
-      # Partitioned by the compiler, as its users have it. What it calls the
-      # size of chunks is their number.
+      # Partitioned by the compiler, as its users have it. Its argument called
+      # the size of chunks is their number.
       chunks = max(1, x.shape[1] // self.size // self.chunk)
       return _in_linen(f, lambda f: peer.blockwise_feedforward(f, x, chunks))
 
@@ -174,7 +150,7 @@ def _published() -> Any:
 
 
 def _in_linen(f: Any, use: Any) -> Any:
-  """What `use` makes of f as a Linen module, which the peer asks for."""
+  """`use` of f as a Linen module, which is what the peer takes."""
   from flax import linen
 
   class Inner(linen.Module):
@@ -219,7 +195,7 @@ def _program(name: str, attend: Any, shardings: Any, dtype: Any = None) -> Any:
   def step(params: Any, moments: Any, batch: Any) -> Any:
     loss = functools.partial(_loss, name, attend, batch=batch, dtype=dtype)
     loss, grads = jax.value_and_grad(loss)(params)
-    # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
+    # Optimizers mix dtypes, which a strict JAX refuses.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = _optimizer().update(grads, moments, params)
       params = optax.apply_updates(params, updates)
@@ -250,13 +226,13 @@ def _shardings(params: Any, attend: Any) -> Any:
   return state.params, state.optimizer, NamedSharding(attend.mesh, P())
 
 
-def _ready(
+def _trial(
   name: str, model: Any, tokens: int, devices: int, dtype: Any = None
-) -> Made:
-  """A contestant's step, and what came out of the first one."""
+) -> Trial:
+  """A contestant's step, and the loss and gradients of the first one."""
   from ringjax.train import step
 
-  attend = _replicated(name, devices)
+  attend = _context(name, devices)
   params = _placed(model, attend)
   state = step.start(_optimizer(), params, attend.mesh)
   held = [state.params, state.optimizer]
@@ -273,44 +249,11 @@ def _ready(
   return work, _outputs(loss, grads)
 
 
-def _created(name: str, preset: Any, tokens: int, dtype: Any) -> Made:
+def _trial_of_one(name: str, preset: Any, tokens: int, dtype: Any) -> Trial:
   """The step of a contestant on one device that has no model yet."""
   from ringjax.models import checkpoint
 
-  model = checkpoint.create(preset, seed=0)
-  return _ready(name, model, tokens, 1, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bench:
-  """Where contestants of the timed parts run.
-
-  Attributes:
-    settings: of the run.
-    process: for those on one device.
-    stream: where progress goes.
-  """
-
-  settings: Settings
-  process: Alone
-  stream: Any
-
-  @functools.cached_property
-  def model(self) -> Any:
-    """What those in this process begin with."""
-    from ringjax.models import checkpoint
-
-    return jax.block_until_ready(
-      checkpoint.create(self.settings.preset, seed=0)
-    )
-
-  def made(
-    self, name: str, tokens: int, devices: int, dtype: Any = None
-  ) -> Made:
-    if name not in _SHARDED and alone.serves():
-      make = f"{__name__}:{_created.__name__}"
-      return self.process.make(make, name, self.settings.preset, tokens, dtype)
-    return _ready(name, self.model, tokens, devices, dtype)
+  return _trial(name, checkpoint.create(preset, seed=0), tokens, 1, dtype)
 
 
 def _rows(tokens: int, vocab: int, attend: Any) -> Any:
@@ -322,35 +265,27 @@ def _rows(tokens: int, vocab: int, attend: Any) -> Any:
 
 
 def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
-  """What a compiled step takes on all its devices, without running it."""
-  from flax import nnx
-
+  """Bytes of a compiled step on all its devices, without running it."""
   from ringjax.models import Rules, checkpoint
+  from ringjax.train import step
   from ringjax.train.batch import Batch
 
-  attend = _replicated(name, devices)
-  params = checkpoint.abstract(preset, dtype="float32")
-  put: Any = lambda x, sharding: jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=sharding
-  )
+  attend, row, rules = _context(name, devices), None, None
   if attend.mesh is not None:
-    rules = Rules(embed=attend.axis)
-    params = jax.tree.map(
-      lambda p: p.replace(put(p.get_value(), rules.sharding(p, attend.mesh))),
-      params,
-      is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-  moments = jax.eval_shape(_optimizer().init, params)
-  shardings = _shardings(params, attend)
-  row = None
-  if attend.mesh is not None:
-    moments = jax.tree.map(put, moments, shardings[1])
     row = NamedSharding(attend.mesh, P(None, None, attend.axis))
+    rules = Rules(embed=attend.axis)
+  params = checkpoint.abstract(
+    preset, dtype="float32", mesh=attend.mesh, rules=rules
+  )
+  if attend.mesh is None:
+    moments = jax.eval_shape(_optimizer().init, params)
+  else:
+    moments = step.form(_optimizer(), params, attend.mesh).optimizer
   field = lambda dtype: jax.ShapeDtypeStruct(
     (1, 1, tokens), dtype, sharding=row
   )
   batch = Batch(field(jnp.int32), field(jnp.int32), field(jnp.float32))
-  program = _program(name, attend, shardings)
+  program = _program(name, attend, _shardings(params, attend))
   found = program.lower(params, moments, batch).compile()
   a = found.memory_analysis()
   each = (
@@ -362,116 +297,6 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
   return each * attend.size
 
 
-# ---------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------
-
-
-def run(
-  settings: Settings,
-  *,
-  command: str = "",
-  json: str | None = None,
-  append: bool = False,
-  stream: Any = None,
-  say: Callable[[str], Any] = print,
-) -> dict[str, Any]:
-  """Measures, prints a table and keeps the record.
-
-  Args:
-    settings: what to measure.
-    command: the command line, for the record.
-    json: file for the complete result, written after every row.
-    append: keeps the rows that `json` holds already.
-    stream: where progress goes; default stderr.
-    say: prints a line.
-
-  Raises:
-    OptionError: as `contest.Record`.
-  """
-  record = contest.Record(
-    "train",
-    settings,
-    order=lambda row: (PARTS.index(row["part"]), row["name"], row["tokens"]),
-    summary=_summary,
-    command=command,
-    json=json,
-    append=append,
-  )
-  stream = sys.stderr if stream is None else stream
-  does = {
-    "step": _steps,
-    "memory": _memory,
-    "scaling": _scaling,
-    "utilisation": _utilisation,
-  }
-  with Alone() as process:
-    bench = _Bench(settings, process, stream)
-    for part in PARTS:
-      if part in settings.parts:
-        for row in does[part](bench):
-          process.clear()
-          record.add(row, last=False)
-          for line in _words(row):
-            say(line)
-  rows = record.result["rows"]
-  if rows:
-    record.add(rows[-1], last=True)
-  for line in _closing(record.result["summary"]):
-    say(line)
-  return record.result
-
-
-def _steps(bench: _Bench) -> Any:
-  """Times of steps, one row a length."""
-  settings = bench.settings
-  names = settings.contestants
-  for tokens in settings.tokens:
-    progress = timing.Progress(
-      contest.steps(names, settings.rounds), bench.stream
-    )
-    report = lambda n, text, tokens=tokens, progress=progress: progress.at(
-      n, f"step T={tokens}: {text}"
-    )
-    report(0, "reference")
-    reference = bench.made("ringjax", tokens, 1)[1]
-    # It held weights and moments; whoever competes brings its own.
-    bench.process.clear()
-    make = lambda name, tokens=tokens: bench.made(
-      name, tokens, settings.devices
-    )
-    compare = lambda found, want=reference: contest.compare(
-      found, want, TOLERANCE["float32"]
-    )
-    timings, differences = contest.run(
-      names,
-      make,
-      compare,
-      settings.rounds,
-      report,
-      {"machine": timing.gemm("float32")},
-    )
-    yield {
-      "part": "step",
-      "name": "",
-      "tokens": tokens,
-      "results": {
-        name: {"devices": settings.devices if name in _SHARDED else 1}
-        | _result(timings[name], differences.get(name))
-        for name in names
-      },
-    }
-
-
-def _result(one: timing.Timing, difference: float | None) -> dict[str, Any]:
-  return {
-    "median_s": None if one.reason else one.median_s,
-    "seconds": one.seconds,
-    "reason": one.reason,
-    "max_abs_difference": difference,
-  }
-
-
 def _outputs(loss: Any, grads: Any) -> list[np.ndarray]:
   """The loss, and gradients that every layer takes part in."""
   block = grads.stack.blocks[0][0]
@@ -479,197 +304,263 @@ def _outputs(loss: Any, grads: Any) -> list[np.ndarray]:
   return [np.asarray(x) for x in picked]
 
 
-def _memory(bench: _Bench) -> Any:
-  """The longest row that fits, by doubling; one row a contestant."""
-  settings = bench.settings
-  for name in settings.contestants:
+# ---------------------------------------------------------------------------
+# The benchmark
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCase:
+  """One row of the benchmark.
+
+  Attributes:
+    part: of `PARTS`.
+    tokens: of a row; 0 where memory is computed for growing ones.
+    name: of the contestant, where a row has one.
+    devices: of that contestant.
+  """
+
+  part: str
+  tokens: int = 0
+  name: str = ""
+  devices: int = 1
+
+  def __str__(self) -> str:
+    words = (self.part, self.name, f"T={self.tokens}" if self.tokens else "")
+    return " ".join(word for word in words if word)
+
+
+class TrainBenchmark(harness.Benchmark):
+  """Steps of training: their time, memory, scaling and utilisation."""
+
+  name = "train"
+  options = TrainSettings
+  quick = TrainSettings(
+    parts=("step", "memory"), tokens=(512,), rounds=2, longest=1 << 13
+  )
+  columns = ("part", "name", "tokens")
+  parts = PARTS
+  files = ("json", "append")
+
+  @functools.cached_property
+  def model(self) -> Any:
+    """The model with which contestants in this process begin."""
+    from ringjax.models import checkpoint
+
+    model = checkpoint.create(self.settings.preset, seed=0)
+    return jax.block_until_ready(model)
+
+  @property
+  def cases(self) -> list[TrainCase]:
+    s = self.settings
+    doubled = [1 << n for n in range(s.devices.bit_length())]
+    found = {
+      "step": [TrainCase("step", n) for n in s.tokens],
+      "memory": [
+        TrainCase("memory", name=name, devices=s.devices)
+        for name in s.contestants
+      ],
+      "scaling": [
+        TrainCase("scaling", n * s.local, "striped" if n > 1 else "ringjax", n)
+        for n in doubled
+      ],
+      "utilisation": [
+        TrainCase("utilisation", n, name, s.devices if name in _SHARDED else 1)
+        for n in s.tokens
+        for name in s.contestants
+        if name in OURS
+      ],
+    }
+    return [case for part in PARTS if part in s.parts for case in found[part]]
+
+  def build(
+    self, name: str, tokens: int, devices: int, dtype: Any = None
+  ) -> Trial:
+    """A contestant's step, on one device in a process with one."""
+    if name in _SHARDED:
+      return _trial(name, self.model, tokens, devices, dtype)
+    preset = self.settings.preset
+    return self.placed(True, _trial_of_one, name, preset, tokens, dtype)
+
+  def reference(self, tokens: int) -> Any:
+    """Loss and gradients of ours on one device."""
+    found = self.build("ringjax", tokens, 1)[1]
+    # It holds weights and moments; the contestants bring their own.
+    self.process.clear()
+    return found
+
+  def row(self, case: TrainCase, report: Report) -> Row:
+    row = {"part": case.part, "name": case.name, "tokens": case.tokens}
+    return row | getattr(self, f"_{case.part}")(case, report)
+
+  def devices(self, name: str) -> int:
+    return self.settings.devices if name in _SHARDED else 1
+
+  def _step(self, case: TrainCase, report: Report) -> Row:
+    """Times of steps of one length."""
+    reference = self.reference(case.tokens)
+    results, _ = self.measure(
+      self.settings.contestants,
+      lambda name: self.build(name, case.tokens, self.settings.devices),
+      lambda found: harness.compare(found, reference, TOLERANCE),
+      report,
+    )
+    return {"results": results}
+
+  def _memory(self, case: TrainCase, report: Report) -> Row:
+    """The longest row of a contestant that fits, by doubling."""
+    s = self.settings
     sizes: dict[int, int] = {}
     reason, tokens = None, 1024
-    while tokens <= settings.longest:
-      print(f"memory: {name}, {tokens} tokens", file=bench.stream, flush=True)
+    while tokens <= s.longest:
+      report(tokens / s.longest / 2, f"{tokens} tokens")
       try:
-        sizes[tokens] = _bytes(name, settings.preset, tokens, settings.devices)
+        sizes[tokens] = _bytes(case.name, s.preset, tokens, s.devices)
       except Exception as error:
         reason = timing.reason(error)
         break
-      if sizes[tokens] > settings.limit_bytes:
+      if sizes[tokens] > s.limit_bytes:
         break
       tokens *= 2
-    fit = [n for n, size in sizes.items() if size <= settings.limit_bytes]
-    capped = reason is None and len(fit) == len(sizes) > 0
-    yield {
-      "part": "memory",
-      "name": name,
-      "tokens": 0,
+    fit = [n for n, size in sizes.items() if size <= s.limit_bytes]
+    return {
       "bytes_by_tokens": sizes,
       "longest": max(fit, default=0),
-      # It may be that longer ones fit: nobody looked.
-      "capped": capped,
-      "limit_bytes": settings.limit_bytes,
+      # Longer rows may fit: none was tried.
+      "capped": reason is None and len(fit) == len(sizes) > 0,
+      "limit_bytes": s.limit_bytes,
       "reason": reason,
     }
 
+  def _single(
+    self, case: TrainCase, report: Report, build: Any, compare: Any
+  ) -> Row:
+    """The result of the one contestant of a case."""
+    results, _ = self.measure([case.name], build, compare, report)
+    return results[case.name] | {"devices": case.devices}
 
-def _scaling(bench: _Bench) -> Any:
-  """Time, and memory of a device, as devices and tokens grow together."""
-  settings = bench.settings
-  shards = 1
-  while shards <= settings.devices:
-    tokens = shards * settings.local
-    print(f"scaling: {shards} devices", file=bench.stream, flush=True)
-    name = "striped" if shards > 1 else "ringjax"
-    each, one, difference = None, timing.Timing(), None
-    try:
-      each = _bytes(name, settings.preset, tokens, shards) // shards
-      work, found = bench.made(name, tokens, shards)
-      reference = found
-      if shards > 1:
-        reference = bench.made("ringjax", tokens, 1)[1]
-        bench.process.clear()
-      difference, wrong = contest.compare(
-        found, reference, TOLERANCE["float32"]
-      )
-      one = timing.Timing(reason=f"WRONG: off by {difference:.1e}")
-      if not wrong:
-        runs = {name: work}
-        one = timing.interleave(runs, settings.rounds, warmup=0)[name]
-    except Exception as error:
-      one = timing.Timing(reason=timing.reason(error))
-    yield {
-      "part": "scaling",
-      "name": f"{shards:03}",
-      "tokens": tokens,
-      "devices": shards,
-      "bytes_each": each,
-    } | _result(one, difference)
-    shards *= 2
+  def _scaling(self, case: TrainCase, report: Report) -> Row:
+    """Time, and memory of a device, as devices and tokens grow together."""
+    found: Row = {"name": f"{case.devices:03}", "bytes_each": None}
 
+    def build(name: str) -> Trial:
+      size = _bytes(name, self.settings.preset, case.tokens, case.devices)
+      found["bytes_each"] = size // case.devices
+      return self.build(name, case.tokens, case.devices)
 
-def _utilisation(bench: _Bench) -> Any:
-  """Part of the peak that our steps reach; one row a length and contestant."""
-  from ringjax.models import checkpoint
-  from ringjax.train import recipe
+    def compare(outputs: Any) -> tuple[float, bool]:
+      one = case.devices == 1
+      reference = outputs if one else self.reference(case.tokens)
+      return harness.compare(outputs, reference, TOLERANCE)
 
-  settings = bench.settings
-  model = checkpoint.abstract(settings.preset, dtype="float32")
-  device = jax.devices()[0]
-  peak = timing.peak(_FAST, device)
-  for tokens in settings.tokens:
-    work = recipe.flops(model, tokens) * tokens
-    for name in (x for x in settings.contestants if x in OURS):
-      print(
-        f"utilisation: {name}, {tokens} tokens", file=bench.stream, flush=True
-      )
-      devices = settings.devices if name in _SHARDED else 1
-      try:
-        step, _ = bench.made(name, tokens, settings.devices, _FAST)
-        runs = {name: step}
-        one = timing.interleave(runs, settings.rounds, warmup=0)[name]
-      except Exception as error:
-        one = timing.Timing(reason=timing.reason(error))
-      # The devices of a CPU share its cores.
-      whole = peak * (1 if device.platform == "cpu" else devices)
-      yield {
-        "part": "utilisation",
-        "name": name,
-        "tokens": tokens,
-        "devices": devices,
-        "dtype": _FAST,
-        "peak_flops": whole,
-        "step_flops": work,
-        "utilisation": None
-        if one.reason or one.median_s is None
-        else work / one.median_s / whole,
-      } | _result(one, None)
+    return self._single(case, report, build, compare) | found
 
+  def _utilisation(self, case: TrainCase, report: Report) -> Row:
+    """The part of the peak that one of our steps reaches."""
+    from ringjax.train import recipe
 
-# ---------------------------------------------------------------------------
-# Words
-# ---------------------------------------------------------------------------
-
-
-def _words(row: Row) -> list[str]:
-  if row["part"] == "step":
-    lines = [f"step, one row of {row['tokens']} tokens"]
-    for name, one in row["results"].items():
-      if one["reason"]:
-        lines.append(f"  {name:<14}{one['reason']}")
-      else:
-        rate = row["tokens"] / one["median_s"]
-        lines.append(
-          f"  {name:<14}{one['devices']} devices {one['median_s']:9.3f} s"
-          f"{rate:10,.0f} tokens/s"
-        )
-    return lines
-  if row["part"] == "memory":
-    shown = ", ".join(
-      f"{int(n):,}: {size / 2**30:.2f}"
-      for n, size in row["bytes_by_tokens"].items()
+    s = self.settings
+    devices = s.devices
+    one = self._single(
+      case,
+      report,
+      lambda name: self.build(name, case.tokens, devices, _FAST),
+      lambda outputs: (None, False),
     )
-    more = " and more" if row["capped"] else ""
-    text = f"{row['longest']:,} tokens{more} fit; GiB by tokens {shown}"
-    if row["reason"]:
-      text = f"{text}; then {row['reason']}" if shown else row["reason"]
-    return [f"memory, {row['name']:<14}{text}"]
-  text = row["reason"]
-  if not text:
-    rate = row["tokens"] / row["median_s"]
-    text = f"{row['median_s']:.3f} s a step, {rate:,.0f} tokens/s"
-  if row["part"] == "utilisation":
-    if row["utilisation"] is not None:
-      text += (
-        f", {100 * row['utilisation']:.1f} % of "
-        f"{row['peak_flops'] / 1e12:,.1f} TFLOP/s"
-      )
-    where = f"{row['name']}, {row['devices']} devices"
-    return [f"utilisation, {where}, {row['tokens']:,} tokens: {text}"]
-  if row["bytes_each"] is not None:
-    text = f"{row['bytes_each'] / 2**20:,.0f} MiB each; {text}"
-  return [
-    f"scaling, {row['devices']} devices, {row['tokens']:,} tokens: {text}"
-  ]
+    work = recipe.flops(self._abstract, case.tokens) * case.tokens
+    # The devices of a CPU share its cores.
+    shared = jax.devices()[0].platform == "cpu"
+    whole = self._peak * (1 if shared else case.devices)
+    share = harness.percent(work, one, {"flops_per_s": whole})
+    return {
+      **one,
+      "dtype": _FAST,
+      "peak_flops": whole,
+      "step_flops": work,
+      "utilisation": None if share is None else share / 100,
+    }
 
+  @functools.cached_property
+  def _abstract(self) -> Any:
+    from ringjax.models import checkpoint
 
-def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-  found: dict[str, Any] = {"speed": {}, "longest": {}, "capped": []}
-  for row in rows:
+    return checkpoint.abstract(self.settings.preset, dtype="float32")
+
+  @functools.cached_property
+  def _peak(self) -> float:
+    return timing.peak(_FAST, jax.devices()[0])
+
+  def table(self, case: TrainCase, row: Row) -> str:
     if row["part"] == "step":
-      ours = contest.best(row, OURS)
-      for name, one in row["results"].items():
-        if name not in OURS and ours and not one["reason"]:
-          ratio = one["median_s"] / ours[1]
-          found["speed"].setdefault(name, {})[str(row["tokens"])] = ratio
-    if row["part"] == "memory" and row["longest"]:
-      found["longest"][row["name"]] = row["longest"]
-      if row.get("capped"):
-        found["capped"].append(row["name"])
-    if row["part"] == "utilisation" and row["utilisation"] is not None:
-      mine = found.setdefault("utilisation", {}).setdefault(row["name"], {})
-      mine[str(row["tokens"])] = row["utilisation"]
-  return found
+      rate = lambda one: f"{row['tokens'] / one['median_s']:10,.0f} tokens/s"
+      head = f"step, one row of {row['tokens']} tokens"
+      return "\n".join([head, *harness.lines(row, rate)])
+    if row["part"] == "memory":
+      shown = ", ".join(
+        f"{int(n):,}: {size / 2**30:.2f}"
+        for n, size in row["bytes_by_tokens"].items()
+      )
+      more = " and more" if row["capped"] else ""
+      text = f"{row['longest']:,} tokens{more} fit; GiB by tokens {shown}"
+      if row["reason"]:
+        text = f"{text}; then {row['reason']}" if shown else row["reason"]
+      return f"memory, {row['name']:<14}{text}"
+    text = row["reason"]
+    if not text:
+      rate = row["tokens"] / row["median_s"]
+      text = f"{row['median_s']:.3f} s a step, {rate:,.0f} tokens/s"
+    where = f"{row['devices']} devices, {row['tokens']:,} tokens"
+    if row["part"] == "utilisation":
+      if row["utilisation"] is not None:
+        text += (
+          f", {100 * row['utilisation']:.1f} % of "
+          f"{row['peak_flops'] / 1e12:,.1f} TFLOP/s"
+        )
+      return f"utilisation, {row['name']}, {where}: {text}"
+    if row["bytes_each"] is not None:
+      text = f"{row['bytes_each'] / 2**20:,.0f} MiB each; {text}"
+    return f"scaling, {where}: {text}"
 
+  def summary(self, rows: Sequence[Row]) -> Row:
+    """Times over our best, the longest rows, utilisation by tokens."""
+    found: Row = {"speed": {}, "longest": {}, "capped": []}
+    for row in rows:
+      if row["part"] == "step":
+        for name in row["results"]:
+          over = harness.ratio(row, [name], OURS)
+          if name not in OURS and over is not None:
+            mine = found["speed"].setdefault(name, {})
+            mine[str(row["tokens"])] = over
+      if row["part"] == "memory" and row["longest"]:
+        found["longest"][row["name"]] = row["longest"]
+        if row.get("capped"):
+          found["capped"].append(row["name"])
+      if row["part"] == "utilisation" and row["utilisation"] is not None:
+        mine = found.setdefault("utilisation", {}).setdefault(row["name"], {})
+        mine[str(row["tokens"])] = row["utilisation"]
+    return found
 
-def _closing(summary: dict[str, Any]) -> list[str]:
-  lines = []
-  for name, by_tokens in summary["speed"].items():
-    shown = ", ".join(f"{n}: {x:.2f}x" for n, x in by_tokens.items())
-    lines.append(f"our best over {name}: {shown}")
-  longest, capped = summary["longest"], summary["capped"]
-  mine = {name: tokens for name, tokens in longest.items() if name in OURS}
-  if not mine:
-    return lines
-  best = max(mine.values())
-  # Whose end was not reached may go further.
-  more = any(name in capped for name, n in mine.items() if n == best)
-  for name, tokens in longest.items():
-    if name in OURS:
-      continue
-    text = f"longest row, ours over {name}: "
-    if name not in capped:
-      text += f"{'at least ' if more else ''}{best / tokens:.3g}x"
-    elif more:
-      text += f"unknown, both fit {tokens:,} tokens and more"
-    else:
-      text += f"at most {best / tokens:.3g}x"
-    lines.append(text)
-  return lines
+  def closing(self, result: Row) -> str:
+    summary, lines = result["summary"], []
+    for name, by_tokens in summary["speed"].items():
+      shown = ", ".join(f"{n}: {x:.2f}x" for n, x in by_tokens.items())
+      lines.append(f"our best over {name}: {shown}")
+    longest, capped = summary["longest"], summary["capped"]
+    mine = {name: tokens for name, tokens in longest.items() if name in OURS}
+    if not mine:
+      return "\n".join(lines)
+    best = max(mine.values())
+    # A longer row than the longest one tried may fit.
+    more = any(name in capped for name, n in mine.items() if n == best)
+    for name, tokens in longest.items():
+      if name in OURS:
+        continue
+      text = f"longest row, ours over {name}: "
+      if name not in capped:
+        text += f"{'at least ' if more else ''}{best / tokens:.3g}x"
+      elif more:
+        text += f"unknown, both fit {tokens:,} tokens and more"
+      else:
+        text += f"at most {best / tokens:.3g}x"
+      lines.append(text)
+    return "\n".join(lines)

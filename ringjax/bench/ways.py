@@ -1,8 +1,9 @@
-"""Ways to move attention, by the names that commands take.
+"""Strategies of attention by the names that commands take.
 
-A way is a layout of the tokens and a strategy over it, as `infer.prefill` has
-them, and beside them what they are compared with: `gather`, which brings all
-keys everywhere, and `plain`, which also writes whole rows of scores.
+A name stands for a layout of the tokens and a strategy over it, as
+`infer.prefill` has them, and beside them those that they are compared with:
+`gather`, which brings all keys to all shards, and `plain`, which also writes
+whole rows of scores.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.ops.attention import nesting, registry
 from ringjax.ops.attention.blockwise import Blockwise
@@ -19,13 +21,13 @@ from ringjax.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-  """How attention runs.
+class NamedStrategy:
+  """A strategy that a name stands for, its layout and its local algorithm.
 
   Attributes:
     layout: of the tokens.
-    strategy: what moves.
-    local: what computes on a shard.
+    strategy: of attention over the shards.
+    local: the local algorithm, which computes on a shard.
     visits: whether a call of it sees one shard's keys at a time, not all.
   """
 
@@ -52,26 +54,20 @@ def way(
   q_block: int | None = None,
   kv_block: int | None = None,
   local: str = "best",
-) -> Way:
-  """A way by its name.
+) -> NamedStrategy:
+  """A strategy by its name.
 
   Args:
-    name: of `NAMES`, N the neighbours that are a group.
+    name: of `NAMES`; "hybrid:4" and "two_level:4" have groups of 4 shards.
     q_block: queries of a tile; None chooses by the local length.
     kv_block: keys of a tile.
-    local: what computes on a shard: "best", the kernel of the devices, or
+    local: the local algorithm: "best", the kernel of the devices, or
       "blockwise", XLA's loops.
 
   Raises:
     OptionError: an unknown name, or tiles where there are none.
   """
-  if local not in _LOCALS:
-    raise OptionError(
-      "local",
-      repr(local),
-      f"one of {', '.join(_LOCALS)}",
-      "pass one of these names",
-    )
+  one_of("local", local, _LOCALS)
   kind, colon, group = name.partition(":")
   found = registry.find("gather" if name == "plain" else kind)
   fits = found is not None and (
@@ -89,12 +85,12 @@ def way(
       "q_block, kv_block",
       f"{q_block}, {kv_block} with strategy='plain'",
       "no tiles, for whole rows of scores are written",
-      "leave them out",
+      "leave q_block and kv_block out",
     )
   made = Dense() if name == "plain" else _LOCALS[local](q_block, kv_block)
   strategy = nesting.around(found.strategy, made)
   if found.grouped:
     strategy = dataclasses.replace(strategy, inner=int(group))
-  return Way(
+  return NamedStrategy(
     layout=found.layout, strategy=strategy, local=made, visits=found.visits
   )

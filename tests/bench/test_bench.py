@@ -15,11 +15,12 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 
 import ringjax as rj
 from launch import bench
-from ringjax.bench import attention, contest, layouts, timing
+from ringjax.bench import attention, harness, timing
+from ringjax.bench.attention import AttentionBenchmark, AttentionSettings
+from ringjax.bench.layouts import LayoutBenchmark, LayoutSettings
 from ringjax.errors import OptionError
 from ringjax.ops.attention import blockwise, schedule
 from tests.helpers import make_mesh
@@ -56,7 +57,7 @@ def test_contestants_run_in_turn():
 
 
 @pytest.mark.parametrize("count", [2, 6, 8])
-def test_nobody_always_comes_behind_the_same(count):
+def test_no_contestant_always_follows_the_same_one(count):
   calls = []
   runs = {n: (lambda n=n: calls.append(n)) for n in map(str, range(count))}
   timing.interleave(runs, count, warmup=0)
@@ -91,12 +92,21 @@ def test_a_contestant_that_raises_has_a_reason():
   assert len(calls) == 3
   assert found["missing"].reason == "x is not installed"
   assert found["declines"].reason == "too long"
-  assert timing.ratio(found["fine"], found["tires"]) is None
 
 
 def test_ratio_is_of_medians():
-  a, b = timing.Timing((1.0, 2.0, 90.0)), timing.Timing((4.0,))
-  assert timing.ratio(a, b) == 0.5
+  times = dict(a=(1.0, 2.0, 90.0), b=(4.0,), none=())
+  results = {
+    name: harness.result_row(timing.Timing(seconds), None)
+    for name, seconds in times.items()
+  }
+  row = {"results": results}
+  assert harness.ratio(row, ["a"], ["b"]) == 0.5
+  assert harness.ratio(row, ["a", "b"], ["b", "none"]) == 0.5
+  assert harness.ratio(row, ["a"], ["none"]) is None
+  found = harness.ratios([row, row], ["a"], ["b"])
+  assert found == {"ratios": [0.5, 0.5], "median": 0.5}
+  assert harness.ratios([row], ["none"], ["b"]) is None
 
 
 def test_progress_rewrites_its_line_on_a_terminal_only():
@@ -123,7 +133,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 # Attention
 # ---------------------------------------------------------------------------
 
-TINY = attention.Settings(
+TINY = AttentionSettings(
   tokens=(256,),
   head_dims=(16,),
   dtypes=("float32",),
@@ -137,7 +147,7 @@ TINY = attention.Settings(
 def test_attention_benchmark(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "torch", None)
   path, picture = tmp_path / "x.json", tmp_path / "x.png"
-  result = attention.run(
+  result = AttentionBenchmark.run(
     TINY, command="the command", json=str(path), plot=str(picture)
   )
   assert json.loads(path.read_text()) == json.loads(json.dumps(result))
@@ -175,12 +185,14 @@ def test_attention_benchmark(tmp_path, monkeypatch, capsys):
 
 def test_narrow_multiplies_bfloat16(monkeypatch):
   exact, half = (
-    attention.Case(dtype, 16, 256, False, 2, 4)
+    attention.AttentionCase(
+      dtype=dtype, head_dim=16, tokens=256, passes="fwd", heads=2, devices=4
+    )
     for dtype in ("float32", "bfloat16")
   )
   with pytest.raises(timing.Skipped, match="bfloat16 only"):
-    attention.made("narrow", exact)
-  want = attention.made("blockwise", exact)[1]
+    attention.trial("narrow", exact)
+  want = attention.trial("blockwise", exact)[1]
   multiplied = []
 
   def seen(equation, a, b):
@@ -189,28 +201,28 @@ def test_narrow_multiplies_bfloat16(monkeypatch):
 
   product = blockwise.product
   monkeypatch.setattr(blockwise, "product", seen)
-  outputs = attention.made("narrow", half)[1]
+  outputs = attention.trial("narrow", half)[1]
   assert {str(x) for x in multiplied} == {"bfloat16"}
   limit = attention.TOLERANCE["bfloat16"]
-  difference, wrong = contest.compare(outputs, want, limit)
+  difference, wrong = harness.compare(outputs, want, limit)
   assert not wrong and difference > 0
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
   def off(case, arrays):
-    ready = attention.CONTESTANTS["ring"].ready(case, arrays)
-    worse = lambda x: tuple(a + np.float32(0.01) for a in ready.outputs(x))
-    return attention.Ready(ready.run, worse)
+    built = attention.CONTESTANTS["ring"].build(case, arrays)
+    worse = lambda: tuple(a + np.float32(0.01) for a in built.check())
+    return harness.Runnable(built.run, worse)
 
   def nan(case, arrays):
-    ready = attention.CONTESTANTS["blockwise"].ready(case, arrays)
-    worse = lambda x: tuple(a * np.float32(np.nan) for a in ready.outputs(x))
-    return attention.Ready(ready.run, worse)
+    built = attention.CONTESTANTS["blockwise"].build(case, arrays)
+    worse = lambda: tuple(a * np.float32(np.nan) for a in built.check())
+    return harness.Runnable(built.run, worse)
 
-  for name, ready in (("off", off), ("nan", nan)):
-    fake = attention.Contestant(ready, sharded=False, ours=False)
+  for name, build in (("off", off), ("nan", nan)):
+    fake = harness.Contestant(build)
     monkeypatch.setitem(attention.CONTESTANTS, name, fake)
-  settings = attention.Settings(
+  settings = AttentionSettings(
     tokens=(128,),
     head_dims=(8,),
     dtypes=("float32",),
@@ -220,49 +232,54 @@ def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
     devices=2,
     contestants=("off", "nan"),
   )
-  results = attention.run(settings)["rows"][0]["results"]
+  results = AttentionBenchmark.run(settings)["rows"][0]["results"]
   for one in results.values():
     assert one["reason"].startswith("WRONG: off by")
     assert one["median_s"] is None and one["seconds"] == []
   assert capsys.readouterr().out.count("WRONG") == 2
 
 
+def planted(case, seconds):
+  """A row of a case in which the ring took so long."""
+  one = timing.Timing((seconds,))
+  return {
+    "dtype": case.dtype,
+    "head_dim": case.head_dim,
+    "heads": case.heads,
+    "tokens": case.tokens,
+    "pass": case.passes,
+    "gemm": harness.product_row(timing.Timing((1.0,)), 2048),
+    "results": {
+      "ring": harness.result_row(one, 0.0, 4) | {"gemm_percent": 1.0}
+    },
+  }
+
+
 def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
-  row = attention._record(
-    TINY.cases[0],
-    ["blockwise"],
-    {"gemm": timing.Timing((1.0,)), "blockwise": timing.Timing((2.0,))},
-    {"blockwise": 0.0},
-  )
-  rows = iter([row])
-  monkeypatch.setattr(attention, "_row", lambda *args: next(rows))
+  rows = iter([planted(AttentionBenchmark(TINY).cases[0], 2.0)])
+  monkeypatch.setattr(AttentionBenchmark, "row", lambda *args: next(rows))
   path = tmp_path / "x.json"
   with pytest.raises(StopIteration):
-    attention.run(TINY, json=str(path))
+    AttentionBenchmark.run(TINY, json=str(path))
   kept = json.loads(path.read_text())
   assert len(kept["rows"]) == 1 and not kept["complete"]
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_runs_add_up(tmp_path, monkeypatch):
-  def row(case, seconds):
-    timings = {"gemm": timing.Timing((1.0,)), "ring": timing.Timing(seconds)}
-    return attention._record(case, ["ring"], timings, {"ring": 0.0})
-
   path = str(tmp_path / "x.json")
   for n, tokens in enumerate(((512, 256), (128,), (256,))):
-    monkeypatch.setattr(
-      attention, "_row", lambda case, *args, n=n: row(case, (1.0 + n,))
-    )
+    row = lambda self, case, report, n=n: planted(case, 1.0 + n)
+    monkeypatch.setattr(AttentionBenchmark, "row", row)
     settings = dataclasses.replace(TINY, tokens=tokens, passes=("fwd",))
-    attention.run(settings, json=path, command=str(n), append=True)
+    AttentionBenchmark.run(settings, json=path, command=str(n), append=True)
   kept = json.loads((tmp_path / "x.json").read_text())
   found = [(r["tokens"], r["results"]["ring"]["min_s"]) for r in kept["rows"]]
   assert found == [(128, 2.0), (256, 3.0), (512, 1.0)]
   assert [run["command"] for run in kept["earlier"]] == ["0", "1"]
   assert kept["complete"] and len(kept["summary"]["rows"]) == 3
   with pytest.raises(rj.RingjaxError, match="--json"):
-    attention.run(TINY, append=True)
+    AttentionBenchmark.run(TINY, append=True)
 
 
 @pytest.mark.parametrize("name", ["cpu", "vectors", "cores", "device"])
@@ -274,7 +291,7 @@ def test_rows_of_another_machine_are_not_mixed_in(tmp_path, name):
   path.write_text(json.dumps({**kept, "machine": {**here, name: "other"}}))
   text = path.read_text()
   with pytest.raises(OptionError, match=f"{name} other") as raised:
-    attention.run(TINY, json=str(path), append=True)
+    AttentionBenchmark.run(TINY, json=str(path), append=True)
   assert str(here[name]) in str(raised.value) and len(str(raised.value)) < 400
   assert path.read_text() == text
 
@@ -283,6 +300,44 @@ def test_rows_of_an_unknown_machine_are_this_one_s():
   here = timing.environment("")["machine"]
   known = {name: here[name] for name in here if name != "vectors"}
   timing.check_same_machine("x.json", known, here)
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["attention", "attention-avx2", "inference", "inference-avx2", "strategies",
+   "train"],
+)  # fmt: skip
+def test_records_of_older_runs_are_read(name, tmp_path):
+  """Those of the documents: in order, with the same summary, drawn."""
+  record = json.loads((ROOT / "docs" / f"{name}.json").read_text())
+  kind = bench._BENCHMARKS[record["benchmark"]]
+  given = record["settings"].items()
+  settings = kind.options(
+    **{k: tuple(v) if isinstance(v, list) else v for k, v in given}
+  )
+  one, rows = kind(settings), record["rows"]
+  orders = [one.order(row) for row in rows]
+  assert orders == sorted(orders) and len(set(orders)) == len(rows)
+  again = json.loads(json.dumps(one.summary(rows)))
+  compared(record["summary"], again)
+  assert one.closing({**record, "summary": again}) or name == "strategies"
+  assert one.table(one.cases[0], rows[0])
+  if "plot" in one.files:
+    one.draw(record, str(tmp_path / "x.png"))
+    assert is_picture(tmp_path / "x.png")
+
+
+def compared(old, new):
+  """Equal but for the last digits of numbers."""
+  if isinstance(old, dict):
+    assert {*old} <= {*new}
+    for key in old:
+      compared(old[key], new[key])
+  elif isinstance(old, list):
+    for a, b in zip(old, new, strict=True):
+      compared(a, b)
+  else:
+    assert new == (pytest.approx(old) if isinstance(old, float) else old)
 
 
 # ---------------------------------------------------------------------------
@@ -385,18 +440,6 @@ def test_schedule_says_what_is_wrong():
 # ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(monkeypatch):
-  """Runs `python -m launch.bench` with these arguments, in this process."""
-
-  def run(*args):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
-    with flagsaver.flagsaver():
-      return bench.main(flags.FLAGS(sys.argv))
-
-  return run
-
-
 def test_layouts_benchmark(tmp_path, command, capsys):
   path, picture = tmp_path / "x.json", tmp_path / "x.png"
   done = command(
@@ -435,8 +478,8 @@ def test_layouts_benchmark(tmp_path, command, capsys):
 def test_picture_of_other_sizes(tmp_path):
   for shards in (1, 3, 12):
     path = tmp_path / f"{shards}.png"
-    settings = layouts.Settings(shards=shards, tokens=1000)
-    layouts.run(settings, plot=str(path))
+    settings = LayoutSettings(shards=shards, tokens=1000)
+    LayoutBenchmark.run(settings, plot=str(path))
     assert is_picture(path)
 
 
@@ -460,6 +503,11 @@ def test_picture_of_other_sizes(tmp_path):
     (("attention", "--contestants=ring,me"), "me"),
     (("attention", "--contestants="), "contestants"),
     (("attention", "--rounds=0"), "rounds"),
+    (("inference", "--parts=train"), "train"),
+    (("inference", "--parts="), "parts"),
+    (("inference", "--caches=x"), "caches"),
+    (("inference", "--caches=0"), "caches"),
+    (("inference", "--append"), "--json"),
   ],
   ids=lambda x: " ".join(x) if isinstance(x, tuple) else x,
 )
@@ -472,32 +520,36 @@ def test_a_wrong_command_line_says_so(args, word, command, capsys):
 @pytest.mark.parametrize("name", bench._BENCHMARKS)
 def test_flags_are_settings_and_arguments(name):
   one = bench._BENCHMARKS[name]
-  fields = {f.name for f in dataclasses.fields(one.module.Settings)}
-  assert {bench._parted(x)[2] for x in one.takes} <= fields
-  arguments = inspect.signature(one.module.run).parameters
-  assert {bench._parted(x)[2] for x in one.runs} <= {*arguments}
+  options = one.options.options()
+  fields = {f.name for f in dataclasses.fields(one.options)}
+  assert {options[flag].name for flag in one.options.flags()} <= fields
+  arguments = inspect.signature(one.run).parameters
+  assert {*one.files, "command"} <= {*arguments}
+  # Lists are of settings that take several values, or one of them.
+  mine = flags.FLAGS.get_key_flags_for_module(bench)
+  lists = {f.name for f in mine if f.flag_type().startswith("comma")}
+  for flag, field in options.items():
+    if flag in lists and field.metadata["choices"] is None:
+      found = getattr(one.options().with_flags({flag: ["8"]}), field.name)
+      assert found == ((8,) if field.metadata["several"] else 8)
 
 
 def test_every_flag_is_for_a_benchmark():
-  taken = {
-    bench._parted(x)[0]
-    for one in bench._BENCHMARKS.values()
-    for x in (*one.takes, *one.runs)
-  }
+  taken = set().union(*map(bench._taken, bench._BENCHMARKS.values()))
   mine = {f.name for f in flags.FLAGS.get_key_flags_for_module(bench)}
-  assert taken | {"quick"} == mine
+  assert taken == mine
 
 
 def test_too_many_devices():
-  many = attention.Settings(devices=len(jax.devices()) + 1)
+  many = AttentionSettings(devices=len(jax.devices()) + 1)
   with pytest.raises(OptionError, match="devices"):
-    attention.run(many)
+    AttentionBenchmark.run(many)
 
 
 def test_a_plot_without_matplotlib(monkeypatch):
-  monkeypatch.setattr(timing.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   with pytest.raises(OptionError, match="matplotlib"):
-    layouts.run(layouts.Settings(), plot="x.png")
+    LayoutBenchmark.run(LayoutSettings(), plot="x.png")
 
 
 def test_import_starts_nothing():

@@ -11,19 +11,17 @@ import sys
 import jax
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 import ringjax as rj
-from launch import bench
 from ringjax.bench import (
+  harness,
   inference,
-  inference_report,
+  inference_tables,
   model_contestants,
   timing,
 )
-from ringjax.bench.alone import Alone
-from ringjax.errors import OptionError
+from ringjax.bench.inference import InferenceBenchmark, InferenceSettings
+from ringjax.bench.layouts import LAYOUTS
 from ringjax.ops.attention import schedule
 
 MODEL = {
@@ -38,7 +36,7 @@ MODEL = {
   "rms_norm_eps": 1e-5,
   "tie_word_embeddings": True,
 }
-TINY = inference.Settings(
+TINY = InferenceSettings(
   model=MODEL,
   tokens=(64,),
   caches=(16, 48),
@@ -59,15 +57,16 @@ def small(monkeypatch):
 @pytest.fixture(autouse=True, scope="module")
 def folders(tmp_path_factory):
   """The folders of `MODEL`, written once; `folders` is what writes them."""
-  write = inference._Bench.folder
-  held = inference._Bench(TINY, tmp_path_factory.mktemp("folders"), Alone())
+  write = InferenceBenchmark.folder
+  held = InferenceBenchmark(TINY)
+  vars(held)["path"] = tmp_path_factory.mktemp("folders")
 
   def read(bench, dtype):
     assert bench.settings.model is MODEL
     return write(held, dtype)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(inference._Bench, "folder", read)
+    patch.setattr(InferenceBenchmark, "folder", read)
     yield write
 
 
@@ -88,7 +87,7 @@ def ran(tmp_path_factory):
     patch.setattr(inference, "_READ_BYTES", 1 << 16)
     patch.setattr(timing, "GEMM_SIZE", 32)
     patch.setitem(sys.modules, "torch", None)
-    result = inference.run(
+    result = InferenceBenchmark.run(
       TINY,
       command="the command",
       json=str(path / "x.json"),
@@ -143,7 +142,7 @@ def test_bfloat16():
     dtypes=("bfloat16",),
     contestants=("ringjax", "safetensors"),
   )
-  forward, load = inference.run(settings)["rows"]
+  forward, load = InferenceBenchmark.run(settings)["rows"]
   assert 0 < forward["results"]["ringjax"]["max_abs_difference"] < 0.1
   assert all(one["reason"] is None for one in load["results"].values())
 
@@ -181,7 +180,7 @@ def test_figures_follow_from_times_and_sizes(ran):
 def test_peers_agree():
   pytest.importorskip("transformers")
   settings = dataclasses.replace(TINY, dtypes=("float32", "bfloat16"))
-  result = inference.run(settings)
+  result = InferenceBenchmark.run(settings)
   assert result["torch_threads"] >= 1
   for row in result["rows"]:
     for name, one in row["results"].items():
@@ -190,9 +189,9 @@ def test_peers_agree():
 
 
 def test_tiles_are_counted():
-  row = inference.run(only("tiles", tokens=(1024,)))["rows"][0]
-  for name, layout in inference.LAYOUTS.items():
-    counts = schedule.tile_counts(layout, rj.Causal(), 4, 1024)
+  row = InferenceBenchmark.run(only("tiles", tokens=(1024,)))["rows"][0]
+  for name in inference._TILED:
+    counts = schedule.tile_counts(LAYOUTS[name], rj.Causal(), 4, 1024)
     one = row["results"][name]
     assert one["tiles"] == sum(one["tiles_by_hop"]) == counts.sum()
     assert one["time"] == counts.max(1).sum()
@@ -211,6 +210,12 @@ def test_tiles_are_counted():
 # ---------------------------------------------------------------------------
 
 
+def plant(monkeypatch, name, **builders):
+  """A contestant of this name, which settings then accept."""
+  fake = model_contestants._contestant(**builders)
+  monkeypatch.setitem(inference.CONTESTANTS, name, fake)
+
+
 @pytest.mark.parametrize(
   ("part", "factor"),
   [
@@ -225,19 +230,18 @@ def test_a_wrong_result_is_not_timed(part, factor, monkeypatch, capsys):
   ran = []
 
   def off(case, given):
-    ready = inference.CONTESTANTS["ringjax"].parts[part](case, given)
+    built = inference.CONTESTANTS["ringjax"].build(case, given)
 
     def check():
-      found = ready.check()
+      found = built.check()
       # None: a result of another shape.
       return found[:-1] if factor is None else found * np.float32(factor)
 
-    return model_contestants.Ready(check, lambda: ran.append(1))
+    return harness.Runnable(lambda: ran.append(1), check)
 
-  fake = model_contestants.Contestant({part: off}, ours=False)
-  monkeypatch.setitem(inference.CONTESTANTS, "off", fake)
+  plant(monkeypatch, "off", **{part: off})
   settings = only(part, caches=(16,), contestants=("off",))
-  one = inference.run(settings)["rows"][0]["results"]["off"]
+  one = InferenceBenchmark.run(settings)["rows"][0]["results"]["off"]
   assert one["reason"].startswith("WRONG: off by")
   assert one["median_s"] is None and one["seconds"] == [] == ran
   assert "WRONG" in capsys.readouterr().out
@@ -247,10 +251,9 @@ def test_a_contestant_that_fails_has_a_reason(monkeypatch, capsys):
   def full(case, given):
     raise MemoryError("all gone")
 
-  fake = model_contestants.Contestant(dict(forward=full), ours=False)
-  monkeypatch.setitem(inference.CONTESTANTS, "full", fake)
+  plant(monkeypatch, "full", forward=full)
   settings = only("forward", tokens=(60,), contestants=("full", "striped"))
-  results = inference.run(settings)["rows"][0]["results"]
+  results = InferenceBenchmark.run(settings)["rows"][0]["results"]
   assert results["full"]["reason"] == "MemoryError: out of memory: all gone"
   assert results["striped"]["reason"] == "skipped: 60 tokens over 4"
   assert "all gone" in capsys.readouterr().out
@@ -269,7 +272,7 @@ def test_a_filled_cache_is_one_that_read_a_prompt(scan, tmp_path):
   parts = tuple(
     np.concatenate(x)[:, 0, :, :24] for x in zip(*read.cache.slots, strict=True)
   )
-  given = inference.Given(tmp_path, model.config, ids[0], parts)
+  given = inference.ModelInputs(tmp_path, model.config, ids[0], parts)
   empty = rj.infer.Session(model, 64).cache
   found = step(model_contestants._filled(empty, given))
   np.testing.assert_allclose(found, step(read.cache), rtol=1e-5, atol=1e-5)
@@ -290,15 +293,16 @@ def test_weights_are_told_apart():
 
 
 def test_both_dtypes_hold_the_same_numbers(tmp_path, folders):
-  held = inference._Bench(TINY, tmp_path, Alone())
+  held = InferenceBenchmark(TINY)
+  vars(held)["path"] = tmp_path
   wide, narrow = (
     rj.models.load(folders(held, d)) for d in ("float32", "bfloat16")
   )
   assert wide.dtype == "float32" and narrow.dtype == "bfloat16"
   for a, b in zip(*map(jax.tree.leaves, (wide, narrow)), strict=True):
     np.testing.assert_array_equal(a, b.astype(np.float32))
-  case = inference.Case(part="decode", dtype="float32", tokens=16)
-  for x in held.given(case).keys:
+  case = inference.ModelCase(part="decode", dtype="float32", tokens=16)
+  for x in held.inputs(case).keys:
     np.testing.assert_array_equal(x, x.astype("bfloat16").astype(np.float32))
     assert abs(x.std() - 1) < 0.2
 
@@ -329,7 +333,7 @@ def test_aims():
     timed("decode", "bfloat16", 4096, ringjax=None, transformers=1.0),
     timed("decode", "bfloat16", 32768, unrolled=0.5, transformers=1.0),
   ]
-  found = inference_report.summary(rows)
+  found = inference_tables.summary(rows)
   speeds = [(x["best_of_ours"], x["speed"]) for x in found["speeds"]]
   assert speeds == [
     ("striped", 1.0),
@@ -345,7 +349,7 @@ def test_aims():
     (4096, 1.0, None),
     (32768, 2.0, True),
   ]
-  text = inference_report.summary_table(found)
+  text = inference_tables.closing({"summary": found})
   assert text.count(": met") == 2 and text.count(": not met") == 1
   assert text.count(": no number") == 1
 
@@ -355,21 +359,21 @@ def test_the_peer_has_its_better_number_of_threads():
   row["results"]["transformers_1"] = {"median_s": 3.0, "cpu_s": 2.0}
   row["results"]["transformers"]["cpu_s"] = 1.0
   row["results"]["ringjax"]["cpu_s"] = 4.0
-  (one,) = inference_report.summary([row])["speeds"]
+  (one,) = inference_tables.summary([row])["speeds"]
   assert (one["speed"], one["cpu_speed"]) == (3.0, 0.25)
 
 
 def test_lines():
   x = (1024, 2048, 8192)
-  line = inference_report.fit(x, [0.005 + t / 1024 * 0.003 for t in x])
+  line = inference_tables.fit(x, [0.005 + t / 1024 * 0.003 for t in x])
   wanted = {"ms": 5.0, "ms_per_1024": 3.0, "r2": 1.0}
   np.testing.assert_allclose([line[k] for k in wanted], list(wanted.values()))
-  assert inference_report.fit((1024, 2048, 3072), (1.0, 9.0, 2.0))["r2"] < 0.1
+  assert inference_tables.fit((1024, 2048, 3072), (1.0, 9.0, 2.0))["r2"] < 0.1
   rows = [timed("decode", "float32", t, unrolled=t / 1024 * 0.003) for t in x]
   rows.append(timed("decode", "float32", 16384, unrolled=None))
   rows.append(timed("decode", "bfloat16", 1024, unrolled=1.0))
   rows[1]["machine"]["bytes_per_s"] = 4e8
-  (one,) = inference_report.summary(rows)["lines"]
+  (one,) = inference_tables.summary(rows)["lines"]
   assert (one["dtype"], one["contestant"]) == ("float32", "unrolled")
   found = one["ms_per_1024"], one["bound_ms_per_1024"]
   np.testing.assert_allclose(found, (3.0, 2.0))
@@ -380,36 +384,9 @@ def test_loading_is_compared_with_safetensors():
     timed("load", "float32", 0, ringjax=3.0, transformers=6.0, safetensors=2.0),
     timed("load", "bfloat16", 0, ringjax=3.0, safetensors=None),
   ]
-  found = inference_report.summary(rows)["load"]
+  found = inference_tables.summary(rows)["load"]
   ratios = [(x["contestant"], x["time_over_safetensors"]) for x in found]
   assert ratios == [("ringjax", 1.5), ("transformers", 3.0), ("ringjax", None)]
-
-
-@pytest.mark.slow
-def test_runs_add_up(tmp_path):
-  path = tmp_path / "x.json"
-  run = lambda command, *tokens: inference.run(
-    only("tiles", tokens=tokens), json=str(path), command=command, append=True
-  )
-  run("one", 192, 64)
-  run("two", 128, 64)
-  kept = json.loads(path.read_text())
-  assert [row["tokens"] for row in kept["rows"]] == [64, 128, 192]
-  assert [run["command"] for run in kept["earlier"]] == ["one"]
-  assert kept["command"] == "two" and len(kept["summary"]["tiles"]) == 3
-  with pytest.raises(rj.RingjaxError, match="--json"):
-    inference.run(TINY, append=True)
-
-
-def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
-  rows = iter([timed("forward", "float32", 4096)])
-  monkeypatch.setattr(inference, "_row", lambda *args: next(rows))
-  monkeypatch.setattr(inference_report, "table", lambda row: "")
-  path = tmp_path / "x.json"
-  with pytest.raises(StopIteration):
-    inference.run(TINY, json=str(path))
-  kept = json.loads(path.read_text())
-  assert len(kept["rows"]) == 1 and not kept["complete"]
 
 
 # ---------------------------------------------------------------------------
@@ -417,24 +394,15 @@ def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(monkeypatch):
-  """Runs `python -m launch.bench inference` with these arguments."""
-
-  def run(*args):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "inference", *args])
-    with flagsaver.flagsaver():
-      return bench.main(flags.FLAGS(sys.argv))
-
-  return run
-
-
 def test_flags_become_settings(command, monkeypatch):
   got = []
   monkeypatch.setattr(
-    inference, "run", lambda settings, **files: got.append((settings, files))
+    InferenceBenchmark,
+    "run",
+    lambda settings, **files: got.append((settings, files)),
   )
   done = command(
+    "inference",
     "--quick",
     "--parts=load,tiles",
     "--tokens=128",
@@ -449,7 +417,7 @@ def test_flags_become_settings(command, monkeypatch):
   assert done == 0
   ((settings, files),) = got
   assert settings == dataclasses.replace(
-    inference.QUICK,
+    InferenceBenchmark.quick,
     parts=("load", "tiles"),
     tokens=(128,),
     caches=(8, 16),
@@ -460,36 +428,3 @@ def test_flags_become_settings(command, monkeypatch):
   )
   assert files["append"] and files["json"] == "x.json"
   assert files["command"].startswith("python -m launch.bench inference --qui")
-
-
-@pytest.mark.parametrize(
-  ("args", "word"),
-  [
-    (("--parts=train",), "train"),
-    (("--parts=",), "parts"),
-    (("--tokens=0",), "tokens"),
-    (("--caches=x",), "caches"),
-    (("--caches=0",), "caches"),
-    (("--dtypes=int8",), "int8"),
-    (("--contestants=me",), "me"),
-    (("--rounds=0",), "rounds"),
-    (("--append",), "--json"),
-  ],
-  ids=lambda x: " ".join(x) if isinstance(x, tuple) else x,
-)
-def test_a_wrong_command_line_says_so(args, word, command, capsys):
-  assert command(*args) == 2
-  err = capsys.readouterr().err
-  assert err.startswith("bench: ") and word in err
-
-
-def test_too_many_devices():
-  many = dataclasses.replace(TINY, devices=len(jax.devices()) + 1)
-  with pytest.raises(OptionError, match="devices"):
-    inference.run(many)
-
-
-def test_a_plot_without_matplotlib(monkeypatch):
-  monkeypatch.setattr(timing.importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(OptionError, match="matplotlib"):
-    inference.run(TINY, plot="x.png")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from launch import bench
 from ringjax.bench import kernels
+from ringjax.bench.kernels import KernelBenchmark, KernelSettings
 from ringjax.errors import OptionError
 from ringjax.ops.attention.kernels import auto_kernel
 from ringjax.ops.mask import Coords, visible
 from tests.ops.attention.kernels.test_kinds import Poison, Vendor
 
-TINY = kernels.Settings(
+TINY = KernelSettings(
   tokens=(64,),
   head_dims=(16,),
   dtypes=("float32",),
@@ -32,12 +29,12 @@ TINY = kernels.Settings(
 @pytest.mark.parametrize("shards", [3, 4])
 @pytest.mark.parametrize("kind", [*kernels.HOPS, *kernels.RINGS])
 def test_pairs_are_counted(kind, shards):
-  case = kernels.Case(
+  case = kernels.HopCase(
     kind=kind,
     dtype="float32",
     head_dim=8,
     tokens=24,
-    backward=False,
+    passes="fwd",
     heads=2,
     kv_heads=2,
     shards=shards,
@@ -64,7 +61,7 @@ def test_all_contestants(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(auto_kernel.KERNELS, "cpu", vendor())
   path = tmp_path / "x.json"
   settings = dataclasses.replace(TINY, kinds=("ring",), passes=("fwdbwd",))
-  found = kernels.run(settings, command="it", json=str(path))
+  found = KernelBenchmark.run(settings, command="it", json=str(path))
   assert json.loads(path.read_text()) == json.loads(json.dumps(found))
   (row,) = found["rows"]
   for one in row["results"].values():
@@ -74,13 +71,13 @@ def test_all_contestants(tmp_path, monkeypatch, capsys):
   assert found["complete"] and "kernel over" in capsys.readouterr().out
 
 
-def test_what_nobody_knows_has_a_reason():
+def test_a_hop_that_a_contestant_lacks_has_a_reason():
   settings = dataclasses.replace(
     TINY, kinds=("strict",), passes=("fwd",), contestants=("kernel", "jax.nn")
   )
-  (row,) = kernels.run(settings)["rows"]
+  (row,) = KernelBenchmark.run(settings)["rows"]
   reasons = [one["reason"] for one in row["results"].values()]
-  assert reasons == ["no kernel for cpu", "skipped: it knows no strict hop"]
+  assert reasons == ["no kernel for cpu", "skipped: it has no strict hop"]
 
 
 @pytest.mark.slow
@@ -89,7 +86,7 @@ def test_a_kernel_that_is_off_is_not_timed(monkeypatch):
   settings = dataclasses.replace(
     TINY, kinds=("striped",), passes=("fwdbwd",), contestants=("kernel",)
   )
-  (row,) = kernels.run(settings)["rows"]
+  (row,) = KernelBenchmark.run(settings)["rows"]
   assert "WRONG" in row["results"]["kernel"]["reason"]
 
 
@@ -106,25 +103,18 @@ def test_a_kernel_that_is_off_is_not_timed(monkeypatch):
 )
 def test_wrong_settings(options, words):
   with pytest.raises(OptionError, match=words):
-    kernels.Settings(**options)
+    KernelSettings(**options)
 
 
-def command(monkeypatch, *args):
-  """What the command line of these arguments exits with."""
-  monkeypatch.setattr(sys, "argv", ["bench", "kernels", *args])
-  with flagsaver.flagsaver():
-    return bench.main(flags.FLAGS(sys.argv))
-
-
-def test_the_command_line(tmp_path, capsys, monkeypatch):
+def test_the_command_line(tmp_path, capsys, command):
   path = tmp_path / "x.json"
   args = (
-    "--quick", "--tokens=64", "--parts=full", "--passes=fwd", "--rounds=1",
-    "--heads=2", "--contestants=kernel,jax.nn", f"--json={path}",
+    "kernels", "--quick", "--tokens=64", "--parts=full", "--passes=fwd",
+    "--rounds=1", "--heads=2", "--contestants=kernel,jax.nn", f"--json={path}",
   )  # fmt: skip
-  assert command(monkeypatch, *args) == 0
+  assert command(*args) == 0
   assert "no kernel for cpu" in capsys.readouterr().out
   settings = json.loads(path.read_text())["settings"]
   assert settings["kv_heads"] == 2 and settings["tokens"] == [64]
-  assert command(monkeypatch, "--plot=x.png") == 2
+  assert command("kernels", "--plot=x.png") == 2
   assert "kernels does not take" in capsys.readouterr().err

@@ -9,12 +9,14 @@ import pytest
 
 import ringjax as rj
 from ringjax.bench import strategies
+from ringjax.bench.strategies import StrategyBenchmark, StrategySettings
 from ringjax.errors import OptionError
 from ringjax.ops.attention import nesting
 from ringjax.ops.attention.schedule import tile_counts
 from ringjax.parallel import chips
 
-TINY = strategies.Settings(
+TINY = StrategySettings(
+  machine=next(name for name in chips.MACHINES if "cpu" in name),
   devices=4,
   tokens=(64,),
   heads=4,
@@ -29,9 +31,8 @@ TINY = strategies.Settings(
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
   folder = tmp_path_factory.mktemp("strategies")
-  strategies.run(
+  StrategyBenchmark.run(
     TINY,
-    on=next(name for name in chips.MACHINES if "cpu" in name),
     json=str(folder / "a.json"),
     plot=str(folder / "a.png"),
   )
@@ -88,7 +89,16 @@ def test_pairs():
   for tokens, window in ((7, None), (7, 3), (7, 9)):
     q, k = np.arange(tokens)[:, None], np.arange(tokens)
     seen = (k <= q) & (q - k < (window or tokens))
-    assert strategies._pairs(tokens, window) == seen.sum()
+    case = strategies.StrategyCase(
+      dtype="float32",
+      head_dim=8,
+      tokens=tokens,
+      passes="fwd",
+      heads=2,
+      kv_heads=2,
+      window=window,
+    )
+    assert case.pairs == seen.sum()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +113,7 @@ def test_pairs():
 )
 def test_settings_that_are_none(options):
   with pytest.raises(OptionError):
-    strategies.Settings(**options)
+    StrategySettings(**options)
 
 
 def test_groups_are_as_large_as_heads_can_share():

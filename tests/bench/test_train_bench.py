@@ -1,4 +1,4 @@
-"""launch.bench train: who is wrong is not timed; memory is the compiler's."""
+"""launch.bench train: wrong steps are not timed; memory is the compiler's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.bench import alone, timing, train
-from ringjax.bench.alone import Alone, Spent
+from ringjax.bench import one_device, timing, train
+from ringjax.bench.one_device import ProcessorTime
+from ringjax.bench.train import TrainBenchmark, TrainSettings
 from ringjax.errors import OptionError
 from ringjax.models import checkpoint
 from ringjax.train import recipe
@@ -30,8 +31,8 @@ def measured(tmp_path_factory):
     jax.numpy_dtype_promotion("standard"),
     jax.numpy_rank_promotion("allow"),
   ):
-    found = train.run(
-      train.Settings(
+    found = TrainBenchmark.run(
+      TrainSettings(
         preset=SMALL,
         tokens=(128,),
         rounds=1,
@@ -41,7 +42,7 @@ def measured(tmp_path_factory):
         local=256,
       ),
       json=str(path),
-      say=lines.append,
+      say=lambda text: lines.extend(text.splitlines()),
     )
   assert json.loads(path.read_text()) == json.loads(json.dumps(found))
   return found, lines
@@ -50,7 +51,7 @@ def measured(tmp_path_factory):
 @pytest.fixture
 def here(monkeypatch):
   """Contestants on one device run in this process too."""
-  monkeypatch.setattr(alone, "serves", lambda: False)
+  monkeypatch.setattr(one_device, "useful", lambda: False)
 
 
 def rows(found, part: str) -> list[dict]:
@@ -117,8 +118,8 @@ def test_whose_loss_is_off_is_not_timed(monkeypatch, here):
       inner(name, *rest, **more) * (1.01 if name == "plain" else 1)
     ),
   )
-  found = train.run(
-    train.Settings(
+  found = TrainBenchmark.run(
+    TrainSettings(
       parts=("step",),
       preset=SMALL,
       tokens=(64,),
@@ -135,7 +136,7 @@ def test_whose_loss_is_off_is_not_timed(monkeypatch, here):
 def test_a_step_learns_and_lets_go_of_what_it_had():
   model = checkpoint.create(SMALL, seed=0)
   before = np.asarray(model.embed.weight[...])
-  work, (loss, *_) = train._ready("ringjax", model, 32, 1)
+  work, (loss, *_) = train._trial("ringjax", model, 32, 1)
   losses = [float(loss), *(float(work()) for _ in range(3))]
   # The same row again and again.
   assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4
@@ -152,34 +153,34 @@ def test_memory_holds_the_moments_and_what_is_donated_once():
 
 
 @pytest.mark.slow
-def test_who_has_use_for_one_device_has_a_process_with_one():
-  settings = train.Settings(preset=SMALL, devices=2)
-  with Alone() as process:
-    bench = train._Bench(settings, process, None)
-    work, found = bench.made("ringjax", 32, settings.devices)
-    assert isinstance(work(), Spent)
-    here, want = train._ready("ringjax", bench.model, 32, 1)
-    assert not isinstance(here(), Spent)
+def test_contestants_on_one_device_run_in_a_process_with_one():
+  settings = TrainSettings(preset=SMALL, devices=2)
+  bench = TrainBenchmark(settings)
+  with bench.stack:
+    work, found = bench.build("ringjax", 32, settings.devices)
+    assert isinstance(work(), ProcessorTime)
+    here, want = train._trial("ringjax", bench.model, 32, 1)
+    assert not isinstance(here(), ProcessorTime)
     for a, b in zip(found, want, strict=True):
       np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
-    work, _ = bench.made("striped", 32, settings.devices)
-    assert not isinstance(work(), Spent)
+    work, _ = bench.build("striped", 32, settings.devices)
+    assert not isinstance(work(), ProcessorTime)
 
 
 def memory(settings, monkeypatch, sizes):
   """The part of memory, where a contestant takes what `sizes` gives."""
   monkeypatch.setattr(train, "_bytes", lambda name, _, n, __: sizes(name, n))
   lines: list[str] = []
-  found = train.run(
-    train.Settings(
+  found = TrainBenchmark.run(
+    TrainSettings(
       parts=("memory",), preset=SMALL, devices=1, limit_bytes=8192, **settings
     ),
-    say=lines.append,
+    say=lambda text: lines.extend(text.splitlines()),
   )
   return {row["name"]: row for row in found["rows"]}, found["summary"], lines
 
 
-def test_who_fails_at_a_length_keeps_those_that_fit(monkeypatch):
+def test_a_failure_at_a_length_keeps_the_shorter_rows_that_fit(monkeypatch):
   def sizes(name: str, tokens: int) -> int:
     if name == "plain" and tokens > 2048:
       raise RuntimeError("no more")
@@ -224,7 +225,7 @@ def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch, here):
   """Of the work that the model asks for, in the dtype that is fast."""
   monkeypatch.setattr(timing, "peak", lambda dtype, device: 1e12)
   dtypes = []
-  inner = train._ready
+  inner = train._trial
 
   def ready(name, model, tokens, devices, dtype):
     dtypes.append(dtype)
@@ -232,10 +233,10 @@ def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch, here):
       raise RuntimeError("no more")
     return inner(name, model, tokens, devices, dtype)
 
-  monkeypatch.setattr(train, "_ready", ready)
+  monkeypatch.setattr(train, "_trial", ready)
   lines: list[str] = []
-  found = train.run(
-    train.Settings(
+  found = TrainBenchmark.run(
+    TrainSettings(
       parts=("utilisation",),
       preset=SMALL,
       tokens=(32,),
@@ -243,7 +244,7 @@ def test_the_part_of_the_peak_that_a_step_reaches(monkeypatch, here):
       devices=2,
       rounds=1,
     ),
-    say=lines.append,
+    say=lambda text: lines.extend(text.splitlines()),
   )
   assert dtypes == ["bfloat16"] * 2
   one, other = found["rows"]
@@ -264,18 +265,18 @@ def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch, here):
   monkeypatch.setattr(train, "_bytes", lambda *_: 4 << 20)
   monkeypatch.setattr(
     train,
-    "_ready",
+    "_trial",
     lambda name, model, tokens, devices, dtype: (
       lambda: ran.append(name),
       right if devices != 4 else [np.zeros(3)],
     ),
   )
   lines: list[str] = []
-  found = train.run(
-    train.Settings(
+  found = TrainBenchmark.run(
+    TrainSettings(
       parts=("scaling",), preset=SMALL, devices=4, rounds=2, local=64
     ),
-    say=lines.append,
+    say=lambda text: lines.extend(text.splitlines()),
   )
   assert [row["devices"] for row in found["rows"]] == [1, 2, 4]
   assert [row["tokens"] for row in found["rows"]] == [64, 128, 256]
@@ -290,4 +291,4 @@ def test_a_step_that_is_off_is_not_timed_as_devices_grow(monkeypatch, here):
 )
 def test_wrong_settings(wrong):
   with pytest.raises(OptionError, match=next(iter(wrong))):
-    train.Settings(**wrong)
+    TrainSettings(**wrong)

@@ -12,15 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax.bench import alone, timing
-from ringjax.bench.alone import Alone, Spent
+from ringjax.bench import one_device, timing
+from ringjax.bench.one_device import OneDeviceProcess, ProcessorTime
 from ringjax.bench.timing import Skipped
 
-HERE = f"{__name__}:"
-
-
 # ---------------------------------------------------------------------------
-# What the process is asked to make
+# What the process is asked to build
 # ---------------------------------------------------------------------------
 
 
@@ -60,25 +57,26 @@ def raises_later():
 
 @pytest.fixture
 def process():
-  with Alone() as process:
-    yield process
+  process = OneDeviceProcess()
+  yield process
+  process.close()
 
 
 def test_it_has_one_device_and_runs_what_it_is_told(
   process, tmp_path, monkeypatch
 ):
-  assert len(jax.devices()) > 1 and alone.serves()
+  assert len(jax.devices()) > 1 and one_device.useful()
   path = tmp_path / "count"
   monkeypatch.setenv("COUNT", str(path))
   count = "--xla_force_host_platform_device_count=8"
   monkeypatch.setenv("XLA_FLAGS", count)
-  first, (devices, one, found) = process.make(HERE + "counter", 3)
-  second, (_, other, _) = process.make(HERE + "counter", 10)
+  first, (devices, one, found) = process.build(counter, 3)
+  second, (_, other, _) = process.build(counter, 10)
   assert devices == 1 and one == other != os.getpid()
   np.testing.assert_array_equal(found, np.arange(3))
   spent = [run() for run in (first, second, first)]
   assert path.read_text() == "5"
-  assert all(isinstance(x, Spent) and x.processor_s >= 0.05 for x in spent)
+  assert all(isinstance(x, ProcessorTime) and x.seconds >= 0.05 for x in spent)
   process.clear()
   with pytest.raises(Skipped, match="ended"):
     first()
@@ -97,29 +95,29 @@ def test_what_fails_there_has_the_reason_that_it_has_here(
   process, error, reason
 ):
   with pytest.raises(Skipped, match=reason):
-    process.make(HERE + "fails", error)
-  run, _ = process.make(HERE + "raises_later")
+    process.build(fails, error)
+  run, _ = process.build(raises_later)
   found = timing.interleave({"late": run}, 1, warmup=0)
   assert found["late"].reason == "MemoryError: out of memory: all gone"
 
 
 def test_another_takes_the_place_of_a_process_that_died(process):
-  lost, _ = process.make(HERE + "raises_later")
+  lost, _ = process.build(raises_later)
   with pytest.raises(Skipped, match="its process ended with -9"):
-    process.make(HERE + "dies_at_once")
-  run, _ = process.make(HERE + "dies")
+    process.build(dies_at_once)
+  run, _ = process.build(dies)
   # What was made in the old process is not what the new one made.
-  with pytest.raises(Skipped, match="in which it was made ended"):
+  with pytest.raises(Skipped, match="in which it was built ended"):
     lost()
   with pytest.raises(Skipped, match="its process ended with -9"):
     run()
-  run, _ = process.make(HERE + "raises_later")
+  run, _ = process.build(raises_later)
   with pytest.raises(Skipped, match="all gone"):
     run()
 
 
 def test_one_that_dies_unasked_ends_nothing(process):
-  process.make(HERE + "raises_later")
+  process.build(raises_later)
   assert process._process is not None
   process._process.kill()
   process.clear()
@@ -128,8 +126,8 @@ def test_one_that_dies_unasked_ends_nothing(process):
 def test_it_ends_with_whoever_started_it():
   source = """if True:
     import time
-    from ringjax.bench.alone import Alone
-    process = Alone()
+    from ringjax.bench.one_device import OneDeviceProcess
+    process = OneDeviceProcess()
     process.clear()
     process._start()
     print(process._process.pid, flush=True)

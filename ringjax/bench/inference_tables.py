@@ -1,21 +1,19 @@
-"""What the benchmark of a model says: ratios, lines, tables and a picture.
+"""Tables of the benchmark of a model: ratios, lines through steps, a picture.
 
-Law: everything here is made of the rows of a result, which a file holds, so
-that rows of several runs are told as one.
+Everything here is computed from the rows of a result, which a file holds, so
+that rows of several runs are shown as one.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ringjax.bench import contest
-from ringjax.bench.contest import best
-from ringjax.bench.model_contestants import CONTESTANTS, DTYPES, PARTS, Case
+from ringjax.bench import harness
+from ringjax.bench.harness import Row, best, ratio
+from ringjax.bench.model_contestants import CONTESTANTS, DTYPES, ModelCase
 
 # Tokens: how many times transformers' speed ours shall be.
 AIMS = {4096: 1.0, 32768: 2.0}
@@ -31,28 +29,16 @@ _COLORS = {
 }
 
 
-def order(row: dict[str, Any]) -> tuple[Any, ...]:
-  """What tells rows apart, in the order of the tables."""
-  dtypes = ("", *DTYPES)
-  return (
-    PARTS.index(row["part"]), dtypes.index(row["dtype"]), row["tokens"]
-  )  # fmt: skip
-
-
 def fit(tokens: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
   """The line through times of a step, in ms and ms for 1024 tokens."""
   x, y = np.asarray(tokens) / 1024, np.asarray(seconds) * 1e3
   slope, start = np.polyfit(x, y, 1)
-  spread = float(np.sum((y - y.mean()) ** 2))
-  rest = float(np.sum((y - start - slope * x) ** 2))
-  return {
-    "ms": float(start),
-    "ms_per_1024": float(slope),
-    "r2": 1 - rest / spread if spread else 1.0,
-  }
+  # Times that are all equal are explained in full.
+  r2 = np.corrcoef(x, y)[0, 1] ** 2 if np.ptp(y) else 1.0
+  return {"ms": float(start), "ms_per_1024": float(slope), "r2": float(r2)}
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> Row:
   """Speed over transformers', fitted lines, loading over safetensors, aims.
 
   A "speed" is their best median time over our best: above 1 we are faster; a
@@ -60,15 +46,19 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
   reading the cache once. Loading is compared by time: below 1 we are faster.
   """
   ours = [name for name, one in CONTESTANTS.items() if one.ours]
+  of = lambda *parts: [row for row in rows if row["part"] in parts]
   speeds, aims = [], []
-  for row in rows:
-    if row["part"] not in ("forward", "decode"):
-      continue
-    mine, speed = _speed(row, ours, "median_s")
+  for row in of("forward", "decode"):
     facts = {name: row[name] for name in ("part", "dtype", "tokens")}
-    _, cpu = _speed(row, ours, "cpu_s")
+    mine, speed = best(row, ours), ratio(row, _PEERS, ours)
+    cpu = ratio(row, _PEERS, ours, "cpu_s")
     speeds.append(
-      {**facts, "best_of_ours": mine, "speed": speed, "cpu_speed": cpu}
+      {
+        **facts,
+        "best_of_ours": mine and mine[0],
+        "speed": speed,
+        "cpu_speed": cpu,
+      }
     )
     if row["tokens"] in AIMS:
       aim = AIMS[row["tokens"]]
@@ -81,10 +71,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
       {
         "dtype": row["dtype"],
         "contestant": name,
-        "time_over_safetensors": _over(row, name, "safetensors"),
+        "time_over_safetensors": ratio(row, [name], ["safetensors"]),
       }
-      for row in rows
-      if row["part"] == "load"
+      for row in of("load")
       for name in row["results"]
       if name != "safetensors"
     ],
@@ -95,28 +84,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "striped_time_over_contiguous": row["results"]["striped"]["time"]
         / row["results"]["contiguous"]["time"],
       }
-      for row in rows
-      if row["part"] == "tiles"
+      for row in of("tiles")
     ],
     "aims": aims,
   }
 
 
-def _speed(
-  row: dict[str, Any], ours: Sequence[str], key: str
-) -> tuple[str | None, float | None]:
-  """(our fastest, the peer's best time over its)."""
-  mine, theirs = best(row, ours, key), best(row, _PEERS, key)
-  speed = theirs[1] / mine[1] if mine and theirs else None
-  return mine and mine[0], speed
-
-
-def _over(row: dict[str, Any], a: str, b: str) -> float | None:
-  mine, theirs = best(row, [a]), best(row, [b])
-  return mine[1] / theirs[1] if mine and theirs else None
-
-
-def _read_rate(rows: Sequence[dict[str, Any]]) -> float:
+def _read_rate(rows: Sequence[Row]) -> float:
   """The best rate of reading in any row, bytes per second."""
   return max(
     (r["machine"]["bytes_per_s"] for r in rows if r["part"] == "decode"),
@@ -124,7 +98,7 @@ def _read_rate(rows: Sequence[dict[str, Any]]) -> float:
   )
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _lines(rows: Sequence[Row]) -> list[Row]:
   found = []
   for dtype in DTYPES:
     members = [r for r in rows if r["part"] == "decode" and r["dtype"] == dtype]
@@ -148,16 +122,16 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   return found
 
 
-def _title(row: dict[str, Any]) -> str:
-  case = Case(part=row["part"], dtype=row["dtype"], tokens=row["tokens"])
-  return str(case)
+def _title(row: Row) -> str:
+  facts = {name: row[name] for name in ("part", "dtype", "tokens")}
+  return str(ModelCase(**facts))
 
 
-def table(row: dict[str, Any]) -> str:
+def table(case: ModelCase, row: Row) -> str:
   """The text of one row."""
   if row["part"] == "tiles":
     return _tiles_table(row)
-  lines = [_title(row)]
+  lines = [str(case)]
   if row["part"] == "forward":
     rate = row["machine"]["flops_per_s"] / 1e9
     lines.append(f"  {'matrix product':31}{rate:8.0f} GFLOP/s")
@@ -177,10 +151,10 @@ def table(row: dict[str, Any]) -> str:
       rest += f", off by {one['max_abs_difference']:.0e}"
     return f"{share}   cpu {one['cpu_s'] * 1e3:.1f} ms, {rest}"
 
-  return "\n".join(lines + contest.lines(row, more)) + "\n"
+  return "\n".join(lines + harness.lines(row, more)) + "\n"
 
 
-def _tiles_table(row: dict[str, Any]) -> str:
+def _tiles_table(row: Row) -> str:
   lines = [
     f"tiles of a causal ring, {row['devices']} devices T={row['tokens']}; "
     "by hop: largest : mean"
@@ -199,83 +173,82 @@ def _line(one: Mapping[str, Any]) -> str:
   return f"{start:8.1f} + {slope:5.2f}, R2 {one['r2']:.2f}"
 
 
-def summary_table(found: dict[str, Any]) -> str:
+def closing(result: Row) -> str:
   """The text of what `summary` found."""
+  found = result["summary"]
+  number = lambda x: f"{'-' if x is None else format(x, '.2f'):>6}"
+  met = {True: "met", False: "not met", None: "no number"}
+  tables = {
+    "speeds": (
+      "Our best speed over transformers' best: time, processor time",
+      lambda x: (
+        f"{_title(x):32}{number(x['speed'])}{number(x['cpu_speed'])}  "
+        f"{x['best_of_ours'] or 'no number of ours'}"
+      ),
+    ),
+    "lines": (
+      "A step as the cache grows: ms and ms for 1024 tokens more",
+      lambda x: (
+        f"{x['contestant']:15}{x['dtype']:9}{_line(x)} (reading "
+        f"{x['bound_ms_per_1024']:.2f})"
+        + (f"\n{'    processor time':26}{_line(x['cpu'])}" if x["cpu"] else "")
+      ),
+    ),
+    "load": (
+      "Time to load over safetensors'",
+      lambda x: (
+        f"{x['contestant']:15}{x['dtype']:17}"
+        f"{number(x['time_over_safetensors'])}"
+      ),
+    ),
+    "tiles": (
+      "Time of striped over contiguous, in tiles",
+      lambda x: (
+        f"{'T=' + str(x['tokens']):32}"
+        f"{number(x['striped_time_over_contiguous'])}"
+      ),
+    ),
+    "aims": (
+      "Aims: times transformers' speed",
+      lambda x: (
+        f"{_title(x):32}{number(x['speed'])}  of {x['aim']:.0f}: "
+        f"{met[x['met']]}"
+      ),
+    ),
+  }
   lines = []
-  number = lambda x: "-" if x is None else format(x, ".2f")
-  if found["speeds"]:
-    lines.append("Our best speed over transformers' best: time, processor time")
-    for one in found["speeds"]:
-      name = one["best_of_ours"] or "no number of ours"
-      lines.append(
-        f"  {_title(one):32}{number(one['speed']):>6}"
-        f"{number(one['cpu_speed']):>6}  {name}"
-      )
-  if found["lines"]:
-    lines.append("A step as the cache grows: ms and ms for 1024 tokens more")
-    for one in found["lines"]:
-      head = f"  {one['contestant']:15}{one['dtype']:9}"
-      lines.append(
-        f"{head}{_line(one)} (reading {one['bound_ms_per_1024']:.2f})"
-      )
-      if one["cpu"] is not None:
-        lines.append(f"{'    processor time':26}{_line(one['cpu'])}")
-  if found["load"]:
-    lines.append("Time to load over safetensors'")
-    for one in found["load"]:
-      ratio = number(one["time_over_safetensors"])
-      lines.append(f"  {one['contestant']:15}{one['dtype']:17}{ratio:>6}")
-  if found["tiles"]:
-    lines.append("Time of striped over contiguous, in tiles")
-    for one in found["tiles"]:
-      ratio = number(one["striped_time_over_contiguous"])
-      lines.append(f"  {'T=' + str(one['tokens']):32}{ratio:>6}")
-  if found["aims"]:
-    lines.append("Aims: times transformers' speed")
-    words = {True: "met", False: "not met", None: "no number"}
-    for one in found["aims"]:
-      lines.append(
-        f"  {_title(one):32}{number(one['speed']):>6}  of {one['aim']:.0f}: "
-        f"{words[one['met']]}"
-      )
+  for key, (title, line) in tables.items():
+    if found[key]:
+      lines += [title, *(f"  {line(x)}" for x in found[key])]
   return "\n".join(lines) + "\n"
 
 
-def draw(result: dict[str, Any], path: str) -> None:
+def draw(result: Row, path: str) -> None:
   """A panel a dtype: the step as the cache grows; below, the forward pass."""
-  figures = importlib.import_module("matplotlib.figure")
   rows = result["rows"]
   dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
-  figure = figures.Figure(
-    figsize=(4.2 * max(2, len(dtypes)), 6.2), layout="constrained"
-  )
+  figure = harness.figure(4.2 * max(2, len(dtypes)), 6.2)
   axes = figure.subplots(2, max(1, len(dtypes)), squeeze=False)
-  lines = result["summary"]["lines"]
   for column, dtype in enumerate(dtypes):
     of = lambda part, dtype=dtype: [
       r for r in rows if r["part"] == part and r["dtype"] == dtype
     ]
+    lines = result["summary"]["lines"]
     mine = {x["contestant"]: x for x in lines if x["dtype"] == dtype}
     _draw_decode(axes[0, column], of("decode"), mine, _read_rate(rows))
     _draw_forward(axes[1, column], of("forward"))
-    axes[0, column].set_title(f"{dtype}: a step", loc="left", fontsize=10)
-    axes[1, column].set_title(
-      f"{dtype}: a whole prompt", loc="left", fontsize=10
-    )
-  for ax in axes.flat:
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="y", color="0.9")
-    ax.set_axisbelow(True)
-    ax.tick_params(labelsize=8)
-    if ax.get_legend_handles_labels()[0]:
-      ax.legend(frameon=False, fontsize=8)
-  figure.savefig(path, dpi=100)
-  print(f"wrote {path}", file=sys.stderr)
+    for ax, what in zip(
+      axes[:, column], ("a step", "a whole prompt"), strict=True
+    ):
+      harness.tidy(ax, f"{dtype}: {what}")
+      if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False, fontsize=8)
+  harness.save(figure, path, dpi=100)
 
 
 def _draw_decode(
   ax: Any,
-  rows: Sequence[dict[str, Any]],
+  rows: Sequence[Row],
   lines: Mapping[str, Any],
   rate: float,
 ) -> None:
@@ -298,14 +271,14 @@ def _draw_decode(
   ax.set_ylabel("ms", fontsize=9)
 
 
-def _draw_forward(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
-  names = [n for n in _COLORS if any(best(r, [n]) for r in rows)]
-  width = 0.8 / max(len(names), 1)
-  for i, name in enumerate(names):
-    rates = [
-      r["tokens"] / b[1] if (b := best(r, [name])) else 0.0 for r in rows
-    ]
-    x = np.arange(len(rows)) + (i - (len(names) - 1) / 2) * width
-    ax.bar(x, rates, width * 0.92, color=_COLORS[name], label=name)
-  ax.set_xticks(range(len(rows)), [f"T={r['tokens']}" for r in rows])
+def _draw_forward(ax: Any, rows: Sequence[Row]) -> None:
+  speed = lambda row, name: (
+    row["tokens"] / found[1] if (found := best(row, [name])) else 0.0
+  )
+  colors = {
+    name: color
+    for name, color in _COLORS.items()
+    if any(best(row, [name]) for row in rows)
+  }
+  harness.bars(ax, rows, colors, speed, lambda row: f"T={row['tokens']}")
   ax.set_ylabel("tokens per second", fontsize=9)
