@@ -1,7 +1,7 @@
-"""The sub-commands of launch.plan that compile without TPU hardware.
+"""The sub-command aot of launch.plan, which compiles without TPU hardware.
 
-`aot` compiles one program, or with --search several, and says whether it fits,
-what it sends and what hides it. For the largest contexts see
+It compiles one program, or with --search several, and reports whether it fits,
+what it sends and what hides that. For the largest contexts see
 `launch.capacity`.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, TextIO
 from absl import flags
 
 from launch import common, console, strategies
-from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.ops.attention import registry
 from ringjax.parallel import chips
@@ -31,53 +30,7 @@ STRATEGIES = (*registry.NAMES, "plain")
 BUILDERS = "ringjax.bench.steps"
 
 
-def define(values: flags.FlagValues) -> None:
-  """The flags of these sub-commands."""
-  new = Definer(values)
-  new.texts(
-    "model",
-    None,
-    "aot: a preset or a folder with a config.json; capacity: presets, see "
-    "rj.models.PRESETS.",
-  )
-  new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
-  flags.DEFINE_multi_enum(
-    "what", None, WHAT, "aot: which program; capacity: train, prefill; cycles: "
-    "attention, decode.",
-    flag_values=values,
-  )  # fmt: skip
-  flags.DEFINE_multi_string(
-    "strategy", None, f"aot, capacity: of {','.join(STRATEGIES)}.",
-    flag_values=values,
-  )  # fmt: skip
-  new.text("remat", None, "aot: what is kept of a layer; see train.remat.")
-  new.text("optimizer", None, "aot: of training; default adamw.")
-  new.text(
-    "shard", None, "aot: mesh axis that cuts weights; default seq, or none."
-  )
-  new.whole("accumulate", None, "aot: micro-batches of a step of training.")
-  new.whole("block", None, "aot: tokens of a step of the feedforward.")
-  new.whole("loss_block", None, "aot: tokens of a step of the head.")
-  new.whole("q_block", None, "aot: queries of a tile of attention.")
-  new.whole("kv_block", None, "aot: keys of a tile of attention.")
-  flags.DEFINE_enum(
-    "order", None, ("ring", "listed"),
-    "aot: of devices: a ring of neighbours, or as they are listed.",
-    flag_values=values,
-  )  # fmt: skip
-  new.text("hlo", None, "aot: file for the scheduled program's text.")
-  new.number("limit", None, "aot: part of a step that may wait for sends.", 0.0)
-  new.boolean("search", False, "aot: tries meshes, layouts, remat and tiles.")
-  new.whole("tries", 12, "aot --search: programs to compile at most.")
-  new.number("timeout", 3600.0, "aot, capacity: seconds for a program.", 1.0)
-
-
-OF_AOT = (
-  "model", "topology", "slices", "jobs", "what", "strategy", "remat",
-  "optimizer", "shard", "accumulate", "block", "loss_block", "q_block",
-  "kv_block", "order", "hlo", "limit", "search", "tries", "timeout",
-)  # fmt: skip
-OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
 _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
              "block", "loss_block")  # fmt: skip
@@ -136,12 +89,14 @@ def _single(values: flags.FlagValues, name: str) -> str | None:
 def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
   value = values[name].value
   if value is None:
-    raise OptionError(f"--{name}", None, example, f"pass --{name}={example}")
+    raise OptionError(
+      f"--{name}", "nothing", "a value", f"pass e.g. --{name}={example}"
+    )
   return value
 
 
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """The builder's options; refuses flags that this program has not."""
+  """The builder's options; refuses flags that this program does not take."""
   tokens = strategies.ints("tokens", _needed(values, "tokens", "1048576")) or ()
   if len(tokens) != 1:
     raise OptionError(
@@ -154,18 +109,18 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   }
   refused = {
     "attention": _OF_STEPS,
-    "train": OF_ATTENTION,
+    "train": _OF_ATTENTION,
     "prefill": (
-      *OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
+      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
     ),
     "decode": (
-      *OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
+      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
       "block", "strategy", "q_block", "kv_block",
     ),
   }[what]  # fmt: skip
   strategies.refuse(values, f"--what={what}", refused)
   if what == "attention":
-    options |= {name: values[name].value for name in OF_ATTENTION[:6]}
+    options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
   else:
     options["model"] = _needed(values, "model", "llama-3.1-8b")
@@ -208,17 +163,17 @@ def _model(name: str) -> str | dict[str, Any]:
     "--model",
     f"{name}, which is no preset and no folder",
     "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
-    "pass one of them",
+    "pass such a folder, or a preset's name",
   )
 
 
 def named(name: str) -> str:
-  """The name, which has to be one."""
+  """`name`, if it is a strategy's, with a number in place of N."""
   kind, colon, group = name.partition(":")
   form = f"{kind}:N" if group.isdecimal() and int(group) else name
   if form not in STRATEGIES or (colon and form == name):
     raise OptionError(
-      "--strategy", name, f"one of {', '.join(STRATEGIES)}", "choose"
+      "--strategy", name, f"one of {', '.join(STRATEGIES)}", "pass one of these"
     )
   return name
 
@@ -245,7 +200,7 @@ def _title(found: Compiled) -> str:
 def words(
   found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
 ) -> list[str]:
-  """What is said of a program."""
+  """The report of a program, in lines of text."""
   core = chips.core(found.topology)
   versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
   lines = [
@@ -301,7 +256,7 @@ def words(
 
 
 def _sharing(memory: aot.Memory) -> list[str]:
-  """Why a sum above the limit is no contradiction."""
+  """Explains a sum above the limit of a program that fits."""
   if memory.total <= memory.limit:
     return []
   return ["  not all of it at once: the compiler says that it fits"]
@@ -333,7 +288,7 @@ def _too_large(found: Compiled) -> list[str]:
   return lines
 
 
-def _sends(report: overlap.Report) -> list[str]:
+def _sends(report: overlap.OverlapReport) -> list[str]:
   clock = report.core.clock_hz
   lines = [
     f"{'each permute':<30}{'times':>8}{'bytes':>11}{'hops':>6}"
@@ -382,11 +337,11 @@ def _ms(seconds: float) -> str:
 def candidates(
   what: str, devices: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-  """Options to try, of which none changes what is computed.
+  """Options to try, none of which changes the result of the program.
 
-  What the caller fixed stays. Meshes have a data axis that the batch fills, an
-  axis of heads, and the rest of the devices are the ring. Tiles of attention
-  are not among them: a kernel takes what it says that it takes.
+  Options that the caller fixed stay. Meshes have a data axis that the batch
+  fills and an axis of heads; the rest of the devices are the ring. Tiles of
+  attention are not among the options: a kernel has tiles of its own.
   """
   batch = int(options["batch"])
   given = dict(options["mesh"])
@@ -489,14 +444,3 @@ def _label(options: Mapping[str, Any]) -> str:
       value = ",".join(f"{axis}:{n}" for axis, n in value)
     parts.append(f"--{name}={value}")
   return " ".join(parts) or "as given"
-
-
-OF_OTHERS = (
-  "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
-  "credits", "kernel", "noise", "seed", "least_gain", "table",
-  "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",
-  "sides", "chip", "shards", "value_dim", "keys", "offset", "layout", "wire",
-  "local", "longest_document", "devices", "coordinator",
-  "num_processes", "process_id", "distributed", "init_timeout",
-)  # fmt: skip
-REFUSED = (*OF_OTHERS, "slices", "jobs", "out")

@@ -1,7 +1,7 @@
-"""The sub-command of launch.plan that counts cycles of kernels' tiles.
+"""The sub-command cycles of launch.plan: cycles of a kernel's tile.
 
-Of attention beside JAX's splash kernel; of decoding beside reading the keys
-and beside XLA's loops.
+Of attention beside those of JAX's splash kernel; of decoding beside reading the
+keys and beside XLA's loops.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any, TextIO
 
 from absl import flags
 
-from launch import aot, console, strategies
-from launch.flag_helpers import Definer
+from launch import console, strategies
 from ringjax.bench import tiles
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
@@ -21,7 +20,7 @@ from ringjax.plan import cycles
 
 NAME = "plan"
 # The smallest slices.
-_SLICES = {
+SLICES = {
   "v5e": "v5e:1x1",
   "v5p": "v5p:2x2x1",
   "v6e": "v6e:1x1",
@@ -42,28 +41,12 @@ DECODE_NOTE = (
 )
 
 
-def define(values: flags.FlagValues) -> None:
-  """The flags of this sub-command."""
-  new = Definer(values)
-  new.texts("chips", None, f"cycles: of {','.join(_SLICES)}; default all.")
-
-
-OF_CYCLES = ("chips",)
 _OF_DECODE = ("heads", "kv_heads")
 _OF_ATTENTION = ("q_block", "kv_block", "backward")
-_TAKEN = {
-  "dtype", "timeout", "head_dim", "what", *_OF_DECODE, *_OF_ATTENTION,
-}  # fmt: skip
-REFUSED = tuple(
-  name
-  for name in (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh",
-               "tokens", "plot", "out")
-  if name not in _TAKEN
-)  # fmt: skip
 
 
 def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Compiles each kernel for each chip and says what a tile takes."""
+  """Compiles each kernel for each chip and reports the cycles of a tile."""
   decoding = values.what == ["decode"]
   if values.what not in (None, ["attention"], ["decode"]):
     raise OptionError(
@@ -77,7 +60,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     f"cycles --what={'decode' if decoding else 'attention'}",
     _OF_ATTENTION if decoding else _OF_DECODE,
   )
-  names = strategies.known("chips", values.chips, _SLICES)
+  names = strategies.known("chips", values.chips, SLICES)
   compiler.require()
   screen = console.Screen(NAME, stderr)
   if decoding:
@@ -99,7 +82,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
         try:
           found = cycles.count(
             f"ringjax.bench.tiles:{kernel}",
-            _SLICES[name],
+            SLICES[name],
             options | {"what": what},
             timeout_s=values.timeout,
           )
@@ -119,7 +102,7 @@ def _decode(
   screen: console.Screen,
   stdout: TextIO,
 ) -> None:
-  """A tile of the keys of a cache: reading it, the kernel's, XLA's loops'."""
+  """Cycles of a tile of a cache: to read it, of the kernel, of XLA's loops."""
   options = {
     "heads": values.heads,
     "kv_heads": values.kv_heads,
@@ -134,14 +117,14 @@ def _decode(
     rate = float(bandwidth) / core.clock_hz / core.cores
     screen.say(f"kernel, decode, for {name}")
     (tile,) = cycles.count(
-      _BUILDER, _SLICES[name], options, timeout_s=values.timeout
+      _BUILDER, SLICES[name], options, timeout_s=values.timeout
     )
     screen.say(f"loops, decode, for {name}")
     nbytes = {
       local: tiles.decode_tile(core.name, local=local, **options)
       for local in ("kernel", "loops")
     }
-    work = [run.cycles for run in tile.runs if run.matrix_cycles]
+    work = [run.cycles for run in tile.blocks if run.matrix_cycles]
     row = {
       "chip": name,
       "bytes": nbytes["kernel"],
@@ -178,15 +161,15 @@ def _decode(
 
 
 def _loops(name: str, options: Mapping[str, Any], timeout_s: float) -> float:
-  """What the compiler says that a tile of XLA's loops takes.
+  """The compiler's estimate of a tile of XLA's loops, in cycles.
 
-  Of the mean of one with a mask and one without.
+  The mean of a tile with a mask and one without.
   """
   cycles_of = []
   for trips in (0.0, 1.0):
     found = compiler.compile(
       _BUILDER,
-      _SLICES[name],
+      SLICES[name],
       {**options, "local": "loops", "trips": trips},
       timeout_s=timeout_s,
     )
