@@ -75,7 +75,8 @@ def compile_one(
       screen.say(f"wrote {values.plot}")
 
 
-def _single(values: flags.FlagValues, name: str) -> str | None:
+def _single(values: flags.FlagValues, name: str) -> Any:
+  """The only value of a flag that takes several; None without one."""
   given = values[name].value
   if not given:
     return None
@@ -87,8 +88,9 @@ def _single(values: flags.FlagValues, name: str) -> str | None:
 
 
 def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
+  """The value of a flag that has to be given."""
   value = values[name].value
-  if value is None:
+  if value in (None, []):
     raise OptionError(
       f"--{name}", "nothing", "a value", f"pass e.g. --{name}={example}"
     )
@@ -123,10 +125,8 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
   else:
-    options["model"] = _needed(values, "model", "llama-3.1-8b")
-    if len(options["model"]) != 1:
-      raise OptionError("--model", values.model, "one", "leave the others out")
-    options["model"] = _model(options["model"][0])
+    _needed(values, "model", "llama-3.1-8b")
+    options["model"] = _model(_single(values, "model"))
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
     if values["layers"].present:
@@ -201,7 +201,7 @@ def words(
   found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
 ) -> list[str]:
   """The report of a program, in lines of text."""
-  core = chips.core(found.topology)
+  core, size = chips.core(found.topology), console.nbytes
   versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
   lines = [
     _title(found),
@@ -213,24 +213,24 @@ def words(
     return [*lines, *_too_large(found)]
   memory = found.memory
   lines += [
-    f"fits: {console.nbytes(memory.total)} of {console.nbytes(memory.limit)} "
+    f"fits: {size(memory.total)} of {size(memory.limit)} "
     f"({100 * memory.total / memory.limit:.0f} %) on each device",
-    f"  arguments {console.nbytes(memory.arguments)}, outputs "
-    f"{console.nbytes(memory.outputs)} (of them in place "
-    f"{console.nbytes(memory.aliased)}), temporaries "
-    f"{console.nbytes(memory.temporaries)}, code "
-    f"{console.nbytes(memory.code)}",
-    *_sharing(memory),
-    "",
+    f"  arguments {size(memory.arguments)}, outputs {size(memory.outputs)} "
+    f"(of them in place {size(memory.aliased)}), temporaries "
+    f"{size(memory.temporaries)}, code {size(memory.code)}",
   ]
+  if memory.total > memory.limit:
+    # A sum, which counts buffers that never live together.
+    lines.append("  not all of it at once: the compiler says that it fits")
   report = found.report
   assert report is not None and made is not None
-  lines.append(
-    f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
-    f"{'waited':>14}"
-  )
   lines += [
-    f"{one.kind:<22}{one.count:>9,.0f}{console.nbytes(one.nbytes):>12}"
+    "",
+    f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
+    f"{'waited':>14}",
+  ]
+  lines += [
+    f"{one.kind:<22}{one.count:>9,.0f}{size(one.nbytes):>12}"
     f"{_ms(one.link_s):>13}{_ms(one.waited_s):>14}"
     for one in report.collectives
   ] or ["nothing"]
@@ -255,23 +255,16 @@ def words(
   return lines
 
 
-def _sharing(memory: aot.Memory) -> list[str]:
-  """Explains a sum above the limit of a program that fits."""
-  if memory.total <= memory.limit:
-    return []
-  return ["  not all of it at once: the compiler says that it fits"]
-
-
 def _too_large(found: Compiled) -> list[str]:
+  size = console.nbytes
   lines = [
-    f"does not fit: {console.nbytes(found.needed_bytes)} needed, "
-    f"{console.nbytes(found.limit_bytes)} there",
+    f"does not fit: {size(found.needed_bytes)} needed, "
+    f"{size(found.limit_bytes)} there",
   ]
   if found.largest:
     lines.append("largest buffers:")
     lines += [
-      f"  {console.nbytes(one.nbytes):>10}  {one.shape[:60]}  "
-      f"{one.source[-50:]}".rstrip()
+      f"  {size(one.nbytes):>10}  {one.shape[:60]}  {one.source[-50:]}".rstrip()
       for one in found.largest
     ]
   facts = found.facts
@@ -289,7 +282,7 @@ def _too_large(found: Compiled) -> list[str]:
 
 
 def _sends(report: overlap.OverlapReport) -> list[str]:
-  clock = report.core.clock_hz
+  clock, size = report.core.clock_hz, console.nbytes
   lines = [
     f"{'each permute':<30}{'times':>8}{'bytes':>11}{'hops':>6}"
     f"{'on its way':>12}{'work beside':>13}"
@@ -300,7 +293,7 @@ def _sends(report: overlap.OverlapReport) -> list[str]:
     name = one.name.removeprefix("collective-")
     hops = "" if one.hops is None else str(one.hops)
     lines.append(
-      f"{name[:29]:<30}{one.times:>8,.0f}{console.nbytes(one.nbytes):>11}"
+      f"{name[:29]:<30}{one.times:>8,.0f}{size(one.nbytes):>11}"
       f"{hops:>6}{_ms(one.link_cycles / clock):>12}"
       f"{_ms(one.between_cycles / clock):>13}  {state}"
     )

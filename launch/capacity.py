@@ -76,14 +76,10 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     rows[_key(missing[number])] = row
     if values.out is not None:
       # What is known is kept, also when it is stopped or refused.
-      found = {k: v for k, v in rows.items() if "refused" not in v}
-      _keep(values.out, before + _in_order(rows | older | found, order))
-  strategies.put(
-    values,
-    stdout,
-    {"rows": _in_order(rows, order), "note": NOTE},
-    table(_in_order(rows, order)),
-  )
+      good = {k: v for k, v in rows.items() if "refused" not in v}
+      _keep(values.out, before + _in_order(rows | older | good, order))
+  found = _in_order(rows, order)
+  strategies.put(values, stdout, {"rows": found, "note": NOTE}, table(found))
   if values.out is not None:
     screen.say(f"wrote {values.out}.md and {values.out}.json")
 
@@ -154,10 +150,6 @@ def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """The largest contexts as Markdown, a column for each strategy."""
   compared = list(dict.fromkeys(row["strategy"] for row in rows))
-  lines = [
-    "| model | slice | | " + " | ".join(compared) + " |",
-    "|---|---|---|" + "---:|" * len(compared),
-  ]
   cells: dict[tuple[str, ...], dict[str, str]] = {}
   for row in rows:
     what = " ".join((row["what"], *(str(v) for v in row["options"].values())))
@@ -171,10 +163,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
       if row["too_many"] is None:
         text = f"{text} or more"
     cells.setdefault(key, {})[row["strategy"]] = text
-  for key, found in cells.items():
-    texts = [found.get(name, "") for name in compared]
-    lines.append("| " + " | ".join((*key, *texts)) + " |")
-  return lines
+  body = [
+    (*key, *(found.get(name, "") for name in compared))
+    for key, found in cells.items()
+  ]
+  return strategies.markdown(("model", "slice", ""), compared, body)
 
 
 # ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ keys and beside XLA's loops.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -74,24 +75,22 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   }
   rows: list[dict[str, Any]] = []
   passes = ("forward", "backward") if values.backward else ("forward",)
-  for name in names:
-    for what in passes:
-      for kernel in _KERNELS:
-        screen.say(f"{kernel}, {what}, for {name}")
-        row = {"chip": name, "what": what, "kernel": kernel}
-        try:
-          found = cycles.count(
-            f"ringjax.bench.tiles:{kernel}",
-            SLICES[name],
-            options | {"what": what},
-            timeout_s=values.timeout,
-          )
-        except RingjaxError as error:
-          rows.append({**row, "refused": str(error)})
-          continue
-        # Of both passes the backward one is the larger.
-        tile = max(found, key=lambda tile: tile.work.matrix_cycles)
-        rows.append({**row, **tile.record()})
+  for name, what, kernel in itertools.product(names, passes, _KERNELS):
+    screen.say(f"{kernel}, {what}, for {name}")
+    row = {"chip": name, "what": what, "kernel": kernel}
+    try:
+      found = cycles.count(
+        f"ringjax.bench.tiles:{kernel}",
+        SLICES[name],
+        options | {"what": what},
+        timeout_s=values.timeout,
+      )
+    except RingjaxError as error:
+      rows.append({**row, "refused": str(error)})
+      continue
+    # Of both passes the backward one is the larger.
+    tile = max(found, key=lambda tile: tile.work.matrix_cycles)
+    rows.append({**row, **tile.record()})
   record = {**options, "rows": rows, "note": NOTE}
   strategies.put(values, stdout, record, table(rows, options))
 
@@ -145,14 +144,28 @@ def _decode(
     f"{options['kv_heads']}, head dim {options['head_dim']}, "
     f"{options['dtype']}: cycles of a tile of a core",
     "",
-    "| chip | keys and values | reading them | kernel: whole | masked "
-    "| XLA's loops | loops / kernel |",
-    "|---|---:|---:|---:|---:|---:|---:|",
-    *(
-      f"| {row['chip']} | {console.nbytes(row['bytes'])} "
-      f"| {row['reading']:,.0f} | {row['whole']:,} | {row['masked']:,} "
-      f"| {row['loops']:,.0f} | {row['slower']:.1f} |"
-      for row in rows
+    *strategies.markdown(
+      ("chip",),
+      (
+        "keys and values",
+        "reading them",
+        "kernel: whole",
+        "masked",
+        "XLA's loops",
+        "loops / kernel",
+      ),
+      [
+        (
+          row["chip"],
+          console.nbytes(row["bytes"]),
+          f"{row['reading']:,.0f}",
+          f"{row['whole']:,}",
+          f"{row['masked']:,}",
+          f"{row['loops']:,.0f}",
+          f"{row['slower']:.1f}",
+        )
+        for row in rows
+      ],
     ),
     "",
     DECODE_NOTE,
@@ -182,17 +195,10 @@ def table(
   rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[str]:
   """The counts, ours beside splash's, as Markdown."""
-  lines = [
-    f"a tile of {options['q_block']} x {options['kv_block']}, head dim "
-    f"{options['head_dim']}, {options['dtype']}",
-    "",
-    "| chip | pass | ours: bundles | matrix | splash: bundles | matrix "
-    "| ours / splash |",
-    "|---|---|---:|---:|---:|---:|---:|",
-  ]
   cells: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
   for row in rows:
     cells.setdefault((row["chip"], row["what"]), {})[row["kernel"]] = row
+  body = []
   for key, found in cells.items():
     texts, known = [], []
     for kernel in _KERNELS:
@@ -203,10 +209,24 @@ def table(
         texts += [f"{row['bundles']:,}", f"{row['matrix_cycles']:,}"]
         known.append(row["cycles"])
     ratio = f"{known[0] / known[1]:.2f}" if len(known) == 2 else ""
-    lines.append("| " + " | ".join((*key, *texts, ratio)) + " |")
-  lines += [
-    f"refused: {row['chip']} {row['what']} {row['kernel']}: {row['refused']}"
-    for row in rows
-    if "refused" in row
+    body.append((*key, *texts, ratio))
+  heads = (
+    "ours: bundles",
+    "matrix",
+    "splash: bundles",
+    "matrix",
+    "ours / splash",
+  )
+  return [
+    f"a tile of {options['q_block']} x {options['kv_block']}, head dim "
+    f"{options['head_dim']}, {options['dtype']}",
+    "",
+    *strategies.markdown(("chip", "pass"), heads, body),
+    *(
+      f"refused: {row['chip']} {row['what']} {row['kernel']}: {row['refused']}"
+      for row in rows
+      if "refused" in row
+    ),
+    "",
+    NOTE,
   ]
-  return [*lines, "", NOTE]

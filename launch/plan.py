@@ -168,32 +168,22 @@ def _plan(
   if values.noise:
     noise = schedules.Noise(slower=values.noise, seed=values.seed)
   ranks, tile = values.ranks, values.tile
-  options = {"credits": values.credits}
+  more, gain = {"credits": values.credits}, values.least_gain
   chosen = partition.plan(
-    made,
-    prompt,
-    ranks,
-    network,
-    tile=tile,
-    least_gain=values.least_gain,
-    **options,
+    made, prompt, ranks, network, tile=tile, least_gain=gain, **more
   )
   use = chosen.ranks
   # More ranks than tokens cannot share evenly.
   all_ranks = min(ranks, prompt.tokens)
   chain = lambda name, lengths: schedules.kvr(
-    made, prompt, lengths, network, noise=noise, name=name, **options
+    made, prompt, lengths, network, noise=noise, name=name, **more
   )
   level = round_to_tiles([1.0] * use, prompt.tokens, tile)
-  outcomes = [
-    schedules.tsp(made, prompt, all_ranks, network, noise=noise),
-    schedules.flash_tsp(made, prompt, all_ranks, network, noise=noise),
-  ]
+  baselines = [schedules.tsp, schedules.flash_tsp]
   if prompt.window is None:
-    outcomes.append(
-      schedules.ring(made, prompt, all_ranks, network, noise=noise)
-    )
-  outcomes += [
+    baselines.append(schedules.ring)
+  outcomes = [
+    *(f(made, prompt, all_ranks, network, noise=noise) for f in baselines),
     chain("kvr_e", level),
     chain("kvr_s", chosen.found.lengths),
   ]
@@ -222,32 +212,27 @@ def _lookup(
   ranks: int,
   screen: console.Screen,
 ) -> tuple[PartitionTable | None, str]:
-  """Partitions to interpolate from, and where they are from."""
+  """A table of partitions to interpolate, and its origin in words."""
   if values.prefix or values.window:
     return None, ""
-  say = lambda tokens: screen.say(f"searching {tokens:,} tokens")
-  tabulate = lambda lengths: partition.tabulate(
-    made, lengths, ranks, network, tile=values.tile, on_entry=say
+  tabulate = lambda lengths, **more: partition.tabulate(
+    made, lengths, ranks, network, tile=values.tile, **more
   )
   path = values.table
   if path is None:
     near = partition.neighbours(values.context, ranks, values.tile)
-    found = partition.tabulate(made, near, ranks, network, tile=values.tile)
-    return found, f"between searched partitions of {_list(near)} tokens"
+    words = f"between searched partitions of {_list(near)} tokens"
+    return tabulate(near), words
   key = TableKey.of(made, network, ranks)
   known = PartitionTable.load(path, key) if os.path.exists(path) else None
   if values.save_table:
-    last = max(4 * partition.SPACING, values.context)
-    wanted = range(
-      partition.SPACING, last + partition.SPACING, partition.SPACING
-    )
-    missing = [
-      n
-      for n in wanted
-      if n >= ranks * values.tile and (known is None or n not in known.entries)
-    ]
+    step, there = partition.SPACING, known.entries if known else ()
+    wanted = range(step, max(4 * step, values.context) + step, step)
+    least = ranks * values.tile
+    missing = [n for n in wanted if n >= least and n not in there]
     if missing:
-      new = tabulate(missing)
+      say = lambda tokens: screen.say(f"searching {tokens:,} tokens")
+      new = tabulate(missing, on_entry=say)
       known = new if known is None else known.joined(new)
       known.save(path)
       screen.say(f"wrote {path}, {len(known.entries)} entries")

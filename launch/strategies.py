@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TextIO
 
 from absl import app, flags
@@ -183,6 +183,18 @@ def put(
 ) -> None:
   text = json.dumps(record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
+
+
+def markdown(
+  left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]
+) -> list[str]:
+  """A table in Markdown, of columns that are aligned left, then right."""
+  heads = (f" {text} " if text else " " for text in (*left, *right))
+  return [
+    f"|{'|'.join(heads)}|",
+    "|" + "---|" * len(left) + "---:|" * len(right),
+    *(f"| {' | '.join(row)} |" for row in rows),
+  ]
 
 
 def ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:

@@ -1,4 +1,8 @@
-"""Draws timelines and times as PNGs. Needs matplotlib."""
+"""Draws timelines and times as PNGs.
+
+Guarantees: where matplotlib is not installed, or a path cannot be written, an
+OptionError says so.
+"""
 
 from __future__ import annotations
 
@@ -131,11 +135,7 @@ def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
 
 
 def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
-  """One panel a method, on one axis of time: ranks and the links between.
-
-  Raises:
-    OptionError: matplotlib is not installed, or the path cannot be written.
-  """
+  """One panel a method, on one axis of time: ranks and the links between."""
   lanes = []
   for one in found:
     names, links = [], list(one.link_bytes)
@@ -167,8 +167,7 @@ def schedule(found: OverlapReport, path: str, title: str = "") -> None:
   """The first sends of a schedule: what the device does, what links carry.
 
   Raises:
-    OptionError: matplotlib is not installed, the path cannot be written, or
-      there is nothing to draw.
+    OptionError: there is nothing to draw.
   """
   figures()
   if not found.spans:
@@ -209,9 +208,6 @@ def strategies(
     rows: (name, forward seconds, backward seconds).
     path: of the PNG.
     title: above it.
-
-  Raises:
-    OptionError: matplotlib is not installed, or the path cannot be written.
   """
   made, ax = figure(8, 1.2 + 0.3 * len(rows))
   names = [name for name, *_ in rows]
@@ -240,9 +236,6 @@ def against(
     points: (strategy, what was run, predicted seconds, measured seconds).
     path: of the PNG.
     title: above it.
-
-  Raises:
-    OptionError: matplotlib is not installed, or the path cannot be written.
   """
   made, ax = figure(6.4, 5.6)
   markers = "osD^v<>Ph*X"

@@ -309,11 +309,11 @@ class Simulator:
       self._amounts("give", give),
       then,
     )
-    for one in set(after):
+    before = set(after)
+    for one in before:
       if not (one.index < index and self._ops[one.index].name == one.name):
-        raise OptionError(
-          "after", one, "operations of this simulator", "describe them first"
-        )
+        raise _foreign("after", one.name, "operation")
+    for one in before:
       if self._ops[one.index].span is None:
         self._ops[one.index].waiting.append(state)
         state.missing += 1
@@ -400,12 +400,7 @@ class Simulator:
   def _queue(self, place: Device | Channel) -> _Queue:
     queue = self._by_name.get(place.name)
     if queue is None or queue.place is not place:
-      raise OptionError(
-        "where",
-        place.name,
-        "a device or link of this simulator",
-        "make it with its device() or link()",
-      )
+      raise _foreign("where", place.name, "device or link")
     return queue
 
   def _amounts(
@@ -415,17 +410,9 @@ class Simulator:
     for pool, amount in (given or {}).items():
       stock = self._stocks.get(pool.name)
       if stock is None or stock.pool is not pool:
-        raise OptionError(
-          name, pool.name, "a pool of this simulator", "make it with pool()"
-        )
-      number(name, amount, least=0)
-      if amount > pool.size:
-        raise OptionError(
-          name,
-          f"{amount} of {pool.name}",
-          f"{pool.size} at most",
-          "make the pool larger",
-        )
+        raise _foreign(name, pool.name, "pool")
+      remedy = f"pass less, or make the pool {pool.name} larger"
+      number(name, amount, least=0, most=pool.size, remedy=remedy)
       found.append((stock, amount))
     return found
 
@@ -522,6 +509,12 @@ class Simulator:
       f"all to end; no operation gives back to {', '.join(pools)}",
       "make the pools larger or add give=",
     )
+
+
+def _foreign(argument: str, name: str, thing: str) -> OptionError:
+  return OptionError(
+    argument, name, f"a {thing} of this simulator", "add it to this one"
+  )
 
 
 def _taken(what: str, name: str) -> OptionError:

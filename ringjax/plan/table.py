@@ -6,11 +6,12 @@ refused for any other.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
@@ -84,18 +85,13 @@ class PartitionTable:
       positive_int("table", tokens)
       for share in shares:
         number("share", share, least=0, most=1)
-      if len(shares) != self.key.ranks or min(shares) <= 0:
+      total = math.fsum(shares)
+      right = len(shares) == self.key.ranks and min(shares) > 0
+      if not right or not math.isclose(total, 1.0, abs_tol=1e-6):
         raise OptionError(
           "table",
-          f"shares {shares} at {tokens} tokens",
-          f"{self.key.ranks} numbers above 0",
-          "search the entry again",
-        )
-      if not math.isclose(math.fsum(shares), 1.0, abs_tol=1e-6):
-        raise OptionError(
-          "table",
-          f"shares that add up to {math.fsum(shares)} at {tokens} tokens",
-          "1 in all",
+          f"shares {shares}, {total} in all, at {tokens} tokens",
+          f"{self.key.ranks} numbers above 0 that add up to 1",
           "search the entry again",
         )
 
@@ -106,15 +102,8 @@ class PartitionTable:
     """
     positive_int("tokens", tokens)
     known = sorted(self.entries)
-    at = bisect.bisect_left(known, tokens)
-    if at == len(known) or (at == 0 and tokens <= known[0]):
-      return self.entries[known[min(at, len(known) - 1)]]
-    low, high = known[at - 1], known[at]
-    part = (tokens - low) / (high - low)
-    return tuple(
-      (1 - part) * a + part * b
-      for a, b in zip(self.entries[low], self.entries[high], strict=True)
-    )
+    columns = zip(*(self.entries[n] for n in known), strict=True)
+    return tuple(float(np.interp(tokens, known, x)) for x in columns)
 
   def lengths(self, tokens: int, tile: int = 1) -> tuple[int, ...]:
     """The partition of a prompt, in whole tiles.
