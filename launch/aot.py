@@ -44,6 +44,7 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
+  """Compiles a program and prints its report; with --search several."""
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
@@ -179,7 +180,7 @@ def named(name: str) -> str:
 
 
 def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
-  """All of it, as JSON has it."""
+  """The program and its bounds, as JSON has them."""
   return {
     **found.record(),
     "roofline": None if made is None else made.record(),

@@ -85,7 +85,7 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """Of the builder, as they were given."""
+  """The builder's options that were given."""
   return {
     flag: values[flag].value
     for flag in (*_OF_TRAINING, "shard", "block", "dtype")
@@ -131,7 +131,7 @@ def _find(
   except RingjaxError as error:
     say(f"refused: {error}")
     return {**row, "refused": str(error)}
-  return {**row, **found.record()}
+  return {**row, **files.record(found)}
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -362,7 +362,7 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def _beside(row: published.Row) -> str:
-  """Seconds, theirs and ours, in 22 columns."""
+  """Published and simulated seconds, in 22 columns."""
   return f"{row.paper:>7.3f}{row.ours:>7.3f}{100 * row.difference:>+6.1f} %"
 
 
@@ -510,7 +510,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags and `words`, a sub-command, say; the exit status."""
+  """Runs the sub-command in `words` with the flags; returns the exit status."""
   stderr = sys.stderr if stderr is None else stderr
   if len(words) != 1 or words[0] not in _COMMANDS:
     given = " ".join(words) or "nothing"

@@ -53,6 +53,7 @@ def refuse(
 
 
 def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Ranks the strategies of attention on a machine."""
   common.check_files(values, "plot")
   shards = ints("shards", values.shards)
   tokens = ints("tokens", values.tokens)
@@ -110,6 +111,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Measures the devices and links and writes the machine to --out."""
   if values.out is None:
     raise OptionError(
       "--out", None, "a file to write", "pass --out=machine.json"
@@ -181,6 +183,7 @@ def known(
 def put(
   values: flags.FlagValues, stdout: TextIO, record: Any, lines: list[str]
 ) -> None:
+  """Prints a result: with --json the record, else the lines."""
   text = json.dumps(record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
 
@@ -198,6 +201,7 @@ def markdown(
 
 
 def ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:
+  """The values of a flag as ints; None if it was not given."""
   if given is None:
     return None
   try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 from ringjax.errors import OptionError
 
@@ -37,10 +36,6 @@ class LargestContext:
   needed_bytes: int
   too_many: int | None
   tried: int
-
-  def record(self) -> dict[str, Any]:
-    """As JSON has it."""
-    return dataclasses.asdict(self)
 
 
 def largest(

@@ -85,7 +85,7 @@ def choose(
   tile: int = 1,
   least_gain: float = 0.05,
 ) -> PrefillChoice:
-  """The fastest method; KV-Runahead only if it saves enough.
+  """Chooses the fastest method; KV-Runahead only if it saves enough.
 
   Args:
     machine: the devices, the model on them and the links.

@@ -123,7 +123,7 @@ class Shape:
 
   @property
   def parameters(self) -> int:
-    """Of all layers' matrices; a token takes two FLOPs for each."""
+    """Weights of all layers' matrices; a token takes two FLOPs for each."""
     project = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
     return self.layers * (project + (2 + self.gated) * self.embed * self.hidden)
 
@@ -135,7 +135,7 @@ class Shape:
     return project / self.parameters
 
   def kv_bytes(self, number_bytes: int = 2) -> int:
-    """Key and value of one token in one layer."""
+    """Bytes of the key and value of one token in one layer."""
     return 2 * self.kv_heads * self.head_dim * number_bytes
 
 
@@ -198,7 +198,7 @@ class Profile:
   def on(
     cls, machine: Machine, shape: Shape, *, local: str, dtype: str = "bfloat16"
   ) -> Profile:
-    """A model on a machine, predicted by what the machine is stated to do.
+    """Predicts the profile of a model from the stated figures of a machine.
 
     Matrices at the rate of products, attention at the local algorithm's part
     of it, as `strategy="auto"` counts them, and a call's fixed time a layer.
@@ -245,7 +245,7 @@ class Profile:
   def scaled(
     self, base: Shape, shape: Shape, *, name: str, model: str, source: str
   ) -> Profile:
-    """Another model on the same hardware, estimated.
+    """Estimates the profile of another model on the same hardware.
 
     Linear work goes with the parameters. A dense kernel's time goes with the
     scores that pass through memory, hence with heads and not with their size;

@@ -66,7 +66,7 @@ class BasicBlock:
 
   @property
   def cycles(self) -> int:
-    """The least that they take."""
+    """A lower bound of the cycles of the block."""
     return max(self.bundles, self.matrix_cycles)
 
 

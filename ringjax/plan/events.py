@@ -265,7 +265,7 @@ class Simulator:
     give: Mapping[Pool, Number] | None = None,
     then: Callable[[Span], None] | None = None,
   ) -> Op:
-    """Adds work.
+    """Adds an operation.
 
     Args:
       name: for people; need not be unique.
@@ -422,7 +422,7 @@ class Simulator:
     heapq.heappush(self._events, (time_s, next(self._numbers), call))
 
   def _release(self, state: _State) -> None:
-    """Of an operation whose dependencies are done."""
+    """Queues an operation whose dependencies are done, at its release."""
     if state.release_s > self._now:
       self._post(state.release_s, functools.partial(self._release, state))
       return

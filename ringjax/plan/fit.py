@@ -61,7 +61,7 @@ class Fit:
 
 
 def fit(samples: Sequence[TimedCall]) -> Fit:
-  """The coefficients that fit best, by least squares.
+  """Fits the coefficients by least squares.
 
   Raises:
     OptionError: samples too few or too alike to tell the coefficients apart,

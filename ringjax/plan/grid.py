@@ -57,6 +57,7 @@ class SearchResult:
 
   @property
   def shares(self) -> tuple[float, ...]:
+    """Parts of the tokens, by rank."""
     total = sum(self.lengths)
     return tuple(n / total for n in self.lengths)
 

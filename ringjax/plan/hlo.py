@@ -370,7 +370,7 @@ class HloProgram:
   # -- costs
 
   def cycles(self, name: str) -> float:
-    """Of a computation, without waiting for what is sent."""
+    """Cycles of a computation, without waiting for what is sent."""
     if name not in self._cycles:
       prices = (self.price(name, one) for one in self.computations[name])
       self._cycles[name] = sum(prices, 0.0)

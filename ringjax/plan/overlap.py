@@ -144,7 +144,7 @@ class OverlapReport:
 
   @property
   def seconds(self) -> float:
-    """Of the step."""
+    """Seconds of the step."""
     return self.total_cycles / self.core.clock_hz
 
   @property
@@ -441,7 +441,7 @@ class _Walk:
       self._pass("wait", wait, "other", (kind, "waited"))
 
   def _loop(self, trips: float, body: str) -> None:
-    """A few turns, then as many more like the last one."""
+    """Walks a few turns, then counts the others like the last one."""
     turns = min(int(trips), _TURNS)
     before: dict[Any, float] = {}
     for _ in range(turns):
@@ -510,6 +510,7 @@ def group_size(text: str) -> int:
 
 
 def _collectives(program: HloProgram, walk: _Walk) -> tuple[Collective, ...]:
+  """Sums by kind, the permutes first."""
   clock, sums = program.core.clock_hz, walk.sums
   kinds = sorted({k[0] for k in sums if isinstance(k, tuple)} - {"carried"})
   found = [

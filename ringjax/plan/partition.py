@@ -133,6 +133,7 @@ class PartitionPlan:
 
   @property
   def ranks(self) -> int:
+    """Ranks that take part."""
     return len(self.found.lengths)
 
 

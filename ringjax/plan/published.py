@@ -72,6 +72,7 @@ class Row:
     return self.ours / self.paper - 1
 
   def record(self) -> dict[str, Any]:
+    """As JSON has it."""
     return files.record(self, "difference")
 
 

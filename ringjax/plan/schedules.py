@@ -89,6 +89,7 @@ class Outcome:
 
   @property
   def sent_bytes(self) -> int | float:
+    """Bytes sent over all links, in all layers."""
     return sum(self.link_bytes.values())
 
   def record(self) -> dict[str, Any]:
@@ -339,12 +340,12 @@ class _Layer:
     self._slow = slow.T.tolist()
 
   def add(self, name: str, kind: str, *given: Any, **more: Any) -> Edge:
-    """Adds an `Operation`; what waits for it."""
+    """Adds an `Operation`; returns the edge to wait for it."""
     self._operations.append(Operation(name, kind, *given, **more))
     return Edge(name)
 
   def project(self, i: int) -> Edge:
-    """Adds what comes before keys and values are there."""
+    """Adds the linear work before keys and values can be sent."""
     return self.add(
       f"project {i}.{{}}",
       "project",
@@ -372,7 +373,7 @@ class _Layer:
     return self.add(name, "attend", f"rank {i}", seconds, after)
 
   def end(self, i: int, attend: Edge) -> None:
-    """Adds what the next layer waits for: attention, and launching."""
+    """Adds the end of the layer: of attention, and of launching."""
     end, after = f"end {i}.{{}}", (attend,)
     if self._profile.floor_s:
       # One after another, so that floors add up over the layers.

@@ -37,6 +37,7 @@ class TableKey:
 
   @classmethod
   def of(cls, profile: Profile, network: Network, ranks: int) -> TableKey:
+    """The key of a model on ranks with these links."""
     return cls(
       model=profile.model,
       hardware=profile.hardware,
