@@ -32,8 +32,16 @@ BUILDERS = "ringjax.bench.steps"
 
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
-_OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
-             "block", "loss_block")  # fmt: skip
+_OF_MODEL = ("model", "shard", "layers")
+_OF_TILES = ("strategy", "q_block", "kv_block")
+# The options that a program takes beside those of all programs.
+_OPTIONS = {
+  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
+            "block", "loss_block"),
+  "prefill": (*_OF_MODEL, *_OF_TILES, "block"),
+  "decode": _OF_MODEL,
+  "attention": (*_OF_ATTENTION, *_OF_TILES),
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------
@@ -110,17 +118,8 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     "mesh": common.axes(values.mesh or "seq:-1"),
     "batch": values.batch,
   }
-  refused = {
-    "attention": _OF_STEPS,
-    "train": _OF_ATTENTION,
-    "prefill": (
-      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
-    ),
-    "decode": (
-      *_OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
-      "block", "strategy", "q_block", "kv_block",
-    ),
-  }[what]  # fmt: skip
+  others = dict.fromkeys(itertools.chain.from_iterable(_OPTIONS.values()))
+  refused = [name for name in others if name not in _OPTIONS[what]]
   strategies.refuse(values, f"--what={what}", refused)
   if what == "attention":
     options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
@@ -356,15 +355,11 @@ def candidates(
     "block": (2048, 1024),
     "loss_block": (1024, 2048),
   }
-  if what == "decode":
-    del choices["strategy"]
-  if what != "train":
-    del choices["remat"], choices["loss_block"]
-  if what in ("decode", "attention"):
-    del choices["block"]
-  for name in choices:
-    if name in options and name != "mesh":
-      choices[name] = (options[name],)
+  choices = {
+    name: (options[name],) if name in options and name != "mesh" else values
+    for name, values in choices.items()
+    if name in ("mesh", *_OPTIONS[what])
+  }
   # One thing at a time first: combinations of what is best come later.
   names = list(choices)
   grids = itertools.product(*(range(len(choices[name])) for name in names))

@@ -22,6 +22,8 @@ from ringjax.plan.schedules import Noise
 KEEPS = ("sharded", "last")
 # Draws of a noise that are averaged.
 _DRAWS = 8
+# Time to the first token with a noise.
+_Seconds = Callable[[Noise | None], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,33 +110,38 @@ def choose(
   share = prompt.tokens * (ranks - 1) / ranks
   nbytes = share * profile.kv_bytes * profile.layers
   collect = network.send_s(nbytes) if keep == "last" and ranks > 1 else 0.0
-  even: dict[str, Callable[[Noise | None], float]] = {}
+  given = profile, prompt, ranks, network
+  # Name, tokens of each rank, time to the first token, time to collect.
+  methods: list[tuple[str, tuple[int, ...], _Seconds, float]] = []
   if prompt.tokens >= ranks:
-    given = profile, prompt, ranks, network
+    even = cost.even(prompt.tokens, ranks)
+    striped = lambda noise: schedules.ring(*given, noise=noise).seconds
+    gather = lambda noise: schedules.flash_tsp(*given, noise=noise).seconds
     if prompt.window is None:
-      even["striped"] = lambda noise: (
-        schedules.ring(*given, noise=noise).seconds
-      )
-    even["gather"] = lambda noise: (
-      schedules.flash_tsp(*given, noise=noise).seconds
-    )
-  ways = [
-    PrefillMethod(
-      method=name,
-      lengths=cost.even(prompt.tokens, ranks),
-      first_s=_mean(first_s, machine.noise),
-      collect_s=collect,
-    )
-    for name, first_s in even.items()
-  ]
+      methods.append(("striped", even, striped, collect))
+    methods.append(("gather", even, gather, collect))
   use = most_ranks(prompt.tokens, ranks, tile)
-  if use == ranks or not ways:
-    ways.append(_chain(machine, prompt, use, tile))
+  if use == ranks or not methods:
+    more = {"credits": machine.credits}
+    found = partition.find(profile, prompt, use, network, tile=tile, **more)
+    chain = lambda noise: schedules.kvr_seconds(
+      profile, prompt, [found.lengths], network, noise=noise, **more
+    )[0]
+    methods.append(("kvr", found.lengths, chain, 0.0))
   else:
     why.append(
       f"no chain: {prompt.tokens} tokens give {ranks} ranks less than two "
       f"tiles of {tile} each"
     )
+  ways = [
+    PrefillMethod(
+      method=name,
+      lengths=lengths,
+      first_s=_mean(seconds, machine.noise),
+      collect_s=collect_s,
+    )
+    for name, lengths, seconds, collect_s in methods
+  ]
   best = min(ways, key=lambda way: way.seconds)
   others = [way for way in ways if way.method != "kvr"]
   if best.method == "kvr" and others:
@@ -154,26 +161,7 @@ def choose(
   )
 
 
-def _chain(
-  machine: Cluster, prompt: Prompt, ranks: int, tile: int
-) -> PrefillMethod:
-  profile, network = machine.profile, machine.network
-  options = {"credits": machine.credits}
-  found = partition.find(profile, prompt, ranks, network, tile=tile, **options)
-  seconds = lambda noise: schedules.kvr_seconds(
-    profile, prompt, [found.lengths], network, noise=noise, **options
-  )[0]
-  return PrefillMethod(
-    method="kvr",
-    lengths=found.lengths,
-    first_s=_mean(seconds, machine.noise),
-    collect_s=0.0,
-  )
-
-
-def _mean(
-  seconds: Callable[[Noise | None], float], noise: Noise | None
-) -> float:
+def _mean(seconds: _Seconds, noise: Noise | None) -> float:
   """Seconds to the first token; with noise the mean of some draws."""
   draws: list[Noise | None] = [None]
   if noise is not None:

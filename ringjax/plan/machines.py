@@ -173,13 +173,9 @@ def fitted(
   rates = {
     kind: 1 / line(samples, call_s)[1] for kind, samples in products.items()
   }
-  starts = []
-  parts = []
-  for samples in (forward, backward):
-    start, per_flop = line(samples, call_s)
-    starts.append(start)
-    # A rate above the product's is the noise of the machine.
-    parts.append(min(1.0, 1 / per_flop / rates[dtype]))
+  fits = [line(samples, call_s) for samples in (forward, backward)]
+  # A rate above the product's is the noise of the machine.
+  parts = [min(1.0, 1 / per_flop / rates[dtype]) for _, per_flop in fits]
   return Machine(
     name=name,
     chip=Chip(
@@ -191,7 +187,7 @@ def fitted(
     ),
     links={axis: link_of(times) for axis, times in links.items()},
     efficiency={"blockwise": tuple(parts)},
-    hop_s=float(np.mean(starts)),
+    hop_s=float(np.mean([start for start, _ in fits])),
     call_s=call_s,
     source=source,
   )
