@@ -1,7 +1,7 @@
-"""The sub-commands of launch.plan that compile without TPU hardware.
+"""The sub-command aot of launch.plan, which compiles without TPU hardware.
 
-`aot` compiles one program, or with --search several, and says whether it fits,
-what it sends and what hides it. For the largest contexts see
+It compiles one program, or with --search several, and reports whether it fits,
+what it sends and what hides that. For the largest contexts see
 `launch.capacity`.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, TextIO
 from absl import flags
 
 from launch import common, console, strategies
-from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.ops.attention import registry
 from ringjax.parallel import chips
@@ -31,56 +30,18 @@ STRATEGIES = (*registry.NAMES, "plain")
 BUILDERS = "ringjax.bench.steps"
 
 
-def define(values: flags.FlagValues) -> None:
-  """The flags of these sub-commands."""
-  new = Definer(values)
-  new.texts(
-    "model",
-    None,
-    "aot: a preset or a folder with a config.json; capacity: presets, see "
-    "rj.models.PRESETS.",
-  )
-  new.text("topology", None, "aot: the slice, e.g. v5p:4x4x8 or v5e:16x16.")
-  flags.DEFINE_multi_enum(
-    "what", None, WHAT, "aot: which program; capacity: train, prefill; cycles: "
-    "attention, decode.",
-    flag_values=values,
-  )  # fmt: skip
-  flags.DEFINE_multi_string(
-    "strategy", None, f"aot, capacity: of {','.join(STRATEGIES)}.",
-    flag_values=values,
-  )  # fmt: skip
-  new.text("remat", None, "aot: what is kept of a layer; see train.remat.")
-  new.text("optimizer", None, "aot: of training; default adamw.")
-  new.text(
-    "shard", None, "aot: mesh axis that cuts weights; default seq, or none."
-  )
-  new.whole("accumulate", None, "aot: micro-batches of a step of training.")
-  new.whole("block", None, "aot: tokens of a step of the feedforward.")
-  new.whole("loss_block", None, "aot: tokens of a step of the head.")
-  new.whole("q_block", None, "aot: queries of a tile of attention.")
-  new.whole("kv_block", None, "aot: keys of a tile of attention.")
-  flags.DEFINE_enum(
-    "order", None, ("ring", "listed"),
-    "aot: of devices: a ring of neighbours, or as they are listed.",
-    flag_values=values,
-  )  # fmt: skip
-  new.text("hlo", None, "aot: file for the scheduled program's text.")
-  new.number("limit", None, "aot: part of a step that may wait for sends.", 0.0)
-  new.boolean("search", False, "aot: tries meshes, layouts, remat and tiles.")
-  new.whole("tries", 12, "aot --search: programs to compile at most.")
-  new.number("timeout", 3600.0, "aot, capacity: seconds for a program.", 1.0)
-
-
-OF_AOT = (
-  "model", "topology", "slices", "jobs", "what", "strategy", "remat",
-  "optimizer", "shard", "accumulate", "block", "loss_block", "q_block",
-  "kv_block", "order", "hlo", "limit", "search", "tries", "timeout",
-)  # fmt: skip
-OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
+_OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
                  "backward")  # fmt: skip
-_OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
-             "block", "loss_block")  # fmt: skip
+_OF_MODEL = ("model", "shard", "layers")
+_OF_TILES = ("strategy", "q_block", "kv_block")
+# The options that a program takes beside those of all programs.
+_OPTIONS = {
+  "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
+            "block", "loss_block"),
+  "prefill": (*_OF_MODEL, *_OF_TILES, "block"),
+  "decode": _OF_MODEL,
+  "attention": (*_OF_ATTENTION, *_OF_TILES),
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------
@@ -91,6 +52,7 @@ _OF_STEPS = ("model", "shard", "layers", "remat", "optimizer", "accumulate",
 def compile_one(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
+  """Compiles a program and prints its report; with --search several."""
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
   topology = _needed(values, "topology", "v5p:4x4x8")
@@ -122,7 +84,8 @@ def compile_one(
       screen.say(f"wrote {values.plot}")
 
 
-def _single(values: flags.FlagValues, name: str) -> str | None:
+def _single(values: flags.FlagValues, name: str) -> Any:
+  """The only value of a flag that takes several; None without one."""
   given = values[name].value
   if not given:
     return None
@@ -134,14 +97,17 @@ def _single(values: flags.FlagValues, name: str) -> str | None:
 
 
 def _needed(values: flags.FlagValues, name: str, example: str) -> Any:
+  """The value of a flag that has to be given."""
   value = values[name].value
-  if value is None:
-    raise OptionError(f"--{name}", None, example, f"pass --{name}={example}")
+  if value in (None, []):
+    raise OptionError(
+      f"--{name}", "nothing", "a value", f"pass e.g. --{name}={example}"
+    )
   return value
 
 
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """The builder's options; refuses flags that this program has not."""
+  """The builder's options; refuses flags that this program does not take."""
   tokens = strategies.ints("tokens", _needed(values, "tokens", "1048576")) or ()
   if len(tokens) != 1:
     raise OptionError(
@@ -152,26 +118,15 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     "mesh": common.axes(values.mesh or "seq:-1"),
     "batch": values.batch,
   }
-  refused = {
-    "attention": _OF_STEPS,
-    "train": OF_ATTENTION,
-    "prefill": (
-      *OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
-    ),
-    "decode": (
-      *OF_ATTENTION, "remat", "optimizer", "accumulate", "loss_block",
-      "block", "strategy", "q_block", "kv_block",
-    ),
-  }[what]  # fmt: skip
+  others = dict.fromkeys(itertools.chain.from_iterable(_OPTIONS.values()))
+  refused = [name for name in others if name not in _OPTIONS[what]]
   strategies.refuse(values, f"--what={what}", refused)
   if what == "attention":
-    options |= {name: values[name].value for name in OF_ATTENTION[:6]}
+    options |= {name: values[name].value for name in _OF_ATTENTION[:6]}
     options["what"] = "backward" if values.backward else "forward"
   else:
-    options["model"] = _needed(values, "model", "llama-3.1-8b")
-    if len(options["model"]) != 1:
-      raise OptionError("--model", values.model, "one", "leave the others out")
-    options["model"] = _model(options["model"][0])
+    _needed(values, "model", "llama-3.1-8b")
+    options["model"] = _model(_single(values, "model"))
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
     if values["layers"].present:
@@ -208,23 +163,23 @@ def _model(name: str) -> str | dict[str, Any]:
     "--model",
     f"{name}, which is no preset and no folder",
     "a folder with a config.json, or a preset: " + ", ".join(sorted(PRESETS)),
-    "pass one of them",
+    "pass such a folder, or a preset's name",
   )
 
 
 def named(name: str) -> str:
-  """The name, which has to be one."""
+  """`name`, if it is a strategy's, with a number in place of N."""
   kind, colon, group = name.partition(":")
   form = f"{kind}:N" if group.isdecimal() and int(group) else name
   if form not in STRATEGIES or (colon and form == name):
     raise OptionError(
-      "--strategy", name, f"one of {', '.join(STRATEGIES)}", "choose"
+      "--strategy", name, f"one of {', '.join(STRATEGIES)}", "pass one of these"
     )
   return name
 
 
 def record(found: Compiled, made: Roofline | None) -> dict[str, Any]:
-  """All of it, as JSON has it."""
+  """The program and its bounds, as JSON has them."""
   return {
     **found.record(),
     "roofline": None if made is None else made.record(),
@@ -245,8 +200,8 @@ def _title(found: Compiled) -> str:
 def words(
   found: Compiled, made: Roofline | None, limit: float = overlap.LIMIT
 ) -> list[str]:
-  """What is said of a program."""
-  core = chips.core(found.topology)
+  """The report of a program, in lines of text."""
+  core, size = chips.core(found.topology), console.nbytes
   versions = ", ".join(f"{k} {v}" for k, v in found.versions.items())
   lines = [
     _title(found),
@@ -258,24 +213,24 @@ def words(
     return [*lines, *_too_large(found)]
   memory = found.memory
   lines += [
-    f"fits: {console.nbytes(memory.total)} of {console.nbytes(memory.limit)} "
+    f"fits: {size(memory.total)} of {size(memory.limit)} "
     f"({100 * memory.total / memory.limit:.0f} %) on each device",
-    f"  arguments {console.nbytes(memory.arguments)}, outputs "
-    f"{console.nbytes(memory.outputs)} (of them in place "
-    f"{console.nbytes(memory.aliased)}), temporaries "
-    f"{console.nbytes(memory.temporaries)}, code "
-    f"{console.nbytes(memory.code)}",
-    *_sharing(memory),
-    "",
+    f"  arguments {size(memory.arguments)}, outputs {size(memory.outputs)} "
+    f"(of them in place {size(memory.aliased)}), temporaries "
+    f"{size(memory.temporaries)}, code {size(memory.code)}",
   ]
+  if memory.total > memory.limit:
+    # A sum, which counts buffers that never live together.
+    lines.append("  not all of it at once: the compiler says that it fits")
   report = found.report
   assert report is not None and made is not None
-  lines.append(
-    f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
-    f"{'waited':>14}"
-  )
   lines += [
-    f"{one.kind:<22}{one.count:>9,.0f}{console.nbytes(one.nbytes):>12}"
+    "",
+    f"{'sent, on each device':<22}{'times':>9}{'bytes':>12}{'links busy':>13}"
+    f"{'waited':>14}",
+  ]
+  lines += [
+    f"{one.kind:<22}{one.count:>9,.0f}{size(one.nbytes):>12}"
     f"{_ms(one.link_s):>13}{_ms(one.waited_s):>14}"
     for one in report.collectives
   ] or ["nothing"]
@@ -300,23 +255,16 @@ def words(
   return lines
 
 
-def _sharing(memory: aot.Memory) -> list[str]:
-  """Why a sum above the limit is no contradiction."""
-  if memory.total <= memory.limit:
-    return []
-  return ["  not all of it at once: the compiler says that it fits"]
-
-
 def _too_large(found: Compiled) -> list[str]:
+  size = console.nbytes
   lines = [
-    f"does not fit: {console.nbytes(found.needed_bytes)} needed, "
-    f"{console.nbytes(found.limit_bytes)} there",
+    f"does not fit: {size(found.needed_bytes)} needed, "
+    f"{size(found.limit_bytes)} there",
   ]
   if found.largest:
     lines.append("largest buffers:")
     lines += [
-      f"  {console.nbytes(one.nbytes):>10}  {one.shape[:60]}  "
-      f"{one.source[-50:]}".rstrip()
+      f"  {size(one.nbytes):>10}  {one.shape[:60]}  {one.source[-50:]}".rstrip()
       for one in found.largest
     ]
   facts = found.facts
@@ -333,8 +281,8 @@ def _too_large(found: Compiled) -> list[str]:
   return lines
 
 
-def _sends(report: overlap.Report) -> list[str]:
-  clock = report.core.clock_hz
+def _sends(report: overlap.OverlapReport) -> list[str]:
+  clock, size = report.core.clock_hz, console.nbytes
   lines = [
     f"{'each permute':<30}{'times':>8}{'bytes':>11}{'hops':>6}"
     f"{'on its way':>12}{'work beside':>13}"
@@ -345,7 +293,7 @@ def _sends(report: overlap.Report) -> list[str]:
     name = one.name.removeprefix("collective-")
     hops = "" if one.hops is None else str(one.hops)
     lines.append(
-      f"{name[:29]:<30}{one.times:>8,.0f}{console.nbytes(one.nbytes):>11}"
+      f"{name[:29]:<30}{one.times:>8,.0f}{size(one.nbytes):>11}"
       f"{hops:>6}{_ms(one.link_cycles / clock):>12}"
       f"{_ms(one.between_cycles / clock):>13}  {state}"
     )
@@ -382,11 +330,11 @@ def _ms(seconds: float) -> str:
 def candidates(
   what: str, devices: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-  """Options to try, of which none changes what is computed.
+  """Options to try, none of which changes the result of the program.
 
-  What the caller fixed stays. Meshes have a data axis that the batch fills, an
-  axis of heads, and the rest of the devices are the ring. Tiles of attention
-  are not among them: a kernel takes what it says that it takes.
+  Options that the caller fixed stay. Meshes have a data axis that the batch
+  fills and an axis of heads; the rest of the devices are the ring. Tiles of
+  attention are not among the options: a kernel has tiles of its own.
   """
   batch = int(options["batch"])
   given = dict(options["mesh"])
@@ -407,15 +355,11 @@ def candidates(
     "block": (2048, 1024),
     "loss_block": (1024, 2048),
   }
-  if what == "decode":
-    del choices["strategy"]
-  if what != "train":
-    del choices["remat"], choices["loss_block"]
-  if what in ("decode", "attention"):
-    del choices["block"]
-  for name in choices:
-    if name in options and name != "mesh":
-      choices[name] = (options[name],)
+  choices = {
+    name: (options[name],) if name in options and name != "mesh" else values
+    for name, values in choices.items()
+    if name in ("mesh", *_OPTIONS[what])
+  }
   # One thing at a time first: combinations of what is best come later.
   names = list(choices)
   grids = itertools.product(*(range(len(choices[name])) for name in names))
@@ -489,14 +433,3 @@ def _label(options: Mapping[str, Any]) -> str:
       value = ",".join(f"{axis}:{n}" for axis, n in value)
     parts.append(f"--{name}={value}")
   return " ".join(parts) or "as given"
-
-
-OF_OTHERS = (
-  "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
-  "credits", "kernel", "noise", "seed", "least_gain", "table",
-  "save_table", "why", "paper", "fit", "preset", "name", "rounds", "bytes",
-  "sides", "chip", "shards", "value_dim", "keys", "offset", "layout", "wire",
-  "local", "longest_document", "devices", "coordinator",
-  "num_processes", "process_id", "distributed", "init_timeout",
-)  # fmt: skip
-REFUSED = (*OF_OTHERS, "slices", "jobs", "out")

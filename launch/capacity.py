@@ -10,14 +10,13 @@ from typing import Any, TextIO
 from absl import flags
 
 from launch import aot, common, console, strategies
-from launch.flag_helpers import Definer
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
 from ringjax.plan import aot as compiler
 from ringjax.plan import capacity, files
 from ringjax.plan.roofline import NOTE
 
-# Slices whose capacity is told, by the names that people give them.
+# Slices whose capacity is searched, by their usual names.
 SLICES = {
   "v5e-256": "v5e:16x16",
   "v5p-128": "v5p:4x4x8",
@@ -33,23 +32,12 @@ _LEAST, _MOST = 1 << 13, 1 << 28
 # Scores of all pairs of more tokens are too many for the compiler to count.
 _MOST_PAIRS = 1 << 22
 _OF_TRAINING = ("remat", "optimizer", "loss_block")
-# What a row was asked with, in the order in which rows are told.
+# What identifies a row.
 _ASKED = ("model", "slice", "what", "strategy", "options")
-REFUSED = (
-  *aot.OF_OTHERS, *aot.OF_ATTENTION, "topology", "mesh", "tokens", "hlo",
-  "search", "tries", "plot", "limit", "order",
-)  # fmt: skip
-
-
-def define(values: flags.FlagValues) -> None:
-  """The flags of this sub-command alone."""
-  new = Definer(values)
-  new.texts("slices", None, f"capacity: of {','.join(SLICES)}; default all.")
-  new.whole("jobs", 1, "capacity: programs to compile at a time.")
 
 
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Searches what was asked for and is not yet in the file."""
+  """Searches the contexts that were asked for and are not yet in the file."""
   whats = strategies.known("what", values.what, _PROGRAMS)
   slices = strategies.known("slices", values.slices, SLICES)
   compared = [aot.named(one) for one in values.strategy or _COMPARED]
@@ -88,20 +76,16 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     rows[_key(missing[number])] = row
     if values.out is not None:
       # What is known is kept, also when it is stopped or refused.
-      found = {k: v for k, v in rows.items() if "refused" not in v}
-      _keep(values.out, before + _in_order(rows | older | found, order))
-  strategies.put(
-    values,
-    stdout,
-    {"rows": _in_order(rows, order), "note": NOTE},
-    table(_in_order(rows, order)),
-  )
+      good = {k: v for k, v in rows.items() if "refused" not in v}
+      _keep(values.out, before + _in_order(rows | older | good, order))
+  found = _in_order(rows, order)
+  strategies.put(values, stdout, {"rows": found, "note": NOTE}, table(found))
   if values.out is not None:
     screen.say(f"wrote {values.out}.md and {values.out}.json")
 
 
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """Of the builder, as they were given."""
+  """The builder's options that were given."""
   return {
     flag: values[flag].value
     for flag in (*_OF_TRAINING, "shard", "block", "dtype")
@@ -147,7 +131,7 @@ def _find(
   except RingjaxError as error:
     say(f"refused: {error}")
     return {**row, "refused": str(error)}
-  return {**row, **found.record()}
+  return {**row, **files.record(found)}
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -166,10 +150,6 @@ def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """The largest contexts as Markdown, a column for each strategy."""
   compared = list(dict.fromkeys(row["strategy"] for row in rows))
-  lines = [
-    "| model | slice | | " + " | ".join(compared) + " |",
-    "|---|---|---|" + "---:|" * len(compared),
-  ]
   cells: dict[tuple[str, ...], dict[str, str]] = {}
   for row in rows:
     what = " ".join((row["what"], *(str(v) for v in row["options"].values())))
@@ -183,10 +163,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
       if row["too_many"] is None:
         text = f"{text} or more"
     cells.setdefault(key, {})[row["strategy"]] = text
-  for key, found in cells.items():
-    texts = [found.get(name, "") for name in compared]
-    lines.append("| " + " | ".join((*key, *texts)) + " |")
-  return lines
+  body = [
+    (*key, *(found.get(name, "") for name in compared))
+    for key, found in cells.items()
+  ]
+  return strategies.markdown(("model", "slice", ""), compared, body)
 
 
 # ---------------------------------------------------------------------------
@@ -207,10 +188,10 @@ def _in_order(
 def _kept(
   out: str | None, versions: Mapping[str, str], order: Sequence[str]
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-  """Of a file, the rows that nobody asked for now, and those that answer.
+  """Of a file, the rows not asked for now, the answers, and older answers.
 
-  A row of another compiler, or a refusal, is no answer; the former are given
-  apart: they stay until there is a new one.
+  A row of another compiler is an older answer, which stays until there is a
+  new one. A refusal is no answer.
   """
   if out is None:
     return [], {}, {}

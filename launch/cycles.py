@@ -1,18 +1,18 @@
-"""The sub-command of launch.plan that counts cycles of kernels' tiles.
+"""The sub-command cycles of launch.plan: cycles of a kernel's tile.
 
-Of attention beside JAX's splash kernel; of decoding beside reading the keys
-and beside XLA's loops.
+Of attention beside those of JAX's splash kernel; of decoding beside reading the
+keys and beside XLA's loops.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from absl import flags
 
-from launch import aot, console, strategies
-from launch.flag_helpers import Definer
+from launch import console, strategies
 from ringjax.bench import tiles
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
@@ -21,7 +21,7 @@ from ringjax.plan import cycles
 
 NAME = "plan"
 # The smallest slices.
-_SLICES = {
+SLICES = {
   "v5e": "v5e:1x1",
   "v5p": "v5p:2x2x1",
   "v6e": "v6e:1x1",
@@ -42,28 +42,12 @@ DECODE_NOTE = (
 )
 
 
-def define(values: flags.FlagValues) -> None:
-  """The flags of this sub-command."""
-  new = Definer(values)
-  new.texts("chips", None, f"cycles: of {','.join(_SLICES)}; default all.")
-
-
-OF_CYCLES = ("chips",)
 _OF_DECODE = ("heads", "kv_heads")
 _OF_ATTENTION = ("q_block", "kv_block", "backward")
-_TAKEN = {
-  "dtype", "timeout", "head_dim", "what", *_OF_DECODE, *_OF_ATTENTION,
-}  # fmt: skip
-REFUSED = tuple(
-  name
-  for name in (*aot.OF_OTHERS, *aot.OF_AOT, *aot.OF_ATTENTION, "mesh",
-               "tokens", "plot", "out")
-  if name not in _TAKEN
-)  # fmt: skip
 
 
 def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
-  """Compiles each kernel for each chip and says what a tile takes."""
+  """Compiles each kernel for each chip and reports the cycles of a tile."""
   decoding = values.what == ["decode"]
   if values.what not in (None, ["attention"], ["decode"]):
     raise OptionError(
@@ -77,7 +61,7 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     f"cycles --what={'decode' if decoding else 'attention'}",
     _OF_ATTENTION if decoding else _OF_DECODE,
   )
-  names = strategies.known("chips", values.chips, _SLICES)
+  names = strategies.known("chips", values.chips, SLICES)
   compiler.require()
   screen = console.Screen(NAME, stderr)
   if decoding:
@@ -91,24 +75,22 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   }
   rows: list[dict[str, Any]] = []
   passes = ("forward", "backward") if values.backward else ("forward",)
-  for name in names:
-    for what in passes:
-      for kernel in _KERNELS:
-        screen.say(f"{kernel}, {what}, for {name}")
-        row = {"chip": name, "what": what, "kernel": kernel}
-        try:
-          found = cycles.count(
-            f"ringjax.bench.tiles:{kernel}",
-            _SLICES[name],
-            options | {"what": what},
-            timeout_s=values.timeout,
-          )
-        except RingjaxError as error:
-          rows.append({**row, "refused": str(error)})
-          continue
-        # Of both passes the backward one is the larger.
-        tile = max(found, key=lambda tile: tile.work.matrix_cycles)
-        rows.append({**row, **tile.record()})
+  for name, what, kernel in itertools.product(names, passes, _KERNELS):
+    screen.say(f"{kernel}, {what}, for {name}")
+    row = {"chip": name, "what": what, "kernel": kernel}
+    try:
+      found = cycles.count(
+        f"ringjax.bench.tiles:{kernel}",
+        SLICES[name],
+        options | {"what": what},
+        timeout_s=values.timeout,
+      )
+    except RingjaxError as error:
+      rows.append({**row, "refused": str(error)})
+      continue
+    # Of both passes the backward one is the larger.
+    tile = max(found, key=lambda tile: tile.work.matrix_cycles)
+    rows.append({**row, **tile.record()})
   record = {**options, "rows": rows, "note": NOTE}
   strategies.put(values, stdout, record, table(rows, options))
 
@@ -119,7 +101,7 @@ def _decode(
   screen: console.Screen,
   stdout: TextIO,
 ) -> None:
-  """A tile of the keys of a cache: reading it, the kernel's, XLA's loops'."""
+  """Cycles of a tile of a cache: to read it, of the kernel, of XLA's loops."""
   options = {
     "heads": values.heads,
     "kv_heads": values.kv_heads,
@@ -134,14 +116,14 @@ def _decode(
     rate = float(bandwidth) / core.clock_hz / core.cores
     screen.say(f"kernel, decode, for {name}")
     (tile,) = cycles.count(
-      _BUILDER, _SLICES[name], options, timeout_s=values.timeout
+      _BUILDER, SLICES[name], options, timeout_s=values.timeout
     )
     screen.say(f"loops, decode, for {name}")
     nbytes = {
       local: tiles.decode_tile(core.name, local=local, **options)
       for local in ("kernel", "loops")
     }
-    work = [run.cycles for run in tile.runs if run.matrix_cycles]
+    work = [run.cycles for run in tile.blocks if run.matrix_cycles]
     row = {
       "chip": name,
       "bytes": nbytes["kernel"],
@@ -162,14 +144,28 @@ def _decode(
     f"{options['kv_heads']}, head dim {options['head_dim']}, "
     f"{options['dtype']}: cycles of a tile of a core",
     "",
-    "| chip | keys and values | reading them | kernel: whole | masked "
-    "| XLA's loops | loops / kernel |",
-    "|---|---:|---:|---:|---:|---:|---:|",
-    *(
-      f"| {row['chip']} | {console.nbytes(row['bytes'])} "
-      f"| {row['reading']:,.0f} | {row['whole']:,} | {row['masked']:,} "
-      f"| {row['loops']:,.0f} | {row['slower']:.1f} |"
-      for row in rows
+    *strategies.markdown(
+      ("chip",),
+      (
+        "keys and values",
+        "reading them",
+        "kernel: whole",
+        "masked",
+        "XLA's loops",
+        "loops / kernel",
+      ),
+      [
+        (
+          row["chip"],
+          console.nbytes(row["bytes"]),
+          f"{row['reading']:,.0f}",
+          f"{row['whole']:,}",
+          f"{row['masked']:,}",
+          f"{row['loops']:,.0f}",
+          f"{row['slower']:.1f}",
+        )
+        for row in rows
+      ],
     ),
     "",
     DECODE_NOTE,
@@ -178,15 +174,15 @@ def _decode(
 
 
 def _loops(name: str, options: Mapping[str, Any], timeout_s: float) -> float:
-  """What the compiler says that a tile of XLA's loops takes.
+  """The compiler's estimate of a tile of XLA's loops, in cycles.
 
-  Of the mean of one with a mask and one without.
+  The mean of a tile with a mask and one without.
   """
   cycles_of = []
   for trips in (0.0, 1.0):
     found = compiler.compile(
       _BUILDER,
-      _SLICES[name],
+      SLICES[name],
       {**options, "local": "loops", "trips": trips},
       timeout_s=timeout_s,
     )
@@ -199,17 +195,10 @@ def table(
   rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[str]:
   """The counts, ours beside splash's, as Markdown."""
-  lines = [
-    f"a tile of {options['q_block']} x {options['kv_block']}, head dim "
-    f"{options['head_dim']}, {options['dtype']}",
-    "",
-    "| chip | pass | ours: bundles | matrix | splash: bundles | matrix "
-    "| ours / splash |",
-    "|---|---|---:|---:|---:|---:|---:|",
-  ]
   cells: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
   for row in rows:
     cells.setdefault((row["chip"], row["what"]), {})[row["kernel"]] = row
+  body = []
   for key, found in cells.items():
     texts, known = [], []
     for kernel in _KERNELS:
@@ -220,10 +209,24 @@ def table(
         texts += [f"{row['bundles']:,}", f"{row['matrix_cycles']:,}"]
         known.append(row["cycles"])
     ratio = f"{known[0] / known[1]:.2f}" if len(known) == 2 else ""
-    lines.append("| " + " | ".join((*key, *texts, ratio)) + " |")
-  lines += [
-    f"refused: {row['chip']} {row['what']} {row['kernel']}: {row['refused']}"
-    for row in rows
-    if "refused" in row
+    body.append((*key, *texts, ratio))
+  heads = (
+    "ours: bundles",
+    "matrix",
+    "splash: bundles",
+    "matrix",
+    "ours / splash",
+  )
+  return [
+    f"a tile of {options['q_block']} x {options['kv_block']}, head dim "
+    f"{options['head_dim']}, {options['dtype']}",
+    "",
+    *strategies.markdown(("chip", "pass"), heads, body),
+    *(
+      f"refused: {row['chip']} {row['what']} {row['kernel']}: {row['refused']}"
+      for row in rows
+      if "refused" in row
+    ),
+    "",
+    NOTE,
   ]
-  return [*lines, "", NOTE]

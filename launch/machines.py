@@ -1,4 +1,4 @@
-"""Flags that say what a device and its links are like, to choose by."""
+"""Flags that describe a device and its links, for the cost model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def define(new: Definer, use: str) -> None:
 def machine(
   values: flags.FlagValues, credits: int | None = None
 ) -> Machine | None:
-  """What the flags say; None without a profile.
+  """The machine that the flags describe; None without a profile.
 
   Raises:
     OptionError: no such profile, or a bandwidth of 0.
@@ -43,7 +43,7 @@ def machine(
 
 
 def unused(values: flags.FlagValues) -> list[str]:
-  """Flags that say nothing without a profile."""
+  """Flags that were given and have no effect without a profile."""
   if values.profile is not None:
     return []
   names = ("bandwidth", "latency", "noise")

@@ -12,7 +12,7 @@
       Measures this machine and stores what it found as a profile.
   python -m launch.plan explain --shards=64 --tokens=1048576 --heads=32
       --kv_heads=8 --head_dim=128 --chip=tpu-v5p
-      Ranks the ways to move attention across devices, and says why.
+      Ranks the strategies of attention over several devices, with reasons.
   python -m launch.plan fit --out=machine.json --mesh=seq:8
       Measures products, attention and links of the devices at hand, for
       explain --chip=machine.json and rj.plan.machine("machine.json").
@@ -30,7 +30,7 @@
       code, beside those of JAX's splash attention; with --what=decode of the
       kernel that reads a cache, beside XLA's loops.
   python -m launch.plan pictures --out=docs/strategies
-      A picture of each strategy of attention: who holds what, what moves.
+      A picture of each strategy of attention: what each device holds and sends.
 
 Times are simulated: see docs/kv_runahead.md for what the model leaves out.
 """
@@ -46,89 +46,30 @@ from typing import Any, TextIO
 import numpy as np
 from absl import app, flags
 
-from launch import aot, capacity, common, console, cycles, strategies
-from launch.flag_helpers import Definer
+from launch import (
+  aot,
+  capacity,
+  common,
+  console,
+  cycles,
+  plan_flags,
+  strategies,
+)  # fmt: skip
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
 from ringjax.plan.balance import round_to_tiles
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.grid import Found
-from ringjax.plan.partition import Plan
+from ringjax.plan.grid import SearchResult
+from ringjax.plan.partition import PartitionPlan
 from ringjax.plan.schedules import Outcome
-from ringjax.plan.table import Key, Table
+from ringjax.plan.table import PartitionTable, TableKey
 
 NAME = "plan"
-_PROFILE = "llama7b-a100"
+# For tests and notebooks, which parse the flags themselves.
+define = plan_flags.define
 _PICTURES = "docs/strategies"
 _FIT_CPU = ("llama-100m", (256, 512, 1024), "float32")
 _FIT = ("llama-2-7b", (1024, 2048, 4096), "bfloat16")
-
-
-def define(values: flags.FlagValues) -> None:
-  """The flags of this script."""
-  new = Definer(values)
-  new.text("profile", _PROFILE, "Name of a profile, or path of its file.")
-  new.whole("context", 10240, "Tokens of the prompt.")
-  new.whole("ranks", 4, "Devices that read the prompt.")
-  new.number("bandwidth", 300e9, "Link bandwidth (bytes/s).", 0.0)
-  new.number("latency", 0.0, "Latency of a message (s).", 0.0)
-  new.whole("tile", 1, "Partitions are multiples of this many tokens.")
-  new.whole("prefix", 0, "Tokens before, whose keys every rank has.", 0)
-  new.whole("window", None, "Keys that a query sees; default all.")
-  new.whole("credits", None, "Layers buffered per link; default: no limit.")
-  flags.DEFINE_enum(
-    "kernel",
-    None,
-    cost.KERNELS,
-    "Which pairs attention computes; default: as the profile says.",
-    flag_values=values,
-  )
-  new.number(
-    "noise",
-    0.0,
-    "In each layer one link is slower by this, e.g. 20.",
-    0.0,
-  )
-  new.whole("seed", 0, "Random seed of --noise.", 0)
-  new.number(
-    "least_gain", 0.05, "Part of the time that twice the ranks must save.", 0.0
-  )
-  new.text("table", None, "File of partitions to look up.")
-  new.boolean(
-    "save_table", False, "Search partitions and write them to --table."
-  )
-  new.text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
-  new.boolean("json", False, "One JSON object on stdout, and nothing else.")
-  new.boolean("why", False, "Print the reasons for the choice.")
-  new.boolean("paper", False, "Print every published row beside ours.")
-  new.boolean("fit", False, "Measure this machine and store a profile.")
-  new.text("preset", None, "--fit: which shapes; see rj.models.PRESETS.")
-  new.text(
-    "name",
-    None,
-    "kvr --fit, fit: of what is stored; default: the hardware's.",
-  )
-  new.texts(
-    "tokens",
-    None,
-    "kvr --fit, fit: of each measured call, e.g. 256,512; explain, aot: of the "
-    "sequence.",
-  )
-  new.whole(
-    "layers",
-    2,
-    "kvr --fit: layers to measure; aot: of the model.",
-  )
-  new.whole("rounds", 5, "kvr --fit, fit: timed runs of each call.")
-  new.text(
-    "dtype",
-    None,
-    "kvr --fit: of weights; others: of the computation.",
-  )
-  strategies.define(values)
-  aot.define(values)
-  capacity.define(values)
-  cycles.define(values)
 
 
 # ---------------------------------------------------------------------------
@@ -138,13 +79,13 @@ def define(values: flags.FlagValues) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Answer:
-  """What `kvr` found out."""
+  """The result of the sub-command kvr."""
 
   profile: Profile
   prompt: Prompt
   network: Network
   ranks: int
-  plan: Plan
+  plan: PartitionPlan
   outcomes: tuple[Outcome, ...]
   table: str
   bound_s: float
@@ -205,7 +146,7 @@ def _check(values: flags.FlagValues) -> None:
     raise clash("--fit and --profile", "--fit with --name")
   if values.save_table and values.table is None:
     raise OptionError(
-      "--save_table", "no --table", "--table=FILE", "name the file"
+      "--save_table", "no --table", "--table=FILE", "pass --table=FILE"
     )
   if values.table is not None and (values.prefix or values.window):
     raise clash(
@@ -227,32 +168,22 @@ def _plan(
   if values.noise:
     noise = schedules.Noise(slower=values.noise, seed=values.seed)
   ranks, tile = values.ranks, values.tile
-  options = {"credits": values.credits}
+  more, gain = {"credits": values.credits}, values.least_gain
   chosen = partition.plan(
-    made,
-    prompt,
-    ranks,
-    network,
-    tile=tile,
-    least_gain=values.least_gain,
-    **options,
+    made, prompt, ranks, network, tile=tile, least_gain=gain, **more
   )
   use = chosen.ranks
   # More ranks than tokens cannot share evenly.
   all_ranks = min(ranks, prompt.tokens)
   chain = lambda name, lengths: schedules.kvr(
-    made, prompt, lengths, network, noise=noise, name=name, **options
+    made, prompt, lengths, network, noise=noise, name=name, **more
   )
   level = round_to_tiles([1.0] * use, prompt.tokens, tile)
-  outcomes = [
-    schedules.tsp(made, prompt, all_ranks, network, noise=noise),
-    schedules.flash_tsp(made, prompt, all_ranks, network, noise=noise),
-  ]
+  baselines = [schedules.tsp, schedules.flash_tsp]
   if prompt.window is None:
-    outcomes.append(
-      schedules.ring(made, prompt, all_ranks, network, noise=noise)
-    )
-  outcomes += [
+    baselines.append(schedules.ring)
+  outcomes = [
+    *(f(made, prompt, all_ranks, network, noise=noise) for f in baselines),
     chain("kvr_e", level),
     chain("kvr_s", chosen.found.lengths),
   ]
@@ -280,33 +211,28 @@ def _lookup(
   network: Network,
   ranks: int,
   screen: console.Screen,
-) -> tuple[Table | None, str]:
-  """Partitions to interpolate from, and where they are from."""
+) -> tuple[PartitionTable | None, str]:
+  """A table of partitions to interpolate, and its origin in words."""
   if values.prefix or values.window:
     return None, ""
-  say = lambda tokens: screen.say(f"searching {tokens:,} tokens")
-  tabulate = lambda lengths: partition.tabulate(
-    made, lengths, ranks, network, tile=values.tile, on_entry=say
+  tabulate = lambda lengths, **more: partition.tabulate(
+    made, lengths, ranks, network, tile=values.tile, **more
   )
   path = values.table
   if path is None:
     near = partition.neighbours(values.context, ranks, values.tile)
-    found = partition.tabulate(made, near, ranks, network, tile=values.tile)
-    return found, f"between searched partitions of {_list(near)} tokens"
-  key = Key.of(made, network, ranks)
-  known = Table.load(path, key) if os.path.exists(path) else None
+    words = f"between searched partitions of {_list(near)} tokens"
+    return tabulate(near), words
+  key = TableKey.of(made, network, ranks)
+  known = PartitionTable.load(path, key) if os.path.exists(path) else None
   if values.save_table:
-    last = max(4 * partition.SPACING, values.context)
-    wanted = range(
-      partition.SPACING, last + partition.SPACING, partition.SPACING
-    )
-    missing = [
-      n
-      for n in wanted
-      if n >= ranks * values.tile and (known is None or n not in known.entries)
-    ]
+    step, there = partition.SPACING, known.entries if known else ()
+    wanted = range(step, max(4 * step, values.context) + step, step)
+    least = ranks * values.tile
+    missing = [n for n in wanted if n >= least and n not in there]
     if missing:
-      new = tabulate(missing)
+      say = lambda tokens: screen.say(f"searching {tokens:,} tokens")
+      new = tabulate(missing, on_entry=say)
       known = new if known is None else known.joined(new)
       known.save(path)
       screen.say(f"wrote {path}, {len(known.entries)} entries")
@@ -361,7 +287,7 @@ def _words(answer: _Answer, why: bool) -> list[str]:
       f"{_TITLES[one.method]:<19}{one.seconds:>9.3f} s{faster:>10.2f}"
       f"{console.nbytes(one.sent_bytes):>11}  {_list(one.lengths)}"
     )
-  found: Found = answer.plan.found
+  found: SearchResult = answer.plan.found
   bound = answer.bound_s
   lines += [
     f"{'lower bound':<19}{bound:>9.3f} s{base / bound:>10.2f}",
@@ -436,7 +362,7 @@ def _paper(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def _beside(row: published.Row) -> str:
-  """Seconds, theirs and ours, in 22 columns."""
+  """Published and simulated seconds, in 22 columns."""
   return f"{row.paper:>7.3f}{row.ours:>7.3f}{100 * row.difference:>+6.1f} %"
 
 
@@ -462,7 +388,7 @@ def _fit(
   dtype = values.dtype or default[2]
   name = values.name or f"{model}-{platform}"
   config = preset(model)
-  # What cannot be stored is said before minutes of measuring.
+  # What cannot be stored is refused before minutes of measuring.
   cost.Shape.of(config)
   profiles.check_name(name)
   for count in tokens:
@@ -555,41 +481,15 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "capacity": capacity.search,
   "cycles": cycles.count,
 }
-# Flags of other sub-commands, which each one refuses and leaves out of --help.
-_REFUSED = {
-  "kvr": strategies.OF_EXPLAIN
-  + strategies.OF_MEASURE
-  + aot.OF_AOT
-  + cycles.OF_CYCLES,
-  "explain": strategies.REFUSED_BY_EXPLAIN + aot.OF_AOT + cycles.OF_CYCLES,
-  "fit": strategies.REFUSED_BY_FIT + aot.OF_AOT + cycles.OF_CYCLES,
-  "aot": aot.REFUSED + cycles.OF_CYCLES,
-  "capacity": capacity.REFUSED + cycles.OF_CYCLES,
-  "cycles": cycles.REFUSED,
-}
-_OF_PICTURES = ("out", "json")
-
-
-def _refused(command: str) -> Sequence[str]:
-  """The flags of this script that a sub-command refuses."""
-  if command == "pictures":
-    return [name for name in _defined() if name not in _OF_PICTURES]
-  return _REFUSED[command]
-
-
-def _defined() -> dict[str, flags.Flag]:
-  """The flags of this script alone, by name."""
-  found = flags.FlagValues()
-  define(found)
-  return {name: found[name] for name in found}
 
 
 def help_page(command: str) -> str | None:
-  """What a sub-command does and the flags it takes; None if it is unknown."""
+  """The help of a sub-command and its flags; None if there is no such one."""
   if command not in _COMMANDS:
     return None
-  refused, own = set(_refused(command)), flags.FlagValues()
-  for name, flag in _defined().items():
+  own = flags.FlagValues()
+  refused = plan_flags.refused(command)
+  for name, flag in plan_flags.defined().items():
     if name not in refused:
       own[name] = flag
   start = "  python -m launch.plan "
@@ -610,7 +510,7 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags and `words`, a sub-command, say; the exit status."""
+  """Runs the sub-command in `words` with the flags; returns the exit status."""
   stderr = sys.stderr if stderr is None else stderr
   if len(words) != 1 or words[0] not in _COMMANDS:
     given = " ".join(words) or "nothing"
@@ -618,7 +518,7 @@ def run(
     console.complain(NAME, f"got {given}; wanted {wanted}; see --help", stderr)
     return 2
   try:
-    strategies.refuse(values, words[0], _refused(words[0]))
+    strategies.refuse(values, words[0], plan_flags.refused(words[0]))
     _COMMANDS[words[0]](values, stdout or sys.stdout, stderr)
   except (RingjaxError, app.UsageError) as error:
     console.complain(NAME, error, stderr)

@@ -1,6 +1,6 @@
-"""The sub-commands of launch.plan about ways to move attention.
+"""The sub-commands of launch.plan about strategies of attention.
 
-`explain` ranks them on a stated machine or a measured one; `fit` measures one.
+`explain` ranks them on a stated or a measured machine; `fit` measures one.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TextIO
 
 from absl import app, flags
 
 from launch import common, console
-from launch.flag_helpers import Definer
+from ringjax.checks import one_of
 from ringjax.errors import OptionError
-from ringjax.ops.attention import call_shape, select
+from ringjax.ops.attention import select
 from ringjax.ops.mask import SameSegment, Window
 from ringjax.parallel import chips
 from ringjax.parallel.layout import Contiguous, Striped, Zigzag
@@ -27,78 +27,11 @@ _SIZES_CPU = ((256, 512, 1024), (1 << 16, 1 << 20, 1 << 22), (256, 512, 1024),
                 "float32")  # fmt: skip
 _SIZES = ((2048, 4096, 8192), (1 << 20, 1 << 24, 1 << 27),
             (2048, 4096, 8192), "bfloat16")  # fmt: skip
-_LAYOUTS = {
+LAYOUTS = {
   "contiguous": Contiguous(),
   "striped": Striped(),
   "zigzag": Zigzag(),
 }
-
-
-def define(values: flags.FlagValues) -> None:
-  """The flags of these sub-commands."""
-  new = Definer(values)
-  new.text(
-    "out",
-    None,
-    "fit: file of the machine that was measured; pictures: folder for the "
-    "PNGs, default docs/strategies.",
-  )
-  new.texts("bytes", None, "fit: sizes of sends, e.g. 65536,1048576.")
-  new.texts("sides", None, "fit: of square matrices, e.g. 256,512.")
-  new.text("chip", None, "explain: name of a machine, or path of its file.")
-  new.texts(
-    "shards", None, "explain: devices of a sequence; or groups,devices."
-  )
-  new.whole("batch", 1, "explain, aot, capacity: examples on a device.")
-  new.whole("heads", 32, "explain, aot, cycles: query heads on a device.")
-  new.whole("kv_heads", 8, "explain, aot, cycles: heads of keys and values.")
-  new.whole(
-    "head_dim",
-    128,
-    "explain, aot, cycles: of queries and keys.",
-  )
-  new.whole(
-    "value_dim",
-    None,
-    "explain: of values; default --head_dim.",
-  )
-  new.whole("keys", None, "explain: tokens of keys; default --tokens.")
-  new.whole("offset", 0, "explain: position of the first query.", 0)
-  new.boolean("causal", True, "explain, aot: whether attention is causal.")
-  new.boolean("backward", True, "explain, aot, cycles: with gradients.")
-  flags.DEFINE_enum(
-    "layout", None, list(_LAYOUTS), "explain: of the tokens; default: each.",
-    flag_values=values,
-  )  # fmt: skip
-  flags.DEFINE_enum(
-    "wire", None, list(call_shape.WIRES), "explain: also K and V sent so.",
-    flag_values=values,
-  )  # fmt: skip
-  flags.DEFINE_enum(
-    "local", None, chips.LOCALS,
-    "explain: the local algorithm; default: what the machine has.",
-    flag_values=values,
-  )  # fmt: skip
-  new.boolean("packed", False, "explain, aot: whether documents are packed.")
-  new.whole("longest_document", None, "explain: its tokens, if known.")
-  common.define(values)
-
-
-OF_EXPLAIN = (
-  "chip", "shards", "batch", "heads", "kv_heads", "head_dim", "value_dim",
-  "keys", "offset", "causal", "backward", "layout", "wire", "local", "packed",
-  "longest_document",
-)  # fmt: skip
-OF_MEASURE = ("out", "bytes", "sides", "mesh", "devices", "coordinator",
-               "num_processes", "process_id", "distributed",
-               "init_timeout")  # fmt: skip
-_OF_KVR = (
-  "profile", "context", "ranks", "bandwidth", "latency", "tile", "prefix",
-  "credits", "kernel", "noise", "seed", "least_gain", "table", "save_table",
-  "why", "paper", "fit", "preset", "layers",
-)  # fmt: skip
-REFUSED_BY_EXPLAIN = (*_OF_KVR, *OF_MEASURE, "name", "rounds")
-REFUSED_BY_FIT = (*_OF_KVR, *OF_EXPLAIN, "window", "plot")
 
 
 def refuse(
@@ -120,6 +53,7 @@ def refuse(
 
 
 def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Ranks the strategies of attention on a machine."""
   common.check_files(values, "plot")
   shards = ints("shards", values.shards)
   tokens = ints("tokens", values.tokens)
@@ -134,7 +68,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   assert shards is not None and tokens is not None
   if values.chip is None:
     raise OptionError(
-      "--chip", None, f"one of {', '.join(chips.MACHINES)}", "name one"
+      "--chip", None, f"one of {', '.join(chips.MACHINES)}", "pass --chip=cpu"
     )
   parts = [Window(values.window)] if values.window is not None else []
   parts += [SameSegment()] if values.packed else []
@@ -146,17 +80,14 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   ]  # fmt: skip
   if len(shards) == 2 and len(names) != 2:
     names = ["groups", "seq"]
+  batch, keys = values.batch, values.keys or tokens[0]
+  kv_heads, head_dim = values.kv_heads, values.head_dim
   found = select.explain(
-    (values.batch, tokens[0], values.heads, values.head_dim),
-    (values.batch, values.keys or tokens[0], values.kv_heads, values.head_dim),
-    (
-      values.batch,
-      values.keys or tokens[0],
-      values.kv_heads,
-      values.value_dim or values.head_dim,
-    ),
+    (batch, tokens[0], values.heads, head_dim),
+    (batch, keys, kv_heads, head_dim),
+    (batch, keys, kv_heads, values.value_dim or head_dim),
     shards=dict(zip(names[-len(shards):], shards, strict=True)),
-    layout=None if values.layout is None else _LAYOUTS[values.layout],
+    layout=None if values.layout is None else LAYOUTS[values.layout],
     is_causal=values.causal,
     mask=mask,
     dtype=values.dtype,
@@ -180,6 +111,7 @@ def explain(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def measure(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Measures the devices and links and writes the machine to --out."""
   if values.out is None:
     raise OptionError(
       "--out", None, "a file to write", "pass --out=machine.json"
@@ -243,25 +175,33 @@ def known(
   """The names that a flag was given, or all that there are.
 
   Raises:
-    OptionError: one of them is none.
+    OptionError: a name is not among them.
   """
-  names = list(given or all_)
-  for name in names:
-    if name not in all_:
-      raise OptionError(
-        f"--{flag}", name, f"some of {', '.join(all_)}", "choose"
-      )
-  return names
+  return [one_of(f"--{flag}", name, all_) for name in given or all_]
 
 
 def put(
   values: flags.FlagValues, stdout: TextIO, record: Any, lines: list[str]
 ) -> None:
+  """Prints a result: with --json the record, else the lines."""
   text = json.dumps(record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
 
 
+def markdown(
+  left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]
+) -> list[str]:
+  """A table in Markdown, of columns that are aligned left, then right."""
+  heads = (f" {text} " if text else " " for text in (*left, *right))
+  return [
+    f"|{'|'.join(heads)}|",
+    "|" + "---|" * len(left) + "---:|" * len(right),
+    *(f"| {' | '.join(row)} |" for row in rows),
+  ]
+
+
 def ints(name: str, given: Sequence[str] | None) -> tuple[int, ...] | None:
+  """The values of a flag as ints; None if it was not given."""
   if given is None:
     return None
   try:

@@ -243,7 +243,6 @@ def test_collectives_are_seen(source):
 CLASH = {
   "Case",
   "Contestant",
-  "Instruction",
   "Linear",
   "Program",
   "Ready",

@@ -3,12 +3,12 @@
 from ringjax.parallel import chips
 from ringjax.plan import aot, overlap
 from ringjax.plan.balance import balanced, round_to_tiles
-from ringjax.plan.choice import Choice, Machine, Way, choose
+from ringjax.plan.choice import Machine, PrefillChoice, PrefillMethod, choose
 from ringjax.plan.cost import Network, Profile, Prompt, Shape
 from ringjax.plan.events import Simulator, Timeline
-from ringjax.plan.grid import Found, measured, search, simulated
+from ringjax.plan.grid import SearchResult, measured, search, simulated
 from ringjax.plan.machines import load as machine
-from ringjax.plan.partition import Plan, find, plan, tabulate
+from ringjax.plan.partition import PartitionPlan, find, plan, tabulate
 from ringjax.plan.profiles import load as profile
 from ringjax.plan.schedules import (
   Noise,
@@ -19,24 +19,24 @@ from ringjax.plan.schedules import (
   ring,
   tsp,
 )
-from ringjax.plan.table import Key, Table
+from ringjax.plan.table import PartitionTable, TableKey
 
 __all__ = [
-  "Choice",
-  "Found",
-  "Key",
   "Machine",
   "Network",
   "Noise",
   "Outcome",
-  "Plan",
+  "PartitionPlan",
+  "PartitionTable",
+  "PrefillChoice",
+  "PrefillMethod",
   "Profile",
   "Prompt",
+  "SearchResult",
   "Shape",
   "Simulator",
-  "Table",
+  "TableKey",
   "Timeline",
-  "Way",
   "aot",
   "balanced",
   "chips",

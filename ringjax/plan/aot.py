@@ -1,14 +1,13 @@
-"""Compiles programs for TPU slices that are not there.
+"""Compiles programs for TPU slices without TPU hardware.
 
-Law: what is reported of memory, of the schedule and of its size is what the
-TPU compiler (libtpu) made of the very program that would run: same builder,
-same mesh, same shapes, no weights and no chip. The same versions give the
-same answer each time.
+Guarantees: memory, schedule and size are what the TPU compiler (libtpu) made of
+the exact program that would run: same builder, same mesh, same shapes, without
+weights and chips. The same versions give the same answer each time.
 
 A compilation is a process of its own: the compiler reads its flags once in a
 process, takes environment variables for flags, and must not be loaded beside
-what really computes. Builders are named by "module:function" and called there
-with the devices of the topology:
+a backend that computes. Builders are named by "module:function" and called
+there with the devices of the topology:
 
   def build(devices, **options) -> Built
 
@@ -30,9 +29,9 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from ringjax.errors import OptionError, RingjaxError, message
+from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
-from ringjax.plan import overlap
+from ringjax.plan import files, overlap
 
 # Of the caller's environment a compilation sees these; libtpu reads others as
 # flags by parts of their names.
@@ -54,7 +53,7 @@ _FATAL = re.compile(r"F\d{4} ")
 # Compilations under way, of all threads.
 _RUNNING: set[subprocess.Popen[str]] = set()
 _CHILD = "from ringjax.plan.compiling import child; child()"
-# By what is dumped it is known what fits.
+# What is dumped says which buffers do not fit.
 _DUMPS = frozenset(("xla_dump_to", "xla_dump_hlo_as_text"))
 # v4 has two cores that XLA uses as one device.
 _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
@@ -62,13 +61,13 @@ _CONFIGS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Built:
-  """What a builder hands over.
+  """A program to compile, as a builder returns it.
 
   Attributes:
     function: a jitted function, which has `lower`.
-    arguments: of it: shapes with their shardings.
-    mesh: whose devices it runs on; its first is number 0 of the program.
-    facts: what the builder knows of it, to be reported; JSON.
+    arguments: of the function: shapes with their shardings.
+    mesh: the devices on which it runs; the first is number 0 of the program.
+    facts: properties that the builder reports; JSON.
     data_trips: see `overlap.check`.
   """
 
@@ -81,13 +80,13 @@ class Built:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-  """Bytes of each device.
+  """Memory of a program on each device, in bytes.
 
   Attributes:
-    arguments: what the program is given: weights, moments, caches, tokens.
-    outputs: what it gives.
-    aliased: of the outputs, what lies where arguments lay.
-    temporaries: what it needs meanwhile.
+    arguments: weights, moments, caches, tokens.
+    outputs: results.
+    aliased: the part of the outputs that takes the place of arguments.
+    temporaries: what the program needs while it runs.
     code: the program itself.
     limit: what the compiler lets a program fill.
   """
@@ -105,6 +104,10 @@ class Memory:
     outputs = self.outputs - self.aliased
     return self.arguments + outputs + self.temporaries + self.code
 
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return files.record(self, "total")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
@@ -117,22 +120,22 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-  """What came of a compilation.
+  """The result of a compilation.
 
   Attributes:
-    topology: for which.
+    topology: the slice.
     devices: how many the program runs on.
     fits: whether it fits the memory of a device.
-    memory: None where it does not fit, or nothing else was asked for.
-    needed_bytes: of a device: what it takes, or what the compiler said it
-      would.
+    memory: None where it does not fit, or with `memory_only`.
+    needed_bytes: of a device: what the program takes, or what the compiler
+      said that it would.
     limit_bytes: of a device.
-    largest: the largest buffers where it does not fit.
+    largest: the largest buffers of a program that does not fit.
     report: of the schedule; None where `memory` is.
     trace_s: seconds of tracing and lowering.
     compile_s: of compiling.
     text_bytes: length of the scheduled program's text.
-    facts: what the builder said.
+    facts: what the builder reported.
     versions: of jax and libtpu.
     text_path: where the scheduled program was saved, or None.
   """
@@ -144,7 +147,7 @@ class Compiled:
   needed_bytes: int
   limit_bytes: int
   largest: tuple[Buffer, ...]
-  report: overlap.Report | None
+  report: overlap.OverlapReport | None
   trace_s: float
   compile_s: float
   text_bytes: int
@@ -154,26 +157,13 @@ class Compiled:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
-    body = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name not in ("memory", "largest", "report", "facts", "versions")
-    }
-    memory = self.memory
-    return {
-      **body,
-      "memory": None
-      if memory is None
-      else {**dataclasses.asdict(memory), "total": memory.total},
-      "largest": [dataclasses.asdict(one) for one in self.largest],
-      "schedule": None if self.report is None else self.report.record(),
-      "facts": dict(self.facts),
-      "versions": dict(self.versions),
-    }
+    body = files.record(self, leave=("report",))
+    report = self.report
+    return {**body, "schedule": None if report is None else report.record()}
 
 
 class CompileError(RingjaxError, RuntimeError):
-  """A program that the TPU compiler, or the builder, refuses."""
+  """The TPU compiler refuses a program, or its builder fails."""
 
 
 def missing() -> str | None:
@@ -186,10 +176,10 @@ def missing() -> str | None:
 
 
 def require() -> None:
-  """Refuses to go on where nothing can be compiled for TPU.
+  """Raises where nothing can be compiled for TPU.
 
   Raises:
-    OptionError: with what to install.
+    OptionError: it says what to install.
   """
   why = missing()
   if why is not None:
@@ -199,7 +189,9 @@ def require() -> None:
 
 
 def environment(flags: Sequence[str] = ()) -> dict[str, str]:
-  """The environment in which libtpu compiles, quietly and beside others.
+  """The environment variables with which libtpu compiles.
+
+  It then logs little, and several processes may compile at a time.
 
   Args:
     flags: for LIBTPU_INIT_ARGS, which a process reads once.
@@ -227,25 +219,24 @@ def compile(
 
   Args:
     builder: "module:function", called with the slice's devices and `options`;
-      gives a `Built`.
+      returns a `Built`.
     topology: e.g. "v5e:16x16" or "v5p:4x4x8".
     options: of the builder; JSON.
     compiler_options: of XLA, e.g. {"xla_tpu_...": True}.
     kernels: cycles of Pallas kernels by name, see `overlap.check`.
     flags: of libtpu, "--xla_...=...".
-    timeout_s: seconds until it is given up.
-    text_path: where to keep the scheduled program's text.
-    memory_only: ends where all buffers have their places in the chip's memory,
-      in a tenth of the time: no machine code is made, and with it neither
-      `memory` nor `report`. What a kernel needs of the fast memory beside the
-      matrix unit is then unchecked.
+    timeout_s: seconds after which the compilation is ended.
+    text_path: file for the scheduled program's text.
+    memory_only: ends when all buffers have been placed in the chip's memory,
+      in a tenth of the time: no machine code is made, hence neither `memory`
+      nor `report`. What a kernel needs of the vector memory is then unchecked.
 
   Returns:
-    What came of it, also where it does not fit.
+    The result, also where the program does not fit.
 
   Raises:
-    OptionError: no libtpu, no such slice, options that are no JSON, or what
-      the builder refuses.
+    OptionError: no libtpu, no such slice, options that are not JSON, or
+      an error of this library in the builder.
     CompileError: the compiler refuses the program, or takes too long.
   """
   core, sides = chips.core(topology), chips.sides(topology)
@@ -254,134 +245,38 @@ def compile(
     raise OptionError(
       "compiler_options",
       ", ".join(sorted(taken)),
-      "options that are not set here, to read what fits",
-      "pass text_path= for the program",
+      "none of these, which say where buffers are reported",
+      "pass text_path= to keep the program",
     )
   require()
+  job = {
+    "builder": builder,
+    "caller": os.getpid(),
+    "topology": topology,
+    "wraps": core.wraps(sides),
+    "config": _CONFIGS.get(core.name, {}),
+    "options": dict(options or {}),
+    "compiler_options": dict(compiler_options or {}),
+    "memory_only": memory_only,
+    "limit_bytes": core.hbm_bytes,
+  }
   try:
-    job = json.dumps(
-      {
-        "builder": builder,
-        "caller": os.getpid(),
-        "topology": topology,
-        "wraps": core.wraps(sides),
-        "config": _CONFIGS.get(core.name, {}),
-        "options": dict(options or {}),
-        "compiler_options": dict(compiler_options or {}),
-        "memory_only": memory_only,
-        "limit_bytes": core.hbm_bytes,
-      }
-    )
+    text = json.dumps(job)
   except (TypeError, ValueError) as error:
     raise OptionError(
-      "options", f"{error}", "what JSON has", "pass plain values"
+      "options", f"{error}", "values that JSON has", "pass plain values"
     ) from None
-  with tempfile.TemporaryDirectory(prefix="ringjax-aot-") as folder:
-    found, text = _run(job, folder, flags, timeout_s)
-    if text_path is not None and text:
-      pathlib.Path(text_path).write_text(text)
-    return _read(found, text, core, topology, sides, kernels, text_path)
-
-
-def _run(
-  job: str, folder: str, flags: Sequence[str], timeout_s: float | int
-) -> tuple[dict[str, Any], str]:
-  """What the process found, and the program's text."""
-  place = pathlib.Path(folder)
-  (place / "job.json").write_text(job)
-  command = [sys.executable, "-c", _CHILD, folder]
-  here = environment(flags)
-  # The process must find the modules that this one finds.
-  paths = [p or os.getcwd() for p in sys.path]
-  here["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-  process = subprocess.Popen(
-    command,
-    env=here,
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.PIPE,
-    text=True,
-    errors="replace",
-  )
-  _RUNNING.add(process)
-  try:
-    _, said = process.communicate(timeout=timeout_s)
-  except subprocess.TimeoutExpired:
-    raise CompileError(
-      message(
-        "compile",
-        f"nothing after {timeout_s:g} s",
-        "a program within that time",
-        "raise timeout_s",
-      )
-    ) from None
-  finally:
-    _end(process)
-  answer = place / "answer.json"
-  if not answer.exists():
-    raise CompileError(
-      message(
-        "compile",
-        f"a process that ended with status {process.returncode}",
-        "an answer",
-        f"see what it said: {_fatal(said)}",
-      )
-    )
-  found = json.loads(answer.read_text())
-  if "refused" in found:
-    raise OptionError(found["refused"])
-  if "error" in found:
-    raise CompileError(
-      message(
-        "program",
-        found["error"][:1500],
-        "one that compiles for TPU",
-        "see the traceback" + ":\n" + found["traceback"][-3000:],
-      )
-    )
-  text = place / "program.hlo"
-  return found, text.read_text() if text.exists() else ""
-
-
-def _fatal(said: str) -> str:
-  """The compiler's last words, without the addresses behind them."""
-  lines = said.strip().splitlines()
-  fatal = [line for line in lines if _FATAL.match(line)]
-  return "\n".join(fatal or lines)[-1500:]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-  """Ends a compilation, if it has not ended."""
-  process.kill()
-  process.wait()
-  _RUNNING.discard(process)
-
-
-def stop() -> None:
-  """Ends the compilations of all threads; their calls raise CompileError."""
-  for process in tuple(_RUNNING):
-    process.kill()
-
-
-def _read(
-  found: Mapping[str, Any],
-  text: str,
-  core: chips.Core,
-  topology: str,
-  sides: tuple[int, ...],
-  kernels: Mapping[str, float | int] | None,
-  text_path: str | None,
-) -> Compiled:
-  fits = bool(found["fits"])
+  found, program = _run(text, flags, timeout_s)
+  if text_path is not None and program:
+    pathlib.Path(text_path).write_text(program)
   memory = report = None
-  limit = found.get("limit_bytes") or core.hbm_bytes
   needed = found.get("needed_bytes") or 0
   if "memory" in found:
     memory = Memory(limit=core.hbm_bytes, **found["memory"])
-    needed = memory.total
     # The compiler counts buffers that never live together once.
+    needed = memory.total
     report = overlap.check(
-      text,
+      program,
       core,
       coords=found["coords"],
       wraps=core.wraps(sides),
@@ -391,23 +286,93 @@ def _read(
   return Compiled(
     topology=topology,
     devices=found["devices"],
-    fits=fits,
+    fits=bool(found["fits"]),
     memory=memory,
     needed_bytes=needed,
-    limit_bytes=limit,
+    limit_bytes=found.get("limit_bytes") or core.hbm_bytes,
     largest=tuple(Buffer(**one) for one in found.get("largest", ())),
     report=report,
     trace_s=found["trace_s"],
     compile_s=found["compile_s"],
-    text_bytes=len(text),
+    text_bytes=len(program),
     facts=found["facts"],
     versions=found["versions"],
-    text_path=text_path if text else None,
+    text_path=text_path if program else None,
   )
 
 
+def _run(
+  job: str, flags: Sequence[str], timeout_s: float | int
+) -> tuple[dict[str, Any], str]:
+  """The answer of the process that compiles, and the program's text."""
+  environ = environment(flags)
+  # The process must find the modules that this one finds.
+  paths = [p or os.getcwd() for p in sys.path]
+  environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+  with tempfile.TemporaryDirectory(prefix="ringjax-aot-") as name:
+    folder = pathlib.Path(name)
+    (folder / "job.json").write_text(job)
+    process = subprocess.Popen(
+      [sys.executable, "-c", _CHILD, name],
+      env=environ,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      errors="replace",
+    )
+    _RUNNING.add(process)
+    try:
+      _, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+      raise CompileError(
+        "compile",
+        f"no program after {timeout_s:g} s",
+        "one within that time",
+        "pass a larger timeout_s",
+      ) from None
+    finally:
+      process.kill()
+      process.wait()
+      _RUNNING.discard(process)
+    answer = folder / "answer.json"
+    if not answer.exists():
+      raise CompileError(
+        "compile",
+        f"a process that ended with status {process.returncode}",
+        "an answer",
+        f"see its last lines: {_fatal(said)}",
+      )
+    found = json.loads(answer.read_text())
+    text = folder / "program.hlo"
+    program = text.read_text() if text.exists() else ""
+  if "refused" in found:
+    raise OptionError(found["refused"])
+  if "error" in found:
+    raise CompileError(
+      "program",
+      found["error"][:1500],
+      "one that compiles for TPU",
+      "see the traceback" + ":\n" + found["traceback"][-3000:],
+    )
+  return found, program
+
+
+def _fatal(said: str) -> str:
+  """The compiler's fatal error, without the addresses behind it."""
+  lines = said.strip().splitlines()
+  fatal = [line for line in lines if _FATAL.match(line)]
+  return "\n".join(fatal or lines)[-1500:]
+
+
+def stop() -> None:
+  """Ends the compilations of all threads; their calls raise CompileError."""
+  for process in tuple(_RUNNING):
+    process.kill()
+
+
 def versions() -> dict[str, str]:
-  """Of jax and libtpu, as they are installed."""
+  """The installed versions of jax and libtpu."""
   found = {}
   for name in ("jax", "libtpu"):
     try:

@@ -7,11 +7,12 @@ time K if each c in turn solves a quadratic; K is bisected until the c add up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
+from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.plan import cost
 from ringjax.plan.cost import Profile, Prompt
@@ -21,47 +22,35 @@ from ringjax.plan.cost import Profile, Prompt
 # ---------------------------------------------------------------------------
 
 
-def balanced(profile: Profile, prompt: Prompt, ranks: int) -> np.ndarray:
-  """Lengths with which all ranks compute equally long, float [ranks].
+def balanced(
+  profile: Profile, prompt: Prompt, ranks: int
+) -> Float[np.ndarray, " ranks"]:
+  """Lengths with which all ranks compute equally long.
 
   They add up to the prompt's tokens and are not rounded; see `round_to_tiles`.
   """
-  cost.check_count("ranks", ranks)
+  positive_int("ranks", ranks)
+
+  def lengths(seconds: float) -> np.ndarray:
+    """The most tokens each rank reads in `seconds`, one after another."""
+    found = np.zeros(ranks)
+    before = float(prompt.prefix)
+    for i in range(ranks):
+      found[i] = _length_for(profile, prompt, before, seconds)
+      before += found[i]
+    return found
+
   one = _seconds_behind(profile, prompt, prompt.prefix, prompt.tokens)
-  low, high = 0.0, one
-  found = np.zeros(ranks)
-  # Halving 200 times leaves nothing of any double.
-  for _ in range(200):
-    middle = (low + high) / 2
-    if not low < middle < high:
-      break
-    found = _lengths_for(profile, prompt, ranks, middle)
-    if found.sum() < prompt.tokens:
-      low = middle
-    else:
-      high = middle
-  found = _lengths_for(profile, prompt, ranks, high)
+  found = lengths(_bisect(lambda s: lengths(s).sum() >= prompt.tokens, one))
   return found * (prompt.tokens / found.sum())
 
 
 def _seconds_behind(
-  profile: Profile, prompt: Prompt, before: Any, c: Any
+  profile: Profile, prompt: Prompt, before: int | float, c: int | float
 ) -> float:
   """Seconds of `c` tokens behind `before`, without what a call costs."""
   pairs = cost.pairs_behind(before, c, prompt.window, profile.kernel)
-  return float(profile.token_s * c + profile.pair_s * pairs)
-
-
-def _lengths_for(
-  profile: Profile, prompt: Prompt, ranks: int, seconds: float
-) -> np.ndarray:
-  """The most tokens each rank reads in `seconds`, one after another."""
-  found = np.zeros(ranks)
-  before = float(prompt.prefix)
-  for i in range(ranks):
-    found[i] = _length_for(profile, prompt, before, seconds)
-    before += found[i]
-  return found
+  return float(profile.work_s(c, pairs))
 
 
 def _length_for(
@@ -76,15 +65,21 @@ def _length_for(
       return math.sqrt(seconds / square)
     root = math.sqrt(slope * slope + 4 * square * seconds)
     return 2 * seconds / (slope + root)
-  low, high = 0.0, float(prompt.tokens)
-  if _seconds_behind(profile, prompt, before, high) <= seconds:
+  takes = lambda c: _seconds_behind(profile, prompt, before, c)
+  high = float(prompt.tokens)
+  if takes(high) <= seconds:
     return high
-  for _ in range(60):
-    middle = (low + high) / 2
-    if _seconds_behind(profile, prompt, before, middle) < seconds:
-      low = middle
-    else:
+  return _bisect(lambda c: takes(c) >= seconds, high)
+
+
+def _bisect(reached: Callable[[float], bool], high: float) -> float:
+  """The least x up to `high` for which `reached` holds, to double precision."""
+  low = 0.0
+  while low < (middle := (low + high) / 2) < high:
+    if reached(middle):
       high = middle
+    else:
+      low = middle
   return high
 
 
@@ -98,14 +93,16 @@ def most_ranks(tokens: int, ranks: int, tile: int = 1) -> int:
 
   With tiles of one token, ranks that get one.
   """
-  cost.check_count("tokens", tokens)
-  cost.check_count("ranks", ranks)
-  least = 2 * tile if cost.check_count("tile", tile) > 1 else 1
+  positive_int("tokens", tokens)
+  positive_int("ranks", ranks)
+  least = 2 * tile if positive_int("tile", tile) > 1 else 1
   return max(1, min(ranks, tokens // least))
 
 
 def round_to_tiles(
-  shares: Sequence[int | float] | np.ndarray, tokens: int, tile: int = 1
+  shares: Sequence[int | float] | Float[np.ndarray, ...],
+  tokens: int,
+  tile: int = 1,
 ) -> tuple[int, ...]:
   """Lengths in whole tiles, nearest to `shares`; by largest remainder.
 
@@ -119,15 +116,20 @@ def round_to_tiles(
     Lengths, each of one tile or more.
 
   Raises:
-    OptionError: fewer tiles than ranks, or shares that are none.
+    OptionError: fewer tiles than ranks, or shares that are negative, not
+      finite or all 0.
   """
   given = np.asarray(shares, np.float64)
-  if given.ndim != 1 or not given.size or not np.isfinite(given).all():
-    raise _bad_shares(shares)
-  if (given < 0).any() or not given.sum() > 0:
-    raise _bad_shares(shares)
-  cost.check_count("tile", tile)
-  tiles = -(-cost.check_count("tokens", tokens) // tile)
+  right = given.ndim == 1 and given.size and np.isfinite(given).all()
+  if not right or (given < 0).any() or not given.sum() > 0:
+    raise OptionError(
+      "shares",
+      shares,
+      "numbers >= 0, one for each rank, not all 0",
+      "pass e.g. [1.0] * ranks",
+    )
+  positive_int("tile", tile)
+  tiles = -(-positive_int("tokens", tokens) // tile)
   if tiles < given.size:
     raise OptionError(
       "ranks",
@@ -146,9 +148,3 @@ def round_to_tiles(
   lengths = counts * tile
   lengths[-1] -= tiles * tile - tokens
   return tuple(int(n) for n in lengths)
-
-
-def _bad_shares(shares: object) -> OptionError:
-  return OptionError(
-    "shares", shares, "numbers >= 0, one for each rank", "correct them"
-  )

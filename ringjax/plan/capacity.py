@@ -1,10 +1,11 @@
-"""The largest context that fits, by asking a compiler as seldom as possible.
+"""The largest context that fits, found with few compilations.
 
-Law: what is given as fitting was tried and fits; what is given as too much was
-tried and does not. What a program lacks tells how far it is off: memory is
-close to a line in the tokens, and two failures draw it. A failure takes a whole
-compilation seconds and a fit minutes, so that the search comes from above and
-means to fit once.
+Guarantees: the tokens that fit were tried and fit; the tokens that are too many
+were tried and do not fit.
+
+What a program lacks says how far off it is: memory is close to a line in the
+tokens, and two failures draw it. A failure takes the compiler seconds and a fit
+minutes, so that the search comes from above and aims to fit once.
 """
 
 from __future__ import annotations
@@ -12,23 +13,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 from ringjax.errors import OptionError
 
 _DIGITS = 5
-# A try answers with (whether it fits, bytes it needs, bytes there are).
-Try = Callable[[int], tuple[bool, int, int]]
+# Of tokens: whether they fit, bytes they need, bytes there are.
+Compile = Callable[[int], tuple[bool, int, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Largest:
-  """Between what the largest context lies.
+class LargestContext:
+  """The bounds of the largest context.
 
   Attributes:
-    tokens: that fit; 0 where not even the least does.
-    needed_bytes: of a device, of those; of the least where nothing fits.
-    too_many: tokens that do not fit; None where the most fits.
+    tokens: a number that fits; 0 where not even the least does.
+    needed_bytes: of a device, for these; for the least where nothing fits.
+    too_many: tokens that do not fit; None where the most fit.
     tried: how many programs were compiled.
   """
 
@@ -37,31 +37,28 @@ class Largest:
   too_many: int | None
   tried: int
 
-  def record(self) -> dict[str, Any]:
-    """As JSON has it."""
-    return dataclasses.asdict(self)
-
 
 def largest(
-  fits: Try, *, unit: int, least: int, most: int, part: float = 0.125
-) -> Largest:
+  fits: Compile, *, unit: int, least: int, most: int, part: float = 0.125
+) -> LargestContext:
   """Searches the largest number of tokens that fit, from above.
 
   Args:
     fits: compiles a program of so many tokens.
     unit: tokens are multiples of it, by numbers of few binary digits.
-    least: tokens below which nobody cares.
-    most: tokens above which nobody cares.
-    part: ends when what does not fit is so much more than what does.
+    least: the fewest tokens to try.
+    most: the most tokens to try.
+    part: the search ends when the tokens that do not fit are more than those
+      that do by at most this part.
 
   Raises:
-    OptionError: bounds that leave nothing to search.
+    OptionError: bounds without a multiple of the unit between.
   """
 
   def down(tokens: float | int) -> int:
     """The next number of units below that has few digits, in base 2.
 
-    Others leave blocks that are filled up, and no line can be drawn.
+    With others blocks are padded, and memory is not a line in the tokens.
     """
     many = max(1, int(tokens) // max(1, unit))
     rest = max(0, many.bit_length() - _DIGITS)
@@ -73,29 +70,32 @@ def largest(
       "tokens",
       f"from {least} to {most} in steps of {unit}",
       "bounds with a multiple of the step between",
-      "widen them",
+      "pass a smaller least or a larger most",
     )
   over: list[tuple[int, int]] = []
-  tried = 0
-  at = high
+  known = 0, 0
+  at, tried, limit = high, 0, 0
   while True:
     good, need, limit = fits(at)
     tried += 1
     if good:
-      break
-    over.append((at, need))
-    if at <= low:
-      return Largest(tokens=0, needed_bytes=need, too_many=at, tried=tried)
-    # As far below the guess as lets the next try, a step above, fail.
-    guess = _guess(over, limit) / math.sqrt(1 + part)
-    at = max(low, min(down(min(guess, 0.95 * at)), at - unit))
-  known = (at, need)
-  # Between what fits and what does not, by the line through both.
-  while over:
-    bound, need_bound = over[-1]
+      known = at, need
+    else:
+      over.append((at, need))
+    if not known[0]:
+      if at <= low:
+        return LargestContext(
+          tokens=0, needed_bytes=need, too_many=at, tried=tried
+        )
+      # As far below the guess as lets the next try, a step above, fail.
+      guess = _guess(over, limit) / math.sqrt(1 + part)
+      at = max(low, min(down(min(guess, 0.95 * at)), at - unit))
+      continue
     least = known[0] + unit
-    if bound <= max(known[0] * (1 + part), least):
+    if not over or over[-1][0] <= max(known[0] * (1 + part), least):
       break
+    # Between what fits and what does not, by the line through both.
+    bound, need_bound = over[-1]
     at = max(down(known[0] * (1 + part)), least)
     if need_bound > known[1]:
       room = (limit - known[1]) / (need_bound - known[1])
@@ -103,13 +103,7 @@ def largest(
       at = max(at, down(line / math.sqrt(1 + part)))
     if at >= bound:
       at = max(down(math.sqrt(known[0] * bound)), least)
-    good, need, limit = fits(at)
-    tried += 1
-    if good:
-      known = (at, need)
-    else:
-      over.append((at, need))
-  return Largest(
+  return LargestContext(
     tokens=known[0],
     needed_bytes=known[1],
     too_many=over[-1][0] if over else None,
@@ -125,11 +119,11 @@ def _guess(over: list[tuple[int, int]], limit: int) -> float:
   """
   b, need_b = over[-1]
   if len(over) == 1:
-    # What is said is nothing where the compiler does not know how much.
+    # The need is 0 where the compiler does not say it.
     return b * math.sqrt(limit / need_b) if need_b > limit else b / 2
   a, need_a = over[-2]
   if need_b >= need_a:
     return b / 2
   slope = (need_a - need_b) / (a - b)
-  # Not far below by one look: what does not fit is told soon.
+  # Not far below at once: a failure costs little.
   return max(b / 4, b - (need_b - limit) / slope)

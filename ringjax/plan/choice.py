@@ -1,10 +1,10 @@
-"""Which way to read a prompt, by the model of costs, and why.
+"""Chooses the method of reading a prompt by the cost model, with reasons.
 
 Striped ring attention has the least to wait for as long as links keep up: all
-ranks do the same in every hop. A chain (KV-Runahead) sends half as much, waits
-for nobody behind it, and ends with all keys on its last rank. So it is taken
-where links are slow or noisy, or where one rank is to decode; and only if it
-saves a part of the time that is worth it.
+ranks do the same in every hop. In a chain (KV-Runahead) half as much is sent,
+no rank waits for a later one, and the last has all keys in the end. So it is
+chosen where links are slow or noisy, or where one rank is to decode; and only
+if it saves at least `least_gain` of the time.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import dataclasses
 import statistics
 from collections.abc import Callable
 
-from ringjax.errors import OptionError
+from ringjax.checks import number, one_of, positive_int
 from ringjax.plan import cost, partition, schedules
 from ringjax.plan.balance import most_ranks
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.schedules import Noise, Outcome
+from ringjax.plan.schedules import Noise
 
 KEEPS = ("sharded", "last")
 # Draws of a noise that are averaged.
 _DRAWS = 8
+# Time to the first token with a noise.
+_Seconds = Callable[[Noise | None], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-  """Ranks with a model on them, and the links between: what to choose by.
+  """Ranks with a model on them, and the links between them.
 
   Attributes:
     profile: the model on a device, measured or stated.
@@ -47,8 +49,8 @@ Machine = Cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-  """One way to read the prompt.
+class PrefillMethod:
+  """A method of reading the prompt, with its predicted times.
 
   Attributes:
     method: "striped", "gather" or "kvr".
@@ -68,11 +70,11 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-  """What was chosen, of what, and why in sentences."""
+class PrefillChoice:
+  """The chosen method, all that were compared, and why, in sentences."""
 
-  way: Way
-  ways: tuple[Way, ...]
+  way: PrefillMethod
+  ways: tuple[PrefillMethod, ...]
   why: tuple[str, ...]
 
 
@@ -84,8 +86,8 @@ def choose(
   keep: str = "sharded",
   tile: int = 1,
   least_gain: float = 0.05,
-) -> Choice:
-  """The way that takes least, where KV-Runahead has to be worth it.
+) -> PrefillChoice:
+  """Chooses the fastest method; KV-Runahead only if it saves enough.
 
   Args:
     machine: the devices, the model on them and the links.
@@ -97,44 +99,49 @@ def choose(
     least_gain: part of the time that the chain must save.
 
   Raises:
-    OptionError: a number that is none.
+    OptionError: a value out of its range.
   """
-  cost.check_count("ranks", ranks)
-  cost.check_number("least_gain", least_gain, most=1.0)
-  if keep not in KEEPS:
-    raise OptionError(
-      "keep", repr(keep), f"one of {', '.join(KEEPS)}", "choose one"
-    )
+  positive_int("ranks", ranks)
+  number("least_gain", least_gain, least=0, most=1)
+  one_of("keep", keep, KEEPS)
   why = []
   profile, network = machine.profile, machine.network
   # What every rank but the last has, over the link into the last.
   share = prompt.tokens * (ranks - 1) / ranks
   nbytes = share * profile.kv_bytes * profile.layers
   collect = network.send_s(nbytes) if keep == "last" and ranks > 1 else 0.0
-  even: dict[str, Callable[[Noise | None], Outcome]] = {}
+  given = profile, prompt, ranks, network
+  # Name, tokens of each rank, time to the first token, time to collect.
+  methods: list[tuple[str, tuple[int, ...], _Seconds, float]] = []
   if prompt.tokens >= ranks:
+    even = cost.even(prompt.tokens, ranks)
+    striped = lambda noise: schedules.ring(*given, noise=noise).seconds
+    gather = lambda noise: schedules.flash_tsp(*given, noise=noise).seconds
     if prompt.window is None:
-      even["striped"] = lambda noise: schedules.ring(
-        profile, prompt, ranks, network, noise=noise
-      )
-    even["gather"] = lambda noise: schedules.flash_tsp(
-      profile, prompt, ranks, network, noise=noise
-    )
-  ways = []
-  for name, play in even.items():
-    lengths = cost.even(prompt.tokens, ranks)
-    first = _mean(lambda noise, play=play: play(noise).seconds, machine.noise)
-    ways.append(
-      Way(method=name, lengths=lengths, first_s=first, collect_s=collect)
-    )
+      methods.append(("striped", even, striped, collect))
+    methods.append(("gather", even, gather, collect))
   use = most_ranks(prompt.tokens, ranks, tile)
-  if use == ranks or not ways:
-    ways.append(_chain(machine, prompt, use, tile))
+  if use == ranks or not methods:
+    more = {"credits": machine.credits}
+    found = partition.find(profile, prompt, use, network, tile=tile, **more)
+    chain = lambda noise: schedules.kvr_seconds(
+      profile, prompt, [found.lengths], network, noise=noise, **more
+    )[0]
+    methods.append(("kvr", found.lengths, chain, 0.0))
   else:
     why.append(
       f"no chain: {prompt.tokens} tokens give {ranks} ranks less than two "
       f"tiles of {tile} each"
     )
+  ways = [
+    PrefillMethod(
+      method=name,
+      lengths=lengths,
+      first_s=_mean(seconds, machine.noise),
+      collect_s=collect_s,
+    )
+    for name, lengths, seconds, collect_s in methods
+  ]
   best = min(ways, key=lambda way: way.seconds)
   others = [way for way in ways if way.method != "kvr"]
   if best.method == "kvr" and others:
@@ -147,48 +154,23 @@ def choose(
       )
       best = other
   said = [_said(way) for way in sorted(ways, key=lambda way: way.seconds)]
-  return Choice(
+  return PrefillChoice(
     way=best,
     ways=tuple(ways),
     why=(*said, *why, *_grounds(machine, prompt, best, keep)),
   )
 
 
-def _chain(machine: Cluster, prompt: Prompt, ranks: int, tile: int) -> Way:
-  profile, network = machine.profile, machine.network
-  found = partition.find(
-    profile, prompt, ranks, network, tile=tile, credits=machine.credits
-  )
-  seconds = lambda noise: float(
-    schedules.kvr_seconds(
-      profile,
-      prompt,
-      [found.lengths],
-      network,
-      credits=machine.credits,
-      noise=noise,
-    )[0]
-  )
-  return Way(
-    method="kvr",
-    lengths=found.lengths,
-    first_s=_mean(seconds, machine.noise),
-    collect_s=0.0,
-  )
+def _mean(seconds: _Seconds, noise: Noise | None) -> float:
+  """Seconds to the first token; with noise the mean of some draws."""
+  draws: list[Noise | None] = [None]
+  if noise is not None:
+    seeds = range(noise.seed, noise.seed + _DRAWS)
+    draws = [dataclasses.replace(noise, seed=seed) for seed in seeds]
+  return statistics.fmean(float(seconds(draw)) for draw in draws)
 
 
-def _mean(
-  seconds: Callable[[Noise | None], float], noise: Noise | None
-) -> float:
-  if noise is None:
-    return float(seconds(None))
-  draws = range(noise.seed, noise.seed + _DRAWS)
-  return statistics.fmean(
-    float(seconds(dataclasses.replace(noise, seed=seed))) for seed in draws
-  )
-
-
-def _said(way: Way) -> str:
+def _said(way: PrefillMethod) -> str:
   text = f"{way.method}: {way.first_s:.4g} s to the first token"
   if way.collect_s:
     text += f", {way.collect_s:.4g} s to bring the keys to one rank"
@@ -196,9 +178,9 @@ def _said(way: Way) -> str:
 
 
 def _grounds(
-  machine: Cluster, prompt: Prompt, best: Way, keep: str
+  machine: Cluster, prompt: Prompt, best: PrefillMethod, keep: str
 ) -> list[str]:
-  """What of the machine speaks for the choice."""
+  """Properties of the machine that explain the choice."""
   if len(best.lengths) == 1:
     return ["one rank reads all; nothing is sent"]
   profile, network = machine.profile, machine.network

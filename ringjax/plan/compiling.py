@@ -1,11 +1,9 @@
-"""What happens in the process that compiles for a TPU slice.
+"""The process that compiles for a TPU slice, which `ringjax.plan.aot` starts.
 
-Law: the job of a folder is answered there, in one file that is whole or is not
-there; the process then ends at once. Machine code takes the compiler most of
-its time and changes nothing of where buffers lie: whoever asks for memory alone
-has the answer as soon as they have their places.
-
-`ringjax.plan.aot` starts it, and says what a job is.
+Guarantees: the job of a folder is answered there, in one file that is written
+whole or not at all; the process then ends at once. The compiler spends most of
+its time on machine code, which does not change where buffers are: a job with
+`memory_only` is answered as soon as they have been placed.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from ringjax.plan.aot import versions
 _NEED = re.compile(
   r"\(([\d.]+)([KMGTP]?)\) exceeds available \w+ \(([\d.]+)([KMGTP]?)\)"
 )
-# What a kernel's tiles lack beside the main memory, which has its own words.
+# The message about a kernel's tiles, which are not in the main memory.
 _VECTOR = re.compile(
   r"memory space (?:vmem|smem).*?for %([\w.-]+).*?"
   r"size ([\d.]+\w?) and limit ([\d.]+\w?)",
@@ -45,12 +43,12 @@ _BUFFER = re.compile(
   r"\s*\d+;\s*\d+;\s*(.*)$",
   re.M,
 )
-# Buffers of a program that does not fit that are told.
+# Buffers of a program that does not fit that are reported.
 _LARGEST = 8
 _UNITS = {"": 1, **{u: 1024 ** (i + 1) for i, u in enumerate("KMGTP")}}
 _USAGE = "memory-usage-report.txt"
-# How often the main thread looks whether buffers have their places, and
-# another whether anybody waits for the answer.
+# Between looks whether buffers have been placed, and whether the process that
+# asked still runs.
 _LOOK_S = 0.1
 _ALONE_S = 1.0
 _TOTAL = re.compile(r"Memory Space: default[^\n]*\nTotal bytes: (\d+) ")
@@ -72,17 +70,17 @@ def child() -> None:
   # Whole or not at all.
   (place / "answer.part").write_text(json.dumps(found))
   os.replace(place / "answer.part", place / "answer.json")
-  # libtpu's own threads, and one that makes code which nobody asked for, would
-  # take their time to end.
+  # libtpu's own threads, and one that still makes machine code, would take
+  # long to end.
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(0)
 
 
 def _watch(alone: Callable[[], bool], place: pathlib.Path) -> None:
-  """Ends this process when the one that started it is gone, however it went.
+  """Ends this process when the one that started it has ended, for any reason.
 
-  A compilation takes minutes and gigabytes, and its folder would stay.
+  A compilation takes minutes and gigabytes, and its folder would be left.
   """
   while True:
     _end_if(alone, place)
@@ -105,7 +103,7 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
       "topology",
       f"{job['topology']}: {error}"[:400],
       "a slice that libtpu knows",
-      "check the name and the installed libtpu",
+      "pass a slice of this libtpu, or install another version",
     ) from None
   built = _builder(job["builder"])(found.devices, **job["options"])
   start = time.monotonic()
@@ -115,7 +113,15 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
   middle = time.monotonic()
   dump = place / "dump"
   dump.mkdir()
-  work = _Compilation(lowered, job["compiler_options"], dump)
+  asked = {
+    **job["compiler_options"],
+    "xla_dump_to": str(dump),
+    "xla_dump_hlo_as_text": True,
+  }
+  # In a thread, which may be left alone when the answer is known.
+  compiling = futures.ThreadPoolExecutor(1).submit(
+    lowered.compile, compiler_options=asked
+  )
   body = {
     "devices": built.mesh.devices.size,
     "coords": [list(d.coords) for d in built.mesh.devices.flat],
@@ -125,14 +131,14 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
     "versions": versions(),
   }
   if job["memory_only"]:
-    total = work.placed(job["limit_bytes"])
+    total = _placed(compiling, dump, job["limit_bytes"])
     if total is not None:
       seconds = time.monotonic() - middle
       return {
         **body, "fits": True, "compile_s": seconds, "needed_bytes": total
       }  # fmt: skip
   try:
-    compiled = work.result()
+    compiled = compiling.result()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -147,62 +153,34 @@ def _compiled(job: Mapping[str, Any], place: pathlib.Path) -> dict[str, Any]:
   seconds = time.monotonic() - middle
   (place / "program.hlo").write_text(compiled.as_text())
   made = compiled.memory_analysis()
-  return {
-    **body,
-    "fits": True,
-    "compile_s": seconds,
-    "memory": {
-      "arguments": made.argument_size_in_bytes,
-      "outputs": made.output_size_in_bytes,
-      "aliased": made.alias_size_in_bytes,
-      "temporaries": made.temp_size_in_bytes,
-      "code": made.generated_code_size_in_bytes,
-    },
+  memory = {
+    "arguments": made.argument_size_in_bytes,
+    "outputs": made.output_size_in_bytes,
+    "aliased": made.alias_size_in_bytes,
+    "temporaries": made.temp_size_in_bytes,
+    "code": made.generated_code_size_in_bytes,
   }
+  return {**body, "fits": True, "compile_s": seconds, "memory": memory}
 
 
-class _Compilation:
-  """One that goes on in a thread, and writes to `dump` how far it is."""
+def _placed(
+  compiling: futures.Future[Any], dump: pathlib.Path, limit_bytes: int
+) -> int | None:
+  """Bytes of all buffers as soon as they have been placed.
 
-  def __init__(
-    self, lowered: Any, options: Mapping[str, Any], dump: pathlib.Path
-  ):
-    self._dump = dump
-    asked = {
-      **options,
-      "xla_dump_to": str(dump),
-      "xla_dump_hlo_as_text": True,
-    }
-    self._end: futures.Future[Any] = futures.Future()
-
-    def work() -> None:
-      try:
-        self._end.set_result(lowered.compile(compiler_options=asked))
-      except BaseException as error:
-        self._end.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-
-  def placed(self, limit_bytes: int) -> int | None:
-    """Bytes of all buffers as soon as they have their places.
-
-    None if it ended before that was known, or they are more than there is: the
-    compiler then says so itself.
-    """
-    while not self._end.done():
-      totals = [
-        int(total)
-        for path in self._dump.glob(f"*{_USAGE}")
-        for total in _TOTAL.findall(path.read_text(errors="replace"))
-      ]
-      if totals:
-        return max(totals) if max(totals) <= limit_bytes else None
-      time.sleep(_LOOK_S)
-    return None
-
-  def result(self) -> Any:
-    """What came of it, or the error that it ended with."""
-    return self._end.result()
+  None if the compilation ended before, or they exceed the limit: the compiler
+  then says so itself.
+  """
+  while not compiling.done():
+    totals = [
+      int(total)
+      for path in dump.glob(f"*{_USAGE}")
+      for total in _TOTAL.findall(path.read_text(errors="replace"))
+    ]
+    if totals:
+      return max(totals) if max(totals) <= limit_bytes else None
+    time.sleep(_LOOK_S)
+  return None
 
 
 def _builder(name: str) -> Any:
@@ -214,14 +192,14 @@ def _builder(name: str) -> Any:
       "builder",
       f"{name!r}: {error}",
       "'module:function' that can be imported",
-      "pass the module and function that exist",
+      "pass a function that exists, and its module",
     ) from None
 
 
 def _check_tiles(text: str) -> None:
-  """Refuses a kernel whose tiles the chip's vector memory has no room for.
+  """Refuses a kernel whose tiles do not fit the chip's vector memory.
 
-  Another number of tokens would not help it.
+  Fewer tokens would not change that.
   """
   found = _VECTOR.search(text)
   if found:
@@ -234,7 +212,7 @@ def _check_tiles(text: str) -> None:
 
 
 def _excess(text: str) -> dict[str, int]:
-  """What the compiler says that it needs, and what there is."""
+  """The needed and the available memory, as the compiler's error has them."""
   found = _NEED.search(text)
   if not found:
     return {"needed_bytes": 0, "limit_bytes": 0}
@@ -262,7 +240,7 @@ def _largest(dump: pathlib.Path) -> list[dict[str, Any]]:
 def buffers(text: str) -> list[dict[str, Any]]:
   """The buffers of the chip's main memory that XLA's usage report lists.
 
-  Those that take turns in one place are one, with the shapes of them all.
+  Those that share a place count once, with the shapes of them all.
   """
   main = text.partition("Memory Space: default")[2].partition("Memory Space")[0]
   found = []

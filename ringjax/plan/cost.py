@@ -1,7 +1,7 @@
-"""How long a model's layers take, and what they send.
+"""The cost model: how long a model's layers take, and what they send.
 
-The model of Cho et al. 2024 (KV-Runahead, arXiv 2405.05329) made explicit: `n`
-tokens that see `s` keys each take
+Ref: Cho et al. 2024, KV-Runahead (arXiv 2405.05329), made explicit: `n` tokens
+that see `s` keys each take
 
   t = a n + b n s + c0                            for all layers together,
 
@@ -21,65 +21,37 @@ and a window of W bounds what lies behind a query to W - 1 keys.
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Shaped
 
+from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import ConfigError, OptionError
 from ringjax.parallel.chips import Link, Machine, number_bytes
 
 KERNELS = ("dense", "causal")
+# Tokens of each rank of a partition, or of several partitions at once.
+Lengths = Shaped[np.ndarray, "*K p"] | Sequence[Any]
 # Between neighbouring ranks all links are alike; one of them is the network.
 Network = Link
 
 
-def check_number(
-  name: str,
-  value: Any,
-  *,
-  least: int | float = 0.0,
-  most: int | float = math.inf,
-) -> float:
-  """A finite number from `least` to `most`.
-
-  Raises:
-    OptionError: it is none.
-  """
-  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  found = float(value) if number else math.nan
-  if not math.isfinite(found) or not least <= found <= most:
-    bound = f"from {least:g} to {most:g}" if most < math.inf else ""
-    raise OptionError(
-      name, repr(value), f"a number {bound or f'>= {least:g}'}", "correct it"
-    )
-  return found
-
-
-def check_count(name: str, value: Any, *, least: int = 1) -> int:
-  """A whole number, `least` or more.
-
-  Raises:
-    OptionError: it is none.
-  """
-  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  if not whole or value < least:
-    raise OptionError(
-      name, repr(value), f"an int, {least} or more", "correct it"
-    )
-  return int(value)
+# As other packages import them.
+check_number = functools.partial(number, least=0)
+check_count = functools.partial(integer, least=1)
 
 
 # ---------------------------------------------------------------------------
-# What is given
+# Models, devices, prompts
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """What a decoder's cost depends on.
+  """The sizes of a decoder on which its cost depends.
 
   Attributes:
     layers: L.
@@ -102,7 +74,7 @@ class Shape:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       if field.name != "gated":
-        check_count(field.name, getattr(self, field.name))
+        positive_int(field.name, getattr(self, field.name))
 
   @classmethod
   def of(cls, config: Mapping[str, Any]) -> Shape:
@@ -146,12 +118,12 @@ class Shape:
         "config",
         f"{kind} without {error.args[0]}",
         "a decoder's config.json",
-        "add the entry",
+        f"add {error.args[0]} to it",
       ) from None
 
   @property
   def parameters(self) -> int:
-    """Of all layers' matrices; a token takes two FLOPs for each."""
+    """Weights of all layers' matrices; a token takes two FLOPs for each."""
     project = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
     return self.layers * (project + (2 + self.gated) * self.embed * self.hidden)
 
@@ -163,18 +135,18 @@ class Shape:
     return project / self.parameters
 
   def kv_bytes(self, number_bytes: int = 2) -> int:
-    """Key and value of one token in one layer."""
+    """Bytes of the key and value of one token in one layer."""
     return 2 * self.kv_heads * self.head_dim * number_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-  """A model on a kind of device.
+  """The cost coefficients of a model on a kind of device.
 
   Attributes:
     name: of the profile.
-    model: what is computed.
-    hardware: where.
+    model: its name.
+    hardware: the device's name.
     source: where the numbers are from.
     layers: L.
     token_s: a, seconds a token, of all layers.
@@ -203,26 +175,30 @@ class Profile:
     for name in ("name", "model", "hardware", "source"):
       if not isinstance(getattr(self, name), str):
         raise OptionError(
-          name, repr(getattr(self, name)), "a text", "correct it"
+          name, repr(getattr(self, name)), "a str", f"pass {name} as a str"
         )
-    check_count("layers", self.layers)
+    positive_int("layers", self.layers)
     for name in ("token_s", "pair_s", "fixed_s", "floor_s", "kv_bytes"):
-      check_number(name, getattr(self, name))
-    check_number("early", self.early, most=1.0)
+      number(name, getattr(self, name), least=0)
+    number("early", self.early, least=0, most=1)
     if self.token_s + self.pair_s == 0:
       raise OptionError(
-        "token_s, pair_s", "0 and 0", "work that takes time", "set one"
+        "token_s, pair_s",
+        "0 and 0",
+        "work that takes time",
+        "pass a value above 0 for one of them",
       )
-    if self.kernel not in KERNELS:
-      raise OptionError(
-        "kernel", repr(self.kernel), f"one of {', '.join(KERNELS)}", "choose"
-      )
+    one_of("kernel", self.kernel, KERNELS)
+
+  def work_s(self, tokens: Any, pairs: Any) -> Any:
+    """Seconds of tokens and pairs, elementwise, without a call's fixed time."""
+    return self.token_s * tokens + self.pair_s * pairs
 
   @classmethod
   def on(
     cls, machine: Machine, shape: Shape, *, local: str, dtype: str = "bfloat16"
   ) -> Profile:
-    """A model on a machine, predicted by what the machine is stated to do.
+    """Predicts the profile of a model from the stated figures of a machine.
 
     Matrices at the rate of products, attention at the local algorithm's part
     of it, as `strategy="auto"` counts them, and a call's fixed time a layer.
@@ -253,10 +229,10 @@ class Profile:
     )
 
   def check_layers(self, layers: int) -> None:
-    """Refuses another model than the profile's, as far as that shows.
+    """Refuses a model of another number of layers than the profile's.
 
     Raises:
-      OptionError: it has another number of layers.
+      OptionError: the number differs.
     """
     if self.layers != layers:
       raise OptionError(
@@ -269,7 +245,7 @@ class Profile:
   def scaled(
     self, base: Shape, shape: Shape, *, name: str, model: str, source: str
   ) -> Profile:
-    """Another model on the same hardware, estimated.
+    """Estimates the profile of another model on the same hardware.
 
     Linear work goes with the parameters. A dense kernel's time goes with the
     scores that pass through memory, hence with heads and not with their size;
@@ -293,10 +269,10 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-  """What is to be read.
+  """The lengths of a prompt.
 
   Attributes:
-    tokens: those that are new, C.
+    tokens: new ones, C.
     prefix: tokens before them whose keys every rank has already.
     window: keys that a query sees, itself among them; None is all.
   """
@@ -306,30 +282,30 @@ class Prompt:
   window: int | None = None
 
   def __post_init__(self) -> None:
-    check_count("tokens", self.tokens)
-    check_count("prefix", self.prefix, least=0)
+    positive_int("tokens", self.tokens)
+    integer("prefix", self.prefix, least=0)
     if self.window is not None:
-      check_count("window", self.window)
+      positive_int("window", self.window)
 
 
 # ---------------------------------------------------------------------------
-# What follows
+# Tokens, pairs, seconds
 # ---------------------------------------------------------------------------
 
 
 def check_lengths(lengths: Sequence[int], tokens: int) -> tuple[int, ...]:
-  """A partition: positive lengths that add up to `tokens`.
+  """`lengths` as a partition: positive lengths that add up to `tokens`.
 
   Raises:
-    OptionError: it is none.
+    OptionError: they are not.
   """
-  found = tuple(check_count("partition", n) for n in lengths)
+  found = tuple(positive_int("partition", n) for n in lengths)
   if not found or sum(found) != tokens:
     raise OptionError(
       "partition",
       f"{found}, in all {sum(found)}",
       f"lengths that add up to {tokens}",
-      "correct the lengths",
+      f"change the lengths so that their sum is {tokens}",
     )
   return found
 
@@ -340,19 +316,21 @@ def even(tokens: int, ranks: int) -> tuple[int, ...]:
   Raises:
     OptionError: fewer tokens than ranks.
   """
-  check_count("ranks", ranks)
-  if check_count("tokens", tokens) < ranks:
+  positive_int("ranks", ranks)
+  if positive_int("tokens", tokens) < ranks:
     raise OptionError("ranks", ranks, f"{tokens} at most", "use fewer ranks")
   each, more = divmod(tokens, ranks)
   return tuple(each + (i < more) for i in range(ranks))
 
 
-def pairs(prompt: Prompt, lengths: Any, kernel: str = "dense") -> Any:
-  """Pairs of a query and a key that each rank computes, float [..., p].
+def pairs(
+  prompt: Prompt, lengths: Lengths, kernel: str = "dense"
+) -> Float[np.ndarray, "*K p"]:
+  """Pairs of a query and a key that each rank computes.
 
   Args:
     prompt: what is read.
-    lengths: tokens of each rank, [..., p].
+    lengths: tokens of each rank.
     kernel: of `KERNELS`.
   """
   c = np.asarray(lengths, np.float64)
@@ -373,15 +351,18 @@ def pairs_behind(before: Any, c: Any, window: int | None, kernel: str) -> Any:
   return rising * (before + rising / 2) + (c - rising) * window
 
 
-def compute_s(profile: Profile, prompt: Prompt, lengths: Any) -> Any:
-  """Seconds that each rank of a chain computes, float [..., p]."""
+def compute_s(
+  profile: Profile, prompt: Prompt, lengths: Lengths
+) -> Float[np.ndarray, "*K p"]:
+  """Seconds that each rank of a chain computes."""
   c = np.asarray(lengths, np.float64)
-  work = pairs(prompt, c, profile.kernel)
-  return profile.token_s * c + profile.pair_s * work + profile.fixed_s
+  return profile.work_s(c, pairs(prompt, c, profile.kernel)) + profile.fixed_s
 
 
-def chain_tokens(prompt: Prompt, lengths: Any) -> Any:
-  """Tokens whose key and value pass each link of a chain, a layer: [..., p-1].
+def chain_tokens(
+  prompt: Prompt, lengths: Lengths
+) -> Float[np.ndarray, "*K links"]:
+  """Tokens whose key and value pass each link of a chain, in a layer.
 
   Link i carries what ranks up to i have seen, or as much of it as a window
   looks back. A prefix is on every rank and does not travel.
@@ -402,5 +383,5 @@ def lower_bound_s(profile: Profile, prompt: Prompt, ranks: int) -> float:
   partition, a C/p + b C^2/2 (1/p + 1/p^2) with a dense kernel.
   """
   least = pairs(prompt, np.full(ranks, prompt.tokens / ranks), profile.kernel)
-  seconds = profile.token_s * prompt.tokens + profile.pair_s * least.sum()
+  seconds = profile.work_s(prompt.tokens, least.sum())
   return max(float(seconds) / ranks + profile.fixed_s, profile.floor_s)

@@ -1,9 +1,11 @@
 """Cycles of a Pallas kernel's tile, as libtpu scheduled its instructions.
 
-A bundle is what a TensorCore issues in one cycle. What a tile takes is at
-least its bundles, and at least the cycles in which its rows pass the matrix
-units; waits for memory come on top. Law: the figures are counted in the
-machine code that would run, of whole tiles in which every pair counts.
+A bundle is what a TensorCore issues in one cycle. A tile takes at least as many
+cycles as it has bundles, and at least the cycles in which its rows pass the
+matrix units; waits for memory come on top.
+
+Guarantees: the figures are counted in the machine code that would run, of full
+tiles, in which no pair is masked.
 
   cycles.count("ringjax.bench.tiles:ours", "v6e:1x1", {"what": "forward"})
 """
@@ -49,13 +51,13 @@ _CALL = re.compile(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-  """Instructions between two places where the program may branch.
+class BasicBlock:
+  """Instructions without a branch between them.
 
   Attributes:
-    bundles: of them.
-    matrix_cycles: in which the busiest matrix unit takes rows.
-    spills: to or from memory, of values that found no register.
+    bundles: how many.
+    matrix_cycles: cycles in which the busiest matrix unit takes rows.
+    spills: moves of values that found no register to or from memory.
   """
 
   bundles: int
@@ -64,24 +66,24 @@ class Run:
 
   @property
   def cycles(self) -> int:
-    """The least that they take."""
+    """A lower bound of the cycles of the block."""
     return max(self.bundles, self.matrix_cycles)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tile:
-  """What the whole tile of a kernel takes.
+class KernelTile:
+  """The cycles of a full tile of a kernel.
 
   Attributes:
     kernel: its name in the program.
-    work: the run that multiplies; where there are several as large, the one
+    work: the block that multiplies; where there are several as large, the one
       with the fewest cycles, which does not mask.
-    runs: all runs of the kernel.
+    blocks: all blocks of the kernel.
   """
 
   kernel: str
-  work: Run
-  runs: tuple[Run, ...]
+  work: BasicBlock
+  blocks: tuple[BasicBlock, ...]
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
@@ -92,15 +94,15 @@ class Tile:
     }
 
 
-def runs(text: str, chip: str) -> tuple[Run, ...]:
-  """The runs of a kernel's final bundles, as libtpu dumps them.
+def basic_blocks(text: str, chip: str) -> tuple[BasicBlock, ...]:
+  """The blocks of a kernel's final bundles, as libtpu dumps them.
 
   Args:
     text: of the file.
     chip: a name that `chips.core` knows.
   """
   rows = chips.core(chip).rows_per_cycle
-  found: list[Run] = []
+  found: list[BasicBlock] = []
   bundles = spills = 0
   units: collections.Counter[str] = collections.Counter()
   depth = None
@@ -110,7 +112,9 @@ def runs(text: str, chip: str) -> tuple[Run, ...]:
     if bundles:
       busiest = max(units.values(), default=0)
       found.append(
-        Run(bundles=bundles, matrix_cycles=busiest // rows, spills=spills)
+        BasicBlock(
+          bundles=bundles, matrix_cycles=busiest // rows, spills=spills
+        )
       )
     bundles = spills = 0
     units.clear()
@@ -135,20 +139,20 @@ def runs(text: str, chip: str) -> tuple[Run, ...]:
 
 def _rows_of(instruction: str) -> int:
   kind = _TYPE.search(instruction)
-  # Of a type that is not named they are bfloat16's.
+  # Without a type they are of bfloat16.
   bits = int(kind[1]) if kind else 16
   return _SUBLANES * _WORD // bits
 
 
-def tile_of(kernel: str, found: tuple[Run, ...]) -> Tile | None:
-  """The tile among a kernel's runs; None where nothing is multiplied."""
-  most = max((run.matrix_cycles for run in found), default=0)
+def tile_of(kernel: str, found: tuple[BasicBlock, ...]) -> KernelTile | None:
+  """The tile among a kernel's blocks; None where nothing is multiplied."""
+  most = max((block.matrix_cycles for block in found), default=0)
   if not most:
     return None
   # Masked tiles multiply as much.
-  full = [run for run in found if run.matrix_cycles > 0.9 * most]
-  work = min(full, key=lambda run: (run.cycles, run.bundles))
-  return Tile(kernel=kernel, work=work, runs=found)
+  full = [block for block in found if block.matrix_cycles > 0.9 * most]
+  work = min(full, key=lambda block: (block.cycles, block.bundles))
+  return KernelTile(kernel=kernel, work=work, blocks=found)
 
 
 def count(
@@ -157,17 +161,17 @@ def count(
   options: Mapping[str, Any] | None = None,
   *,
   timeout_s: float | int = 3600.0,
-) -> tuple[Tile, ...]:
+) -> tuple[KernelTile, ...]:
   """Compiles a program and counts its Pallas kernels' tiles.
 
   Args:
-    builder: see `aot.compile`; it hands over a program with kernels.
+    builder: see `aot.compile`; of a program with kernels.
     topology: the smallest slice will do, e.g. "v5e:1x1".
     options: of the builder.
     timeout_s: see `aot.compile`.
 
   Returns:
-    The tiles of the kernels that multiply, by the kernels' names.
+    The tiles of the kernels that multiply, in the order of the names.
 
   Raises:
     OptionError: no libtpu, no such slice, or a program without such kernels.
@@ -188,22 +192,21 @@ def count(
     tiles = []
     for path in sorted(place.glob(f"*{_ENDING}")):
       name = _kernel(path.name)
-      if name is None or name not in wanted:
-        continue
-      tile = tile_of(name, runs(path.read_text(errors="replace"), topology))
-      if tile is not None:
-        tiles.append(tile)
+      if name in wanted:
+        text = path.read_text(errors="replace")
+        tiles.append(tile_of(name, basic_blocks(text, topology)))
+  tiles = [tile for tile in tiles if tile is not None]
   if not tiles:
     raise OptionError(
       "builder",
       f"{builder}, whose program has no kernel that multiplies",
       "a program with Pallas kernels",
-      "see whether the kernel declined the call",
+      "pass sizes and a dtype that the kernel takes",
     )
   return tuple(sorted(tiles, key=lambda tile: tile.kernel))
 
 
-def _kernel(file: str) -> str | None:
-  """The kernel's name in "1795-NAME-01-final_bundles.txt"."""
+def _kernel(file: str) -> str:
+  """The kernel's name in "1795-NAME-01-final_bundles.txt"; "" without one."""
   found = re.fullmatch(rf"\d+-(.+)-\d+{_ENDING}", file)
-  return found[1] if found else None
+  return found[1] if found else ""

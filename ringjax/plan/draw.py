@@ -1,30 +1,42 @@
-"""Pictures of timelines: who works, who sends, who waits. Needs matplotlib."""
+"""Draws timelines and times as PNGs.
+
+Guarantees: where matplotlib is not installed, or a path cannot be written, an
+OptionError says so.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import OptionError
 from ringjax.plan.events import Timeline
-from ringjax.plan.overlap import Report
+from ringjax.plan.overlap import OverlapReport
 from ringjax.plan.schedules import Outcome
 
-_COLORS = {
-  "project": "#8fb8de",
-  "attend": "#2b5c8a",
-  "send": "#e08b3e",
+# Colour and words of each kind of span: of a prompt's outcome, of a schedule.
+_OUTCOME = {
+  "project": ("#8fb8de", "queries, keys, values"),
+  "attend": ("#2b5c8a", "attention and the rest"),
+  "send": ("#e08b3e", "keys and values travel"),
 }
-_WORDS = {
-  "project": "queries, keys, values",
-  "attend": "attention and the rest",
-  "send": "keys and values travel",
+_SCHEDULE = {
+  "work": ("#2b5c8a", "work"),
+  "send": ("#e08b3e", "on its way"),
+  "wait": ("#b3312c", "the device waits"),
 }
+# Sends that a picture of a schedule shows.
+_SENDS = 12
+
+
+# ---------------------------------------------------------------------------
+# What all pictures share
+# ---------------------------------------------------------------------------
 
 
 def figures() -> Any:
-  """matplotlib's figures, without a display.
+  """The module matplotlib.figure, which needs no display.
 
   Raises:
     OptionError: it is not installed.
@@ -34,55 +46,109 @@ def figures() -> Any:
   except ModuleNotFoundError:
     raise OptionError(
       "plot",
-      "one, but matplotlib is not installed",
+      "a picture, but matplotlib is not installed",
       "matplotlib, or no plot",
       "pip install matplotlib",
     ) from None
 
 
-def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
-  """Draws spans into matplotlib axes, a lane for each place, top to bottom."""
-  for row, where in enumerate(lanes):
-    spans = [s for s in found.of(where) if s.end_s > s.start_s]
-    for kind in dict.fromkeys(s.kind for s in spans):
-      mine = [(s.start_s, s.end_s - s.start_s) for s in spans if s.kind == kind]
-      ax.broken_barh(
-        mine,
-        (row - 0.4, 0.8),
-        facecolors=_COLORS.get(kind, "#777777"),
-        # An edge would cover what is short.
-        linewidth=0,
-      )
+def figure(
+  width: int | float, height: int | float, *grid: int, **options: Any
+) -> Any:
+  """A white figure, sizes in inches, and its axes: one, or an array of `grid`.
+
+  Raises:
+    OptionError: matplotlib is not installed.
+  """
+  made = figures().Figure(
+    figsize=(width, height), layout="constrained", facecolor="white"
+  )
+  return made, made.subplots(*grid, **options)
+
+
+def legend(made: Any, handles: Sequence[Any], **options: Any) -> None:
+  """A legend below all axes of a figure."""
+  made.legend(
+    handles=handles, loc="outside lower center", frameon=False, **options
+  )
+
+
+def patch(color: Any, label: str) -> Any:
+  """An entry of a legend."""
+  patches = importlib.import_module("matplotlib.patches")
+  return patches.Patch(color=color, label=label)
+
+
+def _lanes(
+  ax: Any,
+  lanes: Sequence[str],
+  bars: Iterable[tuple[str, str, float, float]],
+  kinds: Mapping[str, tuple[str, str]],
+  **style: Any,
+) -> None:
+  """Draws bars of (lane, kind, start, length); the first lane on top."""
+  found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+  for lane, kind, start, length in bars:
+    found.setdefault((lane, kind), []).append((start, length))
+  for row, lane in enumerate(lanes):
+    for kind, (color, _) in kinds.items():
+      if (lane, kind) in found:
+        ax.broken_barh(
+          found[lane, kind], (row - 0.4, 0.8), facecolors=color, **style
+        )
   ax.set_ylim(len(lanes) - 0.4, -0.6)
   ax.set_yticks(range(len(lanes)), lanes)
+  _plain(ax)
+
+
+def _plain(ax: Any) -> None:
   ax.tick_params(labelsize=8)
   ax.spines[["top", "right"]].set_visible(False)
 
 
-def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
-  """One panel a method, on one axis of time: ranks and the links between.
+def _save(
+  made: Any, path: str, kinds: Mapping[str, tuple[str, str]] | None = None
+) -> None:
+  """Writes a figure, with a legend of the kinds of bars."""
+  if kinds is not None:
+    handles = [patch(color, words) for color, words in kinds.values()]
+    legend(made, handles, ncols=3, fontsize=9)
+  try:
+    made.savefig(path, dpi=130)
+  except (OSError, ValueError) as error:
+    raise OptionError(
+      "plot", f"{path}: {error}", "a PNG to write", "pass a writable path"
+    ) from None
 
-  Raises:
-    OptionError: matplotlib is not installed, or the path cannot be written.
-  """
-  made = figures()
-  patches = importlib.import_module("matplotlib.patches")
+
+# ---------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------
+
+
+def timeline(ax: Any, found: Timeline, lanes: Sequence[str]) -> None:
+  """Draws spans into matplotlib axes, a lane for each device or link."""
+  spans = [s for s in found.spans if s.end_s > s.start_s]
+  bars = [(s.where, s.kind, s.start_s, s.end_s - s.start_s) for s in spans]
+  # An edge would cover what is short.
+  _lanes(ax, lanes, bars, _OUTCOME, linewidth=0)
+
+
+def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
+  """One panel a method, on one axis of time: ranks and the links between."""
   lanes = []
   for one in found:
-    names = []
-    links = list(one.link_bytes)
+    names, links = [], list(one.link_bytes)
     for i in range(len(one.lengths)):
       names += [f"rank {i}", *links[i : i + 1]]
     lanes.append(names)
   heights = [len(names) for names in lanes]
-  figure = made.Figure(
-    figsize=(10, 1.2 + 0.22 * sum(heights) + 0.5 * len(found)),
-    layout="constrained",
-    facecolor="white",
-  )
-  axes = figure.subplots(
-    len(found), 1, sharex=True, squeeze=False, height_ratios=heights
-  )[:, 0]
+  height = 1.2 + 0.22 * sum(heights) + 0.5 * len(found)
+  made, grid = figure(
+    10, height, len(found), 1, sharex=True, squeeze=False,
+    height_ratios=heights,
+  )  # fmt: skip
+  axes = grid[:, 0]
   longest = max(one.seconds for one in found)
   for ax, one, names in zip(axes, found, lanes, strict=True):
     timeline(ax, one.timeline, names)
@@ -93,40 +159,20 @@ def outcomes(found: Sequence[Outcome], path: str, title: str = "") -> None:
     ax.set_xlim(0, longest * 1.02)
   axes[-1].set_xlabel("seconds", fontsize=9)
   if title:
-    figure.suptitle(title, fontsize=11)
-  figure.legend(
-    handles=[
-      patches.Patch(color=_COLORS[kind], label=_WORDS[kind]) for kind in _COLORS
-    ],
-    loc="outside lower center",
-    ncols=3,
-    frameon=False,
-    fontsize=9,
-  )
-  _save(figure, path)
+    made.suptitle(title, fontsize=11)
+  _save(made, path, _OUTCOME)
 
 
-_KINDS = {
-  "work": ("#2b5c8a", "work"),
-  "send": ("#e08b3e", "on its way"),
-  "wait": ("#b3312c", "the device waits"),
-}
-# Sends that a picture of a schedule shows.
-_SENDS = 12
-
-
-def schedule(found: Report, path: str, title: str = "") -> None:
+def schedule(found: OverlapReport, path: str, title: str = "") -> None:
   """The first sends of a schedule: what the device does, what links carry.
 
   Raises:
-    OptionError: matplotlib is not installed, the path cannot be written, or
-      there is nothing to draw.
+    OptionError: there is nothing to draw.
   """
-  made = figures()
-  patches = importlib.import_module("matplotlib.patches")
+  figures()
   if not found.spans:
     raise OptionError(
-      "plot", "a program that does nothing", "some work", "leave it"
+      "plot", "a program without work", "some work", "leave plot out"
     )
   sent = [s for s in found.spans if s.kind == "send"]
   # Small ones ride along with large ones.
@@ -139,74 +185,46 @@ def schedule(found: Report, path: str, title: str = "") -> None:
   start, end = max(0.0, first - wide / 50), last + wide / 20
   spans = [s for s in found.spans if s.end > start and s.start < end]
   lanes = sorted({s.lane for s in spans}, key=lambda name: name != "device")
-  figure = made.Figure(
-    figsize=(10, 1.4 + 0.5 * len(lanes)), layout="constrained",
-    facecolor="white",
-  )  # fmt: skip
-  ax = figure.subplots()
   scale = 1e3 / found.core.clock_hz
-  for row, lane in enumerate(lanes):
-    for kind, (color, _) in _KINDS.items():
-      mine = [s for s in spans if s.lane == lane and s.kind == kind]
-      bars = [
-        (scale * a, scale * (b - a))
-        for a, b in ((max(s.start, start), min(s.end, end)) for s in mine)
-      ]
-      ax.broken_barh(
-        bars, (row - 0.4, 0.8), facecolors=color, edgecolor="white",
-        linewidth=0.2,
-      )  # fmt: skip
+  bars = [
+    (s.lane, s.kind, scale * a, scale * (min(s.end, end) - a))
+    for s, a in ((s, max(s.start, start)) for s in spans)
+  ]
+  made, ax = figure(10, 1.4 + 0.5 * len(lanes))
+  _lanes(ax, lanes, bars, _SCHEDULE, edgecolor="white", linewidth=0.2)
   ax.set_xlim(scale * start, scale * end)
-  ax.set_ylim(len(lanes) - 0.4, -0.6)
-  ax.set_yticks(range(len(lanes)), lanes)
-  ax.tick_params(labelsize=8)
-  ax.spines[["top", "right"]].set_visible(False)
   ax.set_xlabel("ms of the compiler's schedule", fontsize=9)
   if title:
     ax.set_title(title, fontsize=9, loc="left")
-  figure.legend(
-    handles=[patches.Patch(color=c, label=w) for c, w in _KINDS.values()],
-    loc="outside lower center",
-    ncols=3,
-    frameon=False,
-    fontsize=9,
-  )
-  _save(figure, path)
+  _save(made, path, _SCHEDULE)
 
 
 def strategies(
   rows: Sequence[tuple[str, float, float]], path: str, title: str = ""
 ) -> None:
-  """A bar for each way to move attention, the fastest on top.
+  """A bar of predicted times for each strategy, the first on top.
 
   Args:
     rows: (name, forward seconds, backward seconds).
     path: of the PNG.
     title: above it.
-
-  Raises:
-    OptionError: matplotlib is not installed, or the path cannot be written.
   """
-  made = figures()
-  figure = made.Figure(
-    figsize=(8, 1.2 + 0.3 * len(rows)), layout="constrained", facecolor="white"
-  )
-  ax = figure.subplots()
+  made, ax = figure(8, 1.2 + 0.3 * len(rows))
   names = [name for name, *_ in rows]
   forward = [1e3 * seconds for _, seconds, _ in rows]
   backward = [1e3 * seconds for *_, seconds in rows]
-  ax.barh(names, forward, color=_COLORS["attend"], label="forward")
+  ax.barh(names, forward, color=_OUTCOME["attend"][0], label="forward")
   ax.barh(
-    names, backward, left=forward, color=_COLORS["project"], label="backward"
-  )
+    names, backward, left=forward, color=_OUTCOME["project"][0],
+    label="backward",
+  )  # fmt: skip
   ax.invert_yaxis()
   ax.set_xlabel("milliseconds", fontsize=9)
-  ax.tick_params(labelsize=8)
-  ax.spines[["top", "right"]].set_visible(False)
   ax.legend(frameon=False, fontsize=9)
+  _plain(ax)
   if title:
     ax.set_title(title, fontsize=9, loc="left")
-  _save(figure, path)
+  _save(made, path)
 
 
 def against(
@@ -218,16 +236,10 @@ def against(
     points: (strategy, what was run, predicted seconds, measured seconds).
     path: of the PNG.
     title: above it.
-
-  Raises:
-    OptionError: matplotlib is not installed, or the path cannot be written.
   """
-  figure = figures().Figure(
-    figsize=(6.4, 5.6), layout="constrained", facecolor="white"
-  )
-  ax = figure.subplots()
+  made, ax = figure(6.4, 5.6)
   markers = "osD^v<>Ph*X"
-  runs = list(dict.fromkeys(run for _, run, _, _ in points))
+  runs = ", ".join(dict.fromkeys(run for _, run, _, _ in points))
   for n, name in enumerate(dict.fromkeys(name for name, *_ in points)):
     mine = [p for p in points if p[0] == name]
     ax.scatter(
@@ -243,20 +255,7 @@ def against(
   ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
   ax.set_xlabel("measured, milliseconds", fontsize=9)
   ax.set_ylabel("predicted, milliseconds", fontsize=9)
-  ax.tick_params(labelsize=8)
   ax.legend(frameon=False, fontsize=8)
-  ax.set_title(
-    f"{title}\n{', '.join(runs)}" if title else ", ".join(runs),
-    fontsize=9,
-    loc="left",
-  )
-  _save(figure, path)
-
-
-def _save(figure: Any, path: str) -> None:
-  try:
-    figure.savefig(path, dpi=130)
-  except (OSError, ValueError) as error:
-    raise OptionError(
-      "plot", f"{path}: {error}", "a PNG to write", "choose a path"
-    ) from None
+  ax.tick_params(labelsize=8)
+  ax.set_title(f"{title}\n{runs}" if title else runs, fontsize=9, loc="left")
+  _save(made, path)

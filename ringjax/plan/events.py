@@ -1,41 +1,45 @@
 """A discrete-event simulator: operations on devices and links.
 
-Law: the same operations give the same timeline, on every machine and in every
-process; nothing is random and no clock is read. At one instant all that ends
-is handled before anything starts, so that the most urgent operation gets the
-place, whoever ended first. Nothing that runs is interrupted.
+Guarantees: the same operations give the same timeline, on every machine and
+in every process; nothing is random and no clock is read. All operations that
+end at one instant are handled before any starts there, so that a free slot
+goes to the waiting operation of the highest priority, whichever ended first.
+A running operation is not interrupted.
 
   device   runs `slots` operations at once, the others wait
   link     carries one message at a time: `nbytes / bandwidth` seconds, and
-           the message is there `latency_s` later
+           the message has arrived `latency_s` later
   pool     a count of equal things (buffers, credits, pages) that an operation
            takes when it starts and another gives back when it ends
 
-Of those that wait for a place, the one with the highest priority goes first,
-then the one that was described first; one that lacks something of a pool lets
-others pass. Cost: O(log n) an operation and dependency.
+Of the operations that wait for a device or link the one of the highest
+priority starts first, then the one that was described first; one that lacks
+something of a pool lets others pass.
+
+Cost: O(log n) an operation and dependency.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.parallel.chips import Link
 
 # A number of seconds, bytes, slots: what a caller may write as 1 or as 1.0.
 Number = int | float
 
-_DONE, _FREE, _READY, _CALL = range(4)
-
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A place that computes.
+  """A device that runs operations.
 
   Attributes:
     name: unique in its simulator.
@@ -48,11 +52,11 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-  """One way of a link, which carries one message at a time.
+  """One direction of a link, which carries one message at a time.
 
   Attributes:
     name: unique in its simulator.
-    link: how fast; its latency is from the last byte's leaving to its arrival.
+    link: bandwidth, and latency from the last byte's leaving to its arrival.
   """
 
   name: str
@@ -74,16 +78,16 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-  """What became of one operation; times in seconds from the start.
+  """Execution record of one operation; times in seconds from the start.
 
   Attributes:
     name: of the operation.
     kind: its group, for pictures and sums.
-    where: name of the device or link; "" is nowhere.
+    where: name of the device or link; "" is neither.
     ready_s: when its dependencies and its release time were met.
     start_s: when it began.
-    end_s: when its place was free again.
-    done_s: when those that depend on it may begin; behind `end_s` by the
+    end_s: when its slot was free again.
+    done_s: when operations that depend on it may begin; behind `end_s` by the
       latency of a link.
     nbytes: what it sent.
   """
@@ -117,7 +121,7 @@ class Timeline:
 
   @property
   def finish_s(self) -> Number:
-    """When all is done; 0 if there was nothing."""
+    """When all operations are done; 0 if there were none."""
     return max((s.done_s for s in self.spans), default=0.0)
 
   def of(self, where: str) -> tuple[Span, ...]:
@@ -138,51 +142,72 @@ class Timeline:
     return found
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
+class _Queue:
+  """A device or link while it is simulated: free slots, waiting operations."""
+
+  place: Any
+  index: int
+  free: Number
+  # A heap of (-priority, index, operation).
+  ready: list[tuple[Number, int, _State]] = dataclasses.field(
+    default_factory=list
+  )
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Stock:
+  """A pool while it is simulated.
+
+  `short` has the indices of the queues in which an operation waits for it.
+  """
+
+  pool: Pool
+  left: Number
+  short: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class _State:
   """An operation while it is simulated."""
 
+  index: int
   name: str
   kind: str
-  where: int
+  queue: _Queue
   seconds: Number | Callable[[float], Number]
-  latency_s: Number
-  nbytes: Number
   priority: Number
   release_s: Number
-  take: tuple[tuple[int, Number], ...]
-  give: tuple[tuple[int, Number], ...]
+  take: list[tuple[_Stock, Number]]
+  give: list[tuple[_Stock, Number]]
   then: Callable[[Span], None] | None
+  latency_s: Number = 0.0
+  nbytes: Number = 0.0
   missing: int = 0
-  waiting: list[int] = dataclasses.field(default_factory=list)
+  waiting: list[_State] = dataclasses.field(default_factory=list)
   ready_s: float = math.nan
-  start_s: float = math.nan
-  end_s: float = math.nan
-  done_s: float = math.nan
+  # Its start and its end.
+  ran: tuple[float, float] = (math.nan, math.nan)
   span: Span | None = None
 
 
 class Simulator:
-  """Takes a description of places and operations, and runs it once.
+  """Takes a description of devices, links and operations, and runs it once.
 
   A scheduler that decides while time passes adds operations from `then` or
   `at`, which are called inside `run`.
   """
 
   def __init__(self) -> None:
-    self._names: dict[str, int] = {}
-    # Place 0 is nowhere: delays and joins, any number at once.
-    self._places: list[Any] = [Device("", math.inf)]
-    self._free: list[float] = [math.inf]
-    self._ready: list[list[tuple[float, int]]] = [[]]
-    self._pools: list[Pool] = []
-    self._left: list[float] = []
-    self._pool_names: dict[str, int] = {}
-    # Places where something waits for a pool.
-    self._short: list[set[int]] = []
+    # Queue 0 is of operations on no device: delays and joins.
+    self._queues = [_Queue(Device("", math.inf), 0, math.inf)]
+    self._by_name: dict[str, _Queue] = {}
+    self._stocks: dict[str, _Stock] = {}
     self._ops: list[_State] = []
-    self._events: list[tuple[float, int, int, Any]] = []
-    self._count = 0
+    # A heap of (time, number, call).
+    self._events: list[tuple[float, int, Callable[[], None]]] = []
+    self._numbers = itertools.count()
+    # Indices of the queues in which an operation may start now.
     self._changed: set[int] = set()
     self._now = 0.0
     self._running = False
@@ -209,7 +234,7 @@ class Simulator:
     """Adds a one-way link of `bandwidth` bytes per second.
 
     Raises:
-      OptionError: the name is taken, or nothing can pass.
+      OptionError: the name is taken, or the bandwidth is not above 0.
     """
     link = Link(bandwidth=bandwidth, latency_s=latency_s)
     return self._add(Channel(name, link), 1)
@@ -218,21 +243,18 @@ class Simulator:
     """Adds a pool that is full.
 
     Raises:
-      OptionError: the name is taken or the size is none.
+      OptionError: the name is taken or the size is negative.
     """
-    _check("size", size)
-    if name in self._pool_names:
+    number("size", size, least=0)
+    if name in self._stocks:
       raise _taken("pool", name)
-    self._pool_names[name] = len(self._pools)
-    self._pools.append(Pool(name, size))
-    self._left.append(size)
-    self._short.append(set())
-    return self._pools[-1]
+    self._stocks[name] = _Stock(Pool(name, size), size)
+    return self._stocks[name].pool
 
   def op(
     self,
     name: str,
-    where: Device | None = None,
+    where: Device | Channel | None = None,
     seconds: Number | Callable[[float], Number] = 0.0,
     *,
     after: Iterable[Op] = (),
@@ -243,16 +265,16 @@ class Simulator:
     give: Mapping[Pool, Number] | None = None,
     then: Callable[[Span], None] | None = None,
   ) -> Op:
-    """Adds work.
+    """Adds an operation.
 
     Args:
       name: for people; need not be unique.
       where: the device; None is a delay that needs none.
       seconds: how long it takes, or a function of when it starts.
-      after: what has to be done before.
+      after: operations that have to be done before.
       kind: its group, for pictures and sums.
-      priority: higher goes first where several wait.
-      release_s: not before this time.
+      priority: of several that wait, the highest starts first.
+      release_s: the earliest start.
       take: what it takes from pools when it starts.
       give: what it puts into pools when it is done.
       then: called with its span when it is done; may add operations.
@@ -261,16 +283,44 @@ class Simulator:
       A handle.
 
     Raises:
-      OptionError: a number that is none, or a place that is not this
-        simulator's.
+      OptionError: a number out of its range, or a device, pool or operation of
+        another simulator.
     """
-    place = 0 if where is None else self._place(where)
+    queue = self._queues[0] if where is None else self._queue(where)
     if not callable(seconds):
-      _check("seconds", seconds)
-    return self._describe(
-      name, place, seconds, 0.0, 0.0, after, kind, priority, release_s,
-      take, give, then,
-    )  # fmt: skip
+      number("seconds", seconds, least=0)
+    number("release_s", release_s, least=0)
+    if math.isnan(priority):
+      raise OptionError("priority", priority, "a number", "pass 0")
+    if self._over:
+      raise OptionError(
+        "op", name, "an operation before the end of run()", "add it earlier"
+      )
+    index = len(self._ops)
+    state = _State(
+      index,
+      name,
+      kind,
+      queue,
+      seconds,
+      priority,
+      release_s,
+      self._amounts("take", take),
+      self._amounts("give", give),
+      then,
+    )
+    before = set(after)
+    for one in before:
+      if not (one.index < index and self._ops[one.index].name == one.name):
+        raise _foreign("after", one.name, "operation")
+    for one in before:
+      if self._ops[one.index].span is None:
+        self._ops[one.index].waiting.append(state)
+        state.missing += 1
+    self._ops.append(state)
+    if self._running and not state.missing:
+      self._release(state)
+    return Op(index, name)
 
   def send(
     self,
@@ -279,30 +329,29 @@ class Simulator:
     nbytes: Number,
     *,
     slowdown: Number = 1.0,
-    after: Iterable[Op] = (),
     kind: str = "send",
-    priority: Number = 0.0,
-    release_s: Number = 0.0,
-    take: Mapping[Pool, Number] | None = None,
-    give: Mapping[Pool, Number] | None = None,
-    then: Callable[[Span], None] | None = None,
+    **options: Any,
   ) -> Op:
     """Adds a message of `nbytes`; it is done when it has arrived.
 
-    `slowdown` divides the bandwidth for this message alone; the other
-    arguments are those of `op`.
+    Args:
+      name: for people; need not be unique.
+      channel: the link.
+      nbytes: of the message.
+      slowdown: divides the bandwidth for this message alone.
+      kind: its group, for pictures and sums.
+      **options: the others of `op`.
 
     Raises:
       OptionError: as `op`.
     """
-    _check("nbytes", nbytes)
-    _check("slowdown", slowdown)
-    place, link = self._place(channel), channel.link
-    seconds = nbytes / link.bandwidth * slowdown
-    return self._describe(
-      name, place, seconds, link.latency_s, nbytes, after, kind, priority,
-      release_s, take, give, then,
-    )  # fmt: skip
+    number("nbytes", nbytes, least=0)
+    number("slowdown", slowdown, least=0)
+    seconds = nbytes / channel.link.bandwidth * slowdown
+    made = self.op(name, channel, seconds, kind=kind, **options)
+    state = self._ops[made.index]
+    state.nbytes, state.latency_s = nbytes, channel.link.latency_s
+    return made
 
   def at(self, time_s: Number, call: Callable[[], None]) -> None:
     """Calls `call` at a time; there it may add operations.
@@ -310,13 +359,11 @@ class Simulator:
     Raises:
       OptionError: the time has passed.
     """
-    _check("time_s", time_s)
-    if time_s < self._now:
-      raise OptionError("time_s", time_s, f"{self._now} or later", "raise it")
-    self._post(time_s, _CALL, call)
+    number("time_s", time_s, least=self._now)
+    self._post(time_s, call)
 
   def run(self) -> Timeline:
-    """Runs all that was described.
+    """Runs all operations that were described.
 
     Raises:
       OptionError: some operations can never start, or it ran before.
@@ -326,17 +373,16 @@ class Simulator:
         "run", "a second call", "one", "describe a new Simulator"
       )
     self._running = True
-    for index, state in enumerate(self._ops):
+    for state in tuple(self._ops):
       if not state.missing:
-        self._release(index)
+        self._release(state)
     while True:
       self._start_all()
       if not self._events:
         break
       self._now = self._events[0][0]
       while self._events and self._events[0][0] == self._now:
-        _, _, what, subject = heapq.heappop(self._events)
-        self._handle(what, subject)
+        heapq.heappop(self._events)[2]()
     self._over = True
     self._refuse_rest()
     return Timeline(tuple(s.span for s in self._ops if s.span is not None))
@@ -344,218 +390,134 @@ class Simulator:
   # Describing.
 
   def _add(self, place: Any, slots: Number) -> Any:
-    if place.name in self._names or not place.name:
+    if place.name in self._by_name or not place.name:
       raise _taken("name", place.name)
-    self._names[place.name] = len(self._places)
-    self._places.append(place)
-    self._free.append(slots)
-    self._ready.append([])
+    queue = _Queue(place, len(self._queues), slots)
+    self._queues.append(queue)
+    self._by_name[place.name] = queue
     return place
 
-  def _place(self, place: Device | Channel) -> int:
-    index = self._names.get(place.name, 0)
-    if not index or self._places[index] is not place:
-      raise OptionError(
-        "where",
-        place.name,
-        "a device or link of this simulator",
-        "make it with its device() or link()",
-      )
-    return index
+  def _queue(self, place: Device | Channel) -> _Queue:
+    queue = self._by_name.get(place.name)
+    if queue is None or queue.place is not place:
+      raise _foreign("where", place.name, "device or link")
+    return queue
 
   def _amounts(
     self, name: str, given: Mapping[Pool, Number] | None
-  ) -> tuple[tuple[int, Number], ...]:
+  ) -> list[tuple[_Stock, Number]]:
     found = []
     for pool, amount in (given or {}).items():
-      index = self._pool_names.get(pool.name, -1)
-      if index < 0 or self._pools[index] is not pool:
-        raise OptionError(
-          name, pool.name, "a pool of this simulator", "make it with pool()"
-        )
-      _check(name, amount)
-      if amount > pool.size:
-        raise OptionError(
-          name,
-          f"{amount} of {pool.name}",
-          f"{pool.size} at most",
-          "make the pool larger",
-        )
-      found.append((index, amount))
-    return tuple(found)
-
-  def _describe(
-    self,
-    name: str,
-    place: int,
-    seconds: Any,
-    latency_s: Number,
-    nbytes: Number,
-    after: Iterable[Op],
-    kind: str,
-    priority: Number,
-    release_s: Number,
-    take: Mapping[Pool, Number] | None,
-    give: Mapping[Pool, Number] | None,
-    then: Callable[[Span], None] | None,
-  ) -> Op:
-    _check("release_s", release_s)
-    if math.isnan(priority):
-      raise OptionError("priority", priority, "a number", "pass 0")
-    if self._over:
-      raise OptionError(
-        "op", name, "it before the end of run()", "add it earlier"
-      )
-    index = len(self._ops)
-    state = _State(
-      name,
-      kind,
-      place,
-      seconds,
-      latency_s,
-      nbytes,
-      priority,
-      release_s,
-      self._amounts("take", take),
-      self._amounts("give", give),
-      then,
-    )
-    before = {}
-    for op in after:
-      known = op.index < index and self._ops[op.index].name == op.name
-      if not known:
-        raise OptionError(
-          "after", op, "operations of this simulator", "describe them first"
-        )
-      if self._ops[op.index].span is None:
-        before[op.index] = None
-    for earlier in before:
-      self._ops[earlier].waiting.append(index)
-    state.missing = len(before)
-    self._ops.append(state)
-    if self._running and not state.missing:
-      self._release(index)
-    return Op(index, name)
+      stock = self._stocks.get(pool.name)
+      if stock is None or stock.pool is not pool:
+        raise _foreign(name, pool.name, "pool")
+      remedy = f"pass less, or make the pool {pool.name} larger"
+      number(name, amount, least=0, most=pool.size, remedy=remedy)
+      found.append((stock, amount))
+    return found
 
   # Running.
 
-  def _post(self, time_s: Number, what: int, subject: Any) -> None:
-    heapq.heappush(self._events, (time_s, self._count, what, subject))
-    self._count += 1
+  def _post(self, time_s: Number, call: Callable[[], None]) -> None:
+    heapq.heappush(self._events, (time_s, next(self._numbers), call))
 
-  def _release(self, index: int) -> None:
-    state = self._ops[index]
+  def _release(self, state: _State) -> None:
+    """Queues an operation whose dependencies are done, at its release."""
     if state.release_s > self._now:
-      self._post(state.release_s, _READY, index)
-    else:
-      self._enqueue(index)
-
-  def _enqueue(self, index: int) -> None:
-    state = self._ops[index]
+      self._post(state.release_s, functools.partial(self._release, state))
+      return
     state.ready_s = self._now
-    heapq.heappush(self._ready[state.where], (-state.priority, index))
-    self._changed.add(state.where)
+    heapq.heappush(state.queue.ready, (-state.priority, state.index, state))
+    self._changed.add(state.queue.index)
 
-  def _handle(self, what: int, subject: Any) -> None:
-    if what == _CALL:
-      subject()
-      return
-    if what == _READY:
-      self._enqueue(subject)
-      return
-    state = self._ops[subject]
-    if what == _FREE:
-      self._free[state.where] += 1
-      self._changed.add(state.where)
-      return
-    for pool, amount in state.give:
-      self._left[pool] += amount
-      if self._left[pool] > self._pools[pool].size:
+  def _free(self, queue: _Queue) -> None:
+    queue.free += 1
+    self._changed.add(queue.index)
+
+  def _finish(self, state: _State) -> None:
+    for stock, amount in state.give:
+      stock.left += amount
+      if stock.left > stock.pool.size:
         raise OptionError(
           "give",
-          f"{self._left[pool]} in {self._pools[pool].name}",
-          f"{self._pools[pool].size} at most",
+          f"{stock.left} in {stock.pool.name}",
+          f"{stock.pool.size} at most",
           "give back only what was taken",
         )
-      self._changed |= self._short[pool]
-      self._short[pool].clear()
+      self._changed |= stock.short
+      stock.short.clear()
+    where, times = state.queue.place.name, (state.ready_s, *state.ran)
     state.span = Span(
-      state.name,
-      state.kind,
-      self._places[state.where].name,
-      state.ready_s,
-      state.start_s,
-      state.end_s,
-      state.done_s,
-      state.nbytes,
+      state.name, state.kind, where, *times, self._now, state.nbytes
     )
-    for index in state.waiting:
-      later = self._ops[index]
+    for later in state.waiting:
       later.missing -= 1
       if not later.missing:
-        self._release(index)
+        self._release(later)
     if state.then is not None:
       state.then(state.span)
 
   def _start_all(self) -> None:
     while self._changed:
-      # Pools are shared between places: the earliest described goes first.
-      for place in sorted(self._changed):
-        self._changed.discard(place)
-        self._start(place)
+      # Pools are shared between queues: the earliest described goes first.
+      for index in sorted(self._changed):
+        self._changed.discard(index)
+        self._start(self._queues[index])
 
-  def _start(self, place: int) -> None:
-    ready, passed = self._ready[place], []
-    while ready and self._free[place] >= 1:
-      entry = heapq.heappop(ready)
-      state = self._ops[entry[1]]
-      lacking = [p for p, n in state.take if self._left[p] < n]
+  def _start(self, queue: _Queue) -> None:
+    passed = []
+    while queue.ready and queue.free >= 1:
+      entry = heapq.heappop(queue.ready)
+      state = entry[2]
+      lacking = [stock for stock, amount in state.take if stock.left < amount]
       if lacking:
-        for pool in lacking:
-          self._short[pool].add(place)
+        for stock in lacking:
+          stock.short.add(queue.index)
         passed.append(entry)
         continue
-      for pool, amount in state.take:
-        self._left[pool] -= amount
-      self._begin(entry[1], state)
+      for stock, amount in state.take:
+        stock.left -= amount
+      self._begin(state)
     for entry in passed:
-      heapq.heappush(ready, entry)
+      heapq.heappush(queue.ready, entry)
 
-  def _begin(self, index: int, state: _State) -> None:
+  def _begin(self, state: _State) -> None:
     seconds = state.seconds
     if callable(seconds):
       seconds = seconds(self._now)
-      _check("seconds", seconds)
-    state.start_s = self._now
-    state.end_s = self._now + seconds
-    state.done_s = state.end_s + state.latency_s
-    if state.where:
-      self._free[state.where] -= 1
-      self._post(state.end_s, _FREE, index)
-    self._post(state.done_s, _DONE, index)
+      number("seconds", seconds, least=0)
+    end_s = self._now + seconds
+    state.ran = self._now, end_s
+    if state.queue.index:
+      state.queue.free -= 1
+      self._post(end_s, functools.partial(self._free, state.queue))
+    done = functools.partial(self._finish, state)
+    self._post(end_s + state.latency_s, done)
 
   def _refuse_rest(self) -> None:
+    """Refuses operations that never started, which wait for a pool."""
     stuck = [s for s in self._ops if s.span is None]
     if not stuck:
       return
-    # Those behind others are stuck because of them.
+    # The others wait for these.
     first = [s for s in stuck if not s.missing]
     names = ", ".join(s.name for s in first[:3])
-    pools = sorted({self._pools[p].name for s in first for p, _ in s.take})
+    pools = sorted({stock.pool.name for s in first for stock, _ in s.take})
     raise OptionError(
       "operations",
       f"{len(stuck)} that never start, first {names}",
-      f"all to end; nobody gives back to {', '.join(pools)}",
+      f"all to end; no operation gives back to {', '.join(pools)}",
       "make the pools larger or add give=",
     )
 
 
-def _check(name: str, value: Number) -> None:
-  if not 0 <= value < math.inf:
-    raise OptionError(name, value, "a finite number, 0 or more", "correct it")
+def _foreign(argument: str, name: str, thing: str) -> OptionError:
+  return OptionError(
+    argument, name, f"a {thing} of this simulator", "add it to this one"
+  )
 
 
 def _taken(what: str, name: str) -> OptionError:
   return OptionError(
-    what, repr(name), "a name that is not taken", "choose another"
+    what, repr(name), "a name that is not taken", "pass another name"
   )

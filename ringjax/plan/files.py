@@ -1,19 +1,22 @@
 """JSON files that another process may read, or a person may have edited.
 
-Law: a file is written whole or not at all, and what is read is checked before
-it is used; a file says its format and its version.
+Guarantees: a file is written whole or not at all, and what is read is checked
+before it is used; a file says its format and its version.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
-from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.errors import CheckpointFormatError, OptionError, RingjaxError
 
+T = TypeVar("T")
 _LARGEST_BYTES = 16 << 20
 
 
@@ -60,8 +63,8 @@ def read(path: str, format: str) -> dict[str, Any]:
   """The body of a file that `write` wrote.
 
   Raises:
-    OptionError: there is none that can be read.
-    CheckpointFormatError: it is something else.
+    OptionError: there is no file that can be read.
+    CheckpointFormatError: it is not of this format.
   """
   try:
     with open(path, "rb") as file:
@@ -76,10 +79,10 @@ def read(path: str, format: str) -> dict[str, Any]:
   if len(data) > _LARGEST_BYTES:
     raise fault(path, f"more than {_LARGEST_BYTES} bytes", "a small JSON file")
   try:
-    # NaN and Infinity are no JSON, and no time either.
+    # NaN and Infinity are not JSON.
     value = json.loads(data, parse_constant=_refuse)
   except (ValueError, RecursionError) as error:
-    raise fault(path, f"no JSON ({error})", "a JSON object") from None
+    raise fault(path, f"not JSON ({error})", "a JSON object") from None
   if not isinstance(value, dict) or value.get("format") != format:
     have = value.get("format") if isinstance(value, dict) else type(value)
     raise fault(path, f"format {have!r}", f"format {format!r}")
@@ -88,10 +91,67 @@ def read(path: str, format: str) -> dict[str, Any]:
   return {k: v for k, v in value.items() if k not in ("format", "version")}
 
 
+def load(path: str, format: str, make: Callable[[Any], T], want: str) -> T:
+  """What `make` builds of the body of a file; `want` says of what.
+
+  Raises:
+    OptionError: there is no file that can be read.
+    CheckpointFormatError: the file holds something else.
+  """
+  body = read(path, format)
+  try:
+    return make(body)
+  except (RingjaxError, TypeError, KeyError, AttributeError) as error:
+    raise fault(path, f"{error}", want) from None
+
+
+def as_dataclass(kind: type[T], body: Any) -> T:
+  """A dataclass of text, ints and numbers, from a mapping of its fields.
+
+  Raises:
+    TypeError: fields that are missing or unknown, or of another type.
+  """
+  fields = {one.name: one for one in dataclasses.fields(kind)}  # type: ignore
+  missing = [
+    name
+    for name, one in fields.items()
+    if one.default is dataclasses.MISSING and name not in body
+  ]
+  more = sorted(body.keys() - fields.keys())
+  if missing or more:
+    raise TypeError(f"missing {missing}, unknown {more}")
+  types = {"str": str, "int": int}
+  for name, value in body.items():
+    wanted = types.get(f"{fields[name].type}", int | float)
+    if not isinstance(value, wanted) or isinstance(value, bool):
+      raise TypeError(f"{name} {value!r}, not {fields[name].type}")
+  return kind(**body)
+
+
+def record(
+  one: Any, *properties: str, leave: Collection[str] = ()
+) -> dict[str, Any]:
+  """The fields of a dataclass and some of its properties, as JSON has them."""
+  names = [x.name for x in dataclasses.fields(one) if x.name not in leave]
+  return {name: _plain(getattr(one, name)) for name in (*names, *properties)}
+
+
+def _plain(value: Any) -> Any:
+  if hasattr(value, "record"):
+    return value.record()
+  if dataclasses.is_dataclass(value):
+    return record(value)
+  if isinstance(value, Mapping):
+    return dict(value)
+  if isinstance(value, list | tuple):
+    return [_plain(x) for x in value]
+  return value
+
+
 def fault(path: str, got: str, want: str) -> CheckpointFormatError:
-  """What is wrong with a file, as an error to raise."""
+  """The error that says what is wrong with a file."""
   return CheckpointFormatError(
-    path, got, want, "write the file anew or mend it"
+    path, got, want, "write the file again, or correct it by hand"
   )
 
 

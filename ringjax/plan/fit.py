@@ -1,8 +1,8 @@
 """Coefficients from measured times: t = a n + b pairs + c0, none negative.
 
-Errors count relative to the time, so that short calls have a say. Both ways
-of counting pairs are tried, and the one that fits better is kept: it tells
-whether the attention at hand leaves out what the mask forbids.
+Errors count relative to the time, so that short calls have a say. Pairs are
+counted in both ways, `cost.KERNELS`, and the one that fits better is kept: it
+tells whether the attention kernel leaves out what the mask forbids.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.plan import cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-  """A measurement: `tokens` behind `before` others took `seconds`."""
+class TimedCall:
+  """A measured call: `tokens` behind `before` others took `seconds`."""
 
   tokens: int
   before: int
   seconds: int | float
 
   def __post_init__(self) -> None:
-    cost.check_count("tokens", self.tokens)
-    cost.check_count("before", self.before, least=0)
-    cost.check_number("seconds", self.seconds)
+    positive_int("tokens", self.tokens)
+    integer("before", self.before, least=0)
+    number("seconds", self.seconds, least=0)
+
+
+# As other packages import it.
+Sample = TimedCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-  """What was found.
+  """The coefficients that fit measured calls best.
 
   Attributes:
     token_s: a.
@@ -50,13 +55,13 @@ class Fit:
   error: float
 
   def seconds(self, tokens: int, before: int) -> float:
-    """What it predicts."""
+    """Predicted seconds of a call."""
     pairs = float(cost.pairs_behind(before, tokens, None, self.kernel))
     return self.token_s * tokens + self.pair_s * pairs + self.fixed_s
 
 
-def fit(samples: Sequence[Sample]) -> Fit:
-  """The coefficients that fit best, by least squares.
+def fit(samples: Sequence[TimedCall]) -> Fit:
+  """Fits the coefficients by least squares.
 
   Raises:
     OptionError: samples too few or too alike to tell the coefficients apart,
@@ -70,7 +75,7 @@ def fit(samples: Sequence[Sample]) -> Fit:
       "samples",
       f"{len(samples)}, least {min(seconds, default=0)} s",
       "3 or more that took time",
-      "measure more",
+      "measure at least three calls of different lengths",
     )
   fits = []
   for kernel in cost.KERNELS:

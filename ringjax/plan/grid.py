@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
+from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.plan import cost, schedules
 from ringjax.plan.cost import Network, Profile, Prompt
@@ -23,13 +25,13 @@ from ringjax.plan.cost import Network, Profile, Prompt
 # Partitions of one level of a grid.
 _LEVEL = 4096
 
-# Seconds [K] of partitions, ints [K, p].
-Objective = Callable[[np.ndarray], np.ndarray]
+# Seconds of K partitions.
+Objective = Callable[[Int[np.ndarray, "K p"]], Float[np.ndarray, " K"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Level:
-  """A grid that was searched: its stride in tokens and what it gave."""
+class SearchLevel:
+  """A level of a search: its stride in tokens and the best so far."""
 
   stride: int
   tried: int
@@ -38,23 +40,24 @@ class Level:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
   """The result of a search.
 
   Attributes:
     lengths: the best partition that was tried.
     seconds: what the objective said of it.
     tried: different partitions that were tried.
-    levels: how it went, coarse to fine.
+    levels: of the search, coarse to fine.
   """
 
   lengths: tuple[int, ...]
   seconds: float
   tried: int
-  levels: tuple[Level, ...]
+  levels: tuple[SearchLevel, ...]
 
   @property
   def shares(self) -> tuple[float, ...]:
+    """Parts of the tokens, by rank."""
     total = sum(self.lengths)
     return tuple(n / total for n in self.lengths)
 
@@ -79,8 +82,8 @@ def measured(
   `measure` reads the prompt once with a partition and gives its seconds; its
   first `warmup` runs with each partition are not counted.
   """
-  cost.check_count("repeats", repeats)
-  cost.check_count("warmup", warmup, least=0)
+  positive_int("repeats", repeats)
+  integer("warmup", warmup, least=0)
 
   def objective(partitions: np.ndarray) -> np.ndarray:
     found = []
@@ -103,8 +106,8 @@ def search(
   stride: int | None = None,
   smallest: int | None = None,
   least_gain: float = 0.0,
-  on_level: Callable[[Level], None] = lambda level: None,
-) -> Found:
+  on_level: Callable[[SearchLevel], None] = lambda level: None,
+) -> SearchResult:
   """Hierarchical grid search over the boundaries between ranks.
 
   Around the best partition so far all combinations of -2..2 strides on every
@@ -129,21 +132,21 @@ def search(
     The best partition; the objective is asked about none twice.
 
   Raises:
-    OptionError: starts that are no partitions of one prompt in whole tiles.
+    OptionError: starts that are not partitions of one prompt in whole tiles.
   """
   first = _check_starts(starts, tile)
   tokens, ranks = sum(first[0]), len(first[0])
-  smallest = cost.check_count("smallest", smallest or tile)
+  smallest = positive_int("smallest", smallest or tile)
   smallest = -(-smallest // tile) * tile
   if stride is None:
     stride = tile
     while stride * 2 <= tokens // (4 * ranks):
       stride *= 2
-  stride = max(-(-cost.check_count("stride", stride) // tile) * tile, smallest)
+  stride = max(-(-positive_int("stride", stride) // tile) * tile, smallest)
   known: dict[tuple[int, ...], float] = {}
 
-  def best_of(points: np.ndarray) -> tuple[int, ...]:
-    """The best partition, by its inner boundaries [K, p - 1]."""
+  def best_of(points: Int[np.ndarray, "K inner"]) -> tuple[int, ...]:
+    """The best of K partitions, by their inner boundaries."""
     ends = np.pad(points, ((0, 0), (1, 1)), constant_values=0)
     ends[:, -1] = tokens
     lengths = np.diff(ends, axis=1)
@@ -177,7 +180,7 @@ def search(
       best = then
       if step < reach:
         break
-    level = Level(
+    level = SearchLevel(
       stride=stride,
       tried=len(known) - tried,
       lengths=best,
@@ -189,7 +192,7 @@ def search(
     if stride <= smallest or gained < least_gain * before:
       break
     stride = max(stride // 2 // tile * tile, smallest)
-  return Found(
+  return SearchResult(
     lengths=best,
     seconds=known[best],
     tried=len(known),
@@ -197,8 +200,8 @@ def search(
   )
 
 
-def _moves(count: int) -> tuple[np.ndarray, int]:
-  """Steps of a level, ints [K, count], itself included; and the largest."""
+def _moves(count: int) -> tuple[Int[np.ndarray, "K count"], int]:
+  """Steps of a level, its centre included; and the largest."""
   if not count:
     return np.zeros((1, 0), np.int64), 0
   if 5**count <= _LEVEL:
@@ -207,8 +210,8 @@ def _moves(count: int) -> tuple[np.ndarray, int]:
   return _trades(count + 1), 1
 
 
-def _trades(ranks: int) -> np.ndarray:
-  """Steps of boundaries, [K, ranks - 1]: tokens change hands between ranks.
+def _trades(ranks: int) -> Int[np.ndarray, "K inner"]:
+  """Steps of boundaries: tokens move from some ranks to another.
 
   One rank takes a stride from each of a run of neighbours, or gives it; where
   several ranks are equally late, only this makes all of them faster at once.
@@ -233,7 +236,7 @@ def _trades(ranks: int) -> np.ndarray:
 def _check_starts(
   starts: Iterable[Sequence[int]], tile: int
 ) -> list[tuple[int, ...]]:
-  cost.check_count("tile", tile)
+  positive_int("tile", tile)
   found = [tuple(start) for start in starts]
   if not found:
     raise OptionError(

@@ -1,8 +1,8 @@
 """Machines by name, in files, and from measured times.
 
-Law: what is read is checked before it is used; a file is written whole or not
-at all. A machine that was measured is a line through times, t = a + b x, with
-neither negative: a is what a call costs whatever it does, 1 / b the rate.
+Guarantees: what is read is checked before it is used; a file is written whole
+or not at all. A measured machine is a line through times, t = a + b x, with
+neither negative: a is the fixed time of a call, 1 / b the rate.
 
 The stated machines are in `ringjax.parallel.chips`.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ringjax.errors import OptionError, RingjaxError
+from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Chip, Link, Machine
 from ringjax.plan import files
@@ -30,8 +30,8 @@ def load(name: str) -> Machine:
   """A stated machine by name, or one by the path of its file.
 
   Raises:
-    OptionError: there is none.
-    CheckpointFormatError: the file is no machine's.
+    OptionError: no machine has this name.
+    CheckpointFormatError: the file does not hold a machine.
   """
   if os.sep in name or name.endswith(".json"):
     return read(name)
@@ -48,17 +48,13 @@ def write(path: str, machine: Machine) -> None:
 
 
 def read(path: str) -> Machine:
-  """The machine in a file that `write` wrote, or a person.
+  """The machine in a file that `write` or a person wrote.
 
   Raises:
     OptionError: it cannot be read.
-    CheckpointFormatError: it is no machine.
+    CheckpointFormatError: it does not hold a machine.
   """
-  body = files.read(path, FORMAT)
-  try:
-    return Machine.of(body)
-  except (RingjaxError, TypeError, KeyError, AttributeError) as error:
-    raise files.fault(path, f"{error}", "the fields of a machine") from None
+  return files.load(path, FORMAT, Machine.of, "the fields of a machine")
 
 
 # ---------------------------------------------------------------------------
@@ -76,8 +72,8 @@ def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
 
   Args:
     samples: pairs of (x, t).
-    noise_s: seconds by which a time may be wrong whatever it is; a time that
-      is a difference may then be below 0.
+    noise_s: seconds by which every time may be wrong; a time that is a
+      difference may then be below 0.
 
   Raises:
     OptionError: fewer than two different x, or times that do not grow.
@@ -88,7 +84,7 @@ def line(samples: Samples, noise_s: float = 0.0) -> tuple[float, float]:
       "samples",
       f"{len(samples)}, at {np.unique(x).size} sizes",
       "times of two sizes or more",
-      "measure more sizes",
+      "pass times of at least two sizes",
     )
   weight = 1 / (np.maximum(t, 0.0) + noise_s)
   rows = np.stack([weight, x * weight], 1)
@@ -127,7 +123,7 @@ class LinkTimes:
 
 
 def link_of(times: LinkTimes) -> Link:
-  """The link that these times are of.
+  """The link that takes these times.
 
   A gather that is much faster than sends to one neighbour uses several links;
   where sends to both neighbours take as long as two, there is one way out.
@@ -157,7 +153,7 @@ def fitted(
   dtype: str,
   source: str,
 ) -> Machine:
-  """The machine that these times are of, a device's share each.
+  """The machine that takes these times, each of one device.
 
   Args:
     name: of it.
@@ -177,13 +173,9 @@ def fitted(
   rates = {
     kind: 1 / line(samples, call_s)[1] for kind, samples in products.items()
   }
-  starts = []
-  parts = []
-  for samples in (forward, backward):
-    start, per_flop = line(samples, call_s)
-    starts.append(start)
-    # A rate above the product's is the noise of the machine.
-    parts.append(min(1.0, 1 / per_flop / rates[dtype]))
+  fits = [line(samples, call_s) for samples in (forward, backward)]
+  # A rate above the product's is the noise of the machine.
+  parts = [min(1.0, 1 / per_flop / rates[dtype]) for _, per_flop in fits]
   return Machine(
     name=name,
     chip=Chip(
@@ -195,7 +187,7 @@ def fitted(
     ),
     links={axis: link_of(times) for axis, times in links.items()},
     efficiency={"blockwise": tuple(parts)},
-    hop_s=float(np.mean(starts)),
+    hop_s=float(np.mean([start for start, _ in fits])),
     call_s=call_s,
     source=source,
   )

@@ -1,15 +1,15 @@
-"""Does computation hide what travels? Read off a compiled schedule.
+"""Reads off a compiled schedule whether computation hides what is sent.
 
-Law: nothing is measured. The schedule is walked as a device runs it: one
+Guarantees: nothing is measured. The schedule is walked as a device runs it: one
 instruction after the other, each as long as the compiler's own estimate; a
 send begins at its `-start` and the device waits at its `-done` until the last
-byte is there. Sends of one direction share a link and follow each other; a
+byte has arrived. Sends of one direction share a link and follow each other; a
 send over h hops occupies it h times as long. A loop is walked three times and
 then continued.
 
-What `check` finds fault with: a send that the compiler made synchronous, more
-than `LIMIT` of the step spent waiting for sends, and kernels without a cost,
-for the compiler places a send by what it believes about the work beside it.
+Faults that `check` finds: a send that the compiler made synchronous, more than
+`LIMIT` of the step spent waiting for sends, and kernels without a cost, for the
+compiler places a send by what it assumes about the work beside it.
 
 Not modelled: contention of several rings on one link, the time to the first
 byte, waiting for memory beyond what estimates have of it, other devices that
@@ -22,13 +22,14 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Core
-from ringjax.plan.hlo import Instruction, Program, Trips
+from ringjax.plan import files
+from ringjax.plan.hlo import HloInstruction, HloProgram, Trips
 
 # Part of a step that may be spent waiting for the ring.
 LIMIT = 0.02
@@ -36,11 +37,14 @@ LIMIT = 0.02
 _TURNS = 3
 # Spans of the picture that are kept.
 _SPANS = 20_000
+_PERMUTE = "collective-permute"
+# Links between the farthest of the pairs that send; None without coordinates.
+Measure = Callable[[Sequence[tuple[int, int]]], int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Send:
-  """One permute of the program's text.
+class CollectivePermute:
+  """A send of the program's text: one instruction, which may run often.
 
   Attributes:
     name: of the instruction.
@@ -50,7 +54,7 @@ class Send:
     hops: links between the farthest pair; None without coordinates.
     synchronous: whether the device does nothing else meanwhile.
     between_cycles: of work between its start and its done.
-    link_cycles: until it is there, with what its links still carry before it.
+    link_cycles: until it has arrived, with what its links carry before it.
     source: the operation of the traced program.
   """
 
@@ -66,13 +70,17 @@ class Send:
 
   @property
   def hidden(self) -> bool:
-    """Whether the work beside it takes as long as its way."""
+    """Whether the work beside it takes as long as it is on its way."""
     return not self.synchronous and self.between_cycles >= self.link_cycles
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return files.record(self, "hidden")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-  """All collectives of a kind.
+  """Sums over all collectives of a kind.
 
   Attributes:
     kind: e.g. "all-gather".
@@ -90,8 +98,8 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-  """A stretch of the timeline: what a lane did, in cycles."""
+class ScheduleSpan:
+  """What the device or a link did in a stretch of the schedule, in cycles."""
 
   lane: str
   kind: str
@@ -100,8 +108,8 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-  """What a schedule does with its links.
+class OverlapReport:
+  """How much of a schedule waits for its links.
 
   Attributes:
     core: the device.
@@ -113,8 +121,8 @@ class Report:
     sends: each permute of the text.
     collectives: all that is sent, by kind.
     link_cycles: that the busiest direction of the ring is in use.
-    counted_by_data: loops whose trip count is data, and how often each is
-      taken to turn.
+    counted_by_data: loops whose trip count depends on data, and what it is
+      taken for.
     unpriced: operations without an estimate, by kind, in lines of text.
     unpriced_kernels: kernels without cycles and without a stated cost.
     spans: of the first turns, for a picture.
@@ -126,17 +134,17 @@ class Report:
   stalled_cycles: float
   synchronous_cycles: float
   other_cycles: float
-  sends: tuple[Send, ...]
+  sends: tuple[CollectivePermute, ...]
   collectives: tuple[Collective, ...]
   link_cycles: float
   counted_by_data: Mapping[str, float]
   unpriced: Mapping[str, int]
   unpriced_kernels: tuple[str, ...]
-  spans: tuple[Span, ...] = ()
+  spans: tuple[ScheduleSpan, ...] = ()
 
   @property
   def seconds(self) -> float:
-    """Of the step."""
+    """Seconds of the step."""
     return self.total_cycles / self.core.clock_hz
 
   @property
@@ -181,23 +189,12 @@ class Report:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it, without the spans."""
-    body = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name not in ("core", "spans", "sends", "collectives")
-    }
     return {
       "chip": self.core.name,
-      **body,
-      "seconds": self.seconds,
-      "stalled": self.stalled,
-      "can_hide": self.can_hide,
+      **files.record(
+        self, "seconds", "stalled", "can_hide", leave=("core", "spans")
+      ),
       "faults": list(self.faults()),
-      "unpriced_kernels": list(self.unpriced_kernels),
-      "collectives": [dataclasses.asdict(one) for one in self.collectives],
-      "sends": [
-        {**dataclasses.asdict(one), "hidden": one.hidden} for one in self.sends
-      ],
     }
 
 
@@ -235,8 +232,8 @@ def check(
   wraps: Sequence[bool] | None = None,
   kernels: Mapping[str, float | int] | None = None,
   data_trips: float | int | Trips = 1.0,
-) -> Report:
-  """Walks a schedule and says what of its sends is hidden.
+) -> OverlapReport:
+  """Walks a schedule and reports which of its sends are hidden.
 
   Args:
     text: a scheduled HLO module, `compiled.as_text()`.
@@ -246,17 +243,18 @@ def check(
     wraps: which dimensions of the slice close to a ring.
     kernels: cycles of a Pallas kernel's call by a part of its name; default:
       what its cost estimate takes at the peak.
-    data_trips: how often a loop turns whose trip count is data, e.g. how many
-      tiles of a row a mask leaves; a number, or as in `hlo.Program`.
+    data_trips: trip counts of loops that depend on data, e.g. how many tiles
+      of a row a mask leaves; a number, or as in `HloProgram`.
 
   Raises:
-    OptionError: no scheduled module, an unknown chip, or coordinates that are
-      fewer than the devices.
+    OptionError: not a scheduled module, an unknown chip, or fewer coordinates
+      than devices.
   """
   core = chips.core(chip) if isinstance(chip, str) else chip
-  program = Program(text, core, kernels=kernels, data_trips=data_trips)
+  program = HloProgram(text, core, kernels=kernels, data_trips=data_trips)
   most = max(
-    (max(pair) for one in _permutes(program) for pair in one.pairs), default=-1
+    (max(pair) for _, one in _permutes(program) for pair in one.pairs),
+    default=-1,
   )
   if coords is not None and most >= len(coords):
     raise OptionError(
@@ -265,22 +263,23 @@ def check(
       f"those of {most + 1} devices or more",
       "pass the coordinates of mesh.devices.flat",
     )
-  measure: Callable[..., int | None] = lambda pairs: (
+  measure: Measure = lambda pairs: (
     None if coords is None else hops(pairs, coords, wraps)
   )
   sends = _sends(program, measure)
   walk = _Walk(program, measure)
   walk.run(program.entry)
-  return Report(
+  sums = walk.sums
+  return OverlapReport(
     core=core,
-    total_cycles=walk.now,
-    compute_cycles=walk.busy,
-    stalled_cycles=walk.stalled + walk.synchronous,
-    synchronous_cycles=walk.synchronous,
-    other_cycles=walk.other,
+    total_cycles=sums["now"],
+    compute_cycles=sums["busy"],
+    stalled_cycles=sums["stalled"] + sums["synchronous"],
+    synchronous_cycles=sums["synchronous"],
+    other_cycles=sums["other"],
     sends=tuple(sends),
     collectives=_collectives(program, walk),
-    link_cycles=max(walk.carried.values(), default=0.0),
+    link_cycles=max(walk.carried(), default=0.0),
     counted_by_data=dict(sorted(program.counted_by_data.items())),
     unpriced=program.unpriced(),
     unpriced_kernels=tuple(program.unpriced_kernels),
@@ -288,223 +287,184 @@ def check(
   )
 
 
-def _permutes(program: Program) -> list[Instruction]:
-  return [
-    one
-    for name in program.times
-    for one in program.computations[name]
-    if one.op in ("collective-permute", "collective-permute-start")
-  ]
+def _permutes(program: HloProgram) -> Iterator[tuple[str, HloInstruction]]:
+  """Each permute of the text, with the computation in which it stands."""
+  for name in program.times:
+    for one in program.computations[name]:
+      if one.kind == _PERMUTE:
+        yield name, one
 
 
-def _sends(program: Program, measure: Callable[..., int | None]) -> list[Send]:
-  """Each permute: what lies between its start and its done."""
-  found: list[Send] = []
+def _sends(program: HloProgram, measure: Measure) -> list[CollectivePermute]:
+  """Each permute, with the work between its start and its done."""
+  found: list[CollectivePermute] = []
   for name, times in program.times.items():
     lines = program.computations[name]
-    ends = {
-      one.operands[0]: n
-      for n, one in enumerate(lines)
-      if one.op == "collective-permute-done"
+    permutes = {n: x for n, x in enumerate(lines) if x.kind == _PERMUTE}
+    done = {
+      x.operands[0]: n
+      for n, x in enumerate(lines)
+      if x.op == f"{_PERMUTE}-done"
     }
-    open_ = {
-      one.name: (n, ends.get(one.name, n))
-      for n, one in enumerate(lines)
-      if one.op == "collective-permute-start"
-    }
+    # A synchronous one ends where it begins.
+    ends = {n: done.get(x.name, n) for n, x in permutes.items()}
     alone = {
-      one.name: link_cycles(program, one, measure(one.pairs)) for one in lines
-      if one.op in ("collective-permute", "collective-permute-start")
-    }  # fmt: skip
-    by_name = {one.name: one for one in lines}
-    for n, one in enumerate(lines):
-      if one.name not in alone:
-        continue
-      apart = one.op == "collective-permute-start"
-      first, last = open_.get(one.name, (n, n))
-      between = [program.price(name, x) for x in lines[first + 1 : last]]
-      # Those before it that still are on their way, over the same links.
+      n: link_cycles(program, x, measure(x.pairs)) for n, x in permutes.items()
+    }
+    for n, one in permutes.items():
+      apart = one.op != _PERMUTE
+      between = [program.price(name, x) for x in lines[n + 1 : ends[n]]]
+      # It, and those before it that are still under way over its links.
       shared = [
-        other
-        for other, (a, b) in open_.items()
-        if a <= first < b and by_name[other].pairs == one.pairs
+        alone[m]
+        for m, other in permutes.items()
+        if m <= n < ends[m] and other.pairs == one.pairs
       ]
       found.append(
-        Send(
+        CollectivePermute(
           name=one.name,
           computation=name,
           times=times,
           nbytes=one.nbytes,
           hops=measure(one.pairs),
           synchronous=not apart,
-          between_cycles=math.fsum(between) if apart else 0.0,
-          link_cycles=math.fsum(alone[x] for x in shared)
-          if apart
-          else alone[one.name],
+          between_cycles=math.fsum(between),
+          link_cycles=math.fsum(shared) if apart else alone[n],
           source=one.op_name,
         )
       )
   return found
 
 
-def link_cycles(program: Program, one: Instruction, far: int | None) -> float:
+def link_cycles(
+  program: HloProgram, one: HloInstruction, far: int | None
+) -> float:
   """Cycles that a permute keeps its links busy."""
   return one.nbytes / program.core.link_bytes_per_cycle * (far or 1)
 
 
 class _Walk:
-  """Runs a schedule: a device, a link for each direction, and a clock."""
+  """Runs a schedule: a device, a link for each direction, and a clock.
 
-  def __init__(self, program: Program, measure: Callable[..., int | None]):
+  Attributes:
+    sums: cycles "now", "busy", "stalled" (for permutes), "synchronous" (in
+      them) and waited for "other" collectives; of the links ("carried", pairs);
+      and of a kind of other collectives (kind, "count"), (kind, "nbytes"),
+      (kind, "link"), (kind, "waited").
+    spans: of the picture.
+  """
+
+  def __init__(self, program: HloProgram, measure: Measure):
     self._program, self._measure = program, measure
-    self.now = self.busy = 0.0
-    self.stalled = self.synchronous = self.other = 0.0
-    self.spans: list[Span] = []
-    # By the pairs that send: until when the link is busy, and how long it was.
+    self.sums: collections.defaultdict[Any, float]
+    self.sums = collections.defaultdict(float)
+    self.spans: list[ScheduleSpan] = []
+    # By the pairs that send, or "others": until when the link is busy.
     self._until: dict[Any, float] = {}
-    self.carried: dict[Any, float] = {}
-    self._arrives: dict[tuple[str, str], tuple[float, bool]] = {}
-    # Of collectives that are no permutes: (count, bytes, link, waited).
-    self.rest: dict[str, list[float]] = collections.defaultdict(
-      lambda: [0.0] * 4
-    )
+    # By computation and start: when it has arrived, and its kind.
+    self._arrives: dict[tuple[str, str], tuple[float, str]] = {}
+
+  def carried(self) -> list[float]:
+    """Cycles that the link of each direction was in use."""
+    return [n for key, n in self.sums.items() if key[0] == "carried"]
 
   def run(self, name: str) -> None:
     for one in self._program.computations[name]:
       self._step(name, one)
 
-  def _step(self, name: str, one: Instruction) -> None:
+  def _step(self, name: str, one: HloInstruction) -> None:
     program = self._program
     kind = program.collective(one)
     inside = program.callees(one)
-    if kind == "collective-permute":
+    sends = any(map(program.holds_collective, inside))
+    start = next((x for x in one.operands if (name, x) in self._arrives), None)
+    if kind == _PERMUTE:
       self._permute(name, one)
-    elif one.op.endswith("-done") and self._waits(name, one):
-      pass
+    elif one.op.endswith("-done") and start is not None:
+      self._arrive(*self._arrives.pop((name, start)))
     elif kind is not None:
       self._gather(name, one, kind)
-    elif one.op == "while" and any(map(program.holds_collective, inside)):
+    elif one.op == "while" and sends:
       self._loop(program.trips(name, one), inside[0])
-    elif one.op == "conditional" and any(map(program.holds_collective, inside)):
+    elif one.op == "conditional" and sends:
       self.run(max(inside, key=program.cycles))
     elif one.op == "call":
       for callee in inside:
         self.run(callee)
     else:
-      self._work(program.price(name, one))
+      self._pass("work", program.price(name, one), "busy")
 
-  def _work(self, cycles: float) -> None:
-    if cycles:
-      self._note("device", "work", self.now, self.now + cycles)
-      self.now += cycles
-      self.busy += cycles
+  def _pass(self, kind: str, cycles: float, *sums: Any) -> None:
+    """The device works or waits for so many cycles."""
+    now = self.sums["now"]
+    self._note("device", kind, now, now + cycles)
+    for name in ("now", *sums):
+      self.sums[name] += cycles
 
-  def _permute(self, name: str, one: Instruction) -> None:
-    inner = self._program.inner(one)
-    pairs = (inner or one).pairs
+  def _permute(self, name: str, one: HloInstruction) -> None:
+    pairs = (self._program.inner(one) or one).pairs
     cycles = link_cycles(self._program, one, self._measure(pairs))
-    begin = max(self.now, self._until.get(pairs, 0.0))
-    end = begin + cycles
-    self._until[pairs] = end
-    self.carried[pairs] = self.carried.get(pairs, 0.0) + cycles
-    lane = f"link {1 + list(self._until).index(pairs)}"
-    self._note(lane, "send", begin, end)
-    if one.op == "collective-permute":
-      self._note("device", "wait", self.now, end)
-      self.synchronous += end - self.now
-      self.now = end
+    begin = max(self.sums["now"], self._until.get(pairs, 0.0))
+    end = self._until[pairs] = begin + cycles
+    self.sums["carried", pairs] += cycles
+    self._note(f"link {1 + list(self._until).index(pairs)}", "send", begin, end)
+    if one.op == _PERMUTE:
+      self._pass("wait", end - self.sums["now"], "synchronous")
     else:
-      self._arrives[name, one.name] = (end, True)
+      self._arrives[name, one.name] = (end, _PERMUTE)
 
-  def _gather(self, name: str, one: Instruction, kind: str) -> None:
-    """A collective that is no permute; they follow each other."""
+  def _gather(self, name: str, one: HloInstruction, kind: str) -> None:
+    """A collective that is not a permute; they follow each other."""
     received, cycles = received_bytes(self._program, one, kind)
+    now = self.sums["now"]
     apart = one.op.endswith("-start")
-    begin = max(self.now, self._until.get("others", 0.0)) if apart else self.now
-    work = self._program.estimate(one) or 0.0 if one.op == "fusion" else 0.0
-    end = begin + max(cycles, work)
-    self._until["others"] = end
-    sums = self.rest[kind]
-    sums[0] += 1
-    sums[1] += received
-    sums[2] += cycles
+    begin = max(now, self._until.get("others", 0.0)) if apart else now
+    work = one.estimate or 0.0 if one.op == "fusion" else 0.0
+    end = self._until["others"] = begin + max(cycles, work)
+    self.sums[kind, "count"] += 1
+    self.sums[kind, "nbytes"] += received
+    self.sums[kind, "link"] += cycles
     self._note("others", "send", begin, end)
     if apart:
-      self._arrives[name, one.name] = (end, False)
+      self._arrives[name, one.name] = (end, kind)
       return
-    self.busy += work
-    wait = end - self.now - work
-    self.other += wait
-    sums[3] += wait
-    self._note("device", "wait", self.now + work, end)
-    self.now = end
+    self.sums["now"] += work
+    self.sums["busy"] += work
+    self._arrive(end, kind)
 
-  def _waits(self, name: str, one: Instruction) -> bool:
-    """Waits for a start of this computation; whether there was one."""
-    start = next((x for x in one.operands if (name, x) in self._arrives), None)
-    if start is None:
-      return False
-    arrives, permute = self._arrives.pop((name, start))
-    wait = max(0.0, arrives - self.now)
-    if permute:
-      self.stalled += wait
+  def _arrive(self, end: float, kind: str) -> None:
+    """The device waits for what has arrived at `end`."""
+    wait = max(0.0, end - self.sums["now"])
+    if kind == _PERMUTE:
+      self._pass("wait", wait, "stalled")
     else:
-      self.other += wait
-      begun = self._named(name, start)
-      kind = self._program.collective(begun)
-      if kind is not None:
-        self.rest[kind][3] += wait
-    self._note("device", "wait", self.now, self.now + wait)
-    self.now += wait
-    return True
-
-  def _named(self, computation: str, name: str) -> Instruction:
-    lines = self._program.computations[computation]
-    return next(one for one in lines if one.name == name)
+      self._pass("wait", wait, "other", (kind, "waited"))
 
   def _loop(self, trips: float, body: str) -> None:
-    """A few turns, then as many more like the last one."""
+    """Walks a few turns, then counts the others like the last one."""
     turns = min(int(trips), _TURNS)
-    before = self._sums()
+    before: dict[Any, float] = {}
     for _ in range(turns):
-      before = self._sums()
+      before = dict(self.sums)
       self.run(body)
     more = trips - turns
     if not turns or more <= 0:
       return
-    after = self._sums()
-    gone = more * (after[0] - before[0])
-    self._continue(before, after, more)
+    gained = {k: n - before.get(k, 0.0) for k, n in self.sums.items()}
+    for key, n in gained.items():
+      self.sums[key] += more * n
     # What is on its way stays as far ahead of the clock as it was.
+    gone = more * gained.get("now", 0.0)
     self._until = {k: t + gone for k, t in self._until.items()}
-    self._arrives = {k: (t + gone, p) for k, (t, p) in self._arrives.items()}
-
-  def _sums(self) -> list[Any]:
-    return [
-      self.now, self.busy, self.stalled, self.synchronous, self.other,
-      dict(self.carried), {k: list(v) for k, v in self.rest.items()},
-    ]  # fmt: skip
-
-  def _continue(self, before: list, after: list, more: float) -> None:
-    on = lambda i: after[i] + more * (after[i] - before[i])
-    self.now, self.busy, self.stalled, self.synchronous, self.other = map(
-      on, range(5)
-    )
-    for key, value in after[5].items():
-      self.carried[key] = value + more * (value - before[5].get(key, 0.0))
-    for key, values in after[6].items():
-      old = before[6].get(key, [0.0] * 4)
-      self.rest[key] = [
-        value + more * (value - o) for value, o in zip(values, old, strict=True)
-      ]
+    self._arrives = {k: (t + gone, x) for k, (t, x) in self._arrives.items()}
 
   def _note(self, lane: str, kind: str, start: float, end: float) -> None:
     if end > start and len(self.spans) < _SPANS:
-      self.spans.append(Span(lane, kind, start, end))
+      self.spans.append(ScheduleSpan(lane, kind, start, end))
 
 
 def received_bytes(
-  program: Program, one: Instruction, kind: str
+  program: HloProgram, one: HloInstruction, kind: str
 ) -> tuple[float, float]:
   """(bytes that a device receives, cycles of its links) of a collective.
 
@@ -549,34 +509,30 @@ def group_size(text: str) -> int:
   return math.prod(int(part or sizes.get(axis, 1)) for axis, part in over)
 
 
-def _collectives(program: Program, walk: _Walk) -> tuple[Collective, ...]:
-  clock = program.core.clock_hz
+def _collectives(program: HloProgram, walk: _Walk) -> tuple[Collective, ...]:
+  """Sums by kind, the permutes first."""
+  clock, sums = program.core.clock_hz, walk.sums
+  kinds = sorted({k[0] for k in sums if isinstance(k, tuple)} - {"carried"})
   found = [
     Collective(
       kind=kind,
-      count=sums[0],
-      nbytes=sums[1],
-      link_s=sums[2] / clock,
-      waited_s=sums[3] / clock,
+      count=sums[kind, "count"],
+      nbytes=sums[kind, "nbytes"],
+      link_s=sums[kind, "link"] / clock,
+      waited_s=sums[kind, "waited"] / clock,
     )
-    for kind, sums in sorted(walk.rest.items())
+    for kind in kinds
   ]
-  permutes = _permutes(program)
+  permutes = [(program.times[name], one) for name, one in _permutes(program)]
   if permutes:
-    count = nbytes = 0.0
-    for name, times in program.times.items():
-      for one in program.computations[name]:
-        if one.op in ("collective-permute", "collective-permute-start"):
-          count += times
-          nbytes += times * one.nbytes
     found.insert(
       0,
       Collective(
-        kind="collective-permute",
-        count=count,
-        nbytes=nbytes,
-        link_s=sum(walk.carried.values()) / clock,
-        waited_s=(walk.stalled + walk.synchronous) / clock,
+        kind=_PERMUTE,
+        count=sum(times for times, _ in permutes),
+        nbytes=sum(times * one.nbytes for times, one in permutes),
+        link_s=sum(walk.carried()) / clock,
+        waited_s=(sums["stalled"] + sums["synchronous"]) / clock,
       ),
     )
   return tuple(found)

@@ -7,13 +7,11 @@ tokens. Three answers, after Cho et al. 2024 (arXiv 2405.05329), section 4.2:
   even      the same for all                                          (KVR-E)
   search    a grid around a start, finer and finer, with any objective: one
             that simulates, or one that measures                      (KVR-S)
-  Table     found partitions by length, interpolated                  (KVR-P)
+  table     found partitions by length, interpolated                  (KVR-P)
 
-The start is closed form: with t = a c + b pairs(P, c) for c tokens behind P,
-all ranks take the same time K if c solves a quadratic in turn; K is bisected
-until the c add up. It is the optimum as long as no link binds; where one does,
-early prefixes are what travels and the optimum lies far off, so that a start
-is searched from, not shipped.
+The start is `balance.balanced`. It is the optimum as long as no link binds;
+where one does, early prefixes are what travels and the optimum lies far off, so
+that a start is searched from, not shipped.
 """
 
 from __future__ import annotations
@@ -24,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from ringjax.checks import number
 from ringjax.errors import OptionError
 from ringjax.plan import cost
 from ringjax.plan.balance import balanced, most_ranks, round_to_tiles
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.grid import Found, search, simulated
-from ringjax.plan.table import Key, Table
+from ringjax.plan.grid import SearchResult, search, simulated
+from ringjax.plan.table import PartitionTable, TableKey
 
 # Between tabled lengths, as the paper has them.
 SPACING = 4096
@@ -46,7 +45,7 @@ def find(
   tile: int = 1,
   starts: Iterable[Sequence[int]] = (),
   **options: Any,
-) -> Found:
+) -> SearchResult:
   """Searches with the simulator, from the balanced and the even partition.
 
   Args:
@@ -77,7 +76,7 @@ def tabulate(
   *,
   tile: int = 1,
   on_entry: Callable[[int], None] = lambda tokens: None,
-) -> Table:
+) -> PartitionTable:
   """A table of searched partitions.
 
   They are searched without the profile's floor: below it all partitions are
@@ -97,7 +96,7 @@ def tabulate(
     on_entry(tokens)
     prompt = Prompt(tokens=tokens)
     entries[tokens] = find(bare, prompt, ranks, network, tile=tile).shares
-  return Table(Key.of(profile, network, ranks), entries)
+  return PartitionTable(TableKey.of(profile, network, ranks), entries)
 
 
 def neighbours(tokens: int, ranks: int, tile: int = 1) -> tuple[int, ...]:
@@ -121,19 +120,20 @@ def neighbours(tokens: int, ranks: int, tile: int = 1) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """How to read a prompt.
+class PartitionPlan:
+  """The partition of a prompt, with reasons.
 
   Attributes:
     found: the partition, and its predicted seconds.
     why: in sentences, what was decided and on what grounds.
   """
 
-  found: Found
+  found: SearchResult
   why: tuple[str, ...]
 
   @property
   def ranks(self) -> int:
+    """Ranks that take part."""
     return len(self.found.lengths)
 
 
@@ -146,7 +146,7 @@ def plan(
   tile: int = 1,
   least_gain: float = 0.05,
   **options: Any,
-) -> Plan:
+) -> PartitionPlan:
   """Chooses how many of `ranks` take part, and the tokens of each.
 
   A rank with less than two tiles is dropped. Then half of the ranks are tried,
@@ -162,9 +162,9 @@ def plan(
     **options: `credits` and `noise` of `kvr_seconds`.
 
   Raises:
-    OptionError: a number that is none.
+    OptionError: a number out of its range.
   """
-  cost.check_number("least_gain", least_gain, most=1.0)
+  number("least_gain", least_gain, least=0, most=1)
   use = most_ranks(prompt.tokens, ranks, tile)
   why = []
   if use < ranks:
@@ -190,11 +190,11 @@ def plan(
     )
     use, found = half, other
   why += _reasons(profile, prompt, network, found)
-  return Plan(found=found, why=tuple(why))
+  return PartitionPlan(found=found, why=tuple(why))
 
 
 def _reasons(
-  profile: Profile, prompt: Prompt, network: Network, found: Found
+  profile: Profile, prompt: Prompt, network: Network, found: SearchResult
 ) -> list[str]:
   """What decides the partition."""
   ranks = len(found.lengths)

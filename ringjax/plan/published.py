@@ -2,8 +2,7 @@
 
 The rows are in `published.toml`: the measurements of Cho et al. 2024 (arXiv
 2405.05329), Tables 1 to 3: 8 A100 in one node, links of 300 GB/s, float16.
-Where a row is not given there (values that are bars of a figure only) there is
-none here.
+Values that are bars of a figure only are left out.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from ringjax.parallel.chips import Link
-from ringjax.plan import partition, profiles, schedules
+from ringjax.plan import files, partition, profiles, schedules
 from ringjax.plan.cost import Prompt
 
 _K = 1024
+_MAIN = "llama7b-a100"
 _Row = tuple[float, float, float]
 _GIVEN = tomllib.loads(
   pathlib.Path(__file__).with_name("published.toml").read_text("utf-8")
@@ -44,9 +44,9 @@ SHARES_10K_4 = tuple(_GIVEN["shares_10k_4"])
 BOUNDARY_16K_2 = _GIVEN["boundary_16k_2"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
-  """A published row and ours: seconds, or what `what` says.
+  """A published value and ours: seconds, or what `what` says.
 
   Attributes:
     table: which of the tables.
@@ -72,73 +72,48 @@ class Row:
     return self.ours / self.paper - 1
 
   def record(self) -> dict[str, Any]:
-    return {**dataclasses.asdict(self), "difference": self.difference}
+    """As JSON has it."""
+    return files.record(self, "difference")
 
 
 def _speeds(name: str, tokens: int, ranks: int, given: _Row) -> list[Row]:
   profile, prompt = profiles.load(name), Prompt(tokens=tokens)
   tsp = schedules.tsp(profile, prompt, ranks, NETWORK).seconds
   kvr = partition.find(profile, prompt, ranks, NETWORK).seconds
-  ours = (tsp, kvr, tsp / kvr)
+  whats, ours = ("TSP", "KVR-S", "speed-up"), (tsp, kvr, tsp / kvr)
   return [
-    Row(
-      table="300 GB/s",
-      profile=name,
-      tokens=tokens,
-      ranks=ranks,
-      what=what,
-      paper=paper,
-      ours=float(mine),
-    )
-    for what, paper, mine in zip(
-      ("TSP", "KVR-S", "speed-up"), given, ours, strict=True
-    )
+    Row("300 GB/s", name, tokens, ranks, what, paper, float(mine))
+    for what, paper, mine in zip(whats, given, ours, strict=True)
   ]
 
 
 def _slow(tokens: int, column: int) -> list[Row]:
   ranks = (1, 2, 4, 2, 4)[column]
   bandwidth = (300e9, 10e9, 10e9, 1e9, 1e9)[column]
-  profile, prompt = profiles.load("llama7b-a100"), Prompt(tokens=tokens)
-  network = Link(bandwidth=bandwidth)
-  found = partition.find(profile, prompt, ranks, network)
-  table = f"{bandwidth / 1e9:g} GB/s" if ranks > 1 else "one GPU"
-  row = Row(
-    table=table,
-    profile=profile.name,
-    tokens=tokens,
-    ranks=ranks,
-    what="KVR-S" if ranks > 1 else "alone",
-    paper=SLOW[tokens][column],
-    ours=found.seconds,
-  )
-  return [row]
+  table, what = f"{bandwidth / 1e9:g} GB/s", "KVR-S"
+  if ranks == 1:
+    table, what = "one GPU", "alone"
+  prompt, network = Prompt(tokens=tokens), Link(bandwidth=bandwidth)
+  found = partition.find(profiles.load(_MAIN), prompt, ranks, network)
+  paper = SLOW[tokens][column]
+  return [Row(table, _MAIN, tokens, ranks, what, paper, found.seconds)]
 
 
 def _partitions() -> list[Row]:
-  profile = profiles.load("llama7b-a100")
-  row = lambda tokens, ranks, what, paper, ours: Row(
-    table="partitions",
-    profile=profile.name,
-    tokens=tokens,
-    ranks=ranks,
-    what=what,
-    paper=paper,
-    ours=ours,
+  find = lambda tokens, ranks: partition.find(
+    profiles.load(_MAIN), Prompt(tokens=tokens), ranks, NETWORK
   )
-  prompt = Prompt(tokens=10 * _K)
-  shares = partition.find(profile, prompt, 4, NETWORK).shares
-  two = partition.find(profile, Prompt(tokens=16 * _K), 2, NETWORK)
-  rows = [
-    row(10 * _K, 4, f"share of rank {i}", paper, ours)
-    for i, (paper, ours) in enumerate(zip(SHARES_10K_4, shares, strict=True))
+  row = lambda *values: Row("partitions", _MAIN, *values)
+  shares = zip(SHARES_10K_4, find(10 * _K, 4).shares, strict=True)
+  first, paper = float(find(16 * _K, 2).lengths[0]), float(BOUNDARY_16K_2)
+  return [
+    *(row(10 * _K, 4, f"share of rank {i}", *x) for i, x in enumerate(shares)),
+    row(16 * _K, 2, "boundary", paper, first),
   ]
-  first = float(two.lengths[0])
-  return [*rows, row(16 * _K, 2, "boundary", float(BOUNDARY_16K_2), first)]
 
 
 def rows() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-  """All that was published: a label and what gives its rows, for progress."""
+  """Of all published values: a label, and the function that makes its rows."""
   for name, table in TABLE.items():
     for tokens, both in table.items():
       for ranks, given in zip((4, 8), both, strict=True):
@@ -156,11 +131,11 @@ def rows() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
 
 
 def summary(found: list[Row]) -> dict[str, float]:
-  """The largest differences in the rows that are fits, 4 GPUs, 8k to 16k."""
+  """The largest differences of the fitted profile: 4 GPUs, 8k to 16k tokens."""
   mine = [
     r
     for r in found
-    if r.profile == "llama7b-a100" and r.ranks == 4 and r.tokens >= 8 * _K
+    if r.profile == _MAIN and r.ranks == 4 and r.tokens >= 8 * _K
     and r.table == "300 GB/s"
   ]  # fmt: skip
   worst = lambda what: float(

@@ -1,10 +1,10 @@
-"""How long a step takes at least, and by the compiler's own schedule.
+"""Lower bounds of the time of a step, beside that of the compiler's schedule.
 
-Law: floors are arithmetic on figures that are stated with their sources: what
-the model must multiply at the chip's peak, what the program must read and
-write once at the memory's rate, what its links must carry at theirs. The
-schedule's time is what the compiler reckons, with the waiting that
-`ringjax.plan.overlap` finds. None of it was measured.
+Guarantees: bounds are arithmetic on figures that are stated with their sources:
+the model's products at the chip's peak, what the program must read and write
+once at the memory's rate, what its links must carry at theirs. The schedule's
+time is the compiler's estimate, with the waiting that `ringjax.plan.overlap`
+finds. Nothing was measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 from ringjax.parallel import chips
+from ringjax.plan import files
 from ringjax.plan.aot import Compiled
 
 NOTE = (
@@ -28,8 +29,8 @@ class Roofline:
 
   Attributes:
     multiply_s: the model's FLOPs at the data sheet's peak.
-    memory_s: arguments read and outputs written once; of what is written in
-      place nobody knows how much is, and nothing is counted.
+    memory_s: arguments read and outputs written once; outputs in place of
+      arguments, of which a part may be written, are not counted.
     ring_s: the busiest direction of the ring.
     others_s: collectives that are no permutes, one after another.
     schedule_s: what the compiler's schedule takes.
@@ -45,7 +46,7 @@ class Roofline:
 
   @property
   def floor_s(self) -> float:
-    """No step is faster: the largest of what can run side by side."""
+    """The lower bound: the largest of what can run side by side."""
     return max(self.multiply_s, self.memory_s, self.ring_s, self.others_s)
 
   @property
@@ -55,7 +56,7 @@ class Roofline:
 
   @property
   def bound(self) -> str:
-    """Which of the floors is the highest."""
+    """Which of the bounds is the largest."""
     floors = {
       "products": self.multiply_s,
       "memory": self.memory_s,
@@ -66,18 +67,12 @@ class Roofline:
 
   def record(self) -> dict[str, Any]:
     """As JSON has it."""
-    return {
-      **dataclasses.asdict(self),
-      "assumptions": list(self.assumptions),
-      "floor_s": self.floor_s,
-      "utilization": self.utilization,
-      "bound": self.bound,
-      "note": NOTE,
-    }
+    body = files.record(self, "floor_s", "utilization", "bound")
+    return {**body, "note": NOTE}
 
 
 def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
-  """The floors of a program; None where it does not fit.
+  """The bounds of a program; None where it does not fit.
 
   Args:
     found: with "model_flops", of a device, among its facts.
@@ -120,7 +115,7 @@ def roofline(found: Compiled, dtype: str = "bfloat16") -> Roofline | None:
 
 
 def _loops(found: Compiled) -> str:
-  """How often loops are taken to turn whose count is data."""
+  """The trip counts that were taken for loops that depend on data."""
   assert found.report is not None
   turns = sorted(set(found.report.counted_by_data.values()))
   if not turns:

@@ -1,4 +1,4 @@
-"""Ways to read a prompt on several ranks, played on the simulator.
+"""Methods of reading a prompt on several ranks, as operations of a layer.
 
 Each gives the time to the first token, the bytes on every link, the pairs
 that every rank computes and the timeline. A layer on rank i:
@@ -8,17 +8,14 @@ that every rank computes and the timeline. A layer on rank i:
              Sending overlaps with attention, no rank waits for a later one
              but for buffers (`credits`), and the last rank ends with the cache.
   tsp        an even split, an all-gather of keys and values around a ring
-             that nobody leaves before all are served, attention of C/p
-             queries to all C keys, masked, the rest.
+             that ends for all ranks at once, attention of C/p queries to all
+             C keys, masked, the rest.
   flash_tsp  the same with the tiles above the diagonal left out: the last
              rank has most to do, the others wait for it in the next layer.
   ring       keys go round while attention computes; contiguous or striped.
 
-`kvr_seconds` is the recurrence behind `kvr`, for many partitions at once:
-
-  ready = max(t + early, arrival from i - 1, send done credits layers ago)
-  start = max(ready, link free, attention of i + 1 credits layers ago)
-  t     = max(ready + attention and rest, t + floor)
+Times and timelines come from `ringjax.plan.recurrence`; those of a chain by its
+recurrence, for many partitions at once (`kvr_seconds`).
 """
 
 from __future__ import annotations
@@ -29,11 +26,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int, Shaped
 
+from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
-from ringjax.plan import cost
+from ringjax.plan import cost, recurrence
 from ringjax.plan.cost import Network, Profile, Prompt
-from ringjax.plan.events import Channel, Device, Op, Pool, Simulator, Timeline
+from ringjax.plan.events import Span, Timeline
+from ringjax.plan.recurrence import Edge, Numbers, Operation
 
 LAYOUTS = ("contiguous", "striped")
 
@@ -51,11 +51,13 @@ class Noise:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    cost.check_number("slower", self.slower)
-    cost.check_count("seed", self.seed, least=0)
+    number("slower", self.slower, least=0)
+    integer("seed", self.seed, least=0)
 
-  def slowdowns(self, layers: int, links: int) -> np.ndarray:
-    """What a message's seconds are multiplied by, [layers, links]."""
+  def slowdowns(
+    self, layers: int, links: int
+  ) -> Float[np.ndarray, "layers links"]:
+    """Factors of a message's seconds."""
     factors = np.ones((layers, links))
     if links:
       # `random` is the same on all machines; NumPy's draws may change.
@@ -67,7 +69,7 @@ class Noise:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-  """A prompt, read.
+  """A prompt that was read, simulated or measured.
 
   Attributes:
     method: its name.
@@ -87,6 +89,7 @@ class Outcome:
 
   @property
   def sent_bytes(self) -> int | float:
+    """Bytes sent over all links, in all layers."""
     return sum(self.link_bytes.values())
 
   def record(self) -> dict[str, Any]:
@@ -131,60 +134,23 @@ def kvr(
     OptionError: the partition does not fit the prompt.
   """
   lengths = cost.check_lengths(lengths, prompt.tokens)
-  _check_credits(credits)
-  play = _Play(profile, len(lengths), network, noise, wrap=False)
-  sim, ranks = play.sim, range(len(lengths))
+  layer = _chain(profile, prompt, np.asarray(lengths), network, credits, noise)
+  spans: list[Span] = []
+  layer.first_s(spans)
   work = cost.pairs(prompt, lengths, profile.kernel)
-  nbytes = cost.chain_tokens(prompt, lengths) * profile.kv_bytes
-  out: list[Pool | None] = [None] * len(lengths)
-  into: list[Pool | None] = [None] * len(lengths)
-  if credits is not None:
-    out = [sim.pool(f"out {i}", credits) for i in ranks]
-    into = [sim.pool(f"in {i}", credits) for i in ranks]
-  ends: list[list[Op]] = [[] for _ in ranks]
-  for layer in range(profile.layers):
-    came: Op | None = None
-    for i in ranks:
-      last = i == len(lengths) - 1
-      project = play.project(i, layer, lengths[i], ends[i])
-      holds = None if last else out[i]
-      joined = sim.op(
-        f"join {i}.{layer}",
-        after=[project] if came is None else [project, came],
-        take=_one(holds),
-        kind="join",
-      )
-      used = into[i] if i else None
-      attend = play.attend(
-        i, layer, float(work[i]), lengths[i], [joined], give=_one(used)
-      )
-      if not last:
-        came = sim.send(
-          f"send {i}.{layer}",
-          play.links[i],
-          float(nbytes[i]),
-          slowdown=float(play.slow[layer, i]),
-          after=[joined],
-          take=_one(into[i + 1]),
-          give=_one(out[i]),
-        )
-      ends[i] = play.end(i, layer, attend, ends[i])
-  return play.outcome(name, lengths, work, ends[-1])
+  return layer.outcome(name, work, Timeline(tuple(spans)))
 
 
 def kvr_seconds(
   profile: Profile,
   prompt: Prompt,
-  partitions: Any,
+  partitions: Shaped[np.ndarray, ...] | Sequence[Any],
   network: Network,
   *,
   credits: int | None = None,
   noise: Noise | None = None,
-) -> np.ndarray:
-  """Time to first token of each of K partitions, ints [K, p] -> [K].
-
-  What `kvr` gives, by recurrence instead of events; about a thousand
-  partitions in the time of one simulation.
+) -> Float[np.ndarray, " K"]:
+  """Time to first token of each of K partitions, ints [K, p].
 
   Raises:
     OptionError: a partition does not fit the prompt.
@@ -200,46 +166,42 @@ def kvr_seconds(
   wrong = np.flatnonzero((c < 1).any(1) | (c.sum(1) != prompt.tokens))
   if wrong.size:
     cost.check_lengths([int(n) for n in c[wrong[0]]], prompt.tokens)
-  _check_credits(credits)
-  count, ranks = c.shape
-  layers = profile.layers
-  slow = (noise or Noise(slower=0.0)).slowdowns(layers, ranks - 1)
-  linear = profile.token_s / layers * c
-  early = profile.early * linear
-  work = cost.pairs(prompt, c, profile.kernel)
-  rest = (
-    (1 - profile.early) * linear
-    + profile.pair_s / layers * work
-    + profile.fixed_s / layers
-  )
-  wire = cost.chain_tokens(prompt, c) * profile.kv_bytes / network.bandwidth
-  floor = profile.floor_s / layers
-  t = np.zeros((ranks, count))
-  free = np.zeros((ranks, count))
-  never = np.full(count, -np.inf)
-  # Of each layer, by rank: when its message had arrived, attention had ended.
-  arrived: list[list[np.ndarray]] = []
-  attended: list[list[np.ndarray]] = []
-  for layer in range(layers):
-    arrived.append([never] * ranks)
-    attended.append([never] * ranks)
-    back = layer - credits if credits is not None else -1
-    ready = t + early.T
-    for i in range(ranks):
-      here = ready[i]
-      if i:
-        here = np.maximum(here, arrived[layer][i - 1])
-      if back >= 0 and i < ranks - 1:
-        here = np.maximum(here, arrived[back][i])
-      if i < ranks - 1:
-        start = np.maximum(here, free[i])
-        if back >= 0:
-          start = np.maximum(start, attended[back][i + 1])
-        free[i] = start + wire[:, i] * slow[layer, i]
-        arrived[layer][i] = free[i] + network.latency_s
-      attended[layer][i] = here + rest[:, i]
-      t[i] = np.maximum(attended[layer][i], t[i] + floor)
-  return t[-1]
+  return _chain(profile, prompt, c, network, credits, noise).first_s()
+
+
+def _chain(
+  profile: Profile,
+  prompt: Prompt,
+  lengths: Int[np.ndarray, "*K p"],
+  network: Network,
+  credits: int | None,
+  noise: Noise | None,
+) -> _Layer:
+  """A layer of the chain, of one partition or K."""
+  if credits is not None:
+    positive_int("credits", credits)
+  layer = _Layer(profile, lengths, network, noise, closed=False)
+  work = cost.pairs(prompt, lengths, profile.kernel)
+  nbytes = cost.chain_tokens(prompt, lengths) * profile.kv_bytes
+  arrived: tuple[Edge, ...] = ()
+  last = layer.ranks - 1
+  for i in range(layer.ranks):
+    sent, out, into = f"send {i}.{{}}", (), ()
+    if credits is not None and i < last:
+      # A buffer is free when its message has arrived, or was attended to.
+      out = (Edge(sent, credits),)
+      into = (Edge(f"attend {i + 1}.{{}}", credits),)
+    joined = layer.add(
+      f"join {i}.{{}}",
+      "join",
+      after=(layer.project(i), *arrived),
+      behind=out,
+    )
+    attend = layer.attend(i, work[..., i], (joined,))
+    if i < last:
+      arrived = (layer.send(sent, i, nbytes[..., i], joined, into),)
+    layer.end(i, attend)
+  return layer
 
 
 # ---------------------------------------------------------------------------
@@ -254,16 +216,36 @@ def tsp(
   network: Network,
   *,
   noise: Noise | None = None,
+  causal: bool = False,
 ) -> Outcome:
   """Tensor and sequence parallel, as the paper's baseline: dense, masked.
+
+  Args:
+    profile: the model and the devices.
+    prompt: what is read.
+    ranks: that read it.
+    network: the links.
+    noise: links that slow down.
+    causal: whether the kernel leaves out what the mask forbids. A pair costs
+      what the profile says: it is no faster, it does less.
 
   Raises:
     OptionError: fewer tokens than ranks.
   """
   lengths = cost.even(prompt.tokens, ranks)
-  seen = prompt.prefix + prompt.tokens
-  work = np.array([float(n * seen) for n in lengths])
-  return _gathering("tsp", profile, lengths, work, network, noise)
+  work = np.asarray(lengths, np.float64) * (prompt.prefix + prompt.tokens)
+  if causal:
+    work = cost.pairs(prompt, lengths, "causal")
+  layer = _Layer(profile, np.asarray(lengths), network, noise, closed=True)
+  projects, arrived = layer.rotate()
+  gathered = layer.add(
+    "gathered {}",
+    "join",
+    after=(*projects, *(edge for edges in arrived for edge in edges)),
+  )
+  for i in range(ranks):
+    layer.end(i, layer.attend(i, work[i], (gathered,)))
+  return layer.outcome("flash_tsp" if causal else "tsp", work)
 
 
 def flash_tsp(
@@ -274,43 +256,8 @@ def flash_tsp(
   *,
   noise: Noise | None = None,
 ) -> Outcome:
-  """The same with a kernel that leaves out what the mask forbids.
-
-  A pair costs what the profile says: the kernel is no faster, it does less.
-
-  Raises:
-    OptionError: fewer tokens than ranks.
-  """
-  lengths = cost.even(prompt.tokens, ranks)
-  work = cost.pairs(prompt, lengths, "causal")
-  return _gathering("flash_tsp", profile, lengths, work, network, noise)
-
-
-def _gathering(
-  name: str,
-  profile: Profile,
-  lengths: tuple[int, ...],
-  work: np.ndarray,
-  network: Network,
-  noise: Noise | None,
-) -> Outcome:
-  ranks = len(lengths)
-  play = _Play(profile, ranks, network, noise, wrap=True)
-  ends: list[list[Op]] = [[] for _ in lengths]
-  for layer in range(profile.layers):
-    projects = [
-      play.project(i, layer, n, ends[i]) for i, n in enumerate(lengths)
-    ]
-    came = play.rotate(layer, lengths, projects)
-    gathered = play.sim.op(
-      f"gathered {layer}",
-      after=[*projects, *(op for part in came for op in part)],
-      kind="join",
-    )
-    for i, n in enumerate(lengths):
-      attend = play.attend(i, layer, float(work[i]), n, [gathered])
-      ends[i] = play.end(i, layer, attend, ends[i])
-  return play.outcome(name, lengths, work, ends[-1])
+  """`tsp` with a causal kernel, which leaves out what the mask forbids."""
+  return tsp(profile, prompt, ranks, network, noise=noise, causal=True)
 
 
 def ring(
@@ -330,187 +277,176 @@ def ring(
   Raises:
     OptionError: an unknown layout, a window, or fewer tokens than ranks.
   """
-  if layout not in LAYOUTS:
-    raise OptionError(
-      "layout", repr(layout), f"one of {', '.join(LAYOUTS)}", "choose one"
-    )
+  one_of("layout", layout, LAYOUTS)
   if prompt.window is not None:
     raise OptionError(
       "window", prompt.window, "None for a ring", "leave it out"
     )
   lengths = cost.even(prompt.tokens, ranks)
-  play = _Play(profile, ranks, network, noise, wrap=True)
+  layer = _Layer(profile, np.asarray(lengths), network, noise, closed=True)
+  projects, arrived = layer.rotate()
   work = np.zeros(ranks)
-  ends: list[list[Op]] = [[] for _ in lengths]
-  for layer in range(profile.layers):
-    projects = [
-      play.project(i, layer, n, ends[i]) for i, n in enumerate(lengths)
-    ]
-    came = play.rotate(layer, lengths, projects)
-    for i, n in enumerate(lengths):
-      before: list[Op] = [projects[i]]
-      for hop in range(ranks):
-        source = (i - hop) % ranks
-        count = n * lengths[source] / 2
-        if layout == "contiguous" and hop:
-          count = float(n * lengths[source]) if source < i else 0.0
-        if not hop:
-          count += n * prompt.prefix
-        work[i] += count if layer == 0 else 0.0
-        arrival = [came[i][hop - 1]] if hop else []
-        last = hop == ranks - 1
-        before = [
-          play.attend(
-            i,
-            layer,
-            count,
-            n if last else 0,
-            [*before, *arrival],
-            fixed=last,
-            name=f"attend {i}.{layer}.{hop}",
-          )
-        ]
-      ends[i] = play.end(i, layer, before[0], ends[i])
-  return play.outcome(f"ring_{layout}", lengths, work, ends[-1])
+  for i, n in enumerate(lengths):
+    before = projects[i]
+    for hop in range(ranks):
+      source = (i - hop) % ranks
+      count = n * lengths[source] / 2
+      if layout == "contiguous" and hop:
+        count = float(n * lengths[source]) if source < i else 0.0
+      if not hop:
+        count += n * prompt.prefix
+      work[i] += count
+      after = (before, *arrived[i][hop - 1 : hop])
+      before = layer.attend(i, count, after, hop, rest=hop == ranks - 1)
+    layer.end(i, before)
+  return layer.outcome(f"ring_{layout}", work)
 
 
 # ---------------------------------------------------------------------------
-# Stage
+# A layer
 # ---------------------------------------------------------------------------
 
 
-class _Play:
-  """Devices and links of `ranks`, and the operations that all ways share."""
+class _Layer:
+  """Operations of a layer on ranks in a row or, if it is closed, a ring.
+
+  Args:
+    profile: the model and the devices.
+    lengths: tokens of each rank, of one case or K.
+    network: the links.
+    noise: links that slow down.
+    closed: whether the last rank sends to the first.
+  """
 
   def __init__(
     self,
     profile: Profile,
-    ranks: int,
+    lengths: Int[np.ndarray, "*K p"],
     network: Network,
     noise: Noise | None,
     *,
-    wrap: bool,
+    closed: bool,
   ) -> None:
-    self.profile = profile
-    self.sim = Simulator()
-    self.devices: list[Device] = [
-      self.sim.device(f"rank {i}") for i in range(ranks)
-    ]
-    count = ranks - 1 + (wrap and ranks > 1)
-    self.links: list[Channel] = [
-      self.sim.link(
-        f"{i}-{(i + 1) % ranks}", network.bandwidth, network.latency_s
-      )
-      for i in range(count)
-    ]
-    noise = noise or Noise(slower=0.0)
-    slow = noise.slowdowns(profile.layers, ranks - 1)
-    # The link that closes a ring has no counterpart in a chain.
-    self.slow = np.pad(
-      slow, ((0, 0), (0, count - ranks + 1)), constant_values=1.0
-    )
+    self._profile, self._network, self._lengths = profile, network, lengths
+    self.ranks = ranks = lengths.shape[-1]
+    self._operations: list[Operation] = []
+    self._linear = profile.token_s / profile.layers * lengths
+    slow = (noise or Noise(slower=0.0)).slowdowns(profile.layers, ranks - 1)
+    self._links = [f"{i}-{i + 1}" for i in range(ranks - 1)]
+    if closed and ranks > 1:
+      # This link has no counterpart in a chain, hence no noise.
+      self._links.append(f"{ranks - 1}-0")
+      slow = np.pad(slow, ((0, 0), (0, 1)), constant_values=1.0)
+    self._slow = slow.T.tolist()
 
-  def project(self, i: int, layer: int, tokens: int, after: list[Op]) -> Op:
-    """What comes before keys and values are there."""
-    p = self.profile
-    return self.sim.op(
-      f"project {i}.{layer}",
-      self.devices[i],
-      p.early * (p.token_s / p.layers * tokens),
-      after=after,
-      kind="project",
+  def add(self, name: str, kind: str, *given: Any, **more: Any) -> Edge:
+    """Adds an `Operation`; returns the edge to wait for it."""
+    self._operations.append(Operation(name, kind, *given, **more))
+    return Edge(name)
+
+  def project(self, i: int) -> Edge:
+    """Adds the linear work before keys and values can be sent."""
+    return self.add(
+      f"project {i}.{{}}",
+      "project",
+      f"rank {i}",
+      self._profile.early * self._linear[..., i],
+      (Edge(f"end {i}.{{}}", 1),),
     )
 
   def attend(
     self,
     i: int,
-    layer: int,
-    pairs: float,
-    tokens: int,
-    after: list[Op],
+    pairs: Numbers,
+    after: tuple[Edge, ...],
+    hop: int | None = None,
     *,
-    give: dict[Pool, int] | None = None,
-    fixed: bool = True,
-    name: str | None = None,
-  ) -> Op:
-    """Attention over `pairs`, and the linear rest for `tokens`."""
-    p = self.profile
-    seconds = (
-      (1 - p.early) * (p.token_s / p.layers * tokens)
-      + p.pair_s / p.layers * pairs
-      + (p.fixed_s / p.layers if fixed else 0.0)
-    )
-    return self.sim.op(
-      name or f"attend {i}.{layer}",
-      self.devices[i],
-      seconds,
-      after=after,
-      kind="attend",
-      give=give,
-    )
+    rest: bool = True,
+  ) -> Edge:
+    """Adds attention over `pairs`, and the linear rest of the layer."""
+    p = self._profile
+    seconds = p.pair_s / p.layers * pairs
+    if rest:
+      linear = (1 - p.early) * self._linear[..., i]
+      seconds = linear + seconds + p.fixed_s / p.layers
+    name = f"attend {i}.{{}}" + ("" if hop is None else f".{hop}")
+    return self.add(name, "attend", f"rank {i}", seconds, after)
 
-  def end(self, i: int, layer: int, attend: Op, before: list[Op]) -> list[Op]:
-    """What the next layer waits for: this one, and its launching."""
-    if not self.profile.floor_s:
-      return [attend]
-    launched = self.sim.op(
-      f"launch {i}.{layer}",
-      None,
-      self.profile.floor_s / self.profile.layers,
-      after=before,
-      kind="launch",
-    )
-    # One operation, so that floors add up over the layers.
-    both = self.sim.op(
-      f"end {i}.{layer}", after=[attend, launched], kind="join"
-    )
-    return [both]
+  def end(self, i: int, attend: Edge) -> None:
+    """Adds the end of the layer: of attention, and of launching."""
+    end, after = f"end {i}.{{}}", (attend,)
+    if self._profile.floor_s:
+      # One after another, so that floors add up over the layers.
+      launch = self.add(
+        f"launch {i}.{{}}",
+        "launch",
+        seconds=self._profile.floor_s / self._profile.layers,
+        after=(Edge(end, 1),),
+      )
+      after = (attend, launch)
+    self.add(end, "join", after=after)
 
-  def rotate(
-    self, layer: int, lengths: tuple[int, ...], projects: list[Op]
-  ) -> list[list[Op]]:
-    """Sends every part all the way round: for each rank its arrivals."""
-    ranks = len(lengths)
-    came: list[list[Op]] = [[] for _ in lengths]
-    for hop in range(ranks - 1):
+  def send(
+    self,
+    name: str,
+    i: int,
+    nbytes: Numbers,
+    after: Edge,
+    behind: tuple[Edge, ...] = (),
+  ) -> Edge:
+    """Adds a message from rank i to the next."""
+    seconds = nbytes / self._network.bandwidth
+    return self.add(
+      name, "send", self._links[i], seconds, (after,), behind, nbytes,
+      self._network, self._slow[i],
+    )  # fmt: skip
+
+  def rotate(self) -> tuple[list[Edge], list[list[Edge]]]:
+    """Adds projections, and sends every rank's keys all the way round.
+
+    Returns:
+      Of each rank its projection, and the arrivals, one a hop.
+    """
+    ranks = range(self.ranks)
+    projects = [self.project(i) for i in ranks]
+    arrived: list[list[Edge]] = [[] for _ in ranks]
+    newest = projects
+    for hop in range(self.ranks - 1):
       sent = [
-        self.sim.send(
-          f"send {i}.{layer}.{hop}",
-          self.links[i],
-          lengths[(i - hop) % ranks] * self.profile.kv_bytes,
-          slowdown=float(self.slow[layer, i]),
-          after=[came[i][-1] if hop else projects[i]],
+        self.send(
+          f"send {i}.{{}}.{hop}",
+          i,
+          self._lengths[(i - hop) % self.ranks] * self._profile.kv_bytes,
+          newest[i],
         )
-        for i in range(ranks)
+        for i in ranks
       ]
-      for i, op in enumerate(sent):
-        came[(i + 1) % ranks].append(op)
-    return came
+      newest = [sent[i - 1] for i in ranks]
+      for i in ranks:
+        arrived[i].append(newest[i])
+    return projects, arrived
+
+  def first_s(self, spans: list[Span] | None = None) -> Numbers:
+    """Seconds to the first token: to the end of the last rank, which has it."""
+    done = recurrence.solve(self._operations, self._profile.layers, spans)
+    return done[f"end {self.ranks - 1}.{{}}"]
 
   def outcome(
     self,
     name: str,
-    lengths: tuple[int, ...],
-    work: np.ndarray,
-    ends: list[Op],
+    work: Float[np.ndarray, " p"],
+    timeline: Timeline | None = None,
   ) -> Outcome:
-    """Runs it; `ends` are those of the last rank, which has the last token."""
-    timeline = self.sim.run()
+    """The outcome of a single case, simulated unless its timeline is given."""
+    if timeline is None:
+      timeline = recurrence.simulate(self._operations, self._profile.layers)
     sent = timeline.sent_bytes()
     return Outcome(
       method=name,
-      lengths=lengths,
-      seconds=max(timeline[op].done_s for op in ends),
+      lengths=tuple(self._lengths.tolist()),
+      # The last operation is the end of the last rank.
+      seconds=timeline.spans[-1].done_s,
       work=tuple(float(n) for n in work),
-      link_bytes={link.name: sent.get(link.name, 0.0) for link in self.links},
+      link_bytes={link: sent.get(link, 0.0) for link in self._links},
       timeline=timeline,
     )
-
-
-def _one(pool: Pool | None) -> dict[Pool, int] | None:
-  return None if pool is None else {pool: 1}
-
-
-def _check_credits(credits: int | None) -> None:
-  if credits is not None:
-    cost.check_count("credits", credits)

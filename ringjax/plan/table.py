@@ -1,18 +1,21 @@
 """Partitions that were found, by length of the prompt, to interpolate between.
 
-Law: a table says what it holds for, and is refused for anything else.
+Guarantees: a table says for which model, devices and links it holds, and is
+refused for any other.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.errors import OptionError, RingjaxError
-from ringjax.plan import cost, files
+import numpy as np
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError
+from ringjax.plan import files
 from ringjax.plan.balance import round_to_tiles
 from ringjax.plan.cost import Network, Profile
 
@@ -20,16 +23,21 @@ FORMAT = "ringjax.kvr-table"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Key:
-  """What a table's partitions hold for."""
+class TableKey:
+  """The model, devices and links for which a table's partitions hold."""
 
   model: str
   hardware: str
   ranks: int
   bandwidth: int | float
 
+  def __post_init__(self) -> None:
+    positive_int("ranks", self.ranks)
+    number("bandwidth", self.bandwidth, least=0)
+
   @classmethod
-  def of(cls, profile: Profile, network: Network, ranks: int) -> Key:
+  def of(cls, profile: Profile, network: Network, ranks: int) -> TableKey:
+    """The key of a model on ranks with these links."""
     return cls(
       model=profile.model,
       hardware=profile.hardware,
@@ -37,7 +45,7 @@ class Key:
       bandwidth=network.bandwidth,
     )
 
-  def check(self, other: Key) -> None:
+  def check(self, other: TableKey) -> None:
     """Refuses a table of another key.
 
     Raises:
@@ -58,15 +66,15 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class PartitionTable:
   """Partitions that were found, by prompt length.
 
   Attributes:
-    key: what they hold for.
+    key: the model, devices and links for which they hold.
     entries: shares of the ranks, by tokens of the prompt.
   """
 
-  key: Key
+  key: TableKey
   entries: Mapping[int, tuple[float, ...]]
 
   def __post_init__(self) -> None:
@@ -75,21 +83,16 @@ class Table:
         "table", "no entries", "one or more", "search some first"
       )
     for tokens, shares in self.entries.items():
-      cost.check_count("table", tokens)
+      positive_int("table", tokens)
       for share in shares:
-        cost.check_number("share", share, most=1.0)
-      if len(shares) != self.key.ranks or min(shares) <= 0:
+        number("share", share, least=0, most=1)
+      total = math.fsum(shares)
+      right = len(shares) == self.key.ranks and min(shares) > 0
+      if not right or not math.isclose(total, 1.0, abs_tol=1e-6):
         raise OptionError(
           "table",
-          f"shares {shares} at {tokens} tokens",
-          f"{self.key.ranks} numbers above 0",
-          "search the entry again",
-        )
-      if not math.isclose(math.fsum(shares), 1.0, abs_tol=1e-6):
-        raise OptionError(
-          "table",
-          f"shares that add up to {math.fsum(shares)} at {tokens} tokens",
-          "1 in all",
+          f"shares {shares}, {total} in all, at {tokens} tokens",
+          f"{self.key.ranks} numbers above 0 that add up to 1",
           "search the entry again",
         )
 
@@ -98,17 +101,10 @@ class Table:
 
     Below the first and above the last entry that entry's.
     """
-    cost.check_count("tokens", tokens)
+    positive_int("tokens", tokens)
     known = sorted(self.entries)
-    at = bisect.bisect_left(known, tokens)
-    if at == len(known) or (at == 0 and tokens <= known[0]):
-      return self.entries[known[min(at, len(known) - 1)]]
-    low, high = known[at - 1], known[at]
-    part = (tokens - low) / (high - low)
-    return tuple(
-      (1 - part) * a + part * b
-      for a, b in zip(self.entries[low], self.entries[high], strict=True)
-    )
+    columns = zip(*(self.entries[n] for n in known), strict=True)
+    return tuple(float(np.interp(tokens, known, x)) for x in columns)
 
   def lengths(self, tokens: int, tile: int = 1) -> tuple[int, ...]:
     """The partition of a prompt, in whole tiles.
@@ -118,14 +114,14 @@ class Table:
     """
     return round_to_tiles(self.shares(tokens), tokens, tile)
 
-  def joined(self, other: Table) -> Table:
+  def joined(self, other: PartitionTable) -> PartitionTable:
     """Both tables' entries; where both have one, the other's.
 
     Raises:
       OptionError: their keys differ.
     """
     self.key.check(other.key)
-    return Table(self.key, {**self.entries, **other.entries})
+    return PartitionTable(self.key, {**self.entries, **other.entries})
 
   def save(self, path: str) -> None:
     """Writes it as JSON, whole or not at all.
@@ -141,41 +137,27 @@ class Table:
     files.write(path, FORMAT, body)
 
   @classmethod
-  def load(cls, path: str, key: Key | None = None) -> Table:
+  def load(cls, path: str, key: TableKey | None = None) -> PartitionTable:
     """Reads a table; with `key` it must be one for it.
 
     Raises:
       OptionError: the file cannot be read, or the key differs.
-      CheckpointFormatError: it is no table.
+      CheckpointFormatError: it does not hold a table.
     """
-    body = files.read(path, FORMAT)
-    try:
-      table = cls(_read_key(body["key"]), _read_entries(body["entries"]))
-    except (KeyError, TypeError, AttributeError, RingjaxError) as error:
-      raise files.fault(path, f"{error!r}", "a table of partitions") from None
+    make = lambda body: cls(
+      files.as_dataclass(TableKey, body["key"]), _entries(body["entries"])
+    )
+    table = files.load(path, FORMAT, make, "a table of partitions")
     if key is not None:
       key.check(table.key)
     return table
 
 
-def _read_key(value: Mapping[str, Any]) -> Key:
-  wanted = {"model": str, "hardware": str, "ranks": int, "bandwidth": None}
-  if set(value) != set(wanted):
-    raise TypeError(f"a key of {sorted(value)}")
-  for name in ("model", "hardware"):
-    if not isinstance(value[name], str):
-      raise TypeError(f"{name} {value[name]!r}")
-  cost.check_count("ranks", value["ranks"])
-  cost.check_number("bandwidth", value["bandwidth"])
-  return Key(**value)
-
-
-def _read_entries(value: Any) -> dict[int, tuple[float, ...]]:
+def _entries(value: Any) -> dict[int, tuple[float, ...]]:
   found: dict[int, tuple[float, ...]] = {}
   for entry in value:
-    tokens = cost.check_count("tokens", entry["tokens"])
+    tokens = positive_int("tokens", entry["tokens"])
     if tokens in found:
       raise TypeError(f"two entries for {tokens} tokens")
-    shares = [cost.check_number("share", s) for s in entry["shares"]]
-    found[tokens] = tuple(shares)
+    found[tokens] = tuple(number("share", s) for s in entry["shares"])
   return found

@@ -25,13 +25,13 @@ def asked(monkeypatch):
     splash = "splash" in builder
     if splash and topology.startswith("v5p"):
       raise OptionError(message("program", "it", "another", "change it"))
-    run = lambda bundles, matrix: cycles.Run(
+    run = lambda bundles, matrix: cycles.BasicBlock(
       bundles=bundles, matrix_cycles=matrix, spills=0
     )
     work = run(4481 if splash else 4337, 4096)
     return (
-      cycles.Tile(kernel="small", work=run(9000, 10), runs=()),
-      cycles.Tile(kernel="flash", work=work, runs=(work,)),
+      cycles.KernelTile(kernel="small", work=run(9000, 10), blocks=()),
+      cycles.KernelTile(kernel="flash", work=work, blocks=(work,)),
     )
 
   monkeypatch.setattr(cycles, "count", count)
@@ -90,7 +90,7 @@ def test_its_flags_are_its_own():
 
 
 def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
-  run = lambda bundles, matrix: cycles.Run(
+  run = lambda bundles, matrix: cycles.BasicBlock(
     bundles=bundles, matrix_cycles=matrix, spills=0
   )
   runs = (run(900, 0), run(2059, 384), run(1097, 256))
@@ -98,7 +98,7 @@ def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
 
   def count(builder, topology, options, **rest):
     asked.append((builder, options))
-    return (cycles.Tile(kernel="decode", work=runs[1], runs=runs),)
+    return (cycles.KernelTile(kernel="decode", work=runs[1], blocks=runs),)
 
   def compile(builder, topology, options, **rest):
     asked.append((builder, options))

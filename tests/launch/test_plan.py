@@ -12,7 +12,7 @@ import pytest
 
 from launch import common, plan
 from ringjax.plan import published
-from ringjax.plan.fit import Sample
+from ringjax.plan.fit import TimedCall
 from tests.launch.conftest import PATIENCE_S, ROOT, environment
 
 MAIN = (
@@ -206,7 +206,7 @@ def test_a_fit_is_stored_and_used(monkeypatch):
   def measure(config, tokens, **options):
     asked.update(options, tokens=tuple(tokens), heads=config)
     return [
-      Sample(
+      TimedCall(
         tokens=n,
         before=p,
         seconds=1e-5 * n + 1e-8 * n * (p + n / 2) + 1e-3,

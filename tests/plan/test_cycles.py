@@ -8,7 +8,7 @@ from ringjax.bench import tiles
 from ringjax.errors import OptionError
 from ringjax.parallel import chips
 from ringjax.plan import aot, cycles
-from ringjax.plan.cycles import Run
+from ringjax.plan.cycles import BasicBlock
 
 SMALLEST = {
   "v5e": "v5e:1x1",
@@ -40,30 +40,36 @@ SOURCE = "// a comment\n" + HEAD + MASKED + text([BRANCH], mark="PF") + WHOLE
 
 
 def test_bundles_and_rows_are_counted_between_branches():
-  found = cycles.runs(SOURCE, "v5e")
+  found = cycles.basic_blocks(SOURCE, "v5e")
   assert [run.bundles for run in found] == [2, 6, 1, 5]
   # 16 rows of bfloat16 an instruction, by the busiest of the units.
   assert [run.matrix_cycles for run in found] == [0, 64, 0, 64]
   assert [run.spills for run in found] == [0, 0, 0, 1]
   # Twice as many rows a cycle.
-  assert [r.matrix_cycles for r in cycles.runs(SOURCE, "v6e")] == [0, 32, 0, 32]
+  assert [r.matrix_cycles for r in cycles.basic_blocks(SOURCE, "v6e")] == [
+    0,
+    32,
+    0,
+    32,
+  ]
 
 
 def test_rows_of_an_instruction_by_its_type():
   for kind, rows in (("f32", 8), ("bf16", 16), ("s8", 32), ("f8e4m3fn", 32)):
-    (run,) = cycles.runs(text([product(1, kind)]), "v5p")
-    assert run == Run(bundles=1, matrix_cycles=rows, spills=0)
+    (run,) = cycles.basic_blocks(text([product(1, kind)]), "v5p")
+    assert run == BasicBlock(bundles=1, matrix_cycles=rows, spills=0)
 
 
 def test_the_tile_is_the_one_that_does_not_mask():
-  tile = cycles.tile_of("flash", cycles.runs(SOURCE, "v6e"))
+  tile = cycles.tile_of("flash", cycles.basic_blocks(SOURCE, "v6e"))
   assert (tile.kernel, tile.work.bundles, tile.work.cycles) == ("flash", 5, 32)
-  slow = cycles.tile_of("flash", (*tile.runs, Run(
+  slow = cycles.tile_of("flash", (*tile.blocks, BasicBlock(
     bundles=40, matrix_cycles=32, spills=0)))  # fmt: skip
   assert slow.work == tile.work
   assert tile.record()["program"] == "flash"
   assert (
-    cycles.tile_of("none", (Run(bundles=3, matrix_cycles=0, spills=0),)) is None
+    cycles.tile_of("none", (BasicBlock(bundles=3, matrix_cycles=0, spills=0),))
+    is None
   )
 
 
@@ -100,7 +106,7 @@ class TestCompiled:
     core = chips.core(chip)
     (tile,) = cycles.count("ringjax.bench.tiles:decode", SMALLEST[chip])
     assert "ringjax_decode" in tile.kernel
-    work = [run.cycles for run in tile.runs if run.matrix_cycles]
+    work = [run.cycles for run in tile.blocks if run.matrix_cycles]
     rate = chips.MACHINES[core.name].chip.hbm_bandwidth / core.clock_hz
     reading = tiles.decode_tile(core.name) / rate * core.cores
     assert min(work) <= reading

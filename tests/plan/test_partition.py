@@ -23,12 +23,12 @@ from ringjax.plan import (
   schedules,
 )
 from ringjax.plan.cost import Network, Prompt
-from ringjax.plan.table import Key, Table
+from ringjax.plan.table import PartitionTable, TableKey
 
 A100 = profiles.STATED["llama7b-a100"]
 FAST = Network(bandwidth=300e9)
-KEY = Key(model="m", hardware="h", ranks=2, bandwidth=1e9)
-TABLE = Table(KEY, {100: (0.6, 0.4), 200: (0.8, 0.2)})
+KEY = TableKey(model="m", hardware="h", ranks=2, bandwidth=1e9)
+TABLE = PartitionTable(KEY, {100: (0.6, 0.4), 200: (0.8, 0.2)})
 
 
 def near(a, b, tol=1e-9):
@@ -382,13 +382,13 @@ def test_neighbours(tokens, ranks):
 
 def test_save_and_load(tmp_path):
   path = str(tmp_path / "folder" / "table.json")
-  table = Table(KEY, {200: (0.8, 0.2), 100: (1 / 3, 2 / 3)})
+  table = PartitionTable(KEY, {200: (0.8, 0.2), 100: (1 / 3, 2 / 3)})
   table.save(path)
-  assert Table.load(path) == Table.load(path, KEY) == table
+  assert PartitionTable.load(path) == PartitionTable.load(path, KEY) == table
   joined = table.joined(TABLE)
   assert joined.entries[100] == (0.6, 0.4)
   joined.save(path)
-  assert Table.load(path) == joined
+  assert PartitionTable.load(path) == joined
   assert os.listdir(tmp_path / "folder") == ["table.json"]
 
 
@@ -401,9 +401,9 @@ def test_a_save_that_fails_leaves_what_was(tmp_path, monkeypatch):
 
   monkeypatch.setattr(os, "fsync", full)
   with pytest.raises(OptionError, match="No space"):
-    Table(KEY, {5: (0.5, 0.5)}).save(path)
+    PartitionTable(KEY, {5: (0.5, 0.5)}).save(path)
   monkeypatch.undo()
-  assert Table.load(path) == TABLE
+  assert PartitionTable.load(path) == TABLE
   assert os.listdir(tmp_path) == ["table.json"]
 
 
@@ -416,9 +416,9 @@ def test_a_table_for_something_else(field, value, tmp_path):
   TABLE.save(path)
   other = dataclasses.replace(KEY, **{field: value})
   with pytest.raises(OptionError, match=field):
-    Table.load(path, other)
+    PartitionTable.load(path, other)
   with pytest.raises(OptionError, match=field):
-    TABLE.joined(Table(other, {5: (1 / other.ranks,) * other.ranks}))
+    TABLE.joined(PartitionTable(other, {5: (1 / other.ranks,) * other.ranks}))
 
 
 def body(**changes):
@@ -466,17 +466,17 @@ def test_files_that_are_no_tables(text, tmp_path):
   path = tmp_path / "table.json"
   path.write_text(text)
   with pytest.raises(CheckpointFormatError) as caught:
-    Table.load(str(path))
+    PartitionTable.load(str(path))
   assert len(str(caught.value)) < 400 and "table.json" in str(caught.value)
   # The good one is good.
   path.write_text(body())
-  assert Table.load(str(path)).entries == {100: (0.6, 0.4)}
+  assert PartitionTable.load(str(path)).entries == {100: (0.6, 0.4)}
 
 
 def test_no_file(tmp_path):
   for path in (tmp_path / "none.json", tmp_path):
     with pytest.raises(OptionError):
-      Table.load(str(path))
+      PartitionTable.load(str(path))
   with pytest.raises(OptionError):
     TABLE.save(str(tmp_path))
 

@@ -29,76 +29,78 @@ def call(*argv):
   return status, out.getvalue(), err.getvalue()
 
 
-def counts(layout, course):
+def counts(layout, strategy):
   """[hops, R], as the loops of attention run them."""
   return rj.tile_counts(
-    layout, course.mask, course.shards, course.shards * LOCAL, TILE, TILE
+    layout, strategy.mask, strategy.shards, strategy.shards * LOCAL, TILE, TILE
   )
 
 
 @pytest.fixture(scope="module")
 def drawn():
-  """Of each strategy its course and panels."""
-  made = {name: course() for name, course in pictures.STRATEGIES.items()}
-  return {n: (course, pictures.panels(course)) for n, course in made.items()}
+  """The steps and the panels of each strategy."""
+  made = pictures.STRATEGIES
+  return {n: (one, pictures.panels(one)) for n, one in made.items()}
 
 
 def colored(panel, step, device):
   """Tiles that are not white in a cell, by the colour of their keys."""
-  hand = step.hands[device]
-  if hand is None or not step.computes:
+  cell = step.cells[device]
+  if cell is None or not step.computes:
     return {}
-  image = pictures._mosaic(panel, hand)
+  image = pictures._mosaic(panel, cell)
   tiles = LOCAL // TILE
   return {
     key: int((image[:, n * tiles : (n + 1) * tiles] < 1 - 1e-9).any(-1).sum())
-    for n, key in enumerate(hand.keys)
+    for n, key in enumerate(cell.keys)
   }
 
 
 def test_each_strategy_shows_all_tiles_once(drawn):
   """Of every query's and every key's shard as many as there are."""
-  for name, (course, panels) in drawn.items():
-    assert [panel.name for panel in panels] == list(course.layouts)
+  for name, (strategy, panels) in drawn.items():
+    assert [panel.name for panel in panels] == list(strategy.layouts)
     for panel in panels:
-      hops = counts(pictures._LAYOUTS[panel.name], course)
-      want = np.zeros((course.shards, course.shards), int)
+      hops = counts(pictures._LAYOUTS[panel.name], strategy)
+      want = np.zeros((strategy.shards, strategy.shards), int)
       for hop, device in np.ndindex(*hops.shape):
-        want[device, (device - hop) % course.shards] = hops[hop, device]
+        want[device, (device - hop) % strategy.shards] = hops[hop, device]
       got = np.zeros_like(want)
       for step in panel.steps:
-        for device, hand in enumerate(step.hands):
+        for device, cell in enumerate(step.cells):
           shown = colored(panel, step, device)
-          if len(getattr(hand, "queries", ())) == 1:
+          if len(getattr(cell, "queries", ())) == 1:
             for key, n in shown.items():
-              got[hand.queries[0], key] += n
+              got[cell.queries[0], key] += n
           elif shown:
             # A part of the heads: queries of several shards in one cell.
             for key, n in shown.items():
-              assert n == want[list(hand.queries), key].sum(), name
+              assert n == want[list(cell.queries), key].sum(), name
             got[device] = want[device]
       np.testing.assert_array_equal(got, want, err_msg=f"{name} {panel.name}")
 
 
 def test_a_ring_shows_its_hops(drawn):
-  course, panels = drawn["ring"]
+  strategy, panels = drawn["ring"]
   for panel in panels:
-    want = counts(pictures._LAYOUTS[panel.name], course)
+    want = counts(pictures._LAYOUTS[panel.name], strategy)
     np.testing.assert_array_equal(panel.counts(), want)
     got = [
-      [sum(colored(panel, step, i).values()) for i in range(course.shards)]
+      [sum(colored(panel, step, i).values()) for i in range(strategy.shards)]
       for step in panel.steps
     ]
     np.testing.assert_array_equal(got, want)
 
 
 def test_nobody_has_keys_that_were_not_sent(drawn):
-  """What is at hand in a step was there before, or came from who had it."""
-  for name, (course, _) in drawn.items():
+  """What is at cell in a step was there before, or came from who had it."""
+  for name, (strategy, _) in drawn.items():
     moves = {"queries": 0, "keys": 1, "slow link": 1}
     # What each device has had: its own, and what it was sent.
-    had = [({i}, {i}) for i in range(course.shards)]
-    for before, step in zip((None, *course.steps), course.steps, strict=False):
+    had = [({i}, {i}) for i in range(strategy.shards)]
+    for before, step in zip(
+      (None, *strategy.steps), strategy.steps, strict=False
+    ):
       came = [(set(), set()) for _ in had]
       for send in before.sends if before else ():
         assert send.source != send.target
@@ -108,16 +110,16 @@ def test_nobody_has_keys_that_were_not_sent(drawn):
       for old, new in zip(had, came, strict=True):
         for which in (0, 1):
           old[which].update(new[which])
-      for device, hand in enumerate(step.hands):
-        if hand is not None:
+      for device, cell in enumerate(step.cells):
+        if cell is not None:
           for which in (0, 1):
-            assert set(hand[which]) <= had[device][which], (name, step.name)
+            assert set(cell[which]) <= had[device][which], (name, step.name)
 
 
 def test_steps_and_sends(drawn):
   sends = {
-    name: [len(step.sends) for step in course.steps]
-    for name, (course, _) in drawn.items()
+    name: [len(step.sends) for step in strategy.steps]
+    for name, (strategy, _) in drawn.items()
   }
   assert sends == {
     "ring": [4, 4, 4, 0],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.plan import fit, profiles
 from ringjax.plan.cost import KERNELS
-from ringjax.plan.fit import Sample
+from ringjax.plan.fit import TimedCall
 
 A100 = profiles.STATED["llama7b-a100"]
 MINE = dataclasses.replace(A100, name="mine", source="measured")
@@ -146,7 +146,7 @@ POINTS = [(n, p) for p in (0, 2048) for n in (256, 512, 1024)]
 def samples(a, b, c, kernel, wobble=0.0):
   made = fit.Fit(token_s=a, pair_s=b, fixed_s=c, kernel=kernel, error=0.0)
   return [
-    Sample(
+    TimedCall(
       tokens=n,
       before=p,
       seconds=made.seconds(n, p) * (1 + wobble * (-1) ** i),
@@ -188,7 +188,7 @@ def test_a_fit_of_noisy_times():
 def test_no_coefficient_is_negative():
   # A call that gets cheaper by the token has no fixed cost below zero.
   data = [
-    Sample(tokens=n, before=p, seconds=1e-6 * n**1.5 + 1e-9 * n * p)
+    TimedCall(tokens=n, before=p, seconds=1e-6 * n**1.5 + 1e-9 * n * p)
     for n, p in POINTS
   ]
   found = fit.fit(data)
@@ -199,10 +199,10 @@ def test_no_coefficient_is_negative():
   "data",
   [
     [],
-    [Sample(tokens=5, before=0, seconds=1.0)] * 2,
-    [Sample(tokens=5, before=0, seconds=1.0)] * 9,
-    [Sample(tokens=n, before=0, seconds=0.0) for n in (1, 2, 3, 4)],
-    [Sample(tokens=n, before=p, seconds=1 / n) for n, p in POINTS],
+    [TimedCall(tokens=5, before=0, seconds=1.0)] * 2,
+    [TimedCall(tokens=5, before=0, seconds=1.0)] * 9,
+    [TimedCall(tokens=n, before=0, seconds=0.0) for n in (1, 2, 3, 4)],
+    [TimedCall(tokens=n, before=p, seconds=1 / n) for n, p in POINTS],
   ],
 )
 def test_samples_that_tell_nothing(data):
@@ -220,4 +220,4 @@ def test_samples_that_tell_nothing(data):
 )
 def test_samples_that_are_none(wrong):
   with pytest.raises(OptionError):
-    Sample(**wrong)
+    TimedCall(**wrong)

@@ -1,4 +1,4 @@
-"""Ways to read a prompt, simulated: against closed forms and each other."""
+"""Methods of reading a prompt: against closed forms, events and each other."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ringjax.errors import OptionError
 from ringjax.plan import cost, draw, profiles, schedules
 from ringjax.plan.cost import Network, Profile, Prompt
+from ringjax.plan.events import Simulator
 from ringjax.plan.schedules import Noise
 
 A100 = profiles.STATED["llama7b-a100"]
@@ -84,15 +85,70 @@ def cases(draw):
   return profile, prompt, tuple(lengths), network, options
 
 
+def simulated(profile, prompt, lengths, network, credits, noise):
+  """The chain with pools as its buffers, played on the simulator of events."""
+  sim, p, layers = Simulator(), len(lengths), profile.layers
+  devices = [sim.device(f"rank {i}") for i in range(p)]
+  links = [
+    sim.link(f"{i}", network.bandwidth, network.latency_s) for i in range(p - 1)
+  ]
+  many = layers + 1 if credits is None else credits
+  out, into = ([sim.pool(f"{s} {i}", many) for i in range(p)] for s in "oi")
+  slow = (noise or Noise(slower=0.0)).slowdowns(layers, p - 1)
+  work = cost.pairs(prompt, lengths, profile.kernel)
+  nbytes = cost.chain_tokens(prompt, lengths) * profile.kv_bytes
+  ends: list[list] = [[] for _ in lengths]
+  for layer in range(layers):
+    came: list = []
+    for i, n in enumerate(lengths):
+      linear, last = profile.token_s / layers * n, i == p - 1
+      project = sim.op(
+        "project", devices[i], profile.early * linear, after=ends[i]
+      )
+      joined = sim.op(
+        "join", after=[project, *came], take={} if last else {out[i]: 1}
+      )
+      attend = sim.op(
+        "attend",
+        devices[i],
+        (1 - profile.early) * linear
+        + float(profile.pair_s / layers * work[i])
+        + profile.fixed_s / layers,
+        after=[joined],
+        give={into[i]: 1} if i else {},
+      )
+      if not last:
+        send = sim.send(
+          "send", links[i], float(nbytes[i]), slowdown=float(slow[layer, i]),
+          after=[joined], take={into[i + 1]: 1}, give={out[i]: 1},
+        )  # fmt: skip
+        came = [send]
+      floor = sim.op("floor", None, profile.floor_s / layers, after=ends[i])
+      ends[i] = [sim.op("end", after=[attend, floor])]
+  timeline = sim.run()
+  return timeline[ends[-1][0]].done_s, timeline
+
+
 @pytest.mark.smoke
 @given(cases())
 @settings(max_examples=40)
 def test_the_recurrence_is_the_simulation(case):
   profile, prompt, lengths, network, options = case
-  played = schedules.kvr(profile, prompt, lengths, network, **options)
+  want, timeline = simulated(profile, prompt, lengths, network, **options)
   found = schedules.kvr_seconds(profile, prompt, [lengths], network, **options)
   assert found.shape == (1,)
-  assert near(float(found[0]), float(played.seconds))
+  assert near(float(found[0]), float(want))
+  played = schedules.kvr(profile, prompt, lengths, network, **options)
+  assert near(float(played.seconds), float(want))
+  for kind in ("project", "attend", "send"):
+    first, second = (
+      np.array([(s.start_s, s.end_s, s.done_s) for s in spans]).reshape(-1, 3)
+      for spans in (
+        [s for s in timeline.spans if s.name == kind],
+        [s for s in played.timeline.spans if s.kind == kind],
+      )
+    )
+    assert np.allclose(first, second, rtol=1e-9, atol=1e-12)
 
 
 @given(cases())

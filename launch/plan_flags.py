@@ -1,0 +1,170 @@
+"""The flags of launch.plan: each with the sub-commands that take it.
+
+A sub-command refuses the flags of the others and leaves them out of its --help.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from launch import aot, capacity, common, cycles, strategies
+from launch.flag_helpers import Definer
+from ringjax.ops.attention import predict
+from ringjax.parallel import chips
+from ringjax.plan import cost
+
+# A flag belongs to the script that asked for it, and stands in its --help.
+flags.disclaim_key_flags()
+
+# Name, kind, default, sub-commands, help; the least number, or the choices.
+_FLAGS: tuple[tuple[Any, ...], ...] = (
+  ("profile", "text", "llama7b-a100", "kvr",
+   "Name of a profile, or path of its file."),
+  ("context", "whole", 10240, "kvr", "Tokens of the prompt."),
+  ("ranks", "whole", 4, "kvr", "Devices that read the prompt."),
+  ("bandwidth", "number", 300e9, "kvr", "Link bandwidth (bytes/s).", 0.0),
+  ("latency", "number", 0.0, "kvr", "Latency of a message (s).", 0.0),
+  ("tile", "whole", 1, "kvr", "Partitions are multiples of so many tokens."),
+  ("prefix", "whole", 0, "kvr", "Tokens before, whose keys every rank has.", 0),
+  ("window", "whole", None, "kvr explain aot",
+   "Keys that a query sees; default: all."),
+  ("credits", "whole", None, "kvr",
+   "Layers buffered per link; default: no limit."),
+  ("kernel", "enum", None, "kvr",
+   "Which pairs attention computes; default: as the profile says.",
+   cost.KERNELS),
+  ("noise", "number", 0.0, "kvr",
+   "In each layer one link is slower by this, e.g. 20.", 0.0),
+  ("seed", "whole", 0, "kvr", "Random seed of --noise.", 0),
+  ("least_gain", "number", 0.05, "kvr",
+   "Part of the time that twice the ranks must save.", 0.0),
+  ("table", "text", None, "kvr", "File of partitions to look up."),
+  ("save_table", "boolean", False, "kvr",
+   "Search partitions and write them to --table."),
+  ("plot", "text", None, "kvr explain aot",
+   "PNG to draw the result in (needs matplotlib)."),
+  ("json", "boolean", False,
+   "kvr explain fit pictures aot capacity cycles",
+   "One JSON object on stdout, and nothing else."),
+  ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
+  ("paper", "boolean", False, "kvr", "Print every published row beside ours."),
+  ("fit", "boolean", False, "kvr", "Measure this machine, store a profile."),
+  ("preset", "text", None, "kvr",
+   "--fit: the model's sizes; see rj.models.PRESETS."),
+  ("name", "text", None, "kvr fit",
+   "Name of the stored profile (with --fit) or machine; default: the "
+   "hardware's."),
+  ("tokens", "texts", None, "kvr explain fit aot",
+   "Tokens of the sequence; kvr --fit, fit: of each measured call, e.g. "
+   "256,512."),
+  ("layers", "whole", 2, "kvr aot",
+   "Layers of the model; kvr --fit: to measure."),
+  ("rounds", "whole", 5, "kvr fit", "Timed runs of each call; kvr: of --fit."),
+  ("dtype", "text", None, "kvr explain fit aot capacity cycles",
+   "Dtype of the computation; kvr --fit: of the weights."),
+  ("out", "text", None, "fit pictures capacity",
+   "fit: file of the measured machine; pictures: folder for the PNGs, default "
+   "docs/strategies; capacity: path of the table, without its ending."),
+  ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),
+  ("sides", "texts", None, "fit", "Sides of square matrices, e.g. 256,512."),
+  ("chip", "text", None, "explain", "Name of a machine, or path of its file."),
+  ("shards", "texts", None, "explain",
+   "Devices of a sequence; or groups,devices."),
+  ("batch", "whole", 1, "explain aot", "Examples on a device."),
+  ("heads", "whole", 32, "explain aot cycles", "Query heads on a device."),
+  ("kv_heads", "whole", 8, "explain aot cycles", "Heads of keys and values."),
+  ("head_dim", "whole", 128, "explain aot cycles",
+   "Dimension of queries and keys."),
+  ("value_dim", "whole", None, "explain",
+   "Dimension of values; default: --head_dim."),
+  ("keys", "whole", None, "explain", "Tokens of keys; default: --tokens."),
+  ("offset", "whole", 0, "explain", "Position of the first query.", 0),
+  ("causal", "boolean", True, "explain aot", "Whether attention is causal."),
+  ("backward", "boolean", True, "explain aot cycles", "With gradients."),
+  ("layout", "enum", None, "explain", "Layout of the tokens; default: each.",
+   list(strategies.LAYOUTS)),
+  ("wire", "enum", None, "explain",
+   "Wire format of keys and values that is compared too.",
+   list(predict.WIRES)),
+  ("local", "enum", None, "explain",
+   "The local algorithm; default: what the machine has.", chips.LOCALS),
+  ("packed", "boolean", False, "explain aot", "Whether documents are packed."),
+  ("longest_document", "whole", None, "explain", "Its tokens, if known."),
+  ("model", "texts", None, "aot capacity",
+   "Presets, see rj.models.PRESETS; aot: one, or a folder with a "
+   "config.json."),
+  ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),
+  ("what", "enums", None, "aot capacity cycles",
+   "aot: which program; capacity: train, prefill; cycles: attention, decode.",
+   aot.WHAT),
+  ("strategy", "many", None, "aot capacity",
+   f"Strategy of attention, of {','.join(aot.STRATEGIES)}."),
+  ("remat", "text", None, "aot capacity",
+   "What is kept of a layer; see train.remat."),
+  ("optimizer", "text", None, "aot capacity",
+   "Optimizer of training; default: adamw."),
+  ("shard", "text", None, "aot capacity",
+   "Mesh axis that cuts weights; default: seq; or none."),
+  ("accumulate", "whole", None, "aot",
+   "Micro-batches of a step of training."),
+  ("block", "whole", None, "aot capacity",
+   "Tokens of a step of the feedforward."),
+  ("loss_block", "whole", None, "aot capacity",
+   "Tokens of a step of the head."),
+  ("q_block", "whole", None, "aot cycles", "Queries of a tile of attention."),
+  ("kv_block", "whole", None, "aot cycles", "Keys of a tile of attention."),
+  ("order", "enum", None, "aot",
+   "Order of devices: a ring of neighbours, or as they are listed.",
+   ("ring", "listed")),
+  ("hlo", "text", None, "aot", "File for the scheduled program's text."),
+  ("limit", "number", None, "aot",
+   "Part of a step that may wait for sends.", 0.0),
+  ("search", "boolean", False, "aot", "Try meshes, layouts, remat and tiles."),
+  ("tries", "whole", 12, "aot", "--search: programs to compile at most."),
+  ("timeout", "number", 3600.0, "aot capacity cycles",
+   "Seconds for a program.", 1.0),
+  ("slices", "texts", None, "capacity",
+   f"Some of {','.join(capacity.SLICES)}; default: all."),
+  ("jobs", "whole", 1, "capacity", "Programs to compile at a time."),
+  ("chips", "texts", None, "cycles",
+   f"Some of {','.join(cycles.SLICES)}; default: all."),
+)  # fmt: skip
+# Of `launch.common`.
+_COMMON = dict.fromkeys(
+  ("devices", "coordinator", "num_processes", "process_id", "distributed",
+   "init_timeout"), "fit",
+) | {"mesh": "fit aot"}  # fmt: skip
+_COMMANDS = {row[0]: row[3].split() for row in _FLAGS} | {
+  name: commands.split() for name, commands in _COMMON.items()
+}
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  new = Definer(values)
+  more: dict[str, Any] = {
+    "enum": flags.DEFINE_enum,
+    "enums": flags.DEFINE_multi_enum,
+    "many": flags.DEFINE_multi_string,
+  }
+  for name, kind, default, commands, words, *rest in _FLAGS:
+    words = f"{commands.replace(' ', ', ')}: {words}"
+    if kind in more:
+      more[kind](name, default, *rest, words, flag_values=values)
+    else:
+      getattr(new, kind)(name, default, words, *rest)
+  common.define(values)
+
+
+def defined() -> dict[str, flags.Flag]:
+  """The flags of this script alone, by name."""
+  found = flags.FlagValues()
+  define(found)
+  return {name: found[name] for name in found}
+
+
+def refused(command: str) -> list[str]:
+  """The flags that a sub-command refuses."""
+  return [name for name in defined() if command not in _COMMANDS[name]]
