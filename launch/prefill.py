@@ -37,7 +37,7 @@ from launch.group import Group
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError
-from ringjax.infer import kvr, together
+from ringjax.infer import kvr, lockstep
 from ringjax.infer.prefill import tile
 from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
@@ -49,7 +49,7 @@ from ringjax.plan.events import Timeline
 from ringjax.plan.schedules import Outcome
 
 NAME = "prefill"
-METHODS = ("kvr", "kvr_even", *together.METHODS)
+METHODS = ("kvr", "kvr_even", *lockstep.METHODS)
 _CHAINS = ("kvr", "kvr_even")
 _AUTO = "auto"
 # What `plan.choose` says, by the names here.
@@ -232,7 +232,7 @@ class _Work:
     assert peers is not None
     new, pause = values.max_new_tokens, self._pause(peers.rank)
     if name not in _CHAINS:
-      one = together.Together(model, peers, name, mesh=mesh)
+      one = lockstep.LockstepPrefill(model, peers, name, mesh=mesh)
       return lambda: one.read(ids, new_tokens=new, pause=pause)
     ranks = mesh.devices.size if peers.size == 1 else peers.size
     lengths = self._partition(name, model, ids.size, ranks)
@@ -456,7 +456,7 @@ def _as_one(
   logits = np.zeros((1, model.config.vocab), np.float32)
   logits[0, int(found[0, 0])] = 1.0
   prompt = Prompt(tokens=sum(lengths))
-  sent = kvr.link_bytes(kvr.Pieces(model), lengths, model.dtype)
+  sent = kvr.link_bytes(kvr.LayerPrograms(model).layers, lengths, model.dtype)
   return kvr.Reading(
     outcome=Outcome(
       method=name,

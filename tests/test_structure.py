@@ -246,7 +246,6 @@ CLASH = {
   "Contestant",
   "Instruction",
   "Linear",
-  "Place",
   "Plan",
   "Program",
   "Ready",
@@ -261,8 +260,6 @@ CLASH = {
   "Tile",
   "Way",
   "_Bench",
-  "_Fresh",
-  "_Tile",
 }
 # Module names that are the same idea at another layer.
 SAME_IDEA = {
