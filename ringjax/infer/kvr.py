@@ -71,6 +71,10 @@ _TILES = (512, 128)
 _AHEAD = 2
 
 
+def nothing(*_: Any) -> None:
+  """What is done where nothing is to be done."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
   """A prompt, read by a group.
@@ -138,7 +142,7 @@ class Runahead:
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
     self.kind = one_of("kind", cache_kind(kind), KINDS)
     self.programs = LayerPrograms(model, CachedAttention(), self.kind)
-    self._warm: set[Any] = set()
+    self._compiled: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()
 
   def read(
@@ -148,7 +152,7 @@ class Runahead:
     *,
     new_tokens: int = 1,
     method: str = "kvr",
-    pause: Callable[[int], Any] | None = None,
+    pause: Callable[[int], Any] = nothing,
   ) -> Reading:
     """Reads a prompt; all ranks call it, with the same arguments.
 
@@ -203,40 +207,47 @@ class Runahead:
     lengths: tuple[int, ...],
     new_tokens: int,
     method: str,
-    pause: Any,
+    pause: Callable[[int], Any],
   ) -> Reading:
     peers = self.peers
-    rank, active = peers.rank, len(lengths)
-    recorder = spans.SpanRecorder(peers)
-    session, logits = None, None
+    rank, last = peers.rank, len(lengths) - 1
     sizes = self._sizes(ids.size)
-    room = _capacity(ids.size, sizes)
-    length = ids.size + new_tokens
-    if rank == active - 1:
+    room, length = _capacity(ids.size, sizes), ids.size + new_tokens
+    first = sum(lengths[:rank])
+    tiles = _cut(first, lengths[rank], sizes) if rank <= last else []
+    session = logits = sender = None
+    if rank == last:
       session = Session(
-        self.model,
-        max(room, length),
-        dtype=self.dtype,
-        cache_kind=self.kind,
+        self.model, max(room, length), dtype=self.dtype, cache_kind=self.kind
       )
-    caches = _Caches(self, room, session)
-    # Before the others wait: no rank is given up for the time this takes.
+    caches = self._caches(room, session)
     self._compile(caches, sizes, room)
+    recorder = spans.SpanRecorder(peers)
     peers.gather("ready")
     start_s = recorder.now()
-    count = 0
-    if rank < active:
-      first = sum(lengths[:rank])
-      tiles = _cut(first, lengths[rank], sizes)
+    if tiles:
+      layers = self.programs.layers
+      link = peers, layers, self.credits, recorder
+      take = put = nothing
+      if rank > 0:
+        receiver = Receiver(*link, first, size=room, dtype=self.dtype)
+        take = receiver.take
+      if rank < last:
+        sender = Sender(*link, tiles[-1].end)
+        put = sender.put
       with peers.doing(peers_.WORKING):
-        logits = self._layers(
-          ids, tiles, length, room, rank < active - 1, caches, recorder, pause
+        x = self._layers(
+          layers, ids, tiles, length, caches, recorder, take, put, pause
         )
-      count = self._count(tiles, room)
+        if sender is not None:
+          sender.finish()
+        else:
+          logits = jax.block_until_ready(self._head(x, tiles[-1].real - 1))
     end_s = recorder.now()
     if session is not None:
-      session.commit(caches.whole(), np.array([ids.size], np.int64))
+      session.commit(caches[None], np.array([ids.size], np.int64))
       session.seen[0, ids] = True
+    count = self._count(tiles, room)
     parts = peers.gather(
       {"start": start_s, "end": end_s, "tiles": count, "spans": recorder.spans}
     )
@@ -246,7 +257,7 @@ class Runahead:
         lengths,
         parts,
         work=cost.pairs(cost.Prompt(tokens=ids.size), lengths, "causal"),
-        end=active - 1,
+        end=last,
       ),
       tiles=tuple(part["tiles"] for part in parts),
       length=length,
@@ -256,28 +267,30 @@ class Runahead:
 
   def _layers(
     self,
+    layers: Iterable[StackedLayer],
     ids: np.ndarray,
     tiles: Sequence[PromptTile],
     length: int,
-    room: int,
-    passes_on: bool,
-    caches: _Caches,
+    caches: dict[Any, KVCache],
     recorder: spans.SpanRecorder,
-    pause: Any,
-  ) -> jax.Array | None:
-    """All layers of this rank's tiles; the logits, on the last rank."""
-    peers, programs = self.peers, self.programs
-    layers, end = programs.layers, tiles[-1].end
-    link = lambda neighbour, end: (
-      peers, neighbour, layers, end, self.credits, recorder
-    )  # fmt: skip
-    receiver = sender = None
-    if peers.rank:
-      receiver = Receiver(
-        *link(peers.rank - 1, tiles[0].first), size=room, dtype=self.dtype
-      )
-    if passes_on:
-      sender = Sender(*link(peers.rank + 1, end))
+    take: Callable[[StackedLayer], LayerBlock | None],
+    put: Callable[[StackedLayer, list[LayerBlock]], Any] = nothing,
+    pause: Callable[[int], Any] = nothing,
+  ) -> jax.Array:
+    """What the last layer makes of the last tile, [1, T, D]; fills caches.
+
+    Args:
+      layers: which ones, in order.
+      ids: the prompt.
+      tiles: of this rank.
+      length: tokens of the whole context.
+      caches: of `_caches`.
+      recorder: of this rank.
+      take: returns a layer's block of the tokens before, if there are any.
+      put: gets a layer's blocks, this rank's own last.
+      pause: called first in every layer.
+    """
+    programs = self.programs
     where = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
     xs = []
     for tile in tiles:
@@ -285,9 +298,8 @@ class Runahead:
       part[0, : tile.real] = ids[tile.first : tile.end]
       xs.append(programs.embed(programs.outer, part))
     for layer in layers:
-      if pause is not None:
-        pause(layer.number)
-        peers.check()
+      pause(layer.number)
+      self.peers.check()
       weights = programs.weights(layer)
       start_s = recorder.now()
       made = self._paced(
@@ -295,25 +307,46 @@ class Runahead:
         for x, span in zip(xs, where, strict=True)
       )
       recorder.add("project", layer.number, start_s)
-      before = None if receiver is None else receiver.take(layer)
-      if sender is not None:
-        own = [
-          LayerBlock(tile.first, tile.end, k, v)
-          for tile, (_, k, v) in zip(tiles, made, strict=True)
-        ]
-        sender.put(layer, own if before is None else [before, *own])
+      before = take(layer)
+      own = [
+        LayerBlock(tile.first, tile.end, k, v)
+        for tile, (_, k, v) in zip(tiles, made, strict=True)
+      ]
+      put(layer, own if before is None else [before, *own])
       start_s = recorder.now()
-      caches.load(layer, before)
-      xs = self._paced(
-        caches.attend(layer, weights, *tile)
-        for tile in zip(xs, made, where, strict=True)
-      )
+      tokens = zip(xs, made, where, strict=True)
+      xs = self._paced(self._attend(layer, weights, tokens, before, caches))
       recorder.add("attend", layer.number, start_s)
-    if sender is not None:
-      sender.finish()
-      return None
-    row = tiles[-1].real - 1
-    return jax.block_until_ready(programs.head(programs.outer, xs[-1], row))
+    return xs[-1]
+
+  def _attend(
+    self,
+    layer: StackedLayer,
+    weights: Any,
+    tokens: Iterable[tuple[jax.Array, Any, TokenSpan]],
+    before: LayerBlock | None,
+    caches: dict[Any, KVCache],
+  ) -> Iterator[jax.Array]:
+    """A layer's outputs for the tiles, whose keys its cache has from then on.
+
+    The cache is filled with the block of the tokens before, if any.
+    """
+    programs = self.programs
+    key, kind, index = self._cache_of(layer, caches)
+    cache = caches[key]
+    if before is None:
+      cache = cache.truncate(0)
+    else:
+      cache = programs.load(kind, cache, index, *before)
+    for x, made, span in tokens:
+      out, cache = programs.attend(
+        layer.spec, kind, weights, x, made, span, cache, index
+      )
+      yield out
+    caches[key] = cache
+
+  def _head(self, x: jax.Array, row: int) -> jax.Array:
+    return self.programs.head(self.programs.outer, x, row)
 
   def _paced(self, started: Iterator[Any]) -> list[Any]:
     """Starts programs, the host at most `_AHEAD` before the device.
@@ -333,27 +366,54 @@ class Runahead:
     jax.block_until_ready(made)
     self.peers.tick()
 
+  def _caches(self, room: int, session: Session | None) -> dict[Any, KVCache]:
+    """Empty caches: the session's, or of one layer of each shape, used again.
+
+    They are called None, or as a cache of the one layer is specified.
+    """
+    found: dict[Any, KVCache] = {}
+    if session is not None:
+      found = {None: session.cache}
+    else:
+      for layer in self.programs.layers:
+        spec = self.programs.cache_spec(layer)
+        found.setdefault(
+          spec, KVCache.create((spec,), 1, room, self.dtype, kind=self.kind)
+        )
+    return jax.device_put(found, SingleDeviceSharding(self.device))
+
+  def _cache_of(
+    self, layer: StackedLayer, caches: dict[Any, KVCache]
+  ) -> tuple[Any, int, int]:
+    """What a layer's cache is called, the layer's kind and its index there."""
+    if None in caches:
+      return None, layer.kind, layer.index
+    return self.programs.cache_spec(layer), 0, 0
+
   def _compile(
-    self, caches: _Caches, sizes: tuple[int, ...], room: int
+    self, caches: dict[Any, KVCache], sizes: tuple[int, ...], room: int
   ) -> None:
-    """Compiles the programs of these caches and tiles, once."""
-    key = caches.shapes, sizes, room
-    if key in self._warm:
+    """Compiles all programs, before the others wait for this rank.
+
+    A rank is not given up for the time that this takes.
+    """
+    key = sizes, room, *((name, x.capacity) for name, x in caches.items())
+    if key in self._compiled:
       return
-    self._warm.add(key)
-    programs, span = self.programs, TokenSpan(0, 1, 1)
-    each = {(x.spec, *caches.key(x)[:2]): x for x in programs.layers}
-    for layer in each.values():
-      weights = programs.weights(layer)
-      heads = layer.spec.attention
-      empty = np.zeros((1, heads.kv_heads, room, heads.head_dim), self.dtype)
-      for size in sizes:
-        x = programs.embed(programs.outer, np.zeros((1, size), np.int32))
-        made = programs.project(layer.spec, weights, x, span, self.dtype)
-        caches.load(layer, LayerBlock(0, 1, empty, empty))
-        x = caches.attend(layer, weights, x, made, span)
-        jax.block_until_ready(programs.head(programs.outer, x, 0))
-      caches.load(layer, None)
+    self._compiled.add(key)
+
+    def empty(layer: StackedLayer) -> LayerBlock:
+      return LayerBlock.zeros(layer, 1, room, self.dtype)
+
+    tiles = [PromptTile(0, size, 1) for size in sizes]
+    recorder = spans.SpanRecorder(self.peers)
+    ids = np.zeros(1, np.int32)
+    each = {
+      (x.spec, *self._cache_of(x, caches)[:2]): x for x in self.programs.layers
+    }
+    for take in (nothing, empty):
+      x = self._layers(each.values(), ids, tiles, 1, caches, recorder, take)
+    jax.block_until_ready(self._head(x, 0))
 
   def _sizes(self, tokens: int) -> tuple[int, ...]:
     """Sizes of tiles, the largest first."""
@@ -372,65 +432,6 @@ class Runahead:
       for mask in dict.fromkeys(masks)
     }
     return sum(computed[mask] for mask in masks)
-
-
-class _Caches:
-  """The caches of a rank, empty at first.
-
-  On the last rank the session's; on others one of a single layer for each
-  shape of layer, which is filled anew in every layer.
-  """
-
-  def __init__(self, rank: Runahead, room: int, session: Session | None):
-    self._programs, self._session = rank.programs, session
-    make = lambda spec: KVCache.create(
-      (spec,), 1, room, rank.dtype, kind=rank.kind
-    )
-    found: dict[Any, KVCache]
-    if session is not None:
-      found = {None: session.cache}
-    else:
-      layers = rank.programs.layers
-      specs = dict.fromkeys(map(rank.programs.cache_spec, layers))
-      found = {spec: make(spec) for spec in specs}
-    self._caches = jax.device_put(found, SingleDeviceSharding(rank.device))
-
-  @property
-  def shapes(self) -> Any:
-    """Tells caches apart for which programs are compiled anew."""
-    return tuple((key, x.capacity) for key, x in self._caches.items())
-
-  def key(self, layer: StackedLayer) -> tuple[Any, int, int]:
-    """The name of a layer's cache, its kind and its index there."""
-    if self._session is not None:
-      return None, layer.kind, layer.index
-    return self._programs.cache_spec(layer), 0, 0
-
-  def load(self, layer: StackedLayer, block: LayerBlock | None) -> None:
-    """Fills an emptied cache with a block of the tokens before, if any."""
-    key, kind, index = self.key(layer)
-    cache = self._caches[key]
-    if block is None:
-      self._caches[key] = cache.truncate(0)
-      return
-    span = TokenSpan(block.first, block.end - block.first, block.end)
-    self._caches[key] = self._programs.load(
-      kind, cache, index, block.k, block.v, span
-    )
-
-  def attend(
-    self, layer: StackedLayer, weights: Any, x: Any, made: Any, span: TokenSpan
-  ) -> jax.Array:
-    """A layer's output for a tile, whose keys its cache has from then on."""
-    key, kind, index = self.key(layer)
-    out, self._caches[key] = self._programs.attend(
-      layer.spec, kind, weights, x, made, self._caches[key], index, span
-    )
-    return out
-
-  def whole(self) -> KVCache:
-    """The session's cache."""
-    return self._caches[None]
 
 
 # ---------------------------------------------------------------------------
@@ -472,19 +473,18 @@ def follow(
     )
   (device,) = logits.devices()
   found: list[int] = []
+  needs = getattr(sampler, "needs_seen", False)
   with jax.default_device(device):
-    stops = decode.stop_ids(tuple(stop))
-    total = jnp.int32(reading.length)
+    stops, length = decode.stop_ids(tuple(stop)), jnp.int32(reading.length)
     pos = jnp.asarray(session.lengths.astype(np.int32))
-    needs = getattr(sampler, "needs_seen", False)
     sampler, seen = traced(sampler), jnp.array(session.seen) if needs else None
     state = decode.first(sampler, logits, pos, seen, stops)
-    while True:
-      found.append(int(state.token[0]))
-      session.seen[0, found[-1]] = True
-      if len(found) == count or bool(state.done[0]):
-        break
-      try:
+    try:
+      while True:
+        found.append(int(state.token[0]))
+        session.seen[0, found[-1]] = True
+        if len(found) == count or bool(state.done[0]):
+          break
         state, session.cache = decode.step(
           session.model,
           CachedAttention(),
@@ -492,12 +492,12 @@ def follow(
           session.cache,
           state,
           stops,
-          total,
+          length,
         )
         session.lengths = session.lengths + 1
-      except BaseException:
-        session.recover()
-        raise
+    except BaseException:
+      session.recover()
+      raise
   session.pending = np.array([found[-1]], np.int64)
   return np.asarray(found, np.int32)
 

@@ -245,26 +245,28 @@ class LayerPrograms:
     kind: int,
     cache: KVCache,
     index: Any,
+    first: Any,
+    end: Any,
     k: Shaped[Array, "1 K S H"],
     v: Shaped[Array, "1 K S H"],
-    span: TokenSpan,
   ) -> KVCache:
-    """A cache that holds nothing but stored keys and values, in one layer.
+    """A cache that holds nothing but a block of stored keys, in one layer.
 
     Args:
       kind: of the layer, among the cache's.
       cache: what it held before is gone; donated.
       index: of the layer, among those of its kind.
-      k: as `project` returns them.
-      v: their values.
-      span: whose they are.
+      first: position of the first row.
+      end: position behind the last real row.
+      k: keys as `project` returns them.
+      v: values.
     """
-    at = span.at(k.shape[2])
+    at = TokenSpan(first, end - first, end).at(k.shape[2])
     cache = cache.allocate(at, replicated=False, sees=False)
     part = cache.layer(kind, cache.slots[kind], index)
     return _updated(cache, kind, part.append(k, v, at, Rotation()))
 
-  @_program(static_argnums=(0, 1), donate_argnums=(5,))
+  @_program(static_argnums=(0, 1), donate_argnums=(6,))
   def attend(
     self,
     spec: Layer,
@@ -272,9 +274,9 @@ class LayerPrograms:
     weights: Any,
     x: Float[Array, "1 T D"],
     made: tuple[jax.Array, jax.Array, jax.Array],
+    span: TokenSpan,
     cache: KVCache,
     index: Any,
-    span: TokenSpan,
   ) -> tuple[jax.Array, KVCache]:
     """The layer's output [1, T, D], and the cache with the tokens' keys.
 
@@ -284,9 +286,9 @@ class LayerPrograms:
       weights: the layer's.
       x: its input.
       made: what `project` returned for it.
+      span: the T tokens.
       cache: holds the keys of the tokens before; donated.
       index: of the layer, among those of its kind.
-      span: the T tokens.
     """
     block = jax.tree.unflatten(self._trees[spec], weights)
     q, k, v = made

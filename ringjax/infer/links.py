@@ -42,6 +42,15 @@ class LayerBlock(NamedTuple):
   k: Any
   v: Any
 
+  @classmethod
+  def zeros(
+    cls, layer: StackedLayer, end: int, size: int, dtype: Any
+  ) -> LayerBlock:
+    """All tokens before `end`, in `size` rows that are still to be filled."""
+    spec = layer.spec.attention
+    shape = (1, spec.kv_heads, size, spec.head_dim)
+    return cls(0, end, np.zeros(shape, dtype), np.zeros(shape, dtype))
+
 
 def rows(blocks: Sequence[LayerBlock], first: int) -> list[np.ndarray]:
   """The rows from position `first` on, in the order in which they are sent."""
@@ -60,31 +69,28 @@ class _LinkEnd:
   """A thread at one end of a link.
 
   Attributes:
-    ready: what the thread or the other side of it has to take.
+    peers: the group.
+    neighbour: the rank at the other end.
+    layers: the model's.
+    credits: layers that wait at this end at most.
+    recorder: of this rank.
+    end: position behind the last token whose keys pass.
+    ready: layers that have come, or that are to be sent.
   """
+
+  step = 0  # From this rank to the neighbour.
 
   def __init__(
     self,
     peers: Peers,
-    neighbour: int,
     layers: Sequence[StackedLayer],
-    end: int,
     credits: int,
     recorder: SpanRecorder,
+    end: int,
   ):
-    """Starts the thread.
-
-    Args:
-      peers: the group.
-      neighbour: the rank at the other end.
-      layers: the model's.
-      end: position behind the last token whose keys pass.
-      credits: layers that wait at this end at most.
-      recorder: of this rank.
-    """
-    self.peers, self.neighbour = peers, neighbour
-    self.layers, self.end, self.credits = layers, end, credits
-    self.recorder = recorder
+    self.peers, self.neighbour = peers, peers.rank + self.step
+    self.layers, self.credits = layers, credits
+    self.recorder, self.end = recorder, end
     self.ready: collections.deque[Any] = collections.deque()
     threading.Thread(target=self._guarded, daemon=True).start()
 
@@ -107,8 +113,10 @@ class _LinkEnd:
 class Receiver(_LinkEnd):
   """Takes the keys and values of all tokens before, layer by layer."""
 
+  step = -1
+
   def __init__(self, *link: Any, size: int, dtype: Any):
-    """As `_LinkEnd`; blocks have room for `size` rows of `dtype`."""
+    """As `_LinkEnd`; blocks have `size` rows of `dtype`."""
     self.size, self.dtype = size, dtype
     self.granted = 0
     super().__init__(*link)
@@ -148,11 +156,7 @@ class Receiver(_LinkEnd):
           f"{number}; wanted {want[1]} to {want[2]} of layer {want[0]}",
           self.neighbour,
         )
-      spec = layer.spec.attention
-      shape = (1, spec.kv_heads, self.size, spec.head_dim)
-      block = LayerBlock(
-        0, end, np.zeros(shape, self.dtype), np.zeros(shape, self.dtype)
-      )
+      block = LayerBlock.zeros(layer, end, self.size, self.dtype)
       peers_.receive(link, rows([block], first))
       self.recorder.add("receive", layer.number, start_s)
       self.ready.append(block)
@@ -162,7 +166,7 @@ class Receiver(_LinkEnd):
 class Sender(_LinkEnd):
   """Sends keys and values on to the next rank."""
 
-  sent = 0
+  step, sent = 1, 0
 
   def put(self, layer: StackedLayer, blocks: Sequence[LayerBlock]) -> None:
     """Has a layer sent; waits while `credits` of them are on their way.

@@ -98,7 +98,7 @@ class LockstepPrefill:
     tokens: Any,
     *,
     new_tokens: int = 1,
-    pause: Callable[[int], Any] | None = None,
+    pause: Callable[[int], Any] = kvr.nothing,
   ) -> kvr.Reading:
     """Reads a prompt; all processes call it, with the same arguments.
 
@@ -131,7 +131,7 @@ class LockstepPrefill:
     if width not in self._compiled:
       # Before the others wait: no rank is given up for the time this takes.
       self._compiled.add(width)
-      self._layers(ids, width, new, None, None)
+      self._layers(ids, width, new, None, kvr.nothing)
     recorder = spans.SpanRecorder(peers)
     peers.gather("ready")
     start_s = recorder.now()
@@ -164,7 +164,7 @@ class LockstepPrefill:
     width: int,
     new: int,
     recorder: spans.SpanRecorder | None,
-    pause: Any,
+    pause: Callable[[int], Any],
   ) -> jax.Array:
     """float32 [1, V], in every process; without a recorder it only compiles."""
     programs, peers = self.programs, self.peers
@@ -181,8 +181,7 @@ class LockstepPrefill:
     seg = None if real.all() else put(real.astype(np.int32))
     kept = []
     for layer in programs.layers:
-      if pause is not None:
-        pause(layer.number)
+      pause(layer.number)
       if recorder is not None:
         peers.check()
         peers.tick(layer.number + 1)

@@ -169,7 +169,7 @@ def main(folder: str, port: str, size: str, rank: str) -> None:
   want = np.asarray(model(ids[None], rows=rows)[:, 0])
   for method in lockstep.METHODS:
     one = lockstep.LockstepPrefill(whole, peers, method, mesh=mesh)
-    reading = one.read(ids, pause=slow if method == "tsp" else None)
+    reading = one.read(ids, pause=slow if method == "tsp" else kvr.nothing)
     self.note(
       method, {"logits": far(reading.logits, want), "spans": spans(reading)}
     )
