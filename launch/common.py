@@ -1,4 +1,4 @@
-"""What the launch scripts share: processes, devices, meshes, flags.
+"""What all launch scripts do: start processes, make meshes, parse flags.
 
 Several processes: by hand with --coordinator, --num_processes and
 --process_id; under srun, Open MPI and on GKE's TPU slices they find each
@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from launch import console, rendezvous
+from launch.flag_helpers import Definer
 from ringjax.errors import MeshError, OptionError
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
@@ -31,9 +32,9 @@ from ringjax.plan import draw
 T = TypeVar("T")
 AXES = ("replica", "data", "seq", "model")
 _DEVICES = 8
-# Number of processes, as those say who start them; above 1 there are others.
+# Number of processes, as their launchers say.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-# What JAX reads of a step of Slurm.
+# What JAX reads in a step of Slurm.
 _SLURM = (
   "SLURM_JOB_ID",
   "SLURM_STEP_NODELIST",
@@ -51,53 +52,40 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 def define(values: flags.FlagValues) -> None:
   """The flags of every script that computes."""
-  flags.DEFINE_string(
+  new = Definer(values)
+  new.text(
     "mesh",
     None,
     "Mesh axes and sizes, e.g. data:1,seq:8; -1 takes what is left. Axes: "
     f"{', '.join(AXES)}. Default: all devices along seq.",
-    flag_values=values,
   )
-  flags.DEFINE_integer(
+  new.whole(
     "devices",
     None,
     "CPU devices of each process; default: as many as --mesh needs, or "
     f"{_DEVICES} in all.",
-    lower_bound=1,
-    upper_bound=1024,
-    flag_values=values,
+    most=1024,
   )
-  flags.DEFINE_string(
-    "coordinator", None, "host:port of process 0.", flag_values=values
+  new.text("coordinator", None, "host:port of process 0.")
+  new.whole("num_processes", None, "Number of processes.", None)
+  new.whole("process_id", None, "Number of this process, from 0.", None)
+  new.number(
+    "init_timeout", 300.0, "Seconds to wait for the other processes.", 1.0
   )
-  flags.DEFINE_integer(
-    "num_processes", None, "How many there are.", flag_values=values
-  )
-  flags.DEFINE_integer(
-    "process_id", None, "Which one this is, from 0.", flag_values=values
-  )
-  flags.DEFINE_float(
-    "init_timeout",
-    300.0,
-    "Seconds to wait for the other processes.",
-    1.0,
-    flag_values=values,
-  )
-  flags.DEFINE_bool(
+  new.boolean(
     "distributed",
     None,
     "Whether to look for other processes; default: if the environment names "
     "some (srun, Open MPI, TPU slices on GKE).",
-    flag_values=values,
   )
 
 
 def start(values: flags.FlagValues) -> None:
-  """Makes devices and meets the other processes, before JAX is first used.
+  """Makes CPU devices and connects the processes, before JAX is first used.
 
   Raises:
-    OptionError: flags that do not go together, or a process is missing.
-    MeshError: --mesh is none.
+    OptionError: flags that do not go together, or a missing process.
+    MeshError: --mesh is not of the form data:1,seq:8.
   """
   calm()
   by_hand: dict[str, Any] = {
@@ -110,7 +98,7 @@ def start(values: flags.FlagValues) -> None:
       "flags",
       f"--{' and --'.join(given)}",
       "--coordinator, --num_processes and --process_id together",
-      "add the others",
+      "pass all three",
     )
   count = by_hand["num_processes"] if given else _found_processes()
   if given and not 0 <= by_hand["process_id"] < count:
@@ -143,7 +131,7 @@ def start(values: flags.FlagValues) -> None:
 
 
 def _check_slurm() -> None:
-  """Refuses a step of Slurm that lacks what JAX finds the processes by.
+  """Refuses a step of Slurm without the variables that JAX reads.
 
   Raises:
     OptionError: variables are missing, and no other launcher has set its own.
@@ -165,14 +153,14 @@ def _check_slurm() -> None:
 
 
 def calm() -> None:
-  """Logs warnings only, unless --verbosity says something."""
+  """Logs warnings only, unless --verbosity is passed."""
   if not flags.FLAGS.is_parsed() or not flags.FLAGS["verbosity"].present:
     # At "info" JAX lists the accelerators that it did not find.
     logging.set_verbosity(logging.WARNING)
 
 
 def _found_processes() -> int:
-  """How many processes the environment says that there are, as far as known."""
+  """The number of processes by the environment; 0 if it says nothing."""
   counts = [os.environ.get(name, "") for name in _COUNTS]
   found = [int(text) for text in counts if text.isdecimal()]
   hosts = [os.environ.get(name, "") for name in _HOSTS]
@@ -197,7 +185,7 @@ def _make_cpu_devices(values: flags.FlagValues, processes: int) -> None:
       # JAX runs already: a notebook, or a test.
       if values.devices is not None:
         raise OptionError(
-          "--devices", wanted, "it before JAX runs", "leave it out here"
+          "--devices", wanted, "no --devices once JAX runs", "leave it out"
         ) from None
 
 
@@ -240,15 +228,15 @@ def mesh(text: str | None) -> Mesh:
 
 
 def check_files(values: flags.FlagValues, *names: str) -> None:
-  """Refuses files that cannot be written, before anything is computed.
+  """Refuses output files that cannot be written, before anything is computed.
 
   Args:
     values: the flags.
     names: of those that name a file; "plot" is a picture.
 
   Raises:
-    OptionError: a folder that is not there, or what cannot be written there,
-      or no matplotlib for a picture.
+    OptionError: a missing directory, a path that cannot be written, or no
+      matplotlib for a picture.
   """
   for name in names:
     path = values[name].value
@@ -257,34 +245,26 @@ def check_files(values: flags.FlagValues, *names: str) -> None:
     if name == "plot":
       draw.figures()
     folder = os.path.dirname(os.path.abspath(path))
+    fault = None
     if not os.path.isdir(folder):
-      raise OptionError(
-        f"--{name}", path, "a path in a folder", "make the folder"
-      )
-    if not path or os.path.isdir(path):
-      raise OptionError(
-        f"--{name}",
-        f"{path!r}, a folder" if path else "nothing",
-        "a path of a file",
-        "name the file too",
-      )
-    if os.path.exists(path) and not os.path.isfile(path):
-      # A device or a pipe, such as /dev/stdout, needs nothing of its folder.
-      continue
-    try:
-      # By writing: permissions alone say nothing of a read-only disk.
-      tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-      raise OptionError(
-        f"--{name}",
-        f"{path}: {error.strerror}",
-        "a path that can be written",
-        "take another folder",
-      ) from None
+      fault = path, "a path in an existing directory", f"make {folder}"
+    elif not path or os.path.isdir(path):
+      got = f"{path!r}, a directory" if path else "an empty path"
+      fault = got, "a path of a file", "add the name of the file"
+    # A device or a pipe, such as /dev/stdout, needs nothing of its folder.
+    elif os.path.isfile(path) or not os.path.exists(path):
+      try:
+        # By writing: permissions alone say nothing of a read-only disk.
+        tempfile.TemporaryFile(dir=folder).close()
+      except OSError as error:
+        got = f"cannot write to {path}: {error.strerror}"
+        fault = got, "a writable path", "pass a path in another directory"
+    if fault is not None:
+      raise OptionError(f"--{name}", *fault)
 
 
 def share(make: Callable[[], np.ndarray]) -> np.ndarray:
-  """What `make` gives in process 0, int32 [n], in every process.
+  """The result of `make` in process 0, int32 [n], in every process.
 
   Raises:
     OptionError: it failed there.
@@ -305,8 +285,8 @@ def share(make: Callable[[], np.ndarray]) -> np.ndarray:
     raise OptionError(
       "prompt",
       "a failure in process 0",
-      "one that it can read",
-      "see what process 0 says",
+      "a prompt that it can read",
+      "see the error of process 0",
     )
   made = np.resize(made, size) if made.size != size else made
   return np.asarray(multihost_utils.broadcast_one_to_all(made))
@@ -320,7 +300,7 @@ def share(make: Callable[[], np.ndarray]) -> np.ndarray:
 def parse(
   name: str, define: Callable[[flags.FlagValues], None], argv: Sequence[str]
 ) -> flags.FlagValues:
-  """Flags of their own, to run a script from Python.
+  """Parses a script's flags, to run it from Python.
 
   Args:
     name: of the script.
@@ -340,7 +320,7 @@ def parse_words(
   define(values)
   words, before = [name, *argv], sys.argv
   try:
-    # Where ml_collections looks for what is set in a config.
+    # ml_collections looks there for fields of a config.
     sys.argv = words
     return values, values(words)[1:]
   finally:
@@ -380,8 +360,8 @@ def launch(
       console.complain(name, error)
       return 2
     except BrokenPipeError:
-      # Who reads has enough, like `head`. Python would try to write the rest
-      # once more as it ends.
+      # The reader, such as `head`, has closed the pipe. Python would try to
+      # write the rest once more as it ends.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
       return console.UNREAD
 
@@ -391,10 +371,10 @@ def launch(
 def several(
   work: Callable[[int], T], n: int, jobs: int, stop: Callable[[], None]
 ) -> Iterator[tuple[int, T]]:
-  """What `work` makes of 0 to n - 1, `jobs` at a time, as it is ready.
+  """Yields i and work(i) of 0 to n - 1, `jobs` at a time, as they are done.
 
-  The first error ends it: what has not begun is not begun any more, and `stop`
-  is called to end what has.
+  After the first error nothing is started, and `stop` is called to end what
+  runs.
   """
   with futures.ThreadPoolExecutor(max(1, min(jobs, n))) as pool:
     begun = {pool.submit(work, i): i for i in range(n)}

@@ -1,7 +1,7 @@
-"""What the launch scripts say while they work, and how they end.
+"""Console of the launch scripts: progress, errors, Ctrl-C and exit statuses.
 
-Law: stdout is for the result alone; all else goes to stderr, without control
-characters unless that is a terminal.
+Guarantees: stdout is for the result alone; all else goes to stderr, without
+control characters unless that is a terminal.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _listen() -> None:
 
 
 class Screen:
-  """What a script says on stderr while it works.
+  """The progress and the messages of a script, on stderr.
 
   On a terminal a bar with rate and remaining time; elsewhere plain lines, at
   least one in twice `every_s` seconds. In all processes but the first: nothing.
@@ -246,7 +246,7 @@ def nbytes(n: float) -> str:
 
 
 def reason(error: BaseException, doing: str, knobs: str) -> str | None:
-  """What a user should read of an error; None if it is a fault of the code.
+  """The message of an error for the user; None if it is a bug.
 
   Args:
     error: what was raised.

@@ -9,34 +9,38 @@ flags.disclaim_key_flags()
 
 
 class Definer:
-  """Defines flags among `values`."""
+  """Defines flags among `values`, each with a default and a help text."""
 
   def __init__(self, values: flags.FlagValues):
-    self._values = values
+    self._values = {"flag_values": values}
 
-  def text(self, name: str, default: str | None, words: str) -> None:
-    flags.DEFINE_string(name, default, words, flag_values=self._values)
+  def text(self, name: str, default: str | None, text: str) -> None:
+    flags.DEFINE_string(name, default, text, **self._values)
 
-  def texts(self, name: str, default: list[str] | None, words: str) -> None:
+  def texts(self, name: str, default: list[str] | None, text: str) -> None:
     """Texts with commas between."""
-    flags.DEFINE_list(name, default, words, flag_values=self._values)
+    flags.DEFINE_list(name, default, text, **self._values)
 
   def whole(
-    self, name: str, default: int | None, words: str, least: int | None = 1
+    self,
+    name: str,
+    default: int | None,
+    text: str,
+    least: int | None = 1,
+    most: int | None = None,
   ) -> None:
-    """An int, `least` or more."""
-    flags.DEFINE_integer(
-      name, default, words, lower_bound=least, flag_values=self._values
-    )
+    """An int, from `least` to `most`."""
+    flags.DEFINE_integer(name, default, text, least, most, **self._values)
 
   def number(
-    self, name: str, default: float | None, words: str,
+    self,
+    name: str,
+    default: float | None,
+    text: str,
     least: float | None = None,
-  ) -> None:  # fmt: skip
+  ) -> None:
     """A float, `least` or more."""
-    flags.DEFINE_float(
-      name, default, words, lower_bound=least, flag_values=self._values
-    )
+    flags.DEFINE_float(name, default, text, least, **self._values)
 
-  def boolean(self, name: str, default: bool | None, words: str) -> None:
-    flags.DEFINE_bool(name, default, words, flag_values=self._values)
+  def boolean(self, name: str, default: bool | None, text: str) -> None:
+    flags.DEFINE_bool(name, default, text, **self._values)

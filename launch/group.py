@@ -1,8 +1,8 @@
-"""The processes of a script: whoever is lost, the others end and say so.
+"""The processes of a script: when one is lost, the others end and say which.
 
 A process that waits in a collective for one that has died cannot be woken, and
-JAX's own way to find out takes minutes or ends in a stack trace. So each ends
-itself as soon as it hears of it, with the rank and the reason in one line.
+JAX itself notices after minutes, or aborts with a stack trace. So each process
+ends itself as soon as it is told, with the rank and the reason in one line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringjax.parallel.peers import Peers
 
 # The exit status where another process was lost.
 FAILED = 3
-# What may keep a sound process silent: a copy of gigabytes, a full machine.
+# A healthy process may be silent as long: it copies gigabytes, or is starved.
 PATIENCE_S = 60.0
 _MOMENT_S = 2.0
 
@@ -30,8 +30,8 @@ class Group:
   """This process among the others.
 
   Args:
-    screen: what this one says.
-    doing: what it is at, for the line in which it ends.
+    screen: of this process.
+    doing: returns what it does now, for its last message.
   """
 
   def __init__(self, screen: console.Screen, doing: Callable[[], str]):
@@ -41,22 +41,22 @@ class Group:
 
   @property
   def several(self) -> bool:
-    """Whether there are others."""
+    """Whether there are other processes."""
     return self._peers is not None and self._peers.size > 1
 
   def meet(self, timeout_s: float = PATIENCE_S) -> Peers:
-    """Finds the others, and ends this process when one of them is lost.
+    """Connects the processes, and ends this one when another is lost.
 
     Args:
       timeout_s: how long another may be silent.
 
     Raises:
-      PeerError: a process did not come.
+      PeerError: a process is missing.
     """
     peers = self._peers = Peers.of_processes(timeout_s=timeout_s)
 
     def failed(error: PeerError) -> None:
-      # Before JAX finds out in its own way, which ends in a stack trace.
+      # Before JAX notices and aborts with a stack trace.
       with self._ending:
         self._screen.error(f"{error}, while {self._doing()}")
         _leave(FAILED)
@@ -71,7 +71,7 @@ class Group:
     Returns only if it is alone.
     """
     if self._peers is None or not self.several:
-      # Before they have met, JAX may still have them wait for each other.
+      # Before they are connected, JAX may still have them wait for each other.
       if jax.distributed.is_initialized():
         _leave(status)
       return
@@ -85,7 +85,7 @@ class Group:
     """As `Screen.failed`; among several this process ends here."""
     text = console.reason(error, doing, knobs)
     if text is None and self.several:
-      # A collective may break before it is known whose fault that is.
+      # A collective may fail before it is known which process was lost.
       time.sleep(_MOMENT_S)
     with self._ending:
       return self._failed(error, text)
@@ -103,13 +103,13 @@ class Group:
     return status
 
   def close(self) -> None:
-    """Says good-bye."""
+    """Leaves the group; the others may go on."""
     if self._peers is not None:
       self._peers.close()
 
 
 def _leave(status: int) -> None:
   if jax.process_index() == 0:
-    # JAX's own service runs here; without it the others end in its words.
+    # JAX's coordinator runs here; without it the others abort.
     time.sleep(1.0)
   console.leave(status)

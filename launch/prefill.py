@@ -1,4 +1,4 @@
-"""Times ways to read a prompt on several devices, side by side.
+"""Times methods of prefill on several devices, side by side.
 
   python -m launch.prefill --method=all --preset=llama-100m --context=2048 \\
       --coordinator=localhost:7788 --num_processes=2 --process_id=0
@@ -9,9 +9,9 @@
 
 Methods: kvr (a balanced partition, or --partition, or --search), kvr_even, tsp
 (an all-gather, all products, then the mask), flash_tsp (without the masked
-tiles), ring, striped; auto is the one that --profile and --bandwidth speak for.
-Each is run in turn, --rounds times after one that does not count; times to the
-first token are medians.
+tiles), ring, striped; auto is the one that --profile and --bandwidth predict to
+be the fastest. Each is run in turn, --rounds times after a first run that is
+not counted; times to the first token are medians.
 
 With several processes (see launch/common.py) all get the same flags. If one
 dies, freezes or gets stuck, the others say which and end with status 3.
@@ -34,10 +34,11 @@ import ringjax as rj
 from launch import common, console, machines
 from launch.flag_helpers import Definer
 from launch.group import Group
+from launch.prompts import clash
 from ringjax import plan
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError
-from ringjax.infer import kvr, together
+from ringjax.infer import kvr, lockstep
 from ringjax.infer.prefill import tile
 from ringjax.models import tiny, work_profile
 from ringjax.models.transformer import Transformer
@@ -49,7 +50,7 @@ from ringjax.plan.events import Timeline
 from ringjax.plan.schedules import Outcome
 
 NAME = "prefill"
-METHODS = ("kvr", "kvr_even", *together.METHODS)
+METHODS = ("kvr", "kvr_even", *lockstep.METHODS)
 _CHAINS = ("kvr", "kvr_even")
 _AUTO = "auto"
 # What `plan.choose` says, by the names here.
@@ -70,26 +71,24 @@ def define(values: flags.FlagValues) -> None:
   new.texts("partition", None, "Tokens of each rank for kvr, e.g. 1216,832.")
   new.boolean("search", False, "Search kvr's partition by measuring, first.")
   machines.define(new, "Profile to plan kvr's partition or --method=auto with")
-  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.text("model", None, "Model directory; default: the model in ringjax.")
   new.text("preset", None, "Shapes of a model, with random weights.")
   new.text(
-    "prompt_file", None, "A text, UTF-8; default: sources of Python's own."
+    "prompt_file", None, "UTF-8 text to read; default: Python's own sources."
   )
-  new.text(
-    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
-  )
+  new.text("dtype", None, "bfloat16, float16 or float32; default: the model's.")
   new.whole("seed", 0, "Random seed of weights and tokens.", 0)
-  new.whole("max_new_tokens", 1, "How far kvr's last rank continues.")
+  new.whole("max_new_tokens", 1, "Tokens to generate after each method.")
   new.whole("rounds", 3, "Timed runs of each method.")
   new.whole("credits", kvr.CREDITS, "Layers buffered per link.")
   new.whole("tile", None, "Tokens of a tile of kvr; default: by the context.")
   new.number(
-    "timeout", TIMEOUT_S, "Seconds after which a silent rank is given up.", 0.0
+    "timeout", TIMEOUT_S, "Seconds after which a stalled rank is given up.", 0.0
   )
   new.text(
     "delay", None, "RANK:SECONDS, a rank that pauses before every layer."
   )
-  new.text("plot", None, "PNG to draw the ranks' time in (needs matplotlib).")
+  new.text("plot", None, "PNG of each rank's timeline (needs matplotlib).")
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -129,18 +128,19 @@ def run(
 
 
 class _Work:
-  """One run; `doing` says what it is at."""
+  """One run of the script.
+
+  Attributes:
+    doing: what it does now, for messages.
+    group: this process among the others.
+  """
+
+  _peers: Peers
 
   def __init__(self, values: flags.FlagValues, screen: console.Screen):
     self.doing = "starting"
     self.group = Group(screen, lambda: self.doing)
-    self._values = values
-    self._screen = screen
-    self._peers: Peers | None = None
-
-  # -------------------------------------------------------------------------
-  # Work
-  # -------------------------------------------------------------------------
+    self._values, self._screen = values, screen
 
   def run(self) -> dict[str, Any]:
     """Reads the prompt by all methods: all figures."""
@@ -151,10 +151,10 @@ class _Work:
     mesh = common.mesh(values.mesh)
     if mesh.shape.get("seq") != mesh.devices.size:
       raise OptionError(
-        "--mesh", values.mesh, "all devices along seq", "leave it out"
+        "--mesh", values.mesh, "all devices along seq", "leave --mesh out"
       )
     for name in ("delay", "plot"):
-      # One program is one span: nobody sees who waits for whom in it.
+      # One program is one span: it does not show which rank waits.
       if values[name].value is not None and peers.size == 1:
         raise OptionError(
           f"--{name}",
@@ -219,7 +219,7 @@ class _Work:
           "--context",
           count,
           f"at most the {ids.size} tokens of the text",
-          "lower it or pass a longer text",
+          f"pass --context={ids.size}, or a longer text",
         )
       return ids.astype(np.int32)
 
@@ -229,17 +229,19 @@ class _Work:
     self, name: str, model: Transformer, ids: np.ndarray, mesh: Any
   ) -> Callable[[], kvr.Reading]:
     values, peers = self._values, self._peers
-    assert peers is not None
-    new, pause = values.max_new_tokens, self._pause(peers.rank)
+    new, pause = values.max_new_tokens, self._pause()
     if name not in _CHAINS:
-      one = together.Together(model, peers, name, mesh=mesh)
+      one = lockstep.LockstepPrefill(model, peers, name, mesh=mesh)
       return lambda: one.read(ids, new_tokens=new, pause=pause)
     ranks = mesh.devices.size if peers.size == 1 else peers.size
     lengths = self._partition(name, model, ids.size, ranks)
     if peers.size == 1:
       read = lambda lengths: _as_one(model, ids, lengths, name, mesh, new)
     else:
-      chain = self._chain(model, peers)
+      local = jax.tree.map(lambda a: a.addressable_data(0), model)
+      chain = kvr.Runahead(
+        local, peers, credits=values.credits, tile=values.tile
+      )
       read = lambda lengths: chain.read(
         ids, lengths, new_tokens=new, method=name, pause=pause
       )
@@ -261,11 +263,6 @@ class _Work:
     for reason in choice.why:
       self._screen.say(f"  {reason}")
     return _CHOSEN[choice.way.method]
-
-  def _chain(self, model: Transformer, peers: Peers) -> kvr.Runahead:
-    values = self._values
-    local = jax.tree.map(lambda a: a.addressable_data(0), model)
-    return kvr.Runahead(local, peers, credits=values.credits, tile=values.tile)
 
   def _partition(
     self, name: str, model: Transformer, tokens: int, ranks: int
@@ -310,11 +307,9 @@ class _Work:
     )
     return found.lengths
 
-  def _pause(self, rank: int) -> Callable[[int], None] | None:
-    if self._values.delay is None:
-      return None
-    who, seconds = _delay(self._values.delay)
-    return (lambda layer: time.sleep(seconds)) if who == rank else None
+  def _pause(self) -> Callable[[int], None]:
+    rank, seconds = _delay(self._values.delay or "-1:0")
+    return lambda layer: time.sleep(seconds * (rank == self._peers.rank))
 
   def _interleave(
     self, runs: dict[str, Callable[[], kvr.Reading]]
@@ -343,32 +338,28 @@ class _Work:
     model: Transformer,
   ) -> dict[str, Any]:
     values, peers = self._values, self._peers
-    assert peers is not None
     self.doing = "decoding"
-    rows, drawn = [], []
+    middles = {name: _median(readings) for name, readings in found.items()}
+    drawn = [reading.outcome for reading in middles.values()]
+    simulated = {o.method: o for o in self._simulate(drawn, ids.size)}
+    rows, pairs = [], []
     for name, readings in found.items():
+      middle = middles[name].outcome
       seconds = [float(r.outcome.seconds) for r in readings]
-      middle = _median(readings)
-      row = middle.outcome.record() | {
+      again = simulated.get(f"{name}, simulated")
+      row = middle.record() | {
         "seconds": statistics.median(seconds),
         "rounds_s": seconds,
-        "tiles_by_rank": list(middle.tiles),
-        "computed_s_by_rank": _computed(middle.outcome),
+        "tiles_by_rank": list(middles[name].tiles),
+        "computed_s_by_rank": _computed(middle),
       }
-      rows.append(row | self._continue(name, readings[-1]))
-      drawn.append(middle.outcome)
-    simulated = self._simulate(drawn, ids.size)
-    for row in rows:
-      for one in simulated:
-        if one.method == f"{row['method']}, simulated":
-          row["simulated_s"] = float(one.seconds)
+      if again is not None:
+        row["simulated_s"] = float(again.seconds)
+      if middle.timeline.spans:
+        pairs += [middle, *filter(None, [again])]
+      rows.append(row | self._continue(readings[-1]))
     if values.plot is not None and peers.rank == 0:
-      pairs = [
-        [one, *(s for s in simulated if s.method.startswith(f"{one.method},"))]
-        for one in drawn
-        if one.timeline.spans
-      ]
-      draw.outcomes([o for pair in pairs for o in pair], values.plot)
+      draw.outcomes(pairs, values.plot)
       self._screen.say(f"wrote {values.plot}")
     return {
       "tokens": int(ids.size),
@@ -382,10 +373,9 @@ class _Work:
       "methods": rows,
     }
 
-  def _continue(self, name: str, reading: kvr.Reading) -> dict[str, Any]:
-    """What follows, from the rank that has it."""
+  def _continue(self, reading: kvr.Reading) -> dict[str, Any]:
+    """The tokens that follow, from the rank that generates them."""
     peers, count = self._peers, self._values.max_new_tokens
-    assert peers is not None
     tokens: list[int] = []
     start = time.monotonic()
     if reading.session is not None:
@@ -400,26 +390,23 @@ class _Work:
   def _simulate(
     self, measured: Sequence[Outcome], tokens: int
   ) -> list[Outcome]:
-    """The chains again, played with what their devices and links took."""
+    """The chains, simulated with the measured speed of devices and links."""
     chains = [o for o in measured if o.method in _CHAINS and o.timeline.spans]
     made = _fitted(chains)
     if made is None:
       return []
     profile, network = made
-    prompt = Prompt(tokens=tokens)
-    named = lambda name: f"{name}, simulated"
-    found = [
+    return [
       schedules.kvr(
         profile,
-        prompt,
+        Prompt(tokens=tokens),
         o.lengths,
         network,
         credits=self._values.credits,
-        name=named(o.method),
+        name=f"{o.method}, simulated",
       )
       for o in chains
     ]
-    return found
 
   def _begin(self, doing: str) -> None:
     self.doing = doing
@@ -456,7 +443,7 @@ def _as_one(
   logits = np.zeros((1, model.config.vocab), np.float32)
   logits[0, int(found[0, 0])] = 1.0
   prompt = Prompt(tokens=sum(lengths))
-  sent = kvr.link_bytes(kvr.Pieces(model), lengths, model.dtype)
+  sent = kvr.link_bytes(kvr.LayerPrograms(model).layers, lengths, model.dtype)
   return kvr.Reading(
     outcome=Outcome(
       method=name,
@@ -567,7 +554,6 @@ def words(done: dict[str, Any]) -> list[str]:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
-  clash = lambda got, want: OptionError("flags", got, want, "leave one out")
   methods = _methods(values.method)
   ways = [n for n in ("partition", "profile", "search") if values[n].value]
   if len(ways) > 1:
@@ -586,7 +572,7 @@ def _check(values: flags.FlagValues) -> None:
     raise clash("--preset and --prompt_file", "--model with a text")
   if values.timeout <= 0:
     raise OptionError(
-      "--timeout", values.timeout, "seconds above 0", "raise it"
+      "--timeout", values.timeout, "seconds above 0", "pass --timeout=10"
     )
   if values.partition is not None:
     lengths = _ints("partition", values.partition)
@@ -597,17 +583,15 @@ def _check(values: flags.FlagValues) -> None:
 
 
 def _methods(given: Sequence[str]) -> tuple[str, ...]:
-  if list(given) == ["all"]:
-    return METHODS
-  if list(given) == [_AUTO]:
-    return (_AUTO,)
+  if list(given) in (["all"], [_AUTO]):
+    return METHODS if given[0] == "all" else (_AUTO,)
   wrong = [name for name in given if name not in METHODS]
   if wrong or not given:
     raise OptionError(
       "--method",
       ",".join(given) or "none",
       f"auto, all, or some of {', '.join(METHODS)}",
-      "choose some",
+      "pass --method=all, or names with commas between",
     )
   return tuple(dict.fromkeys(given))
 

@@ -1,6 +1,6 @@
-"""What launch.generate reads: a text that is given, or one that is made up.
+"""Prompts of launch.generate: the user's text, or a passkey task.
 
-Made up: sources of Python's standard library, in which a line with a passkey
+The task: sources of Python's standard library, in which a line with a passkey
 is hidden, and the question for it.
 """
 
@@ -19,7 +19,7 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.models import tiny
 
 CONTEXT = 66_000
-# What a model may need to name the passkey.
+# Room for an answer that names the passkey.
 ANSWER_TOKENS = 64
 _FILE_BYTES = 1 << 30
 _NAMES = ("amber", "birch", "cobalt", "ember", "fjord", "garnet", "willow")
@@ -27,12 +27,12 @@ _NAMES = ("amber", "birch", "cobalt", "ember", "fjord", "garnet", "willow")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-  """What is read.
+  """A prompt: a document and a question about it.
 
   Attributes:
     document: what comes first.
     question: what comes last.
-    source: whose text it is, in words.
+    source: where the document comes from, for the summary.
     depth: where the passkey is hidden, or None where there is none.
     passkey: what to answer, or None.
   """
@@ -50,7 +50,7 @@ def clash(got: str, want: str) -> OptionError:
 
 
 def made_up(values: flags.FlagValues) -> bool:
-  """Whether no text is given."""
+  """Whether the prompt is the passkey task, as no text is passed."""
   return values.prompt is None and values.prompt_file is None
 
 
@@ -73,10 +73,10 @@ def chat(values: flags.FlagValues, tokenizer: Any) -> ChatTemplate | None:
 
 
 def given(values: flags.FlagValues) -> Prompt:
-  """The text that --prompt and --prompt_file give.
+  """The prompt of --prompt and --prompt_file.
 
   Raises:
-    PromptError: it is empty, too long, or no text.
+    PromptError: an empty or too long text, or a file that is not UTF-8.
     OSError: a file cannot be read.
   """
   question, path = values.prompt, values.prompt_file
@@ -94,7 +94,7 @@ def given(values: flags.FlagValues) -> Prompt:
 def _refuse_blank(name: str, text: str, got: str) -> None:
   if not text.strip():
     raise PromptError(
-      name, got, "a text to continue", "write one, or leave it out"
+      name, got, "a text to continue", f"pass a text, or leave {name} out"
     )
 
 
@@ -118,7 +118,7 @@ def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
   question = tiny.QUESTION.format(**fact)
   context = values.context
   if context is None:
-    # Beside the answer a chat template takes some.
+    # A chat template takes some beside the answer.
     answer = max(values.max_new_tokens or 0, ANSWER_TOKENS)
     context = min(CONTEXT, max(positions - answer - ANSWER_TOKENS, 1))
   count = lambda text: len(tokenizer.encode(text))
@@ -128,7 +128,7 @@ def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
       "--context",
       context,
       f"more than {context - room} tokens, which the question takes",
-      "raise it",
+      f"pass --context={context - room + 1} or more",
     )
   document = documents.fit(room, count)
   files = "file" if document.files == 1 else "files"
@@ -152,10 +152,10 @@ def _read(path: str) -> str:
       "--prompt_file",
       f"{path}, over {_FILE_BYTES:,} bytes",
       "a smaller file",
-      "cut it",
+      "pass a part of it",
     )
   try:
-    # Without the mark with which some editors begin a file.
+    # Without the byte order mark with which some editors begin a file.
     return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise PromptError(

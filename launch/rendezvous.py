@@ -1,32 +1,33 @@
-"""Are all processes there? Asked before JAX meets them.
+"""Rendezvous of all processes, before `jax.distributed` connects them.
 
-JAX ends a process that waits in vain for another in its own way: an abort and
-a stack trace of C++. So process 0 first listens at the coordinator's address,
-the others call it there, say who they are and stay on the line, and all go on
-when all are there, or none. Who hangs up was not there: a process that died may
-be started again.
+JAX aborts a process that waits in vain for another, with a stack trace of C++.
+So process 0 first listens at the coordinator's address, the others connect,
+say their numbers and stay connected, and all go on when all are there, or none.
+A process that disconnects is not counted: one that died may be started again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import ipaddress
 import json
 import selectors
 import socket
 import time
+from typing import Any
 
 from ringjax.errors import OptionError
 
 _PAUSE_S, _LONGEST = 0.1, 1 << 12
-# For an answer, which no line is too full to take.
+# To send an answer, which fits any buffer.
 _ANSWER_S = 1.0
 _GO = "go"
 
 
 def call(address: str, processes: int, number: int, timeout_s: float) -> None:
-  """Returns when all processes have called.
+  """Returns when all processes have connected.
 
   Args:
     address: HOST:PORT of process 0.
@@ -35,11 +36,13 @@ def call(address: str, processes: int, number: int, timeout_s: float) -> None:
     timeout_s: how long it waits for the others.
 
   Raises:
-    OptionError: a process did not come, or they do not agree.
+    OptionError: a process is missing, or they do not agree.
   """
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-    raise OptionError("--coordinator", address, "HOST:PORT", "correct it")
+    raise OptionError(
+      "--coordinator", address, "HOST:PORT", "pass it like host0:1234"
+    )
   if processes == 1:
     return
   end = time.monotonic() + timeout_s
@@ -52,39 +55,39 @@ def call(address: str, processes: int, number: int, timeout_s: float) -> None:
 def _listen(
   host: str, port: int, processes: int, end: float, timeout_s: float
 ) -> None:
-  """Process 0: waits for all others, and tells them how it went."""
+  """Process 0: waits for all others, and answers them."""
   with contextlib.ExitStack() as stack:
     try:
-      doors = [stack.enter_context(door) for door in _doors(host, port)]
+      servers = [stack.enter_context(server) for server in _servers(host, port)]
     except OSError as error:
       raise OptionError(
         "--coordinator",
         f"port {port}: {error.strerror}",
         "a free port of the machine that process 0 is on",
-        "choose another",
+        "pass another port",
       ) from None
-    desk = stack.enter_context(_Desk(doors, processes))
+    attendance = stack.enter_context(_Attendance(servers, processes))
     fault = None
-    while fault is None and not desk.all_there():
+    while fault is None and not attendance.complete():
       left = end - time.monotonic()
-      if left <= 0:
-        absent = sorted(set(range(1, processes)) - set(desk.came))
-        fault = (
-          f"{len(desk.came) + 1} of {processes} within {timeout_s:g} s; "
-          f"missing: {', '.join(map(str, absent[:8]))}"
-        )
-      else:
-        fault = desk.hear(left)
-    desk.tell(_GO if fault is None else fault)
+      if left > 0:
+        fault = attendance.wait(left)
+        continue
+      absent = sorted(set(range(1, processes)) - set(attendance.came))
+      fault = (
+        f"{len(attendance.came) + 1} of {processes} within {timeout_s:g} s; "
+        f"missing: {', '.join(map(str, absent[:8]))}"
+      )
+    attendance.answer(fault or _GO)
   if fault is not None:
     raise _absent(fault)
 
 
-def _doors(host: str, port: int) -> list[socket.socket]:
-  """Listens where `host` is, and nowhere else, if that is this machine alone.
+def _servers(host: str, port: int) -> list[socket.socket]:
+  """Listens on loopback alone if `host` is a loopback address.
 
   For any other name on all interfaces, of IPv6 and IPv4 or what there is of
-  them: what a name is elsewhere, this machine may not know.
+  them: this machine may not know by which address others reach it.
   """
   found = _loopback(host)
   if not found:
@@ -95,28 +98,28 @@ def _doors(host: str, port: int) -> list[socket.socket]:
         ("", port), family=family, dualstack_ipv6=both, backlog=1024
       )
     ]
-  doors: list[socket.socket] = []
+  servers: list[socket.socket] = []
   for family, address in found:
     try:
-      doors.append(
+      servers.append(
         socket.create_server((address, port), family=family, backlog=1024)
       )
     except OSError as error:
-      # One of the two that "localhost" is may not be there.
+      # A machine may lack one of the two families of "localhost".
       missing = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
       if error.errno in missing and len(found) > 1:
         continue
-      for door in doors:
-        door.close()
+      for server in servers:
+        server.close()
       raise
-  return doors
+  return servers
 
 
 def _loopback(host: str) -> list[tuple[socket.AddressFamily, str]]:
-  """Families and addresses, if only this machine has them.
+  """Families and addresses of a loopback address; else nothing.
 
-  By what is written alone: a machine may call itself by a name that is a
-  loopback address here and another one elsewhere.
+  Names are not resolved: a machine's own name may be a loopback address here
+  and another one elsewhere.
   """
   if host == "localhost":
     return [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
@@ -130,122 +133,118 @@ def _loopback(host: str) -> list[tuple[socket.AddressFamily, str]]:
   return [(family, host)]
 
 
-class _Line:
-  """Somebody who called.
+@dataclasses.dataclass(eq=False)
+class _Caller:
+  """A connection to process 0.
 
   Attributes:
-    said: what was heard so far.
-    number: who it is, once it said so.
+    socket: the connection.
+    said: what was received so far.
+    number: of the process, once it has said so.
   """
 
-  def __init__(self, line: socket.socket):
-    self.socket = line
-    self.said = b""
-    self.number: int | None = None
-
-  def hear(self) -> bool:
-    """Takes what has come, without waiting; whether it is still there."""
-    try:
-      more = self.socket.recv(_LONGEST)
-    except (BlockingIOError, InterruptedError):
-      return True
-    except OSError:
-      return False
-    self.said += more
-    return bool(more) and len(self.said) <= _LONGEST
+  socket: socket.socket
+  said: bytes = b""
+  number: int | None = None
 
 
-class _Desk:
-  """Where process 0 writes down who is there.
+class _Attendance:
+  """The processes that have called process 0 and are still connected.
 
   Attributes:
-    came: the lines of those who said who they are, and are still there.
+    came: their connections, by the processes' numbers.
   """
 
-  def __init__(self, doors: list[socket.socket], processes: int):
-    self.came: dict[int, _Line] = {}
+  def __init__(self, servers: list[socket.socket], processes: int):
+    self.came: dict[int, _Caller] = {}
     self._processes = processes
-    self._waiting = selectors.DefaultSelector()
-    # Who is to hear how it went, beside those who came.
-    self._odd: list[_Line] = []
-    for door in doors:
-      door.setblocking(False)
-      self._waiting.register(door, selectors.EVENT_READ, door)
+    self._selector = selectors.DefaultSelector()
+    # Connections that are answered too, though they do not fit.
+    self._odd: list[_Caller] = []
+    for server in servers:
+      server.setblocking(False)
+      self._selector.register(server, selectors.EVENT_READ)
 
-  def __enter__(self) -> _Desk:
+  def __enter__(self) -> _Attendance:
     return self
 
   def __exit__(self, *_: object) -> None:
-    held = [key.data for key in self._waiting.get_map().values()]
-    self._waiting.close()
-    for line in held:
-      if isinstance(line, _Line):
-        line.socket.close()
+    callers = [key.data for key in self._selector.get_map().values()]
+    self._selector.close()
+    for caller in filter(None, callers):
+      caller.socket.close()
 
-  def all_there(self) -> bool:
-    """Whether all others called, and none has hung up since."""
-    if len(self.came) < self._processes - 1:
-      return False
-    for line in list(self.came.values()):
-      self._look(line)
+  def complete(self) -> bool:
+    """Whether all others have called, and none has disconnected since."""
+    if len(self.came) == self._processes - 1:
+      for caller in list(self.came.values()):
+        self._receive(caller)
     return len(self.came) == self._processes - 1
 
-  def hear(self, wait_s: float) -> str | None:
-    """Waits for something to come, and takes it; what is wrong with it."""
-    for key, _ in self._waiting.select(wait_s):
-      if not isinstance(key.data, _Line):
-        self._open(key.data)
+  def wait(self, wait_s: float) -> str | None:
+    """Takes what comes within `wait_s` seconds; what is wrong with it."""
+    for key, _ in self._selector.select(wait_s):
+      server: Any = key.fileobj
+      if key.data is None:
+        self._accept(server)
       # It may have been dropped a moment ago.
-      elif key.data.socket.fileno() >= 0 and self._look(key.data):
+      elif server.fileno() >= 0 and self._receive(key.data):
         fault = self._note(key.data)
         if fault is not None:
           return fault
     return None
 
-  def tell(self, said: str) -> None:
-    """Answers all who came."""
-    for line in [*self.came.values(), *self._odd]:
+  def answer(self, text: str) -> None:
+    """Answers all processes that came."""
+    for caller in [*self.came.values(), *self._odd]:
       with contextlib.suppress(OSError):
-        line.socket.settimeout(_ANSWER_S)
-        line.socket.sendall(f"{said}\n".encode())
+        caller.socket.settimeout(_ANSWER_S)
+        caller.socket.sendall(f"{text}\n".encode())
 
-  def _open(self, door: socket.socket) -> None:
+  def _accept(self, server: socket.socket) -> None:
     try:
-      line, _ = door.accept()
+      made, _ = server.accept()
     except BlockingIOError:
       return
     except OSError:
-      # No more lines than the system allows: some will hang up.
+      # More connections than the system allows: some will be closed.
       time.sleep(_PAUSE_S)
       return
-    line.setblocking(False)
-    self._waiting.register(line, selectors.EVENT_READ, _Line(line))
+    made.setblocking(False)
+    self._selector.register(made, selectors.EVENT_READ, _Caller(made))
 
-  def _look(self, line: _Line) -> bool:
-    """Whether a line is still there; else it is forgotten."""
-    if line.hear():
+  def _receive(self, caller: _Caller) -> bool:
+    """Takes what has come, without waiting; drops a closed connection."""
+    try:
+      more = caller.socket.recv(_LONGEST)
+    except (BlockingIOError, InterruptedError):
       return True
-    self._drop(line)
+    except OSError:
+      more = b""
+    caller.said += more
+    if more and len(caller.said) <= _LONGEST:
+      return True
+    self._drop(caller)
     return False
 
-  def _drop(self, line: _Line) -> None:
-    self._waiting.unregister(line.socket)
-    line.socket.close()
-    if line.number is not None:
-      del self.came[line.number]
+  def _drop(self, caller: _Caller) -> None:
+    self._selector.unregister(caller.socket)
+    caller.socket.close()
+    if caller.number is not None:
+      del self.came[caller.number]
 
-  def _note(self, line: _Line) -> str | None:
-    """Writes down who it is, if it has said so; what is wrong with it."""
-    if line.number is not None or not line.said.endswith(b"\n"):
+  def _note(self, caller: _Caller) -> str | None:
+    """Notes a process, once its number has come; what is wrong with it."""
+    if caller.number is not None or not caller.said.endswith(b"\n"):
       return None
     try:
-      said = json.loads(line.said)
+      said = json.loads(caller.said)
       number, count = said["number"], said["processes"]
     except (ValueError, KeyError, TypeError, RecursionError):
       number = count = None
     if type(number) is not int or type(count) is not int:
-      # A stranger.
-      self._drop(line)
+      # Not a process of this run.
+      self._drop(caller)
       return None
     fault = None
     if count != self._processes:
@@ -255,13 +254,13 @@ class _Desk:
       )
     elif not 0 < number < self._processes:
       fault = f"--process_id={number} of {self._processes} processes"
-    elif number in self.came and self._look(self.came[number]):
+    elif number in self.came and self._receive(self.came[number]):
       fault = f"two processes with --process_id={number}"
     if fault is not None:
-      self._odd.append(line)
+      self._odd.append(caller)
       return fault
-    line.number = number
-    self.came[number] = line
+    caller.number = number
+    self.came[number] = caller
     return None
 
 
@@ -272,7 +271,7 @@ def _report(
   end: float,
   timeout_s: float,
 ) -> None:
-  """Another process: calls process 0 until it answers."""
+  """Another process: connects to process 0 until it answers."""
   why = "no answer"
   while (left := end - time.monotonic()) > 0:
     try:
@@ -289,14 +288,14 @@ def _report(
       return
     if heard:
       raise _absent(heard)
-    # It has gone: it may be that another run held the port.
+    # Closed without an answer: another run may have held the port.
     time.sleep(_PAUSE_S)
   raise OptionError(
     "--coordinator",
     f"{address[0]}:{address[1]}, where process 0 did not answer within "
     f"{timeout_s:g} s ({why})",
     "the address of process 0",
-    "start it, correct the address, or raise --init_timeout",
+    "start it, pass its address, or a larger --init_timeout",
   )
 
 
@@ -305,12 +304,12 @@ def _absent(fault: str) -> OptionError:
     "processes",
     fault,
     "each of them once",
-    "start what is missing, or raise --init_timeout",
+    "start what is missing, or pass a larger --init_timeout",
   )
 
 
 def _answer(line: socket.socket, end: float) -> str:
-  """What came until the end of the line; nothing if it was not ended.
+  """The line that comes; empty if the connection ends before it does.
 
   Raises:
     OSError: it took until `end`.

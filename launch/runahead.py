@@ -73,7 +73,7 @@ class Settings:
           name,
           ",".join(wrong) or "none",
           f"some of {', '.join(known)}",
-          "choose some",
+          "pass names with commas between",
         )
     for count in (*self.tokens, self.rounds):
       cost.check_count("tokens, rounds", count)
@@ -199,7 +199,7 @@ def _delayed(settings: Settings, say: Callable[[str], Any]) -> dict[str, Any]:
       "contestants",
       ",".join(settings.methods),
       "kvr, tsp or flash_tsp among them, for what is delayed",
-      "add one, or leave the part out",
+      "pass one of them too, or leave the part out",
     )
   last = settings.processes - 1
   flags = [f"--method={','.join(methods)}"]
@@ -226,7 +226,7 @@ def _processes(
   """launch.prefill in several processes: the figures."""
   cores = sorted(_cores())
   count = settings.processes
-  # Whoever has fewer cores than processes shares them.
+  # With fewer cores than processes some share a core.
   mine = [
     cores[rank::count] or [cores[rank % len(cores)]] for rank in range(count)
   ]
@@ -269,7 +269,7 @@ def _processes(
         f"process {rank}",
         f"status {statuses[rank]}: {said or 'see above'}",
         "a run of launch.prefill that ends well",
-        "correct what it says",
+        "run launch.prefill with these flags to see why",
       )
     found = json.loads((folder / "0.json").read_text())
   return found | {"cores": "; ".join(",".join(map(str, m)) for m in mine)}

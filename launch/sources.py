@@ -1,4 +1,4 @@
-"""What rows of a training are made of, by the entries of its config.
+"""Training data: the sources that the entries of a config describe.
 
 An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
 
@@ -77,7 +77,10 @@ def mixture(
     kind, weight = entry.pop("kind", None), entry.pop("weight", 1.0)
     if kind not in KINDS:
       raise OptionError(
-        "sources", f"kind {kind!r}", f"one of {', '.join(KINDS)}", "choose one"
+        "sources",
+        f"kind {kind!r}",
+        f"one of {', '.join(KINDS)}",
+        "pass kind='library', for instance",
       )
     try:
       found.append(_source(kind, entry, tokenizer, length, vocab))
@@ -89,7 +92,7 @@ def mixture(
         f"sources, {kind}",
         f"{', '.join(entry) or 'nothing'} ({error})",
         "kind, weight and what the kind takes",
-        "correct the names; see launch/sources.py",
+        "pass the names that launch/sources.py lists",
       ) from None
   return Mixture(found, weights)
 

@@ -1,4 +1,4 @@
-"""Ranks agree on what they are about to do, before they do it."""
+"""Ranks compare what they are about to do, before they do it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import collections
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import (
-  OptionError,
-  PeerError,
-  RingjaxError,
-)
+from ringjax.errors import OptionError, PeerError, RingjaxError
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
+
+_T = TypeVar("_T")
 
 
 def check_partition(
@@ -40,18 +39,24 @@ def check_partition(
   return lengths
 
 
-def agree(peers: Peers, make: Callable[[], dict[str, Any]]) -> None:
-  """Refuses to start unless all ranks have the same card.
+def agree(peers: Peers, make: Callable[[], tuple[dict[str, Any], _T]]) -> _T:
+  """Has all ranks compare what they are about to do, before they do it.
+
+  Args:
+    peers: the group.
+    make: returns what has to be the same on all ranks, JSON values by name,
+      and what this function returns.
 
   Raises:
     PeerError: it names a rank that differs from most and in what, or one
-      that cannot make a card.
+      whose `make` failed.
     RingjaxError: what `make` raises, on the rank that it concerns.
   """
+  peers.check()
   try:
-    card, refusal = make(), None
+    (card, made), refusal = make(), None
   except RingjaxError as error:
-    card, refusal = {"refused": f"{error}"}, error
+    card, made, refusal = {"refused": f"{error}"}, None, error
   cards = peers.gather(card)
   if refusal is not None:
     raise refusal
@@ -60,33 +65,40 @@ def agree(peers: Peers, make: Callable[[], dict[str, Any]]) -> None:
       raise PeerError(f"rank {rank} refused: {other['refused']}", rank=rank)
   for name in card:
     texts = [json.dumps(c.get(name)) for c in cards]
-    most, count = collections.Counter(texts).most_common(1)[0]
-    if count == len(texts):
-      continue
-    odd = next(r for r, text in enumerate(texts) if text != most)
-    raise PeerError(
-      f"rank {odd}",
-      f"{name} {texts[odd]}",
-      f"{most}, as rank {texts.index(most)} has",
-      "start all processes with the same model and flags",
-      rank=odd,
-    )
+    ((most, count),) = collections.Counter(texts).most_common(1)
+    if count < len(texts):
+      odd = next(r for r, text in enumerate(texts) if text != most)
+      raise PeerError(
+        f"rank {odd}",
+        f"{name} {texts[odd]}",
+        f"{most}, as rank {texts.index(most)} has",
+        "start all processes with the same model and flags",
+        rank=odd,
+      )
+  return made  # pyrefly: ignore
+
+
+def reading(model: Transformer, ids: np.ndarray) -> dict[str, Any]:
+  """What ranks that read a prompt have to agree on: the model and the ids."""
+  return {
+    "tokens": f"{ids.size} of digest {digest(ids.tobytes())}",
+    "model config": digest(repr(model.config).encode()),
+    "model weights": fingerprint(model),
+    "model dtype": jnp.dtype(model.dtype).name,
+  }
 
 
 def digest(data: bytes) -> str:
-  """A short name of some bytes."""
+  """The first 64 bits of a SHA-256, in hexadecimal digits."""
   return hashlib.sha256(data).hexdigest()[:16]
 
 
 def fingerprint(model: Transformer) -> str:
-  """Tells models apart by some of their weights."""
+  """A digest of a corner of each of a model's weights, to tell models apart."""
   found = hashlib.sha256()
   for leaf in jax.tree.leaves(model):
-    here = np.asarray(leaf) if _is_host(leaf) else leaf
-    corner = here[tuple(slice(0, 4) for _ in here.shape)]
+    on_host = all(d.platform == "cpu" for d in leaf.devices())
+    weight = np.asarray(leaf) if on_host else leaf
+    corner = weight[tuple(slice(0, 4) for _ in weight.shape)]
     found.update(np.asarray(corner).tobytes())
   return found.hexdigest()[:16]
-
-
-def _is_host(x: jax.Array) -> bool:
-  return all(d.platform == "cpu" for d in x.devices())

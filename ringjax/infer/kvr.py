@@ -1,37 +1,40 @@
 """KV-Runahead: a chain of processes reads a prompt, each an uneven part of it.
 
-Law:   the last rank ends with the cache that one device would have, and with
-       the same logits; what an earlier rank computes never waits for a later
-       one, but for `credits`.
-Cost:  over link i travel the keys and values of all tokens up to rank i's last,
-       exactly so many rows, once a layer; of a layer with a window only those
-       that a later query sees. Rank i computes c_i of the linear part, and the
-       tiles of c_i queries under the diagonal.
-Memory: an earlier rank holds one layer's keys at a time, and `credits` layers
-       at each end of a link; the last one the whole cache.
-Ref:   Cho et al. 2024, KV-Runahead, arXiv 2405.05329.
+Guarantees: the last rank ends with the cache that one device would have, and
+with the same logits; what an earlier rank computes never waits for a later
+one, but for `credits`.
+Cost: over link i travel the keys and values of all tokens up to rank i's last,
+exactly so many rows, once a layer; of a layer with a window only those that a
+later query sees. Rank i computes c_i of the linear part, and the tiles of c_i
+queries under the diagonal.
+Memory: an earlier rank holds a cache of one layer, and `credits` layers at each
+end of a link; the last one the whole cache.
+Ref: Cho et al. 2024, KV-Runahead, arXiv 2405.05329.
 
 Layer by layer, from the host, rank i of p:
 
   1  queries, keys and values of its own tokens, tile by tile
   2  keys and values of all tokens before them, from rank i - 1
-  3  both in one array, by position
-  4  all of it on its way to rank i + 1, by a thread of its own
-  5  attention of its own queries, output projection, feedforward
+  3  both on their way to rank i + 1, by a thread of its own
+  4  what came into its cache; then, tile by tile, its own keys into it,
+     attention of its own queries, output projection, feedforward
+
+What travels are blocks of keys and values as the cache stores them, and its
+layers append them: any cache of the kinds `KINDS` will do.
 
 Arrays travel through TCP, and not as collectives of two devices: a collective
 takes its turn in the queue of the device's computations, so that a rank that
-sends would wait for the one that receives. Whoever does not get on is told
-from who waits (`Peers`), and can be left.
+sends would wait for the one that receives. `Peers` tells stalled ranks from
+waiting ones; a stalled rank is given up.
 
 A new partition compiles nothing: tiles have two sizes, positions and lengths
-are data, and all ranks have room for the same number of keys.
+are data, and blocks have room for the same number of keys on all ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,20 +43,15 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ringjax import plan
-from ringjax.checks import float_dtype, positive_int
+from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.errors import OptionError, PeerError
-from ringjax.infer import decode, inputs, prefill, spans
-from ringjax.infer.agree import (
-  agree,
-  check_partition,
-  digest,
-  fingerprint,
-)
-from ringjax.infer.layerwise import Pieces, Place
-from ringjax.infer.links import Inbox, Outbox, first_needed
+from ringjax.infer import agree, decode, inputs, prefill, spans
+from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
+from ringjax.infer.links import LayerBlock, Receiver, Sender
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
-from ringjax.infer.spans import Events
+from ringjax.kv.cache import KVCache
+from ringjax.kv.cache_kind import DENSE, CacheKind, cache_kind
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
@@ -65,10 +63,16 @@ from ringjax.plan import cost
 from ringjax.plan.schedules import Outcome
 
 CREDITS = 2
+# Kinds of caches whose stored keys a layer can append as they are.
+KINDS = (DENSE, CacheKind(unrotated=True))
 # A tile of tokens; what does not fill one is read in the smaller size.
 _TILES = (512, 128)
 # How many tiles are under way before the host waits for one.
 _AHEAD = 2
+
+
+def nothing(*_: Any) -> None:
+  """What is done where nothing is to be done."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,12 +97,16 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
+class PromptTile:
   """Tokens [first, first + real) of the prompt, in a tile of `size`."""
 
   first: int
   size: int
   real: int
+
+  @property
+  def end(self) -> int:
+    return self.first + self.real
 
 
 class Runahead:
@@ -112,6 +120,7 @@ class Runahead:
     credits: int = CREDITS,
     tile: int | None = None,
     dtype: Any = None,
+    kind: Any = "dense",
   ):
     """Prepares; nothing is computed yet.
 
@@ -121,17 +130,19 @@ class Runahead:
       credits: layers that wait at each end of a link at most.
       tile: tokens of a tile; default: by the length of the prompt.
       dtype: of the cache; default: the model's.
+      kind: of the cache, one of `KINDS` or its name.
 
     Raises:
       ConfigError: a model with layers that keep more than keys and values.
-      OptionError: numbers that are none.
+      OptionError: an argument out of range, or another kind of cache.
     """
     self.model, self.peers = model, peers
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
-    self.pieces = Pieces(model, CachedAttention())
-    self._warm: set[Any] = set()
+    self.kind = one_of("kind", cache_kind(kind), KINDS)
+    self.programs = LayerPrograms(model, CachedAttention(), self.kind)
+    self._compiled: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()
 
   def read(
@@ -141,7 +152,7 @@ class Runahead:
     *,
     new_tokens: int = 1,
     method: str = "kvr",
-    pause: Callable[[int], Any] | None = None,
+    pause: Callable[[int], Any] = nothing,
   ) -> Reading:
     """Reads a prompt; all ranks call it, with the same arguments.
 
@@ -154,28 +165,34 @@ class Runahead:
         what a slow rank does to the others.
 
     Raises:
-      OptionError: a partition that is none.
-      PromptError: a prompt that is none.
+      OptionError: a partition that does not add up to the prompt.
+      PromptError: an empty prompt, unknown ids, or too many tokens.
       PeerError: ranks do not agree, or one of them failed.
     """
-    self.peers.check()
 
-    def card() -> dict[str, Any]:
+    def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
       ids = inputs.prompt(tokens, self.model.config.vocab)
-      lengths = check_partition(partition, ids.size, self.peers.size)
+      lengths = agree.check_partition(partition, ids.size, self.peers.size)
       positive_int("new_tokens", new_tokens)
       inputs.within_context(
         self.model.config,
         ids.size + new_tokens,
         f"{ids.size:,} tokens and new_tokens={new_tokens:,}",
       )
-      return self._card(ids, lengths, method, new_tokens)
+      card = {"method": method, "partition": list(lengths)}
+      card |= agree.reading(self.model, ids) | {
+        "cache dtype": self.dtype.name,
+        "cache kind": str(self.kind),
+        "tile": self.tile or 0,
+        "credits": self.credits,
+        "new_tokens": new_tokens,
+      }
+      return card, (ids, lengths)
 
-    agree(self.peers, card)
-    ids = inputs.prompt(tokens, self.model.config.vocab)
-    lengths = check_partition(partition, ids.size, self.peers.size)
+    ids, lengths = agree.agree(self.peers, check)
     try:
-      return self._read(ids, lengths, new_tokens, method, pause)
+      with jax.default_device(self.device):
+        return self._read(ids, lengths, new_tokens, method, pause)
     except PeerError:
       raise
     except BaseException as error:
@@ -184,50 +201,219 @@ class Runahead:
         raise self.peers.failure from None
       raise
 
-  def warm(self, tokens: int) -> int:
-    """Compiles what a prompt of this length needs; how many programs there are.
+  def _read(
+    self,
+    ids: np.ndarray,
+    lengths: tuple[int, ...],
+    new_tokens: int,
+    method: str,
+    pause: Callable[[int], Any],
+  ) -> Reading:
+    peers = self.peers
+    rank, last = peers.rank, len(lengths) - 1
+    sizes = self._sizes(ids.size)
+    room, length = _capacity(ids.size, sizes), ids.size + new_tokens
+    first = sum(lengths[:rank])
+    tiles = _cut(first, lengths[rank], sizes) if rank <= last else []
+    session = logits = sender = None
+    if rank == last:
+      session = Session(
+        self.model, max(room, length), dtype=self.dtype, cache_kind=self.kind
+      )
+    caches = self._caches(room, session)
+    self._compile(caches, sizes, room)
+    recorder = spans.SpanRecorder(peers)
+    peers.gather("ready")
+    start_s = recorder.now()
+    if tiles:
+      layers = self.programs.layers
+      link = peers, layers, self.credits, recorder
+      take = put = nothing
+      if rank > 0:
+        receiver = Receiver(*link, first, size=room, dtype=self.dtype)
+        take = receiver.take
+      if rank < last:
+        sender = Sender(*link, tiles[-1].end)
+        put = sender.put
+      with peers.doing(peers_.WORKING):
+        x = self._layers(
+          layers, ids, tiles, length, caches, recorder, take, put, pause
+        )
+        if sender is not None:
+          sender.finish()
+        else:
+          logits = jax.block_until_ready(self._head(x, tiles[-1].real - 1))
+    end_s = recorder.now()
+    if session is not None:
+      session.commit(caches[None], np.array([ids.size], np.int64))
+      session.seen[0, ids] = True
+    count = self._count(tiles, room)
+    parts = peers.gather(
+      {"start": start_s, "end": end_s, "tiles": count, "spans": recorder.spans}
+    )
+    return Reading(
+      outcome=spans.measured(
+        method,
+        lengths,
+        parts,
+        work=cost.pairs(cost.Prompt(tokens=ids.size), lengths, "causal"),
+        end=last,
+      ),
+      tiles=tuple(part["tiles"] for part in parts),
+      length=length,
+      logits=logits,
+      session=session,
+    )
 
-    Others are not asked, and nobody is blamed for the time it takes.
+  def _layers(
+    self,
+    layers: Iterable[StackedLayer],
+    ids: np.ndarray,
+    tiles: Sequence[PromptTile],
+    length: int,
+    caches: dict[Any, KVCache],
+    recorder: spans.SpanRecorder,
+    take: Callable[[StackedLayer], LayerBlock | None],
+    put: Callable[[StackedLayer, list[LayerBlock]], Any] = nothing,
+    pause: Callable[[int], Any] = nothing,
+  ) -> jax.Array:
+    """What the last layer makes of the last tile, [1, T, D]; fills caches.
+
+    Args:
+      layers: which ones, in order.
+      ids: the prompt.
+      tiles: of this rank.
+      length: tokens of the whole context.
+      caches: of `_caches`.
+      recorder: of this rank.
+      take: returns a layer's block of the tokens before, if there are any.
+      put: gets a layer's blocks, this rank's own last.
+      pause: called first in every layer.
     """
-    sizes = self._sizes(tokens)
-    room = _capacity(tokens, sizes)
-    if (sizes, room) in self._warm:
-      return self.pieces.programs()
-    self._warm.add((sizes, room))
-    kinds = {p.layer: p for p in self.pieces.places}
-    with jax.default_device(self.device):
-      for place in kinds.values():
-        weights = self.pieces.weights(place)
-        for size in sizes:
-          keys = self._room(place, room)
-          x = self.pieces.embed(np.zeros((1, size), np.int32))
-          q, k, v = self.pieces.project(place, weights, x, 0, size)
-          keys = self.pieces.join(keys, k, v, 0)
-          keys = self.pieces.write(keys, k, v, 0)
-          x = self.pieces.attend(
-            place, weights, x, q, keys, (0, size, size), size
-          )
-          jax.block_until_ready(self.pieces.head(x, 0))
-    return self.pieces.programs()
+    programs = self.programs
+    where = [TokenSpan(tile.first, tile.real, length) for tile in tiles]
+    xs = []
+    for tile in tiles:
+      part = np.zeros((1, tile.size), np.int32)
+      part[0, : tile.real] = ids[tile.first : tile.end]
+      xs.append(programs.embed(programs.outer, part))
+    for layer in layers:
+      pause(layer.number)
+      self.peers.check()
+      weights = programs.weights(layer)
+      start_s = recorder.now()
+      made = self._paced(
+        programs.project(layer.spec, weights, x, span, self.dtype)
+        for x, span in zip(xs, where, strict=True)
+      )
+      recorder.add("project", layer.number, start_s)
+      before = take(layer)
+      own = [
+        LayerBlock(tile.first, tile.end, k, v)
+        for tile, (_, k, v) in zip(tiles, made, strict=True)
+      ]
+      put(layer, own if before is None else [before, *own])
+      start_s = recorder.now()
+      tokens = zip(xs, made, where, strict=True)
+      xs = self._paced(self._attend(layer, weights, tokens, before, caches))
+      recorder.add("attend", layer.number, start_s)
+    return xs[-1]
 
-  # -------------------------------------------------------------------------
+  def _attend(
+    self,
+    layer: StackedLayer,
+    weights: Any,
+    tokens: Iterable[tuple[jax.Array, Any, TokenSpan]],
+    before: LayerBlock | None,
+    caches: dict[Any, KVCache],
+  ) -> Iterator[jax.Array]:
+    """A layer's outputs for the tiles, whose keys its cache has from then on.
 
-  def _card(
-    self, ids: np.ndarray, lengths: tuple[int, ...], method: str, room: int
-  ) -> dict[str, Any]:
-    """What all ranks have to agree on."""
-    return {
-      "method": method,
-      "partition": list(lengths),
-      "tokens": f"{ids.size} of digest {digest(ids.tobytes())}",
-      "model config": digest(repr(self.model.config).encode()),
-      "model weights": fingerprint(self.model),
-      "model dtype": jnp.dtype(self.model.dtype).name,
-      "cache dtype": self.dtype.name,
-      "tile": self.tile or 0,
-      "credits": self.credits,
-      "new_tokens": room,
+    The cache is filled with the block of the tokens before, if any.
+    """
+    programs = self.programs
+    key, kind, index = self._cache_of(layer, caches)
+    cache = caches[key]
+    if before is None:
+      cache = cache.truncate(0)
+    else:
+      cache = programs.load(kind, cache, index, *before)
+    for x, made, span in tokens:
+      out, cache = programs.attend(
+        layer.spec, kind, weights, x, made, span, cache, index
+      )
+      yield out
+    caches[key] = cache
+
+  def _head(self, x: jax.Array, row: int) -> jax.Array:
+    return self.programs.head(self.programs.outer, x, row)
+
+  def _paced(self, started: Iterator[Any]) -> list[Any]:
+    """Starts programs, the host at most `_AHEAD` before the device.
+
+    Tells the group of each that is done.
+    """
+    made: list[Any] = []
+    for one in started:
+      made.append(one)
+      if len(made) > _AHEAD:
+        self._settle(made[-1 - _AHEAD])
+    for one in made[-_AHEAD:]:
+      self._settle(one)
+    return made
+
+  def _settle(self, made: Any) -> None:
+    jax.block_until_ready(made)
+    self.peers.tick()
+
+  def _caches(self, room: int, session: Session | None) -> dict[Any, KVCache]:
+    """Empty caches: the session's, or of one layer of each shape, used again.
+
+    They are called None, or as a cache of the one layer is specified.
+    """
+    found: dict[Any, KVCache] = {}
+    if session is not None:
+      found = {None: session.cache}
+    else:
+      for layer in self.programs.layers:
+        spec = self.programs.cache_spec(layer)
+        found.setdefault(
+          spec, KVCache.create((spec,), 1, room, self.dtype, kind=self.kind)
+        )
+    return jax.device_put(found, SingleDeviceSharding(self.device))
+
+  def _cache_of(
+    self, layer: StackedLayer, caches: dict[Any, KVCache]
+  ) -> tuple[Any, int, int]:
+    """What a layer's cache is called, the layer's kind and its index there."""
+    if None in caches:
+      return None, layer.kind, layer.index
+    return self.programs.cache_spec(layer), 0, 0
+
+  def _compile(
+    self, caches: dict[Any, KVCache], sizes: tuple[int, ...], room: int
+  ) -> None:
+    """Compiles all programs, before the others wait for this rank.
+
+    A rank is not given up for the time that this takes.
+    """
+    key = sizes, room, *((name, x.capacity) for name, x in caches.items())
+    if key in self._compiled:
+      return
+    self._compiled.add(key)
+
+    def empty(layer: StackedLayer) -> LayerBlock:
+      return LayerBlock.zeros(layer, 1, room, self.dtype)
+
+    tiles = [PromptTile(0, size, 1) for size in sizes]
+    recorder = spans.SpanRecorder(self.peers)
+    ids = np.zeros(1, np.int32)
+    each = {
+      (x.spec, *self._cache_of(x, caches)[:2]): x for x in self.programs.layers
     }
+    for take in (nothing, empty):
+      x = self._layers(each.values(), ids, tiles, 1, caches, recorder, take)
+    jax.block_until_ready(self._head(x, 0))
 
   def _sizes(self, tokens: int) -> tuple[int, ...]:
     """Sizes of tiles, the largest first."""
@@ -238,200 +424,14 @@ class Runahead:
       return (min(small, 8 * -(-tokens // 64)),)
     return (large if tokens >= 16 * large else large // 2, small)
 
-  def _read(
-    self,
-    ids: np.ndarray,
-    lengths: tuple[int, ...],
-    new_tokens: int,
-    method: str,
-    pause: Any,
-  ) -> Reading:
-    peers = self.peers
-    rank, active = peers.rank, len(lengths)
-    events = Events(peers)
-    session, logits = None, None
-    first = sum(lengths[:rank])
-    sizes = self._sizes(ids.size)
-    room = _capacity(ids.size, sizes)
-    with jax.default_device(self.device):
-      if rank == active - 1:
-        session = Session(
-          self.model, max(room, ids.size + new_tokens), dtype=self.dtype
-        )
-      # Nobody is blamed for the time that this takes.
-      self.warm(ids.size)
-      peers.gather("ready")
-      start_s = events.now()
-      if rank < active:
-        tiles = _cut(first, lengths[rank], sizes)
-        length = ids.size + new_tokens
-        run = _Run(self, ids, first, tiles, room, active, events, pause, length)
-        with peers.doing(peers_.WORKING):
-          logits = run.go(session)
-      first_s = events.now()
-      if session is not None:
-        _fill(session, ids)
-    count = 0
-    if rank < active:
-      count = self._count(lengths[rank], first, sizes, room)
-    mine = {"start": start_s, "end": first_s, "tiles": count,
-            "spans": events.spans}  # fmt: skip
-    all_ = peers.gather(mine)
-    return Reading(
-      outcome=spans.outcome(
-        method,
-        lengths,
-        all_,
-        work=cost.pairs(cost.Prompt(tokens=ids.size), lengths, "causal"),
-        end=active - 1,
-      ),
-      tiles=tuple(a["tiles"] for a in all_),
-      length=ids.size + new_tokens,
-      logits=logits,
-      session=session,
-    )
-
-  def _room(self, place: Place, room: int) -> tuple[jax.Array, jax.Array]:
-    """Empty keys where those of others are put."""
-    keys = self.pieces.blank(place, 1, room, self.dtype)
-    return jax.device_put(keys, SingleDeviceSharding(self.device))
-
-  def _count(
-    self, count: int, first: int, sizes: tuple[int, ...], room: int
-  ) -> int:
+  def _count(self, tiles: Sequence[PromptTile], room: int) -> int:
     """Tiles of attention that this rank computes, by the loops' own rule."""
-    total = 0
-    known: dict[Mask, int] = {}
-    end = first + count
-    for place in self.pieces.places:
-      mask = place.layer.attention.mask
-      if mask not in known:
-        known[mask] = sum(
-          _tiles_computed(mask, tile, end, room)
-          for tile in _cut(first, count, sizes)
-        )
-      total += known[mask]
-    return total
-
-
-class _Run:
-  """One rank reads one prompt."""
-
-  def __init__(
-    self,
-    owner: Runahead,
-    ids: np.ndarray,
-    first: int,
-    tiles: list[_Tile],
-    room: int,
-    active: int,
-    events: Events,
-    pause: Any,
-    length: int,
-  ):
-    self.owner, self.ids, self.length = owner, ids, length
-    self.tiles, self.room, self.events = tiles, room, events
-    self.pause = pause
-    self.end = tiles[-1].first + tiles[-1].real
-    rank = owner.peers.rank
-    places = owner.pieces.places
-    self.inbox = Inbox(owner, places, first, room, events) if rank else None
-    self.outbox = (
-      Outbox(owner, places, self.end, events) if rank < active - 1 else None
-    )
-
-  def go(self, session: Session | None) -> jax.Array | None:
-    """All layers; the logits on the last rank, whose cache is filled."""
-    peers, pieces = self.owner.peers, self.owner.pieces
-    for box in (self.inbox, self.outbox):
-      if box is not None:
-        box.start()
-    slots: list[Any] | None = None
-    if session is not None:
-      slots = list(session.cache.slots)
-      # Given away layer by layer, and put back at the end.
-      session.cache = dataclasses.replace(session.cache, slots=())
-    xs = []
-    for tile in self.tiles:
-      part = np.zeros((1, tile.size), np.int32)
-      part[0, : tile.real] = self.ids[tile.first : tile.first + tile.real]
-      xs.append(pieces.embed(part))
-    for place in pieces.places:
-      if self.pause is not None:
-        self.pause(place.number)
-        peers.check()
-      weights = pieces.weights(place)
-      keys, qs = self._keys(place, weights, xs)
-      if self.outbox is not None:
-        self.outbox.put(place, keys)
-      xs = self._attend(place, weights, xs, qs, keys)
-      if slots is not None:
-        slots[place.kind] = type(slots[place.kind])(
-          *pieces.keep(tuple(slots[place.kind]), keys, place)
-        )
-    if session is not None and slots is not None:
-      session.cache = dataclasses.replace(session.cache, slots=tuple(slots))
-      row = self.end - 1 - self.tiles[-1].first
-      return jax.block_until_ready(pieces.head(xs[-1], row))
-    if self.outbox is not None:
-      self.outbox.finish()
-    return None
-
-  def _keys(
-    self, place: Place, weights: Any, xs: list[jax.Array]
-  ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
-    """All keys up to this rank's last, by position; and its own queries."""
-    owner, pieces = self.owner, self.owner.pieces
-    start_s = self.events.now()
-    made = []
-    for x, tile in zip(xs, self.tiles, strict=True):
-      made.append(pieces.project(place, weights, x, tile.first, self.length))
-      self._settle(made, len(made) - 1 - _AHEAD)
-    for n in range(max(0, len(made) - _AHEAD), len(made)):
-      self._settle(made, n)
-    self.events.add("project", place.number, start_s)
-    keys = None
-    if self.inbox is None:
-      keys = owner._room(place, self.room)
-    for (_, k, v), tile in zip(made, self.tiles, strict=True):
-      if keys is not None:
-        keys = pieces.write(keys, k, v, tile.first)
-        continue
-      # What came may lie in the buffer that the next layer comes into, until
-      # it has been copied.
-      assert self.inbox is not None
-      pair, came = self.inbox.take(place)
-      keys = jax.block_until_ready(pieces.join(came, k, v, tile.first))
-      self.inbox.give_back(pair)
-    assert keys is not None
-    return keys, [q for q, _, _ in made]
-
-  def _attend(
-    self,
-    place: Place,
-    weights: Any,
-    xs: list[jax.Array],
-    qs: list[jax.Array],
-    keys: tuple[jax.Array, jax.Array],
-  ) -> list[jax.Array]:
-    start_s = self.events.now()
-    done: list[jax.Array] = []
-    for x, q, tile in zip(xs, qs, self.tiles, strict=True):
-      span = (tile.first, tile.real, self.end)
-      done.append(
-        self.owner.pieces.attend(place, weights, x, q, keys, span, self.length)
-      )
-      self._settle(done, len(done) - 1 - _AHEAD)
-    for n in range(max(0, len(done) - _AHEAD), len(done)):
-      self._settle(done, n)
-    self.events.add("attend", place.number, start_s)
-    return done
-
-  def _settle(self, made: list[Any], n: int) -> None:
-    """Waits for tile `n`, so that the host is not far ahead, and says so."""
-    if n >= 0:
-      jax.block_until_ready(made[n])
-      self.owner.peers.tick()
+    masks = [layer.spec.attention.mask for layer in self.programs.layers]
+    computed = {
+      mask: sum(_tiles_computed(mask, x, tiles[-1].end, room) for x in tiles)
+      for mask in dict.fromkeys(masks)
+    }
+    return sum(computed[mask] for mask in masks)
 
 
 # ---------------------------------------------------------------------------
@@ -473,19 +473,18 @@ def follow(
     )
   (device,) = logits.devices()
   found: list[int] = []
+  needs = getattr(sampler, "needs_seen", False)
   with jax.default_device(device):
-    stops = decode.stop_ids(tuple(stop))
-    total = jnp.int32(reading.length)
+    stops, length = decode.stop_ids(tuple(stop)), jnp.int32(reading.length)
     pos = jnp.asarray(session.lengths.astype(np.int32))
-    needs = getattr(sampler, "needs_seen", False)
     sampler, seen = traced(sampler), jnp.array(session.seen) if needs else None
     state = decode.first(sampler, logits, pos, seen, stops)
-    while True:
-      found.append(int(state.token[0]))
-      session.seen[0, found[-1]] = True
-      if len(found) == count or bool(state.done[0]):
-        break
-      try:
+    try:
+      while True:
+        found.append(int(state.token[0]))
+        session.seen[0, found[-1]] = True
+        if len(found) == count or bool(state.done[0]):
+          break
         state, session.cache = decode.step(
           session.model,
           CachedAttention(),
@@ -493,25 +492,14 @@ def follow(
           session.cache,
           state,
           stops,
-          total,
+          length,
         )
         session.lengths = session.lengths + 1
-      except BaseException:
-        session.recover()
-        raise
+    except BaseException:
+      session.recover()
+      raise
   session.pending = np.array([found[-1]], np.int64)
   return np.asarray(found, np.int32)
-
-
-def _fill(session: Session, ids: np.ndarray) -> None:
-  """Notes that the slots hold the prompt's tokens."""
-  tokens = ids.size
-  session.seen[0, ids] = True
-  cache, size = session.cache, session.cache.capacity
-  pos = jnp.arange(size, dtype=jnp.int32)[None]
-  at = Coords(pos, (pos < tokens).astype(jnp.int32))
-  session.cache = cache.allocate(at, replicated=False, sees=False)
-  session.lengths = np.array([tokens], np.int64)
 
 
 # ---------------------------------------------------------------------------
@@ -519,13 +507,13 @@ def _fill(session: Session, ids: np.ndarray) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _cut(first: int, count: int, sizes: tuple[int, ...]) -> list[_Tile]:
+def _cut(first: int, count: int, sizes: tuple[int, ...]) -> list[PromptTile]:
   """Tiles of the tokens [first, first + count), large ones first."""
   found, end = [], first + count
   for size in sizes:
     last = size == sizes[-1]
     while first < end and (last or end - first >= size):
-      found.append(_Tile(first, size, min(size, end - first)))
+      found.append(PromptTile(first, size, min(size, end - first)))
       first += size
   return found
 
@@ -536,17 +524,13 @@ def _capacity(tokens: int, sizes: tuple[int, ...]) -> int:
 
 
 def link_bytes(
-  pieces: Pieces, lengths: Sequence[int], dtype: Any
+  layers: Sequence[StackedLayer], lengths: Sequence[int], dtype: Any
 ) -> tuple[int, ...]:
   """Bytes that pass each link of a chain, all layers together."""
-  ends = np.cumsum(lengths)[:-1]
-  row = lambda a: 2 * a.kv_heads * a.head_dim * jnp.dtype(dtype).itemsize
+  size = jnp.dtype(dtype).itemsize
   return tuple(
-    sum(
-      row(p.layer.attention) * (int(end) - first_needed(p, int(end)))
-      for p in pieces.places
-    )
-    for end in ends
+    sum(size * x.numbers * (end - x.first_needed(end)) for x in layers)
+    for end in np.cumsum(lengths)[:-1].tolist()
   )
 
 
@@ -562,14 +546,12 @@ def balanced(
   return plan.round_to_tiles(shares, tokens, tile)
 
 
-def row_bytes(pieces: Pieces, dtype: Any) -> int:
+def row_bytes(layers: Sequence[StackedLayer], dtype: Any) -> int:
   """Bytes of a token's keys and values in all layers."""
-  each = (p.layer.attention for p in pieces.places)
-  size = jnp.dtype(dtype).itemsize
-  return sum(2 * a.kv_heads * a.head_dim * size for a in each)
+  return jnp.dtype(dtype).itemsize * sum(x.numbers for x in layers)
 
 
-def _tiles_computed(mask: Mask, tile: _Tile, end: int, room: int) -> int:
+def _tiles_computed(mask: Mask, tile: PromptTile, end: int, room: int) -> int:
   qb, kb = Blockwise().blocks(tile.size, room)
 
   def coords(first: int, size: int, real: int, block: int) -> Coords:

@@ -1,11 +1,11 @@
-"""A model run layer by layer from the host, on one device or on all together.
+"""A model run one layer at a time from the host, on one device or on a mesh.
 
-Law: the pieces, put together, are `Transformer.__call__`. They are the same
-programs for every layer of a kind, every place of a tile and every partition.
+Guarantees: the programs, one after another, are `Transformer.__call__`. They
+are the same for every layer of a kind, every tile and every partition.
 
-A layer is cut in two where keys and values are ready: `project` ends there,
-`attend` begins there. Both trace the layer's own code; what belongs to the
-other half has no use in it and is dropped by the compiler.
+A layer is cut in two where its keys and values are ready: `project` ends there,
+`attend` begins there. Both trace the layer's own code; the compiler drops what
+belongs to the other half.
 """
 
 from __future__ import annotations
@@ -13,383 +13,377 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
+from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.models.transformer import Transformer, logits_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.nn.tokens import Tokens
-from ringjax.ops.attention.views import ContiguousView, KVView
+from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-  """Where a layer of a model is.
+class StackedLayer:
+  """A layer of a model, and where its weights and its keys are stacked.
 
   Attributes:
     number: of the layer.
     kind: which of `model.kinds` it belongs to.
     index: which of that kind's layers it is.
-    layer: its parts.
+    spec: its parts.
   """
 
   number: int
   kind: int
   index: int
-  layer: Layer
+  spec: Layer
 
   @property
-  def behind(self) -> int | None:
-    """How many keys before its own a query sees at most; None is all."""
-    return self.layer.attention.mask.reach[0]
+  def numbers(self) -> int:
+    """Numbers of a token's key and value."""
+    return 2 * self.spec.attention.kv_heads * self.spec.attention.head_dim
+
+  def first_needed(self, end: int) -> int:
+    """The first of `end` keys that a query behind them may see."""
+    reach = self.spec.attention.reach
+    return 0 if reach is None else max(0, end - reach)
 
 
-def places(model: Transformer) -> tuple[Place, ...]:
+def stacked_layers(model: Transformer) -> tuple[StackedLayer, ...]:
   """The layers of a model, in order.
 
   Raises:
     ConfigError: a layer keeps something else than keys and values.
   """
-  found = []
-  kind = 0
+  found, kind = [], 0
   for run in model.stack.runs:
-    for position, layer in enumerate(run.layers):
-      if not isinstance(layer.attention, Attention):
+    for position, spec in enumerate(run.layers):
+      if not isinstance(spec.attention, Attention):
         raise ConfigError(
           "model",
           f"{model.config.family}, whose layer "
-          f"{run.number(position, 0)} is {type(layer.attention).__name__}",
+          f"{run.number(position, 0)} is {type(spec.attention).__name__}",
           "keys and values in every layer",
           "read it with rj.infer.generate",
         )
-      for repeat in range(run.repeats):
+      for index in range(run.repeats):
+        number = run.number(position, index)
         found.append(
-          Place(
-            number=run.number(position, repeat),
-            kind=kind,
-            index=repeat,
-            layer=layer,
-          )
+          StackedLayer(number=number, kind=kind, index=index, spec=spec)
         )
       kind += 1
-  return tuple(sorted(found, key=lambda p: p.number))
+  return tuple(sorted(found, key=lambda layer: layer.number))
 
 
-class Pieces:
-  """The compiled pieces of a model.
+class TokenSpan(NamedTuple):
+  """Consecutive tokens, filled up with padding to the size of a program.
 
-  Attributes:
-    places: its layers.
-    attend: how the tokens of a call lie.
+  Fields:
+    first: position of the first one.
+    real: how many there are; what follows in an array is padding.
+    length: tokens of the whole context, for rotations that depend on it.
   """
 
-  def __init__(self, model: Transformer, attend: ShardingContext | None = None):
-    self.places = places(model)
-    self.how = CachedAttention() if attend is None else attend
-    self.model = model
-    blocks = [b for run in model.stack.blocks for b in run]
-    flat = [jax.tree.flatten(block) for block in blocks]
-    self._stacks = [tuple(leaves) for leaves, _ in flat]
-    # A module is flattened once, not at every call.
-    self._trees = {
-      self._layer(kind): tree for kind, (_, tree) in enumerate(flat)
-    }
-    outer = (model.embed, model.norm, model.head)
-    leaves, self._outer_tree = jax.tree.flatten(outer)
-    self._outer = tuple(leaves)
-    # Wrapped anew, so that each model's programs are counted alone.
-    own = lambda f, **how: jax.jit(functools.partial(f), **how)
-    self._pick = own(_pick)
-    self._embed = own(self._embed_of)
-    self._head = own(self._head_of)
-    self._write = own(_write, donate_argnums=(0, 1))
-    self._join = own(_write)
-    self._keep = own(_keep, donate_argnums=(0, 1))
-    self._blank = own(_blank, static_argnums=(0, 1))
-    per_kind = lambda f, **how: {
-      layer: jax.jit(functools.partial(f, layer), **how)
-      for layer in self._trees
-    }
-    self._project = per_kind(self._project_of)
-    self._attend = per_kind(self._attend_of)
-    self._whole = per_kind(self._whole_of)
+  first: Any
+  real: Any
+  length: Any
 
-  def _layer(self, kind: int) -> Layer:
-    return next(p.layer for p in self.places if p.kind == kind)
+  def at(self, size: int) -> Coords:
+    """Coordinates [1, size]; padding has segment 0."""
+    index = jnp.arange(size, dtype=jnp.int32)[None]
+    first, real = (jnp.asarray(n, jnp.int32) for n in self[:2])
+    return Coords(first + index, (index < real).astype(jnp.int32))
 
-  def programs(self) -> int:
-    """How many have been compiled."""
-    fixed = (self._pick, self._embed, self._head, self._write, self._join,
-             self._keep, self._blank)  # fmt: skip
-    kinds = (self._project, self._attend, self._whole)
-    all_: list[Any] = [*fixed, *(f for table in kinds for f in table.values())]
-    return sum(f._cache_size() for f in all_)
 
-  # -------------------------------------------------------------------------
-  # Called
-  # -------------------------------------------------------------------------
+class _Program:
+  """A method that each instance compiles for itself, to count its programs."""
 
-  def weights(self, place: Place) -> tuple[jax.Array, ...]:
-    """A layer's weights, out of the stack of its kind."""
-    return self._pick(self._stacks[place.kind], place.index)
+  def __init__(self, f: Callable[..., Any], options: dict[str, Any]):
+    self.f, self.options = f, options
 
-  def embed(self, tokens: Any) -> jax.Array:
-    """[B, T, D] of tokens [B, T]."""
-    return self._embed(self._outer, tokens)
+  def __set_name__(self, owner: type, name: str) -> None:
+    self.name = name
 
-  def project(
-    self, place: Place, weights: Any, x: jax.Array, first: int, length: int
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, N, H], keys and values [B, K, T, H] of consecutive tokens.
+  def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    made = jax.jit(functools.partial(self.f, instance), **self.options)
+    # Found there from now on, and not here.
+    instance.__dict__[self.name] = made
+    instance.compiled.append(made)
+    return made
 
-    `first` is the position of the first of them, `length` that of the whole
-    context's end.
-    """
-    return self._project[place.layer](weights, x, first, length)
 
-  def attend(
+def _program(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+  return lambda f: _Program(f, options)
+
+
+class LayerPrograms:
+  """The compiled programs of a model's layers.
+
+  Attributes:
+    layers: the model's.
+    kind: how the caches that they write store keys.
+    outer: the weights before and behind the layers, which `embed` and `head`
+      are called with.
+    compiled: the programs.
+  """
+
+  def __init__(
     self,
-    place: Place,
-    weights: Any,
-    x: jax.Array,
-    q: jax.Array,
-    keys: tuple[jax.Array, jax.Array],
-    span: tuple[int, int, int],
-    length: int,
-  ) -> jax.Array:
-    """The layer's output [B, T, D] for tokens whose queries are `q`.
+    model: Transformer,
+    attend: ShardingContext | None = None,
+    kind: CacheKind = DENSE,
+  ):
+    """Prepares; nothing is compiled yet.
 
     Args:
-      place: the layer.
-      weights: its own.
-      x: its input.
-      q: of `project`.
-      keys: [B, K, S, H] twice, by position.
-      span: position of the first token, how many of the T are real, and how
-        many of the keys are.
-      length: of the whole context.
+      model: the model.
+      attend: how the tokens of a call are sharded and find their keys;
+        default: one device, and a cache.
+      kind: of the caches.
+
+    Raises:
+      ConfigError: a layer keeps something else than keys and values.
     """
-    return self._attend[place.layer](weights, x, q, *keys, span, length)
+    self.layers = stacked_layers(model)
+    self.kind = kind
+    self.compiled: list[Any] = []
+    self._config, self._specs = model.config, model.kinds
+    self._attend = CachedAttention() if attend is None else attend
+    # A module is flattened once, not at every call.
+    flat = [
+      jax.tree.flatten(b) for blocks in model.stack.blocks for b in blocks
+    ]
+    self._stacks = [tuple(leaves) for leaves, _ in flat]
+    self._trees = {x.spec: flat[x.kind][1] for x in self.layers}
+    outer = (model.embed, model.norm, model.head)
+    leaves, self._outer_tree = jax.tree.flatten(outer)
+    self.outer = tuple(leaves)
 
-  def whole(
-    self, place: Place, weights: Any, x: jax.Array, at: Any, length: int
-  ) -> tuple[jax.Array, KV]:
-    """The layer's output and its keys, for all tokens at once."""
-    return self._whole[place.layer](weights, x, at, length)
+  def count(self) -> int:
+    """How many programs have been compiled."""
+    return sum(f._cache_size() for f in self.compiled)
 
-  def blank(
-    self, place: Place, batch: int, capacity: int, dtype: Any
-  ) -> tuple[jax.Array, jax.Array]:
-    """Room for a layer's keys and values."""
-    a = place.layer.attention
-    shape = (batch, a.kv_heads, capacity, a.head_dim)
-    return self._blank(shape, dtype)
+  def weights(self, layer: StackedLayer) -> tuple[jax.Array, ...]:
+    """A layer's weights, out of the stack of its kind."""
+    return self._pick(self._stacks[layer.kind], layer.index)
 
-  def write(
-    self, keys: tuple[jax.Array, jax.Array], k: Any, v: Any, first: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """Keys with more behind position `first`; the old ones are given away."""
-    return self._write(*keys, k, v, first)
-
-  def join(
-    self, keys: tuple[jax.Array, jax.Array], k: Any, v: Any, first: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """As `write`, and the old keys stay as they are."""
-    return self._join(*keys, k, v, first)
-
-  def keep(
-    self, slots: tuple[jax.Array, jax.Array], keys: Any, place: Place
-  ) -> tuple[jax.Array, jax.Array]:
-    """A kind's slots with a layer's keys; the old ones are given away."""
-    return self._keep(*slots, *keys, place.index)
-
-  def head(self, x: jax.Array, row: int) -> jax.Array:
-    """float32 [B, V], the logits behind a row of [B, T, D]."""
-    return self._head(self._outer, x, row)
+  def cache_spec(self, layer: StackedLayer) -> LayerCacheSpec:
+    """What a cache of this layer alone keeps of a token."""
+    spec: Any = self._specs[layer.kind]
+    return dataclasses.replace(spec, layers=1)
 
   # -------------------------------------------------------------------------
-  # Traced
+  # Programs
   # -------------------------------------------------------------------------
 
-  def _embed_of(self, outer: Any, tokens: jax.Array) -> jax.Array:
+  @_program()
+  def _pick(self, stack: Any, index: Any) -> Any:
+    take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    return tuple(take(x) for x in stack)
+
+  @_program()
+  def embed(self, outer: Any, tokens: Int[Array, "B T"]) -> jax.Array:
+    """[B, T, D] of tokens."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
-    x = embed(tokens)
-    scale = self.model.config.embed_scale
+    x, scale = embed(tokens), self._config.embed_scale
     if scale != 1.0:
       x = x * jnp.asarray(scale, x.dtype)
-    return self.how.constrain(x)
+    return self._attend.constrain(x)
 
-  def _head_of(self, outer: Any, x: jax.Array, row: Any) -> jax.Array:
+  @_program()
+  def head(self, outer: Any, x: Float[Array, "B T D"], row: Any) -> jax.Array:
+    """float32 [B, V], the logits behind token `row` of the T."""
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
     head = embed if head is None else head
-    return self.how.everywhere(logits_of(self.model.config, head, last))
+    return self._attend.everywhere(logits_of(self._config, head, last))
 
-  def _project_of(
-    self, layer: Layer, weights: Any, x: jax.Array, first: Any, length: Any
-  ) -> Any:
-    block = jax.tree.unflatten(self._trees[layer], weights)
-    count = x.shape[1]
-    first = jnp.asarray(first, jnp.int32)
-    pos = (first + jnp.arange(count, dtype=jnp.int32))[None]
-    tokens = _tokens(layer, pos, jnp.ones_like(pos), length)
-    seen = _Taken(self.how)
-    block(x, tokens, _Fresh(), seen)
-    k, v, _ = seen.fresh
-    return seen.q, k, v
-
-  def _attend_of(
+  @_program(static_argnums=(0, 4))
+  def project(
     self,
-    layer: Layer,
+    spec: Layer,
     weights: Any,
-    x: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    span: Any,
+    x: Float[Array, "1 T D"],
+    span: TokenSpan,
+    dtype: Any,
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries of some tokens, and what a cache stores of them.
+
+    Args:
+      spec: the layer's.
+      weights: the layer's.
+      x: its input.
+      span: the T tokens.
+      dtype: of the cache.
+
+    Returns:
+      queries [1, T, N, H], keys and values [1, K, T, H] as the kind of cache
+      stores them: keys rotated, or before their rotation.
+    """
+    block = jax.tree.unflatten(self._trees[spec], weights)
+    taken = _Queries(self._attend)
+    tokens = _tokens(spec, span.at(x.shape[1]), span.length)
+    block(x, tokens, _StoredKeys(self.kind), taken)
+    k, v, _ = taken.fresh
+    return taken.q, k.astype(dtype), v.astype(dtype)
+
+  @_program(static_argnums=(0,), donate_argnums=(1,))
+  def load(
+    self,
+    kind: int,
+    cache: KVCache,
+    index: Any,
+    first: Any,
+    end: Any,
+    k: Shaped[Array, "1 K S H"],
+    v: Shaped[Array, "1 K S H"],
+  ) -> KVCache:
+    """A cache that holds nothing but a block of stored keys, in one layer.
+
+    Args:
+      kind: of the layer, among the cache's.
+      cache: what it held before is gone; donated.
+      index: of the layer, among those of its kind.
+      first: position of the first row.
+      end: position behind the last real row.
+      k: keys as `project` returns them.
+      v: values.
+    """
+    at = TokenSpan(first, end - first, end).at(k.shape[2])
+    cache = cache.allocate(at, replicated=False, sees=False)
+    part = cache.layer(kind, cache.slots[kind], index)
+    return _updated(cache, kind, part.append(k, v, at, Rotation()))
+
+  @_program(static_argnums=(0, 1), donate_argnums=(6,))
+  def attend(
+    self,
+    spec: Layer,
+    kind: int,
+    weights: Any,
+    x: Float[Array, "1 T D"],
+    made: tuple[jax.Array, jax.Array, jax.Array],
+    span: TokenSpan,
+    cache: KVCache,
+    index: Any,
+  ) -> tuple[jax.Array, KVCache]:
+    """The layer's output [1, T, D], and the cache with the tokens' keys.
+
+    Args:
+      spec: the layer's.
+      kind: of the layer, among the cache's.
+      weights: the layer's.
+      x: its input.
+      made: what `project` returned for it.
+      span: the T tokens.
+      cache: holds the keys of the tokens before; donated.
+      index: of the layer, among those of its kind.
+    """
+    block = jax.tree.unflatten(self._trees[spec], weights)
+    q, k, v = made
+    at = span.at(x.shape[1])
+    cache = cache.allocate(at, replicated=False, sees=True)
+    part = cache.layer(kind, cache.slots[kind], index)
+    given = _StoredKeys(self.kind, (part, k, v))
+    attend = _Queries(self._attend, q)
+    out, part = block(x, _tokens(spec, at, span.length), given, attend)
+    return out, _updated(cache, kind, part)
+
+  @_program(static_argnums=(0,))
+  def whole(
+    self,
+    spec: Layer,
+    weights: Any,
+    x: Float[Array, "1 T D"],
+    pos: Int[Array, "1 T"],
+    seg: Int[Array, "1 T"] | None,
     length: Any,
-  ) -> jax.Array:
-    block = jax.tree.unflatten(self._trees[layer], weights)
-    first, real, filled = (jnp.asarray(n, jnp.int32) for n in span)
-    index = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    seg = (index < real).astype(jnp.int32)
-    tokens = _tokens(layer, first + index, seg, length)
-    slots = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
-    at = Coords(slots, (slots < filled).astype(jnp.int32))
-    stored = ContiguousView(k[None], v[None], at, jnp.int32(0))
-    given = _Given(self.how, q)
-    out, _ = block(x, tokens, _Full(stored), given)
-    return out
+  ) -> tuple[jax.Array, KV]:
+    """The layer's output [1, T, D] and its keys, for all tokens at once.
 
-  def _whole_of(
-    self, layer: Layer, weights: Any, x: jax.Array, at: Any, length: Any
-  ) -> tuple[jax.Array, Any]:
-    block = jax.tree.unflatten(self._trees[layer], weights)
-    pos, seg = at
-    tokens = Tokens(
-      pos,
-      jnp.ones_like(pos) if seg is None else seg,
-      derived=True,
-      segmented=seg is not None,
-      ropes=layer.attention.ropes,
-      length=length,
-    )
-    out, cache = block(x, tokens, NoCache(1).layer(0, (), 0), self.how)
-    return out, cache.fresh
+    `pos` are those of the context's layout; without `seg` none is padding.
+    """
+    block = jax.tree.unflatten(self._trees[spec], weights)
+    at = Coords(pos, jnp.ones_like(pos) if seg is None else seg)
+    tokens = _tokens(spec, at, length, derived=True, segmented=seg is not None)
+    out, part = block(x, tokens, NoCache(1).layer(0, (), 0), self._attend)
+    return out, part.fresh
 
 
-def _tokens(layer: Layer, pos: Any, seg: Any, length: Any) -> Tokens:
-  return Tokens(
-    pos,
-    seg,
-    derived=False,
-    segmented=False,
-    ropes=layer.attention.ropes,
-    length=length,
-  )
+def _tokens(spec: Layer, at: Coords, length: Any, **how: bool) -> Tokens:
+  """The tokens of a call; as far as is not said, of any positions."""
+  how = {"derived": False, "segmented": False} | how
+  return Tokens(*at, ropes=spec.attention.ropes, length=length, **how)  # pyrefly: ignore
 
 
-class _Through:
-  """A attend of which one half of a layer is of interest."""
+def _updated(cache: KVCache, kind: int, part: Any) -> KVCache:
+  slots = list(cache.slots)
+  slots[kind] = part.slots
+  return cache.updated(tuple(slots))
 
-  def __init__(self, attend: ShardingContext):
-    self._spread = attend
+
+class _Queries:
+  """A sharding context that notes a layer's queries and keys, or has others.
+
+  Attributes:
+    q: the queries; those that are given attend in place of the layer's own.
+    fresh: the keys of the call.
+  """
+
+  q: Any
+  fresh: Any
+  _attend: Any
+
+  def __init__(self, attend: ShardingContext, q: Any = None):
+    self.q, self.fresh, self._attend = q, None, attend
 
   def __getattr__(self, name: str) -> Any:
-    return getattr(self._spread, name)
-
-
-class _Taken(_Through):
-  """Takes queries and keys, and lets nothing pass."""
-
-  q: Any = None
-  fresh: Any = None
+    return getattr(self._attend, name)
 
   def __call__(
     self, q: jax.Array, tokens: Any, cache: Any, mask: Any, extras: Any
   ) -> jax.Array:
+    if self.q is not None:
+      return self._attend(self.q, tokens, cache, mask, extras)
     self.q, self.fresh = q, cache.fresh
     return jnp.zeros_like(q)
 
 
-class _Given(_Through):
-  """Has queries from elsewhere visit the keys."""
+class _StoredKeys(NamedTuple):
+  """A layer's cache that notes a call's keys, or appends others to a cache.
 
-  def __init__(self, attend: ShardingContext, q: jax.Array):
-    super().__init__(attend)
-    self._q = q
+  Fields:
+    kind: how keys are stored.
+    given: the cache, and keys and values as they are stored there.
+    fresh: the call's keys and values as they would be stored.
+    slots: nothing.
+  """
 
-  def __call__(
-    self, q: jax.Array, tokens: Any, cache: Any, mask: Any, extras: Any
-  ) -> jax.Array:
-    attend: Any = self._spread
-    return attend(self._q, tokens, cache, mask, extras)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fresh:
-  """The cache of a layer whose keys are taken."""
-
+  kind: CacheKind
+  given: Any = None
   fresh: Any = None
   slots: Any = ()
 
   def append(
     self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
-  ) -> _Fresh:
-    return dataclasses.replace(self, fresh=KV(rotation.own(k), v, at))
+  ) -> Any:
+    unrotated = self.kind.unrotated
+    if self.given is None:
+      stored = k if unrotated else rotation.own(k)
+      return self._replace(fresh=KV(stored, v, at))
+    part, k, v = self.given
+    return part.append(k, v, at, rotation if unrotated else Rotation())
 
   def views(self) -> tuple[KVView, ...]:
-    return (self.fresh.view(),)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Full:
-  """The cache of a layer that has got all its keys."""
-
-  stored: ContiguousView
-  fresh: Any = None
-  slots: Any = ()
-
-  def append(
-    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
-  ) -> _Full:
-    del k, v, at, rotation
-    return self
-
-  def views(self) -> tuple[KVView, ...]:
-    return (self.stored,)
-
-
-def _pick(stack: Any, index: Any) -> Any:
-  take: Callable[[Any], Any] = lambda x: lax.dynamic_index_in_dim(
-    x, index, 0, keepdims=False
-  )
-  return tuple(take(x) for x in stack)
-
-
-def _blank(shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
-  return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-
-
-def _write(k_all: Any, v_all: Any, k: Any, v: Any, first: Any) -> Any:
-  first = jnp.asarray(first, jnp.int32)
-  put = lambda all_, new: lax.dynamic_update_slice_in_dim(
-    all_, new.astype(all_.dtype), first, 2
-  )
-  return put(k_all, k), put(v_all, v)
-
-
-def _keep(slots_k: Any, slots_v: Any, k: Any, v: Any, index: Any) -> Any:
-  zero = jnp.int32(0)
-  corner = (jnp.asarray(index, jnp.int32), zero, zero, zero, zero)
-  put = lambda slots, new: lax.dynamic_update_slice(slots, new[None], corner)
-  return put(slots_k, k), put(slots_v, v)
+    return ()

@@ -1,8 +1,8 @@
-"""Both ends of a link of a chain: keys and values come and go by threads.
+"""Both ends of a link of a chain: a thread each sends and receives blocks.
 
-Law: layers pass in order, each exactly the rows that somebody behind needs;
-at most `credits` of them wait at either end. Whoever waits is woken when the
-neighbour fails.
+Guarantees: layers pass in order, each exactly the rows that a later query may
+see; at most `credits` of them wait at either end. A rank that waits is woken
+when its neighbour fails.
 
 The receiver grants; the sender sends a layer for each grant: a header of layer,
 first row and end, then the rows of every head, keys before values.
@@ -13,43 +13,89 @@ from __future__ import annotations
 import collections
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from ringjax.errors import PeerError
-from ringjax.infer.layerwise import Place
-from ringjax.infer.spans import Events
+from ringjax.infer.layerwise import StackedLayer
+from ringjax.infer.spans import SpanRecorder
 from ringjax.parallel import peers as peers_
+from ringjax.parallel.peers import Peers
 
 _HEADER = struct.Struct("<III")
 
 
-def first_needed(place: Place, end: int) -> int:
-  """The first of `end` keys that a query behind them may see."""
-  return 0 if place.behind is None else max(0, end - place.behind)
+class LayerBlock(NamedTuple):
+  """Keys and values of consecutive tokens of a layer, as a cache stores them.
+
+  Fields:
+    first: position of the first row.
+    end: position behind the last real row.
+    k: [1, K, n, H], n >= end - first.
+    v: as k.
+  """
+
+  first: int
+  end: int
+  k: Any
+  v: Any
+
+  @classmethod
+  def zeros(
+    cls, layer: StackedLayer, end: int, size: int, dtype: Any
+  ) -> LayerBlock:
+    """All tokens before `end`, in `size` rows that are still to be filled."""
+    spec = layer.spec.attention
+    shape = (1, spec.kv_heads, size, spec.head_dim)
+    return cls(0, end, np.zeros(shape, dtype), np.zeros(shape, dtype))
 
 
-class Box:
-  """A thread at one end of a link."""
+def rows(blocks: Sequence[LayerBlock], first: int) -> list[np.ndarray]:
+  """The rows from position `first` on, in the order in which they are sent."""
+  pairs = [(b, (np.asarray(b.k), np.asarray(b.v))) for b in blocks]
+  heads = blocks[0].k.shape[1]
+  return [
+    pair[part][0, head, max(0, first - b.first) : b.end - b.first]
+    for part in range(2)
+    for head in range(heads)
+    for b, pair in pairs
+    if b.end > first
+  ]
 
-  def __init__(self, owner: Any, places: Sequence[Place], events: Events):
-    self.owner, self.peers = owner, owner.peers
-    self.places, self.events = places, events
+
+class _LinkEnd:
+  """A thread at one end of a link.
+
+  Attributes:
+    peers: the group.
+    neighbour: the rank at the other end.
+    layers: the model's.
+    credits: layers that wait at this end at most.
+    recorder: of this rank.
+    end: position behind the last token whose keys pass.
+    ready: layers that have come, or that are to be sent.
+  """
+
+  step = 0  # From this rank to the neighbour.
+
+  def __init__(
+    self,
+    peers: Peers,
+    layers: Sequence[StackedLayer],
+    credits: int,
+    recorder: SpanRecorder,
+    end: int,
+  ):
+    self.peers, self.neighbour = peers, peers.rank + self.step
+    self.layers, self.credits = layers, credits
+    self.recorder, self.end = recorder, end
     self.ready: collections.deque[Any] = collections.deque()
-    self.thread = threading.Thread(target=self._guarded, daemon=True)
-
-  def start(self) -> None:
-    self.thread.start()
+    threading.Thread(target=self._guarded, daemon=True).start()
 
   def work(self) -> None:
-    raise NotImplementedError
-
-  @property
-  def neighbour(self) -> int:
+    """What the thread does."""
     raise NotImplementedError
 
   def _guarded(self) -> None:
@@ -64,47 +110,28 @@ class Box:
       self.peers.abandon(error)
 
 
-class Inbox(Box):
-  """Keys and values of the tokens before, layer by layer."""
+class Receiver(_LinkEnd):
+  """Takes the keys and values of all tokens before, layer by layer."""
 
-  def __init__(
-    self,
-    owner: Any,
-    places: Sequence[Place],
-    end: int,
-    room: int,
-    events: Events,
-  ):
-    super().__init__(owner, places, events)
-    self.end, self.room = end, room
-    self.free: dict[tuple[int, ...], list[Any]] = collections.defaultdict(list)
+  step = -1
+
+  def __init__(self, *link: Any, size: int, dtype: Any):
+    """As `_LinkEnd`; blocks have `size` rows of `dtype`."""
+    self.size, self.dtype = size, dtype
     self.granted = 0
-
-  @property
-  def neighbour(self) -> int:
-    return self.peers.rank - 1
-
-  def start(self) -> None:
-    for _ in range(min(self.owner.credits, len(self.places))):
+    super().__init__(*link)
+    for _ in range(min(self.credits, len(self.layers))):
       self._grant()
-    super().start()
 
-  def take(self, place: Place) -> tuple[Any, Any]:
-    """A layer's keys as soon as they are there: the buffers, and on the device.
-
-    The latter may be the former, to which they are to be given back.
-    """
-    start_s = self.events.now()
+  def take(self, layer: StackedLayer) -> LayerBlock:
+    """A layer's block, as soon as it has come; the sender may send one more."""
+    start_s = self.recorder.now()
     self.peers.wait(lambda: bool(self.ready))
-    self.events.add("wait", place.number, start_s)
-    pair = self.ready.popleft()
-    return pair, jax.device_put(pair, SingleDeviceSharding(self.owner.device))
-
-  def give_back(self, pair: Any) -> None:
-    """Buffers that may be filled again."""
-    self.free[pair[0].shape].append(pair)
-    if self.granted < len(self.places):
+    self.recorder.add("wait", layer.number, start_s)
+    block = self.ready.popleft()
+    if self.granted < len(self.layers):
       self._grant()
+    return block
 
   def _grant(self) -> None:
     """Lets the sender send one more layer."""
@@ -112,87 +139,70 @@ class Inbox(Box):
     try:
       self.peers.link(self.neighbour).sendall(b"+")
     except OSError as error:
-      raise self.peers.blame(
-        self.neighbour, f"closed its link: {error}"
-      ) from None
+      why = f"closed its link: {error}"
+      raise self.peers.blame(self.neighbour, why) from None
 
   def work(self) -> None:
     link = self.peers.link(self.neighbour)
-    for place in self.places:
+    for layer in self.layers:
       header = np.zeros(_HEADER.size, np.uint8)
       peers_.receive(link, [header])
-      start_s = self.events.now()
-      layer, first, end = _HEADER.unpack(header.tobytes())
-      want = (place.number, first_needed(place, self.end), self.end)
-      if (layer, first, end) != want:
+      start_s = self.recorder.now()
+      number, first, end = _HEADER.unpack(header.tobytes())
+      want = (layer.number, layer.first_needed(self.end), self.end)
+      if (number, first, end) != want:
         raise PeerError(
-          f"rank {self.neighbour} sent rows {first} to {end} of layer {layer}; "
-          f"wanted {want[1]} to {want[2]} of layer {want[0]}",
+          f"rank {self.neighbour} sent rows {first} to {end} of layer "
+          f"{number}; wanted {want[1]} to {want[2]} of layer {want[0]}",
           self.neighbour,
         )
-      pair = self._buffers(place)
-      if first:
-        for x in pair:
-          x[:, :, :first] = 0
-      rows = [x[0, h, first:end] for x in pair for h in range(x.shape[1])]
-      peers_.receive(link, rows)
-      self.events.add("receive", place.number, start_s)
-      self.ready.append(pair)
+      block = LayerBlock.zeros(layer, end, self.size, self.dtype)
+      peers_.receive(link, rows([block], first))
+      self.recorder.add("receive", layer.number, start_s)
+      self.ready.append(block)
       self.peers.wake()
 
-  def _buffers(self, place: Place) -> tuple[np.ndarray, np.ndarray]:
-    a = place.layer.attention
-    shape = (1, a.kv_heads, self.room, a.head_dim)
-    if self.free[shape]:
-      return self.free[shape].pop()
-    make = lambda: np.zeros(shape, self.owner.dtype)
-    return make(), make()
 
+class Sender(_LinkEnd):
+  """Sends keys and values on to the next rank."""
 
-class Outbox(Box):
-  """Keys and values on their way to the next rank."""
+  step, sent = 1, 0
 
-  def __init__(
-    self, owner: Any, places: Sequence[Place], end: int, events: Events
-  ):
-    super().__init__(owner, places, events)
-    self.end, self.sent = end, 0
+  def put(self, layer: StackedLayer, blocks: Sequence[LayerBlock]) -> None:
+    """Has a layer sent; waits while `credits` of them are on their way.
 
-  @property
-  def neighbour(self) -> int:
-    return self.peers.rank + 1
-
-  def put(self, place: Place, keys: tuple[jax.Array, jax.Array]) -> None:
-    """Has a layer sent; waits while too many are under way."""
-    start_s = self.events.now()
-    under_way = lambda: place.number - self.sent
-    if under_way() >= self.owner.credits:
-      self.peers.wait(lambda: under_way() < self.owner.credits)
-      self.events.add("full", place.number, start_s)
-    self.ready.append((place, keys))
+    Args:
+      layer: the next one.
+      blocks: of all tokens up to this rank's last, in their order.
+    """
+    start_s = self.recorder.now()
+    free: Callable[[], bool] = lambda: layer.number - self.sent < self.credits
+    if not free():
+      self.peers.wait(free)
+      self.recorder.add("full", layer.number, start_s)
+    self.ready.append((layer, blocks))
     self.peers.wake()
 
   def finish(self) -> None:
     """Waits until all is sent."""
-    self.peers.wait(lambda: self.sent == len(self.places))
+    self.peers.wait(lambda: self.sent == len(self.layers))
 
   def work(self) -> None:
     link = self.peers.link(self.neighbour)
     grant = np.zeros(1, np.uint8)
-    for _ in self.places:
+    for _ in self.layers:
       self.peers.rest(lambda: bool(self.ready))
-      place, keys = self.ready.popleft()
-      host = [np.asarray(x) for x in keys]
-      del keys
+      layer, blocks = self.ready.popleft()
+      first = layer.first_needed(self.end)
+      parts = rows(blocks, first)
+      del blocks
       peers_.receive(link, [grant])
-      start_s = self.events.now()
-      first = first_needed(place, self.end)
-      rows = [
-        x[0, h, first : self.end] for x in host for h in range(x.shape[1])
-      ]
-      header = _HEADER.pack(place.number, first, self.end)
-      peers_.send(link, [np.frombuffer(header, np.uint8), *rows])
-      nbytes = sum(r.nbytes for r in rows)
-      self.events.add("send", place.number, start_s, nbytes)
+      start_s = self.recorder.now()
+      header = _HEADER.pack(layer.number, first, self.end)
+      peers_.send(link, [np.frombuffer(header, np.uint8), *parts])
+      nbytes = sum(part.nbytes for part in parts)
+      self.recorder.add("send", layer.number, start_s, nbytes)
+      # Of a layer that waits for the next one nothing is kept.
+      del parts
       self.sent += 1
       self.peers.wake()

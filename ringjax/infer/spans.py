@@ -13,22 +13,27 @@ from ringjax.plan.schedules import Outcome
 _ON_DEVICE = ("project", "attend")
 
 
-class Events:
-  """What a rank did when, by rank 0's clock."""
+class SpanRecorder:
+  """Records what a rank does when, by rank 0's clock.
+
+  Attributes:
+    spans: kind, layer, start and end in seconds, bytes.
+  """
 
   def __init__(self, peers: Peers):
     self._peers = peers
     self.spans: list[tuple[str, int, float, float, int]] = []
 
   def now(self) -> float:
+    """Seconds."""
     return time.monotonic() + self._peers.offset_s
 
   def add(self, kind: str, layer: int, start_s: float, nbytes: int = 0) -> None:
-    """Something that ends now."""
+    """Records a span that ends now."""
     self.spans.append((kind, layer, start_s, self.now(), nbytes))
 
 
-def outcome(
+def measured(
   method: str,
   lengths: Sequence[int],
   parts: Sequence[dict[str, Any]],
@@ -37,7 +42,7 @@ def outcome(
   end: int,
   sent: dict[str, float] | None = None,
 ) -> Outcome:
-  """What was measured, in the form of what is simulated.
+  """A measured run of all ranks, in the form of a simulated one.
 
   Args:
     method: its name.
@@ -52,25 +57,24 @@ def outcome(
   for rank, part in enumerate(parts):
     for kind, layer, start_s, end_s, nbytes in part["spans"]:
       where = f"rank {rank}" if kind in _ON_DEVICE else ""
-      if kind == "send":
-        where = f"{rank}-{rank + 1}"
+      start_s, end_s = start_s - zero, end_s - zero
       spans.append(
         Span(
           name=f"{kind} {rank}.{layer}",
           kind=kind,
-          where=where,
-          ready_s=start_s - zero,
-          start_s=start_s - zero,
-          end_s=end_s - zero,
-          done_s=end_s - zero,
+          where=f"{rank}-{rank + 1}" if kind == "send" else where,
+          ready_s=start_s,
+          start_s=start_s,
+          end_s=end_s,
+          done_s=end_s,
           nbytes=nbytes,
         )
       )
   timeline = Timeline(tuple(spans))
   if sent is None:
-    measured = timeline.sent_bytes()
+    counted = timeline.sent_bytes()
     links = [f"{i}-{i + 1}" for i in range(len(lengths) - 1)]
-    sent = {link: float(measured.get(link, 0.0)) for link in links}
+    sent = {link: float(counted.get(link, 0.0)) for link in links}
   return Outcome(
     method=method,
     lengths=tuple(lengths),

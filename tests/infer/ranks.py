@@ -86,20 +86,20 @@ def read_all(self: Rank, model_folder: str, peers, name: str) -> None:
     reading = chain.read(ids, partition, new_tokens=NEW)
     said = {
       "link_bytes": reading.outcome.link_bytes,
-      "formula": kvr.link_bytes(chain.pieces, partition, model.dtype),
+      "formula": kvr.link_bytes(chain.programs.layers, partition, model.dtype),
       "tiles": reading.tiles,
-      "programs": chain.pieces.programs(),
+      "programs": chain.programs.count(),
     }
     if reading.session is not None:
       want = want or reference(model, ids)
       logits, slots, tokens = want
       said["logits"] = far(reading.logits, logits)
       said["keys"] = []
-      for place in chain.pieces.places:
-        seen = 0 if place.behind is None else TOKENS - place.behind
-        rows = (place.index, 0, slice(None), slice(seen, TOKENS))
-        mine = reading.session.cache.slots[place.kind]
-        for a, b in zip(mine, slots[place.kind], strict=True):
+      for layer in chain.programs.layers:
+        seen = layer.first_needed(TOKENS)
+        rows = (layer.index, 0, slice(None), slice(seen, TOKENS))
+        mine = reading.session.cache.slots[layer.kind]
+        for a, b in zip(mine, slots[layer.kind], strict=True):
           said["keys"].append(far(a[rows], b[rows]))
       new = kvr.follow(reading, NEW)
       said["tokens"] = [new.tolist(), tokens.tolist()]
@@ -126,7 +126,7 @@ def main(folder: str, port: str, size: str, rank: str) -> None:
   jax.config.update("jax_num_cpu_devices", 1)
   jax.distributed.initialize(f"localhost:{port}", int(size), int(rank))
   import ringjax as rj
-  from ringjax.infer import kvr, together
+  from ringjax.infer import kvr, lockstep
   from ringjax.parallel.peers import Peers
 
   self = Rank(pathlib.Path(folder), int(rank))
@@ -159,7 +159,7 @@ def main(folder: str, port: str, size: str, rank: str) -> None:
     if me < 2:
       self.flag(f"in {layer}")
     elif layer == 0:
-      self.wait_for(f"in {len(chain.pieces.places) - 1}", 0, 1)
+      self.wait_for(f"in {len(chain.programs.layers) - 1}", 0, 1)
       time.sleep(0.2)
 
   reading = chain.read(ids, (20, 13, 9), pause=late)
@@ -167,9 +167,9 @@ def main(folder: str, port: str, size: str, rank: str) -> None:
   slow = lambda layer: time.sleep(0.5 if me == 2 else 0)
   rows = np.array([[TOKENS - 1]], np.int32)
   want = np.asarray(model(ids[None], rows=rows)[:, 0])
-  for method in together.METHODS:
-    one = together.Together(whole, peers, method, mesh=mesh)
-    reading = one.read(ids, pause=slow if method == "tsp" else None)
+  for method in lockstep.METHODS:
+    one = lockstep.LockstepPrefill(whole, peers, method, mesh=mesh)
+    reading = one.read(ids, pause=slow if method == "tsp" else kvr.nothing)
     self.note(
       method, {"logits": far(reading.logits, want), "spans": spans(reading)}
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -42,14 +43,14 @@ CASES = [
 PATIENCE_S = 600
 
 
-def in_threads(model, ids, partition, ranks: int) -> list:
+def in_threads(model, ids, partition, ranks: int, **options) -> list:
   """Each rank's reading."""
   group = Peers.in_threads(ranks, timeout_s=300.0)
   found: list = [None] * ranks
 
   def run(rank: int) -> None:
     try:
-      chain = kvr.Runahead(model, group[rank], tile=TILE)
+      chain = kvr.Runahead(model, group[rank], tile=TILE, **options)
       found[rank] = chain.read(ids, partition, new_tokens=NEW)
     except PeerError as error:
       found[rank] = error
@@ -73,7 +74,7 @@ def in_threads(model, ids, partition, ranks: int) -> list:
 
 @pytest.fixture(scope="module")
 def alone(loaded):
-  """One device's prompt, logits, slots and greedy tokens, by model."""
+  """One device's prompt, logits, cache and greedy tokens, by model."""
   known: dict = {}
 
   def read(name: str) -> tuple:
@@ -87,7 +88,7 @@ def alone(loaded):
       )
       rows = np.array([[TOKENS - 1]], np.int32)
       logits = np.asarray(model(ids[None], rows=rows)[:, 0])
-      known[name] = ids, logits, session.cache.slots, new[0].tolist()
+      known[name] = ids, logits, session.cache, new[0].tolist()
     return known[name]
 
   return read
@@ -98,10 +99,20 @@ def far(got, want) -> float:
   return float(np.abs(got - want).max() / np.abs(want).max())
 
 
+def assert_same_keys(layers, got, want) -> None:
+  # A later query sees no more; what is before may be another's.
+  seen = max(layer.first_needed(TOKENS) for layer in layers)
+  got, want = (x.export(0, seen, TOKENS) for x in (got, want))
+  assert got.kind == want.kind
+  np.testing.assert_array_equal(got.at.pos, want.at.pos)
+  for a, b in zip(*map(jax.tree.leaves, (got.parts, want.parts)), strict=True):
+    assert far(a, b) < 5e-6
+
+
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
   model, _ = loaded(name)
-  ids, logits, slots, new = alone(name)
+  ids, logits, cache, new = alone(name)
   for partition in PARTS[ranks]:
     readings = in_threads(model, ids, partition, ranks)
     last = len(partition) - 1
@@ -109,17 +120,26 @@ def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
     assert owners == [last]
     reading = readings[last]
     assert far(reading.logits, logits) < 5e-6
-    for place in kvr.Pieces(model).places:
-      # A later query sees no more; what is before may be another's.
-      seen = 0 if place.behind is None else TOKENS - place.behind
-      rows = (place.index, 0, slice(None), slice(seen, TOKENS))
-      mine = reading.session.cache.slots[place.kind]
-      for a, b in zip(mine, slots[place.kind], strict=True):
-        assert far(a[rows], b[rows]) < 5e-6
+    layers = kvr.LayerPrograms(model).layers
+    assert_same_keys(layers, reading.session.cache, cache)
     assert kvr.follow(reading, NEW).tolist() == new
     sent = tuple(reading.outcome.link_bytes.values())
-    pieces = kvr.Pieces(model)
-    assert sent == kvr.link_bytes(pieces, partition, model.dtype)
+    assert sent == kvr.link_bytes(layers, partition, model.dtype)
+
+
+def test_keys_that_are_stored_before_their_rotation(loaded, alone):
+  name, ranks = CASES[0]
+  model, _ = loaded(name)
+  ids, logits, _, new = alone(name)
+  session = infer.Session(model, TOKENS + NEW, cache_kind="unrotated")
+  infer.generate(model, [ids], max_new_tokens=1, cache=session)
+  (*_, reading) = in_threads(
+    model, ids, PARTS[ranks][0], ranks, kind="unrotated"
+  )
+  layers = kvr.LayerPrograms(model).layers
+  assert_same_keys(layers, reading.session.cache, session.cache)
+  assert far(reading.logits, logits) < 5e-6
+  assert kvr.follow(reading, NEW).tolist() == new
 
 
 def test_a_chains_session_knows_what_was_seen(loaded, alone):
@@ -140,7 +160,7 @@ def test_the_worked_example(loaded):
   model, _ = loaded("llama2")
   ids = np.arange(3, 12, dtype=np.int32)
   (*_, reading) = in_threads(model, ids, (4, 3, 2), 3)
-  row = kvr.row_bytes(kvr.Pieces(model), model.dtype)
+  row = kvr.row_bytes(kvr.LayerPrograms(model).layers, model.dtype)
   sent = reading.outcome.link_bytes
   # A row is a key or a value: 22 of them a layer.
   assert 2 * sum(sent.values()) / row == 22

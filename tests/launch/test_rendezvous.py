@@ -152,10 +152,10 @@ def test_a_stranger_who_does_not_end_keeps_nobody_waiting(port):
   ],
 )
 def test_who_is_let_in(port, host, alone):
-  doors = rendezvous._doors(host, port)
-  names = [door.getsockname()[0] for door in doors]
-  for door in doors:
-    door.close()
+  servers = rendezvous._servers(host, port)
+  names = [server.getsockname()[0] for server in servers]
+  for server in servers:
+    server.close()
   assert names
   for name in names:
     address = ipaddress.ip_address(name)

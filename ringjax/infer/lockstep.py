@@ -1,12 +1,12 @@
-"""Baselines of KV-Runahead: all ranks go through each layer together.
+"""Baselines of KV-Runahead: all ranks go through each layer in lockstep.
 
-Law:   the logits of the model, whichever way the keys go.
-Cost:  the ranks meet in every layer. `tsp` and `flash_tsp` gather all keys and
-       values on each; a ring passes them round, each part p - 1 times.
-Ref:   "TSP" is what Cho et al. 2024 (arXiv 2405.05329) compare with: tensor and
-       sequence parallel, an even split, an all-gather of keys and values in
-       each layer, all products, then the mask. `flash_tsp` is the same without
-       the tiles that the mask forbids.
+Guarantees: the logits of the model, whichever way the keys go.
+Cost: the ranks meet in every layer. `tsp` and `flash_tsp` gather all keys and
+values on each; a ring passes them round, each part p - 1 times.
+Ref: "TSP" is what Cho et al. 2024 (arXiv 2405.05329) compare with: tensor and
+sequence parallel, an even split, an all-gather of keys and values in each
+layer, all products, then the mask. `flash_tsp` is the same without the tiles
+that the mask forbids.
 
 One program a layer kind, over a mesh of all devices, called layer by layer as
 the chain is, so that one clock measures both. The cache stays where it was
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringjax.errors import MeshError, OptionError, PeerError
+from ringjax.checks import one_of
+from ringjax.errors import MeshError, PeerError
 from ringjax.infer import agree, inputs, kvr, spans
-from ringjax.infer.layerwise import Pieces
+from ringjax.infer.layerwise import LayerPrograms
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention.dense import Dense
@@ -41,17 +41,17 @@ from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 
 # name: (layout, strategy)
-_WAYS: dict[str, tuple[Any, Any]] = {
+_STRATEGIES: dict[str, tuple[Any, Any]] = {
   "tsp": (Contiguous(), Gather(Dense())),
   "flash_tsp": (Contiguous(), Gather()),
   "ring": (Contiguous(), Ring()),
   "striped": (Striped(), Ring()),
 }
-METHODS = tuple(_WAYS)
+METHODS = tuple(_STRATEGIES)
 
 
-class Together:
-  """A method that reads a prompt on all devices of a mesh at once."""
+class LockstepPrefill:
+  """Reads a prompt on all devices of a mesh, which meet in every layer."""
 
   def __init__(
     self,
@@ -59,7 +59,7 @@ class Together:
     peers: Peers,
     method: str,
     *,
-    mesh: Any,
+    mesh: Mesh,
     axis: str = "seq",
   ):
     """Prepares; nothing is computed yet.
@@ -76,32 +76,29 @@ class Together:
       MeshError: a mesh with more axes.
       ConfigError: a model with layers that keep more than keys and values.
     """
-    if method not in _WAYS:
-      raise OptionError(
-        "method", repr(method), f"one of {', '.join(METHODS)}", "choose one"
-      )
+    self.method = one_of("method", method, METHODS)
     if mesh.shape[axis] != mesh.devices.size:
       raise MeshError(
         "mesh",
         f"{dict(mesh.shape)}",
         f"all devices along {axis!r}",
-        f"write --mesh={axis}:-1",
+        f"pass rj.make_mesh((-1,), ({axis!r},))",
       )
-    layout, strategy = _WAYS[method]
-    self.model, self.peers, self.method = model, peers, method
+    layout, strategy = _STRATEGIES[method]
+    self.model, self.peers = model, peers
     self.mesh, self.axis, self.size = mesh, axis, mesh.shape[axis]
     self.attend = ContextParallel(
       mesh=mesh, axis=axis, layout=layout, strategy=strategy
     )
-    self.pieces = Pieces(model, self.attend)
-    self._warm: set[int] = set()
+    self.programs = LayerPrograms(model, self.attend)
+    self._compiled: set[int] = set()
 
   def read(
     self,
     tokens: Any,
     *,
     new_tokens: int = 1,
-    pause: Callable[[int], Any] | None = None,
+    pause: Callable[[int], Any] = kvr.nothing,
   ) -> kvr.Reading:
     """Reads a prompt; all processes call it, with the same arguments.
 
@@ -111,59 +108,50 @@ class Together:
       pause: see `Runahead.read`.
 
     Raises:
-      PromptError: a prompt that is none, or too short for the mesh.
+      PromptError: an empty prompt, or unknown ids.
+      OptionError: fewer tokens than devices.
       PeerError: processes do not agree, or one of them failed.
     """
-    peers = self.peers
-    peers.check()
 
-    def card() -> dict[str, Any]:
+    def check() -> tuple[dict[str, Any], tuple[np.ndarray, tuple[int, ...]]]:
       ids = inputs.prompt(tokens, self.model.config.vocab)
-      cost.even(ids.size, self.size)
-      return {
-        "method": self.method,
-        "tokens": f"{ids.size} of digest {agree.digest(ids.tobytes())}",
-        "model config": agree.digest(repr(self.model.config).encode()),
-        "model weights": agree.fingerprint(self.model),
-        "model dtype": jnp.dtype(self.model.dtype).name,
-        "new_tokens": new_tokens,
-      }
+      lengths = cost.even(ids.size, self.size)
+      card = {"method": self.method, "new_tokens": new_tokens}
+      return card | agree.reading(self.model, ids), (ids, lengths)
 
-    agree.agree(peers, card)
-    ids = inputs.prompt(tokens, self.model.config.vocab)
-    lengths = cost.even(ids.size, self.size)
+    ids, lengths = agree.agree(self.peers, check)
     work = lambda: self._read(ids, lengths, new_tokens, pause)
-    return apart(peers, work)
+    return interruptible(self.peers, work)
 
   def _read(
     self, ids: np.ndarray, lengths: tuple[int, ...], new: int, pause: Any
   ) -> kvr.Reading:
     peers = self.peers
     width = -(-ids.size // (2 * self.size)) * 2 * self.size
-    if width not in self._warm:
-      # Nobody is blamed for the time that compiling takes.
-      self._warm.add(width)
-      self._layers(ids, width, new, None, None)
-    events = spans.Events(peers)
+    if width not in self._compiled:
+      # Before the others wait: no rank is given up for the time this takes.
+      self._compiled.add(width)
+      self._layers(ids, width, new, None, kvr.nothing)
+    recorder = spans.SpanRecorder(peers)
     peers.gather("ready")
-    start_s = events.now()
+    start_s = recorder.now()
     peers.tick(0)
     with peers.doing(peers_.TOGETHER):
-      logits = self._layers(ids, width, new, events, pause)
-    mine = {"start": start_s, "end": events.now(), "spans": events.spans}
+      logits = self._layers(ids, width, new, recorder, pause)
+    mine = {"start": start_s, "end": recorder.now(), "spans": recorder.spans}
     parts = peers.gather(mine)
     work, tiles = self._work(ids.size, lengths)
-    row = kvr.row_bytes(self.pieces, self.model.dtype)
-    each = (self.size - 1) * width // self.size * row
+    row = kvr.row_bytes(self.programs.layers, self.model.dtype)
+    each = float((self.size - 1) * width // self.size * row)
     links = [f"{i}-{(i + 1) % self.size}" for i in range(self.size)]
     return kvr.Reading(
-      outcome=spans.outcome(
+      outcome=spans.measured(
         self.method,
         lengths,
         parts,
         work=work,
         end=len(parts) - 1,
-        sent=dict.fromkeys(links, float(each)) if self.size > 1 else {},
+        sent=dict.fromkeys(links, each) if self.size > 1 else {},
       ),
       tiles=tiles,
       length=ids.size + new,
@@ -171,10 +159,15 @@ class Together:
     )
 
   def _layers(
-    self, ids: np.ndarray, width: int, new: int, events: Any, pause: Any
+    self,
+    ids: np.ndarray,
+    width: int,
+    new: int,
+    recorder: spans.SpanRecorder | None,
+    pause: Callable[[int], Any],
   ) -> jax.Array:
-    """float32 [1, V], in every process."""
-    pieces, peers = self.pieces, self.peers
+    """float32 [1, V], in every process; without a recorder it only compiles."""
+    programs, peers = self.programs, self.peers
     order = np.asarray(self.attend.layout.order(width, self.size))
     real = order < ids.size
     sharding = NamedSharding(self.mesh, P(None, self.axis))
@@ -183,58 +176,55 @@ class Together:
     )
     filled = np.zeros(width, np.int32)
     filled[: ids.size] = ids
-    x = pieces.embed(put(filled[order]))
-    at = (
-      put(order.astype(np.int32)),
-      None if real.all() else put(real.astype(np.int32)),
-    )
+    x = programs.embed(programs.outer, put(filled[order]))
+    pos = put(order.astype(np.int32))
+    seg = None if real.all() else put(real.astype(np.int32))
     kept = []
-    for place in pieces.places:
-      if pause is not None:
-        pause(place.number)
-      if events is not None:
+    for layer in programs.layers:
+      pause(layer.number)
+      if recorder is not None:
         peers.check()
-        peers.tick(place.number + 1)
-      start_s = events.now() if events is not None else 0.0
-      weights = pieces.weights(place)
-      x, fresh = pieces.whole(place, weights, x, at, ids.size + new)
+        peers.tick(layer.number + 1)
+      start_s = 0.0 if recorder is None else recorder.now()
+      weights = programs.weights(layer)
+      x, fresh = programs.whole(
+        layer.spec, weights, x, pos, seg, ids.size + new
+      )
       kept.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
-      if events is not None:
-        events.add("attend", place.number, start_s)
+      if recorder is not None:
+        recorder.add("attend", layer.number, start_s)
     row = int(np.flatnonzero(order == ids.size - 1)[0])
-    logits = jax.block_until_ready(pieces.head(x, row))
+    logits = jax.block_until_ready(programs.head(programs.outer, x, row))
     return logits.addressable_data(0)
 
   def _work(
     self, tokens: int, lengths: tuple[int, ...]
   ) -> tuple[list[float], tuple[int, ...]]:
     """Pairs of each rank in a layer, and its tiles in all layers."""
-    places = self.pieces.places
-    prompt = cost.Prompt(tokens=tokens)
+    layers, size = self.programs.layers, self.size
     if self.method == "tsp":
-      pairs = [float(c * tokens) for c in lengths]
-      return pairs, (len(places),) * self.size
-    if self.method == "striped":
-      pairs = [tokens * tokens / 2 / self.size] * self.size
-    else:
-      pairs = [float(n) for n in cost.pairs(prompt, lengths, "causal")]
-    tiles = np.zeros(self.size, np.int64)
-    for place in places:
-      mask = place.layer.attention.mask
-      counts = tile_counts(self.attend.layout, mask, self.size, tokens)
-      tiles += counts.sum(0)
-    return pairs, tuple(int(n) for n in tiles)
+      return [float(c * tokens) for c in lengths], (len(layers),) * size
+    pairs = [tokens * tokens / 2 / size] * size
+    if self.method != "striped":
+      pairs = cost.pairs(cost.Prompt(tokens=tokens), lengths, "causal").tolist()
+    tiles = sum(
+      tile_counts(
+        self.attend.layout, layer.spec.attention.mask, size, tokens
+      ).sum(0)
+      for layer in layers
+    )
+    return pairs, tuple(np.asarray(tiles).tolist())
 
 
-def apart(peers: Peers, work: Callable[[], Any]) -> Any:
-  """What `work` gives; it runs in a thread, which is left if somebody fails.
+def interruptible(peers: Peers, work: Callable[[], Any]) -> Any:
+  """The result of `work`, run in a thread that is left if a peer fails.
 
   A process that waits in a collective cannot be woken: after a PeerError end
   it by `os._exit`.
 
   Raises:
-    PeerError: somebody failed.
+    PeerError: a rank failed.
   """
   outcome: list[tuple[Any, BaseException | None]] = []
 
