@@ -1,5 +1,5 @@
-"""What stands beside a model's weights and goes where they go: the tokenizer,
-settings of generation, licences. By name; nothing in a folder is ever run.
+"""Files beside a model's weights that are copied with them, by their names:
+the tokenizer, generation settings, licences. No file in a folder is ever run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 from ringjax.errors import OptionError
 from ringjax.models.hf import safe_files
 
-# What else makes a model, and who may use it. Only these names are copied.
+# Only files of these names are copied.
 NAMES = (
   "tokenizer.json",
   "tokenizer_config.json",
@@ -35,17 +35,17 @@ _BYTES = 256 << 20
 
 
 def copy(folder: pathlib.Path, to: pathlib.Path) -> None:
-  """Copies the tokenizer and what else stands beside a model's weights.
+  """Copies the files beside a model's weights.
 
   Raises:
-    OptionError: one that is too large.
+    OptionError: a file is too large.
   """
   for name in names(folder):
     _copy(folder, name, to)
 
 
 def names(folder: pathlib.Path) -> list[str]:
-  """Those that a folder has."""
+  """The names of these files that a folder has."""
   return [name for name in NAMES if (folder / name).is_file()]
 
 
@@ -55,16 +55,13 @@ def _copy(folder: pathlib.Path, name: str, to: pathlib.Path) -> None:
     status = os.fstat(source.fileno())
     if status.st_size > _BYTES or not stat.S_ISREG(status.st_mode):
       raise OptionError(
-        name,
-        f"{status.st_size:,} bytes",
-        f"at most {_BYTES:,}",
-        "remove it from the folder",
+        name, f"{status.st_size:,} bytes", f"at most {_BYTES:,}", "remove it"
       )
-    desk = to / f".{name}.{secrets.token_hex(4)}.new"
+    new = to / f".{name}.{secrets.token_hex(4)}.new"
     try:
-      with open(desk, "xb") as target:
+      with open(new, "xb") as target:
         shutil.copyfileobj(source, target)
-      # One that is there is replaced.
-      os.replace(desk, to / name)
+      # An old file is replaced.
+      os.replace(new, to / name)
     finally:
-      desk.unlink(missing_ok=True)
+      new.unlink(missing_ok=True)

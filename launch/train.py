@@ -10,9 +10,9 @@
   python -m launch.train --help_config
       Every field of a config, with its type, default and meaning.
 
---out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` (what was
-asked) and in the end `model`, a Hugging Face folder with its tokenizer. On
-SIGTERM or Ctrl-C the step at hand is saved, and the exit status is 143 or 130.
+--out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` and in
+the end `model`, a Hugging Face folder with its tokenizer. On SIGTERM or Ctrl-C
+the current step is saved, and the exit status is 143 or 130.
 
 A config is a Python file with get_config(); see configs/train. Several
 processes: see launch/common.py.
@@ -28,7 +28,6 @@ import json
 import math
 import pathlib
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -45,6 +44,7 @@ from launch import auxiliary_files, common, config_fields, console, sources
 from launch.flag_helpers import Definer
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
+from ringjax.checks import one_of
 from ringjax.data.corpus import fingerprint
 from ringjax.data.packing import BestFit, Cut
 from ringjax.errors import (
@@ -67,7 +67,7 @@ _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
 STARTS = {"lookup": InductionHeads}
-# Entries of a config.json that change nothing but training.
+# Entries of a config.json that change training alone, and are not applied.
 _NOT_APPLIED = (
   "attention_dropout",
   "attention_probs_dropout_prob",
@@ -80,7 +80,7 @@ _NOT_APPLIED = (
   "router_aux_loss_coef",
   "router_jitter_noise",
 )
-# Entries of a config that decide what is trained: a checkpoint is of them.
+# Entries of a config that determine the result: a checkpoint belongs to them.
 _DECISIVE = (
   "stages",
   "optimizer",
@@ -101,32 +101,32 @@ def define(values: flags.FlagValues) -> None:
     None,
     "File with the recipe.",
     flag_values=values,
-    # A config names what it changes; `recipe_of` refuses what nobody knows.
+    # A config names what it changes; `recipe_of` refuses unknown names.
     lock_config=False,
     accept_new_attributes=True,
   )
-  _tell_overrides(values["config"])
+  _check_overrides(values["config"])
   new = Definer(values)
-  new.text("out", None, "Folder for all that is written.")
-  new.text("init_from", None, "Hugging Face folder to begin with.")
+  new.text("out", None, "Folder for all output.")
+  new.text("init_from", None, "Hugging Face folder of the initial weights.")
   new.number(
     "peak",
     None,
-    "FLOP/s of a device, for the utilisation; default: as stated of an "
-    "accelerator that is known, else measured.",
+    "Peak FLOP/s of a device, for the utilisation; default: from the data "
+    "sheet of a known accelerator, else measured.",
     1.0,
   )
   new.text("profile", None, "Folder for a trace of steps 3 to 5 of this run.")
   new.boolean(
     "tensorboard",
     False,
-    "Reports as TensorBoard's files too, in --out (needs tensorboardX).",
+    "Write reports for TensorBoard too, in --out (needs tensorboardX).",
   )
-  new.boolean("json", False, "Reports as JSON on stdout.")
+  new.boolean("json", False, "Print reports as JSON on stdout.")
   new.boolean(
     "help_config",
     False,
-    "Lists every field of a config, or of --config, with type and value.",
+    "List every field of a config, or of --config, with type and value.",
   )
   common.define(values)
 
@@ -137,19 +137,21 @@ def run(
   stdout: TextIO | None = None,
   stderr: TextIO | None = None,
 ) -> int:
-  """Does what the flags say; the exit status."""
+  """Trains as the flags say, and returns the exit status."""
   if values.help_config:
     given = values.config or default_config()
     found = config_fields.fields(given, default_config.__doc__ or "")
     print(config_fields.page(found), file=stdout or sys.stdout, flush=True)
     return 0
-  work = _Work(values, stdout or sys.stdout, console.Screen(NAME, stderr))
+  work = _TrainingRun(
+    values, stdout or sys.stdout, console.Screen(NAME, stderr)
+  )
   try:
     work.check()
     common.start(values)
     return work.run()
   except KeyboardInterrupt as error:
-    # While it trains the signal is noted, and not raised.
+    # While it trains the signal is recorded, and not raised.
     work.screen.error(f"interrupted while {work.doing}")
     work.group.leave(error, console.INTERRUPTED)
     return console.INTERRUPTED
@@ -159,8 +161,14 @@ def run(
     work.close()
 
 
-class _Work:
-  """One run; `doing` says what it is at."""
+class _TrainingRun:
+  """One run of the script.
+
+  Attributes:
+    doing: its current activity, for errors.
+    screen: its messages.
+    group: its processes.
+  """
 
   def __init__(
     self, values: flags.FlagValues, stdout: TextIO, screen: console.Screen
@@ -172,10 +180,9 @@ class _Work:
     self._log: TextIO | None = None
     self._board: Any = None
     self._peak = 0.0
-    self._start = time.monotonic()
 
   def close(self) -> None:
-    """Ends the log, and leaves the others."""
+    """Closes the log and leaves the other processes."""
     self.screen.end()
     self.group.close()
     for one in (self._log, self._board):
@@ -183,37 +190,40 @@ class _Work:
         one.close()
 
   def check(self) -> None:
-    """Refuses what can be seen before anything is loaded."""
+    """Checks the flags and the config before anything is loaded."""
     values = self._values
-    if values.config is None:
-      raise _missing("--config", "configs/train/quick.py")
-    if values.out is None:
-      raise _missing("--out", "runs/quick")
+    for flag, example in (
+      ("config", "configs/train/quick.py"),
+      ("out", "runs/quick"),
+    ):
+      if values[flag].value is None:
+        raise OptionError(f"--{flag} is required, e.g. --{flag}={example}.")
     recipe_of(values.config)
     if values.tensorboard:
       _writer()
 
   def run(self) -> int:
+    """Trains, and returns the exit status."""
     values, screen = self._values, self.screen
     config = values.config
     screen.quiet = jax.process_index() > 0
+    first = not screen.quiet
     self.group.meet(config.timeout_s or PATIENCE_S)
     mesh = common.mesh(values.mesh)
-    axis = "seq" if mesh.shape.get("seq", 1) > 1 else None
     made = recipe_of(config)
     folder = values.init_from or config.get("init_from") or None
     out = pathlib.Path(values.out)
-    self._begin("looking for what is saved")
-    base = _base(folder)
-    rules = None
+    self._begin("looking for saved steps")
+    base = None if folder is None else Folder.open(folder).config
+    where: dict[str, Any] = {"mesh": mesh, "rules": None}
     if config.rules:
-      rules = _made(rj.models.Rules, config.rules, "rules")
+      where["rules"] = _made(rj.models.Rules, config.rules, "rules")
     tokenizer, home = _tokenizer(config, folder)
     with contextlib.ExitStack() as stack:
-      # Adapters are of one model: the numbers of their base are looked at.
+      # Adapters are of one model: a checkpoint belongs to its weights.
       model = None
       if made.lora is not None:
-        model = self._model(config, folder, mesh, rules)
+        model = self._model(config, folder, where)
       saved = stack.enter_context(
         Checkpoints(
           out / "checkpoints",
@@ -225,11 +235,11 @@ class _Work:
       saved.claim()
       if model is None and saved.holds():
         model = rj.models.abstract(
-          base or _shape(config), dtype="float32", mesh=mesh, rules=rules
+          base or _shape(config), dtype="float32", **where
         )
       elif model is None:
-        model = self._model(config, folder, mesh, rules)
-      # The model's own arrays are soon given away.
+        model = self._model(config, folder, where)
+      # Training donates the model's own arrays.
       form = jax.eval_shape(lambda model: model, model)
       for line in (*_too_long(made, form), *_left_out(form)):
         screen.say(line)
@@ -244,7 +254,6 @@ class _Work:
         )
         for entry in config.stages
       ]
-      first = jax.process_index() == 0
       if first:
         out.mkdir(parents=True, exist_ok=True)
         self._log = _appended(out / "log.jsonl")
@@ -258,18 +267,14 @@ class _Work:
       if folder and config.start:
         screen.say("start: not applied, since the weights are given")
       trace = stack.enter_context(_Trace(values.profile if first else None))
-      begun: list[int] = []
 
       def on_step(step: int) -> None:
-        if not begun:
-          begun.append(step)
-          self.doing = "training"
+        if self.doing != "training":
           if first:
-            # Not before it is known that what is saved is of this training.
+            # Only now it is known that the saved steps are of this training.
             timing.write_json(str(out / "config.json"), _asked(config, folder))
           total = _tokens(made, made.total)
-          # A run that resumes has done a part already.
-          screen.begin("training", total, "tokens", done=_tokens(made, step))
+          self._begin("training", total, "tokens", done=_tokens(made, step))
         trace()
 
       self._begin("making the first step")
@@ -279,7 +284,7 @@ class _Work:
           model,
           data,
           mesh=mesh,
-          axis=axis,
+          axis="seq" if mesh.shape.get("seq", 1) > 1 else None,
           checkpoints=saved,
           report=lambda stage, one: self._report(made, form, mesh, stage, one),
           on_step=on_step,
@@ -305,18 +310,13 @@ class _Work:
     return 0
 
   def _model(
-    self,
-    config: ConfigDict,
-    folder: str | None,
-    mesh: Any,
-    rules: Any,
+    self, config: ConfigDict, folder: str | None, where: dict[str, Any]
   ) -> Transformer:
+    """The model to begin with, read from a folder or created."""
     self._begin("making the model")
     if folder is not None:
-      return rj.models.load(folder, mesh=mesh, rules=rules, dtype="float32")
-    model = rj.models.create(
-      _shape(config), seed=config.seed, mesh=mesh, rules=rules
-    )
+      return rj.models.load(folder, dtype="float32", **where)
+    model = rj.models.create(_shape(config), seed=config.seed, **where)
     start = _start(config)
     return model if start is None else start.apply(model)
 
@@ -328,37 +328,32 @@ class _Work:
     stage: int,
     one: loop.TrainingReport,
   ) -> None:
-    length = made.stages[stage].length
-    rate = one.tokens_per_s
-    work = recipe.flops(model, length, adapters=made.lora is not None)
-    used = work * rate / (self._peak * mesh.devices.size)
+    """Writes the metrics of some steps to the log and the screen."""
+    if jax.process_index():
+      return
+    work = recipe.flops(
+      model, made.stages[stage].length, adapters=made.lora is not None
+    )
+    used = work * one.tokens_per_s / (self._peak * mesh.devices.size)
     held = _peak_bytes()
+    rate = made.optimizer.learning_rate_at(one.step - 1, made.total)
     row = {
-      "step": one.step,
+      **dataclasses.asdict(one),
       "stage": stage,
-      "loss": one.loss,
-      "gradient_norm": one.gradient_norm,
-      "learning_rate": made.optimizer.learning_rate_at(
-        one.step - 1, made.total
-      ),
-      "tokens": one.tokens,
-      "labels": one.labels,
-      "tokens_per_s": rate,
+      "learning_rate": rate,
+      "tokens_per_s": one.tokens_per_s,
       "utilisation": used,
-      "skipped": one.skipped,
-      "seconds": one.seconds,
       "compiling": one.first,
       "peak_bytes": held,
     }
-    # JSON has no word for what is not finite.
+    # JSON has no NaN and no infinity.
     row = {
       k: None if isinstance(v, float) and not math.isfinite(v) else v
       for k, v in row.items()
+      if k not in ("first", "objective")
     }
-    if jax.process_index():
-      return
     assert self._log is not None
-    # A line at once: whoever is killed loses none.
+    # Flushed at once: a kill loses no line.
     self._log.write(json.dumps(row) + "\n")
     self._log.flush()
     if self._board is not None:
@@ -369,15 +364,17 @@ class _Work:
       print(json.dumps(row), file=self._out, flush=True)
     self.screen.say(
       f"step {one.step:>7}  loss {one.loss:7.4f}  |g| {one.gradient_norm:8.3g}"
-      f"  {rate:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
+      f"  {one.tokens_per_s:9,.0f} tokens/s  {100 * used:5.1f} % of the peak"
       + (f"  {console.nbytes(held)}" if held else "")
       + (f"  {one.skipped} not finite" if one.skipped else "")
     )
     self.screen.at(_tokens(made, one.step))
 
-  def _begin(self, doing: str, total: int = 0, unit: str = "") -> None:
+  def _begin(
+    self, doing: str, total: int = 0, unit: str = "", done: int = 0
+  ) -> None:
     self.doing = doing
-    self.screen.begin(doing, total, unit)
+    self.screen.begin(doing, total, unit, done=done)
 
 
 # ---------------------------------------------------------------------------
@@ -389,61 +386,48 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
   """The recipe that a config describes.
 
   Raises:
-    OptionError: an entry that is unknown or cannot be.
+    OptionError: an entry is unknown or has a value out of range.
   """
   known = set(default_config())
-  more = sorted(set(config) - known)
-  if more:
+  unknown = sorted(set(config) - known)
+  if unknown:
     raise OptionError(
       "config",
-      ", ".join(more),
+      ", ".join(unknown),
       f"some of {', '.join(sorted(known))}",
-      "correct the names",
+      "use these names; --help_config lists them",
     )
   _start(config)
   _made(rj.models.Rules, config.rules, "rules")
-  if config.packer not in _PACKERS:
-    raise OptionError(
-      "packer",
-      repr(config.packer),
-      f"one of {', '.join(_PACKERS)}",
-      "choose one",
-    )
-  return recipe.Recipe(
-    stages=tuple(_stage(one) for one in config.stages),
-    optimizer=_made(recipe.Optimizer, config.optimizer, "optimizer"),
-    objective=Objective(
-      z_loss=config.z_loss,
-      block=config.block,
-      dtype=recipe.dtype_of(config.dtype),
-    ),
-    layout=config.layout,
-    strategy=config.strategy,
-    remat=config.remat,
-    lora=_lora(config),
-    packer=_PACKERS[config.packer](),
-    seed=config.seed,
-    pace=loop.LoopConfig(
-      log_every=config.log_every,
-      save_every=config.save_every,
-      most_skipped=config.most_skipped,
-      most_unsaved=config.most_unsaved,
-      timeout_s=config.timeout_s,
-      replay_every=config.replay_every,
-    ),
-  )
+  one_of("packer", config.packer, _PACKERS)
+  dtype = {"dtype": recipe.dtype_of(config.dtype)}
+  parts: dict[str, Any] = {
+    "stages": tuple(_stage(one) for one in config.stages),
+    "optimizer": _made(recipe.Optimizer, config.optimizer, "optimizer"),
+    "objective": Objective(**_entries(Objective, config) | dtype),
+    "lora": _lora(config),
+    "packer": _PACKERS[config.packer](),
+    "loop_config": loop.LoopConfig(**_entries(loop.LoopConfig, config)),
+  }
+  return recipe.Recipe(**_entries(recipe.Recipe, config) | parts)
+
+
+def _entries(cls: Any, config: ConfigDict) -> dict[str, Any]:
+  """The entries of a config that are fields of a dataclass."""
+  names = [field.name for field in dataclasses.fields(cls)]
+  return {name: config[name] for name in names if name in config}
 
 
 def _lora(config: ConfigDict) -> Lora | None:
-  """The adapters that are asked for, if any."""
+  """The adapters that a config asks for, or None."""
   if config.lora.get("rank"):
     return _made(Lora, config.lora, "lora")
   usual = default_config().lora
-  said = [k for k, v in config.lora.items() if k not in usual or v != usual[k]]
-  if said:
+  set_ = [k for k, v in config.lora.items() if k not in usual or v != usual[k]]
+  if set_:
     raise OptionError(
       "lora",
-      f"{', '.join(said)} with rank 0, which trains all parameters",
+      f"{', '.join(set_)} with rank 0, which trains all parameters",
       "a rank above 0",
       "set --config.lora.rank, or leave the others out",
     )
@@ -451,7 +435,7 @@ def _lora(config: ConfigDict) -> Lora | None:
 
 
 def _tokens(made: recipe.Recipe, steps: int) -> int:
-  """Tokens that so many steps read, a better measure than their count."""
+  """Tokens that the first `steps` steps read."""
   total = 0
   for stage in made.stages:
     taken = min(steps, stage.steps)
@@ -460,17 +444,17 @@ def _tokens(made: recipe.Recipe, steps: int) -> int:
   return total
 
 
-def _tell_overrides(flag: Any) -> None:
-  """Has an override that fits nowhere be an error of flags, and no crash."""
+def _check_overrides(flag: Any) -> None:
+  """Makes an override that fits nowhere an error of flags, and no crash."""
   parse = flag.parse
 
-  def told(argument: Any) -> None:
+  def checked(argument: Any) -> None:
     try:
       parse(argument)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
       where = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1][0])
       if "ml_collections" not in where.parts:
-        # A fault in the file, whose place whoever wrote it wants to see.
+        # A fault in the config file, whose line the user needs to see.
         raise
       raise flags.IllegalFlagValueError(
         message(
@@ -481,7 +465,7 @@ def _tell_overrides(flag: Any) -> None:
         )
       ) from None
 
-  flag.parse = told
+  flag.parse = checked
 
 
 def default_config() -> ConfigDict:
@@ -489,7 +473,7 @@ def default_config() -> ConfigDict:
 
   Entries:
     model: name of a preset, or a dict as in config.json; not with init_from.
-    init_from: a Hugging Face folder to begin with.
+    init_from: a Hugging Face folder of the initial weights.
     rules: which mesh axis shards which axis of the parameters.
     start: initialisation of a fresh model; see ringjax.train.induction.
     tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
@@ -531,15 +515,12 @@ def default_config() -> ConfigDict:
 
 
 def _start(config: ConfigDict) -> InductionHeads | None:
-  """The habits that a fresh model gets."""
+  """The initialisation of a fresh model that a config asks for, or None."""
   entry = json.loads(config.start.to_json())
   kind = entry.pop("kind", None)
   if not entry and kind is None:
     return None
-  if kind not in STARTS:
-    raise OptionError(
-      "start", f"kind {kind!r}", f"one of {', '.join(STARTS)}", "choose one"
-    )
+  one_of("start.kind", kind, STARTS)
   entry = {k: _tuples(v) for k, v in entry.items()}
   return _made(STARTS[kind], entry, "start")
 
@@ -550,7 +531,7 @@ def _tuples(value: Any) -> Any:
 
 def _stage(given: Any) -> recipe.Stage:
   entry = dict(given)
-  # What rows are made of is not a matter of the steps.
+  # The sources of rows are no part of the recipe.
   entry.pop("sources", None)
   scaling = entry.pop("rope_scaling", None)
   if scaling is not None:
@@ -563,43 +544,23 @@ def _made(cls: Any, given: Any, name: str) -> Any:
   entry = {
     k: tuple(v) if isinstance(v, list) else v for k, v in dict(given).items()
   }
-  fields = {field.name: field for field in dataclasses.fields(cls)}
-  more = sorted(set(entry) - set(fields))
-  missing = dataclasses.MISSING
-  absent = [
-    key
-    for key, field in fields.items()
-    if key not in entry
-    and field.default is missing
-    and field.default_factory is missing
-  ]
-  if more or absent:
-    raise OptionError(
-      name,
-      ", ".join(more) if more else f"no {', '.join(absent)}",
-      f"some of {', '.join(sorted(fields))}",
-      "correct the names" if more else "add what is missing",
-    )
   try:
     return cls(**entry)
   except RingjaxError:
     raise
   except (TypeError, ValueError) as error:
+    # Without the name of the class: "missing 1 required argument: 'length'".
+    why = str(error).rpartition("() ")[2]
     raise OptionError(
       name,
-      f"{str(entry)[:120]} ({str(error)[:80]})",
-      "values of the right kind",
-      "correct them",
+      f"{', '.join(entry) or 'nothing'} ({why[:160]})",
+      f"some of {', '.join(field.name for field in dataclasses.fields(cls))}",
+      "see --help_config for their types",
     ) from None
 
 
-def _base(folder: str | None) -> dict[str, Any] | None:
-  """The config.json of the folder that is begun with."""
-  return None if folder is None else Folder.open(folder).config
-
-
 def _shape(config: ConfigDict) -> Any:
-  """The fresh model: a preset's name, or what a config.json holds."""
+  """The fresh model: a preset's name, or a config.json as a dict."""
   shape = config.model
   return shape if isinstance(shape, str) else json.loads(shape.to_json())
 
@@ -607,7 +568,7 @@ def _shape(config: ConfigDict) -> Any:
 def _tokenizer(
   config: ConfigDict, folder: str | None
 ) -> tuple[Any, pathlib.Path | None]:
-  """The tokenizer, and the folder that it is from; None for bytes."""
+  """The tokenizer, and its folder; None for bytes."""
   name = config.get("tokenizer") or folder or "bytes"
   home = None if name == "bytes" else pathlib.Path(name)
   return sources.tokenizer(name), home
@@ -619,15 +580,19 @@ def _identity(
   tokenizer: Any,
   model: Transformer | None,
 ) -> dict[str, Any]:
-  """What must be equal for a saved step to be of this training.
+  """The JSON that must be equal for a saved step to be of this training.
 
-  `model`: the one that adapters are of, whose weights count; of a model that is
-  trained itself, what is saved has all of it.
+  Args:
+    config: of this run.
+    base: config.json of the folder of the initial weights, or None.
+    tokenizer: of the data.
+    model: the one that adapters are of, whose weights count; None for a model
+      that is trained itself, of which a saved step has all weights.
   """
-  said = json.loads(config.to_json_best_effort())
-  found = {name: said[name] for name in _DECISIVE}
+  entries = _asked(config)
+  found = {name: entries[name] for name in _DECISIVE}
   if base is None:
-    found |= {"model": said["model"], "start": said["start"]}
+    found |= {"model": entries["model"], "start": entries["start"]}
   else:
     found["init_from"] = base
   found["tokenizer"] = fingerprint(tokenizer)
@@ -642,13 +607,13 @@ def _explained(
   config: ConfigDict,
   folder: str | None,
 ) -> CheckpointMismatchError:
-  """The same error with the fields that differ from those of a run before.
+  """The same error with the fields that differ from those of the run before.
 
   Args:
-    error: what the checkpoint's restoring raised.
-    path: where the run before has written its config.
+    error: what `restore` raised.
+    path: of the config that the run before wrote.
     config: of this run.
-    folder: whose weights this run begins with, or None.
+    folder: of the initial weights, or None.
   """
   try:
     before = ConfigDict(json.loads(path.read_text("utf-8")))
@@ -674,51 +639,53 @@ def _fingerprint(model: Transformer) -> list[int]:
     bits = jax.lax.bitcast_convert_type(
       x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
     ).astype(jnp.uint32)
-    # By its place too; whole numbers add up to the same in any order.
-    place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
-    place = place * jnp.uint32(2) + jnp.uint32(1)
-    return jnp.sum(bits * place, dtype=jnp.uint32)
+    # Weighted by position; sums of integers do not depend on their order.
+    index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
+    odd = index * jnp.uint32(2) + jnp.uint32(1)
+    return jnp.sum(bits * odd, dtype=jnp.uint32)
 
   found = jax.jit(lambda model: [one(x) for x in jax.tree.leaves(model)])(model)
   return [int(x) for x in jax.device_get(found)]
 
 
-def _asked(config: ConfigDict, folder: str | None) -> dict[str, Any]:
-  """What was asked, as JSON has it."""
-  said = json.loads(config.to_json_best_effort())
+def _asked(config: ConfigDict, folder: str | None = None) -> dict[str, Any]:
+  """A config as JSON, with the folder of the initial weights."""
+  entries = json.loads(config.to_json_best_effort())
   if folder:
-    said["init_from"] = str(pathlib.Path(folder).absolute())
-  return said
+    entries["init_from"] = str(pathlib.Path(folder).absolute())
+  return entries
 
 
 def _too_long(made: recipe.Recipe, form: Transformer) -> list[str]:
-  """Stages that read further than the model's own config will say."""
+  """Notes about stages with rows beyond the model's own context."""
   found = []
   for number, stage in enumerate(made.stages):
     if stage.rope_scaling is not None:
       form = extend_context(form, stage.rope_scaling)
-    made_for = form.config.longest
-    if made_for is not None and stage.length > made_for:
+    longest = form.config.longest
+    if longest is not None and stage.length > longest:
       found.append(
         f"note: stage {number} has rows of {stage.length:,} tokens, and the "
-        f"model is for {made_for:,}, which is what will be written of it; for "
-        f"more give the stage 'rope_scaling': {{'context': {stage.length}}}"
+        f"model is for {longest:,}, which its config will keep; to change that "
+        f"give the stage 'rope_scaling': {{'context': {stage.length}}}"
       )
   return found
 
 
 def _left_out(form: Transformer) -> list[str]:
-  """What a model's config says of training alone, and is not done here."""
+  """A note about entries of a model's config that training does not apply."""
   config = json.loads(form.source)
-  said = [f"{name} {config[name]}" for name in _NOT_APPLIED if config.get(name)]
-  return [f"note: not applied: {', '.join(said)}"] if said else []
+  found = [
+    f"{name} {config[name]}" for name in _NOT_APPLIED if config.get(name)
+  ]
+  return [f"note: not applied: {', '.join(found)}"] if found else []
 
 
 def _farewell(step: int, kept: Sequence[int]) -> str:
   if kept and kept[-1] == step:
-    return f"stopped behind step {step}, which is saved"
+    return f"stopped after step {step}, which is saved"
   saved = f"step {kept[-1]} is saved" if kept else "none is saved"
-  return f"stopped behind step {step}, which was not finite; {saved}"
+  return f"stopped after step {step}, which was not finite; {saved}"
 
 
 def _count(model: Transformer) -> int:
@@ -726,7 +693,7 @@ def _count(model: Transformer) -> int:
 
 
 # ---------------------------------------------------------------------------
-# Figures
+# Measurements
 # ---------------------------------------------------------------------------
 
 
@@ -738,39 +705,33 @@ class _Trace:
 
   @property
   def missed(self) -> bool:
-    """Whether a trace was asked for and none begun."""
+    """Whether a trace was asked for and the run was too short for it."""
     return self._folder is not None and self._count < 3
 
   def __enter__(self) -> _Trace:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._stop()
+    if self._runs:
+      # Programs are still running: the host is ahead of the devices.
+      for x in jax.live_arrays():
+        if not x.is_deleted():
+          x.block_until_ready()
+      self._runs = False
+      jax.profiler.stop_trace()
 
   def __call__(self) -> None:
     """A step begins."""
     self._count += 1
-    if self._folder is None:
-      return
-    if self._count == 3:
+    if self._folder is not None and self._count == 3:
       jax.profiler.start_trace(self._folder)
       self._runs = True
     if self._count == 6:
-      self._stop()
-
-  def _stop(self) -> None:
-    if not self._runs:
-      return
-    # The host is ahead of the devices.
-    for x in jax.live_arrays():
-      if not x.is_deleted():
-        x.block_until_ready()
-    self._runs = False
-    jax.profiler.stop_trace()
+      self.__exit__()
 
 
 def _appended(path: pathlib.Path) -> TextIO:
-  """A log to go on with, without the line that a kill has cut off."""
+  """An open log, without the last line if a kill has cut it off."""
   log = path.open("a+b")
   log.seek(0)
   whole = log.read().rfind(b"\n") + 1
@@ -796,7 +757,7 @@ def _writer() -> Any:
 
 
 def _peak(dtype: str, mesh: Any) -> float:
-  """FLOP/s of a device of a mesh."""
+  """Peak FLOP/s of a device of a mesh."""
   device = mesh.devices.flat[0]
   rate = timing.peak(dtype, device)
   if device.platform != "cpu":
@@ -809,13 +770,9 @@ def _peak(dtype: str, mesh: Any) -> float:
 
 
 def _peak_bytes() -> int | None:
-  """The most that this process's first device has held, if it says so."""
+  """Peak memory of this process's first device, if it is known."""
   stats = jax.local_devices()[0].memory_stats()
   return None if stats is None else stats.get("peak_bytes_in_use")
-
-
-def _missing(flag: str, example: str) -> OptionError:
-  return OptionError(f"{flag} is required, e.g. {flag}={example}.")
 
 
 # ---------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Llama 3.1 8B goes on at 128k tokens, in two stages.
+"""Continued training of Llama 3.1 8B at 128k tokens, in two stages.
 
 Command   python -m launch.train --config=configs/train/llama_8b_128k.py \\
             --init_from=DIR --out=OUT --config.sources[0].path=CORPUS \\
             --mesh=data:2,seq:16
-          where DIR is a Llama 3.1 8B and CORPUS what launch.tokenize wrote with
-          its tokenizer
+          where DIR is a Llama 3.1 8B and CORPUS the output of launch.tokenize
+          with its tokenizer
 Hardware  32 TPU v5p or H100; weights and moments are sharded over data
 Time      not measured
 Result    not measured

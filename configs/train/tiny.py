@@ -1,4 +1,4 @@
-"""The byte model in ringjax/models/tiny, which finds a line in a long text.
+"""The byte model in ringjax/models/tiny, which finds a line of a long text.
 
 Command   python -m launch.train --config=configs/train/tiny.py --mesh=seq:1
           --out=DIR
@@ -30,8 +30,8 @@ MODEL = {
   "rope_theta": 100.0,
   "attention_bias": True,
   "mlp_bias": False,
-  # Layers that turn see WINDOW tokens; the one without rope sees all, and finds
-  # what it looks for at whatever distance.
+  # Layers with a rotary embedding see WINDOW tokens; the one without sees all,
+  # and finds tokens at any distance.
   "use_sliding_window": True,
   "sliding_window": WINDOW,
   "no_rope_layers": [int(i not in FULL) for i in range(LAYERS)],
@@ -56,7 +56,7 @@ def stage(
   facts: int = 1,
   questions: int = 1,
 ) -> dict:
-  """Steps of one length; shares of copies and pairs, the rest are questions."""
+  """A stage; shares of rows are copies and pairs, the rest are questions."""
   sources = [
     {"kind": "copies", "weight": copies, "fewest": fewest},
     {"kind": "pairs", "weight": pairs},

@@ -1,14 +1,14 @@
-"""A corpus: the tokens of many documents in one file, read where they lie.
+"""A corpus: the tokens of many documents in one memory-mapped file.
 
-Guarantees: the file is there whole or not at all. It is written beside its
-place, synced and renamed, so that who is killed midway leaves what was there
-before. What is opened is checked first: header, sizes, order of documents; a
-document is read without reading another. `verify` reads all of it.
+Guarantees: the file exists whole or not at all. It is written under another
+name, synced and renamed, so that a killed process leaves the old one. Opening
+checks header, sizes and order of documents; a document is read without reading
+another. `verify` reads the whole file.
 
 The file: a header of 4096 bytes, JSON and spaces; tokens, uint16 if the
-vocabulary fits and else uint32, little-endian, filled up to 8 bytes; and int64
-offsets, one more than documents. Nothing in it is trusted to be small: sizes
-must be those of the file.
+vocabulary fits and else uint32, little-endian, padded to 8 bytes; and int64
+offsets, one more than documents. No size in it is trusted: all must be those
+of the file.
 
 Cost: 2 or 4 bytes a token and 8 a document; opening reads the offsets.
 """
@@ -29,15 +29,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ringjax.checks import integer
 from ringjax.data.packing import as_document
 from ringjax.errors import DataError, OptionError
 
 _FORMAT, _VERSION = "ringjax-tokens", 1
 _HEADER_BYTES = 4096
 _MOST_VOCAB = 1 << 31
-# What is read or checked at once.
+# Tokens or offsets that `verify` reads at once.
 _STEP = 1 << 22
-_NUMBERS = ("vocab", "documents", "tokens", "checksum")
 
 
 def write(
@@ -51,11 +51,11 @@ def write(
   """Writes a corpus; documents are taken one at a time.
 
   Args:
-    path: the file. What is there is replaced when all is written.
+    path: the file. An old one is replaced when all is written.
     documents: ids of each, integers [n].
     vocab: ids are below it.
-    tokenizer_fingerprint: what made the ids, see `fingerprint`; up to 100
-      characters.
+    tokenizer_fingerprint: of the tokenizer that made the ids, see
+      `fingerprint`; up to 100 characters.
     progress: called with documents and tokens so far, after each document.
       What it raises ends the writing.
 
@@ -64,10 +64,8 @@ def write(
       at all.
     OSError: the file cannot be written.
   """
-  if not 1 <= vocab <= _MOST_VOCAB:
-    raise OptionError(
-      "vocab", vocab, f"1 to {_MOST_VOCAB}", "pass the tokenizer's vocab_size"
-    )
+  remedy = "pass the tokenizer's vocab_size"
+  integer("vocab", vocab, least=1, most=_MOST_VOCAB, remedy=remedy)
   if len(tokenizer_fingerprint) > 100:
     raise OptionError(
       "tokenizer_fingerprint",
@@ -75,8 +73,8 @@ def write(
       "at most 100",
       "pass ringjax.data.fingerprint(tokenizer)",
     )
-  place = pathlib.Path(path)
-  new = place.parent / f".{place.name}.{secrets.token_hex(4)}.new"
+  target = pathlib.Path(path)
+  new = target.parent / f".{target.name}.{secrets.token_hex(4)}.new"
   try:
     with open(new, "xb") as file:
       header = _write_body(file, documents, vocab, progress)
@@ -85,11 +83,11 @@ def write(
       file.write(json.dumps(header).encode().ljust(_HEADER_BYTES - 1) + b"\n")
       file.flush()
       os.fsync(file.fileno())
-    os.replace(new, place)
+    os.replace(new, target)
   except BaseException:
     new.unlink(missing_ok=True)
     raise
-  _sync_folder(place.parent)
+  _sync_folder(target.parent)
 
 
 def _write_body(
@@ -98,7 +96,7 @@ def _write_body(
   vocab: int,
   progress: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
-  """Writes what is behind the header, and gives the header."""
+  """Writes tokens and offsets, and returns the header."""
   dtype = _dtype(vocab)
   offsets, checksum = array.array("q", [0]), 0
   file.write(bytes(_HEADER_BYTES))
@@ -122,7 +120,7 @@ def _write_body(
       "documents",
       f"{len(offsets) - 1} without a token",
       "one token at least",
-      "look whether the files are those that were meant",
+      "check that the files hold text",
     )
   file.write(bytes(-file.tell() % 8))
   if sys.byteorder == "big":
@@ -141,15 +139,15 @@ def _write_body(
 
 
 class Corpus:
-  """Documents of a file, as `write` wrote it. Made by `open`.
+  """The documents of a file that `write` wrote; made by `open`.
 
   Attributes:
     path: of the file.
     vocab: ids are below it.
-    tokens: how many there are in all.
-    tokenizer: the fingerprint of what made them.
+    tokens: of all documents.
+    tokenizer: the fingerprint of the tokenizer that made them.
     lengths: int64 [N], tokens of each document.
-    fingerprint: of what the header says, its checksum among it.
+    fingerprint: of the header, its checksum included.
   """
 
   def __init__(self, path: pathlib.Path, header: dict[str, Any]):
@@ -158,8 +156,8 @@ class Corpus:
     self.tokens: int = header["tokens"]
     self.tokenizer: str = header["tokenizer"]
     self._checksum: int = header["checksum"]
-    said = json.dumps(header, sort_keys=True).encode()
-    self.fingerprint = hashlib.sha256(said).hexdigest()[:16]
+    text = json.dumps(header, sort_keys=True).encode()
+    self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
     dtype = _dtype(self.vocab)
     self._data = np.memmap(
       path, dtype, mode="r", offset=_HEADER_BYTES, shape=(self.tokens,)
@@ -184,33 +182,33 @@ class Corpus:
 
     Args:
       path: the file.
-      vocab: of the model that reads it, which may know more ids than the
-        corpus has; None asks nothing.
-      tokenizer_fingerprint: of the tokenizer that must have made it; None asks
-        nothing.
+      vocab: of the model that reads it, which may have more ids than the
+        corpus; None is not checked.
+      tokenizer_fingerprint: of the tokenizer that must have made it; None is
+        not checked.
 
     Raises:
       DataError: no file that `write` wrote, one that is not whole, or one of
         another tokenizer.
     """
-    place = pathlib.Path(path)
-    header, size = _read_header(place)
+    file = pathlib.Path(path)
+    header, size = _read_header(file)
     want = _offsets_at(header) + 8 * (header["documents"] + 1)
     if size != want:
-      raise _fault(place, f"{size} bytes", f"{want}, as its header says")
-    found = cls(place, header)
+      raise _fault(file, f"{size} bytes", f"{want}, as its header says")
+    found = cls(file, header)
     found._check_order()
     if vocab is not None and found.vocab > vocab:
       raise DataError(
         "vocab",
-        f"{place.name} of {found.vocab} ids",
+        f"{file.name} of {found.vocab} ids",
         f"at most {vocab}",
         "encode the corpus with the model's tokenizer",
       )
     if tokenizer_fingerprint not in (None, found.tokenizer):
       raise DataError(
         "tokenizer_fingerprint",
-        f"{place.name} of {found.tokenizer!r}",
+        f"{file.name} of {found.tokenizer!r}",
         repr(tokenizer_fingerprint),
         "encode the corpus with this tokenizer",
       )
@@ -222,14 +220,12 @@ class Corpus:
   def __getitem__(self, document: int) -> np.ndarray:
     """The tokens of a document, int32 [n]."""
     at = range(len(self))[document]
-    return np.asarray(
-      self._data[self._offsets[at] : self._offsets[at + 1]], np.int32
-    )
+    return self.read(at, 0, self.tokens)[0]
 
   def read(
     self, document: int, start: int, stop: int
   ) -> tuple[np.ndarray, None]:
-    """Tokens of a document, as far as it goes; the labels all weigh the same.
+    """Tokens of a document, fewer at its end; all labels weigh the same.
 
     Returns:
       int32 [n], and None.
@@ -271,19 +267,17 @@ class Corpus:
         f"documents from {self._offsets[0]} to {self._offsets[-1]}",
         f"from 0 to {self.tokens}",
       )
-    for at in range(0, len(self), _STEP):
-      edges = self._offsets[at : at + _STEP + 1]
-      # Not by their differences, which may wrap around.
-      back = edges[1:] < edges[:-1]
-      if back.any():
-        wrong = at + int(np.argmax(back))
-        raise _fault(
-          self.path, f"document {wrong} that ends before it begins", "order"
-        )
+    # Differences may overflow.
+    back = self._offsets[1:] < self._offsets[:-1]
+    if back.any():
+      wrong = int(np.argmax(back))
+      raise _fault(
+        self.path, f"document {wrong} that ends before it begins", "order"
+      )
 
 
 def fingerprint(tokenizer: Any) -> str:
-  """Tells tokenizers apart: by each token's text, and how some text is cut.
+  """A hash of a tokenizer: of each token's text, and of the ids of a sample.
 
   Args:
     tokenizer: a `Tokenizer` or `Bytes`.
@@ -311,13 +305,13 @@ def _dtype(vocab: int) -> np.dtype:
 
 
 def _offsets_at(header: dict[str, Any]) -> int:
-  """The byte at which offsets begin."""
+  """The position of the offsets in the file, in bytes."""
   end = _HEADER_BYTES + header["tokens"] * _dtype(header["vocab"]).itemsize
   return end + -end % 8
 
 
 def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
-  """What a file says of itself, checked, and its size in bytes."""
+  """The checked header of a file, and the file's size in bytes."""
   if not path.is_file():
     raise DataError(
       "path",
@@ -341,31 +335,28 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
       path.name,
       f"version {header.get('version')!r}",
       f"version {_VERSION}",
-      "write it anew, or read it with a newer ringjax",
+      "write it again, or read it with a newer ringjax",
     )
-  for name in _NUMBERS:
-    value = header.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 60:
-      raise _fault(path, f"{name} {value!r}", "a count")
-  if not header["tokens"] or not 0 < header["vocab"] <= _MOST_VOCAB:
-    raise _fault(
-      path, f"{header['tokens']} tokens of {header['vocab']} ids", "some"
-    )
-  if header.get("dtype") != _dtype(header["vocab"]).name:
-    raise _fault(
-      path, f"dtype {header.get('dtype')!r}", _dtype(header["vocab"]).name
-    )
+  for name in ("documents", "checksum"):
+    if type(header.get(name)) is not int or not 0 <= header[name] < 1 << 60:
+      raise _fault(path, f"{name} {header.get(name)!r}", "a count")
+  for name, most in (("vocab", _MOST_VOCAB), ("tokens", 1 << 60)):
+    if type(header.get(name)) is not int or not 0 < header[name] <= most:
+      raise _fault(path, f"{name} {header.get(name)!r}", "a count above 0")
+  dtype = _dtype(header["vocab"]).name
+  if header.get("dtype") != dtype:
+    raise _fault(path, f"dtype {header.get('dtype')!r}", dtype)
   if not isinstance(header.get("tokenizer"), str):
     raise _fault(path, f"tokenizer {header.get('tokenizer')!r}", "a name")
   return header, size
 
 
 def _fault(path: pathlib.Path, got: str, want: str) -> DataError:
-  return DataError(path.name, got, want, "write the corpus anew")
+  return DataError(path.name, got, want, "write the corpus again")
 
 
 def _sync_folder(folder: pathlib.Path) -> None:
-  """Makes a renaming last."""
+  """Syncs a rename to the disk."""
   handle = os.open(folder, os.O_RDONLY)
   try:
     os.fsync(handle)

@@ -1,9 +1,9 @@
-"""A long document that is found on any machine: Python's own library.
+"""A long document that every machine has: the standard library of Python.
 
 Guarantees: the same Python gives the same text. Files come in a fixed order,
-whole and as they are, each below a line with its name; what is cut off is cut
-off behind a line. The order begins with the tenth of the files that the model
-in `ringjax.models.tiny` has not seen in training.
+whole and unchanged, each after a line with its name; the text is cut after a
+line. The order begins with the tenth of the files that the model in
+`ringjax.models.tiny` was not trained on.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable
 
+from ringjax.checks import number
 from ringjax.errors import PromptError
 
 _HEADING = "# ==== {name} ====\n"
-# Folders beside the library's own, and its tests, which not all systems have.
+# Folders of other packages, and the library's tests, which some systems lack.
 _SKIP = frozenset(
   ("site-packages", "dist-packages", "test", "tests", "idle_test")
 )
@@ -27,12 +28,12 @@ _SKIP = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-  """A text and where it comes from.
+  """A text and its source.
 
   Attributes:
     text: the text.
     files: how many files it is made of; the last one may be cut.
-    source: whose files they are, in words.
+    source: a phrase that says where it is from.
   """
 
   text: str
@@ -44,10 +45,10 @@ def standard_library(characters: int) -> Document:
   """The beginning of the standard library's sources.
 
   Args:
-    characters: how many are wanted; up to a line fewer come.
+    characters: how many are wanted; the text may be a line shorter.
 
   Raises:
-    PromptError: there are not so many.
+    PromptError: the library has fewer.
   """
   root = pathlib.Path(sysconfig.get_paths()["stdlib"])
   parts, size, files = [], 0, 0
@@ -86,15 +87,15 @@ def library(*, held_out: bool) -> list[str]:
 def fit(
   tokens: int, count: Callable[[str], int], *, slack: float = 0.02
 ) -> Document:
-  """A document of at most so many tokens, and little less.
+  """The longest document of at most `tokens` tokens, up to a slack.
 
   Args:
     tokens: how many.
-    count: how many tokens a text is.
+    count: returns how many tokens a text has.
     slack: the part of `tokens` that may be missing.
 
   Raises:
-    PromptError: there is not so much text.
+    PromptError: the library has less text.
   """
   sample = standard_library(min(4 * tokens, 100_000))
   each = len(sample.text) / max(1, count(sample.text))
@@ -104,7 +105,7 @@ def fit(
     have = count(document.text)
     if (1 - slack) * tokens <= have <= tokens:
       break
-    # A little less than what would be right, so that it ends below.
+    # A little less than the estimate, to end below.
     aim = tokens * (1 - slack / 4)
     each *= aim / max(1, have)
   while count(document.text) > tokens:
@@ -117,8 +118,8 @@ def hide(text: str, needle: str, depth: float) -> str:
 
   Args:
     text: lines.
-    needle: one or more lines, with their ends.
-    depth: 0 hides it before the first line, 1 behind the last.
+    needle: one or more lines, with their newlines.
+    depth: 0 hides it before the first line, 1 after the last.
 
   Raises:
     PromptError: `depth` is not in [0, 1].
@@ -127,22 +128,18 @@ def hide(text: str, needle: str, depth: float) -> str:
 
 
 def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
-  """The text with lines hidden in it, each at its depth of the text alone.
+  """The text with several lines hidden in it, as by `hide`.
 
   Args:
     text: lines.
-    needles: depths and lines, as `hide` has them. Of those that come to the
-      same place the first stays first.
+    needles: depths and lines. Those at one place keep their order.
 
   Raises:
     PromptError: a depth is not in [0, 1].
   """
   places = []
   for depth, needle in needles:
-    if not 0 <= depth <= 1:
-      raise PromptError(
-        "depth", depth, "a number from 0 to 1", "pass 0.5 for the middle"
-      )
+    number("depth", depth, least=0, most=1, error=PromptError)
     at = round(depth * len(text))
     if at < len(text):
       at = text.rfind("\n", 0, at) + 1
@@ -150,7 +147,7 @@ def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
   parts, last = [], 0
   for at, needle in sorted(places, key=lambda place: place[0]):
     parts.append(text[last:at])
-    # Behind the last line, which may have no end.
+    # After the last line, which may have no newline.
     if at == len(text) > last and not text.endswith("\n"):
       parts.append("\n")
     parts.append(needle)
@@ -161,7 +158,7 @@ def hide_all(text: str, needles: Iterable[tuple[float, str]]) -> str:
 def _names(root: pathlib.Path) -> list[str]:
   names = []
   for folder, inner, files in os.walk(root):
-    # Not entered: beside a library there may be tens of thousands of files.
+    # Not entered: other packages may have tens of thousands of files.
     inner[:] = [name for name in inner if name not in _SKIP]
     place = pathlib.Path(folder).relative_to(root)
     names += [
@@ -173,5 +170,5 @@ def _names(root: pathlib.Path) -> list[str]:
 
 
 def _is_unseen(name: str) -> bool:
-  """Whether a file was kept from the training of `ringjax.models.tiny`."""
+  """Whether `ringjax.models.tiny` was not trained on a file."""
   return zlib.crc32(name.encode("utf-8")) % 10 == 0

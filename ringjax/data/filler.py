@@ -1,8 +1,7 @@
-"""Text without meaning for a task, in which its facts are hidden.
+"""Filler text, in which the facts of a task are hidden.
 
-Guarantees: a filler gives lines without end, by nothing but the generator that
-it is given; each ends in a newline. `Unhidden` drops the lines that would tell
-a fact.
+Guarantees: a filler yields lines without end, a function of the generator that
+it gets; each ends in a newline. `TextWithout` drops lines with given words.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import numpy as np
 from ringjax.data import documents
 from ringjax.errors import DataError
 
-# So many lines, or documents, in a row without a use: there will be none.
-_PATIENCE = 10_000
+# Useless lines, or documents, in a row after which the search ends.
+_MOST_USELESS = 10_000
 
 
 @runtime_checkable
 class Filler(Protocol):
-  """Where lines come from."""
+  """A source of lines."""
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
     """Lines without end, each with its newline."""
@@ -33,10 +32,10 @@ class Filler(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lines:
-  """The lines of a text from a random one on, round and round.
+  """The lines of a text from a random one on, from its end to its start again.
 
   Attributes:
-    text: what they are taken from.
+    text: the lines.
 
   Raises:
     DataError: it is empty.
@@ -46,7 +45,9 @@ class Lines:
 
   def __post_init__(self) -> None:
     if not self.text:
-      raise DataError("text", "no text", "a line at least", "pass some text")
+      raise DataError(
+        "text", "no text", "one line at least", "pass a text that is not empty"
+      )
 
   @functools.cached_property
   def _lines(self) -> list[str]:
@@ -66,7 +67,7 @@ class Library:
 
   Attributes:
     characters: how much of them is used. The beginning is of files that the
-      model in `ringjax.models.tiny` has not seen.
+      model in `ringjax.models.tiny` was not trained on.
   """
 
   characters: int = 1 << 21
@@ -83,11 +84,11 @@ def _library(characters: int) -> Lines:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded:
-  """The texts of documents that lie there as ids, in a random order.
+  """The texts of documents of ids, in a random order.
 
   Attributes:
     source: a `Corpus`, or `Documents`.
-    tokenizer: which made the ids.
+    tokenizer: that made the ids.
   """
 
   source: Any
@@ -100,18 +101,18 @@ class Decoded:
       DataError: documents without text.
     """
     lengths, empty = self.source.lengths, 0
-    while empty < _PATIENCE and len(lengths):
+    while empty < _MOST_USELESS and len(lengths):
       document = int(rng.integers(len(lengths)))
       ids, _ = self.source.read(document, 0, int(lengths[document]))
       found = _split(self.tokenizer.decode(ids))
       empty = 0 if found else empty + 1
       yield from found
     raise DataError(
-      "source", "documents without text", "some text", "pass another filler"
+      "source", "documents without text", "some text", "pass other documents"
     )
 
 
-# What many papers use: nothing in it is like a fact, so it is easier.
+# The filler of many papers: nothing in it is like a fact, so it is easier.
 NOISE = Lines(
   text=(
     "The grass is green. The sky is blue. The sun is yellow. Here we go. "
@@ -120,38 +121,36 @@ NOISE = Lines(
 )
 
 
-class Unhidden:
-  """A filler's text as far as it was asked for, without what would tell.
+class TextWithout:
+  """The lines of a filler without those that hold certain words.
 
   Args:
     lines: without end.
-    telling: what no line may hold.
+    words: that no line may hold.
   """
 
-  def __init__(self, lines: Iterator[str], telling: list[str]):
+  def __init__(self, lines: Iterator[str], words: list[str]):
     self._lines = lines
-    # The longest first, so that one that begins with another is found.
-    words = sorted(set(telling), key=lambda word: (-len(word), word))
-    self._telling = re.compile("|".join(map(re.escape, words)))
+    self._words = re.compile("|".join(map(re.escape, sorted(set(words)))))
     self._text = ""
 
   def first(self, characters: int) -> str:
     """The beginning of the text.
 
     Raises:
-      DataError: the filler ends, or its lines all tell.
+      DataError: the filler ends, or all its lines hold one of the words.
     """
     size, parts, dropped = len(self._text), [self._text], 0
     while size < characters:
       line = next(self._lines, None)
-      if line is None or dropped == _PATIENCE:
+      if line is None or dropped == _MOST_USELESS:
         raise DataError(
           "filler",
-          f"no more than {size} characters that tell nothing",
+          f"no more than {size} characters without the words of the facts",
           f"{characters}",
           "pass a filler of other text",
         )
-      if self._telling.search(line):
+      if self._words.search(line):
         dropped += 1
         continue
       parts.append(line)
@@ -161,6 +160,6 @@ class Unhidden:
 
 
 def _split(text: str) -> list[str]:
-  """Lines with their newlines, which the last gets too; by newlines only."""
+  """The lines of a text, each with a newline; no other line ends count."""
   lines = text.split("\n")
   return [f"{line}\n" for line in (lines if lines[-1] else lines[:-1])]

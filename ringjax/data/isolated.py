@@ -1,10 +1,9 @@
-"""Another process for what a hostile file may make hang, swell or abort.
+"""A subprocess for input with which a hostile file could exhaust or crash one.
 
-Guarantees: `run` returns what a script answered, or says in one word group why
-there is no answer, within the limits of time and memory, whatever the script's
-libraries did with their input. The script's process has no share in this one:
-if it is killed, nothing is lost here. Cost: the start of a Python, 50 to 100
-ms.
+Guarantees: `run` returns what a script wrote, or raises with the reason, within
+the limits of time and memory, whatever the script's libraries do with their
+input. If the subprocess is killed, this process is not affected.
+Cost: the start of a Python, 50 to 100 ms.
 
 Limits of processor time and memory are those of POSIX; elsewhere only the
 limit of wall time holds.
@@ -18,7 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
-# What a script does before it looks at its input.
+# Run by a script before it reads its input.
 _LIMITS = """\
 import json, sys
 try:
@@ -34,7 +33,10 @@ def limit(memory_bytes, cpu_s):
 
 
 class ChildError(Exception):
-  """The child gave no answer; the text says why. Never leaves this package."""
+  """The subprocess did not answer, for the reason in the text.
+
+  Raised and caught inside of this package alone.
+  """
 
 
 def run(
@@ -46,21 +48,21 @@ def run(
   wall_s: float,
   answer_bytes: int,
 ) -> Any:
-  """What `script` writes to its standard output, read as JSON.
+  """Runs a script and returns its standard output, parsed as JSON.
 
   Args:
     script: Python; `limit` is defined before it, and called with the limits.
     request: what the script reads from `sys.stdin.buffer`.
     memory_bytes: the most address space it may have.
     cpu_s: the most processor time it may take, its imports included.
-    wall_s: the most time that passes here, on a machine that is busy.
-    answer_bytes: the longest answer that is looked at.
+    wall_s: the most wall time, which counts on a busy machine.
+    answer_bytes: the longest answer that is parsed.
 
   Raises:
     ChildError: it was killed, failed, or answered too much or not in JSON.
   """
   code = f"{_LIMITS}limit({memory_bytes}, {cpu_s})\n{script}"
-  # The child finds the libraries where this process finds them.
+  # The same search path of modules as here.
   env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
   env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
   env["PYTHONIOENCODING"] = "utf-8"
@@ -90,12 +92,12 @@ def run(
 
 
 def _why(code: int, stderr: bytes, memory_bytes: int, cpu_s: int) -> str:
-  said = stderr.decode("utf-8", "replace")
+  text = stderr.decode("utf-8", "replace")
   if code < 0 and -code in (9, 24):  # SIGKILL, SIGXCPU
     return f"more than {cpu_s} s of processor time"
-  if "MemoryError" in said or "memory allocation" in said:
+  if "MemoryError" in text or "memory allocation" in text:
     return f"more than {memory_bytes >> 20} MB of memory"
   if code < 0:
     return f"killed by signal {-code}"
-  lines = said.strip().splitlines() or [f"exit status {code}"]
+  lines = text.strip().splitlines() or [f"exit status {code}"]
   return lines[-1][:200]

@@ -1,15 +1,15 @@
 """Batches of rows: a pure function of the seed and the step.
 
-Guarantees: `loader.at(step)` is the same whatever was asked before, on
-whichever machine and by however many hosts; iterating gives steps 0, 1, 2, ...;
-a state that is restored goes on as if nothing had happened, bit for bit. The
-batches of all hosts, one under the other, are the batch of one host.
+Guarantees: `loader.at(step)` does not depend on what was asked before, on the
+machine or on the number of hosts; iterating returns steps 0, 1, 2, ...; a
+restored state resumes bit for bit. The batches of all hosts, one under the
+other, are the batch of one host.
 
 Documents come in epochs: in each, every document once, in an order of its own;
 they are packed in that order and the rows are shuffled again. A source without
-end makes its examples from seeds. Of several sources, each block of 1024 rows
-has of each its share, rounded but never none, in a random order: shares are
-rows, not documents.
+end makes its examples from seeds. With several sources, each block of 1024 rows
+has of each its share, rounded but at least one, in a random order: shares are
+of rows, not of documents.
 
 Cost: at the start of an epoch its documents are packed, a second for a million;
 a loader that starts in a later epoch packs all before it to count their rows.
@@ -20,12 +20,14 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ringjax.checks import integer, positive_int
 from ringjax.data.packing import (
   BestFit,
   DocumentPiece,
@@ -42,19 +44,19 @@ from ringjax.errors import DataError, OptionError
 _FORMAT, _VERSION = "ringjax-loader", 1
 _BLOCK = 1024
 _PACKER = BestFit()
-# Examples by which a source without a fingerprint is known.
+# Examples that make the fingerprint of a source that has none.
 _SAMPLES, _SAMPLED_IDS = 16, 1 << 14
-# What random numbers are for.
+# The uses of random numbers, each with a stream of its own.
 _MIX, _DOCUMENTS, _ROWS, _EXAMPLES, _SAMPLE = range(5)
 
 
 @runtime_checkable
 class DocumentSource(Protocol):
-  """Documents that are there, as `Corpus` and `Documents` have them.
+  """A finite source of documents, as `Corpus` and `Documents`.
 
   Attributes:
     lengths: int64 [N], tokens of each.
-    fingerprint: tells it from others.
+    fingerprint: differs from that of other sources.
   """
 
   @property
@@ -72,12 +74,12 @@ class DocumentSource(Protocol):
 
 @runtime_checkable
 class ExampleSource(Protocol):
-  """Examples without end."""
+  """An endless source of examples."""
 
   def example(
     self, rng: np.random.Generator
   ) -> tuple[np.ndarray, np.ndarray | None]:
-    """An example, by nothing but `rng`.
+    """An example, a function of `rng` alone.
 
     Returns:
       Ids [n], and their weights as labels, [n]; None for 1.
@@ -95,13 +97,13 @@ class Loader(Iterator[PackedBatch]):
     seed: 0 or more.
     packer: makes rows of documents. Examples are never cut: a row has those
       that fit, and the first that does not is dropped.
-    weights: of each source, in rows; None for the same.
-    host: which part of each batch is wanted.
+    weights: of each source, in rows; None for equal ones.
+    host: the part of each batch that this loader returns.
     hosts: how many parts there are.
     prefetch: batches that a thread makes in advance; 0 for no thread.
 
   Raises:
-    OptionError: a number that does not fit.
+    OptionError: a number is out of range.
     DataError: a source without a token.
   """
 
@@ -120,37 +122,32 @@ class Loader(Iterator[PackedBatch]):
   ):
     if not isinstance(sources, Sequence):
       sources = [sources]
-    for name, value, least in (
-      ("length", length, 1),
-      ("batch", batch, 1),
-      ("seed", seed, 0),
-      ("hosts", hosts, 1),
-      ("prefetch", prefetch, 0),
-    ):
-      if value < least:
-        raise OptionError(name, value, f"{least} or more", "raise it")
+    for name, value in (("length", length), ("batch", batch), ("hosts", hosts)):
+      positive_int(name, value)
+    integer("seed", seed, least=0)
+    integer("prefetch", prefetch, least=0)
     if batch % hosts or not 0 <= host < hosts:
       raise OptionError(
         "hosts",
         f"host {host} of {hosts}, for {batch} rows",
-        "a host below hosts, and rows that can be divided among them",
+        "a host below hosts, and a batch that hosts divides",
         "make batch a multiple of hosts",
       )
-    self._mix = _Mix(_shares(len(sources), weights), seed)
+    counts = _shares(len(sources), weights)
     streams = [
       _stream(source, i, packer, length, seed)
       for i, source in enumerate(sources)
     ]
     mine = range(host * batch // hosts, (host + 1) * batch // hosts)
-    self._batches = _Batches(streams, self._mix, batch, mine)
+    self._batches = _Batches(streams, counts, seed, batch, mine)
     self._setup = {
       "sources": [stream.fingerprint for stream in streams],
-      "shares": self._mix.counts.tolist(),
+      "shares": counts.tolist(),
       "packer": repr(packer),
       "length": length,
       "batch": batch,
       "seed": seed,
-      # Another numpy may shuffle otherwise.
+      # Another version of NumPy may shuffle otherwise.
       "draws": _random(seed, _SAMPLE).permutation(1 << 10)[:4].tolist(),
     }
     self._prefetch = prefetch
@@ -171,12 +168,10 @@ class Loader(Iterator[PackedBatch]):
     Returns:
       Arrays [B / hosts, T]: this host's rows.
     """
-    if step < 0:
-      raise OptionError("step", step, "0 or more", "count from 0")
-    return self._batches(step)
+    return self._batches(integer("step", step, least=0))
 
   def rows(self, source: int = 0, epoch: int = 0) -> int | None:
-    """How many rows an epoch of a source has; None if it has no end."""
+    """Rows of an epoch of a source; None for an endless one."""
     return self._batches.streams[source].rows(epoch)
 
   def __next__(self) -> PackedBatch:
@@ -195,41 +190,37 @@ class Loader(Iterator[PackedBatch]):
     return found
 
   def state(self) -> dict[str, Any]:
-    """Where the loader is, as JSON: what was taken, not what is prepared."""
-    return {
-      "format": _FORMAT,
-      "version": _VERSION,
-      "step": self._step,
-      "setup": dict(self._setup),
-    }
+    """The position, as JSON: of what was taken, not of what is prepared."""
+    head = {"format": _FORMAT, "version": _VERSION}
+    return head | {"step": self._step, "setup": dict(self._setup)}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on where another loader was. The number of hosts may differ.
+    """Resumes at the position of another loader; `hosts` may differ.
 
     Args:
-      state: what `state` gave.
+      state: what `state` returned.
 
     Raises:
-      DataError: it is no state, or one of other batches; the error says in
-        what they differ.
+      DataError: it is no state, or one of other batches; the error names the
+        settings that differ.
     """
-    known = isinstance(state, dict) and state.get("format") == _FORMAT
+    head = {"format": _FORMAT, "version": _VERSION}
+    known = isinstance(state, dict) and state.items() >= head.items()
     step = state.get("step") if known else None
     theirs = state.get("setup") if known else None
-    if (
-      not known
-      or state.get("version") != _VERSION
-      or type(step) is not int
-      or step < 0
-      or not isinstance(theirs, dict)
-    ):
+    if type(step) is not int or step < 0 or not isinstance(theirs, dict):
       raise DataError(
         "state",
         str(state)[:80],
-        f"what state() of this version ({_VERSION}) gives",
+        f"what state() of this version ({_VERSION}) returns",
         "pass it unchanged",
       )
     ours = self._setup
+    old, new = theirs.get("sources"), ours["sources"]
+    if isinstance(old, list):
+      # Older states have the name of a class before some fingerprints.
+      bare = [x if x in new else re.sub(r"^\S+ ", "", str(x)) for x in old]
+      theirs = theirs | {"sources": bare}
     differ = [k for k in ours if theirs.get(k) != ours[k]]
     if differ:
       shown = lambda setup: ", ".join(
@@ -239,13 +230,13 @@ class Loader(Iterator[PackedBatch]):
         "state",
         shown(theirs),
         shown(ours)[:140],
-        "make the loader as it was, or begin anew",
+        "make the loader as it was, or start a new training",
       )
     self.close()
     self._step = step
 
   def close(self) -> None:
-    """Ends the thread, if there is one. Iterating on starts another."""
+    """Ends the thread, if there is one; the next batch starts another."""
     if self._ahead is not None:
       self._ahead.close()
       self._ahead = None
@@ -258,49 +249,48 @@ class Loader(Iterator[PackedBatch]):
 
 
 class _Batches:
-  """The batch of a step; the thread holds this and not the loader."""
-
-  def __init__(self, streams: list[Any], mix: _Mix, batch: int, mine: range):
-    self.streams = streams
-    self._mix = mix
-    self._batch = batch
-    self._mine = mine
-
-  def __call__(self, step: int) -> PackedBatch:
-    rows = []
-    for number in self._mine:
-      source, index = self._mix(step * self._batch + number)
-      rows.append(self.streams[source](index))
-    return PackedBatch(
-      *(np.concatenate(parts) for parts in zip(*rows, strict=True))
-    )
-
-
-class _Mix:
-  """Which row of which source is row n of all.
+  """The batch of a step; the thread holds this and not the loader.
 
   Args:
+    streams: the rows of each source.
     counts: int64 [S], rows of each source in a block.
     seed: of the order in blocks.
+    batch: rows of a batch, of all hosts together.
+    mine: the rows of this host.
   """
 
-  def __init__(self, counts: np.ndarray, seed: int):
-    self.counts = counts
-    self._of_block = functools.lru_cache(4)(
+  def __init__(
+    self,
+    streams: list[Any],
+    counts: np.ndarray,
+    seed: int,
+    batch: int,
+    mine: range,
+  ):
+    self.streams = streams
+    self._counts = counts
+    self._batch, self._mine = batch, mine
+    self._block = functools.lru_cache(4)(
       functools.partial(_block, counts, seed)
     )
 
-  def __call__(self, row: int) -> tuple[int, int]:
-    block, slot = divmod(row, int(self.counts.sum()))
-    sources, ranks = self._of_block(block)
+  def __call__(self, step: int) -> PackedBatch:
+    rows = [self._row(step * self._batch + number) for number in self._mine]
+    return PackedBatch(*map(np.concatenate, zip(*rows, strict=True)))
+
+  def _row(self, number: int) -> PackedBatch:
+    """Row `number` of all sources together."""
+    block, slot = divmod(number, int(self._counts.sum()))
+    sources, ranks = self._block(block)
     source = int(sources[slot])
-    return source, block * int(self.counts[source]) + int(ranks[slot])
+    index = block * int(self._counts[source]) + int(ranks[slot])
+    return self.streams[source](index)
 
 
 def _block(
   counts: np.ndarray, seed: int, block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Of each row of a block its source, and how many of that came before."""
+  """The source of each row of a block, and how many of it came before."""
   sources = np.repeat(np.arange(len(counts)), counts)
   sources = _random(seed, _MIX, block).permutation(sources)
   ranks = np.zeros_like(sources)
@@ -326,7 +316,7 @@ def _shares(sources: int, weights: Sequence[float] | None) -> np.ndarray:
   counts = np.maximum(np.floor(want), 1).astype(np.int64)
   while counts.sum() != _BLOCK:
     more = 1 if counts.sum() < _BLOCK else -1
-    # Where one more, or one less, brings it nearest to what is wanted.
+    # The source that is furthest from its share.
     gain = more * (want - counts)
     gain[(counts == 1) & (more < 0)] = -np.inf
     counts[np.argmax(gain)] += more
@@ -367,7 +357,7 @@ class _Epochs:
     self._source = source
     self._packer = packer
     self._length = length
-    self._key = (seed, number)
+    self._seed, self._number = seed, number
     if not np.sum(source.lengths):
       raise DataError(
         f"sources[{number}]",
@@ -377,7 +367,8 @@ class _Epochs:
       )
     # The first row of each epoch that was packed.
     self._first = [0]
-    self._kept: dict[int, tuple[PackingPlan, np.ndarray, np.ndarray]] = {}
+    # A batch has rows of two epochs at most times.
+    self._packed = functools.lru_cache(2)(self._pack)
     self._lock = threading.Lock()
 
   def rows(self, epoch: int) -> int:
@@ -395,35 +386,29 @@ class _Epochs:
     pieces = [DocumentPiece(int(documents[p.document]), *p[1:]) for p in row]
     return fill([pieces], self._length, self._source.read)
 
-  def _packed(self, epoch: int) -> tuple[PackingPlan, np.ndarray, np.ndarray]:
+  def _pack(self, epoch: int) -> tuple[PackingPlan, np.ndarray, np.ndarray]:
     """The rows of an epoch, and the orders of its documents and rows."""
-    if epoch not in self._kept:
-      seed, number = self._key
-      lengths = self._source.lengths
-      documents = _random(seed, _DOCUMENTS, number, epoch).permutation(
-        len(lengths)
-      )
-      plan = self._packer.plan(lengths[documents], self._length)
-      rows = _random(seed, _ROWS, number, epoch).permutation(len(plan))
-      # A batch has rows of two epochs at most times.
-      if len(self._kept) > 1:
-        del self._kept[next(iter(self._kept))]
-      self._kept[epoch] = plan, documents, rows
-    return self._kept[epoch]
+    lengths = self._source.lengths
+    shuffled = lambda use, count: _random(
+      self._seed, use, self._number, epoch
+    ).permutation(count)
+    documents = shuffled(_DOCUMENTS, len(lengths))
+    plan = self._packer.plan(lengths[documents], self._length)
+    return plan, documents, shuffled(_ROWS, len(plan))
 
 
 class _Examples:
-  """Rows of examples, each made from a seed of its own."""
+  """Rows of examples, each row from a seed of its own."""
 
   def __init__(
     self, source: ExampleSource, number: int, length: int, seed: int
   ):
     self._source = source
     self._length = length
-    self._key = (seed, number)
-    said = getattr(source, "fingerprint", None)
-    if said is None:
-      # What it makes tells it from others: the more if it makes little.
+    self._seed, self._number = seed, number
+    mark = getattr(source, "fingerprint", None)
+    if mark is None:
+      # Its first examples: more of them if they are short.
       hashed, rng, size = hashlib.sha256(), _random(0, _SAMPLE), 0
       for _ in range(_SAMPLES):
         ids, weights = self._example(rng)
@@ -431,15 +416,14 @@ class _Examples:
         size += len(ids)
         if size > _SAMPLED_IDS:
           break
-      said = hashed.hexdigest()[:16]
-    self.fingerprint = f"{type(source).__name__} {said}"
+      mark = hashed.hexdigest()[:16]
+    self.fingerprint = mark
 
   def rows(self, epoch: int) -> None:
     return None
 
   def __call__(self, index: int) -> PackedBatch:
-    seed, number = self._key
-    rng = _random(seed, _EXAMPLES, number, index)
+    rng = _random(self._seed, _EXAMPLES, self._number, index)
     tokens, weights, room = [], [], self._length
     while room:
       ids, own = self._example(rng)

@@ -2,10 +2,9 @@
 
 Guarantees: an example is a function of its generator. Prompt and answer, with
 the ids that begin and end a text, are at most `length` tokens, and only a few
-less. Each fact is a line of its own; the first of those that are asked for
-stands above the line in which `depth` of the filler lies, from 0, above the
-first, to 1, below the last. Nothing of a fact stands anywhere else, and no two
-keys or values are the same.
+less. Each fact is a line of its own; the first of those that are asked for is
+at `depth` of the filler's lines, from 0, above the first, to 1, below the last.
+No part of a fact is anywhere else, and no two keys or values are the same.
 
 Passkey, MultiKey and MultiValue are the needles of a haystack, and
 VariableTracking follows assignments: RULER, Hsieh et al. 2024 (arXiv
@@ -25,19 +24,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ringjax.checks import positive_int
+from ringjax.checks import integer, number, positive_int
 from ringjax.data.documents import hide_all
-from ringjax.data.filler import Filler, Library, Unhidden
+from ringjax.data.filler import Filler, Library, TextWithout
 from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError
 
-# A line of a text, and what a text ends with; in just these words.
+# A fact's line, and the end of a prompt; models were trained on these words.
 NEEDLE = "# The passkey of {name} is {number}.\n"
 QUESTION = "\n# Question: What is the passkey for {name}?\n# Answer:"
-# What is answered, followed by the id that ends a text.
+# The answer, followed by the id that ends a text.
 ANSWER = " The passkey for {name} is {number}.\n"
 
-# Tokens that may be missing to `length` when it took long to come near.
+# Tokens by which an example may be shorter than `length` after some tries.
 _NEAR, _TRIES, _MOST_TRIES = 3, 8, 40
 _FILLER = Library()
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -51,10 +50,10 @@ class Example:
 
   Attributes:
     prompt: the text, and the question at its end.
-    answer: what follows.
-    wanted: what the answer must name.
+    answer: the right completion.
+    wanted: keys or values that a completion must name.
     facts: keys and values, first those that are asked for.
-    depth: where the first of those stands, from 0 to 1.
+    depth: of the first of those, from 0 to 1.
     tokens: of prompt and answer, with the ids that begin and end them.
   """
 
@@ -66,10 +65,10 @@ class Example:
   tokens: int
 
 
-class _Asked(NamedTuple):
-  """What is hidden and what is asked.
+class _Question(NamedTuple):
+  """Facts to be hidden, and the question about them.
 
-  `groups` are facts that stand in their order; the first group is asked for.
+  Each group of facts keeps its order; the first group is asked for.
   """
 
   groups: list[list[tuple[str, str]]]
@@ -80,14 +79,14 @@ class _Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """What all tasks share.
+  """Base of the tasks: facts hidden in a text, and a question about them.
 
   Attributes:
     tokenizer: a `Tokenizer` or `Bytes`, whose tokens are counted.
     filler: the text in which facts are hidden.
     needle: a fact's line, with {name} and {number}.
-    question: what ends the prompt.
-    answer: what follows it.
+    question: the end of the prompt.
+    answer: the right completion.
   """
 
   tokenizer: Any
@@ -96,10 +95,10 @@ class Task:
   question: str = QUESTION
   answer: str = ANSWER
 
-  # What in a completion may be meant as part of the answer.
+  # The parts of a completion that count as named.
   named: ClassVar[re.Pattern[str]] = re.compile(r"\d+")
 
-  def _ask(self, rng: np.random.Generator) -> _Asked:
+  def _ask(self, rng: np.random.Generator) -> _Question:
     raise NotImplementedError
 
   def make(
@@ -108,20 +107,17 @@ class Task:
     """An example.
 
     Args:
-      rng: decides everything. The same one gives the same facts and filler at
-        whatever depth.
+      rng: determines the example. Facts and filler do not depend on `depth`.
       length: tokens of prompt and answer, and of what begins and ends them.
-      depth: where the first of the facts stands that are asked for, 0 to 1;
-        the others of those come behind it. None for anywhere.
+      depth: of the first fact that is asked for, 0 to 1; the others of those
+        come after it. None for a random one.
 
     Raises:
-      OptionError: `length` holds not even the facts, or `depth` is no depth.
-      DataError: the filler has no text that tells nothing.
+      OptionError: `length` is too short for the facts, or `depth` out of range.
+      DataError: the filler has not enough text without the facts' words.
     """
-    if depth is not None and not 0 <= depth <= 1:
-      raise OptionError(
-        "depth", depth, "a number from 0 to 1", "pass 0.5, or None"
-      )
+    if depth is not None:
+      number("depth", depth, least=0, most=1)
     asked = self._ask(rng)
     facts = [fact for group in asked.groups for fact in group]
     lines = [self.needle.format(name=n, number=v) for n, v in facts]
@@ -131,10 +127,10 @@ class Task:
       behind = [depth + (1 - depth) * d for d in depths[1:first]]
       depths[:first] = [depth, *behind]
     needles = [(float(d), line) for d, line in zip(depths, lines, strict=True)]
-    telling = [word for fact in facts for word in fact]
+    words = [word for fact in facts for word in fact]
     lead = self.needle.partition("{")[0]
-    text = Unhidden(
-      self.filler.lines(rng), [*telling, lead] if lead.strip() else telling
+    text = TextWithout(
+      self.filler.lines(rng), [*words, lead] if lead.strip() else words
     )
     prompt_of = lambda characters: (
       hide_all(text.first(characters), needles) + asked.question
@@ -153,10 +149,10 @@ class Task:
     )
 
   def score(self, example: Example, completion: str) -> float:
-    """How much of what is wanted a completion names, from 0 to 1.
+    """The share of `wanted` that a completion names, from 0 to 1.
 
-    Of what it names only as many count, from the first on, as are wanted:
-    naming everything scores nothing.
+    Only as many of the named count, from the first on, as are wanted: naming
+    everything does not score.
     """
     found = dict.fromkeys(self.named.findall(completion))
     first = set(list(found)[: len(example.wanted)])
@@ -178,14 +174,14 @@ class Task:
     return ids, (np.arange(len(ids)) >= start).astype(np.float32)
 
   def _ids(self, text: str) -> np.ndarray:
-    """A whole text, with what begins and ends it."""
+    """A text's ids, with those that begin and end a text."""
     ids = self.tokenizer.encode(text, bos=self.tokenizer.adds_bos)
     return joined([ids, np.array(self.tokenizer.eos_ids[:1], np.int32)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiKey(Task):
-  """Several keys, each with a value; one is asked for.
+  """Several keys, each with a value, of which one is asked for.
 
   Attributes:
     keys: how many.
@@ -198,11 +194,11 @@ class MultiKey(Task):
   def __post_init__(self) -> None:
     _check_counts(self.keys, self.digits)
 
-  def _ask(self, rng: np.random.Generator) -> _Asked:
+  def _ask(self, rng: np.random.Generator) -> _Question:
     keys = names(rng, self.keys)
     values = numbers(rng, self.keys, self.digits)
     fact = {"name": keys[0], "number": values[0]}
-    return _Asked(
+    return _Question(
       groups=[[pair] for pair in zip(keys, values, strict=True)],
       question=self.question.format(**fact),
       answer=self.answer.format(**fact),
@@ -234,10 +230,10 @@ class MultiValue(Task):
   def __post_init__(self) -> None:
     _check_counts(self.values, self.digits)
 
-  def _ask(self, rng: np.random.Generator) -> _Asked:
+  def _ask(self, rng: np.random.Generator) -> _Question:
     (name,) = names(rng, 1)
     values = numbers(rng, self.values, self.digits)
-    return _Asked(
+    return _Question(
       groups=[[(name, value) for value in values]],
       question=self.question.format(name=name),
       answer=self.answer.format(name=name, number=", ".join(values)),
@@ -247,14 +243,14 @@ class MultiValue(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableTracking(Task):
-  """Chains of assignments; which variables have the value of the first?
+  """Chains of assignments, in which the variables of one value are asked for.
 
-  The first variable of a chain is given a number, each other one the variable
-  before it, further down in the text.
+  The first variable of a chain is assigned a number, each other one, further
+  down in the text, the variable before it.
 
   Attributes:
-    chains: how many, each of a number of its own.
-    hops: assignments of a variable in each.
+    chains: how many, each with a number of its own.
+    hops: assignments from a variable in each.
     digits: of a number.
   """
 
@@ -274,10 +270,9 @@ class VariableTracking(Task):
 
   def __post_init__(self) -> None:
     _check_counts(self.chains, self.digits)
-    if self.hops < 0:
-      raise OptionError("hops", self.hops, "0 or more", "raise it")
+    integer("hops", self.hops, least=0)
 
-  def _ask(self, rng: np.random.Generator) -> _Asked:
+  def _ask(self, rng: np.random.Generator) -> _Question:
     each = self.hops + 1
     variables = _distinct(
       self.chains * each,
@@ -290,7 +285,7 @@ class VariableTracking(Task):
     for i, value in enumerate(values):
       chain = variables[i * each : (i + 1) * each]
       groups.append(list(zip(chain, [value, *chain[:-1]], strict=True)))
-    return _Asked(
+    return _Question(
       groups=groups,
       question=self.question.format(number=values[0]),
       answer=self.answer.format(name=", ".join(variables[:each])),
@@ -298,7 +293,7 @@ class VariableTracking(Task):
     )
 
 
-# Tasks by the names that scripts and configs call them.
+# Tasks by their names in scripts and configs.
 TASKS: dict[str, type[Task]] = {
   "passkey": Passkey,
   "multikey": MultiKey,
@@ -309,12 +304,12 @@ TASKS: dict[str, type[Task]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Practice:
-  """Examples of a task to train on, as `Loader` takes them.
+  """Examples of a task to train on, as a source of `Loader`.
 
   Attributes:
-    task: what is asked.
+    task: makes the examples.
     length: tokens of the longest; a row must hold it.
-    shortest: tokens of the shortest; None for all the same.
+    shortest: tokens of the shortest; None if all have `length`.
   """
 
   task: Task
@@ -323,13 +318,8 @@ class Practice:
 
   def __post_init__(self) -> None:
     positive_int("length", self.length)
-    if self.shortest is None:
-      return
-    positive_int("shortest", self.shortest)
-    if self.shortest > self.length:
-      raise OptionError(
-        "shortest", self.shortest, f"at most length, {self.length}", "lower it"
-      )
+    if self.shortest is not None:
+      integer("shortest", self.shortest, least=1, most=self.length)
 
   def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of an example, at a random depth."""
@@ -342,8 +332,8 @@ class Practice:
 def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
   """How many characters of filler fill `length` tokens, and the tokens.
 
-  By the rate so far, which is nearly constant; if that does not come near, by
-  halves.
+  Interpolates by tokens a character, which is nearly constant; if that does
+  not come near in some tries, bisects.
   """
   bare = size_of(0)
   if bare > length:
@@ -351,9 +341,9 @@ def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
       "length",
       length,
       f"{bare} tokens at least, which facts and question take",
-      "raise it",
+      f"pass length={bare} or more",
     )
-  # What fits, its tokens, and what is known not to fit.
+  # Characters that fit, their tokens, and characters that do not fit.
   low, have, high = 0, bare, None
   at = length - bare
   for tries in range(_MOST_TRIES):
@@ -378,7 +368,7 @@ def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
 
 
 def names(rng: np.random.Generator, count: int) -> list[str]:
-  """Different words that nobody knows and a person can say."""
+  """Different pronounceable words that are in no dictionary."""
 
   def name() -> str:
     syllables = int(rng.integers(2, 5))
@@ -404,11 +394,11 @@ def _distinct(count: int, draw: Callable[[], str]) -> list[str]:
 
 
 def _check_counts(count: int, digits: int) -> None:
-  """There must be numbers enough to draw different ones."""
+  """Checks that there are enough numbers to draw different ones."""
   if not 1 <= digits <= 18 or not 1 <= count <= 10**digits // 20 + 1:
     raise OptionError(
       "digits",
       f"{count} values of {digits} digits",
       "1 to 18 digits, and a value in twenty numbers at most",
-      "raise digits, or ask for fewer values",
+      "pass more digits, or fewer values",
     )

@@ -1,22 +1,22 @@
 """Documents of all lengths as rows of one length.
 
-Guarantees: every token of every document stands in exactly one row, once. A row
+Guarantees: every token of every document is in exactly one row, once. A row
 is a list of pieces, each a run of one document's tokens; no piece is longer
 than a row, and what no piece fills is padding. A plan of rows is made from
 lengths alone, so that any row can be read at any time and no row needs another.
 
-What a row says of its tokens:
+Arrays of a row:
 
   labels      the token that follows in the same document, also where a cut put
               it into another row. Behind a document's last token: 0.
   weights     of that label in the loss: the document's own, else 1; 0 where
               there is no label, and on padding.
-  positions   from 0 in each piece. A piece of a cut document starts anew: what
-              came before is in no row with it, so no distance to it is seen.
+  positions   from 0 in each piece. A piece of a cut document starts at 0 too:
+              the tokens before it are in other rows, so it cannot see them.
   segments    1, 2, ... in a row; 0 is padding.
 
 So a token is predicted exactly once unless it begins a document. All arrays are
-in true order; who deals the sequence to devices permutes them.
+in true order; what places them on devices permutes them.
 
   Cut       pieces end where rows end. No padding but in the last row; documents
             are cut.
@@ -36,7 +36,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
+from ringjax.checks import positive_int
 from ringjax.errors import DataError, OptionError
 
 # Tokens of a document from `start` to `stop`, fewer where it ends before; and
@@ -71,19 +73,24 @@ class DocumentPiece(NamedTuple):
 
 
 class PackingPlan(Sequence[list[DocumentPiece]]):
-  """Which pieces make each row.
+  """The pieces of each row.
 
   Args:
     pieces: int64 [P, 3], rows of `DocumentPiece`, those of a row side by side.
-    first: int64 [rows + 1], the place of each row's first piece.
+    first: int64 [rows + 1], the index of each row's first piece.
     length: tokens that a row holds.
 
   Attributes:
     length: tokens that a row holds.
-    tokens: how many there are in all rows.
+    tokens: of all rows together.
   """
 
-  def __init__(self, pieces: np.ndarray, first: np.ndarray, length: int):
+  def __init__(
+    self,
+    pieces: Int[np.ndarray, "P 3"],
+    first: Int[np.ndarray, " F"],
+    length: int,
+  ):
     self._pieces = pieces
     self._first = first
     self.length = length
@@ -107,7 +114,7 @@ class PackingPlan(Sequence[list[DocumentPiece]]):
 
 @runtime_checkable
 class Packer(Protocol):
-  """Makes rows out of documents."""
+  """Makes rows of documents."""
 
   def plan(self, lengths: Any, length: int) -> PackingPlan:
     """The rows of documents.
@@ -115,6 +122,9 @@ class Packer(Protocol):
     Args:
       lengths: [N], tokens of each document; those without any are in no row.
       length: tokens that a row holds.
+
+    Raises:
+      OptionError: `lengths` are no counts, or `length` is not positive.
     """
     ...
 
@@ -124,15 +134,7 @@ class Cut:
   """Documents one behind the other, cut wherever a row is full."""
 
   def plan(self, lengths: Any, length: int) -> PackingPlan:
-    """The rows of documents, in their order.
-
-    Args:
-      lengths: [N], tokens of each document; those without any are in no row.
-      length: tokens that a row holds.
-
-    Raises:
-      OptionError: no lengths.
-    """
+    """The rows of documents, in their order; see `Packer.plan`."""
     sizes = as_lengths(lengths, length)
     ends = np.cumsum(sizes)
     total = int(sizes.sum())
@@ -150,28 +152,20 @@ class BestFit:
   """Whole documents, each in the row whose room it fills best.
 
   Documents longer than a row are cut into rows first; the rest of one goes
-  where it fits. The longest of a window are placed first, so that a row's
+  where it fits. The longest of a window are packed first, so that a row's
   pieces come from long to short.
 
   Attributes:
-    buffer: documents that are placed together. More waste less.
+    buffer: documents that are packed together. More waste less.
   """
 
   buffer: int = 1 << 16
 
   def __post_init__(self) -> None:
-    positive("buffer", self.buffer)
+    positive_int("buffer", self.buffer)
 
   def plan(self, lengths: Any, length: int) -> PackingPlan:
-    """The rows of documents.
-
-    Args:
-      lengths: [N], tokens of each document; those without any are in no row.
-      length: tokens that a row holds.
-
-    Raises:
-      OptionError: no lengths.
-    """
+    """The rows of documents; see `Packer.plan`."""
     sizes = as_lengths(lengths, length)
     all_pieces, all_rows, rows = [np.zeros((0, 3), np.int64)], [], 0
     for start in range(0, len(sizes), self.buffer):
@@ -228,7 +222,7 @@ def _best_fit(sizes: list[int], length: int) -> tuple[list[int], int]:
 
 
 class Documents:
-  """Documents in memory, maybe with weights of their own.
+  """Documents in memory, with weights of their labels or without.
 
   Args:
     tokens: the ids of each document, [n].
@@ -237,10 +231,10 @@ class Documents:
 
   Attributes:
     lengths: int64 [N], tokens of each.
-    fingerprint: of all that they hold.
+    fingerprint: of all tokens and weights.
 
   Raises:
-    DataError: what is no ids, or weights of another length.
+    DataError: tokens that are no ids, or weights of another length.
   """
 
   def __init__(
@@ -288,8 +282,8 @@ def fill(
   Args:
     rows: the pieces of each, as a plan has them.
     length: T, tokens that a row holds.
-    read: gives a document's tokens. It is asked for one more than a piece has,
-      the label of its last, and gives it unless the document ends there.
+    read: returns a document's tokens. It is asked for one more than a piece
+      has, the label of its last, and returns it unless the document ends there.
 
   Returns:
     Arrays [B, T].
@@ -319,7 +313,7 @@ def fill(
           "read",
           f"{len(found)} tokens of document {document} from {start} on",
           f"{count} or one more",
-          "plan anew: the documents are not those of the plan",
+          "make a new plan: the documents are not those of this one",
         )
       here, known = slice(at, at + count), len(found) - 1
       tokens[b, here] = found[:count]
@@ -332,7 +326,7 @@ def fill(
 
 
 def as_document(name: str, ids: Any) -> np.ndarray:
-  """Ids of a document, int32 [n], or an error with its name."""
+  """Ids of a document, int32 [n], or a DataError that names it."""
   found = np.asarray(ids)
   if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
     raise DataError(
@@ -346,14 +340,14 @@ def as_document(name: str, ids: Any) -> np.ndarray:
       name,
       f"ids from {found.min()} to {found.max()}",
       f"ids from 0 to {2**31 - 1}",
-      "take out what is no id",
+      "remove negative numbers and those above",
     )
   return found.astype(np.int32)
 
 
 def as_lengths(lengths: Any, length: int) -> np.ndarray:
-  """Lengths of documents, int64 [N], for rows of `length`, or an error."""
-  positive("length", length)
+  """Lengths of documents, int64 [N], for rows of `length`, or OptionError."""
+  positive_int("length", length)
   found = np.asarray(lengths)
   if found.size == 0:
     return np.zeros(0, np.int64)
@@ -365,9 +359,3 @@ def as_lengths(lengths: Any, length: int) -> np.ndarray:
       "pass how many tokens each document has",
     )
   return found.astype(np.int64)
-
-
-def positive(name: str, value: int) -> None:
-  """Refuses a count below 1."""
-  if value < 1:
-    raise OptionError(name, value, "1 or more", "raise it")

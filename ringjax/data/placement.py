@@ -1,22 +1,22 @@
-"""Which shard takes which token of a batch's documents.
+"""Placement of documents on the shards of a ring, token by token.
 
-Guarantees: every token takes one slot, once; a document lies on `degree` shards
+Guarantees: every token has one slot, once; a document is on `degree` shards
 that are neighbours, in a row that does not run over the ring's end; whatever
-adds up to no more than the slots there are has a placement. Shapes depend on
-shards and slots alone, so that batches of all mixtures of lengths run the same
-program: what differs between them is data.
+adds up to no more than the slots has a placement. Shapes depend on shards and
+slots alone, so that batches of all mixtures of lengths run the same program:
+what differs between them is data.
 
 A document on one shard needs no key of another. One on d shards needs keys
-from d - 1 shards away, and as all shards turn the ring together, the farthest
-document decides how often:
+from d - 1 shards away, and as all shards take part in each hop, the document
+on the most shards decides how many hops there are:
 
-  run      the members have consecutive tokens. Keys come from behind only,
-           d - 1 hops; the last member has up to twice the mean of pairs.
-  stripe   member m has tokens m, m + d, m + 2d, ... Causal work is level in
+  run      each shard has consecutive tokens. Keys come from behind only,
+           d - 1 hops; the last shard has up to twice the mean of pairs.
+  stripe   shard m of d has tokens m, m + d, m + 2d, ... Causal work is equal in
            each hop (as in Brandon et al. 2023, arXiv 2311.09431); keys come
            from either side, 2 (d - 1) hops or once around, what is less.
 
-How many shards a document takes, and which, ringjax/data/dealing.py weighs.
+ringjax/data/assignment.py chooses how many shards a document is on, and which.
 
 Cost: O(N log N) of N documents and O(tokens): 10^5 documents in 0.2 s if they
       have 2 million tokens, in some seconds if they have 30 million.
@@ -25,12 +25,21 @@ Cost: O(N log N) of N documents and O(tokens): 10^5 documents in 0.2 s if they
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ringjax.data.dealing import Cost, Draft, RingSlots, deal, filled, members
+from ringjax.checks import one_of, positive_int
+from ringjax.data.assignment import (
+  Assignment,
+  Cost,
+  RingSlots,
+  assign,
+  assign_degrees,
+  members,
+)
 from ringjax.data.packing import (
   BestFit,
   DocumentPiece,
@@ -38,9 +47,9 @@ from ringjax.data.packing import (
   PackedBatch,
   as_lengths,
   fill,
-  positive,
 )
 from ringjax.errors import DataError, OptionError, ShapeError
+from ringjax.ops.attention.ring import cut_hops
 
 SPREADS = ("stripe", "run")
 _COST = Cost()
@@ -48,7 +57,7 @@ _COST = Cost()
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-  """Where each token of N documents lies on R shards of t slots.
+  """The slot of each token of N documents on R shards of t slots.
 
   Attention wants `positions` and `segment_ids` with `layout=Contiguous()`:
   shard r has slots r * t to (r + 1) * t - 1.
@@ -57,14 +66,14 @@ class Placement:
     shards: R.
     local_length: t.
     index: int32 [R * t], the token in each slot, counted through all documents
-      one behind the other; -1 in an empty one.
+      in their order; -1 in an empty slot.
     slots: int32 [tokens], the slot of each token.
     positions: int32 [R * t], in the document; 0 in an empty slot.
     segment_ids: int32 [R * t], the document's number, from 1; 0 is empty.
     degree: int32 [N], shards of each document; 0 of one without tokens.
-    reach: the farthest that keys have to come, in shards.
-    hops: (from behind, from ahead), what the ring has to turn for causal
-      attention in all documents, as `rj.Ring` counts it.
+    reach: the most shards that a key is away from its query.
+    hops: (from behind, from ahead), the hops that causal attention in all
+      documents needs, as `rj.Ring` counts them.
     work: int64 [R], pairs of a query and a key that it sees.
   """
 
@@ -81,17 +90,18 @@ class Placement:
 
   @property
   def balance(self) -> float:
-    """Mean of the shards' work over the largest; 1 is level."""
+    """Mean of the shards' work over the largest; 1 is balanced."""
     most = int(self.work.max())
     return float(self.work.mean() / most) if most else 1.0
 
   def apply(self, x: Any, *, axis: int = 0, empty: Any = 0) -> np.ndarray:
-    """Brings what there is of each token into the slots.
+    """Moves the values of tokens into their slots.
 
     Args:
-      x: NumPy's, with an `axis` of all tokens, documents in their order.
+      x: an array of NumPy with an `axis` of all tokens, documents in their
+        order.
       axis: that axis.
-      empty: what empty slots get.
+      empty: the value of empty slots.
 
     Returns:
       The same with R * t slots along `axis`.
@@ -107,7 +117,7 @@ class Placement:
     return made
 
   def restore(self, y: Any, *, axis: int = 0) -> Any:
-    """Brings what there is in each slot back into the documents' order.
+    """Moves the values of slots back into the order of the documents.
 
     Args:
       y: an array of NumPy or JAX with an `axis` of R * t slots.
@@ -138,30 +148,24 @@ def place(
     lengths: [N], tokens of each document.
     shards: R, devices along the sequence's axis.
     local_length: t, slots of each.
-    spread: of `SPREADS`, how a document lies on several shards.
+    spread: of `SPREADS`, how a document is spread over several shards.
     cost: by which degrees are chosen and shards are filled.
-    degree: shards of each document, an int or [N]; default: chosen. One with
-      fewer tokens has a shard for each. Documents whose degree is given are
-      dealt evenly, or not at all.
+    degree: shards of each document, an int or [N]; default: chosen. A document
+      of fewer tokens is on a shard for each. Documents whose degree is given
+      are split evenly, or refused.
 
   Returns:
     The placement; the same for the same arguments.
 
   Raises:
-    OptionError: an argument that cannot be.
+    OptionError: an argument is out of range.
     DataError: there are fewer slots than tokens, or the degrees that are given
       leave no room.
   """
-  positive("shards", shards)
-  positive("local_length", local_length)
+  positive_int("shards", shards)
+  positive_int("local_length", local_length)
   sizes = as_lengths(lengths, local_length)
-  if spread not in SPREADS:
-    raise OptionError(
-      "spread",
-      repr(spread),
-      f"one of {', '.join(SPREADS)}",
-      "pass spread='stripe'",
-    )
+  one_of("spread", spread, SPREADS)
   missing = int(sizes.sum()) - shards * local_length
   if missing > 0:
     raise DataError(
@@ -173,19 +177,19 @@ def place(
       "local_length",
     )
   ring = RingSlots(shards, local_length, spread, cost)
-  if degree is not None:
-    degrees = _given(degree, sizes, ring)
-    draft, left = filled(sizes, degrees, ring, exact=True)
-    if draft is None:
-      raise DataError(
-        "degree",
-        f"degrees that leave no room for {left} tokens of a document",
-        "degrees whose even parts fit",
-        f"{left} slots are missing side by side: leave degree out, or raise "
-        "local_length",
-      )
-    return _placement(sizes, draft, ring)
-  return _placement(sizes, deal(sizes, ring), ring)
+  if degree is None:
+    return _placement(sizes, assign(sizes, ring), ring)
+  degrees = _given(degree, sizes, ring)
+  found, left = assign_degrees(sizes, degrees, ring, exact=True)
+  if found is None:
+    raise DataError(
+      "degree",
+      f"degrees that leave no room for {left} tokens of a document",
+      "degrees whose even parts fit",
+      f"{left} slots are missing side by side: leave degree out, or raise "
+      "local_length",
+    )
+  return _placement(sizes, found, ring)
 
 
 # ---------------------------------------------------------------------------
@@ -194,42 +198,36 @@ def place(
 
 
 def place_rows(
-  batch: PackedBatch,
-  *,
-  shards: int,
-  spread: str = "stripe",
-  cost: Cost = _COST,
-  degree: int | None = None,
+  batch: PackedBatch, *, shards: int, **options: Any
 ) -> PackedBatch:
   """Places the documents of each row of a batch on the shards.
 
-  Labels were shifted before, so each still is what follows its token.
+  Labels were shifted before, so each is still the one that follows its token.
 
   Args:
-    batch: arrays [B, T] in true order, as `fill` and `Loader` give them.
+    batch: arrays [B, T] in true order, as `fill` and `Loader` return them.
     shards: R; T is a multiple of it.
-    spread: see `place`.
-    cost: see `place`.
-    degree: see `place`; one for all documents.
+    **options: `spread`, `cost` and `degree` of `place`; one degree for all
+      documents.
 
   Returns:
     The same, each token in its slot: for a ring whose layout is `Contiguous()`
-    and which is told positions and segments.
+    and that gets positions and segments.
 
   Raises:
     ShapeError: rows that the shards do not divide, or not in true order.
     DataError: see `place`.
   """
-  positive("shards", shards)
+  positive_int("shards", shards)
   rows, length = batch.tokens.shape
   if length % shards:
     raise ShapeError(
       "batch",
       f"rows of {length} tokens on {shards} shards",
       f"a multiple of {shards} tokens",
-      "change the length or the shards",
+      f"pass rows of {-(-length // shards) * shards} tokens",
     )
-  # Padding's slot is behind the row, where there is nothing but zeros.
+  # Empty slots take what is behind the row: a zero.
   order = np.full((rows, length), length, np.int64)
   for row, segments in enumerate(batch.segments):
     real = np.flatnonzero(segments)
@@ -243,14 +241,8 @@ def place_rows(
         "rows in true order, each document in one piece",
         "place rows once, and before a layout permutes them",
       )
-    found = place(
-      np.diff(first, append=len(own)),
-      shards=shards,
-      local_length=length // shards,
-      spread=spread,
-      cost=cost,
-      degree=degree,
-    )
+    sizes, local_length = np.diff(first, append=len(own)), length // shards
+    found = place(sizes, shards=shards, local_length=local_length, **options)
     order[row, found.slots] = real
   behind = lambda x: np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
   return PackedBatch(
@@ -270,7 +262,7 @@ def plan_batches(
   """Groups documents into batches of rows that can be placed.
 
   Rows are packed by `BestFit`, the longest documents first: rows whose
-  documents need many hops come into one batch, whose hops are those of all.
+  documents need many hops come into one batch, and hops are per batch.
 
   Args:
     lengths: [N], tokens of each document; those without any are in no row.
@@ -284,11 +276,11 @@ def plan_batches(
     Batches, each of B rows of pieces, for `fill`; every token is in one.
 
   Raises:
-    OptionError: an argument that cannot be.
+    OptionError: an argument is out of range.
     DataError: a document is longer than a row.
   """
-  positive("shards", shards)
-  positive("rows", rows)
+  positive_int("shards", shards)
+  positive_int("rows", rows)
   sizes = as_lengths(lengths, local_length)
   length = shards * local_length
   long = np.flatnonzero(sizes > length)
@@ -313,11 +305,9 @@ def place_documents(
   shards: int,
   local_length: int,
   rows: int = 1,
-  spread: str = "stripe",
-  cost: Cost = _COST,
-  degree: int | None = None,
+  **options: Any,
 ) -> PackedBatch:
-  """A batch to train on of documents, placed.
+  """A batch of documents to train on, each token in its slot.
 
   Args:
     tokens: the ids of each document, [n].
@@ -325,16 +315,14 @@ def place_documents(
     shards: R.
     local_length: t.
     rows: B.
-    spread: see `place`.
-    cost: see `place`.
-    degree: see `place`; one for all documents.
+    **options: as in `place_rows`.
 
   Returns:
     Arrays [B, R * t]; segments count documents in each row.
 
   Raises:
-    OptionError: an argument that cannot be.
-    DataError: what is no ids, or more than `rows` rows hold.
+    OptionError: an argument is out of range.
+    DataError: tokens that are no ids, or more than `rows` rows hold.
   """
   documents = Documents(tokens, weights)
   batches = plan_batches(
@@ -342,26 +330,17 @@ def place_documents(
   )
   length = shards * local_length
   if len(batches) > 1:
-    left = sum(
-      piece.stop - piece.start
-      for batch in batches[1:]
-      for row in batch
-      for piece in row
-    )
+    rest = itertools.chain.from_iterable(itertools.chain(*batches[1:]))
+    left = sum(piece.stop - piece.start for piece in rest)
     raise DataError(
       "tokens",
       f"{int(documents.lengths.sum())} in {len(documents)} documents",
       f"what {rows} rows of {length} slots hold",
-      f"{left} slots are missing: raise rows, or see plan_batches",
+      f"{left} slots are missing: pass more rows, or see plan_batches",
     )
   pieces = batches[0] if batches else [[] for _ in range(rows)]
-  return place_rows(
-    fill(pieces, length, documents.read),
-    shards=shards,
-    spread=spread,
-    cost=cost,
-    degree=degree,
-  )
+  filled = fill(pieces, length, documents.read)
+  return place_rows(filled, shards=shards, **options)
 
 
 # ---------------------------------------------------------------------------
@@ -369,22 +348,24 @@ def place_documents(
 # ---------------------------------------------------------------------------
 
 
-def _placement(sizes: np.ndarray, draft: Draft, ring: RingSlots) -> Placement:
-  """The arrays of a draft."""
+def _placement(
+  sizes: np.ndarray, found: Assignment, ring: RingSlots
+) -> Placement:
+  """The arrays of an assignment."""
   total = int(sizes.sum())
   ends = np.cumsum(sizes)
   starts = ends - sizes
   # Small numbers sort by their digits, in linear time.
   small = np.min_scalar_type(ring.shards)
-  shard = np.repeat(draft.first.astype(small), sizes)
+  shard = np.repeat(found.first.astype(small), sizes)
   degree = np.minimum(sizes, 1).astype(np.int32)
   needed = np.zeros(ring.shards, bool)
-  for i, counts in draft.groups.items():
+  for i, counts in found.groups.items():
     member = members(counts, ring.spread)
     shard[starts[i] : ends[i]] += member.astype(small)
     degree[i] = len(counts)
-    _need(needed, member, len(counts))
-  # In a shard tokens keep their order: blocks of them span few positions.
+    _mark_needed(needed, member, len(counts))
+  # On a shard tokens keep their order: blocks of them span few positions.
   order = np.argsort(shard, kind="stable")
   counts = np.bincount(shard, minlength=ring.shards)
   skipped = ring.local_length * np.arange(ring.shards) - np.cumsum(counts)
@@ -411,32 +392,22 @@ def _placement(sizes: np.ndarray, draft: Draft, ring: RingSlots) -> Placement:
     positions=in_slots(position, 0),
     segment_ids=in_slots(document, 0),
     degree=degree,
-    reach=draft.reach,
-    hops=_turns(needed),
+    reach=found.reach,
+    hops=cut_hops(needed),
     work=work.astype(np.int64),
   )
 
 
-def _need(needed: np.ndarray, member: np.ndarray, degree: int) -> None:
-  """Marks how far behind a query some key lies that it sees, bool [R]."""
+def _mark_needed(needed: np.ndarray, member: np.ndarray, degree: int) -> None:
+  """Marks, bool [R], how many shards behind a query a key is that it sees."""
   number = np.arange(degree)
   behind = number[:, None] - number
   if needed[behind[behind != 0]].all():
     return
   first = np.unique(member, return_index=True)[1]
   last = len(member) - 1 - np.unique(member[::-1], return_index=True)[1]
-  # Behind a shard by less than nothing is behind it around the ring.
+  # A shard ahead is behind by the rest of the ring: a negative index.
   needed[behind[(first <= last[:, None]) & (behind != 0)]] = True
-
-
-def _turns(needed: np.ndarray) -> tuple[int, int]:
-  """The fewest hops (from behind, from ahead) that bring what is needed."""
-  wanted = np.flatnonzero(needed)
-  turns = [
-    (int(wanted[wanted < len(needed) - ahead].max(initial=0)), ahead)
-    for ahead in range(len(needed))
-  ]
-  return min(turns, key=lambda turn: (sum(turn), turn[1]))
 
 
 def _given(degree: Any, sizes: np.ndarray, ring: RingSlots) -> np.ndarray:
@@ -464,7 +435,7 @@ def _given(degree: Any, sizes: np.ndarray, ring: RingSlots) -> np.ndarray:
       f"{int(found[i])} for document {i} of {int(sizes[i])} tokens",
       f"{-(-int(sizes[i]) // ring.local_length)} or more",
       f"{int(sizes[i] - found[i] * ring.local_length)} slots are missing: "
-      "raise it, or leave it out",
+      "pass that degree, or leave degree out",
     )
   return found
 

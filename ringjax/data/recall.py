@@ -1,10 +1,10 @@
-"""Texts that teach to look back, as sources of a `Loader`.
+"""Texts that teach a model to look back, as sources of a `Loader`.
 
 Guarantees: an example is a function of its generator, and `length` tokens long.
-What something earlier in it decides is sought, the rest is text or, where
-nothing could tell it, nothing. As labels, all sought tokens together weigh as
-much as the text times 1 / `text`, however few they are; an example weighs as
-much as a document of its length.
+Its tokens are of three kinds: recalled, which earlier ones determine; text; and
+random, which nothing could predict and which weigh nothing. As labels, all
+recalled tokens together weigh 1 / `text` times as much as the text, however few
+they are; an example weighs as much as a document of its length.
 
 A model learns this in the order of the classes: to repeat what followed the
 last time (Copies; the induction heads of Olsson et al. 2022, arXiv 2209.11895),
@@ -21,27 +21,28 @@ from typing import Any
 
 import numpy as np
 
+from ringjax.checks import integer, number
 from ringjax.data.filler import Filler
 from ringjax.data.needle import ANSWER, NEEDLE, QUESTION, names, numbers
 from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError
 
-_NOTHING, _TEXT, _SOUGHT = range(3)
+_RANDOM, _TEXT, _RECALLED = range(3)
 _PAIR = "{name} is {number}.\n"
 _DIGITS = (4, 6)
-# Of names that are words of the text, and of those that are any letters.
+# Shares of names that are words of the text, and that are random letters.
 _WORDS, _LETTERS = 0.5, 0.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall:
-  """What all of them share.
+  """Base of the sources of texts that teach recall.
 
   Attributes:
     tokenizer: a `Tokenizer` or `Bytes`.
-    filler: the text around it.
+    filler: the text.
     length: T, tokens of an example.
-    text: what foretelling the text weighs beside what is sought.
+    text: weight of the text's tokens relative to the recalled ones.
   """
 
   tokenizer: Any
@@ -50,31 +51,27 @@ class Recall:
   text: float = 0.5
 
   def __post_init__(self) -> None:
-    if not self.text >= 0:
-      raise OptionError("text", self.text, "0 or more", "raise it")
-    if self.length < self._least:
-      raise OptionError(
-        "length", self.length, f"{self._least} tokens or more", "raise it"
-      )
+    number("text", self.text, least=0)
+    integer("length", self.length, least=self._least)
 
   @property
   def _least(self) -> int:
-    """Tokens of an example that shows anything."""
+    """The fewest tokens of a useful example."""
     return 32
 
   def example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """An example, by nothing but `rng`.
+    """An example, a function of `rng` alone.
 
     Returns:
       ids int32 [T], and their weights as labels, float32 [T].
     """
-    parts = [(self._begin(), _NOTHING), *self._parts(rng)]
+    parts = [(self._begin(), _RANDOM), *self._parts(rng)]
     ids = joined([part for part, _ in parts])
     kinds = np.concatenate(
       [np.broadcast_to(kind, len(part)) for part, kind in parts]
     )
     weights = np.zeros(len(ids))
-    for kind, share in ((_SOUGHT, 1.0), (_TEXT, self.text)):
+    for kind, share in ((_RECALLED, 1.0), (_TEXT, self.text)):
       here = kinds == kind
       weights[here] = share / max(1, here.sum())
     total = weights.sum()
@@ -83,7 +80,7 @@ class Recall:
     return ids, weights.astype(np.float32)
 
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
-    """Ids behind the beginning, and the kind or kinds of each part."""
+    """Ids after the beginning, and the kind or kinds of each part."""
     raise NotImplementedError
 
   def _ids(self, text: str) -> np.ndarray:
@@ -102,7 +99,7 @@ class Recall:
       found.append(self._ids(line))
       room -= len(found[-1])
     while room < 0:
-      # What is too much goes from the front: lines end whole.
+      # Cut from the front: lines keep their ends.
       first = found.pop(0)
       if len(first) > -room:
         found.insert(0, first[-room:])
@@ -160,7 +157,7 @@ class Copies(Recall):
         "fewest, most",
         f"{self.fewest}, {self.most}",
         f"2 <= fewest <= most <= {self.tokenizer.vocab_size}, the vocabulary",
-        "change them",
+        "pass numbers in that order",
       )
 
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
@@ -169,18 +166,18 @@ class Copies(Recall):
     count = int(room * rng.uniform(0.3, 0.48))
     chosen = rng.choice(rng.permutation(self.most)[:letters], count)
     chosen = chosen.astype(np.int32)
-    # As many as it takes until what comes next has come but once.
+    # The first tokens after which the next one is unique.
     known = min(count, int(np.ceil(np.log(4 * count) / np.log(letters))))
-    kinds = np.where(np.arange(count) < known, _NOTHING, _SOUGHT)
+    kinds = np.where(np.arange(count) < known, _RANDOM, _RECALLED)
     text = joined(self._lines(rng, room - 2 * count))
-    return [(chosen, _NOTHING), (text, _TEXT), (chosen, kinds)]
+    return [(chosen, _RANDOM), (text, _TEXT), (chosen, kinds)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(Recall):
   """Lines that name a number each, text, the same lines in another order.
 
-  With so many answers in an example, looking up is learned in minutes.
+  An example has many answers, so that looking up is learned in minutes.
   """
 
   def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
@@ -203,14 +200,14 @@ class Pairs(Recall):
     before, after = _PAIR.split("{number}")
     return [
       (self._ids(before.format(name=name)), _TEXT),
-      (self._ids(number), _SOUGHT),
+      (self._ids(number), _RECALLED),
       (self._ids(after), _TEXT),
     ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Questions(Recall):
-  """A text with facts strewn in, and questions for some of them at its end.
+  """A text with facts at random places, and questions about some at its end.
 
   The lines are those of `ringjax.data.needle.Passkey`.
 
@@ -224,7 +221,7 @@ class Questions(Recall):
 
   @property
   def _least(self) -> int:
-    # As tokens are bytes; of others it is less.
+    # For tokens of a byte each; others need less.
     return 64 + 56 * self.facts + 128 * self.questions
 
   def __post_init__(self) -> None:
@@ -233,7 +230,7 @@ class Questions(Recall):
         "questions",
         f"{self.questions} of {self.facts} facts",
         "1 to facts",
-        "change one of them",
+        "pass as many facts as questions, or more",
       )
     super().__post_init__()
 
@@ -249,7 +246,7 @@ class Questions(Recall):
     needles = [self._ids(NEEDLE.format(**fact)) for fact in facts]
     taken = sum(len(part) for part, _ in tail) + sum(map(len, needles))
     lines = self._lines(rng, self.length - len(self._begin()) - taken)
-    # Each stands above one of the lines, or below the last.
+    # Each is above one of the lines, or below the last.
     places = np.sort(rng.integers(len(lines) + 1, size=count))
     body, at = [], 0
     for place, needle in zip(places.tolist(), needles, strict=True):
@@ -260,15 +257,15 @@ class Questions(Recall):
   def _answered(
     self, fact: dict[str, str], *, sure: bool
   ) -> list[tuple[np.ndarray, Any]]:
-    """A question and its answer; `sure` if only this one can be meant."""
+    """A question and its answer, the first words recalled if `sure`."""
     question = self._ids(QUESTION.format(**fact))
     before, after = ANSWER.split("{number}")
     end = np.array(self.tokenizer.eos_ids[:1], np.int32)
     return [
       (question, _TEXT),
-      (self._ids(before.format(**fact)), _SOUGHT if sure else _TEXT),
-      (self._ids(fact["number"]), _SOUGHT),
-      (joined([self._ids(after), end]), _SOUGHT),
+      (self._ids(before.format(**fact)), _RECALLED if sure else _TEXT),
+      (self._ids(fact["number"]), _RECALLED),
+      (joined([self._ids(after), end]), _RECALLED),
     ]
 
 

@@ -1,14 +1,14 @@
-"""Text of tokens that come one by one.
+"""Incremental decoding: the text of tokens that come one by one.
 
 Guarantees: the pieces that `feed` and `flush` return, joined, are `decode` of
-all ids that were fed, however they are cut into feeds; each piece is returned
-as soon as no later token can change it. Characters whose bytes come in several
-tokens are held until they are whole; bytes that are no UTF-8 become U+FFFD.
+all ids, however they are cut into feeds; each piece is returned as soon as no
+later token can change it. Characters whose bytes are in several tokens are held
+until they are complete; bytes that are no UTF-8 become U+FFFD.
+Cost: one look-up a token, or two decodes of a few tokens.
 
-In most vocabularies a token *is* a string of bytes, and then the text is their
-UTF-8 (`piece`). For the others (WordPiece, Metaspace) a token's text hangs on
-its neighbour: there the stream decodes again from a token before. Cost: one
-look-up a token, or two decodes of a few tokens.
+In most vocabularies a token *is* a string of bytes, and the text is their UTF-8
+(`piece`). In others (WordPiece, Metaspace) the text of a token depends on the
+one before: there the stream decodes again from that one on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ringjax.data.special_tokens import as_ids
 
 # An id without a token, or a byte that is no part of a character.
 UNKNOWN = "\ufffd"
-# The longest character has 4 bytes: so many tokens may wait for their end.
+# The longest character has 4 bytes: so many tokens may be incomplete.
 _WAIT = 4
 
 
 @runtime_checkable
 class Decodes(Protocol):
-  """What a stream asks of a tokenizer."""
+  """The methods of a tokenizer that a stream needs."""
 
-  # Whether `piece` answers: a token's bytes do not hang on its neighbours.
+  # Whether `piece` can be used: a token's bytes do not depend on others.
   by_bytes: bool
-  # What is taken from the start of a text, if it is there.
+  # Removed from the start of a text.
   lead: str
 
   def piece(self, token_id: int) -> bytes:
@@ -39,7 +39,7 @@ class Decodes(Protocol):
     ...
 
   def is_special(self, token_id: int) -> bool:
-    """Whether the token steers the model and is no text."""
+    """Whether the token is a control token and no text."""
     ...
 
   def window(self, ids: Sequence[int]) -> str:
@@ -59,10 +59,10 @@ def decode(tokenizer: Decodes, ids: Any, *, special: bool = False) -> str:
 
 
 class Stream:
-  """Decodes tokens as they come.
+  """An incremental decoder of tokens.
 
   Args:
-    tokenizer: whose tokens they are.
+    tokenizer: that made the tokens.
     special: whether the texts of special tokens appear. By default they are
       left out, as by `tokenizer.decode`.
   """
@@ -72,13 +72,13 @@ class Stream:
     self._special = special
     self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     self._at_start = True
-    # Of a tokenizer whose tokens hang on their neighbours: tokens whose text
-    # is out, and tokens whose text is not.
+    # If tokens depend on others: those whose text was returned, and those
+    # whose text was not.
     self._context: list[int] = []
     self._pending: list[int] = []
 
   def feed(self, ids: Any) -> str:
-    """The text that these ids complete, maybe "".
+    """The text that these ids complete; may be empty.
 
     Args:
       ids: one id, or a row of them.
@@ -95,7 +95,7 @@ class Stream:
     return "".join(self._step(i) for i in row)
 
   def flush(self) -> str:
-    """The rest, when no more tokens come; the stream is then as new."""
+    """The rest of the text after the last token; resets the stream."""
     if self._tokenizer.by_bytes:
       text = self._without_lead(self._utf8.decode(b"", final=True))
     else:
@@ -115,8 +115,8 @@ class Stream:
     text = self._new_text()
     if text.endswith(UNKNOWN) and len(self._pending) < _WAIT:
       return ""
-    # What comes next is decoded beside a token that has a text: beside none
-    # it would be decoded as the start of a text.
+    # The next token is decoded after one that has a text: alone it would be
+    # decoded as the start of a text.
     if self._tokenizer.window(self._pending):
       self._context = self._pending
     else:

@@ -1,13 +1,14 @@
-"""Texts from files of lines and folders, and a corpus of them.
+"""Texts from text files and JSON lines, and a corpus of them.
 
-Guarantees: texts come in a fixed order, files by name, and one at a time. A
-text that is wrong is told with its file and line; it ends the reading, or is
-left out if `on_bad` takes the report. No file and no line is read beyond its
+Guarantees: texts come in a fixed order, files by name, and one at a time. An
+error names the file and line of a bad text; it ends the reading, or is passed
+to `on_bad` and the text is left out. No file and no line is read beyond its
 limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ def find(folder: Path, pattern: str = "**/*.txt") -> list[pathlib.Path]:
 
   Args:
     folder: where to look.
-    pattern: as `pathlib.Path.glob` has it; ** is any folders.
+    pattern: of `pathlib.Path.glob`; ** stands for any folders.
 
   Raises:
     DataError: there are none.
@@ -55,37 +56,34 @@ def from_files(
 
   Args:
     paths: the files, each of at most `FILE_BYTES`.
-    on_bad: called with what is wrong with a file, which is then left out.
+    on_bad: called with the error of a bad file, which is then left out.
 
   Raises:
-    DataError: a file is wrong, and there is no `on_bad`.
+    DataError: a file is bad, and there is no `on_bad`.
     OSError: a file cannot be read.
   """
   for path in paths:
     with open(path, "rb") as file:
       data = file.read(FILE_BYTES + 1)
-    try:
+    with _reported(on_bad) as found:
       if len(data) > FILE_BYTES:
         raise _fault(str(path), f"over {FILE_BYTES} bytes", "a smaller file")
-      text = _decoded(str(path), data)
-    except DataError as error:
-      _report(error, on_bad)
-      continue
-    yield text
+      found.append(_decoded(str(path), data))
+    yield from found
 
 
 def from_jsonl(
   paths: Iterable[Path], *, field: str = "text", on_bad: OnBad | None = None
 ) -> Iterator[str]:
-  """A text from each line of files of JSON objects; blank lines have none.
+  """The text of each line of files of JSON objects; blank lines are skipped.
 
   Args:
     paths: the files; a line has at most `LINE_BYTES`.
     field: the name of the text in its object.
-    on_bad: called with what is wrong with a line, which is then left out.
+    on_bad: called with the error of a bad line, which is then left out.
 
   Raises:
-    DataError: a line is wrong, and there is no `on_bad`.
+    DataError: a line is bad, and there is no `on_bad`.
     OSError: a file cannot be read.
   """
   for path in paths:
@@ -94,19 +92,15 @@ def from_jsonl(
       while line := file.readline(LINE_BYTES + 1):
         number += 1
         where = f"{path}:{number}"
-        try:
+        with _reported(on_bad) as found:
           if len(line) > LINE_BYTES:
-            # The rest of it is no line of its own.
+            # Skips the rest of the line.
             while line and not line.endswith(b"\n"):
               line = file.readline(LINE_BYTES)
             raise _fault(where, f"over {LINE_BYTES} bytes", "a shorter line")
-          if not line.strip():
-            continue
-          text = _text_of(where, line, field)
-        except DataError as error:
-          _report(error, on_bad)
-          continue
-        yield text
+          if line.strip():
+            found.append(_text_of(where, line, field))
+        yield from found
 
 
 def build(
@@ -116,13 +110,13 @@ def build(
   *,
   progress: Callable[[int, int], None] | None = None,
 ) -> None:
-  """Writes the corpus of texts, each with the id that ends one behind it.
+  """Writes the corpus of texts, each followed by the id that ends a text.
 
   Args:
     path: the file to write.
-    texts: the documents. What they say never becomes a special token.
-    tokenizer: a `Tokenizer` or `Bytes`; where it knows an id that begins a
-      text and its model was trained so, that comes first.
+    texts: the documents. They never become special tokens.
+    tokenizer: a `Tokenizer` or `Bytes`; if its model was trained with an id
+      that begins a text, that comes first.
     progress: called with documents and tokens so far, after each document.
 
   Raises:
@@ -133,7 +127,7 @@ def build(
       "tokenizer",
       f"{tokenizer.name}, without an eos_token",
       "an id that ends a text",
-      "name one in its tokenizer_config.json",
+      "set eos_token in its tokenizer_config.json",
     )
   end = np.array(tokenizer.eos_ids[:1], np.int32)
   corpus.write(
@@ -166,17 +160,22 @@ def _text_of(where: str, line: bytes, field: str) -> str:
 
 def _decoded(where: str, data: bytes) -> str:
   try:
-    # Without the mark with which some editors begin a file.
+    # Without the byte order mark of some editors.
     return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise _fault(where, f"no UTF-8 at byte {error.start}", "UTF-8") from None
 
 
-def _report(error: DataError, on_bad: OnBad | None) -> None:
-  if on_bad is None:
-    raise error
-  on_bad(str(error))
+@contextlib.contextmanager
+def _reported(on_bad: OnBad | None) -> Iterator[list[str]]:
+  """Passes an error of the block to `on_bad`; yields a list for its text."""
+  try:
+    yield []
+  except DataError as error:
+    if on_bad is None:
+      raise
+    on_bad(str(error))
 
 
 def _fault(where: str, got: str, want: str) -> DataError:
-  return DataError(where, got, want, "mend it, or pass on_bad")
+  return DataError(where, got, want, "repair it, or pass on_bad")

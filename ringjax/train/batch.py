@@ -1,7 +1,7 @@
-"""Rows of tokens on their way to the devices, permuted by the layout, once.
+"""Batches on devices: rows of tokens, permuted by the layout once.
 
-Guarantees: a token's label, weight, position and segment lie where the token
-lies; labels were shifted before, so no shard asks a neighbour for one.
+Guarantees: a token's label, weight, position and segment are where the token
+is; labels were shifted before, so no shard asks a neighbour for one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ringjax.nn.sharding_context import ShardingContext
 
 
 class Batch(NamedTuple):
-  """What a step learns from, in the layout's order.
+  """The rows of a step, in the layout's order.
 
   Fields:
     tokens: int32 [A, B, T]; A micro-batches follow each other in a step.
-    labels: int32 [A, B, T], what follows each token.
+    labels: int32 [A, B, T], the token that follows.
     weights: float32 [A, B, T], of each label's loss.
     positions: int32 [A, B, T] in each document; None: those of the row.
     segments: int32 [A, B, T], documents, 0 is padding; None: one a row.
@@ -43,7 +43,7 @@ def whole_rows(tokens: Any) -> Batch:
       "tokens",
       f"shape {tokens.shape}",
       "[B, T + 1], two tokens or more",
-      "keep the token behind the last one that is read",
+      "keep the token after the last one that is read",
     )
   weights = np.ones((tokens.shape[0], tokens.shape[1] - 1), np.float32)
   return Batch(tokens[:, :-1], tokens[:, 1:], weights)
@@ -52,7 +52,7 @@ def whole_rows(tokens: Any) -> Batch:
 def check(
   count: int, length: int, attend: ShardingContext, accumulate: int = 1
 ) -> None:
-  """Refuses rows that cannot be dealt out.
+  """Checks that a mesh divides the rows of a step.
 
   Args:
     count: B, rows of a step.
@@ -61,28 +61,29 @@ def check(
     accumulate: A, micro-batches of a step.
 
   Raises:
-    ShapeError: rows that A, the batch's axes or the shards do not divide.
+    ShapeError: A, the batch's axes or the shards do not divide the rows.
   """
   unit = 2 * attend.size if attend.size > 1 else 1
   if count % accumulate or length % unit:
     raise ShapeError(
       "rows",
       f"{count} of {length} tokens",
-      f"a multiple of {accumulate} rows, of {unit} tokens",
-      "change the batch, the length or the mesh",
+      f"a number that {accumulate} divides, of a length that {unit} divides",
+      f"pass a batch of {-(-count // accumulate) * accumulate} and a length of "
+      f"{-(-length // unit) * unit}, or another mesh",
     )
-  each, ways = count // accumulate, attend.data_size
-  if ways > 1 and not attend.batch_axes(each):
+  each, parts = count // accumulate, attend.data_size
+  if parts > 1 and not attend.batch_axes(each):
     raise ShapeError(
       "rows",
       f"{each} in a micro-batch",
-      f"a multiple of the {ways} devices of the batch's axes",
-      "raise the batch, or lower the number of micro-batches",
+      f"a multiple of the {parts} devices of the batch's axes",
+      f"pass a batch of {accumulate * parts}, or fewer micro-batches",
     )
 
 
 class ProcessShare(NamedTuple):
-  """What a process brings of each batch: part `host` of `hosts` equal ones."""
+  """A process's share of each batch: part `host` of `hosts` equal ones."""
 
   host: int = 0
   hosts: int = 1
@@ -91,38 +92,34 @@ class ProcessShare(NamedTuple):
 def share_of(
   attend: ShardingContext, process: int | None = None
 ) -> ProcessShare:
-  """Which rows of a batch the devices of a process need.
+  """The rows of a batch that the devices of a process need.
 
-  A part of its own where the batch's axes cut it up by processes; all rows
-  where a row lies on devices of all of them.
+  A part of its own if the batch's axes divide it by processes; all rows if a
+  row is on devices of several.
 
   Args:
     attend: the mesh and its axes.
-    process: which one; default: this one.
+    process: its number; default: this one's.
   """
-  ways = attend.data_size
-  if attend.mesh is None or ways == 1:
+  parts = attend.data_size
+  if attend.mesh is None or parts == 1:
     return ProcessShare()
   axes = attend.mesh.axis_names
-  batch = [a for a in axes if a in attend.batch_axes(ways)]
   # The devices of each share of the batch, shares in their order.
-  order = [axes.index(a) for a in attend.batch_axes(ways)]
-  rest = [i for i, a in enumerate(axes) if a not in batch]
-  devices = attend.mesh.devices.transpose(*order, *rest).reshape(ways, -1)
-  shares: dict[int, set[int]] = {}
-  for share, row in enumerate(devices):
-    for device in row:
-      shares.setdefault(device.process_index, set()).add(share)
+  order = [axes.index(a) for a in attend.batch_axes(parts)]
+  rest = [i for i in range(len(axes)) if i not in order]
+  devices = attend.mesh.devices.transpose(*order, *rest).reshape(parts, -1)
+  owners = np.vectorize(lambda d: d.process_index, otypes=[int])(devices)
+  shares = {
+    p: tuple(np.flatnonzero((owners == p).any(1)).tolist())
+    for p in np.unique(owners).tolist()
+  }
   mine = shares[jax.process_index() if process is None else process]
   size = len(mine)
-  starts = {min(s) for s in shares.values()}
-  even = all(
-    s == set(range(min(s), min(s) + size)) and min(s) % size == 0
-    for s in shares.values()
-  )
-  if not even or len(starts) * size != ways:
+  blocks = {tuple(range(i, i + size)) for i in range(0, parts, size)}
+  if set(shares.values()) != blocks:
     return ProcessShare()
-  return ProcessShare(min(mine) // size, ways // size)
+  return ProcessShare(mine[0] // size, parts // size)
 
 
 _WHOLE = ProcessShare()
@@ -134,7 +131,7 @@ def place(
   accumulate: int = 1,
   part: ProcessShare = _WHOLE,
 ) -> Batch:
-  """Puts rows [B / hosts, T] of NumPy, in true order, where a step wants them.
+  """Moves rows [B / hosts, T] of NumPy, in true order, to the devices.
 
   Args:
     rows: with the fields of `Batch`, those of this process's part.
@@ -144,7 +141,7 @@ def place(
     part: which rows these are, by `share_of`; by default all.
 
   Raises:
-    ShapeError: rows that A, the batch's axes or the shards do not divide.
+    ShapeError: A, the batch's axes or the shards do not divide the rows.
   """
   count, length = np.shape(rows.tokens)
   check(count * part.hosts, length, attend, accumulate)

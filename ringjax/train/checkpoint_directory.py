@@ -2,14 +2,19 @@
 
   root/30/                    a step, as Orbax wrote it
   root/.ringjax/30.json       its manifest, see ringjax/train/manifest.py
-  root/.ringjax/new/          what is being written
-  root/.ringjax/old/          what is being deleted
-  root/.ringjax/lock          held by whoever writes
+  root/.ringjax/new/          steps that are being written
+  root/.ringjax/old/          steps that are being deleted
+  root/.ringjax/lock          held by the process that writes
 
 Guarantees: only files in .ringjax, and folders that a manifest names, are ever
 changed or deleted. A step gets its name in one rename and loses it in one, so
 that a process that dies leaves it whole or not at all; what it left in `new`
-and `old` is swept when the next one begins to write.
+and `old` is removed when the next one begins to write.
+
+Written by hand: `orbax.checkpoint.CheckpointManager` takes every folder with a
+number for a name for a step, even an empty one, and deletes a saved step to
+keep it; it syncs nothing, so that a name may outlive a power failure and the
+bytes not; and two managers may write to one folder (Orbax 0.12.8).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import time
 from ringjax.errors import OptionError
 from ringjax.train import manifest as manifests
 
-# How long one that writes waits for one that only sweeps.
+# How long a process that writes waits for one that only cleans up.
 PATIENCE_S = 5.0
 _OURS = ".ringjax"
 # Any of these in a folder with a number for a name: Orbax has written it.
@@ -49,43 +54,45 @@ class CheckpointDirectory:
     self._lock: int | None = None
 
   def folder(self, step: int) -> str:
-    """Where a step lies."""
+    """The folder of a step."""
     return os.path.join(self.root, str(step))
 
-  def path(self, step: int) -> str:
-    """Where its manifest lies."""
+  def manifest(self, step: int) -> str:
+    """The path of a step's manifest."""
     return os.path.join(self._ours, f"{step}.json")
 
-  def draft(self, step: int, number: int) -> str:
-    """Where a step is written before it exists; `number` tells attempts."""
-    return os.path.join(self._ours, "new", f"{step}.{number}")
+  def draft(self, step: int, attempt: int) -> str:
+    """The folder in which a step is written before it exists."""
+    return os.path.join(self._ours, "new", f"{step}.{attempt}")
 
   # -------------------------------------------------------------------------
-  # Who writes
+  # The lock
   # -------------------------------------------------------------------------
 
   def open(self) -> None:
-    """Sweeps, if nobody writes here and this process may.
+    """Cleans up, if no other process writes here and this one may.
 
     Raises:
       OptionError: the root is no folder.
     """
     if os.path.lexists(self.root) and not os.path.isdir(self.root):
-      raise OptionError("root", self.root, "a folder", "choose another path")
-    # Who cannot write may still read; `own` says what is wrong. And who reads
-    # for long, as an evaluation does, must not keep training from writing.
+      raise OptionError(
+        "root", self.root, "a folder", "pass the path of a folder or a new path"
+      )
+    # A process without the right to write may read; and one that reads for
+    # long, as an evaluation does, must not keep training from writing.
     with contextlib.suppress(OSError):
-      self.own(patience_s=0)
-    self.disown()
+      self.acquire(patience_s=0)
+    self.release()
 
-  def own(self, patience_s: int | float | None = None) -> None:
-    """Becomes the one that writes, and sweeps.
+  def acquire(self, patience_s: int | float | None = None) -> None:
+    """Takes the lock of the process that writes, and cleans up.
 
     Args:
       patience_s: how long it waits for another; default: `PATIENCE_S`.
 
     Raises:
-      OSError: another one is, or the disk refuses.
+      OSError: another process has the lock, or the disk refuses.
     """
     if self._lock is not None:
       return
@@ -100,129 +107,119 @@ class CheckpointDirectory:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         break
       except BlockingIOError:
-        # It may be one that only sweeps.
-        if time.monotonic() < end:
-          time.sleep(0.01)
-          continue
-        os.close(lock)
-        raise BlockingIOError(
-          errno.EAGAIN, "another process writes here until it closes", path
-        ) from None
+        if time.monotonic() >= end:
+          os.close(lock)
+          raise BlockingIOError(
+            errno.EAGAIN, "another process writes here until it closes", path
+          ) from None
+        time.sleep(0.01)
       except OSError:
         # A file system without locks.
         break
     self._lock = lock
-    self.sweep()
+    self.clean_up()
 
-  def disown(self) -> None:
-    """Lets others write."""
+  def release(self) -> None:
+    """Gives the lock back."""
     if self._lock is not None:
       os.close(self._lock)
       self._lock = None
 
   # -------------------------------------------------------------------------
-  # What there is
+  # Listing
   # -------------------------------------------------------------------------
 
-  def numbers(self) -> list[int]:
+  def steps(self) -> list[int]:
     """Steps that have a manifest, whatever it says."""
-    try:
-      names = os.listdir(self._ours)
-    except (FileNotFoundError, NotADirectoryError):
-      return []
     return sorted(
-      int(name[:-5])
-      for name in names
-      if name.endswith(".json") and _is_number(name[:-5])
+      int(name.removesuffix(".json"))
+      for name in _names(self._ours)
+      if name.endswith(".json") and _is_number(name.removesuffix(".json"))
     )
 
-  def claims(self) -> list[int]:
+  def candidates(self) -> list[int]:
     """Steps that have a manifest, or are Orbax's and have lost it."""
-    try:
-      names = os.listdir(self.root)
-    except (FileNotFoundError, NotADirectoryError):
-      return []
-    strays = {
+    without = {
       int(name)
-      for name in names
+      for name in _names(self.root)
       if _is_number(name)
       and any(os.path.isfile(os.path.join(self.root, name, x)) for x in _ORBAX)
     }
-    return sorted(strays.union(self.numbers()))
+    return sorted(without.union(self.steps()))
 
   # -------------------------------------------------------------------------
-  # What its owner does
+  # Changes, for which the lock is held
   # -------------------------------------------------------------------------
 
-  def make_room(self, step: int) -> None:
-    """Sweeps, for a step that will get its name.
+  def prepare(self, step: int) -> None:
+    """Checks that a step's name can be given, and cleans up.
 
     Raises:
-      OSError: its folder is there and is not ours, or the disk refuses.
+      OSError: its folder exists and is not ours, or the disk refuses.
     """
     final = self.folder(step)
     # A rename replaces an empty folder and nothing else.
     empty = os.path.isdir(final) and not os.path.islink(final)
     empty = empty and not os.listdir(final)
-    known = os.path.exists(self.path(step))
+    known = os.path.exists(self.manifest(step))
     if os.path.lexists(final) and not known and not empty:
       raise FileExistsError(
         errno.EEXIST, "exists, and no manifest says that it is ours", final
       )
-    self.sweep()
+    self.clean_up()
 
-  def put(self, draft: str, made: manifests.Manifest) -> None:
-    """Has a step exist whose files are on the disk; replaces an older one."""
-    path = self.path(made.step)
+  def commit(self, draft: str, made: manifests.Manifest) -> None:
+    """Makes a step of synced files exist; replaces an older one."""
+    path = self.manifest(made.step)
     if os.path.exists(path):
-      self.drop(made.step)
+      self.delete(made.step)
     made.write(path)
     os.rename(draft, self.folder(made.step))
     manifests.sync_folder(self.root)
     manifests.sync_folder(os.path.dirname(draft))
 
-  def drop(self, step: int) -> None:
-    """Deletes a step; as soon as this begins it does not exist."""
+  def delete(self, step: int) -> None:
+    """Deletes a step, which does not exist from the first rename on."""
     old = os.path.join(self._ours, "old", f"{step}.{time.time_ns()}")
     if os.path.lexists(self.folder(step)):
       os.rename(self.folder(step), old)
       manifests.sync_folder(self.root)
-    os.unlink(self.path(step))
+    os.unlink(self.manifest(step))
     manifests.sync_folder(self._ours)
     shutil.rmtree(old, ignore_errors=True)
 
-  def sweep(self) -> None:
-    """Takes away what was left by a process that was killed, or a failure."""
-    left = {
-      name.partition(".")[0]
+  def clean_up(self) -> None:
+    """Removes what a killed process or a failed save left."""
+    left = [
+      os.path.join(self._ours, folder, name)
       for folder in ("new", "old")
       for name in os.listdir(os.path.join(self._ours, folder))
-    }
-    lost = [
-      x
-      for x in self.numbers()
-      if str(x) in left and not os.path.lexists(self.folder(x))
     ]
+    steps = {os.path.basename(path).partition(".")[0] for path in left}
     # Stopped just before the folder got its name, or just after it lost it.
-    # Where somebody else has taken the folder, the manifest stays to tell.
-    for step in lost:
-      os.unlink(self.path(step))
-    if lost:
-      manifests.sync_folder(self._ours)
-    for name in os.listdir(self._ours):
-      if name.endswith(".json.tmp"):
-        os.unlink(os.path.join(self._ours, name))
-    self._empty("new")
-    self._empty("old")
-
-  def _empty(self, folder: str) -> None:
-    where = os.path.join(self._ours, folder)
-    for name in os.listdir(where):
-      path = os.path.join(where, name)
+    # If something else has taken the folder, the manifest stays to tell.
+    for step in self.steps():
+      if str(step) in steps and not os.path.lexists(self.folder(step)):
+        os.unlink(self.manifest(step))
+        manifests.sync_folder(self._ours)
+    left += [
+      os.path.join(self._ours, name)
+      for name in os.listdir(self._ours)
+      if name.endswith(".json.tmp")
+    ]
+    for path in left:
       if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
       else:
         os.unlink(path)
+
+
+def _names(folder: str) -> list[str]:
+  """The names in a folder; none if there is no folder."""
+  try:
+    return os.listdir(folder)
+  except (FileNotFoundError, NotADirectoryError):
+    return []
 
 
 def _is_number(name: str) -> bool:

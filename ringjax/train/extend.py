@@ -1,8 +1,8 @@
-"""A longer context for a trained model: its rotations are stretched.
+"""Context extension: a longer context for a trained model by RoPE scaling.
 
-Guarantees: all weights stay; only what turns the queries and keys of the layers
-that see everything changes. Layers with a window keep theirs where the file
-tells them apart; where it has one rotation for all, as Gemma 2's, all have it.
+Guarantees: all weights stay; only the rotary embedding of the layers with full
+attention changes. Layers with a window keep theirs if config.json has one for
+each; where it has one for all layers, as Gemma 2's, that one changes.
 
   theta   another base, as given
   ntk     the base grows by s^(d / (d - 2)) for s times the context, so that the
@@ -11,8 +11,8 @@ tells them apart; where it has one rotation for all, as Gemma 2's, all have it.
   yarn    slow rotations are divided by s, fast ones stay (Peng et al. 2023,
           arXiv 2309.00071)
 
-s counts from the context that the model was first made for, so that one stage
-after another gives what the last one alone would.
+s counts from the context of the original model, so that several stages give
+what the last one alone would.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from typing import Any
 
 import jax
 
-from ringjax.checks import positive_int
+from ringjax.checks import number, one_of, positive_int
 from ringjax.errors import ConfigError, OptionError
 from ringjax.models.checkpoint import create, read_config
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.ops.rope import Linear, Rope, Unscaled, Yarn
-from ringjax.plan.cost import check_number
 
 METHODS = ("theta", "ntk", "linear", "yarn")
 _FULL = "full_attention"
@@ -38,11 +37,11 @@ _SCALED: dict[str, type[Unscaled]] = {"linear": Linear, "yarn": Yarn}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """How a stage reaches further.
+  """A longer context, and the method that scales the rotary embedding.
 
   Attributes:
     context: tokens, the new max_position_embeddings.
-    method: of `METHODS`; None changes the context's number and nothing else.
+    method: of `METHODS`; None changes max_position_embeddings alone.
     theta: the base, for "theta".
   """
 
@@ -52,13 +51,7 @@ class RopeScaling:
 
   def __post_init__(self) -> None:
     positive_int("context", self.context)
-    if self.method is not None and self.method not in METHODS:
-      raise OptionError(
-        "method",
-        repr(self.method),
-        f"None or one of {', '.join(METHODS)}",
-        "set method to one of these",
-      )
+    one_of("method", self.method, (None, *METHODS))
     if (self.theta is None) == (self.method == "theta"):
       raise OptionError(
         "theta",
@@ -67,30 +60,35 @@ class RopeScaling:
         "pass both or neither",
       )
     if self.theta is not None:
-      check_number("theta", self.theta, least=1.0)
+      number("theta", self.theta, least=1)
 
 
 def scaled_config(
   config: dict[str, Any], scaling: RopeScaling
 ) -> dict[str, Any]:
-  """The config.json of the stretched model.
+  """The config.json of the model with the longer context.
 
   Raises:
-    ConfigError: a model whose layers do not turn, or turn in ways that the
-      method cannot go on from.
+    ConfigError: a model without rotary embeddings, or with ones that the method
+      does not apply to.
   """
   config = copy.deepcopy(config)
   before, _ = read_config(config)
   if scaling.method is not None:
     rope = _rope(before)
-    entry, key = _entry(config)
+    holder, key = _entry(config)
+    entry = dict(holder.get(key) or {})
     if scaling.method in ("theta", "ntk"):
       theta = scaling.theta
       if theta is None:
         grown = scaling.context / before.max_positions
         theta = rope.theta * grown ** (rope.dims / (rope.dims - 2))
-      # Where the file keeps the base at the top, scaling stays as it is.
-      (config if key == "rope_scaling" else entry)[_base(config, key)] = theta
+      if key != "rope_scaling":
+        holder[key] = entry | {"rope_theta": theta}
+      else:
+        # A file with the base at the top level keeps its scaling.
+        other = "rotary_emb_base"
+        config[other if other in config else "rope_theta"] = theta
     else:
       original = _original(rope, scaling.method, before.max_positions)
       factor = scaling.context / original
@@ -98,20 +96,18 @@ def scaled_config(
         raise ConfigError(
           "context",
           scaling.context,
-          f"at least the {original} that the model was made for",
-          "raise it",
+          f"at least the {original} of the original model",
+          f"pass context={original} or more",
         )
-      entry = {k: v for k, v in entry.items() if k in ("rope_theta",
-               "partial_rotary_factor")}  # fmt: skip
-      entry |= {
+      kept = ("rope_theta", "partial_rotary_factor")
+      holder[key] = {k: v for k, v in entry.items() if k in kept} | {
         "rope_type": scaling.method,
         "factor": float(factor),
-        # Without it a reader could take the new context for the old one.
+        # Without it a reader would take the new context for the original one.
         "original_max_position_embeddings": original,
       }
-      _put(config, key, entry)
   config["max_position_embeddings"] = scaling.context
-  # What folded the distances of the old context does not bound the new one.
+  # Dual chunk attention was for the old context.
   config.pop("dual_chunk_attention_config", None)
   after, _ = read_config(config)
   if scaling.method is None and _scalings(after) != _scalings(before):
@@ -119,14 +115,14 @@ def scaled_config(
       "context",
       f"{scaling.context} for a model whose scaling follows from that "
       f"number ({_scalings(before)[0][:40]}...)",
-      f"{before.max_positions}, as it is",
-      "pass method='theta', with the base that it has or another",
+      f"{before.max_positions}, which it has",
+      "pass method='theta', with its own base or another",
     )
   if scaling.method is not None and _rope(after) == _rope(before):
     raise ConfigError(
       "config.json",
-      f"{before.family}, whose rotations stayed",
-      "a file whose rotations this method can change",
+      f"{before.family}, whose rotary embedding did not change",
+      "a file whose rotary embedding this method changes",
       "pass method='theta', or edit the file",
     )
   return config
@@ -142,18 +138,18 @@ def extend_context(model: Transformer, scaling: RopeScaling) -> Transformer:
   like = jax.eval_shape(lambda: create(config))
   leaves = jax.tree.leaves(model)
   if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(like)]:
-    # Layers that were equal, and shared an array, are not any more.
+    # Equal layers share an array, and these are not equal any more.
     raise ConfigError(
       "model",
-      f"a {model.config.family} whose layers group otherwise then",
-      "layers that are changed alike",
+      f"a {model.config.family} whose stacked layers would differ",
+      "layers that all change alike",
       "save it, edit its config.json and load it again",
     )
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _rope(config: TransformerConfig) -> Rope:
-  """The rotation of the layers that see most."""
+  """The rotary embedding of the layers with full attention, else of all."""
   full = [a for a in (x.attention for x in config.layers) if a.reach is None]
   ropes = {r for a in full for r in a.ropes}
   if not full:
@@ -161,7 +157,7 @@ def _rope(config: TransformerConfig) -> Rope:
   if len(ropes) != 1:
     raise ConfigError(
       "config.json",
-      f"{len(ropes)} rotations of layers that see everything",
+      f"{len(ropes)} rotary embeddings of layers with full attention",
       "one",
       "pass no method: nothing has to be stretched",
     )
@@ -169,38 +165,24 @@ def _rope(config: TransformerConfig) -> Rope:
 
 
 def _scalings(config: TransformerConfig) -> list[str]:
-  """How the rotations are scaled."""
+  """The scaling of each rotary embedding."""
   return [str(rope.scaling) for rope in config.ropes]
 
 
 def _entry(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-  """Where the file says how full layers turn: what, and the key."""
+  """The dict, and its key, with the RoPE settings of full attention."""
   new = config.get("rope_parameters")
   if new is None:
-    return dict(config.get("rope_scaling") or {}), "rope_scaling"
+    return config, "rope_scaling"
   nested = new and all(isinstance(v, dict | None) for v in new.values())
-  return (new[_FULL] if nested else new), "rope_parameters"
-
-
-def _put(config: dict[str, Any], key: str, entry: dict[str, Any]) -> None:
-  old = config.get(key)
-  if key == "rope_parameters" and old and _FULL in old:
-    old[_FULL] = entry
-  else:
-    config[key] = entry
-
-
-def _base(config: dict[str, Any], key: str) -> str:
-  if key == "rope_scaling" and "rotary_emb_base" in config:
-    return "rotary_emb_base"
-  return "rope_theta"
+  return (new, _FULL) if nested else (config, "rope_parameters")
 
 
 def _original(rope: Rope, method: str, context: int) -> int:
-  """Tokens that the model was first made for, by its scaling.
+  """The context of the original model in tokens.
 
   Raises:
-    ConfigError: it is scaled in another way already.
+    ConfigError: the model has another scaling already.
   """
   scaling = rope.scaling
   kind = type(scaling)

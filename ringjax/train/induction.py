@@ -1,8 +1,8 @@
-"""Induction-head initialisation: attention heads that start by looking back.
+"""Induction-head initialisation: attention heads that look back from the start.
 
 Guarantees: only biases of queries and keys, and maps of attention and
-feedforward, are written; all of it is a beginning that training changes. It
-saves the hours in which such heads form by themselves.
+feedforward, are written; training changes all of them. It saves the hours in
+which such heads form by themselves.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from ringjax.models.transformer import Transformer
 class InductionHeads:
   """Initialises heads to copy what followed the previous occurrence.
 
-  For models of turning layers that see a window, one layer without positions
-  that sees all, and one or more turning layers behind it. With a bias b of its
-  keys, and the same turned back by o tokens of its queries, the logits of a
-  turning head are highest o tokens back: features of the last few tokens are
-  there from the first step. The last layer before the one that sees all has
-  heads in pairs that share values v, the first looks 0 and the second 1 token
-  back; that layer reads the first's output as its query and the second's as its
-  key, so that q_t . k_s is v_t . v_(s-1): the token that it copies followed
-  what is like the last one.
+  For models of layers with rotary embeddings and a window, one layer without
+  positions and with full attention, and more layers with rotary embeddings.
+  With a bias b of its keys, and the same rotated back by o tokens of its
+  queries, the logits of a head with a rotary embedding are highest o tokens
+  back: features of the last few tokens are there from the first step. The last
+  layer before the full one has heads in pairs that share values v, the first
+  looks 0 and the second 1 token back; the full layer reads the first's output
+  as its query and the second's as its key, so that q_t . k_s is v_t . v_(s-1):
+  it copies the token after an earlier one like the last.
 
   Attributes:
-    back: how many tokens back each head of each turning layer looks.
+    back: how many tokens back each head of each layer with a rotary embedding
+      looks.
     sharp: size of the biases.
-    match: size of the queries and keys of the layer that sees all.
-    copied: size of what it hands on.
-    attention: factor of the turning layers' output maps.
+    match: size of the queries and keys of the full layer.
+    copied: size of the values that it copies.
+    attention: factor of the output maps of layers with a rotary embedding.
     feedforward: factor of the feedforwards' output maps.
   """
 
@@ -50,14 +51,14 @@ class InductionHeads:
   feedforward: float = 0.05
 
   def apply(self, model: Transformer) -> Transformer:
-    """Writes the habit into a fresh model, and gives it back.
+    """Initialises a fresh model in place, and returns it.
 
     Args:
-      model: in the form above, with biases of queries and keys, two query
+      model: of the layers above, with biases of queries and keys, two query
         heads to a key head, and its runs of equal layers stacked.
 
     Raises:
-      OptionError: the model has another form.
+      OptionError: the model has other layers.
     """
     before, full, behind = self._parts(model)
     theta = model.stack.runs[0].layers[0].attention.rope.theta
@@ -75,7 +76,7 @@ class InductionHeads:
     o = _write(before.attention.o.weight, lambda o: double * o)
     reads = self.match * jnp.transpose(o[-1], (2, 0, 1))[None]  # 1 D N H
     heads = reads.shape[2]
-    # Of each pair the first head asks, for both; the second one answers.
+    # The first head of each pair is the query of both, the second one the key.
     asks = np.repeat(np.arange(0, heads, 2), 2)
     _write(full.attention.q.weight, lambda _: reads[:, :, asks])
     _write(full.attention.k.weight, lambda _: reads[:, :, 1::2])
@@ -85,7 +86,7 @@ class InductionHeads:
     return model
 
   def _parts(self, model: Transformer) -> tuple[Any, Any, Any]:
-    """The layers before the one that sees all, that one, and those behind."""
+    """The layers before the full one, that one, and those after it."""
     kinds = [
       (run.layers[0].attention, run.repeats)
       for run in model.stack.runs
@@ -94,15 +95,15 @@ class InductionHeads:
     layers = len(model.config.layers)
     sound = len(kinds) == len(model.stack.runs) == 3 and kinds[1][1] == 1
     for number, (kind, _) in enumerate(kinds):
-      turns = kind.rope is not None
+      rotary = kind.rope is not None
       paired = kind.heads == 2 * kind.kv_heads and kind.bias
-      sound = sound and paired and turns == (number != 1)
+      sound = sound and paired and rotary == (number != 1)
     if not sound:
       raise OptionError(
         "model",
         f"{model.config.family} of {layers} layers",
-        "turning layers, one without positions, turning layers; biases, and "
-        "two query heads to a key head",
+        "rotary layers, one without positions, rotary layers; biases, and two "
+        "query heads to a key head",
         "leave out the initialisation, or pass such a model",
       )
     heads = model.config.layers[0].attention.heads
@@ -110,8 +111,8 @@ class InductionHeads:
       raise OptionError(
         "back",
         f"rows of {[len(row) for row in self.back]}",
-        f"{layers - 1} rows of {heads}, for each turning layer and head",
-        "add what is missing",
+        f"{layers - 1} rows of {heads}, for each rotary layer and head",
+        "pass a row for each of these layers",
       )
     before, full, behind = (block for (block,) in model.stack.blocks)
     return before, full, behind
@@ -119,19 +120,19 @@ class InductionHeads:
   def _look_back(
     self, block: Any, back: tuple[tuple[int, ...], ...], theta: float
   ) -> None:
-    """Biases of queries and keys that agree best so many tokens back."""
+    """Writes biases whose logits are highest `back` tokens back."""
     q, k = block.attention.q.bias, block.attention.k.bias
     half = q[...].shape[-1] // 2
-    turn = theta ** -(np.arange(half) / half)
-    angles = np.asarray(back)[..., None] * turn  # L N H/2
-    turned = np.concatenate([np.cos(angles), -np.sin(angles)], -1)
-    _write(q, lambda _: self.sharp * turned)
+    rates = theta ** -(np.arange(half) / half)
+    angles = np.asarray(back)[..., None] * rates  # L N H/2
+    rotated = np.concatenate([np.cos(angles), -np.sin(angles)], -1)
+    _write(q, lambda _: self.sharp * rotated)
     straight = np.concatenate([np.ones(half), np.zeros(half)])
     _write(k, lambda k: np.broadcast_to(self.sharp * straight, k.shape))
 
 
 def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:
-  """Writes of(old) in place of old, where and as it lies."""
+  """Replaces a weight by of(weight), with its dtype and sharding."""
   old = weight[...]
   new = jax.device_put(jnp.asarray(of(old), old.dtype), old.sharding)
   weight[...] = new

@@ -1,8 +1,8 @@
 """Leaves of a tree: their names, what is saved of them, what comes back.
 
-Guarantees: a leaf comes back as what it was, to the bit, or is refused by its
-name. Random keys are saved as their data; of arrays without elements, which
-Orbax refuses, only the shape.
+Guarantees: a leaf comes back as it was, to the bit, or is refused by its name.
+Random keys are saved as their data; of arrays without elements, which Orbax
+refuses, only the shape.
 """
 
 from __future__ import annotations
@@ -17,108 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from ringjax.errors import InputTypeError, MeshError, OptionError
 from ringjax.train.manifest import Leaf
 
-
-class LeafToSave:
-  """A leaf on its way to the disk."""
-
-  def __init__(self, name: str, value: Any):
-    self._value = value
-    self._is_key = False
-    if isinstance(value, jax.Array):
-      if value.is_deleted():
-        raise InputTypeError(
-          f"leaf {name}",
-          "an array that was deleted or donated",
-          "one that is still there",
-          "save before the arrays are given away",
-        )
-      self._is_key = _is_key(value.dtype)
-      dtype = _key_name(value) if self._is_key else value.dtype.name
-    elif isinstance(value, (np.ndarray, np.generic, bool, int, float)):
-      self._value = _array(name, value)
-      dtype = self._value.dtype.name
-    else:
-      raise _no_leaf(name, value)
-    self.leaf = Leaf(shape=tuple(self._value.shape), dtype=dtype)
-    self.is_stored = 0 not in self.leaf.shape
-
-  def copy(self) -> Any:
-    """Arrays that stay what they are when the caller's are donated."""
-    x = self._value
-    if isinstance(x, np.ndarray):
-      return x.copy()
-    if self._is_key:
-      return jax.random.key_data(x)
-    near = x.sharding.memory_kind not in (None, "device")
-    if near or any(d.platform == "cpu" for d in x.sharding.device_set):
-      # Else Orbax's copy on the host would be the array itself.
-      return jax.device_put(x, x.sharding, may_alias=False)
-    return x
-
-
-class LeafToRestore:
-  """A leaf that is to be restored.
-
-  Attributes:
-    leaf: what it has to be.
-  """
-
-  def __init__(self, name: str, like: Any):
-    self._name, self._like = name, like
-    self._key: str | None = None
-    if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-      dtype = like.dtype.name if not _is_key(like.dtype) else _key_name(like)
-      if _is_key(like.dtype):
-        self._key = dtype[4:-1]
-      self.leaf = Leaf(shape=tuple(like.shape), dtype=dtype)
-      self._sharding = like.sharding or SingleDeviceSharding(
-        jax.local_devices()[0]
-      )
-      try:
-        self._sharding.shard_shape(tuple(like.shape))
-      except ValueError as error:
-        raise MeshError(
-          name,
-          f"{self._sharding.spec if hasattr(self._sharding, 'spec') else ''}"
-          f" for shape {list(like.shape)}",
-          "a sharding that divides it",
-          f"change it ({str(error)[:80]})",
-        ) from None
-    elif isinstance(like, (np.ndarray, np.generic, bool, int, float)):
-      x = _array(name, like)
-      self.leaf = Leaf(shape=x.shape, dtype=x.dtype.name)
-    else:
-      raise _no_leaf(name, like)
-
-  def target(self, leaf: Leaf) -> Any:
-    """What Orbax is asked for."""
-    if not isinstance(self._like, (jax.Array, jax.ShapeDtypeStruct)):
-      return np.broadcast_to(np.zeros((), _dtype(leaf.dtype)), leaf.shape)
-    x = self._data()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding)
-
-  def _data(self) -> jax.ShapeDtypeStruct:
-    """What lies on disk for a JAX array."""
-    x = jax.ShapeDtypeStruct(self._like.shape, self._like.dtype)
-    return x if self._key is None else jax.eval_shape(jax.random.key_data, x)
-
-  def finished(self, x: Any, leaf: Leaf) -> Any:
-    """What the caller gets; `x` is None where nothing is stored."""
-    if isinstance(self._like, (jax.Array, jax.ShapeDtypeStruct)):
-      if x is None:
-        data = self._data()
-        x = jax.numpy.zeros(data.shape, data.dtype, device=self._sharding)
-      if self._key is not None:
-        x = jax.random.wrap_key_data(x, impl=self._key)
-      return x
-    if x is None:
-      x = np.zeros(leaf.shape, _dtype(leaf.dtype))
-    if isinstance(self._like, np.ndarray):
-      return np.asarray(x)
-    # NumPy's numbers stay NumPy's.
-    if isinstance(self._like, np.generic):
-      return np.asarray(x)[()]
-    return type(self._like)(np.asarray(x).item())
+_NUMBERS = (np.ndarray, np.generic, bool, int, float)
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -132,50 +31,118 @@ def named(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
   except ValueError as error:
     raise OptionError(
-      "tree", str(error), "keys of one type in a dict", "rename some"
+      "tree", str(error), "keys of one type in a dict", "make all of them str"
     ) from None
   for path, leaf in leaves:
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    # "%" stands for nothing, which would be no part of a path.
+    # An empty name would be no part of a path.
     name = "/".join(urllib.parse.quote(p, safe="") or "%" for p in parts) or "%"
     if name in found:
       raise OptionError(
-        "tree", f"two leaves {name}", "one of each path", "rename one"
+        "tree", f"two leaves {name}", "one of each path", "rename one of them"
       )
     found[name] = leaf
   return found
 
 
-def _array(name: str, value: Any) -> np.ndarray:
-  x = np.asarray(value)
-  if x.dtype.hasobject or x.dtype.kind in "USMm":
-    raise _no_leaf(name, value)
-  return x
+def leaf_of(name: str, value: Any) -> Leaf:
+  """Shape and dtype of a leaf, an array, its shape, or a number.
+
+  Raises:
+    InputTypeError: it is something else.
+  """
+  if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+    dtype = f"key<{_key_kind(value)}>" if _is_key(value) else value.dtype.name
+    return Leaf(tuple(value.shape), dtype)
+  x = np.asarray(value) if isinstance(value, _NUMBERS) else None
+  if x is None or x.dtype.hasobject or x.dtype.kind in "USMm":
+    raise InputTypeError(
+      f"leaf {name}",
+      type(value).__name__,
+      "an array or a number",
+      "pass what is no array in `extra`",
+    )
+  return Leaf(x.shape, x.dtype.name)
 
 
-def _dtype(name: str) -> np.dtype:
-  return np.dtype(jax.numpy.dtype(name))
+def check_alive(name: str, value: Any) -> None:
+  """Raises InputTypeError if a leaf's buffers are gone."""
+  if isinstance(value, jax.Array) and value.is_deleted():
+    raise InputTypeError(
+      f"leaf {name}",
+      "an array that was deleted or donated",
+      "one with its buffers",
+      "save before the arrays are donated",
+    )
 
 
-def _is_key(dtype: Any) -> bool:
-  return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+def copied(value: Any) -> Any:
+  """What Orbax saves: an array that stays when the caller's is donated."""
+  if not isinstance(value, jax.Array):
+    return np.array(value)
+  if _is_key(value):
+    return jax.random.key_data(value)
+  at = value.sharding
+  on_host = at.memory_kind not in (None, "device")
+  if on_host or any(d.platform == "cpu" for d in at.device_set):
+    # Else Orbax's copy on the host would be the array itself.
+    return jax.device_put(value, at, may_alias=False)
+  return value
 
 
-def _key_name(x: Any) -> str:
-  """The dtype of random keys, with the name by which they are made again."""
-  said: list[str] = []
+def target(name: str, like: Any) -> Any:
+  """What Orbax is asked for, to restore a leaf like this one.
 
-  def look(keys: Any) -> None:
-    said.append(f"key<{jax.random.key_impl(keys)}>")
+  Raises:
+    MeshError: its sharding does not divide its shape.
+  """
+  if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+    return np.asarray(like)
+  sharding = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
+  try:
+    sharding.shard_shape(tuple(like.shape))
+  except ValueError as error:
+    raise MeshError(
+      name,
+      f"{getattr(sharding, 'spec', '')} for shape {list(like.shape)}",
+      "a sharding that divides it",
+      f"pass a `like` with another sharding ({str(error)[:80]})",
+    ) from None
+  x: Any = jax.ShapeDtypeStruct(like.shape, like.dtype)
+  if _is_key(like):
+    x = jax.eval_shape(jax.random.key_data, x)
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  jax.eval_shape(look, jax.ShapeDtypeStruct(x.shape, x.dtype))
-  return said[0]
+
+def finished(like: Any, wanted: Any, x: Any) -> Any:
+  """A restored leaf in the kind of `like`.
+
+  Args:
+    like: what the caller wants.
+    wanted: its `target`.
+    x: what Orbax read; None for an array without elements.
+  """
+  if isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+    if x is None:
+      x = jax.numpy.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
+    kind = _key_kind(like) if _is_key(like) else None
+    return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+  x = np.zeros(wanted.shape, wanted.dtype) if x is None else np.asarray(x)
+  if isinstance(like, np.ndarray):
+    return x
+  # NumPy's numbers stay NumPy's.
+  return x[()] if isinstance(like, np.generic) else type(like)(x.item())
 
 
-def _no_leaf(name: str, value: Any) -> InputTypeError:
-  return InputTypeError(
-    f"leaf {name}",
-    type(value).__name__,
-    "an array or a number",
-    "put what is no array into `extra`",
+def _is_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _key_kind(x: Any) -> str:
+  """The name of the generator of random keys, by which they are made again."""
+  found: list[str] = []
+  jax.eval_shape(
+    lambda keys: found.append(str(jax.random.key_impl(keys))),
+    jax.ShapeDtypeStruct(x.shape, x.dtype),
   )
+  return found[0]

@@ -1,13 +1,13 @@
 """The training loop: steps until all are taken or a signal stops it.
 
-Guarantees: what a run leaves depends on its settings, its data and its first
-state, and not on how often it was interrupted: what is saved is all that a step
-depends on, and a run that was stopped goes on bit for bit as if it had not
-been. A state is never saved behind a step that was not finite.
-Cost: the host reads a step's figures while the next one runs.
+Guarantees: the result of a run depends on its settings, its data and its first
+state, and not on how often it was interrupted: all that a step depends on is
+saved, and a run that was stopped resumes bit for bit. No state is saved after a
+step that was not finite.
+Cost: the host reads a step's metrics while the next one runs.
 
-On SIGTERM and SIGINT the run ends behind the step at hand: all processes take
-the same last step, save it once, and `fit` says which signal it was.
+On SIGTERM and SIGINT the run ends after the current step: all processes take
+the same last step, save it once, and `fit` returns the signal.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -28,12 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from ringjax.checks import positive_int
+from ringjax.checks import integer, number, positive_int
 from ringjax.errors import (
   CheckpointWriteError,
   CollectiveTimeoutError,
   NotFiniteError,
-  OptionError,
   ReplayError,
 )
 from ringjax.parallel import memory
@@ -44,19 +44,15 @@ STUCK = 4
 
 
 @runtime_checkable
-class Data(Protocol):
-  """Where rows come from; a `ringjax.data.loader.Loader` is one."""
+class RowSource(Protocol):
+  """Rows whose position can be saved, as `ringjax.data.loader.Loader`."""
 
   def __next__(self) -> Any:
     """The next rows."""
     ...
 
   def state(self) -> dict[str, Any]:
-    """Where it is, as JSON."""
-    ...
-
-  def restore(self, state: dict[str, Any]) -> None:
-    """Goes on from there."""
+    """Its position, as JSON."""
     ...
 
 
@@ -70,10 +66,11 @@ class LoopConfig:
     most_skipped: steps in a row that may be not finite.
     most_unsaved: saves in a row that may fail, with a warning each; the one at
       the end may not, since none comes after it.
-    timeout_s: seconds after which a step is given up; None waits.
-    replay_every: steps between two that are computed twice, to find devices
-      that err in silence; None for none. Such a step takes twice the time and
-      the state's memory.
+    timeout_s: seconds after which a step counts as hung and the process ends;
+      None waits.
+    replay_every: steps between two that are computed twice, to detect devices
+      that compute wrong results; None for none. Such a step takes twice the
+      time and the state's memory.
   """
 
   log_every: int = 10
@@ -89,21 +86,13 @@ class LoopConfig:
     for name in ("save_every", "replay_every"):
       if getattr(self, name) is not None:
         positive_int(name, getattr(self, name))
-    if type(self.most_unsaved) is not int or self.most_unsaved < 0:
-      raise OptionError(
-        "most_unsaved",
-        repr(self.most_unsaved),
-        "a number from 0 on",
-        "0 ends the run when a save fails",
-      )
-    if self.timeout_s is not None and not self.timeout_s > 0:
-      raise OptionError(
-        "timeout_s", self.timeout_s, "seconds above 0", "raise it"
-      )
+    integer("most_unsaved", self.most_unsaved, least=0)
+    if self.timeout_s is not None:
+      number("timeout_s", self.timeout_s, above=0)
 
 
-_PACE = LoopConfig()
-_KNOBS = (
+_CONFIG = LoopConfig()
+_MEMORY = (
   "shard the sequence over more devices, keep less of a layer "
   "(remat='nothing'), or accumulate over more micro-batches"
 )
@@ -111,18 +100,18 @@ _KNOBS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingReport:
-  """The steps since the last report.
+  """Metrics of the steps since the last report.
 
   Attributes:
     step: steps taken in all.
     loss: mean negative log-likelihood of their labels.
-    objective: what was minimised, of the last one.
-    gradient_norm: of the last one.
-    tokens: that were read, those without a label and padding too.
-    labels: that counted, by weight.
-    skipped: how many were not finite.
+    objective: the minimised quantity, of the last step.
+    gradient_norm: of the last step.
+    tokens: read, padding and tokens without a label included.
+    labels: sum of the labels' weights.
+    skipped: how many steps were not finite.
     seconds: that they took, saves not counted.
-    first: whether the time of compiling is among them.
+    first: whether the time of compiling is included.
   """
 
   step: int
@@ -142,7 +131,7 @@ class TrainingReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitResult:
-  """How a run ended: its state, and the signal that stopped it, if one did."""
+  """The state at the end of a run, and the signal that stopped it, or None."""
 
   state: TrainState
   stopped: int | None
@@ -151,106 +140,91 @@ class FitResult:
 def fit(
   state: TrainState,
   frozen: Any,
-  data: Data,
+  data: RowSource,
   *,
   steps: int,
   step: Callable[[TrainState, Any, Any], tuple[TrainState, StepMetrics]],
   place: Callable[[Any], Any],
-  pace: LoopConfig = _PACE,
+  config: LoopConfig = _CONFIG,
   checkpoints: Any = None,
-  resume: bool = True,
   report: Callable[[TrainingReport], Any] = lambda report: None,
   on_step: Callable[[int], Any] = lambda step: None,
 ) -> FitResult:
-  """Trains until so many steps are taken.
+  """Trains up to a number of steps.
 
   Args:
-    state: to begin with; where `checkpoints` holds a step, that is restored
-      over it. It is donated.
-    frozen: what the step needs beside it.
-    data: the rows; it is brought to where the state is.
+    state: to begin with; it is donated.
+    frozen: the model that adapters are added to, or None.
+    data: the rows, at the position of the state.
     steps: the last step's number.
     step: by `make_step`.
-    place: brings rows to the devices, by `ringjax.train.batch.place`.
-    pace: how often what is done.
+    place: moves rows to the devices, by `ringjax.train.batch.place`.
+    config: when to log and save, and which failures to tolerate.
     checkpoints: a `Checkpoints`, or None to save nothing.
-    resume: whether to look there for a step to go on from.
-    report: called with what the steps gave, in all processes.
+    report: called with the metrics of the steps, in all processes.
     on_step: called before each step with how many are taken.
 
   Raises:
-    OptionError: no steps.
+    OptionError: `steps` is not positive.
     NotFiniteError: too many steps in a row were not finite; the last step
       saved is from before them.
-    ReplayError: a step that was computed twice gave two results; nothing is
-      saved of it.
-    CheckpointWriteError: more saves in a row failed than the pace bears, or
+    ReplayError: a step that was computed twice gave two results; it is not
+      saved.
+    CheckpointWriteError: more saves in a row failed than `config` allows, or
       the last one did.
-    OutOfMemoryError: a step had no room.
+    OutOfMemoryError: a step did not fit the memory.
   """
   positive_int("steps", steps)
-  state, taken = _resumed(state, data, checkpoints if resume else None)
-  sums = _Sums()
-  saves = _Saves(checkpoints, pace)
-  with _Signals() as signals, _Watch(pace.timeout_s) as watch:
+  taken = int(jax.device_get(state.step))
+  metrics = _Metrics(config)
+  saves = _Saves(checkpoints, config)
+  with _Signals() as signals, _Watchdog(config.timeout_s) as watchdog:
     waiting: StepMetrics | None = None
     # The first replay compiles what copies and compares.
-    calm: Callable[[], Any] = watch.pause
+    untimed: Callable[[], Any] = watchdog.pause
     while taken < steps:
       on_step(taken)
       batch = place(next(data))
-      again = None
-      if pace.replay_every is not None and not (taken + 1) % pace.replay_every:
-        with calm():
-          again = _copied(state)
-      with memory.watched(f"taking step {taken + 1}", _KNOBS):
-        state, figures = step(state, frozen, batch)
-      sums.read(batch.tokens.size)
+      replay = config.replay_every is not None and not (
+        (taken + 1) % config.replay_every
+      )
+      copy = None
+      if replay:
+        with untimed():
+          copy = _copied(state)
+      with memory.watched(f"taking step {taken + 1}", _MEMORY):
+        state, found = step(state, frozen, batch)
+      metrics.tokens += batch.tokens.size
       taken += 1
-      if again is not None:
-        with calm():
-          _check_replay(taken, (state, figures), step(again, frozen, batch))
-        calm = contextlib.nullcontext
+      if copy is not None:
+        with untimed():
+          _check_replay(taken, (state, found), step(copy, frozen, batch))
+        untimed = contextlib.nullcontext
       if waiting is not None:
-        sums.add(waiting, pace)
-      waiting = figures
+        metrics.add(waiting)
+      waiting = found
       last = taken == steps
       stop = signals.stop(taken)
-      save = pace.save_every is not None and not (taken % pace.save_every)
+      save = config.save_every is not None and not taken % config.save_every
       saves.poll()
-      if last or stop or save or taken % pace.log_every == 0:
-        # Not one step late: what is saved has to be fine.
-        sums.add(waiting, pace)
+      if last or stop or save or taken % config.log_every == 0:
+        # Not one step late: only finite states are saved.
+        metrics.add(waiting)
         waiting = None
-        report(sums.take(taken))
-      watch.tick()
+        report(metrics.take(taken))
+      watchdog.tick()
       if checkpoints is not None and (last or stop or save):
-        with watch.pause():
-          skipped = int(state.skipped)
-          if not skipped:
+        with watchdog.pause():
+          if not int(state.skipped):
             extra = {"data": data.state()}
-            saves.save(taken, state._asdict(), extra, last=last or bool(stop))
-        sums.restart()
+            saves.save(taken, state._asdict(), extra, last=last or stop)
+        metrics.start = time.monotonic()
       if stop:
         break
     if checkpoints is not None:
-      with watch.pause():
+      with watchdog.pause():
         checkpoints.wait()
   return FitResult(state=state, stopped=signals.received)
-
-
-def _resumed(
-  state: TrainState, data: Data, checkpoints: Any
-) -> tuple[TrainState, int]:
-  """The newest saved state, or the given one, and its step."""
-  found = None
-  if checkpoints is not None:
-    found = checkpoints.restore(like=state._asdict())
-  if found is not None:
-    saved, extra = found
-    data.restore(extra["data"])
-    state = TrainState(**saved)
-  return state, int(jax.device_get(state.step))
 
 
 @jax.jit
@@ -260,7 +234,7 @@ def _copied(state: TrainState) -> TrainState:
 
 @jax.jit
 def _differing(a: Any, b: Any) -> jax.Array:
-  """Numbers that are not the same, in two trees."""
+  """How many numbers differ between two trees; NaN is equal to NaN."""
   differ = lambda x, y: jnp.sum(
     (x != y) & ~((x != x) & (y != y)), dtype=jnp.int32
   )
@@ -274,26 +248,26 @@ def _check_replay(taken: int, first: Any, second: Any) -> None:
       "step",
       f"{count} numbers that differ when step {taken} is computed again",
       "the same bits",
-      "test the devices; what is saved is from before this step",
+      "test the devices; the saved steps are from before it",
     )
 
 
 class _Saves:
-  """Saves, of which some may fail."""
+  """Saves, of which `most_unsaved` in a row may fail."""
 
-  def __init__(self, checkpoints: Any, pace: LoopConfig):
-    self._checkpoints, self._most = checkpoints, pace.most_unsaved
+  def __init__(self, checkpoints: Any, config: LoopConfig):
+    self._checkpoints, self._most = checkpoints, config.most_unsaved
     self._failed, self._is_open = 0, False
 
   def poll(self) -> None:
-    """Tells when the last save has failed."""
+    """Counts the last save if it has failed."""
     if self._checkpoints is not None:
-      self._bear(self._checkpoints.poll)
+      self._tolerate(self._checkpoints.poll)
 
   def save(self, step: int, tree: Any, extra: Any, *, last: bool) -> None:
-    # Processes see a failure one step apart: here all have seen it, and none
-    # saves while another is still told of it.
-    self._bear(self._checkpoints.wait)
+    # Processes see a failure one step apart: after this wait all have seen it,
+    # and none saves before another knows.
+    self._tolerate(self._checkpoints.wait)
     if self._is_open:
       self._failed = 0
     self._is_open = True
@@ -301,9 +275,9 @@ class _Saves:
     if last:
       save()
     else:
-      self._bear(save)
+      self._tolerate(save)
 
-  def _bear(self, call: Callable[[], Any]) -> None:
+  def _tolerate(self, call: Callable[[], Any]) -> None:
     try:
       call()
     except CheckpointWriteError as error:
@@ -320,68 +294,61 @@ class _Saves:
         )
 
 
-class _Sums:
-  """The figures of the steps since the last report."""
+class _Metrics:
+  """Metrics of the steps since the last report.
 
-  def __init__(self) -> None:
+  Attributes:
+    tokens: read since then.
+    start: when the clock of these steps began.
+  """
+
+  def __init__(self, config: LoopConfig) -> None:
+    self._most_skipped = config.most_skipped
     self._first = True
-    self._start = time.monotonic()
-    self._clear()
+    self._steps: list[StepMetrics] = []
+    self.tokens = 0
+    self.start = time.monotonic()
 
-  def _clear(self) -> None:
-    self._nll = self._weight = 0.0
-    self._tokens = 0
-    self._objective = self._norm = float("nan")
-    self._skipped = 0
-
-  def restart(self) -> None:
-    """Does not count the time since the last report."""
-    self._start = time.monotonic()
-
-  def read(self, tokens: int) -> None:
-    """A step has so many."""
-    self._tokens += tokens
-
-  def add(self, figures: StepMetrics, pace: LoopConfig) -> None:
-    # Programs run behind the calls, and so do their failures.
-    with memory.watched("taking a step", _KNOBS):
-      found: Any = jax.tree.map(float, jax.device_get(figures))
-    self._objective, self._norm = found.objective, found.gradient_norm
-    if found.finite:
-      self._nll += found.loss * found.weight
-      self._weight += found.weight
-      return
-    self._skipped += 1
-    if found.skipped > pace.most_skipped:
+  def add(self, metrics: StepMetrics) -> None:
+    """Reads a step's metrics; raises if too many steps were not finite."""
+    # Programs run after their calls return, and fail then.
+    with memory.watched("taking a step", _MEMORY):
+      found: Any = jax.tree.map(float, jax.device_get(metrics))
+    self._steps.append(found)
+    if not found.finite and found.skipped > self._most_skipped:
       raise NotFiniteError(
         "loss",
         f"{int(found.skipped)} steps in a row with loss {found.loss:g} and "
         f"gradient norm {found.gradient_norm:g}",
         "finite ones",
-        "lower the learning rate, or look at the data; what is saved is from "
-        "before these steps",
+        "lower the learning rate, or look at the data; the saved steps are "
+        "from before these",
       )
 
   def take(self, step: int) -> TrainingReport:
+    """The report after a step; resets the metrics."""
     now = time.monotonic()
+    finite: list[Any] = [x for x in self._steps if x.finite]
+    labels = sum(x.weight for x in finite)
+    last: Any = self._steps[-1]
     made = TrainingReport(
       step=step,
-      loss=self._nll / self._weight if self._weight else float("nan"),
-      objective=float(self._objective),
-      gradient_norm=float(self._norm),
-      tokens=self._tokens,
-      labels=self._weight,
-      skipped=self._skipped,
-      seconds=now - self._start,
+      loss=sum(x.loss * x.weight for x in finite) / (labels or math.nan),
+      objective=last.objective,
+      gradient_norm=last.gradient_norm,
+      tokens=self.tokens,
+      labels=float(labels),
+      skipped=len(self._steps) - len(finite),
+      seconds=now - self.start,
       first=self._first,
     )
-    self._start, self._first = now, False
-    self._clear()
+    self.start, self._first = now, False
+    self._steps, self.tokens = [], 0
     return made
 
 
 class _Signals:
-  """Notes SIGTERM and SIGINT instead of dying of them; a second one kills."""
+  """Records SIGTERM and SIGINT in place of dying; a second one kills."""
 
   _NAMES = (signal.SIGTERM, signal.SIGINT)
 
@@ -392,32 +359,32 @@ class _Signals:
 
   def __enter__(self) -> _Signals:
     if threading.current_thread() is threading.main_thread():
-      for number in self._NAMES:
+      for signum in self._NAMES:
         if jax.process_count() == 1:
-          self._before[number] = signal.signal(number, self._note)
-        elif number != signal.SIGTERM:
-          self._before[number] = signal.signal(number, self._pass_on)
+          self._before[signum] = signal.signal(signum, self._record)
+        elif signum != signal.SIGTERM:
+          self._before[signum] = signal.signal(signum, self._pass_on)
     return self
 
   def __exit__(self, *_: object) -> None:
-    for number, before in self._before.items():
-      signal.signal(number, before)
+    for signum, before in self._before.items():
+      signal.signal(signum, before)
 
-  def _note(self, number: int, _: Any) -> None:
+  def _record(self, signum: int, _: Any) -> None:
     if self.received is not None:
-      # Somebody is impatient.
-      signal.signal(number, signal.SIG_DFL)
-      signal.raise_signal(number)
-    self.received = number
+      # The second one: it ends the process at once.
+      signal.signal(signum, signal.SIG_DFL)
+      signal.raise_signal(signum)
+    self.received = signum
 
-  def _pass_on(self, number: int, _: Any) -> None:
-    # Of several processes JAX notes SIGTERM, and agrees on a step.
-    self._own = number
-    signal.signal(number, signal.SIG_DFL)
+  def _pass_on(self, signum: int, _: Any) -> None:
+    # With several processes JAX records SIGTERM, and agrees on a step.
+    self._own = signum
+    signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
 
   def stop(self, step: int) -> bool:
-    """Whether all processes end behind this step."""
+    """Whether all processes end after this step."""
     if (
       jax.process_count() > 1
       and multihost_utils.reached_preemption_sync_point(step)
@@ -426,54 +393,51 @@ class _Signals:
     return self.received is not None
 
 
-class _Watch:
-  """Ends a process whose step does not come to its end."""
+class _Watchdog:
+  """Ends a process whose step does not end within a time."""
 
   def __init__(self, timeout_s: float | None):
     self._timeout_s = timeout_s
-    self._last = time.monotonic()
-    self._paused = False
-    self._over = threading.Event()
-    self._thread: threading.Thread | None = None
-    # Compiling takes as long as it takes.
-    self._begun = False
+    # None until the first step has ended: compiling is not timed.
+    self._timer: threading.Timer | None = None
 
-  def __enter__(self) -> _Watch:
-    if self._timeout_s is not None:
-      self._thread = threading.Thread(target=self._look, daemon=True)
-      self._thread.start()
+  def __enter__(self) -> _Watchdog:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._over.set()
-    if self._thread is not None:
-      self._thread.join()
+    self._cancel()
 
   def tick(self) -> None:
-    """A step has ended."""
-    self._last, self._begun = time.monotonic(), True
+    """A step has ended, and the time of the next one begins."""
+    self._cancel()
+    if self._timeout_s is not None:
+      self._timer = threading.Timer(self._timeout_s, self._give_up)
+      self._timer.daemon = True
+      self._timer.start()
 
   @contextlib.contextmanager
   def pause(self) -> Iterator[None]:
     """Does not count what is done inside of the block."""
-    self._paused = True
+    runs = self._timer is not None
+    self._cancel()
     try:
       yield
     finally:
-      self._last, self._paused = time.monotonic(), False
+      if runs:
+        self.tick()
 
-  def _look(self) -> None:
-    assert self._timeout_s is not None
-    while not self._over.wait(min(1.0, self._timeout_s / 4)):
-      spent = time.monotonic() - self._last
-      if self._begun and not self._paused and spent > self._timeout_s:
-        error = CollectiveTimeoutError(
-          "step",
-          f"no end of one in {spent:.0f} s",
-          f"one within {self._timeout_s:g} s",
-          "another process or device hangs: see all threads below",
-        )
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        # What hangs is in a collective, which no exception reaches.
-        os._exit(STUCK)
+  def _cancel(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+
+  def _give_up(self) -> None:
+    error = CollectiveTimeoutError(
+      "step",
+      f"no end of one in {self._timeout_s:g} s",
+      f"one within {self._timeout_s:g} s",
+      "another process or device hangs: see all threads below",
+    )
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    # The main thread is in a collective, which no exception reaches.
+    os._exit(STUCK)

@@ -1,11 +1,11 @@
-"""Low-rank adapters: a few numbers are trained in place of all weights.
+"""Low-rank adapters (LoRA), trained in place of all weights.
 
-Guarantees: with adapters the model computes x (W + s A B) for each chosen map,
+Guarantees: with adapters the model computes x (W + s A B) for each target map,
 where A is [in, r] and random, B is [r, out] and begins at zero, s = alpha / r;
-so at the start it is the model, and `merged` gives a plain model of the same
-answers.
+so at the start it equals the model, and `merged` returns a plain model with the
+same outputs.
 Memory: gradients and moments of r (in + out) numbers a map, not of in x out;
-the sum W + s A B is made anew in each step, in the dtype of the computation.
+the sum W + s A B is computed in each step, in the dtype of the computation.
 Ref: Hu et al. 2021, arXiv 2106.09685.
 """
 
@@ -30,12 +30,12 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-  """Which maps get adapters, and of which rank.
+  """Low-rank adapters of a model's linear maps.
 
   Attributes:
     rank: r, of each adapter.
     alpha: adapters are multiplied by alpha / r.
-    targets: names of maps, see `names`.
+    targets: names of maps, of `TARGETS`.
   """
 
   rank: int = 16
@@ -45,7 +45,9 @@ class Lora:
   def __post_init__(self) -> None:
     positive_int("rank", self.rank)
     if not self.targets:
-      raise OptionError("targets", "none", "names such as q, v", "name some")
+      raise OptionError(
+        "targets", "none", "names of maps", "pass targets=('q', 'v')"
+      )
 
   def start(
     self, model: Transformer, *, seed: int = 0, dtype: Any = jnp.float32
@@ -65,7 +67,7 @@ class Lora:
         "targets",
         ", ".join(wrong),
         f"some of {', '.join(known)}",
-        "leave out what this model does not have",
+        "leave out those that this model does not have",
       )
     made = {}
     key = jax.random.key(seed)
@@ -108,7 +110,7 @@ class Lora:
     )
 
   def merged(self, params: Any, frozen: Transformer) -> Transformer:
-    """A model of its own that needs no adapters, to be saved."""
+    """The model with its adapters added to its weights, to be saved."""
     return jax.jit(self.model)(params, frozen)
 
 

@@ -1,17 +1,21 @@
-"""What a saved training step must be: its files, their bytes, its arrays.
+"""The manifest of a saved training step: its files, their digests, its arrays.
 
-Guarantees: a manifest is written whole or not at all and knows when it was
-altered. What it says of a file is the file's size, CRC-32 and SHA-256, each
-under the file's own path, so two files that were swapped are seen too.
-Cost: writing and checking read each byte once.
+Guarantees: a manifest is written whole or not at all, and an altered one is
+detected. A file is known by its path, size, CRC-32 and SHA-256, so that two
+files that were swapped are detected too.
+Cost: writing and verifying read each byte once.
+
+Written by hand: Orbax keeps no digests of its files. Of 78 single bits that
+were flipped in a step (Orbax 0.12.8), 5 came back as wrong values without an
+error.
 
 A manifest is a line of JSON:
 
-  format, version   what this is
-  step              which one
+  format, version   the constants below
+  step              the number of the step
   files             [[path inside of the step, bytes, CRC-32, SHA-256], ...]
   leaves            {path of a leaf: [shape, dtype]}
-  extra             what the caller gave
+  extra             the caller's JSON
   config            SHA-256 of the caller's config
   sha256            of all of the above
 """
@@ -27,12 +31,9 @@ import posixpath
 import stat
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from ringjax.errors import (
-  CheckpointCorruptError,
-  CheckpointFormatError,
-)
+from ringjax.errors import CheckpointCorruptError, CheckpointFormatError
 
 FORMAT = "ringjax training step"
 VERSION = 1
@@ -40,11 +41,10 @@ _LARGEST_BYTES = 256 << 20
 _PIECE_BYTES = 4 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class File:
+class File(NamedTuple):
   """A file of a step.
 
-  Attributes:
+  Fields:
     path: inside of the step's folder, with "/".
     size: in bytes.
     crc32: of its bytes.
@@ -57,11 +57,10 @@ class File:
   sha256: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Leaf:
-  """An array of a step.
+class Leaf(NamedTuple):
+  """Shape and dtype of an array of a step.
 
-  Attributes:
+  Fields:
     shape: of the whole array.
     dtype: by its name, "bfloat16"; of random keys "key<threefry2x32>".
   """
@@ -69,16 +68,19 @@ class Leaf:
   shape: tuple[int, ...]
   dtype: str
 
+  def __str__(self) -> str:
+    return f"{self.dtype} {list(self.shape)}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-  """What a saved step must be.
+  """The content of a saved step.
 
   Attributes:
-    step: which one.
+    step: its number.
     files: all its files.
     leaves: its arrays by their paths in the tree.
-    extra: what the caller gave, as JSON.
+    extra: the caller's JSON.
     config: SHA-256 of the caller's config.
   """
 
@@ -89,27 +91,26 @@ class Manifest:
   config: str
 
   def to_bytes(self) -> bytes:
-    """This manifest as it lies on disk."""
+    """The manifest in the form that is written to the disk."""
     body = {
       "format": FORMAT,
       "version": VERSION,
       "step": self.step,
-      "files": [[f.path, f.size, f.crc32, f.sha256] for f in self.files],
-      "leaves": {k: [list(x.shape), x.dtype] for k, x in self.leaves.items()},
+      "files": self.files,
+      "leaves": dict(self.leaves),
       "extra": dict(self.extra),
       "config": self.config,
     }
-    body["sha256"] = fingerprint(body)
-    return canonical(body) + b"\n"
+    return canonical(body | {"sha256": fingerprint(body)}) + b"\n"
 
   @classmethod
   def from_bytes(cls, data: bytes, file: str, step: int) -> Manifest:
-    """What `to_bytes` wrote.
+    """Parses what `to_bytes` returned.
 
     Args:
       data: the bytes.
-      file: where they are from.
-      step: whose manifest it has to be.
+      file: their path, for errors.
+      step: the step whose manifest it has to be.
 
     Raises:
       CheckpointCorruptError: it was altered, or is another step's.
@@ -126,30 +127,21 @@ class Manifest:
           f"at most {VERSION}",
           "read it with the ringjax that wrote it",
         )
-      said = body.pop("sha256")
-      if data != canonical({**body, "sha256": said}) + b"\n":
+      sha256 = body.pop("sha256")
+      if data != canonical({**body, "sha256": sha256}) + b"\n":
         raise ValueError("its JSON was written by something else")
-      if said != fingerprint(body):
+      if sha256 != fingerprint(body):
         raise ValueError("its bytes do not have the SHA-256 that it states")
       if body["step"] != step:
         raise ValueError(f"it is that of step {body['step']}")
-      files = tuple(
-        File(path=path, size=size, crc32=crc32, sha256=sha256)
-        for path, size, crc32, sha256 in body["files"]
-      )
-      for f in files:
-        # No path of a manifest leads out of its step.
-        if f.path.startswith(("/", "..")) or posixpath.normpath(f.path) != (
-          f.path
-        ):
-          raise ValueError(f"{f.path!r} is no path inside of the step")
+      files = tuple(File(*x) for x in body["files"])
+      for path, *_ in files:
+        if path.startswith(("/", "..")) or posixpath.normpath(path) != path:
+          raise ValueError(f"{path!r} is no path inside of the step")
       return cls(
         step=step,
         files=files,
-        leaves={
-          k: Leaf(shape=tuple(shape), dtype=dtype)
-          for k, (shape, dtype) in body["leaves"].items()
-        },
+        leaves={k: Leaf(tuple(s), d) for k, (s, d) in body["leaves"].items()},
         extra=body["extra"],
         config=body["config"],
       )
@@ -167,7 +159,7 @@ class Manifest:
 
   @classmethod
   def read(cls, path: str, step: int) -> Manifest:
-    """Reads a manifest from disk.
+    """Reads a manifest from the disk.
 
     Raises:
       CheckpointCorruptError: it cannot be read, or as `from_bytes`.
@@ -183,7 +175,7 @@ class Manifest:
     return cls.from_bytes(data, path, step)
 
   def write(self, path: str) -> None:
-    """Puts this manifest in place; it and its name are on the disk then.
+    """Writes the manifest in one rename and syncs it and its name.
 
     Raises:
       OSError: the disk refuses.
@@ -197,52 +189,45 @@ class Manifest:
     sync_folder(os.path.dirname(path))
 
   def check_sizes(self, folder: str) -> None:
-    """Looks at the files without reading them.
+    """Compares the sizes of all files without reading them.
 
     Raises:
-      CheckpointCorruptError: one is missing or of another size.
+      CheckpointCorruptError: a file is missing or of another size.
     """
     for file in self.files:
-      self._size(folder, file)
+      self.check_file(folder, file, verify="none")
 
-  def check_file(self, folder: str, file: File, *, full: bool) -> None:
-    """Reads a file and compares.
+  def check_file(self, folder: str, file: File, *, verify: str) -> None:
+    """Compares a file with what was written.
 
     Args:
       folder: of the step.
       file: one of `files`.
-      full: by SHA-256 as well.
+      verify: "none" compares its size, "crc32" the CRC-32 too, "full" all.
 
     Raises:
-      CheckpointCorruptError: it is not what was written.
+      CheckpointCorruptError: it differs.
     """
-    self._size(folder, file)
     path = os.path.join(folder, file.path)
     try:
-      found = digest(folder, file.path, full=full)
+      status = os.lstat(path)
+      if not stat.S_ISREG(status.st_mode):
+        raise corrupt(self.step, path, "no regular file")
+      found = file._replace(size=status.st_size)
+      if verify != "none" and found == file:
+        found = digest(folder, file.path, full=verify == "full")
     except OSError as error:
       raise corrupt(self.step, path, f"{error.strerror}") from None
     if found.size != file.size:
       raise corrupt(self.step, path, f"{found.size} of {file.size} bytes")
     if found.crc32 != file.crc32:
       raise corrupt(self.step, path, "bytes of another CRC-32")
-    if full and found.sha256 != file.sha256:
+    if verify == "full" and found.sha256 != file.sha256:
       raise corrupt(self.step, path, "bytes of another SHA-256")
-
-  def _size(self, folder: str, file: File) -> None:
-    path = os.path.join(folder, file.path)
-    try:
-      found = os.lstat(path)
-    except OSError as error:
-      raise corrupt(self.step, path, f"{error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-      raise corrupt(self.step, path, "no plain file")
-    if found.st_size != file.size:
-      raise corrupt(self.step, path, f"{found.st_size} of {file.size} bytes")
 
 
 def corrupt(step: int, file: str, got: str) -> CheckpointCorruptError:
-  """What is wrong with a step, as an error to raise."""
+  """The error that names a step's corrupt file, to be raised."""
   # The end of a long path says more than its beginning.
   shown = file if len(file) <= 120 else f"...{file[-117:]}"
   return CheckpointCorruptError(
@@ -258,13 +243,13 @@ def corrupt(step: int, file: str, got: str) -> CheckpointCorruptError:
 def digest(
   folder: str, path: str, *, full: bool = True, sync: bool = False
 ) -> File:
-  """Reads a file for its sums.
+  """Reads a file and computes its digests.
 
   Args:
     folder: of the step.
     path: inside of it.
     full: computes SHA-256 as well.
-    sync: has the file written to the disk before.
+    sync: syncs the file to the disk before.
 
   Raises:
     OSError: it cannot be read.
@@ -281,12 +266,7 @@ def digest(
       size += n
       if full:
         sha256.update(piece[:n])
-  return File(
-    path=path,
-    size=size,
-    crc32=crc32,
-    sha256=sha256.hexdigest() if full else "",
-  )
+  return File(path, size, crc32, sha256.hexdigest() if full else "")
 
 
 def files_of(folder: str) -> list[str]:
@@ -303,18 +283,18 @@ def files_of(folder: str) -> list[str]:
 
 
 def sync_folders(folder: str) -> None:
-  """Has the names in a folder and below it written to the disk."""
+  """Syncs the names in a folder and below it to the disk."""
   for where, _, _ in os.walk(folder, topdown=False, onerror=_raise):
     sync_folder(where)
 
 
 def sync_folder(folder: str) -> None:
-  """Has the names in a folder written to the disk."""
+  """Syncs the names in a folder to the disk."""
   handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
   try:
     _sync(handle, folder)
   except OSError as error:
-    # Some network file systems have nothing to do here and say it so.
+    # Network file systems that have nothing to sync answer this.
     if error.errno != errno.EINVAL:
       raise
   finally:
@@ -325,17 +305,17 @@ def _sync(handle: int, path: str) -> None:
   try:
     os.fsync(handle)
   except OSError as error:
-    # The system knows no name here; who reads the error wants one.
+    # The system's error has no file name.
     error.filename = path
     raise
 
 
 def canonical(value: Any) -> bytes:
-  """JSON in the one form that has a fingerprint.
+  """JSON in the one form of which fingerprints are taken.
 
   Raises:
-    ValueError: NaN and infinities are no JSON.
-    TypeError: neither are objects of Python.
+    ValueError: NaN and infinities, which JSON does not have.
+    TypeError: other Python objects.
   """
   return json.dumps(
     value, sort_keys=True, separators=(",", ":"), allow_nan=False

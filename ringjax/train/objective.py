@@ -8,6 +8,7 @@ no shard holds more of the sequence than its own part.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,14 +23,17 @@ from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.train.batch import Batch
 
+# Tokens of a step of the head, on each shard.
+_BLOCK = 1024
+
 
 class LossSums(NamedTuple):
-  """Of a batch's tokens, float32 [].
+  """Sums over a batch's tokens, float32 [].
 
   Fields:
-    loss: what is minimised, the z-loss included.
-    nll: negative log-likelihoods, weighted.
-    weight: of the labels.
+    loss: the objective, with the z-loss.
+    nll: of weighted negative log-likelihoods.
+    weight: of the labels' weights.
   """
 
   loss: jax.Array
@@ -37,45 +41,52 @@ class LossSums(NamedTuple):
   weight: jax.Array
 
 
-def sums(
-  model: Transformer,
-  batch: Batch,
-  attend: ShardingContext,
-  *,
-  z_loss: float = 0.0,
-  block: int = 1024,
-  dtype: Any = None,
-) -> LossSums:
-  """The sums of one micro-batch, whose fields are [B, T].
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+  """The loss of a training, and the dtype of its computation.
 
-  Args:
-    model: float32 parameters, or what they are trained in.
-    batch: in the layout's order.
-    attend: how its tokens lie on devices.
+  Attributes:
     z_loss: factor of the squared logsumexp.
     block: tokens of a step of the head, on each shard.
-    dtype: of the computation; default: the parameters'.
+    dtype: of the computation; None: the parameters'.
   """
-  each = _losses(model, batch, attend, block, dtype)
-  loss = jnp.sum(each(z_loss))
-  # Without a z-loss it is the same program, which is then computed once.
-  nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if z_loss else loss
-  return LossSums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
+
+  z_loss: float = 0.0
+  block: int = _BLOCK
+  dtype: Any = None
+
+  def sums(
+    self, model: Transformer, batch: Batch, attend: ShardingContext
+  ) -> LossSums:
+    """The loss of one micro-batch, whose fields are [B, T], as sums.
+
+    Args:
+      model: with its parameters, in float32 or another dtype.
+      batch: in the layout's order.
+      attend: the sharding context of its tokens.
+    """
+    each = _losses(model, batch, attend, self.block, self.dtype)
+    loss = jnp.sum(each(self.z_loss))
+    # Without a z-loss it is the same program, and is computed once.
+    nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if self.z_loss else loss
+    return LossSums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
+
+
+def sums(
+  model: Transformer, batch: Batch, attend: ShardingContext, **options: Any
+) -> LossSums:
+  """`Objective(**options).sums`."""
+  return Objective(**options).sums(model, batch, attend)
 
 
 def each_token(
-  model: Transformer,
-  batch: Batch,
-  attend: ShardingContext,
-  *,
-  block: int = 1024,
-  dtype: Any = None,
+  model: Transformer, batch: Batch, attend: ShardingContext
 ) -> jax.Array:
   """Weighted negative log-likelihoods, float32 [B, T], in the layout's order.
 
-  For the arguments see `sums`.
+  For the arguments see `Objective.sums`.
   """
-  return _losses(model, batch, attend, block, dtype)(0.0)
+  return _losses(model, batch, attend)(0.0)
 
 
 def each_token_cached(
@@ -84,18 +95,15 @@ def each_token_cached(
   attend: CachedAttention,
   cache: Any,
   length: Any,
-  *,
-  block: int = 1024,
 ) -> tuple[jax.Array, Any]:
-  """As `each_token`, of tokens that go on behind what a cache holds.
+  """As `each_token`, of tokens that follow those in a cache.
 
   Args:
-    model: that reads.
+    model: that filled the cache.
     batch: with positions and segments, which all rows need.
-    attend: how queries visit the cache.
-    cache: what came before.
+    attend: the sharding context of the cache.
+    cache: with the keys of the tokens before.
     length: int32 [], tokens of the whole text.
-    block: tokens of a step of the head, on each shard.
 
   Returns:
     Losses, float32 [B, T], and the cache with these tokens.
@@ -105,17 +113,17 @@ def each_token_cached(
   )
   cache = cache.allocate(places.at, replicated=False, sees=True)
   h, cache = model.hidden(batch.tokens, places, cache, attend)
-  return _head_losses(model, batch, h, attend, block, 0.0), cache
+  return _head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
 
 
 def _losses(
   model: Transformer,
   batch: Batch,
   attend: ShardingContext,
-  block: int,
-  dtype: Any,
+  block: int = _BLOCK,
+  dtype: Any = None,
 ) -> Callable[[float], jax.Array]:
-  """The losses of all tokens, [B, T], by the factor of the z-loss."""
+  """A function of the z-loss's factor that returns all losses, [B, T]."""
   if dtype is not None:
     model = cast(model, dtype)
   places = tokens_of(
@@ -135,8 +143,8 @@ def _head_losses(
 ) -> jax.Array:
   """Weighted losses [B, T] of hidden states [B, T, D]."""
   h, w = _head(model, h)
-  # Each step brings the whole head to every shard: few of them, in each of
-  # which a shard has as much to do as it would have alone.
+  # Each step gathers the whole head on every shard: few steps, in each of
+  # which a shard computes as many tokens as it would alone.
   if attend.sharded:
     block *= attend.size
   return blockwise_cross_entropy(
@@ -151,7 +159,7 @@ def _head_losses(
 
 
 def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """(h [B, T, D], W [D, V]) of which the logits are the product."""
+  """(h [B, T, D], W [D, V]) whose product are the logits."""
   if model.config.logit_scale != 1.0:
     h = h * jnp.asarray(model.config.logit_scale, h.dtype)
   head = model.head
@@ -159,7 +167,7 @@ def _head(model: Transformer, h: jax.Array) -> tuple[jax.Array, jax.Array]:
     return h, model.embed.weight[...].T
   w = head.weight[...]
   if isinstance(head, Head) and head.bias is not None:
-    # A bias is one more row of the matrix, behind a hidden state of one.
+    # A bias is one more row of the matrix, and h has a 1 for it.
     bias = head.bias[...].astype(w.dtype) * jnp.asarray(
       model.config.logit_scale, w.dtype
     )

@@ -1,14 +1,14 @@
 """A training, from its first to its last stage, as one value.
 
-Guarantees: a recipe and its sources decide all that is trained; where it runs
-decides only how fast. Stages follow each other with one optimizer and one count
-of steps; each has its own length, batch and RoPE scaling.
+Guarantees: a recipe and its sources determine the result; the mesh changes only
+the speed. Stages follow each other with one optimizer and one count of steps;
+each has its own length, batch and RoPE scaling.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ringjax.checks import positive_int
+from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.loader import Loader
 from ringjax.data.packing import BestFit, PackedBatch, Packer
 from ringjax.data.placement import place_rows
@@ -29,7 +29,6 @@ from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
-from ringjax.plan.cost import check_count, check_number
 from ringjax.train import batch as batches
 from ringjax.train import loop, remat
 from ringjax.train import step as steps
@@ -40,40 +39,42 @@ LAYOUTS: dict[str, Layout] = {
   "contiguous": Contiguous(),
   "striped": Striped(),
   "zigzag": Zigzag(),
-  # Slots in order; who has which is decided for each row, by `place_rows`.
+  # Slots in order; `place_rows` places each row's documents on the shards.
   "documents": Contiguous(),
 }
-OPTIMIZERS = ("adamw", "lion", "adafactor", "sgd")
+# Each from (b1, b2) to the transformation that optax calls scale_by_...
+_SCALES: dict[str, Callable[[float, float], optax.GradientTransformation]] = {
+  "adamw": optax.scale_by_adam,
+  "lion": optax.scale_by_lion,
+  "adafactor": lambda b1, b2: optax.scale_by_factored_rms(),
+  "sgd": lambda b1, b2: optax.trace(b1),
+}
+OPTIMIZERS = tuple(_SCALES)
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-
-
-def _choice(name: str, value: Any, known: Iterable[str]) -> None:
-  if value not in known:
-    raise OptionError(
-      name,
-      repr(value),
-      f"one of {', '.join(known)}",
-      f"set {name} to one of these",
-    )
+# Fields that only some optimizers or schedules have.
+_USERS = {
+  "b1": ("name", ("adamw", "lion", "sgd")),
+  "b2": ("name", ("adamw", "lion")),
+  "decay": ("schedule", ("wsd",)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-  """An optimizer of optax and its learning rate.
+  """An optimizer of optax and its learning rate schedule.
 
   Attributes:
     name: adamw, lion, adafactor or sgd.
     learning_rate: the highest learning rate.
     end_learning_rate: that of the last step.
-    schedule: cosine, linear, constant or wsd, behind the warm-up. "wsd" stays
+    schedule: cosine, linear, constant or wsd, after the warm-up. "wsd" stays
       at `learning_rate` and falls linearly in the end: warmup, stable, decay.
     warmup: steps from 0 to `learning_rate`.
     decay: the part of all steps in which "wsd" falls; default 0.2.
     b1: decay of the first moment, of all but adafactor; default 0.9.
     b2: decay of the second, of adamw and lion; default 0.95.
-    weight_decay: of matrices; norms, biases and what else is one number for a
-      feature or head have none.
-    clip: of the gradients' global norm; None for none.
+    weight_decay: of matrices; norms, biases and other vectors have none.
+    clip: maximum of the gradients' global norm; None for none.
   """
 
   name: str = "adamw"
@@ -88,59 +89,45 @@ class Optimizer:
   clip: float | None = 1.0
 
   def __post_init__(self) -> None:
-    _choice("name", self.name, OPTIMIZERS)
-    _choice("schedule", self.schedule, SCHEDULES)
+    one_of("name", self.name, OPTIMIZERS)
+    one_of("schedule", self.schedule, SCHEDULES)
     for name in ("learning_rate", "end_learning_rate", "weight_decay"):
-      check_number(name, getattr(self, name))
-    for name, of, users in (
-      ("b1", self.name, ("adamw", "lion", "sgd")),
-      ("b2", self.name, ("adamw", "lion")),
-      ("decay", self.schedule, ("wsd",)),
-    ):
+      number(name, getattr(self, name), least=0)
+    for name, (of, users) in _USERS.items():
       value = getattr(self, name)
       if value is None:
         continue
-      check_number(name, value, most=1.0)
-      if of not in users:
+      number(name, value, least=0, most=1)
+      if getattr(self, of) not in users:
         raise OptionError(
           name,
-          f"{value} with {of!r}, which has none",
+          f"{value} with {getattr(self, of)!r}, which has none",
           f"it with {', '.join(users)} only",
           "leave it out",
         )
-    check_count("warmup", self.warmup, least=0)
+    integer("warmup", self.warmup, least=0)
     if self.clip is not None:
-      check_number("clip", self.clip)
+      number("clip", self.clip, least=0)
 
   def learning_rates(self, total: int) -> optax.Schedule:
     """The learning rate of each of `total` steps."""
+    high, low = self.learning_rate, self.end_learning_rate
     rest = max(1, total - self.warmup)
     if self.schedule == "constant":
-      after = optax.constant_schedule(self.learning_rate)
-    elif self.schedule == "linear":
-      after = optax.linear_schedule(
-        self.learning_rate, self.end_learning_rate, rest
-      )
-    elif self.schedule == "wsd":
+      after = optax.constant_schedule(high)
+    elif self.schedule == "cosine":
+      share = low / high if high else 0.0
+      after = optax.cosine_decay_schedule(high, rest, share)
+    else:
       part = 0.2 if self.decay is None else self.decay
       fall = max(1, min(rest, round(part * total)))
-      after = optax.linear_schedule(
-        self.learning_rate,
-        self.end_learning_rate,
-        fall,
-        transition_begin=rest - fall,
-      )
-    else:
-      low = (
-        self.end_learning_rate / self.learning_rate
-        if self.learning_rate
-        else 0.0
-      )
-      after = optax.cosine_decay_schedule(self.learning_rate, rest, low)
+      if self.schedule == "linear":
+        fall = rest
+      after = optax.linear_schedule(high, low, fall, rest - fall)
     if not self.warmup:
       return after
-    # The first step is not lost: it has a rate too.
-    grow = lambda count: self.learning_rate * (count + 1) / self.warmup
+    # The first step has a learning rate above 0 too.
+    grow = lambda count: high * (count + 1) / self.warmup
     return optax.join_schedules([grow, after], [self.warmup])
 
   def learning_rate_at(self, step: int, total: int) -> float:
@@ -149,32 +136,26 @@ class Optimizer:
 
   def build(self, total: int) -> optax.GradientTransformation:
     """The optimizer of `total` steps."""
-    rate = self.learning_rates(total)
-    decay: Any = optax.add_decayed_weights(self.weight_decay, decayed)
-    if not self.weight_decay:
-      decay = optax.identity()
     b1 = 0.9 if self.b1 is None else self.b1
     b2 = 0.95 if self.b2 is None else self.b2
-    kinds = {
-      "adamw": lambda: optax.scale_by_adam(b1, b2),
-      "lion": lambda: optax.scale_by_lion(b1, b2),
-      "adafactor": optax.scale_by_factored_rms,
-      "sgd": lambda: optax.trace(b1),
-    }
-    clip: Any = optax.identity()
-    if self.clip is not None:
-      clip = optax.clip_by_global_norm(self.clip)
+    # What is left out keeps its place in the tree of a saved state.
+    none = optax.identity()
     return optax.chain(
-      clip, kinds[self.name](), decay, optax.scale_by_learning_rate(rate)
+      none if self.clip is None else optax.clip_by_global_norm(self.clip),
+      _SCALES[self.name](b1, b2),
+      optax.add_decayed_weights(self.weight_decay, decayed)
+      if self.weight_decay
+      else none,
+      optax.scale_by_learning_rate(self.learning_rates(total)),
     )
 
 
 def decayed(params: Any) -> Any:
-  """Which numbers weight decay applies to: a tree of bool as `params`.
+  """Which parameters weight decay applies to: a tree of bool as `params`.
 
-  Layers that share an array do not make a matrix of a vector, and a bias for
-  each head and feature is still a bias: a matrix has two axes or more of its
-  own, one of them named, and is no bias.
+  To matrices: arrays of two axes or more of their own, one of them named, that
+  are no biases. The axis over layers that share an array is not their own, and
+  a bias for each head and feature is still a bias.
   """
 
   def one(path: Any, x: Any) -> Any:
@@ -193,14 +174,14 @@ def decayed(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-  """Steps of one length.
+  """A part of a training with one length of rows.
 
   Attributes:
     steps: how many.
     length: T, tokens of a row.
     batch: rows of a step.
     accumulate: micro-batches of a step.
-    rope_scaling: how the rotations reach further from here on; None: as before.
+    rope_scaling: extends the context from here on; None leaves it.
   """
 
   steps: int
@@ -216,28 +197,28 @@ class Stage:
       raise OptionError(
         "batch",
         f"{self.batch} rows in {self.accumulate} micro-batches",
-        "rows that can be dealt out evenly",
-        "change one of them",
+        "a multiple of the micro-batches",
+        f"pass batch={-(-self.batch // self.accumulate) * self.accumulate}",
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """What is trained and how.
+  """All settings of a training but its data, model and mesh.
 
   Attributes:
     stages: one after another.
-    optimizer: of all of them.
-    objective: what is minimised.
-    layout: of the sequence over the shards, of `LAYOUTS`; "documents" deals
-      each document to as many shards as its work asks for, row by row, and
-      the ring turns as far as these reach; for models without recurrent layers.
+    optimizer: of all stages.
+    objective: the loss.
+    layout: of the sequence over the shards, of `LAYOUTS`; "documents" places
+      each document on as many shards as its work needs, row by row, and rings
+      make no more hops than these need; for models without recurrent layers.
     strategy: of attention, by its name in `ringjax.dot_product_attention`.
-    remat: what is kept of a layer, of `remat.POLICIES`.
+    remat: activations that are kept for the backward pass, of `remat.POLICIES`.
     lora: adapters in place of all parameters, or None.
     packer: of documents into rows.
     seed: of the data and of adapters.
-    pace: how often it reports and saves.
+    loop_config: when to log and save, and which failures to tolerate.
   """
 
   stages: tuple[Stage, ...]
@@ -249,55 +230,55 @@ class Recipe:
   lora: Lora | None = None
   packer: Packer = BestFit()
   seed: int = 0
-  pace: loop.LoopConfig = loop.LoopConfig()
+  loop_config: loop.LoopConfig = loop.LoopConfig()
 
   def __post_init__(self) -> None:
     if not self.stages:
-      raise OptionError("stages", "none", "one or more", "add one")
-    _choice("layout", self.layout, LAYOUTS)
+      raise OptionError(
+        "stages",
+        "none",
+        "one or more",
+        "pass stages=(Stage(steps=..., length=..., batch=...),)",
+      )
+    one_of("layout", self.layout, LAYOUTS)
     if self.strategy != "auto":
       nesting.named(self.strategy)
-    _choice("remat", self.remat, remat.POLICIES)
-    check_count("seed", self.seed, least=0)
+    one_of("remat", self.remat, remat.POLICIES)
+    integer("seed", self.seed, least=0)
 
   @property
   def total(self) -> int:
     """Steps of all stages."""
     return sum(stage.steps for stage in self.stages)
 
-  def dealt(self, rows: PackedBatch, attend: ContextParallel) -> PackedBatch:
-    """Rows in true order, or their documents dealt to the shards."""
+  def placed(self, rows: PackedBatch, attend: ContextParallel) -> PackedBatch:
+    """Rows in true order, or with their documents placed on the shards."""
     if self.layout != "documents" or attend.size == 1:
       return rows
     return place_rows(rows, shards=attend.size)
 
-  @property
-  def _strategy(self) -> str:
-    # What deals documents to few shards does it so that a ring may stop early.
-    ring = self.strategy in ("auto", "ring")
-    return "documents" if ring and self.layout == "documents" else self.strategy
-
   def attend(self, mesh: Any, axis: str | None) -> ContextParallel:
-    """How tokens lie on a mesh."""
+    """The sharding context of a mesh, whose `axis` shards the sequence."""
     kept = remat.policy(self.remat)
     if axis is None or mesh.shape[axis] == 1:
-      # One shard: there is nobody to send to.
       return ContextParallel(mesh=mesh, remat=kept)
+    # Documents on few shards need a ring that may stop early.
+    ring = self.strategy in ("auto", "ring") and self.layout == "documents"
     return ContextParallel(
       mesh=mesh,
       axis=axis,
       layout=LAYOUTS[self.layout],
-      strategy=self._strategy,
+      strategy="documents" if ring else self.strategy,
       remat=kept,
     )
 
 
 class Mixture(NamedTuple):
-  """What rows are made of.
+  """Sources of rows and their shares.
 
   Fields:
     sources: see `ringjax.data.loader.Loader`.
-    weights: of each, in rows; None for the same.
+    weights: share of each in the rows; None for equal shares.
   """
 
   sources: Sequence[Any]
@@ -306,10 +287,10 @@ class Mixture(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-  """What came out.
+  """The trained model, and how its training ended.
 
   Attributes:
-    model: with adapters added, if there were some.
+    model: with its adapters added.
     step: steps taken.
     stopped: the signal that ended it early, or None.
   """
@@ -319,8 +300,8 @@ class TrainResult:
   stopped: int | None
 
 
-class _Staged:
-  """The loader of a stage, which says which one it is."""
+class _StageLoader:
+  """The loader of a stage, whose state holds the number of the stage."""
 
   def __init__(self, number: int, loader: Loader):
     self._number, self._loader = number, loader
@@ -337,7 +318,7 @@ class _Staged:
         "stages",
         f"a step of stage {state['stage']} where stage {self._number} is",
         "the stages with which it was saved",
-        "undo what was changed, or choose another folder",
+        "pass those stages, or another folder",
       )
     self._loader.restore(state["loader"])
 
@@ -356,18 +337,18 @@ def train(
   ),
   on_step: Callable[[int], Any] = lambda step: None,
 ) -> TrainResult:
-  """Follows a recipe to its end, or on from where `checkpoints` stands.
+  """Trains by a recipe to its end, resuming from `checkpoints`.
 
   Args:
-    recipe: what is done.
-    model: to begin with, float32 parameters on the mesh. Its memory is taken
-      over, unless adapters are trained. To go on from a saved step its shapes
-      with their shardings do (`ringjax.models.abstract`).
-    data: what rows are made of, in all stages or in each.
-    mesh: where it runs; None is one device.
+    recipe: the settings.
+    model: to begin with, float32 parameters on the mesh. Its buffers are
+      donated, unless adapters are trained. To resume, its shapes with their
+      shardings are enough (`ringjax.models.abstract`).
+    data: sources of rows, of all stages or of each.
+    mesh: of the devices; None is one device.
     axis: that shards the sequence, or None.
     checkpoints: a `Checkpoints`, or None.
-    report: called with the number of the stage and what its steps gave.
+    report: called with the number of the stage and the metrics of its steps.
     on_step: called before each step with how many are taken.
 
   Raises:
@@ -379,7 +360,7 @@ def train(
       "data",
       f"{len(mixtures)} mixtures for {len(recipe.stages)} stages",
       "one, or one for each stage",
-      "add what is missing",
+      f"pass one mixture or {len(recipe.stages)}",
     )
   attend = recipe.attend(mesh, axis)
   part = batches.share_of(attend)
@@ -390,36 +371,37 @@ def train(
       length=stage.length,
       batch=stage.batch,
       # Another order in each stage, the same in each run.
-      seed=recipe.seed + number,
+      seed=recipe.seed + index,
       packer=recipe.packer,
       weights=mixture.weights,
       host=part.host,
       hosts=part.hosts,
     )
-    for number, (stage, mixture) in enumerate(
+    for index, (stage, mixture) in enumerate(
       zip(recipe.stages, mixtures, strict=True)
     )
   ]
   optimizer = recipe.optimizer.build(recipe.total)
   method: Any = steps.AllParameters() if recipe.lora is None else recipe.lora
   base = model
-  state, place = _begun(recipe, optimizer, model, attend.mesh, checkpoints)
+  state, position = _first_state(
+    recipe, optimizer, model, attend.mesh, checkpoints
+  )
   taken = int(jax.device_get(state.step))
   end, ended = 0, None
-  for number, stage in enumerate(recipe.stages):
+  for index, stage in enumerate(recipe.stages):
     begin, end = end, end + stage.steps
     if stage.rope_scaling is not None:
-      # The weights stay; the tree around them is another model's.
       if recipe.lora is None:
-        state = _stretched(state, stage.rope_scaling)
+        state = _extended(state, stage.rope_scaling)
       else:
         base = extend_context(base, stage.rope_scaling)
-    if taken >= end and number + 1 < len(recipe.stages):
+    if taken >= end and index + 1 < len(recipe.stages):
       continue
-    rows = _Staged(number, loaders[number])
-    if place is not None and taken > begin:
-      rows.restore(place)
-    with loaders[number]:
+    rows = _StageLoader(index, loaders[index])
+    if position is not None and taken > begin:
+      rows.restore(position)
+    with loaders[index]:
       ended = loop.fit(
         state,
         None if recipe.lora is None else base,
@@ -427,15 +409,14 @@ def train(
         steps=end,
         step=steps.make_step(optimizer, attend, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
-          recipe.dealt(rows, attend), attend, stage.accumulate, part
+          recipe.placed(rows, attend), attend, stage.accumulate, part
         ),
-        pace=recipe.pace,
+        config=recipe.loop_config,
         checkpoints=checkpoints,
-        resume=False,
-        report=lambda one, number=number: report(number, one),
+        report=lambda one, index=index: report(index, one),
         on_step=on_step,
       )
-    state, place = ended.state, None
+    state, position = ended.state, None
     if ended.stopped is not None:
       break
   assert ended is not None
@@ -448,25 +429,25 @@ def train(
 
 
 def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
-  """Refuses, before the first step, what a later stage could not do.
+  """Checks before the first step that all stages can run.
 
   Args:
     recipe: with its stages.
     model: of arrays or of shapes.
-    attend: how tokens lie on the mesh.
+    attend: the sharding context.
 
   Raises:
-    ShapeError: rows that cannot be dealt out.
-    ConfigError: RoPE scaling that this model cannot have.
-    OptionError: a layout that this model cannot have.
+    ShapeError: the mesh does not divide the rows.
+    ConfigError: the model does not support the RoPE scaling.
+    OptionError: the model does not support the layout.
   """
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:
     raise OptionError(
       "layout",
       "'documents' for a model with recurrent layers",
-      "'contiguous', where each token lies behind the one before it",
-      "change the layout",
+      "a layout that keeps the order of the tokens",
+      "pass layout='contiguous'",
     )
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:
@@ -475,64 +456,66 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       form = extend_context(form, stage.rope_scaling)
 
 
-def _begun(
+def _first_state(
   recipe: Recipe, optimizer: Any, model: Transformer, mesh: Any, saved: Any
 ) -> tuple[steps.TrainState, Any]:
-  """The state to go on from, and where its data is if it was saved."""
+  """The state to begin with, and the position of its data if it was saved."""
   params: Any = model
   if recipe.lora is not None:
     params = recipe.lora.start(model, seed=recipe.seed)
     if mesh is not None:
-      everywhere = jax.sharding.NamedSharding(
-        mesh, jax.sharding.PartitionSpec()
+      everywhere = jax.sharding.PartitionSpec()
+      params = jax.device_put(
+        params, jax.sharding.NamedSharding(mesh, everywhere)
       )
-      params = jax.device_put(params, everywhere)
-  form = steps.form(optimizer, params, mesh)
+  form = steps.form(optimizer, params, mesh)._asdict()
   leaves = jax.tree.leaves(params)
   shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-  if saved is not None and not shapes and saved.holds(form._asdict()):
-    # Two states at once would not fit where one just does.
-    for x in leaves:
-      x.delete()
-    shapes = True
-  found = None if saved is None else saved.restore(like=form._asdict())
+  found = None
+  if saved is not None:
+    if not shapes and saved.holds(form):
+      # Two states at once might not fit the memory.
+      for x in leaves:
+        x.delete()
+      shapes = True
+    found = saved.restore(like=form)
   if found is not None:
     return steps.TrainState(**found[0]), found[1]["data"]
   if shapes:
     raise OptionError(
       "model",
       "its shapes alone, and no step is saved",
-      "a saved step to go on from, or weights to begin with",
+      "a saved step to resume from, or weights to begin with",
       "pass a model with weights",
     )
   return steps.start(optimizer, params, mesh), None
 
 
-def _stretched(
+def _extended(
   state: steps.TrainState, scaling: RopeScaling
 ) -> steps.TrainState:
-  """The same numbers, around which the model is the stretched one."""
+  """The same arrays in the tree of the model with a longer context."""
   made = extend_context(state.params, scaling)
   form = jax.tree.structure(made)
-  model = lambda x: isinstance(x, Transformer)
-  turn = lambda x: (
-    jax.tree.unflatten(form, jax.tree.leaves(x)) if model(x) else x
+  is_model = lambda x: isinstance(x, Transformer)
+  replaced = lambda x: (
+    jax.tree.unflatten(form, jax.tree.leaves(x)) if is_model(x) else x
   )
-  return jax.tree.map(turn, state._replace(params=made), is_leaf=model)
+  return jax.tree.map(replaced, state._replace(params=made), is_leaf=is_model)
 
 
 def flops(model: Transformer, length: int, *, adapters: bool = False) -> float:
-  """Of a token in a step, forward and backward, in rows of `length` tokens.
+  """FLOPs of a token in a step, forward and backward.
 
-  Three times those of reading; attention as if a row were one document, which
-  counts too much where several are packed. What is computed again to save
-  memory does not count.
+  Three times those of the forward pass; attention as if a row were one
+  document, which counts too much where several are packed. What is computed
+  again to save memory is not counted.
 
   Args:
     model: of arrays or shapes.
     length: T, tokens of a row.
     adapters: whether only these are trained: frozen weights need no gradient,
-      a third of a matrix's work.
+      which is a third of a matrix's work.
   """
   made = work_profile.profile(model, length)
   head = 2.0 * model.config.vocab * model.config.embed
@@ -541,8 +524,8 @@ def flops(model: Transformer, length: int, *, adapters: bool = False) -> float:
 
 
 def dtype_of(name: str | None) -> Any:
-  """A dtype of computation by name, None for the parameters' own."""
-  if name is None or name == "float32":
+  """A dtype of computation by its name; None for float32, the parameters'."""
+  if name is None:
     return None
-  _choice("dtype", name, ("float32", "bfloat16", "float16"))
-  return jnp.dtype(name)
+  one_of("dtype", name, ("float32", "bfloat16", "float16"))
+  return None if name == "float32" else jnp.dtype(name)

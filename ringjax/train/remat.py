@@ -1,13 +1,13 @@
-"""What of a layer's forward pass is kept for its backward pass.
+"""Rematerialisation policies: activations kept for the backward pass.
 
   all        everything; nothing is computed twice
-  attention  attention's output and logsumexp, so that no ring turns twice;
+  attention  attention's output and logsumexp, so that no ring is run twice;
              the rest of a layer is computed again
   nothing    a layer is computed again from its input, its ring included
   offload    as "attention", kept in the host's memory
 
-In all of them a layer's input is kept, and tiles of attention and blocks of a
-feedforward are computed again by their own rules.
+All keep a layer's input. Tiles of attention and blocks of a feedforward are
+always computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from ringjax.checks import one_of
 from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import NAMES
 
@@ -39,16 +40,13 @@ def policy(name: str, devices: Any = None) -> Callable[..., Any] | None:
 
   Args:
     name: of `POLICIES`.
-    devices: that will run it; default: all.
+    devices: that will run it; default: this process's.
 
   Raises:
     OptionError: an unknown name, or "offload" where devices have no host
       memory that they can reach.
   """
-  if name not in POLICIES:
-    raise OptionError(
-      "remat", repr(name), f"one of {', '.join(POLICIES)}", "choose one"
-    )
+  one_of("remat", name, POLICIES)
   if name == "offload":
     device = (jax.local_devices() if devices is None else devices)[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

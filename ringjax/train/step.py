@@ -10,7 +10,6 @@ activations, and with several micro-batches one more copy of the gradients.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,15 +23,15 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import lying
 from ringjax.train.batch import Batch
-from ringjax.train.objective import LossSums, sums
+from ringjax.train.objective import LossSums, Objective
 
 
 class TrainState(NamedTuple):
-  """What training changes.
+  """The state of a training.
 
   Fields:
-    step: int32 [], steps taken, those that changed nothing too.
-    params: what is trained: the model, or what is added to it.
+    step: int32 [], steps taken, skipped ones included.
+    params: the trained parameters: a model, or its adapters.
     optimizer: moments and counts.
     skipped: int32 [], steps in a row, up to the last one, that were not finite.
   """
@@ -44,12 +43,12 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """Of one step, float32 [].
+  """Metrics of one step, float32 [].
 
   Fields:
     loss: mean negative log-likelihood of a label, without the z-loss.
-    objective: what was minimised.
-    weight: of all labels.
+    objective: mean loss of a label, with the z-loss.
+    weight: sum of the labels' weights.
     gradient_norm: before clipping.
     finite: 1, or 0 for a step that changed nothing.
     skipped: such steps in a row.
@@ -64,58 +63,30 @@ class StepMetrics(NamedTuple):
 
 
 class AllParameters:
-  """Trains all parameters of a model."""
+  """Full-parameter training; `Lora` trains adapters in its place."""
 
   def model(self, params: Transformer, frozen: Any) -> Transformer:
-    """The model that these parameters are."""
+    """The model that the trained parameters make."""
     del frozen
     return params
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Objective:
-  """What is minimised, and in what it is computed.
-
-  Attributes:
-    z_loss: factor of the squared logsumexp.
-    block: tokens of a step of the head, on each shard.
-    dtype: of the computation; None: the parameters'.
-  """
-
-  z_loss: float = 0.0
-  block: int = 1024
-  dtype: Any = None
-
-  def sums(
-    self, model: Transformer, batch: Batch, attend: ShardingContext
-  ) -> LossSums:
-    """The sums of one micro-batch."""
-    return sums(
-      model,
-      batch,
-      attend,
-      z_loss=self.z_loss,
-      block=self.block,
-      dtype=self.dtype,
-    )
 
 
 def shardings(
   optimizer: optax.GradientTransformation, params: Any, mesh: Any
 ) -> TrainState:
-  """Where a state lies: moments as their parameters, the rest everywhere.
+  """The shardings of a state: moments as their parameters, the rest replicated.
 
   Args:
     optimizer: of the state.
     params: with their shardings, arrays or shapes.
-    mesh: of all of it.
+    mesh: of the state.
   """
   everywhere = NamedSharding(mesh, P())
   mine = jax.tree.map(lambda x: x.sharding, params)
   made = jax.eval_shape(optimizer.init, params)
   moments = optax.tree.map_params(
     optimizer.init,
-    _beside,
+    _moment_sharding,
     made,
     params,
     transform_non_params=lambda _: everywhere,
@@ -123,14 +94,14 @@ def shardings(
   return TrainState(everywhere, mine, moments, everywhere)
 
 
-def _beside(moment: Any, param: Any) -> Any:
-  """Where a moment lies: as its parameter, or as what is left of its axes."""
+def _moment_sharding(moment: Any, param: Any) -> Any:
+  """The sharding of a moment: that of its parameter's axes that it has."""
   sharding = param.sharding
   if moment.shape == param.shape:
     return sharding
   spec = [*sharding.spec, *[None] * (param.ndim - len(sharding.spec))]
   for axis in range(param.ndim):
-    # Adafactor has a number for each row and each column of a matrix.
+    # Adafactor has a moment for each row and each column of a matrix.
     if moment.shape == param.shape[:axis] + param.shape[axis + 1 :]:
       return NamedSharding(sharding.mesh, P(*spec[:axis], *spec[axis + 1 :]))
   return NamedSharding(sharding.mesh, P())
@@ -139,12 +110,12 @@ def _beside(moment: Any, param: Any) -> Any:
 def form(
   optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
 ) -> TrainState:
-  """The shapes of a state, and where it lies, without its memory.
+  """The shapes and shardings of a state, without its arrays.
 
   Args:
     optimizer: of the state.
     params: arrays, or shapes with their shardings.
-    mesh: of all of it; None is one device.
+    mesh: of the state; None is one device.
   """
   count = jax.ShapeDtypeStruct((), jnp.int32)
   mine = lying(params, jax.tree.map(lambda x: x.sharding, params))
@@ -181,14 +152,14 @@ def make_step(
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, StepMetrics]]:
   """The compiled step: step(state, frozen, batch).
 
-  The state is donated. `frozen` is what the method needs beside it, None for
-  `AllParameters`; `batch` has the shapes of `place`.
+  The state is donated. `frozen` is the model that adapters are added to, None
+  for `AllParameters`; `batch` has the shapes of `place`.
 
   Args:
     optimizer: by optax.
-    attend: how a batch's tokens lie on devices, and what is kept of a layer.
-    objective: what is minimised.
-    method: turns parameters into a model; default `AllParameters()`.
+    attend: the sharding context of a batch, with its rematerialisation.
+    objective: the loss.
+    method: makes a model of the parameters; default `AllParameters()`.
   """
   method = AllParameters() if method is None else method
 
@@ -210,7 +181,7 @@ def make_step(
       grad, params, frozen, jax.tree.map(lambda x: x[0], batch)
     )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-    # Sums of gradients lie as the parameters do, not whole on each device.
+    # Sums of gradients are sharded as the parameters, not replicated.
     grads = jax.tree.map(_like, zeros[0], params)
     return jax.lax.scan(more, (grads, zeros[1]), batch)[0]
 
@@ -218,12 +189,12 @@ def make_step(
     state: TrainState, frozen: Any, batch: Batch
   ) -> tuple[TrainState, StepMetrics]:
     grads, found = gradients(state.params, frozen, batch)
-    # A batch of nothing but padding has no mean, and no gradient either.
+    # A batch of nothing but padding has weight 0, and gradients of 0.
     share = 1 / jnp.maximum(found.weight, jnp.float32(1e-9))
     grads = jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
     norm = optax.tree.norm(grads).astype(jnp.float32)
     fine = jnp.isfinite(found.loss) & jnp.isfinite(norm)
-    # Optimizers mix dtypes, which whoever is strict does not allow elsewhere.
+    # Optimizers mix dtypes, which the caller's configuration may forbid.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = optimizer.update(grads, state.optimizer, state.params)
       params = optax.apply_updates(state.params, updates)
@@ -237,7 +208,7 @@ def make_step(
       kept(moments, state.optimizer),
       skipped,
     )
-    figures = StepMetrics(
+    metrics = StepMetrics(
       loss=found.nll * share,
       objective=found.loss * share,
       weight=found.weight,
@@ -245,7 +216,7 @@ def make_step(
       finite=fine.astype(jnp.float32),
       skipped=skipped.astype(jnp.float32),
     )
-    return after, figures
+    return after, metrics
 
   return jax.jit(step, donate_argnums=(0,))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax.data import Bytes, Documents, Loader, Tokenizer, needle
-from ringjax.data.filler import NOISE, Decoded, Library, Lines, Unhidden
+from ringjax.data.filler import NOISE, Decoded, Library, Lines, TextWithout
 from ringjax.data.needle import (
   MultiKey,
   MultiValue,
@@ -396,7 +396,7 @@ def test_documents_of_ids():
 
 
 def test_a_text_grows_and_does_not_change():
-  text = Unhidden(iter(["ab\n", "x1\n", "cd\n", "1\n", "ef\n"]), ["1"])
+  text = TextWithout(iter(["ab\n", "x1\n", "cd\n", "1\n", "ef\n"]), ["1"])
   assert [text.first(n) for n in (0, 2, 5, 1, 9)] == [
     "",
     "ab",
@@ -404,10 +404,10 @@ def test_a_text_grows_and_does_not_change():
     "a",
     "ab\ncd\nef\n",
   ]
-  with pytest.raises(DataError, match="no more than 9 characters that tell"):
+  with pytest.raises(DataError, match="no more than 9 characters without"):
     text.first(10)
   with pytest.raises(DataError, match="filler: got no more than 0"):
-    Unhidden(itertools.repeat("1\n"), ["1"]).first(1)
+    TextWithout(itertools.repeat("1\n"), ["1"]).first(1)
 
 
 @pytest.mark.parametrize(

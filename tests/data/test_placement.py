@@ -523,62 +523,45 @@ def test_attention_over_placed_documents_is_that_of_each(ring):
 # What is refused.
 
 
+def placing(lengths, shards, local_length, **options):
+  """A call that places documents."""
+  return lambda: place(
+    lengths, shards=shards, local_length=local_length, **options
+  )
+
+
 @pytest.mark.parametrize(
   ("call", "error", "words"),
   [
-    (lambda: place([3], shards=0, local_length=4), OptionError, "shards: got"),
+    (placing([3], 0, 4), OptionError, "shards: got"),
+    (placing([3], 1, 0), OptionError, "local_length: got 0"),
+    (placing([3.0], 1, 4), OptionError, "lengths: got float64"),
+    (placing([-1], 1, 4), OptionError, "from -1"),
     (
-      lambda: place([3], shards=1, local_length=0),
-      OptionError,
-      "local_length: got 0",
-    ),
-    (
-      lambda: place([3.0], shards=1, local_length=4),
-      OptionError,
-      "lengths: got float64",
-    ),
-    (
-      lambda: place([-1], shards=1, local_length=4),
-      OptionError,
-      "from -1",
-    ),
-    (
-      lambda: place([9, 4], shards=2, local_length=6),
+      placing([9, 4], 2, 6),
       DataError,
       "got 13 tokens in 2 documents; .*1 slots are missing",
     ),
     (
-      lambda: place([3], shards=1, local_length=4, spread="zigzag"),
+      placing([3], 1, 4, spread="zigzag"),
       OptionError,
       "spread: got 'zigzag'; wanted one of stripe, run",
     ),
     (
-      lambda: place([3], shards=2, local_length=4, degree=3),
+      placing([3], 2, 4, degree=3),
       OptionError,
       "degree: got 3; wanted an int from 1 to 2",
     ),
+    (placing([3, 3], 2, 4, degree=[1]), OptionError, "or 2 of them"),
+    (placing([3], 2, 4, degree=1.0), OptionError, "degree: got 1.0"),
     (
-      lambda: place([3, 3], shards=2, local_length=4, degree=[1]),
-      OptionError,
-      "or 2 of them",
-    ),
-    (
-      lambda: place([3], shards=2, local_length=4, degree=1.0),
-      OptionError,
-      "degree: got 1.0",
-    ),
-    (
-      lambda: place([2, 9], shards=3, local_length=4, degree=2),
+      placing([2, 9], 3, 4, degree=2),
       DataError,
       "got 2 for document 1 of 9 tokens; wanted 3 or more; 1 slots",
     ),
+    (placing([4, 4, 4], 2, 6, degree=1), DataError, "no room for 4 tokens"),
     (
-      lambda: place([4, 4, 4], shards=2, local_length=6, degree=1),
-      DataError,
-      "no room for 4 tokens",
-    ),
-    (
-      lambda: place([3, 4, 4], shards=2, local_length=6, degree=[1, 2, 2]),
+      placing([3, 4, 4], 2, 6, degree=[1, 2, 2]),
       DataError,
       "no room for 3 tokens",
     ),
@@ -586,12 +569,12 @@ def test_attention_over_placed_documents_is_that_of_each(ring):
     (lambda: Cost(pair=float("nan")), OptionError, "pair: got nan"),
     (lambda: Cost(pair=0.0), OptionError, "cost: got Cost"),
     (
-      lambda: place([3], shards=1, local_length=4).apply(np.zeros(4)),
+      lambda: placing([3], 1, 4)().apply(np.zeros(4)),
       ShapeError,
       r"0 of shape \(4,\); wanted one of 3",
     ),
     (
-      lambda: place([3], shards=1, local_length=4).restore(np.zeros(4), axis=1),
+      lambda: placing([3], 1, 4)().restore(np.zeros(4), axis=1),
       ShapeError,
       "axis: got 1",
     ),

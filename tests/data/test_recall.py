@@ -139,7 +139,11 @@ def test_a_row_of_the_loader_is_one_example():
     ("copies", {"most": 1 << 20}, "the vocabulary"),
     ("pairs", {"text": -1.0}, "text: got -1"),
     ("questions", {"questions": 9}, "9 of 5 facts"),
-    ("questions", {"length": 200}, "tokens or more"),
+    (
+      "questions",
+      {"length": 200},
+      "length: got 200; wanted an int of",
+    ),
   ],
 )
 def test_wrong_options(kind, options, words):

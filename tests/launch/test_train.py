@@ -118,7 +118,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(small, tmp_path, monkeypatch):
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   flags = (f"--config={small}", "--mesh=seq:2", "--config.log_every=1")
   assert run(*flags, f"--out={whole}")[0] == 0
-  inner = train._Work._report
+  inner = train._TrainingRun._report
   stops = iter((4, 6))
   stop = [next(stops)]
 
@@ -128,7 +128,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(small, tmp_path, monkeypatch):
       stop[0] = next(stops, -1)
       signal.raise_signal(signal.SIGTERM)
 
-  monkeypatch.setattr(train._Work, "_report", report)
+  monkeypatch.setattr(train._TrainingRun, "_report", report)
   statuses, last = [], ""
   while not statuses or statuses[-1]:
     status, _, last = run(*flags, f"--out={parts}")
@@ -217,12 +217,12 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
     ("--config.optimizer={'schedule': 'wsd', 'decay': 2.0}", "decay"),
     ("--config.replay_every=0", "replay_every"),
     ("--config.packer=bestfit", "packer: got 'bestfit'; wanted one of best"),
-    ("--config.stages=({'steps': 1, 'batch': 1},)", "stages: got no length"),
-    ("--config.start={'kind': 'lookup'}", "start: got no back"),
+    ("--config.stages=({'steps': 1, 'batch': 1},)", "argument: 'length'"),
+    ("--config.start={'kind': 'lookup'}", "argument: 'back'"),
     (
       "--config.stages=({'steps': 1, 'length': 160, 'batch': 1, "
       "'rope_scaling': {'method': 'yarn'}},)",
-      "rope_scaling: got no context",
+      "argument: 'context'",
     ),
     ("--config.rules={'embd': 'data'}", "rules: got embd"),
     ("--config.rules.embd=data", "rules: got embd"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import itertools
 import json
@@ -428,7 +429,7 @@ def test_a_call_that_fails(name, n, code, root, monkeypatch):
     with monkeypatch.context() as patch:
       count = failing(patch, name, n, code)
       c.save(40, tree_of(40), {"at": 40})
-      c._job.join()
+      concurrent.futures.wait([c._pending])
       if count[0] < n:
         pytest.skip(f"a save calls {name} {count[0]} times")
       error = poll_until_error(c)
@@ -589,7 +590,7 @@ def test_a_failed_save_is_no_step(where, root, monkeypatch):
         patch.setattr(owner, where, fail)
       c.save(40, tree_of(40))
       # Before anybody asked how it went.
-      c._job.join()
+      concurrent.futures.wait([c._pending])
       assert c.latest() == 30 and c.steps() == [10, 20, 30]
       poll_until_error(c)
     assert c.latest() == 30
@@ -1249,6 +1250,7 @@ def test_killed_at_a_call_of_the_system(points, victim):
 # ---------------------------------------------------------------------------
 
 TWO = """
+import concurrent.futures
 import errno, json, os, sys, time, warnings
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -1329,7 +1331,7 @@ if rank == 1:
 with warnings.catch_warnings(record=True) as said:
   warnings.simplefilter("always", RuntimeWarning)
   saves.save(55, tree(55), {}, last=False)
-  c._job.join()
+  concurrent.futures.wait([c._pending])
   manifest.digest = digest
   if rank == 0:
     saves.poll()
@@ -1339,13 +1341,13 @@ found["borne"] = [len(said), c.steps()]
 
 # A damaged step: both go back to the same one.
 files = manifest.files_of(os.path.join(root, "60"))
-c._together.all(lambda: None)
+c._group.all(lambda: None)
 if rank == 0:
   path = os.path.join(root, "60", files[-1])
   data = bytearray(open(path, "rb").read())
   data[-1] ^= 1
   open(path, "wb").write(data)
-c._together.all(lambda: None)
+c._group.all(lambda: None)
 with warnings.catch_warnings(record=True) as said:
   warnings.simplefilter("always", RuntimeWarning)
   out, _ = c.restore(like=like)

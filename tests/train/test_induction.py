@@ -92,7 +92,7 @@ def test_on_a_mesh_it_is_the_same_and_lies_the_same():
 
 
 def test_models_of_another_form():
-  with pytest.raises(OptionError, match="turning layers"):
+  with pytest.raises(OptionError, match="rotary layers"):
     InductionHeads(back=BACK).apply(checkpoint.create(PLAIN, seed=0))
   with pytest.raises(OptionError, match="3 rows of 4"):
     InductionHeads(back=BACK[:2]).apply(made())

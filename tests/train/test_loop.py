@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+from concurrent.futures import wait
 
 import jax
 import jax.numpy as jnp
@@ -61,15 +62,21 @@ class Training:
   def run(self, steps: int, data=None, **more) -> loop.FitResult:
     if data is None:
       data = Loader(text(), length=LENGTH, batch=ROWS, seed=5)
-    pace = {"log_every": 3} | more.pop("pace", {})
+    config = {"log_every": 3} | more.pop("config", {})
+    state = self.start()
+    if more.get("checkpoints") is not None:
+      found = more["checkpoints"].restore(like=state._asdict())
+      if found is not None:
+        state = step.TrainState(**found[0])
+        data.restore(found[1]["data"])
     return loop.fit(
-      more.pop("state", None) or self.start(),
+      state,
       None,
       data,
       step=more.pop("step", self.step),
       place=lambda rows: batches.place(rows, self.attend),
       steps=steps,
-      pace=loop.LoopConfig(**pace),
+      config=loop.LoopConfig(**config),
       **more,
     )
 
@@ -119,7 +126,7 @@ def test_an_interrupted_run_ends_where_another_does(training, parts, tmp_path):
   whole = training.run(10)
   for number, steps in enumerate(parts):
     with Checkpoints(tmp_path, asynchronous=bool(number % 2)) as saved:
-      last = training.run(steps, checkpoints=saved, pace={"save_every": 3})
+      last = training.run(steps, checkpoints=saved, config={"save_every": 3})
     assert int(last.state.step) == steps
   assert same(whole.state, last.state)
 
@@ -175,7 +182,7 @@ def test_too_many_of_them_end_it_before_a_save(training, tmp_path):
       20,
       Poisoned(bad),
       checkpoints=saved,
-      pace={"save_every": 2, "most_skipped": 2},
+      config={"save_every": 2, "most_skipped": 2},
     )
   with Checkpoints(tmp_path) as saved:
     assert saved.steps() == [2, 4, 6]
@@ -198,7 +205,7 @@ def test_signals_end_it_behind_a_step(training, tmp_path, number):
   before = signal.getsignal(number)
   with Checkpoints(tmp_path) as saved:
     ended = training.run(
-      50, checkpoints=saved, report=report, pace={"log_every": 2}
+      50, checkpoints=saved, report=report, config={"log_every": 2}
     )
     assert ended.stopped == number
     assert saved.steps() == [int(ended.state.step)] == [5]
@@ -263,7 +270,6 @@ HANGS = """
   class Rows:
     def __next__(self): return None
     def state(self): return {}
-    def restore(self, state): pass
 
   zero = jnp.int32(0)
   figures = StepMetrics(*(np.float32(1),) * 6)._replace(skipped=np.float32(0))
@@ -277,7 +283,7 @@ HANGS = """
   loop.fit(
     TrainState(zero, {}, {}, zero), None, Rows(), step=step,
     place=lambda x: Batch(np.zeros(2), None, None),
-    steps=10, pace=loop.LoopConfig(timeout_s=6.0),
+    steps=10, config=loop.LoopConfig(timeout_s=6.0),
   )
 """
 
@@ -308,9 +314,6 @@ def test_a_first_step_may_take_its_time():
     def state(self):
       return {}
 
-    def restore(self, state):
-      del state
-
   def slow(state, frozen, batch):
     calls.append(1)
     time.sleep(6.5 if len(calls) == 1 else 0.0)
@@ -327,7 +330,7 @@ def test_a_first_step_may_take_its_time():
     step=slow,
     place=lambda rows: batches.Batch(np.zeros(2), None, None),
     steps=3,
-    pace=loop.LoopConfig(timeout_s=6.0),
+    config=loop.LoopConfig(timeout_s=6.0),
   )
   assert len(calls) == 3
 
@@ -335,7 +338,7 @@ def test_a_first_step_may_take_its_time():
 def test_steps_computed_twice_change_nothing(training):
   plain = training.run(4)
   # Shorter than the first replay takes, which compiles.
-  twice = training.run(4, pace={"replay_every": 2})
+  twice = training.run(4, config={"replay_every": 2})
   assert same(plain.state, twice.state)
 
 
@@ -363,7 +366,7 @@ def test_a_device_that_errs_in_silence_is_found(training, tmp_path, at):
         6,
         step=errs,
         checkpoints=saved,
-        pace={"replay_every": 2, "save_every": 1},
+        config={"replay_every": 2, "save_every": 1},
       )
     # Nothing of the step, nor of what came after it.
     saved.wait()
@@ -385,8 +388,8 @@ class FullDisk:
 
   def before(self, taken: int, saved: Checkpoints) -> None:
     """Before each step; a save of the step before has ended."""
-    if saved._job is not None:
-      saved._job.join()
+    if saved._pending is not None:
+      wait([saved._pending])
     self._is_full = taken + 1 in self._steps
 
 
@@ -409,7 +412,7 @@ def test_goes_on_over_a_failed_save(
         4,
         checkpoints=saved,
         on_step=lambda taken: disk.before(taken, saved),
-        pace={"save_every": 1, "most_unsaved": most},
+        config={"save_every": 1, "most_unsaved": most},
       )
     assert [
       f"step {n}" in str(w.message) for n, w in zip(full, warned, strict=True)
@@ -438,7 +441,7 @@ def test_ends_at_a_failed_save(
         4,
         checkpoints=saved,
         on_step=lambda taken: disk.before(taken, saved),
-        pace={"save_every": 1, "most_unsaved": most},
+        config={"save_every": 1, "most_unsaved": most},
       )
     assert saved.steps() == kept
 
@@ -454,7 +457,7 @@ def test_ends_at_a_failed_save(
     {"timeout_s": 0.0},
   ],
 )
-def test_a_pace_that_is_none(wrong):
+def test_settings_out_of_range(wrong):
   with pytest.raises(OptionError, match=next(iter(wrong))):
     loop.LoopConfig(**wrong)
 

@@ -151,13 +151,13 @@ def test_documents_are_dealt_out_where_there_are_shards():
   with Loader(text().sources, length=16, batch=2, seed=0) as loader:
     rows = next(loader)
   made = recipe.Recipe(stages=(STAGE,), layout="documents")
-  dealt = made.dealt(rows, made.attend(mesh, "seq"))
+  dealt = made.placed(rows, made.attend(mesh, "seq"))
   assert not np.array_equal(dealt.tokens, rows.tokens)
   for x, y in zip(dealt, place_rows(rows, shards=4), strict=True):
     np.testing.assert_array_equal(x, y)
-  assert made.dealt(rows, made.attend(None, None)) is rows
+  assert made.placed(rows, made.attend(None, None)) is rows
   other = recipe.Recipe(stages=(STAGE,), layout="striped")
-  assert other.dealt(rows, other.attend(mesh, "seq")) is rows
+  assert other.placed(rows, other.attend(mesh, "seq")) is rows
 
 
 @pytest.mark.slow

@@ -312,10 +312,10 @@ def test_heads_of_all_kinds(config):
 @pytest.mark.usefixtures("unchecked")
 def test_rows_that_do_not_fit(wanted):
   _, rows, *_ = wanted
-  with pytest.raises(ShapeError, match="a multiple of 3 rows"):
+  with pytest.raises(ShapeError, match="a number that 3 divides"):
     batches.place(rows, spread_of("one device"), 3)
   short = batches.Batch(*(x[:, :30] for x in rows))
-  with pytest.raises(ShapeError, match="of 16 tokens"):
+  with pytest.raises(ShapeError, match="a length that 16 divides"):
     batches.place(short, spread_of("striped"))
   with pytest.raises(ShapeError, match="2 devices of the batch's axes"):
     batches.place(rows, spread_of("all axes"), 4)

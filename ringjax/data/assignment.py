@@ -1,18 +1,18 @@
-"""On which shards documents are dealt, and how many take part in each.
+"""Which shards each document of a batch goes to, by a cost model.
 
-How many shards a document takes is weighed anew in each batch: one that is
-spread thinner loads no shard so much, but all wait for more hops. Of each
-choice the time is bounded from below,
+How many shards a document takes is chosen for each batch: one on more
+shards loads none of them so much, but all wait for more hops of the ring. The
+time of each choice of these degrees is bounded from below,
 
   max(mean work, largest share of a document) + hops * slots * hop
 
 and the best of the choices with the lowest bounds is taken, each tried in
-full: spread documents first, then whole ones, the longest before the others,
-each where there is least to do (Graham 1969) and room. What no shard has room
-for is dealt over neighbours by the room they have.
+full: documents on several shards first, then whole ones, the longest before
+the others, each on the shard with the least work (Graham 1969) and room. A
+document for which no shard has room is split over neighbours by their room.
 
-Guarantees: members of a group are neighbours and do not run over the ring's
-end; whatever adds up to no more than the slots there are is dealt.
+Guarantees: the shards of a document are neighbours, in a row that does not run
+over the ring's end; whatever adds up to no more than the slots is assigned.
 Cost: O(N log N) of N documents.
 Ref: Ge et al. 2025 (arXiv 2502.21231) and Wang et al. 2025 (arXiv 2412.01523)
       choose the number of devices of each sequence by such a cost.
@@ -23,30 +23,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
+from ringjax.checks import number
 from ringjax.errors import OptionError
 
 # Choices that are tried in full, and parts of the mean that a share may be.
 _TRIED = 8
 _PARTS = (1, 2, 4)
-# Bounds are met but for this part.
+# A choice this much above its bound is good enough.
 _CLOSE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-  """What a shard's time is made of, in units of a token's linear work.
+  """The cost model of a shard's time, in units of a token's linear work.
 
   The defaults are those of a model of width D = 4096 with 8 heads of 128 keys
   and values, in bfloat16, on devices of 4e14 FLOP/s with links of 5e10 bytes a
   second. A layer's matrices take some 24 D^2 FLOPs a token, a pair 4 D.
 
   Attributes:
-    token: of what is linear in the tokens. By default nothing: a program of
+    token: of the work that is linear in the tokens. 0 by default: a program of
       fixed shapes does it for empty slots too, so that it is the same on all
       shards; 1 where empty slots are left out.
     pair: of a query and a key that it sees; 1 / (6 D).
@@ -60,14 +61,10 @@ class Cost:
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not math.isfinite(value) or value < 0:
-        raise OptionError(
-          field.name, value, "a number of at least 0", "raise it to 0 or more"
-        )
+      number(field.name, getattr(self, field.name), least=0)
     if not self.token + self.pair:
       raise OptionError(
-        "cost", self, "a token or a pair that costs", "raise one"
+        "cost", self, "a token or a pair above 0", "pass pair=4.1e-5"
       )
 
   def work(self, tokens: Any, pairs: Any) -> Any:
@@ -76,20 +73,30 @@ class Cost:
 
 
 class RingSlots(NamedTuple):
-  """The slots around a ring that documents are placed on, and how."""
+  """A ring of shards, their slots, and the spread of documents over several.
+
+  Fields:
+    shards: R.
+    local_length: t, slots of each.
+    spread: "stripe" or "run", see ringjax/data/placement.py.
+    cost: of tokens, pairs and hops.
+  """
 
   shards: int
   local_length: int
   spread: str
   cost: Cost
 
-  def waits(self, reach: int) -> float:
-    """What the hops cost, for documents on `reach` + 1 shards."""
+  def hop_time(self, reach: int) -> float:
+    """The cost of the hops for documents on `reach` + 1 shards."""
     hops = reach if self.spread == "run" else 2 * reach
     return min(hops, self.shards - 1) * self.local_length * self.cost.hop
 
   def even(self, size: Any, degree: Any, member: Any) -> tuple[Any, Any]:
-    """(tokens, work) of a member of an even group; all may be arrays."""
+    """(tokens, work) of the shard `member` of a document that is split evenly.
+
+    All may be arrays.
+    """
     tokens, more = np.divmod(size, degree)
     first = member * tokens + np.minimum(member, more)
     tokens = tokens + (member < more)
@@ -99,27 +106,29 @@ class RingSlots(NamedTuple):
       pairs = tokens * (member + 1) + degree * (tokens * (tokens - 1) // 2)
     return tokens, self.cost.work(tokens, pairs)
 
-  def largest(self, sizes: np.ndarray, degrees: np.ndarray) -> float:
-    """The most work that a document gives to a shard, in even groups."""
-    # Members that have one token more, or the last token, have the most.
+  def largest(
+    self, sizes: Int[np.ndarray, " N"], degrees: Int[np.ndarray, " N"]
+  ) -> float:
+    """The most work that a document gives to a shard if all split evenly."""
+    # Shards that have one token more, or the last token, have the most.
     ends = (np.maximum(sizes % degrees, 1) - 1, degrees - 1)
     found = [self.even(sizes, degrees, member)[1] for member in ends]
     return float(np.max(found, initial=0.0))
 
-  def uneven(self, counts: np.ndarray) -> np.ndarray:
-    """Work of the members of a group with these tokens."""
+  def uneven(self, counts: Int[np.ndarray, " D"]) -> np.ndarray:
+    """Work of the shards of a document with these tokens on each."""
     member = members(counts, self.spread)
     pairs = np.bincount(member, np.arange(1.0, len(member) + 1), len(counts))
     return self.cost.work(counts, pairs)
 
 
-class Draft(NamedTuple):
-  """Documents on shards.
+class Assignment(NamedTuple):
+  """The shards of each document.
 
   Fields:
     first: int64 [N], the first shard of each document.
-    groups: tokens of each member, of documents on several shards.
-    work: float64 [R].
+    groups: tokens on each shard, of documents on several shards.
+    work: float64 [R], of each shard.
   """
 
   first: np.ndarray
@@ -131,39 +140,32 @@ class Draft(NamedTuple):
     return max((len(counts) - 1 for counts in self.groups.values()), default=0)
 
   def time(self, ring: RingSlots) -> float:
-    """What the batch costs."""
-    return float(self.work.max()) + ring.waits(self.reach)
+    """The cost of the batch."""
+    return float(self.work.max()) + ring.hop_time(self.reach)
 
 
-def deal(sizes: np.ndarray, ring: RingSlots) -> Draft:
-  """Deals documents on as many shards each as costs least.
+def assign(sizes: Int[np.ndarray, " N"], ring: RingSlots) -> Assignment:
+  """Assigns documents to shards, to as many each as costs least.
 
   Args:
     sizes: int64 [N], tokens of each; together no more than there are slots.
     ring: the shards.
 
   Returns:
-    The best draft that was found; the same for the same arguments.
+    The best that was found; the same for the same arguments.
   """
-  best = None
+  found: list[Assignment] = []
+  time = lambda one: one.time(ring)
   for bound, degrees in _choices(sizes, ring):
-    if best is not None and best.time(ring) <= bound * (1 + _CLOSE):
-      return best
-    draft, _ = filled(sizes, degrees, ring, exact=False)
-    best = _faster(best, draft, ring)
-  # Where there is hardly room it may be all there is.
-  best = _faster(best, _in_order(sizes, ring), ring)
-  assert best is not None
-  return best
-
-
-def _faster(
-  one: Draft | None, other: Draft | None, ring: RingSlots
-) -> Draft | None:
-  """The draft that costs less, the first of equal ones."""
-  if one is None or other is None:
-    return other if one is None else one
-  return other if other.time(ring) < one.time(ring) else one
+    if found and min(map(time, found)) <= bound * (1 + _CLOSE):
+      break
+    one, _ = assign_degrees(sizes, degrees, ring, exact=False)
+    if one is not None:
+      found.append(one)
+  else:
+    # Where there is hardly room it may be all there is.
+    found.append(_in_order(sizes, ring))
+  return min(found, key=time)
 
 
 def _choices(
@@ -173,7 +175,7 @@ def _choices(
   work = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
   mean = float(work.sum()) / ring.shards
   least = -(-sizes // ring.local_length)
-  # All others lie on one shard in any choice.
+  # All others are on one shard in any choice.
   some = np.flatnonzero((work * _PARTS[-1] > mean) | (least > 1))
   size, fewest = sizes[some], least[some]
   known: dict[bytes, tuple[float, int, np.ndarray]] = {}
@@ -187,27 +189,30 @@ def _choices(
       if key in known:
         continue
       reach = int(chosen.max(initial=1)) - 1
-      bound = max(mean, ring.largest(size, chosen)) + ring.waits(reach)
+      bound = max(mean, ring.largest(size, chosen)) + ring.hop_time(reach)
       known[key] = bound, reach, chosen
-  best = sorted(known.values(), key=lambda found: found[:2])[:_TRIED]
   found = []
-  for bound, _, chosen in best:
+  for bound, _, chosen in sorted(known.values(), key=lambda x: x[:2])[:_TRIED]:
     degrees = np.minimum(sizes, 1)
     degrees[some] = chosen
     found.append((bound, degrees))
   return found
 
 
-def filled(
-  sizes: np.ndarray, degrees: np.ndarray, ring: RingSlots, *, exact: bool
-) -> tuple[Draft | None, int]:
-  """Documents on as many shards as they should be, if there is room.
+def assign_degrees(
+  sizes: Int[np.ndarray, " N"],
+  degrees: Int[np.ndarray, " N"],
+  ring: RingSlots,
+  *,
+  exact: bool,
+) -> tuple[Assignment | None, int]:
+  """Assigns documents to as many shards as `degrees` says, if there is room.
 
-  Without `exact`, one for which there is no room is dealt unevenly or over
-  more shards.
+  Without `exact`, a document for which there is no room is split unevenly or
+  over more shards.
 
   Returns:
-    The draft; or None, and the tokens of the first document without a place.
+    The assignment; or None, and the tokens of the first document without room.
   """
   room = np.full(ring.shards, ring.local_length)
   work = np.zeros(ring.shards)
@@ -216,32 +221,33 @@ def filled(
   own = ring.cost.work(sizes, sizes * (sizes + 1) // 2)
   even = functools.cache(lambda n, d: ring.even(n, d, np.arange(d)))
 
-  def lay(document: int, at: int, counts: np.ndarray, load: np.ndarray) -> None:
+  def take(
+    document: int, at: int, counts: np.ndarray, load: np.ndarray
+  ) -> None:
     here = slice(at, at + len(counts))
     room[here] -= counts
     work[here] += load
     first[document] = at
     groups[document] = counts
 
-  def squeeze(document: int, least: int) -> bool:
-    """Deals a document by the room there is."""
-    found = (
-      None if exact else _squeezed(int(sizes[document]), least, room, work)
-    )
+  def split(document: int, least: int) -> bool:
+    """Splits a document by the room there is; False if there is none."""
+    found = None
+    if not exact:
+      found = _by_room(int(sizes[document]), least, room, work)
     if found is not None:
-      lay(document, *found, ring.uneven(found[1]))
+      take(document, *found, ring.uneven(found[1]))
     return found is not None
 
-  spread = np.flatnonzero(degrees > 1)
-  # The widest groups have the fewest places to be.
-  for i in spread[
-    np.lexsort((spread, -own[spread], -degrees[spread]))
-  ].tolist():
+  several = np.flatnonzero(degrees > 1)
+  # Documents on the most shards fit in the fewest places.
+  order = np.lexsort((several, -own[several], -degrees[several]))
+  for i in several[order].tolist():
     counts, load = even(int(sizes[i]), int(degrees[i]))
-    at = _window(counts, load, room, work)
+    at = _least_loaded(counts, load, room, work)
     if at is not None:
-      lay(i, at, counts, load)
-    elif not squeeze(i, int(degrees[i])):
+      take(i, at, counts, load)
+    elif not split(i, int(degrees[i])):
       return None, int(sizes[i])
   whole = np.flatnonzero(degrees == 1)
   whole = whole[np.argsort(-sizes[whole], kind="stable")]
@@ -268,19 +274,19 @@ def filled(
       heapq.heapreplace(open_, (before + load, r))
       continue
     room[:] = rooms
-    if not squeeze(i, 2):
+    if not split(i, 2):
       return None, size
     rooms = room.tolist()
     full = [(-n, r) for r, n in enumerate(rooms)]
     heapq.heapify(full)
-  return Draft(first, groups, work), 0
+  return Assignment(first, groups, work), 0
 
 
-def _window(
+def _least_loaded(
   counts: np.ndarray, load: np.ndarray, room: np.ndarray, work: np.ndarray
 ) -> int | None:
-  """The first of the neighbours that have room and the least to do."""
-  at = _windows(len(room), len(counts))
+  """The first of the neighbours with room whose load is smallest."""
+  at = _neighbours(len(room), len(counts))
   fits = (room[at] >= counts).all(1)
   if not fits.any():
     return None
@@ -288,20 +294,20 @@ def _window(
   return int(np.argmin(np.where(fits, most, np.inf)))
 
 
-def _squeezed(
+def _by_room(
   size: int, least: int, room: np.ndarray, work: np.ndarray
 ) -> tuple[int, np.ndarray] | None:
-  """The fewest neighbours with room for a document, and its tokens on each."""
+  """The first of the fewest neighbours with room, and the tokens on each."""
   for degree in range(least, min(len(room), size) + 1):
-    at = _windows(len(room), degree)
+    at = _neighbours(len(room), degree)
     fits = (room[at].sum(1) >= size) & (room[at].min(1) > 0)
     if fits.any():
       best = int(np.argmin(np.where(fits, work[at].max(1), np.inf)))
-      return best, _level(size, room[best : best + degree])
+      return best, _even_counts(size, room[best : best + degree])
   return None
 
 
-def _level(size: int, room: np.ndarray) -> np.ndarray:
+def _even_counts(size: int, room: np.ndarray) -> np.ndarray:
   """Tokens on each shard, as even as the room allows; int64 [d]."""
   counts = np.zeros(len(room), np.int64)
   for done, member in enumerate(np.argsort(room, kind="stable")):
@@ -311,12 +317,12 @@ def _level(size: int, room: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(64)
-def _windows(shards: int, degree: int) -> np.ndarray:
-  """The shards of every row of neighbours, int64 [R - d + 1, d]."""
+def _neighbours(shards: int, degree: int) -> np.ndarray:
+  """All rows of `degree` neighbours, int64 [R - d + 1, d]."""
   return np.arange(shards - degree + 1)[:, None] + np.arange(degree)
 
 
-def _in_order(sizes: np.ndarray, ring: RingSlots) -> Draft:
+def _in_order(sizes: np.ndarray, ring: RingSlots) -> Assignment:
   """One document behind the other, which always fits."""
   ends = np.cumsum(sizes)
   starts = ends - sizes
@@ -332,17 +338,17 @@ def _in_order(sizes: np.ndarray, ring: RingSlots) -> Draft:
     counts = np.diff(edges.clip(starts[i], ends[i]))
     groups[i] = counts
     work[first[i] : last[i] + 1] += ring.uneven(counts)
-  return Draft(first, groups, work)
+  return Assignment(first, groups, work)
 
 
-def members(counts: np.ndarray, spread: str) -> np.ndarray:
-  """Which member has each token of a document, int64 [n]."""
+def members(counts: Int[np.ndarray, " D"], spread: str) -> np.ndarray:
+  """The shard, of a document's own, that has each token; int64 [n]."""
   size, degree = int(counts.sum()), len(counts)
   runs = np.repeat(np.arange(degree), counts)
   if spread == "run":
     return runs
   if counts[0] - counts[-1] <= 1 and (np.diff(counts) <= 0).all():
     return np.arange(size) % degree
-  # Each member's tokens are as far apart as it has few of them.
+  # A shard with fewer tokens has them further apart.
   nth = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
   return runs[np.argsort((2 * nth + 1) / counts[runs], kind="stable")]
