@@ -147,10 +147,7 @@ def _check(
 
 
 def _ask(
-  model: Transformer,
-  task: Task,
-  example: Example,
-  options: dict[str, Any],
+  model: Transformer, task: Task, example: Example, options: dict[str, Any]
 ) -> tuple[float, str]:
   ids, weights = task.training(example)
   start = int(np.argmax(weights > 0))

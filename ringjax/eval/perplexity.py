@@ -269,23 +269,22 @@ def _in_chunks(
   dtype: Any,
 ) -> np.ndarray:
   """Losses of a row [T], read behind what a cache holds, chunk by chunk."""
-  length, size = batch.tokens.shape[1], how.chunk
-  assert size is not None
-  session = Session(model, how.width, mesh=mesh, axis=axis, dtype=dtype)
-  cache, found = session.cache, []
-  for first in range(0, length, size):
-    at = np.arange(first, first + size)
-    real = at < length
-    cut = lambda x, at=at, real=real: np.where(
-      real, x[:, np.minimum(at, length - 1)], 0
-    )
+  length = batch.tokens.shape[1]
+  cache = Session(model, how.width, mesh=mesh, axis=axis, dtype=dtype).cache
+  found = np.zeros(length)
+  for call in how.calls(list(batch.tokens), np.zeros(1, np.int64)):
+    assert call.pos is not None
+    real = call.seg[0] > 0
+    at = np.where(real, call.pos[0], 0)
     part = Batch(
-      *(cut(x) for x in (batch.tokens, batch.labels, batch.weights)),
-      positions=at[None].astype(np.int32),
-      segments=real[None].astype(np.int32),
+      call.tokens,
+      batch.labels[:, at],
+      np.where(real, batch.weights[:, at], 0),
+      positions=call.pos,
+      segments=call.seg,
     )
     each, cache = _read_on(
       model, how.attend, place(part, how.attend), cache, jnp.int32(length)
     )
-    found.append(np.asarray(each)[0])
-  return np.concatenate(found)[:length]
+    found[at[real]] = np.asarray(each)[0, real]
+  return found

@@ -197,7 +197,11 @@ def generate(
   start = np.zeros(len(prompts), np.int64)
   if cache is not None:
     _check_session(cache, model, len(prompts), own)
-    prompts, start = cache.turn(prompts)
+    start = cache.lengths
+    prompts = [
+      p if last < 0 else np.concatenate([[np.int32(last)], p])
+      for p, last in zip(prompts, cache.pending, strict=True)
+    ]
   lengths = np.array([p.size for p in prompts])
   _check_context(model, start, lengths, count)
   session, how, total = _planned(

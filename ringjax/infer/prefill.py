@@ -32,13 +32,7 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.nesting import group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.parallel.layout import (
-  Contiguous,
-  Layout,
-  Striped,
-  Uneven,
-  Zigzag,
-)
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.plan import cost
 from ringjax.plan.choice import KEEPS, Machine
 

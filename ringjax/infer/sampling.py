@@ -47,12 +47,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer, number, one_of
-from ringjax.errors import (
-  DtypeError,
-  OptionError,
-  SamplingError,
-  ShapeError,
-)
+from ringjax.errors import DtypeError, OptionError, SamplingError, ShapeError
 
 
 class Parameter(NamedTuple):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,11 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ringjax.checks import positive_int
-from ringjax.errors import (
-  MemoryEstimateError,
-  MeshError,
-  OptionError,
-)
+from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
@@ -171,22 +167,6 @@ class Session:
   @pending.setter
   def pending(self, tokens: np.ndarray) -> None:
     self._said, self._said_at = np.array(tokens, np.int64), self.lengths
-
-  def turn(
-    self, prompts: Sequence[np.ndarray]
-  ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Prompts [T] with the pending tokens before them, and where they start.
-
-    Returns:
-      (prompts, lengths): int32 [T + 0 or 1] each, and `lengths`.
-    """
-    start = self.lengths
-    pending = self._said_at == start
-    found = [
-      np.concatenate([[np.int32(last)], p]) if waits else p
-      for p, last, waits in zip(prompts, self._said, pending, strict=True)
-    ]
-    return found, start
 
   def say(self, tokens: np.ndarray, pos: np.ndarray, rows: np.ndarray) -> None:
     """Notes generated tokens [B] at positions [B], of `rows`, bool [B]."""

@@ -198,18 +198,13 @@ def _first(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
   """Where the string begins that is complete first, the longest of those."""
   found = [(text.find(s), s) for s in strings]
   ends = [(at + len(s), at, s) for at, s in found if at >= 0]
-  if not ends:
-    return None
-  _, begin, string = min(ends)
-  return begin, string
+  return min(ends)[1:] if ends else None
 
 
 def _unsure(text: str, strings: Sequence[str]) -> int:
   """How many of the last characters may be the beginning of a stop string."""
   longest = 0
   for string in strings:
-    for size in range(min(len(string) - 1, len(text)), longest, -1):
-      if text.endswith(string[:size]):
-        longest = size
-        break
+    sizes = range(min(len(string) - 1, len(text)), longest, -1)
+    longest = next((n for n in sizes if text.endswith(string[:n])), longest)
   return longest
