@@ -4,20 +4,19 @@
       Facts hidden in a long text, by its length and their depth. The text is
       Python's own sources, or those of --folder.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
-      How well it foretells such a text, by position; and the same tokens, with
-      more and more before them.
+      The perplexity of such a text, by position; and of the same tokens with
+      more and more text before them.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
-      A training by its log.
+      The curves of a training, from its log.
 
-Without --model it is the model that ships with ringjax. Of Python's sources it
-is the one file in ten that training keeps out (`documents.library`). Prompts
-are read over all devices; see --mesh and --prefill. --out is written after each
+Without --model the model that ships with ringjax is measured. Of Python's
+sources the one file in ten that training keeps out (`documents.library`) is
+read, over all devices; see --mesh and --prefill. --out is written after each
 length and depth, or each curve; "complete" in it says whether it has all.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -37,7 +36,7 @@ from ringjax.data import Tokenizer, documents, texts
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS
 from ringjax.errors import OptionError
-from ringjax.eval import Cell, Curve, charts, find, reader
+from ringjax.eval import Curve, charts, find, reader
 from ringjax.infer import METHODS
 from ringjax.models import tiny
 
@@ -45,6 +44,8 @@ NAME = "evaluate"
 # Characters by which tokens of a text are guessed.
 _SAMPLE = 1 << 16
 _MEMORY = "shorten the text (--lengths), or use more devices"
+# Lines for people, and what draws a picture into a file.
+_Shown = tuple[list[str], Callable[[str], None]]
 
 
 def define(values: flags.FlagValues) -> None:
@@ -86,15 +87,6 @@ def define(values: flags.FlagValues) -> None:
   common.define(values)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Answer:
-  """Figures, and how they are said and drawn."""
-
-  record: dict[str, Any]
-  lines: list[str]
-  draw: Callable[[str], None]
-
-
 def run(
   values: flags.FlagValues,
   words: Sequence[str],
@@ -111,18 +103,18 @@ def run(
     given = " ".join(words) or "nothing"
     screen.error(f"got {given}; wanted {' or '.join(_COMMANDS)}; see --help")
     return 2
-  kept = _Kept(screen, values.out)
+  work = _Evaluation(values, screen, group)
   try:
     _refuse_unused(values, words[0])
     common.check_files(values, "plot", "out")
-    answer = _COMMANDS[words[0]](values, screen, group, kept)
+    lines, draw = _COMMANDS[words[0]](work)
   except KeyboardInterrupt as error:
-    screen.error(f"interrupted; {kept.said}")
+    screen.error(f"interrupted; {work.said}")
     group.leave(error, console.INTERRUPTED)
     return console.INTERRUPTED
   except Exception as error:
-    if kept.done:
-      screen.say(kept.said)
+    if work.done:
+      screen.say(work.said)
     return group.failed(error, doing, _MEMORY)
   group.close()
   screen.end()
@@ -131,39 +123,16 @@ def run(
     return 0
   try:
     if values.out is not None:
-      timing.write_json(values.out, answer.record)
+      timing.write_json(values.out, work.record)
     if values.plot is not None:
-      answer.draw(values.plot)
+      draw(values.plot)
       screen.say(f"wrote {values.plot}")
   except Exception as error:
     return screen.failed(error, "writing", _MEMORY)
   stdout = sys.stdout if stdout is None else stdout
-  text = json.dumps(answer.record) if values.json else "\n".join(answer.lines)
+  text = json.dumps(work.record) if values.json else "\n".join(lines)
   print(text, file=stdout, flush=True)
   return 0
-
-
-class _Kept:
-  """The figures so far, in --out: whoever is stopped has what was found.
-
-  Attributes:
-    done: how many of them are written.
-    said: what there is, in words.
-  """
-
-  def __init__(self, screen: console.Screen, path: str | None):
-    self._screen, self._path = screen, path
-    self.done, self.said = 0, "nothing was written"
-
-  def write(
-    self, record: dict[str, Any], done: int, total: int, unit: str
-  ) -> None:
-    """So many of the figures are in `record`."""
-    if self._path is None or self._screen.quiet:
-      return
-    timing.write_json(self._path, {**record, "complete": False})
-    self.done = done
-    self.said = f"{self._path} has {done} of {total} {unit}"
 
 
 def _refuse_unused(values: flags.FlagValues, word: str) -> None:
@@ -193,30 +162,15 @@ def _uses(word: str, name: str) -> bool:
   return only.get(name, word) == word
 
 
-def _begin(
-  values: flags.FlagValues, screen: console.Screen, group: Group
-) -> Any:
-  """The model, its tokenizer and the mesh."""
-  common.start(values)
-  group.meet()
-  screen.quiet = jax.process_index() > 0
-  screen.begin("loading the model")
-  mesh = common.mesh(values.mesh)
-  folder = values.model or tiny.path()
-  model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
-  tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-  return model, tokenizer, mesh
-
-
 def _numbers(
   name: str, given: Sequence[str], kind: Any, least: float, most: float
 ) -> list[Any]:
-  """What a list of numbers says, each from `least` to `most`."""
+  """The numbers of a list, each from `least` to `most`."""
   try:
     found = [kind(text) for text in given]
   except ValueError:
     found = []
-  # Not `x < least`: NaN is none of them.
+  # Not `x < least`, which is false of NaN too.
   if not found or not all(least <= x <= most for x in found):
     want = (
       f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
@@ -225,13 +179,9 @@ def _numbers(
       f"--{name}",
       ",".join(given) or "none",
       f"numbers of {want}",
-      "correct them",
+      f"pass --{name}=A,B,... with such numbers",
     )
   return found
-
-
-def _lengths(values: flags.FlagValues) -> list[int]:
-  return _numbers("lengths", values.lengths, int, 1, math.inf)
 
 
 # ---------------------------------------------------------------------------
@@ -239,216 +189,211 @@ def _lengths(values: flags.FlagValues) -> list[int]:
 # ---------------------------------------------------------------------------
 
 
-def _needle(
-  values: flags.FlagValues,
-  screen: console.Screen,
-  group: Group,
-  kept: _Kept,
-) -> _Answer:
-  lengths = _lengths(values)
-  given = ["0", "0.25", "0.5", "0.75", "1"]
-  if values.depths is not None:
-    given = values.depths
-  depths = _numbers("depths", given, float, 0, 1)
-  filler = Lines(text="\n".join(_texts(values)))
-  model, tokenizer, mesh = _begin(values, screen, group)
-  _say_if_short(filler.text, tokenizer, max(lengths), screen)
-  count = len(lengths) * len(depths)
-  record = {
-    "task": values.task,
-    "model": str(values.model or "ringjax-tiny"),
-    "trials": values.trials,
-    "seed": values.seed,
-    "text": _source(values),
-    "characters": len(filler.text),
-  }
-  cells: list[Cell] = []
+class _Evaluation:
+  """One sub-command: its figures, kept in --out as they are found.
 
-  def note(cell: Cell) -> None:
-    cells.append(cell)
-    found = [cell.record() for cell in cells]
-    kept.write(record | {"cells": found}, len(cells), count, "cells")
+  Attributes:
+    record: all figures, as JSON.
+    done: how many of them are in --out.
+    said: what is there, in words.
+  """
 
-  screen.begin("asking", count * values.trials, "texts")
-  find(
-    model,
-    TASKS[values.task](tokenizer=tokenizer, filler=filler),
-    lengths=lengths,
-    depths=depths,
-    trials=values.trials,
-    seed=values.seed,
-    on_trial=screen.at,
-    on_cell=note,
-    mesh=mesh,
-    prefill=values.prefill,
-    chunk=values.chunk,
-    cache_dtype=values.cache_dtype,
-  )
-  lines = [
-    f"{values.task}: per cent found, {values.trials} texts of each length and "
-    "depth",
-    f"{'tokens':>9}" + "".join(f"{100 * d:>8.0f} %" for d in depths),
-  ]
-  for length in lengths:
-    row = [cell for cell in cells if cell.length == length]
-    shown = "".join(f"{100 * cell.score:>10.0f}" for cell in row)
-    lines.append(f"{length:>9,}{shown}")
-  return _Answer(
-    record=record
-    | {"cells": [cell.record() for cell in cells], "complete": True},
-    lines=lines,
-    draw=lambda path: charts.heat_map(cells, path, _title(values, cells)),
-  )
+  def __init__(
+    self, values: flags.FlagValues, screen: console.Screen, group: Group
+  ):
+    self._values, self._screen, self._group = values, screen, group
+    self.done, self.said = 0, "nothing was written"
+    self.record: dict[str, Any] = {}
 
+  def _begin(self, unit: str, total: int, **about: Any) -> None:
+    """Before the first of `total` figures, which are a list named `unit`."""
+    values = self._values
+    about |= {
+      "model": str(values.model or "ringjax-tiny"),
+      "text": values.folder or "held-out files of Python's library",
+    }
+    self._unit, self._total = unit, total
+    self.record = about | {unit: [], "complete": False}
 
-def _title(values: flags.FlagValues, cells: Sequence[Cell]) -> str:
-  mean = sum(cell.score for cell in cells) / len(cells)
-  return f"{values.task}: {100 * mean:.0f} % found"
+  def _add(self, figure: dict[str, Any]) -> None:
+    """Keeps one of the figures: an interrupted run leaves what it found."""
+    path, unit = self._values.out, self._unit
+    self.record[unit].append(figure)
+    done = len(self.record[unit])
+    self.record["complete"] = done == self._total
+    if path is not None and not self._screen.quiet:
+      timing.write_json(path, self.record)
+      self.done = done
+      self.said = f"{path} has {done} of {self._total} {unit}"
 
-
-def _perplexity(
-  values: flags.FlagValues,
-  screen: console.Screen,
-  group: Group,
-  kept: _Kept,
-) -> _Answer:
-  lengths = _lengths(values)
-  texts = _texts(values)
-  model, tokenizer, mesh = _begin(values, screen, group)
-  _say_if_far(model, max(lengths), screen)
-  bos = tokenizer.bos_id if tokenizer.adds_bos else None
-  # One text behind another: files are short. What begins a text begins each
-  # row, wherever it was cut. Rows of all lengths end alike: what is foretold
-  # there is the same, with more or less before it.
-  ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in texts])
-  span = max(lengths) + (bos is None)
-  whole = [ids[n * span : (n + 1) * span] for n in range(values.rows)]
-  readers = {
-    length: reader(
-      model,
-      [row[len(row) - length - (bos is None) :] for row in whole],
-      length=length,
-      rows=values.rows,
-      last=max(1, min(lengths) // 2),
-      bos=bos,
+  def _load(self) -> tuple[Any, Tokenizer, dict[str, Any]]:
+    """The model, its tokenizer, and how prompts are read."""
+    values, screen = self._values, self._screen
+    common.start(values)
+    self._group.meet()
+    screen.quiet = jax.process_index() > 0
+    screen.begin("loading the model")
+    mesh = common.mesh(values.mesh)
+    folder = values.model or tiny.path()
+    model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+    tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    reading = dict(
       mesh=mesh,
       prefill=values.prefill,
       chunk=values.chunk,
       cache_dtype=values.cache_dtype,
     )
-    # The longest first: it is the one that texts may be too short for.
-    for length in sorted(set(lengths), reverse=True)
-  }
-  record = {
-    "model": str(values.model or "ringjax-tiny"),
-    "text": _source(values),
-    "bos": bos is not None,
-  }
-  curves: list[Curve] = []
-  screen.begin("reading", len(lengths) * values.rows, "texts")
-  for n, length in enumerate(lengths):
-    before = n * values.rows
-    read = readers[length]
-    curves.append(read(lambda row, before=before: screen.at(before + row)))
-    found = [curve.record() for curve in curves]
-    kept.write(record | {"curves": found}, len(curves), len(lengths), "curves")
-  ends = sorted({end for curve in curves for end in curve.ends})
-  lines = [
-    "negative log-likelihood by position, nats a token",
-    f"{'up to':>9}" + "".join(f"{c.length:>10,}" for c in curves),
-  ]
-  for end in ends:
-    row = [dict(zip(c.ends, c.nll, strict=True)).get(end) for c in curves]
-    shown = "".join(f"{'-' if x is None else f'{x:.4f}':>10}" for x in row)
-    lines.append(f"{end:>9,}{shown}")
-  lines.append(
-    f"{'all':>9}" + "".join(f"{curve.mean:>10.4f}" for curve in curves)
-  )
-  lines.append(
-    f"the same last {curves[0].last:,} tokens of each text, by its length"
-  )
-  lines.append(
-    " " * 9 + "".join(f"{curve.last_nll:>10.4f}" for curve in curves)
-  )
-  return _Answer(
-    record=record
-    | {"curves": [curve.record() for curve in curves], "complete": True},
-    lines=lines,
-    draw=lambda path: charts.curves(curves, path),
-  )
+    return model, tokenizer, reading
 
+  def _lengths(self) -> list[int]:
+    return _numbers("lengths", self._values.lengths, int, 1, math.inf)
 
-def _say_if_far(model: Any, longest: int, screen: console.Screen) -> None:
-  """What a model was not made for may be what is to be found out."""
-  made_for = model.config.longest
-  if made_for is not None and longest > made_for:
-    screen.say(
-      f"note: {longest:,} tokens, and the model was made for {made_for:,}"
+  def _texts(self) -> list[str]:
+    if self._values.folder is None:
+      return documents.library(held_out=True)
+    return list(texts.from_files(texts.find(self._values.folder)))
+
+  def needle(self) -> _Shown:
+    """Asks for facts in texts of each length, at each depth."""
+    values, screen, lengths = self._values, self._screen, self._lengths()
+    given = ["0", "0.25", "0.5", "0.75", "1"]
+    if values.depths is not None:
+      given = values.depths
+    depths = _numbers("depths", given, float, 0, 1)
+    text = "\n".join(self._texts())
+    filler = Lines(text=text)
+    model, tokenizer, reading = self._load()
+    # A note where a text is shorter than a prompt, which repeats it then.
+    sample = text[:_SAMPLE]
+    tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
+    if tokens < max(lengths):
+      screen.say(
+        f"note: the text in which facts are hidden has about {tokens:,} tokens;"
+        " what is longer has it more than once"
+      )
+    count = len(lengths) * len(depths)
+    self._begin(
+      "cells",
+      count,
+      task=values.task,
+      trials=values.trials,
+      seed=values.seed,
+      characters=len(text),
     )
-
-
-def _texts(values: flags.FlagValues) -> list[str]:
-  if values.folder is None:
-    return documents.library(held_out=True)
-  return list(texts.from_files(texts.find(values.folder)))
-
-
-def _source(values: flags.FlagValues) -> str:
-  """Whose text it is, in words."""
-  return values.folder or "held-out files of Python's library"
-
-
-def _say_if_short(
-  text: str, tokenizer: Tokenizer, longest: int, screen: console.Screen
-) -> None:
-  """A filler goes round and round: whoever reads the figures should know."""
-  sample = text[:_SAMPLE]
-  tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
-  if tokens < longest:
-    screen.say(
-      f"note: the text in which facts are hidden has about {tokens:,} tokens; "
-      "what is longer has it more than once"
+    screen.begin("asking", count * values.trials, "texts")
+    cells = find(
+      model,
+      TASKS[values.task](tokenizer=tokenizer, filler=filler),
+      lengths=lengths,
+      depths=depths,
+      trials=values.trials,
+      seed=values.seed,
+      on_trial=screen.at,
+      on_cell=lambda cell: self._add(cell.record()),
+      **reading,
     )
+    lines = [
+      f"{values.task}: per cent found, {values.trials} texts of each length "
+      "and depth",
+      f"{'tokens':>9}" + "".join(f"{100 * d:>8.0f} %" for d in depths),
+    ]
+    for length in lengths:
+      row = [cell for cell in cells if cell.length == length]
+      shown = "".join(f"{100 * cell.score:>10.0f}" for cell in row)
+      lines.append(f"{length:>9,}{shown}")
+    mean = sum(cell.score for cell in cells) / len(cells)
+    title = f"{values.task}: {100 * mean:.0f} % found"
+    return lines, lambda path: charts.heat_map(cells, path, title)
 
+  def perplexity(self) -> _Shown:
+    """Reads texts of each length, which end alike."""
+    values, screen, lengths = self._values, self._screen, self._lengths()
+    found = self._texts()
+    model, tokenizer, reading = self._load()
+    # A longer text than the model's context may be the question.
+    context = model.config.longest
+    if context is not None and max(lengths) > context:
+      screen.say(
+        f"note: {max(lengths):,} tokens, and the model was made for {context:,}"
+      )
+    bos = tokenizer.bos_id if tokenizer.adds_bos else None
+    # Texts are joined, as files are short, and each row begins with the id that
+    # begins a text. Rows of all lengths end alike: the same tokens are
+    # predicted there, with more or less before them.
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
+    more = bos is None
+    span = max(lengths) + more
+    whole = [ids[n * span : (n + 1) * span] for n in range(values.rows)]
+    readers = {
+      length: reader(
+        model,
+        [row[len(row) - length - more :] for row in whole],
+        length=length,
+        rows=values.rows,
+        last=max(1, min(lengths) // 2),
+        bos=bos,
+        **reading,
+      )
+      # The longest first: texts may be too short for it.
+      for length in sorted(set(lengths), reverse=True)
+    }
+    self._begin("curves", len(lengths), bos=bos is not None)
+    curves: list[Curve] = []
+    screen.begin("reading", len(lengths) * values.rows, "texts")
+    for n, length in enumerate(lengths):
+      before = n * values.rows
+      read = readers[length]
+      curves.append(read(lambda row, before=before: screen.at(before + row)))
+      self._add(curves[-1].record())
+    line = lambda name, cells: f"{name:>9}" + "".join(f"{x:>10}" for x in cells)
+    ends = sorted({end for curve in curves for end in curve.ends})
+    known = [dict(zip(c.ends, c.nll, strict=True)) for c in curves]
+    lines = [
+      "negative log-likelihood by position, nats a token",
+      line("up to", [f"{curve.length:,}" for curve in curves]),
+      *(
+        line(f"{end:,}", [f"{c[end]:.4f}" if end in c else "-" for c in known])
+        for end in ends
+      ),
+      line("all", [f"{curve.mean:.4f}" for curve in curves]),
+      f"the same last {curves[0].last:,} tokens of each text, by its length",
+      line("", [f"{curve.last_nll:.4f}" for curve in curves]),
+    ]
+    return lines, lambda path: charts.curves(curves, path)
 
-def _curves(
-  values: flags.FlagValues,
-  screen: console.Screen,
-  group: Group,
-  kept: _Kept,
-) -> _Answer:
-  # Without JAX: the training that is drawn may hold the accelerator.
-  del screen, group, kept
-  if values.log is None:
-    raise OptionError(
-      "--log",
-      "no value",
-      "the log.jsonl of a training",
-      "pass --log=DIR/log.jsonl",
-    )
-  # A run that went on from an earlier step has written some twice.
-  latest = {row["step"]: row for row in _logged(values.log)}
-  rows = [latest[step] for step in sorted(latest)]
-  if not rows:
-    raise OptionError(
-      "--log", values.log, "a line or more", "train some steps first"
-    )
-  lines = [f"{'step':>8}{'stage':>7}{'loss':>10}{'tokens/s':>12}"]
-  shown = rows[:: max(1, len(rows) // 20)]
-  if shown[-1] is not rows[-1]:
-    shown.append(rows[-1])
-  for row in shown:
-    loss, rate = row["loss"], row["tokens_per_s"]
-    lines.append(
-      f"{row['step']:>8}{row['stage']:>7}"
-      f"{'-' if loss is None else f'{loss:.4f}':>10}"
-      f"{'-' if rate is None else f'{rate:,.0f}':>12}"
-    )
-  return _Answer(
-    record={"rows": rows},
-    lines=lines,
-    draw=lambda path: charts.run_of(rows, path),
-  )
+  def curves(self) -> _Shown:
+    """Reads the log of a training.
+
+    Without JAX: that training may hold the accelerator.
+    """
+    log = self._values.log
+    if log is None:
+      raise OptionError(
+        "--log",
+        "no value",
+        "the log.jsonl of a training",
+        "pass --log=DIR/log.jsonl",
+      )
+    # A run that resumed from an earlier step has written some twice.
+    latest = {row["step"]: row for row in _logged(log)}
+    rows = [latest[step] for step in sorted(latest)]
+    if not rows:
+      raise OptionError(
+        "--log", log, "a line or more", "train some steps first"
+      )
+    self.record = {"rows": rows}
+    lines = [f"{'step':>8}{'stage':>7}{'loss':>10}{'tokens/s':>12}"]
+    shown = rows[:: max(1, len(rows) // 20)]
+    if shown[-1] is not rows[-1]:
+      shown.append(rows[-1])
+    for row in shown:
+      loss, rate = row["loss"], row["tokens_per_s"]
+      lines.append(
+        f"{row['step']:>8}{row['stage']:>7}"
+        f"{'-' if loss is None else f'{loss:.4f}':>10}"
+        f"{'-' if rate is None else f'{rate:,.0f}':>12}"
+      )
+    return lines, lambda path: charts.training_curves(rows, path)
 
 
 def _logged(path: str) -> Iterator[dict[str, Any]]:
@@ -463,19 +408,19 @@ def _logged(path: str) -> Iterator[dict[str, Any]]:
           yield _figures(json.loads(line))
   except OSError as error:
     raise OptionError(
-      "--log", f"{path}: {error.strerror}", "a file", "correct it"
+      "--log", f"{path}: {error.strerror}", "a file", "pass its path"
     ) from None
   except (ValueError, RecursionError) as error:
     raise OptionError(
       "--log",
       f"{path}:{number}: {error}",
       "a line of a training's log.jsonl",
-      "correct the path",
+      "pass the log.jsonl that launch.train wrote",
     ) from None
 
 
 def _figures(row: Any) -> dict[str, Any]:
-  """A line as `charts.run_of` takes it.
+  """A line as `charts.training_curves` takes it.
 
   Raises:
     ValueError: it is of something else.
@@ -494,10 +439,10 @@ def _figures(row: Any) -> dict[str, Any]:
   }
 
 
-_COMMANDS: dict[str, Callable[..., _Answer]] = {
-  "needle": _needle,
-  "perplexity": _perplexity,
-  "curves": _curves,
+_COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
+  "needle": _Evaluation.needle,
+  "perplexity": _Evaluation.perplexity,
+  "curves": _Evaluation.curves,
 }
 
 

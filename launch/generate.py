@@ -1,4 +1,4 @@
-"""Reads a long document on all devices, and answers.
+"""Answers a prompt on a long document, which all devices read together.
 
   python -m launch.generate
       A small model, which ships with ringjax, reads sources of Python's
@@ -7,21 +7,23 @@
   python -m launch.generate --model=DIR --prompt_file=F --prompt="Who did it?"
       Any Hugging Face folder, a document and a question.
   python -m launch.generate --context=100000 --mesh=data:1,seq:4 \\
-      --prefill=chunked --chunk=4096
-      A longer document on four devices, 4096 tokens at a time.
+      --prefill=chunked --chunk=4096 --cache=unrotated
+      A longer document on four devices, 4096 tokens at a time, into another
+      kind of cache.
 
 The answer goes to stdout as it comes, all else to stderr. Ctrl-C ends an
-answer where it is. With several processes (see launch/common.py) all get the
-same flags, and the first one speaks; only it needs the document.
+answer early. With several processes (see launch/common.py) all get the same
+flags and the first one prints; only it needs the document.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -35,8 +37,10 @@ from launch.group import Group
 from ringjax.checks import positive_int
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
-from ringjax.infer import METHODS, Greedy, Sample, Stop
+from ringjax.infer import METHODS, Sample, Stop
+from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.stopping import Watch
+from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
@@ -81,19 +85,22 @@ def define(values: flags.FlagValues) -> None:
     "Where the KV cache is kept: all devices, or the last, which decodes.",
     flag_values=values,
   )
+  new.text(
+    "cache",
+    "dense",
+    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
+    "NAME:key=value,key=value.",
+  )
   new.whole(
     "max_new_tokens",
     None,
     f"Longest answer; {_NEW_TOKENS}, for the passkey {prompts.ANSWER_TOKENS}.",
     None,
   )
-  new.number("temperature", None, "0 is greedy, as is no sampling flag at all.")
-  new.whole("top_k", None, "Keep the k likeliest tokens.", None)
-  new.number("top_p", None, "Keep the likeliest tokens up to this probability.")
-  new.number("min_p", None, "Drop tokens below min_p x the top probability.")
-  new.number(
-    "repetition_penalty", None, "Above 1, seen tokens get less likely."
-  )
+  for name, parameter in PARAMETERS.items():
+    if name != "seed":
+      make = new.whole if parameter.whole else new.number
+      make(name, None, parameter.meaning, None)
   new.whole(
     "seed",
     0,
@@ -133,7 +140,7 @@ def run(
     console.leave(console.INTERRUPTED)
     raise AssertionError from None
   except BrokenPipeError:
-    # Who read the answer has gone: `| head`.
+    # The reader of the answer has ended: `| head`.
     screen.end()
     console.leave(0)
     raise AssertionError from None
@@ -145,7 +152,7 @@ def run(
 
 
 class _Work:
-  """One run; `doing` says what it is at."""
+  """One run of the script; `doing` is its current stage, for errors."""
 
   def __init__(
     self,
@@ -161,7 +168,7 @@ class _Work:
     self._screen = screen
     self._job = job
     self._written = ""
-    # Stays empty where another process has it.
+    # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
   def run(self) -> dict[str, Any]:
@@ -171,7 +178,9 @@ class _Work:
     self.group.meet()
     mesh = common.mesh(values.mesh)
     folder = tiny.path() if values.model is None else pathlib.Path(values.model)
-    self._screen.say(_devices(mesh))
+    count, kind = mesh.devices.size, mesh.devices.flat[0].device_kind
+    where = _where(count, kind, mesh.shape, jax.process_count())
+    self._screen.say(f"devices: {where}")
     if not prompts.made_up(values):
       # Refused before the model is loaded, if it cannot be read.
       common.share(self._given)
@@ -265,6 +274,7 @@ class _Work:
         chunk=values.chunk,
         machine=machines.machine(values),
         keep=values.keep,
+        cache_kind=kind_text.parse(values.cache, "--cache"),
         mesh=mesh,
         stop=eos,
         stream=stream,
@@ -295,6 +305,7 @@ class _Work:
       "prefill": report.prefill.name,
       "prefill_why": report.prefill.why,
       "chunk": report.prefill.chunk,
+      "cache": values.cache,
       "first_token_s": clock.first_s,
       "compile_s": compiled(clock.first_s),
       "prefill_s": clock.read_s - compiled(clock.read_s),
@@ -332,7 +343,7 @@ class _Work:
 
 
 class _Clock:
-  """When what happened, in seconds from the start."""
+  """Times of reading, of the first and of the last token, from the start."""
 
   def __init__(self, start: float):
     self.start = start
@@ -346,16 +357,12 @@ class _Clock:
 def summary(done: dict[str, Any]) -> list[str]:
   """Lines for people, from the figures of a run."""
   rate = lambda n, s: f"{n / s:,.1f}" if s > 0 else "-"
-  axes = ", ".join(f"{name}:{n}" for name, n in done["mesh"].items())
+  where = (done[name] for name in ("devices", "platform", "mesh", "processes"))
   chunk = f" of {done['chunk']:,} tokens" if done["chunk"] else ""
   cache = console.nbytes(done["cache_bytes_per_device"])
-  processes = ""
-  if done["processes"] > 1:
-    processes = f" in {done['processes']} processes"
   lines = {
     "prompt": f"{done['prompt_tokens']:,} tokens, {done['source']}",
-    "devices": f"{done['devices']} x {done['platform']}{processes}, "
-    f"mesh {axes}",
+    "devices": _where(*where),
     "prefill": f"{done['prefill']}{chunk} ({done['prefill_why']}), "
     f"{rate(done['prompt_tokens'], done['prefill_s'])} tokens/s",
     "first token": f"after {done['first_token_s']:.2f} s, "
@@ -363,7 +370,8 @@ def summary(done: dict[str, Any]) -> list[str]:
     "decoding": f"{len(done['tokens'])} tokens, "
     f"{rate(len(done['tokens']) - 1, done['decode_s'])} tokens/s, "
     f"until {done['stopped']!r}",
-    "cache": f"{cache} on each device, {done['cache_tokens']:,} tokens in all",
+    "cache": f"{done['cache']}, {cache} on each device, "
+    f"{done['cache_tokens']:,} tokens in all",
   }
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"
@@ -373,13 +381,13 @@ def summary(done: dict[str, Any]) -> list[str]:
   return ["", *(f"{name:12} {text}" for name, text in lines.items())]
 
 
-def _devices(mesh: Any) -> str:
-  axes = ", ".join(f"{name}:{n}" for name, n in mesh.shape.items())
-  kind = mesh.devices.flat[0].device_kind
-  processes = ""
-  if jax.process_count() > 1:
-    processes = f" in {jax.process_count()} processes"
-  return f"devices: {mesh.devices.size} x {kind}{processes}, mesh {axes}"
+def _where(
+  devices: int, kind: str, mesh: Mapping[str, int], processes: int
+) -> str:
+  """Devices and mesh in words."""
+  axes = ", ".join(f"{name}:{n}" for name, n in mesh.items())
+  several = f" in {processes} processes" if processes > 1 else ""
+  return f"{devices} x {kind}{several}, mesh {axes}"
 
 
 # ---------------------------------------------------------------------------
@@ -389,7 +397,8 @@ def _devices(mesh: Any) -> str:
 
 def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
-  _sampler(values)
+  drawn = isinstance(_sampler(values), Sample)
+  kind_text.parse(values.cache, "--cache")
   if values.max_new_tokens is not None:
     positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
@@ -397,49 +406,40 @@ def _check(values: flags.FlagValues) -> None:
     raise OptionError(
       "--model", "an empty value", "a model directory", "pass its path"
     )
-  if values.raw and values.chat:
-    raise prompts.clash("--raw and --chat", "one of them")
-  if values.system is not None and (values.raw or values.chat is False):
-    raise prompts.clash(
-      "--system without a chat template", "--system with --chat"
-    )
-  for name in machines.unused(values):
-    raise prompts.clash(f"--{name} without --profile", "both")
-  if values.profile is not None and values.prefill != "auto":
-    raise prompts.clash(
-      f"--profile and --prefill={values.prefill}", "--prefill=auto"
-    )
-  if values.profile is not None and values.chunk is not None:
-    raise prompts.clash("--profile and --chunk", "one of them")
-  if (
-    values["seed"].present
-    and not prompts.made_up(values)
-    and not isinstance(_sampler(values), Sample)
-  ):
-    raise prompts.clash(
-      "--seed with a prompt and no sampling", "--seed with --temperature"
-    )
-  for name in ("context", "depth"):
-    if values[name].present and not prompts.made_up(values):
-      raise prompts.clash(f"--{name} with a prompt", f"--{name} or a prompt")
+  made_up, costs = prompts.made_up(values), values.profile is not None
+  unchatty = values.raw or values.chat is False
+  for refused, got, want in (
+    (values.raw and values.chat, "--raw and --chat", "one of them"),
+    (values.system is not None and unchatty,
+     "--system without a chat template", "--system with --chat"),
+    *((True, f"--{name} without --profile", "both")
+      for name in machines.unused(values)),
+    (costs and values.prefill != "auto",
+     f"--profile and --prefill={values.prefill}", "--prefill=auto"),
+    (costs and values.chunk is not None,
+     "--profile and --chunk", "one of them"),
+    (values["seed"].present and not made_up and not drawn,
+     "--seed with a prompt and no sampling", "--seed with --temperature"),
+    *((values[name].present and not made_up,
+       f"--{name} with a prompt", f"--{name} or a prompt")
+      for name in ("context", "depth")),
+  ):  # fmt: skip
+    if refused:
+      raise prompts.clash(got, want)
 
 
 def _sampler(values: flags.FlagValues) -> Any:
-  filters = {name: values[name].value for name in ("top_k", "top_p", "min_p")}
-  penalty, temperature = values.repetition_penalty, values.temperature
-  chosen = any(value is not None for value in filters.values())
-  if temperature == 0 and chosen:
+  """The sampler of the flags."""
+  given = {name: values[name].value for name in PARAMETERS if name != "seed"}
+  filters = any(given[name] is not None for name in ("top_k", "top_p", "min_p"))
+  if given["temperature"] == 0 and filters:
     raise prompts.clash(
       "--temperature=0 and filters", "sampling or --temperature=0"
     )
-  if temperature == 0 or (temperature is None and not chosen):
-    return Greedy(repetition_penalty=penalty)
-  return Sample(
-    temperature=1.0 if temperature is None else temperature,
-    repetition_penalty=penalty,
-    seed=values.seed,
-    **filters,
-  )
+  sampler, _ = from_names(None, None, given)
+  if isinstance(sampler, Sample):
+    return dataclasses.replace(sampler, seed=values.seed)
+  return sampler
 
 
 # ---------------------------------------------------------------------------

@@ -160,15 +160,17 @@ def _range(
   above: int | float | None = None,
 ) -> str:
   """ " from 1 to 8", " of at least 1", ..."""
+  # An int in full: six digits of 2**31 - 1 are another number.
+  shown = lambda x: str(x) if isinstance(x, int) else f"{x:g}"
   if above is not None:
-    return f" above {above:g}" + (
-      f", at most {most:g}" if most is not None else ""
+    return f" above {shown(above)}" + (
+      f", at most {shown(most)}" if most is not None else ""
     )
   if least is not None and most is not None:
-    return f" from {least:g} to {most:g}"
+    return f" from {shown(least)} to {shown(most)}"
   if least is not None:
-    return f" of at least {least:g}"
-  return "" if most is None else f" of at most {most:g}"
+    return f" of at least {shown(least)}"
+  return "" if most is None else f" of at most {shown(most)}"
 
 
 def boolean(name: str, x: Any) -> bool:

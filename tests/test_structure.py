@@ -246,7 +246,6 @@ CLASH = {
   "Linear",
   "Program",
   "Ready",
-  "Report",
   "Run",
   "Sample",
   "Send",

@@ -1,4 +1,4 @@
-"""Pictures of what was found out. Needs matplotlib."""
+"""Plots of evaluations and of trainings. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringjax.eval.needle import Cell
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
 
-# Of a line of a training's log, with their titles.
+# Numbers of a line of a training's log that are drawn, with their titles.
 FIGURES = {
   "loss": "loss, nats a token",
   "gradient_norm": "gradient norm",
@@ -22,7 +22,7 @@ FIGURES = {
 
 
 def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
-  """What was found, by length (across) and depth (down).
+  """Draws retrieval by length (across) and depth (down).
 
   Raises:
     OptionError: matplotlib is not installed.
@@ -48,7 +48,7 @@ def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
 
 
 def curves(found: Sequence[Curve], path: str) -> None:
-  """Losses by position, one line a curve; of the last tokens, by length."""
+  """Draws losses by position, and those of the last tokens by length."""
   figure = figures().Figure(figsize=(10, 4), layout="constrained")
   axes, beside = figure.subplots(1, 2, width_ratios=(3, 2))
   for curve in found:
@@ -71,8 +71,8 @@ def curves(found: Sequence[Curve], path: str) -> None:
   figure.savefig(path, dpi=130)
 
 
-def run_of(rows: Sequence[dict[str, Any]], path: str) -> None:
-  """A training by its log: loss, gradient norm, rate, speed.
+def training_curves(rows: Sequence[dict[str, Any]], path: str) -> None:
+  """Draws a training from its log: loss, gradient norm, rate, speed.
 
   Args:
     rows: step, stage and `FIGURES` of each; None, of a step that was not

@@ -1,7 +1,7 @@
-"""What a model finds in a long text, by the text's length and the fact's depth.
+"""Retrieval by length and depth: which facts in a long text a model finds.
 
 Guarantees: trial i of a length and a depth is the same text and fact for every
-model and every way to read it; other depths hide the same fact in the same
+model and every prefill method; other depths hide the same fact in the same
 text. What cannot be asked is refused before anything is read.
 Cost: one prompt is read for each trial; each text is made once more before.
 """
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ringjax.checks import positive_int
+from ringjax.checks import number, positive_int
 from ringjax.data.needle import Example, Task
 from ringjax.errors import OptionError
 from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
-from ringjax.infer.prefill import plan
+from ringjax.infer.prefill import PrefillOptions
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
 
@@ -89,12 +89,10 @@ def find(
   positive_int("trials", trials)
   for name, values in (("lengths", lengths), ("depths", depths)):
     if not values:
-      raise OptionError(name, "none", "one or more", "name some")
+      raise OptionError(name, "none", "one or more", "pass a list of numbers")
   for depth in depths:
-    if not 0 <= depth <= 1:
-      raise OptionError(
-        "depths", depth, "numbers from 0 to 1", "pass depths such as 0.5"
-      )
+    remedy = "pass depths such as 0.5"
+    number("depths", depth, least=0.0, most=1.0, remedy=remedy)
   for length in lengths:
     positive_int("lengths", length)
   draw = lambda length, trial: np.random.default_rng([seed, length, trial])
@@ -123,35 +121,33 @@ def find(
 def _check(
   model: Transformer, lengths: Sequence[int], options: dict[str, Any]
 ) -> None:
-  """Refuses what the model and its devices cannot read."""
+  """Refuses lengths that the model or its devices cannot read."""
   longest = max(lengths)
   within_context(model.config, longest, f"lengths up to {longest:,}")
   if "cache" in options:
     return
   mesh, axis = place_of(options.get("mesh"), options.get("axis"), model)
-  mine = {
-    name: options[name] for name in ("chunk", "machine") if name in options
-  }
-  ways = [
-    plan(options.get("prefill", "auto"), length, model, mesh, axis, **mine)
-    for length in lengths
-  ]
-  # The largest cache, let go at once.
+  reading = PrefillOptions(
+    method=options.get("prefill", "auto"),
+    chunk=options.get("chunk"),
+    partition=options.get("partition"),
+    machine=options.get("machine"),
+  )
+  plans = [reading.plan(length, model, mesh, axis) for length in lengths]
+  # The largest cache: refused if it does not fit, and released at once.
   shards = 1 if axis is None else mesh.shape[axis]
   Session(
     model,
-    (max(way.slots for way in ways) + 1) * shards,
+    (max(how.slots for how in plans) + 1) * shards,
     mesh=mesh,
     axis=axis,
     dtype=options.get("cache_dtype"),
+    cache_kind=options.get("cache_kind", "dense"),
   )
 
 
 def _ask(
-  model: Transformer,
-  task: Task,
-  example: Example,
-  options: dict[str, Any],
+  model: Transformer, task: Task, example: Example, options: dict[str, Any]
 ) -> tuple[float, str]:
   ids, weights = task.training(example)
   start = int(np.argmax(weights > 0))

@@ -3,7 +3,7 @@
 Guarantees: every token of a row counts once, at its position; a bucket goes
 from the end of the one before to its own, which is twice that. Rows are whole:
 no token has less context than its position says. The id that begins a text is
-read and never foretold.
+read and never predicted.
 Cost: one forward pass a row, without logits of more than a block of tokens.
 """
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PromptError
-from ringjax.infer.prefill import Prefill, plan
+from ringjax.infer.prefill import Prefill, PrefillOptions
 from ringjax.infer.session import Session, on_its_mesh, place_of
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
@@ -80,6 +80,7 @@ class Curve:
 def _read(
   model: Transformer, attend: ShardingContext, batch: Batch
 ) -> jax.Array:
+  """Losses [1, T] of a row, by its own keys."""
   one = jax.tree.map(lambda x: x[0], batch)
   return attend.everywhere(each_token(model, one, attend))
 
@@ -92,6 +93,7 @@ def _read_on(
   cache: Any,
   length: jax.Array,
 ) -> tuple[jax.Array, Any]:
+  """Losses of a chunk behind what the cache holds, and the cache."""
   one = jax.tree.map(lambda x: x[0], batch)
   each, cache = each_token_cached(model, one, attend, cache, length)
   return attend.everywhere(each), cache
@@ -101,54 +103,15 @@ def perplexity(
   model: Transformer,
   documents: Iterable[np.ndarray],
   *,
-  length: int,
-  rows: int,
-  last: int | None = None,
-  bos: int | None = None,
-  prefill: str = "auto",
-  mesh: Mesh | None = None,
-  axis: str | None = None,
-  chunk: int | None = None,
-  cache_dtype: Any = None,
   on_row: Callable[[int], Any] = lambda done: None,
+  **options: Any,
 ) -> Curve:
-  """Reads the beginnings of documents that are long enough.
+  """Losses by position over the beginnings of documents.
 
-  Args:
-    model: that reads.
-    documents: ids [n] of each, without `bos`; shorter ones are passed over.
-    length: T, tokens that are read of each, a multiple of twice the shards.
-    rows: how many documents are read.
-    last: tokens of `Curve.last`; default: half of the row.
-    bos: the id that begins each row, for a model that was trained so.
-    prefill: how, of `ringjax.infer.METHODS`; "chunked" keeps what it has read
-      in a cache.
-    mesh: the mesh; default: the model's, else the current one.
-    axis: the axis that shards the sequence; default "seq" if there is one.
-    chunk: tokens of a chunk.
-    cache_dtype: of the cache; default: the model's.
-    on_row: called with how many rows are read.
-
-  Raises:
-    PromptError: not so many documents are long enough, or an id that the
-      model does not have.
-    OptionError: a way to read that does not fit.
-    MemoryEstimateError: the cache has no room.
+  `options` and errors are those of `reader`; `on_row` is called with how many
+  rows are read.
   """
-  read = reader(
-    model,
-    documents,
-    length=length,
-    rows=rows,
-    last=last,
-    bos=bos,
-    prefill=prefill,
-    mesh=mesh,
-    axis=axis,
-    chunk=chunk,
-    cache_dtype=cache_dtype,
-  )
-  return read(on_row)
+  return reader(model, documents, **options)(on_row)
 
 
 @on_its_mesh
@@ -166,26 +129,50 @@ def reader(
   chunk: int | None = None,
   cache_dtype: Any = None,
 ) -> Callable[[Callable[[int], Any]], Curve]:
-  """As `perplexity`, which this does when it is called with `on_row`.
+  """Checks everything `perplexity` needs, and returns what computes it.
 
-  What `perplexity` refuses is refused here, before anything is read.
+  Args:
+    model: that reads.
+    documents: ids [n] of each, without `bos`; shorter ones are passed over.
+    length: T, tokens that are read of each, a multiple of twice the shards.
+    rows: how many documents are read.
+    last: tokens of `Curve.last`; default: half of the row.
+    bos: the id that begins each row, for a model that was trained so.
+    prefill: how, of `ringjax.infer.METHODS`; "chunked" keeps what it has read
+      in a cache.
+    mesh: the mesh; default: the model's, else the current one.
+    axis: the axis that shards the sequence; default "seq" if there is one.
+    chunk: tokens of a chunk.
+    cache_dtype: of the cache; default: the model's.
+
+  Returns:
+    A function of `on_row`, which reads the rows.
+
+  Raises:
+    PromptError: not so many documents are long enough, or an id that the
+      model does not have.
+    OptionError: a prefill method that does not fit.
+    MemoryEstimateError: the cache has no room.
   """
   positive_int("length", length)
   positive_int("rows", rows)
   last = max(1, length // 2) if last is None else last
   positive_int("last", last)
   if last > length:
-    raise OptionError("last", last, f"at most length={length}", "lower it")
+    raise OptionError(
+      "last", last, f"at most length={length}", "pass a smaller last="
+    )
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   mesh, axis = place_of(mesh, axis, model)
-  how = plan(prefill, length, model, mesh, axis, chunk=chunk)
+  options = PrefillOptions(method=prefill, chunk=chunk)
+  how = options.plan(length, model, mesh, axis)
   if cache_dtype is not None and how.chunk is None:
     raise OptionError(
       "cache_dtype",
       f"{cache_dtype} with prefill={how.name!r}, which has no cache",
       "prefill='chunked'",
-      "leave one of them out",
+      "leave cache_dtype= out, or pass prefill='chunked'",
     )
   unit = 2 * how.attend.size if how.attend.size > 1 else 1
   if how.chunk is None and length % unit:
@@ -193,11 +180,11 @@ def reader(
       "length",
       f"{length} over {how.attend.size} shards",
       f"a multiple of {unit}",
-      "change the length or the mesh",
+      "round the length up, or use another mesh",
     )
   chosen = _rows(documents, length, rows, bos, model.config.vocab)
   if how.chunk is not None:
-    # Its cache, let go at once.
+    # Its cache: refused if it does not fit, and released at once.
     Session(model, how.width, mesh=mesh, axis=axis, dtype=cache_dtype)
 
   def losses(ids: np.ndarray) -> np.ndarray:
@@ -231,7 +218,7 @@ def _rows(
   bos: int | None,
   vocab: int,
 ) -> list[np.ndarray]:
-  """Ids [T + 1] of each row, the last one of which is only foretold."""
+  """Ids [T + 1] of each row, the last one of which is only predicted."""
   start = np.array([] if bos is None else [bos], np.int32)
   need = length + 1 - start.size
   enough = (ids for ids in documents if len(ids) >= need)
@@ -241,7 +228,7 @@ def _rows(
       "documents",
       f"{len(long)} of more than {need - 1} tokens",
       f"{rows}",
-      "lower the length or the rows, or bring longer documents",
+      "pass a smaller length or fewer rows, or longer documents",
     )
   found = [np.concatenate([start, ids[:need]]) for ids in long]
   most = max(int(ids.max()) for ids in found)
@@ -256,7 +243,7 @@ def _rows(
 
 
 def _curve(each: np.ndarray, length: int, rows: int, last: int) -> Curve:
-  """Of the losses [T] by position."""
+  """The curve of the losses [T] by position."""
   ends = [1]
   while ends[-1] < length:
     ends.append(min(2 * ends[-1], length))
@@ -282,23 +269,22 @@ def _in_chunks(
   dtype: Any,
 ) -> np.ndarray:
   """Losses of a row [T], read behind what a cache holds, chunk by chunk."""
-  length, size = batch.tokens.shape[1], how.chunk
-  assert size is not None
-  session = Session(model, how.width, mesh=mesh, axis=axis, dtype=dtype)
-  cache, found = session.cache, []
-  for first in range(0, length, size):
-    at = np.arange(first, first + size)
-    real = at < length
-    cut = lambda x, at=at, real=real: np.where(
-      real, x[:, np.minimum(at, length - 1)], 0
-    )
+  length = batch.tokens.shape[1]
+  cache = Session(model, how.width, mesh=mesh, axis=axis, dtype=dtype).cache
+  found = np.zeros(length)
+  for call in how.calls(list(batch.tokens), np.zeros(1, np.int64)):
+    assert call.pos is not None
+    real = call.seg[0] > 0
+    at = np.where(real, call.pos[0], 0)
     part = Batch(
-      *(cut(x) for x in (batch.tokens, batch.labels, batch.weights)),
-      positions=at[None].astype(np.int32),
-      segments=real[None].astype(np.int32),
+      call.tokens,
+      batch.labels[:, at],
+      np.where(real, batch.weights[:, at], 0),
+      positions=call.pos,
+      segments=call.seg,
     )
     each, cache = _read_on(
       model, how.attend, place(part, how.attend), cache, jnp.int32(length)
     )
-    found.append(np.asarray(each)[0])
-  return np.concatenate(found)[:length]
+    found[at[real]] = np.asarray(each)[0, real]
+  return found

@@ -1,8 +1,9 @@
 """One token after another, from a cache that stays where it is.
 
-Law: a step's program is the same for every step of a capacity; it depends on
-neither the length of the context nor on what is in it, nor on a sampler's
-numbers, but on which of them it has.
+Guarantees: a step is a pure function of a `DecodeState` and a cache. Its
+program is the same for every step of a capacity; it depends on neither the
+length of the context nor on what is in it, nor on a sampler's numbers, but on
+which of them it has.
 Cost: a step reads the weights and the filled slots of the cache once, and
 sends one small reduction a layer.
 """
@@ -16,32 +17,40 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 
-# Room for the stop ids of most models.
+# Most models have no more stop ids.
 _STOPS = 4
 
 
-class State(NamedTuple):
-  """What a step hands to the next.
+class DecodeState(NamedTuple):
+  """What a step of decoding takes and returns beside the cache.
+
+  The cache is not part of it: a step takes the cache's memory, while the host
+  still reads the tokens of the state before.
 
   Fields:
     token: int32 [B], the tokens that were chosen last.
     pos: int32 [B], their positions.
-    done: bool [B], whether an example has stopped.
+    done: bool [B], whether a row has stopped.
     seen: bool [B, V], ids that occurred, or None if the sampler ignores them.
   """
 
-  token: jax.Array
-  pos: jax.Array
-  done: jax.Array
+  token: Any
+  pos: Any
+  done: Any
   seen: Any
 
 
+# As `ringjax.bench` has it.
+State = DecodeState
+
+
 def stop_ids(ids: Sequence[int]) -> jax.Array:
-  """Ids that end an example, int32 [n]: few n, so that few are compiled."""
+  """Ids that end a row, int32 [n]: few n, so that few are compiled."""
   size = max(_STOPS, 1 << (len(ids) - 1).bit_length())
   padded = np.full(size, -1, np.int32)
   padded[: len(ids)] = ids
@@ -50,14 +59,17 @@ def stop_ids(ids: Sequence[int]) -> jax.Array:
 
 @jax.jit
 def first(
-  sampler: Any, logits: jax.Array, pos: jax.Array, seen: Any, stops: jax.Array
-) -> State:
-  """Chooses the token behind the prompt, whose position is `pos` [B].
+  sampler: Any,
+  logits: Float[Array, "B V"],
+  pos: Int[Array, " B"],
+  seen: Bool[Array, "B V"] | None,
+  stops: Int[Array, " n"],
+) -> DecodeState:
+  """Chooses the token behind the prompt, whose position is `pos`.
 
   `sampler` is a pytree: `sampling.traced`.
   """
-  token = sampler(logits, pos, seen)
-  return State(token, pos, _stopped(token, stops), _note(seen, token))
+  return _chosen(sampler(logits, pos, seen), pos, False, seen, stops)
 
 
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
@@ -66,17 +78,20 @@ def step(
   attend: CachedAttention,
   sampler: Any,
   cache: Any,
-  state: State,
-  stops: jax.Array,
-  length: jax.Array,
-) -> tuple[State, Any]:
-  """Reads the last tokens into the cache and chooses the next ones."""
+  state: DecodeState,
+  stops: Int[Array, " n"],
+  length: Int[Array, ""],
+) -> tuple[DecodeState, Any]:
+  """Reads the last tokens into the cache and chooses the next ones.
+
+  `length` is that of the whole context, for rotations that depend on it.
+  """
   logits, cache = forward(
     model,
     attend,
     state.token[:, None],
     state.pos[:, None],
-    # What follows a stop is nothing that a later turn may see.
+    # No later turn may see what follows a stop.
     (~state.done).astype(jnp.int32)[:, None],
     cache,
     None,
@@ -85,26 +100,23 @@ def step(
   pos = state.pos + 1
   token = sampler(attend.everywhere(logits[:, 0]), pos, state.seen)
   token = jnp.where(state.done, state.token, token)
-  after = State(
-    token,
-    pos,
-    state.done | _stopped(token, stops),
-    _note(state.seen, token),
-  )
+  after = _chosen(token, pos, state.done, state.seen, stops)
   return attend.everywhere(after), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def ends(attend: CachedAttention, done: jax.Array, told: Any) -> jax.Array:
-  """Which examples have ended, bool [B]: by a stop id, or as told."""
-  return attend.everywhere(done | told)
+def ends(
+  attend: CachedAttention, done: Bool[Array, " B"], ended: Bool[Array, " B"]
+) -> Bool[Array, " B"]:
+  """Which rows are over: by a stop id (`done`), or as the host says."""
+  return attend.everywhere(done | ended)
 
 
-def _stopped(token: jax.Array, stops: jax.Array) -> jax.Array:
-  return jnp.any(token[:, None] == stops[None], 1)
-
-
-def _note(seen: Any, token: jax.Array) -> Any:
-  if seen is None:
-    return None
-  return seen.at[jnp.arange(token.shape[0]), token].set(True)
+def _chosen(
+  token: jax.Array, pos: Any, done: Any, seen: Any, stops: jax.Array
+) -> DecodeState:
+  """The state with tokens [B] that were just chosen."""
+  if seen is not None:
+    seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+  stopped = jnp.any(token[:, None] == stops[None], 1)
+  return DecodeState(token, pos, done | stopped, seen)

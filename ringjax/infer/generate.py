@@ -7,8 +7,7 @@ between calls, so that a new turn reads only what is new.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,24 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ringjax.checks import float_dtype, positive_int
+from ringjax.checks import float_dtype, integer, positive_int
 from ringjax.errors import (
   InputTypeError,
   MemoryEstimateError,
   OptionError,
+  PromptError,
 )
-from ringjax.infer import decode, inputs, prefill
-from ringjax.infer.generated import Generated
-from ringjax.infer.prefill import check_machine, plan
-from ringjax.infer.sampling import Greedy, from_names, traced
+from ringjax.infer import decode, inputs
+from ringjax.infer import prefill as reading
+from ringjax.infer.prefill import Prefill, PrefillOptions
+from ringjax.infer.sampling import from_names, traced
 from ringjax.infer.session import (
-  Report,
+  GenerateReport,
   Session,
-  check_session,
   free_on,
   on_its_mesh,
   place_of,
-  settled,
 )
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
 from ringjax.kv import cache_kind as kinds
@@ -41,7 +39,50 @@ from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.local import here, last_device
-from ringjax.plan.choice import KEEPS, Machine
+from ringjax.plan.choice import Machine
+
+
+# Arrays have no single truth value, by which dataclasses would compare them.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Generated:
+  """New tokens of a batch, whose rows may end at different lengths.
+
+  `new[row]` and iteration give the ids of a row without its padding, so that
+  `tokenizer.decode(new[0])` is the answer. Any other index, as `new[0, :3]` or
+  `new[:2]`, is one of `tokens`, which NumPy also takes for the whole:
+  `np.asarray(new)` has padding.
+
+  A row ends with the token that ended it: the stop id, or the token that
+  completed a stop string. `decode` leaves out special tokens, as most stop ids
+  are, but not the text of a stop string.
+
+  Attributes:
+    tokens: int32 [B, max_new_tokens], rows filled up with `pad_id`.
+    lengths: int32 [B], how many tokens of each row were generated.
+  """
+
+  tokens: np.ndarray
+  lengths: np.ndarray
+
+  def __len__(self) -> int:
+    """The number of rows."""
+    return len(self.tokens)
+
+  def __getitem__(self, key: Any) -> Any:
+    """A row without padding, int32 [lengths[row]]; else `tokens[key]`."""
+    if isinstance(key, int | np.integer):
+      return self.tokens[key, : self.lengths[key]]
+    return self.tokens[key]
+
+  def __iter__(self) -> Iterator[np.ndarray]:
+    """The rows without padding."""
+    return (self[row] for row in range(len(self)))
+
+  def __array__(
+    self, dtype: Any = None, copy: bool | None = None
+  ) -> np.ndarray:
+    """`tokens`, as NumPy asks for an array."""
+    return np.array(self.tokens, dtype, copy=copy)
 
 
 @on_its_mesh
@@ -65,7 +106,7 @@ def generate(
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
   progress: Callable[[int], Any] | None = None,
-  report: Callable[[Report], Any] | None = None,
+  report: Callable[[GenerateReport], Any] | None = None,
   pad_id: int = 0,
   **names: Any,
 ) -> Generated:
@@ -76,9 +117,9 @@ def generate(
   conversation nor the mesh matter. Another seed or temperature compiles
   nothing, nor does any other number of a sampler.
 
-  Rotations that depend on the length of the context (dynamic, longrope) turn
-  as for the longest prompt of the batch and `max_new_tokens`, or with a
-  session for its capacity: the same for all examples and steps.
+  Rotations that depend on the length of the context (dynamic, longrope) are
+  those of the longest prompt of the batch and `max_new_tokens`, or with a
+  session of its capacity: the same for all rows and steps.
 
   Args:
     model: made by `rj.models.load` or `create`.
@@ -95,11 +136,11 @@ def generate(
     chunk: most tokens of a chunk of a chunked prefill.
     partition: tokens of each shard for "kvr", KV-Runahead's chain (Cho et al.
       2024, arXiv 2405.05329); default: shards have equal work.
-    machine: the model's cost on these devices and their links, which
-      prefill="auto" then chooses by (`rj.plan.choose`); `Report` has the
+    machine: the model's cost on these devices and their links, by which
+      prefill="auto" then chooses (`rj.plan.choose`); the report has the
       reasons. Default: "striped" on a sharded sequence. Refused where there is
       no choice: with a chunk, and for recurrent layers on a sharded sequence.
-    keep: where the cache lies when the prompt is read: "sharded" over the
+    keep: where the cache is once the prompt is read: "sharded" over the
       sequence's axis, on which all devices decode, or on the "last" device of
       that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
@@ -108,15 +149,15 @@ def generate(
       its name: "dense" or "unrotated".
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
-    stop: ids behind which an example ends, or texts, or both; or a `Stop`.
+    stop: ids behind which a row ends, or texts, or both; or a `Stop`.
     tokenizer: of the texts, which may span tokens.
     stream: called with each step's tokens, int32 [B]. Its answer True ends
-      the generation, an array of bools [B] ends single examples, None and
-      False end nothing; anything else is refused.
+      the generation, an array of bools [B] ends single rows, None and False
+      end nothing; anything else is refused.
     progress: called with the number of prompt tokens read, after each chunk
       and when all are read.
     report: called with what was done, at the end.
-    pad_id: fills the rows of examples that stopped early.
+    pad_id: fills up rows that stopped early.
     **names: in place of `sampler` and `stop`, as transformers names them:
       temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed;
       eos_token_id. One of the first four samples, unless do_sample=False;
@@ -129,147 +170,61 @@ def generate(
   Raises:
     PromptError: also for prompts that with `max_new_tokens` are longer than
       the context that the model's config states.
-    RingjaxError: in Python, before anything is compiled; but for an answer of
-      `stream`, with which the generation ends.
+    RingjaxError: in Python, before anything is compiled; but for a wrong
+      answer of `stream`, which ends the generation.
   """
-  _check_here(model, tokens)
+  _check_call(model, tokens)
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler, stop = from_names(sampler, stop, names)
-  sampler = Greedy() if sampler is None else sampler
-  _check_calls(sampler=sampler, stream=stream, progress=progress, report=report)
-  _check_pad(pad_id)
-  _check_keep(keep)
+  _check_callable(sampler=sampler, stream=stream, progress=progress,
+                  report=report)  # fmt: skip
+  options = PrefillOptions(
+    method=prefill, chunk=chunk, partition=partition, machine=machine, keep=keep
+  )
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
-  if isinstance(cache, Session):
-    cache.check()
-  if machine is not None:
-    check_machine(machine, prefill, model, chunk)
+  # Of a session that is made here.
+  own = dict(
+    mesh=mesh,
+    axis=axis,
+    dtype=cache_dtype,
+    cache_kind=kinds.cache_kind(cache_kind),
+  )
   prompts = inputs.prompts(tokens, model.config.vocab)
-  stops, watches = _stops(stop, model.config.vocab, tokenizer, len(prompts))
-  if isinstance(cache, Session) and len(prompts) == cache.pending.size:
+  ending = _Ending(
+    stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
+  )
+  start = np.zeros(len(prompts), np.int64)
+  if cache is not None:
+    _check_session(cache, model, len(prompts), own)
+    start = cache.lengths
     prompts = [
       p if last < 0 else np.concatenate([[np.int32(last)], p])
       for p, last in zip(prompts, cache.pending, strict=True)
     ]
-  batch, lengths = len(prompts), np.array([len(p) for p in prompts])
-  longest = int(lengths.max())
-  session = cache
-  _check_context(model, session, lengths, count)
-  if session is None:
-    found, over = place_of(mesh, axis, model)
-    shards = 1 if over is None else found.shape[over]
-    first = plan(
-      prefill,
-      longest,
-      model,
-      found,
-      over,
-      chunk=chunk,
-      partition=partition,
-      machine=machine,
-      keep=keep,
-    )
-    _check_scores(model, first, batch)
-    # A shard's last slot may stay empty behind an uneven prompt.
-    need = first.slots * shards + count + shards
-    session = Session(
-      model,
-      need,
-      batch=batch,
-      mesh=found,
-      axis=over,
-      dtype=cache_dtype,
-      cache_kind=cache_kind,
-    )
-  elif mesh is not None or axis is not None:
-    raise OptionError(
-      "mesh",
-      "a mesh or an axis beside a session",
-      "one of them",
-      "leave mesh= and axis= out: the session has its own",
-    )
-  elif cache_dtype is not None:
-    raise OptionError(
-      "cache_dtype",
-      f"{cache_dtype} beside a session",
-      "one of them",
-      "leave it out: the session's cache has its dtype",
-    )
-  elif not isinstance(session, Session):
-    raise InputTypeError(
-      "cache",
-      type(session).__name__,
-      "an rj.infer.Session",
-      "make one with rj.infer.Session(model, capacity)",
-    )
-  elif kinds.cache_kind(cache_kind) not in (kinds.DENSE, session.cache.kind):
-    raise OptionError(
-      "cache_kind",
-      f"{cache_kind} beside a session of kind {session.cache.kind}",
-      "one of them",
-      "leave it out: the session has its own",
-    )
-  given, model = model, session.weights(model)
-  last = None
+  lengths = np.array([p.size for p in prompts])
+  _check_context(model, start, lengths, count)
+  session, how, total = _planned(
+    model, cache, options, own, start, lengths, count
+  )
+  model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
     # Refused before the prompt is read, and not behind it.
     last = last_device(session.mesh, session.axis)
     here(model, last)
-  fresh = session.empty
-  # The last token is not read.
-  left = session.room() - (count - 1)
-  resolve = functools.partial(
-    plan,
-    tokens=longest,
-    model=model,
-    mesh=session.mesh,
-    axis=session.axis,
-    chunk=chunk,
-    partition=partition,
-    room=left,
-    keep=keep,
-  )
-  how = _method(prefill, machine, fresh, resolve)
-  check_session(session, given, batch, lengths, count, how)
-  if fresh:
-    session.reads(given)
-  _check_scores(model, how, batch)
-  start = session.lengths.copy()
-  total = int(start.max()) + longest + count
-  if not fresh or cache is not None:
-    total = session.cache.capacity
-  logits = _run(model, session, how, prompts, lengths, total, progress)
+  logits = _read(model, session, how, prompts, start, total, progress)
   if last is not None:
     session.gather(last)
     model, logits = session.weights(model), here(logits, last)
-  # A copy: the session's goes on.
-  needs = getattr(sampler, "needs_seen", False)
-  seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
-  state = decode.first(
-    sampler,
-    logits,
-    jnp.asarray(session.lengths.astype(np.int32)),
-    seen,
-    stops,
+  new = _decode(
+    model, session, sampler, logits, start + lengths, ending, total, count
   )
-  new = _continue(
-    model,
-    session,
-    sampler,
-    state,
-    stops,
-    total,
-    count,
-    _observer(stream, watches),
-    pad_id,
-  )
-  session.last = Report(
+  session.last = GenerateReport(
     prefill=how,
-    prompt_tokens=longest,
+    prompt_tokens=int(lengths.max()),
     new_tokens=int(new.lengths.max()),
     shards=session.shards,
-    cache_bytes=bytes_each((session.cache.slots, session.cache.held)),
+    cache_bytes=bytes_each(session.cache),
     capacity=session.cache.capacity,
   )
   if report is not None:
@@ -277,129 +232,258 @@ def generate(
   return new
 
 
-@settled("reading the prompt")
-def _run(
+def _planned(
+  model: Transformer,
+  session: Session | None,
+  options: PrefillOptions,
+  own: dict[str, Any],
+  start: np.ndarray,
+  lengths: np.ndarray,
+  count: int,
+) -> tuple[Session, Prefill, int]:
+  """How the prompts are read, and into which session, with room for them.
+
+  Returns:
+    (session, how, length): the last is that of the context, for rotations.
+  """
+  longest, batch = int(lengths.max()), lengths.size
+  if session is None:
+    where = place_of(own["mesh"], own["axis"], model)
+    how = options.plan(longest, model, *where)
+    _check_scores(model, how, batch)
+    # A shard's last slot may stay empty behind an uneven prompt.
+    shards = how.attend.size
+    capacity = how.slots * shards + count + shards
+    session = Session(model, capacity, batch=batch, **own)
+    return session, how, longest + count
+  room, behind = session.room(), bool(start.any())
+  how = options.plan(
+    longest,
+    model,
+    session.mesh,
+    session.axis,
+    # The last token is not read.
+    room=room - (count - 1),
+    behind=behind,
+  )
+  after = session.cache.free() - how.taken(lengths)
+  if after.min() < 0 or after.sum(1).min() < count - 1:
+    raise PromptError(
+      "tokens",
+      f"{longest} tokens, read by prefill={how.name!r} on {session.shards} "
+      f"shard(s), and max_new_tokens={count}, of which {count - 1} are read",
+      f"at most {room} together in this session of {session.cache.capacity}",
+      "make a session of larger capacity, or ask for fewer tokens",
+    )
+  _check_scores(model, how, batch)
+  if not behind:
+    session.bind(model)
+  return session, how, session.cache.capacity
+
+
+def _read(
   model: Transformer,
   session: Session,
-  how: prefill.Prefill,
+  how: Prefill,
   prompts: list[np.ndarray],
-  lengths: np.ndarray,
+  start: np.ndarray,
   total: int,
-  progress: Any,
+  progress: Callable[[int], Any] | None,
 ) -> jax.Array:
-  """Reads the prompts into the session: the logits behind them."""
-  start = session.lengths
-  longest = int(lengths.max())
-
-  def read(cache: Any, done: int) -> None:
-    """Notes that so many tokens of each prompt are in the cache."""
-    session.commit(cache, start + np.minimum(lengths, done))
-    for row, prompt in zip(session.seen, prompts, strict=True):
-      row[prompt[:done]] = True
-
-  width = how.width if how.chunk is None else longest
-  tokens = np.zeros((len(prompts), width), np.int32)
-  for row, prompt in zip(tokens, prompts, strict=True):
-    row[: prompt.size] = prompt
-  if how.chunk is None:
-    logits, cache = prefill.whole(
-      model, how, tokens, lengths, session.cache, total
-    )
-    read(cache, longest)
-    if progress is not None:
-      jax.block_until_ready(logits)
-      progress(longest)
-    return logits
-  return prefill.chunked(
-    model, how, tokens, lengths, start, session.cache, total, read, progress
-  )
+  """Reads the prompts into the session: the logits [B, V] behind them."""
+  found: Any = None
+  with session.running("reading the prompt"):
+    for call in how.calls(prompts, start):
+      logits, session.cache = reading.read(
+        model,
+        how.attend,
+        jnp.asarray(call.tokens),
+        None if call.pos is None else jnp.asarray(call.pos),
+        jnp.asarray(call.seg),
+        session.cache,
+        jnp.asarray(call.rows),
+        jnp.int32(total),
+      )
+      for row, prompt in zip(session.seen, prompts, strict=True):
+        row[prompt[: call.done]] = True
+      ends = jnp.asarray(call.ends)[:, None]
+      found = logits if found is None else jnp.where(ends, logits, found)
+      if progress is not None:
+        jax.block_until_ready(logits)
+        progress(call.done)
+  return found
 
 
-@settled("decoding")
-def _continue(
+def _decode(
   model: Transformer,
   session: Session,
   sampler: Any,
-  state: decode.State,
-  stops: jax.Array,
+  logits: jax.Array,
+  pos: np.ndarray,
+  ending: _Ending,
   total: int,
   count: int,
-  observe: Callable[[np.ndarray, np.ndarray], np.ndarray],
-  pad_id: int,
 ) -> Generated:
-  """Takes steps until all rows have stopped."""
+  """Takes steps until all rows have ended; the first token is at `pos` [B]."""
   attend = CachedAttention(mesh=session.mesh, axis=session.axis)
-  batch = session.lengths.size
-  out = np.full((batch, count), pad_id, np.int32)
+  batch, length = session.batch, jnp.int32(total)
+  out = np.full((batch, count), ending.pad_id, np.int32)
   ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)
-  length = jnp.int32(total)
-  for n in range(count):
-    # The next step is on its way while this one's tokens are read.
-    after = None
-    if n + 1 < count:
-      after, session.cache = decode.step(
-        model, attend, sampler, session.cache, state, stops, length
-      )
-    token, done = jax.device_get((state.token, state.done))
-    out[:, n] = np.where(ended, pad_id, token)
-    sizes += ~ended
-    session.seen[~ended, token[~ended]] = True
-    read = ~done & (after is not None)
-    session.lengths = session.lengths + read
-    session.pending = np.where(
-      ended, session.pending, np.where(read, -1, token)
+  # A copy: the session's goes on.
+  needs = getattr(sampler, "needs_seen", False)
+  seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
+  with session.running("decoding"):
+    state = decode.first(
+      sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
-    told = observe(out[:, n], ended)
-    ended = ended | done | told
-    if after is None or ended.all():
-      break
-    state = after
-    if told.any():
-      # The device knows of stop ids only, those of the next tokens too.
-      state = after._replace(done=decode.ends(attend, after.done, ended))
+    for n in range(count):
+      # The next step is on its way while this one's tokens are read.
+      after = None
+      if n + 1 < count:
+        after, session.cache = decode.step(
+          model, attend, sampler, session.cache, state, ending.ids, length
+        )
+      token, done = jax.device_get((state.token, state.done))
+      out[:, n] = np.where(ended, ending.pad_id, token)
+      sizes += ~ended
+      session.say(token, pos + n, ~ended)
+      told = ending.told(out[:, n], ended)
+      ended = ended | done | told
+      if after is None or ended.all():
+        break
+      state = after
+      if told.any():
+        # The device knows of stop ids only, those of the next tokens too.
+        state = after._replace(done=decode.ends(attend, after.done, ended))
   return Generated(tokens=out, lengths=sizes)
 
 
-def _method(
-  name: str,
-  machine: Machine | None,
-  fresh: bool,
-  resolve: Callable[..., prefill.Prefill],
-) -> prefill.Prefill:
-  if fresh:
-    return resolve(name, machine=machine)
-  if name == "auto":
-    # What it sees lies in the cache already: no choice is left.
-    why = "it continues a conversation"
-    return dataclasses.replace(resolve("chunked"), why=why)
-  if name != "chunked":
-    raise OptionError(
-      "prefill",
-      f"{name!r} into a cache that holds tokens",
-      "'chunked', which sees them",
-      "pass prefill='auto'",
+class _Ending:
+  """What ends rows early, and what fills them up then.
+
+  Attributes:
+    ids: int32 [n], stop ids, for the device to look at.
+    pad_id: follows the last token of a row.
+  """
+
+  def __init__(
+    self,
+    stop: Any,
+    tokenizer: Any,
+    stream: Any,
+    pad_id: Any,
+    batch: int,
+    vocab: int,
+  ):
+    least, remedy = -(2**31), "leave it out to fill up with 0"
+    self.pad_id = integer(
+      "pad_id", pad_id, least=least, most=-least - 1, remedy=remedy
     )
-  return resolve(name, machine=machine)
+    stop = as_stop(stop)
+    stop.check(vocab)
+    if tokenizer is not None:
+      check_tokenizer(tokenizer)
+    if stop.strings and tokenizer is None:
+      raise OptionError(
+        "tokenizer",
+        "None with stop strings",
+        "the model's tokenizer",
+        "pass tokenizer=, e.g. rj.data.Tokenizer.load(folder)",
+      )
+    rows = range(batch if stop.strings else 0)
+    self.ids = decode.stop_ids(stop.ids)
+    self._watches = [stop.watch(tokenizer) for _ in rows]
+    self._stream = stream
+
+  def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Which rows a stop string or `stream` ends at these tokens: bool [B]."""
+    told = np.zeros(tokens.size, bool)
+    for row, watch in enumerate(self._watches):
+      if not ended[row]:
+        watch.feed(int(tokens[row]))
+        told[row] = watch.stopped is not None
+    if self._stream is not None:
+      told = told | _answered(self._stream(tokens), tokens.shape)
+    return told
+
+
+def _answered(answer: Any, shape: tuple[int, ...]) -> Any:
+  """Which rows end now, by what `stream` answered."""
+  if answer is None or isinstance(answer, bool | np.bool_):
+    return bool(answer)
+  array = isinstance(answer, np.ndarray | jax.Array)
+  if array and answer.dtype == bool and answer.shape in ((), shape):
+    return np.asarray(answer)
+  # A truth value would end it at the first `lambda t: file.write(...)`.
+  what = f"{answer.dtype} {list(answer.shape)}" if array else repr(answer)
+  raise InputTypeError(
+    "stream",
+    f"an answer of {type(answer).__name__}, {what}",
+    f"None, True, False, or an array of bools {list(shape)}",
+    "let it return nothing, or whether to end",
+  )
+
+
+def _check_session(
+  session: Any, model: Transformer, batch: int, own: dict[str, Any]
+) -> None:
+  """Refuses a session of something else, and options that it has itself."""
+  if not isinstance(session, Session):
+    raise InputTypeError(
+      "cache",
+      type(session).__name__,
+      "an rj.infer.Session",
+      "make one with rj.infer.Session(model, capacity)",
+    )
+  session.check()
+  if own["cache_kind"] in (kinds.DENSE, session.cache.kind):
+    own = own | {"cache_kind": None}
+  for name, value in own.items():
+    if value is not None:
+      raise OptionError(
+        "cache_dtype" if name == "dtype" else name,
+        "a mesh" if name == "mesh" else value,
+        "the session's own",
+        "leave it out: the session has its own",
+      )
+  if session.model.config != model.config:
+    raise OptionError(
+      "cache",
+      f"a session of another model, a {session.model.config.family}",
+      "one that was made for this model",
+      "make one with rj.infer.Session(model, capacity)",
+    )
+  if not session.empty and not session.bound_to(model):
+    raise OptionError(
+      "model",
+      "other weights than those that read what the session holds",
+      "the same arrays",
+      "pass that model, or call session.restart() and read it again",
+    )
+  if session.batch != batch:
+    raise PromptError(
+      "tokens",
+      f"{batch} prompts",
+      f"{session.batch}, as many as the session has rows",
+      "make a session with batch=",
+    )
 
 
 def _check_context(
-  model: Transformer, session: Any, lengths: np.ndarray, count: int
+  model: Transformer, start: np.ndarray, lengths: np.ndarray, count: int
 ) -> None:
-  """Refuses a text that is longer than the model was made for."""
-  read = np.zeros_like(lengths)
-  if isinstance(session, Session) and session.lengths.size == lengths.size:
-    read = session.lengths
-  row = int(np.argmax(read + lengths))
-  before = f"{int(read[row]):,} tokens read before, " if read[row] else ""
+  """Refuses a text that is longer than the context the model supports."""
+  row = int(np.argmax(start + lengths))
+  before = f"{int(start[row]):,} tokens read before, " if start[row] else ""
   inputs.within_context(
     model.config,
-    int(read[row] + lengths[row]) + count,
+    int(start[row] + lengths[row]) + count,
     f"{before}{int(lengths[row]):,} tokens in prompt {row} and "
     f"max_new_tokens={count:,}",
   )
 
 
-def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
+def _check_scores(model: Transformer, how: Prefill, batch: int) -> None:
   """Refuses dense scores that cannot fit, before anything is allocated.
 
   They alone grow with the square of the prompt. Counted is one copy in
@@ -424,8 +508,8 @@ def _check_scores(model: Transformer, how: prefill.Prefill, batch: int) -> None:
     )
 
 
-def _check_here(model: Any, tokens: Any) -> None:
-  """Refuses what is no model, and a call in a trace."""
+def _check_call(model: Any, tokens: Any) -> None:
+  """Refuses what is not a model, and a call in a trace."""
   if not isinstance(model, Transformer):
     raise InputTypeError(
       "model",
@@ -445,78 +529,9 @@ def _check_here(model: Any, tokens: Any) -> None:
       )
 
 
-def _check_calls(**functions: Any) -> None:
+def _check_callable(**functions: Any) -> None:
   for name, f in functions.items():
     if f is not None and not callable(f):
       raise InputTypeError(
-        name, type(f).__name__, "something to call", "see `generate`"
+        name, type(f).__name__, "a callable", f"pass a function as {name}="
       )
-
-
-def _check_keep(keep: Any) -> None:
-  if keep not in KEEPS:
-    raise OptionError(
-      "keep", repr(keep), f"one of {', '.join(KEEPS)}", "leave it out"
-    )
-
-
-def _check_pad(pad_id: Any) -> None:
-  whole = isinstance(pad_id, int | np.integer) and not isinstance(pad_id, bool)
-  if not whole or not -(2**31) <= pad_id < 2**31:
-    raise OptionError(
-      "pad_id", repr(pad_id), "an int of 32 bits", "leave it out"
-    )
-
-
-def _stops(
-  stop: Any, vocab: int, tokenizer: Any, batch: int
-) -> tuple[jax.Array, list[Any]]:
-  """Ids for the device to look at, and watches for stop strings."""
-  stop = as_stop(stop)
-  stop.check(vocab)
-  if tokenizer is not None:
-    check_tokenizer(tokenizer)
-  if stop.strings and tokenizer is None:
-    raise OptionError(
-      "tokenizer",
-      "None with stop strings",
-      "the model's tokenizer",
-      "pass tokenizer=, e.g. rj.data.Tokenizer.load(folder)",
-    )
-  watches = [stop.watch(tokenizer) for _ in range(batch if stop.strings else 0)]
-  return decode.stop_ids(stop.ids), watches
-
-
-def _observer(
-  stream: Any, watches: list[Any]
-) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-  """Shows a step's tokens to whoever asked: which examples end now, [B]."""
-
-  def observe(tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    told = np.zeros(tokens.size, bool)
-    for row, watch in enumerate(watches):
-      if not ended[row]:
-        watch.feed(int(tokens[row]))
-        told[row] = watch.stopped is not None
-    if stream is not None:
-      told = told | _told(stream(tokens), tokens.shape)
-    return told
-
-  return observe
-
-
-def _told(answer: Any, shape: tuple[int, ...]) -> Any:
-  """Who ends now, by what `stream` answered."""
-  if answer is None or isinstance(answer, bool | np.bool_):
-    return bool(answer)
-  array = isinstance(answer, np.ndarray | jax.Array)
-  if array and answer.dtype == bool and answer.shape in ((), shape):
-    return np.asarray(answer)
-  # A truth value would end it at the first `lambda t: file.write(...)`.
-  what = f"{answer.dtype} {list(answer.shape)}" if array else repr(answer)
-  raise InputTypeError(
-    "stream",
-    f"an answer of {type(answer).__name__}, {what}",
-    f"None, True, False, or an array of bools {list(shape)}",
-    "let it return nothing, or whether to end",
-  )

@@ -1,4 +1,4 @@
-"""Prompts, checked: ids that the model knows, at least one each."""
+"""Checks of prompts: ids that the model knows, at least one each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
     vocab: V; ids are below it.
 
   Raises:
-    PromptError: no prompt, an empty one, or ids that are none.
+    PromptError: no prompt, an empty one, or what is not an id of the model.
   """
   if isinstance(tokens, jax.Array | np.ndarray):
     if tokens.ndim != 2:
@@ -31,16 +31,13 @@ def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
         "give a single prompt a batch axis: tokens[None]",
       )
     rows: Sequence[Any] = list(np.asarray(tokens))
-  elif isinstance(tokens, list | tuple) and tokens:
-    rows = [tokens] if isinstance(tokens[0], int | np.integer) else tokens
+  elif isinstance(tokens, list | tuple):
+    alone = bool(tokens) and isinstance(tokens[0], int | np.integer)
+    rows = [tokens] if alone else tokens
   else:
     raise PromptError(
       "tokens",
-      "a string"
-      if isinstance(tokens, str)
-      else f"an empty {type(tokens).__name__}"
-      if isinstance(tokens, list | tuple)
-      else f"a {type(tokens).__name__}",
+      f"a {type(tokens).__name__}",
       "an int32 array [B, T], or a list of sequences",
       "encode the text first",
     )
@@ -55,7 +52,7 @@ def prompt(tokens: Any, vocab: int) -> np.ndarray:
   """The ids of one prompt, int32 [T], from [T] or [1, T].
 
   Raises:
-    PromptError: it is none, or there are several.
+    PromptError: it is not a prompt, or there are several.
   """
   if isinstance(tokens, jax.Array | np.ndarray) and tokens.ndim == 1:
     tokens = tokens[None]
@@ -94,15 +91,15 @@ def _ids(row: Any, number: int, vocab: int) -> np.ndarray:
 
 
 def within_context(config: TransformerConfig, total: int, came: str) -> None:
-  """Refuses a text that is longer than the model was made for.
+  """Refuses a text that is longer than the context the model supports.
 
   Args:
     config: of the model.
-    total: tokens of it, what is generated too.
+    total: tokens of the text, generated ones included.
     came: the same in words.
 
   Raises:
-    PromptError: it is.
+    PromptError: it is longer.
   """
   most = config.longest
   if most is not None and total > most:

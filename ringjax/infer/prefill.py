@@ -1,6 +1,6 @@
-"""Reading a prompt: which way its keys go, and in chunks or at once.
+"""Reading a prompt: by which strategy, in chunks or all at once.
 
-Law: every way leaves a cache from which the same tokens follow.
+Guarantees: every method leaves a cache from which the same tokens follow.
 Memory: the cache is written in place, once; there is no second copy.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from ringjax import plan as plans
+from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
@@ -31,12 +32,12 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.nesting import group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.parallel.layout import Contiguous, Striped, Uneven, Zigzag
+from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.plan import cost
 from ringjax.plan.choice import KEEPS, Machine
 
-# name: (layout, strategy, whether it needs an axis)
-_WAYS: dict[str, tuple[Any, Any, bool]] = {
+# name: (layout, strategy, whether it shards the sequence)
+_STRATEGIES: dict[str, tuple[Layout, Any, bool]] = {
   "dense": (Contiguous(), Gather(DenseLocal()), False),
   "blockwise": (Contiguous(), Gather(), False),
   "ring": (Contiguous(), Ring(), True),
@@ -47,11 +48,31 @@ _WAYS: dict[str, tuple[Any, Any, bool]] = {
   "bidirectional": (Striped(), Ring(two_way=True), True),
   "hybrid": (Striped(), Ulysses(Ring()), True),
 }
+METHODS = ("auto", *_STRATEGIES, "kvr", "chunked")
 # Tokens of a chunk, unless a size is asked for.
 _CHUNK = 4096
-METHODS = ("auto", *_WAYS, "kvr", "chunked")
 # Parts of a sequence are whole numbers of these.
 _TILE = 128
+
+
+class PromptCall(NamedTuple):
+  """A call's tokens of some prompts, in the order of the shards.
+
+  Fields:
+    tokens: int32 [B, T].
+    pos: int32 [B, T], or None: those of the layout.
+    seg: int32 [B, T], 0 where there is no token.
+    rows: int32 [B], which of the T is a prompt's last one.
+    ends: bool [B], whether a prompt's last token is among them.
+    done: tokens of the longest prompt that are read after it.
+  """
+
+  tokens: np.ndarray
+  pos: np.ndarray | None
+  seg: np.ndarray
+  rows: np.ndarray
+  ends: np.ndarray
+  done: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +86,10 @@ class Prefill:
       at once.
     width: tokens that the compiled calls read in all, padding included.
     slots: of the cache, that they fill on each shard at most.
-    consecutive: whether a shard's tokens of a chunk are consecutive.
     why: why "auto" chose it.
+    layout: which tokens of a call are on which shard. Chunks are striped, so
+      that the tokens of a short row are level over the shards; for recurrent
+      layers they are consecutive.
   """
 
   name: str
@@ -75,179 +98,260 @@ class Prefill:
   width: int
   slots: int
   why: str
-  consecutive: bool = False
+  layout: Layout
 
-  def taken(self, lengths: np.ndarray, shards: int) -> np.ndarray:
+  def taken(self, lengths: np.ndarray) -> np.ndarray:
     """Slots that prompts of these lengths [B] take on each shard, [B, R]."""
-    if self.chunk is None:
-      order = self.attend.layout.padded_order(self.width, shards)
-      at = order.reshape(shards, -1)
-      here = (at >= 0) & (at < lengths[:, None, None])
-      return np.max(np.where(here, np.arange(1, at.shape[1] + 1), 0), 2)
-    found = np.zeros((lengths.size, shards), np.int64)
-    for first in range(0, self.width, self.chunk):
-      size = min(self.chunk, self.width - first)
-      at = first + self.order(size, shards).reshape(shards, -1)
-      found += (at < lengths[:, None, None]).sum(2)
+    found: Any = 0
+    for first, order in self._orders():
+      at = order.reshape(self.attend.size, -1)
+      here = (at >= 0) & (first + at < lengths[:, None, None])
+      found = found + np.max(here * np.arange(1, at.shape[1] + 1), 2)
     return found
 
-  def order(self, size: int, shards: int) -> np.ndarray:
-    """The tokens of a chunk in the order of the shards, int [size].
+  def calls(
+    self, prompts: Sequence[np.ndarray], start: np.ndarray
+  ) -> Iterator[PromptCall]:
+    """The calls of `read` that read prompts, one after another.
 
-    Striped, so that a short row's tokens are level over the shards, but for
-    recurrent layers, which want consecutive tokens.
+    Args:
+      prompts: int32 [T] each.
+      start: int [B], the position of each prompt's first token.
     """
-    layout = Contiguous() if self.consecutive else Striped()
-    return layout.order(size, shards)
+    lengths = np.array([p.size for p in prompts])
+    longest = int(lengths.max())
+    for first, order in self._orders():
+      real = np.flatnonzero(order >= 0)
+      # Where each of the call's tokens is.
+      where = np.zeros(order.size, np.int32)
+      where[order[real]] = real
+      index = first + order
+      seg = (order >= 0) & (index < lengths[:, None])
+      tokens = np.zeros(seg.shape, np.int32)
+      for row, prompt, have in zip(tokens, prompts, seg, strict=True):
+        row[have] = prompt[index[have]]
+      last = lengths - 1 - first
+      yield PromptCall(
+        tokens=tokens,
+        pos=None
+        if self.chunk is None
+        else (start[:, None] + index).astype(np.int32),
+        seg=seg.astype(np.int32),
+        rows=where[np.clip(last, 0, order.size - 1)],
+        ends=(last >= 0) & (last < order.size),
+        done=min(first + order.size, longest),
+      )
+
+  def _orders(self) -> Iterator[tuple[int, np.ndarray]]:
+    """Each call's first token, and its tokens counted from there; -1: none."""
+    step = self.chunk or self.width
+    for first in range(0, self.width, step):
+      size = min(step, self.width - first)
+      yield first, self.layout.padded_order(size, self.attend.size)
 
 
-def plan(
-  name: str,
-  tokens: int,
-  model: Transformer,
-  mesh: Any,
-  axis: str | None,
-  *,
-  chunk: int | None = None,
-  partition: Sequence[int] | None = None,
-  room: int | None = None,
-  machine: Machine | None = None,
-  keep: str = KEEPS[0],
-) -> Prefill:
-  """Resolves a method by name for a prompt of `tokens`.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillOptions:
+  """How a caller wants prompts to be read.
 
-  Args:
-    name: one of `METHODS`.
-    tokens: of the longest prompt.
-    model: what reads it.
-    mesh: the mesh, None for one device.
-    axis: the axis that shards the sequence, or None.
+  Attributes:
+    method: one of `METHODS`.
     chunk: most tokens of a chunk, for "chunked".
     partition: tokens of each shard, for "kvr".
-    room: tokens that the cache has room for, if there is one already.
     machine: what "auto" chooses by; None: by rules.
-    keep: where the cache is wanted, for "auto".
-
-  On one shard there is nobody to send to: every way that shards the sequence
-  is then "blockwise", which computes the same, and `Prefill.why` says so.
+    keep: where the cache is wanted, one of `KEEPS`.
 
   Raises:
-    OptionError: an unknown name, or one that does not fit the mesh, or a
-      machine where there is no choice.
+    OptionError: an unknown name, or options that do not go together.
   """
-  if name not in METHODS:
-    raise OptionError(
-      "prefill", repr(name), f"one of {', '.join(METHODS)}", "leave it out"
-    )
-  if chunk is not None and (
-    not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1
-  ):
-    raise OptionError("chunk", repr(chunk), "a positive int", "leave it out")
-  if chunk is not None and name not in ("auto", "chunked"):
-    raise OptionError(
-      "chunk",
-      f"{chunk} with prefill={name!r}",
-      "prefill='chunked'",
-      "leave one of them out",
-    )
-  if partition is not None and name != "kvr":
-    raise OptionError(
-      "partition",
-      f"{partition} with prefill={name!r}",
-      "prefill='kvr'",
-      "leave one of them out",
-    )
-  size = 1 if axis is None else mesh.shape[axis]
-  why = "as asked"
-  recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
-  if machine is not None:
-    check_machine(machine, name, model, chunk)
-    if recurrent and size > 1:
+
+  method: str = "auto"
+  chunk: int | None = None
+  partition: Sequence[int] | None = None
+  machine: Machine | None = None
+  keep: str = KEEPS[0]
+
+  def __post_init__(self) -> None:
+    leave = "leave it out for the default, or pass one of these"
+    one_of("prefill", self.method, METHODS, remedy=leave)
+    one_of("keep", self.keep, KEEPS, remedy=leave)
+    if self.chunk is not None:
+      object.__setattr__(self, "chunk", positive_int("chunk", self.chunk))
+    machine = self.machine
+    if machine is not None and not isinstance(machine, Machine):
       raise OptionError(
         "machine",
-        "one for a model with recurrent layers",
-        "none: on a sharded sequence prefill='auto' is 'ring' for them",
-        "leave it out",
+        type(machine).__name__,
+        "an rj.plan.Machine",
+        "pass rj.plan.Machine(profile=..., network=...)",
       )
-  if name == "auto":
-    name, why = _choose(size, chunk, recurrent)
-    if name == "striped" and machine is not None:
-      width = padded(tokens, size, room)
-      choice = plans.choose(
-        machine,
-        cost.Prompt(tokens=width, window=work_profile.window(model)),
-        size,
-        keep=keep,
-        tile=tile(width, size),
+    for name, methods in (
+      ("machine", ("auto",)),
+      ("partition", ("kvr",)),
+      ("chunk", ("chunked", "auto")),
+    ):
+      value = getattr(self, name)
+      if value is not None and self.method not in methods:
+        raise OptionError(
+          name,
+          f"{'one' if value is machine else value} with "
+          f"prefill={self.method!r}",
+          f"prefill={methods[0]!r}",
+          f"leave {name}= or prefill= out",
+        )
+    if machine is not None and self.chunk is not None:
+      raise OptionError(
+        "machine",
+        f"one with chunk={self.chunk!r}",
+        "no chunk, which leaves it nothing to choose",
+        "leave chunk= or machine= out",
       )
-      name, why = choice.way.method, "; ".join(choice.why)
-      if name == "kvr":
-        partition = choice.way.lengths
-    elif machine is not None:
-      why += ": the machine leaves nothing to choose"
-  if name == "chunked":
-    chunk, width = chunks(tokens, size, chunk, room)
+
+  def plan(
+    self,
+    tokens: int,
+    model: Transformer,
+    mesh: Any,
+    axis: str | None,
+    *,
+    room: int | None = None,
+    behind: bool = False,
+  ) -> Prefill:
+    """Resolves the method for a prompt.
+
+    On one shard there is nothing to send: every method that shards the
+    sequence is then "blockwise", which computes the same, and `Prefill.why`
+    says so.
+
+    Args:
+      tokens: of the longest prompt.
+      model: what reads it.
+      mesh: the mesh, None for one device.
+      axis: the axis that shards the sequence, or None.
+      room: tokens that the cache has room for, if there is one already.
+      behind: whether the cache holds tokens, which the prompt has to see.
+
+    Raises:
+      OptionError: a method that does not fit the mesh, the model or the
+        cache, or a machine where there is no choice.
+    """
+    size = 1 if axis is None else mesh.shape[axis]
+    recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
+    width = padded(tokens, size, room)
+    name, partition, why = self._resolved(width, model, size, recurrent, behind)
+    if name == "chunked":
+      chunk, width = chunks(tokens, size, self.chunk, room)
+      return Prefill(
+        name=name,
+        attend=CachedAttention(mesh=mesh, axis=axis, replicated=False),
+        chunk=chunk,
+        width=width,
+        slots=width // size,
+        why=why,
+        layout=Contiguous() if recurrent else Striped(),
+      )
+    chain = name == "kvr"
+    ordered = not chain and isinstance(_STRATEGIES[name][0], Contiguous)
+    if recurrent and size > 1 and not ordered:
+      raise OptionError(
+        "prefill",
+        f"{name!r} for a model with recurrent layers",
+        "even shards of consecutive tokens, over which their state goes on",
+        "pass prefill='ring', or leave it out",
+      )
+    slots, counts = width // size, (width,)
+    if chain:
+      counts = _partition(model, tokens, width, size, partition)
+      width, slots = sum(counts), max(counts)
+      if partition is None:
+        why = f"parts of {counts} tokens, computed from FLOPs"
+    if size == 1 and (chain or _STRATEGIES[name][2]):
+      why = f"{name!r} was asked for, and on one shard it is this"
+      name = "blockwise"
+    if name == "kvr":
+      attend: ContextParallel = ChainParallel(
+        mesh=mesh, axis=axis, layout=Uneven(counts)
+      )
+    else:
+      layout, strategy, sharded = _STRATEGIES[name]
+      if not sharded and size > 1:
+        raise OptionError(
+          "prefill",
+          f"{name!r} on a mesh whose {axis!r} has {size} shards",
+          "a method that shards the sequence, or one device",
+          "pass prefill='striped', or no mesh",
+        )
+      if name == "hybrid":
+        _check_groups(model, strategy, size)
+      attend = ContextParallel(
+        mesh=mesh, axis=axis, layout=layout, strategy=strategy
+      )
     return Prefill(
       name=name,
-      attend=CachedAttention(mesh=mesh, axis=axis, replicated=False),
-      chunk=chunk,
-      width=width,
-      slots=width // size,
-      why=why,
-      consecutive=recurrent,
-    )
-  width = padded(tokens, size, room)
-  apart = name == "kvr" or not isinstance(_WAYS[name][0], Contiguous)
-  if recurrent and size > 1 and apart:
-    raise OptionError(
-      "prefill",
-      f"{name!r} for a model with recurrent layers",
-      "even shards of consecutive tokens, over which their state goes on",
-      "pass prefill='ring', or leave it out",
-    )
-  if name == "kvr":
-    counts = _partition(model, tokens, width, size, partition)
-    if size == 1:
-      # One part, of the length that was asked for.
-      return _alone(name, counts[0], mesh, axis)
-    chained = ChainParallel(mesh=mesh, axis=axis, layout=Uneven(counts))
-    return Prefill(
-      name=name,
-      attend=chained,
+      attend=attend,
       chunk=None,
-      width=sum(counts),
-      slots=max(counts),
-      why=why
-      if partition is not None
-      else f"parts of {counts} tokens, computed from FLOPs",
+      width=width,
+      slots=slots,
+      why=why,
+      layout=attend.layout,
     )
-  layout, strategy, sharded = _WAYS[name]
-  if sharded and size == 1:
-    return _alone(name, width, mesh, axis)
-  if not sharded and size > 1:
-    raise OptionError(
-      "prefill",
-      f"{name!r} on a mesh whose {axis!r} has {size} shards",
-      "a method that shards the sequence, or one device",
-      "pass prefill='striped', or no mesh",
+
+  def _resolved(
+    self,
+    width: int,
+    model: Transformer,
+    size: int,
+    recurrent: bool,
+    behind: bool,
+  ) -> tuple[str, Sequence[int] | None, str]:
+    """A method that is not "auto", its partition, and why it is this one."""
+    name, machine = self.method, self.machine
+    if machine is not None:
+      machine.profile.check_layers(len(model.config.layers))
+      if recurrent and size > 1:
+        raise OptionError(
+          "machine",
+          "one for a model with recurrent layers",
+          "none: on a sharded sequence prefill='auto' is 'ring' for them",
+          "leave it out",
+        )
+    if behind and name not in ("auto", "chunked"):
+      raise OptionError(
+        "prefill",
+        f"{name!r} into a cache that holds tokens",
+        "'chunked', which sees them",
+        "pass prefill='auto'",
+      )
+    if name != "auto":
+      return name, self.partition, "as asked"
+    if behind:
+      return "chunked", None, "it continues a conversation"
+    if self.chunk is not None:
+      return "chunked", None, "a chunk size was given"
+    if size > 1 and recurrent:
+      return "ring", None, "a recurrent layer's state goes from shard to shard"
+    if size == 1:
+      why = "one shard"
+      if machine is not None:
+        why += ": the machine leaves nothing to choose"
+      return "blockwise", None, why
+    if machine is None:
+      why = f"{size} shards: striped keeps all busy in every hop"
+      return "striped", None, why
+    choice = plans.choose(
+      machine,
+      cost.Prompt(tokens=width, window=work_profile.window(model)),
+      size,
+      keep=self.keep,
+      tile=tile(width, size),
     )
-  if name == "hybrid":
-    _check_groups(model, strategy, size)
-  attend = ContextParallel(
-    mesh=mesh, axis=axis, layout=layout, strategy=strategy
-  )
-  return Prefill(
-    name=name,
-    attend=attend,
-    chunk=None,
-    width=width,
-    slots=width // size,
-    why=why,
-  )
+    name = choice.way.method
+    partition = choice.way.lengths if name == "kvr" else None
+    return name, partition, "; ".join(choice.why)
 
 
 def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
-  """Refuses shards that no groups of trade heads evenly."""
+  """Refuses shards of which no groups can trade heads evenly."""
   for layer in model.config.layers:
     spec = layer.attention
     # Latent attention is expanded where keys travel.
@@ -261,21 +365,6 @@ def _check_groups(model: Transformer, strategy: Any, size: int) -> None:
         "groups of two shards or more, but not all, which share the heads",
         "pass prefill='striped' or 'ulysses', or use another mesh",
       ) from None
-
-
-def _alone(asked: str, width: int, mesh: Any, axis: str | None) -> Prefill:
-  """A way that shards the sequence, where there is but one shard."""
-  layout, strategy, _ = _WAYS["blockwise"]
-  return Prefill(
-    name="blockwise",
-    attend=ContextParallel(
-      mesh=mesh, axis=axis, layout=layout, strategy=strategy
-    ),
-    chunk=None,
-    width=width,
-    slots=width,
-    why=f"{asked!r} was asked for, and on one shard it is this",
-  )
 
 
 def _partition(
@@ -310,38 +399,6 @@ def tile(tokens: int, shards: int) -> int:
   return max(1, min(_TILE, tokens // (4 * shards)))
 
 
-def check_machine(
-  machine: Any, name: str, model: Transformer, chunk: Any = None
-) -> None:
-  """Refuses what no prefill can be chosen by.
-
-  Raises:
-    OptionError: no machine, one of another model, or nothing to choose.
-  """
-  if not isinstance(machine, Machine):
-    raise OptionError(
-      "machine",
-      type(machine).__name__,
-      "an rj.plan.Machine",
-      "pass rj.plan.Machine(profile=..., network=...)",
-    )
-  if name != "auto":
-    raise OptionError(
-      "machine",
-      f"one with prefill={name!r}",
-      "prefill='auto', which chooses by it",
-      "leave one of them out",
-    )
-  if chunk is not None:
-    raise OptionError(
-      "machine",
-      f"one with chunk={chunk!r}",
-      "no chunk, which leaves it nothing to choose",
-      "leave one of them out",
-    )
-  machine.profile.check_layers(len(model.config.layers))
-
-
 def chunks(
   tokens: int, shards: int, most: int | None, room: int | None = None
 ) -> tuple[int, int]:
@@ -364,16 +421,6 @@ def chunks(
     left = max(up(tokens - before), (room - before) // shards * shards)
     width = before + min(padded(tokens - before, shards), left)
   return min(chunk, width), width
-
-
-def _choose(size: int, chunk: int | None, recurrent: bool) -> tuple[str, str]:
-  if chunk is not None:
-    return "chunked", "a chunk size was given"
-  if size > 1 and recurrent:
-    return "ring", "a recurrent layer's state goes from shard to shard"
-  if size > 1:
-    return "striped", f"{size} shards: striped keeps all busy in every hop"
-  return "blockwise", "one shard"
 
 
 def padded(tokens: int, shards: int, room: int | None = None) -> int:
@@ -399,94 +446,18 @@ def padded(tokens: int, shards: int, room: int | None = None) -> int:
 def read(
   model: Transformer,
   attend: ShardingContext,
-  tokens: jax.Array,
-  pos: Any,
-  seg: Any,
+  tokens: Int[Array, "B T"],
+  pos: Int[Array, "B T"] | None,
+  seg: Int[Array, "B T"],
   cache: Any,
-  rows: jax.Array,
-  length: jax.Array,
-) -> tuple[jax.Array, Any]:
-  """The compiled call: logits [B, V] behind `rows` [B], and the cache."""
+  rows: Int[Array, " B"],
+  length: Int[Array, ""],
+) -> tuple[Float[Array, "B V"], Any]:
+  """The compiled call: logits of the tokens behind `rows`, and the cache.
+
+  `length` is that of the whole context, for rotations that depend on it.
+  """
   logits, cache = forward(
     model, attend, tokens, pos, seg, cache, rows[:, None], length
   )
   return attend.everywhere(logits[:, 0]), cache
-
-
-def whole(
-  model: Transformer,
-  how: Prefill,
-  tokens: np.ndarray,
-  lengths: np.ndarray,
-  cache: Any,
-  length: int,
-) -> tuple[jax.Array, Any]:
-  """Reads all at once: logits [B, V] behind each last token, and the cache."""
-  attend = how.attend
-  layout, shards = attend.layout, attend.size
-  # Slots of a shard that has fewer tokens than others are empty.
-  order = np.asarray(layout.padded_order(tokens.shape[1], shards))
-  where = np.zeros(tokens.shape[1], np.int32)
-  where[order[order >= 0]] = np.flatnonzero(order >= 0)
-  real = (order >= 0) & (order < lengths[:, None])
-  return read(
-    model,
-    attend,
-    jnp.asarray(np.where(real, tokens[:, order], 0)),
-    None,
-    jnp.asarray(real.astype(np.int32)),
-    cache,
-    jnp.asarray(where[lengths - 1]),
-    jnp.int32(length),
-  )
-
-
-def chunked(
-  model: Transformer,
-  how: Prefill,
-  tokens: np.ndarray,
-  lengths: np.ndarray,
-  start: np.ndarray,
-  cache: Any,
-  length: int,
-  keep: Callable[[Any, int], Any],
-  progress: Any = None,
-) -> jax.Array:
-  """Reads chunk by chunk, behind what the cache already holds: the logits.
-
-  `start` [B] is the position of each example's first token. After each chunk
-  `keep` gets the cache, which takes the place of the one before, and the
-  tokens done so far; then `progress` is called with the tokens done.
-  """
-  assert how.chunk is not None
-  total, shards = tokens.shape[1], how.attend.size
-  found: Any = None
-  for first in range(0, total, how.chunk):
-    size = min(how.chunk, how.width - first)
-    part = np.zeros((tokens.shape[0], size), np.int32)
-    have = tokens[:, first : first + size]
-    part[:, : have.shape[1]] = have
-    order = how.order(size, shards)
-    part, index = part[:, order], first + order
-    seg = (index[None] < lengths[:, None]).astype(np.int32)
-    pos = start[:, None] + index[None]
-    last = lengths - 1 - first
-    rows = np.argsort(order)[np.clip(last, 0, size - 1)].astype(np.int32)
-    logits, cache = read(
-      model,
-      how.attend,
-      jnp.asarray(part),
-      jnp.asarray(pos.astype(np.int32)),
-      jnp.asarray(seg),
-      cache,
-      jnp.asarray(rows),
-      jnp.int32(length),
-    )
-    done = min(first + size, total)
-    keep(cache, done)
-    here = jnp.asarray((last >= 0) & (last < size))
-    found = logits if found is None else jnp.where(here[:, None], logits, found)
-    if progress is not None:
-      jax.block_until_ready(logits)
-      progress(done)
-  return found

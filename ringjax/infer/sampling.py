@@ -1,11 +1,11 @@
 """Samplers: from the logits of a step to one token a row.
 
-Law: a sampler is a frozen value and a pure function. Its random number for a
-token is a function of (seed, row of the batch, step, token id) alone, by
+Guarantees: a sampler is a frozen value and a pure function. Its random number
+for a token is a function of (seed, row of the batch, step, token id) alone, by
 Threefry-2x32 written out below: the same on any mesh, however the batch is
-cut, and with any version of JAX. `generate` takes the token's position in its
-row for the step: a row's draws hang neither on the lengths of other rows nor
-on how a conversation is cut into turns. A row is drawn as
+split, and with any version of JAX. `generate` takes the token's position in its
+row for the step: a row's draws depend neither on the lengths of other rows nor
+on how a conversation is divided into turns. A row is drawn as
 
   argmax_i (l_i + g_i),   g_i = -log(-log(1 - u_i)),   u_i uniform in (0, 1),
 
@@ -25,19 +25,20 @@ A sampler is also a pytree: its numbers are leaves, and its structure is which
 of them there are. So a jitted function that takes it as an argument is
 compiled once for each choice of filters, whatever their numbers.
 
-Cost for V tokens: about 100 integer operations a token for the draw; top-k and
-top-p each 32 sums over V numbers, which close in on the cutoff bit by bit.
-Nothing is sorted.
+Every number of a sampler has a row in `PARAMETERS`: its range, what to do
+beyond it, what it means, and the leaf that stands for it in a trace.
+
+Cost: for V tokens about 100 integer operations a token for the draw; top-k and
+top-p each 32 sums over V numbers, which find the cutoff bit by bit. Nothing is
+sorted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +46,81 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.errors import (
-  DtypeError,
-  OptionError,
-  SamplingError,
-  ShapeError,
-)
+from ringjax.checks import integer, number, one_of
+from ringjax.errors import DtypeError, OptionError, SamplingError, ShapeError
 
-TEMPERATURE = (0.01, 100.0)
-REPETITION_PENALTY = (0.01, 100.0)
-TOP_K = (1, 2**31 - 1)
-SEED = (0, 2**63 - 1)
+
+class Parameter(NamedTuple):
+  """A number of a sampler: its range, its meaning and its leaf in a trace.
+
+  Fields:
+    meaning: what it does, in a sentence.
+    least: the smallest value, or None.
+    most: the largest value.
+    above: what it has to exceed, in place of `least`.
+    neutral: the value that filters nothing, which becomes None: one value,
+      one compiled program.
+    remedy: what to do where it is out of range.
+    leaf: makes the array that stands for it in a trace.
+    draws: whether `generate` draws tokens where it is given by name.
+  """
+
+  meaning: str
+  least: Any = None
+  most: Any = None
+  above: Any = None
+  neutral: Any = None
+  remedy: str = "leave it out to keep all"
+  leaf: Callable[[Any], Any] = np.float32
+  draws: bool = True
+
+  @property
+  def whole(self) -> bool:
+    """Whether it is an int."""
+    return self.leaf is not np.float32
+
+  def checked(self, name: str, value: Any) -> Any:
+    """`value` as a plain number, None if it is neutral.
+
+    Raises:
+      SamplingError: it is out of range.
+    """
+    rule = dict(most=self.most, error=SamplingError, remedy=self.remedy)
+    if self.whole:
+      return integer(name, value, least=self.least, **rule)
+    found = number(name, value, least=self.least, above=self.above, **rule)
+    return None if found == self.neutral else found
+
+
+def _words(seed: Any) -> Any:
+  """The low and the high half, uint32 [2]; a leaf of a sampler has them."""
+  if not isinstance(seed, int):
+    return seed
+  return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+
+
+PARAMETERS = {
+  "temperature": Parameter(
+    "What logits are divided by; 0 is greedy, as is no sampling option at all.",
+    least=0.01, most=100.0,
+    remedy="for the most probable token take Greedy() (--temperature=0)"),
+  "top_k": Parameter(
+    "Keep the k likeliest tokens.", least=1, most=2**31 - 1, leaf=np.int32),
+  "top_p": Parameter(
+    "Keep the likeliest tokens up to this probability.",
+    above=0.0, most=1.0, neutral=1.0),
+  "min_p": Parameter(
+    "Drop tokens below min_p x the top probability.",
+    least=0.0, most=1.0, neutral=0.0),
+  "repetition_penalty": Parameter(
+    "Above 1, seen tokens get less likely.",
+    least=0.01, most=100.0, neutral=1.0, draws=False,
+    remedy="leave it out for no penalty"),
+  "seed": Parameter(
+    "Random seed: the same seed gives the same tokens.",
+    least=0, most=2**63 - 1, leaf=_words, draws=False,
+    remedy="take its last 63 bits"),
+}  # fmt: skip
 
 
 @runtime_checkable
@@ -76,97 +141,27 @@ class Sampler(Protocol):
     logits: Float[Array, "B V"],
     step: Int[Array, ...],
     seen: Bool[Array, "B V"] | None = None,
-    *,
-    banned: Bool[Array, ...] | None = None,
-    rows: Int[Array, " B"] | None = None,
   ) -> Int[Array, " B"]:
     """One token a row."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Greedy:
-  """The most probable token; of equal ones that with the smallest id.
+class _Penalising:
+  """A sampler that makes seen tokens less likely, then takes the largest score.
 
   Attributes:
-    repetition_penalty: what logits of seen tokens are divided by (multiplied,
-      if negative). None or 1 for none.
-
-  Raises:
-    SamplingError: it is out of its range.
+    repetition_penalty: see `Greedy`.
   """
 
   repetition_penalty: float | None = None
 
   def __post_init__(self) -> None:
-    _set_penalty(self)
-
-  @property
-  def needs_seen(self) -> bool:
-    """Whether `seen` must be given."""
-    return self.repetition_penalty is not None
-
-  def __call__(
-    self,
-    logits: Float[Array, "B V"],
-    step: Int[Array, ...],
-    seen: Bool[Array, "B V"] | None = None,
-    *,
-    banned: Bool[Array, ...] | None = None,
-    rows: Int[Array, " B"] | None = None,
-  ) -> Int[Array, " B"]:
-    """One token a row; `step` and `rows` have no part in it.
-
-    Args and errors are those of `Sample`.
-    """
-    del step, rows
-    logits = _penalised(self.repetition_penalty, logits, seen, banned)
-    return jnp.argmax(logits, -1).astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-  """A token by chance, after filters.
-
-  Attributes:
-    temperature: what logits are divided by, 0.01 to 100.
-    top_k: how many of the largest logits are kept, or None for all.
-    top_p: probability of what is kept, in (0, 1], or None for all.
-    min_p: least probability, as a part of the largest, in [0, 1], or None.
-    repetition_penalty: as in `Greedy`.
-    seed: 0 to 2^63 - 1; the same seed gives the same tokens.
-
-  Raises:
-    SamplingError: one of them is out of its range.
-  """
-
-  temperature: float = 1.0
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  repetition_penalty: float | None = None
-  seed: int = 0
-
-  def __post_init__(self) -> None:
-    remedy = "for the most probable token take Greedy() (--temperature=0)"
-    _set(self, "temperature", _number(self, "temperature", TEMPERATURE, remedy))
-    top_k = self.top_k
-    if top_k is not None:
-      top_k = _whole(self, "top_k", TOP_K, "leave it out to keep all")
-    top_p = self.top_p
-    if top_p is not None:
-      # The smallest float that is no 0.
-      least = math.ulp(0.0)
-      top_p = _number(self, "top_p", (least, 1.0), "leave it out to keep all")
-    min_p = self.min_p
-    if min_p is not None:
-      min_p = _number(self, "min_p", (0.0, 1.0), "leave it out to keep all")
-    # What filters nothing is no filter: one value, one compiled program.
-    _set(self, "top_k", top_k)
-    _set(self, "top_p", None if top_p == 1.0 else top_p)
-    _set(self, "min_p", None if min_p == 0.0 else min_p)
-    _set(self, "seed", _whole(self, "seed", SEED, "take its last 63 bits"))
-    _set_penalty(self)
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if value is not None or field.default is not None:
+        value = PARAMETERS[field.name].checked(field.name, value)
+      object.__setattr__(self, field.name, value)
 
   @property
   def needs_seen(self) -> bool:
@@ -187,13 +182,13 @@ class Sample:
     Args:
       logits: [B, V], float32.
       step: [] or [B], which draw of its row this is; `generate` counts by
-        the position of the token that is drawn.
+        the position of the token that is drawn. `Greedy` ignores it.
       seen: [B, V], which tokens occurred in prompt and output. Only if
         `needs_seen`.
       banned: [V] or [B, V], tokens that may not come. All of a row is no
         choice: it then gives 0.
       rows: [B], int32, where the rows stand in the whole batch, if this is
-        only a part of it; by default 0, 1, ...
+        only a part of it; by default 0, 1, ... `Greedy` ignores it.
 
     Returns:
       int32 [B].
@@ -203,10 +198,60 @@ class Sample:
       ShapeError, DtypeError: an operand is not of the kind described here.
     """
     logits = _penalised(self.repetition_penalty, logits, seen, banned)
+    scores = self._scores(logits, step, rows)
+    return jnp.argmax(scores, -1).astype(jnp.int32)
+
+  def _scores(self, logits: Array, step: Any, rows: Any) -> Array:
+    """[B, V], of which the largest of a row is taken."""
+    del step, rows
+    return logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Greedy(_Penalising):
+  """The most probable token; of equal ones that with the smallest id.
+
+  Attributes:
+    repetition_penalty: what logits of seen tokens are divided by (multiplied,
+      if negative). None or 1 for none.
+
+  Raises:
+    SamplingError: it is out of its range.
+  """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(_Penalising):
+  """A token by chance, after filters.
+
+  Attributes:
+    temperature: what logits are divided by, 0.01 to 100.
+    top_k: how many of the largest logits are kept, or None for all.
+    top_p: probability of what is kept, in (0, 1], or None for all.
+    min_p: least probability, as a part of the largest, in [0, 1], or None.
+    repetition_penalty: as in `Greedy`.
+    seed: 0 to 2^63 - 1; the same seed gives the same tokens.
+
+  Raises:
+    SamplingError: one of them is out of its range.
+  """
+
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  seed: int = 0
+
+  def _scores(self, logits: Array, step: Any, rows: Any) -> Array:
     logits = self.filtered(logits)
-    rows = _row_ids(logits, rows)
-    noise = _gumbel(self.seed, rows, _steps(step, rows), logits.shape[1])
-    return jnp.argmax(logits + noise, -1).astype(jnp.int32)
+    batch, step = logits.shape[:1], jnp.asarray(step)
+    rows = jnp.arange(batch[0]) if rows is None else rows
+    _check_shape("rows", rows, (batch,), "pass one for each row of logits")
+    remedy = "pass the number of tokens drawn before"
+    _check_shape("step", step, ((), batch), remedy)
+    steps = jnp.broadcast_to(step.astype(jnp.uint32), batch)
+    words, rows = jnp.asarray(_words(self.seed)), rows.astype(jnp.uint32)
+    return logits + _gumbel(words, rows, steps, logits.shape[1])
 
   def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """Logits over the temperature; -inf where a filter drops the token."""
@@ -240,8 +285,8 @@ def _cutoff(logits: Array, weights: Array, want: Array) -> Array:
   """The largest number from which on weights sum to `want` at least: [B, 1].
 
   It is a logit of the row: its largest one, where all are too little. `weights`
-  [B, V] are none below 0. Found by bisection of the 2^32 floats: a sum of fewer
-  of the weights, in the same order, is never the larger one.
+  [B, V] must be non-negative. Found by bisection of the 2^32 floats: a sum of
+  fewer of the weights, in the same order, is never the larger one.
   """
   low = jnp.full_like(logits[:, :1], -jnp.inf)
   bounds = (_ordered(low), _ordered(jnp.max(logits, -1, keepdims=True)))
@@ -276,7 +321,7 @@ def _float_of(ordered: Array) -> Array:
 
 
 def _penalised(penalty: Any, logits: Any, seen: Any, banned: Any) -> Array:
-  """Logits as they are filtered, found to be of the right kind."""
+  """Logits with the penalty, -inf where banned; refuses wrong operands."""
   if getattr(logits, "ndim", None) != 2 or 0 in logits.shape:
     raise ShapeError(
       "logits",
@@ -305,16 +350,20 @@ def _penalised(penalty: Any, logits: Any, seen: Any, banned: Any) -> Array:
 
 
 def _check_mask(name: str, mask: Any, shapes: tuple[Any, ...]) -> None:
-  shape, dtype = getattr(mask, "shape", None), getattr(mask, "dtype", None)
-  if shape not in shapes:
-    raise ShapeError(
-      name,
-      f"shape {shape}",
-      " or ".join(map(str, shapes)),
-      "give it one entry a token of the vocabulary",
-    )
+  remedy = "give it one entry a token of the vocabulary"
+  _check_shape(name, mask, shapes, remedy)
+  dtype = getattr(mask, "dtype", None)
   if dtype != jnp.bool_:
     raise DtypeError(name, dtype, "bool", "compare it with 0")
+
+
+def _check_shape(
+  name: str, x: Any, shapes: tuple[Any, ...], remedy: str
+) -> None:
+  shape = getattr(x, "shape", None)
+  if shape not in shapes:
+    want = " or ".join(map(str, shapes))
+    raise ShapeError(name, f"shape {shape}", want, remedy)
 
 
 # ---------------------------------------------------------------------------
@@ -322,50 +371,11 @@ def _check_mask(name: str, mask: Any, shapes: tuple[Any, ...]) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _row_ids(logits: Array, rows: Any) -> Array:
-  if rows is None:
-    return jnp.arange(logits.shape[0], dtype=jnp.uint32)
-  if rows.shape != logits.shape[:1]:
-    raise ShapeError(
-      "rows",
-      f"shape {rows.shape}",
-      f"{logits.shape[:1]}, one for each row of logits",
-      "leave it out if this is the whole batch",
-    )
-  return rows.astype(jnp.uint32)
-
-
-def _steps(step: Any, rows: Array) -> Array:
-  step = jnp.asarray(step)
-  if step.shape not in ((), rows.shape):
-    raise ShapeError(
-      "step",
-      f"shape {step.shape}",
-      f"[] or {rows.shape}",
-      "pass the number of tokens drawn before",
-    )
-  return jnp.broadcast_to(step.astype(jnp.uint32), rows.shape)
-
-
-def _gumbel(seed: Any, rows: Array, steps: Array, vocab: int) -> Array:
-  """Gumbel noise [B, V] of (seed, row, step, id)."""
-  words = jnp.asarray(_words(seed))
-  return _noise(words[0], words[1], rows, steps, vocab)
-
-
-def _words(seed: Any) -> Any:
-  """The low and the high half, uint32 [2]; a leaf of a sampler has them."""
-  if not isinstance(seed, int):
-    return seed
-  return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-
-
 # Compiled also for a caller who compiles nothing: it is a hundred operations.
-@functools.partial(jax.jit, static_argnums=4)
-def _noise(
-  low: Array, high: Array, rows: Array, steps: Array, vocab: int
-) -> Array:
-  key = _threefry((low, high), (rows, jnp.broadcast_to(steps, rows.shape)))
+@functools.partial(jax.jit, static_argnums=3)
+def _gumbel(words: Array, rows: Array, steps: Array, vocab: int) -> Array:
+  """Gumbel noise [B, V] of (seed, row, step, id); `words` are the seed's."""
+  key = _threefry((words[0], words[1]), (rows, steps))
   ids = lax.broadcasted_iota(jnp.uint32, (rows.shape[0], vocab), 1)
   bits, _ = _threefry(
     (key[0][:, None], key[1][:, None]), (ids, jnp.zeros_like(ids))
@@ -400,27 +410,16 @@ def _threefry(
 # As pytrees
 # ---------------------------------------------------------------------------
 
-_LEAVES = {
-  "temperature": np.float32,
-  "top_k": np.int32,
-  "top_p": np.float32,
-  "min_p": np.float32,
-  "repetition_penalty": np.float32,
-  "seed": _words,
-}
-
 
 def _register(kind: type) -> None:
   names = tuple(field.name for field in dataclasses.fields(kind))
-
-  def flatten(sampler: Any) -> tuple[tuple[Any, ...], None]:
-    return tuple(_leaf(name, getattr(sampler, name)) for name in names), None
+  flatten = lambda x: (tuple(_leaf(n, getattr(x, n)) for n in names), None)
 
   def unflatten(_: None, leaves: Iterable[Any]) -> Any:
     # Leaves may be anything that JAX puts there: nothing is checked.
     made = object.__new__(kind)
     for name, leaf in zip(names, leaves, strict=True):
-      _set(made, name, leaf)
+      object.__setattr__(made, name, leaf)
     return made
 
   jax.tree_util.register_pytree_node(kind, flatten, unflatten)
@@ -428,7 +427,7 @@ def _register(kind: type) -> None:
 
 def _leaf(name: str, value: Any) -> Any:
   plain = isinstance(value, int | float) and not isinstance(value, bool)
-  return _LEAVES[name](value) if plain else value
+  return PARAMETERS[name].leaf(value) if plain else value
 
 
 _register(Greedy)
@@ -443,53 +442,9 @@ def traced(sampler: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------
-# Parameters
-# ---------------------------------------------------------------------------
-
-
-def _set(sampler: Any, name: str, value: Any) -> None:
-  object.__setattr__(sampler, name, value)
-
-
-def _set_penalty(sampler: Any) -> None:
-  if sampler.repetition_penalty is not None:
-    name, remedy = "repetition_penalty", "leave it out for no penalty"
-    value = _number(sampler, name, REPETITION_PENALTY, remedy)
-    _set(sampler, name, None if value == 1.0 else value)
-
-
-def _number(
-  sampler: Any, name: str, within: tuple[float, float], remedy: str
-) -> float:
-  value, (low, high) = getattr(sampler, name), within
-  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  # NaN is not within any range.
-  if not real or not low <= float(value) <= high:
-    least = f"above {0:g}" if low == math.ulp(0.0) else f"from {low:g}"
-    raise SamplingError(
-      name, repr(value), f"a number {least} to {high:g}", remedy
-    )
-  return float(value)
-
-
-def _whole(
-  sampler: Any, name: str, within: tuple[int, int], remedy: str
-) -> int:
-  value, (low, high) = getattr(sampler, name), within
-  whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  if not whole or not low <= int(value) <= high:
-    raise SamplingError(
-      name, repr(value), f"an int from {low} to {high}", remedy
-    )
-  return int(value)
-
-
-# ---------------------------------------------------------------------------
 # Names of transformers
 # ---------------------------------------------------------------------------
 
-_FILTERS = ("temperature", "top_k", "top_p", "min_p")
-_CHOICE = (*_FILTERS, "repetition_penalty", "do_sample", "seed")
 _REMEDIES = {
   "attention_mask": "pass prompts as a list of rows of different lengths",
   "generation_config": "pass its numbers by name, e.g. temperature=0.7",
@@ -511,7 +466,8 @@ def from_names(
 ) -> tuple[Any, Any]:
   """The sampler and the stop that transformers' names of `generate` ask for.
 
-  None is the same as leaving a name out. A temperature of 0 is greedy.
+  None is the same as leaving a name out. A temperature of 0 is greedy, as is
+  no name at all.
 
   Args:
     sampler: what was passed as `sampler`.
@@ -526,7 +482,7 @@ def from_names(
     SamplingError: a number is out of its range.
   """
   for name in given:
-    if name not in (*_CHOICE, "eos_token_id"):
+    if name not in (*PARAMETERS, "do_sample", "eos_token_id"):
       remedy = _REMEDIES.get(name, "leave it out; see help(rj.infer.generate)")
       raise OptionError(
         name, repr(given[name]), "an argument of generate", remedy
@@ -536,18 +492,19 @@ def from_names(
     if stop is not None:
       raise _clash("eos_token_id", "stop=", "put the id into stop=")
     stop = end
-  if not given:
-    return sampler, stop
   names = ", ".join(given)
   if sampler is not None:
-    raise _clash(names, "sampler=", "pass rj.infer.Sample(...) with all of it")
+    if given:
+      remedy = "pass rj.infer.Sample(...) with all of it"
+      raise _clash(names, "sampler=", remedy)
+    return sampler, stop
   draws = given.pop("do_sample", None)
-  if not isinstance(draws, bool | None):
-    raise OptionError("do_sample", repr(draws), "True or False", "leave it out")
+  remedy = "pass do_sample=True to draw, or leave it out"
+  one_of("do_sample", draws, (None, True, False), remedy=remedy)
   if given.get("temperature") == 0 and not draws:
     draws = False
     del given["temperature"]
-  filters = any(name in given for name in _FILTERS)
+  filters = any(PARAMETERS[name].draws for name in given)
   if draws or (draws is None and filters):
     return Sample(**given), stop
   if filters or "seed" in given:
@@ -556,4 +513,4 @@ def from_names(
 
 
 def _clash(name: str, beside: str, remedy: str) -> OptionError:
-  return OptionError(name, f"a value beside {beside}", "one", remedy)
+  return OptionError(name, f"a value beside {beside}", "one of them", remedy)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ringjax.checks import positive_int
-from ringjax.errors import (
-  MemoryEstimateError,
-  MeshError,
-  OptionError,
-  PromptError,
-)
+from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
@@ -37,7 +33,7 @@ _KNOBS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class GenerateReport:
   """What a call of `generate` did.
 
   Attributes:
@@ -58,25 +54,24 @@ class Report:
 
 
 class Session:
-  """A conversation: a cache and how many tokens of each example it holds.
+  """A conversation: a cache, the last token of each row, and the ids seen.
 
-  It is the weights' that read it: others cannot go on with it, until `restart`.
+  It is bound to the weights that filled its cache: others cannot continue it,
+  until `restart`. How many tokens it holds, only the cache knows.
 
   A call that is interrupted (Ctrl-C, an exception of `progress` or `stream`)
   leaves here what it has read: `lengths` says how much of the prompt that is,
   and the next call goes on behind it. One that is interrupted while a program
-  writes the cache takes it along: later calls say so, until `restart`.
+  writes the cache loses the cache, and so does any interrupted call in a run
+  of several processes: later calls say so, until `restart`.
 
-  Rotations that depend on the length of the context (dynamic, longrope) turn
-  as for a context of `capacity` tokens, in every call.
+  Rotations that depend on the length of the context (dynamic, longrope) are
+  those of a context of `capacity` tokens, in every call.
 
   Attributes:
-    lengths: int [B], tokens read so far.
-    pending: int [B], a token that was generated and not read yet, or -1; it
-      is read before the next turn.
-    seen: bool [B, V], ids that each example has read or said, which a
-      repetition penalty is for.
     cache: the cache.
+    seen: bool [B, V], ids that each row has read or generated, for a repetition
+      penalty.
     last: the report of the last call.
   """
 
@@ -106,7 +101,7 @@ class Session:
       cache_kind: how keys and values are stored, see `Transformer.init_cache`.
 
     Raises:
-      OptionError: a capacity, a batch or a dtype that is none.
+      OptionError: a capacity or a batch below 1, an unknown dtype or kind.
       MeshError: a mesh that is not the model's.
       MemoryEstimateError: a cache that does not fit.
     """
@@ -116,25 +111,67 @@ class Session:
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     _check_devices(model, self.mesh)
     capacity = prefill.padded(positive_int("capacity", capacity), sharding.size)
-    make = dict(
-      sharding=sharding, dtype=dtype, kind=kinds.cache_kind(cache_kind)
+    self._make = dict(
+      batch=batch,
+      capacity=capacity,
+      dtype=dtype,
+      kind=kinds.cache_kind(cache_kind),
     )
-    _check_memory(model, sharding, batch, capacity, make)
-    self.cache = model.init_cache(batch, capacity, **make)
-    self.lengths = np.zeros(batch, np.int64)
-    self.pending = np.full(batch, -1, np.int64)
+    _check_memory(model, sharding, self._make)
+    self.cache: Any = model.init_cache(sharding=sharding, **self._make)
     self.seen = np.zeros((batch, model.config.vocab), bool)
-    self.last: Report | None = None
-    self._dtype = dtype
+    self.last: GenerateReport | None = None
+    # Each row's last generated token and its position: kept on the host, which
+    # sees every token anyway, so that no step waits for the cache.
+    self._said = np.full(batch, -1, np.int64)
+    self._said_at = np.full(batch, -1, np.int64)
     self._device: Any = None
-    self._readers: list[Any] = []
-    self.reads(model)
-    # Whether a call was interrupted and nothing was counted since.
-    self._interrupted = False
+    # Whether no one knows what the cache holds, until a restart.
+    self._invalid = False
+    self.bind(model)
+
+  @property
+  def batch(self) -> int:
+    """Rows, B."""
+    return self.seen.shape[0]
 
   @property
   def shards(self) -> int:
+    """Shards of the sequence."""
     return self.cache.shards
+
+  @property
+  @entering(lambda session: session.mesh)
+  def lengths(self) -> np.ndarray:
+    """Tokens read so far, int [B]: what the cache says.
+
+    Waits for the program that computes it; in a run of several processes all
+    of them have to ask.
+    """
+    sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
+    return np.asarray(_lengths(sharding, self.cache)).astype(np.int64)
+
+  @lengths.setter
+  def lengths(self, lengths: np.ndarray) -> None:
+    # Nothing to keep; a chain of processes still tells it.
+    del lengths
+
+  @property
+  def pending(self) -> np.ndarray:
+    """A token that was generated and not read yet, or -1: int [B].
+
+    It is read before the next turn.
+    """
+    return np.where(self._said_at == self.lengths, self._said, -1)
+
+  @pending.setter
+  def pending(self, tokens: np.ndarray) -> None:
+    self._said, self._said_at = np.array(tokens, np.int64), self.lengths
+
+  def say(self, tokens: np.ndarray, pos: np.ndarray, rows: np.ndarray) -> None:
+    """Notes generated tokens [B] at positions [B], of `rows`, bool [B]."""
+    self._said[rows], self._said_at[rows] = tokens[rows], pos[rows]
+    self.seen[rows, tokens[rows]] = True
 
   def gather(self, device: Any) -> None:
     """Brings the cache to one device of its mesh, where it then stays.
@@ -153,99 +190,74 @@ class Session:
     """The model where this session's calls run."""
     return model if self._device is None else here(model, self._device)
 
-  def read_by(self, model: Transformer) -> bool:
+  def bind(self, model: Transformer) -> None:
+    """Notes whose weights fill the cache, while it is empty."""
+    self._weights = [weakref.ref(x) for x in jax.tree.leaves(model)]
+
+  def bound_to(self, model: Transformer) -> bool:
     """Whether what the session holds was read by this model's weights."""
     if self._device is not None and model is self.model:
       return True
     arrays = jax.tree.leaves(model)
-    return len(arrays) == len(self._readers) and all(
-      reader() is array
-      for reader, array in zip(self._readers, arrays, strict=True)
+    return len(arrays) == len(self._weights) and all(
+      known() is array
+      for known, array in zip(self._weights, arrays, strict=True)
     )
-
-  def reads(self, model: Transformer) -> None:
-    """Notes whose weights read what comes next, in an empty session."""
-    self._readers = [weakref.ref(x) for x in jax.tree.leaves(model)]
 
   @property
   def empty(self) -> bool:
     """Whether it holds no token."""
     return not self.lengths.any()
 
-  def free(self) -> np.ndarray:
-    """Free slots of each example on each shard, int [B, R]."""
-    free = self.cache.free()
-    assert free is not None
-    return free
-
   def room(self) -> int:
-    """Tokens that still fit, whichever example they belong to."""
-    return int(self.free().sum(1).min())
+    """Tokens that still fit into every row."""
+    return int(self.cache.free().sum(1).min())
 
   @entering(lambda session: session.mesh)
   def restart(self) -> None:
     """Begins anew with an empty cache of the same capacity, dtype and place."""
-    capacity, batch = self.cache.capacity, self.lengths.size
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
-    self._interrupted = True
-    self.cache = dataclasses.replace(self.cache, slots=())
+    self._invalid, self.cache = True, None
     with jax.default_device(self._device):
-      self.cache = self.model.init_cache(
-        batch,
-        capacity,
-        sharding=sharding,
-        dtype=self._dtype,
-        kind=self.cache.kind,
-      )
-    self.lengths = np.zeros(batch, np.int64)
-    self.pending = np.full(batch, -1, np.int64)
-    self.seen = np.zeros_like(self.seen)
-    self._interrupted = False
+      self.cache = self.model.init_cache(sharding=sharding, **self._make)
+    self._said_at[:], self.seen[:], self._invalid = -1, False, False
 
-  def commit(self, cache: Any, lengths: np.ndarray) -> None:
-    """Notes a cache with tokens of a prompt, and that a token is pending.
+  @contextlib.contextmanager
+  def running(self, doing: str) -> Iterator[None]:
+    """Around programs that write the cache: says what an interruption leaves.
 
-    Args:
-      cache: takes the place of the one before.
-      lengths: int [B], of the examples with them.
+    `doing` is what they do, for the error where memory runs out.
     """
-    self.cache = cache
-    self.lengths = lengths
-    self.pending = np.full(lengths.size, -1, np.int64)
+    try:
+      with memory.watched(doing, _KNOBS):
+        yield
+    except BaseException:
+      self.recover()
+      raise
 
   def recover(self) -> None:
-    """Counts what the cache holds, behind a call that was interrupted.
+    """After an interrupted call: goes on with what the cache says it holds.
 
-    It stays uncounted if a program took it along, or in a run of several
-    processes, which then no longer agree.
+    In a run of several processes it is lost: they may no longer agree.
     """
-    self._interrupted = True
-    cache = self.cache
-    leaves = jax.tree.leaves(cache)
-    here = all(x.is_fully_addressable for x in leaves)
-    if cache.lost or not cache.slots or not here:
-      return
-    try:
-      lengths = jax.device_get(cache.length)
-    except RuntimeError:
-      # What computed it failed.
-      return
-    # A token that was read is not pending.
-    read = lengths > self.lengths
-    self.pending = np.where(read, -1, self.pending)
-    self.lengths = lengths.astype(np.int64)
-    self._interrupted = False
+    leaves = jax.tree.leaves(self.cache)
+    self._invalid = not all(x.is_fully_addressable for x in leaves)
 
   def check(self) -> None:
-    """Refuses to go on with a cache that an interrupted call took along.
+    """Refuses a session whose cache an interrupted call has lost.
 
     Raises:
-      OptionError: it did.
+      OptionError: it is lost.
     """
-    if self._interrupted:
-      self.recover()
-    if self._interrupted or self.cache.lost:
+    try:
+      sound = not self._invalid and not self.cache.lost
+      if sound:
+        # An error of the program that computes it comes up here.
+        self.cache.free()
+    except RuntimeError:
+      sound = False
+    if not sound:
       raise OptionError(
         "cache",
         "a session whose cache was lost when a call was interrupted",
@@ -254,31 +266,15 @@ class Session:
       )
 
 
-def settled(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """For f(model, session, ...), behind which the session is right in any case.
-
-  `doing` is what f does, for who runs out of memory.
-  """
-
-  def around(f: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(f)
-    def run(model: Transformer, session: Session, *more: Any) -> Any:
-      try:
-        with memory.watched(doing, _KNOBS):
-          return f(model, session, *more)
-      except BaseException:
-        session.recover()
-        raise
-
-    return run
-
-  return around
+@functools.partial(jax.jit, static_argnums=0)
+def _lengths(sharding: ShardingContext, cache: Any) -> jax.Array:
+  return sharding.everywhere(cache.length)
 
 
 def _mesh_of(
   model: Any, *_: Any, mesh: Any = None, cache: Any = None, **__: Any
 ) -> Any:
-  """The mesh of a call, as far as its arguments say."""
+  """The mesh that a call's arguments name, or None."""
   if isinstance(cache, Session):
     return cache.mesh
   return mesh or (model.mesh if isinstance(model, Transformer) else None)
@@ -291,7 +287,13 @@ on_its_mesh = entering(_mesh_of)
 def place_of(
   mesh: Any, axis: str | None, model: Transformer
 ) -> tuple[Any, str | None]:
-  """The mesh and the axis that are meant: given, the model's, the current."""
+  """The mesh and the sequence's axis of a call.
+
+  The mesh is the given one, else the model's, else the current one.
+
+  Raises:
+    MeshError: an axis that the mesh does not have.
+  """
   if mesh is None:
     mesh = model.mesh
   if mesh is None:
@@ -330,72 +332,23 @@ def _check_devices(model: Transformer, mesh: Any) -> None:
     )
 
 
-def check_session(
-  session: Session,
-  model: Transformer,
-  batch: int,
-  lengths: np.ndarray,
-  count: int,
-  how: prefill.Prefill,
-) -> None:
-  """Refuses a session that is another's, or that has too little room."""
-  if session.model.config != model.config:
-    raise OptionError(
-      "cache",
-      f"a session of another model, a {session.model.config.family}",
-      "one that was made for this model",
-      "make one with rj.infer.Session(model, capacity)",
-    )
-  if not session.empty and not session.read_by(model):
-    raise OptionError(
-      "model",
-      "other weights than those that read what the session holds",
-      "the same arrays",
-      "pass that model, or call session.restart() and read it again",
-    )
-  if session.lengths.size != batch:
-    raise PromptError(
-      "tokens",
-      f"{batch} prompts",
-      f"{session.lengths.size}, as many as the session has examples",
-      "make a session with batch=",
-    )
-  free = session.free()
-  after = free - how.taken(lengths, session.shards)
-  if after.min() < 0 or after.sum(1).min() < count - 1:
-    tokens = int(lengths.max())
-    raise PromptError(
-      "tokens",
-      f"{tokens} tokens, read by prefill={how.name!r} on {session.shards} "
-      f"shard(s), and max_new_tokens={count}, of which "
-      f"{count - 1} are read",
-      f"at most {session.room()} together in this session of "
-      f"{session.cache.capacity}",
-      "make a session of larger capacity, or ask for fewer tokens",
-    )
-
-
 def free_on(mesh: Any) -> tuple[int | None, int]:
-  """Free bytes of a device, if it says so, and how many devices share."""
+  """Free bytes of a device, None if unknown, and how many devices share."""
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   return free_bytes(devices[0], len(devices)), len(devices)
 
 
 def _check_memory(
-  model: Transformer,
-  sharding: ShardingContext,
-  batch: int,
-  capacity: int,
-  make: dict[str, Any],
+  model: Transformer, sharding: ShardingContext, make: dict[str, Any]
 ) -> None:
   """Refuses a cache that cannot fit, before it is allocated."""
-  each = bytes_each(model.init_cache_spec(batch, capacity, **make))
+  each = bytes_each(model.init_cache_spec(sharding=sharding, **make))
   free, devices = free_on(sharding.mesh)
   if free is not None and each > free:
     raise MemoryEstimateError(
       "cache",
-      f"{each:,} bytes on each of {devices} device(s) for {batch} x "
-      f"{capacity:,} tokens",
+      f"{each:,} bytes on each of {devices} device(s) for {make['batch']} x "
+      f"{make['capacity']:,} tokens",
       f"at most the {free:,} that are free there",
       "shard the sequence over more devices, or shorten the prompt",
     )

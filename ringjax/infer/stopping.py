@@ -1,11 +1,11 @@
-"""When an answer is over, and how much of it may be shown already.
+"""Stop conditions: when an answer is over, and what of it may be shown.
 
-Law: the text that `Watch.feed` and `Watch.flush` return, joined, is the text
-of the tokens up to the first stop: before the stop id, or before the stop
-string that is complete first (of those, the longest). It does not depend on
-how the text is cut into tokens, nor the tokens into feeds. What may be the
+Guarantees: the text that `Watch.feed` and `Watch.flush` return, joined, is the
+text of the tokens up to the first stop: before the stop id, or before the stop
+string that is complete first (of those, the longest). It does not depend on how
+the text is divided into tokens, nor the tokens into feeds. What may be the
 beginning of a stop string is held back until it is known not to be one.
-Cost: on the host; a search in the new text and the longest stop string.
+Cost: on the host, a search in the new text and the longest stop string.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CHARS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
-  """What ends an answer.
+  """Stop ids and stop strings: what ends an answer.
 
   Attributes:
     ids: tokens that end it, such as `tokenizer.eos_ids`.
     strings: texts that end it, wherever tokens begin and end.
 
   Raises:
-    PromptError: not ids, or not texts, or too many of them.
-    InputTypeError: what is neither.
+    PromptError: an id out of range, an empty text, or too many of them.
+    InputTypeError: neither ids nor texts.
   """
 
   ids: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Stop:
         "strings",
         strings,
         f"at most {_STRINGS} texts of 1 to {_CHARS} characters",
-        "leave out the empty ones",
+        "leave out empty texts and all beyond that number",
       )
     object.__setattr__(self, "strings", tuple(dict.fromkeys(strings)))
 
@@ -78,10 +78,10 @@ class Stop:
 
 
 def as_stop(stop: Any) -> Stop:
-  """What `generate` takes for a stop: ids, texts, both, or a `Stop`.
+  """The `Stop` that `generate` is asked for: ids, texts, both, or a `Stop`.
 
   Raises:
-    InputTypeError, PromptError: none of these.
+    InputTypeError, PromptError: something else.
   """
   if isinstance(stop, Stop):
     return stop
@@ -91,12 +91,12 @@ def as_stop(stop: Any) -> Stop:
   whole = (numbers.Integral, np.ndarray, jax.Array)
   wrong = [i for i in ids if not isinstance(i, whole) or isinstance(i, bool)]
   if wrong:
-    raise _no_stop("stop", wrong[0])
+    raise _not_a_stop("stop", wrong[0])
   return Stop(ids=tuple(as_ids("stop", ids)), strings=texts)
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-  """Refuses what no text can be made with.
+  """Refuses a tokenizer that cannot turn tokens into text one by one.
 
   Raises:
     InputTypeError: it lacks what `ringjax.data.Stream` asks of it.
@@ -111,17 +111,17 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def _several(name: str, given: Any) -> tuple[Any, ...]:
-  """What was given alone or in a row."""
+  """One value or several, as a tuple."""
   alone = isinstance(given, numbers.Integral | str)
   # NumPy's and JAX's scalars cannot be iterated over.
   if (alone and type(given) is not bool) or getattr(given, "shape", 0) == ():
     return (given,)
   if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
-    raise _no_stop(name, given)
+    raise _not_a_stop(name, given)
   return tuple(given)
 
 
-def _no_stop(name: str, given: Any) -> InputTypeError:
+def _not_a_stop(name: str, given: Any) -> InputTypeError:
   return InputTypeError(
     name,
     f"{type(given).__name__} {given!r}",
@@ -131,7 +131,7 @@ def _no_stop(name: str, given: Any) -> InputTypeError:
 
 
 class Watch:
-  """Watches the tokens of one row. Made by `Stop.watch`.
+  """Finds the end of one row's text as its tokens come; see `Stop.watch`.
 
   Attributes:
     stopped: the id or the string that ended the answer, or None.
@@ -180,7 +180,7 @@ class Watch:
     return text
 
   def _see(self, text: str) -> str:
-    """Of the text held back and this one, what may be shown."""
+    """What may be shown of the text held back and the new one."""
     if not text:
       return ""
     text = self._held + text
@@ -198,18 +198,13 @@ def _first(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
   """Where the string begins that is complete first, the longest of those."""
   found = [(text.find(s), s) for s in strings]
   ends = [(at + len(s), at, s) for at, s in found if at >= 0]
-  if not ends:
-    return None
-  _, begin, string = min(ends)
-  return begin, string
+  return min(ends)[1:] if ends else None
 
 
 def _unsure(text: str, strings: Sequence[str]) -> int:
-  """How many of the last characters may be the beginning of a string."""
+  """How many of the last characters may be the beginning of a stop string."""
   longest = 0
   for string in strings:
-    for size in range(min(len(string) - 1, len(text)), longest, -1):
-      if text.endswith(string[:size]):
-        longest = size
-        break
+    sizes = range(min(len(string) - 1, len(text)), longest, -1)
+    longest = next((n for n in sizes if text.endswith(string[:n])), longest)
   return longest

@@ -367,7 +367,8 @@ def test_a_long_prompt_gives_the_first_shards_more(loaded):
   model, mesh = loaded(NAME, 4)
   counts = {}
   for tokens in (64, 1 << 20):
-    how = prefill.plan("kvr", tokens, model, mesh, "seq")
+    options = prefill.PrefillOptions(method="kvr")
+    how = options.plan(tokens, model, mesh, "seq")
     counts[tokens] = how.attend.layout.counts
     assert sum(counts[tokens]) == how.width
   assert list(counts[1 << 20]) == sorted(counts[1 << 20], reverse=True)
@@ -734,7 +735,8 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
     run([1] * 100, cache=session)
   assert session.empty
   for name, tokens in (("dense", 90), ("blockwise", 10_000)):
-    how = prefill.plan(name, tokens, model, None, None)
+    options = prefill.PrefillOptions(method=name)
+    how = options.plan(tokens, model, None, None)
     sys.modules["ringjax.infer.generate"]._check_scores(model, how, 2)
 
 
@@ -749,13 +751,13 @@ def test_texts_beyond_the_context_are_refused(loaded):
   assert "120 tokens in prompt 1" in str(caught.value)
   assert "max_position_embeddings" in str(caught.value)
   session = rj.infer.Session(model, 160)
-  # As 108 tokens leave it; the last one comes with the next turn.
-  session.lengths[:], session.pending[:] = 107, 5
+  # The last of 108 tokens comes with the next turn.
+  run([[1] * 107], 1, cache=session)
   with pytest.raises(PromptError, match="107 tokens read before, 11 tokens"):
     run([[1] * 10], 11, cache=session)
   check = sys.modules["ringjax.infer.generate"]._check_context
-  check(model, session, np.array([11]), 10)
-  check(model, None, np.array([1, 120]), 8)
+  check(model, session.lengths, np.array([11]), 10)
+  check(model, np.zeros(2, int), np.array([1, 120]), 8)
 
 
 @pytest.mark.parametrize("way", ["ring", "striped", "ulysses", "kvr"])

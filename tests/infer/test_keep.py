@@ -188,9 +188,9 @@ def test_auto_takes_the_chain_over_slow_links(loaded, said):
 def test_auto_takes_the_chain_for_one_device_that_decodes(loaded):
   model, mesh = loaded(NAME, 4)
   plans = {
-    keep: prefill.plan(
-      "auto", 4096, model, mesh, "seq", machine=machine(model, 1e6), keep=keep
-    ).name
+    keep: prefill.PrefillOptions(machine=machine(model, 1e6), keep=keep)
+    .plan(4096, model, mesh, "seq")
+    .name
     for keep in ("sharded", "last")
   }
   assert plans == {"sharded": "striped", "last": "kvr"}
@@ -201,7 +201,7 @@ def test_a_machine_without_a_choice(loaded):
   model, mesh = loaded(NAME, 4)
   slow = machine(model, 1e3)
   ways = lambda model, mesh, **more: (
-    prefill.plan("auto", 64, model, mesh, more.pop("axis", "seq"), **more).name
+    prefill.PrefillOptions(**more).plan(64, model, mesh, "seq").name
   )
   with pytest.raises(OptionError, match="machine: got one with chunk=16"):
     ways(model, mesh, machine=slow, chunk=16)
@@ -209,7 +209,9 @@ def test_a_machine_without_a_choice(loaded):
     rj.infer.generate(
       model, [[1]], max_new_tokens=1, mesh=mesh, machine=slow, chunk=16
     )
-  alone = prefill.plan("auto", 64, loaded(NAME)[0], None, None, machine=slow)
+  alone = prefill.PrefillOptions(machine=slow).plan(
+    64, loaded(NAME)[0], None, None
+  )
   assert alone.name == "blockwise"
   assert "the machine leaves nothing to choose" in alone.why
   model, mesh = loaded("qwen3_next", 4)
@@ -225,9 +227,9 @@ def test_machines_that_are_none(loaded):
   other = dataclasses.replace(
     made, profile=dataclasses.replace(made.profile, layers=32)
   )
-  ask = lambda name, given: prefill.plan(
-    name, 64, model, mesh, "seq", machine=given
-  )
+  ask = lambda name, given: prefill.PrefillOptions(
+    method=name, machine=given
+  ).plan(64, model, mesh, "seq")
   with pytest.raises(OptionError, match="32 layers; wanted one of this model"):
     ask("auto", other)
   with pytest.raises(OptionError, match="prefill='auto'"):

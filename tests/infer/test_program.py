@@ -65,7 +65,7 @@ def step(name, capacity, layers=LAYERS):
   """The compiled step of decoding."""
   mesh, model, cache = operands(name, capacity, layers)
   one = lambda dtype=jnp.int32, shape=(BATCH,): array(mesh, shape, dtype)
-  state = decode.State(one(), one(), one(jnp.bool_), None)
+  state = decode.DecodeState(one(), one(), one(jnp.bool_), None)
   return decode.step.lower(
     model,
     CachedAttention(mesh=mesh, axis="seq"),
@@ -87,7 +87,8 @@ def lowered(name, method, tokens, layers, capacity=None):
   """As it is before it is compiled."""
   mesh, model, cache = operands(name, capacity or tokens, layers)
   chunk = tokens if method == "chunked" else None
-  how = prefill.plan(method, tokens, model, mesh, "seq", chunk=chunk)
+  options = prefill.PrefillOptions(method=method, chunk=chunk)
+  how = options.plan(tokens, model, mesh, "seq")
   row = array(mesh, (BATCH, tokens))
   return prefill.read.lower(
     model,

@@ -154,7 +154,10 @@ def test_noise_is_gumbels_up_to_the_far_tail():
   count = 1 << 22
   noise = np.asarray(
     sampling._gumbel(
-      3, jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.uint32), count
+      jnp.asarray(sampling._words(3)),
+      jnp.zeros(1, jnp.uint32),
+      jnp.zeros(1, jnp.uint32),
+      count,
     )
   )
   noise = noise.reshape(-1).astype(np.float64)
@@ -397,9 +400,9 @@ def test_large_logits():
     ("top_k", 1.5, "int from 1 to"),
     ("top_k", True, "int from 1 to"),
     ("top_k", 2**31, "int from 1 to"),
-    ("top_p", 0.0, "above 0 to 1"),
-    ("top_p", 1.0001, "above 0 to 1"),
-    ("top_p", math.nan, "above 0 to 1"),
+    ("top_p", 0.0, "above 0, at most 1"),
+    ("top_p", 1.0001, "above 0, at most 1"),
+    ("top_p", math.nan, "above 0, at most 1"),
     ("min_p", -0.1, "from 0 to 1"),
     ("min_p", 2, "from 0 to 1"),
     ("repetition_penalty", 0, "from 0.01 to 100"),

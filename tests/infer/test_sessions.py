@@ -133,6 +133,17 @@ def test_a_pending_token_is_read_once(prompt):
   goes_on(session, prompt, said.tolist(), TURN)
 
 
+def test_the_cache_says_what_a_session_holds(prompt):
+  """Nothing is kept beside it: a caller may cut off an end."""
+  session = session_on(2)
+  ask(session, prompt, 3)
+  assert session.pending.min() >= 0
+  session.cache = session.cache.truncate(10)
+  assert session.lengths.tolist() == [10, 10]
+  assert session.pending.tolist() == [-1, -1]
+  goes_on(session, [p[:10] for p in prompt])
+
+
 @pytest.mark.slow
 def test_a_whole_prompt(prompt):
   """What was read at once stays read."""
@@ -282,11 +293,12 @@ def test_what_fits_is_what_the_cache_takes(config, sizes, monkeypatch):
     for x in jax.tree.leaves((cache.slots, cache.held))
   )
   module = sys.modules["ringjax.infer.session"]
+  make = {"batch": 2, "capacity": CAPACITY}
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes)
-  module._check_memory(model, attend, 2, CAPACITY, {"sharding": attend})
+  module._check_memory(model, attend, make)
   monkeypatch.setattr(module, "free_bytes", lambda *_: takes - 1)
   with pytest.raises(MemoryEstimateError, match=f"got {takes:,} bytes"):
-    module._check_memory(model, attend, 2, CAPACITY, {"sharding": attend})
+    module._check_memory(model, attend, make)
 
 
 # ---------------------------------------------------------------------------
@@ -317,8 +329,8 @@ def test_chunks(shards):
 
 
 def test_a_long_prompt_takes_little_more_than_its_tokens():
-  plan = lambda n, **more: prefill.plan(
-    "chunked", n, loaded()[0], None, None, **more
+  plan = lambda n, **more: prefill.PrefillOptions(method="chunked").plan(
+    n, loaded()[0], None, None, **more
   )
   assert plan(4097).width <= 1.13 * 4097 and plan(4097).chunk < 4096
   assert plan(4500, room=5120).width <= 5120

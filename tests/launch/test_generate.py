@@ -168,6 +168,21 @@ def test_sampling_flags(ask, folder):
   assert tokens("--temperature=3", "--seed=1", "--min_p=1") == greedy
 
 
+def test_a_kind_of_cache_changes_no_token(ask, start, folder):
+  flags = (f"--model={folder}", *SHORT)
+  want = json.loads(ask(*flags, "--json").out)
+  assert want["cache"] == "dense"
+  other = json.loads(ask(*flags, "--json", "--cache=dense:unrotated=true").out)
+  assert other["tokens"] == want["tokens"]
+  command = ("-m", "launch.generate", *flags, "--cache=unrotated")
+  with start(*command) as process:
+    out, err = process.communicate(timeout=PATIENCE_S)
+  assert process.returncode == 0, err
+  assert out == ask(*flags).out and "unrotated, " in err
+  values = common.parse("generate", generate.define, [])
+  assert "dense, unrotated" in values["cache"].help
+
+
 def test_a_terminal_gets_a_bar_and_the_answer_stays_clean(
   ask, folder, monkeypatch
 ):
@@ -265,9 +280,12 @@ def test_a_prompt_that_is_no_text(ask, folder, tmp_path):
     (["--prompt_file={folder}/blank"], "blank', without text"),
     (["--prompt_file={folder}/blank", "--prompt=Who?"], "without text"),
     (["--prompt="], "--prompt: got nothing"),
+    (["--cache=int3"], "--cache: got 'int3'; wanted one of dense, unrotated"),
+    (["--cache="], "--cache: got ''; wanted one of dense, unrotated"),
+    (["--cache=dense:bits=4"], "--cache: got 'bits=4' in 'dense:bits=4'"),
   ],
 )
-def test_a_prompt_is_refused_before_a_model_is_loaded(
+def test_what_is_wrong_is_refused_before_a_model_is_loaded(
   ask, tmp_path, flags, says
 ):
   (tmp_path / "blank").write_text("\ufeff \n")

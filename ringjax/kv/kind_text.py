@@ -1,0 +1,66 @@
+"""Kinds of caches as text: "name" or "name:key=value,key=value", for flags."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any
+
+from ringjax.errors import OptionError
+from ringjax.kv.cache_kind import KINDS, CacheKind
+
+
+def parse(text: str, name: str = "cache kind") -> CacheKind:
+  """The kind of cache that a text names, with its options.
+
+  Args:
+    text: a name of `KINDS`; behind a colon values of fields of that kind, such
+      as "unrotated:unrotated=true": literals of Python, in any case of letters.
+    name: of the flag or argument, for errors.
+
+  Raises:
+    OptionError: an unknown name or option, or a value of another type.
+  """
+  kind_name, colon, rest = text.partition(":")
+  if kind_name not in KINDS:
+    raise OptionError(
+      name, repr(text), f"one of {', '.join(KINDS)}", f"pass {name}=dense"
+    )
+  kind = KINDS[kind_name]
+  known = {
+    field.name: getattr(kind, field.name)
+    for field in dataclasses.fields(kind)
+    if field.init
+  }
+  options: dict[str, Any] = {}
+  for part in rest.split(",") if colon else ():
+    key, equals, value = part.partition("=")
+    if key not in known or key in options or not equals:
+      shown = ", ".join(f"{k}={v}" for k, v in known.items())
+      raise OptionError(
+        name,
+        f"{part!r} in {text!r}",
+        f"options of {kind_name!r}, each once: {shown or 'there are none'}",
+        f"write {name}={kind_name}:key=value,key=value",
+      )
+    options[key] = _value(name, part, value, known[key])
+  return dataclasses.replace(kind, **options)
+
+
+def _value(name: str, part: str, text: str, like: Any) -> Any:
+  """What a text says, of the type of `like` or None; any where that is None."""
+  named = text.lower() in ("true", "false", "none")
+  try:
+    value = ast.literal_eval(text.capitalize() if named else text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    value = text
+  if isinstance(like, float) and type(value) is int:
+    value = float(value)
+  if None not in (like, value) and type(value) is not type(like):
+    raise OptionError(
+      name,
+      repr(part),
+      f"a value of type {type(like).__name__}",
+      f"write it as {part.partition('=')[0]}={like}",
+    )
+  return value
