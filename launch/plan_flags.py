@@ -11,7 +11,7 @@ from absl import flags
 
 from launch import aot, capacity, common, cycles, strategies
 from launch.flag_helpers import Definer
-from ringjax.ops.attention import predict
+from ringjax.ops.attention import call_shape
 from ringjax.parallel import chips
 from ringjax.plan import cost
 
@@ -87,7 +87,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    list(strategies.LAYOUTS)),
   ("wire", "enum", None, "explain",
    "Wire format of keys and values that is compared too.",
-   list(predict.WIRES)),
+   list(call_shape.WIRES)),
   ("local", "enum", None, "explain",
    "The local algorithm; default: what the machine has.", chips.LOCALS),
   ("packed", "boolean", False, "explain aot", "Whether documents are packed."),

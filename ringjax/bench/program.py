@@ -14,7 +14,7 @@ _CALLED = re.compile(
 )
 
 
-class CompiledInstruction(hlo.Instruction):
+class CompiledInstruction(hlo.HloInstruction):
   """One line of a compiled program."""
 
   @property
@@ -36,7 +36,7 @@ class CompiledInstruction(hlo.Instruction):
 class CompiledProgram:
   """Computations of one compiled module and how often each one runs.
 
-  Unlike `plan.hlo.Program` it has no prices, and counts what fusions and
+  Unlike `plan.hlo.HloProgram` it has no prices, and counts what fusions and
   reductions call as well.
   """
 
