@@ -217,8 +217,8 @@ def bfloat16(rj):
 CHECKS = {
     check.__name__: check
     for check in (
-        ring, window, both_sides, striped, zigzag, zigzag_window, prefill, extras, gather,
-        ulysses, dropout, bfloat16, long,
+        ring, window, both_sides, striped, zigzag, zigzag_window, prefill,
+        extras, gather, ulysses, dropout, bfloat16, long,
     )
 }  # fmt: skip
 
