@@ -359,8 +359,8 @@ def _pairs(name: str, given: Any) -> tuple[tuple[str, Any], ...]:
 class Core:
   """What libtpu's compiler takes one TPU device, as JAX counts them, to be.
 
-  Its estimates are in cycles of this clock, so that they can be told from
-  what the data sheet says; of `tpu-7x` the two differ.
+  Its estimates are in cycles of this clock; where its figures and the data
+  sheet's differ, as of `tpu-7x`, both are stated.
 
   Attributes:
     name: as in `CHIPS`.

@@ -1,4 +1,4 @@
-"""Layouts: which token lies on which shard, and in which order.
+"""Layouts: which token is on which shard, and in which order.
 
 Guarantees: a layout gives each token to a shard; a shard's tokens lie in
 increasing order of position. `restore(permute(x)) == x`, bit for bit, for every
@@ -104,7 +104,7 @@ class Layout(abc.ABC):
   def all_positions(self, length: int, shards: int) -> jax.Array:
     """`order` for use in a program, int32 [length].
 
-    Where every slot has a token it is reckoned there: a constant would make
+    Where every slot has a token the program computes it: a constant would make
     the program, and the time to compile it, grow with the length.
     """
     local = self.local_length(length, shards)
@@ -151,7 +151,7 @@ class Layout(abc.ABC):
         return np.take(leaf, index, axis=axis)
       sharding = jax.typeof(leaf).sharding
       if AxisType.Explicit in sharding.mesh.axis_types:
-        # A gather along a sharded dimension has to be told what it gives.
+        # A gather along a sharded dimension needs the sharding of its result.
         at = (slice(None),) * (axis % leaf.ndim)
         return leaf.at[(*at, index)].get(out_sharding=sharding)
       return jnp.take(leaf, index, axis=axis)
@@ -319,7 +319,7 @@ class Uneven(Layout):
         "counts",
         repr(self.counts),
         "the tokens of each shard, ints of at least 0",
-        "see rj.plan for good ones",
+        "pass e.g. Uneven((80, 64, 48, 48)), or search them with rj.plan",
       )
     object.__setattr__(self, "counts", tuple(int(n) for n in counts))
 
@@ -335,14 +335,14 @@ class Uneven(Layout):
         "layout",
         f"{self} over {shards} shards",
         "a count for each shard",
-        f"give {shards} counts",
+        f"pass {shards} counts",
       )
     if length not in (total, shards * most):
       raise ShapeError(
         "layout",
         f"{self} for {length} tokens",
         f"{total} tokens, or {shards * most} rows with the empty slots",
-        "make counts that add up to the length",
+        "pass counts that add up to the length",
       )
     return most
 
@@ -386,7 +386,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(layout: Layout, length: int, shards: int) -> Slots | None:
-  """How tokens that do not fill all slots lie in them; None if they do."""
+  """Which slots a sequence leaves empty; None if it fills all."""
   local = layout.local_length(length, shards)
   if shards * local == length:
     return None
@@ -416,9 +416,9 @@ def out_of_slots(x: Shaped[Array, "B T ..."], slots: Slots) -> jax.Array:
 def _refit(
   x: jax.Array, axis: int, runs: list[tuple[int, int, int]]
 ) -> jax.Array:
-  """Shards of `x`, of whom (shards, old, new) follow each other, anew.
+  """Fills shards of `x` with 0 from their old length to the new, or cuts them.
 
-  Each is filled with 0 from its old length to the new one, or cut.
+  `runs` are (shards, old, new): neighbours with the same lengths.
   """
   before, after = x.shape[:axis], x.shape[axis + 1 :]
   parts, start = [], 0

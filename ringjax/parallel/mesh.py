@@ -149,18 +149,18 @@ def on_automatic(name: str, x: Shaped[Array, ...]) -> jax.Array:
   Raises:
     MeshError: it is traced, so that it cannot be moved.
   """
-  lies = jax.typeof(x).sharding
-  if AxisType.Explicit not in lies.mesh.axis_types:
+  sharding = jax.typeof(x).sharding
+  if AxisType.Explicit not in sharding.mesh.axis_types:
     return x
   if isinstance(x, jax.core.Tracer):
     raise MeshError(
       name,
-      f"an array on axes of types {lies.mesh.axis_types}",
+      f"an array on axes of types {sharding.mesh.axis_types}",
       "automatic axes, for models",
       "put it on a mesh of rj.make_mesh before the jit",
     )
   mesh = automatic(cast(NamedSharding, x.sharding).mesh)
-  return jax.device_put(x, NamedSharding(mesh, lies.spec))
+  return jax.device_put(x, NamedSharding(mesh, sharding.spec))
 
 
 def lying(form: Any, shardings: Any) -> Any:

@@ -88,33 +88,32 @@ class CallSharding:
 
 
 def device_of(place: CallSharding, operands: Any) -> tuple[str, str, bool]:
-  """(platform, kind, alone) of a call's devices, as far as can be known.
+  """(platform, device_kind, alone) of the devices that a call runs on.
 
-  The platform is "cpu", "gpu" or "tpu", the kind what `device_kind` says;
-  alone says whether XLA will not cut the call itself: it is in a shard_map, or
-  on one device. The mesh knows, then concrete operands, then the mesh around
-  the call; a program that is traced without a mesh is taken to be for JAX's
-  default, and for all devices.
+  The platform is "cpu", "gpu" or "tpu"; alone is whether XLA does not partition
+  the call itself: it is in a shard_map, or on one device. The mesh decides,
+  then concrete operands, then the mesh around the call; a program that is
+  traced without a mesh counts as one for JAX's default, and for all devices.
   """
-  told = lambda device: (device.platform, device.device_kind)
+  kind_of = lambda device: (device.platform, device.device_kind)
   if isinstance(place.mesh, Mesh):
-    return *told(place.mesh.devices.flat[0]), True
+    return *kind_of(place.mesh.devices.flat[0]), True
   around = place.mesh or jax.sharding.get_abstract_mesh()
   alone = place.manual or place.mesh is not None
   for a in operands:
     if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
-      return *told(next(iter(a.devices()))), alone or len(a.devices()) == 1
+      return *kind_of(next(iter(a.devices()))), alone or len(a.devices()) == 1
   alone = alone or (around.empty and jax.device_count() == 1)
   kind = getattr(around.abstract_device, "device_kind", None)
   if kind is not None and kind.startswith("TPU"):
     return "tpu", kind, alone
-  return *told(jax.local_devices()[0]), alone
+  return *kind_of(jax.local_devices()[0]), alone
 
 
 def check_axis(name: str, axis: Any) -> None:
-  """Refuses what names no mesh axes; None names none.
+  """Refuses an `axis` that is not a name, a tuple of distinct names or None.
 
-  Only the sequence's may not be an empty tuple: its absence is None.
+  An empty tuple is refused for the sequence alone, whose absence is None.
   """
   least = 1 if name == "axis" else 0
   several = isinstance(axis, tuple) and len(set(axis)) == len(axis) >= least
@@ -265,7 +264,7 @@ def locate(
 
 
 def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
-  """The axis found in a shard_map, which its manual axes may not be.
+  """The axis that was found, unless a shard_map around the call owns it.
 
   Raises:
     MeshError: operands are, or may be, the shards of a manual axis.
@@ -279,11 +278,11 @@ def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
 def refuse_shards(name: str, x: Any, spelling: str, axis: str) -> None:
   """Refuses operands that are the shards of a shard_map's manual axes.
 
-  Which dimension they shard is not known. `spelling` is how the caller says
-  it, with a gap for the axis; `axis` is what it may be called.
+  Which dimension they shard is not known. `spelling` is the argument of the
+  remedy, with a gap for the axis; `axis` is an example.
 
   Raises:
-    MeshError: they vary over manual axes, or it is unknown.
+    MeshError: they vary over manual axes, or that is unknown.
   """
   axes = sorted(collectives.manual_axes())
   varying = sorted(collectives.varying_axes(x))

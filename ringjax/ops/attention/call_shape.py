@@ -26,7 +26,7 @@ WIRES = {"int8": 1 + 4 / 64, "float8_e4m3fn": 1 + 4 / 64, "bfloat16": 2.0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallShape:
-  """What is to be computed, by one device's share of batch and heads.
+  """Shapes of an attention call: one device's share of batch and heads.
 
   Attributes:
     batch: B, examples on a device.
@@ -38,7 +38,7 @@ class CallShape:
     value_dim: J, of values; default H.
     dtype: name of the dtype of queries, keys and values.
     mask: over positions.
-    layout: how tokens lie on the shards; None leaves the choice open.
+    layout: order of the tokens on the shards; None leaves the choice open.
     axes: (name, size) of the mesh axes that shard the sequence, slow ones
       first: one, or two (groups of devices, devices of a group).
     backward: whether gradients are wanted too.
@@ -85,7 +85,7 @@ class CallShape:
         "axes",
         repr(self.axes),
         "one mesh axis, or two: groups, then devices of a group",
-        "name the axes that shard the sequence",
+        "pass the axes that shard the sequence, e.g. (('seq', 8),)",
       )
     for name, size in axes:
       positive_int(f"size of axis {name!r}", size)
@@ -132,19 +132,19 @@ class CallShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """What a strategy would cost.
+  """What a strategy costs for a call: seconds, bytes, memory.
 
   Attributes:
     strategy: its name.
     options: what to build it with: q_block, kv_block and what is its own.
-    layout: how the tokens lie.
+    layout: order of the tokens on the shards.
     forward_s: seconds of the forward pass.
     backward_s: seconds of the backward pass, 0 where none is wanted.
     bytes_by_link: bytes that a device sends in all, by the link they take.
     sends: messages of a device in all.
     memory_bytes: of a device at most, operands and results included.
-    busy: part of the time that the devices compute tiles and sums.
-    notes: what to know.
+    busy: part of the time in which the devices compute tiles and sums.
+    notes: remarks for the reader.
   """
 
   strategy: str
@@ -164,7 +164,7 @@ class Prediction:
     return self.forward_s + self.backward_s
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Plain values for JSON."""
     body = {**vars(self), "layout": repr(self.layout), "seconds": self.seconds}
     return body | {"notes": list(self.notes)}
 
@@ -175,7 +175,7 @@ class Refusal:
 
   Attributes:
     strategy: its name.
-    options: as far as they tell it from another of the name.
+    options: that tell it from another candidate of the strategy.
     reason: one sentence.
   """
 
@@ -184,7 +184,7 @@ class Refusal:
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Plain values for JSON."""
     return dict(vars(self))
 
 

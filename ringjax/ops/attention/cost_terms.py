@@ -148,7 +148,7 @@ class CostTerms:
     strategy: its name.
     call: what is to be computed.
     machine: on what.
-    layout: how the tokens lie.
+    layout: order of the tokens on the shards.
     wire: of K and V on the wire, of `WIRES`; None is as they are.
     t: queries of a shard; `s` keys.
     q: numbers of a shard's queries; `o` of its outputs, `kv` of its keys with

@@ -129,7 +129,7 @@ def predict(
     strategy: of `STRATEGIES`.
     call: what is to be computed.
     machine: on what.
-    layout: how tokens lie on the shards.
+    layout: order of the tokens on the shards.
     inner: devices of a group, for hybrid and two_level.
     wire: of `WIRES`, or None to send K and V as they are.
 

@@ -84,13 +84,13 @@ def candidates(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-  """What was predicted for a call on a machine, the fastest first.
+  """The predictions for a call on a machine, the fastest first.
 
   Attributes:
     call: what is to be computed.
     machine: on what.
-    predictions: of all that may be done, sorted by their seconds.
-    refusals: of all that may not.
+    predictions: of all candidates that serve the call, sorted by seconds.
+    refusals: of all others.
   """
 
   call: CallShape
@@ -100,10 +100,10 @@ class Explanation:
 
   @property
   def best(self) -> Prediction:
-    """The fastest.
+    """The fastest prediction.
 
     Raises:
-      OptionError: nothing fits.
+      OptionError: no candidate serves the call.
     """
     if not self.predictions:
       raise OptionError(
@@ -158,7 +158,7 @@ class Explanation:
     )
 
   def record(self) -> dict[str, Any]:
-    """As JSON has it."""
+    """Plain values for JSON."""
     call = vars(self.call) | {"axes": dict(self.call.axes)}
     call |= {"mask": repr(self.call.mask), "layout": repr(self.call.layout)}
     return {
@@ -205,7 +205,7 @@ class Explanation:
 def rank(
   call: CallShape, machine: Machine, among: Sequence[str] | None = None
 ) -> Explanation:
-  """Predicts every candidate; the fastest first.
+  """Predicts the time of every candidate; the fastest comes first.
 
   Equals stay in the order of `registry.STRATEGIES`, the plainer one first.
 
@@ -255,16 +255,16 @@ _ranked = functools.lru_cache(maxsize=128)(_rank)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto:
-  """Chooses the strategy of a call by the model of costs.
+  """Chooses the strategy of each call by the cost model.
 
   Attributes:
-    machine: what it runs on, by name or as it is; None is what is stated of
+    machine: what it runs on, a `Machine` or its name; None is the stated one of
       the mesh's devices, or of JAX's first.
-    backward: whether to count the backward pass too; None is as calls say.
+    backward: whether to count the backward pass too; None is the call's own.
     among: names of the strategies to choose from; None is all.
     wire: also consider K and V sent as such codes, which lose digits.
     longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, of `chips.LOCALS`; None is as calls say.
+    local: the local algorithm, of `chips.LOCALS`; None is the call's own.
   """
 
   machine: Machine | str | None = None
@@ -275,7 +275,7 @@ class Auto:
   local: str | None = None
 
   def explain(self, call: CallShape, mesh: Any = None) -> Explanation:
-    """What a choice for `call` goes by."""
+    """The predictions by which `choose` decides."""
     names = ("backward", "wire", "longest_document", "local")
     changes = {name: getattr(self, name) for name in names}
     changes["layout"] = call.layout or Contiguous()
@@ -307,8 +307,8 @@ def find_machine(machine: Machine | str | None, mesh: Any = None) -> Machine:
   """The machine of a name, or of a mesh's devices, or of JAX's first.
 
   Raises:
-    OptionError: a name that is none.
-    InputTypeError: neither.
+    OptionError: no machine has the name.
+    InputTypeError: neither a machine nor a name.
   """
   if isinstance(machine, Machine):
     return machine
@@ -347,7 +347,7 @@ def explain(
   among: Sequence[str] | None = None,
   show: bool = True,
 ) -> Explanation:
-  """Says which way to move an attention call across devices, and why.
+  """Explains which strategy an attention call takes, and why.
 
   Nothing is computed, and no device is needed where `shards` and `machine`
   are given.
@@ -361,23 +361,23 @@ def explain(
       devices first; default the operands', else "seq".
     shards: without a mesh how many devices there are, or a mapping from one
       axis or two to their sizes.
-    layout: how the tokens lie; None tries all of `LAYOUTS`.
+    layout: order of the tokens on the shards; None tries all of `LAYOUTS`.
     is_causal: a query sees keys at and before its position.
     mask: over coordinates, e.g. `Window(4096)`; with is_causal both hold.
     dtype: of operands that are given as shapes; default bfloat16.
-    machine: on what: a Machine or its name; default what is stated of the
+    machine: on what: a Machine or its name; default the stated one of the
       mesh's devices, else of JAX's first.
     backward: whether gradients are wanted too.
     offset: position of the first query.
     wire: "int8", "float8_e4m3fn" or "bfloat16": show also K and V sent so.
     longest_document: tokens of the longest document of packed data, if known.
-    local: the local algorithm, "blockwise" or "kernel"; default what
-      `AutoKernel()` is there.
+    local: the local algorithm, "blockwise" or "kernel"; default the one that
+      `AutoKernel()` takes there.
     among: names of the strategies to look at; default all.
     show: whether to print the table.
 
   Returns:
-    What was predicted, sorted, and what was declined; its `str` is the table.
+    The predictions, sorted, and the refusals; its `str` is the table.
 
   Raises:
     RingjaxError: operands, mesh or options that do not fit.
@@ -482,7 +482,7 @@ def _axes(
       "mesh",
       "none" if found is None else type(found).__name__,
       "a mesh, or shards=",
-      "say over how many devices the sequence lies, e.g. shards=8",
+      "pass over how many devices the sequence is sharded, e.g. shards=8",
     )
   if not names:
     names = spec[1] or ((SEQ,) if SEQ in found.axis_names else ())
