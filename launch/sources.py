@@ -29,7 +29,7 @@ import numpy as np
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
 from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
-from ringjax.data.needle import TASKS, Practice
+from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
 from ringjax.errors import OptionError, RingjaxError
@@ -110,7 +110,7 @@ def _source(
     )
   longest, shortest = entry.pop("length", length), entry.pop("shortest", None)
   task = TASKS[kind](tokenizer=tokenizer, filler=_filler(), **entry)
-  return Practice(task=task, length=longest, shortest=shortest)
+  return TaskExamples(task=task, length=longest, shortest=shortest)
 
 
 # Once for all stages.

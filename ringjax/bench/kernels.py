@@ -39,7 +39,7 @@ from ringjax.errors import OptionError
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import Blockwise, Local
 from ringjax.ops.attention.kernels.auto_kernel import KERNELS
-from ringjax.ops.attention.kernels.turns import InTurn
+from ringjax.ops.attention.kernels.local_hops import LocalHops
 from ringjax.ops.attention.scores import Context, Scores, Terms
 from ringjax.ops.mask import Causal, Coords, Everything
 from ringjax.parallel import chips
@@ -179,7 +179,7 @@ def _jitted(
 def _turns(local: Any, case: HopCase, x: Local) -> Callable[..., Any]:
   """All hops by a local algorithm."""
   scores = Scores(scale=case.head_dim**-0.5)
-  hops, context = InTurn(local, case.hops), case.context
+  hops, context = LocalHops(local, case.hops), case.context
   if hasattr(local, "decline"):
     part = x._replace(k=x.k[:, :, : case.rows], v=x.v[:, :, : case.rows])
     seen = context._replace(k=Coords(*(c[:, : case.rows] for c in context.k)))

@@ -124,7 +124,7 @@ def _decode(case: ModelCase, given: ModelInputs, *, scan: bool) -> Runnable:
   token, pos = (
     jnp.asarray([x], jnp.int32) for x in (given.ids[0], case.tokens)
   )
-  state = decode.State(token, pos, jnp.zeros(1, bool), None)
+  state = decode.DecodeState(token, pos, jnp.zeros(1, bool), None)
   stops, total = decode.stop_ids(()), jnp.int32(case.room)
   attend, sampler = CachedAttention(), rj.infer.Greedy()
 

@@ -303,7 +303,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Practice:
+class TaskExamples:
   """Examples of a task to train on, as a source of `Loader`.
 
   Attributes:

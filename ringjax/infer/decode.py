@@ -45,10 +45,6 @@ class DecodeState(NamedTuple):
   seen: Any
 
 
-# As `ringjax.bench` has it.
-State = DecodeState
-
-
 def stop_ids(ids: Sequence[int]) -> jax.Array:
   """Ids that end a row, int32 [n]: few n, so that few are compiled."""
   size = max(_STOPS, 1 << (len(ids) - 1).bit_length())

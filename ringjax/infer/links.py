@@ -102,10 +102,10 @@ class _LinkEnd:
     try:
       self.work()
     except PeerError as error:
-      self.peers.blame(self.neighbour, f"{error}", 0.0)
+      self.peers.report_failure(self.neighbour, f"{error}", 0.0)
     except OSError as error:
       # The watch knows better what happened, if it does.
-      self.peers.blame(self.neighbour, f"closed its link: {error}")
+      self.peers.report_failure(self.neighbour, f"closed its link: {error}")
     except BaseException as error:
       self.peers.abandon(error)
 
@@ -140,7 +140,7 @@ class Receiver(_LinkEnd):
       self.peers.link(self.neighbour).sendall(b"+")
     except OSError as error:
       why = f"closed its link: {error}"
-      raise self.peers.blame(self.neighbour, why) from None
+      raise self.peers.report_failure(self.neighbour, why) from None
 
   def work(self) -> None:
     link = self.peers.link(self.neighbour)

@@ -151,11 +151,6 @@ class Session:
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     return np.asarray(_lengths(sharding, self.cache)).astype(np.int64)
 
-  @lengths.setter
-  def lengths(self, lengths: np.ndarray) -> None:
-    # Nothing to keep; a chain of processes still tells it.
-    del lengths
-
   @property
   def pending(self) -> np.ndarray:
     """A token that was generated and not read yet, or -1: int [B].

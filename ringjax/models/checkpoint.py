@@ -31,7 +31,7 @@ from ringjax.models.hf.tensors import CheckpointTensor, parameters, plan
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.parallel import memory
-from ringjax.parallel.mesh import automatic, entering, lying
+from ringjax.parallel.mesh import automatic, entering, with_shardings
 
 # Bytes of a checkpoint's tensors that are on their way at a time.
 _BATCH_BYTES = 256 << 20
@@ -141,7 +141,7 @@ def abstract(
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
-  return lying(form, _shardings(form, mesh, rules))
+  return with_shardings(form, _shardings(form, mesh, rules))
 
 
 def cast(model: Transformer, dtype: Any) -> Transformer:

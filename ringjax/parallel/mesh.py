@@ -163,7 +163,7 @@ def on_automatic(name: str, x: Shaped[Array, ...]) -> jax.Array:
   return jax.device_put(x, NamedSharding(mesh, sharding.spec))
 
 
-def lying(form: Any, shardings: Any) -> Any:
+def with_shardings(form: Any, shardings: Any) -> Any:
   """Gives each shape of a tree the sharding that its array will have."""
   return jax.tree.map(
     lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),

@@ -313,7 +313,9 @@ class Peers:
       why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
       self._fail(self.rank, f"failed: {why}")
 
-  def blame(self, rank: int, why: str, grace_s: int | float = 1.0) -> PeerError:
+  def report_failure(
+    self, rank: int, why: str, grace_s: int | float = 1.0
+  ) -> PeerError:
     """Reports that `rank` failed, unless a failure becomes known meanwhile.
 
     Args:

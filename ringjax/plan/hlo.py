@@ -77,23 +77,27 @@ class HloInstruction:
   root: bool
 
   @property
-  def _sizes(self) -> list[float]:
-    """Bytes of each array of its result."""
-    return [
-      _BYTES[kind] * math.prod(int(n) for n in sizes.split(",") if n)
+  def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(dtype, sizes) of each array of its result."""
+    return tuple(
+      (kind, tuple(int(n) for n in sizes.split(",") if n))
       for kind, sizes in _ARRAY.findall(self.shape)
       if kind in _BYTES
-    ]
+    )
 
   @property
   def nbytes(self) -> int:
     """Bytes of the largest array of its result."""
-    return int(max(self._sizes, default=0))
+    return int(max((self._bytes(*x) for x in self.arrays), default=0))
 
   @property
   def all_bytes(self) -> int:
     """Bytes of all arrays of its result."""
-    return int(sum(self._sizes))
+    return int(sum(self._bytes(*x) for x in self.arrays))
+
+  @staticmethod
+  def _bytes(kind: str, sizes: tuple[int, ...]) -> float:
+    return _BYTES[kind] * math.prod(sizes)
 
   @property
   def op_name(self) -> str:

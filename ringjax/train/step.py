@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext
-from ringjax.parallel.mesh import lying
+from ringjax.parallel.mesh import with_shardings
 from ringjax.train.batch import Batch
 from ringjax.train.objective import LossSums, Objective
 
@@ -118,11 +118,11 @@ def form(
     mesh: of the state; None is one device.
   """
   count = jax.ShapeDtypeStruct((), jnp.int32)
-  mine = lying(params, jax.tree.map(lambda x: x.sharding, params))
+  mine = with_shardings(params, jax.tree.map(lambda x: x.sharding, params))
   made = TrainState(count, mine, jax.eval_shape(optimizer.init, mine), count)
   if mesh is None:
     return made
-  return lying(made, shardings(optimizer, mine, mesh))
+  return with_shardings(made, shardings(optimizer, mine, mesh))
 
 
 def start(

@@ -17,7 +17,7 @@ from ringjax.data.needle import (
   MultiKey,
   MultiValue,
   Passkey,
-  Practice,
+  TaskExamples,
   VariableTracking,
 )
 from ringjax.errors import DataError, OptionError
@@ -336,7 +336,7 @@ def test_the_small_model_was_trained_on_this(keys):
 
 
 def test_practice_is_a_source_of_the_loader():
-  practice = Practice(task=task("passkey"), length=600, shortest=250)
+  practice = TaskExamples(task=task("passkey"), length=600, shortest=250)
   loader = Loader(practice, length=600, batch=8, seed=1)
   with loader:
     batch = next(loader)
