@@ -335,7 +335,7 @@ def decode(devices: Sequence[Any], **options: Any) -> Built:
     lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.asarray(x).dtype), Greedy()
   )
   row = functools.partial(_like, made, (how.batch,))
-  state = decoding.State(
+  state = decoding.DecodeState(
     token=row(), pos=row(), done=row(dtype=jnp.bool_), seen=None
   )
   work = work_profile.profile(form, how.tokens)
