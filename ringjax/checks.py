@@ -104,9 +104,9 @@ def number(
   name: str,
   value: object,
   *,
-  least: float | None = None,
-  most: float | None = None,
-  above: float | None = None,
+  least: int | float | None = None,
+  most: int | float | None = None,
+  above: int | float | None = None,
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
 ) -> float:
@@ -155,7 +155,9 @@ def one_of(
 
 
 def _range(
-  least: float | None, most: float | None, above: float | None = None
+  least: int | float | None,
+  most: int | float | None,
+  above: int | float | None = None,
 ) -> str:
   """ " from 1 to 8", " of at least 1", ..."""
   if above is not None:
