@@ -14,12 +14,9 @@ other settings go along, by name; nothing in a folder is ever run.
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import functools
 import os
-import pathlib
-import secrets
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
@@ -40,7 +37,7 @@ from ringjax.models.checkpoint import (
   check_unpacked,
   stored_dtype,
 )
-from ringjax.models.contents import contents, text_config
+from ringjax.models.contents import Contents, contents, text_config
 from ringjax.models.hf import save
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.packed import Packed
@@ -48,7 +45,6 @@ from ringjax.models.hf.tensors import CheckpointTensor, parameters
 
 NAME = "convert"
 DTYPES = ("bfloat16", "float16", "float32")
-_READ_BYTES = 256 << 20
 
 
 def define(values: flags.FlagValues) -> None:
@@ -70,30 +66,23 @@ def define(values: flags.FlagValues) -> None:
   )
 
 
-class Plan(NamedTuple):
-  """What is read.
+class Conversion(NamedTuple):
+  """What is read, and as what.
 
   Fields:
-    folder: opened and checked.
     source: the config.json of what is written.
     family: its family's name.
-    tensors: those of the model, in the order of the disk.
+    contents: the tensors of the model, and those that are dropped.
     targets: shape and dtype of what they are read from, by its name there.
     dtypes: of what packed tensors become, by their names.
-    dropped: names of tensors that are computed, are there twice, or belong to
-      another part than the text model.
-    heads: of those the ones that must be the embedding once more.
     parameters: numbers that are learned.
   """
 
-  folder: Folder
   source: dict[str, Any]
   family: str
-  tensors: list[CheckpointTensor]
+  contents: Contents
   targets: dict[str, jax.ShapeDtypeStruct]
   dtypes: dict[str, Any]
-  dropped: tuple[str, ...]
-  heads: tuple[str, ...]
   parameters: int
 
 
@@ -106,10 +95,9 @@ def run(
   """Does what the flags say; the exit status."""
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
-  doing = "reading tensors"
   try:
     _check(values)
-    found = _plan(values.model, values.dtype)
+    found = _conversion(values.model, values.dtype)
     if values.check:
       for _ in _tensors(found, screen):
         pass
@@ -121,7 +109,7 @@ def run(
     return console.INTERRUPTED
   except Exception as error:
     knobs = "pass a smaller --max_shard_bytes, or use a machine with more"
-    return screen.failed(error, doing, knobs)
+    return screen.failed(error, "reading tensors", knobs)
   screen.end()
   print("\n".join(lines), file=stdout, flush=True)
   return 0
@@ -137,24 +125,21 @@ def _check(values: flags.FlagValues) -> None:
     return
   if not os.path.isdir(values.out) or os.listdir(values.out):
     raise OptionError(
-      "--out", values.out, "a new or an empty folder", "write elsewhere"
+      "--out", values.out, "a new or an empty folder", "pass another --out"
     )
 
 
-def _plan(path: str, dtype: str | None) -> Plan:
+def _conversion(path: str, dtype: str | None) -> Conversion:
   """Opens a folder and compares it with the model that its config means."""
   folder = Folder.open(path)
   source, family = text_config(folder.config)
   empty = models.abstract(source, dtype=dtype or jnp.float32)
   found = contents(folder, family, empty, source)
   params = parameters(empty)
-  place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+  cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
   targets: dict[str, jax.ShapeDtypeStruct] = {}
   dtypes: dict[str, Any] = {}
-  order = {name: i for i, name in enumerate(folder.tensors)}
-  first = lambda t: min(order[piece.name] for piece in t.pieces)
-  tensors = sorted(found.tensors, key=first)
-  for tensor in tensors:
+  for tensor in found.tensors:
     becomes = params[tensor.targets[0][0]].get_value().dtype
     if isinstance(tensor.form, Packed):
       said = stored_dtype(folder, source) if dtype is None else becomes
@@ -167,52 +152,40 @@ def _plan(path: str, dtype: str | None) -> Plan:
         # Without an equivalent in NumPy; the reader says so.
         wanted = jnp.float32
       targets[piece.name] = jax.ShapeDtypeStruct(
-        piece.shape, wanted, sharding=place
+        piece.shape, wanted, sharding=cpu
       )
-  return Plan(
-    folder,
+  return Conversion(
     source,
     empty.config.family,
-    tensors,
+    found,
     targets,
     dtypes,
-    found.spare,
-    found.heads,
     sum(p.get_value().size for p in params.values()),
   )
 
 
 def _tensors(
-  found: Plan, screen: console.Screen
+  found: Conversion, screen: console.Screen
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
   """All tensors, one after the other; some bytes of them are read at once."""
-  have = found.folder.tensors
-  nbytes = lambda t: sum(have[piece.name].nbytes for piece in t.pieces)
-  total = sum(nbytes(t) for t in found.tensors)
-  screen.begin(f"reading {len(found.tensors)} tensors", total, "bytes")
-  size, done, batch = 0, 0, []
-  for i, tensor in enumerate(found.tensors):
-    batch.append(tensor)
-    size += nbytes(tensor)
-    after = found.tensors[i + 1 : i + 2]
-    if after and size + nbytes(after[0]) <= _READ_BYTES:
-      continue
-    names = [piece.name for t in batch for piece in t.pieces]
-    read = found.folder.read({name: found.targets[name] for name in names})
-    for t in batch:
-      x = tuple(read.pop(piece.name) for piece in t.pieces)
-      floats = _floats(t, x, found.dtypes.get(t.name))
-      if t.targets[0][0] == EMBEDDING:
-        check_heads(found.folder, found.heads, floats)
-      yield t.name, floats
-      done += nbytes(t)
-      screen.at(done)
-    size, batch = 0, []
+  have = found.contents
+  total = sum(map(have.nbytes, have.tensors))
+  screen.begin(f"reading {len(have.tensors)} tensors", total, "bytes")
+  done = 0
+  targets = lambda t: {p.name: found.targets[p.name] for p in t.pieces}
+  for t, x in have.read(targets):
+    floats = _floats(t, x, found.dtypes.get(t.name))
+    if t.targets[0][0] == EMBEDDING:
+      check_heads(have.folder, have.heads, floats)
+    yield t.name, floats
+    done += have.nbytes(t)
+    screen.at(done)
 
 
 def _floats(
   tensor: CheckpointTensor, x: tuple[jax.Array, ...], dtype: Any
 ) -> jax.Array:
+  """The floats of a tensor, from what is stored of it."""
   if not isinstance(tensor.form, Packed):
     return x[0]
   check_unpacked(tensor, x, dtype)
@@ -225,39 +198,34 @@ def _unpack(form: Packed, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _convert(
-  values: flags.FlagValues, found: Plan, screen: console.Screen
+  values: flags.FlagValues, found: Conversion, screen: console.Screen
 ) -> None:
-  """Writes beside the place, and renames."""
-  place = pathlib.Path(values.out).resolve()
+  """Writes the new folder."""
   config = dict(found.source)
   if values.dtype is not None:
     config.pop("torch_dtype", None)
     config["dtype"] = values.dtype
   elif found.dtypes and not (config.get("dtype") or config.get("torch_dtype")):
     config["dtype"] = next(iter(found.dtypes.values())).name
-  place.parent.mkdir(parents=True, exist_ok=True)
-  desk = place.with_name(f".{place.name}.new-{secrets.token_hex(4)}")
-  try:
-    save.write(
-      desk,
-      config,
-      _tensors(found, screen),
-      max_shard_bytes=values.max_shard_bytes,
-    )
-    auxiliary_files.copy(found.folder.path, desk)
-    # Onto an empty folder too.
-    os.rename(desk, place)
-  finally:
-    with contextlib.suppress(OSError):
-      shutil.rmtree(desk)
+  source = found.contents.folder.path
+  save.write(
+    values.out,
+    config,
+    _tensors(found, screen),
+    max_shard_bytes=values.max_shard_bytes,
+    beside=lambda folder: auxiliary_files.copy(source, folder),
+  )
 
 
-def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
-  folder = found.folder if values.check else Folder.open(values.out)
-  kinds: dict[str, int] = {}
-  for name, info in folder.tensors.items():
-    if name not in found.dropped:
-      kinds[str(info.dtype)] = kinds.get(str(info.dtype), 0) + 1
+def _summary(found: Conversion, values: flags.FlagValues) -> list[str]:
+  """The lines of the result."""
+  have = found.contents
+  folder = have.folder if values.check else Folder.open(values.out)
+  kinds = collections.Counter(
+    str(info.dtype)
+    for name, info in folder.tensors.items()
+    if name not in have.unused
+  )
   weights = sum(info.nbytes for info in folder.tensors.values())
   lines = {
     "folder": f"{folder.path}",
@@ -269,11 +237,11 @@ def _summary(found: Plan, values: flags.FlagValues) -> list[str]:
     + ("file" if len(folder.files) == 1 else "files"),
     "others": ", ".join(auxiliary_files.names(folder.path)) or "none",
   }
-  if found.dropped:
+  if have.unused:
     not_used = "not used" if values.check else "left out"
-    names = ", ".join(found.dropped[:3])
-    more = " ..." if len(found.dropped) > 3 else ""
-    lines[not_used] = f"{len(found.dropped)}, {names}{more}"
+    names = ", ".join(have.unused[:3])
+    more = " ..." if len(have.unused) > 3 else ""
+    lines[not_used] = f"{len(have.unused)}, {names}{more}"
   if (folder.path / "tokenizer.json").is_file():
     tokenizer = Tokenizer.load(folder.path, untrusted=True)
     chat = "a" if tokenizer.chat_template is not None else "no"

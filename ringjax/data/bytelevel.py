@@ -2,8 +2,8 @@
 
 Guarantees: token i < 256 is the byte i; special tokens follow from 256 on, in
 order. Hence `decode(encode(text)) == text` for every text, no text yields a
-special token, and one token is one byte. `save` writes the same tokenizer in
-the form in which others read it: a BPE without merges over the bytes.
+special token, and one token is one byte. `save` writes the same tokenizer for
+the tokenizers library: a BPE without merges over the bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bytes:
         "special",
         texts,
         "at least 3 different texts: begin, end, padding",
-        "leave it out for the usual ones",
+        "leave it out for the default ones",
       )
     self.name = name
     self.chat_template = chat_template
@@ -91,17 +91,7 @@ class Bytes:
     bos: bool = False,
     progress: Callable[[int, int], None] | None = None,
   ) -> np.ndarray:
-    """The ids of a text, as `Tokenizer.encode`.
-
-    Args:
-      text: any text that has a UTF-8 form.
-      special: whether texts of special tokens in it become those tokens. Only
-        for text that no user wrote.
-      bos: whether the id that begins a text comes first.
-      progress: called with characters done and characters in all.
-
-    Returns:
-      int32 [T].
+    """The ids of a text, int32 [T]; arguments are those of `Tokenizer.encode`.
 
     Raises:
       PromptError, InputTypeError: not a str, or one with a lone surrogate.
@@ -114,7 +104,7 @@ class Bytes:
     return ids
 
   def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """Texts and ids in turn as one row of ids, int32 [T]."""
+    """The ids of texts, and ids as they are, as one row, int32 [T]."""
     rows = []
     for part in parts:
       if isinstance(part, str):
@@ -145,31 +135,21 @@ class Bytes:
     return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes tokenizer.json and its companions, as others read them.
+    """Writes tokenizer.json and tokenizer_config.json.
 
     Args:
       folder: where the files go; it is made if it is not there.
     """
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
+    off = lambda *names: dict.fromkeys(names, False)
+    flags = off("single_word", "lstrip", "rstrip", "normalized")
     added = [
-      {
-        "id": 256 + i,
-        "content": text,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-      }
+      {"id": 256 + i, "content": text, **flags, "special": True}
       for i, text in enumerate(self._texts)
     ]
-    as_bytes = {
-      "type": "ByteLevel",
-      "add_prefix_space": False,
-      "trim_offsets": False,
-      "use_regex": False,
-    }
+    level = off("add_prefix_space", "trim_offsets", "use_regex")
+    as_bytes = {"type": "ByteLevel", **level}
     begin = self._texts[0]
     first = {"SpecialToken": {"id": begin, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
@@ -196,9 +176,7 @@ class Bytes:
         "unk_token": None,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
+        **off("fuse_unk", "byte_fallback", "ignore_merges"),
         "vocab": {char: byte for byte, char in enumerate(BYTE_CHARS)},
         "merges": [],
       },

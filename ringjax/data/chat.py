@@ -1,22 +1,21 @@
-"""Chat templates: messages to tokens, where only the template can steer.
+"""Chat templates: messages to tokens; only the template writes special ones.
 
 Guarantees: the ids are those that the tokenizer gives for the text that
 transformers renders, except that no string in a message becomes a special
-token, nor part of one: a message that says "<|im_end|>" says ten characters.
-Only the template writes special tokens. (Roles are not free text: they are
-taken from a list.)
+token, nor part of one: "<|im_end|>" in a message is ten characters. (Roles are
+not free text: they are taken from a list.)
 
 How: each character of a message of which special tokens are made ("<", "|",
-...) is rendered as a character that nobody uses. A special token that is then
-found in the output was written by the template; the others are turned back
-into text afterwards. A template that looks for words of its own in a message
-(Qwen's "</think>") finds those: they are left as they are. That what comes out
-is what the template meant is checked against the same template without the
-exchange, and if it is not, that is an error.
+...) is replaced by a private-use character before the template is rendered. A
+special token in the output was then written by the template; the other
+characters are put back afterwards. A template that looks for words of its own
+in a message (Qwen's "</think>") finds those: they are not replaced. The output
+is compared with that of the same template on messages without replacements,
+and a difference is an error.
 
-A template is code from anywhere: by default it runs in a process of its own,
-with 512 MB and 2 s of processor time, without files, network or Python's
-objects. Cost: one process, about 0.1 s; with trusted=True about 1 ms.
+A template is untrusted code: by default it runs in a process of its own, with
+512 MB and 2 s of processor time, without files, network or Python's objects.
+Cost: one process, about 0.1 s; with trusted=True about 1 ms.
 """
 
 from __future__ import annotations
@@ -31,12 +30,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ringjax.data import isolated, render
-from ringjax.data.special_tokens import Specials, as_text
-from ringjax.errors import (
-  InputTypeError,
-  PromptError,
-  TemplateError,
-)
+from ringjax.data.special_tokens import Specials, any_of, as_text
+from ringjax.errors import InputTypeError, PromptError, TemplateError
 
 SOURCE_CHARS = 1_000_000
 ROLES = (
@@ -74,7 +69,7 @@ print(json.dumps(scope["render"](**request)))
 
 @runtime_checkable
 class Encodes(Protocol):
-  """What a template asks of a tokenizer."""
+  """What a template needs of a tokenizer."""
 
   specials: Specials
   # Texts of tokens that are matched like special ones but are none: <think>.
@@ -83,7 +78,7 @@ class Encodes(Protocol):
   chat_template: str | None
 
   def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """Texts and ids in turn as one row of ids."""
+    """The ids of texts, and ids as they are, as one row."""
     ...
 
 
@@ -100,7 +95,7 @@ class ChatTemplate:
       of a role, so they are no free text.
 
   Raises:
-    TemplateError: `source` is no text, or too long.
+    TemplateError: `source` is no str, or too long.
   """
 
   def __init__(
@@ -111,12 +106,12 @@ class ChatTemplate:
     trusted: bool = False,
     roles: Iterable[str] = ROLES,
   ):
+    kind = type(source).__name__
+    got = f"{len(source)} characters" if isinstance(source, str) else kind
     if not isinstance(source, str) or len(source) > SOURCE_CHARS:
       raise TemplateError(
         "source",
-        f"{len(source)} characters"
-        if isinstance(source, str)
-        else type(source).__name__,
+        got,
         f"a template of at most {SOURCE_CHARS} characters",
         "pass the text of a chat_template",
       )
@@ -130,7 +125,7 @@ class ChatTemplate:
     """The template that came with a tokenizer.
 
     Raises:
-      TemplateError: there came none.
+      TemplateError: there was none.
     """
     if tokenizer.chat_template is None:
       raise TemplateError(
@@ -152,7 +147,7 @@ class ChatTemplate:
     now: datetime.datetime | None = None,
     **more: Any,
   ) -> str:
-    """The text that transformers would render. To look at, not to encode.
+    """The text that transformers would render, to look at, not to encode.
 
     Args and errors are those of `tokens`.
     """
@@ -173,7 +168,7 @@ class ChatTemplate:
 
     Args:
       messages: tables with a "role" and what the template reads: "content" as
-        text or as parts, "tool_calls", and so on; JSON's kinds of values only.
+        text or as parts, "tool_calls", and so on; JSON's types only.
       tokenizer: whose ids they are.
       add_generation_prompt: whether the opening of an answer comes last.
       tools: the JSON schemas of functions, for templates that know them.
@@ -187,7 +182,7 @@ class ChatTemplate:
     Raises:
       TemplateError: the template fails, refuses these messages, grows or runs
         too long, or alters messages in ways that cannot be followed.
-      PromptError, InputTypeError: messages that are none.
+      PromptError, InputTypeError: something in `messages` is no message.
       TokenizerError: the tokenizer fails on this text.
     """
     chat = self._chat(messages, add_generation_prompt, tools, more)
@@ -205,38 +200,35 @@ class ChatTemplate:
     tokenizer: Encodes,
     now: datetime.datetime | None,
   ) -> str:
-    """The rendered text, with all that messages could steer with marked."""
-    if now is None:
-      now = datetime.datetime.now()
-    specials = tokenizer.specials.pattern.findall
+    """The rendered text, with all that could make a special token marked."""
+    # One time for all renderings.
+    now = now or datetime.datetime.now()
+    find = tokenizer.specials.pattern.findall
+    # None where the template failed.
+    specials = lambda text: find(text) if isinstance(text, str) else None
     found = self._render([marks.plain(chat), marks.all(chat)], now)
     plain, text = _text(found["texts"][0]), found["texts"][1]
     wanted = marks.unmark(plain)
-    if not isinstance(text, str) or marks.unmark(text) != wanted:
+    same = lambda text: isinstance(text, str) and marks.unmark(text) == wanted
+    sound = True
+    if not same(text):
       # The template looks for words of its own in the messages.
       kept = marks.all(chat, keep=found["literals"])
-      before = specials(text) if isinstance(text, str) else None
+      before = specials(text)
       text = self._render([kept], now)["texts"][0]
-      if (
-        not isinstance(text, str)
-        or marks.unmark(text) != wanted
-        or before not in (None, specials(text))
-      ):
-        raise self._unsafe()
+      sound = same(text) and before in (None, specials(text))
     words = marks.words(chat)
-    if words is not None:
+    if sound and words is not None:
       again = self._render([words], now)["texts"][0]
-      if not isinstance(again, str) or specials(again) != specials(text):
-        raise self._unsafe()
+      sound = specials(again) == specials(text)
+    if not sound:
+      raise TemplateError(
+        "messages",
+        "text like that of special tokens, which the template alters",
+        "messages of which the template leaves such text as it is",
+        "take characters like < | > out of them, or change the template",
+      )
     return text
-
-  def _unsafe(self) -> TemplateError:
-    return TemplateError(
-      "messages",
-      "text like that of special tokens, which the template alters",
-      "messages of which the template leaves such text as it is",
-      "take characters like < | > out of them, or mend the template",
-    )
 
   def _chat(
     self,
@@ -245,7 +237,7 @@ class ChatTemplate:
     tools: Any,
     more: dict[str, Any],
   ) -> dict[str, Any]:
-    """All variables of the template, in JSON's kinds of values."""
+    """All variables of the template, in JSON's types."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
       raise InputTypeError(
         "messages",
@@ -276,7 +268,7 @@ class ChatTemplate:
   def _render(
     self, variants: list[dict[str, Any]], now: datetime.datetime | None
   ) -> dict[str, Any]:
-    """What render.render gives, from a process of its own."""
+    """What `render.render` returns, from a process of its own."""
     own = max(sum(map(len, _strings(v))) for v in variants)
     request = {
       "source": self.source,
@@ -306,12 +298,12 @@ class ChatTemplate:
 
 
 class _Marks:
-  """Exchanges what messages could steer with for characters of nobody.
+  """Replaces what could make special tokens by private-use characters.
 
-  Two alphabets of them, "firm" for what users and tools say, and "own" for
-  what the model said: its answers may hold words such as <think>, which are
-  tokens without being special; others may not write those either, if the
-  template writes them.
+  There are two alphabets of them: "firm" for messages of users and tools, and
+  "own" for those of the model. Its answers may hold words such as <think>,
+  which are tokens without being special; in other messages these are replaced
+  too, if the template writes them.
   """
 
   def __init__(self, chat: dict[str, Any], source: str, tokenizer: Encodes):
@@ -323,7 +315,6 @@ class _Marks:
     free = _free_characters(chat, source)
     letters = {char for text in self._guarded["firm"] for char in text}
     self._tables: dict[str, dict[int, int]] = {}
-    self._words: dict[int, int] = {}
     for kind, texts in self._guarded.items():
       chars = sorted(set().union(*map(_steering, texts)))
       self._tables[kind] = {ord(c): ord(next(free)) for c in chars}
@@ -337,7 +328,7 @@ class _Marks:
 
   def plain(self, chat: dict[str, Any]) -> dict[str, Any]:
     """Only whole special tokens are marked: what the output should be."""
-    patterns = {kind: _any_of(t) for kind, t in self._guarded.items()}
+    patterns = {kind: any_of(t) for kind, t in self._guarded.items()}
 
     def mark(text: str, kind: str) -> str:
       table = self._tables[kind]
@@ -350,7 +341,7 @@ class _Marks:
   ) -> dict[str, Any]:
     """Each character is marked, but not in the words of `keep`."""
     kept = {
-      kind: _any_of(k for k in keep if not _touches(k.strip(), texts))
+      kind: any_of(k for k in keep if not _touches(k.strip(), texts))
       for kind, texts in self._guarded.items()
     }
 
@@ -386,10 +377,10 @@ class _Marks:
     return text.translate(self._back)
 
   def broken(self, text: str) -> list[str | int]:
-    """Text as it was, in parts so that no control token forms of messages."""
+    """The text put back, cut so that no control token forms of messages."""
     clear = self.unmark(text)
     places, start = [], 0
-    for found in _any_of(self._control).finditer(clear):
+    for found in any_of(self._control).finditer(clear):
       if self._firm.intersection(text[found.start() : found.end()]):
         places.append(found.start() + 1)
     parts: list[str | int] = []
@@ -402,7 +393,7 @@ class _Marks:
 def _exchanged(
   chat: dict[str, Any], mark: Callable[[str, str], str]
 ) -> dict[str, Any]:
-  """All strings of a chat, marked as what they are."""
+  """A chat with all its strings replaced by `mark(text, alphabet)`."""
 
   def walk(value: Any, kind: str, key: str = "") -> Any:
     if isinstance(value, str):
@@ -417,14 +408,9 @@ def _exchanged(
     return value
 
   def one(said: dict[str, Any]) -> dict[str, Any]:
-    own = said["role"] in ("assistant", "model")
-    rest = {k: v for k, v in said.items() if k != "role"}
-    marked = walk(rest, "own" if own else "firm")
-    # In the order in which they came: a template may go through them.
-    order = iter(marked.items())
-    return dict(
-      ("role", said["role"]) if k == "role" else next(order) for k in said
-    )
+    kind = "own" if said["role"] in ("assistant", "model") else "firm"
+    # The role stays, also in its order: a template may go through the keys.
+    return {**walk({**said, "role": None}, kind), "role": said["role"]}
 
   return {
     name: [one(said) for said in value]
@@ -435,12 +421,6 @@ def _exchanged(
 
 
 _NAME = re.compile(r"\w+")
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-  """The leftmost and then longest of some texts."""
-  longest_first = sorted({t for t in texts if t.strip()}, key=lambda t: -len(t))
-  return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _steering(text: str) -> set[str]:
@@ -472,7 +452,7 @@ def _touches(text: str, controls: Iterable[str]) -> bool:
 
 
 def _free_characters(chat: dict[str, Any], source: str) -> Iterator[str]:
-  """Characters of private use that occur nowhere."""
+  """Private-use characters that occur neither in a chat nor in `source`."""
   used = set(source).union(*map(set, _strings(chat)))
   for code in (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)):
     if chr(code) not in used:
@@ -486,7 +466,7 @@ def _free_characters(chat: dict[str, Any], source: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-  """All strings in JSON's kinds of values, keys included."""
+  """All strings of a JSON value, keys included."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, list):
@@ -499,10 +479,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Any:
-  """A copy in JSON's kinds of values, or an error that names the place."""
+  """A copy in JSON's types, or an error that names the place."""
   if depth > _DEPTH:
     raise PromptError(
-      name, f"over {_DEPTH} levels", f"at most {_DEPTH}", "flatten it"
+      name, f"over {_DEPTH} levels", f"at most {_DEPTH}", "nest it less deeply"
     )
   if value is None or isinstance(value, bool | float):
     return value
@@ -523,13 +503,13 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
   raise InputTypeError(
     name,
     type(value).__name__,
-    "JSON's kinds of values: text, numbers, lists, tables",
-    "convert it first",
+    "text, numbers, lists or tables, as in JSON",
+    "convert it to one of these",
   )
 
 
 def _text(found: Any) -> str:
-  """What a template gave, if it gave text."""
+  """What a template returned, if it is text."""
   if isinstance(found, str):
     return found
   raise _fault(found["error"])

@@ -1,10 +1,10 @@
-"""Jinja as chat templates know it, in a sandbox.
+"""Renders chat templates with Jinja, in a sandbox.
 
-Guarantees: what a template gives here is what it gives in transformers, or an
-error. A template can read the values it is given and write text; it loads no
-file, calls nothing of Python, and changes no value. What it can still do is to
-run long and grow large: therefore this file knows the standard library and
-jinja2 only, so that a process of its own, with limits, can run it (chat.py).
+Guarantees: a template gives what it gives in transformers, or an error. It can
+read the values that it is passed and write text; it loads no file, calls
+nothing of Python, and changes no value. It can still run long and grow large:
+therefore this file imports the standard library and jinja2 only, so that a
+process of its own, with limits, can run it (chat.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ def render(
   Args:
     source: the template.
     variants: sets of variables.
-    now: the time that it is for the template, in ISO form.
+    now: the time that the template may write, in ISO form.
     room: the most characters that it may write.
 
   Returns:
     "texts", one for each variant: a str, or {"error": why}; "literals": the
-    texts that stand in the template itself. Or only "error": the template
-    is none.
+    texts in the template itself. Or only "error": `source` is no template.
   """
   import jinja2
 

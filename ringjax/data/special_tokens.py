@@ -1,9 +1,9 @@
-"""Tokens that steer a model, and where they stand in a text that is trusted.
+"""Special tokens, and where they are in a text that is trusted.
 
 Guarantees: `split` cuts a text as the tokenizers library does: at the leftmost
 and then longest token; a token that strips takes the white space beside it
-along. It is only ever asked about text that may hold such tokens (a template, a
-caller's own words with `special=True`), never about a user's text.
+along. It is only called with text that may hold such tokens (a template, a
+caller's own text with `special=True`), never with a user's text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.errors import InputTypeError, PromptError
 
@@ -23,12 +24,12 @@ _INT32 = 2**31
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecialToken:
-  """A token with a text of its own that plain text is not cut into.
+  """A token that steers a model; no plain text is encoded as it.
 
   Attributes:
     text: as it is written.
     id: its number.
-    lstrip, rstrip: whether it swallows white space before it, after it.
+    lstrip, rstrip: whether it takes white space before it, after it, along.
   """
 
   text: str
@@ -47,12 +48,11 @@ class Specials:
 
   @functools.cached_property
   def pattern(self) -> re.Pattern[str]:
-    longest_first = sorted(self.by_text, key=lambda s: (-len(s), s))
-    # With no token at all: a pattern that matches nowhere.
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    """Matches the leftmost and then longest of the tokens."""
+    return any_of(self.by_text)
 
   def split(self, text: str) -> list[str | int]:
-    """Texts and ids in turn; no text is empty."""
+    """The text between special tokens, and their ids; no text is empty."""
     parts: list[str | int] = []
     start, strip = 0, False
     for found in self.pattern.finditer(text):
@@ -66,8 +66,17 @@ class Specials:
     return [*parts, rest] if rest else parts
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+  """Matches the leftmost and then longest of some texts; without any, nothing.
+
+  White space alone does not count.
+  """
+  longest_first = sorted({t for t in texts if t.strip()}, key=lambda t: -len(t))
+  return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
 def as_text(name: str, text: Any) -> str:
-  """A str that has a UTF-8 form, or an error that names the place."""
+  """`text` as a str that has a UTF-8 form, or an error that names it."""
   if not isinstance(text, str):
     raise InputTypeError(
       name, type(text).__name__, "a str", "decode bytes first"
@@ -85,7 +94,7 @@ def as_text(name: str, text: Any) -> str:
 
 
 def as_ids(name: str, ids: Any) -> list[int]:
-  """Token ids as a list, or an error that names the first wrong one."""
+  """`ids` as a list of token ids, or an error that names the first bad one."""
   flat = np.asarray(ids)
   if flat.size == 0:
     return []
@@ -109,6 +118,6 @@ def as_ids(name: str, ids: Any) -> list[int]:
   return flat.tolist()
 
 
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+def joined(parts: Sequence[Int[np.ndarray, ...]]) -> np.ndarray:
   """Rows of ids after each other, int32."""
   return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

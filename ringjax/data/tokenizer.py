@@ -1,25 +1,27 @@
-"""Tokenizers in the form in which people have them: a folder's tokenizer.json.
+"""Tokenizers from the tokenizer.json of a Hugging Face folder.
 
 Guarantees: `encode` gives the ids that the tokenizers library gives for the
 whole text, and never, whatever the text says, the id of a special token: those
-come only from `special=True`, `bos=True` and chat templates. (An id for
-"unknown" may come; it steers nothing.) `decode` is the library's text, except
+come only from `special=True`, `bos=True` and chat templates. (The id for
+"unknown" may come: it steers nothing.) `decode` is the library's text, except
 that bytes which are no UTF-8 become U+FFFD one by one. An id without a token is
 U+FFFD.
 
-Long texts are encoded in pieces, in parallel. A text is cut only where ids of
-both sides, encoded apart, are the ids of the text around the cut, encoded in
-one: found by encoding 256 characters on either side. Where no such place is
-found (one word of megabytes) the piece grows to 4 million characters; beyond
-that it is refused.
+Long texts are encoded in pieces, in parallel. A text is cut only where the ids
+of both sides, encoded apart, are the ids of the text around the cut, encoded as
+one: checked with 256 characters on either side. Where no such place is found
+(one word of megabytes) the piece grows to 4 million characters; beyond that it
+is refused.
 
-The files come from anywhere: each has a size limit, what the library does not
-take is a `TokenizerError`, and with `untrusted=True` another process, with
-limits, tries the file first.
+The files are untrusted: each has a size limit, what the library does not accept
+is a `TokenizerError`, and with `untrusted=True` another process, with limits,
+tries the file first.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -49,10 +51,10 @@ _MOST_TOKENS = 1 << 24
 _LOOK = 256
 _TRIES = 32
 _BATCH = 16
-# How much longer replacing may make a text.
+# How many times longer its steps may make a text.
 _GROWTH = 1000
 
-# A file from anywhere is first read and used here, by a process with limits.
+# An untrusted file is first read and used by this, in a process with limits.
 _TRIAL = """
 import tokenizers
 data = sys.stdin.buffer.read()
@@ -72,7 +74,7 @@ print(json.dumps(t.get_vocab_size()))
 
 
 class Tokenizer:
-  """Text to ids and back, over a tokenizer.json. Made by `load`.
+  """Encodes and decodes text by a tokenizer.json; `load` makes it.
 
   Attributes:
     name: the folder's name.
@@ -86,8 +88,8 @@ class Tokenizer:
       are none: runs of spaces, <think>.
     special_names: texts of special tokens, by names that templates use.
     chat_template: the folder's Jinja source, or None.
-    by_bytes: whether a token is a string of bytes whatever is beside it.
-    lead: what is taken from the start of a decoded text.
+    by_bytes: whether a token has the same bytes whatever is beside it.
+    lead: what is removed from the start of a decoded text.
   """
 
   def __init__(
@@ -122,15 +124,15 @@ class Tokenizer:
     self._unknown = settings.id_of(engine, "unk_token")
     if self._unknown in (self.bos_id, *self.eos_ids):
       self._unknown = None
-    self._pieces = _Pieces.of(engine)
-    self.by_bytes = self._pieces is not None
-    self.lead = "" if self._pieces is None else self._pieces.lead
-    # A token that nobody can write, after which a text goes on: behind it the
-    # library encodes as behind any special token, not as at a text's start.
+    self._piece = _piece_reader(engine)
+    self.by_bytes = self._piece is not None
+    self.lead = "" if self._piece is None else self._piece.lead
+    # A token that no text contains: behind it the library encodes as behind
+    # any special token, not as at the start of a text.
     self._marked = engine
     if engine.get_vocab_size() < self.vocab_size:
-      # A new token gets the number of how many there are, which with gaps may
-      # be the id of another: that one could not be decoded any more.
+      # A new token gets the number of tokens as its id, which with gaps may
+      # be another's: that one could not be decoded any more.
       self._marked = make()
       _make_plain(self._marked)
       _specials(self._marked, settings)
@@ -152,7 +154,7 @@ class Tokenizer:
         tokenizer_config.json, special_tokens_map.json, generation_config.json,
         config.json and chat_template.jinja.
       untrusted: whether a process of its own, with 2 GB and 20 s, tries the
-        file first. For folders that come from anywhere.
+        file first; for folders that you do not trust.
 
     Raises:
       TokenizerError: a file is missing, too large, or not what it should be.
@@ -167,22 +169,16 @@ class Tokenizer:
         "a folder with the fast form of its tokenizer",
         "save it once with transformers' AutoTokenizer"
         if old
-        else "give the folder that holds the model's files",
+        else "pass the folder that holds the model's files",
       )
-    settings = TokenizerConfig.read(path)
-    try:
-      text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-      raise fault(
-        "tokenizer.json", f"no UTF-8 at byte {error.start}", "JSON"
-      ) from None
+    settings = TokenizerConfig(path)
     if untrusted:
       _try_in_child(data)
     import tokenizers
 
     name = path.resolve().name or "tokenizer"
     return cls(
-      lambda: _guard("tokenizer.json", tokenizers.Tokenizer.from_str, text),
+      lambda: _guard("tokenizer.json", tokenizers.Tokenizer.from_buffer, data),
       name=name,
       settings=settings,
     )
@@ -201,7 +197,8 @@ class Tokenizer:
       text: any text that has a UTF-8 form.
       special: whether texts of special tokens in it become those tokens. Only
         for text that no user wrote; otherwise they are text like any other.
-      bos: whether `bos_id` comes first. `adds_bos` says what the model knows.
+      bos: whether `bos_id` comes first; `adds_bos` says if the model was
+        trained so.
       progress: called with characters done and characters in all; what it
         raises ends the encoding.
 
@@ -214,26 +211,23 @@ class Tokenizer:
       TokenizerError: the tokenizer fails on this text, or has no `bos_id`.
     """
     text = as_text("text", text)
-    first = []
-    if bos:
-      if self.bos_id is None:
-        raise TokenizerError(
-          "bos",
-          "True",
-          "a tokenizer with a bos_token",
-          "pass bos=tokenizer.adds_bos",
-        )
-      first = [np.array([self.bos_id], np.int32)]
+    if bos and self.bos_id is None:
+      raise TokenizerError(
+        "bos",
+        "True",
+        "a tokenizer with a bos_token",
+        "pass bos=tokenizer.adds_bos",
+      )
     if special:
       rest = self.encode_parts(self.specials.split(text))
       if progress is not None:
         progress(len(text), len(text))
     else:
       rest = self._encode(text, self._ids, progress)
-    return joined([*first, rest])
+    return joined([np.array([self.bos_id]), rest]) if bos else rest
 
   def encode_parts(self, parts: Sequence[str | int]) -> np.ndarray:
-    """Texts and ids in turn as one row, as if ids were tokens in the text.
+    """The ids of texts, and ids as they are, as one row.
 
     Args:
       parts: texts, in which nothing is special, and ids, which are taken as
@@ -268,9 +262,9 @@ class Tokenizer:
 
   def piece(self, token_id: int) -> bytes:
     """The bytes of one token; only where `by_bytes`."""
-    if self._pieces is None:
-      raise fault("piece", "tokens that hang on their neighbours", "by_bytes")
-    return self._pieces(token_id)
+    if self._piece is None:
+      raise fault("piece", "tokens that depend on neighbours", "by_bytes")
+    return self._piece(token_id)
 
   def is_special(self, token_id: int) -> bool:
     """Whether the token steers the model and is no text."""
@@ -278,20 +272,17 @@ class Tokenizer:
 
   def window(self, ids: Sequence[int]) -> str:
     """The text of a few tokens, special or not."""
-    if self._pieces is not None:
-      data = b"".join(map(self._pieces, ids))
+    if self._piece is not None:
+      data = b"".join(map(self._piece, ids))
       return data.decode("utf-8", "replace").removeprefix(self.lead)
-    text, known = "", []
-    for i in [*ids, None]:
-      if i is not None and i < self.vocab_size and self._engine.id_to_token(i):
-        known.append(i)
-        continue
-      if known:
-        text += _guard(
-          "ids", self._engine.decode, known, skip_special_tokens=False
-        )
-        known = []
-      text += "" if i is None else stream.UNKNOWN
+    engine, text = self._engine, ""
+    known = lambda i: i < self.vocab_size and bool(engine.id_to_token(i))
+    for is_known, group in itertools.groupby(ids, known):
+      row = list(group)
+      if is_known:
+        text += _guard("ids", engine.decode, row, skip_special_tokens=False)
+      else:
+        text += stream.UNKNOWN * len(row)
     return text
 
   def _encode(
@@ -316,11 +307,11 @@ class Tokenizer:
     return self._without_special(ids)
 
   def _ids(self, text: str) -> list[int]:
-    """What the library gives for a text on its own."""
+    """The library's ids of a text on its own."""
     return _encoded(self._engine, text)
 
   def _more(self, text: str) -> list[int]:
-    """What the library gives for a text behind a special token."""
+    """The library's ids of a text behind a special token."""
     ids = _encoded(self._marked, self._mark + text)
     if ids[:1] != [self._mark_id]:
       raise fault("tokenizer.json", "one that alters added tokens", "plain")
@@ -329,7 +320,7 @@ class Tokenizer:
   def _ids_of_pieces(
     self, text: str, pieces: list[tuple[int, int]]
   ) -> list[list[int]]:
-    """Ids of pieces behind others; each was found to go on after a cut."""
+    """Ids of pieces that `_cuts` found, which are behind others."""
     rows = _guard(
       "text",
       self._engine.encode_batch_fast,
@@ -380,7 +371,7 @@ class Tokenizer:
     return self._ids(left + right) == self._ids(left) + after[len(before) :]
 
   def _without_special(self, ids: np.ndarray) -> np.ndarray:
-    """The same text, if the vocabulary itself spelled a special token."""
+    """The same text in other tokens where it was encoded as a special one."""
     # Ids are looked up in a table; none can be beyond its end.
     wrong = np.flatnonzero(self._forbidden[ids])
     if not wrong.size:
@@ -392,7 +383,7 @@ class Tokenizer:
     return joined([*rows, ids[begin:]])
 
   def _respelled(self, token_id: int) -> np.ndarray:
-    """The text of a special token, by the fewest tokens that are not one."""
+    """The text of a special token in the fewest tokens that are not special."""
     word = self._engine.id_to_token(token_id)
     best: list[list[int] | None] = [[]] + [None] * len(word)
     for end in range(1, len(word) + 1):
@@ -437,81 +428,76 @@ _PLACES = tuple(
 )
 
 
-class _Pieces:
-  """Bytes of a token, where they do not hang on its neighbours."""
+@dataclasses.dataclass(frozen=True)
+class _PieceReader:
+  """The bytes of a token, where they do not depend on its neighbours.
 
-  def __init__(
-    self,
-    engine: Any,
-    *,
-    byte_level: bool = False,
-    replaced: Sequence[tuple[str, str]] = (),
-    byte_fallback: bool = False,
-    lead: str = "",
-  ):
-    self._engine = engine
-    self._bytes = (
-      {char: byte for byte, char in enumerate(BYTE_CHARS)}
-      if byte_level
-      else None
-    )
-    self._replaced = replaced
-    self._byte_fallback = byte_fallback
-    self.lead = lead
-    self._known: dict[int, bytes] = {}
+  Attributes:
+    engine: the library's tokenizer.
+    byte_level: whether each character of a token stands for a byte.
+    replaced: what is replaced in a token, in order, and by what.
+    byte_fallback: whether <0x0A> stands for a byte.
+    lead: what is removed from the start of a decoded text.
+  """
 
-  @classmethod
-  def of(cls, engine: Any) -> _Pieces | None:
-    """By the decoder of a tokenizer; None for one that looks beside a token."""
-    steps = _parts(engine.decoder, "decoders")
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"]:
-      return cls(engine, byte_level=True)
-    if not steps or "Fuse" not in kinds:
-      return None
-    fuse = kinds.index("Fuse")
-    before, after = steps[:fuse], steps[fuse + 1 :]
-    replaced, byte_fallback = [], False
-    for step in before:
-      if step["type"] == "ByteFallback":
-        byte_fallback = True
-      elif step["type"] == "Replace" and "String" in step["pattern"]:
-        if byte_fallback:
-          return None
-        replaced.append((step["pattern"]["String"], step["content"]))
-      else:
-        return None
-    lead = ""
-    for step in after:
-      if step["type"] != "Strip" or step["stop"] or step["start"] != 1 or lead:
-        return None
-      lead = step["content"]
-    return cls(
-      engine, replaced=replaced, byte_fallback=byte_fallback, lead=lead
-    )
+  engine: Any
+  byte_level: bool = False
+  replaced: tuple[tuple[str, str], ...] = ()
+  byte_fallback: bool = False
+  lead: str = ""
+  _known: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
   def __call__(self, token_id: int) -> bytes:
-    found = self._known.get(token_id)
-    if found is None:
-      found = self._known[token_id] = self._read(token_id)
-    return found
+    if token_id not in self._known:
+      self._known[token_id] = self._read(token_id)
+    return self._known[token_id]
 
   def _read(self, token_id: int) -> bytes:
-    token = self._engine.id_to_token(token_id)
+    token = self.engine.id_to_token(token_id)
     if token is None:
       return stream.UNKNOWN.encode("utf-8")
-    if self._bytes is not None:
-      values = [self._bytes.get(char) for char in token]
-      known = [value for value in values if value is not None]
-      return bytes(known) if len(known) == len(values) else token.encode()
-    for old, new in self._replaced:
+    if self.byte_level and all(char in _BYTE_OF for char in token):
+      return bytes(_BYTE_OF[char] for char in token)
+    for old, new in self.replaced:
       token = token.replace(old, new)
-    if self._byte_fallback and _BYTE.fullmatch(token):
+    if self.byte_fallback and _BYTE.fullmatch(token):
       return bytes([int(token[3:5], 16)])
     return token.encode("utf-8")
 
 
+def _piece_reader(engine: Any) -> _PieceReader | None:
+  """By the decoder of a tokenizer; None for one that looks at neighbours."""
+  steps = _parts(engine.decoder, "decoders")
+  kinds = [step.get("type") for step in steps]
+  if kinds == ["ByteLevel"]:
+    return _PieceReader(engine, byte_level=True)
+  if "Fuse" not in kinds:
+    return None
+  fuse = kinds.index("Fuse")
+  replaced: list[tuple[str, str]] = []
+  for i, step in enumerate(steps[:fuse]):
+    text = step["type"] == "Replace" and step["pattern"].get("String")
+    if isinstance(text, str) and "ByteFallback" not in kinds[:i]:
+      replaced.append((text, step["content"]))
+    elif step["type"] != "ByteFallback":
+      return None
+  strips = steps[fuse + 1 :]
+  sound = all(
+    step["type"] == "Strip" and not step["stop"] and step["start"] == 1
+    for step in strips
+  )
+  if not sound or len(strips) > 1:
+    return None
+  return _PieceReader(
+    engine,
+    replaced=tuple(replaced),
+    byte_fallback="ByteFallback" in kinds[:fuse],
+    lead=strips[0]["content"] if strips else "",
+  )
+
+
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTE_OF = {char: byte for byte, char in enumerate(BYTE_CHARS)}
 
 
 def _encoded(engine: Any, text: str) -> list[int]:
@@ -519,7 +505,7 @@ def _encoded(engine: Any, text: str) -> list[int]:
 
 
 def _specials(engine: Any, settings: TokenizerConfig) -> Specials:
-  """The special tokens; those that only the side files call so are told."""
+  """The special tokens; the library is told those that the side files add."""
   for token_id, token in settings.added():
     text = text_of(token)
     if text is None:
@@ -558,7 +544,7 @@ def _add(engine: Any, text: str, *, special: bool, **flags: bool) -> None:
 
 
 def _added_mark(engine: Any) -> tuple[str, int]:
-  """A token that nobody can write, and its id, which is no other token's."""
+  """A new token that no text contains, and its id, which no other one has."""
   used = set(engine.get_vocab().values())
   # Where ids have gaps, the first numbers may be taken.
   for _ in range(1000):
@@ -571,7 +557,7 @@ def _added_mark(engine: Any) -> tuple[str, int]:
 
 
 def _make_plain(engine: Any) -> None:
-  """Takes away what would alter texts in ways that nobody asked for."""
+  """Turns off truncation, padding, added tokens and dropout."""
   _guard("tokenizer.json", engine.no_truncation)
   _guard("tokenizer.json", engine.no_padding)
   engine.post_processor = None
@@ -642,18 +628,15 @@ def _try_in_child(data: bytes) -> None:
 
 
 def _guard(what: str, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-  """What a call into the library gives; what it raises as TokenizerError."""
+  """Calls the library; what it raises becomes a TokenizerError."""
   try:
     return call(*args, **kw)
   except MemoryError:
     raise
   except BaseException as error:
-    # A panic of the library is not an Exception. An interrupt isn't either.
-    if isinstance(error, Exception) or type(error).__name__ == _PANIC:
-      raise fault(
-        what, f"{error}".partition("\n")[0], "what this tokenizer can take"
-      ) from error
-    raise
-
-
-_PANIC = "PanicException"
+    # A panic of the library is not an Exception; neither is an interrupt.
+    panic = type(error).__name__ == "PanicException"
+    if not panic and not isinstance(error, Exception):
+      raise
+    got = str(error).partition("\n")[0]
+    raise fault(what, got, "what this tokenizer can take") from error

@@ -1,8 +1,8 @@
-"""The small files beside a tokenizer.json, and what they say of it.
+"""The small files beside a tokenizer.json: special tokens, chat template.
 
 Guarantees: each file is read once, up to a limit of bytes; what is no regular
-file, no JSON or not of the wanted kind is a `TokenizerError` that names the
-file. A file that is not there says nothing.
+file, no JSON or of a wrong type is a `TokenizerError` that names the file. A
+file may be missing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ringjax.errors import TokenizerError
 
 SIDE_FILE_BYTES = 16 << 20
 
+_CONFIG = "tokenizer_config.json"
+
 _NAMED = (
   "bos_token",
   "eos_token",
@@ -32,40 +34,38 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
 class TokenizerConfig:
-  """What the files beside tokenizer.json say."""
+  """What the files beside a tokenizer.json say.
 
-  def __init__(self, config: dict[str, Any], more: dict[str, Any]):
-    self._config = config
-    self._eos = more.get("eos_token_id")
-    self.chat_template: str | None = more.get("chat_template")
+  Args:
+    path: their folder.
 
-  @classmethod
-  def read(cls, path: pathlib.Path) -> TokenizerConfig:
-    config = _read_json(path / "special_tokens_map.json")
-    # The newer file has the last word, where it says anything.
-    newer = _read_json(path / "tokenizer_config.json")
-    config |= {k: v for k, v in newer.items() if v is not None}
-    more: dict[str, Any] = {}
-    for file in ("generation_config.json", "config.json"):
+  Raises:
+    TokenizerError: one of them is too large or not what it should be.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    newer = _read_json(path / _CONFIG)
+    self._config = _read_json(path / "special_tokens_map.json")
+    # The newer file counts, unless a value is null.
+    self._config |= {k: v for k, v in newer.items() if v is not None}
+    self._eos: Any = None
+    for file in ("config.json", "generation_config.json"):
       found = _read_json(path / file).get("eos_token_id")
       if found is not None:
         _check_ids(file, found)
-        more.setdefault("eos_token_id", found)
-    more["chat_template"] = _template(path, newer.get("chat_template"))
-    return cls(config, more)
+        self._eos = found
+    self.chat_template = _template(path, newer.get("chat_template"))
 
   def names(self) -> dict[str, Any]:
     """Texts of special tokens, by the names that chat templates use."""
-    named = {n: text_of(self._config.get(n)) for n in _NAMED}
-    names: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
+    names: dict[str, Any] = {n: text_of(self._config.get(n)) for n in _NAMED}
     for name in _LISTED:
       found = self._config.get(name)
       if isinstance(found, dict):
-        texts = {k: text_of(v) for k, v in found.items()}
-        names |= {k: v for k, v in texts.items() if v is not None}
+        names |= {k: text_of(v) for k, v in found.items() if text_of(v)}
       elif found:
         names[name] = self._listed(name)
-    return names
+    return {k: v for k, v in names.items() if v is not None}
 
   def texts(self) -> list[str]:
     """All texts that are called special."""
@@ -80,31 +80,35 @@ class TokenizerConfig:
     try:
       return sorted((int(i), dict(token)) for i, token in found.items())
     except (AttributeError, TypeError, ValueError):
-      raise fault(
-        "tokenizer_config.json",
-        "an added_tokens_decoder that is no table by id",
-        "ids with their tokens",
-      ) from None
+      got = "an added_tokens_decoder that is no table by id"
+      raise fault(_CONFIG, got, "ids with their tokens") from None
 
   def id_of(self, engine: Any, name: str) -> int | None:
+    """The id of a named special token, or None.
+
+    Raises:
+      TokenizerError: the token that begins or ends a text has no id.
+    """
     text = text_of(self._config.get(name))
     found = None if text is None else engine.token_to_id(text)
     if text and found is None and name in ("bos_token", "eos_token"):
-      raise fault(
-        "tokenizer_config.json",
-        f"{name} {text!r}, which has no id",
-        "a token of tokenizer.json",
-      )
+      got = f"{name} {text!r}, which has no id"
+      raise fault(_CONFIG, got, "a token of tokenizer.json")
     return found
 
   def adds_bos(self, first: str | None) -> bool:
-    """Whether texts begin with the bos_token; `first` is what a file puts."""
+    """Whether texts begin with the bos_token.
+
+    Args:
+      first: the token that tokenizer.json puts before a text, or None.
+    """
     said = self._config.get("add_bos_token")
     if isinstance(said, bool):
       return said
     return first is not None and first == self.names().get("bos_token")
 
   def eos_ids(self, engine: Any) -> tuple[int, ...]:
+    """The ids at which a model stops."""
     ids = [] if self._eos is None else np.ravel(self._eos).tolist()
     own = self.id_of(engine, "eos_token")
     ids += [] if own is None else [own]
@@ -114,38 +118,32 @@ class TokenizerConfig:
     found = self._config.get(name) or []
     found = list(found.values()) if isinstance(found, dict) else found
     if not isinstance(found, list):
-      raise fault(
-        "tokenizer_config.json", f"{name} {found!r}", "a list of tokens"
-      )
+      raise fault(_CONFIG, f"{name} {found!r}", "a list of tokens")
     return [text for text in map(text_of, found) if text]
 
 
 def text_of(token: Any) -> str | None:
-  """The text of a special token, which is written as itself or as a table."""
+  """The text of a special token, written as itself or as a table; or None."""
   if isinstance(token, dict):
     token = token.get("content")
   if token is None or isinstance(token, str):
     return token or None
-  raise fault("tokenizer_config.json", f"a special token {token!r}", "its text")
+  raise fault(_CONFIG, f"a special token {token!r}", "its text")
 
 
 def _template(path: pathlib.Path, named: Any) -> str | None:
-  """The chat template of a folder, from wherever its age put it."""
+  """The chat template of a folder, in one of the files of then and now."""
   data = read_file(path / "chat_template.jinja", SIDE_FILE_BYTES)
   if data is not None:
     return data.decode("utf-8", "replace")
   if named is None:
     named = _read_json(path / "chat_template.json").get("chat_template")
   if isinstance(named, list):
-    table = {
-      t.get("name"): t.get("template") for t in named if isinstance(t, dict)
-    }
-    named = table.get("default")
+    tables = [t for t in named if isinstance(t, dict)]
+    named = {t.get("name"): t.get("template") for t in tables}.get("default")
   if named is None or isinstance(named, str):
     return named
-  raise fault(
-    "tokenizer_config.json", type(named).__name__, "a chat_template as text"
-  )
+  raise fault(_CONFIG, type(named).__name__, "a chat_template as text")
 
 
 def _check_ids(file: str, ids: Any) -> None:
@@ -191,5 +189,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def fault(argument: str, got: object, want: str) -> TokenizerError:
-  remedy = "get the model's files again, or mend this one"
+  """The error for a file of a tokenizer."""
+  remedy = "download the model's files again"
   return TokenizerError(argument, got, want, remedy)

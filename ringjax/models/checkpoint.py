@@ -1,11 +1,15 @@
-"""Loads and saves models as Hugging Face folders."""
+"""Loads and saves models as Hugging Face folders.
+
+Memory: `load` has some tensors at a time on the host, beside the parameters.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
 
 from ringjax.checks import FLOATS, float_dtype
 from ringjax.errors import (
@@ -22,19 +27,20 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.models.contents import contents, read_config, text_config
-from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.names import FusedColumns, Reshape, Transpose
-from ringjax.models.hf.packed import Float4, Packed
+from ringjax.models.hf.packed import Packed
 from ringjax.models.hf.save import write
-from ringjax.models.hf.tensors import CheckpointTensor, parameters, plan
+from ringjax.models.hf.tensors import (
+  CheckpointTensor,
+  checkpoint_tensors,
+  parameters,
+)
 from ringjax.models.transformer import Transformer
 from ringjax.nn.param import Rules
 from ringjax.parallel import memory
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
-# Bytes of a checkpoint's tensors that are on their way at a time.
-_BATCH_BYTES = 256 << 20
 # The path of the parameter that a tied head is.
 EMBEDDING = "embed.weight"
 
@@ -54,7 +60,7 @@ def create(
     config: what a config.json holds, or the name of a preset.
     seed: of the weights.
     dtype: of the weights.
-    mesh: where they lie; default: one device.
+    mesh: which devices have them; default: one.
     rules: how they are sharded over it.
     scan: whether equal layers are one loop.
 
@@ -69,10 +75,10 @@ def create(
   """
   from ringjax.models.presets import preset
 
-  mesh = _checked(mesh, rules)
+  mesh = _checked_mesh(mesh, rules)
   given = preset(config) if isinstance(config, str) else config
   source, family = text_config(given)
-  parsed = family.config(ConfigReader(source))
+  parsed = family.read(source)
   dtype = float_dtype("dtype", dtype)
 
   def build() -> Transformer:
@@ -81,10 +87,10 @@ def create(
 
   abstract = jax.eval_shape(build)
   shardings = None if mesh is None else _shardings(abstract, mesh, rules)
-  # Who asks for shapes only, in a trace, allocates nothing.
+  # In a trace, for shapes only, nothing is allocated.
   if not isinstance(jnp.zeros(()), jax.core.Tracer):
     params = parameters(abstract)
-    _check_memory(params, _places(params, mesh, rules), mesh)
+    _check_memory(params, _by_path(params, mesh, rules), mesh)
   if shardings is None:
     return jax.jit(build)()
   return jax.jit(build, out_shardings=shardings)()
@@ -94,11 +100,12 @@ def place(
   model: Transformer, mesh: Any, rules: Rules | None = None
 ) -> Transformer:
   """Moves a model onto a mesh, or onto another one."""
-  mesh = _checked(automatic(mesh), rules)
+  mesh = _checked_mesh(automatic(mesh), rules)
   return jax.device_put(model, _shardings(model, mesh, rules))
 
 
 def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
+  """The model with shardings in place of its parameters."""
   rules = rules or Rules()
   return jax.tree.map(
     lambda p: p.replace(rules.sharding(p, mesh)),
@@ -107,7 +114,7 @@ def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
   )
 
 
-def _places(
+def _by_path(
   params: Mapping[str, nnx.Variable], mesh: Any, rules: Rules | None
 ) -> dict[str, Any]:
   """The sharding of each parameter by its path; None without a mesh."""
@@ -117,8 +124,8 @@ def _places(
   return {path: rules.sharding(p, mesh) for path, p in params.items()}
 
 
-def _checked(mesh: Any, rules: Rules | None) -> Any:
-  """The mesh that a model will lie on; refuses rules that it can't follow."""
+def _checked_mesh(mesh: Any, rules: Rules | None) -> Any:
+  """The mesh of a model; refuses rules that it can't follow."""
   if mesh is not None:
     mesh = automatic(mesh)
     (rules or Rules()).check(mesh)
@@ -137,7 +144,7 @@ def abstract(
   rules: Rules | None = None,
 ) -> Transformer:
   """A model of shapes without numbers, to plan with; see `create`."""
-  mesh = _checked(mesh, rules)
+  mesh = _checked_mesh(mesh, rules)
   form = jax.eval_shape(lambda: create(config, dtype=dtype))
   if mesh is None:
     return form
@@ -176,7 +183,7 @@ def load(
 
   Args:
     path: a folder with `config.json` and `*.safetensors`.
-    mesh: where the weights lie; default: one device.
+    mesh: which devices have the weights; default: one.
     rules: which mesh axis shards which axis of the weights; default `Rules()`,
       which shards heads, feedforward and vocabulary over "model". Only with
       a mesh.
@@ -198,10 +205,10 @@ def load(
     OptionError: rules without a mesh.
     MeshError: rules for an axis that the mesh does not have.
   """
-  mesh = _checked(mesh, rules)
+  mesh = _checked_mesh(mesh, rules)
   folder = Folder.open(path)
   source, family = text_config(folder.config)
-  config = family.config(ConfigReader(source))
+  config = family.read(source)
   dtype = float_dtype(
     "dtype", stored_dtype(folder, source) if dtype is None else dtype
   )
@@ -212,57 +219,40 @@ def load(
   )
   found = contents(folder, family, empty, source)
   params = parameters(empty)
-  shardings = _places(params, mesh, rules)
+  shardings = _by_path(params, mesh, rules)
   _check_memory(params, shardings, mesh)
-  arrays = _zeros(params, None if mesh is None else shardings)
-  for batch in _batches(found.tensors, folder):
-    targets: dict[str, jax.ShapeDtypeStruct] = {}
-    for t in batch:
-      targets |= _targets(t, params, shardings, mesh)
-    read = folder.read(targets)
-    for t in batch:
-      paths = [path for path, _ in t.targets]
-      x = tuple(read.pop(piece.name) for piece in t.pieces)
-      if isinstance(t.form, Packed):
-        check_unpacked(t, x, arrays[paths[0]].dtype)
-      put = _put(
-        t.form,
-        tuple(shardings[path] for path in paths),
-        tuple(arrays[path] for path in paths),
-        x if isinstance(t.form, Packed) else x[0],
-        tuple(index for _, index in t.targets),
-      )
-      arrays.update(zip(paths, put, strict=True))
+  shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
+  zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
+  arrays = dict(zip(params, zeros, strict=True))
+  targets = lambda t: _targets(t, params, shardings, mesh)
+  for t, x in found.read(targets):
+    paths, indices = zip(*t.targets, strict=True)
+    packed = isinstance(t.form, Packed)
+    if packed:
+      check_unpacked(t, x, arrays[paths[0]].dtype)
+    put = _put(
+      t.form,
+      tuple(shardings[path] for path in paths),
+      tuple(arrays[path] for path in paths),
+      x if packed else x[0],
+      indices,
+    )
     # Else more and more tensors wait to be put into their parameters.
-    jax.block_until_ready(arrays)
+    arrays.update(zip(paths, jax.block_until_ready(put), strict=True))
   check_heads(folder, found.heads, arrays[EMBEDDING])
   flat, tree = jax.tree.flatten(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
-  paths = list(parameters(empty))
-  assert len(flat) == len(paths)
-  filled = [
-    p.replace(arrays[path]) for path, p in zip(paths, flat, strict=True)
-  ]
+  filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
   return jax.tree.unflatten(tree, filled)
 
 
-def _zeros(
-  params: dict[str, Any], shardings: dict[str, Any] | None
-) -> dict[str, jax.Array]:
-  """Arrays to fill."""
-  arrays = [p.get_value() for p in params.values()]
-  shapes = tuple((x.shape, jnp.dtype(x.dtype).name) for x in arrays)
-  where = None if shardings is None else tuple(shardings[k] for k in params)
-  return dict(zip(params, _fill(shapes, where), strict=True))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _fill(
+def _zeros(
   shapes: tuple[tuple[tuple[int, ...], str], ...],
   shardings: tuple[Any, ...] | None,
 ) -> tuple[jax.Array, ...]:
-  """Zeros, by one program for all models of a shape."""
+  """Arrays to fill, by one program for all models of a shape."""
   made = tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes)
   if shardings is None:
     return made
@@ -292,25 +282,6 @@ def _put(
   return tuple(done)
 
 
-def _batches(
-  tensors: list[CheckpointTensor], folder: Folder
-) -> Iterator[list[CheckpointTensor]]:
-  """Tensors in the order in which they lie on disk, some bytes at a time."""
-  order = {name: i for i, name in enumerate(folder.tensors)}
-  batch: list[CheckpointTensor] = []
-  size = 0
-  first = lambda t: min(order[piece.name] for piece in t.pieces)
-  for tensor in sorted(tensors, key=first):
-    n = sum(folder.tensors[piece.name].nbytes for piece in tensor.pieces)
-    if batch and size + n > _BATCH_BYTES:
-      yield batch
-      batch, size = [], 0
-    batch.append(tensor)
-    size += n
-  if batch:
-    yield batch
-
-
 def _targets(
   tensor: CheckpointTensor,
   params: dict[str, Any],
@@ -326,7 +297,7 @@ def _targets(
     if mesh is not None:
       axes = tuple(shardings[path].spec)
       axes += (None,) * (value.ndim - len(axes))
-      cuts = _cuts(tensor.form, axes[len(index) :])
+      cuts = tensor.form.cuts(axes[len(index) :])
       spec = [None if a is None else cuts[a] for a in piece.axes]
       for i, n in enumerate(piece.shape):
         if spec[i] is not None and n % mesh.shape[spec[i]]:
@@ -338,33 +309,13 @@ def _targets(
   return found
 
 
-def _cuts(form: Any, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-  """Which mesh axis cuts each axis of a form, by its parameter's.
-
-  What is cut in its parameter comes to the devices in such pieces.
-  """
-  if isinstance(form, Float4):
-    # Its rows are the columns of the floats: turns that they take stay whole.
-    turns = isinstance(form.form, FusedColumns) and form.form.interleaved
-    return axes if turns else _cuts(form.form, axes)
-  if isinstance(form, Packed):
-    return _cuts(form.form, axes)
-  if isinstance(form, Transpose):
-    return axes[len(form.inputs)], axes[0]
-  if isinstance(form, Reshape) and form.shape == form.stored:
-    return axes
-  if isinstance(form, FusedColumns):
-    return (*axes[:-1], None)
-  return (None,) * len(form.stored)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sound(form: Any, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
   return jnp.isfinite(form.unpack(*x).astype(dtype)).all()
 
 
 def check_unpacked(
-  tensor: CheckpointTensor, x: tuple[jax.Array, ...], dtype: Any
+  tensor: CheckpointTensor, x: tuple[Shaped[Array, ...], ...], dtype: Any
 ) -> None:
   """Refuses codes and scales whose product is no finite number of a dtype."""
   dtype = jnp.dtype(dtype)
@@ -378,7 +329,7 @@ def check_unpacked(
 
 
 def check_heads(
-  folder: Folder, heads: tuple[str, ...], embedding: jax.Array
+  folder: Folder, heads: tuple[str, ...], embedding: Float[Array, "V D"]
 ) -> None:
   """Refuses a head in a folder that is not the embedding that it should be.
 
@@ -423,10 +374,7 @@ def _check_memory(
     shape = p.get_value().shape
     if shardings[path] is not None:
       shape = shardings[path].shard_shape(shape)
-    n = p.get_value().dtype.itemsize
-    for i in shape:
-      n *= i
-    each += n
+    each += math.prod(shape) * p.get_value().dtype.itemsize
   devices = jax.local_devices() if mesh is None else mesh.local_devices
   device = devices[0]
   count = 1 if mesh is None else len(devices)
@@ -474,25 +422,20 @@ def save(
     OptionError: the folder exists.
     CheckpointWriteError: it cannot be written: no permission, a full disk.
   """
-
   source = json.loads(model.source)
   _, family = read_config(source)
-  tensors = plan(model, family.names(model.config))
   params = parameters(model)
   source.pop("torch_dtype", None)
   source["dtype"] = jnp.dtype(model.dtype).name
-
-  def arrays() -> Iterator[tuple[str, jax.Array]]:
-    for t in tensors:
-      pieces = tuple(
-        params[path].get_value()[index] for path, index in t.targets
-      )
-      yield t.name, t.form.join(pieces)
-
+  value = lambda path, index: params[path].get_value()[index]
+  arrays = (
+    (t.name, t.form.join(tuple(value(*target) for target in t.targets)))
+    for t in checkpoint_tensors(model, family.names(model.config))
+  )
   write(
     path,
     source,
-    arrays(),
+    arrays,
     max_shard_bytes=max_shard_bytes,
     overwrite=overwrite,
   )

@@ -7,24 +7,27 @@ that is not, or is an error. No code of a folder is ever run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
 
 from ringjax.errors import ConfigError
 from ringjax.models.families import FAMILIES, Family
 from ringjax.models.hf.config_reader import ConfigReader, error
-from ringjax.models.hf.folder import Folder
-from ringjax.models.hf.names import TensorNames
+from ringjax.models.hf.folder import Folder, batches
 from ringjax.models.hf.packed import packing
-from ringjax.models.hf.tensors import CheckpointTensor, plan
+from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.transformer import Transformer, TransformerConfig
 
-# What is said of the folder at hand only, and not of the model.
+# Bytes of a checkpoint's tensors that are on their way at a time.
+_BATCH_BYTES = 256 << 20
+# Keys about the folder at hand only, and not about the model.
 _OF_THE_FOLDER = ("auto_map", "quantization_config")
 
 
 def read_config(config: Mapping[str, Any]) -> tuple[TransformerConfig, Family]:
-  """What a config.json means, and whose it is.
+  """What a config.json means, and which family's it is.
 
   Of a model of text and images it is the text model.
 
@@ -33,7 +36,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[TransformerConfig, Family]:
       would change the computation and is not known.
   """
   text, family = text_config(config)
-  return family.config(ConfigReader(text)), family
+  return family.read(text), family
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
@@ -44,15 +47,21 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
       that is not known.
   """
   kind = config.get("model_type")
+  types: list[str] = []
   for family in FAMILIES.values():
     wrapper = family.wrapper
-    if kind in family.types:
-      packing(config)
-      text = {k: v for k, v in config.items() if k not in _OF_THE_FOLDER}
-      return _whole(text, family), family
-    if wrapper is not None and kind == wrapper.type:
-      packing(config)
-      return _whole(_inner(config, family), family), family
+    known = (*family.types, *([wrapper.type] if wrapper else []))
+    types += known
+    if kind not in known:
+      continue
+    packing(config)
+    text = config if kind in family.types else _inner(config, family)
+    found = {k: v for k, v in text.items() if k not in _OF_THE_FOLDER}
+    # Its writer left out what transformers has by default.
+    for key, value in wrapper.defaults.items() if wrapper else ():
+      if found.get(key) is None:
+        found[key] = value
+    return found, family
   if config.get("auto_map"):
     raise error(
       "auto_map",
@@ -61,8 +70,6 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
       "use a checkpoint in a form that transformers knows; code in "
       "checkpoints is never run",
     )
-  types = [t for family in FAMILIES.values() for t in family.types]
-  types += [f.wrapper.type for f in FAMILIES.values() if f.wrapper is not None]
   raise ConfigError(
     "config.json: model_type",
     repr(kind),
@@ -71,37 +78,29 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Family]:
   )
 
 
-def _whole(text: dict[str, Any], family: Family) -> dict[str, Any]:
-  """With what its writer left out."""
-  if family.wrapper is None:
-    return text
-  defaults = family.wrapper.defaults
-  left = {k: v for k, v in defaults.items() if text.get(k) is None}
-  return {**text, **left}
-
-
 def _inner(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+  """The text model's part of the config of a model of text and images."""
   wrapper = family.wrapper
   assert wrapper is not None
   outer = ConfigReader(config)
   outer.ignore("text_config", "quantization_config", *wrapper.keys)
-  given = outer.value("text_config")
-  part = outer.part("text_config", given)
+  text = outer.value("text_config")
+  part = outer.part("text_config", text)
   kind = part.text("model_type", default=family.types[0])
   if kind not in family.types:
     raise part.error(
       "model_type", kind, f"{family.types[0]!r}", "use another checkpoint"
     )
-  text = {k: v for k, v in given.items() if k not in _OF_THE_FOLDER}
   # The outer one says of the whole what is true of its text model.
-  for key in ("tie_word_embeddings", "dtype", "torch_dtype"):
-    x = outer.value(key, default=None)
-    if x is not None:
-      text[key] = x
+  keys = ("tie_word_embeddings", "dtype", "torch_dtype")
+  said = {key: outer.value(key, default=None) for key in keys}
   outer.finish()
-  text["model_type"] = kind
-  text["architectures"] = [wrapper.architecture]
-  return text
+  return {
+    **text,
+    **{key: x for key, x in said.items() if x is not None},
+    "model_type": kind,
+    "architectures": [wrapper.architecture],
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,15 +108,42 @@ class Contents:
   """The model in a folder.
 
   Attributes:
-    tensors: its tensors; `CheckpointTensor.pieces` are those on disk.
-    spare: names of others on disk, that are no part of it.
+    folder: where it is.
+    tensors: its tensors, in the order of the disk; `CheckpointTensor.pieces`
+      are those that are stored.
+    unused: names of others on disk, that are no part of it.
     heads: of those the heads of a model whose head is its embedding: they must
       have its numbers.
   """
 
+  folder: Folder
   tensors: list[CheckpointTensor]
-  spare: tuple[str, ...]
+  unused: tuple[str, ...]
   heads: tuple[str, ...]
+
+  def nbytes(self, tensor: CheckpointTensor) -> int:
+    """What a tensor has on disk."""
+    return sum(self.folder.tensors[x.name].nbytes for x in tensor.pieces)
+
+  def read(
+    self,
+    targets: Callable[[CheckpointTensor], Mapping[str, jax.ShapeDtypeStruct]],
+  ) -> Iterator[tuple[CheckpointTensor, tuple[jax.Array, ...]]]:
+    """Reads all tensors, some at a time.
+
+    Args:
+      targets: as what the pieces of a tensor are read, by their names.
+
+    Yields:
+      Each tensor with the arrays of its pieces.
+    """
+    for batch in batches(self.tensors, _BATCH_BYTES, self.nbytes):
+      wanted: dict[str, jax.ShapeDtypeStruct] = {}
+      for t in batch:
+        wanted |= targets(t)
+      read = self.folder.read(wanted)
+      for t in batch:
+        yield t, tuple(read.pop(piece.name) for piece in t.pieces)
 
 
 def contents(
@@ -126,7 +152,7 @@ def contents(
   """Finds the tensors of a model, which may be abstract, in a folder.
 
   Args:
-    folder: where they lie.
+    folder: where they are.
     family: of the model.
     model: what they become.
     source: its config.json, of the text model.
@@ -137,57 +163,44 @@ def contents(
   """
   names = family.names(model.config)
   wrapped = folder.config.get("model_type") not in family.types
+  spellings = _wrapped_names if wrapped else lambda name: (name,)
   packed = packing(folder.config)
   have = folder.tensors
   tensors = []
-  for tensor in plan(model, names):
-    place = tensor.name
-    if wrapped:
-      places = _places(tensor.name)
-      place = next((n for n in places if n in have), places[0])
+  for tensor in checkpoint_tensors(model, names):
+    options = spellings(tensor.name)
+    name = next((n for n in options if n in have), options[0])
     form = tensor.form
     if packed is not None:
-      form = packed.form(form, place, have)
-    tensors.append(dataclasses.replace(tensor, form=form, place=place))
+      form = packed.form(form, name, have)
+    tensors.append(dataclasses.replace(tensor, form=form, stored_name=name))
   expected = {p.name: p.shape for t in tensors for p in t.pieces}
-  heads = _heads(names, model.config, wrapped)
-  ignored = _ignored(names, family, heads, source, wrapped)
-  folder.check(expected, optional=ignored)
+  head = f"{names.head}.weight"
+  # Where a folder may have a tied embedding once more.
+  heads = (head, *spellings(head)) if model.config.tied else ()
+  unread = family.unread(source)
+  if wrapped and family.wrapper is not None:
+    others = family.wrapper.others
+    unread += (*others, *(f"model.{prefix}" for prefix in others))
+  folder.check(
+    expected,
+    optional=lambda name: (
+      name in heads or name.endswith(names.buffers) or name.startswith(unread)
+    ),
+  )
+  order = {name: i for i, name in enumerate(have)}
+  tensors.sort(key=lambda t: min(order[piece.name] for piece in t.pieces))
   return Contents(
+    folder=folder,
     tensors=tensors,
-    spare=tuple(n for n in have if n not in expected),
+    unused=tuple(n for n in have if n not in expected),
     heads=tuple(n for n in have if n in heads),
   )
 
 
-def _places(name: str) -> tuple[str, ...]:
+def _wrapped_names(name: str) -> tuple[str, ...]:
   """Where a model of text and images keeps a tensor of its text model."""
   inner = name.removeprefix("model.")
   if inner == name:
     return f"language_model.{name}", name
   return f"language_model.{name}", f"model.language_model.{inner}"
-
-
-def _heads(
-  names: TensorNames, config: TransformerConfig, wrapped: bool
-) -> tuple[str, ...]:
-  """Where a folder may have the embedding once more, as the head."""
-  head = f"{names.head}.weight"
-  if not config.tied:
-    return ()
-  return (head, *_places(head)) if wrapped else (head,)
-
-
-def _ignored(
-  names: TensorNames,
-  family: Family,
-  heads: tuple[str, ...],
-  source: Mapping[str, Any],
-  wrapped: bool,
-) -> Any:
-  unread = family.unread(source)
-  if wrapped and family.wrapper is not None:
-    unread += family.wrapper.others
-  return lambda name: (
-    name in heads or name.endswith(names.buffers) or name.startswith(unread)
-  )

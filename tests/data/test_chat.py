@@ -310,9 +310,9 @@ def test_long_messages(loaded):
     ([{"role": ["user"], "content": "x"}], PromptError, "a table with a role"),
     ([user("a\udc00b")], PromptError, "lone surrogate"),
     ([user("a", **{"\ud800": 1})], PromptError, "lone surrogate"),
-    ([user(b"x")], InputTypeError, "JSON's kinds of values"),
-    ([user(object())], InputTypeError, "JSON's kinds of values"),
-    ([user(10**30)], InputTypeError, "JSON's kinds of values"),
+    ([user(b"x")], InputTypeError, "as in JSON"),
+    ([user(object())], InputTypeError, "as in JSON"),
+    ([user(10**30)], InputTypeError, "as in JSON"),
     ([{"role": "user", 3: "x"}], InputTypeError, "str"),
   ],
 )

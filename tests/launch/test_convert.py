@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import ringjax as rj
 from launch import console, convert
 from ringjax.data import Bytes
+from ringjax.models import contents
 from tests import checkpoints
 
 TOKENS = np.arange(12, dtype=np.int32)[None]
@@ -271,13 +272,13 @@ def test_memory_is_that_of_a_file_and_a_tensor(llama, monkeypatch):
     return read(self, targets, **options)
 
   monkeypatch.setattr(convert.Folder, "read", spy)
-  monkeypatch.setattr(convert, "_READ_BYTES", 20_000)
-  found = convert._plan(str(llama), None)
+  monkeypatch.setattr(contents, "_BATCH_BYTES", 20_000)
+  found = convert._conversion(str(llama), None)
   screen = console.Screen("convert")
   screen.quiet = True
   names = [name for name, _ in convert._tensors(found, screen)]
   assert sorted(names) == sorted(checkpoints.shapes("llama3"))
-  largest = max(info.nbytes for info in found.folder.tensors.values())
+  largest = max(info.nbytes for info in found.contents.folder.tensors.values())
   assert max(held) <= max(20_000, largest)
   assert len(held) > 2
 

@@ -32,7 +32,7 @@ from ringjax.errors import (
   UnsafeFormatError,
 )
 from ringjax.models import checkpoint
-from ringjax.models.hf.tensors import parameters, plan
+from ringjax.models.hf.tensors import checkpoint_tensors, parameters
 from ringjax.nn.param import Rules
 from tests import checkpoints
 
@@ -104,7 +104,7 @@ def test_forms_turn_back_into_the_same_bits(name):
   params = parameters(model)
   arrays = checkpoints.tensors(name)
   seen = {path: np.zeros(p.shape, bool) for path, p in params.items()}
-  for tensor in plan(model, family.names(model.config)):
+  for tensor in checkpoint_tensors(model, family.names(model.config)):
     x = arrays.pop(tensor.name)
     assert x.shape == tensor.form.stored
     pieces = tensor.form.split(x)
@@ -314,14 +314,14 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 from ringjax import models
-from ringjax.models import checkpoint
+from ringjax.models import contents
 
 def rss(key):
   for line in open("/proc/self/status"):
     if line.startswith(key):
       return int(line.split()[1]) * 1024
 
-checkpoint._BATCH_BYTES = 16 << 20
+contents._BATCH_BYTES = 16 << 20
 mesh = jax.make_mesh(
   (8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,)
 )
@@ -359,7 +359,7 @@ def test_peak_memory_is_the_model_and_little_more(tmp_path):
     model = models.abstract(settings)
     arrays = {
       t.name: np.full(t.form.stored, 0.5, np.float32)
-      for t in plan(model, family.names(model.config))
+      for t in checkpoint_tensors(model, family.names(model.config))
     }
     folder = checkpoints.write_folder(arrays, settings, tmp_path / name)
     folders.append(str(folder))

@@ -340,10 +340,10 @@ def test_heads_that_a_file_leaves_out(kind, heads, dim, kv):
   """As transformers has them; null means what follows from the others."""
   size = {"hidden_size": 64 * heads, "num_attention_heads": heads}
   left_out = ConfigReader({"model_type": kind, **size})
-  assert left_out.heads() == (heads, kv) and left_out.head_dim(heads) == dim
+  assert left_out.heads() == (heads, kv) and left_out.head_dim() == dim
   null = {"head_dim": None, "num_key_value_heads": None}
   said = ConfigReader({"model_type": kind, **size, **null})
-  assert said.heads() == (heads, heads) and said.head_dim(heads) == 64
+  assert said.heads() == (heads, heads) and said.head_dim() == 64
 
 
 def survives(config):

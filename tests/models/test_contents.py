@@ -24,7 +24,11 @@ from ringjax.models.contents import contents, text_config
 from ringjax.models.hf.folder import Folder
 from ringjax.models.hf.names import Reshape
 from ringjax.models.hf.packed import Float4, Float8
-from ringjax.models.hf.tensors import CheckpointTensor, parameters, plan
+from ringjax.models.hf.tensors import (
+  CheckpointTensor,
+  checkpoint_tensors,
+  parameters,
+)
 from ringjax.nn.param import Rules
 from tests import checkpoints
 from tests.helpers import refused
@@ -40,7 +44,7 @@ def arrays_of(model):
     tensor.name: tensor.form.join(
       tuple(np.asarray(params[path])[index] for path, index in tensor.targets)
     )
-    for tensor in plan(model, family.names(model.config))
+    for tensor in checkpoint_tensors(model, family.names(model.config))
   }
 
 
@@ -124,9 +128,9 @@ def wrapped(name, folder, form="older", **more):
 def test_where_the_text_model_is(name, form, tmp_path):
   folder = wrapped(name, tmp_path / "wrapped", form)
   held = found(folder)
-  places = {t.name: t.place for t in held.tensors}
+  places = {t.name: t.stored_name for t in held.tensors}
   assert places == {n: renamed(n, form) for n in checkpoints.shapes(name)}
-  assert len(held.spare) == 2
+  assert len(held.unused) == 2
   opened = Folder.open(folder).config
   want = models.read_config(checkpoints.config(name))[0]
   assert models.read_config(opened)[0] == want
@@ -209,7 +213,7 @@ def test_layers_that_guess_are_left(name, tmp_path):
   more = {**arrays, GUESSES[name]: np.ones((4, 4), np.float32)}
   config = checkpoints.config(name)
   folder = checkpoints.write_folder(more, config, tmp_path / "more")
-  assert found(folder).spare == (GUESSES[name],)
+  assert found(folder).unused == (GUESSES[name],)
 
 
 def test_no_other_layer_is_left(tmp_path):
@@ -311,7 +315,7 @@ def float4(tmp_path_factory):
   _, family = models.read_config(config)
   random = np.random.default_rng(4)
   packed, plain = {}, {}
-  for tensor in plan(models.abstract(config), family.names(
+  for tensor in checkpoint_tensors(models.abstract(config), family.names(
     models.read_config(config)[0]
   )):  # fmt: skip
     name, shape = tensor.name, tensor.form.stored

@@ -17,19 +17,18 @@ from ringjax.models.families import (
 )
 from ringjax.models.families.family import Family
 
+_MODULES = (
+  deepseek,
+  falcon,
+  gemma,
+  gpt,
+  llama,
+  llama4,
+  mixtures,
+  qwen3_next,
+)
 FAMILIES: dict[str, Family] = {
-  family.name: family
-  for module in (
-    deepseek,
-    falcon,
-    gemma,
-    gpt,
-    llama,
-    llama4,
-    mixtures,
-    qwen3_next,
-  )
-  for family in module.FAMILIES
+  family.name: family for module in _MODULES for family in module.FAMILIES
 }
 
 __all__ = ["FAMILIES", "Family"]

@@ -5,38 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.models.families.family import Family, gated, model, rms
+from ringjax.models.families.family import (
+  Family,
+  experts,
+  gated,
+  llama_names,
+  model,
+  rms,
+)
 from ringjax.models.families.mixtures import QWEN_EXPERTS
-from ringjax.models.hf.config_reader import ConfigReader, error
-from ringjax.models.hf.names import LLAMA, TensorNames
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.block import Layer
-from ringjax.nn.feedforward import Experts, Grouped
+from ringjax.nn.feedforward import Grouped
 from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
 
 def _config(r: ConfigReader) -> TransformerConfig:
-  count = r.layers()
   heads, kv_heads = r.heads()
   if kv_heads != heads:
-    raise error(
-      "num_key_value_heads", kv_heads, f"the {heads} heads", "repair the file"
-    )
-  turned = r.whole("qk_rope_head_dim")
+    raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
+  rotated = r.whole("qk_rope_head_dim")
   plain = r.whole("qk_nope_head_dim")
   interleaved = r.flag("rope_interleave", default=True)
-  rope = r.rope(turned, interleaved=interleaved)
+  rope = r.rope(rotated, interleaved=interleaved)
   r.ignore("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")
   r.only("moe_layer_freq", 1)
-  scale = (plain + turned) ** -0.5
+  scale = (plain + rotated) ** -0.5
   scaling = r.value("rope_parameters", "rope_scaling", default={})
   if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
     factor = yarn_magnitude(
       getattr(rope.scaling, "factor", 1.0), float(scaling["mscale_all_dim"])
     )
     scale *= factor * factor
-  norm = rms(r)
   attend = Latent(
     heads=heads,
     plain=plain,
@@ -48,52 +50,37 @@ def _config(r: ConfigReader) -> TransformerConfig:
     bias=r.flag("attention_bias", default=False),
     eps=1e-6,
   )
-  hidden = r.whole("moe_intermediate_size")
-  act = r.act("hidden_act", default="silu")
   r.must_be("scoring_func", "sigmoid", default="sigmoid")
   r.must_be("topk_method", "noaux_tc", default="noaux_tc")
-  number = r.whole("n_routed_experts", "num_local_experts")
-  groups = r.whole("n_group", default=8)
+  keys = ("n_routed_experts", "num_local_experts")
+  number, groups = r.whole(*keys), r.whole("n_group", default=8)
   if number % groups or number < 2 * groups:
-    raise error(
-      "n_group",
-      groups,
-      f"a divisor of the {number} experts, with two or more in a group",
-      "repair the file",
-    )
+    want = f"a divisor of the {number} experts, with two or more in a group"
+    raise r.error("n_group", groups, want)
   best = r.whole("topk_group", default=4, most=groups)
-  experts = Experts(
-    experts=number,
-    chosen=r.whole("num_experts_per_tok", most=number // groups * best),
-    hidden=hidden,
-    act=act,
-    router=Grouped(
+  sparse = experts(
+    r,
+    Grouped(
       groups=groups,
       best=best,
       renormalise=r.flag("norm_topk_prob", default=True),
       scale=r.positive("routed_scaling_factor", default=2.5),
     ),
+    count=keys,
+    most=number // groups * best,
     correction=True,
-    shared=hidden * r.whole("n_shared_experts", default=1),
+    shared=r.whole("moe_intermediate_size")
+    * r.whole("n_shared_experts", default=1),
   )
-  dense = gated(r)
-  first = r.whole("first_k_dense_replace", default=3, least=0)
-  layers = [
-    Layer(
-      attention=attend,
-      feedforward=dense if i < first else experts,
-      norm=norm,
-    )
-    for i in range(count)
-  ]
-  return model(r, "deepseek_v3", layers)
+  dense, first = gated(r), r.whole("first_k_dense_replace", default=3, least=0)
+  feedforwards = [dense if i < first else sparse for i in range(r.layers())]
+  return model(r, "deepseek_v3", attend, feedforwards, rms(r))
 
 
 def _names(config: TransformerConfig) -> TensorNames:
   low = config.layers[0].attention.query_latent is not None
-  return TensorNames(
-    parts={
-      **LLAMA,
+  return llama_names(
+    {
       "attention.q_down": "self_attn.q_a_proj",
       "attention.q_norm": "self_attn.q_a_layernorm",
       "attention.q": "self_attn.q_b_proj" if low else "self_attn.q_proj",
@@ -107,7 +94,7 @@ def _names(config: TransformerConfig) -> TensorNames:
     },
     leaves={"feedforward.correction": "mlp.gate.e_score_correction_bias"},
     experts=QWEN_EXPERTS,
-  )
+  )(config)
 
 
 def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -121,11 +108,5 @@ def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 FAMILIES = (
-  Family(
-    name="deepseek_v3",
-    types=("deepseek_v3",),
-    config=_config,
-    names=_names,
-    unread=_unread,
-  ),
+  Family(name="deepseek_v3", config=_config, names=_names, unread=_unread),
 )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ringjax.models.families.family import Family, model
-from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention, alibi_slopes
-from ringjax.nn.block import Layer
 from ringjax.nn.feedforward import Plain
 from ringjax.nn.linear import Norm
 
@@ -16,18 +15,14 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
   heads = r.whole("num_attention_heads", "n_head")
   embed = r.whole("hidden_size", "n_embed")
   if embed % heads:
-    raise error(
-      "hidden_size", embed, f"a multiple of {heads} heads", "repair the file"
-    )
+    raise r.error("hidden_size", embed, f"a multiple of {heads} heads")
   h = embed // heads
   new = r.flag("new_decoder_architecture", default=False)
   one = r.flag("multi_query", default=True)
   many = r.whole("num_kv_heads", "n_head_kv", default=heads)
   kv_heads = many if new else 1 if one else heads
   if heads % kv_heads:
-    raise error(
-      "num_kv_heads", kv_heads, f"a divisor of {heads} heads", "repair the file"
-    )
+    raise r.error("num_kv_heads", kv_heads, f"a divisor of {heads} heads")
   alibi = r.flag("alibi", default=False)
   rope = r.rope(h)
   norms = r.whole("num_ln_in_parallel_attn", default=2 if new else 1)
@@ -37,8 +32,11 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
   slopes = tuple(s * h**-0.5 for s in alibi_slopes(heads))
   hidden = r.whole("ffn_hidden_size", default=4 * embed)
   r.only("ff_factor", hidden / embed)
-  layer = Layer(
-    attention=Attention(
+  act = r.act("activation", "hidden_act", default="gelu")
+  return model(
+    r,
+    "falcon",
+    Attention(
       heads=heads,
       kv_heads=kv_heads,
       head_dim=h,
@@ -47,21 +45,15 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
       bias=bias,
       out_bias=bias,
     ),
-    feedforward=Plain(
-      hidden=hidden,
-      act=r.act("activation", "hidden_act", default="gelu"),
-      bias=bias,
-    ),
-    norm=Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
-    parallel=parallel,
-    shared_norm=parallel and norms == 1,
+    Plain(hidden=hidden, act=act, bias=bias),
+    Norm(eps=r.positive("layer_norm_epsilon", default=1e-5), layer=True),
+    layer={"parallel": parallel, "shared_norm": parallel and norms == 1},
+    tied=True,
   )
-  return model(r, "falcon", [layer] * r.layers(), tied=True)
 
 
 def _names(config: TransformerConfig) -> TensorNames:
   layer = config.layers[0]
-  spec = layer.attention
   two = layer.parallel and not layer.shared_norm
   return TensorNames(
     layer="transformer.h.{}.",
@@ -75,7 +67,7 @@ def _names(config: TransformerConfig) -> TensorNames:
     fused={
       "self_attention.query_key_value": Fusion(
         parts=("attention.q", "attention.k", "attention.v"),
-        groups=spec.kv_heads,
+        groups=layer.attention.kv_heads,
       )
     },
     embed="transformer.word_embeddings",
@@ -86,8 +78,8 @@ def _names(config: TransformerConfig) -> TensorNames:
 FAMILIES = (
   Family(
     name="falcon",
-    types=("falcon", "RefinedWeb", "RefinedWebModel"),
     config=_falcon,
     names=_names,
+    types=("falcon", "RefinedWeb", "RefinedWebModel"),
   ),
 )

@@ -1,4 +1,4 @@
-"""What makes a family."""
+"""What makes a family, and the parts that most configs describe alike."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
-from ringjax.nn.feedforward import Gated
+from ringjax.nn.feedforward import Experts, Gated
 from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import Rope
@@ -38,7 +38,8 @@ class Wrapper:
     defaults: what a `text_config` means that does not say; writers leave out
       what transformers has by default.
     architecture: the text model's own, as transformers names it.
-    others: prefixes of the tensors of all that is not the text model.
+    others: prefixes of the tensors of all that is not the text model; newer
+      files have "model." before them.
   """
 
   type: str
@@ -48,33 +49,68 @@ class Wrapper:
   others: tuple[str, ...]
 
 
+def llama_names(
+  parts: Mapping[str, str] | None = None, **options: Any
+) -> Callable[[TransformerConfig], TensorNames]:
+  """Names like Llama's, for every config: `parts` and options replace some."""
+  names = TensorNames(parts={**LLAMA, **(parts or {})}, **options)
+  return lambda config: names
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
   """A kind of checkpoint.
 
   Attributes:
     name: as in `rj.models.list()`.
-    types: values of `model_type` that mean it.
     config: what a config.json says.
     names: the tensors of a model with that config.
+    types: values of `model_type` that mean it; default: its name.
     unread: prefixes of tensors that are no part of the model, by its
       config.json: layers that only guess further tokens.
     wrapper: a model that holds one of this family, or None.
   """
 
   name: str
-  types: tuple[str, ...]
   config: Callable[[ConfigReader], TransformerConfig]
-  names: Callable[[TransformerConfig], TensorNames] = lambda config: (
-    TensorNames(parts=LLAMA)
-  )
+  names: Callable[[TransformerConfig], TensorNames] = llama_names()
+  types: tuple[str, ...] = ()
   unread: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
   wrapper: Wrapper | None = None
 
+  def __post_init__(self):
+    object.__setattr__(self, "types", self.types or (self.name,))
 
-def causal(window: int | None) -> Mask:
-  """Causal, within the last `window` tokens if it is given."""
-  return Causal() if window is None else Causal() & Window(window)
+  def read(self, config: Mapping[str, Any]) -> TransformerConfig:
+    """What the config.json of a text model means.
+
+    Raises:
+      ConfigError: a value out of range, or a key that is not known.
+    """
+    return self.config(ConfigReader(config))
+
+
+def pattern(
+  r: ConfigReader, every: int, other: str = "sliding_attention"
+) -> list[str]:
+  """Kinds of layers of which each `every`-th has full attention."""
+  return [
+    other if (i + 1) % every else "full_attention" for i in range(r.layers())
+  ]
+
+
+def rope_flags(r: ConfigReader) -> list[bool]:
+  """Whether each layer has a rotation: of every few, the last one has none."""
+  every = r.whole("no_rope_layer_interval", default=4)
+  default = [int((i + 1) % every != 0) for i in range(r.layers())]
+  return r.flags("no_rope_layers", default)
+
+
+def causal(window: int | None, kind: str = "sliding_attention") -> Mask:
+  """Causal; within the last `window` tokens in layers of a sliding kind."""
+  if window is None or kind != "sliding_attention":
+    return Causal()
+  return Causal() & Window(window)
 
 
 def rms(r: ConfigReader, offset: float = 0.0, default: float = 1e-6) -> Norm:
@@ -82,22 +118,63 @@ def rms(r: ConfigReader, offset: float = 0.0, default: float = 1e-6) -> Norm:
   return Norm(eps=r.positive("rms_norm_eps", default=default), offset=offset)
 
 
-def attention(
-  r: ConfigReader, rope: Rope | None = None, **options: Any
-) -> Attention:
-  """Grouped-query attention with the heads of a config; `rope` by default."""
+def biases(
+  r: ConfigReader, key: str = "attention_bias", default: bool = False
+) -> dict[str, bool]:
+  """Options of `attention`: one key for the biases of all its maps."""
+  bias = r.flag(key, default=default)
+  return {"bias": bias, "out_bias": bias}
+
+
+def attention(r: ConfigReader, rope: Rope | None, **options: Any) -> Attention:
+  """Grouped-query attention with the heads of a config."""
   heads, kv_heads = r.heads()
-  head_dim = r.head_dim(heads)
   return Attention(
-    heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, **options
+    heads=heads, kv_heads=kv_heads, head_dim=r.head_dim(), rope=rope, **options
   )
 
 
-def gated(r: ConfigReader, **options: Any) -> Gated:
+def gated(
+  r: ConfigReader, *, bias: bool = False, act: str | None = None
+) -> Gated:
   """The gated feedforward of a config."""
-  bias = options.pop("bias", False)
-  act = options.pop("act", None) or r.act("hidden_act", default="silu")
-  return Gated(hidden=r.whole("intermediate_size"), act=act, bias=bias)
+  return Gated(
+    hidden=r.whole("intermediate_size"),
+    act=act or r.act("hidden_act", default="silu"),
+    bias=bias,
+  )
+
+
+def experts(
+  r: ConfigReader,
+  router: Any,
+  *,
+  count: Sequence[str] = ("num_local_experts", "num_experts"),
+  chosen: Sequence[str] = ("num_experts_per_tok",),
+  most: int | None = None,
+  hidden: str = "moe_intermediate_size",
+  **options: Any,
+) -> Experts:
+  """The mixture of experts of a config.
+
+  Args:
+    r: the config.
+    router: how experts are chosen.
+    count: keys of how many there are.
+    chosen: keys of how many a token has.
+    most: the most that it may have; default: all.
+    hidden: the key of an expert's width.
+    **options: of `Experts`.
+  """
+  number = r.whole(*count)
+  return Experts(
+    experts=number,
+    chosen=r.whole(*chosen, most=most or number),
+    hidden=r.whole(hidden),
+    act=r.act("hidden_act", default="silu"),
+    router=router,
+    **options,
+  )
 
 
 def _context(r: ConfigReader) -> tuple[int, str | None]:
@@ -130,29 +207,48 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
 def model(
   r: ConfigReader,
   family: str,
-  layers: Sequence[Layer],
+  attention: Any,
+  feedforward: Any,
+  norm: Norm,
   *,
+  layer: Mapping[str, Any] | None = None,
   tied: bool = False,
-  vocab: str = "vocab_size",
   **options: Any,
 ) -> TransformerConfig:
-  """The rest of a config. `tied` is what a file means that does not say."""
+  """The model of a config, of which all keys have to be read by now.
+
+  Args:
+    r: the config.
+    family: its name.
+    attention: of every layer, or a list with one for each.
+    feedforward: of every layer, or a list with one for each.
+    norm: of every layer, and the last one.
+    layer: further options of `Layer`.
+    tied: whether the head is the embedding, if the file does not say.
+    **options: of `TransformerConfig`.
+
+  Raises:
+    ConfigError: a value out of range, or a key that was not read.
+  """
+  count = r.layers()
+  each = lambda part: part if isinstance(part, list) else [part] * count
+  layers = [
+    Layer(attention=a, feedforward=f, norm=norm, **(layer or {}))
+    for a, f in zip(each(attention), each(feedforward), strict=True)
+  ]
   positions, bound = _context(r)
   config = TransformerConfig(
     family=family,
-    vocab=r.whole(vocab),
+    vocab=r.whole("vocab_size"),
     embed=r.whole("hidden_size", "n_embed"),
     layers=tuple(layers),
-    norm=layers[0].norm,
+    norm=norm,
     tied=r.flag("tie_word_embeddings", default=tied),
     max_positions=positions,
     bound=bound,
     **options,
   )
-  numbers = config.vocab * config.embed
-  if numbers > 2**40:
-    raise error(
-      "vocab_size", config.vocab, "an embedding of 2^40 numbers", "repair it"
-    )
+  if config.vocab * config.embed > 2**40:
+    raise r.error("vocab_size", config.vocab, "an embedding of 2^40 numbers")
   r.finish()
   return config

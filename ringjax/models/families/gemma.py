@@ -3,158 +3,114 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ringjax.models.families.family import (
   IMAGE_KEYS,
   Family,
   Wrapper,
   attention,
+  biases,
   causal,
   gated,
+  llama_names,
   model,
+  pattern,
   rms,
 )
 from ringjax.models.hf.config_reader import ConfigReader
-from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.block import Layer
-
-
-def _act(r: ConfigReader) -> str:
-  """Gemma 1's: always the tanh form, also where older files say "gelu"."""
-  act = r.act("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
-  r.ignore("hidden_act")
-  return "gelu_tanh" if act == "gelu" else act
+from ringjax.nn.attention import Attention
 
 
 def _gemma(r: ConfigReader) -> TransformerConfig:
-  heads, _ = r.heads()
-  bias = r.flag("attention_bias", default=False)
-  layer = Layer(
-    attention=attention(r, r.rope(r.head_dim(heads)), bias=bias, out_bias=bias),
-    feedforward=gated(r, act=_act(r)),
-    norm=rms(r, 1.0),
-  )
+  act = r.act("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
+  # Always the tanh form, also where older files say "gelu".
+  act = "gelu_tanh" if act == "gelu" else act
+  return _model(r, "gemma", attention(r, r.rope(), **biases(r)), act)
+
+
+def _model(
+  r: ConfigReader, name: str, attentions: Any, act: str, **options: Any
+) -> TransformerConfig:
+  """What the three have in common."""
   r.must_be("use_bidirectional_attention", False, default=False)
   return model(
     r,
-    "gemma",
-    [layer] * r.layers(),
+    name,
+    attentions,
+    gated(r, act=act),
+    rms(r, 1.0),
     tied=True,
     embed_scale=math.sqrt(r.whole("hidden_size")),
+    **options,
   )
 
 
 def _gemma2(r: ConfigReader) -> TransformerConfig:
-  count = r.layers()
-  default = ["sliding_attention", "full_attention"] * count
-  types = r.layer_types(count, default[:count])
-  cap = lambda key, default: r.positive(key, default=r.unsaid(key, default))
   return _sandwich(
     r,
     "gemma2",
-    types,
-    4096,
-    soft_cap=cap("attn_logit_softcapping", 50.0),
-    logit_cap=cap("final_logit_softcapping", 30.0),
+    r.layer_types(pattern(r, 2)),
+    {"soft_cap": r.positive("attn_logit_softcapping", absent=50.0)},
+    logit_cap=r.positive("final_logit_softcapping", absent=30.0),
   )
 
 
 def _gemma3(r: ConfigReader) -> TransformerConfig:
-  count = r.layers()
-  every = r.whole(
-    "sliding_window_pattern", "_sliding_window_pattern", default=6
-  )
-  types = r.layer_types(
-    count,
-    [
-      "full_attention" if (i + 1) % every == 0 else "sliding_attention"
-      for i in range(count)
-    ],
-  )
+  keys = "sliding_window_pattern", "_sliding_window_pattern"
   r.must_be("attn_logit_softcapping", None, default=None)
-  cap = r.positive("final_logit_softcapping", default=None)
-  return _sandwich(r, "gemma3", types, 4096, logit_cap=cap, norms=True)
+  return _sandwich(
+    r,
+    "gemma3",
+    r.layer_types(pattern(r, r.whole(*keys, default=6))),
+    {"qk_norm": rms(r, 1.0)},
+    logit_cap=r.positive("final_logit_softcapping", default=None),
+    # It states its context after linear RoPE scaling.
+    scaling_counted=True,
+  )
 
 
 def _sandwich(
   r: ConfigReader,
   name: str,
   types: tuple[str, ...],
-  window: int,
-  *,
-  logit_cap: float | None,
-  soft_cap: float | None = None,
-  norms: bool = False,
+  attends: dict[str, Any],
+  **options: Any,
 ) -> TransformerConfig:
-  heads, _ = r.heads()
-  h = r.head_dim(heads)
+  """Norms before and after each part of a layer; some layers slide."""
   act = r.act("hidden_activation", default="gelu_pytorch_tanh")
   # An older name beside it, that does not count.
-  r.ignore("hidden_act")
-  norm, feedforward = rms(r, 1.0), gated(r, act=act)
-  bias = r.flag("attention_bias", default=False)
+  r.ignore("hidden_act", "rope_local_base_freq")
   scale = r.positive("query_pre_attn_scalar", default=256.0) ** -0.5
-  window = r.whole("sliding_window", default=window)
+  attends = {"scale": scale, **attends, **biases(r)}
+  window = r.whole("sliding_window", default=4096)
   # An older name beside it.
   r.only("sliding_window_size", window)
 
-  def layer(kind: str) -> Layer:
-    slides = kind == "sliding_attention"
-    if norms and slides:
-      rope = r.rope(h, kind=kind, theta_key="rope_local_base_freq", plain=True)
-    elif norms:
-      rope = r.rope(h, kind=kind, theta=1000000.0)
+  def one(kind: str) -> Attention:
+    if name == "gemma2":
+      rope = r.rope(kind=kind)
+    elif kind == "sliding_attention":
+      rope = r.rope(kind=kind, theta_key="rope_local_base_freq", plain=True)
     else:
-      rope = r.rope(h, kind=kind)
-    return Layer(
-      attention=attention(
-        r,
-        rope,
-        bias=bias,
-        out_bias=bias,
-        scale=scale,
-        soft_cap=soft_cap,
-        qk_norm=norm if norms else None,
-        mask=causal(window if slides else None),
-      ),
-      feedforward=feedforward,
-      norm=norm,
-      post=True,
-    )
+      rope = r.rope(kind=kind, theta=1000000.0)
+    return attention(r, rope, mask=causal(window, kind), **attends)
 
-  r.ignore("rope_local_base_freq")
-  r.must_be("use_bidirectional_attention", False, default=False)
-  return model(
-    r,
-    name,
-    [layer(t) for t in types],
-    tied=True,
-    embed_scale=math.sqrt(r.whole("hidden_size")),
-    logit_cap=logit_cap,
-    # Gemma 3 states its context after linear RoPE scaling.
-    scaling_counted=name == "gemma3",
-  )
+  attentions = [one(kind) for kind in types]
+  return _model(r, name, attentions, act, layer={"post": True}, **options)
 
 
-def _names(config: TransformerConfig) -> TensorNames:
-  del config
-  return TensorNames(
-    parts={
-      **LLAMA,
-      "post_attention": "post_attention_layernorm",
-      "pre_feedforward": "pre_feedforward_layernorm",
-      "post_feedforward": "post_feedforward_layernorm",
-    }
-  )
-
-
+_NAMES = llama_names(
+  {
+    "post_attention": "post_attention_layernorm",
+    "pre_feedforward": "pre_feedforward_layernorm",
+    "post_feedforward": "post_feedforward_layernorm",
+  }
+)
 _GEMMA3 = Wrapper(
   type="gemma3",
-  keys=(
-    *IMAGE_KEYS,
-    "mm_tokens_per_image",
-  ),
+  keys=(*IMAGE_KEYS, "mm_tokens_per_image"),
   defaults={
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -166,22 +122,17 @@ _GEMMA3 = Wrapper(
     "max_position_embeddings": 131072,
   },
   architecture="Gemma3ForCausalLM",
-  others=(
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-  ),
+  others=("vision_tower.", "multi_modal_projector."),
 )
 
 FAMILIES = (
-  Family(name="gemma", types=("gemma",), config=_gemma),
-  Family(name="gemma2", types=("gemma2",), config=_gemma2, names=_names),
+  Family(name="gemma", config=_gemma),
+  Family(name="gemma2", config=_gemma2, names=_NAMES),
   Family(
     name="gemma3",
-    types=("gemma3_text",),
     config=_gemma3,
-    names=_names,
+    names=_NAMES,
+    types=("gemma3_text",),
     wrapper=_GEMMA3,
   ),
 )

@@ -5,30 +5,27 @@ from __future__ import annotations
 from ringjax.models.families.family import (
   Family,
   attention,
-  gated,
+  experts,
+  llama_names,
   model,
+  pattern,
   rms,
 )
-from ringjax.models.families.mixtures import QWEN_EXPERTS
-from ringjax.models.hf.config_reader import ConfigReader, error
-from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
+from ringjax.models.families.mixtures import QWEN_EXPERTS, qwen_feedforwards
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
-from ringjax.nn.block import Layer
 from ringjax.nn.delta import Delta
-from ringjax.nn.feedforward import Experts, Softmax
+from ringjax.nn.feedforward import Softmax
 
 
 def _delta(r: ConfigReader) -> Delta:
   key_heads = r.whole("linear_num_key_heads", default=16)
   heads = r.whole("linear_num_value_heads", default=32)
   if heads % key_heads:
-    raise error(
-      "linear_num_value_heads",
-      heads,
-      f"a multiple of the {key_heads} key heads",
-      "repair the file",
-    )
+    want = f"a multiple of the {key_heads} key heads"
+    raise r.error("linear_num_value_heads", heads, want)
   return Delta(
     key_heads=key_heads,
     heads=heads,
@@ -40,58 +37,30 @@ def _delta(r: ConfigReader) -> Delta:
 
 
 def _qwen3_next(r: ConfigReader) -> TransformerConfig:
-  count = r.layers()
-  heads, _ = r.heads()
   norm = rms(r, offset=1.0)
   r.must_be("hidden_act", "silu", default="silu")
   r.must_be("attention_bias", False, default=False)
   every = r.whole("full_attention_interval", default=4)
-  types = r.layer_types(
-    count,
-    [
-      "full_attention" if (i + 1) % every == 0 else "linear_attention"
-      for i in range(count)
-    ],
-  )
-  for kind in types:
-    if kind not in ("full_attention", "linear_attention"):
-      raise error(
-        "layer_types",
-        kind,
-        "full_attention or linear_attention",
-        "repair the file",
-      )
+  types = r.layer_types(pattern(r, every, "linear_attention"))
   mixers = {
     "linear_attention": _delta(r),
     "full_attention": attention(
-      r,
-      r.rope(r.head_dim(heads), partial=0.25),
-      qk_norm=norm,
-      gated=True,
+      r, r.rope(partial=0.25), qk_norm=norm, gated=True
     ),
   }
-  number = r.whole("num_experts", "num_local_experts")
-  experts = Experts(
-    experts=number,
-    chosen=r.whole("num_experts_per_tok", most=number),
-    hidden=r.whole("moe_intermediate_size"),
-    act=r.act("hidden_act", default="silu"),
-    router=Softmax(renormalise=r.flag("norm_topk_prob", default=True)),
+  for kind in types:
+    if kind not in mixers:
+      raise r.error("layer_types", kind, f"one of {', '.join(mixers)}")
+  sparse = experts(
+    r,
+    Softmax(renormalise=r.flag("norm_topk_prob", default=True)),
+    count=("num_experts", "num_local_experts"),
     shared=r.whole("shared_expert_intermediate_size", default=512),
     shared_gate=True,
   )
-  dense = gated(r)
-  without = r.numbers_of_layers("mlp_only_layers", [])
-  step = r.whole("decoder_sparse_step", default=1)
-  layers = [
-    Layer(
-      attention=mixers[kind],
-      feedforward=(dense if i in without or (i + 1) % step != 0 else experts),
-      norm=norm,
-    )
-    for i, kind in enumerate(types)
-  ]
-  return model(r, "qwen3_next", layers)
+  attentions = [mixers[kind] for kind in types]
+  feedforwards = qwen_feedforwards(r, sparse)
+  return model(r, "qwen3_next", attentions, feedforwards, norm)
 
 
 def _names(config: TransformerConfig) -> TensorNames:
@@ -113,9 +82,8 @@ def _names(config: TransformerConfig) -> TensorNames:
     fused["linear_attn.conv1d"] = Fusion(
       parts=tuple(f"attention.{x}_taps" for x in "qkv")
     )
-  return TensorNames(
-    parts={
-      **LLAMA,
+  return llama_names(
+    {
       "attention.norm": "linear_attn.norm",
       "attention.out": "linear_attn.out_proj",
       "feedforward.router": "mlp.gate",
@@ -130,13 +98,12 @@ def _names(config: TransformerConfig) -> TensorNames:
     },
     fused=fused,
     experts=QWEN_EXPERTS,
-  )
+  )(config)
 
 
 FAMILIES = (
   Family(
     name="qwen3_next",
-    types=("qwen3_next",),
     config=_qwen3_next,
     names=_names,
     # A layer that guesses the token after the next one.

@@ -1,14 +1,16 @@
 """Reads a Hugging Face config.json, key by key, and forgets none.
 
-Guarantees: a key that nobody read and that is not known to be harmless is an
-error, since it may change the computation. Some keys are harmless with one
-value only: with another one they are an error too. The spellings of
-transformers 4 and 5 mean the same.
+Guarantees: a key that is not read and not known to be harmless is an error,
+since it may change the computation. Some keys are harmless with one value only:
+with another one they are an error too. The spellings of transformers 4 and 5
+mean the same. The tables of keys are in `../config_keys.toml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pathlib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import ConfigError
@@ -23,153 +25,46 @@ from ringjax.ops.rope import (
   yarn_magnitude,
 )
 
-# Keys that say nothing about what a forward pass computes.
-HARMLESS = frozenset(
-  {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    # Code of the folder is never run: a known model_type says what it is.
-    "auto_map",
-    "bos_token_id",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "classifier_dropout",
-    "dtype",
-    "embd_pdrop",
-    "embedding_dropout",
-    "eos_token_id",
-    "finetuning_task",
-    "for_llm_compressor",
-    "gradient_checkpointing",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "id2label",
-    "initial_context_length",
-    "initializer_range",
-    "is_composition",
-    "is_decoder",
-    "is_llama_config",
-    "label2id",
-    # Llama 1's limit, beside `max_position_embeddings`.
-    "max_sequence_length",
-    "model_type",
-    "num_nextn_predict_layers",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "output_scores",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "resid_pdrop",
-    "residual_dropout",
-    "return_dict",
-    "return_dict_in_generate",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "sep_token_id",
-    "task_specific_params",
-    "tf_legacy_loss",
-    "tie_encoder_decoder",
-    "tokenizer_class",
-    "torch_dtype",
-    "torchscript",
-    # For programs in a browser.
-    "transformers.js_config",
-    "transformers_version",
-    "use_bfloat16",
-    "use_cache",
-    "unsloth_fixed",
-    "unsloth_version",
-    # How tokens are drawn: older files keep it beside the architecture.
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "decoder_start_token_id",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "prefix",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "suppress_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-  }
+_TABLES = tomllib.loads(
+  pathlib.Path(__file__)
+  .parents[1]
+  .joinpath("config_keys.toml")
+  .read_text("utf-8")
 )
-# Keys that say nothing as long as they have this value, and the family does
-# not read them. With another one they would change the computation.
-HARMLESS_AS: dict[str, Any] = {
-  # Falcon 3's word for the gate that Llama has, beside `hidden_act`.
-  "activation": "swiglu",
-  "add_cross_attention": False,
-  "attention_bias": False,
-  "is_encoder_decoder": False,
-  "mlp_bias": False,
-  "pruned_heads": {},
-  "rope_interleaved": False,
-  "use_bidirectional_attention": False,
-  "use_mrope": False,
-  "use_qk_norm": False,
-  "use_sliding_window": False,
-}
+_HARMLESS = frozenset(_TABLES["harmless"])
+_KINDS = (
+  "full_attention",
+  "sliding_attention",
+  "chunked_attention",
+  "linear_attention",
+)
 _MOST = 2**31 - 1
 # What float32 can tell from infinity, and from 0.
 _LARGEST, _SMALLEST = 3.4e38, 1e-37
 _MISSING = object()
 
+DOWNLOAD = "download the model's config.json again"
+OTHER = "use another checkpoint"
 
-def error(key: str, got: Any, want: str, remedy: str) -> ConfigError:
+
+def error(key: str, got: Any, want: str, remedy: str = DOWNLOAD) -> ConfigError:
   """What to raise for the value of a key."""
   shown = repr(got)
   shown = shown if len(shown) <= 80 else shown[:77] + "..."
   return ConfigError(f"config.json: {key}", shown, want, remedy)
 
 
-# What transformers takes where a file leaves out its (head_dim,
-# num_key_value_heads), by model_type; None, and every other type: they follow
-# from the hidden size and the heads.
-_UNSAID_HEADS: dict[Any, tuple[int | None, int | None]] = {
-  "gemma": (256, 16),
-  "gemma2": (256, 4),
-  "gemma3": (256, 4),
-  "gemma3_text": (256, 4),
-  "glm": (128, 2),
-  "glm4": (128, 2),
-  "gpt_oss": (64, 8),
-  "llama4_text": (128, 8),
-  "mistral": (None, 8),
-  "mixtral": (None, 8),
-  "qwen2": (None, 32),
-  "qwen3": (128, 32),
-  "qwen3_moe": (None, 4),
-  "qwen3_next": (256, 2),
-  "smollm3": (None, 4),
-  "starcoder2": (None, 2),
-}
-
-
 class ConfigReader:
-  """A config whose keys are taken one by one.
+  """A config whose keys are read one by one.
 
-  `prefix` is what stands before a key in errors.
+  Each method that reads a value takes the spellings of its key, of which the
+  first that is there and not null counts, and what it is without one:
+  `default`; or `absent`, if null means None and only a missing key has a
+  default. Without either the key has to be there.
+
+  Args:
+    config: what is read.
+    prefix: what stands before a key in errors.
   """
 
   def __init__(self, config: Mapping[str, Any], prefix: str = ""):
@@ -177,14 +72,16 @@ class ConfigReader:
     self._prefix = prefix
     self._read: set[str] = set()
 
-  def error(self, key: str, got: Any, want: str, remedy: str) -> ConfigError:
+  def error(
+    self, key: str, got: Any, want: str, remedy: str = DOWNLOAD
+  ) -> ConfigError:
     """What to raise for the value of a key of this config."""
     return error(self._prefix + key, got, want, remedy)
 
   def part(self, key: str, value: Any) -> ConfigReader:
     """A reader of an object in this config."""
     if not isinstance(value, dict):
-      raise self.error(key, value, "an object", "repair the file")
+      raise self.error(key, value, "an object")
     return ConfigReader(value, f"{self._prefix}{key}.")
 
   def ignore(self, *keys: str) -> None:
@@ -195,96 +92,74 @@ class ConfigReader:
     """Whether the key is there and not null."""
     return self._config.get(key) is not None
 
-  def unsaid(self, key: str, default: Any) -> Any:
-    """A default for a key that is not there; null is a word, and means None."""
-    return None if key in self._config else default
-
-  def value(self, *keys: str, default: Any = _MISSING) -> Any:
-    """The first of these keys that is there and not null."""
+  def value(
+    self, *keys: str, default: Any = _MISSING, absent: Any = _MISSING
+  ) -> Any:
+    """A value of any type."""
     self._read.update(keys)
     for key in keys:
       if self._config.get(key) is not None:
         return self._config[key]
+    if absent is not _MISSING:
+      return None if keys[0] in self._config else absent
     if default is _MISSING:
-      raise self.error(
-        keys[0], "nothing", "a value", "copy the whole config of the model"
-      )
+      raise self.error(keys[0], "nothing", "a value")
     return default
 
-  def whole(
+  def _typed(
     self,
-    *keys: str,
-    default: Any = _MISSING,
-    least: int = 1,
-    most: int = _MOST,
+    keys: Sequence[str],
+    without: dict[str, Any],
+    fits: Callable[[Any], bool],
+    want: str,
+    remedy: str = DOWNLOAD,
   ) -> Any:
-    """A whole number; `default` may be None."""
-    x = self.value(*keys, default=default)
-    if x is None:
-      return None
-    whole = isinstance(x, int) and not isinstance(x, bool)
-    if not whole or not least <= x <= most:
-      raise self.error(
-        keys[0],
-        x,
-        f"a whole number from {least} to {most}",
-        "repair the file",
-      )
+    """A value that fits, or the None that it has by default."""
+    x = self.value(*keys, **without)
+    if x is not None and not fits(x):
+      raise self.error(keys[0], x, want, remedy)
     return x
 
-  def number(self, *keys: str, default: Any = _MISSING) -> Any:
-    """A finite number; `default` may be None."""
-    x = self.value(*keys, default=default)
-    if x is None:
-      return None
-    if not _is_number(x):
-      raise self.error(keys[0], x, "a finite number", "repair the file")
-    return float(x)
+  def whole(
+    self, *keys: str, least: int = 1, most: int = _MOST, **without: Any
+  ) -> Any:
+    """A whole number."""
+    fits = lambda x: _is_whole(x) and least <= x <= most
+    want = f"a whole number from {least} to {most}"
+    return self._typed(keys, without, fits, want)
 
-  def positive(self, *keys: str, default: Any = _MISSING) -> Any:
-    """A number above 0; `default` may be None."""
-    x = self.number(*keys, default=default)
-    if x is not None and x < _SMALLEST:
-      raise self.error(keys[0], x, "a number above 0", "repair the file")
-    return x
+  def number(self, *keys: str, **without: Any) -> Any:
+    """A finite number."""
+    x = self._typed(keys, without, _is_number, "a finite number")
+    return None if x is None else float(x)
 
-  def flag(self, *keys: str, default: Any = _MISSING) -> bool:
+  def positive(self, *keys: str, **without: Any) -> Any:
+    """A number above 0."""
+    x = self._typed(keys, without, _is_positive, "a number above 0")
+    return None if x is None else float(x)
+
+  def flag(self, *keys: str, **without: Any) -> bool:
     """True or false."""
-    x = self.value(*keys, default=default)
-    if not isinstance(x, bool):
-      raise self.error(keys[0], x, "true or false", "repair the file")
-    return x
+    fits = lambda x: isinstance(x, bool)
+    return self._typed(keys, without, fits, "true or false")
 
-  def text(self, *keys: str, default: Any = _MISSING) -> str:
+  def text(self, *keys: str, **without: Any) -> str:
     """A string."""
-    x = self.value(*keys, default=default)
-    if not isinstance(x, str):
-      raise self.error(keys[0], x, "a string", "repair the file")
-    return x
+    fits = lambda x: isinstance(x, str)
+    return self._typed(keys, without, fits, "a string")
 
-  def act(self, *keys: str, default: Any = _MISSING) -> str:
+  def act(self, *keys: str, **without: Any) -> str:
     """An activation, by our name of it."""
-    known = {
-      "gelu": "gelu",
-      "gelu_fast": "gelu_tanh",
-      "gelu_new": "gelu_tanh",
-      "gelu_pytorch_tanh": "gelu_tanh",
-      "relu": "relu",
-      "silu": "silu",
-      "swish": "silu",
-    }
-    x = self.text(*keys, default=default)
-    if x not in known:
-      raise self.error(
-        keys[0], x, f"one of {', '.join(known)}", "use another checkpoint"
-      )
-    return known[x]
+    known = _TABLES["activations"]
+    fits = lambda x: isinstance(x, str) and x in known
+    want = f"one of {', '.join(known)}"
+    return known[self._typed(keys, without, fits, want, OTHER)]
 
   def must_be(self, key: str, wanted: Any, default: Any) -> None:
     """Refuses another value than the one that is supported."""
     x = self.value(key, default=default)
     if x != wanted:
-      raise self.error(key, x, repr(wanted), "this variant is not supported")
+      raise self.error(key, x, repr(wanted), OTHER)
 
   def only(self, key: str, wanted: Any) -> None:
     """Refuses another value than the one that says nothing new."""
@@ -292,88 +167,70 @@ class ConfigReader:
 
   def layers(self) -> int:
     """The number of layers."""
-    n = self.whole("num_hidden_layers", "n_layer")
-    if n > 1000:
-      raise self.error(
-        "num_hidden_layers", n, "at most 1000", "repair the file"
-      )
-    return n
+    return self.whole("num_hidden_layers", "n_layer", most=1000)
 
-  def layer_types(self, count: int, default: Sequence[str]) -> tuple[str, ...]:
+  def _list(
+    self, key: str, fits: Callable[[Any], bool], want: str, **without: Any
+  ) -> list[Any]:
+    """A list whose items fit."""
+    sound = lambda x: isinstance(x, list) and all(map(fits, x))
+    return self._typed((key,), without, sound, want)
+
+  def layer_types(self, default: Sequence[str]) -> tuple[str, ...]:
     """The kind of each layer: what the file says, or what older ones meant."""
+    count = self.layers()
     types = self.value("layer_types", default=list(default))
-    known = (
-      "full_attention",
-      "sliding_attention",
-      "chunked_attention",
-      "linear_attention",
-    )
     if not isinstance(types, list) or len(types) != count:
-      raise self.error(
-        "layer_types", types, f"a list of {count} names", "repair the file"
-      )
+      raise self.error("layer_types", types, f"a list of {count} names")
     for name in types:
-      if name not in known:
-        raise self.error(
-          "layer_types", name, f"one of {', '.join(known)}", "repair the file"
-        )
+      if name not in _KINDS:
+        raise self.error("layer_types", name, f"one of {', '.join(_KINDS)}")
     return tuple(types)
 
-  def flags(self, key: str, count: int, default: Sequence[int]) -> list[bool]:
+  def flags(self, key: str, default: Sequence[int]) -> list[bool]:
     """A list of 0 and 1 for the layers; empty means the default."""
-    x = self.value(key, default=None)
-    x = list(default) if x is None or x == [] else x
-    sound = isinstance(x, list) and all(i in (0, 1) for i in x)
-    if not sound or len(x) != count:
-      raise self.error(
-        key, x, f"a list of {count} times 0 or 1", "repair the file"
-      )
+    count = self.layers()
+    want = f"a list of {count} times 0 or 1"
+    x = self._list(key, lambda i: i in (0, 1), want, default=[])
+    x = x or list(default)
+    if len(x) != count:
+      raise self.error(key, x, want)
     return [bool(i) for i in x]
 
   def numbers_of_layers(self, key: str, default: Sequence[int]) -> list[int]:
     """A list of layers by their numbers."""
-    x = self.value(key, default=list(default))
-    sound = isinstance(x, list) and all(
-      isinstance(i, int) and not isinstance(i, bool) for i in x
-    )
-    if not sound:
-      raise self.error(key, x, "a list of layers' numbers", "repair the file")
-    return x
+    want = "a list of layers' numbers"
+    return self._list(key, _is_whole, want, default=list(default))
+
+  def _unsaid(self, key: str) -> Any:
+    """What transformers takes for a key that is not there, if it is fixed."""
+    if key in self._config:
+      return None
+    return _TABLES["unsaid"].get(self._config.get("model_type"), {}).get(key)
 
   def heads(self) -> tuple[int, int]:
     """(query heads, kv heads)."""
+    key = "num_key_value_heads"
     n = self.whole("num_attention_heads", "n_head")
-    usual = _UNSAID_HEADS.get(self._config.get("model_type"), (None, None))[1]
-    usual = self.unsaid("num_key_value_heads", usual)
-    k = self.whole("num_key_value_heads", default=usual or n)
+    k = self.whole(key, default=self._unsaid(key) or n)
     if n % k:
-      raise self.error(
-        "num_key_value_heads",
-        k if self.has("num_key_value_heads") else f"nothing, which means {k}",
-        f"a divisor of the {n} query heads",
-        "repair the file",
-      )
+      got = k if self.has(key) else f"nothing, which means {k}"
+      raise self.error(key, got, f"a divisor of the {n} query heads")
     return n, k
 
-  def head_dim(self, heads: int) -> int:
+  def head_dim(self) -> int:
     """Its own key, or the hidden size over the heads."""
+    heads, _ = self.heads()
     hidden = self.whole("hidden_size", "n_embed")
-    usual = _UNSAID_HEADS.get(self._config.get("model_type"), (None, None))[0]
-    h = self.whole("head_dim", default=self.unsaid("head_dim", usual))
-    if h is not None:
-      return h
-    if hidden % heads:
-      raise self.error(
-        "hidden_size",
-        hidden,
-        f"a multiple of the {heads} heads, or a head_dim",
-        "repair the file",
-      )
-    return hidden // heads
+    h = self.whole("head_dim", default=self._unsaid("head_dim"))
+    if h is None and hidden % heads:
+      want = f"a multiple of the {heads} heads, or a head_dim"
+      raise self.error("hidden_size", hidden, want)
+    return h or hidden // heads
 
   def rope(
     self,
-    head_dim: int,
+    head_dim: int | None = None,
     *,
     kind: str | None = None,
     theta: float = 10000.0,
@@ -382,44 +239,43 @@ class ConfigReader:
     plain: bool = False,
     theta_key: str = "rope_theta",
   ) -> Rope:
-    """The rotation of layers of a `kind` (where the file tells them apart).
+    """The rotation of the layers of one kind.
 
-    `theta` and `partial` are the family's defaults. With `plain` the scaling
-    of an older file is not for this kind, whose base is `theta_key`.
+    Args:
+      head_dim: of what rotates; default: `head_dim()`.
+      kind: of the layers, where the file tells them apart.
+      theta: the base, if the file says none.
+      partial: the part of the dims that rotates, if the file says none.
+      interleaved: whether neighbouring dims are a pair, not those of halves.
+      plain: whether the scaling of an older file is not for this kind.
+      theta_key: the key of the base in an older file.
     """
-    top = self.value("rope_parameters", default=None)
+    head_dim = self.head_dim() if head_dim is None else head_dim
     bases = ("rotary_emb_base", "rope_theta")
     if theta_key not in bases:
       # A base of its own: that of other layers is not for these.
       self.ignore(*bases)
       bases = (theta_key,)
     theta = self.positive(*bases, default=theta)
-    old = self.value("rope_scaling", default=None)
     partial = self.positive(
       "partial_rotary_factor", "rotary_pct", default=partial
     )
-    if top is None:
-      given = {} if plain or old is None else dict(_dict("rope_scaling", old))
-      name = "rope_scaling"
-    else:
-      given, name = dict(_dict("rope_parameters", top)), "rope_parameters"
-      if given and all(isinstance(v, dict | None) for v in given.values()):
-        if kind not in given:
-          raise self.error(
-            name, sorted(given), f"one entry for {kind!r}", "repair the file"
-          )
-        given = dict(given[kind] or {})
-    part = ConfigReader(given, f"{name}.")
+    new = self.has("rope_parameters")
+    name = "rope_parameters" if new else "rope_scaling"
+    self.ignore("rope_parameters", "rope_scaling")
+    given = {} if plain and not new else self.value(name, default={})
+    part = self.part(name, given)
+    apart = all(isinstance(v, dict | None) for v in given.values())
+    if new and given and apart:
+      if kind not in given:
+        raise self.error(name, sorted(given), f"one entry for {kind!r}")
+      part = self.part(name, given[kind] or {})
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
     dims = int(head_dim * partial)
     if dims < 2 or dims % 2 or dims > head_dim:
-      raise self.error(
-        "partial_rotary_factor",
-        partial,
-        f"an even number of the {head_dim} dims of a head",
-        "repair the file",
-      )
+      want = f"an even number of the {head_dim} dims of a head"
+      raise self.error("partial_rotary_factor", partial, want)
     return Rope(
       theta=theta,
       dims=dims,
@@ -428,43 +284,42 @@ class ConfigReader:
     )
 
   def _scaling(self, part: ConfigReader, theta: float, dims: int) -> Unscaled:
+    """How a rotation is stretched to longer contexts."""
     kind = part.text("rope_type", "type", default="default")
-    # What a family would have it be is no number to stretch a context by.
+    # Without a limit in the file there is nothing to stretch a context by.
     stretched = kind not in ("default", "linear")
-    most = self.whole(
-      "max_position_embeddings", default=_MISSING if stretched else 2048
-    )
-    own = self.whole("original_max_position_embeddings", default=None)
+    without = {} if stretched else {"default": 2048}
+    most = self.whole("max_position_embeddings", **without)
+    key = "original_max_position_embeddings"
+    inner = part.whole(key, default=most)
+    original = self.whole(key, default=None) or inner
     # "finetuned" was about a training.
     part.ignore("type", "finetuned")
-    inner = part.whole("original_max_position_embeddings", default=most)
-    original = own or inner
-    if kind == "default":
-      scaling = Unscaled()
-    elif kind == "linear":
-      known = part.has("original_max_position_embeddings")
-      scaling = Linear(
-        factor=part.positive("factor"), original=inner if known else None
-      )
-    elif kind == "dynamic":
-      if dims == 2:
-        raise part.error(
-          "rope_type", kind, "more than 2 dims that turn", "repair the file"
+    match kind:
+      case "default":
+        scaling = Unscaled()
+      case "linear":
+        scaling = Linear(
+          factor=part.positive("factor"),
+          original=inner if part.has(key) else None,
         )
-      scaling = Dynamic(factor=part.positive("factor"), original=most)
-    elif kind == "llama3":
-      scaling = part._llama3(original)
-    elif kind == "yarn":
-      scaling = part._yarn(original, most, theta)
-    elif kind in ("longrope", "su"):
-      scaling = part._longrope(original, most, dims)
-    else:
-      raise part.error(
-        "rope_type",
-        kind,
-        "default, linear, dynamic, llama3, yarn or longrope",
-        "use another checkpoint",
-      )
+      case "dynamic":
+        if dims == 2:
+          raise part.error("rope_type", kind, "more than 2 dims that rotate")
+        scaling = Dynamic(factor=part.positive("factor"), original=most)
+      case "llama3":
+        scaling = part._llama3(original)
+      case "yarn":
+        scaling = part._yarn(original, most, theta)
+      case "longrope" | "su":
+        scaling = part._longrope(original, most, dims)
+      case _:
+        raise part.error(
+          "rope_type",
+          kind,
+          "default, linear, dynamic, llama3, yarn or longrope",
+          OTHER,
+        )
     part.finish()
     return scaling
 
@@ -472,41 +327,33 @@ class ConfigReader:
     low = self.positive("low_freq_factor")
     high = self.positive("high_freq_factor")
     if high < low:
-      raise self.error(
-        "high_freq_factor", high, f"at least {low}", "repair the file"
-      )
+      raise self.error("high_freq_factor", high, f"at least {low}")
     return Llama3(
       factor=self.positive("factor"), low=low, high=high, original=original
     )
 
   def _longrope(self, original: int, most: int, dims: int) -> LongRope:
     if original < 2:
-      raise self.error(
-        "original_max_position_embeddings",
-        original,
-        "at least 2",
-        "repair the file",
-      )
+      key = "original_max_position_embeddings"
+      raise self.error(key, original, "at least 2")
+    factors = []
+    for key in ("short_factor", "long_factor"):
+      want = f"a list of {dims // 2} numbers above 0"
+      x = self._list(key, lambda i: _is_number(i) and i > 0, want)
+      if len(x) != dims // 2:
+        raise self.error(key, x, want)
+      factors.append(tuple(map(float, x)))
     return LongRope(
-      short=self._floats("short_factor", dims // 2),
-      long=self._floats("long_factor", dims // 2),
+      short=factors[0],
+      long=factors[1],
       original=original,
       factor=self.positive("factor", default=most / original),
       attention=self.positive("attention_factor", default=None),
     )
 
-  def _floats(self, key: str, count: int) -> tuple[float, ...]:
-    x = self.value(key)
-    sound = isinstance(x, list) and all(_is_number(i) and i > 0 for i in x)
-    if not sound or len(x) != count:
-      raise self.error(
-        key, x, f"a list of {count} numbers above 0", "repair the file"
-      )
-    return tuple(float(i) for i in x)
-
   def _yarn(self, original: int, most: int, theta: float) -> Yarn:
     if theta <= 1:
-      raise self.error("rope_theta", theta, "more than 1", "repair the file")
+      raise self.error("rope_theta", theta, "more than 1")
     factor = self.positive("factor", default=most / original)
     weight = self.number("mscale", default=None)
     whole = self.number("mscale_all_dim", default=None)
@@ -523,31 +370,27 @@ class ConfigReader:
     )
 
   def finish(self) -> None:
-    """Refuses a key that nobody read."""
-    left = sorted(
-      k
-      for k, v in self._config.items()
-      if k not in self._read and k not in HARMLESS and v is not None
-    )
-    for key in left:
-      if key in HARMLESS_AS:
-        self.only(key, HARMLESS_AS[key])
+    """Refuses a key that was not read and may change the computation."""
+    for key, x in sorted(self._config.items()):
+      if x is None or key in self._read or key in _HARMLESS:
         continue
-      raise self.error(
-        key,
-        self._config[key],
-        "keys of this family",
-        "remove it if it does not change the computation",
-      )
+      if key not in _TABLES["harmless_as"]:
+        remedy = "remove it if it does not change the computation"
+        raise self.error(key, x, "keys of this family", remedy)
+      self.only(key, _TABLES["harmless_as"][key])
 
 
-def _dict(name: str, x: Any) -> dict[str, Any]:
-  if not isinstance(x, dict):
-    raise error(name, x, "an object", "repair the file")
-  return x
+def _is_whole(x: Any) -> bool:
+  """Whether it is an integer; True is none."""
+  return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _is_number(x: Any) -> bool:
-  """Whether float32 has it; True is no number, and NaN is none."""
-  plain = isinstance(x, int | float) and not isinstance(x, bool)
+  """Whether float32 has it; True and NaN are no numbers."""
+  plain = _is_whole(x) or isinstance(x, float)
   return plain and abs(x) <= _LARGEST
+
+
+def _is_positive(x: Any) -> bool:
+  """Whether float32 tells it from 0 and infinity."""
+  return _is_number(x) and x >= _SMALLEST

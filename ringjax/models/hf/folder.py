@@ -7,61 +7,43 @@ tensor) of them at a time, with Orbax's reader; the numbers are finite and the
 files are still those that were opened, or it is an error.
 Cost: `open` reads headers only; a read makes one pass over its bytes and one
 reduction on the devices. A tensor of which each device wants a piece of every
-row is read by rows and turned on the devices: one more hop of its bytes.
+row is read by rows and resharded on the devices: one more hop of its bytes.
+
+Tensors are not read by safetensors: it slices no float8, and reads one slice at
+a time where Orbax coalesces the ranges of all devices and reads in parallel.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax.errors import (
-  CheckpointFormatError,
-  CheckpointMismatchError,
-  InputTypeError,
-  message,
-)
-from ringjax.models.hf import header
-from ringjax.models.hf.header import AGAIN, shown
+from ringjax.errors import CheckpointMismatchError, message
+from ringjax.models.hf.header import MAX_TENSORS, TensorInfo, read_header
 from ringjax.models.hf.safe_files import (
   INDEX,
   FileIdentity,
+  as_path,
+  fault,
   identity,
   open_inside,
-  pread,
   read_config,
+  shown,
   weight_files,
 )
 
+_Item = TypeVar("_Item")
 _LIMIT = 390
-
-
-class TensorInfo(NamedTuple):
-  """Where one tensor lies, and what it is.
-
-  Attributes:
-    file: the name of its file in the folder.
-    dtype: as NumPy has it, or its name in the format where NumPy has none.
-    shape: as on disk.
-    nbytes: as on disk.
-    offset: of its first byte in the file.
-  """
-
-  file: str
-  dtype: np.dtype | str
-  shape: tuple[int, ...]
-  nbytes: int
-  offset: int
+_TOGETHER = "check that config.json and weights belong together"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,13 +80,9 @@ class Folder:
         tensors, or if files and index do not add up.
       UnsafeFormatError: if there are weights only in files that run code.
     """
-    if not isinstance(path, str | os.PathLike):
-      raise InputTypeError(
-        "path", type(path).__name__, "a str or a Path", "pass a folder"
-      )
-    root = pathlib.Path(path)
+    root = as_path(path)
     if not root.is_dir():
-      _fault(
+      fault(
         "path",
         shown(root),
         "a folder",
@@ -115,14 +93,14 @@ class Folder:
     tensors: dict[str, TensorInfo] = {}
     identities: dict[str, FileIdentity] = {}
     for file in files:
-      identities[file], found = _header(root, file)
+      identities[file], found = read_header(root, file)
       for name, info in found.items():
         if name in tensors:
           where = f"{shown(tensors[name].file, 40)} and {shown(file, 40)}"
-          _fault(shown(name), f"it in {where}", "it once", "remove one file")
+          fault(shown(name), f"it in {where}", "it once", "remove one file")
         tensors[name] = info
-      if len(tensors) > header.MAX_TENSORS:
-        _fault("tensors", str(len(tensors)), f"at most {header.MAX_TENSORS}")
+      if len(tensors) > MAX_TENSORS:
+        fault("tensors", str(len(tensors)), f"at most {MAX_TENSORS}")
     if weight_map is not None:
       _check_index(weight_map, tensors)
     return cls(path=root, config=config, tensors=tensors, files=identities)
@@ -145,29 +123,22 @@ class Folder:
         not known; it lists them, alike ones (other layers) as one.
     """
     have = {name: info.shape for name, info in self.tensors.items()}
-    missing = [
-      f"{shown(name)} {_shape(shape)}"
-      for name, shape in expected.items()
-      if name not in have
-    ]
-    extra = [
-      f"{shown(name)} {_shape(shape)}"
-      for name, shape in have.items()
-      if name not in expected and not optional(name)
-    ]
-    misshapen = [
-      f"{shown(name)} {_shape(have[name])}, wanted {_shape(shape)}"
-      for name, shape in expected.items()
-      if name in have and tuple(shape) != have[name]
-    ]
-    kinds = {"missing": missing, "extra": extra, "misshapen": misshapen}
+    kinds: dict[str, list[str]] = {"missing": [], "extra": [], "misshapen": []}
+    for name, shape in expected.items():
+      if name not in have:
+        kinds["missing"].append(f"{shown(name)} {list(shape)}")
+      elif have[name] != tuple(shape):
+        both = f"{list(have[name])}, wanted {list(shape)}"
+        kinds["misshapen"].append(f"{shown(name)} {both}")
+    for name, shape in have.items():
+      if name not in expected and not optional(name):
+        kinds["extra"].append(f"{shown(name)} {list(shape)}")
     if any(kinds.values()):
       got = ", ".join(f"{len(x)} {kind}" for kind, x in kinds.items() if x)
       parts = ("tensors", got, "those of config.json")
-      remedy = "check that config.json and weights belong together"
-      room = _LIMIT - len(message(*parts, f": {remedy}"))
+      room = _LIMIT - len(message(*parts, f": {_TOGETHER}"))
       listed = _listed(kinds, room)
-      raise CheckpointMismatchError(message(*parts, f"{listed}: {remedy}"))
+      raise CheckpointMismatchError(*parts, f"{listed}: {_TOGETHER}")
 
   def read(
     self,
@@ -198,8 +169,16 @@ class Folder:
     self._unchanged(wanted)
     arrays: dict[str, jax.Array] = {}
     before: dict[str, jax.Array] = {}
+    place = lambda name: (self.tensors[name].file, self.tensors[name].offset)
+    nbytes = lambda name: self.tensors[name].nbytes
     # Two batches are on their way: one is read, one goes to the devices.
-    for file, names in self._batches(wanted, host_bytes // 2):
+    for names in batches(
+      sorted(wanted, key=place),
+      host_bytes // 2,
+      nbytes,
+      apart=lambda name: self.tensors[name].file,
+    ):
+      file = self.tensors[names[0]].file
       got = self._load(file, {name: _by_rows(wanted[name]) for name in names})
       self._finite(before)
       for name, x in got.items():
@@ -218,9 +197,9 @@ class Folder:
     """The target with a sharding, if this folder can serve it."""
     info = self.tensors.get(name)
     if info is None:
-      _mismatch(shown(name), "no such tensor", _shape(target.shape))
+      _mismatch(shown(name), "no such tensor", list(target.shape))
     if info.shape != tuple(target.shape):
-      _mismatch(shown(name), _shape(info.shape), _shape(target.shape))
+      _mismatch(shown(name), list(info.shape), list(target.shape))
     have, want = info.dtype, np.dtype(target.dtype)
     if isinstance(have, str) or (have != want and not _castable(have, want)):
       _mismatch(
@@ -240,27 +219,11 @@ class Folder:
     sharding = target.sharding or _default_sharding()
     return jax.ShapeDtypeStruct(info.shape, want, sharding=sharding)
 
-  def _batches(
-    self, wanted: Mapping[str, jax.ShapeDtypeStruct], host_bytes: int
-  ) -> Iterator[tuple[str, list[str]]]:
-    """Names of one file each, neighbours on disk, of `host_bytes` or one."""
-    place = lambda name: (self.tensors[name].file, self.tensors[name].offset)
-    file, names, nbytes = "", [], 0
-    for name in sorted(wanted, key=place):
-      info = self.tensors[name]
-      if names and (file != info.file or nbytes + info.nbytes > host_bytes):
-        yield file, names
-        names, nbytes = [], 0
-      file, nbytes = info.file, nbytes + info.nbytes
-      names.append(name)
-    if names:
-      yield file, names
-
   def _load(
     self, file: str, wanted: dict[str, jax.ShapeDtypeStruct]
   ) -> dict[str, jax.Array]:
     """One call of Orbax's reader: one file, so that it reads one header."""
-    # Here, because it takes a while and not everybody reads checkpoints.
+    # Here, because the import takes a while and few callers read checkpoints.
     from orbax.checkpoint import v1 as ocp
 
     # Orbax names no type that a flat dict fits.
@@ -270,8 +233,7 @@ class Folder:
     context.safetensors_options.read_chunk_bytes = _CHUNK_BYTES
     context.memory_options.read_concurrent_bytes = _FLIGHT_BYTES
     try:
-      # A number too large for its new dtype is found by who looks for those
-      # that are not finite.
+      # `_finite` finds a number that is too large for its new dtype.
       with context, np.errstate(over="ignore", invalid="ignore"):
         return load(str(self.path / file), wanted)
     except (OSError, ValueError, KeyError):
@@ -288,7 +250,7 @@ class Folder:
       except OSError as error:
         now = error.strerror
       if now != was:
-        _fault(
+        fault(
           shown(file),
           f"{now.nbytes} bytes" if isinstance(now, FileIdentity) else str(now),
           f"the file of {was.nbytes} bytes that was opened; it has changed",
@@ -309,24 +271,17 @@ class Folder:
     """Says how many values are not finite, and where the first one is."""
     info = self.tensors[name]
     assert isinstance(info.dtype, np.dtype)
-    width, total = info.dtype.itemsize, math.prod(info.shape)
-    step = max(_CHUNK_BYTES // width, 1)
+    total, step = math.prod(info.shape), _CHUNK_BYTES // info.dtype.itemsize
     count, first = 0, -1
-    descriptor = open_inside(self.path, info.file)
-    try:
+    with open(open_inside(self.path, info.file), "rb") as file:
+      file.seek(info.offset)
       for start in range(0, total, step):
-        nbytes = min(step, total - start) * width
-        data = pread(descriptor, nbytes, info.offset + start * width)
-        if len(data) < nbytes:
-          break
+        values = np.fromfile(file, info.dtype, min(step, total - start))
         with np.errstate(all="ignore"):
-          values = np.frombuffer(data, info.dtype).astype(dtype)
-        bad = np.flatnonzero(~np.isfinite(values))
+          bad = np.flatnonzero(~np.isfinite(values.astype(dtype)))
         if first < 0 and bad.size:
           first = start + int(bad[0])
         count += bad.size
-    finally:
-      os.close(descriptor)
     self._unchanged([name])
     if not count:
       _mismatch(
@@ -342,6 +297,33 @@ class Folder:
       "finite values",
       "download the file again, or take a wider dtype",
     )
+
+
+def batches(
+  items: Iterable[_Item],
+  most: int,
+  nbytes: Callable[[_Item], int],
+  apart: Callable[[_Item], object] = lambda item: None,
+) -> Iterator[list[_Item]]:
+  """Items in their order, in lists of at most `most` bytes or of one item.
+
+  Args:
+    items: what is grouped.
+    most: bytes of a list.
+    nbytes: bytes of an item.
+    apart: items for which this differs are not in one list.
+  """
+  batch: list[_Item] = []
+  size = 0
+  for item in items:
+    n = nbytes(item)
+    if batch and (size + n > most or apart(item) != apart(batch[-1])):
+      yield batch
+      batch, size = [], 0
+    batch.append(item)
+    size += n
+  if batch:
+    yield batch
 
 
 # Ranges are read by several threads, in pieces of this size.
@@ -395,60 +377,16 @@ def _default_sharding() -> jax.sharding.Sharding:
   return jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
 
 
-# ---------------------------------------------------------------------------
-# Headers and index
-# ---------------------------------------------------------------------------
-
-
-def _header(
-  root: pathlib.Path, file: str
-) -> tuple[FileIdentity, dict[str, TensorInfo]]:
-  descriptor = open_inside(root, file)
-  try:
-    was = identity(os.fstat(descriptor))
-    first8 = pread(descriptor, 8, 0)
-    length = header.header_bytes(file, first8, was.nbytes)
-    data = pread(descriptor, length, 8)
-  finally:
-    os.close(descriptor)
-  if len(data) != length:
-    _fault(shown(file), "a file that shrinks", "a file at rest")
-  start = 8 + length
-  entries = header.parse_header(file, data, was.nbytes - start)
-  return was, {
-    name: TensorInfo(
-      file,
-      # A dtype without NumPy's equivalent keeps its name.
-      header.DTYPES[entry.dtype][1] or entry.dtype,
-      entry.shape,
-      entry.nbytes,
-      start + entry.begin,
-    )
-    for name, entry in entries.items()
-  }
-
-
 def _check_index(
   weight_map: dict[str, str], tensors: dict[str, TensorInfo]
 ) -> None:
-  for name, file in weight_map.items():
-    if name not in tensors or tensors[name].file != file:
-      where = tensors[name].file if name in tensors else "no file"
-      got = f"{shown(name, 60)} in {shown(where, 40)}"
-      _fault(INDEX, got, f"it in {shown(file)}")
-  for name, info in tensors.items():
-    if name not in weight_map:
-      got = f"nothing on {shown(name, 60)} in {shown(info.file, 40)}"
-      _fault(INDEX, got, "an entry for every tensor")
-
-
-# ---------------------------------------------------------------------------
-# Words
-# ---------------------------------------------------------------------------
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-  return json.dumps(list(shape))
+  """Compares the index with the headers of its files."""
+  for name in weight_map | tensors:
+    listed = weight_map.get(name, "no file")
+    found = tensors[name].file if name in tensors else "no file"
+    if listed != found:
+      got = f"{shown(name, 60)} in {shown(found, 40)}"
+      fault(INDEX, got, f"it in {shown(listed)}, as the index says")
 
 
 def _listed(kinds: Mapping[str, list[str]], room: int) -> str:
@@ -473,14 +411,7 @@ def _listed(kinds: Mapping[str, list[str]], room: int) -> str:
 _NUMBER = re.compile(r"\.\d+\.")
 
 
-def _fault(argument: str, got: str, want: str, remedy: str = AGAIN) -> NoReturn:
-  raise CheckpointFormatError(argument, got, want, remedy)
-
-
 def _mismatch(
-  argument: str,
-  got: str,
-  want: str,
-  remedy: str = "check that config.json and weights belong together",
+  argument: str, got: object, want: object, remedy: str = _TOGETHER
 ) -> NoReturn:
   raise CheckpointMismatchError(argument, got, want, remedy)

@@ -1,7 +1,8 @@
 """Which tensor of a checkpoint is which parameter, and in which form.
 
-Guarantees: `split` of a form turns a tensor of a checkpoint into the parameters
-that it holds, and `join` turns them back into the same bits.
+Guarantees: `split` of a form gives the parameters that a tensor of a checkpoint
+holds, and `join` gives the tensor again, to the bit. `cuts` says which mesh
+axis cuts each axis of the tensor, by those that cut its parameters' axes.
 
 A checkpoint has a linear map as [out, in]; here it is [in, out] with its axes
 apart, so that a head is an axis. Some families keep several maps in one
@@ -14,6 +15,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Reshape:
 
   def join(self, parts: tuple[Any, ...]) -> Any:
     return parts[0].reshape(self.stored)
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return axes if self.shape == self.stored else (None,) * len(self.stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +53,9 @@ class Transpose:
 
   def join(self, parts: tuple[Any, ...]) -> Any:
     return parts[0].reshape(self.stored[::-1]).T
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return axes[len(self.inputs)], axes[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +93,9 @@ class FusedRows:
     ]
     return _concatenate(pieces, 1).reshape(self.stored)
 
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (None,) * len(self.stored)
+
 
 @dataclasses.dataclass(frozen=True)
 class FusedColumns:
@@ -90,7 +103,7 @@ class FusedColumns:
 
   Attributes:
     shape: of each parameter.
-    interleaved: the columns take turns; otherwise they are two halves.
+    interleaved: their columns alternate; otherwise they are two halves.
   """
 
   shape: tuple[int, ...]
@@ -112,11 +125,12 @@ class FusedColumns:
     pair = _concatenate([p[..., None] for p in parts], -1)
     return pair.reshape(self.stored)
 
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*axes[:-1], None)
+
 
 def _concatenate(parts: list[Any], axis: int) -> Any:
-  import jax.numpy as jnp
-  import numpy as np
-
+  """Arrays after each other; on the host if they are there."""
   xp = np if isinstance(parts[0], np.ndarray) else jnp
   return xp.concatenate(parts, axis)
 
@@ -134,6 +148,10 @@ class Fusion:
   groups: int = 1
 
 
+def _none() -> Any:
+  return dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorNames:
   """The names of a family's tensors.
@@ -144,7 +162,7 @@ class TensorNames:
       weight and a bias, the name is what comes before ".weight".
     leaves: a parameter here -> its whole name behind the prefix, where it is
       not the weight or the bias of a part.
-    fused: a name behind the prefix -> what lies in it.
+    fused: a name behind the prefix -> what is in it.
     experts: a part whose leading axis are experts -> name with {} for the
       expert's number.
     columns: a name behind the prefix -> the two parameters in its columns,
@@ -155,12 +173,10 @@ class TensorNames:
 
   layer: str = "model.layers.{}."
   parts: Mapping[str, str]
-  leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  fused: Mapping[str, Fusion] = dataclasses.field(default_factory=dict)
-  experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  columns: Mapping[str, tuple[tuple[str, str], bool]] = dataclasses.field(
-    default_factory=dict
-  )
+  leaves: Mapping[str, str] = _none()
+  fused: Mapping[str, Fusion] = _none()
+  experts: Mapping[str, str] = _none()
+  columns: Mapping[str, tuple[tuple[str, str], bool]] = _none()
   embed: str = "model.embed_tokens"
   norm: str = "model.norm"
   head: str = "lm_head"

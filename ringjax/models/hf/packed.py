@@ -1,9 +1,9 @@
-"""Weights of eight and of four bits, turned into floats as their formats say.
+"""Unpacks weights of eight and of four bits into floats.
 
 Guarantees: a value is its code times the scale of its block. Of four bits that
 is exact in float32 and in bfloat16; of eight bits it is rounded once to
 float32, as the authors of the format do it, and then to the model's dtype.
-Cost: a device reads the codes of its own part and turns them itself.
+Cost: a device reads the codes of its own part and unpacks them itself.
 Ref: OCP Microscaling Formats 1.0, "MXFP4"; DeepSeek-AI 2024, arXiv 2412.19437,
 3.3, for blocks of float8.
 """
@@ -29,7 +29,7 @@ class StoredTensor:
   Attributes:
     name: its name.
     shape: its shape.
-    dtype: what it is read as; None: as what becomes of it.
+    dtype: what it is read as; None: the dtype of its parameter.
     axes: the axes of the form that its axes belong to, None for none.
   """
 
@@ -44,7 +44,7 @@ class Float8:
   """Codes float8_e4m3 [M, N], and a float32 scale for each block.
 
   Attributes:
-    form: how parameters lie in the floats, [M, N].
+    form: how parameters are stored in the floats, [M, N].
     block: rows and columns of a block; the last one may be smaller.
   """
 
@@ -74,6 +74,9 @@ class Float8:
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
     return self.form.split(self.unpack(*x))
 
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return self.form.cuts(axes)
+
 
 # Of a code's lower three bits; the fourth is the sign.
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -84,11 +87,11 @@ _BLOCK4 = 32
 class Float4:
   """MXFP4: codes of four bits, two in a byte, and a power of two for 32.
 
-  The floats are [E, I, O]; on disk the codes lie as [E, O, I/32, 16] and
+  The floats are [E, I, O]; on disk the codes are [E, O, I/32, 16] and
   their scales as [E, O, I/32].
 
   Attributes:
-    form: how parameters lie in the floats.
+    form: how parameters are stored in the floats.
   """
 
   form: Any
@@ -114,7 +117,7 @@ class Float4:
     code = jnp.stack([low, high], -1).reshape(*scales.shape, _BLOCK4)
     value = jnp.asarray(_FLOAT4, jnp.bfloat16)[code & 7]
     value = jnp.where(code & 8, -value, value)
-    # A power of two by its exponent; 255, which is no number, becomes inf.
+    # A power of two by its exponent; 255, which stands for NaN, becomes inf.
     bits = scales.astype(jnp.uint32) << 23
     # 2^-127 has no exponent of its own.
     bits = jnp.where(scales == 0, jnp.uint32(1 << 22), bits)
@@ -126,11 +129,18 @@ class Float4:
     """The floats, bfloat16 [E, I, O]."""
     return self._rows(codes, scales).swapaxes(1, 2)
 
+  @property
+  def _interleaved(self) -> bool:
+    return isinstance(self.form, FusedColumns) and self.form.interleaved
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Interleaved columns are rows on disk, and pairs of them stay together.
+    return axes if self._interleaved else self.form.cuts(axes)
+
   def split(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-    form = self.form
-    if not isinstance(form, FusedColumns) or not form.interleaved:
-      return form.split(self.unpack(*x))
-    # Columns that take turns are rows here: each device keeps its own.
+    if not self._interleaved:
+      return self.form.split(self.unpack(*x))
+    # Interleaved columns are rows on disk: each device keeps its own.
     pairs = [a.reshape(a.shape[0], -1, 2, *a.shape[2:]) for a in x]
     return tuple(
       self._rows(*(a[:, :, j] for a in pairs)).swapaxes(1, 2) for j in range(2)
@@ -145,7 +155,7 @@ class Packing:
   """How a folder's weights are packed.
 
   Attributes:
-    block: of float8; None: MXFP4.
+    block: the shape of a block of float8; None: they are MXFP4.
   """
 
   block: tuple[int, int] | None = None
@@ -162,17 +172,15 @@ class Packing:
 
 
 def packing(config: Mapping[str, Any]) -> Packing | None:
-  """What `quantization_config` says, or None where there is none.
+  """How `quantization_config` says that weights are packed; None: not at all.
 
   Raises:
-    ConfigError: a form that is not known here.
+    ConfigError: a way that is not supported.
   """
   given = config.get("quantization_config")
   if not given:
     return None
-  r = ConfigReader({"quantization_config": given}).part(
-    "quantization_config", given
-  )
+  r = ConfigReader({}).part("quantization_config", given)
   kind = r.value("quant_method", default=None)
   # Which tensors are packed is seen from the tensors.
   r.ignore("modules_to_not_convert")

@@ -1,12 +1,17 @@
-"""Which files of a folder are read, and how: none outside of it, no links out.
+"""Which files of a model folder are read, and how: none outside of it.
 
 Guarantees: a name from a file is compared with the names that are there and
 never followed as a path. Files are opened for reading only, must be regular,
-and are refused when they are larger than their kind can be.
+and are refused when they are larger than their kind can be. JSON is strict.
+
+By hand, for want of a library: `strict_json`, because Python's `json` takes the
+last of two equal keys, NaN, and any depth until its stack ends.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pathlib
 import re
@@ -16,11 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
+  InputTypeError,
   UnsafeFormatError,
-  message,
 )
-from ringjax.models.hf import header
-from ringjax.models.hf.header import AGAIN, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -36,6 +39,8 @@ MAX_DEPTH = 32
 # Files that are programs for Python's unpickler, whole or in part.
 PICKLES = (".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
+DOWNLOAD = "download or write the file again"
+
 
 class FileIdentity(NamedTuple):
   """What changes when a file does."""
@@ -46,23 +51,147 @@ class FileIdentity(NamedTuple):
   modified_ns: int
 
 
+def identity(status: os.stat_result) -> FileIdentity:
+  """The identity of a file, from what `os.stat` says."""
+  return FileIdentity(
+    status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+  )
+
+
+def fault(
+  argument: str, got: str, want: str, remedy: str = DOWNLOAD
+) -> NoReturn:
+  """Raises what a file of a checkpoint is refused with."""
+  raise CheckpointFormatError(argument, got, want, remedy)
+
+
+def shown(text: object, limit: int = 72) -> str:
+  """A name that comes from a file, in printable characters and short."""
+  words = str(text)
+  words = words if words.isascii() and words.isprintable() else ascii(words)
+  if len(words) <= limit:
+    return words
+  return f"{words[: limit // 2 - 2]}...{words[1 - limit // 2 :]}"
+
+
+def as_path(path: Any) -> pathlib.Path:
+  """`path` as a Path, or an error that names it.
+
+  Raises:
+    InputTypeError: it is no path.
+  """
+  if not isinstance(path, str | os.PathLike):
+    raise InputTypeError(
+      "path", type(path).__name__, "a str or a Path", "pass a folder"
+    )
+  return pathlib.Path(path)
+
+
+# ---------------------------------------------------------------------------
+# JSON
+# ---------------------------------------------------------------------------
+
+
+def strict_json(data: bytes, *, max_depth: int) -> Any:
+  """JSON in UTF-8 as RFC 8259 has it, every key once, no NaN, not too deep.
+
+  Args:
+    data: the text.
+    max_depth: how far objects and lists may be nested.
+
+  Returns:
+    Dicts, lists, strings, numbers, booleans and None.
+
+  Raises:
+    ValueError: what is wrong with it, in a few words.
+  """
+  try:
+    text = data.decode("utf-8")
+    depth = 0
+    # Before the parser, which recurses.
+    for bracket in _BRACKETS.sub("", _STRINGS.sub("", text)):
+      depth += 1 if bracket in "[{" else -1
+      if depth > max_depth:
+        raise ValueError(f"brackets nested deeper than {max_depth}")
+    value = json.loads(
+      text,
+      object_pairs_hook=_unique,
+      parse_constant=_finite,
+      parse_float=_finite,
+    )
+    if _SURROGATE.search(text):
+      # Half a surrogate pair is no text: this raises.
+      json.dumps(value, ensure_ascii=False).encode("utf-8")
+  except UnicodeError:
+    raise ValueError("bytes that are no UTF-8") from None
+  except json.JSONDecodeError as error:
+    raise ValueError(
+      f"an error at character {error.pos} ({error.msg})"
+    ) from None
+  return value
+
+
+# The last quote may be missing, or else a search would begin anew at each.
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_BRACKETS = re.compile(r"[^\[\]{}]+")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found: dict[str, Any] = {}
+  for key, value in pairs:
+    if key in found:
+      raise ValueError(f"the key {shown(key)} twice")
+    found[key] = value
+  return found
+
+
+def _finite(digits: str) -> float:
+  value = float(digits)
+  if not math.isfinite(value):
+    raise ValueError(f"the number {shown(digits)}")
+  return value
+
+
+# ---------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------
+
+
 def read_config(root: pathlib.Path) -> dict[str, Any]:
+  """The config.json of a folder.
+
+  Raises:
+    ConfigError: it is missing, too large or no strict JSON object.
+    CheckpointFormatError: it is a link out of the folder or no file.
+  """
   if not (root / CONFIG).exists():
-    raise ConfigError(CONFIG, "no such file", "the model's config", "add it")
+    raise ConfigError(
+      CONFIG,
+      "no such file",
+      "the model's config",
+      "download it into the folder of the weights",
+    )
   data = _small_file(root, CONFIG, MAX_CONFIG_BYTES)
   try:
-    value = header.strict_json(data, max_depth=MAX_DEPTH)
+    value = strict_json(data, max_depth=MAX_DEPTH)
     if not isinstance(value, dict):
       raise ValueError(f"a {type(value).__name__} instead of an object")
   except ValueError as error:
     raise ConfigError(
-      CONFIG, header.reason(error), "a strict JSON object", AGAIN
+      CONFIG, str(error), "a strict JSON object", DOWNLOAD
     ) from None
   return value
 
 
 def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
-  """The files to read, and the index if there is one."""
+  """The files to read, and the index if there is one.
+
+  Raises:
+    CheckpointFormatError: no weights, a part that is missing or belongs to
+      another set, or an index that is broken.
+    UnsafeFormatError: weights only in files that run code.
+  """
   names = sorted(entry.name for entry in os.scandir(root))
   weights = [name for name in names if name.endswith(SUFFIX)]
   if not weights and INDEX not in names:
@@ -74,22 +203,22 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
         "only safetensors: opening a pickle runs code",
         "convert it where you trust it: model.save_pretrained(folder)",
       )
-    _fault("weights", f"no *{SUFFIX} in the folder", "at least one file")
+    fault("weights", f"no *{SUFFIX} in the folder", "at least one file")
   if len(weights) > MAX_FILES:
-    _fault("weights", f"{len(weights)} files", f"at most {MAX_FILES}")
+    fault("weights", f"{len(weights)} files", f"at most {MAX_FILES}")
   if INDEX in names:
     weight_map = _index(root)
     files = sorted(set(weight_map.values()))
     if absent := [file for file in files if file not in names]:
-      _fault(INDEX, f"no file {shown(absent[0])}", "all that it lists")
+      fault(INDEX, f"no file {shown(absent[0])}", "all that it lists")
   else:
     weight_map = None
     files = [SINGLE] if SINGLE in weights else weights
-  # Another set of weights (consolidated.safetensors) is none of our business;
-  # parts of this one that nobody lists are.
+  # Other weights (consolidated.safetensors) are left alone; a part of these
+  # that the index does not list is an error.
   stray = [f for f in weights if f not in files and f.startswith("model")]
   if stray:
-    _fault(
+    fault(
       shown(stray[0]),
       "a file beside " + (INDEX if weight_map is not None else SINGLE),
       "one set of weights",
@@ -100,22 +229,23 @@ def weight_files(root: pathlib.Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _index(root: pathlib.Path) -> dict[str, str]:
+  """The file of each tensor, by the index."""
   data = _small_file(root, INDEX, MAX_INDEX_BYTES)
   try:
-    value = header.strict_json(data, max_depth=MAX_DEPTH)
+    value = strict_json(data, max_depth=MAX_DEPTH)
   except ValueError as error:
-    _fault(INDEX, header.reason(error), "strict JSON")
+    fault(INDEX, str(error), "strict JSON")
   weight_map = value.get("weight_map") if isinstance(value, dict) else None
   if not isinstance(weight_map, dict) or not weight_map:
-    _fault(INDEX, "no weight_map", "the file of each tensor")
+    fault(INDEX, "no weight_map", "the file of each tensor")
   for name, file in weight_map.items():
     if not isinstance(file, str) or not file.endswith(SUFFIX):
       pickle = isinstance(file, str) and file.lower().endswith(PICKLES)
       kind = UnsafeFormatError if pickle else CheckpointFormatError
       got = f"{shown(file, 40)} for {shown(name, 60)}"
-      raise kind(message(INDEX, got, f"a {SUFFIX} file", AGAIN))
+      raise kind(INDEX, got, f"a {SUFFIX} file", DOWNLOAD)
     if "/" in file or "\\" in file or not file.isprintable():
-      _fault(INDEX, f"the file {shown(file)}", "a file in the folder")
+      fault(INDEX, f"the file {shown(file)}", "a file in the folder")
   return weight_map
 
 
@@ -129,7 +259,7 @@ def _check_parts(files: list[str]) -> None:
   for (stem, total), parts in sets.items():
     if len(parts) < total or parts != set(range(1, total + 1)):
       first = next((i for i in range(1, total + 1) if i not in parts), 0)
-      _fault(
+      fault(
         "weights",
         f"{len(parts)} parts {shown(stem, 40)}*-of-{total}, without {first}",
         f"parts 1 to {total}",
@@ -141,29 +271,30 @@ _PART = re.compile(r"(?P<stem>.*?)-?(?P<i>\d{1,6})-of-(?P<of>\d{1,6})\..*")
 
 
 def _small_file(root: pathlib.Path, file: str, limit: int) -> bytes:
-  descriptor = open_inside(root, file)
-  try:
-    data = pread(descriptor, limit + 1, 0)
-  finally:
-    os.close(descriptor)
+  with open(open_inside(root, file), "rb") as opened:
+    data = opened.read(limit + 1)
   if len(data) > limit:
     kind = ConfigError if file == CONFIG else CheckpointFormatError
-    raise kind(message(file, f"more than {limit} bytes", "a small file", AGAIN))
+    raise kind(file, f"more than {limit} bytes", "a small file", DOWNLOAD)
   return data
 
 
 def open_inside(root: pathlib.Path, file: str) -> int:
-  """A descriptor of a regular file that truly lies in the folder.
+  """A descriptor of a regular file that truly is in the folder.
 
   The cache of the Hugging Face hub keeps a folder of links, snapshots/<hash>,
   to files in blobs/ beside snapshots/: those count as inside.
+
+  Raises:
+    CheckpointFormatError: a link out of the folder, no regular file, or one
+      that cannot be read.
   """
   home, path = root.resolve(), (root / file).resolve()
   inside = path.parent == home
   if home.parent.name == "snapshots":
     inside = inside or path.parent == home.parent.parent / "blobs"
   if not inside:
-    _fault(
+    fault(
       shown(file),
       "a link out of the folder",
       "a file in the folder",
@@ -177,29 +308,9 @@ def open_inside(root: pathlib.Path, file: str) -> int:
     descriptor = os.open(path, flags)
   except OSError as error:
     raise CheckpointFormatError(
-      shown(file), str(error.strerror), "a readable file", AGAIN
+      shown(file), str(error.strerror), "a readable file", DOWNLOAD
     ) from error
   if not stat.S_ISREG(os.fstat(descriptor).st_mode):
     os.close(descriptor)
-    _fault(shown(file), "something that is no file", "a regular file")
+    fault(shown(file), "something that is no file", "a regular file")
   return descriptor
-
-
-def pread(descriptor: int, length: int, offset: int) -> bytes:
-  """`length` bytes, or fewer where the file ends."""
-  parts = []
-  while length > 0 and (part := os.pread(descriptor, length, offset)):
-    parts.append(part)
-    length -= len(part)
-    offset += len(part)
-  return b"".join(parts)
-
-
-def identity(status: os.stat_result) -> FileIdentity:
-  return FileIdentity(
-    status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-  )
-
-
-def _fault(argument: str, got: str, want: str, remedy: str = AGAIN) -> NoReturn:
-  raise CheckpointFormatError(argument, got, want, remedy)

@@ -1,9 +1,13 @@
 """Writes a Hugging Face model folder, all of it or nothing.
 
 Guarantees: the folder is written beside its place and renamed into it, so that
-whoever looks, also after a crash, sees the old folder or the new one, and
-never a mixture. The same tensors give the same bytes.
-Cost: host memory for one shard, and one copy of a tensor on its devices.
+a reader, also after a crash, sees the old folder or the new one and never a
+mixture. The same tensors give the same bytes.
+Memory: one shard on the host, and one copy of a tensor on its devices.
+
+By hand: `write_file`, because safetensors hides the number of a system error (a
+full disk has its own remedy), makes files that others may not read, and does
+not wait for the disk. The swap of two folders, because Python has none.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ import pathlib
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Array, Shaped
 
+from ringjax.checks import positive_int
 from ringjax.errors import (
-  CheckpointFormatError,
   CheckpointWriteError,
   ConfigError,
   DtypeError,
@@ -33,33 +38,40 @@ from ringjax.errors import (
   OptionError,
   RingjaxError,
 )
-from ringjax.models.hf import header
-from ringjax.models.hf.header import shown
-from ringjax.models.hf.safe_files import CONFIG, INDEX, SINGLE, SUFFIX
+from ringjax.models.hf.header import DTYPES, check_name
+from ringjax.models.hf.safe_files import (
+  CONFIG,
+  INDEX,
+  SINGLE,
+  SUFFIX,
+  as_path,
+  fault,
+  shown,
+)
 
 try:
   import fcntl
 except ImportError:  # Windows: what a killed process left stays.
   fcntl = None
 
-_NAMES = {
-  dtype: name for name, (_, dtype) in header.DTYPES.items() if dtype is not None
-}
+AnyArray = Shaped[np.ndarray | Array, "..."]
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(
   path: str | os.PathLike[str],
   config: Mapping[str, Any],
-  tensors: Iterable[tuple[str, np.ndarray | jax.Array]],
+  tensors: Iterable[tuple[str, AnyArray]],
   *,
   max_shard_bytes: int = 5 * 10**9,
   overwrite: bool = False,
+  beside: Callable[[pathlib.Path], None] = lambda folder: None,
 ) -> None:
   """Writes config.json and the tensors, as transformers writes and reads them.
 
   In a run of several processes all of them make the same call, and process 0
-  writes; a tensor that is spread over processes is gathered when its turn
-  comes.
+  writes; a tensor that is sharded over processes is gathered just before it is
+  written.
 
   Args:
     path: a folder that does not exist, or is empty.
@@ -69,6 +81,7 @@ def write(
     max_shard_bytes: a file with more than one tensor has no more bytes.
     overwrite: replaces the weights and the config of a folder that is not
       empty; its other files stay.
+    beside: writes further files into the folder before it appears.
 
   Raises:
     OptionError: if `path` is taken or `max_shard_bytes` is not positive.
@@ -79,71 +92,65 @@ def write(
       process 0 could not write.
     CheckpointWriteError: if this process could not: no permission, a full disk.
   """
-  if not isinstance(path, str | os.PathLike):
-    raise InputTypeError(
-      "path", type(path).__name__, "a str or a Path", "pass a folder"
-    )
-  if max_shard_bytes < 1:
-    raise OptionError(
-      "max_shard_bytes", max_shard_bytes, "at least 1", "raise it"
-    )
+  place = as_path(path).resolve()
+  positive_int("max_shard_bytes", max_shard_bytes)
   text = _json(config)
-  place = pathlib.Path(path).resolve()
   with contextlib.ExitStack() as stack:
     writer = None
-    with _together():
+    with _same_outcome():
       if jax.process_index() == 0:
         with _writing(place):
-          _free(place, overwrite)
-          desk = stack.enter_context(_desk(place))
-        writer = _Writer(desk, max_shard_bytes)
-    with _together():
-      _take(tensors, writer, place)
+          _check_free(place, overwrite)
+          staging = stack.enter_context(_staging(place))
+        writer = _Writer(staging, max_shard_bytes)
+    with _same_outcome():
+      _collect(tensors, writer, place)
       if writer is not None:
         with _writing(place):
           writer.finish(text)
-          _publish(writer.desk, place)
+          beside(writer.folder)
+          _publish(writer.folder, place)
 
 
-def _take(
-  tensors: Iterable[tuple[str, np.ndarray | jax.Array]],
+def _collect(
+  tensors: Iterable[tuple[str, AnyArray]],
   writer: _Writer | None,
   place: pathlib.Path,
 ) -> None:
   """Hands every tensor to the writer; the other processes help to gather."""
-  fault: Exception | None = None
+  failure: Exception | None = None
   seen: set[str] = set()
   for name, tensor in tensors:
     _check(name, tensor, seen)
-    if writer is not None and fault is None:
+    if writer is not None and failure is None:
       try:
         with _writing(place):
-          writer.room(tensor.nbytes)
+          writer.flush_before(tensor.nbytes)
       except Exception as error:
         if jax.process_count() == 1:
           raise
         # The others wait for this process where a tensor is gathered.
-        fault = error
-    if writer is not None and fault is None:
+        failure = error
+    if writer is not None and failure is None:
       writer.add(name, _host(tensor))
-    elif _replicated(tensor):
+    elif _over_processes(tensor):
       _host(tensor)
-  if fault is not None:
-    raise fault
+  if failure is not None:
+    raise failure
 
 
 class _Writer:
   """Fills files with tensors, at most `max_shard_bytes` in each."""
 
-  def __init__(self, desk: pathlib.Path, max_shard_bytes: int):
-    self.desk = desk
+  def __init__(self, folder: pathlib.Path, max_shard_bytes: int):
+    self.folder = folder
     self._max = max_shard_bytes
     self._held: dict[str, np.ndarray] = {}
     self._shards: list[list[str]] = []
     self._totals = {"total_parameters": 0, "total_size": 0}
 
-  def room(self, nbytes: int) -> None:
-    """Makes room for a tensor: writes what is held if it is one too many."""
+  def flush_before(self, nbytes: int) -> None:
+    """Writes what is held if a tensor of `nbytes` does not fit beside it."""
     held = sum(x.nbytes for x in self._held.values())
     if self._held and held + nbytes > self._max:
       self._flush()
@@ -160,26 +167,25 @@ class _Writer:
     total = len(self._shards)
     where: dict[str, str] = {}
     for i, names in enumerate(self._shards):
-      stem = SINGLE.removesuffix(SUFFIX)
-      file = (
-        SINGLE if total == 1 else f"{stem}-{i + 1:05}-of-{total:05}{SUFFIX}"
-      )
-      os.rename(self.desk / f"part{i}", self.desk / file)
+      part = "" if total == 1 else f"-{i + 1:05}-of-{total:05}"
+      file = SINGLE.removesuffix(SUFFIX) + part + SUFFIX
+      os.rename(self.folder / f"part{i}", self.folder / file)
       where |= dict.fromkeys(names, file)
     if total > 1:
       index = {"metadata": self._totals, "weight_map": where}
-      _write_text(self.desk / INDEX, _json(index))
-    _write_text(self.desk / CONFIG, config)
+      _write_text(self.folder / INDEX, _json(index))
+    _write_text(self.folder / CONFIG, config)
 
   def _flush(self) -> None:
-    file = self.desk / f"part{len(self._shards)}"
+    file = self.folder / f"part{len(self._shards)}"
     write_file(file, self._held)
     self._shards.append(list(self._held))
     self._held = {}
 
 
 def write_file(
-  path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray]
+  path: str | os.PathLike[str],
+  tensors: Mapping[str, Shaped[np.ndarray, ...]],
 ) -> None:
   """Writes one safetensors file, and waits until it is on the disk.
 
@@ -215,36 +221,40 @@ def write_file(
 
 
 def _check(name: str, tensor: object, seen: set[str]) -> None:
-  if wrong := header.check_name(name):
-    _fault("tensors", wrong, "printable characters without '/' and '..'")
+  if wrong := check_name(name):
+    allowed = "printable characters without '/' and '..'"
+    fault("tensors", wrong, allowed, "rename the tensor")
   if name in seen:
-    _fault("tensors", f"{shown(name)} twice", "every name once")
+    fault("tensors", f"{shown(name)} twice", "every name once", "rename one")
   seen.add(name)
   if not isinstance(tensor, np.ndarray | jax.Array):
-    kind = type(tensor).__name__
     raise InputTypeError(
-      shown(name), kind, "a JAX or NumPy array", "convert it"
+      shown(name),
+      type(tensor).__name__,
+      "a JAX or NumPy array",
+      "convert it with np.asarray",
     )
   if tensor.dtype not in _NAMES:
     raise DtypeError(
       shown(name),
       str(tensor.dtype),
       "a float, an integer or a boolean that the format knows",
-      "cast it",
+      "cast it, e.g. to float32",
     )
 
 
-def _replicated(tensor: np.ndarray | jax.Array) -> bool:
-  """Whether other processes hold a part of it."""
+def _over_processes(tensor: np.ndarray | jax.Array) -> bool:
+  """Whether only other processes hold some of its values."""
   return isinstance(tensor, jax.Array) and not (
     tensor.is_fully_addressable or tensor.is_fully_replicated
   )
 
 
 def _host(tensor: np.ndarray | jax.Array) -> np.ndarray:
+  """All of a tensor in host memory."""
   if isinstance(tensor, np.ndarray):
     return tensor
-  if _replicated(tensor):
+  if _over_processes(tensor):
     return multihost_utils.process_allgather(tensor, tiled=True)
   if not tensor.is_fully_addressable:
     tensor = tensor.addressable_data(0)
@@ -257,23 +267,20 @@ def _host(tensor: np.ndarray | jax.Array) -> np.ndarray:
 # ---------------------------------------------------------------------------
 
 
-def _free(place: pathlib.Path, overwrite: bool) -> None:
-  """Refuses a place that must not be written to."""
+def _check_free(place: pathlib.Path, overwrite: bool) -> None:
+  """Refuses a file, a folder with folders, or without `overwrite` any files."""
   if not place.exists():
     return
+  entries = list(os.scandir(place)) if place.is_dir() else []
+  folders = [x.name for x in entries if x.is_dir(follow_symlinks=False)]
   if not place.is_dir():
-    _taken(place, "a file", "give a folder")
-  entries = list(os.scandir(place))
-  if entries and not overwrite:
-    _taken(place, f"a folder with {len(entries)} files", "overwrite=True")
-  for entry in entries:
-    if entry.is_dir(follow_symlinks=False):
-      _taken(
-        place, f"a folder with a folder {shown(entry.name)}", "write elsewhere"
-      )
-
-
-def _taken(place: pathlib.Path, got: str, remedy: str) -> NoReturn:
+    got, remedy = "a file", "give a folder"
+  elif entries and not overwrite:
+    got, remedy = f"a folder with {len(entries)} files", "pass overwrite=True"
+  elif folders:
+    got, remedy = f"a folder with a folder {shown(folders[0])}", "pass another"
+  else:
+    return
   raise OptionError(
     "path", f"{shown(place)}, {got}", "a new or an empty folder", remedy
   )
@@ -281,7 +288,7 @@ def _taken(place: pathlib.Path, got: str, remedy: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _writing(place: pathlib.Path) -> Iterator[None]:
-  """Has an error of the file system name the folder and what to do."""
+  """Turns an error of the file system into one that says what to do."""
   try:
     yield
   except OSError as error:
@@ -300,7 +307,7 @@ def _writing(place: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _desk(place: pathlib.Path) -> Iterator[pathlib.Path]:
+def _staging(place: pathlib.Path) -> Iterator[pathlib.Path]:
   """A folder beside the place, gone in the end whatever happens."""
   place.parent.mkdir(parents=True, exist_ok=True)
   stem = f".{place.name}.tmp-"
@@ -308,20 +315,20 @@ def _desk(place: pathlib.Path) -> Iterator[pathlib.Path]:
     if (lock := _lock(left)) is not None:
       shutil.rmtree(left, ignore_errors=True)
       os.close(lock)
-  desk = place.parent / f"{stem}{secrets.token_hex(4)}"
-  desk.mkdir()
-  # Says to other processes, as long as this one lives: not left over.
-  lock = _lock(desk)
+  staging = place.parent / f"{stem}{secrets.token_hex(4)}"
+  staging.mkdir()
+  # While this process lives, no other one takes the folder for a leftover.
+  lock = _lock(staging)
   try:
-    yield desk
+    yield staging
   finally:
-    shutil.rmtree(desk, ignore_errors=True)
+    shutil.rmtree(staging, ignore_errors=True)
     if lock is not None:
       os.close(lock)
 
 
 def _lock(folder: pathlib.Path) -> int | None:
-  """A descriptor that holds the folder until it is closed; None: held."""
+  """A descriptor that locks a folder until it is closed; None: not locked."""
   if fcntl is None:
     return None
   try:
@@ -336,22 +343,22 @@ def _lock(folder: pathlib.Path) -> int | None:
   return descriptor
 
 
-def _publish(desk: pathlib.Path, place: pathlib.Path) -> None:
+def _publish(staging: pathlib.Path, place: pathlib.Path) -> None:
   """Puts the finished folder into its place, in one step."""
   old = list(os.scandir(place)) if place.exists() else []
   for entry in old:
     if not _ours(entry.name):
-      _carry(entry, desk)
+      _carry_over(entry, staging)
   if place.exists():
-    shutil.copymode(place, desk)
-  _sync_folder(desk)
+    shutil.copymode(place, staging)
+  _sync_folder(staging)
   if not old:
-    os.rename(desk, place)
-  elif not _exchange(desk, place):
+    os.rename(staging, place)
+  elif not _exchange(staging, place):
     # In between only the name is missing; both folders are there.
     aside = place.with_name(f"{place.name}.old-{secrets.token_hex(4)}")
     os.rename(place, aside)
-    os.rename(desk, place)
+    os.rename(staging, place)
     shutil.rmtree(aside)
   _sync_folder(place.parent)
 
@@ -361,14 +368,13 @@ def _ours(name: str) -> bool:
   return weights or name in (CONFIG, INDEX)
 
 
-def _carry(entry: os.DirEntry[str], desk: pathlib.Path) -> None:
-  if entry.is_symlink():
-    os.symlink(os.readlink(entry.path), desk / entry.name)
-    return
+def _carry_over(entry: os.DirEntry[str], staging: pathlib.Path) -> None:
+  """Links a file that stays into the new folder, or copies it."""
+  to = staging / entry.name
   try:
-    os.link(entry.path, desk / entry.name)
-  except OSError:
-    shutil.copy2(entry.path, desk / entry.name)
+    os.link(entry.path, to, follow_symlinks=False)
+  except (OSError, NotImplementedError):
+    shutil.copy2(entry.path, to, follow_symlinks=False)
 
 
 def _exchange(a: pathlib.Path, b: pathlib.Path) -> bool:
@@ -418,29 +424,23 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _together() -> Iterator[None]:
-  """What fails in process 0 fails in all, instead of leaving them waiting."""
+def _same_outcome() -> Iterator[None]:
+  """Fails in all processes if it fails in one, so that none waits for ever."""
   if jax.process_count() == 1:
     yield
     return
-  fault: Exception | None = None
+  failure: Exception | None = None
   try:
     yield
   except Exception as error:
-    fault = error
-  fine = multihost_utils.process_allgather(np.array(fault is None))
-  if fault is not None:
-    raise fault
+    failure = error
+  fine = multihost_utils.process_allgather(np.array(failure is None))
+  if failure is not None:
+    raise failure
   if not np.all(fine):
-    _fault(
+    fault(
       "path",
       "a failure in another process",
-      "that all go on together",
-      "see what the other one raised",
+      "success in all of them",
+      "see what the other process raised",
     )
-
-
-def _fault(
-  argument: str, got: str, want: str, remedy: str = "rename it"
-) -> NoReturn:
-  raise CheckpointFormatError(argument, got, want, remedy)

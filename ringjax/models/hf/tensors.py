@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,24 +33,24 @@ class CheckpointTensor:
 
   Attributes:
     name: its name.
-    form: how parameters lie in it.
+    form: how parameters are stored in it.
     targets: (path of a parameter, index of the piece in it), for each piece.
-    place: its name in a folder where it has another one.
+    stored_name: its name in a folder where it has another one.
   """
 
   name: str
   form: Any
   targets: tuple[tuple[str, tuple[int, ...]], ...]
-  place: str | None = None
+  stored_name: str | None = None
 
   @property
   def pieces(self) -> tuple[StoredTensor, ...]:
     """The tensors on disk that it is made of: itself, or codes and scales."""
-    place = self.place or self.name
+    name = self.stored_name or self.name
     if isinstance(self.form, Packed):
-      return self.form.pieces(place)
+      return self.form.pieces(name)
     stored = self.form.stored
-    return (StoredTensor(place, stored, None, tuple(range(len(stored)))),)
+    return (StoredTensor(name, stored, None, tuple(range(len(stored)))),)
 
 
 def parameters(module: Any) -> dict[str, nnx.Variable]:
@@ -59,20 +59,15 @@ def parameters(module: Any) -> dict[str, nnx.Variable]:
     module, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
   return {
-    ".".join(str(_key(k)) for k in path): leaf
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf
     for path, leaf in leaves
     if isinstance(leaf, nnx.Variable)
   }
 
 
-def _key(key: Any) -> Any:
-  for name in ("name", "key", "idx"):
-    if hasattr(key, name):
-      return getattr(key, name)
-  raise AssertionError(key)
-
-
-def plan(model: Transformer, names: TensorNames) -> list[CheckpointTensor]:
+def checkpoint_tensors(
+  model: Transformer, names: TensorNames
+) -> list[CheckpointTensor]:
   """The tensors of a checkpoint of `model`, which may be abstract."""
   found = list(_outer(model, names))
   for g, run in enumerate(model.stack.runs):
@@ -104,22 +99,21 @@ def _outer(
 
 
 def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
+  """How a parameter of a module is stored."""
   if leaf == "weight" and isinstance(module, Linear):
     return Transpose(shape[: module.contracted], shape[module.contracted :])
   if leaf == "weight" and isinstance(module, Head):
     return Transpose(shape[:1], shape[1:])
   if isinstance(module, Taps):
     return Reshape(shape, (math.prod(shape[:-1]), 1, shape[-1]))
-  if len(shape) == 1 or isinstance(module, Linear) or _is_norm(module):
+  # Of a norm it is a row, whatever its shape here.
+  if len(shape) == 1 or isinstance(module, Linear) or hasattr(module, "eps"):
     return Reshape(shape, (math.prod(shape),))
   return Reshape(shape, shape)
 
 
-def _is_norm(module: Any) -> bool:
-  return hasattr(module, "eps")
-
-
 def _part(block: Any, path: str) -> Any:
+  """A module in a block by its path, or None."""
   for name in path.split("."):
     block = getattr(block, name, None)
   return block
@@ -128,12 +122,20 @@ def _part(block: Any, path: str) -> Any:
 def _layer(
   block: Any, names: TensorNames, prefix: str, layer: str, index: int
 ) -> Iterator[CheckpointTensor]:
+  """The tensors of one layer, number `index` in the stack of `block`."""
   have = {
     path: param.get_value().shape[1:]
     for path, param in parameters(block).items()
   }
-  target = lambda path, *more: (prefix + path, (index, *more))
-  done: set[str] = set()
+  left = dict(have)
+
+  def tensor(
+    name: str, form: Any, paths: Sequence[str], *more: int
+  ) -> CheckpointTensor:
+    for path in paths:
+      left.pop(path, None)
+    targets = tuple((prefix + path, (index, *more)) for path in paths)
+    return CheckpointTensor(layer + name, form, targets)
 
   def form(path: str) -> Any:
     part, _, leaf = path.rpartition(".")
@@ -142,37 +144,20 @@ def _layer(
   for name, fusion in names.fused.items():
     for leaf in ("weight", "bias"):
       paths = [f"{part}.{leaf}" for part in fusion.parts]
-      if not set(paths) <= set(have):
-        continue
-      rows = FusedRows(fusion.groups, tuple(form(path) for path in paths))
-      done.update(paths)
-      yield CheckpointTensor(
-        f"{layer}{name}.{leaf}", rows, tuple(target(path) for path in paths)
-      )
+      if set(paths) <= set(have):
+        rows = FusedRows(fusion.groups, tuple(map(form, paths)))
+        yield tensor(f"{name}.{leaf}", rows, paths)
   for name, (paths, interleaved) in names.columns.items():
     if set(paths) <= set(have):
-      done.update(paths)
-      yield CheckpointTensor(
-        layer + name,
-        FusedColumns(have[paths[0]], interleaved),
-        tuple(target(path) for path in paths),
-      )
-  for path, shape in have.items():
-    if path in done:
-      continue
+      yield tensor(name, FusedColumns(have[paths[0]], interleaved), paths)
+  for path, shape in list(left.items()):
     part, _, leaf = path.rpartition(".")
     if path in names.leaves:
-      yield CheckpointTensor(
-        layer + names.leaves[path], Reshape(shape, shape), (target(path),)
-      )
+      yield tensor(names.leaves[path], Reshape(shape, shape), [path])
     elif path in names.experts:
+      transpose = Transpose(shape[1:2], shape[2:])
       for expert in range(shape[0]):
-        yield CheckpointTensor(
-          layer + names.experts[path].format(expert),
-          Transpose(shape[1:2], shape[2:]),
-          (target(path, expert),),
-        )
+        name = names.experts[path].format(expert)
+        yield tensor(name, transpose, [path], expert)
     else:
-      yield CheckpointTensor(
-        f"{layer}{names.parts[part]}.{leaf}", form(path), (target(path),)
-      )
+      yield tensor(f"{names.parts[part]}.{leaf}", form(path), [path])

@@ -165,10 +165,10 @@ def unlink(name):
 FORMAT = CheckpointFormatError
 ONE, TWO = [A], [A, B]
 BAD_FOLDERS = {
-  "cut": (ONE, spoil_bytes(lambda x: x[:-1]), FORMAT, "543 bytes of data"),
+  "cut": (ONE, spoil_bytes(lambda x: x[:-1]), FORMAT, "the 543 bytes"),
   "cut in the header": (ONE, spoil_bytes(lambda x: x[:50]), FORMAT, "of 50"),
   "empty file": (ONE, spoil_bytes(lambda x: b""), FORMAT, "0 bytes"),
-  "longer": (ONE, spoil_bytes(lambda x: x + b"\0"), FORMAT, "545 bytes"),
+  "longer": (ONE, spoil_bytes(lambda x: x + b"\0"), FORMAT, "the 545 bytes"),
   "web page": (ONE, spoil_bytes(lambda x: b"<html>" * 9), FORMAT, "header of"),
   "lfs pointer": (
     ONE,
@@ -243,7 +243,7 @@ BAD_FOLDERS = {
     TWO,
     lambda p: remap(p, lambda m: m.pop("a")),
     FORMAT,
-    "nothing on a",
+    "a in model-00001-of-00002.safetensors; wanted it in no file",
   ),
   "index points to the wrong file": (
     TWO,

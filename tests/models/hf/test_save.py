@@ -84,7 +84,7 @@ def test_round_trip(tmp_path, shard):
   assert listing(path.parent) == ["m"]
 
 
-@pytest.mark.parametrize("dtype", [d for _, d in DTYPES.values() if d])
+@pytest.mark.parametrize("dtype", DTYPES.values())
 def test_round_trip_of_every_dtype(tmp_path, dtype):
   x = {"a": np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)}
   write(tmp_path, {}, x.items())
@@ -213,7 +213,7 @@ def test_bad_config(tmp_path, config):
 
 
 def test_bad_shard_size(tmp_path):
-  with pytest.raises(OptionError, match="max_shard_bytes: got 0"):
+  with pytest.raises(OptionError, match="max_shard_bytes: got 0;.*at least 1"):
     write(tmp_path / "m", {}, ONE, max_shard_bytes=0)
 
 
