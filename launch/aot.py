@@ -126,7 +126,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     options["what"] = "backward" if values.backward else "forward"
   else:
     _needed(values, "model", "llama-3.1-8b")
-    options["model"] = _model(_single(values, "model"))
+    options["model"] = config_of(_single(values, "model"))
     if values.shard is not None:
       options["shard"] = None if values.shard == "none" else values.shard
     if values["layers"].present:
@@ -143,7 +143,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   return options
 
 
-def _model(name: str) -> str | dict[str, Any]:
+def config_of(name: str) -> str | dict[str, Any]:
   """The name of a preset, or the config.json of a folder.
 
   Raises:

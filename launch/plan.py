@@ -22,6 +22,8 @@
       '.[aot]'): whether it fits, what it sends, what hides it; with
       --search over meshes, layouts, remat and blocks. --model also takes a
       folder with a config.json; no weights are read.
+  python -m launch.plan cache --model=gemma-3-27b --tokens=131072
+      Bytes of a model's cache of each kind; no weights are read.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather;
       what is in the file already is not compiled again.
@@ -48,6 +50,7 @@ from absl import app, flags
 
 from launch import (
   aot,
+  cache,
   capacity,
   common,
   console,
@@ -478,6 +481,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "fit": strategies.measure,
   "pictures": _pictures,
   "aot": aot.compile_one,
+  "cache": cache.sizes,
   "capacity": capacity.search,
   "cycles": cycles.count,
 }

@@ -146,7 +146,7 @@ def generate(
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
     cache_kind: how the cache stores keys and values, an `rj.kv.CacheKind` or
-      its name: "dense" or "unrotated".
+      its name: "dense", "unrotated" or "windowed".
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.

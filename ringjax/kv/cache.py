@@ -3,10 +3,11 @@
 Guarantees: rows are independent; appending tokens, keeping fewer of them and
 appending others is the same as never having appended the first; what a row
 exports is loaded bit for bit.
-Memory: L B S K (H + J) numbers, where S is the capacity.
+Memory: L B S K (H + J) numbers, where S is the capacity; for windowed layers
+of kind "windowed" S is what they look back and a slack, see `window`.
 
-`ContiguousSlots` says which token is in which slot; the arrays of keys and
-values are one for each kind of layer of the model.
+`ContiguousSlots` and `WindowSlots` say which token is in which slot; the arrays
+of keys and values are one for each kind of layer of the model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped
 
 from ringjax import tree
 from ringjax.errors import (
@@ -31,6 +34,7 @@ from ringjax.kv.base import KV, CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.state import State, StateShape
+from ringjax.kv.window import WindowSlots, window_slots
 from ringjax.ops.attention.views import ContiguousView, KVView, UnrotatedView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
@@ -45,12 +49,14 @@ class LayerCacheSpec:
     heads: kv heads, K.
     key: head dim of the keys, H.
     value: head dim of the values, J; 0 where values are part of the keys.
+    reach: tokens before its own that a query looks back, None for all.
   """
 
   layers: int
   heads: int
   key: int
   value: int
+  reach: int | None = None
 
   def numbers(self) -> int:
     """Numbers that one token takes."""
@@ -85,6 +91,9 @@ class Blocks(NamedTuple):
     at: coordinates [n], by position.
     parts: for each kind of layer keys [L, K, n, H] and values [L, K, n, J].
     kind: of the cache that they came from.
+
+  Layers with a ring buffer have the last tokens alone, as many as they look
+  back.
   """
 
   at: Coords
@@ -97,10 +106,12 @@ class Snapshot(NamedTuple):
 
   Fields:
     slots: coordinates and cursors.
-    states: of recurrent layers, None for others.
+    rings: those of ring buffers.
+    states: of recurrent layers and ring buffers, None for others.
   """
 
   slots: ContiguousSlots
+  rings: tuple[WindowSlots, ...]
   states: tuple[Any, ...]
 
 
@@ -110,7 +121,9 @@ class KVCache:
 
   Attributes:
     slots: for each kind of layer its `LayerKV`, or a recurrent one's `State`.
-    held: which token is in which slot.
+    held: which token is in which slot, of layers that keep all.
+    rings: the same of ring buffers, one for each size.
+    ring_of: for each kind of layer which of the rings it has, or None.
     kind: how keys and values are stored.
     mesh: whose `axis` shards S; None is one device.
     axis: the sequence's axis.
@@ -118,6 +131,8 @@ class KVCache:
 
   slots: tuple[LayerKV | State, ...]
   held: ContiguousSlots
+  rings: tuple[WindowSlots, ...] = ()
+  ring_of: tuple[int | None, ...] = ()
   kind: CacheKind = DENSE
   mesh: Any = None
   axis: str | None = None
@@ -180,9 +195,21 @@ class KVCache:
       mesh=mesh,
       axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
     )
+    sizes = [_ring_size(s, kind, room) for s in shapes]
+    rings = sorted({x for x in sizes if x is not None})
+    rooms = [dataclasses.replace(room, capacity=n) for n, _ in rings]
+    which = tuple(None if x is None else rings.index(x) for x in sizes)
     return cls(
-      tuple(s.slots(room) for s in shapes),
+      tuple(
+        s.slots(room if n is None else rooms[n])
+        for s, n in zip(shapes, which, strict=True)
+      ),
       ContiguousSlots.spec(room),
+      tuple(
+        WindowSlots.spec(room, reach, kind.slack)
+        for room, (_, reach) in zip(rooms, rings, strict=True)
+      ),
+      which,
       kind,
       mesh,
       axis,
@@ -218,7 +245,7 @@ class KVCache:
   @property
   def lost(self) -> bool:
     """Whether the arrays were donated to a program."""
-    leaves = jax.tree.leaves((self.slots, self.held))
+    leaves = jax.tree.leaves(self)
     return any(isinstance(x, jax.Array) and _deleted(x) for x in leaves)
 
   @property
@@ -228,7 +255,7 @@ class KVCache:
 
   def nbytes(self) -> int:
     """Bytes of all shards together."""
-    return sum(x.nbytes for x in jax.tree.leaves((self.slots, self.held)))
+    return sum(x.nbytes for x in jax.tree.leaves(self))
 
   def free(self) -> np.ndarray | None:
     """Slots that are free, int [B, R]; None where they are traced."""
@@ -312,18 +339,30 @@ class KVCache:
         not starts the cache anew.
     """
     mode = REPLICATED if replicated else SHARDED if sees else FILL
-    return dataclasses.replace(self, held=self.held.allocate(at, mode))
+    return dataclasses.replace(
+      self,
+      held=self.held.allocate(at, mode),
+      rings=tuple(ring.allocate(at, mode) for ring in self.rings),
+    )
 
   def layer(self, kind: int, slots: Any, index: Any) -> Any:
-    del kind
     if isinstance(slots, State):
       return slots.layer(self, index)
+    ring = self._ring(kind)
+    if ring is not None:
+      return WindowLayer(self, slots, index, ring=ring)
     return ContiguousLayer(self, slots, index)
+
+  def _ring(self, kind: int) -> WindowSlots | None:
+    """The ring buffer of a kind of layer, None where it keeps all."""
+    number = self.ring_of[kind] if self.ring_of else None
+    return None if number is None else self.rings[number]
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
     """The cache after the layers."""
     held = dataclasses.replace(self.held, mode=FILL)
-    return dataclasses.replace(self, slots=slots, held=held)
+    rings = tuple(ring.committed() for ring in self.rings)
+    return dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -335,12 +374,42 @@ class KVCache:
     Slots behind the last token that is left are free again.
 
     Raises:
-      OptionError: a recurrent layer, whose state cannot go back.
+      OptionError: a recurrent layer, whose state cannot go back, or ring
+        buffers of which more than the last `slack` tokens would go.
     """
     self._refuse_states("truncate")
     end = jnp.asarray(length, jnp.int32).reshape(-1)
     end = jnp.broadcast_to(end, (self.batch,))
-    return dataclasses.replace(self, held=self.held.truncate(end))
+    if self.rings:
+      self._refuse_far(end)
+    return dataclasses.replace(
+      self,
+      held=self.held.truncate(end),
+      rings=tuple(ring.truncate(end) for ring in self.rings),
+    )
+
+  def _refuse_far(self, end: jax.Array) -> None:
+    """Refuses to go back further than ring buffers can."""
+    slack = self.kind.slack
+    if isinstance(end, jax.core.Tracer) or isinstance(
+      self.held.used, jax.core.Tracer
+    ):
+      raise OptionError(
+        "length",
+        "a traced value, with windowed layers",
+        "one that is known, so that it can be checked",
+        "truncate outside of jit, or make the cache with kind='dense'",
+      )
+    new = np.asarray(end)
+    left = np.where(new > 0, np.asarray(self.length) - new, 0)
+    far = int(left.max(initial=0))
+    if far > slack:
+      raise OptionError(
+        "length",
+        f"{far} tokens less than a row has, with windowed layers",
+        f"at most the last {slack}, or all of a row",
+        "make the cache with kind='dense', or with a larger slack",
+      )
 
   def keep(self, kept: Any) -> KVCache:
     """Of the last call's T tokens those in `kept`, bool [B, T].
@@ -362,12 +431,22 @@ class KVCache:
         f"bool [{self.batch}, T], a value for each token of the last call",
         "pass jnp.arange(T)[None] < accepted[:, None], for instance",
       )
+    if self.rings and kept.shape[1] > self.kind.slack:
+      raise OptionError(
+        "kept",
+        f"{kept.shape[1]} tokens, with windowed layers",
+        f"at most {self.kind.slack}, of which these can take some back",
+        "make the cache with kind='dense', or with a larger slack",
+      )
     return _keep(self, kept)
 
   def snapshot(self) -> Snapshot:
     """What `restore` goes back to; later calls may donate the cache."""
-    states = tuple(s if isinstance(s, State) else None for s in self.slots)
-    return jax.tree.map(jnp.copy, Snapshot(self.held, states))
+    states = tuple(
+      s if isinstance(s, State) or self._ring(n) is not None else None
+      for n, s in enumerate(self.slots)
+    )
+    return jax.tree.map(jnp.copy, Snapshot(self.held, self.rings, states))
 
   def restore(self, snapshot: Snapshot) -> KVCache:
     """As it was at a snapshot of the same cache, before later appends."""
@@ -375,8 +454,8 @@ class KVCache:
       old if state is None else jax.tree.map(jnp.copy, state)
       for old, state in zip(self.slots, snapshot.states, strict=True)
     )
-    held = jax.tree.map(jnp.copy, snapshot.slots)
-    return dataclasses.replace(self, slots=slots, held=held)
+    held, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
+    return dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
   def reset(self, rows: Any) -> KVCache:
     """With these rows, int [n], empty; the others are as they were."""
@@ -389,11 +468,20 @@ class KVCache:
       used=empty(held.used),
       before=empty(held.before),
     )
+    rings = tuple(
+      dataclasses.replace(
+        ring,
+        at=Coords(ring.at.pos, empty(ring.at.seg)),
+        count=empty(ring.count),
+        before=empty(ring.before),
+      )
+      for ring in self.rings
+    )
     clear = lambda x: x.at[:, rows].set(0)
     slots = tuple(
       jax.tree.map(clear, s) if isinstance(s, State) else s for s in self.slots
     )
-    return self._placed(slots, held)
+    return self._placed(slots, held, rings)
 
   def insert(self, rows: Any, other: KVCache) -> KVCache:
     """With the rows of another cache in place of `rows`, int [n].
@@ -432,7 +520,8 @@ class KVCache:
     held = jax.tree.map(
       put(0), self.held, dataclasses.replace(other.held, mode=self.held.mode)
     )
-    return self._placed(slots, held)
+    rings = jax.tree.map(put(0), self.rings, other.rings)
+    return self._placed(slots, held, rings)
 
   def take(self, examples: Any) -> KVCache:
     """Of these rows, int [B'], each as often as it is named.
@@ -448,6 +537,7 @@ class KVCache:
       self,
       slots=jax.tree.map(one(1), self.slots),
       held=jax.tree.map(one(0), self.held),
+      rings=jax.tree.map(one(0), self.rings),
     )
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
@@ -455,26 +545,40 @@ class KVCache:
 
     Raises:
       OptionError: a recurrent layer, whose state is not of single tokens.
-      PromptError: the row does not hold all of these positions.
+      PromptError: the row does not hold all of these positions; layers with a
+        ring buffer have only to hold the last ones, as many as they look back.
     """
     self._refuse_states("export")
     (row,) = (int(n) for n in self._rows([row]))
-    pos, seg = (np.asarray(x)[row] for x in self.at)
-    found = np.flatnonzero((seg > 0) & (pos >= start) & (pos < stop))
-    found = found[np.argsort(pos[found], kind="stable")]
-    if found.size == 0 or not np.array_equal(
-      pos[found], np.arange(start, stop)
-    ):
+    found, whole = _found(self.at, row, start, stop)
+    if not whole:
       raise PromptError(
         "start, stop",
         f"{start} to {stop}, of which row {row} holds {found.size}",
         f"positions from 0 to {int(np.asarray(self.length)[row])}",
         "name positions that the row has read",
       )
-    index = jnp.asarray(found, jnp.int32)
-    part = lambda x: jnp.take(x[:, row], index, axis=2)
-    parts = jax.tree.map(part, self.slots)
-    at = Coords(*(jnp.asarray(x[found], jnp.int32) for x in (pos, seg)))
+    rings = []
+    for ring in self.rings:
+      first = max(start, stop - ring.reach)
+      last, whole = _found(ring.at, row, first, stop)
+      if not whole:
+        raise PromptError(
+          "stop",
+          f"{stop}, where windowed layers of row {row} hold no longer all "
+          f"positions from {first} on",
+          f"a position among the last {ring.slack} of the row",
+          "export sooner, or make the cache with kind='dense'",
+        )
+      rings.append(last)
+
+    def part(kind: int, slots: Any) -> Any:
+      number = self.ring_of[kind] if self.ring_of else None
+      index = jnp.asarray(found if number is None else rings[number], jnp.int32)
+      return jax.tree.map(lambda x: jnp.take(x[:, row], index, axis=2), slots)
+
+    parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
+    at = Coords(*(x[row][jnp.asarray(found, jnp.int32)] for x in self.at))
     return Blocks(at, parts, self.kind)
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
@@ -517,31 +621,52 @@ class KVCache:
     count = at.pos.shape[0]
     one = self.take(np.array([row]))
     one.check(1, count, replicated=True, sees=True)
-    held = one.held.allocate(
-      Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at)), REPLICATED
+    at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
+    held = one.held.allocate(at, REPLICATED)
+    rings = tuple(
+      ring.allocate(Coords(*(x[:, -ring.reach :] for x in at)), REPLICATED)
+      for ring in one.rings
     )
 
-    def appended(old: jax.Array, new: jax.Array) -> jax.Array:
-      for n in range(old.shape[0] if old.shape[-1] else 0):
-        old = held.write(old, new[n][None], n)
-      return old
+    def appended(kind: int, old: Any, new: Any) -> Any:
+      number = one.ring_of[kind] if one.ring_of else None
+      into = held if number is None else rings[number]
 
-    slots = jax.tree.map(appended, one.slots, blocks.parts)
-    filled = dataclasses.replace(one, slots=slots, held=held)
+      def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        for n in range(old.shape[0] if old.shape[-1] else 0):
+          old = into.write(old, new[n][None], n)
+        return old
+
+      return jax.tree.map(write, old, new)
+
+    slots: Any = tuple(
+      appended(kind, old, new)
+      for kind, (old, new) in enumerate(
+        zip(one.slots, blocks.parts, strict=True)
+      )
+    )
+    filled = dataclasses.replace(one, held=held, rings=rings).updated(slots)
     return self.insert(np.array([row]), filled)
 
   def gathered(self, device: Any) -> KVCache:
     """The same tokens on one device."""
     held, along = self.held.gathered(device)
-    slots = tuple(
-      s.gathered(device) if isinstance(s, State) else LayerKV(*map(along, s))
-      for s in self.slots
-    )
-    return KVCache(slots, held, self.kind)
+    rings = [ring.gathered(device) for ring in self.rings]
 
-  def _placed(self, slots: Any, held: Any) -> KVCache:
+    def one(kind: int, slots: Any) -> Any:
+      if isinstance(slots, State):
+        return slots.gathered(device)
+      number = self.ring_of[kind] if self.ring_of else None
+      return LayerKV(*map(along if number is None else rings[number][1], slots))
+
+    slots = tuple(one(kind, x) for kind, x in enumerate(self.slots))
+    return KVCache(
+      slots, held, tuple(ring for ring, _ in rings), self.ring_of, self.kind
+    )
+
+  def _placed(self, slots: Any, held: Any, rings: Any) -> KVCache:
     """With new arrays where the old ones were."""
-    made = dataclasses.replace(self, slots=slots, held=held)
+    made = dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
     def same(x: jax.Array, old: jax.Array) -> jax.Array:
       if isinstance(old, jax.core.Tracer) or self.mesh is None:
@@ -582,14 +707,47 @@ class KVCache:
     return found
 
 
-tree.register(KVCache, ("slots", "held"), ("kind", "mesh", "axis"))
+tree.register(
+  KVCache, ("slots", "held", "rings"), ("ring_of", "kind", "mesh", "axis")
+)
 
 
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   held, along = cache.held.kept(kept)
-  slots = jax.tree.map(along, cache.slots)
-  return dataclasses.replace(cache, slots=slots, held=held)
+  rings = [ring.kept(kept) for ring in cache.rings]
+
+  def one(kind: int, slots: Any) -> Any:
+    number = cache.ring_of[kind] if cache.ring_of else None
+    return jax.tree.map(along if number is None else rings[number][1], slots)
+
+  return dataclasses.replace(
+    cache,
+    slots=tuple(one(kind, x) for kind, x in enumerate(cache.slots)),
+    held=held,
+    rings=tuple(ring for ring, _ in rings),
+  )
+
+
+def _ring_size(
+  shape: Any, kind: CacheKind, room: CacheSpec
+) -> tuple[int, int] | None:
+  """Slots and reach of a layer's ring; None where it keeps all tokens."""
+  reach = getattr(shape, "reach", None)
+  if not kind.windowed or reach is None:
+    return None
+  reach = max(1, reach)
+  size = window_slots(reach, kind.slack, room.shards)
+  return (size, reach) if size < room.capacity else None
+
+
+def _found(at: Coords, row: int, start: int, stop: int) -> tuple[Any, bool]:
+  """Slots of a row's positions, and whether they are all there, once each."""
+  pos, seg = (np.asarray(x)[row] for x in at)
+  found = np.flatnonzero((seg > 0) & (pos >= start) & (pos < stop))
+  found = found[np.argsort(pos[found], kind="stable")]
+  whole = stop > start and np.array_equal(pos[found], np.arange(start, stop))
+  return found, whole
 
 
 def _deleted(x: jax.Array) -> bool:
@@ -623,7 +781,11 @@ class ContiguousLayer:
   rotation: Rotation = Rotation()
 
   def append(
-    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
   ) -> ContiguousLayer:
     rotated = rotation.own(k)
     stored = k if self.cache.kind.unrotated else rotated
@@ -638,7 +800,64 @@ class ContiguousLayer:
     )
 
   def views(self) -> tuple[KVView, ...]:
-    view = ContiguousView(*self.slots, self.cache.at, self.index)
+    return (self._view(self.slots, self.cache.at, self.index),)
+
+  def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
+    view = ContiguousView(*slots, at, index)
     if self.cache.kind.unrotated and not self.rotation.trivial:
-      return (UnrotatedView(view, self.rotation),)
-    return (view,)
+      return UnrotatedView(view, self.rotation)
+    return view
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowLayer(ContiguousLayer):
+  """One windowed layer's part of a `KVCache` during one call.
+
+  A call of more tokens than the ring may lose reads what the ring held before
+  it and its own keys: two views, whose partials merge.
+  """
+
+  ring: Any = None
+  old: Any = None
+
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> WindowLayer:
+    rotated = rotation.own(k)
+    stored = k if self.cache.kind.unrotated else rotated
+    old = None
+    if self.ring.apart and self.ring.mode != FILL:
+      one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
+      old = LayerKV(*map(one, self.slots))
+    write = lambda old, new: (
+      self.ring.write(old, new, self.index) if old.shape[-1] else old
+    )
+    return dataclasses.replace(
+      self,
+      slots=LayerKV(write(self.slots.k, stored), write(self.slots.v, v)),
+      fresh=KV(rotated, v, at),
+      rotation=rotation.general(),
+      old=old,
+    )
+
+  def views(self) -> tuple[KVView, ...]:
+    if self.old is None:
+      return (self._view(self.slots, self.ring.at, self.index),)
+    own = self.fresh
+    over = -own.k.shape[2] % self.cache.shards
+    if over:
+      # Shards read parts of one length.
+      pad = lambda x, axis: jnp.pad(
+        x, [(0, over if n == axis else 0) for n in range(x.ndim)]
+      )
+      own = KV(
+        pad(own.k, 2), pad(own.v, 2), Coords(*(pad(x, 1) for x in own.at))
+      )
+    return (
+      self._view(self.old, self.ring.previous, jnp.int32(0)),
+      own.view(),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ringjax.checks import boolean, positive_int
 from ringjax.errors import OptionError
 
 
@@ -16,18 +17,34 @@ class CacheKind:
     unrotated: keys are stored before their rotation and rotated where they
       are read, so that `load` can move them to other positions at no copy of
       the stored numbers. Reading costs a rotation of each key.
+    windowed: layers that look back w tokens keep w + `slack` of each row in a
+      ring buffer; other layers keep all.
+    slack: tokens of a call that may be taken back from a ring buffer, by
+      `keep` or `truncate`; at least 1.
   """
 
   unrotated: bool = False
+  windowed: bool = False
+  slack: int = 128
+
+  def __post_init__(self) -> None:
+    boolean("unrotated", self.unrotated)
+    boolean("windowed", self.windowed)
+    positive_int("slack", self.slack)
 
   def __str__(self) -> str:
-    return next(name for name, kind in KINDS.items() if kind == self)
+    for name, kind in KINDS.items():
+      if dataclasses.replace(self, slack=kind.slack) == kind:
+        same = self.slack == kind.slack
+        return name if same else f"{name}:slack={self.slack}"
+    return f"windowed:unrotated=True,slack={self.slack}"
 
 
 DENSE = CacheKind()
 KINDS: dict[str, CacheKind] = {
   "dense": DENSE,
   "unrotated": CacheKind(unrotated=True),
+  "windowed": CacheKind(windowed=True),
 }
 
 

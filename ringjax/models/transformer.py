@@ -279,7 +279,7 @@ class Transformer(nnx.Module):
       sharding: the mesh and the axis that it is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
       kind: how keys and values are stored, an `rj.kv.CacheKind` or its name:
-        "dense" or "unrotated".
+        "dense", "unrotated" or "windowed".
 
     Raises:
       OptionError: another dtype or kind, or a capacity that does not divide.

@@ -99,7 +99,13 @@ class Attention:
 
   def cache_shape(self, layers: int) -> LayerCacheSpec:
     """What `layers` of this kind keep for a token."""
-    return LayerCacheSpec(layers, self.kv_heads, self.head_dim, self.head_dim)
+    return LayerCacheSpec(
+      layers,
+      self.kv_heads,
+      self.head_dim,
+      self.head_dim,
+      self.mask.reach[0],
+    )
 
   def build(self, rngs: nnx.Rngs, embed: int) -> GroupedQuery:
     return GroupedQuery(rngs, self, embed)

@@ -6,6 +6,7 @@ its own and compares with the model's call without a cache.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax as rj
+from ringjax.kv.cache_kind import KINDS
 from tests.helpers import SMALL, make_mesh
+
+# One layer that looks back over all and two that look back 5 tokens.
+CONFIG = {
+  **SMALL,
+  "architectures": ["Qwen2ForCausalLM"],
+  "model_type": "qwen2",
+  "num_hidden_layers": 3,
+  "use_sliding_window": True,
+  "sliding_window": 5,
+  "max_window_layers": 1,
+}
+# Of windowed layers: tokens of a call that may be taken back.
+SLACK = 6
 
 B, T, CAPACITY = 3, 12, 32
 TOLERANCE = 1e-5
@@ -22,7 +37,7 @@ TOLERANCE = 1e-5
 @functools.cache
 def model(shards):
   mesh = make_mesh(shards, "auto") if shards > 1 else None
-  return rj.models.create(SMALL, seed=1, mesh=mesh)
+  return rj.models.create(CONFIG, seed=1, mesh=mesh)
 
 
 @functools.cache
@@ -37,6 +52,7 @@ def empty(kind, shards, batch=B, capacity=CAPACITY):
   attend = None
   if shards > 1:
     attend = rj.models.CachedAttention(mesh=model(shards).mesh, axis="seq")
+  kind = dataclasses.replace(KINDS[kind], slack=SLACK)
   return model(shards).init_cache(batch, capacity, sharding=attend, kind=kind)
 
 
@@ -50,15 +66,25 @@ def close(got, want):
 
 
 def state(cache):
-  """What a cache holds: coordinates, and keys and values of real slots."""
+  """What a cache holds: coordinates, and keys and values of real slots.
+
+  Of ring buffers only what a later query may see, by position.
+  """
   seg = np.asarray(cache.at.seg)
-  real = lambda x: np.where((seg > 0)[None, :, None, :, None], x, 0)
-  return [
-    np.where(seg > 0, np.asarray(cache.at.pos), 0),
-    seg,
-    cache.free(),
-    *(real(np.asarray(x)) for x in jax.tree.leaves(cache.slots)),
-  ]
+  found = [np.where(seg > 0, np.asarray(cache.at.pos), 0), seg, cache.free()]
+  for ring, slots in zip(cache.ring_of, cache.slots, strict=True):
+    if ring is None:
+      real = (seg > 0)[None, :, None, :, None]
+      found.extend(np.where(real, x, 0) for x in slots)
+      continue
+    pos, here = (np.asarray(x) for x in cache.rings[ring].at)
+    for row, end in enumerate(cache.length.tolist()):
+      first = max(0, end - cache.rings[ring].reach)
+      seen = np.flatnonzero((here[row] > 0) & (pos[row] >= first))
+      seen = seen[np.argsort(pos[row, seen])]
+      assert pos[row, seen].tolist() == list(range(first, end))
+      found.extend(np.asarray(x)[:, row, :, seen] for x in slots)
+  return found
 
 
 def same(a, b):

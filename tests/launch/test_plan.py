@@ -335,3 +335,18 @@ def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
   # What the page leaves out is refused, and nothing else.
   ran = ask(command, f"--{foreign[0]}=1")
   assert ran.status == 2 and f"--{foreign[0]}" in ran.err
+
+
+def test_bytes_of_caches():
+  folder = ROOT / "tests" / "fixtures" / "models" / "gemma3_text"
+  ran = ask("cache", f"--model={folder}", "--tokens=4096", "--json")
+  assert ran.status == 0, ran.err
+  rows = {row["kind"]: row for row in ran.json["rows"]}
+  dense, windowed = rows["dense"], rows["windowed"]
+  # Three of four layers look back 9 tokens.
+  assert windowed["all"] == dense["all"] // 4
+  assert 0 < windowed["windowed"] < dense["bytes"] / 16
+  ran = ask("cache", "--model=gemma-3-27b")
+  assert ran.status == 0 and "11.2 GB" in ran.out and "66.6 GB" in ran.out
+  assert ask("cache", "--tokens=0").status == 2
+  assert ask("cache", "--shards=4").status == 2

@@ -1,0 +1,384 @@
+"""Slots of layers that look back a window: a ring buffer for each row.
+
+Guarantees: after any call a row's last `reach` tokens are there, and up to
+`slack` of the last call may be taken back (`kept`, `truncate`). Rows are
+independent. Tokens may come in any layout; later ones of a row replace
+earlier ones by their order, document and position, not by their slot.
+Cost: a call of at most `slack` tokens that all shards see writes these tokens;
+another one brings the last W of its tokens to their shards by one
+reduce-scatter a layer.
+Memory: W = reach + slack tokens, over all shards together, however long the
+context.
+
+Token n of a row, counted from 0 in the order of appending, is in slot n mod W;
+slot s is on shard s mod R, so that the shards stay level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, Shaped
+
+from ringjax import tree
+from ringjax.kv.base import CacheSpec
+from ringjax.kv.slots import FILL, REPLICATED, in_order
+from ringjax.ops.mask import Coords
+from ringjax.parallel import collectives
+from ringjax.parallel.local import move
+
+
+def window_slots(reach: int, slack: int, shards: int) -> int:
+  """Slots of a ring, W: a multiple of the shards."""
+  return math.ceil((reach + slack) / shards) * shards
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowSlots:
+  """The slots of layers that look back `reach` tokens.
+
+  Attributes:
+    at: coordinates of the slots, [B, W].
+    count: int32 [B], tokens that were appended.
+    before: int32 [B], those before the last call.
+    source: during a call int32 [B, W], which of its tokens a slot gets, or -1.
+    previous: during a call the coordinates before it.
+    mode: how the tokens of the call come, see `kv.slots`.
+    tokens: T of the call.
+    reach: how many tokens before its own a query may look back.
+    slack: tokens of a call that may be taken back.
+    mesh: whose `axis` shards W; None is one device.
+    axis: the sequence's axis.
+  """
+
+  at: Coords
+  count: Any
+  before: Any
+  source: Any = None
+  previous: Any = None
+  mode: str = FILL
+  tokens: int = 0
+  reach: int = 0
+  slack: int = 0
+  mesh: Any = None
+  axis: str | None = None
+
+  @classmethod
+  def spec(cls, room: CacheSpec, reach: int, slack: int) -> WindowSlots:
+    """Shapes, dtypes and shardings of a ring of `room.capacity` slots."""
+    shape = (room.batch, room.capacity)
+    slots = room.like(shape, jnp.int32, ("batch", "tokens"))
+    cursors = room.like((room.batch,), jnp.int32, (None,))
+    return cls(
+      at=Coords(slots, slots),
+      count=cursors,
+      before=cursors,
+      reach=reach,
+      slack=slack,
+      mesh=room.mesh,
+      axis=room.axes.get("tokens"),
+    )
+
+  @property
+  def shards(self) -> int:
+    return 1 if self.axis is None else self.mesh.shape[self.axis]
+
+  @property
+  def capacity(self) -> int:
+    """W."""
+    return self.at.pos.shape[1]
+
+  @property
+  def few(self) -> bool:
+    """Whether the call's tokens are written one by one into their slots."""
+    return self.mode == REPLICATED and self.tokens <= self.slack
+
+  @property
+  def apart(self) -> bool:
+    """Whether the call replaces tokens that its first queries look back on.
+
+    Then its queries read what the ring held before it, and its own keys.
+    """
+    return self.tokens > self.slack
+
+  # -------------------------------------------------------------------------
+  # A call's tokens
+  # -------------------------------------------------------------------------
+
+  def allocate(self, at: Coords, mode: str) -> WindowSlots:
+    """Slots for tokens with these coordinates, [B or 1, T]."""
+    batch, count = self.at.pos.shape[0], at.pos.shape[1]
+    wide = lambda x: self._everywhere(jnp.broadcast_to(x, (batch, count)))
+    at = Coords(wide(at.pos), wide(at.seg))
+    index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), at.seg.shape)
+    if mode == REPLICATED:
+      came = jnp.max(jnp.where(at.seg > 0, index + 1, 0), 1)
+    else:
+      came = jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
+      empty = (at.seg == 0).astype(jnp.int32)
+      keys = (empty, at.seg, at.pos, index)
+      index = lax.sort(keys, dimension=1, num_keys=3)[3]
+    before = jnp.zeros_like(self.count) if mode == FILL else self.count
+    after = before + came
+    which = self._newest(after) - before[:, None]
+    source = jnp.take_along_axis(index, jnp.clip(which, 0, count - 1), 1)
+    made = dataclasses.replace(
+      self,
+      count=self._everywhere(after),
+      before=self._everywhere(before),
+      source=self._everywhere(jnp.where(which >= 0, source, -1)),
+      previous=self.at,
+      mode=mode,
+      tokens=count,
+    )
+    seg = jnp.zeros_like(self.at.seg) if mode == FILL else self.at.seg
+    coords = Coords(
+      made._replaced(self.at.pos, at.pos, None, whole=True),
+      made._replaced(seg, at.seg, None, whole=True),
+    )
+    return dataclasses.replace(made, at=coords)
+
+  def write(
+    self,
+    old: Shaped[Array, "L B K W D"],
+    new: Shaped[Array, "B K T D"],
+    layer: Any,
+  ) -> jax.Array:
+    """Puts the call's keys or values into their slots of `layer`."""
+    return self._replaced(old, new, layer, whole=False)
+
+  def committed(self) -> WindowSlots:
+    """The slots between calls."""
+    return dataclasses.replace(
+      self, source=None, previous=None, mode=FILL, tokens=0
+    )
+
+  def _replaced(
+    self, old: jax.Array, new: jax.Array, layer: Any, *, whole: bool
+  ) -> jax.Array:
+    """`old` with the call's tokens; `whole`: coordinates, the same on all."""
+    axis = 1 if layer is None else 3
+    layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
+    sent = not whole and self.mode != REPLICATED and self.axis is not None
+
+    def local(
+      old: Any, new: Any, layer: Any, source: Any, before: Any, count: Any
+    ) -> jax.Array:
+      new, me = new.astype(old.dtype), self._shard()
+      size = old.shape[axis]
+      mine = lax.dynamic_slice_in_dim(source, me * size, size, 1)
+      if self.few and not whole:
+        token, slot = self._own(before, count - before, new.shape[2], size, me)
+        return _put(old, _tokens(new, token), layer, slot)
+      if sent:
+        assert self.axis is not None
+        length = new.shape[2]
+        own = source - me * length
+        here = (own >= 0) & (own < length) & (source >= 0)
+        found = _tokens(new, jnp.clip(own, 0, length - 1))
+        found = jnp.where(_wide(here, found), found, 0)
+        found = collectives.scatter_sum(found, self.axis, 2)
+      else:
+        found = _tokens(new, jnp.maximum(mine, 0))
+      if whole:
+        return jnp.where(mine >= 0, found, old)
+      there = lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
+      found = jnp.where(_wide(mine >= 0, found), found, there)
+      corner = (layer, *(jnp.int32(0),) * 4)
+      return lax.dynamic_update_slice(in_order(old), found[None], corner)
+
+    over = lambda n: P(*(None,) * n, self.axis)
+    return self._per_shard(
+      local,
+      (over(axis), over(2) if sent else P(), P(), P(), P(), P()),
+      over(axis),
+    )(old, new, layer, self.source, self.before, self.count)
+
+  def _own(
+    self, before: Any, came: Any, count: int, size: int, me: Any
+  ) -> tuple[jax.Array, jax.Array]:
+    """Of `count` tokens this shard's, and their slots; int32 [B, n] each.
+
+    Slots of tokens behind the last one are beyond the array.
+    """
+    shards = self.shards
+    first = jnp.mod(me - before, shards)[:, None]
+    each = shards * jnp.arange(-(-count // shards), dtype=jnp.int32)
+    token = first + each[None]
+    slot = (before[:, None] + token) // shards % size
+    real = token < came[:, None]
+    return jnp.minimum(token, count - 1), jnp.where(real, slot, size)
+
+  def _newest(self, count: jax.Array) -> jax.Array:
+    """Of each slot the last token, int32 [B, W]; negative if there is none."""
+    size = self.capacity
+    column = np.arange(size) % (size // self.shards) * self.shards
+    slot = jnp.asarray(
+      column + np.arange(size) // (size // self.shards), jnp.int32
+    )
+    last = count[:, None] - 1
+    return last - jnp.mod(last - slot[None], size)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def truncate(self, end: Int[Array, " B"]) -> WindowSlots:
+    """Without the tokens at positions from `end` on."""
+    gone = (self.at.pos >= end[:, None]) & (self.at.seg > 0)
+    count = self.count - jnp.sum(gone, 1, dtype=jnp.int32)
+    return dataclasses.replace(
+      self,
+      at=Coords(self.at.pos, jnp.where(gone, 0, self.at.seg)),
+      count=self._everywhere(count),
+      before=self._everywhere(count + 0),
+    )
+
+  def kept(
+    self, keep: Bool[Array, "B T"]
+  ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
+    """Of the last call's T tokens, at most `slack`, those in `keep`.
+
+    Returns:
+      the slots, and a function that moves an array [L, B, K, W, D] along.
+    """
+    count = keep.shape[1]
+    keep = keep & (
+      jnp.arange(count, dtype=jnp.int32)[None]
+      < (self.count - self.before)[:, None]
+    )
+    stays = jnp.sum(keep, 1, dtype=jnp.int32)
+    sort = jnp.argsort(1 - keep.astype(jnp.int32), axis=1, stable=True)
+    sort = sort.astype(jnp.int32)
+
+    def moved(old: jax.Array, axis: int) -> jax.Array:
+      def local(old: Any, before: Any, stays: Any, sort: Any) -> jax.Array:
+        me, size = self._shard(), old.shape[axis]
+        number = before[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        slot = number // self.shards % size
+        drafted = _tokens(old, slot)
+        if self.axis is not None:
+          mine = jnp.mod(number, self.shards) == me
+          drafted = jnp.where(_wide(mine, drafted), drafted, 0)
+          drafted = collectives.total(drafted, self.axis)
+        drafted = _tokens(drafted, sort)
+        token, slot = self._own(before, stays, count, size, me)
+        return _put(old, _tokens(drafted, token), None, slot)
+
+      over = P(*(None,) * axis, self.axis)
+      return self._per_shard(local, (over, P(), P(), P()), over)(
+        old, self.before, stays, sort
+      )
+
+    newest = self._newest(self.count)
+    seg = moved(self.at.seg, 1)
+    seg = jnp.where(newest >= (self.before + stays)[:, None], 0, seg)
+    used = self._everywhere(self.before + stays)
+    slots = dataclasses.replace(
+      self, at=Coords(moved(self.at.pos, 1), seg), count=used, before=used + 0
+    )
+    return slots, lambda old: moved(old, 3) if old.shape[-1] else old
+
+  def gathered(
+    self, device: Any
+  ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
+    """The same on one device, and a function that brings an array along."""
+    slot = np.arange(self.capacity)
+    order = slot % self.shards * (self.capacity // self.shards)
+    order = jnp.asarray(order + slot // self.shards, jnp.int32)
+    put = lambda x, axis: jnp.take(move(x, device), order, axis)
+    slots = WindowSlots(
+      at=Coords(*(put(x, 1) for x in self.at)),
+      count=move(self.count, device),
+      before=move(self.before, device),
+      reach=self.reach,
+      slack=self.slack,
+    )
+    return slots, lambda x: put(x, 3) if x.shape[-1] else move(x, device)
+
+  def _shard(self) -> jax.Array:
+    if self.axis is None:
+      return jnp.int32(0)
+    return collectives.axis_index(self.axis)
+
+  def _per_shard(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
+    if self.axis is None:
+      return f
+    return jax.shard_map(
+      f,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      axis_names={self.axis},
+    )
+
+  def _everywhere(self, x: jax.Array) -> jax.Array:
+    if self.mesh is None:
+      return x
+    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
+
+
+tree.register(
+  WindowSlots,
+  ("at", "count", "before", "source", "previous"),
+  ("mode", "tokens", "reach", "slack", "mesh", "axis"),
+)
+
+
+def _tokens(x: jax.Array, index: jax.Array) -> jax.Array:
+  """Tokens [B, n] by `index` of [B, T], [B, K, T, D] or [L, B, K, T, D]."""
+  if x.ndim == 2:
+    return jnp.take_along_axis(x, index, 1)
+  wide = index[:, None, :, None]
+  if x.ndim == 5:
+    wide = wide[None]
+  return jnp.take_along_axis(x, wide, x.ndim - 2)
+
+
+def _wide(mask: jax.Array, like: jax.Array) -> jax.Array:
+  """[B, n] in the shape of [B, n], [B, K, n, D] or [L, B, K, n, D]."""
+  if like.ndim == 2:
+    return mask
+  mask = mask[:, None, :, None]
+  return jnp.broadcast_to(mask[None] if like.ndim == 5 else mask, like.shape)
+
+
+def _put(
+  old: jax.Array, new: jax.Array, layer: Any, slot: jax.Array
+) -> jax.Array:
+  """Writes tokens into slots [B, n]; those beyond the array are left out.
+
+  Args:
+    old: [B, W] or [L, B, K, W, D].
+    new: [B, n], or [B, K, n, D] with a layer, or [L, B, K, n, D] without.
+    layer: int32 [], or None.
+    slot: the slots.
+  """
+  row = jnp.broadcast_to(
+    jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None], slot.shape
+  )
+  if old.ndim == 2:
+    return old.at[row, slot].set(new, mode="drop")
+  if layer is None:
+    tokens = jnp.transpose(new, (1, 3, 0, 2, 4))
+    return old.at[:, row, :, slot].set(tokens, mode="drop")
+  if slot.shape == (1, 1):
+    here = slot[0, 0] < old.shape[3]
+    zero = jnp.int32(0)
+    place = jnp.minimum(slot[0, 0], old.shape[3] - 1)
+    corner = (layer, zero, zero, place, zero)
+    there = lax.dynamic_slice(old, corner, (1, *new.shape))
+    new = jnp.where(here, new[None], there)
+    return lax.dynamic_update_slice(in_order(old), new, corner)
+  layers = jnp.broadcast_to(layer, slot.shape)
+  tokens = jnp.transpose(new, (0, 2, 1, 3))
+  return in_order(old).at[layers, row, :, slot].set(tokens, mode="drop")
