@@ -42,7 +42,13 @@ from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous
 from ringjax.parallel.mesh import check_current, on_automatic
-from ringjax.parallel.place import AUTO, SEQ, refuse_shards, sequence_axis
+from ringjax.parallel.place import (
+  AUTO,
+  SEQ,
+  refuse_shards,
+  sequence_axis,
+  sharding_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +224,11 @@ class Transformer(nnx.Module):
     if attend.mesh is None and cache is not None:
       attend = dataclasses.replace(attend, mesh=cache.mesh, axis=cache.axis)
     elif attend.mesh is None:
-      mesh = self.mesh if around.empty else around
+      # Traced weights know the mesh of the arguments that they are.
+      weight = self.embed.weight.get_value()
+      mesh = around
+      if around.empty:
+        mesh = self.mesh or sharding_of(weight)[0]
       axis = attend.axis
       if axis == AUTO:
         axis = None if mesh is None else sequence_axis(mesh)

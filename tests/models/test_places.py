@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
@@ -70,6 +70,19 @@ def test_tokens_lie_on_the_current_mesh(made):
       got = call(TOKENS)
       assert got.sharding.spec == P(None, "seq")
       close(got, logits)
+
+
+@pytest.mark.parametrize("axis", ["seq", "sp"])
+def test_a_jit_of_the_caller_knows_the_mesh_of_its_arguments(made, axis):
+  """Traced weights, automatic axes, no mesh set or given: keys travel."""
+  model, logits = made(NAME)
+  mesh = jax.make_mesh((4,), (axis,), axis_types=(AxisType.Auto,))
+  there = rj.models.place(model, mesh)
+  call = jax.jit(lambda model, x: model(x))
+  close(call(there, TOKENS), logits)
+  text = call.lower(there, TOKENS).compile().as_text()
+  sent = re.findall(r"= \S+ (all-gather|collective-permute)(?:-start)?\(", text)
+  assert set(sent) == {"collective-permute"}
 
 
 def test_the_current_mesh_comes_before_that_of_the_weights(placed, said):
