@@ -36,9 +36,21 @@ class KV(NamedTuple):
   v: jax.Array
   at: Coords
 
-  def view(self) -> ContiguousView:
-    """The same as a stack of one layer."""
-    return ContiguousView(self.k[None], self.v[None], self.at, jnp.int32(0))
+  def view(self, shards: int = 1) -> ContiguousView:
+    """The same as a stack of one layer, with empty slots to a multiple."""
+    over = -self.k.shape[2] % shards
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+      if not over:
+        return x
+      return jnp.pad(x, [(0, over * (n == axis)) for n in range(x.ndim)])
+
+    return ContiguousView(
+      pad(self.k, 2)[None],
+      pad(self.v, 2)[None],
+      Coords(*(pad(x, 1) for x in self.at)),
+      jnp.int32(0),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,8 +131,11 @@ class LayerCache(Protocol):
     """
     ...
 
-  def views(self) -> tuple[KVView, ...]:
-    """All keys and values, the appended ones too: partials that merge."""
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    """All keys and values, the appended ones too: partials that merge.
+
+    `apart`: the last view is of the appended ones, the others of those before.
+    """
     ...
 
 
@@ -203,7 +218,8 @@ class _Fresh(NamedTuple):
   ) -> _Fresh:
     return _Fresh(KV(rotation.own(k), v, at))
 
-  def views(self) -> tuple[KVView, ...]:
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    del apart
     return (self.fresh.view(),)
 
   def recall(self, empty: Any) -> Any:

@@ -799,8 +799,11 @@ class ContiguousLayer:
       rotation=rotation.general(),
     )
 
-  def views(self) -> tuple[KVView, ...]:
-    return (self._view(self.slots, self.cache.at, self.index),)
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    if not apart:
+      return (self._view(self.slots, self.cache.at, self.index),)
+    held = self._view(self.slots, self.cache.held.earlier(), self.index)
+    return held, self.fresh.view(self.cache.shards)
 
   def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
     view = ContiguousView(*slots, at, index)
@@ -844,20 +847,10 @@ class WindowLayer(ContiguousLayer):
       old=old,
     )
 
-  def views(self) -> tuple[KVView, ...]:
-    if self.old is None:
-      return (self._view(self.slots, self.ring.at, self.index),)
-    own = self.fresh
-    over = -own.k.shape[2] % self.cache.shards
-    if over:
-      # Shards read parts of one length.
-      pad = lambda x, axis: jnp.pad(
-        x, [(0, over if n == axis else 0) for n in range(x.ndim)]
-      )
-      own = KV(
-        pad(own.k, 2), pad(own.v, 2), Coords(*(pad(x, 1) for x in own.at))
-      )
-    return (
-      self._view(self.old, self.ring.previous, jnp.int32(0)),
-      own.view(),
-    )
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    own = self.fresh.view(self.cache.shards)
+    if self.old is not None:
+      return self._view(self.old, self.ring.previous, jnp.int32(0)), own
+    if apart:
+      return self._view(self.slots, self.ring.earlier(), self.index), own
+    return (self._view(self.slots, self.ring.at, self.index),)

@@ -184,6 +184,13 @@ class ContiguousSlots:
   # Between calls
   # -------------------------------------------------------------------------
 
+  def earlier(self) -> Coords:
+    """Coordinates of the slots without the tokens of the call at hand."""
+    index = jnp.arange(self.capacity, dtype=jnp.int32)
+    shard, slot = jnp.divmod(index, jnp.int32(self.local))
+    before = slot[None] < jnp.take(self.before, shard, axis=1)
+    return Coords(self.at.pos, jnp.where(before, self.at.seg, 0))
+
   def truncate(self, end: jax.Array) -> ContiguousSlots:
     """Without the tokens at positions from `end` [B] on.
 

@@ -232,6 +232,14 @@ class WindowSlots:
   # Between calls
   # -------------------------------------------------------------------------
 
+  def earlier(self) -> Coords:
+    """Coordinates of the slots without the tokens of the call at hand.
+
+    Of a call of few tokens, which are in the slots of the oldest already.
+    """
+    old = self.previous
+    return Coords(old.pos, jnp.where(self.source >= 0, 0, old.seg))
+
   def truncate(self, end: Int[Array, " B"]) -> WindowSlots:
     """Without the tokens at positions from `end` on."""
     gone = (self.at.pos >= end[:, None]) & (self.at.seg > 0)

@@ -22,6 +22,7 @@ from ringjax.errors import (
   DtypeError,
   InputTypeError,
   MeshError,
+  OptionError,
   PromptError,
   ShapeError,
 )
@@ -38,6 +39,8 @@ from ringjax.nn.sharding_context import (
 )
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
+from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous
@@ -145,6 +148,7 @@ class Transformer(nnx.Module):
     attend: ShardingContext | None = None,
     rows: Any = None,
     length: Any = None,
+    parents: Any = None,
   ) -> Any:
     """Logits of the tokens that follow.
 
@@ -174,6 +178,11 @@ class Transformer(nnx.Module):
         T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
         default: the largest position and one.
+      parents: int32 [B, T] or [T], for drafted tokens that form a tree: which
+        earlier token of the call each follows, -1 for those that follow the
+        text in the cache. A token sees that text, its ancestors and itself;
+        default positions count along its path. `cache.keep` then keeps the
+        accepted path. Needs a cache and a replicated `CachedAttention`.
 
     Returns:
       float32 [B, T, V], or [B, n, V]; with a cache that and the new cache.
@@ -202,7 +211,46 @@ class Transformer(nnx.Module):
         replicated=_replicated(attend),
         sees=isinstance(attend, CachedAttention),
       )
-    return _call(self, attend, tokens, pos, seg, cache, rows, length)
+    if parents is not None:
+      parents = self._tree(parents, shape, attend, cache)
+    return _call(self, attend, tokens, pos, seg, cache, rows, length, parents)
+
+  def _tree(
+    self, parents: Any, shape: Sequence[int], attend: Any, cache: Any
+  ) -> jax.Array:
+    """The parents of drafted tokens, checked, int32 [B or 1, T]."""
+    parents = _per_token("parents", parents, shape)
+    if cache is None or not _replicated(attend):
+      raise OptionError(
+        "parents",
+        "a tree of drafted tokens without a cache, or sharded",
+        "a cache, and tokens that are the same on all shards",
+        "pass cache=, and leave attend= out",
+      )
+    if any(isinstance(kind, StateShape) for kind in self.kinds):
+      raise OptionError(
+        "parents",
+        f"a tree for a {self.config.family} with recurrent layers",
+        "layers of attention alone, for a state follows one path",
+        "draft one path, with cache.snapshot and cache.restore",
+      )
+    if shape[1] > MOST_DRAFTED:
+      raise ShapeError(
+        "parents",
+        f"{shape[1]} tokens",
+        f"at most {MOST_DRAFTED}",
+        "draft fewer tokens",
+      )
+    if not isinstance(parents, jax.core.Tracer):
+      host = np.asarray(parents)
+      if bool(((host < -1) | (host >= np.arange(shape[1]))).any()):
+        raise OptionError(
+          "parents",
+          "a number below -1, or not before its token",
+          "for token n a number from -1 to n - 1",
+          "order the tokens so that parents come first",
+        )
+    return parents
 
   def _placed(
     self, attend: ShardingContext | None, tokens: jax.Array, cache: Any
@@ -372,8 +420,9 @@ def _call(
   cache: Any,
   rows: Any,
   length: Any,
+  parents: Any,
 ) -> Any:
-  return forward(model, attend, tokens, pos, seg, cache, rows, length)
+  return forward(model, attend, tokens, pos, seg, cache, rows, length, parents)
 
 
 def forward(
@@ -385,12 +434,16 @@ def forward(
   cache: Any,
   rows: Any,
   length: Any,
+  parents: Any = None,
 ) -> Any:
   """`Transformer.__call__` without its checks, inside of a jit."""
   keep = cache if cache is not None else NoCache(len(model.kinds))
   if pos is None and cache is not None and isinstance(attend, CachedAttention):
-    pos = cache.length[:, None] + _derived(attend, tokens.shape[1])
-  places = tokens_of(model, attend, tokens.shape, pos, seg, length)
+    steps = _derived(attend, tokens.shape[1])
+    if parents is not None:
+      steps = jnp.sum(ancestor_matrix(parents), 2, dtype=jnp.int32) - 1
+    pos = cache.length[:, None] + steps
+  places = tokens_of(model, attend, tokens.shape, pos, seg, length, parents)
   keep = keep.allocate(
     places.at,
     replicated=_replicated(attend),
@@ -410,6 +463,7 @@ def tokens_of(
   pos: Any,
   seg: Any,
   length: Any,
+  parents: Any = None,
 ) -> Tokens:
   """The coordinates and rotations of a call's tokens, [B, T] by `shape`.
 
@@ -433,7 +487,15 @@ def tokens_of(
     segmented=segmented,
     ropes=model.config.ropes,
     length=length,
+    tree=None if parents is None else _tree_coords(parents, pos, seg, shape),
   )
+
+
+def _tree_coords(
+  parents: jax.Array, pos: jax.Array, seg: jax.Array, shape: Sequence[int]
+) -> Coords:
+  wide = lambda x: jnp.broadcast_to(x, tuple(shape))
+  return tree_coords(wide(parents), Coords(wide(pos), wide(seg)))
 
 
 def _derived(attend: ShardingContext, tokens: int) -> jax.Array:

@@ -181,7 +181,8 @@ class LatentLayer(nnx.Module):
     )
     # A value is the first part of its key: weighing whole keys and cutting
     # the sum spares a copy of all keys.
-    keys = _Keys(found=tuple(view.keys_alone() for view in cache.views()))
+    views = cache.views(apart=tokens.tree is not None)
+    keys = _Keys(found=tuple(view.keys_alone() for view in views))
     q = jnp.concatenate([q, q_turned], -1)
     seen = attend(q, tokens, keys, spec.mask, extras)[..., : spec.latent]
     return jnp.einsum(
@@ -200,5 +201,6 @@ class _Keys:
   def append(self, k: jax.Array, v: jax.Array, at: Any, rotation: Any) -> _Keys:
     raise AssertionError("keys that are derived are not appended to")
 
-  def views(self) -> tuple[KVView, ...]:
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    del apart
     return self.found

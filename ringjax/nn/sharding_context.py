@@ -22,14 +22,16 @@ from jax.sharding import PartitionSpec as P
 from ringjax.errors import MeshError
 from ringjax.kv.base import LayerCache
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.ancestors import Ancestors
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.cached import ShardedDecode
 from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
+from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.feedforward import blockwise_feedforward
-from ringjax.ops.mask import Mask, SameSegment
+from ringjax.ops.mask import Coords, Mask, SameSegment
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 from ringjax.parallel.mesh import automatic
@@ -390,8 +392,20 @@ class CachedAttention(ShardingContext):
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
     b, t, n, h = q.shape
-    views = cache.views()
+    drafted = tokens.tree
+    views = cache.views(apart=drafted is not None)
     heads = views[0].shape[1]
+    if drafted is not None:
+      # What the cache held, by the layer's mask; and the call's own tokens.
+      held, own = views[:-1], views[-1]
+      assert isinstance(own, ContiguousView)
+      wide = [(0, 0), (0, own.shape[2] - t)]
+      own = own._replace(
+        at=Coords(*(jnp.pad(x, wide) for x in drafted)),
+        mask=mask & Ancestors(),
+        queries=Coords(*(x + 0 for x in drafted)),
+      )
+      views = (*held, own)
     if tokens.segmented:
       mask = mask & SameSegment()
     grouped = lambda a: None if a is None else a.reshape(heads, -1)

@@ -23,6 +23,8 @@ class Tokens:
     derived: whether positions are those of the layout, so that attention may
       reckon with them before it sees them.
     segmented: whether segments matter.
+    tree: coordinates [B, T] of drafted tokens among themselves, or None; see
+      `ops.ancestors`.
   """
 
   def __init__(
@@ -34,8 +36,9 @@ class Tokens:
     segmented: bool,
     ropes: Iterable[Rope],
     length: Any,
+    tree: Coords | None = None,
   ):
-    self.pos, self.seg = pos, seg
+    self.pos, self.seg, self.tree = pos, seg, tree
     self.derived, self.segmented = derived, segmented
     self._length = length
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}

@@ -167,7 +167,8 @@ class ShardedDecode:
     mask: Mask,
   ) -> Partial:
     def one(view: KVView) -> Partial:
-      context = Context(q_at, view.at, view.mask or mask)
+      queries = q_at if view.queries is None else view.queries
+      context = Context(queries, view.at, view.mask or mask)
       if q.shape[3] <= self.few:
         return local.decode(q, view, ScoreArgs(scores, terms, context))
       return _by_segments(local, scores, q, view, terms, context)

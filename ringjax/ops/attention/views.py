@@ -53,10 +53,14 @@ class KVView(Protocol):
   Attributes:
     at: coordinates [B or 1, S] of its slots; segment 0 is an empty slot.
     mask: a mask in place of the layer's, or None.
+    queries: coordinates of the queries in place of the call's, or None.
   """
 
   @property
   def at(self) -> Coords: ...
+
+  @property
+  def queries(self) -> Coords | None: ...
 
   @property
   def mask(self) -> Mask | None: ...
@@ -93,6 +97,7 @@ class ContiguousView(NamedTuple):
     at: coordinates [B or 1, S]; segment 0 is an empty slot.
     layer: int32 [], which of the L.
     mask: a mask in place of the layer's, or None.
+    queries: coordinates [B, T] of the queries in place of the call's, or None.
   """
 
   k: jax.Array
@@ -100,6 +105,7 @@ class ContiguousView(NamedTuple):
   at: Coords
   layer: Any
   mask: Mask | None = None
+  queries: Coords | None = None
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
@@ -119,6 +125,9 @@ class ContiguousView(NamedTuple):
       coords_specs(self.at, self.k.shape[1], batch, tokens),
       P(),
       jax.tree.map(lambda _: P(), self.mask),
+      None
+      if self.queries is None
+      else coords_specs(self.queries, self.k.shape[1], batch, None),
     )
 
   def keys_alone(self) -> ContiguousView:
@@ -154,6 +163,10 @@ class UnrotatedView(NamedTuple):
   @property
   def mask(self) -> Mask | None:
     return self.stored.mask
+
+  @property
+  def queries(self) -> Coords | None:
+    return self.stored.queries
 
   @property
   def shape(self) -> tuple[int, int, int, int, int]:
