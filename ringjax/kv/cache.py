@@ -348,15 +348,13 @@ class KVCache:
   def layer(self, kind: int, slots: Any, index: Any) -> Any:
     if isinstance(slots, State):
       return slots.layer(self, index)
-    ring = self._ring(kind)
-    if ring is not None:
-      return WindowLayer(self, slots, index, ring=ring)
-    return ContiguousLayer(self, slots, index)
+    number = self._ring(kind)
+    held = self.held if number is None else self.rings[number]
+    return KVLayer(self, held, slots, index)
 
-  def _ring(self, kind: int) -> WindowSlots | None:
-    """The ring buffer of a kind of layer, None where it keeps all."""
-    number = self.ring_of[kind] if self.ring_of else None
-    return None if number is None else self.rings[number]
+  def _ring(self, kind: int) -> int | None:
+    """Which of the rings a kind of layer has, None where it keeps all."""
+    return self.ring_of[kind] if self.ring_of else None
 
   def updated(self, slots: tuple[Any, ...]) -> KVCache:
     """The cache after the layers."""
@@ -573,7 +571,7 @@ class KVCache:
       rings.append(last)
 
     def part(kind: int, slots: Any) -> Any:
-      number = self.ring_of[kind] if self.ring_of else None
+      number = self._ring(kind)
       index = jnp.asarray(found if number is None else rings[number], jnp.int32)
       return jax.tree.map(lambda x: jnp.take(x[:, row], index, axis=2), slots)
 
@@ -629,7 +627,7 @@ class KVCache:
     )
 
     def appended(kind: int, old: Any, new: Any) -> Any:
-      number = one.ring_of[kind] if one.ring_of else None
+      number = one._ring(kind)
       into = held if number is None else rings[number]
 
       def write(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -656,7 +654,7 @@ class KVCache:
     def one(kind: int, slots: Any) -> Any:
       if isinstance(slots, State):
         return slots.gathered(device)
-      number = self.ring_of[kind] if self.ring_of else None
+      number = self._ring(kind)
       return LayerKV(*map(along if number is None else rings[number][1], slots))
 
     slots = tuple(one(kind, x) for kind, x in enumerate(self.slots))
@@ -718,7 +716,7 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   rings = [ring.kept(kept) for ring in cache.rings]
 
   def one(kind: int, slots: Any) -> Any:
-    number = cache.ring_of[kind] if cache.ring_of else None
+    number = cache._ring(kind)
     return jax.tree.map(along if number is None else rings[number][1], slots)
 
   return dataclasses.replace(
@@ -771,14 +769,20 @@ def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class ContiguousLayer:
-  """One layer's part of a `KVCache` during one call."""
+class KVLayer:
+  """One layer's part of a `KVCache` during one call.
+
+  A call that replaces tokens which its first queries look back on reads what
+  the slots held before it and its own keys: two views, whose partials merge.
+  """
 
   cache: KVCache
+  held: ContiguousSlots | WindowSlots
   slots: LayerKV
   index: Any
   fresh: Any = None
   rotation: Rotation = Rotation()
+  old: LayerKV | None = None
 
   def append(
     self,
@@ -786,71 +790,31 @@ class ContiguousLayer:
     v: Shaped[Array, "B K T J"],
     at: Coords,
     rotation: Rotation,
-  ) -> ContiguousLayer:
+  ) -> KVLayer:
     rotated = rotation.own(k)
     stored = k if self.cache.kind.unrotated else rotated
+    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
     write = lambda old, new: (
-      self.cache.held.write(old, new, self.index) if old.shape[-1] else old
+      self.held.write(old, new, self.index) if old.shape[-1] else old
     )
     return dataclasses.replace(
       self,
       slots=LayerKV(write(self.slots.k, stored), write(self.slots.v, v)),
       fresh=KV(rotated, v, at),
       rotation=rotation.general(),
+      old=LayerKV(*map(one, self.slots)) if self.held.apart else None,
     )
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    if not apart:
-      return (self._view(self.slots, self.cache.at, self.index),)
-    held = self._view(self.slots, self.cache.held.earlier(), self.index)
-    return held, self.fresh.view(self.cache.shards)
+    own = self.fresh.view(self.cache.shards)
+    if self.old is not None:
+      return self._view(self.old, self.held.previous, jnp.int32(0)), own
+    if apart:
+      return self._view(self.slots, self.held.earlier(), self.index), own
+    return (self._view(self.slots, self.held.at, self.index),)
 
   def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
     view = ContiguousView(*slots, at, index)
     if self.cache.kind.unrotated and not self.rotation.trivial:
       return UnrotatedView(view, self.rotation)
     return view
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowLayer(ContiguousLayer):
-  """One windowed layer's part of a `KVCache` during one call.
-
-  A call of more tokens than the ring may lose reads what the ring held before
-  it and its own keys: two views, whose partials merge.
-  """
-
-  ring: Any = None
-  old: Any = None
-
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> WindowLayer:
-    rotated = rotation.own(k)
-    stored = k if self.cache.kind.unrotated else rotated
-    old = None
-    if self.ring.apart and self.ring.mode != FILL:
-      one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
-      old = LayerKV(*map(one, self.slots))
-    write = lambda old, new: (
-      self.ring.write(old, new, self.index) if old.shape[-1] else old
-    )
-    return dataclasses.replace(
-      self,
-      slots=LayerKV(write(self.slots.k, stored), write(self.slots.v, v)),
-      fresh=KV(rotated, v, at),
-      rotation=rotation.general(),
-      old=old,
-    )
-
-  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    own = self.fresh.view(self.cache.shards)
-    if self.old is not None:
-      return self._view(self.old, self.ring.previous, jnp.int32(0)), own
-    if apart:
-      return self._view(self.slots, self.ring.earlier(), self.index), own
-    return (self._view(self.slots, self.ring.at, self.index),)

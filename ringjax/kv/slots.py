@@ -15,7 +15,7 @@ memory of the shards stays level.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,10 @@ class ContiguousSlots:
     mesh: whose `axis` shards S; None is one device.
     axis: the sequence's axis.
   """
+
+  # No call replaces tokens of earlier ones.
+  apart: ClassVar[bool] = False
+  previous: ClassVar[Any] = None
 
   at: Coords
   used: Any

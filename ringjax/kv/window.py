@@ -108,7 +108,7 @@ class WindowSlots:
 
     Then its queries read what the ring held before it, and its own keys.
     """
-    return self.tokens > self.slack
+    return self.mode != FILL and self.tokens > self.slack
 
   # -------------------------------------------------------------------------
   # A call's tokens

@@ -40,7 +40,7 @@ from ringjax.parallel.layout import (
   out_of_slots,
   slots_of,
 )
-from ringjax.parallel.place import AUTO, Place, locate
+from ringjax.parallel.place import AUTO, CallSharding, locate
 
 _LETTERS = "bt" + "acdefghijklmnopqrsuvwxyz"
 
@@ -64,7 +64,7 @@ class Shards:
   local: int
 
   @classmethod
-  def of(cls, layout: Layout, place: Place, length: int) -> Shards:
+  def of(cls, layout: Layout, place: CallSharding, length: int) -> Shards:
     """`length` counts the rows of the arrays, of all shards together."""
     local = layout.local_length(length, place.size)
     if isinstance(layout, Uneven):
@@ -102,7 +102,7 @@ class Shards:
 
 def run(
   f: Callable[..., tuple[jax.Array, ...]],
-  place: Place,
+  place: CallSharding,
   layout: Layout,
   x: Sequence[jax.Array | None],
   dims: Sequence[str],
@@ -178,7 +178,7 @@ _jitted_here = jax.jit(_here, static_argnums=(0, 1, 3))
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _on_mesh(
-  f: Any, shards: Shards, place: Place, dims: Any, outs: Any, x: Any
+  f: Any, shards: Shards, place: CallSharding, dims: Any, outs: Any, x: Any
 ) -> Any:
   mesh, length = place.mesh, x[0].shape[1]
   slots = (
@@ -293,7 +293,7 @@ def found(
   axis: str | None,
   layout: Layout | None,
   ordered: bool,
-) -> tuple[Place, Layout]:
+) -> tuple[CallSharding, Layout]:
   """Where a call over the tokens x [B, T, ...] runs, and in which order.
 
   Args:

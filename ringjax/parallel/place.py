@@ -390,7 +390,3 @@ def _sequence_axis(
   if given or any(spec is None for _, spec in found):
     return sequence_axis(mesh, used, required)
   return SEQ if SEQ in mesh.axis_names else None
-
-
-# The name under which the other layers know it.
-Place = CallSharding

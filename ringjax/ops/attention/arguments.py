@@ -39,7 +39,7 @@ from ringjax.ops.mask import (
   Window,
 )
 from ringjax.parallel.layout import Contiguous, Layout, Slots, into_slots
-from ringjax.parallel.place import Place
+from ringjax.parallel.place import CallSharding
 
 # The leading dimensions of each array: A stands for the keys of all shards,
 # which no mesh axis shards; ? marks one that may be 1 to broadcast.
@@ -223,7 +223,7 @@ class AttentionArgs:
     }
     return dataclasses.replace(self, **found)
 
-  def specs(self, place: Place) -> AttentionArgs:
+  def specs(self, place: CallSharding) -> AttentionArgs:
     """The PartitionSpec of each array on the mesh of a place."""
     batch, heads = place.batch or None, place.heads or None
     axes = {"B": batch, "N": heads, "K": heads, "T": place.axis}

@@ -32,7 +32,7 @@ from ringjax.ops.attention.views import KVView, coords_specs, tiled
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max, merge
 from ringjax.parallel import collectives
-from ringjax.parallel.place import Place, device_of
+from ringjax.parallel.place import CallSharding, device_of
 
 # Slots that are brought into another order at a time, for many queries.
 _SEGMENT = 8192
@@ -145,7 +145,7 @@ class ShardedDecode:
     """The local algorithm for the devices that the call runs on."""
     opened = self.mesh if manual else None
     platform, kind, alone = device_of(
-      Place(axis=self.axis, mesh=opened), (q, k)
+      CallSharding(axis=self.axis, mesh=opened), (q, k)
     )
     if self.mesh is not None and not manual:
       alone = self.mesh.size == 1

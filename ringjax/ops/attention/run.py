@@ -35,12 +35,12 @@ from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import out_of_slots, slots_of
-from ringjax.parallel.place import Place, device_of
+from ringjax.parallel.place import CallSharding, device_of
 
 
 def run(
   x: AttentionArgs,
-  place: Place,
+  place: CallSharding,
   strategy: Strategy | Auto,
   return_residual: bool,
 ) -> Any:
@@ -67,7 +67,7 @@ def run(
   return (out, lse) if return_residual else out
 
 
-def _chosen(auto: Auto, x: AttentionArgs, place: Place) -> Strategy:
+def _chosen(auto: Auto, x: AttentionArgs, place: CallSharding) -> Strategy:
   """What the model of costs says of this call; see `select`."""
   if place.size == 1:
     return nesting.named("ring")
@@ -117,13 +117,13 @@ def _chosen(auto: Auto, x: AttentionArgs, place: Place) -> Strategy:
   return nesting.built(name, options, levels=len(axes))
 
 
-def _size(name: str, place: Place) -> int:
+def _size(name: str, place: CallSharding) -> int:
   if place.manual:
     return collectives.axis_size(name)
   return place.mesh.shape[name]
 
 
-def _check_axes(strategy: Strategy, place: Place) -> None:
+def _check_axes(strategy: Strategy, place: CallSharding) -> None:
   """A strategy that names its axes names those that the call goes over."""
   foreign = [name for name in strategy.axes if name not in place.names]
   if foreign:
@@ -154,7 +154,7 @@ def _forward_mode_refused() -> Iterator[None]:
 
 def _per_shard(
   x: AttentionArgs,
-  place: Place,
+  place: CallSharding,
   strategy: Strategy,
   lengths: tuple[int, int] | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -251,7 +251,7 @@ def _grouped(pair: Any, kv_heads: int) -> Any:
 
 
 def _on_mesh(
-  x: AttentionArgs, place: Place, strategy: Strategy
+  x: AttentionArgs, place: CallSharding, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   _check_explicit(x, place)
   if isinstance(place.mesh, Mesh):
@@ -287,7 +287,7 @@ def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
   return jax.sharding.reshard(a, NamedSharding(mesh, spec))
 
 
-def _check_explicit(x: AttentionArgs, place: Place) -> None:
+def _check_explicit(x: AttentionArgs, place: CallSharding) -> None:
   size = math.prod(place.mesh.shape[a] for a in place.heads)
   kv_heads = x.k.shape[2]
   if size > 1 and kv_heads > 1 and kv_heads % size:
@@ -301,7 +301,7 @@ def _check_explicit(x: AttentionArgs, place: Place) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _jitted_on_mesh(
-  x: AttentionArgs, place: Place, strategy: Strategy
+  x: AttentionArgs, place: CallSharding, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
   lengths = x.q.shape[1], x.k.shape[1]
   fit = [
