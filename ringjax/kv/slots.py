@@ -37,28 +37,51 @@ FILL, SHARDED, REPLICATED = "fill", "sharded", "replicated"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ContiguousSlots:
-  """The slots of layers that keep every token.
+class SlotGroup:
+  """Which token is in which slot of a group of layers.
 
   Attributes:
     at: coordinates of the slots, [B, S].
-    used: int32 [B, R], slots in use on each of R shards: the write cursors.
-    before: int32 [B, R], those before the last call.
     mode: how the tokens of the call at hand come.
     mesh: whose `axis` shards S; None is one device.
     axis: the sequence's axis.
+  """
+
+  at: Coords
+  mode: str = FILL
+  mesh: Any = None
+  axis: str | None = None
+
+  @property
+  def shards(self) -> int:
+    return 1 if self.axis is None else self.mesh.shape[self.axis]
+
+  @property
+  def capacity(self) -> int:
+    """Slots of all shards together, S."""
+    return self.at.pos.shape[1]
+
+  def _everywhere(self, x: jax.Array) -> jax.Array:
+    if self.mesh is None:
+      return x
+    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContiguousSlots(SlotGroup):
+  """The slots of layers that keep every token.
+
+  Attributes:
+    used: int32 [B, R], slots in use on each of R shards: the write cursors.
+    before: int32 [B, R], those before the last call.
   """
 
   # No call replaces tokens of earlier ones.
   apart: ClassVar[bool] = False
   previous: ClassVar[Any] = None
 
-  at: Coords
   used: Any
   before: Any
-  mode: str = FILL
-  mesh: Any = None
-  axis: str | None = None
 
   @classmethod
   def spec(cls, room: CacheSpec) -> ContiguousSlots:
@@ -74,14 +97,6 @@ class ContiguousSlots:
       mesh=room.mesh,
       axis=room.axes.get("tokens"),
     )
-
-  @property
-  def shards(self) -> int:
-    return 1 if self.axis is None else self.mesh.shape[self.axis]
-
-  @property
-  def capacity(self) -> int:
-    return self.at.pos.shape[1]
 
   @property
   def local(self) -> int:
@@ -313,11 +328,6 @@ class ContiguousSlots:
       return jnp.take_along_axis(x, order[None, :, None, :, None], 3)
 
     return slots, along
-
-  def _everywhere(self, x: jax.Array) -> jax.Array:
-    if self.mesh is None:
-      return x
-    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
 
 
 tree.register(

@@ -25,13 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
-from ringjax.kv.slots import FILL, REPLICATED, in_order
+from ringjax.kv.slots import FILL, REPLICATED, SlotGroup, in_order
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
@@ -43,34 +42,26 @@ def window_slots(reach: int, slack: int, shards: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowSlots:
+class WindowSlots(SlotGroup):
   """The slots of layers that look back `reach` tokens.
 
   Attributes:
-    at: coordinates of the slots, [B, W].
     count: int32 [B], tokens that were appended.
     before: int32 [B], those before the last call.
     source: during a call int32 [B, W], which of its tokens a slot gets, or -1.
     previous: during a call the coordinates before it.
-    mode: how the tokens of the call come, see `kv.slots`.
     tokens: T of the call.
     reach: how many tokens before its own a query may look back.
     slack: tokens of a call that may be taken back.
-    mesh: whose `axis` shards W; None is one device.
-    axis: the sequence's axis.
   """
 
-  at: Coords
   count: Any
   before: Any
   source: Any = None
   previous: Any = None
-  mode: str = FILL
   tokens: int = 0
   reach: int = 0
   slack: int = 0
-  mesh: Any = None
-  axis: str | None = None
 
   @classmethod
   def spec(cls, room: CacheSpec, reach: int, slack: int) -> WindowSlots:
@@ -87,15 +78,6 @@ class WindowSlots:
       mesh=room.mesh,
       axis=room.axes.get("tokens"),
     )
-
-  @property
-  def shards(self) -> int:
-    return 1 if self.axis is None else self.mesh.shape[self.axis]
-
-  @property
-  def capacity(self) -> int:
-    """W."""
-    return self.at.pos.shape[1]
 
   @property
   def few(self) -> bool:
@@ -328,11 +310,6 @@ class WindowSlots:
       out_specs=out_specs,
       axis_names={self.axis},
     )
-
-  def _everywhere(self, x: jax.Array) -> jax.Array:
-    if self.mesh is None:
-      return x
-    return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
 
 
 tree.register(
