@@ -8,13 +8,14 @@ from absl import flags
 
 from launch import aot, console, strategies
 from ringjax.checks import positive_int
+from ringjax.kv import KINDS
+from ringjax.kv.base import bytes_each
 
 
 def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Prints the bytes of all layers' keys and values, for each kind of cache."""
   del stderr
-  # These bring the models and flax; most sub-commands do without.
-  from ringjax.kv import KINDS
+  # It brings the models and flax; most sub-commands do without.
   from ringjax.models.checkpoint import abstract
 
   tokens = strategies.ints("tokens", values.tokens) or (131_072,)
@@ -48,14 +49,8 @@ def _row(name: str, tokens: int, kind: str, cache: Any) -> dict[str, Any]:
   parts = {"all": 0, "windowed": 0}
   rings = cache.ring_of or (None,) * len(cache.slots)
   for ring, slots in zip(rings, cache.slots, strict=True):
-    parts["all" if ring is None else "windowed"] += _nbytes(slots)
-  total = _nbytes(cache)
+    parts["all" if ring is None else "windowed"] += bytes_each(slots)
+  total = bytes_each(cache)
   return {
     "model": name, "kind": kind, "tokens": tokens, "bytes": total, **parts
   }  # fmt: skip
-
-
-def _nbytes(tree: Any) -> int:
-  from ringjax.kv.base import bytes_each
-
-  return bytes_each(tree)

@@ -503,7 +503,7 @@ def _row_bytes(one: Outcome, layers: int) -> float:
 
 
 def _computed(one: Outcome) -> list[float]:
-  """When each rank had computed its last layer; empty where nobody looked."""
+  """When each rank had computed its last layer; empty if not recorded."""
   ranks = range(len(one.lengths))
   spans = [one.timeline.of(f"rank {rank}") for rank in ranks]
   return [max(s.end_s for s in mine) for mine in spans] if all(spans) else []

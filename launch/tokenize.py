@@ -134,7 +134,7 @@ def _files(words: Sequence[str]) -> Iterator[pathlib.Path]:
         "files",
         f"{path}, which {there}",
         "files or folders of text",
-        "correct its name",
+        "pass a path that exists and may be read",
       )
     if not path.is_dir():
       yield path

@@ -1,6 +1,6 @@
 """Errors that say what came, what was wanted and what to change.
 
-Law: everything ringjax raises about a caller's input derives from
+Guarantees: everything ringjax raises about a caller's input derives from
 `RingjaxError` and from the builtin a caller would expect (`ValueError`,
 `TypeError`), is raised in Python before any compilation or collective, fits
 in 400 characters and names the argument and one remedy.
@@ -117,7 +117,7 @@ class OutOfMemoryError(RingjaxError, MemoryError):
   """A device or the host had no more memory while a program ran.
 
   Attributes:
-    nbytes: how much was asked for, or None if nobody said.
+    nbytes: how much was asked for, or None if that is not known.
   """
 
   def __init__(self, *parts: object, nbytes: int | None = None):

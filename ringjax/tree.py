@@ -1,6 +1,6 @@
 """Dataclasses as pytrees.
 
-Law: structures of two classes are never equal. With JAX's own
+Guarantees: structures of two classes are never equal. With JAX's own
 `register_dataclass` they are (jaxlib 0.10 to 0.12) where static fields are:
 only their hashes differ, of which a table of compiled programs compares seven
 bits. A jitted function called with `Causal()` would then, in one process of

@@ -1,7 +1,7 @@
 """What a recurrent layer keeps: a state of fixed size and a short tail.
 
-Law: whatever the length of the context, all that later tokens need of it; so a
-call that appends gives what one call over all tokens gives.
+Guarantees: whatever the length of the context, all that later tokens need of
+it; so a call that appends gives what one call over all tokens gives.
 Memory: L B N H J float32 numbers and the last tokens of the convolution, the
 same on all shards of the sequence.
 """

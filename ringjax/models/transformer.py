@@ -168,12 +168,11 @@ class Transformer(nnx.Module):
         `ContextParallel`, the default, or with a cache `CachedAttention`.
         One without a mesh takes that of the cache, else the current one
         (`jax.set_mesh`), else the weights', along "seq" if there is such an
-        axis; inside of a caller's own jit the arrays' shardings are not
-        known. In a shard_map pass `ContextParallel(axis="seq")`, without a
-        mesh, for tokens that are sharded over that manual axis, or
-        `ContextParallel(axis=None)` to attend on each device alone.
-        `ContextParallel` sees the call's own keys only: it fills an empty
-        cache, and under a jit a filled one is not noticed.
+        axis, in a caller's own jit too. In a shard_map pass
+        `ContextParallel(axis="seq")`, without a mesh, for tokens that are
+        sharded over that manual axis, or `ContextParallel(axis=None)` to attend
+        on each device alone. `ContextParallel` sees the call's own keys only:
+        it fills an empty cache, and under a jit a filled one is not noticed.
       rows: int32 [B, n], which of the T rows to compute logits for, 0 to
         T - 1; default all.
       length: tokens of the whole context, for rotations that depend on it;
@@ -188,8 +187,8 @@ class Transformer(nnx.Module):
       float32 [B, T, V], or [B, n, V]; with a cache that and the new cache.
 
     Raises:
-      PromptError: ids that are none, or more tokens than the cache has room
-        for.
+      PromptError: ids that the vocabulary does not have, or more tokens than
+        the cache has room for.
       ShapeError: shapes that do not fit, the cache's batch for one.
       MeshError: the current mesh has explicit axes, or is in the middle of a
         shard_map where the call can't be.
@@ -272,7 +271,7 @@ class Transformer(nnx.Module):
     if attend.mesh is None and cache is not None:
       attend = dataclasses.replace(attend, mesh=cache.mesh, axis=cache.axis)
     elif attend.mesh is None:
-      # Traced weights know the mesh of the arguments that they are.
+      # The type of traced weights names the mesh of the jit's arguments.
       weight = self.embed.weight.get_value()
       mesh = around
       if around.empty:

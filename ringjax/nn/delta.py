@@ -1,7 +1,7 @@
 """Gated delta net: layers that carry a state along instead of looking back.
 
-Law: the same for a whole sequence, for chunks of it that follow each other
-through a cache, and token by token; for one device and for shards.
+Guarantees: the same for a whole sequence, for chunks of it that follow each
+other through a cache, and token by token; for one device and for shards.
 Cost: linear in the tokens. Between shards the tail of a convolution and one
 affine map a head are gathered, whatever the length.
 Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.

@@ -1,9 +1,9 @@
 """Multi-head latent attention: the cache keeps one small vector a token.
 
-Law: keys and values of all heads are linear in a latent vector c of a token,
-beside one rotated key that the heads share. Where the keys travel they are
-expanded from c; where they stay in a cache the same linear maps are moved to
-the query and to the output, and attention is to c itself: one kv head, whose
+Guarantees: keys and values of all heads are linear in a latent vector c of a
+token, beside one rotated key that the heads share. Where the keys travel they
+are expanded from c; where they stay in a cache the same linear maps are moved
+to the query and to the output, and attention is to c itself: one kv head, whose
 value is part of its key.
 Cost: a cache of (latent + rotated) numbers a token and layer, not 2 N H.
 Ref:  DeepSeek-AI 2024, arXiv 2405.04434.

@@ -1,6 +1,6 @@
 """A stack of layers: equal groups of layers are one loop over their weights.
 
-Law: the stack is its layers, one after another, whatever is grouped.
+Guarantees: the stack is its layers, one after another, whatever is grouped.
 Cost: the program holds one body for each group, not for each layer.
 """
 

@@ -1,10 +1,10 @@
 """Short causal convolution of each channel, over documents and over shards.
 
-Law: y_t = sum_j w_j x_{t - (W - 1) + j} over the tokens of t's own document,
-zero before its first. What a call needs of earlier calls, and a shard of
-earlier shards, is their tail: the last W - 1 tokens that are not padding.
-Padding stands before or behind the tokens of a call; between two tokens of
-one document it would count as zeros.
+Guarantees: y_t = sum_j w_j x_{t - (W - 1) + j} over the tokens of t's own
+document, zero before its first. What a call needs of earlier calls, and a shard
+of earlier shards, is their tail: the last W - 1 tokens that are not padding.
+Padding stands before or behind the tokens of a call; between two tokens of one
+document it would count as zeros.
 Cost: W multiplications a number. A shard of at least W - 1 tokens gets its
 neighbour's last W - 1; shorter shards gather those of all, and so does who
 asks for what the next call has to know.

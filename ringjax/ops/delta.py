@@ -1,6 +1,6 @@
 """The gated delta rule: a memory that decays and is corrected, not summed.
 
-Law: of each head, with the state S [H, J],
+Guarantees: of each head, with the state S [H, J],
 
   u_t = beta_t (v_t - e^{g_t} S_{t-1}^T k_t),
   S_t = e^{g_t} S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,

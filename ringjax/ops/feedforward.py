@@ -1,7 +1,7 @@
 """Blockwise feedforward: a row-wise function, a block of tokens at a time.
 
-Law: `blockwise_feedforward(f, x)` equals `f(x)` for every f that treats each
-token alone, forward and backward, for every length and every sharding; no
+Guarantees: `blockwise_feedforward(f, x)` equals `f(x)` for every f that treats
+each token alone, forward and backward, for every length and every sharding; no
 array of more than one block of hidden activations exists at any time.
 Cost: the FLOPs of f, once more in the backward pass (each block is computed
 again from its tokens); two copies of x and of f(x), to cut and to join.
@@ -185,7 +185,7 @@ def shards_of(x: Array) -> tuple[int, bool]:
     return math.prod(n for n, kind in kinds if kind != AxisType.Manual), True
   if not isinstance(x, jax.core.Tracer):
     return len(x.sharding.device_set), True
-  # Under jit an automatic mesh that nobody entered cannot be seen.
+  # Under jit an automatic mesh is seen only if it was entered.
   return jax.device_count(), False
 
 

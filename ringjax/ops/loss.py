@@ -1,7 +1,7 @@
 """Blockwise cross entropy: the loss without the [T, V] array of logits.
 
-Law: for a token with hidden state h and label y, with logits l = h W (and
-l = c tanh(h W / c) under a soft cap c),
+Guarantees: for a token with hidden state h and label y, with logits l = h W
+(and l = c tanh(h W / c) under a soft cap c),
 
   nll = logsumexp(l) - l[y] + z_loss * logsumexp(l)^2,
 
@@ -399,7 +399,7 @@ def _axes(spec: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _encode(labels: Any, vocab: int, ignore: Any) -> Array:
-  """int32 labels, with _IGNORED and _WRONG in place of those that are none."""
+  """int32 labels; _IGNORED and _WRONG mark ignored and impossible ones."""
   dtype = jnp.asarray(labels).dtype
   info = np.iinfo(dtype)
   if ignore is not None:

@@ -1,11 +1,11 @@
 """Masks are predicates over the coordinates of a query and a key.
 
-Law: `allows(q, k)` says, elementwise and by broadcasting, whether a query may
-see a key; `bound(q, k)` says of two ranges of tokens whether *some* pair may
-be allowed and whether *all* pairs are: it never denies a pair that `allows`
-grants, nor promises one that it refuses. Nothing here is ever T x S at the
-edge. A token whose `seg` is 0 is nothing (padding): it sees and is seen by
-nobody, whatever the mask.
+Guarantees: `allows(q, k)` says, elementwise and by broadcasting, whether a
+query may see a key; `bound(q, k)` says of two ranges of tokens whether *some*
+pair may be allowed and whether *all* pairs are: it never denies a pair that
+`allows` grants, nor promises one that it refuses. Nothing here is ever T x S at
+the edge. A token whose `seg` is 0 is nothing (padding): it sees no token and no
+token sees it, whatever the mask.
 
   causal 4x4    Window(2) & Causal()   Causal() | Prefix(2)   Chunked(2)
   1 0 0 0       1 0 0 0                1 1 0 0                1 1 0 0

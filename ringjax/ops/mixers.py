@@ -1,6 +1,6 @@
 """What recurrent layers mix tokens with: a short convolution, the delta rule.
 
-Law: the results are those of the whole sequence, whatever the number of
+Guarantees: the results are those of the whole sequence, whatever the number of
 shards; a document does not see another one.
 Cost: `causal_conv`, see ops/conv.py: contiguous shards send W - 1 tokens to
 their neighbour. In layouts that are not in order each of the W - 1 earlier

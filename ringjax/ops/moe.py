@@ -1,7 +1,7 @@
 """Mixture of experts without dropped tokens: rows sorted by expert.
 
-Law: `mix(f, x, experts, weights)` equals, for each token, the sum over its
-experts of weight * f(expert, token); no token is dropped whatever the load.
+Guarantees: `mix(f, x, experts, weights)` equals, for each token, the sum over
+its experts of weight * f(expert, token); no token is dropped whatever the load.
 Cost: f on k rows a token, and less than one block of padding for each expert.
 Memory: k copies of the tokens and of the results; f's intermediates for one
 block of rows.

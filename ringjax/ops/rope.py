@@ -1,7 +1,7 @@
 """Rotary position embeddings: which angle a token's position turns a head by.
 
-Law: dims 2i and 2i+1 (interleaved), or i and i + dims/2 (halves), of a head
-turn by position * frequency_i; the dot product of a query and a key then
+Guarantees: dims 2i and 2i+1 (interleaved), or i and i + dims/2 (halves), of a
+head turn by position * frequency_i; the dot product of a query and a key then
 depends on the distance of their positions only.
 Ref: Su et al. 2021, arXiv 2104.09864; the scalings as Hugging Face
 checkpoints mean them: linear (Chen et al. 2023, arXiv 2306.15595), dynamic

@@ -1,6 +1,6 @@
 """Scans along a sequence that may lie on shards.
 
-Law: the results are those of the whole sequence, whatever the number of
+Guarantees: the results are those of the whole sequence, whatever the number of
 shards and however they are filled. A shard scans its own tokens, the totals of
 shards are scanned by all, and what arrives at a shard is combined into each of
 its results.
@@ -288,8 +288,8 @@ class _Scan:
   def _ahead(self, x: jax.Array, count: jax.Array) -> jax.Array:
     """Tokens first in the scan's direction, then copies of the last one.
 
-    Copies, because there is no neutral element and nobody knows what `combine`
-    makes of zeros.
+    Copies, because there is no neutral element, and `combine` may make anything
+    of zeros.
     """
     slots = jnp.arange(x.shape[1], dtype=jnp.int32)
     at = slots - (x.shape[1] - count) if self.reverse else slots

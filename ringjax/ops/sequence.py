@@ -1,9 +1,10 @@
 """A sequence that may lie on shards: what functions over one have in common.
 
-Law: `run` calls a function of one shard's tokens where the tokens lie: once,
-on one device; under one shard_map over the sequence's axis, of global arrays;
-as it is, inside of a caller's shard_map or vmap. Other automatic mesh axes are
-left to the compiler; explicit ones go with the dimensions that they shard.
+Guarantees: `run` calls a function of one shard's tokens where the tokens lie:
+once, on one device; under one shard_map over the sequence's axis, of global
+arrays; as it is, inside of a caller's shard_map or vmap. Other automatic mesh
+axes are left to the compiler; explicit ones go with the dimensions that they
+shard.
 Cost: where a length does not divide, a copy of each operand and result; none
 otherwise. Nothing is sent here, but for an explicit sequence axis that such a
 length cannot be sharded over: its results are gathered.

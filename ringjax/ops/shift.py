@@ -1,8 +1,8 @@
 """Each token's neighbour: y_t = x_{t - by}, over documents and over shards.
 
-Law: positions are true ones, whatever the layout and the number of shards; a
-token whose neighbour does not exist, is padding or belongs to another document
-gets `fill`. Linear in x; its gradient is the shift back, exactly.
+Guarantees: positions are true ones, whatever the layout and the number of
+shards; a token whose neighbour does not exist, is padding or belongs to another
+document gets `fill`. Linear in x; its gradient is the shift back, exactly.
 Cost: contiguous shards send |by| tokens each, one hop (whole shards, in two
 parts, where `by` is more than a shard). Zigzag shards send |by| tokens either
 way; stripes of b tokens min(|by|, b) of each b, so with b = 1 all shards pass

@@ -1,6 +1,6 @@
 """Partial attention results and their algebra.
 
-Law: softmax attention over a set of keys is `Partial(acc, m, l)`,
+Guarantees: softmax attention over a set of keys is `Partial(acc, m, l)`,
 
   m = max_j s_j,   l = sum_j exp(s_j - m),   acc = sum_j exp(s_j - m) v_j,
 

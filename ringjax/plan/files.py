@@ -150,9 +150,7 @@ def _plain(value: Any) -> Any:
 
 def fault(path: str, got: str, want: str) -> CheckpointFormatError:
   """The error that says what is wrong with a file."""
-  return CheckpointFormatError(
-    path, got, want, "write the file again, or correct it by hand"
-  )
+  return CheckpointFormatError(path, got, want, "write the file again")
 
 
 def _refuse(name: str) -> Any:

@@ -108,7 +108,7 @@ def schedule(lanes: Sequence[Lane], *, sums: bool) -> list[HopRange]:
 # What a hop computes: visit(carry, block, distance) -> (carry, sums). The block
 # is that of the shard `distance` places behind; None stands for a shard's own
 # operands, as they are.
-Visit = Callable[[Any, Any, Any], tuple[Any, Any]]
+HopFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RingStrategy(Strategy):
     lanes: Sequence[Lane],
     block: Any,
     carry: Any,
-    visit: Visit,
+    visit: HopFunction,
     add: Callable[[Any, Any], Any] | None = None,
   ) -> tuple[Any, Any]:
     """Walks the hops of `lanes`.

@@ -47,9 +47,9 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.hops import (
   OWN,
+  HopFunction,
   Lane,
   RingStrategy,
-  Visit,
   cut_hops,
 )
 from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
@@ -143,7 +143,7 @@ class Ring(RingStrategy, KVStrategy):
     x: Local,
     context: Context,
     carry: Any,
-    visit: Visit,
+    visit: HopFunction,
     add: Callable[[Any, Any], Any] | None = None,
   ) -> tuple[Any, Any]:
     """Visits the keys of all shards in reach, as `_walk`."""
@@ -161,7 +161,7 @@ class Ring(RingStrategy, KVStrategy):
     block: KVBlock,
     context: Context,
     carry: Any,
-    visit: Visit,
+    visit: HopFunction,
     add: Callable[[Any, Any], Any] | None,
   ) -> tuple[Any, Any]:
     """Visits as many shards as this batch's documents reach, as `_walk`."""
