@@ -72,7 +72,7 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 
 def integer(
   name: str,
-  value: object,
+  value: Any,
   *,
   least: int | None = None,
   most: int | None = None,
@@ -83,15 +83,15 @@ def integer(
   whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   low = -math.inf if least is None else least
   high = math.inf if most is None else most
-  if not whole or not low <= int(value) <= high:  # pyrefly: ignore
+  if not whole or not low <= int(value) <= high:
     want = f"an int{_range(least, most)}"
     raise error(name, repr(value), want, remedy or f"pass {name} as {want}")
-  return int(value)  # pyrefly: ignore
+  return int(value)
 
 
 def positive_int(
   name: str,
-  value: object,
+  value: Any,
   *,
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
@@ -102,7 +102,7 @@ def positive_int(
 
 def number(
   name: str,
-  value: object,
+  value: Any,
   *,
   least: int | float | None = None,
   most: int | float | None = None,
@@ -122,7 +122,7 @@ def number(
     remedy: what to do; default: pass such a number.
   """
   real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  found = float(value) if real else math.nan  # pyrefly: ignore
+  found = float(value) if real else math.nan
   fits = math.isfinite(found)
   fits = fits and (least is None or found >= least)
   fits = fits and (above is None or found > above)
@@ -159,7 +159,7 @@ def _range(
   most: int | float | None,
   above: int | float | None = None,
 ) -> str:
-  """ " from 1 to 8", " of at least 1", ..."""
+  """The words for a range, behind a blank: `from 1 to 8`, `of at least 1`."""
   # An int in full: six digits of 2**31 - 1 are another number.
   shown = lambda x: str(x) if isinstance(x, int) else f"{x:g}"
   if above is not None:
