@@ -620,30 +620,7 @@ class KVCache:
     one = self.take(np.array([row]))
     one.check(1, count, replicated=True, sees=True)
     at = Coords(*(jnp.asarray(x, jnp.int32)[None] for x in at))
-    held = one.held.allocate(at, REPLICATED)
-    rings = tuple(
-      ring.allocate(Coords(*(x[:, -ring.reach :] for x in at)), REPLICATED)
-      for ring in one.rings
-    )
-
-    def appended(kind: int, old: Any, new: Any) -> Any:
-      number = one._ring(kind)
-      into = held if number is None else rings[number]
-
-      def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        for n in range(old.shape[0] if old.shape[-1] else 0):
-          old = into.write(old, new[n][None], n)
-        return old
-
-      return jax.tree.map(write, old, new)
-
-    slots: Any = tuple(
-      appended(kind, old, new)
-      for kind, (old, new) in enumerate(
-        zip(one.slots, blocks.parts, strict=True)
-      )
-    )
-    filled = dataclasses.replace(one, held=held, rings=rings).updated(slots)
+    filled = _appended(one, blocks.parts, at)
     return self.insert(np.array([row]), filled)
 
   def gathered(self, device: Any) -> KVCache:
@@ -708,6 +685,33 @@ class KVCache:
 tree.register(
   KVCache, ("slots", "held", "rings"), ("ring_of", "kind", "mesh", "axis")
 )
+
+
+@jax.jit
+def _appended(cache: KVCache, parts: Any, at: Coords) -> KVCache:
+  """A cache of one row with stored keys and values [L, K, n, ...] as well."""
+  held = cache.held.allocate(at, REPLICATED)
+  # Of windowed layers there are the last tokens alone.
+  rings = tuple(
+    ring.allocate(Coords(*(x[:, -ring.reach :] for x in at)), REPLICATED)
+    for ring in cache.rings
+  )
+
+  def one(kind: int, old: Any, new: Any) -> Any:
+    number = cache._ring(kind)
+    into = held if number is None else rings[number]
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+      if not old.shape[-1]:
+        return old
+      layer = lambda n, x: into.write(x, lax.dynamic_index_in_dim(new, n, 0), n)
+      return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
+
+    return jax.tree.map(write, old, new)
+
+  pairs = enumerate(zip(cache.slots, parts, strict=True))
+  slots = tuple(one(kind, old, new) for kind, (old, new) in pairs)
+  return dataclasses.replace(cache, held=held, rings=rings).updated(slots)
 
 
 @jax.jit
