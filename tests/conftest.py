@@ -139,7 +139,7 @@ _LONG = (
 
 
 # Tests that repeat one fact over many parameters: the default run keeps the
-# first two cases of each, the others are marked `long`.
+# first case of each, the others are marked `long`.
 _REPEATED = frozenset(
   (
     "eval/test_eval.py::test_a_sharded_text_gives_the_same",
@@ -177,7 +177,7 @@ _REPEATED = frozenset(
     "train/test_step.py::test_what_is_computed_again_is_the_same",
   )
 )
-_KEPT_CASES = 2
+_KEPT_CASES = 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ from tests.contracts import cache as contract
 
 
 @pytest.mark.parametrize(
-  "shards", [1, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))]
+  "shards", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))]
 )
 @pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("kind", KINDS)
