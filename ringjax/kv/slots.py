@@ -174,7 +174,8 @@ class ContiguousSlots(SlotGroup):
         return lax.dynamic_update_slice(old, new[(None,) * lead], tuple(start))
       take = lambda x: lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
       first, end = take(before), take(used)
-      if mode == REPLICATED:
+      # One token is every shard's: whether it is this one's, `end` says.
+      if mode == REPLICATED and new.shape[axis - lead] > 1:
         size = min(new.shape[axis - lead], old.shape[axis])
         levels = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         rank = _rank(before, levels, me)
