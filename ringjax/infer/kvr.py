@@ -19,8 +19,8 @@ Layer by layer, from the host, rank i of p:
   4  what came into its cache; then, tile by tile, its own keys into it,
      attention of its own queries, output projection, feedforward
 
-What travels are blocks of keys and values as the cache stores them, and its
-layers append them: any cache of the kinds `KINDS` will do.
+What travels are blocks of keys and values as a layer of the cache appends them
+(rotated, or before their rotation), whatever the kind of cache makes of them.
 
 Arrays travel through TCP, and not as collectives of two devices: a collective
 takes its turn in the queue of the device's computations, so that a rank that
@@ -43,7 +43,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ringjax import plan
-from ringjax.checks import float_dtype, one_of, positive_int
+from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import agree, decode, inputs, prefill, spans
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
@@ -51,7 +51,7 @@ from ringjax.infer.links import LayerBlock, Receiver, Sender
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import DENSE, CacheKind, cache_kind
+from ringjax.kv.cache_kind import cache_kind
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
@@ -63,8 +63,6 @@ from ringjax.plan import cost
 from ringjax.plan.schedules import Outcome
 
 CREDITS = 2
-# Kinds of caches whose stored keys a layer can append as they are.
-KINDS = (DENSE, CacheKind(unrotated=True))
 # A tile of tokens; what does not fill one is read in the smaller size.
 _TILES = (512, 128)
 # How many tiles are under way before the host waits for one.
@@ -130,17 +128,17 @@ class Runahead:
       credits: layers that wait at each end of a link at most.
       tile: tokens of a tile; default: by the length of the prompt.
       dtype: of the cache; default: the model's.
-      kind: of the cache, one of `KINDS` or its name.
+      kind: of the cache, an `rj.kv.CacheKind` or its name.
 
     Raises:
       ConfigError: a model with layers that keep more than keys and values.
-      OptionError: an argument out of range, or another kind of cache.
+      OptionError: an argument out of range, or no kind of cache.
     """
     self.model, self.peers = model, peers
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
-    self.kind = one_of("kind", cache_kind(kind), KINDS)
+    self.kind = cache_kind(kind)
     self.programs = LayerPrograms(model, CachedAttention(), self.kind)
     self._compiled: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()

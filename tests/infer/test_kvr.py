@@ -85,13 +85,6 @@ def test_other_kinds_of_caches_are_refused(loaded, alone, kind):
     kvr.Runahead(model, alone, kind=kind)
 
 
-def test_a_kind_that_no_layer_can_append_is_refused(loaded, alone, monkeypatch):
-  model, _ = loaded("llama3")
-  monkeypatch.setattr(kvr, "KINDS", kvr.KINDS[:1])
-  with pytest.raises(OptionError, match="kind: got .*unrotated"):
-    kvr.Runahead(model, alone, kind="unrotated")
-
-
 def test_a_failed_group_reads_nothing(loaded, alone):
   model, _ = loaded("llama3")
   alone.failure = PeerError("rank 1 is gone", rank=1)

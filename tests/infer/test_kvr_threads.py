@@ -17,6 +17,7 @@ import pytest
 from ringjax import infer
 from ringjax.errors import PeerError
 from ringjax.infer import kvr
+from ringjax.kv import CacheKind
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 
@@ -127,15 +128,22 @@ def test_the_last_rank_has_what_one_device_has(loaded, alone, name, ranks):
     assert sent == kvr.link_bytes(layers, partition, model.dtype)
 
 
-def test_keys_that_are_stored_before_their_rotation(loaded, alone):
+@pytest.mark.parametrize(
+  "kind",
+  [
+    "unrotated",
+    CacheKind(windowed=True, slack=TILE),
+    CacheKind(windowed=True, unrotated=True, slack=4),
+  ],
+  ids=str,
+)
+def test_other_kinds_of_caches(loaded, alone, kind):
   name, ranks = CASES[0]
   model, _ = loaded(name)
   ids, logits, _, new = alone(name)
-  session = infer.Session(model, TOKENS + NEW, cache_kind="unrotated")
+  session = infer.Session(model, TOKENS + NEW, cache_kind=kind)
   infer.generate(model, [ids], max_new_tokens=1, cache=session)
-  (*_, reading) = in_threads(
-    model, ids, PARTS[ranks][0], ranks, kind="unrotated"
-  )
+  (*_, reading) = in_threads(model, ids, PARTS[ranks][0], ranks, kind=kind)
   layers = kvr.LayerPrograms(model).layers
   assert_same_keys(layers, reading.session.cache, session.cache)
   assert far(reading.logits, logits) < 5e-6
