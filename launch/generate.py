@@ -87,7 +87,7 @@ def define(values: flags.FlagValues) -> None:
   )
   new.text(
     "cache",
-    "dense",
+    "windowed",
     f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
     "NAME:key=value,key=value.",
   )
@@ -305,7 +305,7 @@ class _Work:
       "prefill": report.prefill.name,
       "prefill_why": report.prefill.why,
       "chunk": report.prefill.chunk,
-      "cache": values.cache,
+      "cache": str(report.cache_kind),
       "first_token_s": clock.first_s,
       "compile_s": compiled(clock.first_s),
       "prefill_s": clock.read_s - compiled(clock.read_s),

@@ -22,6 +22,7 @@ from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import PrefillOptions
 from ringjax.infer.session import Session, on_its_mesh, place_of
+from ringjax.kv.cache_kind import WINDOWED
 from ringjax.models.transformer import Transformer
 
 
@@ -142,7 +143,7 @@ def _check(
     mesh=mesh,
     axis=axis,
     dtype=options.get("cache_dtype"),
-    cache_kind=options.get("cache_kind", "dense"),
+    cache_kind=options.get("cache_kind", WINDOWED),
   )
 
 

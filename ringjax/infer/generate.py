@@ -101,7 +101,7 @@ def generate(
   keep: str = "sharded",
   cache: Session | None = None,
   cache_dtype: Any = None,
-  cache_kind: Any = "dense",
+  cache_kind: Any = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -145,8 +145,9 @@ def generate(
       that axis, which then decodes alone, with its own copy of the weights.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
-    cache_kind: how the cache stores keys and values, an `rj.kv.CacheKind` or
-      its name: "dense", "unrotated" or "windowed".
+    cache_kind: how the cache that is made stores keys and values, an
+      `rj.kv.CacheKind` or its name: "dense", "unrotated" or "windowed"; default
+      "windowed", which keeps no more than later tokens see.
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.
@@ -188,7 +189,7 @@ def generate(
     mesh=mesh,
     axis=axis,
     dtype=cache_dtype,
-    cache_kind=kinds.cache_kind(cache_kind),
+    cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
   )
   prompts = inputs.prompts(tokens, model.config.vocab)
   ending = _Ending(
@@ -226,6 +227,7 @@ def generate(
     shards=session.shards,
     cache_bytes=bytes_each(session.cache),
     capacity=session.cache.capacity,
+    cache_kind=session.cache.kind,
   )
   if report is not None:
     report(session.last)
@@ -254,6 +256,8 @@ def _planned(
     # A shard's last slot may stay empty behind an uneven prompt.
     shards = how.attend.size
     capacity = how.slots * shards + count + shards
+    if own["cache_kind"] is None:
+      own = own | {"cache_kind": kinds.WINDOWED}
     session = Session(model, capacity, batch=batch, **own)
     return session, how, longest + count
   room, behind = session.room(), bool(start.any())
@@ -436,7 +440,7 @@ def _check_session(
       "make one with rj.infer.Session(model, capacity)",
     )
   session.check()
-  if own["cache_kind"] in (kinds.DENSE, session.cache.kind):
+  if own["cache_kind"] == session.cache.kind:
     own = own | {"cache_kind": None}
   for name, value in own.items():
     if value is not None:

@@ -43,6 +43,7 @@ class GenerateReport:
     shards: of the sequence.
     cache_bytes: of the cache on each device.
     capacity: tokens that the cache has room for.
+    cache_kind: how the cache stores keys and values.
   """
 
   prefill: prefill.Prefill
@@ -51,6 +52,7 @@ class GenerateReport:
   shards: int
   cache_bytes: int
   capacity: int
+  cache_kind: kinds.CacheKind = kinds.DENSE
 
 
 class Session:

@@ -764,11 +764,11 @@ def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
   ):
     return found
   mesh, spec = x.sharding.mesh, [*x.sharding.spec]
-  spec += [None] * (x.ndim - len(spec))
-  over = spec[axis] or ()
+  over = (spec[axis] if axis < len(spec) else None) or ()
   names = over if isinstance(over, tuple) else (over,)
-  if found.shape[axis] % math.prod(mesh.shape[name] for name in names):
-    spec[axis] = None
+  if not found.shape[axis] % math.prod(mesh.shape[name] for name in names):
+    return jax.device_put(found, x.sharding)
+  spec[axis] = None
   return jax.device_put(found, NamedSharding(mesh, P(*spec)))
 
 

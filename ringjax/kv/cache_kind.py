@@ -41,10 +41,11 @@ class CacheKind:
 
 
 DENSE = CacheKind()
+WINDOWED = CacheKind(windowed=True)
 KINDS: dict[str, CacheKind] = {
   "dense": DENSE,
   "unrotated": CacheKind(unrotated=True),
-  "windowed": CacheKind(windowed=True),
+  "windowed": WINDOWED,
 }
 
 

@@ -1,7 +1,7 @@
 """The laws of a cache: each kind of cache inherits them by one line.
 
-A law is called with a kind's name and a number of shards. It makes a model of
-its own and compares with the model's call without a cache.
+A law is called with a `Setup`: a kind of cache, a number of shards, a family
+of models and a dtype. It compares with the model's call without a cache.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import ringjax as rj
+from ringjax.errors import OptionError
 from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.state import State
+from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
 
 # One layer that looks back over all and two that look back 5 tokens.
@@ -27,6 +31,18 @@ CONFIG = {
   "sliding_window": 5,
   "max_window_layers": 1,
 }
+# What a layer may be, and a checkpoint whose layers are that.
+FAMILIES = {
+  "windows": None,
+  "one head of keys each": "llama2",
+  "grouped": "llama3",
+  "one head of keys": "falcon_7b",
+  "latent": "deepseek_v3",
+  "sinks": "gpt_oss",
+  "alibi": "falcon_rw",
+  "chunked": "llama4_text",
+  "recurrent": "qwen3_next",
+}
 # Of windowed layers: tokens of a call that may be taken back.
 SLACK = 6
 
@@ -35,30 +51,67 @@ TOLERANCE = 1e-5
 
 
 @functools.cache
-def model(shards):
+def model(shards, family="windows", dtype="float32"):
   mesh = make_mesh(shards, "auto") if shards > 1 else None
-  return rj.models.create(CONFIG, seed=1, mesh=mesh)
+  name = FAMILIES[family]
+  config = CONFIG if name is None else checkpoints.config(name)
+  # Heads that look at few tokens: a wrong one is seen in the logits.
+  config = config | {"initializer_range": 0.2}
+  return rj.models.create(config, seed=1, mesh=mesh, dtype=jnp.dtype(dtype))
 
 
 @functools.cache
-def text():
+def text(family="windows", dtype="float32"):
   """Tokens [B, 2 T] and their logits, by a call without a cache."""
-  tokens = np.random.default_rng(0).integers(0, 64, (B, 2 * T))
+  tokens = np.random.default_rng(0).integers(1, 64, (B, 2 * T))
   tokens = tokens.astype(np.int32)
-  return tokens, np.asarray(model(1)(tokens))
+  return tokens, np.asarray(model(1, family, dtype)(tokens))
 
 
-def empty(kind, shards, batch=B, capacity=CAPACITY):
-  attend = None
-  if shards > 1:
-    attend = rj.models.CachedAttention(mesh=model(shards).mesh, axis="seq")
-  kind = dataclasses.replace(KINDS[kind], slack=SLACK)
-  return model(shards).init_cache(batch, capacity, sharding=attend, kind=kind)
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """What a law is shown for."""
 
+  kind: str
+  shards: int
+  family: str = "windows"
+  dtype: str = "float32"
 
-def read(shards, tokens, cache, **options):
-  logits, cache = model(shards)(jnp.asarray(tokens), cache=cache, **options)
-  return np.asarray(logits), cache
+  def __str__(self) -> str:
+    return f"{self.kind}-{self.shards}-{self.family}-{self.dtype}"
+
+  @property
+  def model(self):
+    return model(self.shards, self.family, self.dtype)
+
+  def text(self):
+    return text(self.family, self.dtype)
+
+  def empty(self, batch=B, capacity=CAPACITY):
+    attend = None
+    if self.shards > 1:
+      attend = rj.models.CachedAttention(mesh=self.model.mesh, axis="seq")
+    kind = dataclasses.replace(KINDS[self.kind], slack=SLACK)
+    return self.model.init_cache(batch, capacity, sharding=attend, kind=kind)
+
+  def read(self, tokens, cache, **options):
+    logits, cache = self.model(jnp.asarray(tokens), cache=cache, **options)
+    return np.asarray(logits), cache
+
+  def close(self, got, want):
+    _, all_ = self.text()
+    largest = max(1.0, float(np.abs(all_).max()))
+    of = TOLERANCE if self.dtype == "float32" else 2.0**-5
+    np.testing.assert_allclose(got, want, rtol=0, atol=of * largest)
+
+  def refuses_if_recurrent(self, *calls):
+    """Whether a state that does not go back is there; then `calls` raise."""
+    if self.family != "recurrent":
+      return False
+    for call in calls:
+      with pytest.raises(OptionError, match="recurrent layers"):
+        call()
+    return True
 
 
 def close(got, want):
@@ -73,6 +126,9 @@ def state(cache):
   seg = np.asarray(cache.at.seg)
   found = [np.where(seg > 0, np.asarray(cache.at.pos), 0), seg, cache.free()]
   for ring, slots in zip(cache.ring_of, cache.slots, strict=True):
+    if isinstance(slots, State):
+      found.extend(np.asarray(x) for x in jax.tree.leaves(slots))
+      continue
     if ring is None:
       real = (seg > 0)[None, :, None, :, None]
       found.extend(np.where(real, x, 0) for x in slots)
@@ -92,49 +148,56 @@ def same(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-def as_without_a_cache(kind, shards):
+def as_without_a_cache(setup):
   """A prompt, then tokens one by one."""
-  tokens, want = text()
-  first, cache = read(shards, tokens[:, :T], empty(kind, shards))
+  tokens, want = setup.text()
+  first, cache = setup.read(tokens[:, :T], setup.empty())
   got = [first]
   for n in range(T, T + 3):
-    logits, cache = read(shards, tokens[:, n : n + 1], cache)
+    logits, cache = setup.read(tokens[:, n : n + 1], cache)
     got.append(logits)
-  close(np.concatenate(got, 1), want[:, : T + 3])
+  setup.close(np.concatenate(got, 1), want[:, : T + 3])
 
 
-def rejected_tokens_leave_no_trace(kind, shards):
+def rejected_tokens_leave_no_trace(setup):
   """Append n, keep fewer: as if the others had never been appended."""
-  tokens, want = text()
+  tokens, want = setup.text()
   kept = np.array([3, 0, 5])
-  _, cache = read(shards, tokens[:, :T], empty(kind, shards))
+  _, cache = setup.read(tokens[:, :T], setup.empty())
   draft = tokens[:, T : T + 5].copy()
   draft[np.arange(5)[None] >= kept[:, None]] = 1
-  _, cache = read(shards, draft, cache)
-  cache = cache.keep(np.arange(5)[None] < kept[:, None])
+  _, cache = setup.read(draft, cache)
+  stays = np.arange(5)[None] < kept[:, None]
+  if setup.refuses_if_recurrent(
+    lambda: cache.keep(stays), lambda: cache.truncate(T)
+  ):
+    return
+  cache = cache.keep(stays)
   assert cache.length.tolist() == (T + kept).tolist()
 
-  _, never = read(shards, tokens[:, :T], empty(kind, shards))
+  _, never = setup.read(tokens[:, :T], setup.empty())
   seg = (np.arange(5)[None] < kept[:, None]).astype(np.int32)
-  _, never = read(shards, tokens[:, T : T + 5] * seg, never, segment_ids=seg)
+  _, never = setup.read(tokens[:, T : T + 5] * seg, never, segment_ids=seg)
   same(cache, never)
   after = np.stack(
     [row[T + n : T + n + 4] for row, n in zip(tokens, kept, strict=True)]
   )
-  logits, _ = read(shards, after, cache)
+  logits, _ = setup.read(after, cache)
   for row, n in enumerate(kept):
-    close(logits[row], want[row, T + n : T + n + 4])
+    setup.close(logits[row], want[row, T + n : T + n + 4])
 
 
-def siblings_are_kept_by_their_number(kind, shards):
+def siblings_are_kept_by_their_number(setup):
   """Of a tree's tokens some path, whose tokens are not neighbours."""
-  tokens, _ = text()
-  _, cache = read(shards, tokens[:, :T], empty(kind, shards))
+  if setup.family == "recurrent":
+    return
+  tokens, _ = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
   draft = np.ones((B, 6), np.int32)
   path = np.array([0, 2, 5])
   draft[:, path] = tokens[:, T : T + 3]
   pos = np.array([0, 1, 1, 2, 2, 2]) + T
-  _, cache = read(shards, draft, cache, positions=np.tile(pos, (B, 1)))
+  _, cache = setup.read(draft, cache, positions=np.tile(pos, (B, 1)))
   cache = cache.keep(np.tile(np.isin(np.arange(6), path), (B, 1)))
   assert cache.length.tolist() == [T + 3] * B
   assert (CAPACITY - cache.free().sum(1)).tolist() == [T + 3] * B
@@ -143,80 +206,129 @@ def siblings_are_kept_by_their_number(kind, shards):
   ] == [T, T + 1, T + 2]
 
 
-def blocks_are_loaded_bit_for_bit(kind, shards):
-  tokens, want = text()
-  _, cache = read(shards, tokens[:, :T], empty(kind, shards))
+def blocks_are_loaded_bit_for_bit(setup):
+  tokens, want = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  if setup.refuses_if_recurrent(lambda: cache.export(1, 0, T)):
+    return
   blocks = cache.export(1, 0, T)
-  into = empty(kind, shards).load(2, blocks)
+  into = setup.empty().load(2, blocks)
   again = into.export(2, 0, T)
   for x, y in zip(jax.tree.leaves(blocks), jax.tree.leaves(again), strict=True):
     np.testing.assert_array_equal(x, y)
   assert into.length.tolist() == [0, 0, T]
   after = np.where(np.arange(B)[:, None] == 2, tokens[1, T : T + 3], 0)
   seg = np.tile((np.arange(B) == 2).astype(np.int32)[:, None], (1, 3))
-  logits, _ = read(shards, after.astype(np.int32), into, segment_ids=seg)
-  close(logits[2], want[1, T : T + 3])
+  logits, _ = setup.read(after.astype(np.int32), into, segment_ids=seg)
+  setup.close(logits[2], want[1, T : T + 3])
 
 
-def rows_are_independent(kind, shards):
+def rows_are_independent(setup):
   """Reset one, insert another: the others stay as they are."""
-  tokens, want = text()
-  _, cache = read(shards, tokens[:, :T], empty(kind, shards))
-  _, other = read(shards, tokens[[0], T:], empty(kind, shards, batch=1))
+  tokens, want = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  _, other = setup.read(tokens[[0], T:], setup.empty(batch=1))
   cleared = cache.reset([1])
   assert cleared.length.tolist() == [T, 0, T]
   same(cleared.take([0, 2]), cache.take([0, 2]))
   filled = cleared.insert([1], other)
   same(filled.take([0, 2]), cache.take([0, 2]))
   same(filled.take([1]), other)
-  logits, _ = read(shards, tokens[:, T : T + 2], filled)
-  close(logits[[0, 2]], want[[0, 2], T : T + 2])
+  logits, _ = setup.read(tokens[:, T : T + 2], filled)
+  setup.close(logits[[0, 2]], want[[0, 2], T : T + 2])
 
 
-def a_snapshot_comes_back(kind, shards):
-  tokens, want = text()
-  _, cache = read(shards, tokens[:, :T], empty(kind, shards))
+def a_snapshot_comes_back(setup):
+  tokens, want = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
   before = cache.snapshot()
-  _, cache = read(shards, np.full((B, 4), 5, np.int32), cache)
+  _, cache = setup.read(np.full((B, 4), 5, np.int32), cache)
   cache = cache.restore(before)
   assert cache.length.tolist() == [T] * B
-  logits, _ = read(shards, tokens[:, T:], cache)
-  close(logits, want[:, T:])
+  logits, _ = setup.read(tokens[:, T:], cache)
+  setup.close(logits, want[:, T:])
 
 
-def short_rows_cost_no_slots(kind, shards):
+def short_rows_cost_no_slots(setup):
   """Padding takes none, so that rows of unequal turns fit."""
-  tokens, want = text()
+  tokens, want = setup.text()
   lengths = np.array([T, 3, 7])
   seg = (np.arange(T)[None] < lengths[:, None]).astype(np.int32)
-  cache = empty(kind, shards)
-  _, cache = read(shards, tokens[:, :T] * seg, cache, segment_ids=seg)
+  cache = setup.empty()
+  _, cache = setup.read(tokens[:, :T] * seg, cache, segment_ids=seg)
   assert (CAPACITY - cache.free().sum(1)).tolist() == lengths.tolist()
   after = np.stack(
     [row[n : n + T] for row, n in zip(tokens, lengths, strict=True)]
   )
-  logits, _ = read(shards, after, cache)
+  logits, _ = setup.read(after, cache)
   for row, n in enumerate(lengths):
-    close(logits[row], want[row, n : n + T])
+    setup.close(logits[row], want[row, n : n + T])
 
 
-def a_full_row_is_filled_to_its_last_slot(kind, shards):
+def a_full_row_is_filled_to_its_last_slot(setup):
   """A call whose padding would reach beyond the last slot."""
-  tokens, want = text()
-  cache = empty(kind, shards, batch=2, capacity=16)
-  _, cache = read(shards, tokens[:2, :8], cache)
+  tokens, want = setup.text()
+  cache = setup.empty(batch=2, capacity=16)
+  _, cache = setup.read(tokens[:2, :8], cache)
   seg = np.array([[1] * 8, [1] * 2 + [0] * 6], np.int32)
-  _, cache = read(shards, tokens[:2, 8:16] * seg, cache, segment_ids=seg)
+  _, cache = setup.read(tokens[:2, 8:16] * seg, cache, segment_ids=seg)
   assert cache.free().sum(1).tolist() == [0, 6]
   more = np.stack([np.zeros(4, np.int32), tokens[1, 10:14]])
   seg = np.array([[0] * 4, [1] * 4], np.int32)
   cache_call = jax.jit(
-    lambda cache: model(shards)(more, segment_ids=seg, cache=cache)
+    lambda cache: setup.model(more, segment_ids=seg, cache=cache)
   )
   logits, cache = cache_call(cache)
-  close(np.asarray(logits)[1], want[1, 10:14])
+  setup.close(np.asarray(logits)[1], want[1, 10:14])
   assert cache.free().sum(1).tolist() == [0, 2]
   assert cache.length.tolist() == [16, 14]
+
+
+def any_split_is_read_the_same(setup):
+  """Calls of unequal lengths, the last one of more tokens than the slack."""
+  tokens, want = setup.text()
+  cache, got = setup.empty(), []
+  for start, end in ((0, 4), (4, 8), (8, 9), (9, 9 + SLACK + 1)):
+    seg = np.ones((B, -(-(end - start) // 4) * 4), np.int32)
+    seg[:, end - start :] = 0
+    part = np.pad(
+      tokens[:, start:end], ((0, 0), (0, seg.shape[1] - end + start))
+    )
+    logits, cache = setup.read(part, cache, segment_ids=seg)
+    got.append(logits[:, : end - start])
+  setup.close(np.concatenate(got, 1), want[:, : 9 + SLACK + 1])
+
+
+def bytes_are_stated_before(setup):
+  """What is made has the bytes of its spec, whatever happens to it."""
+  tokens, _ = setup.text()
+  cache = setup.empty()
+  stated = jax.eval_shape(setup.empty)
+  count = lambda x: sum(
+    leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x)
+  )
+  assert cache.nbytes() == count(stated)
+  _, read = setup.read(tokens[:, :T], cache)
+  for other in (read, read.reset([1]), read.take([2, 0, 0])):
+    assert other.nbytes() == cache.nbytes()
+  assert setup.empty(batch=1).nbytes() * B == cache.nbytes()
+
+
+def programs_do_not_grow_with_use(setup):
+  """Any workload of two sizes of calls compiles two programs."""
+  tokens, _ = setup.text()
+  call = jax.jit(lambda t, seg, c: setup.model(t, segment_ids=seg, cache=c))
+  cache, rng = setup.empty(capacity=64), np.random.default_rng(3)
+  for _ in range(12):
+    size = int(rng.choice([1, 4]))
+    seg = np.arange(size)[None] < rng.integers(0, size + 1, (B, 1))
+    seg = seg.astype(np.int32)
+    _, cache = call(tokens[:, :size] * seg, seg, cache)
+    if rng.random() < 0.3:
+      cache = cache.reset([int(rng.integers(B))])
+    if rng.random() < 0.3:
+      cache = cache.take(rng.integers(0, B, B))
+  assert call._cache_size() <= 2
 
 
 LAWS = (
@@ -228,4 +340,7 @@ LAWS = (
   a_snapshot_comes_back,
   short_rows_cost_no_slots,
   a_full_row_is_filled_to_its_last_slot,
+  any_split_is_read_the_same,
+  bytes_are_stated_before,
+  programs_do_not_grow_with_use,
 )

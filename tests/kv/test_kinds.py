@@ -11,28 +11,42 @@ from ringjax.kv.cache_kind import KINDS
 from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 
+QUICK = [contract.Setup(kind, 4) for kind in KINDS]
+LONG = [
+  *(contract.Setup(kind, n) for kind in KINDS for n in (1, 2, 8)),
+  *(
+    contract.Setup(kind, 4, family, dtype)
+    for kind in KINDS
+    for family in contract.FAMILIES
+    for dtype in ("float32", "bfloat16")
+    if (family, dtype) != ("windows", "float32")
+  ),
+]
+
 
 @pytest.mark.parametrize(
-  "shards", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))]
+  "setup",
+  [*QUICK, *(pytest.param(x, marks=pytest.mark.long) for x in LONG)],
+  ids=str,
 )
 @pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("kind", KINDS)
-def test_law(kind, law, shards):
-  law(kind, shards)
+def test_law(setup, law):
+  law(setup)
 
 
 def test_unrotated_keys_move_to_other_positions():
   """Loaded elsewhere: as if the tokens had been read there, no key changed."""
-  model, (tokens, _) = contract.model(1), contract.text()
+  setup = contract.Setup("unrotated", 1)
+  model, (tokens, _) = setup.model, setup.text()
   first, more = tokens[:1, :8], tokens[:1, 8:11]
   positions = np.arange(20, 28, dtype=np.int32)[None]
-  _, cache = contract.read(1, first, contract.empty("unrotated", 1, batch=1))
+  _, cache = setup.read(first, setup.empty(batch=1))
   blocks = cache.export(0, 0, 8)
   at = Coords(positions[0], np.ones(8, np.int32))
-  moved = contract.empty("unrotated", 1, batch=1).load(0, blocks, at)
+  moved = setup.empty(batch=1).load(0, blocks, at)
   there = moved.export(0, 20, 28)
   np.testing.assert_array_equal(there.parts[0].k, blocks.parts[0].k)
-  got, _ = contract.read(1, more, moved)
+  got, _ = setup.read(more, moved)
   want = model(
     np.concatenate([first, more], 1),
     positions=np.arange(20, 31, dtype=np.int32)[None],
@@ -58,15 +72,14 @@ def test_generate_and_sessions_take_a_kind():
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_cache_refuses():
-  _, cache = contract.read(
-    1, contract.text()[0][:, :8], contract.empty("dense", 1)
-  )
+  setup = contract.Setup("dense", 1)
+  _, cache = setup.read(setup.text()[0][:, :8], setup.empty())
   blocks = cache.export(0, 2, 6)
   elsewhere = Coords(np.arange(9, 13, dtype=np.int32), np.ones(4, np.int32))
   with pytest.raises(OptionError, match="stored rotated"):
     cache.load(1, blocks, elsewhere)
   with pytest.raises(OptionError, match="of kind dense"):
-    contract.empty("unrotated", 1).load(1, blocks)
+    contract.Setup("unrotated", 1).empty().load(1, blocks)
   with pytest.raises(PromptError, match="positions from 0 to 8"):
     cache.export(0, 6, 10)
   with pytest.raises(ShapeError, match="a value for each token"):
@@ -74,4 +87,4 @@ def test_what_a_cache_refuses():
   with pytest.raises(ShapeError, match="from 0 to 2"):
     cache.reset([3])
   with pytest.raises(OptionError, match="capacity 32"):
-    cache.insert([0], contract.empty("dense", 1, batch=1, capacity=16))
+    cache.insert([0], setup.empty(batch=1, capacity=16))

@@ -171,7 +171,7 @@ def test_sampling_flags(ask, folder):
 def test_a_kind_of_cache_changes_no_token(ask, start, folder):
   flags = (f"--model={folder}", *SHORT)
   want = json.loads(ask(*flags, "--json").out)
-  assert want["cache"] == "dense"
+  assert want["cache"] == "windowed"
   other = json.loads(ask(*flags, "--json", "--cache=dense:unrotated=true").out)
   assert other["tokens"] == want["tokens"]
   command = ("-m", "launch.generate", *flags, "--cache=unrotated")
