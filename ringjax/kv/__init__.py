@@ -2,5 +2,18 @@
 
 from ringjax.kv.cache import Blocks, KVCache, Snapshot
 from ringjax.kv.cache_kind import KINDS, CacheKind
+from ringjax.kv.codecs import Codec, Floats, Hadamard, Integers
+from ringjax.kv.simulated import SimulatedCache
 
-__all__ = ["KINDS", "Blocks", "CacheKind", "KVCache", "Snapshot"]
+__all__ = [
+  "KINDS",
+  "Blocks",
+  "CacheKind",
+  "Codec",
+  "Floats",
+  "Hadamard",
+  "Integers",
+  "KVCache",
+  "SimulatedCache",
+  "Snapshot",
+]

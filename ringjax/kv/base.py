@@ -237,7 +237,11 @@ class NoCache:
   axis: str | None = None
 
   def __init__(self, kinds: int):
-    self.slots: tuple[Any, ...] = ((),) * kinds
+    self._kinds = kinds
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return ((),) * self._kinds
 
   @property
   def length(self) -> int:

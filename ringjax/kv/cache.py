@@ -32,12 +32,20 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import KV, CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
+from ringjax.kv.codecs import Codec, VectorCodec
 from ringjax.kv.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.state import State, StateShape
 from ringjax.kv.window import WindowSlots, window_slots
-from ringjax.ops.attention.views import ContiguousView, KVView, UnrotatedView
+from ringjax.ops.attention.views import (
+  ContiguousView,
+  Decoder,
+  EncodedView,
+  KVView,
+  UnrotatedView,
+)
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.parallel.local import move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +70,30 @@ class LayerCacheSpec:
     """Numbers that one token takes."""
     return self.layers * self.heads * (self.key + self.value)
 
-  def slots(self, room: CacheSpec) -> LayerKV:
+  def slots(self, room: CacheSpec, codec: Codec | None = None) -> LayerKV:
     """Shapes, dtypes and shardings of the arrays."""
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
-    return LayerKV(
-      room.like((*lead, self.key), room.dtype, names),
-      room.like((*lead, self.value), room.dtype, names),
-    )
+
+    def one(dim: int, vectors: VectorCodec | None) -> Any:
+      if not dim:
+        # As compiled programs return it.
+        return room.like((*lead, dim), room.dtype, (None,) * 5)
+      if vectors is None:
+        return room.like((*lead, dim), room.dtype, names)
+      return room.like((*lead, vectors.width(dim)), jnp.uint8, names)
+
+    if codec is None:
+      return LayerKV(one(self.key, None), one(self.value, None))
+    return LayerKV(one(self.key, codec.keys), one(self.value, codec.values))
 
 
 class LayerKV(NamedTuple):
   """Keys and values of the layers of one kind.
 
   Fields:
-    k: [L, B, K, S, H].
-    v: [L, B, K, S, J].
+    k: [L, B, K, S, H]; uint8 [L, B, K, S, X] where a codec stores them.
+    v: [L, B, K, S, J], or bytes.
   """
 
   k: jax.Array
@@ -127,6 +143,10 @@ class KVCache:
     kind: how keys and values are stored.
     mesh: whose `axis` shards S; None is one device.
     axis: the sequence's axis.
+    shapes: what each kind of layer keeps of a token.
+    dtype: of keys and values, once decoded.
+    constants: for each kind of layer the numbers of its codecs, of keys and of
+      values, each [L, K, n].
   """
 
   slots: tuple[LayerKV | State, ...]
@@ -136,6 +156,9 @@ class KVCache:
   kind: CacheKind = DENSE
   mesh: Any = None
   axis: str | None = None
+  shapes: tuple[LayerCacheSpec | StateShape, ...] = ()
+  dtype: Any = None
+  constants: tuple[Any, ...] = ()
 
   @classmethod
   def create(
@@ -148,7 +171,13 @@ class KVCache:
   ) -> KVCache:
     """An empty cache of `capacity` tokens a row; see `spec`."""
     empty = cls.spec(shapes, batch, capacity, dtype, **where)
-    return zeros(empty)
+    fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
+    constants = jax.tree.map(
+      fill,
+      empty.constants,
+      tuple(_constants(n, s, empty.kind) for n, s in enumerate(shapes)),
+    )
+    return dataclasses.replace(zeros(empty), constants=constants)
 
   @classmethod
   def spec(
@@ -201,7 +230,7 @@ class KVCache:
     which = tuple(None if x is None else rings.index(x) for x in sizes)
     return cls(
       tuple(
-        s.slots(room if n is None else rooms[n])
+        s.slots(room if n is None else rooms[n], kind.codec)
         for s, n in zip(shapes, which, strict=True)
       ),
       ContiguousSlots.spec(room),
@@ -213,6 +242,9 @@ class KVCache:
       kind,
       mesh,
       axis,
+      shapes,
+      jnp.dtype(dtype),
+      tuple(_constants_spec(n, s, kind, room) for n, s in enumerate(shapes)),
     )
 
   @property
@@ -350,7 +382,7 @@ class KVCache:
       return slots.layer(self, index)
     number = self._ring(kind)
     held = self.held if number is None else self.rings[number]
-    return KVLayer(self, held, slots, index)
+    return KVLayer(self, held, slots, index, kind)
 
   def _ring(self, kind: int) -> int | None:
     """Which of the rings a kind of layer has, None where it keeps all."""
@@ -635,8 +667,14 @@ class KVCache:
       return LayerKV(*map(along if number is None else rings[number][1], slots))
 
     slots = tuple(one(kind, x) for kind, x in enumerate(self.slots))
-    return KVCache(
-      slots, held, tuple(ring for ring, _ in rings), self.ring_of, self.kind
+    return dataclasses.replace(
+      self,
+      slots=slots,
+      held=held,
+      rings=tuple(ring for ring, _ in rings),
+      constants=jax.tree.map(lambda x: move(x, device), self.constants),
+      mesh=None,
+      axis=None,
     )
 
   def _placed(self, slots: Any, held: Any, rings: Any) -> KVCache:
@@ -683,7 +721,9 @@ class KVCache:
 
 
 tree.register(
-  KVCache, ("slots", "held", "rings"), ("ring_of", "kind", "mesh", "axis")
+  KVCache,
+  ("slots", "held", "rings", "constants"),
+  ("ring_of", "kind", "mesh", "axis", "shapes", "dtype"),
 )
 
 
@@ -729,6 +769,20 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
     held=held,
     rings=tuple(ring for ring, _ in rings),
   )
+
+
+def _constants(number: int, shape: Any, kind: CacheKind) -> Any:
+  """Numbers of the codecs of a kind of layer: [L, K, n] each."""
+  if kind.codec is None or isinstance(shape, StateShape):
+    return (), ()
+  return kind.codec.constants(number, shape)
+
+
+def _constants_spec(
+  number: int, shape: Any, kind: CacheKind, room: CacheSpec
+) -> Any:
+  like = lambda x: room.like(x.shape, x.dtype, (None, "heads", None))
+  return jax.tree.map(like, _constants(number, shape, kind))
 
 
 def _ring_size(
@@ -784,6 +838,7 @@ class KVLayer:
   held: ContiguousSlots | WindowSlots
   slots: LayerKV
   index: Any
+  kind: int
   fresh: Any = None
   rotation: Rotation = Rotation()
   old: LayerKV | None = None
@@ -796,14 +851,14 @@ class KVLayer:
     rotation: Rotation,
   ) -> KVLayer:
     rotated = rotation.own(k)
-    stored = k if self.cache.kind.unrotated else rotated
+    stored = self._encoded(k if self.cache.kind.unrotated else rotated, v)
     one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
     write = lambda old, new: (
       self.held.write(old, new, self.index) if old.shape[-1] else old
     )
     return dataclasses.replace(
       self,
-      slots=LayerKV(write(self.slots.k, stored), write(self.slots.v, v)),
+      slots=LayerKV(*map(write, self.slots, stored)),
       fresh=KV(rotated, v, at),
       rotation=rotation.general(),
       old=LayerKV(*map(one, self.slots)) if self.held.apart else None,
@@ -818,7 +873,31 @@ class KVLayer:
     return (self._view(self.slots, self.held.at, self.index),)
 
   def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
-    view = ContiguousView(*slots, at, index)
+    codec, shape = self.cache.kind.codec, self.cache.shapes[self.kind]
+    view: Any = ContiguousView(*slots, at, index)
+    if codec is not None:
+      decoders = (
+        Decoder(codec.keys, shape.key, self.cache.dtype),
+        Decoder(codec.values, shape.value, self.cache.dtype),
+      )
+      view = EncodedView(*slots, at, index, self._constants(), decoders)
     if self.cache.kind.unrotated and not self.rotation.trivial:
       return UnrotatedView(view, self.rotation)
     return view
+
+  def _encoded(self, k: jax.Array, v: jax.Array) -> LayerKV:
+    """Keys and values as they are stored."""
+    codec = self.cache.kind.codec
+    if codec is None:
+      return LayerKV(k, v)
+    of_k, of_v = self._constants()
+    cast = lambda x: x.astype(self.cache.dtype)
+    return LayerKV(
+      codec.keys.encode(cast(k), of_k),
+      codec.values.encode(cast(v), of_v) if v.shape[-1] else v,
+    )
+
+  def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Those of this layer: [K, n] each."""
+    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
+    return jax.tree.map(one, self.cache.constants[self.kind])

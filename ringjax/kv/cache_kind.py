@@ -7,6 +7,7 @@ from typing import Any
 
 from ringjax.checks import boolean, positive_int
 from ringjax.errors import OptionError
+from ringjax.kv.codecs import Codec, Floats, Hadamard, Integers, VectorCodec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,23 +22,79 @@ class CacheKind:
       ring buffer; other layers keep all.
     slack: tokens of a call that may be taken back from a ring buffer, by
       `keep` or `truncate`; at least 1.
+    codec: stores keys and values in fewer bytes; None stores the numbers.
+      States of recurrent layers are left as they are.
   """
 
   unrotated: bool = False
   windowed: bool = False
   slack: int = 128
+  codec: Codec | None = None
 
   def __post_init__(self) -> None:
     boolean("unrotated", self.unrotated)
     boolean("windowed", self.windowed)
     positive_int("slack", self.slack)
+    if not isinstance(self.codec, Codec | None):
+      raise OptionError(
+        "codec",
+        repr(self.codec),
+        "an rj.kv.Codec, or None",
+        "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
+      )
+    if self.codec is not None and self.codec.unrotated:
+      object.__setattr__(self, "unrotated", True)
+
+  def options(self) -> dict[str, Any]:
+    """What can be set, by name; of a codec with "keys." or "values." before."""
+    found = {name: getattr(self, name) for name in self._own()}
+    for part in () if self.codec is None else ("keys", "values"):
+      vectors: Any = getattr(self.codec, part)
+      for field in dataclasses.fields(vectors):
+        found[f"{part}.{field.name}"] = getattr(vectors, field.name)
+    return found
+
+  def with_options(self, options: dict[str, Any]) -> CacheKind:
+    """With other values of what `options` names."""
+    codec = self.codec
+    for part in () if codec is None else ("keys", "values"):
+      new = {
+        name.removeprefix(f"{part}."): value
+        for name, value in options.items()
+        if name.startswith(f"{part}.")
+      }
+      vectors: Any = dataclasses.replace(getattr(codec, part), **new)
+      codec = dataclasses.replace(codec, **{part: vectors})
+    own = {n: value for n, value in options.items() if n in self._own()}
+    return dataclasses.replace(self, codec=codec, **own)
+
+  def _own(self) -> tuple[str, ...]:
+    names = (field.name for field in dataclasses.fields(self))
+    return tuple(name for name in names if name != "codec")
 
   def __str__(self) -> str:
+    """As `launch.generate --cache=` takes it: a name and what differs."""
+    mine = self.options()
+    best: tuple[int, str] | None = None
     for name, kind in KINDS.items():
-      if dataclasses.replace(self, slack=kind.slack) == kind:
-        same = self.slack == kind.slack
-        return name if same else f"{name}:slack={self.slack}"
-    return f"windowed:unrotated=True,slack={self.slack}"
+      like = kind.options()
+      if like.keys() != mine.keys() or _classes(kind) != _classes(self):
+        continue
+      other = [f"{n}={x}" for n, x in mine.items() if like[n] != x]
+      text = f"{name}:{','.join(other)}" if other else name
+      if best is None or len(other) < best[0]:
+        best = len(other), text
+    return repr(self) if best is None else best[1]
+
+
+def _classes(kind: CacheKind) -> tuple[type, ...]:
+  codec = kind.codec
+  return () if codec is None else (type(codec.keys), type(codec.values))
+
+
+def _both(vectors: VectorCodec, **options: Any) -> CacheKind:
+  codec = Codec(keys=vectors, values=vectors, **options)
+  return CacheKind(windowed=True, codec=codec)
 
 
 DENSE = CacheKind()
@@ -46,11 +103,19 @@ KINDS: dict[str, CacheKind] = {
   "dense": DENSE,
   "unrotated": CacheKind(unrotated=True),
   "windowed": WINDOWED,
+  "bfloat16": _both(Floats(format="bfloat16")),
+  "int8": _both(Integers(bits=8)),
+  "float8": _both(Floats(format="e4m3")),
+  "int4": _both(Integers(bits=4)),
+  "int2": _both(Integers(bits=2, group=32)),
+  "hadamard4": _both(Hadamard(bits=4)),
+  "hadamard3": _both(Hadamard(bits=3)),
+  "hadamard2": _both(Hadamard(bits=2)),
 }
 
 
 def cache_kind(kind: Any) -> CacheKind:
-  """A kind by its name or as it is.
+  """A kind by its name, or as it is.
 
   Raises:
     OptionError: neither.
@@ -63,5 +128,5 @@ def cache_kind(kind: Any) -> CacheKind:
     "cache kind",
     repr(kind),
     f"one of {', '.join(KINDS)}, or an rj.kv.CacheKind",
-    "pass one of these names, or leave it out for the dense cache",
+    "pass one of these names, or leave it out",
   )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 from typing import Any
 
 from ringjax.errors import OptionError
@@ -14,8 +13,9 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
   """The kind of cache that a text names, with its options.
 
   Args:
-    text: a name of `KINDS`; behind a colon values of fields of that kind, such
-      as "unrotated:unrotated=true": literals of Python, in any case of letters.
+    text: a name of `KINDS`; behind a colon values of options of that kind, such
+      as "int4:group=32,keys.bits=8", where "group" is that of the keys and of
+      the values: literals of Python, in any case of letters.
     name: of the flag or argument, for errors.
 
   Raises:
@@ -27,15 +27,12 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
       name, repr(text), f"one of {', '.join(KINDS)}", f"pass {name}=dense"
     )
   kind = KINDS[kind_name]
-  known = {
-    field.name: getattr(kind, field.name)
-    for field in dataclasses.fields(kind)
-    if field.init
-  }
+  known = kind.options()
   options: dict[str, Any] = {}
   for part in rest.split(",") if colon else ():
     key, equals, value = part.partition("=")
-    if key not in known or key in options or not equals:
+    names = [n for n in known if key in (n, n.partition(".")[2])]
+    if not names or key in options or not equals:
       shown = ", ".join(f"{k}={v}" for k, v in known.items())
       raise OptionError(
         name,
@@ -43,8 +40,9 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
         f"options of {kind_name!r}, each once: {shown or 'there are none'}",
         f"write {name}={kind_name}:key=value,key=value",
       )
-    options[key] = _value(name, part, value, known[key])
-  return dataclasses.replace(kind, **options)
+    for n in names:
+      options[n] = _value(name, part, value, known[n])
+  return kind.with_options(options)
 
 
 def _value(name: str, part: str, text: str, like: Any) -> Any:

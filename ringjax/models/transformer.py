@@ -203,7 +203,8 @@ class Transformer(nnx.Module):
       rows = _rows(rows, shape)
     if cache is not None:
       _check_cache(cache)
-    attend = self._placed(attend, tokens, cache)
+    kept = None if isinstance(cache, NoCache) else cache
+    attend = self._placed(attend, tokens, kept)
     if cache is not None:
       cache.check(
         *shape,

@@ -55,17 +55,26 @@ def model(shards, family="windows", dtype="float32"):
   mesh = make_mesh(shards, "auto") if shards > 1 else None
   name = FAMILIES[family]
   config = CONFIG if name is None else checkpoints.config(name)
-  # Heads that look at few tokens: a wrong one is seen in the logits.
-  config = config | {"initializer_range": 0.2}
+  # Heads that look at few tokens: a wrong one is seen in the logits. Less in
+  # bfloat16, whose rounding makes an expert of another that is near.
+  wide = 0.2 if dtype == "float32" else 0.06
+  config = config | {"initializer_range": wide}
   return rj.models.create(config, seed=1, mesh=mesh, dtype=jnp.dtype(dtype))
 
 
 @functools.cache
-def text(family="windows", dtype="float32"):
-  """Tokens [B, 2 T] and their logits, by a call without a cache."""
+def text(family="windows", dtype="float32", kind="dense"):
+  """Tokens [B, 2 T] and their logits, by a call without a cache.
+
+  With a codec, by a call whose keys and values are encoded and decoded.
+  """
   tokens = np.random.default_rng(0).integers(1, 64, (B, 2 * T))
   tokens = tokens.astype(np.int32)
-  return tokens, np.asarray(model(1, family, dtype)(tokens))
+  call = model(1, family, dtype)
+  if KINDS[kind].codec is None:
+    return tokens, np.asarray(call(tokens))
+  logits, _ = call(tokens, cache=rj.kv.SimulatedCache.create(call, kind))
+  return tokens, np.asarray(logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +94,16 @@ class Setup:
     return model(self.shards, self.family, self.dtype)
 
   def text(self):
-    return text(self.family, self.dtype)
+    return text(self.family, self.dtype, self.kind)
 
   def empty(self, batch=B, capacity=CAPACITY):
     attend = None
     if self.shards > 1:
       attend = rj.models.CachedAttention(mesh=self.model.mesh, axis="seq")
-    kind = dataclasses.replace(KINDS[self.kind], slack=SLACK)
+    # A call of more tokens than the slack reads its own keys as they came.
+    kind = KINDS[self.kind]
+    slack = SLACK if kind.codec is None else T
+    kind = dataclasses.replace(kind, slack=slack)
     return self.model.init_cache(batch, capacity, sharding=attend, kind=kind)
 
   def read(self, tokens, cache, **options):
@@ -99,10 +111,13 @@ class Setup:
     return np.asarray(logits), cache
 
   def close(self, got, want):
-    _, all_ = self.text()
-    largest = max(1.0, float(np.abs(all_).max()))
-    of = TOLERANCE if self.dtype == "float32" else 2.0**-5
-    np.testing.assert_allclose(got, want, rtol=0, atol=of * largest)
+    if self.dtype == "float32":
+      largest = max(1.0, float(np.abs(self.text()[1]).max()))
+      close(got, want, TOLERANCE * largest)
+    else:
+      # A mixture that is near a tie takes another expert: some logits are far.
+      rms = float(np.sqrt(np.mean(np.square(self.text()[1]))))
+      assert np.median(np.abs(got - want)) < 0.03 * rms
 
   def refuses_if_recurrent(self, *calls):
     """Whether a state that does not go back is there; then `calls` raise."""
@@ -114,8 +129,8 @@ class Setup:
     return True
 
 
-def close(got, want):
-  np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+def close(got, want, tolerance=TOLERANCE):
+  np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
 def state(cache):
@@ -143,9 +158,16 @@ def state(cache):
   return found
 
 
-def same(a, b):
+def same(a, b, rounding=False):
+  """Whether both hold the same; with `rounding` to a float's last digits."""
   for x, y in zip(state(a), state(b), strict=True):
-    np.testing.assert_array_equal(x, y)
+    if not rounding or x.dtype == np.int32:
+      np.testing.assert_array_equal(x, y)
+    elif x.dtype == np.uint8:
+      # A number that is near the middle between two codes.
+      assert np.mean(x != y) < 0.02
+    else:
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=1e-5)
 
 
 def as_without_a_cache(setup):
@@ -178,7 +200,7 @@ def rejected_tokens_leave_no_trace(setup):
   _, never = setup.read(tokens[:, :T], setup.empty())
   seg = (np.arange(5)[None] < kept[:, None]).astype(np.int32)
   _, never = setup.read(tokens[:, T : T + 5] * seg, never, segment_ids=seg)
-  same(cache, never)
+  same(cache, never, rounding=setup.dtype == "float32")
   after = np.stack(
     [row[T + n : T + n + 4] for row, n in zip(tokens, kept, strict=True)]
   )
@@ -311,7 +333,8 @@ def bytes_are_stated_before(setup):
   _, read = setup.read(tokens[:, :T], cache)
   for other in (read, read.reset([1]), read.take([2, 0, 0])):
     assert other.nbytes() == cache.nbytes()
-  assert setup.empty(batch=1).nbytes() * B == cache.nbytes()
+  one, two, three = (setup.empty(batch=n).nbytes() for n in (1, 2, 3))
+  assert three - two == two - one
 
 
 def programs_do_not_grow_with_use(setup):

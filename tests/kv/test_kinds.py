@@ -11,17 +11,24 @@ from ringjax.kv.cache_kind import KINDS
 from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 
-QUICK = [contract.Setup(kind, 4) for kind in KINDS]
+EXACT = [name for name, kind in KINDS.items() if kind.codec is None]
+CODED = [name for name in KINDS if name not in EXACT]
+QUICK = [contract.Setup(kind, 4) for kind in (*EXACT, "int4")]
 LONG = [
-  *(contract.Setup(kind, n) for kind in KINDS for n in (1, 2, 8)),
+  *(contract.Setup(kind, n) for kind in EXACT for n in (1, 2, 8)),
+  *(contract.Setup(kind, n) for kind in CODED for n in (1, 4)),
   *(
     contract.Setup(kind, 4, family, dtype)
-    for kind in KINDS
     for family in contract.FAMILIES
-    for dtype in ("float32", "bfloat16")
-    if (family, dtype) != ("windows", "float32")
+    for kind, dtype in (
+      ("unrotated", "float32"),
+      ("windowed", "float32"),
+      ("windowed", "bfloat16"),
+      ("int4", "float32"),
+    )
   ),
 ]
+LONG = [x for x in LONG if x not in QUICK]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,17 @@ merge, see `cached`.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
+from ringjax import tree
 from ringjax.ops.attention.blockwise import (
   cut_coords,
   finite_flag,
@@ -88,6 +91,25 @@ class KVView(Protocol):
     ...
 
 
+class Decoder(NamedTuple):
+  """What makes vectors of `dim` numbers of a codec's bytes.
+
+  Fields:
+    codec: the codec.
+    dim: numbers of a vector.
+    dtype: of the numbers.
+  """
+
+  codec: Any
+  dim: int
+  dtype: Any
+
+  def __call__(
+    self, data: UInt8[Array, "B K T X"], constants: Sequence[Any]
+  ) -> Float[Array, "B K T D"]:
+    return self.codec.decode(data, self.dim, self.dtype, constants)
+
+
 class ContiguousView(NamedTuple):
   """One layer of a stack of arrays of slots; keys are rotated already.
 
@@ -145,15 +167,88 @@ class ContiguousView(NamedTuple):
     return k, k if self.v is self.k else one(self.v)
 
 
+@dataclasses.dataclass(frozen=True)
+class EncodedView:
+  """One layer of a stack of arrays of slots whose vectors are bytes.
+
+  Fields:
+    k: uint8 [L, B, K, S, X].
+    v: uint8 [L, B, K, S, Y]; the same array as `k` where values are parts of
+      keys.
+    at: coordinates [B or 1, S]; segment 0 is an empty slot.
+    layer: int32 [], which of the L.
+    constants: of the layer's codecs, arrays [K, n]: those of the keys and
+      those of the values.
+    decoders: what makes numbers of the bytes of keys and of values.
+  """
+
+  k: Any
+  v: Any
+  at: Coords
+  layer: Any
+  constants: tuple[tuple[Any, ...], tuple[Any, ...]]
+  decoders: tuple[Decoder, Decoder]
+
+  @property
+  def mask(self) -> Mask | None:
+    return None
+
+  @property
+  def queries(self) -> Coords | None:
+    return None
+
+  @property
+  def shape(self) -> tuple[int, int, int, int, int]:
+    b, heads, slots = self.k.shape[1:4]
+    k, v = self.decoders
+    return b, heads, slots, k.dim, (k if self.v is self.k else v).dim
+
+  @property
+  def slot_bytes(self) -> int:
+    b, heads, _, dim, _ = self.shape
+    return b * heads * dim * jnp.dtype(self.decoders[0].dtype).itemsize
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> EncodedView:
+    arrays: Any = P(None, batch, heads, tokens)
+    return EncodedView(
+      arrays,
+      arrays,
+      coords_specs(self.at, self.k.shape[1], batch, tokens),
+      P(),
+      jax.tree.map(lambda _: P(heads), self.constants),
+      self.decoders,
+    )
+
+  def keys_alone(self) -> EncodedView:
+    return dataclasses.replace(self, v=self.k)
+
+  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    zero = jnp.int32(0)
+    corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
+
+    def one(x: jax.Array, n: int) -> jax.Array:
+      _, b, heads, _, width = x.shape
+      data = lax.dynamic_slice(x, corner, (1, b, heads, size, width))[0]
+      return self.decoders[n](data, self.constants[n])
+
+    k = one(self.k, 0)
+    return k, k if self.v is self.k else one(self.v, 1)
+
+
+tree.register(
+  EncodedView, ("k", "v", "at", "layer", "constants"), ("decoders",)
+)
+
+
 class UnrotatedView(NamedTuple):
-  """As `ContiguousView`, with keys as they were before their rotation.
+  """As the view inside, with keys as they were before their rotation.
 
   Fields:
     stored: the keys and values.
     rotation: what rotates a key to its position.
   """
 
-  stored: ContiguousView
+  stored: ContiguousView | EncodedView
   rotation: Rotation
 
   @property

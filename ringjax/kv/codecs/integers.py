@@ -1,0 +1,88 @@
+"""Integers between the least and the largest number of a group.
+
+Guarantees: an error of at most half a step, (largest - least) / (2**bits - 1),
+and the rounding of the two to float16.
+Memory: `bits` bits a number and four bytes a group.
+Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from ringjax.checks import one_of, positive_int
+from ringjax.kv.codecs import packing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Integers:
+  """Groups of neighbours in a head, each with a least number and a step.
+
+  Attributes:
+    bits: 2, 3, 4 or 8.
+    group: numbers of a group; a head that it does not divide has groups of
+      equal size that are smaller.
+  """
+
+  bits: int = 8
+  group: int = 64
+
+  def __post_init__(self) -> None:
+    one_of("bits", self.bits, packing.BITS[1:])
+    positive_int("group", self.group)
+
+  def width(self, dim: int) -> int:
+    return packing.packed_bytes(dim, self.bits) + 4 * self._groups(dim)
+
+  def encode(
+    self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
+  ) -> UInt8[Array, "B K T X"]:
+    del constants
+    dim = x.shape[-1]
+    groups = self._groups(dim)
+    size = -(-dim // groups)
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, size * groups - dim)]
+    cut = jnp.pad(x.astype(jnp.float32), pad, mode="edge")
+    cut = cut.reshape(*x.shape[:-1], groups, size)
+    half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
+    least = half(jnp.min(cut, -1))
+    step = half((jnp.max(cut, -1) - least) / np.float32(2**self.bits - 1))
+    safe = jnp.where(step > 0, step, 1)[..., None]
+    codes = jnp.round((cut - least[..., None]) / safe)
+    codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
+    codes = codes.reshape(*x.shape[:-1], -1)[..., :dim]
+    scales = packing.half_bytes(jnp.concatenate([step, least], -1))
+    return jnp.concatenate([packing.pack(codes, self.bits), scales], -1)
+
+  def decode(
+    self,
+    data: UInt8[Array, "B K T X"],
+    dim: int,
+    dtype: Any,
+    constants: Sequence[Any] = (),
+  ) -> Float[Array, "B K T D"]:
+    del constants
+    groups, start = self._groups(dim), packing.packed_bytes(dim, self.bits)
+    scales = packing.from_bytes(data, start, 2 * groups, jnp.float16)
+    codes = packing.unpack(data, self.bits, dim).astype(jnp.float32)
+    step, least = (
+      x.astype(jnp.float32) for x in jnp.split(scales, [groups], -1)
+    )
+    size = -(-dim // groups)
+    if groups > 1:
+      wide = lambda x: jnp.repeat(
+        x, size, -1, total_repeat_length=size * groups
+      )
+      step, least = (wide(x)[..., :dim] for x in (step, least))
+    else:
+      step, least = (jnp.broadcast_to(x, codes.shape) for x in (step, least))
+    return (codes * step + least).astype(dtype)
+
+  def _groups(self, dim: int) -> int:
+    return max(1, -(-dim // self.group))

@@ -1,0 +1,119 @@
+"""What a codec does to a model, at the speed of a call without a cache.
+
+Guarantees: each key and value is what decoding its code gives, so that the
+logits are those of a cache of that kind into which the tokens go one by one.
+Memory: that of a call without a cache; nothing is stored.
+
+For measuring what a codec costs in loss: a text is read in one call, on any
+mesh and with any strategy of attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from ringjax import tree
+from ringjax.errors import OptionError
+from ringjax.kv.base import KV, NoCache
+from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.state import StateShape
+from ringjax.ops.attention.views import KVView
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedCache(NoCache):
+  """A cache of some kind that keeps nothing, as `cache=` of a model's call.
+
+  Attributes:
+    constants: for each kind of layer the numbers of its codecs, [L, K, n].
+    kind: of the cache.
+  """
+
+  constants: tuple[Any, ...]
+  kind: CacheKind
+
+  @classmethod
+  def create(cls, model: Any, kind: CacheKind | str) -> SimulatedCache:
+    """For the calls of a `Transformer`.
+
+    Raises:
+      OptionError: a kind without a codec.
+    """
+    kind = cache_kind(kind)
+    codec = kind.codec
+    if codec is None:
+      raise OptionError(
+        "kind", str(kind), "one with a codec", "call the model without a cache"
+      )
+    constants = tuple(
+      ((), ()) if isinstance(shape, StateShape) else codec.constants(n, shape)
+      for n, shape in enumerate(model.kinds)
+    )
+    return cls(jax.tree.map(jnp.asarray, constants), kind)
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return ((),) * len(self.constants)
+
+  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+    fresh = super().layer(kind, slots, index)
+    one = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    constants = jax.tree.map(one, self.constants[kind])
+    return _SimulatedLayer(self.kind, constants, fresh)
+
+
+tree.register(SimulatedCache, ("constants",), ("kind",))
+
+
+class _SimulatedLayer:
+  """One layer of a `SimulatedCache`."""
+
+  slots: Any = ()
+
+  def __init__(self, kind: CacheKind, constants: Any, inner: Any):
+    self.kind, self.constants, self.inner = kind, constants, inner
+
+  @property
+  def fresh(self) -> Any:
+    return self.inner.fresh
+
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> _SimulatedLayer:
+    def through(vectors: Any, x: jax.Array, constants: Any) -> jax.Array:
+      if not x.shape[-1]:
+        return x
+      data = vectors.encode(x, constants)
+      return vectors.decode(data, x.shape[-1], x.dtype, constants)
+
+    codec, unrotated = self.kind.codec, self.kind.unrotated
+    assert codec is not None
+    of_k, of_v = self.constants
+    k = k if unrotated else rotation.own(k)
+    k = through(codec.keys, k, of_k)
+    k = rotation.own(k) if unrotated else k
+    kv = KV(k, through(codec.values, v, of_v), at)
+    inner = self.inner._replace(fresh=kv)
+    return _SimulatedLayer(self.kind, self.constants, inner)
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    return self.inner.views(apart=apart)
+
+  def recall(self, empty: Any) -> Any:
+    return self.inner.recall(empty)
+
+  def keep(self, state: Any) -> _SimulatedLayer:
+    del state
+    return self
