@@ -13,6 +13,7 @@ SCRIPTS = (
   "prefill",
   "convert",
   "tokenize",
+  "calibrate",
   "bench",
 )
 

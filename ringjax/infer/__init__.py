@@ -1,5 +1,6 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
+from ringjax.infer.calibrate import calibrate
 from ringjax.infer.generate import Generated, generate
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.sampling import Greedy, Sample
@@ -15,5 +16,6 @@ __all__ = [
   "Sample",
   "Session",
   "Stop",
+  "calibrate",
   "generate",
 ]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import collections
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.models.fingerprint import digest, fingerprint
 from ringjax.models.transformer import Transformer
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
@@ -86,19 +85,3 @@ def reading(model: Transformer, ids: np.ndarray) -> dict[str, Any]:
     "model weights": fingerprint(model),
     "model dtype": jnp.dtype(model.dtype).name,
   }
-
-
-def digest(data: bytes) -> str:
-  """The first 64 bits of a SHA-256, in hexadecimal digits."""
-  return hashlib.sha256(data).hexdigest()[:16]
-
-
-def fingerprint(model: Transformer) -> str:
-  """A digest of a corner of each of a model's weights, to tell models apart."""
-  found = hashlib.sha256()
-  for leaf in jax.tree.leaves(model):
-    on_host = all(d.platform == "cpu" for d in leaf.devices())
-    weight = np.asarray(leaf) if on_host else leaf
-    corner = weight[tuple(slice(0, 4) for _ in weight.shape)]
-    found.update(np.asarray(corner).tobytes())
-  return found.hexdigest()[:16]

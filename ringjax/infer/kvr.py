@@ -51,7 +51,6 @@ from ringjax.infer.links import LayerBlock, Receiver, Sender
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
-from ringjax.kv.cache_kind import cache_kind
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
@@ -138,7 +137,7 @@ class Runahead:
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
-    self.kind = cache_kind(kind)
+    self.kind = model.cache_kind(kind)
     self.programs = LayerPrograms(model, CachedAttention(), self.kind)
     self._compiled: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()
@@ -373,10 +372,12 @@ class Runahead:
     if session is not None:
       found = {None: session.cache}
     else:
+      # What passes through is not encoded: the next rank gets exact keys.
+      kind = dataclasses.replace(self.kind, codec=None)
       for layer in self.programs.layers:
         spec = self.programs.cache_spec(layer)
         found.setdefault(
-          spec, KVCache.create((spec,), 1, room, self.dtype, kind=self.kind)
+          spec, KVCache.create((spec,), 1, room, self.dtype, kind=kind)
         )
     return jax.device_put(found, SingleDeviceSharding(self.device))
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from ringjax.checks import boolean, positive_int
 from ringjax.errors import OptionError
-from ringjax.kv.codecs import Codec, Floats, Hadamard, Integers, VectorCodec
+from ringjax.kv.codecs import (
+  Calibrated,
+  Calibration,
+  CodeBook,
+  Codec,
+  Floats,
+  Hadamard,
+  Integers,
+  VectorCodec,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +55,19 @@ class CacheKind:
     if self.codec is not None and self.codec.unrotated:
       object.__setattr__(self, "unrotated", True)
 
+  def for_model(self, load: Callable[[str], Calibration]) -> CacheKind:
+    """With the calibration that a folder has in place of the folder's name."""
+    codec = self.codec
+    if isinstance(codec, Calibrated) and isinstance(codec.calibration, str):
+      found = load(codec.calibration)
+      return self.with_options({"calibration": found})
+    return self
+
   def options(self) -> dict[str, Any]:
     """What can be set, by name; of a codec with "keys." or "values." before."""
     found = {name: getattr(self, name) for name in self._own()}
+    if isinstance(self.codec, Calibrated):
+      found["calibration"] = self.codec.calibration
     for part in () if self.codec is None else ("keys", "values"):
       vectors: Any = getattr(self.codec, part)
       for field in dataclasses.fields(vectors):
@@ -57,14 +77,19 @@ class CacheKind:
   def with_options(self, options: dict[str, Any]) -> CacheKind:
     """With other values of what `options` names."""
     codec = self.codec
-    for part in () if codec is None else ("keys", "values"):
-      new = {
-        name.removeprefix(f"{part}."): value
-        for name, value in options.items()
-        if name.startswith(f"{part}.")
-      }
-      vectors: Any = dataclasses.replace(getattr(codec, part), **new)
-      codec = dataclasses.replace(codec, **{part: vectors})
+    if codec is not None:
+      for part in ("keys", "values"):
+        new = {
+          name.removeprefix(f"{part}."): value
+          for name, value in options.items()
+          if name.startswith(f"{part}.")
+        }
+        vectors: Any = getattr(codec, part)
+        changed: Any = {part: dataclasses.replace(vectors, **new)}
+        codec = dataclasses.replace(codec, **changed)
+      if "calibration" in options and isinstance(codec, Calibrated):
+        found = options["calibration"]
+        codec = dataclasses.replace(codec, calibration=found)
     own = {n: value for n, value in options.items() if n in self._own()}
     return dataclasses.replace(self, codec=codec, **own)
 
@@ -97,6 +122,14 @@ def _both(vectors: VectorCodec, **options: Any) -> CacheKind:
   return CacheKind(windowed=True, codec=codec)
 
 
+def _calibrated(bits: int) -> CacheKind:
+  codec = Calibrated(
+    keys=CodeBook(bits=bits, by="channel"),
+    values=CodeBook(bits=bits, by="token"),
+  )
+  return CacheKind(windowed=True, codec=codec)
+
+
 DENSE = CacheKind()
 WINDOWED = CacheKind(windowed=True)
 KINDS: dict[str, CacheKind] = {
@@ -111,6 +144,9 @@ KINDS: dict[str, CacheKind] = {
   "hadamard4": _both(Hadamard(bits=4)),
   "hadamard3": _both(Hadamard(bits=3)),
   "hadamard2": _both(Hadamard(bits=2)),
+  "nuq4": _calibrated(4),
+  "nuq3": _calibrated(3),
+  "nuq2": _calibrated(2),
 }
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, NoCache
-from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
@@ -47,17 +47,17 @@ class SimulatedCache(NoCache):
     Raises:
       OptionError: a kind without a codec.
     """
-    kind = cache_kind(kind)
-    codec = kind.codec
+    found: CacheKind = model.cache_kind(kind)
+    codec = found.codec
     if codec is None:
       raise OptionError(
-        "kind", str(kind), "one with a codec", "call the model without a cache"
+        "kind", str(found), "one with a codec", "call the model without a cache"
       )
     constants = tuple(
       ((), ()) if isinstance(shape, StateShape) else codec.constants(n, shape)
       for n, shape in enumerate(model.kinds)
     )
-    return cls(jax.tree.map(jnp.asarray, constants), kind)
+    return cls(jax.tree.map(jnp.asarray, constants), found)
 
   @property
   def slots(self) -> tuple[Any, ...]:

@@ -28,8 +28,9 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
-from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.state import StateShape
+from ringjax.models.calibration import load_calibration
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
 from ringjax.nn.sharding_context import (
@@ -359,6 +360,15 @@ class Transformer(nnx.Module):
     """
     return self._cache(KVCache.spec, batch, capacity, sharding, dtype, kind)
 
+  def cache_kind(self, kind: Any) -> CacheKind:
+    """A kind of cache by its name or as it is, calibrated for this model.
+
+    Raises:
+      OptionError: no such kind, or the calibration of another model.
+      CheckpointFormatError: no calibration where the kind says, or a bad one.
+    """
+    return cache_kind(kind).for_model(lambda at: load_calibration(at, self))
+
   def _cache(
     self,
     make: Callable[..., Any],
@@ -376,7 +386,7 @@ class Transformer(nnx.Module):
       batch,
       capacity,
       self.dtype if dtype is None else float_dtype("dtype", dtype),
-      kind=cache_kind(kind),
+      kind=self.cache_kind(kind),
       mesh=mesh,
       axis=sharding.of_mesh,
       head_axis=heads,

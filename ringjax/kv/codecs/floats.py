@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of
-from ringjax.kv.codecs import packing
+from ringjax.kv.codecs import code_bytes
 
 FORMATS = {
   "bfloat16": jnp.bfloat16,
@@ -53,7 +53,7 @@ class Floats:
     del constants
     dtype: Any = FORMATS[self.format]
     if not self._scaled:
-      return packing.to_bytes(x.astype(dtype))
+      return code_bytes.to_bytes(x.astype(dtype))
     x = x.astype(jnp.float32)
     top = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(x), -1, keepdims=True)
@@ -61,7 +61,7 @@ class Floats:
     wide = jnp.where(scale > 0, scale.astype(jnp.float32), 1)
     small = jnp.clip(x / wide, -top, top).astype(dtype)
     return jnp.concatenate(
-      [packing.to_bytes(small), packing.to_bytes(scale)], -1
+      [code_bytes.to_bytes(small), code_bytes.to_bytes(scale)], -1
     )
 
   def decode(
@@ -72,8 +72,8 @@ class Floats:
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     del constants
-    x = packing.from_bytes(data, 0, dim, FORMATS[self.format])
+    x = code_bytes.from_bytes(data, 0, dim, FORMATS[self.format])
     if not self._scaled:
       return x.astype(dtype)
-    scale = packing.from_bytes(data, dim, 1, jnp.float16).astype(jnp.float32)
+    scale = code_bytes.from_bytes(data, dim, 1, jnp.float16).astype(jnp.float32)
     return (x.astype(jnp.float32) * scale).astype(dtype)

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of
-from ringjax.kv.codecs import packing
+from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.levels import lookup, nearest
 
 
@@ -41,7 +41,7 @@ class Hadamard:
     one_of("bits", self.bits, (2, 3, 4))
 
   def width(self, dim: int) -> int:
-    return packing.packed_bytes(dim, self.bits) + 2
+    return code_bytes.packed_bytes(dim, self.bits) + 2
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
@@ -58,7 +58,7 @@ class Hadamard:
     norm = jnp.sqrt(jnp.sum(found * found, -1, keepdims=True))
     scale = length / norm
     return jnp.concatenate(
-      [packing.pack(codes, self.bits), packing.half_bytes(scale)], -1
+      [code_bytes.pack(codes, self.bits), code_bytes.half_bytes(scale)], -1
     )
 
   def decode(
@@ -69,9 +69,11 @@ class Hadamard:
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     del constants
-    start = packing.packed_bytes(dim, self.bits)
-    scale = packing.from_bytes(data, start, 1, jnp.float16).astype(jnp.float32)
-    codes = packing.unpack(data, self.bits, dim)
+    start = code_bytes.packed_bytes(dim, self.bits)
+    scale = code_bytes.from_bytes(data, start, 1, jnp.float16).astype(
+      jnp.float32
+    )
+    codes = code_bytes.unpack(data, self.bits, dim)
     found = lookup(codes, np.asarray(gaussian_levels(self.bits))) * scale
     return transform(found, back=True).astype(dtype)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
-from ringjax.kv.codecs import packing
+from ringjax.kv.codecs import code_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class Integers:
   group: int = 64
 
   def __post_init__(self) -> None:
-    one_of("bits", self.bits, packing.BITS[1:])
+    one_of("bits", self.bits, code_bytes.BITS[1:])
     positive_int("group", self.group)
 
   def width(self, dim: int) -> int:
-    return packing.packed_bytes(dim, self.bits) + 4 * self._groups(dim)
+    return code_bytes.packed_bytes(dim, self.bits) + 4 * self._groups(dim)
 
   def encode(
     self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
@@ -57,8 +57,8 @@ class Integers:
     codes = jnp.round((cut - least[..., None]) / safe)
     codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
     codes = codes.reshape(*x.shape[:-1], -1)[..., :dim]
-    scales = packing.half_bytes(jnp.concatenate([step, least], -1))
-    return jnp.concatenate([packing.pack(codes, self.bits), scales], -1)
+    scales = code_bytes.half_bytes(jnp.concatenate([step, least], -1))
+    return jnp.concatenate([code_bytes.pack(codes, self.bits), scales], -1)
 
   def decode(
     self,
@@ -68,9 +68,9 @@ class Integers:
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     del constants
-    groups, start = self._groups(dim), packing.packed_bytes(dim, self.bits)
-    scales = packing.from_bytes(data, start, 2 * groups, jnp.float16)
-    codes = packing.unpack(data, self.bits, dim).astype(jnp.float32)
+    groups, start = self._groups(dim), code_bytes.packed_bytes(dim, self.bits)
+    scales = code_bytes.from_bytes(data, start, 2 * groups, jnp.float16)
+    codes = code_bytes.unpack(data, self.bits, dim).astype(jnp.float32)
     step, least = (
       x.astype(jnp.float32) for x in jnp.split(scales, [groups], -1)
     )

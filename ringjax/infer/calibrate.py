@@ -1,0 +1,409 @@
+"""Calibration of code books on texts: scales of channels, levels of codes.
+
+Guarantees: the same texts give the same calibration, in one run or in several
+that follow one another.
+Cost: two passes over the texts, the second with gradients of the loss.
+Memory: what training one text takes, and of each channel the numbers that are
+farthest out.
+Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys before their rotation,
+scaled by channel so that all but the outliers are in [-1, 1]; levels by a
+weighted k-means, where an error counts as much as the squared gradient of the
+loss by that number (the diagonal of the Fisher information).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from ringjax import tree
+from ringjax.checks import integer, number
+from ringjax.errors import ConfigError, ShapeError
+from ringjax.kv.base import KV, NoCache
+from ringjax.kv.codecs.calibration import BITS, Calibration
+from ringjax.kv.state import StateShape
+from ringjax.models import calibration as files
+from ringjax.models.transformer import Transformer
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+
+# Cells of [-1, 1] into which scaled numbers are counted.
+_CELLS = 1024
+_ROUNDS = 100
+PARTIAL = ".kv_calibration.partial.safetensors"
+
+
+def calibrate(
+  model: Transformer,
+  tokens: Any,
+  *,
+  outliers: int | float = 0.01,
+  first: int = 1,
+  folder: str | os.PathLike[str] | None = None,
+  progress: Callable[[int, int], Any] | None = None,
+) -> Calibration:
+  """Measures a model's keys and values on texts.
+
+  Args:
+    model: the model, on one device or a mesh.
+    tokens: int32 [N, T], texts; KVQuant takes 16 of 2,048 tokens.
+    outliers: the part of a channel's numbers that its scale leaves out.
+    first: tokens at the beginning of each text that are left out.
+    folder: keeps what is measured after each text, so that a run that was
+      killed resumes, and gets the calibration at the end.
+    progress: called with the number of passes over a text that are done and
+      that there are.
+
+  Raises:
+    ShapeError: tokens of another shape.
+    ConfigError: a model without keys and values.
+    OptionError: an argument out of range.
+  """
+  ids = np.asarray(tokens)
+  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+    raise ShapeError(
+      "tokens",
+      f"{ids.dtype} {list(ids.shape)}",
+      "integers [N, T], a row for each text",
+      "cut the texts into rows of equal length",
+    )
+  number("outliers", outliers, least=0, most=0.5)
+  integer("first", first, least=0, most=ids.shape[1] - 2)
+  kinds = [
+    n for n, x in enumerate(model.kinds) if not isinstance(x, StateShape)
+  ]
+  if not kinds:
+    raise ConfigError(
+      "model",
+      f"{model.config.family}, without keys and values",
+      "attention in some layer",
+      "its states need no codec",
+    )
+  mine = files.model_digest(model)
+  inputs = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
+  inputs.update(f"{mine} {ids.shape} {outliers} {first}".encode())
+  work = _Work(model, ids, kinds, outliers, first, inputs.hexdigest()[:16])
+  partial = None if folder is None else pathlib.Path(folder) / PARTIAL
+  if partial is not None and partial.exists():
+    work.resume(*files.read_tensors(partial))
+  total = 2 * len(ids)
+  while work.done < total:
+    work.step()
+    if partial is not None:
+      files.write_tensors(partial, work.arrays, work.metadata())
+    if progress is not None:
+      progress(work.done, total)
+  made = files.make(mine, work.finish())
+  if folder is not None:
+    files.save_calibration(made, folder)
+  if partial is not None:
+    partial.unlink()
+  return made
+
+
+class _Work:
+  """What is measured so far.
+
+  Attributes:
+    done: passes over a text that are done, of two for each.
+    arrays: by name, for each kind of layer: "low" and "high" [L, K, D, m], the
+      channels' farthest numbers; "keys" and "values" [2, L, K, cells], weights
+      and weighted sums of scaled numbers in each cell.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    ids: np.ndarray,
+    kinds: list[int],
+    outliers: float,
+    first: int,
+    inputs: str,
+  ):
+    self.model, self.ids, self.kinds = model, ids, kinds
+    self.outliers, self.first, self.inputs = outliers, first, inputs
+    self.done = 0
+    count = ids.shape[0] * (ids.shape[1] - first)
+    # The quantile is that many numbers from either end.
+    self.far = max(1, round(outliers / 2 * count) + 1)
+    self.arrays: dict[str, np.ndarray] = {}
+    for n in kinds:
+      shape: Any = model.kinds[n]
+      lead = (shape.layers, shape.heads)
+      ends = (*lead, shape.key, self.far)
+      self.arrays[f"{n}.low"] = np.full(ends, np.inf, np.float32)
+      self.arrays[f"{n}.high"] = np.full(ends, -np.inf, np.float32)
+      for part in ("keys", "values"):
+        self.arrays[f"{n}.{part}"] = np.zeros((2, *lead, _CELLS), np.float32)
+    self._ends = jax.jit(_ends, static_argnums=(3,))
+    self._counts = jax.jit(_counts, static_argnums=(4, 5))
+
+  def metadata(self) -> dict[str, str]:
+    return {"inputs": self.inputs, "done": f"{self.done}"}
+
+  def resume(
+    self, arrays: dict[str, np.ndarray], metadata: dict[str, str]
+  ) -> None:
+    """Goes on from there, if it is of the same inputs."""
+    shapes = lambda arrays: {name: x.shape for name, x in arrays.items()}
+    if (
+      metadata.get("inputs") == self.inputs
+      and metadata.get("done", "").isdecimal()
+      and shapes(arrays) == shapes(self.arrays)
+    ):
+      self.arrays, self.done = arrays, int(metadata["done"])
+
+  def step(self) -> None:
+    """One pass over one text."""
+    texts = len(self.ids)
+    row = jnp.asarray(self.ids[[self.done % texts]], jnp.int32)
+    held = {n: jnp.asarray(x) for n, x in self.arrays.items()}
+    if self.done < texts:
+      new = self._ends(self.model, row, held, self.first)
+    else:
+      scales = {n: self.scales(n) for n in self.kinds}
+      new = self._counts(
+        self.model, row, held, scales, self.first, self.outliers
+      )
+    self.arrays |= {name: np.asarray(x) for name, x in new.items()}
+    self.done += 1
+
+  def scales(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and zero of each channel of a kind of layer, [L, K, D]."""
+    low = self.arrays[f"{n}.low"].max(-1)
+    high = self.arrays[f"{n}.high"].min(-1)
+    scale = np.maximum((high - low) / 2, np.float32(1e-8))
+    return scale.astype(np.float32), ((high + low) / 2).astype(np.float32)
+
+  def finish(self) -> dict[str, np.ndarray]:
+    """The arrays of the calibration."""
+    found: dict[str, np.ndarray] = {}
+    for n in self.kinds:
+      scale, zero = self.scales(n)
+      found |= {f"{n}.keys.scale": scale, f"{n}.keys.zero": zero}
+      shape: Any = self.model.kinds[n]
+      for part in ("keys", "values") if shape.value else ("keys",):
+        weight, total = self.arrays[f"{n}.{part}"]
+        for bits in BITS:
+          found[f"{n}.{part}.levels{bits}"] = levels(weight, total, 2**bits)
+    return found
+
+
+def levels(
+  weight: Float[np.ndarray, "L K cells"],
+  total: Float[np.ndarray, "L K cells"],
+  count: int,
+) -> Float[np.ndarray, "L K n"]:
+  """Levels of least weighted squared error, by Lloyd's iterations.
+
+  Args:
+    weight: of the numbers in each cell of [-1, 1].
+    total: the weighted sum of these numbers.
+    count: levels.
+  """
+  middle = (np.arange(_CELLS) + 0.5) * (2 / _CELLS) - 1
+  x = np.where(weight > 0, total / np.where(weight > 0, weight, 1), middle)
+  weight = weight.astype(np.float64) + 1e-12 * weight.max(-1, keepdims=True)
+  weight = weight + 1e-30
+  sums = weight * x
+  # Cells of equal weight to begin with.
+  part = np.cumsum(weight, -1) / weight.sum(-1, keepdims=True)
+  code = np.minimum((part * count).astype(np.int64), count - 1)
+  found = np.zeros((*weight.shape[:-1], count))
+  ordinal = np.arange(count)
+  for _ in range(_ROUNDS):
+    chosen = code[..., None] == ordinal
+    mass = np.einsum("lkc,lkcn->lkn", weight, chosen)
+    mean = np.einsum("lkc,lkcn->lkn", sums, chosen) / np.maximum(mass, 1e-300)
+    # A level that no cell chose stays where it was.
+    found = np.sort(np.where(mass > 0, mean, found), -1)
+    edges = (found[..., 1:] + found[..., :-1]) / 2
+    new = (x[..., None] > edges[..., None, :]).sum(-1)
+    if (new == code).all():
+      break
+    code = new
+  return found.astype(np.float32)
+
+
+# ---------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------
+
+
+def _ends(
+  model: Transformer,
+  tokens: Int[Array, "1 T"],
+  held: dict[str, Any],
+  first: int,
+) -> dict[str, Any]:
+  """The channels' farthest numbers with those of one more text."""
+  seen = _Recording.create(model, tokens.shape[1])
+  _, seen = model(tokens, cache=seen)
+  found = {}
+  for n, (k, _) in enumerate(seen.slots):
+    if f"{n}.low" not in held:
+      continue
+    k = jnp.swapaxes(k[:, 0, :, first:], -1, -2)
+    low, high = held[f"{n}.low"], held[f"{n}.high"]
+    size = low.shape[-1]
+    every = lambda far, k=k: jnp.sort(jnp.concatenate([far, k], -1), -1)
+    found[f"{n}.low"] = every(low)[..., :size]
+    found[f"{n}.high"] = every(high)[..., -size:]
+  return found
+
+
+def _counts(
+  model: Transformer,
+  tokens: Int[Array, "1 T"],
+  held: dict[str, Any],
+  scales: dict[int, Any],
+  first: int,
+  outliers: float,
+) -> dict[str, Any]:
+  """The cells' weights and sums with those of one more text."""
+  empty = _Recording.create(model, tokens.shape[1] - 1)
+
+  def loss(moves: Any) -> tuple[jax.Array, Any]:
+    logits, seen = model(
+      tokens[:, :-1], cache=dataclasses.replace(empty, moves=moves)
+    )
+    chance = jax.nn.log_softmax(logits, -1)
+    return -jnp.sum(
+      jnp.take_along_axis(chance, tokens[:, 1:, None], -1)
+    ), seen.slots
+
+  gradients, seen = jax.grad(loss, has_aux=True)(empty.slots)
+  found = {}
+  for n, (k, v) in enumerate(seen):
+    if n not in scales:
+      continue
+    scale, zero = (jnp.asarray(x)[:, :, None] for x in scales[n])
+    fisher = [jnp.square(g[:, 0, :, first:]) for g in gradients[n]]
+    k = (k[:, 0, :, first:] - zero) / scale
+    found[f"{n}.keys"] = _cells(
+      held[f"{n}.keys"], k, fisher[0] * jnp.square(scale)
+    )
+    if v.shape[-1]:
+      v = v[:, 0, :, first:]
+      count = round(outliers * v.shape[-1])
+      count = max(1, count) if outliers > 0 else 0
+      mean = jnp.mean(v, -1, keepdims=True)
+      far = jnp.sort(jnp.abs(v - mean), -1)[..., v.shape[-1] - count - 1]
+      inside = jnp.abs(v - mean) <= far[..., None]
+      held_in = jnp.where(inside, v, mean)
+      high = jnp.max(held_in, -1, keepdims=True)
+      low = jnp.min(held_in, -1, keepdims=True)
+      own = jnp.maximum((high - low) / 2, jnp.float32(1e-8))
+      weight = jnp.where(inside, fisher[1] * jnp.square(own), 0)
+      v = (v - (high + low) / 2) / own
+      found[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight)
+  return found
+
+
+def _cells(
+  held: Float[Array, "2 L K cells"],
+  x: Float[Array, "L K T D"],
+  weight: Float[Array, "L K T D"],
+) -> jax.Array:
+  """Weights and sums of scaled numbers, those in [-1, 1]."""
+  cell = jnp.floor((x + 1) * (_CELLS / 2)).astype(jnp.int32)
+  weight = jnp.where(jnp.abs(x) <= 1, weight, 0)
+  cell = jnp.clip(cell, 0, _CELLS - 1)
+
+  def add(held: Any, cell: Any, x: Any, weight: Any) -> jax.Array:
+    flat = cell.reshape(-1)
+    put = lambda y: jnp.zeros(_CELLS, jnp.float32).at[flat].add(y.reshape(-1))
+    return held + jnp.stack([put(weight), put(weight * x)])
+
+  each = jax.vmap(jax.vmap(add, (1, 0, 0, 0), 1), (1, 0, 0, 0), 1)
+  return each(held, cell, x, weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recording(NoCache):
+  """A cache that notes a call's keys, before their rotation, and values.
+
+  Attributes:
+    held: for each kind of layer keys [L, 1, K, T, D] and values.
+    moves: is added to them.
+  """
+
+  held: tuple[Any, ...]
+  moves: tuple[Any, ...] | None = None
+
+  @classmethod
+  def create(cls, model: Transformer, tokens: int) -> _Recording:
+    def one(shape: Any) -> Any:
+      if isinstance(shape, StateShape):
+        return jnp.zeros(0), jnp.zeros(0)
+      lead = (shape.layers, 1, shape.heads, tokens)
+      zeros = lambda dim: jnp.zeros((*lead, dim), jnp.float32)
+      return zeros(shape.key), zeros(shape.value)
+
+    return cls(tuple(one(shape) for shape in model.kinds))
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return self.held
+
+  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+    fresh = super().layer(kind, slots, index)
+    moves = None if self.moves is None else self.moves[kind]
+    return _RecordingLayer(slots, index, moves, fresh)
+
+  def updated(self, slots: tuple[Any, ...]) -> _Recording:
+    return dataclasses.replace(self, held=slots)
+
+
+tree.register(_Recording, ("held", "moves"), ())
+
+
+class _RecordingLayer:
+  """One layer of a `_Recording`."""
+
+  def __init__(self, slots: Any, index: Any, moves: Any, inner: Any):
+    self.slots, self.index, self.moves = slots, index, moves
+    self.inner = inner
+
+  @property
+  def fresh(self) -> Any:
+    return self.inner.fresh
+
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> _RecordingLayer:
+    if self.moves is not None:
+      one = lambda x, like: lax.dynamic_index_in_dim(
+        x, self.index, 0, keepdims=False
+      ).astype(like.dtype)
+      k, v = k + one(self.moves[0], k), v + one(self.moves[1], v)
+    put = lambda held, x: lax.dynamic_update_index_in_dim(
+      held, x.astype(held.dtype), self.index, 0
+    )
+    slots = tuple(map(put, self.slots, (k, v)))
+    inner = self.inner._replace(fresh=KV(rotation.own(k), v, at))
+    return _RecordingLayer(slots, self.index, self.moves, inner)
+
+  def views(self, *, apart: bool = False) -> Any:
+    return self.inner.views(apart=apart)
+
+  def recall(self, empty: Any) -> Any:
+    return empty
+
+  def keep(self, state: Any) -> _RecordingLayer:
+    del state
+    return self

@@ -1,0 +1,144 @@
+"""Code books: numbers as the nearest of a few levels that fit a model's keys.
+
+Guarantees: the numbers that are farthest out, a fixed number a vector, are
+kept as float16; others are the nearest level. Decoding needs the levels (and
+for keys the scale of each channel), which come from a calibration.
+Memory: `bits` bits a number; an outlier takes three bytes (four in heads of
+more than 256 numbers), and a vector with a scale of its own four.
+Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys by channel, before
+their rotation; values by token; dense codes and sparse outliers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+from ringjax.checks import number, one_of
+from ringjax.kv.codecs import code_bytes
+from ringjax.kv.codecs.levels import lookup, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeBook:
+  """Levels of a layer's heads, and exact outliers.
+
+  Attributes:
+    bits: 2, 3 or 4.
+    outliers: the part of a vector that is kept exactly, at least one number if
+      it is above 0.
+    by: "channel": constants are (scale, zero, levels), [K, D] twice and
+      [K, 2**bits]; "token": a vector has a scale and a zero of its own, and
+      the constants are the levels alone.
+  """
+
+  bits: int = 3
+  outliers: int | float = 0.01
+  by: str = "channel"
+
+  def __post_init__(self) -> None:
+    one_of("bits", self.bits, (2, 3, 4))
+    number("outliers", self.outliers, least=0, most=0.5)
+    one_of("by", self.by, ("channel", "token"))
+
+  def sparse(self, dim: int) -> int:
+    """Numbers of a vector that are kept exactly."""
+    return max(1, round(self.outliers * dim)) if self.outliers > 0 else 0
+
+  def width(self, dim: int) -> int:
+    own = 4 if self.by == "token" else 0
+    index = np.dtype(_index_dtype(dim)).itemsize
+    codes = code_bytes.packed_bytes(dim, self.bits)
+    return codes + own + (2 + index) * self.sparse(dim)
+
+  def encode(
+    self, x: Float[Array, "B K T D"], constants: Sequence[Any] = ()
+  ) -> UInt8[Array, "B K T X"]:
+    dim, x = x.shape[-1], x.astype(jnp.float32)
+    count = self.sparse(dim)
+    if self.by == "channel":
+      scale, zero = (_per_channel(c) for c in constants[:2])
+      index = _farthest((x - zero) / scale, count)
+      own = []
+    else:
+      mean = jnp.mean(x, -1, keepdims=True)
+      index = _farthest(x - mean, count)
+      inside = jnp.where(_marked(index, dim), mean, x)
+      largest = jnp.max(inside, -1, keepdims=True)
+      least = jnp.min(inside, -1, keepdims=True)
+      half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
+      scale, zero = half((largest - least) / 2), half((largest + least) / 2)
+      own = [code_bytes.half_bytes(jnp.concatenate([scale, zero], -1))]
+      scale = jnp.where(scale > 0, scale, 1)
+    codes = nearest((x - zero) / scale, constants[-1])
+    parts = [code_bytes.pack(codes, self.bits), *own]
+    if count:
+      kept = jnp.take_along_axis(x, index, -1)
+      index = index.astype(_index_dtype(dim))
+      parts += [code_bytes.to_bytes(index), code_bytes.half_bytes(kept)]
+    return jnp.concatenate(parts, -1)
+
+  def decode(
+    self,
+    data: UInt8[Array, "B K T X"],
+    dim: int,
+    dtype: Any,
+    constants: Sequence[Any] = (),
+  ) -> Float[Array, "B K T D"]:
+    x = lookup(code_bytes.unpack(data, self.bits, dim), constants[-1])
+    start = code_bytes.packed_bytes(dim, self.bits)
+    if self.by == "channel":
+      scale, zero = (_per_channel(c) for c in constants[:2])
+    else:
+      own = code_bytes.from_bytes(data, start, 2, jnp.float16)
+      scale, zero = jnp.split(own.astype(jnp.float32), 2, -1)
+      start += 4
+    x = x * scale + zero
+    count, which = self.sparse(dim), _index_dtype(dim)
+    if count:
+      index = code_bytes.from_bytes(data, start, count, which)
+      start += count * np.dtype(which).itemsize
+      kept = code_bytes.from_bytes(data, start, count, jnp.float16)
+      place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+      for n in range(count):
+        here = place == index[..., n : n + 1].astype(jnp.int32)
+        x = jnp.where(here, kept[..., n : n + 1].astype(jnp.float32), x)
+    return x.astype(dtype)
+
+
+def _index_dtype(dim: int) -> type:
+  return np.uint8 if dim <= 256 else np.uint16
+
+
+def _per_channel(x: Any) -> jax.Array:
+  """[K, D] in a shape that goes with [B, K, T, D]."""
+  return jnp.asarray(x, jnp.float32)[None, :, None]
+
+
+def _farthest(x: jax.Array, count: int) -> jax.Array:
+  """Where the `count` largest magnitudes are, int32 [..., count]."""
+  far, found = jnp.abs(x), []
+  for _ in range(count):
+    index = jnp.argmax(far, -1, keepdims=True).astype(jnp.int32)
+    found.append(index)
+    far = jnp.where(_marked(index, x.shape[-1]), -1, far)
+  if not found:
+    return jnp.zeros((*x.shape[:-1], 0), jnp.int32)
+  return jnp.concatenate(found, -1)
+
+
+def _marked(index: jax.Array, dim: int) -> jax.Array:
+  """Bool [..., dim], true at the places of `index` [..., n]."""
+  shape = (*index.shape[:-1], dim)
+  place = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+  marked = jnp.zeros(shape, bool)
+  for n in range(index.shape[-1]):
+    marked |= place == index[..., n : n + 1]
+  return marked

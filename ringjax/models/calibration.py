@@ -1,0 +1,125 @@
+"""Files of calibrations: safetensors beside the model that was measured.
+
+Guarantees: a file is there whole or not at all. What is read is refused unless
+it is of this model, whole and of finite numbers; no code is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors.numpy import save
+
+from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.kv.codecs.calibration import Calibration
+from ringjax.models.fingerprint import fingerprint
+
+FILE = "kv_calibration.safetensors"
+_REMEDY = "calibrate again: python -m launch.calibrate --model=DIR --text=FILE"
+
+
+def model_digest(model: Any) -> str:
+  """A digest of a model that does not depend on the dtype of its weights."""
+  return fingerprint(model, jnp.bfloat16)
+
+
+def make(model: str, arrays: Mapping[str, np.ndarray]) -> Calibration:
+  """A calibration of these arrays, for the model of a digest."""
+  found = hashlib.sha256(model.encode())
+  for name in sorted(arrays):
+    array = np.ascontiguousarray(arrays[name], np.float32)
+    found.update(f"{name} {array.shape}".encode() + array.tobytes())
+  return Calibration(model, found.hexdigest()[:16], dict(arrays))
+
+
+def write_tensors(
+  path: str | os.PathLike[str],
+  arrays: Mapping[str, np.ndarray],
+  metadata: Mapping[str, str],
+) -> None:
+  """Writes a safetensors file in place of what was there, at one stroke."""
+  place = pathlib.Path(path)
+  data = save(dict(arrays), dict(metadata))
+  partial = place.with_name(f".{place.name}.{os.getpid()}")
+  try:
+    with open(partial, "wb") as file:
+      file.write(data)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, place)
+  except BaseException:
+    partial.unlink(missing_ok=True)
+    raise
+
+
+def read_tensors(
+  path: str | os.PathLike[str],
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+  """The arrays and the metadata of a safetensors file.
+
+  Raises:
+    CheckpointFormatError: no such file, or no whole one.
+  """
+  try:
+    with safetensors.safe_open(path, "np") as file:
+      metadata = file.metadata() or {}
+      names = list(file.keys())
+      return {name: file.get_tensor(name) for name in names}, metadata
+  except (OSError, safetensors.SafetensorError) as error:
+    raise CheckpointFormatError(
+      f"{path}", f"{error}", "a whole safetensors file", _REMEDY
+    ) from None
+
+
+def save_calibration(
+  calibration: Calibration, folder: str | os.PathLike[str]
+) -> pathlib.Path:
+  """Writes a calibration into a folder; its path."""
+  path = pathlib.Path(folder) / FILE
+  metadata = {"model": calibration.model, "digest": calibration.digest}
+  write_tensors(path, calibration.arrays, metadata)
+  return path
+
+
+def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
+  """Reads the calibration of a model.
+
+  Args:
+    path: the file, or the folder that has it.
+    model: the `Transformer` that it has to be of.
+
+  Raises:
+    CheckpointFormatError: no file, a broken one, or numbers that are not
+      finite.
+    OptionError: the calibration of another model.
+  """
+  file = pathlib.Path(path)
+  if file.is_dir():
+    file = file / FILE
+  arrays, metadata = read_tensors(file)
+  found = make(metadata.get("model", ""), arrays)
+  bad = [name for name, x in arrays.items() if not np.isfinite(x).all()]
+  if bad:
+    raise CheckpointFormatError(
+      f"{file}", f"numbers in {bad[0]} that are not finite", "finite", _REMEDY
+    )
+  if found.digest != metadata.get("digest"):
+    raise CheckpointFormatError(
+      f"{file}", "arrays of another digest than it states", "its own", _REMEDY
+    )
+  mine = model_digest(model)
+  if found.model != mine:
+    raise OptionError(
+      "calibration",
+      f"{file}, of a model of digest {found.model or 'unknown'}",
+      f"that of this model, {mine}",
+      "calibrate this model with python -m launch.calibrate",
+    )
+  return found

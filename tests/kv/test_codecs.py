@@ -1,0 +1,138 @@
+"""Codecs: bytes of vectors, and how far the numbers are that they stand for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.kv import CodeBook, Floats, Hadamard, Integers
+from ringjax.kv.codecs import code_bytes
+from ringjax.kv.codecs.hadamard import gaussian_levels, transform
+
+DIMS = (8, 20, 80, 128)
+# The root of the mean squared error of normal numbers, at most.
+ERRORS = {
+  Integers(bits=8): 0.008,
+  Integers(bits=4): 0.1,
+  Integers(bits=3): 0.21,
+  Integers(bits=2, group=32): 0.42,
+  Floats(format="e4m3"): 0.028,
+  Floats(format="e5m2"): 0.056,
+  Floats(format="bfloat16"): 0.002,
+  Hadamard(bits=4): 0.1,
+  Hadamard(bits=3): 0.19,
+  Hadamard(bits=2): 0.35,
+}
+
+
+def draw(*shape):
+  return np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+
+
+def constants(codec, dim, heads=2):
+  """As a calibration would find them for normal numbers."""
+  levels = np.asarray(gaussian_levels(codec.bits), np.float32)
+  scaled = np.tile(levels / 3, (heads, 1))
+  if codec.by == "token":
+    return (scaled,)
+  return np.full((heads, dim), 3, np.float32), np.zeros((heads, dim)), scaled
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 20, 128])
+@pytest.mark.parametrize("bits", code_bytes.BITS)
+def test_codes_come_back_from_their_bytes(bits, count):
+  codes = np.random.default_rng(0).integers(0, 2**bits, (3, count))
+  codes = jnp.asarray(codes, jnp.uint8)
+  data = code_bytes.pack(codes, bits)
+  assert data.dtype == jnp.uint8
+  assert data.shape == (3, code_bytes.packed_bytes(count, bits))
+  np.testing.assert_array_equal(code_bytes.unpack(data, bits, count), codes)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("codec", ERRORS, ids=repr)
+def test_decoded_numbers_are_near(codec, dim):
+  x = draw(2, 2, 40, dim)
+  data = jax.jit(codec.encode)(x)
+  assert data.dtype == jnp.uint8 and data.shape[-1] == codec.width(dim)
+  back = codec.decode(data, dim, jnp.float32)
+  assert np.sqrt(np.mean((back - x) ** 2)) < ERRORS[codec]
+  assert codec.decode(data, dim, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("by", ["channel", "token"])
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.15), (3, 0.25), (2, 0.45)])
+def test_code_books(bits, most, by):
+  codec = CodeBook(bits=bits, by=by)
+  x = draw(2, 2, 40, 128)
+  x[0, 0, 0, 5] = 1000.0
+  given = constants(codec, 128)
+  data = codec.encode(jnp.asarray(x), given)
+  assert data.shape[-1] == codec.width(128)
+  back = codec.decode(data, 128, jnp.float32, given)
+  # The number that is farthest out is exact, and costs others nothing.
+  assert back[0, 0, 0, 5] == 1000.0
+  assert np.sqrt(np.mean((back - x) ** 2)) < most
+
+
+@pytest.mark.parametrize(
+  "codec", [*ERRORS, CodeBook(by="token"), CodeBook(by="channel")], ids=repr
+)
+def test_token_by_token_is_all_at_once(codec):
+  x = jnp.asarray(draw(2, 2, 6, 32))
+  given = constants(codec, 32) if isinstance(codec, CodeBook) else ()
+  whole = codec.encode(x, given)
+  parts = [codec.encode(x[:, :, n : n + 1], given) for n in range(6)]
+  np.testing.assert_array_equal(whole, jnp.concatenate(parts, 2))
+
+
+@pytest.mark.parametrize("codec", ERRORS, ids=repr)
+def test_zeros_and_large_numbers(codec):
+  for value in (0.0, 3e4, -1e-6):
+    x = jnp.full((1, 1, 2, 32), value)
+    back = codec.decode(codec.encode(x), 32, jnp.float32)
+    far = float(jnp.sqrt(jnp.mean(jnp.square(back - x))))
+    assert far < 0.4 * abs(value) + 1e-6
+
+
+def test_bytes_are_those_of_the_formula():
+  # Codes, and per group or vector their scales; an index and a number each.
+  assert Integers(bits=4, group=64).width(128) == 64 + 2 * 4
+  assert Hadamard(bits=3).width(128) == 48 + 2
+  assert Floats(format="e4m3").width(128) == 128 + 2
+  assert CodeBook(bits=3, by="channel").width(128) == 48 + 3
+  assert CodeBook(bits=3, by="token").width(128) == 48 + 4 + 3
+  assert CodeBook(bits=3, by="token", outliers=0).width(128) == 48 + 4
+  assert CodeBook(bits=2, outliers=0.02).width(512) == 128 + 10 * 4
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
+  x = jnp.asarray(draw(1, 1, 5, dim))
+  there = transform(x)
+  np.testing.assert_allclose(
+    jnp.linalg.norm(there, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+  )
+  np.testing.assert_allclose(transform(there, back=True), x, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+  ("make", "says"),
+  [
+    (lambda: Integers(bits=5), "bits"),
+    (lambda: Integers(group=0), "group"),
+    (lambda: Floats(format="e3m4"), "format"),
+    (lambda: Hadamard(bits=8), "bits"),
+    (lambda: CodeBook(outliers=0.7), "outliers"),
+    (lambda: CodeBook(by="head"), "by"),
+    (lambda: rj.kv.CacheKind(codec="int4"), "an rj.kv.Codec, or None"),
+  ],
+)
+def test_wrong_options(make, says):
+  with pytest.raises(OptionError, match=says):
+    make()
