@@ -6,6 +6,9 @@
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
       The perplexity of such a text, by position; and of the same tokens with
       more and more text before them.
+  python -m launch.evaluate caches --cache=int8 --cache=int4 --plot=caches.png
+      What kinds of caches cost on such a text: bits, bytes, loss, divergence.
+      Without --cache all kinds that need no calibration.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       The curves of a training, from its log.
 
@@ -36,14 +39,21 @@ from ringjax.data import Tokenizer, documents, texts
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS
 from ringjax.errors import OptionError
-from ringjax.eval import Curve, charts, find, reader
+from ringjax.eval import Curve, charts, compare_caches, find, reader
 from ringjax.infer import METHODS
+from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 
 NAME = "evaluate"
 # Characters by which tokens of a text are guessed.
 _SAMPLE = 1 << 16
 _MEMORY = "shorten the text (--lengths), or use more devices"
+# Kinds of caches that need no calibration.
+_UNCALIBRATED = [
+  name
+  for name, kind in KINDS.items()
+  if not isinstance(kind.codec, rj.kv.Calibrated)
+]
 # Lines for people, and what draws a picture into a file.
 _Shown = tuple[list[str], Callable[[str], None]]
 
@@ -72,7 +82,13 @@ def define(values: flags.FlagValues) -> None:
     "Of the cache; default: the model's.",
     flag_values=values,
   )
-  new.whole("rows", 8, "perplexity: texts of each length.")
+  new.whole("rows", 8, "perplexity, caches: texts of each length.")
+  flags.DEFINE_multi_string(
+    "cache",
+    None,
+    "caches: a kind of cache, as launch.generate --cache takes it.",
+    flag_values=values,
+  )
   new.text(
     "folder",
     None,
@@ -157,9 +173,12 @@ def _uses(word: str, name: str) -> bool:
   """Whether a sub-command looks at a flag."""
   if word == "curves":
     return name in ("log", "plot", "out", "json")
-  only = {"task": "needle", "depths": "needle", "trials": "needle",
-          "seed": "needle", "rows": "perplexity", "log": "curves"}  # fmt: skip
-  return only.get(name, word) == word
+  only = {"task": ("needle",), "depths": ("needle",), "trials": ("needle",),
+          "seed": ("needle",), "rows": ("perplexity", "caches"),
+          "cache": ("caches",), "prefill": ("needle", "perplexity"),
+          "chunk": ("needle", "perplexity"), "log": ("curves",),
+          "cache_dtype": ("needle", "perplexity")}  # fmt: skip
+  return word in only.get(name, (word,))
 
 
 def _numbers(
@@ -361,6 +380,52 @@ class _Evaluation:
     ]
     return lines, lambda path: charts.curves(curves, path)
 
+  def caches(self) -> _Shown:
+    """Reads texts as caches of several kinds would give them back."""
+    values, screen, lengths = self._values, self._screen, self._lengths()
+    if len(lengths) != 1 and values["lengths"].present:
+      raise OptionError(
+        "--lengths", ",".join(values.lengths), "one length", "pass one number"
+      )
+    kinds = {
+      text: kind_text.parse(text, "--cache")
+      for text in values.cache or _UNCALIBRATED
+    }
+    found = self._texts()
+    model, tokenizer, _ = self._load()
+    length = min(lengths)
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
+    rows = min(values.rows, ids.size // length)
+    if not rows:
+      raise OptionError(
+        "--lengths",
+        length,
+        f"at most the {ids.size:,} tokens of the text",
+        "pass a smaller length, or more text",
+      )
+    self._begin("kinds", len(kinds), length=length, rows=rows)
+    screen.begin("reading", len(kinds) * rows, "texts")
+    costs = compare_caches(
+      model,
+      ids[: rows * length].reshape(rows, length),
+      kinds,
+      on_read=screen.at,
+      on_kind=lambda cost: self._add(cost.record()),
+    )
+    wide = max(len(cost.name) for cost in costs)
+    lines = [
+      f"{rows} texts of {length:,} tokens; nats a token without a cache: "
+      f"{costs[0].nll - costs[0].loss:.4f}",
+      f"{'kind':<{wide}}{'bits':>8}{'bytes':>12}{'loss':>10}{'KL':>10}"
+      f"{'logits':>10}",
+      *(
+        f"{cost.name:<{wide}}{cost.bits:>8.2f}{cost.nbytes:>12,}"
+        f"{cost.loss:>+10.4f}{cost.kl:>10.5f}{cost.far:>10.2%}"
+        for cost in costs
+      ),
+    ]
+    return lines, lambda path: charts.cache_costs(costs, path)
+
   def curves(self) -> _Shown:
     """Reads the log of a training.
 
@@ -442,6 +507,7 @@ def _figures(row: Any) -> dict[str, Any]:
 _COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
   "needle": _Evaluation.needle,
   "perplexity": _Evaluation.perplexity,
+  "caches": _Evaluation.caches,
   "curves": _Evaluation.curves,
 }
 

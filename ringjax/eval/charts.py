@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ringjax.eval.cache_kinds import KindCost
 from ringjax.eval.needle import Cell
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
@@ -68,6 +69,47 @@ def curves(found: Sequence[Curve], path: str) -> None:
   beside.set_xlabel("tokens of the text")
   beside.set_title(f"its last {found[0].last:,} tokens", fontsize="medium")
   beside.grid(alpha=0.3)
+  figure.savefig(path, dpi=130)
+
+
+def cache_costs(found: Sequence[KindCost], path: str) -> None:
+  """Draws the loss of kinds of caches by their bytes, and the Pareto line.
+
+  Raises:
+    OptionError: matplotlib is not installed.
+  """
+  figure = figures().Figure(figsize=(8, 5), layout="constrained")
+  axes = figure.add_subplot()
+  # Of a logarithm; what is below is as good as without a cache.
+  least = 1e-6
+  for cost in found:
+    kl = max(cost.kl, least)
+    axes.plot(cost.nbytes, kl, "o")
+    axes.annotate(
+      cost.name,
+      (cost.nbytes, kl),
+      textcoords="offset points",
+      xytext=(5, 4),
+      fontsize=8,
+    )
+  best: list[KindCost] = []
+  for cost in sorted(found, key=lambda cost: (cost.nbytes, cost.kl)):
+    if not best or cost.kl < best[-1].kl:
+      best.append(cost)
+  axes.plot(
+    [cost.nbytes for cost in best],
+    [max(cost.kl, least) for cost in best],
+    "-",
+    color="grey",
+    linewidth=1,
+    label="fewest bytes for a divergence",
+  )
+  axes.set_xscale("log", base=2)
+  axes.set_yscale("log")
+  axes.set_xlabel("bytes of the cache of a text")
+  axes.set_ylabel("KL divergence of the predictions, nats a token")
+  axes.grid(alpha=0.3)
+  axes.legend()
   figure.savefig(path, dpi=130)
 
 

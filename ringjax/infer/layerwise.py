@@ -273,7 +273,11 @@ class LayerPrograms:
     kind: int,
     weights: Any,
     x: Float[Array, "1 T D"],
-    made: tuple[jax.Array, jax.Array, jax.Array],
+    made: tuple[
+      Float[Array, "1 T N H"],
+      Shaped[Array, "1 K T H"],
+      Shaped[Array, "1 K T J"],
+    ],
     span: TokenSpan,
     cache: KVCache,
     index: Any,

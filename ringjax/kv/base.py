@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped
 
 from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
@@ -122,7 +123,11 @@ class LayerCache(Protocol):
   fresh: Any
 
   def append(
-    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
   ) -> LayerCache:
     """Adds the call's keys [B, K, T, H] and values [B, K, T, J].
 
@@ -214,7 +219,11 @@ class _Fresh(NamedTuple):
   slots: Any = ()
 
   def append(
-    self, k: jax.Array, v: jax.Array, at: Coords, rotation: Rotation
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
   ) -> _Fresh:
     return _Fresh(KV(rotation.own(k), v, at))
 

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
@@ -147,7 +148,10 @@ class ContiguousSlots(SlotGroup):
     )
 
   def write(
-    self, old: jax.Array, new: jax.Array, layer: Any = None
+    self,
+    old: Shaped[Array, "B S"] | Shaped[Array, "L B K S D"],
+    new: Shaped[Array, "B T"] | Shaped[Array, "B K T D"],
+    layer: Any = None,
   ) -> jax.Array:
     """Puts the call's tokens into their slots.
 
@@ -211,7 +215,7 @@ class ContiguousSlots(SlotGroup):
     before = slot[None] < jnp.take(self.before, shard, axis=1)
     return Coords(self.at.pos, jnp.where(before, self.at.seg, 0))
 
-  def truncate(self, end: jax.Array) -> ContiguousSlots:
+  def truncate(self, end: Int[Array, " B"]) -> ContiguousSlots:
     """Without the tokens at positions from `end` [B] on.
 
     Slots behind the last token that is left are free again.
@@ -230,7 +234,7 @@ class ContiguousSlots(SlotGroup):
       self, at=Coords(self.at.pos, seg), used=used, before=used + 0
     )
 
-  def kept(self, keep: jax.Array) -> tuple[ContiguousSlots, Any]:
+  def kept(self, keep: Bool[Array, "B T"]) -> tuple[ContiguousSlots, Any]:
     """Of the last call's T tokens those in `keep`, bool [B, T].
 
     They were the same on all shards.
@@ -336,7 +340,7 @@ tree.register(
 )
 
 
-def in_order(x: jax.Array) -> jax.Array:
+def in_order(x: Shaped[Array, ...]) -> jax.Array:
   """The same array, in memory as its axes stand: the last one fastest.
 
   TPU's compiler would store slots as the write of one token likes it, and

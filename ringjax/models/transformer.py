@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int
 
 from ringjax.checks import as_array, float_dtype
 from ringjax.errors import (
@@ -394,7 +395,11 @@ class Transformer(nnx.Module):
     )
 
   def hidden(
-    self, tokens: jax.Array, places: Tokens, cache: Any, attend: ShardingContext
+    self,
+    tokens: Int[Array, "B T"],
+    places: Tokens,
+    cache: Any,
+    attend: ShardingContext,
   ) -> tuple[jax.Array, Any]:
     """What the head reads, [B, T, D], and the cache."""
     x = self.embed(tokens)
@@ -403,13 +408,15 @@ class Transformer(nnx.Module):
     x, cache = self.stack(attend.constrain(x), places, cache, attend)
     return self.norm(x), cache
 
-  def logits(self, h: jax.Array) -> jax.Array:
+  def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """float32 [..., V] from [..., D]."""
     head = self.embed if self.head is None else self.head
     return logits_of(self.config, head, h)
 
 
-def logits_of(config: TransformerConfig, head: Any, h: jax.Array) -> jax.Array:
+def logits_of(
+  config: TransformerConfig, head: Any, h: Float[Array, "*batch D"]
+) -> Float[Array, "*batch V"]:
   """float32 [..., V] from [..., D], by a `Head` or a tied `Embedding`."""
   y = head.logits(h)
   if config.logit_scale != 1.0:
@@ -424,7 +431,7 @@ def logits_of(config: TransformerConfig, head: Any, h: jax.Array) -> jax.Array:
 def _call(
   model: Transformer,
   attend: ShardingContext,
-  tokens: jax.Array,
+  tokens: Int[Array, "B T"],
   pos: Any,
   seg: Any,
   cache: Any,
@@ -438,7 +445,7 @@ def _call(
 def forward(
   model: Transformer,
   attend: ShardingContext,
-  tokens: jax.Array,
+  tokens: Int[Array, "B T"],
   pos: Any,
   seg: Any,
   cache: Any,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import LayerCache
 from ringjax.kv.cache import LayerCacheSpec
@@ -26,7 +27,9 @@ class Temperature:
   scale: float
   floor: float
 
-  def __call__(self, q: jax.Array, pos: jax.Array) -> jax.Array:
+  def __call__(
+    self, q: Float[Array, "B T N H"], pos: Int[Array, "#B T"]
+  ) -> Float[Array, "B T N H"]:
     steps = jnp.floor((pos.astype(jnp.float32) + 1) / jnp.float32(self.floor))
     factor = jnp.log1p(steps) * jnp.float32(self.scale) + 1
     return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
@@ -145,7 +148,11 @@ class GroupedQuery(nnx.Module):
     )
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: LayerCache, attend: Any
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Any,
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from ringjax.nn.linear import Identity, Norm
 from ringjax.nn.tokens import Tokens
@@ -56,7 +57,11 @@ class Block(nnx.Module):
     self.post_feedforward = norm(spec.post)
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: Any, attend: Any
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: Any,
+    attend: Any,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the layer's cache."""
     spec = self.spec

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import StateCache
@@ -125,7 +126,11 @@ class DeltaLayer(nnx.Module):
     self.out = Linear(rngs, values, (embed,), ("heads", None, "embed"))
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: StateCache, attend: Any
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: StateCache,
+    attend: Any,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
     wide = wide_dtype(x.dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from ringjax.nn.linear import Linear
 from ringjax.nn.param import param
@@ -49,10 +50,12 @@ class PlainLayer(nnx.Module):
     self.up = Linear(rngs, (embed,), (f,), ("embed", "ffn"), bias=spec.bias)
     self.down = Linear(rngs, (f,), (embed,), ("ffn", "embed"), bias=spec.bias)
 
-  def __call__(self, x: jax.Array, attend: Any) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Any
+  ) -> Float[Array, "B T D"]:
     return attend.rowwise(self.row, x)
 
-  def row(self, x: jax.Array) -> jax.Array:
+  def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""
     return self.down(ACTIVATIONS[self.spec.act](self.up(x)))
 
@@ -87,10 +90,12 @@ class GatedLayer(nnx.Module):
       rngs, (spec.hidden,), (embed,), ("ffn", "embed"), bias=spec.bias
     )
 
-  def __call__(self, x: jax.Array, attend: Any) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Any
+  ) -> Float[Array, "B T D"]:
     return attend.rowwise(self.row, x)
 
-  def row(self, x: jax.Array) -> jax.Array:
+  def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""
     return self.down(ACTIVATIONS[self.spec.act](self.gate(x)) * self.up(x))
 
@@ -106,8 +111,8 @@ class Softmax:
   renormalise: bool
 
   def __call__(
-    self, logits: jax.Array, correction: Any, k: int
-  ) -> tuple[jax.Array, jax.Array]:
+    self, logits: Float[Array, "T E"], correction: Any, k: int
+  ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     del correction
     if self.renormalise:
       top, chosen = lax.top_k(logits, k)
@@ -121,8 +126,8 @@ class Sigmoid:
   """The k experts of largest logits, weighted by the logits' sigmoid."""
 
   def __call__(
-    self, logits: jax.Array, correction: Any, k: int
-  ) -> tuple[jax.Array, jax.Array]:
+    self, logits: Float[Array, "T E"], correction: Any, k: int
+  ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     del correction
     top, chosen = lax.top_k(logits, k)
     return jax.nn.sigmoid(top), chosen
@@ -145,8 +150,8 @@ class Grouped:
   scale: float
 
   def __call__(
-    self, logits: jax.Array, correction: Any, k: int
-  ) -> tuple[jax.Array, jax.Array]:
+    self, logits: Float[Array, "T E"], correction: Any, k: int
+  ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     likely = jax.nn.sigmoid(logits)
     ranked = likely + correction[None]
     tokens, experts = ranked.shape
@@ -172,7 +177,9 @@ class Clamped:
   alpha: float
   limit: float
 
-  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+  def __call__(
+    self, gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"]
+  ) -> Float[Array, "*batch F"]:
     limit = jnp.asarray(self.limit, gate.dtype)
     gate = jnp.minimum(gate, limit)
     up = jnp.clip(up, -limit, limit)
@@ -258,7 +265,9 @@ class ExpertsLayer(nnx.Module):
       else None
     )
 
-  def __call__(self, x: jax.Array, attend: Any) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Any
+  ) -> Float[Array, "B T D"]:
     spec = self.spec
     get = lambda p: None if p is None else p[...]
     weights = dict(

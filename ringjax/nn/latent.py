@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from ringjax.kv.base import KV, LayerCache
 from ringjax.kv.cache import LayerCacheSpec
@@ -116,7 +117,11 @@ class LatentLayer(nnx.Module):
     )
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: LayerCache, attend: Any
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Any,
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec

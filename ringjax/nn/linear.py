@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.nn.param import param
 from ringjax.ops.norm import layer_norm, rms_norm
@@ -37,7 +38,7 @@ class Linear(nnx.Module):
       param(rngs, outputs, axes[len(inputs) :], value=0.0) if bias else None
     )
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     n = self.contracted
     lead = x.ndim - n
 
@@ -61,11 +62,11 @@ class Embedding(nnx.Module):
   def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
     self.weight = param(rngs, (vocab, embed), ("vocab", "embed"), fan_in=embed)
 
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
     return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
 
-  def logits(self, h: jax.Array) -> jax.Array:
-    """float32 [..., V] from [..., D]."""
+  def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """The logits of hidden states, float32."""
     return _logits(h, self.weight[...], 1)
 
 
@@ -78,8 +79,8 @@ class Head(nnx.Module):
     self.weight = param(rngs, (embed, vocab), ("embed", "vocab"), fan_in=embed)
     self.bias = param(rngs, (vocab,), ("vocab",)) if bias else None
 
-  def logits(self, h: jax.Array) -> jax.Array:
-    """float32 [..., V] from [..., D]."""
+  def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """The logits of hidden states, float32."""
     y = _logits(h, self.weight[...], 0)
     if self.bias is None:
       return y
@@ -121,7 +122,7 @@ def _rows(
 class Identity(nnx.Module):
   """Leaves its input as it is."""
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     return x
 
 
@@ -143,7 +144,7 @@ class RMSNorm(nnx.Module):
       None if shape is None else param(rngs, shape, axes, value=1 - offset)
     )
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     weight = None if self.weight is None else self.weight[...]
     return rms_norm(x, weight, self.eps, axes=self.over, offset=self.offset)
 
@@ -156,7 +157,7 @@ class LayerNorm(nnx.Module):
     self.weight = param(rngs, (dims,), (None,), value=1.0)
     self.bias = param(rngs, (dims,), (None,)) if bias else None
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     bias = None if self.bias is None else self.bias[...]
     return layer_norm(x, self.weight[...], bias, self.eps)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
 
 from ringjax.errors import MeshError
 from ringjax.kv.base import LayerCache
@@ -185,7 +186,7 @@ class ShardingContext:
     tokens = self.of_mesh if x.shape[1] % self.size == 0 else None
     return P(self.batch_axes(x.shape[0]) or None, tokens)
 
-  def constrain(self, x: jax.Array) -> jax.Array:
+  def constrain(self, x: Shaped[Array, "B T *d"]) -> Shaped[Array, "B T *d"]:
     """Tells the compiler where activations [B, T, ...] lie."""
     if self.mesh is None:
       return x
@@ -202,18 +203,21 @@ class ShardingContext:
       return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
-  def rows(self, f: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+  def rows(self, f: Callable[[Array], Any], x: Shaped[Array, "B T *d"]) -> Any:
     """f(x), which treats each token of [B, T, ...] alone: small results."""
     return f(x)
 
   def rowwise(
-    self, f: Callable[[jax.Array], jax.Array], x: jax.Array
+    self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
   ) -> jax.Array:
     """As `rows`, where f holds much more on its way: some tokens at a time."""
     return blockwise_feedforward(f, x, self.block * self.size)
 
   def per_shard(
-    self, f: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array
+    self,
+    f: Callable[[Any, Array], Array],
+    weights: Any,
+    x: Shaped[Array, "B T D"],
   ) -> jax.Array:
     """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D]."""
 
@@ -258,7 +262,7 @@ class ContextParallel(ShardingContext):
 
   def __call__(
     self,
-    q: jax.Array,
+    q: Float[Array, "B T N H"],
     tokens: Tokens,
     cache: LayerCache,
     mask: Mask,
@@ -301,16 +305,19 @@ class ChainParallel(ContextParallel):
   strategy: Any = Chain()
   tile: int = 256
 
-  def rows(self, f: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+  def rows(self, f: Callable[[Array], Any], x: Shaped[Array, "B T *d"]) -> Any:
     return self._walk(lambda _, x: f(x), None, x)
 
   def rowwise(
-    self, f: Callable[[jax.Array], jax.Array], x: jax.Array
+    self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
   ) -> jax.Array:
     return self.rows(f, x)
 
   def per_shard(
-    self, f: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array
+    self,
+    f: Callable[[Any, Array], Array],
+    weights: Any,
+    x: Shaped[Array, "B T D"],
   ) -> jax.Array:
     def flat(w: Any, x: jax.Array) -> jax.Array:
       return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
@@ -384,7 +391,7 @@ class CachedAttention(ShardingContext):
 
   def __call__(
     self,
-    q: jax.Array,
+    q: Float[Array, "B T N H"],
     tokens: Tokens,
     cache: LayerCache,
     mask: Mask,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from ringjax.nn.block import Layer
 from ringjax.nn.tokens import Tokens
@@ -71,7 +72,11 @@ class Stack(nnx.Module):
     self.blocks = nnx.List([build(run) for run in self.runs])
 
   def __call__(
-    self, x: jax.Array, tokens: Tokens, cache: Any, attend: Any
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: Any,
+    attend: Any,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
     slots, done = list(cache.slots), []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
@@ -29,8 +29,8 @@ class Tokens:
 
   def __init__(
     self,
-    pos: jax.Array,
-    seg: jax.Array,
+    pos: Int[Array, "#B T"],
+    seg: Int[Array, "#B T"],
     *,
     derived: bool,
     segmented: bool,
@@ -63,6 +63,8 @@ class Tokens:
       after=after,
     )
 
-  def rotate(self, rope: Rope | None, x: jax.Array) -> jax.Array:
+  def rotate(
+    self, rope: Rope | None, x: Float[Array, "B T N H"]
+  ) -> Float[Array, "B T N H"]:
     """Turns queries or keys, [B, T, heads, H]; None does not turn."""
     return x if rope is None else rope.rotate(x, self._tables[rope])

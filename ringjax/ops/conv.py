@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -34,7 +35,7 @@ class Tail(NamedTuple):
   seg: jax.Array
 
   @classmethod
-  def of(cls, x: Any, seg: jax.Array, n: int) -> Tail:
+  def of(cls, x: Any, seg: Int[Array, "B T"], n: int) -> Tail:
     """The last n tokens of x [B, T, ...] that are not padding."""
     index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
     found = [jnp.full((seg.shape[0],), seg.shape[1], jnp.int32)]
@@ -62,7 +63,7 @@ class Tail(NamedTuple):
 def tails(
   before: Tail,
   x: Any,
-  seg: jax.Array,
+  seg: Int[Array, "B T"],
   axis: str | None,
   least: int | None = None,
 ) -> tuple[Tail, Tail]:
@@ -95,8 +96,8 @@ def tails(
   )
 
 
-def begins(seg: jax.Array, before: Tail) -> jax.Array:
-  """bool [B, T]: whether a token is the first of a document."""
+def begins(seg: Int[Array, "B T"], before: Tail) -> Bool[Array, "B T"]:
+  """Whether a token is the first of a document."""
   index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
   real = lax.cummax(jnp.where(seg > 0, index, -1), axis=1)
   last = jnp.pad(real, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
@@ -106,8 +107,11 @@ def begins(seg: jax.Array, before: Tail) -> jax.Array:
 
 
 def causal_conv(
-  x: jax.Array, weight: jax.Array, seg: jax.Array, before: Tail
-) -> jax.Array:
+  x: Float[Array, "B T H D"],
+  weight: Float[Array, "H D W"],
+  seg: Int[Array, "B T"],
+  before: Tail,
+) -> Float[Array, "B T H D"]:
   """The convolution of each channel.
 
   Args:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from ringjax.errors import ShapeError
 from ringjax.ops.attention.blockwise import product
@@ -44,12 +45,12 @@ _BLOCK = 16
 
 
 def delta_rule(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  decay: jax.Array,
-  beta: jax.Array,
-  state: jax.Array | None = None,
+  q: Float[Array, "B T K H"],
+  k: Float[Array, "B T K H"],
+  v: Float[Array, "B T N J"],
+  decay: Float[Array, "B T N"],
+  beta: Float[Array, "B T N"],
+  state: Float[Array, "B N H J"] | None = None,
   *,
   axis: str | None = None,
   chunk: int = 64,

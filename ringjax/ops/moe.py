@@ -18,6 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from ringjax.parallel import collectives
 
@@ -29,10 +30,10 @@ def block_rows(rows: int, experts: int) -> int:
 
 
 def mix(
-  f: Callable[[jax.Array, jax.Array], jax.Array],
-  x: jax.Array,
-  experts: jax.Array,
-  weights: jax.Array,
+  f: Callable[[Array, Array], Array],
+  x: Float[Array, "T D"],
+  experts: Int[Array, "T k"],
+  weights: Float[Array, "T k"],
   count: int,
   *,
   scale_input: bool = False,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ringjax.ops.softmax import wide_dtype
 
 
 def rms_norm(
-  x: jax.Array,
-  weight: jax.Array | None,
+  x: Float[Array, "*shape"],
+  weight: Float[Array, ...] | None,
   eps: float,
   *,
   axes: int = 1,
@@ -36,8 +37,11 @@ def rms_norm(
 
 
 def layer_norm(
-  x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float
-) -> jax.Array:
+  x: Float[Array, "*batch D"],
+  weight: Float[Array, " D"],
+  bias: Float[Array, " D"] | None,
+  eps: float,
+) -> Float[Array, "*batch D"]:
   """(x - mean) / std * weight + bias over the last axis, in x's dtype."""
   wide = x.astype(wide_dtype(x.dtype))
   centred = wide - jnp.mean(wide, -1, keepdims=True)

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from ringjax import tree
 
@@ -184,8 +185,8 @@ class Rope:
   scaling: Unscaled = Unscaled()
 
   def tables(
-    self, positions: jax.Array, length: Any
-  ) -> tuple[jax.Array, jax.Array]:
+    self, positions: Int[Array, "B T"], length: Any
+  ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosines and sines, float32 [B, T, dims/2], for `positions` [B, T].
 
     `length` is that of the whole context, an int or a traced int32 scalar.
@@ -199,9 +200,11 @@ class Rope:
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
   def rotate(
-    self, x: jax.Array, tables: tuple[jax.Array, jax.Array]
-  ) -> jax.Array:
-    """Turns x, [B, T, heads, H], by the tables of its positions."""
+    self,
+    x: Float[Array, "B T N H"],
+    tables: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
+  ) -> Float[Array, "B T N H"]:
+    """Rotates queries or keys by the tables of their positions."""
     cos, sin = (t[:, :, None] for t in tables)
     turned, rest = x[..., : self.dims], x[..., self.dims :]
     wide = turned.astype(jnp.float32)
@@ -242,12 +245,14 @@ class Rotation:
     """Whether keys stay as they are."""
     return self.rope is None and self.after is None
 
-  def own(self, k: jax.Array) -> jax.Array:
-    """Keys [B, K, T, H] of the call's tokens."""
+  def own(self, k: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
+    """Keys of the call's tokens, rotated."""
     return self._apply(k, self.tables)
 
-  def anywhere(self, k: jax.Array, pos: jax.Array) -> jax.Array:
-    """Keys [B, K, S, H] of tokens at positions [B or 1, S]."""
+  def anywhere(
+    self, k: Float[Array, "B K S H"], pos: Int[Array, "#B S"]
+  ) -> Float[Array, "B K S H"]:
+    """Keys of tokens at positions `pos`, rotated."""
     tables = None if self.rope is None else self.rope.tables(pos, self.length)
     return self._apply(k, tables)
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Int
 
 from ringjax.checks import as_array
 from ringjax.errors import InputTypeError, ShapeError
@@ -175,9 +176,9 @@ def _gathered(total_bytes: int, shards: int) -> bool:
 
 
 def resets(
-  seg: jax.Array, axis: str | None, reverse: bool = False
-) -> jax.Array:
-  """bool [B, T]: whether a token begins a document that others precede.
+  seg: Int[Array, "B T"], axis: str | None, reverse: bool = False
+) -> Bool[Array, "B T"]:
+  """Whether a token begins a document that others precede.
 
   Per shard, if `axis` is given. In reverse: ends one that others follow.
   """

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax.checks import FLOATS, as_array
 from ringjax.errors import (
@@ -102,10 +103,10 @@ class Shards:
 
 
 def run(
-  f: Callable[..., tuple[jax.Array, ...]],
+  f: Callable[..., tuple[Array, ...]],
   place: CallSharding,
   layout: Layout,
-  x: Sequence[jax.Array | None],
+  x: Sequence[Shaped[Array, ...] | None],
   dims: Sequence[str],
   outs: Sequence[str],
 ) -> tuple[jax.Array, ...]:
@@ -288,7 +289,7 @@ def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
 
 
 def found(
-  x: Sequence[jax.Array],
+  x: Sequence[Shaped[Array, "#B T ..."]],
   name: str,
   mesh: Any,
   axis: str | None,
@@ -349,7 +350,7 @@ def tokens(name: str, x: Any, rank: int | None = None) -> jax.Array:
   return x
 
 
-def fits(name: str, x: jax.Array, want: tuple[int, ...]) -> jax.Array:
+def fits(name: str, x: Shaped[Array, ...], want: tuple[int, ...]) -> jax.Array:
   """x, or an error where its shape is not `want`."""
   if x.shape != want:
     raise ShapeError(
@@ -358,7 +359,7 @@ def fits(name: str, x: jax.Array, want: tuple[int, ...]) -> jax.Array:
   return x
 
 
-def floats(name: str, x: jax.Array) -> jax.Array:
+def floats(name: str, x: Shaped[Array, ...]) -> jax.Array:
   """x, or an error where it holds no floats."""
   if x.dtype.name not in FLOATS:
     raise DtypeError(
@@ -370,8 +371,10 @@ def floats(name: str, x: jax.Array) -> jax.Array:
   return x
 
 
-def documents(segment_ids: Any, x: jax.Array) -> jax.Array | None:
-  """int32 [B, T], 0 for padding, or None if there are none given."""
+def documents(
+  segment_ids: Any, x: Shaped[Array, "B T ..."]
+) -> Int[Array, "B T"] | None:
+  """Numbers of documents, 0 for padding, or None if there are none given."""
   if segment_ids is None:
     return None
   seg = as_array("segment_ids", segment_ids)
@@ -390,7 +393,10 @@ def called(name: str, f: Any) -> None:
     )
 
 
-def beside(mask: jax.Array, x: jax.Array) -> jax.Array:
+def beside(
+  mask: Bool[Array, " T"] | Bool[Array, "#B T"],
+  x: Shaped[Array, "#B T ..."],
+) -> jax.Array:
   """mask [L] or [B, L] with the rank of x [B, L, ...]."""
   mask = mask[None] if mask.ndim == 1 else mask
   return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.checks import as_array
 from ringjax.errors import DtypeError, OptionError, ShapeError
@@ -119,7 +120,10 @@ class _Shift:
 
 
 def shifted(
-  shards: Shards, x: jax.Array, by: int, seg: jax.Array | None
+  shards: Shards,
+  x: Shaped[Array, "B T ..."],
+  by: int,
+  seg: Int[Array, "B T"] | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Per shard: x_{t - by} [B, L, ...], and whether there is such a token.
 

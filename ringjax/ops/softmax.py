@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from ringjax.parallel import collectives
 
@@ -55,14 +56,16 @@ class Partial(NamedTuple):
     )
 
   @classmethod
-  def of(cls, out: jax.Array, lse: jax.Array) -> Partial:
+  def of(
+    cls, out: Float[Array, "*rows J"], lse: Float[Array, "*rows"]
+  ) -> Partial:
     """The partial that `finalize` turned into (out, lse)."""
     wide = wide_dtype(out.dtype)
     seen = (lse != -jnp.inf).astype(wide)
     return cls(out.astype(wide), lse.astype(wide), seen)
 
 
-def finite_max(m: jax.Array) -> jax.Array:
+def finite_max(m: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
   """`m` with 0 for -inf, so that exp(-inf - m) is 0 and not NaN."""
   return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
@@ -79,7 +82,7 @@ def merge(a: Partial, b: Partial) -> Partial:
   )
 
 
-def add_sink(partial: Partial, sink: jax.Array) -> Partial:
+def add_sink(partial: Partial, sink: Float[Array, ...]) -> Partial:
   """Adds a key of score `sink` whose value is zero (attention sink).
 
   `sink` broadcasts against `partial.m`. Add it once, after all merges.

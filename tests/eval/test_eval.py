@@ -446,6 +446,42 @@ def test_who_is_stopped_has_what_was_found(
   assert len(record[unit]) == 1 and record["complete"] is False
 
 
+def test_costs_of_caches_by_script(tmp_path):
+  pytest.importorskip("matplotlib")
+  plot, kept = tmp_path / "caches.png", tmp_path / "caches.json"
+  status, out, err = run(
+    "caches", "--lengths=64", "--rows=2", "--mesh=seq:2", "--cache=dense",
+    "--cache=int8", "--cache=int4:group=16", "--cache=hadamard2",
+    f"--plot={plot}", f"--out={kept}",
+  )  # fmt: skip
+  assert status == 0, err
+  assert plot.read_bytes()[:4] == b"\x89PNG"
+  record = json.loads(kept.read_text())
+  assert record["complete"]
+  found = {cost["name"]: cost for cost in record["kinds"]}
+  dense, byte = found["dense"], found["int8"]
+  assert dense["kl"] == dense["loss"] == dense["far"] == 0
+  assert dense["bits"] == 32 and byte["bits"] == 9
+  assert byte["nbytes"] < 0.4 * dense["nbytes"]
+  divergences = [cost["kl"] for cost in found.values()]
+  assert divergences == sorted(divergences) and divergences[1] > 0
+  assert out.splitlines()[2].split()[0] == "dense"
+
+
+@pytest.mark.parametrize(
+  ("argv", "says"),
+  [
+    (("--cache=int3",), "--cache: got 'int3'"),
+    (("--cache=nuq3", "--lengths=64"), "launch.calibrate"),
+    (("--lengths=64,128",), "one length"),
+    (("--lengths=64", "--depths=0"), "--depths with caches"),
+  ],
+)
+def test_caches_that_cannot_be_compared(argv, says):
+  status, out, err = run("caches", *argv, "--rows=1", "--mesh=seq:1")
+  assert (status, out) == (2, "") and says in err
+
+
 def test_curves_by_script(tmp_path):
   pytest.importorskip("matplotlib")
   log, plot = tmp_path / "log.jsonl", tmp_path / "run.png"

@@ -1,0 +1,59 @@
+"""launch.calibrate: a text in, a calibration that a cache is made with."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from launch import calibrate, common
+from ringjax.models.calibration import FILE
+
+QUICK = ("--rows=2", "--length=32", "--mesh=seq:1")
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+  out, err = io.StringIO(), io.StringIO()
+  values, words = common.parse_words("calibrate", calibrate.define, argv)
+  status = calibrate.run(values, words, stdout=out, stderr=err)
+  return status, out.getvalue(), err.getvalue()
+
+
+def test_a_cache_is_made_with_what_was_measured(tmp_path, ask):
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 20)
+  out = tmp_path / "found"
+  status, said, err = run(f"--text={text}", f"--out={out}", *QUICK, "--json")
+  assert status == 0, err
+  record = json.loads(said)
+  assert record["out"] == str(out / FILE) and record["tokens"] == 64
+  assert [path.name for path in out.iterdir()] == [FILE]
+  asked = ("--max_new_tokens=4", "--prompt=What is a ring?")
+  ran = ask(*asked, f"--cache=nuq4:calibration={out}", "--json")
+  assert ran.status == 0, ran.err
+  done = json.loads(ran.out)
+  assert done["cache"].startswith("nuq4:calibration=")
+  refused = ask(*asked, "--cache=nuq4")
+  assert refused.status == 2 and "launch.calibrate" in refused.err
+
+
+@pytest.mark.parametrize(
+  ("argv", "says"),
+  [
+    ((), "--out: got no value, without --model"),
+    (("--out=OUT", "--text=OUT/none.txt"), "none.txt"),
+    (("--out=OUT", "--text=SHORT"), "pass more text, or fewer --rows"),
+    (("--out=OUT", "more"), "flags only"),
+  ],
+)
+def test_what_is_refused(argv, says, tmp_path):
+  (tmp_path / "short.txt").write_text("too short")
+  fill = {"OUT": str(tmp_path), "SHORT": str(tmp_path / "short.txt")}
+  given = []
+  for word in argv:
+    for name, value in fill.items():
+      word = word.replace(name, value)
+    given.append(word)
+  status, out, err = run(*given, *QUICK)
+  assert (status, out) == (2, "") and says in err
