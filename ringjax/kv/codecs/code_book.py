@@ -97,19 +97,18 @@ class CodeBook:
     if self.by == "channel":
       scale, zero = (_per_channel(c) for c in constants[:2])
     else:
-      own = code_bytes.from_bytes(data, start, 2, jnp.float16)
-      scale, zero = jnp.split(own.astype(jnp.float32), 2, -1)
+      scale, zero = jnp.split(code_bytes.halves(data, start, 2), 2, -1)
       start += 4
     x = x * scale + zero
     count, which = self.sparse(dim), _index_dtype(dim)
     if count:
       index = code_bytes.from_bytes(data, start, count, which)
       start += count * np.dtype(which).itemsize
-      kept = code_bytes.from_bytes(data, start, count, jnp.float16)
+      kept = code_bytes.halves(data, start, count)
       place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
       for n in range(count):
         here = place == index[..., n : n + 1].astype(jnp.int32)
-        x = jnp.where(here, kept[..., n : n + 1].astype(jnp.float32), x)
+        x = jnp.where(here, kept[..., n : n + 1], x)
     return x.astype(dtype)
 
 

@@ -4,11 +4,12 @@ Guarantees: `unpack(pack(codes, bits), bits, n)` are the codes; `bits` bits a
 code, without gaps but for codes that fill up the last bytes.
 Cost: a shift and a mask a code. A byte holds codes that are far apart, so that
 a processor reads neighbours at a time: with 4 bits code i is beside code
-i + n/2, with 2 bits beside three others; 3 bits are 2 and 1.
+i + n/2, with 2 bits beside three others; 3 bits are bytes of 2 and of 1.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -38,8 +39,8 @@ def pack(
   for size in _sizes(bits):
     each = (codes >> np.uint8(low)) & np.uint8((1 << size) - 1)
     planes = jnp.split(each, 8 // size, -1)
-    byte = planes[0]
-    for n, plane in enumerate(planes[1:], 1):
+    byte = jnp.zeros_like(planes[0])
+    for n, plane in enumerate(planes):
       byte = byte | (plane << np.uint8(n * size))
     parts.append(byte)
     low += size
@@ -50,13 +51,28 @@ def unpack(
   data: UInt8[Array, "*batch x"], bits: int, count: int
 ) -> UInt8[Array, "*batch n"]:
   """The `count` codes that `pack` packed."""
-  found, low, first, many = None, 0, 0, padded(count)
+  many = padded(count)
+
+  def cut(first: int, width: int) -> jax.Array:
+    return lax.slice_in_dim(data, first, first + width, axis=-1)
+
+  def codes(data: jax.Array, size: int) -> jax.Array:
+    """Those of `size` bits, made once for all that uses them."""
+    if size == 8:
+      return data
+    if size == 4:
+      parts = [data & np.uint8(15), data >> np.uint8(4)]
+      return lax.optimization_barrier(jnp.concatenate(parts, -1))
+    # Of more parts: bytes beside one another, and shifts by place.
+    wide = lax.optimization_barrier(jnp.concatenate([data] * (8 // size), -1))
+    place = lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
+    shift = (place // data.shape[-1] * size).astype(jnp.uint8)
+    return (wide >> shift) & np.uint8((1 << size) - 1)
+
+  found, low, first = None, 0, 0
   for size in _sizes(bits):
     width = many * size // 8
-    byte = lax.slice_in_dim(data, first, first + width, axis=-1)
-    mask = np.uint8((1 << size) - 1)
-    planes = [(byte >> np.uint8(n * size)) & mask for n in range(8 // size)]
-    part = planes[0] if size == 8 else jnp.concatenate(planes, -1)
+    part = codes(cut(first, width), size)
     part = part << np.uint8(low)
     found = part if found is None else found | part
     low, first = low + size, first + width
@@ -87,6 +103,17 @@ def from_bytes(
   return lax.bitcast_convert_type(
     cut.reshape(*cut.shape[:-1], count, size), dtype
   )
+
+
+def halves(
+  data: UInt8[Array, "*batch x"], first: int, count: int
+) -> Float[Array, "*batch n"]:
+  """Numbers that `half_bytes` packed, as float32.
+
+  They are made once and not where they are used, for each number of a vector.
+  """
+  found = from_bytes(data, first, count, jnp.float16).astype(jnp.float32)
+  return lax.optimization_barrier(found)
 
 
 def _sizes(bits: int) -> tuple[int, ...]:

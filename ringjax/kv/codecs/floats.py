@@ -75,5 +75,5 @@ class Floats:
     x = code_bytes.from_bytes(data, 0, dim, FORMATS[self.format])
     if not self._scaled:
       return x.astype(dtype)
-    scale = code_bytes.from_bytes(data, dim, 1, jnp.float16).astype(jnp.float32)
+    scale = code_bytes.halves(data, dim, 1)
     return (x.astype(jnp.float32) * scale).astype(dtype)

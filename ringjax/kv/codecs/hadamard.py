@@ -68,14 +68,29 @@ class Hadamard:
     dtype: Any,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
+    found = self.decode_transformed(data, dim, jnp.float32, constants)
+    return self.transform(found, back=True).astype(dtype)
+
+  def transform(
+    self, x: Float[Array, "*batch D"], *, back: bool = False
+  ) -> Float[Array, "*batch D"]:
+    """The basis in which vectors are encoded: inner products are the same."""
+    return transform(x, back=back)
+
+  def decode_transformed(
+    self,
+    data: UInt8[Array, "B K T X"],
+    dim: int,
+    dtype: Any,
+    constants: Sequence[Any] = (),
+  ) -> Float[Array, "B K T D"]:
+    """As `decode`, in the basis of `transform`, which costs less."""
     del constants
     start = code_bytes.packed_bytes(dim, self.bits)
-    scale = code_bytes.from_bytes(data, start, 1, jnp.float16).astype(
-      jnp.float32
-    )
+    scale = code_bytes.halves(data, start, 1)
     codes = code_bytes.unpack(data, self.bits, dim)
     found = lookup(codes, np.asarray(gaussian_levels(self.bits))) * scale
-    return transform(found, back=True).astype(dtype)
+    return found.astype(dtype)
 
 
 @functools.cache

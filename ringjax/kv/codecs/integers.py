@@ -12,8 +12,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
@@ -69,20 +71,20 @@ class Integers:
   ) -> Float[Array, "B K T D"]:
     del constants
     groups, start = self._groups(dim), code_bytes.packed_bytes(dim, self.bits)
-    scales = code_bytes.from_bytes(data, start, 2 * groups, jnp.float16)
+    scales = code_bytes.halves(data, start, 2 * groups)
     codes = code_bytes.unpack(data, self.bits, dim).astype(jnp.float32)
-    step, least = (
-      x.astype(jnp.float32) for x in jnp.split(scales, [groups], -1)
-    )
+    place = lax.broadcasted_iota(jnp.int32, codes.shape, codes.ndim - 1)
     size = -(-dim // groups)
-    if groups > 1:
-      wide = lambda x: jnp.repeat(
-        x, size, -1, total_repeat_length=size * groups
-      )
-      step, least = (wide(x)[..., :dim] for x in (step, least))
-    else:
-      step, least = (jnp.broadcast_to(x, codes.shape) for x in (step, least))
-    return (codes * step + least).astype(dtype)
+
+    def of_group(first: int) -> jax.Array:
+      # A choice is quicker than a reshape, which vector units do not like.
+      found = scales[..., first : first + 1]
+      for n in range(1, groups):
+        other = scales[..., first + n : first + n + 1]
+        found = jnp.where(place >= n * size, other, found)
+      return found
+
+    return (codes * of_group(0) + of_group(groups)).astype(dtype)
 
   def _groups(self, dim: int) -> int:
     return max(1, -(-dim // self.group))

@@ -169,9 +169,13 @@ class ShardedDecode:
     def one(view: KVView) -> Partial:
       queries = q_at if view.queries is None else view.queries
       context = Context(queries, view.at, view.mask or mask)
+      view, mine, back = view.aligned(q)
       if q.shape[3] <= self.few:
-        return local.decode(q, view, ScoreArgs(scores, terms, context))
-      return _by_segments(local, scores, q, view, terms, context)
+        args = ScoreArgs(scores, terms, context)
+        found = local.decode(mine, view, args)
+      else:
+        found = _by_segments(local, scores, mine, view, terms, context)
+      return found._replace(acc=back(found.acc))
 
     return functools.reduce(merge, map(one, views))
 

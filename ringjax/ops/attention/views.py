@@ -14,7 +14,7 @@ merge, see `cached`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -90,6 +90,24 @@ class KVView(Protocol):
     """Rotated keys and values [B, K, size, ...] of the slots from `start`."""
     ...
 
+  def aligned(self, q: jax.Array) -> Aligned:
+    """The same in the basis in which tiles are made with the least work."""
+    ...
+
+
+class Aligned(NamedTuple):
+  """A view in another basis of its keys and values.
+
+  Fields:
+    view: the view.
+    q: queries [B, K, G, T, H] that go with it.
+    back: what makes sums of values [B, K, G, T, J] of those of its values.
+  """
+
+  view: Any
+  q: jax.Array
+  back: Callable[[Array], Array] = lambda x: x
+
 
 class Decoder(NamedTuple):
   """What makes vectors of `dim` numbers of a codec's bytes.
@@ -98,16 +116,25 @@ class Decoder(NamedTuple):
     codec: the codec.
     dim: numbers of a vector.
     dtype: of the numbers.
+    transformed: whether vectors stay in the basis in which they were encoded.
   """
 
   codec: Any
   dim: int
   dtype: Any
+  transformed: bool = False
 
   def __call__(
     self, data: UInt8[Array, "B K T X"], constants: Sequence[Any]
   ) -> Float[Array, "B K T D"]:
-    return self.codec.decode(data, self.dim, self.dtype, constants)
+    decode = self.codec.decode
+    if self.transformed:
+      decode = self.codec.decode_transformed
+    return decode(data, self.dim, self.dtype, constants)
+
+  def in_basis(self) -> Decoder:
+    """In the basis of the codec, if it has one of its own."""
+    return self._replace(transformed=hasattr(self.codec, "decode_transformed"))
 
 
 class ContiguousView(NamedTuple):
@@ -165,6 +192,9 @@ class ContiguousView(NamedTuple):
 
     k = one(self.k)
     return k, k if self.v is self.k else one(self.v)
+
+  def aligned(self, q: jax.Array) -> Aligned:
+    return Aligned(self, q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +264,25 @@ class EncodedView:
     k = one(self.k, 0)
     return k, k if self.v is self.k else one(self.v, 1)
 
+  def aligned(self, q: jax.Array) -> Aligned:
+    return self.aligned_parts(q, keys=True)
+
+  def aligned_parts(self, q: jax.Array, *, keys: bool) -> Aligned:
+    """As `aligned`; without `keys` only values are in another basis."""
+    of_k, of_v = self.decoders
+    if keys:
+      of_k = of_k.in_basis()
+    if self.v is not self.k:
+      of_v = of_v.in_basis()
+    view = dataclasses.replace(self, decoders=(of_k, of_v))
+    wide = wide_dtype(q.dtype)
+    if of_k.transformed:
+      q = of_k.codec.transform(q.astype(wide)).astype(q.dtype)
+    seen = of_k if self.v is self.k else of_v
+    if not seen.transformed:
+      return Aligned(view, q)
+    return Aligned(view, q, lambda x: seen.codec.transform(x, back=True))
+
 
 tree.register(
   EncodedView, ("k", "v", "at", "layer", "constants"), ("decoders",)
@@ -282,6 +331,12 @@ class UnrotatedView(NamedTuple):
     k, v = self.stored.tile(start, size)
     at = cut_coords(self.at, start, size)
     return self.rotation.anywhere(k, at.pos), v
+
+  def aligned(self, q: jax.Array) -> Aligned:
+    if isinstance(self.stored, ContiguousView):
+      return Aligned(self, q)
+    found = self.stored.aligned_parts(q, keys=False)
+    return found._replace(view=self._replace(stored=found.view))
 
 
 def coords_specs(at: Coords, batch: int, names: Any, tokens: Any) -> Coords:
