@@ -3,6 +3,7 @@
   python -m launch.evaluate needle --lengths=4096,16384 --plot=needle.png
       Facts hidden in a long text, by its length and their depth. The text is
       Python's own sources, or those of --folder.
+      With --cache=int4 answers come out of a cache of 4 bits a number.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
       The perplexity of such a text, by position; and of the same tokens with
       more and more text before them.
@@ -86,7 +87,7 @@ def define(values: flags.FlagValues) -> None:
   flags.DEFINE_multi_string(
     "cache",
     None,
-    "caches: a kind of cache, as launch.generate --cache takes it.",
+    "caches, needle: a kind of cache, as launch.generate --cache takes it.",
     flag_values=values,
   )
   new.text(
@@ -175,7 +176,7 @@ def _uses(word: str, name: str) -> bool:
     return name in ("log", "plot", "out", "json")
   only = {"task": ("needle",), "depths": ("needle",), "trials": ("needle",),
           "seed": ("needle",), "rows": ("perplexity", "caches"),
-          "cache": ("caches",), "prefill": ("needle", "perplexity"),
+          "cache": ("caches", "needle"), "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",),
           "cache_dtype": ("needle", "perplexity")}  # fmt: skip
   return word in only.get(name, (word,))
@@ -279,9 +280,17 @@ class _Evaluation:
     if values.depths is not None:
       given = values.depths
     depths = _numbers("depths", given, float, 0, 1)
+    asked = values.cache or []
+    if len(asked) > 1:
+      raise OptionError(
+        "--cache", " ".join(asked), "one kind", "pass the option once"
+      )
+    kinds = [kind_text.parse(kind, "--cache") for kind in asked]
     text = "\n".join(self._texts())
     filler = Lines(text=text)
     model, tokenizer, reading = self._load()
+    if kinds:
+      reading["cache_kind"] = kinds[0]
     # A note where a text is shorter than a prompt, which repeats it then.
     sample = text[:_SAMPLE]
     tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
@@ -298,6 +307,7 @@ class _Evaluation:
       trials=values.trials,
       seed=values.seed,
       characters=len(text),
+      **({"cache": asked[0]} if asked else {}),
     )
     screen.begin("asking", count * values.trials, "texts")
     cells = find(

@@ -468,6 +468,17 @@ def test_costs_of_caches_by_script(tmp_path):
   assert out.splitlines()[2].split()[0] == "dense"
 
 
+def test_a_needle_in_a_cache_of_few_bits():
+  status, out, err = run(
+    "needle", "--lengths=300", "--depths=0", "--trials=1", "--mesh=seq:1",
+    "--cache=int4:group=16", "--json",
+  )  # fmt: skip
+  assert status == 0, err
+  assert json.loads(out)["cache"] == "int4:group=16"
+  status, out, err = run("needle", "--cache=int4", "--cache=int8")
+  assert (status, out) == (2, "") and "pass the option once" in err
+
+
 @pytest.mark.parametrize(
   ("argv", "says"),
   [
