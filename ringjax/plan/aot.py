@@ -254,7 +254,7 @@ def compile(
     "caller": os.getpid(),
     "topology": topology,
     "wraps": core.wraps(sides),
-    "config": _CONFIGS.get(core.name, {}),
+    "config": {**_CONFIGS.get(core.name, {}), **_host(sides)},
     "options": dict(options or {}),
     "compiler_options": dict(compiler_options or {}),
     "memory_only": memory_only,
@@ -312,7 +312,7 @@ def _run(
   with tempfile.TemporaryDirectory(prefix="ringjax-aot-") as name:
     folder = pathlib.Path(name)
     (folder / "job.json").write_text(job)
-    process = subprocess.Popen(
+    with subprocess.Popen(
       [sys.executable, "-c", _CHILD, name],
       env=environ,
       stdin=subprocess.DEVNULL,
@@ -320,21 +320,20 @@ def _run(
       stderr=subprocess.PIPE,
       text=True,
       errors="replace",
-    )
-    _RUNNING.add(process)
-    try:
-      _, said = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-      raise CompileError(
-        "compile",
-        f"no program after {timeout_s:g} s",
-        "one within that time",
-        "pass a larger timeout_s",
-      ) from None
-    finally:
-      process.kill()
-      process.wait()
-      _RUNNING.discard(process)
+    ) as process:
+      _RUNNING.add(process)
+      try:
+        _, said = process.communicate(timeout=timeout_s)
+      except subprocess.TimeoutExpired:
+        raise CompileError(
+          "compile",
+          f"no program after {timeout_s:g} s",
+          "one within that time",
+          "pass a larger timeout_s",
+        ) from None
+      finally:
+        process.kill()
+        _RUNNING.discard(process)
     answer = folder / "answer.json"
     if not answer.exists():
       raise CompileError(
@@ -356,6 +355,17 @@ def _run(
       "see the traceback" + ":\n" + found["traceback"][-3000:],
     )
   return found, program
+
+
+def _host(sides: Sequence[int]) -> dict[str, Any]:
+  """The chips of a host, of a slice that is narrower than a host.
+
+  A host has 2 x 2 chips unless it is said, which older compilers insist on.
+  """
+  if min(sides[:2]) > 1:
+    return {}
+  bounds = [min(n, 2) for n in sides[:2]]
+  return {"chips_per_host_bounds": [*bounds, 1]}
 
 
 def _fatal(said: str) -> str:
