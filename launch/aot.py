@@ -16,6 +16,7 @@ from absl import flags
 
 from launch import common, console, strategies
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.kv import kind_text
 from ringjax.ops.attention import registry
 from ringjax.parallel import chips
 from ringjax.plan import aot, draw, overlap
@@ -38,8 +39,8 @@ _OF_TILES = ("strategy", "q_block", "kv_block")
 _OPTIONS = {
   "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
             "block", "loss_block"),
-  "prefill": (*_OF_MODEL, *_OF_TILES, "block"),
-  "decode": _OF_MODEL,
+  "prefill": (*_OF_MODEL, *_OF_TILES, "block", "cache"),
+  "decode": (*_OF_MODEL, "cache"),
   "attention": (*_OF_ATTENTION, *_OF_TILES),
 }  # fmt: skip
 
@@ -140,6 +141,8 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value
+  if values.cache is not None:
+    options["cache"] = str(kind_text.parse(values.cache, "--cache"))
   return options
 
 
@@ -190,9 +193,11 @@ def _title(found: Compiled) -> str:
   facts = found.facts
   axes = ", ".join(f"{name} {n}" for name, n in facts["mesh"].items())
   model = facts.get("model")
+  cache = facts.get("cache")
   return (
     f"{facts['what']}{f' of {model}' if model else ''}, "
-    f"{facts['tokens']:,} tokens, {facts['strategy']}, on {found.topology} "
+    f"{facts['tokens']:,} tokens, {facts['strategy']}, "
+    f"{f'{cache} cache, ' if cache else ''}on {found.topology} "
     f"({found.devices} devices: {axes})"
   )
 
@@ -275,6 +280,8 @@ def _too_large(found: Compiled) -> list[str]:
     lines.append("  --strategy=striped keeps one shard's keys at a time")
   if facts.get("optimizer") == "adamw":
     lines.append("  --optimizer=adafactor or lion keeps fewer moments")
+  if facts.get("cache") == "dense":
+    lines.append("  --cache=windowed keeps the window of layers that have one")
   if int(facts.get("batch", 1)) > 1 and facts["what"] == "train":
     lines.append("  --accumulate reads fewer rows at a time")
   lines.append("  fewer --tokens, or a larger slice or its seq axis")

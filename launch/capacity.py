@@ -11,6 +11,7 @@ from absl import flags
 
 from launch import aot, common, console, strategies
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.kv import kind_text
 from ringjax.parallel import chips
 from ringjax.plan import aot as compiler
 from ringjax.plan import capacity, files
@@ -32,6 +33,7 @@ _LEAST, _MOST = 1 << 13, 1 << 28
 # Scores of all pairs of more tokens are too many for the compiler to count.
 _MOST_PAIRS = 1 << 22
 _OF_TRAINING = ("remat", "optimizer", "loss_block")
+_WITH_CACHE = ("prefill",)
 # What identifies a row.
 _ASKED = ("model", "slice", "what", "strategy", "options")
 
@@ -85,13 +87,27 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 
 def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
-  """The builder's options that were given."""
-  return {
+  """The builder's options that were given.
+
+  Raises:
+    OptionError: a kind of cache of a program without one, or none that is.
+  """
+  options: dict[str, Any] = {
     flag: values[flag].value
     for flag in (*_OF_TRAINING, "shard", "block", "dtype")
     if values[flag].value is not None
     and (what == "train" or flag not in _OF_TRAINING)
   }
+  if values.cache is not None:
+    if what not in _WITH_CACHE:
+      raise OptionError(
+        "--cache",
+        f"{values.cache} with --what={what}, which has no cache",
+        f"it with --what={' or '.join(_WITH_CACHE)}",
+        f"pass --what={_WITH_CACHE[0]}, or leave --cache out",
+      )
+    options["cache"] = str(kind_text.parse(values.cache, "--cache"))
+  return options
 
 
 def _find(
@@ -141,7 +157,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     "",
     "Tokens of the longest row whose compiled step fits, by the compiler's",
     "count of memory; an eighth, or 128 tokens a device, more did not fit.",
-    "Nothing of it was measured on hardware.",
+    "Options stand behind the program, such as the kind of its cache (dense",
+    "unless said). Nothing of it was measured on hardware.",
     "",
     *table(rows),
   ]

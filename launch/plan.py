@@ -26,7 +26,8 @@
       Bytes of a model's cache of each kind; no weights are read.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather;
-      what is in the file already is not compiled again.
+      what is in the file already is not compiled again. --cache=windowed
+      with --what=prefill: with a cache of that kind; aot has this flag too.
   python -m launch.plan cycles --chips=v5e,v6e
       Cycles of a tile of the attention kernels, in the TPU compiler's machine
       code, beside those of JAX's splash attention; with --what=decode of the

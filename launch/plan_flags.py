@@ -11,6 +11,7 @@ from absl import flags
 
 from launch import aot, capacity, common, cycles, strategies
 from launch.flag_helpers import Definer
+from ringjax.kv import KINDS
 from ringjax.ops.attention import call_shape
 from ringjax.parallel import chips
 from ringjax.plan import cost
@@ -111,6 +112,10 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Micro-batches of a step of training."),
   ("block", "whole", None, "aot capacity",
    "Tokens of a step of the feedforward."),
+  ("cache", "text", None, "aot capacity",
+   f"aot --what=prefill or decode, capacity --what=prefill: how keys and "
+   f"values are stored, {', '.join(KINDS)}; with options as "
+   "NAME:key=value,key=value; default: dense."),
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
   ("q_block", "whole", None, "aot cycles", "Queries of a tile of attention."),

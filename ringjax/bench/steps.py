@@ -26,6 +26,7 @@ from ringjax.errors import ShapeError
 from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
+from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache, LayerKV
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
@@ -283,16 +284,20 @@ def train(
   )
 
 
-def prefill(devices: Sequence[Any], **options: Any) -> Built:
+def prefill(
+  devices: Sequence[Any], *, cache: str = "dense", **options: Any
+) -> Built:
   """Reading a prompt of `tokens` into an empty cache of as many.
 
   Args:
     devices: of the slice.
+    cache: the kind of the cache, as `kv.kind_text` reads it.
     options: of `ModelOptions`.
 
   Raises:
     RingjaxError: an option may not have its value, or does not fit another.
   """
+  kind = kind_text.parse(cache, "cache")
   how = ModelOptions(devices=devices, **options)
   attend = how.context()
   made, batch, tokens = attend.mesh, how.batch, how.tokens
@@ -301,29 +306,34 @@ def prefill(devices: Sequence[Any], **options: Any) -> Built:
   ids = _like(made, (batch, tokens), over)
   work = work_profile.profile(form, tokens)
   flops = work.token_s * tokens + work.pair_s * tokens * (tokens + 1) / 2
-  cache = form.init_cache_spec(batch, tokens, sharding=attend)
+  empty = form.init_cache_spec(batch, tokens, sharding=attend, kind=kind)
   return how.built(
     made,
     reading.read,
-    (form, attend, ids, None, ids, cache, _like(made, (batch,)), _like(made)),
+    (form, attend, ids, None, ids, empty, _like(made, (batch,)), _like(made)),
     batch * (flops + _head_flops(form)),
     _trips(how.named, made, attend.axis, how.tokens, True),
     what="prefill",
+    cache=str(kind),
     **how.facts(form),
   )
 
 
-def decode(devices: Sequence[Any], **options: Any) -> Built:
+def decode(
+  devices: Sequence[Any], *, cache: str = "dense", **options: Any
+) -> Built:
   """One more token behind a cache of `tokens`, sharded over the sequence.
 
   Args:
     devices: of the slice.
+    cache: the kind of the cache, as `kv.kind_text` reads it.
     options: of `ModelOptions`, but for those of attention and feedforward.
 
   Raises:
     RingjaxError: an option may not have its value, or does not fit another.
     TypeError: an option of attention or feedforward, which decoding ignores.
   """
+  kind = kind_text.parse(cache, "cache")
   how = ModelOptions(
     devices=devices, strategy="resident", q_block=None, kv_block=None,
     local="best", block=1, **options,
@@ -340,15 +350,16 @@ def decode(devices: Sequence[Any], **options: Any) -> Built:
   )
   work = work_profile.profile(form, how.tokens)
   flops = work.token_s + work.pair_s * how.tokens + _head_flops(form)
-  cache = form.init_cache_spec(how.batch, how.tokens, sharding=attend)
-  rest = (cache, state, _like(made, (4,)), _like(made))
+  held = form.init_cache_spec(how.batch, how.tokens, sharding=attend, kind=kind)
+  rest = (held, state, _like(made, (4,)), _like(made))
   return how.built(
     made,
     decoding.step,
     (form, attend, sampler, *rest),
     how.batch * flops,
-    _cache_tiles(cache),
+    _cache_tiles(held),
     what="decode",
+    cache=str(kind),
     **how.facts(form),
   )
 

@@ -105,6 +105,37 @@ def test_a_step_is_compiled_as_it_was_asked_for(asked):
   }  # fmt: skip
 
 
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+@pytest.mark.parametrize(
+  ("given", "passed"),
+  [
+    ("dense", "dense"),
+    ("windowed:slack=64", "windowed:slack=64"),
+    ("windowed:unrotated=false", "windowed"),
+  ],
+)
+def test_a_program_is_compiled_with_the_cache_asked_for(
+  asked, what, given, passed
+):
+  ran = ask(*STEP, f"--what={what}", f"--cache={given}")
+  assert ran.status == 0, ran.err
+  ((_, _, options, _),) = asked.calls
+  assert options["cache"] == passed
+
+
+def test_the_report_names_the_cache():
+  found = answer("v5e:2x4", {"tokens": 8})
+  facts = {**found.facts, "what": "decode", "cache": "dense"}
+  found = dataclasses.replace(found, facts=facts)
+  assert "dense cache, on v5e:2x4" in scripts.words(found, roofline(found))[0]
+  found = answer("v5e:2x4", {"tokens": 8}, need=40 << 30)
+  lines = lambda facts: "\n".join(
+    scripts.words(dataclasses.replace(found, facts=facts), None)
+  )
+  assert "--cache=windowed" in lines(facts)
+  assert "--cache" not in lines(facts | {"cache": "windowed"})
+
+
 def test_the_table_says_what_was_found(asked):
   ran = ask(*STEP)
   assert ran.status == 0, ran.err
@@ -183,6 +214,12 @@ def test_the_timeline_is_drawn(asked, tmp_path):
     (("capacity", "--slices=v9-1"), "--slices"),
     (("capacity", "--what=decode"), "--what"),
     (("capacity", "--tokens=64"), "--tokens"),
+    ((*STEP, "--cache=windowed"), "--cache: got it with --what=train"),
+    ((*STEP, "--what=decode", "--cache=ring"), "--cache: got 'ring'"),
+    ((*STEP, "--what=prefill", "--cache=dense:size=1"), "options of 'dense'"),
+    (("capacity", "--cache=windowed"), "--what=train, which has no cache"),
+    (("capacity", "--what=prefill", "--cache=ring"), "--cache: got 'ring'"),
+    (("cycles", "--cache=dense"), "--cache"),
   ],
 )
 def test_flags_that_would_not_be_followed_are_refused(asked, argv, words):
@@ -248,6 +285,27 @@ def test_capacity_finds_and_keeps_the_largest(asked, tmp_path):
   text = (tmp_path / "capacity.md").read_text()
   assert "| llama-3.1-8b | v5e-256 (v5e:16x16) | prefill |" in text
   assert f"{striped['tokens']:,} | {gather['tokens']:,}" in text
+
+
+def test_capacity_keeps_a_row_for_each_cache(asked, tmp_path):
+  # A windowed cache needs a quarter.
+  each = lambda options: 65536 >> 2 * (options.get("cache") == "windowed")
+  asked.change["need"] = lambda options: each(options) * options["tokens"]
+  argv = (*CAPACITY, "--strategy=striped", f"--out={tmp_path / 'all'}")
+  for more in ((), ("--cache=dense",), ("--cache=windowed",)):
+    assert ask(*argv, *more).status == 0
+  rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+  caches = [row["options"].get("cache") for row in rows]
+  assert caches == [None, "dense", "windowed"]
+  none, dense, windowed = (row["tokens"] for row in rows)
+  assert none == dense < windowed / 3
+  text = (tmp_path / "all.md").read_text()
+  assert f"| prefill dense | {dense:,} |" in text
+  assert f"| prefill windowed | {windowed:,} |" in text
+  # Once it is known it is not compiled again.
+  asked.calls.clear()
+  assert ask(*argv, "--cache=windowed:slack=128").status == 0
+  assert not asked.calls
 
 
 def test_the_published_table_is_of_the_published_figures():

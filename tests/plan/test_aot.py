@@ -16,7 +16,9 @@ import sys
 import jax
 import pytest
 
+import ringjax as rj
 from ringjax.errors import OptionError, RingjaxError
+from ringjax.kv.base import bytes_each
 from ringjax.plan import aot, compiling, overlap
 from ringjax.plan.roofline import roofline
 
@@ -32,6 +34,12 @@ MODEL = {
   "head_dim": 128,
   "vocab_size": 4096,
   "max_position_embeddings": 131072,
+}
+# Five layers of six look back a window.
+GEMMA = MODEL | {
+  "model_type": "gemma3_text",
+  "num_hidden_layers": 6,
+  "sliding_window": 512,
 }
 CONTROLS = "tests.plan.controls"
 # Older compilers make worse schedules of some programs.
@@ -186,6 +194,32 @@ class TestCompiled:
     assert found.report.unpriced_kernels == ()
     made = roofline(found)
     assert made.memory_s < made.schedule_s
+
+  def test_windowed_layers_are_decoded_from_their_window(self):
+    options = {"model": GEMMA, "tokens": 65536}
+    dense, windowed = (
+      compiled(f"{STEPS}:decode", "v5e:2x4", json.dumps(options | one))
+      for one in ({}, {"cache": "windowed"})
+    )
+    # Keys and values of a layer, on each of eight; a window is 1 % of them.
+    layer = 2 * 2 * 128 * 2 * 65536 // 8
+    saved = dense.memory.arguments - windowed.memory.arguments
+    assert 4.9 * layer < saved < 5 * layer
+    assert windowed.memory.aliased >= layer
+    assert windowed.memory.temporaries < layer / 2
+    assert windowed.report.unpriced_kernels == ()
+
+  def test_a_prompt_is_read_into_windows_in_less_memory(self):
+    options = {"model": GEMMA, "tokens": 65536}
+    dense, windowed = (
+      aot.compile(
+        f"{STEPS}:prefill", "v5e:2x4", options | one, memory_only=True
+      )
+      for one in ({}, {"cache": "windowed"})
+    )
+    assert dense.fits and windowed.fits
+    layer = 2 * 2 * 128 * 2 * 65536 // 8
+    assert dense.needed_bytes - windowed.needed_bytes > 4 * layer
 
   def test_a_step_of_training_compiles_and_reads_the_head_seldom(self):
     options = {"model": MODEL, "tokens": 8192, "q_block": 256, "kv_block": 256}
@@ -370,6 +404,20 @@ def test_sizes_that_are_none_are_refused_by_name(what, wrong):
   build = getattr(importlib.import_module(STEPS), what)
   with pytest.raises(RingjaxError, match=f"^{name}: got"):
     build(jax.devices()[:4], **{"tokens": 1024, **wrong})
+
+
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+def test_programs_have_the_cache_that_is_named(what):
+  build = getattr(importlib.import_module(STEPS), what)
+  sizes = {}
+  for cache in ("dense", "windowed", "windowed:slack=64"):
+    built = build(jax.devices()[:4], model=GEMMA, tokens=8192, cache=cache)
+    assert built.facts["cache"] == cache
+    (held,) = (x for x in built.arguments if isinstance(x, rj.kv.KVCache))
+    sizes[cache] = bytes_each(held)
+  assert sizes["windowed:slack=64"] < sizes["windowed"] < sizes["dense"] / 4
+  with pytest.raises(OptionError, match="^cache: got 'ring'; wanted one of"):
+    build(jax.devices()[:4], model=GEMMA, tokens=8192, cache="ring")
 
 
 def test_the_compiler_s_report_of_memory_is_read():
