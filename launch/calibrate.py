@@ -24,7 +24,7 @@ from absl import flags
 
 import ringjax as rj
 from launch import common, console
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.data import Tokenizer, documents, texts
 from ringjax.errors import OptionError, PromptError
@@ -38,7 +38,7 @@ _MEMORY = "shorten the texts (--length), or use more devices"
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
@@ -61,7 +61,7 @@ def run(
   stderr: TextIO | None = None,
 ) -> int:
   """Does what the flags say; the exit status."""
-  common.calm()
+  common.quiet_logging()
   stdout = sys.stdout if stdout is None else stdout
   screen = console.Screen(NAME, stderr)
   group = Group(screen, lambda: "calibrating")

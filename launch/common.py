@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from launch import console, rendezvous
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from ringjax.errors import MeshError, OptionError
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan import draw
@@ -52,7 +52,7 @@ _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 def define(values: flags.FlagValues) -> None:
   """The flags of every script that computes."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text(
     "mesh",
     None,
@@ -87,7 +87,7 @@ def start(values: flags.FlagValues) -> None:
     OptionError: flags that do not go together, or a missing process.
     MeshError: --mesh is not of the form data:1,seq:8.
   """
-  calm()
+  quiet_logging()
   by_hand: dict[str, Any] = {
     name: values[name].value
     for name in ("coordinator", "num_processes", "process_id")
@@ -152,7 +152,7 @@ def _check_slurm() -> None:
     )
 
 
-def calm() -> None:
+def quiet_logging() -> None:
   """Logs warnings only, unless --verbosity is passed."""
   if not flags.FLAGS.is_parsed() or not flags.FLAGS["verbosity"].present:
     # At "info" JAX lists the accelerators that it did not find.

@@ -27,7 +27,7 @@ import numpy as np
 from absl import app, flags
 
 from launch import auxiliary_files, common, console
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from ringjax import models
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
@@ -49,7 +49,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text("model", None, "Folder to read.")
   new.text("out", None, "Folder to make.")
   new.boolean("check", False, "Only look, and write nothing.")

@@ -33,7 +33,7 @@ from absl import flags
 
 import ringjax as rj
 from launch import common, console
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.bench import timing
 from ringjax.data import Tokenizer, documents, texts
@@ -61,7 +61,7 @@ _Shown = tuple[list[str], Callable[[str], None]]
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
@@ -112,7 +112,7 @@ def run(
   stderr: TextIO | None = None,
 ) -> int:
   """Does what the flags and `words`, a sub-command, say; the exit status."""
-  common.calm()
+  common.quiet_logging()
   screen = console.Screen(NAME, stderr)
   doing = f"evaluating {' '.join(words)}"
   group = Group(screen, lambda: doing)

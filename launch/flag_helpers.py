@@ -8,7 +8,7 @@ from absl import flags
 flags.disclaim_key_flags()
 
 
-class Definer:
+class FlagHelper:
   """Defines flags among `values`, each with a default and a help text."""
 
   def __init__(self, values: flags.FlagValues):

@@ -32,7 +32,7 @@ from absl import flags
 
 import ringjax as rj
 from launch import common, console, machines, prompts
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.checks import positive_int
 from ringjax.data import Tokenizer
@@ -56,7 +56,7 @@ _MEMORY = (
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
   new.text(
     "prompt", None, "What to continue or, with a file, the question on it."

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from absl import flags
 
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from ringjax.plan import Machine, Network, Noise, profile
 
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
 
 
-def define(new: Definer, use: str) -> None:
+def define(new: FlagHelper, use: str) -> None:
   """The flags; `use` says what the profile is for."""
   new.text("profile", None, f"{use}: its name, or a file; see launch.plan.")
   new.number("bandwidth", 10e9, "--profile: of a link, bytes a second.", 0.0)

@@ -384,7 +384,7 @@ def _fit(
   from ringjax.bench import layers
   from ringjax.models.presets import preset
 
-  common.calm()
+  common.quiet_logging()
   platform = jax.default_backend()
   default = _FIT_CPU if platform == "cpu" else _FIT
   model = values.preset or default[0]

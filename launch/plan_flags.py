@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from launch import aot, capacity, common, cycles, strategies
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from ringjax.kv import KINDS
 from ringjax.ops.attention import call_shape
 from ringjax.parallel import chips
@@ -148,7 +148,7 @@ _COMMANDS = {row[0]: row[3].split() for row in _FLAGS} | {
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   more: dict[str, Any] = {
     "enum": flags.DEFINE_enum,
     "enums": flags.DEFINE_multi_enum,

@@ -32,7 +32,7 @@ from absl import app, flags
 
 import ringjax as rj
 from launch import common, console, machines
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from launch.prompts import clash
 from ringjax import plan
@@ -61,7 +61,7 @@ _MEMORY = "read a shorter prompt (--context), or use more processes"
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.texts(
     "method",
     ["kvr"],

@@ -24,7 +24,7 @@ from typing import TextIO
 from absl import flags
 
 from launch import common, console, sources
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from ringjax.data import Corpus, texts
 from ringjax.errors import OptionError
 
@@ -34,7 +34,7 @@ _MEMORY = "split the longest file into several"
 
 def define(values: flags.FlagValues) -> None:
   """The flags of this script."""
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text("tokenizer", None, "Folder with a tokenizer.json, or bytes.")
   new.text("out", None, "File to write.")
   new.text("field", "text", "Of a line's object, in .jsonl files.")

@@ -41,7 +41,7 @@ from ml_collections.config_flags import config_flags
 
 import ringjax as rj
 from launch import auxiliary_files, common, config_fields, console, sources
-from launch.flag_helpers import Definer
+from launch.flag_helpers import FlagHelper
 from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
@@ -106,7 +106,7 @@ def define(values: flags.FlagValues) -> None:
     accept_new_attributes=True,
   )
   _check_overrides(values["config"])
-  new = Definer(values)
+  new = FlagHelper(values)
   new.text("out", None, "Folder for all output.")
   new.text("init_from", None, "Hugging Face folder of the initial weights.")
   new.number(
