@@ -244,7 +244,7 @@ class KVCache:
       axis,
       shapes,
       jnp.dtype(dtype),
-      tuple(_constants_spec(n, s, kind, room) for n, s in enumerate(shapes)),
+      tuple(_constants_spec(s, kind, room) for s in shapes),
     )
 
   @property
@@ -778,11 +778,13 @@ def _constants(number: int, shape: Any, kind: CacheKind) -> Any:
   return kind.codec.constants(number, shape)
 
 
-def _constants_spec(
-  number: int, shape: Any, kind: CacheKind, room: CacheSpec
-) -> Any:
-  like = lambda x: room.like(x.shape, x.dtype, (None, "heads", None))
-  return jax.tree.map(like, _constants(number, shape, kind))
+def _constants_spec(shape: Any, kind: CacheKind, room: CacheSpec) -> Any:
+  """Shapes, dtypes and shardings of the same."""
+  if kind.codec is None or isinstance(shape, StateShape):
+    return (), ()
+  like = lambda shape: room.like(shape, jnp.float32, (None, "heads", None))
+  parts = kind.codec.constant_shapes(shape)
+  return tuple(tuple(map(like, part)) for part in parts)
 
 
 def _ring_size(

@@ -608,7 +608,7 @@ def test_no_flag_is_without_effect(argv, unused):
 @pytest.mark.parametrize(
   ("argv", "words"),
   [
-    ((), "wanted needle or perplexity or curves"),
+    ((), "wanted needle or perplexity or caches"),
     (("needles",), "got needles"),
     (("curves",), "--log"),
     (("curves", "--log=/nowhere"), "/nowhere"),

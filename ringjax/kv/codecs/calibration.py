@@ -90,3 +90,18 @@ class Calibrated(Codec):
     if not shape.value:
       return keys, ()
     return keys, found.part(number, "values", self.values)
+
+  def constant_shapes(
+    self, shape: Any
+  ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    def one(vectors: CodeBook, dim: int) -> tuple[tuple[int, ...], ...]:
+      if not dim:
+        return ()
+      lead = (shape.layers, shape.heads)
+      levels = (*lead, 2**vectors.bits)
+      channels = (*lead, dim)
+      return (
+        (channels, channels, levels) if vectors.by == "channel" else (levels,)
+      )
+
+    return one(self.keys, shape.key), one(self.values, shape.value)

@@ -71,6 +71,13 @@ class Codec:
     del number, shape
     return (), ()
 
+  def constant_shapes(
+    self, shape: Any
+  ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Shapes of the `constants` of a kind of layer, which are float32."""
+    del shape
+    return (), ()
+
   def bits(self, dim: int) -> float:
     """Bits of a number of a head of `dim` numbers, scales included."""
     return 4 * (self.keys.width(dim) + self.values.width(dim)) / dim

@@ -90,7 +90,7 @@ class KVView(Protocol):
     """Rotated keys and values [B, K, size, ...] of the slots from `start`."""
     ...
 
-  def aligned(self, q: jax.Array) -> Aligned:
+  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
     """The same in the basis in which tiles are made with the least work."""
     ...
 
@@ -193,7 +193,7 @@ class ContiguousView(NamedTuple):
     k = one(self.k)
     return k, k if self.v is self.k else one(self.v)
 
-  def aligned(self, q: jax.Array) -> Aligned:
+  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
     return Aligned(self, q)
 
 
@@ -264,10 +264,12 @@ class EncodedView:
     k = one(self.k, 0)
     return k, k if self.v is self.k else one(self.v, 1)
 
-  def aligned(self, q: jax.Array) -> Aligned:
+  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
     return self.aligned_parts(q, keys=True)
 
-  def aligned_parts(self, q: jax.Array, *, keys: bool) -> Aligned:
+  def aligned_parts(
+    self, q: Float[Array, "B K G T H"], *, keys: bool
+  ) -> Aligned:
     """As `aligned`; without `keys` only values are in another basis."""
     of_k, of_v = self.decoders
     if keys:
@@ -332,7 +334,7 @@ class UnrotatedView(NamedTuple):
     at = cut_coords(self.at, start, size)
     return self.rotation.anywhere(k, at.pos), v
 
-  def aligned(self, q: jax.Array) -> Aligned:
+  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
     if isinstance(self.stored, ContiguousView):
       return Aligned(self, q)
     found = self.stored.aligned_parts(q, keys=False)
