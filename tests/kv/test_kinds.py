@@ -15,7 +15,17 @@ EXACT = [name for name, kind in KINDS.items() if kind.codec is None]
 CODED = [name for name in KINDS if name not in EXACT]
 QUICK = [contract.Setup(kind, 4) for kind in (*EXACT, "int4")]
 LONG = [
-  *(contract.Setup(kind, n) for kind in EXACT for n in (1, 2, 8)),
+  *(contract.Setup(kind, 1) for kind in EXACT),
+  contract.Setup("windowed", 8),
+  contract.Setup("nuq3", 4),
+  contract.Setup("windowed", 4, dtype="bfloat16"),
+  *(
+    contract.Setup("windowed", 4, family)
+    for family in ("latent", "alibi", "chunked", "recurrent")
+  ),
+]
+SLOW = [
+  *(contract.Setup(kind, n) for kind in EXACT for n in (2, 8)),
   *(contract.Setup(kind, n) for kind in CODED for n in (1, 4)),
   *(
     contract.Setup(kind, 4, family, dtype)
@@ -29,11 +39,16 @@ LONG = [
   ),
 ]
 LONG = [x for x in LONG if x not in QUICK]
+SLOW = [x for x in dict.fromkeys(SLOW) if x not in (*QUICK, *LONG)]
 
 
 @pytest.mark.parametrize(
   "setup",
-  [*QUICK, *(pytest.param(x, marks=pytest.mark.long) for x in LONG)],
+  [
+    *QUICK,
+    *(pytest.param(x, marks=pytest.mark.long) for x in LONG),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW),
+  ],
   ids=str,
 )
 @pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)
