@@ -9,7 +9,6 @@ Cost: one forward pass a row and kind, and one without a cache.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax.errors import OptionError, ShapeError
-from ringjax.kv.base import bytes_each
+from ringjax.kv.base import CacheSpec, bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.simulated import SimulatedCache
 from ringjax.kv.state import StateShape
@@ -116,7 +115,7 @@ def compare_caches(
   return costs
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _costs(
   model: Transformer, tokens: Int[Array, "1 T"], cache: Any
 ) -> Float[Array, " 5"]:
@@ -142,18 +141,10 @@ def _costs(
 
 def _bits(model: Transformer, kind: CacheKind) -> float:
   """Bits of a number, over all layers that keep keys and values."""
+  room = CacheSpec(batch=1, capacity=1, dtype=model.dtype, codec=kind.codec)
   numbers = nbytes = 0
   for shape in model.kinds:
-    if isinstance(shape, StateShape):
-      continue
-    each = shape.layers * shape.heads
-    numbers += each * (shape.key + shape.value)
-    if kind.codec is None:
-      size = jnp.dtype(model.dtype).itemsize
-      nbytes += each * (shape.key + shape.value) * size
-    else:
-      nbytes += each * kind.codec.keys.width(shape.key)
-      nbytes += each * (
-        kind.codec.values.width(shape.value) if shape.value else 0
-      )
+    if not isinstance(shape, StateShape):
+      numbers += shape.numbers()
+      nbytes += bytes_each(shape.slots(room))
   return 8 * nbytes / max(1, numbers)

@@ -13,6 +13,7 @@ loss by that number (the diagonal of the Fisher information).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -24,17 +25,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from ringjax import tree
 from ringjax.checks import integer, number
-from ringjax.errors import ConfigError, ShapeError
-from ringjax.kv.base import KV, NoCache
+from ringjax.errors import (
+  CheckpointFormatError,
+  ConfigError,
+  MeshError,
+  ShapeError,
+)
+from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.codecs.calibration import BITS, Calibration
+from ringjax.kv.codecs.code_book import CodeBook, marked
 from ringjax.kv.state import StateShape
 from ringjax.models import calibration as files
 from ringjax.models.transformer import Transformer
-from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 
 # Cells of [-1, 1] into which scaled numbers are counted.
@@ -68,6 +74,7 @@ def calibrate(
     ShapeError: tokens of another shape.
     ConfigError: a model without keys and values.
     OptionError: an argument out of range.
+    MeshError: several processes.
   """
   ids = np.asarray(tokens)
   if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
@@ -79,6 +86,13 @@ def calibrate(
     )
   number("outliers", outliers, least=0, most=0.5)
   integer("first", first, least=0, most=ids.shape[1] - 2)
+  if jax.process_count() > 1:
+    raise MeshError(
+      "processes",
+      jax.process_count(),
+      "one, whose devices hold the model",
+      "calibrate in one process; the file serves any number of them",
+    )
   kinds = [
     n for n, x in enumerate(model.kinds) if not isinstance(x, StateShape)
   ]
@@ -95,7 +109,9 @@ def calibrate(
   work = _Work(model, ids, kinds, outliers, first, inputs.hexdigest()[:16])
   partial = None if folder is None else pathlib.Path(folder) / PARTIAL
   if partial is not None and partial.exists():
-    work.resume(*files.read_tensors(partial))
+    # One that is broken is worth nothing: the texts are read anew.
+    with contextlib.suppress(CheckpointFormatError):
+      work.resume(*files.read_tensors(partial))
   total = 2 * len(ids)
   while work.done < total:
     work.step()
@@ -295,17 +311,12 @@ def _counts(
     )
     if v.shape[-1]:
       v = v[:, 0, :, first:]
-      count = round(outliers * v.shape[-1])
-      count = max(1, count) if outliers > 0 else 0
-      mean = jnp.mean(v, -1, keepdims=True)
-      far = jnp.sort(jnp.abs(v - mean), -1)[..., v.shape[-1] - count - 1]
-      inside = jnp.abs(v - mean) <= far[..., None]
-      held_in = jnp.where(inside, v, mean)
-      high = jnp.max(held_in, -1, keepdims=True)
-      low = jnp.min(held_in, -1, keepdims=True)
-      own = jnp.maximum((high - low) / 2, jnp.float32(1e-8))
+      index, own, zero = CodeBook(outliers=outliers).by_token(v)
+      own = jnp.maximum(own, jnp.float32(1e-8))
+      inside = ~marked(index, v.shape[-1])
       weight = jnp.where(inside, fisher[1] * jnp.square(own), 0)
-      v = (v - (high + low) / 2) / own
+      # The largest is a little beyond 1 where its scale was rounded down.
+      v = jnp.clip((v - zero) / own, -1, 1)
       found[f"{n}.values"] = _cells(held[f"{n}.values"], v, weight)
   return found
 
@@ -357,53 +368,23 @@ class _Recording(NoCache):
     return self.held
 
   def layer(self, kind: int, slots: Any, index: Any) -> Any:
-    fresh = super().layer(kind, slots, index)
     moves = None if self.moves is None else self.moves[kind]
-    return _RecordingLayer(slots, index, moves, fresh)
+
+    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+      if moves is not None:
+        one = lambda x, like: lax.dynamic_index_in_dim(
+          x, index, 0, keepdims=False
+        ).astype(like.dtype)
+        k, v = k + one(moves[0], k), v + one(moves[1], v)
+      put = lambda held, x: lax.dynamic_update_index_in_dim(
+        held, x.astype(held.dtype), index, 0
+      )
+      return rotation.own(k), v, tuple(map(put, slots, (k, v)))
+
+    return FreshLayer(slots=slots, change=change)
 
   def updated(self, slots: tuple[Any, ...]) -> _Recording:
     return dataclasses.replace(self, held=slots)
 
 
 tree.register(_Recording, ("held", "moves"), ())
-
-
-class _RecordingLayer:
-  """One layer of a `_Recording`."""
-
-  def __init__(self, slots: Any, index: Any, moves: Any, inner: Any):
-    self.slots, self.index, self.moves = slots, index, moves
-    self.inner = inner
-
-  @property
-  def fresh(self) -> Any:
-    return self.inner.fresh
-
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> _RecordingLayer:
-    if self.moves is not None:
-      one = lambda x, like: lax.dynamic_index_in_dim(
-        x, self.index, 0, keepdims=False
-      ).astype(like.dtype)
-      k, v = k + one(self.moves[0], k), v + one(self.moves[1], v)
-    put = lambda held, x: lax.dynamic_update_index_in_dim(
-      held, x.astype(held.dtype), self.index, 0
-    )
-    slots = tuple(map(put, self.slots, (k, v)))
-    inner = self.inner._replace(fresh=KV(rotation.own(k), v, at))
-    return _RecordingLayer(slots, self.index, self.moves, inner)
-
-  def views(self, *, apart: bool = False) -> Any:
-    return self.inner.views(apart=apart)
-
-  def recall(self, empty: Any) -> Any:
-    return empty
-
-  def keep(self, state: Any) -> _RecordingLayer:
-    del state
-    return self

@@ -146,8 +146,8 @@ def generate(
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
     cache_kind: how the cache that is made stores keys and values, an
-      `rj.kv.CacheKind` or its name: "dense", "unrotated" or "windowed"; default
-      "windowed", which keeps no more than later tokens see.
+      `rj.kv.CacheKind` or its name, one of `rj.kv.KINDS`; default "windowed",
+      which keeps no more than later tokens see.
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.

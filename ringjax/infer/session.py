@@ -52,7 +52,7 @@ class GenerateReport:
   shards: int
   cache_bytes: int
   capacity: int
-  cache_kind: kinds.CacheKind = kinds.DENSE
+  cache_kind: kinds.CacheKind
 
 
 class Session:

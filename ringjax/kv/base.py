@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
+from ringjax.kv.codecs import Codec
 from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
@@ -65,6 +67,7 @@ class CacheSpec:
     mesh: None is one device.
     axes: the mesh axes of "batch", "heads" and "tokens", as in a
       PartitionSpec.
+    codec: stores keys and values in bytes, or None.
   """
 
   batch: int
@@ -72,6 +75,7 @@ class CacheSpec:
   dtype: Any
   mesh: Any = None
   axes: Any = dataclasses.field(default_factory=dict)
+  codec: Codec | None = None
 
   @property
   def shards(self) -> int:
@@ -212,11 +216,19 @@ class Cache(Protocol):
     ...
 
 
-class _Fresh(NamedTuple):
-  """A layer that forgets: what it sees is what the call brought."""
+class FreshLayer(NamedTuple):
+  """A layer that forgets: what it sees is what the call brought.
+
+  Fields:
+    fresh: the call's keys and values.
+    slots: what the layer leaves to its cache.
+    change: None, or makes of keys before their rotation, values and the
+      rotation: rotated keys, values and slots.
+  """
 
   fresh: Any = None
   slots: Any = ()
+  change: Callable[..., Any] | None = None
 
   def append(
     self,
@@ -224,8 +236,11 @@ class _Fresh(NamedTuple):
     v: Shaped[Array, "B K T J"],
     at: Coords,
     rotation: Rotation,
-  ) -> _Fresh:
-    return _Fresh(KV(rotation.own(k), v, at))
+  ) -> FreshLayer:
+    if self.change is None:
+      return FreshLayer(KV(rotation.own(k), v, at))
+    k, v, slots = self.change(k, v, rotation)
+    return FreshLayer(KV(k, v, at), slots)
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart
@@ -234,7 +249,7 @@ class _Fresh(NamedTuple):
   def recall(self, empty: Any) -> Any:
     return empty
 
-  def keep(self, state: Any) -> _Fresh:
+  def keep(self, state: Any) -> FreshLayer:
     del state
     return self
 
@@ -265,9 +280,9 @@ class NoCache:
     del at, replicated, sees
     return self
 
-  def layer(self, kind: int, slots: Any, index: Any) -> _Fresh:
+  def layer(self, kind: int, slots: Any, index: Any) -> FreshLayer:
     del kind, slots, index
-    return _Fresh()
+    return FreshLayer()
 
   def updated(self, slots: tuple[Any, ...]) -> NoCache:
     del slots

@@ -32,7 +32,7 @@ from ringjax.errors import (
 )
 from ringjax.kv.base import KV, CacheSpec, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
-from ringjax.kv.codecs import Codec, VectorCodec
+from ringjax.kv.codecs import VectorCodec
 from ringjax.kv.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
 from ringjax.kv.state import State, StateShape
 from ringjax.kv.window import WindowSlots, window_slots
@@ -70,7 +70,7 @@ class LayerCacheSpec:
     """Numbers that one token takes."""
     return self.layers * self.heads * (self.key + self.value)
 
-  def slots(self, room: CacheSpec, codec: Codec | None = None) -> LayerKV:
+  def slots(self, room: CacheSpec) -> LayerKV:
     """Shapes, dtypes and shardings of the arrays."""
     names = (None, "batch", "heads", "tokens")
     lead = (self.layers, room.batch, self.heads, room.capacity)
@@ -83,9 +83,10 @@ class LayerCacheSpec:
         return room.like((*lead, dim), room.dtype, names)
       return room.like((*lead, vectors.width(dim)), jnp.uint8, names)
 
-    if codec is None:
+    if room.codec is None:
       return LayerKV(one(self.key, None), one(self.value, None))
-    return LayerKV(one(self.key, codec.keys), one(self.value, codec.values))
+    of_k, of_v = room.codec.keys, room.codec.values
+    return LayerKV(one(self.key, of_k), one(self.value, of_v))
 
 
 class LayerKV(NamedTuple):
@@ -223,6 +224,7 @@ class KVCache:
       dtype=dtype,
       mesh=mesh,
       axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
+      codec=kind.codec,
     )
     sizes = [_ring_size(s, kind, room) for s in shapes]
     rings = sorted({x for x in sizes if x is not None})
@@ -230,7 +232,7 @@ class KVCache:
     which = tuple(None if x is None else rings.index(x) for x in sizes)
     return cls(
       tuple(
-        s.slots(room if n is None else rooms[n], kind.codec)
+        s.slots(room if n is None else rooms[n])
         for s, n in zip(shapes, which, strict=True)
       ),
       ContiguousSlots.spec(room),
@@ -876,8 +878,10 @@ class KVLayer:
 
   def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
     codec, shape = self.cache.kind.codec, self.cache.shapes[self.kind]
-    view: Any = ContiguousView(*slots, at, index)
-    if codec is not None:
+    view: Any
+    if codec is None:
+      view = ContiguousView(*slots, at, index)
+    else:
       decoders = (
         Decoder(codec.keys, shape.key, self.cache.dtype),
         Decoder(codec.values, shape.value, self.cache.dtype),

@@ -52,46 +52,31 @@ class CacheKind:
         "an rj.kv.Codec, or None",
         "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
       )
-    if self.codec is not None and self.codec.unrotated:
-      object.__setattr__(self, "unrotated", True)
+    if self.codec is not None and self.codec.unrotated and not self.unrotated:
+      raise OptionError(
+        "unrotated",
+        "False, with a codec of keys before their rotation",
+        "True",
+        "pass rj.kv.CacheKind(codec=..., unrotated=True)",
+      )
 
   def for_model(self, load: Callable[[str], Calibration]) -> CacheKind:
-    """With the calibration that a folder has in place of the folder's name."""
-    codec = self.codec
-    if isinstance(codec, Calibrated) and isinstance(codec.calibration, str):
-      found = load(codec.calibration)
-      return self.with_options({"calibration": found})
-    return self
+    """For a model; `load` reads the calibration that a folder has of it."""
+    if self.codec is None:
+      return self
+    return dataclasses.replace(self, codec=self.codec.for_model(load))
 
   def options(self) -> dict[str, Any]:
-    """What can be set, by name; of a codec with "keys." or "values." before."""
+    """What can be set, by name: its own fields, and the codec's options."""
     found = {name: getattr(self, name) for name in self._own()}
-    if isinstance(self.codec, Calibrated):
-      found["calibration"] = self.codec.calibration
-    for part in () if self.codec is None else ("keys", "values"):
-      vectors: Any = getattr(self.codec, part)
-      for field in dataclasses.fields(vectors):
-        found[f"{part}.{field.name}"] = getattr(vectors, field.name)
-    return found
+    return found | ({} if self.codec is None else self.codec.options())
 
   def with_options(self, options: dict[str, Any]) -> CacheKind:
     """With other values of what `options` names."""
-    codec = self.codec
-    if codec is not None:
-      for part in ("keys", "values"):
-        new = {
-          name.removeprefix(f"{part}."): value
-          for name, value in options.items()
-          if name.startswith(f"{part}.")
-        }
-        vectors: Any = getattr(codec, part)
-        changed: Any = {part: dataclasses.replace(vectors, **new)}
-        codec = dataclasses.replace(codec, **changed)
-      if "calibration" in options and isinstance(codec, Calibrated):
-        found = options["calibration"]
-        codec = dataclasses.replace(codec, calibration=found)
     own = {n: value for n, value in options.items() if n in self._own()}
-    return dataclasses.replace(self, codec=codec, **own)
+    if self.codec is not None:
+      own["codec"] = self.codec.with_options(options)
+    return dataclasses.replace(self, **own)
 
   def _own(self) -> tuple[str, ...]:
     names = (field.name for field in dataclasses.fields(self))
@@ -117,8 +102,8 @@ def _classes(kind: CacheKind) -> tuple[type, ...]:
   return () if codec is None else (type(codec.keys), type(codec.values))
 
 
-def _both(vectors: VectorCodec, **options: Any) -> CacheKind:
-  codec = Codec(keys=vectors, values=vectors, **options)
+def _both(vectors: VectorCodec) -> CacheKind:
+  codec = Codec(keys=vectors, values=vectors)
   return CacheKind(windowed=True, codec=codec)
 
 
@@ -127,7 +112,7 @@ def _calibrated(bits: int) -> CacheKind:
     keys=CodeBook(bits=bits, by="channel"),
     values=CodeBook(bits=bits, by="token"),
   )
-  return CacheKind(windowed=True, codec=codec)
+  return CacheKind(windowed=True, unrotated=True, codec=codec)
 
 
 DENSE = CacheKind()

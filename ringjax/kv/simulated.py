@@ -16,15 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import KV, NoCache
+from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.state import StateShape
-from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 
 
@@ -63,57 +60,26 @@ class SimulatedCache(NoCache):
   def slots(self) -> tuple[Any, ...]:
     return ((),) * len(self.constants)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
-    fresh = super().layer(kind, slots, index)
+  def layer(self, kind: int, slots: Any, index: Any) -> FreshLayer:
+    del slots
+    codec, unrotated = self.kind.codec, self.kind.unrotated
+    assert codec is not None
     one = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-    constants = jax.tree.map(one, self.constants[kind])
-    return _SimulatedLayer(self.kind, constants, fresh)
+    of_k, of_v = jax.tree.map(one, self.constants[kind])
 
-
-tree.register(SimulatedCache, ("constants",), ("kind",))
-
-
-class _SimulatedLayer:
-  """One layer of a `SimulatedCache`."""
-
-  slots: Any = ()
-
-  def __init__(self, kind: CacheKind, constants: Any, inner: Any):
-    self.kind, self.constants, self.inner = kind, constants, inner
-
-  @property
-  def fresh(self) -> Any:
-    return self.inner.fresh
-
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> _SimulatedLayer:
     def through(vectors: Any, x: jax.Array, constants: Any) -> jax.Array:
       if not x.shape[-1]:
         return x
       data = vectors.encode(x, constants)
       return vectors.decode(data, x.shape[-1], x.dtype, constants)
 
-    codec, unrotated = self.kind.codec, self.kind.unrotated
-    assert codec is not None
-    of_k, of_v = self.constants
-    k = k if unrotated else rotation.own(k)
-    k = through(codec.keys, k, of_k)
-    k = rotation.own(k) if unrotated else k
-    kv = KV(k, through(codec.values, v, of_v), at)
-    inner = self.inner._replace(fresh=kv)
-    return _SimulatedLayer(self.kind, self.constants, inner)
+    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+      k = k if unrotated else rotation.own(k)
+      k = through(codec.keys, k, of_k)
+      k = rotation.own(k) if unrotated else k
+      return k, through(codec.values, v, of_v), ()
 
-  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    return self.inner.views(apart=apart)
+    return FreshLayer(change=change)
 
-  def recall(self, empty: Any) -> Any:
-    return self.inner.recall(empty)
 
-  def keep(self, state: Any) -> _SimulatedLayer:
-    del state
-    return self
+tree.register(SimulatedCache, ("constants",), ("kind",))

@@ -66,12 +66,11 @@ class StateShape:
     """Numbers that one token takes: none, the state does not grow."""
     return 0
 
-  def slots(self, room: CacheSpec, codec: Any = None) -> State:
+  def slots(self, room: CacheSpec) -> State:
     """What stands for the states: shapes, dtypes and shardings.
 
     No codec stores them: their size does not grow with the context.
     """
-    del codec
     b, n = (self.layers, room.batch), self.tail
     key = (*b, n, self.key_heads, self.key)
     value = (*b, n, self.heads, self.value)

@@ -338,8 +338,8 @@ class Transformer(nnx.Module):
       capacity: in tokens, a multiple of the shards.
       sharding: the mesh and the axis that it is sharded over.
       dtype: bfloat16, float16, float32 or float64; default: the model's.
-      kind: how keys and values are stored, an `rj.kv.CacheKind` or its name:
-        "dense", "unrotated" or "windowed".
+      kind: how keys and values are stored, an `rj.kv.CacheKind` or its name,
+        one of `rj.kv.KINDS`.
 
     Raises:
       OptionError: another dtype or kind, or a capacity that does not divide.

@@ -141,7 +141,9 @@ class LatentLayer(nnx.Module):
       out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
-      turned = tokens.rotate(spec.rope, shared)
+      # What the cache makes of them: a codec may have changed them.
+      row = jnp.swapaxes(cache.fresh.k, 1, 2)
+      latent, turned = row[:, :, 0, : spec.latent], row[..., spec.latent :]
       out = self._expanded(q, latent, turned, tokens, attend, extras)
     return attend.rows(self.o, out), cache
 

@@ -12,6 +12,7 @@ import ringjax as rj
 from ringjax.errors import CheckpointFormatError, OptionError, ShapeError
 from ringjax.infer.calibrate import PARTIAL, levels
 from ringjax.models.calibration import FILE, load_calibration
+from tests import checkpoints
 from tests.helpers import SMALL
 
 CONFIG = {**SMALL, "num_hidden_layers": 2, "initializer_range": 0.2}
@@ -95,6 +96,26 @@ def test_a_run_that_was_killed_resumes(model, found, tmp_path):
     rj.infer.calibrate(model, ROWS, folder=tmp_path, progress=stop)
   other = rj.infer.calibrate(model, ROWS[:2], folder=tmp_path)
   assert other == rj.infer.calibrate(model, ROWS[:2])
+
+
+def test_latent_attention_is_measured_too():
+  """Its levels are those of its latents: of unmeasured ones they are even."""
+  latent = rj.models.create(checkpoints.config("deepseek_v3"), seed=0)
+  made = rj.infer.calibrate(latent, ROWS)
+  for n, shape in enumerate(latent.kinds):
+    assert not shape.value
+    steps = np.diff(made.arrays[f"{n}.keys.levels3"], axis=-1)
+    assert steps.max() > 1.2 * steps.min() > 0
+  errors = [
+    moved(latent, rj.kv.KINDS[f"nuq{n}"].with_options({"calibration": made}))
+    for n in (2, 4)
+  ]
+  assert errors[0] > 2 * errors[1] > 0
+
+
+def test_a_broken_part_of_a_run_is_read_anew(model, found, tmp_path):
+  (tmp_path / PARTIAL).write_bytes(b"broken")
+  assert rj.infer.calibrate(model, ROWS, folder=tmp_path) == found[1]
 
 
 def test_generate_and_sessions_take_the_folder(model, found):

@@ -150,6 +150,17 @@ def test_other_kinds_of_caches(loaded, alone, kind):
   assert kvr.follow(reading, NEW).tolist() == new
 
 
+def test_the_last_rank_encodes_what_came(loaded, alone):
+  """Ranks before it pass keys on exactly; its own cache is of 8 bits."""
+  name, ranks = CASES[0]
+  model, _ = loaded(name)
+  ids, logits, _, new = alone(name)
+  (*_, reading) = in_threads(model, ids, PARTS[ranks][0], ranks, kind="int8")
+  assert reading.session.cache.slots[0].k.dtype == np.uint8
+  assert 0 < far(reading.logits, logits) < 0.02
+  assert kvr.follow(reading, NEW).tolist()[:4] == new[:4]
+
+
 def test_a_chains_session_knows_what_was_seen(loaded, alone):
   name, ranks = CASES[0]
   model, _ = loaded(name)

@@ -130,6 +130,7 @@ def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
     (lambda: Hadamard(bits=8), "bits"),
     (lambda: CodeBook(outliers=0.7), "outliers"),
     (lambda: CodeBook(by="head"), "by"),
+    (lambda: rj.kv.CacheKind(codec=rj.kv.Calibrated()), "unrotated=True"),
     (lambda: rj.kv.CacheKind(codec="int4"), "an rj.kv.Codec, or None"),
   ],
 )

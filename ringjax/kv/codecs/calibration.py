@@ -6,6 +6,7 @@ Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079, sections 3.1 to 3.4.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,11 @@ class Calibrated(Codec):
   values: CodeBook = CodeBook(by="token")
   unrotated: bool = True
   calibration: Calibration | str | None = None
+
+  def for_model(self, load: Callable[[str], Any]) -> Calibrated:
+    if not isinstance(self.calibration, str):
+      return self
+    return dataclasses.replace(self, calibration=load(self.calibration))
 
   def constants(
     self, number: int, shape: Any

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from ringjax.checks import number, one_of
 from ringjax.kv.codecs import code_bytes
@@ -68,13 +68,7 @@ class CodeBook:
       index = _farthest((x - zero) / scale, count)
       own = []
     else:
-      mean = jnp.mean(x, -1, keepdims=True)
-      index = _farthest(x - mean, count)
-      inside = jnp.where(_marked(index, dim), mean, x)
-      largest = jnp.max(inside, -1, keepdims=True)
-      least = jnp.min(inside, -1, keepdims=True)
-      half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
-      scale, zero = half((largest - least) / 2), half((largest + least) / 2)
+      index, scale, zero = self.by_token(x)
       own = [code_bytes.half_bytes(jnp.concatenate([scale, zero], -1))]
       scale = jnp.where(scale > 0, scale, 1)
     codes = nearest((x - zero) / scale, constants[-1])
@@ -84,6 +78,18 @@ class CodeBook:
       index = index.astype(_index_dtype(dim))
       parts += [code_bytes.to_bytes(index), code_bytes.half_bytes(kept)]
     return jnp.concatenate(parts, -1)
+
+  def by_token(
+    self, x: Float[Array, "*batch D"]
+  ) -> tuple[Int[Array, "*batch n"], Float[Array, "*batch 1"], jax.Array]:
+    """Of vectors the places of the outliers; scale and zero of the others."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    index = _farthest(x - mean, self.sparse(x.shape[-1]))
+    inside = jnp.where(marked(index, x.shape[-1]), mean, x)
+    largest = jnp.max(inside, -1, keepdims=True)
+    least = jnp.min(inside, -1, keepdims=True)
+    half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
+    return index, half((largest - least) / 2), half((largest + least) / 2)
 
   def decode(
     self,
@@ -127,14 +133,14 @@ def _farthest(x: jax.Array, count: int) -> jax.Array:
   for _ in range(count):
     index = jnp.argmax(far, -1, keepdims=True).astype(jnp.int32)
     found.append(index)
-    far = jnp.where(_marked(index, x.shape[-1]), -1, far)
+    far = jnp.where(marked(index, x.shape[-1]), -1, far)
   if not found:
     return jnp.zeros((*x.shape[:-1], 0), jnp.int32)
   return jnp.concatenate(found, -1)
 
 
-def _marked(index: jax.Array, dim: int) -> jax.Array:
-  """Bool [..., dim], true at the places of `index` [..., n]."""
+def marked(index: Int[Array, "*batch n"], dim: int) -> Bool[Array, "*batch D"]:
+  """True at the places of `index`."""
   shape = (*index.shape[:-1], dim)
   place = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
   marked = jnp.zeros(shape, bool)

@@ -9,7 +9,7 @@ Memory: `width(D)` bytes for a vector of D numbers, scales included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, UInt8
@@ -48,13 +48,11 @@ class Codec:
     keys: of the keys.
     values: of the values.
     unrotated: whether keys are encoded as they are before their rotation.
-    lossless: whether decoding gives the encoded numbers, in the cache's dtype.
   """
 
   keys: VectorCodec
   values: VectorCodec
   unrotated: bool = False
-  lossless: bool = False
 
   def constants(
     self, number: int, shape: Any
@@ -78,6 +76,34 @@ class Codec:
     del shape
     return (), ()
 
-  def bits(self, dim: int) -> float:
-    """Bits of a number of a head of `dim` numbers, scales included."""
-    return 4 * (self.keys.width(dim) + self.values.width(dim)) / dim
+  def for_model(self, load: Callable[[str], Any]) -> Codec:
+    """For a model; `load` reads the calibration that a folder has of it."""
+    del load
+    return self
+
+  def options(self) -> dict[str, Any]:
+    """What can be set: by name, or by "keys." and "values." and a name."""
+    found = {name: getattr(self, name) for name in self._own()}
+    for part in ("keys", "values"):
+      vectors: Any = getattr(self, part)
+      for field in dataclasses.fields(vectors):
+        found[f"{part}.{field.name}"] = getattr(vectors, field.name)
+    return found
+
+  def with_options(self, options: dict[str, Any]) -> Codec:
+    """With other values of those that are its own."""
+    new = {name: options[name] for name in self._own() if name in options}
+    for part in ("keys", "values"):
+      own = {
+        name.removeprefix(f"{part}."): value
+        for name, value in options.items()
+        if name.startswith(f"{part}.")
+      }
+      vectors: Any = getattr(self, part)
+      new[part] = dataclasses.replace(vectors, **own)
+    return dataclasses.replace(self, **new)
+
+  def _own(self) -> tuple[str, ...]:
+    fixed = ("keys", "values", "unrotated")
+    names = (field.name for field in dataclasses.fields(self))
+    return tuple(name for name in names if name not in fixed)

@@ -90,8 +90,13 @@ class KVView(Protocol):
     """Rotated keys and values [B, K, size, ...] of the slots from `start`."""
     ...
 
-  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
-    """The same in the basis in which tiles are made with the least work."""
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    """The same in the basis in which tiles are made with the least work.
+
+    Without `keys` only its values are in another basis.
+    """
     ...
 
 
@@ -193,7 +198,10 @@ class ContiguousView(NamedTuple):
     k = one(self.k)
     return k, k if self.v is self.k else one(self.v)
 
-  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    del keys
     return Aligned(self, q)
 
 
@@ -264,13 +272,9 @@ class EncodedView:
     k = one(self.k, 0)
     return k, k if self.v is self.k else one(self.v, 1)
 
-  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
-    return self.aligned_parts(q, keys=True)
-
-  def aligned_parts(
-    self, q: Float[Array, "B K G T H"], *, keys: bool
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
-    """As `aligned`; without `keys` only values are in another basis."""
     of_k, of_v = self.decoders
     if keys:
       of_k = of_k.in_basis()
@@ -334,10 +338,12 @@ class UnrotatedView(NamedTuple):
     at = cut_coords(self.at, start, size)
     return self.rotation.anywhere(k, at.pos), v
 
-  def aligned(self, q: Float[Array, "B K G T H"]) -> Aligned:
-    if isinstance(self.stored, ContiguousView):
-      return Aligned(self, q)
-    found = self.stored.aligned_parts(q, keys=False)
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    # Keys are rotated in the basis in which they were made.
+    del keys
+    found = self.stored.aligned(q, keys=False)
     return found._replace(view=self._replace(stored=found.view))
 
 
