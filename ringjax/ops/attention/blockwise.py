@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -424,9 +425,11 @@ def forward_tile(
 def fold_tile(
   tile: ScoreTile,
   s: Float[Array, "B K G q k"],
-  v: Shaped[Array, "B K k J"],
+  v: Shaped[Array, "_ K k J"],
   flag: Float[Array, "B K k"] | None,
   carry: Partial,
+  weigh: Callable[[Array, Array], Array] | None = None,
+  allowed: Array | None = None,
 ) -> Partial:
   """Folds a tile of bare products into `carry`.
 
@@ -436,6 +439,8 @@ def fold_tile(
     v: its values.
     flag: as in `Keys`, or None for a tile without a mask.
     carry: the partial of its queries over other keys.
+    weigh: sums values by weights [B, K, G, q, k], in place of a product.
+    allowed: which pairs are, beside those of the tile's mask.
   """
   scores = tile.args.scores
   scale = jnp.asarray(scores.scale, s.dtype)
@@ -444,7 +449,8 @@ def fold_tile(
     scale = jnp.ones_like(scale)
   if flag is not None:
     s = s + FORWARD.head_key(flag)
-    s = jnp.where(tile.allowed(), s, -jnp.inf)
+    seen = tile.allowed() if allowed is None else tile.allowed() & allowed
+    s = jnp.where(seen, s, -jnp.inf)
     v = cleaned(v)
   # A positive scale keeps the order of bare products: scaling their maximum
   # spares a pass over the tile.
@@ -455,7 +461,8 @@ def fold_tile(
   total = carry.l * weight + jnp.sum(p, -1)
   if scores.dropout_rate:
     p = p * tile.dropout_weight(p.dtype)
-  acc = product("bkgqt,bktj->bkgqj", p.astype(v.dtype), v)
+  p = p.astype(v.dtype)
+  acc = product("bkgqt,bktj->bkgqj", p, v) if weigh is None else weigh(p, v)
   return Partial(carry.acc * weight[..., None] + acc, m, total)
 
 

@@ -27,8 +27,17 @@ from jaxtyping import Array, Float
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel, Loops
+from ringjax.ops.attention.paged import heads_as_examples
+from ringjax.ops.attention.per_head import PerHeadView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import KVView, coords_specs, tiled
+from ringjax.ops.attention.views import (
+  KVView,
+  StreamedView,
+  coords_specs,
+  fold_tiles,
+  in_order,
+  tiled,
+)
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max, merge
 from ringjax.parallel import collectives
@@ -86,14 +95,16 @@ class ShardedDecode:
     rebuilt = lambda arrays: jax.tree.unflatten(
       structure, [arrays[which[id(x)]] for x in leaves]
     )
-    local = self._on_device(manual, q, leaves[0])
+    local, decoder = self._on_device(manual, q, leaves[0])
     if not manual:
       unsunk = terms._replace(sinks=None)
-      found = self._partial(local, scores, q, views, unsunk, q_at, mask)
+      found = self._partial(
+        local, decoder, scores, q, views, unsunk, q_at, mask
+      )
       return _finish(found, q, terms)
     batch = self.batch_axes if self.whole else ()
     heads = self.head_axes if self.whole else ()
-    of_heads = (heads, ()) if views[0].shape[1] > 1 else ((), heads)
+    of_heads = (heads, ()) if q.shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
     over = frozenset({*collectives.names(self.axis), *batch, *heads})
     specs = jax.tree.leaves(
@@ -114,7 +125,14 @@ class ShardedDecode:
         q_at = collectives.gather(q_at, self.axis, 1)
       unsunk = Terms(slopes=slopes)
       partial = self._partial(
-        local, scores, q, rebuilt(arrays), unsunk, Coords(*q_at), mask
+        local,
+        decoder,
+        scores,
+        q,
+        rebuilt(arrays),
+        unsunk,
+        Coords(*q_at),
+        mask,
       )
       if self.axis is not None:
         partial = self._combine(partial)
@@ -141,8 +159,10 @@ class ShardedDecode:
       check_vma=not getattr(local, "interpret", False),
     )(q, arrays, q_at, terms, mask)
 
-  def _on_device(self, manual: set[str], q: jax.Array, k: jax.Array) -> Any:
-    """The local algorithm for the devices that the call runs on."""
+  def _on_device(
+    self, manual: set[str], q: jax.Array, k: jax.Array
+  ) -> tuple[Any, Any]:
+    """What computes many queries and few, on the devices of the call."""
     opened = self.mesh if manual else None
     platform, kind, alone = device_of(
       CallSharding(axis=self.axis, mesh=opened), (q, k)
@@ -152,13 +172,12 @@ class ShardedDecode:
     local = self.local
     if hasattr(local, "on_device"):
       local = local.on_device(platform, kind, alone)
-    if q.shape[3] <= self.few and not hasattr(local, "decode"):
-      return Loops(platform)
-    return local
+    return local, local if hasattr(local, "decode") else Loops(platform)
 
   def _partial(
     self,
     local: Any,
+    decoder: Any,
     scores: Scores,
     q: Float[Array, "B K G T H"],
     views: Sequence[KVView],
@@ -167,14 +186,25 @@ class ShardedDecode:
     mask: Mask,
   ) -> Partial:
     def one(view: KVView) -> Partial:
+      if isinstance(view, PerHeadView):
+        return view.partial(q, terms, read)
+      return read(view, q, terms)
+
+    def read(view: KVView, q: jax.Array, terms: Terms) -> Partial:
       queries = q_at if view.queries is None else view.queries
-      context = Context(queries, view.at, view.mask or mask)
-      view, mine, back = view.aligned(q)
-      if q.shape[3] <= self.few:
-        args = ScoreArgs(scores, terms, context)
-        found = local.decode(mine, view, args)
+      view, mine, back, by_head = view.aligned(q)
+      context, extras = Context(queries, view.at, view.mask or mask), terms
+      if by_head:
+        mine, context, extras = heads_as_examples(mine, context, terms)
+      if q.shape[3] <= self.few or in_order(view):
+        args = ScoreArgs(scores, extras, context)
+        found = decoder.decode(mine, view, args)
       else:
-        found = _by_segments(local, scores, mine, view, terms, context)
+        found = _by_segments(local, scores, mine, view, extras, context)
+      if by_head:
+        found = jax.tree.map(
+          lambda x: x.reshape(*q.shape[:4], *x.shape[4:]), found
+        )
       return found._replace(acc=back(found.acc))
 
     return functools.reduce(merge, map(one, views))
@@ -212,24 +242,21 @@ def _by_segments(
   """The partial of many queries: a segment of the slots at a time."""
   length = view.shape[2]
   size = min(length, _SEGMENT)
+  if isinstance(view, StreamedView):
+    size = view.block
   at = tiled(view.at, size)
 
-  def read(n: Any, carry: Partial) -> Partial:
-    k, v = view.tile(jnp.minimum(n * size, length - size), size)
-    here = context._replace(k=cut_coords(at, n * size, size))
+  def read(first: Any, k: jax.Array, v: jax.Array, carry: Partial) -> Partial:
+    here = context._replace(k=cut_coords(at, first, size))
     args = ScoreArgs(scores, terms, here)
     return local.forward(Local(q, k, v), args, carry)
 
-  k, v = view.tile(jnp.int32(0), size)
-  start = empty_partial(Local(q, k, v))
+  shapes = view.tile(jnp.int32(0), size)
+  start = empty_partial(Local(q, *shapes))
   if size == length:
-    return read(jnp.int32(0), start)
+    return read(jnp.int32(0), *shapes, start)
   # Segments in which every slot is empty are not read.
   some = jnp.any(at.seg.reshape(at.seg.shape[0], -1, size) > 0, (0, 2))
   order = jnp.argsort(1 - some.astype(jnp.int32), stable=True).astype(jnp.int32)
-  return lax.fori_loop(
-    jnp.int32(0),
-    jnp.sum(some, dtype=jnp.int32),
-    lambda n, carry: read(order[n], carry),
-    start,
-  )
+  count = jnp.sum(some, dtype=jnp.int32)
+  return fold_tiles(view, size, order, count, read, start)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError
+from ringjax.ops.attention.wire_format import wire_of
 from ringjax.ops.mask import (
   And,
   Everything,
@@ -19,9 +20,8 @@ from ringjax.ops.mask import (
 from ringjax.parallel.chips import LOCALS, number_bytes
 from ringjax.parallel.layout import Layout
 
-# Bytes a number of keys and values on the wire: codes of one byte with a
-# float32 scale for each 64 of them.
-WIRES = {"int8": 1 + 4 / 64, "float8_e4m3fn": 1 + 4 / 64, "bfloat16": 2.0}
+# Wires that have a name.
+WIRES = ("int8", "float8_e4m3fn", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ class CallShape:
       first: one, or two (groups of devices, devices of a group).
     backward: whether gradients are wanted too.
     offset: position of the first query.
-    wire: of `WIRES`, also show K and V sent as such codes; None: do not.
+    wire: of `WIRES`, or an `rj.kv.Codec`: also show K and V sent as such codes;
+      None: do not.
     longest_document: tokens of the longest document of packed data, if known.
     local: the local algorithm, of `chips.LOCALS`.
   """
@@ -61,7 +62,7 @@ class CallShape:
   axes: tuple[tuple[str, int], ...] = (("seq", 1),)
   backward: bool = True
   offset: int = 0
-  wire: str | None = None
+  wire: Any = None
   longest_document: int | None = None
   local: str = "blockwise"
 
@@ -101,7 +102,10 @@ class CallShape:
         "layout", repr(self.layout), "a Layout or None", "use Contiguous()"
       )
     integer("offset", self.offset, least=0)
-    one_of("wire", self.wire, (None, *WIRES))
+    if isinstance(self.wire, str):
+      one_of("wire", self.wire, WIRES)
+    elif self.wire is not None:
+      object.__setattr__(self, "wire", wire_of(self.wire))
     if self.longest_document is not None:
       positive_int("longest_document", self.longest_document)
     one_of("local", self.local, LOCALS)
@@ -166,7 +170,10 @@ class Prediction:
   def record(self) -> dict[str, Any]:
     """Plain values for JSON."""
     body = {**vars(self), "layout": repr(self.layout), "seconds": self.seconds}
-    return body | {"notes": list(self.notes)}
+    return body | {
+      "options": _plain(self.options),
+      "notes": list(self.notes),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +192,11 @@ class Refusal:
 
   def record(self) -> dict[str, Any]:
     """Plain values for JSON."""
-    return dict(vars(self))
+    return {**vars(self), "options": _plain(self.options)}
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+  return {n: str(x) if n == "wire" else x for n, x in options.items()}
 
 
 def _has_documents(mask: Mask) -> bool:

@@ -34,8 +34,9 @@ from ringjax.ops.attention.blockwise import (
   QGradients,
   Residuals,
 )
-from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import ScoreArgs
+from ringjax.ops.attention.wire_format import pack, unpack
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives

@@ -14,8 +14,9 @@ import numpy as np
 
 from ringjax.ops.attention import pair_counts
 from ringjax.ops.attention.blockwise import Blockwise, joined
-from ringjax.ops.attention.call_shape import WIRES, CallShape, Prediction
+from ringjax.ops.attention.call_shape import CallShape, Prediction
 from ringjax.ops.attention.ring import cut_hops
+from ringjax.ops.attention.wire_format import wire_of
 from ringjax.ops.mask import (
   Everything,
   Mask,
@@ -149,7 +150,8 @@ class CostTerms:
     call: what is to be computed.
     machine: on what.
     layout: order of the tokens on the shards.
-    wire: of K and V on the wire, of `WIRES`; None is as they are.
+    wire: of K and V on the wire, of `WIRES` or a `Wire`; None is as they are.
+    wire_number: bytes of a number on the wire.
     t: queries of a shard; `s` keys.
     q: numbers of a shard's queries; `o` of its outputs, `kv` of its keys with
       values, `rows` of its softmax rows.
@@ -166,7 +168,7 @@ class CostTerms:
     call: CallShape,
     machine: Machine,
     layout: Layout,
-    wire: str | None,
+    wire: Any,
   ):
     self.strategy = strategy
     self.call, self.machine = call, machine
@@ -187,7 +189,10 @@ class CostTerms:
     self.kv = float(call.batch * self.s * call.kv_heads * (h + j))
     self.kv_bytes = self.kv * self.number
     self.sum_bytes = self.kv * WIDE
-    self.wire_bytes = self.kv * WIRES[wire] if wire else self.kv_bytes
+    self.wire_number = (
+      wire_of(wire).token_bytes(h, j) / (h + j) if wire else self.number
+    )
+    self.wire_bytes = self.kv * self.wire_number
     self.decode_s = (
       (self.wire_bytes + self.kv_bytes) / machine.chip.hbm_bandwidth
       if wire

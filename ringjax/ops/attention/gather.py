@@ -21,8 +21,9 @@ from ringjax.ops.attention.blockwise import (
   QGradients,
   Residuals,
 )
-from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import ScoreArgs
+from ringjax.ops.attention.wire_format import pack, unpack
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
 
@@ -61,8 +62,7 @@ class Gather(KVStrategy):
     """The operands of a shard's queries over the keys of all shards."""
     if self.axis is None:
       return x, args
-    own = KVBlock.of(x, args.context, self.wire)
-    dimension = 3 if x.k.shape == x.v.shape else 2
+    own, dimension = KVBlock.with_axis(x, args.context, self.wire)
     every = KVBlock(
       collectives.gather(own.kv, self.axis, dimension),
       collectives.gather(own.at, self.axis, own.axis_of_tokens),

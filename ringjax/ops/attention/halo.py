@@ -31,8 +31,9 @@ from ringjax.ops.attention.blockwise import (
   QGradients,
   Residuals,
 )
-from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.wire_format import pack, unpack
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -128,8 +129,7 @@ class Halo(KVStrategy):
     if self.axis is None:
       return x, args
     length = x.k.shape[2]
-    sent = KVBlock.of(x, args.context, self.wire)
-    kv_axis = 3 if x.k.shape == x.v.shape else 2
+    sent, kv_axis = KVBlock.with_axis(x, args.context, self.wire)
     pieces = {self._edges(length)[0]: (x, args.context.k)}
     for m in self._messages(length):
       part = KVBlock(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Shaped
-
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.scores import Context, ScoreArgs
 from ringjax.ops.attention.strategy import Strategy
-from ringjax.ops.attention.wire_format import WireFormat, as_wire
+from ringjax.ops.attention.wire_format import (
+  Wire,
+  as_wire,
+  pack,
+  token_axis,
+  unpack,
+)
 from ringjax.ops.mask import Coords
 
 
@@ -19,8 +21,8 @@ class KVBlock(NamedTuple):
   """Keys and values on their way, in the order of axes of `Local`.
 
   Fields:
-    kv: [2, B, K, S, H], or the pair (k, v) where the head dims differ; as the
-      wire writes them.
+    kv: [2, B, K, S, H], or the pair (k, v) where the head dims differ; or what
+      the wire makes of them.
     at: int32 [2, B or 1, S], or the pair (pos, seg) where shapes differ.
   """
 
@@ -33,29 +35,33 @@ class KVBlock(NamedTuple):
     return 1 if isinstance(self.at, tuple) else 2
 
   @classmethod
-  def of(
-    cls, x: Local, context: Context, wire: WireFormat | None = None
-  ) -> KVBlock:
+  def of(cls, x: Local, context: Context, wire: Wire | None = None) -> KVBlock:
     """A shard's own keys."""
-    kv = pack(x.k, x.v)
-    if wire is not None:
-      kv = jax.tree.map(wire.encode, kv)
-    return cls(kv, pack(*context.k))
+    return cls.with_axis(x, context, wire)[0]
+
+  @classmethod
+  def with_axis(
+    cls, x: Local, context: Context, wire: Wire | None = None
+  ) -> tuple[KVBlock, int]:
+    """A shard's own keys, and which dimension of `kv` runs over tokens."""
+    if wire is None:
+      kv, axis = pack(x.k, x.v), token_axis(x.k, x.v)
+    else:
+      kv, axis = wire.send(x.k, x.v)
+    return cls(kv, pack(*context.k)), axis
 
   def seen_by(
     self,
     x: Local,
     args: ScoreArgs,
     column: Any,
-    wire: WireFormat | None = None,
+    wire: Wire | None = None,
   ) -> tuple[Local, ScoreArgs]:
     """What a shard's queries `x.q` see, if these keys begin at `column`."""
     if wire is None:
       k, v = unpack(self.kv)
-    elif x.k.shape == x.v.shape:
-      k, v = unpack(wire.decode(self.kv, x.k))
     else:
-      k, v = wire.decode(self.kv[0], x.k), wire.decode(self.kv[1], x.v)
+      k, v = wire.receive(self.kv, x.k, x.v)
     return Local(x.q, k, v), args.of_keys(Coords(*unpack(self.at)), column)
 
 
@@ -81,12 +87,3 @@ class KVStrategy(Strategy):
     if block is None:
       return x, args._replace(column=column)
     return block.seen_by(x, args, column, self.wire)
-
-
-def pack(a: Shaped[Array, ...], b: Shaped[Array, ...]) -> Any:
-  """One array to send where that is possible, else the pair."""
-  return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
-
-
-def unpack(packed: Any) -> tuple[jax.Array, jax.Array]:
-  return packed[0], packed[1]

@@ -62,16 +62,16 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
   tiles = AutoKernel(options.get("q_block"), options.get("kv_block"))
   found = around(found, tiles)
   if "wire" in options:
-    found = _coded(found, options["wire"])
+    found = coded(found, options["wire"])
   if "inner" in options and levels == 1:
     found = dataclasses.replace(found, inner=options["inner"])
   return found
 
 
-def _coded(strategy: Any, wire: str) -> Any:
+def coded(strategy: Any, wire: Any) -> Any:
   """The strategy whose levels that move keys move them as `wire` says."""
   if is_strategy(strategy.local):
-    local = _coded(strategy.local, wire)
+    local = coded(strategy.local, wire)
     strategy = dataclasses.replace(strategy, local=local)
   if isinstance(strategy, Ulysses):
     return strategy

@@ -31,9 +31,10 @@ import dataclasses
 
 import numpy as np
 
-from ringjax.ops.attention.call_shape import WIRES, Prediction
+from ringjax.ops.attention.call_shape import Prediction
 from ringjax.ops.attention.cost_terms import WIDE, CostTerms, turn
 from ringjax.ops.attention.ring import cut_hops
+from ringjax.ops.attention.wire_format import WireFormat, wire_of
 from ringjax.ops.mask import Window
 from ringjax.parallel.layout import Contiguous, Uneven
 
@@ -201,7 +202,7 @@ def _traded(at: CostTerms, inner: int) -> Prediction:
   q, o = at.q * more_q, at.o * more_q
   rows, kv = at.rows * more_q, at.kv * more_kv
   kv_bytes, sum_bytes = kv * at.number, kv * WIDE
-  sent_kv = kv * WIRES[at.wire] if at.wire and n > 1 else kv_bytes
+  sent_kv = kv * at.wire_number if n > 1 else kv_bytes
 
   def one_pass(backward: bool) -> tuple[float, float]:
     if backward:
@@ -236,6 +237,8 @@ def _traded(at: CostTerms, inner: int) -> Prediction:
 
 def two_level(at: CostTerms, inner: int) -> Found:
   """A ring inside groups turns while the next group's block is on its way."""
+  if at.wire and not isinstance(wire_of(at.wire), WireFormat):
+    return "a codec would encode again what it decoded"
   n = at.size // inner
   near, wide = at.levels(inner)
   i = np.arange(at.size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
@@ -121,7 +122,7 @@ def predict(
   layout: Layout,
   *,
   inner: int | None = None,
-  wire: str | None = None,
+  wire: Any = None,
 ) -> Prediction | Refusal:
   """What one strategy costs, or why it is not for this call.
 
@@ -131,7 +132,7 @@ def predict(
     machine: on what.
     layout: order of the tokens on the shards.
     inner: devices of a group, for hybrid and two_level.
-    wire: of `WIRES`, or None to send K and V as they are.
+    wire: of `WIRES` or a `Wire`, or None to send K and V as they are.
 
   Raises:
     OptionError: there is no such strategy, or it takes no such option.

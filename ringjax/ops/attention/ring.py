@@ -52,9 +52,10 @@ from ringjax.ops.attention.hops import (
   RingStrategy,
   cut_hops,
 )
-from ringjax.ops.attention.kv_block import KVBlock, KVStrategy, pack, unpack
+from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import Context, ScoreArgs
 from ringjax.ops.attention.strategy import tie_coords_to_queries
+from ringjax.ops.attention.wire_format import pack, unpack
 from ringjax.ops.mask import Coords, Extent, Mask, extent
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -77,8 +78,8 @@ class Ring(RingStrategy, KVStrategy):
       rotating buffer costs in a rolled loop.
     two_way: whether blocks of a whole ring travel in both directions at once.
     wire: how keys and values travel: None as they are, "bfloat16", "int8",
-      "float8_e4m3fn", "float8_e5m2" or a `WireFormat`. A shard's own keys stay
-      exact.
+      "float8_e4m3fn", "float8_e5m2", a `WireFormat`, or the codec of a cache,
+      an `rj.kv.Codec`. A shard's own keys stay exact.
     by_document: whether packed documents cut the hops, see above.
     inner: with a second level on one mesh axis, how many neighbours it spans.
   """

@@ -44,7 +44,7 @@ class Terms(NamedTuple):
   Fields:
     bias: [B or 1, K or 1, G or 1, T or 1, S or 1]; S counts all keys of the
       sequence, in layout order, T the local queries.
-    slopes: [K, G], ALiBi slopes.
+    slopes: [K, G], ALiBi slopes; [B, K, G] if they differ.
     sinks: [K, G], scores of one more key per head, whose value is zero.
   """
 
@@ -122,13 +122,10 @@ class Orientation:
     """[B, K, k] -> broadcastable to the tile."""
     return x[:, :, :, None, None] if self.keys_first else x[:, :, None, None]
 
-  def head(self, x: Shaped[Array, "K G"]) -> jax.Array:
-    """[K, G] -> broadcastable to the tile."""
-    return (
-      x[None, :, None, :, None]
-      if self.keys_first
-      else x[None, :, :, None, None]
-    )
+  def head(self, x: Shaped[Array, "*B K G"]) -> jax.Array:
+    """[K, G] or [B, K, G] -> broadcastable to the tile."""
+    x = x[None] if x.ndim == 2 else x
+    return x[:, :, None, :, None] if self.keys_first else x[..., None, None]
 
   def row(self, x: Shaped[Array, "B K G q"]) -> jax.Array:
     """[B, K, G, q] -> broadcastable to the tile."""

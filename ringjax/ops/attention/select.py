@@ -262,7 +262,8 @@ class Auto:
       the mesh's devices, or of JAX's first.
     backward: whether to count the backward pass too; None is the call's own.
     among: names of the strategies to choose from; None is all.
-    wire: also consider K and V sent as such codes, which lose digits.
+    wire: also consider K and V sent as such codes, which lose digits: of
+      `WIRES`, or an `rj.kv.Codec`.
     longest_document: tokens of the longest document of packed data, if known.
     local: the local algorithm, of `chips.LOCALS`; None is the call's own.
   """
@@ -270,7 +271,7 @@ class Auto:
   machine: Machine | str | None = None
   backward: bool | None = None
   among: tuple[str, ...] | None = None
-  wire: str | None = None
+  wire: Any = None
   longest_document: int | None = None
   local: str | None = None
 
@@ -341,7 +342,7 @@ def explain(
   machine: Machine | str | None = None,
   backward: bool = True,
   offset: int = 0,
-  wire: str | None = None,
+  wire: Any = None,
   longest_document: int | None = None,
   local: str | None = None,
   among: Sequence[str] | None = None,

@@ -14,6 +14,7 @@ merge, see `cached`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import (
@@ -32,6 +33,11 @@ from ringjax.ops.attention.blockwise import (
   product,
   tile_kinds,
   tile_lists,
+)
+from ringjax.ops.attention.code_format import (
+  CodeFormat,
+  as_bytes,
+  token_axis,
 )
 from ringjax.ops.attention.scores import (
   FORWARD,
@@ -54,7 +60,8 @@ class KVView(Protocol):
   """Keys and values of one layer, read tile by tile; a pytree.
 
   Attributes:
-    at: coordinates [B or 1, S] of its slots; segment 0 is an empty slot.
+    at: coordinates [B or 1, S] of its slots; segment 0 is an empty slot. [B K,
+      S] where heads have tokens of their own, and `shape` is (B K, 1, ...).
     mask: a mask in place of the layer's, or None.
     queries: coordinates of the queries in place of the call's, or None.
   """
@@ -100,6 +107,26 @@ class KVView(Protocol):
     ...
 
 
+@runtime_checkable
+class StreamedView(KVView, Protocol):
+  """A view whose tiles come from another memory, see `fold_tiles`.
+
+  Attributes:
+    block: slots of each tile.
+  """
+
+  @property
+  def block(self) -> int: ...
+
+  def fetch(self, start: Any) -> Any:
+    """What is stored in the slots of the tile from `start`, on the device."""
+    ...
+
+  def opened(self, stored: Any, start: Any) -> tuple[jax.Array, jax.Array]:
+    """What `tile` returns, of what `fetch` returned."""
+    ...
+
+
 class Aligned(NamedTuple):
   """A view in another basis of its keys and values.
 
@@ -107,11 +134,13 @@ class Aligned(NamedTuple):
     view: the view.
     q: queries [B, K, G, T, H] that go with it.
     back: what makes sums of values [B, K, G, T, J] of those of its values.
+    by_head: whether its heads are examples, see `paged`.
   """
 
   view: Any
   q: jax.Array
   back: Callable[[Array], Array] = lambda x: x
+  by_head: bool = False
 
 
 class Decoder(NamedTuple):
@@ -136,6 +165,12 @@ class Decoder(NamedTuple):
     if self.transformed:
       decode = self.codec.decode_transformed
     return decode(data, self.dim, self.dtype, constants)
+
+  @property
+  def format(self) -> CodeFormat | None:
+    """How the bytes hold the numbers, if the codec says it."""
+    made = getattr(self.codec, "code_format", None)
+    return None if made is None else made(self.dim)
 
   def in_basis(self) -> Decoder:
     """In the basis of the codec, if it has one of its own."""
@@ -205,14 +240,68 @@ class ContiguousView(NamedTuple):
     return Aligned(self, q)
 
 
+def in_basis(view: Any, q: Float[Array, "B K G T H"], keys: bool) -> Aligned:
+  """A view with `decoders`, in the basis of its codecs.
+
+  Without `keys` only its values are.
+  """
+  of_k, of_v = view.decoders
+  if keys:
+    of_k = of_k.in_basis()
+  if view.v is not view.k:
+    of_v = of_v.in_basis()
+  made = dataclasses.replace(view, decoders=(of_k, of_v))
+  if of_k.transformed:
+    wide = q.astype(wide_dtype(q.dtype))
+    q = of_k.codec.transform(wide).astype(q.dtype)
+  seen = of_k if view.v is view.k else of_v
+  if not seen.transformed:
+    return Aligned(made, q)
+  return Aligned(made, q, lambda x: seen.codec.transform(x, back=True))
+
+
+class StoredView:
+  """What views of stored keys have in common: no mask, no queries of their own.
+
+  Fields of those that inherit it are k, v, and `decoders`, what makes numbers
+  of the bytes of keys and of values, or None.
+  """
+
+  @property
+  def mask(self) -> Mask | None:
+    return None
+
+  @property
+  def queries(self) -> Coords | None:
+    return None
+
+  @property
+  def dims(self: Any) -> tuple[int, int]:
+    """Of a key and of a value."""
+    if self.decoders is None:
+      return self.k.shape[-1], self.v.shape[-1]
+    of_k, of_v = self.decoders
+    return of_k.dim, (of_k if self.v is self.k else of_v).dim
+
+  @property
+  def slot_bytes(self: Any) -> int:
+    rows, heads, _, dim, _ = self.shape
+    stored = self.k.dtype
+    dtype = stored if self.decoders is None else self.decoders[0].dtype
+    return rows * heads * dim * jnp.dtype(dtype).itemsize
+
+  def keys_alone(self: Any) -> Any:
+    return dataclasses.replace(self, v=self.k)
+
+
 @dataclasses.dataclass(frozen=True)
-class EncodedView:
+class EncodedView(StoredView):
   """One layer of a stack of arrays of slots whose vectors are bytes.
 
   Fields:
-    k: uint8 [L, B, K, S, X].
-    v: uint8 [L, B, K, S, Y]; the same array as `k` where values are parts of
-      keys.
+    k: codes, see `stored_codes`: uint8 [L, B, K, S, X], or int8 [L, B, K, X,
+      S].
+    v: the same; the same array as `k` where values are parts of keys.
     at: coordinates [B or 1, S]; segment 0 is an empty slot.
     layer: int32 [], which of the L.
     constants: of the layer's codecs, arrays [K, n]: those of the keys and
@@ -228,26 +317,13 @@ class EncodedView:
   decoders: tuple[Decoder, Decoder]
 
   @property
-  def mask(self) -> Mask | None:
-    return None
-
-  @property
-  def queries(self) -> Coords | None:
-    return None
-
-  @property
   def shape(self) -> tuple[int, int, int, int, int]:
-    b, heads, slots = self.k.shape[1:4]
-    k, v = self.decoders
-    return b, heads, slots, k.dim, (k if self.v is self.k else v).dim
-
-  @property
-  def slot_bytes(self) -> int:
-    b, heads, _, dim, _ = self.shape
-    return b * heads * dim * jnp.dtype(self.decoders[0].dtype).itemsize
+    _, b, heads, *_ = self.k.shape
+    return b, heads, self.k.shape[token_axis(self.k)], *self.dims
 
   def specs(self, batch: Any, heads: Any, tokens: Any) -> EncodedView:
-    arrays: Any = P(None, batch, heads, tokens)
+    last = (None,) * (token_axis(self.k) - 3)
+    arrays: Any = P(None, batch, heads, *last, tokens)
     return EncodedView(
       arrays,
       arrays,
@@ -257,16 +333,14 @@ class EncodedView:
       self.decoders,
     )
 
-  def keys_alone(self) -> EncodedView:
-    return dataclasses.replace(self, v=self.k)
-
   def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
-    zero = jnp.int32(0)
-    corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
+    zero, layer = jnp.int32(0), jnp.asarray(self.layer, jnp.int32)
 
     def one(x: jax.Array, n: int) -> jax.Array:
-      _, b, heads, _, width = x.shape
-      data = lax.dynamic_slice(x, corner, (1, b, heads, size, width))[0]
+      axis, shape = token_axis(x), [1, *x.shape[1:]]
+      corner = [layer, *(zero,) * 4]
+      corner[axis], shape[axis] = start, size
+      data = as_bytes(lax.dynamic_slice(x, corner, shape)[0])
       return self.decoders[n](data, self.constants[n])
 
     k = one(self.k, 0)
@@ -275,19 +349,7 @@ class EncodedView:
   def aligned(
     self, q: Float[Array, "B K G T H"], *, keys: bool = True
   ) -> Aligned:
-    of_k, of_v = self.decoders
-    if keys:
-      of_k = of_k.in_basis()
-    if self.v is not self.k:
-      of_v = of_v.in_basis()
-    view = dataclasses.replace(self, decoders=(of_k, of_v))
-    wide = wide_dtype(q.dtype)
-    if of_k.transformed:
-      q = of_k.codec.transform(q.astype(wide)).astype(q.dtype)
-    seen = of_k if self.v is self.k else of_v
-    if not seen.transformed:
-      return Aligned(view, q)
-    return Aligned(view, q, lambda x: seen.codec.transform(x, back=True))
+    return in_basis(self, q, keys)
 
 
 tree.register(
@@ -303,7 +365,7 @@ class UnrotatedView(NamedTuple):
     rotation: what rotates a key to its position.
   """
 
-  stored: ContiguousView | EncodedView
+  stored: KVView
   rotation: Rotation
 
   @property
@@ -325,6 +387,18 @@ class UnrotatedView(NamedTuple):
   @property
   def slot_bytes(self) -> int:
     return self.stored.slot_bytes
+
+  @property
+  def in_order(self) -> bool:
+    return in_order(self.stored)
+
+  @property
+  def shared(self) -> Any:
+    return getattr(self.stored, "shared", None)
+
+  def of_row(self, row: Any) -> UnrotatedView:
+    stored: Any = self.stored
+    return self._replace(stored=stored.of_row(row))
 
   def specs(self, batch: Any, heads: Any, tokens: Any) -> UnrotatedView:
     whole = jax.tree.map(lambda _: P(), self.rotation)
@@ -353,8 +427,18 @@ def coords_specs(at: Coords, batch: int, names: Any, tokens: Any) -> Coords:
   return Coords(each(at.pos), each(at.seg))
 
 
+def in_order(view: KVView) -> bool:
+  """Whether its tiles are folded in the order of slots, whatever they hold.
+
+  Otherwise those that need no mask come first, which is faster.
+  """
+  return isinstance(view, StreamedView) or getattr(view, "in_order", False)
+
+
 def tile_slots(view: KVView, platform: str = "cpu") -> int:
   """Slots of a tile."""
+  if isinstance(view, StreamedView):
+    return view.block
   many = TILE_BYTES.get(platform, TILE_BYTES["cpu"]) // view.slot_bytes
   return min(view.shape[2], max(_LEAST, many // _LEAST * _LEAST))
 
@@ -366,15 +450,15 @@ def decode_attention(
   platform: str = "cpu",
 ) -> Partial:
   """The partial of a few queries over the keys of a view."""
-  rows, length, block = q.shape[3], keys.shape[2], tile_slots(keys, platform)
+  rows, block = q.shape[3], tile_slots(keys, platform)
   args = args.of_keys(tiled(args.context.k, block), 0)
   context = args.context
   kinds = tile_kinds(context.mask, context.q, context.k, rows, block)
-  lists = tile_lists(kinds, masked=False)
+  # The tiles of a view that streams are read in one loop.
+  ordered = in_order(keys)
+  lists = tile_lists(kinds, masked=ordered)
 
-  def step(masked: bool, tiles: jax.Array, n: Any, one: Partial) -> Partial:
-    first = tiles[0, n] * block
-    k, v = keys.tile(jnp.minimum(first, length - block), block)
+  def step(masked: bool, first: Any, k: Any, v: Any, one: Partial) -> Partial:
     s = product("bkth,bkgqh->bktgq", k.astype(q.dtype), q)
     k_at = cut_coords(context.k, first, block)
     return fold_tile(
@@ -385,14 +469,66 @@ def decode_attention(
       one,
     )
 
+  def fold(masked: bool, tiles: Any, count: Any, one: Partial) -> Partial:
+    return fold_tiles(
+      keys, block, tiles[0], count[0], functools.partial(step, masked), one
+    )
+
   wide = wide_dtype(q.dtype)
-  start = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
-  some = loop(
-    lists.full_count[0], lambda n, c: step(False, lists.full, n, c), start
-  )
-  return loop(
-    lists.masked_count[0], lambda n, c: step(True, lists.masked, n, c), some
-  )
+  found = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
+  if not ordered:
+    found = fold(False, lists.full, lists.full_count, found)
+  return fold(True, lists.masked, lists.masked_count, found)
+
+
+def fold_tiles(
+  keys: KVView,
+  size: int,
+  tiles: Int[Array, " n"],
+  count: Int[Array, ""],
+  step: Callable[..., Any],
+  carry: Any,
+) -> Any:
+  """step(first slot, k, v, carry) of the first `count` of some tiles.
+
+  Of a view that streams a tile is fetched while the one before it is read,
+  and the first one beside what else the program does. The last is read even
+  if `count` is 0: `step` must then find nothing in the tile `tiles[0]`.
+
+  Args:
+    keys: the view.
+    size: slots of a tile.
+    tiles: numbers of tiles.
+    count: how many of them count.
+    step: folds a tile.
+    carry: what is folded into.
+  """
+  first = lambda n: tiles[n] * size
+  start = lambda n: jnp.minimum(first(n), keys.shape[2] - size)
+
+  def read(n: Any, carry: Any) -> Any:
+    return step(first(n), *keys.tile(start(n), size), carry)
+
+  if not isinstance(keys, StreamedView):
+    return loop(count, read, carry)
+
+  def apart(n: Any, stored: Any, carry: Any) -> Any:
+    return step(first(n), *keys.opened(stored, start(n)), carry)
+
+  def pair(n: Any, both: Any) -> Any:
+    # Two buffers: one of a loop's carry could be filled only when it is read.
+    stored, carry = both
+    other = keys.fetch(start(2 * n + 1))
+    carry = apart(2 * n, stored, carry)
+    after = keys.fetch(start(2 * n + 2))
+    return after, apart(2 * n + 1, other, carry)
+
+  last = jnp.maximum(count - 1, 0)
+  stored = keys.fetch(start(jnp.zeros_like(last)))
+  stored, carry = loop(last // 2, pair, (stored, carry))
+  carry = apart(last // 2 * 2, stored, carry)
+  # By its number, or the compiler fetches it before the loop, needed or not.
+  return loop(last % 2, lambda n, carry: read(last + n, carry), carry)
 
 
 def tiled(at: Coords, block: int) -> Coords:

@@ -17,13 +17,16 @@ amax is the largest number of the block: of one token, one head and at most
 
 With delta = scale * sum_h |q_h| * error_h, at most, for a score, an output
 moves by no more than (e^(2 delta) - 1) max |v| + the error of v.
+
+`Wire` is what strategies know of a format; the codecs of caches (`kv/codecs`)
+are others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,30 @@ from ringjax.errors import OptionError
 _CASTS = ("bfloat16", "float16")
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 DTYPES = (*_CASTS, *_LARGEST)
+
+
+@runtime_checkable
+class Wire(Protocol):
+  """How keys and values travel; hashable, compared by value."""
+
+  def send(
+    self, k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]
+  ) -> tuple[Any, int]:
+    """What is sent, and which of its dimensions runs over tokens."""
+    ...
+
+  def receive(
+    self,
+    sent: Any,
+    k: Shaped[Array, "B K _ H"],
+    v: Shaped[Array, "B K _ J"],
+  ) -> tuple[jax.Array, jax.Array]:
+    """Keys and values, with the dtypes and head dims of `k` and `v`."""
+    ...
+
+  def token_bytes(self, key_dim: int, value_dim: int) -> int:
+    """Bytes of a token's key and value in one KV head."""
+    ...
 
 
 class Coded(NamedTuple):
@@ -66,7 +93,7 @@ class WireFormat:
       "wire",
       self.dtype,
       DTYPES,
-      remedy="leave it out to send keys and values as they are",
+      remedy="pass one of these or an rj.kv.Codec, or leave it out",
     )
     positive_int("wire block", self.block)
 
@@ -104,15 +131,60 @@ class WireFormat:
     size = -(-head_dim // blocks)
     return numbers // head_dim * blocks * (size + 4)
 
+  def send(
+    self, k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]
+  ) -> tuple[Any, int]:
+    packed, axis = pack(k, v), token_axis(k, v)
+    return jax.tree.map(self.encode, packed), axis
+
+  def receive(
+    self,
+    sent: Any,
+    k: Shaped[Array, "B K _ H"],
+    v: Shaped[Array, "B K _ J"],
+  ) -> tuple[jax.Array, jax.Array]:
+    if token_axis(k, v) == 3:
+      return unpack(self.decode(sent, k))
+    return self.decode(sent[0], k), self.decode(sent[1], v)
+
+  def token_bytes(self, key_dim: int, value_dim: int) -> int:
+    return self.bytes_of(key_dim, key_dim) + self.bytes_of(value_dim, value_dim)
+
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-def as_wire(wire: Any, local: Any) -> WireFormat | None:
-  """A wire from what a strategy was given.
+def pack(a: Shaped[Array, ...], b: Shaped[Array, ...]) -> Any:
+  """One array to send where that is possible, else the pair."""
+  return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
+
+
+def unpack(packed: Any) -> tuple[jax.Array, jax.Array]:
+  return packed[0], packed[1]
+
+
+def token_axis(k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]) -> int:
+  """Which dimension of `pack(k, v)` runs over tokens."""
+  return 3 if k.shape == v.shape else 2
+
+
+def wire_of(wire: Any) -> Wire:
+  """A wire from a `Wire`, a codec (what has `as_wire`) or a dtype's name.
 
   Raises:
-    OptionError: an unknown dtype, or an algorithm that JAX differentiates,
+    OptionError: an unknown dtype, or a codec that can't be a wire.
+  """
+  if isinstance(wire, Wire):
+    return wire
+  make = getattr(wire, "as_wire", None)
+  return WireFormat(wire) if make is None else make()
+
+
+def as_wire(wire: Any, local: Any) -> Wire | None:
+  """A wire from what a strategy around `local` was given; see `wire_of`.
+
+  Raises:
+    OptionError: also codes of codes, or an algorithm that JAX differentiates,
       which would find that rounding has no slope.
   """
   if wire is None:
@@ -124,4 +196,16 @@ def as_wire(wire: Any, local: Any) -> WireFormat | None:
       "a blockwise algorithm",
       "pass local=Blockwise(), or leave wire out",
     )
-  return wire if isinstance(wire, WireFormat) else WireFormat(wire)
+  wire = wire_of(wire)
+  inside = getattr(local, "wire", None)
+  if inside is not None and not (
+    isinstance(wire, WireFormat) and isinstance(inside, WireFormat)
+  ):
+    # A code of what a codec decoded may be another code.
+    raise OptionError(
+      "wire",
+      f"{wire} around {inside}",
+      "a codec on one of two levels",
+      "leave wire out of the inner strategy",
+    )
+  return wire

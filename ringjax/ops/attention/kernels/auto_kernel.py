@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from ringjax.ops.attention.attend import attend
@@ -32,14 +33,20 @@ from ringjax.ops.attention.blockwise import (
   check_positive,
 )
 from ringjax.ops.attention.call_shape import CallShape
+from ringjax.ops.attention.code_format import CodeFormat
 from ringjax.ops.attention.kernels.cudnn import CuDNN
+from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
 from ringjax.ops.attention.kernels.decode_gpu import DecodeGPU
+from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
 from ringjax.ops.attention.kernels.local_hops import LocalHops
+from ringjax.ops.attention.pooled import PooledView, SharedTiles, decode_pool
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import (
   ContiguousView,
+  Decoder,
+  EncodedView,
   KVView,
   decode_attention,
 )
@@ -53,7 +60,7 @@ _log = logging.getLogger(__name__)
 KERNELS: dict[str, tuple[type, ...]] = {"tpu": (FlashTPU,), "gpu": (CuDNN,)}
 # Those for a few queries that read the keys of a cache.
 DECODERS: dict[str, tuple[type, ...]] = {
-  "tpu": (DecodeTPU,),
+  "tpu": (DecodeTPU, DecodeCodesTPU, DecodePoolTPU),
   "gpu": (DecodeGPU,),
 }
 
@@ -200,6 +207,8 @@ class Loops:
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> Partial:
     """See `views.decode_attention`."""
+    if getattr(keys, "shared", None) is not None:
+      return decode_pool(q, keys, args, self.platform)
     return decode_attention(q, keys, args, self.platform)
 
 
@@ -264,16 +273,25 @@ def _error(kernel: Any, device: jax.Device, platform: str) -> float:
 
 def _compare_decodes(kernel: Any) -> float:
   """Of a few queries behind keys of which some slots are empty."""
+  if isinstance(kernel, DecodePoolTPU):
+    return _compare_pools(kernel)
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
   slots, used, queries = 1100, 900, 3
   q = draw(1, 2, 2, queries, 128)
-  keys = ContiguousView(
+  at = _at(rng.permutation(slots), used)
+  keys: KVView = ContiguousView(
     draw(2, 1, 2, slots, 128),
     draw(2, 1, 2, slots, 128),
-    _at(rng.permutation(slots), used),
+    at,
     jnp.int32(1),
   )
+  if isinstance(kernel, DecodeCodesTPU):
+    decoder = Decoder(_SmallIntegers(), 128, jnp.bfloat16)
+    codes = lambda: jnp.asarray(_SmallIntegers.draw(rng, (2, 1, 2), slots))
+    keys = EncodedView(
+      codes(), codes(), at, jnp.int32(1), ((), ()), (decoder, decoder)
+    )
   last = _at(np.arange(used - queries, used), used)
 
   def results(algorithm: Any, q: jax.Array, keys: KVView, at: Coords) -> Any:
@@ -283,6 +301,76 @@ def _compare_decodes(kernel: Any) -> float:
 
   compiled = jax.jit(results, static_argnums=0)
   return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))
+
+
+def _compare_pools(kernel: Any) -> float:
+  """Of three rows, two of which share the first of two tiles."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  page, each = 128, 4
+  table = np.arange(6 * each, dtype=np.int32).reshape(3, -1)
+  table[2, :each] = table[0, :each]
+  used = np.array([[700], [1000], [530]])
+  pos = np.broadcast_to(np.arange(2 * each * page), (3, 2 * each * page))
+  coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
+  ints = lambda *x: jnp.asarray(x, jnp.int32)
+  plan = SharedTiles(
+    ints([0]),
+    ints([0]),
+    jnp.asarray([[[True, False, True]]]),
+    ints(1),
+    ints([1, 0, 1]),
+  )
+  view = PooledView(
+    draw(2, 6 * each, 2, page, 128),
+    draw(2, 6 * each, 2, page, 128),
+    coords(pos, pos < used),
+    jnp.asarray(table),
+    jnp.int32(1),
+    shared=plan,
+  )
+  q, last = draw(3, 2, 4, 1, 128), coords(used - 1, used > 0)
+
+  def results(algorithm: Any, q: jax.Array, keys: PooledView) -> Any:
+    context = Context(last, keys.at, Causal())
+    args = ScoreArgs(Scores(scale=128**-0.5), Terms(), context)
+    return finalize(algorithm.decode(q, keys, args))
+
+  compiled = jax.jit(results, static_argnums=0)
+  return _far(*(compiled(f, q, view) for f in (kernel, Loops("tpu"))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SmallIntegers:
+  """A codec of vectors of 128 numbers: 4 bits each, a scale and a zero."""
+
+  @staticmethod
+  def draw(
+    rng: np.random.Generator, lead: tuple[int, ...], slots: int
+  ) -> np.ndarray:
+    """Codes of random vectors, int8 [*lead, 72, slots]."""
+    codes = rng.integers(0, 256, (*lead, slots, 72))
+    half = np.stack(
+      [rng.uniform(0.1, 0.3, (*lead, slots)), rng.normal(size=(*lead, slots))],
+      -1,
+    ).astype(np.float16)
+    codes = codes.astype(np.uint8)
+    codes[..., 64:68] = half.view(np.uint8)
+    return np.swapaxes(codes, -1, -2).view(np.int8)
+
+  def code_format(self, dim: int) -> CodeFormat:
+    return CodeFormat(dim=dim, bits=4, halves=2)
+
+  def decode(
+    self, data: jax.Array, dim: int, dtype: Any, constants: Any = ()
+  ) -> jax.Array:
+    del constants
+    low, high = data[..., : dim // 2] & 15, data[..., : dim // 2] >> 4
+    codes = jnp.concatenate([low, high], -1).astype(jnp.float32)
+    half = lax.bitcast_convert_type(
+      data[..., 64:68].reshape(*data.shape[:-1], 2, 2), jnp.float16
+    ).astype(jnp.float32)
+    return (codes * half[..., :1] + half[..., 1:]).astype(dtype)
 
 
 def _at(pos: np.ndarray, used: int) -> Coords:

@@ -37,7 +37,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.scores import ScoreArgs, Scores
-from ringjax.ops.attention.views import ContiguousView, tiled
+from ringjax.ops.attention.views import ContiguousView, KVView, tiled
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
@@ -86,7 +86,7 @@ class DecodeGPU:
     return min(self.kv_block or _KEYS, 1 << (length.bit_length() - 1))
 
   def decline(
-    self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
     """Why it does not serve this call, or None."""
     if not isinstance(keys, ContiguousView):
@@ -103,6 +103,7 @@ class DecodeGPU:
       args,
       dtypes=("bfloat16", "float16", "float32"),
       widest=256,
+      numbers=(keys.k, keys.v),
     )
 
   def decode(

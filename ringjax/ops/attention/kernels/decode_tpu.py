@@ -18,7 +18,6 @@ The rows of a tile are the queries of all heads of a group, its lanes are keys.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -28,61 +27,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from ringjax.ops.attention.blockwise import check_positive, pad_axis, tile_kinds
+from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import ContiguousView
+from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
-from ringjax.parallel import chips, collectives
+from ringjax.parallel import collectives
 
 # Of a tile's keys and values: enough that a step's fixed cost is small beside
 # reading it, and two of them are a small part of VMEM.
 _TILE_BYTES = 2 << 20
-_LEAST, _MOST = 512, 2048
-# Numbers of a tile of scores.
-_SCORES = 1 << 19
-# What a kernel may take unless it says more.
-_VMEM = 16 << 20
+_MOST = 2048
 # Rows of a register of bfloat16.
 _SUBLANES = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeTPU:
-  """A Pallas kernel for TPU that reads the keys of a cache.
-
-  Attributes:
-    kv_block: keys of a tile, a multiple of 128; None: by their bytes.
-    chip: the machine, of `chips.MACHINES`, by whose rates the compiler is told
-      the kernel's cost; None: as `tile_ops.SOME`.
-    interpret: runs it without a TPU, slowly, for tests.
-  """
-
-  kv_block: int | None = None
-  chip: str | None = None
-  interpret: Any = False
-
-  def __post_init__(self) -> None:
-    check_positive(self, "kv_block")
+class DecodeTPU(DecoderTPU):
+  """A Pallas kernel for TPU that reads the keys of a cache."""
 
   def tile(
     self, q: Float[Array, "B K G T H"], keys: ContiguousView
   ) -> tuple[int, int]:
     """(heads, keys) of a tile for queries [B, K, G, T, H]."""
-    kv, length = keys.k.shape[2:4]
-    row = _row_bytes(keys)
-    # Where a device is two cores, each takes a part of the heads.
-    most = max(1, kv // tile_ops.core(self.chip).cores)
-    fits = lambda heads: heads * row * min(_LEAST, length) <= _TILE_BYTES
-    divisors = [n for n in range(1, most + 1) if kv % n == 0]
-    heads = max((n for n in divisors if fits(n)), default=1)
-    if self.kv_block is not None:
-      return heads, self.kv_block
-    rows = q.shape[2] * q.shape[3]
-    many = min(_TILE_BYTES // (heads * row), _SCORES // rows, _MOST)
-    whole = many // tile_ops.LANES * tile_ops.LANES
-    return heads, max(tile_ops.LANES, min(whole, tile_ops.lanes(length)))
+    return self.tile_of(
+      q, keys.k.shape[3], _row_bytes(keys), _TILE_BYTES, _MOST
+    )
 
   def _vmem(self, q: jax.Array, keys: ContiguousView) -> int:
     """Bytes of vector memory that a step takes, about."""
@@ -97,25 +68,23 @@ class DecodeTPU:
     return moved + kept + scores
 
   def decline(
-    self, q: Float[Array, "B K G T H"], keys: ContiguousView, args: ScoreArgs
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
     """Why it does not serve this call, or None."""
     if not isinstance(keys, ContiguousView):
       return f"{type(keys).__name__}: it reads ContiguousView"
     _, kb = self.tile(q, keys)
-    if kb % tile_ops.LANES and not self.interpret:
-      return f"tiles of {kb} keys: no multiples of {tile_ops.LANES}"
-    if -(-keys.k.shape[3] // kb) >= 1 << tile_ops.COLUMN_BITS:
-      return f"{keys.k.shape[3]} keys a shard: more than its list holds"
-    need, room = self._vmem(q, keys), tile_ops.core(self.chip).vmem_bytes
-    if need > room // 4 * 3:
-      return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
-    return tile_ops.undecoded(
-      q,
-      keys,
-      args,
-      dtypes=("bfloat16", "float32"),
-      widest=1024,
+    return (
+      self.uncounted(keys.k.shape[3], kb)
+      or self.crowded(self._vmem(q, keys))
+      or tile_ops.undecoded(
+        q,
+        keys,
+        args,
+        dtypes=("bfloat16", "float32"),
+        widest=1024,
+        numbers=(keys.k, keys.v),
+      )
     )
 
   def decode(
@@ -207,10 +176,8 @@ class DecodeTPU:
         ],
       ),
       out_shape=[out_type(n) for n in (j, 1, 1)],
-      compiler_params=pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"),
-        # Half as much again, of which the compiler says what it is for.
-        vmem_limit_bytes=max(_VMEM, self._vmem(q, keys) // 2 * 3),
+      compiler_params=self.params(
+        self._vmem(q, keys), "parallel", "parallel", "arbitrary"
       ),
       cost_estimate=self._cost(q, keys, shared),
       interpret=self.interpret,
@@ -222,21 +189,11 @@ class DecodeTPU:
   def _cost(
     self, q: jax.Array, keys: ContiguousView, shared: bool
   ) -> pl.CostEstimate:
-    """What XLA's scheduler is told: the time that reading the keys takes.
-
-    It divides FLOPs by the chip's peak; the memory is what it waits for.
-    """
     b, kv, length, h = keys.k.shape[1:]
     nbytes = b * kv * length * h * keys.k.dtype.itemsize
     if not shared:
       nbytes += nbytes // h * keys.v.shape[4]
-    chip = chips.MACHINES[self.chip or tile_ops.SOME].chip
-    seconds = nbytes / float(chip.hbm_bandwidth)
-    return pl.CostEstimate(
-      flops=int(seconds * tile_ops.core(self.chip).flops),
-      transcendentals=q.size // h * length,
-      bytes_accessed=nbytes,
-    )
+    return self.cost(nbytes, q.size // h * length)
 
 
 def _rows(q: jax.Array) -> int:
@@ -293,7 +250,7 @@ def _kernel(
       dot = tile_ops.dot(q, k, tile_ops.NT)
       s, c = tile_ops.power(scores, dot, slope, lambda: far)
       if masked:
-        v, odd = _cleaned(v)
+        v, odd = tile_ops.cleaned(v)
         s = jnp.where(allowed, s + odd, -jnp.inf)
       old = m_ref[head, :, 0:1]
       m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
@@ -317,16 +274,3 @@ def _kernel(
     acc_out[0] = acc[...]
     m_out[0] = m_ref[:, :, 0:1] * (1 / tile_ops.LOG2_E)
     l_out[0] = l_ref[:, :, 0:1]
-
-
-def _cleaned(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Values [k, J] with 0 for what is no number, and [1, k]: NaN for such.
-
-  A product transposes the column of marks into a row.
-  """
-  bad = ~tile_ops.finite(v)
-  marks = bad.astype(jnp.float32).astype(jnp.bfloat16)
-  ones = jnp.ones((_SUBLANES, v.shape[1]), jnp.bfloat16)
-  many = tile_ops.dot(ones, marks, tile_ops.NT)[0:1]
-  flag = jnp.where(many > 0, jnp.nan, 0.0)
-  return jnp.where(bad, jnp.zeros_like(v), v), flag

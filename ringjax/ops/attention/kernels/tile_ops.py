@@ -8,7 +8,7 @@ prefetch), and its length is the grid's, so that nothing is spent on the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import ContiguousView
+from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 
@@ -29,6 +29,9 @@ FIRST, LAST, MASKED, FULL = 1, 2, 4, 8
 COLUMN_BITS, ROW_BITS = 14, 13
 # Steps of a list, which is held in scalar memory.
 MOST_STEPS = 1 << 16
+
+# Rows of a register of bfloat16.
+_SUBLANES = 16
 
 # Statistics of base 2 while they are in VMEM: the exponential is one anyway.
 LOG2_E = math.log2(math.e)
@@ -95,21 +98,32 @@ def unreadable(terms: Terms, context: Context) -> str | None:
 
 def undecoded(
   q: Float[Array, "B K G T H"],
-  keys: ContiguousView,
+  keys: KVView,
   args: ScoreArgs,
   *,
   dtypes: tuple[str, ...],
   widest: int,
+  numbers: Sequence[Any] = (),
 ) -> str | None:
-  """Why a kernel of these dtypes and heads declines a call, or None."""
-  for x in (q, keys.k, keys.v):
+  """Why a kernel of these dtypes and heads declines a call, or None.
+
+  Args:
+    q: queries.
+    keys: what they read.
+    args: how it is scored.
+    dtypes: names of those that it multiplies.
+    widest: numbers of a head at most.
+    numbers: stored keys and values that are multiplied as they are.
+  """
+  for x in (q, *numbers):
     if x.dtype.name not in dtypes:
       return f"{x.dtype}: it multiplies {' and '.join(dtypes)}"
   if args.scores.dropout_rate:
     return "dropout, which is for training"
-  if q.shape[4] > widest or keys.v.shape[4] > widest:
-    return f"heads of {q.shape[4]} and {keys.v.shape[4]}: at most {widest}"
-  if not keys.v.shape[4]:
+  dim, value = q.shape[4], keys.shape[4]
+  if max(dim, value) > widest:
+    return f"heads of {dim} and {value}: at most {widest}"
+  if not value:
     return "values without numbers"
   return unreadable(args.terms, args.context)
 
@@ -222,6 +236,19 @@ def dot(
 def finite(x: Shaped[Array, ...]) -> jax.Array:
   """Which numbers are neither infinite nor NaN."""
   return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def cleaned(v: Shaped[Array, "k J"]) -> tuple[jax.Array, jax.Array]:
+  """Values [k, J] with 0 for what is no number, and [1, k]: NaN for such.
+
+  A product transposes the column of marks into a row.
+  """
+  bad = ~finite(v)
+  marks = bad.astype(jnp.float32).astype(jnp.bfloat16)
+  ones = jnp.ones((_SUBLANES, v.shape[1]), jnp.bfloat16)
+  many = dot(ones, marks, NT)[0:1]
+  flag = jnp.where(many > 0, jnp.nan, 0.0)
+  return jnp.where(bad, jnp.zeros_like(v), v), flag
 
 
 def clean(x: Shaped[Array, ...]) -> jax.Array:

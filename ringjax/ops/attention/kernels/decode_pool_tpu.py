@@ -1,0 +1,452 @@
+"""A kernel for TPU by which a query of each row reads pages that rows share.
+
+Guarantees: equals `pooled.decode_pool` wherever it serves (`decline` says
+where it does not), up to rounding; forward only. A tile is folded by the same
+instructions whether it is shared or not, in the order of slots.
+Cost: a shared tile is read once, and multiplied with the queries of all rows
+as one matrix; of the other tiles each row reads its own. Pages are read in
+place by their numbers, and those that a row lacks are not.
+Memory: VMEM only: two tiles of pages, and the sums of all rows.
+Ref: Ye et al. 2024, ChunkAttention, arXiv 2402.15220; Kwon et al. 2023,
+PagedAttention, arXiv 2309.06180.
+
+  shared tiles  grid [K / heads, tiles]         acc [heads, B G, J], m, l
+  own tiles     grid [K / heads, (row, tile)s]  acc [heads, G, J], m, l
+
+The second kernel goes on with the sums of the first. Each page of a tile is
+an operand of its own, so that the pipeline loads all of them at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.ops.attention.blockwise import pad_axis
+from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
+from ringjax.ops.attention.pooled import PooledView, pool_tile
+from ringjax.ops.attention.scores import ScoreArgs, Scores
+from ringjax.ops.attention.views import KVView
+from ringjax.ops.mask import Coords, visible
+from ringjax.ops.softmax import Partial, finite_max
+from ringjax.parallel import collectives
+
+# Of a tile's keys and values, see `decode_tpu`.
+_TILE_BYTES = 2 << 20
+# Rows of a register of float32, and of one of bfloat16.
+_ROWS, _SUBLANES = 8, 16
+# Pages of a tile, each of which is an operand or two.
+_MOST_PAGES = 16
+
+
+class DecodePoolTPU(DecoderTPU):
+  """A Pallas kernel for TPU that reads pages which rows share.
+
+  Its tiles are those of the view's plan, of `pool_tile` slots unless
+  `kv_block` says otherwise.
+  """
+
+  def tile(
+    self, q: Float[Array, "B K G T H"], keys: PooledView
+  ) -> tuple[int, int]:
+    """(heads, slots) of a tile for queries [B, K, G, T, H]."""
+    block = self.kv_block or pool_tile(keys.page, "tpu")
+    row, room = block * _slot_bytes(keys), tile_ops.core(self.chip).vmem_bytes
+    heads = self.most_heads(
+      q.shape[1],
+      lambda n: (
+        n * row <= _TILE_BYTES and _vmem(q, keys, n, block) <= room // 2
+      ),
+    )
+    return heads, block
+
+  def decline(
+    self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
+  ) -> str | None:
+    """Why it does not serve this call, or None."""
+    if not isinstance(keys, PooledView):
+      return f"{type(keys).__name__}: it reads PooledView"
+    if keys.decoders is not None:
+      return "pages of codes: it reads numbers"
+    if keys.shared is None:
+      return "a view without a plan of shared tiles"
+    if q.shape[3] != 1:
+      return f"{q.shape[3]} queries a row: it reads for one"
+    heads, block = self.tile(q, keys)
+    least = _SUBLANES if not self.interpret else 1
+    if block % keys.page or keys.page % least:
+      return f"pages of {keys.page} slots: no multiples of {least}"
+    if block // keys.page > _MOST_PAGES:
+      return f"{block // keys.page} pages a tile: at most {_MOST_PAGES}"
+    if keys.table.size * keys.page // block > tile_ops.MOST_STEPS:
+      return f"{keys.table.size} pages of all rows: more than its list holds"
+    if args.terms.slopes is not None:
+      return "ALiBi"
+    if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):
+      return "a mask with numbers of each row"
+    return (
+      self.uncounted(keys.shape[2], block)
+      or self.crowded(_vmem(q, keys, heads, block))
+      or tile_ops.undecoded(
+        q,
+        keys,
+        args,
+        dtypes=("bfloat16", "float32"),
+        widest=1024,
+        numbers=(keys.k, keys.v),
+      )
+    )
+
+  def decode(
+    self, q: Float[Array, "B K G 1 H"], keys: KVView, args: ScoreArgs
+  ) -> Partial:
+    """The partial of queries [B, K, G, 1, H]; see `pooled.decode_pool`."""
+    declined.check(self, q, keys, args)
+    assert isinstance(keys, PooledView)
+    call = _PoolCall.of(self, q, keys, args)
+    acc, m, total = call.own(q, call.common(q))
+    back = lambda x: x[:, :, : q.shape[2], None]
+    m = m[..., 0] * (1 / tile_ops.LOG2_E)
+    return Partial(back(acc), back(m), back(total[..., 0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _PoolCall:
+  """What both kernels of a call are made of.
+
+  Attributes:
+    kernel: the kernel.
+    keys: the view.
+    args: how it is scored.
+    heads: of a tile.
+    block: slots of a tile.
+    leaves: numbers of the mask, int32 [1] each.
+    table: int32 [B, tiles * pages of a tile], no number below 0.
+    at: int32 [B, tiles, 2, block], coordinates.
+  """
+
+  kernel: DecodePoolTPU
+  keys: PooledView
+  args: ScoreArgs
+  heads: int
+  block: int
+  leaves: tuple[Any, ...]
+  table: Any
+  at: Any
+
+  @classmethod
+  def of(
+    cls,
+    kernel: DecodePoolTPU,
+    q: Float[Array, "B K G 1 H"],
+    keys: PooledView,
+    args: ScoreArgs,
+  ) -> _PoolCall:
+    heads, block = kernel.tile(q, keys)
+    b, slots = q.shape[0], keys.shape[2]
+    columns = -(-slots // block)
+    wide = [jnp.broadcast_to(x, (b, slots)) for x in args.context.k]
+    at = [
+      pad_axis(x, 1, columns * block).reshape(b, columns, block) for x in wide
+    ]
+    # Pages that are missing are one page: it is not read again at each step.
+    table = jnp.maximum(keys.table, 0)
+    return cls(
+      kernel,
+      keys,
+      args,
+      heads,
+      block,
+      tuple(
+        jnp.asarray(x, jnp.int32).reshape(1)
+        for x in jax.tree.leaves(args.context.mask)
+      ),
+      pad_axis(table, 1, columns * (block // keys.page)),
+      jnp.stack(at, 2),
+    )
+
+  @property
+  def each(self) -> int:
+    """Pages of a tile."""
+    return self.block // self.keys.page
+
+  @property
+  def arrays(self) -> list[Any]:
+    """Of keys and of values; one where values are keys."""
+    keys = self.keys
+    return [keys.k] if keys.v is keys.k else [keys.k, keys.v]
+
+  def pages(self) -> tuple[list[Any], list[Any]]:
+    """(BlockSpecs, arrays) of a tile's pages, whose numbers come first."""
+
+    def spec(n: int, width: int) -> Any:
+      where = lambda ki, i, layer, pages, *_: (
+        layer[0], pages[i * self.each + n], ki, 0, 0,
+      )  # fmt: skip
+      return pl.BlockSpec((1, 1, self.heads, self.keys.page, width), where)
+
+    specs, arrays = [], []
+    for x in self.arrays:
+      specs += [spec(n, x.shape[4]) for n in range(self.each)]
+      arrays += [x] * self.each
+    return specs, arrays
+
+  def out_type(self, *shape: int) -> Any:
+    return collectives.out_type(
+      shape, jnp.float32, *self.arrays, self.table, self.args.context
+    )
+
+  def params(self, q: Any) -> Any:
+    need = _vmem(q, self.keys, self.heads, self.block)
+    return self.kernel.params(need, "parallel", "arbitrary")
+
+  def cost(self, q: Any, tiles: int) -> pl.CostEstimate:
+    nbytes = tiles * self.block * q.shape[1] * _slot_bytes(self.keys)
+    return self.kernel.cost(nbytes, q.size // q.shape[4] * tiles * self.block)
+
+  @property
+  def static(self) -> tuple[Any, ...]:
+    structure = jax.tree.structure(self.args.context.mask)
+    both = len(self.arrays) == 2
+    return self.args.scores, structure, self.each, both
+
+  def common(self, q: Float[Array, "B K G 1 H"]) -> tuple[Any, ...]:
+    """Sums [B, K, G up to 8, ...] of the shared tiles."""
+    plan, (b, kv, g, _, h) = self.keys.shared, q.shape
+    j = self.keys.shape[4]
+    rows = _up(b * g, _SUBLANES)
+    flat = jnp.swapaxes(q[:, :, :, 0], 0, 1).reshape(kv, b * g, h)
+    flat = pad_axis(flat, 1, rows)
+    by_query = lambda x: jnp.repeat(x, g, 0)
+    q_at = jnp.stack([by_query(_last(x, b)) for x in self.args.context.q], 1)
+    row, which, count = plan.row[0], plan.tile[0], plan.count[0]
+    n = row.shape[0]
+    each = jnp.arange(self.each, dtype=jnp.int32)[None]
+    numbers = which[:, None] * self.each + each
+    pages = self.table[row[:, None], numbers].reshape(-1)
+    # Which rows a tile is for: a lane of each query's register.
+    cover = by_query(jnp.swapaxes(plan.cover[0], 0, 1).astype(jnp.int32))
+    cover = pad_axis(pad_axis(cover, 0, rows), 1, tile_ops.lanes(n))
+    layer = jnp.asarray(self.keys.layer, jnp.int32).reshape(1)
+    scalars = (layer, pages, row, which, count.reshape(1), *self.leaves)
+    specs, arrays = self.pages()
+    of_heads = lambda ki, i, *_: (ki, 0, 0)
+    whole = lambda ki, i, *_: (0, 0)
+    at = lambda ki, i, layer, pages, row, which, *_: (row[i], which[i], 0, 0)
+    sizes = (j, tile_ops.LANES, tile_ops.LANES)
+    found = pl.pallas_call(
+      functools.partial(_common_kernel, *self.static),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars),
+        grid=(kv // self.heads, jnp.maximum(count, 1)),
+        in_specs=[
+          pl.BlockSpec((self.heads, rows, h), of_heads),
+          pl.BlockSpec((rows, 2), whole),
+          pl.BlockSpec(cover.shape, whole),
+          pl.BlockSpec((1, 1, 2, self.block), at),
+          *specs,
+        ],
+        out_specs=[
+          pl.BlockSpec((self.heads, rows, n), of_heads) for n in sizes
+        ],
+      ),
+      out_shape=[self.out_type(kv, rows, n) for n in sizes],
+      compiler_params=self.params(q),
+      cost_estimate=self.cost(q, n),
+      interpret=self.kernel.interpret,
+      name="ringjax_decode_shared",
+    )(
+      *scalars, flat, pad_axis(q_at, 0, rows), cover, self.at, *arrays
+    )  # fmt: skip
+
+    def by_row(x: jax.Array) -> jax.Array:
+      x = x[:, : b * g].reshape(kv, b, g, -1)
+      return pad_axis(jnp.swapaxes(x, 0, 1), 2, _up(g, _ROWS))
+
+    return tuple(map(by_row, found))
+
+  def own(
+    self, q: Float[Array, "B K G 1 H"], carry: tuple[Any, ...]
+  ) -> tuple[Any, ...]:
+    """The sums after each row's own tiles."""
+    plan, (b, kv) = self.keys.shared, q.shape[:2]
+    columns, rows = self.at.shape[1], carry[0].shape[2]
+    # Which tiles each row sees something in.
+    context = self.args.context
+    q_at = Coords(*(_last(x, b)[:, None] for x in context.q))
+    k_at = Coords(*(self.at[:, :, n].reshape(b, -1) for n in (0, 1)))
+    seen = visible(context.mask, q_at, k_at)
+    some = jnp.any(seen.reshape(b, columns, self.block), 2)
+    number = jnp.arange(columns, dtype=jnp.int32)[None]
+    some = some & (number >= plan.done[0][:, None])
+    steps = tile_ops.TileSteps.of(some.astype(jnp.int8))
+    words = steps.words
+    row, column = tile_ops.row_of(words), tile_ops.column_of(words)
+    each = jnp.arange(self.each, dtype=jnp.int32)[None]
+    numbers = column[:, None] * self.each + each
+    pages = self.table[row[:, None], numbers].reshape(-1)
+    layer = jnp.asarray(self.keys.layer, jnp.int32).reshape(1)
+    scalars = (layer, pages, words, *self.leaves)
+    specs, arrays = self.pages()
+    of_row = lambda ki, i, layer, pages, words, *_: (
+      tile_ops.row_of(words[i]), ki, 0, 0,
+    )  # fmt: skip
+    at = lambda ki, i, layer, pages, words, *_: (
+      tile_ops.row_of(words[i]), tile_ops.column_of(words[i]), 0, 0,
+    )  # fmt: skip
+    spec = lambda x: pl.BlockSpec((1, self.heads, *x.shape[2:]), of_row)
+    operand = pad_axis(q[:, :, :, 0], 2, rows)
+    first = len(scalars)
+    # All queries of a row are at one place: numbers of scalar memory.
+    pos, seg = (_last(x, b) for x in context.q)
+    return tuple(
+      pl.pallas_call(
+        functools.partial(_own_kernel, *self.static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=first + 2,
+          grid=(kv // self.heads, steps.count),
+          in_specs=[
+            spec(operand),
+            pl.BlockSpec((1, 1, 2, self.block), at),
+            *map(spec, carry),
+            *specs,
+          ],
+          out_specs=[*map(spec, carry)],
+        ),
+        out_shape=[self.out_type(*x.shape) for x in carry],
+        # Rows without tiles of their own keep their sums.
+        input_output_aliases={first + 4 + n: n for n in range(3)},
+        compiler_params=self.params(q),
+        cost_estimate=self.cost(q, b * columns),
+        interpret=self.kernel.interpret,
+        name="ringjax_decode_own",
+      )(*scalars, pos, seg, operand, self.at, *carry, *arrays)
+    )
+
+
+def _last(x: Int[Array, "b 1"], rows: int) -> Int[Array, " B"]:
+  return jnp.broadcast_to(x[:, 0], (rows,))
+
+
+def _up(n: int, many: int) -> int:
+  return -(-n // many) * many
+
+
+def _slot_bytes(keys: PooledView) -> int:
+  """Of a key and its value of one head in VMEM, whose lanes are whole."""
+  both = {id(x): x for x in (keys.k, keys.v)}.values()
+  return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
+
+
+def _vmem(q: Any, keys: PooledView, heads: int, block: int) -> int:
+  """Bytes of vector memory that a step of shared tiles takes, about."""
+  rows = _up(q.shape[0] * q.shape[2], _SUBLANES)
+  h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
+  # What comes and goes has two places, one for the next step.
+  moved = heads * block * _slot_bytes(keys)
+  moved += 4 * heads * rows * (h + j + 2 * tile_ops.LANES)
+  gathered = 2 * block * _slot_bytes(keys)
+  return 2 * moved + gathered + 4 * 4 * rows * block
+
+
+def _fold(
+  scores: Scores,
+  q_ref: Any,
+  pages: Sequence[Any],
+  each: int,
+  both: bool,
+  sums: tuple[Any, ...],
+  allowed: Bool[Array, "n s"],
+) -> None:
+  """Folds a tile into sums, references [heads, n, ...]."""
+  acc_ref, m_ref, l_ref = sums
+  of_k, of_v = pages[:each], pages[each:] if both else pages[:each]
+  for head in range(acc_ref.shape[0]):
+    q = q_ref[head]
+    whole = lambda refs, head=head: jnp.concatenate(
+      [ref[0, 0, head] for ref in refs], 0
+    )
+    k, v = whole(of_k).astype(q.dtype), whole(of_v).astype(q.dtype)
+    dot = tile_ops.dot(q, k, tile_ops.NT)
+    s, c = tile_ops.power(scores, dot, None, _undefined)
+    v, odd = tile_ops.cleaned(v)
+    s = jnp.where(allowed, s + odd, -jnp.inf)
+    old = m_ref[head, :, 0:1]
+    m = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True) * c)
+    safe = finite_max(m)
+    p = jnp.exp2(s * c - safe)
+    weight = jnp.exp2(old - safe)
+    total = jnp.sum(p, axis=1, keepdims=True)
+    wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
+    l_ref[head] = wide(l_ref[head, :, 0:1] * weight + total)
+    m_ref[head] = wide(m)
+    product = tile_ops.dot(p.astype(v.dtype), v, tile_ops.NN)
+    acc_ref[head] = acc_ref[head] * weight + product
+
+
+def _undefined() -> jax.Array:
+  raise AssertionError("distances are for slopes, which are declined")
+
+
+def _mask(structure: Any, leaves: Sequence[Any]) -> Any:
+  return jax.tree.unflatten(structure, [ref[0] for ref in leaves])
+
+
+def _common_kernel(
+  scores: Scores, structure: Any, each: int, both: bool, *refs: Any
+) -> None:
+  first = 5 + structure.num_leaves
+  count, leaves = refs[4], refs[5:first]
+  q_ref, q_at, cover, k_at, *pages = refs[first:-3]
+  sums = refs[-3:]
+  i = pl.program_id(1)
+
+  @pl.when(i == 0)
+  def _() -> None:
+    for ref, value in zip(sums, (0.0, -jnp.inf, 0.0), strict=True):
+      ref[...] = jnp.full_like(ref, value)
+
+  @pl.when(i < count[0])
+  def _() -> None:
+    lane = lax.broadcasted_iota(jnp.int32, cover.shape, 1)
+    mine = jnp.where(lane == i, cover[...], 0)
+    mine = jnp.sum(mine.astype(jnp.float32), axis=1, keepdims=True) > 0
+    rows = Coords(q_at[:, 0:1], q_at[:, 1:2])
+    columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
+    allowed = visible(_mask(structure, leaves), rows, columns) & mine
+    _fold(scores, q_ref, pages, each, both, sums, allowed)
+
+
+def _own_kernel(
+  scores: Scores, structure: Any, each: int, both: bool, *refs: Any
+) -> None:
+  first = 5 + structure.num_leaves
+  words, leaves = refs[2], refs[3 : first - 2]
+  pos, seg = refs[first - 2 : first]
+  q_ref, k_at, *more = refs[first:-3]
+  carry, pages, sums = more[:3], more[3:], refs[-3:]
+  word = words[pl.program_id(1)]
+
+  @pl.when(word & tile_ops.FIRST != 0)
+  def _() -> None:
+    for ref, value in zip(sums, carry, strict=True):
+      ref[...] = value[...]
+
+  @pl.when(word & tile_ops.MASKED != 0)
+  def _() -> None:
+    row, many = tile_ops.row_of(word), (q_ref.shape[2], 1)
+    rows = Coords(jnp.full(many, pos[row]), jnp.full(many, seg[row]))
+    columns = Coords(k_at[0, 0, 0:1, :], k_at[0, 0, 1:2, :])
+    allowed = visible(_mask(structure, leaves), rows, columns)
+    own = tuple(ref.at[0] for ref in sums)
+    _fold(scores, q_ref.at[0], pages, each, both, own, allowed)

@@ -1,0 +1,161 @@
+"""A view of pages: each KV head of each example has tokens of its own.
+
+Guarantees: which page holds a token changes nothing. Heads of one layer may
+have different tokens, and numbers of tokens.
+Cost: as `views`; the pages of a tile are gathered.
+Memory: one tile.
+
+The heads are examples to what reads the view: an array [B, K, ...] is taken
+for [B K, 1, ...], since coordinates differ from head to head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ringjax import tree
+from ringjax.ops.attention.blockwise import product
+from ringjax.ops.attention.scores import Context, Terms
+from ringjax.ops.attention.views import (
+  Aligned,
+  Decoder,
+  StoredView,
+  in_basis,
+)
+from ringjax.ops.mask import Coords
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedView(StoredView):
+  """One layer's pages, out of a pool of N pages of P slots.
+
+  Fields:
+    k: [N, P, H], or uint8 [N, P, X] where a codec stores keys.
+    v: the same of values; the same array as `k` where values are parts of
+      keys.
+    pages: coordinates [N, P] of the slots; segment 0 is an empty one.
+    table: int32 [B, K, M], the pages of each head, -1 behind the last. On a
+      mesh they are counted on each device from 0, among those that it has.
+    constants: of the layer's codecs, arrays [K, n] for keys and for values.
+    decoders: what makes numbers of the bytes of keys and of values, or None.
+    axes: mesh axes that shard the pool: those of the batch, heads and tokens.
+    bounds: [N, 2, H], the least and the largest number of the keys of a page,
+      in each dim; or None.
+    most: with bounds, how many pages of each head a few queries read on a
+      device: those whose bounds allow the largest products.
+  """
+
+  k: Any
+  v: Any
+  pages: Coords
+  table: Any
+  constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+  decoders: tuple[Decoder, Decoder] | None = None
+  axes: tuple[str, ...] = ()
+  bounds: Any = None
+  most: int = 0
+
+  @property
+  def at(self) -> Coords:
+    """Coordinates [B K, S]."""
+    here = self.table >= 0
+    page = jnp.maximum(self.table, 0)
+    b, heads, many = self.table.shape
+    flat = lambda x: x.reshape(b * heads, many * x.shape[-1])
+    seg = jnp.where(here[..., None], self.pages.seg[page], 0)
+    return Coords(flat(self.pages.pos[page]), flat(seg))
+
+  @property
+  def shape(self) -> tuple[int, int, int, int, int]:
+    b, heads, many = self.table.shape
+    return b * heads, 1, many * self.k.shape[1], *self.dims
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> PagedView:
+    pool: Any = P(self.axes or None)
+    return PagedView(
+      pool,
+      pool,
+      Coords(pool, pool),
+      P(batch, heads, tokens),
+      jax.tree.map(lambda _: P(heads), self.constants),
+      self.decoders,
+      self.axes,
+      None if self.bounds is None else pool,
+      self.most,
+    )
+
+  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    slots = self.k.shape[1]
+    first = jnp.asarray(start, jnp.int32) // slots
+    page = lax.dynamic_slice_in_dim(self.table, first, size // slots, 2)
+    page = jnp.maximum(page, 0)
+    b, heads, _ = page.shape
+
+    def one(x: jax.Array, n: int) -> jax.Array:
+      data = x[page].reshape(b, heads, size, x.shape[-1])
+      if self.decoders is not None and x.shape[-1]:
+        data = self.decoders[n](data, self.constants[n])
+      return data.reshape(b * heads, 1, size, data.shape[-1])
+
+    k = one(self.k, 0)
+    return k, k if self.v is self.k else one(self.v, 1)
+
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    few = self.bounds is not None and q.shape[3] <= _FEW
+    if few and self.most < self.table.shape[2]:
+      return self._selected(q).aligned(q, keys=keys)
+    found = Aligned(self, q)
+    if self.decoders is not None:
+      found = in_basis(self, q, keys)
+    return found._replace(by_head=True)
+
+  def _selected(self, q: Float[Array, "B K G T H"]) -> PagedView:
+    """The pages that promise the queries of a group the largest products."""
+    page = jnp.maximum(self.table, 0)
+    found = self.bounds[page].astype(q.dtype)
+    low, high = found[..., 0, :], found[..., 1, :]
+    most = product("bkgth,bkmh->bkgtm", jnp.maximum(q, 0), high)
+    most = most + product("bkgth,bkmh->bkgtm", jnp.minimum(q, 0), low)
+    best = jnp.max(most, (2, 3))
+    best = jnp.where(self.table >= 0, best, -jnp.inf)
+    which = lax.top_k(best, self.most)[1]
+    table = jnp.take_along_axis(self.table, which, 2)
+    return dataclasses.replace(self, table=table, bounds=None)
+
+
+tree.register(
+  PagedView,
+  ("k", "v", "pages", "table", "constants", "bounds"),
+  ("decoders", "axes", "most"),
+)
+
+# Up to so many queries read pages that are selected for them.
+_FEW = 16
+
+
+def heads_as_examples(
+  q: Float[Array, "B K G T H"], context: Context, terms: Terms
+) -> tuple[jax.Array, Context, Terms]:
+  """Queries [B K, 1, G, T, H] and what goes with them."""
+  b, heads = q.shape[:2]
+  # What is the same for all examples stays so.
+  each = lambda x: (
+    jnp.repeat(x, heads, 0) if jnp.ndim(x) and x.shape[0] == b > 1 else x
+  )
+  slopes = terms.slopes
+  if slopes is not None:
+    slopes = jnp.tile(slopes[:, None], (b, 1, 1))
+  context = context._replace(
+    q=Coords(*map(each, context.q)), mask=jax.tree.map(each, context.mask)
+  )
+  q = q.reshape(b * heads, 1, *q.shape[2:])
+  return q, context, terms._replace(slopes=slopes)

@@ -1,0 +1,198 @@
+"""A view of a layer whose heads are stored in different ways.
+
+Guarantees: each head is read as the view of a head alone would be, in the
+basis of its own codec; forward only.
+Cost: each head's bytes are read once. The heads are a loop, and of each group
+of heads one of a few branches runs: a program has a branch for each way, not
+for each head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ringjax import tree
+from ringjax.errors import OptionError
+from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.scores import Terms
+from ringjax.ops.attention.views import (
+  Aligned,
+  Decoder,
+  EncodedView,
+  KVView,
+  StoredView,
+  UnrotatedView,
+  coords_specs,
+)
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+from ringjax.ops.softmax import Partial
+
+
+@dataclasses.dataclass(frozen=True)
+class PerHeadView(StoredView):
+  """One layer of arrays of slots, an array for each way to store a head.
+
+  Fields:
+    k: for each way codes of n groups of g heads, [n, B, g, S, X], or int8
+      [n, B, g, X, S].
+    v: the same; empty where values are parts of keys.
+    at: coordinates [B or 1, S]; segment 0 is an empty slot.
+    way: int32 [K / g], which of the ways each group of heads has.
+    row: int32 [K / g], and where it is in that array.
+    constants: for each way those of its codecs, arrays [n, g, x]: of the keys
+      and of the values.
+    rotation: what rotates keys that are stored before it, or None.
+    decoders: for each way what makes numbers of keys and of values.
+  """
+
+  k: tuple[Any, ...]
+  v: tuple[Any, ...]
+  at: Coords
+  way: Any
+  row: Any
+  constants: tuple[Any, ...]
+  rotation: Rotation | None
+  decoders: tuple[tuple[Decoder, Decoder], ...]
+
+  @property
+  def shape(self) -> tuple[int, int, int, int, int]:
+    k, (of_k, of_v) = self.k[0], self.decoders[0]
+    value = of_v.dim if self.v else of_k.dim
+    heads = k.shape[2] * self.way.shape[0]
+    return k.shape[1], heads, k.shape[token_axis(k)], of_k.dim, value
+
+  @property
+  def slot_bytes(self) -> int:
+    b, heads, _, dim, _ = self.shape
+    return b * heads * dim * jnp.dtype(self.decoders[0][0].dtype).itemsize
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> PerHeadView:
+    if heads:
+      raise OptionError(
+        "mesh",
+        f"heads sharded over {heads}, with a codec for each head",
+        "a mesh that shards the sequence and the batch alone",
+        "make the mesh without that axis, or take one codec for all heads",
+      )
+
+    def arrays(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+      return tuple(
+        P(None, batch, None, *(None,) * (token_axis(x) - 3), tokens)
+        for x in parts
+      )
+
+    whole: Any = lambda tree: jax.tree.map(lambda _: P(), tree)
+    return PerHeadView(
+      arrays(self.k),
+      arrays(self.v),
+      coords_specs(self.at, self.k[0].shape[1], batch, tokens),
+      P(),
+      P(),
+      whole(self.constants),
+      whole(self.rotation),
+      self.decoders,
+    )
+
+  def keys_alone(self) -> PerHeadView:
+    return dataclasses.replace(self, v=())
+
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    # Each head has a basis of its own, see `partial`.
+    del keys
+    return Aligned(self, q)
+
+  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    read = lambda view: view.tile(start, size)
+    k, v = self._of_groups(lambda view, _: read(view), jnp.int32(0) * self.way)
+    wide = lambda x: _joined(x, 1)
+    return wide(k), wide(v)
+
+  def partial(
+    self,
+    q: Float[Array, "B K G T H"],
+    terms: Terms,
+    read: Callable[..., Partial],
+  ) -> Partial:
+    """The partial of queries over these keys, a group of heads at a time.
+
+    Args:
+      q: queries.
+      terms: of the scores.
+      read: the same of a view, of queries and of terms of some of the heads.
+    """
+    groups = self.way.shape[0]
+    cut = lambda axis: lambda x: _cut(x, groups, axis)
+    # Heads are the third dimension from behind of slopes for each example.
+    slopes = terms.slopes
+    if slopes is not None:
+      slopes = _cut(slopes, groups, slopes.ndim - 2)
+    given = cut(1)(q), terms._replace(slopes=slopes)
+    found = self._of_groups(lambda view, given: read(view, *given), given)
+    return jax.tree.map(lambda x: _joined(x, 1), found)
+
+  def _of_groups(self, f: Callable[[KVView, Any], Any], given: Any) -> Any:
+    """f of each group's view and its part of `given`, stacked in front."""
+
+    def branch(way: int) -> Callable[..., Any]:
+      return lambda row, given: f(self._group(way, row), given)
+
+    branches = [branch(way) for way in range(len(self.k))]
+
+    def one(each: Any) -> Any:
+      way, row, given = each
+      if len(branches) == 1:
+        return branches[0](row, given)
+      return lax.switch(way, branches, row, given)
+
+    each = self.way, self.row, given
+    if self.way.shape[0] == 1:
+      first = one(jax.tree.map(lambda x: x[0], each))
+      return jax.tree.map(lambda x: x[None], first)
+    return lax.map(one, each)
+
+  def _group(self, way: int, row: Any) -> KVView:
+    """The view of one group of heads, which is stored in this way."""
+    take = lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+    k = self.k[way]
+    view = EncodedView(
+      k,
+      self.v[way] if self.v else k,
+      self.at,
+      row,
+      jax.tree.map(take, self.constants[way]),
+      self.decoders[way],
+    )
+    if self.rotation is None:
+      return view
+    return UnrotatedView(view, self.rotation)
+
+
+tree.register(
+  PerHeadView,
+  ("k", "v", "at", "way", "row", "constants", "rotation"),
+  ("decoders",),
+)
+
+
+def _cut(x: jax.Array, groups: int, axis: int) -> jax.Array:
+  """The groups of an axis in front."""
+  shape = (*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
+  return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+  """Groups in front as one axis again."""
+  x = jnp.moveaxis(x, 0, axis)
+  shape = (*x.shape[:axis], -1, *x.shape[axis + 2 :])
+  return x.reshape(shape)

@@ -1,0 +1,336 @@
+"""A view of a pool of pages that rows share by their tables.
+
+Guarantees: which page holds a token changes nothing, nor which rows share it.
+Tiles are folded in the order of positions whatever the other rows of the call
+hold, so that a row's result is the same, bit for bit, in any company.
+Cost: as `views`; the pages of a tile are gathered. With `SharedTiles` a tile
+that several rows share is read once for all of them, and multiplied with the
+queries of all rows at once.
+Memory: one tile.
+Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180; Ye et al. 2024,
+ChunkAttention, arXiv 2402.15220.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ringjax import tree
+from ringjax.ops.attention.blockwise import (
+  cut_coords,
+  finite_flag,
+  fold_tile,
+  loop,
+  product,
+  tile_kinds,
+  tile_lists,
+)
+from ringjax.ops.attention.code_format import as_bytes, token_axis
+from ringjax.ops.attention.scores import (
+  FORWARD,
+  Context,
+  ScoreArgs,
+  Scores,
+  ScoreTile,
+  Terms,
+)
+from ringjax.ops.attention.views import (
+  Aligned,
+  Decoder,
+  StoredView,
+  coords_specs,
+  in_basis,
+)
+from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.softmax import Partial, wide_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledView(StoredView):
+  """One layer's pages, out of a pool that all rows share.
+
+  Fields:
+    k: [L, N, K, P, H], N pages of P slots; codes as `stored_codes` says.
+    v: the same of values; the same array as `k` where values are parts of
+      keys.
+    at: coordinates [B, S] of the slots in the order of `table`; segment 0 is
+      an empty one.
+    table: int32 [B, S / P], the pages of each row; on a mesh they are counted
+      on each device among those that it has.
+    layer: int32 [], which of the L.
+    constants: of the layer's codecs, arrays [K, n] for keys and for values.
+    decoders: what makes numbers of the bytes of keys and of values, or None.
+    shared: tiles that rows share, for calls of one token a row, or None.
+  """
+
+  k: Any
+  v: Any
+  at: Coords
+  table: Any
+  layer: Any
+  constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+  decoders: tuple[Decoder, Decoder] | None = None
+  shared: Any = None
+
+  # Tiles are folded in the order of slots, all with a mask.
+  in_order = True
+
+  @property
+  def page(self) -> int:
+    """Slots of a page, P."""
+    return self.k.shape[token_axis(self.k)]
+
+  @property
+  def shape(self) -> tuple[int, int, int, int, int]:
+    b, many = self.table.shape
+    return b, self.k.shape[2], many * self.page, *self.dims
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> PooledView:
+    pool: Any = P(None, tokens, heads)
+    return PooledView(
+      pool,
+      pool,
+      coords_specs(self.at, self.table.shape[0], batch, tokens),
+      P(batch, tokens),
+      P(),
+      jax.tree.map(lambda _: P(heads), self.constants),
+      self.decoders,
+      None if self.shared is None else self.shared.specs(batch, tokens),
+    )
+
+  def of_row(self, row: Any) -> PooledView:
+    """The same for one row of the batch, int32 []."""
+    one = lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0)
+    return dataclasses.replace(
+      self, at=Coords(*map(one, self.at)), table=one(self.table), shared=None
+    )
+
+  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    first = jnp.asarray(start, jnp.int32) // self.page
+    page = lax.dynamic_slice_in_dim(self.table, first, size // self.page, 1)
+    page = jnp.maximum(page, 0)
+    b, many = page.shape
+    layer = jnp.full(page.shape, self.layer, jnp.int32)
+
+    def one(x: jax.Array, n: int) -> jax.Array:
+      data = as_bytes(x[layer, page])
+      heads, slots, width = data.shape[2:]
+      data = jnp.swapaxes(data, 1, 2).reshape(b, heads, many * slots, width)
+      if self.decoders is not None and width:
+        data = self.decoders[n](data, self.constants[n])
+      return data
+
+    k = one(self.k, 0)
+    return k, k if self.v is self.k else one(self.v, 1)
+
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    if self.decoders is None:
+      return Aligned(self, q)
+    return in_basis(self, q, keys)
+
+
+tree.register(
+  PooledView,
+  ("k", "v", "at", "table", "layer", "constants", "shared"),
+  ("decoders",),
+)
+
+
+class SharedTiles(NamedTuple):
+  """Tiles of slots that several rows have in common.
+
+  A row shares a tile only if it shares all before it, so that its tiles are
+  folded in order: first those that it shares, then its own.
+
+  Fields:
+    row: int32 [R, n], on each shard, one of the rows that have the tile.
+    tile: int32 [R, n], which of the row's tiles on that shard; ascending.
+    cover: bool [R, n, B], the rows that have it.
+    count: int32 [R], how many of the n are there.
+    done: int32 [R, B], how many of a row's tiles are shared.
+  """
+
+  row: Any
+  tile: Any
+  cover: Any
+  count: Any
+  done: Any
+
+  def specs(self, batch: Any, tokens: Any) -> Any:
+    """PartitionSpecs, the same tree; nothing is shared between devices."""
+    own: Any = P(tokens)
+    return SharedTiles(own, own, P(tokens, None, batch), own, P(tokens, batch))
+
+
+def pool_tile(page: int, platform: str) -> int:
+  """Slots of a tile of pages, the same for all calls."""
+  return max(page, 128 if platform == "cpu" else 512)
+
+
+def decode_pool(
+  q: Float[Array, "B K G 1 H"],
+  keys: Any,
+  args: ScoreArgs,
+  platform: str = "cpu",
+) -> Partial:
+  """The partial of one query a row over the keys of a view with `shared`.
+
+  It is the same, bit for bit, whether a tile is shared: products have two rows
+  at least and their weights transposed, which XLA's compilers sum in one order
+  whatever the number of rows. `Engine` checks that on its device.
+  """
+  plan = keys.shared
+  block = pool_tile(pages_of(keys).page, platform)
+  batch, heads, groups = q.shape[:3]
+  context = args.context
+  wide = wide_dtype(q.dtype)
+  start = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
+  flat = q[:, :, :, 0]
+
+  def tile_of(view: Any, n: Any) -> tuple[jax.Array, jax.Array, Any]:
+    k, v = view.tile(n * block, block)
+    at = cut_coords(view.at, n * block, block)
+    return k.astype(q.dtype), v, args.of_keys(at, 0)
+
+  def fold(
+    here: Any, s: Any, v: Any, carry: Any, weigh: Any, allowed: Any
+  ) -> Partial:
+    tile = ScoreTile(here, FORWARD, 0, 0, context.q, here.context.k)
+    flag = finite_flag(v, s.dtype)
+    flag = jnp.broadcast_to(flag, (batch, *flag.shape[1:]))
+    return fold_tile(tile, s, v, flag, carry, weigh, allowed)
+
+  def common(n: Any, carry: Partial) -> Partial:
+    row, which = plan.row[0, n], plan.tile[0, n]
+    k, v, here = tile_of(keys.of_row(row), which)
+    many = jnp.swapaxes(flat, 0, 1).reshape(heads, batch * groups, -1)
+    s = _rows_of_two("kth,knh->knt", k[0], many)
+    s = jnp.swapaxes(s.reshape(heads, batch, groups, 1, block), 0, 1)
+
+    def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
+      p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * groups, block)
+      acc = _weighted("ktn,ktj->knj", p, v[0])
+      acc = acc.reshape(heads, batch, groups, 1, -1)
+      return jnp.swapaxes(acc, 0, 1)
+
+    cover = plan.cover[0, n][:, None, None, None, None]
+    return fold(here, s, v, carry, weigh, cover)
+
+  some = loop(plan.count[0], common, start)
+  kinds = tile_kinds(context.mask, context.q, context.k, 1, block)
+  number = jnp.arange(kinds.shape[1], dtype=jnp.int32)
+  rest = (kinds[0] > 0) & (number >= jnp.min(plan.done[0]))
+  lists = tile_lists(rest[None].astype(jnp.int8), masked=True)
+
+  def own(n: Any, carry: Partial) -> Partial:
+    which = lists.masked[0, n]
+    k, v, here = tile_of(keys, which)
+    s = _rows_of_two("bkth,bknh->bknt", k, flat)[:, :, :, None]
+
+    def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
+      acc = _weighted("bktn,bktj->bknj", p[:, :, :, 0], v)
+      return acc[:, :, :, None]
+
+    mine = (which >= plan.done[0])[:, None, None, None, None]
+    return fold(here, s, v, carry, weigh, mine)
+
+  return loop(lists.masked_count[0], own, some)
+
+
+def pages_of(view: Any) -> PooledView:
+  """The view of pages, if it is inside of another."""
+  return view if isinstance(view, PooledView) else view.stored
+
+
+def _rows_of_two(
+  equation: str, k: Float[Array, "*b t H"], q: Float[Array, "*b n H"]
+) -> Float[Array, "*b n t"]:
+  """A product with two queries at least: one alone is summed otherwise."""
+  if q.shape[-2] > 1:
+    return product(equation, k, q)
+  return product(equation, k, jnp.concatenate([q, q], -2))[..., :1, :]
+
+
+def _weighted(
+  equation: str, p: Float[Array, "*b n t"], v: Float[Array, "*b t J"]
+) -> Float[Array, "*b n J"]:
+  """Sums of values by weights, transposed first; see `decode_pool`."""
+  many = p.shape[-2]
+  if many == 1:
+    p = jnp.concatenate([p, p], -2)
+  p = lax.optimization_barrier(jnp.swapaxes(p, -1, -2))
+  return product(equation, p, v)[..., :many, :]
+
+
+def sharing_is_exact(
+  shape: tuple[int, int, int, int, int],
+  page: int,
+  dtype: Any,
+  platform: str,
+  decode: Callable[..., Partial] | None = None,
+) -> bool:
+  """Whether a view's partial has the same bits with shared tiles and without.
+
+  It tries both on the default device.
+
+  Args:
+    shape: rows, KV heads, queries of each, and the dims of keys and values.
+    page: slots of a page.
+    dtype: of queries, keys and values.
+    platform: of the device.
+    decode: what reads the view, called as `decode_pool`, e.g. a kernel; None:
+      `decode_pool` for the platform.
+  """
+  if decode is None:
+    decode = functools.partial(decode_pool, platform=platform)
+  rows, heads, groups, dim, value = shape
+  block = pool_tile(page, platform)
+  each = block // page
+  draw = np.random.default_rng(0).standard_normal
+  make = lambda *shape: jnp.asarray(draw(shape, np.float32), dtype)
+  common = np.broadcast_to(np.arange(each), (rows, each))
+  own = each + np.arange(rows * each).reshape(rows, each)
+  table = jnp.asarray(np.concatenate([common, own], 1), jnp.int32)
+  pos = np.broadcast_to(np.arange(2 * block), (rows, 2 * block))
+  at = Coords(*(jnp.asarray(x, jnp.int32) for x in (pos, pos * 0 + 1)))
+  q_at = Coords(at.pos[:, -1:], at.seg[:, -1:])
+  pages = (rows + 1) * each
+  k = make(1, pages, heads, page, dim)
+  v = make(1, pages, heads, page, value)
+  q = make(rows, heads, groups, 1, dim)
+  args = ScoreArgs(
+    Scores(scale=dim**-0.5), Terms(), Context(q_at, at, Causal())
+  )
+
+  @jax.jit
+  def run(q: Any, k: Any, v: Any, shared: SharedTiles) -> Partial:
+    view = PooledView(k, v, at, table, jnp.int32(0), shared=shared)
+    return decode(q, view, args)
+
+  def plan(count: int) -> SharedTiles:
+    ints = lambda *shape: jnp.zeros(shape, jnp.int32)
+    return SharedTiles(
+      ints(1, 1),
+      ints(1, 1),
+      jnp.ones((1, 1, rows), bool),
+      ints(1) + count,
+      ints(1, rows) + count,
+    )
+
+  both = [jax.device_get(run(q, k, v, plan(n))) for n in (0, 1)]
+  return all(
+    np.array_equal(np.asarray(x), np.asarray(y))
+    for x, y in zip(*both, strict=True)
+  )

@@ -1,0 +1,135 @@
+"""A view of blocks in the host's memory, which pass through the device.
+
+Guarantees: reading equals that of the same tokens on the device, read in the
+same tiles, bit for bit.
+Cost: every block that counts is copied to the device, once for each call and
+layer; `views.fold_tiles` does so while the block before it is read.
+Memory: two blocks on the device.
+
+TPU cuts an array in the host's memory along one axis alone, and not every
+program may reshape it: hence one axis for the blocks of all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
+
+from ringjax import tree
+from ringjax.ops.attention.blockwise import cut_coords
+from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.views import (
+  Aligned,
+  ContiguousView,
+  Decoder,
+  EncodedView,
+  StoredView,
+  UnrotatedView,
+  coords_specs,
+  in_basis,
+)
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class HostView(StoredView):
+  """One layer of a stack of blocks in the host's memory.
+
+  Fields:
+    k: [L N, B, K, P, H], N blocks of P slots for each of L layers, layer by
+      layer on each shard; codes where a codec stores keys, uint8 [L N, B, K,
+      P, X] or int8 [L N, B, K, X, P].
+    v: the same of values; the same array as `k` where values are parts of
+      keys.
+    at: coordinates [B, N P]; segment 0 is an empty slot.
+    layer: int32 [], which of the L.
+    constants: of the layer's codecs, arrays [K, n] for keys and for values.
+    rotation: what rotates a key to its position, where keys are stored before
+      their rotation; or None.
+    decoders: what makes numbers of the bytes of keys and of values, or None.
+    layers: L.
+  """
+
+  k: Any
+  v: Any
+  at: Coords
+  layer: Any
+  constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+  rotation: Rotation | None = None
+  decoders: tuple[Decoder, Decoder] | None = None
+  layers: int = 1
+
+  @property
+  def block(self) -> int:
+    return self.k.shape[token_axis(self.k)]
+
+  @property
+  def shape(self) -> tuple[int, int, int, int, int]:
+    many, b, heads, *_ = self.k.shape
+    return b, heads, many // self.layers * self.block, *self.dims
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> HostView:
+    arrays: Any = P(tokens, batch, heads)
+    return HostView(
+      arrays,
+      arrays,
+      coords_specs(self.at, self.k.shape[1], batch, tokens),
+      P(),
+      jax.tree.map(lambda _: P(heads), self.constants),
+      jax.tree.map(lambda _: P(), self.rotation),
+      self.decoders,
+      self.layers,
+    )
+
+  def fetch(self, start: Any) -> tuple[jax.Array, ...]:
+    """The block from slot `start` on the device: keys, and values if apart."""
+    number = jnp.asarray(start, jnp.int32) // self.block
+    each = self.k.shape[0] // self.layers
+    number = jnp.asarray(self.layer, jnp.int32) * each + number
+
+    def one(x: Shaped[Array, "M B K *block"]) -> jax.Array:
+      found = lax.dynamic_slice_in_dim(x, number, 1, 0)
+      return jax.device_put(found, jax.memory.Space.Device)
+
+    if self.v is self.k or not self.v.size:
+      return (one(self.k),)
+    return one(self.k), one(self.v)
+
+  def opened(self, stored: Any, start: Any) -> tuple[jax.Array, jax.Array]:
+    """Rotated keys and values [B, K, P, ...] of a fetched block."""
+    at = cut_coords(self.at, start, self.block)
+    k = v = stored[0]
+    if self.v is not self.k:
+      v = stored[1] if self.v.size else self.v[:1]
+    view: Any = ContiguousView(k, v, at, jnp.int32(0))
+    if self.decoders is not None:
+      view = EncodedView(k, v, at, jnp.int32(0), self.constants, self.decoders)
+    if self.rotation is not None:
+      view = UnrotatedView(view, self.rotation)
+    return view.tile(jnp.int32(0), self.block)
+
+  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    assert size == self.block
+    return self.opened(self.fetch(start), start)
+
+  def aligned(
+    self, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Aligned:
+    if self.decoders is None:
+      return Aligned(self, q)
+    # Keys are rotated in the basis in which they were made.
+    return in_basis(self, q, keys and self.rotation is None)
+
+
+tree.register(
+  HostView,
+  ("k", "v", "at", "layer", "constants", "rotation"),
+  ("decoders", "layers"),
+)

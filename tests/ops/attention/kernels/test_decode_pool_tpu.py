@@ -1,0 +1,159 @@
+"""The kernel that reads pages which rows share, in Pallas' interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringjax.errors import OptionError
+from ringjax.kv import Integers
+from ringjax.ops.attention.kernels import auto_kernel
+from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
+from ringjax.ops.attention.pooled import PooledView, decode_pool
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.views import Decoder
+from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment, Window
+from ringjax.serve.shared_rows import shared_tiles
+from tests.ops.attention.kernels.test_decode import same
+
+# The loops' tile on a CPU.
+TILE, PAGE, COLUMNS = 128, 32, 3
+KERNEL = DecodePoolTPU(TILE, interpret=True)
+# Tokens of each row, and how many tiles it has in common with which row.
+SHARING = {
+  "nothing": ((200, 1, 384), ()),
+  "all": ((384, 384), ((1, 0, 3),)),
+  "some": ((300, 17, 301, 290, 129), ((2, 0, 2), (3, 0, 1))),
+  "groups": ((300, 270, 301, 290, 0), ((1, 0, 2), (3, 2, 2))),
+}
+
+
+def call(name="some", *, dtype=jnp.float32, mask=None, cap=None, groups=3,
+         alone=False):  # fmt: skip
+  """The arguments of a decode over pages."""
+  lengths, common = SHARING[name]
+  r, rows = np.random.default_rng(0), len(lengths)
+  each, many = TILE // PAGE, COLUMNS * TILE // PAGE
+  table = r.permutation(rows * many).astype(np.int32).reshape(rows, many)
+  for b, other, n in common:
+    table[b, : n * each] = table[other, : n * each]
+  used = np.array(lengths)[:, None]
+  table[np.arange(many)[None] * PAGE >= used] = -1
+  draw = lambda *shape: jnp.asarray(r.normal(size=shape), dtype)
+  pos = np.broadcast_to(np.arange(many * PAGE), (rows, many * PAGE))
+  coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
+  ready = 0 * used[:, 0] if alone else used[:, 0]
+  plan = shared_tiles(table[:, None], ready, PAGE, TILE, 5)
+  view = PooledView(
+    draw(2, rows * many, 2, PAGE, 16),
+    draw(2, rows * many, 2, PAGE, 24),
+    coords(pos, pos < used),
+    jnp.asarray(table),
+    jnp.int32(1),
+    shared=jax.tree.map(jnp.asarray, plan),
+  )
+  context = Context(coords(used - 1, used > 0), view.at, mask or Causal())
+  scores = Scores(scale=0.25, soft_cap=cap)
+  return draw(rows, 2, groups, 1, 16), view, ScoreArgs(scores, Terms(), context)
+
+
+def check(args, limit=3e-6):
+  run = lambda f: jax.jit(lambda q, view: f(q, view, args[2]))(*args[:2])
+  got = run(KERNEL.decode)
+  same(got, run(decode_pool), limit)
+  return got
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_it_equals_the_loops(name):
+  args = call(name)
+  assert (int(args[1].shared.count[0]) > 0) == (name != "nothing")
+  check(args)
+
+
+@pytest.mark.parametrize("what", ["window", "cap", "half", "one head"])
+def test_masks_and_dtypes(what):
+  options = {
+    "window": dict(mask=Causal() & SameSegment() & Window(140)),
+    "cap": dict(cap=2.0),
+    "half": dict(dtype=jnp.bfloat16),
+    "one head": dict(groups=1),
+  }
+  check(call(**options[what]), 1e-2 if what == "half" else 3e-6)
+
+
+def test_alone_as_in_a_crowd():
+  """The sums of shared tiles are those of tiles that each row reads."""
+  same(check(call("all")), check(call("all", alone=True)), 3e-7)
+
+
+def test_values_that_are_keys():
+  q, view, args = call()
+  check((q, view.keys_alone(), args))
+
+
+def test_what_is_not_seen_does_not_matter():
+  """Bit for bit, even if it is no number; what is seen reaches its row."""
+  q, view, args = call()
+  want = KERNEL.decode(q, view, args)
+  unused = np.setdiff1d(np.arange(view.k.shape[1]), np.asarray(view.table))
+  # Entries of missing pages are read as page 0.
+  bad = lambda x, n: x.at[:, n].set(jnp.nan)
+  gone = dataclasses.replace(view, k=bad(view.k, unused), v=bad(view.v, unused))
+  for a, b in zip(KERNEL.decode(q, gone, args), want, strict=True):
+    np.testing.assert_array_equal(a, b)
+  own = int(view.table[1, 0])
+  found = KERNEL.decode(
+    q, dataclasses.replace(view, v=bad(view.v, own)), args
+  ).acc
+  assert np.isnan(found[1]).all()
+  others = np.array([0, 2, 3, 4])
+  np.testing.assert_array_equal(found[others], want.acc[others])
+
+
+DECLINED = {
+  "without a plan": dict(view=lambda x: dataclasses.replace(x, shared=None)),
+  "pages of codes": dict(
+    view=lambda x: dataclasses.replace(
+      x, decoders=(Decoder(Integers(bits=4), 16, jnp.float32),) * 2
+    )
+  ),
+  "float16": dict(dtype=jnp.float16),
+  "ALiBi": dict(terms=Terms(slopes=jnp.ones((2, 3)))),
+  "dropout": dict(scores=Scores(scale=1.0, dropout_rate=0.1)),
+  "numbers of each row": dict(mask=Prefix(jnp.array([3, 60, 2, 1, 5]))),
+  "32 pages a tile": dict(kernel=DecodePoolTPU(1024, interpret=True)),
+  "multiples of 128": dict(kernel=DecodePoolTPU(64)),
+}
+
+
+@pytest.mark.parametrize("words", DECLINED)
+def test_what_it_does_not_serve(words):
+  changes = DECLINED[words]
+  given = {name: changes[name] for name in {"mask", "dtype"} & {*changes}}
+  q, view, args = call(**given)
+  view = changes.get("view", lambda x: x)(view)
+  for name in {"scores", "terms"} & {*changes}:
+    args = args._replace(**{name: changes[name]})
+  kernel = changes.get("kernel", KERNEL)
+  assert words in kernel.decline(q, view, args)
+  with pytest.raises(OptionError, match=words):
+    kernel.decode(q, view, args)
+
+
+def test_who_reads_pages():
+  auto_kernel._fault.cache_clear()
+  args = call(dtype=jnp.bfloat16)
+  ours = auto_kernel.AutoKernel(platform="tpu", chip="tpu-v5e")
+  assert ours.choose_decode(*args).algorithm == DecodePoolTPU(chip="tpu-v5e")
+  found = auto_kernel.AutoKernel(platform="cpu").choose_decode(*args)
+  assert isinstance(found.algorithm, auto_kernel.Loops)
+
+
+def test_it_passes_its_own_check():
+  kernel = DecodePoolTPU(interpret=True)
+  assert auto_kernel._compare_decodes(kernel) < auto_kernel._ALLOWED
