@@ -1,30 +1,77 @@
 """Caches of keys and values on devices: pytrees that can be traced."""
 
+from ringjax.kv.allocation import Allocation, allocate_bits
 from ringjax.kv.cache import Blocks, KVCache, Snapshot
 from ringjax.kv.cache_kind import KINDS, CacheKind
+from ringjax.kv.cache_report import CacheReport
 from ringjax.kv.codecs import (
+  Allocated,
   Calibrated,
   Calibration,
+  ChannelGroups,
   CodeBook,
   Codec,
   Floats,
   Hadamard,
   Integers,
+  PerHead,
+)
+from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.policies import (
+  AdaKV,
+  Duo,
+  ExpectedAttention,
+  FastGen,
+  HeavyHitters,
+  KeyDiff,
+  KeyNorm,
+  KVzip,
+  LagKV,
+  Policy,
+  PyramidKV,
+  Select,
+  Sinks,
+  SnapKV,
+  Tova,
 )
 from ringjax.kv.simulated import SimulatedCache
+from ringjax.kv.tiered import TieredCache
 
 __all__ = [
   "KINDS",
+  "AdaKV",
+  "Allocated",
+  "Allocation",
   "Blocks",
   "CacheKind",
+  "CacheReport",
   "Calibrated",
   "Calibration",
+  "ChannelGroups",
   "CodeBook",
   "Codec",
+  "Duo",
+  "EvictingCache",
+  "ExpectedAttention",
+  "FastGen",
   "Floats",
   "Hadamard",
+  "HeavyHitters",
   "Integers",
   "KVCache",
+  "KVzip",
+  "KeyDiff",
+  "KeyNorm",
+  "LagKV",
+  "PerHead",
+  "Policy",
+  "PyramidKV",
+  "Select",
   "SimulatedCache",
+  "Sinks",
+  "SnapKV",
   "Snapshot",
+  "TieredCache",
+  "Tova",
+  "allocate_bits",
 ]

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
-from ringjax.kv.codecs import Codec
+from ringjax.kv.codecs import CacheCodec
 from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
@@ -68,6 +68,7 @@ class CacheSpec:
     axes: the mesh axes of "batch", "heads" and "tokens", as in a
       PartitionSpec.
     codec: stores keys and values in bytes, or None.
+    target: the platform; None: the mesh's, or else the default one.
   """
 
   batch: int
@@ -75,7 +76,17 @@ class CacheSpec:
   dtype: Any
   mesh: Any = None
   axes: Any = dataclasses.field(default_factory=dict)
-  codec: Codec | None = None
+  codec: CacheCodec | None = None
+  target: str | None = None
+
+  @property
+  def platform(self) -> str:
+    """What the devices are."""
+    if self.target is not None:
+      return self.target
+    if self.mesh is None:
+      return jax.default_backend()
+    return self.mesh.devices.flat[0].platform
 
   @property
   def shards(self) -> int:
@@ -109,14 +120,31 @@ def zeros(like: Any) -> Any:
   return jax.tree.map(one, like)
 
 
+# The memory of a host from which devices read without a copy.
+HOST = "pinned_host"
+
+
 def bytes_each(tree: Any) -> int:
-  """Bytes of arrays, or of what stands for them, on each device."""
+  """Bytes of arrays, or of what stands for them, on each device.
+
+  What is in the host's memory is not among them.
+  """
 
   def one(x: Any) -> int:
+    if x.sharding is not None and x.sharding.memory_kind == HOST:
+      return 0
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
   return sum(one(x) for x in jax.tree.leaves(tree))
+
+
+def donated(tree: Any) -> bool:
+  """Whether some of its arrays were donated to a program."""
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+  return any(
+    x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)
+  )
 
 
 @runtime_checkable
@@ -137,6 +165,17 @@ class LayerCache(Protocol):
 
     The keys are those before `rotation`; the kind of cache says whether they
     are stored as they are. `fresh` has them rotated.
+    """
+    ...
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> LayerCache:
+    """Notes the call's queries, [B, T, N, H], if the kind of cache needs them.
+
+    Args:
+      rotated: returns them.
+      plain: returns them as they were before their rotation.
     """
     ...
 
@@ -241,6 +280,12 @@ class FreshLayer(NamedTuple):
       return FreshLayer(KV(rotation.own(k), v, at))
     k, v, slots = self.change(k, v, rotation)
     return FreshLayer(KV(k, v, at), slots)
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> FreshLayer:
+    del rotated, plain
+    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +31,25 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import KV, CacheSpec, zeros
+from ringjax.kv.base import KV, CacheSpec, donated, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
-from ringjax.kv.codecs import VectorCodec
-from ringjax.kv.slots import FILL, REPLICATED, SHARDED, ContiguousSlots
+from ringjax.kv.cache_report import CacheReport, report
+from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
+from ringjax.kv.head_storage import HeadStorage
+from ringjax.kv.reading import KeyReading
+from ringjax.kv.slots import (
+  FILL,
+  REPLICATED,
+  SHARDED,
+  ContiguousSlots,
+)
 from ringjax.kv.state import State, StateShape
 from ringjax.kv.window import WindowSlots, window_slots
+from ringjax.ops.attention.code_format import (
+  as_stored,
+  stored_codes,
+  token_axis,
+)
 from ringjax.ops.attention.views import (
   ContiguousView,
   Decoder,
@@ -45,6 +59,7 @@ from ringjax.ops.attention.views import (
 )
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.parallel import chips
 from ringjax.parallel.local import move
 
 
@@ -58,6 +73,8 @@ class LayerCacheSpec:
     key: head dim of the keys, H.
     value: head dim of the values, J; 0 where values are part of the keys.
     reach: tokens before its own that a query looks back, None for all.
+    reading: how queries read the keys, for policies of eviction.
+    which: the layers' numbers in the model.
   """
 
   layers: int
@@ -65,10 +82,19 @@ class LayerCacheSpec:
   key: int
   value: int
   reach: int | None = None
+  reading: KeyReading | None = None
+  which: tuple[int, ...] = ()
 
   def numbers(self) -> int:
     """Numbers that one token takes."""
     return self.layers * self.heads * (self.key + self.value)
+
+  def decoders(self, codec: Codec, dtype: Any) -> tuple[Decoder, Decoder]:
+    """What makes keys and values of a codec's bytes."""
+    return (
+      Decoder(codec.keys, self.key, dtype),
+      Decoder(codec.values, self.value, dtype),
+    )
 
   def slots(self, room: CacheSpec) -> LayerKV:
     """Shapes, dtypes and shardings of the arrays."""
@@ -81,10 +107,19 @@ class LayerCacheSpec:
         return room.like((*lead, dim), room.dtype, (None,) * 5)
       if vectors is None:
         return room.like((*lead, dim), room.dtype, names)
-      return room.like((*lead, vectors.width(dim)), jnp.uint8, names)
+      shape, dtype = stored_codes(
+        lead[:3], room.capacity, vectors.width(dim), room.platform
+      )
+      last = dtype == jnp.int8
+      return room.like(
+        shape, dtype, (*names[:3], None, "tokens") if last else names
+      )
 
     if room.codec is None:
       return LayerKV(one(self.key, None), one(self.value, None))
+    if isinstance(room.codec, PerHead):
+      return LayerKV(*HeadStorage(room.codec, self).slots(room))
+    assert isinstance(room.codec, Codec)
     of_k, of_v = room.codec.keys, room.codec.values
     return LayerKV(one(self.key, of_k), one(self.value, of_v))
 
@@ -93,12 +128,13 @@ class LayerKV(NamedTuple):
   """Keys and values of the layers of one kind.
 
   Fields:
-    k: [L, B, K, S, H]; uint8 [L, B, K, S, X] where a codec stores them.
+    k: [L, B, K, S, H]; codes where a codec stores them, see `stored_codes`.
+      Where heads have codecs of their own an array for each, see `HeadStorage`.
     v: [L, B, K, S, J], or bytes.
   """
 
-  k: jax.Array
-  v: jax.Array
+  k: Any
+  v: Any
 
 
 class Blocks(NamedTuple):
@@ -106,7 +142,8 @@ class Blocks(NamedTuple):
 
   Fields:
     at: coordinates [n], by position.
-    parts: for each kind of layer keys [L, K, n, H] and values [L, K, n, J].
+    parts: for each kind of layer keys [L, K, n, H] and values [L, K, n, J];
+      codes on a TPU are [L, K, X, n].
     kind: of the cache that they came from.
 
   Layers with a ring buffer have the last tokens alone, as many as they look
@@ -147,7 +184,7 @@ class KVCache:
     shapes: what each kind of layer keeps of a token.
     dtype: of keys and values, once decoded.
     constants: for each kind of layer the numbers of its codecs, of keys and of
-      values, each [L, K, n].
+      values, each [L, K, n]; of heads with codecs of their own for each codec.
   """
 
   slots: tuple[LayerKV | State, ...]
@@ -172,12 +209,7 @@ class KVCache:
   ) -> KVCache:
     """An empty cache of `capacity` tokens a row; see `spec`."""
     empty = cls.spec(shapes, batch, capacity, dtype, **where)
-    fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
-    constants = jax.tree.map(
-      fill,
-      empty.constants,
-      tuple(_constants(n, s, empty.kind) for n, s in enumerate(shapes)),
-    )
+    constants = filled_constants(shapes, empty.kind, empty.constants)
     return dataclasses.replace(zeros(empty), constants=constants)
 
   @classmethod
@@ -193,6 +225,7 @@ class KVCache:
     axis: str | None = None,
     head_axis: str | None = None,
     batch_axes: tuple[str, ...] = (),
+    platform: str | None = None,
   ) -> KVCache:
     """Such a cache of shapes, dtypes and shardings: nothing is allocated.
 
@@ -206,6 +239,7 @@ class KVCache:
       axis: the mesh axis that shards the slots.
       head_axis: the mesh axis that shards the kv heads where they divide.
       batch_axes: mesh axes that shard the batch.
+      platform: for which it is; default: the mesh's, or else the default one.
 
     Raises:
       OptionError: a capacity that does not divide over the shards.
@@ -225,6 +259,7 @@ class KVCache:
       mesh=mesh,
       axes=dict(batch=batch_axes or None, heads=head_axis, tokens=axis),
       codec=kind.codec,
+      target=platform,
     )
     sizes = [_ring_size(s, kind, room) for s in shapes]
     rings = sorted({x for x in sizes if x is not None})
@@ -246,7 +281,7 @@ class KVCache:
       axis,
       shapes,
       jnp.dtype(dtype),
-      tuple(_constants_spec(s, kind, room) for s in shapes),
+      tuple(constants_spec(s, kind, room) for s in shapes),
     )
 
   @property
@@ -279,8 +314,7 @@ class KVCache:
   @property
   def lost(self) -> bool:
     """Whether the arrays were donated to a program."""
-    leaves = jax.tree.leaves(self)
-    return any(isinstance(x, jax.Array) and _deleted(x) for x in leaves)
+    return donated(self)
 
   @property
   def recurrent(self) -> bool:
@@ -290,6 +324,29 @@ class KVCache:
   def nbytes(self) -> int:
     """Bytes of all shards together."""
     return sum(x.nbytes for x in jax.tree.leaves(self))
+
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    tokens: int | None = None,
+    weights: int | float = 0,
+  ) -> CacheReport:
+    """What it takes, part by part, and how fast tokens come behind it.
+
+    Args:
+      machine: whose figures are taken, of `ringjax.parallel.chips.MACHINES`;
+        default: that of the devices at hand.
+      tokens: of a row that a decode step reads; default: all that fit.
+      weights: bytes of weights on a device that a step reads too.
+
+    Returns:
+      a table when printed; its fields are the figures.
+
+    Raises:
+      OptionError: an unknown machine, or more tokens than fit.
+    """
+    return report(self, machine, tokens, weights)
 
   def free(self) -> np.ndarray | None:
     """Slots that are free, int [B, R]; None where they are traced."""
@@ -399,6 +456,23 @@ class KVCache:
   # -------------------------------------------------------------------------
   # Between calls
   # -------------------------------------------------------------------------
+
+  def evict(self) -> KVCache:
+    """Itself: it keeps all tokens; see `EvictingCache.evict`."""
+    return self
+
+  def flush(self) -> KVCache:
+    """Itself; see `EvictingCache.flush`."""
+    return self
+
+  def with_room(self, taken: Any) -> KVCache:
+    """Itself: its size is fixed; see `EvictingCache.with_room`."""
+    del taken
+    return self
+
+  def steps(self) -> int:
+    """How many single tokens may come before `evict` is called."""
+    return self.capacity + 1
 
   def truncate(self, length: Any) -> KVCache:
     """Without the tokens at positions from `length` on, an int or int [B].
@@ -580,14 +654,40 @@ class KVCache:
       PromptError: the row does not hold all of these positions; layers with a
         ring buffer have only to hold the last ones, as many as they look back.
     """
-    self._refuse_states("export")
     (row,) = (int(n) for n in self._rows([row]))
-    found, whole = _found(self.at, row, start, stop)
+    found, rings = self.located(self.at, row, start, stop)
+
+    def part(kind: int, slots: Any) -> Any:
+      number = self._ring(kind)
+      index = jnp.asarray(found if number is None else rings[number], jnp.int32)
+      take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
+      return jax.tree.map(take, slots)
+
+    parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
+    at = Coords(*(x[row][jnp.asarray(found, jnp.int32)] for x in self.at))
+    return Blocks(at, parts, self.kind)
+
+  def located(
+    self, at: Coords, row: int, start: int, stop: int
+  ) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Slots of a row's positions, by position; see `export`.
+
+    Args:
+      at: coordinates of the slots of layers that keep all tokens.
+      row: of the cache.
+      start: the first position.
+      stop: the position behind the last.
+
+    Returns:
+      the slots of layers that keep all, and for each ring buffer its own.
+    """
+    self._refuse_states("export")
+    found, whole = _found(at, row, start, stop)
     if not whole:
       raise PromptError(
         "start, stop",
         f"{start} to {stop}, of which row {row} holds {found.size}",
-        f"positions from 0 to {int(np.asarray(self.length)[row])}",
+        f"positions from 0 to {_end(at, row)}",
         "name positions that the row has read",
       )
     rings = []
@@ -603,15 +703,7 @@ class KVCache:
           "export sooner, or make the cache with kind='dense'",
         )
       rings.append(last)
-
-    def part(kind: int, slots: Any) -> Any:
-      number = self._ring(kind)
-      index = jnp.asarray(found if number is None else rings[number], jnp.int32)
-      return jax.tree.map(lambda x: jnp.take(x[:, row], index, axis=2), slots)
-
-    parts: Any = tuple(part(kind, x) for kind, x in enumerate(self.slots))
-    at = Coords(*(x[row][jnp.asarray(found, jnp.int32)] for x in self.at))
-    return Blocks(at, parts, self.kind)
+    return found, rings
 
   def load(self, row: int, blocks: Blocks, at: Coords | None = None) -> KVCache:
     """Appends exported tokens to a row, bit for bit.
@@ -629,16 +721,15 @@ class KVCache:
     """
     self._refuse_states("load")
     (row,) = (int(n) for n in self._rows([row]))
-    shapes = lambda parts, axis: [
-      (x.shape[0], x.shape[axis], x.shape[-1]) for x in jax.tree.leaves(parts)
-    ]
-    if blocks.kind != self.kind or shapes(blocks.parts, 1) != shapes(
-      self.slots, 2
-    ):
+    # Of one token: layers, heads, and its numbers or bytes.
+    token = lambda x: [n for i, n in enumerate(x.shape) if i != token_axis(x)]
+    theirs = [token(x) for x in jax.tree.leaves(blocks.parts)]
+    mine = [token(x[:, 0]) for x in jax.tree.leaves(self.slots)]
+    if blocks.kind != self.kind or theirs != mine:
       raise OptionError(
         "blocks",
-        f"of kind {blocks.kind}, {shapes(blocks.parts, 1)}",
-        f"kind {self.kind}, {shapes(self.slots, 2)}",
+        f"of kind {blocks.kind}, {theirs}",
+        f"kind {self.kind}, {mine}",
         "export them from a cache of this model and kind",
       )
     at = blocks.at if at is None else at
@@ -666,7 +757,8 @@ class KVCache:
       if isinstance(slots, State):
         return slots.gathered(device)
       number = self._ring(kind)
-      return LayerKV(*map(along if number is None else rings[number][1], slots))
+      put = along if number is None else rings[number][1]
+      return jax.tree.map(put, slots)
 
     slots = tuple(one(kind, x) for kind, x in enumerate(self.slots))
     return dataclasses.replace(
@@ -744,7 +836,7 @@ def _appended(cache: KVCache, parts: Any, at: Coords) -> KVCache:
     into = held if number is None else rings[number]
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
-      if not old.shape[-1]:
+      if not old.size:
         return old
       layer = lambda n, x: into.write(x, lax.dynamic_index_in_dim(new, n, 0), n)
       return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), layer, old)
@@ -777,16 +869,29 @@ def _constants(number: int, shape: Any, kind: CacheKind) -> Any:
   """Numbers of the codecs of a kind of layer: [L, K, n] each."""
   if kind.codec is None or isinstance(shape, StateShape):
     return (), ()
+  assert not isinstance(kind.codec, Allocated)
   return kind.codec.constants(number, shape)
 
 
-def _constants_spec(shape: Any, kind: CacheKind, room: CacheSpec) -> Any:
+def filled_constants(
+  shapes: tuple[Any, ...], kind: CacheKind, like: tuple[Any, ...]
+) -> tuple[Any, ...]:
+  """Numbers of the codecs of all kinds of layers, where `like` says."""
+  fill = lambda like, x: jnp.asarray(x, like.dtype, device=like.sharding)
+  found = tuple(_constants(n, s, kind) for n, s in enumerate(shapes))
+  return jax.tree.map(fill, like, found)
+
+
+def constants_spec(shape: Any, kind: CacheKind, room: CacheSpec) -> Any:
   """Shapes, dtypes and shardings of the same."""
   if kind.codec is None or isinstance(shape, StateShape):
     return (), ()
-  like = lambda shape: room.like(shape, jnp.float32, (None, "heads", None))
-  parts = kind.codec.constant_shapes(shape)
-  return tuple(tuple(map(like, part)) for part in parts)
+  assert not isinstance(kind.codec, Allocated)
+  return jax.tree.map(
+    lambda shape: room.like(shape, jnp.float32, (None, "heads", None)),
+    kind.codec.constant_shapes(shape),
+    is_leaf=lambda x: bool(x) and isinstance(x[0], int),
+  )
 
 
 def _ring_size(
@@ -810,8 +915,10 @@ def _found(at: Coords, row: int, start: int, stop: int) -> tuple[Any, bool]:
   return found, whole
 
 
-def _deleted(x: jax.Array) -> bool:
-  return not isinstance(x, jax.core.Tracer) and x.is_deleted()
+def _end(at: Coords, row: int) -> int:
+  """The position behind a row's last token."""
+  pos, seg = (np.asarray(x)[row] for x in at)
+  return int(np.max(np.where(seg > 0, pos + 1, 0), initial=0))
 
 
 def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
@@ -821,13 +928,20 @@ def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
     x.sharding, NamedSharding
   ):
     return found
-  mesh, spec = x.sharding.mesh, [*x.sharding.spec]
+  return jax.device_put(found, rows_sharding(x, found.shape[axis], axis))
+
+
+def rows_sharding(x: Shaped[Array, ...], rows: int, axis: int) -> Any:
+  """The sharding of an array with as many rows, where they divide over it."""
+  sharding = x.sharding
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  mesh, spec = sharding.mesh, [*sharding.spec]
   over = (spec[axis] if axis < len(spec) else None) or ()
   names = over if isinstance(over, tuple) else (over,)
-  if not found.shape[axis] % math.prod(mesh.shape[name] for name in names):
-    return jax.device_put(found, x.sharding)
-  spec[axis] = None
-  return jax.device_put(found, NamedSharding(mesh, P(*spec)))
+  if rows % math.prod(mesh.shape[name] for name in names):
+    spec[axis] = None
+  return NamedSharding(mesh, P(*spec), memory_kind=sharding.memory_kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -855,37 +969,109 @@ class KVLayer:
     rotation: Rotation,
   ) -> KVLayer:
     rotated = rotation.own(k)
-    stored = self._encoded(k if self.cache.kind.unrotated else rotated, v)
-    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
-    write = lambda old, new: (
-      self.held.write(old, new, self.index) if old.shape[-1] else old
-    )
+    if self.cache.kind.codec is not None:
+      # Of the very numbers that a strategy may encode for the way.
+      rotated, v = lax.optimization_barrier((rotated, v))
     return dataclasses.replace(
       self,
-      slots=LayerKV(*map(write, self.slots, stored)),
+      slots=self._written(k if self.cache.kind.unrotated else rotated, v),
       fresh=KV(rotated, v, at),
       rotation=rotation.general(),
-      old=LayerKV(*map(one, self.slots)) if self.held.apart else None,
+      old=self._alone() if self.held.apart else None,
     )
+
+  def load(
+    self, k: Shaped[Array, "B K T X"], v: Shaped[Array, "B K T Y"]
+  ) -> KVLayer:
+    """With the call's keys and values, bytes of its codec, bit for bit."""
+    write = lambda old, new: self.held.write(
+      old, as_stored(new, old), self.index
+    )
+    stored = LayerKV(write(self.slots.k, k), write(self.slots.v, v))
+    return dataclasses.replace(self, slots=stored)
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> KVLayer:
+    del rotated, plain
+    return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     own = self.fresh.view(self.cache.shards)
     if self.old is not None:
-      return self._view(self.old, self.held.previous, jnp.int32(0)), own
+      return self._old_view(self.old, self.held.previous), own
     if apart:
       return self._view(self.slots, self.held.earlier(), self.index), own
     return (self._view(self.slots, self.held.at, self.index),)
 
+  def view(self, rotation: Rotation) -> KVView:
+    """What the cache holds, with keys rotated so where they are stored not."""
+    made = dataclasses.replace(self, rotation=rotation)
+    return made._view(self.slots, self.held.at, self.index)
+
+  @property
+  def _by_head(self) -> HeadStorage | None:
+    """How heads are stored that have codecs of their own."""
+    codec = self.cache.kind.codec
+    if not isinstance(codec, PerHead):
+      return None
+    return HeadStorage(codec, self.cache.shapes[self.kind])
+
+  def _written(self, k: jax.Array, v: jax.Array) -> LayerKV:
+    """The slots with keys and values of the call."""
+    by_head, constants = self._by_head, self.cache.constants[self.kind]
+    if by_head is not None:
+      dtype = self.cache.dtype
+      k, v = k.astype(dtype), v.astype(dtype)
+      slots: Any = (self.slots.k, self.slots.v)
+      return LayerKV(
+        *by_head.written(self.held, slots, k, v, self.index, constants)
+      )
+    write = lambda old, new: (
+      self.held.write(old, new, self.index) if old.size else old
+    )
+    return LayerKV(*map(write, self.slots, self._encoded(k, v)))
+
+  def _alone(self) -> LayerKV:
+    """What the slots of this layer hold, as a stack of one layer.
+
+    Of heads with codecs of their own the numbers.
+    """
+    if self._by_head is None:
+      one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
+      return LayerKV(*map(one, self.slots))
+    made = dataclasses.replace(self, rotation=Rotation())
+    view = made._view(self.slots, self.held.previous, self.index)
+    k, v = view.tile(jnp.int32(0), view.shape[2])
+    return LayerKV(k[None], v[None] if self.slots.v else k[None])
+
+  def _old_view(self, old: LayerKV, at: Coords) -> KVView:
+    """A view of what `_alone` found."""
+    if self._by_head is None:
+      return self._view(old, at, jnp.int32(0))
+    view = ContiguousView(*old, at, jnp.int32(0))
+    if self.cache.kind.unrotated and not self.rotation.trivial:
+      return UnrotatedView(view, self.rotation)
+    return view
+
   def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
-    codec, shape = self.cache.kind.codec, self.cache.shapes[self.kind]
+    codec, by_head = self.cache.kind.codec, self._by_head
+    shape: Any = self.cache.shapes[self.kind]
     view: Any
+    if by_head is not None:
+      turned = self.cache.kind.unrotated and not self.rotation.trivial
+      return by_head.view(
+        (slots.k, slots.v),
+        at,
+        index,
+        self.cache.constants[self.kind],
+        self.cache.dtype,
+        self.rotation if turned else None,
+      )
     if codec is None:
       view = ContiguousView(*slots, at, index)
     else:
-      decoders = (
-        Decoder(codec.keys, shape.key, self.cache.dtype),
-        Decoder(codec.values, shape.value, self.cache.dtype),
-      )
+      decoders = shape.decoders(codec, self.cache.dtype)
       view = EncodedView(*slots, at, index, self._constants(), decoders)
     if self.cache.kind.unrotated and not self.rotation.trivial:
       return UnrotatedView(view, self.rotation)
@@ -896,11 +1082,19 @@ class KVLayer:
     codec = self.cache.kind.codec
     if codec is None:
       return LayerKV(k, v)
+    assert isinstance(codec, Codec)
+
+    def one(
+      vectors: VectorCodec, x: jax.Array, constants: Any, stored: Any
+    ) -> jax.Array:
+      data = vectors.encode(x.astype(self.cache.dtype), constants)
+      return as_stored(data, stored)
+
     of_k, of_v = self._constants()
-    cast = lambda x: x.astype(self.cache.dtype)
+    into = self.slots
     return LayerKV(
-      codec.keys.encode(cast(k), of_k),
-      codec.values.encode(cast(v), of_v) if v.shape[-1] else v,
+      one(codec.keys, k, of_k, into.k),
+      one(codec.values, v, of_v, into.v) if v.shape[-1] else v,
     )
 
   def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

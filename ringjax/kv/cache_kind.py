@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ringjax.checks import boolean, positive_int
+from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import (
+  Allocated,
+  CacheCodec,
   Calibrated,
-  Calibration,
+  ChannelGroups,
   CodeBook,
   Codec,
   Floats,
   Hadamard,
   Integers,
+  PerHead,
   VectorCodec,
 )
+from ringjax.kv.codecs.codec_wire import CodecWire
+from ringjax.kv.policies import (
+  AdaKV,
+  ExpectedAttention,
+  FastGen,
+  HeavyHitters,
+  KeyDiff,
+  KeyNorm,
+  KVzip,
+  LagKV,
+  Policy,
+  PyramidKV,
+  Select,
+  Sinks,
+  SnapKV,
+  Tova,
+)
+
+_PAGES = (8, 16, 32, 64, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,23 +58,72 @@ class CacheKind:
       `keep` or `truncate`; at least 1.
     codec: stores keys and values in fewer bytes; None stores the numbers.
       States of recurrent layers are left as they are.
+    policy: which tokens each KV head keeps; None keeps all. Layers that look
+      back a window keep what they look back.
+    first: tokens at the beginning of each document that stay, exact.
+    recent: the newest tokens of a row that stay, exact: with a codec, tokens
+      are encoded as they leave the newest; with one of groups of tokens, once
+      a group has left them.
+    room: tokens that come between two evictions, where they come one by one;
+      with `device`, tokens of a block of the part in host memory.
+    page: slots of a page, of which a KV head has a whole number; with a policy,
+      or with `first` or `recent`.
+    device: the newest tokens of a row that stay in the devices' memory, of all
+      shards together; older ones move to the hosts' memory, block by block,
+      and are read from there. None: all stay. See `TieredCache`.
   """
 
   unrotated: bool = False
   windowed: bool = False
   slack: int = 128
-  codec: Codec | None = None
+  codec: CacheCodec | None = None
+  policy: Policy | None = None
+  first: int = 0
+  recent: int = 0
+  room: int = 256
+  page: int = 32
+  device: int | None = None
 
   def __post_init__(self) -> None:
     boolean("unrotated", self.unrotated)
     boolean("windowed", self.windowed)
     positive_int("slack", self.slack)
-    if not isinstance(self.codec, Codec | None):
+    positive_int("room", self.room)
+    for name in ("first", "recent"):
+      integer(name, getattr(self, name), least=0)
+    if self.device is not None:
+      positive_int("device", self.device)
+      if self.evicting:
+        raise OptionError(
+          "device",
+          f"{self.device}, with a policy, first or recent",
+          "a kind of cache that keeps all tokens",
+          "leave device out, or leave those out",
+        )
+    if self.page not in _PAGES:
+      raise OptionError(
+        "page", repr(self.page), f"one of {_PAGES}", "pass page=32"
+      )
+    if not isinstance(self.policy, Policy | None):
+      raise OptionError(
+        "policy",
+        repr(self.policy),
+        "an rj.kv.Policy, or None",
+        "pass rj.kv.SnapKV(budget=0.5), for instance",
+      )
+    if not isinstance(self.codec, CacheCodec | None):
       raise OptionError(
         "codec",
         repr(self.codec),
         "an rj.kv.Codec, or None",
         "pass rj.kv.Codec(keys=rj.kv.Integers(bits=4), values=...)",
+      )
+    if self.evicting and isinstance(self.codec, Allocated | PerHead):
+      raise OptionError(
+        "codec",
+        "one for each head, with a policy, first or recent",
+        "one codec for all heads, for pages hold vectors of one length",
+        "leave the policy, first and recent out, or take one codec",
       )
     if self.codec is not None and self.codec.unrotated and not self.unrotated:
       raise OptionError(
@@ -59,16 +132,191 @@ class CacheKind:
         "True",
         "pass rj.kv.CacheKind(codec=..., unrotated=True)",
       )
+    if self.grouped:
+      self._check_groups()
 
-  def for_model(self, load: Callable[[str], Calibration]) -> CacheKind:
-    """For a model; `load` reads the calibration that a folder has of it."""
+  def _check_groups(self) -> None:
+    """Refuses what a codec of groups of tokens can't be with."""
+    codec = self.codec
+    assert isinstance(codec, Codec)
+    if self.policy is not None:
+      raise OptionError(
+        "policy",
+        f"{self.policy} with a codec of groups of tokens",
+        "none: heads that keep different tokens have no groups in common",
+        "use a codec of single tokens, as int4, or leave the policy out",
+      )
+    if not self.recent:
+      raise OptionError(
+        "recent",
+        "0 with a codec of groups of tokens",
+        "1 or more: tokens stay exact until a group is full",
+        "pass recent=128",
+      )
+    sizes = {x.page for x in (codec.keys, codec.values) if hasattr(x, "page")}
+    if sizes != {self.page}:
+      raise OptionError(
+        "page",
+        f"{self.page} with groups of {sorted(sizes)} tokens",
+        "pages that are groups",
+        f"pass page={max(sizes)} and group={max(sizes)}",
+      )
+
+  @property
+  def evicting(self) -> bool:
+    """Whether a cache of this kind has pages, see `EvictingCache`."""
+    return self.policy is not None or self.exact
+
+  @property
+  def grouped(self) -> bool:
+    """Whether the codec encodes whole pages."""
+    return isinstance(self.codec, Codec) and self.codec.page is not None
+
+  @property
+  def exact(self) -> bool:
+    """Whether tokens stay as they are before they go into pages."""
+    return bool(self.first or self.recent)
+
+  @property
+  def repeats(self) -> bool:
+    """Whether the policy scores tokens by a repetition of the context."""
+    return self.policy is not None and self.policy.repeats
+
+  def keeping_all(self, what: str) -> CacheKind:
+    """Itself, if a cache of this kind keeps all tokens where they came.
+
+    Raises:
+      OptionError: it evicts, which `what` can't.
+    """
+    if self.evicting:
+      raise OptionError(
+        "cache kind",
+        f"{self}, for {what}",
+        "one without a policy, first and recent: what these keep depends on "
+        "the text",
+        "leave them out, or measure with python -m launch.evaluate caches",
+      )
+    return self
+
+  def resident(self, what: str) -> CacheKind:
+    """Itself, if a cache of this kind keeps all tokens on the devices.
+
+    Raises:
+      OptionError: it evicts, or has a part in host memory, which `what` can't.
+    """
+    if self.device is not None:
+      raise OptionError(
+        "cache kind",
+        f"{self}, for {what}",
+        "one without device=, which moves tokens to the host's memory",
+        "leave it out",
+      )
+    return self.keeping_all(what)
+
+  @property
+  def least(self) -> int:
+    """Slots that an open cache has at least."""
+    window = 0 if self.policy is None else self.policy.queries or 0
+    part = self.page if self.grouped else 0
+    return max(self.first + self.recent + part + self.room, window)
+
+  def opened(self) -> CacheKind:
+    """Of the open cache, in which tokens are before they go into pages."""
+    return dataclasses.replace(
+      self,
+      codec=None if self.exact else self.codec,
+      policy=None,
+      first=0,
+      recent=0,
+      device=None,
+      # Blocks that are exported fit caches without a part in host memory.
+      room=self.room if self.device is None else CacheKind.room,
+    )
+
+  def noted(self, capacity: int) -> tuple[int, bool]:
+    """How many of the newest queries are noted, and whether their moments."""
+    policy = self.policy
+    if policy is None:
+      return 0, False
+    window = capacity if policy.queries is None else policy.queries
+    return min(window, capacity), policy.moments
+
+  def __add__(self, other: CacheKind) -> CacheKind:
+    """Both together, such as a codec and a policy.
+
+    Raises:
+      OptionError: two codecs or two policies.
+    """
+    for name in ("codec", "policy"):
+      both = [getattr(self, name), getattr(other, name)]
+      if None not in both:
+        raise OptionError(
+          "cache kind",
+          f"two of a {name}: {self} and {other}",
+          f"one {name}",
+          "leave one of them out",
+        )
+    return CacheKind(
+      unrotated=self.unrotated or other.unrotated,
+      windowed=self.windowed or other.windowed,
+      slack=max(self.slack, other.slack),
+      codec=self.codec or other.codec,
+      policy=self.policy or other.policy,
+      first=max(self.first, other.first),
+      recent=max(self.recent, other.recent),
+      room=max(self.room, other.room),
+      page=max(self.page, other.page),
+      device=max((self.device, other.device), key=lambda n: n or 0),
+    )
+
+  def as_wire(self, dtype: Any) -> CodecWire:
+    """The format in which strategies send what a cache of this kind stores.
+
+    Args:
+      dtype: of the cache.
+
+    Raises:
+      OptionError: a cache without a codec, or whose bytes are of other keys
+        than those that travel.
+    """
+    if self.codec is None:
+      raise OptionError(
+        "wire",
+        f"'cache' with a cache of kind {self}",
+        "a kind with a codec",
+        "pass cache_kind='int8', for instance, or wire='int8'",
+      )
+    if self.unrotated:
+      raise OptionError(
+        "wire",
+        f"'cache' with a cache of kind {self}, of keys before their rotation",
+        "keys as they are stored to be those that travel, rotated",
+        "leave unrotated out, or pass a wire of its own, as wire='int8'",
+      )
+    if not isinstance(self.codec, Codec):
+      raise OptionError(
+        "wire",
+        f"'cache' with a cache of kind {self}",
+        "one codec for all heads",
+        "pass a wire of its own, as wire='int8'",
+      )
+    return self.codec.as_wire(dtype)
+
+  def for_model(self, load: Callable[[str], Any]) -> CacheKind:
+    """For a model; `load` reads what a file or a folder has of it."""
     if self.codec is None:
       return self
-    return dataclasses.replace(self, codec=self.codec.for_model(load))
+    codec = self.codec.for_model(load)
+    # What a file says may be of keys before their rotation.
+    unrotated = self.unrotated or codec.unrotated
+    return dataclasses.replace(self, codec=codec, unrotated=unrotated)
 
   def options(self) -> dict[str, Any]:
     """What can be set, by name: its own fields, and the codec's options."""
     found = {name: getattr(self, name) for name in self._own()}
+    if self.policy is not None:
+      for field in dataclasses.fields(self.policy):
+        found[f"policy.{field.name}"] = getattr(self.policy, field.name)
     return found | ({} if self.codec is None else self.codec.options())
 
   def with_options(self, options: dict[str, Any]) -> CacheKind:
@@ -76,17 +324,28 @@ class CacheKind:
     own = {n: value for n, value in options.items() if n in self._own()}
     if self.codec is not None:
       own["codec"] = self.codec.with_options(options)
+    if self.policy is not None:
+      mine = {
+        name.removeprefix("policy."): value
+        for name, value in options.items()
+        if name.startswith("policy.")
+      }
+      own["policy"] = dataclasses.replace(self.policy, **mine)
     return dataclasses.replace(self, **own)
 
   def _own(self) -> tuple[str, ...]:
     names = (field.name for field in dataclasses.fields(self))
-    return tuple(name for name in names if name != "codec")
+    return tuple(name for name in names if name not in ("codec", "policy"))
 
   def __str__(self) -> str:
-    """As `launch.generate --cache=` takes it: a name and what differs."""
+    """As `launch.generate --cache=` takes it: names and what differs."""
+    codec = self.codec
+    if isinstance(codec, PerHead) and codec.source:
+      from_file = Allocated(table=codec.source)
+      return str(dataclasses.replace(self, codec=from_file, unrotated=False))
     mine = self.options()
     best: tuple[int, str] | None = None
-    for name, kind in KINDS.items():
+    for name, kind in _named():
       like = kind.options()
       if like.keys() != mine.keys() or _classes(kind) != _classes(self):
         continue
@@ -97,9 +356,23 @@ class CacheKind:
     return repr(self) if best is None else best[1]
 
 
+def _named() -> Iterator[tuple[str, CacheKind]]:
+  """All kinds that names alone say: one, or a codec and a policy."""
+  yield from KINDS.items()
+  yield from FROM_FILES.items()
+  for name, kind in KINDS.items():
+    for other, policy in KINDS.items():
+      coded = kind.codec is not None and not kind.grouped
+      if coded and policy.policy is not None:
+        yield f"{name}+{other}", kind + policy
+
+
 def _classes(kind: CacheKind) -> tuple[type, ...]:
   codec = kind.codec
-  return () if codec is None else (type(codec.keys), type(codec.values))
+  both: tuple[type, ...] = () if codec is None else (type(codec),)
+  if isinstance(codec, Codec):
+    both = type(codec.keys), type(codec.values)
+  return (*both, type(kind.policy))
 
 
 def _both(vectors: VectorCodec) -> CacheKind:
@@ -113,6 +386,18 @@ def _calibrated(bits: int) -> CacheKind:
     values=CodeBook(bits=bits, by="token"),
   )
   return CacheKind(windowed=True, unrotated=True, codec=codec)
+
+
+def _grouped(bits: int) -> CacheKind:
+  codec = Codec(
+    keys=ChannelGroups(bits=bits, group=32),
+    values=Integers(bits=bits, group=32),
+  )
+  return CacheKind(windowed=True, codec=codec, recent=128)
+
+
+def _evicting(policy: Policy) -> CacheKind:
+  return CacheKind(windowed=True, policy=policy)
 
 
 DENSE = CacheKind()
@@ -132,6 +417,25 @@ KINDS: dict[str, CacheKind] = {
   "nuq4": _calibrated(4),
   "nuq3": _calibrated(3),
   "nuq2": _calibrated(2),
+  "sinks": _evicting(Sinks()),
+  "keydiff": _evicting(KeyDiff()),
+  "snapkv": _evicting(SnapKV()),
+  "pyramidkv": _evicting(PyramidKV()),
+  "adakv": _evicting(AdaKV()),
+  "tova": _evicting(Tova()),
+  "h2o": _evicting(HeavyHitters()),
+  "expected": _evicting(ExpectedAttention()),
+  "fastgen": _evicting(FastGen()),
+  "select": _evicting(Select()),
+  "knorm": _evicting(KeyNorm()),
+  "lagkv": _evicting(LagKV()),
+  "kvzip": _evicting(KVzip()),
+  "kivi4": _grouped(4),
+  "kivi2": _grouped(2),
+}
+# Kinds that are not there without a file of the model.
+FROM_FILES: dict[str, CacheKind] = {
+  "allocated": CacheKind(windowed=True, codec=Allocated()),
 }
 
 
@@ -143,11 +447,13 @@ def cache_kind(kind: Any) -> CacheKind:
   """
   if isinstance(kind, CacheKind):
     return kind
-  if isinstance(kind, str) and kind in KINDS:
-    return KINDS[kind]
+  known = KINDS | FROM_FILES
+  if isinstance(kind, str) and all(n in known for n in kind.split("+")):
+    return functools.reduce(operator.add, (known[n] for n in kind.split("+")))
   raise OptionError(
     "cache kind",
     repr(kind),
-    f"one of {', '.join(KINDS)}, or an rj.kv.CacheKind",
+    f"one of {', '.join(KINDS)}, a codec + a policy of these, or an "
+    "rj.kv.CacheKind",
     "pass one of these names, or leave it out",
   )

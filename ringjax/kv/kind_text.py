@@ -6,14 +6,15 @@ import ast
 from typing import Any
 
 from ringjax.errors import OptionError
-from ringjax.kv.cache_kind import KINDS, CacheKind
+from ringjax.kv.cache_kind import FROM_FILES, KINDS, CacheKind, cache_kind
 
 
 def parse(text: str, name: str = "cache kind") -> CacheKind:
   """The kind of cache that a text names, with its options.
 
   Args:
-    text: a name of `KINDS`; behind a colon values of options of that kind, such
+    text: a name of `KINDS`, or a codec's and a policy's with a plus between;
+      behind a colon values of options of that kind, such
       as "int4:group=32,keys.bits=8", where "group" is that of the keys and of
       the values: literals of Python, in any case of letters.
     name: of the flag or argument, for errors.
@@ -22,11 +23,15 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
     OptionError: an unknown name or option, or a value of another type.
   """
   kind_name, colon, rest = text.partition(":")
-  if kind_name not in KINDS:
+  known_names = KINDS | FROM_FILES
+  if any(part not in known_names for part in kind_name.split("+")):
     raise OptionError(
-      name, repr(text), f"one of {', '.join(KINDS)}", f"pass {name}=dense"
+      name,
+      repr(text),
+      f"one of {', '.join(KINDS)}, or a codec + a policy of these",
+      f"pass {name}=dense, or {name}=allocated:table=DIR",
     )
-  kind = KINDS[kind_name]
+  kind = cache_kind(kind_name)
   known = kind.options()
   options: dict[str, Any] = {}
   for part in rest.split(",") if colon else ():
@@ -53,7 +58,8 @@ def _value(name: str, part: str, text: str, like: Any) -> Any:
   except (ValueError, SyntaxError, MemoryError, RecursionError):
     value = text
   if isinstance(like, float) and type(value) is int:
-    value = float(value)
+    # A share; from 2 on a number of tokens.
+    return value if value > 1 else float(value)
   if None not in (like, value) and type(value) is not type(like):
     raise OptionError(
       name,

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
+from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
@@ -149,19 +150,20 @@ class ContiguousSlots(SlotGroup):
 
   def write(
     self,
-    old: Shaped[Array, "B S"] | Shaped[Array, "L B K S D"],
-    new: Shaped[Array, "B T"] | Shaped[Array, "B K T D"],
+    old: Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"],
+    new: Shaped[Array, "B T"] | Shaped[Array, "B K *tokens"],
     layer: Any = None,
   ) -> jax.Array:
     """Puts the call's tokens into their slots.
 
     Args:
-      old: [B, S], or with `layer` [L, B, K, S, H].
-      new: [B, T], or [B, K, T, H].
+      old: [B, S], or with `layer` [L, B, K, S, H]; codes have their tokens
+        last, [L, B, K, X, S].
+      new: [B, T], or [B, K, T, H], or codes [B, K, X, T].
       layer: int32 [], which of the L.
     """
     lead = 0 if layer is None else 1
-    axis = 1 if layer is None else 3
+    axis = token_axis(old)
     layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
     mode = self.mode
 
@@ -203,6 +205,15 @@ class ContiguousSlots(SlotGroup):
       out_specs=over(axis),
       axis_names={self.axis},
     )(*arguments)
+
+  def only(self, real: Any) -> ContiguousSlots:
+    """The same slots, to which `write` writes if `real`, bool []."""
+    return dataclasses.replace(
+      self,
+      # Filling writes whatever is there.
+      mode=SHARDED if self.mode == FILL else self.mode,
+      used=jnp.where(real, self.used, self.before),
+    )
 
   # -------------------------------------------------------------------------
   # Between calls
@@ -262,7 +273,7 @@ class ContiguousSlots(SlotGroup):
       return source.astype(jnp.int32), jnp.sum(stays, 1, dtype=jnp.int32)
 
     def moved(old: jax.Array, lead: int) -> jax.Array:
-      axis = 1 if lead == 0 else 3
+      axis = token_axis(old)
 
       def local(old: Any, before: Any, used: Any, keep: Any) -> jax.Array:
         source, stays = order(before, used, keep)
@@ -273,8 +284,7 @@ class ContiguousSlots(SlotGroup):
         if lead == 0:
           new = jnp.take_along_axis(old, source, 1)
           return _put(old, new, jnp.int32(0), first, stays)
-        index = source[None, :, None, :, None]
-        new = jnp.take_along_axis(old, index, 3)
+        new = jnp.take_along_axis(old, by_token(source, old), axis)
         step = lambda n, x: _put(x, new[n], n, first, stays)
         return lax.fori_loop(jnp.int32(0), jnp.int32(old.shape[0]), step, old)
 
@@ -310,7 +320,7 @@ class ContiguousSlots(SlotGroup):
     slots = dataclasses.replace(
       self, at=Coords(pos, seg), used=used, before=used + 0
     )
-    return slots, lambda old: moved(old, 1) if old.shape[-1] else old
+    return slots, lambda old: moved(old, 1) if old.size else old
 
   def gathered(self, device: Any) -> tuple[ContiguousSlots, Any]:
     """The same on one device, rows filled from their first slot.
@@ -328,9 +338,9 @@ class ContiguousSlots(SlotGroup):
 
     def along(x: jax.Array) -> jax.Array:
       x = move(x, device)
-      if not x.shape[-1]:
+      if not x.size:
         return x
-      return jnp.take_along_axis(x, order[None, :, None, :, None], 3)
+      return jnp.take_along_axis(x, by_token(order, x), token_axis(x))
 
     return slots, along
 
@@ -347,6 +357,20 @@ def in_order(x: Shaped[Array, ...]) -> jax.Array:
   copy the slots of all layers, in each layer, to what reading likes.
   """
   return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def by_token(
+  x: Shaped[Array, "B n"], like: Shaped[Array, ...]
+) -> Shaped[Array, ...]:
+  """A number for each token, in a shape that goes with `like`.
+
+  Args:
+    x: [B, n].
+    like: coordinates [B, n], numbers or codes; [L, B, K, ..] or [B, K, ..].
+  """
+  shape = [1] * like.ndim
+  shape[1 if like.ndim == 5 else 0], shape[token_axis(like)] = x.shape
+  return x.reshape(shape)
 
 
 def _rank(used: jax.Array, levels: jax.Array, shard: Any) -> jax.Array:
@@ -384,12 +408,11 @@ def _levelled(used: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _along(new: jax.Array, index: jax.Array) -> jax.Array:
-  """Tokens [B, n] by `index` of [B, T] or [B, K, T, H]."""
-  if new.ndim == 2:
-    return jnp.take_along_axis(new, index, 1)
-  if not new.shape[-1]:
-    return new[:, :, : index.shape[1]]
-  return jnp.take_along_axis(new, index[:, None, :, None], 2)
+  """Tokens [B, n] by `index` of [B, T], [B, K, T, H] or [B, K, X, T]."""
+  axis = token_axis(new)
+  if not new.size:
+    return lax.slice_in_dim(new, 0, index.shape[1], axis=axis)
+  return jnp.take_along_axis(new, by_token(index, new), axis)
 
 
 def _put(
@@ -397,7 +420,7 @@ def _put(
 ) -> jax.Array:
   """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
   lead = old.ndim - new.ndim
-  axis = old.ndim - (1 if old.ndim == 2 else 2)
+  axis = token_axis(old)
   size, slots = new.shape[axis - lead], old.shape[axis]
   batch = new.shape[0]
   first = jnp.minimum(start, slots - size)
@@ -407,9 +430,7 @@ def _put(
     new = _along(new, jnp.maximum(step[None] - (start - first)[:, None], 0))
   held = step[None] - (start - first)[:, None]
   real = (held >= 0) & (held < count[:, None])
-  real = real.reshape(batch, *(1,) * (axis - lead - 1), size)
-  real = real[..., None] if new.ndim == 4 else real
-  real = jnp.broadcast_to(real, new.shape)
+  real = jnp.broadcast_to(by_token(real, new), new.shape)
   if batch == 1:
     corner = [jnp.int32(0)] * old.ndim
     corner[:lead] = [layer] * lead

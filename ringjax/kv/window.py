@@ -30,7 +30,14 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
-from ringjax.kv.slots import FILL, REPLICATED, SlotGroup, in_order
+from ringjax.kv.slots import (
+  FILL,
+  REPLICATED,
+  SlotGroup,
+  by_token,
+  in_order,
+)
+from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
@@ -131,12 +138,26 @@ class WindowSlots(SlotGroup):
 
   def write(
     self,
-    old: Shaped[Array, "L B K W D"],
-    new: Shaped[Array, "B K T D"],
+    old: Shaped[Array, "L B K *slots"],
+    new: Shaped[Array, "B K *tokens"],
     layer: Any,
   ) -> jax.Array:
-    """Puts the call's keys or values into their slots of `layer`."""
+    """Puts the call's keys or values into their slots of `layer`.
+
+    Args:
+      old: [L, B, K, W, D], or codes [L, B, K, X, W].
+      new: [B, K, T, D], or codes [B, K, X, T].
+      layer: int32 [], which of the L.
+    """
     return self._replaced(old, new, layer, whole=False)
+
+  def only(self, real: Any) -> WindowSlots:
+    """The same slots, to which `write` writes if `real`, bool []."""
+    return dataclasses.replace(
+      self,
+      count=jnp.where(real, self.count, self.before),
+      source=jnp.where(real, self.source, -1),
+    )
 
   def committed(self) -> WindowSlots:
     """The slots between calls."""
@@ -148,7 +169,8 @@ class WindowSlots(SlotGroup):
     self, old: jax.Array, new: jax.Array, layer: Any, *, whole: bool
   ) -> jax.Array:
     """`old` with the call's tokens; `whole`: coordinates, the same on all."""
-    axis = 1 if layer is None else 3
+    axis = token_axis(old)
+    of_new = axis - (0 if layer is None else 1)
     layer = jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
     sent = not whole and self.mode != REPLICATED and self.axis is not None
 
@@ -159,16 +181,17 @@ class WindowSlots(SlotGroup):
       size = old.shape[axis]
       mine = lax.dynamic_slice_in_dim(source, me * size, size, 1)
       if self.few and not whole:
-        token, slot = self._own(before, count - before, new.shape[2], size, me)
+        came = count - before
+        token, slot = self._own(before, came, new.shape[of_new], size, me)
         return _put(old, _tokens(new, token), layer, slot)
       if sent:
         assert self.axis is not None
-        length = new.shape[2]
+        length = new.shape[of_new]
         own = source - me * length
         here = (own >= 0) & (own < length) & (source >= 0)
         found = _tokens(new, jnp.clip(own, 0, length - 1))
         found = jnp.where(_wide(here, found), found, 0)
-        found = collectives.scatter_sum(found, self.axis, 2)
+        found = collectives.scatter_sum(found, self.axis, of_new)
       else:
         found = _tokens(new, jnp.maximum(mine, 0))
       if whole:
@@ -181,7 +204,7 @@ class WindowSlots(SlotGroup):
     over = lambda n: P(*(None,) * n, self.axis)
     return self._per_shard(
       local,
-      (over(axis), over(2) if sent else P(), P(), P(), P(), P()),
+      (over(axis), over(of_new) if sent else P(), P(), P(), P(), P()),
       over(axis),
     )(old, new, layer, self.source, self.before, self.count)
 
@@ -250,7 +273,9 @@ class WindowSlots(SlotGroup):
     sort = jnp.argsort(1 - keep.astype(jnp.int32), axis=1, stable=True)
     sort = sort.astype(jnp.int32)
 
-    def moved(old: jax.Array, axis: int) -> jax.Array:
+    def moved(old: jax.Array) -> jax.Array:
+      axis = token_axis(old)
+
       def local(old: Any, before: Any, stays: Any, sort: Any) -> jax.Array:
         me, size = self._shard(), old.shape[axis]
         number = before[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
@@ -270,13 +295,13 @@ class WindowSlots(SlotGroup):
       )
 
     newest = self._newest(self.count)
-    seg = moved(self.at.seg, 1)
+    seg = moved(self.at.seg)
     seg = jnp.where(newest >= (self.before + stays)[:, None], 0, seg)
     used = self._everywhere(self.before + stays)
     slots = dataclasses.replace(
-      self, at=Coords(moved(self.at.pos, 1), seg), count=used, before=used + 0
+      self, at=Coords(moved(self.at.pos), seg), count=used, before=used + 0
     )
-    return slots, lambda old: moved(old, 3) if old.shape[-1] else old
+    return slots, lambda old: moved(old) if old.size else old
 
   def gathered(
     self, device: Any
@@ -285,15 +310,15 @@ class WindowSlots(SlotGroup):
     slot = np.arange(self.capacity)
     order = slot % self.shards * (self.capacity // self.shards)
     order = jnp.asarray(order + slot // self.shards, jnp.int32)
-    put = lambda x, axis: jnp.take(move(x, device), order, axis)
+    put = lambda x: jnp.take(move(x, device), order, token_axis(x))
     slots = WindowSlots(
-      at=Coords(*(put(x, 1) for x in self.at)),
+      at=Coords(*map(put, self.at)),
       count=move(self.count, device),
       before=move(self.before, device),
       reach=self.reach,
       slack=self.slack,
     )
-    return slots, lambda x: put(x, 3) if x.shape[-1] else move(x, device)
+    return slots, lambda x: put(x) if x.size else move(x, device)
 
   def _shard(self) -> jax.Array:
     if self.axis is None:
@@ -320,21 +345,16 @@ tree.register(
 
 
 def _tokens(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Tokens [B, n] by `index` of [B, T], [B, K, T, D] or [L, B, K, T, D]."""
-  if x.ndim == 2:
-    return jnp.take_along_axis(x, index, 1)
-  wide = index[:, None, :, None]
-  if x.ndim == 5:
-    wide = wide[None]
-  return jnp.take_along_axis(x, wide, x.ndim - 2)
+  """Tokens [B, n] by `index` of [B, T], [B, K, T, D] or [L, B, K, T, D].
+
+  Codes [..., X, T] have their tokens last.
+  """
+  return jnp.take_along_axis(x, by_token(index, x), token_axis(x))
 
 
 def _wide(mask: jax.Array, like: jax.Array) -> jax.Array:
   """[B, n] in the shape of [B, n], [B, K, n, D] or [L, B, K, n, D]."""
-  if like.ndim == 2:
-    return mask
-  mask = mask[:, None, :, None]
-  return jnp.broadcast_to(mask[None] if like.ndim == 5 else mask, like.shape)
+  return jnp.broadcast_to(by_token(mask, like), like.shape)
 
 
 def _put(
@@ -343,7 +363,7 @@ def _put(
   """Writes tokens into slots [B, n]; those beyond the array are left out.
 
   Args:
-    old: [B, W] or [L, B, K, W, D].
+    old: [B, W] or [L, B, K, W, D]; codes have their tokens last.
     new: [B, n], or [B, K, n, D] with a layer, or [L, B, K, n, D] without.
     layer: int32 [], or None.
     slot: the slots.
@@ -353,17 +373,22 @@ def _put(
   )
   if old.ndim == 2:
     return old.at[row, slot].set(new, mode="drop")
+  axis = token_axis(old)
+  # A token's numbers; those of codes are between the heads and the tokens.
+  numbers = () if axis == 3 else (slice(None),)
   if layer is None:
-    tokens = jnp.transpose(new, (1, 3, 0, 2, 4))
-    return old.at[:, row, :, slot].set(tokens, mode="drop")
+    tokens = jnp.transpose(jnp.moveaxis(new, axis, 3), (1, 3, 0, 2, 4))
+    place = (slice(None), row, slice(None), *numbers, slot)
+    return old.at[place].set(tokens, mode="drop")
   if slot.shape == (1, 1):
-    here = slot[0, 0] < old.shape[3]
-    zero = jnp.int32(0)
-    place = jnp.minimum(slot[0, 0], old.shape[3] - 1)
-    corner = (layer, zero, zero, place, zero)
-    there = lax.dynamic_slice(old, corner, (1, *new.shape))
+    here = slot[0, 0] < old.shape[axis]
+    place = jnp.minimum(slot[0, 0], old.shape[axis] - 1)
+    corner = [layer, *(jnp.int32(0),) * 4]
+    corner[axis] = place
+    there = lax.dynamic_slice(old, tuple(corner), (1, *new.shape))
     new = jnp.where(here, new[None], there)
-    return lax.dynamic_update_slice(in_order(old), new, corner)
+    return lax.dynamic_update_slice(in_order(old), new, tuple(corner))
   layers = jnp.broadcast_to(layer, slot.shape)
-  tokens = jnp.transpose(new, (0, 2, 1, 3))
-  return in_order(old).at[layers, row, :, slot].set(tokens, mode="drop")
+  tokens = jnp.transpose(jnp.moveaxis(new, axis - 1, 2), (0, 2, 1, 3))
+  at = (layers, row, slice(None), *numbers, slot)
+  return in_order(old).at[at].set(tokens, mode="drop")

@@ -12,10 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.kv.base import LayerCache
 from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.reading import KeyReading
 from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Extras
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
 
@@ -96,6 +98,10 @@ class Attention:
     return 4 * self.heads * self.head_dim
 
   @property
+  def _scale(self) -> float:
+    return self.head_dim**-0.5 if self.scale is None else self.scale
+
+  @property
   def reach(self) -> int | None:
     """How many tokens a query looks back; None: all."""
     return self.mask.reach[0]
@@ -108,6 +114,14 @@ class Attention:
       self.head_dim,
       self.head_dim,
       self.mask.reach[0],
+      KeyReading(
+        groups=self.heads // self.kv_heads,
+        scores=Scores(scale=self._scale, soft_cap=self.soft_cap),
+        mask=self.mask,
+        slopes=self.alibi,
+        rope=self.rope,
+        late=self.qk_norm_late and self.qk_norm is not None,
+      ),
     )
 
   def build(self, rngs: nnx.Rngs, embed: int) -> GroupedQuery:
@@ -159,9 +173,10 @@ class GroupedQuery(nnx.Module):
     q, k, v = attend.rows(lambda x: (self.q(x), self.k(x), self.v(x)), x)
     late = spec.qk_norm_late and spec.qk_norm is not None
     if late:
-      q = self.q_norm(tokens.rotate(spec.rope, q))
+      plain, q = q, self.q_norm(tokens.rotate(spec.rope, q))
     else:
-      q, k = tokens.rotate(spec.rope, self.q_norm(q)), self.k_norm(k)
+      plain, k = self.q_norm(q), self.k_norm(k)
+      q = tokens.rotate(spec.rope, plain)
     if spec.temperature is not None:
       q = spec.temperature(q, tokens.pos)
     cache = cache.append(
@@ -170,8 +185,9 @@ class GroupedQuery(nnx.Module):
       tokens.at,
       tokens.rotation(spec.rope, after=self.k_norm if late else None),
     )
+    cache = cache.observe(lambda: q, lambda: plain)
     extras = Extras(
-      scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+      scale=spec._scale,
       soft_cap=spec.soft_cap,
       sinks=None if self.sinks is None else self.sinks[...],
       slopes=(

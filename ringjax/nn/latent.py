@@ -21,9 +21,11 @@ from jaxtyping import Array, Float
 
 from ringjax.kv.base import KV, LayerCache
 from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.reading import KeyReading
 from ringjax.nn.linear import Identity, Linear, RMSNorm
 from ringjax.nn.sharding_context import Extras
 from ringjax.nn.tokens import Tokens
+from ringjax.ops.attention.scores import Scores
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope
@@ -74,7 +76,19 @@ class Latent:
 
   def cache_shape(self, layers: int) -> LayerCacheSpec:
     """What `layers` of this kind keep for a token."""
-    return LayerCacheSpec(layers, 1, self.latent + self.rope.dims, 0)
+    return LayerCacheSpec(
+      layers,
+      1,
+      self.latent + self.rope.dims,
+      0,
+      reading=KeyReading(
+        groups=self.heads,
+        scores=Scores(scale=self.scale),
+        mask=self.mask,
+        rope=self.rope,
+        first=self.latent,
+      ),
+    )
 
   def build(self, rngs: nnx.Rngs, embed: int) -> LatentLayer:
     return LatentLayer(rngs, self, embed)
@@ -129,13 +143,17 @@ class LatentLayer(nnx.Module):
       lambda x: (self.q(self.q_norm(self.q_down(x))), self.kv_down(x)), x
     )
     q_plain, q_turned = q[..., : spec.plain], q[..., spec.plain :]
-    q_turned = tokens.rotate(spec.rope, q_turned)
+    turned, q_turned = q_turned, tokens.rotate(spec.rope, q_turned)
     latent = self.kv_norm(down[..., : spec.latent])
     shared = down[..., None, spec.latent :]
     row = jnp.concatenate([latent[:, :, None], shared], -1)
     row = jnp.swapaxes(row, 1, 2)
     rotation = tokens.rotation(spec.rope, first=spec.latent)
     cache = cache.append(row, row[..., :0], tokens.at, rotation)
+    cache = cache.observe(
+      lambda: jnp.concatenate([self._into(q_plain), q_turned], -1),
+      lambda: jnp.concatenate([self._into(q_plain), turned], -1),
+    )
     extras = Extras(scale=spec.scale)
     if attend.resident:
       out = self._absorbed(q_plain, q_turned, tokens, cache, attend, extras)
@@ -171,6 +189,13 @@ class LatentLayer(nnx.Module):
     )
     return attend(q, tokens, own, spec.mask, extras)
 
+  def _into(self, q: jax.Array) -> jax.Array:
+    """Queries of plain keys, as they read latents: [B, T, N, C]."""
+    weight = self.kv.weight[...][..., : self.spec.plain]
+    return jnp.einsum(
+      "btnh,cnh->btnc", q, weight, preferred_element_type=q.dtype
+    )
+
   def _absorbed(
     self,
     q_plain: jax.Array,
@@ -181,11 +206,8 @@ class LatentLayer(nnx.Module):
     extras: Extras,
   ) -> jax.Array:
     spec = self.spec
-    weight = self.kv.weight[...]
-    into, out_of = weight[..., : spec.plain], weight[..., spec.plain :]
-    q = jnp.einsum(
-      "btnh,cnh->btnc", q_plain, into, preferred_element_type=q_plain.dtype
-    )
+    out_of = self.kv.weight[...][..., spec.plain :]
+    q = self._into(q_plain)
     # A value is the first part of its key: weighing whole keys and cutting
     # the sum spares a copy of all keys.
     views = cache.views(apart=tokens.tree is not None)
@@ -207,6 +229,9 @@ class _Keys:
 
   def append(self, k: jax.Array, v: jax.Array, at: Any, rotation: Any) -> _Keys:
     raise AssertionError("keys that are derived are not appended to")
+
+  def observe(self, rotated: Any, plain: Any) -> _Keys:
+    raise AssertionError("keys that are derived are not observed")
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart

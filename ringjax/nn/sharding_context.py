@@ -401,7 +401,8 @@ class CachedAttention(ShardingContext):
     b, t, n, h = q.shape
     drafted = tokens.tree
     views = cache.views(apart=drafted is not None)
-    heads = views[0].shape[1]
+    # Other views may have their heads as examples.
+    heads = views[-1].shape[1]
     if drafted is not None:
       # What the cache held, by the layer's mask; and the call's own tokens.
       held, own = views[:-1], views[-1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from flax import nnx
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
+from ringjax.nn.adapted import AdaptedLinear
 from ringjax.nn.linear import Linear
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -112,6 +113,84 @@ class Lora:
   def merged(self, params: Any, frozen: Transformer) -> Transformer:
     """The model with its adapters added to its weights, to be saved."""
     return jax.jit(self.model)(params, frozen)
+
+
+def with_adapters(
+  model: Transformer, adapters: Sequence[tuple[Lora, Any]]
+) -> Transformer:
+  """A model whose rows may each have another of some adapters.
+
+  In `adapter_rows` a row with number n has the n-th of them, one with 0 none.
+
+  Args:
+    model: whose weights it shares.
+    adapters: (how, params), as `Lora.start` makes params. Those of smaller
+      ranks are filled up with zeros, and maps that one does not have too.
+
+  Raises:
+    OptionError: parameters of another model.
+  """
+  maps = dict(_maps(model))
+  paths = list(dict.fromkeys(path for _, params in adapters for path in params))
+  wrong = [path for path in paths if path not in maps]
+  if wrong:
+    raise OptionError(
+      "adapters",
+      f"maps {', '.join(wrong[:3])}",
+      "maps that this model has",
+      "pass adapters that were trained on it",
+    )
+  rank = max((how.rank for how, _ in adapters), default=0)
+  made = jax.tree.map(lambda x: x, model)
+  for path in paths:
+    lead, into, out = _shape(maps[path])
+    downs, ups = [], []
+    for how, params in adapters:
+      part = params.get(path)
+      if part is None:
+        a = jnp.zeros((*lead, *into, rank), jnp.float32)
+        b = jnp.zeros((*lead, rank, *out), jnp.float32)
+      else:
+        _check_part(
+          path, part, (*lead, *into, how.rank), (*lead, how.rank, *out)
+        )
+        over = rank - how.rank
+        wide = [(0, 0)] * (len(lead) + len(into)) + [(0, over)]
+        tall = [(0, 0)] * len(lead) + [(0, over)] + [(0, 0)] * len(out)
+        a = jnp.pad(jnp.asarray(part["a"]), wide)
+        scale = jnp.asarray(how.alpha / how.rank, part["b"].dtype)
+        b = jnp.pad(jnp.asarray(part["b"]) * scale, tall)
+      downs.append(a)
+      ups.append(b)
+    *above, name = path.split(".")
+    owner: Any = made
+    for step in above:
+      owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+    adapted = AdaptedLinear(
+      getattr(owner, name),
+      _numbered(downs, len(lead)),
+      _numbered(ups, len(lead)),
+    )
+    setattr(owner, name, adapted)
+  return made
+
+
+def _numbered(arrays: list[jax.Array], axis: int) -> jax.Array:
+  """Arrays on a new axis, from number 1; number 0 is zeros."""
+  return jnp.stack([jnp.zeros_like(arrays[0]), *arrays], axis)
+
+
+def _check_part(
+  path: str, part: Any, a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
+  found = tuple(part["a"].shape), tuple(part["b"].shape)
+  if found != (a, b):
+    raise OptionError(
+      "adapters",
+      f"{found} for {path}",
+      f"{(a, b)}",
+      "pass adapters that were trained on this model",
+    )
 
 
 def _dotted(path: Any) -> str:

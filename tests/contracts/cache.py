@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import OptionError
-from ringjax.kv.cache_kind import KINDS
+from ringjax.kv import kind_text
 from ringjax.kv.state import State
+from ringjax.ops.attention.code_format import token_axis
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
 
@@ -43,6 +45,11 @@ FAMILIES = {
   "chunked": "llama4_text",
   "recurrent": "qwen3_next",
 }
+# Kinds with a codec for each head, and the kinds whose codecs these are.
+PER_HEAD = {
+  "per-head": ("int4", "hadamard3", "int8"),
+  "per-head-nuq": ("nuq3", "nuq2"),
+}
 # Of windowed layers: tokens of a call that may be taken back.
 SLACK = 6
 
@@ -65,12 +72,30 @@ def model(shards, family="windows", dtype="float32"):
 @functools.cache
 def kind_of(name, family="windows", dtype="float32"):
   """A kind by its name, calibrated where it has to be."""
-  kind = KINDS[name]
+  if name in PER_HEAD:
+    return per_head(name, family, dtype)
+  kind = kind_text.parse(name)
   if not isinstance(kind.codec, rj.kv.Calibrated):
     return kind
   draw = np.random.default_rng(1).integers(1, 64, (2, 64)).astype(np.int32)
   found = rj.infer.calibrate(model(1, family, dtype), draw)
   return kind.with_options({"calibration": found})
+
+
+def per_head(name, family, dtype):
+  """A codec for each head, in some order that no two layers share."""
+  kinds = [kind_of(one, family, dtype) for one in PER_HEAD[name]]
+  which, number = {}, itertools.count()
+  for shape in model(1, family, dtype).kinds:
+    for layer in getattr(shape, "which", ()):
+      heads = [next(number) * 2 // 3 for _ in range(shape.heads)]
+      which[layer] = tuple(n % len(kinds) for n in heads)
+  layers = model(1, family, dtype).config.layers
+  codec = rj.kv.PerHead(
+    codecs=tuple(kind.codec for kind in kinds),
+    which=tuple(which.get(n, ()) for n in range(len(layers))),
+  )
+  return dataclasses.replace(kinds[0], codec=codec)
 
 
 @functools.cache
@@ -82,7 +107,7 @@ def text(family="windows", dtype="float32", kind="dense"):
   tokens = np.random.default_rng(0).integers(1, 64, (B, 2 * T))
   tokens = tokens.astype(np.int32)
   call = model(1, family, dtype)
-  if KINDS[kind].codec is None:
+  if kind not in PER_HEAD and kind_text.parse(kind).codec is None:
     return tokens, np.asarray(call(tokens))
   kind = kind_of(kind, family, dtype)
   logits, _ = call(tokens, cache=rj.kv.SimulatedCache.create(call, kind))
@@ -118,7 +143,13 @@ class Setup:
     kind = dataclasses.replace(kind, slack=slack)
     return self.model.init_cache(batch, capacity, sharding=attend, kind=kind)
 
+  def ready(self, cache, tokens):
+    """Between two calls, as `rj.infer.generate` does it."""
+    each = -(-tokens // self.shards)
+    return cache.evict().with_room(np.full((cache.batch, self.shards), each))
+
   def read(self, tokens, cache, **options):
+    cache = self.ready(cache, tokens.shape[1])
     logits, cache = self.model(jnp.asarray(tokens), cache=cache, **options)
     return np.asarray(logits), cache
 
@@ -128,7 +159,7 @@ class Setup:
     if self.dtype != "float32":
       # A mixture that is near a tie takes another expert: some logits are far.
       assert np.median(far) < 0.08 * rms(all_)
-    elif KINDS[self.kind].codec is not None:
+    elif self.kind in PER_HEAD or kind_text.parse(self.kind).codec is not None:
       # So does a number between two codes.
       assert rms(far) < 0.02 * rms(all_)
     else:
@@ -156,13 +187,25 @@ def state(cache):
   """
   seg = np.asarray(cache.at.seg)
   found = [np.where(seg > 0, np.asarray(cache.at.pos), 0), seg, cache.free()]
+  if isinstance(cache, rj.kv.TieredCache):
+    older = np.asarray(cache.held.at.seg) > 0
+    for x in (x for x in jax.tree.leaves(cache.blocks) if x.size):
+      # By row, shard, block and slot: [B, R, N, P, L, K, D].
+      x = np.moveaxis(np.asarray(x), token_axis(x), 3)
+      shape = (cache.shards, -1, older.shape[1] // cache.shards // x.shape[3])
+      x = np.moveaxis(x.reshape(*shape, *x.shape[1:]), (3, 0, 2, 5), range(4))
+      real = older.reshape(*x.shape[:4], *(1,) * (x.ndim - 4))
+      found.append(np.where(real, x, 0))
+    cache = cache.open
+    seg = np.asarray(cache.at.seg)
   for ring, slots in zip(cache.ring_of, cache.slots, strict=True):
     if isinstance(slots, State):
       found.extend(np.asarray(x) for x in jax.tree.leaves(slots))
       continue
+    arrays = jax.tree.leaves(slots)
     if ring is None:
       real = (seg > 0)[None, :, None, :, None]
-      found.extend(np.where(real, x, 0) for x in slots)
+      found.extend(np.where(real, by_slot(x), 0) for x in arrays)
       continue
     pos, here = (np.asarray(x) for x in cache.rings[ring].at)
     for row, end in enumerate(cache.length.tolist()):
@@ -170,8 +213,13 @@ def state(cache):
       seen = np.flatnonzero((here[row] > 0) & (pos[row] >= first))
       seen = seen[np.argsort(pos[row, seen])]
       assert pos[row, seen].tolist() == list(range(first, end))
-      found.extend(np.asarray(x)[:, row, :, seen] for x in slots)
+      found.extend(by_slot(x)[:, row, :, seen] for x in arrays)
   return found
+
+
+def by_slot(x):
+  """[L, B, K, S, D] of stored numbers or of codes."""
+  return np.moveaxis(np.asarray(x), token_axis(x), 3)
 
 
 def same(a, b, rounding=False):
@@ -316,7 +364,7 @@ def a_full_row_is_filled_to_its_last_slot(setup):
   cache_call = jax.jit(
     lambda cache: setup.model(more, segment_ids=seg, cache=cache)
   )
-  logits, cache = cache_call(cache)
+  logits, cache = cache_call(setup.ready(cache, 4))
   setup.close(np.asarray(logits)[1], want[1, 10:14])
   assert cache.free().sum(1).tolist() == [0, 2]
   assert cache.length.tolist() == [16, 14]
@@ -347,6 +395,7 @@ def bytes_are_stated_before(setup):
   )
   assert cache.nbytes() == count(stated)
   _, read = setup.read(tokens[:, :T], cache)
+  read = read.evict()
   for other in (read, read.reset([1]), read.take([2, 0, 0])):
     assert other.nbytes() == cache.nbytes()
   one, two, three = (setup.empty(batch=n).nbytes() for n in (1, 2, 3))
@@ -362,6 +411,7 @@ def programs_do_not_grow_with_use(setup):
     size = int(rng.choice([1, 4]))
     seg = np.arange(size)[None] < rng.integers(0, size + 1, (B, 1))
     seg = seg.astype(np.int32)
+    cache = setup.ready(cache, size)
     _, cache = call(tokens[:, :size] * seg, seg, cache)
     if rng.random() < 0.3:
       cache = cache.reset([int(rng.integers(B))])

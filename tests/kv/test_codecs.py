@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import OptionError
-from ringjax.kv import CodeBook, Floats, Hadamard, Integers
+from ringjax.errors import OptionError, ShapeError
+from ringjax.kv import ChannelGroups, CodeBook, Floats, Hadamard, Integers
+from ringjax.kv.base import CacheSpec
+from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.hadamard import gaussian_levels, transform
+from tests.contracts import cache as contract
 
 DIMS = (8, 20, 80, 128)
 # The root of the mean squared error of normal numbers, at most.
@@ -110,6 +115,42 @@ def test_bytes_are_those_of_the_formula():
   assert CodeBook(bits=2, outliers=0.02).width(512) == 128 + 10 * 4
 
 
+@pytest.mark.parametrize("dim", [20, 128])
+@pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 32), (3, 8)])
+def test_groups_of_tokens_have_a_scale_in_each_channel(bits, group, dim):
+  """Off by half a step of the channel at most; a large channel costs none."""
+  codec = ChannelGroups(bits=bits, group=group)
+  x = draw(2, 2, 3 * group, dim) + 5
+  x[..., 3] *= 1000
+  data = jax.jit(codec.encode)(x)
+  assert data.dtype == jnp.uint8 and data.shape[-1] == codec.width(dim)
+  back = np.asarray(codec.decode(data, dim, jnp.float32))
+  cut = lambda x: x.reshape(2, 2, 3, group, dim)
+  step = (cut(x).max(-2) - cut(x).min(-2)) / (2**bits - 1)
+  rounding = 2.0**-10 * np.abs(cut(x)).max(-2)
+  off = np.abs(cut(back - x)).max(-2)
+  assert (off <= step / 2 + rounding).all() and (off > step / 8).any()
+  # One group after another is all at once, whatever the heads.
+  parts = [
+    codec.encode(jnp.asarray(x[:, :1, n * group : (n + 1) * group]))
+    for n in range(3)
+  ]
+  np.testing.assert_array_equal(data[:, :1], jnp.concatenate(parts, 2))
+  # Of a group: codes, and a scale and a zero of 16 bits in each channel.
+  formula = group * (-(-dim // 8) * 8) * bits / 8 + 4 * dim
+  assert 0 <= group * codec.width(dim) - formula < group
+  if dim == 128:
+    assert group * codec.width(dim) == formula
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_part_of_a_group_is_not_encoded():
+  with pytest.raises(ShapeError, match="40 tokens.*groups of 32"):
+    ChannelGroups().encode(jnp.zeros((1, 1, 40, 8)))
+  with pytest.raises(ShapeError, match="groups of 32"):
+    ChannelGroups().decode(jnp.zeros((1, 1, 8, 9), jnp.uint8), 8, jnp.float32)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
   x = jnp.asarray(draw(1, 1, 5, dim))
@@ -137,3 +178,27 @@ def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
 def test_wrong_options(make, says):
   with pytest.raises(OptionError, match=says):
     make()
+
+
+@pytest.mark.long
+def test_tokens_are_last_on_a_tpu(monkeypatch):
+  """TPUs fill up the last axis to 128, and the one before to 8."""
+  shape = LayerCacheSpec(layers=2, heads=4, key=128, value=64)
+  codec = rj.kv.Codec(keys=Hadamard(bits=3), values=Integers(bits=4))
+  kind = rj.kv.CacheKind(codec=codec, page=8, room=8)
+  specs = lambda: KVCache.spec((shape,), 3, 256, jnp.bfloat16, kind=kind).slots
+  (slots,) = specs()
+  assert slots.k.shape == (2, 3, 4, 256, codec.keys.width(128))
+  assert slots.k.dtype == jnp.uint8
+  model = contract.model(1, "grouped")
+  tokens = contract.text("grouped")[0]
+  policy = dataclasses.replace(kind, policy=rj.kv.SnapKV(window=4))
+  ask = lambda kind: rj.infer.generate(
+    model, tokens, max_new_tokens=12, cache_kind=kind
+  ).tokens.tolist()
+  want = ask(kind), ask(policy)
+  monkeypatch.setattr(CacheSpec, "platform", "tpu")
+  (slots,) = specs()
+  assert slots.k.shape == (2, 3, 4, 56, 256) and slots.k.dtype == jnp.int8
+  assert slots.v.shape == (2, 3, 4, 40, 256)
+  assert (ask(kind), ask(policy)) == want

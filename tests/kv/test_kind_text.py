@@ -44,7 +44,7 @@ def test_options_are_the_fields_of_the_kind(many):
   ("text", "says"),
   [
     ("", "--cache: got ''; wanted one of dense, unrotated"),
-    ("int3", "nuq2, many; pass --cache=dense"),
+    ("int3", "kivi2, many, or a codec + a policy of these; pass --cache"),
     ("Dense", "one of dense"),
     ("dense:", "got '' in 'dense:'; wanted options of 'dense'"),
     ("many:bit=4", "bits=8, part=0.5, order=first, most=None; write --cache="),

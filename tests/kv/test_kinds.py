@@ -11,22 +11,40 @@ from ringjax.kv.cache_kind import KINDS
 from ringjax.ops.mask import Coords
 from tests.contracts import cache as contract
 
-EXACT = [name for name, kind in KINDS.items() if kind.codec is None]
-CODED = [name for name in KINDS if name not in EXACT]
-QUICK = [contract.Setup(kind, 4) for kind in (*EXACT, "int4")]
+# Those with a policy have laws of their own: test_evicting.
+WHOLE = {name: kind for name, kind in KINDS.items() if not kind.evicting}
+EXACT = [name for name, kind in WHOLE.items() if kind.codec is None]
+CODED = [name for name in WHOLE if name not in EXACT]
+# Blocks of 3 tokens in host memory.
+TIERED = "dense:device=4,room=3"
+QUICK = [contract.Setup(kind, 4) for kind in ("windowed", "int4")]
 LONG = [
+  *(contract.Setup(kind, 4) for kind in ("dense", "unrotated", TIERED)),
   *(contract.Setup(kind, 1) for kind in EXACT),
   contract.Setup("windowed", 8),
   contract.Setup("nuq3", 4),
+  contract.Setup("per-head-nuq", 4),
+  *(contract.Setup("per-head", n) for n in (1, 4)),
   contract.Setup("windowed", 4, dtype="bfloat16"),
+  contract.Setup(TIERED, 1),
+  contract.Setup("windowed:device=4,room=3", 4, "recurrent"),
+  contract.Setup("nuq3:device=4,room=3", 4),
+  contract.Setup("unrotated:device=4,room=3", 4, "latent"),
   *(
     contract.Setup("windowed", 4, family)
     for family in ("latent", "alibi", "chunked", "recurrent")
   ),
 ]
 SLOW = [
+  *(
+    contract.Setup("per-head", n, family)
+    for n in (1, 4)
+    for family in contract.FAMILIES
+  ),
   *(contract.Setup(kind, n) for kind in EXACT for n in (2, 8)),
   *(contract.Setup(kind, n) for kind in CODED for n in (1, 4)),
+  *(contract.Setup("int4:device=4,room=3", n) for n in (1, 2, 4)),
+  *(contract.Setup(TIERED, 2, family) for family in contract.FAMILIES),
   *(
     contract.Setup(kind, 4, family, dtype)
     for family in contract.FAMILIES

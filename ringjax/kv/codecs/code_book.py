@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from ringjax.checks import number, one_of
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.levels import lookup, nearest
+from ringjax.ops.attention.code_format import CodeFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class CodeBook:
       [K, 2**bits]; "token": a vector has a scale and a zero of its own, and
       the constants are the levels alone.
   """
+
+  needs_constants: ClassVar[bool] = True
 
   bits: int = 3
   outliers: int | float = 0.01
@@ -116,6 +119,18 @@ class CodeBook:
         here = place == index[..., n : n + 1].astype(jnp.int32)
         x = jnp.where(here, kept[..., n : n + 1], x)
     return x.astype(dtype)
+
+  def code_format(self, dim: int) -> CodeFormat:
+    """How its bytes hold the numbers."""
+    channels = self.by == "channel"
+    return CodeFormat(
+      dim=dim,
+      bits=self.bits,
+      halves=0 if channels else 2,
+      by_constants=True,
+      by_channel=channels,
+      outliers=self.sparse(dim),
+    )
 
 
 def _index_dtype(dim: int) -> type:

@@ -15,12 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped, UInt8
 
+from ringjax.ops.attention.code_format import padded, parts
+
 BITS = (1, 2, 3, 4, 8)
-
-
-def padded(count: int) -> int:
-  """Codes with those that fill up the last byte of each part."""
-  return -(-count // 8) * 8
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -35,23 +32,21 @@ def pack(
   count = codes.shape[-1]
   pad = [(0, 0)] * (codes.ndim - 1) + [(0, padded(count) - count)]
   codes = jnp.pad(codes, pad)
-  parts, low = [], 0
-  for size in _sizes(bits):
+  found = []
+  for size, low, _, _ in parts(count, bits):
     each = (codes >> np.uint8(low)) & np.uint8((1 << size) - 1)
     planes = jnp.split(each, 8 // size, -1)
     byte = jnp.zeros_like(planes[0])
     for n, plane in enumerate(planes):
       byte = byte | (plane << np.uint8(n * size))
-    parts.append(byte)
-    low += size
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+    found.append(byte)
+  return found[0] if len(found) == 1 else jnp.concatenate(found, -1)
 
 
 def unpack(
   data: UInt8[Array, "*batch x"], bits: int, count: int
 ) -> UInt8[Array, "*batch n"]:
   """The `count` codes that `pack` packed."""
-  many = padded(count)
 
   def cut(first: int, width: int) -> jax.Array:
     return lax.slice_in_dim(data, first, first + width, axis=-1)
@@ -61,21 +56,19 @@ def unpack(
     if size == 8:
       return data
     if size == 4:
-      parts = [data & np.uint8(15), data >> np.uint8(4)]
-      return lax.optimization_barrier(jnp.concatenate(parts, -1))
+      both = [data & np.uint8(15), data >> np.uint8(4)]
+      return lax.optimization_barrier(jnp.concatenate(both, -1))
     # Of more parts: bytes beside one another, and shifts by place.
     wide = lax.optimization_barrier(jnp.concatenate([data] * (8 // size), -1))
     place = lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
     shift = (place // data.shape[-1] * size).astype(jnp.uint8)
     return (wide >> shift) & np.uint8((1 << size) - 1)
 
-  found, low, first = None, 0, 0
-  for size in _sizes(bits):
-    width = many * size // 8
+  found = None
+  for size, low, first, width in parts(count, bits):
     part = codes(cut(first, width), size)
     part = part << np.uint8(low)
     found = part if found is None else found | part
-    low, first = low + size, first + width
   assert found is not None
   return lax.slice_in_dim(found, 0, count, axis=-1)
 
@@ -114,8 +107,3 @@ def halves(
   """
   found = from_bytes(data, first, count, jnp.float16).astype(jnp.float32)
   return lax.optimization_barrier(found)
-
-
-def _sizes(bits: int) -> tuple[int, ...]:
-  """Powers of two that add up to `bits`, the largest first."""
-  return tuple(size for size in (8, 4, 2, 1) if bits & size)

@@ -2,7 +2,8 @@
 
 Guarantees: a vector's bytes depend on the vector alone, so that appending
 token by token is appending all at once, and bytes move between rows, shards
-and caches as they are.
+and caches as they are. Codecs with a `page` encode so many tokens together:
+pages of a cache, which stay whole.
 Memory: `width(D)` bytes for a vector of D numbers, scales included.
 """
 
@@ -13,6 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, UInt8
+
+from ringjax.errors import OptionError
+from ringjax.kv.codecs.codec_wire import CodecWire
 
 
 @runtime_checkable
@@ -38,6 +42,16 @@ class VectorCodec(Protocol):
   ) -> Float[Array, "B K T D"]:
     """The numbers that the bytes stand for."""
     ...
+
+
+def through(
+  vectors: VectorCodec, x: Float[Array, "B K T D"], constants: Sequence[Any]
+) -> Float[Array, "B K T D"]:
+  """Vectors as a codec gives them back."""
+  if not x.shape[-1]:
+    return x
+  data = vectors.encode(x, constants)
+  return vectors.decode(data, x.shape[-1], x.dtype, constants)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +94,45 @@ class Codec:
     """For a model; `load` reads the calibration that a folder has of it."""
     del load
     return self
+
+  @property
+  def page(self) -> int | None:
+    """Tokens that are encoded together; None: each is encoded alone."""
+    pages = [getattr(x, "page", None) for x in (self.keys, self.values)]
+    return max((n for n in pages if n is not None), default=None)
+
+  def as_wire(self, dtype: Any = None) -> CodecWire:
+    """The format in which strategies send keys and values, see `Ring.wire`.
+
+    Args:
+      dtype: of a cache that stores the same bytes, if there is one.
+
+    Raises:
+      OptionError: a codec whose bytes no shard can decode alone.
+    """
+    if self.unrotated:
+      raise OptionError(
+        "wire",
+        f"a codec of keys before their rotation, {type(self).__name__}",
+        "a codec of keys as queries read them: what travels is rotated",
+        "pass wire=rj.kv.Codec(keys=rj.kv.Hadamard(), values=...), or a dtype",
+      )
+    if self.page is not None:
+      raise OptionError(
+        "wire",
+        f"{self.keys} and {self.values}, of {self.page} tokens together",
+        "a codec of single tokens",
+        "pass rj.kv.Integers, Floats or Hadamard",
+      )
+    for vectors in (self.keys, self.values):
+      if getattr(vectors, "needs_constants", False):
+        raise OptionError(
+          "wire",
+          f"{vectors}, whose levels are those of a layer",
+          "a codec without a calibration",
+          "pass rj.kv.Integers, Floats or Hadamard",
+        )
+    return CodecWire(keys=self.keys, values=self.values, dtype=dtype)
 
   def options(self) -> dict[str, Any]:
     """What can be set: by name, or by "keys." and "values." and a name."""

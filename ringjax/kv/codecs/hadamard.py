@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, UInt8
 from ringjax.checks import one_of
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.levels import lookup, nearest
+from ringjax.ops.attention.code_format import CodeFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,12 @@ class Hadamard:
     codes = code_bytes.unpack(data, self.bits, dim)
     found = lookup(codes, np.asarray(gaussian_levels(self.bits))) * scale
     return found.astype(dtype)
+
+  def code_format(self, dim: int) -> CodeFormat:
+    """How its bytes hold the transformed numbers."""
+    return CodeFormat(
+      dim=dim, bits=self.bits, halves=1, levels=gaussian_levels(self.bits)
+    )
 
 
 @functools.cache

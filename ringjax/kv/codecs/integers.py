@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
 from ringjax.kv.codecs import code_bytes
+from ringjax.ops.attention.code_format import CodeFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,12 @@ class Integers:
       return found
 
     return (codes * of_group(0) + of_group(groups)).astype(dtype)
+
+  def code_format(self, dim: int) -> CodeFormat:
+    """How its bytes hold the numbers."""
+    return CodeFormat(
+      dim=dim, bits=self.bits, groups=self._groups(dim), halves=2
+    )
 
   def _groups(self, dim: int) -> int:
     return max(1, -(-dim // self.group))

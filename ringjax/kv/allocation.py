@@ -1,0 +1,854 @@
+"""Bits for each layer and KV head under a budget of bytes, by measured loss.
+
+Guarantees: the sum of the bytes is within the budget. What a choice costs is
+measured: a text is read with one layer's or head's keys and values as a codec
+gives them back, all others exact. Choices are put together as if these losses
+added; the result says what they add up to and what was measured.
+Cost: (units x candidates + candidates + 2) x texts calls of the model, where
+units are the layers, the KV heads, or the keys and the values of each; with
+`measure="kl"` each call is two.
+Memory: that of a call without a cache.
+Ref: Everett 1963, "Generalized Lagrange Multiplier Method for Solving Problems
+of Optimum Allocation of Resources"; Shoham and Gersho 1988, "Efficient bit
+allocation for an arbitrary set of quantizers".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ringjax import tree
+from ringjax.checks import number, one_of
+from ringjax.errors import (
+  CheckpointFormatError,
+  ConfigError,
+  MeshError,
+  OptionError,
+  ShapeError,
+)
+from ringjax.kv import kind_text
+from ringjax.kv.base import FreshLayer, NoCache
+from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.codecs import Calibrated, Calibration, Codec, PerHead
+from ringjax.kv.codecs.codec import VectorCodec, through
+from ringjax.kv.codecs.head_codecs import BITS_FILE
+from ringjax.ops.attention.code_format import stored_codes
+from ringjax.ops.rope import Rotation
+
+CANDIDATES = ("hadamard4", "hadamard3", "hadamard2")
+BY = ("layer", "head", "part")
+MEASURES = ("loss", "kl")
+_FORMAT = "ringjax-kv-bits-1"
+_PARTIAL = ".kv_bits.partial.json"
+_REMEDY = "allocate again: python -m launch.calibrate --model=DIR --bits=3.2"
+
+# For each layer of the model the numbers of its KV heads' candidates.
+Table = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocation:
+  """Which codec each KV head of each layer has, and what it costs.
+
+  Attributes:
+    model: digest of the model that was measured.
+    candidates: the codecs' kinds, as text.
+    calibrations: digests of their calibrations, or "".
+    by: what has a codec of its own: "layer", "head", or "part", the keys and
+      the values of each head.
+    measure: what was compared: "loss" or "kl".
+    keys: for each layer of the model the candidates of its KV heads' keys.
+    values: those of their values.
+    bytes_per_token: bytes of a token in all layers, as they are stored.
+    bits: of a number, scales included.
+    exact: nats a token without a cache.
+    loss: nats a token more that this allocation costs on the same text.
+    predicted: what it costs by `measure`, if the losses of all choices add.
+    measured: what it does cost by `measure`.
+    uniform: for each candidate alone its bytes of a token and its loss.
+    losses: for each unit, in order of layers and heads, the loss of each
+      candidate, by `measure`.
+    tokens: of the text.
+    calls: of the model, that it took.
+    codecs: of the candidates.
+    unrotated: whether keys are encoded before their rotation.
+    source: the file that it was read from, or "".
+  """
+
+  model: str
+  candidates: tuple[str, ...]
+  calibrations: tuple[str, ...]
+  by: str
+  measure: str
+  keys: Table
+  values: Table
+  bytes_per_token: int
+  bits: float
+  exact: float
+  loss: float
+  predicted: float
+  measured: float
+  uniform: tuple[tuple[int, float], ...]
+  losses: tuple[tuple[float, ...], ...]
+  tokens: int
+  calls: int
+  codecs: tuple[Codec, ...] = dataclasses.field(repr=False)
+  unrotated: bool = False
+  source: str = ""
+
+  @property
+  def kind(self) -> CacheKind:
+    """The kind of cache, for `generate` and `init_cache`."""
+    pairs = sorted({
+      pair
+      for rows in zip(self.keys, self.values, strict=True)
+      for pair in zip(*rows, strict=True)
+    })  # fmt: skip
+    which = tuple(
+      tuple(pairs.index(pair) for pair in zip(*rows, strict=True))
+      for rows in zip(self.keys, self.values, strict=True)
+    )
+    codec = PerHead(
+      codecs=tuple(_paired(self.codecs, *pair) for pair in pairs),
+      which=which,
+      source=self.source,
+      loss=self.loss,
+    )
+    return CacheKind(windowed=True, unrotated=self.unrotated, codec=codec)
+
+  def __str__(self) -> str:
+    """A table: a row for each layer, a column for each KV head."""
+    heads = max(map(len, self.keys))
+    name = lambda n: self.candidates[n]
+
+    def cell(k: int, v: int) -> str:
+      return name(k) if k == v else f"{name(k)}/{name(v)}"
+
+    rows = [("layer", *(f"head {n}" for n in range(heads)))]
+    for n, pair in enumerate(zip(self.keys, self.values, strict=True)):
+      cells = [cell(k, v) for k, v in zip(*pair, strict=True)]
+      if cells:
+        rows.append((str(n), *cells))
+    wide = [
+      max(len(row[i]) for row in rows if i < len(row)) for i in range(heads + 1)
+    ]
+    shown = [
+      "  ".join(f"{x:<{w}}" for x, w in zip(row, wide, strict=False)).rstrip()
+      for row in rows
+    ]
+    return "\n".join(
+      [
+        *shown,
+        f"{self.bits:.2f} bits a number, {self.bytes_per_token:,} bytes a "
+        "token",
+        f"loss {self.loss:+.5f} nats a token, on {self.tokens:,} tokens in "
+        f"{self.calls:,} calls",
+        f"by {self.measure}: {self.measured:+.5f} measured, "
+        f"{self.predicted:+.5f} if what single choices cost is added",
+        *(
+          f"all {self.candidates[n]}: {size:,} bytes a token, loss {loss:+.5f}"
+          for n, (size, loss) in enumerate(self.uniform)
+        ),
+      ]
+    )
+
+  def record(self) -> dict[str, Any]:
+    """The fields as JSON, without those that are made of others."""
+    left_out = ("codecs", "source")
+    names = [x.name for x in dataclasses.fields(self) if x.name not in left_out]
+    return {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
+
+  def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+    """Writes it into a file, or into a folder as kv_bits.json; the path.
+
+    Raises:
+      OptionError: candidates that no text names.
+    """
+    for text, codec in zip(self.candidates, self.codecs, strict=True):
+      if _named(text) != _uncalibrated(codec):
+        raise OptionError(
+          "candidates",
+          f"{text}, which no name says"[:160],
+          "kinds by their names, for a file says names",
+          "pass candidates=('hadamard4', 'int4:group=32'), for instance",
+        )
+    place = pathlib.Path(path)
+    if place.suffix != ".json":
+      place = place / BITS_FILE
+    _write(place, self.record())
+    return place
+
+  @classmethod
+  def load(cls, path: str | os.PathLike[str], model: Any) -> Allocation:
+    """Reads the allocation of a model.
+
+    Args:
+      path: the file, or the folder that has it. Calibrations of its candidates
+        are read from the same folder.
+      model: the `Transformer` that it has to be of.
+
+    Raises:
+      CheckpointFormatError: no file, or no allocation in it.
+      OptionError: that of another model or calibration.
+    """
+    place = pathlib.Path(path)
+    if place.is_dir():
+      place = place / BITS_FILE
+    body = _read(place)
+    mine = model.digest
+    if body["model"] != mine:
+      raise OptionError(
+        "table",
+        f"{place}, of a model of digest {body['model']}",
+        f"that of this model, {mine}",
+        _REMEDY,
+      )
+    try:
+      codecs = []
+      for text, digest in zip(
+        body["candidates"], body["calibrations"], strict=True
+      ):
+        kind = kind_text.parse(text, "candidates")
+        if digest:
+          kind = kind.with_options({"calibration": str(place.parent)})
+        codec = model.cache_kind(kind).codec
+        if digest and codec.calibration.digest != digest:
+          raise OptionError(
+            "calibration",
+            f"one of digest {codec.calibration.digest} beside {place}",
+            f"the one that {text} was measured with, {digest}",
+            _REMEDY,
+          )
+        codecs.append(codec)
+      made = cls(**body, codecs=tuple(codecs), source=str(place))
+      # Whether the tables are those of the candidates and of the model.
+      codec = made.kind.codec
+      assert isinstance(codec, PerHead)
+      for shape in _attention(model):
+        codec.table(shape)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+      if isinstance(error, OptionError) and "calibration" in str(error):
+        raise
+      raise CheckpointFormatError(
+        f"{place}", f"{error}"[:160], "what allocate_bits wrote", _REMEDY
+      ) from None
+    return made
+
+
+def allocate_bits(
+  model: Any,
+  tokens: Any,
+  *,
+  bits: int | float | None = None,
+  bytes_per_token: int | float | None = None,
+  candidates: Sequence[Any] = CANDIDATES,
+  by: str = "head",
+  measure: str = "loss",
+  folder: str | os.PathLike[str] | None = None,
+  progress: Callable[[int, int], Any] | None = None,
+) -> Allocation:
+  """Chooses a codec for each KV head of each layer under a budget of bytes.
+
+  Each choice is measured alone on the text, the losses are taken to add, and
+  the bytes go where they save the most loss each: steps on the lower convex
+  hulls of (bytes, loss), the steepest first, and what is left to the best
+  single exchange.
+
+  Args:
+    model: a `Transformer`, on one device or a mesh.
+    tokens: int32 [N, T], texts; on a mesh T is a multiple of the shards.
+    bits: the budget: bits of a number, scales included.
+    bytes_per_token: or the bytes of a token, in all layers together.
+    candidates: kinds of caches by name, with options as in a flag
+      ("int4:group=32,keys.bits=8"), or each a `CacheKind` with a codec.
+    by: what has a codec of its own: "layer", "head", or "part", the keys and
+      the values of each head.
+    measure: "loss": how much the negative log-likelihood of the text grows;
+      "kl": how far the predictions move (Kullback-Leibler divergence), which is
+      never below 0 and varies less with the text.
+    folder: keeps what is measured after each choice, so that a run that was
+      killed resumes, and gets kv_bits.json at the end.
+    progress: called with the number of calls of the model that are done and
+      that there are.
+
+  Returns:
+    the allocation, whose `kind` is a kind of cache.
+
+  Raises:
+    OptionError: a budget below the cheapest candidate or none, or candidates
+      that do not go together.
+    ShapeError: tokens of another shape.
+    ConfigError: a model without keys and values.
+    MeshError: several processes.
+  """
+  ids = _checked(tokens)
+  one_of("by", by, BY)
+  one_of("measure", measure, MEASURES)
+  if jax.process_count() > 1:
+    raise MeshError(
+      "processes",
+      jax.process_count(),
+      "one, whose devices hold the model",
+      "allocate in one process; the file serves any number of them",
+    )
+  names, kinds = _candidates(model, candidates)
+  codecs: tuple[Any, ...] = tuple(kind.codec for kind in kinds)
+  calibrations = tuple(map(_calibration, codecs))
+  if by == "part":
+    for n in range(len(codecs)):
+      _paired(codecs, n, 0)
+  shapes = _attention(model)
+  units = _units(shapes, by)
+  sizes = [[_bytes(u, codec, shapes) for codec in codecs] for u in units]
+  budget = _budget(bits, bytes_per_token, shapes, sizes, names)
+  inputs = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
+  about = (model.digest, ids.shape, names, calibrations, by, measure)
+  inputs.update(f"{about}".encode())
+  work = _Losses(model, ids, kinds, measure, inputs.hexdigest()[:16], folder)
+  work.total = (len(units) * len(codecs) + len(codecs) + 2) * len(ids)
+  work.progress = progress
+
+  exact = work.loss([])[0]
+  losses = []
+  for unit in units:
+    row = [work.loss([(unit, n)]) for n in range(len(codecs))]
+    losses.append(tuple(x[measure == "kl"] for x in row))
+  uniform = [
+    (
+      sum(size[n] for size in sizes),
+      work.loss([(unit, n) for unit in units])[0],
+    )
+    for n in range(len(codecs))
+  ]
+  base = exact if measure == "loss" else 0.0
+  losses = [tuple(x - base for x in row) for row in losses]
+  choice = choose(sizes, losses, budget)
+  pairs = [*zip(units, choice, strict=True)]
+  final = work.loss(pairs)
+  keys, values = _tables(model, shapes, pairs)
+  nbytes = sum(size[n] for size, n in zip(sizes, choice, strict=True))
+  numbers = sum(shape.numbers() for shape in shapes)
+  made = Allocation(
+    model=model.digest,
+    candidates=names,
+    calibrations=calibrations,
+    by=by,
+    measure=measure,
+    keys=keys,
+    values=values,
+    bytes_per_token=nbytes,
+    bits=8 * nbytes / numbers,
+    exact=exact,
+    loss=final[0] - exact,
+    predicted=sum(row[n] for row, n in zip(losses, choice, strict=True)),
+    measured=final[measure == "kl"] - base,
+    uniform=tuple((size, loss - exact) for size, loss in uniform),
+    losses=tuple(losses),
+    tokens=ids.size,
+    calls=work.total,
+    codecs=codecs,
+    unrotated=kinds[0].unrotated,
+  )
+  if folder is not None:
+    made = dataclasses.replace(made, source=str(made.save(folder)))
+    (pathlib.Path(folder) / _PARTIAL).unlink(missing_ok=True)
+  return made
+
+
+def choose(
+  sizes: Sequence[Sequence[int]],
+  losses: Sequence[Sequence[float]],
+  budget: int | float,
+) -> list[int]:
+  """Of each unit a candidate, so that the sizes are within the budget.
+
+  Args:
+    sizes: [units][candidates].
+    losses: [units][candidates].
+    budget: of the sum of the sizes, at least that of the smallest.
+
+  Returns:
+    for each unit a candidate. Steps along the lower convex hulls are taken from
+    the steepest on; those that do not fit are left out. What is left goes to
+    single exchanges, also for candidates that are not on a hull.
+  """
+  hulls = [_hull(s, x) for s, x in zip(sizes, losses, strict=True)]
+  chosen = [0] * len(hulls)
+  left = budget - sum(
+    size[hull[0]] for size, hull in zip(sizes, hulls, strict=True)
+  )
+  steps = []
+  for unit, hull in enumerate(hulls):
+    for n, (a, b) in enumerate(itertools.pairwise(hull), 1):
+      more = sizes[unit][b] - sizes[unit][a]
+      saved = losses[unit][a] - losses[unit][b]
+      steps.append((-saved / more, unit, n, more))
+  for _, unit, n, more in sorted(steps):
+    if n == chosen[unit] + 1 and more <= left:
+      chosen[unit], left = n, left - more
+  found = [hull[n] for hull, n in zip(hulls, chosen, strict=True)]
+  while True:
+    better = [
+      ((loss[n] - loss[old]) / max(1, size[n] - size[old]), unit, n)
+      for unit, (old, size, loss) in enumerate(
+        zip(found, sizes, losses, strict=True)
+      )
+      for n in range(len(size))
+      if loss[n] < loss[old] and size[n] - size[old] <= left
+    ]
+    if not better:
+      return found
+    _, unit, n = min(better)
+    left -= sizes[unit][n] - sizes[unit][found[unit]]
+    found[unit] = n
+
+
+def _hull(sizes: Sequence[int], losses: Sequence[float]) -> list[int]:
+  """The candidates on the lower convex hull, of falling loss."""
+  order = sorted(range(len(sizes)), key=lambda n: (sizes[n], losses[n]))
+  found: list[int] = []
+  for n in order:
+    if found and losses[n] >= losses[found[-1]]:
+      continue
+    while len(found) > 1:
+      a, b = found[-2:]
+      here = (losses[a] - losses[b]) * (sizes[n] - sizes[b])
+      if here > (losses[b] - losses[n]) * (sizes[b] - sizes[a]):
+        break
+      found.pop()
+    found.append(n)
+  return found
+
+
+# ---------------------------------------------------------------------------
+# What is chosen
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+  """What gets one codec: heads of a layer, their keys or values or both."""
+
+  layer: int
+  heads: tuple[int, ...]
+  parts: tuple[str, ...]
+
+
+def _attention(model: Any) -> list[LayerCacheSpec]:
+  """The kinds of layers that have keys."""
+  found = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
+  if not found:
+    raise ConfigError(
+      "model",
+      f"{model.config.family}, without keys and values",
+      "attention in some layer",
+      "its states need no codec",
+    )
+  return found
+
+
+def _units(shapes: Sequence[LayerCacheSpec], by: str) -> tuple[_Unit, ...]:
+  """In order of layers, heads and parts."""
+  found = []
+  for shape in shapes:
+    both = ("keys", "values") if shape.value else ("keys",)
+    parts = [(part,) for part in both] if by == "part" else [both]
+    heads = [(n,) for n in range(shape.heads)]
+    if by == "layer":
+      heads = [tuple(range(shape.heads))]
+    for layer in shape.which:
+      found += [_Unit(layer, h, part) for h in heads for part in parts]
+  return tuple(sorted(found, key=lambda u: (u.layer, u.heads, u.parts)))
+
+
+def _bytes(unit: _Unit, codec: Codec, shapes: Sequence[LayerCacheSpec]) -> int:
+  """Bytes of a token, as a cache on the default platform stores them."""
+  (shape,) = (s for s in shapes if unit.layer in s.which)
+
+  def one(part: str) -> int:
+    vectors: VectorCodec = getattr(codec, part)
+    width = vectors.width(shape.key if part == "keys" else shape.value)
+    lead, _ = stored_codes((), 1, width, jax.default_backend())
+    return int(np.prod(lead)) * len(unit.heads)
+
+  return sum(map(one, unit.parts))
+
+
+def _budget(
+  bits: Any,
+  nbytes: Any,
+  shapes: Sequence[LayerCacheSpec],
+  sizes: Sequence[Sequence[int]],
+  names: Sequence[str],
+) -> float:
+  """Bytes of a token."""
+  if (bits is None) == (nbytes is None):
+    raise OptionError(
+      "bits, bytes_per_token",
+      f"{bits!r}, {nbytes!r}",
+      "one of them",
+      "pass bits=3.2, for instance",
+    )
+  numbers = sum(shape.numbers() for shape in shapes)
+  if nbytes is None:
+    budget = number("bits", bits, above=0) * numbers / 8
+  else:
+    budget = number("bytes_per_token", nbytes, above=0)
+  least = sum(map(min, sizes))
+  if budget < least:
+    raise OptionError(
+      "bits" if nbytes is None else "bytes_per_token",
+      f"{bits if nbytes is None else nbytes}",
+      f"at least {8 * least / numbers:.3f} bits a number, {least:,} bytes a "
+      f"token, which the cheapest of {', '.join(names)} take",
+      "allow more bytes, or add a cheaper candidate",
+    )
+  return budget
+
+
+def _candidates(
+  model: Any, given: Sequence[Any]
+) -> tuple[tuple[str, ...], tuple[CacheKind, ...]]:
+  """Names and kinds, each with a codec for this model."""
+  if isinstance(given, str) or not given:
+    raise OptionError(
+      "candidates",
+      repr(given),
+      "two kinds of caches or more",
+      f"pass candidates={CANDIDATES}",
+    )
+  names, kinds = [], []
+  for one in given:
+    named = isinstance(one, str)
+    kind = kind_text.parse(one, "candidates") if named else cache_kind(one)
+    kind = model.cache_kind(kind).keeping_all("a candidate")
+    if not isinstance(kind.codec, Codec):
+      raise OptionError(
+        "candidates",
+        f"{kind}",
+        "kinds with one codec",
+        "use bfloat16 or int8 for heads that are to lose little",
+      )
+    plain = _uncalibrated(kind.codec)
+    kind = CacheKind(windowed=True, unrotated=kind.unrotated, codec=kind.codec)
+    # As it was written, but for the place of a calibration.
+    written = named and plain == kind.codec
+    text = one if written else str(dataclasses.replace(kind, codec=plain))
+    names.append(text)
+    kinds.append(kind)
+  if len({kind.codec for kind in kinds}) < len(kinds):
+    raise OptionError(
+      "candidates", ", ".join(names), "each once", "leave the others out"
+    )
+  if len({kind.unrotated for kind in kinds}) > 1:
+    raise OptionError(
+      "candidates",
+      ", ".join(names),
+      "kinds that all store keys before their rotation, or none",
+      "take code books (nuq) apart from others, or pass unrotated=True to all",
+    )
+  return tuple(names), tuple(kinds)
+
+
+def _calibration(codec: Codec) -> str:
+  """The digest of its calibration; "" where it needs none."""
+  if not isinstance(codec, Calibrated):
+    return ""
+  if isinstance(codec.calibration, Calibration):
+    return codec.calibration.digest
+  raise OptionError(
+    "candidates",
+    "code books without a calibration",
+    "the calibration of this model",
+    "pass 'nuq3:calibration=DIR'; to make one: python -m launch.calibrate",
+  )
+
+
+def _uncalibrated(codec: Codec) -> Codec:
+  """Without its calibration."""
+  if not isinstance(codec, Calibrated):
+    return codec
+  return dataclasses.replace(codec, calibration=None)
+
+
+def _named(text: str) -> Any:
+  """The codec that a text names; None if it names none."""
+  try:
+    return kind_text.parse(text, "candidates").codec
+  except OptionError:
+    return None
+
+
+def _paired(codecs: Sequence[Codec], keys: int, values: int) -> Codec:
+  """With the keys of one and the values of another."""
+  a, b = codecs[keys], codecs[values]
+  if keys == values:
+    return a
+  same = dataclasses.replace(a, keys=b.keys, values=b.values) == b
+  if type(a) is not type(b) or not same:
+    raise OptionError(
+      "candidates",
+      f"{type(a).__name__} and {type(b).__name__}, by part",
+      "codecs of one class and calibration, to pair keys with values",
+      "pass by='head', or candidates that go together",
+    )
+  return dataclasses.replace(a, values=b.values)
+
+
+def _tables(
+  model: Any,
+  shapes: Sequence[LayerCacheSpec],
+  pairs: Sequence[tuple[_Unit, int]],
+) -> tuple[Table, Table]:
+  """Of keys and of values the candidates of each layer's heads."""
+  layers = sum(shape.layers for shape in model.kinds)
+  heads = {n: shape.heads for shape in shapes for n in shape.which}
+  found = {
+    part: [[0] * heads.get(n, 0) for n in range(layers)]
+    for part in ("keys", "values")
+  }
+  for unit, n in pairs:
+    for part in unit.parts:
+      for head in unit.heads:
+        found[part][unit.layer][head] = n
+  # Values that are part of their keys have no codec: that of the keys.
+  for shape in shapes:
+    if not shape.value:
+      for n in shape.which:
+        found["values"][n] = found["keys"][n]
+  tables = (tuple(map(tuple, found[part])) for part in ("keys", "values"))
+  keys, values = tables
+  return keys, values
+
+
+# ---------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------
+
+
+class _Losses:
+  """What is measured so far.
+
+  Attributes:
+    total: calls of the model that there are.
+    progress: see `allocate_bits`.
+  """
+
+  total: int = 0
+  progress: Callable[[int, int], Any] | None = None
+
+  def __init__(
+    self,
+    model: Any,
+    ids: np.ndarray,
+    kinds: tuple[CacheKind, ...],
+    measure: str,
+    inputs: str,
+    folder: Any,
+  ):
+    self.model, self.ids, self.measure = model, ids, measure
+    self.inputs, self.done = inputs, 0
+    self.cache = _Choices.create(model, kinds)
+    self.path = None if folder is None else pathlib.Path(folder) / _PARTIAL
+    self.known: list[list[float]] = []
+    if self.path is not None and self.path.exists():
+      # One that is broken or of other inputs is worth nothing.
+      with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        body = json.loads(self.path.read_text("utf-8"))
+        if body["inputs"] == inputs:
+          self.known = [[float(x), float(y)] for x, y in body["found"]]
+    self.found: list[list[float]] = []
+
+  def loss(self, pairs: Sequence[tuple[_Unit, int]]) -> list[float]:
+    """Nats a token and divergence, with these units by these candidates."""
+    number = len(self.found)
+    if number < len(self.known):
+      self.found.append(self.known[number])
+      self.done += len(self.ids)
+      return self.found[-1]
+    cache, sums = self.cache.chosen(pairs), np.zeros(2)
+    for row in self.ids:
+      text = jnp.asarray(row[None], jnp.int32)
+      part = _sums(self.model, text, cache, self.measure == "kl")
+      sums += np.asarray(part, np.float64)
+      self.done += 1
+      if self.progress is not None:
+        self.progress(self.done, self.total)
+    count = self.ids.shape[0] * (self.ids.shape[1] - 1)
+    self.found.append([float(x) for x in sums / count])
+    if self.path is not None and self.done < self.total:
+      body = {"inputs": self.inputs, "found": self.found}
+      _write(self.path, body)
+    return self.found[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choices(NoCache):
+  """A cache that keeps nothing, whose codecs are chosen by data.
+
+  Attributes:
+    keys: int32 [layers, heads], the candidate of each head of each layer of the
+      model; -1 leaves it as it is.
+    values: the same.
+    constants: for each kind of layer and candidate those of the codec.
+    codecs: the candidates.
+    unrotated: whether keys are encoded before their rotation.
+    shapes: what each kind of layer keeps of a token.
+  """
+
+  keys: Any
+  values: Any
+  constants: tuple[Any, ...]
+  codecs: tuple[Codec, ...]
+  unrotated: bool
+  shapes: tuple[Any, ...]
+
+  @classmethod
+  def create(cls, model: Any, kinds: tuple[CacheKind, ...]) -> _Choices:
+    codecs: tuple[Any, ...] = tuple(kind.codec for kind in kinds)
+    constants = tuple(
+      tuple(codec.constants(n, shape) for codec in codecs)
+      if isinstance(shape, LayerCacheSpec)
+      else ()
+      for n, shape in enumerate(model.kinds)
+    )
+    layers = sum(shape.layers for shape in model.kinds)
+    heads = max(shape.heads for shape in _attention(model))
+    none = np.full((layers, heads), -1, np.int32)
+    made = jax.tree.map(jnp.asarray, constants)
+    return cls(none, none, made, codecs, kinds[0].unrotated, model.kinds)
+
+  def chosen(self, pairs: Sequence[tuple[_Unit, int]]) -> _Choices:
+    """With units by candidates."""
+    found = {"keys": self.keys.copy(), "values": self.values.copy()}
+    for unit, n in pairs:
+      for part in unit.parts:
+        found[part][unit.layer, list(unit.heads)] = n
+    made = {part: jnp.asarray(x) for part, x in found.items()}
+    return dataclasses.replace(self, **made)
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return ((),) * len(self.shapes)
+
+  def layer(self, kind: int, slots: Any, index: Any) -> FreshLayer:
+    del slots
+    shape = self.shapes[kind]
+    if not isinstance(shape, LayerCacheSpec):
+      return FreshLayer()
+    layer = jnp.asarray(shape.which, jnp.int32)[index]
+    one = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    constants = jax.tree.map(one, self.constants[kind])
+
+    def with_one(n: int, part: str, x: jax.Array, here: jax.Array) -> Any:
+      vectors, of = getattr(self.codecs[n], part), constants[n]
+      put = lambda x: jnp.where(
+        here[None, :, None, None],
+        through(vectors, x, of[part == "values"]),
+        x,
+      )
+      # Most layers are left as they are in most calls.
+      return lax.cond(jnp.any(here), put, lambda x: x, x)
+
+    def coded(part: str, x: jax.Array) -> jax.Array:
+      if not x.shape[-1]:
+        return x
+      chosen = getattr(self, part)[layer, : shape.heads]
+      for n in range(len(self.codecs)):
+        x = with_one(n, part, x, chosen == n)
+      return x
+
+    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+      k = coded("keys", k if self.unrotated else rotation.own(k))
+      k = rotation.own(k) if self.unrotated else k
+      return k, coded("values", v), ()
+
+    return FreshLayer(change=change)
+
+
+tree.register(
+  _Choices, ("keys", "values", "constants"), ("codecs", "unrotated", "shapes")
+)
+
+
+@jax.jit(static_argnums=3)
+def _sums(
+  model: Any, tokens: Int[Array, "1 T"], cache: _Choices, compared: bool
+) -> Float[Array, " 2"]:
+  """Sums over the predictions: the loss, and if `compared` the divergence."""
+  last = (slice(None), slice(0, -1))
+  logs = lambda x: jax.nn.log_softmax(x[last], -1)
+  q = logs(model(tokens, cache=cache)[0])
+  loss = -jnp.sum(jnp.take_along_axis(q, tokens[:, 1:, None], -1))
+  if not compared:
+    return jnp.stack([loss, jnp.zeros_like(loss)])
+  p = logs(model(tokens))
+  return jnp.stack([loss, jnp.sum(jnp.exp(p) * (p - q))])
+
+
+def _checked(tokens: Any) -> np.ndarray:
+  ids = np.asarray(tokens)
+  whole = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
+  if not whole or ids.shape[0] < 1 or ids.shape[1] < 2:
+    raise ShapeError(
+      "tokens",
+      f"{ids.dtype} {list(ids.shape)}",
+      "integers [N, T], a row for each text, of two tokens or more",
+      "cut the texts into rows of equal length",
+    )
+  return ids
+
+
+# ---------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------
+
+
+def _write(path: pathlib.Path, body: dict[str, Any]) -> None:
+  """In place of what was there, at one stroke."""
+  partial = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    partial.write_text(json.dumps(body) + "\n", "utf-8")
+    os.replace(partial, path)
+  except BaseException:
+    partial.unlink(missing_ok=True)
+    raise
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  """The fields of a file, lists as tuples.
+
+  Raises:
+    CheckpointFormatError: no file, or another one.
+  """
+
+  def frozen(x: Any) -> Any:
+    return tuple(map(frozen, x)) if isinstance(x, list) else x
+
+  try:
+    body = json.loads(path.read_text("utf-8"))
+    if not isinstance(body, dict) or body.pop("format", None) != _FORMAT:
+      raise ValueError(f"no file of format {_FORMAT}")
+    names = {x.name for x in dataclasses.fields(Allocation)}
+    if body.keys() != names - {"codecs", "source"}:
+      raise ValueError("other fields than an allocation's")
+  except (OSError, ValueError, RecursionError) as error:
+    raise CheckpointFormatError(
+      f"{path}", f"{error}"[:160], "what allocate_bits wrote", _REMEDY
+    ) from None
+  return {name: frozen(x) for name, x in body.items()}

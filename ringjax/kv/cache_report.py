@@ -1,0 +1,370 @@
+"""What a cache takes and what a token costs behind it, in words and figures.
+
+Guarantees: the bytes of the parts add up to those of the arrays. Seconds are a
+model's, of figures that are stated with their sources; nothing is measured.
+What is modelled of a decode step, on each device:
+
+  memory   the slots that hold tokens, with their coordinates, and the weights
+           where they are given, once at the memory's rate
+  unpack   codes made to numbers at the rate of the vector unit: on TPU the
+           cycles of the kernel that decodes in registers; elsewhere 4
+           operations a number and one for each level but the first, at half
+           the float32 rate
+  products 2 (H + J) FLOPs a pair and query head, and 2 a weight, at the rate
+           of the matrix unit
+  links    of sharded tokens the sums of each layer, by two gathers
+
+These run side by side, so the longest binds. Left out: the host, starting
+kernels, sampling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.checks import integer, number
+from ringjax.errors import OptionError
+from ringjax.kv.codecs import Codec, Floats, PerHead
+from ringjax.kv.codecs.head_codecs import HeadPlaces
+from ringjax.kv.state import StateShape
+from ringjax.ops.attention.code_format import CodeFormat
+from ringjax.ops.attention.kernels.decode_codes_tpu import decode_cycles
+from ringjax.parallel import chips
+
+# XLA's loops over codes on a TPU take so many times the kernel's cycles (v5e,
+# int4, in compiled schedules).
+_LOOPS = 41
+_OPERATIONS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheReport:
+  """What a cache takes, and how fast a token comes behind it.
+
+  Attributes:
+    kind: of the cache.
+    batch: rows.
+    tokens: of a row that a step reads at most.
+    parts: bytes by name, of all shards together.
+    bits: of a number of the keys and values, scales included.
+    bytes_per_token: all bytes, by rows and tokens that fit.
+    loss: nats a token that the kind costs, where that is known, or None.
+    loss_from: where that is from, or how to find out.
+    machine: whose figures are taken.
+    seconds: of a decode step on each device, by what they go to.
+    notes: what the seconds rest on.
+  """
+
+  kind: str
+  batch: int
+  tokens: int
+  parts: dict[str, int]
+  bits: float
+  bytes_per_token: float
+  loss: float | None
+  loss_from: str
+  machine: str
+  seconds: dict[str, float]
+  notes: tuple[str, ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of all shards together."""
+    return sum(self.parts.values())
+
+  @property
+  def binds(self) -> str:
+    """What a step waits for."""
+    return max(self.seconds, key=lambda name: self.seconds[name])
+
+  @property
+  def tokens_per_s(self) -> float:
+    """New tokens of all rows together, a second."""
+    return self.batch / self.seconds[self.binds]
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    more = ("nbytes", "binds", "tokens_per_s")
+    own = dataclasses.asdict(self) | {"notes": list(self.notes)}
+    return own | {name: getattr(self, name) for name in more}
+
+  def __str__(self) -> str:
+    """A table."""
+    total = self.nbytes
+    loss = "" if self.loss is None else f"{self.loss:+.5f} nats a token, "
+    parts = sorted(self.parts.items(), key=lambda x: -x[1])
+    wide = max(map(len, (*self.parts, "total")))
+    times = ", ".join(f"{k} {1e3 * s:.4g} ms" for k, s in self.seconds.items())
+    return "\n".join(
+      [
+        f"{self.kind}: {self.batch} row(s), {self.tokens:,} tokens each",
+        *(f"  {k:<{wide}}{x:>18,}{x / total:>8.1%}" for k, x in parts),
+        f"  {'total':<{wide}}{total:>18,}",
+        f"bits a number: {self.bits:.2f}; bytes a token: "
+        f"{self.bytes_per_token:,.1f}",
+        f"expected loss: {loss}{self.loss_from}",
+        f"decoding: {self.tokens_per_s:,.1f} tokens a second on "
+        f"{self.machine}, by the model; {self.binds} binds",
+        f"  a step: {times}",
+        *(f"  {note}" for note in self.notes),
+      ]
+    )
+
+
+def report(
+  cache: Any,
+  machine: chips.Machine | str | None = None,
+  tokens: int | None = None,
+  weights: int | float = 0,
+) -> CacheReport:
+  """See `KVCache.explain`."""
+  length = cache.capacity if tokens is None else tokens
+  integer("tokens", length, least=1, most=cache.capacity)
+  number("weights", weights, least=0)
+  where = _machine(cache, machine)
+  inner, pages = cache, (None,) * len(cache.shapes)
+  if hasattr(cache, "open"):
+    inner, pages = cache.open, cache.pages
+  tally = _Tally(cache, inner, where.chip, length)
+  for n, shape in enumerate(cache.shapes):
+    tally.layers(n, shape, pages[n])
+  tally.rest()
+  loss, loss_from = _loss(cache.kind)
+  shards, chip = cache.shards, where.chip
+  numbers = float(weights) / jnp.dtype(inner.dtype).itemsize
+  rate = chip.rate(jnp.dtype(inner.dtype).name)
+  seconds = {
+    "memory": (tally.read / shards + weights) / chip.hbm_bandwidth,
+    "unpack": tally.unpack / shards,
+    "products": (tally.flops / shards + 2.0 * numbers * cache.batch) / rate,
+  }
+  notes = [
+    f"memory: {(tally.read / shards + weights) / 1e6:,.1f} MB on each device, "
+    f"{'of the cache alone' if not weights else 'the weights with it'}, at "
+    f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
+    *tally.notes,
+    f"figures of {chip.name}: {chip.source}",
+  ]
+  each = sum(tally.parts.values()) / shards + weights
+  if each > chip.hbm_bytes:
+    notes.append(
+      f"more than a device has: {each / 1e9:,.1f} of "
+      f"{chip.hbm_bytes / 1e9:,.1f} GB"
+    )
+  if shards > 1:
+    link = where.link(cache.axis)
+    seconds["links"] = sum(
+      link.gather_s(4.0 * n, shards) + link.gather_s(4.0 * n, shards)
+      for n in tally.sums
+    )
+  return CacheReport(
+    kind=str(cache.kind),
+    batch=cache.batch,
+    tokens=length,
+    parts=tally.parts,
+    bits=8 * tally.stored / max(1, tally.numbers),
+    bytes_per_token=sum(tally.parts.values()) / cache.batch / cache.capacity,
+    loss=loss,
+    loss_from=loss_from,
+    machine=where.name,
+    seconds=seconds,
+    notes=tuple(notes),
+  )
+
+
+class _Tally:
+  """Sums over the kinds of layers.
+
+  Attributes:
+    parts: bytes by name.
+    stored: bytes of keys and values.
+    numbers: that these stand for.
+    read: bytes that a decode step reads, of all shards together.
+    unpack: seconds of one device's vector unit, if it had all of them.
+    flops: of products.
+    sums: of each layer the numbers of its sums, where they are sent.
+    notes: what the seconds rest on.
+  """
+
+  def __init__(self, cache: Any, inner: Any, chip: chips.Chip, tokens: int):
+    self.cache, self.inner, self.chip = cache, inner, chip
+    self.tokens, self.parts = tokens, {}
+    self.stored = self.numbers = 0
+    self.read = self.unpack = self.flops = 0.0
+    self.sums: list[int] = []
+    self.notes: list[str] = []
+
+  def layers(self, n: int, shape: Any, pages: Any) -> None:
+    """Adds a kind of layers and its pages."""
+    slots = self.inner.slots[n]
+    if isinstance(shape, StateShape):
+      self._add("states", _bytes(slots))
+      self.read += _bytes(slots)
+      return
+    evicting = self.inner is not self.cache
+    codec = self.inner.kind.codec
+    name = "open: " if evicting else ""
+    if self.cache.kind.exact:
+      name = "open (first, recent, newest): "
+    ring = self.inner._ring(n)
+    held = self.inner.held if ring is None else self.inner.rings[ring]
+    filled = held.capacity if evicting else min(self.tokens, held.capacity)
+    self._arrays(name, shape, codec, slots, filled / held.capacity)
+    self.read += 8.0 * shape.layers * self.cache.batch * filled
+    groups = 1 if shape.reading is None else shape.reading.groups
+    many = shape.layers * self.cache.batch * shape.heads * groups
+    pair = 2.0 * (shape.key + (shape.value or shape.key))
+    self.flops += pair * many * filled
+    self.sums += [many // shape.layers * (shape.value or shape.key)] * (
+      shape.layers
+    )
+    if pages is None:
+      return
+    self._arrays("pages: ", shape, self.cache.kind.codec, pages, 1.0)
+    self._add("pages: coordinates", _bytes(pages.at))
+    self._add("pages: tables", _bytes(pages.table))
+    self._add("pages: sums, bounds", _bytes((pages.score, pages.bounds)))
+    self.read += _bytes((pages.at, pages.table, pages.bounds))
+    self.flops += pair * groups * math.prod(pages.at.pos.shape)
+    if pages.bounds is not None:
+      self.notes.append("all pages are counted; a query reads some of them")
+
+  def rest(self) -> None:
+    """Adds what is not of one kind of layers."""
+    inner, cache = self.inner, self.cache
+    owners = (inner.held, *inner.rings)
+    at = _bytes(tuple(owner.at for owner in owners))
+    self._add("coordinates", at)
+    self._add("cursors", _bytes(owners) - at)
+    self._add("constants of codecs", _bytes(inner.constants))
+    if inner is not cache:
+      self._add("constants of codecs", _bytes(cache.constants))
+      self._add("queries noted", _bytes((cache.noted, cache.watch)))
+      self._add("cursors", _bytes(cache.ends))
+
+  def _add(self, name: str, nbytes: int) -> None:
+    if nbytes:
+      self.parts[name] = self.parts.get(name, 0) + nbytes
+
+  def _arrays(
+    self, name: str, shape: Any, codec: Any, held: Any, filled: float
+  ) -> None:
+    """Adds arrays of keys and of values, of which a step reads a part."""
+    sides = (held.k, "keys", shape.key), (held.v, "values", shape.value)
+    for arrays, side, dim in sides:
+      if not dim:
+        continue
+      ways: Any = [(codec, arrays)]
+      if isinstance(codec, PerHead):
+        own = [codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways]
+        ways = zip(own, arrays, strict=True)
+      for one, x in ways:
+        self._array(name, getattr(one, side, None), dim, x, filled)
+        # Values that are parts of keys are made of them at once.
+
+  def _array(
+    self, name: str, vectors: Any, dim: int, x: Any, filled: float
+  ) -> None:
+    nbytes = _bytes(x)
+    self.stored += nbytes
+    self.read += nbytes * filled
+    if vectors is None:
+      self.numbers += math.prod(x.shape)
+      self._add(f"{name}numbers", nbytes)
+      return
+    width = x.shape[3 if x.dtype == jnp.int8 and x.ndim == 5 else -1]
+    count = nbytes // width
+    self.numbers += count * dim
+    used = vectors.width(dim)
+    for part, size in _byte_parts(vectors, dim).items():
+      self._add(name + part, size * count)
+    self._add(f"{name}filling up", (width - used) * count)
+    self.unpack += self._unpack_s(vectors, dim) * count * filled
+
+  def _unpack_s(self, vectors: Any, dim: int) -> float:
+    """Seconds of one vector."""
+    made = getattr(vectors, "code_format", None)
+    form: CodeFormat | None = None if made is None else made(dim)
+    if self.chip.platform == "tpu":
+      core = chips.CORES.get(self.chip.name)
+      if core is None:
+        return 0.0
+      kernel = form is not None and not form.by_channel and not dim % 64
+      kernel = kernel and not self.cache.kind.unrotated
+      each = 1.8 / 1024 if form is None else decode_cycles(form)
+      each *= 1 if kernel else _LOOPS
+      self._note(
+        "unpack: a kernel in registers"
+        if kernel
+        else f"unpack: XLA's loops, taken as {_LOOPS} times a kernel's cycles"
+      )
+      return dim * each / core.clock_hz / core.cores
+    # One choice for each level but the first.
+    levels = 2**form.bits - 1 if form is not None and form.looked_up else 0
+    rate = self.chip.rate("float32") / 2
+    self._note(
+      f"unpack: {_OPERATIONS} operations a number and one for each level but "
+      f"the first, at {rate / 1e9:,.0f} G a second"
+    )
+    return dim * (_OPERATIONS + levels) / rate
+
+  def _note(self, text: str) -> None:
+    if text not in self.notes:
+      self.notes.append(text)
+
+
+def _byte_parts(vectors: Any, dim: int) -> dict[str, int]:
+  """Bytes of a vector: codes, scales, outliers."""
+  width = vectors.width(dim)
+  if isinstance(vectors, Floats):
+    scales = width % dim
+    return {"codes": width - scales, "scales": scales}
+  made = getattr(vectors, "code_format", None)
+  if made is None:
+    return {"codes": width}
+  form = made(dim)
+  scales = 2 * form.halves * form.groups
+  outliers = width - form.codes - scales
+  return {"codes": form.codes, "scales": scales, "outliers": outliers}
+
+
+def _bytes(tree: Any) -> int:
+  """Of arrays or of what stands for them, on all devices together."""
+  one = lambda x: math.prod(x.shape) * x.dtype.itemsize
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _loss(kind: Any) -> tuple[float | None, str]:
+  """Nats a token, where they are known, and where they are from."""
+  if kind.codec is None and kind.policy is None:
+    return 0.0, "for all tokens are kept as numbers"
+  if isinstance(kind.codec, PerHead) and kind.codec.loss is not None:
+    return kind.codec.loss, "measured by allocate_bits"
+  if isinstance(kind.codec, Codec | None):
+    return (
+      None,
+      f"not measured; run python -m launch.evaluate caches --cache={kind}",
+    )
+  return None, "not measured; pass the kind to ringjax.eval.compare_caches"
+
+
+def _machine(cache: Any, given: Any) -> chips.Machine:
+  """The machine that is named, or that of the cache's devices."""
+  if isinstance(given, chips.Machine):
+    return given
+  if isinstance(given, str):
+    return chips.machine(given)
+  if given is not None:
+    raise OptionError(
+      "machine",
+      repr(given),
+      f"one of {', '.join(chips.MACHINES)}, or a Machine",
+      "pass machine='tpu-v5e', for instance",
+    )
+  devices = jax.devices() if cache.mesh is None else cache.mesh.devices.flat
+  return chips.machine_of(devices[0].device_kind, devices[0].platform)

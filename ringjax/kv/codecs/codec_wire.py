@@ -1,0 +1,63 @@
+"""The codec of a cache as the format in which keys and values travel.
+
+Guarantees: what arrives is what the cache reads back of the same keys and
+values, bit for bit: a vector is encoded once, by the shard that has it, from
+numbers of the cache's dtype.
+Memory: a token's bytes are those that it has in the cache, in one array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodecWire:
+  """Keys and values on their way as a codec's bytes.
+
+  It is a `Wire` of `ops/attention/wire_format.py`.
+
+  Attributes:
+    keys: a `VectorCodec`.
+    values: another, or the same.
+    dtype: of the cache: what vectors are rounded to before they are encoded;
+      None: as they are.
+  """
+
+  keys: Any
+  values: Any
+  dtype: Any = None
+
+  def __str__(self) -> str:
+    same = self.keys == self.values
+    return f"{self.keys}" if same else f"{self.keys} and {self.values}"
+
+  def send(
+    self, k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]
+  ) -> tuple[jax.Array, int]:
+    """uint8 [B, K, S, X], the bytes of keys and behind them those of values."""
+    if self.dtype is not None:
+      k, v = k.astype(self.dtype), v.astype(self.dtype)
+    return jnp.concatenate([self.keys.encode(k), self.values.encode(v)], -1), 2
+
+  def receive(
+    self,
+    sent: Shaped[Array, "B K _ X"],
+    k: Shaped[Array, "B K _ H"],
+    v: Shaped[Array, "B K _ J"],
+  ) -> tuple[jax.Array, jax.Array]:
+    """Keys and values, with the dtypes and head dims of `k` and `v`."""
+    of_k = self.keys.width(k.shape[-1])
+    return (
+      self.keys.decode(sent[..., :of_k], k.shape[-1], k.dtype),
+      self.values.decode(sent[..., of_k:], v.shape[-1], v.dtype),
+    )
+
+  def token_bytes(self, key_dim: int, value_dim: int) -> int:
+    """Bytes of a token's key and value in one KV head."""
+    return self.keys.width(key_dim) + self.values.width(value_dim)

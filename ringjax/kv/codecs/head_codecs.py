@@ -1,0 +1,238 @@
+"""A codec for each KV head of each layer.
+
+Guarantees: a head's keys and values are those that a cache of its codec alone
+would give; which codec it has is part of the program, not data.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from ringjax.errors import OptionError
+from ringjax.kv.codecs.codec import Codec
+
+# What `allocate_bits` writes beside a model.
+BITS_FILE = "kv_bits.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerHead:
+  """A codec for each KV head of each layer.
+
+  Attributes:
+    codecs: those that occur; all of keys before their rotation, or none.
+    which: for each layer of the model the number of each KV head's codec; ()
+      for layers without keys.
+    source: the file that says so, or "".
+    loss: nats a token that it costs where that was measured, or None.
+  """
+
+  codecs: tuple[Codec, ...]
+  which: tuple[tuple[int, ...], ...]
+  source: str = dataclasses.field(default="", compare=False)
+  loss: float | None = dataclasses.field(default=None, compare=False)
+
+  def __post_init__(self) -> None:
+    if not self.codecs or not all(isinstance(x, Codec) for x in self.codecs):
+      raise OptionError(
+        "codecs",
+        repr(self.codecs),
+        "a tuple of one rj.kv.Codec or more",
+        "pass codecs=(rj.kv.KINDS['hadamard4'].codec, ...)",
+      )
+    used = {n for layer in self.which for n in layer}
+    whole = all(type(n) is int for n in used)
+    if not used or not whole or not used <= {*range(len(self.codecs))}:
+      raise OptionError(
+        "which",
+        f"{sorted(used, key=str)}"[:80],
+        f"for each layer and KV head an int from 0 to {len(self.codecs) - 1}",
+        "pass which=((0, 1), (1, 1)) for two layers of two heads, for instance",
+      )
+    if len({x.unrotated for x in self.codecs}) > 1:
+      named = lambda rotated: ", ".join(
+        type(x.keys).__name__ for x in self.codecs if x.unrotated != rotated
+      )
+      raise OptionError(
+        "codecs",
+        f"keys before their rotation ({named(False)}) and behind it "
+        f"({named(True)})",
+        "codecs that are all of one sort, for a layer rotates its keys once",
+        "take codecs of the same name with other bits",
+      )
+
+  @property
+  def unrotated(self) -> bool:
+    """Whether keys are encoded as they are before their rotation."""
+    return self.codecs[0].unrotated
+
+  @property
+  def digest(self) -> str:
+    """Of the codecs and the table."""
+    text = f"{self.codecs} {self.which}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+  def __repr__(self) -> str:
+    count = collections.Counter(n for layer in self.which for n in layer)
+    heads = ", ".join(f"{count[n]}" for n in range(len(self.codecs)))
+    return (
+      f"PerHead({heads} heads of its {len(self.codecs)} codecs, {self.digest})"
+    )
+
+  def table(self, shape: Any) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the codecs, [L, K], of a kind of layers.
+
+    Args:
+      shape: its `LayerCacheSpec`.
+
+    Raises:
+      OptionError: the table of another model.
+    """
+    last = max(shape.which, default=len(self.which))
+    rows = () if last >= len(self.which) else shape.which
+    found = tuple(self.which[n] for n in rows)
+    if not found or any(len(row) != shape.heads for row in found):
+      raise OptionError(
+        "which",
+        f"a table of {len(self.which)} layers, with "
+        f"{sorted({len(row) for row in self.which})} KV heads",
+        f"that of this model: {shape.heads} KV heads in the layers "
+        f"{', '.join(map(str, shape.which)) or 'of its kinds'}"[:120],
+        "allocate bits for this model with rj.kv.allocate_bits",
+      )
+    return found
+
+  def constants(self, number: int, shape: Any) -> tuple[Any, ...]:
+    """For each codec its `constants`, of its heads: [n, g, x]."""
+    places = HeadPlaces.of(self, shape)
+    one = lambda part, way: tuple(x[places.index(way)] for x in part)
+    return tuple(
+      tuple(
+        one(part, way) for part in self.codecs[way].constants(number, shape)
+      )
+      for way in places.ways
+    )
+
+  def constant_shapes(self, shape: Any) -> tuple[Any, ...]:
+    """Their shapes; they are float32."""
+    places = HeadPlaces.of(self, shape)
+
+    def one(part: Any, way: int) -> tuple[tuple[int, ...], ...]:
+      lead = places.count(way), places.group
+      return tuple((*lead, *x[2:]) for x in part)
+
+    return tuple(
+      tuple(one(part, way) for part in self.codecs[way].constant_shapes(shape))
+      for way in places.ways
+    )
+
+  def for_model(self, load: Callable[[str], Any]) -> PerHead:
+    """For a model; `load` reads what a file has of it."""
+    made = tuple(codec.for_model(load) for codec in self.codecs)
+    return dataclasses.replace(self, codecs=made)
+
+  def options(self) -> dict[str, Any]:
+    """What can be set: nothing."""
+    return {}
+
+  def with_options(self, options: dict[str, Any]) -> PerHead:
+    """Itself."""
+    del options
+    return self
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPlaces:
+  """Where the heads of a kind of layers are, in an array for each codec.
+
+  Attributes:
+    group: g, heads that have the same codec in each layer and stay together.
+    ways: the numbers of the codecs that occur.
+    way: [L, K / g], which of the ways a group has.
+    row: [L, K / g], and its number among those.
+  """
+
+  group: int
+  ways: tuple[int, ...]
+  way: tuple[tuple[int, ...], ...]
+  row: tuple[tuple[int, ...], ...]
+
+  @classmethod
+  def of(cls, codec: PerHead, shape: Any) -> HeadPlaces:
+    """Those of a kind of layers."""
+    table, heads = codec.table(shape), shape.heads
+    alike = lambda g: all(
+      len({*layer[n : n + g]}) == 1
+      for layer in table
+      for n in range(0, heads, g)
+    )
+    group = max(g for g in range(1, heads + 1) if not heads % g and alike(g))
+    ways = tuple(sorted({n for layer in table for n in layer}))
+    seen: collections.Counter[int] = collections.Counter()
+    way, row = [], []
+    for layer in table:
+      way.append(tuple(ways.index(n) for n in layer[::group]))
+      row.append([])
+      for n in way[-1]:
+        row[-1].append(seen[n])
+        seen[n] += 1
+    return cls(group, ways, tuple(way), tuple(map(tuple, row)))
+
+  def count(self, way: int) -> int:
+    """Groups that have a codec."""
+    number = self.ways.index(way)
+    return sum(layer.count(number) for layer in self.way)
+
+  def index(self, way: int) -> tuple[Any, Any]:
+    """Layers [n, 1] and heads [n, g] of the groups that have a codec."""
+    number, layers, heads = self.ways.index(way), [], []
+    for n, layer in enumerate(self.way):
+      for m, one in enumerate(layer):
+        if one == number:
+          layers.append([n])
+          heads.append([m * self.group + i for i in range(self.group)])
+    return layers, heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocated:
+  """The codecs that a file says, see `rj.kv.allocate_bits`.
+
+  Attributes:
+    table: the file, or the folder that has it.
+  """
+
+  table: str | None = None
+  unrotated: bool = dataclasses.field(default=False, init=False)
+
+  def for_model(self, load: Callable[[str], Any]) -> Any:
+    """The codecs; `load` reads what a file has of a model."""
+    if self.table is None:
+      raise OptionError(
+        "table",
+        "none",
+        "the file that says which codec each head has",
+        "name its folder, e.g. allocated:table=DIR; to make one: python -m "
+        "launch.calibrate --model=DIR --text=FILE --bits=3.2",
+      )
+    path = pathlib.Path(self.table)
+    if path.suffix != ".json":
+      path = path / BITS_FILE
+    return load(str(path)).kind.codec
+
+  def options(self) -> dict[str, Any]:
+    """What can be set: by name."""
+    return {"table": self.table}
+
+  def with_options(self, options: dict[str, Any]) -> Allocated:
+    """With other values."""
+    return Allocated(table=options.get("table", self.table))
+
+
+# How a cache stores keys and values in fewer bytes.
+CacheCodec = Codec | PerHead | Allocated

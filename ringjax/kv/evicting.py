@@ -1,0 +1,688 @@
+"""A cache that keeps some tokens: those that a policy chooses, head by head.
+
+Guarantees: between two evictions it is a cache like any other. An eviction
+moves tokens into pages, which each KV head of each layer and row has of its
+own, and drops the others; their memory is free at once. What stays is stored
+bit for bit, on the device on which it was. Rows are independent.
+Cost: an eviction writes the pages anew; it waits for their number.
+Memory: the tokens since the last eviction, as the cache inside stores them;
+pages; and of policies that look at queries, the newest of these.
+
+The newest tokens lie in an ordinary cache, the open one, to which calls append.
+`evict` is called between calls of the model, outside of jit: `generate` does
+so behind each part of a prompt and whenever the open cache is full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ringjax import tree
+from ringjax.errors import OptionError
+from ringjax.kv.base import CacheSpec, zeros
+from ringjax.kv.cache import (
+  KVCache,
+  LayerCacheSpec,
+  constants_spec,
+  filled_constants,
+)
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_report import CacheReport, report
+from ringjax.kv.eviction import chosen, grown, page_view, repacked
+from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.pages import (
+  Pages,
+  Places,
+  few_sizes,
+  host,
+  joined,
+)
+from ringjax.kv.peaks import Repeated
+from ringjax.kv.policies import Policy
+from ringjax.kv.slots import FILL
+from ringjax.kv.watch import Noted, QueryWatch
+from ringjax.ops.attention.views import (
+  KVView,
+)
+from ringjax.ops.mask import Coords
+from ringjax.parallel import chips
+from ringjax.parallel.local import move
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvictingCache(WithOpenCache):
+  """Pages of kept tokens, and an open cache of the newest.
+
+  Attributes:
+    open: the newest tokens, and those that stay exact.
+    pages: for each kind of layer its pages; None for recurrent layers and for
+      ring buffers, which keep what they need anyway.
+    noted: for each kind of layer what was noted of its queries.
+    watch: of which tokens these are.
+    ends: int32 [B], the position behind the last token of each row that was
+      there at the last eviction.
+    constants: for each kind of layer the numbers of its codecs, [L, K, n].
+    kind: with the policy.
+    limit: tokens of a row that it was made for.
+    places: over which axes it is sharded.
+  """
+
+  pages: tuple[Pages | None, ...]
+  noted: tuple[Noted, ...]
+  watch: QueryWatch
+  ends: Any
+  constants: tuple[Any, ...]
+  places: Places
+
+  # -------------------------------------------------------------------------
+  # Making one
+  # -------------------------------------------------------------------------
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    *,
+    kind: CacheKind,
+    **where: Any,
+  ) -> EvictingCache:
+    """An empty cache; the arguments are those of `spec`."""
+    empty = cls.spec(shapes, batch, capacity, dtype, kind=kind, **where)
+    made = KVCache.create(
+      shapes, batch, capacity, dtype, kind=kind.opened(), **where
+    )
+    return dataclasses.replace(
+      empty,
+      open=made,
+      pages=tuple(x and x.emptied() for x in empty.pages),
+      noted=zeros(empty.noted),
+      watch=zeros(empty.watch),
+      ends=zeros(empty.ends),
+      constants=filled_constants(shapes, kind, empty.constants),
+    )
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    *,
+    kind: CacheKind,
+    **where: Any,
+  ) -> EvictingCache:
+    """Such a cache of shapes, dtypes and shardings; see `KVCache.spec`.
+
+    Raises:
+      OptionError: also for layers that the policy can't serve.
+    """
+    made = KVCache.spec(
+      shapes, batch, capacity, dtype, kind=kind.opened(), **where
+    )
+    room = CacheSpec(
+      batch=batch,
+      capacity=capacity,
+      dtype=jnp.dtype(dtype),
+      mesh=where.get("mesh"),
+      axes=dict(
+        batch=where.get("batch_axes") or None,
+        heads=where.get("head_axis"),
+        tokens=where.get("axis"),
+      ),
+      codec=kind.codec,
+    )
+    _check(shapes, kind, room)
+    window, moments = kind.noted(capacity)
+    watch = QueryWatch.spec(room, window, moments)
+    noted = []
+    for shape in shapes:
+      if not isinstance(shape, LayerCacheSpec) or shape.reading is None:
+        noted.append(Noted())
+        continue
+      heads = shape.heads * shape.reading.groups
+      summed = kind.policy is not None and kind.policy.sums
+      noted.append(
+        watch.noted_spec(
+          room, shape.layers, heads, shape.key, shape.heads if summed else 0
+        )
+      )
+    return cls(
+      open=made,
+      pages=tuple(
+        _pages_spec(shape, room, kind) if made._ring(n) is None else None
+        for n, shape in enumerate(shapes)
+      ),
+      noted=tuple(noted),
+      watch=watch,
+      ends=room.like((batch,), jnp.int32, (None,)),
+      constants=tuple(constants_spec(s, kind, room) for s in shapes),
+      kind=kind,
+      limit=capacity,
+      places=Places.of(room, _kv_heads(shapes)),
+    )
+
+  # -------------------------------------------------------------------------
+  # What it is
+  # -------------------------------------------------------------------------
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return tuple(zip(self.open.slots, self.noted, strict=True))
+
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], the position behind each row's last token; 0 if empty."""
+    return jnp.maximum(self.open.length, self.ends)
+
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    weights: int | float = 0,
+  ) -> CacheReport:
+    """What it takes now, part by part, and how fast tokens come behind it.
+
+    A step reads what the cache holds; for the arguments see `KVCache.explain`.
+    """
+    return report(self, machine, None, weights)
+
+  def positions(self, row: int) -> list[list[np.ndarray] | None]:
+    """Positions of the tokens of a row that each head of each layer holds.
+
+    Returns:
+      by the number of the layer in the model, for each KV head int [n], in
+      order; None for recurrent layers and ring buffers.
+    """
+    row = int(self.open._rows([row])[0])
+    pos, seg = (host(x)[row] for x in self.open.at)
+    newest = pos[seg > 0]
+    found: dict[int, list[np.ndarray]] = {}
+    for shape, pages in zip(self.shapes, self.pages, strict=True):
+      if pages is None:
+        continue
+      at = pages.read_coords()
+      pos, seg = (host(x)[:, row] for x in at)
+      for which, p, s in zip(shape.which, pos, seg, strict=True):
+        found[which] = [
+          np.sort(np.concatenate([one[here > 0], newest]))
+          for one, here in zip(p, s, strict=True)
+        ]
+    layers = sum(shape.layers for shape in self.shapes)
+    return [found.get(n) for n in range(layers)]
+
+  def tokens(self) -> list[np.ndarray | None]:
+    """Tokens that each KV head holds, int [L, B, K] for each kind of layer.
+
+    None for recurrent layers and ring buffers.
+    """
+    newest = host(jnp.sum(self.open.at.seg > 0, 1))
+
+    def one(pages: Pages | None) -> np.ndarray | None:
+      if pages is None:
+        return None
+      held = host(pages.counts()).sum(3)
+      return held + newest[None, :, None]
+
+    return [one(pages) for pages in self.pages]
+
+  def free(self) -> np.ndarray | None:
+    """Tokens that may still come, int [B, R]; None where they are traced."""
+    if isinstance(self.ends, jax.core.Tracer):
+      return None
+    left = self.limit - host(_lengths(self))
+    return np.repeat(left[:, None] // self.shards, self.shards, 1)
+
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
+    """Refuses tokens that do not fit; see `KVCache.check`."""
+    if not sees and not isinstance(self.ends, jax.core.Tracer):
+      held = int(host(self.ends).max(initial=0))
+      if held:
+        raise OptionError(
+          "attend",
+          f"ContextParallel() behind {held} tokens in the cache",
+          "an empty cache, for the old tokens would not be seen",
+          "pass attend=CachedAttention(), or leave it out",
+        )
+    self.open.check(batch, tokens, replicated=replicated, sees=sees)
+
+  # -------------------------------------------------------------------------
+  # A call
+  # -------------------------------------------------------------------------
+
+  def allocate(
+    self, at: Coords, *, replicated: bool, sees: bool
+  ) -> EvictingCache:
+    made = self.open.allocate(at, replicated=replicated, sees=sees)
+    watch = self.watch.started(at, sharded=not replicated, anew=not sees)
+    pages, ends = self.pages, self.ends
+    if not sees:
+      empty = lambda x: x and dataclasses.replace(x, table=x.table * 0 - 1)
+      pages, ends = tuple(map(empty, pages)), ends * 0
+    return dataclasses.replace(
+      self, open=made, watch=watch, pages=pages, ends=ends
+    )
+
+  def layer(self, kind: int, slots: Any, index: Any) -> EvictingLayer:
+    inner, noted = slots
+    return EvictingLayer(
+      self, self.open.layer(kind, inner, index), noted, index, kind
+    )
+
+  def updated(self, slots: tuple[Any, ...]) -> EvictingCache:
+    inner, noted = zip(*slots, strict=True)
+    return dataclasses.replace(
+      self,
+      open=self.open.updated(inner),
+      noted=noted,
+      watch=self.watch.ended(),
+    )
+
+  # -------------------------------------------------------------------------
+  # Evicting
+  # -------------------------------------------------------------------------
+
+  def steps(self) -> int:
+    """How many single tokens may come before `evict` is called."""
+    free = self.open.free()
+    assert free is not None
+    # Not by how many slots there are, which depends on the mesh.
+    return min(int(free.sum(1).min()), self.kind.room)
+
+  def limited(self, limit: int) -> EvictingCache:
+    """The same, for rows of up to `limit` tokens; it grows as they come."""
+    return dataclasses.replace(self, limit=limit)
+
+  def evict(self, repeated: Repeated | None = None) -> EvictingCache:
+    """With the tokens that the policy keeps, the middle ones in pages.
+
+    Call it between calls of the model, outside of jit.
+
+    Args:
+      repeated: of a policy that repeats the context what the repetition has
+        found; `rj.infer.evict_by_repetition` does both.
+
+    Raises:
+      OptionError: inside of jit, where the memory can't shrink; or without a
+        repetition, for a policy that needs one.
+    """
+    if self.kind.repeats and repeated is None:
+      raise OptionError(
+        "repeated",
+        f"None, for the policy {self.kind.policy}",
+        "what a repetition of the context by the model has found",
+        "call rj.infer.evict_by_repetition(model, cache, tokens); "
+        "rj.infer.generate does so by itself",
+      )
+    return self._evicted(self.kind.policy, repeated)
+
+  def flush(self) -> EvictingCache:
+    """With room in the open cache again: as `evict`.
+
+    With a policy that repeats the context all tokens stay.
+    """
+    return self._evicted(None) if self.kind.repeats else self.evict()
+
+  def _evicted(
+    self, policy: Policy | None, repeated: Repeated | None = None
+  ) -> EvictingCache:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+      raise OptionError(
+        "cache",
+        "evict inside of jit",
+        "a call between calls of the model: how much stays decides shapes",
+        "evict outside of jit; rj.infer.generate does so by itself",
+      )
+    lengths = host(_lengths(self))
+    heads, counts = self._competing(), []
+    for shape, pages in zip(self.shapes, self.pages, strict=True):
+      if pages is None or policy is None:
+        counts.append(jnp.zeros((shape.layers, self.batch), jnp.int32))
+        continue
+      each = np.asarray([policy.counts(int(n), heads) for n in lengths])
+      if repeated is not None:
+        each[~repeated.rows] = np.iinfo(np.int32).max
+      rows = each.astype(np.int32)[:, list(shape.which)].T
+      counts.append(jnp.asarray(rows))
+    # Another budget compiles nothing.
+    policy = None if policy is None else policy.traced()
+    cache = dataclasses.replace(
+      self, kind=dataclasses.replace(self.kind, policy=policy)
+    )
+    scores = {} if repeated is None else repeated.scores
+    keep, masses, sizes, stays = chosen(cache, tuple(counts), scores)
+    room = math.ceil(self.kind.room / self.shards)
+    local = few_sizes(int(host(stays).max(initial=0)) + room)
+    shape = [(0, 0)] * len(self.pages)
+    for n, found in sizes.items():
+      pages, most = map(int, host(found).max(0))
+      # The table of a head is small.
+      shape[n] = few_sizes(pages), few_sizes(most, 2)
+    made = repacked(cache, keep, masses, tuple(shape), local)
+    return dataclasses.replace(made, kind=self.kind)
+
+  def _competing(self) -> list[int]:
+    """By layer of the model the KV heads of which a policy chooses tokens."""
+    found = [0] * sum(shape.layers for shape in self.shapes)
+    for n, shape in enumerate(self.shapes):
+      if self.pages[n] is not None and not self.windowed(n):
+        for layer in shape.which:
+          found[layer] = shape.heads
+    return found
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def truncate(self, length: Any) -> EvictingCache:
+    """Without the tokens at positions from `length` on, an int or int [B].
+
+    Of those before it the ones that were evicted stay away.
+    """
+    end = jnp.broadcast_to(
+      jnp.asarray(length, jnp.int32).reshape(-1), (self.batch,)
+    )
+    gone = lambda pos: pos >= end[None, :, None, None, None]
+    made = self.open.truncate(end)
+    # Other tokens will come into these slots.
+    real = (made.at.seg > 0)[None, :, None]
+    return dataclasses.replace(
+      self,
+      open=made,
+      noted=self.with_scores(lambda x: jnp.where(real, x, 0)),
+      pages=tuple(x and x.without(gone) for x in self.pages),
+      watch=self.watch.truncated(end),
+      ends=jnp.minimum(self.ends, end),
+    )
+
+  def keep(self, kept: Any) -> EvictingCache:
+    """Of the last call's T tokens those in `kept`; see `KVCache.keep`.
+
+    Queries of the others are forgotten; those that they displaced are too.
+    """
+    made = self.open.keep(kept)
+    return dataclasses.replace(
+      self,
+      open=made,
+      watch=self.watch.truncated(jnp.maximum(made.length, self.ends)),
+    )
+
+  def snapshot(self) -> EvictingCache:
+    """What `restore` goes back to; pages and open tokens are copied."""
+    return jax.tree.map(jnp.copy, self)
+
+  def restore(self, snapshot: EvictingCache) -> EvictingCache:
+    """As it was at a snapshot."""
+    return jax.tree.map(jnp.copy, snapshot)
+
+  def reset(self, rows: Any) -> EvictingCache:
+    """With these rows, int [n], empty; the others are as they were."""
+    made = self.open.reset(rows)
+    index = jnp.asarray(np.asarray(rows))
+    gone = jnp.zeros((self.batch,), bool).at[index].set(True)
+    empty = lambda x: (
+      x and x.with_table(jnp.where(gone[None, :, None, None], -1, x.table))
+    )
+    watch = self.watch.truncated(jnp.where(gone, 0, np.iinfo(np.int32).max))
+    if watch.count is not None:
+      watch = dataclasses.replace(watch, count=jnp.where(gone, 0, watch.count))
+    clear = lambda x: jnp.where(gone.reshape(1, -1, *(1,) * (x.ndim - 2)), 0, x)
+    return self._placed(
+      dataclasses.replace(
+        self,
+        open=made,
+        pages=tuple(map(empty, self.pages)),
+        noted=jax.tree.map(clear, self.noted),
+        watch=watch,
+        ends=jnp.where(gone, 0, self.ends),
+      )
+    )
+
+  def insert(self, rows: Any, other: EvictingCache) -> EvictingCache:
+    """With the rows of another cache in place of `rows`, int [n].
+
+    Both are first given open caches of one size.
+
+    Raises:
+      OptionError: a cache of another model, capacity, kind or mesh.
+      ShapeError: not as many rows as the other cache has.
+    """
+    mine, theirs = self._same_size(other)
+    made = mine.open.insert(rows, theirs.open)
+    index = jnp.asarray(np.asarray(rows))
+    put = lambda axis: (
+      lambda x, new: (
+        x.at[index].set(new) if axis == 0 else x.at[:, index].set(new)
+      )
+    )
+    pair = zip(mine.pages, theirs.pages, strict=True)
+    watch = jax.tree.map(put(0), mine.watch, theirs.watch)
+    return self._placed(
+      dataclasses.replace(
+        mine,
+        open=made,
+        pages=tuple(
+          None if x is None or y is None else joined(x, y, np.asarray(rows))
+          for x, y in pair
+        ),
+        noted=jax.tree.map(put(1), mine.noted, theirs.noted),
+        watch=watch,
+        ends=put(0)(mine.ends, theirs.ends),
+      )
+    )
+
+  def take(self, examples: Any) -> EvictingCache:
+    """Of these rows, int [B'], each as often as it is named; they share pages.
+
+    Raises:
+      ShapeError: not a list of row numbers.
+      OptionError: a batch that is sharded: its pages are where its rows are.
+    """
+    if any(x is not None and x.places.batch for x in self.pages):
+      raise OptionError(
+        "cache",
+        "take of rows that are sharded over the mesh",
+        "a mesh that shards the sequence alone",
+        "make the cache with a batch that does not divide over the data axis",
+      )
+    made = self.open.take(examples)
+    index = jnp.asarray(examples, jnp.int32)
+    pick = lambda axis: lambda x: jnp.take(x, index, axis, mode="clip")
+    return dataclasses.replace(
+      self,
+      open=made,
+      pages=tuple(x and x.with_table(pick(1)(x.table)) for x in self.pages),
+      noted=jax.tree.map(pick(1), self.noted),
+      watch=jax.tree.map(pick(0), self.watch),
+      ends=pick(0)(self.ends),
+    )
+
+  def export(self, row: int, start: int, stop: int) -> Any:
+    """Refused: heads have kept different tokens.
+
+    Raises:
+      OptionError: always, if something was evicted.
+    """
+    if host(self.ends).any():
+      raise OptionError(
+        "cache",
+        f"export from one with the policy {self.kind.policy}",
+        "a cache that holds all tokens of a row",
+        "export before the first eviction, or make one without a policy",
+      )
+    return self.open.export(row, start, stop)
+
+  def load(self, row: int, blocks: Any, at: Any = None) -> EvictingCache:
+    """Appends exported tokens to a row; see `KVCache.load`."""
+    cache = self.with_room(int(blocks.at.pos.shape[0]))
+    made = cache.open.load(row, blocks, at)
+    return dataclasses.replace(cache, open=made)
+
+  def gathered(self, device: Any) -> EvictingCache:
+    """The same tokens on one device."""
+    along = lambda x: jax.tree.map(lambda y: move(y, device), x)
+    _, slots = self.open.held.gathered(device)
+    noted = self.with_scores(lambda x: slots(x[..., None])[..., 0])
+    return dataclasses.replace(
+      self,
+      open=self.open.gathered(device),
+      pages=tuple(x and x.gathered(device) for x in self.pages),
+      noted=along(noted),
+      watch=dataclasses.replace(along(self.watch), mesh=None, axis=None),
+      ends=along(self.ends),
+      constants=along(self.constants),
+      places=Places(),
+    )
+
+  def _placed(self, made: EvictingCache) -> EvictingCache:
+    """With coordinates and notes where the old ones were."""
+    if self.mesh is None:
+      return made
+
+    def same(x: Any, old: Any) -> Any:
+      if isinstance(old, jax.core.Tracer):
+        return x
+      return jax.device_put(x, old.sharding)
+
+    one = lambda new, old: jax.tree.map(same, new, old)
+    return dataclasses.replace(
+      made,
+      noted=one(made.noted, self.noted),
+      watch=one(made.watch, self.watch),
+      ends=same(made.ends, self.ends),
+      pages=tuple(
+        None
+        if new is None or old is None
+        else new.with_table(same(new.table, old.table))
+        for new, old in zip(made.pages, self.pages, strict=True)
+      ),
+    )
+
+  def with_scores(self, f: Callable[[Any], Any]) -> tuple[Noted, ...]:
+    """What was noted, with f of the sums of open slots, [L, B, K, S]."""
+    return tuple(
+      x if x.score is None else x._replace(score=f(x.score)) for x in self.noted
+    )
+
+  def _sized(self, local: int) -> EvictingCache:
+    if local == self.open.held.local:
+      return self
+    return grown(self, local)
+
+  def windowed(self, kind: int) -> bool:
+    """Whether layers of a kind look back less than the cache is made for."""
+    reach = self.shapes[kind].reach
+    return reach is not None and reach < self.limit
+
+
+tree.register(
+  EvictingCache,
+  ("open", "pages", "noted", "watch", "ends", "constants"),
+  ("kind", "limit", "places"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictingLayer(WithOpenLayer):
+  """One layer's part of an `EvictingCache` during one call."""
+
+  cache: EvictingCache
+  noted: Noted
+  index: Any
+  kind: int
+
+  @property
+  def slots(self) -> tuple[Any, Noted]:
+    return self.inner.slots, self.noted
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> EvictingLayer:
+    anew = self.cache.open.held.mode == FILL
+    noted = self.cache.watch.note(self.noted, self.index, rotated, plain, anew)
+    return dataclasses.replace(self, noted=noted)
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    views = self.inner.views(apart=apart)
+    pages = self.cache.pages[self.kind]
+    if pages is None:
+      return views
+    constants = self.cache.constants[self.kind]
+    view = page_view(
+      self.cache,
+      self.kind,
+      self.index,
+      self.inner.rotation,
+      pages,
+      constants,
+    )
+    return (view, *views)
+
+  def recall(self, empty: Any) -> Any:
+    return self.inner.recall(empty)
+
+  def keep(self, state: Any) -> EvictingLayer:
+    return dataclasses.replace(self, inner=self.inner.keep(state))
+
+
+@jax.jit
+def _lengths(cache: EvictingCache) -> jax.Array:
+  return cache.open.held._everywhere(cache.length)
+
+
+# ---------------------------------------------------------------------------
+# What can be served
+# ---------------------------------------------------------------------------
+
+
+def _kv_heads(shapes: Sequence[Any]) -> int:
+  """KV heads of all kinds of layers: what they have in common."""
+  return math.gcd(*(s.heads for s in shapes if isinstance(s, LayerCacheSpec)))
+
+
+def _pages_spec(shape: Any, room: CacheSpec, kind: CacheKind) -> Pages | None:
+  """No pages yet."""
+  if not isinstance(shape, LayerCacheSpec):
+    return None
+  places = Places.of(room, shape.heads)
+  return Pages.spec(shape, room, kind.page, places)
+
+
+def _check(shapes: Sequence[Any], kind: CacheKind, room: CacheSpec) -> None:
+  """Refuses what a policy or pages can't serve, by name."""
+  policy = kind.policy
+  layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
+  heads = {Places.of(room, s.heads).heads for s in layers}
+  over = room.axes.get("heads")
+  uneven = over is not None and heads != {(over,)} and room.axes.get("batch")
+  if uneven or len(heads) > 1:
+    raise OptionError(
+      "mesh",
+      f"KV heads {sorted({s.heads for s in layers})} that do not all divide "
+      f"over {over!r}, for a cache with pages",
+      "heads that divide, or a mesh that shards the sequence alone",
+      "make the mesh without that axis, or the cache with kind='dense'",
+    )
+  if policy is None or not policy.reads:
+    return
+  late = any(s.reading is not None and s.reading.late for s in layers)
+  if kind.unrotated and late:
+    raise OptionError(
+      "kind",
+      f"{policy} over keys that are stored before a rotation and a norm",
+      "keys that are stored rotated",
+      "leave unrotated out, or use a policy of positions, rj.kv.Sinks",
+    )

@@ -1,0 +1,641 @@
+"""What an eviction does: it chooses what stays, and moves it.
+
+Guarantees: the same tokens stay however they lie over devices; each stays on
+its device, bit for bit.
+Cost: scores of all tokens, B K S numbers a layer on each device; one copy of
+what stays. `chosen` says how large that is, which the host has to know before
+`repacked` is compiled, of few sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ringjax.kv.cache import KVLayer, LayerKV
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.look import LocalLook, ordering, unordered
+from ringjax.kv.pages import (
+  Pages,
+  Places,
+  Stored,
+  packed,
+  page_bounds,
+  page_counts,
+)
+from ringjax.kv.slots import FILL
+from ringjax.kv.watch import Noted, moments_of
+from ringjax.ops.attention.blockwise import loop, pad_axis
+from ringjax.ops.attention.code_format import as_bytes, token_axis
+from ringjax.ops.attention.mass import Visit
+from ringjax.ops.attention.views import KVView, UnrotatedView
+from ringjax.ops.mask import Coords, SameSegment
+from ringjax.ops.rope import Rotation
+from ringjax.parallel import collectives
+
+
+class _Part(NamedTuple):
+  """A kind of layers on a device, or what stands for it.
+
+  Fields:
+    k: of the open cache, [L, B, K, S, ...].
+    v: the same.
+    pages: its pages.
+    constants: of its codecs, of keys and of values.
+    noted: of its queries.
+  """
+
+  k: Any
+  v: Any
+  pages: Any
+  constants: Any
+  noted: Any
+
+
+def paged_parts(cache: Any) -> dict[int, _Part]:
+  """Those kinds of layers that have pages."""
+  found = {}
+  for n, pages in enumerate(cache.pages):
+    if pages is not None:
+      k, v = cache.open.slots[n]
+      found[n] = _Part(k, v, pages, cache.constants[n], cache.noted[n])
+  return found
+
+
+def part_specs(part: _Part) -> _Part:
+  places = part.pages.places
+  batch, heads = places.batch or None, places.heads or None
+  noted = part.noted
+  each: Any = lambda x, spec: None if x is None else spec
+  return _Part(
+    places.of_slots(part.k),
+    places.of_slots(part.v),
+    part.pages.specs(),
+    jax.tree.map(lambda _: P(None, heads), part.constants),
+    Noted(
+      each(noted.newest, P(None, batch, None, heads)),
+      each(noted.total, P(None, batch, heads)),
+      each(noted.squares, P(None, batch, heads)),
+      each(noted.score, places.by_head),
+    ),
+  )
+
+
+def page_view(
+  cache: Any,
+  kind: int,
+  layer: Any,
+  rotation: Rotation,
+  pages: Any,
+  constants: Any,
+) -> KVView:
+  """A layer's pages, as its queries read them."""
+  codec, policy, most = cache.kind.codec, cache.kind.policy, 0
+  decoders = None
+  if codec is not None:
+    decoders = cache.shapes[kind].decoders(codec, cache.open.dtype)
+  one = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+  if policy is not None and pages.bounds is not None:
+    most = policy.pages(pages.table.shape[3] // cache.shards, pages.slots)
+  view = pages.view(layer, jax.tree.map(one, constants), decoders, most)
+  if cache.kind.unrotated and not rotation.trivial:
+    return UnrotatedView(view, rotation)
+  return view
+
+
+def _open_view(
+  cache: Any, kind: int, layer: Any, rotation: Rotation, part: _Part, at: Coords
+) -> KVView:
+  """A layer's open tokens on this device."""
+  inside = dataclasses.replace(
+    cache.open,
+    constants=tuple(
+      part.constants if n == kind else ((), ())
+      for n, _ in enumerate(cache.constants)
+    ),
+  )
+  held = dataclasses.replace(cache.open.held, at=at)
+  slots = LayerKV(part.k, part.v)
+  return KVLayer(inside, held, slots, layer, kind).view(rotation)
+
+
+def layer_views(
+  cache: Any, kind: int, layer: Any, part: _Part, at: Coords
+) -> tuple[tuple[KVView, ...], Coords]:
+  """A layer's pages and open tokens on this device, all values whole.
+
+  Returns:
+    the views, and the coordinates [B, K, s] of their slots, one after the
+    other.
+  """
+  shape, lead = cache.shapes[kind], part.k.shape[1:3]
+  rotation = shape.reading.rotation(cache.limit)
+  views = (
+    page_view(cache, kind, layer, rotation, part.pages, part.constants),
+    _open_view(cache, kind, layer, rotation, part, at),
+  )
+  if not shape.value:
+    # Values are parts of keys.
+    views = tuple(view.keys_alone() for view in views)
+  wide = lambda x: jnp.broadcast_to(x[:, None], (*lead, x.shape[1]))
+  apart = lambda x: x.reshape(*lead, -1)
+  both = zip(views[0].at, at, strict=True)
+  return views, Coords(
+    *(jnp.concatenate([apart(x), wide(y)], 2) for x, y in both)
+  )
+
+
+def visit_of(cache: Any, kind: int, heads: int, q: Any, at: Any) -> Visit:
+  """Queries [B, W, N, H] at `at`, as they visit `heads` KV heads' keys."""
+  reading, places = cache.shapes[kind].reading, cache.places
+  b, w, n, h = q.shape
+  q = q.reshape(b, w, heads, n // heads, h)
+  slopes = None
+  if reading.slopes is not None:
+    slopes = jnp.asarray(reading.slopes, jnp.float32)
+    slopes = slopes.reshape(-1, reading.groups)
+    first = places.first_head(heads)
+    slopes = lax.dynamic_slice_in_dim(slopes, first, heads, 0)
+  return Visit(
+    jnp.transpose(q, (0, 2, 3, 1, 4)),
+    Coords(*at),
+    reading.scores,
+    reading.mask & SameSegment(),
+    slopes,
+    places.axis,
+  )
+
+
+# ---------------------------------------------------------------------------
+# What stays
+# ---------------------------------------------------------------------------
+
+
+@jax.jit
+def chosen(
+  cache: Any, counts: tuple[Any, ...], repeated: dict[int, Any]
+) -> tuple[Any, Any, Any, Any]:
+  """What stays of each kind of layers.
+
+  Args:
+    cache: the cache.
+    counts: for each kind of layers what the policy's `counts` says, [L, B].
+    repeated: of some kinds what a repetition has found, see `Repeated`.
+
+  Returns:
+    by kind of layers, bool [L, B, K, s] over the slots of pages and of the
+    open cache on each device; sums of column masses of the same shape, or None;
+    pages of all heads and of the largest on each device; and how many tokens
+    stay open, [B, R].
+  """
+  parts = paged_parts(cache)
+  kinds = tuple(parts)
+  places = cache.places
+  watch, policy = cache.watch, cache.kind.policy
+
+  def local(
+    parts: Any,
+    at: Any,
+    length: Any,
+    watch_at: Any,
+    seen: Any,
+    counts: Any,
+    repeated: Any,
+  ) -> Any:
+    stays = _staying(Coords(*at), cache.kind, places)
+    found, orders, sums = [], [], []
+    for n in kinds:
+      scored = _scored(
+        cache,
+        n,
+        parts[n],
+        Coords(*at),
+        stays,
+        length,
+        watch_at,
+        seen,
+        repeated.get(n),
+      )
+      found.append(scored[0])
+      orders.append(scored[1])
+      sums.append(scored[2])
+    if policy is None:
+      keep = [x > -jnp.inf for x in found]
+    else:
+      keep = _by_policy(cache, kinds, found, [counts[n] for n in kinds])
+    keeps, masses, sizes = {}, {}, {}
+    for n, mine, order, mass in zip(kinds, keep, orders, sums, strict=True):
+      heads = parts[n].k.shape[2]
+      first = places.first_head(heads)
+      mine = lax.dynamic_slice_in_dim(mine, first, heads, 2)
+      back = functools.partial(
+        unordered, order, places, mine.shape[3] // places.shards
+      )
+      kept = back(mine)
+      slots = stays.shape[1]
+      open_ = ~stays[None, :, None] & kept[..., -slots:]
+      paged = kept[..., :-slots]
+      if cache.kind.grouped:
+        # What was encoded together stays together.
+        leaves = (Coords(*at).seg > 0) & ~stays
+        open_ = jnp.broadcast_to(leaves[None, :, None], open_.shape)
+        each = paged.reshape(*paged.shape[:3], -1, parts[n].pages.slots)
+        whole = jnp.any(each, -1, keepdims=True)
+        paged = jnp.broadcast_to(whole, each.shape).reshape(paged.shape)
+      kept = jnp.concatenate([paged, open_], 3)
+      keeps[n] = kept
+      masses[n] = None if mass is None else back(mass)
+      sizes[n] = page_counts(kept, parts[n].pages.slots)
+    return keeps, masses, sizes, jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
+
+  by_head = dict.fromkeys(kinds, places.by_head)
+  summed = policy is not None and policy.sums
+  everywhere = cache.open.held._everywhere
+  keeps, masses, sizes, stays = places.local(
+    local,
+    (
+      {n: part_specs(part) for n, part in parts.items()},
+      places.by_example,
+      P(places.batch or None),
+      P(places.batch or None),
+      P(places.batch or None),
+      tuple(P(None, places.batch or None) for _ in counts),
+      dict.fromkeys(repeated, places.by_head),
+    ),
+    (
+      by_head,
+      by_head if summed else dict.fromkeys(kinds),
+      dict.fromkeys(kinds, places.pool),
+      places.by_example,
+    ),
+  )(parts, cache.open.at, cache.length, watch.at, watch.count, counts, repeated)
+  return keeps, masses, *jax.tree.map(everywhere, (sizes, stays))
+
+
+def _by_policy(
+  cache: Any, kinds: Sequence[int], scores: list[Any], counts: Any
+) -> list[jax.Array]:
+  """The policy's choice; layers with windows keep what they look back."""
+  policy = cache.kind.policy
+  assert policy is not None
+  global_ = [n for n in kinds if not cache.windowed(n)]
+  which = [i for i, n in enumerate(kinds) if n in global_]
+  made = policy.chosen([scores[i] for i in which], [counts[i] for i in which])
+  found = [x > -jnp.inf for x in scores]
+  for i, keep in zip(which, made, strict=True):
+    found[i] = keep & found[i] | (scores[i] == jnp.inf)
+  return found
+
+
+def _staying(at: Coords, kind: CacheKind, places: Places) -> jax.Array:
+  """Which of a device's open tokens stay open and exact: bool [B, s]."""
+  if not kind.recent and not kind.first:
+    return jnp.zeros(at.seg.shape, bool)
+  size = at.pos.shape[1]
+  real = at.seg > 0
+  first = real & (at.pos < kind.first)
+  whole = at
+  if places.axis is not None:
+    whole = Coords(*(collectives.gather(x, places.axis, 1) for x in at))
+  index = lax.broadcasted_iota(jnp.int32, whole.pos.shape, 1)
+  order = lax.sort(
+    ((whole.seg > 0).astype(jnp.int32), whole.seg, whole.pos, index),
+    dimension=1,
+    num_keys=4,
+  )[3]
+  rank = jnp.argsort(order, axis=1)
+  if places.axis is not None:
+    me = collectives.axis_index(places.axis)
+    rank = lax.dynamic_slice_in_dim(rank, me * size, size, 1)
+  stays = first | (real & (rank >= whole.pos.shape[1] - kind.recent))
+  if kind.grouped:
+    # Of those that leave, whole groups.
+    leaves = real & ~stays
+    number = jnp.cumsum(leaves, 1, dtype=jnp.int32)
+    stays |= leaves & (number > number[:, -1:] // kind.page * kind.page)
+  return stays
+
+
+def _scored(
+  cache: Any,
+  kind: int,
+  part: _Part,
+  at: Coords,
+  stays: jax.Array,
+  length: jax.Array,
+  watch_at: Any,
+  seen: Any,
+  repeated: Any,
+) -> tuple[jax.Array, jax.Array, Any]:
+  """Scores of all tokens in order, [L, B, all K, S], on each device.
+
+  Returns:
+    with inf for tokens that stay open, and -inf for empty slots; the order of
+    the slots, [L, B, K, S]; and sums of column masses in order, or None.
+  """
+  shape, policy, places = cache.shapes[kind], cache.kind.policy, cache.places
+  reading = shape.reading
+  assert reading is not None
+
+  def one(layer: Any) -> tuple[jax.Array, jax.Array, Any]:
+    lead = part.k.shape[1:3]
+    take = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+    views, slots = layer_views(cache, kind, layer, part, at)
+    order, whole = ordering(slots, places)
+    visit = mean = covariance = None
+    noted = part.noted
+    if noted.newest is not None:
+      visit = visit_of(cache, kind, lead[1], take(noted.newest), watch_at)
+    if noted.total is not None:
+      mine = Noted(total=take(noted.total), squares=take(noted.squares))
+      mean, covariance = moments_of(mine, seen, reading.groups)
+    earlier = None if repeated is None else take(repeated)
+    if noted.score is not None:
+      paged_score = part.pages.read_score(layer)
+      earlier = jnp.concatenate([paged_score, take(noted.score)], 2)
+    look: Any = LocalLook(
+      views=views,
+      at=slots,
+      order=order,
+      whole=whole,
+      length=length,
+      layer=jnp.asarray(shape.which, jnp.int32)[layer],
+      limit=cache.limit,
+      reading=reading,
+      places=places,
+      visit=visit,
+      score=earlier,
+      mean=mean,
+      covariance=covariance,
+    )
+    mass = None
+    if cache.windowed(kind):
+      near = look.pos >= (length - shape.reach)[:, None, None]
+      scores = jnp.where(near, 0.0, -jnp.inf)
+    elif policy is None:
+      scores = jnp.zeros(look.pos.shape, jnp.float32)
+    else:
+      scores = policy.scores(look).astype(jnp.float32)
+      # Only what stays open has more.
+      scores = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
+    if policy is not None and policy.sums:
+      mass = look.sums()
+    paged = slots.pos.shape[2] - stays.shape[1]
+    wide = jnp.broadcast_to(stays[:, None], (*lead, stays.shape[1]))
+    exact = jnp.pad(wide, ((0, 0), (0, 0), (paged, 0)))
+    scores = jnp.where(look.ordered(exact), jnp.inf, scores)
+    scores = jnp.where(look.real, scores, -jnp.inf)
+    return places.all_heads(scores), order, mass
+
+  return lax.map(one, jnp.arange(shape.layers, dtype=jnp.int32))
+
+
+# ---------------------------------------------------------------------------
+# Moving it
+# ---------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def repacked(
+  cache: Any,
+  keep: Any,
+  masses: Any,
+  sizes: tuple[tuple[int, int], ...],
+  room: int,
+) -> Any:
+  """The tokens that stay: in pages, and in an open cache of `room` slots each.
+
+  Args:
+    cache: the cache.
+    keep: see `chosen`.
+    masses: the same.
+    sizes: pages on a device, and of the largest head, for each kind.
+    room: slots of a shard of the open cache.
+  """
+  parts, places, kind = paged_parts(cache), cache.places, cache.kind
+  kinds = tuple(parts)
+
+  def local(parts: Any, at: Any, keep: Any, masses: Any) -> Any:
+    at = Coords(*at)
+    stays = _staying(at, kind, places)
+    order = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
+    order = _filled(order.astype(jnp.int32), room)
+    count = jnp.sum(stays, 1, dtype=jnp.int32)
+    real = jnp.arange(room, dtype=jnp.int32)[None] < count[:, None]
+    pick = lambda x: jnp.take_along_axis(x, order, 1)
+    open_at = Coords(pick(at.pos), jnp.where(real, pick(at.seg), 0))
+    made, slots, scores = {}, {}, {}
+    for n in kinds:
+      part, (pages, most) = parts[n], sizes[n]
+      lead = part.k.shape[:3]
+      old = part.pages.read()
+      kept, here, leaving = keep[n], at, part
+      if kind.grouped:
+        leaving, here, kept = _in_groups(part, at, stays, kept, kind.page)
+      wide = lambda x, lead=lead: jnp.broadcast_to(
+        x[None, :, None], (*lead, x.shape[1])
+      )
+      k, v = _encoded(cache, leaving)
+      found = Stored(
+        jnp.concatenate([old.k, k], 3),
+        jnp.concatenate([old.v, v], 3),
+        Coords(
+          *(
+            jnp.concatenate([x, wide(y)], 3)
+            for x, y in zip(old.at, here, strict=True)
+          )
+        ),
+        masses[n],
+      )
+      fields = packed(found, kept, part.pages.slots, pages, most)
+      made[n] = Pages(
+        **dict(zip(("k", "v", "at", "score", "table"), fields, strict=True)),
+        places=part.pages.places,
+      )
+      if kind.policy is not None and kind.policy.selects:
+        made[n] = _bounded(cache, n, made[n], part.constants)
+
+      def along(x: jax.Array) -> jax.Array:
+        axis = token_axis(x)
+        index = jnp.expand_dims(order[None, :, None], 7 - axis)
+        return jnp.take_along_axis(x, index, axis)
+
+      slots[n] = LayerKV(along(part.k), along(part.v))
+      scores[n] = None
+      if masses[n] is not None:
+        mass = masses[n][..., -at.pos.shape[1] :]
+        mass = jnp.take_along_axis(mass, order[None, :, None], 3)
+        scores[n] = jnp.where(real[None, :, None], mass, 0)
+    return made, slots, scores, open_at, count[:, None]
+
+  selects = kind.policy is not None and kind.policy.selects
+  by_head = dict.fromkeys(kinds, places.by_head)
+  some = {n: None if masses[n] is None else places.by_head for n in kinds}
+  specs = {
+    n: dataclasses.replace(
+      part.pages.specs(), bounds=places.pool if selects else None
+    )
+    for n, part in parts.items()
+  }
+  made, slots, scores, at, used = places.local(
+    local,
+    (
+      {n: part_specs(part) for n, part in parts.items()},
+      places.by_example,
+      by_head,
+      some,
+    ),
+    (
+      specs,
+      {n: LayerKV(*part_specs(part)[:2]) for n, part in parts.items()},
+      some,
+      places.by_example,
+      places.by_example,
+    ),
+  )(parts, cache.open.at, keep, masses)
+  return _with(cache, made, slots, scores, at, used)
+
+
+def _in_groups(
+  part: _Part, at: Coords, stays: jax.Array, keep: jax.Array, group: int
+) -> tuple[_Part, Coords, jax.Array]:
+  """With the open tokens that leave in front, so that groups are full ones.
+
+  Args:
+    part: of the layers.
+    at: coordinates [B, s] of the open tokens.
+    stays: bool [B, s], which stay open; of the others there are whole groups.
+    keep: bool [L, B, K, S + s], which of those in pages and of these are kept.
+    group: tokens of a group.
+
+  Returns:
+    the part, coordinates [B, s'] and `keep` of a multiple of the group.
+  """
+  slots = at.seg.shape[1]
+  leaves = (at.seg > 0) & ~stays
+  order = jnp.argsort(1 - leaves.astype(jnp.int32), axis=1, stable=True)
+  order = _filled(order.astype(jnp.int32), -(-slots // group) * group)
+  count = jnp.sum(leaves, 1, dtype=jnp.int32)
+  real = jnp.arange(order.shape[1], dtype=jnp.int32)[None] < count[:, None]
+  along = lambda x: jnp.take_along_axis(x, order[None, :, None, :, None], 3)
+  pick = lambda x: jnp.take_along_axis(x, order, 1)
+  here = Coords(pick(at.pos), jnp.where(real, pick(at.seg), 0))
+  lead = keep.shape[:3]
+  paged = keep[..., : keep.shape[3] - slots]
+  front = jnp.broadcast_to(real[None, :, None], (*lead, order.shape[1]))
+  keep = jnp.concatenate([paged, front], 3)
+  return part._replace(k=along(part.k), v=along(part.v)), here, keep
+
+
+def _filled(order: jax.Array, room: int) -> jax.Array:
+  """The first `room` of [B, s], or more, the last one again and again."""
+  size = order.shape[1]
+  if room <= size:
+    return order[:, :room]
+  return jnp.pad(order, ((0, 0), (0, room - size)), mode="edge")
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def grown(cache: Any, room: int) -> Any:
+  """With `room` slots of the open cache on each shard, more than it has."""
+  places, parts = cache.places, paged_parts(cache)
+  more = room - cache.open.capacity // cache.shards
+
+  def wide(x: jax.Array, axis: int, spec: P) -> jax.Array:
+    pad = [(0, more * (n == axis)) for n in range(x.ndim)]
+    return places.local(lambda x: jnp.pad(x, pad), (spec,), spec)(x)
+
+  slots = {
+    n: LayerKV(
+      *(wide(x, token_axis(x), places.of_slots(x)) for x in (part.k, part.v))
+    )
+    for n, part in parts.items()
+  }
+  held = cache.open.held
+  at = Coords(*(wide(x, 1, places.by_example) for x in held.at))
+  made = dataclasses.replace(
+    cache.open,
+    slots=tuple(slots.get(n, x) for n, x in enumerate(cache.open.slots)),
+    held=dataclasses.replace(held, at=at),
+  )
+  noted = cache.with_scores(lambda x: wide(x, 3, places.by_head))
+  watch, policy = cache.watch, cache.kind.policy
+  if watch.at is not None and policy is not None and policy.queries is None:
+    watch = watch.widened(room * cache.shards)
+    noted = tuple(x.widened(room * cache.shards) for x in noted)
+  return dataclasses.replace(cache, open=made, noted=noted, watch=watch)
+
+
+def _encoded(cache: Any, part: _Part) -> tuple[jax.Array, jax.Array]:
+  """Open keys and values as pages store them."""
+  codec = cache.kind.codec
+  if codec is None or cache.open.kind.codec is not None:
+    return as_bytes(part.k), as_bytes(part.v)
+
+  def one(
+    vectors: Any, x: jax.Array, constants: Any, pages: jax.Array
+  ) -> jax.Array:
+    data = jax.vmap(vectors.encode)(x, constants)
+    return pad_axis(data, 4, pages.shape[-1])
+
+  of_k, of_v = part.constants
+  into, v = part.pages, part.v
+  if v.shape[-1]:
+    v = one(codec.values, v, of_v, into.v)
+  return one(codec.keys, part.k, of_k, into.k), v
+
+
+def _bounded(cache: Any, kind: int, pages: Pages, constants: Any) -> Pages:
+  """With the bounds of its keys; inside of `Places.local`."""
+  shape = cache.shapes[kind]
+  rotation = shape.reading.rotation(cache.limit)
+  dtype = cache.open.dtype
+  bounds = jnp.zeros((pages.k.shape[0], 2, shape.key), dtype)
+
+  def step(layer: Any, bounds: jax.Array) -> jax.Array:
+    view = page_view(cache, kind, layer, rotation, pages, constants)
+    return page_bounds(view, pages, layer, bounds)
+
+  bounds = loop(shape.layers, step, bounds)
+  return dataclasses.replace(pages, bounds=bounds)
+
+
+def _with(
+  cache: Any, pages: Any, slots: Any, scores: Any, at: Coords, used: Any
+) -> Any:
+  """After an eviction."""
+  everywhere = cache.open.held._everywhere
+  count = everywhere(used)
+  held = dataclasses.replace(
+    cache.open.held, at=at, used=count, before=count + 0, mode=FILL
+  )
+  made = dataclasses.replace(
+    cache.open,
+    slots=tuple(slots.get(n, x) for n, x in enumerate(cache.open.slots)),
+    held=held,
+  )
+  noted = [
+    x._replace(score=scores[n]) if n in scores else x
+    for n, x in enumerate(cache.noted)
+  ]
+  watch, policy = cache.watch, cache.kind.policy
+  if watch.at is not None and policy is not None and policy.queries is None:
+    # Queries that were counted are not counted again.
+    size = at.pos.shape[1]
+    watch = watch.emptied(size)
+    noted = [x.emptied(size) for x in noted]
+  return dataclasses.replace(
+    cache,
+    open=made,
+    pages=tuple(pages.get(n, x) for n, x in enumerate(cache.pages)),
+    noted=tuple(noted),
+    watch=watch,
+    ends=everywhere(cache.length),
+  )

@@ -1,0 +1,184 @@
+"""What a policy sees of a layer, on each device of a mesh.
+
+Guarantees: the same as if all tokens were on one device, in order.
+Cost: a gather of B K S numbers for each thing that is asked for; keys and
+values stay where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from ringjax.kv.pages import Places
+from ringjax.kv.reading import KeyReading
+from ringjax.ops.attention.mass import Visit, column_mass, kept_mass
+from ringjax.ops.attention.views import KVView
+from ringjax.ops.mask import Coords
+from ringjax.parallel import collectives
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalLook:
+  """See `policies.Look`; inside of `Places.local`.
+
+  Attributes:
+    views: the layer's keys and values on this device.
+    at: coordinates [B, K, s] of the slots of this device, view by view.
+    order: int32 [B, K, S], slots of all devices by document and position.
+    whole: coordinates [B, K, S] in that order.
+    places: the mesh.
+    visit: the newest queries, or None.
+    score: float32 [B, K, s], sums of earlier evictions, or what a repetition
+      found, or None.
+  """
+
+  views: Sequence[KVView]
+  at: Coords
+  order: Any
+  whole: Coords
+  length: Any
+  layer: Any
+  limit: int
+  reading: KeyReading
+  places: Places
+  visit: Visit | None = None
+  score: Any = None
+  mean: Any = None
+  covariance: Any = None
+
+  @property
+  def real(self) -> Bool[Array, "B K S"]:
+    return self.whole.seg > 0
+
+  @property
+  def pos(self) -> Any:
+    return self.whole.pos
+
+  @property
+  def first_head(self) -> Any:
+    return self.places.first_head(self.at.pos.shape[1])
+
+  def over_heads(self, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+    mean = jnp.mean(x, 1, keepdims=True)
+    if self.places.heads:
+      total = collectives.total(mean, self.places.heads)
+      mean = total / self.places.size(self.places.heads)
+    return jnp.broadcast_to(mean, x.shape)
+
+  def by_token(
+    self, f: Callable[..., Any], *given: Shaped[Array, "B K S"]
+  ) -> Float[Array, "B K S"]:
+    return self.ordered(self._each(f, *given))
+
+  def extremes(
+    self, f: Callable[..., Any], part: Int[Array, "B K S"], count: int
+  ) -> tuple[Float[Array, "B K _ D"], Float[Array, "B K _ D"]]:
+    found, mine = self._each(f), self.local(part)
+    b, heads, _, dim = found.shape
+    rows, cols = jnp.indices((b, heads, 1), jnp.int32, sparse=True)[:2]
+    mine = jnp.where((mine < 0) | (self.at.seg == 0), count, mine)
+    empty = jnp.full((b, heads, count, dim), jnp.inf, found.dtype)
+    at = lambda x: x.at[rows, cols, mine]
+    low = at(empty).min(found, mode="drop")
+    high = at(-empty).max(found, mode="drop")
+    if axis := self.places.axis:
+      low = -collectives.largest(-low, axis)
+      high = collectives.largest(high, axis)
+    return low, high
+
+  def average(self, f: Callable[..., Any]) -> Float[Array, "B K D"]:
+    real = (self.at.seg > 0).astype(jnp.float32)
+    total = jnp.einsum("bks,bksd->bkd", real, self._each(f))
+    count = jnp.sum(real, -1)
+    if axis := self.places.axis:
+      total, count = (collectives.total(x, axis) for x in (total, count))
+    return total / jnp.maximum(count, 1)[..., None]
+
+  def column_mass(self) -> Float[Array, "B K G S"]:
+    return self._column_mass
+
+  @functools.cached_property
+  def _column_mass(self) -> jax.Array:
+    assert self.visit is not None
+    found = jnp.concatenate(column_mass(self.visit, self.views), 3)
+    groups = found.shape[2]
+    each = [self.ordered(found[:, :, g]) for g in range(groups)]
+    return jnp.stack(each, 2)
+
+  def kept_mass(self, keep: Bool[Array, "C B K S"]) -> Float[Array, "C B K G"]:
+    assert self.visit is not None
+    local = jax.vmap(self.local)(keep)
+    parts, start = [], 0
+    for size in self._sizes():
+      parts.append(local[..., start : start + size])
+      start += size
+    return kept_mass(self.visit, self.views, parts)
+
+  def sums(self) -> Float[Array, "B K S"]:
+    mass = jnp.mean(self.column_mass(), 2)
+    return mass if self.score is None else mass + self.ordered(self.score)
+
+  def repeated(self) -> Float[Array, "B K S"]:
+    return self.ordered(self.score)
+
+  def ordered(self, x: Shaped[Array, "B K s"]) -> jax.Array:
+    """[B, K, s] of this device's slots -> [B, K, S] of all, in order."""
+    if axis := self.places.axis:
+      x = collectives.gather(x, axis, 2)
+    return jnp.take_along_axis(x, self.order, 2)
+
+  def local(self, x: Shaped[Array, "B K S"]) -> jax.Array:
+    """[B, K, S] in order -> [B, K, s] of this device's slots."""
+    return unordered(self.order, self.places, self.at.pos.shape[2], x)
+
+  def _sizes(self) -> list[int]:
+    return [view.shape[2] for view in self.views]
+
+  def _each(self, f: Callable[..., Any], *given: jax.Array) -> jax.Array:
+    """f of the tokens of all views, [B, K, s, ...]."""
+    heads, found, start = self.at.pos.shape[:2], [], 0
+    given = tuple(map(self.local, given))
+    for size, view in zip(self._sizes(), self.views, strict=True):
+      k, v = view.tile(jnp.int32(0), view.shape[2])
+      apart = lambda x: x.reshape(*heads, *x.shape[2:]).astype(jnp.float32)
+      end = start + size
+      mine = [lax.slice_in_dim(x, start, end, axis=2) for x in given]
+      found.append(f(apart(k), apart(v), *mine))
+      start = end
+    return jnp.concatenate(found, 2)
+
+
+def ordering(at: Coords, places: Places) -> tuple[jax.Array, Coords]:
+  """Of slots [B, K, s] on each device: the order of all, and their coordinates.
+
+  By document and position; empty slots are last.
+  """
+  if axis := places.axis:
+    at = Coords(*(collectives.gather(x, axis, 2) for x in at))
+  empty = (at.seg == 0).astype(jnp.int32)
+  index = lax.broadcasted_iota(jnp.int32, at.pos.shape, 2)
+  order = lax.sort((empty, at.seg, at.pos, index), dimension=2, num_keys=4)[3]
+  pick = lambda x: jnp.take_along_axis(x, order, 2)
+  return order, Coords(*map(pick, at))
+
+
+def unordered(
+  order: Int[Array, "*rows S"],
+  places: Places,
+  size: int,
+  x: Shaped[Array, "*rows S"],
+) -> jax.Array:
+  """[..., S] in order -> [..., size] of this device's slots."""
+  x = jnp.take_along_axis(x, jnp.argsort(order, axis=-1), -1)
+  if places.axis is None:
+    return x
+  first = collectives.axis_index(places.axis) * size
+  return lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1)

@@ -1,0 +1,575 @@
+"""A pool of pages that the rows of many calls share.
+
+Guarantees: a token is at the slot of its position in the pages of its row's
+table, so nothing about tokens is stored beside them; rows may share pages. What
+a row reads does not depend on the others, bit for bit.
+Cost: an append writes the appended; the host says where, by tables.
+Memory: N pages of P slots for each group of layers, whatever rows there are:
+layers that look back equally far are a group, whose pages can be freed once
+they are out of sight. Recurrent layers have a state for each row instead.
+
+`PagePool` has the arrays. `PooledCache` is what a call of the model sees of
+it: the pool with the tables of the call's rows.
+Ref: Kwon et al. 2023, PagedAttention, arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, Shaped
+
+from ringjax import tree
+from ringjax.errors import OptionError
+from ringjax.kv.base import CacheSpec, zeros
+from ringjax.kv.cache import (
+  LayerCacheSpec,
+  LayerKV,
+  constants_spec,
+  filled_constants,
+)
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.codecs import Codec
+from ringjax.kv.state import State
+from ringjax.ops.attention.code_format import as_stored, token_axis
+from ringjax.ops.attention.pooled import PooledView, SharedTiles
+from ringjax.ops.attention.views import KVView, UnrotatedView
+from ringjax.ops.mask import Coords
+from ringjax.ops.rope import Rotation
+from ringjax.parallel import collectives
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageGroup:
+  """Layers whose tokens are in the same pages.
+
+  Attributes:
+    reach: tokens before its own that a query looks back, None for all.
+    kinds: which kinds of layers of the model.
+    pages: N, over all devices.
+    token_bytes: of one token, all layers of the group.
+  """
+
+  reach: int | None
+  kinds: tuple[int, ...]
+  pages: int
+  token_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagePool:
+  """Pages of all layers of a model.
+
+  Attributes:
+    slots: for each kind of layer its `LayerKV`, [L, N, K, P, H], or a recurrent
+      one's `State` with a row for each that is served.
+    constants: for each kind of layer the numbers of its codecs, [L, K, n].
+    groups: which layers share tables.
+    page: P.
+    kind: how keys and values are stored.
+    shapes: what each kind of layer keeps of a token.
+    dtype: of keys and values, once decoded.
+    mesh: whose `axis` shards the pages; None is one device.
+    axis: the sequence's axis.
+    heads: the axis that shards the KV heads.
+  """
+
+  slots: tuple[Any, ...]
+  constants: tuple[Any, ...]
+  groups: tuple[PageGroup, ...]
+  page: int
+  kind: CacheKind
+  shapes: tuple[Any, ...]
+  dtype: Any
+  mesh: Any = None
+  axis: str | None = None
+  heads: str | None = None
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    *,
+    rows: int,
+    pages: Callable[[int | None], int],
+    page: int,
+    dtype: Any,
+    kind: CacheKind,
+    mesh: Any = None,
+    axis: str | None = None,
+    head_axis: str | None = None,
+  ) -> PagePool:
+    """Shapes, dtypes and shardings; nothing is allocated.
+
+    Args:
+      shapes: what each kind of layer keeps.
+      rows: states of recurrent layers.
+      pages: of a group that looks back so far (None: all), a multiple of the
+        shards.
+      page: slots of a page.
+      dtype: of keys and values.
+      kind: how they are stored, without a policy.
+      mesh: None for one device.
+      axis: the mesh axis that shards the pages.
+      head_axis: the mesh axis that shards the KV heads where they divide.
+
+    Raises:
+      OptionError: a kind that evicts, has a part in host memory, or codecs
+        that differ from head to head.
+    """
+    kind = kind.resident("a pool of pages")
+    if not isinstance(kind.codec, Codec | None):
+      raise OptionError(
+        "cache kind",
+        f"{kind}, for a pool of pages",
+        "one codec for all heads",
+        "pass a codec such as 'int4'",
+      )
+    layers = [s for s in shapes if isinstance(s, LayerCacheSpec)]
+    reaches = {s.reach if kind.windowed else None for s in layers}
+    groups: list[PageGroup] = []
+    made: list[Any] = [None] * len(shapes)
+    heads = head_axis
+    if mesh is not None and head_axis is not None:
+      size = mesh.shape[head_axis]
+      if any(s.heads % size for s in layers):
+        heads = None
+    room = CacheSpec(
+      batch=rows,
+      capacity=page,
+      dtype=dtype,
+      mesh=mesh,
+      axes=dict(batch=None, heads=heads, tokens=None),
+      codec=kind.codec,
+    )
+    # A page stands where a row of an ordinary cache would.
+    axes = dict(batch=axis, heads=heads, tokens=None)
+    far = lambda reach: math.inf if reach is None else reach
+    for reach in sorted(reaches, key=far, reverse=True):
+      many = pages(reach)
+      mine = tuple(
+        n
+        for n, s in enumerate(shapes)
+        if isinstance(s, LayerCacheSpec)
+        and (s.reach if kind.windowed else None) == reach
+      )
+      total = 0
+      for n in mine:
+        made[n] = shapes[n].slots(
+          dataclasses.replace(room, batch=many, axes=axes)
+        )
+        total += sum(
+          math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in made[n]
+        )
+      groups.append(
+        PageGroup(
+          reach=reach,
+          kinds=mine,
+          pages=many,
+          token_bytes=total // (many * page),
+        )
+      )
+    slots = tuple(
+      s.slots(room) if one is None else one
+      for s, one in zip(shapes, made, strict=True)
+    )
+    return cls(
+      slots=slots,
+      constants=tuple(constants_spec(s, kind, room) for s in shapes),
+      groups=tuple(groups),
+      page=page,
+      kind=kind,
+      shapes=shapes,
+      dtype=jnp.dtype(dtype),
+      mesh=mesh,
+      axis=axis,
+      heads=heads,
+    )
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[Any, ...],
+    *,
+    fill: Callable[[Any], Any] = zeros,
+    **where: Any,
+  ) -> PagePool:
+    """Empty pages; `fill` makes the arrays, the rest is as for `spec`."""
+    empty = cls.spec(shapes, **where)
+    constants = filled_constants(shapes, empty.kind, empty.constants)
+    return dataclasses.replace(
+      empty, slots=fill(empty.slots), constants=constants
+    )
+
+  @property
+  def shards(self) -> int:
+    """Shards of the pages."""
+    return 1 if self.axis is None else self.mesh.shape[self.axis]
+
+  def nbytes(self) -> int:
+    """Bytes of all devices together."""
+    return sum(x.nbytes for x in jax.tree.leaves(self.slots))
+
+  def call(
+    self,
+    tables: tuple[Int[Array, "B R m"], ...],
+    ends: Int[Array, " B"],
+    rows: Int[Array, " B"],
+    fresh: Bool[Array, " B"],
+    shared: tuple[SharedTiles, ...] | None = None,
+  ) -> PooledCache:
+    """What a call of the model sees.
+
+    Args:
+      tables: for each group the pages of the call's rows: page n of a row is
+        number n // R on shard n % R, there counted from 0; -1 is none.
+      ends: tokens of each row behind this call.
+      rows: which state of recurrent layers each row has; those out of range
+        are not written.
+      fresh: rows that begin.
+      shared: for each group the tiles that rows share, for calls of one token
+        a row.
+    """
+    of_state = lambda x: isinstance(x, State)
+
+    def taken(x: Any) -> Any:
+      found = jnp.take(x, rows, 1, mode="clip")
+      new = fresh.reshape(1, -1, *(1,) * (found.ndim - 2))
+      return jnp.where(new, jnp.zeros_like(found), found)
+
+    slots = tuple(
+      jax.tree.map(taken, x) if of_state(x) else x for x in self.slots
+    )
+    return PooledCache(
+      pool=self,
+      slots=slots,
+      tables=tables,
+      at=tuple(self._coords(table, ends) for table in tables),
+      ends=ends,
+      rows=rows,
+      new=None,
+      shared=shared,
+    )
+
+  def _group(self, kind: int) -> int:
+    """Which group a kind of layer is in."""
+    (found,) = (n for n, g in enumerate(self.groups) if kind in g.kinds)
+    return found
+
+  def read_pages(self, group: int, pages: Int[Array, "R k"]) -> tuple[Any, ...]:
+    """What some pages hold, as it is stored.
+
+    Args:
+      group: of layers.
+      pages: k pages of each shard, counted there from 0.
+
+    Returns:
+      For each array of the group's layers that holds anything: [L, R k, ...].
+    """
+    return self._each(group, _take_pages, pages)
+
+  def write_pages(
+    self,
+    group: int,
+    pages: Int[Array, "R k"],
+    held: tuple[Any, ...],
+  ) -> PagePool:
+    """The pool whose pages hold what `read_pages` returned.
+
+    Args:
+      group: of layers.
+      pages: k pages of each shard; those out of range are not written.
+      held: see `read_pages`.
+    """
+    written = iter(self._each(group, _put_pages, pages, held))
+    slots = list(self.slots)
+    for kind in self.groups[group].kinds:
+      arrays = (next(written) if x.size else x for x in slots[kind])
+      slots[kind] = LayerKV(*arrays)
+    return dataclasses.replace(self, slots=tuple(slots))
+
+  def read_states(self, row: Int[Array, ""]) -> tuple[Any, ...]:
+    """The states that a row has of recurrent layers."""
+    one = lambda x: x[:, row]
+    return tuple(
+      jax.tree.map(one, x) for x in self.slots if isinstance(x, State)
+    )
+
+  def write_states(
+    self, row: Int[Array, ""], held: tuple[Any, ...]
+  ) -> PagePool:
+    """The pool whose row has the states that `read_states` returned."""
+    rest = iter(held)
+    put = lambda x, new: x.at[:, row].set(new)
+    slots = tuple(
+      jax.tree.map(put, x, next(rest)) if isinstance(x, State) else x
+      for x in self.slots
+    )
+    return dataclasses.replace(self, slots=slots)
+
+  def page_shapes(self, group: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Of each array of `read_pages` the shape of one page [L, ...] and its
+    dtype."""
+    return tuple(
+      ((x.shape[0], *x.shape[2:]), np.dtype(x.dtype))
+      for x in self._arrays(group)
+    )
+
+  def _arrays(self, group: int) -> tuple[Any, ...]:
+    kinds = self.groups[group].kinds
+    return tuple(x for kind in kinds for x in self.slots[kind] if x.size)
+
+  def _each(
+    self, group: int, work: Callable[..., Any], pages: Any, *more: Any
+  ) -> tuple[Any, ...]:
+    """A function of a group's arrays and of pages, shard by shard."""
+    arrays = self._arrays(group)
+    if self.mesh is None:
+      return work(arrays, pages, *more)
+    held = P(None, self.axis, self.heads)
+    return jax.shard_map(
+      work,
+      mesh=self.mesh,
+      in_specs=(held, P(self.axis), *(held for _ in more)),
+      out_specs=held,
+      check_vma=False,
+    )(arrays, pages, *more)
+
+  def _coords(self, table: jax.Array, ends: jax.Array) -> Coords:
+    """Coordinates [B, S] of the slots that a table names, shard by shard."""
+    b, shards, many = table.shape
+    number = jnp.arange(many, dtype=jnp.int32)[None] * shards
+    number = number + jnp.arange(shards, dtype=jnp.int32)[:, None]
+    inside = jnp.arange(self.page, dtype=jnp.int32)
+    pos = number[..., None] * self.page + inside[None, None]
+    pos = jnp.broadcast_to(pos[None], (b, *pos.shape))
+    real = (pos < ends[:, None, None, None]) & (table >= 0)[..., None]
+    flat = lambda x: x.reshape(b, -1)
+    return Coords(flat(pos), flat(real).astype(jnp.int32))
+
+
+def _take_pages(arrays: tuple[Any, ...], pages: Any) -> tuple[Any, ...]:
+  return tuple(jnp.take(x, pages[0], 1, mode="clip") for x in arrays)
+
+
+def _put_pages(
+  arrays: tuple[Any, ...], pages: Any, held: tuple[Any, ...]
+) -> tuple[Any, ...]:
+  return tuple(
+    x.at[:, pages[0]].set(new, mode="drop")
+    for x, new in zip(arrays, held, strict=True)
+  )
+
+
+tree.register(
+  PagePool,
+  ("slots", "constants"),
+  ("groups", "page", "kind", "shapes", "dtype", "mesh", "axis", "heads"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledCache:
+  """A pool with the tables of some rows, for one call of a model.
+
+  Attributes:
+    pool: the pool; its arrays may be those before the call.
+    slots: the arrays, and the states of the call's rows.
+    tables: see `PagePool.call`.
+    at: coordinates of the slots of each group, [B, S].
+    ends: int32 [B].
+    rows: int32 [B].
+    new: coordinates of the call's tokens, [B, T].
+    shared: see `PagePool.call`.
+  """
+
+  pool: PagePool
+  slots: tuple[Any, ...]
+  tables: tuple[Any, ...]
+  at: tuple[Coords, ...]
+  ends: Any
+  rows: Any
+  new: Coords | None
+  shared: Any = None
+
+  @property
+  def mesh(self) -> Any:
+    return self.pool.mesh
+
+  @property
+  def axis(self) -> str | None:
+    return self.pool.axis
+
+  @property
+  def shards(self) -> int:
+    return self.pool.shards
+
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], tokens of each row."""
+    return self.ends
+
+  def allocate(
+    self, at: Coords, *, replicated: bool, sees: bool
+  ) -> PooledCache:
+    """With the coordinates [B, T] of the call's tokens.
+
+    Raises:
+      OptionError: tokens that are sharded: all devices need them.
+    """
+    if not replicated or not sees:
+      raise OptionError(
+        "attend",
+        "a call whose tokens are sharded, over a pool of pages",
+        "CachedAttention() of replicated tokens",
+        "leave attend out",
+      )
+    return dataclasses.replace(self, new=at)
+
+  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+    if isinstance(slots, State):
+      return slots.layer(self, index)
+    return PooledLayer(self, slots, index, kind, self.pool._group(kind))
+
+  def updated(self, slots: tuple[Any, ...]) -> PagePool:
+    """The pool after the layers."""
+
+    def put(old: Any, new: Any) -> Any:
+      return old.at[:, self.rows].set(new.astype(old.dtype), mode="drop")
+
+    made = tuple(
+      jax.tree.map(put, old, new) if isinstance(new, State) else new
+      for old, new in zip(self.pool.slots, slots, strict=True)
+    )
+    return dataclasses.replace(self.pool, slots=made)
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledLayer:
+  """One layer's part of a `PooledCache` during one call."""
+
+  cache: PooledCache
+  slots: LayerKV
+  index: Any
+  kind: int
+  group: int
+  fresh: Any = None
+  rotation: Rotation = Rotation()
+
+  def append(
+    self,
+    k: Shaped[Array, "B K T H"],
+    v: Shaped[Array, "B K T J"],
+    at: Coords,
+    rotation: Rotation,
+  ) -> PooledLayer:
+    pool = self.cache.pool
+    stored = LayerKV(k if pool.kind.unrotated else rotation.own(k), v)
+    codec = pool.kind.codec
+    if isinstance(codec, Codec):
+      of_k, of_v = self._constants()
+      k_codes = codec.keys.encode(stored.k.astype(pool.dtype), of_k)
+      stored = LayerKV(as_stored(k_codes, self.slots.k), v)
+      if v.shape[-1]:
+        v_codes = codec.values.encode(v.astype(pool.dtype), of_v)
+        stored = stored._replace(v=as_stored(v_codes, self.slots.v))
+    assert self.cache.new is not None
+    slots = LayerKV(*map(self._written, self.slots, stored))
+    return dataclasses.replace(
+      self, slots=slots, rotation=rotation.general(), fresh=at
+    )
+
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> PooledLayer:
+    del rotated, plain
+    return self
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    if apart:
+      raise OptionError(
+        "parents",
+        "a tree of drafted tokens, over a pool of pages",
+        "tokens one behind another",
+        "draft a chain",
+      )
+    pool, codec = self.cache.pool, self.cache.pool.kind.codec
+    decoders = None
+    if codec is not None:
+      decoders = pool.shapes[self.kind].decoders(codec, pool.dtype)
+    table, shared = self.cache.tables[self.group], self.cache.shared
+    view: Any = PooledView(
+      *self.slots,
+      self.cache.at[self.group],
+      table.reshape(table.shape[0], -1),
+      self.index,
+      self._constants(),
+      decoders,
+      shared and shared[self.group],
+    )
+    if pool.kind.unrotated and not self.rotation.trivial:
+      view = UnrotatedView(view, self.rotation)
+    return (view,)
+
+  def _constants(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Those of this layer: [K, n] each."""
+    one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
+    return jax.tree.map(one, self.cache.pool.constants[self.kind])
+
+  def _written(self, old: jax.Array, new: jax.Array) -> jax.Array:
+    """An array of pages with the call's tokens [B, K, T, X]."""
+    if not old.size:
+      return old
+    pool, at = self.cache.pool, self.cache.new
+    assert at is not None
+    last = token_axis(old) == 4
+    shape = (new.shape[0], new.shape[3 if last else 2])
+    at = Coords(*(jnp.broadcast_to(x, shape) for x in at))
+    table = self.cache.tables[self.group]
+    shards, page = pool.shards, pool.page
+    # [B, T, K, X].
+    stored = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
+
+    def local(
+      old: Any, new: Any, table: Any, pos: Any, seg: Any, index: Any
+    ) -> jax.Array:
+      number = pos // page
+      own = number // shards
+      mine = seg > 0
+      if pool.axis is not None:
+        mine = mine & (number % shards == collectives.axis_index(pool.axis))
+      own = jnp.minimum(own, table.shape[2] - 1)
+      found = jnp.take_along_axis(table[:, 0], own, 1)
+      # What is out of range is dropped.
+      found = jnp.where(mine & (found >= 0), found, old.shape[1])
+      layer = jnp.full(pos.shape, index, jnp.int32)
+      if last:
+        spot = old.at[layer, found, :, :, pos % page]
+      else:
+        spot = old.at[layer, found, :, pos % page]
+      return spot.set(new.astype(old.dtype), mode="drop")
+
+    if pool.mesh is None:
+      return local(old, stored, table, *at, self.index)
+    return jax.shard_map(
+      local,
+      mesh=pool.mesh,
+      in_specs=(
+        P(None, pool.axis, pool.heads),
+        P(None, None, pool.heads),
+        P(None, pool.axis),
+        P(),
+        P(),
+        P(),
+      ),
+      out_specs=P(None, pool.axis, pool.heads),
+      check_vma=False,
+    )(old, stored, table, *at, self.index)

@@ -1,0 +1,100 @@
+"""Budgets that the heads of a layer share.
+
+Ref: Feng et al. 2024, Ada-KV, arXiv 2407.11550.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.checks import number
+from ringjax.errors import OptionError
+from ringjax.kv.policies.policy import Look, Policy, highest
+from ringjax.kv.policies.snapkv import SnapKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaKV(SnapKV):
+  """As `SnapKV`, with a budget for all heads of a layer together.
+
+  A head whose attention is spread over many tokens keeps more of them.
+
+  Attributes:
+    safe: the share of its budget that each head has for itself.
+    by: the policy whose scores the heads compare, in place of SnapKV's with
+      `window` and `kernel`; its own budget does not count.
+  """
+
+  safe: int | float = 0.2
+  by: Policy | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    number("safe", self.safe, least=0.0, most=1.0, remedy="pass safe=0.2")
+    if self.by is None:
+      return
+    if not isinstance(self.by, Policy) or not self.by.ranks:
+      raise OptionError(
+        "by",
+        repr(self.by),
+        "a policy that keeps the highest scores of each head",
+        "pass by=rj.kv.KeyNorm(), for instance",
+      )
+    plain = SnapKV()
+    if (self.window, self.kernel) != (plain.window, plain.kernel):
+      raise OptionError(
+        "window",
+        f"window={self.window}, kernel={self.kernel} with by={self.by}",
+        "none: they are SnapKV's, whose scores are not used",
+        "leave them out, or leave by= out",
+      )
+
+  @property
+  def ranks(self) -> bool:
+    return False
+
+  @property
+  def queries(self) -> int | None:
+    return super().queries if self.by is None else self.by.queries
+
+  @property
+  def moments(self) -> bool:  # pyrefly: ignore
+    return self.by is not None and self.by.moments
+
+  @property
+  def sums(self) -> bool:  # pyrefly: ignore
+    return self.by is not None and self.by.sums
+
+  @property
+  def reads(self) -> bool:  # pyrefly: ignore
+    return self.by is None or self.by.reads
+
+  def traced(self) -> Policy:
+    by = None if self.by is None else self.by.traced()
+    return dataclasses.replace(self, budget=1.0, by=by)
+
+  def scores(self, look: Look) -> Float[Array, "B K S"]:
+    return super().scores(look) if self.by is None else self.by.scores(look)
+
+  def kept(
+    self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]
+  ) -> Bool[Array, "L B K S"]:
+    return shared(scores, counts, self.safe)
+
+
+def shared(
+  scores: Float[Array, "L B K S"], counts: Int[Array, "L B"], safe: float
+) -> Bool[Array, "L B K S"]:
+  """The highest of a layer, K counts in all, a share of them of each head."""
+  layers, b, heads, size = scores.shape
+  least = counts.astype(jnp.float32) * jnp.float32(safe)
+  least = jnp.floor(least + 1e-4).astype(jnp.int32)
+  if safe:
+    least = jnp.maximum(least, 1)
+  sure = highest(scores, jnp.broadcast_to(least[:, :, None], scores.shape[:3]))
+  top = jnp.maximum(scores, jnp.finfo(jnp.float32).max)
+  flat = jnp.where(sure, top, scores).reshape(layers, b, heads * size)
+  return highest(flat, heads * counts).reshape(scores.shape)

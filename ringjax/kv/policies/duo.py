@@ -1,0 +1,67 @@
+"""Heads that retrieve keep all; the others stream.
+
+Ref: Xiao et al. 2024, DuoAttention, arXiv 2410.10819.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.checks import integer
+from ringjax.errors import OptionError
+from ringjax.kv.policies.policy import Look, Policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Duo(Policy):
+  """Streaming heads keep the first and the newest tokens, the others all.
+
+  Attributes:
+    streaming: pairs of a layer and a KV head, both counted from 0.
+    sinks: how many of the first tokens streaming heads keep.
+    newest: how many of the newest.
+  """
+
+  streaming: tuple[tuple[int, int], ...] = ()
+  sinks: int = 128
+  newest: int = 256
+
+  reads: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    integer("sinks", self.sinks, least=0)
+    integer("newest", self.newest, least=1)
+    good = isinstance(self.streaming, tuple) and all(
+      isinstance(pair, tuple)
+      and len(pair) == 2
+      and all(isinstance(n, int) and n >= 0 for n in pair)
+      for pair in self.streaming
+    )
+    if not good:
+      raise OptionError(
+        "streaming",
+        repr(self.streaming),
+        "a tuple of pairs of a layer and a KV head",
+        "pass streaming=((0, 1), (3, 0)), for instance",
+      )
+
+  def scores(self, look: Look) -> Float[Array, "B K S"]:
+    near = look.pos >= (look.length - self.newest)[:, None, None]
+    streams = (look.pos < self.sinks) | near
+    number, first = look.layer, look.first_head
+    heads = first + jnp.arange(look.pos.shape[1], dtype=jnp.int32)
+    mine = jnp.zeros(heads.shape, bool)
+    for layer, head in self.streaming:
+      mine = mine | ((number == layer) & (heads == head))
+    return jnp.where(streams | ~mine[None, :, None], 1.0, 0.0)
+
+  def kept(
+    self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]
+  ) -> Bool[Array, "L B K S"]:
+    del counts
+    return scores > 0

@@ -1,0 +1,96 @@
+"""Tokens that later queries are expected to look at.
+
+Ref: Devoto et al. 2025, Expected Attention, arXiv 2510.00636.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax.checks import integer
+from ringjax.kv.policies.policy import Look, Policy
+from ringjax.ops.attention.blockwise import loop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Policy):
+  """Tokens with the largest mass of a query that is drawn from a normal law.
+
+  The law has the mean and the covariance of all queries of the row, rotated to
+  the positions to come. The first four tokens stay.
+
+  Attributes:
+    positions: how many positions to come.
+    covariance: whether it counts.
+    by_value: whether the mass is multiplied by the norm of the value.
+    least: added to the mass before that.
+  """
+
+  positions: int = 512
+  covariance: bool = True
+  by_value: bool = True
+  least: int | float = 0.0
+
+  moments: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    integer("positions", self.positions, least=1)
+
+  def scores(self, look: Look) -> Float[Array, "B K S"]:
+    mean, wide = self._rotated(look)
+    scale = look.reading.scores.scale
+
+    def logits(k, v):
+      del v
+      s = scale * jnp.einsum("bksh,bkgh->bksg", k, mean)
+      if self.covariance:
+        far = jnp.einsum("bksh,bkghj,bksj->bksg", k, wide, k)
+        s = s + scale**2 / 2 * far
+      return s
+
+    first = look.pos < 4
+    groups = mean.shape[2]
+    total = 0.0
+    for g in range(groups):
+      s = look.by_token(lambda k, v, g=g: logits(k, v)[..., g])
+      s = jnp.where(look.real & ~first, s, -jnp.inf)
+      top = jnp.max(s, -1, keepdims=True)
+      weight = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top))
+      total = total + weight / jnp.maximum(
+        jnp.sum(weight, -1, keepdims=True), 1e-30
+      )
+    mass = total / groups
+    if self.by_value:
+      norm = look.by_token(lambda k, v: jnp.sqrt(jnp.sum(jnp.square(v), -1)))
+      mass = (mass + self.least) * norm
+    return jnp.where(first, jnp.inf, mass)
+
+  def _rotated(self, look: Look):
+    """Mean and covariance by the mean rotation of the positions to come."""
+    mean, wide = look.mean, look.covariance
+    if look.reading.rope is None:
+      return mean, wide
+    rotation = look.reading.rotation(look.limit)
+    size = mean.shape[-1]
+    units = jnp.eye(size, dtype=jnp.float32)[None, :, None]
+
+    def of_row(start):
+      def add(n, total):
+        return (
+          total + rotation.anywhere(units, (start + n)[None, None])[0, :, 0]
+        )
+
+      zero = jnp.zeros((size, size), jnp.float32)
+      # Row i is what the mean rotation makes of unit i.
+      return loop(self.positions, add, zero) / self.positions
+
+    turn = jax.vmap(of_row)(look.length)
+    mean = jnp.einsum("bkgi,bih->bkgh", mean, turn)
+    wide = jnp.einsum("bkgij,bih,bjl->bkghl", wide, turn, turn)
+    return mean, wide

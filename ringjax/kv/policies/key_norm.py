@@ -1,0 +1,22 @@
+"""Keys that are short.
+
+Ref: Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV
+Cache Compression, arXiv 2406.11430.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax.kv.policies.policy import Look, Policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyNorm(Policy):
+  """Keys with the smallest L2 norm, which queries tend to look at the most."""
+
+  def scores(self, look: Look) -> Float[Array, "B K S"]:
+    return look.by_token(lambda k, v: -jnp.sqrt(jnp.sum(jnp.square(k), -1)))

@@ -1,0 +1,54 @@
+"""Tokens that the newest queries look at.
+
+Ref: Li et al. 2024, SnapKV, arXiv 2404.14469.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax.checks import integer
+from ringjax.errors import OptionError
+from ringjax.kv.policies.policy import Look, Policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapKV(Policy):
+  """Tokens with the largest mass of attention of the newest queries.
+
+  The newest tokens themselves stay.
+
+  Attributes:
+    window: how many queries.
+    kernel: masses are averaged over so many neighbours, an odd number.
+  """
+
+  window: int = 64
+  kernel: int = 5
+
+  @property
+  def queries(self) -> int | None:
+    return self.window
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    integer("window", self.window, least=1)
+    if integer("kernel", self.kernel, least=1) % 2 == 0:
+      raise OptionError("kernel", self.kernel, "an odd number", "pass kernel=5")
+
+  def scores(self, look: Look) -> Float[Array, "B K S"]:
+    mass = jnp.mean(look.column_mass(), 2)
+    newest = look.pos >= (look.length - self.window)[:, None, None]
+    mass = jnp.where(look.real & ~newest, mass, 0)
+    side = self.kernel // 2
+    wide = jnp.pad(mass, ((0, 0), (0, 0), (side, side)))
+    size = mass.shape[2]
+    parts = [
+      jax.lax.slice_in_dim(wide, n, n + size, axis=2)
+      for n in range(self.kernel)
+    ]
+    return jnp.where(newest, jnp.inf, sum(parts) / self.kernel)

@@ -1,0 +1,30 @@
+"""Tokens that the newest query looks at.
+
+Ref: Oren et al. 2024, TOVA, arXiv 2401.06104.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax.kv.policies.policy import Look, Policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tova(Policy):
+  """Tokens with the largest mass of the newest query, the mean of all heads.
+
+  All heads of a layer keep the same tokens.
+  """
+
+  @property
+  def queries(self) -> int | None:
+    return 1
+
+  def scores(self, look: Look) -> Float[Array, "B K S"]:
+    mass = look.over_heads(jnp.mean(look.column_mass(), 2))
+    newest = look.pos >= (look.length - 1)[:, None, None]
+    return jnp.where(newest, jnp.inf, mass)

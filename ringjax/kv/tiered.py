@@ -1,0 +1,898 @@
+"""A cache with a part in host memory: the newest tokens stay on the devices.
+
+Guarantees: all tokens are kept, bit for bit, whatever codec stores them. What
+a call reads does not depend on which memory the older part is in. Rows are
+independent; each device moves tokens that it had.
+Cost: of each call, one copy of the older part to the devices, see `HostView`;
+of each move, one copy of what moves.
+Memory: on the devices `device` tokens of a row and two blocks of `room` on
+each shard, whatever its length; a call that brings more tokens makes the open
+cache larger until the next `evict`. On the hosts, blocks for a whole row.
+
+The newest tokens are in an ordinary cache, the open one, to which calls append.
+`evict` is called between calls of the model, outside of jit, and moves the
+oldest; `generate` does so by itself. Ring buffers of windowed layers and states
+of recurrent ones stay on the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+
+from ringjax import tree
+from ringjax.checks import one_of
+from ringjax.errors import OptionError, PromptError
+from ringjax.kv.base import HOST, CacheSpec
+from ringjax.kv.cache import (
+  Blocks,
+  KVCache,
+  LayerCacheSpec,
+  LayerKV,
+  rows_sharding,
+)
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
+from ringjax.kv.pages import Places, host
+from ringjax.kv.slots import ContiguousSlots, by_token
+from ringjax.ops.attention.blockwise import loop
+from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.streamed import HostView
+from ringjax.ops.attention.views import KVView
+from ringjax.ops.mask import Coords
+from ringjax.parallel.local import move
+
+# Memories of the older part; "device" is for comparisons.
+MEMORIES = (HOST, "device")
+
+
+class TieredSnapshot(NamedTuple):
+  """What `TieredCache.restore` needs; blocks are not copied.
+
+  Fields:
+    open: the open cache.
+    held: which token is in which slot of the blocks.
+  """
+
+  open: KVCache
+  held: ContiguousSlots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TieredCache(WithOpenCache):
+  """Blocks of older tokens in host memory, and an open cache of the newest.
+
+  Attributes:
+    open: the newest tokens.
+    held: which token is in which slot of the blocks; on the devices.
+    blocks: for each kind of layer its blocks, [L N, B, K, P, X] for keys and
+      for values, see `HostView`; None where all stays on the devices.
+    kind: of the cache, with `device`.
+    limit: tokens of a row that it was made for.
+    memory: where the blocks are, one of `MEMORIES`.
+    places: over which mesh axes it is sharded.
+  """
+
+  held: ContiguousSlots
+  blocks: tuple[LayerKV | None, ...]
+  memory: str
+  places: Places
+
+  # -------------------------------------------------------------------------
+  # Making one
+  # -------------------------------------------------------------------------
+
+  @classmethod
+  def create(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    **where: Any,
+  ) -> TieredCache:
+    """An empty cache; the arguments are those of `spec`.
+
+    Raises:
+      OptionError: also for devices without such a memory.
+    """
+    empty = cls.spec(shapes, batch, capacity, dtype, **where)
+    _check_memory(empty)
+    where.pop("memory", None)
+    made = KVCache.create(
+      shapes,
+      batch,
+      empty.open.capacity,
+      dtype,
+      **where | {"kind": empty.open.kind},
+    )
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+    held = jax.tree.map(zeros, empty.held)
+    if empty.mesh is None:
+      # Blocks have a device of their own, and so has all that a call returns:
+      # a cache that begins without would be another type to jit.
+      made, held = jax.device_put((made, held), _default_device())
+    return dataclasses.replace(
+      empty,
+      open=made,
+      held=held,
+      blocks=jax.tree.map(_zeros, empty.blocks),
+    )
+
+  @classmethod
+  def spec(
+    cls,
+    shapes: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    *,
+    kind: CacheKind,
+    memory: str = HOST,
+    **where: Any,
+  ) -> TieredCache:
+    """Such a cache of shapes, dtypes and shardings; see `KVCache.spec`.
+
+    Args:
+      shapes: what each kind of layer keeps.
+      batch: B.
+      capacity: tokens of a row.
+      dtype: of keys and values.
+      kind: with `device`.
+      memory: of the older part: "pinned_host"; "device" to compare with.
+      **where: as in `KVCache.spec`.
+
+    Raises:
+      OptionError: also for a memory that is not one of these.
+    """
+    one_of("memory", memory, MEMORIES, remedy="leave it out")
+    mesh: Any = where.get("mesh")
+    axis = where.get("axis")
+    size = mesh.shape[axis] if axis is not None else 1
+    local = min(_open_slots(kind, size) * size, capacity)
+    made = KVCache.spec(
+      shapes, batch, local, dtype, kind=kind.opened(), **where
+    )
+    # Refuses what does not divide, of the whole capacity.
+    KVCache.spec((), batch, capacity, dtype, kind=kind.opened(), **where)
+    count = -(-capacity // size // kind.room)
+    room = CacheSpec(
+      batch=batch,
+      capacity=size * count * kind.room,
+      dtype=jnp.dtype(dtype),
+      mesh=mesh,
+      axes=dict(
+        batch=where.get("batch_axes") or None,
+        heads=where.get("head_axis"),
+        tokens=axis,
+      ),
+      codec=kind.codec,
+      target=where.get("platform"),
+    )
+    return cls(
+      open=made,
+      held=ContiguousSlots.spec(room),
+      blocks=tuple(
+        _blocks_spec(shape, room, kind.room, size * count, memory)
+        if isinstance(shape, LayerCacheSpec) and made._ring(n) is None
+        else None
+        for n, shape in enumerate(shapes)
+      ),
+      kind=kind,
+      limit=capacity,
+      memory=memory,
+      # Heads that do not divide are left out array by array, `_with_heads`.
+      places=Places.of(room, 0),
+    )
+
+  # -------------------------------------------------------------------------
+  # What it is
+  # -------------------------------------------------------------------------
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return self.open.slots
+
+  @property
+  def at(self) -> Coords:
+    """Coordinates of all slots, [B, S]: of the blocks, then the open ones."""
+    both = zip(self.held.at, self.open.at, strict=True)
+    return Coords(*(jnp.concatenate(pair, 1) for pair in both))
+
+  @property
+  def length(self) -> jax.Array:
+    """int32 [B], the position behind each row's last token; 0 if empty."""
+    at = self.held.at
+    older = jnp.max(jnp.where(at.seg > 0, at.pos + 1, 0), 1)
+    return jnp.maximum(self.open.length, older)
+
+  def bytes_by_memory(self) -> dict[str, int]:
+    """Bytes of all shards together, by the kind of memory."""
+    found = {"device": 0, self.memory: 0}
+    for x in jax.tree.leaves(self):
+      memory = HOST if x.sharding.memory_kind == HOST else "device"
+      found[memory] += x.nbytes
+    return found
+
+  def free(self) -> np.ndarray | None:
+    """Tokens that may still come, int [B, R]; None where they are traced.
+
+    Slots that `truncate` left empty in a block are not free.
+    """
+    if isinstance(self.open.held.used, jax.core.Tracer):
+      return None
+    taken = host(self.open.held.used) + host(self.held.used)
+    return self.limit // self.shards - taken
+
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
+    """Refuses tokens that do not fit; see `KVCache.check`.
+
+    Raises:
+      PromptError: also for tokens that do not fit into the open cache:
+        `evict` and `with_room` make room.
+      OptionError: also for a cache on which `evict` was called.
+    """
+    if self.lost:
+      raise OptionError(
+        "cache",
+        "one whose buffers were donated to an earlier call or to evict",
+        "the cache that this returned",
+        "pass that one, or make a new one with model.init_cache",
+      )
+    free = self.free()
+    if free is None or batch != self.batch:
+      self.open.check(batch, tokens, replicated=replicated, sees=sees)
+      return
+    held = int(host(self.held.used).max(initial=0))
+    if not sees and held:
+      raise OptionError(
+        "attend",
+        f"ContextParallel() behind {held} tokens in the cache",
+        "an empty cache, for the old tokens would not be seen",
+        "pass attend=CachedAttention(), or leave it out",
+      )
+    size = self.shards
+    fit = lambda x: int(x.sum(1).min() if replicated else size * x.min())
+    if tokens > fit(free):
+      raise PromptError(
+        "cache",
+        f"{tokens} more tokens for a cache of {self.limit} slots, of which "
+        f"{self.limit - fit(free)} are taken",
+        f"at most {fit(free)}",
+        "make a larger one, with model.init_cache(batch, capacity)",
+      )
+    now = self.open.free()
+    assert now is not None
+    if tokens > fit(now):
+      raise PromptError(
+        "cache",
+        f"{tokens} more tokens, where the part on the devices has "
+        f"{self.open.capacity} slots",
+        f"at most {fit(now)} now",
+        f"call cache.evict().with_room({tokens}) before, outside of jit",
+      )
+    self.open.check(batch, tokens, replicated=replicated, sees=sees)
+
+  # -------------------------------------------------------------------------
+  # A call
+  # -------------------------------------------------------------------------
+
+  def allocate(
+    self, at: Coords, *, replicated: bool, sees: bool
+  ) -> TieredCache:
+    held = self.held
+    if not sees:
+      held = _emptied(held, slice(None))
+    made = self.open.allocate(at, replicated=replicated, sees=sees)
+    return dataclasses.replace(self, open=made, held=held)
+
+  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+    inner = self.open.layer(kind, slots, index)
+    if self.blocks[kind] is None:
+      return inner
+    return TieredLayer(self, inner, index, kind)
+
+  def updated(self, slots: tuple[Any, ...]) -> TieredCache:
+    return dataclasses.replace(self, open=self.open.updated(slots))
+
+  # -------------------------------------------------------------------------
+  # Moving
+  # -------------------------------------------------------------------------
+
+  def steps(self) -> int:
+    """How many single tokens may come before `evict` is called."""
+    free = self.open.free()
+    assert free is not None
+    return int(free.sum(1).min())
+
+  def flush(self) -> TieredCache:
+    """With room in the open cache again: as `evict`."""
+    return self.evict()
+
+  def evict(self) -> TieredCache:
+    """With older tokens in the blocks, and an open cache of its least size.
+
+    Call it between calls of the model, outside of jit. The cache on which it
+    is called must not be used any more, nor another that shares its blocks,
+    for they are written in place: `take` makes one with blocks of its own.
+
+    Raises:
+      OptionError: inside of jit.
+    """
+    self._refuse_trace("evict")
+    size, block = self.shards, self.kind.room
+    least = min(_open_slots(self.kind, size), self.limit // size)
+    used, older = host(self.open.held.used), host(self.held.used)
+    # Shards that have fewer tokens of a row keep fewer: the next ones go to
+    # these.
+    total = used + older
+    stay = -(-(self.kind.device or 0) // size)
+    stay = np.maximum(stay - (total.max(1, keepdims=True) - total), 0)
+    number = np.maximum(used - stay, 0) // block
+    number = np.minimum(number, (self.held.local - older) // block)
+    if least == self.limit // size:
+      # Whatever comes fits on the devices.
+      number = np.zeros_like(number)
+    count = jnp.asarray(number, jnp.int32)
+    made = self
+    if number.any():
+      slots = tuple(
+        None if blocks is None else x
+        for blocks, x in zip(self.blocks, self.open.slots, strict=True)
+      )
+      made = dataclasses.replace(
+        self,
+        held=_noted(self.held, self.open.held, count, block, self.places),
+        blocks=moved_blocks(
+          self.blocks, slots, self.held.used, count, self.memory, self.places
+        ),
+      )
+    local = max(least, int((used - block * number).max(initial=0)))
+    if number.any() or local != self.open.held.local:
+      shift = jnp.asarray(block * number, jnp.int32)
+      made = made._with_open(shift, local)
+    return made
+
+  def _sized(self, local: int) -> TieredCache:
+    """With an open cache of so many slots on each shard; nothing moves."""
+    if local == self.open.held.local:
+      return self
+    return self._with_open(
+      jnp.zeros((self.batch, self.shards), jnp.int32), local
+    )
+
+  def _with_open(self, shift: jax.Array, local: int) -> TieredCache:
+    """With the open cache that `_shifted` makes."""
+    whole = tuple(x is not None for x in self.blocks)
+    made = _shifted(self.open, shift, local, whole, self.places)
+    return dataclasses.replace(self, open=made)
+
+  # -------------------------------------------------------------------------
+  # Between calls
+  # -------------------------------------------------------------------------
+
+  def truncate(self, length: Any) -> TieredCache:
+    """Without the tokens at positions from `length` on; see `KVCache.truncate`.
+
+    A block that is then in part empty stays so.
+    """
+    end = jnp.asarray(length, jnp.int32).reshape(-1)
+    end = jnp.broadcast_to(end, (self.batch,))
+    made, held = self.open.truncate(end), self.held.truncate(end)
+    block = self.kind.room
+    used = held._everywhere(-(-held.used // block) * block)
+    held = dataclasses.replace(held, used=used, before=used + 0)
+    return dataclasses.replace(self, open=made, held=held)
+
+  def keep(self, kept: Any) -> TieredCache:
+    """Of the last call's T tokens those in `kept`; see `KVCache.keep`.
+
+    Raises:
+      OptionError: also where an `evict` since has moved some of these.
+    """
+    before = self.open.held.before
+    if not isinstance(before, jax.core.Tracer) and host(before).min() < 0:
+      raise OptionError(
+        "cache",
+        "keep, where tokens of the last call have moved to the blocks",
+        "the cache that the call returned",
+        "call keep first, and evict behind it",
+      )
+    return dataclasses.replace(self, open=self.open.keep(kept))
+
+  def snapshot(self) -> TieredSnapshot:
+    """What `restore` goes back to; the open cache is copied."""
+    return jax.tree.map(jnp.copy, TieredSnapshot(self.open, self.held))
+
+  def restore(self, snapshot: TieredSnapshot) -> TieredCache:
+    """As it was at a snapshot of the same cache, before later appends."""
+    made, held = jax.tree.map(jnp.copy, snapshot)
+    return dataclasses.replace(self, open=made, held=held)
+
+  def reset(self, rows: Any) -> TieredCache:
+    """With these rows, int [n], empty; the others are as they were."""
+    made = self.open.reset(rows)
+    held = _emptied(self.held, np.asarray(rows))
+    held = jax.tree.map(
+      lambda x, old: jax.device_put(x, old.sharding), held, self.held
+    )
+    return dataclasses.replace(self, open=made, held=held)
+
+  def insert(self, rows: Any, other: TieredCache) -> TieredCache:
+    """With the rows of another cache in place of `rows`, int [n].
+
+    Cost: a copy of all blocks, in the hosts' memory.
+
+    Raises:
+      OptionError: a cache of another model, capacity, kind or mesh.
+      ShapeError: not as many rows as the other cache has.
+    """
+    self._refuse_trace("insert")
+    mine, theirs = self._same_size(other)
+    made = mine.open.insert(rows, theirs.open)
+    index = np.asarray(rows)
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+      found = np.array(_on_host(x, "insert"))
+      found[:, index] = _on_host(new, "insert")
+      return jax.device_put(found, x.sharding)
+
+    held = jax.tree.map(
+      lambda x, new: jax.device_put(x.at[index].set(new), x.sharding),
+      self.held,
+      other.held,
+    )
+    blocks = jax.tree.map(put, self.blocks, other.blocks)
+    return dataclasses.replace(self, open=made, held=held, blocks=blocks)
+
+  def take(self, examples: Any) -> TieredCache:
+    """Of these rows, int [B'], each as often as it is named.
+
+    Cost: a copy of their blocks, in the hosts' memory.
+
+    Raises:
+      ShapeError: not a list of row numbers.
+      OptionError: inside of jit, or blocks of several processes.
+    """
+    self._refuse_trace("take", examples)
+    made = self.open.take(examples)
+    index = np.asarray(examples)
+
+    def one(axis: int, x: jax.Array) -> jax.Array:
+      found = np.take(_on_host(x, "take"), index, axis)
+      return jax.device_put(found, rows_sharding(x, index.size, axis))
+
+    return dataclasses.replace(
+      self,
+      open=made,
+      held=jax.tree.map(functools.partial(one, 0), self.held),
+      blocks=jax.tree.map(functools.partial(one, 1), self.blocks),
+    )
+
+  def export(self, row: int, start: int, stop: int) -> Blocks:
+    """Tokens of a row, in arrays of the host; see `KVCache.export`.
+
+    A cache without a part in host memory takes them too.
+    """
+    self._refuse_trace("export")
+    row = int(self.open._rows([row])[0])
+    found, rings = self.open.located(self.at, row, start, stop)
+    older = self.held.capacity
+    split = found < older
+
+    def joined(x: jax.Array, blocks: jax.Array) -> np.ndarray:
+      axis = token_axis(x) - 1
+      newer = _on_host(x[:, row], "export")
+      newer = np.take(newer, found[~split] - older, axis)
+      # [L, N, K, P, X]
+      part = self._by_layer(_on_host(blocks, "export")[:, row], len(x))
+      number, slot = np.divmod(found[split], self.kind.room)
+      part = np.moveaxis(part, axis + 1, 2)[:, number, slot]
+      part = np.moveaxis(part, 1, axis)
+      order = np.argsort(np.argsort(~split, kind="stable"))
+      return np.take(np.concatenate([part, newer], axis), order, axis)
+
+    def one(kind: int, slots: Any) -> Any:
+      blocks, number = self.blocks[kind], self.open._ring(kind)
+      if blocks is not None:
+        return jax.tree.map(joined, slots, blocks)
+      assert number is not None
+      take = lambda x: np.take(
+        _on_host(x[:, row], "export"), rings[number], token_axis(x) - 1
+      )
+      return jax.tree.map(take, slots)
+
+    parts: Any = tuple(one(n, x) for n, x in enumerate(self.open.slots))
+    at = Coords(*(jnp.asarray(host(x)[row][found]) for x in self.at))
+    return Blocks(at, parts, self.open.kind)
+
+  def load(
+    self, row: int, blocks: Blocks, at: Coords | None = None
+  ) -> TieredCache:
+    """Appends exported tokens to a row, bit for bit; see `KVCache.load`.
+
+    They pass through the open cache, part by part, but all at once where
+    layers have ring buffers. As behind `evict`, this cache is used up.
+
+    Raises:
+      PromptError: too few free slots.
+      OptionError: see `KVCache.load`.
+    """
+    self._refuse_trace("load")
+    row = int(self.open._rows([row])[0])
+    at = blocks.at if at is None else at
+    count = at.pos.shape[0]
+    free = self.free()
+    assert free is not None
+    left = int(free.sum(1)[row])
+    if count > left:
+      raise PromptError(
+        "blocks",
+        f"{count} tokens for a row with {left} free slots",
+        f"at most {left}",
+        "make a larger cache, with model.init_cache(batch, capacity)",
+      )
+    step = count if self.open.rings else self.kind.room
+    cut = lambda x, first, axis: x[
+      (slice(None),) * axis + (slice(first, first + step),)
+    ]
+    made = self
+    for first in range(0, count, step):
+      short = lambda x, first=first: cut(x, first, token_axis(x))
+      each = lambda x, first=first: Coords(*(cut(y, first, 0) for y in x))
+      part = blocks._replace(
+        at=each(blocks.at), parts=jax.tree.map(short, blocks.parts)
+      )
+      made = made.evict().with_room(min(step, count - first))
+      loaded = made.open.load(row, part, each(at))
+      made = dataclasses.replace(made, open=loaded)
+    return made.evict()
+
+  def gathered(self, device: Any) -> TieredCache:
+    """The same tokens on one device and its host."""
+    self._refuse_trace("gathered")
+    block, size = self.kind.room, self.shards
+    count = self.held.capacity // block
+    # Of each row, the blocks that are used, of one shard after another.
+    each = np.arange(count) % (count // size) * block
+    shard = np.arange(count) // (count // size)
+    empty = each[None] >= host(self.held.used)[:, shard]
+    order = np.argsort(empty, axis=1, kind="stable")
+
+    def one(x: jax.Array) -> jax.Array:
+      index = order.T[None].reshape(1, count, -1, *(1,) * (x.ndim - 2))
+      apart = self._by_layer(_on_host(x, "gathered"), x.shape[0] // count)
+      found = np.take_along_axis(apart, index, 1).reshape(x.shape)
+      memory = x.sharding.memory_kind
+      where = SingleDeviceSharding(device, memory_kind=memory)
+      return jax.device_put(found, where)
+
+    def coords(x: jax.Array) -> jax.Array:
+      apart = host(x).reshape(self.batch, count, block)
+      found = np.take_along_axis(apart, order[..., None], 1)
+      return move(jnp.asarray(found.reshape(self.batch, -1)), device)
+
+    used = jnp.asarray(host(self.held.used).sum(1, keepdims=True))
+    used = move(used, device)
+    return dataclasses.replace(
+      self,
+      open=self.open.gathered(device),
+      held=ContiguousSlots(
+        at=Coords(*map(coords, self.held.at)), used=used, before=used + 0
+      ),
+      blocks=jax.tree.map(one, self.blocks),
+      places=Places(),
+    )
+
+  def _by_layer(self, x: np.ndarray, layers: int) -> np.ndarray:
+    """[L, N, ...] of blocks [L N, ...], which are shard by shard."""
+    # Not by -1: values that are parts of keys have no numbers.
+    each = x.shape[0] // layers
+    apart = x.reshape(self.shards, layers, each // self.shards, *x.shape[1:])
+    return np.moveaxis(apart, 0, 1).reshape(layers, each, *x.shape[1:])
+
+  def _refuse_trace(self, what: str, *more: Any) -> None:
+    if any(
+      isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self, more))
+    ):
+      raise OptionError(
+        "cache",
+        f"{what} inside of jit",
+        "a call between calls of the model, for it writes the hosts' memory",
+        f"call {what} outside of jit; rj.infer.generate does what it needs",
+      )
+
+
+tree.register(
+  TieredCache,
+  ("open", "held", "blocks"),
+  ("kind", "limit", "memory", "places"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredLayer(WithOpenLayer):
+  """One layer's part of a `TieredCache` during one call."""
+
+  cache: TieredCache
+  index: Any
+  kind: int
+
+  @property
+  def slots(self) -> Any:
+    return self.inner.slots
+
+  def observe(self, rotated: Any, plain: Any) -> TieredLayer:
+    del rotated, plain
+    return self
+
+  def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    cache, blocks = self.cache, self.cache.blocks[self.kind]
+    assert blocks is not None
+    codec, rotation = cache.kind.codec, self.inner.rotation
+    layers = cache.shapes[self.kind].layers
+    view = HostView(*blocks, cache.held.at, self.index, layers=layers)
+    if codec is not None:
+      shape = cache.shapes[self.kind]
+      view = dataclasses.replace(
+        view,
+        constants=self.inner._constants(),
+        decoders=shape.decoders(codec, cache.dtype),
+      )
+    if cache.kind.unrotated and not rotation.trivial:
+      view = dataclasses.replace(view, rotation=rotation)
+    return (view, *self.inner.views(apart=apart))
+
+
+# ---------------------------------------------------------------------------
+# Shapes
+# ---------------------------------------------------------------------------
+
+
+def _open_slots(kind: CacheKind, shards: int) -> int:
+  """Slots of the open cache on each shard.
+
+  Two blocks beside what stays: between two moves a block's tokens can come.
+  """
+  return -(-(kind.device or 0) // shards) + 2 * kind.room
+
+
+def _blocks_spec(
+  shape: LayerCacheSpec, room: CacheSpec, block: int, count: int, memory: str
+) -> LayerKV:
+  """Shapes, dtypes and shardings of the blocks of a kind of layer."""
+  one = dataclasses.replace(
+    room, capacity=block, mesh=None, axes={}, target=room.platform
+  )
+
+  def blocks(x: Any) -> Any:
+    layers, *rest = x.shape
+    names = ("tokens", "batch", "heads") if 0 not in rest else ()
+    found = room.like((layers * count, *rest), x.dtype, names)
+    if 0 in rest:
+      return found
+    sharding = found.sharding
+    if sharding is None:
+      sharding = SingleDeviceSharding(_default_device(), memory_kind=memory)
+    else:
+      sharding = sharding.with_memory_kind(memory)
+    return jax.ShapeDtypeStruct(found.shape, x.dtype, sharding=sharding)
+
+  return LayerKV(*map(blocks, shape.slots(one)))
+
+
+def _default_device() -> Any:
+  """Where an array without a sharding is made."""
+  config: Any = jax.config
+  found = config.jax_default_device
+  if isinstance(found, jax.Device):
+    return found
+  return jax.local_devices(backend=found)[0]
+
+
+def _check_memory(cache: TieredCache) -> None:
+  """Refuses devices that have no such memory."""
+  mesh = cache.mesh
+  device = _default_device() if mesh is None else mesh.local_devices[0]
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if cache.memory == HOST and HOST not in kinds:
+    raise OptionError(
+      "device",
+      f"{cache.kind.device}, on a {device.platform} with the memories {kinds}",
+      f"devices that read {HOST} memory",
+      "leave device out: all tokens then stay on the devices",
+    )
+
+
+def _zeros(x: Any) -> jax.Array:
+  """Zeros of this shape and sharding, made in the hosts' memory."""
+  if x.sharding is None or x.sharding.memory_kind != HOST:
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+  part = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+  if isinstance(x.sharding, SingleDeviceSharding):
+    return jax.device_put(part, x.sharding)
+  return jax.make_array_from_callback(x.shape, x.sharding, lambda _: part)
+
+
+def _on_host(x: jax.Array, what: str) -> np.ndarray:
+  """An array on this host.
+
+  Raises:
+    OptionError: parts of it are on other hosts.
+  """
+  if not x.is_fully_addressable:
+    raise OptionError(
+      "cache",
+      f"{what} of blocks in the memory of several processes",
+      "devices of this process alone",
+      "make the cache on a mesh of this process's devices",
+    )
+  return np.asarray(x)
+
+
+# ---------------------------------------------------------------------------
+# What an eviction does
+# ---------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=0)
+def moved_blocks(
+  blocks: Any, slots: Any, older: Any, count: Any, memory: str, places: Places
+) -> Any:
+  """Blocks with the first tokens of the open cache behind those they have.
+
+  Args:
+    blocks: for each kind of layer, or None.
+    slots: of the open cache, the same tree.
+    older: int32 [B, R], slots of the blocks in use.
+    count: int32 [B, R], how many blocks move.
+    memory: of the blocks.
+    places: over which axes these are sharded.
+  """
+  space = jax.memory.Space.Host if memory == HOST else jax.memory.Space.Device
+
+  def local(old: Any, new: Any, older: Any, count: Any) -> jax.Array:
+    layers, rows = new.shape[:2]
+    many = old.shape[0] // layers
+    axis, block = token_axis(new), old.shape[token_axis(old)]
+    size = [1, 1, *new.shape[2:]]
+    size[axis] = block
+
+    def row(b: Any, flat: jax.Array) -> jax.Array:
+      first = older[b, 0] // block
+
+      def step(n: Any, flat: jax.Array) -> jax.Array:
+        def layer(which: Any, flat: jax.Array) -> jax.Array:
+          corner = [which, b, *(jnp.int32(0),) * 3]
+          corner[axis] = n * block
+          found = lax.dynamic_slice(new, corner, size)[0]
+          place = (which * many + first + n) * rows + b
+          # Along one axis: TPU writes the host's memory no other way.
+          return lax.dynamic_update_slice_in_dim(
+            flat, jax.device_put(found, space), place, 0
+          )
+
+        return loop(layers, layer, flat)
+
+      return loop(count[b, 0], step, flat)
+
+    return loop(rows, row, old.reshape(-1, *old.shape[2:])).reshape(old.shape)
+
+  def one(old: jax.Array, new: jax.Array) -> jax.Array:
+    if not new.size:
+      return old
+    here = _with_heads(places, old.shape[2])
+    spec = P(here.tokens or None, here.batch or None, here.heads or None)
+    rows = here.by_example
+    return here.local(local, (spec, here.of_slots(new), rows, rows), spec)(
+      old, new, older, count
+    )
+
+  return jax.tree.map(one, blocks, slots)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _noted(
+  held: ContiguousSlots,
+  newer: ContiguousSlots,
+  count: jax.Array,
+  block: int,
+  places: Places,
+) -> ContiguousSlots:
+  """Which token is in which slot of the blocks, behind `moved_blocks`."""
+
+  def local(old: Any, new: Any, older: Any, count: Any) -> Coords:
+    slot = jnp.arange(old.pos.shape[1], dtype=jnp.int32)[None] - older
+    came = (slot >= 0) & (slot < block * count)
+    index = jnp.clip(slot, 0, new.pos.shape[1] - 1)
+    pick = lambda x, y: jnp.where(came, jnp.take_along_axis(y, index, 1), x)
+    return Coords(*map(pick, old, new))
+
+  rows = places.by_example
+  at = places.local(local, (rows,) * 4, rows)(
+    held.at, newer.at, held.used, count
+  )
+  used = held._everywhere(held.used + block * count)
+  return dataclasses.replace(held, at=at, used=used, before=used + 0)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _shifted(
+  cache: KVCache,
+  shift: jax.Array,
+  size: int,
+  whole: tuple[bool, ...],
+  places: Places,
+) -> KVCache:
+  """An open cache of `size` slots a shard, without the first `shift` [B, R].
+
+  Args:
+    cache: the open cache.
+    shift: int32 [B, R].
+    size: slots of a shard.
+    whole: for each kind of layer whether it keeps all tokens.
+    places: over which axes it is sharded.
+  """
+
+  def moved(x: Any, shift: Any) -> jax.Array:
+    index = shift + jnp.arange(size, dtype=jnp.int32)[None]
+    axis = token_axis(x)
+    index = jnp.minimum(index, x.shape[axis] - 1)
+    return jnp.take_along_axis(x, by_token(index, x), axis)
+
+  def one(x: jax.Array) -> jax.Array:
+    if not x.size:
+      return jnp.zeros((*x.shape[:3], size * cache.shards, 0), x.dtype)
+    here = _with_heads(places, x.shape[2])
+    spec = here.of_slots(x)
+    return here.local(moved, (spec, here.by_example), spec)(x, shift)
+
+  held, rows = cache.held, places.by_example
+  each = places.local(moved, (rows, rows), rows)
+  pos, seg = (each(x, shift) for x in held.at)
+  used = held._everywhere(held.used - shift)
+  slot = jnp.arange(size * cache.shards, dtype=jnp.int32) % size
+  shard = jnp.arange(size * cache.shards, dtype=jnp.int32) // size
+  real = slot[None] < jnp.take(used, shard, axis=1)
+  return dataclasses.replace(
+    cache,
+    slots=tuple(
+      jax.tree.map(one, x) if all_ else x
+      for x, all_ in zip(cache.slots, whole, strict=True)
+    ),
+    held=dataclasses.replace(
+      held,
+      at=Coords(pos, jnp.where(real, seg, 0)),
+      used=used,
+      # Below 0: so many of the last call's tokens are in the blocks.
+      before=held._everywhere(held.before - shift),
+    ),
+  )
+
+
+def _with_heads(places: Places, heads: int) -> Places:
+  """Where arrays with so many KV heads are: sharded only if these divide."""
+  if not places.heads or heads % places.size(places.heads) == 0:
+    return places
+  return dataclasses.replace(places, heads=())
+
+
+def _emptied(held: ContiguousSlots, rows: Any) -> ContiguousSlots:
+  """With these rows empty."""
+  empty = lambda x: x.at[rows].set(0)
+  return dataclasses.replace(
+    held,
+    at=Coords(held.at.pos, empty(held.at.seg)),
+    used=empty(held.used),
+    before=empty(held.before),
+  )

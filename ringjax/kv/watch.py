@@ -1,0 +1,253 @@
+"""What a cache notes of queries, for policies that look at them.
+
+Guarantees: the newest queries of each row, whatever layout they came in; sums
+over all queries of a row. Rows are independent.
+Memory: L B W N H numbers for W queries; L B N H (H + 1) float32 for moments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from ringjax import tree
+from ringjax.kv.base import CacheSpec
+from ringjax.ops.attention.blockwise import pad_axis
+from ringjax.ops.mask import Coords
+from ringjax.parallel import collectives
+
+# Moments leave out a row's first tokens, whose queries are unlike the others.
+_FIRST = 4
+
+
+class Noted(NamedTuple):
+  """Of the queries of a kind of layers; None where nothing is noted.
+
+  Fields:
+    newest: [L, B, W, N, H], rotated.
+    total: float32 [L, B, N, H], the sum of those before their rotation.
+    squares: float32 [L, B, N, H, H], the sum of their outer products.
+    score: float32 [L, B, K, S], sums of column masses of the open slots.
+  """
+
+  newest: Any = None
+  total: Any = None
+  squares: Any = None
+  score: Any = None
+
+  def emptied(self, window: int) -> Noted:
+    """With room for so many queries, of which there are none."""
+    if self.newest is None:
+      return self
+    lead, rest = self.newest.shape[:2], self.newest.shape[3:]
+    newest = jnp.zeros((*lead, window, *rest), self.newest.dtype)
+    return self._replace(newest=newest)
+
+  def widened(self, window: int) -> Noted:
+    """With room for so many queries, and those that are there."""
+    if self.newest is None:
+      return self
+    return self._replace(newest=pad_axis(self.newest, 2, window))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryWatch:
+  """What is noted of the queries of a model, but for the layers' parts.
+
+  Attributes:
+    at: coordinates [B, W] of the newest queries, or None.
+    count: float32 [B], queries in the sums, or None.
+    source: during a call int32 [B, W], which of the W old and T new queries a
+      place gets; -1: none.
+    call: during a call the coordinates [B, T] of its tokens.
+    sharded: whether these are sharded over `axis`.
+    mesh: None for one device.
+    axis: the sequence's axis.
+  """
+
+  at: Any = None
+  count: Any = None
+  source: Any = None
+  call: Any = None
+  sharded: bool = False
+  mesh: Any = None
+  axis: str | None = None
+
+  @classmethod
+  def spec(cls, room: CacheSpec, window: int, moments: bool) -> QueryWatch:
+    """Shapes and dtypes for `window` queries, and for sums if `moments`."""
+    each = room.like((room.batch, window), jnp.int32, (None, None))
+    return cls(
+      at=Coords(each, each) if window else None,
+      count=room.like((room.batch,), jnp.float32, (None,)) if moments else None,
+      mesh=room.mesh,
+      axis=room.axes.get("tokens"),
+    )
+
+  def noted_spec(
+    self, room: CacheSpec, layers: int, heads: int, dim: int, summed: int
+  ) -> Noted:
+    """Of layers with so many query heads of `dim` numbers.
+
+    `summed` is the number of KV heads whose column masses are summed, or 0.
+    """
+    lead, names = (layers, room.batch), (None, "batch")
+
+    def like(shape: tuple[int, ...], dtype: Any, over: tuple) -> Any:
+      return room.like((*lead, *shape), dtype, (*names, *over))
+
+    newest = total = squares = score = None
+    if summed:
+      score = like((summed, room.capacity), jnp.float32, ("heads", "tokens"))
+    if self.at is not None:
+      shape = (self.at.pos.shape[1], heads, dim)
+      newest = like(shape, room.dtype, (None, "heads"))
+    if self.count is not None:
+      total = like((heads, dim), jnp.float32, ("heads",))
+      squares = like((heads, dim, dim), jnp.float32, ("heads",))
+    return Noted(newest, total, squares, score)
+
+  def started(self, at: Coords, *, sharded: bool, anew: bool) -> QueryWatch:
+    """For a call whose tokens have these coordinates, [B, T]."""
+    if self.at is None and self.count is None:
+      return self
+    batch = (self.count if self.at is None else self.at.pos).shape[0]
+    wide = lambda x: jnp.broadcast_to(x, (batch, at.pos.shape[1]))
+    at = Coords(*map(wide, at))
+    made = dataclasses.replace(self, call=at, sharded=sharded)
+    if self.count is not None:
+      count = jnp.zeros_like(self.count) if anew else self.count
+      more = jnp.sum(self._counted(at), 1, dtype=jnp.float32)
+      made = dataclasses.replace(made, count=count + more)
+    if self.at is None:
+      return made
+    held = self.at.pos.shape[1]
+    old = Coords(self.at.pos, self.at.seg * (0 if anew else 1))
+    both = Coords(
+      *(jnp.concatenate([x, y], 1) for x, y in zip(old, at, strict=True))
+    )
+    size = both.pos.shape[1]
+    index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    # Those of the call are newer, in the order of documents and positions.
+    new = (index >= held).astype(jnp.int32)
+    real = (both.seg > 0).astype(jnp.int32)
+    order = lax.sort(
+      (real, new, both.seg, both.pos, index), dimension=1, num_keys=5
+    )[4][:, -held:]
+    pick = lambda x: jnp.take_along_axis(x, order, 1)
+    found = Coords(*map(pick, both))
+    return dataclasses.replace(
+      made, at=found, source=jnp.where(found.seg > 0, order, -1)
+    )
+
+  def ended(self) -> QueryWatch:
+    """Between calls."""
+    return dataclasses.replace(self, source=None, call=None, sharded=False)
+
+  def note(
+    self,
+    noted: Noted,
+    layer: Any,
+    rotated: Callable[[], Float[Array, "B T N H"]],
+    plain: Callable[[], Float[Array, "B T N H"]],
+    anew: bool,
+  ) -> Noted:
+    """With the queries of the call of one layer."""
+    if anew and noted.score is not None:
+      noted = noted._replace(score=noted.score * 0)
+    put = lambda old, new: lax.dynamic_update_index_in_dim(
+      old, new.astype(old.dtype), layer, 0
+    )
+    take = lambda old: lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
+    if noted.newest is not None:
+      old, source = take(noted.newest), self.source
+      held = old.shape[1]
+      new = self._rows(rotated(), source - held)
+      pick = jnp.clip(source, 0, held - 1)[:, :, None, None]
+      kept = jnp.take_along_axis(old, pick, 1)
+      fresh = (source >= held)[:, :, None, None]
+      newest = put(noted.newest, jnp.where(fresh, new.astype(old.dtype), kept))
+      noted = noted._replace(newest=newest)
+    if noted.total is not None:
+      q = plain().astype(jnp.float32)
+      weight = self._counted(self.call).astype(jnp.float32)
+      total = jnp.einsum("bt,btnh->bnh", weight, q)
+      squares = jnp.einsum("bt,btnh,btnj->bnhj", weight, q, q)
+      if not anew:
+        total = total + take(noted.total)
+        squares = squares + take(noted.squares)
+      noted = noted._replace(
+        total=put(noted.total, total), squares=put(noted.squares, squares)
+      )
+    return noted
+
+  def _counted(self, at: Coords) -> jax.Array:
+    return (at.seg > 0) & (at.pos >= _FIRST)
+
+  def _rows(self, q: jax.Array, index: jax.Array) -> jax.Array:
+    """[B, W, N, H] of [B, T, N, H]; anything where the index is negative."""
+    if not self.sharded or self.axis is None:
+      safe = jnp.clip(index, 0, q.shape[1] - 1)[:, :, None, None]
+      return jnp.take_along_axis(q, safe, 1)
+
+    def local(q: jax.Array, index: jax.Array) -> jax.Array:
+      assert self.axis is not None
+      length = q.shape[1]
+      own = index - collectives.axis_index(self.axis) * length
+      here = ((own >= 0) & (own < length))[:, :, None, None]
+      safe = jnp.clip(own, 0, length - 1)[:, :, None, None]
+      found = jnp.where(here, jnp.take_along_axis(q, safe, 1), 0)
+      return collectives.total(found, self.axis)
+
+    return jax.shard_map(
+      local,
+      mesh=self.mesh,
+      in_specs=(P(None, self.axis), P()),
+      out_specs=P(),
+      axis_names={self.axis},
+    )(q, index)
+
+  def emptied(self, window: int) -> QueryWatch:
+    """With room for so many queries, of which there are none."""
+    at = jnp.zeros((self.at.pos.shape[0], window), jnp.int32)
+    return dataclasses.replace(self, at=Coords(at, at + 0))
+
+  def widened(self, window: int) -> QueryWatch:
+    """With room for so many queries, and those that are there."""
+    at = Coords(*(pad_axis(x, 1, window) for x in self.at))
+    return dataclasses.replace(self, at=at)
+
+  def truncated(self, end: Int[Array, " B"]) -> QueryWatch:
+    """Without queries at positions from `end` [B] on."""
+    if self.at is None:
+      return self
+    gone = self.at.pos >= end[:, None]
+    at = Coords(self.at.pos, jnp.where(gone, 0, self.at.seg))
+    return dataclasses.replace(self, at=at)
+
+
+tree.register(
+  QueryWatch, ("at", "count", "source", "call"), ("sharded", "mesh", "axis")
+)
+
+
+def moments_of(
+  noted: Noted, count: Float[Array, " B"], groups: int
+) -> Sequence[jax.Array]:
+  """Mean [B, K, G, H] and covariance [B, K, G, H, H] of one layer's queries."""
+  b, n, h = noted.total.shape
+  many = jnp.maximum(count, 1)
+  mean = noted.total / many[:, None, None]
+  covariance = noted.squares / many[:, None, None, None]
+  covariance = covariance - mean[..., :, None] * mean[..., None, :]
+  return (
+    mean.reshape(b, n // groups, groups, h),
+    covariance.reshape(b, n // groups, groups, h, h),
+  )

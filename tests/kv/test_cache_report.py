@@ -1,0 +1,127 @@
+"""What a cache says of itself: bytes by part, and what a token waits for."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from ringjax.errors import OptionError
+from ringjax.kv import kind_text
+from ringjax.kv.cache_kind import KINDS
+from ringjax.parallel import chips
+from tests.contracts import cache as contract
+
+KINDS_OF_PARTS = {
+  "dense": {"numbers"},
+  "windowed": {"numbers"},
+  "int4": {"codes", "scales"},
+  "float8": {"codes", "scales"},
+  "hadamard3": {"codes", "scales"},
+  "nuq3": {"codes", "scales", "outliers", "constants of codecs"},
+  "int8+snapkv": {
+    "open: codes", "open: scales", "pages: codes", "pages: scales",
+    "pages: coordinates", "pages: tables", "queries noted",
+  },
+  "int2:first=4,recent=4,page=8": {
+    "open (first, recent, newest): numbers", "pages: codes", "pages: scales",
+    "pages: coordinates", "pages: tables",
+  },
+}  # fmt: skip
+
+
+def kind_of(text):
+  return contract.kind_of(text) if text in KINDS else kind_text.parse(text)
+
+
+@pytest.mark.parametrize("text", KINDS_OF_PARTS)
+def test_parts_add_up_to_all_bytes(text):
+  """Before and, where something is evicted, behind an eviction."""
+  model = contract.model(1)
+  cache = model.init_cache(2, 32, kind=kind_of(text))
+  found = [cache]
+  if cache.kind.evicting:
+    _, cache = model(contract.text()[0][:2], cache=cache)
+    found.append(cache.evict())
+  for one in found:
+    said = one.explain("tpu-v5e")
+    assert said.nbytes == one.nbytes() == sum(said.parts.values())
+    assert said.bytes_per_token == one.nbytes() / 2 / 32
+    assert f"{said.nbytes:,}" in f"{said}"
+  assert KINDS_OF_PARTS[text] <= said.parts.keys()
+  assert said.parts.keys() <= KINDS_OF_PARTS[text] | {
+    "coordinates", "cursors", "open: filling up", "pages: filling up",
+  }  # fmt: skip
+
+
+def test_a_codec_for_each_head_and_a_spec():
+  kind = contract.kind_of("per-head")
+  spec = contract.model(1).init_cache_spec(2, 32, kind=kind)
+  cache = contract.model(1).init_cache(2, 32, kind=kind)
+  assert spec.explain() == cache.explain()
+  assert cache.explain().nbytes == cache.nbytes()
+  assert cache.explain().machine.startswith("cpu")
+
+
+def test_states_of_recurrent_layers():
+  model = contract.model(1, "recurrent")
+  cache = model.init_cache(2, 32)
+  said = cache.explain()
+  assert said.nbytes == cache.nbytes() and said.parts["states"]
+
+
+def test_what_is_expected_to_be_lost():
+  model = contract.model(1)
+  said = lambda kind: model.init_cache(1, 16, kind=kind).explain()
+  assert said("dense").loss == 0
+  for kind in ("int4", "sinks"):
+    assert said(kind).loss is None
+    assert f"launch.evaluate caches --cache={kind}" in f"{said(kind)}"
+
+
+def test_seconds_are_bytes_by_the_memorys_rate():
+  model = contract.model(1)
+  chip = chips.MACHINES["tpu-v5e"].chip
+  cache = model.init_cache(2, 32)
+  numbers = sum(x.nbytes for x in jax.tree.leaves(cache.slots))
+  layers = sum(shape.layers for shape in model.kinds)
+  for tokens in (32, 8):
+    said = cache.explain("tpu-v5e", tokens=tokens)
+    read = (numbers + 8 * layers * 2 * 32) * tokens / 32
+    assert said.seconds["memory"] == pytest.approx(read / chip.hbm_bandwidth)
+    assert said.binds == "memory" and said.seconds["unpack"] == 0
+    rate = 2 / said.seconds["memory"]
+    assert said.tokens_per_s == pytest.approx(rate)
+  heavy = cache.explain("tpu-v5e", weights=1e12)
+  more = 1e12 / chip.hbm_bandwidth
+  assert heavy.seconds["memory"] == pytest.approx(more, rel=1e-3)
+  assert "more than a device has" in f"{heavy}"
+
+
+def test_a_window_is_read_and_no_more():
+  model = contract.model(1)
+  kind = kind_text.parse("windowed:slack=6")
+  small = model.init_cache(2, 1024, kind=kind).explain("h100")
+  large = model.init_cache(2, 1024).explain("h100")
+  # One layer of three looks back over all.
+  assert large.seconds["memory"] > 2.8 * small.seconds["memory"]
+
+
+def test_sharded_caches_send_sums():
+  setup = contract.Setup("int4", 4)
+  said = setup.empty().explain("tpu-v5e")
+  one = contract.Setup("int4", 1).empty().explain("tpu-v5e")
+  assert said.seconds["links"] > 0 and "links" not in one.seconds
+  assert 4 * said.seconds["memory"] == pytest.approx(one.seconds["memory"])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_refused():
+  cache = contract.model(1).init_cache(1, 16)
+  with pytest.raises(OptionError, match="tokens: got 17"):
+    cache.explain(tokens=17)
+  with pytest.raises(OptionError, match="one of tpu-v4"):
+    cache.explain("tpu-v1")
+  with pytest.raises(OptionError, match="or a Machine"):
+    cache.explain(3)
+  with pytest.raises(OptionError, match="weights: got nan"):
+    cache.explain(weights=float("nan"))

@@ -1,0 +1,343 @@
+"""Policies of eviction: what stays, in which memory, and what it changes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.kv import kind_text
+from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.pages import few_sizes
+from tests.contracts import cache as contract
+from tests.helpers import SMALL
+
+POLICIES = {
+  "sinks": rj.kv.Sinks(),
+  "keydiff": rj.kv.KeyDiff(),
+  "snapkv": rj.kv.SnapKV(window=4),
+  "pyramidkv": rj.kv.PyramidKV(window=4, beta=2),
+  "adakv": rj.kv.AdaKV(window=4),
+  "tova": rj.kv.Tova(),
+  "h2o": rj.kv.HeavyHitters(),
+  "expected": rj.kv.ExpectedAttention(positions=8),
+  "knorm": rj.kv.KeyNorm(),
+  "lagkv": rj.kv.LagKV(sinks=1, lag=3),
+  "adakv by lagkv": rj.kv.AdaKV(by=rj.kv.LagKV(sinks=1, lag=3, across=True)),
+  "fastgen": rj.kv.FastGen(recovered=0.9, window=8),
+  "duo": rj.kv.Duo(streaming=((0, 0), (1, 1)), sinks=2, newest=6),
+}
+B, T, CAPACITY = 2, 12, 32
+
+
+def all_of(policy):
+  """The same policy, with a budget that keeps everything."""
+  if isinstance(policy, rj.kv.FastGen):
+    return rj.kv.FastGen(recovered=1.0, window=8)
+  if isinstance(policy, rj.kv.Duo):
+    return rj.kv.Duo()
+  return type(policy)(**{**vars(policy), "budget": 1.0})
+
+
+def kind_of(policy, codec="dense", family="windows", **options):
+  kind = contract.kind_of(codec, family)
+  options = {"page": 8, "room": 4, "slack": contract.SLACK} | options
+  made = {**vars(kind), "policy": policy, **options}
+  return rj.kv.CacheKind(**made)
+
+
+def empty(shards, kind, family="windows", batch=B, capacity=CAPACITY):
+  model = contract.model(shards, family)
+  attend = None
+  if shards > 1:
+    attend = rj.models.CachedAttention(mesh=model.mesh, axis="seq")
+  return model.init_cache(batch, capacity, sharding=attend, kind=kind)
+
+
+def read(shards, tokens, cache, family="windows", **options):
+  logits, cache = contract.model(shards, family)(
+    np.asarray(tokens), cache=cache, **options
+  )
+  return np.asarray(logits), cache
+
+
+def run(shards, kind, family="windows", splits=(T, T + 1, T + 3, T + 4)):
+  """Logits of calls with an eviction behind each, and the cache."""
+  tokens = contract.text(family)[0][:B]
+  cache, got, start = empty(shards, kind, family), [], 0
+  for end in splits:
+    call = tokens[:, start:end]
+    replicated = end - start < T
+    each = np.full((B, shards), -(-call.shape[1] // shards))
+    cache = cache.with_room(call.shape[1] if replicated else each)
+    logits, cache = read(shards, call, cache, family)
+    cache = cache.evict()
+    got.append(logits)
+    start = end
+  return np.concatenate(got, 1), cache
+
+
+EXACT = [("snapkv", 4, "windows"), ("expected", 1, "latent")]
+LONG = [
+  *((name, 4, "grouped") for name in POLICIES),
+  *(("h2o", 1, family) for family in contract.FAMILIES),
+  *(("adakv", 4, family) for family in contract.FAMILIES),
+]
+
+
+@pytest.mark.parametrize(
+  ("name", "shards", "family"),
+  [*EXACT, *(pytest.param(*x, marks=pytest.mark.long) for x in LONG)],
+)
+def test_what_keeps_everything_changes_nothing(name, shards, family):
+  got, cache = run(shards, kind_of(all_of(POLICIES[name])), family)
+  want = contract.text(family)[1][:B, : T + 4]
+  contract.close(got, want, 1e-5 * max(1.0, float(np.abs(want).max())))
+  assert cache.length.tolist() == [T + 4] * B
+
+
+@pytest.mark.parametrize(
+  ("name", "codec", "family"),
+  [
+    ("adakv", "dense", "grouped"),
+    *(
+      pytest.param(name, codec, family, marks=pytest.mark.long)
+      for name, codec, family in [
+        *((name, "dense", "grouped") for name in POLICIES if name != "adakv"),
+        ("snapkv", "int4", "grouped"),
+        ("snapkv", "nuq3", "grouped"),
+        ("h2o", "int8", "latent"),
+        ("tova", "unrotated", "alibi"),
+        ("keydiff", "windowed", "windows"),
+        ("expected", "hadamard4", "sinks"),
+        ("fastgen", "windowed", "recurrent"),
+      ]
+    ),
+  ],
+)
+def test_shards_keep_the_same_tokens(name, codec, family):
+  kind = kind_of(POLICIES[name], codec, family)
+  one, whole = run(1, kind, family)
+  four, sharded = run(4, kind, family)
+  bound = 1e-4 if codec in ("dense", "unrotated", "windowed") else 0.05
+  assert np.median(np.abs(one - four)) < bound * np.abs(one).max()
+  for row in range(B):
+    for a, b in zip(whole.positions(row), sharded.positions(row), strict=True):
+      if a is None:
+        assert b is None
+        continue
+      for x, y in zip(a, b, strict=True):
+        assert set(x.tolist()) == set(y.tolist()) or codec != "dense"
+
+
+def test_memory_is_returned_for_each_head():
+  """A head that keeps fewer tokens has fewer pages, and bytes say so."""
+  config = {**SMALL, "model_type": "llama", "num_hidden_layers": 2}
+  model = rj.models.create(config | {"num_key_value_heads": 2}, seed=0)
+  tokens = np.random.default_rng(0).integers(1, 64, (1, 512)).astype(np.int32)
+
+  def bytes_of(streaming):
+    policy = rj.kv.Duo(streaming=streaming, sinks=4, newest=28)
+    kind = rj.kv.CacheKind(policy=policy, room=32)
+    _, cache = model(tokens, cache=model.init_cache(1, 512, kind=kind))
+    cache = cache.evict()
+    held = cache.tokens()[0][:, 0]
+    for layer in range(2):
+      for head in range(2):
+        few = (layer, head) in streaming
+        assert held[layer, head] == (32 if few else 512)
+    return cache.nbytes()
+
+  every = bytes_of(())
+  one = bytes_of(((0, 1),))
+  two = bytes_of(((0, 1), (1, 0)))
+  all_ = bytes_of(((0, 0), (0, 1), (1, 0), (1, 1)))
+  # 480 tokens of a head: keys, values and coordinates.
+  token = 4 * (model.kinds[0].key + model.kinds[0].value) + 8
+  assert abs((every - one) - 480 * token) < 0.07 * every
+  assert every > one > two > all_
+  assert all_ < every / 6
+
+
+def test_rows_are_independent():
+  kind = kind_of(POLICIES["snapkv"], family="grouped")
+  tokens = contract.text("grouped")[0]
+  lengths = np.array([T, 5])
+  seg = (np.arange(T)[None] < lengths[:, None]).astype(np.int32)
+  cache = empty(1, kind, "grouped")
+  _, cache = read(1, tokens[:B, :T] * seg, cache, "grouped", segment_ids=seg)
+  cache = cache.evict()
+  _, alone = read(1, tokens[:1, :T], empty(1, kind, "grouped", 1), "grouped")
+  alone = alone.evict()
+  for a, b in zip(cache.positions(0), alone.positions(0), strict=True):
+    np.testing.assert_array_equal(np.stack(a), np.stack(b))
+  assert cache.tokens()[0][0].tolist() == [[6, 6], [2, 2]]
+  assert cache.length.tolist() == lengths.tolist()
+  # Its row in place of the other one.
+  both = cache.reset([1]).insert([1], alone)
+  assert both.length.tolist() == [T, T]
+  more = np.tile(tokens[:1, T : T + 2], (2, 1))
+  logits, after = read(1, more, both, "grouped")
+  contract.close(logits[1], logits[0])
+  want, _ = read(1, more[:1], alone, "grouped")
+  contract.close(logits[0], want[0])
+  # Rejected tokens leave no trace; two rows share pages.
+  after = after.keep(np.array([[True, False], [False, False]]))
+  assert after.length.tolist() == [T + 1, T]
+  again, _ = read(1, more[:1, :1], after.take([1]), "grouped")
+  contract.close(again[0], want[0, :1])
+  assert after.truncate(4).length.tolist() == [4, 4]
+
+
+def test_exact_tokens_stay_as_they_are():
+  """With a codec the first and the newest tokens are not encoded."""
+  kind = kind_of(None, "int2", "grouped", first=2, recent=5)
+  tokens, want = contract.text("grouped")[0], contract.text("grouped")[1]
+  got, cache = run(1, kind, "grouped")
+  assert cache.tokens()[0].min() == T + 4
+  pos, seg = (np.asarray(x) for x in cache.open.at)
+  stays = sorted(pos[0][seg[0] > 0].tolist())
+  assert stays == [0, 1, *range(T - 1, T + 4)]
+  assert cache.open.slots[0].k.dtype == np.float32
+  assert cache.pages[0].k.dtype == np.uint8
+  # Before the first eviction nothing was encoded.
+  contract.close(got[:, :T], want[:B, :T], 1e-4)
+  assert np.abs(got - want[:B, : T + 4]).max() > 1e-3
+  del tokens
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_generate_evicts_by_itself(shards):
+  model = contract.model(shards, "grouped")
+  tokens = contract.text("grouped")[0]
+  prompts = [tokens[0, :20], tokens[1, :9]]
+  ask = functools.partial(rj.infer.generate, model, prompts, max_new_tokens=9)
+  all_ = kind_of(all_of(POLICIES["snapkv"]), family="grouped")
+  few = kind_of(POLICIES["snapkv"], family="grouped")
+  np.testing.assert_array_equal(
+    ask(cache_kind=all_).tokens, ask(cache_kind="dense").tokens
+  )
+  for options in ({}, {"prefill": "chunked", "chunk": 8}):
+    session = rj.infer.Session(model, 64, batch=2, cache_kind=few)
+    new = ask(cache=session, **options)
+    assert new.lengths.tolist() == [9, 9]
+    held = session.cache.tokens()[0]
+    assert held.max() <= 10 + 2 + few.room + 4
+    # Another turn, behind what was kept.
+    rj.infer.generate(model, tokens[:2, :5], max_new_tokens=3, cache=session)
+    assert session.lengths.tolist() == [20 + 9 + 5 + 2, 9 + 9 + 5 + 2]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_refused():
+  for budget in (0, 1, 0.0, 1.5, -1, True, "half"):
+    with pytest.raises(OptionError, match="budget"):
+      rj.kv.SnapKV(budget=budget)
+  with pytest.raises(OptionError, match="odd"):
+    rj.kv.SnapKV(kernel=4)
+  with pytest.raises(OptionError, match=r"rj.kv.Policy"):
+    rj.kv.CacheKind(policy="snapkv")
+  with pytest.raises(OptionError, match="two of a policy"):
+    contract.model(1).init_cache(1, 32, kind="snapkv+tova")
+  kind = kind_of(POLICIES["snapkv"], family="grouped")
+  cache = empty(1, kind, "grouped")
+  tokens = contract.text("grouped")[0][:B, :T]
+  with pytest.raises(OptionError, match="inside of jit"):
+    jax.jit(lambda cache: cache.evict())(cache)
+  _, cache = read(1, tokens, cache, "grouped")
+  cache = cache.evict()
+  with pytest.raises(OptionError, match="policy"):
+    cache.export(0, 0, 4)
+  with pytest.raises(OptionError, match="an empty cache"):
+    read(1, tokens, cache, "grouped", attend=rj.models.ContextParallel())
+
+
+def test_kinds_have_a_text():
+  for text in ("snapkv", "int4+snapkv:budget=0.2", "nuq3+h2o:recent=32"):
+    kind = kind_text.parse(text)
+    assert kind_text.parse(str(kind)) == kind
+  kind = kind_text.parse("int4+snapkv:budget=1024,group=32,window=16")
+  assert kind.policy == rj.kv.SnapKV(budget=1024, window=16)
+  assert kind.codec.keys.group == 32
+  assert KINDS["snapkv"].policy == rj.kv.SnapKV()
+
+
+def test_sizes_are_few():
+  sizes = {few_sizes(n) for n in range(1, 5000)}
+  assert all(few_sizes(n) >= n for n in range(1, 5000))
+  assert all(few_sizes(n) <= 1.07 * n + 1 for n in range(1, 5000))
+  assert len(sizes) < 160
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_keeps_all_tokens_refuses_policies():
+  model = contract.model(1)
+  for call in (
+    lambda: rj.kv.SimulatedCache.create(model, "int4+snapkv"),
+    lambda: kind_of(None, "int4", recent=8).keeping_all("a plan"),
+  ):
+    with pytest.raises(OptionError, match="without a policy"):
+      call()
+
+
+@pytest.mark.parametrize("codec", ["dense", "int8"])
+def test_selected_pages_hold_what_matters(codec):
+  """Reading all pages is exact; reading some comes near, in less work."""
+  model, tokens = contract.model(1, "grouped"), contract.text("grouped")[0]
+
+  def read(budget):
+    kind = kind_of(rj.kv.Select(budget=budget), codec, "grouped", room=8)
+    cache = model.init_cache(B, 64, kind=kind)
+    text = np.tile(tokens[:B], (1, 2))
+    _, cache = model(text, cache=cache)
+    cache = cache.evict()
+    assert cache.tokens()[0].min() == 48
+    logits, _ = model(tokens[:B, :2], cache=cache)
+    return np.asarray(logits), cache
+
+  every, cache = read(1.0)
+  half, _ = read(0.5)
+  least, _ = read(2)
+  text = np.concatenate([np.tile(tokens[:B], (1, 2)), tokens[:B, :2]], 1)
+  want = np.asarray(model(text))[:, 48:]
+  size = np.abs(want).max()
+  assert np.abs(every - want).max() < (1e-4 if codec == "dense" else 0.1) * size
+  far = [np.abs(x - every).mean() for x in (half, least)]
+  assert 0 < far[0] < far[1]
+  if codec == "dense":
+    # The bounds hold for each key of a page.
+    pages = cache.pages[0]
+    k, real = np.asarray(pages.k), np.asarray(pages.at.seg)[..., None] > 0
+    low, high = np.asarray(pages.bounds).swapaxes(0, 1)
+    assert (np.where(real, k, np.inf) >= low[:, None]).all()
+    assert (np.where(real, k, -np.inf) <= high[:, None]).all()
+
+
+@pytest.mark.long
+def test_a_mesh_of_three_axes_and_one_device_of_it():
+  """Batch, sequence and heads are sharded; and a cache that goes elsewhere.
+
+  Tokens that stay exact have sums too, which go along.
+  """
+  config = {**SMALL, "model_type": "qwen3", "head_dim": 16}
+  config |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+  config |= {"initializer_range": 0.2}
+  draw = np.random.default_rng(5)
+  prompts = [draw.integers(1, 64, n).astype(np.int32) for n in (45, 17, 60, 33)]
+  kind = rj.kv.CacheKind(
+    policy=rj.kv.HeavyHitters(budget=0.4), page=8, room=8, first=2, recent=8
+  )
+  ask = lambda model, **options: rj.infer.generate(
+    model, prompts, max_new_tokens=20, cache_kind=kind, **options
+  ).tokens.tolist()
+  want = ask(rj.models.create(config, seed=1))
+  cube = rj.make_mesh((2, 2, 2), ("data", "seq", "model"))
+  assert ask(rj.models.create(config, seed=1, mesh=cube)) == want
+  line = rj.make_mesh((4,), ("seq",))
+  sharded = rj.models.create(config, seed=1, mesh=line)
+  assert ask(sharded) == want
+  assert ask(sharded, keep="last") == want
