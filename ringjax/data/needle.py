@@ -3,13 +3,14 @@
 Guarantees: an example is a function of its generator. Prompt and answer, with
 the ids that begin and end a text, are at most `length` tokens, and only a few
 less. Each fact is a line of its own; the first of those that are asked for is
-at `depth` of the filler's lines, from 0, above the first, to 1, below the last.
-No part of a fact is anywhere else, and no two keys or values are the same.
+at `depth` of the other lines, from 0, above the first, to 1, below the last.
+No other line has a part of a fact. The facts of a text have different values.
 
-Passkey, MultiKey and MultiValue are the needles of a haystack, and
-VariableTracking follows assignments: RULER, Hsieh et al. 2024 (arXiv
-2404.06654). With one token a byte, Passkey is what the model in
-`ringjax.models.tiny` was trained on.
+The tasks are like those of RULER, Hsieh et al. 2024 (arXiv 2404.06654): needles
+in a haystack (MultiKey and its kinds, MultiValue), assignments to follow
+(VariableTracking), words to count (CommonWords, FrequentWords) and a question
+about two documents (TwoDocuments). All their words are generated. With one
+token a byte, Passkey is what the model in `ringjax.models.tiny` was trained on.
 
 Cost: an example is encoded up to ten times; once is enough where a character
 is a token.
@@ -18,15 +19,19 @@ is a token.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 import re
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ringjax.checks import integer, number, positive_int
+from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.documents import hide_all
-from ringjax.data.filler import Filler, Library, TextWithout
+from ringjax.data.filler import NOISE, Filler, Library, TextWithout
 from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError
 
@@ -42,6 +47,14 @@ _FILLER = Library()
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _CAPITALS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CAPITAL_LETTERS = 5
+_CODE = re.compile(rf"\b[A-Z]{{{_CAPITAL_LETTERS}}}\b")
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# What keys and values are, and the lines between which facts are hidden.
+_FORMS = ("word number", "word uuid", "uuid uuid")
+_HAYSTACKS = ("filler", "noise", "needles")
+# Words of a list that may repeat, ranks over which frequencies are normalised,
+# and lines of a haystack that are shuffled together.
+_REPEATED, _RANKS, _BLOCK = 100, 10_000, 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +66,7 @@ class Example:
     answer: the right completion.
     wanted: keys or values that a completion must name.
     facts: keys and values, first those that are asked for.
-    depth: of the first of those, from 0 to 1.
+    depth: of the first fact's first line, from 0 to 1.
     tokens: of prompt and answer, with the ids that begin and end them.
   """
 
@@ -66,12 +79,13 @@ class Example:
 
 
 class _Question(NamedTuple):
-  """Facts to be hidden, and the question about them.
+  """Facts, the lines that state them, and the question about them.
 
-  Each group of facts keeps its order; the first group is asked for.
+  Each group of lines keeps its order; the first group begins at `depth`.
   """
 
-  groups: list[list[tuple[str, str]]]
+  facts: list[tuple[str, str]]
+  groups: list[list[str]]
   question: str
   answer: str
   wanted: list[str]
@@ -83,10 +97,12 @@ class Task:
 
   Attributes:
     tokenizer: a `Tokenizer` or `Bytes`, whose tokens are counted.
-    filler: the text in which facts are hidden.
+    filler: the text in which facts are hidden, unless the task has lines of
+      its own for that.
     needle: a fact's line, with {name} and {number}.
     question: the end of the prompt.
     answer: the right completion.
+    placed: whether `make` takes a depth; else the facts are all over the text.
   """
 
   tokenizer: Any
@@ -95,11 +111,23 @@ class Task:
   question: str = QUESTION
   answer: str = ANSWER
 
-  # The parts of a completion that count as named.
-  named: ClassVar[re.Pattern[str]] = re.compile(r"\d+")
+  placed: ClassVar[bool] = True
 
-  def _ask(self, rng: np.random.Generator) -> _Question:
+  @property
+  def _named(self) -> re.Pattern[str]:
+    """The parts of a completion that count as named."""
+    return re.compile(r"\d+")
+
+  def _ask(self, rng: np.random.Generator, length: int) -> _Question:
+    """What is asked in a text of `length` tokens."""
     raise NotImplementedError
+
+  def _haystack(self, rng: np.random.Generator) -> Iterator[str] | None:
+    """The task's own lines without end, or None for those of the filler."""
+    return None
+
+  def _line(self, fact: tuple[str, str]) -> str:
+    return self.needle.format(name=fact[0], number=fact[1])
 
   def make(
     self, rng: np.random.Generator, length: int, depth: float | None = None
@@ -109,8 +137,8 @@ class Task:
     Args:
       rng: determines the example. Facts and filler do not depend on `depth`.
       length: tokens of prompt and answer, and of what begins and ends them.
-      depth: of the first fact that is asked for, 0 to 1; the others of those
-        come after it. None for a random one.
+      depth: of the first fact that is asked for, 0 to 1. None for a random
+        one; without effect on tasks that are not `placed`.
 
     Raises:
       OptionError: `length` is too short for the facts, or `depth` out of range.
@@ -118,32 +146,33 @@ class Task:
     """
     if depth is not None:
       number("depth", depth, least=0, most=1)
-    asked = self._ask(rng)
-    facts = [fact for group in asked.groups for fact in group]
-    lines = [self.needle.format(name=n, number=v) for n, v in facts]
+    asked = self._ask(rng, length)
+    lines = [line for group in asked.groups for line in group]
     depths = [d for g in asked.groups for d in np.sort(rng.random(len(g)))]
-    if depth is not None:
+    if depth is not None and self.placed:
       first = len(asked.groups[0])
       behind = [depth + (1 - depth) * d for d in depths[1:first]]
       depths[:first] = [depth, *behind]
-    needles = [(float(d), line) for d, line in zip(depths, lines, strict=True)]
-    words = [word for fact in facts for word in fact]
-    lead = self.needle.partition("{")[0]
-    text = TextWithout(
-      self.filler.lines(rng), [*words, lead] if lead.strip() else words
-    )
+    needles = list(zip(map(float, depths), lines, strict=True))
+    words = [word for fact in asked.facts for word in fact]
+    haystack = self._haystack(rng)
+    if haystack is None:
+      haystack = self.filler.lines(rng)
+      lead = self.needle.partition("{")[0]
+      words += [lead] if lead.strip() else []
+    text = TextWithout(haystack, words)
     prompt_of = lambda characters: (
       hide_all(text.first(characters), needles) + asked.question
     )
-    size_of = lambda characters: len(
-      self._ids(prompt_of(characters) + asked.answer)
+    size_of = lambda characters: self._size(
+      prompt_of(characters) + asked.answer
     )
     characters, tokens = _fit(size_of, length)
     return Example(
       prompt=prompt_of(characters),
       answer=asked.answer,
       wanted=tuple(asked.wanted),
-      facts=tuple(facts),
+      facts=tuple(asked.facts),
       depth=needles[0][0],
       tokens=tokens,
     )
@@ -154,7 +183,7 @@ class Task:
     Only as many of the named count, from the first on, as are wanted: naming
     everything does not score.
     """
-    found = dict.fromkeys(self.named.findall(completion))
+    found = dict.fromkeys(self._named.findall(completion))
     first = set(list(found)[: len(example.wanted)])
     return len(first.intersection(example.wanted)) / len(example.wanted)
 
@@ -178,31 +207,78 @@ class Task:
     ids = self.tokenizer.encode(text, bos=self.tokenizer.adds_bos)
     return joined([ids, np.array(self.tokenizer.eos_ids[:1], np.int32)])
 
+  def _size(self, text: str) -> int:
+    """A text's tokens, with those that begin and end it."""
+    return len(self._ids(text))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiKey(Task):
-  """Several keys, each with a value, of which one is asked for.
+  """Several keys, each with a value, of which some are asked for.
 
   Attributes:
     keys: how many.
-    digits: of each value.
+    asked: how many of them are asked for; the first one is at `depth`, the
+      others come after it.
+    digits: of each value that is a number.
+    form: of key and value: "word number", "word uuid" or "uuid uuid".
+    haystack: the other lines: "filler"; "noise", a few sentences again and
+      again; or "needles", lines like the facts' with other keys and values.
   """
 
   keys: int = 4
+  asked: int = 1
   digits: int = 5
+  form: str = _FORMS[0]
+  haystack: str = _HAYSTACKS[0]
 
   def __post_init__(self) -> None:
     _check_counts(self.keys, self.digits)
+    integer("asked", self.asked, least=1, most=self.keys)
+    one_of("form", self.form, _FORMS)
+    one_of("haystack", self.haystack, _HAYSTACKS)
 
-  def _ask(self, rng: np.random.Generator) -> _Question:
-    keys = names(rng, self.keys)
-    values = numbers(rng, self.keys, self.digits)
-    fact = {"name": keys[0], "number": values[0]}
+  @property
+  def _named(self) -> re.Pattern[str]:
+    return _UUID if self.form.endswith("uuid") else super()._named
+
+  def _ask(self, rng: np.random.Generator, length: int) -> _Question:
+    keys = _distinct(self.keys, lambda: self._key(rng))
+    values = _distinct(self.keys, lambda: self._value(rng))
+    facts = list(zip(keys, values, strict=True))
+    lines = [self._line(fact) for fact in facts]
+    # Sorted by the keys: the question does not tell their order in the text.
+    asked = sorted(facts[: self.asked])
+    fact = {
+      "name": ", ".join(key for key, _ in asked),
+      "number": ", ".join(value for _, value in asked),
+    }
     return _Question(
-      groups=[[pair] for pair in zip(keys, values, strict=True)],
+      facts=facts,
+      groups=[lines[: self.asked], *([x] for x in lines[self.asked :])],
       question=self.question.format(**fact),
       answer=self.answer.format(**fact),
-      wanted=values[:1],
+      wanted=values[: self.asked],
+    )
+
+  def _haystack(self, rng: np.random.Generator) -> Iterator[str] | None:
+    if self.haystack == "needles":
+      keys = _different(lambda: self._key(rng))
+      return (self._line((key, self._value(rng))) for key in keys)
+    return NOISE.lines(rng) if self.haystack == "noise" else None
+
+  def score(self, example: Example, completion: str) -> float:
+    """The share of `wanted` that a completion names, keys aside."""
+    for key, _ in example.facts:
+      completion = completion.replace(key, " ")
+    return super().score(example, completion)
+
+  def _key(self, rng: np.random.Generator) -> str:
+    return _uuid(rng) if self.form.startswith("uuid") else _word(rng)
+
+  def _value(self, rng: np.random.Generator) -> str:
+    return (
+      _uuid(rng) if self.form.endswith("uuid") else _number(rng, self.digits)
     )
 
 
@@ -211,6 +287,15 @@ class Passkey(MultiKey):
   """One key with one value, which is asked for."""
 
   keys: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiQuery(MultiKey):
+  """Several keys, each with a value; all are asked for in one question."""
+
+  question: str = "\n# Question: What are the passkeys for {name}?\n# Answer:"
+  answer: str = " The passkeys for {name} are {number}.\n"
+  asked: int = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,11 +315,13 @@ class MultiValue(Task):
   def __post_init__(self) -> None:
     _check_counts(self.values, self.digits)
 
-  def _ask(self, rng: np.random.Generator) -> _Question:
+  def _ask(self, rng: np.random.Generator, length: int) -> _Question:
     (name,) = names(rng, 1)
     values = numbers(rng, self.values, self.digits)
+    facts = [(name, value) for value in values]
     return _Question(
-      groups=[[(name, value) for value in values]],
+      facts=facts,
+      groups=[[self._line(fact) for fact in facts]],
       question=self.question.format(name=name),
       answer=self.answer.format(name=name, number=", ".join(values)),
       wanted=values,
@@ -264,41 +351,222 @@ class VariableTracking(Task):
   hops: int = 4
   digits: int = 5
 
-  named: ClassVar[re.Pattern[str]] = re.compile(
-    rf"\b[A-Z]{{{_CAPITAL_LETTERS}}}\b"
-  )
-
   def __post_init__(self) -> None:
     _check_counts(self.chains, self.digits)
     integer("hops", self.hops, least=0)
 
-  def _ask(self, rng: np.random.Generator) -> _Question:
+  @property
+  def _named(self) -> re.Pattern[str]:
+    return _CODE
+
+  def _ask(self, rng: np.random.Generator, length: int) -> _Question:
     each = self.hops + 1
-    variables = _distinct(
-      self.chains * each,
-      lambda: "".join(
-        _CAPITALS[i] for i in rng.integers(26, size=_CAPITAL_LETTERS)
-      ),
-    )
+    variables = _distinct(self.chains * each, lambda: _code(rng))
     values = numbers(rng, self.chains, self.digits)
-    groups = []
+    chains = []
     for i, value in enumerate(values):
       chain = variables[i * each : (i + 1) * each]
-      groups.append(list(zip(chain, [value, *chain[:-1]], strict=True)))
+      chains.append(list(zip(chain, [value, *chain[:-1]], strict=True)))
     return _Question(
-      groups=groups,
+      facts=[fact for chain in chains for fact in chain],
+      groups=[[self._line(fact) for fact in chain] for chain in chains],
       question=self.question.format(number=values[0]),
       answer=self.answer.format(name=", ".join(variables[:each])),
       wanted=variables[:each],
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordList(Task):
+  """Base of the tasks about a list of words, a word a line, in random order.
+
+  A fact is a word and how often it appears in the list.
+
+  Attributes:
+    words: how many are asked for, those that appear most often.
+    others: how often each word that is no fact appears.
+  """
+
+  needle: str = "{name}\n"
+  question: str = (
+    "\n# Question: Which {number} words appear most often in the list above?\n"
+    "# Answer:"
+  )
+  answer: str = " The words are {name}.\n"
+  words: int = 10
+  others: int = 3
+
+  placed: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    integer("words", self.words, least=1, most=_REPEATED)
+    positive_int("others", self.others)
+
+  @property
+  def _named(self) -> re.Pattern[str]:
+    return _CODE
+
+  def _counts(self, words: list[str], length: int) -> list[int]:
+    """How often each of the first words appears, in falling order."""
+    raise NotImplementedError
+
+  def _ask(self, rng: np.random.Generator, length: int) -> _Question:
+    words = _distinct(_REPEATED, lambda: _code(rng))
+    facts = list(
+      zip(words, map(str, self._counts(words, length)), strict=False)
+    )
+    lines = [self._line(fact) for fact in facts for _ in range(int(fact[1]))]
+    wanted = words[: self.words]
+    question, answer = self._ends(wanted)
+    return _Question(
+      facts=facts,
+      groups=[[lines[i] for i in rng.permutation(len(lines))]],
+      question=question,
+      answer=answer,
+      wanted=wanted,
+    )
+
+  def _ends(self, wanted: list[str]) -> tuple[str, str]:
+    """The question, and its answer."""
+    return (
+      self.question.format(number=self.words),
+      self.answer.format(name=", ".join(wanted)),
+    )
+
+  def _haystack(self, rng: np.random.Generator) -> Iterator[str] | None:
+    words = _different(lambda: _code(rng))
+    return _shuffled(rng, ([self._line((w, ""))] * self.others for w in words))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommonWords(WordList):
+  """A list in which some words appear many times and the others few times.
+
+  The longer the list, the more other words it has.
+
+  Attributes:
+    times: how often each of the words that are asked for appears.
+  """
+
+  times: int = 30
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    integer("times", self.times, least=self.others + 1)
+
+  def _counts(self, words: list[str], length: int) -> list[int]:
+    return [self.times] * self.words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrequentWords(WordList):
+  """A list of words whose frequencies follow Zipf's law.
+
+  The word of rank r appears in proportion to r ** -exponent. Where that is not
+  more than `others` times, other words take its place. The longer the list, the
+  more often each word appears.
+
+  Attributes:
+    exponent: of the law, 0.1 to 8.
+  """
+
+  words: int = 3
+  others: int = 1
+  exponent: float = 2.0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    number("exponent", self.exponent, least=0.1, most=8)
+
+  def _counts(self, words: list[str], length: int) -> list[int]:
+    law = np.arange(1, _RANKS + 1) ** -float(self.exponent)
+    shares = law[: len(words)] / law.sum()
+    # Tokens of an average line, and of the text without the list.
+    tokens = [len(self.tokenizer.encode(self._line((w, "")))) for w in words]
+    each = float(shares @ np.asarray(tokens)) / float(shares.sum())
+    bare = self._size("".join(self._ends(words[: self.words])))
+    # A line more of each word that is asked for than of the next one.
+    last, after = law[self.words - 1 : self.words + 1] / law.sum()
+    lines = max(1 / (last - after), (self.others + 1) / last)
+    least = bare + math.ceil(each * lines)
+    if length < least:
+      raise _too_short(length, least)
+    counts = np.floor((length - bare) / each * shares).astype(int)
+    return counts[counts > self.others].tolist()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoDocuments(Task):
+  """A question that two documents answer together, among others like them.
+
+  A document is a line. One says in which town a person was born, the other how
+  many people live there; the first of the two is at `depth`. The rest of the
+  text is documents about other people and towns.
+
+  Attributes:
+    born: the first document, with {name} and {town}.
+    needle: the second one, with the town's {name}, and {number}.
+    digits: of a number.
+  """
+
+  born: str = (
+    "Document: {name} was born in {town}, went to school there and moved away "
+    "to become a painter.\n"
+  )
+  needle: str = (
+    "Document: {name} is a town on a river. It has {number} inhabitants and "
+    "an old bridge.\n"
+  )
+  question: str = (
+    "\n# Question: How many inhabitants has the town in which {name} was born?"
+    "\n# Answer:"
+  )
+  answer: str = " The town in which {name} was born has {number} inhabitants.\n"
+  digits: int = 5
+
+  def __post_init__(self) -> None:
+    _check_counts(1, self.digits)
+
+  def _ask(self, rng: np.random.Generator, length: int) -> _Question:
+    name, town = (x.capitalize() for x in names(rng, 2))
+    (value,) = numbers(rng, 1, self.digits)
+    first, second = self._documents(name, town, value)
+    fact = {"name": name, "number": value}
+    return _Question(
+      facts=[(name, town), (town, value)],
+      groups=[[first], [second]],
+      question=self.question.format(**fact),
+      answer=self.answer.format(**fact),
+      wanted=[value],
+    )
+
+  def _documents(self, name: str, town: str, value: str) -> list[str]:
+    return [self.born.format(name=name, town=town), self._line((town, value))]
+
+  def _haystack(self, rng: np.random.Generator) -> Iterator[str] | None:
+    words = _different(lambda: _word(rng).capitalize())
+    value = lambda: _number(rng, self.digits)
+    return _shuffled(
+      rng, (self._documents(name, next(words), value()) for name in words)
+    )
+
+
 # Tasks by their names in scripts and configs.
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {
   "passkey": Passkey,
+  "passkey_noise": functools.partial(Passkey, haystack="noise"),
+  "passkey_uuid": functools.partial(Passkey, form="word uuid"),
   "multikey": MultiKey,
+  "multikey_needles": functools.partial(Passkey, haystack="needles"),
+  "multikey_uuids": functools.partial(
+    Passkey, haystack="needles", form="uuid uuid"
+  ),
   "multivalue": MultiValue,
+  "multiquery": MultiQuery,
   "variables": VariableTracking,
+  "common_words": CommonWords,
+  "frequent_words": FrequentWords,
+  "two_documents": TwoDocuments,
 }
 
 
@@ -337,12 +605,7 @@ def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
   """
   bare = size_of(0)
   if bare > length:
-    raise OptionError(
-      "length",
-      length,
-      f"{bare} tokens at least, which facts and question take",
-      f"pass length={bare} or more",
-    )
+    raise _too_short(length, bare)
   # Characters that fit, their tokens, and characters that do not fit.
   low, have, high = 0, bare, None
   at = length - bare
@@ -367,30 +630,68 @@ def _fit(size_of: Callable[[int], int], length: int) -> tuple[int, int]:
   return low, have
 
 
+def _too_short(length: int, least: int) -> OptionError:
+  return OptionError(
+    "length",
+    length,
+    f"{least} tokens at least, which facts and question take",
+    f"pass length={least} or more",
+  )
+
+
 def names(rng: np.random.Generator, count: int) -> list[str]:
   """Different pronounceable words that are in no dictionary."""
-
-  def name() -> str:
-    syllables = int(rng.integers(2, 5))
-    first = rng.integers(len(_CONSONANTS), size=syllables)
-    second = rng.integers(len(_VOWELS), size=syllables)
-    pairs = zip(first, second, strict=True)
-    return "".join(_CONSONANTS[c] + _VOWELS[v] for c, v in pairs)
-
-  return _distinct(count, name)
+  return _distinct(count, lambda: _word(rng))
 
 
 def numbers(rng: np.random.Generator, count: int, digits: int) -> list[str]:
   """Different numbers of so many digits."""
+  return _distinct(count, lambda: _number(rng, digits))
+
+
+def _word(rng: np.random.Generator) -> str:
+  syllables = int(rng.integers(2, 5))
+  first = rng.integers(len(_CONSONANTS), size=syllables)
+  second = rng.integers(len(_VOWELS), size=syllables)
+  pairs = zip(first, second, strict=True)
+  return "".join(_CONSONANTS[c] + _VOWELS[v] for c, v in pairs)
+
+
+def _number(rng: np.random.Generator, digits: int) -> str:
   least = 10 ** (digits - 1)
-  return _distinct(count, lambda: str(rng.integers(least, 10 * least)))
+  return str(rng.integers(least, 10 * least))
+
+
+def _code(rng: np.random.Generator) -> str:
+  """Capital letters, which `_CODE` finds in a text."""
+  return "".join(_CAPITALS[i] for i in rng.integers(26, size=_CAPITAL_LETTERS))
+
+
+def _uuid(rng: np.random.Generator) -> str:
+  return str(uuid.UUID(bytes=rng.bytes(16)))
+
+
+def _different(draw: Callable[[], str]) -> Iterator[str]:
+  """What is drawn, each once, without end."""
+  found: set[str] = set()
+  while True:
+    one = draw()
+    if one not in found:
+      found.add(one)
+      yield one
 
 
 def _distinct(count: int, draw: Callable[[], str]) -> list[str]:
-  found: dict[str, None] = {}
-  while len(found) < count:
-    found.setdefault(draw())
-  return list(found)
+  return list(itertools.islice(_different(draw), count))
+
+
+def _shuffled(
+  rng: np.random.Generator, groups: Iterator[list[str]]
+) -> Iterator[str]:
+  """The lines of groups without end, shuffled some groups at a time."""
+  while True:
+    some = [x for group in itertools.islice(groups, _BLOCK) for x in group]
+    yield from (some[i] for i in rng.permutation(len(some)))
 
 
 def _check_counts(count: int, digits: int) -> None:

@@ -27,7 +27,8 @@ from ringjax.data.needle import ANSWER, NEEDLE, QUESTION, names, numbers
 from ringjax.data.special_tokens import joined
 from ringjax.errors import OptionError
 
-_RANDOM, _TEXT, _RECALLED = range(3)
+# Kinds of tokens.
+RANDOM, TEXT, RECALLED = range(3)
 _PAIR = "{name} is {number}.\n"
 _DIGITS = (4, 6)
 # Shares of names that are words of the text, and that are random letters.
@@ -65,13 +66,13 @@ class Recall:
     Returns:
       ids int32 [T], and their weights as labels, float32 [T].
     """
-    parts = [(self._begin(), _RANDOM), *self._parts(rng)]
+    parts = [(self._begin(), RANDOM), *self._parts(rng)]
     ids = joined([part for part, _ in parts])
     kinds = np.concatenate(
       [np.broadcast_to(kind, len(part)) for part, kind in parts]
     )
     weights = np.zeros(len(ids))
-    for kind, share in ((_RECALLED, 1.0), (_TEXT, self.text)):
+    for kind, share in ((RECALLED, 1.0), (TEXT, self.text)):
       here = kinds == kind
       weights[here] = share / max(1, here.sum())
     total = weights.sum()
@@ -168,9 +169,9 @@ class Copies(Recall):
     chosen = chosen.astype(np.int32)
     # The first tokens after which the next one is unique.
     known = min(count, int(np.ceil(np.log(4 * count) / np.log(letters))))
-    kinds = np.where(np.arange(count) < known, _RANDOM, _RECALLED)
+    kinds = np.where(np.arange(count) < known, RANDOM, RECALLED)
     text = joined(self._lines(rng, room - 2 * count))
-    return [(chosen, _RANDOM), (text, _TEXT), (chosen, kinds)]
+    return [(chosen, RANDOM), (text, TEXT), (chosen, kinds)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,23 +186,23 @@ class Pairs(Recall):
     pairs: list[tuple[str, str]] = []
     # No more pairs than this have room.
     for name in self._names(rng, max(1, room // 16)):
-      pair = (name, _number(rng))
+      pair = (name, number_of(rng))
       size = sum(len(part) for part, _ in self._pair(*pair))
       if 2 * size > room:
         break
       room -= 2 * size
       pairs.append(pair)
-    first = [(ids, _TEXT) for p in pairs for ids, _ in self._pair(*p)]
+    first = [(ids, TEXT) for p in pairs for ids, _ in self._pair(*p)]
     order = rng.permutation(len(pairs))
     again = [part for i in order for part in self._pair(*pairs[i])]
-    return [*first, (joined(self._lines(rng, room)), _TEXT), *again]
+    return [*first, (joined(self._lines(rng, room)), TEXT), *again]
 
   def _pair(self, name: str, number: str) -> list[tuple[np.ndarray, int]]:
     before, after = _PAIR.split("{number}")
     return [
-      (self._ids(before.format(name=name)), _TEXT),
-      (self._ids(number), _RECALLED),
-      (self._ids(after), _TEXT),
+      (self._ids(before.format(name=name)), TEXT),
+      (self._ids(number), RECALLED),
+      (self._ids(after), TEXT),
     ]
 
 
@@ -238,7 +239,8 @@ class Questions(Recall):
     asked = int(rng.integers(1, self.questions + 1))
     count = int(rng.integers(asked, self.facts + 1))
     facts = [
-      {"name": name, "number": _number(rng)} for name in self._names(rng, count)
+      {"name": name, "number": number_of(rng)}
+      for name in self._names(rng, count)
     ]
     tail: list[tuple[np.ndarray, Any]] = []
     for i in rng.permutation(asked):
@@ -252,7 +254,7 @@ class Questions(Recall):
     for place, needle in zip(places.tolist(), needles, strict=True):
       body += [*lines[at:place], needle]
       at = place
-    return [(joined([*body, *lines[at:]]), _TEXT), *tail]
+    return [(joined([*body, *lines[at:]]), TEXT), *tail]
 
   def _answered(
     self, fact: dict[str, str], *, sure: bool
@@ -262,13 +264,14 @@ class Questions(Recall):
     before, after = ANSWER.split("{number}")
     end = np.array(self.tokenizer.eos_ids[:1], np.int32)
     return [
-      (question, _TEXT),
-      (self._ids(before.format(**fact)), _RECALLED if sure else _TEXT),
-      (self._ids(fact["number"]), _RECALLED),
-      (joined([self._ids(after), end]), _RECALLED),
+      (question, TEXT),
+      (self._ids(before.format(**fact)), RECALLED if sure else TEXT),
+      (self._ids(fact["number"]), RECALLED),
+      (joined([self._ids(after), end]), RECALLED),
     ]
 
 
-def _number(rng: np.random.Generator) -> str:
+def number_of(rng: np.random.Generator) -> str:
+  """A number of 4 to 6 digits."""
   low, high = _DIGITS
   return numbers(rng, 1, int(rng.integers(low, high + 1)))[0]

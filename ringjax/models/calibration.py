@@ -12,12 +12,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
+from ringjax.kv.allocation import Allocation
 from ringjax.kv.codecs.calibration import Calibration
 from ringjax.models.fingerprint import fingerprint
 
@@ -26,7 +28,18 @@ _REMEDY = "calibrate again: python -m launch.calibrate --model=DIR --text=FILE"
 
 
 def model_digest(model: Any) -> str:
-  """A digest of a model that does not depend on the dtype of its weights."""
+  """A digest of a model that does not depend on the dtype of its weights.
+
+  Raises:
+    OptionError: a model of shapes alone.
+  """
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model)):
+    raise OptionError(
+      "model",
+      "one of shapes alone, for a file of another with weights",
+      "weights, by which it is known whose file it is",
+      "load the model, or leave calibration= and table= out",
+    )
   return fingerprint(model, jnp.bfloat16)
 
 
@@ -86,6 +99,13 @@ def save_calibration(
   metadata = {"model": calibration.model, "digest": calibration.digest}
   write_tensors(path, calibration.arrays, metadata)
   return path
+
+
+def load_measured(path: str, model: Any) -> Calibration | Allocation:
+  """What a file has of a model: a calibration, or as JSON an allocation."""
+  if pathlib.Path(path).suffix == ".json":
+    return Allocation.load(path, model)
+  return load_calibration(path, model)
 
 
 def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:

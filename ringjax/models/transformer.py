@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,8 +30,10 @@ from ringjax.errors import (
 from ringjax.kv.base import NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
+from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.state import StateShape
-from ringjax.models.calibration import load_calibration
+from ringjax.kv.tiered import TieredCache
+from ringjax.models.calibration import load_measured, model_digest
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
 from ringjax.nn.sharding_context import (
@@ -311,11 +313,20 @@ class Transformer(nnx.Module):
   @property
   def kinds(self) -> tuple[LayerCacheSpec | StateShape, ...]:
     """What each kind of layer keeps, in the order of a cache."""
-    return tuple(
-      layer.attention.cache_shape(run.repeats)
-      for run in self.stack.runs
-      for layer in run.layers
-    )
+    found: list[Any] = []
+    for run in self.stack.runs:
+      for position, layer in enumerate(run.layers):
+        shape = layer.attention.cache_shape(run.repeats)
+        if isinstance(shape, LayerCacheSpec):
+          numbers = (run.number(position, n) for n in range(run.repeats))
+          shape = dataclasses.replace(shape, which=tuple(numbers))
+        found.append(shape)
+    return tuple(found)
+
+  @property
+  def digest(self) -> str:
+    """A digest of the model that does not depend on its weights' dtype."""
+    return model_digest(self)
 
   @property
   def dtype(self) -> Any:
@@ -330,7 +341,7 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None = None,
     dtype: Any = None,
     kind: Any = "dense",
-  ) -> KVCache:
+  ) -> Any:
     """An empty cache for `capacity` tokens of each example.
 
     Args:
@@ -344,7 +355,7 @@ class Transformer(nnx.Module):
     Raises:
       OptionError: another dtype or kind, or a capacity that does not divide.
     """
-    return self._cache(KVCache.create, batch, capacity, sharding, dtype, kind)
+    return self._cache("create", batch, capacity, sharding, dtype, kind)
 
   def init_cache_spec(
     self,
@@ -354,12 +365,12 @@ class Transformer(nnx.Module):
     sharding: ShardingContext | None = None,
     dtype: Any = None,
     kind: Any = "dense",
-  ) -> KVCache:
+  ) -> Any:
     """The cache of `init_cache` with shapes, dtypes and shardings alone.
 
     Nothing is allocated. The arguments are those of `init_cache`.
     """
-    return self._cache(KVCache.spec, batch, capacity, sharding, dtype, kind)
+    return self._cache("spec", batch, capacity, sharding, dtype, kind)
 
   def cache_kind(self, kind: Any) -> CacheKind:
     """A kind of cache by its name or as it is, calibrated for this model.
@@ -368,11 +379,11 @@ class Transformer(nnx.Module):
       OptionError: no such kind, or the calibration of another model.
       CheckpointFormatError: no calibration where the kind says, or a bad one.
     """
-    return cache_kind(kind).for_model(lambda at: load_calibration(at, self))
+    return cache_kind(kind).for_model(lambda at: load_measured(at, self))
 
   def _cache(
     self,
-    make: Callable[..., Any],
+    make: str,
     batch: int,
     capacity: int,
     sharding: ShardingContext | None,
@@ -382,12 +393,16 @@ class Transformer(nnx.Module):
     sharding = ShardingContext() if sharding is None else sharding
     mesh = sharding.mesh
     heads = "model" if mesh is not None and "model" in mesh.axis_names else None
-    return make(
+    found = self.cache_kind(kind)
+    of_kind: Any = EvictingCache if found.evicting else KVCache
+    if found.device is not None:
+      of_kind = TieredCache
+    return getattr(of_kind, make)(
       self.kinds,
       batch,
       capacity,
       self.dtype if dtype is None else float_dtype("dtype", dtype),
-      kind=self.cache_kind(kind),
+      kind=found,
       mesh=mesh,
       axis=sharding.of_mesh,
       head_axis=heads,

@@ -131,9 +131,129 @@ class InductionHeads:
     _write(k, lambda k: np.broadcast_to(self.sharp * straight, k.shape))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryInductionHeads:
+  """Initialises induction heads where every layer rotates and sees all.
+
+  The first layers look back as those of `InductionHeads`. The odd heads of the
+  last of them look 1 token back and copy the first K H features of that token,
+  a slice of H each, into the next K H features of this one. The layer after it
+  matches: its queries read the first slices, its keys the second ones, so that
+  q_t . k_s is x_t . x_(s-1), and it adds the first slices of what it finds. It
+  matches in the features of a head that rotate at most `turn` radians in
+  `reach` tokens, so that a match counts at all distances up to about that.
+  Later layers keep their initialisation.
+
+  Attributes:
+    back: how many tokens back each head of the first layers looks.
+    reach: tokens.
+    turn: radians.
+    sharp: size of the biases.
+    match: size of the queries and keys of the matching layer.
+    copied: size of what the matching layer adds.
+    before: size of the features of the token before.
+    attention: factor of the other output maps of looking layers.
+    feedforward: factor of the feedforwards' output maps.
+    noise: factor of the maps that are replaced, which are added.
+  """
+
+  back: tuple[tuple[int, ...], ...]
+  reach: int = 32768
+  turn: float = 1.0
+  sharp: float = 8.0
+  match: float = 4.0
+  copied: float = 1.0
+  before: float = 0.15
+  attention: float = 0.05
+  feedforward: float = 0.05
+  noise: float = 0.1
+
+  def apply(self, model: Transformer) -> Transformer:
+    """Initialises a fresh model in place, and returns it.
+
+    Args:
+      model: of equal layers with rotary embeddings and biases of queries and
+        keys, with two query heads to a key head, at least 2 K H features, and
+        its layers stacked.
+
+    Raises:
+      OptionError: the model has other layers.
+    """
+    spec = self._spec(model)
+    ((block,),) = model.stack.blocks
+    q, k, v, o = (getattr(block.attention, name) for name in "qkvo")
+    width, kv_heads, dim = v.weight[...].shape[1:]
+    looking, layers = len(self.back), len(model.config.layers)
+    half = dim // 2
+    rates = spec.rope.theta ** -(np.arange(half) / half)
+    # Biases whose logits are highest `back` tokens back.
+    angles = np.asarray(self.back)[..., None] * rates  # L N H/2
+    rotated = np.concatenate([np.cos(angles), -np.sin(angles)], -1)
+    straight = np.concatenate([np.ones(half), np.zeros(half)])
+    _write(q.bias, lambda b: b.at[:looking].set(self.sharp * rotated))
+    _write(k.bias, lambda b: b.at[:looking].set(self.sharp * straight))
+    size = np.where(np.arange(layers) < looking, self.attention, 1.0)
+    _write(o.weight, lambda o: size[:, None, None, None] * o)
+    _write(block.feedforward.down.weight, lambda w: self.feedforward * w)
+    features = np.eye(width)[: 2 * kv_heads * dim]
+    first, second = features.reshape(2, kv_heads, dim, width)  # K H D
+    slow = np.tile(rates * self.reach <= self.turn, 2)[:, None]
+    into = lambda x: np.transpose(x, (2, 0, 1))  # D K H
+    twice = lambda x: np.repeat(x, 2, 0)
+    for weight, layer, new in (
+      (v.weight, looking - 1, into(first)),
+      (q.weight, looking, into(twice(self.match * slow * first))),
+      (k.weight, looking, into(self.match * slow * second)),
+      (v.weight, looking, into(first)),
+      (o.weight, looking, twice(self.copied * first)),
+    ):
+      _write(
+        weight, lambda w, n=layer, x=new: w.at[n].set(self.noise * w[n] + x)
+      )
+    odd = slice(1, None, 2)
+    _write(o.weight, lambda o: o.at[looking - 1, odd].set(self.before * second))
+    return model
+
+  def _spec(self, model: Transformer) -> Any:
+    """The attention of every layer, if the model fits."""
+    layers, width = model.config.layers, model.config.embed
+    one = layers[0].attention
+    sound = all(layer == layers[0] for layer in layers)
+    sound = sound and one.rope is not None and one.bias
+    sound = sound and one.heads == 2 * one.kv_heads
+    if not sound or width < one.heads * one.head_dim:
+      raise OptionError(
+        "model",
+        f"{model.config.family} of {len(layers)} layers",
+        "equal rotary layers with biases, two query heads to a key head, and "
+        "no more heads than the width holds",
+        "leave out the initialisation, or pass such a model",
+      )
+    if (
+      not 1 <= len(self.back) < len(layers)
+      or any(len(row) != one.heads for row in self.back)
+      or {*self.back[-1][1::2]} != {1}
+    ):
+      raise OptionError(
+        "back",
+        f"{self.back}",
+        f"1 to {len(layers) - 1} rows of {one.heads}, the last with 1 at odd "
+        "places",
+        "pass a row for each of the looking layers",
+      )
+    return one
+
+
 def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:
   """Replaces a weight by of(weight), with its dtype and sharding."""
   old = weight[...]
   new = jax.device_put(jnp.asarray(of(old), old.dtype), old.sharding)
   weight[...] = new
   return new
+
+
+# By their names in configs.
+INITIALISATIONS: dict[str, type[InductionHeads | RotaryInductionHeads]] = {
+  "lookup": InductionHeads,
+  "rotary_lookup": RotaryInductionHeads,
+}
