@@ -1,0 +1,399 @@
+"""Load only the tokens of a stored prefix that a query attends to: IMPRESS.
+
+Guarantees: with keep=1 the result is attention over the whole prefix. In what
+order tokens are stored changes nothing but the chunks that are read. Counters
+are of vectors that the algorithm needs, and of chunks that it read for them.
+Cost: of a layer the keys of a few probe heads, then keys and values of the
+kept tokens; or, where the probes do not agree, the keys of all heads.
+Lossy: what is not kept is left out of the softmax.
+
+A prefix is a node: its tokens' keys and values, layer by layer, in chunks of
+tokens, each of which is a block of a `Store`. The keys of the probe heads are
+stored once more, on their own.
+
+  importance of a token for a head: the attention that the new tokens pay to
+    it, summed over them (and over the queries that share the head's keys)
+  similarity: the mean Jaccard index of the probes' sets of top k tokens
+  threshold: t = j ** alpha with j = r / (2 - r), r = k / n; j is what two
+    random sets have in common
+  above it the tokens with most probes' votes are kept by all heads; otherwise
+    each head keeps its own
+
+Keys must be as attention reads them: with their rotation, decoded.
+Ref: Chen et al. 2025, IMPRESS (FAST).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError, ShapeError
+from ringjax.store.prefix_store import Store
+
+
+class MissingChunk(LookupError):
+  """A chunk of a prefix is not in the store any more: compute it anew."""
+
+
+def overlap_threshold(part: int | float, alpha: int | float) -> float:
+  """Similarity above which probes are believed.
+
+  Args:
+    part: of the tokens that are kept, k / n.
+    alpha: 1 is what random sets have in common, 0 is equality.
+  """
+  return (part / (2 - part)) ** alpha
+
+
+def mean_jaccard(sets: Shaped[np.ndarray, "P k"]) -> float:
+  """The mean Jaccard index of all pairs of sets; of one set it is 1."""
+  groups = [set(row.tolist()) for row in sets]
+  found = [
+    len(a & b) / len(a | b) for a, b in itertools.combinations(groups, 2)
+  ]
+  return sum(found) / len(found) if found else 1.0
+
+
+def vectors_of_all(heads: int, tokens: int, kept: int) -> int:
+  """Vectors to load where all heads' keys choose: keys, and kept values."""
+  return heads * tokens + heads * kept
+
+
+def vectors_of_probes(heads: int, tokens: int, kept: int, probes: int) -> int:
+  """The same where probes choose: theirs, then keys and values of the kept."""
+  return probes * tokens + 2 * heads * kept
+
+
+@dataclasses.dataclass(kw_only=True)
+class ImpressCounters:
+  """What was loaded.
+
+  Attributes:
+    layers: that were attended to.
+    fallbacks: of these, layers whose probes did not agree.
+    vectors: keys and values that the algorithm needs, of one head each.
+    vector_bytes: theirs.
+    chunks: that were read for them.
+    chunk_bytes: theirs.
+  """
+
+  layers: int = 0
+  fallbacks: int = 0
+  vectors: int = 0
+  vector_bytes: int = 0
+  chunks: int = 0
+  chunk_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptTokens:
+  """Which tokens of the prefix a layer keeps.
+
+  Attributes:
+    tokens: int64 [K, k], rising in each head.
+    similarity: of the probes.
+    threshold: that it was compared with.
+    shared: whether all heads keep the same.
+    importance: float32 [m], of each token, the mean of the heads that were
+      looked at.
+  """
+
+  tokens: np.ndarray
+  similarity: float
+  threshold: float
+  shared: bool
+  importance: np.ndarray
+
+
+class StoredNode:
+  """Keys and values of a prefix in a store, in chunks of tokens.
+
+  Attributes:
+    store: where the chunks are.
+    layers, heads, tokens: L, K, m.
+    chunk: tokens of a chunk.
+    probes: heads whose keys are stored on their own too, the first ones.
+    order: int64 [L, m], which token is in which place.
+  """
+
+  def __init__(
+    self,
+    store: Store,
+    name: bytes,
+    keys: Shaped[np.ndarray, "L K m H"],
+    values: Shaped[np.ndarray, "L K m J"],
+    *,
+    chunk: int = 32,
+    probes: int = 3,
+  ):
+    """Writes a prefix to a store.
+
+    Args:
+      store: large enough for it.
+      name: what tells it from other prefixes, e.g. a block's digest.
+      keys: of all layers.
+      values: of all layers.
+      chunk: tokens of a chunk.
+      probes: heads; of models with fewer, all.
+    """
+    self.store, self._name = store, bytes(name)
+    self.layers, self.heads, self.tokens, self._key = keys.shape
+    self._value = values.shape[-1]
+    self._dtypes = {"k": keys.dtype, "v": values.dtype, "probe": keys.dtype}
+    self.chunk = positive_int("chunk", chunk)
+    self.probes = min(positive_int("probes", probes), self.heads)
+    self.order = np.tile(np.arange(self.tokens), (self.layers, 1))
+    self._version = 0
+    self._write(keys, values)
+    for layer in range(self.layers):
+      self._put(layer, "probe", 0, keys[layer, : self.probes])
+
+  def _write(self, keys: np.ndarray, values: np.ndarray) -> None:
+    for layer in range(self.layers):
+      for n in range(-(-self.tokens // self.chunk)):
+        at = self.order[layer, n * self.chunk : (n + 1) * self.chunk]
+        self._put(layer, "k", n, keys[layer][:, at])
+        self._put(layer, "v", n, values[layer][:, at])
+
+  def _id(self, layer: int, part: str, n: int) -> bytes:
+    version = 0 if part == "probe" else self._version
+    text = f"impress {version} {layer} {part} {n} ".encode()
+    return hashlib.sha256(text + self._name).digest()
+
+  def _put(self, layer: int, part: str, n: int, x: np.ndarray) -> None:
+    self.store.put(self._id(layer, part, n), np.ascontiguousarray(x).tobytes())
+
+  def _get(self, layer: int, part: str, n: int, heads: int) -> np.ndarray:
+    found = self.store.get(self._id(layer, part, n))
+    if found is None:
+      raise MissingChunk(f"layer {layer}, {part} {n}")
+    size = self._value if part == "v" else self._key
+    flat = np.frombuffer(found, self._dtypes[part])
+    return flat.reshape(heads, -1, size)
+
+  def probe_keys(self, layer: int, count: ImpressCounters) -> np.ndarray:
+    """Keys of the probe heads, [P, m, H]."""
+    found = self._get(layer, "probe", 0, self.probes)
+    self._count(count, self.probes * self.tokens, found)
+    return found
+
+  def read(
+    self,
+    layer: int,
+    part: str,
+    tokens: Shaped[np.ndarray, "K k"],
+    count: ImpressCounters,
+    *,
+    counted: int | None = None,
+  ) -> np.ndarray:
+    """Keys ("k") or values ("v") of tokens of each head, [K, k, H].
+
+    Args:
+      layer: which one.
+      part: "k" or "v".
+      tokens: of each head.
+      count: gets what was loaded.
+      counted: heads that are counted; default: all.
+    """
+    place = np.empty(self.tokens, np.int64)
+    place[self.order[layer]] = np.arange(self.tokens)
+    at = place[tokens]
+    size = self._value if part == "v" else self._key
+    found = np.empty((*tokens.shape, size), self._dtypes[part])
+    head = np.arange(self.heads)[:, None]
+    for n in np.unique(at // self.chunk).tolist():
+      block = self._get(layer, part, n, self.heads)
+      mine = at // self.chunk == n
+      taken = block[
+        np.broadcast_to(head, at.shape)[mine], at[mine] % self.chunk
+      ]
+      found[mine] = taken
+      count.chunks += 1
+      count.chunk_bytes += block.nbytes
+    heads = self.heads if counted is None else counted
+    self._count(count, heads * tokens.shape[1], found)
+    return found
+
+  def _count(self, count: ImpressCounters, vectors: int, x: np.ndarray) -> None:
+    count.vectors += vectors
+    count.vector_bytes += vectors * x.shape[-1] * x.itemsize
+
+  def reorder(self, importance: Shaped[np.ndarray, "L m"]) -> None:
+    """Packs tokens that matter into the same chunks, inside of this node.
+
+    Args:
+      importance: of each layer's tokens, a mean over requests.
+    """
+    unused = ImpressCounters()
+    every = np.tile(np.arange(self.tokens), (self.heads, 1))
+    both = [
+      np.stack([self.read(n, part, every, unused) for n in range(self.layers)])
+      for part in ("k", "v")
+    ]
+    self.order = np.argsort(-importance, axis=1, kind="stable")
+    self._version += 1
+    self._write(*both)
+
+
+class Impress:
+  """Attention of new tokens over the kept part of a stored prefix.
+
+  Attributes:
+    node: the prefix.
+    counters: what was loaded.
+    importance: float32 [L, m], a mean over all calls, for `reorder`.
+  """
+
+  def __init__(
+    self,
+    node: StoredNode,
+    *,
+    keep: int | float = 0.25,
+    alpha: int | float = 0.6,
+  ):
+    """Without calls yet.
+
+    Args:
+      node: the prefix.
+      keep: part of its tokens, above 0, at most 1.
+      alpha: see `overlap_threshold`.
+
+    Raises:
+      OptionError: a value is out of its range.
+    """
+    keep = number("keep", keep, above=0)
+    if keep > 1:
+      raise OptionError(
+        "keep", keep, "a part, at most 1", "pass keep=1 for all tokens"
+      )
+    self.node = node
+    self.keep, self.alpha = keep, number("alpha", alpha, least=0)
+    self.kept = max(1, math.ceil(keep * node.tokens))
+    self.counters = ImpressCounters()
+    self.importance = np.zeros((node.layers, node.tokens), np.float32)
+    self._seen = np.zeros(node.layers, np.int64)
+
+  def attend(
+    self,
+    layer: int,
+    q: Float[Array | np.ndarray, "T N H"],
+    k: Float[Array | np.ndarray, "T K H"],
+    v: Float[Array | np.ndarray, "T K J"],
+    *,
+    scale: int | float | None = None,
+  ) -> tuple[jax.Array, KeptTokens]:
+    """Attention of new tokens over the prefix's kept ones and themselves.
+
+    Args:
+      layer: of the prefix.
+      q: queries of the tokens behind the prefix, rotated.
+      k: their keys, rotated.
+      v: their values.
+      scale: of the scores; default H ** -0.5.
+
+    Returns:
+      The result [T, N, J], and what was kept.
+
+    Raises:
+      ShapeError: heads that are not those of the prefix.
+      MissingChunk: the store has let a part of the prefix go.
+    """
+    node, count = self.node, self.counters
+    if k.shape[1] != node.heads or q.shape[1] % node.heads:
+      raise ShapeError(
+        "k",
+        f"{k.shape[1]} heads, for {q.shape[1]} of queries",
+        f"the prefix's {node.heads}, which divide those of queries",
+        "pass the layer's own keys",
+      )
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    groups = q.shape[1] // node.heads
+    probes = node.probes
+    probe_keys = node.probe_keys(layer, count)
+    sums = np.asarray(
+      _column_sums(q[:, : probes * groups], probe_keys, k[:, :probes], scale)
+    )
+    chosen = _top(sums, self.kept)
+    similarity = mean_jaccard(chosen)
+    threshold = overlap_threshold(self.kept / node.tokens, self.alpha)
+    # Of all tokens nothing has to be chosen.
+    shared = similarity > threshold or self.kept == node.tokens
+    if shared:
+      votes = np.bincount(chosen.ravel(), minlength=node.tokens)
+      # By votes, and among equals by importance.
+      best = np.lexsort((-sums.sum(0), -votes))[: self.kept]
+      tokens = np.tile(np.sort(best), (node.heads, 1))
+      old = node.read(layer, "k", tokens, count)
+    else:
+      count.fallbacks += 1
+      every = np.tile(np.arange(node.tokens), (node.heads, 1))
+      keys = node.read(
+        layer, "k", every, count, counted=node.heads - node.probes
+      )
+      sums = np.asarray(_column_sums(q, keys, k, scale))
+      tokens = _top(sums, self.kept)
+      old = np.take_along_axis(keys, tokens[..., None], 1)
+    values = node.read(layer, "v", tokens, count)
+    count.layers += 1
+    mean = sums.mean(0)
+    self._seen[layer] += 1
+    self.importance[layer] += (mean - self.importance[layer]) / self._seen[
+      layer
+    ]
+    kept = KeptTokens(
+      tokens=tokens,
+      similarity=similarity,
+      threshold=threshold,
+      shared=shared,
+      importance=mean,
+    )
+    return _attention(q, old, values, k, v, scale), kept
+
+
+def _top(sums: np.ndarray, kept: int) -> np.ndarray:
+  """The `kept` largest of each row, by their numbers, rising."""
+  order = np.argsort(-sums, axis=1, kind="stable")[:, :kept]
+  return np.sort(order, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _column_sums(q: Any, old: Any, new: Any, scale: float) -> jax.Array:
+  """Importance [K, m] of the prefix's tokens, see the top of the file."""
+  weights = _weights(q, old, new, scale)
+  return weights[..., : old.shape[1]].sum((1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _attention(
+  q: Any, old_k: Any, old_v: Any, k: Any, v: Any, scale: float
+) -> jax.Array:
+  weights = _weights(q, old_k, k, scale)
+  values = jnp.concatenate([old_v, jnp.swapaxes(v, 0, 1)], 1)
+  found = jnp.einsum(
+    "kgts,ksj->tkgj", weights, values.astype(jnp.float32), precision="highest"
+  )
+  return found.reshape(q.shape[0], q.shape[1], -1).astype(q.dtype)
+
+
+def _weights(q: Any, old: Any, new: Any, scale: float) -> jax.Array:
+  """[K, G, T, m + T]: over prefix and, causally, the new tokens."""
+  t, n, h = q.shape
+  heads, m = old.shape[:2]
+  keys = jnp.concatenate([old, jnp.swapaxes(new, 0, 1)], 1)
+  q = q.reshape(t, heads, n // heads, h).astype(jnp.float32)
+  scores = scale * jnp.einsum(
+    "tkgh,ksh->kgts", q, keys.astype(jnp.float32), precision="highest"
+  )
+  seen = jnp.arange(m + t)[None] <= jnp.arange(m, m + t)[:, None]
+  return jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), -1)
