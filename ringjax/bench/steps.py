@@ -27,7 +27,8 @@ from ringjax.infer import decode as decoding
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
 from ringjax.kv import kind_text
-from ringjax.kv.cache import KVCache, LayerKV
+from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
+from ringjax.kv.tiered import TieredCache
 from ringjax.models import work_profile
 from ringjax.models.checkpoint import abstract
 from ringjax.models.presets import preset
@@ -36,6 +37,7 @@ from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import joined
+from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.attention.schedule import tile_counts
 from ringjax.ops.attention.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Causal, Everything, Window
@@ -306,6 +308,7 @@ def prefill(
   ids = _like(made, (batch, tokens), over)
   work = work_profile.profile(form, tokens)
   flops = work.token_s * tokens + work.pair_s * tokens * (tokens + 1) / 2
+  kind = kind.resident("reading a prompt")
   empty = form.init_cache_spec(batch, tokens, sharding=attend, kind=kind)
   return how.built(
     made,
@@ -350,6 +353,7 @@ def decode(
   )
   work = work_profile.profile(form, how.tokens)
   flops = work.token_s + work.pair_s * how.tokens + _head_flops(form)
+  kind = kind.keeping_all("a plan")
   held = form.init_cache_spec(how.batch, how.tokens, sharding=attend, kind=kind)
   rest = (held, state, _like(made, (4,)), _like(made))
   return how.built(
@@ -418,14 +422,22 @@ def _head_flops(form: Transformer) -> float:
   return 2.0 * form.config.vocab * form.config.embed
 
 
-def _cache_tiles(cache: KVCache) -> float:
-  """Tiles of a full cache that a query reads, in each of two loops."""
+def _cache_tiles(cache: KVCache | TieredCache) -> float:
+  """Tiles of a full cache that a query reads, in each of two loops.
+
+  Of a part in host memory, turns of the two loops of `fold_tiles`, of two
+  blocks and of one; a kernel reads what is on the device.
+  """
+  if isinstance(cache, TieredCache):
+    return (cache.held.capacity / cache.kind.room / cache.shards - 1) / 3
   most = 0
-  for slots in cache.slots:
+  for slots, of in zip(cache.slots, cache.shapes, strict=True):
     if isinstance(slots, LayerKV):
-      shape = list(slots.k.shape)
-      shape[3] //= cache.shards
-      mine: Any = jax.ShapeDtypeStruct(tuple(shape), slots.k.dtype)
+      assert isinstance(of, LayerCacheSpec)
+      length = slots.k.shape[token_axis(slots.k)] // cache.shards
+      shape = (*slots.k.shape[:3], length, of.key)
+      # As tiles are once they are decoded.
+      mine: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
       stored = ContiguousView(mine, mine, cache.at, jnp.int32(0))
       most = max(most, -(-shape[3] // tile_slots(stored, "tpu")))
   return most / 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,29 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.checks import one_of
+from ringjax.kv.base import bytes_each
+from ringjax.kv.cache import KVCache, LayerCacheSpec
+from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.codecs import CodeBook
 from ringjax.ops.attention.api import dot_product_attention
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.cached import ShardedDecode
+from ringjax.ops.attention.code_format import stored_codes
 from ringjax.ops.attention.gather import Gather
+from ringjax.ops.attention.kernels.decode_codes_tpu import DecodeCodesTPU
+from ringjax.ops.attention.kernels.decode_pool_tpu import DecodePoolTPU
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
 from ringjax.ops.attention.kernels.flash_tpu import FlashTPU
-from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.views import ContiguousView, tile_slots
+from ringjax.ops.attention.pooled import PooledView, SharedTiles, pool_tile
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.views import (
+  Decoder,
+  EncodedView,
+  KVView,
+  tile_slots,
+)
 from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.rope import Rope, Rotation
 from ringjax.parallel import chips
 from ringjax.plan.aot import Built
 
@@ -156,7 +170,8 @@ class DecodeShape:
     head_dim: H.
     keys: S, slots of the cache.
     queries: T, none of them before the last key.
-    dtype: of all operands.
+    dtype: of the queries, and of the keys once decoded.
+    cache: the kind of cache, of `kv.KINDS`.
   """
 
   heads: int = 32
@@ -165,17 +180,38 @@ class DecodeShape:
   keys: int = 65536
   queries: int = 1
   dtype: str = "bfloat16"
+  cache: str = "dense"
 
-  def operands(self, sharding: Any = None) -> tuple[Any, Any]:
-    """The shapes of the queries and of the stack of keys."""
-    like = lambda *shape: jax.ShapeDtypeStruct(
-      shape, jnp.dtype(self.dtype), sharding=sharding
+  def operands(self, mesh: Any = None) -> tuple[Any, KVCache]:
+    """The shapes of the queries and of the cache."""
+    dtype = jnp.dtype(self.dtype)
+    shape = LayerCacheSpec(
+      layers=_LAYERS,
+      heads=self.kv_heads,
+      key=self.head_dim,
+      value=self.head_dim,
+    )
+    kind = dataclasses.replace(cache_kind(self.cache), windowed=False)
+    cache = KVCache.spec(
+      (shape,), 1, self.keys, dtype, kind=kind, mesh=mesh, platform="tpu"
     )
     groups = self.heads // self.kv_heads
-    return (
-      like(1, self.kv_heads, groups, self.queries, self.head_dim),
-      like(_LAYERS, 1, self.kv_heads, self.keys, self.head_dim),
+    q = jax.ShapeDtypeStruct(
+      (1, self.kv_heads, groups, self.queries, self.head_dim),
+      dtype,
+      sharding=None if mesh is None else NamedSharding(mesh, P()),
     )
+    return q, cache
+
+  def kernel(self, chip: str | None) -> Any:
+    """The kernel that reads it."""
+    coded = cache_kind(self.cache).codec is not None
+    return (DecodeCodesTPU if coded else DecodeTPU)(chip=chip)
+
+  def view(self, cache: KVCache, layer: Any) -> KVView:
+    """A layer of the cache."""
+    found = cache.layer(0, cache.slots[0], layer)
+    return found.view(Rotation(rope=Rope(theta=5e5, dims=self.head_dim)))
 
 
 def decode(
@@ -189,7 +225,8 @@ def decode(
 
   Args:
     devices: of the slice.
-    local: "kernel", `DecodeTPU`, or "loops", XLA's.
+    local: "kernel", `DecodeTPU` or, of codes, `DecodeCodesTPU`; or "loops",
+      XLA's.
     trips: the trip count that each of XLA's loops is taken to have.
     shape: of `DecodeShape`.
 
@@ -198,34 +235,45 @@ def decode(
   """
   mesh, of = _one(devices), DecodeShape(**shape)
   made = {
-    "kernel": DecodeTPU(chip=chips.known(devices[0].device_kind)),
+    "kernel": of.kernel(chips.known(devices[0].device_kind)),
     "loops": Blockwise(),
   }
   one_of("local", local, made)
   resident = ShardedDecode(mesh=mesh, axis="seq", whole=True, local=made[local])
   over = NamedSharding(mesh, P())
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=over)
-  q, stored = of.operands(over)
+  q, cache = of.operands(mesh)
 
-  def attend(q: Any, k: Any, v: Any, at: Any, layer: Any) -> jax.Array:
-    q_at, k_at = (Coords(*pair) for pair in at)
+  def attend(q: Any, cache: KVCache, at: Any, layer: Any) -> jax.Array:
     return resident(
       Scores(scale=of.head_dim**-0.5),
       q,
-      (ContiguousView(k, v, k_at, layer),),
+      (of.view(cache, layer),),
       Terms(),
-      q_at,
+      Coords(*at),
       Causal(),
     )
 
-  at = tuple((number(1, n),) * 2 for n in (of.queries, of.keys))
   return Built(
     function=jax.jit(attend),
-    arguments=(q, stored, stored, at, number()),
+    arguments=(q, cache, (number(1, of.queries),) * 2, number()),
     mesh=mesh,
     facts={"what": "decode", "kernel": local, "keys": of.keys},
     data_trips=trips,
   )
+
+
+def plain_bytes(chip: str, **shape: Any) -> int:
+  """Bytes of as many keys and values as a kernel's tile has, without a codec.
+
+  Args:
+    chip: as of `decode_tile`.
+    shape: as of `decode_tile`.
+  """
+  of = DecodeShape(**shape)
+  each = bytes_each(of.operands()[1].slots)
+  plain = bytes_each(dataclasses.replace(of, cache="dense").operands()[1].slots)
+  return decode_tile(chip, **shape) * plain // each
 
 
 def decode_tile(chip: str, *, local: str = "kernel", **shape: Any) -> int:
@@ -239,13 +287,282 @@ def decode_tile(chip: str, *, local: str = "kernel", **shape: Any) -> int:
   of = DecodeShape(**shape)
   found: list[tuple[int, int]] = []
 
-  def look(q: Any, k: Any, v: Any, at: Any) -> None:
-    stored = ContiguousView(k, v, Coords(at, at), 0)
-    kernel = DecodeTPU(chip=chip).tile(q, stored)
+  def look(q: Any, cache: KVCache) -> None:
+    stored = of.view(cache, 0)
+    kernel = of.kernel(chip).tile(q, stored)
     loops = of.kv_heads, tile_slots(stored, "tpu")
     found.append(kernel if local == "kernel" else loops)
 
-  q, k = of.operands()
-  jax.eval_shape(look, q, k, k, jax.ShapeDtypeStruct((1, of.keys), jnp.int32))
+  q, cache = of.operands()
+  jax.eval_shape(look, q, cache)
   ((many, length),) = found
-  return 2 * many * length * of.head_dim * k.dtype.itemsize
+  nbytes = bytes_each(cache.slots)
+  return many * length * nbytes // (_LAYERS * of.kv_heads * of.keys)
+
+
+def code_book(
+  devices: Sequence[Any],
+  *,
+  bits: int = 4,
+  outliers: int | float = 0.01,
+  keys: int = 65536,
+) -> Built:
+  """`DecodeCodesTPU` of code books with a scale a token, heads of 128.
+
+  Args:
+    devices: of the slice.
+    bits: of a code.
+    outliers: as of `kv.CodeBook`.
+    keys: slots of the cache.
+  """
+  mesh, dim, heads, groups = _one(devices), 128, 8, 4
+  kernel = DecodeCodesTPU(chip=chips.known(devices[0].device_kind))
+  codec = CodeBook(bits=bits, by="token", outliers=outliers)
+  shape, stored = stored_codes(
+    (_LAYERS, 1, heads), keys, codec.width(dim), "tpu"
+  )
+  over = NamedSharding(mesh, P())
+  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+    shape, jnp.dtype(dtype), sharding=over
+  )
+  at = lambda n: (like("int32", 1, n),) * 2
+  decoders = (Decoder(codec, dim, jnp.dtype("bfloat16")),) * 2
+
+  def attend(q: Any, k: Any, v: Any, levels: Any, at: Any, q_at: Any) -> Any:
+    view = EncodedView(
+      k, v, Coords(*at), jnp.int32(0), (levels[:1], levels[1:]), decoders
+    )
+    view, mine, *_ = view.aligned(q)
+    context = Context(Coords(*q_at), view.at, Causal())
+    scores = Scores(scale=dim**-0.5)
+    return kernel.decode(mine, view, ScoreArgs(scores, Terms(), context))
+
+  codes = like(stored, *shape)
+  return Built(
+    function=jax.jit(attend),
+    arguments=(
+      like("bfloat16", 1, heads, groups, 1, dim),
+      codes,
+      codes,
+      (like("float32", heads, 2**bits),) * 2,
+      at(keys),
+      at(1),
+    ),
+    mesh=mesh,
+    facts={"what": "decode", "kernel": "DecodeCodesTPU"},
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolShape:
+  """A query of each row behind pages, some of which all rows share.
+
+  Attributes:
+    heads: N.
+    kv_heads: K.
+    head_dim: H.
+    rows: B.
+    shared: keys that all rows have.
+    own: further keys of each row.
+    page: slots of a page.
+    dtype: of queries, keys and values.
+  """
+
+  heads: int = 32
+  kv_heads: int = 8
+  head_dim: int = 128
+  rows: int = 32
+  shared: int = 2048
+  own: int = 64
+  page: int = 64
+  dtype: str = "bfloat16"
+
+  @property
+  def columns(self) -> int:
+    """Tiles of a row."""
+    return -(-(self.shared + self.own) // pool_tile(self.page, "tpu"))
+
+  @property
+  def page_bytes(self) -> int:
+    """Of the keys and values of a page."""
+    numbers = 2 * self.page * self.kv_heads * self.head_dim
+    return numbers * jnp.dtype(self.dtype).itemsize
+
+  @property
+  def pages(self) -> int:
+    """Of a row."""
+    return -(-(self.shared + self.own) // self.page)
+
+
+def pool(devices: Sequence[Any], **shape: Any) -> Built:
+  """`DecodePoolTPU`.
+
+  Args:
+    devices: of the slice.
+    shape: of `PoolShape`.
+  """
+  mesh, of = _one(devices), PoolShape(**shape)
+  kernel = DecodePoolTPU(chip=chips.known(devices[0].device_kind))
+  over = NamedSharding(mesh, P())
+  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+    shape, jnp.dtype(dtype), sharding=over
+  )
+  slots = of.columns * pool_tile(of.page, "tpu")
+  number = functools.partial(like, "int32")
+  keys = like(
+    of.dtype,
+    _LAYERS,
+    of.rows * slots // of.page,
+    of.kv_heads,
+    of.page,
+    of.head_dim,
+  )
+  plan = SharedTiles(
+    number(1, of.columns),
+    number(1, of.columns),
+    like("bool", 1, of.columns, of.rows),
+    number(1),
+    number(1, of.rows),
+  )
+
+  def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    at: Any,
+    q_at: Any,
+    table: Any,
+    layer: Any,
+    plan: Any,
+  ) -> Any:
+    view = PooledView(k, v, Coords(*at), table, layer, shared=plan)
+    context = Context(Coords(*q_at), view.at, Causal())
+    scores = Scores(scale=of.head_dim**-0.5)
+    return kernel.decode(q, view, ScoreArgs(scores, Terms(), context))
+
+  groups = of.heads // of.kv_heads
+  return Built(
+    function=jax.jit(attend),
+    arguments=(
+      like(of.dtype, of.rows, of.kv_heads, groups, 1, of.head_dim),
+      keys,
+      keys,
+      (number(of.rows, slots),) * 2,
+      (number(of.rows, 1),) * 2,
+      number(of.rows, slots // of.page),
+      number(),
+      plan,
+    ),
+    mesh=mesh,
+    facts={"what": "decode", "kernel": "DecodePoolTPU"},
+  )
+
+
+def pool_cycles(
+  chip: str, of: PoolShape, instructions: Mapping[str, int]
+) -> dict[str, int | float]:
+  """Cycles of a core for all rows.
+
+  A step takes the larger of its instructions and of reading its pages. JAX's
+  kernel is taken to read as many keys at a time, and no page that is missing.
+
+  Args:
+    chip: a name that `chips.core` knows.
+    of: what is read.
+    instructions: of a step of each kernel, by its name.
+
+  Returns:
+    "together", "apart" and "ragged"; and the steps they are made of.
+  """
+  core = chips.core(chip)
+  bandwidth = chips.MACHINES[core.name].chip.hbm_bandwidth
+  # Of the chip, a cycle: a core has its part of the heads and of the rate.
+  rate = float(bandwidth) / core.clock_hz
+  tile = pool_tile(of.page, "tpu")
+  common = of.shared // tile
+  own = of.pages - common * (tile // of.page)
+  # Whole tiles of a row's own, and its last.
+  full, last = divmod(own, tile // of.page)
+  reading = tile // of.page * of.page_bytes / rate
+  ending = last * of.page_bytes / rate
+  shared, alone, theirs = (
+    instructions[name]
+    for name in (
+      "ringjax_decode_shared",
+      "ringjax_decode_own",
+      "ragged_paged_attention_kernel",
+    )
+  )
+
+  def rows(step: int, whole: int) -> float:
+    more = max(step, ending) if last else 0.0
+    return float(of.rows * (whole * max(step, reading) + more))
+
+  return {
+    "reading": reading,
+    "shared_step": shared,
+    "own_step": alone,
+    "ragged_step": theirs,
+    "together": common * max(shared, reading) + rows(alone, full),
+    "apart": rows(alone, common + full),
+    "ragged": rows(theirs, common + full),
+  }
+
+
+def ragged(
+  devices: Sequence[Any],
+  *,
+  pages_per_block: int = 8,
+  queries_per_block: int = 32,
+  **shape: Any,
+) -> Built:
+  """JAX's ragged paged attention, which shares nothing.
+
+  Args:
+    devices: of the slice.
+    pages_per_block: pages of one step of its loop.
+    shape: of `PoolShape`.
+  """
+  from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+    ragged_paged_attention,
+  )
+
+  mesh, of = _one(devices), PoolShape(**shape)
+  over = NamedSharding(mesh, P())
+  like = lambda dtype, *shape: jax.ShapeDtypeStruct(
+    shape, jnp.dtype(dtype), sharding=over
+  )
+  attend = functools.partial(
+    ragged_paged_attention,
+    sm_scale=of.head_dim**-0.5,
+    num_kv_pages_per_block=pages_per_block,
+    num_queries_per_block=queries_per_block,
+    vmem_limit_bytes=64 << 20,
+  )
+  # Its lowering asks a mesh's devices what they are.
+  alone = jax.shard_map(
+    attend,
+    mesh=mesh,
+    in_specs=(P(),) * 6,
+    out_specs=P(),
+    check_vma=False,
+  )
+  return Built(
+    function=jax.jit(alone),
+    arguments=(
+      like(of.dtype, of.rows, of.heads, of.head_dim),
+      like(
+        of.dtype,
+        of.rows * of.pages,
+        of.page,
+        2 * of.kv_heads,
+        of.head_dim,
+      ),
+      like("int32", of.rows),
+      like("int32", of.rows, of.pages),
+      like("int32", of.rows + 1),
+      like("int32", 1),
+    ),
+    mesh=mesh,
+    facts={"what": "decode", "kernel": "ragged_paged_attention"},
+  )

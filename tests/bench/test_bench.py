@@ -475,6 +475,32 @@ def test_layouts_benchmark(tmp_path, command, capsys):
   assert is_picture(picture)
 
 
+def test_store_benchmark(tmp_path, command, capsys):
+  trace, path = tmp_path / "trace.jsonl", tmp_path / "x.json"
+  prompts = [[0, 1, 2], [0, 3], [0, 1, 2], [0, 4], [0, 1, 2, 5]]
+  trace.write_text("".join(json.dumps({"hash_ids": x}) + "\n" for x in prompts))
+  done = command(
+    "store",
+    f"--trace={trace}",
+    "--capacity=48",
+    "--block=16",
+    "--parts=tree,lru,once_used_first,belady",
+    f"--json={path}",
+  )
+  assert done == 0
+  result = json.loads(path.read_text())
+  hits = result["hits"]
+  assert hits["tree"] is None and hits["lru"] == 6
+  assert hits["once_used_first"] == 7 and hits["belady"] == 8
+  out = capsys.readouterr().out
+  assert "14 look-ups" in out and "6 of 14 hit" in out
+  assert "without limits" in out and "a tier is 3 blocks" in out
+  assert command("store") == 2
+  assert "--trace" in capsys.readouterr().err
+  assert command("store", f"--trace={path}x") == 2
+
+
+@pytest.mark.long
 def test_picture_of_other_sizes(tmp_path):
   for shards in (1, 3, 12):
     path = tmp_path / f"{shards}.png"
@@ -571,3 +597,32 @@ def test_unknown_subcommand_exits_with_2():
     text=True,
   )
   assert found.returncode == 2 and "nope" in found.stderr
+
+
+def test_decode_steps():
+  from ringjax.bench import decode_steps as decode
+
+  settings = decode.DecodeSettings(
+    tokens=(256,),
+    rows=2,
+    shared=(128, 0),
+    own=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    contestants=("dense", "int4", "apart", "together"),
+    rounds=1,
+  )
+  said = []
+  result = decode.DecodeBenchmark.run(settings, say=said.append)
+  assert [row["part"] for row in result["rows"]] == [
+    "kinds",
+    "sharing",
+    "sharing",
+  ]
+  for row in result["rows"]:
+    assert all(one["median_s"] for one in row["results"].values())
+  far = lambda row, name: row["results"][name]["max_abs_difference"]
+  kinds, *sharing = result["rows"]
+  assert 0 < far(kinds, "int4") < 0.5
+  assert all(far(row, "together") < 1e-5 for row in sharing)

@@ -1,0 +1,69 @@
+"""Serving: many requests at once over one pool of pages."""
+
+from ringjax.serve.engine import Engine, EngineCounters
+from ringjax.serve.http import OpenAIApp, app, read_keys
+from ringjax.serve.prefix_tree import (
+  GroupSpec,
+  OutOfPages,
+  PrefixBlock,
+  PrefixTree,
+)
+from ringjax.serve.request import (
+  Answer,
+  Handle,
+  Request,
+  RequestResult,
+  TokenLogprobs,
+)
+from ringjax.serve.row_sampler import RowSampling
+from ringjax.serve.row_space import (
+  DoublingSpace,
+  RowMemory,
+  RowSpace,
+  RowSpaceCounters,
+)
+from ringjax.serve.scheduler import Scheduler, ServedRow, StepLimits, StepPlan
+from ringjax.serve.simulate import (
+  ReplayResult,
+  SimulatedEngine,
+  StepCost,
+  measure_cost,
+  replay_live,
+  replay_simulated,
+)
+from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
+
+__all__ = [
+  "Answer",
+  "DoublingSpace",
+  "Engine",
+  "EngineCounters",
+  "GroupSpec",
+  "Handle",
+  "OpenAIApp",
+  "OutOfPages",
+  "PrefixBlock",
+  "PrefixTree",
+  "ReplayResult",
+  "Request",
+  "RequestResult",
+  "RowMemory",
+  "RowSampling",
+  "RowSpace",
+  "RowSpaceCounters",
+  "Scheduler",
+  "ServedRow",
+  "SimulatedEngine",
+  "StepCost",
+  "StepLimits",
+  "StepPlan",
+  "TokenLogprobs",
+  "TraceRequest",
+  "app",
+  "measure_cost",
+  "poisson_trace",
+  "read_keys",
+  "read_trace",
+  "replay_live",
+  "replay_simulated",
+]

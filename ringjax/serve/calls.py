@@ -1,0 +1,266 @@
+"""The two calls of an engine: their arguments, and what they compute.
+
+Guarantees: a call has one shape whatever is to do, so that each of the two is
+one program for good; what a row gets depends on no other row.
+Cost: the host writes a few numbers for each row; what rows have in common is
+found anew only when it has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from ringjax.kv.page_pool import PagePool
+from ringjax.models.transformer import Transformer, forward
+from ringjax.nn.adapted import adapter_rows
+from ringjax.nn.sharding_context import CachedAttention
+from ringjax.ops.attention.pooled import SharedTiles
+from ringjax.serve.request import Request
+from ringjax.serve.row_sampler import RowNumbers, choose
+from ringjax.serve.scheduler import (
+  DecodeTurn,
+  PromptPiece,
+  Scheduler,
+  ServedRow,
+)
+from ringjax.serve.shared_rows import shared_tiles
+
+
+class RowBoard(NamedTuple):
+  """What the device remembers of running rows, by slot.
+
+  Fields:
+    last: int32 [R], tokens that were chosen last.
+    seen: bool [R, V], which tokens occurred.
+    counts: int32 [R, V], how often in the answer.
+  """
+
+  last: Any
+  seen: Any
+  counts: Any
+
+
+class CallArrays(NamedTuple):
+  """The arguments of a call of B rows of T tokens, made on the host.
+
+  Fields:
+    tokens: int32 [B, T], -1 for the one that was chosen last.
+    pos: int32 [B, T].
+    seg: int32 [B, T], 0 is padding.
+    tables: for each group int32 [B, R, m], see `PagePool.call`.
+    ends: int32 [B], tokens behind the call.
+    slots: int32 [B]; out of range for padding.
+    fresh: bool [B], rows that begin.
+    last: int32 [B], which of the T is the row's last.
+    chooses: bool [B], whether a token is chosen.
+    how: settings of the rows.
+    shared: for each group the tiles that rows share; None for prompts.
+    adapter: int32 [B], which adapter each row has, 0 for none; or None.
+  """
+
+  tokens: Any
+  pos: Any
+  seg: Any
+  tables: tuple[Any, ...]
+  ends: Any
+  slots: Any
+  fresh: Any
+  last: Any
+  chooses: Any
+  how: RowNumbers
+  shared: tuple[SharedTiles, ...] | None = None
+  adapter: Any = None
+
+
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
+def compute(
+  model: Transformer,
+  attend: CachedAttention,
+  pool: PagePool,
+  board: RowBoard,
+  call: CallArrays,
+  allowed: Bool[Array, "B V"],
+  length: Int[Array, ""],
+) -> tuple[Any, PagePool, RowBoard]:
+  """Computes a call's tokens and chooses the next ones."""
+  rows = board.last.shape[0]
+  inside = jnp.minimum(call.slots, rows - 1)
+  before = board.last[inside][:, None]
+  tokens = jnp.where(call.tokens < 0, before, call.tokens)
+  with adapter_rows(call.adapter):
+    logits, pool = forward(
+      model,
+      attend,
+      tokens,
+      call.pos,
+      call.seg,
+      pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared),
+      call.last[:, None],
+      length,
+    )
+  logits = attend.everywhere(logits[:, 0])
+  choice = choose(
+    logits,
+    call.how,
+    call.ends,
+    board.seen[inside],
+    board.counts[inside],
+    allowed,
+  )
+  into = jnp.where(call.chooses, call.slots, rows)
+  board = RowBoard(
+    board.last.at[into].set(choice.token, mode="drop"),
+    board.seen.at[into, choice.token].set(True, mode="drop"),
+    board.counts.at[into, choice.token].add(1, mode="drop"),
+  )
+  return attend.everywhere(choice), pool, attend.everywhere(board)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def marked(
+  board: RowBoard,
+  slot: Int[Array, ""],
+  seen: Bool[Array, " V"],
+  counts: Int[Array, " V"],
+) -> RowBoard:
+  """With what a row has read and said."""
+  return board._replace(
+    seen=board.seen.at[slot].set(seen),
+    counts=board.counts.at[slot].set(counts),
+  )
+
+
+class CallBuilder:
+  """Makes the arguments of calls of what a scheduler plans.
+
+  Attributes:
+    saved: keys that the last call for answers reads less often than its rows
+      look at them.
+    plans: how often it was found out what rows have in common.
+  """
+
+  def __init__(
+    self,
+    scheduler: Scheduler,
+    vocab: int,
+    *,
+    tile: int,
+    together: bool,
+    adapters: dict[str, int],
+    groups: int,
+    place: Callable[[np.ndarray, int], np.ndarray] | None = None,
+  ):
+    """For no rows yet.
+
+    Args:
+      scheduler: of the rows.
+      vocab: V.
+      tile: slots that are read at once.
+      together: whether rows read together what they have in common.
+      adapters: numbers of adapters, by name.
+      groups: of layers that have pages.
+      place: where pages of a slot are, if not where the tables say.
+    """
+    self._place = place
+    self._scheduler, self._tile, self._together = scheduler, tile, together
+    self._adapters, self._vocab = adapters, vocab
+    self._tables = scheduler.tables[:groups]
+    # The last one is that of padding.
+    self._how = RowNumbers.empty(scheduler.limits.rows + 1, vocab)
+    self._shared: tuple[Any, Any] = (None, None)
+    self.saved = self.plans = 0
+
+  def begin(
+    self, row: ServedRow, request: Request, draw: int, logprobs: bool
+  ) -> None:
+    """Notes the settings of a row that has a slot now."""
+    assert row.slot is not None
+    self._how.put(row.slot, request.sampling, draw, logprobs, self._vocab)
+
+  def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
+    """A call for answers: each row stands at its slot."""
+    call = self._blank(self._scheduler.limits.rows, 1)
+    for turn in turns:
+      slot = turn.slot
+      call.tokens[slot, 0] = turn.row.token(turn.at)
+      call.pos[slot, 0], call.seg[slot, 0] = turn.at, 1
+      call.chooses[slot] = turn.chooses
+      self._row(call, slot, turn.row, slot, turn.at + 1)
+    return call._replace(
+      how=self._how.of(call.slots), shared=self._common(turns)
+    )
+
+  def pieces(self, pieces: tuple[PromptPiece, ...]) -> CallArrays:
+    """A call for pieces of prompts, one after another."""
+    limits = self._scheduler.limits
+    call = self._blank(limits.pieces, limits.piece)
+    for n, piece in enumerate(pieces):
+      row, end = piece.row, piece.start + piece.count
+      assert row.slot is not None
+      call.tokens[n, : piece.count] = row.prompt[piece.start : end]
+      call.pos[n] = piece.start + np.arange(limits.piece)
+      call.seg[n, : piece.count] = 1
+      call.fresh[n] = piece.start == 0
+      call.last[n], call.chooses[n] = piece.count - 1, piece.chooses
+      self._row(call, n, row, row.slot, end)
+    return call._replace(how=self._how.of(call.slots))
+
+  def _row(
+    self, call: CallArrays, n: int, row: ServedRow, slot: int, end: int
+  ) -> None:
+    """What any row of a call has, written into it."""
+    call.ends[n], call.slots[n] = end, slot
+    if call.adapter is not None:
+      call.adapter[n] = self._adapters[row.adapter]
+    for mine, table in zip(call.tables, self._tables, strict=True):
+      pages = table[slot]
+      mine[n] = pages if self._place is None else self._place(pages, slot)
+
+  def _blank(self, batch: int, tokens: int) -> CallArrays:
+    """A call of padding."""
+    zeros = lambda *shape: np.zeros(shape, np.int32)
+    slots = np.full(batch, self._scheduler.limits.rows, np.int32)
+    return CallArrays(
+      tokens=zeros(batch, tokens),
+      pos=zeros(batch, tokens),
+      seg=zeros(batch, tokens),
+      tables=tuple(
+        np.full((batch, *table.shape[1:]), -1, np.int32)
+        for table in self._tables
+      ),
+      ends=zeros(batch),
+      slots=slots,
+      fresh=np.zeros(batch, bool),
+      last=zeros(batch),
+      chooses=np.zeros(batch, bool),
+      how=self._how.of(slots),
+      adapter=zeros(batch) if len(self._adapters) > 1 else None,
+    )
+
+  def _common(self, turns: tuple[DecodeTurn, ...]) -> tuple[SharedTiles, ...]:
+    """What the rows of a call have in common; made anew if it has changed."""
+    scheduler, tile = self._scheduler, self._tile
+    page, shards = scheduler.tree.page, scheduler.tree.shards
+    ready = np.zeros(scheduler.limits.rows, np.int64)
+    for turn in turns:
+      ready[turn.slot] = turn.at if self._together else 0
+    key = scheduler.version, (ready // tile).tobytes()
+    if self._shared[0] != key:
+      many = scheduler.limits.blocks * page // tile // shards
+      most = max(1, many * max(1, ready.size // 2))
+      made = tuple(
+        shared_tiles(table, ready, page, tile, most) for table in self._tables
+      )
+      self.plans += 1
+      self.saved = 0
+      if made:
+        self.saved = int(made[0].done.sum() - made[0].count.sum()) * tile
+      self._shared = key, jax.tree.map(jnp.asarray, made)
+    return self._shared[1]

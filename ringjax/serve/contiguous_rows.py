@@ -1,0 +1,142 @@
+"""What an engine does for rows that are contiguous and grow on demand.
+
+Guarantees: the calls are those of an engine of pages, so that answers are the
+same, bit for bit, as with a pool of as many pages; only the tables differ,
+whose pages are one after another.
+Cost: rows that outgrow an extent are copied, in place of the pool.
+Memory: that of the pool; of reserved rows what is in use.
+Ref: Prabhu et al. 2024, vAttention, arXiv 2405.04437.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from ringjax.errors import OptionError
+from ringjax.kv.page_pool import PagePool
+from ringjax.kv.reserved import ReservedRows
+from ringjax.kv.state import State
+from ringjax.serve.row_space import DoublingSpace, RowSpace
+from ringjax.serve.scheduler import ServedRow
+
+LAYOUTS = ("pages", "contiguous", "doubling")
+
+
+def check_contiguous(share: str, preempt: str) -> None:
+  """Refuses what contiguous rows can't do.
+
+  Raises:
+    OptionError: shared prefixes, or rows that are swapped.
+  """
+  if share != "nothing":
+    raise OptionError(
+      "share",
+      f"{share!r}, for contiguous rows",
+      "'nothing': each row has memory of its own",
+      "leave share out, or pass layout='pages'",
+    )
+  if preempt == "swap":
+    raise OptionError(
+      "preempt",
+      "'swap', for contiguous rows",
+      "'auto' or 'recompute'",
+      "leave preempt out, or pass layout='pages'",
+    )
+
+
+def row_pages(
+  many: int, rows: int, blocks: int, shards: int, reserves: bool
+) -> int:
+  """Pages that a pool for rows has, over all shards.
+
+  Args:
+    many: pages that are to be in use at a time, a multiple of the shards.
+    rows: slots.
+    blocks: pages of a row at most.
+    shards: R.
+    reserves: whether rows are reserved; else there are as many as a power of
+      two for each shard, no more than `many`.
+  """
+  if reserves:
+    return rows * blocks
+  return (1 << ((many // shards).bit_length() - 1)) * shards
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _moved(
+  pool: PagePool, source: Int[Array, "R k"], target: Int[Array, "R k"]
+) -> PagePool:
+  """The pool with pages copied; none is in both."""
+  for group in range(len(pool.groups)):
+    held = pool.read_pages(group, source)
+    pool = pool.write_pages(group, target, held)
+  return pool
+
+
+class ContiguousRows:
+  """The space of an engine's rows, and their memory.
+
+  Attributes:
+    space: slots and groups.
+    memory: of reserved rows; None of others.
+    place: where pages of a slot are, or None: where the tables say.
+  """
+
+  def __init__(
+    self, pool: PagePool, rows: int, blocks: int, many: int, reserves: bool
+  ):
+    """Of an empty pool.
+
+    Args:
+      pool: with as many pages as `row_pages` says.
+      rows: slots.
+      blocks: pages of a row at most.
+      many: pages that are to be in use at a time.
+      reserves: whether the pool's arrays are reserved.
+    """
+    shards = pool.shards
+    self.memory: ReservedRows | None = None
+    self.place = None
+    if reserves:
+      held = tuple(x for x in pool.slots if not isinstance(x, State))
+      self.memory = ReservedRows(held, blocks // shards)
+      self.space = RowSpace(
+        rows,
+        max(1, many // shards),
+        pool.page,
+        blocks=blocks,
+        shards=shards,
+        memory=self.memory,
+      )
+    else:
+      groups = row_pages(many, rows, blocks, shards, False) // shards
+      space = DoublingSpace(
+        rows, groups, pool.page, blocks=blocks, shards=shards
+      )
+      self.space, self.place = space, space.place
+
+  def moved(self, pool: PagePool) -> PagePool:
+    """The pool with rows where they have grown to."""
+    if not isinstance(self.space, DoublingSpace):
+      return pool
+    for move in self.space.take_moves():
+      pages = np.tile(np.arange(move.count, dtype=np.int32), (pool.shards, 1))
+      source = jnp.asarray(pages + np.int32(move.source))
+      pool = _moved(pool, source, jnp.asarray(pages + np.int32(move.target)))
+    return pool
+
+  def look_ahead(self, running: Sequence[ServedRow | None]) -> None:
+    """Maps what rows that decode need next, on the space's thread."""
+    self.space.look_ahead(
+      {
+        row.slot: row.computed
+        for row in running
+        if row is not None and row.slot is not None and not row.reading
+      }
+    )

@@ -1,0 +1,919 @@
+"""Many requests at once, over one pool of pages.
+
+Guarantees: a request's tokens are those that it has alone, bit for bit, on one
+kind of device: calls have fixed shapes, keys are read in the order of
+positions, and a token is always computed by the same program, that of prompts
+or that of answers, also when its row was preempted. (With share="answers"
+blocks of answers are found by later prompts, which gives that up.) What one
+request raises ends that request alone.
+Cost: a step is at most one call for answers and one for prompts, each of which
+is one compiled program for good. The host plans a step while the device
+computes the one before; a mask makes it wait.
+Memory: the pool; it does not grow. Of reserved rows what is in use.
+Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention,
+arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax.checks import float_dtype, integer, one_of, positive_int
+from ringjax.errors import (
+  InputTypeError,
+  MemoryEstimateError,
+  OptionError,
+  OutOfMemoryError,
+  PromptError,
+)
+from ringjax.infer import inputs
+from ringjax.infer.session import check_devices, free_on, place_of
+from ringjax.infer.stopping import Watch, check_tokenizer
+from ringjax.kv.base import bytes_each, zeros
+from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.page_pool import PagePool
+from ringjax.kv.reserved import reserved_zeros
+from ringjax.kv.state import StateShape
+from ringjax.models.transformer import Transformer
+from ringjax.nn.sharding_context import CachedAttention
+from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.pooled import (
+  pool_tile,
+  sharing_is_exact,
+)
+from ringjax.parallel import chips
+from ringjax.parallel.mesh import entering
+from ringjax.serve.calls import (
+  CallArrays,
+  CallBuilder,
+  RowBoard,
+  compute,
+  marked,
+)
+from ringjax.serve.contiguous_rows import (
+  LAYOUTS,
+  ContiguousRows,
+  check_contiguous,
+  row_pages,
+)
+from ringjax.serve.page_swap import PREEMPTIONS, PageSwap
+from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
+from ringjax.serve.request import Answer, Handle, Request, TokenLogprobs
+from ringjax.serve.row_space import RowSpace
+from ringjax.serve.scheduler import (
+  Scheduler,
+  ServedRow,
+  StepLimits,
+  StepPlan,
+)
+from ringjax.serve.store_link import StoreLink
+from ringjax.train.lora import Lora, with_adapters
+
+SHARES = ("prompts", "answers", "nothing")
+SHARED_READS = ("exact", "always", "never")
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineCounters:
+  """What an engine has done.
+
+  Attributes:
+    requests: that were submitted.
+    finished: that ended, for whatever reason.
+    steps: that computed something.
+    prompt_tokens: that were computed.
+    cached_tokens: of prompts, that were found.
+    new_tokens: that were chosen.
+    preemptions: rows that had to make room.
+    swapped: of these, rows whose pages went to the host's memory.
+    expired: requests whose deadline passed.
+    cancelled: requests that were given up.
+    failed: requests that raised.
+    plans: how often it was found out what rows have in common.
+    keys_read: keys that answers read, those that rows read together once.
+    keys_seen: keys that their rows looked at.
+    stored_tokens: of prompts, that came out of the store; those of rows that
+      began anew are counted again.
+    pages_out: pages that went to the store.
+    pages_in: pages that came from it.
+    pages_lost: pages that were not exported, for the copies before them were
+      still on their way.
+  """
+
+  requests: int = 0
+  finished: int = 0
+  steps: int = 0
+  prompt_tokens: int = 0
+  cached_tokens: int = 0
+  new_tokens: int = 0
+  preemptions: int = 0
+  swapped: int = 0
+  expired: int = 0
+  cancelled: int = 0
+  failed: int = 0
+  plans: int = 0
+  keys_read: int = 0
+  keys_seen: int = 0
+  stored_tokens: int = 0
+  pages_out: int = 0
+  pages_in: int = 0
+  pages_lost: int = 0
+
+
+class _Owner(NamedTuple):
+  """What an engine knows of a row.
+
+  Fields:
+    handle: of its request.
+    answer: which one it makes.
+    watch: finds the end of its text, or None.
+    draw: the row of a batch that it draws as.
+  """
+
+  handle: Handle
+  answer: Answer
+  watch: Watch | None
+  draw: int
+
+
+def _platform(mesh: Any) -> str:
+  if mesh is None:
+    return jax.default_backend()
+  return mesh.devices.flat[0].platform
+
+
+class Engine:
+  """Serves requests; `submit` one, then `step`, or `start` a thread.
+
+  Attributes:
+    model: the model.
+    counters: what was done.
+    scheduler: rows and pages.
+  """
+
+  @entering(lambda _, model, **options: options.get("mesh") or model.mesh)
+  def __init__(
+    self,
+    model: Transformer,
+    *,
+    rows: int = 16,
+    capacity: int | None = None,
+    longest: int | None = None,
+    page: int = 32,
+    piece: int = 64,
+    pieces: int = 4,
+    budget: int | None = None,
+    cache_kind: Any = "windowed",
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    tokenizer: Any = None,
+    adapters: Mapping[str, tuple[Lora, Any]] | None = None,
+    share: str | None = None,
+    shared_reads: str = "exact",
+    preempt: str = "auto",
+    store: Any = None,
+    layout: str = "pages",
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Makes an empty pool.
+
+    Args:
+      model: made by `rj.models.load` or `create`.
+      rows: answers that are made at the same time; calls have that size
+        whatever is to do.
+      capacity: tokens in the pool, those of shared prefixes once; default: as
+        many as `rows` rows of `longest` tokens, at most 65,536.
+      longest: tokens of a prompt and its answer together at most; default: the
+        model's context, at most 16,384. Rotations that depend on the length of
+        the context (dynamic, longrope) are those of a context of that length.
+      page: tokens of a page, 16, 32, 64 or 128.
+      piece: tokens of a prompt in one row of a call.
+      pieces: rows of a call of prompts.
+      budget: tokens of a step, of prompts and answers together; default: all
+        that its calls have room for.
+      cache_kind: how keys and values are stored, see `Transformer.init_cache`.
+      dtype: of the cache; default: the model's.
+      mesh: the mesh; default: the model's.
+      axis: the axis that shards the pages; default "seq" if there is one.
+      tokenizer: of stop texts and of `Answer.text`.
+      adapters: by name (how, params) of low-rank adapters of the model, see
+        `rj.train.Lora.start`; a request names its own.
+      share: what later prompts may find: blocks of "prompts", of prompts and
+        "answers", or "nothing"; default: "prompts" in pages, "nothing" in
+        contiguous rows, which share no memory.
+      shared_reads: whether answers read what rows share once for all of them
+        (ChunkAttention): "always", "never", or where that is "exact", so that
+        a row has the same bits alone; it is tried on the device. Never where
+        a mesh axis shards the rows.
+      preempt: what becomes of a row that has to make room: it is computed
+        again later ("recompute"), its pages go to the host's memory and come
+        back ("swap"), or whichever costs less by what was measured ("auto").
+      store: an `rj.store.Store`, to which pages go that have to make room, and
+        from which prefixes come back bit for bit. It stays open.
+      layout: "pages"; or "contiguous", rows whose memory grows on demand
+        (vAttention): on CPUs reserved address space, elsewhere, or with
+        "doubling", extents of a pool of fixed size that double, its capacity
+        rounded down to a power of two of pages on each shard. All layers
+        then keep whole rows, also those that look back a window, and
+        preempted rows are computed again.
+      clock: seconds, for deadlines.
+
+    Raises:
+      OptionError: a value is out of its range, a store for a model that
+        shares nothing, or contiguous rows that are to share prefixes or to be
+        swapped.
+      MeshError: weights on other devices than those of the mesh.
+      MemoryEstimateError: a pool that does not fit.
+    """
+    if not isinstance(model, Transformer):
+      raise InputTypeError(
+        "model",
+        type(model).__name__,
+        "an rj.models.Transformer",
+        "make one with rj.models.load",
+      )
+    self.model, self.tokenizer = model, tokenizer
+    if tokenizer is not None:
+      check_tokenizer(tokenizer)
+    # Number 0 is none.
+    self._adapters = {"": 0}
+    if adapters:
+      names = list(adapters)
+      self._adapters |= {name: n + 1 for n, name in enumerate(names)}
+      self.model = with_adapters(model, [adapters[n] for n in names])
+    self.mesh, self.axis = place_of(mesh, axis, model)
+    check_devices(model, self.mesh)
+    self._attend = CachedAttention(mesh=self.mesh, axis=self.axis)
+    shards = self._attend.size
+    rows, piece = positive_int("rows", rows), positive_int("piece", piece)
+    pieces = positive_int("pieces", pieces)
+    one_of("page", page, (16, 32, 64, 128))
+    one_of("layout", layout, LAYOUTS)
+    contiguous = layout != "pages"
+    if share is None:
+      share = "nothing" if contiguous else "prompts"
+    one_of("share", share, SHARES)
+    one_of("shared_reads", shared_reads, SHARED_READS)
+    one_of("preempt", preempt, PREEMPTIONS)
+    if contiguous:
+      check_contiguous(share, preempt)
+      preempt = "recompute"
+    context = model.config.longest
+    if longest is None:
+      longest = min(context or 16384, 16384)
+    longest = positive_int("longest", longest)
+    if context is not None and longest > context:
+      raise OptionError(
+        "longest",
+        longest,
+        f"at most the model's context, {context:,}",
+        "leave it out, or extend the model (rj.train.extended)",
+      )
+    if capacity is None:
+      capacity = min(65536, rows * longest)
+    capacity = integer("capacity", capacity, least=page)
+    up = lambda n, k: -(-n // k) * k
+    self.vocab = model.config.vocab
+    pages_at_once = many = up(-(-capacity // page), shards)
+    platform = _platform(self.mesh)
+    tile = pool_tile(page, platform)
+    blocks = up(-(-longest // page), shards * (tile // page))
+    reserves = layout == "contiguous" and platform == "cpu"
+    if contiguous:
+      many = row_pages(many, rows, blocks, shards, reserves)
+
+    def pages(reach: int | None) -> int:
+      if reach is None:
+        return many
+      # Of each row what it sees, and as much that is found again.
+      each = -(-(reach + piece * pieces) // page) + 2
+      return min(many, up(2 * rows * each, shards))
+
+    kind = model.cache_kind(cache_kind)
+    if contiguous:
+      kind = dataclasses.replace(kind, windowed=False)
+    mesh_axes = () if self.mesh is None else self.mesh.axis_names
+    spec: dict[str, Any] = dict(
+      rows=rows,
+      pages=pages,
+      page=page,
+      dtype=model.dtype if dtype is None else float_dtype("dtype", dtype),
+      kind=kind,
+      mesh=self.mesh,
+      axis=self.axis if shards > 1 else None,
+      head_axis="model" if "model" in mesh_axes else None,
+    )
+    free, devices = free_on(self.mesh)
+    each = bytes_each(PagePool.spec(model.kinds, **spec).slots)
+    if free is not None and each > free and not reserves:
+      raise MemoryEstimateError(
+        "capacity",
+        f"{each:,} bytes on each of {devices} device(s) for {capacity:,} "
+        "tokens",
+        f"at most the {free:,} that are free there",
+        "pass a smaller capacity=, a codec as cache_kind=, or more devices",
+      )
+    fill = reserved_zeros if reserves else zeros
+    self._pool = PagePool.create(model.kinds, fill=fill, **spec)
+    recurrent = any(isinstance(s, StateShape) for s in model.kinds)
+    if self.mesh is None:
+      # Committed, as what calls return: else each program is compiled twice.
+      (device,) = jax.tree.leaves(model)[0].devices()
+      self._pool = jax.device_put(self._pool, device)
+    self._rows: ContiguousRows | None = None
+    if contiguous:
+      self._rows = ContiguousRows(
+        self._pool, rows, blocks, pages_at_once, reserves
+      )
+      self._rows.space.settle = self._settle
+      tree: PrefixTree = self._rows.space
+    else:
+      tree = PrefixTree(
+        [
+          GroupSpec(pages=g.pages // shards, reach=g.reach)
+          for g in self._pool.groups
+        ]
+        or [GroupSpec(pages=many // shards)],
+        page,
+        shards=shards,
+      )
+    # Rows on other devices read for themselves.
+    apart = bool(self._attend.batch_axes(rows))
+    together = not (apart or contiguous) and (
+      shared_reads == "always"
+      or (shared_reads == "exact" and self._exact(rows, page, platform))
+    )
+    limits = StepLimits(
+      rows=rows,
+      pieces=pieces,
+      piece=piece,
+      budget=positive_int(
+        "budget", rows + piece * pieces if budget is None else budget
+      ),
+      blocks=blocks,
+      one_piece=recurrent,
+    )
+    self.longest = longest
+    # A page of all groups of layers.
+    self.page_bytes = page * sum(g.token_bytes for g in self._pool.groups)
+    self._swap = PageSwap(preempt, page, self.page_bytes)
+    # A state can't go back to the end of a prefix.
+    self.scheduler = Scheduler(
+      tree,
+      limits,
+      share_answers=share == "answers",
+      reuse=share != "nothing" and not recurrent,
+      keeps=self._swap.keeps,
+    )
+    self._calls = CallBuilder(
+      self.scheduler,
+      self.vocab,
+      tile=tile,
+      together=together,
+      adapters=self._adapters,
+      groups=len(self._pool.groups),
+      place=self._rows.place if self._rows is not None else None,
+    )
+    self.counters = EngineCounters()
+    place = self._everywhere
+    if self.mesh is None:
+      place = lambda x: jax.device_put(x, device)
+    self._link: StoreLink | None = None
+    if store is not None:
+      if not self.scheduler.reuse:
+        raise OptionError(
+          "store",
+          "a store, for "
+          + (
+            "recurrent layers"
+            if recurrent
+            else f"layout={layout!r}, share={share!r}"
+          ),
+          "a model and a share= with which prefixes are found again",
+          "leave store out",
+        )
+      self._link = StoreLink(
+        store, self.model, self._pool, self.scheduler, self.counters, longest
+      )
+    self._board = RowBoard(
+      place(jnp.zeros((rows,), jnp.int32)),
+      place(jnp.zeros((rows, self.vocab), bool)),
+      place(jnp.zeros((rows, self.vocab), jnp.int32)),
+    )
+    self._all = {
+      n: place(jnp.ones((n, self.vocab), bool)) for n in {rows, pieces}
+    }
+    self._length = jnp.int32(longest)
+    self._handles: dict[Handle, list[ServedRow]] = {}
+    self._flying: tuple[StepPlan, Any, Any] | None = None
+    self._arrivals = itertools.count()
+    self._clock = clock
+    self._lock = threading.RLock()
+    self._work = threading.Condition(self._lock)
+    # One entry for each thread that waits to be let in between two steps.
+    self._asking: collections.deque[None] = collections.deque()
+    self._thread: threading.Thread | None = None
+    self._closed = False
+    self._broken: Exception | None = None
+
+  def _everywhere(self, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, NamedSharding(self.mesh, P()))
+
+  def _exact(self, rows: int, page: int, platform: str) -> bool:
+    """Whether rows have the same bits if they read together."""
+    pool = self._pool
+    shapes = {
+      (rows, s.heads, s.reading.groups, s.key, s.value or s.key)
+      for s in pool.shapes
+      if isinstance(s, LayerCacheSpec) and s.reading is not None
+    }
+    # By what reads them: a kernel, where there is one.
+    kind = jax.devices(platform)[0].device_kind
+    local = AutoKernel(platform=platform, chip=chips.known(kind))
+    return all(
+      sharing_is_exact(s, page, pool.dtype, platform, local.decode)
+      for s in shapes
+    )
+
+  # -------------------------------------------------------------------------
+  # Requests
+  # -------------------------------------------------------------------------
+
+  @contextlib.contextmanager
+  def _asked(self) -> Iterator[None]:
+    """The lock, for a thread that the engine's own lets in between steps.
+
+    Locks of Python are not fair: a thread that steps again and again would keep
+    others waiting.
+    """
+    self._asking.append(None)
+    with self._work:
+      self._asking.pop()
+      try:
+        yield
+      finally:
+        self._work.notify_all()
+
+  def submit(
+    self,
+    request: Request,
+    on_change: Callable[[Answer], None] | None = None,
+  ) -> Handle:
+    """Takes a request.
+
+    Args:
+      request: the request.
+      on_change: called with an answer after each of its tokens and when it has
+        ended, by the thread that steps or cancels, between whose steps it
+        stands: it has to be quick and may not raise.
+
+    Raises:
+      PromptError: a prompt that is none, or longer than the engine serves.
+      OptionError: texts to stop at without a tokenizer, or a closed engine.
+    """
+    if not isinstance(request, Request):
+      raise InputTypeError(
+        "request",
+        type(request).__name__,
+        "an rj.serve.Request",
+        "make one with rj.serve.Request(prompt=..., max_new_tokens=...)",
+      )
+    prompt = inputs.prompt(request.prompt, self.vocab)
+    stop = request.stops
+    stop.check(self.vocab)
+    if stop.strings and self.tokenizer is None:
+      raise OptionError(
+        "stop",
+        "texts, for an engine without a tokenizer",
+        "ids",
+        "pass tokenizer= to the engine",
+      )
+    if request.adapter not in self._adapters:
+      raise OptionError(
+        "adapter",
+        repr(request.adapter),
+        f"one of {sorted(self._adapters)}",
+        "pass adapters= to the engine",
+      )
+    for token, _ in request.sampling.logit_bias:
+      integer("logit_bias token", token, least=0, most=self.vocab - 1)
+    total = prompt.size + request.max_new_tokens
+    if total > self.longest:
+      raise PromptError(
+        "prompt",
+        f"{prompt.size:,} tokens and max_new_tokens={request.max_new_tokens:,}",
+        f"{self.longest:,} tokens of a row at most",
+        "ask for fewer, or make the engine with a larger longest=",
+      )
+    inputs.within_context(
+      self.model.config,
+      total,
+      f"{prompt.size:,} tokens in the prompt and max_new_tokens="
+      f"{request.max_new_tokens:,}",
+    )
+    with self._asked():
+      self._check_open()
+      handle = Handle(self, request, self._clock(), on_change)
+      number = next(self._arrivals)
+      made = []
+      for n, answer in enumerate(handle.answers):
+        watch = None
+        if self.tokenizer is not None:
+          watch = stop.watch(self.tokenizer)
+        row = ServedRow(
+          prompt=prompt,
+          most=request.max_new_tokens,
+          priority=request.priority,
+          # Answers of a request are neighbours.
+          arrival=number + n / (len(handle.answers) + 1),
+          salt=request.salt,
+          adapter=request.adapter,
+          share=request.share,
+          owner=_Owner(handle, answer, watch, n),
+        )
+        why = self.scheduler.fits(row)
+        if why is not None:
+          raise PromptError(
+            "prompt",
+            f"{prompt.size:,} tokens and max_new_tokens="
+            f"{request.max_new_tokens:,}",
+            why,
+            "ask for fewer, or make the engine with larger longest=, capacity=",
+          )
+        made.append(row)
+      self._handles[handle] = made
+      self.counters.requests += 1
+      for row in made:
+        self.scheduler.add(row)
+    return handle
+
+  def cancel(self, handle: Handle, why: str = "cancelled") -> None:
+    """Gives a request up; its pages are free at once."""
+    with self._asked():
+      rows = self._handles.get(handle, [])
+      for row in rows:
+        if not row.ended:
+          self._end(row, why)
+      if rows:
+        self.counters.cancelled += why == "cancelled"
+
+  @property
+  def space(self) -> RowSpace | None:
+    """Slots of contiguous rows and what is mapped in them; None in pages."""
+    return None if self._rows is None else self._rows.space
+
+  def reserved(self) -> int:
+    """Bytes of the arrays of keys and values, resident or not."""
+    return self._pool.nbytes()
+
+  def resident(self) -> int | None:
+    """Bytes of reserved rows that are in memory; None of another layout."""
+    with self._lock:
+      memory = None if self._rows is None else self._rows.memory
+      return None if memory is None else memory.resident()
+
+  @property
+  def open(self) -> bool:
+    """Whether it takes requests: not closed, and no step of it has failed."""
+    return not self._closed and self._broken is None
+
+  @property
+  def busy(self) -> bool:
+    """Whether there is something to do."""
+    return self._flying is not None or self.scheduler.busy
+
+  # -------------------------------------------------------------------------
+  # Steps
+  # -------------------------------------------------------------------------
+
+  def step(self) -> bool:
+    """Computes the next tokens; whether there is more to do.
+
+    The tokens of a step are known after the next one, which is on its way
+    while they are read.
+    """
+    with self._lock:
+      self._check_open()
+      try:
+        return self._step()
+      except Exception as error:
+        # What the device holds is not known any more.
+        self._broken = error
+        for handle in list(self._handles):
+          for row in self._handles.get(handle, []):
+            if not row.ended:
+              row.owner.answer.error = error
+              self._end(row, "error")
+        raise
+
+  def run(self) -> None:
+    """Steps until all requests have ended."""
+    while self.step():
+      pass
+
+  def advance(self, handle: Handle) -> None:
+    """Gets a request on: a step, or a wait for the engine's thread."""
+    if self._thread is None:
+      self.step()
+      return
+    with self._work:
+      if not handle.done and not self._closed:
+        self._work.wait(timeout=1.0)
+
+  def start(self) -> Engine:
+    """Lets a thread of its own do the steps, until `close`."""
+    with self._lock:
+      self._check_open()
+      if self._thread is None:
+        self._thread = threading.Thread(
+          target=self._serve, name="ringjax engine", daemon=True
+        )
+        self._thread.start()
+    return self
+
+  def close(self) -> None:
+    """Ends the thread and gives up what is left; prefixes go to the store."""
+    with self._work:
+      self._closed = True
+      self._work.notify_all()
+    if self._thread is not None:
+      self._thread.join()
+    with self._lock:
+      for handle in list(self._handles):
+        self.cancel(handle)
+      self._flying = None
+      self._work.notify_all()
+      if self._link is not None:
+        if self._broken is None:
+          self._link.export_all(self._pool)
+        self._link.close()
+        self._link = None
+      if self._rows is not None:
+        self._rows.space.close()
+
+  def __enter__(self) -> Engine:
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self.close()
+
+  def _serve(self) -> None:
+    while True:
+      with self._work:
+        while not self._closed and (self._asking or not self.busy):
+          self._work.wait()
+        if self._closed:
+          return
+      try:
+        self.step()
+      except Exception:
+        # Every request has it.
+        return
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise OptionError(
+        "engine", "a closed one", "one that is open", "make another Engine"
+      )
+    if self._broken is not None:
+      raise OptionError(
+        "engine",
+        f"one whose step failed: {self._broken!r}",
+        "one that works",
+        "make another Engine",
+      ) from self._broken
+
+  @entering(lambda engine: engine.mesh)
+  def _step(self) -> bool:
+    """See `step`; the lock is held."""
+    self._expire()
+    rows = [row for row in self.scheduler.running if row is not None]
+    if any(row.owner.handle.request.mask is not None for row in rows):
+      # A mask depends on all tokens before it.
+      self._collect()
+    if self._rows is not None:
+      self._rows.space.join()
+    plan = self.scheduler.plan()
+    counters = self.counters
+    if self._rows is not None:
+      self._pool = self._rows.moved(self._pool)
+    # What is copied is copied before anything is written there.
+    for row in plan.preempted:
+      if row.kept is not None:
+        self._swap.out(self._pool, row)
+    if self._link is not None:
+      self._pool = self._link.move(self._pool)
+    for row in plan.restored:
+      self._pool = self._swap.back(self._pool, row)
+    for row in plan.admitted:
+      self._admit(row)
+    counters.preemptions += len(plan.preempted)
+    counters.swapped = self._swap.count
+    for row in plan.preempted:
+      row.owner.handle.preemptions += 1
+    for row in plan.refused:
+      row.owner.answer.error = OutOfMemoryError(
+        "a row alone",
+        f"no memory for {row.known:,} tokens",
+        "what the system has to spare for one row",
+        "free memory on this host, or pass a smaller longest=",
+      )
+      self._end(row, "error")
+    before, self._flying = self._flying, None
+    if not plan.empty:
+      counters.steps += 1
+      counters.prompt_tokens += sum(piece.count for piece in plan.pieces)
+      self._flying = plan, *self._run(plan)
+    if self._rows is not None:
+      self._rows.look_ahead(self.scheduler.running)
+    if before is not None:
+      self._read(*before)
+    elif plan.empty and self._link is not None:
+      # All that is left to do waits for blocks.
+      self._link.wait(self.scheduler.waiting)
+    self._swap.measure(plan)
+    self._work.notify_all()
+    return self.busy
+
+  def _settle(self) -> None:
+    """Waits for the calls that are on their way."""
+    if self._flying is not None:
+      jax.block_until_ready(self._flying[1:])
+
+  def _collect(self) -> None:
+    """Reads the tokens of the step that is on its way."""
+    before, self._flying = self._flying, None
+    if before is not None:
+      self._read(*before)
+
+  def _expire(self) -> None:
+    now = self._clock()
+    for handle in list(self._handles):
+      most = handle.request.deadline
+      if most is not None and now - handle.arrival > most:
+        self.counters.expired += 1
+        self.cancel(handle, "deadline")
+
+  def _admit(self, row: ServedRow) -> None:
+    """A row begins, or begins anew."""
+    request = row.owner.handle.request
+    if not row.preemptions:
+      if row.owner.draw == 0:
+        row.owner.handle.cached_tokens = row.hit
+      self.counters.cached_tokens += row.hit
+    self.counters.stored_tokens += row.loaded
+    wanted = request.logprobs is not None or request.best_of is not None
+    self._calls.begin(row, request, row.owner.draw, wanted)
+    if request.sampling.counts:
+      counts = np.bincount(row.answer, minlength=self.vocab).astype(np.int32)
+      seen = counts > 0
+      seen[row.prompt] = True
+      self._board = marked(self._board, jnp.int32(row.slot), seen, counts)
+
+  # -------------------------------------------------------------------------
+  # Calls
+  # -------------------------------------------------------------------------
+
+  def _run(self, plan: StepPlan) -> tuple[Any, Any]:
+    """Computes what is planned; what answers and prompts choose, or None."""
+    calls, counters = self._calls, self.counters
+    turns = calls.turns(plan.turns) if plan.turns else None
+    pieces = calls.pieces(plan.pieces) if plan.pieces else None
+    # A mask may end rows: by then both calls know their pages.
+    if turns is not None:
+      keys = sum(turn.at + 1 for turn in plan.turns)
+      counters.keys_seen += keys
+      counters.keys_read += keys - calls.saved
+      counters.plans = calls.plans
+      rows = [(turn.slot, turn.row) for turn in plan.turns if turn.chooses]
+      turns = self._computed(turns, rows)
+    if pieces is not None:
+      ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
+      pieces = self._computed(pieces, ends)
+    return turns, pieces
+
+  def _computed(
+    self, call: CallArrays, rows: list[tuple[int, ServedRow]]
+  ) -> Any:
+    """What a call chooses, of which these rows choose a token."""
+    choice, self._pool, self._board = compute(
+      self.model,
+      self._attend,
+      self._pool,
+      self._board,
+      call,
+      self._allowed(call.slots.size, rows),
+      self._length,
+    )
+    return choice
+
+  def _allowed(self, batch: int, rows: list[tuple[int, ServedRow]]) -> Any:
+    """Which tokens may come, bool [B, V]."""
+    found = None
+    for n, row in rows:
+      mask = row.owner.handle.request.mask
+      if mask is None:
+        continue
+      try:
+        answer = mask(np.asarray(row.answer, np.int32))
+        one = None if answer is None else np.asarray(answer)
+        good = one is None or (one.shape == (self.vocab,) and one.dtype == bool)
+        if not good or (one is not None and not one.any()):
+          raise InputTypeError(
+            "mask",
+            f"an answer of {type(answer).__name__}"
+            + (f" {one.dtype} {list(one.shape)}" if one is not None else ""),
+            f"bool [{self.vocab}] of which some are True, or None",
+            "let it return which tokens may come",
+          )
+      except Exception as error:
+        row.owner.answer.error = error
+        self._end(row, "error")
+        continue
+      if one is not None:
+        if found is None:
+          found = np.ones((batch, self.vocab), bool)
+        found[n] = one
+    return self._all[batch] if found is None else found
+
+  # -------------------------------------------------------------------------
+  # Answers
+  # -------------------------------------------------------------------------
+
+  def _read(self, plan: StepPlan, turns: Any, pieces: Any) -> None:
+    """Gives rows the tokens that a step chose."""
+    turns, pieces = jax.device_get((turns, pieces))
+    for turn in plan.turns:
+      if turn.chooses:
+        self._said(turn.row, turns, turn.slot)
+    for n, piece in enumerate(plan.pieces):
+      if piece.chooses:
+        self._said(piece.row, pieces, n)
+
+  def _said(self, row: ServedRow, choice: Any, n: int) -> None:
+    """One token of a row."""
+    if row.ended:
+      return
+    owner: _Owner = row.owner
+    answer, handle = owner.answer, owner.handle
+    token = int(choice.token[n])
+    row.answer.append(token)
+    answer.tokens.append(token)
+    self.counters.new_tokens += 1
+    if handle.first_token is None:
+      handle.first_token = self._clock() - handle.arrival
+    many = handle.request.logprobs
+    answer.total_logprob += float(choice.logprob[n])
+    if many is not None:
+      pairs = zip(choice.top[n], choice.top_logprobs[n], strict=True)
+      top = [(int(i), float(x)) for i, x in pairs][:many]
+      answer.logprobs.append(
+        TokenLogprobs(
+          token=token, logprob=float(choice.logprob[n]), top=tuple(top)
+        )
+      )
+    if owner.watch is not None:
+      answer.text += owner.watch.feed(token)
+      if owner.watch.stopped is not None:
+        answer.stopped = owner.watch.stopped
+        self._end(row, "stop")
+        return
+    elif token in handle.request.stops.ids:
+      answer.stopped = token
+      self._end(row, "stop")
+      return
+    if len(answer.tokens) >= row.most:
+      self._end(row, "length")
+      return
+    if handle.on_change is not None:
+      handle.on_change(answer)
+
+  def _end(self, row: ServedRow, why: str) -> None:
+    """A row is over; its request too, if it was the last one."""
+    owner: _Owner = row.owner
+    if owner.watch is not None and why != "stop":
+      owner.answer.text += owner.watch.flush()
+    self.scheduler.drop(row)
+    owner.answer.finish = why
+    handle = owner.handle
+    if handle.done:
+      handle.seconds = self._clock() - handle.arrival
+      self.counters.finished += 1
+      self.counters.failed += any(a.error is not None for a in handle.answers)
+      self._handles.pop(handle, None)
+    if handle.on_change is not None:
+      handle.on_change(owner.answer)

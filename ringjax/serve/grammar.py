@@ -1,0 +1,150 @@
+"""Masks of requests whose answers follow a JSON schema or a regular expression.
+
+llguidance (MIT, 2 MB, no dependencies) says which tokens may come: it is the
+library that llama.cpp, vLLM and SGLang offer too, written in Rust, and needs
+about 50 us a token. It is an optional extra, `structured`.
+Ref: https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ringjax.errors import OptionError
+
+
+class GrammarCompiler:
+  """Makes masks for `rj.serve.Request`, for one tokenizer."""
+
+  def __init__(self, tokenizer: Any, vocab: int):
+    """Loads nothing yet.
+
+    Args:
+      tokenizer: of the model; its tokens have bytes (`by_bytes`).
+      vocab: ids that the model has.
+    """
+    self._tokenizer, self._vocab = tokenizer, vocab
+    self._lock = threading.Lock()
+    self._known: Any = None
+
+  def mask(
+    self, schema: dict[str, Any] | None, regex: str | None, answers: int
+  ) -> Callable[[np.ndarray], Any] | None:
+    """The mask of a request, or None if it asks for no grammar.
+
+    Args:
+      schema: a JSON schema, or None.
+      regex: a regular expression, or None.
+      answers: of the request.
+
+    Raises:
+      OptionError: llguidance is missing, or refuses the grammar.
+    """
+    if schema is None and regex is None:
+      return None
+    name = "guided_regex" if schema is None else "response_format"
+    library = _llguidance(name)
+    matcher = library.LLMatcher
+    try:
+      grammar = (
+        matcher.grammar_from_regex(regex)
+        if schema is None
+        else matcher.grammar_from_json_schema(json.dumps(schema))
+      )
+    except ValueError as error:
+      raise _bad(name, error) from None
+    with self._lock:
+      if self._known is None:
+        self._known = self._words(name)
+      words = self._known
+    first = matcher(words, grammar, log_level=0)
+    if first.is_error():
+      raise _bad(name, first.get_error())
+    return GrammarMask(first, self._vocab, answers)
+
+  def _words(self, name: str) -> Any:
+    """llguidance's view of the tokenizer."""
+    library, own = _llguidance(name), self._tokenizer
+    if not own.by_bytes or not own.eos_ids:
+      raise OptionError(
+        name,
+        "a model whose tokens have no bytes of their own, or no end",
+        "a byte-level tokenizer with an eos token",
+        "leave it out",
+      )
+    size = min(own.vocab_size, self._vocab)
+
+    class Wrapped(SimpleNamespace):
+      def __call__(self, text: Any) -> list[int]:
+        if isinstance(text, bytes):
+          text = text.decode("utf-8")
+        return own.encode(text).tolist()
+
+    wrapped = Wrapped(
+      eos_token_id=own.eos_ids[0],
+      bos_token_id=own.bos_id,
+      tokens=[own.piece(i) for i in range(size)],
+      special_token_ids=[i for i in range(size) if own.is_special(i)],
+    )
+    return library.LLTokenizer(library.TokenizerWrapper(wrapped))
+
+
+class GrammarMask:
+  """Which tokens may come behind those of an answer.
+
+  A matcher goes on from the tokens that it has seen; answers of one request
+  have matchers of their own.
+  """
+
+  def __init__(self, first: Any, vocab: int, answers: int):
+    self._first, self._vocab = first, vocab
+    # The tokens that each matcher has seen; the least recently used first.
+    self._known: list[tuple[tuple[int, ...], Any]] = []
+    self._most = answers
+
+  def __call__(self, tokens: np.ndarray) -> np.ndarray:
+    """bool [V], by the tokens of an answer, int32 [m]."""
+    wanted = tuple(tokens.tolist())
+    fits = [x for x in self._known if wanted[: len(x[0])] == x[0]]
+    if fits:
+      found = max(fits, key=lambda x: len(x[0]))
+      self._known.remove(found)
+      seen, matcher = found
+    else:
+      seen, matcher = (), self._first.deep_copy()
+      self._known = self._known[max(0, len(self._known) + 1 - self._most) :]
+    if wanted != seen:
+      matcher.consume_tokens(list(wanted[len(seen) :]))
+    self._known.append((wanted, matcher))
+    if matcher.is_error():
+      raise _bad("response_format", matcher.get_error())
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.zeros(self._vocab, bool)
+    found_bits = np.unpackbits(bits, bitorder="little").astype(bool)
+    size = min(self._vocab, found_bits.size)
+    allowed[:size] = found_bits[:size]
+    return allowed
+
+
+def _bad(name: str, error: object) -> OptionError:
+  why = " ".join(str(error).split())[:150]
+  return OptionError(name, why, "a grammar that llguidance takes", "change it")
+
+
+def _llguidance(name: str) -> Any:
+  try:
+    return importlib.import_module("llguidance")
+  except ImportError:
+    raise OptionError(
+      name,
+      "a grammar, on a server without llguidance",
+      "the extra `structured`",
+      "install ringjax[structured] on the server, or leave it out",
+    ) from None

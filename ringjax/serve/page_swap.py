@@ -1,0 +1,126 @@
+"""Pages of preempted rows: to the host's memory and back.
+
+Guarantees: a row comes back with the bits that it had.
+Cost: one copy out and one back; which of the two, copying or computing again,
+costs less is judged by what both took so far.
+Memory: on the host a preempted row's pages and states; on the device until the
+next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.kv.page_pool import PagePool
+from ringjax.serve.scheduler import KeptPages, ServedRow, StepPlan
+
+PREEMPTIONS = ("auto", "recompute", "swap")
+# Until they are measured: seconds of a token of a prompt, and bytes a second
+# between the device and the host.
+_TOKEN_SECONDS, _RATE = 1e-3, 2e9
+
+
+@jax.jit
+def _read(pool: PagePool, pages: tuple[jax.Array, ...], row: jax.Array) -> Any:
+  held = [pool.read_pages(group, x) for group, x in enumerate(pages)]
+  return held, pool.read_states(row)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(
+  pool: PagePool, pages: tuple[jax.Array, ...], row: jax.Array, payload: Any
+) -> PagePool:
+  held, states = payload
+  for group, (x, one) in enumerate(zip(pages, held, strict=True)):
+    pool = pool.write_pages(group, x, one)
+  return pool.write_states(row, states)
+
+
+class PageSwap:
+  """What an engine does with the pages of rows that make room.
+
+  Attributes:
+    count: rows whose pages were copied.
+  """
+
+  def __init__(self, how: str, page: int, page_bytes: int):
+    """Nothing is copied yet.
+
+    Args:
+      how: of `PREEMPTIONS`.
+      page: tokens of a page.
+      page_bytes: of a page, of all groups of layers together.
+    """
+    self._how, self._page, self._page_bytes = how, page, page_bytes
+    self._token_seconds, self._rate = _TOKEN_SECONDS, _RATE
+    self._leaving: list[KeptPages] = []
+    self._stepped: float | None = None
+    self.count = 0
+
+  def keeps(self, row: ServedRow) -> bool:
+    """Whether what a row has computed is copied and not computed again."""
+    if self._how != "auto":
+      return self._how == "swap"
+    size = -(-row.computed // self._page) * self._page_bytes
+    return 2 * size / self._rate < row.computed * self._token_seconds
+
+  def out(self, pool: PagePool, row: ServedRow) -> None:
+    """Copies a row's pages, which the next calls write."""
+    kept = row.kept
+    assert kept is not None
+    many = -(-kept.computed // self._page)
+    # Pages that are out of sight are copied as any others.
+    pages = [
+      self._padded(np.maximum(table[:, : -(-many // len(table))], 0), 0)
+      for table in kept.tables[: len(pool.groups)]
+    ]
+    kept.payload = _read(pool, tuple(pages), jnp.int32(kept.slot))
+    jax.tree.map(lambda x: x.copy_to_host_async(), kept.payload)
+    self._leaving.append(kept)
+    self.count += 1
+
+  def back(self, pool: PagePool, row: ServedRow) -> PagePool:
+    """The pool with a row's pages where it has its place now."""
+    kept, row.kept = row.kept, None
+    assert kept is not None and row.slot is not None
+    many = -(-kept.computed // self._page)
+    pages = []
+    for group, into in zip(pool.groups, kept.into, strict=False):
+      shards = pool.shards
+      # Pages that are shared, or out of sight, are not written.
+      none = group.pages // shards
+      one = np.full((shards, -(-many // shards)), none, np.int32)
+      for number, page in into.items():
+        if number < many:
+          one[number % shards, number // shards] = page
+      pages.append(self._padded(one, none))
+    row_number = jnp.int32(row.slot)
+    return _write(pool, tuple(pages), row_number, kept.payload)
+
+  def _padded(self, pages: np.ndarray, fill: int) -> jax.Array:
+    """Pages of each shard, so many that few programs are compiled."""
+    size = 1 << max(0, pages.shape[1] - 1).bit_length()
+    over = size - pages.shape[1]
+    wide = np.pad(pages, [(0, 0), (0, over)], constant_values=fill)
+    return jnp.asarray(wide, jnp.int32)
+
+  def measure(self, plan: StepPlan) -> None:
+    """Notes how long a token of a prompt takes, and a byte to the host."""
+    now = time.monotonic()
+    if self._stepped is not None and plan.pieces:
+      each = (now - self._stepped) / max(1, plan.tokens)
+      self._token_seconds += 0.1 * (each - self._token_seconds)
+    for kept in self._leaving:
+      start = time.monotonic()
+      kept.payload = jax.device_get(kept.payload)
+      size = sum(x.nbytes for x in jax.tree.leaves(kept.payload))
+      rate = size / max(1e-6, time.monotonic() - start)
+      self._rate += 0.2 * (min(rate, 1e11) - self._rate)
+    self._leaving = []
+    self._stepped = None if plan.empty else time.monotonic()

@@ -1,0 +1,277 @@
+"""Choosing tokens for rows that each have settings of their own.
+
+Guarantees: a row's token is what `Greedy` or `Sample` with its settings choose
+for it alone; settings of other rows, and whether there are any, do not matter.
+One program serves all settings.
+Cost: filters are computed only in steps in which some row has them.
+
+Before a row is penalised its `logit_bias` is added, and what its mask forbids
+is left out. Presence and frequency penalties are OpenAI's: they count tokens of
+the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.checks import integer, number
+from ringjax.errors import OptionError, SamplingError
+from ringjax.infer.sampling import PARAMETERS, Sample
+
+# Entries of a logit bias of one row, and logprobs of one token, at most.
+BIASES, TOP = 64, 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSampling:
+  """How the tokens of one request are chosen.
+
+  Attributes:
+    temperature: what logits are divided by; 0 takes the likeliest token.
+    top_k: keep the k likeliest tokens; None keeps all.
+    top_p: keep the likeliest tokens up to this probability; None keeps all.
+    min_p: drop tokens below min_p times the top probability.
+    repetition_penalty: above 1, tokens of prompt and answer get less likely.
+    presence_penalty: taken from the logits of tokens of the answer, -2 to 2.
+    frequency_penalty: the same, as often as they are there.
+    seed: random seed.
+    logit_bias: added to logits, by token id.
+
+  Raises:
+    SamplingError, OptionError: a number is out of its range.
+  """
+
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  repetition_penalty: float | None = None
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  seed: int = 0
+  logit_bias: Any = ()
+
+  def __post_init__(self) -> None:
+    if self.temperature:
+      PARAMETERS["temperature"].checked("temperature", self.temperature)
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+      if getattr(self, name) is not None:
+        PARAMETERS[name].checked(name, getattr(self, name))
+    PARAMETERS["seed"].checked("seed", self.seed)
+    for name in ("presence_penalty", "frequency_penalty"):
+      number(
+        name,
+        getattr(self, name),
+        least=-2.0,
+        most=2.0,
+        error=SamplingError,
+        remedy="leave it out for none",
+      )
+    bias = dict(self.logit_bias)
+    if len(bias) > BIASES:
+      raise OptionError(
+        "logit_bias",
+        f"{len(bias)} tokens",
+        f"at most {BIASES}",
+        "leave out the smallest ones, or pass a mask",
+      )
+    for token, value in bias.items():
+      integer("logit_bias token", token, least=0)
+      number("logit_bias", value)
+    object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+
+  @property
+  def counts(self) -> bool:
+    """Whether what was said before matters."""
+    return bool(
+      (self.repetition_penalty or 1) != 1
+      or self.presence_penalty
+      or self.frequency_penalty
+    )
+
+
+class RowNumbers(NamedTuple):
+  """The settings of B rows, as arrays.
+
+  Fields:
+    temperature: float32 [B], 0 is greedy.
+    top_k: int32 [B], the vocabulary for all.
+    top_p: float32 [B], 1 for all.
+    min_p: float32 [B], 0 for all.
+    repetition: float32 [B], 1 for none.
+    presence: float32 [B].
+    frequency: float32 [B].
+    seed: uint32 [2, B].
+    draw: int32 [B], the row that draws are for.
+    bias_ids: int32 [B, n], the vocabulary's size for none.
+    bias: float32 [B, n].
+    logprobs: bool [B], whether they are wanted.
+  """
+
+  temperature: Any
+  top_k: Any
+  top_p: Any
+  min_p: Any
+  repetition: Any
+  presence: Any
+  frequency: Any
+  seed: Any
+  draw: Any
+  bias_ids: Any
+  bias: Any
+  logprobs: Any
+
+  @classmethod
+  def empty(cls, rows: int, vocab: int) -> RowNumbers:
+    """On the host, all greedy."""
+    full = lambda value, dtype: np.full(rows, value, dtype)
+    return cls(
+      temperature=full(0, np.float32),
+      top_k=full(vocab, np.int32),
+      top_p=full(1, np.float32),
+      min_p=full(0, np.float32),
+      repetition=full(1, np.float32),
+      presence=full(0, np.float32),
+      frequency=full(0, np.float32),
+      seed=np.zeros((2, rows), np.uint32),
+      draw=full(0, np.int32),
+      bias_ids=np.full((rows, BIASES), vocab, np.int32),
+      bias=np.zeros((rows, BIASES), np.float32),
+      logprobs=full(False, bool),
+    )
+
+  def put(
+    self, row: int, how: RowSampling, draw: int, logprobs: bool, vocab: int
+  ) -> None:
+    """Writes the settings of one row, in place."""
+    pick = lambda value, neutral: neutral if value is None else value
+    self.temperature[row] = how.temperature
+    self.top_k[row] = min(pick(how.top_k, vocab), vocab)
+    self.top_p[row] = pick(how.top_p, 1.0)
+    self.min_p[row] = pick(how.min_p, 0.0)
+    self.repetition[row] = pick(how.repetition_penalty, 1.0)
+    self.presence[row] = how.presence_penalty
+    self.frequency[row] = how.frequency_penalty
+    self.seed[:, row] = how.seed & 0xFFFFFFFF, how.seed >> 32
+    self.draw[row] = draw
+    self.bias_ids[row], self.bias[row] = vocab, 0
+    for n, (token, value) in enumerate(how.logit_bias):
+      self.bias_ids[row, n], self.bias[row, n] = token, value
+    self.logprobs[row] = logprobs
+
+  def of(self, slots: np.ndarray) -> RowNumbers:
+    """Of some rows, int [B]."""
+    return RowNumbers(
+      *(x[:, slots] if x is self.seed else x[slots] for x in self)
+    )
+
+
+class Choice(NamedTuple):
+  """Tokens that were chosen.
+
+  Fields:
+    token: int32 [B].
+    logprob: float32 [B], of the token; 0 where it is not wanted.
+    top: int32 [B, n], the likeliest tokens.
+    top_logprobs: float32 [B, n], theirs.
+  """
+
+  token: Any
+  logprob: Any
+  top: Any
+  top_logprobs: Any
+
+
+def choose(
+  logits: Float[Array, "B V"],
+  how: RowNumbers,
+  pos: Int[Array, " B"],
+  seen: Bool[Array, "B V"],
+  counts: Int[Array, "B V"],
+  allowed: Bool[Array, "B V"],
+) -> Choice:
+  """A token for each row.
+
+  Args:
+    logits: of the model.
+    how: settings.
+    pos: positions of the tokens that are chosen.
+    seen: which tokens occurred in prompt and answer.
+    counts: how often in the answer.
+    allowed: tokens that may come.
+  """
+  batch, vocab = logits.shape
+  rows = jnp.arange(batch)[:, None]
+  column = lambda x: x[:, None]
+
+  def biased() -> jax.Array:
+    found = logits.at[rows, how.bias_ids].add(how.bias, mode="drop")
+    found = jnp.where(allowed, found, -jnp.inf)
+    penalty = column(how.repetition)
+    scaled = jnp.where(found < 0, found * penalty, found / penalty)
+    found = jnp.where(seen, scaled, found)
+    times = counts.astype(jnp.float32)
+    found = found - column(how.frequency) * times
+    return found - jnp.where(counts > 0, column(how.presence), 0)
+
+  plain = (
+    jnp.all(how.bias == 0)
+    & jnp.all(allowed)
+    & jnp.all(how.repetition == 1)
+    & jnp.all(how.presence == 0)
+    & jnp.all(how.frequency == 0)
+  )
+  logits_ = lax.cond(plain, lambda: logits, biased)
+  drawn = how.temperature > 0
+
+  def sampled() -> jax.Array:
+    warm = jnp.where(drawn, how.temperature, 1)
+    found = logits_ / column(warm)
+    filters = (
+      (how.top_k < vocab, dict(top_k=column(how.top_k))),
+      (how.top_p < 1, dict(top_p=column(how.top_p))),
+      (how.min_p > 0, dict(min_p=column(how.min_p))),
+    )
+    for which, one in filters:
+      sampler = _with_arrays(**one)
+      cut = lambda found=found, sampler=sampler: sampler.filtered(found)
+      kept = lax.cond(jnp.any(which), cut, lambda found=found: found)
+      found = jnp.where(column(which), kept, found)
+    noise = _with_arrays(seed=how.seed)
+    scores = noise._scores(found, pos, how.draw)
+    return jnp.where(column(drawn), scores, logits_)
+
+  scores = lax.cond(jnp.any(drawn), sampled, lambda: logits_)
+  token = jnp.argmax(scores, -1).astype(jnp.int32)
+  top = min(TOP, vocab)
+
+  def reported() -> tuple[jax.Array, ...]:
+    found = jax.nn.log_softmax(logits, -1)
+    best, ids = lax.top_k(found, top)
+    mine = jnp.take_along_axis(found, column(token), 1)[:, 0]
+    return mine, ids.astype(jnp.int32), best
+
+  none = (
+    jnp.zeros((batch,), jnp.float32),
+    jnp.zeros((batch, top), jnp.int32),
+    jnp.zeros((batch, top), jnp.float32),
+  )
+  mine, ids, best = lax.cond(jnp.any(how.logprobs), reported, lambda: none)
+  return Choice(token, mine, ids, best)
+
+
+def _with_arrays(**numbers: Any) -> Sample:
+  """A `Sample` whose numbers are arrays, one for each row."""
+  plain = dict(temperature=np.float32(1), seed=np.zeros(2, np.uint32))
+  made = object.__new__(Sample)
+  for field in dataclasses.fields(Sample):
+    value = {**plain, **numbers}.get(field.name)
+    object.__setattr__(made, field.name, value)
+  return made

@@ -1,0 +1,711 @@
+"""Which tokens of which requests the next calls of the model compute.
+
+Guarantees: every row gets on, or is preempted by rows that come before it; a
+token is computed once, but for rows that were preempted. Pages are allocated
+before a plan is returned, so a call never finds that one is missing.
+Cost: a plan looks at each running row, and at few waiting ones.
+
+Plain Python, no JAX: the engine and its simulator run the same code. A row's
+order is (priority, arrival); rows whose prefix another row is computing at
+the moment are held back until that is done, and then share it.
+Ref: Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve,
+arXiv 2403.02310.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringjax.serve.prefix_tree import OutOfPages, PrefixBlock, PrefixTree
+
+# How many waiting rows a plan looks at.
+_LOOK = 64
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class KeptPages:
+  """Pages that a row had when it was preempted, which are copied elsewhere.
+
+  Attributes:
+    tables: for each group int32 [R, m], the pages that it had.
+    computed: tokens whose keys they hold.
+    slot: the row's place then.
+    payload: the copy; whatever the engine makes of it.
+    into: for each group the pages that it is to be copied into, by number of
+      the block, once the row comes back.
+  """
+
+  tables: list[np.ndarray]
+  computed: int
+  slot: int
+  payload: Any = None
+  into: list[dict[int, int]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ServedRow:
+  """One prompt and its answer on their way through the engine.
+
+  Attributes:
+    prompt: int32 [n].
+    most: tokens of the answer at most.
+    priority: smaller ones come first.
+    arrival: when it came, a count or a time; earlier ones come first.
+    salt: rows of another salt share nothing with it.
+    adapter: as salt.
+    share: whether blocks of the prompt may be shared.
+    owner: whatever it belongs to.
+    answer: tokens that were chosen and are known to the host.
+    chosen: tokens that were chosen, the host may not know the last ones yet.
+    computed: tokens whose keys are in pages.
+    slot: its place among the running rows, or None.
+    blocks: of its prompt, those in the tree.
+    pages: for each group its own pages, by number of the block.
+    first: for each group the first block in sight.
+    preemptions: how often it was preempted.
+    hit: tokens whose keys it found.
+    ended: whether it is over.
+    held: whether it waits for another row that computes its prefix, or for
+      blocks that come from a store.
+    loaded: tokens whose keys come from a store, of those of `hit`.
+    store_state: what a `BlockSource` remembers of it.
+    kept: what a preempted row had computed, if it is to come back with it.
+  """
+
+  prompt: np.ndarray
+  most: int
+  priority: int = 0
+  arrival: int | float = 0
+  salt: str = ""
+  adapter: str = ""
+  share: bool = True
+  owner: Any = None
+  answer: list[int] = dataclasses.field(default_factory=list)
+  chosen: int = 0
+  computed: int = 0
+  slot: int | None = None
+  blocks: list[PrefixBlock] = dataclasses.field(default_factory=list)
+  pages: list[dict[int, int]] = dataclasses.field(default_factory=list)
+  first: list[int] = dataclasses.field(default_factory=list)
+  preemptions: int = 0
+  hit: int = 0
+  ended: bool = False
+  held: bool = False
+  kept: KeptPages | None = None
+  loaded: int = 0
+  store_state: Any = None
+
+  @property
+  def order(self) -> tuple[int, int | float]:
+    """What comes first."""
+    return self.priority, self.arrival
+
+  @property
+  def known(self) -> int:
+    """Tokens of the prompt and of the answer so far."""
+    return self.prompt.size + self.chosen
+
+  @property
+  def reading(self) -> bool:
+    """Whether some of its prompt is not computed yet."""
+    return self.computed < self.prompt.size
+
+  @property
+  def longest(self) -> int:
+    """Tokens of prompt and answer at most."""
+    return self.prompt.size + self.most
+
+  def token(self, n: int) -> int:
+    """Token `n` of the prompt and the answer, if the host knows it, or -1."""
+    if n < self.prompt.size:
+      return int(self.prompt[n])
+    n -= self.prompt.size
+    return self.answer[n] if n < len(self.answer) else -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptPiece:
+  """Some tokens of a prompt that a call computes.
+
+  Attributes:
+    row: the row.
+    start: the first of them.
+    count: how many.
+    chooses: whether the token behind the last one is to be chosen.
+  """
+
+  row: ServedRow
+  start: int
+  count: int
+  chooses: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeTurn:
+  """A row's next token in a decoding call.
+
+  Attributes:
+    row: the row.
+    slot: its place in the call.
+    at: the position of the token that is read.
+    chooses: whether the next one is to be chosen; otherwise it is known: the
+      row was preempted and comes back.
+  """
+
+  row: ServedRow
+  slot: int
+  at: int
+  chooses: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+  """What a step computes.
+
+  Attributes:
+    turns: of rows that decode.
+    pieces: of prompts.
+    admitted: rows that begin, or begin anew.
+    preempted: rows that had to make room; those with `kept` pages are to be
+      copied before a call.
+    restored: of the rows that begin anew, those whose pages are to be copied
+      back before a call.
+    refused: of the preempted, those that ran alone: nobody can make room for
+      them, so that they would be preempted for ever.
+  """
+
+  turns: tuple[DecodeTurn, ...]
+  pieces: tuple[PromptPiece, ...]
+  admitted: tuple[ServedRow, ...]
+  preempted: tuple[ServedRow, ...]
+  restored: tuple[ServedRow, ...] = ()
+  refused: tuple[ServedRow, ...] = ()
+
+  @property
+  def tokens(self) -> int:
+    """That are computed."""
+    return len(self.turns) + sum(piece.count for piece in self.pieces)
+
+  @property
+  def empty(self) -> bool:
+    """Whether there is nothing to compute."""
+    return not self.turns and not self.pieces
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLimits:
+  """How large calls are.
+
+  Attributes:
+    rows: that run at the same time.
+    pieces: of prompts in a call, each of one row.
+    piece: tokens of a piece at most.
+    budget: tokens of a step at most, of prompts and answers together.
+    blocks: of a row at most, a multiple of the shards.
+    one_piece: whether a call has one piece of a row at most, as recurrent
+      layers need.
+  """
+
+  rows: int
+  pieces: int
+  piece: int
+  budget: int
+  blocks: int
+  one_piece: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredPrefix:
+  """How much of a row's prompt can be had with blocks from a store.
+
+  Attributes:
+    count: blocks, from the first one on.
+    payloads: by (number of the block, group) the bytes of a page that has to
+      be loaded; the other pages are in the tree.
+  """
+
+  count: int
+  payloads: dict[tuple[int, int], Any]
+
+
+class BlockSource(Protocol):
+  """Where blocks come from that the tree does not have."""
+
+  def look(
+    self, row: ServedRow, root: PrefixBlock, count: int, most: int
+  ) -> StoredPrefix | None:
+    """More blocks of a row's prompt than the tree has, or None while they are
+    on their way.
+
+    Args:
+      row: which is about to begin.
+      root: of its prefixes.
+      count: blocks that the tree has.
+      most: blocks at most.
+    """
+    ...
+
+
+class Scheduler:
+  """Waiting and running rows, and the pages that they hold.
+
+  Attributes:
+    tree: pages and prefixes.
+    limits: how large calls are.
+    tables: for each group int32 [rows, R, blocks / R], the pages of each slot;
+      -1 is none. See `PagePool.call`.
+    running: by slot, None where it is free.
+    version: a count of changes of the tables.
+    source: of blocks that the tree does not have, or None.
+    loads: by (group, shard, page) the bytes that have to be in a page before
+      the calls of the plan; whoever makes the calls takes them out.
+  """
+
+  def __init__(
+    self,
+    tree: PrefixTree,
+    limits: StepLimits,
+    *,
+    share_answers: bool = False,
+    reuse: bool = True,
+    victim: Callable[[Sequence[ServedRow]], ServedRow] | None = None,
+    keeps: Callable[[ServedRow], bool] | None = None,
+  ):
+    """Without rows.
+
+    Args:
+      tree: of pages.
+      limits: of a call.
+      share_answers: whether blocks with tokens of answers are shared too.
+      reuse: whether prefixes are shared at all.
+      victim: which of the running rows is preempted first; default: the last
+        one in order.
+      keeps: whether what a preempted row has computed is copied elsewhere, and
+        not computed again; default: never.
+    """
+    self._keeps = keeps or (lambda _: False)
+    self.tree, self.limits = tree, limits
+    self.share_answers, self.reuse = share_answers, reuse
+    self._victim = victim or (lambda rows: max(rows, key=lambda r: r.order))
+    self.waiting: list[ServedRow] = []
+    self.running: list[ServedRow | None] = [None] * limits.rows
+    shape = (limits.rows, tree.shards, limits.blocks // tree.shards)
+    self.tables = [np.full(shape, -1, np.int32) for _ in tree.groups]
+    self._begun: set[ServedRow] = set()
+    self._refused: list[ServedRow] = []
+    self.version = 0
+    self.source: BlockSource | None = None
+    self.loads: dict[tuple[int, int, int], Any] = {}
+
+  # -------------------------------------------------------------------------
+  # Rows come and go
+  # -------------------------------------------------------------------------
+
+  @property
+  def busy(self) -> bool:
+    """Whether there is a row at all."""
+    return bool(self.waiting) or any(self.running)
+
+  def add(self, row: ServedRow) -> None:
+    """A row that waits."""
+    bisect.insort(self.waiting, row, key=lambda r: r.order)
+
+  def drop(self, row: ServedRow) -> None:
+    """A row that is over, or not wanted any more; its pages are free."""
+    row.ended, row.kept, row.store_state = True, None, None
+    if row.slot is None:
+      if row in self.waiting:
+        self.waiting.remove(row)
+      return
+    self._leave(row)
+
+  def fits(self, row: ServedRow) -> str | None:
+    """Why a row can never be served, or None."""
+    page, shards = self.tree.page, self.tree.shards
+    need = -(-row.longest // page)
+    if need > self.limits.blocks:
+      return f"{self.limits.blocks * page:,} tokens of a row at most"
+    each = -(-self._at_once(row.longest) // shards)
+    if each > self.tree.groups[0].pages:
+      room = self.tree.groups[0].pages * shards * page
+      return f"{room:,} tokens in the pool"
+    return None
+
+  def _at_once(self, tokens: int) -> int:
+    """Pages of the first group that a row of so many tokens has at a time."""
+    page, reach = self.tree.page, self.tree.groups[0].reach
+    whole = -(-tokens // page)
+    if reach is None:
+      return whole
+    # What a call reads and writes begins and ends within pages.
+    seen = reach + self.limits.pieces * self.limits.piece
+    return min(whole, -(-seen // page) + 1)
+
+  # -------------------------------------------------------------------------
+  # A step
+  # -------------------------------------------------------------------------
+
+  def plan(self) -> StepPlan:
+    """What to compute now; rows are then where the calls leave them."""
+    preempted: list[ServedRow] = []
+    # Rows of which this plan computes something: it may yet be given up.
+    self._begun, self._refused = set(), []
+    turns, left = [], self.limits.budget
+    rows = [row for row in self.running if row is not None]
+    for row in rows:
+      # The calls before this one needed them.
+      for group, spec in enumerate(self.tree.groups):
+        if spec.reach is not None:
+          self._forget(row, group)
+    for row in sorted(rows, key=lambda r: r.order):
+      if row.slot is None or row.reading or row.chosen < 1:
+        continue
+      if row.computed >= row.known or left < 1:
+        continue
+      if not self._make_room(row, row.computed, 1, preempted):
+        continue
+      known = row.computed + 1 < row.known
+      if not known and row.chosen >= row.most:
+        continue
+      turns.append(
+        DecodeTurn(row=row, slot=row.slot, at=row.computed, chooses=not known)
+      )
+      left -= 1
+    pieces = self._pieces(left, preempted)
+    admitted = self._admitted(left, pieces, preempted)
+    # Rows may be preempted after their part was planned.
+    turns = [turn for turn in turns if turn.row.slot is not None]
+    pieces = [piece for piece in pieces if piece.row.slot is not None]
+    admitted = [row for row in admitted if row.slot is not None]
+    for turn in turns:
+      turn.row.computed += 1
+      turn.row.chosen += turn.chooses
+    for piece in pieces:
+      piece.row.chosen += piece.chooses
+    # Only what is sure to be computed is for others to use.
+    for row in dict.fromkeys(part.row for part in (*turns, *pieces)):
+      self._passed(row)
+    return StepPlan(
+      turns=tuple(turns),
+      pieces=tuple(pieces),
+      admitted=tuple(admitted),
+      preempted=tuple(preempted),
+      restored=tuple(row for row in admitted if row.kept is not None),
+      refused=tuple(self._refused),
+    )
+
+  def _pieces(self, left: int, preempted: list[ServedRow]) -> list[PromptPiece]:
+    """Pieces of the prompts of running rows."""
+    found: list[PromptPiece] = []
+    rows = [r for r in self.running if r is not None and r.reading]
+    for row in sorted(rows, key=lambda r: r.order):
+      if row.slot is not None:
+        self._read(row, left, found, preempted)
+    return found
+
+  def _read(
+    self,
+    row: ServedRow,
+    budget: int,
+    pieces: list[PromptPiece],
+    preempted: list[ServedRow],
+  ) -> None:
+    """Adds pieces of one prompt, as many as there is room for."""
+    limits, first = self.limits, True
+    while row.reading and len(pieces) < limits.pieces:
+      if limits.one_piece and not first:
+        return
+      left = budget - sum(piece.count for piece in pieces)
+      count = min(limits.piece, row.prompt.size - row.computed, left)
+      if count < 1:
+        return
+      if not self._make_room(row, row.computed, count, preempted):
+        return
+      start = row.computed
+      self._begun.add(row)
+      row.computed += count
+      ends = not row.reading and row.chosen == 0
+      pieces.append(
+        PromptPiece(row=row, start=start, count=count, chooses=ends)
+      )
+      first = False
+
+  def _admitted(
+    self,
+    left: int,
+    pieces: list[PromptPiece],
+    preempted: list[ServedRow],
+  ) -> list[ServedRow]:
+    """Rows that begin, whose first pieces are added."""
+    found: list[ServedRow] = []
+    if preempted:
+      return found
+    for row in list(self.waiting[:_LOOK]):
+      taken = sum(piece.count for piece in pieces)
+      full = len(pieces) >= self.limits.pieces or taken >= left
+      if full or None not in self.running:
+        break
+      if not self._begin(row):
+        if row.held:
+          continue
+        break
+      self.waiting.remove(row)
+      found.append(row)
+      self._read(row, left, pieces, preempted)
+    return found
+
+  def _begin(self, row: ServedRow) -> bool:
+    """Gives a row a slot and what is known of its prefix, if there is room."""
+    tree, page = self.tree, self.tree.page
+    row.held = False
+    root = tree.root(row.salt, row.adapter)
+    shared: list[PrefixBlock] = []
+    whole = (row.prompt.size - 1) // page
+    if self.reuse and row.share:
+      shared = tree.match(root, row.prompt, most=whole)
+      if any(not block.ready for block in shared):
+        # Another row is computing what this one needs.
+        row.held = True
+        return False
+    stored = StoredPrefix(count=len(shared), payloads={})
+    source = self.source if row.kept is None else None
+    if source is not None and self.reuse and row.share:
+      found = source.look(row, root, len(shared), whole)
+      if found is None:
+        row.held = True
+        return False
+      if found.count > len(shared):
+        stored = found
+        pieces = tree.pieces(row.prompt, found.count)
+        shared = tree.chain(root, pieces)
+    tokens = row.prompt.size
+    if row.kept is not None:
+      tokens = max(tokens, row.kept.computed)
+    need = self._at_once(tokens) + 1 - len(shared)
+    idle = sum(not block.refs for block in shared)
+    room = sum(tree.available(s) for s in range(tree.shards)) - idle
+    if need > room and any(r is not None for r in self.running):
+      return False
+    free = [n for n, one in enumerate(self.running) if one is None]
+    slot = tree.slot_for(free, row.longest)
+    row.slot, self.running[slot] = slot, row
+    row.blocks = list(shared)
+    row.pages = [{} for _ in tree.groups]
+    row.computed = row.hit = stored.count * page
+    if row.kept is not None:
+      row.computed = max(row.computed, row.kept.computed)
+    row.first = [self._sight(g, row.computed) for g in range(len(tree.groups))]
+    for n, block in enumerate(shared):
+      groups = [g for g, at in enumerate(block.pages) if at is not None]
+      groups = [g for g in groups if n >= row.first[g]]
+      tree.acquire(block, groups)
+      for g in groups:
+        own = block.pages[g]
+        assert own is not None
+        self._set(row, g, n, own)
+    if not self._load(row, root, stored):
+      self._leave(row)
+      row.computed = row.hit = 0
+      return False
+    row.store_state = None
+    # No page in sight may be missing.
+    assert all(
+      at is not None or n < row.first[g]
+      for n, block in enumerate(row.blocks)
+      for g, at in enumerate(block.pages)
+    )
+    if self.reuse and row.share:
+      # Others are to wait for these blocks.
+      data = np.ascontiguousarray(row.prompt, "<i4").tobytes()
+      at = row.blocks[-1] if row.blocks else root
+      for n in range(len(row.blocks), row.prompt.size // page):
+        piece = data[4 * page * n : 4 * page * (n + 1)]
+        if piece in at.children:
+          break
+        at = tree.extend(at, piece)
+        row.blocks.append(at)
+    return row.kept is None or self._restored(row, len(shared))
+
+  def _restored(self, row: ServedRow, shared: int) -> bool:
+    """Gives a row that comes back pages for what it had computed."""
+    assert row.kept is not None and row.slot is not None
+    slot = row.slot
+    row.kept.into = [{} for _ in row.pages]
+    try:
+      for number in range(shared, -(-row.computed // self.tree.page)):
+        for group, mine in enumerate(row.pages):
+          if number >= row.first[group]:
+            mine[number] = self.tree.allocate(group, number, slot)
+            row.kept.into[group][number] = mine[number]
+            self._set(row, group, number, mine[number])
+    except OutOfPages:
+      self._leave(row)
+      row.computed = 0
+      return False
+    return True
+
+  def _load(
+    self, row: ServedRow, root: PrefixBlock, stored: StoredPrefix
+  ) -> bool:
+    """Pages for what comes from a store; whether there was room.
+
+    The blocks are then like any others: they are loaded before the next call.
+    """
+    assert row.slot is not None
+    tree, page = self.tree, self.tree.page
+    row.loaded = 0
+    if not stored.payloads:
+      return True
+    groups = range(len(tree.groups))
+    pieces = tree.pieces(row.prompt, stored.count)
+    for n in range(stored.count):
+      wanted = [g for g in groups if (n, g) in stored.payloads]
+      made: list[int | None] = [None for _ in groups]
+      try:
+        for g in wanted:
+          made[g] = tree.allocate(g, n, row.slot)
+      except OutOfPages:
+        for g, at in enumerate(made):
+          if at is not None:
+            tree.give_back(g, n, at)
+        return False
+      if n < len(row.blocks):
+        for g in wanted:
+          own = made[g]
+          assert own is not None
+          tree.attach(row.blocks[n], g, own)
+      else:
+        last = row.blocks[-1] if row.blocks else root
+        row.blocks.append(tree.extend(last, pieces[n]))
+        tree.finish(row.blocks[-1], made)
+        row.loaded += page
+      for g in wanted:
+        at = made[g]
+        assert at is not None
+        self._set(row, g, n, at)
+        self.loads[g, n % tree.shards, at] = stored.payloads[n, g]
+    return True
+
+  def _sight(self, group: int, computed: int) -> int:
+    """The first block that the token at `computed` looks back on."""
+    reach = self.tree.groups[group].reach
+    if reach is None:
+      return 0
+    return max(0, computed - reach) // self.tree.page
+
+  def _set(self, row: ServedRow, group: int, number: int, page: int) -> None:
+    assert row.slot is not None
+    shards = self.tree.shards
+    table = self.tables[group]
+    table[row.slot, number % shards, number // shards] = page
+    self.version += 1
+
+  def _make_room(
+    self,
+    row: ServedRow,
+    start: int,
+    count: int,
+    preempted: list[ServedRow],
+  ) -> bool:
+    """Pages for tokens of a row; others may have to go, or it goes itself."""
+    assert row.slot is not None
+    page, slot = self.tree.page, row.slot
+    for number in range(start // page, -(-(start + count) // page)):
+      for group in range(len(self.tree.groups)):
+        mine = row.pages[group]
+        if number in mine:
+          continue
+        if number < len(row.blocks) and row.blocks[number].ready:
+          continue
+        while number not in mine:
+          try:
+            mine[number] = self.tree.allocate(group, number, slot)
+          except OutOfPages:
+            rows = [r for r in self.running if r is not None]
+            victim = self._victim(rows)
+            self._preempt(victim, preempted)
+            if victim is row:
+              if len(rows) == 1:
+                self._refused.append(row)
+              return False
+        self._set(row, group, number, mine[number])
+    return True
+
+  def _preempt(self, row: ServedRow, preempted: list[ServedRow]) -> None:
+    """A row makes room and waits; what it has computed may go."""
+    assert row.slot is not None
+    row.kept = None
+    if row.computed and row not in self._begun and self._keeps(row):
+      tables = [table[row.slot].copy() for table in self.tables]
+      row.kept = KeptPages(tables=tables, computed=row.computed, slot=row.slot)
+    self._leave(row)
+    row.preemptions += 1
+    row.computed = 0
+    preempted.append(row)
+    self.add(row)
+
+  def _leave(self, row: ServedRow) -> None:
+    """Takes a running row's pages and its slot."""
+    tree = self.tree
+    for group, mine in enumerate(row.pages):
+      for number, page in mine.items():
+        tree.give_back(group, number, page)
+    for n in range(len(row.blocks) - 1, -1, -1):
+      block = row.blocks[n]
+      groups = [
+        g
+        for g in range(len(tree.groups))
+        if block.ready
+        and n >= row.first[g]
+        and n not in row.pages[g]
+        and block.pages[g] is not None
+      ]
+      tree.release(block, groups)
+    assert row.slot is not None
+    for table in self.tables:
+      table[row.slot] = -1
+    self.version += 1
+    tree.leave(row.slot)
+    self.running[row.slot] = None
+    row.slot, row.blocks, row.pages = None, [], []
+
+  def _passed(self, row: ServedRow) -> None:
+    """Blocks that are complete go to the tree."""
+    tree, page = self.tree, self.tree.page
+    whole = row.computed // page
+    if self.share_answers and self.reuse and row.share:
+      self._share_answer(row, whole)
+    for n in range(min(whole, len(row.blocks))):
+      block = row.blocks[n]
+      if not block.ready:
+        tree.finish(block, [mine.pop(n, None) for mine in row.pages])
+
+  def _forget(self, row: ServedRow, group: int) -> None:
+    """Frees a group's pages that later tokens do not see."""
+    first = self._sight(group, row.computed)
+    for n in range(row.first[group], first):
+      if n in row.pages[group]:
+        self.tree.give_back(group, n, row.pages[group].pop(n))
+      elif n < len(row.blocks) and row.blocks[n].ready:
+        self.tree.unsee(row.blocks[n], group)
+      self._set(row, group, n, -1)
+    row.first[group] = max(row.first[group], first)
+
+  def _share_answer(self, row: ServedRow, whole: int) -> None:
+    """Blocks with tokens of the answer that the host knows."""
+    page = self.tree.page
+    while len(row.blocks) < whole:
+      n = len(row.blocks)
+      ids = [row.token(i) for i in range(n * page, (n + 1) * page)]
+      at = (
+        row.blocks[-1] if row.blocks else self.tree.root(row.salt, row.adapter)
+      )
+      data = np.asarray(ids, "<i4").tobytes()
+      if min(ids) < 0 or data in at.children:
+        return
+      row.blocks.append(self.tree.extend(at, data))

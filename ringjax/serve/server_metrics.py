@@ -1,0 +1,132 @@
+"""What a server counts, as text that Prometheus reads.
+
+Ref: https://prometheus.io/docs/instrumenting/exposition_formats
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ringjax.serve.engine import Engine
+from ringjax.serve.request import Answer
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class LatencyHistogram:
+  """How many times were at most so many seconds."""
+
+  def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
+    self.name, self.text, self.bounds = name, text, tuple(bounds)
+    self.counts = [0] * (len(bounds) + 1)
+    self.total = 0.0
+
+  def observe(self, seconds: float) -> None:
+    """Counts a time."""
+    self.counts[bisect.bisect_left(self.bounds, seconds)] += 1
+    self.total += seconds
+
+  def lines(self) -> Iterator[str]:
+    """As Prometheus reads it."""
+    yield f"# HELP {self.name} {self.text}"
+    yield f"# TYPE {self.name} histogram"
+    sums = list(itertools.accumulate(self.counts))
+    bounds = [f"{bound:g}" for bound in self.bounds] + ["+Inf"]
+    for bound, count in zip(bounds, sums, strict=True):
+      yield f'{self.name}_bucket{{le="{bound}"}} {count}'
+    yield f"{self.name}_sum {self.total!r}"
+    yield f"{self.name}_count {sums[-1]}"
+
+
+class ServerMetrics:
+  """Counts of HTTP answers, and times of tokens."""
+
+  def __init__(self) -> None:
+    self.first = LatencyHistogram(
+      "ringjax_first_token_seconds",
+      "From a request's arrival to the first token of an answer.",
+      _FIRST,
+    )
+    self.between = LatencyHistogram(
+      "ringjax_token_seconds", "Between two tokens of an answer.", _BETWEEN
+    )
+    self.whole = LatencyHistogram(
+      "ringjax_answer_seconds",
+      "From a request's arrival to the end of an answer.",
+      _WHOLE,
+    )
+    self._answers: collections.Counter[tuple[str, int]] = collections.Counter()
+    self._lock = threading.Lock()
+
+  def answered(self, path: str, status: int) -> None:
+    """Counts an answer of HTTP."""
+    self._answers[path, status] += 1
+
+  def watch(self, then: Callable[[Answer], None]) -> Callable[[Answer], None]:
+    """What to call as answers of one request grow; it calls `then`."""
+    start = time.monotonic()
+    last: dict[int, tuple[int, float]] = {}
+
+    def changed(answer: Answer) -> None:
+      now, count = time.monotonic(), len(answer.tokens)
+      before, at = last.get(id(answer), (0, start))
+      with self._lock:
+        if count > before:
+          (self.between if before else self.first).observe(now - at)
+          last[id(answer)] = count, now
+        if answer.finish is not None:
+          self.whole.observe(now - start)
+      then(answer)
+
+    return changed
+
+  def text(self, engine: Engine) -> str:
+    """All of it, with what the engine counts."""
+    counters, scheduler = engine.counters, engine.scheduler
+    lines: list[str] = []
+
+    def put(kind: str, name: str, value: int, text: str) -> None:
+      lines.append(f"# HELP ringjax_{name} {text}")
+      lines.append(f"# TYPE ringjax_{name} {kind}")
+      lines.append(f"ringjax_{name} {int(value)}")
+
+    for name, field, text in (
+      ("requests_total", "requests", "Requests to the engine."),
+      ("requests_finished_total", "finished", "Requests that ended."),
+      ("requests_cancelled_total", "cancelled", "Requests given up."),
+      ("requests_failed_total", "failed", "Requests that raised an error."),
+      ("steps_total", "steps", "Steps of the engine."),
+      ("prompt_tokens_total", "prompt_tokens", "Tokens of prompts computed."),
+      ("cached_tokens_total", "cached_tokens", "Tokens of prompts found."),
+      ("new_tokens_total", "new_tokens", "Tokens of answers."),
+      ("preemptions_total", "preemptions", "Rows that had to make room."),
+    ):
+      put("counter", name, getattr(counters, field), text)
+    tree, rows = scheduler.tree, list(scheduler.running)
+    put("gauge", "rows_waiting", len(scheduler.waiting), "Answers in queue.")
+    running = sum(row is not None for row in rows)
+    put("gauge", "rows_running", running, "Answers that are being made.")
+    put("gauge", "engine_up", engine.open, "Whether requests are taken.")
+    pages = tree.groups[0].pages * tree.shards
+    room = sum(tree.available(shard) for shard in range(tree.shards))
+    put("gauge", "pages", pages, "Pages of the pool.")
+    put("gauge", "pages_free", tree.free(), "Pages that hold nothing.")
+    put("gauge", "pages_used", pages - room, "Pages that answers use.")
+    put("gauge", "pages_cached", room - tree.free(), "Pages of idle prefixes.")
+    lines.append("# HELP ringjax_http_answers_total Answers by path, status.")
+    lines.append("# TYPE ringjax_http_answers_total counter")
+    for (path, status), count in sorted(self._answers.items()):
+      lines.append(
+        f'ringjax_http_answers_total{{path="{path}",status="{status}"}} {count}'
+      )
+    for one in (self.first, self.between, self.whole):
+      lines.extend(one.lines())
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,574 @@
+"""An engine without a model: its scheduler and its pages, a clock, and a cost.
+
+Guarantees: for the same requests, submitted before the same steps, the plans
+are those of an engine: it is the same scheduler over the same tree, and rows
+end when the engine's do, one step after their last token was planned.
+Cost: some hundred microseconds of Python a step, so an hour of a service takes
+minutes.
+
+A step takes so long as `StepCost` says, which is measured on an engine or
+given. Answers end by their length alone.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError, PromptError
+from ringjax.serve.engine import Engine
+from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
+from ringjax.serve.request import Answer, Request
+from ringjax.serve.scheduler import (
+  Scheduler,
+  ServedRow,
+  StepLimits,
+  StepPlan,
+)
+from ringjax.serve.traces import TraceRequest
+
+# Steps that a trace may take without a token, before it is taken for stuck.
+_IDLE = 1000
+
+
+def features(plan: StepPlan) -> tuple[float, float, float, float]:
+  """What a step's time is made of, see `StepCost`."""
+  pairs = sum(turn.at + 1 for turn in plan.turns)
+  for piece in plan.pieces:
+    pairs += piece.count * piece.start + piece.count * (piece.count + 1) // 2
+  return (
+    float(bool(plan.turns)),
+    float(bool(plan.pieces)),
+    float(plan.tokens),
+    float(pairs),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCost:
+  """Seconds of a step: fixed ones, for each token, for each key it looks at.
+
+  Attributes:
+    answers: of a step with a call for answers.
+    prompts: of a step with a call for prompts.
+    token: for each token.
+    pair: for each token and key that it looks at.
+  """
+
+  answers: int | float = 0.0
+  prompts: int | float = 0.0
+  token: int | float = 0.0
+  pair: int | float = 0.0
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      number(field.name, getattr(self, field.name), least=0)
+    if not any(dataclasses.astuple(self)):
+      raise OptionError(
+        "cost", "nothing", "a step that takes time", "pass answers=0.01"
+      )
+
+  def seconds(self, plan: StepPlan) -> float:
+    """Of a step."""
+    return sum(
+      x * y
+      for x, y in zip(dataclasses.astuple(self), features(plan), strict=True)
+    )
+
+  @classmethod
+  def fit(cls, steps: Any, seconds: Any) -> StepCost:
+    """The cost that explains measured steps best, relative to their times.
+
+    The sum of their times is explained exactly.
+
+    Args:
+      steps: the `features` of n steps, [n, 4].
+      seconds: of each, [n].
+
+    Raises:
+      OptionError: fewer than 8 steps.
+    """
+    times, rows = np.asarray(seconds, np.float64), np.asarray(steps)
+    if times.size < 8:
+      raise OptionError(
+        "steps", f"{times.size} of them", "at least 8", "measure more"
+      )
+    rows, use = rows / times[:, None], [0, 1, 2, 3]
+    # None may be negative: the most negative one is left out.
+    while use:
+      found = np.linalg.lstsq(rows[:, use], np.ones(len(rows)), rcond=None)[0]
+      if found.min() >= 0:
+        break
+      use.pop(int(found.argmin()))
+    best = np.zeros(4)
+    best[use] = found
+    # Slow steps count little in that: all of them together take their time.
+    best *= times.sum() / (rows @ best * times).sum()
+    names = [field.name for field in dataclasses.fields(cls)]
+    return cls(**dict(zip(names, best.tolist(), strict=True)))
+
+  @classmethod
+  def parse(cls, text: str) -> StepCost:
+    """The cost of a text like answers=0.01,prompts=0.02,token=1e-5.
+
+    Raises:
+      OptionError: it is none.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    try:
+      pairs = [part.split("=") for part in text.split(",")]
+      given = {name.strip(): float(value) for name, value in pairs}
+      if len(given) == len(pairs) and set(given) <= set(names):
+        return cls(**given)
+    except ValueError:
+      pass
+    raise OptionError(
+      "cost",
+      text,
+      f"NAME=SECONDS of {', '.join(names)}, with commas between",
+      "write it like answers=0.01,prompts=0.02,token=1e-5",
+    )
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class SimulatedHandle:
+  """A request to a simulated engine.
+
+  Attributes:
+    tokens: that were made.
+    cached_tokens: of its prompt, that were found.
+    preemptions: how often it had to make room.
+    done: whether it has ended.
+    on_token: called with the time of each token, and whether it is the last.
+  """
+
+  on_token: Callable[[float, bool], None] | None = None
+  tokens: int = 0
+  cached_tokens: int = 0
+  preemptions: int = 0
+  done: bool = False
+
+
+class SimulatedEngine:
+  """An engine whose steps take the time that they would.
+
+  Attributes:
+    now: seconds, as the host knows them.
+    scheduler: rows and pages.
+    steps: that computed something.
+    prompt_tokens: that were computed.
+  """
+
+  def __init__(
+    self,
+    cost: StepCost,
+    *,
+    rows: int = 16,
+    capacity: int = 65536,
+    longest: int = 16384,
+    page: int = 32,
+    piece: int = 64,
+    pieces: int = 4,
+    budget: int | None = None,
+    share: str = "prompts",
+    shards: int = 1,
+    victim: Callable[[Sequence[ServedRow]], ServedRow] | None = None,
+  ):
+    """Makes an empty pool; pages may have any size.
+
+    Args:
+      cost: of a step.
+      rows, capacity, longest, page, piece, pieces, budget, share: as `Engine`.
+      shards: of the pages.
+      victim: which row is preempted first; see `Scheduler`.
+
+    Raises:
+      OptionError: a value is out of its range.
+    """
+    page, shards = positive_int("page", page), positive_int("shards", shards)
+    up = lambda n, k: -(-n // k) * k
+    pages = up(-(-positive_int("capacity", capacity) // page), shards)
+    if budget is None:
+      budget = rows + piece * pieces
+    limits = StepLimits(
+      rows=positive_int("rows", rows),
+      pieces=positive_int("pieces", pieces),
+      piece=positive_int("piece", piece),
+      budget=positive_int("budget", budget),
+      blocks=up(-(-positive_int("longest", longest) // page), shards),
+    )
+    tree = PrefixTree([GroupSpec(pages=pages // shards)], page, shards=shards)
+    self._begin(cost, longest, tree, limits, share == "answers", share, victim)
+
+  def _begin(
+    self,
+    cost: StepCost,
+    longest: int,
+    tree: PrefixTree,
+    limits: StepLimits,
+    share_answers: bool,
+    share: str,
+    victim: Any,
+  ) -> None:
+    self.cost, self.longest = cost, longest
+    self.scheduler = Scheduler(
+      tree,
+      limits,
+      share_answers=share_answers,
+      reuse=share != "nothing",
+      victim=victim,
+    )
+    self.now = 0.0
+    self.steps = self.prompt_tokens = self._arrivals = 0
+    self._device = 0.0
+    self._flying: tuple[StepPlan, float] | None = None
+
+  @classmethod
+  def like(cls, engine: Engine, cost: StepCost) -> SimulatedEngine:
+    """One whose pages and calls are those of an engine, empty.
+
+    Rows that are preempted are computed again, as an engine does with
+    preempt="recompute".
+
+    Args:
+      engine: the engine.
+      cost: of a step.
+    """
+    own = engine.scheduler
+    tree = PrefixTree(own.tree.groups, own.tree.page, shards=own.tree.shards)
+    made = object.__new__(cls)
+    share = "prompts" if own.reuse else "nothing"
+    made._begin(
+      cost, engine.longest, tree, own.limits, own.share_answers, share, None
+    )
+    return made
+
+  @property
+  def busy(self) -> bool:
+    """Whether there is something to do."""
+    return self._flying is not None or self.scheduler.busy
+
+  def submit(
+    self,
+    prompt: np.ndarray,
+    new_tokens: int,
+    *,
+    priority: int = 0,
+    salt: str = "",
+    on_token: Callable[[float, bool], None] | None = None,
+  ) -> SimulatedHandle:
+    """Takes a request.
+
+    Args:
+      prompt: int32 [n].
+      new_tokens: of its answer.
+      priority: requests with a smaller one come first.
+      salt: as of `Request`.
+      on_token: see `SimulatedHandle`.
+
+    Raises:
+      PromptError: it is longer than the engine serves.
+    """
+    handle = SimulatedHandle(on_token=on_token)
+    row = ServedRow(
+      prompt=prompt,
+      most=new_tokens,
+      priority=priority,
+      arrival=float(self._arrivals),
+      salt=salt,
+      owner=handle,
+    )
+    why = self.scheduler.fits(row)
+    if row.longest > self.longest:
+      why = f"{self.longest:,} tokens of a row at most"
+    if why is not None:
+      raise PromptError(
+        "prompt",
+        f"{prompt.size:,} tokens and {new_tokens:,} new ones",
+        why,
+        "ask for fewer, or pass a larger longest=, capacity=",
+      )
+    self._arrivals += 1
+    self.scheduler.add(row)
+    return handle
+
+  def step(self) -> bool:
+    """Does what a step of an engine does; whether there is more to do."""
+    plan = self.scheduler.plan()
+    for row in plan.admitted:
+      if not row.preemptions:
+        row.owner.cached_tokens += row.hit
+    for row in plan.preempted:
+      row.owner.preemptions += 1
+    before, self._flying = self._flying, None
+    if not plan.empty:
+      self.steps += 1
+      self.prompt_tokens += sum(piece.count for piece in plan.pieces)
+      # The device begins when it is told to, or has done what was before.
+      self._device = max(self.now, self._device) + self.cost.seconds(plan)
+      self._flying = plan, self._device
+    if before is not None:
+      self.now = max(self.now, before[1])
+      for turn in before[0].turns:
+        if turn.chooses:
+          self._said(turn.row)
+      for piece in before[0].pieces:
+        if piece.chooses:
+          self._said(piece.row)
+    return self.busy
+
+  def _said(self, row: ServedRow) -> None:
+    """One token of a row, whichever."""
+    if row.ended:
+      return
+    handle: SimulatedHandle = row.owner
+    row.answer.append(0)
+    handle.tokens += 1
+    handle.done = handle.tokens >= row.most
+    if handle.done:
+      self.scheduler.drop(row)
+    if handle.on_token is not None:
+      handle.on_token(self.now, handle.done)
+
+
+# ---------------------------------------------------------------------------
+# Traces
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class ReplayResult:
+  """What became of a trace.
+
+  Attributes:
+    requests: that were answered.
+    refused: that were longer than the engine serves.
+    prompt_tokens: of the prompts.
+    cached_tokens: of these, that were found.
+    new_tokens: of the answers.
+    preemptions: rows that had to make room.
+    steps: of the engine.
+    seconds: from the first arrival to the last token.
+    first_s: from arrivals to first tokens.
+    between_s: between tokens of an answer.
+    whole_s: from arrivals to last tokens.
+  """
+
+  requests: int = 0
+  refused: int = 0
+  prompt_tokens: int = 0
+  cached_tokens: int = 0
+  new_tokens: int = 0
+  preemptions: int = 0
+  steps: int = 0
+  seconds: float = 0.0
+  first_s: array.array[float] = dataclasses.field(
+    default_factory=lambda: array.array("d")
+  )
+  between_s: array.array[float] = dataclasses.field(
+    default_factory=lambda: array.array("d")
+  )
+  whole_s: array.array[float] = dataclasses.field(
+    default_factory=lambda: array.array("d")
+  )
+
+  def watch(self, arrival: float) -> Callable[[float, bool], None]:
+    """What to call at each token of a request that came at `arrival`."""
+    last = -1.0
+
+    def token(now: float, ended: bool) -> None:
+      nonlocal last
+      if last < 0:
+        self.first_s.append(now - arrival)
+      else:
+        self.between_s.append(now - last)
+      last = now
+      self.new_tokens += 1
+      if ended:
+        self.whole_s.append(now - arrival)
+        self.seconds = max(self.seconds, now)
+
+    return token
+
+  def summary(self) -> dict[str, Any]:
+    """Figures: counts, rates, and 50, 90 and 99 of 100 times."""
+    found: dict[str, Any] = {
+      name: getattr(self, name)
+      for name in (
+        "requests",
+        "refused",
+        "prompt_tokens",
+        "cached_tokens",
+        "new_tokens",
+        "preemptions",
+        "steps",
+        "seconds",
+      )
+    }
+    found["hit_rate"] = self.cached_tokens / max(1, self.prompt_tokens)
+    found["new_tokens_per_s"] = self.new_tokens / max(1e-9, self.seconds)
+    found["requests_per_s"] = self.requests / max(1e-9, self.seconds)
+    for name in ("first_s", "between_s", "whole_s"):
+      values = np.asarray(getattr(self, name))
+      points = (
+        np.percentile(values, (50, 90, 99)) if values.size else [None] * 3
+      )
+      found[name] = {
+        f"p{p}": None if x is None else float(x)
+        for p, x in zip((50, 90, 99), points, strict=True)
+      }
+    return found
+
+
+def replay_simulated(
+  engine: SimulatedEngine,
+  trace: Sequence[TraceRequest],
+  *,
+  progress: Callable[[int], None] | None = None,
+) -> ReplayResult:
+  """Lets a simulated engine answer a trace.
+
+  Args:
+    engine: an unused one.
+    trace: in the order of arrivals.
+    progress: called with how many requests have come.
+  """
+  result, handles, n, idle = ReplayResult(), [], 0, 0
+  while n < len(trace) or engine.busy:
+    if not engine.busy:
+      engine.now = max(engine.now, trace[n].arrival)
+    while n < len(trace) and trace[n].arrival <= engine.now:
+      one, n = trace[n], n + 1
+      try:
+        handle = engine.submit(
+          one.prompt(), one.new_tokens, on_token=result.watch(one.arrival)
+        )
+      except PromptError:
+        result.refused += 1
+        continue
+      handles.append(handle)
+      result.prompt_tokens += one.prompt_tokens
+      if progress is not None:
+        progress(n)
+    before = engine.steps
+    engine.step()
+    idle = 0 if engine.steps > before else idle + 1
+    if idle > _IDLE:
+      raise RuntimeError(f"{idle} steps without anything to compute")
+  result.requests, result.steps = len(handles), engine.steps
+  result.cached_tokens = sum(h.cached_tokens for h in handles)
+  result.preemptions = sum(h.preemptions for h in handles)
+  return result
+
+
+def replay_live(
+  engine: Engine,
+  trace: Sequence[TraceRequest],
+  *,
+  progress: Callable[[int], None] | None = None,
+) -> ReplayResult:
+  """Lets an engine answer a trace in real time, open loop.
+
+  Args:
+    engine: one without a thread of its own, whose programs are compiled.
+    trace: in the order of arrivals.
+    progress: as `replay_simulated`.
+  """
+  result, handles, n = ReplayResult(), [], 0
+  steps, start = engine.counters.steps, time.monotonic()
+  clock = lambda: time.monotonic() - start
+
+  def watched(arrival: float) -> Callable[[Answer], None]:
+    token, seen = result.watch(arrival), 0
+
+    def changed(answer: Answer) -> None:
+      nonlocal seen
+      if len(answer.tokens) > seen:
+        seen += 1
+        token(clock(), answer.finish is not None)
+
+    return changed
+
+  while n < len(trace) or engine.busy:
+    while n < len(trace) and trace[n].arrival <= clock():
+      one, n = trace[n], n + 1
+      request = Request(
+        prompt=one.prompt(engine.vocab), max_new_tokens=one.new_tokens
+      )
+      try:
+        handles.append(engine.submit(request, watched(one.arrival)))
+      except PromptError:
+        result.refused += 1
+        continue
+      result.prompt_tokens += one.prompt_tokens
+      if progress is not None:
+        progress(n)
+    if engine.busy:
+      engine.step()
+    elif n < len(trace):
+      time.sleep(max(0.0, min(0.01, trace[n].arrival - clock())))
+  result.requests = len(handles)
+  result.steps = engine.counters.steps - steps
+  result.cached_tokens = sum(h.cached_tokens for h in handles)
+  result.preemptions = sum(h.preemptions for h in handles)
+  return result
+
+
+def measure_cost(
+  engine: Engine, *, requests: int = 0, seed: int = 0
+) -> StepCost:
+  """The cost of an engine's steps, measured: about as many as rows, twice.
+
+  Args:
+    engine: one without a thread, and with nothing to do.
+    requests: how many are sent; 0 for two for each row.
+    seed: random seed of prompts.
+
+  Raises:
+    OptionError: the engine is busy.
+  """
+  if engine.busy:
+    raise OptionError(
+      "engine", "one that is busy", "one with nothing to do", "run it first"
+    )
+  rng = np.random.default_rng(seed)
+  count = requests or 2 * engine.scheduler.limits.rows
+  plans, times, scheduler = [], [], engine.scheduler
+  room = scheduler.tree.groups[0].pages * scheduler.tree.shards
+  most = min(engine.longest, room * scheduler.tree.page)
+  plan_of = scheduler.plan
+
+  def noted() -> StepPlan:
+    plan = plan_of()
+    # What it holds changes later.
+    plans.append(features(plan))
+    return plan
+
+  def send() -> None:
+    for n in range(count):
+      # Prompts of many lengths; answers that end one after another.
+      size = int(max(1, most * (n + 1) / count * 0.75))
+      new = max(1, min(most - size, 8 + 2 * n))
+      prompt = rng.integers(0, engine.vocab, size).astype(np.int32)
+      engine.submit(Request(prompt=prompt, max_new_tokens=new, share=False))
+
+  send()
+  engine.run()
+  send()
+  scheduler.plan = noted
+  try:
+    while engine.step():
+      times.append(time.monotonic())
+    times.append(time.monotonic())
+  finally:
+    del scheduler.plan
+  # What a step began is read by the next one.
+  spent = np.diff(times)
+  some = [n for n in range(spent.size) if any(plans[n])]
+  return StepCost.fit([plans[n] for n in some], spent[some])

@@ -1,0 +1,398 @@
+"""What stands between an engine's pages and a store of blocks.
+
+Guarantees: a page comes back with the bits that it had. A block's key is a
+digest of its whole prefix with salt and adapter, and of all that its keys
+depend on: weights, config, codec, page, the shapes of the calls, the kind of
+device and JAX's version; what another model, tenant or program made is never
+found. What the store does cannot make a request fail.
+Cost: pages are copied in batches of fixed shapes, two compiled programs for
+each group of layers; a step waits for no copy to the host and reads and writes
+no file, unless all rows wait for one.
+Memory: on the device the batches on their way to the host, eight at most;
+what comes after these is given up and counted.
+
+A block of the store is one page of one group of layers: groups that look back
+a window let pages go earlier than others, and need the last ones only.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.errors import InputTypeError, OptionError
+from ringjax.kv.page_pool import PagePool
+from ringjax.models.fingerprint import fingerprint
+from ringjax.serve.prefix_tree import PrefixBlock, next_digest
+from ringjax.serve.scheduler import Scheduler, ServedRow, StoredPrefix
+from ringjax.store import Store, StoreFetch
+
+# Pages of each shard in one copy, and copies on their way to the host.
+_BATCH, _MOST_COPIES = 16, 8
+# Seconds that a step waits at most where there is nothing else to do.
+_WAIT = 0.05
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _read_pages(pool: PagePool, group: int, pages: jax.Array) -> Any:
+  return pool.read_pages(group, pages)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _write_pages(
+  pool: PagePool, group: int, pages: jax.Array, held: Any
+) -> PagePool:
+  return pool.write_pages(group, pages, held)
+
+
+@jax.jit
+def _sums(leaves: Any) -> Any:
+  """A number of all bits of each array."""
+
+  def one(x: jax.Array) -> jax.Array:
+    size = jnp.dtype(x.dtype).itemsize
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[size]
+    words = jax.lax.bitcast_convert_type(x, kind)
+    words = words.astype(jnp.uint32)
+    # A place's number, odd, so that swapped numbers tell.
+    for axis in range(words.ndim):
+      place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+      words = words * (place * np.uint32(2) + np.uint32(0x9E3779B1))
+    return jnp.sum(words, dtype=jnp.uint32)
+
+  return [one(x) for x in leaves]
+
+
+@dataclasses.dataclass(kw_only=True)
+class RowSearch:
+  """What was found for a row so far.
+
+  Attributes:
+    digests: of its prompt's whole blocks.
+    found: by (number, group) the payloads.
+    missing: (number, group) that turned out not to be in the store.
+    fetch: under way, or None.
+    wanted: what it fetches.
+  """
+
+  digests: list[bytes]
+  found: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+  missing: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+  fetch: StoreFetch | None = None
+  wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+class StoreLink:
+  """Exports pages that go and finds those that are wanted; a `BlockSource`."""
+
+  def __init__(
+    self,
+    store: Any,
+    model: Any,
+    pool: PagePool,
+    scheduler: Scheduler,
+    counters: Any,
+    longest: int,
+  ):
+    """Sets itself as the source of a scheduler and listens to its tree.
+
+    Args:
+      store: the `Store`.
+      model: whose keys are in the pool.
+      pool: of pages.
+      scheduler: whose rows are served.
+      counters: of the engine.
+      longest: of which context rotations are.
+
+    Raises:
+      InputTypeError: it is no store.
+      OptionError: pages of which this process has a part only.
+    """
+    if not isinstance(store, Store):
+      raise InputTypeError(
+        "store",
+        type(store).__name__,
+        "an rj.store.Store",
+        "make one with rj.store.Store(host=1 << 30)",
+      )
+    arrays = jax.tree.leaves((pool.slots, model))
+    if not all(x.is_fully_addressable for x in arrays):
+      raise OptionError(
+        "store",
+        "a store, for pages that are spread over several processes",
+        "pages on the devices of one process",
+        "leave store out",
+      )
+    self.store, self._scheduler, self._counters = store, scheduler, counters
+    self._tree = scheduler.tree
+    self._names = _namespaces(model, pool, scheduler, longest)
+    self._shapes = [pool.page_shapes(g) for g in range(len(pool.groups))]
+    self._bytes = [
+      sum(int(np.prod(s)) * d.itemsize for s, d in shapes)
+      for shapes in self._shapes
+    ]
+    # By group and shard: pages that are about to be free, and their keys.
+    self._leaving: list[list[list[tuple[int, bytes]]]] = [
+      [[] for _ in range(self._tree.shards)] for _ in pool.groups
+    ]
+    self._copies: list[concurrent.futures.Future[None]] = []
+    self._copier = concurrent.futures.ThreadPoolExecutor(
+      1, "ringjax engine exports"
+    )
+    self._tree.on_evict = self._leave
+    scheduler.source = self
+
+  def _key(self, group: int, digest: bytes) -> bytes:
+    return hashlib.sha256(self._names[group] + digest).digest()
+
+  # -------------------------------------------------------------------------
+  # Out
+  # -------------------------------------------------------------------------
+
+  def _leave(self, block: PrefixBlock, group: int, page: int) -> None:
+    """A page is about to be free."""
+    shard = block.depth % self._tree.shards
+    if self._scheduler.loads.pop((group, shard, page), None) is not None:
+      # It never was in the page; the store has it.
+      return
+    key = self._key(group, block.digest)
+    if key not in self.store:
+      self._leaving[group][shard].append((page, key))
+
+  def move(self, pool: PagePool) -> PagePool:
+    """Copies pages that go, then fills pages that come; call it behind a plan
+    and before its calls."""
+    self._export(pool, most=_MOST_COPIES)
+    return self._import(pool)
+
+  def _export(self, pool: PagePool, *, most: int | None) -> None:
+    self._copies = [x for x in self._copies if not x.done()]
+    for group, shards in enumerate(self._leaving):
+      while any(shards):
+        batch = [shard[:_BATCH] for shard in shards]
+        for shard in shards:
+          del shard[:_BATCH]
+        count = sum(map(len, batch))
+        if most is not None and len(self._copies) >= most:
+          self._counters.pages_lost += count
+          continue
+        pages = np.zeros((len(shards), _BATCH), np.int32)
+        for n, shard in enumerate(batch):
+          pages[n, : len(shard)] = [page for page, _ in shard]
+        held = _read_pages(pool, group, pages)
+        for x in held:
+          x.copy_to_host_async()
+        keys = [
+          (n * _BATCH + i, key)
+          for n, shard in enumerate(batch)
+          for i, (_, key) in enumerate(shard)
+        ]
+        self._counters.pages_out += count
+        self._copies.append(self._copier.submit(self._put, held, keys))
+
+  def _put(self, held: Any, keys: list[tuple[int, bytes]]) -> None:
+    arrays = [np.asarray(x) for x in held]
+    for n, key in keys:
+      self.store.put(key, b"".join(x[:, n].tobytes() for x in arrays))
+
+  def export_all(self, pool: PagePool) -> None:
+    """Copies all blocks of the tree, and waits until the store has them."""
+    for block in self._tree.blocks():
+      for group, page in enumerate(block.pages):
+        if block.ready and page is not None:
+          self._leave(block, group, page)
+    self._export(pool, most=None)
+    for copy in self._copies:
+      copy.result()
+
+  def close(self) -> None:
+    """Lets go of the tree and ends the thread."""
+    self._tree.on_evict = self._scheduler.source = None
+    self._copier.shutdown()
+
+  # -------------------------------------------------------------------------
+  # In
+  # -------------------------------------------------------------------------
+
+  def look(
+    self, row: ServedRow, root: PrefixBlock, count: int, most: int
+  ) -> StoredPrefix | None:
+    """See `BlockSource`."""
+    tree = self._tree
+    pieces = tree.pieces(row.prompt, most)
+    state: RowSearch = row.store_state
+    if state is None:
+      digests, at = [], root.digest
+      for piece in pieces:
+        at = next_digest(at, piece)
+        digests.append(at)
+      state = row.store_state = RowSearch(digests=digests)
+      for group in range(len(self._names)):
+        self.store.request([self._key(group, x) for x in digests])
+    if state.fetch is not None:
+      if not state.fetch.done:
+        return None
+      self._fetched(state)
+    while True:
+      chain = tree.chain(root, pieces)
+      chain = chain[
+        : next((n for n, b in enumerate(chain) if not b.ready), None)
+      ]
+      total, needed = self._longest(state, chain, count, most)
+      wanted = [x for x in needed if x not in state.found]
+      if not wanted:
+        payloads = {x: state.found[x] for x in needed}
+        return StoredPrefix(count=total, payloads=payloads)
+      keys = [self._key(g, state.digests[n]) for n, g in wanted]
+      state.wanted, state.fetch = wanted, self.store.fetch(keys)
+      if not state.fetch.done:
+        return None
+      self._fetched(state)
+
+  def _fetched(self, state: RowSearch) -> None:
+    """Takes what a fetch found; what it did not is missing."""
+    fetch, state.fetch = state.fetch, None
+    assert fetch is not None
+    for n, group in state.wanted:
+      payload = fetch.found.get(self._key(group, state.digests[n]))
+      if payload is None or len(payload) != self._bytes[group]:
+        state.missing.add((n, group))
+        return
+      state.found[n, group] = payload
+
+  def _longest(
+    self,
+    state: RowSearch,
+    chain: list[PrefixBlock],
+    count: int,
+    most: int,
+  ) -> tuple[int, list[tuple[int, int]]]:
+    """How many blocks can be had, and what of them is not in the tree."""
+    tree = self._tree
+    known: dict[tuple[int, int], bool] = {}
+
+    def cached(n: int, group: int) -> bool:
+      return n < len(chain) and chain[n].pages[group] is not None
+
+    def there(n: int, group: int) -> bool:
+      at = n, group
+      if at not in known:
+        known[at] = cached(n, group) or (
+          at not in state.missing
+          and (
+            at in state.found
+            or self._key(group, state.digests[n]) in self.store
+          )
+        )
+      return known[at]
+
+    wide = [g for g, spec in enumerate(tree.groups) if spec.reach is None]
+    limit = next(
+      (n for n in range(most) if not all(there(n, g) for g in wide)), most
+    )
+    # Behind the first gap of a group that looks back a window no count helps
+    # until the window is past it.
+    for total in range(limit, count, -1):
+      needed = [
+        (n, g)
+        for g, spec in enumerate(tree.groups)
+        for n in range(self._first(spec.reach, total), total)
+      ]
+      if all(there(n, g) for n, g in needed):
+        return total, sorted(x for x in needed if not cached(*x))
+    return count, []
+
+  def _first(self, reach: int | None, total: int) -> int:
+    """The first block that the token behind `total` blocks looks back on."""
+    return 0 if reach is None else max(0, total - -(-reach // self._tree.page))
+
+  def wait(self, rows: Iterable[ServedRow]) -> None:
+    """Waits a moment for blocks that a row waits for, if there is one."""
+    for row in rows:
+      state = row.store_state
+      if row.held and state is not None and state.fetch is not None:
+        state.fetch.wait(_WAIT)
+        return
+
+  def _import(self, pool: PagePool) -> PagePool:
+    """Fills the pages that the scheduler gave to blocks of the store."""
+    loads, shards = self._scheduler.loads, self._tree.shards
+    waiting: list[list[list[tuple[int, Any]]]] = [
+      [[] for _ in range(shards)] for _ in self._shapes
+    ]
+    for (group, shard, page), payload in loads.items():
+      waiting[group][shard].append((page, payload))
+    loads.clear()
+    for group, lists in enumerate(waiting):
+      while any(lists):
+        # Far out of range where there is none.
+        pages = np.full((shards, _BATCH), np.iinfo(np.int32).max, np.int32)
+        held = [
+          np.zeros((shape[0], shards * _BATCH, *shape[1:]), dtype)
+          for shape, dtype in self._shapes[group]
+        ]
+        for shard, some in enumerate(lists):
+          for i, (page, payload) in enumerate(some[:_BATCH]):
+            pages[shard, i] = page
+            _unpack(payload, held, shard * _BATCH + i)
+          self._counters.pages_in += len(some[:_BATCH])
+          del some[:_BATCH]
+        pool = _write_pages(pool, group, pages, tuple(held))
+    return pool
+
+
+def _unpack(payload: Any, held: list[np.ndarray], n: int) -> None:
+  """Writes a payload to place n of the arrays."""
+  at = 0
+  for x in held:
+    shape = (x.shape[0], *x.shape[2:])
+    size = int(np.prod(shape))
+    found = np.frombuffer(payload, x.dtype, size, at)
+    x[:, n] = found.reshape(shape)
+    at += found.nbytes
+
+
+def _namespaces(
+  model: Any, pool: PagePool, scheduler: Scheduler, longest: int
+) -> list[bytes]:
+  """For each group a digest of all that its keys depend on, beside tokens."""
+  found = hashlib.sha256()
+  tree, limits = scheduler.tree, scheduler.limits
+  leaves = jax.tree.leaves(model)
+  words = [x for x in leaves if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)]
+  device = next(iter(leaves[0].devices()))
+  facts = (
+    "ringjax block 1",
+    fingerprint(model),
+    [int(x) for x in jax.device_get(_sums(words))],
+    [(x.shape, str(x.dtype)) for x in leaves],
+    repr(model.config),
+    str(pool.kind),
+    str(pool.dtype),
+    tree.page,
+    tree.shards,
+    limits.piece,
+    limits.pieces,
+    longest,
+    pool.mesh is not None and dict(pool.mesh.shape),
+    device.platform,
+    device.device_kind,
+    jax.__version__,
+  )
+  found.update(repr(facts).encode())
+  for x in jax.tree.leaves(pool.constants):
+    found.update(np.asarray(x).tobytes())
+  return [
+    hashlib.sha256(
+      found.digest() + repr((g.reach, g.kinds, pool.page_shapes(n))).encode()
+    ).digest()
+    for n, g in enumerate(pool.groups)
+  ]

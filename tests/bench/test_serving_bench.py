@@ -1,0 +1,94 @@
+"""launch.bench serve: traces replayed, and what they are compared with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ringjax.bench.serving import ServeBenchmark, ServeSettings, requests_of
+from ringjax.errors import OptionError
+from tests.helpers import refused
+
+COST = "answers=0.01,prompts=0.02,token=1e-4,pair=1e-7"
+
+
+def run(settings, **files):
+  said = []
+  found = ServeBenchmark.run(settings, say=said.append, **files)
+  return found, "\n".join(said)
+
+
+def test_a_file_is_simulated(tmp_path):
+  rows = [
+    dict(
+      timestamp=1000 * n,
+      input_length=1024,
+      output_length=20,
+      hash_ids=[0, n + 1],
+    )
+    for n in range(9)
+  ]
+  trace = tmp_path / "t.jsonl"
+  trace.write_text("\n".join(map(json.dumps, rows)))
+  settings = ServeSettings(trace=str(trace), cost=COST, shrink=2, speed="4")
+  out = tmp_path / "out.json"
+  found, said = run(settings, json=str(out))
+  assert json.loads(out.read_text())["hit_rate"] == found["hit_rate"]
+  assert found["requests"] == 9 and found["new_tokens"] == 90
+  # All but the first find the first half of their prompts.
+  assert found["cached_tokens"] == 8 * 256
+  assert found["seconds"] > 8 / 4
+  assert "p50" in said and "hit rate            44.4%" in said
+  fewer, _ = run(ServeSettings(trace=str(trace), cost=COST, requests=3))
+  assert fewer["prompt_tokens"] == 3 * 1024
+  # Half the rows: requests that come at once wait for each other.
+  slow = [
+    run(ServeSettings(rate="inf", cost=COST, rows=rows, requests=32))[0]
+    for rows in (16, 2)
+  ]
+  p90 = [found["first_s"]["p90"] for found in slow]
+  assert p90[1] > 2 * p90[0]
+
+
+def test_a_picture(tmp_path):
+  pytest.importorskip("matplotlib")
+  path = tmp_path / "plot.png"
+  run(ServeSettings(requests=20, cost=COST), plot=str(path))
+  assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+  ("options", "word"),
+  [
+    (dict(rate="fast"), "rate"),
+    (dict(rate="0"), "rate"),
+    (dict(speed="inf"), "speed"),
+    (dict(cost="x"), "cost"),
+    (dict(cost=COST, engine="live"), "cost"),
+    (dict(engine="paper"), "engine"),
+    (dict(trace="no.csv", compare="sequential"), "compare"),
+    (dict(rows=0), "rows"),
+  ],
+)
+def test_options_are_refused(options, word):
+  refused(OptionError, lambda: ServeSettings(**options), word)
+
+
+def test_missing_files_are_refused():
+  settings = ServeSettings(trace="/nowhere.csv")
+  refused(OptionError, lambda: requests_of(settings), "trace")
+
+
+@pytest.mark.long
+def test_live_and_compared():
+  small = dict(
+    requests=6, prompt_tokens=30, new_tokens=6, longest=256, rows=4, page=16
+  )
+  found, said = run(ServeSettings(engine="live", rate="50", **small))
+  assert found["requests"] == 6 and "live: 6 requests" in said
+  found, _ = run(ServeSettings(**small))
+  assert max(found["cost"].values()) > 0 and found["requests"] == 6
+  found, said = run(ServeSettings(compare="sequential", rounds=2, **small))
+  assert found["ratio"] > 0 and "of medians" in said
+  assert found["equal"]

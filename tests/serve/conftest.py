@@ -1,0 +1,5 @@
+"""Loaded models, as for the tests of generation."""
+
+from tests.infer.conftest import loaded
+
+__all__ = ["loaded"]
