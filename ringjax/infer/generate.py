@@ -25,6 +25,7 @@ from ringjax.errors import (
 from ringjax.infer import decode, inputs
 from ringjax.infer import prefill as reading
 from ringjax.infer.prefill import Prefill, PrefillOptions
+from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.sampling import from_names, traced
 from ringjax.infer.session import (
   GenerateReport,
@@ -36,6 +37,7 @@ from ringjax.infer.session import (
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
+from ringjax.kv.cache import LayerCacheSpec
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.local import here, last_device
@@ -99,6 +101,7 @@ def generate(
   partition: Sequence[int] | None = None,
   machine: Machine | None = None,
   keep: str = "sharded",
+  wire: Any = None,
   cache: Session | None = None,
   cache_dtype: Any = None,
   cache_kind: Any = None,
@@ -143,6 +146,10 @@ def generate(
     keep: where the cache is once the prompt is read: "sharded" over the
       sequence's axis, on which all devices decode, or on the "last" device of
       that axis, which then decodes alone, with its own copy of the weights.
+    wire: how keys and values travel while a prompt is read on several shards:
+      "cache", as the bytes that the cache stores, encoded once; a codec or a
+      dtype, see `Ring`; None: as they are. Each query sees its own shard's keys
+      exact.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
     cache_kind: how the cache that is made stores keys and values, an
@@ -151,7 +158,8 @@ def generate(
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.
-    tokenizer: of the texts, which may span tokens.
+    tokenizer: of the texts, which may span tokens; and encodes the request
+      for a repetition, where a policy repeats the prompt (`rj.kv.KVzip`).
     stream: called with each step's tokens, int32 [B]. Its answer True ends
       the generation, an array of bools [B] ends single rows, None and False
       end nothing; anything else is refused.
@@ -179,9 +187,6 @@ def generate(
   sampler, stop = from_names(sampler, stop, names)
   _check_callable(sampler=sampler, stream=stream, progress=progress,
                   report=report)  # fmt: skip
-  options = PrefillOptions(
-    method=prefill, chunk=chunk, partition=partition, machine=machine, keep=keep
-  )
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   # Of a session that is made here.
@@ -191,6 +196,14 @@ def generate(
     dtype=cache_dtype,
     cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
   )
+  options = PrefillOptions(
+    method=prefill,
+    chunk=chunk,
+    partition=partition,
+    machine=machine,
+    keep=keep,
+    wire=_stored(model, cache, own) if wire == "cache" else wire,
+  )
   prompts = inputs.prompts(tokens, model.config.vocab)
   ending = _Ending(
     stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
@@ -199,21 +212,19 @@ def generate(
   if cache is not None:
     _check_session(cache, model, len(prompts), own)
     start = cache.lengths
-    prompts = [
-      p if last < 0 else np.concatenate([[np.int32(last)], p])
-      for p, last in zip(prompts, cache.pending, strict=True)
-    ]
+    prompts = _with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
   _check_context(model, start, lengths, count)
   session, how, total = _planned(
     model, cache, options, own, start, lengths, count
   )
+  asked = _asked(model, session, start, lengths, tokenizer)
   model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
     # Refused before the prompt is read, and not behind it.
     last = last_device(session.mesh, session.axis)
     here(model, last)
-  logits = _read(model, session, how, prompts, start, total, progress)
+  logits = _read(model, session, how, prompts, start, total, progress, asked)
   if last is not None:
     session.gather(last)
     model, logits = session.weights(model), here(logits, last)
@@ -234,6 +245,86 @@ def generate(
   return new
 
 
+def _stored(model: Transformer, session: Any, own: dict[str, Any]) -> Any:
+  """The wire that sends what the cache stores."""
+  latent = [
+    x for x in model.kinds if isinstance(x, LayerCacheSpec) and not x.value
+  ]
+  if latent:
+    raise OptionError(
+      "wire",
+      f"'cache' with {model.config.family}, which caches latents",
+      "a model that caches the keys and values that travel",
+      "pass a wire of its own, as wire='int8'",
+    )
+  if isinstance(session, Session):
+    return session.cache.kind.as_wire(session.cache.dtype)
+  kind = kinds.WINDOWED if own["cache_kind"] is None else own["cache_kind"]
+  dtype = model.dtype if own["dtype"] is None else own["dtype"]
+  return kind.as_wire(jnp.dtype(dtype))
+
+
+@on_its_mesh
+def read_context(
+  model: Transformer,
+  tokens: Any,
+  *,
+  cache: Session,
+  prefill: str = "auto",
+  chunk: int | None = None,
+  partition: Sequence[int] | None = None,
+  machine: Machine | None = None,
+  tokenizer: Any = None,
+  progress: Callable[[int], Any] | None = None,
+) -> None:
+  """Reads texts into a session and generates nothing.
+
+  Calls of `generate` with the session then ask about them, one behind the
+  other. With a policy of eviction the questions are about what is kept:
+  `session.cache.snapshot` and `restore` go back to it.
+
+  Args:
+    model: as `generate` gets it.
+    tokens: int32 [B, T], or B sequences of ids of different lengths.
+    cache: the session, empty or not.
+    prefill: how it is read, see `generate`.
+    chunk: the same.
+    partition: the same.
+    machine: the same.
+    tokenizer: encodes the request for a repetition, where the session's policy
+      repeats the context (`rj.kv.KVzip`).
+    progress: called with the number of tokens read.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  _check_call(model, tokens)
+  _check_callable(progress=progress)
+  options = PrefillOptions(
+    method=prefill, chunk=chunk, partition=partition, machine=machine
+  )
+  prompts = inputs.prompts(tokens, model.config.vocab)
+  own: dict[str, Any] = dict.fromkeys(("mesh", "axis", "dtype", "cache_kind"))
+  _check_session(cache, model, len(prompts), own)
+  start, prompts = cache.lengths, _with_pending(prompts, cache)
+  lengths = np.array([p.size for p in prompts])
+  _check_context(model, start, lengths, 0)
+  session, how, total = _planned(model, cache, options, own, start, lengths, 1)
+  asked = _asked(model, session, start, lengths, tokenizer)
+  model = session.weights(model)
+  _read(model, session, how, prompts, start, total, progress, asked)
+
+
+def _with_pending(
+  prompts: list[np.ndarray], session: Session
+) -> list[np.ndarray]:
+  """The prompts behind tokens that were generated and not read yet."""
+  return [
+    p if last < 0 else np.concatenate([[np.int32(last)], p])
+    for p, last in zip(prompts, session.pending, strict=True)
+  ]
+
+
 def _planned(
   model: Transformer,
   session: Session | None,
@@ -251,13 +342,14 @@ def _planned(
   longest, batch = int(lengths.max()), lengths.size
   if session is None:
     where = place_of(own["mesh"], own["axis"], model)
-    how = options.plan(longest, model, *where)
+    if own["cache_kind"] is None:
+      own = own | {"cache_kind": kinds.WINDOWED}
+    stays = own["cache_kind"].device
+    how = options.plan(longest, model, *where, device=stays)
     _check_scores(model, how, batch)
     # A shard's last slot may stay empty behind an uneven prompt.
     shards = how.attend.size
     capacity = how.slots * shards + count + shards
-    if own["cache_kind"] is None:
-      own = own | {"cache_kind": kinds.WINDOWED}
     session = Session(model, capacity, batch=batch, **own)
     return session, how, longest + count
   room, behind = session.room(), bool(start.any())
@@ -269,6 +361,7 @@ def _planned(
     # The last token is not read.
     room=room - (count - 1),
     behind=behind,
+    device=session.cache.kind.device,
   )
   after = session.cache.free() - how.taken(lengths)
   if after.min() < 0 or after.sum(1).min() < count - 1:
@@ -293,11 +386,15 @@ def _read(
   start: np.ndarray,
   total: int,
   progress: Callable[[int], Any] | None,
+  asked: Instructions | None,
 ) -> jax.Array:
   """Reads the prompts into the session: the logits [B, V] behind them."""
   found: Any = None
   with session.running("reading the prompt"):
     for call in how.calls(prompts, start):
+      each = call.tokens.shape[1] // session.shards
+      taken = np.full((session.batch, session.shards), each)
+      session.cache = session.cache.with_room(taken)
       logits, session.cache = reading.read(
         model,
         how.attend,
@@ -310,12 +407,36 @@ def _read(
       )
       for row, prompt in zip(session.seen, prompts, strict=True):
         row[prompt[: call.done]] = True
+      session.cache = session.cache.flush()
       ends = jnp.asarray(call.ends)[:, None]
       found = logits if found is None else jnp.where(ends, logits, found)
       if progress is not None:
         jax.block_until_ready(logits)
         progress(call.done)
+    if asked is not None:
+      session.cache = repeat(
+        model, session.cache, prompts, start == 0, asked, total
+      )
   return found
+
+
+def _asked(
+  model: Transformer,
+  session: Session,
+  start: np.ndarray,
+  lengths: np.ndarray,
+  tokenizer: Any,
+) -> Instructions | None:
+  """What asks for a repetition of the prompts, if the policy wants one.
+
+  Rows that hold tokens are not repeated: what comes behind them stays.
+  """
+  kind = session.cache.kind
+  if not kind.repeats or start.all():
+    return None
+  asked = Instructions.of(tokenizer)
+  check_repetition(model, kind.policy, lengths * (start == 0), asked)
+  return asked
 
 
 def _decode(
@@ -340,10 +461,15 @@ def _decode(
     state = decode.first(
       sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
+    left = session.cache.steps()
     for n in range(count):
       # The next step is on its way while this one's tokens are read.
       after = None
       if n + 1 < count:
+        if not left:
+          session.cache = session.cache.flush()
+          left = session.cache.steps()
+        left -= 1
         after, session.cache = decode.step(
           model, attend, sampler, session.cache, state, ending.ids, length
         )

@@ -20,7 +20,10 @@ Layer by layer, from the host, rank i of p:
      attention of its own queries, output projection, feedforward
 
 What travels are blocks of keys and values as a layer of the cache appends them
-(rotated, or before their rotation), whatever the kind of cache makes of them.
+(rotated, or before their rotation), whatever the kind of cache makes of them;
+with `wire="cache"` the codes that the cache stores, which the rank that has the
+tokens makes once. Its own keys a rank but the last then sees exact, and those
+of the tokens before decoded.
 
 Arrays travel through TCP, and not as collectives of two devices: a collective
 takes its turn in the queue of the device's computations, so that a rank that
@@ -43,7 +46,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ringjax import plan
-from ringjax.checks import float_dtype, positive_int
+from ringjax.checks import float_dtype, one_of, positive_int
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import agree, decode, inputs, prefill, spans
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
@@ -51,6 +54,7 @@ from ringjax.infer.links import LayerBlock, Receiver, Sender
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
+from ringjax.kv.codecs import Codec
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
@@ -118,6 +122,7 @@ class Runahead:
     tile: int | None = None,
     dtype: Any = None,
     kind: Any = "dense",
+    wire: str | None = None,
   ):
     """Prepares; nothing is computed yet.
 
@@ -128,16 +133,29 @@ class Runahead:
       tile: tokens of a tile; default: by the length of the prompt.
       dtype: of the cache; default: the model's.
       kind: of the cache, an `rj.kv.CacheKind` or its name.
+      wire: "cache" sends keys and values as the codes of a kind with a codec;
+        None: as they are.
 
     Raises:
       ConfigError: a model with layers that keep more than keys and values.
-      OptionError: an argument out of range, or no kind of cache.
+      OptionError: an argument out of range, no kind of cache, or codes of a
+        kind without a codec.
     """
     self.model, self.peers = model, peers
     self.credits = positive_int("credits", credits)
     self.tile = None if tile is None else positive_int("tile", tile)
     self.dtype = float_dtype("dtype", model.dtype if dtype is None else dtype)
-    self.kind = model.cache_kind(kind)
+    self.kind = model.cache_kind(kind).resident("KV-Runahead")
+    self.wire = one_of("wire", wire, (None, "cache"))
+    own = self.kind.codec
+    self.codec = own if wire is not None and isinstance(own, Codec) else None
+    if wire is not None and self.codec is None:
+      raise OptionError(
+        "wire",
+        f"{wire!r} with a cache of kind {self.kind}",
+        "a kind with a codec that all heads share",
+        "pass kind='int8', for instance, or leave wire out",
+      )
     self.programs = LayerPrograms(model, CachedAttention(), self.kind)
     self._compiled: set[Any] = set()
     (self.device,) = model.embed.weight.get_value().devices()
@@ -180,6 +198,7 @@ class Runahead:
       card |= agree.reading(self.model, ids) | {
         "cache dtype": self.dtype.name,
         "cache kind": str(self.kind),
+        "wire": self.wire or "",
         "tile": self.tile or 0,
         "credits": self.credits,
         "new_tokens": new_tokens,
@@ -227,7 +246,9 @@ class Runahead:
       link = peers, layers, self.credits, recorder
       take = put = nothing
       if rank > 0:
-        receiver = Receiver(*link, first, size=room, dtype=self.dtype)
+        receiver = Receiver(
+          *link, first, size=room, dtype=self.dtype, codec=self.codec
+        )
         take = receiver.take
       if rank < last:
         sender = Sender(*link, tiles[-1].end)
@@ -305,11 +326,12 @@ class Runahead:
       )
       recorder.add("project", layer.number, start_s)
       before = take(layer)
-      own = [
-        LayerBlock(tile.first, tile.end, k, v)
-        for tile, (_, k, v) in zip(tiles, made, strict=True)
-      ]
-      put(layer, own if before is None else [before, *own])
+      if put is not nothing:
+        own = [
+          LayerBlock(tile.first, tile.end, *self._sent(layer, k, v))
+          for tile, (_, k, v) in zip(tiles, made, strict=True)
+        ]
+        put(layer, own if before is None else [before, *own])
       start_s = recorder.now()
       tokens = zip(xs, made, where, strict=True)
       xs = self._paced(self._attend(layer, weights, tokens, before, caches))
@@ -334,13 +356,21 @@ class Runahead:
     if before is None:
       cache = cache.truncate(0)
     else:
-      cache = programs.load(kind, cache, index, *before)
+      coded = self.codec is not None
+      constants = programs.constants(layer) if coded else None
+      cache = programs.load(kind, cache, index, *before, constants)
     for x, made, span in tokens:
       out, cache = programs.attend(
         layer.spec, kind, weights, x, made, span, cache, index
       )
       yield out
     caches[key] = cache
+
+  def _sent(self, layer: StackedLayer, k: Any, v: Any) -> tuple[Any, Any]:
+    """Keys and values of some tokens as they go to the next rank."""
+    if self.codec is None:
+      return k, v
+    return self.programs.encode(self.programs.constants(layer), k, v)
 
   def _head(self, x: jax.Array, row: int) -> jax.Array:
     return self.programs.head(self.programs.outer, x, row)
@@ -402,7 +432,7 @@ class Runahead:
     self._compiled.add(key)
 
     def empty(layer: StackedLayer) -> LayerBlock:
-      return LayerBlock.zeros(layer, 1, room, self.dtype)
+      return LayerBlock.zeros(layer, 1, room, self.dtype, self.codec)
 
     tiles = [PromptTile(0, size, 1) for size in sizes]
     recorder = spans.SpanRecorder(self.peers)
@@ -410,8 +440,12 @@ class Runahead:
     each = {
       (x.spec, *self._cache_of(x, caches)[:2]): x for x in self.programs.layers
     }
+    # The last rank sends nothing.
+    put = nothing if None in caches else lambda *_: None
     for take in (nothing, empty):
-      x = self._layers(each.values(), ids, tiles, 1, caches, recorder, take)
+      x = self._layers(
+        each.values(), ids, tiles, 1, caches, recorder, take, put
+      )
     jax.block_until_ready(self._head(x, 0))
 
   def _sizes(self, tokens: int) -> tuple[int, ...]:
@@ -522,12 +556,24 @@ def _capacity(tokens: int, sizes: tuple[int, ...]) -> int:
 
 
 def link_bytes(
-  layers: Sequence[StackedLayer], lengths: Sequence[int], dtype: Any
+  layers: Sequence[StackedLayer],
+  lengths: Sequence[int],
+  dtype: Any,
+  codec: Codec | None = None,
 ) -> tuple[int, ...]:
-  """Bytes that pass each link of a chain, all layers together."""
-  size = jnp.dtype(dtype).itemsize
+  """Bytes that pass each link of a chain, all layers together.
+
+  Args:
+    layers: the model's.
+    lengths: tokens of each rank.
+    dtype: of the numbers.
+    codec: of the codes that are sent in their place, or None.
+  """
+  each = [x.token_bytes(dtype, codec) for x in layers]
   return tuple(
-    sum(size * x.numbers * (end - x.first_needed(end)) for x in layers)
+    sum(
+      n * (end - x.first_needed(end)) for n, x in zip(each, layers, strict=True)
+    )
     for end in np.cumsum(lengths)[:-1].tolist()
   )
 
@@ -546,7 +592,7 @@ def balanced(
 
 def row_bytes(layers: Sequence[StackedLayer], dtype: Any) -> int:
   """Bytes of a token's keys and values in all layers."""
-  return jnp.dtype(dtype).itemsize * sum(x.numbers for x in layers)
+  return sum(x.token_bytes(dtype) for x in layers)
 
 
 def _tiles_computed(mask: Mask, tile: PromptTile, end: int, room: int) -> int:

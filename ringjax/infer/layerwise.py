@@ -24,6 +24,7 @@ from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import DENSE, CacheKind
+from ringjax.kv.codecs import Codec
 from ringjax.models.transformer import Transformer, logits_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
@@ -54,6 +55,13 @@ class StackedLayer:
   def numbers(self) -> int:
     """Numbers of a token's key and value."""
     return 2 * self.spec.attention.kv_heads * self.spec.attention.head_dim
+
+  def token_bytes(self, dtype: Any, codec: Codec | None = None) -> int:
+    """Of a token's key and value, of a dtype or as a codec's codes."""
+    if codec is None:
+      return jnp.dtype(dtype).itemsize * self.numbers
+    heads, dim = self.spec.attention.kv_heads, self.spec.attention.head_dim
+    return heads * (codec.keys.width(dim) + codec.values.width(dim))
 
   def first_needed(self, end: int) -> int:
     """The first of `end` keys that a query behind them may see."""
@@ -159,6 +167,7 @@ class LayerPrograms:
     self.layers = stacked_layers(model)
     self.kind = kind
     self.compiled: list[Any] = []
+    self._constants: dict[int, Any] = {}
     self._config, self._specs = model.config, model.kinds
     self._attend = CachedAttention() if attend is None else attend
     # A module is flattened once, not at every call.
@@ -178,6 +187,14 @@ class LayerPrograms:
   def weights(self, layer: StackedLayer) -> tuple[jax.Array, ...]:
     """A layer's weights, out of the stack of its kind."""
     return self._pick(self._stacks[layer.kind], layer.index)
+
+  def constants(self, layer: StackedLayer) -> Any:
+    """Numbers of the codec of one layer, [K, n]."""
+    if layer.kind not in self._constants:
+      assert isinstance(self.kind.codec, Codec)
+      made = self.kind.codec.constants(layer.kind, self._specs[layer.kind])
+      self._constants[layer.kind] = jax.tree.map(jnp.asarray, made)
+    return jax.tree.map(lambda x: x[layer.index], self._constants[layer.kind])
 
   def cache_spec(self, layer: StackedLayer) -> LayerCacheSpec:
     """What a cache of this layer alone keeps of a token."""
@@ -239,6 +256,19 @@ class LayerPrograms:
     k, v, _ = taken.fresh
     return taken.q, k.astype(dtype), v.astype(dtype)
 
+  @_program()
+  def encode(
+    self,
+    constants: Any,
+    k: Shaped[Array, "1 K T H"],
+    v: Shaped[Array, "1 K T J"],
+  ) -> tuple[jax.Array, jax.Array]:
+    """The codes [1, K, T, X] of keys and of values; see `constants`."""
+    codec = self.kind.codec
+    assert isinstance(codec, Codec)
+    of_k, of_v = constants
+    return codec.keys.encode(k, of_k), codec.values.encode(v, of_v)
+
   @_program(static_argnums=(0,), donate_argnums=(1,))
   def load(
     self,
@@ -248,7 +278,8 @@ class LayerPrograms:
     first: Any,
     end: Any,
     k: Shaped[Array, "1 K S H"],
-    v: Shaped[Array, "1 K S H"],
+    v: Shaped[Array, "1 K S J"],
+    constants: Any = None,
   ) -> KVCache:
     """A cache that holds nothing but a block of stored keys, in one layer.
 
@@ -258,12 +289,21 @@ class LayerPrograms:
       index: of the layer, among those of its kind.
       first: position of the first row.
       end: position behind the last real row.
-      k: keys as `project` returns them.
+      k: keys as `project` returns them, or with `constants` as `encode` does.
       v: values.
+      constants: of the layer's codec.
     """
     at = TokenSpan(first, end - first, end).at(k.shape[2])
     cache = cache.allocate(at, replicated=False, sees=False)
     part = cache.layer(kind, cache.slots[kind], index)
+    if constants is not None and cache.kind.codec is not None:
+      return _updated(cache, kind, part.load(k, v))
+    if constants is not None:
+      codec, shape = self.kind.codec, cache.shapes[kind]
+      assert isinstance(codec, Codec) and isinstance(shape, LayerCacheSpec)
+      of_k, of_v = constants
+      k = codec.keys.decode(k, shape.key, cache.dtype, of_k)
+      v = codec.values.decode(v, shape.value, cache.dtype, of_v)
     return _updated(cache, kind, part.append(k, v, at, Rotation()))
 
   @_program(static_argnums=(0, 1), donate_argnums=(6,))
@@ -388,6 +428,10 @@ class _StoredKeys(NamedTuple):
       return self._replace(fresh=KV(stored, v, at))
     part, k, v = self.given
     return part.append(k, v, at, rotation if unrotated else Rotation())
+
+  def observe(self, rotated: Any, plain: Any) -> _StoredKeys:
+    del rotated, plain
+    return self
 
   def views(self) -> tuple[KVView, ...]:
     return ()

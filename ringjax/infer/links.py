@@ -21,6 +21,7 @@ import numpy as np
 from ringjax.errors import PeerError
 from ringjax.infer.layerwise import StackedLayer
 from ringjax.infer.spans import SpanRecorder
+from ringjax.kv.codecs import Codec
 from ringjax.parallel import peers as peers_
 from ringjax.parallel.peers import Peers
 
@@ -33,7 +34,7 @@ class LayerBlock(NamedTuple):
   Fields:
     first: position of the first row.
     end: position behind the last real row.
-    k: [1, K, n, H], n >= end - first.
+    k: [1, K, n, H], or codes [1, K, n, X]; n >= end - first.
     v: as k.
   """
 
@@ -44,12 +45,21 @@ class LayerBlock(NamedTuple):
 
   @classmethod
   def zeros(
-    cls, layer: StackedLayer, end: int, size: int, dtype: Any
+    cls,
+    layer: StackedLayer,
+    end: int,
+    size: int,
+    dtype: Any,
+    codec: Codec | None = None,
   ) -> LayerBlock:
     """All tokens before `end`, in `size` rows that are still to be filled."""
     spec = layer.spec.attention
-    shape = (1, spec.kv_heads, size, spec.head_dim)
-    return cls(0, end, np.zeros(shape, dtype), np.zeros(shape, dtype))
+    lead, dim = (1, spec.kv_heads, size), spec.head_dim
+    if codec is None:
+      zeros = lambda: np.zeros((*lead, dim), dtype)
+      return cls(0, end, zeros(), zeros())
+    widths = codec.keys.width(dim), codec.values.width(dim)
+    return cls(0, end, *(np.zeros((*lead, n), np.uint8) for n in widths))
 
 
 def rows(blocks: Sequence[LayerBlock], first: int) -> list[np.ndarray]:
@@ -115,9 +125,11 @@ class Receiver(_LinkEnd):
 
   step = -1
 
-  def __init__(self, *link: Any, size: int, dtype: Any):
-    """As `_LinkEnd`; blocks have `size` rows of `dtype`."""
-    self.size, self.dtype = size, dtype
+  def __init__(
+    self, *link: Any, size: int, dtype: Any, codec: Codec | None = None
+  ):
+    """As `_LinkEnd`; blocks have `size` rows of `dtype`, or of codes."""
+    self.size, self.dtype, self.codec = size, dtype, codec
     self.granted = 0
     super().__init__(*link)
     for _ in range(min(self.credits, len(self.layers))):
@@ -156,7 +168,7 @@ class Receiver(_LinkEnd):
           f"{number}; wanted {want[1]} to {want[2]} of layer {want[0]}",
           self.neighbour,
         )
-      block = LayerBlock.zeros(layer, end, self.size, self.dtype)
+      block = LayerBlock.zeros(layer, end, self.size, self.dtype, self.codec)
       peers_.receive(link, rows([block], first))
       self.recorder.add("receive", layer.number, start_s)
       self.ready.append(block)

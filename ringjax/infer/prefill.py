@@ -27,11 +27,13 @@ from ringjax.nn.sharding_context import (
   ContextParallel,
   ShardingContext,
 )
+from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.dense import Dense as DenseLocal
 from ringjax.ops.attention.gather import Gather
-from ringjax.ops.attention.nesting import group_of
+from ringjax.ops.attention.nesting import coded, group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.ops.attention.wire_format import wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.plan import cost
 from ringjax.plan.choice import KEEPS, Machine
@@ -49,6 +51,8 @@ _STRATEGIES: dict[str, tuple[Layout, Any, bool]] = {
   "hybrid": (Striped(), Ulysses(Ring()), True),
 }
 METHODS = ("auto", *_STRATEGIES, "kvr", "chunked")
+# Those by which no keys travel from shard to shard.
+_UNWIRED = ("dense", "blockwise", "ulysses", "chunked")
 # Tokens of a chunk, unless a size is asked for.
 _CHUNK = 4096
 # Parts of a sequence are whole numbers of these.
@@ -160,6 +164,8 @@ class PrefillOptions:
     partition: tokens of each shard, for "kvr".
     machine: what "auto" chooses by; None: by rules.
     keep: where the cache is wanted, one of `KEEPS`.
+    wire: how keys and values travel between shards, as in `Ring`; None: as
+      they are.
 
   Raises:
     OptionError: an unknown name, or options that do not go together.
@@ -170,6 +176,7 @@ class PrefillOptions:
   partition: Sequence[int] | None = None
   machine: Machine | None = None
   keep: str = KEEPS[0]
+  wire: Any = None
 
   def __post_init__(self) -> None:
     leave = "leave it out for the default, or pass one of these"
@@ -177,6 +184,8 @@ class PrefillOptions:
     one_of("keep", self.keep, KEEPS, remedy=leave)
     if self.chunk is not None:
       object.__setattr__(self, "chunk", positive_int("chunk", self.chunk))
+    if self.wire is not None:
+      object.__setattr__(self, "wire", wire_of(self.wire))
     machine = self.machine
     if machine is not None and not isinstance(machine, Machine):
       raise OptionError(
@@ -216,6 +225,7 @@ class PrefillOptions:
     *,
     room: int | None = None,
     behind: bool = False,
+    device: int | None = None,
   ) -> Prefill:
     """Resolves the method for a prompt.
 
@@ -230,6 +240,8 @@ class PrefillOptions:
       axis: the axis that shards the sequence, or None.
       room: tokens that the cache has room for, if there is one already.
       behind: whether the cache holds tokens, which the prompt has to see.
+      device: tokens of a row that stay on the devices, where older ones go to
+        the hosts' memory; then "auto" reads a longer prompt in chunks.
 
     Raises:
       OptionError: a method that does not fit the mesh, the model or the
@@ -238,16 +250,30 @@ class PrefillOptions:
     size = 1 if axis is None else mesh.shape[axis]
     recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
     width = padded(tokens, size, room)
-    name, partition, why = self._resolved(width, model, size, recurrent, behind)
+    name, partition, why = self._resolved(
+      width, model, size, recurrent, behind, device
+    )
+    if self.wire is not None and size > 1 and name in _UNWIRED:
+      raise OptionError(
+        "wire",
+        f"{self.wire} with prefill={name!r} ({why})",
+        "a method that sends keys from shard to shard",
+        "pass prefill='striped', for instance, or leave wire out",
+      )
+    alone = self.wire is not None and size == 1
+    sends = "; one shard sends nothing" if alone else ""
     if name == "chunked":
-      chunk, width = chunks(tokens, size, self.chunk, room)
+      most = self.chunk
+      if most is None and device is not None:
+        most = min(_CHUNK, device)
+      chunk, width = chunks(tokens, size, most, room)
       return Prefill(
         name=name,
         attend=CachedAttention(mesh=mesh, axis=axis, replicated=False),
         chunk=chunk,
         width=width,
         slots=width // size,
-        why=why,
+        why=why + sends,
         layout=Contiguous() if recurrent else Striped(),
       )
     chain = name == "kvr"
@@ -270,7 +296,10 @@ class PrefillOptions:
       name = "blockwise"
     if name == "kvr":
       attend: ContextParallel = ChainParallel(
-        mesh=mesh, axis=axis, layout=Uneven(counts)
+        mesh=mesh,
+        axis=axis,
+        layout=Uneven(counts),
+        strategy=Chain(wire=self.wire),
       )
     else:
       layout, strategy, sharded = _STRATEGIES[name]
@@ -283,6 +312,8 @@ class PrefillOptions:
         )
       if name == "hybrid":
         _check_groups(model, strategy, size)
+      if self.wire is not None and size > 1:
+        strategy = coded(strategy, self.wire)
       attend = ContextParallel(
         mesh=mesh, axis=axis, layout=layout, strategy=strategy
       )
@@ -292,7 +323,7 @@ class PrefillOptions:
       chunk=None,
       width=width,
       slots=slots,
-      why=why,
+      why=why + sends,
       layout=attend.layout,
     )
 
@@ -303,6 +334,7 @@ class PrefillOptions:
     size: int,
     recurrent: bool,
     behind: bool,
+    device: int | None,
   ) -> tuple[str, Sequence[int] | None, str]:
     """A method that is not "auto", its partition, and why it is this one."""
     name, machine = self.method, self.machine
@@ -328,6 +360,8 @@ class PrefillOptions:
       return "chunked", None, "it continues a conversation"
     if self.chunk is not None:
       return "chunked", None, "a chunk size was given"
+    if device is not None and width > device and machine is None:
+      return "chunked", None, f"{device} tokens of a row stay on the devices"
     if size > 1 and recurrent:
       return "ring", None, "a recurrent layer's state goes from shard to shard"
     if size == 1:

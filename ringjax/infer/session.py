@@ -111,16 +111,16 @@ class Session:
     self.model = model
     self.mesh, self.axis = place_of(mesh, axis, model)
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
-    _check_devices(model, self.mesh)
+    check_devices(model, self.mesh)
     capacity = prefill.padded(positive_int("capacity", capacity), sharding.size)
-    self._make = dict(
-      batch=batch,
-      capacity=capacity,
-      dtype=dtype,
-      kind=kinds.cache_kind(cache_kind),
-    )
+    kind = kinds.cache_kind(cache_kind)
+    # A cache that evicts grows as tokens come.
+    self._limit = capacity if kind.evicting else None
+    if kind.evicting:
+      capacity = min(capacity, prefill.padded(kind.least, sharding.size))
+    self._make = dict(batch=batch, capacity=capacity, dtype=dtype, kind=kind)
     _check_memory(model, sharding, self._make)
-    self.cache: Any = model.init_cache(sharding=sharding, **self._make)
+    self.cache: Any = self._empty(sharding)
     self.seen = np.zeros((batch, model.config.vocab), bool)
     self.last: GenerateReport | None = None
     # Each row's last generated token and its position: kept on the host, which
@@ -217,8 +217,12 @@ class Session:
     # The old arrays go first: there may be no room for both.
     self._invalid, self.cache = True, None
     with jax.default_device(self._device):
-      self.cache = self.model.init_cache(sharding=sharding, **self._make)
+      self.cache = self._empty(sharding)
     self._said_at[:], self.seen[:], self._invalid = -1, False, False
+
+  def _empty(self, sharding: ShardingContext) -> Any:
+    made: Any = self.model.init_cache(sharding=sharding, **self._make)
+    return made if self._limit is None else made.limited(self._limit)
 
   @contextlib.contextmanager
   def running(self, doing: str) -> Iterator[None]:
@@ -318,7 +322,8 @@ def place_of(
   return mesh, axis
 
 
-def _check_devices(model: Transformer, mesh: Any) -> None:
+def check_devices(model: Transformer, mesh: Any) -> None:
+  """Refuses weights that are on other devices than those of a mesh."""
   have = model.embed.weight.get_value().sharding.device_set
   if mesh is not None and have != set(mesh.devices.flat):
     raise MeshError(

@@ -109,6 +109,7 @@ def test_a_run_that_was_killed_resumes(model, found, tmp_path):
   assert other == rj.infer.calibrate(model, ROWS[:2])
 
 
+@pytest.mark.long
 def test_latent_attention_is_measured_too():
   """Its levels are those of its latents: of unmeasured ones they are even."""
   latent = rj.models.create(checkpoints.config("deepseek_v3"), seed=0)

@@ -159,6 +159,7 @@ def machine(model, bandwidth: float, **more) -> plan.Machine:
   return plan.Machine(profile=profile, network=network, **more)
 
 
+@pytest.mark.long
 def test_auto_takes_the_chain_over_slow_links(loaded, said):
   model, mesh = loaded(NAME, 4)
   prompt, greedy = said

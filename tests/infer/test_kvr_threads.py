@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ringjax import infer
-from ringjax.errors import PeerError
+from ringjax.errors import OptionError, PeerError
 from ringjax.infer import kvr
-from ringjax.kv import CacheKind
+from ringjax.kv import KINDS, CacheKind
 from ringjax.parallel.peers import Peers
 from ringjax.plan import cost
 
@@ -159,6 +159,60 @@ def test_the_last_rank_encodes_what_came(loaded, alone):
   assert reading.session.cache.slots[0].k.dtype == np.uint8
   assert 0 < far(reading.logits, logits) < 0.02
   assert kvr.follow(reading, NEW).tolist()[:4] == new[:4]
+
+
+CODES = ("hadamard4", "nuq3")
+
+
+@pytest.mark.parametrize(
+  "name", [CODES[0], pytest.param(CODES[1], marks=pytest.mark.long)]
+)
+def test_codes_travel_that_the_cache_stores(loaded, alone, name):
+  """Each is made once: the last rank stores what the first one sent."""
+  family, _ = CASES[0]
+  model, _ = loaded(family)
+  ids, logits, *_ = alone(family)
+  kind = KINDS[name]
+  if name == "nuq3":
+    kind = kind.with_options({"calibration": infer.calibrate(model, ids[None])})
+  parts, ranks = PARTS[3][1], 3
+  options = {"kind": kind, "wire": "cache"}
+  (*_, reading) = in_threads(model, ids, parts, ranks, **options)
+  layers = kvr.LayerPrograms(model).layers
+  sent = tuple(reading.outcome.link_bytes.values())
+  assert sent == kvr.link_bytes(layers, parts, model.dtype, kind.codec)
+  plain = kvr.link_bytes(layers, parts, model.dtype)
+  dim = layers[0].spec.attention.head_dim
+  width = kind.codec.keys.width(dim) + kind.codec.values.width(dim)
+  for a, b in zip(sent, plain, strict=True):
+    assert a / b == pytest.approx(width / (2 * dim * 4))
+  assert 0 < far(reading.logits, logits) < (0.1 if name == CODES[0] else 0.3)
+  assert len(kvr.follow(reading, 4)) == 4
+  # The first layer's keys are those of one device: so are the codes of them.
+  session = infer.Session(model, TOKENS + NEW, cache_kind=kind)
+  infer.generate(model, [ids], max_new_tokens=1, cache=session)
+  first = layers[0]
+  seen = first.first_needed(TOKENS)
+  got, want = (
+    x.cache.export(0, seen, TOKENS).parts[first.kind]
+    for x in (reading.session, session)
+  )
+  for a, b in zip(got, want, strict=True):
+    same = np.asarray(a[first.index]) == np.asarray(b[first.index])
+    assert same.mean() > 0.99
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_codes_of_a_cache_without_a_codec(loaded):
+  model, _ = loaded(CASES[0][0])
+  (group,) = Peers.in_threads(1, timeout_s=60.0)
+  for options, says in (
+    ({"wire": "cache"}, "a kind with a codec"),
+    ({"wire": "int8", "kind": "int8"}, "wire"),
+  ):
+    with pytest.raises(OptionError, match=says):
+      kvr.Runahead(model, group, **options)
+  group.close()
 
 
 def test_a_chains_session_knows_what_was_seen(loaded, alone):
