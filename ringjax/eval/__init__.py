@@ -1,14 +1,22 @@
 """Evaluation of long contexts: retrieval, perplexity by position, caches."""
 
 from ringjax.eval.cache_kinds import KindCost, compare_caches
+from ringjax.eval.family_errors import (
+  RANDOM_FAMILIES,
+  FamilyError,
+  family_errors,
+)
 from ringjax.eval.needle import Cell, find
 from ringjax.eval.perplexity import Curve, perplexity, reader
 
 __all__ = [
+  "RANDOM_FAMILIES",
   "Cell",
   "Curve",
+  "FamilyError",
   "KindCost",
   "compare_caches",
+  "family_errors",
   "find",
   "perplexity",
   "reader",

@@ -2,7 +2,10 @@
 
 Guarantees: all kinds read the same tokens, each token's keys and values as a
 cache of that kind gives them back (`rj.kv.SimulatedCache`); bytes are those of
-the arrays that a cache has, scales and coordinates included.
+the arrays that a cache has, scales and coordinates included. With a policy of
+eviction the first half of a text is read and evicted once, and the second half
+behind it is what counts. Bytes of a kind with exact tokens are those behind a
+whole text.
 Cost: one forward pass a row and kind, and one without a cache.
 """
 
@@ -18,11 +21,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax.errors import OptionError, ShapeError
+from ringjax.infer.repetition import evict_by_repetition
 from ringjax.kv.base import CacheSpec, bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.simulated import SimulatedCache
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
+from ringjax.nn.sharding_context import CachedAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,8 @@ class KindCost:
   Attributes:
     name: of the kind.
     bits: of a number of the keys and values, scales included.
-    nbytes: of the cache of one row of that many tokens.
+    nbytes: of the cache of one row of that many tokens; with a policy, once it
+      has evicted.
     nll: mean negative log-likelihood, nats a token.
     loss: how much more that is than without a cache.
     kl: mean Kullback-Leibler divergence of the predictions, nats a token.
@@ -87,24 +93,34 @@ def compare_caches(
     raise OptionError("kinds", "none", "one or more", "name some kinds")
   found = {name: model.cache_kind(kind) for name, kind in kinds.items()}
   caches = {
-    name: None if kind.codec is None else SimulatedCache.create(model, kind)
+    name: SimulatedCache.create(model, kind)
     for name, kind in found.items()
+    if kind.codec is not None and kind.policy is None
   }
   costs, done = [], 0
   for name, kind in found.items():
-    sums = np.zeros(5)
+    sums, nbytes = np.zeros(6), 0
     for row in ids:
-      part = _costs(model, jnp.asarray(row[None], jnp.int32), caches[name])
+      text = jnp.asarray(row[None], jnp.int32)
+      if kind.evicting and name not in caches:
+        part, nbytes = _costs_behind(model, text, kind)
+      else:
+        part = _costs(model, text, caches.get(name))
+      if kind.evicting and name in caches and not nbytes:
+        cache = model.init_cache(1, ids.shape[1], kind=kind)
+        _, cache = model(text, cache=cache.with_room(ids.shape[1]))
+        nbytes = bytes_each(cache.evict())
       sums += np.asarray(part, np.float64)
       done += 1
       on_read(done)
-    nll, base, kl, square, all_ = sums / (ids.shape[0] * (ids.shape[1] - 1))
-    spec = model.init_cache_spec(1, ids.shape[1], kind=kind)
+    nll, base, kl, square, all_ = sums[:5] / sums[5]
+    if not kind.evicting:
+      nbytes = bytes_each(model.init_cache_spec(1, ids.shape[1], kind=kind))
     costs.append(
       KindCost(
         name=name,
         bits=_bits(model, kind),
-        nbytes=bytes_each(spec),
+        nbytes=nbytes,
         nll=float(nll),
         loss=float(nll - base),
         kl=float(kl),
@@ -118,10 +134,41 @@ def compare_caches(
 @jax.jit
 def _costs(
   model: Transformer, tokens: Int[Array, "1 T"], cache: Any
-) -> Float[Array, " 5"]:
-  """Sums over the predictions: losses, divergence, squares of logits."""
+) -> Float[Array, " 6"]:
+  """Sums over the predictions: losses, divergence, squares; their number."""
   want = model(tokens)
-  got = want if cache is None else model(tokens, cache=cache)[0]
+  got = want
+  if cache is not None:
+    # Queries that see other exact tokens each look for them.
+    attend = CachedAttention() if cache.kind.exact else None
+    got, _ = model(tokens, cache=cache, attend=attend)
+  return _sums(want, got, tokens)
+
+
+def _costs_behind(
+  model: Transformer, tokens: Int[Array, "1 T"], kind: CacheKind
+) -> tuple[Float[Array, " 6"], int]:
+  """The same of the second half, behind a first half that was evicted."""
+  length = tokens.shape[1]
+  half = length // 2
+  cache = model.init_cache(1, length, kind=kind)
+  _, cache = model(tokens[:, :half], cache=cache)
+  if kind.repeats:
+    cache = evict_by_repetition(model, cache, tokens[:, :half])
+  else:
+    cache = cache.evict()
+  cache = cache.with_room(length - half)
+  got, cache = model(tokens[:, half:], cache=cache)
+  want = model(tokens)[:, half:]
+  return _sums(want, got, tokens[:, half:]), bytes_each(cache.flush())
+
+
+@jax.jit
+def _sums(
+  want: Float[Array, "1 T V"],
+  got: Float[Array, "1 T V"],
+  tokens: Int[Array, "1 T"],
+) -> Float[Array, " 6"]:
   last = (slice(None), slice(0, -1))
   p, q = (jax.nn.log_softmax(x[last], -1) for x in (want, got))
   loss = lambda x: -jnp.sum(jnp.take_along_axis(x, tokens[:, 1:, None], -1))
@@ -135,6 +182,7 @@ def _costs(
       jnp.sum(jnp.exp(p) * (p - q)),
       jnp.sum(jnp.square(a - b)),
       jnp.sum(jnp.square(a)),
+      jnp.float32(a.shape[1]),
     ]
   )
 

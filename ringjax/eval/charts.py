@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.eval.cache_kinds import KindCost
-from ringjax.eval.needle import Cell
+from ringjax.eval.needle import Cell, table
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
 
@@ -23,26 +23,29 @@ FIGURES = {
 
 
 def heat_map(cells: Sequence[Cell], path: str, title: str = "") -> None:
-  """Draws retrieval by length (across) and depth (down).
+  """Draws retrieval by length (across) and task, kind or depth (down).
 
   Raises:
     OptionError: matplotlib is not installed.
   """
   lengths = sorted({cell.length for cell in cells})
-  depths = sorted({cell.depth for cell in cells})
-  grid = np.full((len(depths), len(lengths)), np.nan)
-  for cell in cells:
-    grid[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
-  size = (2.5 + 0.9 * len(lengths), 1.6 + 0.5 * len(depths))
+  found = table(cells)
+  grid = np.array(
+    [[row.get(n, np.nan) for n in lengths] for row in found.values()]
+  )
+  labels = [", ".join(label) for label in found]
+  wide = 0.08 * max(map(len, labels))
+  size = (2.2 + wide + 0.9 * len(lengths), 1.6 + 0.5 * len(labels))
   figure = figures().Figure(figsize=size, layout="constrained")
   axes = figure.add_subplot()
   image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
   for i, j in np.ndindex(grid.shape):
     axes.text(j, i, f"{100 * grid[i, j]:.0f}", ha="center", va="center")
   axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-  axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
+  axes.set_yticks(range(len(labels)), labels)
   axes.set_xlabel("tokens")
-  axes.set_ylabel("depth of the fact")
+  if len({(cell.task, cell.cache) for cell in cells}) == 1:
+    axes.set_ylabel("depth of the fact")
   axes.set_title(title or "found, per cent")
   figure.colorbar(image, ax=axes)
   figure.savefig(path, dpi=130)

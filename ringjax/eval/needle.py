@@ -1,8 +1,8 @@
-"""Retrieval by length and depth: which facts in a long text a model finds.
+"""Retrieval by task, kind of cache, length and depth: what a model finds.
 
-Guarantees: trial i of a length and a depth is the same text and fact for every
-model and every prefill method; other depths hide the same fact in the same
-text. What cannot be asked is refused before anything is read.
+Guarantees: trial i of a task, a length and a depth is the same text and fact
+for every model, prefill method and kind of cache; other depths hide the same
+fact in the same text. What cannot be asked is refused before anything is read.
 Cost: one prompt is read for each trial; each text is made once more before.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,33 @@ from ringjax.infer.generate import generate
 from ringjax.infer.inputs import within_context
 from ringjax.infer.prefill import PrefillOptions
 from ringjax.infer.session import Session, on_its_mesh, place_of
-from ringjax.kv.cache_kind import WINDOWED
+from ringjax.kv.cache_kind import WINDOWED, CacheKind
 from ringjax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-  """The trials of one length and depth.
+  """The trials of one task, kind of cache, length and depth.
 
   Attributes:
     length: tokens of prompt and answer.
-    depth: where the fact stands, 0 to 1.
+    depth: where the fact stands, 0 to 1; None where a task takes no depth.
     scores: of each trial, 0 to 1.
     completions: what the model said.
+    task, cache: by the names that `find` was given.
   """
 
   length: int
-  depth: float
+  depth: float | None
   scores: tuple[float, ...]
   completions: tuple[str, ...]
+  task: str = ""
+  cache: str = ""
+
+  @property
+  def key(self) -> tuple[str, str, int, float | None]:
+    """By which `grid` knows it."""
+    return self.task, self.cache, self.length, self.depth
 
   @property
   def score(self) -> float:
@@ -48,18 +56,91 @@ class Cell:
     return math.fsum(self.scores) / len(self.scores)
 
   def record(self) -> dict[str, Any]:
+    """The fields and the mean as JSON."""
     return {**dataclasses.asdict(self), "score": self.score}
+
+  @classmethod
+  def from_record(cls, record: Mapping[str, Any]) -> Cell:
+    """The cell that `record` gave."""
+    values: dict[str, Any] = {
+      name: tuple(x) if isinstance(x, list) else x
+      for name, x in record.items()
+      if name != "score"
+    }
+    return cls(**values)
+
+
+def grid(
+  tasks: Mapping[str, Task],
+  kinds: Iterable[str],
+  lengths: Sequence[int],
+  depths: Sequence[float],
+) -> list[tuple[str, str, int, float | None]]:
+  """The keys of the cells of tasks and kinds of caches, in order, each once."""
+  keys = (
+    (name, kind, length, depth)
+    for name, task in tasks.items()
+    for kind in kinds
+    for length in lengths
+    for depth in (depths if task.placed else [None])
+  )
+  return list(dict.fromkeys(keys))
+
+
+def table(cells: Iterable[Cell]) -> dict[tuple[str, ...], dict[int, float]]:
+  """Mean scores by length, in rows of what the cells differ in.
+
+  Returns:
+    By (task, cache), or that of the two in which the cells differ, or by depth
+    if they differ in neither.
+  """
+  cells = list(cells)
+  differ = [
+    name
+    for name in ("task", "cache")
+    if len({getattr(cell, name) for cell in cells}) > 1
+  ]
+  if not differ:
+    cells.sort(key=lambda cell: cell.depth or 0.0)
+
+  def label(cell: Cell) -> tuple[str, ...]:
+    depth = "any" if cell.depth is None else f"{100 * cell.depth:.0f} %"
+    return tuple(getattr(cell, name) for name in differ) or (depth,)
+
+  found: dict[tuple[str, ...], dict[int, float]] = {}
+  for (row, length), score in _means(
+    cells, lambda cell: (label(cell), cell.length)
+  ).items():
+    found.setdefault(row, {})[length] = score
+  return found
+
+
+def mean(cells: Iterable[Cell]) -> float:
+  """The mean score, to which all tasks contribute alike."""
+  tasks = _means(cells, lambda cell: cell.task).values()
+  return math.fsum(tasks) / len(tasks)
+
+
+def _means(
+  cells: Iterable[Cell], key: Callable[[Cell], Any]
+) -> dict[Any, float]:
+  found: dict[Any, list[float]] = {}
+  for cell in cells:
+    found.setdefault(key(cell), []).append(cell.score)
+  return {name: math.fsum(x) / len(x) for name, x in found.items()}
 
 
 @on_its_mesh
 def find(
   model: Transformer,
-  task: Task,
+  task: Task | Mapping[str, Task],
   *,
   lengths: Sequence[int],
   depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+  kinds: Mapping[str, CacheKind | str] | None = None,
   trials: int = 4,
   seed: int = 0,
+  known: Iterable[Cell] = (),
   on_trial: Callable[[int], Any] = lambda done: None,
   on_cell: Callable[[Cell], Any] = lambda cell: None,
   **options: Any,
@@ -68,55 +149,90 @@ def find(
 
   Args:
     model: that is asked.
-    task: what is hidden and asked, with the model's tokenizer.
+    task: what is hidden and asked, with the model's tokenizer; or several
+      such tasks by their names.
     lengths: tokens of the texts.
     depths: where the fact stands, 0 to 1.
-    trials: texts of each length and depth.
+    kinds: of caches, by the names that they are to have; None: one kind,
+      `cache_kind` among the options.
+    trials: texts of each task, length and depth.
     seed: of the texts.
-    on_trial: called with how many trials are done.
-    on_cell: called with each cell, as soon as its trials are done.
+    known: cells that are done, of an earlier call with the same arguments.
+    on_trial: called with how many trials are done, known ones among them.
+    on_cell: called with each new cell, as soon as its trials are done.
     **options: of `rj.infer.generate`, such as mesh, prefill, chunk and
       cache_dtype.
 
   Returns:
-    A cell for each length and depth, in this order.
+    A cell for each task, kind, length and depth, in this order.
 
   Raises:
-    OptionError: a length or depth out of range, or a prefill method that does
-      not fit.
+    OptionError: a length or depth out of range, a length that is too short for
+      a task, or a prefill method or kind of cache that does not fit.
     PromptError: a length beyond the model's context.
     MemoryEstimateError: the longest text's cache has no room.
   """
   positive_int("trials", trials)
-  for name, values in (("lengths", lengths), ("depths", depths)):
+  tasks = {"": task} if isinstance(task, Task) else dict(task)
+  reading = (
+    {"": options}
+    if kinds is None
+    else {name: options | {"cache_kind": kind} for name, kind in kinds.items()}
+  )
+  for name, values in (
+    ("task", tasks),
+    ("kinds", reading),
+    ("lengths", lengths),
+    ("depths", depths),
+  ):
     if not values:
-      raise OptionError(name, "none", "one or more", "pass a list of numbers")
+      raise OptionError(name, "none", "one or more", f"pass some {name}")
   for depth in depths:
     remedy = "pass depths such as 0.5"
     number("depths", depth, least=0.0, most=1.0, remedy=remedy)
   for length in lengths:
     positive_int("lengths", length)
+  asked = grid(tasks, reading, lengths, depths)
+  cells = {cell.key: cell for cell in known}
+  missing = [key for key in asked if key not in cells]
   draw = lambda length, trial: np.random.default_rng([seed, length, trial])
-  for length in lengths:
+  for name, length in dict.fromkeys((n, length) for n, _, length, _ in missing):
     for trial in range(trials):
       # That facts and question fit, which all depths have in common.
-      task.make(draw(length, trial), length, depths[0])
-  _check(model, lengths, options)
-  cells, done = [], 0
-  for length in lengths:
-    for depth in depths:
-      said = []
-      for trial in range(trials):
-        example = task.make(draw(length, trial), length, depth)
-        said.append(_ask(model, task, example, options))
-        done += 1
-        on_trial(done)
-      scores, texts = zip(*said, strict=True)
-      cells.append(
-        Cell(length=length, depth=depth, scores=scores, completions=texts)
-      )
-      on_cell(cells[-1])
-  return cells
+      _make(name, tasks[name], draw(length, trial), length, depths[0])
+  for kind, how in reading.items():
+    if some := [length for _, k, length, _ in missing if k == kind]:
+      _check(model, some, how)
+  done = (len(asked) - len(missing)) * trials
+  for key in missing:
+    name, kind, length, depth = key
+    said = []
+    for trial in range(trials):
+      example = tasks[name].make(draw(length, trial), length, depth)
+      said.append(_ask(model, tasks[name], example, reading[kind]))
+      done += 1
+      on_trial(done)
+    scores, texts = zip(*said, strict=True)
+    cells[key] = Cell(
+      length=length,
+      depth=depth,
+      scores=scores,
+      completions=texts,
+      task=name,
+      cache=kind,
+    )
+    on_cell(cells[key])
+  return [cells[key] for key in asked]
+
+
+def _make(
+  name: str, task: Task, rng: np.random.Generator, length: int, depth: float
+) -> None:
+  """Makes an example; an error names the task, if it has a name."""
+  try:
+    task.make(rng, length, depth)
+  except OptionError as error:
+    raise OptionError(f"{name}, {error}" if name else f"{error}") from None
 
 
 def _check(

@@ -19,14 +19,23 @@ import pytest
 import ringjax as rj
 from launch import common, console, evaluate
 from ringjax.data import Bytes, Tokenizer, documents
-from ringjax.data.needle import Passkey
+from ringjax.data.needle import CommonWords, MultiKey, Passkey
 from ringjax.errors import (
   MemoryEstimateError,
   OptionError,
   PromptError,
   RingjaxError,
 )
-from ringjax.eval import Cell, Curve, charts, find, perplexity, reader
+from ringjax.eval import (
+  Cell,
+  Curve,
+  KindCost,
+  charts,
+  find,
+  perplexity,
+  reader,
+)
+from ringjax.eval.needle import mean, table
 from ringjax.models import checkpoint, tiny
 
 CONFIG = {
@@ -93,6 +102,67 @@ def test_depths_hide_the_same_fact(shipped):
   model, task = shipped
   cells = find(model, task, lengths=[500], depths=[0.0, 1.0], trials=1)
   assert cells[0].completions == cells[1].completions
+
+
+def test_tasks_and_kinds_of_caches():
+  tasks = {
+    "key": Passkey(tokenizer=Bytes()),
+    "words": CommonWords(tokenizer=Bytes(), words=2, times=4, others=1),
+  }
+  told, new = [], []
+  ask = functools.partial(
+    find, made(0), tasks, lengths=[300], depths=[0.4], trials=1,
+    kinds={"full": "dense", "short": "bfloat16"}, on_trial=told.append,
+    on_cell=lambda cell: new.append(cell.key),
+  )  # fmt: skip
+  cells = ask()
+  want = [
+    ("key", "full", 300, 0.4), ("key", "short", 300, 0.4),
+    # All over the text.
+    ("words", "full", 300, None), ("words", "short", 300, None),
+  ]  # fmt: skip
+  assert [cell.key for cell in cells] == new == want
+  assert told == [1, 2, 3, 4]
+  # What is known is not asked again, and counts.
+  told.clear(), new.clear()
+  known = [Cell.from_record(json.loads(json.dumps(c.record()))) for c in cells]
+  assert known == cells
+  assert ask(known=[*known[:2], *known[3:]]) == cells
+  assert new == want[2:3] and told == [4]
+  assert ask(known=known) == cells and told == [4]
+
+
+def test_what_a_table_and_a_mean_are_of():
+  def cells(tasks, kinds, depths=(0.0, 1.0)):
+    return [
+      Cell(length=n, depth=d, scores=(s,), completions=("",), task=t, cache=k)
+      for t, s in tasks.items()
+      for k in kinds
+      for n in (10, 20)
+      for d in depths
+    ]
+
+  both = {"a": 0.5, "b": 1.0}
+  assert table(cells(both, ["x", "y"])) == {
+    (t, k): {10: s, 20: s} for t, s in both.items() for k in "xy"
+  }
+  assert list(table(cells(both, ["x"]))) == [("a",), ("b",)]
+  assert list(table(cells({"a": 1.0}, ["x", "y"]))) == [("x",), ("y",)]
+  assert list(table(cells({"a": 1.0}, ["x"]))) == [("0 %",), ("100 %",)]
+  assert list(table(cells({"a": 1.0}, ["x"], [None]))) == [("any",)]
+  # Tasks of more cells do not weigh more.
+  assert mean(cells(both, ["x"]) + cells({"c": 0.0}, ["x"], [None])) == 0.5
+
+
+def test_a_task_that_does_not_fit_is_named():
+  tasks = {"keys": MultiKey(tokenizer=Bytes()), "words": CommonWords(
+    tokenizer=Bytes())}  # fmt: skip
+  with pytest.raises(OptionError, match=r"^words, length: got 600; wanted"):
+    find(made(0), tasks, lengths=[600])
+  with pytest.raises(OptionError, match="kinds: got none"):
+    find(made(0), tasks, lengths=[6000], kinds={})
+  with pytest.raises(OptionError, match="task: got none"):
+    find(made(0), {}, lengths=[6000])
 
 
 @pytest.mark.parametrize(
@@ -292,12 +362,86 @@ def test_needle_by_script(tmp_path):
   )  # fmt: skip
   assert status == 0, err
   lines = out.splitlines()
-  assert lines[2].split() == ["600", "100", "100"]
-  assert lines[3].split() == ["1,200", "100", "100"]
+  assert [line.split() for line in lines[1:]] == [
+    ["600", "1,200"],
+    ["0", "%", "100", "100"],
+    ["100", "%", "100", "100"],
+  ]
   assert plot.read_bytes()[:4] == b"\x89PNG"
   record = json.loads(kept.read_text())
   assert [c["score"] for c in record["cells"]] == [1.0] * 4
   assert record["complete"]
+
+
+def test_tasks_by_kinds_of_caches_and_what_is_missing_later(tmp_path):
+  pytest.importorskip("matplotlib")
+  plot, kept = tmp_path / "map.png", tmp_path / "map.json"
+  script = functools.partial(
+    run, "needle", "--lengths=512", "--depths=0.5", "--trials=1",
+    "--mesh=seq:1", "--cache=dense", "--cache=int8", f"--out={kept}",
+  )  # fmt: skip
+  status, out, err = script("--task=passkey", f"--plot={plot}")
+  assert status == 0, err
+  assert [line.split() for line in out.splitlines()[1:]] == [
+    ["512"], ["dense", "100"], ["int8", "100"],
+  ]  # fmt: skip
+  assert plot.read_bytes()[:4] == b"\x89PNG"
+  first = json.loads(kept.read_text())
+  assert (first["tasks"], first["caches"]) == (["passkey"], ["dense", "int8"])
+  # What was found is told from an answer, so that it shows when asked again.
+  for cell in first["cells"]:
+    cell["completions"] = ["kept"]
+  kept.write_text(json.dumps(first))
+  status, out, err = script("--task=passkey,multikey", f"--plot={plot}")
+  assert status == 0, err
+  assert f"{kept} has 2 of 4 cells already" in err
+  assert [line.split() for line in out.splitlines()[1:]] == [
+    ["512"],
+    ["passkey", "dense", "100"], ["passkey", "int8", "100"],
+    ["multikey", "dense", "100"], ["multikey", "int8", "100"],
+    ["mean", "dense", "100"], ["mean", "int8", "100"],
+  ]  # fmt: skip
+  record = json.loads(kept.read_text())
+  assert record["complete"] and len(record["cells"]) == 4
+  said = [cell["completions"] == ["kept"] for cell in record["cells"]]
+  assert said == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+  ("change", "known"),
+  [
+    ({}, 1),
+    ({"seed": 1}, 0),
+    ({"model": "another"}, 0),
+    ({"weights": "0"}, 0),
+    ({"cells": 3}, 0),
+    ({"cells": [{"length": 300}]}, 0),
+    ([], 0),
+    ("not JSON", 0),
+  ],
+)
+def test_what_another_run_left_is_not_taken(
+  asked, change, known, tmp_path, monkeypatch
+):
+  kept = tmp_path / "map.json"
+  script = functools.partial(
+    run, "needle", "--lengths=300", "--depths=1", "--mesh=seq:1",
+    f"--out={kept}",
+  )  # fmt: skip
+  assert script()[0] == 0
+  record = json.loads(kept.read_text())
+  cell = Cell(
+    length=300, depth=1.0, scores=(0.5,), completions=("",), task="passkey"
+  )
+  record["cells"] = [cell.record()]
+  text = change
+  if not isinstance(change, str):
+    text = json.dumps(record | change if isinstance(change, dict) else change)
+  kept.write_text(text)
+  status, _, err = script()
+  assert status == 0, err
+  assert ("1 of 1 cells already" in err) == bool(known)
+  assert len(json.loads(kept.read_text())["cells"]) == known
 
 
 @pytest.fixture
@@ -306,7 +450,7 @@ def asked(monkeypatch) -> list:
   tasks = []
 
   def note(model, task, *, lengths, depths, **options):
-    tasks.append(task)
+    tasks.extend(task.values())
     return [
       Cell(length=n, depth=d, scores=(1.0,), completions=("",))
       for n in lengths
@@ -474,15 +618,56 @@ def test_a_needle_in_a_cache_of_few_bits():
     "--cache=int4:group=16", "--json",
   )  # fmt: skip
   assert status == 0, err
-  assert json.loads(out)["cache"] == "int4:group=16"
-  status, out, err = run("needle", "--cache=int4", "--cache=int8")
-  assert (status, out) == (2, "") and "pass the option once" in err
+  record = json.loads(out)
+  assert record["caches"] == ["int4:group=16"] == [record["cells"][0]["cache"]]
+
+
+def test_what_is_found_with_each_kind_by_script(monkeypatch, tmp_path):
+  read = []
+
+  def note(model, tasks, *, lengths, depths, kinds, on_trial, **options):
+    read.append((list(tasks), lengths, depths, options["trials"], *kinds))
+    (kind,) = kinds
+    on_trial(1)
+    score = 0.75 if kind == "dense" else 0.5
+    return [Cell(length=64, depth=1.0, scores=(score,), completions=("",))]
+
+  def cost(model, tokens, kinds, *, on_read):
+    read.append((tokens.shape, *kinds))
+    on_read(1)
+    (name,) = kinds
+    rest = dict(bits=1.0, nbytes=1, nll=1.0, loss=0.0, kl=0.0, far=0.0)
+    return [KindCost(name=name, **rest)]
+
+  monkeypatch.setattr(evaluate, "find", note)
+  monkeypatch.setattr(evaluate, "compare_caches", cost)
+  kept = tmp_path / "caches.json"
+  status, out, err = run(
+    "caches", "--lengths=64", "--rows=1", "--mesh=seq:1", "--cache=dense",
+    "--cache=hadamard4", "--task=passkey,multikey", "--trials=1", "--depths=1",
+    f"--out={kept}",
+  )  # fmt: skip
+  assert status == 0, err
+  assert read == [
+    (["passkey", "multikey"], [64], [1.0], 1, "dense"),
+    ((1, 64), "dense"),
+    (["passkey", "multikey"], [64], [1.0], 1, "hadamard4"),
+    ((1, 64), "hadamard4"),
+  ]
+  head, *lines = out.splitlines()[1:]
+  assert head.split()[-1] == "found"
+  assert [line.split()[-1] for line in lines] == ["75%", "50%"]
+  record = json.loads(kept.read_text())
+  assert [kind["score"] for kind in record["kinds"]] == [0.75, 0.5]
+  assert record["tasks"] == ["passkey", "multikey"] and record["complete"]
 
 
 @pytest.mark.parametrize(
   ("argv", "says"),
   [
     (("--cache=int3",), "--cache: got 'int3'"),
+    (("--task=passkey", "--lengths=90"), "passkey, length: got 90"),
+    (("--task=passkeys",), "--task: got 'passkeys'"),
     (("--cache=nuq3", "--lengths=64"), "launch.calibrate"),
     (("--lengths=64,128",), "one length"),
     (("--lengths=64", "--depths=0"), "--depths with caches"),
@@ -613,6 +798,8 @@ def test_no_flag_is_without_effect(argv, unused):
     (("curves",), "--log"),
     (("curves", "--log=/nowhere"), "/nowhere"),
     (("needle", "--lengths=long"), "--lengths"),
+    (("needle", "--task=passkey,keys"), "--task: got 'keys'"),
+    (("needle", "--task="), "--task: got 'none'"),
     (("needle", "--lengths="), "--lengths"),
     (("needle", "--lengths=600,0"), "--lengths"),
     (("needle", "--depths=0,nan"), "--depths"),
@@ -650,3 +837,19 @@ def test_a_map_has_gaps_where_nothing_was_asked(tmp_path):
   charts.heat_map([cell(10, 0.0), cell(20, 0.5)], str(path))
   assert path.read_bytes()[:4] == b"\x89PNG"
   assert cell(10, 0.0).score == 0.5
+
+
+def test_policies_are_measured_behind_what_they_evicted():
+  model = made(0)
+  tokens = np.random.default_rng(0).integers(1, 64, (2, 256))
+  policy = lambda budget: rj.kv.CacheKind(
+    policy=rj.kv.SnapKV(budget=budget, window=8), room=32
+  )
+  every, few = rj.eval.compare_caches(
+    model,
+    tokens.astype(np.int32),
+    {"all": policy(1.0), "few": policy(0.1)},
+  )
+  assert abs(every.loss) < 1e-4
+  assert every.far < 1e-4 < few.far
+  assert few.nbytes < 0.6 * every.nbytes

@@ -1,0 +1,78 @@
+"""Which tokens that a text determines a model predicts, source by source.
+
+Guarantees: example i of a source is the same for every model. An answer counts
+if greedy decoding would give all of it.
+Cost: one forward of each example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from ringjax.checks import positive_int
+from ringjax.data.recall import Recall
+from ringjax.errors import DataError
+from ringjax.models.transformer import Transformer
+
+# Positions whose logits are computed together, so that few programs are made.
+_ROWS = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecallAccuracy:
+  """What of a source's recalled tokens is predicted.
+
+  Attributes:
+    answers: the share of answers, stretches of recalled tokens, that are right.
+    tokens: the share of recalled tokens that are right after the right ones.
+    count: how many answers there were.
+  """
+
+  answers: float
+  tokens: float
+  count: int
+
+
+def recall_accuracy(
+  model: Transformer, source: Recall, *, examples: int = 8, seed: int = 0
+) -> RecallAccuracy:
+  """Reads examples of a source and compares the likeliest tokens.
+
+  Args:
+    model: the model.
+    source: of `ringjax.data.recall` or `ringjax.data.recall_tasks`.
+    examples: how many.
+    seed: of the examples.
+
+  Raises:
+    DataError: the examples have no recalled tokens.
+  """
+  positive_int("examples", examples)
+  # Nothing but recalled tokens has a weight.
+  source = dataclasses.replace(source, text=0.0)
+  right: list[np.ndarray] = []
+  for i in range(examples):
+    ids, weights = source.example(np.random.default_rng([seed, i]))
+    at = np.flatnonzero(weights)
+    if not len(at):
+      continue
+    rows = np.full((1, -(-len(at) // _ROWS) * _ROWS), at[0] - 1)
+    rows[0, : len(at)] = at - 1
+    logits = jax.device_get(model(ids[None], rows=rows))[0, : len(at)]
+    hits = np.argmax(logits, -1) == ids[at]
+    right += np.split(hits, np.flatnonzero(np.diff(at) > 1) + 1)
+  if not right:
+    raise DataError(
+      "source",
+      "examples without recalled tokens",
+      "some in one of the examples",
+      "pass more examples, or another source",
+    )
+  return RecallAccuracy(
+    answers=float(np.mean([hits.all() for hits in right])),
+    tokens=float(np.mean(np.concatenate(right))),
+    count=len(right),
+  )
