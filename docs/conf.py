@@ -35,6 +35,8 @@ myst_enable_extensions = ["colon_fence"]
 # Docstrings are Google's style; shapes are in them, and the annotations of
 # jaxtyping print as long as a page.
 napoleon_numpy_docstring = False
+# Of a NamedTuple, which has no attributes to assign.
+napoleon_custom_sections = [("Fields", "params_style")]
 # Members list attributes; twice would be a warning.
 napoleon_use_ivar = True
 autodoc_typehints = "none"

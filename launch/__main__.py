@@ -7,6 +7,7 @@ from pathlib import Path
 
 SCRIPTS = (
   "generate",
+  "serve",
   "train",
   "evaluate",
   "plan",

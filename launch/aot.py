@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from absl import flags
 
 from launch import common, console, strategies
+from ringjax.checks import one_of
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv import kind_text
 from ringjax.ops.attention import registry
@@ -56,6 +57,7 @@ def compile_one(
   """Compiles a program and prints its report; with --search several."""
   common.check_files(values, "plot", "hlo")
   what = _single(values, "what") or "train"
+  one_of("--what", what, WHAT)
   topology = _needed(values, "topology", "v5p:4x4x8")
   chips.sides(topology)
   options = _options(values, what)

@@ -14,6 +14,9 @@
   python -m launch.bench inference --quick
       A 100M-parameter Llama: reading, decoding and loading against
       transformers and safetensors, in about a minute.
+  python -m launch.bench decode --quick
+      The attention of a decode step by kind of cache, beside the dense one;
+      and of rows that share a prefix, read row by row and once for all.
   python -m launch.bench train --quick
       A step of training: time and memory against plain attention with all
       logits and against `ringattention`. On an accelerator, the part of its
@@ -25,6 +28,19 @@
   python -m launch.bench kvr --json=kvr.json --plot=kvr.png
       KV-Runahead: counted, simulated beside the paper, and measured in two
       processes with a core each against strategies that gather or rotate keys.
+  python -m launch.bench serve --trace=FILE --engine=simulated --rows=64
+      A trace of requests (Azure's csv, Mooncake's jsonl, or by chance with
+      --rate) against an engine in real time, or against its simulator.
+  python -m launch.bench serve --compare=sequential
+      16 requests at once, and one after the other: the ratio of the medians.
+
+  python -m launch.bench store --trace=FILE --capacity=3000000
+      Which blocks of a trace of prompts (in Mooncake's format) the policies of
+      a store would have hit, with room for so many tokens; and how long the
+      prefix tree's look-ups take.
+  python -m launch.bench rows --json=rows.json
+      Memory of an engine's rows in pages and in contiguous rows that grow on
+      demand: what is wasted, resident and mapped.
 
 On a CPU the devices are virtual (--devices of them). A benchmark refuses flags
 that it does not take.
@@ -44,9 +60,13 @@ from absl import app, flags, logging
 from launch import runahead
 from ringjax.bench import (
   attention,
+  decode_steps,
   inference,
   kernels,
   layouts,
+  row_memory,
+  serving,
+  store_policies,
   strategies,
   train,
 )
@@ -86,8 +106,12 @@ _BENCHMARKS: dict[str, Any] = {
     kernels.KernelBenchmark,
     layouts.LayoutBenchmark,
     inference.InferenceBenchmark,
+    decode_steps.DecodeBenchmark,
     train.TrainBenchmark,
     _KVRBenchmark,
+    serving.ServeBenchmark,
+    store_policies.StoreBenchmark,
+    row_memory.RowMemoryBenchmark,
   )
 }
 
@@ -114,6 +138,28 @@ _OPTIONS = {
   "shards": "Devices of the ring, which are its hops.",
   "q_block": "Queries of a tile.",
   "kv_block": "Keys of a tile.",
+  "engine": "What answers.",
+  "trace": "File of requests, .csv (Azure) or .jsonl (Mooncake).",
+  "block": "Tokens of a block of the trace.",
+  "rate": "Requests a second that come by chance, or inf.",
+  "speed": "How many times faster than in the file requests come.",
+  "shrink": "What lengths of the file are divided by.",
+  "requests": "How many, of a file the first ones.",
+  "prompt_tokens": "Of prompts by chance, on average.",
+  "new_tokens": "Of answers by chance, on average.",
+  "shared_tokens": "That all prompts by chance begin with.",
+  "model": "Hugging Face folder; default: one that ships.",
+  "rows": "Answers that are made at the same time.",
+  "capacity": "Tokens that there is room for.",
+  "longest": "Tokens of a request at most; default: what the trace needs.",
+  "page": "Tokens of a page.",
+  "piece": "Tokens of a prompt in a row of a call.",
+  "pieces": "Rows of a call of prompts.",
+  "budget": "Tokens of a step at most.",
+  "share": "What later prompts may find.",
+  "cost": "Seconds of a simulated step: answers=,prompts=,token=,pair=; "
+  "default: measured.",
+  "compare": "What with.",
 }
 
 
@@ -148,7 +194,7 @@ flags.DEFINE_bool(
   "quick",
   False,
   "attention: T=4096, H=64, float32, 3 rounds. inference: a few float32 rows. "
-  "kvr: 512 tokens. kernels: T=1024, H=64, 3 rounds.",
+  "kvr: 512 tokens. kernels: T=1024, H=64, 3 rounds. serve: 8 requests.",
 )
 
 

@@ -1,15 +1,20 @@
-"""The sub-command cache of launch.plan: bytes of a model's cache by kind."""
+"""The sub-command cache of launch.plan: what a model's cache takes by kind."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TextIO
 
 from absl import flags
 
 from launch import aot, console, strategies
 from ringjax.checks import positive_int
-from ringjax.kv import KINDS
+from ringjax.errors import OptionError
+from ringjax.kv import KINDS, EvictingCache, KVCache, kind_text
 from ringjax.kv.base import bytes_each
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.codecs import Allocated, Calibrated
+from ringjax.parallel import chips
 
 
 def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
@@ -21,11 +26,22 @@ def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   tokens = strategies.ints("tokens", values.tokens) or (131_072,)
   for count in tokens:
     positive_int("--tokens", count)
+  if values.cache is not None:
+    _explained(values, tokens, stdout)
+    return
+  if values.chip is not None:
+    raise OptionError(
+      "--chip",
+      f"{values.chip}, without a kind of cache",
+      "it with --cache",
+      "pass --cache=hadamard3, for instance, or leave --chip out",
+    )
   rows = []
   for name in values.model or ("gemma-3-27b",):
     model = abstract(aot.config_of(name), dtype=values.dtype or "bfloat16")
     for count in tokens:
-      for kind in KINDS:
+      # What a policy keeps depends on the text.
+      for kind in (name for name, made in KINDS.items() if not made.evicting):
         cache = model.init_cache_spec(values.batch, count, kind=kind)
         rows.append(_row(name, count, kind, cache))
   lines = strategies.markdown(
@@ -42,6 +58,57 @@ def sizes(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     ],
   )
   strategies.put(values, stdout, {"rows": rows}, lines)
+
+
+def _explained(
+  values: flags.FlagValues, tokens: tuple[int, ...], stdout: TextIO
+) -> None:
+  """Prints what a cache of one kind takes, part by part, and why."""
+  from ringjax.models.checkpoint import abstract
+
+  kind = _without_weights(kind_text.parse(values.cache, "--cache"))
+  machine = chips.machine(_CHIPS.get(values.chip, values.chip or "tpu-v5e"))
+  rows, lines = [], []
+  for name in values.model or ("gemma-3-27b",):
+    model = abstract(aot.config_of(name), dtype=values.dtype or "bfloat16")
+    weights = bytes_each(model)
+    of_kind: Any = EvictingCache if kind.evicting else KVCache
+    for count in tokens:
+      made = of_kind.spec(
+        model.kinds,
+        values.batch,
+        count,
+        model.dtype,
+        kind=kind,
+        platform=machine.chip.platform,
+      )
+      found = made.explain(machine, weights=weights)
+      rows.append({"model": name, **found.record()})
+      lines += [f"{name}, of {console.nbytes(weights)} of weights", f"{found}"]
+  strategies.put(values, stdout, {"rows": rows}, lines)
+
+
+# TPUs as compilers call them.
+_CHIPS = {core.topology: name for name, core in chips.CORES.items()}
+
+
+def _without_weights(kind: CacheKind) -> CacheKind:
+  """A kind whose bytes do not depend on a model's weights.
+
+  Raises:
+    OptionError: bits by head, whose file is of a model with weights.
+  """
+  if isinstance(kind.codec, Allocated):
+    raise OptionError(
+      "--cache",
+      f"{kind}, whose file is of a model with weights",
+      "one codec for all heads, for no weights are read here",
+      "load the model and print model.init_cache(1, N, kind=...).explain()",
+    )
+  if isinstance(kind.codec, Calibrated):
+    plain = dataclasses.replace(kind.codec, calibration=None)
+    return dataclasses.replace(kind, codec=plain)
+  return kind
 
 
 def _row(name: str, tokens: int, kind: str, cache: Any) -> dict[str, Any]:

@@ -4,6 +4,10 @@
       Writes DIR/kv_calibration.safetensors. Then:
   python -m launch.generate --model=DIR --cache=nuq3:calibration=DIR ...
       A cache of 3 bits a number and its outliers.
+  python -m launch.calibrate --model=DIR --text=FILE --bits=3.2
+      Chooses a codec for each KV head of each layer, so that all take 3.2 bits
+      a number, by the loss that each costs; writes DIR/kv_bits.json. Then:
+  python -m launch.generate --model=DIR --cache=allocated:table=DIR ...
 
 --text is a file, or a folder of .txt and .jsonl files; without it Python's own
 sources are read. Without --model it is the model that ships with ringjax, and
@@ -16,7 +20,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -29,6 +33,9 @@ from launch.group import Group
 from ringjax.data import Tokenizer, documents, texts
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
+from ringjax.kv import CacheKind, allocate_bits, kind_text
+from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
+from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
 from ringjax.models.calibration import FILE
 
@@ -49,6 +56,33 @@ def define(values: flags.FlagValues) -> None:
   new.whole("length", 2048, "Tokens of each.", 16)
   new.number("outliers", 0.01, "Part of a channel beyond its scale.", 0)
   new.whole("first", 1, "Tokens at the beginning of a text to leave out.", 0)
+  new.number(
+    "bits", None, "Budget of bits a number: allocates codecs to heads.", 0
+  )
+  flags.DEFINE_multi_string(
+    "cache",
+    None,
+    "--bits: a kind of cache whose codec may be chosen, as launch.generate "
+    "--cache takes it; given several times; default: "
+    f"{', '.join(CANDIDATES)}.",
+    flag_values=values,
+  )
+  flags.DEFINE_enum(
+    "by",
+    None,
+    BY,
+    "--bits: what has a codec of its own; default: head; part: "
+    "the keys and the values of each head.",
+    flag_values=values,
+  )
+  flags.DEFINE_enum(
+    "measure",
+    None,
+    MEASURES,
+    "--bits: what is compared: loss, or kl, how far "
+    "predictions move; default: loss.",
+    flag_values=values,
+  )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -81,15 +115,17 @@ def run(
   screen.end()
   if screen.quiet:
     return 0
-  said = f"{record['out']}: measured on {record['tokens']:,} tokens"
+  said = record.pop("table", "")
+  said += f"{record['out']}: measured on {record['tokens']:,} tokens"
   print(json.dumps(record) if values.json else said, file=stdout, flush=True)
   return 0
 
 
 def _calibrate(
   values: flags.FlagValues, screen: console.Screen, group: Group
-) -> dict[str, object]:
+) -> dict[str, Any]:
   """Measures, and writes the file."""
+  _refuse_unused(values)
   if values.out is None and values.model is None:
     raise OptionError(
       "--out",
@@ -109,6 +145,8 @@ def _calibrate(
   model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
   tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
   rows = _rows(tokenizer, found, values.rows, values.length)
+  if values.bits is not None:
+    return _allocate(values, screen, model, rows, out)
   screen.begin("measuring", 2 * len(rows), "passes")
   made = calibrate(
     model,
@@ -124,6 +162,66 @@ def _calibrate(
     "digest": made.digest,
     "tokens": int(rows.size),
   }
+
+
+def _allocate(
+  values: flags.FlagValues,
+  screen: console.Screen,
+  model: Any,
+  rows: np.ndarray,
+  out: pathlib.Path,
+) -> dict[str, Any]:
+  """Chooses codecs of heads, and writes the file."""
+  begun = False
+
+  def progress(done: int, total: int) -> None:
+    nonlocal begun
+    if not begun:
+      screen.begin("measuring", total, "calls", done - 1)
+    begun = True
+    screen.at(done)
+
+  made = allocate_bits(
+    model,
+    rows,
+    bits=values.bits,
+    candidates=[_kind(text, out) for text in values.cache or CANDIDATES],
+    by=values.by or BY[1],
+    measure=values.measure or MEASURES[0],
+    folder=out,
+    progress=progress,
+  )
+  return {"out": str(out / BITS_FILE), "table": f"{made}\n", **made.record()}
+
+
+def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
+  """A candidate; its calibration is the one in the folder."""
+  kind = kind_text.parse(text, "--cache")
+  if not isinstance(kind.codec, rj.kv.Calibrated):
+    return text
+  if kind.codec.calibration is not None:
+    raise OptionError(
+      "--cache",
+      text,
+      "no calibration: it is the one in --out",
+      f"write {text.partition(':')[0]}, and calibrate into --out before",
+    )
+  return kind.with_options({"calibration": str(folder)})
+
+
+def _refuse_unused(values: flags.FlagValues) -> None:
+  """No flag that was set is without effect."""
+  others = ("outliers", "first")
+  if values.bits is None:
+    others = ("cache", "by", "measure")
+  unused = [f"--{name}" for name in others if values[name].present]
+  if unused:
+    raise OptionError(
+      "flags",
+      f"{', '.join(unused)} with{'out' * (values.bits is None)} --bits",
+      "flags that have an effect",
+      "leave them out; see --help",
+    )
 
 
 def _texts(path: str | None) -> list[str]:

@@ -14,7 +14,7 @@ from launch import sources
 from ringjax.models import Rules
 from ringjax.train import recipe
 from ringjax.train.extend import RopeScaling
-from ringjax.train.induction import InductionHeads
+from ringjax.train.induction import INITIALISATIONS, InductionHeads
 from ringjax.train.loop import LoopConfig
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
@@ -58,9 +58,11 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
     shown = "see below" if part else json.dumps(value)
     yield Field(name, kind, shown, texts.get(name, ""))
     if name == "start":
+      names = ", ".join(INITIALISATIONS)
       yield Field(
-        "start.kind", "str", json.dumps(value.get("kind")), "lookup, or nothing"
+        "start.kind", "str", json.dumps(value.get("kind")), f"{names} or null"
       )
+      part = INITIALISATIONS.get(value.get("kind"), part)
     if part:
       yield from _of_class(name, part, value)
   for i, stage in enumerate(stages):

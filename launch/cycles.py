@@ -1,11 +1,13 @@
 """The sub-command cycles of launch.plan: cycles of a kernel's tile.
 
 Of attention beside those of JAX's splash kernel; of decoding beside reading the
-keys and beside XLA's loops.
+keys and beside XLA's loops; of pages that rows share beside reading them row by
+row, by our kernel and by JAX's ragged paged attention.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
@@ -42,31 +44,39 @@ DECODE_NOTE = (
 )
 
 
-_OF_DECODE = ("heads", "kv_heads")
+POOL_NOTE = (
+  "a step of a kernel takes the larger of all its instructions and of reading "
+  "its pages at the memory's stated rate; nothing was measured"
+)
+
+_OF_DECODE = ("heads", "kv_heads", "cache")
 _OF_ATTENTION = ("q_block", "kv_block", "backward")
 
 
 def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Compiles each kernel for each chip and reports the cycles of a tile."""
-  decoding = values.what == ["decode"]
-  if values.what not in (None, ["attention"], ["decode"]):
+  what = values.what or ["attention"]
+  if len(what) > 1 or what[0] not in _REPORTS:
     raise OptionError(
       "--what",
-      ",".join(values.what),
-      "attention or decode",
+      ",".join(what),
+      f"one of {', '.join(_REPORTS)}",
       "leave it out for attention",
     )
-  strategies.refuse(
-    values,
-    f"cycles --what={'decode' if decoding else 'attention'}",
-    _OF_ATTENTION if decoding else _OF_DECODE,
-  )
+  report, others = _REPORTS[what[0]]
+  strategies.refuse(values, f"cycles --what={what[0]}", others)
   names = strategies.known("chips", values.chips, SLICES)
   compiler.require()
-  screen = console.Screen(NAME, stderr)
-  if decoding:
-    _decode(values, names, screen, stdout)
-    return
+  report(values, names, console.Screen(NAME, stderr), stdout)
+
+
+def _attention(
+  values: flags.FlagValues,
+  names: Sequence[str],
+  screen: console.Screen,
+  stdout: TextIO,
+) -> None:
+  """Cycles of a tile of attention, of our kernel and JAX's."""
   options: dict[str, Any] = {
     "q_block": values.q_block or _BLOCK,
     "kv_block": values.kv_block or _BLOCK,
@@ -95,6 +105,16 @@ def count(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   strategies.put(values, stdout, record, table(rows, options))
 
 
+def _heads(values: flags.FlagValues) -> dict[str, Any]:
+  """What is read, of one token's queries."""
+  return {
+    "heads": values.heads,
+    "kv_heads": values.kv_heads,
+    "head_dim": values.head_dim,
+    "dtype": values.dtype or "bfloat16",
+  }
+
+
 def _decode(
   values: flags.FlagValues,
   names: Sequence[str],
@@ -102,12 +122,8 @@ def _decode(
   stdout: TextIO,
 ) -> None:
   """Cycles of a tile of a cache: to read it, of the kernel, of XLA's loops."""
-  options = {
-    "heads": values.heads,
-    "kv_heads": values.kv_heads,
-    "head_dim": values.head_dim,
-    "dtype": values.dtype or "bfloat16",
-  }
+  options = _heads(values)
+  cache = "dense" if values.cache is None else values.cache
   rows = []
   for name in names:
     core = chips.core(name)
@@ -115,34 +131,42 @@ def _decode(
     # Of a core, a cycle.
     rate = float(bandwidth) / core.clock_hz / core.cores
     screen.say(f"kernel, decode, for {name}")
+    coded = options | {"cache": cache}
     (tile,) = cycles.count(
-      _BUILDER, SLICES[name], options, timeout_s=values.timeout
+      _BUILDER, SLICES[name], coded, timeout_s=values.timeout
     )
     screen.say(f"loops, decode, for {name}")
     nbytes = {
-      local: tiles.decode_tile(core.name, local=local, **options)
+      local: tiles.decode_tile(core.name, local=local, **coded)
       for local in ("kernel", "loops")
     }
     work = [run.cycles for run in tile.blocks if run.matrix_cycles]
+    # Reading as many keys and values as they are without a codec.
+    plain = tiles.plain_bytes(core.name, **coded) / rate
     row = {
       "chip": name,
       "bytes": nbytes["kernel"],
       "reading": nbytes["kernel"] / rate,
       "whole": min(work),
       "masked": max(work),
+      "plain": plain,
       # Of as many keys, and of as many cores.
-      "loops": _loops(name, options, values.timeout)
+      "loops": _loops(name, coded, values.timeout)
       * nbytes["kernel"]
       / nbytes["loops"]
       * core.cores,
     }
-    row["slower"] = row["loops"] / max(row["reading"], row["whole"])
+    row["taken"] = max(row["reading"], row["whole"])
+    row["slower"] = row["loops"] / row["taken"]
+    row["share"] = row["taken"] / plain
     rows.append(row)
-  record = {**options, "rows": rows, "note": DECODE_NOTE}
+  record = {**options, "cache": cache, "rows": rows, "note": DECODE_NOTE}
+  more = cache != "dense"
   lines = [
     f"a query of {options['heads']} heads behind keys of "
     f"{options['kv_heads']}, head dim {options['head_dim']}, "
-    f"{options['dtype']}: cycles of a tile of a core",
+    f"{options['dtype']}{f', cache {cache}' if more else ''}: cycles of a tile "
+    "of a core",
     "",
     *strategies.markdown(
       ("chip",),
@@ -153,6 +177,7 @@ def _decode(
         "masked",
         "XLA's loops",
         "loops / kernel",
+        *(("reading them uncoded", "kernel / that") if more else ()),
       ),
       [
         (
@@ -163,6 +188,7 @@ def _decode(
           f"{row['masked']:,}",
           f"{row['loops']:,.0f}",
           f"{row['slower']:.1f}",
+          *((f"{row['plain']:,.0f}", f"{row['share']:.2f}") if more else ()),
         )
         for row in rows
       ],
@@ -171,6 +197,67 @@ def _decode(
     DECODE_NOTE,
   ]
   strategies.put(values, stdout, record, lines)
+
+
+def _pool(
+  values: flags.FlagValues,
+  names: Sequence[str],
+  screen: console.Screen,
+  stdout: TextIO,
+) -> None:
+  """Cycles of a layer's decode step over pages, read together and apart."""
+  options = _heads(values)
+  of = tiles.PoolShape(**options)
+  rows: list[dict[str, Any]] = []
+  for name in names:
+    instructions: dict[str, int] = {}
+    for builder, more in (("pool", {}), ("ragged", {"queries_per_block": 1})):
+      screen.say(f"{builder}, for {name}")
+      for tile in cycles.count(
+        f"ringjax.bench.tiles:{builder}",
+        SLICES[name],
+        options | more,
+        timeout_s=values.timeout,
+      ):
+        kernel = tile.kernel.partition(".")[0]
+        instructions[kernel] = sum(block.cycles for block in tile.blocks)
+    rows.append({"chip": name, **tiles.pool_cycles(name, of, instructions)})
+  record = {**dataclasses.asdict(of), "rows": rows, "note": POOL_NOTE}
+  lines = [
+    f"{of.rows} rows, {of.shared:,} shared keys and {of.own} own, {of.heads} "
+    f"heads over {of.kv_heads} of {of.head_dim}, {of.dtype}, pages of "
+    f"{of.page}: cycles of a core",
+    "",
+    *strategies.markdown(
+      ("chip",),
+      (
+        "shared",
+        "not shared",
+        "JAX's ragged paged attention",
+        "not shared / shared",
+        "JAX's / shared",
+      ),
+      [
+        (
+          row["chip"],
+          *(f"{row[n]:,.0f}" for n in ("together", "apart", "ragged")),
+          *(f"{row[n] / row['together']:.1f}" for n in ("apart", "ragged")),
+        )
+        for row in rows
+      ],
+    ),
+    "",
+    POOL_NOTE,
+  ]
+  strategies.put(values, stdout, record, lines)
+
+
+# By --what: what reports it, and the flags that it does not take.
+_REPORTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+  "attention": (_attention, _OF_DECODE),
+  "decode": (_decode, _OF_ATTENTION),
+  "shared": (_pool, (*_OF_ATTENTION, "cache")),
+}
 
 
 def _loops(name: str, options: Mapping[str, Any], timeout_s: float) -> float:

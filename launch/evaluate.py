@@ -3,26 +3,34 @@
   python -m launch.evaluate needle --lengths=4096,16384 --plot=needle.png
       Facts hidden in a long text, by its length and their depth. The text is
       Python's own sources, or those of --folder.
-      With --cache=int4 answers come out of a cache of 4 bits a number.
+  python -m launch.evaluate needle --task=all --cache=dense --cache=int4
+      Every task (ringjax.data.needle.TASKS) by the kind of cache out of which
+      the answers come.
   python -m launch.evaluate perplexity --lengths=2048,8192 --plot=nll.png
       The perplexity of such a text, by position; and of the same tokens with
       more and more text before them.
   python -m launch.evaluate caches --cache=int8 --cache=int4 --plot=caches.png
       What kinds of caches cost on such a text: bits, bytes, loss, divergence.
-      Without --cache all kinds that need no calibration.
+      Without --cache all kinds that need no calibration. With --task=passkey
+      also what is found with each kind.
+  python -m launch.evaluate families --cache=int4 --cache=nuq3
+      What kinds of caches do to small models of every family with random
+      weights; without --cache all codecs.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       The curves of a training, from its log.
 
 Without --model the model that ships with ringjax is measured. Of Python's
 sources the one file in ten that training keeps out (`documents.library`) is
 read, over all devices; see --mesh and --prefill. --out is written after each
-length and depth, or each curve; "complete" in it says whether it has all.
+cell of a table, or each curve; "complete" in it says whether it has all. Called
+again with the same --out and settings, needle asks for missing cells only.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
@@ -36,14 +44,28 @@ from launch import common, console
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.bench import timing
+from ringjax.checks import one_of
 from ringjax.data import Tokenizer, documents, texts
 from ringjax.data.filler import Lines
-from ringjax.data.needle import TASKS
+from ringjax.data.needle import TASKS, Task
 from ringjax.errors import OptionError
-from ringjax.eval import Curve, charts, compare_caches, find, reader
+from ringjax.eval import (
+  RANDOM_FAMILIES,
+  Cell,
+  Curve,
+  FamilyError,
+  KindCost,
+  charts,
+  compare_caches,
+  family_errors,
+  find,
+  reader,
+)
+from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
+from ringjax.models.fingerprint import fingerprint
 
 NAME = "evaluate"
 # Characters by which tokens of a text are guessed.
@@ -54,6 +76,12 @@ _UNCALIBRATED = [
   name
   for name, kind in KINDS.items()
   if not isinstance(kind.codec, rj.kv.Calibrated)
+]
+# All kinds that are a codec and nothing else.
+_CODECS = [
+  name
+  for name, kind in KINDS.items()
+  if kind.codec is not None and kind.policy is None
 ]
 # Lines for people, and what draws a picture into a file.
 _Shown = tuple[list[str], Callable[[str], None]]
@@ -67,11 +95,14 @@ def define(values: flags.FlagValues) -> None:
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
   new.texts("lengths", ["4096", "16384"], "Tokens of the texts.")
-  flags.DEFINE_enum(
-    "task", "passkey", list(TASKS), "needle: what is asked.", flag_values=values
+  new.texts(
+    "task",
+    None,
+    f"needle, caches: what is asked: all, or some of {', '.join(TASKS)}; "
+    "default of needle: passkey.",
   )
-  new.texts("depths", None, "needle: where facts stand; default 0,0.25,..,1.")
-  new.whole("trials", 4, "needle: texts of each length and depth.")
+  new.texts("depths", None, "--task: where facts stand; default 0,0.25,..,1.")
+  new.whole("trials", 4, "--task: texts of each length and depth.")
   flags.DEFINE_enum(
     "prefill", "auto", METHODS, "How to read.", flag_values=values
   )
@@ -87,7 +118,8 @@ def define(values: flags.FlagValues) -> None:
   flags.DEFINE_multi_string(
     "cache",
     None,
-    "caches, needle: a kind of cache, as launch.generate --cache takes it.",
+    "caches, needle: a kind of cache, as launch.generate --cache takes it; may "
+    "be given several times.",
     flag_values=values,
   )
   new.text(
@@ -96,7 +128,12 @@ def define(values: flags.FlagValues) -> None:
     "Folder of .txt files in which facts are hidden, or that are predicted; "
     "default: held-out files of Python's library.",
   )
-  new.whole("seed", 0, "needle: random seed of the texts.", 0)
+  new.whole("seed", 0, "--task, families: random seed.", 0)
+  new.texts(
+    "families",
+    None,
+    f"families: which, of {', '.join(RANDOM_FAMILIES)}; default: all.",
+  )
   new.text("log", None, "curves: the log.jsonl of a training.")
   new.text("plot", None, "PNG to draw (needs matplotlib).")
   new.text("out", None, "File for all figures, JSON.")
@@ -159,7 +196,7 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
   unused = [
     f"--{name}"
     for name in sorted(mine)
-    if values[name].present and not _uses(word, name)
+    if values[name].present and not _uses(word, name, values.task is not None)
   ]
   if unused:
     raise OptionError(
@@ -170,14 +207,17 @@ def _refuse_unused(values: flags.FlagValues, word: str) -> None:
     )
 
 
-def _uses(word: str, name: str) -> bool:
-  """Whether a sub-command looks at a flag."""
+def _uses(word: str, name: str, asks: bool) -> bool:
+  """Whether a sub-command looks at a flag; `asks`: whether --task was set."""
   if word == "curves":
     return name in ("log", "plot", "out", "json")
-  only = {"task": ("needle",), "depths": ("needle",), "trials": ("needle",),
-          "seed": ("needle",), "rows": ("perplexity", "caches"),
+  if word == "families":
+    return name in ("families", "cache", "lengths", "seed", "out", "json")
+  asking = ("needle", "caches") if asks else ("needle",)
+  only = {"task": ("needle", "caches"), "depths": asking, "trials": asking,
+          "seed": asking, "rows": ("perplexity", "caches"),
           "cache": ("caches", "needle"), "prefill": ("needle", "perplexity"),
-          "chunk": ("needle", "perplexity"), "log": ("curves",),
+          "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
           "cache_dtype": ("needle", "perplexity")}  # fmt: skip
   return word in only.get(name, (word,))
 
@@ -225,15 +265,47 @@ class _Evaluation:
     self.done, self.said = 0, "nothing was written"
     self.record: dict[str, Any] = {}
 
-  def _begin(self, unit: str, total: int, **about: Any) -> None:
-    """Before the first of `total` figures, which are a list named `unit`."""
+  def _begin(
+    self,
+    unit: str,
+    total: int,
+    known: Sequence[dict[str, Any]] = (),
+    **about: Any,
+  ) -> None:
+    """Before the first of `total` figures, which are a list named `unit`.
+
+    Those that are known already are kept as they are.
+    """
+    self._unit, self._total = unit, total
+    self.record = self._about() | about
+    self.record |= {unit: [*known], "complete": len(known) == total}
+
+  def _about(self) -> dict[str, Any]:
+    """What the figures are about."""
     values = self._values
-    about |= {
+    return {
       "model": str(values.model or "ringjax-tiny"),
       "text": values.folder or "held-out files of Python's library",
     }
-    self._unit, self._total = unit, total
-    self.record = about | {unit: [], "complete": False}
+
+  def _known(self, settings: dict[str, Any], keys: Sequence[Any]) -> list[Cell]:
+    """The cells that --out has of a run with the same settings.
+
+    Several processes, which need not share files, begin anew.
+    """
+    path = self._values.out
+    if path is None or not os.path.isfile(path) or jax.process_count() > 1:
+      return []
+    try:
+      with open(path, encoding="utf-8") as file:
+        before = json.load(file)
+      if any(before[name] != x for name, x in settings.items()):
+        return []
+      cells = [Cell.from_record(one) for one in before["cells"]]
+      return [cell for cell in cells if cell.key in keys]
+    # A file of something else, which is replaced.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+      return []
 
   def _add(self, figure: dict[str, Any]) -> None:
     """Keeps one of the figures: an interrupted run leaves what it found."""
@@ -246,12 +318,16 @@ class _Evaluation:
       self.done = done
       self.said = f"{path} has {done} of {self._total} {unit}"
 
+  def _start(self) -> None:
+    """Meets the other processes, of which the first one speaks."""
+    common.start(self._values)
+    self._group.meet()
+    self._screen.quiet = jax.process_index() > 0
+
   def _load(self) -> tuple[Any, Tokenizer, dict[str, Any]]:
     """The model, its tokenizer, and how prompts are read."""
     values, screen = self._values, self._screen
-    common.start(values)
-    self._group.meet()
-    screen.quiet = jax.process_index() > 0
+    self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
     folder = values.model or tiny.path()
@@ -273,65 +349,100 @@ class _Evaluation:
       return documents.library(held_out=True)
     return list(texts.from_files(texts.find(self._values.folder)))
 
-  def needle(self) -> _Shown:
-    """Asks for facts in texts of each length, at each depth."""
-    values, screen, lengths = self._values, self._screen, self._lengths()
-    given = ["0", "0.25", "0.5", "0.75", "1"]
-    if values.depths is not None:
-      given = values.depths
-    depths = _numbers("depths", given, float, 0, 1)
-    asked = values.cache or []
-    if len(asked) > 1:
-      raise OptionError(
-        "--cache", " ".join(asked), "one kind", "pass the option once"
-      )
-    kinds = [kind_text.parse(kind, "--cache") for kind in asked]
-    text = "\n".join(self._texts())
-    filler = Lines(text=text)
-    model, tokenizer, reading = self._load()
-    if kinds:
-      reading["cache_kind"] = kinds[0]
+  def _tasks(self) -> list[str]:
+    given = self._values.task
+    given = ["passkey"] if given is None else given
+    for name in given or ["none"]:
+      one_of("--task", name, ("all", *TASKS))
+    return list(TASKS) if "all" in given else list(dict.fromkeys(given))
+
+  def _depths(self) -> list[float]:
+    given = self._values.depths
+    if given is None:
+      given = ["0", "0.25", "0.5", "0.75", "1"]
+    return _numbers("depths", given, float, 0, 1)
+
+  def _asked(
+    self, names: Sequence[str], text: str, tokenizer: Tokenizer, longest: int
+  ) -> dict[str, Task]:
+    """Tasks by their names, whose facts are hidden in a text."""
     # A note where a text is shorter than a prompt, which repeats it then.
     sample = text[:_SAMPLE]
     tokens = len(text) * len(tokenizer.encode(sample)) // len(sample)
-    if tokens < max(lengths):
-      screen.say(
+    if tokens < longest:
+      self._screen.say(
         f"note: the text in which facts are hidden has about {tokens:,} tokens;"
         " what is longer has it more than once"
       )
-    count = len(lengths) * len(depths)
+    filler = Lines(text=text)
+    return {n: TASKS[n](tokenizer=tokenizer, filler=filler) for n in names}
+
+  def needle(self) -> _Shown:
+    """Asks for facts in texts of each length, at each depth."""
+    values, screen, lengths = self._values, self._screen, self._lengths()
+    depths, names = self._depths(), self._tasks()
+    given = list(dict.fromkeys(values.cache or ()))
+    kinds = {kind: kind_text.parse(kind, "--cache") for kind in given}
+    text = "\n".join(self._texts())
+    model, tokenizer, reading = self._load()
+    tasks = self._asked(names, text, tokenizer, max(lengths))
+    keys = grid(tasks, kinds or [""], lengths, depths)
+    settings = self._about() | {
+      name: values[name].value
+      for name in ("dtype", "prefill", "chunk", "cache_dtype", "trials", "seed")
+    }
+    settings |= {"characters": len(text)}
+    if jax.process_count() == 1:
+      settings["weights"] = fingerprint(model)
+    known = self._known(settings, keys)
+    if known:
+      screen.say(f"{values.out} has {len(known)} of {len(keys)} cells already")
     self._begin(
       "cells",
-      count,
-      task=values.task,
-      trials=values.trials,
-      seed=values.seed,
-      characters=len(text),
-      **({"cache": asked[0]} if asked else {}),
+      len(keys),
+      [cell.record() for cell in known],
+      tasks=names,
+      caches=given,
+      **settings,
     )
-    screen.begin("asking", count * values.trials, "texts")
+    trials = values.trials
+    screen.begin("asking", len(keys) * trials, "texts", len(known) * trials)
     cells = find(
       model,
-      TASKS[values.task](tokenizer=tokenizer, filler=filler),
+      tasks,
       lengths=lengths,
       depths=depths,
-      trials=values.trials,
+      kinds=kinds or None,
+      trials=trials,
       seed=values.seed,
+      known=known,
       on_trial=screen.at,
       on_cell=lambda cell: self._add(cell.record()),
       **reading,
     )
+    found = table(cells)
+    if len(names) > 1:
+      for kind in dict.fromkeys(label[1:] for label in found):
+        of_kind = [row for label, row in found.items() if label[1:] == kind]
+        found["mean", *kind] = {
+          length: sum(row[length] for row in of_kind) / len(of_kind)
+          for length in of_kind[0]
+        }
+    what = names[0] if len(names) == 1 else f"{len(names)} tasks"
+    wide = [max(map(len, column)) for column in zip(*found, strict=True)]
+    shown = lambda label: "  ".join(
+      f"{part:<{w}}" for part, w in zip(label, wide, strict=True)
+    )
     lines = [
-      f"{values.task}: per cent found, {values.trials} texts of each length "
-      "and depth",
-      f"{'tokens':>9}" + "".join(f"{100 * d:>8.0f} %" for d in depths),
+      f"{what}: per cent found, {trials} texts of each length and depth",
+      " " * len(shown(next(iter(found))))
+      + "".join(f"{length:>10,}" for length in dict.fromkeys(lengths)),
+      *(
+        shown(label) + "".join(f"{100 * x:>10.0f}" for x in row.values())
+        for label, row in found.items()
+      ),
     ]
-    for length in lengths:
-      row = [cell for cell in cells if cell.length == length]
-      shown = "".join(f"{100 * cell.score:>10.0f}" for cell in row)
-      lines.append(f"{length:>9,}{shown}")
-    mean = sum(cell.score for cell in cells) / len(cells)
-    title = f"{values.task}: {100 * mean:.0f} % found"
+    title = f"{what}: {100 * mean(cells):.0f} % found"
     return lines, lambda path: charts.heat_map(cells, path, title)
 
   def perplexity(self) -> _Shown:
@@ -391,7 +502,10 @@ class _Evaluation:
     return lines, lambda path: charts.curves(curves, path)
 
   def caches(self) -> _Shown:
-    """Reads texts as caches of several kinds would give them back."""
+    """Reads texts as caches of several kinds would give them back.
+
+    With --task also asks for facts, out of caches of these kinds.
+    """
     values, screen, lengths = self._values, self._screen, self._lengths()
     if len(lengths) != 1 and values["lengths"].present:
       raise OptionError(
@@ -401,8 +515,10 @@ class _Evaluation:
       text: kind_text.parse(text, "--cache")
       for text in values.cache or _UNCALIBRATED
     }
+    asks = values.task is not None
+    names, depths = self._tasks() if asks else [], self._depths()
     found = self._texts()
-    model, tokenizer, _ = self._load()
+    model, tokenizer, reading = self._load()
     length = min(lengths)
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
     rows = min(values.rows, ids.size // length)
@@ -413,28 +529,104 @@ class _Evaluation:
         f"at most the {ids.size:,} tokens of the text",
         "pass a smaller length, or more text",
       )
-    self._begin("kinds", len(kinds), length=length, rows=rows)
-    screen.begin("reading", len(kinds) * rows, "texts")
-    costs = compare_caches(
-      model,
-      ids[: rows * length].reshape(rows, length),
-      kinds,
-      on_read=screen.at,
-      on_kind=lambda cost: self._add(cost.record()),
-    )
+    tasks: dict[str, Task] = {}
+    about: dict[str, Any] = {"length": length, "rows": rows}
+    if asks:
+      tasks = self._asked(names, "\n".join(found), tokenizer, length)
+      about |= {"tasks": names, "trials": values.trials, "seed": values.seed}
+    self._begin("kinds", len(kinds), **about)
+    # Of each kind; the texts of the tasks are asked for first.
+    count = len(grid(tasks, [""], [length], depths)) * values.trials
+    screen.begin("reading", len(kinds) * (count + rows), "texts")
+    kinds = {name: model.cache_kind(kind) for name, kind in kinds.items()}
+    costs: list[KindCost] = []
+    scores: list[float] = []
+    for n, (name, kind) in enumerate(kinds.items()):
+      before = n * (count + rows)
+      if asks:
+        cells = find(
+          model,
+          tasks,
+          lengths=[length],
+          depths=depths,
+          kinds={name: kind},
+          trials=values.trials,
+          seed=values.seed,
+          on_trial=lambda done, before=before: screen.at(before + done),
+          **reading,
+        )
+        scores.append(mean(cells))
+      costs += compare_caches(
+        model,
+        ids[: rows * length].reshape(rows, length),
+        {name: kind},
+        on_read=lambda done, before=before: screen.at(before + count + done),
+      )
+      self._add(costs[-1].record() | ({"score": scores[-1]} if asks else {}))
     wide = max(len(cost.name) for cost in costs)
     lines = [
       f"{rows} texts of {length:,} tokens; nats a token without a cache: "
       f"{costs[0].nll - costs[0].loss:.4f}",
       f"{'kind':<{wide}}{'bits':>8}{'bytes':>12}{'loss':>10}{'KL':>10}"
-      f"{'logits':>10}",
+      f"{'logits':>10}" + (f"{'found':>9}" if asks else ""),
       *(
         f"{cost.name:<{wide}}{cost.bits:>8.2f}{cost.nbytes:>12,}"
         f"{cost.loss:>+10.4f}{cost.kl:>10.5f}{cost.far:>10.2%}"
-        for cost in costs
+        + "".join(f"{x:>9.0%}" for x in scores[n : n + 1])
+        for n, cost in enumerate(costs)
       ),
     ]
     return lines, lambda path: charts.cache_costs(costs, path)
+
+  def families(self) -> _Shown:
+    """Tries codecs on a random model of each family."""
+    values, screen = self._values, self._screen
+    length = 512
+    if values["lengths"].present:
+      if len(self._lengths()) != 1:
+        raise OptionError(
+          "--lengths", ",".join(values.lengths), "one length", "pass one number"
+        )
+      (length,) = self._lengths()
+    kinds = {
+      text: kind_text.parse(text, "--cache") for text in values.cache or _CODECS
+    }
+    names = list(dict.fromkeys(values.families or RANDOM_FAMILIES))
+    for name in names:
+      one_of("--families", name, RANDOM_FAMILIES)
+    self._start()
+    about: dict[str, Any] = {"model": "random weights", "text": "random tokens"}
+    about |= {"length": length, "seed": values.seed}
+    self._begin("results", len(names) * len(kinds), **about)
+    screen.begin("trying", len(names) * len(kinds), "caches")
+
+    def found(one: FamilyError) -> None:
+      self._add(one.record())
+      screen.at(len(self.record["results"]))
+
+    results = family_errors(
+      kinds, names, length=length, seed=values.seed, on_kind=found
+    )
+    errors = {(x.family, x.name): x for x in results}
+    wide = max(map(len, names))
+    shown = lambda one: "-" if one.cost is None else f"{one.cost.far:.2%}"
+    columns = [max(9, len(name) + 2) for name in kinds]
+    lines = [
+      f"distance of the logits, relative to theirs; random weights, "
+      f"{length:,} random tokens",
+      " " * wide
+      + "".join(f"{x:>{w}}" for x, w in zip(kinds, columns, strict=True)),
+      *(
+        f"{family:<{wide}}"
+        + "".join(
+          f"{shown(errors[family, name]):>{w}}"
+          for name, w in zip(kinds, columns, strict=True)
+        )
+        for family in names
+      ),
+      *(f"{x.family}, {x.name}: {x.refused}" for x in results if x.refused),
+    ]
+    return lines, lambda path: None
 
   def curves(self) -> _Shown:
     """Reads the log of a training.
@@ -518,6 +710,7 @@ _COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
   "needle": _Evaluation.needle,
   "perplexity": _Evaluation.perplexity,
   "caches": _Evaluation.caches,
+  "families": _Evaluation.families,
   "curves": _Evaluation.curves,
 }
 

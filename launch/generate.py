@@ -44,6 +44,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
+from ringjax.ops.attention.wire_format import DTYPES
 from ringjax.plan.choice import KEEPS
 
 NAME = "generate"
@@ -85,11 +86,20 @@ def define(values: flags.FlagValues) -> None:
     "Where the KV cache is kept: all devices, or the last, which decodes.",
     flag_values=values,
   )
+  flags.DEFINE_enum(
+    "wire",
+    None,
+    ["cache", *DTYPES],
+    "How keys travel while shards read the prompt: cache: as what --cache "
+    "stores; or as numbers of a dtype.",
+    flag_values=values,
+  )
   new.text(
     "cache",
     "windowed",
     f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
-    "NAME:key=value,key=value.",
+    "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
+    "devices, the others in host memory.",
   )
   new.whole(
     "max_new_tokens",
@@ -274,6 +284,7 @@ class _Work:
         chunk=values.chunk,
         machine=machines.machine(values),
         keep=values.keep,
+        wire=values.wire,
         cache_kind=kind_text.parse(values.cache, "--cache"),
         mesh=mesh,
         stop=eos,

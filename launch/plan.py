@@ -23,7 +23,9 @@
       --search over meshes, layouts, remat and blocks. --model also takes a
       folder with a config.json; no weights are read.
   python -m launch.plan cache --model=gemma-3-27b --tokens=131072
-      Bytes of a model's cache of each kind; no weights are read.
+      Bytes of a model's cache of each kind; no weights are read. With
+      --cache=hadamard3 --chip=v5e of that kind part by part, and how fast a
+      token comes behind it, by what.
   python -m launch.plan capacity --slices=v5p-128 --out=capacity
       The largest contexts that fit, beside plain attention and all-gather;
       what is in the file already is not compiled again. --cache=windowed
@@ -31,7 +33,8 @@
   python -m launch.plan cycles --chips=v5e,v6e
       Cycles of a tile of the attention kernels, in the TPU compiler's machine
       code, beside those of JAX's splash attention; with --what=decode of the
-      kernel that reads a cache, beside XLA's loops.
+      kernel that reads a cache, beside XLA's loops; with --what=shared of the
+      one that reads pages which rows share, beside JAX's.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: what each device holds and sends.
 

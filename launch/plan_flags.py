@@ -70,7 +70,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "docs/strategies; capacity: path of the table, without its ending."),
   ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),
   ("sides", "texts", None, "fit", "Sides of square matrices, e.g. 256,512."),
-  ("chip", "text", None, "explain", "Name of a machine, or path of its file."),
+  ("chip", "text", None, "explain cache",
+   "Name of a machine; explain: or path of its file; cache: default v5e."),
   ("shards", "texts", None, "explain",
    "Devices of a sequence; or groups,devices."),
   ("batch", "whole", 1, "explain aot cache", "Examples on a device."),
@@ -88,7 +89,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    list(strategies.LAYOUTS)),
   ("wire", "enum", None, "explain",
    "Wire format of keys and values that is compared too.",
-   list(call_shape.WIRES)),
+   call_shape.WIRES),
   ("local", "enum", None, "explain",
    "The local algorithm; default: what the machine has.", chips.LOCALS),
   ("packed", "boolean", False, "explain aot", "Whether documents are packed."),
@@ -98,8 +99,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "config.json; cache: some, or folders."),
   ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),
   ("what", "enums", None, "aot capacity cycles",
-   "aot: which program; capacity: train, prefill; cycles: attention, decode.",
-   aot.WHAT),
+   "aot: which program; capacity: train, prefill; cycles: attention, decode, "
+   "shared.",
+   (*aot.WHAT, "shared")),
   ("strategy", "many", None, "aot capacity",
    f"Strategy of attention, of {','.join(aot.STRATEGIES)}."),
   ("remat", "text", None, "aot capacity",
@@ -112,10 +114,12 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Micro-batches of a step of training."),
   ("block", "whole", None, "aot capacity",
    "Tokens of a step of the feedforward."),
-  ("cache", "text", None, "aot capacity",
-   f"aot --what=prefill or decode, capacity --what=prefill: how keys and "
-   f"values are stored, {', '.join(KINDS)}; with options as "
-   "NAME:key=value,key=value; default: dense."),
+  ("cache", "text", None, "aot capacity cycles cache",
+   "cache: the kind to explain; "
+   "aot --what=prefill or decode, capacity --what=prefill, cycles "
+   "--what=decode: how keys and values are stored, "
+   f"{', '.join(KINDS)}; with options as NAME:key=value,key=value; "
+   "default: dense."),
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
   ("q_block", "whole", None, "aot cycles", "Queries of a tile of attention."),

@@ -7,12 +7,12 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
               the config. verify: whether all of it is read and compared with
               its checksum before the first row, True unless said; it takes
               about a second for a GB.
-  passkey, multikey, multivalue, variables
+  passkey, multikey, multivalue, variables, ... (ringjax.data.needle.TASKS)
               a question about a text; length, shortest: tokens of it; what
-              else the task in ringjax.data.needle takes.
-  copies, pairs, questions
+              else the task takes.
+  copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
-              takes. They fill a row.
+              or ringjax.data.recall_tasks takes. They fill a row.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -32,6 +32,7 @@ from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
+from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
@@ -39,6 +40,11 @@ RECALL: dict[str, Any] = {
   "copies": Copies,
   "pairs": Pairs,
   "questions": Questions,
+  "values": Values,
+  "chains": Chains,
+  "links": Links,
+  "quotes": Quotes,
+  "records": Records,
 }
 KINDS = ("library", "corpus", *TASKS, *RECALL)
 

@@ -58,7 +58,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
-from ringjax.train.induction import InductionHeads
+from ringjax.train.induction import INITIALISATIONS
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
 
@@ -66,7 +66,6 @@ NAME = "train"
 _MEMORY = (
   "shard over more devices (--mesh), raise accumulate, or pass remat='nothing'"
 )
-STARTS = {"lookup": InductionHeads}
 # Entries of a config.json that change training alone, and are not applied.
 _NOT_APPLIED = (
   "attention_dropout",
@@ -514,15 +513,15 @@ def default_config() -> ConfigDict:
   )
 
 
-def _start(config: ConfigDict) -> InductionHeads | None:
+def _start(config: ConfigDict) -> Any:
   """The initialisation of a fresh model that a config asks for, or None."""
   entry = json.loads(config.start.to_json())
   kind = entry.pop("kind", None)
   if not entry and kind is None:
     return None
-  one_of("start.kind", kind, STARTS)
+  one_of("start.kind", kind, INITIALISATIONS)
   entry = {k: _tuples(v) for k, v in entry.items()}
-  return _made(STARTS[kind], entry, "start")
+  return _made(INITIALISATIONS[kind], entry, "start")
 
 
 def _tuples(value: Any) -> Any:

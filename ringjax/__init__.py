@@ -1,8 +1,9 @@
 """ringjax: language models whose context does not fit one device.
 
 Importing it computes nothing and starts no backend. The parts that need more
-than JAX (`rj.data`, `rj.infer`, `rj.models`, `rj.train`), and `rj.plan` and
-`rj.kv`, which need less, are imported when they are first used.
+than JAX (`rj.data`, `rj.infer`, `rj.models`, `rj.serve`, `rj.train`), and
+`rj.plan`, `rj.kv` and `rj.store`, which need less, are imported when they are
+first used.
 """
 
 import importlib as _importlib
@@ -155,10 +156,19 @@ __all__ = [
   "token_shift",
 ]
 
-_PARTS = ("data", "infer", "kv", "models", "plan", "train")
+_PARTS = (
+  "data",
+  "infer",
+  "kv",
+  "models",
+  "plan",
+  "serve",
+  "store",
+  "train",
+)
 
 if _TYPE_CHECKING:
-  from ringjax import data, infer, kv, models, plan, train
+  from ringjax import data, infer, kv, models, plan, serve, store, train
 
 
 def __getattr__(name: str) -> _Any:

@@ -11,6 +11,8 @@ from ringjax.models import families
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
+# Whose code takes long.
+_LONG = ("cache", "million")
 
 
 def blocks(page: pathlib.Path) -> str:
@@ -25,7 +27,14 @@ def blocks(page: pathlib.Path) -> str:
   return "\n".join(code)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+  "page",
+  [
+    pytest.param(page, marks=[pytest.mark.long] * (page.stem in _LONG))
+    for page in PAGES
+  ],
+  ids=lambda page: page.stem,
+)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
   code = blocks(page)
   assert re.search(r"^assert ", code, re.M), f"{page.name} asserts nothing"

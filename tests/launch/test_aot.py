@@ -204,6 +204,7 @@ def test_the_timeline_is_drawn(asked, tmp_path):
     ((*STEP, "--what=prefill", "--remat=all"), "--remat"),
     ((*STEP, "--what=decode", "--strategy=ring"), "--strategy"),
     ((*STEP, "--what=attention"), "--model"),
+    ((*STEP, "--what=shared"), "--what"),
     ((*STEP, "--heads=4"), "--heads"),
     ((*STEP, "--shards=4"), "--shards"),
     ((*STEP, "--strategy=ring", "--strategy=zigzag"), "--strategy"),

@@ -38,6 +38,32 @@ def test_a_cache_is_made_with_what_was_measured(tmp_path, ask):
   assert refused.status == 2 and "launch.calibrate" in refused.err
 
 
+def test_bits_are_allocated_to_heads(tmp_path, ask):
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 20)
+  out = tmp_path / "found"
+  status, said, err = run(
+    f"--text={text}",
+    f"--out={out}",
+    "--bits=4.5",
+    "--by=layer",
+    "--cache=int4:group=32",
+    "--cache=hadamard3",
+    *QUICK,
+  )
+  assert status == 0, err
+  assert "all int4:group=32" in said and "measured on 64 tokens" in said
+  assert [path.name for path in out.iterdir()] == ["kv_bits.json"]
+  ran = ask(
+    "--max_new_tokens=4",
+    "--prompt=What is a ring?",
+    f"--cache=allocated:table={out}",
+    "--json",
+  )
+  assert ran.status == 0, ran.err
+  assert json.loads(ran.out)["cache"] == f"allocated:table={out}/kv_bits.json"
+
+
 @pytest.mark.parametrize(
   ("argv", "says"),
   [
@@ -45,6 +71,10 @@ def test_a_cache_is_made_with_what_was_measured(tmp_path, ask):
     (("--out=OUT", "--text=OUT/none.txt"), "none.txt"),
     (("--out=OUT", "--text=SHORT"), "pass more text, or fewer --rows"),
     (("--out=OUT", "more"), "flags only"),
+    (("--out=OUT", "--by=head"), "--by without --bits"),
+    (("--out=OUT", "--bits=3", "--first=2"), "--first with --bits"),
+    (("--out=OUT", "--bits=1"), "bits: got 1"),
+    (("--out=OUT", "--bits=4", "--cache=nuq3:calibration=X"), "in --out"),
   ],
 )
 def test_what_is_refused(argv, says, tmp_path):

@@ -5,6 +5,8 @@ What compiles stands aside.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from launch import cycles as scripts
@@ -120,10 +122,35 @@ def test_decoding_beside_reading_and_xla_s_loops(monkeypatch):
   assert all(options["kv_heads"] == 8 for _, options in asked)
 
 
+def test_codes_beside_the_keys_that_they_are_of(monkeypatch):
+  run = lambda bundles: cycles.BasicBlock(
+    bundles=bundles, matrix_cycles=256, spills=0
+  )
+  runs = (run(2063), run(1963))
+  asked = []
+
+  def count(builder, topology, options, **rest):
+    asked.append(options)
+    return (cycles.KernelTile(kernel="decode", work=runs[1], blocks=runs),)
+
+  monkeypatch.setattr(cycles, "count", count)
+  monkeypatch.setattr(scripts, "_loops", lambda *rest: 9000.0)
+  monkeypatch.setattr(aot, "missing", lambda: None)
+  ran = ask("cycles", "--what=decode", "--chips=v5e", "--cache=int4", "--json")
+  assert ran.status == 0, ran.err
+  (row,) = ran.json["rows"]
+  assert asked[0]["cache"] == ran.json["cache"] == "int4"
+  # 896 keys of 8 heads: 72 bytes a key and a value, and 256 without a codec.
+  assert row["bytes"] == 8 * 896 * 2 * 72
+  assert row["plain"] == pytest.approx(row["reading"] * 256 / 72)
+  assert row["share"] == pytest.approx(1963 / row["plain"])
+  assert ask("cycles", "--cache=int4", "--chips=v5e").status == 2
+
+
 @pytest.mark.parametrize(
   ("flag", "words"),
   [
-    ("--what=train", "attention or decode"),
+    ("--what=train", "attention, decode, shared"),
     ("--heads=4", "--heads"),
     ("--tokens=64", "--tokens"),
   ],
@@ -132,3 +159,30 @@ def test_flags_that_would_not_be_followed(asked, flag, words):
   ran = ask("cycles", "--chips=v5e", flag)
   assert ran.status == 2 and words in ran.err and not asked
   assert ask("cycles", "--what=decode", "--q_block=128").status == 2
+
+
+def test_pages_that_rows_share_beside_reading_them_apart(monkeypatch):
+  asked = []
+
+  def count(builder, topology, options, *, timeout_s):
+    asked.append((builder.partition(":")[2], topology, options))
+    work = cycles.BasicBlock(bundles=3000, matrix_cycles=10, spills=0)
+    names = {
+      "pool": ("ringjax_decode_own.1", "ringjax_decode_shared.1"),
+      "ragged": ("ragged_paged_attention_kernel.1",),
+    }
+    return tuple(
+      cycles.KernelTile(kernel=name, work=work, blocks=(work, work))
+      for name in names[asked[-1][0]]
+    )
+
+  monkeypatch.setattr(cycles, "count", count)
+  monkeypatch.setattr(aot, "require", lambda: None)
+  ran = ask("cycles", "--what=shared", "--chips=v5e", "--json")
+  (row,) = json.loads(ran.out)["rows"]
+  assert [name for name, *_ in asked] == ["pool", "ragged"]
+  # Four tiles for all rows and one of each row; or five of each.
+  assert row["together"] == (4 + 32) * 6000
+  assert row["apart"] == row["ragged"] == 5 * 32 * 6000
+  assert 3500 < row["reading"] < 4000
+  assert ask("cycles", "--what=shared", "--cache=int4").status == 2

@@ -168,6 +168,7 @@ def test_sampling_flags(ask, folder):
   assert tokens("--temperature=3", "--seed=1", "--min_p=1") == greedy
 
 
+@pytest.mark.long
 def test_a_kind_of_cache_changes_no_token(ask, start, folder):
   flags = (f"--model={folder}", *SHORT)
   want = json.loads(ask(*flags, "--json").out)

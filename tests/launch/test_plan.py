@@ -348,5 +348,25 @@ def test_bytes_of_caches():
   assert 0 < windowed["windowed"] < dense["bytes"] / 16
   ran = ask("cache", "--model=gemma-3-27b")
   assert ran.status == 0 and "11.2 GB" in ran.out and "66.6 GB" in ran.out
+  ran = ask(
+    "cache",
+    f"--model={folder}",
+    "--tokens=4096",
+    "--cache=nuq3:calibration=DIR",
+    "--chip=v5e",
+    "--json",
+  )
+  (row,) = ran.json["rows"]
+  assert row["machine"] == "tpu-v5e" and row["nbytes"] == sum(
+    row["parts"].values()
+  )
+  # Bytes of a token fill up to 8 on a TPU, as its caches are stored.
+  assert row["parts"]["filling up"] > 0
+  ran = ask("cache", f"--model={folder}", "--cache=int4+snapkv", "--chip=h100")
+  assert "pages: codes" in ran.out and "binds" in ran.out
+  ran = ask("cache", "--cache=allocated:table=DIR")
+  assert ran.status == 2 and "no weights are read" in ran.err
+  assert ask("cache", "--chip=v5e").status == 2
+  assert ask("cache", "--cache=int4", "--chip=v1").status == 2
   assert ask("cache", "--tokens=0").status == 2
   assert ask("cache", "--shards=4").status == 2

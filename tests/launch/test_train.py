@@ -214,6 +214,7 @@ def test_each_stage_may_have_sources_of_its_own(small, tmp_path, monkeypatch):
     ("--config.start={'kind': 'habit'}", "one of lookup"),
     ("--config.start={'kind': 'lookup', 'backs': 1}", "start: got backs"),
     ("--config.start={'kind': 'lookup', 'back': ((1, 2),)}", "llama of 2"),
+    ("--config.start={'kind': 'rotary_lookup', 'back': ((1,),)}", "llama of 2"),
     ("--config.optimizer={'schedule': 'wsd', 'decay': 2.0}", "decay"),
     ("--config.replay_every=0", "replay_every"),
     ("--config.packer=bestfit", "packer: got 'bestfit'; wanted one of best"),

@@ -5,6 +5,7 @@ Compiles with libtpu, which is not in every environment: `pytest -m aot`.
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import json
@@ -19,7 +20,8 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv.base import bytes_each
-from ringjax.plan import aot, compiling, overlap
+from ringjax.parallel import chips
+from ringjax.plan import aot, compiling, hlo, overlap
 from ringjax.plan.roofline import roofline
 
 STEPS = "ringjax.bench.steps"
@@ -63,6 +65,23 @@ def attention(topology, tokens, **options):
 
 def control(name, topology="v5e:2x4", **options):
   return compiled(f"{CONTROLS}:{name}", topology, json.dumps(options))
+
+
+def host_copies(program):
+  """Of each copy from the host's memory to the device's while others run.
+
+  Yields:
+    the computation, the names of what runs beside, and its cycles.
+  """
+  for name in program.times:
+    lines = program.computations[name]
+    for n, one in enumerate(lines):
+      if one.op != "dynamic-slice-start" or "S(5)" not in one.shape:
+        continue
+      done = next(m for m, x in enumerate(lines) if x.operands == (one.name,))
+      beside = lines[n + 1 : done]
+      cycles = sum(program.price(name, x) for x in beside)
+      yield name, [x.name for x in beside], cycles
 
 
 class TestCompiled:
@@ -194,6 +213,54 @@ class TestCompiled:
     assert found.report.unpriced_kernels == ()
     made = roofline(found)
     assert made.memory_s < made.schedule_s
+
+  @pytest.mark.parametrize(
+    ("topology", "cache"),
+    [
+      ("v5e:2x4", "dense"),
+      *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in [("v5e:2x4", "int4"), ("v5p:2x2x2", "dense"),
+                  ("v6e:2x4", "dense")]
+      ),
+    ],
+  )  # fmt: skip
+  def test_blocks_come_from_the_host_beside_the_work(
+    self, tmp_path, topology, cache
+  ):
+    """While the device's part is attended, and each while another one is."""
+    path = tmp_path / "program.hlo"
+    kind = f"{cache}:device=4096,room=1024"
+    options = {"model": MODEL, "tokens": 65536, "cache": kind}
+    found = aot.compile(
+      f"{STEPS}:decode", topology, options, text_path=str(path)
+    )
+    every = compiled(
+      f"{STEPS}:decode", topology, json.dumps(options | {"cache": cache})
+    )
+    # 512 slots and two blocks, of 8192 on each of eight; 4 blocks come and go.
+    slot = (every.memory.arguments - found.memory.arguments) / (8192 - 2560)
+    assert slot > 2 * 2 * 2 * 64
+    assert found.memory.temporaries < 12 * 1024 * slot
+    program = hlo.HloProgram(path.read_text(), chips.core(topology))
+    copies = list(host_copies(program))
+    assert copies and all(cycles > 0 for _, _, cycles in copies)
+    # Keys and values: of two blocks in a loop, of the first one before it,
+    # and of the last one where their number is even.
+    counts = collections.Counter(name for name, _, _ in copies)
+    assert sorted(counts.values()) == [2, 2, 4]
+    if cache == "dense":
+      beside = [any("ringjax_decode" in x for x in ops) for _, ops, _ in copies]
+      assert sum(beside) == 2
+
+  def test_blocks_go_to_the_host_and_chunks_read_them(self):
+    options = {"model": MODEL, "tokens": 65536}
+    for name in ("dense", "int4"):
+      options |= {"cache": f"{name}:device=4096,room=1024"}
+      for builder in ("evict", "chunk") if name == "dense" else ("evict",):
+        found = aot.compile(f"tests.plan.tiers:{builder}", "v5e:2x4", options)
+        # What is in the host's memory is in none of the device's.
+        assert found.fits and found.memory.total < 50e6
 
   def test_windowed_layers_are_decoded_from_their_window(self):
     options = {"model": GEMMA, "tokens": 65536}

@@ -111,6 +111,54 @@ class TestCompiled:
     reading = tiles.decode_tile(core.name) / rate * core.cores
     assert min(work) <= reading
 
+  @pytest.mark.parametrize(
+    ("chip", "cache", "most"),
+    [
+      ("v5e", "int4", 0.45),
+      ("v6e", "int4", 0.45),
+      ("v5e", "hadamard4", 0.45),
+      pytest.param("v5e", "int8", 0.60, marks=pytest.mark.slow),
+      pytest.param("v5e", "hadamard3", 0.45, marks=pytest.mark.slow),
+      # The vector unit binds there: see the kernels' page.
+      pytest.param("v6e", "hadamard3", 0.75, marks=pytest.mark.slow),
+    ],
+  )
+  def test_codes_are_read_in_a_part_of_the_time(self, chip, cache, most):
+    """Of the time that reading as many keys in bfloat16 takes."""
+    core = chips.core(chip)
+    shape = {"cache": cache}
+    (tile,) = cycles.count("ringjax.bench.tiles:decode", SMALLEST[chip], shape)
+    assert "ringjax_decode_codes" in tile.kernel
+    work = [run.cycles for run in tile.blocks if run.matrix_cycles]
+    rate = chips.MACHINES[core.name].chip.hbm_bandwidth / core.clock_hz
+    rate = float(rate) / core.cores
+    reading = tiles.decode_tile(core.name, **shape) / rate
+    plain = tiles.plain_bytes(core.name, **shape) / rate
+    assert max(reading, min(work)) <= most * plain
+
+  @pytest.mark.slow
+  @pytest.mark.parametrize(("bits", "most"), [(4, 5600), (3, 4500), (2, 4200)])
+  def test_code_books_with_outliers(self, bits, most):
+    (tile,) = cycles.count(
+      "ringjax.bench.tiles:code_book", SMALLEST["v5e"], {"bits": bits}
+    )
+    assert tile.work.cycles <= most
+
+  @pytest.mark.parametrize("chip", ["v5e", "v6e"])
+  def test_shared_pages_are_read_once(self, chip):
+    """32 rows, 2,048 of whose 2,112 keys are shared."""
+    steps = {}
+    for builder, more in (("pool", {}), ("ragged", {"queries_per_block": 1})):
+      for tile in cycles.count(
+        f"ringjax.bench.tiles:{builder}", SMALLEST[chip], more
+      ):
+        kernel = tile.kernel.partition(".")[0]
+        steps[kernel] = sum(block.cycles for block in tile.blocks)
+    found = tiles.pool_cycles(chip, tiles.PoolShape(), steps)
+    assert found["apart"] >= 3 * found["together"]
+    # JAX's kernel, which shares nothing.
+    assert found["ragged"] >= 2.8 * found["together"]
+
   @pytest.mark.parametrize("chip", ["v5e", "v5p"])
   def test_many_queries_of_wide_heads_find_room(self, chip):
     """16 of each of 128 heads of a latent cache: 10 MB of sums."""

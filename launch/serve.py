@@ -1,0 +1,254 @@
+"""Serves a model to many clients, by OpenAI's API.
+
+  python -m launch.serve --model=DIR
+      Any Hugging Face folder, at http://127.0.0.1:8000/v1: completions, chats,
+      models, health, metrics. Without --model a small one that ships.
+  python -m launch.serve --model=DIR --mesh=seq:4 --cache=int8 --rows=32 \\
+      --capacity=262144 --api_keys=FILE --host=0.0.0.0
+      A pool of pages on four devices, for clients that have a key.
+
+Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
+takes no more requests, finishes those under way within --grace seconds, and
+exits with 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import jax
+from absl import flags
+
+import ringjax as rj
+from launch import common, console
+from launch.flag_helpers import FlagHelper
+from ringjax.data import Tokenizer
+from ringjax.errors import OptionError
+from ringjax.kv import KINDS, kind_text
+from ringjax.models import small
+from ringjax.serve.contiguous_rows import LAYOUTS
+from ringjax.serve.engine import SHARED_READS, SHARES
+
+NAME = "serve"
+_SEND_BYTES = 1 << 17
+_MEMORY = (
+  "pass a smaller --capacity or --rows, a codec (--cache=int8), or shard the "
+  "pages over more devices (--mesh=seq:N)"
+)
+# Flags that are options of the engine.
+_OPTIONS = (
+  "rows",
+  "capacity",
+  "longest",
+  "page",
+  "piece",
+  "pieces",
+  "share",
+  "shared_reads",
+  "layout",
+)
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of this script."""
+  new = FlagHelper(values)
+  new.text("model", None, "Hugging Face folder; default: the one in ringjax.")
+  new.text("model_name", None, "Its name in the API; default: the folder's.")
+  new.text("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
+  new.whole("port", 8000, "Port; 0 takes a free one.", 0, 65535)
+  new.whole("rows", 16, "Answers that are made at the same time.")
+  new.whole(
+    "capacity", None, "Tokens in the pool; default: as rj.serve.Engine."
+  )
+  new.whole(
+    "longest",
+    None,
+    "Tokens of a prompt and its answer at most; default: the model's context, "
+    "at most 16384.",
+  )
+  new.whole("page", 32, "Tokens of a page: 16, 32, 64 or 128.")
+  new.whole("piece", 64, "Tokens of a prompt in a row of a call.")
+  new.whole("pieces", 4, "Rows of a call of prompts.")
+  new.text(
+    "cache",
+    "windowed",
+    f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
+    "NAME:key=value,key=value.",
+  )
+  flags.DEFINE_enum(
+    "share",
+    None,
+    SHARES,
+    "What later prompts may find; default: prompts, in pages.",
+    flag_values=values,
+  )
+  flags.DEFINE_enum(
+    "layout",
+    LAYOUTS[0],
+    LAYOUTS,
+    "Where keys are: in pages, or in contiguous rows that grow on demand.",
+    flag_values=values,
+  )
+  flags.DEFINE_enum(
+    "shared_reads",
+    SHARED_READS[0],
+    SHARED_READS,
+    "Whether rows read together what they share.",
+    flag_values=values,
+  )
+  new.text(
+    "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+  new.text("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
+  new.whole("queue", 256, "Answers that may wait; more are refused with 429.")
+  new.whole("body_bytes", 8 << 20, "Bytes of a body at most.")
+  new.number(
+    "stall", 60.0, "Seconds after which a silent client is given up.", 0.01
+  )
+  new.whole("grace", 30, "Seconds to finish in, once it is told to end.")
+  common.define(values)
+
+
+def run(
+  values: flags.FlagValues,
+  *,
+  stdout: TextIO | None = None,
+  stderr: TextIO | None = None,
+) -> int:
+  """Does what the flags say, until a signal; the exit status."""
+  screen, listener = console.Screen(NAME, stderr), None
+  doing = "starting"
+  try:
+    uvicorn = _uvicorn()
+    keys = None
+    if values.api_keys is not None:
+      keys = rj.serve.read_keys(values.api_keys)
+    kind = kind_text.parse(values.cache, "--cache")
+    listener = _listener(values.host, values.port)
+    if values.mesh is None and values.devices is None:
+      # Virtual devices of a CPU make nothing faster.
+      values["devices"].value = 1
+    common.start(values)
+    if jax.process_count() > 1:
+      raise OptionError(
+        "processes",
+        jax.process_count(),
+        "one, which has all devices",
+        "pass --nodistributed",
+      )
+    doing = "loading the model"
+    mesh = common.mesh(values.mesh)
+    folder = (
+      small.path() if values.model is None else pathlib.Path(values.model)
+    )
+    screen.begin(f"loading {folder}")
+    tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+    options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
+    engine = rj.serve.Engine(
+      model,
+      mesh=mesh,
+      cache_kind=kind,
+      tokenizer=tokenizer,
+      **options,
+    )
+    doing = "compiling"
+    screen.begin("compiling")
+    warm = rj.serve.Request(prompt=[0], max_new_tokens=2, share=False)
+    engine.submit(warm).result()
+    name = values.model_name or folder.resolve().name
+    app = rj.serve.app(
+      engine,
+      model_name=name,
+      keys=keys,
+      queue=values.queue,
+      body_bytes=values.body_bytes,
+      stall=values.stall,
+      trusted_template=values.model is None,
+    )
+    screen.end()
+  except Exception as error:
+    if listener is not None:
+      listener.close()
+    return screen.failed(error, doing, _MEMORY)
+  host, port = listener.getsockname()[:2]
+  where = f"[{host}]" if ":" in host else host
+  screen.say(f"model: {name}, {engine.longest:,} tokens of a request at most")
+  if keys is None and not host.startswith("127.") and host != "::1":
+    screen.say("no --api_keys: whoever reaches this address is served")
+  screen.say(f"serving at http://{where}:{port}/v1")
+  serve(uvicorn, app, listener, values.grace)
+  screen.say("ended")
+  return 0
+
+
+def serve(uvicorn: Any, app: Any, listener: socket.socket, grace: int) -> None:
+  """Serves until SIGTERM or SIGINT, and ends gracefully.
+
+  Args:
+    uvicorn: the module.
+    app: an ASGI application.
+    listener: a socket that listens.
+    grace: seconds to finish in.
+  """
+  config = uvicorn.Config(
+    app,
+    loop="asyncio",
+    http="h11",
+    ws="none",
+    lifespan="on",
+    log_level="warning",
+    access_log=False,
+    server_header=False,
+    timeout_graceful_shutdown=grace,
+  )
+  # It raises a signal anew when it has ended, for the handler from before.
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
+  uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+  """A socket that listens; before a model is loaded for nothing."""
+  try:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    made = socket.create_server((host, port), family=family, backlog=1024)
+  except OSError as error:
+    raise OptionError(
+      "--host, --port",
+      f"{host}:{port}: {error.strerror}",
+      "a free address of this machine",
+      "pass another --port, or --port=0 for any",
+    ) from None
+  # Of each connection: else the system keeps megabytes for a client that does
+  # not read, and nothing is noticed.
+  made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+  return made
+
+
+def _uvicorn() -> Any:
+  try:
+    return importlib.import_module("uvicorn")
+  except ImportError:
+    raise OptionError(
+      "uvicorn",
+      "a Python without it",
+      "the extra `serve`",
+      "pip install 'ringjax[serve]'",
+    ) from None
+
+
+def main(argv: Sequence[str]) -> int:
+  common.refuse_rest(argv)
+  return run(flags.FLAGS)
+
+
+if __name__ == "__main__":
+  define(flags.FLAGS)
+  flags.adopt_module_key_flags(common)
+  common.launch(NAME, main)
