@@ -115,7 +115,7 @@ def out_type(
 ) -> jax.ShapeDtypeStruct:
   """The type of a kernel's result that varies over the axes of `like`."""
   axes = varying_axes(*like)
-  if not axes:
+  if not axes and not manual_axes():
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
   kind = jax.sharding.ManualAxisType(varying=axes)
   return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)

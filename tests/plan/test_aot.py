@@ -253,6 +253,19 @@ class TestCompiled:
       beside = [any("ringjax_decode" in x for x in ops) for _, ops, _ in copies]
       assert sum(beside) == 2
 
+  @pytest.mark.parametrize("cache", ["dense", "hadamard2"])
+  def test_one_chip_is_a_mesh(self, cache):
+    options = {"model": MODEL, "tokens": 65536, "cache": cache}
+    found = aot.compile(f"{STEPS}:decode", "v5p:1x1x1", options)
+    assert found.fits and found.report.unpriced_kernels == ()
+
+  def test_ten_million_tokens_in_three_bits_take_a_quarter_of_the_chips(self):
+    options = {"model": "llama-3.1-8b", "tokens": 10 * 2**20}
+    decode = functools.partial(aot.compile, f"{STEPS}:decode", memory_only=True)
+    assert decode("v5e:4x8", options | {"cache": "hadamard3"}).fits
+    assert not decode("v5e:8x8", options).fits
+    assert decode("v5e:8x16", options).fits
+
   def test_blocks_go_to_the_host_and_chunks_read_them(self):
     options = {"model": MODEL, "tokens": 65536}
     for name in ("dense", "int4"):
@@ -485,6 +498,23 @@ def test_programs_have_the_cache_that_is_named(what):
   assert sizes["windowed:slack=64"] < sizes["windowed"] < sizes["dense"] / 4
   with pytest.raises(OptionError, match="^cache: got 'ring'; wanted one of"):
     build(jax.devices()[:4], model=GEMMA, tokens=8192, cache="ring")
+
+
+def test_a_million_tokens_of_llama_7b_fit_into_80_gb():
+  """In two bits; beside cache and weights a step takes as good as nothing."""
+  decode = getattr(importlib.import_module(STEPS), "decode")
+  options = {"model": "llama-2-7b", "cache": "hadamard2"}
+  need = {}
+  # CPUs widen bfloat16 weights, which are widened beforehand therefore.
+  for tokens in (8192, 10**6):
+    built = decode(jax.devices()[:1], tokens=tokens, dtype="float32", **options)
+    found = built.function.lower(*built.arguments).compile().memory_analysis()
+    need[tokens] = found.temp_size_in_bytes
+    cache = next(x for x in built.arguments if isinstance(x, rj.kv.KVCache))
+  assert need[10**6] - need[8192] < 2e7
+  weights = 2 * built.facts["parameters"]
+  total = bytes_each(cache) + weights + need[10**6]
+  assert total < chips.MACHINES["a100"].chip.hbm_bytes
 
 
 def test_the_compiler_s_report_of_memory_is_read():
