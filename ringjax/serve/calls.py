@@ -215,12 +215,15 @@ class CallBuilder:
     self._shared: tuple[Any, Any] = (None, None)
     self.saved = self.plans = 0
 
-  def begin(
-    self, row: ServedRow, request: Request, draw: int, logprobs: bool
-  ) -> None:
+  def begin(self, row: ServedRow, request: Request, draw: int) -> None:
     """Notes the settings of a row that has a slot now."""
     assert row.slot is not None
-    self._how.put(row.slot, request.sampling, draw, logprobs, self._vocab)
+    search = request.beams is not None
+    ranked = search or request.best_of is not None
+    wanted = ranked or request.logprobs is not None
+    self._how.put(
+      row.slot, request.sampling, draw, wanted, search, self._vocab
+    )
 
   def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
     """A call for answers: each row stands at its slot."""

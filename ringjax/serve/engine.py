@@ -803,9 +803,7 @@ class Engine:
         row.owner.handle.cached_tokens = row.hit
       self.counters.cached_tokens += row.hit
     self.counters.stored_tokens += row.loaded
-    wanted = request.logprobs is not None or request.best_of is not None
-    wanted = wanted or request.beams is not None
-    self._calls.begin(row, request, row.owner.draw, wanted)
+    self._calls.begin(row, request, row.owner.draw)
     self._mark(row)
 
   def _mark(self, row: ServedRow) -> None:

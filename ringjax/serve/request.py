@@ -91,7 +91,7 @@ class Request:
         "mask", type(self.mask).__name__, "a callable", "pass a function"
       )
     object.__setattr__(self, "stop", as_stop(self.stop))
-    number("length_penalty", self.length_penalty)
+    number("length_penalty", self.length_penalty, least=-10, most=10)
     if self.beams is not None:
       self._check_beams(self.beams)
     elif self.length_penalty != 1.0:

@@ -1,0 +1,404 @@
+"""Beam searches: those of transformers, of NumPy, and of the same alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.data import Bytes
+from ringjax.errors import OptionError, PromptError
+from ringjax.serve import (
+  Engine,
+  GroupSpec,
+  PrefixTree,
+  Request,
+  RowSampling,
+  Scheduler,
+  ServedRow,
+  StepLimits,
+)
+from tests.helpers import refused
+from tests.serve.test_scheduler import PAGE as SMALL
+from tests.serve.test_scheduler import Memory
+
+FOUND = pathlib.Path(__file__).parents[1] / "fixtures" / "beams.json"
+
+
+def engine(model, mesh=None, **options):
+  settings = dict(
+    rows=5, capacity=512, longest=96, page=16, piece=16, pieces=2, mesh=mesh
+  )
+  return Engine(model, **settings | options)
+
+
+def run(at, wanted):
+  """Results of requests; all pages are accounted for at each step."""
+  handles = [at.submit(request) for request in wanted]
+  while at.step():
+    accounted(at)
+  accounted(at)
+  empty(at)
+  return [handle.result() for handle in handles]
+
+
+def accounted(at):
+  """Free, cached and held pages are the pool; held are those of rows."""
+  tree = at.scheduler.tree
+  tree.check()
+  for group, spec in enumerate(tree.groups):
+    held = {
+      (number % tree.shards, page)
+      for row in at.scheduler.running
+      if row is not None
+      for number, page in row.pages[group].items()
+    }
+    cached = sum(b.pages[group] is not None for b in tree.blocks())
+    total = spec.pages * tree.shards
+    assert tree.free(group) + cached + len(held) == total
+
+
+def empty(at):
+  """Nothing is in use any more."""
+  tree = at.scheduler.tree
+  assert not any(at.scheduler.running) and not at.scheduler.waiting
+  assert not any(block.refs for block in tree.blocks())
+  room = sum(tree.available(s) for s in range(tree.shards))
+  assert room == tree.groups[0].pages * tree.shards
+
+
+def searched(following, request):
+  """(tokens, score) of hypotheses, best first; all of them computed anew.
+
+  Args:
+    following: of texts, a list of int lists, the log-probabilities [k, V].
+    request: with beams.
+  """
+  k, most = request.beams, request.max_new_tokens
+  score = lambda x: x[1] / len(x[0]) ** request.length_penalty
+  running, done = [([], 0.0)], []
+  for length in range(1, most + 1):
+    table = following([tokens for tokens, _ in running])
+    sums = table + np.array([total for _, total in running])[:, None]
+    vocab, after = sums.shape[1], []
+    for rank, at in enumerate(np.argsort(-sums, axis=None, kind="stable")):
+      beam, token = divmod(int(at), vocab)
+      one = ([*running[beam][0], token], sums[beam, token])
+      if not np.isfinite(one[1]) or len(after) == k:
+        break
+      if token in request.stop.ids or length == most:
+        if rank < k:
+          done.append(one)
+      else:
+        after.append(one)
+    done = sorted(done, key=score, reverse=True)[:k]
+    running = after
+    if not after or (len(done) == k and score(after[0]) <= score(done[-1])):
+      break
+  return [(tokens, total) for tokens, total in done[: request.n]]
+
+
+def by_model(model, request):
+  """What follows texts, by the whole sequence."""
+  prompt = request.prompt
+  size = -(-(len(prompt) + request.max_new_tokens) // 16) * 16
+
+  def following(texts):
+    tokens = np.zeros((request.beams, size), np.int32)
+    for n, text in enumerate(texts):
+      tokens[n, : len(prompt) + len(text)] = [*prompt, *text]
+    last = len(prompt) + len(texts[0]) - 1
+    rows = np.full((request.beams, 1), last, np.int32)
+    logits = model(tokens, rows=rows, length=np.int32(size))
+    found = np.asarray(logits[: len(texts), 0], np.float64)
+    return found - np.log(np.exp(found).sum(-1, keepdims=True))
+
+  return following
+
+
+def by_engine(at, request):
+  """The same by requests for one token, of which each has the whole text."""
+  vocab = at.model.config.vocab
+
+  def following(texts):
+    handles = [
+      at.submit(
+        Request(
+          prompt=np.append(request.prompt, np.array(text, np.int32)),
+          max_new_tokens=1,
+          logprobs=20,
+          share=False,
+        )
+      )
+      for text in texts
+    ]
+    found = np.full((len(texts), vocab), -np.inf)
+    for n, handle in enumerate(handles):
+      (one,) = handle.result().answers[0].logprobs
+      for token, logprob in one.top:
+        found[n, token] = logprob
+    return found
+
+  return following
+
+
+def agrees(result, want, *, near=1e-4):
+  assert [a.tokens for a in result.answers] == [tokens for tokens, _ in want]
+  for answer, (_, total) in zip(result.answers, want, strict=True):
+    assert abs(answer.total_logprob - total) < near * len(answer.tokens)
+
+
+def prompts(rng, vocab, count):
+  """Of which the first two share a prefix."""
+  common = rng.integers(0, vocab, 33).astype(np.int32)
+  return [
+    np.append(
+      common if n < 2 else common[:0],
+      rng.integers(0, vocab, rng.integers(2, 20)).astype(np.int32),
+    )
+    for n in range(count)
+  ]
+
+
+@pytest.mark.parametrize(
+  "family", ["llama3", pytest.param("gemma2", marks=pytest.mark.long)]
+)
+def test_searches_of_transformers(loaded, family):
+  model, _ = loaded(family)
+  cases = json.loads(FOUND.read_text())[family]
+  wanted = [
+    Request(
+      prompt=np.array(case["prompt"], np.int32),
+      beams=case["beams"],
+      n=case["beams"],
+      length_penalty=case["length_penalty"],
+      max_new_tokens=case["max_new_tokens"],
+      stop=case["stop"],
+    )
+    for case in cases
+  ]
+  results = run(engine(model), wanted)
+  ends = set()
+  for case, result in zip(cases, results, strict=True):
+    assert [a.tokens for a in result.answers] == case["tokens"]
+    penalty = case["length_penalty"]
+    scores = [a.total_logprob / len(a.tokens) ** penalty for a in result.answers]
+    if case["scores"] is not None:
+      np.testing.assert_allclose(scores, case["scores"], rtol=1e-5)
+    ends |= {a.finish for a in result.answers}
+  assert ends == {"stop", "length"}
+
+
+REFERENCES = {
+  # Windows; latent vectors; recurrent layers.
+  "windows": ("gpt_oss", 1, {}),
+  "recurrent": ("qwen3_next", 1, {}),
+  "mesh": ("gpt_oss", 4, {}),
+  "codes": ("llama3", 1, dict(cache_kind="int4")),
+}
+LONG = {
+  "latent": ("deepseek_v3", 1, {}),
+  "recurrent mesh": ("qwen3_next", 4, {}),
+  "codes mesh": ("llama3", 4, dict(cache_kind="int4")),
+  "unrotated": ("llama3", 1, dict(cache_kind="unrotated")),
+  "read together": ("llama3", 1, dict(shared_reads="always")),
+}
+
+
+@pytest.mark.parametrize(
+  "case", [*REFERENCES, *(pytest.param(x, marks=pytest.mark.long) for x in LONG)]
+)
+def test_whole_sequences_give_the_same(loaded, case):
+  family, devices, options = (REFERENCES | LONG)[case]
+  model, mesh = loaded(family, devices)
+  at = engine(model, mesh, **options)
+  rng = np.random.default_rng(0)
+  vocab = model.config.vocab
+  wanted = [
+    Request(
+      prompt=prompt,
+      beams=beams,
+      n=beams,
+      max_new_tokens=14,
+      stop=rng.choice(vocab, 6, replace=False).tolist(),
+    )
+    for prompt, beams in zip(
+      prompts(rng, vocab, 3), (4, 3, 5), strict=True
+    )
+  ]
+  results = run(at, wanted)
+  for request, result in zip(wanted, results, strict=True):
+    # Codes: prompts are read out of them too.
+    if options or devices > 1:
+      following = by_engine(at, request)
+    else:
+      following = by_model(model, request)
+    agrees(result, searched(following, request), near=1e-3)
+  empty(at)
+
+
+def crowd(rng, vocab, searches):
+  """Searches among other requests, of which some are given up."""
+  others = [
+    Request(
+      prompt=prompt,
+      max_new_tokens=int(rng.integers(1, 12)),
+      sampling=RowSampling(temperature=1.0, seed=n),
+      n=int(rng.integers(1, 3)),
+    )
+    for n, prompt in enumerate(prompts(rng, vocab, 2 * len(searches)))
+  ]
+  return others
+
+
+@pytest.mark.parametrize(
+  ("family", "devices"),
+  [
+    ("llama3", 1),
+    pytest.param("llama3", 4, marks=pytest.mark.long),
+    pytest.param("gpt_oss", 1, marks=pytest.mark.long),
+    pytest.param("gpt_oss", 4, marks=pytest.mark.long),
+    pytest.param("qwen3_next", 1, marks=pytest.mark.long),
+    pytest.param("qwen3_next", 4, marks=pytest.mark.long),
+  ],
+)
+def test_alone_and_in_a_crowd_bit_for_bit(loaded, family, devices):
+  model, mesh = loaded(family, devices)
+  rng, vocab = np.random.default_rng(1), model.config.vocab
+  # So few pages that rows have to make room.
+  small = dict(capacity=192)
+  wanted = [
+    Request(
+      prompt=prompt,
+      beams=beams,
+      n=2,
+      max_new_tokens=18,
+      logprobs=3,
+      priority=int(rng.integers(2)),
+    )
+    for prompt, beams in zip(
+      prompts(rng, vocab, 6), (3, 4, 2, 3, 2, 4), strict=True
+    )
+  ]
+  at = engine(model, mesh, **small)
+  handles, doomed = [], []
+  others = crowd(rng, vocab, wanted)
+  for request in wanted:
+    handles.append(at.submit(request))
+    doomed.append(at.submit(request))
+    for _ in range(2):
+      at.submit(others.pop())
+    for _ in range(rng.integers(0, 9)):
+      at.step()
+      accounted(at)
+    at.cancel(doomed.pop(), "deadline" if rng.integers(2) else "cancelled")
+    accounted(at)
+  while at.step():
+    accounted(at)
+  empty(at)
+  assert sum(handle.preemptions for handle in handles)
+  own = engine(model, mesh, **small)
+  for request, handle in zip(wanted, handles, strict=True):
+    (alone,) = run(own, [request])
+    for x, y in zip(alone.answers, handle.result().answers, strict=True):
+      # Every number, not only what was chosen by it.
+      assert x == y
+      assert sum(one.logprob for one in x.logprobs) == x.total_logprob
+      assert [one.token for one in x.logprobs] == x.tokens
+
+
+def test_one_more_program(loaded):
+  from ringjax.serve import calls
+
+  model, _ = loaded("llama3")
+  at = engine(model)
+  prompt = np.arange(20, dtype=np.int32)
+  run(at, [Request(prompt=prompt, max_new_tokens=3, logprobs=1)])
+  run(at, [Request(prompt=prompt, max_new_tokens=3, n=2)])
+  before = calls.compute._cache_size(), calls._forked._cache_size()
+  ask = lambda beams: Request(prompt=prompt, max_new_tokens=20, beams=beams)
+  run(at, [ask(2)])
+  forks = calls._forked._cache_size()
+  assert forks <= before[1] + 1
+  run(at, [ask(3), ask(5), ask(1)])
+  assert calls.compute._cache_size() == before[0]
+  assert calls._forked._cache_size() == forks
+
+
+def test_forks_share_pages(loaded):
+  """4 hypotheses behind 64 tokens have one copy of these, in their pages."""
+  model, _ = loaded("llama3")
+  at = engine(model)
+  prompt = np.arange(64, dtype=np.int32)
+  handle = at.submit(
+    Request(prompt=prompt, beams=4, n=4, max_new_tokens=20, share=False)
+  )
+  most, tree = 0, at.scheduler.tree
+  while at.step():
+    accounted(at)
+    most = max(most, tree.groups[0].pages - tree.free())
+  # 4 of the prompt, and of each row at most 2 of 20 tokens.
+  assert 4 + 4 <= most <= 4 + 4 * 2
+  assert len(handle.result().answers) == 4
+  empty(at)
+
+
+def test_settings(loaded):
+  """Masks, biases and penalties come before candidates are ranked."""
+  model, _ = loaded("llama3")
+  vocab, prompt = model.config.vocab, np.arange(9, dtype=np.int32)
+  even = np.arange(vocab) % 2 == 0
+
+  def mask(tokens):
+    return even if tokens.size % 2 else None
+
+  how = RowSampling(
+    logit_bias={3: 2.5, 4: 1.5},
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.4,
+  )
+  ask = functools.partial(
+    Request, prompt=prompt, beams=4, n=4, max_new_tokens=8, stop=[6, 7]
+  )
+  both = ask(sampling=how, mask=mask)
+  wanted = [both, ask(sampling=how), ask(mask=mask), ask()]
+  results = run(engine(model), wanted)
+  for result, request in zip(results, wanted, strict=True):
+    follow = settled(model, request, even)
+    agrees(result, searched(follow, request))
+  assert len({tuple(r.answers[0].tokens) for r in results}) > 2
+
+
+def settled(model, request, even):
+  """What follows, with the settings of a request: of logits, in NumPy."""
+  how, prompt = request.sampling, request.prompt
+
+  def following(texts):
+    tokens = np.zeros((request.beams, 32), np.int32)
+    for n, text in enumerate(texts):
+      tokens[n, : len(prompt) + len(text)] = [*prompt, *text]
+    last = len(prompt) + len(texts[0]) - 1
+    logits = np.asarray(model(tokens)[: len(texts), last], np.float64).copy()
+    for row, text in zip(logits, texts, strict=True):
+      for token, bias in how.logit_bias:
+        row[token] += bias
+      if request.mask is not None and len(text) % 2:
+        row[~even] = -np.inf
+      said = np.union1d(prompt, np.array(text, np.int32))
+      penalty = how.repetition_penalty or 1.0
+      row[said] = np.where(
+        row[said] < 0, row[said] * penalty, row[said] / penalty
+      )
+      times = np.bincount(np.array(text, np.int64), minlength=row.size)
+      row -= how.frequency_penalty * times
+      row -= how.presence_penalty * (times > 0)
+      row -= np.log(np.exp(row).sum())
+    return logits
+
+  return following
