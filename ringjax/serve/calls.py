@@ -221,9 +221,7 @@ class CallBuilder:
     search = request.beams is not None
     ranked = search or request.best_of is not None
     wanted = ranked or request.logprobs is not None
-    self._how.put(
-      row.slot, request.sampling, draw, wanted, search, self._vocab
-    )
+    self._how.put(row.slot, request.sampling, draw, wanted, search, self._vocab)
 
   def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
     """A call for answers: each row stands at its slot."""

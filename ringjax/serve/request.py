@@ -150,7 +150,8 @@ class TokenLogprobs:
 
   Attributes:
     token: its id.
-    logprob: its own, of the model's distribution before any filter.
+    logprob: its own, of the model's distribution before any filter; in a beam
+      search behind bias, mask and penalties.
     top: of the likeliest tokens, (id, logprob).
   """
 
