@@ -330,8 +330,7 @@ class PagePool:
       return x.at[:, target].set(held, mode="drop")
 
     slots = tuple(
-      jax.tree.map(copied, x) if isinstance(x, State) else x
-      for x in self.slots
+      jax.tree.map(copied, x) if isinstance(x, State) else x for x in self.slots
     )
     return dataclasses.replace(self, slots=slots)
 

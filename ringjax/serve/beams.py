@@ -11,9 +11,9 @@ long as it is now. Equal sums are ranked by hypothesis, then by token.
 Cost: the host knows a step's candidates before it plans the next one. A step is
 k rows of a call; forks share whole pages and copy one that is filled in part.
 
-Log-probabilities, also those of the answers, are those behind the bias, the mask
-and the penalties of a request, of probabilities that sum to 1 (transformers with
-`renormalize_logits=True`).
+Log-probabilities, also those of the answers, are those behind the bias, the
+mask and the penalties of a request; their probabilities sum to 1 (transformers
+with `renormalize_logits=True`).
 """
 
 from __future__ import annotations

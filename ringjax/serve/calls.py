@@ -168,6 +168,7 @@ def forked(pool: PagePool, forks: tuple[RowFork, ...], rows: int) -> PagePool:
     for group in pool.groups
   ]
   for n, fork in enumerate(forks):
+    assert fork.row.slot is not None
     source[n], target[n] = fork.source, fork.row.slot
     for at, pair in zip(pages, fork.pages, strict=False):
       for array, page in zip(at, pair, strict=True):

@@ -6,7 +6,6 @@ import functools
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
