@@ -14,6 +14,7 @@ one before: there the stream decodes again from that one on.
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -76,6 +77,12 @@ class Stream:
     # whose text was not.
     self._context: list[int] = []
     self._pending: list[int] = []
+
+  def copy(self) -> Stream:
+    """A stream that goes on from here by itself."""
+    made = copy.copy(self)
+    made._utf8, made._pending = copy.copy(self._utf8), [*self._pending]
+    return made
 
   def feed(self, ids: Any) -> str:
     """The text that these ids complete; may be empty.

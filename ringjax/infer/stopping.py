@@ -10,6 +10,7 @@ Cost: on the host, a search in the new text and the longest stop string.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import numbers
 from collections.abc import Iterable, Sequence
@@ -145,6 +146,12 @@ class Watch:
     self._ids = frozenset(stop.ids)
     self._stream = stream
     self._held = ""
+
+  def copy(self) -> Watch:
+    """One that goes on from here by itself, for another continuation."""
+    made = copy.copy(self)
+    made._stream = self._stream.copy()
+    return made
 
   def feed(self, ids: Any) -> str:
     """The text that these ids allow to show, maybe "".

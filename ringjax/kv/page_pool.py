@@ -315,6 +315,25 @@ class PagePool:
     )
     return dataclasses.replace(self, slots=slots)
 
+  def copy_states(
+    self, source: Int[Array, " n"], target: Int[Array, " n"]
+  ) -> PagePool:
+    """The pool where rows have the states of others.
+
+    Args:
+      source: rows.
+      target: which get theirs; those out of range are not written.
+    """
+
+    def copied(x: jax.Array) -> jax.Array:
+      held = jnp.take(x, source, 1, mode="clip")
+      return x.at[:, target].set(held, mode="drop")
+
+    slots = tuple(
+      jax.tree.map(copied, x) if isinstance(x, State) else x for x in self.slots
+    )
+    return dataclasses.replace(self, slots=slots)
+
   def page_shapes(self, group: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Of each array of `read_pages` the shape of one page [L, ...] and its
     dtype."""

@@ -1,7 +1,8 @@
 """The two calls of an engine: their arguments, and what they compute.
 
 Guarantees: a call has one shape whatever is to do, so that each of the two is
-one program for good; what a row gets depends on no other row.
+one program for good, and the copies of forked rows a third; what a row gets
+depends on no other row.
 Cost: the host writes a few numbers for each row; what rows have in common is
 found anew only when it has changed.
 """
@@ -27,6 +28,7 @@ from ringjax.serve.row_sampler import RowNumbers, choose
 from ringjax.serve.scheduler import (
   DecodeTurn,
   PromptPiece,
+  RowFork,
   Scheduler,
   ServedRow,
 )
@@ -137,6 +139,43 @@ def marked(
   )
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _forked(
+  pool: PagePool,
+  pages: tuple[tuple[Any, Any], ...],
+  source: Int[Array, " R"],
+  target: Int[Array, " R"],
+) -> PagePool:
+  """The pool with pages, and states of rows, copied; none is in both."""
+  for group, (old, new) in enumerate(pages):
+    pool = pool.write_pages(group, new, pool.read_pages(group, old))
+  return pool.copy_states(source, target)
+
+
+def forked(pool: PagePool, forks: tuple[RowFork, ...], rows: int) -> PagePool:
+  """The pool where rows have what they do not share with those that they are
+  copies of.
+
+  Args:
+    pool: the pool.
+    forks: at most one of each row.
+    rows: slots.
+  """
+  source, target = np.zeros(rows, np.int32), np.full(rows, rows, np.int32)
+  shape = pool.shards, rows
+  pages = [
+    (np.zeros(shape, np.int32), np.full(shape, group.pages, np.int32))
+    for group in pool.groups
+  ]
+  for n, fork in enumerate(forks):
+    assert fork.row.slot is not None
+    source[n], target[n] = fork.source, fork.row.slot
+    for at, pair in zip(pages, fork.pages, strict=False):
+      for array, page in zip(at, pair, strict=True):
+        array[fork.number % pool.shards, n] = page
+  return _forked(pool, tuple(pages), source, target)
+
+
 class CallBuilder:
   """Makes the arguments of calls of what a scheduler plans.
 
@@ -177,12 +216,13 @@ class CallBuilder:
     self._shared: tuple[Any, Any] = (None, None)
     self.saved = self.plans = 0
 
-  def begin(
-    self, row: ServedRow, request: Request, draw: int, logprobs: bool
-  ) -> None:
+  def begin(self, row: ServedRow, request: Request, draw: int) -> None:
     """Notes the settings of a row that has a slot now."""
     assert row.slot is not None
-    self._how.put(row.slot, request.sampling, draw, logprobs, self._vocab)
+    search = request.beams is not None
+    ranked = search or request.best_of is not None
+    wanted = ranked or request.logprobs is not None
+    self._how.put(row.slot, request.sampling, draw, wanted, search, self._vocab)
 
   def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
     """A call for answers: each row stands at its slot."""

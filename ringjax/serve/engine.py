@@ -8,7 +8,7 @@ blocks of answers are found by later prompts, which gives that up.) What one
 request raises ends that request alone.
 Cost: a step is at most one call for answers and one for prompts, each of which
 is one compiled program for good. The host plans a step while the device
-computes the one before; a mask makes it wait.
+computes the one before; a mask or a beam search makes it wait.
 Memory: the pool; it does not grow. Of reserved rows what is in use.
 Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention,
 arXiv 2309.06180.
@@ -56,11 +56,13 @@ from ringjax.ops.attention.pooled import (
 )
 from ringjax.parallel import chips
 from ringjax.parallel.mesh import entering
+from ringjax.serve.beams import BeamSearch
 from ringjax.serve.calls import (
   CallArrays,
   CallBuilder,
   RowBoard,
   compute,
+  forked,
   marked,
 )
 from ringjax.serve.contiguous_rows import (
@@ -141,12 +143,14 @@ class _Owner(NamedTuple):
     answer: which one it makes.
     watch: finds the end of its text, or None.
     draw: the row of a batch that it draws as.
+    search: of which it is a row, or None; it has the answers then.
   """
 
   handle: Handle
   answer: Answer
   watch: Watch | None
   draw: int
+  search: BeamSearch | None = None
 
 
 def _platform(mesh: Any) -> str:
@@ -483,7 +487,8 @@ class Engine:
 
     Raises:
       PromptError: a prompt that is none, or longer than the engine serves.
-      OptionError: texts to stop at without a tokenizer, or a closed engine.
+      OptionError: texts to stop at without a tokenizer, more beams than rows,
+        beams in contiguous rows, or a closed engine.
     """
     if not isinstance(request, Request):
       raise InputTypeError(
@@ -509,6 +514,15 @@ class Engine:
         f"one of {sorted(self._adapters)}",
         "pass adapters= to the engine",
       )
+    beams = request.beams or 0
+    if beams > self.scheduler.limits.rows or (beams and self._rows):
+      raise OptionError(
+        "beams",
+        f"{beams}, for an engine with rows={self.scheduler.limits.rows}"
+        + (" that are contiguous" if self._rows else ""),
+        "at most as many beams as rows, which share pages",
+        "ask for fewer, or make the engine with more rows=, layout='pages'",
+      )
     for token, _ in request.sampling.logit_bias:
       integer("logit_bias token", token, least=0, most=self.vocab - 1)
     total = prompt.size + request.max_new_tokens
@@ -529,35 +543,43 @@ class Engine:
       self._check_open()
       handle = Handle(self, request, self._clock(), on_change)
       number = next(self._arrivals)
-      made = []
-      for n, answer in enumerate(handle.answers):
-        watch = None
-        if self.tokenizer is not None:
-          watch = stop.watch(self.tokenizer)
+      made: list[ServedRow] = []
+      watches = [
+        None if self.tokenizer is None else stop.watch(self.tokenizer)
+        for _ in range(request.rows)
+      ]
+      search = None
+      if request.beams is not None:
+        search = BeamSearch(request, made, self.scheduler, watches[0])
+      for n, watch in enumerate(watches):
+        # Rows of a search have no answers of their own.
+        answer = handle.answers[n if search is None else 0]
         row = ServedRow(
           prompt=prompt,
           most=request.max_new_tokens,
           priority=request.priority,
-          # Answers of a request are neighbours.
-          arrival=number + n / (len(handle.answers) + 1),
+          # Rows of a request are neighbours.
+          arrival=number + n / (request.rows + 1),
           salt=request.salt,
           adapter=request.adapter,
           share=request.share,
-          owner=_Owner(handle, answer, watch, n),
+          owner=_Owner(handle, answer, watch, n, search),
         )
-        why = self.scheduler.fits(row)
-        if why is not None:
-          raise PromptError(
-            "prompt",
-            f"{prompt.size:,} tokens and max_new_tokens="
-            f"{request.max_new_tokens:,}",
-            why,
-            "ask for fewer, or make the engine with larger longest=, capacity=",
-          )
         made.append(row)
+        if search is not None:
+          row.team = made
+      why = self.scheduler.fits(made[0])
+      if why is not None:
+        raise PromptError(
+          "prompt",
+          f"{prompt.size:,} tokens and max_new_tokens="
+          f"{request.max_new_tokens:,}" + (f", beams={beams}" if beams else ""),
+          why,
+          "ask for fewer, or make the engine with larger longest=, capacity=",
+        )
       self._handles[handle] = made
       self.counters.requests += 1
-      for row in made:
+      for row in made[:1] if search is not None else made:
         self.scheduler.add(row)
     return handle
 
@@ -702,8 +724,10 @@ class Engine:
     """See `step`; the lock is held."""
     self._expire()
     rows = [row for row in self.scheduler.running if row is not None]
-    if any(row.owner.handle.request.mask is not None for row in rows):
-      # A mask depends on all tokens before it.
+    if any(
+      row.team or row.owner.handle.request.mask is not None for row in rows
+    ):
+      # What they compute next depends on all tokens before it.
       self._collect()
     if self._rows is not None:
       self._rows.space.join()
@@ -719,6 +743,9 @@ class Engine:
       self._pool = self._link.move(self._pool)
     for row in plan.restored:
       self._pool = self._swap.back(self._pool, row)
+    if plan.forks:
+      many = self.scheduler.limits.rows
+      self._pool = forked(self._pool, plan.forks, many)
     for row in plan.admitted:
       self._admit(row)
     counters.preemptions += len(plan.preempted)
@@ -776,9 +803,12 @@ class Engine:
         row.owner.handle.cached_tokens = row.hit
       self.counters.cached_tokens += row.hit
     self.counters.stored_tokens += row.loaded
-    wanted = request.logprobs is not None or request.best_of is not None
-    self._calls.begin(row, request, row.owner.draw, wanted)
-    if request.sampling.counts:
+    self._calls.begin(row, request, row.owner.draw)
+    self._mark(row)
+
+  def _mark(self, row: ServedRow) -> None:
+    """Tells the device what a row has read and said, if it is penalised."""
+    if row.owner.handle.request.sampling.counts:
       counts = np.bincount(row.answer, minlength=self.vocab).astype(np.int32)
       seen = counts > 0
       seen[row.prompt] = True
@@ -826,7 +856,8 @@ class Engine:
     found = None
     for n, row in rows:
       mask = row.owner.handle.request.mask
-      if mask is None:
+      # One of a team may have ended all of it.
+      if mask is None or row.ended:
         continue
       try:
         answer = mask(np.asarray(row.answer, np.int32))
@@ -870,12 +901,20 @@ class Engine:
       return
     owner: _Owner = row.owner
     answer, handle = owner.answer, owner.handle
-    token = int(choice.token[n])
-    row.answer.append(token)
-    answer.tokens.append(token)
     self.counters.new_tokens += 1
     if handle.first_token is None:
       handle.first_token = self._clock() - handle.arrival
+    if owner.search is not None:
+      if owner.search.offer(row, choice.top[n], choice.top_logprobs[n]):
+        if owner.search.ended:
+          self._end(row, "stop")
+        else:
+          for one in row.team:
+            self._mark(one)
+      return
+    token = int(choice.token[n])
+    row.answer.append(token)
+    answer.tokens.append(token)
     many = handle.request.logprobs
     answer.total_logprob += float(choice.logprob[n])
     if many is not None:
@@ -905,15 +944,23 @@ class Engine:
   def _end(self, row: ServedRow, why: str) -> None:
     """A row is over; its request too, if it was the last one."""
     owner: _Owner = row.owner
-    if owner.watch is not None and why != "stop":
-      owner.answer.text += owner.watch.flush()
-    self.scheduler.drop(row)
-    owner.answer.finish = why
     handle = owner.handle
+    if owner.search is not None:
+      for one in row.team:
+        self.scheduler.drop(one)
+      ended = handle.answers
+      owner.search.answer(ended, why)
+    else:
+      if owner.watch is not None and why != "stop":
+        owner.answer.text += owner.watch.flush()
+      self.scheduler.drop(row)
+      owner.answer.finish = why
+      ended = [owner.answer]
     if handle.done:
       handle.seconds = self._clock() - handle.arrival
       self.counters.finished += 1
       self.counters.failed += any(a.error is not None for a in handle.answers)
       self._handles.pop(handle, None)
     if handle.on_change is not None:
-      handle.on_change(owner.answer)
+      for answer in ended:
+        handle.on_change(answer)

@@ -6,7 +6,7 @@ messages and prompts never become special tokens. Nothing here knows of HTTP or
 of sockets.
 
 What stands for nothing in OpenAI's API and is taken too: `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos`, `guided_regex`.
+`repetition_penalty`, `ignore_eos`, `guided_regex`, `beams`, `length_penalty`.
 """
 
 from __future__ import annotations
@@ -213,6 +213,8 @@ _BOTH: dict[str, Callable[[str, Any], Any]] = {
   "repetition_penalty": _real(),
   "ignore_eos": boolean,
   "guided_regex": _text,
+  "beams": _whole(1),
+  "length_penalty": _real(-10, 10),
 }
 COMPLETION: dict[str, Callable[[str, Any], Any]] = {
   **_BOTH,
@@ -314,8 +316,8 @@ class ApiCall:
 
   @property
   def answers(self) -> int:
-    """How many are made."""
-    return sum(request.answers for request in self.requests)
+    """How many are made, the hypotheses of beam searches among them."""
+    return sum(request.rows for request in self.requests)
 
 
 class ApiModel:
@@ -374,11 +376,8 @@ class ApiModel:
         "one of them: prompts have no log-probabilities",
         "leave one out",
       )
-    if best is not None and given.get("stream"):
-      raise refused(
-        "best_of", f"{best}, with stream", "one of them", "leave one out"
-      )
-    prompts = self._prompts(given["prompt"], (best or n))
+    each = given.get("beams") or best or n
+    prompts = self._prompts(given["prompt"], each)
     return self._call(
       given,
       [self._encoded("prompt", x) for x in prompts],
@@ -442,6 +441,11 @@ class ApiModel:
         param="model",
         code="model_not_found",
       )
+    for name in ("best_of", "beams"):
+      if name in given and given.get("stream"):
+        raise refused(
+          name, f"{given[name]}, with stream", "one of them", "leave one out"
+        )
     if "stream_options" in given and not given.get("stream"):
       raise refused(
         "stream_options",
@@ -463,11 +467,12 @@ class ApiModel:
     echoes: Sequence[str] = (),
     chat: bool = False,
   ) -> ApiCall:
-    n = given.get("n", 1)
-    if (best_of or n) * len(prompts) > self._most:
+    n, beams = given.get("n", 1), given.get("beams")
+    each = beams or best_of or n
+    if each * len(prompts) > self._most:
       raise refused(
         "n",
-        f"{(best_of or n) * len(prompts)} answers",
+        f"{each * len(prompts)} answers",
         f"at most {self._most} of one body",
         "ask for fewer",
       )
@@ -508,7 +513,7 @@ class ApiModel:
     try:
       # Without a seed two calls draw different tokens.
       sampling = RowSampling(
-        temperature=given.get("temperature", _TEMPERATURE),
+        temperature=given.get("temperature", 0 if beams else _TEMPERATURE),
         seed=given.get("seed", secrets.randbits(63)),
         **{name: given[name] for name in numbers if name in given},
       )
@@ -521,9 +526,11 @@ class ApiModel:
           stop=stop,
           n=n,
           best_of=best_of,
+          beams=beams,
+          length_penalty=given.get("length_penalty", 1.0),
           logprobs=logprobs,
           salt=salt,
-          mask=self._grammars.mask(schema, regex, best_of or n),
+          mask=self._grammars.mask(schema, regex, each),
         )
         for prompt in prompts
       )

@@ -170,8 +170,10 @@ class PrefixTree:
       [list(range(g.pages - 1, -1, -1)) for _ in range(shards)]
       for g in self.groups
     ]
-    # Pages that rows hold outside of the tree.
+    # Pages that rows hold outside of the tree; of those that several rows
+    # hold, by (group, shard, page), how many beside the first.
     self._held = [[0] * shards for _ in self.groups]
+    self._more: dict[tuple[int, int, int], int] = {}
     self._roots: dict[bytes, PrefixBlock] = {}
     self._by_digest: dict[bytes, PrefixBlock] = {}
     # Whole blocks that may go, and pages of groups that look back less.
@@ -218,9 +220,19 @@ class PrefixTree:
     self._held[group][shard] += 1
     return self._free[group][shard].pop()
 
+  def share(self, group: int, number: int, page: int) -> None:
+    """One more row has a page that belongs to a row; none may write it now."""
+    key = group, number % self.shards, page
+    self._more[key] = self._more.get(key, 0) + 1
+
   def give_back(self, group: int, number: int, page: int) -> None:
-    """Frees a page that belongs to a row."""
+    """A row leaves a page of its own, which is free once all rows have."""
     shard = number % self.shards
+    more = self._more.pop((group, shard, page), 0)
+    if more:
+      if more > 1:
+        self._more[group, shard, page] = more - 1
+      return
     self._held[group][shard] -= 1
     self._free[group][shard].append(page)
 
@@ -511,7 +523,8 @@ class PrefixTree:
           if b.pages[group] is not None and b.depth % self.shards == shard
         ]
         both = [*free, *cached]
-        if len(set(both)) != len(both):
+        shared = {p for g, s, p in self._more if (g, s) == (group, shard)}
+        if len(set(both)) != len(both) or shared & set(both):
           raise AssertionError(f"group {group}: a page is there twice")
         total = len(both) + self._held[group][shard]
         if total != spec.pages:

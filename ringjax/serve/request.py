@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringjax.checks import integer, number, positive_int
-from ringjax.errors import InputTypeError
+from ringjax.errors import InputTypeError, OptionError
 from ringjax.infer.stopping import Stop, as_stop
 from ringjax.serve.row_sampler import TOP, RowSampling
 
@@ -29,6 +29,10 @@ class Request:
     n: how many answers; answer i draws as row i of a batch would.
     best_of: how many answers are made, of which the n with the largest mean
       log-probability are returned; default n.
+    beams: width of a beam search, of whose hypotheses the n best are the
+      answers, best first; None for no search. See `BeamSearch`.
+    length_penalty: of a beam search: hypotheses are ranked by their
+      `total_logprob` / tokens ** length_penalty.
     logprobs: how many log-probabilities of other tokens each token comes
       with, 0 for that of the token alone, None for none.
     priority: requests with a smaller one come first.
@@ -50,6 +54,8 @@ class Request:
   stop: Any = None
   n: int = 1
   best_of: int | None = None
+  beams: int | None = None
+  length_penalty: int | float = 1.0
   logprobs: int | None = None
   priority: int = 0
   deadline: float | None = None
@@ -85,11 +91,52 @@ class Request:
         "mask", type(self.mask).__name__, "a callable", "pass a function"
       )
     object.__setattr__(self, "stop", as_stop(self.stop))
+    number("length_penalty", self.length_penalty, least=-10, most=10)
+    if self.beams is not None:
+      self._check_beams(self.beams)
+    elif self.length_penalty != 1.0:
+      raise OptionError(
+        "length_penalty",
+        f"{self.length_penalty}, without a beam search",
+        "beams, or no length_penalty",
+        "pass beams=4, for instance, or leave length_penalty out",
+      )
+
+  def _check_beams(self, beams: int) -> None:
+    integer("beams", beams, least=self.n)
+    if self.best_of is not None:
+      raise OptionError(
+        "best_of",
+        f"{self.best_of}, with beams={beams}",
+        "one of them",
+        "leave best_of out: a search keeps as many hypotheses as beams",
+      )
+    if self.sampling.temperature:
+      raise OptionError(
+        "temperature",
+        f"{self.sampling.temperature}, with beams={beams}",
+        "0: a beam search draws nothing",
+        "leave temperature out, or beams",
+      )
+    # So many of the likeliest tokens hold what each hypothesis can give.
+    many = beams + len(self.stop.ids)
+    if many > TOP:
+      raise OptionError(
+        "beams",
+        f"{beams}, with {len(self.stop.ids)} stop ids",
+        f"at most {TOP} of both together",
+        f"pass at most beams={max(0, TOP - len(self.stop.ids))}",
+      )
 
   @property
   def answers(self) -> int:
     """How many are made."""
     return self.n if self.best_of is None else self.best_of
+
+  @property
+  def rows(self) -> int:
+    """Rows of an engine that it takes: for each answer one, or each beam."""
+    return self.answers if self.beams is None else self.beams
 
   @property
   def stops(self) -> Stop:
@@ -103,7 +150,8 @@ class TokenLogprobs:
 
   Attributes:
     token: its id.
-    logprob: its own, of the model's distribution before any filter.
+    logprob: its own, of the model's distribution before any filter; in a beam
+      search behind bias, mask and penalties.
     top: of the likeliest tokens, (id, logprob).
   """
 
@@ -123,7 +171,8 @@ class Answer:
     finish: why it ended: "stop", "length", "cancelled", "deadline" or "error";
       None while it goes on.
     stopped: the id or the text that stopped it.
-    total_logprob: the sum of the tokens' log-probabilities, if they are known.
+    total_logprob: the sum of the tokens' log-probabilities, if they are known;
+      -inf of an answer for which a beam search found no hypothesis.
     error: what went wrong, if it did.
   """
 
@@ -171,7 +220,8 @@ class Handle:
   """A request that was submitted.
 
   Iterating over it gives the tokens of its first answer as they come, and lets
-  the engine work where no thread of its own does.
+  the engine work where no thread of its own does. Answers of a beam search
+  are known at its end.
   """
 
   def __init__(

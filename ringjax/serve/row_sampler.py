@@ -113,6 +113,8 @@ class RowNumbers(NamedTuple):
     bias_ids: int32 [B, n], the vocabulary's size for none.
     bias: float32 [B, n].
     logprobs: bool [B], whether they are wanted.
+    search: bool [B], whether they are those behind biases, masks and penalties,
+      by which a beam search ranks tokens; else those of the model.
   """
 
   temperature: Any
@@ -127,6 +129,7 @@ class RowNumbers(NamedTuple):
   bias_ids: Any
   bias: Any
   logprobs: Any
+  search: Any
 
   @classmethod
   def empty(cls, rows: int, vocab: int) -> RowNumbers:
@@ -145,10 +148,17 @@ class RowNumbers(NamedTuple):
       bias_ids=np.full((rows, BIASES), vocab, np.int32),
       bias=np.zeros((rows, BIASES), np.float32),
       logprobs=full(False, bool),
+      search=full(False, bool),
     )
 
   def put(
-    self, row: int, how: RowSampling, draw: int, logprobs: bool, vocab: int
+    self,
+    row: int,
+    how: RowSampling,
+    draw: int,
+    logprobs: bool,
+    search: bool,
+    vocab: int,
   ) -> None:
     """Writes the settings of one row, in place."""
     pick = lambda value, neutral: neutral if value is None else value
@@ -164,7 +174,7 @@ class RowNumbers(NamedTuple):
     self.bias_ids[row], self.bias[row] = vocab, 0
     for n, (token, value) in enumerate(how.logit_bias):
       self.bias_ids[row, n], self.bias[row, n] = token, value
-    self.logprobs[row] = logprobs
+    self.logprobs[row], self.search[row] = logprobs, search
 
   def of(self, slots: np.ndarray) -> RowNumbers:
     """Of some rows, int [B]."""
@@ -253,7 +263,8 @@ def choose(
   top = min(TOP, vocab)
 
   def reported() -> tuple[jax.Array, ...]:
-    found = jax.nn.log_softmax(logits, -1)
+    ranked = jnp.where(column(how.search), logits_, logits)
+    found = jax.nn.log_softmax(ranked, -1)
     best, ids = lax.top_k(found, top)
     mine = jnp.take_along_axis(found, column(token), 1)[:, 0]
     return mine, ids.astype(jnp.int32), best

@@ -75,6 +75,11 @@ class ServedRow:
     loaded: tokens whose keys come from a store, of those of `hit`.
     store_state: what a `BlockSource` remembers of it.
     kept: what a preempted row had computed, if it is to come back with it.
+    team: rows of one beam search, itself among them: they have slots at the
+      same time, the first one reads the prompt, and whichever reads a token
+      waits until the host knows it; empty for a row of its own.
+    parked: of a team, whether it has a slot and nothing else.
+    source: the row that a parked one is to be a copy of, or None.
   """
 
   prompt: np.ndarray
@@ -99,6 +104,9 @@ class ServedRow:
   kept: KeptPages | None = None
   loaded: int = 0
   store_state: Any = None
+  team: list[ServedRow] = dataclasses.field(default_factory=list)
+  parked: bool = False
+  source: ServedRow | None = None
 
   @property
   def order(self) -> tuple[int, int | float]:
@@ -164,6 +172,23 @@ class DecodeTurn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RowFork:
+  """A row that becomes a copy of another one.
+
+  Attributes:
+    row: the row.
+    source: the slot of the other one, which has recurrent layers' states.
+    number: of the block that is filled in part, and so is copied.
+    pages: for each group (from, to) of that block; empty if all are whole.
+  """
+
+  row: ServedRow
+  source: int
+  number: int
+  pages: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
   """What a step computes.
 
@@ -177,6 +202,8 @@ class StepPlan:
       back before a call.
     refused: of the preempted, those that ran alone: nobody can make room for
       them, so that they would be preempted for ever.
+    forks: copies that are to be made before a call, behind those of
+      `preempted` and `restored`.
   """
 
   turns: tuple[DecodeTurn, ...]
@@ -185,6 +212,7 @@ class StepPlan:
   preempted: tuple[ServedRow, ...]
   restored: tuple[ServedRow, ...] = ()
   refused: tuple[ServedRow, ...] = ()
+  forks: tuple[RowFork, ...] = ()
 
   @property
   def tokens(self) -> int:
@@ -327,10 +355,17 @@ class Scheduler:
   def fits(self, row: ServedRow) -> str | None:
     """Why a row can never be served, or None."""
     page, shards = self.tree.page, self.tree.shards
-    need = -(-row.longest // page)
+    need, many = -(-row.longest // page), max(1, len(row.team))
     if need > self.limits.blocks:
       return f"{self.limits.blocks * page:,} tokens of a row at most"
-    each = -(-self._at_once(row.longest) // shards)
+    if many > self.limits.rows:
+      return f"{self.limits.rows} rows at the same time at most"
+    # A team has the whole pages of its prompt once.
+    once = 0
+    if many > 1 and self.tree.groups[0].reach is None:
+      once = row.prompt.size // page
+    rest = self._at_once(row.longest) - once
+    each = -(-once // shards) + many * -(-rest // shards)
     if each > self.tree.groups[0].pages:
       room = self.tree.groups[0].pages * shards * page
       return f"{room:,} tokens in the pool"
@@ -346,6 +381,16 @@ class Scheduler:
     seen = reach + self.limits.pieces * self.limits.piece
     return min(whole, -(-seen // page) + 1)
 
+  def park(self, row: ServedRow, source: ServedRow | None = None) -> None:
+    """A row of a team gives back what it has, but for its slot.
+
+    Args:
+      row: the row.
+      source: of which it becomes a copy in the next plan; None for no one.
+    """
+    self._release(row)
+    row.computed, row.parked, row.source = 0, True, source
+
   # -------------------------------------------------------------------------
   # A step
   # -------------------------------------------------------------------------
@@ -356,6 +401,7 @@ class Scheduler:
     # Rows of which this plan computes something: it may yet be given up.
     self._begun, self._refused = set(), []
     turns, left = [], self.limits.budget
+    forks: list[RowFork] = []
     rows = [row for row in self.running if row is not None]
     for row in rows:
       # The calls before this one needed them.
@@ -363,7 +409,11 @@ class Scheduler:
         if spec.reach is not None:
           self._forget(row, group)
     for row in sorted(rows, key=lambda r: r.order):
+      if row.slot is not None and row.source is not None:
+        self._fork(row, row.source, forks, preempted)
       if row.slot is None or row.reading or row.chosen < 1:
+        continue
+      if row.team and row.token(row.computed) < 0:
         continue
       if row.computed >= row.known or left < 1:
         continue
@@ -382,6 +432,7 @@ class Scheduler:
     turns = [turn for turn in turns if turn.row.slot is not None]
     pieces = [piece for piece in pieces if piece.row.slot is not None]
     admitted = [row for row in admitted if row.slot is not None]
+    forks = [fork for fork in forks if fork.row.slot is not None]
     for turn in turns:
       turn.row.computed += 1
       turn.row.chosen += turn.chooses
@@ -397,6 +448,41 @@ class Scheduler:
       preempted=tuple(preempted),
       restored=tuple(row for row in admitted if row.kept is not None),
       refused=tuple(self._refused),
+      forks=tuple(forks),
+    )
+
+  def _fork(
+    self,
+    row: ServedRow,
+    source: ServedRow,
+    forks: list[RowFork],
+    preempted: list[ServedRow],
+  ) -> None:
+    """A parked row shares the whole pages of another one of its team, and has
+    its own of the one that is filled in part."""
+    assert row.slot is not None and source.slot is not None
+    if source.parked or source.reading:
+      return
+    number, rest = divmod(source.computed, self.tree.page)
+    if rest and not self._make_room(row, source.computed - 1, 1, preempted):
+      return
+    pages = tuple(
+      (own[number], mine[number])
+      for own, mine in zip(source.pages, row.pages, strict=True)
+      if rest
+    )
+    for group, own in enumerate(source.pages):
+      for n, page in own.items():
+        if n < number:
+          self.tree.share(group, n, page)
+          row.pages[group][n] = page
+          self._set(row, group, n, page)
+    row.first, row.blocks = [*source.first], [*source.blocks]
+    for n, block in enumerate(row.blocks):
+      self._acquire(row, n, block, self._seen(row, n))
+    row.computed, row.parked, row.source = source.computed, False, None
+    forks.append(
+      RowFork(row=row, source=source.slot, number=number, pages=pages)
     )
 
   def _pieces(self, left: int, preempted: list[ServedRow]) -> list[PromptPiece]:
@@ -404,7 +490,7 @@ class Scheduler:
     found: list[PromptPiece] = []
     rows = [r for r in self.running if r is not None and r.reading]
     for row in sorted(rows, key=lambda r: r.order):
-      if row.slot is not None:
+      if row.slot is not None and not row.parked:
         self._read(row, left, found, preempted)
     return found
 
@@ -448,14 +534,14 @@ class Scheduler:
     for row in list(self.waiting[:_LOOK]):
       taken = sum(piece.count for piece in pieces)
       full = len(pieces) >= self.limits.pieces or taken >= left
-      if full or None not in self.running:
+      if full or self.running.count(None) < max(1, len(row.team)):
         break
       if not self._begin(row):
         if row.held:
           continue
         break
       self.waiting.remove(row)
-      found.append(row)
+      found += row.team or [row]
       self._read(row, left, pieces, preempted)
     return found
 
@@ -491,11 +577,8 @@ class Scheduler:
     room = sum(tree.available(s) for s in range(tree.shards)) - idle
     if need > room and any(r is not None for r in self.running):
       return False
-    free = [n for n, one in enumerate(self.running) if one is None]
-    slot = tree.slot_for(free, row.longest)
-    row.slot, self.running[slot] = slot, row
+    self._seat(row)
     row.blocks = list(shared)
-    row.pages = [{} for _ in tree.groups]
     row.computed = row.hit = stored.count * page
     if row.kept is not None:
       row.computed = max(row.computed, row.kept.computed)
@@ -503,11 +586,7 @@ class Scheduler:
     for n, block in enumerate(shared):
       groups = [g for g, at in enumerate(block.pages) if at is not None]
       groups = [g for g in groups if n >= row.first[g]]
-      tree.acquire(block, groups)
-      for g in groups:
-        own = block.pages[g]
-        assert own is not None
-        self._set(row, g, n, own)
+      self._acquire(row, n, block, groups)
     if not self._load(row, root, stored):
       self._leave(row)
       row.computed = row.hit = 0
@@ -529,7 +608,41 @@ class Scheduler:
           break
         at = tree.extend(at, piece)
         row.blocks.append(at)
+    for other in row.team:
+      if other is not row:
+        self._seat(other)
+        other.parked, other.source = True, row if other.chosen else None
     return row.kept is None or self._restored(row, len(shared))
+
+  def _seat(self, row: ServedRow) -> None:
+    """Gives a row a slot, and no pages yet."""
+    free = [n for n, one in enumerate(self.running) if one is None]
+    slot = self.tree.slot_for(free, row.longest)
+    row.slot, self.running[slot] = slot, row
+    row.pages, row.first = [{} for _ in self.tables], [0] * len(self.tables)
+    row.parked, row.source = False, None
+
+  def _acquire(
+    self, row: ServedRow, n: int, block: PrefixBlock, groups: Sequence[int]
+  ) -> None:
+    """A row has a block, of which it sees the pages of these groups."""
+    self.tree.acquire(block, groups)
+    for group in groups:
+      own = block.pages[group]
+      assert own is not None
+      self._set(row, group, n, own)
+
+  def _seen(self, row: ServedRow, n: int) -> list[int]:
+    """Groups whose page of block n of the tree a row has in sight."""
+    block = row.blocks[n]
+    return [
+      g
+      for g in range(len(self.tree.groups))
+      if block.ready
+      and n >= row.first[g]
+      and n not in row.pages[g]
+      and block.pages[g] is not None
+    ]
 
   def _restored(self, row: ServedRow, shared: int) -> bool:
     """Gives a row that comes back pages for what it had computed."""
@@ -629,56 +742,58 @@ class Scheduler:
             rows = [r for r in self.running if r is not None]
             victim = self._victim(rows)
             self._preempt(victim, preempted)
-            if victim is row:
-              if len(rows) == 1:
+            if row.slot is None:
+              if not any(r.slot is not None for r in rows):
                 self._refused.append(row)
               return False
         self._set(row, group, number, mine[number])
     return True
 
   def _preempt(self, row: ServedRow, preempted: list[ServedRow]) -> None:
-    """A row makes room and waits; what it has computed may go."""
-    assert row.slot is not None
-    row.kept = None
-    if row.computed and row not in self._begun and self._keeps(row):
-      tables = [table[row.slot].copy() for table in self.tables]
-      row.kept = KeptPages(tables=tables, computed=row.computed, slot=row.slot)
-    self._leave(row)
-    row.preemptions += 1
-    row.computed = 0
-    preempted.append(row)
-    self.add(row)
+    """A row makes room and waits, with its team; what is computed may go."""
+    for one in row.team or [row]:
+      assert one.slot is not None
+      one.kept = None
+      keeps = one.computed and one not in self._begun and not one.team
+      if keeps and self._keeps(one):
+        tables = [table[one.slot].copy() for table in self.tables]
+        one.kept = KeptPages(
+          tables=tables, computed=one.computed, slot=one.slot
+        )
+      self._leave(one)
+      one.preemptions += 1
+      one.computed = 0
+      preempted.append(one)
+    self.add(row.team[0] if row.team else row)
 
   def _leave(self, row: ServedRow) -> None:
     """Takes a running row's pages and its slot."""
+    self._release(row)
+    assert row.slot is not None
+    self.tree.leave(row.slot)
+    self.running[row.slot] = None
+    row.slot = None
+
+  def _release(self, row: ServedRow) -> None:
+    """Takes a running row's pages."""
     tree = self.tree
     for group, mine in enumerate(row.pages):
       for number, page in mine.items():
         tree.give_back(group, number, page)
     for n in range(len(row.blocks) - 1, -1, -1):
-      block = row.blocks[n]
-      groups = [
-        g
-        for g in range(len(tree.groups))
-        if block.ready
-        and n >= row.first[g]
-        and n not in row.pages[g]
-        and block.pages[g] is not None
-      ]
-      tree.release(block, groups)
+      tree.release(row.blocks[n], self._seen(row, n))
     assert row.slot is not None
     for table in self.tables:
       table[row.slot] = -1
     self.version += 1
-    tree.leave(row.slot)
-    self.running[row.slot] = None
-    row.slot, row.blocks, row.pages = None, [], []
+    row.blocks, row.pages = [], [{} for _ in tree.groups]
 
   def _passed(self, row: ServedRow) -> None:
     """Blocks that are complete go to the tree."""
     tree, page = self.tree, self.tree.page
     whole = row.computed // page
-    if self.share_answers and self.reuse and row.share:
+    # Pages that a team shares belong to none of its rows.
+    if self.share_answers and self.reuse and row.share and not row.team:
       self._share_answer(row, whole)
     for n in range(min(whole, len(row.blocks))):
       block = row.blocks[n]

@@ -247,6 +247,27 @@ def test_several_prompts(engine):
   assert best.json["usage"]["completion_tokens"] > 10
 
 
+def test_beams(engine):
+  at, body = app(engine), dict(beams=3, n=2, max_tokens=8, logprobs=1)
+  found = choices(complete(at, **body, length_penalty=0.5))
+  request = Request(
+    prompt=engine.tokenizer.encode(TEXT, bos=True),
+    max_new_tokens=8,
+    beams=3,
+    n=2,
+    length_penalty=0.5,
+    stop=engine.tokenizer.eos_ids,
+  )
+  want = engine.submit(request).result().answers
+  assert [x["text"] for x in found] == [x.text for x in want]
+  for x, y in zip(found, want, strict=True):
+    assert sum(x["logprobs"]["token_logprobs"]) == pytest.approx(
+      y.total_logprob, abs=1e-6
+    )
+  (one,) = choices(chat(at, beams=2, max_tokens=4))
+  assert one["finish_reason"] == "length"
+
+
 def test_logprobs_and_offsets(engine):
   at = app(engine)
   (one,) = choices(complete(at, max_tokens=12, temperature=0, logprobs=3))
@@ -363,6 +384,11 @@ def test_models_health_and_metrics(engine):
     ({"n": 1000}, "n", ["128"]),
     ({"n": 3, "best_of": 2}, "best_of", []),
     ({"best_of": 2, "stream": True}, "best_of", ["stream"]),
+    ({"beams": 2, "stream": True}, "beams", ["stream"]),
+    ({"beams": 2, "n": 3}, "beams", ["3"]),
+    ({"beams": 5}, "beams", ["rows=4"]),
+    ({"beams": 2, "temperature": 1.0}, "temperature", ["beams"]),
+    ({"length_penalty": 2.0}, "length_penalty", ["beams"]),
     ({"stream": 1}, "stream", []),
     ({"stream_options": {"include_usage": True}}, "stream_options", []),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", ["x"]),
@@ -476,7 +502,7 @@ def malformed(rng):
     [1, [2]], [None], "9" * 50, -0.0, 1e308, [{}], {"type": 1}, [[1], ["a"]],
   ]  # fmt: skip
   known = [*body, "logprobs", "echo", "seed", "best_of", "response_format",
-           "stream_options", "top_k", "min_p", "user", "guided_regex",
+           "stream_options", "top_k", "beams", "min_p", "user", "guided_regex",
            "messages", "tools"]  # fmt: skip
   for _ in range(rng.randint(1, 3)):
     body[rng.choice(known)] = rng.choice(values)
