@@ -7,7 +7,8 @@ Cost: a plan looks at each running row, and at few waiting ones.
 
 Plain Python, no JAX: the engine and its simulator run the same code. A row's
 order is (priority, arrival); rows whose prefix another row is computing at
-the moment are held back until that is done, and then share it.
+the moment are held back until that is done, and then share it. Rows of a beam
+search are a team: they begin and make room together.
 Ref: Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve,
 arXiv 2403.02310.
 """
@@ -361,12 +362,14 @@ class Scheduler:
     if many > self.limits.rows:
       return f"{self.limits.rows} rows at the same time at most"
     # A team has the whole pages of its prompt once.
-    once = 0
-    if many > 1 and self.tree.groups[0].reach is None:
+    once, total = 0, self._at_once(row.longest)
+    if self.tree.groups[0].reach is None:
       once = row.prompt.size // page
-    rest = self._at_once(row.longest) - once
-    each = -(-once // shards) + many * -(-rest // shards)
-    if each > self.tree.groups[0].pages:
+    on = lambda shard, pages: -(-(pages - shard) // shards)
+    each = (
+      on(s, once) + many * (on(s, total) - on(s, once)) for s in range(shards)
+    )
+    if max(each) > self.tree.groups[0].pages:
       room = self.tree.groups[0].pages * shards * page
       return f"{room:,} tokens in the pool"
     return None
@@ -573,6 +576,8 @@ class Scheduler:
     if row.kept is not None:
       tokens = max(tokens, row.kept.computed)
     need = self._at_once(tokens) + 1 - len(shared)
+    # Behind its prompt a team has pages row by row.
+    need += len(row.team) * (-(-row.known // page) - row.prompt.size // page)
     idle = sum(not block.refs for block in shared)
     room = sum(tree.available(s) for s in range(tree.shards)) - idle
     if need > room and any(r is not None for r in self.running):
@@ -620,7 +625,7 @@ class Scheduler:
     slot = self.tree.slot_for(free, row.longest)
     row.slot, self.running[slot] = slot, row
     row.pages, row.first = [{} for _ in self.tables], [0] * len(self.tables)
-    row.parked, row.source = False, None
+    row.parked, row.source, row.hit, row.loaded = False, None, 0, 0
 
   def _acquire(
     self, row: ServedRow, n: int, block: PrefixBlock, groups: Sequence[int]
