@@ -513,7 +513,7 @@ class ApiModel:
     try:
       # Without a seed two calls draw different tokens.
       sampling = RowSampling(
-        temperature=given.get("temperature", 0 if beams else _TEMPERATURE),
+        temperature=given.get("temperature", 0.0 if beams else _TEMPERATURE),
         seed=given.get("seed", secrets.randbits(63)),
         **{name: given[name] for name in numbers if name in given},
       )

@@ -502,7 +502,7 @@ def test_programs_have_the_cache_that_is_named(what):
 
 def test_a_million_tokens_of_llama_7b_fit_into_80_gb():
   """In two bits; beside cache and weights a step takes as good as nothing."""
-  decode = getattr(importlib.import_module(STEPS), "decode")
+  decode = importlib.import_module(STEPS).decode
   options = {"model": "llama-2-7b", "cache": "hadamard2"}
   need = {}
   # CPUs widen bfloat16 weights, which are widened beforehand therefore.
