@@ -33,7 +33,8 @@
       --rate) against an engine in real time, or against its simulator.
   python -m launch.bench serve --compare=sequential
       16 requests at once, and one after the other: the ratio of the medians.
-
+  python -m launch.bench serve --compare=transformers --model=llama-100m
+      The same requests beside transformers' continuous batching.
   python -m launch.bench store --trace=FILE --capacity=3000000
       Which blocks of a trace of prompts (in Mooncake's format) the policies of
       a store would have hit, with room for so many tokens; and how long the
@@ -148,7 +149,10 @@ _OPTIONS = {
   "prompt_tokens": "Of prompts by chance, on average.",
   "new_tokens": "Of answers by chance, on average.",
   "shared_tokens": "That all prompts by chance begin with.",
-  "model": "Hugging Face folder; default: one that ships.",
+  "spread": "Standard deviation of the logs of lengths by chance.",
+  "model": "Hugging Face folder, or a preset with random weights; default: one "
+  "that ships.",
+  "layers": "How equal layers run; unrolled is faster on a CPU.",
   "rows": "Answers that are made at the same time.",
   "capacity": "Tokens that there is room for.",
   "longest": "Tokens of a request at most; default: what the trace needs.",

@@ -6,6 +6,10 @@
   --compare=sequential  as many requests as there are rows, at once by an engine
            and one after the other by rj.infer.generate, in turn; the ratio of
            the medians.
+  --compare=transformers  the same beside transformers' continuous batching:
+           one folder, float32, the same cores. PyTorch has a thread for each
+           core, and as "transformers_1" one: where others take a core away its
+           threads wait for each other. The better of the two counts.
 
 A simulated step costs what --cost says, or else what steps of the live engine
 cost on this machine, which is measured first.
@@ -13,12 +17,17 @@ cost on this machine, which is measured first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
+import os
+import pathlib
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,6 +35,10 @@ import numpy as np
 
 import ringjax as rj
 from ringjax.bench import harness, timing
+from ringjax.bench.continuous_batching import (
+  TransformersServer,
+  import_transformers,
+)
 from ringjax.bench.harness import BenchmarkSettings, option
 from ringjax.errors import OptionError
 
@@ -48,7 +61,11 @@ class ServeSettings(BenchmarkSettings):
     prompt_tokens: on average, by chance.
     new_tokens: the same of answers.
     shared_tokens: that all prompts begin with, by chance.
-    model: a folder; None for a small one that ships.
+    spread: standard deviation of the logs of lengths by chance; 0 for equal
+      lengths.
+    model: a folder, or a preset, which has random weights; None for a small
+      model that ships.
+    layers: whether equal layers are a loop or unrolled, see `rj.models.load`.
     rows, capacity, longest, page, piece, pieces, budget, share: of the engine.
     cost: of a simulated step, see `rj.serve.StepCost`; None to measure it.
     compare: what with.
@@ -64,7 +81,9 @@ class ServeSettings(BenchmarkSettings):
   prompt_tokens: int = option(256)
   new_tokens: int = option(64)
   shared_tokens: int | None = option(None)
+  spread: str = option("0.5", ())
   model: str | None = option(None, ())
+  layers: str = option("loop", ("loop", "unrolled"))
   rows: int = option(16)
   capacity: int | None = option(None)
   longest: int | None = option(None)
@@ -74,13 +93,14 @@ class ServeSettings(BenchmarkSettings):
   budget: int | None = option(None)
   share: str = option("prompts", ("prompts", "answers", "nothing"))
   cost: str | None = option(None, ())
-  compare: str | None = option(None, ("sequential",))
+  compare: str | None = option(None, ("sequential", "transformers"))
   rounds: int = option(5)
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _positive("rate", self.rate)
-    _positive("speed", self.speed)
+    _number("rate", self.rate)
+    _number("speed", self.speed)
+    _number("spread", self.spread)
     if self.cost is not None:
       rj.serve.StepCost.parse(self.cost)
     for got, want, wrong in (
@@ -92,15 +112,16 @@ class ServeSettings(BenchmarkSettings):
         raise OptionError("flags", got, want, "leave one out")
 
 
-def _positive(name: str, text: str) -> float:
+def _number(name: str, text: str) -> float:
+  """A rate, which may be endless; a spread, which may be 0; or a speed."""
   try:
     found = float(text)
   except ValueError:
     found = math.nan
-  if not found > 0 or (name != "rate" and found == math.inf):
-    raise OptionError(
-      name, repr(text), "a number above 0", f"pass --{name}=2.5"
-    )
+  least = found >= 0 if name == "spread" else found > 0
+  if not least or (name != "rate" and found == math.inf):
+    wanted = "0 or more" if name == "spread" else "a number above 0"
+    raise OptionError(name, repr(text), wanted, f"pass --{name}=2.5")
   return found
 
 
@@ -160,13 +181,14 @@ def requests_of(settings: ServeSettings) -> list[TraceRequest]:
   count = settings.requests
   if settings.trace is None:
     return rj.serve.poisson_trace(
-      rate=_positive("rate", settings.rate),
+      rate=_number("rate", settings.rate),
       requests=64 if count is None else count,
       prompt_tokens=settings.prompt_tokens,
       new_tokens=settings.new_tokens,
       shared_tokens=settings.shared_tokens or 0,
+      spread=_number("spread", settings.spread),
     )
-  speed = _positive("speed", settings.speed)
+  speed = _number("speed", settings.speed)
   found = rj.serve.read_trace(settings.trace)[:count]
   return [
     dataclasses.replace(
@@ -197,8 +219,12 @@ def _sizes(
 def _engine(settings: ServeSettings, sizes: dict[str, Any]) -> Engine:
   from ringjax.models import small
 
-  folder = small.path() if settings.model is None else settings.model
-  return rj.serve.Engine(rj.models.load(folder), **sizes)
+  name, scan = settings.model, settings.layers == "loop"
+  if name in rj.models.PRESETS:
+    model = rj.models.create(name, scan=scan)
+  else:
+    model = rj.models.load(small.path() if name is None else name, scan=scan)
+  return rj.serve.Engine(model, **sizes)
 
 
 def _replayed(
@@ -281,57 +307,113 @@ def draw(found: ReplayResult, path: str) -> None:
 def _compared(
   settings: ServeSettings, say: Callable[[str], Any]
 ) -> dict[str, Any]:
-  """All requests at once, and one after the other."""
+  """All requests at once, beside what one would do without an engine."""
+  assert settings.compare is not None
+  if settings.compare == "transformers":
+    import_transformers()
   count = settings.rows if settings.requests is None else settings.requests
   # All at once: nobody waits for an arrival.
   now = dataclasses.replace(settings, rate="inf", requests=count)
   trace = requests_of(now)
   engine = _engine(settings, _sizes(settings, trace) | {"share": "nothing"})
   prompts = [one.prompt(engine.vocab) for one in trace]
+  new = [one.new_tokens for one in trace]
   answers: dict[str, list[list[int]]] = {}
 
-  def at_once() -> None:
+  def at_once() -> list[list[int]]:
     handles = [
-      engine.submit(
-        rj.serve.Request(prompt=prompt, max_new_tokens=one.new_tokens)
-      )
-      for prompt, one in zip(prompts, trace, strict=True)
+      engine.submit(rj.serve.Request(prompt=prompt, max_new_tokens=most))
+      for prompt, most in zip(prompts, new, strict=True)
     ]
     engine.run()
-    answers["engine"] = [h.result().tokens.tolist() for h in handles]
+    return [h.result().tokens.tolist() for h in handles]
 
-  def sequential() -> None:
-    answers["sequential"] = [
-      rj.infer.generate(engine.model, [prompt], max_new_tokens=one.new_tokens)[
-        0
-      ].tolist()
-      for prompt, one in zip(prompts, trace, strict=True)
+  def sequential() -> list[list[int]]:
+    one = functools.partial(rj.infer.generate, engine.model)
+    return [
+      one([prompt], max_new_tokens=most)[0].tolist()
+      for prompt, most in zip(prompts, new, strict=True)
     ]
 
-  found = timing.timed(
-    {"engine": at_once, "sequential": sequential}, settings.rounds
-  )
-  if answers["engine"] != answers["sequential"]:
-    # Argmaxes may differ where two logits are within rounding.
-    same = [a == b for a, b in zip(*answers.values(), strict=True)]
-    say(f"{sum(same)} of {count} answers are equal")
+  def run(name: str, call: Callable[[], list[list[int]]]) -> None:
+    answers[name] = call()
+
+  with contextlib.ExitStack() as stack:
+    calls = {"engine": at_once, "sequential": sequential}
+    if settings.compare == "transformers":
+      del calls["sequential"]
+      for name, server in stack.enter_context(
+        _servers(engine, settings, prompts, new)
+      ).items():
+        calls[name] = functools.partial(server.answers, prompts, new)
+    found = timing.timed(
+      {name: functools.partial(run, name, x) for name, x in calls.items()},
+      settings.rounds,
+    )
   rows = {name: harness.timing_row(one) for name, one in found.items()}
   times = {name: float(row["median_s"]) for name, row in rows.items()}
-  tokens = sum(one.new_tokens for one in trace)
-  ratio = times["sequential"] / times["engine"]
+  mine = times.pop("engine")
+  best = min(times, key=lambda name: times[name])
+  agreed = [
+    _agreed(a, b) for a, b in zip(answers["engine"], answers[best], strict=True)
+  ]
+  tokens, dtype = sum(new), str(engine.model.dtype)
   say(
     f"{count} requests, {tokens:,} new tokens, {settings.rounds} rounds on "
-    f"{jax.devices()[0].device_kind}"
+    f"{jax.devices()[0].device_kind}, {dtype}, {os.cpu_count()} cores"
   )
-  for name, seconds in times.items():
-    say(f"{name:12} {seconds:8.3f} s  {tokens / seconds:10,.1f} tokens/s")
-  say(f"sequential / engine, of medians: {ratio:.2f}")
+  for name, seconds in {"engine": mine, **times}.items():
+    say(f"{name:14} {seconds:8.3f} s  {tokens / seconds:10,.1f} tokens/s")
+  say(f"{best} / engine, of medians: {times[best] / mine:.2f}")
+  # Argmaxes may differ where two logits are within rounding.
+  say(
+    f"{sum(n == m for n, m in zip(agreed, new, strict=True))} of {count} "
+    f"answers are equal, {sum(agreed) / tokens:.1%} of the tokens before the "
+    "first that differs"
+  )
   return {
     "compared": rows,
-    "ratio": ratio,
-    "equal": answers["engine"] == answers["sequential"],
+    "ratio": times[best] / mine,
+    "dtype": dtype,
+    "equal": agreed == new,
+    "agreed": sum(agreed) / tokens,
     "new_tokens": tokens,
     "spread": {
       name: statistics.pstdev(one.seconds) for name, one in found.items()
     },
   }
+
+
+@contextlib.contextmanager
+def _servers(
+  engine: Engine,
+  settings: ServeSettings,
+  prompts: Sequence[np.ndarray],
+  new: Sequence[int],
+) -> Iterator[dict[str, TransformersServer]]:
+  """transformers with the engine's weights, with all threads and with one."""
+  with contextlib.ExitStack() as stack:
+    path = stack.enter_context(
+      tempfile.TemporaryDirectory(prefix="ringjax-bench-")
+    )
+    folder = pathlib.Path(path) / "model"
+    rj.models.save(engine.model, folder)
+    lengths = [(p.size, n) for p, n in zip(prompts, new, strict=True)]
+    found = {}
+    for threads in {os.cpu_count() or 1, 1}:
+      name = "transformers_1" if threads == 1 else "transformers"
+      found[name] = TransformersServer(
+        folder,
+        lengths,
+        rows=settings.rows,
+        page=settings.page,
+        threads=threads,
+      )
+      stack.callback(found[name].close)
+    yield found
+
+
+def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
+  """How many tokens two answers begin with alike."""
+  differ = (n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+  return next(differ, len(a))

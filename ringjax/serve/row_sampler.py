@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError, SamplingError
-from ringjax.infer.sampling import PARAMETERS, Sample
+from ringjax.infer.sampling import PARAMETERS, Sample, first_largest
 
 # Entries of a logit bias of one row, and logprobs of one token, at most.
 BIASES, TOP = 64, 20
@@ -259,7 +259,7 @@ def choose(
     return jnp.where(column(drawn), scores, logits_)
 
   scores = lax.cond(jnp.any(drawn), sampled, lambda: logits_)
-  token = jnp.argmax(scores, -1).astype(jnp.int32)
+  token = first_largest(scores)
   top = min(TOP, vocab)
 
   def reported() -> tuple[jax.Array, ...]:

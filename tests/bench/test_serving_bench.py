@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -69,6 +70,9 @@ def test_a_picture(tmp_path):
     (dict(engine="paper"), "engine"),
     (dict(trace="no.csv", compare="sequential"), "compare"),
     (dict(rows=0), "rows"),
+    (dict(spread="-1"), "spread"),
+    (dict(layers="stacked"), "layers"),
+    (dict(compare="vllm"), "compare"),
   ],
 )
 def test_options_are_refused(options, word):
@@ -78,6 +82,23 @@ def test_options_are_refused(options, word):
 def test_missing_files_are_refused():
   settings = ServeSettings(trace="/nowhere.csv")
   refused(OptionError, lambda: requests_of(settings), "trace")
+
+
+def test_missing_packages_are_refused(monkeypatch, command, capsys):
+  # What is None there cannot be imported.
+  monkeypatch.setitem(sys.modules, "torch", None)
+  settings = ServeSettings(compare="transformers", model="llama-100m")
+  refused(OptionError, lambda: run(settings), "torch", "[oracle]")
+  assert command("serve", "--compare=transformers") == 2
+  assert "pip install" in capsys.readouterr().err
+
+
+def test_equal_lengths_by_chance():
+  of = lambda spread: {
+    (one.prompt_tokens, one.new_tokens)
+    for one in requests_of(ServeSettings(requests=9, spread=spread))
+  }
+  assert of("0") == {(256, 64)} and len(of("0.5")) > 4
 
 
 @pytest.mark.long
@@ -92,3 +113,25 @@ def test_live_and_compared():
   found, said = run(ServeSettings(compare="sequential", rounds=2, **small))
   assert found["ratio"] > 0 and "of medians" in said
   assert found["equal"]
+
+
+@pytest.mark.long
+def test_compared_with_transformers():
+  pytest.importorskip("transformers")
+  pytest.importorskip("torch")
+  found, said = run(
+    ServeSettings(
+      compare="transformers",
+      layers="unrolled",
+      requests=5,
+      prompt_tokens=20,
+      new_tokens=5,
+      rows=3,
+      page=16,
+      rounds=1,
+    )
+  )
+  assert {"engine", "transformers_1"} <= set(found["compared"])
+  assert "tokens/s" in said and found["ratio"] > 0
+  # On the same weights the same tokens, but for logits within rounding.
+  assert found["agreed"] > 0.9
