@@ -335,8 +335,12 @@ def _compared(
       for prompt, most in zip(prompts, new, strict=True)
     ]
 
+  cpu: dict[str, list[float]] = {}
+
   def run(name: str, call: Callable[[], list[list[int]]]) -> None:
+    start = time.process_time()
     answers[name] = call()
+    cpu.setdefault(name, []).append(time.process_time() - start)
 
   with contextlib.ExitStack() as stack:
     calls = {"engine": at_once, "sequential": sequential}
@@ -350,7 +354,12 @@ def _compared(
       {name: functools.partial(run, name, x) for name, x in calls.items()},
       settings.rounds,
     )
-  rows = {name: harness.timing_row(one) for name, one in found.items()}
+  # All threads of the process; the first round is not timed.
+  rows = {
+    name: harness.timing_row(one)
+    | {"cpu_s": statistics.median(cpu[name][-settings.rounds :])}
+    for name, one in found.items()
+  }
   times = {name: float(row["median_s"]) for name, row in rows.items()}
   mine = times.pop("engine")
   best = min(times, key=lambda name: times[name])
@@ -363,7 +372,10 @@ def _compared(
     f"{jax.devices()[0].device_kind}, {dtype}, {os.cpu_count()} cores"
   )
   for name, seconds in {"engine": mine, **times}.items():
-    say(f"{name:14} {seconds:8.3f} s  {tokens / seconds:10,.1f} tokens/s")
+    say(
+      f"{name:14} {seconds:8.3f} s  {tokens / seconds:10,.1f} tokens/s  "
+      f"{rows[name]['cpu_s']:8.3f} s of processor time"
+    )
   say(f"{best} / engine, of medians: {times[best] / mine:.2f}")
   # Argmaxes may differ where two logits are within rounding.
   say(
