@@ -41,16 +41,23 @@ class Linear(nnx.Module):
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
     n = self.contracted
     lead = x.ndim - n
+    weight = self.weight[...]
+    # Of a single column XLA's CPU compiler makes a product with a vector, whose
+    # sums for a row depend on where it is among the others.
+    alone = weight.shape[n:] == (1,)
+    if alone:
+      weight = jnp.pad(weight, [(0, 0)] * n + [(0, 1)])
 
     def dot(x: jax.Array) -> jax.Array:
       return lax.dot_general(
         x,
-        self.weight[...],
+        weight,
         ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
         preferred_element_type=x.dtype,
       )
 
     y = _rows(dot, x, n)
+    y = y[..., :1] if alone else y
     if self.bias is None:
       return y
     return y + self.bias[...][(None,) * lead].astype(y.dtype)

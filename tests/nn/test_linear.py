@@ -72,3 +72,13 @@ def test_the_row_beside_it_is_not_there_elsewhere():
   assert pads("bfloat16", 1)
   assert not pads("bfloat16", 2)
   assert not pads("float32", 1)
+
+
+@pytest.mark.parametrize("outputs", [(1,), (2,), (3,)])
+def test_a_row_is_the_same_wherever_it_is(outputs):
+  linear = Linear(nnx.Rngs(0), (64,), outputs, ("embed", None))
+  x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+  for rows in (9, 15, 23):
+    for one in x:
+      y = np.asarray(jax.jit(linear)(jnp.tile(one, (rows, 1, 1))))
+      assert (y == y[:1]).all()

@@ -197,14 +197,14 @@ def test_searches_of_transformers(loaded, family):
 
 # Family, devices, options; and whether the reference is the model itself.
 REFERENCES = {
-  "plain": ("llama3", 1, {}, True),
+  "recurrent": ("qwen3_next", 1, {}, True),
   "codes, sharded": ("llama3", 4, dict(cache_kind="int4"), False),
 }
 MORE = {
   "windows": ("gpt_oss", 1, {}, True),
   "windows, sharded": ("gpt_oss", 4, {}, False),
   "latent": ("deepseek_v3", 1, {}, True),
-  "recurrent": ("qwen3_next", 1, {}, True),
+  "plain": ("llama3", 1, {}, True),
   "recurrent, sharded": ("qwen3_next", 4, {}, False),
   "codes": ("llama3", 1, dict(cache_kind="int4"), False),
   "unrotated": ("llama3", 1, dict(cache_kind="unrotated"), True),

@@ -132,6 +132,21 @@ def test_more_codecs(loaded, family, kind):
   check(model, None, np.random.default_rng(2), 8, kind=kind)
 
 
+@pytest.mark.parametrize("rows", [9, pytest.param(13, marks=pytest.mark.long)])
+def test_every_slot_gives_the_same_bits(loaded, rows):
+  """Also of a family whose gates are products with a single column."""
+  model, _ = loaded("qwen3_next")
+  at = engine(model, rows=rows, capacity=rows * 48, share="nothing")
+  one = Request(
+    prompt=np.arange(21, dtype=np.int32), max_new_tokens=12, logprobs=0
+  )
+  handles = [at.submit(one) for _ in range(rows)]
+  at.run()
+  found = [h.result().answers[0] for h in handles]
+  first, *others = [(a.tokens, a.logprobs) for a in found]
+  assert all(other == first for other in others)
+
+
 def test_alone_and_in_a_crowd_bit_for_bit(loaded):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(3)
