@@ -188,12 +188,13 @@ class DecodeCodesTPU(DecoderTPU):
       if form.outliers and form.dim > 256:
         return f"{decoder.codec}: heads of more than 256 numbers"
     _, kb = self.tile(q, keys)
-    return (
-      self.uncounted(keys.k.shape[4], kb)
-      or self.crowded(self._vmem(q, keys))
-      or tile_ops.undecoded(
-        q, keys, args, dtypes=("bfloat16", "float32"), widest=1024
-      )
+    return self.unserved(
+      q,
+      keys,
+      args,
+      length=keys.k.shape[4],
+      block=kb,
+      need=self._vmem(q, keys),
     )
 
   def decode(

@@ -94,17 +94,14 @@ class DecodePoolTPU(DecoderTPU):
       return "ALiBi"
     if any(jnp.size(x) > 1 for x in jax.tree.leaves(args.context.mask)):
       return "a mask with numbers of each row"
-    return (
-      self.uncounted(keys.shape[2], block)
-      or self.crowded(_vmem(q, keys, heads, block))
-      or tile_ops.undecoded(
-        q,
-        keys,
-        args,
-        dtypes=("bfloat16", "float32"),
-        widest=1024,
-        numbers=(keys.k, keys.v),
-      )
+    return self.unserved(
+      q,
+      keys,
+      args,
+      length=keys.shape[2],
+      block=block,
+      need=_vmem(q, keys, heads, block),
+      numbers=(keys.k, keys.v),
     )
 
   def decode(

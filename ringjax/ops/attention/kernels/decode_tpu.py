@@ -74,17 +74,14 @@ class DecodeTPU(DecoderTPU):
     if not isinstance(keys, ContiguousView):
       return f"{type(keys).__name__}: it reads ContiguousView"
     _, kb = self.tile(q, keys)
-    return (
-      self.uncounted(keys.k.shape[3], kb)
-      or self.crowded(self._vmem(q, keys))
-      or tile_ops.undecoded(
-        q,
-        keys,
-        args,
-        dtypes=("bfloat16", "float32"),
-        widest=1024,
-        numbers=(keys.k, keys.v),
-      )
+    return self.unserved(
+      q,
+      keys,
+      args,
+      length=keys.k.shape[3],
+      block=kb,
+      need=self._vmem(q, keys),
+      numbers=(keys.k, keys.v),
     )
 
   def decode(

@@ -12,6 +12,8 @@ from jaxtyping import Array, Float
 
 from ringjax.ops.attention.blockwise import check_positive
 from ringjax.ops.attention.kernels import tile_ops
+from ringjax.ops.attention.scores import ScoreArgs
+from ringjax.ops.attention.views import KVView
 from ringjax.parallel import chips
 
 # Keys that are read at a time if as many heads as fit are.
@@ -73,20 +75,43 @@ class DecoderTPU:
     whole = many // tile_ops.LANES * tile_ops.LANES
     return heads, max(tile_ops.LANES, min(whole, tile_ops.lanes(length)))
 
-  def crowded(self, need: int) -> str | None:
-    """Why a step that takes so much vector memory is declined, or None."""
-    room = tile_ops.core(self.chip).vmem_bytes
-    if need > room // 4 * 3:
-      return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
-    return None
+  def unserved(
+    self,
+    q: Float[Array, "B K G T H"],
+    keys: KVView,
+    args: ScoreArgs,
+    *,
+    length: int,
+    block: int,
+    need: int,
+    numbers: tuple[Array, ...] = (),
+  ) -> str | None:
+    """Why a call is declined by any of these kernels, or None.
 
-  def uncounted(self, length: int, block: int) -> str | None:
-    """Why so many keys in tiles of `block` are declined, or None."""
+    Args:
+      q: queries.
+      keys: the view.
+      args: of the scores.
+      length: keys of a shard.
+      block: keys of a tile.
+      need: bytes of vector memory that a step takes.
+      numbers: keys and values, if they are stored as numbers.
+    """
     if block % tile_ops.LANES and not self.interpret:
       return f"tiles of {block} keys: no multiples of {tile_ops.LANES}"
     if -(-length // block) >= 1 << tile_ops.COLUMN_BITS:
       return f"{length} keys a shard: more than its list holds"
-    return None
+    room = tile_ops.core(self.chip).vmem_bytes
+    if need > room // 4 * 3:
+      return f"{need >> 20} MB of tiles for {room >> 20} MB of vector memory"
+    return tile_ops.undecoded(
+      q,
+      keys,
+      args,
+      dtypes=("bfloat16", "float32"),
+      widest=1024,
+      numbers=numbers,
+    )
 
   def params(self, need: int, *semantics: Any) -> pltpu.CompilerParams:
     """The compiler's, for a step that takes so much vector memory."""
