@@ -207,11 +207,13 @@ class Cache(Protocol):
   """A model's keys and values.
 
   `mesh` and `axis` say over what its tokens are sharded; None: one device.
+  `states` are those of an encoder, which cross-attention reads, or None.
   """
 
   slots: tuple[Any, ...]
   mesh: Any
   axis: str | None
+  states: Any
 
   @property
   def length(self) -> Any:
@@ -304,6 +306,7 @@ class NoCache:
 
   mesh: Any = None
   axis: str | None = None
+  states: Any = None
 
   def __init__(self, kinds: int):
     self._kinds = kinds

@@ -35,6 +35,7 @@ from ringjax.kv.base import KV, CacheSpec, donated, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
+from ringjax.kv.encoder_states import EncoderStates, checked, inserted
 from ringjax.kv.head_storage import HeadStorage
 from ringjax.kv.reading import KeyReading
 from ringjax.kv.slots import (
@@ -185,6 +186,7 @@ class KVCache:
     dtype: of keys and values, once decoded.
     constants: for each kind of layer the numbers of its codecs, of keys and of
       values, each [L, K, n]; of heads with codecs of their own for each codec.
+    states: of the rows' contexts, which cross-attention reads; None: none.
   """
 
   slots: tuple[LayerKV | State, ...]
@@ -197,6 +199,7 @@ class KVCache:
   shapes: tuple[LayerCacheSpec | StateShape, ...] = ()
   dtype: Any = None
   constants: tuple[Any, ...] = ()
+  states: EncoderStates | None = None
 
   @classmethod
   def create(
@@ -457,6 +460,30 @@ class KVCache:
   # Between calls
   # -------------------------------------------------------------------------
 
+  def with_states(self, states: EncoderStates | None) -> KVCache:
+    """With contexts that cross-attention of later calls reads, in copies.
+
+    What it holds already was read without them.
+
+    Args:
+      states: of as many rows, by `rj.models.cepe.encode`; None for none.
+
+    Raises:
+      InputTypeError: something else.
+      ShapeError: states of another batch.
+    """
+    if states is None:
+      return dataclasses.replace(self, states=None)
+    states = checked(states, self.batch)
+    # Calls donate a cache, and the caller may need the states again.
+    size = -(-states.seg.shape[1] // self.shards) * self.shards
+    states = jax.tree.map(jnp.copy, states.padded(size))
+    at = self.at.pos
+    if self.mesh is not None and not isinstance(at, jax.core.Tracer):
+      # Each state is on one shard, as the slots are.
+      states = jax.tree.map(lambda x: jax.device_put(x, at.sharding), states)
+    return dataclasses.replace(self, states=states)
+
   def evict(self) -> KVCache:
     """Itself: it keeps all tokens; see `EvictingCache.evict`."""
     return self
@@ -587,7 +614,10 @@ class KVCache:
     slots = tuple(
       jax.tree.map(clear, s) if isinstance(s, State) else s for s in self.slots
     )
-    return self._placed(slots, held, rings)
+    made = self._placed(slots, held, rings)
+    if self.states is None:
+      return made
+    return dataclasses.replace(made, states=self.states.reset(rows))
 
   def insert(self, rows: Any, other: KVCache) -> KVCache:
     """With the rows of another cache in place of `rows`, int [n].
@@ -627,7 +657,9 @@ class KVCache:
       put(0), self.held, dataclasses.replace(other.held, mode=self.held.mode)
     )
     rings = jax.tree.map(put(0), self.rings, other.rings)
-    return self._placed(slots, held, rings)
+    made = self._placed(slots, held, rings)
+    states = inserted(self.states, rows, other.states, self.batch)
+    return dataclasses.replace(made, states=states)
 
   def take(self, examples: Any) -> KVCache:
     """Of these rows, int [B'], each as often as it is named.
@@ -644,6 +676,7 @@ class KVCache:
       slots=jax.tree.map(one(1), self.slots),
       held=jax.tree.map(one(0), self.held),
       rings=jax.tree.map(one(0), self.rings),
+      states=jax.tree.map(one(0), self.states),
     )
 
   def export(self, row: int, start: int, stop: int) -> Blocks:
@@ -767,6 +800,7 @@ class KVCache:
       held=held,
       rings=tuple(ring for ring, _ in rings),
       constants=jax.tree.map(lambda x: move(x, device), self.constants),
+      states=jax.tree.map(lambda x: move(x, device), self.states),
       mesh=None,
       axis=None,
     )
@@ -816,7 +850,7 @@ class KVCache:
 
 tree.register(
   KVCache,
-  ("slots", "held", "rings", "constants"),
+  ("slots", "held", "rings", "constants", "states"),
   ("ring_of", "kind", "mesh", "axis", "shapes", "dtype"),
 )
 

@@ -64,6 +64,15 @@ class WithOpenCache:
     return self.open.recurrent
 
   @property
+  def states(self) -> Any:
+    """Of the rows' contexts, which cross-attention reads; None: none."""
+    return self.open.states
+
+  def with_states(self, states: Any) -> Any:
+    """With contexts for cross-attention; see `KVCache.with_states`."""
+    return dataclasses.replace(self, open=self.open.with_states(states))
+
+  @property
   def shapes(self) -> tuple[Any, ...]:
     return self.open.shapes
 

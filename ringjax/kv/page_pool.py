@@ -418,6 +418,8 @@ class PooledCache:
   rows: Any
   new: Coords | None
   shared: Any = None
+  # Rows of a pool have no contexts of cross-attention.
+  states = None
 
   @property
   def mesh(self) -> Any:

@@ -1,5 +1,6 @@
 """Models: `load` a Hugging Face folder, `create` one at random, `save` it."""
 
+from ringjax.models import cepe
 from ringjax.models.checkpoint import (
   abstract,
   create,
@@ -28,6 +29,7 @@ __all__ = [
   "Transformer",
   "TransformerConfig",
   "abstract",
+  "cepe",
   "create",
   "list",
   "load",

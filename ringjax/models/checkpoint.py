@@ -26,6 +26,7 @@ from ringjax.errors import (
   MemoryEstimateError,
   OptionError,
 )
+from ringjax.models import cepe
 from ringjax.models.contents import contents, read_config, text_config
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
@@ -179,7 +180,8 @@ def load(
 
   Every process reads the bytes that its devices need, some tensors at a time.
   Weights of 4 bits (MXFP4) or 8 bits (float8 in blocks) become floats on the
-  devices. Of a model of text and images the text model is read.
+  devices. Of a model of text and images the text model is read. A folder with
+  an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
     path: a folder with `config.json` and `*.safetensors`.
@@ -244,7 +246,7 @@ def load(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
   filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
-  return jax.tree.unflatten(tree, filled)
+  return cepe.attached(path, jax.tree.unflatten(tree, filled), rules)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -422,6 +424,7 @@ def save(
     OptionError: the folder exists.
     CheckpointWriteError: it cannot be written: no permission, a full disk.
   """
+  model, beside = cepe.split(model)
   source = json.loads(model.source)
   _, family = read_config(source)
   params = parameters(model)
@@ -438,4 +441,5 @@ def save(
     arrays,
     max_shard_bytes=max_shard_bytes,
     overwrite=overwrite,
+    beside=beside,
   )

@@ -98,7 +98,8 @@ class Attention:
     return 4 * self.heads * self.head_dim
 
   @property
-  def _scale(self) -> float:
+  def logit_scale(self) -> float:
+    """What the logits are multiplied by."""
     return self.head_dim**-0.5 if self.scale is None else self.scale
 
   @property
@@ -116,7 +117,7 @@ class Attention:
       self.mask.reach[0],
       KeyReading(
         groups=self.heads // self.kv_heads,
-        scores=Scores(scale=self._scale, soft_cap=self.soft_cap),
+        scores=Scores(scale=self.logit_scale, soft_cap=self.soft_cap),
         mask=self.mask,
         slopes=self.alibi,
         rope=self.rope,
@@ -126,6 +127,20 @@ class Attention:
 
   def build(self, rngs: nnx.Rngs, embed: int) -> GroupedQuery:
     return GroupedQuery(rngs, self, embed)
+
+
+def head_norm(rngs: nnx.Rngs, spec: Attention, heads: int) -> Any:
+  """The norm of queries or keys [..., heads, H] that a layer has, or none."""
+  if spec.qk_norm is None:
+    return Identity()
+  over = (heads, spec.head_dim) if spec.qk_norm_whole else (spec.head_dim,)
+  return RMSNorm(
+    rngs,
+    over if spec.qk_norm_weight else None,
+    (None,) * len(over),
+    eps=spec.qk_norm.eps,
+    offset=spec.qk_norm.offset,
+  )
 
 
 class GroupedQuery(nnx.Module):
@@ -144,22 +159,9 @@ class GroupedQuery(nnx.Module):
       rngs, (n, h), (embed,), ("heads", None, "embed"), bias=spec.out_bias
     )
     self.gate = into(n, "heads", False) if spec.gated else None
-    self.q_norm = self._norm(rngs, (n, h))
-    self.k_norm = self._norm(rngs, (k, h))
+    self.q_norm = head_norm(rngs, spec, n)
+    self.k_norm = head_norm(rngs, spec, k)
     self.sinks = param(rngs, (n,), ("heads",)) if spec.sinks else None
-
-  def _norm(self, rngs: nnx.Rngs, shape: tuple[int, int]) -> Any:
-    spec = self.spec
-    if spec.qk_norm is None:
-      return Identity()
-    over: Any = shape if spec.qk_norm_whole else shape[1:]
-    return RMSNorm(
-      rngs,
-      over if spec.qk_norm_weight else None,
-      (None,) * len(over),
-      eps=spec.qk_norm.eps,
-      offset=spec.qk_norm.offset,
-    )
 
   def __call__(
     self,
@@ -187,7 +189,7 @@ class GroupedQuery(nnx.Module):
     )
     cache = cache.observe(lambda: q, lambda: plain)
     extras = Extras(
-      scale=spec._scale,
+      scale=spec.logit_scale,
       soft_cap=spec.soft_cap,
       sinks=None if self.sinks is None else self.sinks[...],
       slopes=(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ringjax.nn.cross_attention import CrossAttention, NoCrossAttention
 from ringjax.nn.linear import Identity, Norm
 from ringjax.nn.tokens import Tokens
 
@@ -28,6 +29,8 @@ class Layer:
       together; with `shared_norm` through one norm.
     shared_norm: see `parallel`.
     residual_scale: what a part's output is multiplied by before it is added.
+    cross: attention to an encoder's states, between attention and feedforward;
+      of parallel ones it reads the same input. None for none.
   """
 
   attention: Any
@@ -38,6 +41,7 @@ class Layer:
   parallel: bool = False
   shared_norm: bool = False
   residual_scale: float = 1.0
+  cross: CrossAttention | None = None
 
   def build(self, rngs: nnx.Rngs, embed: int) -> Block:
     return Block(rngs, self, embed)
@@ -55,6 +59,11 @@ class Block(nnx.Module):
     self.post_attention = norm(spec.post)
     self.pre_feedforward = norm(spec.pre and not spec.shared_norm)
     self.post_feedforward = norm(spec.post)
+    self.cross = (
+      NoCrossAttention()
+      if spec.cross is None
+      else spec.cross.build(rngs, embed, spec)
+    )
 
   def __call__(
     self,
@@ -62,8 +71,12 @@ class Block(nnx.Module):
     tokens: Tokens,
     cache: Any,
     attend: Any,
+    states: Any = None,
   ) -> tuple[jax.Array, Any]:
-    """[B, T, D] -> [B, T, D], and the layer's cache."""
+    """[B, T, D] -> [B, T, D], and the layer's cache.
+
+    `states` are those of an encoder, or None for no context.
+    """
     spec = self.spec
     scaled = lambda y: (
       y
@@ -75,8 +88,9 @@ class Block(nnx.Module):
     mixed = scaled(self.post_attention(mixed))
     if spec.parallel:
       h = normed if spec.shared_norm else self.pre_feedforward(x)
+      x = self.cross(x, states, attend)
     else:
-      x = attend.constrain(x + mixed)
+      x = self.cross(attend.constrain(x + mixed), states, attend)
       h = self.pre_feedforward(x)
     h = scaled(self.post_feedforward(self.feedforward(h, attend)))
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

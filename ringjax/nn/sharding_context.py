@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.errors import MeshError
-from ringjax.kv.base import LayerCache
+from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.ancestors import Ancestors
 from ringjax.ops.attention.api import dot_product_attention
@@ -32,7 +32,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.views import ContiguousView
 from ringjax.ops.feedforward import blockwise_feedforward
-from ringjax.ops.mask import Coords, Mask, SameSegment
+from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Uneven
 from ringjax.parallel.mesh import automatic
@@ -289,6 +289,32 @@ class ContextParallel(ShardingContext):
       alibi_slopes=extras.slopes,
     )
 
+  def across(
+    self,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    seg: Int[Array, "B S"],
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, H]: queries see all keys of segments but 0.
+
+    Neither has positions, so that they may be in any order on the shards.
+    """
+    return dot_product_attention(
+      q,
+      k,
+      v,
+      scale=extras.scale,
+      mesh=self.mesh,
+      axis=self.axis,
+      **self.shares(q.shape[0], q.shape[2], k.shape[2]),
+      strategy="ring",
+      q_segment_ids=jnp.ones(q.shape[:2], jnp.int32),
+      kv_segment_ids=seg,
+      logits_soft_cap=extras.soft_cap,
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainParallel(ContextParallel):
@@ -398,11 +424,9 @@ class CachedAttention(ShardingContext):
     extras: Extras,
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
-    b, t, n, h = q.shape
+    t = q.shape[1]
     drafted = tokens.tree
     views = cache.views(apart=drafted is not None)
-    # Other views may have their heads as examples.
-    heads = views[-1].shape[1]
     if drafted is not None:
       # What the cache held, by the layer's mask; and the call's own tokens.
       held, own = views[:-1], views[-1]
@@ -416,6 +440,38 @@ class CachedAttention(ShardingContext):
       views = (*held, own)
     if tokens.segmented:
       mask = mask & SameSegment()
+    return self._visit(q, views, tokens.at, mask, extras)
+
+  def across(
+    self,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    seg: Int[Array, "B S"],
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, H]: queries see all keys of segments but 0."""
+    held = KV(
+      jnp.swapaxes(k, 1, 2),
+      jnp.swapaxes(v, 1, 2),
+      Coords(jnp.zeros_like(seg), seg),
+    )
+    none = jnp.zeros((1, q.shape[1]), jnp.int32)
+    at = Coords(none, none + 1)
+    return self._visit(q, (held.view(self.size),), at, Everything(), extras)
+
+  def _visit(
+    self,
+    q: Float[Array, "B T N H"],
+    views: tuple[Any, ...],
+    at: Coords,
+    mask: Mask,
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, J] from queries at `at` and what they see of the views."""
+    b, t, n, h = q.shape
+    # Other views may have their heads as examples.
+    heads = views[-1].shape[1]
     grouped = lambda a: None if a is None else a.reshape(heads, -1)
     shares = self.shares(b, n, heads)
     run = ShardedDecode(
@@ -432,7 +488,7 @@ class CachedAttention(ShardingContext):
       jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4)),
       views,
       Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
-      tokens.at,
+      at,
       mask,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)

@@ -94,7 +94,7 @@ class Stack(nnx.Module):
         after = []
         for kind, block, held in zip(kinds, blocks, slots, strict=True):
           layer_cache = cache.layer(kind, held, index)
-          x, part = block(x, tokens, layer_cache, attend)
+          x, part = block(x, tokens, layer_cache, attend, cache.states)
           after.append(part.slots)
         return (x, tuple(after)), None
 

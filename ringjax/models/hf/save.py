@@ -347,7 +347,7 @@ def _publish(staging: pathlib.Path, place: pathlib.Path) -> None:
   """Puts the finished folder into its place, in one step."""
   old = list(os.scandir(place)) if place.exists() else []
   for entry in old:
-    if not _ours(entry.name):
+    if not _ours(entry.name) and not (staging / entry.name).exists():
       _carry_over(entry, staging)
   if place.exists():
     shutil.copymode(place, staging)

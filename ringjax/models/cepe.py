@@ -1,0 +1,586 @@
+"""CEPE: an encoder of context chunks, which a decoder reads by cross-attention.
+
+Guarantees: without a context the model is its decoder, bit for bit; the order
+of chunks and padding change nothing. A folder that was saved is the decoder's
+Hugging Face folder with two more files, and comes back bit for bit.
+Cost: chunks of C tokens are read each alone, so k of them cost k C^2 pairs and
+not (k C)^2. The decoder keeps E numbers for a token of the context, in place of
+the 2 L K H of keys and values.
+Ref: Yen et al. 2024, arXiv 2402.16617.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ringjax.checks import integer, number, one_of, positive_int
+from ringjax.errors import (
+  CheckpointFormatError,
+  CheckpointMismatchError,
+  InputTypeError,
+  OptionError,
+  PromptError,
+)
+from ringjax.kv.base import NoCache
+from ringjax.kv.encoder_states import EncoderStates, StatesAlone
+from ringjax.models.calibration import model_digest, read_tensors, write_tensors
+from ringjax.models.hf.tensors import parameters
+from ringjax.models.transformer import (
+  Transformer,
+  TransformerConfig,
+  tokens_of,
+)
+from ringjax.nn.attention import Attention
+from ringjax.nn.block import Layer
+from ringjax.nn.cross_attention import CrossAttention
+from ringjax.nn.feedforward import Gated
+from ringjax.nn.linear import Norm
+from ringjax.nn.param import Rules
+from ringjax.nn.sharding_context import ContextParallel, ShardingContext
+from ringjax.ops.mask import Everything
+from ringjax.ops.rope import Rope
+from ringjax.parallel.mesh import entering
+from ringjax.parallel.place import sequence_axis
+
+INITS = ("copy", "zero")
+# In a folder, beside the decoder's files.
+CONFIG, TENSORS = "cepe.json", "cepe.safetensors"
+_REMEDY = "save the model again with rj.models.save"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder:
+  """A bidirectional encoder of chunks.
+
+  Attributes:
+    layers: how many.
+    width: E, numbers of a state.
+    heads: of attention; they divide the width.
+    hidden: width of the feedforward.
+    chunk: C, tokens of the longest chunk.
+    theta: of its rotary embedding.
+    eps: of its norms.
+  """
+
+  layers: int = 3
+  width: int = 128
+  heads: int = 4
+  hidden: int = 384
+  chunk: int = 256
+  theta: float = 10_000.0
+  eps: float = 1e-6
+
+  def __post_init__(self) -> None:
+    for name in ("layers", "width", "heads", "hidden", "chunk"):
+      positive_int(name, getattr(self, name))
+    for name in ("theta", "eps"):
+      number(name, getattr(self, name), above=0)
+    if self.width % (2 * self.heads):
+      raise OptionError(
+        "heads",
+        f"{self.heads} for a width of {self.width}",
+        "heads of an even number of features, that divide the width",
+        "pass heads=4, width=128, for instance",
+      )
+
+  def config(self, vocab: int) -> TransformerConfig:
+    """What it computes, of the ids of a vocabulary."""
+    norm = Norm(eps=self.eps)
+    layer = Layer(
+      attention=Attention(
+        heads=self.heads,
+        kv_heads=self.heads,
+        head_dim=self.width // self.heads,
+        mask=Everything(),
+        rope=Rope(theta=self.theta, dims=self.width // self.heads),
+      ),
+      feedforward=Gated(hidden=self.hidden, act="silu"),
+      norm=norm,
+    )
+    return TransformerConfig(
+      family="encoder",
+      vocab=vocab,
+      embed=self.width,
+      layers=(layer,) * self.layers,
+      norm=norm,
+      tied=True,
+      max_positions=self.chunk,
+    )
+
+
+class CepeTransformer(Transformer):
+  """A decoder whose layers attend to the states of an encoder too.
+
+  Attributes:
+    encoder: the encoder, whose last hidden states are the context's.
+    encoder_config: what it is.
+  """
+
+  def __init__(
+    self,
+    config: TransformerConfig,
+    encoder: Encoder,
+    rngs: nnx.Rngs,
+    *,
+    scan: bool = True,
+  ):
+    super().__init__(config, rngs, scan=scan)
+    self.encoder_config = encoder
+    self.encoder = Transformer(encoder.config(config.vocab), rngs)
+
+  def __call__(
+    self, tokens: Any, *, states: EncoderStates | None = None, **options: Any
+  ) -> Any:
+    """Logits of the tokens that follow.
+
+    Args:
+      tokens: int32 [B, T].
+      states: of each row's context, by `encode`; None for no context, or that
+        of the cache.
+      **options: those of `Transformer.__call__`.
+    """
+    if states is None:
+      return super().__call__(tokens, **options)
+    cache = options.pop("cache", None)
+    if cache is not None:
+      return super().__call__(
+        tokens, cache=cache.with_states(states), **options
+      )
+    alone = StatesAlone(len(self.kinds), states)
+    return super().__call__(tokens, cache=alone, **options)[0]
+
+  @property
+  def decoder(self) -> Transformer:
+    """The decoder alone, of the same arrays."""
+    layers = tuple(
+      dataclasses.replace(layer, cross=None) for layer in self.config.layers
+    )
+    config = dataclasses.replace(self.config, layers=layers)
+    build = lambda: Transformer(config, nnx.Rngs(0), scan=_scanned(self))
+    return _filled(jax.eval_shape(build), _arrays(self), self.source)
+
+  def read(
+    self,
+    tokens: Int[Array, "B k C"],
+    seg: Int[Array, "B k C"],
+    attend: ShardingContext,
+  ) -> EncoderStates:
+    """The states of chunks, in a program.
+
+    Args:
+      tokens: chunks of each row.
+      seg: 0 for padding.
+      attend: how the decoder's tokens lie; the states are sharded as a
+        sequence of theirs.
+    """
+    b, k, c = tokens.shape
+    flat = lambda x: x.reshape(b * k, c)
+    alone = ContextParallel(mesh=attend.mesh, axis=None, remat=attend.remat)
+    # Each chunk is a text of its own.
+    seg = (seg > 0).astype(jnp.int32)
+    at = tokens_of(self.encoder, alone, (b * k, c), None, flat(seg), c)
+    none = NoCache(len(self.encoder.kinds))
+    h, _ = self.encoder.hidden(flat(tokens), at, none, alone)
+    phi = h.reshape(b, k * c, h.shape[-1])
+    # Queries may be the same on all shards; states are not.
+    over = ContextParallel(mesh=attend.mesh, axis=attend.axis)
+    return EncoderStates(
+      over.constrain(phi), over.constrain(seg.reshape(b, k * c))
+    )
+
+
+def with_encoder(
+  decoder: Transformer,
+  encoder: Encoder | None = None,
+  *,
+  init: str = "copy",
+  seed: int = 0,
+  rules: Rules | None = None,
+) -> CepeTransformer:
+  """A decoder with cross-attention to a new encoder in every layer.
+
+  Its own arrays are shared, not copied.
+
+  Args:
+    decoder: of any family whose layers have grouped-query attention.
+    encoder: what it is; default `Encoder()`.
+    init: of cross-attention. "copy": queries and outputs as the layer's own
+      attention, keys and values by the first rows of its maps, as CEPE; "zero":
+      the same with outputs of zero, so that the model starts as its decoder.
+    seed: of the encoder's weights.
+    rules: how new weights are sharded over the decoder's mesh.
+
+  Raises:
+    InputTypeError: no `Transformer`.
+    OptionError: an unknown `init`, a decoder with latent attention or with
+      recurrent layers, or one with an encoder already.
+  """
+  encoder = Encoder() if encoder is None else encoder
+  one_of("init", init, INITS)
+  integer("seed", seed, least=0)
+  _check_decoder(decoder)
+  empty = _shapes(decoder, encoder, seed)
+  made = _created(decoder, empty, encoder, init, seed, rules)
+  return _filled(empty, _arrays(decoder) | made, decoder.source)
+
+
+def _check_decoder(decoder: Any) -> None:
+  if not isinstance(decoder, Transformer):
+    raise InputTypeError(
+      "decoder",
+      type(decoder).__name__,
+      "an rj.models.Transformer",
+      "make one with rj.models.load",
+    )
+  if isinstance(decoder, CepeTransformer):
+    raise OptionError(
+      "decoder",
+      "a model that has an encoder",
+      "a decoder alone",
+      "pass model.decoder",
+    )
+  other = [
+    type(layer.attention).__name__
+    for layer in decoder.config.layers
+    if not isinstance(layer.attention, Attention)
+  ]
+  if other:
+    raise OptionError(
+      "decoder",
+      f"a {decoder.config.family} with {len(other)} layers of {other[0]}",
+      "grouped-query attention in every layer",
+      "use a decoder without latent attention and recurrent layers",
+    )
+
+
+def _shapes(
+  decoder: Transformer, encoder: Encoder, seed: int
+) -> CepeTransformer:
+  """The model of shapes."""
+  from ringjax.models.checkpoint import cast
+
+  build = functools.partial(_build, decoder.config, encoder, _scanned(decoder))
+  return jax.eval_shape(lambda: cast(build(seed), decoder.dtype))
+
+
+def _build(
+  config: TransformerConfig, encoder: Encoder, scan: bool, seed: int
+) -> CepeTransformer:
+  cross = CrossAttention(width=encoder.width)
+  layers = tuple(
+    dataclasses.replace(layer, cross=cross) for layer in config.layers
+  )
+  config = dataclasses.replace(config, layers=layers)
+  return CepeTransformer(config, encoder, nnx.Rngs(seed), scan=scan)
+
+
+def _created(
+  decoder: Transformer,
+  empty: CepeTransformer,
+  encoder: Encoder,
+  init: str,
+  seed: int,
+  rules: Rules | None,
+) -> dict[str, jax.Array]:
+  """The arrays that the decoder does not have, by their paths."""
+  old = _arrays(decoder)
+  form = {k: p for k, p in parameters(empty).items() if k not in old}
+  mesh, rules = decoder.mesh, rules or Rules()
+  sources = {k: _source_of(k, old) for k in form}
+  used = {k: old[k] for k in {*sources.values()} if k is not None}
+  config, scan = decoder.config, _scanned(decoder)
+
+  def make(used: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    fresh = parameters(_build(config, encoder, scan, seed))
+    made = {}
+    for path, p in form.items():
+      x = fresh[path].get_value()
+      if (source := sources[path]) is not None:
+        x = _first(used[source], x.shape)
+      if init == "zero" and path.endswith("cross.o.weight"):
+        x = jnp.zeros_like(x)
+      made[path] = x.astype(p.get_value().dtype)
+    return made
+
+  if mesh is None:
+    return jax.jit(make)(used)
+  lie = {k: rules.sharding(p, mesh) for k, p in form.items()}
+  return jax.jit(make, out_shardings=lie)(used)
+
+
+def _source_of(path: str, old: Mapping[str, Any]) -> str | None:
+  """The decoder's parameter with which one of cross-attention begins."""
+  block, cross, name = path.partition(".cross.")
+  if not cross:
+    return None
+  names = [f"{block}.attention.{name}"]
+  if name.startswith("norm."):
+    # The norm that the feedforward reads through.
+    leaf = name.removeprefix("norm.")
+    names = [f"{block}.pre_{x}.{leaf}" for x in ("feedforward", "attention")]
+  return next((name for name in names if name in old), None)
+
+
+def _first(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """The first elements of each axis; zeros where there are none."""
+  x = x[tuple(slice(0, n) for n in shape)]
+  pad = [(0, n - have) for n, have in zip(shape, x.shape, strict=True)]
+  return jnp.pad(x, pad)
+
+
+def _scanned(model: Transformer) -> bool:
+  return any(run.repeats > 1 for run in model.stack.runs)
+
+
+def _arrays(model: Transformer) -> dict[str, Any]:
+  return {k: p.get_value() for k, p in parameters(model).items()}
+
+
+def _filled(empty: Any, arrays: Mapping[str, Any], source: str) -> Any:
+  """A model of shapes with arrays in their place, by their paths."""
+  flat, form = jax.tree.flatten(
+    empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  filled = [
+    p.replace(arrays[k]) for k, p in zip(parameters(empty), flat, strict=True)
+  ]
+  made = jax.tree.unflatten(form, filled)
+  made.source = source
+  return made
+
+
+# ---------------------------------------------------------------------------
+# Contexts
+# ---------------------------------------------------------------------------
+
+
+@entering(lambda model, *_, **__: getattr(model, "mesh", None))
+def encode(model: CepeTransformer, chunks: Sequence[Any]) -> EncoderStates:
+  """Reads the contexts of a batch, every chunk alone.
+
+  Args:
+    model: with its encoder.
+    chunks: for each row its chunks, each the ids of some tokens: B sequences of
+      sequences, or int32 [B, k, C]. Rows may have different numbers of chunks,
+      and these different lengths; padding fills them up.
+
+  Returns:
+    The states, [B, S, E], sharded over the model's mesh. Pass them to the
+    model's call, or to a cache: `session.cache.with_states(states)`.
+
+  Raises:
+    InputTypeError: a model without an encoder.
+    PromptError: no row, a row without chunks, an empty chunk, one that is
+      longer than the encoder reads, or what is not an id.
+  """
+  if not isinstance(model, CepeTransformer):
+    raise InputTypeError(
+      "model",
+      type(model).__name__,
+      "a model with an encoder",
+      "make one with rj.models.cepe.with_encoder(decoder)",
+    )
+  rows = _chunks(chunks, model.config.vocab, model.encoder_config.chunk)
+  mesh = model.mesh
+  attend = ContextParallel(
+    mesh=mesh, axis=None if mesh is None else sequence_axis(mesh)
+  )
+  longest = max(len(chunk) for row in rows for chunk in row)
+  width = min(-(-longest // 8) * 8, model.encoder_config.chunk)
+  # So many chunks that each shard has as many states.
+  unit = attend.size // math.gcd(attend.size, width)
+  count = -(-max(map(len, rows)) // unit) * unit
+  tokens = np.zeros((len(rows), count, width), np.int32)
+  seg = np.zeros_like(tokens)
+  for row, found in enumerate(rows):
+    for number, chunk in enumerate(found):
+      tokens[row, number, : len(chunk)] = chunk
+      seg[row, number, : len(chunk)] = 1
+  return _encode(model, attend, jnp.asarray(tokens), jnp.asarray(seg))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _encode(
+  model: CepeTransformer,
+  attend: ShardingContext,
+  tokens: Int[Array, "B k C"],
+  seg: Int[Array, "B k C"],
+) -> EncoderStates:
+  return model.read(tokens, seg, attend)
+
+
+def _chunks(given: Any, vocab: int, most: int) -> list[list[np.ndarray]]:
+  """The ids of each chunk of each row."""
+  if isinstance(given, jax.Array):
+    given = np.asarray(given)
+  rows = [list(row) for row in given] if np.ndim(given) or len(given) else []
+  if not rows:
+    raise PromptError(
+      "chunks",
+      "contexts of no row",
+      "the chunks of one row at least",
+      "call the model without states where there is no context",
+    )
+  return [
+    [
+      _ids(chunk, f"chunks[{r}][{n}]", vocab, most)
+      for n, chunk in enumerate(row)
+    ]
+    or _empty(f"chunks[{r}]")
+    for r, row in enumerate(rows)
+  ]
+
+
+def _empty(name: str) -> Any:
+  raise PromptError(
+    name,
+    "an empty context",
+    "one token at least",
+    "leave it out, or call the model without states",
+  )
+
+
+def _ids(chunk: Any, name: str, vocab: int, most: int) -> np.ndarray:
+  ids = np.asarray(chunk)
+  if ids.size == 0:
+    _empty(name)
+  if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    raise PromptError(
+      name,
+      f"shape {ids.shape} and dtype {ids.dtype}",
+      "integer ids [C] of one chunk",
+      "pass for each row a list of chunks: encode(model, [[chunk]])",
+    )
+  if ids.size > most:
+    raise PromptError(
+      name,
+      f"{ids.size} tokens",
+      f"at most {most}, the longest chunk of this encoder",
+      "cut the context into shorter chunks",
+    )
+  bad = ids[(ids < 0) | (ids >= vocab)]
+  if bad.size:
+    raise PromptError(
+      name,
+      f"id {int(bad[0])}",
+      f"ids from 0 to {vocab - 1}",
+      "use the tokenizer that belongs to the model",
+    )
+  return ids.astype(np.int32)
+
+
+# ---------------------------------------------------------------------------
+# Folders
+# ---------------------------------------------------------------------------
+
+
+def split(
+  model: Transformer,
+) -> tuple[Transformer, Callable[[pathlib.Path], None]]:
+  """The decoder, and what writes the files that its folder has beside it."""
+  if not isinstance(model, CepeTransformer):
+    return model, lambda folder: None
+  decoder = model.decoder
+  digest, own = model_digest(decoder), _arrays(decoder)
+  arrays = {k: x for k, x in _arrays(model).items() if k not in own}
+  gathered = {k: _on_host(x) for k, x in arrays.items()}
+  config = {
+    "decoder": digest,
+    "dtype": jnp.dtype(model.dtype).name,
+    "encoder": dataclasses.asdict(model.encoder_config),
+    "tensors": _digest(gathered),
+  }
+
+  def write(folder: pathlib.Path) -> None:
+    write_tensors(folder / TENSORS, gathered, {"format": "pt"})
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+
+  return decoder, write
+
+
+def attached(
+  path: str | os.PathLike[str], decoder: Transformer, rules: Rules | None = None
+) -> Transformer:
+  """The model of a folder whose decoder is loaded: itself without an encoder.
+
+  Raises:
+    CheckpointFormatError: files that are broken or not those that were saved.
+    CheckpointMismatchError: an encoder for another decoder, or other tensors.
+  """
+  folder = pathlib.Path(path)
+  if not (folder / CONFIG).exists():
+    return decoder
+  try:
+    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    encoder = Encoder(**config["encoder"])
+    theirs, stated = config["decoder"], config["tensors"]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise CheckpointFormatError(
+      CONFIG, f"{error}"[:120], "what rj.models.save writes", _REMEDY
+    ) from None
+  mine = model_digest(decoder)
+  if mine != theirs:
+    raise CheckpointMismatchError(
+      CONFIG,
+      f"an encoder for a decoder of digest {theirs}",
+      f"that of this folder's decoder, {mine}",
+      "put the files of one model together again",
+    )
+  arrays, _ = read_tensors(folder / TENSORS)
+  if _digest(arrays) != stated:
+    raise CheckpointFormatError(
+      TENSORS, "tensors of another digest than stated", "its own", _REMEDY
+    )
+  _check_decoder(decoder)
+  empty = _shapes(decoder, encoder, 0)
+  have = _arrays(decoder)
+  form = {k: p for k, p in parameters(empty).items() if k not in have}
+  shapes = lambda x: {k: tuple(v.shape) for k, v in x.items()}
+  if shapes(arrays) != shapes({k: p.get_value() for k, p in form.items()}):
+    raise CheckpointMismatchError(
+      TENSORS,
+      "other names or shapes than the model's",
+      "a tensor for each parameter of encoder and cross-attention",
+      _REMEDY,
+    )
+  mesh, rules = decoder.mesh, rules or Rules()
+
+  def put(path: str) -> jax.Array:
+    p = form[path]
+    x = arrays[path].astype(p.get_value().dtype)
+    return jax.device_put(x, None if mesh is None else rules.sharding(p, mesh))
+
+  return _filled(empty, have | {k: put(k) for k in form}, decoder.source)
+
+
+def _on_host(x: Float[Array, ...]) -> np.ndarray:
+  """All of an array, in all processes."""
+  if not x.is_fully_addressable and not x.is_fully_replicated:
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x if x.is_fully_addressable else x.addressable_data(0))
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+  """SHA-256 of names, dtypes, shapes and bytes."""
+  found = hashlib.sha256()
+  for name in sorted(arrays):
+    x = np.ascontiguousarray(arrays[name])
+    found.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
+  return found.hexdigest()

@@ -1,0 +1,105 @@
+"""Cross-attention to the states of an encoder.
+
+Guarantees: a state has no position and no order, so permuting the states
+changes nothing; padding is not seen; a row without any state is as it was.
+Cost: 4 E K H FLOPs a state in each layer and call, for its key and value: only
+the states are kept between calls.
+Ref: Yen et al. 2024, arXiv 2402.16617 (CEPE).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.errors import OptionError, ShapeError
+from ringjax.kv.encoder_states import EncoderStates
+from ringjax.nn.attention import head_norm
+from ringjax.nn.linear import Linear
+from ringjax.nn.sharding_context import Extras
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossAttention:
+  """Attention of a layer to an encoder's states.
+
+  It has the heads, the logits' scale and the norms of queries and keys of the
+  layer's own attention, and the norm of the layer; no positions and no mask but
+  that of padding.
+
+  Attributes:
+    width: E, numbers of a state.
+  """
+
+  width: int
+
+  def build(self, rngs: nnx.Rngs, embed: int, layer: Any) -> CrossQuery:
+    """The module, beside the other parts of a `Layer`."""
+    return CrossQuery(rngs, self, embed, layer)
+
+
+class CrossQuery(nnx.Module):
+  """The module of `CrossAttention`."""
+
+  def __init__(
+    self, rngs: nnx.Rngs, spec: CrossAttention, embed: int, layer: Any
+  ):
+    own = layer.attention
+    n, k, h = own.heads, own.kv_heads, own.head_dim
+    self.width, self.residual_scale = spec.width, layer.residual_scale
+    self.extras = Extras(scale=own.logit_scale, soft_cap=own.soft_cap)
+    self.norm = layer.norm.build(rngs, embed)
+    self.q = Linear(
+      rngs, (embed,), (n, h), ("embed", "heads", None), bias=own.bias
+    )
+    into = lambda: Linear(
+      rngs, (spec.width,), (k, h), (None, "kv_heads", None), bias=own.bias
+    )
+    self.k, self.v = into(), into()
+    # Without a bias: nothing is added where there is no context.
+    self.o = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
+    self.q_norm = head_norm(rngs, own, n)
+    self.k_norm = head_norm(rngs, own, k)
+
+  def __call__(
+    self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Any
+  ) -> Float[Array, "B T D"]:
+    """x and what it finds in the states; x alone where there are none."""
+    if states is None:
+      return x
+    if states.phi.shape[-1] != self.width:
+      raise ShapeError(
+        "states",
+        f"states of {states.phi.shape[-1]} numbers",
+        f"{self.width}, which this model's encoder makes",
+        "encode the context with the encoder of this model",
+      )
+    states.check(x.shape[0])
+    phi = states.phi.astype(x.dtype)
+    q = attend.rows(lambda x: self.q_norm(self.q(self.norm(x))), x)
+    k, v = self.k_norm(self.k(phi)), self.v(phi)
+    found = attend.across(q, k, v, states.seg, self.extras)
+    y = attend.rows(self.o, found)
+    if self.residual_scale != 1.0:
+      y = y * jnp.asarray(self.residual_scale, y.dtype)
+    return attend.constrain(x + y)
+
+
+class NoCrossAttention(nnx.Module):
+  """What a layer has in place of cross-attention: it returns its input."""
+
+  def __call__(self, x: jax.Array, states: Any, attend: Any) -> jax.Array:
+    del attend
+    if states is not None:
+      raise OptionError(
+        "states",
+        "a context for a layer without cross-attention",
+        "a model with an encoder",
+        "make one with rj.models.cepe.with_encoder(model)",
+      )
+    return x
