@@ -12,7 +12,9 @@ from ml_collections import ConfigDict
 
 from launch import sources
 from ringjax.models import Rules
+from ringjax.models.cepe import Encoder
 from ringjax.train import recipe
+from ringjax.train.cepe import ContextSplit
 from ringjax.train.extend import RopeScaling
 from ringjax.train.induction import INITIALISATIONS, InductionHeads
 from ringjax.train.loop import LoopConfig
@@ -70,6 +72,9 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
     scaling = stage.get("rope_scaling")
     yield from _of_class(at, recipe.Stage, stage)
     yield from _of_class(f"{at}.rope_scaling", RopeScaling, scaling or {})
+    yield from _of_class(
+      f"{at}.context", ContextSplit, stage.get("context") or {}
+    )
     yield Field(
       f"{at}.sources",
       "tuple",
@@ -96,6 +101,7 @@ def fields(config: ConfigDict, entries: str) -> Iterator[Field]:
 _PARTS = {
   "optimizer": recipe.Optimizer,
   "lora": Lora,
+  "cepe": Encoder,
   "rules": Rules,
   "start": InductionHeads,
 }

@@ -53,9 +53,11 @@ from ringjax.errors import (
   RingjaxError,
   message,
 )
+from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
+from ringjax.train.cepe import ContextSplit
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.induction import INITIALISATIONS
@@ -84,6 +86,9 @@ _DECISIVE = (
   "stages",
   "optimizer",
   "lora",
+  "cepe",
+  "distil",
+  "top",
   "seed",
   "packer",
   "sources",
@@ -221,7 +226,7 @@ class _TrainingRun:
     with contextlib.ExitStack() as stack:
       # Adapters are of one model: a checkpoint belongs to its weights.
       model = None
-      if made.lora is not None:
+      if made.adapter is not None:
         model = self._model(config, folder, where)
       saved = stack.enter_context(
         Checkpoints(
@@ -314,10 +319,18 @@ class _TrainingRun:
     """The model to begin with, read from a folder or created."""
     self._begin("making the model")
     if folder is not None:
-      return rj.models.load(folder, dtype="float32", **where)
-    model = rj.models.create(_shape(config), seed=config.seed, **where)
-    start = _start(config)
-    return model if start is None else start.apply(model)
+      model = rj.models.load(folder, dtype="float32", **where)
+    else:
+      model = rj.models.create(_shape(config), seed=config.seed, **where)
+      if (start := _start(config)) is not None:
+        model = start.apply(model)
+    wanted = _encoder(config)
+    if wanted is None or isinstance(model, CepeTransformer):
+      return model
+    encoder, init = wanted
+    return rj.models.cepe.with_encoder(
+      model, encoder, init=init, seed=config.seed, rules=where["rules"]
+    )
 
   def _report(
     self,
@@ -331,7 +344,7 @@ class _TrainingRun:
     if jax.process_index():
       return
     work = recipe.flops(
-      model, made.stages[stage].length, adapters=made.lora is not None
+      model, made.stages[stage].length, adapters=made.adapter is not None
     )
     used = work * one.tokens_per_s / (self._peak * mesh.devices.size)
     held = _peak_bytes()
@@ -405,6 +418,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     "optimizer": _made(recipe.Optimizer, config.optimizer, "optimizer"),
     "objective": Objective(**_entries(Objective, config) | dtype),
     "lora": _lora(config),
+    "cepe": _encoder(config) is not None,
     "packer": _PACKERS[config.packer](),
     "loop_config": loop.LoopConfig(**_entries(loop.LoopConfig, config)),
   }
@@ -433,12 +447,21 @@ def _lora(config: ConfigDict) -> Lora | None:
   return None
 
 
+def _encoder(config: ConfigDict) -> tuple[Encoder, str] | None:
+  """The encoder that a config asks for and its initialisation, or None."""
+  entry = json.loads(config.cepe.to_json())
+  if not entry:
+    return None
+  init = one_of("cepe.init", entry.pop("init", INITS[0]), INITS)
+  return _made(Encoder, entry, "cepe"), init
+
+
 def _tokens(made: recipe.Recipe, steps: int) -> int:
   """Tokens that the first `steps` steps read."""
   total = 0
   for stage in made.stages:
     taken = min(steps, stage.steps)
-    total += taken * stage.batch * stage.length
+    total += taken * stage.batch * stage.decoded
     steps -= taken
   return total
 
@@ -478,6 +501,7 @@ def default_config() -> ConfigDict:
     tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
     dtype: of the computation; parameters and moments are float32.
     lora: adapters; rank 0 trains all parameters.
+    cepe: an encoder of contexts beside a frozen decoder; {} for none.
     packer: best_fit or cut: how documents are packed into rows.
     keep: how many of the newest checkpoints stay.
   """
@@ -496,7 +520,10 @@ def default_config() -> ConfigDict:
       "dtype": "float32",
       "z_loss": 0.0,
       "block": 1024,
+      "distil": 0.0,
+      "top": 50,
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
+      "cepe": {},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
       "seed": 0,
@@ -532,6 +559,9 @@ def _stage(given: Any) -> recipe.Stage:
   entry = dict(given)
   # The sources of rows are no part of the recipe.
   entry.pop("sources", None)
+  context = entry.pop("context", None)
+  if context is not None:
+    entry["context"] = _made(ContextSplit, context, "context")
   scaling = entry.pop("rope_scaling", None)
   if scaling is not None:
     entry["rope_scaling"] = _made(RopeScaling, scaling, "rope_scaling")

@@ -1,6 +1,7 @@
 """Evaluation of long contexts: retrieval, perplexity by position, caches."""
 
 from ringjax.eval.cache_kinds import KindCost, compare_caches
+from ringjax.eval.context_curve import ContextCurve, context_curve
 from ringjax.eval.family_errors import (
   RANDOM_FAMILIES,
   FamilyError,
@@ -12,10 +13,12 @@ from ringjax.eval.perplexity import Curve, perplexity, reader
 __all__ = [
   "RANDOM_FAMILIES",
   "Cell",
+  "ContextCurve",
   "Curve",
   "FamilyError",
   "KindCost",
   "compare_caches",
+  "context_curve",
   "family_errors",
   "find",
   "perplexity",

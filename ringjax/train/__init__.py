@@ -1,5 +1,6 @@
 """Training: recipes, steps over sharded sequences, checkpoints to trust."""
 
+from ringjax.train.cepe import ContextSplit, EncoderTraining
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
@@ -8,6 +9,8 @@ from ringjax.train.step import Objective
 
 __all__ = [
   "Checkpoints",
+  "ContextSplit",
+  "EncoderTraining",
   "Lora",
   "Mixture",
   "Objective",

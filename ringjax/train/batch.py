@@ -6,6 +6,7 @@ is; labels were shifted before, so no shard asks a neighbour for one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,18 @@ from ringjax.errors import ShapeError
 from ringjax.nn.sharding_context import ShardingContext
 
 
+class Chunks(NamedTuple):
+  """The contexts of rows, that an encoder reads.
+
+  Fields:
+    tokens: int32 [A, B, k, C], chunks in their order.
+    segments: int32 [A, B, k, C], 0 for padding and for what is masked.
+  """
+
+  tokens: Any
+  segments: Any
+
+
 class Batch(NamedTuple):
   """The rows of a step, in the layout's order.
 
@@ -26,6 +39,8 @@ class Batch(NamedTuple):
     weights: float32 [A, B, T], of each label's loss.
     positions: int32 [A, B, T] in each document; None: those of the row.
     segments: int32 [A, B, T], documents, 0 is padding; None: one a row.
+    context: what an encoder reads for each row, or None.
+    whole: rows of context and these tokens together, for a teacher, or None.
   """
 
   tokens: Any
@@ -33,6 +48,8 @@ class Batch(NamedTuple):
   weights: Any
   positions: Any = None
   segments: Any = None
+  context: Chunks | None = None
+  whole: Any = None
 
 
 def whole_rows(tokens: Any) -> Batch:
@@ -149,23 +166,31 @@ def place(
   each, first = here * part.hosts, here * part.host
   axes = attend.batch_axes(each)
 
-  def put(x: Any) -> Any:
-    if x is None:
-      return None
-    x = attend.layout.permute(np.asarray(x), shards=attend.size)
-    # Uneven shards have slots that are empty.
-    slots = x.shape[1]
-    x = x.reshape(here, accumulate, slots).swapaxes(0, 1)
+  def put(x: Any, *, over: Any = attend.axis) -> Any:
+    x = x.reshape(here, accumulate, *x.shape[1:]).swapaxes(0, 1)
     if attend.mesh is None:
       return jax.device_put(x)
 
     def shard(index: Any) -> np.ndarray:
       start, stop, _ = index[1].indices(each)
-      return x[index[0], start - first : stop - first, index[2]]
+      return x[index[0], start - first : stop - first, *index[2:]]
 
-    sharding = NamedSharding(attend.mesh, P(None, axes or None, attend.axis))
     return jax.make_array_from_callback(
-      (accumulate, each, slots), sharding, shard
+      (accumulate, each, *x.shape[2:]),
+      NamedSharding(attend.mesh, P(None, axes or None, over)),
+      shard,
     )
 
-  return Batch(*(put(getattr(rows, name)) for name in Batch._fields))
+  def ordered(x: Any) -> Any:
+    # Uneven shards have slots that are empty.
+    return put(attend.layout.permute(np.asarray(x), shards=attend.size))
+
+  context = getattr(rows, "context", None)
+  return Batch(
+    *jax.tree.map(ordered, tuple(getattr(rows, name) for name in _BY_TOKEN)),
+    context=jax.tree.map(functools.partial(put, over=None), context),
+    whole=jax.tree.map(ordered, getattr(rows, "whole", None)),
+  )
+
+
+_BY_TOKEN = ("tokens", "labels", "weights", "positions", "segments")

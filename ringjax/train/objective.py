@@ -9,13 +9,16 @@ no shard holds more of the sequence than its own part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError
 from ringjax.kv.base import NoCache
+from ringjax.kv.encoder_states import StatesAlone
+from ringjax.models.cepe import CepeTransformer
 from ringjax.models.checkpoint import cast
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
@@ -49,11 +52,20 @@ class Objective:
     z_loss: factor of the squared logsumexp.
     block: tokens of a step of the head, on each shard.
     dtype: of the computation; None: the parameters'.
+    distil: factor of the divergence from the decoder alone, where it reads the
+      context as text (CEPED); 0 for none.
+    top: its likeliest tokens, of which that is the sum.
   """
 
   z_loss: float = 0.0
   block: int = _BLOCK
   dtype: Any = None
+  distil: float = 0.0
+  top: int = 50
+
+  def __post_init__(self) -> None:
+    number("distil", self.distil, least=0)
+    positive_int("top", self.top)
 
   def sums(
     self, model: Transformer, batch: Batch, attend: ShardingContext
@@ -65,10 +77,18 @@ class Objective:
       batch: in the layout's order.
       attend: the sharding context of its tokens.
     """
-    each = _losses(model, batch, attend, self.block, self.dtype)
-    loss = jnp.sum(each(self.z_loss))
+    if self.dtype is not None:
+      model = cast(model, self.dtype)
+    h = _hidden(model, batch, attend)
+    each = lambda z: jnp.sum(
+      _head_losses(model, batch, h, attend, self.block, z)
+    )
+    loss = each(self.z_loss)
     # Without a z-loss it is the same program, and is computed once.
-    nll = jnp.sum(jax.lax.stop_gradient(each(0.0))) if self.z_loss else loss
+    nll = each(0.0) if self.z_loss else loss
+    if self.distil:
+      far = jnp.sum(_divergences(model, batch, h, attend, self.top))
+      loss = loss + jnp.float32(self.distil) * far
     return LossSums(loss, jax.lax.stop_gradient(nll), jnp.sum(batch.weights))
 
 
@@ -86,7 +106,8 @@ def each_token(
 
   For the arguments see `Objective.sums`.
   """
-  return _losses(model, batch, attend)(0.0)
+  h = _hidden(model, batch, attend)
+  return _head_losses(model, batch, h, attend, _BLOCK, 0.0)
 
 
 def each_token_cached(
@@ -116,21 +137,58 @@ def each_token_cached(
   return _head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
 
 
-def _losses(
-  model: Transformer,
-  batch: Batch,
-  attend: ShardingContext,
-  block: int = _BLOCK,
-  dtype: Any = None,
-) -> Callable[[float], jax.Array]:
-  """A function of the z-loss's factor that returns all losses, [B, T]."""
-  if dtype is not None:
-    model = cast(model, dtype)
+def _hidden(
+  model: Transformer, batch: Batch, attend: ShardingContext
+) -> jax.Array:
+  """What the head reads, [B, T, D], beside the batch's context if it has one."""
+  kinds, chunks = len(model.kinds), batch.context
+  cache: Any = NoCache(kinds)
+  if chunks is not None:
+    if not isinstance(model, CepeTransformer):
+      raise OptionError(
+        "context",
+        f"chunks for a {model.config.family} without an encoder",
+        "a model with an encoder",
+        "make one with rj.models.cepe.with_encoder(model)",
+      )
+    states = model.read(chunks.tokens, chunks.segments, attend)
+    cache = StatesAlone(kinds, states)
   places = tokens_of(
     model, attend, batch.tokens.shape, batch.positions, batch.segments, None
   )
-  h, _ = model.hidden(batch.tokens, places, NoCache(len(model.kinds)), attend)
-  return lambda z_loss: _head_losses(model, batch, h, attend, block, z_loss)
+  h, _ = model.hidden(batch.tokens, places, cache, attend)
+  return h
+
+
+def _divergences(
+  model: Transformer,
+  batch: Batch,
+  h: jax.Array,
+  attend: ShardingContext,
+  top: int,
+) -> jax.Array:
+  """sum_i p_i log(p_i / q_i) over the teacher's likeliest i, float32 [B, T].
+
+  Weighted as the labels. The teacher p is the model without states, that reads
+  the whole rows; q is of hidden states h.
+  """
+  assert batch.whole is not None
+  size, layout = attend.size, attend.layout
+  whole = batch.whole._replace(context=None, whole=None)
+  taught = layout.restore(_hidden(model, whole, attend), shards=size)
+  taught = layout.permute(taught[:, -h.shape[1] :], shards=size)
+  taught = attend.constrain(jax.lax.stop_gradient(taught))
+  width = h.shape[-1]
+
+  def one(both: jax.Array) -> jax.Array:
+    q = jax.nn.log_softmax(model.logits(both[..., :width]))
+    p = jax.nn.log_softmax(model.logits(both[..., width:]))
+    p, which = jax.lax.top_k(p, min(top, p.shape[-1]))
+    far = p - jnp.take_along_axis(q, which, -1)
+    return jnp.sum(jnp.exp(p) * far, -1, keepdims=True)
+
+  far = attend.rowwise(one, jnp.concatenate([h, taught], -1))
+  return far[..., 0] * batch.weights
 
 
 def _head_losses(

@@ -21,9 +21,10 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.loader import Loader
 from ringjax.data.packing import BestFit, PackedBatch, Packer
 from ringjax.data.placement import place_rows
-from ringjax.errors import CheckpointMismatchError, OptionError
+from ringjax.errors import CheckpointMismatchError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
+from ringjax.models.cepe import CepeTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
@@ -32,6 +33,7 @@ from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, remat
 from ringjax.train import step as steps
+from ringjax.train.cepe import ContextSplit, EncoderTraining
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
 
@@ -182,6 +184,8 @@ class Stage:
     batch: rows of a step.
     accumulate: micro-batches of a step.
     rope_scaling: extends the context from here on; None leaves it.
+    context: how rows are cut into what an encoder reads and what the decoder
+      reads; None: all is the decoder's.
   """
 
   steps: int
@@ -189,6 +193,7 @@ class Stage:
   batch: int
   accumulate: int = 1
   rope_scaling: RopeScaling | None = None
+  context: ContextSplit | None = None
 
   def __post_init__(self) -> None:
     for name in ("steps", "length", "batch", "accumulate"):
@@ -200,6 +205,32 @@ class Stage:
         "a multiple of the micro-batches",
         f"pass batch={-(-self.batch // self.accumulate) * self.accumulate}",
       )
+    if self.context is not None:
+      self._check_context(self.context)
+
+  def _check_context(self, context: ContextSplit) -> None:
+    least = context.tokens + (0 if context.repeated else 1)
+    if self.length < least:
+      raise OptionError(
+        "context",
+        f"{context.tokens} tokens of rows of {self.length}",
+        f"rows of at least {least}",
+        f"pass length={2 * context.tokens}, or fewer chunks",
+      )
+
+  @property
+  def decoded(self) -> int:
+    """Tokens of a row that the decoder reads."""
+    return self.length if self.context is None else self.context.decoded(
+      self.length
+    )
+
+  def rows(self, rows: PackedBatch, recipe: Recipe) -> Any:
+    """The rows of a loader, cut into context and the rest where asked for."""
+    if self.context is None:
+      return rows
+    teacher = recipe.objective.distil > 0
+    return self.context.split(rows, recipe.seed, teacher=teacher)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,6 +247,8 @@ class Recipe:
     strategy: of attention, by its name in `ringjax.dot_product_attention`.
     remat: activations that are kept for the backward pass, of `remat.POLICIES`.
     lora: adapters in place of all parameters, or None.
+    cepe: trains the encoder and the cross-attention of a model that has them,
+      and not its decoder.
     packer: of documents into rows.
     seed: of the data and of adapters.
     loop_config: when to log and save, and which failures to tolerate.
@@ -228,6 +261,7 @@ class Recipe:
   strategy: str = "ring"
   remat: str = "attention"
   lora: Lora | None = None
+  cepe: bool = False
   packer: Packer = BestFit()
   seed: int = 0
   loop_config: loop.LoopConfig = loop.LoopConfig()
@@ -245,6 +279,26 @@ class Recipe:
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
     integer("seed", self.seed, least=0)
+    if self.cepe and self.lora is not None:
+      raise OptionError(
+        "lora",
+        "adapters beside cepe=True",
+        "one of them: the decoder is frozen",
+        "leave one out",
+      )
+    alone = [s for s in self.stages if s.context is None or s.context.repeated]
+    if self.objective.distil and alone:
+      raise OptionError(
+        "distil",
+        f"{self.objective.distil:g} with a stage whose decoder reads all",
+        "stages with a context of other tokens, which the teacher reads too",
+        "train those stages in a run of their own",
+      )
+
+  @property
+  def adapter(self) -> Lora | EncoderTraining | None:
+    """What is trained in place of all parameters, or None."""
+    return EncoderTraining() if self.cepe else self.lora
 
   @property
   def total(self) -> int:
@@ -382,7 +436,8 @@ def train(
     )
   ]
   optimizer = recipe.optimizer.build(recipe.total)
-  method: Any = steps.AllParameters() if recipe.lora is None else recipe.lora
+  adapter = recipe.adapter
+  method: Any = steps.AllParameters() if adapter is None else adapter
   base = model
   state, position = _first_state(
     recipe, optimizer, model, attend.mesh, checkpoints
@@ -392,7 +447,7 @@ def train(
   for index, stage in enumerate(recipe.stages):
     begin, end = end, end + stage.steps
     if stage.rope_scaling is not None:
-      if recipe.lora is None:
+      if adapter is None:
         state = _extended(state, stage.rope_scaling)
       else:
         base = extend_context(base, stage.rope_scaling)
@@ -404,12 +459,15 @@ def train(
     with loaders[index]:
       ended = loop.fit(
         state,
-        None if recipe.lora is None else base,
+        None if adapter is None else base,
         rows,
         steps=end,
         step=steps.make_step(optimizer, attend, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
-          recipe.placed(rows, attend), attend, stage.accumulate, part
+          recipe.placed(stage.rows(rows, recipe), attend),
+          attend,
+          stage.accumulate,
+          part,
         ),
         config=recipe.loop_config,
         checkpoints=checkpoints,
@@ -421,8 +479,8 @@ def train(
       break
   assert ended is not None
   made = state.params
-  if recipe.lora is not None:
-    made = recipe.lora.merged(state.params, base)
+  if adapter is not None:
+    made = adapter.merged(state.params, base)
   return TrainResult(
     model=made, step=int(jax.device_get(state.step)), stopped=ended.stopped
   )
@@ -439,7 +497,8 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   Raises:
     ShapeError: the mesh does not divide the rows.
     ConfigError: the model does not support the RoPE scaling.
-    OptionError: the model does not support the layout.
+    OptionError: the model does not support the layout, or has no encoder for
+      the context of a stage.
   """
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:
@@ -449,11 +508,51 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       "a layout that keeps the order of the tokens",
       "pass layout='contiguous'",
     )
+  encoder = None
+  if isinstance(model, CepeTransformer):
+    encoder = model.encoder_config
+  elif recipe.cepe or any(stage.context for stage in recipe.stages):
+    raise OptionError(
+      "model",
+      f"a {model.config.family} without an encoder",
+      "one with an encoder, for cepe=True or a stage with a context",
+      "make one with rj.models.cepe.with_encoder(model)",
+    )
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:
-    batches.check(stage.batch, stage.length, attend, stage.accumulate)
+    batches.check(stage.batch, stage.decoded, attend, stage.accumulate)
+    if stage.context is not None:
+      _check_chunks(stage, recipe, encoder, attend)
     if stage.rope_scaling is not None:
       form = extend_context(form, stage.rope_scaling)
+
+
+def _check_chunks(
+  stage: Stage, recipe: Recipe, encoder: Any, attend: ContextParallel
+) -> None:
+  """Refuses a context that the encoder or the mesh cannot have."""
+  context: Any = stage.context
+  if context.chunk > encoder.chunk:
+    raise OptionError(
+      "context",
+      f"chunks of {context.chunk} tokens",
+      f"at most {encoder.chunk}, the longest chunk of the encoder",
+      "cut the rows into shorter chunks",
+    )
+  if context.tokens % attend.size:
+    raise ShapeError(
+      "context",
+      f"{context.tokens} tokens over {attend.size} shards",
+      f"a multiple of {attend.size}",
+      "pass chunks= as a multiple of the shards",
+    )
+  if recipe.layout == "documents" and attend.size > 1:
+    raise OptionError(
+      "layout",
+      "'documents' with a context",
+      "a layout that keeps rows together",
+      "pass layout='striped'",
+    )
 
 
 def _first_state(
@@ -461,9 +560,9 @@ def _first_state(
 ) -> tuple[steps.TrainState, Any]:
   """The state to begin with, and the position of its data if it was saved."""
   params: Any = model
-  if recipe.lora is not None:
-    params = recipe.lora.start(model, seed=recipe.seed)
-    if mesh is not None:
+  if recipe.adapter is not None:
+    params = recipe.adapter.start(model, seed=recipe.seed)
+    if mesh is not None and recipe.lora is not None:
       everywhere = jax.sharding.PartitionSpec()
       params = jax.device_put(
         params, jax.sharding.NamedSharding(mesh, everywhere)

@@ -1,0 +1,125 @@
+"""Training of an encoder and its cross-attention beside a frozen decoder.
+
+Guarantees: no weight of the decoder gets a gradient or changes. What is masked
+of a row depends on its tokens and the seed alone, so a run that resumes masks
+the same.
+Memory: gradients and moments of the encoder and of cross-attention.
+Ref: Yen et al. 2024, arXiv 2402.16617 (CEPE and, by distillation, CEPED).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.checks import number, positive_int
+from ringjax.models.cepe import CepeTransformer
+from ringjax.train.batch import Batch, Chunks
+
+
+class EncoderTraining:
+  """Trains the encoder and cross-attention of a model, as `Lora` adapters."""
+
+  def start(self, model: CepeTransformer, *, seed: int = 0) -> dict[str, Any]:
+    """The parameters to begin with, copies of the model's."""
+    del seed
+    cross = [[block.cross for block in run] for run in model.stack.blocks]
+    return jax.tree.map(
+      jnp.copy, {"cross": cross, "encoder": model.encoder}
+    )
+
+  def model(self, params: Any, frozen: CepeTransformer) -> CepeTransformer:
+    """The model with these parameters; its decoder gets no gradient."""
+    made = jax.tree.map(jax.lax.stop_gradient, frozen)
+    made.encoder = params["encoder"]
+    for run, found in zip(made.stack.blocks, params["cross"], strict=True):
+      for block, cross in zip(run, found, strict=True):
+        block.cross = cross
+    return made
+
+  def merged(self, params: Any, frozen: CepeTransformer) -> CepeTransformer:
+    """The model with these parameters, to be saved."""
+    return jax.jit(self.model)(params, frozen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextSplit:
+  """How the beginning of each row becomes the encoder's chunks.
+
+  Attributes:
+    chunk: tokens of a chunk.
+    chunks: how many.
+    repeated: the decoder reads them too (CEPE's warm-up, in which the encoder's
+      states are of the decoder's own tokens), and not only what follows them.
+    hit: share of the chunks that are masked in part.
+    whole: share of these that are masked whole; the others lose a suffix of
+      random length.
+  """
+
+  chunk: int
+  chunks: int
+  repeated: bool = False
+  hit: float = 0.3
+  whole: float = 0.1
+
+  def __post_init__(self) -> None:
+    for name in ("chunk", "chunks"):
+      positive_int(name, getattr(self, name))
+    for name in ("hit", "whole"):
+      number(name, getattr(self, name), least=0, most=1)
+
+  @property
+  def tokens(self) -> int:
+    """Tokens of a row that the encoder reads."""
+    return self.chunk * self.chunks
+
+  def decoded(self, length: int) -> int:
+    """Tokens of a row of `length` that the decoder reads."""
+    return length if self.repeated else length - self.tokens
+
+  def split(self, rows: Any, seed: int, *, teacher: bool = False) -> Batch:
+    """The batch of packed rows, of NumPy arrays in true order.
+
+    Args:
+      rows: a `PackedBatch` [B, T].
+      seed: of what is masked.
+      teacher: whether a teacher reads the whole rows.
+    """
+    count = len(rows.tokens)
+    chunks = lambda x: x[:, : self.tokens].reshape(count, self.chunks, -1)
+    seg = np.minimum(chunks(rows.segments), 1).astype(np.int32)
+    kept = np.stack([self._kept(row, seed) for row in rows.tokens])
+    first = 0 if self.repeated else self.tokens
+    rest = [np.asarray(getattr(rows, name))[:, first:] for name in _ROWS]
+    positions = rest[-2]
+    # A document that was cut by the split begins anew.
+    cut = rest[-1] == rest[-1][:, :1]
+    positions = positions - np.where(cut, positions[:, :1], 0)
+    return Batch(
+      *rest[:3],
+      positions=positions,
+      segments=rest[-1],
+      context=Chunks(chunks(rows.tokens), seg * kept),
+      whole=Batch(*(getattr(rows, name) for name in _ROWS))
+      if teacher
+      else None,
+    )
+
+  def _kept(self, row: np.ndarray, seed: int) -> np.ndarray:
+    """int32 [k, C], 0 where a row's context is masked."""
+    code = zlib.crc32(np.ascontiguousarray(row).tobytes())
+    draw = np.random.default_rng([seed, code])
+    ends = np.full(self.chunks, self.chunk)
+    hit = draw.random(self.chunks) < self.hit
+    ends[hit] = draw.integers(1, max(2, self.chunk), self.chunks)[hit]
+    ends[hit & (draw.random(self.chunks) < self.whole)] = 0
+    return (np.arange(self.chunk) < ends[:, None]).astype(np.int32)
+
+
+# Fields of packed rows, in the order of `Batch`.
+_ROWS = ("tokens", "labels", "weights", "positions", "segments")
