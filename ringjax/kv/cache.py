@@ -460,7 +460,7 @@ class KVCache:
   # Between calls
   # -------------------------------------------------------------------------
 
-  def with_states(self, states: EncoderStates | None) -> KVCache:
+  def with_states(self, states: Any) -> KVCache:
     """With contexts that cross-attention of later calls reads, in copies.
 
     What it holds already was read without them.

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -225,7 +225,7 @@ class CepeTransformer(Transformer):
 
 
 def with_encoder(
-  decoder: Transformer,
+  decoder: Any,
   encoder: Encoder | None = None,
   *,
   init: str = "copy",
@@ -392,7 +392,7 @@ def _filled(empty: Any, arrays: Mapping[str, Any], source: str) -> Any:
 
 
 @entering(lambda model, *_, **__: getattr(model, "mesh", None))
-def encode(model: CepeTransformer, chunks: Sequence[Any]) -> EncoderStates:
+def encode(model: Any, chunks: Any) -> EncoderStates:
   """Reads the contexts of a batch, every chunk alone.
 
   Args:
@@ -450,7 +450,7 @@ def _chunks(given: Any, vocab: int, most: int) -> list[list[np.ndarray]]:
   """The ids of each chunk of each row."""
   if isinstance(given, jax.Array):
     given = np.asarray(given)
-  rows = [list(row) for row in given] if np.ndim(given) or len(given) else []
+  rows = [list(row) if np.iterable(row) else [row] for row in given]
   if not rows:
     raise PromptError(
       "chunks",
@@ -560,7 +560,7 @@ def attached(
   if mine != theirs:
     raise CheckpointMismatchError(
       CONFIG,
-      f"an encoder for a decoder of digest {theirs}",
+      f"an encoder of another decoder, of digest {theirs}",
       f"that of this folder's decoder, {mine}",
       "put the files of one model together again",
     )

@@ -1,0 +1,214 @@
+"""Training of an encoder beside a frozen decoder."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError, ShapeError
+from ringjax.models import cepe
+from ringjax.nn.sharding_context import ContextParallel
+from ringjax.train import batch as batches
+from ringjax.train.cepe import ContextSplit, EncoderTraining
+from ringjax.train.step import Objective
+from tests import checkpoints
+from tests.helpers import refused
+
+ENCODER = cepe.Encoder(layers=1, width=16, heads=2, hidden=24, chunk=8)
+DRAW = np.random.default_rng(0)
+DOCUMENTS = rj.data.Documents([DRAW.integers(0, 90, 40) for _ in range(12)])
+AFTER = ContextSplit(chunk=4, chunks=4)
+SAME = ContextSplit(chunk=4, chunks=8, repeated=True)
+
+
+def decoder(name="llama_gqa_bias", **options):
+  return rj.models.create(checkpoints.config(name), seed=1, **options)
+
+
+def model(name="llama_gqa_bias", **options):
+  return cepe.with_encoder(decoder(name, **options), ENCODER)
+
+
+def rows(split=AFTER, *, teacher=False, count=2):
+  """A batch of documents in memory, not placed yet."""
+  tokens = DRAW.integers(0, 90, (count, 33)).astype(np.int32)
+  whole = batches.whole_rows(tokens)
+  at = np.broadcast_to(np.arange(32, dtype=np.int32), (count, 32))
+  whole = whole._replace(positions=at, segments=np.ones_like(at))
+  return split.split(whole, 0, teacher=teacher)
+
+
+def recipe(**options):
+  stages = (
+    rj.train.Stage(steps=2, length=32, batch=2, context=SAME),
+    rj.train.Stage(steps=2, length=32, batch=2, context=AFTER),
+  )
+  given = {
+    "stages": stages,
+    "optimizer": rj.train.Optimizer(learning_rate=1e-2),
+    "cepe": True,
+    "packer": rj.data.Cut(),
+  }
+  return rj.train.Recipe(**given | options)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "qwen3", "gemma2"])
+def test_frozen_weights_have_gradients_of_zero_and_no_others(name):
+  method, mine = EncoderTraining(), model(name)
+  batch = jax.tree.map(lambda x: x[0], batches.place(rows(), ContextParallel()))
+
+  def loss(params, frozen):
+    made = method.model(params, frozen)
+    return Objective().sums(made, batch, ContextParallel()).loss
+
+  trained, frozen = jax.jit(jax.grad(loss, argnums=(0, 1)))(
+    method.start(mine), mine
+  )
+  assert all(not np.any(x) for x in jax.tree.leaves(frozen))
+  for path, x in jax.tree_util.tree_leaves_with_path(trained):
+    assert np.any(x), jax.tree_util.keystr(path)
+
+
+def test_a_training_changes_the_encoder_and_not_its_decoder():
+  mine = model()
+  before = jax.tree.map(np.array, mine)
+  done = rj.train.train(recipe(), mine, rj.train.Mixture([DOCUMENTS]))
+  assert done.step == 4
+  same = jax.tree.map(np.array_equal, before.decoder, done.model.decoder)
+  assert all(jax.tree.leaves(same))
+  moved = jax.tree.map(np.array_equal, before.encoder, done.model.encoder)
+  assert not any(jax.tree.leaves(moved))
+
+
+def test_a_training_that_was_stopped_resumes_bit_for_bit(tmp_path):
+  train = lambda folder, **options: rj.train.train(
+    recipe(**options),
+    model(),
+    rj.train.Mixture([DOCUMENTS]),
+    checkpoints=rj.train.Checkpoints(tmp_path / folder, config={}),
+  )
+  whole = train("whole").model
+  stages = recipe().stages
+  short = (
+    stages[0],
+    rj.train.Stage(steps=1, length=32, batch=2, context=AFTER),
+  )
+  # A schedule of as many steps, so that the first ones are the same.
+  constant = rj.train.Optimizer(learning_rate=1e-2, schedule="constant")
+  whole = train("constant", optimizer=constant).model
+  train("short", stages=short, optimizer=constant)
+  resumed = train("short", optimizer=constant)
+  assert resumed.step == 4
+  same = jax.tree.map(np.array_equal, whole, resumed.model)
+  assert all(jax.tree.leaves(same))
+
+
+def test_meshes_train_the_same():
+  one = rj.train.train(recipe(), model(), rj.train.Mixture([DOCUMENTS])).model
+  mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
+  many = rj.train.train(
+    recipe(layout="striped"),
+    model(mesh=mesh),
+    rj.train.Mixture([DOCUMENTS]),
+    mesh=mesh,
+    axis="seq",
+  ).model
+  for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-3)
+
+
+# ---------------------------------------------------------------------------
+# Contexts
+# ---------------------------------------------------------------------------
+
+
+def test_rows_are_cut_into_context_and_the_rest():
+  whole = rows(SAME, teacher=True)
+  assert whole.tokens.shape == (2, 32)
+  np.testing.assert_array_equal(
+    whole.context.tokens.reshape(2, 32), whole.tokens
+  )
+  after = rows(AFTER, teacher=True)
+  assert after.tokens.shape == after.labels.shape == (2, 16)
+  joined = np.concatenate([after.context.tokens.reshape(2, 16), after.tokens], 1)
+  np.testing.assert_array_equal(joined, after.whole.tokens)
+  np.testing.assert_array_equal(after.positions[0], np.arange(16))
+
+
+def test_contexts_are_masked_as_often_as_asked():
+  split = ContextSplit(chunk=16, chunks=2000)
+  tokens = DRAW.integers(0, 90, (1, 32001)).astype(np.int32)
+  ones = np.ones((1, 32001), np.int32)
+  packed = batches.Batch(tokens, tokens, ones.astype(np.float32), ones, ones)
+  made, again, other = (split.split(packed, seed) for seed in (3, 3, 4))
+  kept = made.context.segments.sum(-1)
+  assert abs(np.mean(kept < 16) - 0.3) < 0.04
+  assert abs(np.mean(kept == 0) - 0.03) < 0.015
+  # What is lost is a suffix.
+  assert (np.diff(made.context.segments, axis=-1) <= 0).all()
+  np.testing.assert_array_equal(made.context.segments, again.context.segments)
+  assert (made.context.segments != other.context.segments).any()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_distillation_adds_the_divergence_from_the_decoder_alone(shards):
+  mesh = rj.make_mesh((shards,), ("seq",), devices=jax.devices()[:shards])
+  mine = model(mesh=mesh)
+  attend = ContextParallel(mesh=mesh, axis="seq", layout=rj.Zigzag())
+  split = ContextSplit(chunk=4, chunks=4, hit=0.0)
+  made = rows(split, teacher=True)
+  batch = jax.tree.map(lambda x: x[0], batches.place(made, attend))
+  sums = lambda **options: jax.jit(
+    lambda m, b: Objective(**options).sums(m, b, attend)
+  )(mine, batch)
+  plain, taught = sums(), sums(distil=2.0, top=5)
+  # The teacher reads the whole rows.
+  p = jax.nn.log_softmax(mine.decoder(made.whole.tokens)[:, 16:])
+  states = cepe.encode(mine, made.context.tokens)
+  q = jax.nn.log_softmax(mine(made.tokens, states=states))
+  p, which = jax.lax.top_k(p, 5)
+  far = jnp.exp(p) * (p - jnp.take_along_axis(q, which, -1))
+  np.testing.assert_allclose(
+    taught.loss - plain.loss, 2 * far.sum(), rtol=0, atol=1e-3
+  )
+  np.testing.assert_allclose(taught.nll, plain.nll, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------
+# Errors and configs
+# ---------------------------------------------------------------------------
+
+
+def test_recipes_that_cannot_be():
+  stage = lambda **options: rj.train.Stage(
+    **{"steps": 1, "length": 32, "batch": 2} | options
+  )
+  long = ContextSplit(chunk=16, chunks=2)
+  refused(OptionError, lambda: stage(context=long), "rows of at least 33")
+  train = lambda how, made: rj.train.train(
+    how, made, rj.train.Mixture([DOCUMENTS])
+  )
+  refused(OptionError, lambda: train(recipe(), decoder()), "encoder")
+  big = recipe(stages=(stage(context=long, length=40),))
+  refused(OptionError, lambda: train(big, model()), "chunks of 16", "at most 8")
+  lora = rj.train.Lora(rank=2)
+  refused(OptionError, lambda: recipe(lora=lora), "frozen")
+  distil = Objective(distil=2.0)
+  refused(OptionError, lambda: recipe(objective=distil), "distil")
+  mesh = rj.make_mesh((8,), ("seq",))
+  odd = ContextSplit(chunk=4, chunks=3)
+  how = recipe(stages=(stage(context=odd, length=28),))
+  refused(
+    ShapeError,
+    lambda: rj.train.train(
+      how,
+      model(mesh=mesh),
+      rj.train.Mixture([DOCUMENTS]),
+      mesh=mesh,
+      axis="seq",
+    ),
+    "12 tokens over 8 shards",
+  )
