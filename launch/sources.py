@@ -10,7 +10,7 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
   passkey, multikey, multivalue, variables, ... (ringjax.data.needle.TASKS)
               a question about a text; length, shortest: tokens of it; what
               else the task takes.
-  copies, pairs, questions, values, chains, links, quotes, records
+  noise, copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
               or ringjax.data.recall_tasks takes. They fill a row.
 
@@ -31,12 +31,13 @@ from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
-from ringjax.data.recall import Copies, Pairs, Questions
+from ringjax.data.recall import Copies, Noise, Pairs, Questions
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
 RECALL: dict[str, Any] = {
+  "noise": Noise,
   "copies": Copies,
   "pairs": Pairs,
   "questions": Questions,

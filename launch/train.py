@@ -60,7 +60,7 @@ from ringjax.train import loop, recipe
 from ringjax.train.cepe import ContextSplit
 from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.extend import RopeScaling, extend_context
-from ringjax.train.induction import INITIALISATIONS
+from ringjax.train.induction import INITIALISATIONS, CrossInductionHeads
 from ringjax.train.lora import Lora
 from ringjax.train.step import Objective
 
@@ -268,7 +268,7 @@ class _TrainingRun:
         f"{mesh.devices.size} x {jax.devices()[0].device_kind}, "
         f"{made.total} steps"
       )
-      if folder and config.start:
+      if folder and config.start and made.adapter is None:
         screen.say("start: not applied, since the weights are given")
       trace = stack.enter_context(_Trace(values.profile if first else None))
 
@@ -318,19 +318,21 @@ class _TrainingRun:
   ) -> Transformer:
     """The model to begin with, read from a folder or created."""
     self._begin("making the model")
+    wanted, start = _encoder(config), _start(config)
+    of_encoder = isinstance(start, CrossInductionHeads)
     if folder is not None:
       model = rj.models.load(folder, dtype="float32", **where)
     else:
       model = rj.models.create(_shape(config), seed=config.seed, **where)
-      if (start := _start(config)) is not None:
+      if start is not None and not of_encoder:
         model = start.apply(model)
-    wanted = _encoder(config)
     if wanted is None or isinstance(model, CepeTransformer):
       return model
     encoder, init = wanted
-    return rj.models.cepe.with_encoder(
+    model = rj.models.cepe.with_encoder(
       model, encoder, init=init, seed=config.seed, rules=where["rules"]
     )
+    return start.apply(model) if of_encoder else model
 
   def _report(
     self,
@@ -409,7 +411,14 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
       f"some of {', '.join(sorted(known))}",
       "use these names; --help_config lists them",
     )
-  _start(config)
+  of_encoder = isinstance(_start(config), CrossInductionHeads)
+  if of_encoder and _encoder(config) is None:
+    raise OptionError(
+      "start",
+      "cross_lookup for a model without an encoder",
+      "an encoder, whose start it is",
+      "set --config.cepe.width, for instance, or another start",
+    )
   _made(rj.models.Rules, config.rules, "rules")
   one_of("packer", config.packer, _PACKERS)
   dtype = {"dtype": recipe.dtype_of(config.dtype)}
@@ -497,7 +506,8 @@ def default_config() -> ConfigDict:
     model: name of a preset, or a dict as in config.json; not with init_from.
     init_from: a Hugging Face folder of the initial weights.
     rules: which mesh axis shards which axis of the parameters.
-    start: initialisation of a fresh model; see ringjax.train.induction.
+    start: initialisation of a fresh model, or of an encoder beside given
+      weights; see ringjax.train.induction.
     tokenizer: a folder, or "bytes"; default: that of init_from, else bytes.
     dtype: of the computation; parameters and moments are float32.
     lora: adapters; rank 0 trains all parameters.

@@ -175,6 +175,24 @@ class Copies(Recall):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Noise(Recall):
+  """Random tokens, all of which count as recalled.
+
+  Nothing but a context that holds them tells them: CEPE's warm-up on these
+  teaches cross-attention to look up, which text teaches it more slowly.
+
+  Attributes:
+    most: the ids below this are drawn from.
+  """
+
+  most: int = 256
+
+  def _parts(self, rng: np.random.Generator) -> list[tuple[np.ndarray, Any]]:
+    count = self.length - len(self._begin())
+    return [(rng.integers(0, self.most, count).astype(np.int32), RECALLED)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(Recall):
   """Lines that name a number each, text, the same lines in another order.
 

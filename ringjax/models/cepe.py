@@ -59,9 +59,6 @@ from ringjax.parallel.place import sequence_axis
 INITS = ("copy", "zero")
 # In a folder, beside the decoder's files.
 CONFIG, TENSORS = "cepe.json", "cepe.safetensors"
-# The size of biases with which the encoder's heads see neighbours.
-_SHARP = 4.0
-_BIASES = ("attention.q.bias", "attention.k.bias")
 _REMEDY = "save the model again with rj.models.save"
 
 
@@ -99,23 +96,6 @@ class Encoder:
         "heads of an even number of features, that divide the width",
         "pass heads=4, width=128, for instance",
       )
-
-  def looking(self) -> dict[str, jax.Array]:
-    """Biases of queries and keys, [heads, H], with which heads see neighbours.
-
-    Head n looks at the token 1 back, 1 ahead, 2 back, 2 ahead, and so on, by
-    rotation of its bias: as in `ringjax.train.induction`. So a state knows its
-    token's neighbours from the first step.
-    """
-    half = self.width // self.heads // 2
-    rates = self.theta ** -(np.arange(half) / half)
-    number = np.arange(self.heads)
-    back = (number // 2 + 1) * np.where(number % 2, -1, 1)
-    angles = back[:, None] * rates
-    q = np.concatenate([np.cos(angles), -np.sin(angles)], -1)
-    k = np.concatenate([np.ones(half), np.zeros(half)])
-    sharp = lambda x: jnp.asarray(_SHARP * x, jnp.float32)
-    return {"q": sharp(q), "k": sharp(np.broadcast_to(k, q.shape))}
 
   def config(self, vocab: int) -> TransformerConfig:
     """What it computes, of the ids of a vocabulary."""
@@ -330,8 +310,6 @@ def _created(
     made = {}
     for path, p in form.items():
       x = fresh[path].get_value()
-      if path.endswith(_BIASES) and path.startswith("encoder."):
-        x = jnp.broadcast_to(encoder.looking()[path.split(".")[-2]][None], x.shape)
       if (source := sources[path]) is not None:
         x = _first(used[source], x.shape)
       if init == "zero" and path.endswith("cross.o.weight"):
@@ -346,7 +324,7 @@ def _created(
 
 
 def _source_of(path: str, old: Mapping[str, Any]) -> str | None:
-  """The decoder's parameter with which one of cross-attention begins."""
+  """The decoder's parameter with which a new one begins, or None."""
   block, cross, name = path.partition(".cross.")
   if not cross:
     return None

@@ -29,8 +29,8 @@ class CrossAttention:
   """Attention of a layer to an encoder's states.
 
   It has the heads, the logits' scale and the norms of queries and keys of the
-  layer's own attention, and the norm of the layer; no positions and no mask but
-  that of padding.
+  layer's own attention, and the norm of the layer; no biases, no positions and
+  no mask but that of padding.
 
   Attributes:
     width: E, numbers of a state.
@@ -54,14 +54,13 @@ class CrossQuery(nnx.Module):
     self.width, self.residual_scale = spec.width, layer.residual_scale
     self.extras = Extras(scale=own.logit_scale, soft_cap=own.soft_cap)
     self.norm = layer.norm.build(rngs, embed)
-    self.q = Linear(
-      rngs, (embed,), (n, h), ("embed", "heads", None), bias=own.bias
-    )
+    # No biases: those of queries and keys are about positions, and one of the
+    # output would add something where there is no context.
+    self.q = Linear(rngs, (embed,), (n, h), ("embed", "heads", None))
     into = lambda: Linear(
-      rngs, (spec.width,), (k, h), (None, "kv_heads", None), bias=own.bias
+      rngs, (spec.width,), (k, h), (None, "kv_heads", None)
     )
     self.k, self.v = into(), into()
-    # Without a bias: nothing is added where there is no context.
     self.o = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
     self.q_norm = head_norm(rngs, own, n)
     self.k_norm = head_norm(rngs, own, k)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.errors import OptionError
+from ringjax.models.cepe import CepeTransformer
 from ringjax.models.transformer import Transformer
 
 
@@ -244,6 +245,123 @@ class RotaryInductionHeads:
     return one
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossInductionHeads:
+  """Initialises an encoder and cross-attention that look up (CEPE).
+
+  The first half of the heads of the encoder's first layer look 1 token back and
+  copy features E/2 to E of that token, which are the first ones of the
+  decoder's embedding, into features 0 to E/2 of this one. Of cross-attention
+  queries read the decoder's first E/2 features, keys the first half of a state,
+  values the second: q_t . k_s is x_t . x_(s-1), and it adds x_s, the token
+  after an earlier one like the last. The other heads look 1 ahead, 2 back, 2
+  ahead and so on; later layers begin small.
+
+  Attributes:
+    sharp: size of the biases.
+    match: size of the queries and keys of cross-attention.
+    copied: size of what it adds.
+    small: factor of the other output maps of the encoder.
+    noise: factor of the maps that are replaced, which are added.
+  """
+
+  sharp: float = 8.0
+  match: float = 2.0
+  copied: float = 1.0
+  small: float = 0.1
+  noise: float = 0.1
+
+  def apply(self, model: CepeTransformer) -> CepeTransformer:
+    """Initialises a fresh encoder and its cross-attention in place.
+
+    Args:
+      model: by `ringjax.models.cepe.with_encoder`, whose encoder has layers of
+        one kind, an even number of heads, and half of its width at most as
+        wide as the decoder.
+
+    Raises:
+      OptionError: the model has another encoder.
+    """
+    encoder = model.encoder_config
+    half, heads = encoder.width // 2, encoder.heads
+    dim = encoder.width // heads
+    if heads % 2 or half > model.config.embed:
+      raise OptionError(
+        "model",
+        f"an encoder of {heads} heads and width {encoder.width}",
+        f"an even number, and at most {2 * model.config.embed}",
+        "leave out the initialisation, or pass such an encoder",
+      )
+    self._encoder(model, half, heads, dim)
+    for run in model.stack.blocks:
+      for block in run:
+        self._cross(block.cross, half)
+    return model
+
+  def _encoder(
+    self, model: CepeTransformer, half: int, heads: int, dim: int
+  ) -> None:
+    own = model.embed.weight[...][:, :half]
+    # Features of mean square 1.
+    own = own * jax.lax.rsqrt(jnp.mean(jnp.square(own)))
+    _write(
+      model.encoder.embed.weight,
+      lambda w: jnp.concatenate([self.noise * w[:, :half], own], 1),
+    )
+    ((block,),) = model.encoder.stack.blocks
+    theta, rest = model.encoder_config.theta, np.arange(heads // 2)
+    # 1 back; then 1 ahead, 2 back, 2 ahead, and so on.
+    back = np.where(rest % 2, rest // 2 + 2, -(rest // 2) - 1)
+    back = np.concatenate([np.ones(heads // 2), back])
+    rates = theta ** -(np.arange(dim // 2) / (dim // 2))
+    angles = back[:, None] * rates
+    rotated = np.concatenate([np.cos(angles), -np.sin(angles)], -1)
+    straight = np.concatenate([np.ones(dim // 2), np.zeros(dim // 2)])
+    q, k, v, o = (getattr(block.attention, name) for name in "qkvo")
+    _write(q.bias, lambda b: b.at[0].set(self.sharp * rotated))
+    _write(k.bias, lambda b: b.at[0].set(self.sharp * straight))
+    for weight in (q.weight, k.weight):
+      _write(weight, lambda w: w.at[0].set(self.noise * w[0]))
+    _write(block.feedforward.down.weight, lambda w: self.small * w)
+    _write(o.weight, lambda w: self.small * w)
+    copying = heads // 2
+    slices = np.eye(half).reshape(copying, dim, half)  # N H E/2
+    nothing = np.zeros_like(slices)
+    reads = np.concatenate([nothing, slices], 2)
+    writes = np.concatenate([slices, nothing], 2)
+    _write(
+      v.weight,
+      lambda w: w.at[0, :, :copying].set(np.transpose(reads, (2, 0, 1))),
+    )
+    _write(o.weight, lambda w: w.at[0, :copying].set(writes))
+
+  def _cross(self, cross: Any, half: int) -> None:
+    """Writes the maps of all layers that share these arrays."""
+    width, heads, dim = cross.q.weight[...].shape[1:]
+    states, kv_heads, _ = cross.k.weight[...].shape[1:]
+    # Which feature each number of a key or value is.
+    which = np.arange(kv_heads * dim) % half
+    feature = np.eye(half)[which].reshape(kv_heads, dim, half)
+    of_heads = np.repeat(feature, heads // kv_heads, 0)
+    into = lambda x, size, first: np.transpose(
+      np.pad(x, [(0, 0), (0, 0), (first, size - half - first)]), (2, 0, 1)
+    )
+    # Each feature is written by several heads.
+    times = heads * dim / half
+    for weight, new in (
+      (cross.q.weight, self.match * into(of_heads, width, 0)),
+      (cross.k.weight, self.match * into(feature, states, 0)),
+      (cross.v.weight, into(feature, states, half)),
+      (
+        cross.o.weight,
+        self.copied
+        / times
+        * np.pad(of_heads, [(0, 0), (0, 0), (0, width - half)]),
+      ),
+    ):
+      _write(weight, lambda w, new=new: self.noise * w + new)
+
+
 def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:
   """Replaces a weight by of(weight), with its dtype and sharding."""
   old = weight[...]
@@ -253,7 +371,10 @@ def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:
 
 
 # By their names in configs.
-INITIALISATIONS: dict[str, type[InductionHeads | RotaryInductionHeads]] = {
+INITIALISATIONS: dict[
+  str, type[InductionHeads | RotaryInductionHeads | CrossInductionHeads]
+] = {
   "lookup": InductionHeads,
   "rotary_lookup": RotaryInductionHeads,
+  "cross_lookup": CrossInductionHeads,
 }

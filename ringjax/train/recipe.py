@@ -464,7 +464,7 @@ def train(
         steps=end,
         step=steps.make_step(optimizer, attend, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
-          recipe.placed(stage.rows(rows, recipe), attend),
+          stage.rows(recipe.placed(rows, attend), recipe),
           attend,
           stage.accumulate,
           part,

@@ -84,25 +84,21 @@ def test_a_training_changes_the_encoder_and_not_its_decoder():
 
 
 def test_a_training_that_was_stopped_resumes_bit_for_bit(tmp_path):
-  train = lambda folder, **options: rj.train.train(
-    recipe(**options),
-    model(),
-    rj.train.Mixture([DOCUMENTS]),
-    checkpoints=rj.train.Checkpoints(tmp_path / folder, config={}),
-  )
-  whole = train("whole").model
-  stages = recipe().stages
-  short = (
-    stages[0],
-    rj.train.Stage(steps=1, length=32, batch=2, context=AFTER),
-  )
-  # A schedule of as many steps, so that the first ones are the same.
-  constant = rj.train.Optimizer(learning_rate=1e-2, schedule="constant")
-  whole = train("constant", optimizer=constant).model
-  train("short", stages=short, optimizer=constant)
-  resumed = train("short", optimizer=constant)
+  def train(folder, steps):
+    last = rj.train.Stage(steps=steps, length=32, batch=2, context=AFTER)
+    # The first steps of either number of steps are the same.
+    constant = rj.train.Optimizer(learning_rate=1e-2, schedule="constant")
+    how = recipe(stages=(recipe().stages[0], last), optimizer=constant)
+    with rj.train.Checkpoints(tmp_path / folder, config={}) as saved:
+      return rj.train.train(
+        how, model(), rj.train.Mixture([DOCUMENTS]), checkpoints=saved
+      )
+
+  whole = train("whole", 2)
+  assert train("short", 1).step == 3
+  resumed = train("short", 2)
   assert resumed.step == 4
-  same = jax.tree.map(np.array_equal, whole, resumed.model)
+  same = jax.tree.map(np.array_equal, whole.model, resumed.model)
   assert all(jax.tree.leaves(same))
 
 
