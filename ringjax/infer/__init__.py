@@ -1,8 +1,9 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
 from ringjax.infer.calibrate import calibrate
-from ringjax.infer.generate import Generated, generate, read_context
+from ringjax.infer.generate import Generated, generate
 from ringjax.infer.prefill import METHODS, Prefill
+from ringjax.infer.reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session

@@ -127,6 +127,15 @@ class StreamedView(KVView, Protocol):
     ...
 
 
+@runtime_checkable
+class ApartView(KVView, Protocol):
+  """A view whose weight depends on all of its keys, on all shards, see `apart`."""
+
+  def joined(self, rest: Partial, visit: Any) -> Partial:
+    """The partial of all keys, of that of the other views, for a `CacheVisit`."""
+    ...
+
+
 class Aligned(NamedTuple):
   """A view in another basis of its keys and values.
 
