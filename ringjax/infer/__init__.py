@@ -1,6 +1,8 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
+from ringjax.infer import contexts
 from ringjax.infer.calibrate import calibrate
+from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.reading import read_context
@@ -11,6 +13,7 @@ from ringjax.infer.stopping import Stop
 
 __all__ = [
   "METHODS",
+  "ContextLibrary",
   "GenerateReport",
   "Generated",
   "Greedy",
@@ -19,6 +22,8 @@ __all__ = [
   "Session",
   "Stop",
   "calibrate",
+  "context_session",
+  "contexts",
   "evict_by_repetition",
   "generate",
   "read_context",

@@ -21,7 +21,10 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.infer import decode, inputs
-from ringjax.infer.prefill import PrefillOptions
+from ringjax.infer.contexts.combine import Full, combine_of
+from ringjax.infer.contexts.context_library import ContextLibrary
+from ringjax.infer.contexts.context_session import context_session, joined
+from ringjax.infer.prefill import PrefillOptions, padded
 from ringjax.infer.reading import (
   asked_repetition,
   check_call,
@@ -45,7 +48,7 @@ from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.local import here, last_device
-from ringjax.plan.choice import Machine
+from ringjax.plan.choice import KEEPS, Machine
 
 
 # Arrays have no single truth value, by which dataclasses would compare them.
@@ -107,6 +110,9 @@ def generate(
   keep: str = "sharded",
   wire: Any = None,
   cache: Session | None = None,
+  contexts: Any = None,
+  combine: Any = None,
+  library: ContextLibrary | None = None,
   cache_dtype: Any = None,
   cache_kind: Any = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
@@ -156,6 +162,14 @@ def generate(
       exact.
     cache: a `Session`, to continue where it is and to leave it behind; the
       tokens are then what comes after those that it holds.
+    contexts: documents that `tokens` are about, each read apart: ids or an
+      `EncodedContext`, those of all rows, or for each row a list of them. See
+      `context_session`.
+    combine: how they are combined: "full", "parallel" (the default), "ape",
+      "select", "recompute", "kvlink", with options as in
+      "ape:temperature=0.8", or an object of `rj.infer.contexts`.
+    library: which encodes and keeps them, a `ContextLibrary`; default: one for
+      this call.
     cache_kind: how the cache that is made stores keys and values, an
       `rj.kv.CacheKind` or its name, one of `rj.kv.KINDS`; default "windowed",
       which keeps no more than later tokens see.
@@ -213,6 +227,30 @@ def generate(
     stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
   )
   start = np.zeros(len(prompts), np.int64)
+  if contexts is not None:
+    how = combine_of("parallel" if combine is None else combine)
+    if isinstance(how, Full):
+      prompts = joined(contexts, prompts, how, model.config.vocab)
+    else:
+      _check_apart(cache, keep, wire)
+      longest = max(p.size for p in prompts)
+      cache = context_session(
+        model,
+        contexts,
+        how,
+        capacity=padded(longest, 1) + count,
+        batch=len(prompts),
+        library=library,
+        **own,
+      )
+      own = dict.fromkeys(own)
+  elif combine is not None or library is not None:
+    raise OptionError(
+      "combine" if library is None else "library",
+      "a value without contexts",
+      "contexts to combine",
+      "pass contexts=[...], or leave it out",
+    )
   if cache is not None:
     check_session(cache, model, len(prompts), own)
     start = cache.lengths
@@ -245,10 +283,28 @@ def generate(
     cache_bytes=bytes_each(session.cache),
     capacity=session.cache.capacity,
     cache_kind=session.cache.kind,
+    contexts=session.contexts,
   )
   if report is not None:
     report(session.last)
   return new
+
+
+def _check_apart(cache: Any, keep: str, wire: Any) -> None:
+  """Refuses what does not go with contexts that are encoded apart."""
+  for name, value, default in (
+    ("cache", cache, None),
+    ("keep", keep, KEEPS[0]),
+    ("wire", wire, None),
+  ):
+    if value is not default and value != default:
+      raise OptionError(
+        name,
+        "a value beside contexts",
+        "contexts, or this",
+        "leave it out, or pass combine='full'; several questions to the same "
+        "contexts: rj.infer.context_session",
+      )
 
 
 def _decode(

@@ -1,7 +1,7 @@
-"""A cache behind contexts that were encoded apart: they are read, never written.
+"""A cache behind contexts that were encoded apart, which calls only read.
 
-Guarantees: contexts keep the bytes with which they were encoded, whatever codec
-stores them; the order in which they are placed changes nothing but sums.
+Guarantees: contexts keep the bytes with which they were encoded, whatever
+codec stores them; the order in which they are placed changes nothing but sums.
 Cost: a call reads the contexts as it reads any keys; nothing is appended to
 them. Placing them is one copy to the devices.
 Memory: the contexts of all rows, and an open cache for what is read and
@@ -15,6 +15,7 @@ the open one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -279,9 +280,9 @@ def slots_for(
 
   `tile`: each context begins at a multiple of so many slots.
   """
-  part = lambda n: -(-(-(-n // shards)) // tile) * tile
-  most = max((sum(map(part, row)) for row in lengths), default=0)
-  return few_sizes(max(1, -(-most // tile))) * tile
+  tiles = lambda n: math.ceil(math.ceil(n / shards) / tile)
+  most = max(sum(map(tiles, row)) for row in lengths)
+  return few_sizes(max(1, most)) * tile
 
 
 def placed(
@@ -337,6 +338,39 @@ def placed(
     dataclasses.replace(made, constants=constants),
     _on_devices(owner, tiles),
   )
+
+
+def exported(
+  cache: KVCache, spans: Sequence[tuple[int, int, int]]
+) -> list[Blocks]:
+  """Tokens of rows of a cache, in arrays of the host; see `KVCache.export`.
+
+  Args:
+    cache: of one process.
+    spans: row, first position and the position behind the last.
+
+  Raises:
+    OptionError: a cache that is spread over several processes.
+  """
+  leaves = jax.tree.leaves(cache.slots)
+  if not all(x.is_fully_addressable for x in leaves):
+    raise OptionError(
+      "contexts",
+      "a cache that is spread over several processes",
+      "the devices of one process",
+      "encode contexts in each process, or pass combine='full'",
+    )
+  at, slots = jax.device_get((cache.at, cache.slots))
+  found = []
+  for row, start, stop in spans:
+    index, _ = cache.located(at, row, start, stop)
+
+    def one(x: np.ndarray, index: Any = index, row: int = row) -> np.ndarray:
+      return np.take(x[:, row], index, token_axis(x) - 1)
+
+    coords = Coords(*(np.asarray(x)[row][index] for x in at))
+    found.append(Blocks(coords, jax.tree.map(one, slots), cache.kind))
+  return found
 
 
 def _put(x: np.ndarray, new: np.ndarray, row: int, into: np.ndarray) -> None:

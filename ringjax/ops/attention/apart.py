@@ -125,7 +125,11 @@ class WeighedView(_Wrapped):
       visit, scores=scores, terms=visit.terms._replace(slopes=slopes)
     )
     out, lse = finalize(cooler.combined(cooler.on_shard([self.stored])))
-    return merge(rest, Partial.of(out, lse * self.scale.astype(lse.dtype)))
+    scale = self.scale
+    if visit.axis is not None:
+      # The same on all shards, which its type has to say.
+      scale = collectives.largest(scale, visit.axis)
+    return merge(rest, Partial.of(out, lse * scale.astype(lse.dtype)))
 
 
 tree.register(WeighedView, ("stored", "scale"), ("temperature",))
@@ -214,8 +218,7 @@ class SelectedView(_Wrapped):
       if visit.head_axes:
         weight = collectives.total(weight, visit.head_axes)
     _, best = lax.top_k(jnp.moveaxis(weight, 1, -1), self.keep)
-    index = jnp.arange(self.count, dtype=best.dtype)
-    chosen = jnp.any(best[..., None] == index, -2)
+    chosen = jnp.any(jax.nn.one_hot(best, self.count, dtype=bool), -2)
     return jnp.moveaxis(chosen, -1, 1)
 
   def _read(self, visit: Any, chosen: jax.Array) -> Partial:
@@ -251,7 +254,7 @@ class SelectedView(_Wrapped):
     step: Callable[..., Any],
     carry: Any,
   ) -> Any:
-    """step(n, products, values, tile, carry) of the first `count` of `tiles`."""
+    """step(n, products, values, tile, carry) of `count` of `tiles`."""
     view, q, _, by_head = self.stored.aligned(visit.q)
     assert not by_head
     size = self.shape[2] // self.owner.shape[1]

@@ -129,10 +129,10 @@ class StreamedView(KVView, Protocol):
 
 @runtime_checkable
 class ApartView(KVView, Protocol):
-  """A view whose weight depends on all of its keys, on all shards, see `apart`."""
+  """A view whose weight depends on all of its keys, see `apart`."""
 
   def joined(self, rest: Partial, visit: Any) -> Partial:
-    """The partial of all keys, of that of the other views, for a `CacheVisit`."""
+    """The partial of all keys, with that of the other views."""
     ...
 
 

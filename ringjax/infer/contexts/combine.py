@@ -2,9 +2,9 @@
 
 | name | contexts are read | positions |
 | --- | --- | --- |
-| `full` | anew, one behind the other | consecutive |
+| `full` | anew, as one text | consecutive |
 | `parallel` | as they were encoded, behind one prefix | the same for all |
-| `ape` | so, with a temperature and a scale of their weight | the same for all |
+| `ape` | so, with a temperature and a scale | the same for all |
 | `select` | so, those that queries look at most | the same for all |
 | `recompute` | moved, and some of their tokens anew | consecutive |
 | `kvlink` | moved, with link tokens behind each | consecutive |
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringjax.checks import number, one_of, positive_int
-from ringjax.data.links import LinkTokens
+from ringjax.data.link_tokens import LinkTokens
 from ringjax.errors import OptionError
 
 
@@ -77,7 +77,7 @@ class Parallel(Combine):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class APE(Parallel):
-  """As `Parallel`, with a temperature and a scale of contexts (arXiv 2502.05431).
+  """As `Parallel`, with a temperature and a scale (arXiv 2502.05431).
 
   Attributes:
     temperature: T; scores of contexts' keys are divided by it.
@@ -99,7 +99,7 @@ class APE(Parallel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Select(Parallel):
-  """As `Parallel`; queries read the contexts they look at most (arXiv 2412.16545).
+  """As `Parallel`; queries read what they look at most (arXiv 2412.16545).
 
   A context's weight is the sum of its five largest attention probabilities.
 
@@ -127,7 +127,7 @@ class Select(Parallel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompute(Combine):
-  """Contexts one behind the other; the tokens that differ most are computed anew.
+  """Contexts one behind the other; tokens that differ most are computed anew.
 
   Which these are, the keys of the second layer say: those of one text, against
   those of contexts apart (CacheBlend, arXiv 2405.16444).
@@ -195,7 +195,11 @@ def combine_of(how: Any, name: str = "combine") -> Combine:
       f"pass {name}=parallel, for instance",
     )
   made = WAYS[way]
-  known = [f.name for f in dataclasses.fields(made) if f.default not in ((), None)]  # fmt: skip
+  # Not prefix and links, which are no numbers or words.
+  simple = int | float | str
+  known = [
+    f.name for f in dataclasses.fields(made) if isinstance(f.default, simple)
+  ]
   options: dict[str, Any] = {}
   for part in rest.split(",") if rest else ():
     key, equals, value = part.partition("=")
