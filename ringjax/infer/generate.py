@@ -21,9 +21,9 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.infer import decode, inputs
+from ringjax.infer.contexts.behind_contexts import context_session, joined
 from ringjax.infer.contexts.combine import Full, combine_of
 from ringjax.infer.contexts.context_library import ContextLibrary
-from ringjax.infer.contexts.context_session import context_session, joined
 from ringjax.infer.prefill import PrefillOptions, padded
 from ringjax.infer.reading import (
   asked_repetition,
@@ -230,6 +230,13 @@ def generate(
   if contexts is not None:
     how = combine_of("parallel" if combine is None else combine)
     if isinstance(how, Full):
+      if library is not None:
+        raise OptionError(
+          "library",
+          "one with combine='full', which reads contexts anew",
+          "contexts that are read apart",
+          "leave it out",
+        )
       prompts = joined(contexts, prompts, how, model.config.vocab)
     else:
       _check_apart(cache, keep, wire)

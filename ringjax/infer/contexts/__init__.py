@@ -1,5 +1,9 @@
 """Documents that are read once, apart, and combined with any question."""
 
+from ringjax.infer.contexts.behind_contexts import (
+  ContextReport,
+  context_session,
+)
 from ringjax.infer.contexts.combine import (
   APE,
   WAYS,
@@ -15,10 +19,6 @@ from ringjax.infer.contexts.context_library import (
   ContextCounters,
   ContextLibrary,
   EncodedContext,
-)
-from ringjax.infer.contexts.context_session import (
-  ContextReport,
-  context_session,
 )
 
 __all__ = [

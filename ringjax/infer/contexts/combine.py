@@ -87,8 +87,8 @@ class APE(Parallel):
 
   name: ClassVar[str] = "ape"
 
-  temperature: float = 0.9
-  scale: float = 0.9
+  temperature: int | float = 0.9
+  scale: int | float = 0.9
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -140,7 +140,7 @@ class Recompute(Combine):
   moves: ClassVar[bool] = True
   name: ClassVar[str] = "recompute"
 
-  fraction: float = 0.15
+  fraction: int | float = 0.15
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -416,7 +416,8 @@ def _to_bytes(context: EncodedContext) -> bytes:
   shapes: dict[str, Any] = {}
   parts = {"own": context.blocks, "before": context.prefix_blocks}
   for name, blocks in parts.items():
-    for n, x in enumerate(jax.tree.leaves(blocks)):
+    leaves = [] if blocks is None else jax.tree.leaves(blocks[:2])
+    for n, x in enumerate(leaves):
       x = np.ascontiguousarray(x)
       arrays[f"{name}.{n}"] = x.reshape(-1).view(np.uint8)
       shapes[f"{name}.{n}"] = [str(x.dtype), list(x.shape)]

@@ -106,7 +106,7 @@ class WeighedView(_Wrapped):
 
   stored: Any
   scale: Any
-  temperature: float
+  temperature: int | float
 
   def specs(self, batch: Any, heads: Any, tokens: Any) -> WeighedView:
     inner = self.stored.specs(batch, heads, tokens)
