@@ -13,13 +13,20 @@
       What kinds of caches cost on such a text: bits, bytes, loss, divergence.
       Without --cache all kinds that need no calibration. With --task=passkey
       also what is found with each kind.
+  python -m launch.evaluate contexts --contexts=2,8,16 --search --plot=c.png
+      What it costs to read a text in parts that do not see each other, by the
+      way in which they are combined (ringjax.infer.contexts) and their number:
+      loss of what follows, tokens computed, bytes moved. With --task=passkey
+      also what is found. --search tunes temperature and scale on texts of
+      their own.
   python -m launch.evaluate families --cache=int4 --cache=nuq3
       What kinds of caches do to small models of every family with random
       weights; without --cache all codecs.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       The curves of a training, from its log.
 
-Without --model the model that ships with ringjax is measured. Of Python's
+Without --model the model that ships with ringjax is measured, and for contexts
+the second one, ringjax-small. Of Python's
 sources the one file in ten that training keeps out (`documents.library`) is
 read, over all devices; see --mesh and --prefill. --out is written after each
 cell of a table, or each curve; "complete" in it says whether it has all. Called
@@ -28,6 +35,7 @@ again with the same --out and settings, needle asks for missing cells only.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -45,18 +53,23 @@ from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
-from ringjax.data import Tokenizer, documents, texts
+from ringjax.data import LinkTokens, Tokenizer, documents, texts
 from ringjax.data.filler import Lines
+from ringjax.data.link_tokens import LINKS
 from ringjax.data.needle import TASKS, Task
 from ringjax.errors import OptionError
 from ringjax.eval import (
   RANDOM_FAMILIES,
   Cell,
+  ContextCost,
+  ContextTrial,
   Curve,
   FamilyError,
   KindCost,
   charts,
   compare_caches,
+  context_answers,
+  context_ways,
   family_errors,
   find,
   reader,
@@ -64,7 +77,7 @@ from ringjax.eval import (
 from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
 from ringjax.kv import KINDS, kind_text
-from ringjax.models import tiny
+from ringjax.models import small, tiny
 from ringjax.models.fingerprint import fingerprint
 
 NAME = "evaluate"
@@ -134,6 +147,17 @@ def define(values: flags.FlagValues) -> None:
     None,
     f"families: which, of {', '.join(RANDOM_FAMILIES)}; default: all.",
   )
+  new.texts(
+    "contexts", ["1", "2", "4", "8", "16"], "contexts: parts of a text."
+  )
+  new.texts(
+    "ways", [], f"contexts: some of {', '.join(context_ways([0]))}; all."
+  )
+  new.whole("question", 128, "contexts: tokens behind a text that count.")
+  new.text(
+    "prefix", "\n\n", "contexts: text before all parts, where they share one."
+  )
+  new.boolean("search", False, "contexts: tune APE on texts of their own.")
   new.text("log", None, "curves: the log.jsonl of a training.")
   new.text("plot", None, "PNG to draw (needs matplotlib).")
   new.text("out", None, "File for all figures, JSON.")
@@ -214,9 +238,15 @@ def _uses(word: str, name: str, asks: bool) -> bool:
   if word == "families":
     return name in ("families", "cache", "lengths", "seed", "out", "json")
   asking = ("needle", "caches") if asks else ("needle",)
-  only = {"task": ("needle", "caches"), "depths": asking, "trials": asking,
-          "seed": asking, "rows": ("perplexity", "caches"),
-          "cache": ("caches", "needle"), "prefill": ("needle", "perplexity"),
+  answers = (*asking, "contexts") if asks else asking
+  of_contexts = dict.fromkeys(
+    ("contexts", "ways", "question", "prefix", "search"), ("contexts",)
+  )
+  only = {"task": ("needle", "caches", "contexts"), "depths": asking,
+          "trials": answers, "seed": answers, **of_contexts,
+          "rows": ("perplexity", "caches", "contexts"),
+          "cache": ("caches", "needle", "contexts"),
+          "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
           "cache_dtype": ("needle", "perplexity")}  # fmt: skip
   return word in only.get(name, (word,))
@@ -578,6 +608,127 @@ class _Evaluation:
     ]
     return lines, lambda path: charts.cache_costs(costs, path)
 
+  def contexts(self) -> _Shown:
+    """Reads texts in parts that do not see each other.
+
+    With --task also asks for facts that are hidden in them.
+    """
+    values, screen = self._values, self._screen
+    length = 512
+    if values["lengths"].present:
+      if len(self._lengths()) != 1:
+        raise OptionError(
+          "--lengths", ",".join(values.lengths), "one length", "pass one number"
+        )
+      (length,) = self._lengths()
+    counts = _numbers("contexts", values.contexts, int, 1, length)
+    asks, given = values.task is not None, list(values.cache or ())
+    names = self._tasks() if asks else []
+    if len(given) > 1:
+      raise OptionError("--cache", ", ".join(given), "one", "pass one kind")
+    kind = kind_text.parse(given[0], "--cache") if given else None
+    context_ways([0], kinds=values.ways)
+    found = self._texts()
+    if values.model is None:
+      values.model = str(small.path())
+    model, tokenizer, reading = self._load()
+    links = None
+    if os.path.exists(os.path.join(values.model, LINKS)):
+      links = LinkTokens.load(values.model, vocab=model.config.vocab)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ways = context_ways(
+      begin + tokenizer.encode(values.prefix), links, values.ways
+    )
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
+    span, rows = length + values.question, values.rows
+    # Texts to tune on are behind those that count.
+    need = rows * (2 if values.search else 1)
+    if ids.size < need * span:
+      raise OptionError(
+        "--lengths",
+        length,
+        f"at most what {need} texts of {ids.size:,} tokens together have",
+        "pass fewer --rows, a smaller length, or more text",
+      )
+    # From all over the text.
+    starts = np.linspace(0, ids.size - span, need).astype(int)
+    texts = np.stack([ids[start : start + span] for start in starts])
+    where = {"mesh": reading["mesh"], "cache_kind": kind}
+    trial = ContextTrial(model, texts[::2][:rows] if values.search else texts,
+                         values.question, **where)  # fmt: skip
+    tuning = ContextTrial(model, texts[1::2], values.question, **where)
+    self._begin(
+      "costs",
+      len(ways) * len(counts),
+      length=length,
+      question=values.question,
+      rows=rows,
+      prefix=values.prefix,
+      cache=given[0] if given else None,
+      tasks=names,
+    )
+    scores: dict[tuple[str, int], float] = {}
+    if asks:
+      tasks = self._asked(names, "\n".join(found), tokenizer, length)
+      total = len(ways) * len(counts) * values.trials
+      screen.begin("asking", total * len(tasks), "answers")
+      for n, task in enumerate(tasks.values()):
+        part = context_answers(
+          model,
+          task,
+          ways,
+          counts,
+          length=length,
+          trials=values.trials,
+          seed=values.seed,
+          on_trial=lambda done, n=n: screen.at(n * total + done),
+          **where,
+        )
+        for key, score in part.items():
+          scores[key] = scores.get(key, 0.0) + score / len(tasks)
+    costs: list[ContextCost] = []
+    screen.begin("reading", len(ways) * len(counts) * rows, "texts")
+    for count in counts:
+      for name, way in ways.items():
+        if values.search and name == "ape":
+          best = tuning.tuned(count, way.combine)
+          way = dataclasses.replace(way, combine=best)
+        before = len(costs) * rows
+        costs.append(
+          trial.cost(
+            name,
+            way,
+            count,
+            found=scores.get((name, count)),
+            on_row=lambda done, before=before: screen.at(before + done),
+          )
+        )
+        self._add(costs[-1].record())
+    wide = max(map(len, ways))
+    head = f"{'way':<{wide}}" + "".join(f"{n:>9,}" for n in counts)
+    of = lambda name: [cost for cost in costs if cost.way == name]
+    table = lambda cell: [
+      f"{name:<{wide}}" + "".join(f"{cell(x):>9}" for x in of(name))
+      for name in ways
+    ]
+    lines = [
+      f"{rows} texts of {length:,} tokens and {values.question} behind them, "
+      "by parts; nats a token",
+      head,
+      *table(lambda x: f"{x.nll:.4f}"),
+    ]
+    if asks:
+      lines += ["per cent found", head, *table(lambda x: f"{x.found:.0%}")]
+    lines += ["tokens computed", head, *table(lambda x: f"{x.computed:,.0f}")]
+    lines += [
+      "kilobytes moved",
+      head,
+      *table(lambda x: f"{x.nbytes / 1e3:,.0f}"),
+    ]
+    if values.search and "ape" in ways:
+      lines += [f"{x.contexts} parts: {x.combine}" for x in of("ape")]
+    return lines, lambda path: charts.context_costs(costs, path)
+
   def families(self) -> _Shown:
     """Tries codecs on a random model of each family."""
     values, screen = self._values, self._screen
@@ -710,6 +861,7 @@ _COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
   "needle": _Evaluation.needle,
   "perplexity": _Evaluation.perplexity,
   "caches": _Evaluation.caches,
+  "contexts": _Evaluation.contexts,
   "families": _Evaluation.families,
   "curves": _Evaluation.curves,
 }

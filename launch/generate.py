@@ -11,6 +11,11 @@
       A longer document on four devices, 4096 tokens at a time, into another
       kind of cache.
 
+  python -m launch.generate --model=DIR --contexts=DIR --prompt="Who did it?" \\
+      --combine=ape
+      The texts of a folder, each read apart; with --store they are kept, and
+      another question reads none of them again.
+
 The answer goes to stdout as it comes, all else to stderr. Ctrl-C ends an
 answer early. With several processes (see launch/common.py) all get the same
 flags and the first one prints; only it needs the document.
@@ -35,9 +40,10 @@ from launch import common, console, machines, prompts
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.checks import positive_int
-from ringjax.data import Tokenizer
+from ringjax.data import LinkTokens, Tokenizer
+from ringjax.data.link_tokens import LINKS
 from ringjax.errors import OptionError
-from ringjax.infer import METHODS, Sample, Stop
+from ringjax.infer import METHODS, Sample, Stop, contexts
 from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.stopping import Watch
 from ringjax.kv import KINDS, kind_text
@@ -49,6 +55,8 @@ from ringjax.plan.choice import KEEPS
 
 NAME = "generate"
 _NEW_TOKENS = 256
+# Of a folder that keeps contexts.
+_STORE_BYTES = 1 << 40
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
   "time (--prefill=chunked --chunk=1024)"
@@ -63,6 +71,14 @@ def define(values: flags.FlagValues) -> None:
     "prompt", None, "What to continue or, with a file, the question on it."
   )
   new.text("prompt_file", None, "A document, UTF-8; - is stdin.")
+  new.text("contexts", None, "A folder of .txt files that the prompt is about.")
+  new.text(
+    "combine",
+    None,
+    f"How contexts are combined: {', '.join(contexts.WAYS)}; with options as "
+    "ape:temperature=0.9,scale=0.9; default: parallel.",
+  )
+  new.text("store", None, "A folder that keeps what was read of contexts.")
   new.text("system", None, "A system message; needs a chat template.")
   new.boolean("chat", None, "Use the chat template; default: if there is one.")
   new.boolean("raw", False, "Use no chat template, as --nochat.")
@@ -178,6 +194,8 @@ class _Work:
     self._screen = screen
     self._job = job
     self._written = ""
+    # Arguments of `generate` about contexts.
+    self._contexts: dict[str, Any] = {}
     # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
@@ -207,6 +225,8 @@ class _Work:
 
     ids = common.share(encode)
     self._screen.say(f"prompt: {len(ids):,} tokens, {self._prompt.source}")
+    if values.contexts is not None:
+      ids = self._read_contexts(model, mesh, tokenizer, chat, folder)
     strings = tuple(values.stop)
     if not strings and chat is None and prompts.made_up(values):
       # The answer is a line.
@@ -241,6 +261,58 @@ class _Work:
       f"{about['dtype']}, in {about['load_s']:.1f} s"
     )
     return model, about
+
+  def _read_contexts(
+    self,
+    model: Transformer,
+    mesh: Any,
+    tokenizer: Tokenizer,
+    chat: Any,
+    folder: pathlib.Path,
+  ) -> np.ndarray:
+    """Encodes contexts: the question's ids."""
+    values, screen = self._values, self._screen
+    if jax.process_count() > 1:
+      raise prompts.clash("--contexts in several processes", "one process")
+    texts = prompts.contexts(values.contexts, tokenizer)
+    prefix, question = prompts.around_contexts(
+      self._prompt, values, tokenizer, chat
+    )
+    how = contexts.combine_of(values.combine or "parallel", "--combine")
+    how = dataclasses.replace(how, prefix=prefix)
+    if isinstance(how, contexts.KVLink) and (folder / LINKS).exists():
+      links = LinkTokens.load(folder, vocab=model.config.vocab)
+      how = dataclasses.replace(how, links=links)
+    self._contexts = {"contexts": texts, "combine": how}
+    if isinstance(how, contexts.Full):
+      return question
+    store = None
+    if values.store is not None:
+      store = rj.store.Store(disk=(values.store, _STORE_BYTES))
+    kind = kind_text.parse(values.cache, "--cache")
+    if not values["cache"].present:
+      kind = KINDS["unrotated" if how.moves else "dense"]
+    library = rj.infer.ContextLibrary(
+      model,
+      prefix=how.shared_prefix,
+      cache_kind=kind,
+      mesh=mesh,
+      store=store,
+    )
+    self._begin(
+      f"reading {len(texts):,} contexts", "reading contexts", len(texts),
+      "contexts",
+    )  # fmt: skip
+    self._contexts["contexts"] = library.encode(texts, progress=screen.at)
+    self._contexts["library"] = library
+    if store is not None:
+      store.close()
+    did = library.counters
+    screen.say(
+      f"contexts: {len(texts):,}, {did.reused:,} of them read before; "
+      f"{did.tokens:,} tokens computed"
+    )
+    return question
 
   def _answer(
     self,
@@ -285,8 +357,7 @@ class _Work:
         machine=machines.machine(values),
         keep=values.keep,
         wire=values.wire,
-        cache_kind=kind_text.parse(values.cache, "--cache"),
-        mesh=mesh,
+        **self._where(mesh),
         stop=eos,
         stream=stream,
         progress=progress,
@@ -323,7 +394,15 @@ class _Work:
       "decode_s": clock.last_s - clock.first_s,
       "cache_bytes_per_device": report.cache_bytes,
       "cache_tokens": report.capacity,
+      "contexts": _of_contexts(report.contexts),
     }
+
+  def _where(self, mesh: Any) -> dict[str, Any]:
+    """The cache's kind and mesh; those of contexts, if there is a library."""
+    if "library" in self._contexts:
+      return self._contexts
+    kind = kind_text.parse(self._values.cache, "--cache")
+    return {"cache_kind": kind, "mesh": mesh, **self._contexts}
 
   def tell(self, done: dict[str, Any]) -> None:
     """The figures, in words or as JSON."""
@@ -384,12 +463,27 @@ def summary(done: dict[str, Any]) -> list[str]:
     "cache": f"{done['cache']}, {cache} on each device, "
     f"{done['cache_tokens']:,} tokens in all",
   }
+  if done["contexts"] is not None:
+    did = done["contexts"]
+    lines["contexts"] = (
+      f"{did['contexts']:,} of {did['tokens']:,} tokens, "
+      f"{did['computed']:,} computed beside the question, "
+      f"{console.nbytes(did['nbytes'])} to the devices"
+    )
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"
     lines["passkey"] = (
       f"{done['passkey']}, hidden at {done['depth']:.0%}, {found} the answer"
     )
   return ["", *(f"{name:12} {text}" for name, text in lines.items())]
+
+
+def _of_contexts(report: Any) -> dict[str, Any] | None:
+  """What was done with contexts, as JSON."""
+  if report is None:
+    return None
+  found = dataclasses.asdict(report)
+  return found | {"combine": repr(report.combine)}
 
 
 def _where(
@@ -410,6 +504,8 @@ def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   drawn = isinstance(_sampler(values), Sample)
   kind_text.parse(values.cache, "--cache")
+  if values.combine is not None:
+    contexts.combine_of(values.combine, "--combine")
   if values.max_new_tokens is not None:
     positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
@@ -423,6 +519,13 @@ def _check(values: flags.FlagValues) -> None:
     (values.raw and values.chat, "--raw and --chat", "one of them"),
     (values.system is not None and unchatty,
      "--system without a chat template", "--system with --chat"),
+    *((values[name].value is not None and values.contexts is None,
+       f"--{name} without --contexts", "both")
+      for name in ("combine", "store")),
+    (values.contexts is not None and values.prompt is None,
+     "--contexts without --prompt", "both"),
+    (values.contexts is not None and values.prompt_file is not None,
+     "--contexts and --prompt_file", "one of them"),
     *((True, f"--{name} without --profile", "both")
       for name in machines.unused(values)),
     (costs and values.prefill != "auto",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from ringjax.data import ChatTemplate, documents
+from ringjax.data import ChatTemplate, documents, texts
 from ringjax.errors import OptionError, PromptError
 from ringjax.models import tiny
 
@@ -180,3 +180,39 @@ def encode(
   if values.system is not None:
     messages.insert(0, {"role": "system", "content": values.system})
   return template.tokens(messages, tokenizer)
+
+
+def contexts(folder: str, tokenizer: Any) -> list[np.ndarray]:
+  """The ids of the texts of a folder, files .txt in the order of their names.
+
+  Raises:
+    DataError: there are none, or one is not UTF-8.
+    PromptError: a file without text.
+  """
+  paths = texts.find(folder)
+  found = []
+  for path, text in zip(paths, texts.from_files(paths), strict=True):
+    _refuse_blank("--contexts", text, f"{path}, without text")
+    found.append(np.asarray(tokenizer.encode(f"{text}\n\n"), np.int32))
+  return found
+
+
+def around_contexts(
+  prompt: Prompt,
+  values: flags.FlagValues,
+  tokenizer: Any,
+  template: ChatTemplate | None,
+) -> tuple[tuple[int, ...], np.ndarray]:
+  """The ids before all contexts, and those of the question behind them."""
+  if template is None:
+    first = tokenizer.encode("\n\n", bos=tokenizer.adds_bos)
+    return tuple(first), np.asarray(tokenizer.encode(prompt.question), np.int32)
+  ids = encode(prompt, values, tokenizer, template)
+  # What stands before a message, whatever it says.
+  begin = "a" if prompt.question[:1] != "a" else "b"
+  other = dataclasses.replace(prompt, question=begin)
+  both = ids, encode(other, values, tokenizer, template)
+  least = min(map(len, both))
+  differ = np.flatnonzero(both[0][:least] != both[1][:least])
+  first = int(differ[0]) if differ.size else least - 1
+  return tuple(int(n) for n in ids[:first]), ids[first:]

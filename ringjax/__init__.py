@@ -68,6 +68,7 @@ from ringjax.ops.mask import (
   Mask,
   Prefix,
   SameSegment,
+  SeparateDocuments,
   Window,
 )
 from ringjax.ops.mixers import causal_conv, gated_delta_rule
@@ -126,6 +127,7 @@ __all__ = [
   "RingjaxError",
   "SameSegment",
   "SamplingError",
+  "SeparateDocuments",
   "ShapeError",
   "Striped",
   "TemplateError",

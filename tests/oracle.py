@@ -133,6 +133,7 @@ def build(
   k_pos=None,
   q_seg=None,
   k_seg=None,
+  relates=None,
   q_len=None,
   k_len=None,
   spread=1.0,
@@ -144,8 +145,9 @@ def build(
   """A random `Case`.
 
   `sees(i, j)` is the mask over positions in NumPy, whatever says the same to
-  ringjax is among the options. `bias` is a shape, `allow` a shape or an array,
-  `spread` about the standard deviation of the logits.
+  ringjax is among the options, and `relates(a, b)` is whether a query of
+  segment a may see segment b, by default its own. `bias` is a shape, `allow` a
+  shape or an array, `spread` about the standard deviation of the logits.
   """
   rng = np.random.default_rng(seed)
   s, j = s or t, j or h
@@ -190,7 +192,8 @@ def build(
       fixed[name] = np.asarray(x, np.int32)
   if q_seg is not None:
     q_seg, k_seg = row(q_seg), column(q_seg if k_seg is None else k_seg)
-    visible = visible & (q_seg == k_seg) & (q_seg != 0)
+    related = q_seg == k_seg if relates is None else relates(q_seg, k_seg)
+    visible = visible & related & (q_seg != 0) & (k_seg != 0)
   per_example = lambda x: np.reshape(x, (-1, 1, 1, 1))
   if q_len is not None:
     visible = visible & (row(np.arange(t)) < per_example(q_len))

@@ -51,6 +51,7 @@ def test_structures_of_masks_differ():
       rj.Causal() & rj.SameSegment(),
       rj.Causal() | rj.SameSegment(),
       rj.SameSegment() & rj.Causal(),
+      rj.SeparateDocuments() & rj.Causal(),
     )
   ]
   for a, b in itertools.combinations(structures, 2):

@@ -7,6 +7,7 @@ when something of theirs is used, not when this package is imported.
 from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
 from ringjax.data.corpus import Corpus, fingerprint
+from ringjax.data.link_tokens import ArrangedPrompt, LinkTokens, arranged
 from ringjax.data.loader import Loader
 from ringjax.data.packing import BestFit, Cut, Documents, PackedBatch
 from ringjax.data.placement import (
@@ -20,17 +21,20 @@ from ringjax.data.stream import Stream
 from ringjax.data.tokenizer import Tokenizer
 
 __all__ = [
+  "ArrangedPrompt",
   "BestFit",
   "Bytes",
   "ChatTemplate",
   "Corpus",
   "Cut",
   "Documents",
+  "LinkTokens",
   "Loader",
   "PackedBatch",
   "Placement",
   "Stream",
   "Tokenizer",
+  "arranged",
   "fingerprint",
   "place",
   "place_documents",

@@ -1,6 +1,13 @@
 """Evaluation of long contexts: retrieval, perplexity by position, caches."""
 
 from ringjax.eval.cache_kinds import KindCost, compare_caches
+from ringjax.eval.context_costs import (
+  ContextCost,
+  ContextTrial,
+  ContextWay,
+  context_answers,
+  context_ways,
+)
 from ringjax.eval.context_curve import ContextCurve, context_curve
 from ringjax.eval.family_errors import (
   RANDOM_FAMILIES,
@@ -13,12 +20,17 @@ from ringjax.eval.perplexity import Curve, perplexity, reader
 __all__ = [
   "RANDOM_FAMILIES",
   "Cell",
+  "ContextCost",
   "ContextCurve",
+  "ContextTrial",
+  "ContextWay",
   "Curve",
   "FamilyError",
   "KindCost",
   "compare_caches",
+  "context_answers",
   "context_curve",
+  "context_ways",
   "family_errors",
   "find",
   "perplexity",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.eval.cache_kinds import KindCost
+from ringjax.eval.context_costs import ContextCost
 from ringjax.eval.needle import Cell, table
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
@@ -113,6 +114,41 @@ def cache_costs(found: Sequence[KindCost], path: str) -> None:
   axes.set_ylabel("KL divergence of the predictions, nats a token")
   axes.grid(alpha=0.3)
   axes.legend()
+  figure.savefig(path, dpi=130)
+
+
+def context_costs(found: Sequence[ContextCost], path: str) -> None:
+  """Draws the loss of ways to combine contexts by their number, and by tokens.
+
+  Raises:
+    OptionError: matplotlib is not installed.
+  """
+  figure = figures().Figure(figsize=(11, 4.5), layout="constrained")
+  axes, beside = figure.subplots(1, 2)
+  most = max(cost.contexts for cost in found)
+  for way in dict.fromkeys(cost.way for cost in found):
+    mine = [cost for cost in found if cost.way == way]
+    counts = [cost.contexts for cost in mine]
+    (line,) = axes.plot(
+      counts, [cost.nll for cost in mine], marker="o", label=way
+    )
+    last = [cost for cost in mine if cost.contexts == most]
+    for cost in last:
+      beside.plot(cost.computed, cost.nll, "o", color=line.get_color())
+      beside.annotate(
+        way,
+        (cost.computed, cost.nll),
+        textcoords="offset points",
+        xytext=(5, 4),
+        fontsize=8,
+      )
+  axes.set_xscale("log", base=2)
+  axes.set_xlabel("contexts")
+  axes.set_ylabel("negative log-likelihood, nats a token")
+  axes.legend(fontsize=8)
+  beside.set_xlabel(f"tokens computed for an answer, {most} contexts")
+  for each in (axes, beside):
+    each.grid(alpha=0.3)
   figure.savefig(path, dpi=130)
 
 

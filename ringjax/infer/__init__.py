@@ -1,8 +1,11 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
+from ringjax.infer import contexts
 from ringjax.infer.calibrate import calibrate
-from ringjax.infer.generate import Generated, generate, read_context
+from ringjax.infer.contexts import ContextLibrary, context_session
+from ringjax.infer.generate import Generated, generate
 from ringjax.infer.prefill import METHODS, Prefill
+from ringjax.infer.reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session
@@ -10,6 +13,7 @@ from ringjax.infer.stopping import Stop
 
 __all__ = [
   "METHODS",
+  "ContextLibrary",
   "GenerateReport",
   "Generated",
   "Greedy",
@@ -18,6 +22,8 @@ __all__ = [
   "Session",
   "Stop",
   "calibrate",
+  "context_session",
+  "contexts",
   "evict_by_repetition",
   "generate",
   "read_context",

@@ -44,6 +44,7 @@ class GenerateReport:
     cache_bytes: of the cache on each device.
     capacity: tokens that the cache has room for.
     cache_kind: how the cache stores keys and values.
+    contexts: what was done with contexts, a `ContextReport`, or None.
   """
 
   prefill: prefill.Prefill
@@ -53,6 +54,7 @@ class GenerateReport:
   cache_bytes: int
   capacity: int
   cache_kind: kinds.CacheKind
+  contexts: Any = None
 
 
 class Session:
@@ -128,6 +130,8 @@ class Session:
     self._said = np.full(batch, -1, np.int64)
     self._said_at = np.full(batch, -1, np.int64)
     self._device: Any = None
+    # What was done with contexts, see `context_session`.
+    self.contexts: Any = None
     # Whether no one knows what the cache holds, until a restart.
     self._invalid = False
     self.bind(model)

@@ -34,7 +34,7 @@ from ringjax.kv.codecs.codec import through
 from ringjax.kv.head_storage import HeadStorage
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Causal, Coords, Extent, Mask, SameSegment
+from ringjax.ops.mask import Causal, Coords, Extent, Mask
 from ringjax.ops.rope import Rotation
 
 
@@ -113,7 +113,7 @@ class SimulatedCache(NoCache):
       return FreshLayer(change=change)
     reading = shape.reading
     mask = Causal() if reading is None else reading.mask
-    return _PartlyExact(self.kind, mask & SameSegment(), change)
+    return _PartlyExact(self.kind, mask, change)
 
   def _through(self, vectors: Any, x: jax.Array, constants: Any) -> jax.Array:
     """Vectors [B, K, T, D] once they were encoded, group by group."""

@@ -44,7 +44,7 @@ from ringjax.nn.sharding_context import (
 from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.ancestors import MOST_DRAFTED, ancestor_matrix, tree_coords
-from ringjax.ops.mask import Coords
+from ringjax.ops.mask import Coords, Mask, SameSegment
 from ringjax.ops.rope import Dynamic, Linear, Rope, Yarn
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous
@@ -162,7 +162,8 @@ class Transformer(nnx.Module):
         from 0, or behind what each example has in the cache
         (`cache.length`).
       segment_ids: int32 [B, T] or [T], the document of each token, counted
-        from 1; 0 is padding. Default: one document.
+        from 1; 0 is padding. Default: one document. Which of them see each
+        other is `attend.segments`.
       cache: what earlier calls left, or None. A row's tokens up to its last
         real one take a slot each; padding behind it takes none. Inside of a
         caller's own jit, what the cache holds is not known when the call is
@@ -215,6 +216,8 @@ class Transformer(nnx.Module):
         replicated=_replicated(attend),
         sees=isinstance(attend, CachedAttention),
       )
+      if seg is not None and attend.segments != SameSegment():
+        _check_keeps_all(attend.segments, cache)
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
     return _call(self, attend, tokens, pos, seg, cache, rows, length, parents)
@@ -599,6 +602,21 @@ def _check_cache(cache: Any) -> None:
       type(cache).__name__,
       "a cache of keys and values",
       "make one with model.init_cache(batch, capacity), or pass session.cache",
+    )
+
+
+def _check_keeps_all(segments: Mask, cache: Any) -> None:
+  """Refuses a cache that drops tokens by the order of their documents."""
+  kind = getattr(cache, "kind", None)
+  looks_back = [getattr(x, "reach", None) for x in getattr(cache, "shapes", ())]
+  ring = kind is not None and kind.windowed and any(looks_back)
+  if ring or (kind is not None and kind.evicting):
+    raise OptionError(
+      "cache",
+      f"kind {kind} with segments={segments}",
+      "a cache that keeps all tokens: what others drop depends on which "
+      "documents see each other",
+      'pass model.init_cache(..., kind="dense")',
     )
 
 

@@ -27,6 +27,7 @@ from ringjax.nn.param import param
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.conv import begins, causal_conv, tails
 from ringjax.ops.delta import delta_rule
+from ringjax.ops.mask import SameSegment
 from ringjax.ops.rope import Rope
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel.layout import Contiguous
@@ -133,6 +134,14 @@ class DeltaLayer(nnx.Module):
     attend: Any,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
+    if tokens.segmented and attend.segments != SameSegment():
+      raise OptionError(
+        "segments",
+        f"{attend.segments} for a model with recurrent layers",
+        "SameSegment(): a state goes from each token to the next, and skips "
+        "no document",
+        "leave segments out, or take a model of attention alone",
+      )
     wide = wide_dtype(x.dtype)
     rate = jnp.exp(self.log_rate[...].astype(wide))
     step = self.step(x).astype(wide) + self.offset[...].astype(wide)[None, None]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from ringjax.errors import MeshError
+from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.ancestors import Ancestors
@@ -72,20 +72,33 @@ class ShardingContext:
       tokens, without a mesh; None: each device attends alone.
     layout: which token lies where.
     block: tokens of a step of the feedforward, on each shard.
+    segments: which of the call's `segment_ids` see each other:
+      `SameSegment()`, or `SeparateDocuments()` for documents that only
+      questions and link tokens see together. Not used without `segment_ids`.
     remat: what the backward pass keeps of a layer, a policy of
       `jax.checkpoint`; None: all.
 
   Raises:
     MeshError: an axis that the mesh does not have.
+    OptionError: `segments` is no mask over segments.
   """
 
   mesh: Any = None
   axis: str | None = AUTO
   layout: Layout = Contiguous()
   block: int = 2048
+  segments: Mask = SameSegment()
   remat: Callable[..., Any] | None = None
 
   def __post_init__(self):
+    relates = getattr(self.segments, "relates_segments", False)
+    if not isinstance(self.segments, Mask) or not relates:
+      raise OptionError(
+        "segments",
+        repr(self.segments),
+        "a mask over segments, SameSegment() or SeparateDocuments()",
+        "leave out masks over positions: layers have their own",
+      )
     if isinstance(self.mesh, Mesh):
       object.__setattr__(self, "mesh", automatic(self.mesh))
     if self.mesh is None:
@@ -274,7 +287,7 @@ class ContextParallel(ShardingContext):
       q,
       jnp.swapaxes(k, 1, 2),
       jnp.swapaxes(v, 1, 2),
-      mask=mask,
+      mask=mask & self.segments if tokens.segmented else mask,
       scale=extras.scale,
       mesh=self.mesh,
       axis=self.axis,
@@ -427,6 +440,10 @@ class CachedAttention(ShardingContext):
     t = q.shape[1]
     drafted = tokens.tree
     views = cache.views(apart=drafted is not None)
+    seen = mask
+    if tokens.segmented:
+      seen = mask & self.segments
+      views = tuple(self._segmented(view) for view in views)
     if drafted is not None:
       # What the cache held, by the layer's mask; and the call's own tokens.
       held, own = views[:-1], views[-1]
@@ -438,9 +455,7 @@ class CachedAttention(ShardingContext):
         queries=Coords(*(x + 0 for x in drafted)),
       )
       views = (*held, own)
-    if tokens.segmented:
-      mask = mask & SameSegment()
-    return self._visit(q, views, tokens.at, mask, extras)
+    return self._visit(q, views, tokens.at, seen, extras)
 
   def across(
     self,
@@ -492,3 +507,9 @@ class CachedAttention(ShardingContext):
       mask,
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
+
+  def _segmented(self, view: Any) -> Any:
+    """A view whose own mask, if it has one, is over segments too."""
+    if view.mask is None:
+      return view
+    return view._replace(mask=view.mask & self.segments)

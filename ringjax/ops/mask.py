@@ -93,6 +93,14 @@ class Mask(abc.ABC):
     """How far (behind, ahead) a query sees by position; None: no limit."""
     return None, None
 
+  @property
+  def relates_segments(self) -> bool:
+    """Whether it says which segments see each other.
+
+    Other masks are combined with `SameSegment` where tokens have segments.
+    """
+    return False
+
   def __and__(self, other: Mask) -> Mask:
     return And(_operand(self, "&"), _operand(other, "&"))
 
@@ -196,6 +204,10 @@ class Window(Mask):
 class SameSegment(Mask):
   """A query sees the keys of its own document (equal `seg`)."""
 
+  @property
+  def relates_segments(self) -> bool:
+    return True
+
   def allows(self, q: Coords, k: Coords) -> jax.Array:
     return q.seg == k.seg
 
@@ -203,6 +215,45 @@ class SameSegment(Mask):
     some = (k.first_seg <= q.last_seg) & (q.first_seg <= k.last_seg)
     one = (q.first_seg == q.last_seg) & (k.first_seg == k.last_seg)
     return some, one & (q.first_seg == k.first_seg)
+
+
+# Segments of `SeparateDocuments`; its documents are the numbers behind.
+READER, SHARED_PREFIX = 1, 2
+
+
+@_mask
+class SeparateDocuments(Mask):
+  """Documents that do not see each other, and tokens that see them all.
+
+  Queries of segment 1 see every segment: questions, answers, link tokens. Keys
+  of segment 2, a shared prefix, are seen by all queries. Every other segment,
+  a document, sees itself and segment 2. A model's layers add the order:
+  `Causal() & SeparateDocuments()` is the mask of KVLink (Yang et al. 2025,
+  arXiv 2502.16002).
+
+  segments 3 3 1 4 4 1, causal
+  1 0 0 0 0 0
+  1 1 0 0 0 0
+  1 1 1 0 0 0
+  0 0 0 1 0 0
+  0 0 0 1 1 0
+  1 1 1 1 1 1
+  """
+
+  @property
+  def relates_segments(self) -> bool:
+    return True
+
+  def allows(self, q: Coords, k: Coords) -> jax.Array:
+    return (q.seg == READER) | (k.seg == SHARED_PREFIX) | (q.seg == k.seg)
+
+  def bound(self, q: Extent, k: Extent) -> tuple[jax.Array, jax.Array]:
+    some, same = SameSegment().bound(q, k)
+    some |= q.first_seg <= READER
+    some |= (k.first_seg <= SHARED_PREFIX) & (k.last_seg >= SHARED_PREFIX)
+    all_ = same | ((q.first_seg == READER) & (q.last_seg == READER))
+    prefix = (k.first_seg == SHARED_PREFIX) & (k.last_seg == SHARED_PREFIX)
+    return some, all_ | prefix
 
 
 @_mask
@@ -299,6 +350,10 @@ class And(Mask):
     )
     return behind, ahead
 
+  @property
+  def relates_segments(self) -> bool:
+    return self.left.relates_segments or self.right.relates_segments
+
   def allows(self, q: Coords, k: Coords) -> jax.Array:
     return self.left.allows(q, k) & self.right.allows(q, k)
 
@@ -323,6 +378,10 @@ class Or(Mask):
       for pair in pairs
     )
     return behind, ahead
+
+  @property
+  def relates_segments(self) -> bool:
+    return self.left.relates_segments and self.right.relates_segments
 
   def allows(self, q: Coords, k: Coords) -> jax.Array:
     return self.left.allows(q, k) | self.right.allows(q, k)

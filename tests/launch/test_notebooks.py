@@ -19,6 +19,8 @@ NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 # What makes a notebook quick enough for a test.
 QUICK = {
   r"CONTEXT = [\d_]+": "CONTEXT = 1_024",
+  r"DOCUMENTS, SIZE = \d+, \d+": "DOCUMENTS, SIZE = 4, 200",
+  r"trials = \d+": "trials = 1",
 }
 
 

@@ -121,7 +121,8 @@ def dot_product_attention(
       `Ring(wire="int8")` or `Ulysses(Ring(), inner=4)`.
       `Ring(Dense())` is the way to forward-mode and higher-order derivatives.
     q_segment_ids: int32 [B, T] or [T], the document of each query; 0 is
-      padding. Queries see keys of their own document only.
+      padding. Queries see keys of their own document only, unless `mask` says
+      which documents see each other, as `SeparateDocuments()` does.
     kv_segment_ids: the same for the keys; default `q_segment_ids`.
     q_positions: int32 [B, T] or [T]; default: from the layout.
     kv_positions: the same for the keys.

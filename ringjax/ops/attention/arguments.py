@@ -176,10 +176,11 @@ class AttentionArgs:
       bias = _pairwise("bias", bias, pairs)
       _check_dtype("bias", bias, jnp.floating)
     q_seg, k_seg = _segments(q_segment_ids, kv_segment_ids, (b, t), (b, s))
+    own = q_seg is None or predicate.relates_segments
     for other in (
       Causal() if is_causal else None,
       _window(local_window_size),
-      None if q_seg is None else SameSegment(),
+      None if own else SameSegment(),
     ):
       predicate = _and(predicate, other)
     rate = _rate(dropout_rate)

@@ -31,6 +31,7 @@ from ringjax.ops.attention.paged import heads_as_examples
 from ringjax.ops.attention.per_head import PerHeadView
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import (
+  ApartView,
   KVView,
   StreamedView,
   coords_specs,
@@ -96,14 +97,20 @@ class ShardedDecode:
       structure, [arrays[which[id(x)]] for x in leaves]
     )
     local, decoder = self._on_device(manual, q, leaves[0])
-    if not manual:
-      unsunk = terms._replace(sinks=None)
-      found = self._partial(
-        local, decoder, scores, q, views, unsunk, q_at, mask
-      )
-      return _finish(found, q, terms)
     batch = self.batch_axes if self.whole else ()
     heads = self.head_axes if self.whole else ()
+    visit = functools.partial(
+      CacheVisit,
+      local=local,
+      decoder=decoder,
+      few=self.few,
+      scores=scores,
+      head_axes=heads,
+    )
+    if not manual:
+      unsunk = terms._replace(sinks=None)
+      found = visit(q=q, at=q_at, terms=unsunk, mask=mask).over(views)
+      return _finish(found, q, terms)
     of_heads = (heads, ()) if q.shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
     over = frozenset({*collectives.names(self.axis), *batch, *heads})
@@ -123,20 +130,15 @@ class ShardedDecode:
         assert self.axis is not None
         q = collectives.gather(q, self.axis, 3)
         q_at = collectives.gather(q_at, self.axis, 1)
-      unsunk = Terms(slopes=slopes)
-      partial = self._partial(
-        local,
-        decoder,
-        scores,
-        q,
-        rebuilt(arrays),
-        unsunk,
-        Coords(*q_at),
-        mask,
+      here = visit(
+        q=q,
+        at=Coords(*q_at),
+        terms=Terms(slopes=slopes),
+        mask=mask,
+        axis=self.axis,
+        scatter=self.sharded,
       )
-      if self.axis is not None:
-        partial = self._combine(partial)
-      return _finish(partial, q, sinks)
+      return _finish(here.over(rebuilt(arrays)), q, sinks)
 
     def per_example(x: Any) -> P:
       each = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
@@ -174,48 +176,81 @@ class ShardedDecode:
       local = local.on_device(platform, kind, alone)
     return local, local if hasattr(local, "decode") else Loops(platform)
 
-  def _partial(
-    self,
-    local: Any,
-    decoder: Any,
-    scores: Scores,
-    q: Float[Array, "B K G T H"],
-    views: Sequence[KVView],
-    terms: Terms,
-    q_at: Coords,
-    mask: Mask,
-  ) -> Partial:
-    def one(view: KVView) -> Partial:
-      if isinstance(view, PerHeadView):
-        return view.partial(q, terms, read)
-      return read(view, q, terms)
 
-    def read(view: KVView, q: jax.Array, terms: Terms) -> Partial:
-      queries = q_at if view.queries is None else view.queries
-      view, mine, back, by_head = view.aligned(q)
-      context, extras = Context(queries, view.at, view.mask or mask), terms
-      if by_head:
-        mine, context, extras = heads_as_examples(mine, context, terms)
-      if q.shape[3] <= self.few or in_order(view):
-        args = ScoreArgs(scores, extras, context)
-        found = decoder.decode(mine, view, args)
-      else:
-        found = _by_segments(local, scores, mine, view, extras, context)
-      if by_head:
-        found = jax.tree.map(
-          lambda x: x.reshape(*q.shape[:4], *x.shape[4:]), found
-        )
-      return found._replace(acc=back(found.acc))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheVisit:
+  """The queries of a call on one device, which read the views of a layer.
 
-    return functools.reduce(merge, map(one, views))
+  Attributes:
+    q: [B, K, G, T, H], of all shards of the sequence.
+    at: their coordinates [B, T].
+    terms: of the scores; the sinks come behind all merges.
+    mask: who sees whom.
+    scores: the static part of the score function.
+    local: the algorithm of many queries.
+    decoder: that of few.
+    few: how many these are.
+    axis: the manual axis that shards the keys, or None.
+    head_axes: manual axes that shard the heads.
+    scatter: whether each shard is left with its own part of T.
+  """
 
-  def _combine(self, partial: Partial) -> Partial:
-    assert self.axis is not None
+  q: Float[Array, "B K G T H"]
+  at: Coords
+  terms: Terms
+  mask: Mask
+  scores: Scores
+  local: Any
+  decoder: Any
+  few: int
+  axis: str | None = None
+  head_axes: tuple[str, ...] = ()
+  scatter: bool = False
+
+  def over(self, views: Sequence[KVView]) -> Partial:
+    """The partial of the keys of all views and shards."""
+    apart = [view for view in views if isinstance(view, ApartView)]
+    rest = [view for view in views if not isinstance(view, ApartView)]
+    found = self.combined(self.on_shard(rest))
+    for view in apart:
+      found = view.joined(found, self)
+    return found
+
+  def on_shard(self, views: Sequence[KVView]) -> Partial:
+    """The partial of the keys of this shard."""
+    return functools.reduce(merge, map(self._of_view, views))
+
+  def _of_view(self, view: KVView) -> Partial:
+    if isinstance(view, PerHeadView):
+      return view.partial(self.q, self.terms, self._read)
+    return self._read(view, self.q, self.terms)
+
+  def _read(self, view: KVView, q: jax.Array, terms: Terms) -> Partial:
+    queries = self.at if view.queries is None else view.queries
+    view, mine, back, by_head = view.aligned(q)
+    context = Context(queries, view.at, view.mask or self.mask)
+    if by_head:
+      mine, context, terms = heads_as_examples(mine, context, terms)
+    if q.shape[3] <= self.few or in_order(view):
+      args = ScoreArgs(self.scores, terms, context)
+      found = self.decoder.decode(mine, view, args)
+    else:
+      found = _by_segments(self.local, self.scores, mine, view, terms, context)
+    if by_head:
+      found = jax.tree.map(
+        lambda x: x.reshape(*q.shape[:4], *x.shape[4:]), found
+      )
+    return found._replace(acc=back(found.acc))
+
+  def combined(self, partial: Partial) -> Partial:
+    """The partial of all shards, of that of this one."""
+    if self.axis is None:
+      return partial
     m = collectives.largest(partial.m, self.axis)
     weight = jnp.exp(partial.m - finite_max(m))
     packed = jnp.concatenate([partial.acc, partial.l[..., None]], -1)
     packed = packed * weight[..., None]
-    if self.sharded:
+    if self.scatter:
       packed = collectives.scatter_sum(packed, self.axis, 3)
       length = packed.shape[3]
       first = collectives.axis_index(self.axis) * length

@@ -127,6 +127,15 @@ class StreamedView(KVView, Protocol):
     ...
 
 
+@runtime_checkable
+class ApartView(KVView, Protocol):
+  """A view whose weight depends on all of its keys, see `apart`."""
+
+  def joined(self, rest: Partial, visit: Any) -> Partial:
+    """The partial of all keys, with that of the other views."""
+    ...
+
+
 class Aligned(NamedTuple):
   """A view in another basis of its keys and values.
 

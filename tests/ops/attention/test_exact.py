@@ -82,6 +82,19 @@ PACKED = np.stack(
   ]
 )
 
+# Two prompts of documents that do not see each other; 1 sees all, 2 is seen.
+SEPARATE = np.stack(
+  [
+    np.repeat([2, 3, 1, 4, 1, 5, 1, 0], [5, 20, 2, 17, 2, 9, 10, 7]),
+    np.repeat([1, 3, 0, 4, 5, 1], [4, 24, 3, 8, 20, 13]),
+  ]
+)
+
+
+def sees_documents(a, b):
+  return (a == 1) | (b == 2) | (a == b)
+
+
 # Features in which the order of tokens matters are tried in every layout.
 ORDERED = {
   "gqa": dict(is_causal=True, sees=causal),
@@ -152,6 +165,12 @@ PLAIN = {
   "alibi": dict(slopes=True, is_causal=True, sees=causal),
   "lengths": dict(q_len=np.array([72, 31]), k_len=np.array([3, 55])),
   "nothing": dict(allow=np.zeros((1, 1, 1, 72), bool)),
+  "separate": dict(
+    mask=Causal() & rj.SeparateDocuments(),
+    sees=causal,
+    q_seg=SEPARATE,
+    relates=sees_documents,
+  ),
 }
 FEATURES = ORDERED | PLAIN
 # Long enough for tiles without a mask that are computed at once.
@@ -248,6 +267,28 @@ SIZES = [1, 2, 3, 5, 6, 7]
 @pytest.mark.parametrize(("shards", "layout"), deal(SIZES, turn=(1, 2)))
 def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_a_ring_of_separate_documents(shards, layout):
+  verify("separate", LAYOUTS[layout], Ring(TILES, unroll=1), shards)
+
+
+@pytest.mark.parametrize(
+  ("strategy", "layout"),
+  [
+    (Gather(TILES), "striped"),
+    (Ulysses(TILES), "contiguous"),
+    (rj.Chain(TILES), "contiguous"),
+    (Ring(TILES, by_document=True), "contiguous"),
+    pytest.param(Ring(TILES), "zigzag", marks=pytest.mark.slow),
+    pytest.param(rj.RingQ(TILES), "striped", marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_other_strategies_of_separate_documents(strategy, layout):
+  verify("separate", LAYOUTS[layout], strategy, 4)
 
 
 @pytest.mark.parametrize("strategy", [Gather(TILES), Ulysses(TILES)])

@@ -29,6 +29,7 @@ from ringjax import (
   Prefix,
   Ring,
   SameSegment,
+  SeparateDocuments,
   Striped,
   Ulysses,
   Window,
@@ -63,6 +64,9 @@ def _simple_masks():
     st.just((Causal(), lambda i, j, a, b: j <= i)),
     st.just((Everything(), lambda i, j, a, b: (i == i) & (j == j))),
     st.just((SameSegment(), lambda i, j, a, b: a == b)),
+    st.just(
+      (SeparateDocuments(), lambda i, j, a, b: (a == 1) | (b == 2) | (a == b))
+    ),
     positive.map(lambda w: (Window(w), lambda i, j, a, b: abs(i - j) < w)),
     st.tuples(positive, st.integers(0, 12)).map(
       lambda w: (
@@ -94,8 +98,8 @@ def coordinates(batch, length):
   ints = lambda low, high: st.lists(
     st.integers(low, high), min_size=batch * length, max_size=batch * length
   ).map(lambda x: np.array(x, np.int32).reshape(batch, length))
-  # Positions of any order and sign; documents 1..3 and padding.
-  return st.tuples(ints(-5, 30), ints(0, 3)).map(lambda x: Coords(*x))
+  # Positions of any order and sign; documents 1..4 and padding.
+  return st.tuples(ints(-5, 30), ints(0, 4)).map(lambda x: Coords(*x))
 
 
 def pairs(at_q, at_k):
@@ -165,6 +169,19 @@ def test_tile_kinds_are_tight_for_one_mask_in_natural_order(mask):
   tiles = yes.reshape(6, 4, 8, 3).swapaxes(1, 2)
   want = tiles.any((2, 3)).astype(int) + tiles.all((2, 3))
   assert np.array_equal(kinds, want)
+
+
+def test_tiles_between_separate_documents_are_skipped():
+  """Only questions, links and a shared prefix need tiles of other documents."""
+  seg = np.repeat([2, 3, 4, 4, 5, 1], 4).astype(np.int32)[None]
+  at = Coords(np.arange(24, dtype=np.int32)[None], seg)
+  mask = SeparateDocuments()
+  kinds = np.asarray(tile_kinds(Causal() & mask, at, at, 4, 4))
+  rows, columns = seg[0, ::4][:, None], seg[0, ::4][None]
+  want = (rows == 1) | (columns == 2) | (rows == columns)
+  assert np.array_equal(kinds > 0, want & np.tril(np.ones((6, 6), bool)))
+  # Which tiles are full is known too.
+  assert np.array_equal(np.asarray(tile_kinds(mask, at, at, 4, 4)), 2 * want)
 
 
 @given(masks, st.data())

@@ -1,0 +1,180 @@
+"""Link tokens, and prompts of documents that are encoded apart (KVLink).
+
+Documents of such a prompt see themselves alone, so that their keys can be
+computed once and used in any prompt. Behind each stand a few link tokens that
+see all before them; what was trained of these ids joins the documents again.
+
+Guarantees: the link tokens of a document slot have ids of their own, whatever
+the document; `arranged` gives the tokens of training and of a forward pass
+without a cache, for `rj.SeparateDocuments()`.
+Ref: Yang et al. 2025, arXiv 2502.16002.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringjax.checks import boolean, integer, positive_int
+from ringjax.data.packing import as_document
+from ringjax.errors import CheckpointFormatError, DataError, OptionError
+from ringjax.ops.mask import READER, SHARED_PREFIX
+
+# Beside the files of a model.
+LINKS = "links.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkTokens:
+  """The ids of link tokens: o of document slot i is first + i * each + o.
+
+  Attributes:
+    first: the first id, mostly that behind the model's own vocabulary.
+    each: link tokens behind a document.
+    documents: slots, the most documents of a prompt.
+  """
+
+  first: int
+  each: int
+  documents: int
+
+  def __post_init__(self) -> None:
+    integer("first", self.first, least=0)
+    positive_int("each", self.each)
+    positive_int("documents", self.documents)
+
+  @property
+  def count(self) -> int:
+    """Ids of all slots together."""
+    return self.each * self.documents
+
+  def ids(self, slot: int) -> np.ndarray:
+    """The link tokens behind document `slot` of a prompt, int32 [each].
+
+    Raises:
+      DataError: there is no such slot.
+    """
+    integer(
+      "document",
+      slot,
+      least=0,
+      most=self.documents - 1,
+      error=DataError,
+      remedy="pass fewer documents, or train links for more",
+    )
+    start = self.first + slot * self.each
+    return np.arange(start, start + self.each, dtype=np.int32)
+
+  def check(self, vocab: int) -> None:
+    """Refuses ids that a vocabulary of `vocab` tokens does not have.
+
+    Raises:
+      OptionError: there are some.
+    """
+    if self.first + self.count > vocab:
+      raise OptionError(
+        "links",
+        f"ids to {self.first + self.count - 1}",
+        f"ids below {vocab}, the vocabulary",
+        f"grow it: rj.models.with_more_tokens(model, {self.count})",
+      )
+
+  def save(self, folder: str | os.PathLike[str]) -> None:
+    """Writes `links.json` into a folder, mostly that of a model."""
+    text = json.dumps(dataclasses.asdict(self), indent=2)
+    pathlib.Path(folder, LINKS).write_text(text + "\n", "utf-8")
+
+  @classmethod
+  def load(
+    cls, folder: str | os.PathLike[str], *, vocab: int | None = None
+  ) -> LinkTokens:
+    """Reads the `links.json` of a folder.
+
+    Args:
+      folder: with the file.
+      vocab: of the model that they are for, to `check` them.
+
+    Raises:
+      CheckpointFormatError: no such file, or another content.
+      OptionError: ids that the vocabulary does not have.
+    """
+    path = pathlib.Path(folder, LINKS)
+    try:
+      found = cls(**json.loads(path.read_text("utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+      raise CheckpointFormatError(
+        str(path),
+        f"{type(error).__name__}: {error}",
+        "a JSON object of first, each and documents",
+        "name a folder whose model was trained with link tokens",
+      ) from None
+    if vocab is not None:
+      found.check(vocab)
+    return found
+
+
+class ArrangedPrompt(NamedTuple):
+  """Tokens of a prompt of documents, each int32 [T].
+
+  Fields:
+    tokens: ids.
+    positions: 0, 1, ... through all of it.
+    segments: for `rj.SeparateDocuments()`.
+  """
+
+  tokens: np.ndarray
+  positions: np.ndarray
+  segments: np.ndarray
+
+
+def arranged(
+  documents: Sequence[Any],
+  question: Any,
+  links: LinkTokens | None = None,
+  prefix: Any = None,
+  *,
+  shared: bool = True,
+) -> ArrangedPrompt:
+  """Prefix, documents with their link tokens, and question, one after another.
+
+  Documents are segments 3, 4, ...; link tokens and question are segment 1, and
+  so is an answer behind them.
+
+  Args:
+    documents: ids of each, int [n].
+    question: ids that see everything, int [n].
+    links: link tokens behind each document; None for none.
+    prefix: ids before all documents, int [n], or None.
+    shared: whether documents see the prefix (segment 2); else it is segment 1.
+
+  Raises:
+    DataError: an empty document, or more documents than the links have slots.
+  """
+  boolean("shared", shared)
+  parts: list[tuple[np.ndarray, int]] = []
+  if prefix is not None:
+    segment = SHARED_PREFIX if shared else READER
+    parts.append((as_document("prefix", prefix), segment))
+  for slot, document in enumerate(documents):
+    ids = as_document(f"documents[{slot}]", document)
+    if not len(ids):
+      raise DataError(
+        f"documents[{slot}]", "no tokens", "at least one", "leave it out"
+      )
+    parts.append((ids, SHARED_PREFIX + 1 + slot))
+    if links is not None:
+      parts.append((links.ids(slot), READER))
+  parts.append((as_document("question", question), READER))
+  tokens = np.concatenate([ids for ids, _ in parts])
+  segments = np.concatenate([np.full(len(ids), n) for ids, n in parts])
+  return ArrangedPrompt(
+    tokens,
+    np.arange(len(tokens), dtype=np.int32),
+    segments.astype(np.int32),
+  )

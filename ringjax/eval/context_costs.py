@@ -1,0 +1,412 @@
+"""What ways to combine contexts cost: loss, answers, tokens computed, bytes.
+
+Guarantees: all ways continue the same contexts by the same tokens; the loss is
+that of these tokens but the first. Tokens computed and bytes moved are those
+after contexts were encoded once.
+Cost: one pass over the question a row and way; contexts are encoded once for
+all ways that read them behind the same prefix, into the same kind of cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ringjax.checks import positive_int
+from ringjax.data.needle import Task
+from ringjax.errors import OptionError, ShapeError
+from ringjax.infer.contexts import (
+  APE,
+  Combine,
+  ContextLibrary,
+  Full,
+  KVLink,
+  Parallel,
+  Recompute,
+  Select,
+  context_session,
+)
+from ringjax.infer.generate import generate
+from ringjax.models.transformer import Transformer
+from ringjax.ops.attention.apart import WeighedView
+
+# Rows of a call.
+_ROWS = 8
+# What is tried for a temperature and for a scale.
+GRID = tuple(n / 10 for n in range(10, 0, -1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextWay:
+  """A way to answer from contexts.
+
+  Attributes:
+    combine: how they are combined.
+    begins: ids that each context begins with.
+    some: which of the contexts are read: "all", "last" or "none".
+  """
+
+  combine: Combine
+  begins: tuple[int, ...] = ()
+  some: str = "all"
+
+  def rows(self, contexts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The contexts that are read, as they are read."""
+    kept = {"all": contexts, "last": contexts[-1:], "none": []}[self.some]
+    begin = np.asarray(self.begins, np.int32)
+    return [np.concatenate([begin, x]) for x in kept]
+
+
+def context_ways(
+  prefix: Sequence[int], links: Any = None, kinds: Sequence[str] = ()
+) -> dict[str, ContextWay]:
+  """Ways by their names, with a shared prefix where they have one.
+
+  Args:
+    prefix: ids before all contexts; its first begins a text.
+    links: the `LinkTokens` of a model that was trained with some, or None.
+    kinds: names of those that are wanted; default: all.
+
+  Raises:
+    OptionError: a name that is none of these.
+  """
+  prefix, begin = tuple(prefix), tuple(prefix[:1])
+  found = {
+    "full": ContextWay(combine=Full(prefix=prefix)),
+    "none": ContextWay(combine=Full(prefix=prefix), some="none"),
+    "last": ContextWay(combine=Full(prefix=prefix), some="last"),
+    "separate": ContextWay(combine=Parallel(), begins=begin),
+    "parallel": ContextWay(combine=Parallel(prefix=prefix)),
+    "ape": ContextWay(combine=APE(prefix=prefix)),
+    "select": ContextWay(combine=Select(prefix=prefix, by="query")),
+    "moved": ContextWay(combine=Recompute(prefix=prefix, fraction=0)),
+    "recompute": ContextWay(combine=Recompute(prefix=prefix)),
+    "kvlink": ContextWay(combine=KVLink(prefix=prefix, links=links)),
+  }
+  for name in kinds:
+    if name not in found:
+      raise OptionError(
+        "ways", name, f"one of {', '.join(found)}", "pass one of these"
+      )
+  return {name: found[name] for name in kinds or found}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextCost:
+  """What a way costs with so many contexts.
+
+  Attributes:
+    way: its name.
+    combine: what it is, as text.
+    contexts: into how many the text is cut.
+    nll: mean negative log-likelihood, nats a token.
+    found: the share of answers that were right, or None if none was asked.
+    computed: tokens of a row that are computed for an answer, those of the
+      question too, once the contexts are encoded.
+    nbytes: of keys and values of a row that go to the devices for it.
+  """
+
+  way: str
+  combine: str
+  contexts: int
+  nll: float
+  found: float | None
+  computed: float
+  nbytes: float
+
+  def record(self) -> dict[str, Any]:
+    """The fields as JSON."""
+    return dataclasses.asdict(self)
+
+
+class ContextTrial:
+  """Texts that are read as contexts, and what comes behind them.
+
+  Attributes:
+    libraries: that encode contexts, by prefix and kind of cache.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    texts: Any,
+    question: int,
+    *,
+    cache_kind: Any = None,
+    **where: Any,
+  ):
+    """Takes texts; nothing is computed.
+
+    Args:
+      model: the model.
+      texts: int32 [N, C + M]: of each the first C tokens are cut into contexts.
+      question: M, tokens behind them whose loss counts.
+      cache_kind: how contexts are stored; default: as `context_session` does.
+      **where: mesh and axis.
+
+    Raises:
+      ShapeError: tokens of another shape.
+    """
+    positive_int("question", question)
+    ids = np.asarray(texts)
+    whole = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
+    if not whole or question < 2 or ids.shape[1] <= question:
+      raise ShapeError(
+        "texts",
+        f"{ids.dtype} {list(ids.shape)} for a question of {question}",
+        "integers [N, C + M] with M of 2 or more",
+        "pass longer texts, or a shorter question",
+      )
+    self._model, self._where, self._kind = model, where, cache_kind
+    self._contexts = ids[:, :-question].astype(np.int32)
+    self._questions = ids[:, -question:].astype(np.int32)
+    self.libraries: dict[Any, ContextLibrary] = {}
+
+  def cost(
+    self,
+    name: str,
+    way: ContextWay,
+    count: int,
+    *,
+    found: float | None = None,
+    on_row: Callable[[int], Any] = lambda done: None,
+  ) -> ContextCost:
+    """What a way costs where the text is cut into `count` contexts.
+
+    Args:
+      name: of the way.
+      way: it.
+      count: P.
+      found: the share of answers, if some were asked, see `context_answers`.
+      on_row: called with the number of texts that are read.
+
+    Raises:
+      OptionError: more contexts than tokens.
+    """
+    total = computed = nbytes = 0.0
+    for start in range(0, len(self._questions), _ROWS):
+      nll, report, length = self._read(way, count, start)
+      total += float(np.sum(nll))
+      rows = len(nll)
+      computed += rows * length
+      if report is not None:
+        computed += report.computed
+        nbytes += report.nbytes
+      on_row(start + rows)
+    rows = len(self._questions)
+    return ContextCost(
+      way=name,
+      combine=repr(way.combine),
+      contexts=count,
+      nll=total / rows / (self._questions.shape[1] - 1),
+      found=found,
+      computed=computed / rows,
+      nbytes=nbytes / rows,
+    )
+
+  def tuned(
+    self,
+    count: int,
+    combine: APE,
+    *,
+    on_try: Callable[[APE, float], Any] = lambda combine, nll: None,
+  ) -> APE:
+    """Temperature and scale of the least loss: a greedy search over `GRID`.
+
+    The scale first, then the temperature, and once more each, from 1 and 1.
+    Contexts are placed once.
+    """
+    model, texts = self._model, self._split(count)
+    library = self._library(combine)
+    sessions = [
+      (
+        context_session(
+          model,
+          texts[start : start + _ROWS],
+          combine,
+          capacity=2 * self._questions.shape[1],
+          library=library,
+        ).cache,
+        self._questions[start : start + _ROWS],
+      )
+      for start in range(0, len(texts), _ROWS)
+    ]
+    known: dict[tuple[float, float], float] = {}
+
+    def loss(temperature: float, scale: float) -> float:
+      key = temperature, scale
+      if key not in known:
+        weigh = WeighedView(None, jnp.float32(scale * temperature), temperature)
+        known[key] = float(
+          sum(
+            np.sum(
+              _behind(model, dataclasses.replace(cache, weigh=weigh), rows)
+            )
+            for cache, rows in sessions
+          )
+        ) / (self._questions.shape[0] * (self._questions.shape[1] - 1))
+        on_try(
+          dataclasses.replace(combine, temperature=temperature, scale=scale),
+          known[key],
+        )
+      return known[key]
+
+    best = (1.0, 1.0)
+    for _ in range(2):
+      best = min(((best[0], s) for s in GRID), key=lambda x: loss(*x))
+      best = min(((t, best[1]) for t in GRID), key=lambda x: loss(*x))
+    return dataclasses.replace(combine, temperature=best[0], scale=best[1])
+
+  def _split(self, count: int) -> list[list[np.ndarray]]:
+    """The contexts of each row."""
+    length = self._contexts.shape[1]
+    if not 1 <= count <= length:
+      raise OptionError(
+        "contexts",
+        count,
+        f"from 1 to the {length} tokens of the text",
+        "pass fewer",
+      )
+    return [np.array_split(row, count) for row in self._contexts]
+
+  def _library(self, combine: Combine) -> ContextLibrary:
+    kind = self._kind
+    if kind is None:
+      kind = "unrotated" if combine.moves else "dense"
+    key = combine.shared_prefix, str(kind)
+    if key not in self.libraries:
+      self.libraries[key] = ContextLibrary(
+        self._model, prefix=key[0], cache_kind=kind, **self._where
+      )
+    return self.libraries[key]
+
+  def _read(
+    self, way: ContextWay, count: int, start: int
+  ) -> tuple[np.ndarray, Any, int]:
+    """Sums of losses [B], the report of contexts, and tokens of the call."""
+    rows = [way.rows(row) for row in self._split(count)[start : start + _ROWS]]
+    questions = self._questions[start : start + _ROWS]
+    if isinstance(way.combine, Full):
+      prefix = np.asarray(way.combine.prefix, np.int32)
+      ids = np.stack(
+        [
+          np.concatenate([prefix, *row, question])
+          for row, question in zip(rows, questions, strict=True)
+        ]
+      )
+      return _whole(self._model, ids, questions.shape[1]), None, ids.shape[1]
+    session = context_session(
+      self._model,
+      rows,
+      way.combine,
+      capacity=2 * questions.shape[1],
+      library=self._library(way.combine),
+    )
+    nll = _behind(self._model, session.cache, questions)
+    return nll, session.contexts, questions.shape[1]
+
+
+def context_answers(
+  model: Transformer,
+  task: Task,
+  ways: Mapping[str, ContextWay],
+  counts: Sequence[int],
+  *,
+  length: int,
+  trials: int = 8,
+  seed: int = 0,
+  cache_kind: Any = None,
+  on_trial: Callable[[int], Any] = lambda done: None,
+  **where: Any,
+) -> dict[tuple[str, int], float]:
+  """The share of right answers of each way and number of contexts.
+
+  A text with facts is cut into contexts between its lines.
+
+  Args:
+    model: the model.
+    task: what is hidden and asked.
+    ways: by their names.
+    counts: numbers of contexts.
+    length: tokens of a text with its question and answer.
+    trials: texts.
+    seed: of the texts.
+    cache_kind: how contexts are stored.
+    on_trial: called with how many answers there are.
+    **where: mesh and axis.
+  """
+  found: dict[tuple[str, int], float] = {}
+  examples = [
+    task.make(np.random.default_rng([seed, length, n]), length)
+    for n in range(positive_int("trials", trials))
+  ]
+  encode = lambda text: np.asarray(task.tokenizer.encode(text), np.int32)
+  ends = tuple(i for i in task.tokenizer.eos_ids if i < model.config.vocab)
+  done = 0
+  for name, way in ways.items():
+    for count in counts:
+      scores = []
+      for example in examples:
+        at = example.prompt.rfind(task.question.partition("{")[0])
+        lines = example.prompt[:at].splitlines(keepends=True)
+        parts = np.array_split(np.arange(len(lines)), count)
+        texts = [
+          encode("".join(lines[n] for n in part)) for part in parts if part.size
+        ]
+        rows, combine = way.rows(texts), way.combine
+        question = encode(example.prompt[at:])
+        options: dict[str, Any] = {"contexts": rows, "combine": combine}
+        if not rows:
+          start = np.asarray(combine.prefix, np.int32)
+          question, options = np.concatenate([start, question]), {}
+        elif not isinstance(combine, Full):
+          kind = "unrotated" if combine.moves else "dense"
+          options["cache_kind"] = cache_kind or kind
+        new = generate(
+          model,
+          [question],
+          max_new_tokens=encode(example.answer).size + 1,
+          stop=ends or None,
+          **options,
+          **where,
+        )[0]
+        text = task.tokenizer.decode([int(i) for i in new if i not in ends])
+        scores.append(task.score(example, text))
+        done += 1
+        on_trial(done)
+      found[name, count] = float(np.mean(scores))
+  return found
+
+
+def _behind(model: Transformer, cache: Any, questions: np.ndarray) -> Any:
+  """Sums of losses [B] of questions behind a cache, which stays."""
+  cache = jax.tree.map(jnp.copy, cache)
+  ids = jnp.asarray(questions)
+  logits, _ = model(ids[:, :-1], cache=cache)
+  return np.asarray(_losses(logits, ids[:, 1:]))
+
+
+def _whole(model: Transformer, ids: np.ndarray, question: int) -> np.ndarray:
+  """Sums of losses [B] of the last tokens of texts."""
+  batch, length = ids.shape
+  rows = np.broadcast_to(
+    np.arange(length - question, length - 1, dtype=np.int32),
+    (batch, question - 1),
+  )
+  tokens = jnp.asarray(ids)
+  logits = model(tokens, rows=rows)
+  return np.asarray(_losses(logits, tokens[:, -question + 1 :]))
+
+
+@jax.jit
+def _losses(
+  logits: Float[Array, "B n V"], wanted: Int[Array, "B n"]
+) -> Float[Array, " B"]:
+  p = jax.nn.log_softmax(logits, -1)
+  return -jnp.sum(jnp.take_along_axis(p, wanted[..., None], -1), (1, 2))

@@ -1,0 +1,39 @@
+"""Documents that are read once, apart, and combined with any question."""
+
+from ringjax.infer.contexts.behind_contexts import (
+  ContextReport,
+  context_session,
+)
+from ringjax.infer.contexts.combine import (
+  APE,
+  WAYS,
+  Combine,
+  Full,
+  KVLink,
+  Parallel,
+  Recompute,
+  Select,
+  combine_of,
+)
+from ringjax.infer.contexts.context_library import (
+  ContextCounters,
+  ContextLibrary,
+  EncodedContext,
+)
+
+__all__ = [
+  "APE",
+  "WAYS",
+  "Combine",
+  "ContextCounters",
+  "ContextLibrary",
+  "ContextReport",
+  "EncodedContext",
+  "Full",
+  "KVLink",
+  "Parallel",
+  "Recompute",
+  "Select",
+  "combine_of",
+  "context_session",
+]

@@ -1,0 +1,128 @@
+"""Which tokens of contexts differ most from those of one text (CacheBlend).
+
+Guarantees: the keys compared are those of the model's second layer, the first
+that depends on other tokens: of the contexts as they are stored, and of all
+contexts read as one text.
+Cost: two layers of the model over all contexts.
+
+Ref: Yao et al. 2025, CacheBlend, arXiv 2405.16444.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ringjax.errors import OptionError
+from ringjax.infer.contexts.context_library import EncodedContext
+from ringjax.infer.reading import read_context
+from ringjax.infer.session import Session
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.codecs import Codec
+from ringjax.kv.context_cache import exported
+from ringjax.models.transformer import Transformer
+from ringjax.nn.stack import Stack, runs
+from ringjax.ops.attention.code_format import as_bytes
+from ringjax.ops.attention.views import Decoder
+
+
+def differing_tokens(
+  model: Transformer,
+  session: Session,
+  contexts: Sequence[EncodedContext],
+  prefix: Sequence[int],
+  count: int,
+) -> list[np.ndarray]:
+  """The `count` tokens whose keys differ most: bool [n] for each context.
+
+  Args:
+    model: the model.
+    session: whose mesh reads the contexts.
+    contexts: in their order.
+    prefix: ids before all of them.
+    count: of all contexts together.
+  """
+  sizes = [x.tokens.size for x in contexts]
+  if count >= sum(sizes):
+    return [np.ones(n, bool) for n in sizes]
+  if not count:
+    return [np.zeros(n, bool) for n in sizes]
+  few = first_layers(model, 2)
+  texts = [np.asarray(prefix, np.int32), *(x.tokens for x in contexts)]
+  text = np.concatenate(texts)
+  room = Session(
+    few,
+    text.size + 8 * session.shards,
+    mesh=session.mesh,
+    axis=session.axis,
+    dtype=session.cache.dtype,
+    cache_kind=CacheKind(unrotated=True),
+  )
+  read_context(few, [text], cache=room)
+  (one,) = exported(room.cache, [(0, len(prefix), text.size)])
+  new = _keys(few, one, 1)
+  old = np.concatenate([_keys(model, x.blocks, 1) for x in contexts], 1)
+  apart = np.sum(np.square(new - old), (0, 2))
+  chosen = np.zeros(apart.size, bool)
+  chosen[np.argsort(-apart, kind="stable")[:count]] = True
+  return np.split(chosen, np.cumsum(sizes)[:-1])
+
+
+def first_layers(model: Transformer, count: int) -> Transformer:
+  """A model of the first layers of another, with copies of their weights."""
+  layers = model.config.layers[:count]
+  blocks = {}
+  for run, stacks in zip(model.stack.runs, model.stack.blocks, strict=True):
+    for position, stack in enumerate(stacks):
+      for repeat in range(run.repeats):
+        blocks[run.number(position, repeat)] = (stack, repeat)
+  made = copy.copy(model)
+  made.config = dataclasses.replace(model.config, layers=layers)
+  made.stack = nnx.eval_shape(
+    lambda: Stack(nnx.Rngs(0), layers, model.config.embed, scan=True)
+  )
+
+  def gathered(run: Any, position: int) -> Any:
+    numbers = [run.number(position, n) for n in range(run.repeats)]
+    parts = [
+      jax.tree.map(lambda x, n=blocks[m][1]: x[n], blocks[m][0])
+      for m in numbers
+    ]
+    return jax.tree.map(lambda *x: jnp.stack(x), *parts)
+
+  made.stack.blocks = nnx.List(
+    nnx.List(gathered(run, n) for n in range(len(run.layers)))
+    for run in runs(layers)
+  )
+  return made
+
+
+def _keys(model: Transformer, blocks: Any, layer: int) -> np.ndarray:
+  """The keys [K, n, H] of a layer, float32, as they are stored."""
+  layer = min(layer, len(model.config.layers) - 1)
+  for kind, shape in enumerate(model.kinds):
+    if layer not in shape.which:
+      continue
+    index, codec = shape.which.index(layer), blocks.kind.codec
+    keys = blocks.parts[kind].k
+    if codec is None:
+      return np.asarray(keys[index]).astype(np.float32)
+    if not isinstance(codec, Codec):
+      raise OptionError(
+        "cache kind",
+        f"{blocks.kind}, for combine='recompute'",
+        "one codec for all heads, whose keys can be compared",
+        "take one codec, or combine='kvlink'",
+      )
+    constants = [jnp.asarray(x[index]) for x in codec.constants(kind, shape)[0]]
+    decoder = Decoder(codec.keys, shape.key, jnp.float32)
+    data = as_bytes(jnp.asarray(keys[index])[None])
+    return np.asarray(decoder(data, constants)[0])
+  raise AssertionError(layer)

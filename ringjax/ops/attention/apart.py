@@ -1,0 +1,284 @@
+"""Keys whose weight in attention is not that of their scores alone.
+
+Guarantees: with temperature and scale 1, or with all contexts selected, the
+partial is that of the plain views; the order of contexts does not matter.
+Cost: one maximum and one sum over the shards more than plain views take;
+`SelectedView` reads the keys twice, the second time only those of contexts
+that some query selects.
+Memory: for `SelectedView` five scores of each query, head and context.
+
+Views of contexts that were encoded apart: what the queries of a call give to
+all contexts together is known only once the partials of all shards are
+combined, so these views are merged behind that.
+
+Ref: Yang et al. 2025, arXiv 2502.05431 (APE: temperature and scale); Zhang et
+al. 2025, arXiv 2412.16545 (attention entropy: selection).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from ringjax import tree
+from ringjax.ops.attention.blockwise import (
+  cut_coords,
+  finite_flag,
+  fold_tile,
+  loop,
+  product,
+)
+from ringjax.ops.attention.scores import (
+  FORWARD,
+  Context,
+  ScoreArgs,
+  Scores,
+  ScoreTile,
+)
+from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.softmax import (
+  Partial,
+  finalize,
+  finite_max,
+  merge,
+  wide_dtype,
+)
+from ringjax.parallel import collectives
+
+# How many of its largest weights speak for a context.
+_TOP = 5
+
+
+class _Wrapped:
+  """A base class: what a view is, its `stored` one says."""
+
+  stored: Any
+
+  @property
+  def at(self) -> Coords:
+    return self.stored.at
+
+  @property
+  def mask(self) -> Mask | None:
+    return self.stored.mask
+
+  @property
+  def queries(self) -> Coords | None:
+    return self.stored.queries
+
+  @property
+  def shape(self) -> tuple[int, int, int, int, int]:
+    return self.stored.shape
+
+  @property
+  def slot_bytes(self) -> int:
+    return self.stored.slot_bytes
+
+  def keys_alone(self: Any) -> Any:
+    return dataclasses.replace(self, stored=self.stored.keys_alone())
+
+  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    return self.stored.tile(start, size)
+
+  def aligned(self, q: Float[Array, "B K G T H"], *, keys: bool = True) -> Any:
+    return self.stored.aligned(q, keys=keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeighedView(_Wrapped):
+  """Keys whose scores are divided by a temperature, and their total scaled.
+
+  With logits s_j of these keys, lse = log sum_j exp(s_j / temperature), they
+  get exp(scale lse) beside the sum of the other keys' exponentials.
+
+  Fields:
+    stored: the keys and values.
+    scale: float32 [].
+    temperature: more than 0.
+  """
+
+  stored: Any
+  scale: Any
+  temperature: int | float
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> WeighedView:
+    inner = self.stored.specs(batch, heads, tokens)
+    return WeighedView(inner, P(), self.temperature)
+
+  def joined(self, rest: Partial, visit: Any) -> Partial:
+    one, cap = 1 / self.temperature, visit.scores.soft_cap
+    scores = Scores(
+      scale=visit.scores.scale * one,
+      soft_cap=None if cap is None else cap * one,
+    )
+    slopes = visit.terms.slopes
+    if slopes is not None:
+      slopes = slopes * jnp.asarray(one, slopes.dtype)
+    cooler = dataclasses.replace(
+      visit, scores=scores, terms=visit.terms._replace(slopes=slopes)
+    )
+    out, lse = finalize(cooler.combined(cooler.on_shard([self.stored])))
+    scale = self.scale
+    if visit.axis is not None:
+      # The same on all shards, which its type has to say.
+      scale = collectives.largest(scale, visit.axis)
+    return merge(rest, Partial.of(out, lse * scale.astype(lse.dtype)))
+
+
+tree.register(WeighedView, ("stored", "scale"), ("temperature",))
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedView(_Wrapped):
+  """Contexts of which each query reads those that it looks at most.
+
+  A context's weight for a query and a head is the sum of its five largest
+  attention probabilities among all keys of the call.
+
+  Fields:
+    stored: the keys and values; each tile of its slots is of one context.
+    owner: int32 [B, n], which context each of n tiles is of, -1 for none.
+    count: how many contexts there are at most, P.
+    keep: how many each query reads.
+    by: "query": each query and head selects; "head": the queries of a call
+      together; "call": heads and queries together.
+  """
+
+  stored: Any
+  owner: Any
+  count: int
+  keep: int
+  by: str
+
+  def specs(self, batch: Any, heads: Any, tokens: Any) -> SelectedView:
+    each = batch if self.owner.shape[0] == self.shape[0] > 1 else None
+    inner = self.stored.specs(batch, heads, tokens)
+    return dataclasses.replace(self, stored=inner, owner=P(each, tokens))
+
+  def joined(self, rest: Partial, visit: Any) -> Partial:
+    tops, mine = self._looked_at(visit)
+    _, other = finalize(rest)
+    if visit.scatter:
+      other = collectives.gather(other, visit.axis, 3)
+    weight = jnp.exp(tops - jnp.logaddexp(mine, other)[:, None, ..., None])
+    chosen = self._chosen(jnp.sum(weight, -1), visit)
+    return merge(rest, visit.combined(self._read(visit, chosen)))
+
+  def _looked_at(self, visit: Any) -> tuple[jax.Array, jax.Array]:
+    """The largest scores [B, P, K, G, T, 5] and the lse [B, K, G, T] of all."""
+    shape, wide = visit.q.shape[:4], wide_dtype(visit.q.dtype)
+    like = (visit.q, self.stored, self.owner)
+    lead = (shape[0], self.count, *shape[1:], _TOP)
+    rows = jnp.arange(shape[0], dtype=jnp.int32)
+
+    def look(n: Any, s: jax.Array, v: Any, tile: Any, carry: Any) -> Any:
+      del v
+      tops, top, total = carry
+      s, _ = tile.scores_of(s)
+      s = jnp.where(tile.allowed(), s, -jnp.inf)
+      new = jnp.maximum(top, jnp.max(s, -1))
+      safe = finite_max(new)
+      total = total * jnp.exp(top - safe)
+      total = total + jnp.sum(jnp.exp(s - safe[..., None]), -1)
+      owner = self._owner(n)
+      both = jnp.concatenate([tops[rows, owner], _largest(s)], -1)
+      return tops.at[rows, owner].set(_largest(both)), new, total
+
+    start = (
+      collectives.full(lead, -jnp.inf, wide, like),
+      collectives.full(shape, -jnp.inf, wide, like),
+      collectives.zeros(shape, wide, like),
+    )
+    count = self.owner.shape[1]
+    tiles = jnp.arange(count, dtype=jnp.int32)
+    tops, top, total = self._fold(visit, tiles, jnp.int32(count), look, start)
+    if visit.axis is not None:
+      new = collectives.largest(top, visit.axis)
+      weight = jnp.exp(top - finite_max(new))
+      total = collectives.total(total * weight, visit.axis)
+      tops, top = _largest(collectives.gather(tops, visit.axis, 5)), new
+    _, lse = finalize(Partial(total[..., None], top, total))
+    return tops, lse
+
+  def _chosen(self, weight: Float[Array, "B P K G T"], visit: Any) -> jax.Array:
+    """Which contexts are read, bool [B, P, K, G, T]; 1 where all have one."""
+    real = visit.at.seg[:, None, None, None] > 0
+    weight = jnp.where(real, weight, 0)
+    if self.by != "query":
+      weight = jnp.sum(weight, 4, keepdims=True)
+    if self.by == "call":
+      weight = jnp.sum(weight, (2, 3), keepdims=True)
+      if visit.head_axes:
+        weight = collectives.total(weight, visit.head_axes)
+    _, best = lax.top_k(jnp.moveaxis(weight, 1, -1), self.keep)
+    chosen = jnp.any(jax.nn.one_hot(best, self.count, dtype=bool), -2)
+    return jnp.moveaxis(chosen, -1, 1)
+
+  def _read(self, visit: Any, chosen: jax.Array) -> Partial:
+    """The partial on this shard of the keys that are chosen."""
+    rows = jnp.arange(chosen.shape[0], dtype=jnp.int32)
+    # Tiles that no query reads are left out.
+    owned = jnp.any(chosen, (2, 3, 4))[rows[:, None], self._owner(slice(None))]
+    some = jnp.any(owned & (self.owner >= 0), 0)
+    order = jnp.argsort(1 - some.astype(jnp.int32), stable=True)
+
+    def read(n: Any, s: jax.Array, v: Any, tile: Any, carry: Partial) -> Any:
+      mine = chosen[rows, self._owner(n)][..., None]
+      flag = finite_flag(v, s.dtype)
+      return fold_tile(tile, s, v, flag, carry, allowed=mine)
+
+    _, _, _, _, value = self.shape
+    wide = wide_dtype(visit.q.dtype)
+    like = (visit.q, self.stored, self.owner, chosen)
+    start = Partial.empty(visit.q.shape[:4], value, wide, like)
+    number = jnp.sum(some, dtype=jnp.int32)
+    found = self._fold(visit, order.astype(jnp.int32), number, read, start)
+    back = self.stored.aligned(visit.q).back
+    return found._replace(acc=back(found.acc))
+
+  def _owner(self, n: Any) -> jax.Array:
+    return jnp.maximum(self.owner[:, n], 0)
+
+  def _fold(
+    self,
+    visit: Any,
+    tiles: Int[Array, " n"],
+    count: Int[Array, ""],
+    step: Callable[..., Any],
+    carry: Any,
+  ) -> Any:
+    """step(n, products, values, tile, carry) of `count` of `tiles`."""
+    view, q, _, by_head = self.stored.aligned(visit.q)
+    assert not by_head
+    size = self.shape[2] // self.owner.shape[1]
+    context = Context(visit.at, view.at, view.mask or visit.mask)
+    args = ScoreArgs(visit.scores, visit.terms, context)
+
+    def one(i: Any, carry: Any) -> Any:
+      first = tiles[i] * size
+      k, v = view.tile(first, size)
+      s = product("bkgqh,bkth->bkgqt", q, k.astype(q.dtype))
+      k_at = cut_coords(view.at, first, size)
+      tile = ScoreTile(args, FORWARD, 0, first, context.q, k_at)
+      return step(tiles[i], s, v, tile, carry)
+
+    return loop(count, one, carry)
+
+
+tree.register(SelectedView, ("stored", "owner"), ("count", "keep", "by"))
+
+
+def _largest(x: Float[Array, "*rows n"]) -> jax.Array:
+  """The five largest numbers of the last axis, filled up with -inf."""
+  over = max(0, _TOP - x.shape[-1])
+  if over:
+    wide = [(0, 0)] * (x.ndim - 1) + [(0, over)]
+    x = jnp.pad(x, wide, constant_values=-jnp.inf)
+  return lax.top_k(x, _TOP)[0]
