@@ -19,6 +19,9 @@
       loss of what follows, tokens computed, bytes moved. With --task=passkey
       also what is found. --search tunes temperature and scale on texts of
       their own.
+  python -m launch.evaluate chunks --model=DIR --contexts=0,4,8,16,32
+      The loss behind more and more chunks that a model's encoder reads
+      (ringjax.models.cepe), on files that are long enough for the most.
   python -m launch.evaluate families --cache=int4 --cache=nuq3
       What kinds of caches do to small models of every family with random
       weights; without --cache all codecs.
@@ -69,6 +72,7 @@ from ringjax.eval import (
   charts,
   compare_caches,
   context_answers,
+  context_curve,
   context_ways,
   family_errors,
   find,
@@ -78,6 +82,7 @@ from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
+from ringjax.models.cepe import CepeTransformer
 from ringjax.models.fingerprint import fingerprint
 
 NAME = "evaluate"
@@ -127,7 +132,7 @@ def define(values: flags.FlagValues) -> None:
     "Of the cache; default: the model's.",
     flag_values=values,
   )
-  new.whole("rows", 8, "perplexity, caches: texts of each length.")
+  new.whole("rows", 8, "perplexity, caches, chunks: texts of each length.")
   flags.DEFINE_multi_string(
     "cache",
     None,
@@ -148,12 +153,16 @@ def define(values: flags.FlagValues) -> None:
     f"families: which, of {', '.join(RANDOM_FAMILIES)}; default: all.",
   )
   new.texts(
-    "contexts", ["1", "2", "4", "8", "16"], "contexts: parts of a text."
+    "contexts",
+    ["1", "2", "4", "8", "16"],
+    "contexts, chunks: parts of a text; default of chunks: 0,4,8,16,32.",
   )
   new.texts(
     "ways", [], f"contexts: some of {', '.join(context_ways([0]))}; all."
   )
-  new.whole("question", 128, "contexts: tokens behind a text that count.")
+  new.whole(
+    "question", 128, "contexts, chunks: tokens behind a text that count."
+  )
   new.text(
     "prefix", "\n\n", "contexts: text before all parts, where they share one."
   )
@@ -237,6 +246,9 @@ def _uses(word: str, name: str, asks: bool) -> bool:
     return name in ("log", "plot", "out", "json")
   if word == "families":
     return name in ("families", "cache", "lengths", "seed", "out", "json")
+  if word == "chunks":
+    return name in ("model", "dtype", "contexts", "question", "rows", "folder",
+                    "mesh", "out", "json")  # fmt: skip
   asking = ("needle", "caches") if asks else ("needle",)
   answers = (*asking, "contexts") if asks else asking
   of_contexts = dict.fromkeys(
@@ -729,6 +741,40 @@ class _Evaluation:
       lines += [f"{x.contexts} parts: {x.combine}" for x in of("ape")]
     return lines, lambda path: charts.context_costs(costs, path)
 
+  def chunks(self) -> _Shown:
+    """Reads texts behind chunks of what is before them, by their encoder."""
+    values = self._values
+    given = values.contexts
+    if not values["contexts"].present:
+      given = ["0", "4", "8", "16", "32"]
+    counts = _numbers("contexts", given, int, 0, math.inf)
+    if values.model is None:
+      raise OptionError(
+        "--model",
+        "none: no model that ships has an encoder",
+        "the folder of one that has",
+        "train one: python -m launch.train --config=configs/train/cepe.py",
+      )
+    model, tokenizer, _ = self._load()
+    if not isinstance(model, CepeTransformer):
+      raise OptionError(
+        "--model",
+        f"{values.model}, a {model.config.family} without an encoder",
+        "a model with an encoder",
+        "train one: python -m launch.train --config=configs/train/cepe.py",
+      )
+    size = model.encoder_config.chunk
+    least = max(counts) * size + values.question + 1
+    ids = (np.asarray(tokenizer.encode(t)) for t in self._texts())
+    # From the beginning of files: their own text comes before.
+    long = [x[:least] for x in ids if x.size >= least]
+    rows = long[:: max(1, len(long) // values.rows)][: values.rows]
+    self._screen.begin("reading", len(rows), "texts")
+    found = context_curve(model, rows, chunks=counts, tokens=values.question)
+    self.record = self._about() | dataclasses.asdict(found)
+    head = f"nats a token of {found.tokens} behind chunks of {size} tokens, "
+    return [f"{head}{found.texts} texts:", str(found)], lambda path: None
+
   def families(self) -> _Shown:
     """Tries codecs on a random model of each family."""
     values, screen = self._values, self._screen
@@ -862,6 +908,7 @@ _COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
   "perplexity": _Evaluation.perplexity,
   "caches": _Evaluation.caches,
   "contexts": _Evaluation.contexts,
+  "chunks": _Evaluation.chunks,
   "families": _Evaluation.families,
   "curves": _Evaluation.curves,
 }

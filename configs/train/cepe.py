@@ -2,7 +2,7 @@
 
 Command   python -m launch.train --config=configs/train/cepe.py --mesh=seq:1
           --out=DIR
-          and then python -m ringjax.eval.context_curve --model=DIR/model
+          and then python -m launch.evaluate chunks --model=DIR/model
 Hardware  one CPU core
 Time      15 minutes beside other work
 Result    see docs/how/contexts_cepe.md

@@ -359,7 +359,7 @@ class CrossInductionHeads:
         * np.pad(of_heads, [(0, 0), (0, 0), (0, width - half)]),
       ),
     ):
-      _write(weight, lambda w, new=new: self.noise * w + new)
+      _write(weight, lambda w, new=new: self.noise * w + new[None])
 
 
 def _write(weight: Any, of: Callable[[jax.Array], Any]) -> jax.Array:

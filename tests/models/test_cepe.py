@@ -27,6 +27,7 @@ from tests.helpers import refused
 # Biases; norms of queries and keys; norms behind and a soft cap; parallel
 # parts; scaled residuals.
 FAMILIES = ("llama_gqa_bias", "qwen3", "gemma2", "falcon_7b", "granite")
+LONG = pytest.mark.long
 ENCODER = cepe.Encoder(layers=2, width=16, heads=2, hidden=24, chunk=8)
 DRAW = np.random.default_rng(0)
 TOKENS = DRAW.integers(0, 90, (2, 16)).astype(np.int32)
@@ -47,7 +48,9 @@ def close(a, b, atol=1e-5):
   np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+  "name", [FAMILIES[0], *(pytest.param(x, marks=LONG) for x in FAMILIES[1:])]
+)
 def test_a_zeroed_output_projection_is_the_decoder_bit_for_bit(name):
   with_zeros = model(name, "zero")
   states = cepe.encode(with_zeros, CHUNKS)
@@ -56,7 +59,9 @@ def test_a_zeroed_output_projection_is_the_decoder_bit_for_bit(name):
   np.testing.assert_array_equal(with_zeros(TOKENS), base)
 
 
-@pytest.mark.parametrize("name", FAMILIES[:3])
+@pytest.mark.parametrize(
+  "name", [FAMILIES[1], *(pytest.param(x, marks=LONG) for x in FAMILIES[::2])]
+)
 def test_the_order_of_chunks_and_padding_change_nothing(name):
   mine = model(name)
   read = lambda chunks: mine(TOKENS, states=cepe.encode(mine, chunks))
@@ -82,7 +87,13 @@ def test_rows_have_contexts_of_their_own():
     close(mine(TOKENS[row : row + 1], states=states)[0], together[row])
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 4), (1, 8), (2, 4)])
+@pytest.mark.parametrize(
+  "shape",
+  [
+    (2, 4),
+    *(pytest.param((1, n), marks=LONG) for n in (1, 2, 4, 8)),
+  ],
+)
 def test_meshes_compute_the_same(shape):
   mine = model()
   states = cepe.encode(mine, CHUNKS[:, :3])
@@ -103,7 +114,9 @@ def test_meshes_compute_the_same(shape):
   np.testing.assert_array_equal(got.tokens, said.tokens)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "chunked"])
+@pytest.mark.parametrize(
+  "prefill", ["chunked", pytest.param("auto", marks=LONG)]
+)
 def test_generation_reads_the_context_of_its_session(prefill):
   mine = model()
   states = cepe.encode(mine, CHUNKS)
@@ -127,9 +140,12 @@ def test_generation_reads_the_context_of_its_session(prefill):
 @pytest.mark.parametrize(
   "kind",
   [
-    "int8",
     rj.kv.CacheKind(device=16, room=8, page=8),
-    rj.kv.CacheKind(policy=rj.kv.Sinks(budget=16), room=8, page=8),
+    pytest.param("int8", marks=LONG),
+    pytest.param(
+      rj.kv.CacheKind(policy=rj.kv.Sinks(budget=16), room=8, page=8),
+      marks=LONG,
+    ),
   ],
 )
 def test_every_kind_of_cache_carries_states(kind):
@@ -161,7 +177,9 @@ def test_rows_of_a_cache_carry_their_contexts():
   ].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "dtype", ["bfloat16", pytest.param("float32", marks=LONG)]
+)
 def test_bytes_of_a_token_of_context(dtype):
   mine = cepe.with_encoder(
     rj.models.create(checkpoints.config("qwen3"), dtype=dtype), ENCODER
@@ -182,7 +200,9 @@ def test_bytes_of_a_token_of_context(dtype):
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama_gqa_bias", "gemma2"])
+@pytest.mark.parametrize(
+  "name", ["llama_gqa_bias", pytest.param("gemma2", marks=LONG)]
+)
 def test_a_folder_comes_back_bit_for_bit(name, tmp_path):
   mine = model(name)
   rj.models.save(mine, tmp_path / "a")
@@ -201,6 +221,7 @@ def test_a_folder_comes_back_bit_for_bit(name, tmp_path):
   assert all(jax.tree.leaves(jax.tree.map(np.array_equal, other, again)))
 
 
+@LONG
 def test_a_folder_is_loaded_onto_a_mesh(tmp_path):
   mine = model()
   rj.models.save(mine, tmp_path / "a")

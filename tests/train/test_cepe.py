@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 
 import ringjax as rj
+from launch.train import default_config, recipe_of
 from ringjax.errors import OptionError, ShapeError
 from ringjax.models import cepe
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.train import batch as batches
 from ringjax.train.cepe import ContextSplit, EncoderTraining
+from ringjax.train.induction import CrossInductionHeads
 from ringjax.train.step import Objective
 from tests import checkpoints
 from tests.helpers import refused
 
+LONG, MORE = pytest.mark.long, ("qwen3", "gemma2")
 ENCODER = cepe.Encoder(layers=1, width=16, heads=2, hidden=24, chunk=8)
 DRAW = np.random.default_rng(0)
 DOCUMENTS = rj.data.Documents([DRAW.integers(0, 90, 40) for _ in range(12)])
@@ -55,7 +58,9 @@ def recipe(**options):
   return rj.train.Recipe(**given | options)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa_bias", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+  "name", ["llama_gqa_bias", *(pytest.param(x, marks=LONG) for x in MORE)]
+)
 def test_frozen_weights_have_gradients_of_zero_and_no_others(name):
   method, mine = EncoderTraining(), model(name)
   batch = jax.tree.map(lambda x: x[0], batches.place(rows(), ContextParallel()))
@@ -102,6 +107,7 @@ def test_a_training_that_was_stopped_resumes_bit_for_bit(tmp_path):
   assert all(jax.tree.leaves(same))
 
 
+@LONG
 def test_meshes_train_the_same():
   one = rj.train.train(recipe(), model(), rj.train.Mixture([DOCUMENTS])).model
   mesh = rj.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
@@ -149,7 +155,7 @@ def test_contexts_are_masked_as_often_as_asked():
   assert (made.context.segments != other.context.segments).any()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=LONG), 2])
 def test_distillation_adds_the_divergence_from_the_decoder_alone(shards):
   mesh = rj.make_mesh((shards,), ("seq",), devices=jax.devices()[:shards])
   mine = model(mesh=mesh)
@@ -171,6 +177,25 @@ def test_distillation_adds_the_divergence_from_the_decoder_alone(shards):
     taught.loss - plain.loss, 2 * far.sum(), rtol=0, atol=1e-3
   )
   np.testing.assert_allclose(taught.nll, plain.nll, rtol=1e-6)
+
+
+def test_fresh_heads_look_up_what_followed_a_token():
+  config = checkpoints.config("llama3") | {"tie_word_embeddings": True}
+  base, seed = rj.models.create(config, seed=1), 1
+  # Hidden states that are of their tokens alone.
+  for block in base.stack.blocks[0]:
+    for weight in (block.attention.o.weight, block.feedforward.down.weight):
+      weight[...] = jnp.zeros_like(weight[...])
+  wide = cepe.Encoder(layers=2, width=96, heads=2, hidden=24, chunk=8)
+  fresh = cepe.with_encoder(base, wide, seed=seed)
+  # Different tokens, so that the one before tells the next.
+  ids = np.random.default_rng(seed).permutation(90)[None, :33].astype(np.int32)
+  mine = CrossInductionHeads(match=4.0, copied=8.0).apply(fresh)
+  states = cepe.encode(mine, ids[:, :32].reshape(1, 4, 8)[:, ::-1])
+  logits = mine(ids[:, :-1], states=states)
+  seen = np.arange(32) % 8 < 7  # The next one is in the same chunk.
+  right = lambda x: np.mean((np.argmax(x, -1) == ids[:, 1:])[:, seen])
+  assert right(logits) > 0.8 > 0.1 > right(base(ids[:, :-1]))
 
 
 # ---------------------------------------------------------------------------
@@ -208,3 +233,27 @@ def test_recipes_that_cannot_be():
     ),
     "12 tokens over 8 shards",
   )
+
+
+def test_configs_name_the_encoder_and_its_contexts():
+  config = default_config()
+  config.cepe = {"width": 64}
+  config.start = {"kind": "cross_lookup"}
+  config.stages = (
+    {
+      "steps": 1,
+      "length": 96,
+      "batch": 2,
+      "context": {"chunk": 16, "chunks": 2},
+    },
+  )
+  config.distil = 2.0
+  made = recipe_of(config)
+  assert made.cepe and made.stages[0].context == ContextSplit(
+    chunk=16, chunks=2
+  )
+  assert made.stages[0].decoded == 64 and made.objective.distil == 2.0
+  config.cepe = {"width": 64, "init": "random"}
+  refused(OptionError, lambda: recipe_of(config), "cepe.init", "copy")
+  config.cepe = {}
+  refused(OptionError, lambda: recipe_of(config), "cross_lookup")
