@@ -2,14 +2,14 @@
 
 Guarantees: the continuations are the same tokens for each number of chunks, and
 the chunks are those just before them.
-Cost: one forward pass of the decoder over the continuations for each number.
+Cost: three forward passes of the continuations for each number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,8 @@ class ContextCurve:
   Attributes:
     chunks: how many the encoder read.
     losses: nats a token, for each number of chunks.
+    as_text: the same where the decoder reads those tokens itself.
+    of_another: the same where the encoder reads chunks of another text.
     own: the loss where the encoder reads the continuation itself, as in
       CEPE's warm-up.
     chunk: tokens of each.
@@ -41,16 +43,22 @@ class ContextCurve:
 
   chunks: tuple[int, ...]
   losses: tuple[float, ...]
+  as_text: tuple[float, ...]
+  of_another: tuple[float, ...]
   own: float
   chunk: int
   tokens: int
   texts: int
 
   def __str__(self) -> str:
-    rows = zip(self.chunks, self.losses, strict=True)
-    lines = [f"{k:>8} {k * self.chunk:>8} {loss:>8.4f}" for k, loss in rows]
-    head = f"{'chunks':>8} {'tokens':>8} {'nats':>8}"
-    return "\n".join([head, *lines, f"{'itself':>17} {self.own:>8.4f}"])
+    columns = (self.losses, self.as_text, self.of_another)
+    lines = [
+      f"{k:>8} {k * self.chunk:>8}" + "".join(f" {x:>10.4f}" for x in row)
+      for k, *row in zip(self.chunks, *columns, strict=True)
+    ]
+    names = ("encoded", "as text", "of another")
+    head = f"{'chunks':>8} {'tokens':>8}" + "".join(f" {n:>10}" for n in names)
+    return "\n".join([head, *lines, f"{'itself':>17} {self.own:>10.4f}"])
 
 
 def context_curve(
@@ -103,38 +111,52 @@ def context_curve(
     mesh=mesh, axis=None if mesh is None else sequence_axis(mesh)
   )
 
-  def loss(k: int, back: int) -> float:
-    """With k chunks that end `back` tokens before the end of the texts."""
-    total = 0.0
-    for first in range(0, len(rows), batch):
-      some = rows[first : first + batch]
-      made = _batch(some, k, size, tokens, some.shape[1] - back)
-      total += float(_loss(model, attend, made))
+  others = np.roll(rows, 1, 0)
+
+  def mean(make: Callable[[slice], Batch]) -> float:
+    parts = [slice(n, n + batch) for n in range(0, len(rows), batch)]
+    total = sum(float(_loss(model, attend, make(part))) for part in parts)
     return total / (len(rows) * tokens)
+
+  def behind(k: int, back: int, texts: np.ndarray = rows) -> float:
+    """With k chunks that end `back` tokens before the end of texts."""
+    end = least - back
+    before = texts[:, end - k * size : end]
+    return mean(lambda n: _encoded(before[n], rows[n], tokens, size))
 
   return ContextCurve(
     chunks=tuple(chunks),
-    losses=tuple(loss(k, tokens + 1) for k in chunks),
-    own=loss(max(1, tokens // size), 1),
+    losses=tuple(behind(k, tokens + 1) for k in chunks),
+    as_text=tuple(
+      mean(lambda n, k=k: _text(rows[n, -k * size - tokens - 1 :], tokens))
+      for k in chunks
+    ),
+    of_another=tuple(behind(k, tokens + 1, others) for k in chunks),
+    own=behind(max(1, tokens // size), 1),
     chunk=size,
     tokens=tokens,
     texts=len(rows),
   )
 
 
-def _batch(
-  rows: np.ndarray, k: int, chunk: int, tokens: int, end: int
+def _text(rows: np.ndarray, tokens: int) -> Batch:
+  """Rows of which the last tokens count."""
+  x = jnp.asarray(rows)
+  at = np.arange(rows.shape[1] - 1)
+  counts = np.float32(at >= len(at) - tokens)
+  weights = jnp.broadcast_to(jnp.asarray(counts), x[:, 1:].shape)
+  return Batch(x[:, :-1], x[:, 1:], weights)
+
+
+def _encoded(
+  before: np.ndarray, rows: np.ndarray, tokens: int, chunk: int
 ) -> Batch:
-  """The ends of rows, and the k chunks before token `end` of each."""
-  own = rows[:, -tokens - 1 :]
-  before = rows[:, end - k * chunk : end].reshape(len(rows), k, chunk)
-  context = Chunks(jnp.asarray(before), jnp.ones(before.shape, jnp.int32))
-  return Batch(
-    jnp.asarray(own[:, :-1]),
-    jnp.asarray(own[:, 1:]),
-    jnp.ones((len(rows), tokens), jnp.float32),
-    context=context if k else None,
-  )
+  """The ends of rows, and what the encoder reads."""
+  made = _text(rows[:, -tokens - 1 :], tokens)
+  if not before.size:
+    return made
+  chunks = jnp.asarray(before).reshape(len(rows), -1, chunk)
+  return made._replace(context=Chunks(chunks, jnp.ones_like(chunks)))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -180,7 +180,8 @@ def test_distillation_adds_the_divergence_from_the_decoder_alone(shards):
 
 
 def test_fresh_heads_look_up_what_followed_a_token():
-  config = checkpoints.config("llama3") | {"tie_word_embeddings": True}
+  config = checkpoints.config("llama3")
+  config |= {"tie_word_embeddings": True, "num_hidden_layers": 1}
   base, seed = rj.models.create(config, seed=1), 1
   # Hidden states that are of their tokens alone.
   for block in base.stack.blocks[0]:
