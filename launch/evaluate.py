@@ -76,6 +76,7 @@ from ringjax.eval import (
 )
 from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
+from ringjax.infer.contexts import APE
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
 from ringjax.models.fingerprint import fingerprint
@@ -690,7 +691,7 @@ class _Evaluation:
     screen.begin("reading", len(ways) * len(counts) * rows, "texts")
     for count in counts:
       for name, way in ways.items():
-        if values.search and name == "ape":
+        if values.search and isinstance(way.combine, APE):
           best = tuning.tuned(count, way.combine)
           way = dataclasses.replace(way, combine=best)
         before = len(costs) * rows

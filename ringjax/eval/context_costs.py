@@ -76,7 +76,8 @@ def context_ways(
   Raises:
     OptionError: a name that is none of these.
   """
-  prefix, begin = tuple(prefix), tuple(prefix[:1])
+  prefix = tuple(int(n) for n in prefix)
+  begin = prefix[:1]
   found = {
     "full": ContextWay(combine=Full(prefix=prefix)),
     "none": ContextWay(combine=Full(prefix=prefix), some="none"),

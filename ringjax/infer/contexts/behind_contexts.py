@@ -485,7 +485,7 @@ def _without(blocks: Blocks, gone: np.ndarray) -> Blocks:
   """Blocks without the tokens in `gone`, bool [n]."""
   stay = np.flatnonzero(~gone)
   take = lambda x: np.take(x, stay, token_axis(x[:, None]) - 1)
-  at = Coords(*(np.asarray(x)[stay] for x in blocks.at))
+  at = Coords(*(x[stay] for x in blocks.at))
   return Blocks(at, jax.tree.map(take, blocks.parts), blocks.kind)
 
 
