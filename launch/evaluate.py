@@ -638,7 +638,9 @@ class _Evaluation:
       links = LinkTokens.load(values.model, vocab=model.config.vocab)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ways = context_ways(
-      [*begin, *tokenizer.encode(values.prefix)], links, values.ways
+      [int(n) for n in (*begin, *tokenizer.encode(values.prefix))],
+      links,
+      values.ways,
     )
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
     span, rows = length + values.question, values.rows
