@@ -1,6 +1,15 @@
-"""Evaluation of long contexts: retrieval, perplexity by position, caches."""
+"""Evaluation of long contexts: retrieval, perplexity by position, caches,
+entropy of attention.
+"""
 
 from ringjax.eval.cache_kinds import KindCost, compare_caches
+from ringjax.eval.entropy import (
+  ModelStatistics,
+  SplitEntropy,
+  attention_statistics,
+  correlation,
+  split_entropy,
+)
 from ringjax.eval.family_errors import (
   RANDOM_FAMILIES,
   FamilyError,
@@ -15,9 +24,14 @@ __all__ = [
   "Curve",
   "FamilyError",
   "KindCost",
+  "ModelStatistics",
+  "SplitEntropy",
+  "attention_statistics",
   "compare_caches",
+  "correlation",
   "family_errors",
   "find",
   "perplexity",
   "reader",
+  "split_entropy",
 ]
