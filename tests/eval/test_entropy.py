@@ -21,6 +21,7 @@ from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.models import small
+from ringjax.models.transformer import forward
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh, refused
 
@@ -77,24 +78,21 @@ class Recorder(NoCache):
 
 def direct(model, ids, pos=None, seg=None, segments=None):
   """By layer (p [B, N, T, S] with a last column for sinks, lse) in NumPy."""
-  from ringjax.models.transformer import forward
-
   batch, length = ids.shape
   recorder = Recorder(model, batch, length)
   attend = models.ContextParallel(
     axis=None, **({} if segments is None else {"segments": segments})
   )
-  with jax.disable_jit(False):
-    _, recorder = forward(
-      model,
-      attend,
-      jnp.asarray(ids),
-      None if pos is None else jnp.asarray(pos),
-      None if seg is None else jnp.asarray(seg),
-      recorder,
-      None,
-      None,
-    )
+  _, recorder = forward(
+    model,
+    attend,
+    jnp.asarray(ids),
+    None if pos is None else jnp.asarray(pos),
+    None if seg is None else jnp.asarray(seg),
+    recorder,
+    None,
+    None,
+  )
   wide = lambda x, default: np.broadcast_to(
     default if x is None else x, (batch, length)
   )

@@ -82,9 +82,7 @@ def check(got, want, atol=1e-5):
   assert got.keys() == want.keys()
   for name, x in want.items():
     assert got[name].dtype == np.float32, name
-    np.testing.assert_allclose(
-      got[name], x, rtol=1e-6, atol=atol, err_msg=name
-    )
+    np.testing.assert_allclose(got[name], x, rtol=1e-6, atol=atol, err_msg=name)
 
 
 def sets(case, heads=None, seed=5):
