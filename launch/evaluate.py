@@ -227,7 +227,7 @@ def _uses(word: str, name: str, asks: bool) -> bool:
     return name in ("families", "cache", "lengths", "seed", "out", "json")
   asking = ("needle", "caches") if asks else ("needle",)
   only = {"task": ("needle", "caches"), "depths": asking, "trials": asking,
-          "seed": asking, "rows": ("perplexity", "caches"),
+          "seed": asking, "rows": ("perplexity", "caches", "entropy"),
           "cache": ("caches", "needle"), "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),

@@ -47,9 +47,9 @@ class StatisticsCache(NoCache):
     sinks: for each kind of layer [L, N], or None.
     segments: which documents see each other, as `ContextParallel` has it.
     shapes: what each kind of layer keeps of a token.
+    columns: whether the column mass is found.
     mesh: None is one device.
     axis: of `mesh`, over which the tokens are sharded.
-    columns: whether the column mass is found.
   """
 
   found: tuple[Any, ...]
@@ -58,9 +58,9 @@ class StatisticsCache(NoCache):
   sinks: tuple[Any, ...]
   segments: Mask
   shapes: tuple[Any, ...]
-  mesh: Any
-  axis: str | None
   columns: bool
+  mesh: Any = None
+  axis: str | None = None
 
   @classmethod
   def create(
@@ -145,7 +145,7 @@ class StatisticsCache(NoCache):
 tree.register(
   StatisticsCache,
   ("found", "rows", "keep", "sinks", "segments"),
-  ("shapes", "mesh", "axis", "columns"),
+  ("shapes", "columns", "mesh", "axis"),
 )
 
 

@@ -173,9 +173,8 @@ def test_per_shard():
     q, k, keep=keep, columns=True, is_causal=True, axis="seq"
   )
   spec = P(None, "seq")
-  got = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(
-    case.arrays["query"], case.arrays["key"], keep
-  )
+  over = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+  got = jax.jit(over)(case.arrays["query"], case.arrays["key"], keep)
   got = {k: np.asarray(x) for k, x in got._asdict().items()}
   check(got, direct(case, keep))
 
@@ -200,7 +199,7 @@ def test_without_a_batch_and_of_half_precision():
   check({k: np.asarray(x)[None] for k, x in got._asdict().items()}, want)
   alone = rj.attention_statistics(q, k, is_causal=True)
   assert alone.kept_mass is None and alone.column_mass is None
-  np.testing.assert_array_equal(alone.entropy, got.entropy)
+  np.testing.assert_allclose(alone.entropy, got.entropy, atol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
