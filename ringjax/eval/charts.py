@@ -149,6 +149,8 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
     )
     here.set_xlabel("head", fontsize=8)
     here.set_ylabel("layer", fontsize=8)
+    here.set_xticks(range(0, grid.shape[1], -(-grid.shape[1] // 8)))
+    here.set_yticks(range(0, grid.shape[0], -(-grid.shape[0] // 8)))
     here.tick_params(labelsize=7)
   maps.colorbar(image, ax=axes, label="entropy, nats")
   axes = beside.add_subplot()
@@ -161,7 +163,8 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
         f"P = {one.splits}",
         (one.entropy, one.loss),
         textcoords="offset points",
-        xytext=(5, 4),
+        xytext=(-6, 5) if shared else (6, -6),
+        ha="right" if shared else "left",
         fontsize=8,
       )
   axes.set_xlabel("entropy of the queries' attention, nats")

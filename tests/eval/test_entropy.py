@@ -199,7 +199,7 @@ POSITIONS = np.concatenate(
 
 
 @pytest.mark.parametrize(
-  "shards", [1, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))]
+  "shards", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))]
 )
 def test_documents_positions_and_shards(model, shards):
   ids, segments = tokens(64, 1), rj.SeparateDocuments()
@@ -212,6 +212,7 @@ def test_documents_positions_and_shards(model, shards):
   verify(model, got, want, np.arange(16, 23), SEPARATE == 2, columns=True)
 
 
+@pytest.mark.long
 def test_all_queries_in_rows_of_their_own(model):
   ids = tokens(64)
   got = evaluation.attention_statistics(model, ids)
@@ -265,6 +266,7 @@ def test_one_chunk_is_the_text_itself(model):
   np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_shards_read_chunks_alike(model):
   told = []
   ask = functools.partial(
@@ -304,6 +306,7 @@ def held_out(rows, span):
   return [ids[n * apart : n * apart + span] for n in range(rows)]
 
 
+@pytest.mark.long
 def test_chunks_make_attention_flat_and_a_shared_prefix_helps():
   """Zhang et al. 2025: entropy rises with P, and the loss with it."""
   model = models.load(small.path())

@@ -91,7 +91,7 @@ def sets(case, heads=None, seed=5):
   return np.random.default_rng(seed).random(shape) < 0.3
 
 
-OFTEN = ("everything", "mqa", "nothing", "lengths", "separate", "soft-cap")
+OFTEN = ("everything", "nothing")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_every_feature(feature):
   check(find(case, keep), direct(case, keep))
 
 
-@pytest.mark.parametrize("t", [1, 37, 391])
+@pytest.mark.parametrize(
+  "t", [37, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 391))]
+)
 def test_odd_lengths_and_several_tiles(t):
   case = oracle.build(b=1, t=t, s=391, n=2, kv=1, sees=causal, is_causal=True,
                       q_pos=391 - t + np.arange(t))  # fmt: skip
@@ -115,9 +117,9 @@ def test_odd_lengths_and_several_tiles(t):
 @pytest.mark.parametrize(
   ("shards", "layout", "feature"),
   [
-    (2, Striped(), "separate"),
     (4, Zigzag(), "everything"),
-    (8, Striped(4), "positions"),
+    pytest.param(2, Striped(), "separate", marks=pytest.mark.long),
+    pytest.param(8, Striped(4), "positions", marks=pytest.mark.long),
     pytest.param(8, Contiguous(), "prefill", marks=pytest.mark.long),
     pytest.param(8, Zigzag(), "mask-full", marks=pytest.mark.long),
     pytest.param(4, Striped(), "sinks", marks=pytest.mark.long),
@@ -135,15 +137,15 @@ def test_shards_change_nothing(shards, layout, feature):
   check(got, direct(case, keep))
 
 
-@pytest.mark.parametrize(
-  "shards", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 8))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [3, 5, 8])
 def test_lengths_that_do_not_divide(shards):
   case = oracle.build(**everything(t=71))
   mesh = make_mesh(shards, "auto")
   check(find(case, shards=shards, mesh=mesh), direct(case))
 
 
+@pytest.mark.long
 def test_explicit_axes_and_heads():
   case = oracle.build(is_causal=True, sees=causal, sinks=True)
   mesh = jax.make_mesh(
@@ -166,6 +168,7 @@ def test_explicit_axes_and_heads():
   check(got, direct(case))
 
 
+@pytest.mark.long
 def test_per_shard():
   case = oracle.build(is_causal=True, sees=causal)
   mesh, keep = make_mesh(4, "auto"), sets(case)
@@ -179,6 +182,7 @@ def test_per_shard():
   check(got, direct(case, keep))
 
 
+@pytest.mark.long
 def test_large_scores_lose_their_rounding_alone():
   case = oracle.build(is_causal=True, sees=causal, spread=100.0)
   got, want = find(case), direct(case)
@@ -212,6 +216,7 @@ def test_float64():
   np.testing.assert_allclose(got.entropy, direct(case)["entropy"], atol=1e-12)
 
 
+@pytest.mark.long
 def test_a_key_that_is_not_finite_reaches_those_who_see_it():
   case = oracle.build(is_causal=True, sees=causal)
   key = case.arrays["key"].copy()
