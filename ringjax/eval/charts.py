@@ -158,13 +158,13 @@ def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
     line = [one for one in found if one.shared == shared or one.splits == 1]
     x, y = [one.entropy for one in line], [one.loss for one in line]
     axes.plot(x, y, "o-", label="shared prefix" if shared else "own prefixes")
-    for one in line:
+    for one in line[int(shared) :]:
       axes.annotate(
         f"P = {one.splits}",
         (one.entropy, one.loss),
         textcoords="offset points",
-        xytext=(-6, 5) if shared else (6, -6),
-        ha="right" if shared else "left",
+        xytext=(6, -7) if shared else (-6, 5),
+        ha="left" if shared else "right",
         fontsize=8,
       )
   axes.set_xlabel("entropy of the queries' attention, nats")

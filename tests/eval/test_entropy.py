@@ -20,7 +20,7 @@ from ringjax import models
 from ringjax.data import Tokenizer, documents
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.kv.base import KV, FreshLayer, NoCache
-from ringjax.models import small
+from ringjax.models import small, tiny
 from ringjax.models.transformer import forward
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh, refused
@@ -163,15 +163,8 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "family",
-  [
-    f if f == "gpt_oss" else pytest.param(
-      f, marks=pytest.mark.long
-    )
-    for f in FAMILIES
-  ],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tmp_path):
   model = models.load(checkpoints.write(family, tmp_path / "model"))
   ids = tokens(model.config.vocab)
@@ -299,28 +292,40 @@ def test_what_cannot_be_split(model):
   refused(OptionError, lambda: ask(query=0), "query")
 
 
-def held_out(rows, span):
+def of_held_out_text(shipped, rows, splits):
   text = "\n".join(documents.library(held_out=True))
-  ids = np.asarray(Tokenizer.load(small.path()).encode(text))
+  ids = np.asarray(Tokenizer.load(shipped.path()).encode(text))
   apart = len(ids) // rows
-  return [ids[n * apart : n * apart + span] for n in range(rows)]
+  return evaluation.split_entropy(
+    models.load(shipped.path()),
+    [ids[n * apart :][:369] for n in range(rows)],
+    splits,
+    context=240,
+    query=128,
+    prefix=[256],
+    rows=rows,
+  )
 
 
 @pytest.mark.long
-def test_chunks_make_attention_flat_and_a_shared_prefix_helps():
+def test_chunks_make_attention_flat():
   """Zhang et al. 2025: entropy rises with P, and the loss with it."""
-  model = models.load(small.path())
-  found = evaluation.split_entropy(
-    model, held_out(16, 369), [1, 4, 16], context=240, query=128, prefix=[256],
-    rows=16,
-  )  # fmt: skip
+  found = of_held_out_text(small, 16, [1, 4, 16])
   own = [x for x in found if not x.shared]
   entropies = [x.entropy for x in own]
   assert entropies == sorted(entropies)
   assert evaluation.correlation(own) > 0.9
   last, shared = found[-2:]
   assert (last.splits, last.shared, shared.shared) == (16, False, True)
-  assert shared.entropy < last.entropy and shared.loss < last.loss
+  assert shared.entropy < last.entropy
+
+
+@pytest.mark.long
+def test_a_shared_prefix_helps_a_model_that_looks_at_it():
+  own, shared = of_held_out_text(tiny, 8, [8])
+  assert own.prefix_mass > shared.prefix_mass > 0.01
+  assert shared.entropy < own.entropy - 0.03
+  assert shared.loss < own.loss
 
 
 # ---------------------------------------------------------------------------
