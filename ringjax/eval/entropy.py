@@ -122,9 +122,7 @@ def attention_statistics(
     keep=keep,
     columns=columns,
     sinks=_sinks(model),
-    segments=segments,
-    mesh=mesh,
-    axis=axis,
+    attend=attend,
   )
   logits, cache = model(
     ids,
@@ -260,7 +258,7 @@ def split_entropy(
   *,
   context: int,
   query: int,
-  prefix: Sequence[int],
+  prefix: Any,
   rows: int,
   mesh: Mesh | None = None,
   axis: str | None = None,
@@ -276,7 +274,7 @@ def split_entropy(
     splits: numbers of chunks, P.
     context: N, tokens of the context.
     query: M, tokens behind it, whose attention and predictions are looked at.
-    prefix: ids before each chunk, or before all of them.
+    prefix: ids [n] before each chunk, or before all of them.
     rows: how many texts are read.
     mesh: the mesh; default: the model's, else the current one.
     axis: the axis that shards the sequence; default "seq" if there is one.

@@ -30,7 +30,7 @@ from ringjax.kv.state import StateShape
 from ringjax.ops.attention.api import attention_statistics
 from ringjax.ops.attention.statistics import AttentionStatistics
 from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Coords, Mask
+from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import wide_dtype
 
@@ -45,22 +45,18 @@ class StatisticsCache(NoCache):
     rows: int32 [B, M], which of the call's tokens are the queries.
     keep: bool [B, T], tokens whose mass is found, or None.
     sinks: for each kind of layer [L, N], or None.
-    segments: which documents see each other, as `ContextParallel` has it.
+    attend: the `ContextParallel` of the call, with its mesh and axis.
     shapes: what each kind of layer keeps of a token.
     columns: whether the column mass is found.
-    mesh: None is one device.
-    axis: of `mesh`, over which the tokens are sharded.
   """
 
   found: tuple[Any, ...]
   rows: Any
   keep: Any
   sinks: tuple[Any, ...]
-  segments: Mask
+  attend: Any
   shapes: tuple[Any, ...]
   columns: bool
-  mesh: Any = None
-  axis: str | None = None
 
   @classmethod
   def create(
@@ -73,9 +69,7 @@ class StatisticsCache(NoCache):
     keep: Any,
     columns: bool,
     sinks: Sequence[Any],
-    segments: Mask,
-    mesh: Any,
-    axis: str | None,
+    attend: Any,
   ) -> StatisticsCache:
     """For one call of `tokens` tokens, T.
 
@@ -108,10 +102,8 @@ class StatisticsCache(NoCache):
       rows=rows,
       keep=keep,
       sinks=tuple(sinks),
-      segments=segments,
+      attend=attend,
       shapes=tuple(shapes),
-      mesh=mesh,
-      axis=axis,
       columns=columns,
     )
 
@@ -144,8 +136,8 @@ class StatisticsCache(NoCache):
 
 tree.register(
   StatisticsCache,
-  ("found", "rows", "keep", "sinks", "segments"),
-  ("shapes", "columns", "mesh", "axis"),
+  ("found", "rows", "keep", "sinks"),
+  ("attend", "shapes", "columns"),
 )
 
 
@@ -190,7 +182,7 @@ class StatisticsLayer(NamedTuple):
       jnp.swapaxes(self.fresh.k, 1, 2),
       keep=cache.keep,
       columns=cache.columns,
-      mask=reading.mask & cache.segments,
+      mask=reading.mask & cache.attend.segments,
       scale=reading.scores.scale,
       logits_soft_cap=reading.scores.soft_cap,
       alibi_slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
@@ -199,8 +191,8 @@ class StatisticsLayer(NamedTuple):
       kv_positions=at.pos,
       q_segment_ids=pick(at.seg),
       kv_segment_ids=at.seg,
-      mesh=cache.mesh,
-      axis=cache.axis,
+      mesh=cache.attend.mesh,
+      axis=cache.attend.of_mesh,
     )
     put = lambda old, new: lax.dynamic_update_index_in_dim(
       old, new, self.index, 0
