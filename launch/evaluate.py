@@ -25,6 +25,11 @@
   python -m launch.evaluate families --cache=int4 --cache=nuq3
       What kinds of caches do to small models of every family with random
       weights; without --cache all codecs.
+  python -m launch.evaluate entropy --splits=1,2,4,8,16 --plot=entropy.png
+      The entropy of each layer's and head's attention, and the loss, behind
+      contexts that are cut into chunks which are encoded apart: each with a
+      prefix of its own, or all with one. The prefix is the id that begins a
+      text, else a newline. Without --model of ringjax's second model.
   python -m launch.evaluate curves --log=DIR/log.jsonl --plot=run.png
       The curves of a training, from its log.
 
@@ -69,17 +74,22 @@ from ringjax.eval import (
   Curve,
   FamilyError,
   KindCost,
+  SplitEntropy,
   charts,
   compare_caches,
   context_answers,
   context_curve,
   context_ways,
+  correlation,
   family_errors,
   find,
   reader,
+  split_entropy,
 )
+from ringjax.eval.entropy import settings
 from ringjax.eval.needle import grid, mean, table
 from ringjax.infer import METHODS
+from ringjax.infer.contexts import APE
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import small, tiny
 from ringjax.models.cepe import CepeTransformer
@@ -132,7 +142,12 @@ def define(values: flags.FlagValues) -> None:
     "Of the cache; default: the model's.",
     flag_values=values,
   )
-  new.whole("rows", 8, "perplexity, caches, chunks: texts of each length.")
+  new.whole(
+    "rows", 8, "perplexity, caches, entropy, chunks: texts of each length."
+  )
+  new.texts("splits", ["1", "2", "4", "8", "16"], "entropy: numbers of chunks.")
+  new.whole("context", 1024, "entropy: tokens that are cut into chunks.")
+  new.whole("query", 128, "entropy: tokens behind them that are looked at.")
   flags.DEFINE_multi_string(
     "cache",
     None,
@@ -256,11 +271,13 @@ def _uses(word: str, name: str, asks: bool) -> bool:
   )
   only = {"task": ("needle", "caches", "contexts"), "depths": asking,
           "trials": answers, "seed": answers, **of_contexts,
-          "rows": ("perplexity", "caches", "contexts"),
+          "rows": ("perplexity", "caches", "contexts", "entropy"),
           "cache": ("caches", "needle", "contexts"),
           "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
-          "cache_dtype": ("needle", "perplexity")}  # fmt: skip
+          "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
+          "context": ("entropy",), "query": ("entropy",), "lengths":
+          ("needle", "perplexity", "caches", "contexts")}  # fmt: skip
   return word in only.get(name, (word,))
 
 
@@ -322,11 +339,11 @@ class _Evaluation:
     self.record = self._about() | about
     self.record |= {unit: [*known], "complete": len(known) == total}
 
-  def _about(self) -> dict[str, Any]:
+  def _about(self, own: str = "ringjax-tiny") -> dict[str, Any]:
     """What the figures are about."""
     values = self._values
     return {
-      "model": str(values.model or "ringjax-tiny"),
+      "model": str(values.model or own),
       "text": values.folder or "held-out files of Python's library",
     }
 
@@ -366,13 +383,16 @@ class _Evaluation:
     self._group.meet()
     self._screen.quiet = jax.process_index() > 0
 
-  def _load(self) -> tuple[Any, Tokenizer, dict[str, Any]]:
-    """The model, its tokenizer, and how prompts are read."""
+  def _load(self, own: Any = tiny) -> tuple[Any, Tokenizer, dict[str, Any]]:
+    """The model, its tokenizer, and how prompts are read.
+
+    `own`: the model that ships with ringjax and is measured without --model.
+    """
     values, screen = self._values, self._screen
     self._start()
     screen.begin("loading the model")
     mesh = common.mesh(values.mesh)
-    folder = values.model or tiny.path()
+    folder = values.model or own.path()
     model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     reading = dict(
@@ -641,15 +661,15 @@ class _Evaluation:
     kind = kind_text.parse(given[0], "--cache") if given else None
     context_ways([0], kinds=values.ways)
     found = self._texts()
-    if values.model is None:
-      values.model = str(small.path())
-    model, tokenizer, reading = self._load()
-    links = None
-    if os.path.exists(os.path.join(values.model, LINKS)):
-      links = LinkTokens.load(values.model, vocab=model.config.vocab)
+    model, tokenizer, reading = self._load(small)
+    links, folder = None, values.model or small.path()
+    if os.path.exists(os.path.join(folder, LINKS)):
+      links = LinkTokens.load(folder, vocab=model.config.vocab)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ways = context_ways(
-      begin + tokenizer.encode(values.prefix), links, values.ways
+      [int(n) for n in (*begin, *tokenizer.encode(values.prefix))],
+      links,
+      values.ways,
     )
     ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in found])
     span, rows = length + values.question, values.rows
@@ -678,6 +698,7 @@ class _Evaluation:
       prefix=values.prefix,
       cache=given[0] if given else None,
       tasks=names,
+      **({} if values.model else self._about("ringjax-small")),
     )
     scores: dict[tuple[str, int], float] = {}
     if asks:
@@ -702,7 +723,7 @@ class _Evaluation:
     screen.begin("reading", len(ways) * len(counts) * rows, "texts")
     for count in counts:
       for name, way in ways.items():
-        if values.search and name == "ape":
+        if values.search and isinstance(way.combine, APE):
           best = tuning.tuned(count, way.combine)
           way = dataclasses.replace(way, combine=best)
         before = len(costs) * rows
@@ -774,6 +795,60 @@ class _Evaluation:
     self.record = self._about() | dataclasses.asdict(found)
     head = f"nats a token of {found.tokens} behind chunks of {size} tokens, "
     return [f"{head}{found.texts} texts:", str(found)], lambda path: None
+
+  def entropy(self) -> _Shown:
+    """Reads contexts in more and more chunks that do not see each other."""
+    values, screen = self._values, self._screen
+    context, query, rows = values.context, values.query, values.rows
+    splits = _numbers("splits", values.splits, int, 1, context)
+    splits = sorted(set(splits))
+    texts = self._texts()
+    model, tokenizer, reading = self._load(small)
+    ids = np.concatenate([np.asarray(tokenizer.encode(t)) for t in texts])
+    span, apart = context + query + 1, ids.size // rows
+    if apart < span:
+      raise OptionError(
+        "--rows",
+        f"{rows} of {span:,} tokens",
+        f"at most the {ids.size:,} tokens of the text",
+        "pass fewer rows, a shorter context, or more text",
+      )
+    prefix = tokenizer.bos_id
+    prefix = tokenizer.encode("\n", bos=False) if prefix is None else [prefix]
+    keys = settings(splits)
+    self._begin(
+      "settings",
+      len(keys),
+      context=context,
+      query=query,
+      rows=rows,
+      **({} if values.model else self._about("ringjax-small")),
+    )
+    screen.begin("reading", len(keys) * rows, "texts")
+    found = split_entropy(
+      model,
+      # From all over the text.
+      [ids[n * apart : n * apart + span] for n in range(rows)],
+      splits,
+      context=context,
+      query=query,
+      prefix=prefix,
+      rows=rows,
+      mesh=reading["mesh"],
+      on_read=screen.at,
+      on_setting=lambda one: self._add(one.record()),
+    )
+    own, shared = (
+      [one for one in found if one.shared == yes or one.splits == 1]
+      for yes in (False, True)
+    )
+    self.record["correlation"] = {
+      "own": correlation(own),
+      "shared": correlation(shared),
+    }
+    return _entropy_lines(found, own, shared, context, query), (
+      lambda path: charts.split_entropies(found, path)
+    )
 
   def families(self) -> _Shown:
     """Tries codecs on a random model of each family."""
@@ -860,6 +935,45 @@ class _Evaluation:
     return lines, lambda path: charts.training_curves(rows, path)
 
 
+def _entropy_lines(
+  found: Sequence[SplitEntropy],
+  own: Sequence[SplitEntropy],
+  shared: Sequence[SplitEntropy],
+  context: int,
+  query: int,
+) -> list[str]:
+  """The tables of `entropy`: the means by setting, and each layer and head."""
+  shown = lambda x: "-" if x is None else f"{x:.3f}"
+  lines = [
+    f"{len(found[0].losses)} texts: {context:,} tokens in P chunks, {query:,} "
+    "behind them; nats",
+    f"{'':>4}{'a prefix each':>30}{'one shared prefix':>30}",
+    f"{'P':>4}" + f"{'entropy':>10}{'loss':>10}{'on prefix':>10}" * 2,
+  ]
+  for a, b in zip(own, shared, strict=True):
+    cells = [x for one in (a, b) for x in (one.entropy, one.loss)]
+    lines.append(
+      f"{a.splits:>4}{cells[0]:>10.4f}{cells[1]:>10.4f}{a.prefix_mass:>10.1%}"
+      f"{cells[2]:>10.4f}{cells[3]:>10.4f}{b.prefix_mass:>10.1%}"
+    )
+  lines.append(
+    f"correlation of entropy and loss: {shown(correlation(own))} with a prefix "
+    f"each, {shown(correlation(shared))} with one"
+  )
+  lines.append("entropy by layer and head; s: one shared prefix")
+  names = [f"{one.splits}{'s' if one.shared else ''}" for one in found]
+  lines.append(f"{'layer':>5}{'head':>6}" + "".join(f"{x:>8}" for x in names))
+  for layer, heads in enumerate(found[0].heads):
+    if heads is None:
+      lines.append(f"{layer:>5}{'':>6}  recurrent: it attends to nothing")
+      continue
+    each = np.array([one.heads[layer] for one in found])
+    for head, row in [*enumerate(each.T), ("all", each.mean(1))]:
+      cells = "".join(f"{x:>8.3f}" for x in row)
+      lines.append(f"{layer:>5}{head:>6}{cells}")
+  return lines
+
+
 def _logged(path: str) -> Iterator[dict[str, Any]]:
   """The lines of a log; numbers that are not finite become None."""
   number = 0
@@ -910,6 +1024,7 @@ _COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
   "contexts": _Evaluation.contexts,
   "chunks": _Evaluation.chunks,
   "families": _Evaluation.families,
+  "entropy": _Evaluation.entropy,
   "curves": _Evaluation.curves,
 }
 

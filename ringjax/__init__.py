@@ -36,6 +36,7 @@ from ringjax.errors import (
 )
 from ringjax.ops.attention.api import (
   attention,
+  attention_statistics,
   blockwise_attention,
   dot_product_attention,
   ring_attention,
@@ -55,6 +56,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.schedule import tile_counts, tile_schedule
 from ringjax.ops.attention.select import Auto, explain
+from ringjax.ops.attention.statistics import AttentionStatistics
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.attention.wire_format import WireFormat
 from ringjax.ops.feedforward import blockwise_feedforward
@@ -85,6 +87,7 @@ from ringjax.parallel.layout import (
 from ringjax.parallel.mesh import make_mesh
 
 __all__ = [
+  "AttentionStatistics",
   "Auto",
   "AutoKernel",
   "BlockCausal",
@@ -140,6 +143,7 @@ __all__ = [
   "Zigzag",
   "associative_scan",
   "attention",
+  "attention_statistics",
   "blockwise_attention",
   "blockwise_cross_entropy",
   "blockwise_feedforward",

@@ -1,4 +1,6 @@
-"""Evaluation of long contexts: retrieval, perplexity by position, caches."""
+"""Evaluation of long contexts: retrieval, perplexity by position, caches,
+entropy of attention.
+"""
 
 from ringjax.eval.cache_kinds import KindCost, compare_caches
 from ringjax.eval.context_costs import (
@@ -9,6 +11,13 @@ from ringjax.eval.context_costs import (
   context_ways,
 )
 from ringjax.eval.context_curve import ContextCurve, context_curve
+from ringjax.eval.entropy import (
+  ModelStatistics,
+  SplitEntropy,
+  attention_statistics,
+  correlation,
+  split_entropy,
+)
 from ringjax.eval.family_errors import (
   RANDOM_FAMILIES,
   FamilyError,
@@ -27,12 +36,17 @@ __all__ = [
   "Curve",
   "FamilyError",
   "KindCost",
+  "ModelStatistics",
+  "SplitEntropy",
+  "attention_statistics",
   "compare_caches",
   "context_answers",
   "context_curve",
   "context_ways",
+  "correlation",
   "family_errors",
   "find",
   "perplexity",
   "reader",
+  "split_entropy",
 ]

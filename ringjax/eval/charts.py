@@ -10,6 +10,7 @@ import numpy as np
 
 from ringjax.eval.cache_kinds import KindCost
 from ringjax.eval.context_costs import ContextCost
+from ringjax.eval.entropy import SplitEntropy
 from ringjax.eval.needle import Cell, table
 from ringjax.eval.perplexity import Curve
 from ringjax.plan.draw import figures
@@ -112,6 +113,63 @@ def cache_costs(found: Sequence[KindCost], path: str) -> None:
   axes.set_yscale("log")
   axes.set_xlabel("bytes of the cache of a text")
   axes.set_ylabel("KL divergence of the predictions, nats a token")
+  axes.grid(alpha=0.3)
+  axes.legend()
+  figure.savefig(path, dpi=130)
+
+
+def split_entropies(found: Sequence[SplitEntropy], path: str) -> None:
+  """Draws the entropy of each layer and head, and the loss by the mean.
+
+  Raises:
+    OptionError: matplotlib is not installed.
+  """
+  grids = []
+  for one in found:
+    heads = [h for h in one.heads if h is not None]
+    grid = np.full((len(heads), max(map(len, heads))), np.nan)
+    for row, values in zip(grid, heads, strict=True):
+      row[: len(values)] = values
+    grids.append(grid)
+  # One column for each number of chunks, one row for each kind of prefix.
+  splits = list(dict.fromkeys(one.splits for one in found))
+  size = (1.2 + 1.9 * len(splits) + 4.5, 4.6)
+  figure = figures().Figure(figsize=size, layout="constrained")
+  maps, beside = figure.subfigures(1, 2, width_ratios=(size[0] - 4.5, 4.5))
+  axes = maps.subplots(2, len(splits), squeeze=False)
+  low, high = (f([f(grid) for grid in grids]) for f in (np.nanmin, np.nanmax))
+  for one in axes.flat:
+    one.set_axis_off()
+  for one, grid in zip(found, grids, strict=True):
+    here = axes[int(one.shared), splits.index(one.splits)]
+    here.set_axis_on()
+    image = here.imshow(grid, vmin=low, vmax=high, aspect="auto")
+    prefix = "shared prefix" if one.shared else "own prefixes"
+    here.set_title(
+      "whole" if one.splits == 1 else f"P = {one.splits}, {prefix}", fontsize=8
+    )
+    here.set_xlabel("head", fontsize=8)
+    here.set_ylabel("layer", fontsize=8)
+    here.set_xticks(range(0, grid.shape[1], -(-grid.shape[1] // 8)))
+    here.set_yticks(range(0, grid.shape[0], -(-grid.shape[0] // 8)))
+    here.tick_params(labelsize=7)
+  maps.colorbar(image, ax=axes, label="entropy, nats")
+  axes = beside.add_subplot()
+  for shared in (False, True):
+    line = [one for one in found if one.shared == shared or one.splits == 1]
+    x, y = [one.entropy for one in line], [one.loss for one in line]
+    axes.plot(x, y, "o-", label="shared prefix" if shared else "own prefixes")
+    for one in line[int(shared) :]:
+      axes.annotate(
+        f"P = {one.splits}",
+        (one.entropy, one.loss),
+        textcoords="offset points",
+        xytext=(6, -7) if shared else (-6, 5),
+        ha="left" if shared else "right",
+        fontsize=8,
+      )
+  axes.set_xlabel("entropy of the queries' attention, nats")
+  axes.set_ylabel("negative log-likelihood, nats a token")
   axes.grid(alpha=0.3)
   axes.legend()
   figure.savefig(path, dpi=130)

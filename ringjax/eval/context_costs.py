@@ -29,7 +29,7 @@ from ringjax.infer.contexts import (
   KVLink,
   Parallel,
   Recompute,
-  Select,
+  Selection,
   context_session,
 )
 from ringjax.infer.generate import generate
@@ -76,7 +76,8 @@ def context_ways(
   Raises:
     OptionError: a name that is none of these.
   """
-  prefix, begin = tuple(prefix), tuple(prefix[:1])
+  prefix = tuple(int(n) for n in prefix)
+  begin = prefix[:1]
   found = {
     "full": ContextWay(combine=Full(prefix=prefix)),
     "none": ContextWay(combine=Full(prefix=prefix), some="none"),
@@ -84,7 +85,7 @@ def context_ways(
     "separate": ContextWay(combine=Parallel(), begins=begin),
     "parallel": ContextWay(combine=Parallel(prefix=prefix)),
     "ape": ContextWay(combine=APE(prefix=prefix)),
-    "select": ContextWay(combine=Select(prefix=prefix, by="query")),
+    "select": ContextWay(combine=Selection(prefix=prefix, by="query")),
     "moved": ContextWay(combine=Recompute(prefix=prefix, fraction=0)),
     "recompute": ContextWay(combine=Recompute(prefix=prefix)),
     "kvlink": ContextWay(combine=KVLink(prefix=prefix, links=links)),

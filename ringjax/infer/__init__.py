@@ -5,7 +5,7 @@ from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
 from ringjax.infer.prefill import METHODS, Prefill
-from ringjax.infer.reading import read_context
+from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session

@@ -25,7 +25,7 @@ from ringjax.infer.contexts.behind_contexts import context_session, joined
 from ringjax.infer.contexts.combine import Full, combine_of
 from ringjax.infer.contexts.context_library import ContextLibrary
 from ringjax.infer.prefill import PrefillOptions, padded
-from ringjax.infer.reading import (
+from ringjax.infer.prompt_reading import (
   asked_repetition,
   check_call,
   check_callable,

@@ -302,8 +302,9 @@ def placed(
   """
   shards, local = spec.shards, spec.held.local
   host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
-  pos = np.zeros(spec.at.pos.shape, np.int32)
-  seg, used = np.zeros_like(pos), np.zeros(spec.held.used.shape, np.int32)
+  pos: Any = np.zeros(spec.at.pos.shape, np.int32)
+  seg: Any = np.zeros_like(pos)
+  used = np.zeros(spec.held.used.shape, np.int32)
   owner = np.full((spec.batch, spec.capacity // tile), -1, np.int32)
   for row, contexts in enumerate(rows):
     first = 0
@@ -365,7 +366,7 @@ def exported(
   for row, start, stop in spans:
     index, _ = cache.located(at, row, start, stop)
 
-    def one(x: np.ndarray, index: Any = index, row: int = row) -> np.ndarray:
+    def one(x: Any, index: Any = index, row: int = row) -> np.ndarray:
       return np.take(x[:, row], index, token_axis(x) - 1)
 
     coords = Coords(*(np.asarray(x)[row][index] for x in at))
@@ -373,7 +374,7 @@ def exported(
   return found
 
 
-def _put(x: np.ndarray, new: np.ndarray, row: int, into: np.ndarray) -> None:
+def _put(x: Any, new: np.ndarray, row: int, into: np.ndarray) -> None:
   """Writes a context [L, K, n, X] (or [.., X, n]) into slots of a row."""
   if not x.size:
     return

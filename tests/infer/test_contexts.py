@@ -168,7 +168,7 @@ def test_one_context_is_read_as_one_text(how, shards):
   made = {
     "parallel": apart.Parallel(prefix=PREFIX),
     "ape": apart.APE(prefix=PREFIX, temperature=1, scale=1),
-    "select": apart.Select(prefix=PREFIX, keep=1),
+    "select": apart.Selection(prefix=PREFIX, keep=1),
   }[how]
   found, _ = logits_of(model(shards=shards), [context], made)
   text = np.concatenate([PREFIX, context, question]).astype(np.int32)

@@ -12,7 +12,7 @@ from ringjax.infer.contexts.combine import (
   KVLink,
   Parallel,
   Recompute,
-  Select,
+  Selection,
   combine_of,
 )
 from ringjax.infer.contexts.context_library import (
@@ -33,7 +33,7 @@ __all__ = [
   "KVLink",
   "Parallel",
   "Recompute",
-  "Select",
+  "Selection",
   "combine_of",
   "context_session",
 ]

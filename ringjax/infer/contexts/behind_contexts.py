@@ -28,7 +28,7 @@ from ringjax.infer.contexts.combine import (
   Full,
   KVLink,
   Recompute,
-  Select,
+  Selection,
   combine_of,
 )
 from ringjax.infer.contexts.context_library import (
@@ -40,7 +40,7 @@ from ringjax.infer.contexts.context_library import (
 )
 from ringjax.infer.contexts.differing import differing_tokens
 from ringjax.infer.prefill import padded, read
-from ringjax.infer.reading import check_call
+from ringjax.infer.prompt_reading import check_call
 from ringjax.infer.session import Session, free_on, on_its_mesh
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import Blocks
@@ -156,6 +156,7 @@ def context_session(
     dict(mesh=mesh, axis=axis, dtype=dtype, cache_kind=cache_kind),
   )
   _check_ways(model, how, library)
+  _prefix_ids(how, model.config.vocab)
   texts = [_checked(row, library, model) for row in rows]
   lengths = [[text.size for text in row] for row in texts]
   prefix = len(library.prefix)
@@ -164,7 +165,7 @@ def context_session(
   extra = max(_extra(how, row, prefix) for row in lengths)
   shards = Session(model, 1, **library.options).shards
   room = padded(extra, shards) + shards + capacity + shards
-  tile = _TILE if isinstance(how, Select) else 1
+  tile = _TILE if isinstance(how, Selection) else 1
   room = padded(room, shards)
   session = Session(model, room, batch=len(rows), **library.options)
   local = slots_for(lengths, shards, tile)
@@ -245,14 +246,20 @@ def joined(
   contexts: Any, prompts: Sequence[np.ndarray], how: Combine, vocab: int
 ) -> list[np.ndarray]:
   """Prefix, contexts and prompt of each row as one text, for `Full`."""
-  rows = context_rows(contexts, len(prompts))
-  found = []
+  rows, found = context_rows(contexts, len(prompts)), []
+  prefix = _prefix_ids(how, vocab)
   for row, prompt in zip(rows, prompts, strict=True):
     raw = [x.tokens if isinstance(x, EncodedContext) else x for x in row]
     texts = context_tokens(raw, vocab)
-    parts = [np.asarray(how.prefix, np.int32), *texts, prompt]
-    found.append(np.concatenate(parts))
+    found.append(np.concatenate([prefix, *texts, prompt]))
   return found
+
+
+def _prefix_ids(how: Combine, vocab: int) -> np.ndarray:
+  """The prefix, int32 [n]; ids that the model does not have are refused."""
+  if not how.prefix:
+    return np.zeros(0, np.int32)
+  return inputs.prompt(list(how.prefix), vocab)
 
 
 def _library(
@@ -445,7 +452,7 @@ def _placed_row(
     return _Row(contexts=contexts, texts=none, at=none,
                 end=first + max(lengths))  # fmt: skip
   texts, at, contexts, place = [], [], [], first
-  if isinstance(how, KVLink) and how.prefix:
+  if isinstance(how, KVLink):
     texts.append(np.asarray(how.prefix, np.int32))
     at.append(np.arange(first))
   for slot, context in enumerate(row):
@@ -478,7 +485,7 @@ def _without(blocks: Blocks, gone: np.ndarray) -> Blocks:
   """Blocks without the tokens in `gone`, bool [n]."""
   stay = np.flatnonzero(~gone)
   take = lambda x: np.take(x, stay, token_axis(x[:, None]) - 1)
-  at = Coords(*(np.asarray(x)[stay] for x in blocks.at))
+  at = Coords(*(x[stay] for x in blocks.at))
   return Blocks(at, jax.tree.map(take, blocks.parts), blocks.kind)
 
 
@@ -500,7 +507,7 @@ def _weighed(how: Combine, owner: jax.Array, most: int) -> Any:
   if isinstance(how, APE) and (how.temperature, how.scale) != (1, 1):
     scale = jnp.float32(how.scale * how.temperature)
     return WeighedView(None, scale, how.temperature)
-  if isinstance(how, Select) and how.keep < most:
+  if isinstance(how, Selection) and how.keep < most:
     # Few counts, so that few programs are compiled.
     count = 1 << (most - 1).bit_length()
     return SelectedView(None, owner, count, how.keep, how.by)

@@ -98,7 +98,7 @@ class APE(Parallel):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Select(Parallel):
+class Selection(Parallel):
   """As `Parallel`; queries read what they look at most (arXiv 2412.16545).
 
   A context's weight is the sum of its five largest attention probabilities.
@@ -170,7 +170,7 @@ class KVLink(Combine):
 
 
 WAYS: dict[str, type[Combine]] = {
-  way.name: way for way in (Full, Parallel, APE, Select, Recompute, KVLink)
+  way.name: way for way in (Full, Parallel, APE, Selection, Recompute, KVLink)
 }
 
 

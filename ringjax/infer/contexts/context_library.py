@@ -28,7 +28,7 @@ from ringjax.checks import positive_int
 from ringjax.errors import CheckpointFormatError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.prefill import padded
-from ringjax.infer.reading import check_callable, read_context
+from ringjax.infer.prompt_reading import check_callable, read_context
 from ringjax.infer.session import Session
 from ringjax.kv.cache import Blocks, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind

@@ -10,25 +10,22 @@ Ref: Yao et al. 2025, CacheBlend, arXiv 2405.16444.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from ringjax.errors import OptionError
 from ringjax.infer.contexts.context_library import EncodedContext
-from ringjax.infer.reading import read_context
+from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.session import Session
+from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
 from ringjax.kv.context_cache import exported
+from ringjax.models.first_layers import first_layers
 from ringjax.models.transformer import Transformer
-from ringjax.nn.stack import Stack, runs
 from ringjax.ops.attention.code_format import as_bytes
 from ringjax.ops.attention.views import Decoder
 
@@ -54,7 +51,7 @@ def differing_tokens(
     return [np.ones(n, bool) for n in sizes]
   if not count:
     return [np.zeros(n, bool) for n in sizes]
-  few = first_layers(model, 2)
+  few = first_layers(model, min(2, len(model.config.layers)))
   texts = [np.asarray(prefix, np.int32), *(x.tokens for x in contexts)]
   text = np.concatenate(texts)
   room = Session(
@@ -75,40 +72,11 @@ def differing_tokens(
   return np.split(chosen, np.cumsum(sizes)[:-1])
 
 
-def first_layers(model: Transformer, count: int) -> Transformer:
-  """A model of the first layers of another, with copies of their weights."""
-  layers = model.config.layers[:count]
-  blocks = {}
-  for run, stacks in zip(model.stack.runs, model.stack.blocks, strict=True):
-    for position, stack in enumerate(stacks):
-      for repeat in range(run.repeats):
-        blocks[run.number(position, repeat)] = (stack, repeat)
-  made = copy.copy(model)
-  made.config = dataclasses.replace(model.config, layers=layers)
-  made.stack = nnx.eval_shape(
-    lambda: Stack(nnx.Rngs(0), layers, model.config.embed, scan=True)
-  )
-
-  def gathered(run: Any, position: int) -> Any:
-    numbers = [run.number(position, n) for n in range(run.repeats)]
-    parts = [
-      jax.tree.map(lambda x, n=blocks[m][1]: x[n], blocks[m][0])
-      for m in numbers
-    ]
-    return jax.tree.map(lambda *x: jnp.stack(x), *parts)
-
-  made.stack.blocks = nnx.List(
-    nnx.List(gathered(run, n) for n in range(len(run.layers)))
-    for run in runs(layers)
-  )
-  return made
-
-
 def _keys(model: Transformer, blocks: Any, layer: int) -> np.ndarray:
   """The keys [K, n, H] of a layer, float32, as they are stored."""
   layer = min(layer, len(model.config.layers) - 1)
   for kind, shape in enumerate(model.kinds):
-    if layer not in shape.which:
+    if not isinstance(shape, LayerCacheSpec) or layer not in shape.which:
       continue
     index, codec = shape.which.index(layer), blocks.kind.codec
     keys = blocks.parts[kind].k

@@ -59,35 +59,35 @@ _TOP = 5
 class _Wrapped:
   """A base class: what a view is, its `stored` one says."""
 
-  stored: Any
-
   @property
-  def at(self) -> Coords:
+  def at(self: Any) -> Coords:
     return self.stored.at
 
   @property
-  def mask(self) -> Mask | None:
+  def mask(self: Any) -> Mask | None:
     return self.stored.mask
 
   @property
-  def queries(self) -> Coords | None:
+  def queries(self: Any) -> Coords | None:
     return self.stored.queries
 
   @property
-  def shape(self) -> tuple[int, int, int, int, int]:
+  def shape(self: Any) -> tuple[int, int, int, int, int]:
     return self.stored.shape
 
   @property
-  def slot_bytes(self) -> int:
+  def slot_bytes(self: Any) -> int:
     return self.stored.slot_bytes
 
   def keys_alone(self: Any) -> Any:
     return dataclasses.replace(self, stored=self.stored.keys_alone())
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self: Any, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
     return self.stored.tile(start, size)
 
-  def aligned(self, q: Float[Array, "B K G T H"], *, keys: bool = True) -> Any:
+  def aligned(
+    self: Any, q: Float[Array, "B K G T H"], *, keys: bool = True
+  ) -> Any:
     return self.stored.aligned(q, keys=keys)
 
 

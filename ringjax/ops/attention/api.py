@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.checks import one_of
+from ringjax.checks import boolean, one_of
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.ops.attention import arguments, nesting
 from ringjax.ops.attention.arguments import AttentionArgs
@@ -27,6 +27,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.run import attend_shard, run
 from ringjax.ops.attention.scores import Context
 from ringjax.ops.attention.select import Auto
+from ringjax.ops.attention.statistics import AttentionStatistics, statistics
 from ringjax.ops.mask import Coords, Mask
 from ringjax.parallel.layout import Layout, Striped
 from ringjax.parallel.place import AUTO, locate, shards_of
@@ -336,6 +337,81 @@ def blockwise_attention(
   # Explicitly sharded operands need a shard_map, whose sequence is whole.
   place = locate(x.operands, None, None, required=False)
   return run(x, place, strategy, return_residual)
+
+
+def attention_statistics(
+  query: Float[Array, "*B T N H"],
+  key: Float[Array, "*B S K H"],
+  *,
+  keep: Bool[Array, ...] | None = None,
+  columns: bool = False,
+  is_causal: bool = False,
+  mesh: Any = None,
+  axis: str | tuple[str, ...] | None = "auto",
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  layout: Layout | None = None,
+  **options: Any,
+) -> AttentionStatistics:
+  """Entropy, log-sum-exp and masses of the weights of attention.
+
+  Computed tile by tile as attention is, over a sequence that may be sharded;
+  no array is T x S. A learned sink (`sinks`) counts as a key: it has a share
+  of the entropy and of the log-sum-exp, and its weight is in no mass.
+
+  Args:
+    query: [B, T, N, H] or [T, N, H].
+    key: [B, S, K, H] or [S, K, H]; N is a multiple of K.
+    keep: bool [B, S], or [B, S, K] where heads differ: keys whose mass is
+      found. Without B where `query` has none.
+    columns: whether to find what each key gets of all queries.
+    is_causal: a query sees keys at and before its position.
+    mesh: the mesh, as in `dot_product_attention`.
+    axis: the mesh axis that shards T and S, as there.
+    batch_axis: the mesh axes that shard B, as there.
+    head_axis: the mesh axes that shard N, as there.
+    layout: default `Contiguous()`.
+    **options: the other keyword arguments of `dot_product_attention`, but for
+      those of dropout, `strategy` and `implementation`.
+
+  Returns:
+    `AttentionStatistics` in float32, or float64 for float64 operands. They have
+    no derivative.
+
+  Raises:
+    RingjaxError: in Python, before anything is compiled.
+  """
+  columns = boolean("columns", columns)
+  x = AttentionArgs.of(
+    query,
+    key,
+    # In place of values, which no statistic depends on.
+    key,
+    is_causal=is_causal,
+    layout=layout,
+    aligned=True,
+    key_shards=shards_of(None if axis == AUTO else axis),
+    **_known(options),
+  )
+  if x.scores.dropout_rate:
+    raise OptionError(
+      "dropout_rate",
+      x.scores.dropout_rate,
+      "0: statistics are of weights before dropout",
+      "leave it out",
+    )
+  place = locate(
+    x.operands,
+    mesh,
+    axis,
+    required=False,
+    batch_axis=batch_axis,
+    head_axis=head_axis,
+    by_name=False,
+  )
+  if keep is not None:
+    keep = arguments.kept_keys(keep, x)
+  return statistics(x, place, keep, columns)
 
 
 def attention(

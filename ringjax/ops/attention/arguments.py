@@ -364,6 +364,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
   jnp.floating: ("a floating dtype", "float32"),
   jnp.integer: ("an integer dtype", "int32"),
   jnp.int32: ("int32", "int32"),
+  jnp.bool_: ("bool", "bool_"),
 }
 
 
@@ -442,6 +443,27 @@ def coords(name: str, at: Any, batch: int, length: int) -> Coords:
       for field, x in zip(Coords._fields, at, strict=True)
     )
   )
+
+
+def kept_keys(keep: Any, x: AttentionArgs) -> jax.Array:
+  """A set of the keys of a call, bool [B, S, K or 1].
+
+  Raises:
+    RingjaxError: another dtype or shape.
+  """
+  keep = as_array("keep", keep)
+  b, s, heads, _ = x.k.shape
+  if x.batched is False and keep.ndim in (1, 2):
+    keep = keep[None]
+  if keep.shape not in ((b, s), (b, s, heads)):
+    raise ShapeError(
+      "keep",
+      f"shape {keep.shape}",
+      f"[B, S] = {b, s}, or [B, S, K] = {b, s, heads}",
+      "say of each key whether it is in the set",
+    )
+  _check_dtype("keep", keep, jnp.bool_)
+  return keep if keep.ndim == 3 else keep[..., None]
 
 
 def _check_values(name: str, x: Any, least: int = -(2**31)) -> None:

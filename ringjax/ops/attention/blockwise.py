@@ -325,7 +325,7 @@ class Blockwise(LocalAlgorithm):
             start = tiles[i, n] * kb
             k_at = cut_coords(context.k, start, kb)
             tile = ScoreTile(args, FORWARD, i * size, start, q_at, k_at)
-            return forward_tile(tile, keys, q, one, masked)
+            return self.fold(tile, keys, q, one, masked)
 
           one = loop(counts[i], step, one)
         return Partial(
@@ -395,6 +395,17 @@ class Blockwise(LocalAlgorithm):
       dv[:, :, :k_length],
       _cut_terms(dterms, carry[1]),
     )
+
+  def fold(
+    self,
+    tile: ScoreTile,
+    keys: Keys,
+    q: Shaped[Array, "B K G q H"],
+    carry: Partial,
+    masked: bool,
+  ) -> Partial:
+    """See `forward_tile`."""
+    return forward_tile(tile, keys, q, carry, masked)
 
   def _operands(self, x: Arrays) -> Arrays:
     """`x` in the dtype in which it is multiplied."""
