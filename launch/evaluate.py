@@ -769,18 +769,11 @@ class _Evaluation:
     if not values["contexts"].present:
       given = ["0", "4", "8", "16", "32"]
     counts = _numbers("contexts", given, int, 0, math.inf)
-    if values.model is None:
-      raise OptionError(
-        "--model",
-        "none: no model that ships has an encoder",
-        "the folder of one that has",
-        "train one: python -m launch.train --config=configs/train/cepe.py",
-      )
-    model, tokenizer, _ = self._load()
+    model, tokenizer, _ = self._load(small)
     if not isinstance(model, CepeTransformer):
       raise OptionError(
         "--model",
-        f"{values.model}, a {model.config.family} without an encoder",
+        f"{values.model or 'ringjax-small'}, without an encoder",
         "a model with an encoder",
         "train one: python -m launch.train --config=configs/train/cepe.py",
       )

@@ -16,7 +16,9 @@ from launch.train import default_config
 from ringjax.models import small
 
 
-def warm_up(steps: int, batch: int, length: int, noise: float) -> dict[str, Any]:
+def warm_up(
+  steps: int, batch: int, length: int, noise: float
+) -> dict[str, Any]:
   """The decoder's own tokens are its context, in 4 chunks (CEPE's stage 1)."""
   return {
     "steps": steps,

@@ -195,7 +195,7 @@ def reader(
     if isinstance(layout, Uneven):
       # Its parts are of a fixed sum; nothing reads what is behind the text.
       more = ((0, 0), (0, how.width - length))
-      batch = Batch(*(x if x is None else np.pad(x, more) for x in batch))
+      batch = jax.tree.map(lambda x: np.pad(x, more), batch)
     found = _read(model, how.attend, place(batch, how.attend))
     found = layout.restore(np.asarray(found), shards=shards, axis=1)
     return found[0, :length]

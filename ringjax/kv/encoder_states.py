@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-
 from ringjax import tree
 from ringjax.errors import InputTypeError, ShapeError
 from ringjax.kv.base import NoCache
@@ -99,7 +98,9 @@ def inserted(mine: Any, rows: Any, other: Any, batch: int) -> Any:
     return mine.reset(rows)
   tokens = max(mine.seg.shape[1], other.seg.shape[1])
   return jax.tree.map(
-    lambda x, new: x.at[rows].set(new), mine.padded(tokens), other.padded(tokens)
+    lambda x, new: x.at[rows].set(new),
+    mine.padded(tokens),
+    other.padded(tokens),
   )
 
 
@@ -113,7 +114,7 @@ class StatesAlone(NoCache):
   """
 
   kinds: int
-  states: Any
+  states: Any  # pyrefly: ignore
 
   @property
   def slots(self) -> tuple[Any, ...]:

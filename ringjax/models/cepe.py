@@ -407,10 +407,10 @@ def encode(model: Any, chunks: Any) -> EncoderStates:
   count = -(-max(map(len, rows)) // unit) * unit
   tokens = np.zeros((len(rows), count, width), np.int32)
   seg = np.zeros_like(tokens)
-  for row, found in enumerate(rows):
-    for number, chunk in enumerate(found):
-      tokens[row, number, : len(chunk)] = chunk
-      seg[row, number, : len(chunk)] = 1
+  for r, row in enumerate(rows):
+    for n, chunk in enumerate(row):
+      tokens[r, n, : len(chunk)] = chunk
+      seg[r, n, : len(chunk)] = 1
   return _encode(model, attend, jnp.asarray(tokens), jnp.asarray(seg))
 
 

@@ -57,9 +57,7 @@ class CrossQuery(nnx.Module):
     # No biases: those of queries and keys are about positions, and one of the
     # output would add something where there is no context.
     self.q = Linear(rngs, (embed,), (n, h), ("embed", "heads", None))
-    into = lambda: Linear(
-      rngs, (spec.width,), (k, h), (None, "kv_heads", None)
-    )
+    into = lambda: Linear(rngs, (spec.width,), (k, h), (None, "kv_heads", None))
     self.k, self.v = into(), into()
     self.o = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
     self.q_norm = head_norm(rngs, own, n)

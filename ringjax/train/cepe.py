@@ -23,17 +23,18 @@ from ringjax.train.batch import Batch, Chunks
 
 
 class EncoderTraining:
-  """Trains the encoder and cross-attention of a model, as `Lora` adapters."""
+  """Trains the encoder and cross-attention of a `CepeTransformer` alone.
 
-  def start(self, model: CepeTransformer, *, seed: int = 0) -> dict[str, Any]:
+  It takes the place of `Lora`.
+  """
+
+  def start(self, model: Any, *, seed: int = 0) -> dict[str, Any]:
     """The parameters to begin with, copies of the model's."""
     del seed
     cross = [[block.cross for block in run] for run in model.stack.blocks]
-    return jax.tree.map(
-      jnp.copy, {"cross": cross, "encoder": model.encoder}
-    )
+    return jax.tree.map(jnp.copy, {"cross": cross, "encoder": model.encoder})
 
-  def model(self, params: Any, frozen: CepeTransformer) -> CepeTransformer:
+  def model(self, params: Any, frozen: Any) -> CepeTransformer:
     """The model with these parameters; its decoder gets no gradient."""
     made = jax.tree.map(jax.lax.stop_gradient, frozen)
     made.encoder = params["encoder"]
@@ -42,7 +43,7 @@ class EncoderTraining:
         block.cross = cross
     return made
 
-  def merged(self, params: Any, frozen: CepeTransformer) -> CepeTransformer:
+  def merged(self, params: Any, frozen: Any) -> CepeTransformer:
     """The model with these parameters, to be saved."""
     return jax.jit(self.model)(params, frozen)
 

@@ -140,7 +140,7 @@ def each_token_cached(
 def _hidden(
   model: Transformer, batch: Batch, attend: ShardingContext
 ) -> jax.Array:
-  """What the head reads, [B, T, D], beside the batch's context if it has one."""
+  """What the head reads, [B, T, D], beside the batch's context, if any."""
   kinds, chunks = len(model.kinds), batch.context
   cache: Any = NoCache(kinds)
   if chunks is not None:

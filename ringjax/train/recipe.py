@@ -221,8 +221,8 @@ class Stage:
   @property
   def decoded(self) -> int:
     """Tokens of a row that the decoder reads."""
-    return self.length if self.context is None else self.context.decoded(
-      self.length
+    return (
+      self.length if self.context is None else self.context.decoded(self.length)
     )
 
   def rows(self, rows: PackedBatch, recipe: Recipe) -> Any:

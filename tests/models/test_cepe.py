@@ -172,9 +172,9 @@ def test_rows_of_a_cache_carry_their_contexts():
   np.testing.assert_array_equal(both.seg.sum(1), [8, 32])
   none = mine.init_cache(2, 32).insert(np.array([1]), one).states
   np.testing.assert_array_equal(none.seg.sum(1), [0, 8])
-  assert not cache.insert(np.array([0]), mine.init_cache(1, 32)).states.seg[
-    0
-  ].any()
+  assert (
+    not cache.insert(np.array([0]), mine.init_cache(1, 32)).states.seg[0].any()
+  )
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,4 @@ def test_states_that_do_not_fit():
     ShapeError, lambda: decoder().init_cache(3, 32).with_states(states), "3"
   )
   told = cache.with_states(states)
-  refused(
-    OptionError, lambda: decoder()(TOKENS, cache=told), "cross-attention"
-  )
+  refused(OptionError, lambda: decoder()(TOKENS, cache=told), "cross-attention")

@@ -135,7 +135,9 @@ def test_rows_are_cut_into_context_and_the_rest():
   )
   after = rows(AFTER, teacher=True)
   assert after.tokens.shape == after.labels.shape == (2, 16)
-  joined = np.concatenate([after.context.tokens.reshape(2, 16), after.tokens], 1)
+  joined = np.concatenate(
+    [after.context.tokens.reshape(2, 16), after.tokens], 1
+  )
   np.testing.assert_array_equal(joined, after.whole.tokens)
   np.testing.assert_array_equal(after.positions[0], np.arange(16))
 
