@@ -284,7 +284,7 @@ class _Work:
       links = LinkTokens.load(folder, vocab=model.config.vocab)
       how = dataclasses.replace(how, links=links)
     self._contexts = {"contexts": texts, "combine": how}
-    if isinstance(how, contexts.Full | contexts.CEPE):
+    if isinstance(how, contexts.Full):
       return question
     store = None
     if values.store is not None:

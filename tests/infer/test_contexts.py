@@ -13,7 +13,6 @@ import ringjax as rj
 from ringjax.data import LinkTokens, arranged
 from ringjax.errors import (
   CheckpointFormatError,
-  InputTypeError,
   MemoryEstimateError,
   OptionError,
   PromptError,
@@ -277,36 +276,6 @@ def test_generate_answers_behind_contexts(how):
   else:
     assert done.tokens == done.encoded == sum(SIZES)
     assert done.combine.name == how
-
-
-@functools.cache
-def with_encoder(shards=1):
-  encoder = rj.models.cepe.Encoder(layers=1, width=16, heads=2, hidden=32,
-                                   chunk=24)  # fmt: skip
-  return rj.models.cepe.with_encoder(model(shards=shards), encoder)
-
-
-@pytest.mark.parametrize("prefix", [(), PREFIX])
-def test_an_encoder_reads_contexts(prefix):
-  contexts, question = texts()
-  call, reports = with_encoder(), []
-  how = apart.CEPE(prefix=prefix)
-  ask = functools.partial(
-    rj.infer.generate, max_new_tokens=5, combine=how, report=reports.append
-  )
-  new = ask(call, [question] * 2, contexts=[contexts, contexts[::-1]])
-  # No context sees another, and their order says nothing.
-  assert new[0].tolist() == new[1].tolist()
-  states = rj.models.cepe.encode(call, [contexts])
-  text = np.concatenate([prefix, question, new[0]]).astype(np.int32)
-  want = np.asarray(call(text[None], states=states))[0]
-  assert want[-6:-1].argmax(-1).tolist() == new[0].tolist()
-  assert reports[0].contexts.tokens == 2 * sum(SIZES)
-  assert reports[0].contexts.computed == 2 * len(prefix)
-  long = [np.ones(25, np.int32)]
-  refused(PromptError, lambda: ask(call, [question], contexts=long), "24")
-  refused(InputTypeError, lambda: ask(model(), [question], contexts=contexts),
-          "with_encoder")  # fmt: skip
 
 
 def test_several_questions_to_the_same_contexts():

@@ -6,7 +6,6 @@ from ringjax.infer.contexts.behind_contexts import (
 )
 from ringjax.infer.contexts.combine import (
   APE,
-  CEPE,
   WAYS,
   Combine,
   Full,
@@ -24,7 +23,6 @@ from ringjax.infer.contexts.context_library import (
 
 __all__ = [
   "APE",
-  "CEPE",
   "WAYS",
   "Combine",
   "ContextCounters",

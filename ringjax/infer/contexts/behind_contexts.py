@@ -24,7 +24,6 @@ from ringjax.errors import MemoryEstimateError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.contexts.combine import (
   APE,
-  CEPE,
   Combine,
   Full,
   KVLink,
@@ -41,7 +40,7 @@ from ringjax.infer.contexts.context_library import (
 )
 from ringjax.infer.contexts.differing import differing_tokens
 from ringjax.infer.prefill import padded, read
-from ringjax.infer.prompt_reading import check_call, read_context
+from ringjax.infer.prompt_reading import check_call
 from ringjax.infer.session import Session, free_on, on_its_mesh
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import Blocks
@@ -51,7 +50,6 @@ from ringjax.kv.context_cache import (
   placed,
   slots_for,
 )
-from ringjax.models import cepe
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.apart import SelectedView, WeighedView
@@ -150,9 +148,6 @@ def context_session(
       "call generate with combine='full'",
     )
   rows = context_rows(contexts, batch)
-  if isinstance(how, CEPE):
-    options = dict(mesh=mesh, axis=axis, dtype=dtype, cache_kind=cache_kind)
-    return _encoder_session(model, how, rows, capacity, library, options)
   library = _library(
     model,
     how,
@@ -199,50 +194,6 @@ def context_session(
     encoded=library.counters.tokens - before,
     computed=sum(row.texts.size for row in arranged),
     nbytes=sum(x.nbytes for x in jax.tree.leaves(cache.slots)),
-  )
-  return session
-
-
-def _encoder_session(
-  model: Transformer,
-  how: CEPE,
-  rows: list[list[Any]],
-  capacity: int,
-  library: ContextLibrary | None,
-  options: dict[str, Any],
-) -> Session:
-  """A session behind the states of an encoder."""
-  if library is not None:
-    raise OptionError(
-      "library",
-      "one with combine='cepe', whose contexts are states of an encoder",
-      "contexts that are read by the decoder",
-      "leave it out",
-    )
-  if options["cache_kind"] is None:
-    options["cache_kind"] = "dense"
-  prefix = _prefix_ids(how, model.config.vocab)
-  texts = [
-    [x.tokens if isinstance(x, EncodedContext) else x for x in row]
-    for row in rows
-  ]
-  chunks = [context_tokens(row, model.config.vocab) for row in texts]
-  states = cepe.encode(model, chunks)
-  room = capacity
-  if prefix.size:
-    room += padded(prefix.size, 1)
-  session = Session(model, room, batch=len(rows), **options)
-  session.cache = session.cache.with_states(states)
-  if prefix.size:
-    read_context(model, [prefix] * len(rows), cache=session)
-  sizes = [x.size for row in chunks for x in row]
-  session.contexts = ContextReport(
-    combine=how,
-    contexts=len(sizes),
-    tokens=sum(sizes),
-    encoded=sum(sizes),
-    computed=prefix.size * len(rows),
-    nbytes=states.phi.nbytes,
   )
   return session
 

@@ -8,7 +8,6 @@
 | `select` | so, those that queries look at most | the same for all |
 | `recompute` | moved, and some of their tokens anew | consecutive |
 | `kvlink` | moved, with link tokens behind each | consecutive |
-| `cepe` | by an encoder, whose states layers look at | none |
 """
 
 from __future__ import annotations
@@ -170,20 +169,8 @@ class KVLink(Combine):
     return ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CEPE(Combine):
-  """An encoder reads contexts, each alone; layers look at its states.
-
-  For a model that has one, `rj.models.cepe.with_encoder` (arXiv 2402.16617).
-  Contexts are not longer than what the encoder reads at once.
-  """
-
-  name: ClassVar[str] = "cepe"
-
-
 WAYS: dict[str, type[Combine]] = {
-  way.name: way
-  for way in (CEPE, Full, Parallel, APE, Selection, Recompute, KVLink)
+  way.name: way for way in (Full, Parallel, APE, Selection, Recompute, KVLink)
 }
 
 
