@@ -166,7 +166,7 @@ def generate(
       `EncodedContext`, those of all rows, or for each row a list of them. See
       `context_session`.
     combine: how they are combined: "full", "parallel" (the default), "ape",
-      "select", "recompute", "kvlink", with options as in
+      "select", "recompute", "kvlink", "cepe", with options as in
       "ape:temperature=0.8", or an object of `rj.infer.contexts`.
     library: which encodes and keeps them, a `ContextLibrary`; default: one for
       this call.

@@ -300,3 +300,45 @@ def test_states_that_do_not_fit():
   )
   told = cache.with_states(states)
   refused(OptionError, lambda: decoder()(TOKENS, cache=told), "cross-attention")
+
+
+# ---------------------------------------------------------------------------
+# Contexts of a call
+# ---------------------------------------------------------------------------
+
+
+def test_generate_reads_contexts_by_the_encoder():
+  mine = model()
+  documents = [CHUNKS[0].reshape(-1)[:20], CHUNKS[1, 0]]
+  reports = []
+  ask = functools.partial(
+    rj.infer.generate,
+    mine,
+    TOKENS,
+    max_new_tokens=3,
+    report=reports.append,
+  )
+  got = ask(contexts=documents, combine="cepe")
+  first = documents[0]
+  chunks = [first[:8], first[8:16], first[16:], documents[1]]
+  session = rj.infer.Session(mine, 32, batch=2)
+  states = cepe.encode(mine, [chunks, chunks])
+  session.cache = session.cache.with_states(states)
+  np.testing.assert_array_equal(ask(cache=session).tokens, got.tokens)
+  made = reports[0].contexts
+  assert made.tokens == made.encoded == 2 * 28 and made.contexts == 4
+  refused(
+    OptionError,
+    lambda: rj.infer.generate(
+      decoder(),
+      TOKENS,
+      max_new_tokens=1,
+      contexts=documents,
+      combine="cepe",
+    ),
+    "without an encoder",
+  )
+  for how, word in (("cepe:chunk=9", "at most 8"), ("cepe:chunk=-1", "chunk")):
+    refused(
+      OptionError, lambda h=how: ask(contexts=documents, combine=h), word
+    )

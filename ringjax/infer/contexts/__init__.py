@@ -7,6 +7,7 @@ from ringjax.infer.contexts.behind_contexts import (
 from ringjax.infer.contexts.combine import (
   APE,
   WAYS,
+  Cepe,
   Combine,
   Full,
   KVLink,
@@ -24,6 +25,7 @@ from ringjax.infer.contexts.context_library import (
 __all__ = [
   "APE",
   "WAYS",
+  "Cepe",
   "Combine",
   "ContextCounters",
   "ContextLibrary",

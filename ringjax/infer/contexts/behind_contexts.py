@@ -24,6 +24,7 @@ from ringjax.errors import MemoryEstimateError, OptionError, PromptError
 from ringjax.infer import inputs
 from ringjax.infer.contexts.combine import (
   APE,
+  Cepe,
   Combine,
   Full,
   KVLink,
@@ -39,6 +40,7 @@ from ringjax.infer.contexts.context_library import (
   context_tokens,
 )
 from ringjax.infer.contexts.differing import differing_tokens
+from ringjax.infer.contexts.encoder_session import encoder_session
 from ringjax.infer.prefill import padded, read
 from ringjax.infer.prompt_reading import check_call
 from ringjax.infer.session import Session, free_on, on_its_mesh
@@ -71,7 +73,8 @@ class ContextReport:
     encoded: tokens that were computed to encode contexts that were not there.
     computed: tokens that were computed to combine them, of all rows: prefix,
       links and recomputed ones.
-    nbytes: of keys and values that went to the devices.
+    nbytes: of keys and values that went to the devices, or of the states of
+      an encoder.
   """
 
   combine: Combine
@@ -148,13 +151,21 @@ def context_session(
       "call generate with combine='full'",
     )
   rows = context_rows(contexts, batch)
-  library = _library(
-    model,
-    how,
-    rows,
-    library,
-    dict(mesh=mesh, axis=axis, dtype=dtype, cache_kind=cache_kind),
-  )
+  options = dict(mesh=mesh, axis=axis, dtype=dtype, cache_kind=cache_kind)
+  if isinstance(how, Cepe):
+    session, tokens, nbytes = encoder_session(
+      model, rows, how, capacity=capacity, library=library, options=options
+    )
+    session.contexts = ContextReport(
+      combine=how,
+      contexts=sum(map(len, rows)),
+      tokens=tokens,
+      encoded=tokens,
+      computed=0,
+      nbytes=nbytes,
+    )
+    return session
+  library = _library(model, how, rows, library, options)
   _check_ways(model, how, library)
   _prefix_ids(how, model.config.vocab)
   texts = [_checked(row, library, model) for row in rows]

@@ -8,6 +8,7 @@
 | `select` | so, those that queries look at most | the same for all |
 | `recompute` | moved, and some of their tokens anew | consecutive |
 | `kvlink` | moved, with link tokens behind each | consecutive |
+| `cepe` | by the model's encoder, in chunks | none |
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ringjax.checks import number, one_of, positive_int
+from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.link_tokens import LinkTokens
 from ringjax.errors import OptionError
 
@@ -169,8 +170,28 @@ class KVLink(Combine):
     return ()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cepe(Combine):
+  """The model's encoder reads contexts, in chunks (arXiv 2402.16617).
+
+  For models with an encoder, `ringjax.models.cepe`; without a prefix.
+
+  Attributes:
+    chunk: tokens of a chunk; 0: the longest that the encoder reads.
+  """
+
+  name: ClassVar[str] = "cepe"
+
+  chunk: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    integer("chunk", self.chunk, least=0)
+
+
 WAYS: dict[str, type[Combine]] = {
-  way.name: way for way in (Full, Parallel, APE, Selection, Recompute, KVLink)
+  way.name: way
+  for way in (Full, Parallel, APE, Selection, Recompute, KVLink, Cepe)
 }
 
 
