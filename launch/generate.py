@@ -279,6 +279,10 @@ class _Work:
       self._prompt, values, tokenizer, chat
     )
     how = contexts.combine_of(values.combine or "parallel", "--combine")
+    if isinstance(how, contexts.Cepe):
+      # Its contexts are none of the decoder's tokens.
+      self._contexts = {"contexts": texts, "combine": how}
+      return np.concatenate([np.asarray(prefix, np.int32), question])
     how = dataclasses.replace(how, prefix=prefix)
     if isinstance(how, contexts.KVLink) and (folder / LINKS).exists():
       links = LinkTokens.load(folder, vocab=model.config.vocab)

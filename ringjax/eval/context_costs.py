@@ -38,8 +38,9 @@ from ringjax.ops.attention.apart import WeighedView
 
 # Rows of a call.
 _ROWS = 8
-# What is tried for a temperature and for a scale.
-GRID = tuple(n / 10 for n in range(10, 0, -1))
+# What is tried for a temperature and for a scale, from 1 on.
+TEMPERATURES = tuple(n / 10 for n in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12))
+SCALES = tuple(n / 10 for n in (*range(10, 0, -1), *range(11, 21)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,12 +217,21 @@ class ContextTrial:
     count: int,
     combine: APE,
     *,
+    temperatures: Sequence[int | float] = TEMPERATURES,
+    scales: Sequence[int | float] = SCALES,
     on_try: Callable[[APE, float], Any] = lambda combine, nll: None,
   ) -> APE:
-    """Temperature and scale of the least loss: a greedy search over `GRID`.
+    """Temperature and scale of the least loss, by a greedy search.
 
     The scale first, then the temperature, and once more each, from 1 and 1.
     Contexts are placed once.
+
+    Args:
+      count: P.
+      combine: whose prefix contexts share.
+      temperatures: those that are tried.
+      scales: the same.
+      on_try: called with what was tried and its loss.
     """
     model, texts = self._model, self._split(count)
     library = self._library(combine)
@@ -260,8 +270,10 @@ class ContextTrial:
 
     best = (1.0, 1.0)
     for _ in range(2):
-      best = min(((best[0], s) for s in GRID), key=lambda x: loss(*x))
-      best = min(((t, best[1]) for t in GRID), key=lambda x: loss(*x))
+      tries = [(best[0], scale) for scale in scales]
+      best = min(tries, key=lambda x: loss(*x))
+      tries = [(temperature, best[1]) for temperature in temperatures]
+      best = min(tries, key=lambda x: loss(*x))
     return dataclasses.replace(combine, temperature=best[0], scale=best[1])
 
   def _split(self, count: int) -> list[list[np.ndarray]]:

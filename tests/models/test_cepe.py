@@ -339,6 +339,4 @@ def test_generate_reads_contexts_by_the_encoder():
     "without an encoder",
   )
   for how, word in (("cepe:chunk=9", "at most 8"), ("cepe:chunk=-1", "chunk")):
-    refused(
-      OptionError, lambda h=how: ask(contexts=documents, combine=h), word
-    )
+    refused(OptionError, lambda h=how: ask(contexts=documents, combine=h), word)
