@@ -14,7 +14,7 @@ from launch import sources
 from ringjax.models import Rules
 from ringjax.models.cepe import Encoder
 from ringjax.train import recipe
-from ringjax.train.cepe import ContextSplit
+from ringjax.train.encoder_training import ContextSplit
 from ringjax.train.extend import RopeScaling
 from ringjax.train.induction import INITIALISATIONS, InductionHeads
 from ringjax.train.loop import LoopConfig

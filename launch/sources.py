@@ -31,13 +31,13 @@ from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
 from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
-from ringjax.data.recall import Copies, Noise, Pairs, Questions
+from ringjax.data.recall import Copies, Pairs, Questions, RandomTokens
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
 RECALL: dict[str, Any] = {
-  "noise": Noise,
+  "noise": RandomTokens,
   "copies": Copies,
   "pairs": Pairs,
   "questions": Questions,

@@ -57,8 +57,8 @@ from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.hf.folder import Folder
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
-from ringjax.train.cepe import ContextSplit
 from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.encoder_training import ContextSplit
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.induction import INITIALISATIONS, CrossInductionHeads
 from ringjax.train.lora import Lora

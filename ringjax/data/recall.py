@@ -175,7 +175,7 @@ class Copies(Recall):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Noise(Recall):
+class RandomTokens(Recall):
   """Random tokens, all of which count as recalled.
 
   Nothing but a context that holds them tells them: CEPE's warm-up on these

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -90,7 +89,9 @@ class CrossQuery(nnx.Module):
 class NoCrossAttention(nnx.Module):
   """What a layer has in place of cross-attention: it returns its input."""
 
-  def __call__(self, x: jax.Array, states: Any, attend: Any) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, "B T D"], states: Any, attend: Any
+  ) -> Float[Array, "B T D"]:
     del attend
     if states is not None:
       raise OptionError(

@@ -1,7 +1,7 @@
 """Training: recipes, steps over sharded sequences, checkpoints to trust."""
 
-from ringjax.train.cepe import ContextSplit, EncoderTraining
 from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
 from ringjax.train.recipe import Mixture, Optimizer, Recipe, Stage, train

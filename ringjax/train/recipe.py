@@ -33,7 +33,7 @@ from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, remat
 from ringjax.train import step as steps
-from ringjax.train.cepe import ContextSplit, EncoderTraining
+from ringjax.train.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
 

@@ -87,36 +87,42 @@ def test_rows_have_contexts_of_their_own():
     close(mine(TOKENS[row : row + 1], states=states)[0], together[row])
 
 
+def on_mesh(shape):
+  mesh = rj.make_mesh(
+    shape, ("data", "seq"), devices=jax.devices()[: shape[0] * shape[1]]
+  )
+  return rj.models.place(model(), mesh)
+
+
 @pytest.mark.parametrize(
-  "shape",
-  [
-    (2, 4),
-    *(pytest.param((1, n), marks=LONG) for n in (1, 2, 4, 8)),
-  ],
+  "shape", [(2, 4), *(pytest.param((1, n), marks=LONG) for n in (1, 2, 4, 8))]
 )
 def test_meshes_compute_the_same(shape):
   mine = model()
-  states = cepe.encode(mine, CHUNKS[:, :3])
-  want = mine(TOKENS, states=states)
-  session = rj.infer.Session(mine, 32, batch=2)
-  session.cache = session.cache.with_states(states)
-  said = rj.infer.generate(mine, TOKENS, max_new_tokens=4, cache=session)
-  count = shape[0] * shape[1]
-  mesh = rj.make_mesh(shape, ("data", "seq"), devices=jax.devices()[:count])
-  placed = rj.models.place(mine, mesh)
+  want = mine(TOKENS, states=cepe.encode(mine, CHUNKS[:, :3]))
+  placed = on_mesh(shape)
   states = cepe.encode(placed, CHUNKS[:, :3])
   if shape[1] > 1:
     assert states.phi.sharding.spec[1] == "seq"
   close(placed(TOKENS, states=states), want, 2e-5)
-  session = rj.infer.Session(placed, 32, batch=2)
-  session.cache = session.cache.with_states(states)
-  got = rj.infer.generate(placed, TOKENS, max_new_tokens=4, cache=session)
-  np.testing.assert_array_equal(got.tokens, said.tokens)
 
 
-@pytest.mark.parametrize(
-  "prefill", ["chunked", pytest.param("auto", marks=LONG)]
-)
+@LONG
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 4), (1, 8), (2, 4)])
+def test_meshes_say_the_same(shape):
+  said = []
+  for mine in (model(), on_mesh(shape)):
+    session = rj.infer.Session(mine, 32, batch=2)
+    states = cepe.encode(mine, CHUNKS[:, :3])
+    session.cache = session.cache.with_states(states)
+    said.append(
+      rj.infer.generate(mine, TOKENS, max_new_tokens=4, cache=session)
+    )
+  np.testing.assert_array_equal(said[0].tokens, said[1].tokens)
+
+
+@LONG
+@pytest.mark.parametrize("prefill", ["chunked", "auto"])
 def test_generation_reads_the_context_of_its_session(prefill):
   mine = model()
   states = cepe.encode(mine, CHUNKS)
@@ -137,15 +143,13 @@ def test_generation_reads_the_context_of_its_session(prefill):
   close(mine(TOKENS, states=states), mine(TOKENS, states=session.cache.states))
 
 
+@LONG
 @pytest.mark.parametrize(
   "kind",
   [
+    "int8",
     rj.kv.CacheKind(device=16, room=8, page=8),
-    pytest.param("int8", marks=LONG),
-    pytest.param(
-      rj.kv.CacheKind(policy=rj.kv.Sinks(budget=16), room=8, page=8),
-      marks=LONG,
-    ),
+    rj.kv.CacheKind(policy=rj.kv.Sinks(budget=16), room=8, page=8),
   ],
 )
 def test_every_kind_of_cache_carries_states(kind):
@@ -278,7 +282,7 @@ def test_contexts_that_cannot_be(chunks, words):
 
 def test_models_that_cannot_be():
   for name, word in (("deepseek_v3", "Latent"), ("qwen3_next", "Delta")):
-    plain = rj.models.create(checkpoints.config(name))
+    plain = rj.models.abstract(checkpoints.config(name))
     refused(OptionError, lambda m=plain: cepe.with_encoder(m), word)
   refused(OptionError, lambda: cepe.with_encoder(model()), "has an encoder")
   refused(InputTypeError, lambda: cepe.with_encoder({}), "dict")
@@ -325,6 +329,8 @@ def test_generate_reads_contexts_by_the_encoder():
   states = cepe.encode(mine, [chunks, chunks])
   session.cache = session.cache.with_states(states)
   np.testing.assert_array_equal(ask(cache=session).tokens, got.tokens)
+  first = np.argmax(mine(TOKENS, states=states)[:, -1], -1)
+  np.testing.assert_array_equal(first, got.tokens[:, 0])
   made = reports[0].contexts
   assert made.tokens == made.encoded == 2 * 28 and made.contexts == 4
   refused(
