@@ -174,11 +174,11 @@ class DecodeCodesTPU(DecoderTPU):
     kept = 4 * heads * rows * (j + stats)
     numbers = 2 * _PIECE * (h + j)
     scores = 4 * 4 * rows * kb
-    # Of channels: products with cosines and sines, and those of their zeros.
+    # Cosines and sines of positions, and products with them.
     tables = 0
     if of_k.by_channel:
       turns = _places(of_k, rotation).turns
-      tables = 4 * 2 * turns.count * (kb + _PIECE) + 4 * heads * rows * kb
+      tables = 4 * 4 * turns.count * kb
       numbers += 4 * _PIECE * turns.products
     return moved + kept + numbers + scores + tables
 
@@ -239,10 +239,9 @@ class DecodeCodesTPU(DecoderTPU):
     flat = q.reshape(b, kv, g * t, -1)
     turns, of_channels = None, _OfChannels()
     if of_k.by_channel:
-      places = _places(of_k, rotation)
-      turns = places.turns
+      turns = _places(of_k, rotation).turns
       by_group, sums, of_channels = _by_channel(
-        flat, places, rotation, keys.constants[0], rows, heads
+        flat, of_k, rotation, keys.constants[0], rows, heads
       )
     else:
       by_group, sums = _queries(flat, of_k, rows)
@@ -283,7 +282,7 @@ class DecodeCodesTPU(DecoderTPU):
     )  # fmt: skip
     in_specs = [
       *(pl.BlockSpec((1, heads, *x.shape[2:]), of_heads) for x in operands[:2]),
-      *of_channels.specs(kv // heads),
+      *of_channels.specs(heads),
       pl.BlockSpec((1, rows.total, 2), lambda bi, ki, i, *_: (bi, 0, 0)),
       pl.BlockSpec(
         (1, 2, kb),
@@ -343,8 +342,9 @@ class DecodeCodesTPU(DecoderTPU):
           for n in (wide, *(tile_ops.LANES,) * 3)
         ]
         + [
-          pltpu.VMEM((2 * turns.count, kb), jnp.float32)
-          for _ in range(turns is not None and turns.count > 0)
+          pltpu.VMEM((2 * turns.count, kb), dtype)
+          for dtype in (jnp.float32, q.dtype)
+          if turns is not None and turns.count
         ],
       ),
       out_shape=[out_type(n) for n in (wide, 1, 1, 1)],
@@ -390,62 +390,65 @@ def _places(form: CodeFormat, rotation: Rotation | None) -> Places:
 
 
 class _OfChannels(NamedTuple):
-  """What a kernel reads beside the queries, of keys with scales of channels.
+  """What a kernel reads beside, of keys with scales of channels.
 
   Fields:
-    zeros: queries times the channels' zeros [B, K rows, 2 count], which
-      multiply cosines and sines, or None where no key turns.
-    frequencies: [count, 128], or None.
-    channels: scales and zeros [K / heads, 2, heads, H], lanes filled up.
+    frequencies: of cosines and sines [count, 128]; None where no key turns.
+    queries: [B, K, 2, N, lanes], what an outlier's cosine and sine multiply;
+      None where there are none.
+    channels: [K / heads, 2, heads, lanes], of each number of a head what a code
+      0 stands for, and its frequency; or None.
   """
 
-  zeros: Any = None
   frequencies: Any = None
+  queries: Any = None
   channels: Any = None
 
-  def specs(self, tiles: int) -> list[pl.BlockSpec]:
-    """Of those that are there, with so many tiles of heads."""
+  def specs(self, heads: int) -> list[pl.BlockSpec]:
+    """Of those that are there, for tiles of so many heads."""
     found = []
-    if self.zeros is not None:
-      _, rows, wide = self.zeros.shape
-      found.append(
-        pl.BlockSpec((1, rows // tiles, wide), lambda bi, ki, *_: (bi, ki, 0))
-      )
     if self.frequencies is not None:
       found.append(pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0)))
-    if self.channels is not None:
-      found.append(
+    if self.queries is not None:
+      found += [
+        pl.BlockSpec(
+          (1, heads, *self.queries.shape[2:]),
+          lambda bi, ki, *_: (bi, ki, 0, 0, 0),
+        ),
         pl.BlockSpec(
           (1, *self.channels.shape[1:]), lambda bi, ki, *_: (ki, 0, 0, 0)
-        )
-      )
+        ),
+      ]
     return found
 
 
 def _by_channel(
   q: Float[Array, "B K R H"],
-  places: Places,
+  form: CodeFormat,
   rotation: Rotation | None,
   constants: Any,
   rows: QueryRows,
   heads: int,
 ) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N 1"], _OfChannels]:
   """Queries as `_queries` has them, and what else is of channels."""
-  scale, zero = (jnp.asarray(x, jnp.float32) for x in constants[:2])
+  scale, zero, levels = (jnp.asarray(x, jnp.float32) for x in constants)
+  places = _places(form, rotation)
+  found = places.queries(q, rotation, scale, zero)
   # Copies are of groups, of which there is one: the others are zeros.
-  filled = lambda x: pad_axis(x, 2, rows.total)
-  own, zeros, rest = map(filled, places.queries(q, rotation, scale, zero))
-  both = jnp.stack([scale, zero], 1).reshape(-1, heads, 2, scale.shape[1])
-  both = pad_axis(jnp.swapaxes(both, 1, 2), 3, tile_ops.lanes(scale.shape[1]))
-  found = _OfChannels(channels=both)
+  found = type(found)(*(pad_axis(x, 2, rows.total) for x in found))
+  frequencies = queries = channels = None
   if places.turns.count:
     assert rotation is not None
-    found = _OfChannels(
-      zeros.reshape(zeros.shape[0], -1, zeros.shape[3]),
-      places.frequencies(rotation),
-      both,
-    )
-  return own, rest, found
+    frequencies = places.frequencies(rotation)
+  if form.outliers:
+    lanes = tile_ops.lanes(form.dim)
+    both = jnp.stack([found.straight, found.crossed], 2)
+    queries = pad_axis(both, 4, lanes)
+    turn = jnp.broadcast_to(places.each(rotation, form.dim)[None], zero.shape)
+    each = jnp.stack([levels[:, :1] * scale + zero, turn], 1)
+    each = each.reshape(-1, heads, 2, form.dim)
+    channels = pad_axis(jnp.swapaxes(each, 1, 2), 3, lanes)
+  return found.rows, found.rest, _OfChannels(frequencies, queries, channels)
 
 
 def _arrays(keys: EncodedView) -> tuple[Any, ...]:
@@ -578,7 +581,7 @@ class Scales(NamedTuple):
     scale: float32 [heads * groups, keys]; None if channels have them.
     zero: the same, or None.
     outliers: for each of them its place, int32 [heads, keys], and the number,
-      float32, with zero and scale taken away.
+      float32, with zero and scale taken away; of channels see `of`.
   """
 
   scale: jax.Array | None
@@ -592,7 +595,8 @@ class Scales(NamedTuple):
     """From the float16 numbers behind the codes.
 
     Those of all heads are made at once: a row alone would fill a register.
-    `channels`: scales and zeros [2, heads, lanes] of a form that has no others.
+    `channels`: what codes 0 stand for [heads, lanes], of a form whose scales
+    are those of channels: its outliers are what they have more.
     """
     first = form.codes // _WORD
 
@@ -635,11 +639,11 @@ class Scales(NamedTuple):
       first_byte = start + count + 2 * n
       bits = byte(first_byte) | byte(first_byte + 1) << 8
       number, place = _float(bits, True), byte(start + n)
-      by, less = scale, zero
       if form.by_channel:
-        by, less = (_by_place(x, place) for x in channels)
-      number = number if less is None else number - less
-      outliers.append((place, number / by))
+        outliers.append((place, number - _by_place(channels, place)))
+        continue
+      number = number if zero is None else number - zero
+      outliers.append((place, number / scale))
     return cls(scale, zero, tuple(outliers))
 
   def cleaned(self) -> tuple[Scales, jax.Array]:
@@ -693,6 +697,11 @@ def _permuted(x: Shaped[Array, "8 S"], index: list[int]) -> jax.Array:
   return _gathered(x, which)
 
 
+def _rows_of(x: Shaped[Array, "h S"], head: int, rows: int) -> jax.Array:
+  """A row of `x`, so many times."""
+  return jnp.broadcast_to(x[head : head + 1], (rows, x.shape[1]))
+
+
 def _by_place(
   x: Float[Array, "h lanes"], place: Int[Array, "h S"]
 ) -> Float[Array, "h S"]:
@@ -700,7 +709,7 @@ def _by_place(
   lanes, found = tile_ops.LANES, []
   for first in range(0, place.shape[1], lanes):
     here = place[:, first : first + lanes]
-    own = None
+    own: Any = None
     for start in range(0, x.shape[1], lanes):
       part = _gathered(x[:, start : start + lanes], here & (lanes - 1), 1)
       own = part if own is None else jnp.where(here >= start, part, own)
@@ -987,7 +996,7 @@ def _kernel(
   count = 1 + structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[1:count])
   q_ref, sums_ref, *more = refs[count:]
-  zeros_ref, frequencies, channels = (
+  frequencies, outlying, channels = (
     more.pop(0) if yes else None for yes in of_channels
   )
   q_at, k_at, *more = more
@@ -996,8 +1005,7 @@ def _kernel(
   v_ref = k_ref if shared else more.pop(0)
   k_table, *own_table = (more.pop(0) if yes else None for yes in looked_up)
   v_table = k_table if shared else own_table[0]
-  acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *more = more
-  angles = more[0] if more else None
+  acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *turned = more
   of_k, of_v = formats
   b, i = pl.program_id(0), pl.program_id(2)
   word = scalars.words[i]
@@ -1026,33 +1034,50 @@ def _kernel(
       far = jnp.abs(row_at.pos - columns.pos).astype(jnp.float32)
     k_words, v_words = (ref.bitcast(jnp.int32) for ref in (k_ref, v_ref))
     k_scales = Scales.of(
-      k_words, of_k, heads, None if channels is None else channels[0]
+      k_words, of_k, heads, None if channels is None else channels[0, 0]
     )
     v_scales = k_scales if shared else Scales.of(v_words, of_v, heads)
     odd: Any = None
     if masked:
       v_scales, odd = v_scales.cleaned()
-    k_codes = Codes(k_words, k_table, of_k, k_scales)
+    k_codes = Codes(
+      k_words,
+      k_table,
+      of_k,
+      k_scales if turns is None else k_scales._replace(outliers=()),
+    )
     v_codes = Codes(v_words, v_table, of_v, v_scales)
     # What the bias adds to a product is a multiple of the scale.
     k_zero = k_scales.zero
     if _bias(of_k, dtype):
       assert k_zero is not None
       k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(of_k).many)
-    turned: Any = None
     if frequencies is not None:
-      turned = []
       for lanes in pieces:
-        rotated_codes.fill(angles, frequencies[...], columns.pos, lanes)
-        own = angles[:, lanes].astype(dtype)
-        turned.append(tile_ops.dot(zeros_ref[0], own, tile_ops.NN))
-      turned = jnp.concatenate(turned, 1)
+        rotated_codes.fill(turned, frequencies[...], columns.pos, lanes)
+    beyond = []
+    if channels is not None:
+      for place, more in k_scales.outliers:
+        angle = _by_place(channels[0, 1], place) * columns.pos.astype(
+          jnp.float32
+        )
+        beyond.append((place, more, *rotated_codes.cos_sin(angle, dtype)))
 
     def of_keys(head: int, lanes: slice) -> jax.Array:
       if turns is None:
         return k_codes.numbers(head, lanes, dtype)
       levels = _pieces(k_codes, head, lanes)
-      return rotated_codes.rotated(turns, levels, angles, lanes, dtype)
+      return rotated_codes.rotated(turns, levels, turned, lanes, dtype)
+
+    def outliers(head: int) -> Any:
+      """What they add to the products of a head's queries."""
+      found = 0.0
+      for place, more, *turn in beyond:
+        where = _rows_of(place, head, rows.total)
+        for n, x in enumerate(turn):
+          own = _by_place(outlying[0, head, n], where)
+          found = found + own * (more * x)[head : head + 1]
+      return found
 
     wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
     products, weights = [], []
@@ -1067,13 +1092,10 @@ def _kernel(
       own = functools.partial(
         _of_head, head=head, groups=of_k.groups, rows=rows
       )
-      if turns is not None:
-        dot = dot + sums_ref[0, head]
-      else:
+      if turns is None:
         dot = dot * own(k_scales.scale)
-      if turned is not None:
-        first = head * rows.total
-        dot = dot + turned[first : first + rows.total]
+      else:
+        dot = dot + sums_ref[0, head] + outliers(head)
       if k_zero is not None:
         dot = dot + sums_ref[0, head] * own(k_zero)
       products.append(rows.merged(dot))

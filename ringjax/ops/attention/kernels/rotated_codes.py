@@ -11,12 +11,16 @@ A key x scale + zero of channels, rotated to its position p, and a query:
                             + sum   cos(p f) (q zero)  +   sin(p f) (r zero)
 
 where r is q, rotated by -90 degrees. So each row of codes becomes two rows of
-the product's right operand, the scales are in the queries, and the second line
-is a product of the cosines and sines alone, of all heads at once.
+the product's right operand, behind which are the cosines and sines themselves;
+scales and zeros are in the queries. An outlier is what it has more than a code
+0 would have, e at the place d, whose products with the queries are added:
+
+  e cos(p f) q[d] + e sin(p f) r[d]
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -34,9 +38,8 @@ _ROWS = 8
 # A turn is 2**32; a radian is so much of it: an integer and the rest.
 _RADIAN = 2**32 / (2 * math.pi)
 _WHOLE = round(_RADIAN)
-# Least squared errors up to an eighth of a turn (Cephes).
-_SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
-_COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+# Terms of the polynomials: errors of 4e-5, and of float32's rounding.
+_TERMS = {"bfloat16": 5, "float32": 7}
 
 
 class Turns(NamedTuple):
@@ -56,7 +59,8 @@ class Turns(NamedTuple):
   @property
   def products(self) -> int:
     """Rows of the product's right operand."""
-    return self.rows * sum(1 if n is None else 2 for n in self.slots)
+    codes = self.rows * sum(1 if n is None else 2 for n in self.slots)
+    return codes + 2 * self.count
 
 
 class Places(NamedTuple):
@@ -97,28 +101,31 @@ class Places(NamedTuple):
     each = jnp.concatenate([each, jnp.zeros(1, jnp.float32)])[self.pairs]
     return jnp.broadcast_to(each[:, None], (each.size, tile_ops.LANES))
 
+  def each(self, rotation: Rotation | None, dim: int) -> Float[Array, " H"]:
+    """The frequency of each number of a vector; 0 for those that turn not."""
+    found = jnp.zeros(dim, jnp.float32)
+    if rotation is None or rotation.rope is None:
+      return found
+    rope = rotation.rope
+    own = rope.frequencies(rotation.length)[rope.pairs]
+    return found.at[rotation.first : rotation.first + rope.dims].set(own)
+
   def queries(
     self,
     q: Float[Array, "B K R H"],
     rotation: Rotation | None,
     scale: Float[Array, "K H"],
     zero: Float[Array, "K H"],
-  ) -> tuple[
-    Float[Array, "B K R E"], Float[Array, "B K R Z"], Float[Array, "B K R 1"]
-  ]:
-    """What multiplies codes, cosines and sines, and what is added.
+  ) -> ChannelQueries:
+    """What the rows of a tile multiply.
 
     Args:
       q: queries.
       rotation: of the keys.
       scale: of channels.
       zero: of channels.
-
-    Returns:
-      left operands of the rows of codes and of the tables, in q's dtype, and
-      what neither has, float32.
     """
-    wide = crossed = q.astype(jnp.float32)
+    wide, crossed = q.astype(jnp.float32), jnp.zeros(q.shape, jnp.float32)
     if self.pairs.size:
       assert rotation is not None and rotation.rope is not None
       crossed = rotation.quarter(wide)
@@ -137,7 +144,7 @@ class Places(NamedTuple):
         continue
       parts.append(across[..., dims])
       into[dims, slot * dims.size + np.arange(dims.size)] = 1
-    of_tables = [
+    parts += [
       jnp.einsum(
         "bkrh,hu->bkru",
         x * by_head(zero),
@@ -147,22 +154,35 @@ class Places(NamedTuple):
       for x in (wide, crossed)
     ]
     rest = jnp.sum(wide * by_head(zero) * still, -1, keepdims=True)
-    return (
-      jnp.concatenate(parts, -1).astype(q.dtype),
-      jnp.concatenate(of_tables, -1).astype(q.dtype),
-      rest,
-    )
+    rows = jnp.concatenate(parts, -1).astype(q.dtype)
+    return ChannelQueries(rows, rest, wide, crossed)
+
+
+class ChannelQueries(NamedTuple):
+  """Queries of keys whose scales and zeros are those of channels.
+
+  Fields:
+    rows: [B, K, R, E] in the queries' dtype, of the right operand's rows.
+    rest: float32 [B, K, R, 1], products with zeros that turn not.
+    straight: float32 [B, K, R, H], what cosines of a key's numbers multiply.
+    crossed: the same of sines.
+  """
+
+  rows: Any
+  rest: Any
+  straight: Any
+  crossed: Any
 
 
 def rotated(
   turns: Turns, pieces: list[jax.Array], tables: Any, lanes: slice, dtype: Any
 ) -> Shaped[Array, "E S"]:
-  """The right operand: rows of codes times their cosines and sines.
+  """The right operand: rows of codes times their cosines and sines, and these.
 
   Args:
     turns: the rows.
     pieces: levels, float32 [R, S] each.
-    tables: cosines and sines, float32 [2 count, keys], a reference.
+    tables: of `fill`.
     lanes: which keys.
     dtype: of the product.
   """
@@ -173,14 +193,17 @@ def rotated(
       continue
     first = slot * turns.rows
     for start in (first, turns.count + first):
-      found.append(x * tables[start : start + turns.rows, lanes])
-  return jnp.concatenate(found, 0).astype(dtype)
+      found.append(x * tables[0][start : start + turns.rows, lanes])
+  rows = jnp.concatenate(found, 0).astype(dtype)
+  if not turns.count:
+    return rows
+  return jnp.concatenate([rows, tables[1][:, lanes]], 0)
 
 
 def cos_sin(
-  angle: Float[Array, "n S"],
+  angle: Float[Array, "n S"], dtype: Any = jnp.float32
 ) -> tuple[Float[Array, "n S"], Float[Array, "n S"]]:
-  """Cosines and sines of radians, of which |angle| < 2**31.
+  """Cosines and sines of radians, |angle| < 2**31, exact enough for `dtype`.
 
   The angle is a part of a turn by integers, which drop whole turns exactly.
   """
@@ -189,22 +212,25 @@ def cos_sin(
     _RADIAN - _WHOLE
   )
   phase = whole.astype(jnp.int32) * _WHOLE + rest.astype(jnp.int32)
-  quarter = (phase + (1 << 29)) >> 30
-  x = (phase - (quarter << 30)).astype(jnp.float32) * np.float32(1 / _RADIAN)
+  x = phase.astype(jnp.float32) * np.float32(2.0**-32)
+  cos, sin = _polynomials(_TERMS[jnp.dtype(dtype).name])
   z = x * x
-  a, b, c = map(np.float32, _SIN)
-  sin = ((a * z + b) * z + c) * (z * x) + x
-  a, b, c = map(np.float32, _COS)
-  cos = (((a * z + b) * z + c) * z - np.float32(0.5)) * z + np.float32(1)
-  odd = quarter & 1 != 0
-  sin, cos = jnp.where(odd, cos, sin), jnp.where(odd, sin, cos)
+  value = lambda terms: functools.reduce(lambda y, c: y * z + c, terms)
+  return value(cos), value(sin) * x
 
-  def signed(x: jax.Array, quarter: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    bits = bits ^ ((quarter << 30) & -0x80000000)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
-  return signed(cos, quarter + 1), signed(sin, quarter)
+@functools.cache
+def _polynomials(terms: int) -> tuple[list[np.float32], list[np.float32]]:
+  """Of cos(2 pi x) and sin(2 pi x) / x by x**2 < 1/4, the highest first."""
+  x = np.cos(np.pi * (np.arange(1000) + 0.5) / 1000) / 2
+
+  def fitted(y: np.ndarray) -> list[np.float32]:
+    made = np.polynomial.Chebyshev.fit(x * x, y, terms - 1, domain=[0, 0.25])
+    found = made.convert(kind=np.polynomial.Polynomial).coef
+    return [np.float32(c) for c in found[::-1]]
+
+  turn = 2 * np.pi * x
+  return fitted(np.cos(turn)), fitted(np.sin(turn) / x)
 
 
 def fill(
@@ -213,12 +239,20 @@ def fill(
   pos: Int[Array, "1 keys"],
   lanes: slice,
 ) -> None:
-  """Writes the cosines and sines of some keys' positions."""
+  """Writes the cosines and sines of some keys' positions.
+
+  Args:
+    tables: references [2 count, keys]: float32, and the product's dtype.
+    frequencies: of the rows.
+    pos: positions.
+    lanes: which keys.
+  """
+  wide, narrow = tables
   count = frequencies.shape[0]
   at = pos[:, lanes].astype(jnp.float32)
   for first in range(0, count, _ROWS):
     rows = frequencies[first : first + _ROWS]
-    angle = tile_ops.widened(rows, at.shape[1]) * at
-    cos, sin = cos_sin(angle)
-    tables[first : first + rows.shape[0], lanes] = cos
-    tables[count + first : count + first + rows.shape[0], lanes] = sin
+    both = cos_sin(tile_ops.widened(rows, at.shape[1]) * at, narrow.dtype)
+    for start, x in zip((first, count + first), both, strict=True):
+      wide[start : start + rows.shape[0], lanes] = x
+  narrow[:, lanes] = wide[:, lanes].astype(narrow.dtype)
