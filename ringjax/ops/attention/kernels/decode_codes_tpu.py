@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -178,7 +179,7 @@ class DecodeCodesTPU(DecoderTPU):
     tables = 0
     if of_k.by_channel:
       turns = _places(of_k, rotation).turns
-      tables = 4 * 4 * turns.count * kb
+      tables = 4 * 3 * turns.count * kb + 4 * heads * rows * kb
       numbers += 4 * _PIECE * turns.products
     return moved + kept + numbers + scores + tables
 
@@ -282,7 +283,7 @@ class DecodeCodesTPU(DecoderTPU):
     )  # fmt: skip
     in_specs = [
       *(pl.BlockSpec((1, heads, *x.shape[2:]), of_heads) for x in operands[:2]),
-      *of_channels.specs(heads),
+      *of_channels.specs(heads, rows.total),
       pl.BlockSpec((1, rows.total, 2), lambda bi, ki, i, *_: (bi, 0, 0)),
       pl.BlockSpec(
         (1, 2, kb),
@@ -342,9 +343,8 @@ class DecodeCodesTPU(DecoderTPU):
           for n in (wide, *(tile_ops.LANES,) * 3)
         ]
         + [
-          pltpu.VMEM((2 * turns.count, kb), dtype)
-          for dtype in (jnp.float32, q.dtype)
-          if turns is not None and turns.count
+          pltpu.VMEM((2 * turns.count, kb), jnp.float32)
+          for _ in range(turns is not None and turns.count > 0)
         ],
       ),
       out_shape=[out_type(n) for n in (wide, 1, 1, 1)],
@@ -394,6 +394,7 @@ class _OfChannels(NamedTuple):
 
   Fields:
     frequencies: of cosines and sines [count, 128]; None where no key turns.
+    zeros: [B, K N, 2 count], queries times zeros, which they multiply; or None.
     queries: [B, K, 2, N, lanes], what an outlier's cosine and sine multiply;
       None where there are none.
     channels: [K / heads, 2, heads, lanes], of each number of a head what a code
@@ -401,14 +402,21 @@ class _OfChannels(NamedTuple):
   """
 
   frequencies: Any = None
+  zeros: Any = None
   queries: Any = None
   channels: Any = None
 
-  def specs(self, heads: int) -> list[pl.BlockSpec]:
-    """Of those that are there, for tiles of so many heads."""
+  def specs(self, heads: int, rows: int) -> list[pl.BlockSpec]:
+    """Of those that are there, for tiles of so many heads and their rows."""
     found = []
     if self.frequencies is not None:
-      found.append(pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0)))
+      found += [
+        pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0)),
+        pl.BlockSpec(
+          (1, heads * rows, self.zeros.shape[2]),
+          lambda bi, ki, *_: (bi, ki, 0),
+        ),
+      ]
     if self.queries is not None:
       found += [
         pl.BlockSpec(
@@ -436,10 +444,12 @@ def _by_channel(
   found = places.queries(q, rotation, scale, zero)
   # Copies are of groups, of which there is one: the others are zeros.
   found = type(found)(*(pad_axis(x, 2, rows.total) for x in found))
-  frequencies = queries = channels = None
+  frequencies = zeros = queries = channels = None
   if places.turns.count:
     assert rotation is not None
     frequencies = places.frequencies(rotation)
+    _, kv, many, wide = found.zeros.shape
+    zeros = found.zeros.reshape(-1, kv * many, wide)
   if form.outliers:
     lanes = tile_ops.lanes(form.dim)
     both = jnp.stack([found.straight, found.crossed], 2)
@@ -448,7 +458,11 @@ def _by_channel(
     each = jnp.stack([levels[:, :1] * scale + zero, turn], 1)
     each = each.reshape(-1, heads, 2, form.dim)
     channels = pad_axis(jnp.swapaxes(each, 1, 2), 3, lanes)
-  return found.rows, found.rest, _OfChannels(frequencies, queries, channels)
+  return (
+    found.rows,
+    found.rest,
+    _OfChannels(frequencies, zeros, queries, channels),
+  )
 
 
 def _arrays(keys: EncodedView) -> tuple[Any, ...]:
@@ -760,13 +774,25 @@ class Codes(NamedTuple):
     words: int32 [1, 1, heads, X / 4, keys], a reference.
     table: levels [heads or 1, M, 128], a reference or None.
     form: the bytes.
-    scales: behind the codes.
+    outliers: of `Scales`, that take the places of levels.
+    spots: the same for pairs of bfloat16, or none in float32.
   """
 
   words: Any
   table: Any
   form: CodeFormat
-  scales: Scales
+  outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
+  spots: tuple[Any, ...] = ()
+
+  @classmethod
+  def of(
+    cls, words: Any, table: Any, form: CodeFormat, outliers: Any, dtype: Any
+  ) -> Codes:
+    """For products of `dtype`."""
+    if dtype != jnp.bfloat16:
+      return cls(words, table, form, outliers)
+    spots = tuple(Spot.of(form, table, *one) for one in outliers)
+    return cls(words, table, form, spots=spots)
 
   def numbers(self, head: int, lanes: slice, dtype: Any) -> jax.Array:
     """Some of a head's numbers, unscaled and with the bias, [E, keys]."""
@@ -792,7 +818,8 @@ def _levels(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
   form = codes.form
   parts, signs = _looked_up(codes, head, lanes, dtype)
   found = []
-  spots = [Spot.of(codes, head, lanes, n) for n in range(form.outliers)]
+  rows = parts[0][0].shape[0]
+  spots = [spot.of_head(head, lanes, rows) for spot in codes.spots]
   for number, (low, high) in enumerate(parts):
     both = low | high
     if signs is not None:
@@ -813,7 +840,7 @@ def _pieces(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
   form, found = codes.form, []
   parts, signs = _looked_up(codes, head, lanes, jnp.float32)
   outliers = [
-    [x[head : head + 1, lanes] for x in both] for both in codes.scales.outliers
+    [x[head : head + 1, lanes] for x in both] for both in codes.outliers
   ]
   for number, both in enumerate(parts):
     rows = both[0].shape[0]
@@ -886,43 +913,47 @@ def _looked_up(
 
 
 class Spot(NamedTuple):
-  """An outlier of a head's vectors, as its fields look for it.
-
-  What does not depend on the field is made once, in all rows of a register:
-  a field has so few rows that it would cost more than the fields' own work.
+  """An outlier of each vector, as pairs of bfloat16 look for it.
 
   Fields:
-    where: int32 [R, keys], the number of its field times 256, and of its row.
-    left: of a pair the bits that stay.
-    bits: those that it puts there.
+    where: int32 [heads, keys], the number of its field times 256, and of its
+      row there.
+    bits: int32 [heads, keys], those in which it is not level 0, its code's.
   """
 
   where: jax.Array
-  left: jax.Array
   bits: jax.Array
 
   @classmethod
-  def of(cls, codes: Codes, head: int, lanes: slice, n: int) -> Spot:
-    """The n-th of each vector."""
-    place, kept = (x[head : head + 1, lanes] for x in codes.scales.outliers[n])
-    width = codes.form.parts[0].width
+  def of(
+    cls,
+    form: CodeFormat,
+    table: Any,
+    place: Int[Array, "heads keys"],
+    kept: Float[Array, "heads keys"],
+  ) -> Spot:
+    """Of all heads at once: a row alone would fill a register."""
+    heads, size = place.shape
+    width = form.parts[0].width
     part = jnp.zeros_like(place)
-    for first in range(width, codes.form.dim, width):
+    for first in range(width, form.dim, width):
       part = part + (place >= first).astype(jnp.int32)
     within = place - part * width
-    upper = within & 2 != 0
-    bits = lax.bitcast_convert_type(
-      kept.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32
+    own = lambda h: table[h if table.shape[0] > 1 else 0][:1]
+    level = jnp.concatenate([own(h) for h in range(heads)], 0)
+    half = lambda x: lax.bitcast_convert_type(
+      x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32
     )
-    bits = jnp.where(upper, bits, lax.shift_right_logical(bits, jnp.int32(16)))
-    found = (
+    bits = half(kept) ^ half(tile_ops.widened(level, size))
+    lower = lax.shift_right_logical(bits, jnp.int32(16))
+    return cls(
       (2 * part + (within & 1)) << 8 | within >> 2,
-      jnp.where(upper, 0xFFFF, -0x10000),
-      bits,
+      jnp.where(within & 2 != 0, bits, lower),
     )
-    rows = width // _WORD
-    wide = (rows, place.shape[1])
-    return cls(*(jnp.broadcast_to(x, wide) for x in found))
+
+  def of_head(self, head: int, lanes: slice, rows: int) -> Spot:
+    """Of a head, in each row."""
+    return Spot(*(_rows_of(x[:, lanes], head, rows) for x in self))
 
   def put(
     self, form: CodeFormat, field: int, both: Int[Array, "R S"]
@@ -934,7 +965,7 @@ class Spot(NamedTuple):
     width = form.parts[0].width
     number = 2 * (first // width) + first % width
     row = lax.broadcasted_iota(jnp.int32, both.shape, 0) | number << 8
-    return jnp.where(row == self.where, (both & self.left) | self.bits, both)
+    return both ^ jnp.where(row == self.where, self.bits, jnp.int32(0))
 
 
 def _nibbles(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
@@ -996,7 +1027,7 @@ def _kernel(
   count = 1 + structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[1:count])
   q_ref, sums_ref, *more = refs[count:]
-  frequencies, outlying, channels = (
+  frequencies, zeros, outlying, channels = (
     more.pop(0) if yes else None for yes in of_channels
   )
   q_at, k_at, *more = more
@@ -1005,7 +1036,8 @@ def _kernel(
   v_ref = k_ref if shared else more.pop(0)
   k_table, *own_table = (more.pop(0) if yes else None for yes in looked_up)
   v_table = k_table if shared else own_table[0]
-  acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *turned = more
+  acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *more = more
+  tables = more[0] if more else None
   of_k, of_v = formats
   b, i = pl.program_id(0), pl.program_id(2)
   word = scalars.words[i]
@@ -1040,44 +1072,45 @@ def _kernel(
     odd: Any = None
     if masked:
       v_scales, odd = v_scales.cleaned()
-    k_codes = Codes(
-      k_words,
-      k_table,
-      of_k,
-      k_scales if turns is None else k_scales._replace(outliers=()),
-    )
-    v_codes = Codes(v_words, v_table, of_v, v_scales)
+    # Those of channels are added to the products.
+    inside = k_scales.outliers if turns is None else ()
+    k_codes = Codes.of(k_words, k_table, of_k, inside, dtype)
+    v_codes = Codes.of(v_words, v_table, of_v, v_scales.outliers, dtype)
     # What the bias adds to a product is a multiple of the scale.
     k_zero = k_scales.zero
     if _bias(of_k, dtype):
       assert k_zero is not None
       k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(of_k).many)
+    turned: Any = None
     if frequencies is not None:
       for lanes in pieces:
-        rotated_codes.fill(turned, frequencies[...], columns.pos, lanes)
+        rotated_codes.fill(tables, frequencies[...], columns.pos, lanes, dtype)
+      turned = tile_ops.dot(zeros[0], tables[...].astype(dtype), tile_ops.NN)
+    # Of outliers their places and what multiplies queries there.
     beyond = []
     if channels is not None:
-      for place, more in k_scales.outliers:
-        angle = _by_place(channels[0, 1], place) * columns.pos.astype(
-          jnp.float32
-        )
-        beyond.append((place, more, *rotated_codes.cos_sin(angle, dtype)))
+      at = columns.pos.astype(jnp.float32)
+      for place, excess in k_scales.outliers:
+        angle = _by_place(channels[0, 1], place) * at
+        turn = rotated_codes.cos_sin(angle, dtype)
+        beyond += [(place, n, excess * x) for n, x in enumerate(turn)]
 
     def of_keys(head: int, lanes: slice) -> jax.Array:
       if turns is None:
         return k_codes.numbers(head, lanes, dtype)
       levels = _pieces(k_codes, head, lanes)
-      return rotated_codes.rotated(turns, levels, turned, lanes, dtype)
+      return rotated_codes.rotated(turns, levels, tables, lanes, dtype)
 
-    def outliers(head: int) -> Any:
-      """What they add to the products of a head's queries."""
-      found = 0.0
-      for place, more, *turn in beyond:
+    def added(head: int) -> Iterator[jax.Array]:
+      """What scales of channels add to the products of a head's queries."""
+      assert turns is not None
+      if turned is not None:
+        yield turned[head * rows.total : (head + 1) * rows.total]
+      if None in turns.slots:
+        yield sums_ref[0, head]
+      for place, n, x in beyond:
         where = _rows_of(place, head, rows.total)
-        for n, x in enumerate(turn):
-          own = _by_place(outlying[0, head, n], where)
-          found = found + own * (more * x)[head : head + 1]
-      return found
+        yield _by_place(outlying[0, head, n], where) * x[head : head + 1]
 
     wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
     products, weights = [], []
@@ -1095,7 +1128,7 @@ def _kernel(
       if turns is None:
         dot = dot * own(k_scales.scale)
       else:
-        dot = dot + sums_ref[0, head] + outliers(head)
+        dot = functools.reduce(jnp.add, added(head), dot)
       if k_zero is not None:
         dot = dot + sums_ref[0, head] * own(k_zero)
       products.append(rows.merged(dot))

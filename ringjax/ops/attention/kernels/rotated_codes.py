@@ -11,9 +11,10 @@ A key x scale + zero of channels, rotated to its position p, and a query:
                             + sum   cos(p f) (q zero)  +   sin(p f) (r zero)
 
 where r is q, rotated by -90 degrees. So each row of codes becomes two rows of
-the product's right operand, behind which are the cosines and sines themselves;
-scales and zeros are in the queries. An outlier is what it has more than a code
-0 would have, e at the place d, whose products with the queries are added:
+the product's right operand, the scales are in the queries, and the second line
+is a product of the cosines and sines alone, of all heads at once. An outlier is
+what it has more than a code 0 would have, e at the place d, whose products with
+the queries are added:
 
   e cos(p f) q[d] + e sin(p f) r[d]
 """
@@ -59,8 +60,7 @@ class Turns(NamedTuple):
   @property
   def products(self) -> int:
     """Rows of the product's right operand."""
-    codes = self.rows * sum(1 if n is None else 2 for n in self.slots)
-    return codes + 2 * self.count
+    return self.rows * sum(1 if n is None else 2 for n in self.slots)
 
 
 class Places(NamedTuple):
@@ -144,7 +144,7 @@ class Places(NamedTuple):
         continue
       parts.append(across[..., dims])
       into[dims, slot * dims.size + np.arange(dims.size)] = 1
-    parts += [
+    zeros = [
       jnp.einsum(
         "bkrh,hu->bkru",
         x * by_head(zero),
@@ -154,8 +154,8 @@ class Places(NamedTuple):
       for x in (wide, crossed)
     ]
     rest = jnp.sum(wide * by_head(zero) * still, -1, keepdims=True)
-    rows = jnp.concatenate(parts, -1).astype(q.dtype)
-    return ChannelQueries(rows, rest, wide, crossed)
+    joined = lambda x: jnp.concatenate(x, -1).astype(q.dtype)
+    return ChannelQueries(joined(parts), joined(zeros), rest, wide, crossed)
 
 
 class ChannelQueries(NamedTuple):
@@ -163,12 +163,14 @@ class ChannelQueries(NamedTuple):
 
   Fields:
     rows: [B, K, R, E] in the queries' dtype, of the right operand's rows.
+    zeros: [B, K, R, 2 count], the same, of cosines and sines alone.
     rest: float32 [B, K, R, 1], products with zeros that turn not.
     straight: float32 [B, K, R, H], what cosines of a key's numbers multiply.
     crossed: the same of sines.
   """
 
   rows: Any
+  zeros: Any
   rest: Any
   straight: Any
   crossed: Any
@@ -177,12 +179,12 @@ class ChannelQueries(NamedTuple):
 def rotated(
   turns: Turns, pieces: list[jax.Array], tables: Any, lanes: slice, dtype: Any
 ) -> Shaped[Array, "E S"]:
-  """The right operand: rows of codes times their cosines and sines, and these.
+  """The right operand: rows of codes times their cosines and sines.
 
   Args:
     turns: the rows.
     pieces: levels, float32 [R, S] each.
-    tables: of `fill`.
+    tables: of `fill`, or None if nothing turns.
     lanes: which keys.
     dtype: of the product.
   """
@@ -193,11 +195,8 @@ def rotated(
       continue
     first = slot * turns.rows
     for start in (first, turns.count + first):
-      found.append(x * tables[0][start : start + turns.rows, lanes])
-  rows = jnp.concatenate(found, 0).astype(dtype)
-  if not turns.count:
-    return rows
-  return jnp.concatenate([rows, tables[1][:, lanes]], 0)
+      found.append(x * tables[start : start + turns.rows, lanes])
+  return jnp.concatenate(found, 0).astype(dtype)
 
 
 def cos_sin(
@@ -238,21 +237,21 @@ def fill(
   frequencies: Float[Array, "count 128"],
   pos: Int[Array, "1 keys"],
   lanes: slice,
+  dtype: Any,
 ) -> None:
   """Writes the cosines and sines of some keys' positions.
 
   Args:
-    tables: references [2 count, keys]: float32, and the product's dtype.
+    tables: a reference, float32 [2 count, keys].
     frequencies: of the rows.
     pos: positions.
     lanes: which keys.
+    dtype: for which they are exact enough.
   """
-  wide, narrow = tables
   count = frequencies.shape[0]
   at = pos[:, lanes].astype(jnp.float32)
   for first in range(0, count, _ROWS):
     rows = frequencies[first : first + _ROWS]
-    both = cos_sin(tile_ops.widened(rows, at.shape[1]) * at, narrow.dtype)
+    both = cos_sin(tile_ops.widened(rows, at.shape[1]) * at, dtype)
     for start, x in zip((first, count + first), both, strict=True):
-      wide[start : start + rows.shape[0], lanes] = x
-  narrow[:, lanes] = wide[:, lanes].astype(narrow.dtype)
+      tables[start : start + rows.shape[0], lanes] = x
