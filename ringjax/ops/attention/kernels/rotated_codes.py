@@ -39,8 +39,9 @@ _ROWS = 8
 # A turn is 2**32; a radian is so much of it: an integer and the rest.
 _RADIAN = 2**32 / (2 * math.pi)
 _WHOLE = round(_RADIAN)
-# Terms of the polynomials: errors of 4e-5, and of float32's rounding.
-_TERMS = {"bfloat16": 5, "float32": 7}
+# Terms of the polynomials of cosines and sines: errors of 4e-5 and 5e-4, a
+# quarter of bfloat16's rounding, and of float32's rounding.
+_TERMS = {"bfloat16": (5, 4), "float32": (7, 7)}
 
 
 class Turns(NamedTuple):
@@ -219,17 +220,20 @@ def cos_sin(
 
 
 @functools.cache
-def _polynomials(terms: int) -> tuple[list[np.float32], list[np.float32]]:
+def _polynomials(
+  terms: tuple[int, int],
+) -> tuple[list[np.float32], list[np.float32]]:
   """Of cos(2 pi x) and sin(2 pi x) / x by x**2 < 1/4, the highest first."""
   x = np.cos(np.pi * (np.arange(1000) + 0.5) / 1000) / 2
 
-  def fitted(y: np.ndarray) -> list[np.float32]:
-    made = np.polynomial.Chebyshev.fit(x * x, y, terms - 1, domain=[0, 0.25])
+  def fitted(y: np.ndarray, count: int) -> list[np.float32]:
+    made = np.polynomial.Chebyshev.fit(x * x, y, count - 1, domain=[0, 0.25])
     found = made.convert(kind=np.polynomial.Polynomial).coef
     return [np.float32(c) for c in found[::-1]]
 
   turn = 2 * np.pi * x
-  return fitted(np.cos(turn)), fitted(np.sin(turn) / x)
+  of_cos, of_sin = terms
+  return fitted(np.cos(turn), of_cos), fitted(np.sin(turn) / x, of_sin)
 
 
 def fill(
