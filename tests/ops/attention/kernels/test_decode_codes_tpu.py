@@ -202,8 +202,10 @@ def test_cosines_at_any_position():
   sizes = np.array([[3.0], [1e3], [1e6], [2e9]])
   angle = jnp.asarray(sizes * r.uniform(-1, 1, (4, 1000)), jnp.float32)
   exact = np.asarray(angle, np.float64)
-  for found, want in zip(cos_sin(angle), (np.cos, np.sin), strict=True):
-    np.testing.assert_allclose(found, want(exact), atol=2.5e-7)
+  for dtype, far in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-3)):
+    both = zip(cos_sin(angle, dtype), (np.cos, np.sin), strict=True)
+    for found, want in both:
+      np.testing.assert_allclose(found, want(exact), atol=far)
 
 
 SLOPES = jnp.array([[0.3, 0.1], [0.02, 0.5]])
