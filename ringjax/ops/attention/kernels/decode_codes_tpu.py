@@ -6,6 +6,8 @@ Cost: as `decode_tpu`, of the bytes of the codes: they are unpacked in
 registers, and no decoded tile is in memory.
 Memory: VMEM only: two tiles of codes, and the numbers of a head.
 
+Keys with scales of channels are rotated in between, see `rotated_codes`.
+
 Tokens are in the lanes, so that a head's codes [X, keys] become the right
 operand of the product of queries and keys with a shift and a mask of 32 bits:
 two codes are the low bits of two bfloat16 numbers, 128 + code. What is added
@@ -62,8 +64,9 @@ _CYCLES = (
   {2: 1.3, 3: 1.6, 4: 1.0, 8: 1.8},
   {2: 1.2, 3: 1.3, 4: 1.8},
 )
-# The same of what is done beside to keys before their rotation.
-_TURNED = 1.5
+# The same of what is done beside: for an outlier of each vector, and to keys
+# with scales of channels.
+_OUTLIER, _CHANNELS = 0.5, 1.3
 # Keys whose codes are in registers at a time.
 _PIECE = 256
 
@@ -210,7 +213,7 @@ class DecodeCodesTPU(DecoderTPU):
         return f"{decoder.codec}: values with scales of channels"
       if form.outliers and form.dim > 256:
         return f"{decoder.codec}: heads of more than 256 numbers"
-    _, kb = self.tile(q, keys)
+    _, kb = self.tile(q, view)
     return self.unserved(
       q,
       keys,
@@ -238,9 +241,11 @@ class DecodeCodesTPU(DecoderTPU):
     steps = tile_ops.TileSteps.of(kinds)
     rows = QueryRows.of(q, (of_k, of_v))
     flat = q.reshape(b, kv, g * t, -1)
-    turns, of_channels = None, _OfChannels()
+    turns, of_channels, angles = None, _OfChannels(), []
     if of_k.by_channel:
       turns = _places(of_k, rotation).turns
+      if turns.count:
+        angles = [pltpu.VMEM((2 * turns.count, kb), jnp.float32)]
       by_group, sums, of_channels = _by_channel(
         flat, of_k, rotation, keys.constants[0], rows, heads
       )
@@ -342,10 +347,7 @@ class DecodeCodesTPU(DecoderTPU):
           pltpu.VMEM((heads, rows.total, n), jnp.float32)
           for n in (wide, *(tile_ops.LANES,) * 3)
         ]
-        + [
-          pltpu.VMEM((2 * turns.count, kb), jnp.float32)
-          for _ in range(turns is not None and turns.count > 0)
-        ],
+        + angles,
       ),
       out_shape=[out_type(n) for n in (wide, 1, 1, 1)],
       compiler_params=self.params(
@@ -370,8 +372,8 @@ class DecodeCodesTPU(DecoderTPU):
 
 def decode_cycles(form: CodeFormat) -> float:
   """Cycles of a core that a number of such codes takes, about."""
-  turned = _TURNED if form.by_channel else 0.0
-  return (_CYCLES[form.looked_up][form.bits] + turned) / _REGISTER
+  beside = _CHANNELS if form.by_channel else _OUTLIER * form.outliers
+  return (_CYCLES[form.looked_up][form.bits] + beside) / _REGISTER
 
 
 def _opened(keys: Any) -> tuple[Any, Rotation | None]:
@@ -598,7 +600,7 @@ class Scales(NamedTuple):
       float32, with zero and scale taken away; of channels see `of`.
   """
 
-  scale: jax.Array | None
+  scale: Any
   zero: jax.Array | None
   outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
@@ -656,6 +658,7 @@ class Scales(NamedTuple):
       if form.by_channel:
         outliers.append((place, number - _by_place(channels, place)))
         continue
+      assert scale is not None
       number = number if zero is None else number - zero
       outliers.append((place, number / scale))
     return cls(scale, zero, tuple(outliers))
@@ -1027,9 +1030,8 @@ def _kernel(
   count = 1 + structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[1:count])
   q_ref, sums_ref, *more = refs[count:]
-  frequencies, zeros, outlying, channels = (
-    more.pop(0) if yes else None for yes in of_channels
-  )
+  taken: list[Any] = [more.pop(0) if yes else None for yes in of_channels]
+  frequencies, zeros, outlying, channels = taken
   q_at, k_at, *more = more
   slope_ref = more.pop(0) if sloped else None
   k_ref = more.pop(0)
@@ -1037,7 +1039,7 @@ def _kernel(
   k_table, *own_table = (more.pop(0) if yes else None for yes in looked_up)
   v_table = k_table if shared else own_table[0]
   acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *more = more
-  tables = more[0] if more else None
+  tables: Any = more[0] if more else None
   of_k, of_v = formats
   b, i = pl.program_id(0), pl.program_id(2)
   word = scalars.words[i]
