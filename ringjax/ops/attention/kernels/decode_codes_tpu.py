@@ -39,7 +39,7 @@ from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.code_format import CodeFormat
 from ringjax.ops.attention.kernels import declined, rotated_codes, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
-from ringjax.ops.attention.kernels.rotated_codes import Places, Turns
+from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import EncodedView, KVView, UnrotatedView
 from ringjax.ops.mask import Coords, visible
@@ -181,7 +181,7 @@ class DecodeCodesTPU(DecoderTPU):
     # Cosines and sines of positions, and products with them.
     tables = 0
     if of_k.by_channel:
-      turns = _places(of_k, rotation).turns
+      turns = _rotated_rows(of_k, rotation).turns
       tables = 4 * 3 * turns.count * kb + 4 * heads * rows * kb
       numbers += 4 * _PIECE * turns.products
     return moved + kept + numbers + scores + tables
@@ -243,7 +243,7 @@ class DecodeCodesTPU(DecoderTPU):
     flat = q.reshape(b, kv, g * t, -1)
     turns, of_channels, angles = None, _OfChannels(), []
     if of_k.by_channel:
-      turns = _places(of_k, rotation).turns
+      turns = _rotated_rows(of_k, rotation).turns
       if turns.count:
         angles = [pltpu.VMEM((2 * turns.count, kb), jnp.float32)]
       by_group, sums, of_channels = _by_channel(
@@ -383,12 +383,12 @@ def _opened(keys: Any) -> tuple[Any, Rotation | None]:
   return keys, None
 
 
-def _places(form: CodeFormat, rotation: Rotation | None) -> Places:
+def _rotated_rows(form: CodeFormat, rotation: Rotation | None) -> RotatedRows:
   """Where the numbers of keys with scales of channels are, see `_pieces`."""
   made = arrangement(form)
   dims = made.dims.reshape(len(made.fields), -1, 2)
   pieces = np.moveaxis(dims, 2, 1).reshape(2 * len(made.fields), -1)
-  return Places.of(pieces, rotation, form.dim)
+  return RotatedRows.of(pieces, rotation, form.dim)
 
 
 class _OfChannels(NamedTuple):
@@ -442,21 +442,21 @@ def _by_channel(
 ) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N 1"], _OfChannels]:
   """Queries as `_queries` has them, and what else is of channels."""
   scale, zero, levels = (jnp.asarray(x, jnp.float32) for x in constants)
-  places = _places(form, rotation)
-  found = places.queries(q, rotation, scale, zero)
+  held = _rotated_rows(form, rotation)
+  found = held.queries(q, rotation, scale, zero)
   # Copies are of groups, of which there is one: the others are zeros.
   found = type(found)(*(pad_axis(x, 2, rows.total) for x in found))
   frequencies = zeros = queries = channels = None
-  if places.turns.count:
+  if held.turns.count:
     assert rotation is not None
-    frequencies = places.frequencies(rotation)
+    frequencies = held.frequencies(rotation)
     _, kv, many, wide = found.zeros.shape
     zeros = found.zeros.reshape(-1, kv * many, wide)
   if form.outliers:
     lanes = tile_ops.lanes(form.dim)
     both = jnp.stack([found.straight, found.crossed], 2)
     queries = pad_axis(both, 4, lanes)
-    turn = jnp.broadcast_to(places.each(rotation, form.dim)[None], zero.shape)
+    turn = jnp.broadcast_to(held.each(rotation, form.dim)[None], zero.shape)
     each = jnp.stack([levels[:, :1] * scale + zero, turn], 1)
     each = each.reshape(-1, heads, 2, form.dim)
     channels = pad_axis(jnp.swapaxes(each, 1, 2), 3, lanes)

@@ -25,7 +25,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -64,7 +63,7 @@ class Turns(NamedTuple):
     return self.rows * sum(1 if n is None else 2 for n in self.slots)
 
 
-class Places(NamedTuple):
+class RotatedRows(NamedTuple):
   """The numbers of a vector and their frequencies, row by row.
 
   Fields:
@@ -80,7 +79,7 @@ class Places(NamedTuple):
   @classmethod
   def of(
     cls, dims: Int[np.ndarray, "pieces R"], rotation: Rotation | None, dim: int
-  ) -> Places:
+  ) -> RotatedRows:
     """Of rows that hold the numbers `dims` of vectors of `dim` numbers."""
     pair = np.full(dim, -1)
     if rotation is not None and rotation.rope is not None:
@@ -178,7 +177,11 @@ class ChannelQueries(NamedTuple):
 
 
 def rotated(
-  turns: Turns, pieces: list[jax.Array], tables: Any, lanes: slice, dtype: Any
+  turns: Turns,
+  pieces: list[Float[Array, "R S"]],
+  tables: Any,
+  lanes: slice,
+  dtype: Any,
 ) -> Shaped[Array, "E S"]:
   """The right operand: rows of codes times their cosines and sines.
 
