@@ -264,11 +264,20 @@ class _Tally:
         own = [codec.codecs[n] for n in HeadPlaces.of(codec, shape).ways]
         ways = zip(own, arrays, strict=True)
       for one, x in ways:
-        self._array(name, getattr(one, side, None), dim, x, filled)
+        kernel = one is not None and _in_kernel(
+          one, shape, self.cache.kind.unrotated
+        )
+        self._array(name, getattr(one, side, None), dim, x, filled, kernel)
         # Values that are parts of keys are made of them at once.
 
   def _array(
-    self, name: str, vectors: Any, dim: int, x: Any, filled: float
+    self,
+    name: str,
+    vectors: Any,
+    dim: int,
+    x: Any,
+    filled: float,
+    kernel: bool,
   ) -> None:
     nbytes = _bytes(x)
     self.stored += nbytes
@@ -284,18 +293,15 @@ class _Tally:
     for part, size in _byte_parts(vectors, dim).items():
       self._add(name + part, size * count)
     self._add(f"{name}filling up", (width - used) * count)
-    self.unpack += self._unpack_s(vectors, dim) * count * filled
+    self.unpack += self._unpack_s(vectors, dim, kernel) * count * filled
 
-  def _unpack_s(self, vectors: Any, dim: int) -> float:
+  def _unpack_s(self, vectors: Any, dim: int, kernel: bool) -> float:
     """Seconds of one vector."""
-    made = getattr(vectors, "code_format", None)
-    form: CodeFormat | None = None if made is None else made(dim)
+    form = _form(vectors, dim)
     if self.chip.platform == "tpu":
       core = chips.CORES.get(self.chip.name)
       if core is None:
         return 0.0
-      kernel = form is not None and not form.by_channel and not dim % 64
-      kernel = kernel and not self.cache.kind.unrotated
       each = 1.8 / 1024 if form is None else decode_cycles(form)
       each *= 1 if kernel else _LOOPS
       self._note(
@@ -318,16 +324,35 @@ class _Tally:
       self.notes.append(text)
 
 
+def _form(vectors: Any, dim: int) -> CodeFormat | None:
+  """How the bytes of a vector hold its numbers, if its codec says it."""
+  made = getattr(vectors, "code_format", None)
+  return None if made is None else made(dim)
+
+
+def _in_kernel(codec: Any, shape: Any, unrotated: bool) -> bool:
+  """Whether a kernel for TPU decodes what a codec stores, in registers.
+
+  Of keys before their rotation it knows those with scales of channels.
+  """
+  keys = values = _form(codec.keys, shape.key)
+  if shape.value:
+    values = _form(codec.values, shape.value)
+  if keys is None or values is None or values.by_channel:
+    return False
+  whole = not shape.key % 64 and not shape.value % 64
+  return whole and (keys.by_channel or not unrotated)
+
+
 def _byte_parts(vectors: Any, dim: int) -> dict[str, int]:
   """Bytes of a vector: codes, scales, outliers."""
   width = vectors.width(dim)
   if isinstance(vectors, Floats):
     scales = width % dim
     return {"codes": width - scales, "scales": scales}
-  made = getattr(vectors, "code_format", None)
-  if made is None:
+  form = _form(vectors, dim)
+  if form is None:
     return {"codes": width}
-  form = made(dim)
   scales = 2 * form.halves * form.groups
   outliers = width - form.codes - scales
   return {"codes": form.codes, "scales": scales, "outliers": outliers}

@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
-from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
@@ -350,15 +349,6 @@ tree.register(
 )
 
 
-def in_order(x: Shaped[Array, ...]) -> jax.Array:
-  """The same array, in memory as its axes stand: the last one fastest.
-
-  TPU's compiler would store slots as the write of one token likes it, and
-  copy the slots of all layers, in each layer, to what reading likes.
-  """
-  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
 def by_token(
   x: Shaped[Array, "B n"], like: Shaped[Array, ...]
 ) -> Shaped[Array, ...]:
@@ -439,7 +429,7 @@ def _put(
     there = lax.dynamic_slice(old, tuple(corner), whole.shape)
     real = real[(None,) * lead]
     return lax.dynamic_update_slice(
-      in_order(old), jnp.where(real, whole, there), tuple(corner)
+      row_major(old), jnp.where(real, whole, there), tuple(corner)
     )
   window = (*old.shape[lead + 1 : axis], size, *old.shape[axis + 1 :])
   dims = tuple(range(1, 1 + len(window)))
@@ -470,7 +460,7 @@ def _put(
     scatter_indices_batching_dims=(0,),
   )
   return lax.scatter(
-    in_order(old),
+    row_major(old),
     offsets,
     jnp.where(real, new, there),
     scattering,

@@ -35,9 +35,8 @@ from ringjax.kv.slots import (
   REPLICATED,
   SlotGroup,
   by_token,
-  in_order,
 )
-from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
@@ -199,7 +198,7 @@ class WindowSlots(SlotGroup):
       there = lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
       found = jnp.where(_wide(mine >= 0, found), found, there)
       corner = (layer, *(jnp.int32(0),) * 4)
-      return lax.dynamic_update_slice(in_order(old), found[None], corner)
+      return lax.dynamic_update_slice(row_major(old), found[None], corner)
 
     over = lambda n: P(*(None,) * n, self.axis)
     return self._per_shard(
@@ -387,8 +386,8 @@ def _put(
     corner[axis] = place
     there = lax.dynamic_slice(old, tuple(corner), (1, *new.shape))
     new = jnp.where(here, new[None], there)
-    return lax.dynamic_update_slice(in_order(old), new, tuple(corner))
+    return lax.dynamic_update_slice(row_major(old), new, tuple(corner))
   layers = jnp.broadcast_to(layer, slot.shape)
   tokens = jnp.transpose(jnp.moveaxis(new, axis - 1, 2), (0, 2, 1, 3))
   at = (layers, row, slice(None), *numbers, slot)
-  return in_order(old).at[at].set(tokens, mode="drop")
+  return row_major(old).at[at].set(tokens, mode="drop")

@@ -191,13 +191,23 @@ class Rope:
 
     `length` is that of the whole context, an int or a traced int32 scalar.
     """
-    exponents = np.arange(0, self.dims, 2) / self.dims
-    inverse = self.theta**-exponents
-    frequencies = self.scaling.scale(inverse, self.theta, length)
-    frequencies = jnp.asarray(frequencies, jnp.float32)
+    frequencies = self.frequencies(length)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     size = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * size, jnp.sin(angles) * size
+
+  def frequencies(self, length: Any) -> Float[Array, " half"]:
+    """Angles of one position in radians, float32 [dims/2]; see `tables`."""
+    exponents = np.arange(0, self.dims, 2) / self.dims
+    inverse = self.theta**-exponents
+    found = self.scaling.scale(inverse, self.theta, length)
+    return jnp.asarray(found, jnp.float32)
+
+  @property
+  def pairs(self) -> np.ndarray:
+    """Which of the frequencies turns each of the first `dims`, int [dims]."""
+    each = np.arange(self.dims // 2)
+    return np.repeat(each, 2) if self.interleaved else np.tile(each, 2)
 
   def rotate(
     self,
@@ -255,6 +265,16 @@ class Rotation:
     """Keys of tokens at positions `pos`, rotated."""
     tables = None if self.rope is None else self.rope.tables(pos, self.length)
     return self._apply(k, tables)
+
+  def quarter(self, q: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
+    """Queries' pairs of numbers rotated by -90 degrees.
+
+    What a key's sines multiply: q . R(p) k is the sum of q times k times the
+    cosines, and of `quarter(q)` times k times the sines.
+    """
+    assert self.rope is not None
+    like = jnp.zeros((1, q.shape[2], self.rope.dims // 2), jnp.float32)
+    return dataclasses.replace(self, after=None)._apply(q, (like, like - 1))
 
   def general(self) -> Rotation:
     """The same for tokens of any call."""

@@ -7,6 +7,7 @@ import pytest
 
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
+from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import KINDS
 from ringjax.parallel import chips
 from tests.contracts import cache as contract
@@ -125,3 +126,21 @@ def test_what_is_refused():
     cache.explain(3)
   with pytest.raises(OptionError, match="weights: got nan"):
     cache.explain(weights=float("nan"))
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("int4", "a kernel in registers"),
+    ("nuq3", "a kernel in registers"),
+    ("int4:unrotated=true", "XLA's loops"),
+    ("float8", "XLA's loops"),
+  ],
+)
+def test_what_decodes_on_a_tpu(text, words):
+  """Of keys before their rotation a kernel knows code books of channels."""
+  shape = LayerCacheSpec(layers=2, heads=8, key=128, value=128)
+  kind = kind_text.parse(text)
+  cache = KVCache.spec((shape,), 1, 4096, "bfloat16", kind=kind, platform="tpu")
+  (note,) = (x for x in cache.explain("tpu-v5e").notes if "unpack" in x)
+  assert words in note

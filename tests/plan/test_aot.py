@@ -214,6 +214,19 @@ class TestCompiled:
     made = roofline(found)
     assert made.memory_s < made.schedule_s
 
+  @pytest.mark.parametrize("cache", ["nuq3", "float8"])
+  def test_codes_are_read_without_a_copy_of_the_cache(self, cache):
+    """Of code books by the kernel, of floats by XLA's loops, tile by tile."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    options = {"model": MODEL | heads, "tokens": 524288, "cache": cache}
+    found = compiled(f"{STEPS}:decode", "v5e:2x4", json.dumps(options))
+    # Layers, keys and values, heads, at least 48 bytes, on each of eight.
+    codes = 2 * 2 * 8 * 48 * 524288 // 8
+    assert found.memory.aliased >= codes
+    assert found.memory.temporaries < found.memory.aliased / 4
+    assert bool(found.report.counted_by_data) == (cache == "float8")
+    assert found.report.unpriced_kernels == ()
+
   @pytest.mark.parametrize(
     ("topology", "cache"),
     [

@@ -117,6 +117,7 @@ class TestCompiled:
       ("v5e", "int4", 0.45),
       ("v6e", "int4", 0.45),
       ("v5e", "hadamard4", 0.45),
+      ("v5e", "nuq3", 0.62),
       pytest.param("v5e", "int8", 0.60, marks=pytest.mark.slow),
       pytest.param("v5e", "hadamard3", 0.45, marks=pytest.mark.slow),
       # The vector unit binds there: see the kernels' page.

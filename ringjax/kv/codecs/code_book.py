@@ -1,8 +1,9 @@
 """Code books: numbers as the nearest of a few levels that fit a model's keys.
 
 Guarantees: the numbers that are farthest out, a fixed number a vector, are
-kept as float16; others are the nearest level. Decoding needs the levels (and
-for keys the scale of each channel), which come from a calibration.
+kept as float16, and their codes are 0; others are the nearest level. Decoding
+needs the levels (and for keys the scale of each channel), which come from a
+calibration.
 Memory: `bits` bits a number; an outlier takes three bytes (four in heads of
 more than 256 numbers), and a vector with a scale of its own four.
 Ref: Hooper et al. 2024, KVQuant, arXiv 2401.18079: keys by channel, before
@@ -75,6 +76,9 @@ class CodeBook:
       own = [code_bytes.half_bytes(jnp.concatenate([scale, zero], -1))]
       scale = jnp.where(scale > 0, scale, 1)
     codes = nearest((x - zero) / scale, constants[-1])
+    if count:
+      # So that a kernel can add what they have more.
+      codes = jnp.where(marked(index, dim), jnp.zeros_like(codes), codes)
     parts = [code_bytes.pack(codes, self.bits), *own]
     if count:
       kept = jnp.take_along_axis(x, index, -1)

@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Shaped, UInt8
 
 # On a TPU a cache stores so many bytes of a token or a multiple: what its
@@ -44,6 +46,16 @@ def token_axis(x: Shaped[Array, ...]) -> int:
   int8, see `stored_codes`; of others [..., S, D] it is the one before.
   """
   return x.ndim - (1 if x.ndim == 2 or x.dtype == jnp.int8 else 2)
+
+
+def row_major(x: Shaped[Array, ...]) -> jax.Array:
+  """The same array, in memory as its axes stand: the last one fastest.
+
+  TPU's compiler would store slots as the write of one token likes it, or as the
+  reading of a tile does, and copy the slots of all layers, in each layer,
+  between the two.
+  """
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def as_stored(
@@ -114,8 +126,8 @@ class CodeFormat:
     by_constants: whether the constants have levels [2**bits].
     by_channel: whether the constants begin with scale and zero of channels,
       [dim] each.
-    outliers: numbers kept exactly: behind the scales their places (a byte, or
-      two above 256 numbers), then the numbers as float16.
+    outliers: numbers kept exactly, whose codes are 0: behind the scales their
+      places (a byte, or two above 256 numbers), then the numbers as float16.
   """
 
   dim: int

@@ -37,6 +37,7 @@ from ringjax.ops.attention.blockwise import (
 from ringjax.ops.attention.code_format import (
   CodeFormat,
   as_bytes,
+  row_major,
   token_axis,
 )
 from ringjax.ops.attention.scores import (
@@ -349,7 +350,8 @@ class EncodedView(StoredView):
       axis, shape = token_axis(x), [1, *x.shape[1:]]
       corner = [layer, *(zero,) * 4]
       corner[axis], shape[axis] = start, size
-      data = as_bytes(lax.dynamic_slice(x, corner, shape)[0])
+      stored = lax.dynamic_slice(x, corner, shape)
+      data = as_bytes(row_major(stored)[0])
       return self.decoders[n](data, self.constants[n])
 
     k = one(self.k, 0)

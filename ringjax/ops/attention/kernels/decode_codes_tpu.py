@@ -6,6 +6,8 @@ Cost: as `decode_tpu`, of the bytes of the codes: they are unpacked in
 registers, and no decoded tile is in memory.
 Memory: VMEM only: two tiles of codes, and the numbers of a head.
 
+Keys with scales of channels are rotated in between, see `rotated_codes`.
+
 Tokens are in the lanes, so that a head's codes [X, keys] become the right
 operand of the product of queries and keys with a shift and a mask of 32 bits:
 two codes are the low bits of two bfloat16 numbers, 128 + code. What is added
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +37,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.code_format import CodeFormat
-from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels import declined, rotated_codes, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
+from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import EncodedView, KVView
+from ringjax.ops.attention.views import EncodedView, KVView, UnrotatedView
 from ringjax.ops.mask import Coords, visible
+from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
 
@@ -59,6 +64,9 @@ _CYCLES = (
   {2: 1.3, 3: 1.6, 4: 1.0, 8: 1.8},
   {2: 1.2, 3: 1.3, 4: 1.8},
 )
+# The same of what is done beside: for an outlier of each vector, and to keys
+# with scales of channels.
+_OUTLIER, _CHANNELS = 0.5, 1.3
 # Keys whose codes are in registers at a time.
 _PIECE = 256
 
@@ -148,13 +156,16 @@ class DecodeCodesTPU(DecoderTPU):
   """A Pallas kernel for TPU that reads the codes of a cache."""
 
   def tile(
-    self, q: Float[Array, "B K G T H"], keys: EncodedView
+    self, q: Float[Array, "B K G T H"], keys: EncodedView | UnrotatedView
   ) -> tuple[int, int]:
     """(heads, keys) of a tile for queries [B, K, G, T, H]."""
+    keys, _ = _opened(keys)
     row = sum(x.shape[3] for x in _arrays(keys))
     return self.tile_of(q, keys.k.shape[4], row, _TILE_BYTES, _MOST)
 
-  def _vmem(self, q: jax.Array, keys: EncodedView) -> int:
+  def _vmem(
+    self, q: jax.Array, keys: EncodedView, rotation: Rotation | None
+  ) -> int:
     """Bytes of vector memory that a step takes, about."""
     heads, kb = self.tile(q, keys)
     of_k, of_v = _formats(keys)
@@ -167,15 +178,30 @@ class DecodeCodesTPU(DecoderTPU):
     kept = 4 * heads * rows * (j + stats)
     numbers = 2 * _PIECE * (h + j)
     scores = 4 * 4 * rows * kb
-    return moved + kept + numbers + scores
+    # Cosines and sines of positions, and products with them.
+    tables = 0
+    if of_k.by_channel:
+      turns = _rotated_rows(of_k, rotation).turns
+      tables = 4 * 3 * turns.count * kb + 4 * heads * rows * kb
+      numbers += 4 * _PIECE * turns.products
+    return moved + kept + numbers + scores + tables
 
   def decline(
     self, q: Float[Array, "B K G T H"], keys: KVView, args: ScoreArgs
   ) -> str | None:
     """Why it does not serve this call, or None."""
-    if not isinstance(keys, EncodedView):
-      return f"{type(keys).__name__}: it reads EncodedView"
-    for decoder, x in zip(keys.decoders, (keys.k, keys.v), strict=True):
+    view, rotation = _opened(keys)
+    if not isinstance(view, EncodedView):
+      return f"{type(view).__name__}: it reads EncodedView"
+    if rotation is not None:
+      form = view.decoders[0].format
+      if form is None or not form.by_channel:
+        return f"{view.decoders[0].codec}: keys before their rotation"
+      if rotation.after is not None:
+        return "keys with a norm behind their rotation"
+    for n, (decoder, x) in enumerate(
+      zip(view.decoders, (view.k, view.v), strict=True)
+    ):
       if x.dtype != jnp.int8:
         return f"codes that are {x.dtype}: it reads int8, whose tokens are last"
       form = decoder.format
@@ -183,18 +209,18 @@ class DecodeCodesTPU(DecoderTPU):
         return f"{decoder.codec}: it decodes integers and levels"
       if form.dim % 64 or x.shape[3] % _ROWS:
         return f"heads of {form.dim}: no multiples of 64"
-      if form.by_channel:
-        return f"{decoder.codec}: scales of channels"
+      if form.by_channel and (n or view.v is view.k):
+        return f"{decoder.codec}: values with scales of channels"
       if form.outliers and form.dim > 256:
         return f"{decoder.codec}: heads of more than 256 numbers"
-    _, kb = self.tile(q, keys)
+    _, kb = self.tile(q, view)
     return self.unserved(
       q,
       keys,
       args,
-      length=keys.k.shape[4],
+      length=view.k.shape[4],
       block=kb,
-      need=self._vmem(q, keys),
+      need=self._vmem(q, view, rotation),
     )
 
   def decode(
@@ -202,6 +228,7 @@ class DecodeCodesTPU(DecoderTPU):
   ) -> Partial:
     """The partial of queries [B, K, G, T, H] over the keys of `context.k`."""
     declined.check(self, q, keys, args)
+    keys, rotation = _opened(keys)
     assert isinstance(keys, EncodedView)
     context, slopes = args.context, args.terms.slopes
     b, kv, g, t, _ = q.shape
@@ -213,13 +240,24 @@ class DecodeCodesTPU(DecoderTPU):
     kinds = tile_kinds(context.mask, context.q, at, t, kb)
     steps = tile_ops.TileSteps.of(kinds)
     rows = QueryRows.of(q, (of_k, of_v))
-    by_group, sums = _queries(q.reshape(b, kv, g * t, -1), of_k, rows)
+    flat = q.reshape(b, kv, g * t, -1)
+    turns, of_channels, angles = None, _OfChannels(), []
+    if of_k.by_channel:
+      turns = _rotated_rows(of_k, rotation).turns
+      if turns.count:
+        angles = [pltpu.VMEM((2 * turns.count, kb), jnp.float32)]
+      by_group, sums, of_channels = _by_channel(
+        flat, of_k, rotation, keys.constants[0], rows, heads
+      )
+    else:
+      by_group, sums = _queries(flat, of_k, rows)
     row_at = jnp.stack(tile_ops.by_row(context.q, q.shape), 2)
     shared = keys.v is keys.k
     wide, bias = _columns(of_v, q.dtype), _bias(of_v, q.dtype)
     operands = [
       by_group,
       sums,
+      *(x for x in of_channels if x is not None),
       rows.spread(row_at, 1),
       tile_ops.pair(at, b),
       *(
@@ -250,6 +288,7 @@ class DecodeCodesTPU(DecoderTPU):
     )  # fmt: skip
     in_specs = [
       *(pl.BlockSpec((1, heads, *x.shape[2:]), of_heads) for x in operands[:2]),
+      *of_channels.specs(heads, rows.total),
       pl.BlockSpec((1, rows.total, 2), lambda bi, ki, i, *_: (bi, 0, 0)),
       pl.BlockSpec(
         (1, 2, kb),
@@ -290,6 +329,8 @@ class DecodeCodesTPU(DecoderTPU):
         structure,
         (of_k, of_v),
         rows,
+        turns,
+        tuple(x is not None for x in of_channels),
         shared,
         slopes is not None,
         tuple(x is not None for x in tables),
@@ -305,11 +346,12 @@ class DecodeCodesTPU(DecoderTPU):
         scratch_shapes=[
           pltpu.VMEM((heads, rows.total, n), jnp.float32)
           for n in (wide, *(tile_ops.LANES,) * 3)
-        ],
+        ]
+        + angles,
       ),
       out_shape=[out_type(n) for n in (wide, 1, 1, 1)],
       compiler_params=self.params(
-        self._vmem(q, keys), "parallel", "parallel", "arbitrary"
+        self._vmem(q, keys, rotation), "parallel", "parallel", "arbitrary"
       ),
       cost_estimate=self._cost(q, keys),
       interpret=self.interpret,
@@ -330,7 +372,99 @@ class DecodeCodesTPU(DecoderTPU):
 
 def decode_cycles(form: CodeFormat) -> float:
   """Cycles of a core that a number of such codes takes, about."""
-  return _CYCLES[form.looked_up][form.bits] / _REGISTER
+  beside = _CHANNELS if form.by_channel else _OUTLIER * form.outliers
+  return (_CYCLES[form.looked_up][form.bits] + beside) / _REGISTER
+
+
+def _opened(keys: Any) -> tuple[Any, Rotation | None]:
+  """The stored keys, and what rotates them where they are read."""
+  if isinstance(keys, UnrotatedView):
+    return keys.stored, keys.rotation
+  return keys, None
+
+
+def _rotated_rows(form: CodeFormat, rotation: Rotation | None) -> RotatedRows:
+  """Where the numbers of keys with scales of channels are, see `_pieces`."""
+  made = arrangement(form)
+  dims = made.dims.reshape(len(made.fields), -1, 2)
+  pieces = np.moveaxis(dims, 2, 1).reshape(2 * len(made.fields), -1)
+  return RotatedRows.of(pieces, rotation, form.dim)
+
+
+class _OfChannels(NamedTuple):
+  """What a kernel reads beside, of keys with scales of channels.
+
+  Fields:
+    frequencies: of cosines and sines [count, 128]; None where no key turns.
+    zeros: [B, K N, 2 count], queries times zeros, which they multiply; or None.
+    queries: [B, K, 2, N, lanes], what an outlier's cosine and sine multiply;
+      None where there are none.
+    channels: [K / heads, 2, heads, lanes], of each number of a head what a code
+      0 stands for, and its frequency; or None.
+  """
+
+  frequencies: Any = None
+  zeros: Any = None
+  queries: Any = None
+  channels: Any = None
+
+  def specs(self, heads: int, rows: int) -> list[pl.BlockSpec]:
+    """Of those that are there, for tiles of so many heads and their rows."""
+    found = []
+    if self.frequencies is not None:
+      found += [
+        pl.BlockSpec(self.frequencies.shape, lambda *_: (0, 0)),
+        pl.BlockSpec(
+          (1, heads * rows, self.zeros.shape[2]),
+          lambda bi, ki, *_: (bi, ki, 0),
+        ),
+      ]
+    if self.queries is not None:
+      found += [
+        pl.BlockSpec(
+          (1, heads, *self.queries.shape[2:]),
+          lambda bi, ki, *_: (bi, ki, 0, 0, 0),
+        ),
+        pl.BlockSpec(
+          (1, *self.channels.shape[1:]), lambda bi, ki, *_: (ki, 0, 0, 0)
+        ),
+      ]
+    return found
+
+
+def _by_channel(
+  q: Float[Array, "B K R H"],
+  form: CodeFormat,
+  rotation: Rotation | None,
+  constants: Any,
+  rows: QueryRows,
+  heads: int,
+) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N 1"], _OfChannels]:
+  """Queries as `_queries` has them, and what else is of channels."""
+  scale, zero, levels = (jnp.asarray(x, jnp.float32) for x in constants)
+  held = _rotated_rows(form, rotation)
+  found = held.queries(q, rotation, scale, zero)
+  # Copies are of groups, of which there is one: the others are zeros.
+  found = type(found)(*(pad_axis(x, 2, rows.total) for x in found))
+  frequencies = zeros = queries = channels = None
+  if held.turns.count:
+    assert rotation is not None
+    frequencies = held.frequencies(rotation)
+    _, kv, many, wide = found.zeros.shape
+    zeros = found.zeros.reshape(-1, kv * many, wide)
+  if form.outliers:
+    lanes = tile_ops.lanes(form.dim)
+    both = jnp.stack([found.straight, found.crossed], 2)
+    queries = pad_axis(both, 4, lanes)
+    turn = jnp.broadcast_to(held.each(rotation, form.dim)[None], zero.shape)
+    each = jnp.stack([levels[:, :1] * scale + zero, turn], 1)
+    each = each.reshape(-1, heads, 2, form.dim)
+    channels = pad_axis(jnp.swapaxes(each, 1, 2), 3, lanes)
+  return (
+    found.rows,
+    found.rest,
+    _OfChannels(frequencies, zeros, queries, channels),
+  )
 
 
 def _arrays(keys: EncodedView) -> tuple[Any, ...]:
@@ -460,26 +594,32 @@ class Scales(NamedTuple):
   """What is behind the codes of all heads of a tile.
 
   Fields:
-    scale: float32 [heads * groups, keys].
+    scale: float32 [heads * groups, keys]; None if channels have them.
     zero: the same, or None.
     outliers: for each of them its place, int32 [heads, keys], and the number,
-      float32, with zero and scale taken away.
+      float32, with zero and scale taken away; of channels see `of`.
   """
 
-  scale: jax.Array
+  scale: Any
   zero: jax.Array | None
   outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
   @classmethod
-  def of(cls, words: Any, form: CodeFormat, heads: int) -> Scales:
+  def of(
+    cls, words: Any, form: CodeFormat, heads: int, channels: Any = None
+  ) -> Scales:
     """From the float16 numbers behind the codes.
 
     Those of all heads are made at once: a row alone would fill a register.
+    `channels`: what codes 0 stand for [heads, lanes], of a form whose scales
+    are those of channels: its outliers are what they have more.
     """
     first = form.codes // _WORD
 
     count = form.outliers
     nbytes = 2 * form.groups * form.halves + 3 * count
+    if not nbytes:
+      return cls(None, None)
     many = -(-nbytes // _WORD)
     both = jnp.concatenate(
       [words[0, 0, h, first : first + many, :] for h in range(heads)], 0
@@ -502,24 +642,30 @@ class Scales(NamedTuple):
       shift = jnp.int32(n % _WORD * 8)
       return lax.shift_right_logical(_take_rows(both, rows), shift) & 0xFF
 
-    scale = halves(0, False)
+    scale = halves(0, False) if form.halves else None
     zero = halves(form.groups, True) if form.halves == 2 else None
     if not count:
       return cls(scale, zero)
-    # A vector of equal numbers but for the outliers has a scale of 0.
-    scale = jnp.maximum(scale, np.float32(_TINY))
+    if scale is not None:
+      # A vector of equal numbers but for the outliers has a scale of 0.
+      scale = jnp.maximum(scale, np.float32(_TINY))
     outliers = []
     for n in range(count):
       start = 2 * form.groups * form.halves
       first_byte = start + count + 2 * n
       bits = byte(first_byte) | byte(first_byte + 1) << 8
-      number = _float(bits, True)
+      number, place = _float(bits, True), byte(start + n)
+      if form.by_channel:
+        outliers.append((place, number - _by_place(channels, place)))
+        continue
+      assert scale is not None
       number = number if zero is None else number - zero
-      outliers.append((byte(start + n), number / scale))
+      outliers.append((place, number / scale))
     return cls(scale, zero, tuple(outliers))
 
   def cleaned(self) -> tuple[Scales, jax.Array]:
     """With 0 for what is no number; NaN for such, else 0, as `scale`."""
+    assert self.scale is not None
     zero = self.scale if self.zero is None else self.zero
     good = tile_ops.finite(self.scale) & tile_ops.finite(zero)
     for _, x in self.outliers:
@@ -568,16 +714,36 @@ def _permuted(x: Shaped[Array, "8 S"], index: list[int]) -> jax.Array:
   return _gathered(x, which)
 
 
+def _rows_of(x: Shaped[Array, "h S"], head: int, rows: int) -> jax.Array:
+  """A row of `x`, so many times."""
+  return jnp.broadcast_to(x[head : head + 1], (rows, x.shape[1]))
+
+
+def _by_place(
+  x: Float[Array, "h lanes"], place: Int[Array, "h S"]
+) -> Float[Array, "h S"]:
+  """Of each row of `x` the numbers at `place`, a register's lanes at a time."""
+  lanes, found = tile_ops.LANES, []
+  for first in range(0, place.shape[1], lanes):
+    here = place[:, first : first + lanes]
+    own: Any = None
+    for start in range(0, x.shape[1], lanes):
+      part = _gathered(x[:, start : start + lanes], here & (lanes - 1), 1)
+      own = part if own is None else jnp.where(here >= start, part, own)
+    found.append(own)
+  return jnp.concatenate(found, 1)
+
+
 def _gathered(
-  x: Shaped[Array, "8 S"], which: Int[Array, "n S"]
-) -> Shaped[Array, "n S"]:
-  """Of each column of `x` the rows `which`."""
+  x: Shaped[Array, "m S"], which: Int[Array, "n k"], axis: int = 0
+) -> Shaped[Array, "n k"]:
+  """Of each column of `x` the rows `which`; of rows the columns, if `axis`."""
   dims = lax.GatherDimensionNumbers(
     offset_dims=(),
-    collapsed_slice_dims=(0,),
-    start_index_map=(0,),
-    operand_batching_dims=(1,),
-    start_indices_batching_dims=(1,),
+    collapsed_slice_dims=(axis,),
+    start_index_map=(axis,),
+    operand_batching_dims=(1 - axis,),
+    start_indices_batching_dims=(1 - axis,),
   )
   return lax.gather(
     x,
@@ -611,13 +777,25 @@ class Codes(NamedTuple):
     words: int32 [1, 1, heads, X / 4, keys], a reference.
     table: levels [heads or 1, M, 128], a reference or None.
     form: the bytes.
-    scales: behind the codes.
+    outliers: of `Scales`, that take the places of levels.
+    spots: the same for pairs of bfloat16, or none in float32.
   """
 
   words: Any
   table: Any
   form: CodeFormat
-  scales: Scales
+  outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
+  spots: tuple[Any, ...] = ()
+
+  @classmethod
+  def of(
+    cls, words: Any, table: Any, form: CodeFormat, outliers: Any, dtype: Any
+  ) -> Codes:
+    """For products of `dtype`."""
+    if dtype != jnp.bfloat16:
+      return cls(words, table, form, outliers)
+    spots = tuple(Spot.of(form, table, *one) for one in outliers)
+    return cls(words, table, form, spots=spots)
 
   def numbers(self, head: int, lanes: slice, dtype: Any) -> jax.Array:
     """Some of a head's numbers, unscaled and with the bias, [E, keys]."""
@@ -635,6 +813,63 @@ class Codes(NamedTuple):
 
 def _levels(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
   """The levels of codes: a table's rows, one of which a register has each."""
+  if dtype != jnp.bfloat16:
+    pieces = _pieces(codes, head, lanes)
+    both = zip(pieces[::2], pieces[1::2], strict=True)
+    size = pieces[0].shape[1]
+    return jnp.concatenate([jnp.stack(x, 1).reshape(-1, size) for x in both], 0)
+  form = codes.form
+  parts, signs = _looked_up(codes, head, lanes, dtype)
+  found = []
+  rows = parts[0][0].shape[0]
+  spots = [spot.of_head(head, lanes, rows) for spot in codes.spots]
+  for number, (low, high) in enumerate(parts):
+    both = low | high
+    if signs is not None:
+      # The highest bits of both halves of a word.
+      shift = arrangement(form).fields[number].shift
+      both = both ^ ((signs << (15 - shift)) & -0x7FFF8000)
+    for spot in spots:
+      both = spot.put(form, number, both)
+    found.append(pltpu.bitcast(both, jnp.bfloat16))
+  return jnp.concatenate(found, 0)
+
+
+def _pieces(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
+  """Levels in float32, [R, S] each.
+
+  Of each field those of the lower halves of words, then of the upper ones.
+  """
+  form, found = codes.form, []
+  parts, signs = _looked_up(codes, head, lanes, jnp.float32)
+  outliers = [
+    [x[head : head + 1, lanes] for x in both] for both in codes.outliers
+  ]
+  for number, both in enumerate(parts):
+    rows = both[0].shape[0]
+    dims = arrangement(form).dims.reshape(-1, rows, 2)[number]
+    shift = arrangement(form).fields[number].shift
+    row = lax.broadcasted_iota(jnp.int32, both[0].shape, 0) * _WORD
+    for half, x in enumerate(both):
+      if signs is not None:
+        x = x ^ (signs << (31 - 16 * half - shift)) & -0x80000000
+      x = lax.bitcast_convert_type(x, jnp.float32)
+      for place, kept in outliers:
+        x = jnp.where(place == row + int(dims[0, half]), kept, x)
+      found.append(x)
+  return found
+
+
+def _looked_up(
+  codes: Codes, head: int, lanes: slice, dtype: Any
+) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+  """Bits of the levels of codes.
+
+  Returns:
+    of each field those of the lower and of the upper halves of words, where a
+    pair of bfloat16 has them, or float32; and what bits of the words negate
+    them, if the levels are the upper half of those that mirror them.
+  """
   form, half = codes.form, dtype == jnp.bfloat16
   nibbles = _nibbles(codes, head, lanes)
   size = nibbles[0].shape[1]
@@ -646,7 +881,7 @@ def _levels(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
   if half:
     lower = lax.shift_right_logical(upper, jnp.int32(16))
   # In as many registers as there are codes.
-  lower, upper = (_widened(x, size) for x in (lower, upper))
+  lower, upper = (tile_ops.widened(x, size) for x in (lower, upper))
   # Where the lower half of 16 levels mirrors the upper one, that is the table.
   signs = None
   if form.bits == 4 and form.mirrored:
@@ -665,7 +900,7 @@ def _levels(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
     return found
 
   parts = []
-  for number, field in enumerate(arrangement(form).fields):
+  for field in arrangement(form).fields:
     words = nibbles[field.odd]
     pieces = []
     for row in range(0, words.shape[0], _ROWS):
@@ -676,85 +911,52 @@ def _levels(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
       )
       pieces.append(both)
     low, high = (jnp.concatenate(x, 0) for x in zip(*pieces, strict=True))
-    parts.append((number, low, high))
-  found = []
-  spots = [
-    Spot.of(codes, head, lanes, n) for n in range(form.outliers if half else 0)
-  ]
-  for number, low, high in parts:
-    shift = arrangement(form).fields[number].shift
-    if half:
-      both = low | high
-      if signs is not None:
-        # The highest bits of both halves of a word.
-        both = both ^ ((signs << (15 - shift)) & -0x7FFF8000)
-      for n in range(len(spots)):
-        both = spots[n].put(form, number, both)
-      found.append(pltpu.bitcast(both, jnp.bfloat16))
-    else:
-      if signs is not None:
-        low = low ^ (signs << (31 - shift)) & -0x80000000
-        high = high ^ (signs << (15 - shift)) & -0x80000000
-      floats = [lax.bitcast_convert_type(x, jnp.float32) for x in (low, high)]
-      for n in range(form.outliers):
-        place, kept = (
-          x[head : head + 1, lanes] for x in codes.scales.outliers[n]
-        )
-        dims = arrangement(form).dims.reshape(-1, low.shape[0], 2)[number]
-        row = lax.broadcasted_iota(jnp.int32, low.shape, 0) * _WORD
-        floats = [
-          jnp.where(place == row + int(dims[0, i]), kept, x)
-          for i, x in enumerate(floats)
-        ]
-      found.append(jnp.stack(floats, 1).reshape(-1, size))
-  return jnp.concatenate(found, 0)
-
-
-def _widened(x: Shaped[Array, "M 128"], size: int) -> jax.Array:
-  """Rows of equal numbers, [M, size]."""
-  if size % tile_ops.LANES:
-    return jnp.broadcast_to(x[:, :1], (x.shape[0], size))
-  return jnp.concatenate([x] * (size // tile_ops.LANES), 1)
+    parts.append((low, high))
+  return parts, signs
 
 
 class Spot(NamedTuple):
-  """An outlier of a head's vectors, as its fields look for it.
-
-  What does not depend on the field is made once, in all rows of a register:
-  a field has so few rows that it would cost more than the fields' own work.
+  """An outlier of each vector, as pairs of bfloat16 look for it.
 
   Fields:
-    where: int32 [R, keys], the number of its field times 256, and of its row.
-    left: of a pair the bits that stay.
-    bits: those that it puts there.
+    where: int32 [heads, keys], the number of its field times 256, and of its
+      row there.
+    bits: int32 [heads, keys], those in which it is not level 0, its code's.
   """
 
   where: jax.Array
-  left: jax.Array
   bits: jax.Array
 
   @classmethod
-  def of(cls, codes: Codes, head: int, lanes: slice, n: int) -> Spot:
-    """The n-th of each vector."""
-    place, kept = (x[head : head + 1, lanes] for x in codes.scales.outliers[n])
-    width = codes.form.parts[0].width
+  def of(
+    cls,
+    form: CodeFormat,
+    table: Any,
+    place: Int[Array, "heads keys"],
+    kept: Float[Array, "heads keys"],
+  ) -> Spot:
+    """Of all heads at once: a row alone would fill a register."""
+    heads, size = place.shape
+    width = form.parts[0].width
     part = jnp.zeros_like(place)
-    for first in range(width, codes.form.dim, width):
+    for first in range(width, form.dim, width):
       part = part + (place >= first).astype(jnp.int32)
     within = place - part * width
-    upper = within & 2 != 0
-    bits = lax.bitcast_convert_type(
-      kept.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32
+    own = lambda h: table[h if table.shape[0] > 1 else 0][:1]
+    level = jnp.concatenate([own(h) for h in range(heads)], 0)
+    half = lambda x: lax.bitcast_convert_type(
+      x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32
     )
-    bits = jnp.where(upper, bits, lax.shift_right_logical(bits, jnp.int32(16)))
-    found = (
+    bits = half(kept) ^ half(tile_ops.widened(level, size))
+    lower = lax.shift_right_logical(bits, jnp.int32(16))
+    return cls(
       (2 * part + (within & 1)) << 8 | within >> 2,
-      jnp.where(upper, 0xFFFF, -0x10000),
-      bits,
+      jnp.where(within & 2 != 0, bits, lower),
     )
-    rows = width // _WORD
-    wide = (rows, place.shape[1])
-    return cls(*(jnp.broadcast_to(x, wide) for x in found))
+
+  def of_head(self, head: int, lanes: slice, rows: int) -> Spot:
+    """Of a head, in each row."""
+    return Spot(*(_rows_of(x[:, lanes], head, rows) for x in self))
 
   def put(
     self, form: CodeFormat, field: int, both: Int[Array, "R S"]
@@ -766,7 +968,7 @@ class Spot(NamedTuple):
     width = form.parts[0].width
     number = 2 * (first // width) + first % width
     row = lax.broadcasted_iota(jnp.int32, both.shape, 0) | number << 8
-    return jnp.where(row == self.where, (both & self.left) | self.bits, both)
+    return both ^ jnp.where(row == self.where, self.bits, jnp.int32(0))
 
 
 def _nibbles(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
@@ -818,6 +1020,8 @@ def _kernel(
   structure: Any,
   formats: tuple[CodeFormat, CodeFormat],
   rows: QueryRows,
+  turns: Turns | None,
+  of_channels: tuple[bool, ...],
   shared: bool,
   sloped: bool,
   looked_up: tuple[bool, ...],
@@ -825,13 +1029,17 @@ def _kernel(
 ) -> None:
   count = 1 + structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[1:count])
-  q_ref, sums_ref, q_at, k_at, *more = refs[count:]
+  q_ref, sums_ref, *more = refs[count:]
+  taken: list[Any] = [more.pop(0) if yes else None for yes in of_channels]
+  frequencies, zeros, outlying, channels = taken
+  q_at, k_at, *more = more
   slope_ref = more.pop(0) if sloped else None
   k_ref = more.pop(0)
   v_ref = k_ref if shared else more.pop(0)
   k_table, *own_table = (more.pop(0) if yes else None for yes in looked_up)
   v_table = k_table if shared else own_table[0]
-  acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref = more
+  acc_out, zero_out, m_out, l_out, acc, zero_ref, m_ref, l_ref, *more = more
+  tables: Any = more[0] if more else None
   of_k, of_v = formats
   b, i = pl.program_id(0), pl.program_id(2)
   word = scalars.words[i]
@@ -859,28 +1067,59 @@ def _kernel(
     if slope_ref is not None:
       far = jnp.abs(row_at.pos - columns.pos).astype(jnp.float32)
     k_words, v_words = (ref.bitcast(jnp.int32) for ref in (k_ref, v_ref))
-    k_scales = Scales.of(k_words, of_k, heads)
+    k_scales = Scales.of(
+      k_words, of_k, heads, None if channels is None else channels[0, 0]
+    )
     v_scales = k_scales if shared else Scales.of(v_words, of_v, heads)
     odd: Any = None
     if masked:
       v_scales, odd = v_scales.cleaned()
-    k_codes = Codes(k_words, k_table, of_k, k_scales)
-    v_codes = Codes(v_words, v_table, of_v, v_scales)
+    # Those of channels are added to the products.
+    inside = k_scales.outliers if turns is None else ()
+    k_codes = Codes.of(k_words, k_table, of_k, inside, dtype)
+    v_codes = Codes.of(v_words, v_table, of_v, v_scales.outliers, dtype)
     # What the bias adds to a product is a multiple of the scale.
     k_zero = k_scales.zero
     if _bias(of_k, dtype):
       assert k_zero is not None
       k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(of_k).many)
+    turned: Any = None
+    if frequencies is not None:
+      for lanes in pieces:
+        rotated_codes.fill(tables, frequencies[...], columns.pos, lanes, dtype)
+      turned = tile_ops.dot(zeros[0], tables[...].astype(dtype), tile_ops.NN)
+    # Of outliers their places and what multiplies queries there.
+    beyond = []
+    if channels is not None:
+      at = columns.pos.astype(jnp.float32)
+      for place, excess in k_scales.outliers:
+        angle = _by_place(channels[0, 1], place) * at
+        turn = rotated_codes.cos_sin(angle, dtype)
+        beyond += [(place, n, excess * x) for n, x in enumerate(turn)]
+
+    def of_keys(head: int, lanes: slice) -> jax.Array:
+      if turns is None:
+        return k_codes.numbers(head, lanes, dtype)
+      levels = _pieces(k_codes, head, lanes)
+      return rotated_codes.rotated(turns, levels, tables, lanes, dtype)
+
+    def added(head: int) -> Iterator[jax.Array]:
+      """What scales of channels add to the products of a head's queries."""
+      assert turns is not None
+      if turned is not None:
+        yield turned[head * rows.total : (head + 1) * rows.total]
+      if None in turns.slots:
+        yield sums_ref[0, head]
+      for place, n, x in beyond:
+        where = _rows_of(place, head, rows.total)
+        yield _by_place(outlying[0, head, n], where) * x[head : head + 1]
+
     wide = lambda x: jnp.broadcast_to(x, m_ref.shape[1:])
     products, weights = [], []
     for head in range(heads):
       dot = jnp.concatenate(
         [
-          tile_ops.dot(
-            q_ref[0, head],
-            k_codes.numbers(head, lanes, dtype),
-            tile_ops.NN,
-          )
+          tile_ops.dot(q_ref[0, head], of_keys(head, lanes), tile_ops.NN)
           for lanes in pieces
         ],
         1,
@@ -888,7 +1127,10 @@ def _kernel(
       own = functools.partial(
         _of_head, head=head, groups=of_k.groups, rows=rows
       )
-      dot = dot * own(k_scales.scale)
+      if turns is None:
+        dot = dot * own(k_scales.scale)
+      else:
+        dot = functools.reduce(jnp.add, added(head), dot)
       if k_zero is not None:
         dot = dot + sums_ref[0, head] * own(k_zero)
       products.append(rows.merged(dot))

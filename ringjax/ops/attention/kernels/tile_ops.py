@@ -82,6 +82,13 @@ def lanes(n: int) -> int:
   return -(-n // LANES) * LANES
 
 
+def widened(x: Shaped[Array, "M 128"], size: int) -> jax.Array:
+  """Rows of equal numbers, [M, size]."""
+  if size % LANES:
+    return jnp.broadcast_to(x[:, :1], (x.shape[0], size))
+  return jnp.concatenate([x] * (size // LANES), 1)
+
+
 def core(chip: str | None) -> chips.Core:
   """What the compiler takes a kernel's chip to be."""
   return chips.core(chip or SOME)

@@ -23,15 +23,17 @@ from ringjax.ops.attention.kernels.decode_codes_tpu import (
   arrangement,
 )
 from ringjax.ops.attention.kernels.decode_tpu import DecodeTPU
+from ringjax.ops.attention.kernels.rotated_codes import cos_sin
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import (
+  ContiguousView,
   Decoder,
   EncodedView,
   UnrotatedView,
   decode_attention,
 )
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
-from ringjax.ops.rope import Rope, Rotation
+from ringjax.ops.rope import LongRope, Rope, Rotation, Yarn
 from tests.helpers import make_mesh
 from tests.ops.attention.kernels.test_decode import same
 
@@ -54,30 +56,37 @@ CODECS = (
 QUICK = (0, 1, 5, 9)
 
 
-def constants(codec, seed):
-  """Levels of each head, all others."""
+def constants(codec, seed, dim=H):
+  """Each head's levels, all others; scales and zeros of channels first."""
   if not isinstance(codec, CodeBook):
     return ()
-  levels = np.random.default_rng(seed).normal(size=(K, 2**codec.bits))
-  return (jnp.asarray(np.sort(levels, 1) / 2, jnp.float32),)
+  r = np.random.default_rng(seed)
+  levels = np.sort(r.normal(size=(K, 2**codec.bits)), 1) / 2
+  found = [levels]
+  if codec.by == "channel":
+    found = [r.uniform(0.2, 2, (K, dim)), r.normal(size=(K, dim)), levels]
+  return tuple(jnp.asarray(x, jnp.float32) for x in found)
 
 
 def call(of_k, of_v=None, *, dtype=jnp.float32, slots=300, queries=2, mask=None,
-         terms=None, cap=None, spoil=None):  # fmt: skip
+         terms=None, cap=None, spoil=None, rotation=None, start=0):  # fmt: skip
   """The arguments of a decode, in the basis of the codecs."""
   of_v = of_k if of_v is None else of_v
   r = np.random.default_rng(0)
   draw = lambda *shape: r.normal(size=shape).astype(np.float32)
   q = jnp.asarray(2 * draw(B, K, G, queries, H), dtype)
-  length = int(0.8 * slots)
+  length = np.array([[int(0.8 * slots)], [int(0.7 * slots)]])
   pos = np.stack([r.permutation(slots) for _ in range(B)])
   seg = np.where(pos < length, 1 + (pos > length // 3), 0)
 
   def encoded(codec, dim, seed):
     x = draw(2, B, K, slots, dim)
+    given = constants(codec, seed, dim)
+    if len(given) > 1:
+      scale, zero = (np.asarray(c)[:, None] for c in given[:2])
+      x = x * scale + zero
     if spoil is not None:
       x = np.where(spoil(pos, seg)[None, :, None, :, None], np.nan, x)
-    given = constants(codec, seed)
     codes = jnp.stack(
       [codec.encode(jnp.asarray(one, dtype), given) for one in x]
     )
@@ -87,18 +96,20 @@ def call(of_k, of_v=None, *, dtype=jnp.float32, slots=300, queries=2, mask=None,
 
   (k, of_keys), (v, of_values) = encoded(of_k, H, 1), encoded(of_v, J, 2)
   coords = lambda *x: Coords(*(jnp.asarray(a, jnp.int32) for a in x))
-  q_pos = np.tile(np.arange(length - queries, length), (B, 1))
+  q_pos = length - queries + np.arange(queries)
   view = EncodedView(
     k,
     v,
-    coords(pos, seg),
+    coords(start + pos, seg),
     jnp.int32(1),
     (of_keys, of_values),
     (Decoder(of_k, H, dtype), Decoder(of_v, J, dtype)),
   )
+  if rotation is not None:
+    view = UnrotatedView(view, rotation)
   view, q, *_ = view.aligned(q)
   context = Context(
-    coords(q_pos, np.full((B, queries), 2)),
+    coords(start + q_pos, np.full((B, queries), 2)),
     view.at,
     mask or Causal() & SameSegment(),
   )
@@ -124,6 +135,77 @@ def test_half_precision(codec):
   """Weights and levels are rounded elsewhere than in the loops."""
   args = call(codec, dtype=jnp.bfloat16)
   same(KERNEL.decode(*args), decode_attention(*args), 2e-2)
+
+
+YARN = Yarn(factor=4.0, original=64)
+LONG = LongRope(short=(1.0,) * 8, long=(2.0,) * 8, original=200, factor=4.0)
+ROTATIONS = {
+  "halves": Rotation(rope=Rope(theta=1e4, dims=H)),
+  "pairs": Rotation(rope=Rope(theta=1e4, dims=H, interleaved=True)),
+  "some dims": Rotation(rope=Rope(theta=1e4, dims=20, scaling=YARN), first=3),
+  "length": Rotation(
+    rope=Rope(theta=1e4, dims=16, scaling=LONG), length=jnp.int32(300)
+  ),
+  "none": None,
+}
+
+
+def by_channel(bits, outliers=0.02, **options):
+  return call(
+    CodeBook(bits=bits, outliers=outliers),
+    CodeBook(bits=bits, outliers=outliers, by="token"),
+    **options,
+  )
+
+
+@pytest.mark.parametrize(
+  ("bits", "outliers", "name", "start"),
+  [
+    (3, 0.02, "halves", 10**6),
+    *(
+      pytest.param(*x, marks=pytest.mark.long)
+      for x in [
+        (4, 0.03, "some dims", 0),
+        (2, 0, "pairs", 0),
+        (4, 0, "halves", 0),
+        (3, 0.02, "length", 0),
+        (3, 0.02, "none", 0),
+      ]
+    ),
+  ],
+)
+def test_keys_are_rotated_where_they_are_read(bits, outliers, name, start):
+  """As the loops rotate them, also far from the first token."""
+  args = by_channel(bits, outliers, rotation=ROTATIONS[name], start=start)
+  same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+
+
+@pytest.mark.long
+def test_rotated_keys_beside_other_values():
+  """Groups of values are copies of the queries; heads are in one tile."""
+  kernel = dataclasses.replace(KERNEL, chip="tpu-v5e")
+  args = call(
+    CodeBook(bits=4), Integers(bits=4, group=32), rotation=ROTATIONS["pairs"],
+    slots=700, queries=5, mask=Causal() & Window(150), cap=3.0,
+  )  # fmt: skip
+  assert kernel.tile(*args[:2])[0] == K
+  same(kernel.decode(*args), decode_attention(*args), 3e-6)
+
+
+def test_rotated_keys_in_half_precision():
+  args = by_channel(3, rotation=ROTATIONS["halves"], dtype=jnp.bfloat16)
+  same(KERNEL.decode(*args), decode_attention(*args), 2e-2)
+
+
+def test_cosines_at_any_position():
+  r = np.random.default_rng(0)
+  sizes = np.array([[3.0], [1e3], [1e6], [2e9]])
+  angle = jnp.asarray(sizes * r.uniform(-1, 1, (4, 1000)), jnp.float32)
+  exact = np.asarray(angle, np.float64)
+  for dtype, far in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-3)):
+    both = zip(cos_sin(angle, dtype), (np.cos, np.sin), strict=True)
+    for found, want in both:
+      np.testing.assert_allclose(found, want(exact), atol=far)
 
 
 SLOPES = jnp.array([[0.3, 0.1], [0.02, 0.5]])
@@ -223,7 +305,12 @@ def test_rows_of_a_tile_are_the_numbers():
 
 
 DECLINED = {
-  "it reads EncodedView": dict(rotated=True),
+  "it reads EncodedView": dict(contiguous=True),
+  "keys before their rotation": dict(rotation=ROTATIONS["halves"]),
+  "a norm behind their rotation": dict(
+    keys=CodeBook(),
+    rotation=dataclasses.replace(ROTATIONS["halves"], after=jax.nn.standardize),
+  ),
   "it decodes integers and levels": dict(codec=Floats()),
   "scales of channels": dict(codec=CodeBook(by="channel")),
   "no multiples of 64": dict(dim=48),
@@ -239,8 +326,13 @@ def test_what_it_does_not_serve(words):
   changes = DECLINED[words]
   q, view, args = call(Integers(bits=4))
   kernel = changes.get("kernel", KERNEL)
-  if "rotated" in changes:
-    view = UnrotatedView(view, Rotation(rope=Rope(theta=1e4, dims=H)))
+  if "contiguous" in changes:
+    view = ContiguousView(view.k, view.v, view.at, view.layer)
+  if "keys" in changes:
+    decoder = view.decoders[0]._replace(codec=changes["keys"])
+    view = dataclasses.replace(view, decoders=(decoder, view.decoders[1]))
+  if "rotation" in changes:
+    view = UnrotatedView(view, changes["rotation"])
   if "codec" in changes:
     decoder = view.decoders[0]._replace(codec=changes["codec"])
     view = dataclasses.replace(view, decoders=(decoder, decoder))
