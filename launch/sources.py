@@ -29,6 +29,7 @@ import numpy as np
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
 from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
+from ringjax.data.link_tokens import LinkTokens
 from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
@@ -57,7 +58,12 @@ def tokenizer(name: str) -> Any:
 
 
 def mixture(
-  entries: Sequence[Any], tokenizer: Any, *, length: int, vocab: int
+  entries: Sequence[Any],
+  tokenizer: Any,
+  *,
+  length: int,
+  vocab: int,
+  links: LinkTokens | None = None,
 ) -> Mixture:
   """The sources of a stage.
 
@@ -66,6 +72,7 @@ def mixture(
     tokenizer: of all of them.
     length: T, tokens of a row.
     vocab: ids that the model has.
+    links: link tokens behind documents, or None.
 
   Raises:
     OptionError: an entry that is unknown or cannot be.
@@ -89,7 +96,7 @@ def mixture(
         "pass kind='library', for instance",
       )
     try:
-      found.append(_source(kind, entry, tokenizer, length, vocab))
+      found.append(_source(kind, entry, tokenizer, length, vocab, links))
       weights.append(float(weight))
     except RingjaxError:
       raise
@@ -104,7 +111,12 @@ def mixture(
 
 
 def _source(
-  kind: str, entry: dict[str, Any], tokenizer: Any, length: int, vocab: int
+  kind: str,
+  entry: dict[str, Any],
+  tokenizer: Any,
+  length: int,
+  vocab: int,
+  links: LinkTokens | None,
 ) -> Any:
   if kind == "library":
     return _library(tokenizer, **entry)

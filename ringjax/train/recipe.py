@@ -27,6 +27,7 @@ from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
+from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
@@ -41,6 +42,11 @@ LAYOUTS: dict[str, Layout] = {
   "zigzag": Zigzag(),
   # Slots in order; `place_rows` places each row's documents on the shards.
   "documents": Contiguous(),
+}
+# Which segments of a row see each other.
+SEGMENTS: dict[str, Mask] = {
+  "same": SameSegment(),
+  "separate": SeparateDocuments(),
 }
 # Each from (b1, b2) to the transformation that optax calls scale_by_...
 _SCALES: dict[str, Callable[[float, float], optax.GradientTransformation]] = {
@@ -182,6 +188,9 @@ class Stage:
     batch: rows of a step.
     accumulate: micro-batches of a step.
     rope_scaling: extends the context from here on; None leaves it.
+    segments: of `SEGMENTS`. "same": a token sees its own document; "separate":
+      documents do not see each other, and questions and link tokens see them
+      all, as `rj.SeparateDocuments` says.
   """
 
   steps: int
@@ -189,10 +198,12 @@ class Stage:
   batch: int
   accumulate: int = 1
   rope_scaling: RopeScaling | None = None
+  segments: str = "same"
 
   def __post_init__(self) -> None:
     for name in ("steps", "length", "batch", "accumulate"):
       positive_int(name, getattr(self, name))
+    one_of("segments", self.segments, SEGMENTS)
     if self.batch % self.accumulate:
       raise OptionError(
         "batch",
@@ -241,6 +252,14 @@ class Recipe:
         "pass stages=(Stage(steps=..., length=..., batch=...),)",
       )
     one_of("layout", self.layout, LAYOUTS)
+    separate = any(stage.segments == "separate" for stage in self.stages)
+    if self.layout == "documents" and separate:
+      raise OptionError(
+        "layout",
+        "'documents' with a stage of segments='separate'",
+        "a layout for rows with tokens that see all documents",
+        "pass layout='striped'",
+      )
     if self.strategy != "auto":
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
@@ -258,7 +277,10 @@ class Recipe:
     return place_rows(rows, shards=attend.size)
 
   def attend(self, mesh: Any, axis: str | None) -> ContextParallel:
-    """The sharding context of a mesh, whose `axis` shards the sequence."""
+    """The sharding context of a mesh, whose `axis` shards the sequence.
+
+    Stages have segments of their own.
+    """
     kept = remat.policy(self.remat)
     if axis is None or mesh.shape[axis] == 1:
       return ContextParallel(mesh=mesh, remat=kept)
@@ -376,6 +398,7 @@ def train(
       weights=mixture.weights,
       host=part.host,
       hosts=part.hosts,
+      separate=stage.segments == "separate",
     )
     for index, (stage, mixture) in enumerate(
       zip(recipe.stages, mixtures, strict=True)
@@ -398,6 +421,7 @@ def train(
         base = extend_context(base, stage.rope_scaling)
     if taken >= end and index + 1 < len(recipe.stages):
       continue
+    here = dataclasses.replace(attend, segments=SEGMENTS[stage.segments])
     rows = _StageLoader(index, loaders[index])
     if position is not None and taken > begin:
       rows.restore(position)
@@ -407,7 +431,7 @@ def train(
         None if recipe.lora is None else base,
         rows,
         steps=end,
-        step=steps.make_step(optimizer, attend, recipe.objective, method),
+        step=steps.make_step(optimizer, here, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
           recipe.placed(rows, attend), attend, stage.accumulate, part
         ),
@@ -439,7 +463,7 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   Raises:
     ShapeError: the mesh does not divide the rows.
     ConfigError: the model does not support the RoPE scaling.
-    OptionError: the model does not support the layout.
+    OptionError: the model does not support the layout or the segments.
   """
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:
@@ -448,6 +472,15 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       "'documents' for a model with recurrent layers",
       "a layout that keeps the order of the tokens",
       "pass layout='contiguous'",
+    )
+  separate = any(stage.segments == "separate" for stage in recipe.stages)
+  if separate and recurrent:
+    raise OptionError(
+      "segments",
+      "'separate' for a model with recurrent layers, whose state skips no "
+      "document",
+      "a model of attention alone",
+      "leave segments out",
     )
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:
