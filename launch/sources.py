@@ -13,6 +13,10 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
   copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
               or ringjax.data.recall_tasks takes. They fill a row.
+  shared_names
+              prompts of documents that are read apart, in a stage of segments
+              "separate", with the config's links; what the class in
+              ringjax.data.shared_names takes.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -34,6 +38,7 @@ from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
+from ringjax.data.shared_names import SharedNames
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
@@ -47,7 +52,9 @@ RECALL: dict[str, Any] = {
   "quotes": Quotes,
   "records": Records,
 }
-KINDS = ("library", "corpus", *TASKS, *RECALL)
+# Prompts with link tokens.
+PROMPTS: dict[str, Any] = {"shared_names": SharedNames}
+KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 
 def tokenizer(name: str) -> Any:
@@ -126,6 +133,8 @@ def _source(
     return RECALL[kind](
       tokenizer=tokenizer, filler=_filler(), length=length, **entry
     )
+  if kind in PROMPTS:
+    return PROMPTS[kind](tokenizer=tokenizer, links=links, **entry)
   longest, shortest = entry.pop("length", length), entry.pop("shortest", None)
   task = TASKS[kind](tokenizer=tokenizer, filler=_filler(), **entry)
   return TaskExamples(task=task, length=longest, shortest=shortest)

@@ -17,6 +17,7 @@ from ringjax.data.placement import (
   place_rows,
   plan_batches,
 )
+from ringjax.data.shared_names import SharedNames
 from ringjax.data.stream import Stream
 from ringjax.data.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ __all__ = [
   "Loader",
   "PackedBatch",
   "Placement",
+  "SharedNames",
   "Stream",
   "Tokenizer",
   "arranged",
