@@ -333,7 +333,8 @@ class _TrainingRun:
     more = new - model.config.vocab
     if more <= 0:
       return model
-    return rj.models.with_more_tokens(model, more, seed=config.seed)
+    # Link tokens differ from the first step on.
+    return rj.models.with_more_tokens(model, more, seed=config.seed, spread=1.0)
 
   def _report(
     self,

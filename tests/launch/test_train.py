@@ -687,7 +687,8 @@ LINKED = (
   "--config.links.each=2",
   "--config.links.documents=2",
   "--config.stages=({'steps': 3, 'length': 64, 'batch': 2, "
-  "'segments': 'separate', 'sources': ({'kind': 'shared_names'},)},)",
+  "'segments': 'separate', "
+  "'sources': ({'kind': 'continued', 'documents': 2},)},)",
 )
 
 
