@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from launch.train import default_config
 from ringjax.models import small
 
-DOCUMENTS, LINKS = 4, 5
+DOCUMENTS, LINKS = 8, 5
 
 
 def get_config() -> ConfigDict:
@@ -25,10 +25,12 @@ def get_config() -> ConfigDict:
   config.stages = (
     {
       "steps": 500,
-      "length": 104,
-      "batch": 16,
+      "length": 208,
+      "batch": 9,
       "segments": "separate",
-      "sources": ({"kind": "continued", "documents": DOCUMENTS},),
+      "sources": (
+        {"kind": "continued", "documents": DOCUMENTS, "questions": 3},
+      ),
     },
   )
   config.optimizer = {

@@ -21,7 +21,7 @@ _NUMBER = "# {name} is {number}.\n"
 _SAME = "# {name} is the same.\n"
 _QUESTION = "# {name} is "
 _LETTERS = np.array(list(string.ascii_lowercase))
-# The share of documents that refer to the one before, beside the one asked for.
+# The share of documents behind one with a number that refer to it.
 _REFERRING = 0.4
 
 
@@ -29,8 +29,8 @@ _REFERRING = 0.4
 class Continued:
   """Documents that give a number to a name, or say that it is the same.
 
-  "The same" is the number of the document before, which has one. A question is
-  about the name of such a document, so it needs two: where each was read apart,
+  "The same" is the number of the document before, which has one. Questions are
+  about names of such documents, so each needs two: where they were read apart,
   nothing in the first says whose number it also is, and nothing in the second
   which number that is.
 
@@ -38,18 +38,21 @@ class Continued:
     tokenizer: a `Tokenizer` or `Bytes`.
     links: link tokens behind each document, or None.
     documents: how many there are.
+    questions: the most that are asked.
     letters: of a name, at most.
     digits: of a number.
   """
 
   tokenizer: Any
   links: LinkTokens | None = None
-  documents: int = 4
-  letters: int = 4
+  documents: int = 8
+  questions: int = 1
+  letters: int = 3
   digits: int = 2
 
   def __post_init__(self) -> None:
     integer("documents", self.documents, least=2)
+    positive_int("questions", self.questions)
     for name, symbols in (("letters", len(_LETTERS)), ("digits", 9)):
       size = positive_int(name, getattr(self, name))
       integer(
@@ -71,34 +74,44 @@ class Continued:
       ids int32 [T], their weights as labels, float32 [T], and segments [T].
     """
     names, numbers = self._names(rng), self._numbers(rng)
-    asked = int(rng.integers(1, self.documents))
-    refers = rng.random(self.documents) < _REFERRING
-    refers[asked] = True
-    for n in range(self.documents):
-      # No document refers to one that refers itself.
-      free = n > 0 and not refers[n - 1] and n + 1 != asked
-      refers[n] &= n == asked or free
+    refers = self._refers(rng)
     ids = lambda text: self.tokenizer.encode(text, bos=False)
     texts = [
       (_SAME if same else _NUMBER).format(name=name, number=number)
       for name, number, same in zip(names, numbers, refers, strict=True)
     ]
-    question = ids(_QUESTION.format(name=names[asked]))
     end = np.array(self.tokenizer.eos_ids[:1], np.int32)
-    answer = joined([ids(numbers[asked - 1]), end])
+    parts: list[np.ndarray] = []
+    for n in rng.permutation(np.flatnonzero(refers))[: self.questions]:
+      parts.append(ids(_QUESTION.format(name=names[n])))
+      parts.append(joined([ids(numbers[n - 1]), end]))
     begin = self.tokenizer.bos_id
     made = arranged(
       [ids(text) for text in texts],
-      joined([question, answer]),
+      joined(parts),
       self.links,
       None if begin is None else [begin],
-      # Else a document's tokens know how far from the beginning they are, and
-      # by that which document is before which.
+      # As in KVLink: documents do not see what begins the prompt.
       shared=False,
     )
     weights = np.zeros(len(made.tokens), np.float32)
-    weights[-len(answer) :] = 1
+    weights[len(weights) - sum(map(len, parts)) :] = np.concatenate(
+      [np.full(len(part), n % 2) for n, part in enumerate(parts)]
+    )
     return made.tokens, weights, made.segments
+
+  def _refers(self, rng: np.random.Generator) -> np.ndarray:
+    """Which documents refer to the one before, bool [documents]: one or more.
+
+    None refers to one that refers itself.
+    """
+    found = rng.random(self.documents) < _REFERRING
+    found[0] = False
+    for n in range(1, self.documents):
+      found[n] &= not found[n - 1]
+    if not found.any():
+      found[rng.integers(1, self.documents)] = True
+    return found
 
   def _names(self, rng: np.random.Generator) -> list[str]:
     """Different names."""

@@ -15,40 +15,43 @@ LINKS = LinkTokens(262, 2, 3)
 
 
 def parts(seed=0, **options):
-  """The texts of documents and question, the answer, and what was returned."""
+  """The texts of documents, what is asked and answered, what was returned."""
   made = Continued(tokenizer=Bytes(), **options)
   ids, weights, segments = made.example(np.random.default_rng(seed))
-  text = lambda at: bytes(ids[at].tolist()).decode()
+  text = lambda at: "".join(chr(i) if i < 256 else "|" for i in ids[at])
   documents = [text(segments == 3 + n) for n in range(made.documents)]
-  labels = np.flatnonzero(weights)
-  reads = (segments == 1) & (ids < 256) & (np.arange(len(ids)) < labels[0])
-  # The id that ends the answer is no byte.
-  return documents, text(reads), text(labels[:-1]), (ids, weights, segments)
+  # The id that ends an answer is no byte.
+  answers = text(weights > 0).removesuffix("|").split("|")
+  reads = (segments == 1) & (ids < 256) & (weights == 0)
+  asked = re.findall(r"# ([a-z]+) is ", text(reads))
+  return documents, asked, answers, (ids, weights, segments)
 
 
-@pytest.mark.parametrize("documents", [2, 3, 4])
-def test_the_answer_is_the_number_of_the_document_before(documents):
-  asked, more = set(), 0
-  for seed in range(60):
-    texts, question, answer, (ids, weights, _) = parts(
-      seed, documents=documents, digits=3
+@pytest.mark.parametrize("documents", [2, 3, 8])
+@pytest.mark.parametrize("questions", [1, 3])
+def test_answers_are_numbers_of_the_documents_before(documents, questions):
+  seen, counts = set(), set()
+  for seed in range(80):
+    texts, asked, answers, (ids, weights, _) = parts(
+      seed, documents=documents, questions=questions, digits=3
     )
     found = [
-      re.fullmatch(r"# ([a-z]{1,4}) is (\d{3}|the same)\.\n", x).groups()
+      re.fullmatch(r"# ([a-z]{1,3}) is (\d{3}|the same)\.\n", x).groups()
       for x in texts
     ]
     names, numbers = zip(*found, strict=True)
-    assert len(set(names)) == documents
-    (name,) = re.fullmatch(r"# ([a-z]{1,4}) is ", question).groups()
-    at = names.index(name)
-    assert numbers[at] == "the same" and numbers[at - 1] == answer
-    assert numbers[0] != "the same"
+    assert len(set(names)) == documents and numbers[0] != "the same"
     assert "the same the same" not in " ".join(numbers)
-    assert weights[weights > 0].tolist() == [1] * 4 and ids[-1] == 257
-    asked.add(at)
-    more += numbers.count("the same") > 1
-  assert asked == set(range(1, documents))
-  assert bool(more) == (documents > 3)
+    assert len(asked) == len(answers) == len(set(asked))
+    for name, answer in zip(asked, answers, strict=True):
+      at = names.index(name)
+      assert numbers[at] == "the same" and numbers[at - 1] == answer
+      seen.add(at)
+    assert len(asked) == min(questions, numbers.count("the same"))
+    assert set(weights) == {0, 1} and ids[-1] == 257
+    counts.add(len(asked))
+  assert seen == set(range(1, documents))
+  assert max(counts) == min(questions, documents // 2)
 
 
 def test_links_stand_behind_each_document():
