@@ -13,9 +13,9 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
   copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
               or ringjax.data.recall_tasks takes. They fill a row.
-  continued   prompts of documents that are read apart, in a stage of segments
+  by_place    prompts of documents that are read apart, in a stage of segments
               "separate", with the config's links; what the class in
-              ringjax.data.continued takes.
+              ringjax.data.by_place takes.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
-from ringjax.data.continued import Continued
+from ringjax.data.by_place import ByPlace
 from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
 from ringjax.data.link_tokens import LinkTokens
@@ -52,7 +52,7 @@ RECALL: dict[str, Any] = {
   "records": Records,
 }
 # Prompts with link tokens.
-PROMPTS: dict[str, Any] = {"continued": Continued}
+PROMPTS: dict[str, Any] = {"by_place": ByPlace}
 KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from launch.train import default_config
 from ringjax.models import small
 
-DOCUMENTS, LINKS = 8, 5
+DOCUMENTS, LINKS = 5, 5
 
 
 def get_config() -> ConfigDict:
@@ -25,11 +25,11 @@ def get_config() -> ConfigDict:
   config.stages = (
     {
       "steps": 500,
-      "length": 208,
-      "batch": 9,
+      "length": 144,
+      "batch": 12,
       "segments": "separate",
       "sources": (
-        {"kind": "continued", "documents": DOCUMENTS, "questions": 3},
+        {"kind": "by_place", "documents": DOCUMENTS, "questions": 3},
       ),
     },
   )

@@ -4,9 +4,9 @@ Nothing here knows JAX. The libraries behind it (tokenizers, jinja2) are loaded
 when something of theirs is used, not when this package is imported.
 """
 
+from ringjax.data.by_place import ByPlace
 from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
-from ringjax.data.continued import Continued
 from ringjax.data.corpus import Corpus, fingerprint
 from ringjax.data.link_tokens import ArrangedPrompt, LinkTokens, arranged
 from ringjax.data.loader import Loader
@@ -24,9 +24,9 @@ from ringjax.data.tokenizer import Tokenizer
 __all__ = [
   "ArrangedPrompt",
   "BestFit",
+  "ByPlace",
   "Bytes",
   "ChatTemplate",
-  "Continued",
   "Corpus",
   "Cut",
   "Documents",

@@ -688,10 +688,11 @@ LINKED = (
   "--config.links.documents=2",
   "--config.stages=({'steps': 3, 'length': 64, 'batch': 2, "
   "'segments': 'separate', "
-  "'sources': ({'kind': 'continued', 'documents': 2},)},)",
+  "'sources': ({'kind': 'by_place', 'documents': 2},)},)",
 )
 
 
+@pytest.mark.long
 def test_link_tokens_are_new_ids_of_the_model(small, tmp_path):
   out, more = tmp_path / "out", tmp_path / "more"
   flags = (f"--config={small}", *LINKED)

@@ -128,7 +128,9 @@ def test_merged_models_are_saved(model, tmp_path):
   np.testing.assert_array_equal(read(TOKENS), merged(TOKENS))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+  "tied", [pytest.param(False, marks=pytest.mark.long), True]
+)
 def test_new_tokens_are_trained_beside_adapters(tied):
   known = checkpoint.create(CONFIG | {"tie_word_embeddings": tied}, seed=1)
   model = rj.models.with_more_tokens(known, 4)

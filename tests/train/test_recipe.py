@@ -211,6 +211,7 @@ def trained(segments, **where):
   return jax.device_get(jax.tree.leaves(found))
 
 
+@pytest.mark.long
 def test_separate_documents_train_the_same_on_a_ring():
   mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
   one = trained("separate")
