@@ -13,9 +13,10 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
   copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
               or ringjax.data.recall_tasks takes. They fill a row.
-  by_place    prompts of documents that are read apart, in a stage of segments
+  shared_names
+              prompts of documents that are read apart, in a stage of segments
               "separate", with the config's links; what the class in
-              ringjax.data.by_place takes.
+              ringjax.data.shared_names takes.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -30,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
-from ringjax.data.by_place import ByPlace
 from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
 from ringjax.data.link_tokens import LinkTokens
@@ -38,6 +38,7 @@ from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
+from ringjax.data.shared_names import SharedNames
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
@@ -52,7 +53,7 @@ RECALL: dict[str, Any] = {
   "records": Records,
 }
 # Prompts with link tokens.
-PROMPTS: dict[str, Any] = {"by_place": ByPlace}
+PROMPTS: dict[str, Any] = {"shared_names": SharedNames}
 KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 

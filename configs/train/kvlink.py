@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from launch.train import default_config
 from ringjax.models import small
 
-DOCUMENTS, LINKS = 5, 5
+DOCUMENTS, LINKS = 2, 5
 
 
 def get_config() -> ConfigDict:
@@ -25,12 +25,10 @@ def get_config() -> ConfigDict:
   config.stages = (
     {
       "steps": 500,
-      "length": 144,
-      "batch": 12,
+      "length": 56,
+      "batch": 32,
       "segments": "separate",
-      "sources": (
-        {"kind": "by_place", "documents": DOCUMENTS, "questions": 3},
-      ),
+      "sources": ({"kind": "shared_names", "documents": DOCUMENTS},),
     },
   )
   config.optimizer = {

@@ -4,7 +4,6 @@ Nothing here knows JAX. The libraries behind it (tokenizers, jinja2) are loaded
 when something of theirs is used, not when this package is imported.
 """
 
-from ringjax.data.by_place import ByPlace
 from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
 from ringjax.data.corpus import Corpus, fingerprint
@@ -18,13 +17,13 @@ from ringjax.data.placement import (
   place_rows,
   plan_batches,
 )
+from ringjax.data.shared_names import SharedNames
 from ringjax.data.stream import Stream
 from ringjax.data.tokenizer import Tokenizer
 
 __all__ = [
   "ArrangedPrompt",
   "BestFit",
-  "ByPlace",
   "Bytes",
   "ChatTemplate",
   "Corpus",
@@ -34,6 +33,7 @@ __all__ = [
   "Loader",
   "PackedBatch",
   "Placement",
+  "SharedNames",
   "Stream",
   "Tokenizer",
   "arranged",
