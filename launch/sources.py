@@ -13,10 +13,9 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
   copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
               or ringjax.data.recall_tasks takes. They fill a row.
-  shared_names
-              prompts of documents that are read apart, in a stage of segments
+  continued   prompts of documents that are read apart, in a stage of segments
               "separate", with the config's links; what the class in
-              ringjax.data.shared_names takes.
+              ringjax.data.continued takes.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
+from ringjax.data.continued import Continued
 from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
 from ringjax.data.link_tokens import LinkTokens
@@ -38,7 +38,6 @@ from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
-from ringjax.data.shared_names import SharedNames
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
@@ -53,7 +52,7 @@ RECALL: dict[str, Any] = {
   "records": Records,
 }
 # Prompts with link tokens.
-PROMPTS: dict[str, Any] = {"shared_names": SharedNames}
+PROMPTS: dict[str, Any] = {"continued": Continued}
 KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 

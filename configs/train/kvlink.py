@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from launch.train import default_config
 from ringjax.models import small
 
-DOCUMENTS, LINKS = 2, 5
+DOCUMENTS, LINKS = 4, 5
 
 
 def get_config() -> ConfigDict:
@@ -25,10 +25,10 @@ def get_config() -> ConfigDict:
   config.stages = (
     {
       "steps": 500,
-      "length": 56,
-      "batch": 32,
+      "length": 104,
+      "batch": 16,
       "segments": "separate",
-      "sources": ({"kind": "shared_names", "documents": DOCUMENTS},),
+      "sources": ({"kind": "continued", "documents": DOCUMENTS},),
     },
   )
   config.optimizer = {

@@ -6,6 +6,7 @@ when something of theirs is used, not when this package is imported.
 
 from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
+from ringjax.data.continued import Continued
 from ringjax.data.corpus import Corpus, fingerprint
 from ringjax.data.link_tokens import ArrangedPrompt, LinkTokens, arranged
 from ringjax.data.loader import Loader
@@ -17,7 +18,6 @@ from ringjax.data.placement import (
   place_rows,
   plan_batches,
 )
-from ringjax.data.shared_names import SharedNames
 from ringjax.data.stream import Stream
 from ringjax.data.tokenizer import Tokenizer
 
@@ -26,6 +26,7 @@ __all__ = [
   "BestFit",
   "Bytes",
   "ChatTemplate",
+  "Continued",
   "Corpus",
   "Cut",
   "Documents",
@@ -33,7 +34,6 @@ __all__ = [
   "Loader",
   "PackedBatch",
   "Placement",
-  "SharedNames",
   "Stream",
   "Tokenizer",
   "arranged",

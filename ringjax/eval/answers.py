@@ -54,7 +54,7 @@ def answer_score(
   Args:
     model: the model.
     source: whose `example` returns ids, weights and mostly segments, as
-      `ringjax.data.SharedNames`.
+      `ringjax.data.Continued`.
     segments: how the documents of an example see each other, such as
       `rj.SeparateDocuments()`; by default an example is one document.
     examples: how many.

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.data import Bytes, LinkTokens, SharedNames
+from ringjax.data import Bytes, Continued, LinkTokens
 from ringjax.errors import DataError
 from ringjax.eval import answer_score
 from tests.helpers import SMALL
 
 LINKS = LinkTokens(262, 2, 2)
-SOURCE = SharedNames(tokenizer=Bytes(), links=LINKS, documents=2)
+SOURCE = Continued(tokenizer=Bytes(), links=LINKS, documents=2)
 
 
 @pytest.fixture(scope="module")

@@ -688,7 +688,7 @@ LINKED = (
   "--config.links.documents=2",
   "--config.stages=({'steps': 3, 'length': 64, 'batch': 2, "
   "'segments': 'separate', "
-  "'sources': ({'kind': 'shared_names', 'documents': 2},)},)",
+  "'sources': ({'kind': 'continued', 'documents': 2},)},)",
 )
 
 
