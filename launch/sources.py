@@ -13,6 +13,9 @@ An entry has a kind, a weight (in rows, 1 unless said) and what the kind needs:
   noise, copies, pairs, questions, values, chains, links, quotes, records
               what teaches to look back; what the class in ringjax.data.recall
               or ringjax.data.recall_tasks takes. They fill a row.
+  continued   prompts of documents that are read apart, in a stage of segments
+              "separate", with the config's links; what the class in
+              ringjax.data.continued takes.
 
 Facts are hidden in the same nine files of ten.
 """
@@ -27,8 +30,10 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import Bytes, Corpus, Tokenizer, documents
+from ringjax.data.continued import Continued
 from ringjax.data.corpus import fingerprint
 from ringjax.data.filler import Lines
+from ringjax.data.link_tokens import LinkTokens
 from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions, RandomTokens
@@ -47,7 +52,9 @@ RECALL: dict[str, Any] = {
   "quotes": Quotes,
   "records": Records,
 }
-KINDS = ("library", "corpus", *TASKS, *RECALL)
+# Prompts with link tokens.
+PROMPTS: dict[str, Any] = {"continued": Continued}
+KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 
 def tokenizer(name: str) -> Any:
@@ -58,7 +65,12 @@ def tokenizer(name: str) -> Any:
 
 
 def mixture(
-  entries: Sequence[Any], tokenizer: Any, *, length: int, vocab: int
+  entries: Sequence[Any],
+  tokenizer: Any,
+  *,
+  length: int,
+  vocab: int,
+  links: LinkTokens | None = None,
 ) -> Mixture:
   """The sources of a stage.
 
@@ -67,6 +79,7 @@ def mixture(
     tokenizer: of all of them.
     length: T, tokens of a row.
     vocab: ids that the model has.
+    links: link tokens behind documents, or None.
 
   Raises:
     OptionError: an entry that is unknown or cannot be.
@@ -90,7 +103,7 @@ def mixture(
         "pass kind='library', for instance",
       )
     try:
-      found.append(_source(kind, entry, tokenizer, length, vocab))
+      found.append(_source(kind, entry, tokenizer, length, vocab, links))
       weights.append(float(weight))
     except RingjaxError:
       raise
@@ -105,7 +118,12 @@ def mixture(
 
 
 def _source(
-  kind: str, entry: dict[str, Any], tokenizer: Any, length: int, vocab: int
+  kind: str,
+  entry: dict[str, Any],
+  tokenizer: Any,
+  length: int,
+  vocab: int,
+  links: LinkTokens | None,
 ) -> Any:
   if kind == "library":
     return _library(tokenizer, **entry)
@@ -115,6 +133,8 @@ def _source(
     return RECALL[kind](
       tokenizer=tokenizer, filler=_filler(), length=length, **entry
     )
+  if kind in PROMPTS:
+    return PROMPTS[kind](tokenizer=tokenizer, links=links, **entry)
   longest, shortest = entry.pop("length", length), entry.pop("shortest", None)
   task = TASKS[kind](tokenizer=tokenizer, filler=_filler(), **entry)
   return TaskExamples(task=task, length=longest, shortest=shortest)

@@ -46,6 +46,7 @@ from launch.group import PATIENCE_S, Group
 from ringjax.bench import timing
 from ringjax.checks import one_of
 from ringjax.data.corpus import fingerprint
+from ringjax.data.link_tokens import LINKS, LinkTokens
 from ringjax.data.packing import BestFit, Cut
 from ringjax.errors import (
   CheckpointMismatchError,
@@ -54,7 +55,9 @@ from ringjax.errors import (
   message,
 )
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
+from ringjax.models.contents import text_config
 from ringjax.models.hf.folder import Folder
+from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
@@ -214,11 +217,12 @@ class _TrainingRun:
     first = not screen.quiet
     self.group.meet(config.timeout_s or PATIENCE_S)
     mesh = common.mesh(values.mesh)
-    made = recipe_of(config)
     folder = values.init_from or config.get("init_from") or None
     out = pathlib.Path(values.out)
     self._begin("looking for saved steps")
     base = None if folder is None else Folder.open(folder).config
+    links = _links(config, folder, base)
+    made = recipe_of(config, links)
     where: dict[str, Any] = {"mesh": mesh, "rules": None}
     if config.rules:
       where["rules"] = _made(rj.models.Rules, config.rules, "rules")
@@ -227,7 +231,7 @@ class _TrainingRun:
       # Adapters are of one model: a checkpoint belongs to its weights.
       model = None
       if made.adapter is not None:
-        model = self._model(config, folder, where)
+        model = self._model(config, folder, links, where)
       saved = stack.enter_context(
         Checkpoints(
           out / "checkpoints",
@@ -238,11 +242,10 @@ class _TrainingRun:
       # Before the log is written to: another run may be at work here.
       saved.claim()
       if model is None and saved.holds():
-        model = rj.models.abstract(
-          base or _shape(config), dtype="float32", **where
-        )
+        shape = _with_links(base or _shape(config), links)
+        model = rj.models.abstract(shape, dtype="float32", **where)
       elif model is None:
-        model = self._model(config, folder, where)
+        model = self._model(config, folder, links, where)
       # Training donates the model's own arrays.
       form = jax.eval_shape(lambda model: model, model)
       for line in (*_too_long(made, form), *_left_out(form)):
@@ -255,6 +258,7 @@ class _TrainingRun:
           tokenizer,
           length=entry["length"],
           vocab=model.config.vocab,
+          links=links,
         )
         for entry in config.stages
       ]
@@ -310,11 +314,17 @@ class _TrainingRun:
       auxiliary_files.copy(home, out / "model")
     elif first:
       tokenizer.save(out / "model")
+    if first and links is not None:
+      links.save(out / "model")
     screen.say(f"wrote {out / 'model'}")
     return 0
 
   def _model(
-    self, config: ConfigDict, folder: str | None, where: dict[str, Any]
+    self,
+    config: ConfigDict,
+    folder: str | None,
+    links: LinkTokens | None,
+    where: dict[str, Any],
   ) -> Transformer:
     """The model to begin with, read from a folder or created."""
     self._begin("making the model")
@@ -326,6 +336,12 @@ class _TrainingRun:
       model = rj.models.create(_shape(config), seed=config.seed, **where)
       if start is not None and not of_encoder:
         model = start.apply(model)
+    new = 0 if links is None else links.first + links.count
+    if (more := new - model.config.vocab) > 0:
+      # Link tokens differ from the first step on.
+      model = rj.models.with_more_tokens(
+        model, more, seed=config.seed, spread=1.0
+      )
     if wanted is None or isinstance(model, CepeTransformer):
       return model
     encoder, init = wanted
@@ -396,8 +412,14 @@ class _TrainingRun:
 # ---------------------------------------------------------------------------
 
 
-def recipe_of(config: ConfigDict) -> recipe.Recipe:
+def recipe_of(
+  config: ConfigDict, links: LinkTokens | None = None
+) -> recipe.Recipe:
   """The recipe that a config describes.
+
+  Args:
+    config: of this script.
+    links: whose embeddings are trained beside adapters.
 
   Raises:
     OptionError: an entry is unknown or has a value out of range.
@@ -426,7 +448,7 @@ def recipe_of(config: ConfigDict) -> recipe.Recipe:
     "stages": tuple(_stage(one) for one in config.stages),
     "optimizer": _made(recipe.Optimizer, config.optimizer, "optimizer"),
     "objective": Objective(**_entries(Objective, config) | dtype),
-    "lora": _lora(config),
+    "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
     "packer": _PACKERS[config.packer](),
     "loop_config": loop.LoopConfig(**_entries(loop.LoopConfig, config)),
@@ -440,10 +462,11 @@ def _entries(cls: Any, config: ConfigDict) -> dict[str, Any]:
   return {name: config[name] for name in names if name in config}
 
 
-def _lora(config: ConfigDict) -> Lora | None:
+def _lora(config: ConfigDict, links: LinkTokens | None) -> Lora | None:
   """The adapters that a config asks for, or None."""
   if config.lora.get("rank"):
-    return _made(Lora, config.lora, "lora")
+    new = {} if links is None else {"new_tokens": links.count}
+    return _made(Lora, {**config.lora, **new}, "lora")
   usual = default_config().lora
   set_ = [k for k, v in config.lora.items() if k not in usual or v != usual[k]]
   if set_:
@@ -463,6 +486,53 @@ def _encoder(config: ConfigDict) -> tuple[Encoder, str] | None:
     return None
   init = one_of("cepe.init", entry.pop("init", INITS[0]), INITS)
   return _made(Encoder, entry, "cepe"), init
+
+
+def _links(
+  config: ConfigDict, folder: str | None, base: dict[str, Any] | None
+) -> LinkTokens | None:
+  """The link tokens that a config asks for, or None.
+
+  Those of a model that was trained with some are its own; else they are behind
+  its vocabulary.
+
+  Args:
+    config: of this run.
+    folder: of the initial weights, or None.
+    base: its config.json.
+
+  Raises:
+    OptionError: the folder's own are others than the config's.
+  """
+  asked = dict(config.links)
+  if not asked.get("each"):
+    return None
+  shape = base or _shape(config)
+  shape = preset(shape) if isinstance(shape, str) else shape
+  vocab = rj.models.read_config(shape)[0].vocab
+  if folder is not None and (pathlib.Path(folder) / LINKS).exists():
+    found = LinkTokens.load(folder, vocab=vocab)
+    own = {"each": found.each, "documents": found.documents}
+    if own != asked:
+      raise OptionError(
+        "links",
+        f"{asked} for a model that has {own}",
+        "those of the model",
+        f"set --config.links.each={found.each} and "
+        f"--config.links.documents={found.documents}",
+      )
+    return found
+  return _made(LinkTokens, {"first": vocab, **asked}, "links")
+
+
+def _with_links(shape: Any, links: LinkTokens | None) -> Any:
+  """A config.json, or a preset's name, with the ids of links too."""
+  if links is None:
+    return shape
+  shape = preset(shape) if isinstance(shape, str) else shape
+  text, _ = text_config(shape)
+  vocab = max(text["vocab_size"], links.first + links.count)
+  return {**text, "vocab_size": vocab}
 
 
 def _tokens(made: recipe.Recipe, steps: int) -> int:
@@ -512,6 +582,9 @@ def default_config() -> ConfigDict:
     dtype: of the computation; parameters and moments are float32.
     lora: adapters; rank 0 trains all parameters.
     cepe: an encoder of contexts beside a frozen decoder; {} for none.
+    links: link tokens behind each of at most so many documents of a prompt
+      (KVLink); each 0 for none. They are new ids, which adapters leave to be
+      trained themselves.
     packer: best_fit or cut: how documents are packed into rows.
     keep: how many of the newest checkpoints stay.
   """
@@ -534,6 +607,7 @@ def default_config() -> ConfigDict:
       "top": 50,
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "cepe": {},
+      "links": {"each": 0, "documents": 8},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
       "seed": 0,
@@ -635,6 +709,8 @@ def _identity(
   else:
     found["init_from"] = base
   found["tokenizer"] = fingerprint(tokenizer)
+  if entries["links"]["each"]:
+    found["links"] = entries["links"]
   if model is not None:
     found["weights"] = _fingerprint(model)
   return found
@@ -659,7 +735,7 @@ def _explained(
   except (OSError, ValueError):
     return error
   now = ConfigDict(_asked(config, folder))
-  names = (*_DECISIVE, "model", "start", "init_from", "tokenizer")
+  names = (*_DECISIVE, "links", "model", "start", "init_from", "tokenizer")
   changed = config_fields.changes(before, now, names)
   if not changed:
     return error

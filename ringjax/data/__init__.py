@@ -6,6 +6,7 @@ when something of theirs is used, not when this package is imported.
 
 from ringjax.data.bytelevel import Bytes
 from ringjax.data.chat import ChatTemplate
+from ringjax.data.continued import Continued
 from ringjax.data.corpus import Corpus, fingerprint
 from ringjax.data.link_tokens import ArrangedPrompt, LinkTokens, arranged
 from ringjax.data.loader import Loader
@@ -25,6 +26,7 @@ __all__ = [
   "BestFit",
   "Bytes",
   "ChatTemplate",
+  "Continued",
   "Corpus",
   "Cut",
   "Documents",

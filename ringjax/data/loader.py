@@ -40,6 +40,7 @@ from ringjax.data.packing import (
 )
 from ringjax.data.prefetch import Prefetcher
 from ringjax.errors import DataError, OptionError
+from ringjax.ops.mask import SHARED_PREFIX
 
 _FORMAT, _VERSION = "ringjax-loader", 1
 _BLOCK = 1024
@@ -78,11 +79,15 @@ class ExampleSource(Protocol):
 
   def example(
     self, rng: np.random.Generator
-  ) -> tuple[np.ndarray, np.ndarray | None]:
+  ) -> (
+    tuple[np.ndarray, np.ndarray | None]
+    | tuple[np.ndarray, np.ndarray | None, np.ndarray]
+  ):
     """An example, a function of `rng` alone.
 
     Returns:
-      Ids [n], and their weights as labels, [n]; None for 1.
+      Ids [n], and their weights as labels, [n]; None for 1. Third, if it has
+      any, segments [n] for `rj.SeparateDocuments()`.
     """
     ...
 
@@ -100,6 +105,10 @@ class Loader(Iterator[PackedBatch]):
     weights: of each source, in rows; None for equal ones.
     host: the part of each batch that this loader returns.
     hosts: how many parts there are.
+    separate: whether rows are for `rj.SeparateDocuments()`. Then an example
+      with segments keeps them and has a row alone, and what is packed into
+      other rows is documents, segments from 3 on. Else each example is one
+      document.
     prefetch: batches that a thread makes in advance; 0 for no thread.
 
   Raises:
@@ -118,6 +127,7 @@ class Loader(Iterator[PackedBatch]):
     weights: Sequence[float] | None = None,
     host: int = 0,
     hosts: int = 1,
+    separate: bool = False,
     prefetch: int = 2,
   ):
     if not isinstance(sources, Sequence):
@@ -134,8 +144,9 @@ class Loader(Iterator[PackedBatch]):
         "make batch a multiple of hosts",
       )
     counts = _shares(len(sources), weights)
+    first = SHARED_PREFIX + 1 if separate else 1
     streams = [
-      _stream(source, i, packer, length, seed)
+      _stream(source, i, packer, length, seed, first)
       for i, source in enumerate(sources)
     ]
     mine = range(host * batch // hosts, (host + 1) * batch // hosts)
@@ -150,6 +161,8 @@ class Loader(Iterator[PackedBatch]):
       # Another version of NumPy may shuffle otherwise.
       "draws": _random(seed, _SAMPLE).permutation(1 << 10)[:4].tolist(),
     }
+    if separate:
+      self._setup["separate"] = True
     self._prefetch = prefetch
     self._ahead: Prefetcher | None = None
     self._step = 0
@@ -328,12 +341,13 @@ def _random(seed: int, *what: int) -> np.random.Generator:
 
 
 def _stream(
-  source: Any, number: int, packer: Packer, length: int, seed: int
+  source: Any, number: int, packer: Packer, length: int, seed: int, first: int
 ) -> Any:
+  """The rows of a source, whose packed documents are segments from `first`."""
   if isinstance(source, DocumentSource):
-    return _Epochs(source, number, packer, length, seed)
+    return _Epochs(source, number, packer, length, seed, first)
   if isinstance(source, ExampleSource):
-    return _Examples(source, number, length, seed)
+    return _Examples(source, number, length, seed, first)
   raise OptionError(
     f"sources[{number}]",
     type(source).__name__,
@@ -352,11 +366,13 @@ class _Epochs:
     packer: Packer,
     length: int,
     seed: int,
+    first: int,
   ):
     self.fingerprint = source.fingerprint
     self._source = source
     self._packer = packer
     self._length = length
+    self._segment = first
     self._seed, self._number = seed, number
     if not np.sum(source.lengths):
       raise DataError(
@@ -384,7 +400,7 @@ class _Epochs:
       plan, documents, rows = self._packed(epoch)
     row = plan[int(rows[index - self._first[epoch]])]
     pieces = [DocumentPiece(int(documents[p.document]), *p[1:]) for p in row]
-    return fill([pieces], self._length, self._source.read)
+    return fill([pieces], self._length, self._source.read, self._segment)
 
   def _pack(self, epoch: int) -> tuple[PackingPlan, np.ndarray, np.ndarray]:
     """The rows of an epoch, and the orders of its documents and rows."""
@@ -401,17 +417,18 @@ class _Examples:
   """Rows of examples, each row from a seed of its own."""
 
   def __init__(
-    self, source: ExampleSource, number: int, length: int, seed: int
+    self, source: ExampleSource, number: int, length: int, seed: int, first: int
   ):
     self._source = source
     self._length = length
+    self._segment = first
     self._seed, self._number = seed, number
     mark = getattr(source, "fingerprint", None)
     if mark is None:
       # Its first examples: more of them if they are short.
       hashed, rng, size = hashlib.sha256(), _random(0, _SAMPLE), 0
       for _ in range(_SAMPLES):
-        ids, weights = self._example(rng)
+        ids, weights, _ = self._example(rng)
         hashed.update(ids.tobytes() + weights.tobytes())
         size += len(ids)
         if size > _SAMPLED_IDS:
@@ -426,17 +443,29 @@ class _Examples:
     rng = _random(self._seed, _EXAMPLES, self._number, index)
     tokens, weights, room = [], [], self._length
     while room:
-      ids, own = self._example(rng)
+      ids, own, segments = self._example(rng)
+      if segments is not None and self._segment > 1:
+        return self._row([ids], [own])._replace(
+          segments=np.pad(segments, (0, self._length - len(ids)))[None]
+        )
       if len(ids) > room:
         break
       tokens.append(ids)
       weights.append(own)
       room -= len(ids)
-    pieces = [DocumentPiece(i, 0, len(ids)) for i, ids in enumerate(tokens)]
-    return fill([pieces], self._length, Documents(tokens, weights).read)
+    return self._row(tokens, weights)
 
-  def _example(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    ids, weights = self._source.example(rng)
+  def _row(
+    self, tokens: list[np.ndarray], weights: list[np.ndarray]
+  ) -> PackedBatch:
+    pieces = [DocumentPiece(i, 0, len(ids)) for i, ids in enumerate(tokens)]
+    read = Documents(tokens, weights).read
+    return fill([pieces], self._length, read, self._segment)
+
+  def _example(
+    self, rng: np.random.Generator
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    ids, weights, *more = self._source.example(rng)
     name = f"{type(self._source).__name__}.example"
     ids = as_document(name, ids)
     if weights is None:
@@ -449,4 +478,14 @@ class _Examples:
         f"1 to {self._length} ids, each with a weight",
         "make examples that fit a row",
       )
-    return ids, weights
+    if not more:
+      return ids, weights, None
+    segments = as_document(f"{name}, segments", more[0])
+    if segments.shape != ids.shape or not segments.all():
+      raise DataError(
+        f"{name}, segments",
+        f"{segments.shape}, from {segments.min()} on, for {len(ids)} ids",
+        "a number of at least 1 for each id",
+        "return those of ringjax.data.arranged",
+      )
+    return ids, weights, segments

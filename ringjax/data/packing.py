@@ -275,7 +275,10 @@ class Documents:
 
 
 def fill(
-  rows: Sequence[Sequence[DocumentPiece]], length: int, read: Read
+  rows: Sequence[Sequence[DocumentPiece]],
+  length: int,
+  read: Read,
+  first: int = 1,
 ) -> PackedBatch:
   """The arrays of rows.
 
@@ -284,6 +287,7 @@ def fill(
     length: T, tokens that a row holds.
     read: returns a document's tokens. It is asked for one more than a piece
       has, the label of its last, and returns it unless the document ends there.
+    first: the segment of a row's first piece.
 
   Returns:
     Arrays [B, T].
@@ -298,7 +302,7 @@ def fill(
   weights = np.zeros(shape, np.float32)
   for b, row in enumerate(rows):
     at = 0
-    for number, (document, start, stop) in enumerate(row, 1):
+    for number, (document, start, stop) in enumerate(row, first):
       count = stop - start
       if at + count > length:
         raise DataError(

@@ -2,6 +2,7 @@
 entropy of attention.
 """
 
+from ringjax.eval.answers import AnswerScore, answer_score
 from ringjax.eval.cache_kinds import KindCost, compare_caches
 from ringjax.eval.context_costs import (
   ContextCost,
@@ -28,6 +29,7 @@ from ringjax.eval.perplexity import Curve, perplexity, reader
 
 __all__ = [
   "RANDOM_FAMILIES",
+  "AnswerScore",
   "Cell",
   "ContextCost",
   "ContextCurve",
@@ -38,6 +40,7 @@ __all__ = [
   "KindCost",
   "ModelStatistics",
   "SplitEntropy",
+  "answer_score",
   "attention_statistics",
   "compare_caches",
   "context_answers",

@@ -10,6 +10,7 @@ from ringjax.models.checkpoint import (
   save,
 )
 from ringjax.models.families import FAMILIES
+from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
 from ringjax.nn.param import Rules
@@ -36,4 +37,5 @@ __all__ = [
   "place",
   "read_config",
   "save",
+  "with_more_tokens",
 ]

@@ -3,7 +3,7 @@
 Guarantees: with adapters the model computes x (W + s A B) for each target map,
 where A is [in, r] and random, B is [r, out] and begins at zero, s = alpha / r;
 so at the start it equals the model, and `merged` returns a plain model with the
-same outputs.
+same outputs. Embeddings of the last `new_tokens` ids are trained themselves.
 Memory: gradients and moments of r (in + out) numbers a map, not of in x out;
 the sum W + s A B is computed in each step, in the dtype of the computation.
 Ref: Hu et al. 2021, arXiv 2106.09685.
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ringjax.checks import positive_int
+from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 from ringjax.nn.adapted import AdaptedLinear
@@ -37,14 +37,18 @@ class Lora:
     rank: r, of each adapter.
     alpha: adapters are multiplied by alpha / r.
     targets: names of maps, of `TARGETS`.
+    new_tokens: ids at the end of the vocabulary whose embeddings are trained,
+      and their part of a head that is not the embedding.
   """
 
   rank: int = 16
   alpha: float = 32.0
   targets: tuple[str, ...] = ("q", "k", "v", "o")
+  new_tokens: int = 0
 
   def __post_init__(self) -> None:
     positive_int("rank", self.rank)
+    integer("new_tokens", self.new_tokens, least=0)
     if not self.targets:
       raise OptionError(
         "targets", "none", "names of maps", "pass targets=('q', 'v')"
@@ -55,10 +59,13 @@ class Lora:
   ) -> dict[str, dict[str, jax.Array]]:
     """New adapters: by a map's path `{"a": [R, *in, r], "b": [R, r, *out]}`.
 
-    R is the number of layers that share the map's array.
+    R is the number of layers that share the map's array. With `new_tokens`
+    also their part of a parameter with a vocabulary, `{"new": ...}` by its
+    path.
 
     Raises:
-      OptionError: a target that the model does not have.
+      OptionError: a target that the model does not have, or more new tokens
+        than its vocabulary.
     """
     found = dict(_maps(model))
     known = sorted({path.rsplit(".", 1)[-1] for path in found})
@@ -83,14 +90,29 @@ class Lora:
         "a": (a * scale).astype(dtype),
         "b": jnp.zeros((*lead, self.rank, *out), dtype),
       }
+    integer("new_tokens", self.new_tokens, least=0, most=model.config.vocab - 1)
+    if self.new_tokens:
+      for path, p in _of_vocabulary(model).items():
+        made[path] = {"new": self._new(p).astype(dtype)}
     return made
+
+  def _new(self, param: nnx.Variable) -> jax.Array:
+    """The part of a parameter that belongs to the new tokens."""
+    value = param.get_value()
+    axis = param.get_metadata()["axes"].index("vocab")
+    start = value.shape[axis] - self.new_tokens
+    return jax.lax.slice_in_dim(value, start, value.shape[axis], axis=axis)
 
   def model(self, params: Any, frozen: Transformer) -> Transformer:
     """The model with its adapters added; its own weights get no gradient."""
     maps = dict(_maps(frozen))
     scale = self.alpha / self.rank
     changed = {}
+    new = {}
     for path, part in params.items():
+      if "new" in part:
+        new[path] = part["new"]
+        continue
       lead, into, out = _shape(maps[path])
       inner, outer = math.prod(into), math.prod(out)
       a = part["a"].reshape(*lead, inner, self.rank)
@@ -101,6 +123,10 @@ class Lora:
 
     def add(path: Any, p: nnx.Variable) -> nnx.Variable:
       weight = jax.lax.stop_gradient(p.get_value())
+      if (own := new.get(_dotted(path))) is not None:
+        start = [n - m for n, m in zip(weight.shape, own.shape, strict=True)]
+        own = own.astype(weight.dtype)
+        return p.replace(jax.lax.dynamic_update_slice(weight, own, start))
       more = changed.get(_dotted(path))
       if more is None:
         return p.replace(weight)
@@ -211,6 +237,16 @@ def _maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
       )
     if isinstance(owner, Linear) and _dotted(path[-1:]) == "weight":
       yield f"stack.{_dotted(path[:-1])}", owner
+
+
+def _of_vocabulary(model: Transformer) -> dict[str, nnx.Variable]:
+  """The parameters that have a part for each id, by path."""
+  found = {
+    "embed.weight": model.embed.weight,
+    "head.weight": getattr(model.head, "weight", None),
+    "head.bias": getattr(model.head, "bias", None),
+  }
+  return {path: p for path, p in found.items() if p is not None}
 
 
 def _shape(

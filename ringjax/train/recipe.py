@@ -28,6 +28,7 @@ from ringjax.models.cepe import CepeTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
+from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
@@ -43,6 +44,11 @@ LAYOUTS: dict[str, Layout] = {
   "zigzag": Zigzag(),
   # Slots in order; `place_rows` places each row's documents on the shards.
   "documents": Contiguous(),
+}
+# Which segments of a row see each other.
+SEGMENTS: dict[str, Mask] = {
+  "same": SameSegment(),
+  "separate": SeparateDocuments(),
 }
 # Each from (b1, b2) to the transformation that optax calls scale_by_...
 _SCALES: dict[str, Callable[[float, float], optax.GradientTransformation]] = {
@@ -186,6 +192,9 @@ class Stage:
     rope_scaling: extends the context from here on; None leaves it.
     context: how rows are cut into what an encoder reads and what the decoder
       reads; None: all is the decoder's.
+    segments: of `SEGMENTS`. "same": a token sees its own document; "separate":
+      documents do not see each other, and questions and link tokens see them
+      all, as `rj.SeparateDocuments` says.
   """
 
   steps: int
@@ -194,10 +203,12 @@ class Stage:
   accumulate: int = 1
   rope_scaling: RopeScaling | None = None
   context: ContextSplit | None = None
+  segments: str = "same"
 
   def __post_init__(self) -> None:
     for name in ("steps", "length", "batch", "accumulate"):
       positive_int(name, getattr(self, name))
+    one_of("segments", self.segments, SEGMENTS)
     if self.batch % self.accumulate:
       raise OptionError(
         "batch",
@@ -275,6 +286,14 @@ class Recipe:
         "pass stages=(Stage(steps=..., length=..., batch=...),)",
       )
     one_of("layout", self.layout, LAYOUTS)
+    separate = any(stage.segments == "separate" for stage in self.stages)
+    if self.layout == "documents" and separate:
+      raise OptionError(
+        "layout",
+        "'documents' with a stage of segments='separate'",
+        "a layout for rows with tokens that see all documents",
+        "pass layout='striped'",
+      )
     if self.strategy != "auto":
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
@@ -312,7 +331,10 @@ class Recipe:
     return place_rows(rows, shards=attend.size)
 
   def attend(self, mesh: Any, axis: str | None) -> ContextParallel:
-    """The sharding context of a mesh, whose `axis` shards the sequence."""
+    """The sharding context of a mesh, whose `axis` shards the sequence.
+
+    Stages have segments of their own.
+    """
     kept = remat.policy(self.remat)
     if axis is None or mesh.shape[axis] == 1:
       return ContextParallel(mesh=mesh, remat=kept)
@@ -430,6 +452,7 @@ def train(
       weights=mixture.weights,
       host=part.host,
       hosts=part.hosts,
+      separate=stage.segments == "separate",
     )
     for index, (stage, mixture) in enumerate(
       zip(recipe.stages, mixtures, strict=True)
@@ -453,6 +476,7 @@ def train(
         base = extend_context(base, stage.rope_scaling)
     if taken >= end and index + 1 < len(recipe.stages):
       continue
+    here = dataclasses.replace(attend, segments=SEGMENTS[stage.segments])
     rows = _StageLoader(index, loaders[index])
     if position is not None and taken > begin:
       rows.restore(position)
@@ -462,7 +486,7 @@ def train(
         None if adapter is None else base,
         rows,
         steps=end,
-        step=steps.make_step(optimizer, attend, recipe.objective, method),
+        step=steps.make_step(optimizer, here, recipe.objective, method),
         place=lambda rows, stage=stage: batches.place(
           stage.rows(recipe.placed(rows, attend), recipe),
           attend,
@@ -497,8 +521,8 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   Raises:
     ShapeError: the mesh does not divide the rows.
     ConfigError: the model does not support the RoPE scaling.
-    OptionError: the model does not support the layout, or has no encoder for
-      the context of a stage.
+    OptionError: the model does not support the layout or the segments, or has
+      no encoder for the context of a stage.
   """
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:
@@ -517,6 +541,15 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       f"a {model.config.family} without an encoder",
       "one with an encoder, for cepe=True or a stage with a context",
       "make one with rj.models.cepe.with_encoder(model)",
+    )
+  separate = any(stage.segments == "separate" for stage in recipe.stages)
+  if separate and recurrent:
+    raise OptionError(
+      "segments",
+      "'separate' for a model with recurrent layers, whose state skips no "
+      "document",
+      "a model of attention alone",
+      "leave segments out",
     )
   form = jax.eval_shape(lambda model: model, model)
   for stage in recipe.stages:

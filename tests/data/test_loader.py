@@ -77,6 +77,61 @@ def test_a_step_is_the_same_whatever_came_before(order, packer):
     same(asked.at(step), loader(mixture(), packer=packer).at(step))
 
 
+class Prompts:
+  """Two documents, a link token behind each and a question."""
+
+  def example(self, rng):
+    first = rng.integers(1, 9, rng.integers(1, 4))
+    ids = [*first, 80, 5, 6, 81, 7]
+    segments = [3] * len(first) + [1, 4, 4, 1, 1]
+    weights = np.zeros(len(ids), np.float32)
+    weights[-1] = 2
+    return np.array(ids), weights, np.array(segments)
+
+
+def test_separate_documents_have_a_row_each_and_their_own_segments():
+  batch = loader([Prompts()], separate=True).at(0)
+  for row in range(6):
+    segments = batch.segments[row]
+    size = int((segments > 0).sum())
+    assert segments[:size].tolist()[-5:] == [1, 4, 4, 1, 1]
+    assert set(segments[: size - 5]) == {3} and not segments[size:].any()
+    np.testing.assert_array_equal(batch.positions[row, :size], np.arange(size))
+    tokens, labels = batch.tokens[row], batch.labels[row]
+    np.testing.assert_array_equal(labels[: size - 1], tokens[1:size])
+    assert batch.weights[row].nonzero()[0].tolist() == [size - 2]
+
+
+def test_other_rows_beside_them_count_documents_from_three():
+  sources = [documents(), Numbers()]
+  one, two = loader(sources), loader(sources, separate=True)
+  for step in range(3):
+    a, b = one.at(step), two.at(step)
+    same(a[:4], b[:4])
+    np.testing.assert_array_equal(
+      b.segments, np.where(a.segments, a.segments + 2, 0)
+    )
+
+
+def test_elsewhere_an_example_is_one_document():
+  batch = loader([Prompts()]).at(0)
+  size = (batch.tokens[0] == 7).argmax() + 1
+  assert (batch.segments[0, :size] == 1).all()
+  state = loader([Prompts()]).state()
+  with pytest.raises(DataError, match="separate"):
+    loader([Prompts()], separate=True).restore(state)
+
+
+@pytest.mark.parametrize("segments", [[1, 2], [0, 1, 1]])
+def test_segments_that_are_none(segments):
+  class Wrong:
+    def example(self, rng):
+      return np.arange(3), None, np.array(segments)
+
+  with pytest.raises(DataError, match=r"Wrong\.example, segments"):
+    loader([Wrong()], separate=True).at(0)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_iterating_gives_the_steps(prefetch):
   with loader(mixture(), prefetch=prefetch) as given:

@@ -680,3 +680,69 @@ def test_every_config_can_be_built(path):
   doc = path.read_text()
   for word in ("Command", "Hardware", "Time", "Result"):
     assert f"\n{word} " in doc
+
+
+LINKED = (
+  "--mesh=seq:2",
+  "--config.links.each=2",
+  "--config.links.documents=2",
+  "--config.stages=({'steps': 3, 'length': 64, 'batch': 2, "
+  "'segments': 'separate', "
+  "'sources': ({'kind': 'continued', 'documents': 2},)},)",
+)
+
+
+@pytest.mark.long
+def test_link_tokens_are_new_ids_of_the_model(small, tmp_path):
+  out, more = tmp_path / "out", tmp_path / "more"
+  flags = (f"--config={small}", *LINKED)
+  status, _, err = run(*flags, f"--out={out}")
+  assert status == 0, err
+  links = rj.data.LinkTokens.load(out / "model", vocab=266)
+  assert links == rj.data.LinkTokens(262, 2, 2)
+  first = rj.models.load(out / "model")
+  assert first.config.vocab == 266
+  # A training that goes on from there has the same ones, and adapters leave
+  # what is no link token alone.
+  status, _, err = run(
+    *flags,
+    f"--init_from={out / 'model'}",
+    f"--out={more}",
+    "--config.lora.rank=2",
+  )
+  assert status == 0, err
+  second = rj.models.load(more / "model")
+  assert rj.data.LinkTokens.load(more / "model", vocab=266) == links
+  old, new = (np.asarray(m.embed.weight[...]) for m in (first, second))
+  np.testing.assert_array_equal(new[:262], old[:262])
+  assert np.any(new[262:] != old[262:])
+  status, _, err = run(
+    *flags,
+    f"--init_from={out / 'model'}",
+    f"--out={tmp_path / 'other'}",
+    "--config.links.each=3",
+  )
+  assert status == 2 and "--config.links.each=2" in err
+
+
+@pytest.mark.slow
+def test_a_training_with_link_tokens_resumes(small, tmp_path, monkeypatch):
+  flags = (f"--config={small}", *LINKED, "--config.log_every=1")
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  assert run(*flags, f"--out={whole}")[0] == 0
+  inner = train._TrainingRun._report
+
+  def report(self, made, model, mesh, stage, one):
+    inner(self, made, model, mesh, stage, one)
+    if one.step == 2:
+      signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(train._TrainingRun, "_report", report)
+  assert run(*flags, f"--out={parts}")[0] == 143
+  monkeypatch.undo()
+  assert run(*flags, f"--out={parts}")[0] == 0
+  for a, b in zip(
+    weights(whole / "model"), weights(parts / "model"), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+  assert [row["step"] for row in lines(parts)] == [1, 2, 3]

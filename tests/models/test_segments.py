@@ -75,11 +75,11 @@ def test_order_and_segments_without_ids(model):
   ("shards", "layout", "strategy"),
   [
     (2, Striped(), "ring"),
-    (4, Contiguous(), "ring"),
+    pytest.param(4, Contiguous(), "ring", marks=pytest.mark.long),
     (8, Striped(), "ring"),
     pytest.param(4, Zigzag(), "gather", marks=pytest.mark.slow),
     pytest.param(2, Contiguous(), "ulysses", marks=pytest.mark.slow),
-    (4, Contiguous(), "documents"),
+    pytest.param(4, Contiguous(), "documents", marks=pytest.mark.long),
     pytest.param(4, Contiguous(), "chain", marks=pytest.mark.slow),
   ],
 )
@@ -97,6 +97,7 @@ def test_shards_change_nothing(model, shards, layout, strategy):
   close(back, logits(model))
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_one_device(model):
   label = jnp.asarray(np.roll(ids, -1, 1))
 
@@ -119,7 +120,7 @@ def test_gradients_are_those_of_one_device(model):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(scale, 1))
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_a_cache_of_documents_answers_like_one_call(model, shards):
   """Read together, or chunk by chunk: the question finds the same keys."""
   mesh = make_mesh(shards, "auto") if shards > 1 else None

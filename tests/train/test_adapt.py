@@ -128,6 +128,37 @@ def test_merged_models_are_saved(model, tmp_path):
   np.testing.assert_array_equal(read(TOKENS), merged(TOKENS))
 
 
+@pytest.mark.parametrize(
+  "tied", [pytest.param(False, marks=pytest.mark.long), True]
+)
+def test_new_tokens_are_trained_beside_adapters(tied):
+  known = checkpoint.create(CONFIG | {"tie_word_embeddings": tied}, seed=1)
+  model = rj.models.with_more_tokens(known, 4)
+  lora, attend = Lora(rank=2, new_tokens=4), ContextParallel()
+  params = lora.start(model)
+  np.testing.assert_array_equal(
+    lora.model(params, model)(TOKENS), model(TOKENS)
+  )
+  tokens = np.concatenate([TOKENS, np.full((2, 4), 50, np.int32)], 1)
+  rows = batches.place(batches.whole_rows(tokens), attend)
+  optimizer = optax.adam(1e-2)
+  run = step.make_step(optimizer, attend, step.Objective(), lora)
+  state = step.start(optimizer, params)
+  for _ in range(3):
+    state, _ = run(state, model, rows)
+  made = lora.merged(state.params, model)
+  vocab = model.config.vocab
+  pairs = [(made.embed.weight[...], model.embed.weight[...])]
+  if not tied:
+    pairs.append((made.head.weight[...].T, model.head.weight[...].T))
+  for new, old in pairs:
+    new, old = np.asarray(new), np.asarray(old)
+    np.testing.assert_array_equal(new[: vocab - 4], old[: vocab - 4])
+    assert np.any(new[vocab - 4 :] != old[vocab - 4 :])
+  with pytest.raises(OptionError, match="new_tokens"):
+    Lora(new_tokens=vocab).start(model)
+
+
 def test_wrong_adapters(model):
   with pytest.raises(OptionError, match="some of down, gate, k, o, q, up, v"):
     Lora(targets=("q", "query")).start(model)

@@ -186,6 +186,54 @@ def test_documents_that_are_dealt_out_train_the_same():
     np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(a).max())
 
 
+class Prompts:
+  """Documents, a link token behind each, and a question about them."""
+
+  def example(self, rng):
+    made = rj.data.arranged(
+      [rng.integers(1, 40, rng.integers(3, 12)) for _ in range(2)],
+      rng.integers(1, 40, 4),
+      rj.data.LinkTokens(44, 2, 2),
+    )
+    weights = np.zeros(len(made.tokens), np.float32)
+    weights[-3:] = 1
+    return made.tokens, weights, made.segments
+
+
+def trained(segments, **where):
+  made = recipe.Recipe(
+    stages=(recipe.Stage(steps=2, length=32, batch=2, segments=segments),),
+    optimizer=recipe.Optimizer(name="sgd", learning_rate=1.0, clip=None),
+  )
+  model = rj.models.create(CONFIG, seed=3, mesh=where.get("mesh"))
+  mixture = recipe.Mixture([Prompts()])
+  found = recipe.train(made, model, mixture, **where).model
+  return jax.device_get(jax.tree.leaves(found))
+
+
+@pytest.mark.long
+def test_separate_documents_train_the_same_on_a_ring():
+  mesh = rj.make_mesh((4,), ("seq",), devices=jax.devices()[:4])
+  one = trained("separate")
+  for a, b in zip(one, trained("separate", mesh=mesh, axis="seq"), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(a).max())
+  others = zip(one, trained("same"), strict=True)
+  assert any(np.abs(a - b).max() > 1e-4 for a, b in others)
+
+
+def test_what_separate_documents_do_not_go_with():
+  stage = recipe.Stage(steps=1, length=16, batch=2, segments="separate")
+  with pytest.raises(OptionError, match="layout: got 'documents'"):
+    recipe.Recipe(stages=(stage,), layout="documents")
+  with pytest.raises(OptionError, match="segments"):
+    recipe.Stage(steps=1, length=16, batch=2, segments="apart")
+  path = FIXTURES / "qwen3_next" / "config.json"
+  model = rj.models.abstract(json.loads(path.read_text()))
+  made = recipe.Recipe(stages=(stage,))
+  with pytest.raises(OptionError, match="segments: got 'separate'.*recurrent"):
+    recipe.check(made, model, made.attend(None, None))
+
+
 def test_documents_are_not_dealt_out_under_recurrent_layers():
   path = FIXTURES / "qwen3_next" / "config.json"
   model = rj.models.abstract(json.loads(path.read_text()))

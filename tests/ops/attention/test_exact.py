@@ -91,6 +91,10 @@ SEPARATE = np.stack(
 )
 
 
+# The meshes and layouts that are tried on every commit.
+SEPARATE_QUICK = [(1, "contiguous"), (4, "striped"), (8, "striped")]
+
+
 def sees_documents(a, b):
   return (a == 1) | (b == 2) | (a == b)
 
@@ -269,8 +273,18 @@ def test_ring_sizes(shards, layout):
   verify("everything", LAYOUTS[layout], Ring(TILES), shards)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize(
+  ("shards", "layout"),
+  [
+    pytest.param(
+      shards,
+      layout,
+      marks=() if (shards, layout) in SEPARATE_QUICK else pytest.mark.long,
+    )
+    for shards in (1, 2, 4, 8)
+    for layout in ("contiguous", "striped")
+  ],
+)
 def test_a_ring_of_separate_documents(shards, layout):
   verify("separate", LAYOUTS[layout], Ring(TILES, unroll=1), shards)
 
@@ -280,8 +294,10 @@ def test_a_ring_of_separate_documents(shards, layout):
   [
     (Gather(TILES), "striped"),
     (Ulysses(TILES), "contiguous"),
-    (rj.Chain(TILES), "contiguous"),
-    (Ring(TILES, by_document=True), "contiguous"),
+    pytest.param(rj.Chain(TILES), "contiguous", marks=pytest.mark.long),
+    pytest.param(
+      Ring(TILES, by_document=True), "contiguous", marks=pytest.mark.long
+    ),
     pytest.param(Ring(TILES), "zigzag", marks=pytest.mark.slow),
     pytest.param(rj.RingQ(TILES), "striped", marks=pytest.mark.slow),
   ],

@@ -1,0 +1,87 @@
+"""A model with more tokens in its vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from ringjax.checks import integer, number, positive_int
+from ringjax.errors import MeshError
+from ringjax.models.transformer import Transformer
+from ringjax.parallel.mesh import entering
+
+
+@entering(lambda model, *_, **__: model.mesh)
+def with_more_tokens(
+  model: Transformer, n: int, *, seed: int = 0, spread: float = 0.1
+) -> Transformer:
+  """The model with `n` new ids behind its vocabulary.
+
+  Embeddings of new ids, and their columns of a head that is not the embedding,
+  are the mean of the known ones and normal noise; other weights are shared with
+  `model`. Logits of known ids stay as they are.
+
+  Args:
+    model: any, tied or not; its weights stay sharded as they are.
+    n: new ids.
+    seed: of the noise.
+    spread: of the noise, in standard deviations of the known ones: small where
+      new ids must not be likely at once, 1 where they are to differ at once.
+
+  Raises:
+    MeshError: the vocabulary is sharded and the new one does not divide.
+  """
+  positive_int("n", n)
+  integer("seed", seed, least=0)
+  spread = number("spread", spread, least=0)
+  keys = jax.random.split(jax.random.key(seed), 2)
+  made = jax.tree.map(lambda x: x, model)
+  made.config = dataclasses.replace(model.config, vocab=model.config.vocab + n)
+  source = json.loads(model.source) | {"vocab_size": made.config.vocab}
+  made.source = json.dumps(source, sort_keys=True)
+  made.embed.weight = _grown(model.embed.weight, n, keys[0], spread)
+  if model.head is not None:
+    made.head.weight = _grown(model.head.weight, n, keys[1], spread)
+    if model.head.bias is not None:
+      made.head.bias = _grown(model.head.bias, n, None, spread)
+  return made
+
+
+def _grown(
+  param: nnx.Variable, n: int, key: Any, spread: float
+) -> nnx.Variable:
+  """A parameter with n more entries along its axis "vocab"."""
+  value, axis = param.get_value(), param.get_metadata()["axes"].index("vocab")
+  sharding = value.sharding
+  if not isinstance(sharding, NamedSharding):
+    return param.replace(_more(value, n, axis, spread, key))
+  spec = (*sharding.spec, *(None,) * value.ndim)
+  parts = sharding.mesh.shape[spec[axis]] if spec[axis] else 1
+  if (value.shape[axis] + n) % parts:
+    short = -(value.shape[axis] + n) % parts
+    raise MeshError(
+      "n",
+      f"{n} more than {value.shape[axis]} ids over {parts} devices",
+      "a vocabulary that they divide",
+      f"pass n={n + short}, or rules=Rules(vocab=None) for the model",
+    )
+  grow = jax.jit(_more, static_argnums=(1, 2, 3), out_shardings=sharding)
+  return param.replace(grow(value, n, axis, spread, key))
+
+
+def _more(
+  x: jax.Array, n: int, axis: int, spread: float, key: Any
+) -> jax.Array:
+  wide = x.astype(jnp.float32)
+  shape = (*x.shape[:axis], n, *x.shape[axis + 1 :])
+  new = jnp.broadcast_to(jnp.mean(wide, axis, keepdims=True), shape)
+  if key is not None:
+    noise = jax.random.normal(key, shape, jnp.float32)
+    new = new + noise * jnp.std(wide) * jnp.float32(spread)
+  return jnp.concatenate([x, new.astype(x.dtype)], axis)
