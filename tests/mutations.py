@@ -214,11 +214,61 @@ def bfloat16(rj):
   _compare(rj, case, rj.Contiguous(), narrow, forward=3e-3, backward=4e-3)
 
 
+def shared(rj):
+  """Rows that read together what they share, against dense attention."""
+  del rj
+  pooled = importlib.import_module("ringjax.ops.attention.pooled")
+  scores = importlib.import_module("ringjax.ops.attention.scores")
+  mask = importlib.import_module("ringjax.ops.mask")
+  rows = importlib.import_module("ringjax.serve.shared_rows")
+  page, tile, each = 32, 128, 4
+  lengths = np.array([500, 17, 490, 300, 400])
+  # Two share three tiles, of which another row has the first two and one more
+  # the first; the second row has no full tile.
+  table = np.arange(5 * 16).reshape(5, 16)
+  for row, tiles in ((2, 3), (3, 2), (4, 1)):
+    table[row, : tiles * each] = table[0, : tiles * each]
+  # One page of a tile is the same, the others are not.
+  table[4, 5] = table[0, 5]
+  plan = rows.shared_tiles(table[:, None], lengths, page, tile, 8)
+  draw = np.random.default_rng(0).standard_normal
+  k, v = (jnp.asarray(draw((1, 80, 2, page, 8)), jnp.float32) for _ in "kv")
+  q = jnp.asarray(draw((5, 2, 2, 1, 8)), jnp.float32)
+  pos = np.broadcast_to(np.arange(16 * page), (5, 16 * page))
+  ints = lambda *x: mask.Coords(*(jnp.asarray(a, jnp.int32) for a in x))
+  at = ints(pos, pos < lengths[:, None])
+  view = pooled.PooledView(
+    k,
+    v,
+    at,
+    jnp.asarray(table, jnp.int32),
+    jnp.int32(0),
+    shared=type(plan)(*map(jnp.asarray, plan)),
+  )
+  q_at = ints(lengths[:, None] - 1, np.ones((5, 1)))
+  context = scores.Context(q_at, at, mask.Causal())
+  args = scores.ScoreArgs(scores.Scores(scale=0.3), scores.Terms(), context)
+  found = pooled.decode_pool(q, view, args)
+  got = np.asarray(found.acc / found.l[..., None])[:, :, :, 0]
+  for row, length in enumerate(lengths):
+    keys, values = (
+      np.moveaxis(np.asarray(x)[0, table[row]], 1, 0).reshape(2, -1, 8)
+      for x in (k, v)
+    )
+    s = 0.3 * np.einsum("kgh,kth->kgt", np.asarray(q)[row, :, :, 0], keys)
+    p = np.exp(s[..., :length])
+    want = np.einsum("kgt,ktj->kgj", p, values[:, :length])
+    allclose = np.allclose(got[row], want / p.sum(-1)[..., None], atol=1e-5)
+    assert allclose, "allclose"
+  # Three tiles are read for nine.
+  assert (plan.count[0], plan.done.sum()) == (3, 9), "allclose"
+
+
 CHECKS = {
     check.__name__: check
     for check in (
         ring, window, both_sides, striped, zigzag, zigzag_window, prefill,
-        extras, gather, ulysses, dropout, bfloat16, long,
+        extras, gather, ulysses, dropout, bfloat16, long, shared,
     )
 }  # fmt: skip
 
@@ -235,6 +285,7 @@ _MASK = "ringjax.ops.mask"
 _SOFTMAX = "ringjax.ops.softmax"
 _LAYOUT = "ringjax.parallel.layout"
 _COLLECTIVES = "ringjax.parallel.collectives"
+_SHARED = "ringjax.serve.shared_rows"
 
 BUGS = [
   Bug(
@@ -492,5 +543,47 @@ BUGS = [
     "x, collectives.axis_index(axis) * here, here, 0",
     "x, 0 * collectives.axis_index(axis), here, 0",
     "ulysses",
+  ),
+  Bug(
+    "rows that differ are covered by a shared tile",
+    _SHARED,
+    "cover[shard, at, found] = True",
+    "cover[shard, at, group] = True",
+    "shared",
+  ),
+  Bug(
+    "one of the rows that share a tile is not covered",
+    _SHARED,
+    "cover[shard, at, found] = True",
+    "cover[shard, at, found[1:]] = True",
+    "shared",
+  ),
+  Bug(
+    "a tile that rows share is read by each once more",
+    _SHARED,
+    "done[shard, found] = n + 1",
+    "done[shard, found] = n",
+    "shared",
+  ),
+  Bug(
+    "all of a group have done what some share",
+    _SHARED,
+    "done[shard, found] = n + 1",
+    "done[shard, group] = n + 1",
+    "shared",
+  ),
+  Bug(
+    "a tile is looked up in the row of another",
+    _SHARED,
+    "which[shard, at] = found[0], n",
+    "which[shard, at] = found[0] + 1, n",
+    "shared",
+  ),
+  Bug(
+    "tiles are alike whose second pages are",
+    _SHARED,
+    "n * each : (n + 1) * each]",
+    "n * each + 1 : n * each + 2]",
+    "shared",
   ),
 ]

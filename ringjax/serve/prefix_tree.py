@@ -384,17 +384,6 @@ class PrefixTree:
     self._idle[block.depth % self.shards] += block.idle
     self._offer(block)
 
-  def rows_in_order(self, blocks: Sequence[PrefixBlock | None]) -> list[int]:
-    """Numbers of rows, whose last blocks these are, depth first.
-
-    Rows that share a block are then neighbours.
-    """
-    keys = []
-    for n, block in enumerate(blocks):
-      path = [] if block is None else [id(b) for b in block.path()]
-      keys.append((path, n))
-    return [n for _, n in sorted(keys)]
-
   # -------------------------------------------------------------------------
   # Making room
   # -------------------------------------------------------------------------

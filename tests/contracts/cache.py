@@ -20,6 +20,8 @@ from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.state import State
 from ringjax.ops.attention.code_format import token_axis
+from ringjax.ops.attention.paged import PagedView
+from ringjax.ops.attention.views import UnrotatedView
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
 
@@ -234,6 +236,154 @@ def same(a, b, rounding=False):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=1e-5)
 
 
+def moved_along(x, order, axis):
+  """An array [*, B, ..., S at `axis`, ...] with its slots in order [B, S]."""
+  if not x.size:
+    return x
+  shape = [1] * x.ndim
+  # The batch is the first dimension of coordinates and the second of others.
+  shape[0 if x.ndim == 2 else 1], shape[axis] = order.shape
+  found = np.take_along_axis(np.asarray(x), order.reshape(shape), axis)
+  return jax.device_put(found, x.sharding)
+
+
+def renamed(cache, rng):
+  """The same tokens in other slots: nothing but slots and coordinates moves.
+
+  Slots are drawn anew among those in use on their shard. A ring's slots are
+  named by its count, which goes on by one on each shard. Pages are drawn anew
+  on each device, and their tables follow; of blocks in host memory, which move
+  as a whole, the slots inside of each are turned around.
+  """
+  along = lambda order: (
+    lambda x: moved_along(x, order, token_axis(x) if x.ndim > 2 else 1)
+  )
+  if isinstance(cache, rj.kv.TieredCache):
+    held, blocks = cache.held, cache.blocks
+    (size,) = {
+      x.shape[token_axis(x)] for x in jax.tree.leaves(blocks) if x.size
+    }
+    turn = np.arange(held.capacity).reshape(-1, size)[:, ::-1].reshape(-1)
+    turned = along(np.tile(turn, (cache.batch, 1)))
+    inside = along(np.tile(np.arange(size)[::-1], (cache.batch, 1)))
+    return dataclasses.replace(
+      cache,
+      open=renamed(cache.open, rng),
+      held=dataclasses.replace(held, at=jax.tree.map(turned, held.at)),
+      blocks=jax.tree.map(inside, blocks),
+    )
+  if isinstance(cache, rj.kv.EvictingCache):
+    pages = tuple(None if x is None else redrawn(x, rng) for x in cache.pages)
+    opened = renamed(cache.open, rng)
+    return dataclasses.replace(cache, open=opened, pages=pages)
+  used, local = np.asarray(cache.held.used), cache.held.local
+  order = np.tile(np.arange(cache.capacity), (cache.batch, 1))
+  for row, shard in np.ndindex(*used.shape):
+    mine = shard * local + np.arange(used[row, shard])
+    order[row, mine] = rng.permutation(mine)
+  orders, rings = [order], []
+  for ring in cache.rings:
+    slot = np.arange(ring.capacity).reshape(cache.shards, -1)
+    turn = np.tile(np.roll(slot, 1, 1).reshape(-1), (cache.batch, 1))
+    orders.append(turn)
+    rings.append(
+      dataclasses.replace(
+        ring,
+        at=jax.tree.map(along(turn), ring.at),
+        count=ring.count + cache.shards,
+        before=ring.before + cache.shards,
+      )
+    )
+  slots = [
+    x
+    if isinstance(x, State)
+    else jax.tree.map(along(orders[0 if n is None else n + 1]), x)
+    for n, x in zip(cache.ring_of, cache.slots, strict=True)
+  ]
+  held = dataclasses.replace(
+    cache.held, at=jax.tree.map(along(order), cache.at)
+  )
+  return dataclasses.replace(
+    cache, slots=tuple(slots), held=held, rings=tuple(rings)
+  )
+
+
+def redrawn(pages, rng):
+  """Pages of heads with other numbers, the same on all devices."""
+  places, total = pages.places, pages.k.shape[0]
+  devices = 1 if places.mesh is None else places.size(places.axes)
+  each = total // devices
+  order = rng.permutation(each)
+  whole = (np.arange(devices)[:, None] * each + order).reshape(-1)
+  put = lambda x, new: jax.device_put(new, x.sharding)
+  move = lambda x: put(x, np.asarray(x)[whole])
+  table = np.asarray(pages.table)
+  names = np.where(table < 0, -1, np.argsort(order)[table]).astype(np.int32)
+  return dataclasses.replace(
+    jax.tree.map(move, dataclasses.replace(pages, table=None)),
+    table=put(pages.table, names),
+  )
+
+
+def halves(view):
+  """A view as two, by coordinates: each has some of the tokens of all tiles."""
+  if isinstance(view, UnrotatedView):
+    return [view._replace(stored=one) for one in halves(view.stored)]
+  name = "pages" if isinstance(view, PagedView) else "at"
+  at = getattr(view, name)
+  put = getattr(type(view), "_replace", dataclasses.replace)
+  first = at.pos % 3 == 0
+  return [
+    put(view, **{name: at._replace(seg=jnp.where(here, at.seg, 0))})
+    for here in (first, ~first)
+  ]
+
+
+@functools.cache
+def split_layer(cls):
+  """A layer's part of a cache, of which each view is read as two."""
+
+  def views(self, **options):
+    return tuple(
+      one for view in cls.views(self, **options) for one in halves(view)
+    )
+
+  return type(f"Split{cls.__name__}", (cls,), {"views": views})
+
+
+@functools.cache
+def split_cache(cls):
+  """A cache whose layers are split; a pytree of another type."""
+
+  def layer(self, *args):
+    found = cls.layer(self, *args)
+    if not hasattr(found, "views"):
+      return found
+    return split_layer(type(found))(**vars(found))
+
+  made = type(f"Split{cls.__name__}", (cls,), {"layer": layer})
+
+  def unflatten(_, children):
+    x = object.__new__(made)
+    vars(x).update(vars(children[0]))
+    return x
+
+  def flatten(x):
+    base = object.__new__(cls)
+    vars(base).update(vars(x))
+    return (base,), None
+
+  jax.tree_util.register_pytree_node(made, flatten, unflatten)
+  return made
+
+
+def split(cache):
+  """The same cache, of which each view is read as two."""
+  made = object.__new__(split_cache(type(cache)))
+  vars(made).update(vars(cache))
+  return made
+
+
 def as_without_a_cache(setup):
   """A prompt, then tokens one by one."""
   tokens, want = setup.text()
@@ -420,6 +570,30 @@ def programs_do_not_grow_with_use(setup):
   assert call._cache_size() <= 2
 
 
+def renaming_slots_changes_nothing(setup):
+  """Only coordinates say which token is where."""
+  tokens, _ = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  cache = setup.ready(cache, 3)
+  other = renamed(cache, np.random.default_rng(2))
+  assert np.any(np.asarray(other.at.pos) != np.asarray(cache.at.pos))
+  for start, end in ((T, T + 3), (T + 3, T + 4)):
+    want, cache = setup.read(tokens[:, start:end], cache)
+    got, other = setup.read(tokens[:, start:end], other)
+    setup.close(got, want)
+
+
+def any_views_merge_to_the_same(setup):
+  """Each view of each layer is read as two, by one token or by several."""
+  tokens, _ = setup.text()
+  _, cache = setup.read(tokens[:, :T], setup.empty())
+  for count in (3, 1):
+    want, _ = setup.read(tokens[:, T : T + count], cache)
+    ready = split(setup.ready(cache, count))
+    got, _ = setup.model(jnp.asarray(tokens[:, T : T + count]), cache=ready)
+    setup.close(np.asarray(got), want)
+
+
 LAWS = (
   as_without_a_cache,
   rejected_tokens_leave_no_trace,
@@ -432,4 +606,6 @@ LAWS = (
   any_split_is_read_the_same,
   bytes_are_stated_before,
   programs_do_not_grow_with_use,
+  renaming_slots_changes_nothing,
+  any_views_merge_to_the_same,
 )

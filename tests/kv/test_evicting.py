@@ -134,6 +134,33 @@ def test_shards_keep_the_same_tokens(name, codec, family):
         assert set(x.tolist()) == set(y.tolist()) or codec != "dense"
 
 
+@pytest.mark.parametrize(
+  ("name", "shards", "codec"),
+  [
+    ("adakv", 1, "dense"),
+    pytest.param("h2o", 4, "dense", marks=pytest.mark.long),
+    pytest.param("snapkv", 4, "int4", marks=pytest.mark.long),
+  ],
+)
+@pytest.mark.parametrize("change", [contract.renamed, contract.split])
+def test_pages_are_names_and_views_merge(name, shards, codec, change):
+  """Of pages with other numbers, and of views that are read as two."""
+  kind = kind_of(POLICIES[name], codec, "grouped")
+  _, cache = run(shards, kind, "grouped", splits=(T,))
+  cache = cache.with_room(2)
+  args = () if change is contract.split else (np.random.default_rng(3),)
+  other = change(cache, *args)
+  if change is contract.renamed:
+    assert any(
+      np.any(np.asarray(a.table) != np.asarray(b.table))
+      for a, b in zip(cache.pages, other.pages, strict=True)
+    )
+  more = contract.text("grouped")[0][:B, T : T + 2]
+  want, _ = read(shards, more, cache, "grouped")
+  got, _ = read(shards, more, other, "grouped")
+  contract.close(got, want, 1e-5 * max(1.0, float(np.abs(want).max())))
+
+
 def test_memory_is_returned_for_each_head():
   """A head that keeps fewer tokens has fewer pages, and bytes say so."""
   config = {**SMALL, "model_type": "llama", "num_hidden_layers": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -427,6 +428,32 @@ def test_rows_read_what_they_share_once(loaded, devices):
   assert exact.plans
 
 
+def test_what_rows_share_is_found_anew_only_when_it_changes(
+  loaded, monkeypatch
+):
+  """By a change of the tables, or a row that fills a tile."""
+  from ringjax.serve import calls
+
+  model, _ = loaded("llama3")
+  made, find = [], calls.shared_tiles
+
+  def noted(table, ready, page, tile, most):
+    made.append((table.tobytes(), (ready // tile).tobytes()))
+    return find(table, ready, page, tile, most)
+
+  monkeypatch.setattr(calls, "shared_tiles", noted)
+  at = Engine(
+    model, rows=3, capacity=2048, longest=512, page=64, shared_reads="always"
+  )
+  prompt = np.arange(260, dtype=np.int32) % model.config.vocab
+  for n in range(3):
+    at.submit(Request(prompt=np.append(prompt, n), max_new_tokens=100))
+  at.run()
+  assert len(made) == at.counters.plans
+  assert all(one != next_ for one, next_ in itertools.pairwise(made))
+  assert at.counters.steps > 100 > 8 * at.counters.plans
+
+
 def test_counted_reads(loaded):
   """32 rows of 1,024 shared tokens and 64 of their own."""
   from ringjax.serve.shared_rows import shared_tiles
@@ -440,6 +467,11 @@ def test_counted_reads(loaded):
   own = int((ready - plan.done[0] * 128).sum())
   assert (shared, own) == (1024, 32 * 64)
   assert shared + own == 3072
+  # With pages of its own each row reads all that it looks at.
+  apart = np.arange(table.size, dtype=np.int32).reshape(table.shape)
+  plan = shared_tiles(apart, ready, 16, 128, 100)
+  assert not plan.count.any() and not plan.cover.any()
+  assert int((ready - plan.done[0] * 128).sum()) == 34_816
   # A tile that differs ends what is shared, whatever follows.
   table[3, 0, 8] = 999
   plan = shared_tiles(table, ready, 16, 128, 100)
@@ -459,6 +491,62 @@ def test_rows_come_back_from_the_host(loaded, family, devices):
   again = check(model, mesh, np.random.default_rng(0), 8, preempt="recompute")
   assert not again.counters.swapped
   assert at.counters.prompt_tokens < again.counters.prompt_tokens
+
+
+@pytest.mark.parametrize(
+  ("token_seconds", "rate", "swaps"),
+  [
+    (1e-2, 1e9, True),
+    (1e-7, 1e9, False),
+    # A slow link, and the same tokens as at first.
+    (1e-2, 1e5, False),
+  ],
+)
+def test_the_cheaper_of_copies_and_computing_is_taken(
+  loaded, monkeypatch, token_seconds, rate, swaps
+):
+  """By what steps and copies took so far, on a clock of the test."""
+  from ringjax.kv.page_pool import PagePool
+  from ringjax.serve import page_swap
+  from ringjax.serve.scheduler import KeptPages, PromptPiece
+
+  model, _ = loaded("llama3")
+  pool = PagePool.create(
+    model.kinds,
+    rows=1,
+    pages=lambda _: 8,
+    page=PAGE,
+    dtype=np.float32,
+    kind=model.cache_kind("windowed"),
+  )
+  each = sum(group.token_bytes for group in pool.groups) * PAGE
+  now, size = [0.0], 4 * each
+
+  def copied(payload):
+    now[0] += size / rate
+    return get(payload)
+
+  get = jax.device_get
+  monkeypatch.setattr(page_swap.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(page_swap.jax, "device_get", copied)
+  swap = page_swap.PageSwap("auto", PAGE, each)
+  row = rj.serve.ServedRow(prompt=np.zeros(64, np.int32), most=1, computed=64)
+  plan = rj.serve.StepPlan(
+    turns=(),
+    pieces=(PromptPiece(row=row, start=0, count=64, chooses=False),),
+    admitted=(),
+    preempted=(),
+  )
+  for _ in range(80):
+    tables = [np.arange(8, dtype=np.int32)[None] for _ in pool.groups]
+    row.kept = KeptPages(tables=tables, computed=64, slot=0)
+    swap.out(pool, row)
+    swap.measure(plan)
+    now[0] += 64 * token_seconds
+  assert swap.count == 80
+  assert swap.keeps(row) == swaps
+  # By what both cost in truth.
+  assert swaps == (2 * size / rate < 64 * token_seconds)
 
 
 def test_an_adapter_for_each_row(loaded):

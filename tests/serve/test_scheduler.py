@@ -209,18 +209,6 @@ def test_stale_tables_are_caught(monkeypatch):
     run(0, 300)
 
 
-def test_rows_that_share_are_neighbours():
-  tree = PrefixTree([GroupSpec(pages=8)], 2)
-  root = tree.root()
-  made = {}
-  for name, parent in dict(a=None, b=None, aa="a", ab="a", ba="b").items():
-    at = root if parent is None else made[parent]
-    made[name] = tree.extend(at, name.encode())
-  order = tree.rows_in_order([made[n] for n in ("aa", "ba", "ab", "b", "a")])
-  names = [("aa", "ba", "ab", "b", "a")[n][0] for n in order]
-  assert names in (list("aaabb"), list("bbaaa"))
-
-
 def test_hashes_are_of_the_whole_prefix():
   tree = PrefixTree([GroupSpec(pages=8)], 2)
   digests = set()
