@@ -36,8 +36,8 @@ def model_digest(model: Any) -> str:
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model)):
     raise OptionError(
       "model",
-      "one of shapes alone, for a file of another with weights",
-      "weights, by which it is known whose file it is",
+      "one of shapes alone, for what was measured of one with weights",
+      "weights, by which it is known of which model that is",
       "load the model, or leave calibration= and table= out",
     )
   return fingerprint(model, jnp.bfloat16)
@@ -101,11 +101,27 @@ def save_calibration(
   return path
 
 
-def load_measured(path: str, model: Any) -> Calibration | Allocation:
-  """What a file has of a model: a calibration, or as JSON an allocation."""
-  if pathlib.Path(path).suffix == ".json":
-    return Allocation.load(path, model)
-  return load_calibration(path, model)
+def load_measured(
+  source: str | Calibration, model: Any
+) -> Calibration | Allocation:
+  """What was measured of a model: a calibration, or as JSON an allocation.
+
+  Args:
+    source: the file or its folder, or a calibration, which is compared with the
+      model; not inside of jit, where the weights are not known.
+    model: the `Transformer` that it has to be of.
+
+  Raises:
+    CheckpointFormatError: no file, or a bad one.
+    OptionError: what was measured of another model.
+  """
+  if isinstance(source, Calibration):
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model)):
+      _check_model(source, model, repr(source))
+    return source
+  if pathlib.Path(source).suffix == ".json":
+    return Allocation.load(source, model)
+  return load_calibration(source, model)
 
 
 def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
@@ -134,12 +150,17 @@ def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
     raise CheckpointFormatError(
       f"{file}", "arrays of another digest than it states", "its own", _REMEDY
     )
+  _check_model(found, model, f"{file}")
+  return found
+
+
+def _check_model(calibration: Calibration, model: Any, name: str) -> None:
+  """Refuses the calibration of another model."""
   mine = model_digest(model)
-  if found.model != mine:
+  if calibration.model != mine:
     raise OptionError(
       "calibration",
-      f"{file}, of a model of digest {found.model or 'unknown'}",
+      f"{name}, of a model of digest {calibration.model or 'unknown'}",
       f"that of this model, {mine}",
       "calibrate this model with python -m launch.calibrate",
     )
-  return found

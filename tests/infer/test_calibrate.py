@@ -170,7 +170,29 @@ def test_what_is_refused(model, found, tmp_path):
     rj.infer.calibrate(model, ROWS, outliers=0.9)
 
 
+@pytest.mark.parametrize(
+  "change",
+  [{}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1},
+   {"num_attention_heads": 8, "num_key_value_heads": 4},
+   {"num_attention_heads": 2, "num_key_value_heads": 1}],
+)  # fmt: skip
+def test_a_calibration_of_another_model_is_refused(found, change):
+  """Not only as a file, and whatever shapes the other model has."""
+  other = rj.models.create(CONFIG | change, seed=1)
+  kind = rj.kv.KINDS["nuq3"].with_options({"calibration": found[1]})
+  for make in (
+    lambda: other.cache_kind(kind),
+    lambda: other.init_cache(1, 32, kind=kind),
+    lambda: rj.infer.Session(other, 32, cache_kind=kind),
+    lambda: rj.kv.SimulatedCache.create(other, kind),
+  ):
+    with pytest.raises(OptionError, match="of a model of digest"):
+      make()
+
+
 def test_weights_in_another_dtype_are_the_same_model(model, found):
   folder, made = found
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
   assert load_calibration(folder, half) == made
+  kind = rj.kv.KINDS["nuq3"].with_options({"calibration": made})
+  assert half.cache_kind(kind) == model.cache_kind(kind) == kind

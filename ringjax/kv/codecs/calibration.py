@@ -75,8 +75,8 @@ class Calibrated(Codec):
   unrotated: bool = True
   calibration: Calibration | str | None = None
 
-  def for_model(self, load: Callable[[str], Any]) -> Calibrated:
-    if not isinstance(self.calibration, str):
+  def for_model(self, load: Callable[[Any], Any]) -> Calibrated:
+    if self.calibration is None:
       return self
     return dataclasses.replace(self, calibration=load(self.calibration))
 
