@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ringjax import tree
-from ringjax.errors import OptionError
+from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache import (
   KVCache,
@@ -318,6 +318,8 @@ class EvictingCache(WithOpenCache):
     Raises:
       OptionError: inside of jit, where the memory can't shrink; or without a
         repetition, for a policy that needs one.
+      NotFiniteError: a policy whose scores are NaN, or -inf for all tokens of a
+        head; nothing is lost.
     """
     if self.kind.repeats and repeated is None:
       raise OptionError(
@@ -363,7 +365,8 @@ class EvictingCache(WithOpenCache):
       self, kind=dataclasses.replace(self.kind, policy=policy)
     )
     scores = {} if repeated is None else repeated.scores
-    keep, masses, sizes, stays = chosen(cache, tuple(counts), scores)
+    keep, masses, sizes, stays, wrong = chosen(cache, tuple(counts), scores)
+    self._check_scores(host(wrong))
     room = math.ceil(self.kind.room / self.shards)
     local = few_sizes(int(host(stays).max(initial=0)) + room)
     shape = [(0, 0)] * len(self.pages)
@@ -373,6 +376,23 @@ class EvictingCache(WithOpenCache):
       shape[n] = few_sizes(pages), few_sizes(most, 2)
     made = repacked(cache, keep, masses, tuple(shape), local)
     return dataclasses.replace(made, kind=self.kind)
+
+  def _check_scores(self, wrong: np.ndarray) -> None:
+    """Refuses a choice by scores that are NaN or -inf for all tokens.
+
+    Args:
+      wrong: bool [B, 2], see `chosen`.
+    """
+    for got, rows in zip(
+      ("scores of NaN", "-inf for all tokens of a head"), wrong.T, strict=True
+    ):
+      if rows.any():
+        raise NotFiniteError(
+          f"policy {self.kind.policy}",
+          f"{got}, in row {int(rows.argmax())}",
+          "a score that is a number for some token of each head, NaN for none",
+          "correct the policy's scores(); the cache holds all of its tokens",
+        )
 
   def _competing(self) -> list[int]:
     """By layer of the model the KV heads of which a policy chooses tokens."""

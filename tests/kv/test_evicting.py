@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import OptionError
+from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.pages import few_sizes
@@ -254,6 +256,58 @@ def test_what_is_refused():
     cache.export(0, 0, 4)
   with pytest.raises(OptionError, match="an empty cache"):
     read(1, tokens, cache, "grouped", attend=rj.models.ContextParallel())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faulty(rj.kv.Policy):
+  """Scores of which those of the last head of the last row are wrong."""
+
+  score: float
+
+  def scores(self, look):
+    fine = -look.pos.astype(np.float32)
+    row, head = jnp.indices(fine.shape[:2], sparse=True)
+    last = (row == fine.shape[0] - 1) & (head == fine.shape[1] - 1)
+    return jnp.where(last[..., None], self.score, fine)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nothing(rj.kv.Policy):
+  """Keeps no token, whatever the scores are."""
+
+  def scores(self, look):
+    return jnp.zeros(look.pos.shape, np.float32)
+
+  def kept(self, scores, counts):
+    return scores > 0
+
+
+@pytest.mark.parametrize(
+  ("policy", "says"),
+  [
+    (Faulty(score=float("nan")), "NaN, in row 1"),
+    (Faulty(score=-float("inf")), "of a head, in row 1"),
+    pytest.param(Nothing(), "of a head, in row 0", marks=pytest.mark.long),
+  ],
+)
+def test_scores_that_lose_a_head_are_refused(policy, says):
+  """By the policy's name; the cache goes on with all of its tokens."""
+  tokens = contract.text("grouped")[0][:B]
+  cache = empty(1, kind_of(policy, family="grouped"), "grouped")
+  _, cache = read(1, tokens[:, :T], cache.with_room(T), "grouped")
+  with pytest.raises(NotFiniteError, match=f"{type(policy).__name__}.*{says}"):
+    cache.evict()
+  assert all((x == T).all() for x in cache.tokens())
+  got, _ = read(1, tokens[:, T : T + 1], cache.with_room(1), "grouped")
+  contract.close(got, contract.text("grouped")[1][:B, T : T + 1])
+
+
+def test_a_share_of_no_attention_is_refused():
+  for recovered in (0, 0.0, -0.5, 1.5):
+    with pytest.raises(OptionError, match=r"recovered.* above 0, at most 1"):
+      rj.kv.FastGen(recovered=recovered)
+  with pytest.raises(OptionError, match="recovered: got 0"):
+    kind_text.parse("fastgen:recovered=0")
 
 
 def test_kinds_have_a_text():

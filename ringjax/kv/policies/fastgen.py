@@ -50,7 +50,7 @@ class FastGen(Policy):
     number(
       "recovered",
       self.recovered,
-      least=0.0,
+      above=0.0,
       most=1.0,
       remedy="pass recovered=0.95",
     )

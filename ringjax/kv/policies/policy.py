@@ -170,7 +170,10 @@ class Policy:
     return [self.many(length)] * len(heads)
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
-    """The higher, the sooner a token stays; of one layer."""
+    """The higher, the sooner a token stays; of one layer.
+
+    `EvictingCache.evict` refuses NaN, and a head with -inf for all tokens.
+    """
     raise NotImplementedError
 
   def kept(
