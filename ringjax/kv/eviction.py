@@ -84,6 +84,7 @@ def part_specs(part: _Part) -> _Part:
       each(noted.total, P(None, batch, heads)),
       each(noted.squares, P(None, batch, heads)),
       each(noted.score, places.by_head),
+      each(noted.choice, P(None, batch, heads)),
     ),
   )
 
@@ -181,7 +182,7 @@ def visit_of(cache: Any, kind: int, heads: int, q: Any, at: Any) -> Visit:
 @jax.jit
 def chosen(
   cache: Any, counts: tuple[Any, ...], repeated: dict[int, Any]
-) -> tuple[Any, Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any]:
   """What stays of each kind of layers.
 
   Args:
@@ -193,13 +194,17 @@ def chosen(
     by kind of layers, bool [L, B, K, s] over the slots of pages and of the
     open cache on each device; sums of column masses of the same shape, or None;
     pages of all heads and of the largest on each device; how many tokens
-    stay open, [B, R]; and of each row bool [B, 2], whether some score is NaN,
-    and whether a head's scores are all -inf or the row would keep nothing.
+    stay open, [B, R]; of each row bool [B, 2], whether some score is NaN,
+    and whether a head's scores are all -inf or the row would keep nothing; and
+    by kind, of a policy with choices, which of them heads took, [L, B, K].
   """
   parts = paged_parts(cache)
   kinds = tuple(parts)
   places = cache.places
   watch, policy = cache.watch, cache.kind.policy
+  choosing = [
+    n for n in kinds if policy and policy.choices and not cache.windowed(n)
+  ]
 
   def local(
     parts: Any,
@@ -231,7 +236,7 @@ def chosen(
     else:
       keep = _by_policy(cache, kinds, found, [counts[n] for n in kinds])
     wrong = _wrong([scored.flags for scored in every], keep)
-    keeps, masses, sizes = {}, {}, {}
+    keeps, masses, sizes, choice = {}, {}, {}, {}
     for n, mine, scored in zip(kinds, keep, every, strict=True):
       heads = parts[n].k.shape[2]
       first = places.first_head(heads)
@@ -252,15 +257,18 @@ def chosen(
         paged = jnp.broadcast_to(whole, each.shape).reshape(paged.shape)
       kept = jnp.concatenate([paged, open_], 3)
       keeps[n] = kept
+      if n in choosing:
+        choice[n] = scored.choice
       masses[n] = None if scored.mass is None else back(scored.mass)
       sizes[n] = page_counts(kept, parts[n].pages.slots)
     opened = jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
-    return keeps, masses, sizes, opened, wrong
+    return keeps, masses, sizes, opened, wrong, choice
 
   by_head = dict.fromkeys(kinds, places.by_head)
+  heads = P(None, places.batch or None, places.heads or None)
   summed = policy is not None and policy.sums
   everywhere = cache.open.held._everywhere
-  keeps, masses, sizes, stays, wrong = places.local(
+  keeps, masses, sizes, stays, wrong, choice = places.local(
     local,
     (
       {n: part_specs(part) for n, part in parts.items()},
@@ -277,9 +285,11 @@ def chosen(
       dict.fromkeys(kinds, places.pool),
       places.by_example,
       P(places.batch or None),
+      dict.fromkeys(choosing, heads),
     ),
   )(parts, cache.open.at, cache.length, watch.at, watch.count, counts, repeated)
-  return keeps, masses, *jax.tree.map(everywhere, (sizes, stays, wrong))
+  small = jax.tree.map(everywhere, (sizes, stays, wrong))
+  return keeps, masses, *small, choice
 
 
 def _wrong(flags: list[jax.Array], keep: list[jax.Array]) -> jax.Array:
@@ -351,12 +361,14 @@ class _Scored(NamedTuple):
     mass: sums of column masses in order, or None.
     flags: bool [L, B, K, 3]: whether the policy's scores have a NaN, are all
       -inf, and whether there is a token; False of layers with windows.
+    choice: int32 [L, B, K] on each device, the highest score of a token.
   """
 
   scores: jax.Array
   order: jax.Array
   mass: Any
   flags: jax.Array
+  choice: jax.Array
 
 
 def _scored(
@@ -407,6 +419,7 @@ def _scored(
       covariance=covariance,
     )
     mass, flags = None, jnp.zeros((*lead, 3), bool)
+    choice = jnp.zeros(lead, jnp.int32)
     if cache.windowed(kind):
       near = look.pos >= (length - shape.reach)[:, None, None]
       scores = jnp.where(near, 0.0, -jnp.inf)
@@ -418,6 +431,8 @@ def _scored(
       nan = jnp.any(jnp.isnan(scores) & look.real, 2)
       lost = some & ~nan & ~jnp.any((scores > -jnp.inf) & look.real, 2)
       flags = jnp.stack([nan, lost, some], 2)
+      if policy.choices:
+        choice = jnp.max(jnp.where(look.real, scores, 0.0), 2).astype(jnp.int32)
       # Only what stays open has more.
       scores = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
     if policy is not None and policy.sums:
@@ -428,7 +443,7 @@ def _scored(
     scores = jnp.where(look.ordered(exact), jnp.inf, scores)
     scores = jnp.where(look.real, scores, -jnp.inf)
     whole = places.all_heads
-    return _Scored(whole(scores), order, mass, whole(flags))
+    return _Scored(whole(scores), order, mass, whole(flags), choice)
 
   return lax.map(one, jnp.arange(shape.layers, dtype=jnp.int32))
 

@@ -302,6 +302,36 @@ def test_scores_that_lose_a_head_are_refused(policy, says):
   contract.close(got, contract.text("grouped")[1][:B, T : T + 1])
 
 
+@pytest.mark.parametrize(
+  ("recovered", "shards"),
+  [(0.5, 1), *(pytest.param(*x, marks=pytest.mark.long)
+               for x in ((0.01, 1), (0.9, 4), (1.0, 1)))],
+)  # fmt: skip
+def test_heads_say_what_they_chose(recovered, shards):
+  """FastGen's sets hold each other; which one is seen in what is kept."""
+  policy = rj.kv.FastGen(recovered=recovered, budget=3, local=3, window=T)
+  family = "grouped"
+  names = policy.choices
+  tokens = contract.text(family)[0][:B]
+  cache = empty(shards, kind_of(policy, family=family), family)
+  each = T if shards == 1 else np.full((B, shards), T // shards)
+  _, cache = read(shards, tokens[:, :T], cache.with_room(each), family)
+  assert set(cache.choices(0)) == {None}
+  cache = cache.evict()
+  for row in range(B):
+    pairs = zip(cache.choices(row), cache.positions(row), strict=True)
+    for heads, kept in pairs:
+      for name, mine in zip(heads, kept, strict=True):
+        least, most = {
+          names[0]: (2, 2), names[1]: (4, 5), names[2]: (4, 7), names[3]: (T, T)
+        }[name]  # fmt: skip
+        assert {0, T - 1} <= set(mine.tolist())
+        assert least <= mine.size <= most
+        assert name in {0.01: names[:1], 1.0: names[3:]}.get(recovered, names)
+  assert cache.take([1]).choices(0) == cache.choices(1)
+  assert set(cache.reset([0]).choices(0)) == {None}
+
+
 def test_a_share_of_no_attention_is_refused():
   for recovered in (0, 0.0, -0.5, 1.5):
     with pytest.raises(OptionError, match=r"recovered.* above 0, at most 1"):

@@ -119,6 +119,9 @@ class Policy:
   sums: ClassVar[bool] = False
   # Whether it scores tokens by a repetition of the context.
   repeats: ClassVar[bool] = False
+  # Sets of tokens of which each head takes one, by name. The score of a token
+  # that stays is then the number of its head's set, from 1.
+  choices: ClassVar[tuple[str, ...]] = ()
   # Whether it reads keys, values or queries, and not positions alone.
   reads: ClassVar[bool] = True
 
