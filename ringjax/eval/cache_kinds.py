@@ -179,7 +179,9 @@ def _choices(
 ) -> dict[str, list[list[int]]]:
   """How often each choice was taken, by layer and head; see `KindCost`."""
   names = () if kind.policy is None else kind.policy.choices
-  layers = [[heads or [] for heads in layer] for layer in zip(*taken, strict=True)]
+  layers = [
+    [heads or [] for heads in layer] for layer in zip(*taken, strict=True)
+  ]
   count = lambda name, layer: [
     sum(x == name for x in head) for head in zip(*layer, strict=True)
   ]

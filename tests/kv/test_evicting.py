@@ -195,6 +195,35 @@ def test_rows_are_independent():
   assert after.truncate(4).length.tolist() == [4, 4]
 
 
+def test_evicting_one_of_three_rows_that_share_pages_harms_no_other():
+  tokens = contract.text("grouped")[0]
+  kind = kind_of(POLICIES["snapkv"], family="grouped")
+  _, cache = read(1, tokens[:1, :T], empty(1, kind, "grouped", 1), "grouped")
+  source = cache.evict()
+  before = jax.tree.map(np.asarray, source)
+  more = np.tile(tokens[:1, T : T + 4], (3, 1))
+  want, _ = read(1, more[:1], source.with_room(4), "grouped")
+  three = source.take([0, 0, 0])
+  assert three.pages[0].k.nbytes == source.pages[0].k.nbytes
+  # The second goes on, and is evicted.
+  seg = np.zeros((3, 4), np.int32)
+  seg[1] = 1
+  _, three = read(
+    1, more, three.with_room(4), "grouped", segment_ids=seg,
+    positions=np.tile(np.arange(T, T + 4, dtype=np.int32), (3, 1)),
+  )  # fmt: skip
+  three = three.evict()
+  assert three.length.tolist() == [T, T + 4, T]
+  assert three.tokens()[0][0].tolist() == [[6, 6], [8, 8], [6, 6]]
+  jax.tree.map(np.testing.assert_array_equal, before, source)
+  kept = lambda cache, row: [np.stack(x).tolist() for x in cache.positions(row)]
+  assert kept(three, 0) == kept(three, 2) == kept(source, 0)
+  assert kept(three, 1) != kept(source, 0)
+  for row in (0, 2):
+    got, _ = read(1, more[:1], three.take([row]).with_room(4), "grouped")
+    contract.close(got, want)
+
+
 def test_exact_tokens_stay_as_they_are():
   """With a codec the first and the newest tokens are not encoded."""
   kind = kind_of(None, "int2", "grouped", first=2, recent=5)
