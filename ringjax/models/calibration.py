@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.kv.allocation import Allocation
-from ringjax.kv.codecs.calibration import Calibration
+from ringjax.kv.codecs.calibration import WEIGHTS, Calibration
 from ringjax.models.fingerprint import fingerprint
 
 FILE = "kv_calibration.safetensors"
@@ -43,13 +43,15 @@ def model_digest(model: Any) -> str:
   return fingerprint(model, jnp.bfloat16)
 
 
-def make(model: str, arrays: Mapping[str, np.ndarray]) -> Calibration:
+def make(
+  model: str, arrays: Mapping[str, np.ndarray], weights: str = WEIGHTS[0]
+) -> Calibration:
   """A calibration of these arrays, for the model of a digest."""
   found = hashlib.sha256(model.encode())
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name], np.float32)
     found.update(f"{name} {array.shape}".encode() + array.tobytes())
-  return Calibration(model, found.hexdigest()[:16], dict(arrays))
+  return Calibration(model, found.hexdigest()[:16], dict(arrays), weights)
 
 
 def write_tensors(
@@ -96,7 +98,11 @@ def save_calibration(
 ) -> pathlib.Path:
   """Writes a calibration into a folder; its path."""
   path = pathlib.Path(folder) / FILE
-  metadata = {"model": calibration.model, "digest": calibration.digest}
+  metadata = {
+    "model": calibration.model,
+    "digest": calibration.digest,
+    "weights": calibration.weights,
+  }
   write_tensors(path, calibration.arrays, metadata)
   return path
 
@@ -140,7 +146,8 @@ def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
   if file.is_dir():
     file = file / FILE
   arrays, metadata = read_tensors(file)
-  found = make(metadata.get("model", ""), arrays)
+  weights = metadata.get("weights", WEIGHTS[0])
+  found = make(metadata.get("model", ""), arrays, weights)
   bad = [name for name, x in arrays.items() if not np.isfinite(x).all()]
   if bad:
     raise CheckpointFormatError(
