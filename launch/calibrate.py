@@ -35,6 +35,7 @@ from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
 from ringjax.kv import CacheKind, allocate_bits, kind_text
 from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
+from ringjax.kv.codecs.calibration import WEIGHTS
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
 from ringjax.models.calibration import FILE
@@ -56,6 +57,14 @@ def define(values: flags.FlagValues) -> None:
   new.whole("length", 2048, "Tokens of each.", 16)
   new.number("outliers", 0.01, "Part of a channel beyond its scale.", 0)
   new.whole("first", 1, "Tokens at the beginning of a text to leave out.", 0)
+  flags.DEFINE_enum(
+    "weights",
+    WEIGHTS[0],
+    WEIGHTS,
+    "What an error counts: fisher, the squared gradient of the loss by the "
+    "number; none: the same for all numbers.",
+    flag_values=values,
+  )
   new.number(
     "bits", None, "Budget of bits a number: allocates codecs to heads.", 0
   )
@@ -153,6 +162,7 @@ def _calibrate(
     rows,
     outliers=values.outliers,
     first=values.first,
+    weights=values.weights,
     folder=out,
     progress=lambda done, total: screen.at(done),
   )
@@ -160,6 +170,7 @@ def _calibrate(
     "out": str(out / FILE),
     "model": made.model,
     "digest": made.digest,
+    "weights": made.weights,
     "tokens": int(rows.size),
   }
 
@@ -211,7 +222,7 @@ def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
 
 def _refuse_unused(values: flags.FlagValues) -> None:
   """No flag that was set is without effect."""
-  others = ("outliers", "first")
+  others = ("outliers", "first", "weights")
   if values.bits is None:
     others = ("cache", "by", "measure")
   unused = [f"--{name}" for name in others if values[name].present]

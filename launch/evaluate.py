@@ -637,6 +637,7 @@ class _Evaluation:
         + "".join(f"{x:>9.0%}" for x in scores[n : n + 1])
         for n, cost in enumerate(costs)
       ),
+      *(line for cost in costs for line in _choice_lines(cost, rows)),
     ]
     return lines, lambda path: charts.cache_costs(costs, path)
 
@@ -965,6 +966,21 @@ def _entropy_lines(
       cells = "".join(f"{x:>8.3f}" for x in row)
       lines.append(f"{layer:>5}{head:>6}{cells}")
   return lines
+
+
+def _choice_lines(cost: KindCost, rows: int) -> list[str]:
+  """Which tokens the heads keep, where the policy lets each choose."""
+  if not cost.choices:
+    return []
+  wide = max(map(len, cost.choices))
+  each = lambda layers: " | ".join(
+    " ".join(f"{n:>{len(str(rows))}}" for n in heads) or "-"
+    for heads in layers
+  )
+  return [
+    f"{cost.name}: choices in {rows} texts, layer | layer, a number a KV head",
+    *(f"{name:<{wide}}  {each(x)}" for name, x in cost.choices.items()),
+  ]
 
 
 def _logged(path: str) -> Iterator[dict[str, Any]]:

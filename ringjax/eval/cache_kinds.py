@@ -43,6 +43,8 @@ class KindCost:
     loss: how much more that is than without a cache.
     kl: mean Kullback-Leibler divergence of the predictions, nats a token.
     far: root of the mean squared distance of the logits, relative to theirs.
+    choices: of a policy with choices, as FastGen, in how many texts a KV head
+      took each of them: by layer of the model and by head, in that order.
   """
 
   name: str
@@ -52,6 +54,7 @@ class KindCost:
   loss: float
   kl: float
   far: float
+  choices: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
 
   def record(self) -> dict[str, Any]:
     """The fields as JSON."""
@@ -100,10 +103,12 @@ def compare_caches(
   costs, done = [], 0
   for name, kind in found.items():
     sums, nbytes = np.zeros(6), 0
+    taken: list[list[list[str] | None]] = []
     for row in ids:
       text = jnp.asarray(row[None], jnp.int32)
       if kind.evicting and name not in caches:
-        part, nbytes = _costs_behind(model, text, kind)
+        part, nbytes, choices = _costs_behind(model, text, kind)
+        taken.append(choices)
       else:
         part = _costs(model, text, caches.get(name))
       if kind.evicting and name in caches and not nbytes:
@@ -125,6 +130,7 @@ def compare_caches(
         loss=float(nll - base),
         kl=float(kl),
         far=float(np.sqrt(square / all_)),
+        choices=_choices(kind, taken),
       )
     )
     on_kind(costs[-1])
@@ -147,8 +153,11 @@ def _costs(
 
 def _costs_behind(
   model: Transformer, tokens: Int[Array, "1 T"], kind: CacheKind
-) -> tuple[Float[Array, " 6"], int]:
-  """The same of the second half, behind a first half that was evicted."""
+) -> tuple[Float[Array, " 6"], int, list[list[str] | None]]:
+  """The same of the second half, behind a first half that was evicted.
+
+  Also the bytes of the cache, and the choices of its heads.
+  """
   length = tokens.shape[1]
   half = length // 2
   cache = model.init_cache(1, length, kind=kind)
@@ -157,10 +166,26 @@ def _costs_behind(
     cache = evict_by_repetition(model, cache, tokens[:, :half])
   else:
     cache = cache.evict()
+  choices = cache.choices(0)
   cache = cache.with_room(length - half)
   got, cache = model(tokens[:, half:], cache=cache)
   want = model(tokens)[:, half:]
-  return _sums(want, got, tokens[:, half:]), bytes_each(cache.flush())
+  sums = _sums(want, got, tokens[:, half:])
+  return sums, bytes_each(cache.flush()), choices
+
+
+def _choices(
+  kind: CacheKind, taken: list[list[list[str] | None]]
+) -> dict[str, list[list[int]]]:
+  """How often each choice was taken, by layer and head; see `KindCost`."""
+  names = () if kind.policy is None else kind.policy.choices
+  layers = [
+    [heads or [] for heads in layer] for layer in zip(*taken, strict=True)
+  ]
+  count = lambda name, layer: [
+    sum(x == name for x in head) for head in zip(*layer, strict=True)
+  ]
+  return {name: [count(name, layer) for layer in layers] for name in names}
 
 
 @jax.jit

@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ringjax import tree
-from ringjax.checks import integer, number
+from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
@@ -36,7 +36,7 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.kv.base import FreshLayer, NoCache
-from ringjax.kv.codecs.calibration import BITS, Calibration
+from ringjax.kv.codecs.calibration import BITS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook, marked
 from ringjax.kv.state import StateShape
 from ringjax.models import calibration as files
@@ -55,6 +55,7 @@ def calibrate(
   *,
   outliers: int | float = 0.01,
   first: int = 1,
+  weights: str = "fisher",
   folder: str | os.PathLike[str] | None = None,
   progress: Callable[[int, int], Any] | None = None,
 ) -> Calibration:
@@ -65,6 +66,8 @@ def calibrate(
     tokens: int32 [N, T], texts; KVQuant takes 16 of 2,048 tokens.
     outliers: the part of a channel's numbers that its scale leaves out.
     first: tokens at the beginning of each text that are left out.
+    weights: what an error of a number counts: "fisher", the squared gradient of
+      the loss by it; "none", the same for all, which needs no gradients.
     folder: keeps what is measured after each text, so that a run that was
       killed resumes, and gets the calibration at the end.
     progress: called with the number of passes over a text that are done and
@@ -86,6 +89,7 @@ def calibrate(
     )
   number("outliers", outliers, least=0, most=0.5)
   integer("first", first, least=0, most=ids.shape[1] - 2)
+  one_of("weights", weights, WEIGHTS)
   if jax.process_count() > 1:
     raise MeshError(
       "processes",
@@ -105,8 +109,10 @@ def calibrate(
     )
   mine = files.model_digest(model)
   inputs = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
-  inputs.update(f"{mine} {ids.shape} {outliers} {first}".encode())
-  work = _Work(model, ids, kinds, outliers, first, inputs.hexdigest()[:16])
+  inputs.update(f"{mine} {ids.shape} {outliers} {first} {weights}".encode())
+  work = _Work(
+    model, ids, kinds, outliers, first, weights, inputs.hexdigest()[:16]
+  )
   partial = None if folder is None else pathlib.Path(folder) / PARTIAL
   if partial is not None and partial.exists():
     # One that is broken is worth nothing: the texts are read anew.
@@ -119,7 +125,7 @@ def calibrate(
       files.write_tensors(partial, work.arrays, work.metadata())
     if progress is not None:
       progress(work.done, total)
-  made = files.make(mine, work.finish())
+  made = files.make(mine, work.finish(), weights)
   if folder is not None:
     files.save_calibration(made, folder)
   if partial is not None:
@@ -144,10 +150,12 @@ class _Work:
     kinds: list[int],
     outliers: float,
     first: int,
+    weights: str,
     inputs: str,
   ):
     self.model, self.ids, self.kinds = model, ids, kinds
     self.outliers, self.first, self.inputs = outliers, first, inputs
+    self.weights = weights
     self.done = 0
     count = ids.shape[0] * (ids.shape[1] - first)
     # The quantile is that many numbers from either end.
@@ -162,7 +170,7 @@ class _Work:
       for part in ("keys", "values"):
         self.arrays[f"{n}.{part}"] = np.zeros((2, *lead, _CELLS), np.float32)
     self._ends = jax.jit(_ends, static_argnums=(3,))
-    self._counts = jax.jit(_counts, static_argnums=(4, 5))
+    self._counts = jax.jit(_counts, static_argnums=(4, 5, 6))
 
   def metadata(self) -> dict[str, str]:
     return {"inputs": self.inputs, "done": f"{self.done}"}
@@ -189,7 +197,13 @@ class _Work:
     else:
       scales = {n: self.scales(n) for n in self.kinds}
       new = self._counts(
-        self.model, row, held, scales, self.first, self.outliers
+        self.model,
+        row,
+        held,
+        scales,
+        self.first,
+        self.outliers,
+        self.weights,
       )
     self.arrays |= {name: np.asarray(x) for name, x in new.items()}
     self.done += 1
@@ -285,6 +299,7 @@ def _counts(
   scales: dict[int, Any],
   first: int,
   outliers: float,
+  weights: str,
 ) -> dict[str, Any]:
   """The cells' weights and sums with those of one more text."""
   empty = _Recording.create(model, tokens.shape[1] - 1)
@@ -298,7 +313,11 @@ def _counts(
       jnp.take_along_axis(chance, tokens[:, 1:, None], -1)
     ), seen.slots
 
-  gradients, seen = jax.grad(loss, has_aux=True)(empty.slots)
+  if weights == "fisher":
+    gradients, seen = jax.grad(loss, has_aux=True)(empty.slots)
+  else:
+    _, seen = loss(empty.slots)
+    gradients = jax.tree.map(jnp.ones_like, seen)
   found = {}
   for n, (k, v) in enumerate(seen):
     if n not in scales:

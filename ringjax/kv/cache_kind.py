@@ -302,8 +302,11 @@ class CacheKind:
       )
     return self.codec.as_wire(dtype)
 
-  def for_model(self, load: Callable[[str], Any]) -> CacheKind:
-    """For a model; `load` reads what a file or a folder has of it."""
+  def for_model(self, load: Callable[[Any], Any]) -> CacheKind:
+    """For a model; `load` reads what a file or a folder has of it.
+
+    A calibration that is there already goes to `load` to be compared.
+    """
     if self.codec is None:
       return self
     codec = self.codec.for_model(load)

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ringjax import tree
-from ringjax.errors import OptionError
+from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.kv.cache import (
   KVCache,
@@ -152,10 +152,16 @@ class EvictingCache(WithOpenCache):
         noted.append(Noted())
         continue
       heads = shape.heads * shape.reading.groups
-      summed = kind.policy is not None and kind.policy.sums
+      sums = kind.policy is not None and kind.policy.sums
+      chooses = kind.policy is not None and kind.policy.choices
       noted.append(
         watch.noted_spec(
-          room, shape.layers, heads, shape.key, shape.heads if summed else 0
+          room,
+          shape.layers,
+          heads,
+          shape.key,
+          shape.heads if sums else 0,
+          shape.heads if chooses else 0,
         )
       )
     return cls(
@@ -236,6 +242,26 @@ class EvictingCache(WithOpenCache):
       return held + newest[None, :, None]
 
     return [one(pages) for pages in self.pages]
+
+  def choices(self, row: int) -> list[list[str] | None]:
+    """Which of the policy's choices the heads of a row took, see `FastGen`.
+
+    Returns:
+      by the number of the layer in the model, for each KV head the choice of
+      the last eviction; None for layers that had none.
+    """
+    names = () if self.kind.policy is None else self.kind.policy.choices
+    row = int(self.open._rows([row])[0])
+    found: list[list[str] | None]
+    found = [None] * sum(shape.layers for shape in self.shapes)
+    for shape, noted in zip(self.shapes, self.noted, strict=True):
+      if noted.choice is None:
+        continue
+      each = host(noted.choice)[:, row]
+      for which, numbers in zip(shape.which, each.tolist(), strict=True):
+        if all(numbers):
+          found[which] = [names[n - 1] for n in numbers]
+    return found
 
   def free(self) -> np.ndarray | None:
     """Tokens that may still come, int [B, R]; None where they are traced."""
@@ -318,6 +344,8 @@ class EvictingCache(WithOpenCache):
     Raises:
       OptionError: inside of jit, where the memory can't shrink; or without a
         repetition, for a policy that needs one.
+      NotFiniteError: a policy whose scores are NaN, or -inf for all tokens of a
+        head; nothing is lost.
     """
     if self.kind.repeats and repeated is None:
       raise OptionError(
@@ -363,7 +391,9 @@ class EvictingCache(WithOpenCache):
       self, kind=dataclasses.replace(self.kind, policy=policy)
     )
     scores = {} if repeated is None else repeated.scores
-    keep, masses, sizes, stays = chosen(cache, tuple(counts), scores)
+    found = chosen(cache, tuple(counts), scores)
+    keep, masses, sizes, stays, wrong, choice = found
+    self._check_scores(host(wrong))
     room = math.ceil(self.kind.room / self.shards)
     local = few_sizes(int(host(stays).max(initial=0)) + room)
     shape = [(0, 0)] * len(self.pages)
@@ -372,7 +402,27 @@ class EvictingCache(WithOpenCache):
       # The table of a head is small.
       shape[n] = few_sizes(pages), few_sizes(most, 2)
     made = repacked(cache, keep, masses, tuple(shape), local)
-    return dataclasses.replace(made, kind=self.kind)
+    noted = list(made.noted)
+    for n, numbers in choice.items():
+      noted[n] = noted[n]._replace(choice=numbers)
+    return dataclasses.replace(made, kind=self.kind, noted=tuple(noted))
+
+  def _check_scores(self, wrong: np.ndarray) -> None:
+    """Refuses a choice by scores that are NaN or -inf for all tokens.
+
+    Args:
+      wrong: bool [B, 2], see `chosen`.
+    """
+    for got, rows in zip(
+      ("scores of NaN", "-inf for all tokens of a head"), wrong.T, strict=True
+    ):
+      if rows.any():
+        raise NotFiniteError(
+          f"policy {self.kind.policy}",
+          f"{got}, in row {int(rows.argmax())}",
+          "a score that is a number for some token of each head, NaN for none",
+          "correct the policy's scores(); the cache holds all of its tokens",
+        )
 
   def _competing(self) -> list[int]:
     """By layer of the model the KV heads of which a policy chooses tokens."""

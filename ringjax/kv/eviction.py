@@ -84,6 +84,7 @@ def part_specs(part: _Part) -> _Part:
       each(noted.total, P(None, batch, heads)),
       each(noted.squares, P(None, batch, heads)),
       each(noted.score, places.by_head),
+      each(noted.choice, P(None, batch, heads)),
     ),
   )
 
@@ -181,7 +182,7 @@ def visit_of(cache: Any, kind: int, heads: int, q: Any, at: Any) -> Visit:
 @jax.jit
 def chosen(
   cache: Any, counts: tuple[Any, ...], repeated: dict[int, Any]
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any]:
   """What stays of each kind of layers.
 
   Args:
@@ -192,13 +193,18 @@ def chosen(
   Returns:
     by kind of layers, bool [L, B, K, s] over the slots of pages and of the
     open cache on each device; sums of column masses of the same shape, or None;
-    pages of all heads and of the largest on each device; and how many tokens
-    stay open, [B, R].
+    pages of all heads and of the largest on each device; how many tokens
+    stay open, [B, R]; of each row bool [B, 2], whether some score is NaN,
+    and whether a head's scores are all -inf or the row would keep nothing; and
+    by kind, of a policy with choices, which of them heads took, [L, B, K].
   """
   parts = paged_parts(cache)
   kinds = tuple(parts)
   places = cache.places
   watch, policy = cache.watch, cache.kind.policy
+  choosing = [
+    n for n in kinds if policy and policy.choices and not cache.windowed(n)
+  ]
 
   def local(
     parts: Any,
@@ -210,7 +216,7 @@ def chosen(
     repeated: Any,
   ) -> Any:
     stays = _staying(Coords(*at), cache.kind, places)
-    found, orders, sums = [], [], []
+    every = []
     for n in kinds:
       scored = _scored(
         cache,
@@ -223,20 +229,20 @@ def chosen(
         seen,
         repeated.get(n),
       )
-      found.append(scored[0])
-      orders.append(scored[1])
-      sums.append(scored[2])
+      every.append(scored)
+    found = [scored.scores for scored in every]
     if policy is None:
       keep = [x > -jnp.inf for x in found]
     else:
       keep = _by_policy(cache, kinds, found, [counts[n] for n in kinds])
-    keeps, masses, sizes = {}, {}, {}
-    for n, mine, order, mass in zip(kinds, keep, orders, sums, strict=True):
+    wrong = _wrong([scored.flags for scored in every], keep)
+    keeps, masses, sizes, choice = {}, {}, {}, {}
+    for n, mine, scored in zip(kinds, keep, every, strict=True):
       heads = parts[n].k.shape[2]
       first = places.first_head(heads)
       mine = lax.dynamic_slice_in_dim(mine, first, heads, 2)
       back = functools.partial(
-        unordered, order, places, mine.shape[3] // places.shards
+        unordered, scored.order, places, mine.shape[3] // places.shards
       )
       kept = back(mine)
       slots = stays.shape[1]
@@ -251,14 +257,18 @@ def chosen(
         paged = jnp.broadcast_to(whole, each.shape).reshape(paged.shape)
       kept = jnp.concatenate([paged, open_], 3)
       keeps[n] = kept
-      masses[n] = None if mass is None else back(mass)
+      if n in choosing:
+        choice[n] = scored.choice
+      masses[n] = None if scored.mass is None else back(scored.mass)
       sizes[n] = page_counts(kept, parts[n].pages.slots)
-    return keeps, masses, sizes, jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
+    opened = jnp.sum(stays, 1, dtype=jnp.int32)[:, None]
+    return keeps, masses, sizes, opened, wrong, choice
 
   by_head = dict.fromkeys(kinds, places.by_head)
+  heads = P(None, places.batch or None, places.heads or None)
   summed = policy is not None and policy.sums
   everywhere = cache.open.held._everywhere
-  keeps, masses, sizes, stays = places.local(
+  keeps, masses, sizes, stays, wrong, choice = places.local(
     local,
     (
       {n: part_specs(part) for n, part in parts.items()},
@@ -274,9 +284,28 @@ def chosen(
       by_head if summed else dict.fromkeys(kinds),
       dict.fromkeys(kinds, places.pool),
       places.by_example,
+      P(places.batch or None),
+      dict.fromkeys(choosing, heads),
     ),
   )(parts, cache.open.at, cache.length, watch.at, watch.count, counts, repeated)
-  return keeps, masses, *jax.tree.map(everywhere, (sizes, stays))
+  small = jax.tree.map(everywhere, (sizes, stays, wrong))
+  return keeps, masses, *small, choice
+
+
+def _wrong(flags: list[jax.Array], keep: list[jax.Array]) -> jax.Array:
+  """Of each row whether a score is NaN, and whether all of a head is lost.
+
+  Args:
+    flags: those of `_Scored`, of each kind of layers.
+    keep: bool [L, B, K, S], what stays of each.
+  """
+  nan, lost, real = (
+    jnp.stack([jnp.any(x[..., i], (0, 2)) for x in flags]).any(0)
+    for i in range(3)
+  )
+  kept = jnp.stack([jnp.any(x, (0, 2, 3)) for x in keep]).any(0)
+  # Heads may compete and one keep nothing, but no row loses all.
+  return jnp.stack([nan, lost | (real & ~kept)], 1)
 
 
 def _by_policy(
@@ -323,6 +352,25 @@ def _staying(at: Coords, kind: CacheKind, places: Places) -> jax.Array:
   return stays
 
 
+class _Scored(NamedTuple):
+  """Scores of the tokens of a kind of layers, of all heads, in order.
+
+  Fields:
+    scores: [L, B, K, S], inf for tokens that stay open, -inf for empty slots.
+    order: the order of the slots, [L, B, K, S].
+    mass: sums of column masses in order, or None.
+    flags: bool [L, B, K, 3]: whether the policy's scores have a NaN, are all
+      -inf, and whether there is a token; False of layers with windows.
+    choice: int32 [L, B, K] on each device, the highest score of a token.
+  """
+
+  scores: jax.Array
+  order: jax.Array
+  mass: Any
+  flags: jax.Array
+  choice: jax.Array
+
+
 def _scored(
   cache: Any,
   kind: int,
@@ -333,22 +381,17 @@ def _scored(
   watch_at: Any,
   seen: Any,
   repeated: Any,
-) -> tuple[jax.Array, jax.Array, Any]:
-  """Scores of all tokens in order, [L, B, all K, S], on each device.
-
-  Returns:
-    with inf for tokens that stay open, and -inf for empty slots; the order of
-    the slots, [L, B, K, S]; and sums of column masses in order, or None.
-  """
+) -> _Scored:
+  """Scores of all tokens in order, on each device."""
   shape, policy, places = cache.shapes[kind], cache.kind.policy, cache.places
   reading = shape.reading
   assert reading is not None
 
-  def one(layer: Any) -> tuple[jax.Array, jax.Array, Any]:
+  def one(layer: Any) -> _Scored:
     lead = part.k.shape[1:3]
     take = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
     views, slots = layer_views(cache, kind, layer, part, at)
-    order, whole = ordering(slots, places)
+    order, coords = ordering(slots, places)
     visit = mean = covariance = None
     noted = part.noted
     if noted.newest is not None:
@@ -364,7 +407,7 @@ def _scored(
       views=views,
       at=slots,
       order=order,
-      whole=whole,
+      whole=coords,
       length=length,
       layer=jnp.asarray(shape.which, jnp.int32)[layer],
       limit=cache.limit,
@@ -375,7 +418,8 @@ def _scored(
       mean=mean,
       covariance=covariance,
     )
-    mass = None
+    mass, flags = None, jnp.zeros((*lead, 3), bool)
+    choice = jnp.zeros(lead, jnp.int32)
     if cache.windowed(kind):
       near = look.pos >= (length - shape.reach)[:, None, None]
       scores = jnp.where(near, 0.0, -jnp.inf)
@@ -383,6 +427,12 @@ def _scored(
       scores = jnp.zeros(look.pos.shape, jnp.float32)
     else:
       scores = policy.scores(look).astype(jnp.float32)
+      some = jnp.any(look.real, 2)
+      nan = jnp.any(jnp.isnan(scores) & look.real, 2)
+      lost = some & ~nan & ~jnp.any((scores > -jnp.inf) & look.real, 2)
+      flags = jnp.stack([nan, lost, some], 2)
+      if policy.choices:
+        choice = jnp.max(jnp.where(look.real, scores, 0.0), 2).astype(jnp.int32)
       # Only what stays open has more.
       scores = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
     if policy is not None and policy.sums:
@@ -392,7 +442,8 @@ def _scored(
     exact = jnp.pad(wide, ((0, 0), (0, 0), (paged, 0)))
     scores = jnp.where(look.ordered(exact), jnp.inf, scores)
     scores = jnp.where(look.real, scores, -jnp.inf)
-    return places.all_heads(scores), order, mass
+    whole = places.all_heads
+    return _Scored(whole(scores), order, mass, whole(flags), choice)
 
   return lax.map(one, jnp.arange(shape.layers, dtype=jnp.int32))
 

@@ -35,12 +35,15 @@ class Noted(NamedTuple):
     total: float32 [L, B, N, H], the sum of those before their rotation.
     squares: float32 [L, B, N, H, H], the sum of their outer products.
     score: float32 [L, B, K, S], sums of column masses of the open slots.
+    choice: int32 [L, B, K], which of a policy's choices a head took at the
+      last eviction, from 1; 0: none.
   """
 
   newest: Any = None
   total: Any = None
   squares: Any = None
   score: Any = None
+  choice: Any = None
 
   def emptied(self, window: int) -> Noted:
     """With room for so many queries, of which there are none."""
@@ -92,18 +95,25 @@ class QueryWatch:
     )
 
   def noted_spec(
-    self, room: CacheSpec, layers: int, heads: int, dim: int, summed: int
+    self,
+    room: CacheSpec,
+    layers: int,
+    heads: int,
+    dim: int,
+    summed: int,
+    choosing: int,
   ) -> Noted:
     """Of layers with so many query heads of `dim` numbers.
 
-    `summed` is the number of KV heads whose column masses are summed, or 0.
+    `summed` is the number of KV heads whose column masses are summed, or 0;
+    `choosing` that of those that take one of a policy's choices, or 0.
     """
     lead, names = (layers, room.batch), (None, "batch")
 
     def like(shape: tuple[int, ...], dtype: Any, over: tuple) -> Any:
       return room.like((*lead, *shape), dtype, (*names, *over))
 
-    newest = total = squares = score = None
+    newest = total = squares = score = choice = None
     if summed:
       score = like((summed, room.capacity), jnp.float32, ("heads", "tokens"))
     if self.at is not None:
@@ -112,7 +122,9 @@ class QueryWatch:
     if self.count is not None:
       total = like((heads, dim), jnp.float32, ("heads",))
       squares = like((heads, dim, dim), jnp.float32, ("heads",))
-    return Noted(newest, total, squares, score)
+    if choosing:
+      choice = like((choosing,), jnp.int32, ("heads",))
+    return Noted(newest, total, squares, score, choice)
 
   def started(self, at: Coords, *, sharded: bool, anew: bool) -> QueryWatch:
     """For a call whose tokens have these coordinates, [B, T]."""
@@ -162,6 +174,8 @@ class QueryWatch:
     """With the queries of the call of one layer."""
     if anew and noted.score is not None:
       noted = noted._replace(score=noted.score * 0)
+    if anew and noted.choice is not None:
+      noted = noted._replace(choice=noted.choice * 0)
     put = lambda old, new: lax.dynamic_update_index_in_dim(
       old, new.astype(old.dtype), layer, 0
     )

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from ringjax.errors import CheckpointFormatError, OptionError
 from ringjax.kv.allocation import Allocation
-from ringjax.kv.codecs.calibration import Calibration
+from ringjax.kv.codecs.calibration import WEIGHTS, Calibration
 from ringjax.models.fingerprint import fingerprint
 
 FILE = "kv_calibration.safetensors"
@@ -36,20 +36,22 @@ def model_digest(model: Any) -> str:
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model)):
     raise OptionError(
       "model",
-      "one of shapes alone, for a file of another with weights",
-      "weights, by which it is known whose file it is",
+      "one of shapes alone, for what was measured of one with weights",
+      "weights, by which it is known of which model that is",
       "load the model, or leave calibration= and table= out",
     )
   return fingerprint(model, jnp.bfloat16)
 
 
-def make(model: str, arrays: Mapping[str, np.ndarray]) -> Calibration:
+def make(
+  model: str, arrays: Mapping[str, np.ndarray], weights: str = WEIGHTS[0]
+) -> Calibration:
   """A calibration of these arrays, for the model of a digest."""
   found = hashlib.sha256(model.encode())
   for name in sorted(arrays):
     array = np.ascontiguousarray(arrays[name], np.float32)
     found.update(f"{name} {array.shape}".encode() + array.tobytes())
-  return Calibration(model, found.hexdigest()[:16], dict(arrays))
+  return Calibration(model, found.hexdigest()[:16], dict(arrays), weights)
 
 
 def write_tensors(
@@ -96,16 +98,36 @@ def save_calibration(
 ) -> pathlib.Path:
   """Writes a calibration into a folder; its path."""
   path = pathlib.Path(folder) / FILE
-  metadata = {"model": calibration.model, "digest": calibration.digest}
+  metadata = {
+    "model": calibration.model,
+    "digest": calibration.digest,
+    "weights": calibration.weights,
+  }
   write_tensors(path, calibration.arrays, metadata)
   return path
 
 
-def load_measured(path: str, model: Any) -> Calibration | Allocation:
-  """What a file has of a model: a calibration, or as JSON an allocation."""
-  if pathlib.Path(path).suffix == ".json":
-    return Allocation.load(path, model)
-  return load_calibration(path, model)
+def load_measured(
+  source: str | Calibration, model: Any
+) -> Calibration | Allocation:
+  """What was measured of a model: a calibration, or as JSON an allocation.
+
+  Args:
+    source: the file or its folder, or a calibration, which is compared with the
+      model; not inside of jit, where the weights are not known.
+    model: the `Transformer` that it has to be of.
+
+  Raises:
+    CheckpointFormatError: no file, or a bad one.
+    OptionError: what was measured of another model.
+  """
+  if isinstance(source, Calibration):
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model)):
+      _check_model(source, model, repr(source))
+    return source
+  if pathlib.Path(source).suffix == ".json":
+    return Allocation.load(source, model)
+  return load_calibration(source, model)
 
 
 def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
@@ -124,7 +146,8 @@ def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
   if file.is_dir():
     file = file / FILE
   arrays, metadata = read_tensors(file)
-  found = make(metadata.get("model", ""), arrays)
+  weights = metadata.get("weights", WEIGHTS[0])
+  found = make(metadata.get("model", ""), arrays, weights)
   bad = [name for name, x in arrays.items() if not np.isfinite(x).all()]
   if bad:
     raise CheckpointFormatError(
@@ -134,12 +157,17 @@ def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
     raise CheckpointFormatError(
       f"{file}", "arrays of another digest than it states", "its own", _REMEDY
     )
+  _check_model(found, model, f"{file}")
+  return found
+
+
+def _check_model(calibration: Calibration, model: Any, name: str) -> None:
+  """Refuses the calibration of another model."""
   mine = model_digest(model)
-  if found.model != mine:
+  if calibration.model != mine:
     raise OptionError(
       "calibration",
-      f"{file}, of a model of digest {found.model or 'unknown'}",
+      f"{name}, of a model of digest {calibration.model or 'unknown'}",
       f"that of this model, {mine}",
       "calibrate this model with python -m launch.calibrate",
     )
-  return found

@@ -612,6 +612,28 @@ def test_costs_of_caches_by_script(tmp_path):
   assert out.splitlines()[2].split()[0] == "dense"
 
 
+@pytest.mark.long
+def test_choices_of_heads_by_script(tmp_path):
+  """A row for each of FastGen's sets; each head of a text takes one."""
+  kept = tmp_path / "caches.json"
+  status, out, err = run(
+    "caches", "--lengths=64", "--rows=2", "--mesh=seq:1",
+    "--cache=fastgen:recovered=1,window=16", "--cache=dense", f"--out={kept}",
+  )  # fmt: skip
+  assert status == 0, err
+  every, dense = json.loads(kept.read_text())["kinds"]
+  names = rj.kv.FastGen.choices
+  assert tuple(every["choices"]) == names and dense["choices"] == {}
+  # Layers that look back a window have none.
+  each = every["choices"].values()
+  heads = np.asarray([[n for x in layers for n in x] for layers in each])
+  assert heads.size and (heads.sum(0) == 2).all() and (heads[-1] == 2).all()
+  lines = out.splitlines()
+  wide = max(map(len, names))
+  assert [line[:wide].strip() for line in lines[-4:]] == [*names]
+  assert "choices in 2 texts" in lines[-5]
+
+
 def test_a_needle_in_a_cache_of_few_bits():
   status, out, err = run(
     "needle", "--lengths=300", "--depths=0", "--trials=1", "--mesh=seq:1",

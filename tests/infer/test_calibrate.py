@@ -87,6 +87,22 @@ def test_levels_are_the_weighted_means_of_their_cells():
   assert high == pytest.approx((905 + 0.5) / 512 - 1, abs=1e-4)
 
 
+@pytest.mark.long
+def test_levels_without_gradients_are_others(model, found, tmp_path):
+  """Their scales are the same; the file says which they are."""
+  plain = rj.infer.calibrate(model, ROWS, weights="none", folder=tmp_path)
+  again = load_calibration(tmp_path, model)
+  assert (again, again.weights) == (plain, "none")
+  assert found[1].weights == "fisher" and found[1] != plain
+  name = "0.keys.scale"
+  np.testing.assert_array_equal(plain.arrays[name], found[1].arrays[name])
+  # Levels at equal parts of the numbers, not of what the loss minds.
+  mine, other = (x.arrays["0.keys.levels3"] for x in (plain, found[1]))
+  assert np.abs(mine - other).max() > 0.02
+  with pytest.raises(OptionError, match="weights"):
+    rj.infer.calibrate(model, ROWS, weights="hessian")
+
+
 def test_a_run_that_was_killed_resumes(model, found, tmp_path):
   _, want = found
 
@@ -170,7 +186,31 @@ def test_what_is_refused(model, found, tmp_path):
     rj.infer.calibrate(model, ROWS, outliers=0.9)
 
 
+@pytest.mark.parametrize(
+  "change",
+  [{}, {"num_hidden_layers": 3},
+   {"num_attention_heads": 8, "num_key_value_heads": 4},
+   *(pytest.param(x, marks=pytest.mark.long) for x in (
+     {"num_hidden_layers": 1},
+     {"num_attention_heads": 2, "num_key_value_heads": 1}))],
+)  # fmt: skip
+def test_a_calibration_of_another_model_is_refused(found, change):
+  """Not only as a file, and whatever shapes the other model has."""
+  other = rj.models.create(CONFIG | change, seed=1)
+  kind = rj.kv.KINDS["nuq3"].with_options({"calibration": found[1]})
+  for make in (
+    lambda: other.cache_kind(kind),
+    lambda: other.init_cache(1, 32, kind=kind),
+    lambda: rj.infer.Session(other, 32, cache_kind=kind),
+    lambda: rj.kv.SimulatedCache.create(other, kind),
+  ):
+    with pytest.raises(OptionError, match="of a model of digest"):
+      make()
+
+
 def test_weights_in_another_dtype_are_the_same_model(model, found):
   folder, made = found
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
   assert load_calibration(folder, half) == made
+  kind = rj.kv.KINDS["nuq3"].with_options({"calibration": made})
+  assert half.cache_kind(kind) == model.cache_kind(kind) == kind

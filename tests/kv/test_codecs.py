@@ -16,6 +16,11 @@ from ringjax.kv.base import CacheSpec
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.codecs import code_bytes
 from ringjax.kv.codecs.hadamard import gaussian_levels, transform
+from ringjax.ops.attention.reference import reference
+from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
+from ringjax.ops.attention.views import Decoder, EncodedView, decode_attention
+from ringjax.ops.mask import Causal, Coords, SameSegment
+from ringjax.ops.softmax import finalize
 from tests.contracts import cache as contract
 
 DIMS = (8, 20, 80, 128)
@@ -178,6 +183,71 @@ def test_the_transform_keeps_lengths_and_has_an_inverse(dim):
 def test_wrong_options(make, says):
   with pytest.raises(OptionError, match=says):
     make()
+
+
+BOOKS = [CodeBook(bits=n, by=by) for n in (4, 3, 2)
+         for by in ("token", "channel")]  # fmt: skip
+
+
+EVERY = [*ERRORS, *BOOKS, ChannelGroups(bits=4), ChannelGroups(bits=2)]
+# One of each class.
+QUICK = {type(x): x for x in EVERY}.values()
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [pytest.param(x, marks=() if x in QUICK else pytest.mark.long)
+   for x in EVERY],
+  ids=repr,
+)  # fmt: skip
+def test_attention_over_codes_is_that_over_their_numbers(codec):
+  """Some slots are empty, and the keys' coordinates are in any order."""
+  batch, heads, groups, slots, dim = 2, 2, 3, 96, 32
+  r = np.random.default_rng(5)
+  x = [jnp.asarray(draw(batch, heads, slots, dim) + n) for n in range(2)]
+  given = constants(codec, dim) if isinstance(codec, CodeBook) else ()
+  given = tuple(jnp.asarray(c, jnp.float32) for c in given)
+  data = [codec.encode(one, given) for one in x]
+  pos = np.stack([r.permutation(slots) for _ in range(batch)]).astype(np.int32)
+  at = Coords(jnp.asarray(pos), jnp.asarray((pos < 80).astype(np.int32)))
+  view = EncodedView(
+    data[0][None], data[1][None], at, jnp.int32(0), (given, given),
+    (Decoder(codec, dim, jnp.float32),) * 2,
+  )  # fmt: skip
+  q = jnp.asarray(r.normal(size=(batch, heads, groups, 2, dim)), jnp.float32)
+  q_at = Coords(*(jnp.full((batch, 2), n, jnp.int32) for n in (79, 1)))
+  mask = Causal() & SameSegment()
+  args = ScoreArgs(Scores(scale=dim**-0.5), Terms(), Context(q_at, at, mask))
+  aligned = view.aligned(q)
+  got, lse = finalize(decode_attention(aligned.q, aligned.view, args))
+  got = aligned.back(got)
+  k, v = (
+    jnp.swapaxes(codec.decode(one, dim, jnp.float32, given), 1, 2)
+    for one in data
+  )
+  queries = jnp.transpose(q, (0, 3, 1, 2, 4)).reshape(batch, 2, -1, dim)
+  want, norm = reference(queries, k, v, mask, q_at, at)
+  back = lambda x: jnp.moveaxis(x.reshape(batch, 2, heads, groups, -1), 1, 3)
+  np.testing.assert_allclose(got, back(want), atol=1e-5, rtol=1e-5)
+  np.testing.assert_allclose(lse, back(norm)[..., 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)]
+)
+def test_two_bytes_a_number_are_those_of_a_cache_in_bfloat16(dtype):
+  """Bit for bit, while a prompt is read and token by token behind it."""
+  model = contract.model(1, "grouped", dtype)
+  tokens = contract.text("grouped")[0]
+  found = []
+  for kind in ("dense", "bfloat16"):
+    cache = model.init_cache(tokens.shape[0], 32, dtype="bfloat16", kind=kind)
+    calls = [tokens[:, :9], *(tokens[:, n : n + 1] for n in range(9, 12))]
+    for call in calls:
+      logits, cache = model(call, cache=cache)
+      found.append(logits)
+  for want, got in zip(found[:4], found[4:], strict=True):
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.long

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ringjax as rj
-from ringjax.errors import OptionError
+from ringjax.errors import NotFiniteError, OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.pages import few_sizes
@@ -220,6 +222,35 @@ def test_rows_are_independent():
   assert after.truncate(4).length.tolist() == [4, 4]
 
 
+def test_evicting_one_of_three_rows_that_share_pages_harms_no_other():
+  tokens = contract.text("grouped")[0]
+  kind = kind_of(POLICIES["snapkv"], family="grouped")
+  _, cache = read(1, tokens[:1, :T], empty(1, kind, "grouped", 1), "grouped")
+  source = cache.evict()
+  before = jax.tree.map(np.asarray, source)
+  more = np.tile(tokens[:1, T : T + 4], (3, 1))
+  want, _ = read(1, more[:1], source.with_room(4), "grouped")
+  three = source.take([0, 0, 0])
+  assert three.pages[0].k.nbytes == source.pages[0].k.nbytes
+  # The second goes on, and is evicted.
+  seg = np.zeros((3, 4), np.int32)
+  seg[1] = 1
+  _, three = read(
+    1, more, three.with_room(4), "grouped", segment_ids=seg,
+    positions=np.tile(np.arange(T, T + 4, dtype=np.int32), (3, 1)),
+  )  # fmt: skip
+  three = three.evict()
+  assert three.length.tolist() == [T, T + 4, T]
+  assert three.tokens()[0][0].tolist() == [[6, 6], [8, 8], [6, 6]]
+  jax.tree.map(np.testing.assert_array_equal, before, source)
+  kept = lambda cache, row: [np.stack(x).tolist() for x in cache.positions(row)]
+  assert kept(three, 0) == kept(three, 2) == kept(source, 0)
+  assert kept(three, 1) != kept(source, 0)
+  for row in (0, 2):
+    got, _ = read(1, more[:1], three.take([row]).with_room(4), "grouped")
+    contract.close(got, want)
+
+
 def test_exact_tokens_stay_as_they_are():
   """With a codec the first and the newest tokens are not encoded."""
   kind = kind_of(None, "int2", "grouped", first=2, recent=5)
@@ -281,6 +312,88 @@ def test_what_is_refused():
     cache.export(0, 0, 4)
   with pytest.raises(OptionError, match="an empty cache"):
     read(1, tokens, cache, "grouped", attend=rj.models.ContextParallel())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faulty(rj.kv.Policy):
+  """Scores of which those of the last head of the last row are wrong."""
+
+  score: float
+
+  def scores(self, look):
+    fine = -look.pos.astype(np.float32)
+    row, head = jnp.indices(fine.shape[:2], sparse=True)
+    last = (row == fine.shape[0] - 1) & (head == fine.shape[1] - 1)
+    return jnp.where(last[..., None], self.score, fine)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nothing(rj.kv.Policy):
+  """Keeps no token, whatever the scores are."""
+
+  def scores(self, look):
+    return jnp.zeros(look.pos.shape, np.float32)
+
+  def kept(self, scores, counts):
+    return scores > 0
+
+
+@pytest.mark.parametrize(
+  ("policy", "says"),
+  [
+    (Faulty(score=float("nan")), "NaN, in row 1"),
+    (Faulty(score=-float("inf")), "of a head, in row 1"),
+    pytest.param(Nothing(), "of a head, in row 0", marks=pytest.mark.long),
+  ],
+)
+def test_scores_that_lose_a_head_are_refused(policy, says):
+  """By the policy's name; the cache goes on with all of its tokens."""
+  tokens = contract.text("grouped")[0][:B]
+  cache = empty(1, kind_of(policy, family="grouped"), "grouped")
+  _, cache = read(1, tokens[:, :T], cache.with_room(T), "grouped")
+  with pytest.raises(NotFiniteError, match=f"{type(policy).__name__}.*{says}"):
+    cache.evict()
+  assert all((x == T).all() for x in cache.tokens())
+  got, _ = read(1, tokens[:, T : T + 1], cache.with_room(1), "grouped")
+  contract.close(got, contract.text("grouped")[1][:B, T : T + 1])
+
+
+@pytest.mark.parametrize(
+  ("recovered", "shards"),
+  [(0.5, 1), *(pytest.param(*x, marks=pytest.mark.long)
+               for x in ((0.01, 1), (0.9, 4), (1.0, 1)))],
+)  # fmt: skip
+def test_heads_say_what_they_chose(recovered, shards):
+  """FastGen's sets hold each other; which one is seen in what is kept."""
+  policy = rj.kv.FastGen(recovered=recovered, budget=3, local=3, window=T)
+  family = "grouped"
+  names = policy.choices
+  tokens = contract.text(family)[0][:B]
+  cache = empty(shards, kind_of(policy, family=family), family)
+  each = T if shards == 1 else np.full((B, shards), T // shards)
+  _, cache = read(shards, tokens[:, :T], cache.with_room(each), family)
+  assert set(cache.choices(0)) == {None}
+  cache = cache.evict()
+  for row in range(B):
+    pairs = zip(cache.choices(row), cache.positions(row), strict=True)
+    for heads, kept in pairs:
+      for name, mine in zip(heads, kept, strict=True):
+        least, most = {
+          names[0]: (2, 2), names[1]: (4, 5), names[2]: (4, 7), names[3]: (T, T)
+        }[name]  # fmt: skip
+        assert {0, T - 1} <= set(mine.tolist())
+        assert least <= mine.size <= most
+        assert name in {0.01: names[:1], 1.0: names[3:]}.get(recovered, names)
+  assert cache.take([1]).choices(0) == cache.choices(1)
+  assert set(cache.reset([0]).choices(0)) == {None}
+
+
+def test_a_share_of_no_attention_is_refused():
+  for recovered in (0, 0.0, -0.5, 1.5):
+    with pytest.raises(OptionError, match=r"recovered.* above 0, at most 1"):
+      rj.kv.FastGen(recovered=recovered)
+  with pytest.raises(OptionError, match="recovered: got 0"):
+    kind_text.parse("fastgen:recovered=0")
 
 
 def test_kinds_have_a_text():

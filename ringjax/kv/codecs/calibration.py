@@ -17,6 +17,7 @@ from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.codecs.codec import Codec
 
 BITS = (2, 3, 4)
+WEIGHTS = ("fisher", "none")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,11 +30,13 @@ class Calibration:
     arrays: by name, "N.keys.scale" and "N.keys.zero" [L, K, D], where N is the
       number of the kind of layer, and "N.keys.levelsB", "N.values.levelsB"
       [L, K, 2**B].
+    weights: by what errors were weighed, one of `WEIGHTS`.
   """
 
   model: str
   digest: str
   arrays: dict[str, np.ndarray]
+  weights: str = WEIGHTS[0]
 
   def __eq__(self, other: Any) -> bool:
     return isinstance(other, Calibration) and self.digest == other.digest
@@ -75,8 +78,8 @@ class Calibrated(Codec):
   unrotated: bool = True
   calibration: Calibration | str | None = None
 
-  def for_model(self, load: Callable[[str], Any]) -> Calibrated:
-    if not isinstance(self.calibration, str):
+  def for_model(self, load: Callable[[Any], Any]) -> Calibrated:
+    if self.calibration is None:
       return self
     return dataclasses.replace(self, calibration=load(self.calibration))
 

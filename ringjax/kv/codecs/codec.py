@@ -90,8 +90,8 @@ class Codec:
     del shape
     return (), ()
 
-  def for_model(self, load: Callable[[str], Any]) -> Codec:
-    """For a model; `load` reads the calibration that a folder has of it."""
+  def for_model(self, load: Callable[[Any], Any]) -> Codec:
+    """For a model; `load` reads its calibration, or compares one with it."""
     del load
     return self
 

@@ -131,7 +131,7 @@ class PerHead:
       for way in places.ways
     )
 
-  def for_model(self, load: Callable[[str], Any]) -> PerHead:
+  def for_model(self, load: Callable[[Any], Any]) -> PerHead:
     """For a model; `load` reads what a file has of it."""
     made = tuple(codec.for_model(load) for codec in self.codecs)
     return dataclasses.replace(self, codecs=made)
@@ -210,7 +210,7 @@ class Allocated:
   table: str | None = None
   unrotated: bool = dataclasses.field(default=False, init=False)
 
-  def for_model(self, load: Callable[[str], Any]) -> Any:
+  def for_model(self, load: Callable[[Any], Any]) -> Any:
     """The codecs; `load` reads what a file has of a model."""
     if self.table is None:
       raise OptionError(

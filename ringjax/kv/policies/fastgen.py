@@ -8,6 +8,7 @@ queries of the mass that the kept tokens have in the whole attention.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -22,7 +23,10 @@ class FastGen(Policy):
 
   Choices, of which each holds the one before: the first tokens; the most
   frequent ones as well; the nearest ones as well; all. The smallest is taken
-  of which every query head of the group recovers `recovered`.
+  of which every query head of the group recovers `recovered`. A head chooses
+  anew at each eviction; the paper's keep what they chose for the prompt. The
+  paper's fifth choice, punctuation, is not there: a cache holds positions of
+  tokens and not their ids.
 
   Attributes:
     budget: of the frequent tokens.
@@ -38,6 +42,13 @@ class FastGen(Policy):
   special: int = 1
   window: int = 512
 
+  choices: ClassVar[tuple[str, ...]] = (
+    "special",
+    "special + frequent",
+    "special + frequent + local",
+    "full",
+  )
+
   @property
   def queries(self) -> int | None:
     return self.window
@@ -50,7 +61,7 @@ class FastGen(Policy):
     number(
       "recovered",
       self.recovered,
-      least=0.0,
+      above=0.0,
       most=1.0,
       remedy="pass recovered=0.95",
     )
@@ -61,7 +72,8 @@ class FastGen(Policy):
   def scores(self, look: Look) -> Float[Array, "B K S"]:
     keep, which = self.profile(look)
     picked = jnp.take_along_axis(keep, which[None, :, :, None], 0)[0]
-    return jnp.where(picked, 1.0, 0.0)
+    number = (which + 1).astype(jnp.float32)[..., None]
+    return jnp.where(picked, number, 0.0)
 
   def kept(
     self, scores: Float[Array, "L B K S"], counts: Int[Array, "L B"]
@@ -101,7 +113,9 @@ class FastGen(Policy):
     enough = enough.at[-1].set(True)
     return sets, jnp.argmax(enough, 0)
 
-  def _many(self, budget: float, length: Int[Array, " B"]) -> Int[Array, " B"]:
+  def _many(
+    self, budget: int | float, length: Int[Array, " B"]
+  ) -> Int[Array, " B"]:
     if isinstance(budget, int):
       return jnp.full(length.shape, budget, jnp.int32)
     many = length.astype(jnp.float32) * jnp.float32(budget)

@@ -119,6 +119,9 @@ class Policy:
   sums: ClassVar[bool] = False
   # Whether it scores tokens by a repetition of the context.
   repeats: ClassVar[bool] = False
+  # Sets of tokens of which each head takes one, by name. The score of a token
+  # that stays is then the number of its head's set, from 1.
+  choices: ClassVar[tuple[str, ...]] = ()
   # Whether it reads keys, values or queries, and not positions alone.
   reads: ClassVar[bool] = True
 
@@ -170,7 +173,10 @@ class Policy:
     return [self.many(length)] * len(heads)
 
   def scores(self, look: Look) -> Float[Array, "B K S"]:
-    """The higher, the sooner a token stays; of one layer."""
+    """The higher, the sooner a token stays; of one layer.
+
+    `EvictingCache.evict` refuses NaN, and a head with -inf for all tokens.
+    """
     raise NotImplementedError
 
   def kept(
