@@ -6,6 +6,9 @@ Command   python -m launch.train --config=configs/train/kvlink.py --mesh=seq:1
           --config.stages[0].segments=same beside it with full attention,
           --config.lora.rank=16 adapters and the links' embeddings alone
 Hardware  one CPU core
+Time      11 minutes beside other work
+Result    5 links lower the loss of answers from 0.142 to 0.112, see
+          docs/how/contexts_kvlink.md
 """
 
 import pathlib
