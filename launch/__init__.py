@@ -1,1 +1,29 @@
+"""The scripts: python -m launch lists them."""
 
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+
+def _refuse_library() -> None:
+  """Ends `python -m launch.NAME` of a file that is no script, status 2."""
+  # While Python looks for the module; behind that it is a path.
+  if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
+    return
+  name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+  file = Path(__file__).with_name(f"{name.removeprefix('launch.')}.py")
+  if not name.startswith("launch.") or not file.is_file():
+    return
+  source = file.read_text("utf-8")
+  if '\nif __name__ == "__main__":' in source:
+    return
+  # Sub-commands say in their first line of which script they are.
+  part = re.match(r'"""The sub-command (\w+) of launch\.(\w+)', source)
+  right = f"launch.{part[2]} {part[1]}" if part else "launch"
+  print(f"{name} is not a command; run python -m {right}", file=sys.stderr)
+  sys.exit(2)
+
+
+_refuse_library()

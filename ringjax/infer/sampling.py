@@ -463,7 +463,7 @@ _REMEDIES = {
   "input_ids": "pass them as tokens, the second argument",
   "logits_processor": "pass a sampler=, see rj.infer.sampling.Sampler",
   "max_length": "pass max_new_tokens=, which does not count the prompt",
-  "num_beams": "leave it out: there is no beam search",
+  "num_beams": "pass beams= to rj.serve.Request and submit it to an Engine",
   "num_return_sequences": "repeat the prompt: each row draws its own tokens",
   "pad_token_id": "pass pad_id=",
   "past_key_values": "pass cache=rj.infer.Session(model, capacity)",

@@ -227,7 +227,13 @@ class OpenAIApp:
     method = _PATHS.get(path)
     if method is None:
       raise ApiError(
-        404, message("path", path, f"one of {', '.join(_PATHS)}", "correct it")
+        404,
+        message(
+          "path",
+          path,
+          f"one of {', '.join(_PATHS)}",
+          "send the request to one of these, behind the server's address",
+        ),
       )
     if scope["method"] != method:
       raise ApiError(

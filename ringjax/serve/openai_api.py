@@ -254,7 +254,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     )
   except (ValueError, RecursionError) as error:
     why = " ".join(str(error).split())[:100]
-    raise refused("body", why, "a JSON object in UTF-8", "correct it") from None
+    raise refused(
+      "body",
+      why,
+      "a JSON object in UTF-8",
+      "send what a JSON encoder makes of an object, each name once",
+    ) from None
   if not isinstance(found, dict):
     raise refused("body", _kind(found), "a JSON object", "pass an object")
   return found

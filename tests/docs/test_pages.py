@@ -7,12 +7,13 @@ import re
 
 import pytest
 
+from ringjax.kv import cache_kind
 from ringjax.models import families
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
 # Whose code takes long.
-_LONG = ("cache", "million")
+_LONG = ("cache", "cache_kind", "million")
 
 
 def blocks(page: pathlib.Path) -> str:
@@ -39,12 +40,14 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
   code = blocks(page)
   assert re.search(r"^assert ", code, re.M), f"{page.name} asserts nothing"
   monkeypatch.chdir(tmp_path)
-  # What a page adds to the families is taken back.
-  before = dict(families.FAMILIES)
+  # What a page adds to the families and the kinds of caches is taken back.
+  known = families.FAMILIES, cache_kind.KINDS
+  before = [dict(names) for names in known]
   try:
     # A traceback names the page and its line.
     program = compile(code, page, "exec", dont_inherit=True)
     exec(program, {"__name__": "__main__"})
   finally:
-    families.FAMILIES.clear()
-    families.FAMILIES.update(before)
+    for names, old in zip(known, before, strict=True):
+      names.clear()
+      names.update(old)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -31,6 +33,33 @@ def test_lists_every_script_with_its_purpose():
   }
   assert set(rows) == started - {"__main__"}
   assert all(purpose.endswith(".") for purpose in rows.values())
+
+
+LIBRARY = [
+  path.stem
+  for path in sorted((ROOT / "launch").glob("[!_]*.py"))
+  if '\nif __name__ == "__main__":' not in path.read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_files_that_are_no_scripts_name_the_right_command(name):
+  done = subprocess.run(
+    [sys.executable, "-m", f"launch.{name}", "--help"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  right = {
+    "aot": "launch.plan aot",
+    "cache": "launch.plan cache",
+    "capacity": "launch.plan capacity",
+    "cycles": "launch.plan cycles",
+  }.get(name, "launch")
+  assert (done.returncode, done.stdout) == (2, "")
+  assert (
+    done.stderr == f"launch.{name} is not a command; run python -m {right}\n"
+  )
 
 
 def test_installed_commands_start_the_script_of_their_name(tmp_path):

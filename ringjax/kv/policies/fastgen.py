@@ -1,4 +1,4 @@
-"""A head keeps what it looks at: special tokens, frequent ones, near ones, all.
+"""FastGen: each KV head keeps the fewest kinds of tokens that it looks at.
 
 Ref: Ge et al. 2024, FastGen, arXiv 2310.01801. The paper leaves open how much
 of the attention is recovered is measured: here by the mean over the profile's
