@@ -14,7 +14,7 @@ from ringjax.errors import OptionError, RingjaxError
 from ringjax.kv import kind_text
 from ringjax.parallel import chips
 from ringjax.plan import aot as compiler
-from ringjax.plan import capacity, files
+from ringjax.plan import capacity, draw, files
 from ringjax.plan.roofline import NOTE
 
 # Slices whose capacity is searched, by their usual names.
@@ -34,12 +34,14 @@ _LEAST, _MOST = 1 << 13, 1 << 28
 _MOST_PAIRS = 1 << 22
 _OF_TRAINING = ("remat", "optimizer", "loss_block")
 _WITH_CACHE = ("prefill",)
+_PICTURE = "the longest contexts of each model, slice and strategy"
 # What identifies a row.
 _ASKED = ("model", "slice", "what", "strategy", "options")
 
 
 def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   """Searches the contexts that were asked for and are not yet in the file."""
+  common.check_files(values, "plot")
   whats = strategies.known("what", values.what, _PROGRAMS)
   slices = strategies.known("slices", values.slices, SLICES)
   compared = [aot.named(one) for one in values.strategy or _COMPARED]
@@ -73,14 +75,23 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     say = lambda text: screen.say(f"{label}: {text}")
     return {**_find(cell, values.timeout, say), "versions": versions}
 
+  def known() -> list[dict[str, Any]]:
+    good = {k: v for k, v in rows.items() if "refused" not in v}
+    return before + _in_order(rows | older | good, order)
+
   each = common.several(find, len(missing), values.jobs, compiler.stop)
   for number, row in each:
     rows[_key(missing[number])] = row
     if values.out is not None:
       # What is known is kept, also when it is stopped or refused.
-      good = {k: v for k, v in rows.items() if "refused" not in v}
-      _keep(values.out, before + _in_order(rows | older | good, order))
+      _keep(values.out, known())
   found = _in_order(rows, order)
+  if values.plot is not None:
+    plot(known(), values.plot)
+    screen.say(f"wrote {values.plot}")
+    if values.out is not None:
+      # Its page shows a picture that is beside it.
+      _keep(values.out, known())
   strategies.put(values, stdout, {"rows": found, "note": NOTE}, table(found))
   if values.out is not None:
     screen.say(f"wrote {values.out}.md and {values.out}.json")
@@ -150,8 +161,27 @@ def _find(
   return {**row, **files.record(found)}
 
 
-def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  """The table with a title, as the site has it."""
+def plot(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+  """Draws the largest contexts, a panel for each program.
+
+  Raises:
+    OptionError: no matplotlib, or a path that cannot be written.
+  """
+  panels: dict[str, dict[str, dict[str, int]]] = {}
+  for row in rows:
+    if row.get("tokens"):
+      options = " ".join(str(v) for v in row["options"].values())
+      name = f"{row['model']}, {row['slice']} {options}".rstrip()
+      panel = panels.setdefault(row["what"], {})
+      panel.setdefault(name, {})[row["strategy"]] = row["tokens"]
+  draw.contexts(panels, path)
+
+
+def page(
+  rows: Sequence[Mapping[str, Any]], picture: str | None = None
+) -> list[str]:
+  """The table with a title, as the site has it, behind its `picture`."""
+  shown = [] if picture is None else [f"![{_PICTURE}]({picture})", ""]
   return [
     "# The longest contexts that fit",
     "",
@@ -160,6 +190,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     "Options stand behind the program, such as the kind of its cache (dense",
     "unless said). Nothing of it was measured on hardware.",
     "",
+    *shown,
     *table(rows),
   ]
 
@@ -235,4 +266,6 @@ def _kept(
 
 def _keep(out: str, rows: Sequence[dict[str, Any]]) -> None:
   files.write(f"{out}.json", FORMAT, {"rows": list(rows), "note": NOTE})
-  files.write_text(f"{out}.md", "\n".join(page(rows)) + "\n")
+  picture = pathlib.Path(f"{out}.png")
+  shown = picture.name if picture.exists() else None
+  files.write_text(f"{out}.md", "\n".join(page(rows, shown)) + "\n")

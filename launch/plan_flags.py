@@ -44,7 +44,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("table", "text", None, "kvr", "File of partitions to look up."),
   ("save_table", "boolean", False, "kvr",
    "Search partitions and write them to --table."),
-  ("plot", "text", None, "kvr explain aot",
+  ("plot", "text", None, "kvr explain aot capacity",
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
    "kvr explain fit pictures aot cache capacity cycles",

@@ -227,6 +227,48 @@ def strategies(
   _save(made, path)
 
 
+def contexts(
+  panels: Mapping[str, Mapping[str, Mapping[str, int]]], path: str
+) -> None:
+  """Bars of tokens on a logarithmic axis, a panel for each program.
+
+  Args:
+    panels: tokens by program, by what is at the left of a group of bars, and
+      by strategy.
+    path: of the PNG.
+  """
+  every = [row for panel in panels.values() for row in panel.values()]
+  names = list(dict.fromkeys(name for row in every for name in row))
+  colors = [color for color, _ in (*_OUTCOME.values(), *_SCHEDULE.values())]
+  heights = [max(1, len(panel)) for panel in panels.values()]
+  made, axes = figure(
+    8, 1.5 + 0.3 * sum(heights), max(1, len(panels)), 1, squeeze=False,
+    sharex=True, height_ratios=heights or [1],
+  )  # fmt: skip
+  for ax, (what, panel) in zip(axes[:, 0], panels.items(), strict=False):
+    for n, name in enumerate(names):
+      place = 0.8 * ((n + 0.5) / len(names) - 0.5)
+      found = [(y, row[name]) for y, row in enumerate(panel.values())
+               if name in row]  # fmt: skip
+      ax.barh(
+        [y + place for y, _ in found],
+        [tokens for _, tokens in found],
+        height=0.8 / len(names),
+        color=colors[n % len(colors)],
+      )
+    ax.set_yticks(range(len(panel)), list(panel))
+    ax.set_ylim(len(panel) - 0.4, -0.6)
+    ax.set_xscale("log")
+    ax.set_title(what, fontsize=9, loc="left")
+    _plain(ax)
+  axes[-1, 0].set_xlabel("tokens of the longest row that fits", fontsize=9)
+  _save(
+    made,
+    path,
+    {name: (colors[n % len(colors)], name) for n, name in enumerate(names)},
+  )
+
+
 def against(
   points: Sequence[tuple[str, str, float, float]], path: str, title: str = ""
 ) -> None:

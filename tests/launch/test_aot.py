@@ -305,6 +305,10 @@ def test_capacity_keeps_a_row_for_each_cache(asked, tmp_path):
   assert f"| prefill windowed | {windowed:,} |" in text
   # Once it is known it is not compiled again.
   asked.calls.clear()
+  picture = tmp_path / "all.png"
+  assert ask(*argv, "--cache=dense", f"--plot={picture}").status == 0
+  assert picture.read_bytes().startswith(b"\x89PNG")
+  assert "](all.png)" in (tmp_path / "all.md").read_text()
   assert ask(*argv, "--cache=windowed:slack=128").status == 0
   assert not asked.calls
 
@@ -312,7 +316,7 @@ def test_capacity_keeps_a_row_for_each_cache(asked, tmp_path):
 def test_the_published_table_is_of_the_published_figures():
   root = pathlib.Path(__file__).parents[2]
   figures = json.loads((root / "docs" / "capacity.json").read_text())
-  lines = capacity.page(figures["rows"])
+  lines = capacity.page(figures["rows"], "capacity.png")
   assert (root / "docs" / "capacity.md").read_text().splitlines() == lines
 
 
