@@ -214,6 +214,11 @@ class PagePool:
     """Shards of the pages."""
     return 1 if self.axis is None else self.mesh.shape[self.axis]
 
+  @property
+  def recurrent(self) -> bool:
+    """Whether some layers keep a state."""
+    return any(isinstance(x, State) for x in self.slots)
+
   def nbytes(self) -> int:
     """Bytes of all devices together."""
     return sum(x.nbytes for x in jax.tree.leaves(self.slots))

@@ -1,8 +1,9 @@
 """Pages of preempted rows: to the host's memory and back.
 
 Guarantees: a row comes back with the bits that it had.
-Cost: one copy out and one back; which of the two, copying or computing again,
-costs less is judged by what both took so far.
+Cost: one copy out and one back, some pages at a time by programs of one shape;
+which of the two, copying or computing again, costs less is judged by what both
+took so far.
 Memory: on the host a preempted row's pages and states; on the device until the
 next step.
 """
@@ -24,22 +25,37 @@ PREEMPTIONS = ("auto", "recompute", "swap")
 # Until they are measured: seconds of a token of a prompt, and bytes a second
 # between the device and the host.
 _TOKEN_SECONDS, _RATE = 1e-3, 2e9
+# Pages of each shard in one copy.
+_BATCH = 16
 
 
 @jax.jit
-def _read(pool: PagePool, pages: tuple[jax.Array, ...], row: jax.Array) -> Any:
-  held = [pool.read_pages(group, x) for group, x in enumerate(pages)]
-  return held, pool.read_states(row)
+def _read(pool: PagePool, pages: tuple[Any, ...]) -> Any:
+  return [pool.read_pages(group, x) for group, x in enumerate(pages)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(
-  pool: PagePool, pages: tuple[jax.Array, ...], row: jax.Array, payload: Any
-) -> PagePool:
-  held, states = payload
+def _write(pool: PagePool, pages: tuple[Any, ...], held: Any) -> PagePool:
   for group, (x, one) in enumerate(zip(pages, held, strict=True)):
     pool = pool.write_pages(group, x, one)
-  return pool.write_states(row, states)
+  return pool
+
+
+_read_states = jax.jit(PagePool.read_states)
+_write_states = jax.jit(PagePool.write_states, donate_argnums=0)
+
+
+def _batches(
+  tables: list[np.ndarray], fill: list[int]
+) -> list[tuple[np.ndarray, ...]]:
+  """Pages of each group, int32 [R, k], as batches [R, 16], filled up."""
+
+  def cut(x: np.ndarray, n: int) -> list[np.ndarray]:
+    count = -(-x.shape[1] // _BATCH)
+    wide = [(0, 0), (0, count * _BATCH - x.shape[1])]
+    return np.split(np.pad(x, wide, constant_values=n), count, 1)
+
+  return list(zip(*map(cut, tables, fill[: len(tables)]), strict=True))
 
 
 class PageSwap:
@@ -67,20 +83,23 @@ class PageSwap:
     """Whether what a row has computed is copied and not computed again."""
     if self._how != "auto":
       return self._how == "swap"
-    size = -(-row.computed // self._page) * self._page_bytes
+    batches = -(-row.computed // (self._page * _BATCH))
+    size = batches * _BATCH * self._page_bytes
     return 2 * size / self._rate < row.computed * self._token_seconds
 
   def out(self, pool: PagePool, row: ServedRow) -> None:
     """Copies a row's pages, which the next calls write."""
     kept = row.kept
     assert kept is not None
-    many = -(-kept.computed // self._page)
     # Pages that are out of sight are copied as any others.
-    pages = [
-      self._padded(np.maximum(table[:, : -(-many // len(table))], 0), 0)
-      for table in kept.tables[: len(pool.groups)]
+    columns = -(-kept.computed // (self._page * pool.shards))
+    tables = [
+      np.maximum(x[:, :columns], 0) for x in kept.tables[: len(pool.groups)]
     ]
-    kept.payload = _read(pool, tuple(pages), jnp.int32(kept.slot))
+    batches = _batches(tables, [0] * len(tables))
+    held = [_read(pool, pages) for pages in batches]
+    states = _read_states(pool, jnp.int32(kept.slot)) if pool.recurrent else ()
+    kept.payload = held, states
     jax.tree.map(lambda x: x.copy_to_host_async(), kept.payload)
     self._leaving.append(kept)
     self.count += 1
@@ -90,25 +109,20 @@ class PageSwap:
     kept, row.kept = row.kept, None
     assert kept is not None and row.slot is not None
     many = -(-kept.computed // self._page)
-    pages = []
-    for group, into in zip(pool.groups, kept.into, strict=False):
-      shards = pool.shards
+    tables, none = [], [group.pages // pool.shards for group in pool.groups]
+    for fill, into in zip(none, kept.into, strict=False):
       # Pages that are shared, or out of sight, are not written.
-      none = group.pages // shards
-      one = np.full((shards, -(-many // shards)), none, np.int32)
+      one = np.full((pool.shards, -(-many // pool.shards)), fill, np.int32)
       for number, page in into.items():
         if number < many:
-          one[number % shards, number // shards] = page
-      pages.append(self._padded(one, none))
-    row_number = jnp.int32(row.slot)
-    return _write(pool, tuple(pages), row_number, kept.payload)
-
-  def _padded(self, pages: np.ndarray, fill: int) -> jax.Array:
-    """Pages of each shard, so many that few programs are compiled."""
-    size = 1 << max(0, pages.shape[1] - 1).bit_length()
-    over = size - pages.shape[1]
-    wide = np.pad(pages, [(0, 0), (0, over)], constant_values=fill)
-    return jnp.asarray(wide, jnp.int32)
+          one[number % pool.shards, number // pool.shards] = page
+      tables.append(one)
+    held, states = kept.payload
+    for pages, one in zip(_batches(tables, none), held, strict=True):
+      pool = _write(pool, pages, one)
+    if pool.recurrent:
+      pool = _write_states(pool, jnp.int32(row.slot), states)
+    return pool
 
   def measure(self, plan: StepPlan) -> None:
     """Notes how long a token of a prompt takes, and a byte to the host."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import sys
 from typing import Any
 
 import jax
@@ -170,6 +172,70 @@ def test_few_programs(loaded):
   before = compute._cache_size()
   served(at, requests(rng, model.config.vocab, 8, logprobs=2), rng)
   assert compute._cache_size() == before
+
+
+def compiled():
+  """How many programs each jitted function of the engine's own has."""
+  found = {
+    f"{f.__module__}.{f.__name__}": f._cache_size()
+    for name, module in sys.modules.items()
+    if name.startswith("ringjax.serve") and module is not None
+    for f in vars(module).values()
+    if hasattr(f, "_cache_size")
+  }
+  assert len(found) >= 8
+  return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_a_trace_compiles_few_programs(loaded, family):
+  """At most 12, with all that an engine may do on one day."""
+  model, _ = loaded(family)
+  longest = min(model.config.longest or 512, 512)
+  day = [
+    one.shrunk(4096 // longest)
+    for one in rj.serve.poisson_trace(
+      rate=20,
+      requests=60,
+      prompt_tokens=900,
+      new_tokens=250,
+      shared_tokens=512,
+      spread=0.7,
+      seed=1,
+    )
+  ]
+  options: dict[str, Any] = dict(
+    preempt="swap", longest=longest, capacity=longest * 5 // 4
+  )
+  if family == "gpt_oss":
+    options["store"] = rj.store.Store(host=1 << 24)
+  before = compiled()
+  with engine(model, rows=5, pieces=3, **options) as at:
+    rng = np.random.default_rng(2)
+    for n, part in enumerate((day[:30], day[30:])):
+      more = [
+        *requests(rng, model.config.vocab, 6),
+        Request(prompt=np.arange(40), max_new_tokens=24, beams=3 + n, n=2),
+        Request(prompt=np.arange(longest // 2) % 64, max_new_tokens=40),
+      ]
+      handles = [at.submit(one) for one in more]
+      start = part[0].arrival
+      moved = [
+        dataclasses.replace(one, arrival=one.arrival - start) for one in part
+      ]
+      assert rj.serve.replay_live(at, moved).requests == 30
+      assert all(handle.done for handle in handles)
+    at.scheduler.tree.check()
+    counters = at.counters
+  assert counters.swapped and not counters.failed
+  if family == "gpt_oss":
+    assert counters.cached_tokens and counters.pages_out
+    assert counters.stored_tokens and counters.pages_in
+  found = {name: n - before.get(name, 0) for name, n in compiled().items()}
+  assert found["ringjax.serve.calls.compute"] == 2
+  assert found["ringjax.serve.calls._forked"] == 1
+  assert sum(found.values()) <= 12, found
 
 
 def test_answers_that_later_prompts_find(loaded):
@@ -520,7 +586,8 @@ def test_the_cheaper_of_copies_and_computing_is_taken(
     kind=model.cache_kind("windowed"),
   )
   each = sum(group.token_bytes for group in pool.groups) * PAGE
-  now, size = [0.0], 4 * each
+  # Pages are copied 16 at a time.
+  now, size = [0.0], 16 * each
 
   def copied(payload):
     now[0] += size / rate
