@@ -974,8 +974,7 @@ def _choice_lines(cost: KindCost, rows: int) -> list[str]:
     return []
   wide = max(map(len, cost.choices))
   each = lambda layers: " | ".join(
-    " ".join(f"{n:>{len(str(rows))}}" for n in heads) or "-"
-    for heads in layers
+    " ".join(f"{n:>{len(str(rows))}}" for n in heads) or "-" for heads in layers
   )
   return [
     f"{cost.name}: choices in {rows} texts, layer | layer, a number a KV head",
