@@ -370,7 +370,7 @@ def _namespaces(
   words = [x for x in leaves if jnp.dtype(x.dtype).itemsize in (1, 2, 4, 8)]
   device = next(iter(leaves[0].devices()))
   facts = (
-    "ringjax block 1",
+    "ringjax block 2",
     fingerprint(model),
     [int(x) for x in jax.device_get(_sums(words))],
     [(x.shape, str(x.dtype)) for x in leaves],
