@@ -20,7 +20,7 @@ from ringjax.errors import (
   PromptError,
   SamplingError,
 )
-from ringjax.infer import decode, prefill
+from ringjax.infer import decode, prefill, prompt_reading
 from tests import checkpoints
 from tests.helpers import make_mesh, refused
 
@@ -737,7 +737,7 @@ def test_dense_scores_that_cannot_fit_are_refused_before_all(
   for name, tokens in (("dense", 90), ("blockwise", 10_000)):
     options = prefill.PrefillOptions(method=name)
     how = options.plan(tokens, model, None, None)
-    sys.modules["ringjax.infer.generate"]._check_scores(model, how, 2)
+    prompt_reading._check_scores(model, how, 2)
 
 
 def test_texts_beyond_the_context_are_refused(loaded):
@@ -755,7 +755,7 @@ def test_texts_beyond_the_context_are_refused(loaded):
   run([[1] * 107], 1, cache=session)
   with pytest.raises(PromptError, match="107 tokens read before, 11 tokens"):
     run([[1] * 10], 11, cache=session)
-  check = sys.modules["ringjax.infer.generate"]._check_context
+  check = prompt_reading.check_context
   check(model, session.lengths, np.array([11]), 10)
   check(model, np.zeros(2, int), np.array([1, 120]), 8)
 
