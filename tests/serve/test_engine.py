@@ -13,6 +13,7 @@ import pytest
 
 import ringjax as rj
 from ringjax.errors import MeshError, OptionError, PromptError, SamplingError
+from ringjax.kv import kind_text
 from ringjax.serve import Engine, Request, RowSampling
 from tests.helpers import make_mesh, refused
 
@@ -133,6 +134,27 @@ def test_codecs_on_a_mesh(loaded, kind):
 def test_more_codecs(loaded, family, kind):
   model, _ = loaded(family)
   check(model, None, np.random.default_rng(2), 8, kind=kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss", "deepseek_v3"])
+def test_calibrated_levels_alone_and_in_a_crowd(loaded, family):
+  """Bit for bit as alone in an engine.
+
+  `generate` reads other pieces of a prompt at once, by which a number that is
+  near the middle between two of the few levels may get the other code.
+  """
+  model, _ = loaded(family)
+  draw = np.random.default_rng(1).integers(0, model.config.vocab, (2, 64))
+  levels = rj.infer.calibrate(model, draw.astype(np.int32))
+  kind = kind_text.parse("nuq3").with_options({"calibration": levels})
+  rng = np.random.default_rng(2)
+  wanted = requests(rng, model.config.vocab, 6, logprobs=2)
+  crowd = served(engine(model, cache_kind=kind), wanted, rng)
+  for request, result in zip(wanted, crowd, strict=True):
+    own = engine(model, cache_kind=kind).submit(request).result()
+    assert own.answers[0].tokens == result.answers[0].tokens
+    assert own.answers[0].logprobs == result.answers[0].logprobs
 
 
 @pytest.mark.parametrize("rows", [9, pytest.param(13, marks=pytest.mark.long)])
