@@ -16,7 +16,7 @@ from ringjax.errors import (
   OutOfMemoryError,
   PromptError,
 )
-from ringjax.infer import decode, kvr, prefill
+from ringjax.infer import decode, kvr, prefill, prompt_reading
 from ringjax.nn.sharding_context import ShardingContext
 from tests import checkpoints
 from tests.helpers import SMALL, make_mesh
@@ -194,7 +194,7 @@ def test_while_a_program_runs(prompt, monkeypatch):
     read(*args)
     raise MemoryError
 
-  monkeypatch.setattr(prefill, "read", broken)
+  monkeypatch.setattr(prompt_reading, "read", broken)
   with pytest.raises(MemoryError):
     ask(session, prompt)
   monkeypatch.undo()
