@@ -53,7 +53,8 @@ def twenty_questions(printed: str) -> None:
   )
   computed, cached = number("tokens of prompts"), number("found\n")
   assert computed < cached / 4
-  assert number("keys read") < number("looked at")
+  # Equal where sharing would change bits: the engine tries it and lets it be.
+  assert number("keys read") <= number("looked at")
 
 
 def contexts_read_once(printed: str) -> None:
