@@ -33,12 +33,20 @@
       --rate) against an engine in real time, or against its simulator.
   python -m launch.bench serve --compare=sequential
       16 requests at once, and one after the other: the ratio of the medians.
+  python -m launch.bench serve --compare=plain --speculate=lookup
+      An engine that checks drafts beside one that does not.
   python -m launch.bench serve --compare=transformers --model=llama-100m
       The same requests beside transformers' continuous batching.
   python -m launch.bench store --trace=FILE --capacity=3000000
       Which blocks of a trace of prompts (in Mooncake's format) the policies of
       a store would have hit, with room for so many tokens; and how long the
       prefix tree's look-ups take.
+  python -m launch.bench speculate --quick
+      Plain decoding and drafters, in turn, by kind of task: tokens a second
+      and for each call of the model, in about two minutes.
+  python -m launch.bench speculate --context=8192 --devices=8
+      The same behind a long document over a sharded sequence, which the answer
+      quotes; --compare=transformers: beside its lookup and assisted generation.
   python -m launch.bench rows --json=rows.json
       Memory of an engine's rows in pages and in contiguous rows that grow on
       demand: what is wasted, resident and mapped.
@@ -58,7 +66,7 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from launch import runahead
+from launch import common, runahead
 from ringjax.bench import (
   attention,
   decode_steps,
@@ -67,6 +75,7 @@ from ringjax.bench import (
   layouts,
   row_memory,
   serving,
+  speculating,
   store_policies,
   strategies,
   train,
@@ -111,6 +120,7 @@ _BENCHMARKS: dict[str, Any] = {
     train.TrainBenchmark,
     _KVRBenchmark,
     serving.ServeBenchmark,
+    speculating.SpeculationBenchmark,
     store_policies.StoreBenchmark,
     row_memory.RowMemoryBenchmark,
   )
@@ -161,9 +171,18 @@ _OPTIONS = {
   "pieces": "Rows of a call of prompts.",
   "budget": "Tokens of a step at most.",
   "share": "What later prompts may find.",
+  "speculate": "What drafts for the engine, as of launch.serve: NAME or "
+  "NAME:key=value,key=value.",
   "cost": "Seconds of a simulated step: answers=,prompts=,token=,pair=; "
   "default: measured.",
   "compare": "What with.",
+  "draft": "Hugging Face folder of a model that drafts; default: one that "
+  "ships where its vocabulary is the model's, else the model's first layer.",
+  "drafted": "Tokens of a draft.",
+  "draft_cache": "Kind of cache of self, with options as NAME:key=value.",
+  "lengths": "Drafts have all their tokens, or as many as pay.",
+  "context": "Tokens of a long document that is quoted, in place of the kinds "
+  "of tasks.",
 }
 
 
@@ -198,7 +217,8 @@ flags.DEFINE_bool(
   "quick",
   False,
   "attention: T=4096, H=64, float32, 3 rounds. inference: a few float32 rows. "
-  "kvr: 512 tokens. kernels: T=1024, H=64, 3 rounds. serve: 8 requests.",
+  "kvr: 512 tokens. kernels: T=1024, H=64, 3 rounds. serve: 8 requests. "
+  "speculate: three kinds, three drafters.",
 )
 
 
@@ -227,6 +247,7 @@ def _run(benchmark: Any) -> None:
   start = benchmark.quick if given["quick"] else benchmark.options()
   settings = start.with_flags(given)
   if "devices" in taken:
+    common.give_threads(settings.devices)
     jax.config.update("jax_num_cpu_devices", settings.devices)
   files = {name: given[name] for name in benchmark.files}
   command = shlex.join(["python", "-m", "launch.bench", *sys.argv[1:]])

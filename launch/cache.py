@@ -10,7 +10,7 @@ from absl import flags
 from launch import aot, console, strategies
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
-from ringjax.kv import KINDS, EvictingCache, KVCache, kind_text
+from ringjax.kv import KINDS, EvictingCache, KVCache, TieredCache, kind_text
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Allocated, Calibrated
@@ -73,6 +73,8 @@ def _explained(
     model = abstract(aot.config_of(name), dtype=values.dtype or "bfloat16")
     weights = bytes_each(model)
     of_kind: Any = EvictingCache if kind.evicting else KVCache
+    if kind.device is not None:
+      of_kind = TieredCache
     for count in tokens:
       made = of_kind.spec(
         model.kinds,

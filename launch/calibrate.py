@@ -39,6 +39,7 @@ from ringjax.kv.codecs.calibration import WEIGHTS
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.models import tiny
 from ringjax.models.calibration import FILE
+from ringjax.models.transformer import Transformer
 
 NAME = "calibrate"
 _MEMORY = "shorten the texts (--length), or use more devices"
@@ -178,7 +179,7 @@ def _calibrate(
 def _allocate(
   values: flags.FlagValues,
   screen: console.Screen,
-  model: Any,
+  model: Transformer,
   rows: np.ndarray,
   out: pathlib.Path,
 ) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 from launch import sources
 from ringjax.models import Rules
 from ringjax.models.cepe import Encoder
+from ringjax.models.longspec import LongSpecConfig
 from ringjax.train import recipe
+from ringjax.train.draft_training import DraftTraining
 from ringjax.train.encoder_training import ContextSplit
 from ringjax.train.extend import RopeScaling
 from ringjax.train.induction import INITIALISATIONS, InductionHeads
@@ -102,6 +104,8 @@ _PARTS = {
   "optimizer": recipe.Optimizer,
   "lora": Lora,
   "cepe": Encoder,
+  "draft": LongSpecConfig,
+  "draft_training": DraftTraining,
   "rules": Rules,
   "start": InductionHeads,
 }
@@ -137,7 +141,9 @@ def changes(
   return found
 
 
-def _of_class(path: str, cls: Any, given: Mapping[str, Any]) -> Iterator[Field]:
+def _of_class(
+  path: str, cls: type, given: Mapping[str, Any]
+) -> Iterator[Field]:
   texts = _described(cls.__doc__)
   for field in dataclasses.fields(cls):
     value = _REQUIRED

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax.typing import DTypeLike
 
 from launch import auxiliary_files, common, console
 from launch.flag_helpers import FlagHelper
@@ -193,7 +194,9 @@ def _floats(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _unpack(form: Packed, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
+def _unpack(
+  form: Packed, dtype: DTypeLike, x: tuple[jax.Array, ...]
+) -> jax.Array:
   return form.unpack(*x).astype(dtype)
 
 

@@ -49,7 +49,7 @@ POOL_NOTE = (
   "its pages at the memory's stated rate; nothing was measured"
 )
 
-_OF_DECODE = ("heads", "kv_heads", "cache")
+_OF_DECODE = ("heads", "kv_heads", "cache", "queries")
 _OF_ATTENTION = ("q_block", "kv_block", "backward")
 
 
@@ -122,7 +122,7 @@ def _decode(
   stdout: TextIO,
 ) -> None:
   """Cycles of a tile of a cache: to read it, of the kernel, of XLA's loops."""
-  options = _heads(values)
+  options = _heads(values) | {"queries": values.queries or 1}
   cache = "dense" if values.cache is None else values.cache
   rows = []
   for name in names:
@@ -163,7 +163,8 @@ def _decode(
   record = {**options, "cache": cache, "rows": rows, "note": DECODE_NOTE}
   more = cache != "dense"
   lines = [
-    f"a query of {options['heads']} heads behind keys of "
+    f"{options['queries']} quer{'y' if options['queries'] == 1 else 'ies'} of "
+    f"{options['heads']} heads behind keys of "
     f"{options['kv_heads']}, head dim {options['head_dim']}, "
     f"{options['dtype']}{f', cache {cache}' if more else ''}: cycles of a tile "
     "of a core",
@@ -256,7 +257,7 @@ def _pool(
 _REPORTS: dict[str, tuple[Any, tuple[str, ...]]] = {
   "attention": (_attention, _OF_DECODE),
   "decode": (_decode, _OF_ATTENTION),
-  "shared": (_pool, (*_OF_ATTENTION, "cache")),
+  "shared": (_pool, (*_OF_ATTENTION, "cache", "queries")),
 }
 
 

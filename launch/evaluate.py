@@ -22,6 +22,9 @@
   python -m launch.evaluate chunks --model=DIR --contexts=0,4,8,16,32
       The loss behind more and more chunks that a model's encoder reads
       (ringjax.models.cepe), on files that are long enough for the most.
+  python -m launch.evaluate drafts --draft=DIR --offsets=0,4096,16384,65536
+      How many tokens of a draft block (ringjax.models.longspec) its target
+      accepts, where all but the first four tokens are moved on.
   python -m launch.evaluate families --cache=int4 --cache=nuq3
       What kinds of caches do to small models of every family with random
       weights; without --cache all codecs.
@@ -81,6 +84,7 @@ from ringjax.eval import (
   context_curve,
   context_ways,
   correlation,
+  draft_acceptance,
   family_errors,
   find,
   reader,
@@ -143,10 +147,16 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )
   new.whole(
-    "rows", 8, "perplexity, caches, entropy, chunks: texts of each length."
+    "rows",
+    8,
+    "perplexity, caches, entropy, chunks, drafts: texts of each length.",
   )
   new.texts("splits", ["1", "2", "4", "8", "16"], "entropy: numbers of chunks.")
-  new.whole("context", 1024, "entropy: tokens that are cut into chunks.")
+  new.whole(
+    "context",
+    1024,
+    "entropy: tokens that are cut into chunks; drafts: of a prompt.",
+  )
   new.whole("query", 128, "entropy: tokens behind them that are looked at.")
   flags.DEFINE_multi_string(
     "cache",
@@ -176,12 +186,20 @@ def define(values: flags.FlagValues) -> None:
     "ways", [], f"contexts: some of {', '.join(context_ways([0]))}; all."
   )
   new.whole(
-    "question", 128, "contexts, chunks: tokens behind a text that count."
+    "question",
+    128,
+    "contexts, chunks, drafts: tokens behind a text that count.",
   )
   new.text(
     "prefix", "\n\n", "contexts: text before all parts, where they share one."
   )
   new.boolean("search", False, "contexts: tune APE on texts of their own.")
+  new.texts("draft", None, "drafts: folders of drafts of one target.")
+  new.texts(
+    "offsets",
+    ["0", "4096", "16384", "65536"],
+    "drafts: by how much tokens are moved on.",
+  )
   new.text("log", None, "curves: the log.jsonl of a training.")
   new.text("plot", None, "PNG to draw (needs matplotlib).")
   new.text("out", None, "File for all figures, JSON.")
@@ -261,6 +279,9 @@ def _uses(word: str, name: str, asks: bool) -> bool:
     return name in ("log", "plot", "out", "json")
   if word == "families":
     return name in ("families", "cache", "lengths", "seed", "out", "json")
+  if word == "drafts":
+    return name in ("model", "dtype", "draft", "offsets", "context", "question",
+                    "rows", "folder", "mesh", "out", "json")  # fmt: skip
   if word == "chunks":
     return name in ("model", "dtype", "contexts", "question", "rows", "folder",
                     "mesh", "out", "json")  # fmt: skip
@@ -276,7 +297,8 @@ def _uses(word: str, name: str, asks: bool) -> bool:
           "prefill": ("needle", "perplexity"),
           "chunk": ("needle", "perplexity"), "log": ("curves",), "families": (),
           "cache_dtype": ("needle", "perplexity"), "splits": ("entropy",),
-          "context": ("entropy",), "query": ("entropy",), "lengths":
+          "context": ("entropy",), "query": ("entropy",), "draft": (),
+          "offsets": (), "lengths":
           ("needle", "perplexity", "caches", "contexts")}  # fmt: skip
   return word in only.get(name, (word,))
 
@@ -790,6 +812,54 @@ class _Evaluation:
     head = f"nats a token of {found.tokens} behind chunks of {size} tokens, "
     return [f"{head}{found.texts} texts:", str(found)], lambda path: None
 
+  def drafts(self) -> _Shown:
+    """Lets a model go on behind texts, and each draft guess its tokens."""
+    values = self._values
+    offsets = _numbers("offsets", values.offsets, int, 0, math.inf)
+    if not values.draft:
+      raise OptionError(
+        "--draft",
+        "none",
+        "the folder of a draft",
+        "train one: python -m launch.train --config=configs/train/longspec.py",
+      )
+    model, tokenizer, _ = self._load(small)
+    drafts = {x: rj.models.longspec.load(x, model) for x in values.draft}
+    ids = (np.asarray(tokenizer.encode(t)) for t in self._texts())
+    long = [x[: values.context] for x in ids if x.size >= values.context]
+    rows = long[:: max(1, len(long) // values.rows)][: values.rows]
+    self._screen.begin("drafting", len(rows), "texts")
+    found = {
+      name: draft_acceptance(
+        draft, rows, offsets=offsets, tokens=values.question
+      )
+      for name, draft in drafts.items()
+    }
+    self.record = self._about() | {
+      "drafts": {
+        name: [
+          dataclasses.asdict(x) | {"acceptance": x.acceptance} for x in each
+        ]
+        for name, each in found.items()
+      }
+    }
+    lines = [
+      f"{len(rows)} texts of {values.context} tokens and {values.question} "
+      "that the model chose:"
+    ]
+    for name, each in found.items():
+      lines += [
+        name,
+        f"{'offset':>8} {'accepted':>9} {'tokens a call':>14} {'loss':>7}"
+        "  by place",
+        *(
+          f"{x.offset:>8} {x.acceptance:>9.3f} {x.tokens_per_call:>14.2f} "
+          f"{x.loss:>7.3f}  {' '.join(f'{r:.3f}' for r in x.rates)}"
+          for x in each
+        ),
+      ]
+    return lines, lambda path: None
+
   def entropy(self) -> _Shown:
     """Reads contexts in more and more chunks that do not see each other."""
     values, screen = self._values, self._screen
@@ -1031,6 +1101,7 @@ _COMMANDS: dict[str, Callable[[_Evaluation], _Shown]] = {
   "caches": _Evaluation.caches,
   "contexts": _Evaluation.contexts,
   "chunks": _Evaluation.chunks,
+  "drafts": _Evaluation.drafts,
   "families": _Evaluation.families,
   "entropy": _Evaluation.entropy,
   "curves": _Evaluation.curves,

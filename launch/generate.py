@@ -29,7 +29,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 import jax
 import numpy as np
@@ -40,10 +40,10 @@ from launch import common, console, machines, prompts
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
 from ringjax.checks import positive_int
-from ringjax.data import LinkTokens, Tokenizer
+from ringjax.data import LinkTokens, Tokenizer, fingerprint
 from ringjax.data.link_tokens import LINKS
 from ringjax.errors import OptionError
-from ringjax.infer import METHODS, Sample, Stop, contexts
+from ringjax.infer import METHODS, Sample, Stop, contexts, speculate
 from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.stopping import Watch
 from ringjax.kv import KINDS, kind_text
@@ -55,6 +55,8 @@ from ringjax.plan.choice import KEEPS
 
 NAME = "generate"
 _NEW_TOKENS = 256
+# Which tokenizers a draft model has, its folder says.
+_DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
 _MEMORY = (
@@ -116,6 +118,13 @@ def define(values: flags.FlagValues) -> None:
     f"How the KV cache is stored: {', '.join(KINDS)}; with options as "
     "NAME:key=value,key=value; device=N keeps the newest N tokens on the "
     "devices, the others in host memory.",
+  )
+  new.text(
+    "speculate",
+    None,
+    f"What drafts tokens: {', '.join(_DRAFTERS)}; with options as "
+    "lookup:count=8 or model:model=FOLDER, which may have another tokenizer. "
+    "No token changes by it.",
   )
   new.whole(
     "max_new_tokens",
@@ -196,6 +205,7 @@ class _Work:
     self._written = ""
     # Arguments of `generate` about contexts.
     self._contexts: dict[str, Any] = {}
+    self._drafter: speculate.Drafter | None = None
     # Stays empty in all processes but the first.
     self._prompt = prompts.Prompt(document="", question="", source="")
 
@@ -215,6 +225,8 @@ class _Work:
     model, about = self._load(folder, mesh)
     self._begin("encoding the prompt", "encoding the prompt")
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
+    if values.speculate is not None:
+      self._drafter = _drafter(values.speculate, tokenizer)
     chat = prompts.chat(values, tokenizer)
     positions = model.config.max_positions
 
@@ -287,9 +299,12 @@ class _Work:
     if isinstance(how, contexts.KVLink) and (folder / LINKS).exists():
       links = LinkTokens.load(folder, vocab=model.config.vocab)
       how = dataclasses.replace(how, links=links)
+    elif isinstance(how, contexts.KVLink):
+      screen.say(f"note: no {LINKS} in {folder}: contexts without link tokens")
     self._contexts = {"contexts": texts, "combine": how}
     if isinstance(how, contexts.Full):
-      return question
+      self._contexts = {}
+      return np.concatenate([np.asarray(prefix, np.int32), *texts, question])
     store = None
     if values.store is not None:
       store = rj.store.Store(disk=(values.store, _STORE_BYTES))
@@ -361,6 +376,7 @@ class _Work:
         machine=machines.machine(values),
         keep=values.keep,
         wire=values.wire,
+        speculate=self._drafter,
         **self._where(mesh),
         stop=eos,
         stream=stream,
@@ -399,6 +415,7 @@ class _Work:
       "cache_bytes_per_device": report.cache_bytes,
       "cache_tokens": report.capacity,
       "contexts": _of_contexts(report.contexts),
+      "speculation": _of_drafts(report.speculation),
     }
 
   def _where(self, mesh: Any) -> dict[str, Any]:
@@ -474,6 +491,12 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{did['computed']:,} computed beside the question, "
       f"{console.nbytes(did['nbytes'])} to the devices"
     )
+  if done["speculation"] is not None:
+    did = done["speculation"]
+    lines["drafts"] = (
+      f"{did['tokens_per_call']:.2f} tokens a call, {did['accepted']:,} of "
+      f"{did['drafted']:,} accepted"
+    )
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"
     lines["passkey"] = (
@@ -490,6 +513,17 @@ def _of_contexts(report: Any) -> dict[str, Any] | None:
   return found | {"combine": repr(report.combine)}
 
 
+def _of_drafts(report: Any) -> dict[str, Any] | None:
+  """What drafts were worth, as JSON."""
+  if report is None:
+    return None
+  return report._asdict() | {
+    "drafter": repr(report.drafter),
+    "tokens_per_call": report.tokens_per_call,
+    "by_position": report.by_position.tolist(),
+  }
+
+
 def _where(
   devices: int, kind: str, mesh: Mapping[str, int], processes: int
 ) -> str:
@@ -497,6 +531,30 @@ def _where(
   axes = ", ".join(f"{name}:{n}" for name, n in mesh.items())
   several = f" in {processes} processes" if processes > 1 else ""
   return f"{devices} x {kind}{several}, mesh {axes}"
+
+
+def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:
+  """Whether it is a draft model that a flag names by its folder."""
+  return type(drafter) is speculate.DraftModel
+
+
+def _drafter(text: str, tokenizer: Tokenizer) -> speculate.Drafter:
+  """What drafts: through text, where a draft model has another tokenizer."""
+  drafter = speculate.drafter_of(text, "--speculate")
+  if not _has_folder(drafter):
+    return drafter
+  assert isinstance(drafter.model, str)
+  mine = Tokenizer.load(drafter.model, untrusted=True)
+  if fingerprint(mine) == fingerprint(tokenizer):
+    return drafter
+  options = {
+    f.name: getattr(drafter, f.name)
+    for f in dataclasses.fields(drafter)
+    if f.init
+  }
+  return speculate.TranslatedDraft(
+    **options, tokenizer=mine, target_tokenizer=tokenizer
+  )
 
 
 # ---------------------------------------------------------------------------
@@ -508,8 +566,14 @@ def _check(values: flags.FlagValues) -> None:
   """Refuses flags that do not go together, before anything is loaded."""
   drawn = isinstance(_sampler(values), Sample)
   kind_text.parse(values.cache, "--cache")
-  if values.combine is not None:
-    contexts.combine_of(values.combine, "--combine")
+  how = contexts.combine_of(values.combine or "parallel", "--combine")
+  if values.speculate is not None:
+    drafter = speculate.drafter_of(values.speculate, "--speculate")
+    if _has_folder(drafter) and not drafter.model:
+      raise OptionError(
+        "--speculate", repr(values.speculate), "the folder of a draft model",
+        "pass --speculate=model:model=FOLDER",
+      )  # fmt: skip
   if values.max_new_tokens is not None:
     positive_int("--max_new_tokens", values.max_new_tokens)
   if values.model == "":
@@ -526,6 +590,9 @@ def _check(values: flags.FlagValues) -> None:
     *((values[name].value is not None and values.contexts is None,
        f"--{name} without --contexts", "both")
       for name in ("combine", "store")),
+    (values.store is not None and isinstance(
+      how, contexts.Full | contexts.Cepe),
+     f"--store and --combine={how.name}", "a way that reads contexts apart"),
     (values.contexts is not None and values.prompt is None,
      "--contexts without --prompt", "both"),
     (values.contexts is not None and values.prompt_file is not None,

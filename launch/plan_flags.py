@@ -122,6 +122,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "default: dense."),
   ("loss_block", "whole", None, "aot capacity",
    "Tokens of a step of the head."),
+  ("queries", "whole", None, "cycles",
+   "cycles --what=decode: tokens of a call, those of a draft too."),
   ("q_block", "whole", None, "aot cycles", "Queries of a tile of attention."),
   ("kv_block", "whole", None, "aot cycles", "Keys of a tile of attention."),
   ("order", "enum", None, "aot",

@@ -29,6 +29,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 from absl import app, flags
+from jax.sharding import Mesh
 
 import ringjax as rj
 from launch import common, console, machines
@@ -181,7 +182,7 @@ class _Work:
     found = self._interleave(runs)
     return self._figures(found, ids, mesh, model)
 
-  def _load(self, mesh: Any) -> Transformer:
+  def _load(self, mesh: Mesh) -> Transformer:
     values = self._values
     self._begin("loading the model")
     if values.preset is not None:
@@ -226,7 +227,7 @@ class _Work:
     return common.share(make)
 
   def _reader(
-    self, name: str, model: Transformer, ids: np.ndarray, mesh: Any
+    self, name: str, model: Transformer, ids: np.ndarray, mesh: Mesh
   ) -> Callable[[], kvr.Reading]:
     values, peers = self._values, self._peers
     new, pause = values.max_new_tokens, self._pause()
@@ -334,7 +335,7 @@ class _Work:
     self,
     found: dict[str, list[kvr.Reading]],
     ids: np.ndarray,
-    mesh: Any,
+    mesh: Mesh,
     model: Transformer,
   ) -> dict[str, Any]:
     values, peers = self._values, self._peers
@@ -418,7 +419,7 @@ def _as_one(
   ids: np.ndarray,
   lengths: tuple[int, ...],
   name: str,
-  mesh: Any,
+  mesh: Mesh,
   new_tokens: int,
 ) -> kvr.Reading:
   """The chain as one program over the devices of a mesh.

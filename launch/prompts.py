@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from typing import Any
 
 import numpy as np
 from absl import flags
 
 from ringjax.data import ChatTemplate, documents, texts
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, PromptError
 from ringjax.models import tiny
 
@@ -54,7 +54,9 @@ def made_up(values: flags.FlagValues) -> bool:
   return values.prompt is None and values.prompt_file is None
 
 
-def chat(values: flags.FlagValues, tokenizer: Any) -> ChatTemplate | None:
+def chat(
+  values: flags.FlagValues, tokenizer: AnyTokenizer
+) -> ChatTemplate | None:
   """The template to use, if any.
 
   Raises:
@@ -98,7 +100,9 @@ def _refuse_blank(name: str, text: str, got: str) -> None:
     )
 
 
-def make(values: flags.FlagValues, tokenizer: Any, positions: int) -> Prompt:
+def make(
+  values: flags.FlagValues, tokenizer: AnyTokenizer, positions: int
+) -> Prompt:
   """Sources of the standard library, in which a passkey is hidden.
 
   Args:
@@ -169,7 +173,7 @@ def _read(path: str) -> str:
 def encode(
   prompt: Prompt,
   values: flags.FlagValues,
-  tokenizer: Any,
+  tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
 ) -> np.ndarray:
   """The ids of a prompt; none of them is special by what a user wrote."""
@@ -182,7 +186,7 @@ def encode(
   return template.tokens(messages, tokenizer)
 
 
-def contexts(folder: str, tokenizer: Any) -> list[np.ndarray]:
+def contexts(folder: str, tokenizer: AnyTokenizer) -> list[np.ndarray]:
   """The ids of the texts of a folder, files .txt in the order of their names.
 
   Raises:
@@ -200,13 +204,14 @@ def contexts(folder: str, tokenizer: Any) -> list[np.ndarray]:
 def around_contexts(
   prompt: Prompt,
   values: flags.FlagValues,
-  tokenizer: Any,
+  tokenizer: AnyTokenizer,
   template: ChatTemplate | None,
 ) -> tuple[tuple[int, ...], np.ndarray]:
   """The ids before all contexts, and those of the question behind them."""
   if template is None:
     first = tokenizer.encode("\n\n", bos=tokenizer.adds_bos)
-    return tuple(first), np.asarray(tokenizer.encode(prompt.question), np.int32)
+    question = np.asarray(tokenizer.encode(prompt.question), np.int32)
+    return tuple(int(n) for n in first), question
   ids = encode(prompt, values, tokenizer, template)
   # What stands before a message, whatever it says.
   begin = "a" if prompt.question[:1] != "a" else "b"

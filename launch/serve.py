@@ -18,7 +18,8 @@ import importlib
 import pathlib
 import signal
 import socket
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -33,6 +34,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import small
 from ringjax.serve.contiguous_rows import LAYOUTS
 from ringjax.serve.engine import SHARED_READS, SHARES
+from ringjax.serve.row_drafts import RowDrafts
 
 NAME = "serve"
 _SEND_BYTES = 1 << 17
@@ -51,6 +53,7 @@ _OPTIONS = (
   "share",
   "shared_reads",
   "layout",
+  "speculate",
 )
 
 
@@ -102,6 +105,13 @@ def define(values: flags.FlagValues) -> None:
     flag_values=values,
   )
   new.text(
+    "speculate",
+    None,
+    "What drafts tokens that a call for answers then checks: lookup, suffix, "
+    "early, self:cache_kind=int4 or model:model=FOLDER, "
+    "with options as NAME:key=value,key=value; tokens are the same.",
+  )
+  new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
   )
   new.text("api_keys", None, "File of keys and tenants, KEY TENANT a line.")
@@ -129,6 +139,8 @@ def run(
     if values.api_keys is not None:
       keys = rj.serve.read_keys(values.api_keys)
     kind = kind_text.parse(values.cache, "--cache")
+    if values.speculate is not None:
+      RowDrafts(values.speculate, "--speculate")
     listener = _listener(values.host, values.port)
     if values.mesh is None and values.devices is None:
       # Virtual devices of a CPU make nothing faster.
@@ -187,7 +199,12 @@ def run(
   return 0
 
 
-def serve(uvicorn: Any, app: Any, listener: socket.socket, grace: int) -> None:
+def serve(
+  uvicorn: types.ModuleType,
+  app: Callable[..., Any],
+  listener: socket.socket,
+  grace: int,
+) -> None:
   """Serves until SIGTERM or SIGINT, and ends gracefully.
 
   Args:

@@ -38,6 +38,7 @@ from ringjax.data.needle import TASKS, TaskExamples
 from ringjax.data.packing import Documents
 from ringjax.data.recall import Copies, Pairs, Questions, RandomTokens
 from ringjax.data.recall_tasks import Chains, Links, Quotes, Records, Values
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.train.recipe import Mixture
 
@@ -57,7 +58,7 @@ PROMPTS: dict[str, Any] = {"continued": Continued}
 KINDS = ("library", "corpus", *TASKS, *RECALL, *PROMPTS)
 
 
-def tokenizer(name: str) -> Any:
+def tokenizer(name: str) -> AnyTokenizer:
   """Bytes, or the tokenizer of a folder."""
   if name == "bytes":
     return Bytes(chat_template=None)
@@ -66,7 +67,7 @@ def tokenizer(name: str) -> Any:
 
 def mixture(
   entries: Sequence[Any],
-  tokenizer: Any,
+  tokenizer: AnyTokenizer,
   *,
   length: int,
   vocab: int,
@@ -120,7 +121,7 @@ def mixture(
 def _source(
   kind: str,
   entry: dict[str, Any],
-  tokenizer: Any,
+  tokenizer: AnyTokenizer,
   length: int,
   vocab: int,
   links: LinkTokens | None,
@@ -156,7 +157,7 @@ def _filler() -> Lines:
   return Lines(text="\n".join(documents.library(held_out=False)))
 
 
-def _library(tokenizer: Any) -> Documents:
+def _library(tokenizer: AnyTokenizer) -> Documents:
   texts = documents.library(held_out=False)
   bos = tokenizer.adds_bos
   return Documents(

@@ -9,7 +9,7 @@ import functools
 import json
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from absl import app, flags
 
@@ -152,7 +152,7 @@ def _words(made: chips.Machine, path: str) -> list[str]:
   chip = made.chip
   forward, backward = (100 * part for part in made.part("blockwise"))
   lines = [f"{made.name}: {made.source}"]
-  for dtype, rate in chip.flops:
+  for dtype, rate in dict(chip.flops).items():
     lines.append(f"products, {dtype}: {rate / 1e9:,.1f} GFLOP/s")
   lines += [
     f"attention: {forward:.0f} % of it forward, {backward:.0f} % backward",
@@ -160,7 +160,8 @@ def _words(made: chips.Machine, path: str) -> list[str]:
     f"memory: {console.nbytes(chip.hbm_bytes)}, "
     f"{chip.hbm_bandwidth / 1e9:.1f} GB/s",
   ]
-  for axis, link in () if isinstance(made.links, chips.Link) else made.links:
+  links = {} if isinstance(made.links, chips.Link) else dict(made.links)
+  for axis, link in links.items():
     ways = "a switch" if link.switched else f"{link.ports} ports"
     lines.append(
       f"{axis}: {link.bandwidth / 1e9:.2f} GB/s, "
@@ -181,7 +182,7 @@ def known(
 
 
 def put(
-  values: flags.FlagValues, stdout: TextIO, record: Any, lines: list[str]
+  values: flags.FlagValues, stdout: TextIO, record: object, lines: list[str]
 ) -> None:
   """Prints a result: with --json the record, else the lines."""
   text = json.dumps(record) if values.json else "\n".join(lines)

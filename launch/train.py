@@ -11,8 +11,9 @@
       Every field of a config, with its type, default and meaning.
 
 --out gets `checkpoints`, `log.jsonl` (a line a report), `config.json` and in
-the end `model`, a Hugging Face folder with its tokenizer. On SIGTERM or Ctrl-C
-the current step is saved, and the exit status is 143 or 130.
+the end `model`, a Hugging Face folder with its tokenizer, or `draft`, that of a
+draft. On SIGTERM or Ctrl-C the current step is saved, and the exit status is
+143 or 130.
 
 A config is a Python file with get_config(); see configs/train. Several
 processes: see launch/common.py.
@@ -29,12 +30,13 @@ import math
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
@@ -54,6 +56,7 @@ from ringjax.errors import (
   RingjaxError,
   message,
 )
+from ringjax.models import longspec
 from ringjax.models.cepe import INITS, CepeTransformer, Encoder
 from ringjax.models.contents import text_config
 from ringjax.models.hf.folder import Folder
@@ -61,6 +64,7 @@ from ringjax.models.presets import preset
 from ringjax.models.transformer import Transformer
 from ringjax.train import loop, recipe
 from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.draft_training import DraftTraining
 from ringjax.train.encoder_training import ContextSplit
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.induction import INITIALISATIONS, CrossInductionHeads
@@ -90,6 +94,8 @@ _DECISIVE = (
   "optimizer",
   "lora",
   "cepe",
+  "draft",
+  "draft_training",
   "distil",
   "top",
   "seed",
@@ -309,6 +315,11 @@ class _TrainingRun:
       screen.say(_farewell(done.step, kept))
       return 128 + done.stopped
     self._begin("writing the model")
+    if isinstance(done.model, longspec.DraftTransformer):
+      # Its target stays where it is.
+      longspec.save(done.model, out / "draft")
+      screen.say(f"wrote {out / 'draft'}")
+      return 0
     rj.models.save(done.model, out / "model", overwrite=True)
     if first and home is not None:
       auxiliary_files.copy(home, out / "model")
@@ -342,6 +353,11 @@ class _TrainingRun:
       model = rj.models.with_more_tokens(
         model, more, seed=config.seed, spread=1.0
       )
+    if (draft := _draft(config)) is not None:
+      of_draft, first = draft
+      return longspec.with_draft(
+        model, of_draft, init=first, seed=config.seed, rules=where["rules"]
+      )
     if wanted is None or isinstance(model, CepeTransformer):
       return model
     encoder, init = wanted
@@ -354,7 +370,7 @@ class _TrainingRun:
     self,
     made: recipe.Recipe,
     model: Transformer,
-    mesh: Any,
+    mesh: Mesh,
     stage: int,
     one: loop.TrainingReport,
   ) -> None:
@@ -450,13 +466,14 @@ def recipe_of(
     "objective": Objective(**_entries(Objective, config) | dtype),
     "lora": _lora(config, links),
     "cepe": _encoder(config) is not None,
+    "draft": _draft_training(config),
     "packer": _PACKERS[config.packer](),
     "loop_config": loop.LoopConfig(**_entries(loop.LoopConfig, config)),
   }
   return recipe.Recipe(**_entries(recipe.Recipe, config) | parts)
 
 
-def _entries(cls: Any, config: ConfigDict) -> dict[str, Any]:
+def _entries(cls: type, config: ConfigDict) -> dict[str, Any]:
   """The entries of a config that are fields of a dataclass."""
   names = [field.name for field in dataclasses.fields(cls)]
   return {name: config[name] for name in names if name in config}
@@ -486,6 +503,31 @@ def _encoder(config: ConfigDict) -> tuple[Encoder, str] | None:
     return None
   init = one_of("cepe.init", entry.pop("init", INITS[0]), INITS)
   return _made(Encoder, entry, "cepe"), init
+
+
+def _draft(config: ConfigDict) -> tuple[longspec.LongSpecConfig, str] | None:
+  """The draft that a config asks for and its initialisation, or None."""
+  entry = json.loads(config.draft.to_json())
+  if not entry:
+    return None
+  inits = longspec.INITS
+  init = one_of("draft.init", entry.pop("init", inits[0]), inits)
+  return _made(longspec.LongSpecConfig, entry, "draft"), init
+
+
+def _draft_training(config: ConfigDict) -> DraftTraining | None:
+  """How a draft is trained, or None where there is none."""
+  entry = json.loads(config.draft_training.to_json())
+  if _draft(config) is not None:
+    return _made(DraftTraining, entry, "draft_training")
+  if entry:
+    raise OptionError(
+      "draft_training",
+      f"{', '.join(entry)} without a draft",
+      "a draft, whose training it is",
+      "set --config.draft.window, for instance, or leave them out",
+    )
+  return None
 
 
 def _links(
@@ -582,6 +624,9 @@ def default_config() -> ConfigDict:
     dtype: of the computation; parameters and moments are float32.
     lora: adapters; rank 0 trains all parameters.
     cepe: an encoder of contexts beside a frozen decoder; {} for none.
+    draft: a draft block beside a frozen target (LongSpec), which alone is
+      written, to `draft` of --out; {} for none.
+    draft_training: the positions and lags of its training.
     links: link tokens behind each of at most so many documents of a prompt
       (KVLink); each 0 for none. They are new ids, which adapters leave to be
       trained themselves.
@@ -607,6 +652,8 @@ def default_config() -> ConfigDict:
       "top": 50,
       "lora": {"rank": 0, "alpha": 32.0, "targets": ("q", "k", "v", "o")},
       "cepe": {},
+      "draft": {},
+      "draft_training": {},
       "links": {"each": 0, "documents": 8},
       "sources": ({"kind": "library", "weight": 1.0},),
       "packer": "best_fit",
@@ -639,7 +686,7 @@ def _tuples(value: Any) -> Any:
   return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _stage(given: Any) -> recipe.Stage:
+def _stage(given: Mapping[str, Any]) -> recipe.Stage:
   entry = dict(given)
   # The sources of rows are no part of the recipe.
   entry.pop("sources", None)
@@ -652,7 +699,7 @@ def _stage(given: Any) -> recipe.Stage:
   return _made(recipe.Stage, entry, "stages")
 
 
-def _made(cls: Any, given: Any, name: str) -> Any:
+def _made(cls: type, given: Mapping[str, Any], name: str) -> Any:
   """A dataclass of a config's entries."""
   entry = {
     k: tuple(v) if isinstance(v, list) else v for k, v in dict(given).items()

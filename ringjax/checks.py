@@ -26,7 +26,7 @@ from ringjax.errors import (
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def as_array(name: str, x: Any) -> jax.Array:
+def as_array(name: str, x: object) -> jax.Array:
   """x as a JAX array, or an error that names it."""
   numeric = isinstance(x, jax.Array | np.ndarray | np.generic)
   if not numeric or (isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm"):
@@ -47,10 +47,11 @@ def as_array(name: str, x: Any) -> jax.Array:
   return jnp.asarray(x)
 
 
-def float_dtype(name: str, value: Any) -> np.dtype:
+def float_dtype(name: str, value: object) -> np.dtype:
   """value as one of `FLOATS`, or an error that names it."""
   try:
-    dtype = jnp.dtype(value)
+    given: Any = value
+    dtype = jnp.dtype(given)
   except (TypeError, ValueError):
     dtype = None
   if value is None or dtype is None or dtype.name not in FLOATS:
@@ -72,7 +73,7 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 
 def integer(
   name: str,
-  value: Any,
+  value: object,
   *,
   least: int | None = None,
   most: int | None = None,
@@ -91,7 +92,7 @@ def integer(
 
 def positive_int(
   name: str,
-  value: Any,
+  value: object,
   *,
   error: type[RingjaxError] = OptionError,
   remedy: str | None = None,
@@ -102,7 +103,7 @@ def positive_int(
 
 def number(
   name: str,
-  value: Any,
+  value: object,
   *,
   least: int | float | None = None,
   most: int | float | None = None,
@@ -134,7 +135,7 @@ def number(
 
 def one_of(
   name: str,
-  value: Any,
+  value: object,
   options: Iterable[Any],
   *,
   error: type[RingjaxError] = OptionError,
@@ -173,7 +174,7 @@ def _range(
   return "" if most is None else f" of at most {shown(most)}"
 
 
-def boolean(name: str, x: Any) -> bool:
+def boolean(name: str, x: object) -> bool:
   """x as a bool, or an error that names it."""
   if not isinstance(x, bool | np.bool_):
     traced = isinstance(x, jax.core.Tracer)

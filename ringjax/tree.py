@@ -9,6 +9,7 @@ about a hundred, run the program of another mask.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,18 @@ from typing import Any, TypeVar
 import jax
 
 C = TypeVar("C")
+
+
+def with_leaves(x: C, **fields: Any) -> C:
+  """A copy of a registered dataclass, with fields of other leaves than arrays.
+
+  Such as PartitionSpecs: `dataclasses.replace` calls `__init__`, which takes
+  what the fields are annotated with.
+  """
+  made = copy.copy(x)
+  for name, value in fields.items():
+    object.__setattr__(made, name, value)
+  return made
 
 
 def register(cls: type[C], data: Sequence[str], meta: Sequence[str]) -> type[C]:

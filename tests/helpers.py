@@ -38,6 +38,18 @@ def make_mesh(n: int, kind: Literal["auto", "explicit"]) -> Mesh:
   )
 
 
+def swept(every, often):
+  """Cases of a sweep: `often` in the longer run, the others in the slow one.
+
+  Args:
+    every: tuples.
+    often: some of these; others are added.
+  """
+  marks = dict.fromkeys(every, pytest.mark.slow)
+  marks |= dict.fromkeys(often, pytest.mark.long)
+  return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
+
+
 def refused(kind, call, *words):
   """What `call` raises: of a kind, short, and with these words."""
   with pytest.raises(kind) as caught:

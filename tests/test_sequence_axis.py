@@ -88,8 +88,14 @@ def check_ring(call, *args):
   np.testing.assert_allclose(program(*args), call(*args), atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["seq", "sp"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+  ("call", "name"),
+  [
+    *((call, "seq") for call in CALLS),
+    ("an argument", "sp"),
+    pytest.param("a gradient", "sp", marks=pytest.mark.long),
+  ],
+)
 def test_the_mesh_of_a_traced_operand_is_taken(call, name):
   mesh = rj.make_mesh((8,), (name,))
   q = jax.device_put(Q, NamedSharding(mesh, P(None, name)))

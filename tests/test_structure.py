@@ -34,7 +34,7 @@ pytestmark = pytest.mark.smoke
 # A file imports from its own folder and from rows above it in this list, i.e.
 # from lower layers. "ringjax" is the package's own __init__.
 ROWS = (
-  ("typing", "errors", "checks", "tree", "parallel"),
+  ("typing", "errors", "checks", "option_text", "tree", "parallel"),
   ("ops",),
   ("kv",),
   ("nn", "data", "plan", "store"),
@@ -79,11 +79,24 @@ def module_of(path: str) -> str:
 
 
 def imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-  """Line and dotted name of all that a file imports, anywhere in it."""
+  """Line and dotted name of all that a file imports, anywhere in it.
+
+  What is imported under `if TYPE_CHECKING` is left out: annotations may name
+  what no code of the file knows.
+  """
   package = module_of(path).split(".")
   if not path.endswith("/__init__.py"):
     package = package[:-1]
+  named_only = {
+    part
+    for node in ast.walk(tree)
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for one in node.body
+    for part in ast.walk(one)
+  }
   for node in ast.walk(tree):
+    if node in named_only:
+      continue
     if isinstance(node, ast.Import):
       for alias in node.names:
         yield node.lineno, alias.name
@@ -207,6 +220,10 @@ def test_layers_are_told_apart(path, source):
     ("ringjax/ops/mask.py", "import jax, numpy, math\nimport jaxtyping as jt"),
     ("ringjax/ops/mask.py", "from . import softmax\nfrom .. import errors"),
     ("ringjax/ops/mask.py", "from ringjax.parallel import collectives"),
+    (
+      "ringjax/kv/cache.py",
+      "if TYPE_CHECKING:\n  from ringjax.models import Transformer",
+    ),
     ("ringjax/parallel/mesh.py", "from ringjax.errors import MeshError"),
     ("ringjax/nn/block.py", "import flax\nfrom ringjax.kv import base"),
     ("ringjax/__init__.py", "from ringjax.ops.mask import Mask"),
@@ -250,6 +267,7 @@ SAME_IDEA = {
   "checkpoint": "models: weights alone; train: all of a training's state",
   "delta": "ops: the recurrence; nn: the layer around it",
   "feedforward": "ops: the function of arrays; nn: the layer around it",
+  "longspec": "models: the draft; infer: how it drafts",
   "needle": "data: the questions; eval: how a model answers them",
 }
 # Module names that still stand for two things, as `CLASH`.
@@ -367,6 +385,102 @@ def unshaped(path: str, source: str) -> list[str]:
 
   look(ast.parse(source).body)
   return found
+
+
+# Parameters and fields of any object, and why no type says more.
+OF_ANY_OBJECT = {
+  "algorithm": "a local algorithm or a strategy: `attend.Algorithm`, in part",
+  "local": "the same, of which each kind has other methods too",
+  "fallback": "the same",
+  "decoder": "the same, of few queries",
+  "kernel": "the same, that may decline",
+  "codec": "of a layer above, with what `kv.codecs.VectorCodec` says, in part",
+  "inner": "a layer's cache of keys or of a state, which have other methods",
+  "index": "whatever indexes an array",
+  "tokenizer": "what encodes, or what decodes: each call says which",
+  "case": "of a benchmark of its own",
+  "settings": "of a benchmark of its own",
+  "ax": "of matplotlib, which need not be there",
+  "drawn": "of matplotlib",
+  "made": "of matplotlib",
+  "first": "of llguidance, which need not be there",
+  "owner": "whatever an engine, or one without a model, keeps of a row",
+  "store_state": "whatever a `BlockSource` keeps of a row",
+}
+
+
+def untyped(path: str, source: str) -> list[str]:
+  """Parameters and fields of public functions and classes that are `Any`.
+
+  What is handed on (`*args`, `**options`) may be anything, and so is the `self`
+  of a class whose fields are those of the classes that inherit it.
+  """
+  found = []
+
+  def is_any(annotation: ast.expr | None) -> bool:
+    if annotation is None:
+      return False
+    return ast.unparse(annotation) in ("Any", "Any | None", "None | Any")
+
+  def note(line: int, owner: str, name: str) -> None:
+    if name not in (*OF_ANY_OBJECT, "self"):
+      found.append(f"{path}:{line}: {name} of {owner} is Any")
+
+  def look(body: list[ast.stmt]) -> None:
+    for node in body:
+      if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        for field in node.body:
+          if isinstance(field, ast.AnnAssign) and is_any(field.annotation):
+            note(field.lineno, node.name, ast.unparse(field.target))
+        look(node.body)
+      if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        continue
+      if node.name.startswith("_") and not node.name.endswith("__"):
+        continue
+      given = node.args
+      for x in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+        if is_any(x.annotation):
+          note(x.lineno, node.name, x.arg)
+
+  look(ast.parse(source).body)
+  return found
+
+
+def test_public_parameters_have_types():
+  files = package()
+  faults = [x for path, text in files.items() for x in untyped(path, text)]
+  assert not faults, "\n".join(faults)
+  text = "".join(files.values())
+  unused = [x for x in OF_ANY_OBJECT if not re.search(rf"\b{x}: Any\b", text)]
+  assert not unused, f"remove from OF_ANY_OBJECT: {unused}"
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "def f(cache: Any): pass",
+    "def f(*, cache: Any | None = None): pass",
+    "async def f(cache: Any): pass",
+    "class A:\n def f(self, cache: Any): 0",
+    "class A:\n def __init__(self, cache: Any): 0",
+    "class A:\n cache: Any = None",
+  ],
+)
+def test_parameters_of_any_are_seen(source):
+  assert len(untyped("ringjax/nn/block.py", source)) == 1
+  for typed in ("Cache", "dict[str, Any]"):
+    other = source.replace("Any | None", typed).replace("Any", typed)
+    assert untyped("ringjax/nn/block.py", other) == []
+
+
+def test_private_and_handed_on_may_be_any():
+  for source in (
+    "def _f(cache: Any): pass",
+    "class _A:\n cache: Any",
+    "def f(*cache: Any, **options: Any): pass",
+    "def f() -> Any: pass",
+  ):
+    assert untyped("ringjax/nn/block.py", source) == []
 
 
 def test_public_arrays_have_shapes():

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ringjax.bench import harness, timing
 from ringjax.bench.harness import PASSES, Report, Row, Trial, option
@@ -85,7 +86,7 @@ class AttentionCase:
 
 
 def _jitted(
-  attend: Attend, case: AttentionCase, arrays: Arrays, mesh: Any = None
+  attend: Attend, case: AttentionCase, arrays: Arrays, mesh: Mesh | None = None
 ) -> harness.Runnable:
   """A JAX function with arrays over a mesh, or on one device."""
   sharding = SingleDeviceSharding(jax.devices()[0])
@@ -158,7 +159,9 @@ def import_ringattention() -> Any:
   return importlib.import_module("ringattention")
 
 
-def published_attention(mesh: Any, axis: Any, chunk: int, dtype: Any) -> Any:
+def published_attention(
+  mesh: Mesh, axis: str, chunk: int, dtype: DTypeLike
+) -> Any:
   """The causal attention of `ringattention` 0.1.2 (PyPI; Liu et al. 2023).
 
   Args:

@@ -17,15 +17,17 @@ import dataclasses
 import functools
 import gc
 import importlib
+import io
 import itertools
 import os
 import statistics
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from ringjax import checks
 from ringjax.bench import one_device, timing
@@ -49,7 +51,7 @@ _NAMES = {"dtype": ("", "float32", "bfloat16", "float16"), "pass": PASSES}
 
 
 def option(
-  default: Any,
+  default: object,
   choices: Collection[str] | None = None,
   *,
   flag: str | None = "",
@@ -202,14 +204,14 @@ class Contestant:
   parts: tuple[str, ...] | None = None
   load: Callable[[], Any] = lambda: None
 
-  def trial(self, case: Any, inputs: Any) -> Trial:
+  def trial(self, case: Any, inputs: PyTree) -> Trial:
     """Builds it and runs it once."""
     self.load()
     built = self.build(case, inputs)
     return built.run, built.check()
 
 
-def host_arrays(outputs: Any) -> tuple[np.ndarray, ...]:
+def host_arrays(outputs: PyTree) -> tuple[np.ndarray, ...]:
   """The arrays of a result as NumPy arrays."""
   return tuple(np.asarray(x) for x in jax.tree.leaves(outputs))
 
@@ -413,7 +415,7 @@ class Benchmark:
     json: str | None = None,
     plot: str | None = None,
     append: bool = False,
-    stream: Any = None,
+    stream: TextIO | io.TextIOBase | None = None,
     say: Callable[[str], Any] = _print,
   ) -> Row:
     """Runs the benchmark; prints, writes and returns the result.

@@ -36,7 +36,7 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ class InferenceSettings(harness.BenchmarkSettings):
     devices: of the sharded contestants.
   """
 
-  model: Any = "llama-100m"
+  model: str | Mapping[str, Any] = "llama-100m"
   parts: tuple[str, ...] = option(PARTS, PARTS)
   tokens: tuple[int, ...] = option((4096, 32768))
   caches: tuple[int, ...] = option((1024, 4096, 8192, 16384, 32768))
@@ -98,7 +98,7 @@ class InferenceSettings(harness.BenchmarkSettings):
     """The model's config.json."""
     if isinstance(self.model, str):
       return rj.models.PRESETS[self.model]
-    return self.model
+    return dict(self.model)
 
 
 class InferenceBenchmark(harness.Benchmark):
@@ -164,7 +164,7 @@ class InferenceBenchmark(harness.Benchmark):
     ids = rng.integers(0, config.vocab, count, np.int32)
     if case.part != "decode":
       return ModelInputs(folder, config, ids)
-    one = config.layers[0].attention
+    one: Any = config.layers[0].attention
     shape = (len(config.layers), one.kv_heads, case.tokens, one.head_dim)
 
     def draw() -> np.ndarray:
@@ -208,9 +208,9 @@ class InferenceBenchmark(harness.Benchmark):
   def flops(self, case: ModelCase) -> float:
     """Of a whole prompt, without masked pairs."""
     body, head = self.sizes()
+    mixers: list[Any] = [layer.attention for layer in self.config.layers]
     pairs = sum(
-      2.0 * case.tokens**2 * x.attention.heads * x.attention.head_dim
-      for x in self.config.layers
+      2.0 * case.tokens**2 * mixer.heads * mixer.head_dim for mixer in mixers
     )
     return 2.0 * case.tokens * body + 2.0 * head + pairs
 

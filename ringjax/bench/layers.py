@@ -8,10 +8,11 @@ counts as the call's fixed cost.
 
 from __future__ import annotations
 
+import io
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ def measure(
   layers: int = 2,
   rounds: int = 5,
   dtype: str = "float32",
-  stream: Any = None,
+  stream: TextIO | io.TextIOBase | None = None,
 ) -> list[fit.Sample]:
   """Times calls of each of `tokens`, first and behind twice the most tokens.
 

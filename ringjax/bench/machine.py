@@ -9,9 +9,10 @@ one, so that the cost of a program is not counted as latency.
 from __future__ import annotations
 
 import functools
+import io
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def measure(
   nbytes: Sequence[int] = (1 << 16, 1 << 20, 1 << 22),
   sides: Sequence[int] = (256, 512, 1024),
   rounds: int = 5,
-  stream: Any = None,
+  stream: TextIO | io.TextIOBase | None = None,
 ) -> Machine:
   """Measures a mesh's devices and the links along each of its axes.
 

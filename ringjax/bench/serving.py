@@ -1,4 +1,4 @@
-"""Serving: a trace against an engine or its simulator, and two comparisons.
+"""Serving: a trace against an engine or its simulator, and comparisons.
 
   replay   requests come when they came in a trace's file (--trace), or by
            chance (--rate); --engine=live answers them with a model in real
@@ -10,6 +10,8 @@
            one folder, float32, the same cores. PyTorch has a thread for each
            core, and as "transformers_1" one: where others take a core away its
            threads wait for each other. The better of the two counts.
+  --compare=plain  an engine with --speculate beside one without, on prompts of
+           the six kinds of `launch.bench speculate`.
 
 A simulated step costs what --cost says, or else what steps of the live engine
 cost on this machine, which is measured first.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -34,7 +37,7 @@ import jax
 import numpy as np
 
 import ringjax as rj
-from ringjax.bench import harness, timing
+from ringjax.bench import harness, speculation_tasks, timing
 from ringjax.bench.continuous_batching import (
   TransformersServer,
   import_transformers,
@@ -66,9 +69,11 @@ class ServeSettings(BenchmarkSettings):
     model: a folder, or a preset, which has random weights; None for a small
       model that ships.
     layers: whether equal layers are a loop or unrolled, see `rj.models.load`.
-    rows, capacity, longest, page, piece, pieces, budget, share: of the engine.
+    rows, capacity, longest, page, piece, pieces, budget, share, speculate: of
+      the engine.
     cost: of a simulated step, see `rj.serve.StepCost`; None to measure it.
-    compare: what with.
+    compare: what with; "plain" is an engine without drafts, for prompts whose
+      answers repeat what is there, see `speculation_tasks`.
     rounds: of a comparison.
   """
 
@@ -92,8 +97,9 @@ class ServeSettings(BenchmarkSettings):
   pieces: int = option(4)
   budget: int | None = option(None)
   share: str = option("prompts", ("prompts", "answers", "nothing"))
+  speculate: str | None = option(None, ())
   cost: str | None = option(None, ())
-  compare: str | None = option(None, ("sequential", "transformers"))
+  compare: str | None = option(None, ("sequential", "transformers", "plain"))
   rounds: int = option(5)
 
   def __post_init__(self) -> None:
@@ -107,6 +113,8 @@ class ServeSettings(BenchmarkSettings):
       ("compare and trace", "one of them", self.compare and self.trace),
       ("cost and engine=live", "engine=simulated",
        self.cost and self.engine == "live"),
+      ("speculate and a simulated engine", "engine=live, or a comparison",
+       self.speculate and self.engine != "live" and not self.compare),
     ):  # fmt: skip
       if wrong:
         raise OptionError("flags", got, want, "leave one out")
@@ -219,6 +227,7 @@ def _sizes(
 def _engine(settings: ServeSettings, sizes: dict[str, Any]) -> Engine:
   from ringjax.models import small
 
+  sizes = dict[str, Any]({"speculate": settings.speculate}) | sizes
   name, scan = settings.model, settings.layers == "loop"
   if name in rj.models.PRESETS:
     model = rj.models.create(name, scan=scan)
@@ -315,12 +324,19 @@ def _compared(
   # All at once: nobody waits for an arrival.
   now = dataclasses.replace(settings, rate="inf", requests=count)
   trace = requests_of(now)
-  engine = _engine(settings, _sizes(settings, trace) | {"share": "nothing"})
+  sizes: dict[str, Any] = _sizes(settings, trace) | {"share": "nothing"}
+  engine = _engine(settings, sizes)
   prompts = [one.prompt(engine.vocab) for one in trace]
   new = [one.new_tokens for one in trace]
+  if settings.compare == "plain":
+    kinds = itertools.cycle(speculation_tasks.KINDS)
+    prompts = [
+      speculation_tasks.prompt(next(kinds), rj.data.Bytes(), one.size, seed)
+      for seed, one in enumerate(prompts)
+    ]
   answers: dict[str, list[list[int]]] = {}
 
-  def at_once() -> list[list[int]]:
+  def at_once(engine: Engine = engine) -> list[list[int]]:
     handles = [
       engine.submit(rj.serve.Request(prompt=prompt, max_new_tokens=most))
       for prompt, most in zip(prompts, new, strict=True)
@@ -344,6 +360,11 @@ def _compared(
 
   with contextlib.ExitStack() as stack:
     calls = {"engine": at_once, "sequential": sequential}
+    if settings.compare == "plain":
+      calls["plain"] = functools.partial(
+        at_once, _engine(settings, sizes | {"speculate": None})
+      )
+      del calls["sequential"]
     if settings.compare == "transformers":
       del calls["sequential"]
       for name, server in stack.enter_context(
@@ -383,6 +404,9 @@ def _compared(
     f"answers are equal, {sum(agreed) / tokens:.1%} of the tokens before the "
     "first that differs"
   )
+  drafts = engine.counters
+  if drafts.drafted:
+    say(f"{drafts.accepted:,} of {drafts.drafted:,} drafted tokens were right")
   return {
     "compared": rows,
     "ratio": times[best] / mine,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
@@ -43,6 +44,7 @@ from ringjax.ops.attention.views import ContiguousView, tile_slots
 from ringjax.ops.mask import Causal, Everything, Window
 from ringjax.parallel.mesh import make_mesh
 from ringjax.plan.aot import Built
+from ringjax.plan.hlo import Trips
 from ringjax.train import batch as batches
 from ringjax.train import recipe as recipes
 from ringjax.train import remat as remats
@@ -99,11 +101,11 @@ class ProgramOptions:
 
   def built(
     self,
-    mesh: Any,
-    function: Any,
+    mesh: Mesh,
+    function: Callable[..., Any],
     arguments: tuple[Any, ...],
     flops: float,
-    trips: Any,
+    trips: Trips | float,
     **facts: Any,
   ) -> Built:
     """A program that takes so many FLOPs in all."""
@@ -141,7 +143,7 @@ class ModelOptions(ProgramOptions):
   layers: int | None = None
   block: int = 2048
 
-  def form(self, mesh: Any, dtype: str) -> Transformer:
+  def form(self, mesh: Mesh, dtype: str) -> Transformer:
     """The model's shapes, cut along its width over the mesh axis `shard`."""
     given = self.model
     config = preset(given) if isinstance(given, str) else dict(given)
@@ -159,7 +161,9 @@ class ModelOptions(ProgramOptions):
       "parameters": sum(int(x.size) for x in jax.tree.leaves(form)),
     }
 
-  def context(self, remat: Any = None, accumulate: int = 1) -> ContextParallel:
+  def context(
+    self, remat: Callable[..., bool] | None = None, accumulate: int = 1
+  ) -> ContextParallel:
     """How the model's tokens are sharded, checked against the batch."""
     mesh, axis = self.placed(accumulate=accumulate)
     context = ContextParallel(
@@ -263,6 +267,7 @@ def train(
   how = ModelOptions(devices=devices, **options)
   attend = how.context(remats.policy(remat), accumulate)
   made = attend.mesh
+  assert isinstance(made, Mesh)
   form = how.form(made, "float32")
   update = recipes.Optimizer(name=optimizer).build(1000)
   objective = training.Objective(
@@ -303,6 +308,7 @@ def prefill(
   how = ModelOptions(devices=devices, **options)
   attend = how.context()
   made, batch, tokens = attend.mesh, how.batch, how.tokens
+  assert isinstance(made, Mesh)
   form = how.form(made, how.dtype)
   over = P(attend.batch_axes(batch) or None, attend.axis)
   ids = _like(made, (batch, tokens), over)
@@ -374,10 +380,10 @@ def decode(
 
 
 def _like(
-  mesh: Any,
+  mesh: Mesh,
   shape: Sequence[int] = (),
   over: P | None = None,
-  dtype: Any = jnp.int32,
+  dtype: DTypeLike = jnp.int32,
 ) -> Any:
   """An argument's shape and sharding, replicated by default."""
   sharding = NamedSharding(mesh, P() if over is None else over)

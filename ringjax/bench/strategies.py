@@ -30,6 +30,7 @@ from ringjax.ops.attention.blockwise import tile_kinds
 from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.halo import Halo
 from ringjax.ops.attention.registry import STRATEGIES
+from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.mask import Causal, Coords, Mask, Window
 from ringjax.parallel.chips import Machine
@@ -289,7 +290,7 @@ def layout_of(name: str) -> Layout:
 
 
 def scores(
-  strategy: Any,
+  strategy: Strategy,
   layout: Layout,
   mask: Mask,
   shards: int,
@@ -345,9 +346,9 @@ def _all_kinds(mask: Mask, q: Coords, k: Coords, blocks: Any) -> Any:
   return jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(q, k)
 
 
-def counters(compiled: Any) -> dict[str, int]:
+def counters(compiled: jax.stages.Compiled) -> dict[str, int]:
   """Hops of a compiled program, and bytes that a device sends."""
-  program = CompiledProgram(compiled.as_text())
+  program = CompiledProgram(compiled.as_text() or "")
   sends = program.sends()
   return {
     "hops": sum(times for _, _, times in sends),
@@ -366,7 +367,7 @@ def _compiled(
   case: StrategyCase,
   *,
   strategy: Any,
-  mesh: Any = None,
+  mesh: Mesh | None = None,
   layout: Layout | None = None,
 ) -> tuple[harness.Runnable, Any]:
   """Attention, or that and its gradients, ready to run; and its program."""

@@ -43,6 +43,7 @@ from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.rope import Rope, Rotation
 from ringjax.parallel import chips
 from ringjax.plan.aot import Built
+from ringjax.typing import Index
 
 WHAT = ("forward", "backward")
 _HEADS = 2
@@ -182,7 +183,7 @@ class DecodeShape:
   dtype: str = "bfloat16"
   cache: str = "dense"
 
-  def operands(self, mesh: Any = None) -> tuple[Any, KVCache]:
+  def operands(self, mesh: Mesh | None = None) -> tuple[Any, KVCache]:
     """The shapes of the queries and of the cache."""
     dtype = jnp.dtype(self.dtype)
     shape = LayerCacheSpec(
@@ -208,7 +209,7 @@ class DecodeShape:
     coded = cache_kind(self.cache).codec is not None
     return (DecodeCodesTPU if coded else DecodeTPU)(chip=chip)
 
-  def view(self, cache: KVCache, layer: Any) -> KVView:
+  def view(self, cache: KVCache, layer: Index) -> KVView:
     """A layer of the cache."""
     found = cache.layer(0, cache.slots[0], layer)
     return found.view(Rotation(rope=Rope(theta=5e5, dims=self.head_dim)))
@@ -408,7 +409,8 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
     shape, jnp.dtype(dtype), sharding=over
   )
   slots = of.columns * pool_tile(of.page, "tpu")
-  number = functools.partial(like, "int32")
+  number: Any = functools.partial(like, "int32")
+  cover: Any = like("bool", 1, of.columns, of.rows)
   keys = like(
     of.dtype,
     _LAYERS,
@@ -420,7 +422,7 @@ def pool(devices: Sequence[Any], **shape: Any) -> Built:
   plan = SharedTiles(
     number(1, of.columns),
     number(1, of.columns),
-    like("bool", 1, of.columns, of.rows),
+    cover,
     number(1),
     number(1, of.rows),
   )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,9 @@ def interleave(
 
 
 def timed(
-  runs: Mapping[str, Callable[[], Any]], rounds: int, stream: Any = None
+  runs: Mapping[str, Callable[[], Any]],
+  rounds: int,
+  stream: TextIO | io.TextIOBase | None = None,
 ) -> dict[str, Timing]:
   """Times `runs` in turn, with a line of progress.
 
@@ -199,7 +202,7 @@ def gemm(dtype: str, size: int | None = None) -> Callable[[], Any]:
   return run
 
 
-def peak(dtype: str, device: Any) -> float:
+def peak(dtype: str, device: jax.Device) -> float:
   """FLOP/s of a device: its data sheet's, else a measured matrix product's.
 
   A CPU's is the rate of all its cores, which its devices share.
@@ -221,7 +224,10 @@ class Progress:
   """
 
   def __init__(
-    self, total: int | float, stream: Any = None, every_s: float = 5.0
+    self,
+    total: int | float,
+    stream: TextIO | io.TextIOBase | None = None,
+    every_s: float = 5.0,
   ) -> None:
     self._total = total
     self._stream = stream or sys.stderr
@@ -333,7 +339,7 @@ def read_json(path: str) -> Any:
     return json.load(file)
 
 
-def write_json(path: str, value: Any) -> None:
+def write_json(path: str, value: object) -> None:
   """Writes all of `value` or nothing: a reader never sees half a file."""
   temporary = f"{path}.tmp"
   with open(temporary, "w") as file:

@@ -28,14 +28,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ringjax.bench import attention, harness, timing
 from ringjax.bench.harness import Report, Row, Trial, option
@@ -77,7 +78,7 @@ class TrainSettings(harness.BenchmarkSettings):
   """
 
   parts: tuple[str, ...] = option(PARTS[:3], PARTS)
-  preset: Any = option("llama-100m", ())
+  preset: str | Mapping[str, Any] = option("llama-100m", ())
   tokens: tuple[int, ...] = option((1024, 4096))
   contestants: tuple[str, ...] = option(CONTESTANTS, CONTESTANTS)
   rounds: int = option(3)
@@ -135,9 +136,9 @@ def _published() -> Any:
       repeats = q.shape[2] // k.shape[1]
       heads = lambda x: jnp.repeat(jnp.swapaxes(x, 1, 2), repeats, 2)
       chunk = min(self.chunk, q.shape[1] // self.size)
-      attend = attention.published_attention(
-        self.mesh, self.axis, chunk, q.dtype
-      )
+      mesh, axis = self.mesh, self.axis
+      assert isinstance(mesh, Mesh) and axis is not None
+      attend = attention.published_attention(mesh, axis, chunk, q.dtype)
       return attend(q, heads(k), heads(v))
 
     def rowwise(self, f: Any, x: Any) -> Any:
@@ -167,7 +168,7 @@ def _in_linen(f: Any, use: Any) -> Any:
 
 
 def _loss(
-  name: str, attend: Any, model: Any, batch: Any, dtype: Any = None
+  name: str, attend: Any, model: Any, batch: Any, dtype: DTypeLike | None = None
 ) -> Any:
   from ringjax.train.objective import sums
 
@@ -188,7 +189,9 @@ def _optimizer() -> Any:
   return optax.adamw(3e-4, b1=_B1, b2=0.95, weight_decay=0.1)
 
 
-def _program(name: str, attend: Any, shardings: Any, dtype: Any = None) -> Any:
+def _program(
+  name: str, attend: Any, shardings: Any, dtype: DTypeLike | None = None
+) -> Any:
   """(parameters, moments, loss) of parameters, moments and a batch."""
   import optax
 
@@ -227,7 +230,11 @@ def _shardings(params: Any, attend: Any) -> Any:
 
 
 def _trial(
-  name: str, model: Any, tokens: int, devices: int, dtype: Any = None
+  name: str,
+  model: Any,
+  tokens: int,
+  devices: int,
+  dtype: DTypeLike | None = None,
 ) -> Trial:
   """A contestant's step, and the loss and gradients of the first one."""
   from ringjax.train import step
@@ -249,7 +256,9 @@ def _trial(
   return work, _outputs(loss, grads)
 
 
-def _trial_of_one(name: str, preset: Any, tokens: int, dtype: Any) -> Trial:
+def _trial_of_one(
+  name: str, preset: Any, tokens: int, dtype: DTypeLike | None
+) -> Trial:
   """The step of a contestant on one device that has no model yet."""
   from ringjax.models import checkpoint
 
@@ -281,7 +290,7 @@ def _bytes(name: str, preset: Any, tokens: int, devices: int) -> int:
     moments = jax.eval_shape(_optimizer().init, params)
   else:
     moments = step.form(_optimizer(), params, attend.mesh).optimizer
-  field = lambda dtype: jax.ShapeDtypeStruct(
+  field: Any = lambda dtype: jax.ShapeDtypeStruct(
     (1, 1, tokens), dtype, sharding=row
   )
   batch = Batch(field(jnp.int32), field(jnp.int32), field(jnp.float32))
@@ -374,7 +383,7 @@ class TrainBenchmark(harness.Benchmark):
     return [case for part in PARTS if part in s.parts for case in found[part]]
 
   def build(
-    self, name: str, tokens: int, devices: int, dtype: Any = None
+    self, name: str, tokens: int, devices: int, dtype: DTypeLike | None = None
   ) -> Trial:
     """A contestant's step, on one device in a process with one."""
     if name in _SHARDED:

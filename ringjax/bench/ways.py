@@ -17,6 +17,7 @@ from ringjax.ops.attention import nesting, registry
 from ringjax.ops.attention.blockwise import Blockwise
 from ringjax.ops.attention.dense import Dense
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
+from ringjax.ops.attention.strategy import Strategy
 from ringjax.parallel.layout import Layout
 
 
@@ -32,7 +33,7 @@ class NamedStrategy:
   """
 
   layout: Layout
-  strategy: Any
+  strategy: Strategy
   local: Any
   visits: bool
 

@@ -18,6 +18,7 @@ from ringjax.data.placement import (
   place_rows,
   plan_batches,
 )
+from ringjax.data.punctuation import punctuation_ids
 from ringjax.data.stream import Stream
 from ringjax.data.tokenizer import Tokenizer
 
@@ -42,4 +43,5 @@ __all__ = [
   "place_documents",
   "place_rows",
   "plan_batches",
+  "punctuation_ids",
 ]

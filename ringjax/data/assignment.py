@@ -67,7 +67,9 @@ class Cost:
         "cost", self, "a token or a pair above 0", "pass pair=4.1e-5"
       )
 
-  def work(self, tokens: Any, pairs: Any) -> Any:
+  def work(
+    self, tokens: int | float | np.ndarray, pairs: int | float | np.ndarray
+  ) -> Any:
     """Of so many tokens and pairs."""
     return self.token * tokens + self.pair * pairs
 
@@ -92,7 +94,12 @@ class RingSlots(NamedTuple):
     hops = reach if self.spread == "run" else 2 * reach
     return min(hops, self.shards - 1) * self.local_length * self.cost.hop
 
-  def even(self, size: Any, degree: Any, member: Any) -> tuple[Any, Any]:
+  def even(
+    self,
+    size: int | np.integer | np.ndarray,
+    degree: int | np.integer | np.ndarray,
+    member: int | np.integer | np.ndarray,
+  ) -> tuple[Any, Any]:
     """(tokens, work) of the shard `member` of a document that is split evenly.
 
     All may be arrays.

@@ -20,6 +20,7 @@ from ringjax.data import stream
 from ringjax.data.special_tokens import (
   Specials,
   SpecialToken,
+  TokenIds,
   as_text,
   joined,
 )
@@ -114,7 +115,7 @@ class Bytes:
         rows.append(np.array([part], np.int32))
     return joined(rows)
 
-  def decode(self, ids: Any, *, special: bool = False) -> str:
+  def decode(self, ids: TokenIds, *, special: bool = False) -> str:
     """The text of ids; of special tokens only if asked for."""
     return stream.decode(self, ids, special=special)
 

@@ -232,7 +232,7 @@ class ChatTemplate:
 
   def _chat(
     self,
-    messages: Any,
+    messages: Sequence[Any],
     add_generation_prompt: bool,
     tools: Any,
     more: dict[str, Any],

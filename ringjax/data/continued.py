@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from typing import Any
 
 import numpy as np
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.link_tokens import LinkTokens, arranged
 from ringjax.data.special_tokens import joined
+from ringjax.data.tokenizer import AnyTokenizer
 
 _NUMBER = "# {name} is {number}.\n"
 _SAME = "# {name} is the same.\n"
@@ -42,7 +42,7 @@ class Continued:
     digits: of a number.
   """
 
-  tokenizer: Any
+  tokenizer: AnyTokenizer
   links: LinkTokens | None = None
   documents: int = 4
   letters: int = 4

@@ -31,6 +31,7 @@ import numpy as np
 
 from ringjax.checks import integer
 from ringjax.data.packing import as_document
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, OptionError
 
 _FORMAT, _VERSION = "ringjax-tokens", 1
@@ -276,7 +277,7 @@ class Corpus:
       )
 
 
-def fingerprint(tokenizer: Any) -> str:
+def fingerprint(tokenizer: AnyTokenizer) -> str:
   """A hash of a tokenizer: of each token's text, and of the ids of a sample.
 
   Args:

@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from ringjax.data import documents
+from ringjax.data.loader import DocumentSource
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import DataError
 
 # Useless lines, or documents, in a row after which the search ends.
@@ -91,8 +93,8 @@ class Decoded:
     tokenizer: that made the ids.
   """
 
-  source: Any
-  tokenizer: Any
+  source: DocumentSource
+  tokenizer: AnyTokenizer
 
   def lines(self, rng: np.random.Generator) -> Iterator[str]:
     """Lines without end, each with its newline.

@@ -23,6 +23,7 @@ import numpy as np
 
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.data.packing import as_document
+from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import CheckpointFormatError, DataError, OptionError
 from ringjax.ops.mask import READER, SHARED_PREFIX
 
@@ -135,9 +136,9 @@ class ArrangedPrompt(NamedTuple):
 
 def arranged(
   documents: Sequence[Any],
-  question: Any,
+  question: TokenIds,
   links: LinkTokens | None = None,
-  prefix: Any = None,
+  prefix: TokenIds | None = None,
   *,
   shared: bool = True,
 ) -> ArrangedPrompt:

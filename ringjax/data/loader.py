@@ -118,7 +118,9 @@ class Loader(Iterator[PackedBatch]):
 
   def __init__(
     self,
-    sources: Any,
+    sources: DocumentSource
+    | ExampleSource
+    | Sequence[DocumentSource | ExampleSource],
     *,
     length: int,
     batch: int,

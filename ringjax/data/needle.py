@@ -25,7 +25,7 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.documents import hide_all
 from ringjax.data.filler import NOISE, Filler, Library, TextWithout
 from ringjax.data.special_tokens import joined
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError
 
 # A fact's line, and the end of a prompt; models were trained on these words.
@@ -105,7 +106,7 @@ class Task:
     placed: whether `make` takes a depth; else the facts are all over the text.
   """
 
-  tokenizer: Any
+  tokenizer: AnyTokenizer
   filler: Filler = _FILLER
   needle: str = NEEDLE
   question: str = QUESTION

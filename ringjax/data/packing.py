@@ -45,6 +45,9 @@ from ringjax.errors import DataError, OptionError
 # their weights as labels, if they are not all 1.
 Read = Callable[[int, int, int], tuple[np.ndarray, np.ndarray | None]]
 
+# How many tokens each document has.
+Counts = Int[np.ndarray, " _"] | Sequence[int | np.integer]
+
 
 class PackedBatch(NamedTuple):
   """Rows to train on, each array [B, T] in true order.
@@ -99,7 +102,7 @@ class PackingPlan(Sequence[list[DocumentPiece]]):
   def __len__(self) -> int:
     return len(self._first) - 1
 
-  def __getitem__(self, row: Any) -> Any:
+  def __getitem__(self, row: int | np.integer | slice) -> Any:
     if isinstance(row, slice):
       return [self[i] for i in range(*row.indices(len(self)))]
     at = range(len(self))[row]
@@ -116,7 +119,7 @@ class PackingPlan(Sequence[list[DocumentPiece]]):
 class Packer(Protocol):
   """Makes rows of documents."""
 
-  def plan(self, lengths: Any, length: int) -> PackingPlan:
+  def plan(self, lengths: Counts, length: int) -> PackingPlan:
     """The rows of documents.
 
     Args:
@@ -133,7 +136,7 @@ class Packer(Protocol):
 class Cut:
   """Documents one behind the other, cut wherever a row is full."""
 
-  def plan(self, lengths: Any, length: int) -> PackingPlan:
+  def plan(self, lengths: Counts, length: int) -> PackingPlan:
     """The rows of documents, in their order; see `Packer.plan`."""
     sizes = as_lengths(lengths, length)
     ends = np.cumsum(sizes)
@@ -164,7 +167,7 @@ class BestFit:
   def __post_init__(self) -> None:
     positive_int("buffer", self.buffer)
 
-  def plan(self, lengths: Any, length: int) -> PackingPlan:
+  def plan(self, lengths: Counts, length: int) -> PackingPlan:
     """The rows of documents; see `Packer.plan`."""
     sizes = as_lengths(lengths, length)
     all_pieces, all_rows, rows = [np.zeros((0, 3), np.int64)], [], 0
@@ -329,7 +332,7 @@ def fill(
   return PackedBatch(tokens, labels, weights, positions, segments)
 
 
-def as_document(name: str, ids: Any) -> np.ndarray:
+def as_document(name: str, ids: object) -> np.ndarray:
   """Ids of a document, int32 [n], or a DataError that names it."""
   found = np.asarray(ids)
   if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
@@ -349,7 +352,7 @@ def as_document(name: str, ids: Any) -> np.ndarray:
   return found.astype(np.int32)
 
 
-def as_lengths(lengths: Any, length: int) -> np.ndarray:
+def as_lengths(lengths: Counts, length: int) -> np.ndarray:
   """Lengths of documents, int64 [N], for rows of `length`, or OptionError."""
   positive_int("length", length)
   found = np.asarray(lengths)

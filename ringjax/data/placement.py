@@ -30,6 +30,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from ringjax.checks import one_of, positive_int
 from ringjax.data.assignment import (
@@ -42,6 +43,7 @@ from ringjax.data.assignment import (
 )
 from ringjax.data.packing import (
   BestFit,
+  Counts,
   DocumentPiece,
   Documents,
   PackedBatch,
@@ -94,7 +96,13 @@ class Placement:
     most = int(self.work.max())
     return float(self.work.mean() / most) if most else 1.0
 
-  def apply(self, x: Any, *, axis: int = 0, empty: Any = 0) -> np.ndarray:
+  def apply(
+    self,
+    x: Shaped[np.ndarray, " ..."],
+    *,
+    axis: int = 0,
+    empty: int | float | bool = 0,
+  ) -> np.ndarray:
     """Moves the values of tokens into their slots.
 
     Args:
@@ -116,7 +124,9 @@ class Placement:
     made[(slice(None),) * axis + (self.slots,)] = x
     return made
 
-  def restore(self, y: Any, *, axis: int = 0) -> Any:
+  def restore(
+    self, y: Shaped[Array | np.ndarray, " ..."], *, axis: int = 0
+  ) -> Any:
     """Moves the values of slots back into the order of the documents.
 
     Args:
@@ -134,13 +144,13 @@ class Placement:
 
 
 def place(
-  lengths: Any,
+  lengths: Counts,
   *,
   shards: int,
   local_length: int,
   spread: str = "stripe",
   cost: Cost = _COST,
-  degree: Any = None,
+  degree: Counts | int | None = None,
 ) -> Placement:
   """Places documents on the shards of a ring.
 
@@ -251,7 +261,7 @@ def place_rows(
 
 
 def plan_batches(
-  lengths: Any,
+  lengths: Counts,
   *,
   shards: int,
   local_length: int,

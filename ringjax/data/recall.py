@@ -25,6 +25,7 @@ from ringjax.checks import integer, number
 from ringjax.data.filler import Filler
 from ringjax.data.needle import ANSWER, NEEDLE, QUESTION, names, numbers
 from ringjax.data.special_tokens import joined
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError
 
 # Kinds of tokens.
@@ -46,7 +47,7 @@ class Recall:
     text: weight of the text's tokens relative to the recalled ones.
   """
 
-  tokenizer: Any
+  tokenizer: AnyTokenizer
   filler: Filler
   length: int
   text: float = 0.5

@@ -12,14 +12,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from ringjax.errors import InputTypeError, PromptError
 
 _INT32 = 2**31
+
+# A row of token ids.
+TokenIds = Int[Array | np.ndarray, " _"] | Sequence[int | np.integer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
   return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def as_text(name: str, text: Any) -> str:
+def as_text(name: str, text: str) -> str:
   """`text` as a str that has a UTF-8 form, or an error that names it."""
   if not isinstance(text, str):
     raise InputTypeError(
@@ -93,7 +95,7 @@ def as_text(name: str, text: Any) -> str:
   return text
 
 
-def as_ids(name: str, ids: Any) -> list[int]:
+def as_ids(name: str, ids: object) -> list[int]:
   """`ids` as a list of token ids, or an error that names the first bad one."""
   flat = np.asarray(ids)
   if flat.size == 0:
@@ -118,6 +120,6 @@ def as_ids(name: str, ids: Any) -> list[int]:
   return flat.tolist()
 
 
-def joined(parts: Sequence[Int[np.ndarray, ...]]) -> np.ndarray:
+def joined(parts: Sequence[Int[np.ndarray, " ..."]]) -> np.ndarray:
   """Rows of ids after each other, int32."""
   return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

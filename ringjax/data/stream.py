@@ -16,9 +16,11 @@ from __future__ import annotations
 import codecs
 import copy
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from ringjax.data.special_tokens import as_ids
+import numpy as np
+
+from ringjax.data.special_tokens import TokenIds, as_ids
 
 # An id without a token, or a byte that is no part of a character.
 UNKNOWN = "\ufffd"
@@ -48,7 +50,7 @@ class Decodes(Protocol):
     ...
 
 
-def decode(tokenizer: Decodes, ids: Any, *, special: bool = False) -> str:
+def decode(tokenizer: Decodes, ids: TokenIds, *, special: bool = False) -> str:
   """The text of all ids at once; the reference for `Stream`."""
   row = as_ids("ids", ids)
   if not special:
@@ -84,7 +86,7 @@ class Stream:
     made._utf8, made._pending = copy.copy(self._utf8), [*self._pending]
     return made
 
-  def feed(self, ids: Any) -> str:
+  def feed(self, ids: TokenIds | int | np.integer) -> str:
     """The text that these ids complete; may be empty.
 
     Args:

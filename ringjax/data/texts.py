@@ -13,12 +13,12 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
 from ringjax.data import corpus
 from ringjax.data.special_tokens import as_text
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import DataError, PromptError
 
 FILE_BYTES = 1 << 30
@@ -106,7 +106,7 @@ def from_jsonl(
 def build(
   path: Path,
   texts: Iterable[str],
-  tokenizer: Any,
+  tokenizer: AnyTokenizer,
   *,
   progress: Callable[[int, int], None] | None = None,
 ) -> None:

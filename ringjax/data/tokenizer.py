@@ -33,8 +33,14 @@ from typing import Any
 import numpy as np
 
 from ringjax.data import isolated, stream
-from ringjax.data.bytelevel import BYTE_CHARS
-from ringjax.data.special_tokens import Specials, SpecialToken, as_text, joined
+from ringjax.data.bytelevel import BYTE_CHARS, Bytes
+from ringjax.data.special_tokens import (
+  Specials,
+  SpecialToken,
+  TokenIds,
+  as_text,
+  joined,
+)
 from ringjax.data.tokenizer_files import (
   TokenizerConfig,
   fault,
@@ -248,7 +254,7 @@ class Tokenizer:
         rows.append(np.array([part], np.int32))
     return joined(rows)
 
-  def decode(self, ids: Any, *, special: bool = False) -> str:
+  def decode(self, ids: TokenIds, *, special: bool = False) -> str:
     """The text of ids.
 
     Args:
@@ -640,3 +646,7 @@ def _guard(what: str, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
       raise
     got = str(error).partition("\n")[0]
     raise fault(what, got, "what this tokenizer can take") from error
+
+
+# What texts are encoded with.
+AnyTokenizer = Tokenizer | Bytes

@@ -14,6 +14,7 @@ import stat
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from ringjax.errors import TokenizerError
 
@@ -83,7 +84,7 @@ class TokenizerConfig:
       got = "an added_tokens_decoder that is no table by id"
       raise fault(_CONFIG, got, "ids with their tokens") from None
 
-  def id_of(self, engine: Any, name: str) -> int | None:
+  def id_of(self, engine: tokenizers.Tokenizer, name: str) -> int | None:
     """The id of a named special token, or None.
 
     Raises:
@@ -107,7 +108,7 @@ class TokenizerConfig:
       return said
     return first is not None and first == self.names().get("bos_token")
 
-  def eos_ids(self, engine: Any) -> tuple[int, ...]:
+  def eos_ids(self, engine: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The ids at which a model stops."""
     ids = [] if self._eos is None else np.ravel(self._eos).tolist()
     own = self.id_of(engine, "eos_token")
@@ -122,7 +123,7 @@ class TokenizerConfig:
     return [text for text in map(text_of, found) if text]
 
 
-def text_of(token: Any) -> str | None:
+def text_of(token: object) -> str | None:
   """The text of a special token, written as itself or as a table; or None."""
   if isinstance(token, dict):
     token = token.get("content")

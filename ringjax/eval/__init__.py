@@ -12,6 +12,7 @@ from ringjax.eval.context_costs import (
   context_ways,
 )
 from ringjax.eval.context_curve import ContextCurve, context_curve
+from ringjax.eval.draft_acceptance import DraftAcceptance, draft_acceptance
 from ringjax.eval.entropy import (
   ModelStatistics,
   SplitEntropy,
@@ -36,6 +37,7 @@ __all__ = [
   "ContextTrial",
   "ContextWay",
   "Curve",
+  "DraftAcceptance",
   "FamilyError",
   "KindCost",
   "ModelStatistics",
@@ -47,6 +49,7 @@ __all__ = [
   "context_curve",
   "context_ways",
   "correlation",
+  "draft_acceptance",
   "family_errors",
   "find",
   "perplexity",

@@ -9,12 +9,12 @@ Cost: one forward of all examples.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
 
 from ringjax.checks import positive_int
+from ringjax.data.loader import ExampleSource
 from ringjax.errors import DataError
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
@@ -42,7 +42,7 @@ class AnswerScore:
 
 def answer_score(
   model: Transformer,
-  source: Any,
+  source: ExampleSource,
   *,
   segments: Mask = _SAME,
   examples: int = 256,
@@ -69,7 +69,10 @@ def answer_score(
   found = [
     source.example(np.random.default_rng([seed, i])) for i in range(examples)
   ]
-  answers = [np.flatnonzero(weights) for _, weights, *_ in found]
+  answers = [
+    np.flatnonzero([] if weights is None else weights)
+    for _, weights, *_ in found
+  ]
   if not all(len(at) and at[0] for at in answers):
     raise DataError(
       "source",

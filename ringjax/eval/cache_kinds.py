@@ -63,7 +63,7 @@ class KindCost:
 
 def compare_caches(
   model: Transformer,
-  tokens: Any,
+  tokens: Int[np.ndarray, "N T"],
   kinds: Mapping[str, CacheKind | str],
   *,
   on_read: Callable[[int], Any] = lambda done: None,

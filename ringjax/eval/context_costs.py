@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax.checks import positive_int
+from ringjax.data.link_tokens import LinkTokens
 from ringjax.data.needle import Task
 from ringjax.errors import OptionError, ShapeError
 from ringjax.infer.contexts import (
@@ -33,6 +34,8 @@ from ringjax.infer.contexts import (
   context_session,
 )
 from ringjax.infer.generate import generate
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_kind import cache_kind as kind_of
 from ringjax.models.transformer import Transformer
 from ringjax.ops.attention.apart import WeighedView
 
@@ -65,7 +68,9 @@ class ContextWay:
 
 
 def context_ways(
-  prefix: Sequence[int], links: Any = None, kinds: Sequence[str] = ()
+  prefix: Sequence[int],
+  links: LinkTokens | None = None,
+  kinds: Sequence[str] = (),
 ) -> dict[str, ContextWay]:
   """Ways by their names, with a shared prefix where they have one.
 
@@ -127,20 +132,56 @@ class ContextCost:
     return dataclasses.asdict(self)
 
 
+class ContextLibraries:
+  """Libraries that encode contexts for several ways, each document once.
+
+  Ways that share a prefix and a kind of cache share a library.
+  """
+
+  def __init__(
+    self, model: Transformer, kind: CacheKind | str | None = None, **where: Any
+  ):
+    """Takes what all have in common.
+
+    Args:
+      model: which reads documents.
+      kind: how contexts are stored, before their rotation for ways that move
+        keys; default: as `context_session` does.
+      **where: mesh and axis.
+    """
+    self._model, self._kind, self._where = model, kind, where
+    self._made: dict[Any, ContextLibrary] = {}
+
+  def of(self, combine: Combine) -> ContextLibrary:
+    """The library of a way."""
+    kind = kind_of(self._kind or "dense")
+    kind = dataclasses.replace(kind, unrotated=kind.unrotated or combine.moves)
+    key = combine.shared_prefix, kind
+    if key not in self._made:
+      self._made[key] = ContextLibrary(
+        self._model, prefix=key[0], cache_kind=kind, **self._where
+      )
+    return self._made[key]
+
+  def counters(self) -> list[Any]:
+    """What each has done, `ContextCounters`."""
+    return [library.counters for library in self._made.values()]
+
+
 class ContextTrial:
   """Texts that are read as contexts, and what comes behind them.
 
   Attributes:
-    libraries: that encode contexts, by prefix and kind of cache.
+    libraries: that encode contexts.
   """
 
   def __init__(
     self,
     model: Transformer,
-    texts: Any,
+    texts: Int[np.ndarray, "N T"],
     question: int,
     *,
-    cache_kind: Any = None,
+    cache_kind: CacheKind | str | None = None,
     **where: Any,
   ):
     """Takes texts; nothing is computed.
@@ -149,7 +190,7 @@ class ContextTrial:
       model: the model.
       texts: int32 [N, C + M]: of each the first C tokens are cut into contexts.
       question: M, tokens behind them whose loss counts.
-      cache_kind: how contexts are stored; default: as `context_session` does.
+      cache_kind: how contexts are stored, see `ContextLibraries`.
       **where: mesh and axis.
 
     Raises:
@@ -165,10 +206,10 @@ class ContextTrial:
         "integers [N, C + M] with M of 2 or more",
         "pass longer texts, or a shorter question",
       )
-    self._model, self._where, self._kind = model, where, cache_kind
+    self._model = model
     self._contexts = ids[:, :-question].astype(np.int32)
     self._questions = ids[:, -question:].astype(np.int32)
-    self.libraries: dict[Any, ContextLibrary] = {}
+    self.libraries = ContextLibraries(model, cache_kind, **where)
 
   def cost(
     self,
@@ -234,7 +275,7 @@ class ContextTrial:
       on_try: called with what was tried and its loss.
     """
     model, texts = self._model, self._split(count)
-    library = self._library(combine)
+    library = self.libraries.of(combine)
     sessions = [
       (
         context_session(
@@ -288,17 +329,6 @@ class ContextTrial:
       )
     return [np.array_split(row, count) for row in self._contexts]
 
-  def _library(self, combine: Combine) -> ContextLibrary:
-    kind = self._kind
-    if kind is None:
-      kind = "unrotated" if combine.moves else "dense"
-    key = combine.shared_prefix, str(kind)
-    if key not in self.libraries:
-      self.libraries[key] = ContextLibrary(
-        self._model, prefix=key[0], cache_kind=kind, **self._where
-      )
-    return self.libraries[key]
-
   def _read(
     self, way: ContextWay, count: int, start: int
   ) -> tuple[np.ndarray, Any, int]:
@@ -319,7 +349,7 @@ class ContextTrial:
       rows,
       way.combine,
       capacity=2 * questions.shape[1],
-      library=self._library(way.combine),
+      library=self.libraries.of(way.combine),
     )
     nll = _behind(self._model, session.cache, questions)
     return nll, session.contexts, questions.shape[1]
@@ -334,7 +364,7 @@ def context_answers(
   length: int,
   trials: int = 8,
   seed: int = 0,
-  cache_kind: Any = None,
+  cache_kind: CacheKind | str | None = None,
   on_trial: Callable[[int], Any] = lambda done: None,
   **where: Any,
 ) -> dict[tuple[str, int], float]:
@@ -350,10 +380,11 @@ def context_answers(
     length: tokens of a text with its question and answer.
     trials: texts.
     seed: of the texts.
-    cache_kind: how contexts are stored.
+    cache_kind: how contexts are stored, see `ContextLibraries`.
     on_trial: called with how many answers there are.
     **where: mesh and axis.
   """
+  libraries = ContextLibraries(model, cache_kind, **where)
   found: dict[tuple[str, int], float] = {}
   examples = [
     task.make(np.random.default_rng([seed, length, n]), length)
@@ -377,17 +408,17 @@ def context_answers(
         options: dict[str, Any] = {"contexts": rows, "combine": combine}
         if not rows:
           start = np.asarray(combine.prefix, np.int32)
-          question, options = np.concatenate([start, question]), {}
+          question, options = np.concatenate([start, question]), where
         elif not isinstance(combine, Full):
-          kind = "unrotated" if combine.moves else "dense"
-          options["cache_kind"] = cache_kind or kind
+          options["library"] = libraries.of(combine)
+        else:
+          options |= where
         new = generate(
           model,
           [question],
           max_new_tokens=encode(example.answer).size + 1,
           stop=ends or None,
           **options,
-          **where,
         )[0]
         text = task.tokenizer.decode([int(i) for i in new if i not in ends])
         scores.append(task.score(example, text))

@@ -62,7 +62,7 @@ class ContextCurve:
 
 
 def context_curve(
-  model: Any,
+  model: CepeTransformer,
   texts: Sequence[Any],
   *,
   chunks: Sequence[int] = (0, 4, 8, 16, 32),

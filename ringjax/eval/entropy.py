@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer, positive_int
 from ringjax.data.link_tokens import ArrangedPrompt, arranged
+from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PromptError, ShapeError
 from ringjax.infer.session import on_its_mesh, place_of
 from ringjax.kv.statistics_cache import StatisticsCache
@@ -45,19 +47,19 @@ class ModelStatistics(NamedTuple):
   """
 
   layers: tuple[AttentionStatistics | None, ...]
-  logits: Any
+  logits: Float[Array, "B M V"]
 
 
 @on_its_mesh
 def attention_statistics(
   model: Transformer,
-  tokens: Any,
+  tokens: Int[Array | np.ndarray, "B T"],
   *,
   queries: int | Sequence[int] | None = None,
-  positions: Any = None,
-  segment_ids: Any = None,
+  positions: Int[Array | np.ndarray, "*B T"] | None = None,
+  segment_ids: Int[Array | np.ndarray, "*B T"] | None = None,
   segments: Mask = _SAME,
-  keep: Any = None,
+  keep: Bool[Array | np.ndarray, "*B T"] | None = None,
   columns: bool = False,
   mesh: Mesh | None = None,
   axis: str | None = None,
@@ -258,7 +260,7 @@ def split_entropy(
   *,
   context: int,
   query: int,
-  prefix: Any,
+  prefix: TokenIds,
   rows: int,
   mesh: Mesh | None = None,
   axis: str | None = None,

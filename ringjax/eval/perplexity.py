@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, positive_int
 from ringjax.errors import OptionError, PromptError
@@ -127,7 +128,7 @@ def reader(
   mesh: Mesh | None = None,
   axis: str | None = None,
   chunk: int | None = None,
-  cache_dtype: Any = None,
+  cache_dtype: DTypeLike | None = None,
 ) -> Callable[[Callable[[int], Any]], Curve]:
   """Checks everything `perplexity` needs, and returns what computes it.
 
@@ -264,9 +265,9 @@ def _in_chunks(
   model: Transformer,
   batch: Batch,
   how: Prefill,
-  mesh: Any,
+  mesh: Mesh | None,
   axis: str | None,
-  dtype: Any,
+  dtype: DTypeLike | None,
 ) -> np.ndarray:
   """Losses of a row [T], read behind what a cache holds, chunk by chunk."""
   length = batch.tokens.shape[1]
@@ -276,13 +277,14 @@ def _in_chunks(
     assert call.pos is not None
     real = call.seg[0] > 0
     at = np.where(real, call.pos[0], 0)
-    part = Batch(
+    mine: Any = (
       call.tokens,
       batch.labels[:, at],
       np.where(real, batch.weights[:, at], 0),
-      positions=call.pos,
-      segments=call.seg,
     )
+    pos: Any = call.pos
+    seg: Any = call.seg
+    part = Batch(*mine, positions=pos, segments=seg)
     each, cache = _read_on(
       model, how.attend, place(part, how.attend), cache, jnp.int32(length)
     )

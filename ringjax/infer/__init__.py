@@ -1,6 +1,6 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
-from ringjax.infer import contexts
+from ringjax.infer import contexts, speculate
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
@@ -27,4 +27,5 @@ __all__ = [
   "evict_by_repetition",
   "generate",
   "read_context",
+  "speculate",
 ]

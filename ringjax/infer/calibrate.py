@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
 from ringjax import tree
@@ -32,16 +33,18 @@ from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
-  MeshError,
   ShapeError,
 )
 from ringjax.kv.base import FreshLayer, NoCache
+from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.codecs.calibration import BITS, WEIGHTS, Calibration
 from ringjax.kv.codecs.code_book import CodeBook, marked
 from ringjax.kv.state import StateShape
 from ringjax.models import calibration as files
 from ringjax.models.transformer import Transformer
+from ringjax.nn.sharding_context import ShardingContext
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
 
 # Cells of [-1, 1] into which scaled numbers are counted.
 _CELLS = 1024
@@ -51,7 +54,7 @@ PARTIAL = ".kv_calibration.partial.safetensors"
 
 def calibrate(
   model: Transformer,
-  tokens: Any,
+  tokens: Int[np.ndarray, "N T"],
   *,
   outliers: int | float = 0.01,
   first: int = 1,
@@ -69,7 +72,8 @@ def calibrate(
     weights: what an error of a number counts: "fisher", the squared gradient of
       the loss by it; "none", the same for all, which needs no gradients.
     folder: keeps what is measured after each text, so that a run that was
-      killed resumes, and gets the calibration at the end.
+      killed resumes, and gets the calibration at the end. Of several processes
+      the first one reads and writes it.
     progress: called with the number of passes over a text that are done and
       that there are.
 
@@ -77,7 +81,6 @@ def calibrate(
     ShapeError: tokens of another shape.
     ConfigError: a model without keys and values.
     OptionError: an argument out of range.
-    MeshError: several processes.
   """
   ids = np.asarray(tokens)
   if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
@@ -90,13 +93,6 @@ def calibrate(
   number("outliers", outliers, least=0, most=0.5)
   integer("first", first, least=0, most=ids.shape[1] - 2)
   one_of("weights", weights, WEIGHTS)
-  if jax.process_count() > 1:
-    raise MeshError(
-      "processes",
-      jax.process_count(),
-      "one, whose devices hold the model",
-      "calibrate in one process; the file serves any number of them",
-    )
   kinds = [
     n for n, x in enumerate(model.kinds) if not isinstance(x, StateShape)
   ]
@@ -113,11 +109,15 @@ def calibrate(
   work = _Work(
     model, ids, kinds, outliers, first, weights, inputs.hexdigest()[:16]
   )
-  partial = None if folder is None else pathlib.Path(folder) / PARTIAL
+  # Of several processes all measure the same.
+  out = None if folder is None or jax.process_index() else pathlib.Path(folder)
+  partial = None if out is None else out / PARTIAL
   if partial is not None and partial.exists():
     # One that is broken is worth nothing: the texts are read anew.
     with contextlib.suppress(CheckpointFormatError):
       work.resume(*files.read_tensors(partial))
+  if jax.process_count() > 1:
+    work.as_first()
   total = 2 * len(ids)
   while work.done < total:
     work.step()
@@ -126,9 +126,8 @@ def calibrate(
     if progress is not None:
       progress(work.done, total)
   made = files.make(mine, work.finish(), weights)
-  if folder is not None:
-    files.save_calibration(made, folder)
-  if partial is not None:
+  if out is not None and partial is not None:
+    files.save_calibration(made, out)
     partial.unlink()
   return made
 
@@ -169,8 +168,10 @@ class _Work:
       self.arrays[f"{n}.high"] = np.full(ends, -np.inf, np.float32)
       for part in ("keys", "values"):
         self.arrays[f"{n}.{part}"] = np.zeros((2, *lead, _CELLS), np.float32)
-    self._ends = jax.jit(_ends, static_argnums=(3,))
-    self._counts = jax.jit(_counts, static_argnums=(4, 5, 6))
+    everywhere = ShardingContext(mesh=model.mesh).everywhere
+    known = lambda f: lambda *args: everywhere(f(*args))
+    self._ends = jax.jit(known(_ends), static_argnums=(3,))
+    self._counts = jax.jit(known(_counts), static_argnums=(4, 5, 6))
 
   def metadata(self) -> dict[str, str]:
     return {"inputs": self.inputs, "done": f"{self.done}"}
@@ -187,11 +188,19 @@ class _Work:
     ):
       self.arrays, self.done = arrays, int(metadata["done"])
 
+  def as_first(self) -> None:
+    """Goes on from where the first process is."""
+    own = self.arrays, np.int32(self.done)
+    found, done = multihost_utils.broadcast_one_to_all(own)
+    self.arrays = {name: np.asarray(x) for name, x in found.items()}
+    self.done = int(done)
+
   def step(self) -> None:
     """One pass over one text."""
     texts = len(self.ids)
-    row = jnp.asarray(self.ids[[self.done % texts]], jnp.int32)
-    held = {n: jnp.asarray(x) for n, x in self.arrays.items()}
+    # Arrays of the host are the same on all processes' devices.
+    row = np.asarray(self.ids[[self.done % texts]], np.int32)
+    held = dict(self.arrays)
     if self.done < texts:
       new = self._ends(self.model, row, held, self.first)
     else:
@@ -350,7 +359,9 @@ def _cells(
   weight = jnp.where(jnp.abs(x) <= 1, weight, 0)
   cell = jnp.clip(cell, 0, _CELLS - 1)
 
-  def add(held: Any, cell: Any, x: Any, weight: Any) -> jax.Array:
+  def add(
+    held: jax.Array, cell: jax.Array, x: jax.Array, weight: jax.Array
+  ) -> jax.Array:
     flat = cell.reshape(-1)
     put = lambda y: jnp.zeros(_CELLS, jnp.float32).at[flat].add(y.reshape(-1))
     return held + jnp.stack([put(weight), put(weight * x)])
@@ -373,7 +384,7 @@ class _Recording(NoCache):
 
   @classmethod
   def create(cls, model: Transformer, tokens: int) -> _Recording:
-    def one(shape: Any) -> Any:
+    def one(shape: LayerCacheSpec | StateShape) -> Any:
       if isinstance(shape, StateShape):
         return jnp.zeros(0), jnp.zeros(0)
       lead = (shape.layers, 1, shape.heads, tokens)
@@ -386,7 +397,7 @@ class _Recording(NoCache):
   def slots(self) -> tuple[Any, ...]:
     return self.held
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def layer(self, kind: int, slots: Any, index: Index) -> Any:
     moves = None if self.moves is None else self.moves[kind]
 
     def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:

@@ -11,7 +11,7 @@ sends one small reduction a layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 
@@ -39,10 +40,10 @@ class DecodeState(NamedTuple):
     seen: bool [B, V], ids that occurred, or None if the sampler ignores them.
   """
 
-  token: Any
-  pos: Any
-  done: Any
-  seen: Any
+  token: Int[Array, " B"]
+  pos: Int[Array, " B"]
+  done: Bool[Array, " B"]
+  seen: Bool[Array, "B V"] | None
 
 
 def stop_ids(ids: Sequence[int]) -> jax.Array:
@@ -55,7 +56,7 @@ def stop_ids(ids: Sequence[int]) -> jax.Array:
 
 @jax.jit
 def first(
-  sampler: Any,
+  sampler: Callable[..., Any],
   logits: Float[Array, "B V"],
   pos: Int[Array, " B"],
   seen: Bool[Array, "B V"] | None,
@@ -72,8 +73,8 @@ def first(
 def step(
   model: Transformer,
   attend: CachedAttention,
-  sampler: Any,
-  cache: Any,
+  sampler: Callable[..., Any],
+  cache: CallCache,
   state: DecodeState,
   stops: Int[Array, " n"],
   length: Int[Array, ""],
@@ -109,7 +110,11 @@ def ends(
 
 
 def _chosen(
-  token: jax.Array, pos: Any, done: Any, seen: Any, stops: jax.Array
+  token: jax.Array,
+  pos: jax.Array,
+  done: Any,
+  seen: jax.Array | None,
+  stops: jax.Array,
 ) -> DecodeState:
   """The state with tokens [B] that were just chosen."""
   if seen is not None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, integer, positive_int
 from ringjax.errors import (
@@ -22,8 +23,9 @@ from ringjax.errors import (
 )
 from ringjax.infer import decode, inputs
 from ringjax.infer.contexts.behind_contexts import context_session, joined
-from ringjax.infer.contexts.combine import Full, combine_of
+from ringjax.infer.contexts.combine import Cepe, Combine, Full, combine_of
 from ringjax.infer.contexts.context_library import ContextLibrary
+from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import PrefillOptions, padded
 from ringjax.infer.prompt_reading import (
   asked_repetition,
@@ -42,11 +44,16 @@ from ringjax.infer.session import (
   Session,
   on_its_mesh,
 )
+from ringjax.infer.speculate.drafter import Drafter
+from ringjax.infer.speculate.rounds import check_speculation, speculated
+from ringjax.infer.speculate.speculation import drafter_of
 from ringjax.infer.stopping import Stop, as_stop, check_tokenizer
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
 from ringjax.plan.choice import KEEPS, Machine
 
@@ -77,7 +84,9 @@ class Generated:
     """The number of rows."""
     return len(self.tokens)
 
-  def __getitem__(self, key: Any) -> Any:
+  def __getitem__(
+    self, key: int | np.integer | slice | tuple[int | np.integer | slice, ...]
+  ) -> Any:
     """A row without padding, int32 [lengths[row]]; else `tokens[key]`."""
     if isinstance(key, int | np.integer):
       return self.tokens[key, : self.lengths[key]]
@@ -88,7 +97,7 @@ class Generated:
     return (self[row] for row in range(len(self)))
 
   def __array__(
-    self, dtype: Any = None, copy: bool | None = None
+    self, dtype: DTypeLike | None = None, copy: bool | None = None
   ) -> np.ndarray:
     """`tokens`, as NumPy asks for an array."""
     return np.array(self.tokens, dtype, copy=copy)
@@ -97,10 +106,10 @@ class Generated:
 @on_its_mesh
 def generate(
   model: Transformer,
-  tokens: Any,
+  tokens: Prompts,
   *,
   max_new_tokens: int,
-  sampler: Any = None,
+  sampler: Callable[..., Any] | None = None,
   prefill: str = "auto",
   mesh: Mesh | None = None,
   axis: str | None = None,
@@ -108,13 +117,14 @@ def generate(
   partition: Sequence[int] | None = None,
   machine: Machine | None = None,
   keep: str = "sharded",
-  wire: Any = None,
+  wire: WireLike | None = None,
   cache: Session | None = None,
-  contexts: Any = None,
-  combine: Any = None,
+  contexts: Sequence[Any] | None = None,
+  combine: Combine | str | None = None,
   library: ContextLibrary | None = None,
-  cache_dtype: Any = None,
-  cache_kind: Any = None,
+  speculate: Drafter | str | None = None,
+  cache_dtype: DTypeLike | None = None,
+  cache_kind: CacheKind | str | None = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -170,6 +180,10 @@ def generate(
       "ape:temperature=0.8", or an object of `rj.infer.contexts`.
     library: which encodes and keeps them, a `ContextLibrary`; default: one for
       this call.
+    speculate: drafts tokens, of which one call of the model checks several: a
+      name of `rj.infer.speculate.DRAFTERS` with options, as
+      "lookup:count=8", or a `Drafter`. No token changes by it, with
+      verify="rejection" no probability.
     cache_kind: how the cache that is made stores keys and values, an
       `rj.kv.CacheKind` or its name, one of `rj.kv.KINDS`; default "windowed",
       which keeps no more than later tokens see.
@@ -222,14 +236,15 @@ def generate(
     keep=keep,
     wire=stored_wire(model, cache, own) if wire == "cache" else wire,
   )
+  drafter = None if speculate is None else drafter_of(speculate)
   prompts = inputs.prompts(tokens, model.config.vocab)
   ending = _Ending(
     stop, tokenizer, stream, pad_id, len(prompts), model.config.vocab
   )
   start = np.zeros(len(prompts), np.int64)
   if contexts is not None:
-    how = combine_of("parallel" if combine is None else combine)
-    if isinstance(how, Full):
+    combine = combine_of("parallel" if combine is None else combine)
+    if isinstance(combine, Full):
       if library is not None:
         raise OptionError(
           "library",
@@ -237,14 +252,14 @@ def generate(
           "contexts that are read apart",
           "leave it out",
         )
-      prompts = joined(contexts, prompts, how, model.config.vocab)
+      prompts = joined(contexts, prompts, combine, model.config.vocab)
     else:
       _check_apart(cache, keep, wire)
       longest = max(p.size for p in prompts)
       cache = context_session(
         model,
         contexts,
-        how,
+        combine,
         capacity=padded(longest, 1) + count,
         batch=len(prompts),
         library=library,
@@ -264,9 +279,12 @@ def generate(
     prompts = with_pending(prompts, cache)
   lengths = np.array([p.size for p in prompts])
   check_context(model, start, lengths, count)
+  spare = 0 if drafter is None else drafter.nodes - drafter.depth
   session, how, total = planned(
-    model, cache, options, own, start, lengths, count
+    model, cache, options, own, start, lengths, count, spare
   )
+  if drafter is not None:
+    check_speculation(drafter, session, sampler)
   asked = asked_repetition(model, session, start, lengths, tokenizer)
   model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
@@ -279,9 +297,21 @@ def generate(
   if last is not None:
     session.gather(last)
     model, logits = session.weights(model), here(logits, last)
-  new = _decode(
-    model, session, sampler, logits, start + lengths, ending, total, count
-  )
+  decoding = (
+    model, session, sampler, logits, start + lengths, ending, total, count,
+  )  # fmt: skip
+  speculation = None
+  if drafter is None:
+    new = _decode(*decoding)
+  else:
+    texts = session.texts()
+    if session.contexts is not None:
+      # Contexts are at positions of their own, or of another vocabulary.
+      texts, vocab = prompts, model.config.vocab
+      if contexts is not None and not isinstance(combine_of(combine), Cepe):
+        texts = joined(contexts, texts, Full(), vocab)
+    out, sizes, speculation = speculated(*decoding, drafter, texts)
+    new = Generated(tokens=out, lengths=sizes)
   session.last = GenerateReport(
     prefill=how,
     prompt_tokens=int(lengths.max()),
@@ -291,6 +321,7 @@ def generate(
     capacity=session.cache.capacity,
     cache_kind=session.cache.kind,
     contexts=session.contexts,
+    speculation=speculation,
   )
   if report is not None:
     report(session.last)
@@ -369,14 +400,15 @@ class _Ending:
   Attributes:
     ids: int32 [n], stop ids, for the device to look at.
     pad_id: follows the last token of a row.
+    watches: whether something else may end a row: a stop string or `stream`.
   """
 
   def __init__(
     self,
     stop: Any,
     tokenizer: Any,
-    stream: Any,
-    pad_id: Any,
+    stream: Callable[..., Any] | None,
+    pad_id: int,
     batch: int,
     vocab: int,
   ):
@@ -399,6 +431,7 @@ class _Ending:
     self.ids = decode.stop_ids(stop.ids)
     self._watches = [stop.watch(tokenizer) for _ in rows]
     self._stream = stream
+    self.watches = bool(self._watches) or stream is not None
 
   def told(self, tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
     """Which rows a stop string or `stream` ends at these tokens: bool [B]."""

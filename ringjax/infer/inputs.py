@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int
 
+from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import PromptError
 from ringjax.models.transformer import TransformerConfig
 
+# Prompts of a batch: token ids [B, T], B sequences of them, or those of one.
+Prompts = Int[Array | np.ndarray, "_ _"] | Sequence[TokenIds] | TokenIds
 
-def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
+
+def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:
   """The ids of each prompt, int32 [T] of their own lengths.
 
   Args:
@@ -48,7 +53,7 @@ def prompts(tokens: Any, vocab: int) -> list[np.ndarray]:
   return [_ids(row, i, vocab) for i, row in enumerate(rows)]
 
 
-def prompt(tokens: Any, vocab: int) -> np.ndarray:
+def prompt(tokens: TokenIds, vocab: int) -> np.ndarray:
   """The ids of one prompt, int32 [T], from [T] or [1, T].
 
   Raises:

@@ -44,9 +44,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from ringjax import plan
 from ringjax.checks import float_dtype, one_of, positive_int
+from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import OptionError, PeerError
 from ringjax.infer import agree, decode, inputs, prefill, spans
 from ringjax.infer.layerwise import LayerPrograms, StackedLayer, TokenSpan
@@ -54,6 +57,7 @@ from ringjax.infer.links import LayerBlock, Receiver, Sender
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer
@@ -120,8 +124,8 @@ class Runahead:
     *,
     credits: int = CREDITS,
     tile: int | None = None,
-    dtype: Any = None,
-    kind: Any = "dense",
+    dtype: DTypeLike | None = None,
+    kind: CacheKind | str = "dense",
     wire: str | None = None,
   ):
     """Prepares; nothing is computed yet.
@@ -162,7 +166,7 @@ class Runahead:
 
   def read(
     self,
-    tokens: Any,
+    tokens: TokenIds | Int[Array | np.ndarray, "1 C"],
     partition: Sequence[int],
     *,
     new_tokens: int = 1,
@@ -366,7 +370,9 @@ class Runahead:
       yield out
     caches[key] = cache
 
-  def _sent(self, layer: StackedLayer, k: Any, v: Any) -> tuple[Any, Any]:
+  def _sent(
+    self, layer: StackedLayer, k: jax.Array, v: jax.Array
+  ) -> tuple[Any, Any]:
     """Keys and values of some tokens as they go to the next rank."""
     if self.codec is None:
       return k, v
@@ -459,7 +465,8 @@ class Runahead:
 
   def _count(self, tiles: Sequence[PromptTile], room: int) -> int:
     """Tiles of attention that this rank computes, by the loops' own rule."""
-    masks = [layer.spec.attention.mask for layer in self.programs.layers]
+    mixers: list[Any] = [x.spec.attention for x in self.programs.layers]
+    masks = [mixer.mask for mixer in mixers]
     computed = {
       mask: sum(_tiles_computed(mask, x, tiles[-1].end, room) for x in tiles)
       for mask in dict.fromkeys(masks)
@@ -476,7 +483,7 @@ def follow(
   reading: Reading,
   max_new_tokens: int,
   *,
-  sampler: Any = None,
+  sampler: Callable[..., Any] | None = None,
   stop: Iterable[int] = (),
 ) -> np.ndarray:
   """Continues what the last rank has read, there: int32 [n].
@@ -558,7 +565,7 @@ def _capacity(tokens: int, sizes: tuple[int, ...]) -> int:
 def link_bytes(
   layers: Sequence[StackedLayer],
   lengths: Sequence[int],
-  dtype: Any,
+  dtype: DTypeLike,
   codec: Codec | None = None,
 ) -> tuple[int, ...]:
   """Bytes that pass each link of a chain, all layers together.
@@ -590,7 +597,7 @@ def balanced(
   return plan.round_to_tiles(shares, tokens, tile)
 
 
-def row_bytes(layers: Sequence[StackedLayer], dtype: Any) -> int:
+def row_bytes(layers: Sequence[StackedLayer], dtype: DTypeLike) -> int:
   """Bytes of a token's keys and values in all layers."""
   return sum(x.token_bytes(dtype) for x in layers)
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.errors import ConfigError
 from ringjax.kv.base import KV, NoCache
@@ -28,11 +29,12 @@ from ringjax.kv.codecs import Codec
 from ringjax.models.transformer import Transformer, logits_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
-from ringjax.nn.sharding_context import CachedAttention, ShardingContext
+from ringjax.nn.sharding_context import CachedAttention, Extras, ShardingContext
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Coords
+from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,15 @@ class StackedLayer:
   @property
   def numbers(self) -> int:
     """Numbers of a token's key and value."""
-    return 2 * self.spec.attention.kv_heads * self.spec.attention.head_dim
+    spec: Any = self.spec.attention
+    return 2 * spec.kv_heads * spec.head_dim
 
-  def token_bytes(self, dtype: Any, codec: Codec | None = None) -> int:
+  def token_bytes(self, dtype: DTypeLike, codec: Codec | None = None) -> int:
     """Of a token's key and value, of a dtype or as a codec's codes."""
     if codec is None:
       return jnp.dtype(dtype).itemsize * self.numbers
-    heads, dim = self.spec.attention.kv_heads, self.spec.attention.head_dim
+    spec: Any = self.spec.attention
+    heads, dim = spec.kv_heads, spec.head_dim
     return heads * (codec.keys.width(dim) + codec.values.width(dim))
 
   def first_needed(self, end: int) -> int:
@@ -104,9 +108,9 @@ class TokenSpan(NamedTuple):
     length: tokens of the whole context, for rotations that depend on it.
   """
 
-  first: Any
-  real: Any
-  length: Any
+  first: Index
+  real: Index
+  length: Index
 
   def at(self, size: int) -> Coords:
     """Coordinates [1, size]; padding has segment 0."""
@@ -192,7 +196,9 @@ class LayerPrograms:
     """Numbers of the codec of one layer, [K, n]."""
     if layer.kind not in self._constants:
       assert isinstance(self.kind.codec, Codec)
-      made = self.kind.codec.constants(layer.kind, self._specs[layer.kind])
+      shape = self._specs[layer.kind]
+      assert isinstance(shape, LayerCacheSpec)
+      made = self.kind.codec.constants(layer.kind, shape)
       self._constants[layer.kind] = jax.tree.map(jnp.asarray, made)
     return jax.tree.map(lambda x: x[layer.index], self._constants[layer.kind])
 
@@ -206,12 +212,12 @@ class LayerPrograms:
   # -------------------------------------------------------------------------
 
   @_program()
-  def _pick(self, stack: Any, index: Any) -> Any:
+  def _pick(self, stack: Any, index: Index) -> Any:
     take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     return tuple(take(x) for x in stack)
 
   @_program()
-  def embed(self, outer: Any, tokens: Int[Array, "B T"]) -> jax.Array:
+  def embed(self, outer: PyTree, tokens: Int[Array, "B T"]) -> jax.Array:
     """[B, T, D] of tokens."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
     x, scale = embed(tokens), self._config.embed_scale
@@ -220,7 +226,9 @@ class LayerPrograms:
     return self._attend.constrain(x)
 
   @_program()
-  def head(self, outer: Any, x: Float[Array, "B T D"], row: Any) -> jax.Array:
+  def head(
+    self, outer: PyTree, x: Float[Array, "B T D"], row: Index
+  ) -> jax.Array:
     """float32 [B, V], the logits behind token `row` of the T."""
     embed, norm, head = jax.tree.unflatten(self._outer_tree, outer)
     last = norm(lax.dynamic_slice_in_dim(x, row, 1, 1)[:, 0])
@@ -231,10 +239,10 @@ class LayerPrograms:
   def project(
     self,
     spec: Layer,
-    weights: Any,
+    weights: PyTree,
     x: Float[Array, "1 T D"],
     span: TokenSpan,
-    dtype: Any,
+    dtype: DTypeLike,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries of some tokens, and what a cache stores of them.
 
@@ -259,7 +267,7 @@ class LayerPrograms:
   @_program()
   def encode(
     self,
-    constants: Any,
+    constants: PyTree,
     k: Shaped[Array, "1 K T H"],
     v: Shaped[Array, "1 K T J"],
   ) -> tuple[jax.Array, jax.Array]:
@@ -274,12 +282,12 @@ class LayerPrograms:
     self,
     kind: int,
     cache: KVCache,
-    index: Any,
-    first: Any,
-    end: Any,
+    index: Index,
+    first: Index,
+    end: Index,
     k: Shaped[Array, "1 K S H"],
     v: Shaped[Array, "1 K S J"],
-    constants: Any = None,
+    constants: PyTree = None,
   ) -> KVCache:
     """A cache that holds nothing but a block of stored keys, in one layer.
 
@@ -301,6 +309,7 @@ class LayerPrograms:
     if constants is not None:
       codec, shape = self.kind.codec, cache.shapes[kind]
       assert isinstance(codec, Codec) and isinstance(shape, LayerCacheSpec)
+      assert cache.dtype is not None
       of_k, of_v = constants
       k = codec.keys.decode(k, shape.key, cache.dtype, of_k)
       v = codec.values.decode(v, shape.value, cache.dtype, of_v)
@@ -311,7 +320,7 @@ class LayerPrograms:
     self,
     spec: Layer,
     kind: int,
-    weights: Any,
+    weights: PyTree,
     x: Float[Array, "1 T D"],
     made: tuple[
       Float[Array, "1 T N H"],
@@ -320,7 +329,7 @@ class LayerPrograms:
     ],
     span: TokenSpan,
     cache: KVCache,
-    index: Any,
+    index: Index,
   ) -> tuple[jax.Array, KVCache]:
     """The layer's output [1, T, D], and the cache with the tokens' keys.
 
@@ -348,11 +357,11 @@ class LayerPrograms:
   def whole(
     self,
     spec: Layer,
-    weights: Any,
+    weights: PyTree,
     x: Float[Array, "1 T D"],
     pos: Int[Array, "1 T"],
     seg: Int[Array, "1 T"] | None,
-    length: Any,
+    length: Index,
   ) -> tuple[jax.Array, KV]:
     """The layer's output [1, T, D] and its keys, for all tokens at once.
 
@@ -365,7 +374,7 @@ class LayerPrograms:
     return out, part.fresh
 
 
-def _tokens(spec: Layer, at: Coords, length: Any, **how: bool) -> Tokens:
+def _tokens(spec: Layer, at: Coords, length: Index, **how: bool) -> Tokens:
   """The tokens of a call; as far as is not said, of any positions."""
   how = {"derived": False, "segmented": False} | how
   return Tokens(*at, ropes=spec.attention.ropes, length=length, **how)  # pyrefly: ignore
@@ -389,14 +398,14 @@ class _Queries:
   fresh: Any
   _attend: Any
 
-  def __init__(self, attend: ShardingContext, q: Any = None):
+  def __init__(self, attend: ShardingContext, q: jax.Array | None = None):
     self.q, self.fresh, self._attend = q, None, attend
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._attend, name)
 
   def __call__(
-    self, q: jax.Array, tokens: Any, cache: Any, mask: Any, extras: Any
+    self, q: jax.Array, tokens: Tokens, cache: Any, mask: Mask, extras: Extras
   ) -> jax.Array:
     if self.q is not None:
       return self._attend(self.q, tokens, cache, mask, extras)
@@ -429,7 +438,9 @@ class _StoredKeys(NamedTuple):
     part, k, v = self.given
     return part.append(k, v, at, rotation if unrotated else Rotation())
 
-  def observe(self, rotated: Any, plain: Any) -> _StoredKeys:
+  def observe(
+    self, rotated: Callable[..., Any], plain: Callable[..., Any]
+  ) -> _StoredKeys:
     del rotated, plain
     return self
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax.errors import PeerError
 from ringjax.infer.layerwise import StackedLayer
@@ -40,8 +42,8 @@ class LayerBlock(NamedTuple):
 
   first: int
   end: int
-  k: Any
-  v: Any
+  k: Shaped[Array | np.ndarray, "1 K n _"]
+  v: Shaped[Array | np.ndarray, "1 K n _"]
 
   @classmethod
   def zeros(
@@ -49,11 +51,11 @@ class LayerBlock(NamedTuple):
     layer: StackedLayer,
     end: int,
     size: int,
-    dtype: Any,
+    dtype: DTypeLike,
     codec: Codec | None = None,
   ) -> LayerBlock:
     """All tokens before `end`, in `size` rows that are still to be filled."""
-    spec = layer.spec.attention
+    spec: Any = layer.spec.attention
     lead, dim = (1, spec.kv_heads, size), spec.head_dim
     if codec is None:
       zeros = lambda: np.zeros((*lead, dim), dtype)
@@ -126,7 +128,7 @@ class Receiver(_LinkEnd):
   step = -1
 
   def __init__(
-    self, *link: Any, size: int, dtype: Any, codec: Codec | None = None
+    self, *link: Any, size: int, dtype: DTypeLike, codec: Codec | None = None
   ):
     """As `_LinkEnd`; blocks have `size` rows of `dtype`, or of codes."""
     self.size, self.dtype, self.codec = size, dtype, codec

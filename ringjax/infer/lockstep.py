@@ -24,8 +24,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from ringjax.checks import one_of
+from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import MeshError, PeerError
 from ringjax.infer import agree, inputs, kvr, spans
 from ringjax.infer.layerwise import LayerPrograms
@@ -95,7 +97,7 @@ class LockstepPrefill:
 
   def read(
     self,
-    tokens: Any,
+    tokens: TokenIds | Int[Array | np.ndarray, "1 C"],
     *,
     new_tokens: int = 1,
     pause: Callable[[int], Any] = kvr.nothing,
@@ -208,11 +210,10 @@ class LockstepPrefill:
     pairs = [tokens * tokens / 2 / size] * size
     if self.method != "striped":
       pairs = cost.pairs(cost.Prompt(tokens=tokens), lengths, "causal").tolist()
+    mixers: list[Any] = [layer.spec.attention for layer in layers]
     tiles = sum(
-      tile_counts(
-        self.attend.layout, layer.spec.attention.mask, size, tokens
-      ).sum(0)
-      for layer in layers
+      tile_counts(self.attend.layout, mixer.mask, size, tokens).sum(0)
+      for mixer in mixers
     )
     return pairs, tuple(np.asarray(tiles).tolist())
 

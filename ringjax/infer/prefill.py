@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from ringjax import plan as plans
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
+from ringjax.kv.base import CallCache
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.transformer import Transformer, forward
@@ -33,7 +35,7 @@ from ringjax.ops.attention.gather import Gather
 from ringjax.ops.attention.nesting import coded, group_of
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
-from ringjax.ops.attention.wire_format import wire_of
+from ringjax.ops.attention.wire_format import WireLike, wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
 from ringjax.plan import cost
 from ringjax.plan.choice import KEEPS, Machine
@@ -176,7 +178,7 @@ class PrefillOptions:
   partition: Sequence[int] | None = None
   machine: Machine | None = None
   keep: str = KEEPS[0]
-  wire: Any = None
+  wire: WireLike | None = None
 
   def __post_init__(self) -> None:
     leave = "leave it out for the default, or pass one of these"
@@ -220,7 +222,7 @@ class PrefillOptions:
     self,
     tokens: int,
     model: Transformer,
-    mesh: Any,
+    mesh: Mesh | None,
     axis: str | None,
     *,
     room: int | None = None,
@@ -247,7 +249,10 @@ class PrefillOptions:
       OptionError: a method that does not fit the mesh, the model or the
         cache, or a machine where there is no choice.
     """
-    size = 1 if axis is None else mesh.shape[axis]
+    size = 1
+    if axis is not None:
+      assert mesh is not None
+      size = mesh.shape[axis]
     recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
     width = padded(tokens, size, room)
     name, partition, why = self._resolved(
@@ -483,7 +488,7 @@ def read(
   tokens: Int[Array, "B T"],
   pos: Int[Array, "B T"] | None,
   seg: Int[Array, "B T"],
-  cache: Any,
+  cache: CallCache,
   rows: Int[Array, " B"],
   length: Int[Array, ""],
 ) -> tuple[Float[Array, "B V"], Any]:

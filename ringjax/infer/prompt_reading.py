@@ -16,6 +16,7 @@ from ringjax.errors import (
   PromptError,
 )
 from ringjax.infer import inputs
+from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import Prefill, PrefillOptions, read
 from ringjax.infer.repetition import Instructions, check_repetition, repeat
 from ringjax.infer.session import Session, free_on, on_its_mesh, place_of
@@ -28,7 +29,7 @@ from ringjax.plan.choice import Machine
 @on_its_mesh
 def read_context(
   model: Transformer,
-  tokens: Any,
+  tokens: Prompts,
   *,
   cache: Session,
   prefill: str = "auto",
@@ -76,7 +77,9 @@ def read_context(
   read_prompts(model, session, how, prompts, start, total, progress, asked)
 
 
-def stored_wire(model: Transformer, session: Any, own: dict[str, Any]) -> Any:
+def stored_wire(
+  model: Transformer, session: Session | None, own: dict[str, Any]
+) -> Any:
   """The wire that sends what the cache stores."""
   latent = [
     x for x in model.kinds if isinstance(x, LayerCacheSpec) and not x.value
@@ -113,8 +116,11 @@ def planned(
   start: np.ndarray,
   lengths: np.ndarray,
   count: int,
+  spare: int = 0,
 ) -> tuple[Session, Prefill, int]:
   """How the prompts are read, and into which session, with room for them.
+
+  `count` tokens are generated; slots for `spare` more are there for a while.
 
   Returns:
     (session, how, length): the last is that of the context, for rotations.
@@ -129,7 +135,7 @@ def planned(
     _check_scores(model, how, batch)
     # A shard's last slot may stay empty behind an uneven prompt.
     shards = how.attend.size
-    capacity = how.slots * shards + count + shards
+    capacity = how.slots * shards + count + spare + shards
     session = Session(model, capacity, batch=batch, **own)
     return session, how, longest + count
   room, behind = session.room(), bool(start.any())
@@ -139,16 +145,17 @@ def planned(
     session.mesh,
     session.axis,
     # The last token is not read.
-    room=room - (count - 1),
+    room=room - (count - 1) - spare,
     behind=behind,
     device=session.cache.kind.device,
   )
   after = session.cache.free() - how.taken(lengths)
-  if after.min() < 0 or after.sum(1).min() < count - 1:
+  if after.min() < 0 or after.sum(1).min() < count - 1 + spare:
     raise PromptError(
       "tokens",
       f"{longest} tokens, read by prefill={how.name!r} on {session.shards} "
-      f"shard(s), and max_new_tokens={count}, of which {count - 1} are read",
+      f"shard(s), and max_new_tokens={count}, of which {count - 1 + spare} "
+      "are read",
       f"at most {room} together in this session of {session.cache.capacity}",
       "make a session of larger capacity, or ask for fewer tokens",
     )
@@ -185,8 +192,8 @@ def read_prompts(
         jnp.asarray(call.rows),
         jnp.int32(total),
       )
-      for row, prompt in zip(session.seen, prompts, strict=True):
-        row[prompt[: call.done]] = True
+      for row, prompt in enumerate(prompts):
+        session.heard(row, prompt[: call.done], int(start[row]))
       session.cache = session.cache.flush()
       ends = jnp.asarray(call.ends)[:, None]
       found = logits if found is None else jnp.where(ends, logits, found)
@@ -220,7 +227,7 @@ def asked_repetition(
 
 
 def check_session(
-  session: Any, model: Transformer, batch: int, own: dict[str, Any]
+  session: Session, model: Transformer, batch: int, own: dict[str, Any]
 ) -> None:
   """Refuses a session of something else, and options that it has itself."""
   if not isinstance(session, Session):
@@ -303,7 +310,7 @@ def _check_scores(model: Transformer, how: Prefill, batch: int) -> None:
     )
 
 
-def check_call(model: Any, tokens: Any) -> None:
+def check_call(model: Transformer | str, tokens: Prompts) -> None:
   """Refuses what is not a model, and a call in a trace."""
   if not isinstance(model, Transformer):
     raise InputTypeError(

@@ -19,9 +19,12 @@ from jaxtyping import Array, Int
 from ringjax.data.chat import ChatTemplate
 from ringjax.errors import InputTypeError, OptionError, PromptError
 from ringjax.infer import inputs
+from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import PrefillOptions, padded
 from ringjax.kv import peaks
+from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.peaks import Chunk, Repeated
+from ringjax.kv.policies.kvzip import KVzip
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.parallel.mesh import entering
@@ -91,7 +94,7 @@ class Instructions(NamedTuple):
 
 
 def check_repetition(
-  model: Transformer, policy: Any, lengths: np.ndarray, asked: Instructions
+  model: Transformer, policy: KVzip, lengths: np.ndarray, asked: Instructions
 ) -> None:
   """Refuses a context that with its repetition is longer than the model's.
 
@@ -113,7 +116,7 @@ def check_repetition(
 
 def repeat(
   model: Transformer,
-  cache: Any,
+  cache: EvictingCache,
   prompts: list[np.ndarray],
   rows: np.ndarray,
   asked: Instructions,
@@ -129,7 +132,7 @@ def repeat(
     asked: the instructions.
     total: tokens of the context, for rotations that depend on it.
   """
-  policy = cache.kind.policy
+  policy: Any = cache.kind.policy
   texts = [
     asked.texts(prompt, policy.prefix, policy.chunk) if mine else []
     for prompt, mine in zip(prompts, rows, strict=True)
@@ -178,7 +181,7 @@ def _peaks(
   tokens: Int[Array, "B T"],
   pos: Int[Array, "B T"],
   seg: Int[Array, "B T"],
-  cache: Any,
+  cache: EvictingCache,
   chunk: Chunk,
   length: Int[Array, ""],
 ) -> Any:
@@ -191,7 +194,11 @@ def _peaks(
 
 @entering(lambda _, cache, *__, **___: getattr(cache, "mesh", None))
 def evict_by_repetition(
-  model: Transformer, cache: Any, tokens: Any, *, tokenizer: Any = None
+  model: Transformer,
+  cache: EvictingCache,
+  tokens: Prompts,
+  *,
+  tokenizer: Any = None,
 ) -> Any:
   """The cache after an eviction by a policy that repeats the context.
 
@@ -230,5 +237,6 @@ def evict_by_repetition(
       "pass all tokens that were read into it, and evict before any others",
     )
   asked = Instructions.of(tokenizer)
-  check_repetition(model, kind.policy, sizes, asked)
+  policy: Any = kind.policy
+  check_repetition(model, policy, sizes, asked)
   return repeat(model, cache, prompts, sizes > 0, asked, cache.capacity)

@@ -48,6 +48,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import integer, number, one_of
 from ringjax.errors import DtypeError, OptionError, SamplingError, ShapeError
+from ringjax.infer.stopping import StopLike
+from ringjax.typing import Index
 
 
 class Parameter(NamedTuple):
@@ -66,10 +68,10 @@ class Parameter(NamedTuple):
   """
 
   meaning: str
-  least: Any = None
-  most: Any = None
-  above: Any = None
-  neutral: Any = None
+  least: int | float | None = None
+  most: int | float | None = None
+  above: int | float | None = None
+  neutral: int | float | None = None
   remedy: str = "leave it out to keep all"
   leaf: Callable[[Any], Any] = np.float32
   draws: bool = True
@@ -79,15 +81,16 @@ class Parameter(NamedTuple):
     """Whether it is an int."""
     return self.leaf is not np.float32
 
-  def checked(self, name: str, value: Any) -> Any:
+  def checked(self, name: str, value: object) -> Any:
     """`value` as a plain number, None if it is neutral.
 
     Raises:
       SamplingError: it is out of range.
     """
-    rule = dict(most=self.most, error=SamplingError, remedy=self.remedy)
+    rule: Any = dict(most=self.most, error=SamplingError, remedy=self.remedy)
     if self.whole:
-      return integer(name, value, least=self.least, **rule)
+      least: Any = self.least
+      return integer(name, value, least=least, **rule)
     found = number(name, value, least=self.least, above=self.above, **rule)
     return None if found == self.neutral else found
 
@@ -139,7 +142,7 @@ class Sampler(Protocol):
   def __call__(
     self,
     logits: Float[Array, "B V"],
-    step: Int[Array, ...],
+    step: Int[Array, " ..."],
     seen: Bool[Array, "B V"] | None = None,
   ) -> Int[Array, " B"]:
     """One token a row."""
@@ -171,10 +174,10 @@ class _Penalising:
   def __call__(
     self,
     logits: Float[Array, "B V"],
-    step: Int[Array, ...],
+    step: Int[Array, " ..."],
     seen: Bool[Array, "B V"] | None = None,
     *,
-    banned: Bool[Array, ...] | None = None,
+    banned: Bool[Array, " ..."] | None = None,
     rows: Int[Array, " B"] | None = None,
   ) -> Int[Array, " B"]:
     """One token a row.
@@ -201,7 +204,7 @@ class _Penalising:
     scores = self._scores(logits, step, rows)
     return first_largest(scores)
 
-  def _scores(self, logits: Array, step: Any, rows: Any) -> Array:
+  def _scores(self, logits: Array, step: jax.Array, rows: Any) -> Array:
     """[B, V], of which the largest of a row is taken."""
     del step, rows
     return logits
@@ -254,16 +257,16 @@ class Sample(_Penalising):
   min_p: float | None = None
   seed: int = 0
 
-  def _scores(self, logits: Array, step: Any, rows: Any) -> Array:
+  def _scores(
+    self, logits: Array, step: jax.Array, rows: jax.Array | None
+  ) -> Array:
     logits = self.filtered(logits)
     batch, step = logits.shape[:1], jnp.asarray(step)
     rows = jnp.arange(batch[0]) if rows is None else rows
     _check_shape("rows", rows, (batch,), "pass one for each row of logits")
     remedy = "pass the number of tokens drawn before"
     _check_shape("step", step, ((), batch), remedy)
-    steps = jnp.broadcast_to(step.astype(jnp.uint32), batch)
-    words, rows = jnp.asarray(_words(self.seed)), rows.astype(jnp.uint32)
-    return logits + _gumbel(words, rows, steps, logits.shape[1])
+    return logits + noise(self, rows, step, logits.shape[1])
 
   def filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """Logits over the temperature; -inf where a filter drops the token."""
@@ -287,6 +290,31 @@ class Sample(_Penalising):
     return logits
 
 
+def log_weights(
+  sampler: Callable[..., Any],
+  logits: Float[Array, "B V"],
+  seen: Bool[Array, "B V"] | None,
+) -> Float[Array, "B V"]:
+  """Logarithms of probabilities behind a sampler's penalty and filters."""
+  penalty = getattr(sampler, "repetition_penalty", None)
+  logits = _penalised(penalty, logits, seen, None)
+  if isinstance(sampler, Sample):
+    logits = sampler.filtered(logits)
+  return jax.nn.log_softmax(logits, -1)
+
+
+def law(
+  sampler: Callable[..., Any],
+  logits: Float[Array, "B V"],
+  seen: Bool[Array, "B V"] | None,
+) -> Float[Array, "B V"]:
+  """The probabilities by which a sampler of this module chooses a token."""
+  weights = log_weights(sampler, logits, seen)
+  if isinstance(sampler, Sample):
+    return jnp.exp(weights)
+  return jax.nn.one_hot(first_largest(weights), logits.shape[1])
+
+
 def _from(logits: Array, cutoff: Array) -> Array:
   return jnp.where(logits >= cutoff, logits, -jnp.inf)
 
@@ -303,7 +331,7 @@ def _cutoff(logits: Array, weights: Array, want: Array) -> Array:
   low = jnp.full_like(logits[:, :1], -jnp.inf)
   bounds = (_ordered(low), _ordered(jnp.max(logits, -1, keepdims=True)))
 
-  def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+  def halve(_: Index, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
     low, high = bounds
     middle = high - ((high - low) >> jnp.uint32(1))
     part = jnp.where(logits >= _float_of(middle), weights, 0)
@@ -332,7 +360,12 @@ def _float_of(ordered: Array) -> Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _penalised(penalty: Any, logits: Any, seen: Any, banned: Any) -> Array:
+def _penalised(
+  penalty: Any,
+  logits: Any,
+  seen: Any,
+  banned: Any,
+) -> Array:
   """Logits with the penalty, -inf where banned; refuses wrong operands."""
   if getattr(logits, "ndim", None) != 2 or 0 in logits.shape:
     raise ShapeError(
@@ -381,6 +414,62 @@ def _check_shape(
 # ---------------------------------------------------------------------------
 # Random numbers
 # ---------------------------------------------------------------------------
+
+
+def noise(
+  sampler: Callable[..., Any],
+  rows: Int[Array, " B"],
+  step: Int[Array, " ..."] | int,
+  vocab: int,
+  stream: int = 0,
+) -> Float[Array, "B V"]:
+  """Gumbel noise of (seed, row, step, id); 0 for a sampler without a seed.
+
+  Args:
+    sampler: whose seed it is.
+    rows: int [B], where rows stand in the whole batch.
+    step: int [] or [B].
+    vocab: V.
+    stream: another is independent; 0 is what the sampler draws by.
+  """
+  if not hasattr(sampler, "seed"):
+    return jnp.zeros((rows.shape[0], vocab), jnp.float32)
+  return _gumbel(*_counters(sampler, rows, step, stream), vocab)
+
+
+def uniform(
+  sampler: Callable[..., Any],
+  rows: Int[Array, " B"],
+  step: Int[Array, " ..."] | int,
+  number: Int[Array, ""] | int,
+  stream: int,
+) -> Float[Array, " B"]:
+  """Numbers in (0, 1) of (seed, row, step, number); see `noise`.
+
+  Without a seed they are 0.5.
+  """
+  if not hasattr(sampler, "seed"):
+    return jnp.full(rows.shape, 0.5)
+  words, rows, steps = _counters(sampler, rows, step, stream)
+  key = _threefry((words[0], words[1]), (rows, steps))
+  number = jnp.broadcast_to(jnp.asarray(number, jnp.uint32), rows.shape)
+  bits, _ = _threefry(key, (number, jnp.zeros_like(number)))
+  return (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+
+
+def _counters(
+  sampler: Any, rows: Array, step: Any, stream: int
+) -> tuple[Array, Array, Array]:
+  """The words of the seed, rows and steps, uint32."""
+  words = jnp.asarray(_words(sampler.seed))
+  if stream:
+    # Rows are below 2^31: no row has this counter.
+    word = _threefry(
+      (words[0], words[1]), (jnp.uint32((1 << 31) + stream), jnp.uint32(0))
+    )
+    words = jnp.stack(word)
+  steps = jnp.broadcast_to(jnp.asarray(step).astype(jnp.uint32), rows.shape)
+  return words, rows.astype(jnp.uint32), steps
 
 
 # Compiled also for a caller who compiles nothing: it is a hundred operations.
@@ -446,7 +535,7 @@ _register(Greedy)
 _register(Sample)
 
 
-def traced(sampler: Any) -> Any:
+def traced(sampler: Callable[..., Any]) -> Any:
   """A sampler as an argument of jit; one that is no pytree is static in it."""
   if jax.tree_util.all_leaves([sampler]):
     return jax.tree_util.Partial(sampler)
@@ -474,7 +563,7 @@ _REMEDIES = {
 
 
 def from_names(
-  sampler: Any, stop: Any, given: dict[str, Any]
+  sampler: Callable[..., Any] | None, stop: StopLike, given: dict[str, Any]
 ) -> tuple[Any, Any]:
   """The sampler and the stop that transformers' names of `generate` ask for.
 

@@ -7,17 +7,19 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, MeshError, OptionError
 from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext
@@ -25,6 +27,10 @@ from ringjax.parallel import memory
 from ringjax.parallel.local import here
 from ringjax.parallel.mesh import automatic, entering
 from ringjax.parallel.place import sequence_axis
+
+if TYPE_CHECKING:
+  from ringjax.infer.contexts.behind_contexts import ContextReport
+  from ringjax.infer.speculate.rounds import SpeculationReport
 
 _KNOBS = (
   "shard the sequence over more devices, read the prompt in parts (chunk=), or "
@@ -45,6 +51,7 @@ class GenerateReport:
     capacity: tokens that the cache has room for.
     cache_kind: how the cache stores keys and values.
     contexts: what was done with contexts, a `ContextReport`, or None.
+    speculation: what drafts were worth, a `SpeculationReport`, or None.
   """
 
   prefill: prefill.Prefill
@@ -54,7 +61,8 @@ class GenerateReport:
   cache_bytes: int
   capacity: int
   cache_kind: kinds.CacheKind
-  contexts: Any = None
+  contexts: ContextReport | None = None
+  speculation: SpeculationReport | None = None
 
 
 class Session:
@@ -76,7 +84,10 @@ class Session:
     cache: the cache.
     seen: bool [B, V], ids that each row has read or generated, for a repetition
       penalty.
+    ids: int32 [B, n], the token at each position, -1 where none is known.
     last: the report of the last call.
+    drafting: what drafted for the last call by a model, with a cache of its
+      own, which goes on in the next one; or None.
   """
 
   @entering(lambda _, *given, **options: _mesh_of(*given, **options))
@@ -88,8 +99,8 @@ class Session:
     batch: int = 1,
     mesh: Mesh | None = None,
     axis: str | None = None,
-    dtype: Any = None,
-    cache_kind: Any = "dense",
+    dtype: DTypeLike | None = None,
+    cache_kind: CacheKind | str = "dense",
   ):
     """Makes an empty cache.
 
@@ -124,7 +135,9 @@ class Session:
     _check_memory(model, sharding, self._make)
     self.cache: Any = self._empty(sharding)
     self.seen = np.zeros((batch, model.config.vocab), bool)
+    self.ids = np.full((batch, self._limit or capacity), -1, np.int32)
     self.last: GenerateReport | None = None
+    self.drafting: object = None
     # Each row's last generated token and its position: kept on the host, which
     # sees every token anyway, so that no step waits for the cache.
     self._said = np.full(batch, -1, np.int64)
@@ -173,8 +186,21 @@ class Session:
     """Notes generated tokens [B] at positions [B], of `rows`, bool [B]."""
     self._said[rows], self._said_at[rows] = tokens[rows], pos[rows]
     self.seen[rows, tokens[rows]] = True
+    for row in np.flatnonzero(rows & (pos < self.ids.shape[1])):
+      self.ids[row, pos[row]] = tokens[row]
 
-  def gather(self, device: Any) -> None:
+  def heard(self, row: int, ids: np.ndarray, start: int) -> None:
+    """Notes the ids of a prompt, of which the first is at position `start`."""
+    self.seen[row, ids] = True
+    part = self.ids[row, start : start + len(ids)]
+    part[:] = ids[: len(part)]
+
+  def texts(self) -> list[np.ndarray]:
+    """The ids of each row as far as they are known, int32 [n]."""
+    rows = zip(self.ids, self.lengths, strict=True)
+    return [row[:size][row[:size] >= 0] for row, size in rows]
+
+  def gather(self, device: jax.Device) -> None:
     """Brings the cache to one device of its mesh, where it then stays.
 
     Later calls run there, with that device's copy of the weights.
@@ -219,10 +245,11 @@ class Session:
     """Begins anew with an empty cache of the same capacity, dtype and place."""
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     # The old arrays go first: there may be no room for both.
-    self._invalid, self.cache = True, None
+    self._invalid, self.cache, self.drafting = True, None, None
     with jax.default_device(self._device):
       self.cache = self._empty(sharding)
     self._said_at[:], self.seen[:], self._invalid = -1, False, False
+    self.ids[:] = -1
 
   def _empty(self, sharding: ShardingContext) -> Any:
     made: Any = self.model.init_cache(sharding=sharding, **self._make)
@@ -277,7 +304,7 @@ def _lengths(sharding: ShardingContext, cache: Any) -> jax.Array:
 
 
 def _mesh_of(
-  model: Any, *_: Any, mesh: Any = None, cache: Any = None, **__: Any
+  model: Any, *_: Any, mesh: Mesh | None = None, cache: Any = None, **__: Any
 ) -> Any:
   """The mesh that a call's arguments name, or None."""
   if isinstance(cache, Session):
@@ -290,7 +317,7 @@ on_its_mesh = entering(_mesh_of)
 
 
 def place_of(
-  mesh: Any, axis: str | None, model: Transformer
+  mesh: Mesh | None, axis: str | None, model: Transformer
 ) -> tuple[Any, str | None]:
   """The mesh and the sequence's axis of a call.
 
@@ -326,7 +353,7 @@ def place_of(
   return mesh, axis
 
 
-def check_devices(model: Transformer, mesh: Any) -> None:
+def check_devices(model: Transformer, mesh: Mesh | None) -> None:
   """Refuses weights that are on other devices than those of a mesh."""
   have = model.embed.weight.get_value().sharding.device_set
   if mesh is not None and have != set(mesh.devices.flat):
@@ -338,7 +365,7 @@ def check_devices(model: Transformer, mesh: Any) -> None:
     )
 
 
-def free_on(mesh: Any) -> tuple[int | None, int]:
+def free_on(mesh: Mesh | AbstractMesh | None) -> tuple[int | None, int]:
   """Free bytes of a device, None if unknown, and how many devices share."""
   devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
   return free_bytes(devices[0], len(devices)), len(devices)

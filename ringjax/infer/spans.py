@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from ringjax.parallel.peers import Peers
 from ringjax.plan.events import Span, Timeline
 from ringjax.plan.schedules import Outcome
@@ -38,7 +41,7 @@ def measured(
   lengths: Sequence[int],
   parts: Sequence[dict[str, Any]],
   *,
-  work: Any,
+  work: Float[np.ndarray, " ..."] | Sequence[float],
   end: int,
   sent: dict[str, float] | None = None,
 ) -> Outcome:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.data.special_tokens import as_ids
+from ringjax.data.special_tokens import TokenIds, as_ids
 from ringjax.data.stream import Decodes, Stream
 from ringjax.errors import InputTypeError, PromptError
 
@@ -78,7 +78,13 @@ class Stop:
     return Watch(self, Stream(tokenizer, special=special))
 
 
-def as_stop(stop: Any) -> Stop:
+# What an answer ends behind: ids, texts, both, or a `Stop`.
+StopLike = (
+  Stop | str | int | np.integer | Iterable[int | np.integer | str] | None
+)
+
+
+def as_stop(stop: StopLike) -> Stop:
   """The `Stop` that `generate` is asked for: ids, texts, both, or a `Stop`.
 
   Raises:
@@ -153,7 +159,7 @@ class Watch:
     made._stream = self._stream.copy()
     return made
 
-  def feed(self, ids: Any) -> str:
+  def feed(self, ids: TokenIds | int | np.integer) -> str:
     """The text that these ids allow to show, maybe "".
 
     After a stop, tokens are no longer looked at, and nothing comes.

@@ -23,13 +23,13 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import number, one_of
@@ -49,6 +49,10 @@ from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.ops.attention.code_format import stored_codes
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
 
 CANDIDATES = ("hadamard4", "hadamard3", "hadamard2")
 BY = ("layer", "head", "part")
@@ -194,7 +198,7 @@ class Allocation:
     return place
 
   @classmethod
-  def load(cls, path: str | os.PathLike[str], model: Any) -> Allocation:
+  def load(cls, path: str | os.PathLike[str], model: Transformer) -> Allocation:
     """Reads the allocation of a model.
 
     Args:
@@ -226,7 +230,7 @@ class Allocation:
         kind = kind_text.parse(text, "candidates")
         if digest:
           kind = kind.with_options({"calibration": str(place.parent)})
-        codec = model.cache_kind(kind).codec
+        codec: Any = model.cache_kind(kind).codec
         if digest and codec.calibration.digest != digest:
           raise OptionError(
             "calibration",
@@ -251,8 +255,8 @@ class Allocation:
 
 
 def allocate_bits(
-  model: Any,
-  tokens: Any,
+  model: Transformer,
+  tokens: Int[np.ndarray, "N T"],
   *,
   bits: int | float | None = None,
   bytes_per_token: int | float | None = None,
@@ -449,7 +453,7 @@ class _Unit:
   parts: tuple[str, ...]
 
 
-def _attention(model: Any) -> list[LayerCacheSpec]:
+def _attention(model: Transformer) -> list[LayerCacheSpec]:
   """The kinds of layers that have keys."""
   found = [x for x in model.kinds if isinstance(x, LayerCacheSpec)]
   if not found:
@@ -490,8 +494,8 @@ def _bytes(unit: _Unit, codec: Codec, shapes: Sequence[LayerCacheSpec]) -> int:
 
 
 def _budget(
-  bits: Any,
-  nbytes: Any,
+  bits: int | float | None,
+  nbytes: int | float | None,
   shapes: Sequence[LayerCacheSpec],
   sizes: Sequence[Sequence[int]],
   names: Sequence[str],
@@ -522,7 +526,7 @@ def _budget(
 
 
 def _candidates(
-  model: Any, given: Sequence[Any]
+  model: Transformer, given: Sequence[Any]
 ) -> tuple[tuple[str, ...], tuple[CacheKind, ...]]:
   """Names and kinds, each with a codec for this model."""
   if isinstance(given, str) or not given:
@@ -611,7 +615,7 @@ def _paired(codecs: Sequence[Codec], keys: int, values: int) -> Codec:
 
 
 def _tables(
-  model: Any,
+  model: Transformer,
   shapes: Sequence[LayerCacheSpec],
   pairs: Sequence[tuple[_Unit, int]],
 ) -> tuple[Table, Table]:
@@ -654,12 +658,12 @@ class _Losses:
 
   def __init__(
     self,
-    model: Any,
+    model: Transformer,
     ids: np.ndarray,
     kinds: tuple[CacheKind, ...],
     measure: str,
     inputs: str,
-    folder: Any,
+    folder: str | os.PathLike[str] | None,
   ):
     self.model, self.ids, self.measure = model, ids, measure
     self.inputs, self.done = inputs, 0
@@ -711,15 +715,15 @@ class _Choices(NoCache):
     shapes: what each kind of layer keeps of a token.
   """
 
-  keys: Any
-  values: Any
+  keys: Int[Array | np.ndarray, "layers heads"]
+  values: Int[Array | np.ndarray, "layers heads"]
   constants: tuple[Any, ...]
   codecs: tuple[Codec, ...]
   unrotated: bool
   shapes: tuple[Any, ...]
 
   @classmethod
-  def create(cls, model: Any, kinds: tuple[CacheKind, ...]) -> _Choices:
+  def create(cls, model: Transformer, kinds: tuple[CacheKind, ...]) -> _Choices:
     codecs: tuple[Any, ...] = tuple(kind.codec for kind in kinds)
     constants = tuple(
       tuple(codec.constants(n, shape) for codec in codecs)
@@ -746,7 +750,7 @@ class _Choices(NoCache):
   def slots(self) -> tuple[Any, ...]:
     return ((),) * len(self.shapes)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> FreshLayer:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> FreshLayer:
     del slots
     shape = self.shapes[kind]
     if not isinstance(shape, LayerCacheSpec):
@@ -755,7 +759,7 @@ class _Choices(NoCache):
     one = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     constants = jax.tree.map(one, self.constants[kind])
 
-    def with_one(n: int, part: str, x: jax.Array, here: jax.Array) -> Any:
+    def with_one(n: int, part: str, x: jax.Array, here: jax.Array) -> jax.Array:
       vectors, of = getattr(self.codecs[n], part), constants[n]
       put = lambda x: jnp.where(
         here[None, :, None, None],
@@ -773,7 +777,9 @@ class _Choices(NoCache):
         x = with_one(n, part, x, chosen == n)
       return x
 
-    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+    def change(
+      k: jax.Array, v: jax.Array, rotation: Rotation
+    ) -> tuple[jax.Array, jax.Array, tuple[()]]:
       k = coded("keys", k if self.unrotated else rotation.own(k))
       k = rotation.own(k) if self.unrotated else k
       return k, coded("values", v), ()
@@ -788,7 +794,7 @@ tree.register(
 
 @jax.jit(static_argnums=3)
 def _sums(
-  model: Any, tokens: Int[Array, "1 T"], cache: _Choices, compared: bool
+  model: Transformer, tokens: Int[Array, "1 T"], cache: _Choices, compared: bool
 ) -> Float[Array, " 2"]:
   """Sums over the predictions: the loss, and if `compared` the divergence."""
   last = (slice(None), slice(0, -1))
@@ -801,7 +807,7 @@ def _sums(
   return jnp.stack([loss, jnp.sum(jnp.exp(p) * (p - q))])
 
 
-def _checked(tokens: Any) -> np.ndarray:
+def _checked(tokens: np.ndarray) -> np.ndarray:
   ids = np.asarray(tokens)
   whole = ids.ndim == 2 and np.issubdtype(ids.dtype, np.integer)
   if not whole or ids.shape[0] < 1 or ids.shape[1] < 2:

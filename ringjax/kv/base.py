@@ -11,19 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax.kv.codecs import CacheCodec
 from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.encoder_states import EncoderStates
+
+# Positions at which rows end: one for all of them, or one for each.
+Ends = Int[Array | np.ndarray, " ..."] | Sequence[int | np.integer] | int
+# Numbers of rows of a batch.
+RowIndices = Int[Array | np.ndarray, " _"] | Sequence[int | np.integer]
 
 
 class KV(NamedTuple):
@@ -73,9 +84,9 @@ class CacheSpec:
 
   batch: int
   capacity: int
-  dtype: Any
-  mesh: Any = None
-  axes: Any = dataclasses.field(default_factory=dict)
+  dtype: DTypeLike
+  mesh: Mesh | None = None
+  axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   codec: CacheCodec | None = None
   target: str | None = None
 
@@ -92,10 +103,16 @@ class CacheSpec:
   def shards(self) -> int:
     """Shards of the sequence."""
     axis = self.axes.get("tokens")
-    return 1 if axis is None else self.mesh.shape[axis]
+    if axis is None:
+      return 1
+    assert self.mesh is not None
+    return self.mesh.shape[axis]
 
   def like(
-    self, shape: tuple[int, ...], dtype: Any, names: tuple[str | None, ...]
+    self,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    names: tuple[str | None, ...],
   ) -> Any:
     """An array's shape, dtype and sharding, which is by the dimensions' names.
 
@@ -103,7 +120,7 @@ class CacheSpec:
     """
     if self.mesh is None:
       return jax.ShapeDtypeStruct(shape, dtype)
-    spec = [self.axes.get(name) for name in names]
+    spec = [name and self.axes.get(name) for name in names]
     for i, name in enumerate(names):
       if name == "heads" and spec[i] and shape[i] % self.mesh.shape[spec[i]]:
         spec[i] = None
@@ -114,7 +131,7 @@ class CacheSpec:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def zeros(like: Any) -> Any:
+def zeros(like: PyTree) -> PyTree:
   """Zeros of these shapes, dtypes and shardings."""
   one = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
   return jax.tree.map(one, like)
@@ -124,13 +141,13 @@ def zeros(like: Any) -> Any:
 HOST = "pinned_host"
 
 
-def bytes_each(tree: Any) -> int:
+def bytes_each(tree: PyTree) -> int:
   """Bytes of arrays, or of what stands for them, on each device.
 
   What is in the host's memory is not among them.
   """
 
-  def one(x: Any) -> int:
+  def one(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     if x.sharding is not None and x.sharding.memory_kind == HOST:
       return 0
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
@@ -139,7 +156,7 @@ def bytes_each(tree: Any) -> int:
   return sum(one(x) for x in jax.tree.leaves(tree))
 
 
-def donated(tree: Any) -> bool:
+def donated(tree: PyTree) -> bool:
   """Whether some of its arrays were donated to a program."""
   arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
   return any(
@@ -151,8 +168,11 @@ def donated(tree: Any) -> bool:
 class LayerCache(Protocol):
   """One layer's part of a cache during one call."""
 
-  slots: Any
-  fresh: Any
+  @property
+  def slots(self) -> PyTree: ...
+
+  @property
+  def fresh(self) -> KV | None: ...
 
   def append(
     self,
@@ -191,45 +211,44 @@ class LayerCache(Protocol):
 class StateCache(Protocol):
   """One recurrent layer's part of a cache during one call."""
 
-  slots: Any
+  @property
+  def slots(self) -> PyTree: ...
 
-  def recall(self, empty: Any) -> Any:
+  def recall(self, empty: PyTree) -> PyTree:
     """What earlier calls left; `empty` if they left nothing."""
     ...
 
-  def keep(self, state: Any) -> StateCache:
+  def keep(self, state: PyTree) -> StateCache:
     """Leaves a state to later calls."""
     ...
 
 
 @runtime_checkable
-class Cache(Protocol):
-  """A model's keys and values.
+class CallCache(Protocol):
+  """A model's keys and values, as a call of the model sees them.
 
   `mesh` and `axis` say over what its tokens are sharded; None: one device.
   `states` are those of an encoder, which cross-attention reads, or None.
   """
 
-  slots: tuple[Any, ...]
-  mesh: Any
-  axis: str | None
-  states: Any
+  @property
+  def slots(self) -> tuple[Any, ...]: ...
+
+  @property
+  def mesh(self) -> Mesh | None: ...
+
+  @property
+  def axis(self) -> str | None: ...
+
+  @property
+  def states(self) -> EncoderStates | None: ...
 
   @property
   def length(self) -> Any:
     """int32 [B], the position behind each example's last token; 0 if empty."""
     ...
 
-  def check(
-    self, batch: int, tokens: int, *, replicated: bool, sees: bool
-  ) -> None:
-    """Refuses tokens [B, T] that it has no place for, as far as it can know.
-
-    `sees`: whether the call looks at what the cache holds already.
-    """
-    ...
-
-  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> Cache:
+  def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> CallCache:
     """Slots for tokens with these coordinates, [B, T].
 
     Args:
@@ -240,19 +259,44 @@ class Cache(Protocol):
     """
     ...
 
-  def layer(self, kind: int, slots: Any, index: Any) -> LayerCache | StateCache:
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> CallCache:
+    """Notes the ids of a call's tokens, behind `allocate`, if it needs them.
+
+    Args:
+      tokens: the ids.
+      at: the coordinates that `allocate` got.
+    """
+    ...
+
+  def layer(
+    self, kind: int, slots: PyTree, index: Index
+  ) -> LayerCache | StateCache:
     """The part of layer `index` among those of a kind, which share `slots`."""
     ...
 
-  def updated(self, slots: tuple[Any, ...]) -> Cache:
+  def updated(self, slots: tuple[Any, ...]) -> Any:
     """The cache after the layers."""
     ...
 
-  def truncate(self, length: Any) -> Cache:
+
+@runtime_checkable
+class Cache(CallCache, Protocol):
+  """A model's keys and values."""
+
+  def check(
+    self, batch: int, tokens: int, *, replicated: bool, sees: bool
+  ) -> None:
+    """Refuses tokens [B, T] that it has no place for, as far as it can know.
+
+    `sees`: whether the call looks at what the cache holds already.
+    """
+    ...
+
+  def truncate(self, length: Ends, most: int | None = None) -> Cache:
     """Without the tokens at positions from `length` on, an int or int [B]."""
     ...
 
-  def take(self, examples: Any) -> Cache:
+  def take(self, examples: RowIndices) -> Cache:
     """Of these examples, int [B'], each as often as it is named."""
     ...
 
@@ -267,8 +311,8 @@ class FreshLayer(NamedTuple):
       rotation: rotated keys, values and slots.
   """
 
-  fresh: Any = None
-  slots: Any = ()
+  fresh: KV | None = None
+  slots: PyTree = ()
   change: Callable[..., Any] | None = None
 
   def append(
@@ -291,12 +335,13 @@ class FreshLayer(NamedTuple):
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart
+    assert self.fresh is not None
     return (self.fresh.view(),)
 
-  def recall(self, empty: Any) -> Any:
+  def recall(self, empty: PyTree) -> PyTree:
     return empty
 
-  def keep(self, state: Any) -> FreshLayer:
+  def keep(self, state: PyTree) -> FreshLayer:
     del state
     return self
 
@@ -304,9 +349,9 @@ class FreshLayer(NamedTuple):
 class NoCache:
   """The cache of a call that leaves nothing behind."""
 
-  mesh: Any = None
+  mesh: Mesh | None = None
   axis: str | None = None
-  states: Any = None
+  states: EncoderStates | None = None
 
   def __init__(self, kinds: int):
     self._kinds = kinds
@@ -328,7 +373,11 @@ class NoCache:
     del at, replicated, sees
     return self
 
-  def layer(self, kind: int, slots: Any, index: Any) -> FreshLayer:
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> NoCache:
+    del tokens, at
+    return self
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> FreshLayer:
     del kind, slots, index
     return FreshLayer()
 
@@ -336,10 +385,10 @@ class NoCache:
     del slots
     return self
 
-  def truncate(self, length: Any) -> NoCache:
-    del length
+  def truncate(self, length: Ends, most: int | None = None) -> NoCache:
+    del length, most
     return self
 
-  def take(self, examples: Any) -> NoCache:
+  def take(self, examples: RowIndices) -> NoCache:
     del examples
     return self

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import (
@@ -31,10 +32,11 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import KV, CacheSpec, donated, zeros
+from ringjax.kv.base import KV, CacheSpec, Ends, RowIndices, donated, zeros
 from ringjax.kv.cache_kind import DENSE, CacheKind
 from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.codecs import Allocated, Codec, PerHead, VectorCodec
+from ringjax.kv.codecs.codec import through
 from ringjax.kv.encoder_states import EncoderStates, checked, inserted
 from ringjax.kv.head_storage import HeadStorage
 from ringjax.kv.reading import KeyReading
@@ -62,6 +64,7 @@ from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips
 from ringjax.parallel.local import move
+from ringjax.typing import ArrayLeaf, Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,7 @@ class LayerCacheSpec:
     """Numbers that one token takes."""
     return self.layers * self.heads * (self.key + self.value)
 
-  def decoders(self, codec: Codec, dtype: Any) -> tuple[Decoder, Decoder]:
+  def decoders(self, codec: Codec, dtype: DTypeLike) -> tuple[Decoder, Decoder]:
     """What makes keys and values of a codec's bytes."""
     return (
       Decoder(codec.keys, self.key, dtype),
@@ -119,7 +122,8 @@ class LayerCacheSpec:
     if room.codec is None:
       return LayerKV(one(self.key, None), one(self.value, None))
     if isinstance(room.codec, PerHead):
-      return LayerKV(*HeadStorage(room.codec, self).slots(room))
+      by_head: Any = HeadStorage(room.codec, self).slots(room)
+      return LayerKV(*by_head)
     assert isinstance(room.codec, Codec)
     of_k, of_v = room.codec.keys, room.codec.values
     return LayerKV(one(self.key, of_k), one(self.value, of_v))
@@ -134,8 +138,8 @@ class LayerKV(NamedTuple):
     v: [L, B, K, S, J], or bytes.
   """
 
-  k: Any
-  v: Any
+  k: Shaped[ArrayLeaf, "L B K _ _"]
+  v: Shaped[ArrayLeaf, "L B K _ _"]
 
 
 class Blocks(NamedTuple):
@@ -194,10 +198,10 @@ class KVCache:
   rings: tuple[WindowSlots, ...] = ()
   ring_of: tuple[int | None, ...] = ()
   kind: CacheKind = DENSE
-  mesh: Any = None
+  mesh: Mesh | None = None
   axis: str | None = None
   shapes: tuple[LayerCacheSpec | StateShape, ...] = ()
-  dtype: Any = None
+  dtype: DTypeLike | None = None
   constants: tuple[Any, ...] = ()
   states: EncoderStates | None = None
 
@@ -207,7 +211,7 @@ class KVCache:
     shapes: tuple[LayerCacheSpec | StateShape, ...],
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     **where: Any,
   ) -> KVCache:
     """An empty cache of `capacity` tokens a row; see `spec`."""
@@ -221,10 +225,10 @@ class KVCache:
     shapes: tuple[LayerCacheSpec | StateShape, ...],
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     kind: CacheKind = DENSE,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
     batch_axes: tuple[str, ...] = (),
@@ -247,7 +251,10 @@ class KVCache:
     Raises:
       OptionError: a capacity that does not divide over the shards.
     """
-    size = mesh.shape[axis] if axis is not None else 1
+    size = 1
+    if axis is not None:
+      assert mesh is not None
+      size = mesh.shape[axis]
     if capacity < 1 or capacity % size:
       raise OptionError(
         "capacity",
@@ -323,6 +330,11 @@ class KVCache:
   def recurrent(self) -> bool:
     """Whether some layers keep a state."""
     return any(isinstance(s, State) for s in self.slots)
+
+  @property
+  def irreversible(self) -> bool:
+    """Whether a call leaves what `keep` can't take out: a state, a sum."""
+    return self.recurrent
 
   def nbytes(self) -> int:
     """Bytes of all shards together."""
@@ -439,7 +451,12 @@ class KVCache:
       rings=tuple(ring.allocate(at, mode) for ring in self.rings),
     )
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> KVCache:
+    """Itself: it keeps all tokens, whatever their ids are."""
+    del tokens, at
+    return self
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
       return slots.layer(self, index)
     number = self._ring(kind)
@@ -460,7 +477,7 @@ class KVCache:
   # Between calls
   # -------------------------------------------------------------------------
 
-  def with_states(self, states: Any) -> KVCache:
+  def with_states(self, states: EncoderStates | None) -> KVCache:
     """With contexts that cross-attention of later calls reads, in copies.
 
     What it holds already was read without them.
@@ -492,7 +509,7 @@ class KVCache:
     """Itself; see `EvictingCache.flush`."""
     return self
 
-  def with_room(self, taken: Any) -> KVCache:
+  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> KVCache:
     """Itself: its size is fixed; see `EvictingCache.with_room`."""
     del taken
     return self
@@ -501,10 +518,14 @@ class KVCache:
     """How many single tokens may come before `evict` is called."""
     return self.capacity + 1
 
-  def truncate(self, length: Any) -> KVCache:
+  def truncate(self, length: Ends, most: int | None = None) -> KVCache:
     """Without the tokens at positions from `length` on, an int or int [B].
 
     Slots behind the last token that is left are free again.
+
+    Args:
+      length: may be traced, with ring buffers only beside `most`.
+      most: how many tokens of a row go at most, as the caller knows.
 
     Raises:
       OptionError: a recurrent layer, whose state cannot go back, or ring
@@ -513,7 +534,7 @@ class KVCache:
     self._refuse_states("truncate")
     end = jnp.asarray(length, jnp.int32).reshape(-1)
     end = jnp.broadcast_to(end, (self.batch,))
-    if self.rings:
+    if self.rings and (most is None or most > self.kind.slack):
       self._refuse_far(end)
     return dataclasses.replace(
       self,
@@ -544,7 +565,7 @@ class KVCache:
         "make the cache with kind='dense', or with a larger slack",
       )
 
-  def keep(self, kept: Any) -> KVCache:
+  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> KVCache:
     """Of the last call's T tokens those in `kept`, bool [B, T].
 
     The others are as if they had never been appended, for instance drafted
@@ -590,7 +611,7 @@ class KVCache:
     held, rings = jax.tree.map(jnp.copy, (snapshot.slots, snapshot.rings))
     return dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
-  def reset(self, rows: Any) -> KVCache:
+  def reset(self, rows: RowIndices) -> KVCache:
     """With these rows, int [n], empty; the others are as they were."""
     rows = self._rows(rows)
     held = self.held
@@ -619,14 +640,14 @@ class KVCache:
       return made
     return dataclasses.replace(made, states=self.states.reset(rows))
 
-  def insert(self, rows: Any, other: KVCache) -> KVCache:
+  def insert(self, rows: RowIndices, other: KVCache) -> KVCache:
     """With the rows of another cache in place of `rows`, int [n].
 
     Raises:
       OptionError: a cache of another model, capacity, kind or mesh.
       ShapeError: not as many rows as the other cache has.
     """
-    rows = self._rows(rows)
+    found = self._rows(rows)
     shape = lambda c: (
       [(x.shape[0], *x.shape[2:]) for x in jax.tree.leaves(c.slots)]
       + [c.capacity, c.kind, c.shards]
@@ -640,16 +661,16 @@ class KVCache:
         f"and {self.shards} shard(s)",
         "make both with model.init_cache and the same arguments but batch",
       )
-    if rows.size != other.batch:
+    if found.size != other.batch:
       raise ShapeError(
         "rows",
-        f"{rows.size} for a cache of {other.batch}",
+        f"{found.size} for a cache of {other.batch}",
         f"{other.batch}, one for each row of the other cache",
         "take the rows to insert: other.take(examples)",
       )
     put = lambda axis: (
       lambda x, new: (
-        x.at[rows].set(new) if axis == 0 else x.at[:, rows].set(new)
+        x.at[found].set(new) if axis == 0 else x.at[:, found].set(new)
       )
     )
     slots = jax.tree.map(put(1), self.slots, other.slots)
@@ -658,10 +679,10 @@ class KVCache:
     )
     rings = jax.tree.map(put(0), self.rings, other.rings)
     made = self._placed(slots, held, rings)
-    states = inserted(self.states, rows, other.states, self.batch)
+    states = inserted(self.states, found, other.states, self.batch)
     return dataclasses.replace(made, states=states)
 
-  def take(self, examples: Any) -> KVCache:
+  def take(self, examples: RowIndices) -> KVCache:
     """Of these rows, int [B'], each as often as it is named.
 
     For beams, or to continue one prefix in several ways.
@@ -669,8 +690,8 @@ class KVCache:
     Raises:
       ShapeError: not a list of row numbers.
     """
-    examples = self._rows(examples, traced=True)
-    one = lambda axis: lambda x: _taken(x, examples.astype(jnp.int32), axis)
+    found = self._rows(examples, traced=True)
+    one = lambda axis: lambda x: _taken(x, found.astype(jnp.int32), axis)
     return dataclasses.replace(
       self,
       slots=jax.tree.map(one(1), self.slots),
@@ -690,7 +711,7 @@ class KVCache:
     (row,) = (int(n) for n in self._rows([row]))
     found, rings = self.located(self.at, row, start, stop)
 
-    def part(kind: int, slots: Any) -> Any:
+    def part(kind: int, slots: PyTree) -> PyTree:
       number = self._ring(kind)
       index = jnp.asarray(found if number is None else rings[number], jnp.int32)
       take = lambda x: jnp.take(x[:, row], index, axis=token_axis(x) - 1)
@@ -781,12 +802,12 @@ class KVCache:
     filled = _appended(one, blocks.parts, at)
     return self.insert(np.array([row]), filled)
 
-  def gathered(self, device: Any) -> KVCache:
+  def gathered(self, device: jax.Device) -> KVCache:
     """The same tokens on one device."""
     held, along = self.held.gathered(device)
     rings = [ring.gathered(device) for ring in self.rings]
 
-    def one(kind: int, slots: Any) -> Any:
+    def one(kind: int, slots: PyTree) -> PyTree:
       if isinstance(slots, State):
         return slots.gathered(device)
       number = self._ring(kind)
@@ -805,7 +826,9 @@ class KVCache:
       axis=None,
     )
 
-  def _placed(self, slots: Any, held: Any, rings: Any) -> KVCache:
+  def _placed(
+    self, slots: PyTree, held: ContiguousSlots, rings: tuple[WindowSlots, ...]
+  ) -> KVCache:
     """With new arrays where the old ones were."""
     made = dataclasses.replace(self, slots=slots, held=held, rings=rings)
 
@@ -831,7 +854,7 @@ class KVCache:
         "use snapshot and restore, or read the text into a new cache",
       )
 
-  def _rows(self, rows: Any, traced: bool = False) -> Any:
+  def _rows(self, rows: RowIndices, traced: bool = False) -> Any:
     """Numbers of rows, int [n]."""
     found = jnp.asarray(rows) if traced else np.asarray(rows)
     good = found.ndim == 1 and jnp.issubdtype(found.dtype, jnp.integer)
@@ -856,7 +879,7 @@ tree.register(
 
 
 @jax.jit
-def _appended(cache: KVCache, parts: Any, at: Coords) -> KVCache:
+def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
   """A cache of one row with stored keys and values [L, K, n, ...] as well."""
   held = cache.held.allocate(at, REPLICATED)
   # Of windowed layers there are the last tokens alone.
@@ -865,7 +888,7 @@ def _appended(cache: KVCache, parts: Any, at: Coords) -> KVCache:
     for ring in cache.rings
   )
 
-  def one(kind: int, old: Any, new: Any) -> Any:
+  def one(kind: int, old: PyTree, new: PyTree) -> PyTree:
     number = cache._ring(kind)
     into = held if number is None else rings[number]
 
@@ -887,7 +910,7 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   held, along = cache.held.kept(kept)
   rings = [ring.kept(kept) for ring in cache.rings]
 
-  def one(kind: int, slots: Any) -> Any:
+  def one(kind: int, slots: PyTree) -> PyTree:
     number = cache._ring(kind)
     return jax.tree.map(along if number is None else rings[number][1], slots)
 
@@ -899,7 +922,9 @@ def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   )
 
 
-def _constants(number: int, shape: Any, kind: CacheKind) -> Any:
+def _constants(
+  number: int, shape: LayerCacheSpec | StateShape, kind: CacheKind
+) -> Any:
   """Numbers of the codecs of a kind of layer: [L, K, n] each."""
   if kind.codec is None or isinstance(shape, StateShape):
     return (), ()
@@ -916,7 +941,9 @@ def filled_constants(
   return jax.tree.map(fill, like, found)
 
 
-def constants_spec(shape: Any, kind: CacheKind, room: CacheSpec) -> Any:
+def constants_spec(
+  shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
+) -> PyTree:
   """Shapes, dtypes and shardings of the same."""
   if kind.codec is None or isinstance(shape, StateShape):
     return (), ()
@@ -929,7 +956,7 @@ def constants_spec(shape: Any, kind: CacheKind, room: CacheSpec) -> Any:
 
 
 def _ring_size(
-  shape: Any, kind: CacheKind, room: CacheSpec
+  shape: LayerCacheSpec | StateShape, kind: CacheKind, room: CacheSpec
 ) -> tuple[int, int] | None:
   """Slots and reach of a layer's ring; None where it keeps all tokens."""
   reach = getattr(shape, "reach", None)
@@ -965,7 +992,9 @@ def _taken(x: jax.Array, examples: jax.Array, axis: int) -> jax.Array:
   return jax.device_put(found, rows_sharding(x, found.shape[axis], axis))
 
 
-def rows_sharding(x: Shaped[Array, ...], rows: int, axis: int) -> Any:
+def rows_sharding(
+  x: Shaped[Array, " ..."], rows: int, axis: int
+) -> jax.sharding.Sharding:
   """The sharding of an array with as many rows, where they divide over it."""
   sharding = x.sharding
   if not isinstance(sharding, NamedSharding):
@@ -989,11 +1018,13 @@ class KVLayer:
   cache: KVCache
   held: ContiguousSlots | WindowSlots
   slots: LayerKV
-  index: Any
+  index: Index
   kind: int
-  fresh: Any = None
+  fresh: KV | None = None
   rotation: Rotation = Rotation()
   old: LayerKV | None = None
+  # The call's keys before their rotation, where they are stored so.
+  plain: Shaped[Array, "B K T H"] | None = None
 
   def append(
     self,
@@ -1012,6 +1043,7 @@ class KVLayer:
       fresh=KV(rotated, v, at),
       rotation=rotation.general(),
       old=self._alone() if self.held.apart else None,
+      plain=k if self.cache.kind.unrotated else None,
     )
 
   def load(
@@ -1030,11 +1062,22 @@ class KVLayer:
     del rotated, plain
     return self
 
+  def for_reading(self, rotation: Rotation) -> KVLayer:
+    """For a call that appends nothing: `views` is what the cache holds.
+
+    `rotation` is of keys that are stored before theirs.
+    """
+    return dataclasses.replace(self, rotation=rotation.general())
+
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
+    if self.fresh is None:
+      return (self._view(self.slots, self.held.at, self.index),)
     own = self.fresh.view(self.cache.shards)
     if self.old is not None:
+      assert self.held.previous is not None
       return self._old_view(self.old, self.held.previous), own
     if apart:
+      own = self._given_back(self.fresh).view(self.cache.shards)
       return self._view(self.slots, self.held.earlier(), self.index), own
     return (self._view(self.slots, self.held.at, self.index),)
 
@@ -1043,13 +1086,30 @@ class KVLayer:
     made = dataclasses.replace(self, rotation=rotation)
     return made._view(self.slots, self.held.at, self.index)
 
+  def _given_back(self, fresh: KV) -> KV:
+    """The call's keys and values as later calls will read them."""
+    codec, dtype = self.cache.kind.codec, self.cache.dtype
+    k = fresh.k if self.plain is None else self.plain
+    k, v = k.astype(dtype), fresh.v.astype(dtype)
+    if self._by_head is not None:
+      constants = self.cache.constants[self.kind]
+      k, v = self._by_head.through(k, v, self.index, constants)
+    elif isinstance(codec, Codec):
+      of_k, of_v = self._constants()
+      k, v = through(codec.keys, k, of_k), through(codec.values, v, of_v)
+    if self.plain is not None:
+      k = self.rotation.anywhere(k, fresh.at.pos)
+    return KV(k, v, fresh.at)
+
   @property
   def _by_head(self) -> HeadStorage | None:
     """How heads are stored that have codecs of their own."""
     codec = self.cache.kind.codec
     if not isinstance(codec, PerHead):
       return None
-    return HeadStorage(codec, self.cache.shapes[self.kind])
+    shape = self.cache.shapes[self.kind]
+    assert isinstance(shape, LayerCacheSpec)
+    return HeadStorage(codec, shape)
 
   def _written(self, k: jax.Array, v: jax.Array) -> LayerKV:
     """The slots with keys and values of the call."""
@@ -1058,9 +1118,8 @@ class KVLayer:
       dtype = self.cache.dtype
       k, v = k.astype(dtype), v.astype(dtype)
       slots: Any = (self.slots.k, self.slots.v)
-      return LayerKV(
-        *by_head.written(self.held, slots, k, v, self.index, constants)
-      )
+      made: Any = by_head.written(self.held, slots, k, v, self.index, constants)
+      return LayerKV(*made)
     write = lambda old, new: (
       self.held.write(old, new, self.index) if old.size else old
     )
@@ -1075,6 +1134,7 @@ class KVLayer:
       one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0)
       return LayerKV(*map(one, self.slots))
     made = dataclasses.replace(self, rotation=Rotation())
+    assert self.held.previous is not None
     view = made._view(self.slots, self.held.previous, self.index)
     k, v = view.tile(jnp.int32(0), view.shape[2])
     return LayerKV(k[None], v[None] if self.slots.v else k[None])
@@ -1088,14 +1148,16 @@ class KVLayer:
       return UnrotatedView(view, self.rotation)
     return view
 
-  def _view(self, slots: LayerKV, at: Coords, index: Any) -> KVView:
+  def _view(self, slots: LayerKV, at: Coords, index: Index) -> KVView:
     codec, by_head = self.cache.kind.codec, self._by_head
     shape: Any = self.cache.shapes[self.kind]
     view: Any
     if by_head is not None:
       turned = self.cache.kind.unrotated and not self.rotation.trivial
+      parts: Any = (slots.k, slots.v)
+      assert self.cache.dtype is not None
       return by_head.view(
-        (slots.k, slots.v),
+        parts,
         at,
         index,
         self.cache.constants[self.kind],
@@ -1119,7 +1181,10 @@ class KVLayer:
     assert isinstance(codec, Codec)
 
     def one(
-      vectors: VectorCodec, x: jax.Array, constants: Any, stored: Any
+      vectors: VectorCodec,
+      x: jax.Array,
+      constants: Sequence[Array],
+      stored: jax.Array,
     ) -> jax.Array:
       data = vectors.encode(x.astype(self.cache.dtype), constants)
       return as_stored(data, stored)

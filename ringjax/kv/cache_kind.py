@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.kv.codecs import (
@@ -269,7 +271,7 @@ class CacheKind:
       device=max((self.device, other.device), key=lambda n: n or 0),
     )
 
-  def as_wire(self, dtype: Any) -> CodecWire:
+  def as_wire(self, dtype: DTypeLike) -> CodecWire:
     """The format in which strategies send what a cache of this kind stores.
 
     Args:
@@ -442,7 +444,7 @@ FROM_FILES: dict[str, CacheKind] = {
 }
 
 
-def cache_kind(kind: Any) -> CacheKind:
+def cache_kind(kind: CacheKind | str) -> CacheKind:
   """A kind by its name, or as it is.
 
   Raises:

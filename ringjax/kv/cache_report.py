@@ -5,7 +5,9 @@ model's, of figures that are stated with their sources; nothing is measured.
 What is modelled of a decode step, on each device:
 
   memory   the slots that hold tokens, with their coordinates, and the weights
-           where they are given, once at the memory's rate
+           where they are given, once at the memory's rate; what comes from the
+           host is written there and read
+  host link  of a part in host memory its blocks, once for each step
   unpack   codes made to numbers at the rate of the vector unit: on TPU the
            cycles of the kernel that decodes in registers; elsewhere 4
            operations a number and one for each level but the first, at half
@@ -22,24 +24,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError
+from ringjax.kv.base import HOST
 from ringjax.kv.codecs import Codec, Floats, PerHead
-from ringjax.kv.codecs.head_codecs import HeadPlaces
+from ringjax.kv.codecs.head_codecs import CacheCodec, HeadPlaces
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.code_format import CodeFormat
 from ringjax.ops.attention.kernels.decode_codes_tpu import decode_cycles
 from ringjax.parallel import chips
 
+if TYPE_CHECKING:
+  from ringjax.kv.cache import KVCache, LayerCacheSpec
+  from ringjax.kv.cache_kind import CacheKind
+  from ringjax.kv.codecs.codec import VectorCodec
+  from ringjax.kv.open_cache import WithOpenCache
+  from ringjax.kv.pages import Pages
+
 # XLA's loops over codes on a TPU take so many times the kernel's cycles (v5e,
 # int4, in compiled schedules).
 _LOOPS = 41
 _OPERATIONS = 4
+# Bytes a second that a device copies from its host's memory, where nothing is
+# said: what PCIe 3.0 has, of 16 lanes.
+HOST_BANDWIDTH = 16e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,46 +131,56 @@ class CacheReport:
 
 
 def report(
-  cache: Any,
+  cache: KVCache | WithOpenCache,
   machine: chips.Machine | str | None = None,
   tokens: int | None = None,
   weights: int | float = 0,
+  host_bandwidth: int | float = HOST_BANDWIDTH,
 ) -> CacheReport:
-  """See `KVCache.explain`."""
+  """See `KVCache.explain` and `TieredCache.explain`."""
   length = cache.capacity if tokens is None else tokens
   integer("tokens", length, least=1, most=cache.capacity)
   number("weights", weights, least=0)
+  number("host_bandwidth", host_bandwidth, above=0)
   where = _machine(cache, machine)
-  inner, pages = cache, (None,) * len(cache.shapes)
-  if hasattr(cache, "open"):
-    inner, pages = cache.open, cache.pages
+  inner: Any = cache
+  if hasattr(inner, "open"):
+    inner = inner.open
   tally = _Tally(cache, inner, where.chip, length)
   for n, shape in enumerate(cache.shapes):
-    tally.layers(n, shape, pages[n])
+    tally.layers(n, shape)
   tally.rest()
   loss, loss_from = _loss(cache.kind)
   shards, chip = cache.shards, where.chip
   numbers = float(weights) / jnp.dtype(inner.dtype).itemsize
   rate = chip.rate(jnp.dtype(inner.dtype).name)
+  moved = (tally.read + tally.copied) / shards + weights
   seconds = {
-    "memory": (tally.read / shards + weights) / chip.hbm_bandwidth,
+    "memory": moved / chip.hbm_bandwidth,
     "unpack": tally.unpack / shards,
     "products": (tally.flops / shards + 2.0 * numbers * cache.batch) / rate,
   }
   notes = [
-    f"memory: {(tally.read / shards + weights) / 1e6:,.1f} MB on each device, "
+    f"memory: {moved / 1e6:,.1f} MB on each device, "
     f"{'of the cache alone' if not weights else 'the weights with it'}, at "
     f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
     *tally.notes,
     f"figures of {chip.name}: {chip.source}",
   ]
-  each = sum(tally.parts.values()) / shards + weights
+  if tally.copied:
+    seconds["host link"] = tally.copied / shards / host_bandwidth
+    notes.append(
+      f"host link: {tally.copied / shards / 1e6:,.1f} MB to each device, at "
+      f"{host_bandwidth / 1e9:,.0f} GB/s (host_bandwidth=)"
+    )
+  each = (sum(tally.parts.values()) - tally.in_host) / shards + weights
   if each > chip.hbm_bytes:
     notes.append(
       f"more than a device has: {each / 1e9:,.1f} of "
       f"{chip.hbm_bytes / 1e9:,.1f} GB"
     )
   if shards > 1:
+    assert cache.axis is not None
     link = where.link(cache.axis)
     seconds["links"] = sum(
       link.gather_s(4.0 * n, shards) + link.gather_s(4.0 * n, shards)
@@ -185,6 +209,8 @@ class _Tally:
     stored: bytes of keys and values.
     numbers: that these stand for.
     read: bytes that a decode step reads, of all shards together.
+    copied: those of them that come from the hosts' memory.
+    in_host: bytes in the hosts' memory.
     unpack: seconds of one device's vector unit, if it had all of them.
     flops: of products.
     sums: of each layer the numbers of its sums, where they are sent.
@@ -195,36 +221,76 @@ class _Tally:
     self.cache, self.inner, self.chip = cache, inner, chip
     self.tokens, self.parts = tokens, {}
     self.stored = self.numbers = 0
-    self.read = self.unpack = self.flops = 0.0
+    self.read = self.unpack = self.flops = self.copied = 0.0
+    self.in_host = 0
     self.sums: list[int] = []
     self.notes: list[str] = []
 
-  def layers(self, n: int, shape: Any, pages: Any) -> None:
-    """Adds a kind of layers and its pages."""
+  def layers(self, n: int, shape: LayerCacheSpec | StateShape) -> None:
+    """Adds a kind of layers, with what it has beside the open cache."""
     slots = self.inner.slots[n]
     if isinstance(shape, StateShape):
       self._add("states", _bytes(slots))
       self.read += _bytes(slots)
       return
-    evicting = self.inner is not self.cache
+    apart = self.inner is not self.cache
     codec = self.inner.kind.codec
-    name = "open: " if evicting else ""
+    name = "open: " if apart else ""
     if self.cache.kind.exact:
       name = "open (first, recent, newest): "
     ring = self.inner._ring(n)
     held = self.inner.held if ring is None else self.inner.rings[ring]
-    filled = held.capacity if evicting else min(self.tokens, held.capacity)
-    self._arrays(name, shape, codec, slots, filled / held.capacity)
-    self.read += 8.0 * shape.layers * self.cache.batch * filled
+    filled = held.capacity if apart else min(self.tokens, held.capacity)
+    self._slots(name, shape, codec, slots, held.capacity, filled)
     groups = 1 if shape.reading is None else shape.reading.groups
-    many = shape.layers * self.cache.batch * shape.heads * groups
-    pair = 2.0 * (shape.key + (shape.value or shape.key))
-    self.flops += pair * many * filled
-    self.sums += [many // shape.layers * (shape.value or shape.key)] * (
-      shape.layers
+    many = self.cache.batch * shape.heads * groups
+    self.sums += [many * (shape.value or shape.key)] * shape.layers
+    pages, blocks = (
+      getattr(self.cache, part, (None,) * (n + 1))[n]
+      for part in ("pages", "blocks")
     )
-    if pages is None:
-      return
+    if pages is not None:
+      self._pages(shape, pages, groups)
+    if blocks is not None:
+      self._blocks(shape, blocks)
+    contexts = getattr(self.cache, "contexts", None)
+    if contexts is not None:
+      size = contexts.capacity
+      part = contexts.slots[n]
+      self._slots("contexts: ", shape, codec, part, size, size)
+
+  def _slots(
+    self,
+    name: str,
+    shape: LayerCacheSpec,
+    codec: CacheCodec | None,
+    held: Any,
+    size: int,
+    filled: int | float,
+  ) -> None:
+    """Adds slots of rows, of which a step reads the `filled` of `size`."""
+    self._arrays(name, shape, codec, held, filled / size)
+    groups = 1 if shape.reading is None else shape.reading.groups
+    many = shape.layers * self.cache.batch * filled
+    pair = 2.0 * (shape.key + (shape.value or shape.key))
+    self.read += 8.0 * many
+    self.flops += pair * many * shape.heads * groups
+
+  def _blocks(self, shape: LayerCacheSpec, blocks: Any) -> None:
+    """Adds blocks of older tokens, as a row of `tokens` fills them."""
+    cache = self.cache
+    size = cache.held.capacity
+    filled = min(size, max(0, self.tokens - (cache.kind.device or 0)))
+    hosted = cache.memory == HOST
+    name = "host: " if hosted else "blocks: "
+    self._slots(name, shape, cache.kind.codec, blocks, size, filled)
+    if hosted:
+      self.in_host += _bytes(blocks)
+      self.copied += _bytes(blocks) * filled / size
+
+  def _pages(self, shape: LayerCacheSpec, pages: Pages, groups: int) -> None:
+    """Adds the pages that heads have."""
+    pair = 2.0 * (shape.key + (shape.value or shape.key))
     self._arrays("pages: ", shape, self.cache.kind.codec, pages, 1.0)
     self._add("pages: coordinates", _bytes(pages.at))
     self._add("pages: tables", _bytes(pages.table))
@@ -242,17 +308,40 @@ class _Tally:
     self._add("coordinates", at)
     self._add("cursors", _bytes(owners) - at)
     self._add("constants of codecs", _bytes(inner.constants))
-    if inner is not cache:
+    if hasattr(cache, "blocks"):
+      at = _bytes(cache.held.at)
+      self._add("coordinates", at)
+      self._add("cursors", _bytes(cache.held) - at)
+    if hasattr(cache, "contexts"):
+      self._contexts(cache.contexts, cache.weigh)
+    if hasattr(cache, "pages"):
       self._add("constants of codecs", _bytes(cache.constants))
       self._add("queries noted", _bytes((cache.noted, cache.watch)))
+      self._add("marked tokens", _bytes(cache.marks))
       self._add("cursors", _bytes(cache.ends))
+
+  def _contexts(self, contexts: KVCache, weigh: Any) -> None:
+    """Adds what contexts have beside keys and values."""
+    owners = (contexts.held, *contexts.rings)
+    at = _bytes(tuple(owner.at for owner in owners))
+    self._add("contexts: coordinates", at)
+    self._add("cursors", _bytes(owners) - at)
+    self._add("constants of codecs", _bytes(contexts.constants))
+    self._add("contexts: weights", _bytes(weigh))
+    if hasattr(weigh, "keep"):
+      self._note("all contexts are counted; a query reads some of them")
 
   def _add(self, name: str, nbytes: int) -> None:
     if nbytes:
       self.parts[name] = self.parts.get(name, 0) + nbytes
 
   def _arrays(
-    self, name: str, shape: Any, codec: Any, held: Any, filled: float
+    self,
+    name: str,
+    shape: LayerCacheSpec,
+    codec: CacheCodec | None,
+    held: Any,
+    filled: float,
   ) -> None:
     """Adds arrays of keys and of values, of which a step reads a part."""
     sides = (held.k, "keys", shape.key), (held.v, "values", shape.value)
@@ -273,7 +362,7 @@ class _Tally:
   def _array(
     self,
     name: str,
-    vectors: Any,
+    vectors: VectorCodec | None,
     dim: int,
     x: Any,
     filled: float,
@@ -295,7 +384,7 @@ class _Tally:
     self._add(f"{name}filling up", (width - used) * count)
     self.unpack += self._unpack_s(vectors, dim, kernel) * count * filled
 
-  def _unpack_s(self, vectors: Any, dim: int, kernel: bool) -> float:
+  def _unpack_s(self, vectors: VectorCodec, dim: int, kernel: bool) -> float:
     """Seconds of one vector."""
     form = _form(vectors, dim)
     if self.chip.platform == "tpu":
@@ -324,13 +413,13 @@ class _Tally:
       self.notes.append(text)
 
 
-def _form(vectors: Any, dim: int) -> CodeFormat | None:
+def _form(vectors: VectorCodec, dim: int) -> CodeFormat | None:
   """How the bytes of a vector hold its numbers, if its codec says it."""
   made = getattr(vectors, "code_format", None)
   return None if made is None else made(dim)
 
 
-def _in_kernel(codec: Any, shape: Any, unrotated: bool) -> bool:
+def _in_kernel(codec: Any, shape: LayerCacheSpec, unrotated: bool) -> bool:
   """Whether a kernel for TPU decodes what a codec stores, in registers.
 
   Of keys before their rotation it knows those with scales of channels.
@@ -344,7 +433,7 @@ def _in_kernel(codec: Any, shape: Any, unrotated: bool) -> bool:
   return whole and (keys.by_channel or not unrotated)
 
 
-def _byte_parts(vectors: Any, dim: int) -> dict[str, int]:
+def _byte_parts(vectors: VectorCodec, dim: int) -> dict[str, int]:
   """Bytes of a vector: codes, scales, outliers."""
   width = vectors.width(dim)
   if isinstance(vectors, Floats):
@@ -358,13 +447,13 @@ def _byte_parts(vectors: Any, dim: int) -> dict[str, int]:
   return {"codes": form.codes, "scales": scales, "outliers": outliers}
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: PyTree) -> int:
   """Of arrays or of what stands for them, on all devices together."""
   one = lambda x: math.prod(x.shape) * x.dtype.itemsize
   return sum(map(one, jax.tree.leaves(tree)))
 
 
-def _loss(kind: Any) -> tuple[float | None, str]:
+def _loss(kind: CacheKind) -> tuple[float | None, str]:
   """Nats a token, where they are known, and where they are from."""
   if kind.codec is None and kind.policy is None:
     return 0.0, "for all tokens are kept as numbers"

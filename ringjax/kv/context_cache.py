@@ -16,24 +16,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import donated
+from ringjax.kv.base import Ends, RowIndices, donated
 from ringjax.kv.cache import Blocks, KVCache, filled_constants
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.pages import few_sizes
+from ringjax.ops.attention.apart import SelectedView, WeighedView
 from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
-from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
 
 
 class PlacedContext(NamedTuple):
@@ -68,7 +69,7 @@ class ContextCache(WithOpenCache):
   """
 
   contexts: KVCache
-  weigh: Any = None
+  weigh: WeighedView | SelectedView | None = None
 
   @property
   def slots(self) -> tuple[Any, ...]:
@@ -119,7 +120,7 @@ class ContextCache(WithOpenCache):
     made = self.open.allocate(at, replicated=replicated, sees=sees)
     return dataclasses.replace(self, open=made)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> ContextLayer:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> ContextLayer:
     return ContextLayer(self, self.open.layer(kind, slots, index), kind, index)
 
   def updated(self, slots: tuple[Any, ...]) -> ContextCache:
@@ -129,7 +130,7 @@ class ContextCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def with_room(self, taken: Any) -> ContextCache:
+  def with_room(self, taken: np.ndarray | int) -> ContextCache:
     """Itself: the size of its open cache is fixed."""
     del taken
     return self
@@ -146,14 +147,14 @@ class ContextCache(WithOpenCache):
     """How many single tokens may come before `flush` is called."""
     return self.open.steps()
 
-  def truncate(self, length: Any) -> ContextCache:
+  def truncate(self, length: Ends, most: int | None = None) -> ContextCache:
     """Without the open cache's tokens at positions from `length` on.
 
     Contexts stay as they are; see `KVCache.truncate`.
     """
-    return dataclasses.replace(self, open=self.open.truncate(length))
+    return dataclasses.replace(self, open=self.open.truncate(length, most))
 
-  def keep(self, kept: Any) -> ContextCache:
+  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> ContextCache:
     """Of the last call's T tokens those in `kept`; see `KVCache.keep`."""
     return dataclasses.replace(self, open=self.open.keep(kept))
 
@@ -166,15 +167,15 @@ class ContextCache(WithOpenCache):
     made = jax.tree.map(jnp.copy, snapshot.open)
     return dataclasses.replace(self, open=made)
 
-  def reset(self, rows: Any) -> ContextCache:
+  def reset(self, rows: RowIndices) -> ContextCache:
     """With these rows, int [n], empty, without contexts too."""
     return dataclasses.replace(
       self, open=self.open.reset(rows), contexts=self.contexts.reset(rows)
     )
 
-  def take(self, examples: Any) -> ContextCache:
+  def take(self, examples: RowIndices) -> ContextCache:
     """Of these rows, int [B'], each as often as it is named."""
-    weigh = self.weigh
+    weigh: Any = self.weigh
     if getattr(weigh, "owner", None) is not None:
       owner = jnp.take(weigh.owner, jnp.asarray(examples), 0)
       weigh = dataclasses.replace(weigh, owner=owner)
@@ -185,7 +186,7 @@ class ContextCache(WithOpenCache):
       weigh=weigh,
     )
 
-  def insert(self, rows: Any, other: Any) -> Any:
+  def insert(self, rows: RowIndices, other: object) -> Any:
     """Refused: rows have contexts of their own sizes.
 
     Raises:
@@ -204,7 +205,7 @@ class ContextCache(WithOpenCache):
     """With exported tokens in the open cache; see `KVCache.load`."""
     return dataclasses.replace(self, open=self.open.load(row, blocks, at))
 
-  def gathered(self, device: Any) -> Any:
+  def gathered(self, device: jax.Device) -> Any:
     """Refused: the contexts stay on their shards.
 
     Raises:
@@ -234,35 +235,26 @@ class ContextLayer(WithOpenLayer):
     inner: the layer's part of the open cache.
     kind: of the layer.
     index: which layer of its kind.
-    rotation: of keys that are stored before it.
   """
 
   kind: int
   index: Any
-  rotation: Rotation = Rotation()
 
   @property
   def slots(self) -> Any:
     return self.inner.slots
 
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
   ) -> ContextLayer:
-    made = super().append(k, v, at, rotation)
-    return dataclasses.replace(made, rotation=rotation.general())
-
-  def observe(self, rotated: Any, plain: Any) -> ContextLayer:
     del rotated, plain
     return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    held, weigh = self.cache.contexts, self.cache.weigh
+    cache: Any = self.cache
+    held, weigh = cache.contexts, cache.weigh
     part = held.layer(self.kind, held.slots[self.kind], self.index)
-    view = part.view(self.rotation)
+    view = part.view(self.inner.rotation)
     if weigh is not None:
       view = dataclasses.replace(weigh, stored=view)
     return view, *self.inner.views(apart=apart)
@@ -323,8 +315,9 @@ def placed(
       )
       first += -(-each // tile) * tile
     used[row] = first
+  blank: Any = spec.held
   held = dataclasses.replace(
-    spec.held, at=Coords(pos, seg), used=used, before=used.copy()
+    blank, at=Coords(pos, seg), used=used, before=used.copy()
   )
   made = dataclasses.replace(spec, slots=host, held=held, constants=())
   like = dataclasses.replace(spec, constants=())

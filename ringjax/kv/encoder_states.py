@@ -7,14 +7,19 @@ the context takes E numbers, where its keys and values would take 2 L K H.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from ringjax import tree
 from ringjax.errors import InputTypeError, ShapeError
 from ringjax.kv.base import NoCache
+from ringjax.typing import ArrayLeaf
+
+if TYPE_CHECKING:
+  from ringjax.kv.base import RowIndices
 
 
 class EncoderStates(NamedTuple):
@@ -25,8 +30,8 @@ class EncoderStates(NamedTuple):
     seg: int32 [B, S], 1 for a state and 0 for padding.
   """
 
-  phi: Any
-  seg: Any
+  phi: Float[ArrayLeaf, "B S E"]
+  seg: Int[ArrayLeaf, "B S"]
 
   def check(self, batch: int) -> None:
     """Refuses states of another batch.
@@ -42,12 +47,12 @@ class EncoderStates(NamedTuple):
         "encode as many contexts as there are rows, or states.take(rows)",
       )
 
-  def take(self, rows: Any) -> EncoderStates:
+  def take(self, rows: RowIndices) -> EncoderStates:
     """Of these rows, int [B'], each as often as it is named."""
     one = lambda x: jnp.take(x, jnp.asarray(rows), 0, mode="clip")
     return EncoderStates(one(self.phi), one(self.seg))
 
-  def reset(self, rows: Any) -> EncoderStates:
+  def reset(self, rows: RowIndices) -> EncoderStates:
     """With no context in these rows, int [n]."""
     return self._replace(seg=self.seg.at[rows].set(0))
 
@@ -62,7 +67,7 @@ class EncoderStates(NamedTuple):
     )
 
 
-def checked(states: Any, batch: int) -> EncoderStates:
+def checked(states: EncoderStates, batch: int) -> EncoderStates:
   """`states` if they are those of a batch.
 
   Raises:
@@ -80,14 +85,20 @@ def checked(states: Any, batch: int) -> EncoderStates:
   return states
 
 
-def inserted(mine: Any, rows: Any, other: Any, batch: int) -> Any:
+def inserted(
+  mine: EncoderStates | None,
+  rows: RowIndices,
+  other: EncoderStates | None,
+  batch: int,
+) -> EncoderStates | None:
   """The states of a batch with those of another in place of `rows`, int [n].
 
   Either may be None, no context.
   """
   if mine is None and other is None:
     return None
-  known: EncoderStates = other if mine is None else mine
+  known = other if mine is None else mine
+  assert known is not None
   _, tokens, width = known.phi.shape
   if mine is None:
     mine = EncoderStates(
@@ -114,7 +125,7 @@ class StatesAlone(NoCache):
   """
 
   kinds: int
-  states: Any  # pyrefly: ignore
+  states: EncoderStates  # pyrefly: ignore
 
   @property
   def slots(self) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ own, and drops the others; their memory is free at once. What stays is stored
 bit for bit, on the device on which it was. Rows are independent.
 Cost: an eviction writes the pages anew; it waits for their number.
 Memory: the tokens since the last eviction, as the cache inside stores them;
-pages; and of policies that look at queries, the newest of these.
+pages; of policies that look at queries, the newest of these; and of those that
+look at ids, a byte for each position.
 
 The newest tokens lie in an ordinary cache, the open one, to which calls append.
 `evict` is called between calls of the model, outside of jit: `generate` does
@@ -16,6 +17,7 @@ so behind each part of a prompt and whenever the open cache is full.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import NotFiniteError, OptionError
-from ringjax.kv.base import CacheSpec, zeros
+from ringjax.kv.base import CacheSpec, Ends, RowIndices, zeros
 from ringjax.kv.cache import (
   KVCache,
   LayerCacheSpec,
@@ -35,7 +38,6 @@ from ringjax.kv.cache import (
   filled_constants,
 )
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.cache_report import CacheReport, report
 from ringjax.kv.eviction import chosen, grown, page_view, repacked
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.pages import (
@@ -48,13 +50,14 @@ from ringjax.kv.pages import (
 from ringjax.kv.peaks import Repeated
 from ringjax.kv.policies import Policy
 from ringjax.kv.slots import FILL
+from ringjax.kv.state import StateShape
 from ringjax.kv.watch import Noted, QueryWatch
 from ringjax.ops.attention.views import (
   KVView,
 )
 from ringjax.ops.mask import Coords
-from ringjax.parallel import chips
 from ringjax.parallel.local import move
+from ringjax.typing import ArrayLeaf, Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,8 @@ class EvictingCache(WithOpenCache):
     ends: int32 [B], the position behind the last token of each row that was
       there at the last eviction.
     constants: for each kind of layer the numbers of its codecs, [L, K, n].
+    marks: bool [B, `limit`], the positions of tokens whose ids the policy asks
+      for (`Policy.marks`); None: it asks for none.
     kind: with the policy.
     limit: tokens of a row that it was made for.
     places: over which axes it is sharded.
@@ -78,8 +83,9 @@ class EvictingCache(WithOpenCache):
   pages: tuple[Pages | None, ...]
   noted: tuple[Noted, ...]
   watch: QueryWatch
-  ends: Any
+  ends: Int[ArrayLeaf, " B"]
   constants: tuple[Any, ...]
+  marks: Bool[ArrayLeaf, "B P"] | None
   places: Places
 
   # -------------------------------------------------------------------------
@@ -92,7 +98,7 @@ class EvictingCache(WithOpenCache):
     shapes: tuple[Any, ...],
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     kind: CacheKind,
     **where: Any,
@@ -110,6 +116,7 @@ class EvictingCache(WithOpenCache):
       watch=zeros(empty.watch),
       ends=zeros(empty.ends),
       constants=filled_constants(shapes, kind, empty.constants),
+      marks=zeros(empty.marks),
     )
 
   @classmethod
@@ -118,7 +125,7 @@ class EvictingCache(WithOpenCache):
     shapes: tuple[Any, ...],
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     kind: CacheKind,
     **where: Any,
@@ -174,6 +181,9 @@ class EvictingCache(WithOpenCache):
       watch=watch,
       ends=room.like((batch,), jnp.int32, (None,)),
       constants=tuple(constants_spec(s, kind, room) for s in shapes),
+      marks=room.like((batch, capacity), jnp.bool_, (None, None))
+      if kind.policy is not None and kind.policy.marks
+      else None,
       kind=kind,
       limit=capacity,
       places=Places.of(room, _kv_heads(shapes)),
@@ -191,18 +201,6 @@ class EvictingCache(WithOpenCache):
   def length(self) -> jax.Array:
     """int32 [B], the position behind each row's last token; 0 if empty."""
     return jnp.maximum(self.open.length, self.ends)
-
-  def explain(
-    self,
-    machine: chips.Machine | str | None = None,
-    *,
-    weights: int | float = 0,
-  ) -> CacheReport:
-    """What it takes now, part by part, and how fast tokens come behind it.
-
-    A step reads what the cache holds; for the arguments see `KVCache.explain`.
-    """
-    return report(self, machine, None, weights)
 
   def positions(self, row: int) -> list[list[np.ndarray] | None]:
     """Positions of the tokens of a row that each head of each layer holds.
@@ -302,7 +300,28 @@ class EvictingCache(WithOpenCache):
       self, open=made, watch=watch, pages=pages, ends=ends
     )
 
-  def layer(self, kind: int, slots: Any, index: Any) -> EvictingLayer:
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> EvictingCache:
+    """Notes which of a call's tokens the policy asks for, by position.
+
+    A position has one token: documents side by side in a row and drafted trees
+    are refused (`Transformer.__call__`), positions from `limit` on count as
+    unmarked.
+    """
+    if self.marks is None:
+      return self
+    assert self.kind.policy is not None
+    ids = self.kind.policy.marks
+    known = np.zeros(max(ids) + 2, bool)
+    known[list(ids)] = True
+    marked = jnp.asarray(known)[jnp.clip(tokens, 0, known.size - 1)]
+    pos, seg = (jnp.broadcast_to(x, tokens.shape) for x in at)
+    # What was noted there before, of a rejected token, is overwritten.
+    into = jnp.where(seg > 0, pos, self.limit)
+    rows = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+    marks = self.marks.at[rows, into].set(marked, mode="drop")
+    return dataclasses.replace(self, marks=self.open.held._everywhere(marks))
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> EvictingLayer:
     inner, noted = slots
     return EvictingLayer(
       self, self.open.layer(kind, inner, index), noted, index, kind
@@ -330,7 +349,12 @@ class EvictingCache(WithOpenCache):
 
   def limited(self, limit: int) -> EvictingCache:
     """The same, for rows of up to `limit` tokens; it grows as they come."""
-    return dataclasses.replace(self, limit=limit)
+    made = dataclasses.replace(self, limit=limit)
+    if self.marks is None:
+      return made
+    more = max(0, limit - self.limit)
+    marks = jnp.pad(self.marks[:, :limit], ((0, 0), (0, more)))
+    return self._placed(dataclasses.replace(made, marks=marks))
 
   def evict(self, repeated: Repeated | None = None) -> EvictingCache:
     """With the tokens that the policy keeps, the middle ones in pages.
@@ -374,6 +398,7 @@ class EvictingCache(WithOpenCache):
         "a call between calls of the model: how much stays decides shapes",
         "evict outside of jit; rj.infer.generate does so by itself",
       )
+    cache = self._settled()
     lengths = host(_lengths(self))
     heads, counts = self._competing(), []
     for shape, pages in zip(self.shapes, self.pages, strict=True):
@@ -388,7 +413,7 @@ class EvictingCache(WithOpenCache):
     # Another budget compiles nothing.
     policy = None if policy is None else policy.traced()
     cache = dataclasses.replace(
-      self, kind=dataclasses.replace(self.kind, policy=policy)
+      cache, kind=dataclasses.replace(self.kind, policy=policy)
     )
     scores = {} if repeated is None else repeated.scores
     found = chosen(cache, tuple(counts), scores)
@@ -421,7 +446,7 @@ class EvictingCache(WithOpenCache):
           f"policy {self.kind.policy}",
           f"{got}, in row {int(rows.argmax())}",
           "a score that is a number for some token of each head, NaN for none",
-          "correct the policy's scores(); the cache holds all of its tokens",
+          "mend scores() of the policy; no token was dropped from the cache",
         )
 
   def _competing(self) -> list[int]:
@@ -437,8 +462,8 @@ class EvictingCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def truncate(self, length: Any) -> EvictingCache:
-    """Without the tokens at positions from `length` on, an int or int [B].
+  def truncate(self, length: Ends, most: int | None = None) -> EvictingCache:
+    """Without the tokens at positions from `length` on; see `KVCache.truncate`.
 
     Of those before it the ones that were evicted stay away.
     """
@@ -446,7 +471,7 @@ class EvictingCache(WithOpenCache):
       jnp.asarray(length, jnp.int32).reshape(-1), (self.batch,)
     )
     gone = lambda pos: pos >= end[None, :, None, None, None]
-    made = self.open.truncate(end)
+    made = self.open.truncate(end, most)
     # Other tokens will come into these slots.
     real = (made.at.seg > 0)[None, :, None]
     return dataclasses.replace(
@@ -458,17 +483,48 @@ class EvictingCache(WithOpenCache):
       ends=jnp.minimum(self.ends, end),
     )
 
-  def keep(self, kept: Any) -> EvictingCache:
+  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> EvictingCache:
     """Of the last call's T tokens those in `kept`; see `KVCache.keep`.
 
-    Queries of the others are forgotten; those that they displaced are too.
+    Queries of the others are forgotten; those that they displaced are too, see
+    `with_slack`. They stay in sums over all queries, see `irreversible`.
     """
-    made = self.open.keep(kept)
     return dataclasses.replace(
-      self,
-      open=made,
-      watch=self.watch.truncated(jnp.maximum(made.length, self.ends)),
+      self, open=self.open.keep(kept), watch=self.watch.kept(kept)
     )
+
+  @property
+  def irreversible(self) -> bool:
+    return self.open.irreversible or self.watch.count is not None
+
+  def with_slack(self, tokens: int) -> EvictingCache:
+    """With notes of so many queries more than the policy looks at.
+
+    As many tokens of a call may then be taken back as if they had not been
+    read; `flush` and `evict` leave none of these notes.
+    """
+    window = self._window
+    if window is None or self._noted_now == window + tokens:
+      return self
+    return _noting(self, window + tokens)
+
+  def _settled(self) -> EvictingCache:
+    """With the queries that are noted in the order in which they came."""
+    if self.watch.at is None:
+      return self
+    return _noting(self, self._window or self._noted_now)
+
+  @property
+  def _noted_now(self) -> int:
+    return 0 if self.watch.at is None else self.watch.at.pos.shape[1]
+
+  @property
+  def _window(self) -> int | None:
+    """Queries that the policy looks at; None: all that have slots, or none."""
+    policy = self.kind.policy
+    if self.watch.at is None or policy is None or policy.queries is None:
+      return None
+    return self.kind.noted(self.limit)[0]
 
   def snapshot(self) -> EvictingCache:
     """What `restore` goes back to; pages and open tokens are copied."""
@@ -478,7 +534,7 @@ class EvictingCache(WithOpenCache):
     """As it was at a snapshot."""
     return jax.tree.map(jnp.copy, snapshot)
 
-  def reset(self, rows: Any) -> EvictingCache:
+  def reset(self, rows: RowIndices) -> EvictingCache:
     """With these rows, int [n], empty; the others are as they were."""
     made = self.open.reset(rows)
     index = jnp.asarray(np.asarray(rows))
@@ -498,10 +554,11 @@ class EvictingCache(WithOpenCache):
         noted=jax.tree.map(clear, self.noted),
         watch=watch,
         ends=jnp.where(gone, 0, self.ends),
+        marks=self.marks if self.marks is None else self.marks & ~gone[:, None],
       )
     )
 
-  def insert(self, rows: Any, other: EvictingCache) -> EvictingCache:
+  def insert(self, rows: RowIndices, other: EvictingCache) -> EvictingCache:
     """With the rows of another cache in place of `rows`, int [n].
 
     Both are first given open caches of one size.
@@ -510,7 +567,7 @@ class EvictingCache(WithOpenCache):
       OptionError: a cache of another model, capacity, kind or mesh.
       ShapeError: not as many rows as the other cache has.
     """
-    mine, theirs = self._same_size(other)
+    mine, theirs = self.with_slack(0)._same_size(other.with_slack(0))
     made = mine.open.insert(rows, theirs.open)
     index = jnp.asarray(np.asarray(rows))
     put = lambda axis: (
@@ -531,10 +588,11 @@ class EvictingCache(WithOpenCache):
         noted=jax.tree.map(put(1), mine.noted, theirs.noted),
         watch=watch,
         ends=put(0)(mine.ends, theirs.ends),
+        marks=jax.tree.map(put(0), mine.marks, theirs.marks),
       )
     )
 
-  def take(self, examples: Any) -> EvictingCache:
+  def take(self, examples: RowIndices) -> EvictingCache:
     """Of these rows, int [B'], each as often as it is named; they share pages.
 
     Raises:
@@ -558,6 +616,7 @@ class EvictingCache(WithOpenCache):
       noted=jax.tree.map(pick(1), self.noted),
       watch=jax.tree.map(pick(0), self.watch),
       ends=pick(0)(self.ends),
+      marks=jax.tree.map(pick(0), self.marks),
     )
 
   def export(self, row: int, start: int, stop: int) -> Any:
@@ -575,13 +634,26 @@ class EvictingCache(WithOpenCache):
       )
     return self.open.export(row, start, stop)
 
-  def load(self, row: int, blocks: Any, at: Any = None) -> EvictingCache:
-    """Appends exported tokens to a row; see `KVCache.load`."""
+  def load(
+    self, row: int, blocks: PyTree, at: Coords | None = None
+  ) -> EvictingCache:
+    """Appends exported tokens to a row; see `KVCache.load`.
+
+    Raises:
+      OptionError: also for a policy that asks for ids: blocks have none.
+    """
+    if self.marks is not None:
+      raise OptionError(
+        "cache",
+        f"load into one with the policy {self.kind.policy}",
+        "a policy that looks at no ids: exported tokens have none",
+        "read the tokens by a call of the model, or leave punctuation= out",
+      )
     cache = self.with_room(int(blocks.at.pos.shape[0]))
     made = cache.open.load(row, blocks, at)
     return dataclasses.replace(cache, open=made)
 
-  def gathered(self, device: Any) -> EvictingCache:
+  def gathered(self, device: jax.Device) -> EvictingCache:
     """The same tokens on one device."""
     along = lambda x: jax.tree.map(lambda y: move(y, device), x)
     _, slots = self.open.held.gathered(device)
@@ -594,6 +666,7 @@ class EvictingCache(WithOpenCache):
       watch=dataclasses.replace(along(self.watch), mesh=None, axis=None),
       ends=along(self.ends),
       constants=along(self.constants),
+      marks=along(self.marks),
       places=Places(),
     )
 
@@ -613,6 +686,7 @@ class EvictingCache(WithOpenCache):
       noted=one(made.noted, self.noted),
       watch=one(made.watch, self.watch),
       ends=same(made.ends, self.ends),
+      marks=one(made.marks, self.marks),
       pages=tuple(
         None
         if new is None or old is None
@@ -640,7 +714,7 @@ class EvictingCache(WithOpenCache):
 
 tree.register(
   EvictingCache,
-  ("open", "pages", "noted", "watch", "ends", "constants"),
+  ("open", "pages", "noted", "watch", "ends", "constants", "marks"),
   ("kind", "limit", "places"),
 )
 
@@ -651,7 +725,7 @@ class EvictingLayer(WithOpenLayer):
 
   cache: EvictingCache
   noted: Noted
-  index: Any
+  index: Index
   kind: int
 
   @property
@@ -681,11 +755,27 @@ class EvictingLayer(WithOpenLayer):
     )
     return (view, *views)
 
-  def recall(self, empty: Any) -> Any:
+  def recall(self, empty: PyTree) -> PyTree:
     return self.inner.recall(empty)
 
-  def keep(self, state: Any) -> EvictingLayer:
+  def keep(self, state: PyTree) -> EvictingLayer:
     return dataclasses.replace(self, inner=self.inner.keep(state))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _noting(cache: EvictingCache, window: int) -> EvictingCache:
+  """With room for `window` queries, and the newest of those that are there."""
+  watch, noted = cache.watch, cache.noted
+  assert watch.at is not None
+  if window > watch.at.pos.shape[1]:
+    watch = watch.widened(window)
+    noted = tuple(x.widened(window) for x in noted)
+  order = watch.order(window)
+  return dataclasses.replace(
+    cache,
+    watch=watch.ordered(order),
+    noted=tuple(x.ordered(order) for x in noted),
+  )
 
 
 @jax.jit
@@ -703,7 +793,9 @@ def _kv_heads(shapes: Sequence[Any]) -> int:
   return math.gcd(*(s.heads for s in shapes if isinstance(s, LayerCacheSpec)))
 
 
-def _pages_spec(shape: Any, room: CacheSpec, kind: CacheKind) -> Pages | None:
+def _pages_spec(
+  shape: LayerCacheSpec | StateShape, room: CacheSpec, kind: CacheKind
+) -> Pages | None:
   """No pages yet."""
   if not isinstance(shape, LayerCacheSpec):
     return None

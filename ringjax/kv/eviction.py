@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
 
+from ringjax import tree
 from ringjax.kv.cache import KVLayer, LayerKV
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.look import LocalLook, ordering, unordered
@@ -39,6 +41,10 @@ from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords, SameSegment
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.evicting import EvictingCache
 
 
 class _Part(NamedTuple):
@@ -59,7 +65,7 @@ class _Part(NamedTuple):
   noted: Any
 
 
-def paged_parts(cache: Any) -> dict[int, _Part]:
+def paged_parts(cache: EvictingCache) -> dict[int, _Part]:
   """Those kinds of layers that have pages."""
   found = {}
   for n, pages in enumerate(cache.pages):
@@ -90,12 +96,12 @@ def part_specs(part: _Part) -> _Part:
 
 
 def page_view(
-  cache: Any,
+  cache: EvictingCache,
   kind: int,
-  layer: Any,
+  layer: Index,
   rotation: Rotation,
-  pages: Any,
-  constants: Any,
+  pages: Pages,
+  constants: PyTree,
 ) -> KVView:
   """A layer's pages, as its queries read them."""
   codec, policy, most = cache.kind.codec, cache.kind.policy, 0
@@ -112,7 +118,12 @@ def page_view(
 
 
 def _open_view(
-  cache: Any, kind: int, layer: Any, rotation: Rotation, part: _Part, at: Coords
+  cache: EvictingCache,
+  kind: int,
+  layer: Index,
+  rotation: Rotation,
+  part: _Part,
+  at: Coords,
 ) -> KVView:
   """A layer's open tokens on this device."""
   inside = dataclasses.replace(
@@ -128,7 +139,7 @@ def _open_view(
 
 
 def layer_views(
-  cache: Any, kind: int, layer: Any, part: _Part, at: Coords
+  cache: EvictingCache, kind: int, layer: Index, part: _Part, at: Coords
 ) -> tuple[tuple[KVView, ...], Coords]:
   """A layer's pages and open tokens on this device, all values whole.
 
@@ -153,7 +164,13 @@ def layer_views(
   )
 
 
-def visit_of(cache: Any, kind: int, heads: int, q: Any, at: Any) -> Visit:
+def visit_of(
+  cache: EvictingCache,
+  kind: int,
+  heads: int,
+  q: Float[Array, "B W N H"],
+  at: Coords,
+) -> Visit:
   """Queries [B, W, N, H] at `at`, as they visit `heads` KV heads' keys."""
   reading, places = cache.shapes[kind].reading, cache.places
   b, w, n, h = q.shape
@@ -181,7 +198,7 @@ def visit_of(cache: Any, kind: int, heads: int, q: Any, at: Any) -> Visit:
 
 @jax.jit
 def chosen(
-  cache: Any, counts: tuple[Any, ...], repeated: dict[int, Any]
+  cache: EvictingCache, counts: tuple[Any, ...], repeated: dict[int, Any]
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
   """What stays of each kind of layers.
 
@@ -207,14 +224,15 @@ def chosen(
   ]
 
   def local(
-    parts: Any,
-    at: Any,
-    length: Any,
-    watch_at: Any,
-    seen: Any,
-    counts: Any,
-    repeated: Any,
-  ) -> Any:
+    parts: PyTree,
+    at: Coords,
+    length: jax.Array,
+    watch_at: Coords | None,
+    seen: PyTree,
+    counts: PyTree,
+    repeated: PyTree,
+    marks: jax.Array | None,
+  ) -> PyTree:
     stays = _staying(Coords(*at), cache.kind, places)
     every = []
     for n in kinds:
@@ -228,6 +246,7 @@ def chosen(
         watch_at,
         seen,
         repeated.get(n),
+        marks,
       )
       every.append(scored)
     found = [scored.scores for scored in every]
@@ -278,6 +297,7 @@ def chosen(
       P(places.batch or None),
       tuple(P(None, places.batch or None) for _ in counts),
       dict.fromkeys(repeated, places.by_head),
+      P(places.batch or None),
     ),
     (
       by_head,
@@ -287,7 +307,16 @@ def chosen(
       P(places.batch or None),
       dict.fromkeys(choosing, heads),
     ),
-  )(parts, cache.open.at, cache.length, watch.at, watch.count, counts, repeated)
+  )(
+    parts,
+    cache.open.at,
+    cache.length,
+    watch.at,
+    watch.count,
+    counts,
+    repeated,
+    cache.marks,
+  )
   small = jax.tree.map(everywhere, (sizes, stays, wrong))
   return keeps, masses, *small, choice
 
@@ -309,7 +338,7 @@ def _wrong(flags: list[jax.Array], keep: list[jax.Array]) -> jax.Array:
 
 
 def _by_policy(
-  cache: Any, kinds: Sequence[int], scores: list[Any], counts: Any
+  cache: EvictingCache, kinds: Sequence[int], scores: list[Any], counts: PyTree
 ) -> list[jax.Array]:
   """The policy's choice; layers with windows keep what they look back."""
   policy = cache.kind.policy
@@ -366,28 +395,29 @@ class _Scored(NamedTuple):
 
   scores: jax.Array
   order: jax.Array
-  mass: Any
+  mass: PyTree
   flags: jax.Array
   choice: jax.Array
 
 
 def _scored(
-  cache: Any,
+  cache: EvictingCache,
   kind: int,
   part: _Part,
   at: Coords,
   stays: jax.Array,
   length: jax.Array,
-  watch_at: Any,
-  seen: Any,
-  repeated: Any,
+  watch_at: Coords | None,
+  seen: PyTree,
+  repeated: jax.Array | None,
+  marks: jax.Array | None,
 ) -> _Scored:
   """Scores of all tokens in order, on each device."""
   shape, policy, places = cache.shapes[kind], cache.kind.policy, cache.places
   reading = shape.reading
   assert reading is not None
 
-  def one(layer: Any) -> _Scored:
+  def one(layer: Index) -> _Scored:
     lead = part.k.shape[1:3]
     take = lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
     views, slots = layer_views(cache, kind, layer, part, at)
@@ -395,6 +425,7 @@ def _scored(
     visit = mean = covariance = None
     noted = part.noted
     if noted.newest is not None:
+      assert watch_at is not None
       visit = visit_of(cache, kind, lead[1], take(noted.newest), watch_at)
     if noted.total is not None:
       mine = Noted(total=take(noted.total), squares=take(noted.squares))
@@ -417,6 +448,7 @@ def _scored(
       score=earlier,
       mean=mean,
       covariance=covariance,
+      marks=marks,
     )
     mass, flags = None, jnp.zeros((*lead, 3), bool)
     choice = jnp.zeros(lead, jnp.int32)
@@ -455,12 +487,12 @@ def _scored(
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def repacked(
-  cache: Any,
-  keep: Any,
-  masses: Any,
+  cache: EvictingCache,
+  keep: Mapping[int, Array],
+  masses: Mapping[int, Array | None],
   sizes: tuple[tuple[int, int], ...],
   room: int,
-) -> Any:
+) -> EvictingCache:
   """The tokens that stay: in pages, and in an open cache of `room` slots each.
 
   Args:
@@ -473,7 +505,7 @@ def repacked(
   parts, places, kind = paged_parts(cache), cache.places, cache.kind
   kinds = tuple(parts)
 
-  def local(parts: Any, at: Any, keep: Any, masses: Any) -> Any:
+  def local(parts: PyTree, at: Coords, keep: PyTree, masses: PyTree) -> PyTree:
     at = Coords(*at)
     stays = _staying(at, kind, places)
     order = jnp.argsort(1 - stays.astype(jnp.int32), axis=1, stable=True)
@@ -530,7 +562,7 @@ def repacked(
   by_head = dict.fromkeys(kinds, places.by_head)
   some = {n: None if masses[n] is None else places.by_head for n in kinds}
   specs = {
-    n: dataclasses.replace(
+    n: tree.with_leaves(
       part.pages.specs(), bounds=places.pool if selects else None
     )
     for n, part in parts.items()
@@ -594,7 +626,7 @@ def _filled(order: jax.Array, room: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def grown(cache: Any, room: int) -> Any:
+def grown(cache: EvictingCache, room: int) -> EvictingCache:
   """With `room` slots of the open cache on each shard, more than it has."""
   places, parts = cache.places, paged_parts(cache)
   more = room - cache.open.capacity // cache.shards
@@ -624,9 +656,9 @@ def grown(cache: Any, room: int) -> Any:
   return dataclasses.replace(cache, open=made, noted=noted, watch=watch)
 
 
-def _encoded(cache: Any, part: _Part) -> tuple[jax.Array, jax.Array]:
+def _encoded(cache: EvictingCache, part: _Part) -> tuple[jax.Array, jax.Array]:
   """Open keys and values as pages store them."""
-  codec = cache.kind.codec
+  codec: Any = cache.kind.codec
   if codec is None or cache.open.kind.codec is not None:
     return as_bytes(part.k), as_bytes(part.v)
 
@@ -643,14 +675,16 @@ def _encoded(cache: Any, part: _Part) -> tuple[jax.Array, jax.Array]:
   return one(codec.keys, part.k, of_k, into.k), v
 
 
-def _bounded(cache: Any, kind: int, pages: Pages, constants: Any) -> Pages:
+def _bounded(
+  cache: EvictingCache, kind: int, pages: Pages, constants: PyTree
+) -> Pages:
   """With the bounds of its keys; inside of `Places.local`."""
   shape = cache.shapes[kind]
   rotation = shape.reading.rotation(cache.limit)
   dtype = cache.open.dtype
   bounds = jnp.zeros((pages.k.shape[0], 2, shape.key), dtype)
 
-  def step(layer: Any, bounds: jax.Array) -> jax.Array:
+  def step(layer: Index, bounds: jax.Array) -> jax.Array:
     view = page_view(cache, kind, layer, rotation, pages, constants)
     return page_bounds(view, pages, layer, bounds)
 
@@ -659,8 +693,13 @@ def _bounded(cache: Any, kind: int, pages: Pages, constants: Any) -> Pages:
 
 
 def _with(
-  cache: Any, pages: Any, slots: Any, scores: Any, at: Coords, used: Any
-) -> Any:
+  cache: EvictingCache,
+  pages: PyTree,
+  slots: PyTree,
+  scores: PyTree,
+  at: Coords,
+  used: jax.Array,
+) -> EvictingCache:
   """After an eviction."""
   everywhere = cache.open.held._everywhere
   count = everywhere(used)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import CacheSpec
@@ -28,6 +30,12 @@ from ringjax.ops.attention.per_head import PerHeadView
 from ringjax.ops.attention.views import Decoder
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import LayerCacheSpec
+  from ringjax.kv.slots import ContiguousSlots
+  from ringjax.kv.window import WindowSlots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,7 @@ class HeadStorage:
   """
 
   codec: PerHead
-  shape: Any
+  shape: LayerCacheSpec
 
   @functools.cached_property
   def places(self) -> HeadPlaces:
@@ -59,7 +67,7 @@ class HeadStorage:
       OptionError: a mesh that shards the heads.
     """
     axis = room.axes.get("heads")
-    if axis is not None and room.mesh.shape[axis] > 1:
+    if axis is not None and room.mesh is not None and room.mesh.shape[axis] > 1:
       raise OptionError(
         "mesh",
         f"KV heads sharded over {axis!r}, with a codec for each head",
@@ -87,11 +95,11 @@ class HeadStorage:
 
   def written(
     self,
-    held: Any,
+    held: ContiguousSlots | WindowSlots,
     slots: tuple[tuple[Any, ...], tuple[Any, ...]],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T J"],
-    index: Any,
+    index: Index,
     constants: tuple[Any, ...],
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The slots with a call's keys and values of layer `index`.
@@ -118,7 +126,7 @@ class HeadStorage:
     way, row = self._groups(index)
     group, alone = self.places.group, len(self.codecs) == 1
 
-    def write(n: Any, slots: Any) -> Any:
+    def write(n: Index, slots: PyTree) -> PyTree:
       def one(number: int, old: jax.Array, new: jax.Array) -> jax.Array:
         here = way[n] == number
         new = lax.dynamic_slice_in_dim(new, n * group, group, 1)
@@ -139,9 +147,9 @@ class HeadStorage:
     self,
     slots: tuple[tuple[Any, ...], tuple[Any, ...]],
     at: Coords,
-    index: Any,
+    index: Index,
     constants: tuple[Any, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     rotation: Rotation | None,
   ) -> PerHeadView:
     """How queries read layer `index`."""
@@ -160,7 +168,7 @@ class HeadStorage:
     self,
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T J"],
-    index: Any,
+    index: Index,
     constants: tuple[Any, ...],
   ) -> tuple[jax.Array, jax.Array]:
     """Keys and values as the codecs of layer `index` give them back."""
@@ -175,21 +183,21 @@ class HeadStorage:
         v = jnp.where(here, through(codec.values, v, of_v), v)
     return k, v
 
-  def _groups(self, index: Any) -> tuple[jax.Array, jax.Array]:
+  def _groups(self, index: Index) -> tuple[jax.Array, jax.Array]:
     """Of layer `index` the way and the row of each group, int32 [K / g]."""
     one = lambda table: lax.dynamic_index_in_dim(
       jnp.asarray(table, jnp.int32), index, 0, keepdims=False
     )
     return one(self.places.way), one(self.places.row)
 
-  def _of_layer(self, constants: tuple[Any, ...], index: Any) -> list[Any]:
+  def _of_layer(self, constants: tuple[Any, ...], index: Index) -> list[Any]:
     """For each codec its constants of layer `index`, [K, x] each.
 
     Those of heads of other codecs are some numbers.
     """
     way, row = self._groups(index)
 
-    def one(number: int) -> Any:
+    def one(number: int) -> PyTree:
       rows = jnp.where(way == number, row, 0)
       flat = lambda x: x[rows].reshape(-1, x.shape[-1])
       return jax.tree.map(flat, constants[number])
@@ -197,7 +205,7 @@ class HeadStorage:
     return [one(number) for number in range(len(self.codecs))]
 
 
-def _loop(count: int, step: Any, start: Any) -> Any:
+def _loop(count: int, step: Callable[..., Any], start: PyTree) -> PyTree:
   if count == 1:
     return step(0, start)
   return lax.fori_loop(jnp.int32(0), jnp.int32(count), step, start)

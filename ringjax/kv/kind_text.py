@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
+from ringjax import option_text
 from ringjax.errors import OptionError
 from ringjax.kv.cache_kind import FROM_FILES, KINDS, CacheKind, cache_kind
 
@@ -16,7 +16,8 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
     text: a name of `KINDS`, or a codec's and a policy's with a plus between;
       behind a colon values of options of that kind, such
       as "int4:group=32,keys.bits=8", where "group" is that of the keys and of
-      the values: literals of Python, in any case of letters.
+      the values: literals of Python, in any case of letters; several values
+      in parentheses, "fastgen:punctuation=(33,46)".
     name: of the flag or argument, for errors.
 
   Raises:
@@ -34,7 +35,7 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
   kind = cache_kind(kind_name)
   known = kind.options()
   options: dict[str, Any] = {}
-  for part in rest.split(",") if colon else ():
+  for part in option_text.split(rest) if colon else ():
     key, equals, value = part.partition("=")
     names = [n for n in known if key in (n, n.partition(".")[2])]
     if not names or key in options or not equals:
@@ -52,14 +53,12 @@ def parse(text: str, name: str = "cache kind") -> CacheKind:
 
 def _value(name: str, part: str, text: str, like: Any) -> Any:
   """What a text says, of the type of `like` or None; any where that is None."""
-  named = text.lower() in ("true", "false", "none")
-  try:
-    value = ast.literal_eval(text.capitalize() if named else text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    value = text
+  value = option_text.value(text)
   if isinstance(like, float) and type(value) is int:
     # A share; from 2 on a number of tokens.
     return value if value > 1 else float(value)
+  if isinstance(like, tuple) and type(value) is int:
+    return (value,)
   if None not in (like, value) and type(value) is not type(like):
     raise OptionError(
       name,

@@ -23,6 +23,7 @@ from ringjax.ops.attention.mass import Visit, column_mass, kept_mass
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,32 +39,44 @@ class LocalLook:
     visit: the newest queries, or None.
     score: float32 [B, K, s], sums of earlier evictions, or what a repetition
       found, or None.
+    marks: bool [B, P], by position the tokens that the policy asks for, or
+      None: none.
   """
 
   views: Sequence[KVView]
   at: Coords
-  order: Any
+  order: Int[Array, "B K S"]
   whole: Coords
-  length: Any
-  layer: Any
+  length: Int[Array, " B"]
+  layer: Index
   limit: int
   reading: KeyReading
   places: Places
   visit: Visit | None = None
-  score: Any = None
-  mean: Any = None
-  covariance: Any = None
+  score: Float[Array, "B K s"] | None = None
+  mean: Float[Array, "B K G H"] | None = None
+  covariance: Float[Array, "B K G H H"] | None = None
+  marks: Bool[Array, "B P"] | None = None
 
   @property
   def real(self) -> Bool[Array, "B K S"]:
     return self.whole.seg > 0
 
   @property
-  def pos(self) -> Any:
+  def pos(self) -> jax.Array:
     return self.whole.pos
 
   @property
-  def first_head(self) -> Any:
+  def marked(self) -> Bool[Array, "B K S"]:
+    if self.marks is None:
+      return jnp.zeros_like(self.real)
+    pos, size = self.whole.pos, self.marks.shape[1]
+    index = jnp.clip(pos, 0, size - 1).reshape(pos.shape[0], -1)
+    found = jnp.take_along_axis(self.marks, index, 1).reshape(pos.shape)
+    return found & self.real & (pos < size)
+
+  @property
+  def first_head(self) -> Index:
     return self.places.first_head(self.at.pos.shape[1])
 
   def over_heads(self, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
@@ -127,6 +140,7 @@ class LocalLook:
     return mass if self.score is None else mass + self.ordered(self.score)
 
   def repeated(self) -> Float[Array, "B K S"]:
+    assert self.score is not None
     return self.ordered(self.score)
 
   def ordered(self, x: Shaped[Array, "B K s"]) -> jax.Array:

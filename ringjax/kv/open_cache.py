@@ -12,15 +12,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Shaped
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, Shaped
 
 from ringjax.errors import OptionError
-from ringjax.kv.base import donated
+from ringjax.kv.base import KV, donated
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_report import CacheReport, report
+from ringjax.kv.encoder_states import EncoderStates
 from ringjax.kv.pages import few_sizes
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.parallel import chips
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class WithOpenCache:
   limit: int
 
   @property
-  def mesh(self) -> Any:
+  def mesh(self) -> Mesh | None:
     return self.open.mesh
 
   @property
@@ -64,11 +68,28 @@ class WithOpenCache:
     return self.open.recurrent
 
   @property
-  def states(self) -> Any:
+  def irreversible(self) -> bool:
+    """Whether a call leaves what `keep` can't take out; see `KVCache`."""
+    return self.open.irreversible
+
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    weights: int | float = 0,
+  ) -> CacheReport:
+    """What it takes now, part by part, and how fast tokens come behind it.
+
+    A step reads what the cache holds; for the arguments see `KVCache.explain`.
+    """
+    return report(self, machine, None, weights)
+
+  @property
+  def states(self) -> EncoderStates | None:
     """Of the rows' contexts, which cross-attention reads; None: none."""
     return self.open.states
 
-  def with_states(self, states: Any) -> Any:
+  def with_states(self, states: EncoderStates | None) -> Any:
     """With contexts for cross-attention; see `KVCache.with_states`."""
     return dataclasses.replace(self, open=self.open.with_states(states))
 
@@ -80,6 +101,11 @@ class WithOpenCache:
   def dtype(self) -> Any:
     return self.open.dtype
 
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> Any:
+    """Itself; see `EvictingCache.mark`."""
+    del tokens, at
+    return self
+
   @property
   def lost(self) -> bool:
     """Whether some of its arrays were donated to a program."""
@@ -89,7 +115,7 @@ class WithOpenCache:
     """Bytes of all shards together, in all memories."""
     return sum(x.nbytes for x in jax.tree.leaves(self))
 
-  def with_room(self, taken: Any) -> Any:
+  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> Any:
     """With an open cache that a call fits into; older tokens stay as they are.
 
     Args:
@@ -139,11 +165,11 @@ class WithOpenLayer:
     inner: the layer's part of the open cache.
   """
 
-  cache: Any
+  cache: WithOpenCache
   inner: Any
 
   @property
-  def fresh(self) -> Any:
+  def fresh(self) -> KV | None:
     return self.inner.fresh
 
   def append(
@@ -155,3 +181,7 @@ class WithOpenLayer:
   ) -> Any:
     inner = self.inner.append(k, v, at, rotation)
     return dataclasses.replace(self, inner=inner)
+
+  def for_reading(self, rotation: Rotation) -> Any:
+    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    return dataclasses.replace(self, inner=self.inner.for_reading(rotation))

@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
-from ringjax.kv.base import CacheSpec, zeros
+from ringjax.kv.base import KV, CacheSpec, zeros
 from ringjax.kv.cache import (
   LayerCacheSpec,
   LayerKV,
@@ -45,6 +47,7 @@ from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +91,8 @@ class PagePool:
   page: int
   kind: CacheKind
   shapes: tuple[Any, ...]
-  dtype: Any
-  mesh: Any = None
+  dtype: DTypeLike
+  mesh: Mesh | None = None
   axis: str | None = None
   heads: str | None = None
 
@@ -101,9 +104,9 @@ class PagePool:
     rows: int,
     pages: Callable[[int | None], int],
     page: int,
-    dtype: Any,
+    dtype: DTypeLike,
     kind: CacheKind,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     axis: str | None = None,
     head_axis: str | None = None,
   ) -> PagePool:
@@ -212,7 +215,10 @@ class PagePool:
   @property
   def shards(self) -> int:
     """Shards of the pages."""
-    return 1 if self.axis is None else self.mesh.shape[self.axis]
+    if self.axis is None:
+      return 1
+    assert self.mesh is not None
+    return self.mesh.shape[self.axis]
 
   @property
   def recurrent(self) -> bool:
@@ -240,12 +246,12 @@ class PagePool:
       rows: which state of recurrent layers each row has; those out of range
         are not written.
       fresh: rows that begin.
-      shared: for each group the tiles that rows share, for calls of one token
-        a row.
+      shared: for each group the tiles that rows share, for calls of a few
+        tokens a row.
     """
     of_state = lambda x: isinstance(x, State)
 
-    def taken(x: Any) -> Any:
+    def taken(x: PyTree) -> PyTree:
       found = jnp.take(x, rows, 1, mode="clip")
       new = fresh.reshape(1, -1, *(1,) * (found.ndim - 2))
       return jnp.where(new, jnp.zeros_like(found), found)
@@ -352,7 +358,7 @@ class PagePool:
     return tuple(x for kind in kinds for x in self.slots[kind] if x.size)
 
   def _each(
-    self, group: int, work: Callable[..., Any], pages: Any, *more: Any
+    self, group: int, work: Callable[..., Any], pages: jax.Array, *more: Any
   ) -> tuple[Any, ...]:
     """A function of a group's arrays and of pages, shard by shard."""
     arrays = self._arrays(group)
@@ -380,12 +386,12 @@ class PagePool:
     return Coords(flat(pos), flat(real).astype(jnp.int32))
 
 
-def _take_pages(arrays: tuple[Any, ...], pages: Any) -> tuple[Any, ...]:
+def _take_pages(arrays: tuple[Any, ...], pages: jax.Array) -> tuple[Any, ...]:
   return tuple(jnp.take(x, pages[0], 1, mode="clip") for x in arrays)
 
 
 def _put_pages(
-  arrays: tuple[Any, ...], pages: Any, held: tuple[Any, ...]
+  arrays: tuple[Any, ...], pages: jax.Array, held: tuple[Any, ...]
 ) -> tuple[Any, ...]:
   return tuple(
     x.at[:, pages[0]].set(new, mode="drop")
@@ -419,15 +425,15 @@ class PooledCache:
   slots: tuple[Any, ...]
   tables: tuple[Any, ...]
   at: tuple[Coords, ...]
-  ends: Any
-  rows: Any
+  ends: Int[Array, " B"]
+  rows: Int[Array, " B"]
   new: Coords | None
-  shared: Any = None
+  shared: tuple[SharedTiles, ...] | None = None
   # Rows of a pool have no contexts of cross-attention.
   states = None
 
   @property
-  def mesh(self) -> Any:
+  def mesh(self) -> Mesh | None:
     return self.pool.mesh
 
   @property
@@ -460,7 +466,12 @@ class PooledCache:
       )
     return dataclasses.replace(self, new=at)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> PooledCache:
+    """Itself: it keeps all tokens, whatever their ids are."""
+    del tokens, at
+    return self
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(slots, State):
       return slots.layer(self, index)
     return PooledLayer(self, slots, index, kind, self.pool._group(kind))
@@ -468,7 +479,7 @@ class PooledCache:
   def updated(self, slots: tuple[Any, ...]) -> PagePool:
     """The pool after the layers."""
 
-    def put(old: Any, new: Any) -> Any:
+    def put(old: PyTree, new: PyTree) -> PyTree:
       return old.at[:, self.rows].set(new.astype(old.dtype), mode="drop")
 
     made = tuple(
@@ -484,10 +495,10 @@ class PooledLayer:
 
   cache: PooledCache
   slots: LayerKV
-  index: Any
+  index: Index
   kind: int
   group: int
-  fresh: Any = None
+  fresh: KV | Coords | None = None
   rotation: Rotation = Rotation()
 
   def append(
@@ -539,7 +550,7 @@ class PooledLayer:
       self.index,
       self._constants(),
       decoders,
-      shared and shared[self.group],
+      shared[self.group] if shared else None,
     )
     if pool.kind.unrotated and not self.rotation.trivial:
       view = UnrotatedView(view, self.rotation)
@@ -565,7 +576,12 @@ class PooledLayer:
     stored = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
 
     def local(
-      old: Any, new: Any, table: Any, pos: Any, seg: Any, index: Any
+      old: jax.Array,
+      new: jax.Array,
+      table: jax.Array,
+      pos: jax.Array,
+      seg: jax.Array,
+      index: Index,
     ) -> jax.Array:
       number = pos // page
       own = number // shards

@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import CacheSpec, zeros
 from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.attention.paged import PagedView
+from ringjax.ops.attention.views import Decoder, KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
+from ringjax.typing import ArrayLeaf, Index
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import LayerCacheSpec
 
 
 class Stored(NamedTuple):
@@ -41,10 +48,10 @@ class Stored(NamedTuple):
     score: float32 [L, B, K, S], what a policy has summed up so far.
   """
 
-  k: Any
-  v: Any
+  k: Shaped[Array, "L B K S ..."]
+  v: Shaped[Array, "L B K S ..."]
   at: Coords
-  score: Any
+  score: Float[Array, "L B K S"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class Places:
     tokens: axes of the sequence.
   """
 
-  mesh: Any = None
+  mesh: Mesh | None = None
   batch: tuple[str, ...] = ()
   heads: tuple[str, ...] = ()
   tokens: tuple[str, ...] = ()
@@ -72,7 +79,8 @@ class Places:
       return (found,) if isinstance(found, str) else tuple(found or ())
 
     over = named("heads")
-    if heads % math.prod(room.mesh.shape[a] for a in over):
+    mesh = room.mesh
+    if mesh is not None and heads % math.prod(mesh.shape[a] for a in over):
       over = ()
     return cls(
       mesh=room.mesh, batch=named("batch"), heads=over, tokens=named("tokens")
@@ -108,7 +116,7 @@ class Places:
     """Of arrays [L, B, K, S, ...]."""
     return P(None, self.batch or None, self.heads or None, self.tokens or None)
 
-  def of_slots(self, x: Any) -> P:
+  def of_slots(self, x: Shaped[ArrayLeaf, " ..."]) -> P:
     """Of keys or values of slots, [L, B, K, S, H] or codes [L, B, K, X, S]."""
     lead = (None, self.batch or None, self.heads or None)
     none = (None,) * (token_axis(x) - 3)
@@ -126,9 +134,14 @@ class Places:
 
   def size(self, names: tuple[str, ...]) -> int:
     """Devices along these axes."""
+    if not names:
+      return 1
+    assert self.mesh is not None
     return math.prod(self.mesh.shape[name] for name in names)
 
-  def local(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
+  def local(
+    self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
+  ) -> Callable[..., Any]:
     """f on each device's part."""
     if self.mesh is None:
       return f
@@ -156,17 +169,21 @@ class Pages:
     places: where it is on a mesh.
   """
 
-  k: Any
-  v: Any
+  k: Shaped[ArrayLeaf, "N P _"]
+  v: Shaped[ArrayLeaf, "N P _"]
   at: Coords
-  score: Any
-  table: Any
-  bounds: Any = None
+  score: Float[ArrayLeaf, "N _"] | None
+  table: Int[ArrayLeaf, "L B K M"]
+  bounds: Float[ArrayLeaf, "N 2 H"] | None = None
   places: Places = Places()
 
   @classmethod
   def spec(
-    cls, shape: Any, room: CacheSpec, slots: int, places: Places
+    cls,
+    shape: LayerCacheSpec,
+    room: CacheSpec,
+    slots: int,
+    places: Places,
   ) -> Pages:
     """A page for each device, of which none is in use: shapes and dtypes.
 
@@ -176,10 +193,10 @@ class Pages:
       slots: of a page, P.
       places: over which axes they are sharded.
     """
-    stored = shape.slots(room)
+    stored: Any = shape.slots(room)
     many = 1 if places.mesh is None else places.size(places.axes)
 
-    def like(shape: tuple[int, ...], dtype: Any, spec: P) -> Any:
+    def like(shape: tuple[int, ...], dtype: DTypeLike, spec: P) -> Any:
       if places.mesh is None:
         return jax.ShapeDtypeStruct(shape, dtype)
       sharding = NamedSharding(places.mesh, spec)
@@ -206,7 +223,7 @@ class Pages:
     made = zeros(self)
     return dataclasses.replace(made, table=made.table - 1)
 
-  def with_table(self, table: Any) -> Pages:
+  def with_table(self, table: Int[Array | np.ndarray, "L B K M"]) -> Pages:
     """With other pages for the heads."""
     return dataclasses.replace(self, table=table)
 
@@ -221,17 +238,18 @@ class Pages:
     places = self.places
     return places.local(local, (self.specs(),), places.by_head)(self)
 
-  def read_score(self, layer: Any) -> jax.Array:
+  def read_score(self, layer: Index) -> jax.Array:
     """Sums [B, K, s] of one layer on this device."""
     table = lax.dynamic_index_in_dim(self.table, layer, 0, keepdims=False)
     lead, page = table.shape[:2], jnp.maximum(table, 0)
+    assert self.score is not None
     if not self.score.shape[1]:
       slots = table.shape[2] * self.slots
       return jnp.zeros((*lead, slots), jnp.float32)
     score = jnp.where(table[..., None] >= 0, self.score[page], 0)
     return score.reshape(*lead, -1)
 
-  def gathered(self, device: Any) -> Pages:
+  def gathered(self, device: jax.Device) -> Pages:
     """The same on one device."""
     places, table = self.places, move(self.table, device)
     if places.axes:
@@ -264,7 +282,11 @@ class Pages:
     return self.at.pos.shape[1]
 
   def view(
-    self, layer: Any, constants: Any, decoders: Any, most: int = 0
+    self,
+    layer: Index,
+    constants: PyTree,
+    decoders: tuple[Decoder, Decoder] | None,
+    most: int = 0,
   ) -> PagedView:
     """What one layer reads; a few queries `most` pages, where it is not 0."""
     table = lax.dynamic_index_in_dim(self.table, layer, 0, keepdims=False)
@@ -283,14 +305,14 @@ class Pages:
   def specs(self) -> Pages:
     """PartitionSpecs, the same tree."""
     pool: Any = self.places.pool
-    return Pages(
+    return tree.with_leaves(
+      self,
       k=pool,
       v=pool,
       at=Coords(pool, pool),
       score=pool,
       table=self.places.by_head,
       bounds=None if self.bounds is None else pool,
-      places=self.places,
     )
 
   def read(self) -> Stored:
@@ -314,7 +336,7 @@ class Pages:
     specs = (self.specs(),)
     return self.places.local(local, specs, Coords(by_head, by_head))(self)
 
-  def without(self, gone: Any) -> Pages:
+  def without(self, gone: Callable[[Array], Array]) -> Pages:
     """Without tokens: `gone` says which, of positions [L, B, K, M, P]."""
 
     def local(pages: Pages) -> jax.Array:
@@ -335,7 +357,7 @@ tree.register(Pages, ("k", "v", "at", "score", "table", "bounds"), ("places",))
 
 
 def page_bounds(
-  view: Any, pages: Pages, layer: Any, bounds: Float[Array, "N 2 H"]
+  view: KVView, pages: Pages, layer: Index, bounds: Float[Array, "N 2 H"]
 ) -> jax.Array:
   """With the bounds of the pages of a layer; inside of `Places.local`."""
   table = lax.dynamic_index_in_dim(pages.table, layer, 0, keepdims=False)
@@ -391,7 +413,7 @@ def packed(
   real = (nth < count[row][:, None]) & (page < ends[-1])[:, None]
   slot = order[row[:, None], jnp.clip(nth, 0, size - 1)]
 
-  def one(x: Any) -> jax.Array:
+  def one(x: jax.Array) -> jax.Array:
     return x.reshape(rows, *x.shape[3:])[row[:, None], slot]
 
   number = jnp.arange(most, dtype=jnp.int32)[None]
@@ -410,7 +432,7 @@ def packed(
   )
 
 
-def host(x: Any) -> np.ndarray:
+def host(x: Shaped[Array, " ..."]) -> np.ndarray:
   """A small array on the host."""
   return np.asarray(jax.device_get(x))
 

@@ -8,15 +8,17 @@ Memory: during such a call its queries, L B T N H numbers.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ringjax.kv.eviction import (
+  _Part,
   layer_views,
   paged_parts,
   part_specs,
@@ -25,6 +27,9 @@ from ringjax.kv.eviction import (
 from ringjax.kv.watch import Noted, QueryWatch
 from ringjax.ops.attention.mass import column_peak
 from ringjax.ops.mask import Coords
+
+if TYPE_CHECKING:
+  from ringjax.kv.evicting import EvictingCache
 
 
 class Chunk(NamedTuple):
@@ -51,10 +56,10 @@ class Repeated(NamedTuple):
   """
 
   scores: dict[int, Any]
-  rows: Any
+  rows: Bool[np.ndarray, " B"]
 
 
-def watching(cache: Any, tokens: int) -> Any:
+def watching(cache: EvictingCache, tokens: int) -> EvictingCache:
   """The cache with room for the queries of a call of so many tokens."""
   zeros = lambda *shape: jnp.zeros((cache.batch, *shape), jnp.int32)
   watch = QueryWatch(
@@ -70,12 +75,12 @@ def watching(cache: Any, tokens: int) -> Any:
   return dataclasses.replace(cache, watch=watch, noted=tuple(noted))
 
 
-def repeated_kinds(cache: Any) -> list[int]:
+def repeated_kinds(cache: EvictingCache) -> list[int]:
   """Kinds of layers whose tokens a repetition scores."""
   return [n for n in paged_parts(cache) if not cache.windowed(n)]
 
 
-def of_chunk(cache: Any, chunk: Chunk) -> dict[int, jax.Array]:
+def of_chunk(cache: EvictingCache, chunk: Chunk) -> dict[int, jax.Array]:
   """Scores of a chunk's tokens, behind the call that has repeated it.
 
   A query sees the first tokens, the chunk and what was repeated before it.
@@ -88,10 +93,11 @@ def of_chunk(cache: Any, chunk: Chunk) -> dict[int, jax.Array]:
     see `Repeated`; 0 of tokens that are not in the chunk.
   """
   parts = {n: paged_parts(cache)[n] for n in repeated_kinds(cache)}
-  places, sinks = cache.places, cache.kind.policy.sinks
+  policy: Any = cache.kind.policy
+  places, sinks = cache.places, policy.sinks
 
   def local(
-    parts: Any, at: Any, watch_at: Any, chunk: Any
+    parts: Any, at: Coords, watch_at: Coords, chunk: Chunk
   ) -> dict[int, jax.Array]:
     return {
       n: _of_kind(cache, n, part, Coords(*at), watch_at, Chunk(*chunk), sinks)
@@ -113,11 +119,11 @@ def of_chunk(cache: Any, chunk: Chunk) -> dict[int, jax.Array]:
 
 
 def _of_kind(
-  cache: Any,
+  cache: EvictingCache,
   kind: int,
-  part: Any,
+  part: _Part,
   at: Coords,
-  watch_at: Any,
+  watch_at: Coords,
   chunk: Chunk,
   sinks: int,
 ) -> jax.Array:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from ringjax.errors import MemoryEstimateError, OptionError
 
@@ -119,7 +120,7 @@ def _blank(start: int, size: int) -> None:
     raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED)")
 
 
-def reserved_zeros(like: Any) -> Any:
+def reserved_zeros(like: PyTree) -> PyTree:
   """Zeros of these shapes, dtypes and shardings that take no memory yet.
 
   Args:
@@ -140,7 +141,7 @@ def reserved_zeros(like: Any) -> Any:
   return jax.tree.map(_reserved, like)
 
 
-def _reserved(like: Any) -> jax.Array:
+def _reserved(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
   sharding, shape = like.sharding, tuple(like.shape)
   part = shape if sharding is None else sharding.shard_shape(shape)
   call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(part, like.dtype))
@@ -196,7 +197,7 @@ class ReservedRows:
     group_bytes: of one page group of a row, all layers and devices.
   """
 
-  def __init__(self, arrays: Any, each: int):
+  def __init__(self, arrays: PyTree, each: int):
     """Of arrays that `reserved_zeros` made.
 
     Args:
@@ -261,7 +262,7 @@ class ReservedRows:
     """Bytes of address space."""
     return sum(t.layers * t.layer_bytes for t in self._tensors)
 
-  def at(self, arrays: Any) -> bool:
+  def at(self, arrays: PyTree) -> bool:
     """Whether these arrays are still where they were made."""
     found = [
       part.data.unsafe_buffer_pointer()

@@ -18,24 +18,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import KV, FreshLayer, NoCache
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Allocated, Codec, PerHead
-from ringjax.kv.codecs.codec import through
+from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.head_storage import HeadStorage
 from ringjax.kv.state import StateShape
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Causal, Coords, Extent, Mask
 from ringjax.ops.rope import Rotation
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ class SimulatedCache(NoCache):
   shapes: tuple[Any, ...]
 
   @classmethod
-  def create(cls, model: Any, kind: CacheKind | str) -> SimulatedCache:
+  def create(cls, model: Transformer, kind: CacheKind | str) -> SimulatedCache:
     """For the calls of a `Transformer`.
 
     Raises:
@@ -82,7 +86,7 @@ class SimulatedCache(NoCache):
   def length(self) -> Any:
     return jnp.zeros(1, jnp.int32)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     del slots
     shape = self.shapes[kind]
     if isinstance(shape, StateShape):
@@ -105,7 +109,7 @@ class SimulatedCache(NoCache):
         self._through(codec.values, v, of_v),
       )
 
-    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> PyTree:
       k, v = coded(k if unrotated else rotation.own(k), v)
       return rotation.own(k) if unrotated else k, v, ()
 
@@ -115,7 +119,9 @@ class SimulatedCache(NoCache):
     mask = Causal() if reading is None else reading.mask
     return _PartlyExact(self.kind, mask, change)
 
-  def _through(self, vectors: Any, x: jax.Array, constants: Any) -> jax.Array:
+  def _through(
+    self, vectors: VectorCodec, x: jax.Array, constants: PyTree
+  ) -> jax.Array:
     """Vectors [B, K, T, D] once they were encoded, group by group."""
     first, count = self.kind.first, x.shape[2]
     group = getattr(vectors, "page", 1)
@@ -169,7 +175,7 @@ class _PartlyExact(NamedTuple):
   change: Callable[..., Any]
   own: Any = None
   decoded: Any = None
-  slots: Any = ()
+  slots: PyTree = ()
 
   @property
   def fresh(self) -> Any:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
@@ -31,6 +31,7 @@ from ringjax.ops.attention.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
+from ringjax.typing import ArrayLeaf, Index
 
 # How the tokens of a call come: sharded, into empty rows; sharded; the same on
 # all shards.
@@ -50,12 +51,15 @@ class SlotGroup:
 
   at: Coords
   mode: str = FILL
-  mesh: Any = None
+  mesh: Mesh | None = None
   axis: str | None = None
 
   @property
   def shards(self) -> int:
-    return 1 if self.axis is None else self.mesh.shape[self.axis]
+    if self.axis is None:
+      return 1
+    assert self.mesh is not None
+    return self.mesh.shape[self.axis]
 
   @property
   def capacity(self) -> int:
@@ -81,8 +85,8 @@ class ContiguousSlots(SlotGroup):
   apart: ClassVar[bool] = False
   previous: ClassVar[Any] = None
 
-  used: Any
-  before: Any
+  used: Int[ArrayLeaf, "B R"]
+  before: Int[ArrayLeaf, "B R"]
 
   @classmethod
   def spec(cls, room: CacheSpec) -> ContiguousSlots:
@@ -151,7 +155,7 @@ class ContiguousSlots(SlotGroup):
     self,
     old: Shaped[Array, "B S"] | Shaped[Array, "L B K *slots"],
     new: Shaped[Array, "B T"] | Shaped[Array, "B K *tokens"],
-    layer: Any = None,
+    layer: Index | None = None,
   ) -> jax.Array:
     """Puts the call's tokens into their slots.
 
@@ -167,7 +171,11 @@ class ContiguousSlots(SlotGroup):
     mode = self.mode
 
     def local(
-      old: jax.Array, new: jax.Array, layer: Any, before: Any, used: Any
+      old: jax.Array,
+      new: jax.Array,
+      layer: Index,
+      before: jax.Array,
+      used: jax.Array,
     ) -> jax.Array:
       new = new.astype(old.dtype)
       me = jnp.int32(0)
@@ -205,7 +213,7 @@ class ContiguousSlots(SlotGroup):
       axis_names={self.axis},
     )(*arguments)
 
-  def only(self, real: Any) -> ContiguousSlots:
+  def only(self, real: Bool[Array, ""]) -> ContiguousSlots:
     """The same slots, to which `write` writes if `real`, bool []."""
     return dataclasses.replace(
       self,
@@ -254,7 +262,9 @@ class ContiguousSlots(SlotGroup):
     """
     count = keep.shape[1]
 
-    def order(before: Any, used: Any, keep: Any) -> tuple[Any, Any]:
+    def order(
+      before: jax.Array, used: jax.Array, keep: jax.Array
+    ) -> tuple[Any, Any]:
       """On a shard: which slots are read [B, n], and how many stay [B]."""
       me = jnp.int32(0)
       if self.axis is not None:
@@ -274,7 +284,9 @@ class ContiguousSlots(SlotGroup):
     def moved(old: jax.Array, lead: int) -> jax.Array:
       axis = token_axis(old)
 
-      def local(old: Any, before: Any, used: Any, keep: Any) -> jax.Array:
+      def local(
+        old: jax.Array, before: jax.Array, used: jax.Array, keep: jax.Array
+      ) -> jax.Array:
         source, stays = order(before, used, keep)
         me = jnp.int32(0)
         if self.axis is not None:
@@ -298,7 +310,9 @@ class ContiguousSlots(SlotGroup):
         axis_names={self.axis},
       )(old, self.before, self.used, keep)
 
-    def counts(before: Any, used: Any, keep: Any) -> jax.Array:
+    def counts(
+      before: jax.Array, used: jax.Array, keep: jax.Array
+    ) -> jax.Array:
       return order(before, used, keep)[1][:, None]
 
     if self.axis is None:
@@ -321,7 +335,7 @@ class ContiguousSlots(SlotGroup):
     )
     return slots, lambda old: moved(old, 1) if old.size else old
 
-  def gathered(self, device: Any) -> tuple[ContiguousSlots, Any]:
+  def gathered(self, device: jax.Device) -> tuple[ContiguousSlots, Any]:
     """The same on one device, rows filled from their first slot.
 
     Returns:
@@ -350,8 +364,8 @@ tree.register(
 
 
 def by_token(
-  x: Shaped[Array, "B n"], like: Shaped[Array, ...]
-) -> Shaped[Array, ...]:
+  x: Shaped[Array, "B n"], like: Shaped[Array, " ..."]
+) -> Shaped[Array, " ..."]:
   """A number for each token, in a shape that goes with `like`.
 
   Args:
@@ -363,7 +377,7 @@ def by_token(
   return x.reshape(shape)
 
 
-def _rank(used: jax.Array, levels: jax.Array, shard: Any) -> jax.Array:
+def _rank(used: jax.Array, levels: jax.Array, shard: Index) -> jax.Array:
   """Which token of a call gets a shard's slots, int32 [B, n].
 
   Free slots are filled level by level, on each level shard by shard.
@@ -406,7 +420,11 @@ def _along(new: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _put(
-  old: jax.Array, new: jax.Array, layer: Any, start: jax.Array, count: jax.Array
+  old: jax.Array,
+  new: jax.Array,
+  layer: Index,
+  start: jax.Array,
+  count: jax.Array,
 ) -> jax.Array:
   """Writes the first `count` [B] of n tokens from slot `start` [B] on."""
   lead = old.ndim - new.ndim

@@ -9,15 +9,17 @@ same on all shards of the sequence.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from ringjax.kv.base import CacheSpec, zeros
+from ringjax.kv.base import CacheSpec, CallCache, zeros
 from ringjax.ops.conv import Tail
 from ringjax.parallel.local import move
+from ringjax.typing import Index
 
 
 class State(NamedTuple):
@@ -32,12 +34,12 @@ class State(NamedTuple):
   memory: jax.Array
   tail: Tail
 
-  def layer(self, cache: Any, index: Any) -> StateLayer:
+  def layer(self, cache: CallCache, index: Index) -> StateLayer:
     """The part of layer `index` of a cache, where these are its slots."""
     del cache
     return StateLayer(self, index)
 
-  def gathered(self, device: Any) -> State:
+  def gathered(self, device: jax.Device) -> State:
     """The same on one device: a state has no axis of tokens."""
     return jax.tree.map(lambda x: move(x, device), self)
 
@@ -86,7 +88,7 @@ class StateShape:
       ),
     )
 
-  def empty(self, batch: int, dtype: Any) -> State:
+  def empty(self, batch: int, dtype: DTypeLike) -> State:
     """One layer's state before any token."""
     one = dataclasses.replace(self, layers=1)
     state = zeros(one.slots(CacheSpec(batch=batch, capacity=0, dtype=dtype)))
@@ -98,7 +100,7 @@ class StateLayer:
   """One recurrent layer's part of a cache during one call."""
 
   slots: State
-  index: Any
+  index: Index
 
   def recall(self, empty: State) -> State:
     """What earlier calls left."""

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import KV, FreshLayer, NoCache
@@ -33,6 +34,10 @@ from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import wide_dtype
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.nn.sharding_context import ContextParallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +56,10 @@ class StatisticsCache(NoCache):
   """
 
   found: tuple[Any, ...]
-  rows: Any
-  keep: Any
+  rows: Int[Array, "B M"]
+  keep: Bool[Array, "B T"] | None
   sinks: tuple[Any, ...]
-  attend: Any
+  attend: ContextParallel
   shapes: tuple[Any, ...]
   columns: bool
 
@@ -62,14 +67,14 @@ class StatisticsCache(NoCache):
   def create(
     cls,
     shapes: Sequence[Any],
-    dtype: Any,
+    dtype: DTypeLike,
     rows: Int[Array, "B M"],
     tokens: int,
     *,
-    keep: Any,
+    keep: Bool[Array, "B T"] | None,
     columns: bool,
     sinks: Sequence[Any],
-    attend: Any,
+    attend: ContextParallel,
   ) -> StatisticsCache:
     """For one call of `tokens` tokens, T.
 
@@ -83,7 +88,7 @@ class StatisticsCache(NoCache):
     batch, many = rows.shape
     wide = wide_dtype(dtype)
 
-    def empty(shape: Any) -> Any:
+    def empty(shape: Any) -> PyTree:
       if isinstance(shape, StateShape):
         return ()
       heads = shape.heads * shape.reading.groups
@@ -115,7 +120,7 @@ class StatisticsCache(NoCache):
   def length(self) -> Any:
     return jnp.zeros(1, jnp.int32)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     if isinstance(self.shapes[kind], StateShape):
       return FreshLayer()
     return StatisticsLayer(self, kind, slots, index)
@@ -154,9 +159,9 @@ class StatisticsLayer(NamedTuple):
 
   cache: StatisticsCache
   kind: int
-  slots: Any
-  index: Any
-  fresh: Any = None
+  slots: PyTree
+  index: Index
+  fresh: KV | None = None
 
   def append(
     self,
@@ -171,6 +176,7 @@ class StatisticsLayer(NamedTuple):
     self, rotated: Callable[[], Array], plain: Callable[[], Array]
   ) -> StatisticsLayer:
     del plain
+    assert self.fresh is not None
     cache, at = self.cache, self.fresh.at
     reading = cache.shapes[self.kind].reading
     one = lambda x: lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False)
@@ -201,4 +207,5 @@ class StatisticsLayer(NamedTuple):
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
     del apart
+    assert self.fresh is not None
     return (self.fresh.view(),)

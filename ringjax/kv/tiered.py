@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ringjax import tree
 from ringjax.checks import one_of
 from ringjax.errors import OptionError, PromptError
-from ringjax.kv.base import HOST, CacheSpec
+from ringjax.kv.base import HOST, CacheSpec, Ends, RowIndices
 from ringjax.kv.cache import (
   Blocks,
   KVCache,
@@ -40,6 +43,7 @@ from ringjax.kv.cache import (
   rows_sharding,
 )
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.cache_report import HOST_BANDWIDTH, CacheReport, report
 from ringjax.kv.open_cache import WithOpenCache, WithOpenLayer
 from ringjax.kv.pages import Places, host
 from ringjax.kv.slots import ContiguousSlots, by_token
@@ -48,7 +52,9 @@ from ringjax.ops.attention.code_format import token_axis
 from ringjax.ops.attention.streamed import HostView
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
+from ringjax.parallel import chips
 from ringjax.parallel.local import move
+from ringjax.typing import Index
 
 # Memories of the older part; "device" is for comparisons.
 MEMORIES = (HOST, "device")
@@ -96,7 +102,7 @@ class TieredCache(WithOpenCache):
     shapes: tuple[Any, ...],
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     **where: Any,
   ) -> TieredCache:
     """An empty cache; the arguments are those of `spec`.
@@ -133,7 +139,7 @@ class TieredCache(WithOpenCache):
     shapes: tuple[Any, ...],
     batch: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     kind: CacheKind,
     memory: str = HOST,
@@ -222,6 +228,29 @@ class TieredCache(WithOpenCache):
       found[memory] += x.nbytes
     return found
 
+  def explain(
+    self,
+    machine: chips.Machine | str | None = None,
+    *,
+    tokens: int | None = None,
+    weights: int | float = 0,
+    host_bandwidth: int | float = HOST_BANDWIDTH,
+  ) -> CacheReport:
+    """What it takes in each memory, and how fast tokens come behind it.
+
+    Args:
+      machine: see `KVCache.explain`.
+      tokens: of a row that a decode step reads; default: all that fit. Those
+        beyond `kind.device` come from the hosts.
+      weights: bytes of weights on a device that a step reads too.
+      host_bandwidth: bytes a second that a device copies from its host; no
+        machine states it.
+
+    Raises:
+      OptionError: see `KVCache.explain`.
+    """
+    return report(self, machine, tokens, weights, host_bandwidth)
+
   def free(self) -> np.ndarray | None:
     """Tokens that may still come, int [B, R]; None where they are traced.
 
@@ -296,7 +325,7 @@ class TieredCache(WithOpenCache):
     made = self.open.allocate(at, replicated=replicated, sees=sees)
     return dataclasses.replace(self, open=made, held=held)
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> TieredLayer:
     inner = self.open.layer(kind, slots, index)
     if self.blocks[kind] is None:
       return inner
@@ -381,20 +410,21 @@ class TieredCache(WithOpenCache):
   # Between calls
   # -------------------------------------------------------------------------
 
-  def truncate(self, length: Any) -> TieredCache:
+  def truncate(self, length: Ends, most: int | None = None) -> TieredCache:
     """Without the tokens at positions from `length` on; see `KVCache.truncate`.
 
     A block that is then in part empty stays so.
     """
     end = jnp.asarray(length, jnp.int32).reshape(-1)
     end = jnp.broadcast_to(end, (self.batch,))
-    made, held = self.open.truncate(end), self.held.truncate(end)
+    made = self.open.truncate(end, most)
+    held = self.held.truncate(end)
     block = self.kind.room
     used = held._everywhere(-(-held.used // block) * block)
     held = dataclasses.replace(held, used=used, before=used + 0)
     return dataclasses.replace(self, open=made, held=held)
 
-  def keep(self, kept: Any) -> TieredCache:
+  def keep(self, kept: Bool[Array | np.ndarray, "B T"]) -> TieredCache:
     """Of the last call's T tokens those in `kept`; see `KVCache.keep`.
 
     Raises:
@@ -419,7 +449,7 @@ class TieredCache(WithOpenCache):
     made, held = jax.tree.map(jnp.copy, snapshot)
     return dataclasses.replace(self, open=made, held=held)
 
-  def reset(self, rows: Any) -> TieredCache:
+  def reset(self, rows: RowIndices) -> TieredCache:
     """With these rows, int [n], empty; the others are as they were."""
     made = self.open.reset(rows)
     held = _emptied(self.held, np.asarray(rows))
@@ -428,7 +458,7 @@ class TieredCache(WithOpenCache):
     )
     return dataclasses.replace(self, open=made, held=held)
 
-  def insert(self, rows: Any, other: TieredCache) -> TieredCache:
+  def insert(self, rows: RowIndices, other: TieredCache) -> TieredCache:
     """With the rows of another cache in place of `rows`, int [n].
 
     Cost: a copy of all blocks, in the hosts' memory.
@@ -455,7 +485,7 @@ class TieredCache(WithOpenCache):
     blocks = jax.tree.map(put, self.blocks, other.blocks)
     return dataclasses.replace(self, open=made, held=held, blocks=blocks)
 
-  def take(self, examples: Any) -> TieredCache:
+  def take(self, examples: RowIndices) -> TieredCache:
     """Of these rows, int [B'], each as often as it is named.
 
     Cost: a copy of their blocks, in the hosts' memory.
@@ -502,7 +532,7 @@ class TieredCache(WithOpenCache):
       order = np.argsort(np.argsort(~split, kind="stable"))
       return np.take(np.concatenate([part, newer], axis), order, axis)
 
-    def one(kind: int, slots: Any) -> Any:
+    def one(kind: int, slots: PyTree) -> PyTree:
       blocks, number = self.blocks[kind], self.open._ring(kind)
       if blocks is not None:
         return jax.tree.map(joined, slots, blocks)
@@ -558,7 +588,7 @@ class TieredCache(WithOpenCache):
       made = dataclasses.replace(made, open=loaded)
     return made.evict()
 
-  def gathered(self, device: Any) -> TieredCache:
+  def gathered(self, device: jax.Device) -> TieredCache:
     """The same tokens on one device and its host."""
     self._refuse_trace("gathered")
     block, size = self.kind.room, self.shards
@@ -625,14 +655,16 @@ class TieredLayer(WithOpenLayer):
   """One layer's part of a `TieredCache` during one call."""
 
   cache: TieredCache
-  index: Any
+  index: Index
   kind: int
 
   @property
-  def slots(self) -> Any:
+  def slots(self) -> PyTree:
     return self.inner.slots
 
-  def observe(self, rotated: Any, plain: Any) -> TieredLayer:
+  def observe(
+    self, rotated: Callable[[], Array], plain: Callable[[], Array]
+  ) -> TieredLayer:
     del rotated, plain
     return self
 
@@ -691,7 +723,7 @@ def _blocks_spec(
   return LayerKV(*map(blocks, shape.slots(one)))
 
 
-def _default_device() -> Any:
+def _default_device() -> jax.Device:
   """Where an array without a sharding is made."""
   config: Any = jax.config
   found = config.jax_default_device
@@ -714,7 +746,7 @@ def _check_memory(cache: TieredCache) -> None:
     )
 
 
-def _zeros(x: Any) -> jax.Array:
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
   """Zeros of this shape and sharding, made in the hosts' memory."""
   if x.sharding is None or x.sharding.memory_kind != HOST:
     return jnp.zeros(x.shape, x.dtype, device=x.sharding)
@@ -747,8 +779,13 @@ def _on_host(x: jax.Array, what: str) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=0)
 def moved_blocks(
-  blocks: Any, slots: Any, older: Any, count: Any, memory: str, places: Places
-) -> Any:
+  blocks: PyTree,
+  slots: PyTree,
+  older: Int[Array, "B R"],
+  count: Int[Array, "B R"],
+  memory: str,
+  places: Places,
+) -> PyTree:
   """Blocks with the first tokens of the open cache behind those they have.
 
   Args:
@@ -761,18 +798,20 @@ def moved_blocks(
   """
   space = jax.memory.Space.Host if memory == HOST else jax.memory.Space.Device
 
-  def local(old: Any, new: Any, older: Any, count: Any) -> jax.Array:
+  def local(
+    old: jax.Array, new: jax.Array, older: jax.Array, count: jax.Array
+  ) -> jax.Array:
     layers, rows = new.shape[:2]
     many = old.shape[0] // layers
     axis, block = token_axis(new), old.shape[token_axis(old)]
     size = [1, 1, *new.shape[2:]]
     size[axis] = block
 
-    def row(b: Any, flat: jax.Array) -> jax.Array:
+    def row(b: Index, flat: jax.Array) -> jax.Array:
       first = older[b, 0] // block
 
-      def step(n: Any, flat: jax.Array) -> jax.Array:
-        def layer(which: Any, flat: jax.Array) -> jax.Array:
+      def step(n: Index, flat: jax.Array) -> jax.Array:
+        def layer(which: Index, flat: jax.Array) -> jax.Array:
           corner = [which, b, *(jnp.int32(0),) * 3]
           corner[axis] = n * block
           found = lax.dynamic_slice(new, corner, size)[0]
@@ -811,7 +850,9 @@ def _noted(
 ) -> ContiguousSlots:
   """Which token is in which slot of the blocks, behind `moved_blocks`."""
 
-  def local(old: Any, new: Any, older: Any, count: Any) -> Coords:
+  def local(
+    old: Coords, new: Coords, older: jax.Array, count: jax.Array
+  ) -> Coords:
     slot = jnp.arange(old.pos.shape[1], dtype=jnp.int32)[None] - older
     came = (slot >= 0) & (slot < block * count)
     index = jnp.clip(slot, 0, new.pos.shape[1] - 1)
@@ -844,7 +885,7 @@ def _shifted(
     places: over which axes it is sharded.
   """
 
-  def moved(x: Any, shift: Any) -> jax.Array:
+  def moved(x: jax.Array, shift: jax.Array) -> jax.Array:
     index = shift + jnp.arange(size, dtype=jnp.int32)[None]
     axis = token_axis(x)
     index = jnp.minimum(index, x.shape[axis] - 1)

@@ -13,15 +13,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
+from ringjax.typing import ArrayLeaf, Index
 
 # Moments leave out a row's first tokens, whose queries are unlike the others.
 _FIRST = 4
@@ -39,11 +43,11 @@ class Noted(NamedTuple):
       last eviction, from 1; 0: none.
   """
 
-  newest: Any = None
-  total: Any = None
-  squares: Any = None
-  score: Any = None
-  choice: Any = None
+  newest: Float[ArrayLeaf, "L B W N H"] | None = None
+  total: Float[ArrayLeaf, "L B N H"] | None = None
+  squares: Float[ArrayLeaf, "L B N H H"] | None = None
+  score: Float[ArrayLeaf, "L B K S"] | None = None
+  choice: Int[ArrayLeaf, "L B K"] | None = None
 
   def emptied(self, window: int) -> Noted:
     """With room for so many queries, of which there are none."""
@@ -59,6 +63,13 @@ class Noted(NamedTuple):
       return self
     return self._replace(newest=pad_axis(self.newest, 2, window))
 
+  def ordered(self, order: Int[Array, "B W"]) -> Noted:
+    """With the queries in another order."""
+    if self.newest is None:
+      return self
+    pick = order[None, :, :, None, None]
+    return self._replace(newest=jnp.take_along_axis(self.newest, pick, 2))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryWatch:
@@ -67,20 +78,20 @@ class QueryWatch:
   Attributes:
     at: coordinates [B, W] of the newest queries, or None.
     count: float32 [B], queries in the sums, or None.
-    source: during a call int32 [B, W], which of the W old and T new queries a
-      place gets; -1: none.
+    source: int32 [B, W], which of the W old and T new queries a place got in
+      the last call; -1: none.
     call: during a call the coordinates [B, T] of its tokens.
     sharded: whether these are sharded over `axis`.
     mesh: None for one device.
     axis: the sequence's axis.
   """
 
-  at: Any = None
-  count: Any = None
-  source: Any = None
-  call: Any = None
+  at: Coords | None = None
+  count: Float[ArrayLeaf, " B"] | None = None
+  source: Int[ArrayLeaf, "B W"] | None = None
+  call: Coords | None = None
   sharded: bool = False
-  mesh: Any = None
+  mesh: Mesh | None = None
   axis: str | None = None
 
   @classmethod
@@ -89,6 +100,7 @@ class QueryWatch:
     each = room.like((room.batch, window), jnp.int32, (None, None))
     return cls(
       at=Coords(each, each) if window else None,
+      source=each if window else None,
       count=room.like((room.batch,), jnp.float32, (None,)) if moments else None,
       mesh=room.mesh,
       axis=room.axes.get("tokens"),
@@ -110,7 +122,7 @@ class QueryWatch:
     """
     lead, names = (layers, room.batch), (None, "batch")
 
-    def like(shape: tuple[int, ...], dtype: Any, over: tuple) -> Any:
+    def like(shape: tuple[int, ...], dtype: DTypeLike, over: tuple) -> Any:
       return room.like((*lead, *shape), dtype, (*names, *over))
 
     newest = total = squares = score = choice = None
@@ -130,7 +142,9 @@ class QueryWatch:
     """For a call whose tokens have these coordinates, [B, T]."""
     if self.at is None and self.count is None:
       return self
-    batch = (self.count if self.at is None else self.at.pos).shape[0]
+    first = self.count if self.at is None else self.at.pos
+    assert first is not None
+    batch = first.shape[0]
     wide = lambda x: jnp.broadcast_to(x, (batch, at.pos.shape[1]))
     at = Coords(*map(wide, at))
     made = dataclasses.replace(self, call=at, sharded=sharded)
@@ -161,12 +175,12 @@ class QueryWatch:
 
   def ended(self) -> QueryWatch:
     """Between calls."""
-    return dataclasses.replace(self, source=None, call=None, sharded=False)
+    return dataclasses.replace(self, call=None, sharded=False)
 
   def note(
     self,
     noted: Noted,
-    layer: Any,
+    layer: Index,
     rotated: Callable[[], Float[Array, "B T N H"]],
     plain: Callable[[], Float[Array, "B T N H"]],
     anew: bool,
@@ -182,6 +196,7 @@ class QueryWatch:
     take = lambda old: lax.dynamic_index_in_dim(old, layer, 0, keepdims=False)
     if noted.newest is not None:
       old, source = take(noted.newest), self.source
+      assert source is not None
       held = old.shape[1]
       new = self._rows(rotated(), source - held)
       pick = jnp.clip(source, 0, held - 1)[:, :, None, None]
@@ -191,6 +206,7 @@ class QueryWatch:
       noted = noted._replace(newest=newest)
     if noted.total is not None:
       q = plain().astype(jnp.float32)
+      assert self.call is not None
       weight = self._counted(self.call).astype(jnp.float32)
       total = jnp.einsum("bt,btnh->bnh", weight, q)
       squares = jnp.einsum("bt,btnh,btnj->bnhj", weight, q, q)
@@ -230,12 +246,40 @@ class QueryWatch:
 
   def emptied(self, window: int) -> QueryWatch:
     """With room for so many queries, of which there are none."""
+    assert self.at is not None
     at = jnp.zeros((self.at.pos.shape[0], window), jnp.int32)
-    return dataclasses.replace(self, at=Coords(at, at + 0))
+    return dataclasses.replace(self, at=Coords(at, at + 0), source=at + 0)
 
   def widened(self, window: int) -> QueryWatch:
     """With room for so many queries, and those that are there."""
+    assert self.at is not None
     at = Coords(*(pad_axis(x, 1, window) for x in self.at))
+    source = jnp.zeros_like(at.pos)
+    return dataclasses.replace(self, at=at, source=source)
+
+  def order(self, window: int) -> Int[Array, "B _"]:
+    """Which places the newest `window` queries have, behind empty ones."""
+    assert self.at is not None
+    real = (self.at.seg > 0).astype(jnp.int32)
+    order = jnp.argsort(real, axis=1, stable=True).astype(jnp.int32)
+    return order[:, -window:]
+
+  def ordered(self, order: Int[Array, "B W"]) -> QueryWatch:
+    """With the places in another order."""
+    assert self.at is not None
+    at = Coords(*(jnp.take_along_axis(x, order, 1) for x in self.at))
+    return dataclasses.replace(self, at=at, source=jnp.zeros_like(order))
+
+  def kept(self, kept: Bool[Array | np.ndarray, "B T"]) -> QueryWatch:
+    """Of the queries of the last call, of T tokens, those in `kept`."""
+    if self.at is None:
+      return self
+    assert self.source is not None
+    held = self.source.shape[1]
+    index = jnp.clip(self.source - held, 0, kept.shape[1] - 1)
+    stays = jnp.take_along_axis(jnp.asarray(kept), index, 1)
+    stays |= self.source < held
+    at = Coords(self.at.pos, jnp.where(stays, self.at.seg, 0))
     return dataclasses.replace(self, at=at)
 
   def truncated(self, end: Int[Array, " B"]) -> QueryWatch:
@@ -256,6 +300,7 @@ def moments_of(
   noted: Noted, count: Float[Array, " B"], groups: int
 ) -> Sequence[jax.Array]:
   """Mean [B, K, G, H] and covariance [B, K, G, H, H] of one layer's queries."""
+  assert noted.total is not None and noted.squares is not None
   b, n, h = noted.total.shape
   many = jnp.maximum(count, 1)
   mean = noted.total / many[:, None, None]

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.kv.base import CacheSpec
@@ -40,6 +40,7 @@ from ringjax.ops.attention.code_format import row_major, token_axis
 from ringjax.ops.mask import Coords
 from ringjax.parallel import collectives
 from ringjax.parallel.local import move
+from ringjax.typing import ArrayLeaf, Index
 
 
 def window_slots(reach: int, slack: int, shards: int) -> int:
@@ -61,10 +62,10 @@ class WindowSlots(SlotGroup):
     slack: tokens of a call that may be taken back.
   """
 
-  count: Any
-  before: Any
-  source: Any = None
-  previous: Any = None
+  count: Int[ArrayLeaf, " B"]
+  before: Int[ArrayLeaf, " B"]
+  source: Int[Array, "B W"] | None = None
+  previous: Coords | None = None
   tokens: int = 0
   reach: int = 0
   slack: int = 0
@@ -139,7 +140,7 @@ class WindowSlots(SlotGroup):
     self,
     old: Shaped[Array, "L B K *slots"],
     new: Shaped[Array, "B K *tokens"],
-    layer: Any,
+    layer: Index,
   ) -> jax.Array:
     """Puts the call's keys or values into their slots of `layer`.
 
@@ -150,8 +151,9 @@ class WindowSlots(SlotGroup):
     """
     return self._replaced(old, new, layer, whole=False)
 
-  def only(self, real: Any) -> WindowSlots:
+  def only(self, real: Bool[Array, ""]) -> WindowSlots:
     """The same slots, to which `write` writes if `real`, bool []."""
+    assert self.source is not None
     return dataclasses.replace(
       self,
       count=jnp.where(real, self.count, self.before),
@@ -165,7 +167,7 @@ class WindowSlots(SlotGroup):
     )
 
   def _replaced(
-    self, old: jax.Array, new: jax.Array, layer: Any, *, whole: bool
+    self, old: jax.Array, new: jax.Array, layer: Index | None, *, whole: bool
   ) -> jax.Array:
     """`old` with the call's tokens; `whole`: coordinates, the same on all."""
     axis = token_axis(old)
@@ -174,7 +176,12 @@ class WindowSlots(SlotGroup):
     sent = not whole and self.mode != REPLICATED and self.axis is not None
 
     def local(
-      old: Any, new: Any, layer: Any, source: Any, before: Any, count: Any
+      old: jax.Array,
+      new: jax.Array,
+      layer: Index,
+      source: jax.Array,
+      before: jax.Array,
+      count: jax.Array,
     ) -> jax.Array:
       new, me = new.astype(old.dtype), self._shard()
       size = old.shape[axis]
@@ -208,7 +215,7 @@ class WindowSlots(SlotGroup):
     )(old, new, layer, self.source, self.before, self.count)
 
   def _own(
-    self, before: Any, came: Any, count: int, size: int, me: Any
+    self, before: jax.Array, came: jax.Array, count: int, size: int, me: Index
   ) -> tuple[jax.Array, jax.Array]:
     """Of `count` tokens this shard's, and their slots; int32 [B, n] each.
 
@@ -242,6 +249,7 @@ class WindowSlots(SlotGroup):
     Of a call of few tokens, which are in the slots of the oldest already.
     """
     old = self.previous
+    assert old is not None and self.source is not None
     return Coords(old.pos, jnp.where(self.source >= 0, 0, old.seg))
 
   def truncate(self, end: Int[Array, " B"]) -> WindowSlots:
@@ -275,7 +283,9 @@ class WindowSlots(SlotGroup):
     def moved(old: jax.Array) -> jax.Array:
       axis = token_axis(old)
 
-      def local(old: Any, before: Any, stays: Any, sort: Any) -> jax.Array:
+      def local(
+        old: jax.Array, before: jax.Array, stays: jax.Array, sort: jax.Array
+      ) -> jax.Array:
         me, size = self._shard(), old.shape[axis]
         number = before[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         slot = number // self.shards % size
@@ -303,7 +313,7 @@ class WindowSlots(SlotGroup):
     return slots, lambda old: moved(old) if old.size else old
 
   def gathered(
-    self, device: Any
+    self, device: jax.Device
   ) -> tuple[WindowSlots, Callable[[jax.Array], jax.Array]]:
     """The same on one device, and a function that brings an array along."""
     slot = np.arange(self.capacity)
@@ -324,7 +334,9 @@ class WindowSlots(SlotGroup):
       return jnp.int32(0)
     return collectives.axis_index(self.axis)
 
-  def _per_shard(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
+  def _per_shard(
+    self, f: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
+  ) -> Callable[..., Any]:
     if self.axis is None:
       return f
     return jax.shard_map(
@@ -357,7 +369,7 @@ def _wide(mask: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _put(
-  old: jax.Array, new: jax.Array, layer: Any, slot: jax.Array
+  old: jax.Array, new: jax.Array, layer: Index | None, slot: jax.Array
 ) -> jax.Array:
   """Writes tokens into slots [B, n]; those beyond the array are left out.
 

@@ -1,6 +1,6 @@
 """Models: `load` a Hugging Face folder, `create` one at random, `save` it."""
 
-from ringjax.models import cepe
+from ringjax.models import cepe, longspec
 from ringjax.models.checkpoint import (
   abstract,
   create,
@@ -34,6 +34,7 @@ __all__ = [
   "create",
   "list",
   "load",
+  "longspec",
   "place",
   "read_config",
   "save",

@@ -10,7 +10,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,14 @@ from ringjax.kv.allocation import Allocation
 from ringjax.kv.codecs.calibration import WEIGHTS, Calibration
 from ringjax.models.fingerprint import fingerprint
 
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
+
 FILE = "kv_calibration.safetensors"
 _REMEDY = "calibrate again: python -m launch.calibrate --model=DIR --text=FILE"
 
 
-def model_digest(model: Any) -> str:
+def model_digest(model: Transformer) -> str:
   """A digest of a model that does not depend on the dtype of its weights.
 
   Raises:
@@ -108,7 +111,7 @@ def save_calibration(
 
 
 def load_measured(
-  source: str | Calibration, model: Any
+  source: str | Calibration, model: Transformer
 ) -> Calibration | Allocation:
   """What was measured of a model: a calibration, or as JSON an allocation.
 
@@ -130,7 +133,9 @@ def load_measured(
   return load_calibration(source, model)
 
 
-def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
+def load_calibration(
+  path: str | os.PathLike[str], model: Transformer
+) -> Calibration:
   """Reads the calibration of a model.
 
   Args:
@@ -161,7 +166,9 @@ def load_calibration(path: str | os.PathLike[str], model: Any) -> Calibration:
   return found
 
 
-def _check_model(calibration: Calibration, model: Any, name: str) -> None:
+def _check_model(
+  calibration: Calibration, model: Transformer, name: str
+) -> None:
   """Refuses the calibration of another model."""
   mine = model_digest(model)
   if calibration.model != mine:

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import (
@@ -39,6 +38,12 @@ from ringjax.kv.base import NoCache
 from ringjax.kv.encoder_states import EncoderStates, StatesAlone
 from ringjax.models.calibration import model_digest, read_tensors, write_tensors
 from ringjax.models.hf.tensors import parameters
+from ringjax.models.parameter_arrays import (
+  arrays_of,
+  filled,
+  on_host,
+  tensors_digest,
+)
 from ringjax.models.transformer import (
   Transformer,
   TransformerConfig,
@@ -144,7 +149,11 @@ class CepeTransformer(Transformer):
     self.encoder = Transformer(encoder.config(config.vocab), rngs)
 
   def __call__(
-    self, tokens: Any, *, states: EncoderStates | None = None, **options: Any
+    self,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    states: EncoderStates | None = None,
+    **options: Any,
   ) -> Any:
     """Logits of the tokens that follow.
 
@@ -172,7 +181,7 @@ class CepeTransformer(Transformer):
     )
     config = dataclasses.replace(self.config, layers=layers)
     build = lambda: Transformer(config, nnx.Rngs(0), scan=_scanned(self))
-    return _filled(jax.eval_shape(build), _arrays(self), self.source)
+    return filled(jax.eval_shape(build), arrays_of(self), self.source)
 
   def read(
     self,
@@ -205,7 +214,7 @@ class CepeTransformer(Transformer):
 
 
 def with_encoder(
-  decoder: Any,
+  decoder: Transformer,
   encoder: Encoder | None = None,
   *,
   init: str = "copy",
@@ -236,7 +245,7 @@ def with_encoder(
   _check_decoder(decoder)
   empty = _shapes(decoder, encoder, seed)
   made = _created(decoder, empty, encoder, init, seed, rules)
-  return _filled(empty, _arrays(decoder) | made, decoder.source)
+  return filled(empty, arrays_of(decoder) | made, decoder.source)
 
 
 def _check_decoder(decoder: Any) -> None:
@@ -298,7 +307,7 @@ def _created(
   rules: Rules | None,
 ) -> dict[str, jax.Array]:
   """The arrays that the decoder does not have, by their paths."""
-  old = _arrays(decoder)
+  old = arrays_of(decoder)
   form = {k: p for k, p in parameters(empty).items() if k not in old}
   mesh, rules = decoder.mesh, rules or Rules()
   sources = {k: _source_of(k, old) for k in form}
@@ -347,30 +356,15 @@ def _scanned(model: Transformer) -> bool:
   return any(run.repeats > 1 for run in model.stack.runs)
 
 
-def _arrays(model: Transformer) -> dict[str, Any]:
-  return {k: p.get_value() for k, p in parameters(model).items()}
-
-
-def _filled(empty: Any, arrays: Mapping[str, Any], source: str) -> Any:
-  """A model of shapes with arrays in their place, by their paths."""
-  flat, form = jax.tree.flatten(
-    empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
-  )
-  filled = [
-    p.replace(arrays[k]) for k, p in zip(parameters(empty), flat, strict=True)
-  ]
-  made = jax.tree.unflatten(form, filled)
-  made.source = source
-  return made
-
-
 # ---------------------------------------------------------------------------
 # Contexts
 # ---------------------------------------------------------------------------
 
 
 @entering(lambda model, *_, **__: getattr(model, "mesh", None))
-def encode(model: Any, chunks: Any) -> EncoderStates:
+def encode(
+  model: Transformer, chunks: Sequence[Any] | Int[Array | np.ndarray, "B C n"]
+) -> EncoderStates:
   """Reads the contexts of a batch, every chunk alone.
 
   Args:
@@ -496,14 +490,14 @@ def split(
   if not isinstance(model, CepeTransformer):
     return model, lambda folder: None
   decoder = model.decoder
-  digest, own = model_digest(decoder), _arrays(decoder)
-  arrays = {k: x for k, x in _arrays(model).items() if k not in own}
-  gathered = {k: _on_host(x) for k, x in arrays.items()}
+  digest, own = model_digest(decoder), arrays_of(decoder)
+  arrays = {k: x for k, x in arrays_of(model).items() if k not in own}
+  gathered = {k: on_host(x) for k, x in arrays.items()}
   config = {
     "decoder": digest,
     "dtype": jnp.dtype(model.dtype).name,
     "encoder": dataclasses.asdict(model.encoder_config),
-    "tensors": _digest(gathered),
+    "tensors": tensors_digest(gathered),
   }
 
   def write(folder: pathlib.Path) -> None:
@@ -543,13 +537,13 @@ def attached(
       "put the files of one model together again",
     )
   arrays, _ = read_tensors(folder / TENSORS)
-  if _digest(arrays) != stated:
+  if tensors_digest(arrays) != stated:
     raise CheckpointFormatError(
       TENSORS, "tensors of another digest than stated", "its own", _REMEDY
     )
   _check_decoder(decoder)
   empty = _shapes(decoder, encoder, 0)
-  have = _arrays(decoder)
+  have = arrays_of(decoder)
   form = {k: p for k, p in parameters(empty).items() if k not in have}
   shapes = lambda x: {k: tuple(v.shape) for k, v in x.items()}
   if shapes(arrays) != shapes({k: p.get_value() for k, p in form.items()}):
@@ -566,22 +560,4 @@ def attached(
     x = arrays[path].astype(p.get_value().dtype)
     return jax.device_put(x, None if mesh is None else rules.sharding(p, mesh))
 
-  return _filled(empty, have | {k: put(k) for k in form}, decoder.source)
-
-
-def _on_host(x: Float[Array, ...]) -> np.ndarray:
-  """All of an array, in all processes."""
-  if not x.is_fully_addressable and not x.is_fully_replicated:
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(x if x.is_fully_addressable else x.addressable_data(0))
-
-
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-  """SHA-256 of names, dtypes, shapes and bytes."""
-  found = hashlib.sha256()
-  for name in sorted(arrays):
-    x = np.ascontiguousarray(arrays[name])
-    found.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
-  return found.hexdigest()
+  return filled(empty, have | {k: put(k) for k in form}, decoder.source)

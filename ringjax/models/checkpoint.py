@@ -10,14 +10,15 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from ringjax.checks import FLOATS, float_dtype
@@ -42,6 +43,9 @@ from ringjax.nn.param import Rules
 from ringjax.parallel import memory
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
+# A module, or of its shapes.
+M = TypeVar("M", bound=nnx.Module)
+
 # The path of the parameter that a tied head is.
 EMBEDDING = "embed.weight"
 
@@ -50,8 +54,8 @@ def create(
   config: Mapping[str, Any] | str,
   *,
   seed: int = 0,
-  dtype: Any = jnp.float32,
-  mesh: Any = None,
+  dtype: DTypeLike = jnp.float32,
+  mesh: Mesh | None = None,
   rules: Rules | None = None,
   scan: bool = True,
 ) -> Transformer:
@@ -98,14 +102,14 @@ def create(
 
 
 def place(
-  model: Transformer, mesh: Any, rules: Rules | None = None
+  model: Transformer, mesh: Mesh, rules: Rules | None = None
 ) -> Transformer:
   """Moves a model onto a mesh, or onto another one."""
   mesh = _checked_mesh(automatic(mesh), rules)
   return jax.device_put(model, _shardings(model, mesh, rules))
 
 
-def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
+def _shardings(model: Transformer, mesh: Mesh, rules: Rules | None) -> Any:
   """The model with shardings in place of its parameters."""
   rules = rules or Rules()
   return jax.tree.map(
@@ -116,7 +120,7 @@ def _shardings(model: Transformer, mesh: Any, rules: Rules | None) -> Any:
 
 
 def _by_path(
-  params: Mapping[str, nnx.Variable], mesh: Any, rules: Rules | None
+  params: Mapping[str, nnx.Variable], mesh: Mesh | None, rules: Rules | None
 ) -> dict[str, Any]:
   """The sharding of each parameter by its path; None without a mesh."""
   if mesh is None:
@@ -125,7 +129,7 @@ def _by_path(
   return {path: rules.sharding(p, mesh) for path, p in params.items()}
 
 
-def _checked_mesh(mesh: Any, rules: Rules | None) -> Any:
+def _checked_mesh(mesh: Mesh | None, rules: Rules | None) -> Any:
   """The mesh of a model; refuses rules that it can't follow."""
   if mesh is not None:
     mesh = automatic(mesh)
@@ -140,8 +144,8 @@ def _checked_mesh(mesh: Any, rules: Rules | None) -> Any:
 def abstract(
   config: Mapping[str, Any] | str,
   *,
-  dtype: Any = jnp.bfloat16,
-  mesh: Any = None,
+  dtype: DTypeLike = jnp.bfloat16,
+  mesh: Mesh | None = None,
   rules: Rules | None = None,
 ) -> Transformer:
   """A model of shapes without numbers, to plan with; see `create`."""
@@ -152,8 +156,8 @@ def abstract(
   return with_shardings(form, _shardings(form, mesh, rules))
 
 
-def cast(model: Transformer, dtype: Any) -> Transformer:
-  """The model in another dtype, but for parameters that stay float32."""
+def cast(model: M, dtype: DTypeLike) -> M:
+  """A module in another dtype, but for parameters that stay float32."""
 
   def one(p: nnx.Variable) -> nnx.Variable:
     wide = p.get_metadata()["wide"]
@@ -171,9 +175,9 @@ def _with_source(model: Transformer, source: Mapping[str, Any]) -> Transformer:
 def load(
   path: str | os.PathLike[str],
   *,
-  mesh: Any = None,
+  mesh: Mesh | None = None,
   rules: Rules | None = None,
-  dtype: Any = None,
+  dtype: DTypeLike | None = None,
   scan: bool = True,
 ) -> Transformer:
   """Reads a Hugging Face folder into sharded arrays.
@@ -288,7 +292,7 @@ def _targets(
   tensor: CheckpointTensor,
   params: dict[str, Any],
   shardings: dict[str, Any],
-  mesh: Any,
+  mesh: Mesh | None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """How the pieces of a tensor come to the devices."""
   path, index = tensor.targets[0]
@@ -312,12 +316,14 @@ def _targets(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sound(form: Any, dtype: Any, x: tuple[jax.Array, ...]) -> jax.Array:
+def _sound(form: Any, dtype: DTypeLike, x: tuple[jax.Array, ...]) -> jax.Array:
   return jnp.isfinite(form.unpack(*x).astype(dtype)).all()
 
 
 def check_unpacked(
-  tensor: CheckpointTensor, x: tuple[Shaped[Array, ...], ...], dtype: Any
+  tensor: CheckpointTensor,
+  x: tuple[Shaped[Array, " ..."], ...],
+  dtype: DTypeLike,
 ) -> None:
   """Refuses codes and scales whose product is no finite number of a dtype."""
   dtype = jnp.dtype(dtype)
@@ -368,7 +374,7 @@ def stored_dtype(folder: Folder, source: Mapping[str, Any]) -> str:
 
 
 def _check_memory(
-  params: dict[str, Any], shardings: dict[str, Any], mesh: Any
+  params: dict[str, Any], shardings: dict[str, Any], mesh: Mesh | None
 ) -> None:
   """Refuses weights that cannot fit, before any of them is allocated."""
   each = 0
@@ -390,7 +396,7 @@ def _check_memory(
     )
 
 
-def free_bytes(device: Any, sharing: int) -> int | None:
+def free_bytes(device: jax.Device, sharing: int) -> int | None:
   """Bytes that may still be allocated on a device; None if unknown.
 
   CPU devices share the host's memory: each of `sharing` gets its part.
@@ -431,9 +437,11 @@ def save(
   source.pop("torch_dtype", None)
   source["dtype"] = jnp.dtype(model.dtype).name
   value = lambda path, index: params[path].get_value()[index]
+  # What was packed is written in the forms of plain floats.
+  tensors: list[Any] = checkpoint_tensors(model, family.names(model.config))
   arrays = (
     (t.name, t.form.join(tuple(value(*target) for target in t.targets)))
-    for t in checkpoint_tensors(model, family.names(model.config))
+    for t in tensors
   )
   write(
     path,

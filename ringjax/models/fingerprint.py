@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+if TYPE_CHECKING:
+  from ringjax.models.transformer import Transformer
 
 
 def digest(data: bytes) -> str:
@@ -15,7 +19,7 @@ def digest(data: bytes) -> str:
   return hashlib.sha256(data).hexdigest()[:16]
 
 
-def fingerprint(model: Any, dtype: Any = None) -> str:
+def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
   """A digest of a corner of each of a model's weights.
 
   Args:

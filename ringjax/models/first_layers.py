@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,8 @@ from flax import nnx
 
 from ringjax.checks import integer
 from ringjax.models.transformer import Transformer
-from ringjax.nn.stack import Stack, runs
+from ringjax.nn.block import Block
+from ringjax.nn.stack import Run, Stack, runs
 
 
 def first_layers(model: Transformer, count: int) -> Transformer:
@@ -36,7 +36,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     lambda: Stack(nnx.Rngs(0), layers, model.config.embed, scan=True)
   )
 
-  def gathered(run: Any, position: int) -> Any:
+  def gathered(run: Run, position: int) -> Block:
     numbers = [run.number(position, n) for n in range(run.repeats)]
     parts = [
       jax.tree.map(lambda x, n=blocks[m][1]: x[n], blocks[m][0])

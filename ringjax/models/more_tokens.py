@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +53,7 @@ def with_more_tokens(
 
 
 def _grown(
-  param: nnx.Variable, n: int, key: Any, spread: float
+  param: nnx.Variable, n: int, key: jax.Array | None, spread: float
 ) -> nnx.Variable:
   """A parameter with n more entries along its axis "vocab"."""
   value, axis = param.get_value(), param.get_metadata()["axes"].index("vocab")
@@ -76,7 +75,7 @@ def _grown(
 
 
 def _more(
-  x: jax.Array, n: int, axis: int, spread: float, key: Any
+  x: jax.Array, n: int, axis: int, spread: float, key: jax.Array | None
 ) -> jax.Array:
   wide = x.astype(jnp.float32)
   shape = (*x.shape[:axis], n, *x.shape[axis + 1 :])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ringjax.checks import as_array, float_dtype
@@ -27,7 +28,7 @@ from ringjax.errors import (
   PromptError,
   ShapeError,
 )
-from ringjax.kv.base import NoCache
+from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.evicting import EvictingCache
@@ -56,6 +57,7 @@ from ringjax.parallel.place import (
   sequence_axis,
   sharding_of,
 )
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,15 +146,15 @@ class Transformer(nnx.Module):
 
   def __call__(
     self,
-    tokens: Any,
+    tokens: Int[Array | np.ndarray, "B T"],
     *,
-    positions: Any = None,
-    segment_ids: Any = None,
-    cache: Any = None,
+    positions: Int[Array | np.ndarray, " ..."] | None = None,
+    segment_ids: Int[Array | np.ndarray, " ..."] | None = None,
+    cache: Cache | None = None,
     attend: ShardingContext | None = None,
-    rows: Any = None,
-    length: Any = None,
-    parents: Any = None,
+    rows: Int[Array | np.ndarray, "B n"] | None = None,
+    length: Index | None = None,
+    parents: Int[Array | np.ndarray, " ..."] | None = None,
   ) -> Any:
     """Logits of the tokens that follow.
 
@@ -218,12 +220,18 @@ class Transformer(nnx.Module):
       )
       if seg is not None and attend.segments != SameSegment():
         _check_keeps_all(attend.segments, cache)
+    if getattr(cache, "marks", None) is not None:
+      _check_positions(cache, pos, seg, parents)
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
     return _call(self, attend, tokens, pos, seg, cache, rows, length, parents)
 
   def _tree(
-    self, parents: Any, shape: Sequence[int], attend: Any, cache: Any
+    self,
+    parents: Any,
+    shape: Sequence[int],
+    attend: ShardingContext,
+    cache: Cache | None,
   ) -> jax.Array:
     """The parents of drafted tokens, checked, int32 [B or 1, T]."""
     parents = _per_token("parents", parents, shape)
@@ -260,7 +268,10 @@ class Transformer(nnx.Module):
     return parents
 
   def _placed(
-    self, attend: ShardingContext | None, tokens: jax.Array, cache: Any
+    self,
+    attend: ShardingContext | None,
+    tokens: jax.Array,
+    cache: CallCache | None,
   ) -> ShardingContext:
     """How the tokens of a call lie, with the mesh that it may not name."""
     if attend is None:
@@ -281,7 +292,7 @@ class Transformer(nnx.Module):
     elif attend.mesh is None:
       # The type of traced weights names the mesh of the jit's arguments.
       weight = self.embed.weight.get_value()
-      mesh = around
+      mesh: Any = around
       if around.empty:
         mesh = self.mesh or sharding_of(weight)[0]
       axis = attend.axis
@@ -332,7 +343,7 @@ class Transformer(nnx.Module):
     return model_digest(self)
 
   @property
-  def dtype(self) -> Any:
+  def dtype(self) -> np.dtype:
     """The dtype of the parameters and of the computation."""
     return self.embed.weight.get_value().dtype
 
@@ -342,8 +353,8 @@ class Transformer(nnx.Module):
     capacity: int,
     *,
     sharding: ShardingContext | None = None,
-    dtype: Any = None,
-    kind: Any = "dense",
+    dtype: DTypeLike | None = None,
+    kind: CacheKind | str = "dense",
   ) -> Any:
     """An empty cache for `capacity` tokens of each example.
 
@@ -366,8 +377,8 @@ class Transformer(nnx.Module):
     capacity: int,
     *,
     sharding: ShardingContext | None = None,
-    dtype: Any = None,
-    kind: Any = "dense",
+    dtype: DTypeLike | None = None,
+    kind: CacheKind | str = "dense",
   ) -> Any:
     """The cache of `init_cache` with shapes, dtypes and shardings alone.
 
@@ -375,7 +386,7 @@ class Transformer(nnx.Module):
     """
     return self._cache("spec", batch, capacity, sharding, dtype, kind)
 
-  def cache_kind(self, kind: Any) -> CacheKind:
+  def cache_kind(self, kind: CacheKind | str) -> CacheKind:
     """A kind of cache by its name or as it is, calibrated for this model.
 
     Raises:
@@ -390,8 +401,8 @@ class Transformer(nnx.Module):
     batch: int,
     capacity: int,
     sharding: ShardingContext | None,
-    dtype: Any,
-    kind: Any,
+    dtype: DTypeLike | None,
+    kind: CacheKind | str,
   ) -> Any:
     sharding = ShardingContext() if sharding is None else sharding
     mesh = sharding.mesh
@@ -416,15 +427,21 @@ class Transformer(nnx.Module):
     self,
     tokens: Int[Array, "B T"],
     places: Tokens,
-    cache: Any,
+    cache: CallCache,
     attend: ShardingContext,
   ) -> tuple[jax.Array, Any]:
     """What the head reads, [B, T, D], and the cache."""
+    found: Any = attend
+    x = attend.constrain(self.embedded(tokens))
+    x, cache = self.stack(x, places, cache, found)
+    return self.norm(x), cache
+
+  def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """What the first layer reads."""
     x = self.embed(tokens)
     if self.config.embed_scale != 1.0:
       x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-    x, cache = self.stack(attend.constrain(x), places, cache, attend)
-    return self.norm(x), cache
+    return x
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """float32 [..., V] from [..., D]."""
@@ -433,7 +450,7 @@ class Transformer(nnx.Module):
 
 
 def logits_of(
-  config: TransformerConfig, head: Any, h: Float[Array, "*batch D"]
+  config: TransformerConfig, head: Embedding | Head, h: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
   """float32 [..., V] from [..., D], by a `Head` or a tied `Embedding`."""
   y = head.logits(h)
@@ -450,12 +467,12 @@ def _call(
   model: Transformer,
   attend: ShardingContext,
   tokens: Int[Array, "B T"],
-  pos: Any,
-  seg: Any,
+  pos: jax.Array | None,
+  seg: jax.Array | None,
   cache: Any,
-  rows: Any,
-  length: Any,
-  parents: Any,
+  rows: jax.Array | None,
+  length: Index | None,
+  parents: jax.Array | None,
 ) -> Any:
   return forward(model, attend, tokens, pos, seg, cache, rows, length, parents)
 
@@ -464,12 +481,12 @@ def forward(
   model: Transformer,
   attend: ShardingContext,
   tokens: Int[Array, "B T"],
-  pos: Any,
-  seg: Any,
-  cache: Any,
-  rows: Any,
-  length: Any,
-  parents: Any = None,
+  pos: Int[Array, "#B T"] | None,
+  seg: Int[Array, "#B T"] | None,
+  cache: CallCache | None,
+  rows: Int[Array, "B n"] | None,
+  length: Index | None,
+  parents: Int[Array, "#B T"] | None = None,
 ) -> Any:
   """`Transformer.__call__` without its checks, inside of a jit."""
   keep = cache if cache is not None else NoCache(len(model.kinds))
@@ -483,7 +500,7 @@ def forward(
     places.at,
     replicated=_replicated(attend),
     sees=isinstance(attend, CachedAttention),
-  )
+  ).mark(tokens, places.at)
   h, keep = model.hidden(tokens, places, keep, attend)
   if rows is not None:
     h = jnp.take_along_axis(h, rows[..., None], 1)
@@ -495,10 +512,10 @@ def tokens_of(
   model: Transformer,
   attend: ShardingContext,
   shape: Sequence[int],
-  pos: Any,
-  seg: Any,
-  length: Any,
-  parents: Any = None,
+  pos: Int[Array, "#B T"] | None,
+  seg: Int[Array, "#B T"] | None,
+  length: Index | None,
+  parents: Int[Array, "#B T"] | None = None,
 ) -> Tokens:
   """The coordinates and rotations of a call's tokens, [B, T] by `shape`.
 
@@ -547,7 +564,7 @@ def _replicated(attend: ShardingContext) -> bool:
 
 
 def _check_manual(
-  attend: ShardingContext, tokens: jax.Array, cache: Any
+  attend: ShardingContext, tokens: jax.Array, cache: CallCache | None
 ) -> None:
   """Refuses a call in a shard_map that would not see what it is to see."""
   manual = collectives.manual_axes()
@@ -595,7 +612,7 @@ def _check_manual(
     )
 
 
-def _check_cache(cache: Any) -> None:
+def _check_cache(cache: Cache) -> None:
   if not hasattr(type(cache), "allocate"):
     raise InputTypeError(
       "cache",
@@ -605,7 +622,7 @@ def _check_cache(cache: Any) -> None:
     )
 
 
-def _check_keeps_all(segments: Mask, cache: Any) -> None:
+def _check_keeps_all(segments: Mask, cache: Cache) -> None:
   """Refuses a cache that drops tokens by the order of their documents."""
   kind = getattr(cache, "kind", None)
   looks_back = [getattr(x, "reach", None) for x in getattr(cache, "shapes", ())]
@@ -617,6 +634,29 @@ def _check_keeps_all(segments: Mask, cache: Any) -> None:
       "a cache that keeps all tokens: what others drop depends on which "
       "documents see each other",
       'pass model.init_cache(..., kind="dense")',
+    )
+
+
+def _check_positions(cache: Any, pos: Any, seg: Any, parents: Any) -> None:
+  """Refuses tokens that share a position, for a cache that marks positions.
+
+  So far as what is given is not traced.
+  """
+  known = lambda x: x is not None and not isinstance(x, jax.core.Tracer)
+  got = None
+  if parents is not None:
+    got = "a tree of drafted tokens"
+  elif known(seg) and int(jnp.max(seg)) > 1:
+    got = f"document {int(jnp.max(seg))} of a row"
+  elif known(pos) and int(jnp.max(pos)) >= cache.limit:
+    got = f"position {int(jnp.max(pos))} of {cache.limit}"
+  if got is not None:
+    raise OptionError(
+      "cache",
+      f"{got}, with a policy that looks at ids: {cache.kind.policy}",
+      "one token at each position of the cache",
+      "read one document a row, from position 0 on, or use a policy without "
+      "punctuation=",
     )
 
 

@@ -50,7 +50,9 @@ class AdaptedLinear(nnx.Module):
     b: [adapters, r, *out], the same; times the adapters' scales.
   """
 
-  def __init__(self, base: Linear, a: Any, b: Any):
+  def __init__(
+    self, base: Linear, a: Float[Array, " ..."], b: Float[Array, " ..."]
+  ):
     self.base = base
     self.contracted = base.contracted
     self.a, self.b = nnx.Param(a), nnx.Param(b)

@@ -15,7 +15,7 @@ from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.reading import KeyReading
 from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
 from ringjax.nn.param import param
-from ringjax.nn.sharding_context import Extras
+from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
@@ -168,7 +168,7 @@ class GroupedQuery(nnx.Module):
     x: Float[Array, "B T D"],
     tokens: Tokens,
     cache: LayerCache,
-    attend: Any,
+    attend: Attend,
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's keys."""
     spec = self.spec

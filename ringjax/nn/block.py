@@ -10,9 +10,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ringjax.kv.base import LayerCache, StateCache
+from ringjax.kv.encoder_states import EncoderStates
+from ringjax.nn.attention import Attention
 from ringjax.nn.cross_attention import CrossAttention, NoCrossAttention
+from ringjax.nn.delta import Delta
+from ringjax.nn.feedforward import Experts, Gated, Plain
+from ringjax.nn.latent import Latent
 from ringjax.nn.linear import Identity, Norm
+from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
+
+# What mixes tokens, and what each token goes through alone.
+Mixer = Attention | Delta | Latent
+Feedforward = Plain | Gated | Experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +44,8 @@ class Layer:
       of parallel ones it reads the same input. None for none.
   """
 
-  attention: Any
-  feedforward: Any
+  attention: Mixer
+  feedforward: Feedforward
   norm: Norm
   pre: bool = True
   post: bool = False
@@ -69,9 +80,9 @@ class Block(nnx.Module):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: Any,
-    attend: Any,
-    states: Any = None,
+    cache: LayerCache | StateCache,
+    attend: Attend,
+    states: EncoderStates | None = None,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the layer's cache.
 
@@ -84,7 +95,9 @@ class Block(nnx.Module):
       else y * jnp.asarray(spec.residual_scale, y.dtype)
     )
     normed = self.pre_attention(x)
-    mixed, cache = self.attention(normed, tokens, cache, attend)
+    # Each kind of mixer has its own kind of cache.
+    mix: Any = self.attention
+    mixed, cache = mix(normed, tokens, cache, attend)
     mixed = scaled(self.post_attention(mixed))
     if spec.parallel:
       h = normed if spec.shared_norm else self.pre_feedforward(x)

@@ -10,7 +10,7 @@ Ref: Yen et al. 2024, arXiv 2402.16617 (CEPE).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +20,10 @@ from ringjax.errors import OptionError, ShapeError
 from ringjax.kv.encoder_states import EncoderStates
 from ringjax.nn.attention import head_norm
 from ringjax.nn.linear import Linear
-from ringjax.nn.sharding_context import Extras
+from ringjax.nn.sharding_context import Attend, Extras
+
+if TYPE_CHECKING:
+  from ringjax.nn.block import Layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class CrossAttention:
 
   width: int
 
-  def build(self, rngs: nnx.Rngs, embed: int, layer: Any) -> CrossQuery:
+  def build(self, rngs: nnx.Rngs, embed: int, layer: Layer) -> CrossQuery:
     """The module, beside the other parts of a `Layer`."""
     return CrossQuery(rngs, self, embed, layer)
 
@@ -46,9 +49,9 @@ class CrossQuery(nnx.Module):
   """The module of `CrossAttention`."""
 
   def __init__(
-    self, rngs: nnx.Rngs, spec: CrossAttention, embed: int, layer: Any
+    self, rngs: nnx.Rngs, spec: CrossAttention, embed: int, layer: Layer
   ):
-    own = layer.attention
+    own: Any = layer.attention
     n, k, h = own.heads, own.kv_heads, own.head_dim
     self.width, self.residual_scale = spec.width, layer.residual_scale
     self.extras = Extras(scale=own.logit_scale, soft_cap=own.soft_cap)
@@ -63,7 +66,7 @@ class CrossQuery(nnx.Module):
     self.k_norm = head_norm(rngs, own, k)
 
   def __call__(
-    self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Any
+    self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Attend
   ) -> Float[Array, "B T D"]:
     """x and what it finds in the states; x alone where there are none."""
     if states is None:
@@ -90,7 +93,7 @@ class NoCrossAttention(nnx.Module):
   """What a layer has in place of cross-attention: it returns its input."""
 
   def __call__(
-    self, x: Float[Array, "B T D"], states: Any, attend: Any
+    self, x: Float[Array, "B T D"], states: EncoderStates | None, attend: Attend
   ) -> Float[Array, "B T D"]:
     del attend
     if states is not None:

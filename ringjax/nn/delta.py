@@ -10,7 +10,7 @@ Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from ringjax.kv.base import StateCache
 from ringjax.kv.state import State, StateShape
 from ringjax.nn.linear import Linear, RMSNorm
 from ringjax.nn.param import param
+from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.conv import begins, causal_conv, tails
 from ringjax.ops.delta import delta_rule
@@ -131,7 +132,7 @@ class DeltaLayer(nnx.Module):
     x: Float[Array, "B T D"],
     tokens: Tokens,
     cache: StateCache,
-    attend: Any,
+    attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
     if tokens.segmented and attend.segments != SameSegment():
@@ -162,7 +163,7 @@ class DeltaLayer(nnx.Module):
 
 
 def _replicated(
-  taps: tuple[jax.Array, ...], x: _Inputs, state: State, attend: Any
+  taps: tuple[jax.Array, ...], x: _Inputs, state: State, attend: Attend
 ) -> tuple[jax.Array, State]:
   """`_mix` where the tokens lie."""
   inside = attend.around

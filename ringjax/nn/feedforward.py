@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax.nn.linear import Linear
 from ringjax.nn.param import param
+from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -51,7 +52,7 @@ class PlainLayer(nnx.Module):
     self.down = Linear(rngs, (f,), (embed,), ("ffn", "embed"), bias=spec.bias)
 
   def __call__(
-    self, x: Float[Array, "B T D"], attend: Any
+    self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     return attend.rowwise(self.row, x)
 
@@ -91,7 +92,7 @@ class GatedLayer(nnx.Module):
     )
 
   def __call__(
-    self, x: Float[Array, "B T D"], attend: Any
+    self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     return attend.rowwise(self.row, x)
 
@@ -111,7 +112,10 @@ class Softmax:
   renormalise: bool
 
   def __call__(
-    self, logits: Float[Array, "T E"], correction: Any, k: int
+    self,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None,
+    k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     del correction
     if self.renormalise:
@@ -126,7 +130,10 @@ class Sigmoid:
   """The k experts of largest logits, weighted by the logits' sigmoid."""
 
   def __call__(
-    self, logits: Float[Array, "T E"], correction: Any, k: int
+    self,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None,
+    k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     del correction
     top, chosen = lax.top_k(logits, k)
@@ -150,9 +157,13 @@ class Grouped:
   scale: float
 
   def __call__(
-    self, logits: Float[Array, "T E"], correction: Any, k: int
+    self,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None,
+    k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     likely = jax.nn.sigmoid(logits)
+    assert correction is not None
     ranked = likely + correction[None]
     tokens, experts = ranked.shape
     group = ranked.reshape(tokens, self.groups, -1)
@@ -213,7 +224,7 @@ class Experts:
   chosen: int
   hidden: int
   act: str
-  router: Any
+  router: Grouped | Sigmoid | Softmax
   bias: bool = False
   router_bias: bool = False
   correction: bool = False
@@ -266,7 +277,7 @@ class ExpertsLayer(nnx.Module):
     )
 
   def __call__(
-    self, x: Float[Array, "B T D"], attend: Any
+    self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
     spec = self.spec
     get = lambda p: None if p is None else p[...]
@@ -279,7 +290,7 @@ class ExpertsLayer(nnx.Module):
       down=(self.down[...], get(self.down_bias)),
     )
 
-    def run(w: Any, x: jax.Array) -> jax.Array:
+    def run(w: PyTree, x: jax.Array) -> jax.Array:
       logits = lax.dot_general(
         x, w["router"], (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,

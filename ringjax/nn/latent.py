@@ -23,7 +23,7 @@ from ringjax.kv.base import KV, LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.reading import KeyReading
 from ringjax.nn.linear import Identity, Linear, RMSNorm
-from ringjax.nn.sharding_context import Extras
+from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.attention.views import KVView
@@ -135,7 +135,7 @@ class LatentLayer(nnx.Module):
     x: Float[Array, "B T D"],
     tokens: Tokens,
     cache: LayerCache,
-    attend: Any,
+    attend: Attend,
   ) -> tuple[jax.Array, LayerCache]:
     """[B, T, D] and the layer's cache with this call's latents."""
     spec = self.spec
@@ -160,6 +160,7 @@ class LatentLayer(nnx.Module):
     else:
       q = jnp.concatenate([q_plain, q_turned], -1)
       # What the cache makes of them: a codec may have changed them.
+      assert cache.fresh is not None
       row = jnp.swapaxes(cache.fresh.k, 1, 2)
       latent, turned = row[:, :, 0, : spec.latent], row[..., spec.latent :]
       out = self._expanded(q, latent, turned, tokens, attend, extras)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.errors import MeshError
@@ -40,7 +39,7 @@ class Rules:
   experts: str | None = None
 
   def spec(
-    self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any
+    self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh
   ) -> P:
     """The sharding of a parameter, whose leading axes may be unnamed."""
     names = (None,) * (len(shape) - len(axes)) + tuple(axes)
@@ -60,7 +59,7 @@ class Rules:
       found.pop()
     return P(*found)
 
-  def check(self, mesh: Any) -> None:
+  def check(self, mesh: Mesh) -> None:
     """Refuses an axis that was chosen and that the mesh does not have.
 
     Raises:
@@ -78,7 +77,7 @@ class Rules:
         "correct the name, or set it to None",
       )
 
-  def sharding(self, param: nnx.Variable, mesh: Any) -> NamedSharding:
+  def sharding(self, param: nnx.Variable, mesh: Mesh) -> NamedSharding:
     """The sharding of a parameter of a module, abstract or not."""
     shape = param.get_value().shape
     axes = param.get_metadata()["axes"]

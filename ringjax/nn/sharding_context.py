@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.errors import MeshError, OptionError
 from ringjax.kv.base import KV, LayerCache
@@ -30,7 +30,9 @@ from ringjax.ops.attention.chain import Chain
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
-from ringjax.ops.attention.views import ContiguousView
+from ringjax.ops.attention.select import Auto
+from ringjax.ops.attention.strategy import Strategy
+from ringjax.ops.attention.views import ContiguousView, KVView
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
 from ringjax.parallel import collectives
@@ -55,8 +57,8 @@ class Extras:
 
   scale: float
   soft_cap: float | None = None
-  sinks: Any = None
-  slopes: Any = None
+  sinks: Float[Array, " N"] | None = None
+  slopes: Float[Array, " N"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class ShardingContext:
     OptionError: `segments` is no mask over segments.
   """
 
-  mesh: Any = None
+  mesh: Mesh | AbstractMesh | None = None
   axis: str | None = AUTO
   layout: Layout = Contiguous()
   block: int = 2048
@@ -117,7 +119,10 @@ class ShardingContext:
   def size(self) -> int:
     """Shards of the sequence."""
     over = self.of_mesh
-    return 1 if over is None else self.mesh.shape[over]
+    if over is None:
+      return 1
+    assert self.mesh is not None
+    return self.mesh.shape[over]
 
   @property
   def of_mesh(self) -> str | None:
@@ -194,7 +199,7 @@ class ShardingContext:
       return layer
     return jax.checkpoint(layer, policy=self.remat, prevent_cse=not looped)
 
-  def spec(self, x: Any) -> P:
+  def spec(self, x: Shaped[Array | jax.ShapeDtypeStruct, " ..."]) -> P:
     """The sharding of activations [B, T, ...]."""
     tokens = self.of_mesh if x.shape[1] % self.size == 0 else None
     return P(self.batch_axes(x.shape[0]) or None, tokens)
@@ -207,7 +212,7 @@ class ShardingContext:
       x, NamedSharding(self.mesh, self.spec(x))
     )
 
-  def everywhere(self, tree: Any) -> Any:
+  def everywhere(self, tree: PyTree) -> Any:
     """Tells the compiler that each device has all of it.
 
     So every process of a run of several can read it.
@@ -229,12 +234,12 @@ class ShardingContext:
   def per_shard(
     self,
     f: Callable[[Any, Array], Array],
-    weights: Any,
+    weights: PyTree,
     x: Shaped[Array, "B T D"],
   ) -> jax.Array:
     """f(weights, tokens [n, D]) on each shard's own tokens of [B, T, D]."""
 
-    def local(weights: Any, x: jax.Array) -> jax.Array:
+    def local(weights: PyTree, x: jax.Array) -> jax.Array:
       # Gradients are summed over shards here and not where f uses weights,
       # which may be a branch that only some shards take.
       weights = collectives.vary(weights, collectives.varying_axes(x))
@@ -268,7 +273,7 @@ class ContextParallel(ShardingContext):
     strategy: "ring", "gather", "ulysses" or an object.
   """
 
-  strategy: Any = Ring()
+  strategy: Strategy | Auto | str = Ring()
 
   # Whether keys come out of a cache, which other calls have filled.
   resident = False
@@ -282,6 +287,7 @@ class ContextParallel(ShardingContext):
     extras: Extras,
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
+    assert cache.fresh is not None
     k, v, _ = cache.fresh
     return dot_product_attention(
       q,
@@ -328,6 +334,43 @@ class ContextParallel(ShardingContext):
       logits_soft_cap=extras.soft_cap,
     )
 
+  def between(
+    self,
+    q: Float[Array, "B T N H"],
+    at: Coords,
+    keys: KV,
+    mask: Mask,
+    extras: Extras,
+  ) -> jax.Array:
+    """[B, T, N, J]: queries see keys of other coordinates than their own.
+
+    Args:
+      q: queries.
+      at: coordinates of the queries, [B or 1, T].
+      keys: keys, values and their coordinates, [B or 1, T]. Where a key is in
+        the layout is where the query of that number is.
+      mask: over both.
+      extras: of the layer.
+    """
+    return dot_product_attention(
+      q,
+      jnp.swapaxes(keys.k, 1, 2),
+      jnp.swapaxes(keys.v, 1, 2),
+      mask=mask,
+      scale=extras.scale,
+      mesh=self.mesh,
+      axis=self.axis,
+      **self.shares(q.shape[0], q.shape[2], keys.k.shape[1]),
+      layout=self.layout,
+      strategy="ring",
+      q_positions=at.pos,
+      kv_positions=keys.at.pos,
+      q_segment_ids=at.seg,
+      kv_segment_ids=keys.at.seg,
+      logits_soft_cap=extras.soft_cap,
+      alibi_slopes=extras.slopes,
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainParallel(ContextParallel):
@@ -341,7 +384,7 @@ class ChainParallel(ContextParallel):
     tile: tokens of a step of the walk.
   """
 
-  strategy: Any = Chain()
+  strategy: Strategy = Chain()
   tile: int = 256
 
   def rows(self, f: Callable[[Array], Any], x: Shaped[Array, "B T *d"]) -> Any:
@@ -355,29 +398,29 @@ class ChainParallel(ContextParallel):
   def per_shard(
     self,
     f: Callable[[Any, Array], Array],
-    weights: Any,
+    weights: PyTree,
     x: Shaped[Array, "B T D"],
   ) -> jax.Array:
-    def flat(w: Any, x: jax.Array) -> jax.Array:
+    def flat(w: jax.Array, x: jax.Array) -> jax.Array:
       return f(w, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     return self._walk(flat, weights, x)
 
   def _walk(
-    self, f: Callable[[Any, jax.Array], Any], weights: Any, x: jax.Array
-  ) -> Any:
+    self, f: Callable[[Any, jax.Array], Any], weights: PyTree, x: jax.Array
+  ) -> PyTree:
     """f(weights, tile) of the tiles that each shard's tokens fill."""
     assert isinstance(self.layout, Uneven) and self.axis is not None
     axis, tile = self.axis, min(self.tile, x.shape[1] // self.size)
     tiles = np.asarray([-(-n // tile) for n in self.layout.counts], np.int32)
 
-    def local(weights: Any, x: jax.Array) -> Any:
+    def local(weights: PyTree, x: jax.Array) -> PyTree:
       def at(n: jax.Array) -> jax.Array:
         # The last tile begins early rather than end late: rows that are
         # computed twice come out the same.
         return lax.dynamic_slice_in_dim(x, n * tile, tile, 1)
 
-      def step(n: jax.Array, done: Any) -> Any:
+      def step(n: jax.Array, done: PyTree) -> PyTree:
         return jax.tree.map(
           lambda all_, new: lax.dynamic_update_slice_in_dim(
             all_, new, n * tile, 1
@@ -423,7 +466,7 @@ class CachedAttention(ShardingContext):
   def sharded(self) -> bool:
     return self.of_mesh is not None and not self.replicated
 
-  def spec(self, x: Any) -> P:
+  def spec(self, x: Shaped[Array | jax.ShapeDtypeStruct, " ..."]) -> P:
     if self.replicated:
       return P(self.batch_axes(x.shape[0]) or None)
     return super().spec(x)
@@ -455,7 +498,7 @@ class CachedAttention(ShardingContext):
         queries=Coords(*(x + 0 for x in drafted)),
       )
       views = (*held, own)
-    return self._visit(q, views, tokens.at, seen, extras)
+    return self.visit(q, views, tokens.at, seen, extras)
 
   def across(
     self,
@@ -473,9 +516,9 @@ class CachedAttention(ShardingContext):
     )
     none = jnp.zeros((1, q.shape[1]), jnp.int32)
     at = Coords(none, none + 1)
-    return self._visit(q, (held.view(self.size),), at, Everything(), extras)
+    return self.visit(q, (held.view(self.size),), at, Everything(), extras)
 
-  def _visit(
+  def visit(
     self,
     q: Float[Array, "B T N H"],
     views: tuple[Any, ...],
@@ -483,7 +526,15 @@ class CachedAttention(ShardingContext):
     mask: Mask,
     extras: Extras,
   ) -> jax.Array:
-    """[B, T, N, J] from queries at `at` and what they see of the views."""
+    """[B, T, N, J]: queries see keys of views, merged as partials.
+
+    Args:
+      q: queries.
+      views: of a cache's layer, sharded as this says.
+      at: coordinates of the queries, [B or 1, T].
+      mask: of views without one of their own.
+      extras: of the layer.
+    """
     b, t, n, h = q.shape
     # Other views may have their heads as examples.
     heads = views[-1].shape[1]
@@ -508,8 +559,17 @@ class CachedAttention(ShardingContext):
     )
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
 
-  def _segmented(self, view: Any) -> Any:
+  def _segmented(self, view: KVView) -> Any:
     """A view whose own mask, if it has one, is over segments too."""
     if view.mask is None:
       return view
-    return view._replace(mask=view.mask & self.segments)
+    found: Any = view
+    return found._replace(mask=view.mask & self.segments)
+
+
+# How a model's attention finds its keys; at run time also what stands in front
+# of one of these, for instance to note a layer's queries.
+if TYPE_CHECKING:
+  Attend = ContextParallel | ChainParallel | CachedAttention
+else:
+  Attend = Callable

@@ -17,7 +17,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from ringjax.nn.block import Layer
+from ringjax.kv.base import CallCache
+from ringjax.nn.block import Block, Layer
+from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 
 # Longer periods than any model's pattern of layers.
@@ -63,7 +65,7 @@ class Stack(nnx.Module):
     self.runs = runs(layers, scan=scan)
 
     def build(run: Run) -> Any:
-      def one(layer: Layer) -> Any:
+      def one(layer: Layer) -> Block:
         keys = jax.random.split(rngs.params(), run.repeats)
         return jax.vmap(lambda key: layer.build(nnx.Rngs(key), embed))(keys)
 
@@ -75,8 +77,8 @@ class Stack(nnx.Module):
     self,
     x: Float[Array, "B T D"],
     tokens: Tokens,
-    cache: Any,
-    attend: Any,
+    cache: CallCache,
+    attend: Attend,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
     slots, done = list(cache.slots), []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
+from ringjax.typing import Index
 
 
 class Tokens:
@@ -35,7 +35,7 @@ class Tokens:
     derived: bool,
     segmented: bool,
     ropes: Iterable[Rope],
-    length: Any,
+    length: Index,
     tree: Coords | None = None,
   ):
     self.pos, self.seg, self.tree = pos, seg, tree
@@ -52,7 +52,11 @@ class Tokens:
     )
 
   def rotation(
-    self, rope: Rope | None, *, first: int = 0, after: Any = None
+    self,
+    rope: Rope | None,
+    *,
+    first: int = 0,
+    after: Callable[[Array], Array] | None = None,
   ) -> Rotation:
     """What makes a key of its projection; see `Rotation`."""
     return Rotation(

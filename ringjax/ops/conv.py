@@ -12,12 +12,12 @@ asks for what the next call has to know.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
@@ -31,11 +31,11 @@ class Tail(NamedTuple):
     seg: int32 [B, n], their documents; 0 where there were fewer tokens.
   """
 
-  x: Any
+  x: PyTree
   seg: jax.Array
 
   @classmethod
-  def of(cls, x: Any, seg: Int[Array, "B T"], n: int) -> Tail:
+  def of(cls, x: PyTree, seg: Int[Array, "B T"], n: int) -> Tail:
     """The last n tokens of x [B, T, ...] that are not padding."""
     index = jnp.arange(seg.shape[1], dtype=jnp.int32)[None]
     found = [jnp.full((seg.shape[0],), seg.shape[1], jnp.int32)]
@@ -62,7 +62,7 @@ class Tail(NamedTuple):
 
 def tails(
   before: Tail,
-  x: Any,
+  x: PyTree,
   seg: Int[Array, "B T"],
   axis: str | None,
   least: int | None = None,

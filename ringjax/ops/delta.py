@@ -28,6 +28,7 @@ state; the maps of all shards are gathered and composed everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -159,7 +160,9 @@ def _cut(x: _Tokens, chunk: int) -> _Tokens:
   return _Tokens(*(cut(a) for a in x))
 
 
-def _walk(f: Any, state: jax.Array, blocks: _Tokens) -> tuple[jax.Array, Any]:
+def _walk(
+  f: Callable[..., Any], state: jax.Array, blocks: _Tokens
+) -> tuple[jax.Array, Any]:
   """f(state, block) -> (state, output) over blocks, which are not kept."""
   return lax.scan(jax.checkpoint(f, prevent_cse=False), state, blocks)
 

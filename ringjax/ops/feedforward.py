@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import as_array, positive_int
 from ringjax.errors import (
@@ -151,7 +151,7 @@ class Steps:
     x = _split(x, axis + 1, (self.count, self.width))
     return _fuse(jnp.moveaxis(x, axis + 1, 0), axis + 1, 2), rest
 
-  def run(self, f: Callable[[Any], Any], blocks: Any, axis: int) -> Any:
+  def run(self, f: Callable[[Any], Any], blocks: PyTree, axis: int) -> PyTree:
     """f of every block; without a loop where there is one."""
     if self.count == 1:
       return jax.tree.map(
@@ -159,7 +159,7 @@ class Steps:
       )
     return lax.scan(lambda _, b: (None, f(b)), None, blocks)[1]
 
-  def join(self, done: Any, rest: Any, axis: int) -> Any:
+  def join(self, done: PyTree, rest: PyTree, axis: int) -> PyTree:
     """Puts tokens back in order: the inverse of `cut`, over a pytree."""
 
     def whole(y: Array, end: Array | None = None) -> Array:
@@ -189,7 +189,7 @@ def shards_of(x: Array) -> tuple[int, bool]:
   return jax.device_count(), False
 
 
-def _axis_of(axis: Any, rank: int) -> int:
+def _axis_of(axis: int, rank: int) -> int:
   if not isinstance(axis, numbers.Integral) or isinstance(axis, bool):
     raise OptionError("axis", repr(axis), "an int", "pass the axis of tokens")
   axis = int(axis)
@@ -204,7 +204,10 @@ def _axis_of(axis: Any, rank: int) -> int:
 
 
 def _remat(
-  f: Callable[[Array], Any], axis: int, policy: Any, looped: bool
+  f: Callable[[Array], Any],
+  axis: int,
+  policy: Callable[..., bool] | None,
+  looped: bool,
 ) -> Callable[[Array], Any]:
   """f that keeps nothing for its backward pass and has its rows counted."""
 
@@ -226,7 +229,11 @@ def _remat(
 
 
 def _hoisted(
-  f: Callable[[Array], Any], x: Array, axis: int, policy: Any, looped: bool
+  f: Callable[[Array], Any],
+  x: Array,
+  axis: int,
+  policy: Callable[..., bool] | None,
+  looped: bool,
 ) -> Callable[[Array], Any]:
   """`_remat(f)` whose weights' gradients are summed over steps in float32.
 

@@ -307,7 +307,9 @@ def _sharding(x: Array, spec: Any) -> NamedSharding | None:
   return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
 
 
-def _operands(h: Any, w: Any, labels: Any) -> tuple[Array, Array, Any]:
+def _operands(
+  h: jax.Array, w: jax.Array, labels: jax.Array
+) -> tuple[Array, Array, Any]:
   """h, w and labels, found to fit; labels as they came, to be looked at."""
   h, w = as_array("h", h), as_array("w_vocab", w)
   as_array("labels", labels)
@@ -345,7 +347,7 @@ def _operands(h: Any, w: Any, labels: Any) -> tuple[Array, Array, Any]:
   return h, w, labels
 
 
-def _weights(weights: Any, shape: tuple[int, ...]) -> Array:
+def _weights(weights: jax.Array | None, shape: tuple[int, ...]) -> Array:
   weights = as_array("weights", weights)
   if weights.dtype.kind == "c":
     raise DtypeError("weights", weights.dtype, "float, bool or int", "cast it")
@@ -398,7 +400,7 @@ def _axes(spec: tuple[Any, ...]) -> tuple[str, ...]:
   return tuple(flat)
 
 
-def _encode(labels: Any, vocab: int, ignore: Any) -> Array:
+def _encode(labels: jax.Array, vocab: int, ignore: int | None) -> Array:
   """int32 labels; _IGNORED and _WRONG mark ignored and impossible ones."""
   dtype = jnp.asarray(labels).dtype
   info = np.iinfo(dtype)
@@ -423,7 +425,7 @@ def _encode(labels: Any, vocab: int, ignore: Any) -> Array:
   return jnp.where(skip, _IGNORED, code)
 
 
-def _check_labels(labels: Any, vocab: int, ignore: Any) -> None:
+def _check_labels(labels: jax.Array, vocab: int, ignore: int | None) -> None:
   """Raises for a wrong label where its value can be seen from here."""
   if isinstance(labels, jax.core.Tracer):
     return

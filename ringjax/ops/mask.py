@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
 
 from ringjax import tree
 from ringjax.checks import positive_int
@@ -129,7 +131,7 @@ def _operand(mask: Any, operator: str) -> Mask:
   return mask
 
 
-def _true(q: Any, k: Any) -> jax.Array:
+def _true(q: jax.Array | np.ndarray, k: jax.Array | np.ndarray) -> jax.Array:
   return jnp.ones(jnp.broadcast_shapes(q.shape, k.shape), bool)
 
 
@@ -264,7 +266,7 @@ class Prefix(Mask):
   A prefix language model is `Causal() | Prefix(length)`.
   """
 
-  length: Any = dataclasses.field(metadata={"data": True})
+  length: Int[Array, "*B"] | int = dataclasses.field(metadata={"data": True})
 
   def _length(self, like: jax.Array) -> jax.Array:
     length = jnp.asarray(self.length, jnp.int32)
@@ -339,8 +341,8 @@ class And(Mask):
   """Both masks allow the pair."""
 
   # Any: transformations put placeholders here while they rebuild the tree.
-  left: Any = dataclasses.field(metadata={"data": True})
-  right: Any = dataclasses.field(metadata={"data": True})
+  left: Mask = dataclasses.field(metadata={"data": True})
+  right: Mask = dataclasses.field(metadata={"data": True})
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
@@ -367,8 +369,8 @@ class Or(Mask):
   """One of the masks allows the pair."""
 
   # Any: transformations put placeholders here while they rebuild the tree.
-  left: Any = dataclasses.field(metadata={"data": True})
-  right: Any = dataclasses.field(metadata={"data": True})
+  left: Mask = dataclasses.field(metadata={"data": True})
+  right: Mask = dataclasses.field(metadata={"data": True})
 
   @property
   def reach(self) -> tuple[int | None, int | None]:

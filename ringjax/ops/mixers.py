@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float, Int
 
 from ringjax.checks import as_array
 from ringjax.errors import DtypeError, OptionError, ShapeError
@@ -32,13 +34,13 @@ from ringjax.parallel.layout import Layout
 
 
 def causal_conv(
-  x: Any,
-  weight: Any,
+  x: Float[Array, "B T C"],
+  weight: Float[Array, "C W"],
   *,
-  bias: Any = None,
-  segment_ids: Any = None,
-  before: Any = None,
-  mesh: Any = None,
+  bias: Float[Array, " C"] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  before: Float[Array, "B _ C"] | None = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> jax.Array:
@@ -185,16 +187,16 @@ def _by_taps(
 
 
 def gated_delta_rule(
-  q: Any,
-  k: Any,
-  v: Any,
-  decay: Any,
-  beta: Any,
+  q: Float[Array, "B T K H"],
+  k: Float[Array, "B T K H"],
+  v: Float[Array, "B T N J"],
+  decay: Float[Array, "B T N"],
+  beta: Float[Array, "B T N"],
   *,
-  initial: Any = None,
-  segment_ids: Any = None,
+  initial: Float[Array, "B N H J"] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
   chunk: int = 64,
-  mesh: Any = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -287,8 +289,8 @@ class _Delta:
     v: jax.Array,
     decay: jax.Array,
     beta: jax.Array,
-    seg: Any,
-    initial: Any,
+    seg: jax.Array | None,
+    initial: jax.Array | None,
   ) -> tuple[jax.Array, jax.Array]:
     decay = decay.astype(wide_dtype(v.dtype))
     real = None if shards.real is None else shards.real[None]

@@ -11,7 +11,7 @@ from ringjax.ops.softmax import wide_dtype
 
 def rms_norm(
   x: Float[Array, "*shape"],
-  weight: Float[Array, ...] | None,
+  weight: Float[Array, " ..."] | None,
   eps: float,
   *,
   axes: int = 1,

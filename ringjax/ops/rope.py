@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ringjax import tree
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,9 @@ class Unscaled:
 
   by_length = False
 
-  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Index | None
+  ) -> Any:
     """Frequencies float32 [dims/2] from the unscaled ones."""
     del theta, length
     return inverse
@@ -55,7 +59,9 @@ class Linear(Unscaled):
   factor: float
   original: int | None = None
 
-  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Index | None
+  ) -> Any:
     return inverse / self.factor
 
 
@@ -68,7 +74,9 @@ class Dynamic(Unscaled):
 
   by_length = True
 
-  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Index | None
+  ) -> Any:
     dims = 2 * inverse.size
     longer = jnp.maximum(jnp.asarray(length, jnp.float32), self.original)
     grown = self.factor * longer / self.original - (self.factor - 1)
@@ -88,7 +96,9 @@ class Llama3(Unscaled):
   high: float
   original: int
 
-  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Index | None
+  ) -> Any:
     turns = self.original * inverse / (2 * math.pi)
     if self.low == self.high:
       keep = np.where(turns >= self.low, 1.0, 0.0)
@@ -111,7 +121,9 @@ class Yarn(Unscaled):
   truncate: bool = True
   attention: float | None = None
 
-  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Index | None
+  ) -> Any:
     dims = 2 * inverse.size
 
     def dim_of(turns: float) -> float:
@@ -151,7 +163,9 @@ class LongRope(Unscaled):
 
   by_length = True
 
-  def scale(self, inverse: np.ndarray, theta: float, length: Any) -> Any:
+  def scale(
+    self, inverse: np.ndarray, theta: float, length: Index | None
+  ) -> Any:
     beyond = jnp.asarray(length, jnp.int32) > self.original
     short, long = (
       jnp.asarray(inverse / np.asarray(x), jnp.float32)
@@ -185,7 +199,7 @@ class Rope:
   scaling: Unscaled = Unscaled()
 
   def tables(
-    self, positions: Int[Array, "B T"], length: Any
+    self, positions: Int[Array, "B T"], length: Index | None
   ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosines and sines, float32 [B, T, dims/2], for `positions` [B, T].
 
@@ -196,7 +210,7 @@ class Rope:
     size = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
-  def frequencies(self, length: Any) -> Float[Array, " half"]:
+  def frequencies(self, length: Index | None) -> Float[Array, " half"]:
     """Angles of one position in radians, float32 [dims/2]; see `tables`."""
     exponents = np.arange(0, self.dims, 2) / self.dims
     inverse = self.theta**-exponents
@@ -246,9 +260,9 @@ class Rotation:
 
   rope: Rope | None = None
   first: int = 0
-  length: Any = None
-  tables: Any = None
-  after: Any = None
+  length: Index | None = None
+  tables: tuple[Array, Array] | None = None
+  after: Callable[[Array], Array] | None = None
 
   @property
   def trivial(self) -> bool:
@@ -280,11 +294,14 @@ class Rotation:
     """The same for tokens of any call."""
     return dataclasses.replace(self, tables=None)
 
-  def _apply(self, k: jax.Array, tables: Any) -> jax.Array:
+  def _apply(
+    self, k: jax.Array, tables: tuple[Array, Array] | None
+  ) -> jax.Array:
     if self.trivial:
       return k
     k = jnp.swapaxes(k, 1, 2)
     if self.rope is not None:
+      assert tables is not None
       still, rest = k[..., : self.first], k[..., self.first :]
       rest = self.rope.rotate(rest, tables)
       k = jnp.concatenate([still, rest], -1) if self.first else rest

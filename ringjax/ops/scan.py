@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.checks import as_array
 from ringjax.errors import InputTypeError, ShapeError
@@ -40,13 +41,13 @@ _GATHERED_BYTES = 1 << 22
 
 def associative_scan(
   combine: Callable[[Any, Any], Any],
-  elements: Any,
+  elements: PyTree,
   *,
   reverse: bool = False,
-  mesh: Any = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
-) -> Any:
+) -> PyTree:
   """`jax.lax.associative_scan` along a sequence that may be sharded.
 
   Args:
@@ -97,13 +98,13 @@ def associative_scan(
 
 
 def linear_recurrence(
-  a: Any,
-  b: Any,
+  a: Float[Array, "B T ..."],
+  b: Float[Array, "B T ..."],
   *,
-  initial: Any = None,
+  initial: Float[Array, "B ..."] | None = None,
   reverse: bool = False,
-  segment_ids: Any = None,
-  mesh: Any = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -212,12 +213,12 @@ def _latest(seg: jax.Array) -> jax.Array:
 
 def arriving(
   combine: Callable[[Any, Any], Any],
-  total: Any,
+  total: PyTree,
   axis: str,
   some: np.ndarray,
   reverse: bool,
   gathered: bool,
-) -> Any:
+) -> PyTree:
   """The totals of all shards before this one, combined; any on the first.
 
   Args:
@@ -259,7 +260,7 @@ def arriving(
   return total
 
 
-def _where(condition: jax.Array, a: Any, b: Any) -> Any:
+def _where(condition: jax.Array, a: PyTree, b: PyTree) -> PyTree:
   return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
@@ -268,7 +269,7 @@ class _Scan:
   """`associative_scan` of one shard's tokens."""
 
   combine: Callable[[Any, Any], Any]
-  tree: Any
+  tree: jax.tree_util.PyTreeDef
   reverse: bool
   gathered: bool
 
@@ -299,7 +300,7 @@ class _Scan:
     x = jnp.take(x, at, axis=1)
     return jnp.where(sequence.beside(real, x), x, lax.stop_gradient(x))
 
-  def _joined(self, shards: Shards, x: Any, count: jax.Array) -> Any:
+  def _joined(self, shards: Shards, x: PyTree, count: jax.Array) -> PyTree:
     """The shard's own results behind those of the shards before it."""
     assert shards.axis is not None
     some = shards.counts > 0
@@ -332,7 +333,12 @@ class _Recurrence:
   wide: str
 
   def __call__(
-    self, shards: Shards, b: jax.Array, a: jax.Array, seg: Any, initial: Any
+    self,
+    shards: Shards,
+    b: jax.Array,
+    a: jax.Array,
+    seg: jax.Array | None,
+    initial: jax.Array | None,
   ) -> tuple[jax.Array, jax.Array]:
     real, axis = shards.real, shards.axis
     if real is not None:
@@ -398,7 +404,7 @@ def _recur_fwd(
 
 
 def _recur_bwd(
-  rule: _Rule, saved: Any, cotangents: Any
+  rule: _Rule, saved: PyTree, cotangents: PyTree
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   a, h, came = saved
   dh, dend = cotangents
@@ -439,7 +445,7 @@ def _shifted(h: jax.Array, came: jax.Array, reverse: bool) -> jax.Array:
   return jnp.concatenate(parts, 1)
 
 
-def _affine(early: Any, late: Any) -> Any:
+def _affine(early: PyTree, late: PyTree) -> PyTree:
   """x -> a x + b after another one."""
   return late[0] * early[0], late[0] * early[1] + late[1]
 

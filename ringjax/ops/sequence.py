@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Shaped
 
@@ -43,6 +43,7 @@ from ringjax.parallel.layout import (
   slots_of,
 )
 from ringjax.parallel.place import AUTO, CallSharding, locate
+from ringjax.typing import Index
 
 _LETTERS = "bt" + "acdefghijklmnopqrsuvwxyz"
 
@@ -77,7 +78,7 @@ class Shards:
     return cls(layout, place.axis, place.size, length, local)
 
   @property
-  def index(self) -> Any:
+  def index(self) -> Index:
     """The number of this shard."""
     return 0 if self.axis is None else collectives.axis_index(self.axis)
 
@@ -106,7 +107,7 @@ def run(
   f: Callable[..., tuple[Array, ...]],
   place: CallSharding,
   layout: Layout,
-  x: Sequence[Shaped[Array, ...] | None],
+  x: Sequence[Shaped[Array, " ..."] | None],
   dims: Sequence[str],
   outs: Sequence[str],
 ) -> tuple[jax.Array, ...]:
@@ -163,7 +164,7 @@ def letters(rank: int) -> str:
   return _LETTERS[:rank]
 
 
-def _here(f: Any, shards: Shards, x: Any, dims: Any) -> Any:
+def _here(f: Callable[..., Any], shards: Shards, x: Any, dims: Any) -> Any:
   # A caller may give the same tokens to all shards; they differ from here on.
   axes = () if shards.axis is None else (shards.axis,)
   x = (
@@ -180,9 +181,15 @@ _jitted_here = jax.jit(_here, static_argnums=(0, 1, 3))
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _on_mesh(
-  f: Any, shards: Shards, place: CallSharding, dims: Any, outs: Any, x: Any
+  f: Callable[..., Any],
+  shards: Shards,
+  place: CallSharding,
+  dims: Any,
+  outs: Any,
+  x: Any,
 ) -> Any:
   mesh, length = place.mesh, x[0].shape[1]
+  assert mesh is not None
   slots = (
     None if place.size == 1 else slots_of(shards.layout, length, shards.size)
   )
@@ -223,7 +230,9 @@ def _on_mesh(
   )
 
 
-def _axes_of(x: Any, dims: Any, mesh: Any, axis: str | None) -> dict[str, Any]:
+def _axes_of(
+  x: Any, dims: Any, mesh: Mesh | AbstractMesh, axis: str | None
+) -> dict[str, Any]:
   """The explicit mesh axes of each letter, as the operands have them."""
   over: dict[str, Any] = {}
   used = {axis}
@@ -264,7 +273,7 @@ def _spec(x: Any, dims: str, over: dict[str, Any]) -> P | None:
   )
 
 
-def _reshard(x: Any, mesh: Any, spec: P | None) -> Any:
+def _reshard(x: Any, mesh: Mesh | AbstractMesh, spec: P | None) -> Any:
   if x is None or spec is None:
     return x
   sharding = jax.typeof(x).sharding
@@ -291,7 +300,7 @@ def _to_mesh(x: Any, mesh: Mesh, dims: str, axis: str | None) -> Any:
 def found(
   x: Sequence[Shaped[Array, "#B T ..."]],
   name: str,
-  mesh: Any,
+  mesh: Mesh | AbstractMesh | None,
   axis: str | None,
   layout: Layout | None,
   ordered: bool,
@@ -336,7 +345,9 @@ def in_order(layout: Layout) -> bool:
   return isinstance(layout, Contiguous | Uneven)
 
 
-def tokens(name: str, x: Any, rank: int | None = None) -> jax.Array:
+def tokens(
+  name: str, x: Shaped[Array, "B T ..."], rank: int | None = None
+) -> jax.Array:
   """x as an array [B, T, ...] of at least one token, or an error."""
   x = as_array(name, x)
   if x.ndim < 2 or x.shape[1] < 1 or (rank is not None and x.ndim != rank):
@@ -350,7 +361,9 @@ def tokens(name: str, x: Any, rank: int | None = None) -> jax.Array:
   return x
 
 
-def fits(name: str, x: Shaped[Array, ...], want: tuple[int, ...]) -> jax.Array:
+def fits(
+  name: str, x: Shaped[Array, " ..."], want: tuple[int, ...]
+) -> jax.Array:
   """x, or an error where its shape is not `want`."""
   if x.shape != want:
     raise ShapeError(
@@ -359,7 +372,7 @@ def fits(name: str, x: Shaped[Array, ...], want: tuple[int, ...]) -> jax.Array:
   return x
 
 
-def floats(name: str, x: Shaped[Array, ...]) -> jax.Array:
+def floats(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
   """x, or an error where it holds no floats."""
   if x.dtype.name not in FLOATS:
     raise DtypeError(
@@ -372,7 +385,7 @@ def floats(name: str, x: Shaped[Array, ...]) -> jax.Array:
 
 
 def documents(
-  segment_ids: Any, x: Shaped[Array, "B T ..."]
+  segment_ids: Int[Array, "B T"] | None, x: Shaped[Array, "B T ..."]
 ) -> Int[Array, "B T"] | None:
   """Numbers of documents, 0 for padding, or None if there are none given."""
   if segment_ids is None:
@@ -385,7 +398,7 @@ def documents(
   return fits("segment_ids", seg, x.shape[:2]).astype(jnp.int32)
 
 
-def called(name: str, f: Any) -> None:
+def called(name: str, f: object) -> None:
   """An error where f is no function."""
   if not callable(f):
     raise InputTypeError(

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ringjax.checks import as_array
 from ringjax.errors import DtypeError, OptionError, ShapeError
@@ -27,15 +29,16 @@ from ringjax.ops import sequence
 from ringjax.ops.sequence import Shards
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import Contiguous, Layout, Striped
+from ringjax.typing import Index
 
 
 def token_shift(
-  x: Any,
+  x: Shaped[Array, "B T ..."],
   by: int = 1,
   *,
-  fill: Any = 0,
-  segment_ids: Any = None,
-  mesh: Any = None,
+  fill: ArrayLike = 0,
+  segment_ids: Int[Array, "B T"] | None = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | None = None,
   layout: Layout | None = None,
 ) -> jax.Array:
@@ -82,7 +85,7 @@ def token_shift(
   return y
 
 
-def _filling(fill: Any, dtype: Any) -> jax.Array:
+def _filling(fill: ArrayLike, dtype: DTypeLike) -> jax.Array:
   if isinstance(fill, numbers.Number):
     # Too large a number is infinite in a float, and another one in an int.
     with np.errstate(all="ignore"):
@@ -113,7 +116,7 @@ class _Shift:
   by: int
 
   def __call__(
-    self, shards: Shards, x: jax.Array, fill: jax.Array, seg: Any
+    self, shards: Shards, x: jax.Array, fill: jax.Array, seg: jax.Array | None
   ) -> tuple[jax.Array]:
     y, there = shifted(shards, x, self.by, seg)
     return (jnp.where(sequence.beside(there, y), y, fill),)
@@ -139,7 +142,7 @@ def shifted(
   return y, there[None] & (before == seg) & (seg > 0)
 
 
-def _moved(shards: Shards, tree: Any, by: int) -> Any:
+def _moved(shards: Shards, tree: PyTree, by: int) -> PyTree:
   """x_{t - by} wherever there is such a token, and elsewhere any."""
   layout = shards.layout
   if by == 0:
@@ -270,7 +273,7 @@ def _delivered(
   return y
 
 
-def _window(x: jax.Array, start: np.ndarray, me: Any, rows: int) -> jax.Array:
+def _window(x: jax.Array, start: np.ndarray, me: Index, rows: int) -> jax.Array:
   """`rows` tokens of x from this shard's entry of `start` on."""
   if np.all(start == start[0]):
     return lax.slice_in_dim(x, int(start[0]), int(start[0]) + rows, axis=1)

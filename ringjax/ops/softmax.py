@@ -16,17 +16,18 @@ arXiv 2205.14135.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.parallel import collectives
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DTypeLike) -> DTypeLike:
   """The dtype of scores, statistics and sums for inputs of `dtype`."""
   return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
@@ -46,7 +47,7 @@ class Partial(NamedTuple):
 
   @classmethod
   def empty(
-    cls, shape: tuple[int, ...], head_dim: int, dtype: Any, like: Any
+    cls, shape: tuple[int, ...], head_dim: int, dtype: DTypeLike, like: PyTree
   ) -> Partial:
     """The partial of no keys; `like` gives the varying mesh axes."""
     return cls(
@@ -82,7 +83,7 @@ def merge(a: Partial, b: Partial) -> Partial:
   )
 
 
-def add_sink(partial: Partial, sink: Float[Array, ...]) -> Partial:
+def add_sink(partial: Partial, sink: Float[Array, " ..."]) -> Partial:
   """Adds a key of score `sink` whose value is zero (attention sink).
 
   `sink` broadcasts against `partial.m`. Add it once, after all merges.

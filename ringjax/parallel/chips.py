@@ -31,7 +31,7 @@ import dataclasses
 import math
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -160,7 +160,7 @@ class Chip:
   """
 
   name: str
-  flops: Any
+  flops: Mapping[str, float] | tuple[tuple[str, float], ...]
   hbm_bytes: int | float
   hbm_bandwidth: int | float
   source: str
@@ -219,10 +219,13 @@ class Machine:
 
   name: str
   chip: Chip
-  links: Any
+  links: Link | Mapping[str, Link] | tuple[tuple[str, Link], ...]
   island: int | None = None
   between: Link | None = None
-  efficiency: Any = (("blockwise", (0.15, 0.15)), ("kernel", (0.6, 0.5)))
+  efficiency: (
+    Mapping[str, tuple[float, float]]
+    | tuple[tuple[str, tuple[float, float]], ...]
+  ) = (("blockwise", (0.15, 0.15)), ("kernel", (0.6, 0.5)))
   hop_s: int | float = 0.0
   call_s: int | float = 0.0
   memory_share: int | float = 0.5
@@ -292,7 +295,8 @@ class Machine:
     body = dataclasses.asdict(self)
     if not isinstance(self.links, Link):
       body["links"] = {
-        axis: dataclasses.asdict(link) for axis, link in self.links
+        axis: dataclasses.asdict(link)
+        for axis, link in dict(self.links).items()
       }
     body["chip"]["flops"] = dict(self.chip.flops)
     body["efficiency"] = {name: list(pair) for name, pair in self.efficiency}
@@ -339,7 +343,9 @@ def number_bytes(dtype: str) -> int:
     ) from None
 
 
-def _pairs(name: str, given: Any) -> tuple[tuple[str, Any], ...]:
+def _pairs(
+  name: str, given: Mapping[str, Any] | Iterable[tuple[str, Any]]
+) -> tuple[tuple[str, Any], ...]:
   try:
     pairs = tuple(given.items() if isinstance(given, Mapping) else given)
     right = all(len(p) == 2 and isinstance(p[0], str) for p in pairs)

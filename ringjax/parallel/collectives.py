@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import core  # extend_axis_env_nd has no public name
-from jaxtyping import Array, Shaped
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, PyTree, Shaped
 
 Tree = TypeVar("Tree")
 
@@ -84,7 +85,7 @@ def partitioned() -> str | None:
   return f"the mesh axes {', '.join(left)}"
 
 
-def varying_axes(*trees: Any) -> frozenset[str]:
+def varying_axes(*trees: PyTree) -> frozenset[str]:
   """Manual axes over which any leaf of `trees` differs between devices."""
   axes: frozenset[str] = frozenset()
   for leaf in jax.tree.leaves(trees):
@@ -111,7 +112,7 @@ def vary(tree: Tree, axes: Sequence[str] | frozenset[str]) -> Tree:
 
 
 def out_type(
-  shape: Sequence[int], dtype: Any, *like: Any
+  shape: Sequence[int], dtype: DTypeLike, *like: PyTree
 ) -> jax.ShapeDtypeStruct:
   """The type of a kernel's result that varies over the axes of `like`."""
   axes = varying_axes(*like)
@@ -121,12 +122,14 @@ def out_type(
   return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
 
 
-def zeros(shape: Sequence[int], dtype: Any, like: Any) -> jax.Array:
+def zeros(shape: Sequence[int], dtype: DTypeLike, like: PyTree) -> jax.Array:
   """Zeros that may start a loop carry beside `like` (same varying axes)."""
   return vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
-def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> jax.Array:
+def full(
+  shape: Sequence[int], value: ArrayLike, dtype: DTypeLike, like: PyTree
+) -> jax.Array:
   """As `zeros`, filled with `value`."""
   return vary(jnp.full(shape, value, dtype), varying_axes(like))
 
@@ -254,7 +257,7 @@ def largest(tree: Tree, axis: str | tuple[str, ...]) -> Tree:
 
 
 def exchange(
-  x: Shaped[Array, ...], axis: Axis, split: int, concat: int
+  x: Shaped[Array, " ..."], axis: Axis, split: int, concat: int
 ) -> jax.Array:
   """All-to-all: cuts `split` into R parts, joins the received on `concat`."""
   name, groups = _grouped(axis)

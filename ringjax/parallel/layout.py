@@ -24,16 +24,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax.errors import InputTypeError, OptionError, ShapeError
+from ringjax.typing import Index
+
+# Of NumPy at a data loader, of JAX in a program.
+Integers = TypeVar("Integers", Int[Array, "..."], Int[np.ndarray, "..."])
+Tree = TypeVar("Tree")
 
 
 class Layout(abc.ABC):
@@ -45,8 +50,12 @@ class Layout(abc.ABC):
 
   @abc.abstractmethod
   def position_of(
-    self, shard: Any, slot: Any, shards: int, local_length: int
-  ) -> Any:
+    self,
+    shard: int | Integers,
+    slot: Integers,
+    shards: int,
+    local_length: int,
+  ) -> Integers:
     """Positions of the tokens in slots of shards, integers that broadcast.
 
     Both are NumPy arrays or both are JAX's; `shard` may be an int. Positions at
@@ -54,14 +63,15 @@ class Layout(abc.ABC):
     """
 
   def positions(
-    self, index: Int[Array, ""] | int, shards: int, local_length: int
+    self, index: Index, shards: int, local_length: int
   ) -> jax.Array:
     """Positions of the tokens on shard `index`, int32 [local_length].
 
     Positions at or beyond the sequence's true length are padding.
     """
     slots = jnp.arange(local_length, dtype=jnp.int32)
-    return self.position_of(index, slots, shards, local_length)
+    shard: Any = index
+    return self.position_of(shard, slots, shards, local_length)
 
   def padded_order(self, length: int, shards: int) -> np.ndarray:
     """Position of each token in layout order, -1 for padding, [R * local]."""
@@ -113,7 +123,7 @@ class Layout(abc.ABC):
     each = jax.vmap(lambda shard: self.positions(shard, shards, local))
     return each(jnp.arange(shards, dtype=jnp.int32)).reshape(length)
 
-  def permute(self, x: Any, *, shards: int, axis: int = 1) -> Any:
+  def permute(self, x: Tree, *, shards: int, axis: int = 1) -> Tree:
     """Brings `axis` of `x` from natural order into this layout's order.
 
     Works on NumPy arrays (at a data loader) and on JAX arrays, and on the
@@ -121,14 +131,14 @@ class Layout(abc.ABC):
     """
     return self._reorder(x, shards, axis, inverse=False)
 
-  def restore(self, x: Any, *, shards: int, axis: int = 1) -> Any:
+  def restore(self, x: Tree, *, shards: int, axis: int = 1) -> Tree:
     """The inverse of `permute`."""
     return self._reorder(x, shards, axis, inverse=True)
 
-  def _reorder(self, x: Any, shards: int, axis: int, inverse: bool) -> Any:
+  def _reorder(self, x: Tree, shards: int, axis: int, inverse: bool) -> Tree:
     _check_shards(shards)
 
-    def reorder(leaf: Any) -> Any:
+    def reorder(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
       if not isinstance(leaf, jax.Array | np.ndarray):
         raise InputTypeError(
           "x",
@@ -217,8 +227,12 @@ class Contiguous(Dealt):
     return -(-length // shards)
 
   def position_of(
-    self, shard: Any, slot: Any, shards: int, local_length: int
-  ) -> Any:
+    self,
+    shard: int | Integers,
+    slot: Integers,
+    shards: int,
+    local_length: int,
+  ) -> Integers:
     del shards
     return shard * local_length + slot
 
@@ -251,8 +265,12 @@ class Striped(Dealt):
     return -(-length // (self.block * shards)) * self.block
 
   def position_of(
-    self, shard: Any, slot: Any, shards: int, local_length: int
-  ) -> Any:
+    self,
+    shard: int | Integers,
+    slot: Integers,
+    shards: int,
+    local_length: int,
+  ) -> Integers:
     del local_length
     stripe = (slot // self.block) * shards + shard
     return stripe * self.block + slot % self.block
@@ -287,8 +305,12 @@ class Zigzag(Dealt):
     return 2 * self.chunk_length(length, shards)
 
   def position_of(
-    self, shard: Any, slot: Any, shards: int, local_length: int
-  ) -> Any:
+    self,
+    shard: int | Integers,
+    slot: Integers,
+    shards: int,
+    local_length: int,
+  ) -> Integers:
     half = local_length // 2
     late = (2 * shards - 1 - shard) * half + slot - half
     return _where(slot < half, shard * half + slot, late)
@@ -347,8 +369,12 @@ class Uneven(Layout):
     return most
 
   def position_of(
-    self, shard: Any, slot: Any, shards: int, local_length: int
-  ) -> Any:
+    self,
+    shard: int | Integers,
+    slot: Integers,
+    shards: int,
+    local_length: int,
+  ) -> Integers:
     make = np.asarray if isinstance(slot, np.ndarray) else jnp.asarray
     count, start = (
       make(np.asarray(n, slot.dtype))[shard] for n in (self.counts, self.starts)
@@ -396,7 +422,7 @@ def slots_of(layout: Layout, length: int, shards: int) -> Slots | None:
 
 
 def into_slots(
-  x: Shaped[Array, ...], slots: Slots | None, axis: int
+  x: Shaped[Array, " ..."], slots: Slots | None, axis: int
 ) -> jax.Array:
   """`x`, in the layout's order along `axis`, with the slots that are empty.
 
@@ -436,13 +462,15 @@ def _refit(
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _where(condition: Any, one: Any, other: Any) -> Any:
+def _where(
+  condition: Bool[Array | np.ndarray, " n"], one: Any, other: Any
+) -> Any:
   """`where` of NumPy's or JAX's arrays, whichever the condition is."""
   where = np.where if isinstance(condition, np.ndarray) else jnp.where
   return where(condition, one, other)
 
 
-def _check_shards(shards: Any) -> None:
+def _check_shards(shards: int) -> None:
   if not isinstance(shards, int | np.integer) or shards < 1:
     raise OptionError(
       "shards",

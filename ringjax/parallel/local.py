@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import MeshError
@@ -13,7 +13,7 @@ from ringjax.errors import MeshError
 Tree = TypeVar("Tree")
 
 
-def last_device(mesh: Any, axis: str | None) -> Any:
+def last_device(mesh: Mesh, axis: str | None) -> jax.Device:
   """Returns the mesh's last device along `axis`, the first along other axes.
 
   Raises:
@@ -33,7 +33,7 @@ def last_device(mesh: Any, axis: str | None) -> Any:
   return mesh.devices[tuple(where)]
 
 
-def local_copy(tree: Tree, device: Any) -> Tree:
+def local_copy(tree: Tree, device: jax.Device) -> Tree:
   """Returns the copies on `device` of arrays that it has whole; none is made.
 
   Raises:
@@ -58,6 +58,6 @@ def local_copy(tree: Tree, device: Any) -> Tree:
 here = local_copy
 
 
-def move(x: Shaped[Array, ...], device: Any) -> jax.Array:
+def move(x: Shaped[Array, " ..."], device: jax.Device) -> jax.Array:
   """Copies an array, wherever its shards are, whole to one device."""
   return jax.device_put(x, SingleDeviceSharding(device))

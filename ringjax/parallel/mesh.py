@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jaxtyping import Array, Shaped
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.errors import MeshError
 from ringjax.parallel.place import SEQ
@@ -67,7 +67,7 @@ def make_mesh(
   return Mesh(grid.reshape(sizes), tuple(axis_names), axis_types=kinds)
 
 
-def automatic(mesh: Any) -> Mesh:
+def automatic(mesh: Mesh | AbstractMesh) -> Mesh:
   """Returns `mesh` with all of its axes automatic, as models need it.
 
   `jax.make_mesh` gives explicit axes, which the layers of a model do not carry
@@ -141,7 +141,7 @@ def entering(mesh_of: Callable[..., Any]) -> Callable[[_F], _F]:
   return around
 
 
-def on_automatic(name: str, x: Shaped[Array, ...]) -> jax.Array:
+def on_automatic(name: str, x: Shaped[Array, " ..."]) -> jax.Array:
   """Moves an array from explicit axes to automatic ones of the same mesh.
 
   Other arrays are returned as they are.
@@ -163,7 +163,7 @@ def on_automatic(name: str, x: Shaped[Array, ...]) -> jax.Array:
   return jax.device_put(x, NamedSharding(mesh, sharding.spec))
 
 
-def with_shardings(form: Any, shardings: Any) -> Any:
+def with_shardings(form: PyTree, shardings: PyTree) -> PyTree:
   """Gives each shape of a tree the sharding that its array will have."""
   return jax.tree.map(
     lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),

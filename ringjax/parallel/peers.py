@@ -249,7 +249,7 @@ class Peers:
       # After a wait the time without progress counts from 0.
       self._ticks += 1
 
-  def gather(self, value: Any) -> list[Any]:
+  def gather(self, value: object) -> list[Any]:
     """The value of each rank, in their order; JSON values.
 
     Raises:

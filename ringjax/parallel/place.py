@@ -21,9 +21,13 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.errors import MeshError
 from ringjax.parallel import collectives
+
+# Mesh axes over which one dimension is sharded; the last moves fastest.
+MeshAxes = str | tuple[str, ...] | None
 
 SEQ = "seq"
 # `axis` of a call whose axis is to be found; None is no axis at all.
@@ -33,7 +37,7 @@ _OTHERS = ("replica", "data", "model", "expert", "stage")
 
 
 def sequence_axis(
-  mesh: Any, used: Sequence[str] = (), required: bool = True
+  mesh: Mesh | AbstractMesh, used: Sequence[str] = (), required: bool = True
 ) -> str | None:
   """The axis of `mesh` that shards the sequence where a caller names none.
 
@@ -75,7 +79,7 @@ class CallSharding:
 
   axis: str | tuple[str, ...] | None = None
   manual: bool = False
-  mesh: Any = None
+  mesh: Mesh | AbstractMesh | None = None
   size: int = 1
   batch: tuple[str, ...] = ()
   heads: tuple[str, ...] = ()
@@ -87,7 +91,9 @@ class CallSharding:
     return collectives.names(self.axis)
 
 
-def device_of(place: CallSharding, operands: Any) -> tuple[str, str, bool]:
+def device_of(
+  place: CallSharding, operands: Sequence[Any]
+) -> tuple[str, str, bool]:
   """(platform, device_kind, alone) of the devices that a call runs on.
 
   The platform is "cpu", "gpu" or "tpu"; alone is whether XLA does not partition
@@ -110,7 +116,7 @@ def device_of(place: CallSharding, operands: Any) -> tuple[str, str, bool]:
   return *kind_of(jax.local_devices()[0]), alone
 
 
-def check_axis(name: str, axis: Any) -> None:
+def check_axis(name: str, axis: MeshAxes) -> None:
   """Refuses an `axis` that is not a name, a tuple of distinct names or None.
 
   An empty tuple is refused for the sequence alone, whose absence is None.
@@ -130,7 +136,7 @@ def check_axis(name: str, axis: Any) -> None:
     )
 
 
-def manual(axis: Any) -> CallSharding | None:
+def manual(axis: MeshAxes) -> CallSharding | None:
   """The sharding of a call whose operands are per shard, else None."""
   check_axis("axis", axis)
   bound = axis
@@ -142,7 +148,7 @@ def manual(axis: Any) -> CallSharding | None:
   return CallSharding(axis=bound, manual=True, size=size)
 
 
-def shards_of(axis: Any) -> int:
+def shards_of(axis: MeshAxes) -> int:
   """Of how many shards the operands of a call are one; 1 of a whole mesh."""
   per_shard = manual(axis)
   return 1 if per_shard is None else per_shard.size
@@ -263,7 +269,9 @@ def locate(
   )
 
 
-def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
+def _not_manual(
+  axis: MeshAxes, specs: list[Any], operands: Sequence[Any]
+) -> MeshAxes:
   """The axis that was found, unless a shard_map around the call owns it.
 
   Raises:
@@ -275,7 +283,7 @@ def _not_manual(axis: Any, specs: list[Any], operands: Sequence[Any]) -> Any:
   return axis if free else None
 
 
-def refuse_shards(name: str, x: Any, spelling: str, axis: str) -> None:
+def refuse_shards(name: str, x: PyTree, spelling: str, axis: str) -> None:
   """Refuses operands that are the shards of a shard_map's manual axes.
 
   Which dimension they shard is not known. `spelling` is the argument of the
@@ -305,7 +313,9 @@ def refuse_shards(name: str, x: Any, spelling: str, axis: str) -> None:
   )
 
 
-def _check_same(mesh: Any, around: Any) -> None:
+def _check_same(
+  mesh: Mesh | AbstractMesh | None, around: Mesh | AbstractMesh | None
+) -> None:
   """Refuses a mesh that is not the one of the shard_map around the call."""
   shape = lambda one: tuple(zip(one.axis_names, one.axis_sizes, strict=True))
   if mesh is not None and shape(mesh) != shape(around):
@@ -317,7 +327,9 @@ def _check_same(mesh: Any, around: Any) -> None:
     )
 
 
-def _check_names(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:
+def _check_names(
+  which: str, axes: MeshAxes, mesh: Mesh | AbstractMesh
+) -> tuple[str, ...]:
   """The axes that a caller named, which have to be the mesh's."""
   names = collectives.names(axes)
   if any(one not in mesh.axis_names for one in names):
@@ -330,7 +342,9 @@ def _check_names(which: str, axes: Any, mesh: Any) -> tuple[str, ...]:
   return names
 
 
-def _check_disjoint(axis: Any, batch: Any, heads: Any) -> None:
+def _check_disjoint(
+  axis: MeshAxes, batch: tuple[str, ...], heads: tuple[str, ...]
+) -> None:
   """Refuses a mesh axis that is to shard two dimensions."""
   uses = [*collectives.names(axis), *batch, *heads]
   twice = next((one for one in uses if uses.count(one) > 1), None)
@@ -344,7 +358,11 @@ def _check_disjoint(axis: Any, batch: Any, heads: Any) -> None:
 
 
 def _check_divides(
-  operands: Sequence[Any], mesh: Any, name: str, batch: Any, heads: Any
+  operands: Sequence[Any],
+  mesh: Mesh | AbstractMesh,
+  name: str,
+  batch: tuple[str, ...],
+  heads: tuple[str, ...],
 ) -> None:
   """Refuses a batch or query heads that their shards do not divide."""
   b, _, n, _ = operands[0].shape
@@ -359,7 +377,9 @@ def _check_divides(
       )
 
 
-def sharding_of(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...] | None]:
+def sharding_of(
+  x: Shaped[Array | jax.ShapeDtypeStruct, " ..."],
+) -> tuple[Any, tuple[tuple[str, ...], ...] | None]:
   """(mesh, mesh axes of each dimension) of an operand; (None, ()) without one.
 
   A concrete array and a `jax.ShapeDtypeStruct` have a sharding. The type of a
@@ -381,8 +401,12 @@ def sharding_of(x: Any) -> tuple[Any, tuple[tuple[str, ...], ...] | None]:
 
 
 def _sequence_axis(
-  found: list[Any], mesh: Any, given: bool, used: Sequence[str], required: bool
-) -> Any:
+  found: list[Any],
+  mesh: Mesh | AbstractMesh,
+  given: bool,
+  used: Sequence[str],
+  required: bool,
+) -> MeshAxes:
   """The axis of the operands' second dimension, else the one of the mesh."""
   for _, spec in found:
     if spec is not None and len(spec) > 1 and spec[1]:

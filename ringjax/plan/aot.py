@@ -25,13 +25,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
+
+from jax.sharding import Mesh
 
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.parallel import chips
 from ringjax.plan import files, overlap
+from ringjax.plan.hlo import Trips
 
 # Of the caller's environment a compilation sees these; libtpu reads others as
 # flags by parts of their names.
@@ -71,11 +74,11 @@ class Built:
     data_trips: see `overlap.check`.
   """
 
-  function: Any
+  function: Callable[..., Any]
   arguments: tuple[Any, ...]
-  mesh: Any
+  mesh: Mesh
   facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  data_trips: Any = 1.0
+  data_trips: Trips | float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,7 +100,7 @@ def most_ranks(tokens: int, ranks: int, tile: int = 1) -> int:
 
 
 def round_to_tiles(
-  shares: Sequence[int | float] | Float[np.ndarray, ...],
+  shares: Sequence[int | float] | Float[np.ndarray, " ..."],
   tokens: int,
   tile: int = 1,
 ) -> tuple[int, ...]:

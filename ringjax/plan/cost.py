@@ -35,6 +35,8 @@ from ringjax.parallel.chips import Link, Machine, number_bytes
 KERNELS = ("dense", "causal")
 # Tokens of each rank of a partition, or of several partitions at once.
 Lengths = Shaped[np.ndarray, "*K p"] | Sequence[Any]
+# A number of tokens or of pairs, or several.
+Quantity = int | float | np.number | np.ndarray
 # Between neighbouring ranks all links are alike; one of them is the network.
 Network = Link
 
@@ -190,7 +192,7 @@ class Profile:
       )
     one_of("kernel", self.kernel, KERNELS)
 
-  def work_s(self, tokens: Any, pairs: Any) -> Any:
+  def work_s(self, tokens: Quantity, pairs: Quantity) -> Any:
     """Seconds of tokens and pairs, elementwise, without a call's fixed time."""
     return self.token_s * tokens + self.pair_s * pairs
 
@@ -338,7 +340,9 @@ def pairs(
   return pairs_behind(before, c, prompt.window, kernel)
 
 
-def pairs_behind(before: Any, c: Any, window: int | None, kernel: str) -> Any:
+def pairs_behind(
+  before: Quantity, c: Quantity, window: int | None, kernel: str
+) -> Any:
   """Pairs of `c` queries behind `before` keys, elementwise."""
   before, c = np.asarray(before, np.float64), np.asarray(c, np.float64)
   if kernel == "dense":

@@ -10,6 +10,9 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from ringjax.errors import OptionError
 from ringjax.plan.events import Timeline
 from ringjax.plan.overlap import OverlapReport
@@ -73,7 +76,7 @@ def legend(made: Any, handles: Sequence[Any], **options: Any) -> None:
   )
 
 
-def patch(color: Any, label: str) -> Any:
+def patch(color: str | Float[np.ndarray, " c"], label: str) -> Any:
   """An entry of a legend."""
   patches = importlib.import_module("matplotlib.patches")
   return patches.Patch(color=color, label=label)

@@ -146,7 +146,7 @@ class Timeline:
 class _Queue:
   """A device or link while it is simulated: free slots, waiting operations."""
 
-  place: Any
+  place: Channel | Device
   index: int
   free: Number
   # A heap of (-priority, index, operation).
@@ -389,7 +389,7 @@ class Simulator:
 
   # Describing.
 
-  def _add(self, place: Any, slots: Number) -> Any:
+  def _add(self, place: Channel | Device, slots: Number) -> Any:
     if place.name in self._by_name or not place.name:
       raise _taken("name", place.name)
     queue = _Queue(place, len(self._queues), slots)

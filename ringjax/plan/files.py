@@ -105,7 +105,7 @@ def load(path: str, format: str, make: Callable[[Any], T], want: str) -> T:
     raise fault(path, f"{error}", want) from None
 
 
-def as_dataclass(kind: type[T], body: Any) -> T:
+def as_dataclass(kind: type[T], body: Mapping[str, Any]) -> T:
   """A dataclass of text, ints and numbers, from a mapping of its fields.
 
   Raises:
@@ -129,10 +129,11 @@ def as_dataclass(kind: type[T], body: Any) -> T:
 
 
 def record(
-  one: Any, *properties: str, leave: Collection[str] = ()
+  one: object, *properties: str, leave: Collection[str] = ()
 ) -> dict[str, Any]:
   """The fields of a dataclass and some of its properties, as JSON has them."""
-  names = [x.name for x in dataclasses.fields(one) if x.name not in leave]
+  kept: Any = one
+  names = [x.name for x in dataclasses.fields(kept) if x.name not in leave]
   return {name: _plain(getattr(one, name)) for name in (*names, *properties)}
 
 

@@ -175,7 +175,9 @@ def fitted(
   }
   fits = [line(samples, call_s) for samples in (forward, backward)]
   # A rate above the product's is the noise of the machine.
-  parts = [min(1.0, 1 / per_flop / rates[dtype]) for _, per_flop in fits]
+  forward_part, backward_part = (
+    min(1.0, 1 / per_flop / rates[dtype]) for _, per_flop in fits
+  )
   return Machine(
     name=name,
     chip=Chip(
@@ -186,7 +188,7 @@ def fitted(
       source=source,
     ),
     links={axis: link_of(times) for axis, times in links.items()},
-    efficiency={"blockwise": tuple(parts)},
+    efficiency={"blockwise": (forward_part, backward_part)},
     hop_s=float(np.mean([start for start, _ in fits])),
     call_s=call_s,
     source=source,

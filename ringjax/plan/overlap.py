@@ -480,6 +480,7 @@ def received_bytes(
     nbytes *= size
   share = nbytes * (size - 1) / max(1, size)
   made = chips.MACHINES[program.core.name].links
+  assert isinstance(made, chips.Link)
   made = dataclasses.replace(made, bandwidth=program.core.link_bytes_s)
   if kind == "all-reduce":
     seconds, received = 2 * made.gather_s(share, size), 2 * share

@@ -144,7 +144,7 @@ def kvr(
 def kvr_seconds(
   profile: Profile,
   prompt: Prompt,
-  partitions: Shaped[np.ndarray, ...] | Sequence[Any],
+  partitions: Shaped[np.ndarray, " ..."] | Sequence[Any],
   network: Network,
   *,
   credits: int | None = None,

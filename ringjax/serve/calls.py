@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.transformer import Transformer, forward
@@ -24,7 +24,7 @@ from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.pooled import SharedTiles
 from ringjax.serve.request import Request
-from ringjax.serve.row_sampler import RowNumbers, choose
+from ringjax.serve.row_sampler import Choice, RowNumbers, choose
 from ringjax.serve.scheduler import (
   DecodeTurn,
   PromptPiece,
@@ -33,6 +33,7 @@ from ringjax.serve.scheduler import (
   ServedRow,
 )
 from ringjax.serve.shared_rows import shared_tiles
+from ringjax.typing import ArrayLeaf
 
 
 class RowBoard(NamedTuple):
@@ -44,9 +45,9 @@ class RowBoard(NamedTuple):
     counts: int32 [R, V], how often in the answer.
   """
 
-  last: Any
-  seen: Any
-  counts: Any
+  last: Int[Array, " R"]
+  seen: Bool[Array, "R V"]
+  counts: Int[Array, "R V"]
 
 
 class CallArrays(NamedTuple):
@@ -67,18 +68,18 @@ class CallArrays(NamedTuple):
     adapter: int32 [B], which adapter each row has, 0 for none; or None.
   """
 
-  tokens: Any
-  pos: Any
-  seg: Any
+  tokens: Int[ArrayLeaf, "B T"]
+  pos: Int[ArrayLeaf, "B T"]
+  seg: Int[ArrayLeaf, "B T"]
   tables: tuple[Any, ...]
-  ends: Any
-  slots: Any
-  fresh: Any
-  last: Any
-  chooses: Any
+  ends: Int[ArrayLeaf, " B"]
+  slots: Int[ArrayLeaf, " B"]
+  fresh: Bool[ArrayLeaf, " B"]
+  last: Int[ArrayLeaf, " B"]
+  chooses: Bool[ArrayLeaf, " B"]
   how: RowNumbers
   shared: tuple[SharedTiles, ...] | None = None
-  adapter: Any = None
+  adapter: Int[ArrayLeaf, " B"] | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
@@ -96,18 +97,10 @@ def compute(
   inside = jnp.minimum(call.slots, rows - 1)
   before = board.last[inside][:, None]
   tokens = jnp.where(call.tokens < 0, before, call.tokens)
-  with adapter_rows(call.adapter):
-    logits, pool = forward(
-      model,
-      attend,
-      tokens,
-      call.pos,
-      call.seg,
-      pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared),
-      call.last[:, None],
-      length,
-    )
-  logits = attend.everywhere(logits[:, 0])
+  logits, pool = _read(
+    model, attend, pool, call, tokens, call.last[:, None], length
+  )
+  logits = logits[:, 0]
   choice = choose(
     logits,
     call.how,
@@ -123,6 +116,90 @@ def compute(
     board.counts.at[into, choice.token].add(1, mode="drop"),
   )
   return attend.everywhere(choice), pool, attend.everywhere(board)
+
+
+def _read(
+  model: Transformer,
+  attend: CachedAttention,
+  pool: PagePool,
+  call: CallArrays,
+  tokens: Int[Array, "B T"],
+  rows: Int[Array, "B _"] | None,
+  length: Int[Array, ""],
+) -> tuple[Float[Array, "B _ V"], PagePool]:
+  """Logits behind some tokens of a call, or behind all, and the pool."""
+  held = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
+  with adapter_rows(call.adapter):
+    logits, pool = forward(
+      model, attend, tokens, call.pos, call.seg, held, rows, length
+    )
+  return attend.everywhere(logits), pool
+
+
+class Checked(NamedTuple):
+  """What a call that checks drafts chooses.
+
+  Fields:
+    choice: of B T rows, the T tokens of a row next to one another.
+    count: int32 [B], how many of the T are the row's next tokens.
+  """
+
+  choice: Choice
+  count: Int[ArrayLeaf, " B"]
+
+
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
+def check_drafts(
+  model: Transformer,
+  attend: CachedAttention,
+  pool: PagePool,
+  board: RowBoard,
+  call: CallArrays,
+  allowed: Bool[Array, "B V"],
+  length: Int[Array, ""],
+) -> tuple[Any, PagePool, RowBoard]:
+  """Computes a call's tokens, of which those behind the first are drafts.
+
+  Those that the row's own settings choose are right. What was written of the
+  others is behind the row's end, where its next call writes.
+  """
+  rows, width = board.last.shape[0], call.tokens.shape[1]
+  inside = jnp.minimum(call.slots, rows - 1)
+  logits, pool = _read(model, attend, pool, call, call.tokens, None, length)
+  batch, _, vocab = logits.shape
+  drafted = jax.nn.one_hot(
+    jnp.where(call.seg[:, 1:] > 0, call.tokens[:, 1:], -1),
+    vocab,
+    dtype=jnp.int32,
+  )
+  before = jnp.pad(jnp.cumsum(drafted, 1), ((0, 0), (1, 0), (0, 0)))
+  counts = board.counts[inside][:, None] + before
+  seen = board.seen[inside][:, None] | (before > 0)
+  flat = lambda x: x.reshape(batch * width, *x.shape[2:])
+  each = np.repeat(np.arange(batch), width)
+  choice = choose(
+    flat(logits),
+    call.how.of(each),
+    flat(call.pos + 1),
+    flat(seen),
+    flat(counts),
+    allowed[each],
+  )
+  tokens = choice.token.reshape(batch, width)
+  right = (tokens[:, :-1] == call.tokens[:, 1:]) & (call.seg[:, 1:] > 0)
+  count = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), 1), 1)
+  last = count[:, None] - 1
+  token = jnp.take_along_axis(tokens, last, 1)[:, 0]
+  take = lambda x: jnp.take_along_axis(x, last[..., None], 1)[:, 0]
+  new = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
+  into = jnp.where(call.chooses, call.slots, rows)
+  board = RowBoard(
+    board.last.at[into].set(token, mode="drop"),
+    board.seen.at[into].set(take(seen) | (new > 0), mode="drop"),
+    board.counts.at[into].set(take(counts) + new, mode="drop"),
+  )
+  found = attend.everywhere(Checked(choice, count))
+  return found, pool, attend.everywhere(board)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -194,6 +271,7 @@ class CallBuilder:
     together: bool,
     adapters: dict[str, int],
     groups: int,
+    drafted: int = 0,
     place: Callable[[np.ndarray, int], np.ndarray] | None = None,
   ):
     """For no rows yet.
@@ -205,11 +283,12 @@ class CallBuilder:
       together: whether rows read together what they have in common.
       adapters: numbers of adapters, by name.
       groups: of layers that have pages.
+      drafted: tokens behind that of a row which a call for answers checks.
       place: where pages of a slot are, if not where the tables say.
     """
     self._place = place
     self._scheduler, self._tile, self._together = scheduler, tile, together
-    self._adapters, self._vocab = adapters, vocab
+    self._adapters, self._vocab, self._drafted = adapters, vocab, drafted
     self._tables = scheduler.tables[:groups]
     # The last one is that of padding.
     self._how = RowNumbers.empty(scheduler.limits.rows + 1, vocab)
@@ -224,15 +303,22 @@ class CallBuilder:
     wanted = ranked or request.logprobs is not None
     self._how.put(row.slot, request.sampling, draw, wanted, search, self._vocab)
 
+  @property
+  def settings(self) -> RowNumbers:
+    """Those of all rows, by slot."""
+    return self._how.of(np.arange(self._scheduler.limits.rows))
+
   def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
     """A call for answers: each row stands at its slot."""
-    call = self._blank(self._scheduler.limits.rows, 1)
+    width = 1 + self._drafted
+    call = self._blank(self._scheduler.limits.rows, width)
     for turn in turns:
-      slot = turn.slot
-      call.tokens[slot, 0] = turn.row.token(turn.at)
-      call.pos[slot, 0], call.seg[slot, 0] = turn.at, 1
+      slot, count = turn.slot, turn.end - turn.at
+      call.tokens[slot, :count] = turn.row.token(turn.at), *turn.draft
+      call.pos[slot] = turn.at + np.arange(width)
+      call.seg[slot, :count] = 1
       call.chooses[slot] = turn.chooses
-      self._row(call, slot, turn.row, slot, turn.at + 1)
+      self._row(call, slot, turn.row, slot, turn.end)
     return call._replace(
       how=self._how.of(call.slots), shared=self._common(turns)
     )
@@ -265,8 +351,9 @@ class CallBuilder:
 
   def _blank(self, batch: int, tokens: int) -> CallArrays:
     """A call of padding."""
-    zeros = lambda *shape: np.zeros(shape, np.int32)
-    slots = np.full(batch, self._scheduler.limits.rows, np.int32)
+    zeros: Any = lambda *shape: np.zeros(shape, np.int32)
+    no: Any = lambda: np.zeros(batch, bool)
+    slots: Any = np.full(batch, self._scheduler.limits.rows, np.int32)
     return CallArrays(
       tokens=zeros(batch, tokens),
       pos=zeros(batch, tokens),
@@ -277,9 +364,9 @@ class CallBuilder:
       ),
       ends=zeros(batch),
       slots=slots,
-      fresh=np.zeros(batch, bool),
+      fresh=no(),
       last=zeros(batch),
-      chooses=np.zeros(batch, bool),
+      chooses=no(),
       how=self._how.of(slots),
       adapter=zeros(batch) if len(self._adapters) > 1 else None,
     )

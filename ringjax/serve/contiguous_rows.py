@@ -89,7 +89,13 @@ class ContiguousRows:
   """
 
   def __init__(
-    self, pool: PagePool, rows: int, blocks: int, many: int, reserves: bool
+    self,
+    pool: PagePool,
+    rows: int,
+    blocks: int,
+    many: int,
+    reserves: bool,
+    ahead: int = 1,
   ):
     """Of an empty pool.
 
@@ -99,6 +105,7 @@ class ContiguousRows:
       blocks: pages of a row at most.
       many: pages that are to be in use at a time.
       reserves: whether the pool's arrays are reserved.
+      ahead: tokens that a row may get in a step.
     """
     shards = pool.shards
     self.memory: ReservedRows | None = None
@@ -113,11 +120,12 @@ class ContiguousRows:
         blocks=blocks,
         shards=shards,
         memory=self.memory,
+        ahead=ahead,
       )
     else:
       groups = row_pages(many, rows, blocks, shards, False) // shards
       space = DoublingSpace(
-        rows, groups, pool.page, blocks=blocks, shards=shards
+        rows, groups, pool.page, blocks=blocks, shards=shards, ahead=ahead
       )
       self.space, self.place = space, space.place
 

@@ -8,7 +8,7 @@ blocks of answers are found by later prompts, which gives that up.) What one
 request raises ends that request alone.
 Cost: a step is at most one call for answers and one for prompts, each of which
 is one compiled program for good. The host plans a step while the device
-computes the one before; a mask or a beam search makes it wait.
+computes the one before; a mask, a beam search or drafts make it wait.
 Memory: the pool; it does not grow. Of reserved rows what is in use.
 Ref: Yu et al. 2022, Orca (OSDI); Kwon et al. 2023, PagedAttention,
 arXiv 2309.06180.
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ringjax.checks import float_dtype, integer, one_of, positive_int
 from ringjax.errors import (
@@ -41,9 +42,11 @@ from ringjax.errors import (
 )
 from ringjax.infer import inputs
 from ringjax.infer.session import check_devices, free_on, place_of
+from ringjax.infer.speculate.drafter import Drafter
 from ringjax.infer.stopping import Watch, check_tokenizer
 from ringjax.kv.base import bytes_each, zeros
 from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.page_pool import PagePool
 from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
@@ -60,7 +63,9 @@ from ringjax.serve.beams import BeamSearch
 from ringjax.serve.calls import (
   CallArrays,
   CallBuilder,
+  Checked,
   RowBoard,
+  check_drafts,
   compute,
   forked,
   marked,
@@ -74,14 +79,17 @@ from ringjax.serve.contiguous_rows import (
 from ringjax.serve.page_swap import PREEMPTIONS, PageSwap
 from ringjax.serve.prefix_tree import GroupSpec, PrefixTree
 from ringjax.serve.request import Answer, Handle, Request, TokenLogprobs
+from ringjax.serve.row_drafts import RowDrafts
 from ringjax.serve.row_space import RowSpace
 from ringjax.serve.scheduler import (
+  DecodeTurn,
   Scheduler,
   ServedRow,
   StepLimits,
   StepPlan,
 )
 from ringjax.serve.store_link import StoreLink
+from ringjax.store.prefix_store import Store
 from ringjax.train.lora import Lora, with_adapters
 
 SHARES = ("prompts", "answers", "nothing")
@@ -99,6 +107,8 @@ class EngineCounters:
     prompt_tokens: that were computed.
     cached_tokens: of prompts, that were found.
     new_tokens: that were chosen.
+    drafted: tokens that were drafted and checked.
+    accepted: of these, that were right.
     preemptions: rows that had to make room.
     swapped: of these, rows whose pages went to the host's memory.
     expired: requests whose deadline passed.
@@ -121,6 +131,8 @@ class EngineCounters:
   prompt_tokens: int = 0
   cached_tokens: int = 0
   new_tokens: int = 0
+  drafted: int = 0
+  accepted: int = 0
   preemptions: int = 0
   swapped: int = 0
   expired: int = 0
@@ -153,7 +165,7 @@ class _Owner(NamedTuple):
   search: BeamSearch | None = None
 
 
-def _platform(mesh: Any) -> str:
+def _platform(mesh: Mesh | None) -> str:
   if mesh is None:
     return jax.default_backend()
   return mesh.devices.flat[0].platform
@@ -180,16 +192,17 @@ class Engine:
     piece: int = 64,
     pieces: int = 4,
     budget: int | None = None,
-    cache_kind: Any = "windowed",
-    dtype: Any = None,
+    cache_kind: CacheKind | str = "windowed",
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     axis: str | None = None,
     tokenizer: Any = None,
     adapters: Mapping[str, tuple[Lora, Any]] | None = None,
     share: str | None = None,
     shared_reads: str = "exact",
+    speculate: Drafter | str | None = None,
     preempt: str = "auto",
-    store: Any = None,
+    store: Store | None = None,
     layout: str = "pages",
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -223,6 +236,13 @@ class Engine:
         (ChunkAttention): "always", "never", or where that is "exact", so that
         a row has the same bits alone; it is tried on the device. Never where
         a mesh axis shards the rows.
+      speculate: what drafts tokens behind the last one of a row: from its text
+        "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
+        "self:cache_kind=int4", with options as in "lookup:count=4"; or an
+        object. Calls for answers then check `count` drafted tokens of each
+        row, which may have fewer; tokens are the same. A model drafts for all
+        rows at once and has a cache of its own. Rows with a mask or of a beam
+        search are not drafted for.
       preempt: what becomes of a row that has to make room: it is computed
         again later ("recompute"), its pages go to the host's memory and come
         back ("swap"), or whichever costs less by what was measured ("auto").
@@ -238,8 +258,9 @@ class Engine:
 
     Raises:
       OptionError: a value is out of its range, a store for a model that
-        shares nothing, or contiguous rows that are to share prefixes or to be
-        swapped.
+        shares nothing, contiguous rows that are to share prefixes or to be
+        swapped, drafts for recurrent layers, or by trees, LongSpec, a model
+        with another tokenizer or on other devices, or one whose cache evicts.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """
@@ -276,6 +297,12 @@ class Engine:
     if contiguous:
       check_contiguous(share, preempt)
       preempt = "recompute"
+    recurrent = any(isinstance(s, StateShape) for s in model.kinds)
+    self._drafts = None if speculate is None else RowDrafts(speculate)
+    drafted = 0
+    if self._drafts is not None:
+      self._drafts.check(model)
+      drafted = self._drafts.count
     context = model.config.longest
     if longest is None:
       longest = min(context or 16384, 16384)
@@ -333,7 +360,6 @@ class Engine:
       )
     fill = reserved_zeros if reserves else zeros
     self._pool = PagePool.create(model.kinds, fill=fill, **spec)
-    recurrent = any(isinstance(s, StateShape) for s in model.kinds)
     if self.mesh is None:
       # Committed, as what calls return: else each program is compiled twice.
       (device,) = jax.tree.leaves(model)[0].devices()
@@ -341,7 +367,7 @@ class Engine:
     self._rows: ContiguousRows | None = None
     if contiguous:
       self._rows = ContiguousRows(
-        self._pool, rows, blocks, pages_at_once, reserves
+        self._pool, rows, blocks, pages_at_once, reserves, 1 + drafted
       )
       self._rows.space.settle = self._settle
       tree: PrefixTree = self._rows.space
@@ -357,16 +383,18 @@ class Engine:
       )
     # Rows on other devices read for themselves.
     apart = bool(self._attend.batch_axes(rows))
+    width = 1 + drafted
     together = not (apart or contiguous) and (
       shared_reads == "always"
-      or (shared_reads == "exact" and self._exact(rows, page, platform))
+      or (shared_reads == "exact" and self._exact(rows, page, platform, width))
     )
     limits = StepLimits(
       rows=rows,
       pieces=pieces,
       piece=piece,
       budget=positive_int(
-        "budget", rows + piece * pieces if budget is None else budget
+        "budget",
+        rows * (1 + drafted) + piece * pieces if budget is None else budget,
       ),
       blocks=blocks,
       one_piece=recurrent,
@@ -390,8 +418,11 @@ class Engine:
       together=together,
       adapters=self._adapters,
       groups=len(self._pool.groups),
+      drafted=drafted,
       place=self._rows.place if self._rows is not None else None,
     )
+    if self._drafts is not None:
+      self.scheduler.drafts = self._drafts.draft
     self.counters = EngineCounters()
     place = self._everywhere
     if self.mesh is None:
@@ -422,6 +453,16 @@ class Engine:
       n: place(jnp.ones((n, self.vocab), bool)) for n in {rows, pieces}
     }
     self._length = jnp.int32(longest)
+    if self._drafts is not None:
+      # By the weights without adapters, of which there may be several.
+      self._drafts.begin(
+        model,
+        rows=rows,
+        longest=longest,
+        mesh=self.mesh,
+        axis=self.axis,
+        dtype=spec["dtype"],
+      )
     self._handles: dict[Handle, list[ServedRow]] = {}
     self._flying: tuple[StepPlan, Any, Any] | None = None
     self._arrivals = itertools.count()
@@ -437,7 +478,7 @@ class Engine:
   def _everywhere(self, x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(self.mesh, P()))
 
-  def _exact(self, rows: int, page: int, platform: str) -> bool:
+  def _exact(self, rows: int, page: int, platform: str, queries: int) -> bool:
     """Whether rows have the same bits if they read together."""
     pool = self._pool
     shapes = {
@@ -449,7 +490,7 @@ class Engine:
     kind = jax.devices(platform)[0].device_kind
     local = AutoKernel(platform=platform, chip=chips.known(kind))
     return all(
-      sharing_is_exact(s, page, pool.dtype, platform, local.decode)
+      sharing_is_exact(s, page, pool.dtype, platform, local.decode, queries)
       for s in shapes
     )
 
@@ -523,7 +564,7 @@ class Engine:
         "at most as many beams as rows, which share pages",
         "ask for fewer, or make the engine with more rows=, layout='pages'",
       )
-    for token, _ in request.sampling.logit_bias:
+    for token in dict(request.sampling.logit_bias):
       integer("logit_bias token", token, least=0, most=self.vocab - 1)
     total = prompt.size + request.max_new_tokens
     if total > self.longest:
@@ -724,11 +765,17 @@ class Engine:
     """See `step`; the lock is held."""
     self._expire()
     rows = [row for row in self.scheduler.running if row is not None]
-    if any(
+    if self._drafts is not None or any(
       row.team or row.owner.handle.request.mask is not None for row in rows
     ):
       # What they compute next depends on all tokens before it.
       self._collect()
+    if self._drafts is not None:
+      self._drafts.prepare(
+        [row for row in self.scheduler.running if row is not None],
+        self._calls.settings,
+        self._board,
+      )
     if self._rows is not None:
       self._rows.space.join()
     plan = self.scheduler.plan()
@@ -825,22 +872,26 @@ class Engine:
     pieces = calls.pieces(plan.pieces) if plan.pieces else None
     # A mask may end rows: by then both calls know their pages.
     if turns is not None:
-      keys = sum(turn.at + 1 for turn in plan.turns)
+      keys = sum(turn.end for turn in plan.turns)
       counters.keys_seen += keys
       counters.keys_read += keys - calls.saved
       counters.plans = calls.plans
       rows = [(turn.slot, turn.row) for turn in plan.turns if turn.chooses]
-      turns = self._computed(turns, rows)
+      work = compute if self._drafts is None else check_drafts
+      turns = self._computed(turns, rows, work)
     if pieces is not None:
       ends = [(n, x.row) for n, x in enumerate(plan.pieces) if x.chooses]
       pieces = self._computed(pieces, ends)
     return turns, pieces
 
   def _computed(
-    self, call: CallArrays, rows: list[tuple[int, ServedRow]]
+    self,
+    call: CallArrays,
+    rows: list[tuple[int, ServedRow]],
+    work: Callable[..., Any] = compute,
   ) -> Any:
     """What a call chooses, of which these rows choose a token."""
-    choice, self._pool, self._board = compute(
+    choice, self._pool, self._board = work(
       self.model,
       self._attend,
       self._pool,
@@ -889,11 +940,26 @@ class Engine:
     """Gives rows the tokens that a step chose."""
     turns, pieces = jax.device_get((turns, pieces))
     for turn in plan.turns:
-      if turn.chooses:
+      if not turn.chooses:
+        continue
+      if self._drafts is None:
         self._said(turn.row, turns, turn.slot)
+      else:
+        self._checked(turn, turns)
     for n, piece in enumerate(plan.pieces):
       if piece.chooses:
         self._said(piece.row, pieces, n)
+
+  def _checked(self, turn: DecodeTurn, found: Checked) -> None:
+    """The tokens that a row has by a draft, and the one behind them."""
+    row, many = turn.row, int(found.count[turn.slot])
+    first = turn.slot * (found.choice.token.size // found.count.size)
+    for n in range(many):
+      self._said(row, found.choice, first + n)
+    self.counters.drafted += len(turn.draft)
+    self.counters.accepted += many - 1
+    row.chosen += many - 1
+    row.computed += many - 1
 
   def _said(self, row: ServedRow, choice: Any, n: int) -> None:
     """One token of a row."""

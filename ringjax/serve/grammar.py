@@ -11,19 +11,21 @@ from __future__ import annotations
 import importlib
 import json
 import threading
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError
 
 
 class GrammarCompiler:
   """Makes masks for `rj.serve.Request`, for one tokenizer."""
 
-  def __init__(self, tokenizer: Any, vocab: int):
+  def __init__(self, tokenizer: AnyTokenizer, vocab: int):
     """Loads nothing yet.
 
     Args:
@@ -138,7 +140,7 @@ def _bad(name: str, error: object) -> OptionError:
   return OptionError(name, why, "a grammar that llguidance takes", "change it")
 
 
-def _llguidance(name: str) -> Any:
+def _llguidance(name: str) -> types.ModuleType:
   try:
     return importlib.import_module("llguidance")
   except ImportError:

@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -160,7 +160,9 @@ class OpenAIApp:
     self._answers = 0
     self._pool = ThreadPoolExecutor(_THREADS, "ringjax http")
 
-  async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+  async def __call__(
+    self, scope: MutableMapping[str, Any], receive: Receive, send: Send
+  ) -> None:
     """Serves one connection's request, or the life of the server."""
     if scope["type"] == "lifespan":
       await self._lifespan(receive, send)

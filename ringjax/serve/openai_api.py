@@ -21,9 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from ringjax.checks import boolean, integer, number
 from ringjax.data import ChatTemplate, Stream
+from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.infer.stopping import Stop
 from ringjax.serve.grammar import GrammarCompiler
@@ -337,7 +339,7 @@ class ApiModel:
   def __init__(
     self,
     name: str,
-    tokenizer: Any,
+    tokenizer: AnyTokenizer,
     *,
     vocab: int,
     longest: int,
@@ -553,7 +555,7 @@ class ApiModel:
       created=int(time.time()),
     )
 
-  def _prompts(self, given: Any, each: int) -> list[str | list[int]]:
+  def _prompts(self, given: PyTree, each: int) -> list[str | list[int]]:
     """The prompts of a body, texts or ids."""
     ids = lambda x: (
       isinstance(x, list) and bool(x) and all(type(i) is int for i in x)
@@ -667,7 +669,7 @@ class ApiModel:
     }
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(given: PyTree) -> list[dict[str, Any]]:
   """Messages of roles and texts; parts of a text are joined."""
   if not isinstance(given, list) or not given:
     raise refused(
@@ -726,7 +728,7 @@ def check_answer(answer: Answer) -> None:
 
 def usage(handles: Sequence[Handle]) -> dict[str, Any]:
   """Tokens that were read and made."""
-  read = sum(int(np.size(h.request.prompt)) for h in handles)
+  read = sum(len(h.request.prompt) for h in handles)
   made = sum(len(a.tokens) for h in handles for a in h.answers)
   cached = sum(h.cached_tokens for h in handles)
   return {
@@ -762,7 +764,7 @@ class AnswerStream:
 
   def __init__(
     self,
-    tokenizer: Any,
+    tokenizer: AnyTokenizer,
     answer: Answer,
     index: int,
     call: ApiCall,

@@ -117,7 +117,8 @@ class PageSwap:
         if number < many:
           one[number % pool.shards, number // pool.shards] = page
       tables.append(one)
-    held, states = kept.payload
+    payload: Any = kept.payload
+    held, states = payload
     for pages, one in zip(_batches(tables, none), held, strict=True):
       pool = _write(pool, pages, one)
     if pool.recurrent:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from ringjax.checks import positive_int
 
@@ -253,7 +254,11 @@ class PrefixTree:
     return found
 
   def match(
-    self, root: PrefixBlock, tokens: Any, *, most: int | None = None
+    self,
+    root: PrefixBlock,
+    tokens: Int[np.ndarray, " n"],
+    *,
+    most: int | None = None,
   ) -> list[PrefixBlock]:
     """The longest prefix of int32 tokens [n] that is known, block by block.
 
@@ -271,7 +276,9 @@ class PrefixTree:
     self.counters.hit += len(found)
     return found
 
-  def pieces(self, tokens: Any, most: int | None = None) -> list[bytes]:
+  def pieces(
+    self, tokens: Int[np.ndarray, " n"], most: int | None = None
+  ) -> list[bytes]:
     """The bytes of the whole blocks of int32 tokens [n], `most` at most."""
     data = np.ascontiguousarray(tokens, "<i4").tobytes()
     size = 4 * self.page

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringjax.checks import integer, number, positive_int
+from ringjax.data.special_tokens import TokenIds
 from ringjax.errors import InputTypeError, OptionError
-from ringjax.infer.stopping import Stop, as_stop
+from ringjax.infer.stopping import Stop, StopLike, as_stop
 from ringjax.serve.row_sampler import TOP, RowSampling
 
 if TYPE_CHECKING:
@@ -48,10 +49,10 @@ class Request:
     OptionError, SamplingError, InputTypeError: a value is out of its range.
   """
 
-  prompt: Any
+  prompt: TokenIds
   max_new_tokens: int
   sampling: RowSampling = RowSampling()
-  stop: Any = None
+  stop: StopLike = None
   n: int = 1
   best_of: int | None = None
   beams: int | None = None
@@ -119,13 +120,13 @@ class Request:
         "leave temperature out, or beams",
       )
     # So many of the likeliest tokens hold what each hypothesis can give.
-    many = beams + len(self.stop.ids)
+    many = beams + len(self.stops.ids)
     if many > TOP:
       raise OptionError(
         "beams",
-        f"{beams}, with {len(self.stop.ids)} stop ids",
+        f"{beams}, with {len(self.stops.ids)} stop ids",
         f"at most {TOP} of both together",
-        f"pass at most beams={max(0, TOP - len(self.stop.ids))}",
+        f"pass at most beams={max(0, TOP - len(self.stops.ids))}",
       )
 
   @property
@@ -141,7 +142,7 @@ class Request:
   @property
   def stops(self) -> Stop:
     """What ends an answer."""
-    return self.stop
+    return as_stop(self.stop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,7 +274,7 @@ class Handle:
       best = sorted(self.answers, key=mean, reverse=True)[: self.request.n]
     return RequestResult(
       answers=tuple(best),
-      prompt_tokens=int(np.size(self.request.prompt)),
+      prompt_tokens=len(self.request.prompt),
       cached_tokens=self.cached_tokens,
       preemptions=self.preemptions,
       first_token=self.first_token,
@@ -290,4 +291,4 @@ class Handle:
 
   def __repr__(self) -> str:
     ends = [answer.finish for answer in self.answers]
-    return f"Handle({np.size(self.request.prompt)} tokens, {ends})"
+    return f"Handle({len(self.request.prompt)} tokens, {ends})"

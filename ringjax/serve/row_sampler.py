@@ -13,17 +13,19 @@ the answer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError, SamplingError
 from ringjax.infer.sampling import PARAMETERS, Sample, first_largest
+from ringjax.typing import ArrayLeaf
 
 # Entries of a logit bias of one row, and logprobs of one token, at most.
 BIASES, TOP = 64, 20
@@ -56,7 +58,7 @@ class RowSampling:
   presence_penalty: float = 0.0
   frequency_penalty: float = 0.0
   seed: int = 0
-  logit_bias: Any = ()
+  logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
   def __post_init__(self) -> None:
     if self.temperature:
@@ -117,24 +119,25 @@ class RowNumbers(NamedTuple):
       by which a beam search ranks tokens; else those of the model.
   """
 
-  temperature: Any
-  top_k: Any
-  top_p: Any
-  min_p: Any
-  repetition: Any
-  presence: Any
-  frequency: Any
-  seed: Any
-  draw: Any
-  bias_ids: Any
-  bias: Any
-  logprobs: Any
-  search: Any
+  temperature: Float[ArrayLeaf, " B"]
+  top_k: Int[ArrayLeaf, " B"]
+  top_p: Float[ArrayLeaf, " B"]
+  min_p: Float[ArrayLeaf, " B"]
+  repetition: Float[ArrayLeaf, " B"]
+  presence: Float[ArrayLeaf, " B"]
+  frequency: Float[ArrayLeaf, " B"]
+  seed: Shaped[ArrayLeaf, "2 B"]
+  draw: Int[ArrayLeaf, " B"]
+  bias_ids: Int[ArrayLeaf, "B n"]
+  bias: Float[ArrayLeaf, "B n"]
+  logprobs: Bool[ArrayLeaf, " B"]
+  search: Bool[ArrayLeaf, " B"]
 
   @classmethod
   def empty(cls, rows: int, vocab: int) -> RowNumbers:
     """On the host, all greedy."""
-    full = lambda value, dtype: np.full(rows, value, dtype)
+    full: Any = lambda value, dtype: np.full(rows, value, dtype)
+    many: Any = lambda shape, value, dtype: np.full(shape, value, dtype)
     return cls(
       temperature=full(0, np.float32),
       top_k=full(vocab, np.int32),
@@ -143,10 +146,10 @@ class RowNumbers(NamedTuple):
       repetition=full(1, np.float32),
       presence=full(0, np.float32),
       frequency=full(0, np.float32),
-      seed=np.zeros((2, rows), np.uint32),
+      seed=many((2, rows), 0, np.uint32),
       draw=full(0, np.int32),
-      bias_ids=np.full((rows, BIASES), vocab, np.int32),
-      bias=np.zeros((rows, BIASES), np.float32),
+      bias_ids=many((rows, BIASES), vocab, np.int32),
+      bias=many((rows, BIASES), 0, np.float32),
       logprobs=full(False, bool),
       search=full(False, bool),
     )
@@ -172,11 +175,11 @@ class RowNumbers(NamedTuple):
     self.seed[:, row] = how.seed & 0xFFFFFFFF, how.seed >> 32
     self.draw[row] = draw
     self.bias_ids[row], self.bias[row] = vocab, 0
-    for n, (token, value) in enumerate(how.logit_bias):
+    for n, (token, value) in enumerate(dict(how.logit_bias).items()):
       self.bias_ids[row, n], self.bias[row, n] = token, value
     self.logprobs[row], self.search[row] = logprobs, search
 
-  def of(self, slots: np.ndarray) -> RowNumbers:
+  def of(self, slots: Int[Array | np.ndarray, " B"]) -> RowNumbers:
     """Of some rows, int [B]."""
     return RowNumbers(
       *(x[:, slots] if x is self.seed else x[slots] for x in self)
@@ -193,10 +196,10 @@ class Choice(NamedTuple):
     top_logprobs: float32 [B, n], theirs.
   """
 
-  token: Any
-  logprob: Any
-  top: Any
-  top_logprobs: Any
+  token: Int[ArrayLeaf, " B"]
+  logprob: Float[ArrayLeaf, " B"]
+  top: Int[ArrayLeaf, "B n"]
+  top_logprobs: Float[ArrayLeaf, "B n"]
 
 
 def choose(

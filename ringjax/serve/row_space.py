@@ -23,6 +23,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.serve.prefix_tree import GroupSpec, OutOfPages, PrefixTree
@@ -403,7 +405,7 @@ class DoublingSpace(RowSpace):
       moves, self._moves = self._moves, []
     return moves
 
-  def place(self, pages: Any, slot: int) -> Any:
+  def place(self, pages: np.ndarray, slot: int) -> np.ndarray:
     """Where pages of a slot, int32 [R, m], are now; -1 remains."""
     delta = self.base[slot] - slot * self.each
     return pages + (pages >= 0) * delta

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ringjax.serve.prefix_tree import OutOfPages, PrefixBlock, PrefixTree
+
+if TYPE_CHECKING:
+  pass
 
 # How many waiting rows a plan looks at.
 _LOOK = 64
@@ -44,7 +47,7 @@ class KeptPages:
   tables: list[np.ndarray]
   computed: int
   slot: int
-  payload: Any = None
+  payload: object = None
   into: list[dict[int, int]] = dataclasses.field(default_factory=list)
 
 
@@ -164,12 +167,19 @@ class DecodeTurn:
     at: the position of the token that is read.
     chooses: whether the next one is to be chosen; otherwise it is known: the
       row was preempted and comes back.
+    draft: tokens that may follow the one that is read, which the call checks.
   """
 
   row: ServedRow
   slot: int
   at: int
   chooses: bool
+  draft: tuple[int, ...] = ()
+
+  @property
+  def end(self) -> int:
+    """Tokens of the row behind the call."""
+    return self.at + 1 + len(self.draft)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +228,8 @@ class StepPlan:
   @property
   def tokens(self) -> int:
     """That are computed."""
-    return len(self.turns) + sum(piece.count for piece in self.pieces)
+    turns = sum(turn.end - turn.at for turn in self.turns)
+    return turns + sum(piece.count for piece in self.pieces)
 
   @property
   def empty(self) -> bool:
@@ -291,6 +302,8 @@ class Scheduler:
     running: by slot, None where it is free.
     version: a count of changes of the tables.
     source: of blocks that the tree does not have, or None.
+    drafts: asked for tokens that may follow the last one of a row, so many at
+      most; or None. The host then knows all tokens of rows when it plans.
     loads: by (group, shard, page) the bytes that have to be in a page before
       the calls of the plan; whoever makes the calls takes them out.
   """
@@ -329,6 +342,7 @@ class Scheduler:
     self._refused: list[ServedRow] = []
     self.version = 0
     self.source: BlockSource | None = None
+    self.drafts: Callable[[ServedRow, int], Sequence[int]] | None = None
     self.loads: dict[tuple[int, int, int], Any] = {}
 
   # -------------------------------------------------------------------------
@@ -425,10 +439,17 @@ class Scheduler:
       known = row.computed + 1 < row.known
       if not known and row.chosen >= row.most:
         continue
+      draft = () if known else self._draft(row, left - 1)
       turns.append(
-        DecodeTurn(row=row, slot=row.slot, at=row.computed, chooses=not known)
+        DecodeTurn(
+          row=row,
+          slot=row.slot,
+          at=row.computed,
+          chooses=not known,
+          draft=draft,
+        )
       )
-      left -= 1
+      left -= 1 + len(draft)
     pieces = self._pieces(left, preempted)
     admitted = self._admitted(left, pieces, preempted)
     # Rows may be preempted after their part was planned.
@@ -723,6 +744,17 @@ class Scheduler:
     table[row.slot, number % shards, number // shards] = page
     self.version += 1
 
+  def _draft(self, row: ServedRow, most: int) -> tuple[int, ...]:
+    """Tokens that may follow; for these nobody has to make room."""
+    most = min(most, row.most - row.chosen - 1)
+    if self.drafts is None or most < 1 or row.team:
+      return ()
+    found, start = tuple(self.drafts(row, most))[:most], row.computed + 1
+    for number, group in self._missing(row, start, len(found)):
+      if not self._allocate(row, number, group):
+        return found[: max(0, number * self.tree.page - start)]
+    return found
+
   def _make_room(
     self,
     row: ServedRow,
@@ -731,27 +763,38 @@ class Scheduler:
     preempted: list[ServedRow],
   ) -> bool:
     """Pages for tokens of a row; others may have to go, or it goes itself."""
-    assert row.slot is not None
-    page, slot = self.tree.page, row.slot
+    for number, group in self._missing(row, start, count):
+      while not self._allocate(row, number, group):
+        rows = [r for r in self.running if r is not None]
+        victim = self._victim(rows)
+        self._preempt(victim, preempted)
+        if row.slot is None:
+          if not any(r.slot is not None for r in rows):
+            self._refused.append(row)
+          return False
+    return True
+
+  def _missing(
+    self, row: ServedRow, start: int, count: int
+  ) -> Iterator[tuple[int, int]]:
+    """Pages that a row needs for tokens and does not have: (number, group)."""
+    page = self.tree.page
     for number in range(start // page, -(-(start + count) // page)):
+      if number < len(row.blocks) and row.blocks[number].ready:
+        continue
       for group in range(len(self.tree.groups)):
-        mine = row.pages[group]
-        if number in mine:
-          continue
-        if number < len(row.blocks) and row.blocks[number].ready:
-          continue
-        while number not in mine:
-          try:
-            mine[number] = self.tree.allocate(group, number, slot)
-          except OutOfPages:
-            rows = [r for r in self.running if r is not None]
-            victim = self._victim(rows)
-            self._preempt(victim, preempted)
-            if row.slot is None:
-              if not any(r.slot is not None for r in rows):
-                self._refused.append(row)
-              return False
-        self._set(row, group, number, mine[number])
+        if number not in row.pages[group]:
+          yield number, group
+
+  def _allocate(self, row: ServedRow, number: int, group: int) -> bool:
+    """A page for a row; whether there was one."""
+    assert row.slot is not None
+    try:
+      page = self.tree.allocate(group, number, row.slot)
+    except OutOfPages:
+      return False
+    row.pages[group][number] = page
+    self._set(row, group, number, page)
     return True
 
   def _preempt(self, row: ServedRow, preempted: list[ServedRow]) -> None:

@@ -107,6 +107,8 @@ class ServerMetrics:
       ("prompt_tokens_total", "prompt_tokens", "Tokens of prompts computed."),
       ("cached_tokens_total", "cached_tokens", "Tokens of prompts found."),
       ("new_tokens_total", "new_tokens", "Tokens of answers."),
+      ("drafted_tokens_total", "drafted", "Drafted tokens that were checked."),
+      ("accepted_tokens_total", "accepted", "Drafted tokens that were right."),
       ("preemptions_total", "preemptions", "Rows that had to make room."),
     ):
       put("counter", name, getattr(counters, field), text)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, PromptError
@@ -82,7 +83,11 @@ class StepCost:
     )
 
   @classmethod
-  def fit(cls, steps: Any, seconds: Any) -> StepCost:
+  def fit(
+    cls,
+    steps: Float[np.ndarray, "n 4"] | Sequence[Any],
+    seconds: Float[np.ndarray, " n"] | Sequence[float],
+  ) -> StepCost:
     """The cost that explains measured steps best, relative to their times.
 
     The sum of their times is explained exactly.

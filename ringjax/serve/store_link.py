@@ -22,18 +22,23 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
+from ringjax.models.transformer import Transformer
 from ringjax.serve.prefix_tree import PrefixBlock, next_digest
 from ringjax.serve.scheduler import Scheduler, ServedRow, StoredPrefix
 from ringjax.store import Store, StoreFetch
+
+if TYPE_CHECKING:
+  from ringjax.serve.engine import EngineCounters
 
 # Pages of each shard in one copy, and copies on their way to the host.
 _BATCH, _MOST_COPIES = 16, 8
@@ -54,7 +59,7 @@ def _write_pages(
 
 
 @jax.jit
-def _sums(leaves: Any) -> Any:
+def _sums(leaves: PyTree) -> Any:
   """A number of all bits of each array."""
 
   def one(x: jax.Array) -> jax.Array:
@@ -95,11 +100,11 @@ class StoreLink:
 
   def __init__(
     self,
-    store: Any,
-    model: Any,
+    store: Store,
+    model: Transformer,
     pool: PagePool,
     scheduler: Scheduler,
-    counters: Any,
+    counters: EngineCounters,
     longest: int,
   ):
     """Sets itself as the source of a scheduler and listens to its tree.
@@ -361,7 +366,7 @@ def _unpack(payload: Any, held: list[np.ndarray], n: int) -> None:
 
 
 def _namespaces(
-  model: Any, pool: PagePool, scheduler: Scheduler, longest: int
+  model: Transformer, pool: PagePool, scheduler: Scheduler, longest: int
 ) -> list[bytes]:
   """For each group a digest of all that its keys depend on, beside tokens."""
   found = hashlib.sha256()

@@ -60,7 +60,7 @@ class DiskTier:
 
   def __init__(
     self,
-    root: Any,
+    root: str | os.PathLike[str],
     budget: int,
     policy: TierPolicy,
     *,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from ringjax.checks import boolean, integer, positive_int
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.store.disk_tier import DiskTier
 from ringjax.store.host_tier import HostTier
-from ringjax.store.tier_policies import tier_policy
+from ringjax.store.tier_policies import TierPolicy, tier_policy
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -95,8 +96,10 @@ class Store:
     self,
     *,
     host: int = 0,
-    disk: Any = None,
-    policy: Any = "lru",
+    disk: tuple[str | os.PathLike[str], int] | None = None,
+    policy: TierPolicy
+    | str
+    | tuple[TierPolicy | str, TierPolicy | str] = "lru",
     sync: bool = False,
     queue: int = 1 << 28,
   ):

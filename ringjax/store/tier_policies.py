@@ -220,7 +220,7 @@ class Belady(TierPolicy):
     return -ahead[0] if ahead else -float("inf")
 
 
-def tier_policy(value: Any) -> TierPolicy:
+def tier_policy(value: TierPolicy | str) -> TierPolicy:
   """A policy by its name, or the policy itself.
 
   Raises:

@@ -1,6 +1,7 @@
 """Training: recipes, steps over sharded sequences, checkpoints to trust."""
 
 from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.draft_training import DraftTraining
 from ringjax.train.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
@@ -10,6 +11,7 @@ from ringjax.train.step import Objective
 __all__ = [
   "Checkpoints",
   "ContextSplit",
+  "DraftTraining",
   "EncoderTraining",
   "Lora",
   "Mixture",

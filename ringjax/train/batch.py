@@ -13,9 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
 
+from ringjax.data.packing import PackedBatch
 from ringjax.errors import ShapeError
 from ringjax.nn.sharding_context import ShardingContext
+from ringjax.typing import ArrayLeaf
+
+# Fields of packed rows, in the order of `Batch`.
+BY_TOKEN = ("tokens", "labels", "weights", "positions", "segments")
 
 
 class Chunks(NamedTuple):
@@ -26,8 +32,8 @@ class Chunks(NamedTuple):
     segments: int32 [A, B, k, C], 0 for padding and for what is masked.
   """
 
-  tokens: Any
-  segments: Any
+  tokens: Int[ArrayLeaf, "A B k C"]
+  segments: Int[ArrayLeaf, "A B k C"]
 
 
 class Batch(NamedTuple):
@@ -41,29 +47,32 @@ class Batch(NamedTuple):
     segments: int32 [A, B, T], documents, 0 is padding; None: one a row.
     context: what an encoder reads for each row, or None.
     whole: rows of context and these tokens together, for a teacher, or None.
+    lag: int32 [A, B, 1], how far a draft's view of its target's keys is behind,
+      or None.
   """
 
-  tokens: Any
-  labels: Any
-  weights: Any
-  positions: Any = None
-  segments: Any = None
+  tokens: Int[ArrayLeaf, "A B T"]
+  labels: Int[ArrayLeaf, "A B T"]
+  weights: Float[ArrayLeaf, "A B T"]
+  positions: Int[ArrayLeaf, "A B T"] | None = None
+  segments: Int[ArrayLeaf, "A B T"] | None = None
   context: Chunks | None = None
-  whole: Any = None
+  whole: Batch | None = None
+  lag: Int[ArrayLeaf, "A B 1"] | None = None
 
 
-def whole_rows(tokens: Any) -> Batch:
+def whole_rows(tokens: Int[np.ndarray, "B T"]) -> Batch:
   """The batch of rows [B, T + 1] that are one document each, not placed yet."""
-  tokens = np.asarray(tokens, np.int32)
-  if tokens.ndim != 2 or tokens.shape[1] < 2:
+  ids: Any = np.asarray(tokens, np.int32)
+  if ids.ndim != 2 or ids.shape[1] < 2:
     raise ShapeError(
       "tokens",
-      f"shape {tokens.shape}",
+      f"shape {ids.shape}",
       "[B, T + 1], two tokens or more",
       "keep the token after the last one that is read",
     )
-  weights = np.ones((tokens.shape[0], tokens.shape[1] - 1), np.float32)
-  return Batch(tokens[:, :-1], tokens[:, 1:], weights)
+  weights: Any = np.ones((ids.shape[0], ids.shape[1] - 1), np.float32)
+  return Batch(ids[:, :-1], ids[:, 1:], weights)
 
 
 def check(
@@ -143,7 +152,7 @@ _WHOLE = ProcessShare()
 
 
 def place(
-  rows: Any,
+  rows: PackedBatch | Batch,
   attend: ShardingContext,
   accumulate: int = 1,
   part: ProcessShare = _WHOLE,
@@ -166,7 +175,7 @@ def place(
   each, first = here * part.hosts, here * part.host
   axes = attend.batch_axes(each)
 
-  def put(x: Any, *, over: Any = attend.axis) -> Any:
+  def put(x: np.ndarray, *, over: str | None = attend.axis) -> jax.Array:
     x = x.reshape(here, accumulate, *x.shape[1:]).swapaxes(0, 1)
     if attend.mesh is None:
       return jax.device_put(x)
@@ -181,16 +190,14 @@ def place(
       shard,
     )
 
-  def ordered(x: Any) -> Any:
+  def ordered(x: np.ndarray) -> jax.Array:
     # Uneven shards have slots that are empty.
     return put(attend.layout.permute(np.asarray(x), shards=attend.size))
 
-  context = getattr(rows, "context", None)
+  apart = functools.partial(put, over=None)
   return Batch(
-    *jax.tree.map(ordered, tuple(getattr(rows, name) for name in _BY_TOKEN)),
-    context=jax.tree.map(functools.partial(put, over=None), context),
+    *jax.tree.map(ordered, tuple(getattr(rows, name) for name in BY_TOKEN)),
+    context=jax.tree.map(apart, getattr(rows, "context", None)),
     whole=jax.tree.map(ordered, getattr(rows, "whole", None)),
+    lag=jax.tree.map(apart, getattr(rows, "lag", None)),
   )
-
-
-_BY_TOKEN = ("tokens", "labels", "weights", "positions", "segments")

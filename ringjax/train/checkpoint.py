@@ -29,6 +29,7 @@ import logging
 import os
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import (
@@ -125,7 +127,12 @@ class Checkpoints:
   def __enter__(self) -> Checkpoints:
     return self
 
-  def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: types.TracebackType | None,
+  ) -> None:
     # An error of the block comes before one of a save.
     hidden = () if kind is None else (CheckpointWriteError,)
     with contextlib.suppress(*hidden):
@@ -163,7 +170,7 @@ class Checkpoints:
       ) from error
 
   def save(
-    self, step: int, tree: Any, extra: Mapping[str, Any] | None = None
+    self, step: int, tree: PyTree, extra: Mapping[str, Any] | None = None
   ) -> None:
     """Saves a step; one of that number is replaced.
 
@@ -285,7 +292,9 @@ class Checkpoints:
     self._directory.acquire()
     self._directory.prepare(step)
 
-  def _saver(self) -> Any:
+  def _saver(
+    self,
+  ) -> Any:
     """Orbax' saver, a new one for each save: an error leaves nothing behind."""
     options = self._group.options()
     return ocp.AsyncCheckpointer(
@@ -385,7 +394,7 @@ class Checkpoints:
   # Restoring
   # -------------------------------------------------------------------------
 
-  def holds(self, like: Any = None) -> bool:
+  def holds(self, like: PyTree = None) -> bool:
     """Whether a step is saved, by what process 0 sees. Reads no array.
 
     Args:
@@ -405,7 +414,7 @@ class Checkpoints:
     return bool(numbers)
 
   def restore(
-    self, step: int | None = None, *, like: Any, verify: str = "crc32"
+    self, step: int | None = None, *, like: PyTree, verify: str = "crc32"
   ) -> tuple[Any, dict[str, Any]] | None:
     """Reads a step.
 
@@ -597,7 +606,9 @@ def _json(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _closed(saver: Any) -> Iterator[None]:
+def _closed(
+  saver: Any,
+) -> Iterator[None]:
   """Closes Orbax' saver after the block, whatever that raises."""
   try:
     yield

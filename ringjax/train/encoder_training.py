@@ -16,10 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ringjax.checks import number, positive_int
+from ringjax.data.packing import PackedBatch
 from ringjax.models.cepe import CepeTransformer
-from ringjax.train.batch import Batch, Chunks
+from ringjax.train.batch import BY_TOKEN, Batch, Chunks
 
 
 class EncoderTraining:
@@ -28,13 +30,13 @@ class EncoderTraining:
   It takes the place of `Lora`.
   """
 
-  def start(self, model: Any, *, seed: int = 0) -> dict[str, Any]:
+  def start(self, model: CepeTransformer, *, seed: int = 0) -> dict[str, Any]:
     """The parameters to begin with, copies of the model's."""
     del seed
     cross = [[block.cross for block in run] for run in model.stack.blocks]
     return jax.tree.map(jnp.copy, {"cross": cross, "encoder": model.encoder})
 
-  def model(self, params: Any, frozen: Any) -> CepeTransformer:
+  def model(self, params: PyTree, frozen: PyTree) -> CepeTransformer:
     """The model with these parameters; its decoder gets no gradient."""
     made = jax.tree.map(jax.lax.stop_gradient, frozen)
     made.encoder = params["encoder"]
@@ -43,7 +45,7 @@ class EncoderTraining:
         block.cross = cross
     return made
 
-  def merged(self, params: Any, frozen: Any) -> CepeTransformer:
+  def merged(self, params: PyTree, frozen: PyTree) -> CepeTransformer:
     """The model with these parameters, to be saved."""
     return jax.jit(self.model)(params, frozen)
 
@@ -83,7 +85,9 @@ class ContextSplit:
     """Tokens of a row of `length` that the decoder reads."""
     return length if self.repeated else length - self.tokens
 
-  def split(self, rows: Any, seed: int, *, teacher: bool = False) -> Batch:
+  def split(
+    self, rows: PackedBatch | Batch, seed: int, *, teacher: bool = False
+  ) -> Batch:
     """The batch of packed rows, of NumPy arrays in true order.
 
     Args:
@@ -96,8 +100,10 @@ class ContextSplit:
     seg = np.minimum(chunks(rows.segments), 1).astype(np.int32)
     kept = np.stack([self._kept(row, seed) for row in rows.tokens])
     first = 0 if self.repeated else self.tokens
-    rest = [np.asarray(getattr(rows, name))[:, first:] for name in _ROWS]
-    positions = rest[-2]
+    rest: list[Any] = [
+      np.asarray(getattr(rows, name))[:, first:] for name in BY_TOKEN
+    ]
+    positions: Any = rest[-2]
     # A document that was cut by the split begins anew.
     cut = rest[-1] == rest[-1][:, :1]
     positions = positions - np.where(cut, positions[:, :1], 0)
@@ -106,7 +112,7 @@ class ContextSplit:
       positions=positions,
       segments=rest[-1],
       context=Chunks(chunks(rows.tokens), seg * kept),
-      whole=Batch(*(getattr(rows, name) for name in _ROWS))
+      whole=Batch(*(getattr(rows, name) for name in BY_TOKEN))
       if teacher
       else None,
     )
@@ -120,7 +126,3 @@ class ContextSplit:
     ends[hit] = draw.integers(1, max(2, self.chunk), self.chunks)[hit]
     ends[hit & (draw.random(self.chunks) < self.whole)] = 0
     return (np.arange(self.chunk) < ends[:, None]).astype(np.int32)
-
-
-# Fields of packed rows, in the order of `Batch`.
-_ROWS = ("tokens", "labels", "weights", "positions", "segments")

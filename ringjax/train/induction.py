@@ -62,7 +62,8 @@ class InductionHeads:
       OptionError: the model has other layers.
     """
     before, full, behind = self._parts(model)
-    theta = model.stack.runs[0].layers[0].attention.rope.theta
+    first: Any = model.stack.runs[0].layers[0].attention
+    theta = first.rope.theta
     count = before.attention.q.bias[...].shape[0]
     for block, back in (
       (before, self.back[:count]),
@@ -88,7 +89,7 @@ class InductionHeads:
 
   def _parts(self, model: Transformer) -> tuple[Any, Any, Any]:
     """The layers before the full one, that one, and those after it."""
-    kinds = [
+    kinds: list[Any] = [
       (run.layers[0].attention, run.repeats)
       for run in model.stack.runs
       if len(run.layers) == 1
@@ -218,7 +219,7 @@ class RotaryInductionHeads:
   def _spec(self, model: Transformer) -> Any:
     """The attention of every layer, if the model fits."""
     layers, width = model.config.layers, model.config.embed
-    one = layers[0].attention
+    one: Any = layers[0].attention
     sound = all(layer == layers[0] for layer in layers)
     sound = sound and one.rope is not None and one.bias
     sound = sound and one.heads == 2 * one.kv_heads

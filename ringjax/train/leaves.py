@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
 
 from ringjax.errors import InputTypeError, MeshError, OptionError
 from ringjax.train.manifest import Leaf
@@ -20,7 +21,7 @@ from ringjax.train.manifest import Leaf
 _NUMBERS = (np.ndarray, np.generic, bool, int, float)
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree: PyTree) -> dict[str, Any]:
   """The leaves of a tree by their paths, "opt/0/mu/w", in the tree's order.
 
   Raises:
@@ -45,7 +46,7 @@ def named(tree: Any) -> dict[str, Any]:
   return found
 
 
-def leaf_of(name: str, value: Any) -> Leaf:
+def leaf_of(name: str, value: object) -> Leaf:
   """Shape and dtype of a leaf, an array, its shape, or a number.
 
   Raises:
@@ -65,7 +66,7 @@ def leaf_of(name: str, value: Any) -> Leaf:
   return Leaf(x.shape, x.dtype.name)
 
 
-def check_alive(name: str, value: Any) -> None:
+def check_alive(name: str, value: object) -> None:
   """Raises InputTypeError if a leaf's buffers are gone."""
   if isinstance(value, jax.Array) and value.is_deleted():
     raise InputTypeError(
@@ -76,7 +77,7 @@ def check_alive(name: str, value: Any) -> None:
     )
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> PyTree:
   """What Orbax saves: an array that stays when the caller's is donated."""
   if not isinstance(value, jax.Array):
     return np.array(value)
@@ -90,7 +91,7 @@ def copied(value: Any) -> Any:
   return value
 
 
-def target(name: str, like: Any) -> Any:
+def target(name: str, like: PyTree) -> PyTree:
   """What Orbax is asked for, to restore a leaf like this one.
 
   Raises:
@@ -114,7 +115,7 @@ def target(name: str, like: Any) -> Any:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def finished(like: Any, wanted: Any, x: Any) -> Any:
+def finished(like: PyTree, wanted: PyTree, x: PyTree) -> PyTree:
   """A restored leaf in the kind of `like`.
 
   Args:
@@ -134,11 +135,11 @@ def finished(like: Any, wanted: Any, x: Any) -> Any:
   return x[()] if isinstance(like, np.generic) else type(like)(x.item())
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
   return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _key_kind(x: Any) -> str:
+def _key_kind(x: jax.Array | jax.ShapeDtypeStruct) -> str:
   """The name of the generator of random keys, by which they are made again."""
   found: list[str] = []
   jax.eval_shape(

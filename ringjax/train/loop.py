@@ -28,6 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.errors import (
@@ -37,6 +38,7 @@ from ringjax.errors import (
   ReplayError,
 )
 from ringjax.parallel import memory
+from ringjax.train.checkpoint import Checkpoints
 from ringjax.train.step import StepMetrics, TrainState
 
 # The exit status of a process whose step took too long.
@@ -139,14 +141,14 @@ class FitResult:
 
 def fit(
   state: TrainState,
-  frozen: Any,
+  frozen: PyTree,
   data: RowSource,
   *,
   steps: int,
   step: Callable[[TrainState, Any, Any], tuple[TrainState, StepMetrics]],
   place: Callable[[Any], Any],
   config: LoopConfig = _CONFIG,
-  checkpoints: Any = None,
+  checkpoints: Checkpoints | None = None,
   report: Callable[[TrainingReport], Any] = lambda report: None,
   on_step: Callable[[int], Any] = lambda step: None,
 ) -> FitResult:

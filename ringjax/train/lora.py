@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
@@ -55,7 +57,7 @@ class Lora:
       )
 
   def start(
-    self, model: Transformer, *, seed: int = 0, dtype: Any = jnp.float32
+    self, model: Transformer, *, seed: int = 0, dtype: DTypeLike = jnp.float32
   ) -> dict[str, dict[str, jax.Array]]:
     """New adapters: by a map's path `{"a": [R, *in, r], "b": [R, r, *out]}`.
 
@@ -103,7 +105,7 @@ class Lora:
     start = value.shape[axis] - self.new_tokens
     return jax.lax.slice_in_dim(value, start, value.shape[axis], axis=axis)
 
-  def model(self, params: Any, frozen: Transformer) -> Transformer:
+  def model(self, params: PyTree, frozen: Transformer) -> Transformer:
     """The model with its adapters added; its own weights get no gradient."""
     maps = dict(_maps(frozen))
     scale = self.alpha / self.rank
@@ -136,7 +138,7 @@ class Lora:
       add, frozen, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
 
-  def merged(self, params: Any, frozen: Transformer) -> Transformer:
+  def merged(self, params: PyTree, frozen: Transformer) -> Transformer:
     """The model with its adapters added to its weights, to be saved."""
     return jax.jit(self.model)(params, frozen)
 

@@ -310,7 +310,7 @@ def _sync(handle: int, path: str) -> None:
     raise
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
   """JSON in the one form of which fingerprints are taken.
 
   Raises:
@@ -322,7 +322,7 @@ def canonical(value: Any) -> bytes:
   ).encode()
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
   """SHA-256 of a JSON value, as 64 hexadecimal digits."""
   return hashlib.sha256(canonical(value)).hexdigest()
 

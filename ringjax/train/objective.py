@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
-from ringjax.kv.base import NoCache
+from ringjax.kv.base import CallCache, NoCache
 from ringjax.kv.encoder_states import StatesAlone
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.checkpoint import cast
+from ringjax.models.longspec import LaggedCache
 from ringjax.models.transformer import Transformer, tokens_of
 from ringjax.nn.linear import Head
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.ops.loss import blockwise_cross_entropy
 from ringjax.train.batch import Batch
+from ringjax.typing import Index
 
 # Tokens of a step of the head, on each shard.
 _BLOCK = 1024
@@ -59,7 +62,7 @@ class Objective:
 
   z_loss: float = 0.0
   block: int = _BLOCK
-  dtype: Any = None
+  dtype: DTypeLike | None = None
   distil: float = 0.0
   top: int = 50
 
@@ -114,8 +117,8 @@ def each_token_cached(
   model: Transformer,
   batch: Batch,
   attend: CachedAttention,
-  cache: Any,
-  length: Any,
+  cache: CallCache,
+  length: Index,
 ) -> tuple[jax.Array, Any]:
   """As `each_token`, of tokens that follow those in a cache.
 
@@ -133,6 +136,7 @@ def each_token_cached(
     model, attend, batch.tokens.shape, batch.positions, batch.segments, length
   )
   cache = cache.allocate(places.at, replicated=False, sees=True)
+  cache = cache.mark(batch.tokens, places.at)
   h, cache = model.hidden(batch.tokens, places, cache, attend)
   return _head_losses(model, batch, h, attend, _BLOCK, 0.0), cache
 
@@ -143,6 +147,8 @@ def _hidden(
   """What the head reads, [B, T, D], beside the batch's context, if any."""
   kinds, chunks = len(model.kinds), batch.context
   cache: Any = NoCache(kinds)
+  if batch.lag is not None:
+    cache = LaggedCache(batch.lag)
   if chunks is not None:
     if not isinstance(model, CepeTransformer):
       raise OptionError(

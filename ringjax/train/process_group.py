@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -68,7 +68,7 @@ class ProcessGroup:
       barrier_sync_key_prefix=f"ringjax{self._group}_{next(self.numbers)}",
     )
 
-  def share(self, items: Any) -> list[Any]:
+  def share(self, items: Sequence[Any]) -> list[Any]:
     """Those of the items that this process works on."""
     return list(items)[self.rank :: self.size]
 
@@ -113,7 +113,7 @@ class ProcessGroup:
       raise PeerError(f"rank {rank}: {one['kind']}: {one['error']}", rank=rank)
     return [one["value"] for one in answers]
 
-  def same(self, what: str, value: Any) -> None:
+  def same(self, what: str, value: object) -> None:
     """Checks that all processes pass the same value.
 
     Raises:

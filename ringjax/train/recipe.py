@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.loader import Loader
@@ -25,6 +27,7 @@ from ringjax.errors import CheckpointMismatchError, OptionError, ShapeError
 from ringjax.kv.state import StateShape
 from ringjax.models import work_profile
 from ringjax.models.cepe import CepeTransformer
+from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
@@ -34,6 +37,8 @@ from ringjax.parallel.mesh import entering
 from ringjax.train import batch as batches
 from ringjax.train import loop, remat
 from ringjax.train import step as steps
+from ringjax.train.checkpoint import Checkpoints
+from ringjax.train.draft_training import DraftTraining
 from ringjax.train.encoder_training import ContextSplit, EncoderTraining
 from ringjax.train.extend import RopeScaling, extend_context
 from ringjax.train.lora import Lora
@@ -158,7 +163,7 @@ class Optimizer:
     )
 
 
-def decayed(params: Any) -> Any:
+def decayed(params: PyTree) -> PyTree:
   """Which parameters weight decay applies to: a tree of bool as `params`.
 
   To matrices: arrays of two axes or more of their own, one of them named, that
@@ -237,7 +242,9 @@ class Stage:
     )
 
   def rows(self, rows: PackedBatch, recipe: Recipe) -> Any:
-    """The rows of a loader, cut into context and the rest where asked for."""
+    """The rows of a loader, cut up or moved as the training asks."""
+    if recipe.draft is not None:
+      return recipe.draft.rows(rows, recipe.seed)
     if self.context is None:
       return rows
     teacher = recipe.objective.distil > 0
@@ -260,6 +267,8 @@ class Recipe:
     lora: adapters in place of all parameters, or None.
     cepe: trains the encoder and the cross-attention of a model that has them,
       and not its decoder.
+    draft: trains the block of a `DraftTransformer`, and not its target; None:
+      the model is no draft.
     packer: of documents into rows.
     seed: of the data and of adapters.
     loop_config: when to log and save, and which failures to tolerate.
@@ -273,6 +282,7 @@ class Recipe:
   remat: str = "attention"
   lora: Lora | None = None
   cepe: bool = False
+  draft: DraftTraining | None = None
   packer: Packer = BestFit()
   seed: int = 0
   loop_config: loop.LoopConfig = loop.LoopConfig()
@@ -298,13 +308,17 @@ class Recipe:
       nesting.named(self.strategy)
     one_of("remat", self.remat, remat.POLICIES)
     integer("seed", self.seed, least=0)
-    if self.cepe and self.lora is not None:
+    asked = {"lora": self.lora, "cepe": self.cepe, "draft": self.draft}
+    asked = [name for name, value in asked.items() if value]
+    if len(asked) > 1:
       raise OptionError(
-        "lora",
-        "adapters beside cepe=True",
-        "one of them: the decoder is frozen",
-        "leave one out",
+        asked[0],
+        f"{' and '.join(asked)} together",
+        "one of them: what it is beside is frozen",
+        "leave the others out",
       )
+    if self.draft is not None:
+      self._check_draft(self.draft)
     alone = [s for s in self.stages if s.context is None or s.context.repeated]
     if self.objective.distil and alone:
       raise OptionError(
@@ -314,9 +328,35 @@ class Recipe:
         "train those stages in a run of their own",
       )
 
+  def _check_draft(self, draft: DraftTraining) -> None:
+    for stage in self.stages:
+      draft.check(stage.length)
+      others = {
+        "context": stage.context,
+        "rope_scaling": stage.rope_scaling,
+        "segments": stage.segments != "same",
+      }
+      for name, value in others.items():
+        if value:
+          raise OptionError(
+            name,
+            f"{name} in a stage that trains a draft",
+            "the target as it is, of rows of whole documents",
+            "leave it out",
+          )
+    if self.layout == "documents":
+      raise OptionError(
+        "layout",
+        "'documents' for a draft, whose target's keys lag by the order of rows",
+        "a layout that keeps rows together",
+        "pass layout='striped'",
+      )
+
   @property
-  def adapter(self) -> Lora | EncoderTraining | None:
+  def adapter(self) -> Lora | EncoderTraining | DraftTraining | None:
     """What is trained in place of all parameters, or None."""
+    if self.draft is not None:
+      return self.draft
     return EncoderTraining() if self.cepe else self.lora
 
   @property
@@ -330,13 +370,13 @@ class Recipe:
       return rows
     return place_rows(rows, shards=attend.size)
 
-  def attend(self, mesh: Any, axis: str | None) -> ContextParallel:
+  def attend(self, mesh: Mesh | None, axis: str | None) -> ContextParallel:
     """The sharding context of a mesh, whose `axis` shards the sequence.
 
     Stages have segments of their own.
     """
     kept = remat.policy(self.remat)
-    if axis is None or mesh.shape[axis] == 1:
+    if axis is None or mesh is None or mesh.shape[axis] == 1:
       return ContextParallel(mesh=mesh, remat=kept)
     # Documents on few shards need a ring that may stop early.
     ring = self.strategy in ("auto", "ring") and self.layout == "documents"
@@ -405,9 +445,9 @@ def train(
   model: Transformer,
   data: Mixture | Sequence[Mixture],
   *,
-  mesh: Any = None,
+  mesh: Mesh | None = None,
   axis: str | None = None,
-  checkpoints: Any = None,
+  checkpoints: Checkpoints | None = None,
   report: Callable[[int, loop.TrainingReport], Any] = lambda stage, report: (
     None
   ),
@@ -524,6 +564,13 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
     OptionError: the model does not support the layout or the segments, or has
       no encoder for the context of a stage.
   """
+  if isinstance(model, DraftTransformer) != (recipe.draft is not None):
+    raise OptionError(
+      "draft",
+      f"{recipe.draft} for a {type(model).__name__}",
+      "DraftTraining() for the draft of a target, and None for other models",
+      "make a draft with rj.models.longspec.with_draft(target)",
+    )
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:
     raise OptionError(
@@ -589,7 +636,7 @@ def _check_chunks(
 
 
 def _first_state(
-  recipe: Recipe, optimizer: Any, model: Transformer, mesh: Any, saved: Any
+  recipe: Recipe, optimizer: Any, model: Any, mesh: Any, saved: Any
 ) -> tuple[steps.TrainState, Any]:
   """The state to begin with, and the position of its data if it was saved."""
   params: Any = model
@@ -649,10 +696,25 @@ def flops(model: Transformer, length: int, *, adapters: bool = False) -> float:
     adapters: whether only these are trained: frozen weights need no gradient,
       which is a third of a matrix's work.
   """
+  if isinstance(model, DraftTransformer):
+    return _draft_flops(model, length)
   made = work_profile.profile(model, length)
   head = 2.0 * model.config.vocab * model.config.embed
   pairs = made.pair_s * (length + 1) / 2
   return (2.0 if adapters else 3.0) * (made.token_s + head) + 3.0 * pairs
+
+
+def _draft_flops(model: DraftTransformer, length: int) -> float:
+  """The same of a draft: its target goes forward alone, without a head."""
+  below = work_profile.profile(model.target, length)
+  layer, cross = model.config.layers[0], model.target.config.layers[-1]
+  window: Any = layer.attention.reach
+  seen = min(window + 1, length) * layer.attention.pair_flops
+  seen += cross.attention.pair_flops * (length + 1) / 2
+  block = 2.0 * sum(x.size for x in jax.tree.leaves(model.block))
+  head = 2.0 * model.config.vocab * model.config.embed
+  forward = below.token_s + below.pair_s * (length + 1) / 2
+  return forward + 3.0 * (block + seen) + 2.0 * head
 
 
 def dtype_of(name: str | None) -> Any:

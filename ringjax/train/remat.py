@@ -12,7 +12,7 @@ always computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,9 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def policy(name: str, devices: Any = None) -> Callable[..., Any] | None:
+def policy(
+  name: str, devices: Sequence[jax.Device] | None = None
+) -> Callable[..., Any] | None:
   """A policy by its name.
 
   Args:

@@ -11,19 +11,21 @@ activations, and with several micro-batches one more copy of the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int, PyTree
 
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
 from ringjax.train.batch import Batch
 from ringjax.train.objective import LossSums, Objective
+from ringjax.typing import ArrayLeaf
 
 
 class TrainState(NamedTuple):
@@ -36,10 +38,10 @@ class TrainState(NamedTuple):
     skipped: int32 [], steps in a row, up to the last one, that were not finite.
   """
 
-  step: Any
-  params: Any
-  optimizer: Any
-  skipped: Any
+  step: Int[ArrayLeaf, ""]
+  params: PyTree
+  optimizer: PyTree
+  skipped: Int[ArrayLeaf, ""]
 
 
 class StepMetrics(NamedTuple):
@@ -62,17 +64,26 @@ class StepMetrics(NamedTuple):
   skipped: jax.Array
 
 
+@runtime_checkable
+class TrainingMethod(Protocol):
+  """Which parameters are trained, and the model that they make."""
+
+  def model(self, params: PyTree, frozen: PyTree) -> Any:
+    """The model that the trained parameters make, with those that are not."""
+    ...
+
+
 class AllParameters:
   """Full-parameter training; `Lora` trains adapters in its place."""
 
-  def model(self, params: Transformer, frozen: Any) -> Transformer:
+  def model(self, params: Transformer, frozen: PyTree) -> Transformer:
     """The model that the trained parameters make."""
     del frozen
     return params
 
 
 def shardings(
-  optimizer: optax.GradientTransformation, params: Any, mesh: Any
+  optimizer: optax.GradientTransformation, params: PyTree, mesh: Mesh
 ) -> TrainState:
   """The shardings of a state: moments as their parameters, the rest replicated.
 
@@ -91,10 +102,13 @@ def shardings(
     params,
     transform_non_params=lambda _: everywhere,
   )
-  return TrainState(everywhere, mine, moments, everywhere)
+  one: Any = everywhere
+  return TrainState(one, mine, moments, one)
 
 
-def _moment_sharding(moment: Any, param: Any) -> Any:
+def _moment_sharding(
+  moment: jax.ShapeDtypeStruct, param: Any
+) -> jax.sharding.NamedSharding:
   """The sharding of a moment: that of its parameter's axes that it has."""
   sharding = param.sharding
   if moment.shape == param.shape:
@@ -108,7 +122,9 @@ def _moment_sharding(moment: Any, param: Any) -> Any:
 
 
 def form(
-  optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+  mesh: Mesh | None = None,
 ) -> TrainState:
   """The shapes and shardings of a state, without its arrays.
 
@@ -117,7 +133,7 @@ def form(
     params: arrays, or shapes with their shardings.
     mesh: of the state; None is one device.
   """
-  count = jax.ShapeDtypeStruct((), jnp.int32)
+  count: Any = jax.ShapeDtypeStruct((), jnp.int32)
   mine = with_shardings(params, jax.tree.map(lambda x: x.sharding, params))
   made = TrainState(count, mine, jax.eval_shape(optimizer.init, mine), count)
   if mesh is None:
@@ -126,11 +142,13 @@ def form(
 
 
 def start(
-  optimizer: optax.GradientTransformation, params: Any, mesh: Any = None
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+  mesh: Mesh | None = None,
 ) -> TrainState:
   """The state before the first step."""
 
-  def make(params: Any) -> tuple[Any, jax.Array]:
+  def make(params: PyTree) -> tuple[Any, jax.Array]:
     return optimizer.init(params), jnp.int32(0)
 
   if mesh is None:
@@ -148,7 +166,7 @@ def make_step(
   optimizer: optax.GradientTransformation,
   attend: ShardingContext,
   objective: Objective,
-  method: Any = None,
+  method: TrainingMethod | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, StepMetrics]]:
   """The compiled step: step(state, frozen, batch).
 
@@ -164,12 +182,14 @@ def make_step(
   method = AllParameters() if method is None else method
 
   def loss(
-    params: Any, frozen: Any, batch: Batch
+    params: PyTree, frozen: Transformer | None, batch: Batch
   ) -> tuple[jax.Array, LossSums]:
     found = objective.sums(method.model(params, frozen), batch, attend)
     return found.loss, found
 
-  def gradients(params: Any, frozen: Any, batch: Batch) -> tuple[Any, LossSums]:
+  def gradients(
+    params: PyTree, frozen: Transformer | None, batch: Batch
+  ) -> tuple[Any, LossSums]:
     grad = jax.grad(loss, has_aux=True)
     if batch.tokens.shape[0] == 1:
       return grad(params, frozen, jax.tree.map(lambda x: x[0], batch))
@@ -186,7 +206,7 @@ def make_step(
     return jax.lax.scan(more, (grads, zeros[1]), batch)[0]
 
   def step(
-    state: TrainState, frozen: Any, batch: Batch
+    state: TrainState, frozen: Transformer | None, batch: Batch
   ) -> tuple[TrainState, StepMetrics]:
     grads, found = gradients(state.params, frozen, batch)
     # A batch of nothing but padding has weight 0, and gradients of 0.
@@ -221,7 +241,7 @@ def make_step(
   return jax.jit(step, donate_argnums=(0,))
 
 
-def _like(zero: jax.Array, param: Any) -> jax.Array:
+def _like(zero: jax.Array, param: jax.Array) -> jax.Array:
   sharding = getattr(jax.typeof(param), "sharding", None)
   if sharding is None or sharding.mesh.empty:
     return zero

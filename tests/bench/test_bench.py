@@ -144,6 +144,7 @@ TINY = AttentionSettings(
 )
 
 
+@pytest.mark.long
 def test_attention_benchmark(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "torch", None)
   path, picture = tmp_path / "x.json", tmp_path / "x.png"
@@ -266,6 +267,7 @@ def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch):
   assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+@pytest.mark.long
 def test_runs_add_up(tmp_path, monkeypatch):
   path = str(tmp_path / "x.json")
   for n, tokens in enumerate(((512, 256), (128,), (256,))):
@@ -440,6 +442,7 @@ def test_schedule_says_what_is_wrong():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_layouts_benchmark(tmp_path, command, capsys):
   path, picture = tmp_path / "x.json", tmp_path / "x.png"
   done = command(
@@ -475,6 +478,7 @@ def test_layouts_benchmark(tmp_path, command, capsys):
   assert is_picture(picture)
 
 
+@pytest.mark.long
 def test_store_benchmark(tmp_path, command, capsys):
   trace, path = tmp_path / "trace.jsonl", tmp_path / "x.json"
   prompts = [[0, 1, 2], [0, 3], [0, 1, 2], [0, 4], [0, 1, 2, 5]]
@@ -599,6 +603,7 @@ def test_unknown_subcommand_exits_with_2():
   assert found.returncode == 2 and "nope" in found.stderr
 
 
+@pytest.mark.long
 def test_decode_steps():
   from ringjax.bench import decode_steps as decode
 

@@ -216,6 +216,7 @@ def plant(monkeypatch, name, **builders):
   monkeypatch.setitem(inference.CONTESTANTS, name, fake)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("part", "factor"),
   [

@@ -57,6 +57,7 @@ def vendor(**options):
   return (Kernel,)
 
 
+@pytest.mark.long
 def test_all_contestants(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(auto_kernel.KERNELS, "cpu", vendor())
   path = tmp_path / "x.json"

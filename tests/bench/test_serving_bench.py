@@ -73,6 +73,7 @@ def test_a_picture(tmp_path):
     (dict(spread="-1"), "spread"),
     (dict(layers="stacked"), "layers"),
     (dict(compare="vllm"), "compare"),
+    (dict(speculate="lookup"), "live"),
   ],
 )
 def test_options_are_refused(options, word):
@@ -113,6 +114,11 @@ def test_live_and_compared():
   found, said = run(ServeSettings(compare="sequential", rounds=2, **small))
   assert found["ratio"] > 0 and "of medians" in said
   assert found["equal"]
+  small |= dict(compare="plain", speculate="lookup:count=3", rounds=1)
+  small |= dict(prompt_tokens=400, longest=512, spread="0")
+  found, said = run(ServeSettings(**small))
+  assert set(found["compared"]) == {"engine", "plain"}
+  assert found["equal"] and "drafted tokens were right" in said
 
 
 @pytest.mark.long

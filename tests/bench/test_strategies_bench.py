@@ -41,6 +41,7 @@ def result(tmp_path_factory):
   return json.loads((folder / "a.json").read_text())
 
 
+@pytest.mark.long
 def test_every_strategy_is_right_and_timed(result):
   (row,) = result["rows"]
   assert {*row["results"]} == {*TINY.names} >= {"halo", "two_level:2", "ring"}
@@ -50,6 +51,7 @@ def test_every_strategy_is_right_and_timed(result):
   assert result["complete"] and result["summary"]["rows"]
 
 
+@pytest.mark.long
 def test_hops_and_bytes_are_those_of_the_program(result):
   found = result["rows"][0]["results"]
   block = 2 * 2 * 16 * 8 * 4  # K and V of 2 heads, 16 tokens, float32.

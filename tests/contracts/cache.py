@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import ringjax as rj
+from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.state import State
@@ -320,7 +321,7 @@ def redrawn(pages, rng):
   table = np.asarray(pages.table)
   names = np.where(table < 0, -1, np.argsort(order)[table]).astype(np.int32)
   return dataclasses.replace(
-    jax.tree.map(move, dataclasses.replace(pages, table=None)),
+    jax.tree.map(move, tree.with_leaves(pages, table=None)),
     table=put(pages.table, names),
   )
 

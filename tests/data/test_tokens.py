@@ -15,7 +15,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax.data import Bytes, Stream, Tokenizer
+from ringjax.data import Bytes, Stream, Tokenizer, punctuation_ids
 from ringjax.data import tokenizer as tokenizer_module
 from ringjax.errors import InputTypeError, PromptError, TokenizerError
 from tests.data import made
@@ -129,7 +129,7 @@ def test_ids_without_a_token(loaded):
 
 
 @pytest.mark.parametrize("ids", [[-1], [3, 2**31], np.int64(2**40)])
-def test_what_is_no_id(loaded, ids):
+def test_what_is_no_id(unchecked, loaded, ids):
   for tokenizer in loaded.values():
     with pytest.raises(PromptError, match="ids from 0 to 2147483647"):
       tokenizer.decode(ids)
@@ -138,7 +138,7 @@ def test_what_is_no_id(loaded, ids):
 
 
 @pytest.mark.parametrize("ids", ["abc", [1.5], [[1], [2]], [None]])
-def test_what_is_no_row_of_ids(loaded, ids):
+def test_what_is_no_row_of_ids(unchecked, loaded, ids):
   with pytest.raises(InputTypeError, match="one id or a row of ids"):
     loaded["bytes"].decode(ids)
 
@@ -222,6 +222,7 @@ def test_what_only_the_side_files_call_special(tmp_path):
   assert "<think>" not in tokenizer.added
 
 
+@pytest.mark.long
 def test_ids_with_gaps(tmp_path):
   engine = tokenizers.Tokenizer(
     tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
@@ -669,3 +670,21 @@ def test_mutants(kind, tmp_path):
 @pytest.mark.parametrize("part", range(5))
 def test_many_mutants(kind, part, tmp_path):
   mutants(kind, tmp_path, 1000 + 125 * part, 1125 + 125 * part)
+
+
+def test_which_tokens_are_punctuation(loaded):
+  """Nothing else in them, spaces aside; bytes by their ASCII."""
+  found = {kind: punctuation_ids(one) for kind, one in loaded.items()}
+  text = bytes(found["bytes"]).decode("ascii")
+  assert text == "!\"#%&'()*,-./:;?@[\\]_{}"
+  for kind, one in loaded.items():
+    ids = set(found[kind])
+    assert not ids & set(one.specials.ids)
+    for n in range(one.vocab_size):
+      inside = one.window([n]).strip()
+      if inside in {".", ",", "?", "..."} and not one.is_special(n):
+        assert n in ids, (kind, n)
+      if any(c.isalnum() or c in "+<$" for c in inside):
+        assert n not in ids, (kind, n)
+    dot = [int(n) for n in one.encode("a.") if one.window([int(n)]) == "."]
+    assert dot and set(dot) <= ids

@@ -12,8 +12,23 @@ from ringjax.models import families
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how").glob("*.md"))]
-# Whose code takes long.
-_LONG = ("cache", "cache_kind", "million")
+# What the default run leaves out: code that takes long, or that tests have too.
+_LONG = (
+  "cache",
+  "cache_kind",
+  "contexts",
+  "contexts_cepe",
+  "contexts_entropy",
+  "contexts_kvlink",
+  "family",
+  "load",
+  "million",
+  "serve",
+  "speculate_longspec",
+  "store",
+  "strategy",
+  "train",
+)
 
 
 def blocks(page: pathlib.Path) -> str:

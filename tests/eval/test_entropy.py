@@ -191,6 +191,7 @@ POSITIONS = np.concatenate(
 )[None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "shards", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))]
 )
@@ -340,6 +341,7 @@ def run(*argv: str) -> tuple[int, str, str]:
   return status, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.long
 def test_entropy_by_script(tmp_path):
   pytest.importorskip("matplotlib")
   plot, kept = tmp_path / "entropy.png", tmp_path / "entropy.json"

@@ -24,6 +24,7 @@ def errors(families, kinds):
   return {(x.family, x.name): x.cost.far for x in found}
 
 
+@pytest.mark.long
 def test_fewer_bits_err_more():
   found = errors(["llama"], KINDS)
   eight, four, two, book = found.values()
@@ -44,8 +45,13 @@ def test_what_is_refused():
     family_errors({})
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", RANDOM_FAMILIES)
+@pytest.mark.parametrize(
+  "family",
+  [
+    pytest.param(x, marks=pytest.mark.slow if n % 3 else pytest.mark.long)
+    for n, x in enumerate(RANDOM_FAMILIES)
+  ],
+)
 def test_any_family(family):
   found = errors([family], {name: KINDS[name] for name in ("int8", "int2")})
   eight, two = found.values()

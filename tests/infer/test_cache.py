@@ -186,7 +186,7 @@ def test_old_keys_that_would_not_be_seen(model, text):
   )
 
 
-def test_a_cache_that_was_given_away(model, text):
+def test_a_cache_that_was_given_away(unchecked, model, text):
   tokens, _ = text
   cache = model.init_cache(2, 16)
   for x in jax.tree.leaves(cache):
@@ -194,7 +194,7 @@ def test_a_cache_that_was_given_away(model, text):
   refuses(OptionError, "were donated", lambda: model(tokens, cache=cache))
 
 
-def test_what_is_no_cache(model, text):
+def test_what_is_no_cache(unchecked, model, text):
   tokens, _ = text
   session = rj.infer.Session(model, 16, batch=2)
   refuses(

@@ -158,7 +158,7 @@ def test_generate_and_sessions_take_the_folder(model, found):
   np.testing.assert_array_equal(ask(cache=session), got)
 
 
-def test_what_is_refused(model, found, tmp_path):
+def test_what_is_refused(unchecked, model, found, tmp_path):
   folder, _ = found
   with pytest.raises(OptionError, match=r"launch\.calibrate"):
     model.init_cache(1, 32, kind="nuq3")

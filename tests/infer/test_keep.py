@@ -74,6 +74,7 @@ def test_prompts_of_unequal_lengths(loaded, said):
   np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.long
 def test_a_conversation_goes_on_there(loaded, said):
   model, mesh = loaded(NAME, 4)
   prompt, _ = said

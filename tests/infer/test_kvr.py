@@ -64,7 +64,7 @@ def test_one_rank_reads_alone(loaded, alone):
     ([1, 2, 3], OptionError),
   ],
 )
-def test_wrong_calls(loaded, alone, tokens, error):
+def test_wrong_calls(unchecked, loaded, alone, tokens, error):
   model, _ = loaded("llama3")
   chain = kvr.Runahead(model, alone, tile=8)
   with pytest.raises(error):
@@ -79,7 +79,7 @@ def test_wrong_numbers(loaded, alone, number):
 
 
 @pytest.mark.parametrize("kind", ["paged", None])
-def test_other_kinds_of_caches_are_refused(loaded, alone, kind):
+def test_other_kinds_of_caches_are_refused(unchecked, loaded, alone, kind):
   model, _ = loaded("llama3")
   with pytest.raises(OptionError, match="kind.*dense"):
     kvr.Runahead(model, alone, kind=kind)

@@ -68,13 +68,12 @@ def test_heads_of_one_codec_stay_together():
   assert {x.shape[2] for x in jax.tree.leaves(cache.slots)} == {2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("kind", "law"),
   [
     ("per-head", contract.blocks_are_loaded_bit_for_bit),
-    pytest.param(
-      "per-head-nuq", contract.as_without_a_cache, marks=pytest.mark.long
-    ),
+    ("per-head-nuq", contract.as_without_a_cache),
   ],
 )
 def test_some_laws_of_caches(kind, law):
@@ -91,6 +90,7 @@ def test_generate_is_the_same_on_a_mesh(made):
   assert ask(4) == ask(1)
 
 
+@pytest.mark.long
 def test_tokens_are_last_on_a_tpu(monkeypatch, made):
   tokens = contract.text()[0][:, :9]
   ask = lambda: rj.infer.generate(

@@ -9,6 +9,8 @@ from ringjax.errors import OptionError
 from ringjax.kv import kind_text
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import KINDS
+from ringjax.kv.context_cache import ContextCache
+from ringjax.kv.tiered import TieredCache
 from ringjax.parallel import chips
 from tests.contracts import cache as contract
 
@@ -61,6 +63,53 @@ def test_a_codec_for_each_head_and_a_spec():
   assert spec.explain() == cache.explain()
   assert cache.explain().nbytes == cache.nbytes()
   assert cache.explain().machine.startswith("cpu")
+
+
+def test_a_part_in_host_memory_waits_for_its_link():
+  """Parts by memory; a row's older tokens pass the link at each step."""
+  kind = kind_text.parse("int4:device=8,room=4")
+  cache = contract.model(1, "grouped").init_cache(2, 64, kind=kind)
+  said = cache.explain("tpu-v5e")
+  by_memory = cache.bytes_by_memory()
+  hosted = [n for part, n in said.parts.items() if part.startswith("host: ")]
+  assert sum(hosted) == by_memory["pinned_host"] > 0
+  assert said.nbytes == cache.nbytes() == sum(by_memory.values())
+  older = (64 - 8) / 64 * by_memory["pinned_host"]
+  assert said.seconds["host link"] == pytest.approx(older / 16e9)
+  assert said.binds == "host link"
+  fast = cache.explain("tpu-v5e", host_bandwidth=64e9)
+  assert fast.seconds["host link"] == pytest.approx(older / 64e9)
+  # All of a short row is on the device.
+  few = cache.explain("tpu-v5e", tokens=8)
+  assert "host link" not in few.seconds and few.parts == said.parts
+  near = TieredCache.create(
+    cache.shapes, 2, 64, "float32", kind=kind, memory="device"
+  ).explain("tpu-v5e")
+  assert "host link" not in near.seconds and near.nbytes == said.nbytes
+  assert any(name.startswith("blocks: ") for name in near.parts)
+  # A device's memory is compared with what is on the device.
+  shape = LayerCacheSpec(layers=80, heads=8, key=128, value=128)
+  large = TieredCache.spec(
+    (shape,), 1, 2**20, "bfloat16", kind=kind_text.parse("dense:device=4096")
+  ).explain("tpu-v5e")
+  assert large.nbytes > 16e9 and "more than a device has" not in f"{large}"
+
+
+@pytest.mark.parametrize("family", ["grouped", "latent"])
+def test_contexts_are_told_apart(family):
+  model = contract.model(1, family)
+  made = lambda slots: model.init_cache(2, slots, kind="int4")
+  cache = ContextCache(
+    open=made(16), kind=made(16).kind, limit=48, contexts=made(32)
+  )
+  said = cache.explain("tpu-v5e")
+  assert said.nbytes == cache.nbytes()
+  part = lambda name: sum(
+    n for x, n in said.parts.items() if x.startswith(name) and "coord" not in x
+  )
+  assert part("contexts: ") == 2 * part("open: ") > 0
+  alone = cache.open.explain("tpu-v5e")
+  assert said.seconds["memory"] == pytest.approx(3 * alone.seconds["memory"])
 
 
 def test_states_of_recurrent_layers():

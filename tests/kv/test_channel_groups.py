@@ -15,7 +15,7 @@ from ringjax.infer import kvr
 from ringjax.kv import ChannelGroups, Integers, kind_text
 from ringjax.parallel.peers import Peers
 from tests.contracts import cache as contract
-from tests.helpers import refused
+from tests.helpers import refused, swept
 
 P, RECENT, B, CAPACITY = 8, 5, 2, 64
 
@@ -70,18 +70,21 @@ def paged(cache, row=0, layer=0):
   ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("shards", "family"),
   [
-    (4, "windows"),
-    *(
-      pytest.param(n, family, marks=pytest.mark.long)
-      for n, family in [
+    (2, "grouped"),
+    *swept(
+      [
         *((1, family) for family in contract.FAMILIES),
         *((4, family) for family in ("grouped", "latent", "sinks", "alibi")),
-        (2, "grouped"),
+      ],
+      [
+        *zip((1, 4) * 5, contract.FAMILIES, strict=False),
         (8, "grouped"),
-      ]
+        (4, "windows"),
+      ],
     ),
   ],
 )
@@ -135,6 +138,7 @@ def test_a_group_is_encoded_once(unrotated, ends):
     assert np.mean(a[2] == b[2]) > 0.99
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "bits", "options"),
   [

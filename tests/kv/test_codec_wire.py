@@ -29,6 +29,7 @@ MIXED = rj.kv.Codec(keys=Hadamard(bits=4), values=Integers(bits=4, group=8))
 R, T, N, K, H = 4, 44, 4, 2, 16
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def decoded(codec, x):
   """[B, T, K, H] as another shard gets it."""
   x = jnp.swapaxes(jnp.asarray(x), 1, 2)
@@ -61,8 +62,8 @@ def drawn():
   ("kind", "codec", "window"),
   [
     (Ring, MIXED, None),
-    (Chain, MIXED, None),
-    (Halo, MIXED, 7),
+    pytest.param(Chain, MIXED, None, marks=pytest.mark.long),
+    pytest.param(Halo, MIXED, 7, marks=pytest.mark.long),
     pytest.param(Gather, MIXED, None, marks=pytest.mark.long),
     *(
       pytest.param(Ring, rj.kv.Codec(keys=x, values=x), None,
@@ -254,6 +255,7 @@ class Slow(rj.models.ContextParallel):
     return slowly(MIXED, q, k, v, shard, j <= i)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "prefill", ["ring", pytest.param("kvr", marks=pytest.mark.long)]
 )

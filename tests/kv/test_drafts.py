@@ -12,6 +12,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.kv import CacheKind
+from ringjax.kv.kind_text import parse
 from ringjax.ops.ancestors import ancestor_matrix
 from tests.contracts import cache as contract
 
@@ -78,6 +79,33 @@ def test_every_node_sees_its_path(kind, shards):
   check(model, kind, attend=attend, seed=shards)
 
 
+@pytest.mark.parametrize(
+  "kind",
+  ["int4", *(pytest.param(k, marks=pytest.mark.long) for k in
+             ("hadamard2", "int4:unrotated=True", "kivi2", "keydiff+int4"))],
+)  # fmt: skip
+def test_a_node_is_read_as_a_token_of_its_own(kind):
+  """Drafted tokens see one another as later ones will, by their codes."""
+  model, rng, kind = contract.model(1), np.random.default_rng(3), parse(kind)
+  vocab = model.config.vocab
+  text = rng.integers(0, vocab, (1, T)).astype(np.int32)
+  draft = rng.integers(0, vocab, (1, 4)).astype(np.int32)
+  parents = np.array([[-1, 0, 0, 2]], np.int32)
+
+  def read(ids, cache=None, **how):
+    if cache is None:
+      cache = model.init_cache(1, 32, kind=kind)
+    return model(ids, cache=cache.with_room(ids.shape[1]), **how)
+
+  got, _ = read(draft, read(text)[1], parents=parents)
+  for token in range(4):
+    _, cache = read(text)
+    for one in path_of(parents[0], token):
+      want, cache = read(draft[:, one : one + 1], cache)
+    np.testing.assert_allclose(got[0, token], want[0, -1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text", "gpt_oss"])
 def test_families(family):
   config = json.loads((FIXTURES / family / "config.json").read_text())

@@ -16,7 +16,7 @@ from ringjax.kv import kind_text
 from ringjax.kv.cache_kind import KINDS
 from ringjax.kv.pages import few_sizes
 from tests.contracts import cache as contract
-from tests.helpers import SMALL
+from tests.helpers import SMALL, swept
 
 POLICIES = {
   "sinks": rj.kv.Sinks(),
@@ -83,17 +83,21 @@ def run(shards, kind, family="windows", splits=(T, T + 1, T + 3, T + 4)):
   return np.concatenate(got, 1), cache
 
 
-EXACT = [("snapkv", 4, "windows"), ("expected", 1, "latent")]
-LONG = [
+EXACT = [
   *((name, 4, "grouped") for name in POLICIES),
   *(("h2o", 1, family) for family in contract.FAMILIES),
   *(("adakv", 4, family) for family in contract.FAMILIES),
+]
+# Each policy, in families that take turns.
+OFTEN = [
+  (name, (4, 1)[n % 2], list(contract.FAMILIES)[n % len(contract.FAMILIES)])
+  for n, name in enumerate(POLICIES)
 ]
 
 
 @pytest.mark.parametrize(
   ("name", "shards", "family"),
-  [*EXACT, *(pytest.param(*x, marks=pytest.mark.long) for x in LONG)],
+  swept(EXACT, [*OFTEN, ("snapkv", 4, "windows")]),
 )
 def test_what_keeps_everything_changes_nothing(name, shards, family):
   got, cache = run(shards, kind_of(all_of(POLICIES[name])), family)
@@ -102,14 +106,15 @@ def test_what_keeps_everything_changes_nothing(name, shards, family):
   assert cache.length.tolist() == [T + 4] * B
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "codec", "family"),
   [
-    ("adakv", "dense", "grouped"),
+    ("keydiff", "dense", "grouped"),
     *(
       pytest.param(name, codec, family, marks=pytest.mark.long)
       for name, codec, family in [
-        *((name, "dense", "grouped") for name in POLICIES if name != "adakv"),
+        *((name, "dense", "grouped") for name in POLICIES if name != "keydiff"),
         ("snapkv", "int4", "grouped"),
         ("snapkv", "nuq3", "grouped"),
         ("h2o", "int8", "latent"),
@@ -268,8 +273,15 @@ def test_exact_tokens_stay_as_they_are():
   del tokens
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_generate_evicts_by_itself(shards):
+@pytest.mark.parametrize(
+  ("shards", "options"),
+  [
+    (1, {}),
+    pytest.param(1, {"prefill": "chunked", "chunk": 8}, marks=pytest.mark.long),
+    pytest.param(4, {}, marks=pytest.mark.long),
+  ],
+)
+def test_generate_evicts_by_itself(shards, options):
   model = contract.model(shards, "grouped")
   tokens = contract.text("grouped")[0]
   prompts = [tokens[0, :20], tokens[1, :9]]
@@ -279,15 +291,14 @@ def test_generate_evicts_by_itself(shards):
   np.testing.assert_array_equal(
     ask(cache_kind=all_).tokens, ask(cache_kind="dense").tokens
   )
-  for options in ({}, {"prefill": "chunked", "chunk": 8}):
-    session = rj.infer.Session(model, 64, batch=2, cache_kind=few)
-    new = ask(cache=session, **options)
-    assert new.lengths.tolist() == [9, 9]
-    held = session.cache.tokens()[0]
-    assert held.max() <= 10 + 2 + few.room + 4
-    # Another turn, behind what was kept.
-    rj.infer.generate(model, tokens[:2, :5], max_new_tokens=3, cache=session)
-    assert session.lengths.tolist() == [20 + 9 + 5 + 2, 9 + 9 + 5 + 2]
+  session = rj.infer.Session(model, 64, batch=2, cache_kind=few)
+  new = ask(cache=session, **options)
+  assert new.lengths.tolist() == [9, 9]
+  held = session.cache.tokens()[0]
+  assert held.max() <= 10 + 2 + few.room + 4
+  # Another turn, behind what was kept.
+  rj.infer.generate(model, tokens[:2, :5], max_new_tokens=3, cache=session)
+  assert session.lengths.tolist() == [20 + 9 + 5 + 2, 9 + 9 + 5 + 2]
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -424,6 +435,7 @@ def test_what_keeps_all_tokens_refuses_policies():
       call()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["dense", "int8"])
 def test_selected_pages_hold_what_matters(codec):
   """Reading all pages is exact; reading some comes near, in less work."""

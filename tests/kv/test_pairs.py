@@ -122,7 +122,6 @@ def design():
     yield pick(CODECS), pick(POLICIES), pick(FAMILIES)
 
 
-DEFAULT = [("int8", "sinks", "grouped")]
 ALL = [
   (codec, policy, FAMILIES[(n + m) % len(FAMILIES)])
   for n, codec in enumerate(CODECS)
@@ -133,8 +132,8 @@ ALL = [
 @pytest.mark.parametrize(
   ("codec", "policy", "family"),
   [
-    *DEFAULT,
     *(pytest.param(*x, marks=pytest.mark.long) for x in design()),
+    pytest.param("int8", "sinks", "grouped", marks=pytest.mark.long),
     pytest.param("int8", "kvzip", "windows", marks=pytest.mark.long),
     *(pytest.param(*x, marks=pytest.mark.slow) for x in ALL),
   ],

@@ -40,6 +40,7 @@ def texts(tokens, batch=2):
   return rng.integers(0, 64, (batch, tokens)).astype(np.int32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 4])
 def test_any_split_of_a_text(shards):
   """Prompts, chunks beyond the slack and single tokens, around the ring."""
@@ -66,7 +67,8 @@ def test_any_split_of_a_text(shards):
   assert cache.slots[1].k.shape[3] == 8 and cache.slots[0].k.shape[3] == 64
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_a_striped_prompt_then_single_tokens(shards):
   tokens = texts(24)
   want = np.asarray(model(1)(tokens))
@@ -88,6 +90,7 @@ def test_a_striped_prompt_then_single_tokens(shards):
     contract.close(np.asarray(logits)[1, 0], want[1, 11 + n])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "family", ["gemma3_text", "gpt_oss", "llama4_text", "mistral"]
 )
@@ -108,6 +111,7 @@ def test_families_answer_as_with_all_tokens(family):
   assert any(n is not None for n in cache.ring_of)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_ring_can_not_take_back():
   tokens = texts(20)
@@ -130,6 +134,7 @@ def test_what_a_ring_can_not_take_back():
   assert cache.truncate(0).length.tolist() == [0, 0]
 
 
+@pytest.mark.long
 def test_blocks_go_from_ring_to_ring():
   """Over shards and capacities: the last tokens of windowed layers alone."""
   tokens = texts(22)
@@ -160,6 +165,7 @@ def test_bfloat16_and_bytes():
   assert kept and ring < 0.7 * full
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefill", ["kvr", "zigzag", "chunked"])
 def test_every_way_to_read_a_prompt(prefill):
   options = {"chunk": 8} if prefill == "chunked" else {}

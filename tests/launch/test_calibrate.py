@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from launch import calibrate, common
 from ringjax.models.calibration import FILE
@@ -20,6 +22,7 @@ def run(*argv: str) -> tuple[int, str, str]:
   return status, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.long
 def test_a_cache_is_made_with_what_was_measured(tmp_path, ask):
   text = tmp_path / "text.txt"
   text.write_text("a few words, again and again. " * 20)
@@ -38,6 +41,7 @@ def test_a_cache_is_made_with_what_was_measured(tmp_path, ask):
   assert refused.status == 2 and "launch.calibrate" in refused.err
 
 
+@pytest.mark.long
 def test_bits_are_allocated_to_heads(tmp_path, ask):
   text = tmp_path / "text.txt"
   text.write_text("a few words, again and again. " * 20)
@@ -87,3 +91,24 @@ def test_what_is_refused(argv, says, tmp_path):
     given.append(word)
   status, out, err = run(*given, *QUICK)
   assert (status, out) == (2, "") and says in err
+
+
+@pytest.mark.long
+def test_two_processes_measure_as_one(tmp_path, run_together):
+  """On a mesh of both, of which the first one writes."""
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 20)
+  alone, both = tmp_path / "alone", tmp_path / "both"
+  status, _, err = run(
+    f"--text={text}", f"--out={alone}", *QUICK, "--mesh=seq:2"
+  )
+  assert status == 0, err
+  argv = ("-m", "launch.calibrate", f"--text={text}", f"--out={both}", *QUICK)
+  first, second = run_together(*argv, "--mesh=seq:2", processes=2)
+  assert first.status == second.status == 0, first.err + second.err
+  assert "measured on 64 tokens" in first.out and second.out == ""
+  assert [path.name for path in both.iterdir()] == [FILE]
+  want, got = (safetensors.numpy.load_file(at / FILE) for at in (alone, both))
+  assert want.keys() == got.keys()
+  for name, x in want.items():
+    np.testing.assert_allclose(got[name], x, rtol=0, atol=2e-4, err_msg=name)

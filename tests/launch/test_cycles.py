@@ -159,6 +159,7 @@ def test_flags_that_would_not_be_followed(asked, flag, words):
   ran = ask("cycles", "--chips=v5e", flag)
   assert ran.status == 2 and words in ran.err and not asked
   assert ask("cycles", "--what=decode", "--q_block=128").status == 2
+  assert ask("cycles", "--queries=3").status == 2
 
 
 def test_pages_that_rows_share_beside_reading_them_apart(monkeypatch):

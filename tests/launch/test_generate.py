@@ -70,6 +70,7 @@ def test_json_is_all_there_is_on_stdout(ask, folder):
   assert done["cache_bytes_per_device"] == slots + cursors
 
 
+@pytest.mark.long
 def test_what_is_read_and_what_is_asked(ask, folder, tmp_path):
   file = tmp_path / "story.txt"
   file.write_text("Once <|end|> upon a time — été.\n" * 9)
@@ -341,6 +342,7 @@ def test_a_fault_of_the_code_is_not_hidden(ask, folder, monkeypatch):
     ask(f"--model={folder}", *SHORT)
 
 
+@pytest.mark.long
 def test_no_file_of_flags_is_a_word(start):
   with start("-m", "launch.generate", "--wrong", "thing") as process:
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -354,6 +356,7 @@ def test_no_file_of_flags_is_a_word(start):
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command_without_a_model(start):
   with start("-m", "launch.generate", "--context=2048") as process:
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -375,6 +378,7 @@ def heard():
   signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("heard")
 def test_ctrl_c_keeps_what_was_said(start, folder):
   flags = (f"--model={folder}", "--prompt=x", "--max_new_tokens=4000")
@@ -446,6 +450,7 @@ def test_ctrl_c_before_the_answer(start, folder):
   assert err.splitlines()[-1].startswith("generate: interrupted while")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "processes", [2, pytest.param(4, marks=pytest.mark.slow)]
 )
@@ -621,7 +626,40 @@ def test_processes_are_looked_for_where_there_are_some(
   assert common._found_processes() == count
 
 
+def test_each_cpu_device_has_two_threads(monkeypatch):
+  # What is set here is taken back.
+  monkeypatch.setenv("NPROC", "")
+  monkeypatch.delenv("NPROC")
+  common.start(common.parse("generate", generate.define, ["--mesh=seq:1"]))
+  assert "NPROC" not in os.environ
+  common.start(common.parse("generate", generate.define, ["--mesh=seq:50"]))
+  assert int(os.environ["NPROC"]) >= 100
+
+
 def test_the_document_is_python(folder):
   assert documents.standard_library(500).text.startswith("# ==== ")
   assert sys.version.split()[0] in documents.standard_library(500).source
   assert pathlib.Path(folder, "tokenizer.json").is_file()
+
+
+@pytest.mark.long
+def test_drafts_change_no_token(ask, folder):
+  flags = (
+    f"--model={folder}",
+    "--context=400",
+    "--max_new_tokens=20",
+    "--json",
+  )
+  plain, drafted = ask(*flags), ask(*flags, "--speculate=lookup:count=4")
+  assert "tokens a call" in drafted.err
+  plain, drafted = json.loads(plain.out), json.loads(drafted.out)
+  assert drafted["tokens"] == plain["tokens"]
+  assert drafted["speculation"]["calls"] < len(plain["tokens"])
+  wrong = ask(f"--model={folder}", "--speculate=model")
+  assert wrong.status == 2 and "--speculate: got 'model'" in wrong.err
+  draft = f"--speculate=model:model={folder},count=3"
+  modelled = ask(*flags, draft)
+  assert not modelled.status, modelled.err
+  modelled = json.loads(modelled.out)
+  assert modelled["tokens"] == plain["tokens"]
+  assert modelled["speculation"]["accepted"]

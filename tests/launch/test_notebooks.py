@@ -68,6 +68,14 @@ def contexts_read_once(printed: str) -> None:
   assert ways["full"] == ways["recompute"] == "100"
 
 
+def drafts_are_right(printed: str) -> None:
+  """All drafters save calls, and so do drafts behind a sharded document."""
+  rates = re.findall(r"([\d.]+) tokens a call", printed)
+  assert len(rates) == 5 and min(map(float, rates)) > 2
+  calls = re.findall(r": 48 tokens in (\d+) calls", printed)
+  assert int(calls[0]) == 48 and int(calls[1]) < 36
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -75,12 +83,14 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "03_caches": five_kinds,
   "04_serve": twenty_questions,
   "05_contexts": contexts_read_once,
+  "06_speculate": drafts_are_right,
 }
 # The first is for every commit.
 MARKS = {
-  "01_generate": (),
+  "01_generate": pytest.mark.long,
   "04_serve": pytest.mark.long,
   "05_contexts": pytest.mark.long,
+  "06_speculate": pytest.mark.long,
 }
 
 

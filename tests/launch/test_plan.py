@@ -77,6 +77,7 @@ def test_json_is_all_there_is_on_stdout():
   assert sent("kvr_e") * 2 == sent("tsp")
 
 
+@pytest.mark.long
 def test_in_a_process_of_its_own():
   done = subprocess.run(
     [sys.executable, "-m", "launch.plan", "kvr", *MAIN, "--json"],
@@ -100,6 +101,7 @@ def test_in_a_process_of_its_own():
   assert wrong.stderr.startswith("plan: ") and "ranks" in wrong.stderr
 
 
+@pytest.mark.long
 def test_tiles_prefixes_windows_links():
   ran = ask("kvr", *MAIN, "--tile=128", "--json")
   assert all(n % 128 == 0 for n in ran.json["partition"])

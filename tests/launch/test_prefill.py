@@ -50,6 +50,7 @@ def test_wrong_flags(argv, words):
   assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_one_process(folder):
   status, out, err = read(
     "--method=kvr,kvr_even,flash_tsp",
@@ -119,6 +120,7 @@ def test_two_processes(folder, start, tmp_path):
   assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.long
 def test_processes_that_do_not_agree(folder, start):
   at = port()
   with (

@@ -93,6 +93,7 @@ def test_who_died_may_be_started_again(port):
     assert [*first.result(), *said] == [None] * 3
 
 
+@pytest.mark.long
 def test_who_hung_up_was_not_there(port):
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     first = pool.submit(call_all, port, (0, 3), timeout_s=5.0)

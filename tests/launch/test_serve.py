@@ -47,9 +47,10 @@ def connection(port):
   return http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
 
 
-def metric(port, name):
+def metric(port, name, key=None):
+  headers = {} if key is None else {"Authorization": f"Bearer {key}"}
   with contextlib.closing(connection(port)) as link:
-    link.request("GET", "/metrics")
+    link.request("GET", "/metrics", headers=headers)
     text = link.getresponse().read().decode()
   return int(dict(x.rsplit(" ", 1) for x in text.splitlines())[name])
 
@@ -72,6 +73,8 @@ def test_flags_are_checked_before_a_model_is_loaded(tmp_path, capsys):
     (["--cache=nothing"], "--cache"),
     ([f"--api_keys={tmp_path / 'no'}"], "api_keys"),
     (["--host=256.1.1.1"], "--host"),
+    (["--speculate=self"], "--speculate"),
+    (["--speculate=lookup:count=0"], "count"),
   ):
     assert serve.run(parsed("--port=0", *argv)) == 2
     assert word in capsys.readouterr().err
@@ -146,6 +149,7 @@ def test_the_end_of_grace_and_several_devices(tmp_path, chat_folder):
     "--mesh=seq:4",
     "--cache=int8",
     "--grace=1",
+    "--speculate=lookup:count=3",
     f"--api_keys={keys}",
   ) as (process, port):
     with post(port, BODY) as link:
@@ -154,6 +158,10 @@ def test_the_end_of_grace_and_several_devices(tmp_path, chat_folder):
       response.close()
     with post(port, BODY | {"max_tokens": 4}, key="secret") as link:
       assert read(link)["usage"]["completion_tokens"] == 4
+    body = BODY | {"max_tokens": 60}
+    with post(port, body, key="secret") as link:
+      assert read(link)["usage"]["completion_tokens"] == 60
+    assert metric(port, "ringjax_drafted_tokens_total", "secret") > 0
     body = BODY | {"max_tokens": 1900, "stream": True}
     with post(port, body, key="secret") as link:
       response = link.getresponse()

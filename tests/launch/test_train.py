@@ -89,6 +89,7 @@ def weights(folder: pathlib.Path) -> list[np.ndarray]:
   return [np.asarray(x) for x in jax.tree.leaves(rj.models.load(folder))]
 
 
+@pytest.mark.long
 def test_stages_one_after_another(small, tmp_path):
   out = tmp_path / "out"
   status, said, err = run(
@@ -473,7 +474,9 @@ def test_what_a_config_asks_of_a_training_is_not_passed_over(small):
   assert note == "note: not applied: attention_dropout 0.1"
 
 
-def test_utilisation_is_of_what_is_stated_of_an_accelerator(monkeypatch):
+def test_utilisation_is_of_what_is_stated_of_an_accelerator(
+  unchecked, monkeypatch
+):
   measured = []
 
   def gemm(dtype, size):
@@ -637,6 +640,7 @@ def test_files_for_tensorboard(small, tmp_path):
   assert b"gradient_norm" in written.read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_can_be_built(path):
   """By shapes alone: the state, its shardings and the step's figures."""
@@ -649,6 +653,9 @@ def test_every_config_can_be_built(path):
   model = checkpoint.abstract(shape, dtype="float32")
   if (wanted := train._encoder(config)) is not None:
     model = rj.models.cepe.with_encoder(rj.models.create(shape), wanted[0])
+  if (wanted := train._draft(config)) is not None:
+    made_whole = rj.models.create(shape)
+    model = rj.models.longspec.with_draft(made_whole, wanted[0])
   for stage in made.stages:
     if stage.rope_scaling is not None:
       parsed, _ = checkpoint.read_config(

@@ -69,6 +69,7 @@ def slow(*values: object) -> object:
   return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.long
 # Saving after each step it mostly dies in a save, else in a step.
 @pytest.mark.parametrize(
   ("dying", "save_every"), [(0, 1000), slow(1, 1), slow(0, 1), slow(1, 1000)]
@@ -139,6 +140,7 @@ def test_a_frozen_process_is_given_up(argv, tmp_path, start_together, frozen):
     assert f"rank {frozen} has said nothing for 5 s" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("processes", "told", "number", "status"),
   [
@@ -187,6 +189,7 @@ def test_each_process_brings_its_own_rows(argv, tmp_path, start_together):
   assert losses(tmp_path / "out") == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("rank", "words"),
   [

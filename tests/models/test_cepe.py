@@ -59,9 +59,8 @@ def test_a_zeroed_output_projection_is_the_decoder_bit_for_bit(name):
   np.testing.assert_array_equal(with_zeros(TOKENS), base)
 
 
-@pytest.mark.parametrize(
-  "name", [FAMILIES[1], *(pytest.param(x, marks=LONG) for x in FAMILIES[::2])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES[1::2])
 def test_the_order_of_chunks_and_padding_change_nothing(name):
   mine = model(name)
   read = lambda chunks: mine(TOKENS, states=cepe.encode(mine, chunks))
@@ -276,11 +275,11 @@ def test_broken_folders_are_refused(tmp_path):
     (np.zeros((2, 3), np.int32), ("shape ()",)),
   ],
 )
-def test_contexts_that_cannot_be(chunks, words):
+def test_contexts_that_cannot_be(unchecked, chunks, words):
   refused(PromptError, lambda: cepe.encode(model(), chunks), *words)
 
 
-def test_models_that_cannot_be():
+def test_models_that_cannot_be(unchecked):
   for name, word in (("deepseek_v3", "Latent"), ("qwen3_next", "Delta")):
     plain = rj.models.abstract(checkpoints.config(name))
     refused(OptionError, lambda m=plain: cepe.with_encoder(m), word)
@@ -291,7 +290,7 @@ def test_models_that_cannot_be():
   refused(InputTypeError, lambda: cepe.encode(decoder(), CHUNKS), "encoder")
 
 
-def test_states_that_do_not_fit():
+def test_states_that_do_not_fit(unchecked):
   mine = model()
   states = cepe.encode(mine, CHUNKS)
   wide = states._replace(phi=jnp.zeros((2, 32, 24)))

@@ -336,6 +336,7 @@ print(rss("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(model)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
   not os.access("/proc/self/clear_refs", os.W_OK),
   reason="needs Linux' count of resident pages",

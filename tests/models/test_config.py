@@ -366,6 +366,7 @@ def test_fuzz(name, spelling):
   assert any(x is None for x in kept) and any(x is not None for x in kept)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(
   "part",

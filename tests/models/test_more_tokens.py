@@ -77,6 +77,7 @@ def test_sharded_weights_stay_sharded(name):
   refused(MeshError, call, "n: got 5 more than 64", "n=8")
 
 
+@pytest.mark.long
 def test_numbers_that_are_none():
   model = models.create(SMALL, seed=0)
   for n in (0, -1):

@@ -85,6 +85,7 @@ def test_a_jit_of_the_caller_knows_the_mesh_of_its_arguments(made, axis):
   assert set(sent) == {"collective-permute"}
 
 
+@pytest.mark.long
 def test_the_current_mesh_comes_before_that_of_the_weights(placed, said):
   model, logits = placed
   shape = (2, 2)
@@ -255,6 +256,7 @@ def test_all_of_a_model_s_work_under_an_explicit_mesh(made, said, tmp_path):
     np.testing.assert_array_equal(tokens, said)
 
 
+@pytest.mark.long
 def test_tokens_of_an_explicit_mesh(made, placed):
   mesh = make_mesh(4, "explicit")
   tokens = jax.device_put(TOKENS, NamedSharding(mesh, P(None, "seq")))

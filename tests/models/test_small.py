@@ -61,6 +61,7 @@ def test_recalls(model, kind):
   assert recall_accuracy(model, source, examples=8).answers >= least
 
 
+@pytest.mark.long
 def test_knows_the_look_of_python(model):
   text = "\n".join(documents.library(held_out=True)[:1]).encode()[:2000]
   tokens = np.append(256, np.frombuffer(text, np.uint8)).astype(np.int32)

@@ -80,6 +80,7 @@ def test_tokenizer_is_that_of_bytes(tmp_path):
     assert there == json.loads((tmp_path / name).read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "number", "depth"),
   [
@@ -109,6 +110,7 @@ def test_finds_needles_at_every_depth(model):
   np.testing.assert_array_equal(found, np.tile(after, (len(rows), 1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_answers_examples_as_they_are_made_for_training(model, keys):
   task = MultiKey(tokenizer=Bytes(), keys=keys)
@@ -121,6 +123,7 @@ def test_answers_examples_as_they_are_made_for_training(model, keys):
     np.testing.assert_array_equal(found[: len(want)], ids[want])
 
 
+@pytest.mark.long
 def test_knows_the_look_of_python(model):
   """Held-out sources cost it much less than 8 bits a byte."""
   root = pathlib.Path(sysconfig.get_paths()["stdlib"])

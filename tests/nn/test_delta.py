@@ -97,6 +97,7 @@ def read(model, tokens, sizes, cache, attend, **options):
   return np.concatenate(found, 1), cache
 
 
+@pytest.mark.long
 def test_prompt_then_tokens(model, expected):
   b, t = expected.tokens.shape
   cache = model.init_cache(b, t)
@@ -109,6 +110,7 @@ def test_prompt_then_tokens(model, expected):
     close(logits[:, 0], expected.logits[:, t - 9 + i])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [_slow(1), 7])
 def test_chunks(model, expected, size):
   b, t = expected.tokens.shape
@@ -152,6 +154,7 @@ def test_other_layouts_are_refused(model, layout):
     model(tokens, attend=ring(4, layout=layout))
 
 
+@pytest.mark.long
 def test_shards_read_chunks_and_decode(model, expected):
   mesh = make_mesh(4, "auto")
   chunk = CachedAttention(mesh=mesh, axis="seq", replicated=False)
@@ -322,6 +325,7 @@ def test_no_sequence_is_gathered():
   assert sizes(64)
 
 
+@pytest.mark.long
 def test_spread_knows_whether_tokens_are_sharded():
   mesh = make_mesh(2, "auto")
   assert not ShardingContext().sharded and not CachedAttention().sharded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -37,6 +38,7 @@ def truth(x, w, v, experts, weights, scale_input=False):
   return out
 
 
+@functools.partial(jax.jit, static_argnames="scale_input")
 def run(x, w, v, experts, weights, **options):
   f = lambda e, rows: jnp.tanh(rows @ w[e]) @ v[e]
   return mix(f, x, experts, weights, w.shape[0], **options)
@@ -76,7 +78,8 @@ def test_gradients():
   sparse = lambda x, w, v, weights: run(x, w, v, experts, weights)
   loss = lambda f: lambda *a: jnp.sum(jnp.sin(f(*a)))
   got, want = (
-    jax.grad(loss(f), (0, 1, 2, 3))(x, w, v, weights) for f in (sparse, dense)
+    jax.jit(jax.grad(loss(f), (0, 1, 2, 3)))(x, w, v, weights)
+    for f in (sparse, dense)
   )
   for a, b in zip(got, want, strict=True):
     assert float(jnp.linalg.norm(b)) > 0.1

@@ -19,7 +19,7 @@ from ringjax.parallel.layout import into_slots, out_of_slots, slots_of
     *(
       pytest.param(
         layout, shards, (1, 2, 5, 7, 13, 31),
-        marks=() if shards in (3, 8) else pytest.mark.slow,
+        marks=() if shards == 3 else pytest.mark.slow,
       )
       for layout in (
         rj.Contiguous(), rj.Striped(), rj.Striped(block=3), rj.Zigzag()

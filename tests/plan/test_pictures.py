@@ -168,6 +168,7 @@ def test_slots_that_do_not_fit(unchecked):
     pictures.documents({"odd": (at, at)}, 4)
 
 
+@pytest.mark.long
 @DRAWS
 def test_all_pictures_are_written(tmp_path):
   folder = tmp_path / "strategies"

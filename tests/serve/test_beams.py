@@ -22,7 +22,7 @@ from ringjax.serve import (
   ServedRow,
   StepLimits,
 )
-from tests.helpers import refused
+from tests.helpers import refused, swept
 from tests.serve.test_scheduler import PAGE as SMALL
 from tests.serve.test_scheduler import Memory
 
@@ -197,10 +197,10 @@ def test_searches_of_transformers(loaded, family):
 
 # Family, devices, options; and whether the reference is the model itself.
 REFERENCES = {
-  "recurrent": ("qwen3_next", 1, {}, True),
   "codes, sharded": ("llama3", 4, dict(cache_kind="int4"), False),
 }
 MORE = {
+  "recurrent": ("qwen3_next", 1, {}, True),
   "windows": ("gpt_oss", 1, {}, True),
   "windows, sharded": ("gpt_oss", 4, {}, False),
   "latent": ("deepseek_v3", 1, {}, True),
@@ -394,6 +394,7 @@ def settled(model, request, even):
   return following
 
 
+@pytest.mark.long
 def test_an_adapter(loaded):
   model, _ = loaded("llama3")
   how, rng = rj.train.Lora(rank=2, alpha=4.0), np.random.default_rng(2)
@@ -628,7 +629,7 @@ def teams(seed, operations, *, shards=1, reach=None, pages=24):
   [{}, dict(shards=4), dict(reach=6), dict(reach=9, shards=2)],
 )
 @pytest.mark.parametrize(
-  "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 9))]
+  "seed", [0, *swept([(n,) for n in range(1, 9)], [(1,), (2,)])]
 )
 def test_pages_of_forks_hold_their_texts(seed, options):
   preempted, forks = teams(seed, 600, **options)

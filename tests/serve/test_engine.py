@@ -15,7 +15,7 @@ import ringjax as rj
 from ringjax.errors import MeshError, OptionError, PromptError, SamplingError
 from ringjax.kv import kind_text
 from ringjax.serve import Engine, Request, RowSampling
-from tests.helpers import make_mesh, refused
+from tests.helpers import make_mesh, refused, swept
 
 PAGE = 16
 # No two have a layer in common.
@@ -40,13 +40,12 @@ def requests(rng, vocab, count, **options):
     prompt = np.concatenate([common[: rng.choice([0, 17, 32, 40])], own])
     sampling = RowSampling()
     if n % 2:
+      # Each set of filters is a program of `generate`: none, and all.
+      filters = dict(top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.2)
       sampling = RowSampling(
         temperature=float(rng.choice([0.5, 1.0, 1.5])),
-        top_k=rng.choice([None, 5]),
-        top_p=rng.choice([None, 0.9]),
-        min_p=rng.choice([None, 0.05]),
-        repetition_penalty=rng.choice([None, 1.2]),
         seed=int(rng.integers(0, 2**40)),
+        **(filters if n % 4 == 1 else {}),
       )
     count = int(rng.integers(1, 24))
     made.append(
@@ -114,23 +113,64 @@ def test_families(loaded, family):
   assert bool(at.counters.cached_tokens) == (family != "qwen3_next")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+@pytest.mark.parametrize(
+  ("family", "devices"),
+  swept(
+    itertools.product((*FAMILIES, *MORE), (1, 4)),
+    [*((f, 4) for f in FAMILIES), *zip(MORE, (1, 4, 1, 4, 1), strict=True)],
+  ),
+)
 def test_more_families_and_meshes(loaded, family, devices):
   model, mesh = loaded(family, devices)
   check(model, mesh, np.random.default_rng(devices), 12)
 
 
+@pytest.mark.long
+def test_any_filters_of_a_request(loaded):
+  model, _ = loaded("llama3")
+  rng = np.random.default_rng(5)
+  wanted = [
+    dataclasses.replace(
+      one,
+      sampling=RowSampling(
+        temperature=float(rng.choice([0.5, 1.0, 1.5])),
+        top_k=rng.choice([None, 5]),
+        top_p=rng.choice([None, 0.9]),
+        min_p=rng.choice([None, 0.05]),
+        repetition_penalty=rng.choice([None, 1.2]),
+        seed=int(rng.integers(0, 2**40)),
+      ),
+    )
+    for one in requests(rng, model.config.vocab, 16)
+  ]
+  for request, result in zip(
+    wanted, served(engine(model), wanted, rng), strict=True
+  ):
+    assert result.tokens.tolist() == alone(model, request)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["int4", "unrotated"])
 def test_codecs_on_a_mesh(loaded, kind):
   model, mesh = loaded("llama3", 4)
   check(model, mesh, np.random.default_rng(1), 6, kind=kind)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["int8", "hadamard3", "float8", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+  ("family", "kind"),
+  swept(
+    itertools.product(
+      ("llama3", "gpt_oss", "deepseek_v3"),
+      ("int8", "hadamard3", "float8", "bfloat16"),
+    ),
+    [
+      ("llama3", "int8"),
+      ("gpt_oss", "hadamard3"),
+      ("deepseek_v3", "float8"),
+      ("gpt_oss", "bfloat16"),
+    ],
+  ),
+)
 def test_more_codecs(loaded, family, kind):
   model, _ = loaded(family)
   check(model, None, np.random.default_rng(2), 8, kind=kind)
@@ -138,16 +178,13 @@ def test_more_codecs(loaded, family, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama3", "gpt_oss", "deepseek_v3"])
-def test_calibrated_levels_alone_and_in_a_crowd(loaded, family):
-  """Bit for bit as alone in an engine.
-
-  `generate` reads other pieces of a prompt at once, by which a number that is
-  near the middle between two of the few levels may get the other code.
-  """
+def test_calibrated_levels(loaded, family):
   model, _ = loaded(family)
   draw = np.random.default_rng(1).integers(0, model.config.vocab, (2, 64))
   levels = rj.infer.calibrate(model, draw.astype(np.int32))
   kind = kind_text.parse("nuq3").with_options({"calibration": levels})
+  check(model, None, np.random.default_rng(2), 8, kind=kind)
+  # And bit for bit as alone in an engine.
   rng = np.random.default_rng(2)
   wanted = requests(rng, model.config.vocab, 6, logprobs=2)
   crowd = served(engine(model, cache_kind=kind), wanted, rng)
@@ -470,8 +507,10 @@ def test_a_thread_of_its_own(loaded):
     assert streamed == handles[0].result().tokens.tolist()
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_rows_read_what_they_share_once(loaded, devices):
+@pytest.mark.parametrize(
+  ("devices", "speculate"), [(1, None), (4, None), (1, "lookup:count=3")]
+)
+def test_rows_read_what_they_share_once(loaded, devices, speculate):
   model, mesh = loaded("llama3", devices)
   rng = np.random.default_rng(6)
   common = rng.integers(0, model.config.vocab, 520).astype(np.int32)
@@ -493,6 +532,7 @@ def test_rows_read_what_they_share_once(loaded, devices):
       page=PAGE,
       mesh=mesh,
       shared_reads=how,
+      speculate=speculate,
     )
     if together:
       handles = [at.submit(request) for request in wanted]
@@ -568,7 +608,8 @@ def test_counted_reads(loaded):
 
 
 @pytest.mark.parametrize(
-  ("family", "devices"), [("gpt_oss", 4), ("qwen3_next", 1), ("gpt_oss", 1)]
+  ("family", "devices"),
+  [("llama3", 1), ("gpt_oss", 1), ("qwen3_next", 1), ("gpt_oss", 4)],
 )
 def test_rows_come_back_from_the_host(loaded, family, devices):
   model, mesh = loaded(family, devices)
@@ -678,6 +719,7 @@ def test_an_adapter_for_each_row(loaded):
   )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_under_a_mesh_of_the_caller(loaded, kind):
   model, _ = loaded("llama3", 4)
@@ -695,6 +737,7 @@ def test_under_a_mesh_of_the_caller(loaded, kind):
     refused(MeshError, lambda: make(elsewhere), "1 device", "mesh=")
 
 
+@pytest.mark.long
 def test_a_mask_that_cancels_another(loaded):
   """What was planned of it is computed: others may find its pages."""
   model, _ = loaded("llama3")
@@ -718,6 +761,7 @@ def test_a_mask_that_cancels_another(loaded):
   at.scheduler.tree.check()
 
 
+@pytest.mark.long
 def test_a_store_tells_adapters_of_one_name_apart(loaded):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(9)
@@ -745,6 +789,7 @@ def test_a_store_tells_adapters_of_one_name_apart(loaded):
     assert found.tokens.tolist() == result.tokens.tolist()
 
 
+@pytest.mark.long
 def test_windows_alone_serve_texts_longer_than_their_pages():
   config = dict(
     model_type="mistral",

@@ -23,10 +23,10 @@ from ringjax.serve import (
   ServedRow,
   StepLimits,
 )
-from tests.helpers import make_mesh, refused
+from tests.helpers import make_mesh, refused, swept
 from tests.serve.test_engine import PAGE, alone, engine, requests, served
 
-MORE = [
+EVERY = [
   (family, kind, layout, devices)
   for family, kind in (
     ("llama3", "windowed"),
@@ -36,6 +36,15 @@ MORE = [
   )
   for layout in ("contiguous", "doubling")
   for devices in (1, 4)
+]
+OFTEN = [
+  ("llama3", "windowed", "doubling", 4),
+  ("llama3", "int4", "doubling", 1),
+  ("llama3", "int4", "contiguous", 4),
+  ("gpt_oss", "windowed", "contiguous", 4),
+  ("gpt_oss", "windowed", "doubling", 1),
+  ("qwen3_next", "windowed", "contiguous", 1),
+  ("qwen3_next", "windowed", "doubling", 4),
 ]
 
 
@@ -67,14 +76,15 @@ def same_answers(loaded, family, kind, layout, devices):
 
 
 @pytest.mark.parametrize(
-  ("family", "layout"), [("llama3", "contiguous"), ("gpt_oss", "doubling")]
+  ("family", "layout"), [("llama3", "contiguous"), ("llama3", "doubling")]
 )
 def test_answers_are_those_of_pages(loaded, family, layout):
   same_answers(loaded, family, "windowed", layout, 1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("family", "kind", "layout", "devices"), MORE)
+@pytest.mark.parametrize(
+  ("family", "kind", "layout", "devices"), swept(EVERY, OFTEN)
+)
 def test_more_answers(loaded, family, kind, layout, devices):
   same_answers(loaded, family, kind, layout, devices)
 
@@ -339,6 +349,7 @@ def test_reserved_memory_follows_use():
   assert left <= 2 * 2 * 1024 and other == 0
 
 
+@pytest.mark.long
 def test_a_row_is_a_dense_view(loaded):
   """What lies in a row's memory is what a cache of its own would hold."""
   model, _ = loaded("llama3")

@@ -180,6 +180,7 @@ FINISH, MATCH = PrefixTree.finish, PrefixTree.match
 REMOVE = PrefixTree._remove
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "broken"),
   [
@@ -223,6 +224,7 @@ def test_hashes_are_of_the_whole_prefix():
   assert tree.find(two.digest) is two and tree.find(one.digest) is None
 
 
+@pytest.mark.long
 def test_memory_stays_level():
   """Over many requests of many tenants, most of whom come once."""
   tree = PrefixTree([GroupSpec(pages=16), GroupSpec(pages=16, reach=4)], PAGE)

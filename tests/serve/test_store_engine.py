@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.serve import Engine, Request, RowSampling
-from tests.helpers import refused
+from tests.helpers import refused, swept
 
 PAGE = 16
 
@@ -81,11 +82,28 @@ def test_from_the_disk_on_a_mesh(loaded, tmp_path):
   assert store.counters.disk_hits > 0 and store.counters.written > 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("kind", ["windowed", "int8", "unrotated", "hadamard3"])
+EVERY = itertools.product(
+  ("llama3", "gpt_oss", "deepseek_v3", "gemma2", "gemma3_text"),
+  ("windowed", "int8", "unrotated", "hadamard3"),
+  (1, 4),
+)
+
+
 @pytest.mark.parametrize(
-  "family", ["llama3", "gpt_oss", "deepseek_v3", "gemma2", "gemma3_text"]
+  ("family", "kind", "devices"),
+  swept(
+    EVERY,
+    [
+      ("llama3", "windowed", 4),
+      ("llama3", "unrotated", 1),
+      ("gpt_oss", "int8", 4),
+      ("gpt_oss", "unrotated", 1),
+      ("deepseek_v3", "hadamard3", 1),
+      ("deepseek_v3", "windowed", 4),
+      ("gemma2", "int8", 1),
+      ("gemma3_text", "hadamard3", 4),
+    ],
+  ),
 )
 def test_more_kinds(loaded, tmp_path, family, kind, devices):
   model, mesh = loaded(family, devices)
@@ -133,6 +151,7 @@ def test_who_finds_what(loaded, tmp_path):
     assert store.disk.corrupt and store.counters.errors == 0
 
 
+@pytest.mark.long
 def test_crowds_that_are_cancelled_and_preempted(loaded, tmp_path):
   model, _ = loaded("llama3")
   rng = np.random.default_rng(5)
@@ -158,7 +177,8 @@ def test_crowds_that_are_cancelled_and_preempted(loaded, tmp_path):
     assert store.counters.errors == 0
 
 
-def test_stores_that_are_refused(loaded):
+@pytest.mark.long
+def test_stores_that_are_refused(unchecked, loaded):
   model, _ = loaded("llama3")
   store = rj.store.Store(host=1 << 20)
   refused(InputTypeError, lambda: engine(model, store=1 << 20), "store", "int")

@@ -152,7 +152,7 @@ def test_traces(tmp_path):
   refused(DataError, lambda: store.read_trace(tmp_path / "none"), "trace")
 
 
-def test_names():
+def test_names(unchecked):
   for name in ("lru", "lfu", "once_used_first", "second_hit"):
     assert store.Store(host=1, policy=name).host.policy.name == name
   refused(OptionError, lambda: store.Store(host=1, policy="mru"), "lru", "mru")

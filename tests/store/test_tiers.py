@@ -226,7 +226,7 @@ def test_a_policy_that_raises_does_not_stop_anything():
   assert store.counters.errors == 2
 
 
-def test_what_is_refused(tmp_path):
+def test_what_is_refused(unchecked, tmp_path):
   refused(OptionError, lambda: Store(), "a tier")
   refused(InputTypeError, lambda: Store(disk=tmp_path), "disk")
   refused(InputTypeError, lambda: Store(disk=(3, 100)), "disk")

@@ -1206,6 +1206,7 @@ def test_killed_at_a_call_of_ours(points, victim):
   assert ended.count(-signal.SIGKILL) >= 0.75 * len(points), ended
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 @pytest.mark.parametrize(
   "points",

@@ -77,6 +77,7 @@ def test_frozen_weights_have_gradients_of_zero_and_no_others(name):
     assert np.any(x), jax.tree_util.keystr(path)
 
 
+@pytest.mark.long
 def test_a_training_that_was_stopped_resumes_bit_for_bit(tmp_path):
   def train(folder, steps):
     last = rj.train.Stage(steps=steps, length=32, batch=2, context=AFTER)
@@ -152,6 +153,7 @@ def test_contexts_are_masked_as_often_as_asked():
   assert (made.context.segments != other.context.segments).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=LONG)])
 def test_distillation_adds_the_divergence_from_the_decoder_alone(shards):
   mesh = rj.make_mesh((shards,), ("seq",), devices=jax.devices()[:shards])

@@ -288,6 +288,7 @@ HANGS = """
 """
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_is_given_up():
   done = subprocess.run(
     [sys.executable, "-c", textwrap.dedent(HANGS)],
@@ -304,6 +305,7 @@ def test_a_step_that_hangs_is_given_up():
   assert "in step" in done.stderr
 
 
+@pytest.mark.long
 def test_a_first_step_may_take_its_time():
   calls = []
 

@@ -316,7 +316,7 @@ def spread_of(shape, axes, process_of) -> ContextParallel:
     ((2, 2), ("data", "seq"), lambda d, s: 2 * d + s, [(0, 2), (0, 2), (1, 2)]),
   ],
 )
-def test_whose_rows(shape, axes, process_of, parts):
+def test_whose_rows(unchecked, shape, axes, process_of, parts):
   attend = spread_of(shape, axes, process_of)
   found = [batches.share_of(attend, n) for n in range(len(parts))]
   assert found == parts

@@ -253,6 +253,7 @@ def test_padding_alone_has_no_gradient(wanted):
   assert not any(np.any(x) for x in jax.tree.leaves(got))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "config",
   [
@@ -336,6 +337,7 @@ def test_whole_rows_need_no_coordinates(wanted):
   assert float(figures.loss) == pytest.approx(float(each.mean()), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_step_learns():
   """A text that repeats is soon known by heart."""
   model = checkpoint.create(CONFIG, seed=4)

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from ringjax.checks import positive_int
 from ringjax.errors import MemoryEstimateError, OptionError, PromptError
@@ -46,6 +48,7 @@ from ringjax.infer.prompt_reading import check_call
 from ringjax.infer.session import Session, free_on, on_its_mesh
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache import Blocks
+from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.context_cache import (
   ContextCache,
   PlacedContext,
@@ -105,16 +108,16 @@ class _Row:
 @on_its_mesh
 def context_session(
   model: Transformer,
-  contexts: Any,
-  combine: Any = "parallel",
+  contexts: Sequence[Any],
+  combine: Combine | str = "parallel",
   *,
   capacity: int,
   batch: int | None = None,
   library: ContextLibrary | None = None,
-  mesh: Any = None,
+  mesh: Mesh | None = None,
   axis: str | None = None,
-  dtype: Any = None,
-  cache_kind: Any = None,
+  dtype: DTypeLike | None = None,
+  cache_kind: CacheKind | str | None = None,
   progress: Callable[[int], Any] | None = None,
 ) -> Session:
   """A session behind contexts, for `rj.infer.generate(..., cache=session)`.
@@ -174,7 +177,7 @@ def context_session(
   ends = [_end(how, row, prefix) for row in lengths]
   _check_lengths(model, how, lengths, ends, capacity)
   extra = max(_extra(how, row, prefix) for row in lengths)
-  shards = Session(model, 1, **library.options).shards
+  shards = library.shards
   room = padded(extra, shards) + shards + capacity + shards
   tile = _TILE if isinstance(how, Selection) else 1
   room = padded(room, shards)
@@ -209,7 +212,7 @@ def context_session(
   return session
 
 
-def context_rows(contexts: Any, batch: int | None) -> list[list[Any]]:
+def context_rows(contexts: Sequence[Any], batch: int | None) -> list[list[Any]]:
   """The contexts of each row, of those of all rows or of a list for each.
 
   Raises:
@@ -254,7 +257,10 @@ def _is_context(x: Any) -> bool:
 
 
 def joined(
-  contexts: Any, prompts: Sequence[np.ndarray], how: Combine, vocab: int
+  contexts: Sequence[Any],
+  prompts: Sequence[np.ndarray],
+  how: Combine,
+  vocab: int,
 ) -> list[np.ndarray]:
   """Prefix, contexts and prompt of each row as one text, for `Full`."""
   rows, found = context_rows(contexts, len(prompts)), []

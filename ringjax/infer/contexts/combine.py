@@ -13,15 +13,15 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.data.link_tokens import LinkTokens
 from ringjax.errors import OptionError
+from ringjax.option_text import named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ WAYS: dict[str, type[Combine]] = {
 }
 
 
-def combine_of(how: Any, name: str = "combine") -> Combine:
+def combine_of(how: object, name: str = "combine") -> Combine:
   """A way to combine: as it is, or by its name and options.
 
   Args:
@@ -205,34 +205,4 @@ def combine_of(how: Any, name: str = "combine") -> Combine:
   Raises:
     OptionError: no such way, or other options than it has.
   """
-  if isinstance(how, Combine):
-    return how
-  way, _, rest = how.partition(":") if isinstance(how, str) else ("", "", "")
-  if way not in WAYS:
-    raise OptionError(
-      name,
-      repr(how),
-      f"one of {', '.join(WAYS)}, or an object of rj.infer.contexts",
-      f"pass {name}=parallel, for instance",
-    )
-  made = WAYS[way]
-  # Not prefix and links, which are no numbers or words.
-  simple = int | float | str
-  known = [
-    f.name for f in dataclasses.fields(made) if isinstance(f.default, simple)
-  ]
-  options: dict[str, Any] = {}
-  for part in rest.split(",") if rest else ():
-    key, equals, value = part.partition("=")
-    if key not in known or not equals or key in options:
-      raise OptionError(
-        name,
-        f"{part!r} in {how!r}",
-        f"options of {way!r}, each once: {', '.join(known) or 'it has none'}",
-        f"write {name}={way}:key=value,key=value",
-      )
-    try:
-      options[key] = ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-      options[key] = value
-  return made(**options)
+  return named(how, Combine, WAYS, name)

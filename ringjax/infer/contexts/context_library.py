@@ -23,6 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax.checks import positive_int
 from ringjax.errors import CheckpointFormatError, OptionError, PromptError
@@ -108,6 +111,7 @@ class ContextLibrary:
     kind: how keys and values are stored.
     counters: what was done.
     options: of the sessions in which they are read.
+    shards: over which a document is spread.
   """
 
   def __init__(
@@ -115,9 +119,9 @@ class ContextLibrary:
     model: Transformer,
     *,
     prefix: Sequence[int] = (),
-    cache_kind: Any = "dense",
-    dtype: Any = None,
-    mesh: Any = None,
+    cache_kind: CacheKind | str = "dense",
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
     axis: str | None = None,
     store: Store | None = None,
     rows: int = 8,
@@ -162,7 +166,7 @@ class ContextLibrary:
     # Of an empty session: dtype and mesh as they are.
     made = Session(model, 1, **self.options)
     sharding = ShardingContext(mesh=made.mesh, axis=made.axis)
-    self._data, self._shards = sharding.data_size, made.shards
+    self._data, self.shards = sharding.data_size, made.shards
     self._structure = jax.tree.structure(made.cache.slots)
     self.origin = context_origin(model, self.kind, made.cache.dtype)
 
@@ -191,8 +195,12 @@ class ContextLibrary:
       )
     keys = [_key(self.origin, self.prefix, text) for text in texts]
     by_key = dict(zip(keys, texts, strict=True))
-    found = {key: self._there(key, text) for key, text in by_key.items()}
-    new = {key: text for key, text in by_key.items() if found[key] is None}
+    found: dict[bytes, EncodedContext] = {}
+    for key, text in by_key.items():
+      there = self._there(key, text)
+      if there is not None:
+        found[key] = there
+    new = {key: text for key, text in by_key.items() if key not in found}
     self.counters.reused += len(texts) - len(new)
     order = sorted(new, key=lambda key: new[key].size)
     done = len(texts) - len(new)
@@ -207,7 +215,7 @@ class ContextLibrary:
       done += len(batch)
       if progress is not None:
         progress(done)
-    return [found[key] for key in keys]  # pyrefly: ignore
+    return [found[key] for key in keys]
 
   def load(self, path: str | os.PathLike[str]) -> EncodedContext:
     """Reads a file of `EncodedContext.save`; it is then among its documents.
@@ -290,8 +298,8 @@ class ContextLibrary:
 
   def _session(self, rows: int, longest: int) -> Session:
     # Of padded prompts, and a part of the prefix on each shard.
-    size = len(self.prefix) + self._shards + padded(longest, self._shards)
-    capacity = padded(size, self._shards)
+    size = len(self.prefix) + self.shards + padded(longest, self.shards)
+    capacity = padded(size, self.shards)
     return Session(self.model, capacity, batch=rows, **self.options)
 
 
@@ -308,7 +316,9 @@ def cache_spec(
   )
 
 
-def context_tokens(documents: Any, vocab: int) -> list[np.ndarray]:
+def context_tokens(
+  documents: Sequence[Any] | Shaped[Array | np.ndarray, "N _"], vocab: int
+) -> list[np.ndarray]:
   """The ids of documents, int32 [n] each.
 
   Raises:
@@ -333,7 +343,7 @@ def context_tokens(documents: Any, vocab: int) -> list[np.ndarray]:
   return inputs.prompts([np.asarray(document) for document in documents], vocab)
 
 
-def context_kind(model: Transformer, kind: Any) -> CacheKind:
+def context_kind(model: Transformer, kind: CacheKind | str) -> CacheKind:
   """A kind of cache for contexts: it keeps all tokens where they are read.
 
   Raises:
@@ -378,7 +388,9 @@ def check_origin(
     )
 
 
-def context_origin(model: Transformer, kind: CacheKind, dtype: Any) -> str:
+def context_origin(
+  model: Transformer, kind: CacheKind, dtype: DTypeLike
+) -> str:
   """All that the bytes of a context depend on beside tokens and prefix."""
   rope = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
   # Codes are stored with tokens last on a TPU.

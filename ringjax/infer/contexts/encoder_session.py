@@ -18,15 +18,16 @@ from ringjax.infer.contexts.context_library import (
 )
 from ringjax.infer.session import Session
 from ringjax.models.cepe import CepeTransformer, encode
+from ringjax.models.transformer import Transformer
 
 
 def encoder_session(
-  model: Any,
+  model: Transformer,
   rows: list[list[Any]],
   how: Cepe,
   *,
   capacity: int,
-  library: Any,
+  library: object,
   options: dict[str, Any],
 ) -> tuple[Session, int, int]:
   """A session whose cache has the states of each row's contexts.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -15,6 +15,9 @@ from jaxtyping import Float
 from ringjax.errors import OptionError
 from ringjax.kv.codecs.code_book import CodeBook
 from ringjax.kv.codecs.codec import Codec
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import LayerCacheSpec
 
 BITS = (2, 3, 4)
 WEIGHTS = ("fisher", "none")
@@ -38,7 +41,7 @@ class Calibration:
   arrays: dict[str, np.ndarray]
   weights: str = WEIGHTS[0]
 
-  def __eq__(self, other: Any) -> bool:
+  def __eq__(self, other: object) -> bool:
     return isinstance(other, Calibration) and self.digest == other.digest
 
   def __hash__(self) -> int:
@@ -84,7 +87,7 @@ class Calibrated(Codec):
     return dataclasses.replace(self, calibration=load(self.calibration))
 
   def constants(
-    self, number: int, shape: Any
+    self, number: int, shape: LayerCacheSpec
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     found = self.calibration
     if not isinstance(found, Calibration):
@@ -101,7 +104,7 @@ class Calibrated(Codec):
     return keys, found.part(number, "values", self.values)
 
   def constant_shapes(
-    self, shape: Any
+    self, shape: LayerCacheSpec
   ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     def one(vectors: CodeBook, dim: int) -> tuple[tuple[int, ...], ...]:
       if not dim:

@@ -19,8 +19,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
@@ -82,7 +84,7 @@ class ChannelGroups:
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     """The numbers that the bytes of whole groups stand for.
@@ -103,7 +105,7 @@ class ChannelGroups:
     """Bytes of the scales that a token has."""
     return -(-4 * dim // self.group)
 
-  def _groups(self, x: Any) -> Any:
+  def _groups(self, x: jax.Array) -> jax.Array:
     """[B, K, T, D] -> [B, K, n, P, D]."""
     tokens = x.shape[-2]
     if tokens % self.group:

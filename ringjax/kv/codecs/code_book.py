@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from ringjax.checks import number, one_of
@@ -102,7 +103,7 @@ class CodeBook:
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     x = lookup(code_bytes.unpack(data, self.bits, dim), constants[-1])
@@ -141,14 +142,19 @@ def _index_dtype(dim: int) -> type:
   return np.uint8 if dim <= 256 else np.uint16
 
 
-def _per_channel(x: Any) -> jax.Array:
+def _per_channel(x: jax.Array | np.ndarray) -> jax.Array:
   """[K, D] in a shape that goes with [B, K, T, D]."""
   return jnp.asarray(x, jnp.float32)[None, :, None]
 
 
 def _farthest(x: jax.Array, count: int) -> jax.Array:
-  """Where the `count` largest magnitudes are, int32 [..., count]."""
-  far, found = jnp.abs(x), []
+  """Where the `count` largest magnitudes are, int32 [..., count].
+
+  Of equal ones the first. Magnitudes are compared in 13 bits: calibration may
+  give a token the extremes of two channels, whose last bits depend on the
+  program that divides by them.
+  """
+  far, found = lax.reduce_precision(jnp.abs(x), 8, 12), []
   for _ in range(count):
     index = jnp.argmax(far, -1, keepdims=True).astype(jnp.int32)
     found.append(index)

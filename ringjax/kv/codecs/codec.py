@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.errors import OptionError
 from ringjax.kv.codecs.codec_wire import CodecWire
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import LayerCacheSpec
 
 
 @runtime_checkable
@@ -37,7 +41,7 @@ class VectorCodec(Protocol):
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     """The numbers that the bytes stand for."""
@@ -69,7 +73,7 @@ class Codec:
   unrotated: bool = False
 
   def constants(
-    self, number: int, shape: Any
+    self, number: int, shape: LayerCacheSpec
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Numbers of the codecs of a kind of layer, those of keys and of values.
 
@@ -84,7 +88,7 @@ class Codec:
     return (), ()
 
   def constant_shapes(
-    self, shape: Any
+    self, shape: LayerCacheSpec
   ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Shapes of the `constants` of a kind of layer, which are float32."""
     del shape
@@ -101,7 +105,7 @@ class Codec:
     pages = [getattr(x, "page", None) for x in (self.keys, self.values)]
     return max((n for n in pages if n is not None), default=None)
 
-  def as_wire(self, dtype: Any = None) -> CodecWire:
+  def as_wire(self, dtype: DTypeLike | None = None) -> CodecWire:
     """The format in which strategies send keys and values, see `Ring.wire`.
 
     Args:

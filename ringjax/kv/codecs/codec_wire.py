@@ -9,11 +9,15 @@ Memory: a token's bytes are those that it has in the cache, in one array.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
+
+if TYPE_CHECKING:
+  from ringjax.kv.codecs.codec import VectorCodec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +33,9 @@ class CodecWire:
       None: as they are.
   """
 
-  keys: Any
-  values: Any
-  dtype: Any = None
+  keys: VectorCodec
+  values: VectorCodec
+  dtype: DTypeLike | None = None
 
   def __str__(self) -> str:
     same = self.keys == self.values

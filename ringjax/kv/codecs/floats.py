@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of
@@ -68,7 +69,7 @@ class Floats:
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     del constants

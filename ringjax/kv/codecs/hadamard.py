@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of
@@ -66,7 +67,7 @@ class Hadamard:
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     found = self.decode_transformed(data, dim, jnp.float32, constants)
@@ -82,7 +83,7 @@ class Hadamard:
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     """As `decode`, in the basis of `transform`, which costs less."""

@@ -11,10 +11,15 @@ import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import PyTree
 
 from ringjax.errors import OptionError
 from ringjax.kv.codecs.codec import Codec
+
+if TYPE_CHECKING:
+  from ringjax.kv.cache import LayerCacheSpec
 
 # What `allocate_bits` writes beside a model.
 BITS_FILE = "kv_bits.json"
@@ -84,7 +89,7 @@ class PerHead:
       f"PerHead({heads} heads of its {len(self.codecs)} codecs, {self.digest})"
     )
 
-  def table(self, shape: Any) -> tuple[tuple[int, ...], ...]:
+  def table(self, shape: LayerCacheSpec) -> tuple[tuple[int, ...], ...]:
     """The numbers of the codecs, [L, K], of a kind of layers.
 
     Args:
@@ -107,7 +112,7 @@ class PerHead:
       )
     return found
 
-  def constants(self, number: int, shape: Any) -> tuple[Any, ...]:
+  def constants(self, number: int, shape: LayerCacheSpec) -> tuple[Any, ...]:
     """For each codec its `constants`, of its heads: [n, g, x]."""
     places = HeadPlaces.of(self, shape)
     one = lambda part, way: tuple(x[places.index(way)] for x in part)
@@ -118,11 +123,11 @@ class PerHead:
       for way in places.ways
     )
 
-  def constant_shapes(self, shape: Any) -> tuple[Any, ...]:
+  def constant_shapes(self, shape: LayerCacheSpec) -> tuple[Any, ...]:
     """Their shapes; they are float32."""
     places = HeadPlaces.of(self, shape)
 
-    def one(part: Any, way: int) -> tuple[tuple[int, ...], ...]:
+    def one(part: PyTree, way: int) -> tuple[tuple[int, ...], ...]:
       lead = places.count(way), places.group
       return tuple((*lead, *x[2:]) for x in part)
 
@@ -163,7 +168,7 @@ class HeadPlaces:
   row: tuple[tuple[int, ...], ...]
 
   @classmethod
-  def of(cls, codec: PerHead, shape: Any) -> HeadPlaces:
+  def of(cls, codec: PerHead, shape: LayerCacheSpec) -> HeadPlaces:
     """Those of a kind of layers."""
     table, heads = codec.table(shape), shape.heads
     alike = lambda g: all(
@@ -210,7 +215,7 @@ class Allocated:
   table: str | None = None
   unrotated: bool = dataclasses.field(default=False, init=False)
 
-  def for_model(self, load: Callable[[Any], Any]) -> Any:
+  def for_model(self, load: Callable[[Any], Any]) -> PerHead:
     """The codecs; `load` reads what a file has of a model."""
     if self.table is None:
       raise OptionError(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from ringjax.checks import one_of, positive_int
@@ -67,7 +68,7 @@ class Integers:
     self,
     data: UInt8[Array, "B K T X"],
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     constants: Sequence[Any] = (),
   ) -> Float[Array, "B K T D"]:
     del constants

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 
-def nearest(x: Float[Array, "B K T D"], levels: Any) -> UInt8[Array, "B K T D"]:
+def nearest(
+  x: Float[Array, "B K T D"], levels: Float[Array | np.ndarray, "*K M"]
+) -> UInt8[Array, "B K T D"]:
   """The number of the nearest of the levels [n] or [K, n], which ascend."""
   edges = (levels[..., 1:] + levels[..., :-1]) * np.float32(0.5)
   codes = jnp.zeros(x.shape, jnp.uint8)
@@ -19,7 +22,7 @@ def nearest(x: Float[Array, "B K T D"], levels: Any) -> UInt8[Array, "B K T D"]:
 
 
 def lookup(
-  codes: UInt8[Array, "B K T D"], levels: Any
+  codes: UInt8[Array, "B K T D"], levels: Float[Array | np.ndarray, "*K M"]
 ) -> Float[Array, "B K T D"]:
   """The levels [n] or [K, n] of codes, by a tree of choices.
 
@@ -38,7 +41,7 @@ def lookup(
   return found[0]
 
 
-def _each(levels: Any, n: int) -> Any:
+def _each(levels: jax.Array | np.ndarray, n: int) -> jax.Array:
   """Level n, in a shape that goes with [B, K, T, D]."""
   one = jnp.asarray(levels[..., n], jnp.float32)
   return one[None, :, None, None] if one.ndim else one.reshape(1, 1, 1, 1)

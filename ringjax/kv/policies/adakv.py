@@ -61,6 +61,10 @@ class AdaKV(SnapKV):
     return super().queries if self.by is None else self.by.queries
 
   @property
+  def marks(self) -> tuple[int, ...]:
+    return () if self.by is None else self.by.marks
+
+  @property
   def moments(self) -> bool:  # pyrefly: ignore
     return self.by is not None and self.by.moments
 

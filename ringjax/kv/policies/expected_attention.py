@@ -55,6 +55,7 @@ class ExpectedAttention(Policy):
       return s
 
     first = look.pos < 4
+    assert mean is not None
     groups = mean.shape[2]
     total = 0.0
     for g in range(groups):
@@ -77,6 +78,7 @@ class ExpectedAttention(Policy):
     if look.reading.rope is None:
       return mean, wide
     rotation = look.reading.rotation(look.limit)
+    assert mean is not None
     size = mean.shape[-1]
     units = jnp.eye(size, dtype=jnp.float32)[None, :, None]
 

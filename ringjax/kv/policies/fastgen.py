@@ -8,7 +8,6 @@ queries of the mass that the kept tokens have in the whole attention.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -21,12 +20,11 @@ from ringjax.kv.policies.policy import Look, Policy, highest
 class FastGen(Policy):
   """Each KV head keeps the fewest tokens that recover enough of its attention.
 
-  Choices, of which each holds the one before: the first tokens; the most
-  frequent ones as well; the nearest ones as well; all. The smallest is taken
-  of which every query head of the group recovers `recovered`. A head chooses
-  anew at each eviction; the paper's keep what they chose for the prompt. The
-  paper's fifth choice, punctuation, is not there: a cache holds positions of
-  tokens and not their ids.
+  Choices, of which each holds the one before: the first tokens; punctuation as
+  well, if its ids are given; the most frequent ones as well; the nearest ones
+  as well; all. The smallest is taken of which every query head of the group
+  recovers `recovered`. A head chooses anew at each eviction; the paper's keep
+  what they chose for the prompt.
 
   Attributes:
     budget: of the frequent tokens.
@@ -34,6 +32,8 @@ class FastGen(Policy):
     recovered: the mass of attention that is enough, above 0 and at most 1.
     special: how many of the first tokens of a row are special.
     window: how many of the newest queries are profiled.
+    punctuation: ids of the tokens that are punctuation, in any order; see
+      `rj.data.punctuation_ids`. None: there is no such choice.
   """
 
   budget: int | float = 0.3
@@ -41,13 +41,20 @@ class FastGen(Policy):
   recovered: int | float = 0.95
   special: int = 1
   window: int = 512
+  punctuation: tuple[int, ...] = ()
 
-  choices: ClassVar[tuple[str, ...]] = (
-    "special",
-    "special + frequent",
-    "special + frequent + local",
-    "full",
-  )
+  @property
+  def choices(self) -> tuple[str, ...]:
+    sets, more = ["special"], ["frequent", "local"]
+    if self.punctuation:
+      more = ["punctuation", *more]
+    for name in more:
+      sets.append(f"{sets[-1]} + {name}")
+    return (*sets, "full")
+
+  @property
+  def marks(self) -> tuple[int, ...]:
+    return self.punctuation
 
   @property
   def queries(self) -> int | None:
@@ -65,6 +72,16 @@ class FastGen(Policy):
       most=1.0,
       remedy="pass recovered=0.95",
     )
+    for one in self.punctuation:
+      integer(
+        "punctuation",
+        one,
+        least=0,
+        remedy="pass rj.data.punctuation_ids(tokenizer)",
+      )
+    # Equal sets of ids are equal policies.
+    ids = tuple(sorted({int(x) for x in self.punctuation}))
+    object.__setattr__(self, "punctuation", ids)
 
   def traced(self) -> Policy:
     return self
@@ -87,9 +104,12 @@ class FastGen(Policy):
     """What each choice keeps, and which of them each head takes."""
     length = look.length[:, None, None]
     special = look.real & (look.pos < self.special)
+    named = [special]
+    if self.punctuation:
+      named.append(special | look.marked)
     queries = jnp.minimum(jnp.maximum(length - look.pos, 1), self.window)
     mass = jnp.mean(look.column_mass(), 2) / queries.astype(jnp.float32)
-    mass = jnp.where(look.real & ~special, mass, -jnp.inf)
+    mass = jnp.where(look.real & ~named[-1], mass, -jnp.inf)
     many = self._many(self.budget, look.length)
     frequent = highest(mass, jnp.broadcast_to(many[:, None], mass.shape[:2]))
     near = (
@@ -98,9 +118,9 @@ class FastGen(Policy):
     near = look.real & near
     sets = jnp.stack(
       [
-        special,
-        special | frequent,
-        special | frequent | near,
+        *named,
+        named[-1] | frequent,
+        named[-1] | frequent | near,
         look.real,
       ]
     )

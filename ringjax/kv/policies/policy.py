@@ -8,7 +8,7 @@ however they lie over devices, and holds no array of queries times keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.checks import integer
 from ringjax.errors import OptionError
 from ringjax.kv.reading import KeyReading
+from ringjax.typing import Index
 
 
 @runtime_checkable
@@ -37,19 +38,25 @@ class Look(Protocol):
     mean: float32 [B, K, G, H], of the queries before their rotation, if the
       policy says `moments`.
     covariance: float32 [B, K, G, H, H], of these.
+    marked: bool [B, K, S], which are tokens of the policy's `marks`.
   """
 
-  real: Any
-  pos: Any
-  length: Any
-  layer: Any
-  first_head: Any
+  real: Bool[Array, "B K S"]
+  pos: Int[Array, "B K S"]
+  length: Int[Array, " B"]
+  layer: Index
+  first_head: Index
   limit: int
   reading: KeyReading
-  mean: Any
-  covariance: Any
+  mean: Float[Array, "B K G H"] | None
+  covariance: Float[Array, "B K G H H"] | None
 
-  def by_token(self, f: Any, *given: Any) -> Float[Array, "B K S"]:
+  @property
+  def marked(self) -> Bool[Array, "B K S"]: ...
+
+  def by_token(
+    self, f: Callable[..., Any], *given: Any
+  ) -> Float[Array, "B K S"]:
     """f(keys [B, K, s, H], values [B, K, s, J]) -> [B, K, s], of all tokens.
 
     Keys are rotated; of latent layers values are the keys. What is `given`,
@@ -58,7 +65,7 @@ class Look(Protocol):
     ...
 
   def extremes(
-    self, f: Any, part: Int[Array, "B K S"], count: int
+    self, f: Callable[..., Any], part: Int[Array, "B K S"], count: int
   ) -> tuple[Float[Array, "B K _ D"], Float[Array, "B K _ D"]]:
     """The least and the largest of such an f, which gives [B, K, s, D].
 
@@ -67,7 +74,7 @@ class Look(Protocol):
     """
     ...
 
-  def average(self, f: Any) -> Float[Array, "B K D"]:
+  def average(self, f: Callable[..., Any]) -> Float[Array, "B K D"]:
     """The mean over the tokens of such an f, which gives [B, K, s, D]."""
     ...
 
@@ -111,6 +118,19 @@ class Policy:
     """
     return 0
 
+  @property
+  def choices(self) -> tuple[str, ...]:
+    """Sets of tokens of which each head takes one, by name.
+
+    The score of a token that stays is then the number of its set, from 1.
+    """
+    return ()
+
+  @property
+  def marks(self) -> tuple[int, ...]:
+    """Ids of the tokens that it is to see as `Look.marked`."""
+    return ()
+
   # Whether it looks at the mean and the covariance of all queries.
   moments: ClassVar[bool] = False
   # Whether all tokens stay, and queries read some pages of them.
@@ -119,9 +139,6 @@ class Policy:
   sums: ClassVar[bool] = False
   # Whether it scores tokens by a repetition of the context.
   repeats: ClassVar[bool] = False
-  # Sets of tokens of which each head takes one, by name. The score of a token
-  # that stays is then the number of its head's set, from 1.
-  choices: ClassVar[tuple[str, ...]] = ()
   # Whether it reads keys, values or queries, and not positions alone.
   reads: ClassVar[bool] = True
 
@@ -206,7 +223,7 @@ def highest(
   return (rank < count[..., None]) & (scores > -jnp.inf)
 
 
-def window_size(name: str, value: Any) -> int:
+def window_size(name: str, value: object) -> int:
   """A number of queries.
 
   Raises:

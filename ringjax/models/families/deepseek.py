@@ -78,7 +78,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
 
 
 def _names(config: TransformerConfig) -> TensorNames:
-  low = config.layers[0].attention.query_latent is not None
+  mixer = config.layers[0].attention
+  low = isinstance(mixer, Latent) and mixer.query_latent is not None
   return llama_names(
     {
       "attention.q_down": "self_attn.q_a_proj",

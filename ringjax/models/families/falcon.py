@@ -54,6 +54,7 @@ def _falcon(r: ConfigReader) -> TransformerConfig:
 
 def _names(config: TransformerConfig) -> TensorNames:
   layer = config.layers[0]
+  assert isinstance(layer.attention, Attention)
   two = layer.parallel and not layer.shared_norm
   return TensorNames(
     layer="transformer.h.{}.",

@@ -10,8 +10,8 @@ from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
-from ringjax.nn.block import Layer
-from ringjax.nn.feedforward import Experts, Gated
+from ringjax.nn.block import Feedforward, Layer, Mixer
+from ringjax.nn.feedforward import Experts, Gated, Grouped, Sigmoid, Softmax
 from ringjax.nn.linear import Norm
 from ringjax.ops.mask import Causal, Mask, Window
 from ringjax.ops.rope import Rope
@@ -147,7 +147,7 @@ def gated(
 
 def experts(
   r: ConfigReader,
-  router: Any,
+  router: Grouped | Sigmoid | Softmax,
   *,
   count: Sequence[str] = ("num_local_experts", "num_experts"),
   chosen: Sequence[str] = ("num_experts_per_tok",),
@@ -207,8 +207,8 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
 def model(
   r: ConfigReader,
   family: str,
-  attention: Any,
-  feedforward: Any,
+  attention: Mixer | Sequence[Mixer],
+  feedforward: Feedforward | Sequence[Feedforward],
   norm: Norm,
   *,
   layer: Mapping[str, Any] | None = None,

@@ -72,6 +72,7 @@ def _names(config: TransformerConfig) -> TensorNames:
         parts=("attention.q", "attention.gate"), groups=mixer.heads
       )
       continue
+    assert isinstance(mixer, Delta)
     fused["linear_attn.in_proj_qkvz"] = Fusion(
       parts=tuple(f"attention.{x}" for x in "qkvz"),
       groups=mixer.key_heads,

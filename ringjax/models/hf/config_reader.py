@@ -47,7 +47,9 @@ DOWNLOAD = "download the model's config.json again"
 OTHER = "use another checkpoint"
 
 
-def error(key: str, got: Any, want: str, remedy: str = DOWNLOAD) -> ConfigError:
+def error(
+  key: str, got: object, want: str, remedy: str = DOWNLOAD
+) -> ConfigError:
   """What to raise for the value of a key."""
   shown = repr(got)
   shown = shown if len(shown) <= 80 else shown[:77] + "..."
@@ -73,12 +75,12 @@ class ConfigReader:
     self._read: set[str] = set()
 
   def error(
-    self, key: str, got: Any, want: str, remedy: str = DOWNLOAD
+    self, key: str, got: object, want: str, remedy: str = DOWNLOAD
   ) -> ConfigError:
     """What to raise for the value of a key of this config."""
     return error(self._prefix + key, got, want, remedy)
 
-  def part(self, key: str, value: Any) -> ConfigReader:
+  def part(self, key: str, value: object) -> ConfigReader:
     """A reader of an object in this config."""
     if not isinstance(value, dict):
       raise self.error(key, value, "an object")
@@ -93,7 +95,7 @@ class ConfigReader:
     return self._config.get(key) is not None
 
   def value(
-    self, *keys: str, default: Any = _MISSING, absent: Any = _MISSING
+    self, *keys: str, default: object = _MISSING, absent: object = _MISSING
   ) -> Any:
     """A value of any type."""
     self._read.update(keys)
@@ -155,13 +157,13 @@ class ConfigReader:
     want = f"one of {', '.join(known)}"
     return known[self._typed(keys, without, fits, want, OTHER)]
 
-  def must_be(self, key: str, wanted: Any, default: Any) -> None:
+  def must_be(self, key: str, wanted: object, default: object) -> None:
     """Refuses another value than the one that is supported."""
     x = self.value(key, default=default)
     if x != wanted:
       raise self.error(key, x, repr(wanted), OTHER)
 
-  def only(self, key: str, wanted: Any) -> None:
+  def only(self, key: str, wanted: object) -> None:
     """Refuses another value than the one that says nothing new."""
     self.must_be(key, wanted, wanted)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Reshape:
   shape: tuple[int, ...]
   stored: tuple[int, ...]
 
-  def split(self, x: Any) -> tuple[Any, ...]:
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return (x.reshape(self.shape),)
 
   def join(self, parts: tuple[Any, ...]) -> Any:
@@ -48,7 +49,7 @@ class Transpose:
   def stored(self) -> tuple[int, ...]:
     return (math.prod(self.outputs), math.prod(self.inputs))
 
-  def split(self, x: Any) -> tuple[Any, ...]:
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     return (x.T.reshape(self.inputs + self.outputs),)
 
   def join(self, parts: tuple[Any, ...]) -> Any:
@@ -75,7 +76,7 @@ class FusedRows:
     rows = sum(p.stored[0] for p in self.parts)
     return (rows, *self.parts[0].stored[1:])
 
-  def split(self, x: Any) -> tuple[Any, ...]:
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     rest = self.stored[1:]
     x = x.reshape(self.groups, -1, *rest)
     found, at = [], 0
@@ -113,7 +114,7 @@ class FusedColumns:
   def stored(self) -> tuple[int, ...]:
     return (*self.shape[:-1], 2 * self.shape[-1])
 
-  def split(self, x: Any) -> tuple[Any, ...]:
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
     if self.interleaved:
       return x[..., 0::2], x[..., 1::2]
     f = self.shape[-1]
@@ -127,6 +128,10 @@ class FusedColumns:
 
   def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*axes[:-1], None)
+
+
+# How a parameter is stored.
+Form = Reshape | Transpose | FusedRows | FusedColumns
 
 
 def _concatenate(parts: list[Any], axis: int) -> Any:

@@ -17,9 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree, UInt8
 
 from ringjax.models.hf.config_reader import ConfigReader, error
-from ringjax.models.hf.names import FusedColumns
+from ringjax.models.hf.names import Form, FusedColumns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class StoredTensor:
 
   name: str
   shape: tuple[int, ...]
-  dtype: Any = None
+  dtype: DTypeLike | None = None
   axes: tuple[int | None, ...] = ()
 
 
@@ -48,7 +50,7 @@ class Float8:
     block: rows and columns of a block; the last one may be smaller.
   """
 
-  form: Any
+  form: Form
   block: tuple[int, int]
 
   @property
@@ -64,7 +66,9 @@ class Float8:
       StoredTensor(f"{name}_scale_inv", blocks, jnp.float32, (None, None)),
     )
 
-  def unpack(self, codes: Any, scales: Any) -> jax.Array:
+  def unpack(
+    self, codes: Float[Array, " ..."], scales: Float[Array, " ..."]
+  ) -> jax.Array:
     """The floats, float32 [M, N]."""
     for axis, (n, b) in enumerate(zip(codes.shape, self.block, strict=True)):
       scales = jnp.repeat(scales, b, axis)
@@ -94,7 +98,7 @@ class Float4:
     form: how parameters are stored in the floats.
   """
 
-  form: Any
+  form: Form
 
   @property
   def stored(self) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ class Float4:
       StoredTensor(f"{name}_scales", blocks, jnp.uint8, (0, 2, 1)),
     )
 
-  def _rows(self, codes: Any, scales: Any) -> jax.Array:
+  def _rows(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The floats, bfloat16 [E, O, I]: it holds each of them."""
     low, high = codes & 15, codes >> 4
     code = jnp.stack([low, high], -1).reshape(*scales.shape, _BLOCK4)
@@ -125,7 +129,9 @@ class Float4:
     power = power.astype(jnp.bfloat16)
     return (value * power[..., None]).reshape(*scales.shape[:2], -1)
 
-  def unpack(self, codes: Any, scales: Any) -> jax.Array:
+  def unpack(
+    self, codes: UInt8[Array, " ..."], scales: UInt8[Array, " ..."]
+  ) -> jax.Array:
     """The floats, bfloat16 [E, I, O]."""
     return self._rows(codes, scales).swapaxes(1, 2)
 
@@ -160,7 +166,7 @@ class Packing:
 
   block: tuple[int, int] | None = None
 
-  def form(self, form: Any, name: str, have: Mapping[str, Any]) -> Any:
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
     """The form of a tensor, by the tensors on disk."""
     if self.block is not None:
       codes = have.get(name)

@@ -74,7 +74,7 @@ def shown(text: object, limit: int = 72) -> str:
   return f"{words[: limit // 2 - 2]}...{words[1 - limit // 2 :]}"
 
 
-def as_path(path: Any) -> pathlib.Path:
+def as_path(path: str | os.PathLike[str] | None) -> pathlib.Path:
   """`path` as a Path, or an error that names it.
 
   Raises:

@@ -185,7 +185,7 @@ class _Writer:
 
 def write_file(
   path: str | os.PathLike[str],
-  tensors: Mapping[str, Shaped[np.ndarray, ...]],
+  tensors: Mapping[str, Shaped[np.ndarray, " ..."]],
 ) -> None:
   """Writes one safetensors file, and waits until it is on the disk.
 

@@ -15,13 +15,14 @@ import jax
 from flax import nnx
 
 from ringjax.models.hf.names import (
+  Form,
   FusedColumns,
   FusedRows,
   Reshape,
   TensorNames,
   Transpose,
 )
-from ringjax.models.hf.packed import Packed, StoredTensor
+from ringjax.models.hf.packed import Float4, Float8, Packed, StoredTensor
 from ringjax.models.transformer import Transformer
 from ringjax.nn.delta import Taps
 from ringjax.nn.linear import Head, Linear
@@ -39,7 +40,7 @@ class CheckpointTensor:
   """
 
   name: str
-  form: Any
+  form: Form | Float8 | Float4
   targets: tuple[tuple[str, tuple[int, ...]], ...]
   stored_name: str | None = None
 
@@ -53,7 +54,7 @@ class CheckpointTensor:
     return (StoredTensor(name, stored, None, tuple(range(len(stored)))),)
 
 
-def parameters(module: Any) -> dict[str, nnx.Variable]:
+def parameters(module: nnx.Module) -> dict[str, nnx.Variable]:
   """All parameters of a module by their path, "stack.blocks.0.0.norm"."""
   leaves = jax.tree_util.tree_leaves_with_path(
     module, is_leaf=lambda x: isinstance(x, nnx.Variable)

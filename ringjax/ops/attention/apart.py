@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import (
@@ -35,6 +35,7 @@ from ringjax.ops.attention.blockwise import (
   loop,
   product,
 )
+from ringjax.ops.attention.cached import CacheVisit
 from ringjax.ops.attention.scores import (
   FORWARD,
   Context,
@@ -42,6 +43,7 @@ from ringjax.ops.attention.scores import (
   Scores,
   ScoreTile,
 )
+from ringjax.ops.attention.views import Aligned, KVView
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import (
   Partial,
@@ -51,6 +53,8 @@ from ringjax.ops.softmax import (
   wide_dtype,
 )
 from ringjax.parallel import collectives
+from ringjax.parallel.place import MeshAxes
+from ringjax.typing import Index
 
 # How many of its largest weights speak for a context.
 _TOP = 5
@@ -60,35 +64,45 @@ class _Wrapped:
   """A base class: what a view is, its `stored` one says."""
 
   @property
-  def at(self: Any) -> Coords:
-    return self.stored.at
+  def _keys(self) -> KVView:
+    stored = getattr(self, "stored", None)
+    assert stored is not None, "a way to weigh keys that are still to come"
+    return stored
 
   @property
-  def mask(self: Any) -> Mask | None:
-    return self.stored.mask
+  def at(self) -> Coords:
+    return self._keys.at
 
   @property
-  def queries(self: Any) -> Coords | None:
-    return self.stored.queries
+  def mask(self) -> Mask | None:
+    return self._keys.mask
 
   @property
-  def shape(self: Any) -> tuple[int, int, int, int, int]:
-    return self.stored.shape
+  def queries(self) -> Coords | None:
+    return self._keys.queries
 
   @property
-  def slot_bytes(self: Any) -> int:
-    return self.stored.slot_bytes
+  def shape(self) -> tuple[int, int, int, int, int]:
+    return self._keys.shape
 
-  def keys_alone(self: Any) -> Any:
-    return dataclasses.replace(self, stored=self.stored.keys_alone())
+  @property
+  def slot_bytes(self) -> int:
+    return self._keys.slot_bytes
 
-  def tile(self: Any, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
-    return self.stored.tile(start, size)
+  def keys_alone(self) -> Any:
+    view: Any = self
+    return dataclasses.replace(view, stored=self._keys.keys_alone())
+
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
+    return self._keys.tile(start, size)
 
   def aligned(
-    self: Any, q: Float[Array, "B K G T H"], *, keys: bool = True
-  ) -> Any:
-    return self.stored.aligned(q, keys=keys)
+    self,
+    q: Float[Array, "B K G T H"],
+    *,
+    keys: bool = True,
+  ) -> Aligned:
+    return self._keys.aligned(q, keys=keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +113,22 @@ class WeighedView(_Wrapped):
   get exp(scale lse) beside the sum of the other keys' exponentials.
 
   Fields:
-    stored: the keys and values.
+    stored: the keys and values, or None: for keys that are still to come.
     scale: float32 [].
     temperature: more than 0.
   """
 
-  stored: Any
-  scale: Any
+  stored: KVView | None
+  scale: Float[Array, ""]
   temperature: int | float
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> WeighedView:
-    inner = self.stored.specs(batch, heads, tokens)
-    return WeighedView(inner, P(), self.temperature)
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> WeighedView:
+    inner = self._keys.specs(batch, heads, tokens)
+    return tree.with_leaves(self, stored=inner, scale=P())
 
-  def joined(self, rest: Partial, visit: Any) -> Partial:
+  def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
     one, cap = 1 / self.temperature, visit.scores.soft_cap
     scores = Scores(
       scale=visit.scores.scale * one,
@@ -124,7 +140,7 @@ class WeighedView(_Wrapped):
     cooler = dataclasses.replace(
       visit, scores=scores, terms=visit.terms._replace(slopes=slopes)
     )
-    out, lse = finalize(cooler.combined(cooler.on_shard([self.stored])))
+    out, lse = finalize(cooler.combined(cooler.on_shard([self._keys])))
     scale = self.scale
     if visit.axis is not None:
       # The same on all shards, which its type has to say.
@@ -143,7 +159,8 @@ class SelectedView(_Wrapped):
   attention probabilities among all keys of the call.
 
   Fields:
-    stored: the keys and values; each tile of its slots is of one context.
+    stored: the keys and values, each tile of whose slots is of one context;
+      or None, as in `WeighedView`.
     owner: int32 [B, n], which context each of n tiles is of, -1 for none.
     count: how many contexts there are at most, P.
     keep: how many each query reads.
@@ -151,34 +168,39 @@ class SelectedView(_Wrapped):
       together; "call": heads and queries together.
   """
 
-  stored: Any
-  owner: Any
+  stored: KVView | None
+  owner: Int[Array, "B n"]
   count: int
   keep: int
   by: str
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> SelectedView:
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> SelectedView:
     each = batch if self.owner.shape[0] == self.shape[0] > 1 else None
-    inner = self.stored.specs(batch, heads, tokens)
-    return dataclasses.replace(self, stored=inner, owner=P(each, tokens))
+    inner = self._keys.specs(batch, heads, tokens)
+    return tree.with_leaves(self, stored=inner, owner=P(each, tokens))
 
-  def joined(self, rest: Partial, visit: Any) -> Partial:
+  def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
     tops, mine = self._looked_at(visit)
     _, other = finalize(rest)
     if visit.scatter:
+      assert visit.axis is not None
       other = collectives.gather(other, visit.axis, 3)
     weight = jnp.exp(tops - jnp.logaddexp(mine, other)[:, None, ..., None])
     chosen = self._chosen(jnp.sum(weight, -1), visit)
     return merge(rest, visit.combined(self._read(visit, chosen)))
 
-  def _looked_at(self, visit: Any) -> tuple[jax.Array, jax.Array]:
+  def _looked_at(self, visit: CacheVisit) -> tuple[jax.Array, jax.Array]:
     """The largest scores [B, P, K, G, T, 5] and the lse [B, K, G, T] of all."""
     shape, wide = visit.q.shape[:4], wide_dtype(visit.q.dtype)
-    like = (visit.q, self.stored, self.owner)
+    like = (visit.q, self._keys, self.owner)
     lead = (shape[0], self.count, *shape[1:], _TOP)
     rows = jnp.arange(shape[0], dtype=jnp.int32)
 
-    def look(n: Any, s: jax.Array, v: Any, tile: Any, carry: Any) -> Any:
+    def look(
+      n: Index, s: jax.Array, v: jax.Array, tile: ScoreTile, carry: PyTree
+    ) -> Any:
       del v
       tops, top, total = carry
       s, _ = tile.scores_of(s)
@@ -207,7 +229,9 @@ class SelectedView(_Wrapped):
     _, lse = finalize(Partial(total[..., None], top, total))
     return tops, lse
 
-  def _chosen(self, weight: Float[Array, "B P K G T"], visit: Any) -> jax.Array:
+  def _chosen(
+    self, weight: Float[Array, "B P K G T"], visit: CacheVisit
+  ) -> jax.Array:
     """Which contexts are read, bool [B, P, K, G, T]; 1 where all have one."""
     real = visit.at.seg[:, None, None, None] > 0
     weight = jnp.where(real, weight, 0)
@@ -221,7 +245,7 @@ class SelectedView(_Wrapped):
     chosen = jnp.any(jax.nn.one_hot(best, self.count, dtype=bool), -2)
     return jnp.moveaxis(chosen, -1, 1)
 
-  def _read(self, visit: Any, chosen: jax.Array) -> Partial:
+  def _read(self, visit: CacheVisit, chosen: jax.Array) -> Partial:
     """The partial on this shard of the keys that are chosen."""
     rows = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     # Tiles that no query reads are left out.
@@ -229,39 +253,41 @@ class SelectedView(_Wrapped):
     some = jnp.any(owned & (self.owner >= 0), 0)
     order = jnp.argsort(1 - some.astype(jnp.int32), stable=True)
 
-    def read(n: Any, s: jax.Array, v: Any, tile: Any, carry: Partial) -> Any:
+    def read(
+      n: Index, s: jax.Array, v: jax.Array, tile: ScoreTile, carry: Partial
+    ) -> Partial:
       mine = chosen[rows, self._owner(n)][..., None]
       flag = finite_flag(v, s.dtype)
       return fold_tile(tile, s, v, flag, carry, allowed=mine)
 
     _, _, _, _, value = self.shape
     wide = wide_dtype(visit.q.dtype)
-    like = (visit.q, self.stored, self.owner, chosen)
+    like = (visit.q, self._keys, self.owner, chosen)
     start = Partial.empty(visit.q.shape[:4], value, wide, like)
     number = jnp.sum(some, dtype=jnp.int32)
     found = self._fold(visit, order.astype(jnp.int32), number, read, start)
-    back = self.stored.aligned(visit.q).back
+    back = self._keys.aligned(visit.q).back
     return found._replace(acc=back(found.acc))
 
-  def _owner(self, n: Any) -> jax.Array:
+  def _owner(self, n: Index | slice) -> jax.Array:
     return jnp.maximum(self.owner[:, n], 0)
 
   def _fold(
     self,
-    visit: Any,
+    visit: CacheVisit,
     tiles: Int[Array, " n"],
     count: Int[Array, ""],
     step: Callable[..., Any],
-    carry: Any,
+    carry: PyTree,
   ) -> Any:
     """step(n, products, values, tile, carry) of `count` of `tiles`."""
-    view, q, _, by_head = self.stored.aligned(visit.q)
+    view, q, _, by_head = self._keys.aligned(visit.q)
     assert not by_head
     size = self.shape[2] // self.owner.shape[1]
     context = Context(visit.at, view.at, view.mask or visit.mask)
     args = ScoreArgs(visit.scores, visit.terms, context)
 
-    def one(i: Any, carry: Any) -> Any:
+    def one(i: Index, carry: PyTree) -> Any:
       first = tiles[i] * size
       k, v = view.tile(first, size)
       s = product("bkgqh,bkth->bkgqt", q, k.astype(q.dtype))

@@ -13,6 +13,7 @@ import inspect
 from typing import Any, Literal
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax.checks import boolean, one_of
@@ -45,8 +46,8 @@ def dot_product_attention(
   query: Float[Array, "*B T N H"],
   key: Float[Array, "*B S K H"],
   value: Float[Array, "*B S K J"],
-  bias: Float[Array, ...] | None = None,
-  mask: Bool[Array, ...] | Mask | None = None,
+  bias: Float[Array, " ..."] | None = None,
+  mask: Bool[Array, " ..."] | Mask | None = None,
   *,
   scale: float | None = None,
   is_causal: bool = False,
@@ -55,7 +56,7 @@ def dot_product_attention(
   local_window_size: int | tuple[int, int] | None = None,
   implementation: Literal["xla", "cudnn"] | None = None,
   return_residual: bool = False,
-  mesh: Any = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | tuple[str, ...] | None = "auto",
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,
@@ -207,7 +208,7 @@ def ring_attention(
   key: Float[Array, "*B S K H"],
   value: Float[Array, "*B S K J"],
   *,
-  mesh: Any = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | tuple[str, ...] | None = None,
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,
@@ -343,10 +344,10 @@ def attention_statistics(
   query: Float[Array, "*B T N H"],
   key: Float[Array, "*B S K H"],
   *,
-  keep: Bool[Array, ...] | None = None,
+  keep: Bool[Array, " ..."] | None = None,
   columns: bool = False,
   is_causal: bool = False,
-  mesh: Any = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | tuple[str, ...] | None = "auto",
   batch_axis: str | tuple[str, ...] | None = None,
   head_axis: str | tuple[str, ...] | None = None,

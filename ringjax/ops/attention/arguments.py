@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
 from ringjax import tree
 from ringjax.checks import FLOATS, as_array, boolean
@@ -91,21 +92,21 @@ class AttentionArgs:
     batched: whether the caller gave a batch axis, static.
   """
 
-  q: Any
-  k: Any
-  v: Any
-  bias: Any = None
-  allow: Any = None
-  sinks: Any = None
-  slopes: Any = None
-  heads: Any = None
-  q_pos: Any = None
-  k_pos: Any = None
-  q_seg: Any = None
-  k_seg: Any = None
-  q_len: Any = None
-  k_len: Any = None
-  seed: Any = None
+  q: Float[Array, "B T N H"]
+  k: Float[Array, "B S K H"]
+  v: Float[Array, "B S K J"]
+  bias: Float[Array, "#B #N #T #S"] | None = None
+  allow: Bool[Array, "#B #N #T #S"] | None = None
+  sinks: Float[Array, " N"] | None = None
+  slopes: Float[Array, " N"] | None = None
+  heads: Int[Array, " N"] | None = None
+  q_pos: Int[Array, "#B T"] | None = None
+  k_pos: Int[Array, "#B S"] | None = None
+  q_seg: Int[Array, "#B T"] | None = None
+  k_seg: Int[Array, "#B S"] | None = None
+  q_len: Int[Array, " B"] | None = None
+  k_len: Int[Array, " B"] | None = None
+  seed: Int[Array, " #B"] | None = None
   mask: Mask
   scores: Scores
   layout: Layout
@@ -114,27 +115,27 @@ class AttentionArgs:
   @classmethod
   def of(
     cls,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Float[Array | np.ndarray, "*B T N H"],
+    key: Float[Array | np.ndarray, "*B S K H"],
+    value: Float[Array | np.ndarray, "*B S K J"],
     *,
-    bias: Any = None,
-    mask: Any = None,
-    scale: Any = None,
+    bias: Float[Array | np.ndarray, " ..."] | None = None,
+    mask: Bool[Array | np.ndarray, " ..."] | Mask | None = None,
+    scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
+    query_seq_lengths: Int[Array | np.ndarray, " B"] | None = None,
+    key_value_seq_lengths: Int[Array | np.ndarray, " B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     layout: Layout | None = None,
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    sinks: Any = None,
-    logits_soft_cap: Any = None,
-    alibi_slopes: Any = None,
-    dropout_rate: Any = 0.0,
-    dropout_seed: Any = None,
+    q_segment_ids: Int[Array | np.ndarray, " ..."] | None = None,
+    kv_segment_ids: Int[Array | np.ndarray, " ..."] | None = None,
+    q_positions: Int[Array | np.ndarray, " ..."] | None = None,
+    kv_positions: Int[Array | np.ndarray, " ..."] | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Float[Array | np.ndarray, " N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Int[Array, "*B"] | int | None = None,
     aligned: bool = False,
     key_shards: int = 1,
   ) -> AttentionArgs:
@@ -230,7 +231,7 @@ class AttentionArgs:
     axes = {"B": batch, "N": heads, "K": heads, "T": place.axis}
     axes["S"] = place.axis
 
-    def spec(x: Any, dimensions: tuple[str, ...]) -> P:
+    def spec(x: jax.Array, dimensions: tuple[str, ...]) -> P:
       return P(
         *(
           None if one.endswith("?") and size == 1 else axes.get(one[0])
@@ -246,7 +247,7 @@ class AttentionArgs:
     """These with the same number of slots on each shard; see `slots_of`."""
     slots = {"T": queries, "S": keys, "A": keys}
 
-    def pad(x: Any, dimensions: tuple[str, ...]) -> Any:
+    def pad(x: jax.Array, dimensions: tuple[str, ...]) -> jax.Array:
       for axis, one in enumerate(dimensions):
         # What does not depend on the keys has one column.
         if not (one.endswith("?") and x.shape[axis] == 1):
@@ -260,7 +261,9 @@ _STATIC = ("scores", "layout", "batched")
 tree.register(AttentionArgs, (*_DIMENSIONS, "mask"), _STATIC)
 
 
-def _mask(mask: Any, shape: tuple[int, ...]) -> tuple[Mask, Any]:
+def _mask(
+  mask: Bool[Array | np.ndarray, " ..."] | Mask | None, shape: tuple[int, ...]
+) -> tuple[Mask, Any]:
   """(predicate, allowed pairs or None) of a mask as callers have it."""
   if mask is None:
     return Everything(), None
@@ -368,14 +371,14 @@ _KINDS: dict[Any, tuple[str, str]] = {
 }
 
 
-def _check_dtype(name: str, x: jax.Array, kind: Any) -> None:
+def _check_dtype(name: str, x: jax.Array, kind: type) -> None:
   if not jnp.issubdtype(x.dtype, kind):
     want, cast = _KINDS[kind]
     raise DtypeError(name, x.dtype, want, f"pass {name}.astype(jnp.{cast})")
 
 
 def _array(
-  name: str, x: Any, kind: Any, shapes: Sequence[tuple[int, ...]], each: str
+  name: str, x: Any, kind: type, shapes: Sequence[tuple[int, ...]], each: str
 ) -> jax.Array:
   """x as an array of a kind of dtype, of `_KINDS`, and one of the shapes."""
   x = as_array(name, x)
@@ -386,7 +389,9 @@ def _array(
   return x
 
 
-def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _pairwise(
+  name: str, x: jax.Array | np.ndarray, shape: tuple[int, ...]
+) -> jax.Array:
   x = as_array(name, x)
   if x.ndim > 4:
     raise ShapeError(
@@ -406,7 +411,9 @@ def _pairwise(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
   return x
 
 
-def _per_head(name: str, x: Any, heads: int) -> Any:
+def _per_head(
+  name: str, x: jax.Array | np.ndarray | None, heads: int
+) -> jax.Array | None:
   """[N], or None."""
   if x is None:
     return None
@@ -426,7 +433,12 @@ def _tokens(
   return x.astype(jnp.int32).reshape(-1, shape[1])
 
 
-def coords(name: str, at: Any, batch: int, length: int) -> Coords:
+def coords(
+  name: str,
+  at: Coords | Int[Array | np.ndarray, "*B T"],
+  batch: int,
+  length: int,
+) -> Coords:
   """Coordinates of an operand's tokens, int32 [B or 1, T]."""
   pair = isinstance(at, tuple) and len(at) == 2
   if not pair or any(x is None for x in at):
@@ -445,7 +457,9 @@ def coords(name: str, at: Any, batch: int, length: int) -> Coords:
   )
 
 
-def kept_keys(keep: Any, x: AttentionArgs) -> jax.Array:
+def kept_keys(
+  keep: Bool[Array | np.ndarray, "*B S *K"], x: AttentionArgs
+) -> jax.Array:
   """A set of the keys of a call, bool [B, S, K or 1].
 
   Raises:
@@ -515,7 +529,10 @@ def _predicate(mask: Mask, batch: int) -> Mask:
 
 
 def _segments(
-  q_seg: Any, k_seg: Any, q_shape: tuple[int, int], k_shape: tuple[int, int]
+  q_seg: jax.Array | np.ndarray | None,
+  k_seg: jax.Array | np.ndarray | None,
+  q_shape: tuple[int, int],
+  k_shape: tuple[int, int],
 ) -> tuple[Any, Any]:
   """The segment ids of queries and keys; one alone stands for both."""
   if q_seg is None and k_seg is None:
@@ -536,7 +553,9 @@ def _segments(
   )
 
 
-def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
+def _lengths(
+  name: str, x: jax.Array | np.ndarray | None, batch: int, longest: int
+) -> jax.Array | None:
   """int32 [B], or None."""
   if x is None:
     return None
@@ -544,7 +563,7 @@ def _lengths(name: str, x: Any, batch: int, longest: int) -> Any:
   return _array(name, x, jnp.int32, [(batch,)], each)
 
 
-def _window(size: Any) -> Window | None:
+def _window(size: int | tuple[int, int] | None) -> Window | None:
   if size is None:
     return None
   sides = size if isinstance(size, tuple | list) else (size, size)
@@ -561,7 +580,7 @@ def _window(size: Any) -> Window | None:
   return Window(int(sides[0]) + 1, int(sides[1]))
 
 
-def _rate(rate: Any) -> float:
+def _rate(rate: float) -> float:
   if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
     raise OptionError(
       "dropout_rate",
@@ -589,7 +608,9 @@ def _seed(seed: Any, rate: float, batch: int) -> jax.Array:
   return seed.astype(jnp.uint32).reshape(-1)
 
 
-def _number(name: str, x: Any, default: Any, positive: bool = True) -> Any:
+def _number(
+  name: str, x: float | None, default: Any, positive: bool = True
+) -> Any:
   if x is None:
     return default
   if isinstance(x, jax.core.Tracer):

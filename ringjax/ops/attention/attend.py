@@ -27,6 +27,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
@@ -94,7 +96,7 @@ class _Call:
   """
 
   algorithm: Any
-  sizes: Any
+  sizes: tuple[tuple[str, int], ...]
   scores: Scores
 
 
@@ -128,7 +130,9 @@ def _attend_fwd(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradient(call: _Call, saved: Any, cotangents: Any) -> tuple[Local, Terms]:
+def _gradient(
+  call: _Call, saved: PyTree, cotangents: PyTree
+) -> tuple[Local, Terms]:
   x, terms, context, out, lse = saved
   do, dlse = cotangents
   wide = lse.dtype
@@ -173,7 +177,7 @@ _gradient.defvjp(_gradient_fwd, _gradient_bwd)
 
 
 def _attend_bwd(
-  call: _Call, saved: Any, cotangents: Any
+  call: _Call, saved: PyTree, cotangents: PyTree
 ) -> tuple[Local, Terms, None]:
   return *_gradient(call, saved, cotangents), None
 
@@ -181,7 +185,7 @@ def _attend_bwd(
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def zero_gradients(x: Local, terms: Terms, wide: Any) -> QGradients:
+def zero_gradients(x: Local, terms: Terms, wide: DTypeLike) -> QGradients:
   """The (dq, dterms) that a backward pass starts from."""
   b, k, g, t, h = x.q.shape
   zeros = lambda shape: collectives.zeros(shape, wide, x)

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
 from ringjax.checks import boolean, positive_int
@@ -49,7 +50,9 @@ from ringjax.ops.attention.scores import (
 from ringjax.ops.mask import Coords, Mask, extent
 from ringjax.ops.softmax import Partial, finite_max, wide_dtype
 from ringjax.parallel import collectives, processor
+from ringjax.typing import Index
 
+Carry = TypeVar("Carry")
 Arrays = TypeVar("Arrays", bound=tuple)
 # The gradients (dq, dterms) that earlier calls found.
 QGradients = tuple[jax.Array, Terms]
@@ -249,7 +252,7 @@ class LocalAlgorithm:
     return keys
 
 
-def check_positive(options: Any, *names: str) -> None:
+def check_positive(options: object, *names: str) -> None:
   """Raises OptionError for a field that is neither None nor a positive int."""
   for name in names:
     if getattr(options, name) is not None:
@@ -320,7 +323,10 @@ class Blockwise(LocalAlgorithm):
         for tiles, counts, masked in chosen:
 
           def step(
-            n: Any, one: Partial, tiles: Any = tiles, masked: bool = masked
+            n: Index,
+            one: Partial,
+            tiles: jax.Array = tiles,
+            masked: bool = masked,
           ) -> Partial:
             start = tiles[i, n] * kb
             k_at = cut_coords(context.k, start, kb)
@@ -369,7 +375,7 @@ class Blockwise(LocalAlgorithm):
       k, v, flipped = cut(x.k, 2), cut(x.v, 2), cut(k_flipped, 3)
       k_at = cut_coords(context.k, start, kb)
 
-      def step(masked: bool, tiles: jax.Array, n: Any, one: tuple) -> tuple:
+      def step(masked: bool, tiles: jax.Array, n: Index, one: tuple) -> tuple:
         size = qb if masked else many * qb
         first = tiles[j, n] * size
         q_at = cut_coords(context.q, first, size)
@@ -532,14 +538,16 @@ def _add_dterms(dterms: Terms, tile: ScoreTile, ds: jax.Array) -> Terms:
   return Terms(bias, slopes, dterms.sinks)
 
 
-def loop(count: Any, body: Any, start: Any) -> Any:
+def loop(
+  count: Index, body: Callable[[Any, Carry], Carry], start: Carry
+) -> Carry:
   """fori_loop whose index is int32 also when 64-bit types are on."""
   stop = np.int32(count) if isinstance(count, int) else count
   return lax.fori_loop(np.int32(0), stop, body, start)
 
 
 def product(
-  equation: str, a: Shaped[Array, ...], b: Shaped[Array, ...]
+  equation: str, a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
 ) -> jax.Array:
   """An einsum that accumulates in float32 and never casts its operands."""
   exact = a.dtype in (jnp.float32, jnp.float64)
@@ -561,18 +569,18 @@ def _in_memory(x: jax.Array) -> jax.Array:
   return lax.optimization_barrier(x)
 
 
-def cleaned(x: Shaped[Array, ...]) -> jax.Array:
+def cleaned(x: Shaped[Array, " ..."]) -> jax.Array:
   """`x` with 0 for what is not finite."""
   return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def finite_flag(x: Shaped[Array, ...], dtype: Any) -> jax.Array:
+def finite_flag(x: Shaped[Array, " ..."], dtype: DTypeLike) -> jax.Array:
   """0 for a vector of finite numbers, NaN for another."""
   fine = jnp.all(jnp.isfinite(x), -1)
   return jnp.where(fine, jnp.zeros((), dtype), jnp.full((), jnp.nan, dtype))
 
 
-def cut_coords(at: Coords, start: Any, size: int) -> Coords:
+def cut_coords(at: Coords, start: Index, size: int) -> Coords:
   """The coordinates of `size` tokens from `start` on."""
   cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
   return Coords(cut(at.pos), cut(at.seg))
@@ -597,7 +605,7 @@ def _even(length: int, block: int) -> int:
   return block if parts == 1 else -(-block // 8) * 8
 
 
-def pad_axis(x: Shaped[Array, ...], axis: int, length: int) -> jax.Array:
+def pad_axis(x: Shaped[Array, " ..."], axis: int, length: int) -> jax.Array:
   """`x` with zeros behind its end of dimension `axis`, up to `length`."""
   if x.shape[axis] == length:
     return x
@@ -611,7 +619,9 @@ def pad_coords(at: Coords, length: int) -> Coords:
   return Coords(*(pad_axis(c, 1, length) for c in at))
 
 
-def _pad_pair(pair: Any, q_length: int, k_extra: int) -> Any:
+def _pad_pair(
+  pair: jax.Array | None, q_length: int, k_extra: int
+) -> jax.Array | None:
   if pair is None:
     return None
   if pair.shape[3] != 1:

@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import Local, cut_coords
@@ -43,6 +44,7 @@ from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import Partial, add_sink, finalize, finite_max, merge
 from ringjax.parallel import collectives
 from ringjax.parallel.place import CallSharding, device_of
+from ringjax.typing import Index
 
 # Slots that are brought into another order at a time, for many queries.
 _SEGMENT = 8192
@@ -66,7 +68,7 @@ class ShardedDecode:
       XLA's loops where it has none.
   """
 
-  mesh: Any = None
+  mesh: Mesh | AbstractMesh | None = None
   axis: str | None = None
   batch_axes: tuple[str, ...] = ()
   head_axes: tuple[str, ...] = ()
@@ -120,7 +122,7 @@ class ShardedDecode:
     )
 
     def run(
-      q: jax.Array, arrays: Any, q_at: Any, terms: Terms, mask: Mask
+      q: jax.Array, arrays: PyTree, q_at: Coords, terms: Terms, mask: Mask
     ) -> jax.Array:
       sinks = Terms(sinks=terms.sinks)
       q, arrays, q_at, slopes, mask = collectives.vary(
@@ -140,7 +142,7 @@ class ShardedDecode:
       )
       return _finish(here.over(rebuilt(arrays)), q, sinks)
 
-    def per_example(x: Any) -> P:
+    def per_example(x: jax.Array) -> P:
       each = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
       return P(batch if each else None)
 
@@ -281,7 +283,7 @@ def _by_segments(
     size = view.block
   at = tiled(view.at, size)
 
-  def read(first: Any, k: jax.Array, v: jax.Array, carry: Partial) -> Partial:
+  def read(first: Index, k: jax.Array, v: jax.Array, carry: Partial) -> Partial:
     here = context._replace(k=cut_coords(at, first, size))
     args = ScoreArgs(scores, terms, here)
     return local.forward(Local(q, k, v), args, carry)

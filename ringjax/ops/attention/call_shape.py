@@ -9,7 +9,7 @@ from typing import Any
 
 from ringjax.checks import integer, one_of, positive_int
 from ringjax.errors import OptionError
-from ringjax.ops.attention.wire_format import wire_of
+from ringjax.ops.attention.wire_format import WireLike, wire_of
 from ringjax.ops.mask import (
   And,
   Everything,
@@ -62,7 +62,7 @@ class CallShape:
   axes: tuple[tuple[str, int], ...] = (("seq", 1),)
   backward: bool = True
   offset: int = 0
-  wire: Any = None
+  wire: WireLike | None = None
   longest_document: int | None = None
   local: str = "blockwise"
 

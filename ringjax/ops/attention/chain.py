@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
@@ -36,7 +37,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import ScoreArgs
-from ringjax.ops.attention.wire_format import pack, unpack
+from ringjax.ops.attention.wire_format import WireLike, pack, unpack
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -56,7 +57,7 @@ class Chain(KVStrategy):
   """
 
   steps: int | None = None
-  wire: Any = None
+  wire: WireLike | None = None
 
   def on(self, axis: Axis | None, needed: np.ndarray | None) -> Chain:
     """This chain on `axis`, cut to the distances that are `needed`."""
@@ -86,7 +87,7 @@ class Chain(KVStrategy):
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds the keys of the shards up to this one into `carry`."""
     size, steps = self._place()[0], self._steps()
-    block = KVBlock.of(x, args.context, self.wire)
+    block = KVBlock.of(x, args.context, self._wire)
     for t in range(steps + 1):
       coming = self._send(block, t + 1, size) if t < steps else block
       there = self._operands(x, args, block if t else None, t)
@@ -101,7 +102,7 @@ class Chain(KVStrategy):
     size, steps = self._place()[0], self._steps()
     # Else a compiler takes these sends for those of the forward pass, and keeps
     # what those brought until now.
-    block = lax.optimization_barrier(KVBlock.of(x, args.context, self.wire))
+    block = lax.optimization_barrier(KVBlock.of(x, args.context, self._wire))
     sums: Any = None
     total: Any = None
     for t in range(steps + 1):
@@ -119,7 +120,9 @@ class Chain(KVStrategy):
     dk, dv = unpack(total)
     return Gradients(carry[0], dk, dv, carry[1])
 
-  def _to_owners(self, total: Any, sums: Any, t: int, complete: range) -> Any:
+  def _to_owners(
+    self, total: PyTree, sums: PyTree, t: int, complete: range
+  ) -> PyTree:
     """Adds the sums of the shards `complete` to those at their owners."""
     if t == 0:
       mine = self._place()[1] >= complete.start
@@ -128,7 +131,7 @@ class Chain(KVStrategy):
     back = collectives.send(sums, self.axis, [(i, i - t) for i in complete])
     return jax.tree.map(jnp.add, total, back)
 
-  def _send(self, tree: Any, t: int, size: int) -> Any:
+  def _send(self, tree: PyTree, t: int, size: int) -> PyTree:
     """Sends to the next shard, if that one gets anything in step t."""
     assert self.axis is not None
     pairs = [(i - 1, i) for i in range(t, size)]

@@ -21,6 +21,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Shaped, UInt8
 
+from ringjax.typing import ArrayLeaf
+
 # On a TPU a cache stores so many bytes of a token or a multiple: what its
 # memory would fill up anyway.
 _ROWS = 8
@@ -39,7 +41,7 @@ def stored_codes(
   return (*lead, -(-width // _ROWS) * _ROWS, slots), jnp.int8
 
 
-def token_axis(x: Shaped[Array, ...]) -> int:
+def token_axis(x: Shaped[ArrayLeaf, " ..."]) -> int:
   """Which axis of an array of slots, or of what goes into them, is tokens.
 
   It is the last one of coordinates [B, S] and of codes [..., X, S], which are
@@ -48,7 +50,7 @@ def token_axis(x: Shaped[Array, ...]) -> int:
   return x.ndim - (1 if x.ndim == 2 or x.dtype == jnp.int8 else 2)
 
 
-def row_major(x: Shaped[Array, ...]) -> jax.Array:
+def row_major(x: Shaped[Array, " ..."]) -> jax.Array:
   """The same array, in memory as its axes stand: the last one fastest.
 
   TPU's compiler would store slots as the write of one token likes it, or as the
@@ -59,8 +61,8 @@ def row_major(x: Shaped[Array, ...]) -> jax.Array:
 
 
 def as_stored(
-  data: UInt8[Array, "*b T X"], like: Shaped[Array, ...]
-) -> Shaped[Array, ...]:
+  data: UInt8[Array, "*b T X"], like: Shaped[Array, " ..."]
+) -> Shaped[Array, " ..."]:
   """Bytes of tokens in the form of an array of slots."""
   if like.dtype != jnp.int8:
     return data
@@ -69,7 +71,7 @@ def as_stored(
   return lax.bitcast_convert_type(jnp.swapaxes(data, -1, -2), jnp.int8)
 
 
-def as_bytes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
+def as_bytes(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
   """Bytes of tokens, of a part of an array of slots; numbers as they are."""
   if x.dtype != jnp.int8:
     return x

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from ringjax.ops.attention import pair_counts
 from ringjax.ops.attention.blockwise import Blockwise, joined
 from ringjax.ops.attention.call_shape import CallShape, Prediction
 from ringjax.ops.attention.ring import cut_hops
-from ringjax.ops.attention.wire_format import wire_of
+from ringjax.ops.attention.wire_format import WireLike, wire_of
 from ringjax.ops.mask import (
   Everything,
   Mask,
@@ -168,7 +169,7 @@ class CostTerms:
     call: CallShape,
     machine: Machine,
     layout: Layout,
-    wire: Any,
+    wire: WireLike | None,
   ):
     self.strategy = strategy
     self.call, self.machine = call, machine
@@ -226,7 +227,7 @@ class CostTerms:
       self.layout, c.seen, self.size, (c.queries, c.keys), self.blocks, c.offset
     )
 
-  def by_hop(self, hops: Any) -> np.ndarray:
+  def by_hop(self, hops: Sequence[int]) -> np.ndarray:
     """Pairs of each shard with the keys so many places behind: [hops, R]."""
     i = np.arange(self.size)
     return self.pairs[i, (i - np.asarray(hops)[:, None]) % self.size]
@@ -248,13 +249,13 @@ class CostTerms:
 
   def seconds(
     self,
-    pairs: Any,
+    pairs: Float[np.ndarray, " ..."],
     backward: bool,
     *,
     heads: float | None = None,
     taken: float,
     put: float,
-  ) -> Any:
+  ) -> np.ndarray:
     """Seconds of a call of the local algorithm that computes `pairs`.
 
     Args:
@@ -279,7 +280,9 @@ class CostTerms:
     """Of the queries that a hop reads; backward also outputs' gradients."""
     return (self.q + (self.o + self.q) * backward) * self.number
 
-  def hop_s(self, pairs: Any, backward: bool) -> Any:
+  def hop_s(
+    self, pairs: Float[np.ndarray, " ..."], backward: bool
+  ) -> np.ndarray:
     """As `seconds`, of hops in which keys visit queries."""
     taken = self.query_bytes(backward) + self.kv_bytes
     return self.seconds(pairs, backward, taken=taken, put=self.sums(backward))
@@ -375,7 +378,7 @@ class CostTerms:
 
 
 def turn(
-  compute: np.ndarray, sends: Any, *, ways: tuple[int, ...] = (1,)
+  compute: np.ndarray, sends: Sequence[float], *, ways: tuple[int, ...] = (1,)
 ) -> np.ndarray:
   """When each shard is done with a ring: seconds [..., R].
 

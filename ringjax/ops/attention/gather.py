@@ -11,7 +11,6 @@ Ref: Llama 3, arXiv 2407.21783, section 3.3.2.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -23,7 +22,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import ScoreArgs
-from ringjax.ops.attention.wire_format import pack, unpack
+from ringjax.ops.attention.wire_format import WireLike, pack, unpack
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
 
@@ -38,7 +37,7 @@ class Gather(KVStrategy):
     wire: how keys and values travel, as in `Ring`; a shard's own too.
   """
 
-  wire: Any = None
+  wire: WireLike | None = None
 
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """Folds the keys of all shards into `carry`."""
@@ -62,9 +61,9 @@ class Gather(KVStrategy):
     """The operands of a shard's queries over the keys of all shards."""
     if self.axis is None:
       return x, args
-    own, dimension = KVBlock.with_axis(x, args.context, self.wire)
+    own, dimension = KVBlock.with_axis(x, args.context, self._wire)
     every = KVBlock(
       collectives.gather(own.kv, self.axis, dimension),
       collectives.gather(own.at, self.axis, own.axis_of_tokens),
     )
-    return every.seen_by(x, args, args.column, self.wire)
+    return every.seen_by(x, args, args.column, self._wire)

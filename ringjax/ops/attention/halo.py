@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
@@ -33,7 +34,7 @@ from ringjax.ops.attention.blockwise import (
 )
 from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.wire_format import pack, unpack
+from ringjax.ops.attention.wire_format import WireLike, pack, unpack
 from ringjax.ops.mask import Mask
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
@@ -69,7 +70,7 @@ class Halo(KVStrategy):
   """
 
   reach: tuple[int, int] = (0, 0)
-  wire: Any = None
+  wire: WireLike | None = None
 
   def over(self, mask: Mask, layout: Layout, derived: bool) -> Halo:
     """This halo as wide as `mask` needs it.
@@ -129,14 +130,14 @@ class Halo(KVStrategy):
     if self.axis is None:
       return x, args
     length = x.k.shape[2]
-    sent, kv_axis = KVBlock.with_axis(x, args.context, self.wire)
+    sent, kv_axis = KVBlock.with_axis(x, args.context, self._wire)
     pieces = {self._edges(length)[0]: (x, args.context.k)}
     for m in self._messages(length):
       part = KVBlock(
         _cut(sent.kv, m.start, m.tokens, kv_axis),
         _cut(sent.at, m.start, m.tokens, sent.axis_of_tokens),
       )
-      there, seen = self._move(part, m.shift).seen_by(x, args, 0, self.wire)
+      there, seen = self._move(part, m.shift).seen_by(x, args, 0, self._wire)
       pieces[m.place] = there, seen.context.k
     every = [pieces[place] for place in sorted(pieces)]
     join = lambda parts, axis: jnp.concatenate(parts, axis)
@@ -164,19 +165,19 @@ class Halo(KVStrategy):
       found.append(_HaloMessage(-n, tokens, 0, behind + length + done))
     return found
 
-  def _move(self, tree: Any, shift: int) -> Any:
+  def _move(self, tree: PyTree, shift: int) -> PyTree:
     """Sends to the shard `shift` places on; the ends of the row get nothing."""
     assert self.axis is not None
     return collectives.shift(tree, self.axis, shift)
 
 
-def _widen(pair: Any, edges: tuple[int, int]) -> Any:
+def _widen(pair: jax.Array | None, edges: tuple[int, int]) -> jax.Array | None:
   if pair is None or pair.shape[4] == 1:
     return pair
   return jnp.pad(pair, ((0, 0),) * 4 + (edges,))
 
 
-def _cut(tree: Any, start: int, size: int, axis: int) -> Any:
+def _cut(tree: PyTree, start: int, size: int, axis: int) -> PyTree:
   return jax.tree.map(
     lambda a: lax.slice_in_dim(a, start, start + size, axis=axis), tree
   )

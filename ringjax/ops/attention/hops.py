@@ -30,12 +30,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from ringjax.checks import positive_int
 from ringjax.errors import OptionError
 from ringjax.ops.attention.strategy import Strategy
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
+from ringjax.typing import Index
 
 
 class Lane(NamedTuple):
@@ -50,7 +52,7 @@ class Lane(NamedTuple):
 
   shift: int
   first: int
-  last: Any
+  last: Index
 
 
 class HopRange(NamedTuple):
@@ -64,8 +66,8 @@ class HopRange(NamedTuple):
     collect: the lanes whose sums of earlier hops travel, and are added to.
   """
 
-  start: Any
-  count: Any
+  start: Index
+  count: Index
   compute: tuple[int, ...]
   send: tuple[int, ...]
   collect: tuple[int, ...]
@@ -170,8 +172,8 @@ class RingStrategy(Strategy):
   def _walk(
     self,
     lanes: Sequence[Lane],
-    block: Any,
-    carry: Any,
+    block: PyTree,
+    carry: PyTree,
     visit: HopFunction,
     add: Callable[[Any, Any], Any] | None = None,
   ) -> tuple[Any, Any]:
@@ -191,7 +193,7 @@ class RingStrategy(Strategy):
     sums: dict[int, Any] = {}
     blocks: dict[int, Any] = {}
 
-    def hop(part: HopRange, n: Any, state: tuple) -> tuple:
+    def hop(part: HopRange, n: Index, state: tuple) -> tuple:
       carry, blocks, sums = state
       coming = {
         i: self._send(blocks.get(i, block), lanes[i].shift) for i in part.send
@@ -226,7 +228,9 @@ class RingStrategy(Strategy):
     owned = [self._to_owner(sums[i], lane) for i, lane in enumerate(lanes)]
     return carry, functools.reduce(add, owned)
 
-  def _repeat(self, first: int, times: Any, body: Any, state: Any) -> Any:
+  def _repeat(
+    self, first: Index, times: Index, body: Callable[..., Any], state: PyTree
+  ) -> PyTree:
     """state of body(n, state) for n = first, ..., `times` of them."""
     if not isinstance(times, int):
       return lax.fori_loop(
@@ -237,13 +241,13 @@ class RingStrategy(Strategy):
     # blocks before the first is computed with: each hop waits for the last.
     rolled = times >= 2 * self.unroll
 
-    def step(state: Any, n: Any) -> tuple[Any, None]:
+    def step(state: PyTree, n: Index) -> tuple[Any, None]:
       state = state if rolled else lax.optimization_barrier(state)
       return body(n, state), None
 
     return lax.scan(step, state, numbers, unroll=min(self.unroll, times))[0]
 
-  def _send(self, block: Any, shift: int) -> Any:
+  def _send(self, block: PyTree, shift: int) -> PyTree:
     """Sends a block to the next shard, its coordinates first.
 
     A hop begins with coordinates: behind keys and values, or behind gradients,
@@ -255,14 +259,14 @@ class RingStrategy(Strategy):
     arrays, at = lax.optimization_barrier((arrays, at))
     return block._make((collectives.rotate(arrays, self.axis, shift), at))
 
-  def _send_sums(self, sums: Any, shift: int, coming: Any) -> Any:
+  def _send_sums(self, sums: PyTree, shift: int, coming: PyTree) -> PyTree:
     """Sends sums to the next shard, behind the coordinates that are coming."""
     assert self.axis is not None
     if coming is not None:
       sums, _ = lax.optimization_barrier((sums, coming[1]))
     return collectives.rotate(sums, self.axis, shift)
 
-  def _to_owner(self, sums: Any, lane: Lane) -> Any:
+  def _to_owner(self, sums: PyTree, lane: Lane) -> PyTree:
     """Sends the sums of a lane's last hop to the shard whose block it was."""
     if isinstance(lane.last, int) and not lane.last:
       return sums
@@ -294,5 +298,5 @@ def cut_hops(needed: np.ndarray, *, two_way: bool = False) -> tuple[int, int]:
   return best
 
 
-def _bad_hops(hops: Any, want: str) -> OptionError:
+def _bad_hops(hops: object, want: str) -> OptionError:
   return OptionError("hops", repr(hops), want, "leave it out: a mask cuts them")

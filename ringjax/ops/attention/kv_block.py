@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
+from jaxtyping import PyTree
+
 from ringjax.ops.attention.blockwise import Local
 from ringjax.ops.attention.scores import Context, ScoreArgs
 from ringjax.ops.attention.strategy import Strategy
@@ -15,6 +18,7 @@ from ringjax.ops.attention.wire_format import (
   unpack,
 )
 from ringjax.ops.mask import Coords
+from ringjax.typing import Index
 
 
 class KVBlock(NamedTuple):
@@ -26,8 +30,8 @@ class KVBlock(NamedTuple):
     at: int32 [2, B or 1, S], or the pair (pos, seg) where shapes differ.
   """
 
-  kv: Any
-  at: Any
+  kv: PyTree
+  at: jax.Array | tuple[jax.Array, jax.Array]
 
   @property
   def axis_of_tokens(self) -> int:
@@ -54,7 +58,7 @@ class KVBlock(NamedTuple):
     self,
     x: Local,
     args: ScoreArgs,
-    column: Any,
+    column: Index,
     wire: Wire | None = None,
   ) -> tuple[Local, ScoreArgs]:
     """What a shard's queries `x.q` see, if these keys begin at `column`."""
@@ -75,8 +79,13 @@ class KVStrategy(Strategy):
   def __post_init__(self) -> None:
     object.__setattr__(self, "wire", as_wire(self.wire, self.local))
 
+  @property
+  def _wire(self) -> Wire | None:
+    """`wire` as `__post_init__` has made it."""
+    return self.wire
+
   def _operands(
-    self, x: Local, args: ScoreArgs, block: KVBlock | None, distance: Any
+    self, x: Local, args: ScoreArgs, block: KVBlock | None, distance: Index
   ) -> tuple[Local, ScoreArgs]:
     """What a shard's queries see of the shard `distance` behind.
 
@@ -86,4 +95,4 @@ class KVStrategy(Strategy):
     column = args.column + self._source(distance) * length
     if block is None:
       return x, args._replace(column=column)
-    return block.seen_by(x, args, column, self.wire)
+    return block.seen_by(x, args, column, self._wire)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ringjax.ops.attention.blockwise import cut_coords, loop, product
 from ringjax.ops.attention.paged import heads_as_examples
@@ -31,6 +31,7 @@ from ringjax.ops.attention.views import KVView, tile_slots, tiled
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.softmax import finite_max, wide_dtype
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 # Queries that visit a tile of keys together.
 _BLOCK = 64
@@ -48,14 +49,14 @@ class Visit(NamedTuple):
     axis: the mesh axis that shards the keys, inside of a shard_map.
   """
 
-  q: Any
+  q: Float[Array, "B K G T H"]
   at: Coords
   scores: Scores
   mask: Mask
-  slopes: Any = None
+  slopes: Float[Array, "K G"] | None = None
   axis: str | None = None
 
-  def block(self, n: Any, size: int) -> Visit:
+  def block(self, n: Index, size: int) -> Visit:
     """Queries from n size on, `size` of them."""
     return self._replace(
       q=lax.dynamic_slice_in_dim(self.q, n * size, size, 3),
@@ -68,11 +69,11 @@ def column_mass(
 ) -> tuple[Float[Array, "B K G _"], ...]:
   """What each key of each view gets from all queries together."""
 
-  def add(block: Visit, carry: Any) -> Any:
+  def add(block: Visit, carry: PyTree) -> PyTree:
     log = log_mass(block, views)
 
     def one(view: KVView, sums: jax.Array) -> jax.Array:
-      def step(s: jax.Array, start: Any, sums: jax.Array) -> jax.Array:
+      def step(s: jax.Array, start: Index, sums: jax.Array) -> jax.Array:
         mass = jnp.sum(jnp.exp(s - log[..., None]), 3)
         there = lax.dynamic_slice_in_dim(sums, start, mass.shape[3], 3)
         return lax.dynamic_update_slice_in_dim(sums, there + mass, start, 3)
@@ -100,11 +101,11 @@ def column_peak(
     among: of each view the keys that there are: weights are shares of these.
   """
 
-  def add(block: Visit, carry: Any) -> Any:
+  def add(block: Visit, carry: PyTree) -> PyTree:
     log = log_mass(block, views, among)
 
     def one(view: KVView, mine: jax.Array, peaks: jax.Array) -> jax.Array:
-      def step(s: jax.Array, start: Any, peaks: jax.Array) -> jax.Array:
+      def step(s: jax.Array, start: Index, peaks: jax.Array) -> jax.Array:
         peak = jnp.max(jnp.exp(s - log[..., None]), 3)
         there = lax.dynamic_slice_in_dim(peaks, start, peak.shape[3], 3)
         peak = jnp.maximum(there, peak)
@@ -135,12 +136,12 @@ def kept_mass(
     keep: of each view, for each of C choices.
   """
 
-  def add(block: Visit, carry: Any) -> Any:
+  def add(block: Visit, carry: PyTree) -> PyTree:
     log = log_mass(block, views)
     for view, kept in zip(views, keep, strict=True):
 
       def step(
-        s: jax.Array, start: Any, sums: jax.Array, kept: Any = kept
+        s: jax.Array, start: Index, sums: jax.Array, kept: jax.Array = kept
       ) -> jax.Array:
         mine = lax.dynamic_slice_in_dim(kept, start, s.shape[4], 3)
         mass = jnp.exp(s - log[..., None])
@@ -170,7 +171,7 @@ def log_mass(
   shape = visit.q.shape[:4]
   carry = (jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide))
 
-  def step(s: jax.Array, start: Any, carry: Any) -> Any:
+  def step(s: jax.Array, start: Index, carry: PyTree) -> PyTree:
     del start
     top, total = carry
     new = jnp.maximum(top, jnp.max(s, -1))
@@ -193,7 +194,7 @@ def log_mass(
   )
 
 
-def _blocks(visit: Visit, add: Callable[..., Any], carry: Any) -> Any:
+def _blocks(visit: Visit, add: Callable[..., Any], carry: PyTree) -> PyTree:
   """`add` of one block of queries after another."""
   count = visit.q.shape[3]
   size = min(count, _BLOCK)
@@ -214,9 +215,9 @@ def _tiles(
   visit: Visit,
   view: KVView,
   step: Callable[..., Any],
-  carry: Any,
+  carry: PyTree,
   among: Bool[Array, "B K _"] | None = None,
-) -> Any:
+) -> PyTree:
   """step(scores [B, K, G, T, S], start, carry) of tile after tile.
 
   Tiles in which no key is `among` are left out.
@@ -231,11 +232,11 @@ def _tiles(
   at = tiled(view.at, size)
   args = ScoreArgs(visit.scores, terms, context)
 
-  def one(n: Any, carry: Any) -> Any:
+  def one(n: Index, carry: PyTree) -> PyTree:
     first = n * size
     start = jnp.minimum(first, length - size)
 
-    def visited(carry: Any) -> Any:
+    def visited(carry: PyTree) -> PyTree:
       k, _ = view.tile(start, size)
       s = product("bkgqh,bkth->bkgqt", q, k.astype(q.dtype))
       k_at = cut_coords(at, first, size)

@@ -27,22 +27,24 @@ from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.registry import STRATEGIES
 from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.ops.attention.wire_format import WireLike
 from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis, Part
 from ringjax.parallel.layout import Layout
+from ringjax.parallel.place import MeshAxes
 
 
-def named(name: Any) -> Strategy:
+def named(name: object) -> Strategy:
   """The strategy of a name; "hybrid:4" and "two_level:4" have 4 as `inner`.
 
   Raises:
     OptionError: there is none.
   """
-  known, _, inner = name.partition(":") if isinstance(name, str) else ("",) * 3
+  known, colon, inner = (name if isinstance(name, str) else "").partition(":")
   found = STRATEGIES.get(known)
   grouped = found is not None and found.grouped
-  if found is None or (":" in name and not (grouped and inner.isdecimal())):
+  if found is None or (colon and not (grouped and inner.isdecimal())):
     raise OptionError(
       "strategy",
       repr(name),
@@ -68,17 +70,18 @@ def built(name: str, options: Mapping[str, Any], *, levels: int) -> Strategy:
   return found
 
 
-def coded(strategy: Any, wire: Any) -> Any:
+def coded(strategy: Strategy, wire: WireLike) -> Any:
   """The strategy whose levels that move keys move them as `wire` says."""
   if is_strategy(strategy.local):
     local = coded(strategy.local, wire)
     strategy = dataclasses.replace(strategy, local=local)
   if isinstance(strategy, Ulysses):
     return strategy
-  return dataclasses.replace(strategy, wire=wire)
+  moves: Any = strategy
+  return dataclasses.replace(moves, wire=wire)
 
 
-def around(strategy: Any, local: Any) -> Any:
+def around(strategy: Strategy, local: Any) -> Any:
   """The strategy with `local` as its innermost algorithm."""
   inside = strategy.local
   if is_strategy(inside):
@@ -87,7 +90,7 @@ def around(strategy: Any, local: Any) -> Any:
 
 
 def on_device(
-  strategy: Any, platform: str, kind: str, alone: bool = True
+  strategy: Strategy, platform: str, kind: str, alone: bool = True
 ) -> Any:
   """The strategy with the local algorithm for this kind of device."""
   local = innermost(strategy)
@@ -96,14 +99,16 @@ def on_device(
   return around(strategy, local.on_device(platform, kind, alone))
 
 
-def is_strategy(x: Any) -> bool:
+def is_strategy(x: object) -> bool:
   """Whether `x` is a strategy, not a local algorithm."""
   return isinstance(x, Strategy)
 
 
-def innermost(strategy: Any) -> Any:
+def innermost(strategy: object) -> Any:
   """The local algorithm within all levels."""
-  return innermost(strategy.local) if is_strategy(strategy) else strategy
+  if isinstance(strategy, Strategy):
+    return innermost(strategy.local)
+  return strategy
 
 
 def check(strategy: Strategy) -> None:
@@ -129,7 +134,7 @@ def check(strategy: Strategy) -> None:
 
 
 def fitted(
-  strategy: Any, mask: Mask, layout: Layout, derived: bool
+  strategy: Strategy, mask: Mask, layout: Layout, derived: bool
 ) -> Strategy:
   """The strategy for this mask, where it serves it.
 
@@ -162,7 +167,7 @@ def _depth(strategy: Any) -> int:
   return 1 + _depth(strategy.local) if is_strategy(strategy) else 0
 
 
-def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
+def _levels(strategy: Strategy, axis: MeshAxes, kv_heads: int) -> list[Axis]:
   """An axis for each level, the slowest first."""
   depth = _depth(strategy)
   names = collectives.names(axis)
@@ -176,7 +181,7 @@ def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
         "two levels on one mesh axis, which it cuts",
         "leave it out: a level has all of its mesh axis",
       )
-    return [axis] if depth == 1 else list(names)
+    return [axis] if depth == 1 and axis is not None else list(names)
   if len(names) > 1 or depth > 2:
     raise OptionError(
       "axis",
@@ -189,13 +194,13 @@ def _levels(strategy: Any, axis: Any, kv_heads: int) -> list[Axis]:
   return [Part(names[0], size // inner, inner), Part(names[0], inner)]
 
 
-def group_of(strategy: Any, size: int, kv_heads: int) -> int:
+def group_of(strategy: Strategy, size: int, kv_heads: int) -> int:
   """How many of `size` shards are a group of a strategy of two levels.
 
   Raises:
     OptionError: `inner` is missing, or does not divide `size`.
   """
-  inner = strategy.inner
+  inner: Any = getattr(strategy, "inner", None)
   if inner is None and isinstance(strategy, Ulysses):
     # As many neighbours as can share the heads evenly.
     fit = [n for n in range(2, size) if size % n == kv_heads % n == 0]
@@ -204,7 +209,7 @@ def group_of(strategy: Any, size: int, kv_heads: int) -> int:
   if not whole or inner < 1 or size % inner:
     raise OptionError(
       "inner",
-      f"{strategy.inner} for {size} shards",
+      f"{getattr(strategy, 'inner', None)} for {size} shards",
       "how many neighbours are a group, a divisor of the shards",
       "pass 'two_level:4' or Ring(Ring(), inner=4), or use two mesh axes",
     )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import product
@@ -30,6 +30,8 @@ from ringjax.ops.attention.views import (
   in_basis,
 )
 from ringjax.ops.mask import Coords
+from ringjax.parallel.place import MeshAxes
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +54,14 @@ class PagedView(StoredView):
       device: those whose bounds allow the largest products.
   """
 
-  k: Any
-  v: Any
+  k: Shaped[Array, "N P _"]
+  v: Shaped[Array, "N P _"]
   pages: Coords
-  table: Any
+  table: Int[Array, "B K M"]
   constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
   decoders: tuple[Decoder, Decoder] | None = None
   axes: tuple[str, ...] = ()
-  bounds: Any = None
+  bounds: Float[Array, "N 2 H"] | None = None
   most: int = 0
 
   @property
@@ -77,21 +79,21 @@ class PagedView(StoredView):
     b, heads, many = self.table.shape
     return b * heads, 1, many * self.k.shape[1], *self.dims
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> PagedView:
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> PagedView:
     pool: Any = P(self.axes or None)
-    return PagedView(
-      pool,
-      pool,
-      Coords(pool, pool),
-      P(batch, heads, tokens),
-      jax.tree.map(lambda _: P(heads), self.constants),
-      self.decoders,
-      self.axes,
-      None if self.bounds is None else pool,
-      self.most,
+    return tree.with_leaves(
+      self,
+      k=pool,
+      v=pool,
+      pages=Coords(pool, pool),
+      table=P(batch, heads, tokens),
+      constants=jax.tree.map(lambda _: P(heads), self.constants),
+      bounds=None if self.bounds is None else pool,
     )
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     slots = self.k.shape[1]
     first = jnp.asarray(start, jnp.int32) // slots
     page = lax.dynamic_slice_in_dim(self.table, first, size // slots, 2)
@@ -120,6 +122,7 @@ class PagedView(StoredView):
 
   def _selected(self, q: Float[Array, "B K G T H"]) -> PagedView:
     """The pages that promise the queries of a group the largest products."""
+    assert self.bounds is not None
     page = jnp.maximum(self.table, 0)
     found = self.bounds[page].astype(q.dtype)
     low, high = found[..., 0, :], found[..., 1, :]

@@ -127,7 +127,7 @@ def _count(
   zero = np.zeros_like(q)
   cells = (q, k, zero, zero + queries.tiles, zero, zero + keys.tiles)
 
-  def add(cells: tuple, share: Any) -> None:
+  def add(cells: tuple, share: float | np.ndarray) -> None:
     q, k, q0, q1, k0, k1 = cells
     tiles = (q1 - q0) * (k1 - k0).astype(float)
     np.add.at(found, (q, k), tiles * share * queries.block * keys.block)

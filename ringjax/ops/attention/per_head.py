@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PyTree
 
 from ringjax import tree
 from ringjax.errors import OptionError
@@ -35,6 +35,8 @@ from ringjax.ops.attention.views import (
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial
+from ringjax.parallel.place import MeshAxes
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,8 @@ class PerHeadView(StoredView):
   k: tuple[Any, ...]
   v: tuple[Any, ...]
   at: Coords
-  way: Any
-  row: Any
+  way: Int[Array, " groups"]
+  row: Int[Array, " groups"]
   constants: tuple[Any, ...]
   rotation: Rotation | None
   decoders: tuple[tuple[Decoder, Decoder], ...]
@@ -75,7 +77,9 @@ class PerHeadView(StoredView):
     b, heads, _, dim, _ = self.shape
     return b * heads * dim * jnp.dtype(self.decoders[0][0].dtype).itemsize
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> PerHeadView:
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> PerHeadView:
     if heads:
       raise OptionError(
         "mesh",
@@ -90,16 +94,16 @@ class PerHeadView(StoredView):
         for x in parts
       )
 
-    whole: Any = lambda tree: jax.tree.map(lambda _: P(), tree)
-    return PerHeadView(
-      arrays(self.k),
-      arrays(self.v),
-      coords_specs(self.at, self.k[0].shape[1], batch, tokens),
-      P(),
-      P(),
-      whole(self.constants),
-      whole(self.rotation),
-      self.decoders,
+    whole = lambda x: jax.tree.map(lambda _: P(), x)
+    return tree.with_leaves(
+      self,
+      k=arrays(self.k),
+      v=arrays(self.v),
+      at=coords_specs(self.at, self.k[0].shape[1], batch, tokens),
+      way=P(),
+      row=P(),
+      constants=whole(self.constants),
+      rotation=whole(self.rotation),
     )
 
   def keys_alone(self) -> PerHeadView:
@@ -112,7 +116,7 @@ class PerHeadView(StoredView):
     del keys
     return Aligned(self, q)
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     read = lambda view: view.tile(start, size)
     k, v = self._of_groups(lambda view, _: read(view), jnp.int32(0) * self.way)
     wide = lambda x: _joined(x, 1)
@@ -141,7 +145,9 @@ class PerHeadView(StoredView):
     found = self._of_groups(lambda view, given: read(view, *given), given)
     return jax.tree.map(lambda x: _joined(x, 1), found)
 
-  def _of_groups(self, f: Callable[[KVView, Any], Any], given: Any) -> Any:
+  def _of_groups(
+    self, f: Callable[[KVView, Any], Any], given: PyTree
+  ) -> PyTree:
     """f of each group's view and its part of `given`, stacked in front."""
 
     def branch(way: int) -> Callable[..., Any]:
@@ -149,7 +155,7 @@ class PerHeadView(StoredView):
 
     branches = [branch(way) for way in range(len(self.k))]
 
-    def one(each: Any) -> Any:
+    def one(each: PyTree) -> PyTree:
       way, row, given = each
       if len(branches) == 1:
         return branches[0](row, given)
@@ -161,7 +167,7 @@ class PerHeadView(StoredView):
       return jax.tree.map(lambda x: x[None], first)
     return lax.map(one, each)
 
-  def _group(self, way: int, row: Any) -> KVView:
+  def _group(self, way: int, row: Index) -> KVView:
     """The view of one group of heads, which is stored in this way."""
     take = lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
     k = self.k[way]

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import (
@@ -47,12 +48,15 @@ from ringjax.ops.attention.scores import (
 from ringjax.ops.attention.views import (
   Aligned,
   Decoder,
+  KVView,
   StoredView,
   coords_specs,
   in_basis,
 )
 from ringjax.ops.mask import Causal, Coords
 from ringjax.ops.softmax import Partial, wide_dtype
+from ringjax.parallel.place import MeshAxes
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +74,17 @@ class PooledView(StoredView):
     layer: int32 [], which of the L.
     constants: of the layer's codecs, arrays [K, n] for keys and for values.
     decoders: what makes numbers of the bytes of keys and of values, or None.
-    shared: tiles that rows share, for calls of one token a row, or None.
+    shared: tiles that rows share, for calls of a few tokens a row, or None.
   """
 
-  k: Any
-  v: Any
+  k: Shaped[Array, "L N K _ _"]
+  v: Shaped[Array, "L N K _ _"]
   at: Coords
-  table: Any
-  layer: Any
+  table: Int[Array, "B pages"]
+  layer: Index
   constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
   decoders: tuple[Decoder, Decoder] | None = None
-  shared: Any = None
+  shared: SharedTiles | None = None
 
   # Tiles are folded in the order of slots, all with a mask.
   in_order = True
@@ -95,27 +99,30 @@ class PooledView(StoredView):
     b, many = self.table.shape
     return b, self.k.shape[2], many * self.page, *self.dims
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> PooledView:
-    pool: Any = P(None, tokens, heads)
-    return PooledView(
-      pool,
-      pool,
-      coords_specs(self.at, self.table.shape[0], batch, tokens),
-      P(batch, tokens),
-      P(),
-      jax.tree.map(lambda _: P(heads), self.constants),
-      self.decoders,
-      None if self.shared is None else self.shared.specs(batch, tokens),
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> PooledView:
+    pool = P(None, tokens, heads)
+    shared = self.shared
+    return tree.with_leaves(
+      self,
+      k=pool,
+      v=pool,
+      at=coords_specs(self.at, self.table.shape[0], batch, tokens),
+      table=P(batch, tokens),
+      layer=P(),
+      constants=jax.tree.map(lambda _: P(heads), self.constants),
+      shared=None if shared is None else shared.specs(batch, tokens),
     )
 
-  def of_row(self, row: Any) -> PooledView:
+  def of_row(self, row: Index) -> PooledView:
     """The same for one row of the batch, int32 []."""
     one = lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0)
     return dataclasses.replace(
       self, at=Coords(*map(one, self.at)), table=one(self.table), shared=None
     )
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     first = jnp.asarray(start, jnp.int32) // self.page
     page = lax.dynamic_slice_in_dim(self.table, first, size // self.page, 1)
     page = jnp.maximum(page, 0)
@@ -162,16 +169,18 @@ class SharedTiles(NamedTuple):
     done: int32 [R, B], how many of a row's tiles are shared.
   """
 
-  row: Any
-  tile: Any
-  cover: Any
-  count: Any
-  done: Any
+  row: Int[Array | np.ndarray, "R n"]
+  tile: Int[Array | np.ndarray, "R n"]
+  cover: Bool[Array | np.ndarray, "R n B"]
+  count: Int[Array | np.ndarray, " R"]
+  done: Int[Array | np.ndarray, "R B"]
 
-  def specs(self, batch: Any, tokens: Any) -> Any:
+  def specs(self, batch: MeshAxes, tokens: MeshAxes) -> SharedTiles:
     """PartitionSpecs, the same tree; nothing is shared between devices."""
     own: Any = P(tokens)
-    return SharedTiles(own, own, P(tokens, None, batch), own, P(tokens, batch))
+    cover: Any = P(tokens, None, batch)
+    done: Any = P(tokens, batch)
+    return SharedTiles(own, own, cover, own, done)
 
 
 def pool_tile(page: int, platform: str) -> int:
@@ -180,68 +189,80 @@ def pool_tile(page: int, platform: str) -> int:
 
 
 def decode_pool(
-  q: Float[Array, "B K G 1 H"],
-  keys: Any,
+  q: Float[Array, "B K G T H"],
+  keys: KVView,
   args: ScoreArgs,
   platform: str = "cpu",
 ) -> Partial:
-  """The partial of one query a row over the keys of a view with `shared`.
+  """The partial of a few queries a row over the keys of a view with `shared`.
+
+  All queries of a row are behind the tiles that it shares.
 
   It is the same, bit for bit, whether a tile is shared: products have two rows
   at least and their weights transposed, which XLA's compilers sum in one order
   whatever the number of rows. `Engine` checks that on its device.
   """
-  plan = keys.shared
+  plan = pages_of(keys).shared
+  assert plan is not None
   block = pool_tile(pages_of(keys).page, platform)
-  batch, heads, groups = q.shape[:3]
+  batch, heads, groups, queries = q.shape[:4]
+  each = groups * queries
   context = args.context
   wide = wide_dtype(q.dtype)
   start = Partial.empty(q.shape[:4], keys.shape[4], wide, (q, keys))
-  flat = q[:, :, :, 0]
+  flat = q.reshape(batch, heads, each, -1)
 
-  def tile_of(view: Any, n: Any) -> tuple[jax.Array, jax.Array, Any]:
+  def tile_of(view: Any, n: Index) -> tuple[jax.Array, jax.Array, Any]:
     k, v = view.tile(n * block, block)
     at = cut_coords(view.at, n * block, block)
     return k.astype(q.dtype), v, args.of_keys(at, 0)
 
   def fold(
-    here: Any, s: Any, v: Any, carry: Any, weigh: Any, allowed: Any
+    here: ScoreArgs,
+    s: jax.Array,
+    v: jax.Array,
+    carry: PyTree,
+    weigh: Callable[..., Any],
+    allowed: jax.Array,
   ) -> Partial:
     tile = ScoreTile(here, FORWARD, 0, 0, context.q, here.context.k)
     flag = finite_flag(v, s.dtype)
     flag = jnp.broadcast_to(flag, (batch, *flag.shape[1:]))
     return fold_tile(tile, s, v, flag, carry, weigh, allowed)
 
-  def common(n: Any, carry: Partial) -> Partial:
+  def common(n: Index, carry: Partial) -> Partial:
     row, which = plan.row[0, n], plan.tile[0, n]
-    k, v, here = tile_of(keys.of_row(row), which)
-    many = jnp.swapaxes(flat, 0, 1).reshape(heads, batch * groups, -1)
+    whole: Any = keys
+    k, v, here = tile_of(whole.of_row(row), which)
+    many = jnp.swapaxes(flat, 0, 1).reshape(heads, batch * each, -1)
     s = _rows_of_two("kth,knh->knt", k[0], many)
-    s = jnp.swapaxes(s.reshape(heads, batch, groups, 1, block), 0, 1)
+    s = jnp.swapaxes(s.reshape(heads, batch, groups, queries, block), 0, 1)
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
-      p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * groups, block)
+      p = jnp.swapaxes(p, 0, 1).reshape(heads, batch * each, block)
       acc = _weighted("ktn,ktj->knj", p, v[0])
-      acc = acc.reshape(heads, batch, groups, 1, -1)
+      acc = acc.reshape(heads, batch, groups, queries, -1)
       return jnp.swapaxes(acc, 0, 1)
 
     cover = plan.cover[0, n][:, None, None, None, None]
     return fold(here, s, v, carry, weigh, cover)
 
   some = loop(plan.count[0], common, start)
-  kinds = tile_kinds(context.mask, context.q, context.k, 1, block)
+  kinds = tile_kinds(context.mask, context.q, context.k, queries, block)
   number = jnp.arange(kinds.shape[1], dtype=jnp.int32)
   rest = (kinds[0] > 0) & (number >= jnp.min(plan.done[0]))
   lists = tile_lists(rest[None].astype(jnp.int8), masked=True)
 
-  def own(n: Any, carry: Partial) -> Partial:
+  def own(n: Index, carry: Partial) -> Partial:
     which = lists.masked[0, n]
     k, v, here = tile_of(keys, which)
-    s = _rows_of_two("bkth,bknh->bknt", k, flat)[:, :, :, None]
+    s = _rows_of_two("bkth,bknh->bknt", k, flat)
+    s = s.reshape(batch, heads, groups, queries, block)
 
     def weigh(p: jax.Array, v: jax.Array) -> jax.Array:
-      acc = _weighted("bktn,bktj->bknj", p[:, :, :, 0], v)
-      return acc[:, :, :, None]
+      p = p.reshape(batch, heads, each, block)
+      acc = _weighted("bktn,bktj->bknj", p, v)
+      return acc.reshape(batch, heads, groups, queries, -1)
 
     mine = (which >= plan.done[0])[:, None, None, None, None]
     return fold(here, s, v, carry, weigh, mine)
@@ -249,9 +270,10 @@ def decode_pool(
   return loop(lists.masked_count[0], own, some)
 
 
-def pages_of(view: Any) -> PooledView:
+def pages_of(view: KVView) -> PooledView:
   """The view of pages, if it is inside of another."""
-  return view if isinstance(view, PooledView) else view.stored
+  around: Any = view
+  return view if isinstance(view, PooledView) else around.stored
 
 
 def _rows_of_two(
@@ -277,9 +299,10 @@ def _weighted(
 def sharing_is_exact(
   shape: tuple[int, int, int, int, int],
   page: int,
-  dtype: Any,
+  dtype: DTypeLike,
   platform: str,
   decode: Callable[..., Partial] | None = None,
+  queries: int = 1,
 ) -> bool:
   """Whether a view's partial has the same bits with shared tiles and without.
 
@@ -292,6 +315,7 @@ def sharing_is_exact(
     platform: of the device.
     decode: what reads the view, called as `decode_pool`, e.g. a kernel; None:
       `decode_pool` for the platform.
+    queries: tokens of a row in a call.
   """
   if decode is None:
     decode = functools.partial(decode_pool, platform=platform)
@@ -305,17 +329,19 @@ def sharing_is_exact(
   table = jnp.asarray(np.concatenate([common, own], 1), jnp.int32)
   pos = np.broadcast_to(np.arange(2 * block), (rows, 2 * block))
   at = Coords(*(jnp.asarray(x, jnp.int32) for x in (pos, pos * 0 + 1)))
-  q_at = Coords(at.pos[:, -1:], at.seg[:, -1:])
+  q_at = Coords(at.pos[:, -queries:], at.seg[:, -queries:])
   pages = (rows + 1) * each
   k = make(1, pages, heads, page, dim)
   v = make(1, pages, heads, page, value)
-  q = make(rows, heads, groups, 1, dim)
+  q = make(rows, heads, groups, queries, dim)
   args = ScoreArgs(
     Scores(scale=dim**-0.5), Terms(), Context(q_at, at, Causal())
   )
 
   @jax.jit
-  def run(q: Any, k: Any, v: Any, shared: SharedTiles) -> Partial:
+  def run(
+    q: jax.Array, k: jax.Array, v: jax.Array, shared: SharedTiles
+  ) -> Partial:
     view = PooledView(k, v, at, table, jnp.int32(0), shared=shared)
     return decode(q, view, args)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from ringjax.checks import one_of
 from ringjax.errors import OptionError
@@ -22,6 +21,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ring_q import RingQ
 from ringjax.ops.attention.strategy import Strategy
 from ringjax.ops.attention.ulysses import Ulysses
+from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.chips import Machine
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 
@@ -122,7 +122,7 @@ def predict(
   layout: Layout,
   *,
   inner: int | None = None,
-  wire: Any = None,
+  wire: WireLike | None = None,
 ) -> Prediction | Refusal:
   """What one strategy costs, or why it is not for this call.
 

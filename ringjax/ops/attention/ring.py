@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.blockwise import (
@@ -55,10 +56,11 @@ from ringjax.ops.attention.hops import (
 from ringjax.ops.attention.kv_block import KVBlock, KVStrategy
 from ringjax.ops.attention.scores import Context, ScoreArgs
 from ringjax.ops.attention.strategy import tie_coords_to_queries
-from ringjax.ops.attention.wire_format import pack, unpack
+from ringjax.ops.attention.wire_format import WireLike, pack, unpack
 from ringjax.ops.mask import Coords, Extent, Mask, extent
 from ringjax.ops.softmax import Partial
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 # Pieces of a shard of which it is told which documents they hold.
 _PIECES = 16
@@ -87,7 +89,7 @@ class Ring(RingStrategy, KVStrategy):
   inside = ("Ring", "Gather")
 
   two_way: bool = False
-  wire: Any = None
+  wire: WireLike | None = None
   by_document: bool = False
   inner: int | None = None
 
@@ -117,7 +119,9 @@ class Ring(RingStrategy, KVStrategy):
     """Folds the keys of all shards into `carry`."""
     x, args = tie_coords_to_queries(x, args)
 
-    def visit(carry: Partial, block: KVBlock | None, distance: Any) -> Any:
+    def visit(
+      carry: Partial, block: KVBlock | None, distance: Index
+    ) -> tuple[Partial, None]:
       there = self._operands(x, args, block, distance)
       return self.local.forward(*there, carry), None
 
@@ -129,7 +133,9 @@ class Ring(RingStrategy, KVStrategy):
     """Gradients of a shard's own keys; adds to `carry`, (dq, dterms)."""
     x, args = tie_coords_to_queries(x, args)
 
-    def visit(carry: QGradients, block: KVBlock | None, distance: Any) -> Any:
+    def visit(
+      carry: QGradients, block: KVBlock | None, distance: Index
+    ) -> PyTree:
       there = self._operands(x, args, block, distance)
       grads = self.local.backward(*there, residuals, carry)
       return (grads.q, grads.terms), pack(grads.k, grads.v)
@@ -143,12 +149,12 @@ class Ring(RingStrategy, KVStrategy):
     self,
     x: Local,
     context: Context,
-    carry: Any,
+    carry: PyTree,
     visit: HopFunction,
     add: Callable[[Any, Any], Any] | None = None,
   ) -> tuple[Any, Any]:
     """Visits the keys of all shards in reach, as `_walk`."""
-    block = KVBlock.of(x, context, self.wire)
+    block = KVBlock.of(x, context, self._wire)
     if self.by_document and self._place()[0] > 1:
       return self._visit_documents(block, context, carry, visit, add)
     lanes, (behind, ahead) = self._lanes(), self._hops()
@@ -161,7 +167,7 @@ class Ring(RingStrategy, KVStrategy):
     self,
     block: KVBlock,
     context: Context,
-    carry: Any,
+    carry: PyTree,
     visit: HopFunction,
     add: Callable[[Any, Any], Any] | None,
   ) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from ringjax.ops.attention.attend import empty_partial
 from ringjax.ops.attention.blockwise import (
@@ -46,6 +47,7 @@ from ringjax.ops.mask import Coords
 from ringjax.ops.softmax import Partial, merge
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
+from ringjax.typing import Index
 
 
 class QBlock(NamedTuple):
@@ -56,8 +58,8 @@ class QBlock(NamedTuple):
     at: their coordinates, int32 [2, B or 1, T] or a pair (pos, seg).
   """
 
-  rows: Any
-  at: Any
+  rows: PyTree
+  at: jax.Array | tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,9 @@ class RingQ(RingStrategy):
     """
     x, args = tie_coords_to_queries(x, args)
 
-    def visit(_: None, block: QBlock | None, distance: Any) -> Any:
+    def visit(
+      _: None, block: QBlock | None, distance: Index
+    ) -> tuple[None, Partial]:
       there, start = x, carry
       if block is not None:
         there = x._replace(q=block.rows)
@@ -112,7 +116,7 @@ class RingQ(RingStrategy):
     x, args = tie_coords_to_queries(x, args)
     dq, dterms = carry
 
-    def visit(kept: tuple, block: QBlock | None, distance: Any) -> Any:
+    def visit(kept: tuple, block: QBlock | None, distance: Index) -> PyTree:
       """Adds to (dk, dv, dterms); finds the gradient of the block's queries."""
       sums, dterms = kept
       there, rows, start = x, residuals, dq
@@ -138,7 +142,7 @@ class RingQ(RingStrategy):
     return Gradients(dq, dk, dv, kept[1])
 
   def _of_block(
-    self, args: ScoreArgs, block: QBlock | None, distance: Any
+    self, args: ScoreArgs, block: QBlock | None, distance: Index
   ) -> ScoreArgs:
     """`args` for a block's queries, or for a shard's own."""
     context, terms = args.context, args.terms
@@ -149,7 +153,7 @@ class RingQ(RingStrategy):
     return args._replace(context=context, terms=terms)
 
 
-def _trade(pair: Any, axis: Axis, keys: int) -> Any:
+def _trade(pair: jax.Array | None, axis: Axis, keys: int) -> jax.Array | None:
   """Local rows of all columns -> all rows of the `keys` columns here."""
   if pair is None:
     return None
@@ -161,14 +165,16 @@ def _trade(pair: Any, axis: Axis, keys: int) -> Any:
   return lax.dynamic_slice_in_dim(pair, first, keys, 4)
 
 
-def _rows(pair: Any, source: Any, length: int) -> Any:
+def _rows(
+  pair: jax.Array | None, source: Index, length: int
+) -> jax.Array | None:
   """The rows of the queries of shard `source`."""
   if pair is None or pair.shape[3] in (1, length):
     return pair
   return lax.dynamic_slice_in_dim(pair, source * length, length, 3)
 
 
-def _put_rows(pair: Any, rows: Any, source: Any, length: int) -> Any:
+def _put_rows(pair: Any, rows: Any, source: Index, length: int) -> Any:
   if pair is None or pair.shape[3] in (1, length):
     return rows
   return lax.dynamic_update_slice_in_dim(pair, rows, source * length, 3)

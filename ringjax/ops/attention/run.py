@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax.checks import boolean
@@ -35,7 +35,7 @@ from ringjax.ops.mask import Coords, Everything
 from ringjax.ops.softmax import wide_dtype
 from ringjax.parallel import collectives
 from ringjax.parallel.layout import out_of_slots, slots_of
-from ringjax.parallel.place import CallSharding, device_of
+from ringjax.parallel.place import CallSharding, MeshAxes, device_of
 
 
 def run(
@@ -120,7 +120,9 @@ def _chosen(auto: Auto, x: AttentionArgs, place: CallSharding) -> Strategy:
 def _size(name: str, place: CallSharding) -> int:
   if place.manual:
     return collectives.axis_size(name)
-  return place.mesh.shape[name]
+  mesh = place.mesh
+  assert mesh is not None, "operands that are not per shard are on a mesh"
+  return mesh.shape[name]
 
 
 def _check_axes(strategy: Strategy, place: CallSharding) -> None:
@@ -232,7 +234,11 @@ _jitted_local = jax.jit(_per_shard, static_argnums=(1, 2, 3))
 
 
 def _coords(
-  natural: jax.Array, length: int, pos: Any, seg: Any, valid: Any
+  natural: jax.Array,
+  length: int,
+  pos: jax.Array | None,
+  seg: jax.Array | None,
+  valid: jax.Array | None,
 ) -> Coords:
   real = natural < length
   if valid is not None:
@@ -242,7 +248,7 @@ def _coords(
   return Coords(natural if pos is None else pos, seg)
 
 
-def _grouped(pair: Any, kv_heads: int) -> Any:
+def _grouped(pair: jax.Array | None, kv_heads: int) -> jax.Array | None:
   """[B|1, N|1, T|1, S|1] -> [B|1, K|1, G|1, T|1, S|1]."""
   if pair is None:
     return None
@@ -273,11 +279,13 @@ def _to_mesh(a: Any, mesh: Mesh, spec: P) -> Any:
   return jax.device_put(a, NamedSharding(mesh, spec if divides else P()))
 
 
-def _names(axes: Any) -> tuple[str, ...]:
-  return axes if isinstance(axes, tuple) else (axes,)
+def _names(axes: MeshAxes) -> tuple[str, ...]:
+  return collectives.names(axes)
 
 
-def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
+def _reshard(
+  a: jax.Array, mesh: Mesh | AbstractMesh, spec: P, explicit: set[str]
+) -> jax.Array:
   """`a` over the axes of `spec` that types know; the others are XLA's."""
   held = (tuple(n for n in _names(axes) if n in explicit) for axes in spec)
   spec = P(*(axes or None for axes in held))
@@ -288,6 +296,7 @@ def _reshard(a: jax.Array, mesh: Any, spec: P, explicit: set[str]) -> jax.Array:
 
 
 def _check_explicit(x: AttentionArgs, place: CallSharding) -> None:
+  assert place.mesh is not None
   size = math.prod(place.mesh.shape[a] for a in place.heads)
   kv_heads = x.k.shape[2]
   if size > 1 and kv_heads > 1 and kv_heads % size:
@@ -303,7 +312,8 @@ def _check_explicit(x: AttentionArgs, place: CallSharding) -> None:
 def _jitted_on_mesh(
   x: AttentionArgs, place: CallSharding, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
-  lengths = x.q.shape[1], x.k.shape[1]
+  assert place.mesh is not None
+  mesh, lengths = place.mesh, (x.q.shape[1], x.k.shape[1])
   fit = [
     slots_of(x.layout, n, place.size) if place.axis else None for n in lengths
   ]
@@ -311,23 +321,19 @@ def _jitted_on_mesh(
   specs = x.specs(place)
   explicit = {
     a
-    for a, kind in zip(
-      place.mesh.axis_names, place.mesh.axis_types, strict=True
-    )
+    for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
     if kind == AxisType.Explicit
   }
   if explicit:
-    x = jax.tree.map(
-      lambda a, s: _reshard(a, place.mesh, s, explicit), x, specs
-    )
+    x = jax.tree.map(lambda a, s: _reshard(a, mesh, s, explicit), x, specs)
   # An axis of one device shards nothing, and a kernel wants all to be manual.
-  single = {name for name, size in place.mesh.shape.items() if size == 1}
+  single = {name for name, size in mesh.shape.items() if size == 1}
   names = explicit | single | {*place.names, *place.batch, *place.heads}
   if place.whole:
-    names |= {*place.mesh.axis_names} - collectives.manual_axes()
+    names |= {*mesh.axis_names} - collectives.manual_axes()
   out, lse = jax.shard_map(
     lambda x: _per_shard(x, place, strategy, lengths),
-    mesh=place.mesh,
+    mesh=mesh,
     in_specs=(specs,),
     out_specs=(specs.q, specs.q),
     axis_names=names,

@@ -19,14 +19,16 @@ Ref: soft cap: Gemma 2, arXiv 2408.00118; ALiBi: arXiv 2108.12409.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt
 
 from ringjax.ops.mask import Coords, Mask, visible
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class ScoreArgs(NamedTuple):
   scores: Scores
   terms: Terms
   context: Context
-  column: Any = 0
+  column: Index = 0
 
   @property
   def plain(self) -> bool:
@@ -95,7 +97,7 @@ class ScoreArgs(NamedTuple):
     extras = (self.scores.soft_cap, self.terms.bias, self.terms.slopes)
     return self.scores.scale > 0 and all(x is None for x in extras)
 
-  def of_keys(self, k: Coords, column: Any) -> ScoreArgs:
+  def of_keys(self, k: Coords, column: Index) -> ScoreArgs:
     """The same for other keys, with these coordinates."""
     return self._replace(context=self.context._replace(k=k), column=column)
 
@@ -135,7 +137,7 @@ class Orientation:
     """[B, K, G, q, k] -> the tile's order of axes."""
     return jnp.transpose(x, (0, 1, 4, 2, 3)) if self.keys_first else x
 
-  def unpair(self, x: Shaped[Array, ...]) -> jax.Array:
+  def unpair(self, x: Shaped[Array, " ..."]) -> jax.Array:
     """The tile's order of axes -> [B, K, G, q, k]."""
     return jnp.transpose(x, (0, 1, 3, 4, 2)) if self.keys_first else x
 
@@ -158,8 +160,8 @@ class ScoreTile:
 
   args: ScoreArgs
   way: Orientation
-  q_start: Any
-  k_start: Any
+  q_start: Index
+  k_start: Index
   q_at: Coords
   k_at: Coords
 
@@ -171,11 +173,11 @@ class ScoreTile:
   def k_block(self) -> int:
     return self.k_at.pos.shape[1]
 
-  def cut_q(self, x: Shaped[Array, ...], axis: int) -> jax.Array:
+  def cut_q(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
     """The part of this tile's queries, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.q_start, self.q_block, axis)
 
-  def cut_k(self, x: Shaped[Array, ...], axis: int) -> jax.Array:
+  def cut_k(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
     """The part of this tile's keys, which are dimension `axis`."""
     return lax.dynamic_slice_in_dim(x, self.k_start, self.k_block, axis)
 
@@ -198,7 +200,7 @@ class ScoreTile:
     return lax.dynamic_slice(pair, self.corner(pair), sizes)
 
   def scores_of(
-    self, dot: Float[Array, ...]
+    self, dot: Float[Array, " ..."]
   ) -> tuple[jax.Array, jax.Array | None]:
     """(scores, tanh of the soft cap or None) from the raw dot products."""
     scores, terms = self.args.scores, self.args.terms
@@ -213,7 +215,7 @@ class ScoreTile:
       s = s + self.way.pair(self.cut_pair(terms.bias)).astype(s.dtype)
     return s, tanh
 
-  def distance(self, dtype: Any) -> jax.Array:
+  def distance(self, dtype: DTypeLike) -> jax.Array:
     """|position of q - position of k|, broadcastable to the tile."""
     way = self.way
     return jnp.abs(way.query(self.q_at.pos) - way.key(self.k_at.pos)).astype(
@@ -230,7 +232,7 @@ class ScoreTile:
       yes = yes & way.pair(self.cut_pair(context.allow))
     return yes
 
-  def dropout_weight(self, dtype: Any) -> jax.Array:
+  def dropout_weight(self, dtype: DTypeLike) -> jax.Array:
     """0 or 1 / (1 - rate) for each pair of the tile."""
     context, way = self.args.context, self.way
     assert context.seed is not None and context.heads is not None
@@ -246,11 +248,11 @@ class ScoreTile:
 
 def kept(
   rate: float,
-  seed: UInt[Array, ...],
-  head: UInt[Array, ...],
-  row: UInt[Array, ...],
-  column: UInt[Array, ...],
-  dtype: Any,
+  seed: UInt[Array, " ..."],
+  head: UInt[Array, " ..."],
+  row: UInt[Array, " ..."],
+  column: UInt[Array, " ..."],
+  dtype: DTypeLike,
 ) -> jax.Array:
   """0 or 1 / (1 - rate), from uint32 that broadcast to the tile."""
   # Odd constants, so that seed, head and position 0 are nothing special.
@@ -271,5 +273,5 @@ def _mix(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def _const(value: float, like: Any) -> jax.Array:
+def _const(value: float, like: DTypeLike) -> jax.Array:
   return jnp.asarray(value, getattr(like, "dtype", like))

@@ -20,7 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import (
@@ -32,6 +35,7 @@ from ringjax.errors import (
 from ringjax.ops.attention import registry
 from ringjax.ops.attention.call_shape import CallShape, Prediction, Refusal
 from ringjax.ops.attention.kernels.auto_kernel import expected
+from ringjax.ops.attention.wire_format import WireLike
 from ringjax.ops.mask import Causal, Everything, Mask
 from ringjax.parallel import chips
 from ringjax.parallel.chips import Machine
@@ -39,6 +43,10 @@ from ringjax.parallel.collectives import names as names_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Zigzag
 from ringjax.parallel.place import SEQ, sharding_of
 
+# An array of a call, or what is known of one: its type, or its shape.
+Operand = (
+  Shaped[Array | np.ndarray | jax.ShapeDtypeStruct, " ..."] | tuple[int, ...]
+)
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Striped(), Zigzag())
 _SHOWN = 12
 
@@ -271,11 +279,13 @@ class Auto:
   machine: Machine | str | None = None
   backward: bool | None = None
   among: tuple[str, ...] | None = None
-  wire: Any = None
+  wire: WireLike | None = None
   longest_document: int | None = None
   local: str | None = None
 
-  def explain(self, call: CallShape, mesh: Any = None) -> Explanation:
+  def explain(
+    self, call: CallShape, mesh: Mesh | AbstractMesh | None = None
+  ) -> Explanation:
     """The predictions by which `choose` decides."""
     names = ("backward", "wire", "longest_document", "local")
     changes = {name: getattr(self, name) for name in names}
@@ -285,7 +295,7 @@ class Auto:
     return rank(call, find_machine(self.machine, mesh), self.among)
 
   def choose(
-    self, call: CallShape, mesh: Any = None
+    self, call: CallShape, mesh: Mesh | AbstractMesh | None = None
   ) -> tuple[str, dict[str, Any]]:
     """The name of the fastest strategy, and what to build it with.
 
@@ -304,7 +314,9 @@ class Auto:
     return best.strategy, dict(best.options)
 
 
-def find_machine(machine: Machine | str | None, mesh: Any = None) -> Machine:
+def find_machine(
+  machine: Machine | str | None, mesh: Mesh | AbstractMesh | None = None
+) -> Machine:
   """The machine of a name, or of a mesh's devices, or of JAX's first.
 
   Raises:
@@ -328,21 +340,21 @@ def find_machine(machine: Machine | str | None, mesh: Any = None) -> Machine:
 
 
 def explain(
-  query: Any,
-  key: Any,
-  value: Any = None,
+  query: Operand,
+  key: Operand,
+  value: Operand | None = None,
   *,
-  mesh: Any = None,
+  mesh: Mesh | AbstractMesh | None = None,
   axis: str | tuple[str, ...] | None = None,
   shards: int | Mapping[str, int] | None = None,
   layout: Layout | None = None,
   is_causal: bool = False,
   mask: Mask | None = None,
-  dtype: Any = None,
+  dtype: DTypeLike | None = None,
   machine: Machine | str | None = None,
   backward: bool = True,
   offset: int = 0,
-  wire: Any = None,
+  wire: WireLike | None = None,
   longest_document: int | None = None,
   local: str | None = None,
   among: Sequence[str] | None = None,
@@ -441,7 +453,7 @@ def explain(
   return explanation
 
 
-def _shape(name: str, x: Any) -> tuple[int, int, int, int]:
+def _shape(name: str, x: Operand) -> tuple[int, int, int, int]:
   shape = tuple(x) if isinstance(x, tuple | list) else getattr(x, "shape", None)
   if shape is None:
     raise InputTypeError(
@@ -458,9 +470,9 @@ def _shape(name: str, x: Any) -> tuple[int, int, int, int]:
 
 
 def _axes(
-  query: Any,
-  key: Any,
-  mesh: Any,
+  query: Operand,
+  key: Operand,
+  mesh: Mesh | AbstractMesh | None,
   axis: str | tuple[str, ...] | None,
   shards: int | Mapping[str, int] | None,
 ) -> tuple[tuple[tuple[str, int], ...], Any, tuple[int, int, int]]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
 from ringjax.errors import OptionError
 from ringjax.ops.attention.arguments import AttentionArgs
@@ -47,10 +47,10 @@ class AttentionStatistics(NamedTuple):
     column_mass: [B, S, N], what each key gets of all queries together; or None.
   """
 
-  entropy: Any
-  lse: Any
-  kept_mass: Any = None
-  column_mass: Any = None
+  entropy: Float[Array, "B T N"]
+  lse: Float[Array, "B T N"]
+  kept_mass: Float[Array, "B T N"] | None = None
+  column_mass: Float[Array, "B S N"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,10 @@ class ScoreMeans(Blockwise):
 
 
 def statistics(
-  x: AttentionArgs, place: CallSharding, keep: Any, columns: bool
+  x: AttentionArgs,
+  place: CallSharding,
+  keep: Bool[Array, "B S _"] | None,
+  columns: bool,
 ) -> AttentionStatistics:
   """The statistics of a checked call, whose values are not looked at.
 
@@ -103,7 +106,7 @@ def statistics(
   # Few queries go to many keys.
   way = RingQ if t < s else Ring
 
-  def call(values: jax.Array) -> Any:
+  def call(values: jax.Array) -> PyTree:
     each = dataclasses.replace(x, v=values, batched=True)
     return run(each, place, way(ScoreMeans()), True)
 

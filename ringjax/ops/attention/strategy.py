@@ -19,6 +19,7 @@ from ringjax.ops.mask import Mask
 from ringjax.parallel import collectives
 from ringjax.parallel.collectives import Axis
 from ringjax.parallel.layout import Layout
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Strategy:
       collectives.axis_index(self.axis),
     )
 
-  def _source(self, distance: Any) -> Any:
+  def _source(self, distance: Index) -> Index:
     """The shard that is `distance` places behind this one."""
     size, me = self._place()
     return (me - distance) % size

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import cut_coords
@@ -36,6 +36,8 @@ from ringjax.ops.attention.views import (
 )
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
+from ringjax.parallel.place import MeshAxes
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +59,10 @@ class HostView(StoredView):
     layers: L.
   """
 
-  k: Any
-  v: Any
+  k: Shaped[Array, "LN B K _ _"]
+  v: Shaped[Array, "LN B K _ _"]
   at: Coords
-  layer: Any
+  layer: Index
   constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
   rotation: Rotation | None = None
   decoders: tuple[Decoder, Decoder] | None = None
@@ -75,20 +77,21 @@ class HostView(StoredView):
     many, b, heads, *_ = self.k.shape
     return b, heads, many // self.layers * self.block, *self.dims
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> HostView:
-    arrays: Any = P(tokens, batch, heads)
-    return HostView(
-      arrays,
-      arrays,
-      coords_specs(self.at, self.k.shape[1], batch, tokens),
-      P(),
-      jax.tree.map(lambda _: P(heads), self.constants),
-      jax.tree.map(lambda _: P(), self.rotation),
-      self.decoders,
-      self.layers,
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> HostView:
+    arrays = P(tokens, batch, heads)
+    return tree.with_leaves(
+      self,
+      k=arrays,
+      v=arrays,
+      at=coords_specs(self.at, self.k.shape[1], batch, tokens),
+      layer=P(),
+      constants=jax.tree.map(lambda _: P(heads), self.constants),
+      rotation=jax.tree.map(lambda _: P(), self.rotation),
     )
 
-  def fetch(self, start: Any) -> tuple[jax.Array, ...]:
+  def fetch(self, start: Index) -> tuple[jax.Array, ...]:
     """The block from slot `start` on the device: keys, and values if apart."""
     number = jnp.asarray(start, jnp.int32) // self.block
     each = self.k.shape[0] // self.layers
@@ -102,7 +105,7 @@ class HostView(StoredView):
       return (one(self.k),)
     return one(self.k), one(self.v)
 
-  def opened(self, stored: Any, start: Any) -> tuple[jax.Array, jax.Array]:
+  def opened(self, stored: PyTree, start: Index) -> tuple[jax.Array, jax.Array]:
     """Rotated keys and values [B, K, P, ...] of a fetched block."""
     at = cut_coords(self.at, start, self.block)
     k = v = stored[0]
@@ -115,7 +118,7 @@ class HostView(StoredView):
       view = UnrotatedView(view, self.rotation)
     return view.tile(jnp.int32(0), self.block)
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     assert size == self.block
     return self.opened(self.fetch(start), start)
 

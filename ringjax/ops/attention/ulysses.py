@@ -20,7 +20,6 @@ than heads, with fewer and larger hops than a ring of all devices.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +117,7 @@ class _Units:
       x = jnp.repeat(x, self.split, axis=1)
     return pad_axis(x, 1, self.units)
 
-  def mine(self, x: Any, axis: Axis) -> Any:
+  def mine(self, x: jax.Array | None, axis: Axis) -> jax.Array | None:
     """[K, G] -> this shard's [units / R, part]."""
     if x is None:
       return None
@@ -129,7 +128,9 @@ class _Units:
     )
 
 
-def _pair_to_heads(pair: Any, units: _Units, axis: Axis) -> Any:
+def _pair_to_heads(
+  pair: jax.Array | None, units: _Units, axis: Axis
+) -> jax.Array | None:
   """[B|1, K|1, G|1, T|1, S|1] of local rows -> all rows, this shard's heads."""
   if pair is None:
     return None

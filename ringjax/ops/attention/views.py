@@ -16,16 +16,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, UInt8
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Integer, PyTree, Shaped, UInt8
 
 from ringjax import tree
 from ringjax.ops.attention.blockwise import (
+  Carry,
   cut_coords,
   finite_flag,
   fold_tile,
@@ -48,6 +50,14 @@ from ringjax.ops.attention.scores import (
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
 from ringjax.ops.softmax import Partial, wide_dtype
+from ringjax.parallel.place import MeshAxes
+from ringjax.typing import Index
+
+if TYPE_CHECKING:
+  from ringjax.ops.attention.cached import CacheVisit
+  from ringjax.ops.attention.paged import PagedView
+  from ringjax.ops.attention.pooled import PooledView
+  from ringjax.ops.attention.streamed import HostView
 
 # Of the keys of a tile. On a CPU they and the values stay in a core's cache
 # between being cut out and being multiplied; elsewhere a step of a loop costs
@@ -86,7 +96,7 @@ class KVView(Protocol):
     """Bytes of the keys of one slot, all heads of all examples."""
     ...
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> Any:
+  def specs(self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes) -> Any:
     """The same tree, of PartitionSpecs of these mesh axes."""
     ...
 
@@ -94,7 +104,7 @@ class KVView(Protocol):
     """The same view with its keys as values too."""
     ...
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     """Rotated keys and values [B, K, size, ...] of the slots from `start`."""
     ...
 
@@ -119,11 +129,11 @@ class StreamedView(KVView, Protocol):
   @property
   def block(self) -> int: ...
 
-  def fetch(self, start: Any) -> Any:
+  def fetch(self, start: Index) -> PyTree:
     """What is stored in the slots of the tile from `start`, on the device."""
     ...
 
-  def opened(self, stored: Any, start: Any) -> tuple[jax.Array, jax.Array]:
+  def opened(self, stored: PyTree, start: Index) -> tuple[jax.Array, jax.Array]:
     """What `tile` returns, of what `fetch` returned."""
     ...
 
@@ -132,7 +142,7 @@ class StreamedView(KVView, Protocol):
 class ApartView(KVView, Protocol):
   """A view whose weight depends on all of its keys, see `apart`."""
 
-  def joined(self, rest: Partial, visit: Any) -> Partial:
+  def joined(self, rest: Partial, visit: CacheVisit) -> Partial:
     """The partial of all keys, with that of the other views."""
     ...
 
@@ -147,7 +157,7 @@ class Aligned(NamedTuple):
     by_head: whether its heads are examples, see `paged`.
   """
 
-  view: Any
+  view: KVView
   q: jax.Array
   back: Callable[[Array], Array] = lambda x: x
   by_head: bool = False
@@ -165,7 +175,7 @@ class Decoder(NamedTuple):
 
   codec: Any
   dim: int
-  dtype: Any
+  dtype: DTypeLike
   transformed: bool = False
 
   def __call__(
@@ -202,7 +212,7 @@ class ContiguousView(NamedTuple):
   k: jax.Array
   v: jax.Array
   at: Coords
-  layer: Any
+  layer: Index
   mask: Mask | None = None
   queries: Coords | None = None
 
@@ -216,13 +226,16 @@ class ContiguousView(NamedTuple):
     _, b, heads, _, dim = self.k.shape
     return b * heads * dim * self.k.dtype.itemsize
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> ContiguousView:
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> ContiguousView:
     arrays: Any = P(None, batch, heads, tokens)
+    layer: Any = P()
     return ContiguousView(
       arrays,
       arrays,
       coords_specs(self.at, self.k.shape[1], batch, tokens),
-      P(),
+      layer,
       jax.tree.map(lambda _: P(), self.mask),
       None
       if self.queries is None
@@ -232,7 +245,7 @@ class ContiguousView(NamedTuple):
   def keys_alone(self) -> ContiguousView:
     return self._replace(v=self.k)
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     zero = jnp.int32(0)
     corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
 
@@ -250,11 +263,16 @@ class ContiguousView(NamedTuple):
     return Aligned(self, q)
 
 
-def in_basis(view: Any, q: Float[Array, "B K G T H"], keys: bool) -> Aligned:
+def in_basis(
+  view: EncodedView | PooledView | PagedView | HostView,
+  q: Float[Array, "B K G T H"],
+  keys: bool,
+) -> Aligned:
   """A view with `decoders`, in the basis of its codecs.
 
   Without `keys` only its values are.
   """
+  assert view.decoders is not None
   of_k, of_v = view.decoders
   if keys:
     of_k = of_k.in_basis()
@@ -286,7 +304,9 @@ class StoredView:
     return None
 
   @property
-  def dims(self: Any) -> tuple[int, int]:
+  def dims(
+    self: EncodedView | PooledView | PagedView | HostView,
+  ) -> tuple[int, int]:
     """Of a key and of a value."""
     if self.decoders is None:
       return self.k.shape[-1], self.v.shape[-1]
@@ -294,7 +314,7 @@ class StoredView:
     return of_k.dim, (of_k if self.v is self.k else of_v).dim
 
   @property
-  def slot_bytes(self: Any) -> int:
+  def slot_bytes(self: EncodedView | PooledView | PagedView | HostView) -> int:
     rows, heads, _, dim, _ = self.shape
     stored = self.k.dtype
     dtype = stored if self.decoders is None else self.decoders[0].dtype
@@ -319,10 +339,10 @@ class EncodedView(StoredView):
     decoders: what makes numbers of the bytes of keys and of values.
   """
 
-  k: Any
-  v: Any
+  k: Integer[Array, "L B K _ _"]
+  v: Shaped[Array, "L B K _ _"]
   at: Coords
-  layer: Any
+  layer: Index
   constants: tuple[tuple[Any, ...], tuple[Any, ...]]
   decoders: tuple[Decoder, Decoder]
 
@@ -331,19 +351,21 @@ class EncodedView(StoredView):
     _, b, heads, *_ = self.k.shape
     return b, heads, self.k.shape[token_axis(self.k)], *self.dims
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> EncodedView:
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> EncodedView:
     last = (None,) * (token_axis(self.k) - 3)
-    arrays: Any = P(None, batch, heads, *last, tokens)
-    return EncodedView(
-      arrays,
-      arrays,
-      coords_specs(self.at, self.k.shape[1], batch, tokens),
-      P(),
-      jax.tree.map(lambda _: P(heads), self.constants),
-      self.decoders,
+    arrays = P(None, batch, heads, *last, tokens)
+    return tree.with_leaves(
+      self,
+      k=arrays,
+      v=arrays,
+      at=coords_specs(self.at, self.k.shape[1], batch, tokens),
+      layer=P(),
+      constants=jax.tree.map(lambda _: P(heads), self.constants),
     )
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     zero, layer = jnp.int32(0), jnp.asarray(self.layer, jnp.int32)
 
     def one(x: jax.Array, n: int) -> jax.Array:
@@ -407,18 +429,20 @@ class UnrotatedView(NamedTuple):
   def shared(self) -> Any:
     return getattr(self.stored, "shared", None)
 
-  def of_row(self, row: Any) -> UnrotatedView:
+  def of_row(self, row: Index) -> UnrotatedView:
     stored: Any = self.stored
     return self._replace(stored=stored.of_row(row))
 
-  def specs(self, batch: Any, heads: Any, tokens: Any) -> UnrotatedView:
+  def specs(
+    self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
+  ) -> UnrotatedView:
     whole = jax.tree.map(lambda _: P(), self.rotation)
     return UnrotatedView(self.stored.specs(batch, heads, tokens), whole)
 
   def keys_alone(self) -> UnrotatedView:
     return self._replace(stored=self.stored.keys_alone())
 
-  def tile(self, start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+  def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     k, v = self.stored.tile(start, size)
     at = cut_coords(self.at, start, size)
     return self.rotation.anywhere(k, at.pos), v
@@ -432,7 +456,9 @@ class UnrotatedView(NamedTuple):
     return found._replace(view=self._replace(stored=found.view))
 
 
-def coords_specs(at: Coords, batch: int, names: Any, tokens: Any) -> Coords:
+def coords_specs(
+  at: Coords, batch: int, names: MeshAxes, tokens: MeshAxes
+) -> Coords:
   """PartitionSpecs of coordinates [B or 1, S]."""
   each: Any = lambda x: P(names if x.shape[0] == batch > 1 else None, tokens)
   return Coords(each(at.pos), each(at.seg))
@@ -469,7 +495,9 @@ def decode_attention(
   ordered = in_order(keys)
   lists = tile_lists(kinds, masked=ordered)
 
-  def step(masked: bool, first: Any, k: Any, v: Any, one: Partial) -> Partial:
+  def step(
+    masked: bool, first: Index, k: jax.Array, v: jax.Array, one: Partial
+  ) -> Partial:
     s = product("bkth,bkgqh->bktgq", k.astype(q.dtype), q)
     k_at = cut_coords(context.k, first, block)
     return fold_tile(
@@ -480,7 +508,9 @@ def decode_attention(
       one,
     )
 
-  def fold(masked: bool, tiles: Any, count: Any, one: Partial) -> Partial:
+  def fold(
+    masked: bool, tiles: jax.Array, count: jax.Array, one: Partial
+  ) -> Partial:
     return fold_tiles(
       keys, block, tiles[0], count[0], functools.partial(step, masked), one
     )
@@ -498,8 +528,8 @@ def fold_tiles(
   tiles: Int[Array, " n"],
   count: Int[Array, ""],
   step: Callable[..., Any],
-  carry: Any,
-) -> Any:
+  carry: Carry,
+) -> Carry:
   """step(first slot, k, v, carry) of the first `count` of some tiles.
 
   Of a view that streams a tile is fetched while the one before it is read,
@@ -517,16 +547,16 @@ def fold_tiles(
   first = lambda n: tiles[n] * size
   start = lambda n: jnp.minimum(first(n), keys.shape[2] - size)
 
-  def read(n: Any, carry: Any) -> Any:
+  def read(n: Index, carry: PyTree) -> PyTree:
     return step(first(n), *keys.tile(start(n), size), carry)
 
   if not isinstance(keys, StreamedView):
     return loop(count, read, carry)
 
-  def apart(n: Any, stored: Any, carry: Any) -> Any:
+  def apart(n: Index, stored: PyTree, carry: PyTree) -> PyTree:
     return step(first(n), *keys.opened(stored, start(n)), carry)
 
-  def pair(n: Any, both: Any) -> Any:
+  def pair(n: Index, both: PyTree) -> PyTree:
     # Two buffers: one of a loop's carry could be filled only when it is read.
     stored, carry = both
     other = keys.fetch(start(2 * n + 1))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
@@ -52,7 +52,7 @@ class Wire(Protocol):
 
   def receive(
     self,
-    sent: Any,
+    sent: PyTree,
     k: Shaped[Array, "B K _ H"],
     v: Shaped[Array, "B K _ J"],
   ) -> tuple[jax.Array, jax.Array]:
@@ -62,6 +62,19 @@ class Wire(Protocol):
   def token_bytes(self, key_dim: int, value_dim: int) -> int:
     """Bytes of a token's key and value in one KV head."""
     ...
+
+
+@runtime_checkable
+class MakesWire(Protocol):
+  """A codec of a cache that also serves between shards."""
+
+  def as_wire(self) -> Wire:
+    """How keys and values travel in its codes."""
+    ...
+
+
+# What users say of a wire: itself, a codec, or the name of a dtype.
+WireLike = Wire | MakesWire | str
 
 
 class Coded(NamedTuple):
@@ -97,7 +110,7 @@ class WireFormat:
     )
     positive_int("wire block", self.block)
 
-  def encode(self, x: Shaped[Array, "... H"]) -> Any:
+  def encode(self, x: Shaped[Array, "... H"]) -> Array | Coded:
     """[..., H] as it travels."""
     if self.dtype in _CASTS:
       return x.astype(self.dtype)
@@ -115,7 +128,9 @@ class WireFormat:
       x = jnp.round(x)
     return Coded(x.astype(self.dtype), jnp.where(sound, scale, jnp.nan))
 
-  def decode(self, sent: Any, like: Shaped[Array, "... H"]) -> jax.Array:
+  def decode(
+    self, sent: Array | Coded, like: Shaped[Array, "... H"]
+  ) -> jax.Array:
     """What arrives, in the dtype and the head dim of `like`."""
     if not isinstance(sent, Coded):
       return sent.astype(like.dtype)
@@ -139,7 +154,7 @@ class WireFormat:
 
   def receive(
     self,
-    sent: Any,
+    sent: PyTree,
     k: Shaped[Array, "B K _ H"],
     v: Shaped[Array, "B K _ J"],
   ) -> tuple[jax.Array, jax.Array]:
@@ -154,12 +169,14 @@ class WireFormat:
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-def pack(a: Shaped[Array, ...], b: Shaped[Array, ...]) -> Any:
+def pack(
+  a: Shaped[Array, " ..."], b: Shaped[Array, " ..."]
+) -> Array | tuple[Array, Array]:
   """One array to send where that is possible, else the pair."""
   return jnp.stack([a, b]) if a.shape == b.shape else (a, b)
 
 
-def unpack(packed: Any) -> tuple[jax.Array, jax.Array]:
+def unpack(packed: Array | tuple[Array, Array]) -> tuple[jax.Array, jax.Array]:
   return packed[0], packed[1]
 
 
@@ -168,7 +185,7 @@ def token_axis(k: Shaped[Array, "B K S H"], v: Shaped[Array, "B K S J"]) -> int:
   return 3 if k.shape == v.shape else 2
 
 
-def wire_of(wire: Any) -> Wire:
+def wire_of(wire: WireLike) -> Wire:
   """A wire from a `Wire`, a codec (what has `as_wire`) or a dtype's name.
 
   Raises:
@@ -176,11 +193,10 @@ def wire_of(wire: Any) -> Wire:
   """
   if isinstance(wire, Wire):
     return wire
-  make = getattr(wire, "as_wire", None)
-  return WireFormat(wire) if make is None else make()
+  return wire.as_wire() if isinstance(wire, MakesWire) else WireFormat(wire)
 
 
-def as_wire(wire: Any, local: Any) -> Wire | None:
+def as_wire(wire: WireLike | None, local: Any) -> Wire | None:
   """A wire from what a strategy around `local` was given; see `wire_of`.
 
   Raises:

@@ -314,6 +314,7 @@ def fuzz(parse, seed: int, rounds: int) -> int:
   return passed
 
 
+@pytest.mark.long
 def test_fuzz(parse):
   assert fuzz(parse, seed=0, rounds=20_000) > 500
 

@@ -385,6 +385,7 @@ print("compiled")
 """
 
 
+@pytest.mark.long
 def test_tiles_at_once_compile_as_users_do():
   """With all of LLVM's passes; what it cannot compile ends the process."""
   assert joined(8, 8) > 1

@@ -163,6 +163,7 @@ def _operands(jaxpr, found):
       _operands(inner, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )

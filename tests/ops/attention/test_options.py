@@ -43,6 +43,7 @@ SLOW = ("gather", "ulysses", rj.Ring(rj.Dense()))
 PAIRS = list(itertools.combinations(OPTIONS, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "strategy",
   [

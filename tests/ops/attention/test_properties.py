@@ -399,7 +399,7 @@ def check_call(call):
 
 
 @given(calls())
-@few(max_examples=12)
+@few(max_examples=8)
 def test_calls(call):
   check_call(call)
 

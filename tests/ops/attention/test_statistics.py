@@ -94,11 +94,14 @@ def sets(case, heads=None, seed=5):
 OFTEN = ("everything",)
 
 
-@pytest.mark.parametrize(
-  "feature",
-  [f if f in OFTEN else pytest.param(f, marks=pytest.mark.long)
-   for f in FEATURES],
-)  # fmt: skip
+def features():
+  """All on a search, and every fourth in the longer run."""
+  for n, feature in enumerate(FEATURES):
+    mark = pytest.mark.slow if n % 4 else pytest.mark.long
+    yield pytest.param(feature, marks=() if feature in OFTEN else mark)
+
+
+@pytest.mark.parametrize("feature", [*features()])
 def test_every_feature(feature):
   case = oracle.build(**FEATURES[feature])
   keep = sets(case, case.arrays["key"].shape[2])

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.attend import attend
 from ringjax.ops.attention.blockwise import (
@@ -294,7 +295,9 @@ def _compare_decodes(kernel: Any) -> float:
     )
   last = _at(np.arange(used - queries, used), used)
 
-  def results(algorithm: Any, q: jax.Array, keys: KVView, at: Coords) -> Any:
+  def results(
+    algorithm: Any, q: jax.Array, keys: KVView, at: Coords
+  ) -> tuple[jax.Array, jax.Array]:
     context = Context(at, keys.at, Causal())
     args = ScoreArgs(Scores(scale=128**-0.5), Terms(), context)
     return finalize(algorithm.decode(q, keys, args))
@@ -303,7 +306,7 @@ def _compare_decodes(kernel: Any) -> float:
   return _far(*(compiled(f, q, keys, last) for f in (kernel, Loops())))
 
 
-def _compare_pools(kernel: Any) -> float:
+def _compare_pools(kernel: DecodePoolTPU) -> float:
   """Of three rows, two of which share the first of two tiles."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
@@ -331,7 +334,9 @@ def _compare_pools(kernel: Any) -> float:
   )
   q, last = draw(3, 2, 4, 1, 128), coords(used - 1, used > 0)
 
-  def results(algorithm: Any, q: jax.Array, keys: PooledView) -> Any:
+  def results(
+    algorithm: Any, q: jax.Array, keys: PooledView
+  ) -> tuple[jax.Array, jax.Array]:
     context = Context(last, keys.at, Causal())
     args = ScoreArgs(Scores(scale=128**-0.5), Terms(), context)
     return finalize(algorithm.decode(q, keys, args))
@@ -362,7 +367,7 @@ class _SmallIntegers:
     return CodeFormat(dim=dim, bits=4, halves=2)
 
   def decode(
-    self, data: jax.Array, dim: int, dtype: Any, constants: Any = ()
+    self, data: jax.Array, dim: int, dtype: DTypeLike, constants: PyTree = ()
   ) -> jax.Array:
     del constants
     low, high = data[..., : dim // 2] & 15, data[..., : dim // 2] >> 4

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -163,7 +163,9 @@ class CuDNN(LocalAlgorithm):
   ) -> tuple[jax.Array, jax.Array]:
     """See `hop_kinds.VendorKernel`."""
 
-    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def call(
+      q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
       given = self._given(scale, causal, query=q, key=k, value=v)
       return tuple(_filled(_FORWARD, given))
 
@@ -176,7 +178,7 @@ class CuDNN(LocalAlgorithm):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `hop_kinds.VendorKernel`."""
 
-    def call(*arrays: jax.Array) -> Any:
+    def call(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
       q, k, v, out, lse, do = arrays
       given = self._given(scale, causal, query=q, key=k, value=v)
       # What the forward rule saves: its arrays, in order, and its results.
@@ -290,7 +292,9 @@ def _batched(call: Callable[..., Any]) -> Callable[..., Any]:
   call = custom_vmap(call)
 
   @call.def_vmap
-  def _(size: int, batched: Any, *arrays: jax.Array) -> tuple[Any, Any]:
+  def _(
+    size: int, batched: Sequence[bool], *arrays: jax.Array
+  ) -> tuple[Any, Any]:
     wide = [
       a if there else jnp.broadcast_to(a, (size, *a.shape))
       for a, there in zip(arrays, batched, strict=True)

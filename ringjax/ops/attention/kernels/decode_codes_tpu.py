@@ -33,13 +33,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.code_format import CodeFormat
 from ringjax.ops.attention.kernels import declined, rotated_codes, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
 from ringjax.ops.attention.kernels.rotated_codes import RotatedRows, Turns
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import EncodedView, KVView, UnrotatedView
 from ringjax.ops.mask import Coords, visible
@@ -376,7 +378,7 @@ def decode_cycles(form: CodeFormat) -> float:
   return (_CYCLES[form.looked_up][form.bits] + beside) / _REGISTER
 
 
-def _opened(keys: Any) -> tuple[Any, Rotation | None]:
+def _opened(keys: KVView) -> tuple[Any, Rotation | None]:
   """The stored keys, and what rotates them where they are read."""
   if isinstance(keys, UnrotatedView):
     return keys.stored, keys.rotation
@@ -436,7 +438,7 @@ def _by_channel(
   q: Float[Array, "B K R H"],
   form: CodeFormat,
   rotation: Rotation | None,
-  constants: Any,
+  constants: PyTree,
   rows: QueryRows,
   heads: int,
 ) -> tuple[Float[Array, "B K N E"], Float[Array, "B K N 1"], _OfChannels]:
@@ -480,17 +482,17 @@ def _formats(keys: EncodedView) -> tuple[CodeFormat, CodeFormat]:
   return of_k, of_v
 
 
-def _bias(form: CodeFormat, dtype: Any) -> float:
+def _bias(form: CodeFormat, dtype: DTypeLike) -> float:
   """What is added to a code: float32 has room to take it away."""
   return _BIAS if dtype == jnp.bfloat16 and not form.looked_up else 0.0
 
 
-def _columns(form: CodeFormat, dtype: Any) -> int:
+def _columns(form: CodeFormat, dtype: DTypeLike) -> int:
   """Of the sums of values: those of the codes' rows, and of the bias."""
   return arrangement(form).dims.size + (_HALF_ROWS if _bias(form, dtype) else 0)
 
 
-def _table(form: CodeFormat, constants: Any) -> Float[Array, "K M 128"]:
+def _table(form: CodeFormat, constants: PyTree) -> Float[Array, "K M 128"]:
   """The levels of each head, or of all, each in all lanes of a row."""
   levels = constants[-1] if form.by_constants else np.asarray([form.levels])
   levels = pad_axis(
@@ -528,7 +530,7 @@ class QueryRows(NamedTuple):
   def total(self) -> int:
     return self.copies * self.each
 
-  def spread(self, x: Shaped[Array, ...], axis: int) -> jax.Array:
+  def spread(self, x: Shaped[Array, " ..."], axis: int) -> jax.Array:
     """Rows of queries filled up, once for each copy."""
     return jnp.concatenate([pad_axis(x, axis, self.each)] * self.copies, axis)
 
@@ -600,13 +602,17 @@ class Scales(NamedTuple):
       float32, with zero and scale taken away; of channels see `of`.
   """
 
-  scale: Any
+  scale: Float[Array, "_ keys"] | None
   zero: jax.Array | None
   outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
   @classmethod
   def of(
-    cls, words: Any, form: CodeFormat, heads: int, channels: Any = None
+    cls,
+    words: Ref,
+    form: CodeFormat,
+    heads: int,
+    channels: Float[Array, "R C"] | None = None,
   ) -> Scales:
     """From the float16 numbers behind the codes.
 
@@ -656,6 +662,7 @@ class Scales(NamedTuple):
       bits = byte(first_byte) | byte(first_byte + 1) << 8
       number, place = _float(bits, True), byte(start + n)
       if form.by_channel:
+        assert channels is not None
         outliers.append((place, number - _by_place(channels, place)))
         continue
       assert scale is not None
@@ -781,15 +788,20 @@ class Codes(NamedTuple):
     spots: the same for pairs of bfloat16, or none in float32.
   """
 
-  words: Any
-  table: Any
+  words: Ref
+  table: Ref | None
   form: CodeFormat
   outliers: tuple[tuple[jax.Array, jax.Array], ...] = ()
   spots: tuple[Any, ...] = ()
 
   @classmethod
   def of(
-    cls, words: Any, table: Any, form: CodeFormat, outliers: Any, dtype: Any
+    cls,
+    words: Ref,
+    table: Ref | None,
+    form: CodeFormat,
+    outliers: tuple[tuple[Array, Array], ...],
+    dtype: DTypeLike,
   ) -> Codes:
     """For products of `dtype`."""
     if dtype != jnp.bfloat16:
@@ -797,7 +809,7 @@ class Codes(NamedTuple):
     spots = tuple(Spot.of(form, table, *one) for one in outliers)
     return cls(words, table, form, spots=spots)
 
-  def numbers(self, head: int, lanes: slice, dtype: Any) -> jax.Array:
+  def numbers(self, head: int, lanes: slice, dtype: DTypeLike) -> jax.Array:
     """Some of a head's numbers, unscaled and with the bias, [E, keys]."""
     if self.form.looked_up:
       return _levels(self, head, lanes, dtype)
@@ -811,7 +823,9 @@ class Codes(NamedTuple):
     return pltpu.bitcast(pltpu.bitcast(found, jnp.bfloat16), jnp.int32)
 
 
-def _levels(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
+def _levels(
+  codes: Codes, head: int, lanes: slice, dtype: DTypeLike
+) -> jax.Array:
   """The levels of codes: a table's rows, one of which a register has each."""
   if dtype != jnp.bfloat16:
     pieces = _pieces(codes, head, lanes)
@@ -861,7 +875,7 @@ def _pieces(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
 
 
 def _looked_up(
-  codes: Codes, head: int, lanes: slice, dtype: Any
+  codes: Codes, head: int, lanes: slice, dtype: DTypeLike
 ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array | None]:
   """Bits of the levels of codes.
 
@@ -873,6 +887,7 @@ def _looked_up(
   form, half = codes.form, dtype == jnp.bfloat16
   nibbles = _nibbles(codes, head, lanes)
   size = nibbles[0].shape[1]
+  assert codes.table is not None
   levels = codes.table[head if codes.table.shape[0] > 1 else 0]
   # Of the lower and the upper half of a word, or float32 for either.
   lower = upper = lax.bitcast_convert_type(
@@ -931,7 +946,7 @@ class Spot(NamedTuple):
   def of(
     cls,
     form: CodeFormat,
-    table: Any,
+    table: Ref,
     place: Int[Array, "heads keys"],
     kept: Float[Array, "heads keys"],
   ) -> Spot:
@@ -994,7 +1009,9 @@ def _nibbles(codes: Codes, head: int, lanes: slice) -> list[jax.Array]:
   return [even, odd]
 
 
-def _integers(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
+def _integers(
+  codes: Codes, head: int, lanes: slice, dtype: DTypeLike
+) -> jax.Array:
   """Codes that are numbers themselves."""
   loaded: dict[int, jax.Array] = {}
   parts = []
@@ -1016,8 +1033,8 @@ def _integers(codes: Codes, head: int, lanes: slice, dtype: Any) -> jax.Array:
 
 def _kernel(
   scores: Scores,
-  mask: Any,
-  structure: Any,
+  mask: jax.tree_util.PyTreeDef,
+  structure: PyTree,
   formats: tuple[CodeFormat, CodeFormat],
   rows: QueryRows,
   turns: Turns | None,
@@ -1081,7 +1098,7 @@ def _kernel(
     # What the bias adds to a product is a multiple of the scale.
     k_zero = k_scales.zero
     if _bias(of_k, dtype):
-      assert k_zero is not None
+      assert k_zero is not None and k_scales.scale is not None
       k_zero = k_zero - k_scales.scale * (_BIAS * arrangement(of_k).many)
     turned: Any = None
     if frequencies is not None:
@@ -1128,6 +1145,7 @@ def _kernel(
         _of_head, head=head, groups=of_k.groups, rows=rows
       )
       if turns is None:
+        assert k_scales.scale is not None
         dot = dot * own(k_scales.scale)
       else:
         dot = functools.reduce(jnp.add, added(head), dot)
@@ -1152,6 +1170,7 @@ def _kernel(
       if v_scales.zero is not None:
         more = _by_lane(p * own(v_scales.zero))
         zero_ref[head] = zero_ref[head] * weight + more
+      assert v_scales.scale is not None
       weights.append(((p * own(v_scales.scale)).astype(dtype), weight))
     for head, (scaled, weight) in enumerate(weights):
       total = acc[head] * weight

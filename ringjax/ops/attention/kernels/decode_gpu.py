@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.blockwise import (
   check_positive,
@@ -36,11 +36,13 @@ from ringjax.ops.attention.blockwise import (
   tile_lists,
 )
 from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.attention.views import ContiguousView, KVView, tiled
 from ringjax.ops.mask import Coords, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
+from ringjax.typing import Index
 
 
 def _backend() -> Any:
@@ -75,7 +77,7 @@ class DecodeGPU:
 
   kv_block: int | None = None
   chip: str | None = None
-  interpret: Any = False
+  interpret: bool = False
 
   def __post_init__(self) -> None:
     check_positive(self, "kv_block")
@@ -173,7 +175,7 @@ def _wide(n: int) -> int:
   return pl.next_power_of_2(max(_LEAST, n))
 
 
-def _read(ref: Any, *place: Any) -> jax.Array:
+def _read(ref: Ref, *place: Any) -> jax.Array:
   """Rows [n, _wide(H)] of a ref [..., T, H]; zeros behind the H."""
   h = ref.shape[-1]
   if h == _wide(h):
@@ -199,7 +201,7 @@ def _merged(parts: Partial) -> Partial:
 
 def _kernel(
   scores: Scores,
-  mask: Any,
+  mask: jax.tree_util.PyTreeDef,
   sizes: tuple[int, int, int, int, int],
   shared: bool,
   sloped: bool,
@@ -226,7 +228,7 @@ def _kernel(
   of_example = lambda ref: ref[0 if ref.shape[0] == 1 else example]
   seen = jax.tree.unflatten(mask, [of_example(ref) for ref in leaves])
 
-  def step(masked: bool, columns: Any, i: Any, carry: Any) -> Any:
+  def step(masked: bool, columns: Ref, i: Index, carry: PyTree) -> PyTree:
     acc, old, total = carry
     first, inside = columns[i // run] * (run * kb), i % run * kb
     # The last entry ends with the last key; coordinates say which of its keys

@@ -29,15 +29,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis
 from ringjax.ops.attention.kernels import declined, tile_ops
 from ringjax.ops.attention.kernels.decoder_tpu import DecoderTPU
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.pooled import PooledView, pool_tile
 from ringjax.ops.attention.scores import ScoreArgs, Scores
 from ringjax.ops.attention.views import KVView
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import collectives
 
@@ -138,8 +139,8 @@ class _PoolCall:
   heads: int
   block: int
   leaves: tuple[Any, ...]
-  table: Any
-  at: Any
+  table: Int[Array, "B _"]
+  at: Int[Array, "B tiles 2 block"]
 
   @classmethod
   def of(
@@ -186,7 +187,7 @@ class _PoolCall:
   def pages(self) -> tuple[list[Any], list[Any]]:
     """(BlockSpecs, arrays) of a tile's pages, whose numbers come first."""
 
-    def spec(n: int, width: int) -> Any:
+    def spec(n: int, width: int) -> pl.BlockSpec:
       where = lambda ki, i, layer, pages, *_: (
         layer[0], pages[i * self.each + n], ki, 0, 0,
       )  # fmt: skip
@@ -198,16 +199,16 @@ class _PoolCall:
       arrays += [x] * self.each
     return specs, arrays
 
-  def out_type(self, *shape: int) -> Any:
+  def out_type(self, *shape: int) -> jax.ShapeDtypeStruct:
     return collectives.out_type(
       shape, jnp.float32, *self.arrays, self.table, self.args.context
     )
 
-  def params(self, q: Any) -> Any:
+  def params(self, q: jax.Array) -> Any:
     need = _vmem(q, self.keys, self.heads, self.block)
     return self.kernel.params(need, "parallel", "arbitrary")
 
-  def cost(self, q: Any, tiles: int) -> pl.CostEstimate:
+  def cost(self, q: jax.Array, tiles: int) -> pl.CostEstimate:
     nbytes = tiles * self.block * q.shape[1] * _slot_bytes(self.keys)
     return self.kernel.cost(nbytes, q.size // q.shape[4] * tiles * self.block)
 
@@ -220,6 +221,7 @@ class _PoolCall:
   def common(self, q: Float[Array, "B K G 1 H"]) -> tuple[Any, ...]:
     """Sums [B, K, G up to 8, ...] of the shared tiles."""
     plan, (b, kv, g, _, h) = self.keys.shared, q.shape
+    assert plan is not None
     j = self.keys.shape[4]
     rows = _up(b * g, _SUBLANES)
     flat = jnp.swapaxes(q[:, :, :, 0], 0, 1).reshape(kv, b * g, h)
@@ -277,6 +279,7 @@ class _PoolCall:
   ) -> tuple[Any, ...]:
     """The sums after each row's own tiles."""
     plan, (b, kv) = self.keys.shared, q.shape[:2]
+    assert plan is not None
     columns, rows = self.at.shape[1], carry[0].shape[2]
     # Which tiles each row sees something in.
     context = self.args.context
@@ -345,7 +348,7 @@ def _slot_bytes(keys: PooledView) -> int:
   return sum(tile_ops.lanes(x.shape[4]) * x.dtype.itemsize for x in both)
 
 
-def _vmem(q: Any, keys: PooledView, heads: int, block: int) -> int:
+def _vmem(q: jax.Array, keys: PooledView, heads: int, block: int) -> int:
   """Bytes of vector memory that a step of shared tiles takes, about."""
   rows = _up(q.shape[0] * q.shape[2], _SUBLANES)
   h, j = (tile_ops.lanes(n) for n in keys.shape[3:])
@@ -358,7 +361,7 @@ def _vmem(q: Any, keys: PooledView, heads: int, block: int) -> int:
 
 def _fold(
   scores: Scores,
-  q_ref: Any,
+  q_ref: Ref,
   pages: Sequence[Any],
   each: int,
   both: bool,
@@ -395,12 +398,12 @@ def _undefined() -> jax.Array:
   raise AssertionError("distances are for slopes, which are declined")
 
 
-def _mask(structure: Any, leaves: Sequence[Any]) -> Any:
+def _mask(structure: PyTree, leaves: Sequence[Any]) -> Mask:
   return jax.tree.unflatten(structure, [ref[0] for ref in leaves])
 
 
 def _common_kernel(
-  scores: Scores, structure: Any, each: int, both: bool, *refs: Any
+  scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
 ) -> None:
   first = 5 + structure.num_leaves
   count, leaves = refs[4], refs[5:first]
@@ -425,7 +428,7 @@ def _common_kernel(
 
 
 def _own_kernel(
-  scores: Scores, structure: Any, each: int, both: bool, *refs: Any
+  scores: Scores, structure: PyTree, each: int, both: bool, *refs: Any
 ) -> None:
   first = 5 + structure.num_leaves
   words, leaves = refs[2], refs[3 : first - 2]

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.ops.attention.blockwise import pad_axis, tile_kinds
 from ringjax.ops.attention.kernels import declined, tile_ops
@@ -206,8 +206,8 @@ def _row_bytes(keys: ContiguousView) -> int:
 
 def _kernel(
   scores: Scores,
-  mask: Any,
-  structure: Any,
+  mask: jax.tree_util.PyTreeDef,
+  structure: PyTree,
   shared: bool,
   sloped: bool,
   *refs: Any,

@@ -37,7 +37,7 @@ class DecoderTPU:
 
   kv_block: int | None = None
   chip: str | None = None
-  interpret: Any = False
+  interpret: bool = False
 
   def __post_init__(self) -> None:
     check_positive(self, "kv_block")

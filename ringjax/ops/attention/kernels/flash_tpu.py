@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import PyTree
 
 from ringjax.checks import positive_int
 from ringjax.ops.attention import scores as scoring
@@ -48,10 +49,12 @@ from ringjax.ops.attention.blockwise import (
   tile_kinds,
 )
 from ringjax.ops.attention.kernels import declined, tile_ops
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.mask import Coords, visible
+from ringjax.ops.mask import Coords, Mask, visible
 from ringjax.ops.softmax import Partial, finite_max
 from ringjax.parallel import chips, collectives
+from ringjax.typing import Index
 
 # Bytes that the tiles of a backward step need beside the gradients.
 _LEAST_VMEM = 48 << 20
@@ -79,7 +82,7 @@ class FlashTPU(LocalAlgorithm):
   kv_block: int | None = None
   key_span: int = 16_384
   chip: str | None = None
-  interpret: Any = False
+  interpret: bool = False
 
   def __post_init__(self) -> None:
     positive_int("key_span", self.key_span)
@@ -186,7 +189,7 @@ class _TileScores(NamedTuple):
   """
 
   scores: Scores
-  mask: Any
+  mask: Mask
   slope: Any
   head: Any
   seed: Any
@@ -197,12 +200,12 @@ class _TileScores(NamedTuple):
   def of(
     cls,
     scores: Scores,
-    structure: Any,
+    structure: PyTree,
     scalars: tile_ops.Scalars,
-    b: Any,
-    n: Any,
-    q_at: Any,
-    k_at: Any,
+    b: Index,
+    n: Index,
+    q_at: Ref,
+    k_at: Ref,
   ) -> _TileScores:
     of_example = lambda ref: ref[0 if ref.shape[0] == 1 else b]
     leaves = [of_example(ref) for ref in scalars.leaves]
@@ -371,7 +374,11 @@ def _forward(
 
 
 def _forward_kernel(
-  scores: Scores, mask: Any, structure: Any, side: int, *refs: Any
+  scores: Scores,
+  mask: jax.tree_util.PyTreeDef,
+  structure: PyTree,
+  side: int,
+  *refs: Any,
 ) -> None:
   count = structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[:count])
@@ -530,7 +537,12 @@ def _backward(
 
 
 def _backward_kernel(
-  scores: Scores, mask: Any, structure: Any, kb: int, g: int, *refs: Any
+  scores: Scores,
+  mask: jax.tree_util.PyTreeDef,
+  structure: PyTree,
+  kb: int,
+  g: int,
+  *refs: Any,
 ) -> None:
   count = structure.num_leaves
   scalars = jax.tree.unflatten(structure, refs[:count])
@@ -631,10 +643,10 @@ def _vmem(kernel: FlashTPU, keys: int, h: int, j: int, qb: int, kb: int) -> int:
 
 def _cost(
   kernel: FlashTPU,
-  mask: Any,
+  mask: Mask,
   sizes: tuple[int, int, int],
   flops: int,
-  operands: Any,
+  operands: PyTree,
   backward: bool,
 ) -> pl.CostEstimate:
   """What XLA's scheduler is told, so that it hides sends behind the kernel.
@@ -653,7 +665,7 @@ def _cost(
   )
 
 
-def _share(mask: Any, t: int, s: int) -> float:
+def _share(mask: Mask, t: int, s: int) -> float:
   """Part of the pairs that the mask leaves, of a hop among many."""
   behind, ahead = mask.reach
   share = 1.0 if ahead is None or ahead >= s else 0.5

@@ -28,12 +28,13 @@ their mask. A hop of operands that are not finite is `other`, which keeps it.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -66,6 +67,7 @@ _FAR = 1e30
 _NEAR, _STEP = 2.0**-8, 2.0**-24
 
 
+@runtime_checkable
 class VendorKernel(Protocol):
   """A vendor's attention, without a mask or causal: row i sees keys 0..i."""
 
@@ -186,7 +188,7 @@ class HopPlan(NamedTuple):
 
   def switch(
     self, branches: list[Any], axes: frozenset[str], *operands: Any
-  ) -> Any:
+  ) -> PyTree:
     """The results of the chosen branch, in the order of the kinds."""
     used = branches if self.grid is not None else branches[:PIECES]
     typed = [_typed(branch, axes) for branch in used]
@@ -194,7 +196,7 @@ class HopPlan(NamedTuple):
 
 
 def forward(
-  kernel: Any, fallback: Any, x: Local, args: ScoreArgs, carry: Partial
+  kernel: VendorKernel, fallback: Any, x: Local, args: ScoreArgs, carry: Partial
 ) -> Partial:
   """A local algorithm's `forward` by a `VendorKernel`, or by `fallback`."""
   if not _bare(args):
@@ -243,7 +245,7 @@ def forward(
 
 
 def backward(
-  kernel: Any,
+  kernel: VendorKernel,
   fallback: Any,
   x: Local,
   args: ScoreArgs,
@@ -271,13 +273,13 @@ def backward(
 
   def add(
     causal: bool, x: Local, rows: Rows, dq: jax.Array, shift: int = 0
-  ) -> Any:
+  ) -> PyTree:
     mine, dk, dv = kernel.gradients(x, rows, scale, causal)
     mine = _roll(mine, shift) if shift else mine
     dq = dq + _flipped(mine.astype(wide))
     return dq, dk.astype(wide), dv.astype(wide)
 
-  def strict(x: Local, rows: Rows, dq: jax.Array) -> Any:
+  def strict(x: Local, rows: Rows, dq: jax.Array) -> PyTree:
     rows = Rows(*(_roll(a, -1) for a in rows))
     lse = jnp.where(_last_row(rows.lse), _FAR, rows.lse)
     return add(True, _up(x), rows._replace(lse=lse), dq, 1)
@@ -295,12 +297,12 @@ def backward(
     for one in simple
   ]
 
-  def other(x: Local, rows: Rows, carry: QGradients) -> Any:
+  def other(x: Local, rows: Rows, carry: QGradients) -> PyTree:
     # Made again, so that what only this branch needs takes no memory else.
     saved = Residuals.of(x.q, *residuals[:3])
     return tuple(fallback.backward(x, args, saved, carry))
 
-  def pieces(x: Local, rows: Rows, carry: QGradients) -> Any:
+  def pieces(x: Local, rows: Rows, carry: QGradients) -> PyTree:
     def piece(n: jax.Array, state: tuple) -> tuple:
       dq, dk, dv = state
       part = _Piece.of(plan, x, n)
@@ -387,7 +389,9 @@ def _size(plan: HopPlan) -> int:
   return plan.grid.size
 
 
-def _typed(branch: Any, axes: frozenset[str]) -> Any:
+def _typed(
+  branch: Callable[..., Any], axes: frozenset[str]
+) -> Callable[..., Any]:
   """The branch whose results vary over `axes`, as all branches' do."""
   return lambda *operands: collectives.vary(branch(*operands), axes)
 

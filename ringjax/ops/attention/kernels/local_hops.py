@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from ringjax.ops.attention.blockwise import (
   Gradients,
@@ -41,7 +42,7 @@ class LocalHops(LocalAlgorithm):
   def forward(self, x: Local, args: ScoreArgs, carry: Partial) -> Partial:
     """See `Blockwise.forward`."""
 
-    def hop(carry: Partial, part: Any) -> tuple[Partial, None]:
+    def hop(carry: Partial, part: PyTree) -> tuple[Partial, None]:
       return self.local.forward(*self._operands(x, args, part), carry), None
 
     return lax.scan(hop, carry, self._parts(x, args))[0]
@@ -51,7 +52,7 @@ class LocalHops(LocalAlgorithm):
   ) -> Gradients:
     """See `Blockwise.backward`."""
 
-    def hop(carry: tuple, part: Any) -> tuple[tuple, tuple]:
+    def hop(carry: tuple, part: PyTree) -> tuple[tuple, tuple]:
       there = self._operands(x, args, part)
       found = self.local.backward(*there, residuals, carry)
       return (found.q, found.terms), (found.k, found.v)
@@ -60,7 +61,7 @@ class LocalHops(LocalAlgorithm):
     join = lambda d, like: jnp.moveaxis(d, 0, 2).reshape(like.shape)
     return Gradients(dq, join(dk, x.k), join(dv, x.v), dterms)
 
-  def _parts(self, x: Local, args: ScoreArgs) -> Any:
+  def _parts(self, x: Local, args: ScoreArgs) -> PyTree:
     """What the hops bring: (number, k, v, coordinates)."""
 
     def cut(a: jax.Array, axis: int) -> jax.Array:
@@ -72,7 +73,7 @@ class LocalHops(LocalAlgorithm):
     return number, cut(x.k, 2), cut(x.v, 2), at
 
   def _operands(
-    self, x: Local, args: ScoreArgs, part: Any
+    self, x: Local, args: ScoreArgs, part: PyTree
   ) -> tuple[Local, ScoreArgs]:
     number, k, v, at = part
     column = args.column + number * k.shape[2]

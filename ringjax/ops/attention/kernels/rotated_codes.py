@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from ringjax.ops.attention.kernels import tile_ops
+from ringjax.ops.attention.kernels.tile_ops import Ref
 from ringjax.ops.rope import Rotation
 
 # Rows of a register of float32.
@@ -169,19 +171,19 @@ class ChannelQueries(NamedTuple):
     crossed: the same of sines.
   """
 
-  rows: Any
-  zeros: Any
-  rest: Any
-  straight: Any
-  crossed: Any
+  rows: Float[Array, "B K R E"]
+  zeros: Float[Array, "B K R _"]
+  rest: Float[Array, "B K R 1"]
+  straight: Float[Array, "B K R H"]
+  crossed: Float[Array, "B K R H"]
 
 
 def rotated(
   turns: Turns,
   pieces: list[Float[Array, "R S"]],
-  tables: Any,
+  tables: Ref,
   lanes: slice,
-  dtype: Any,
+  dtype: DTypeLike,
 ) -> Shaped[Array, "E S"]:
   """The right operand: rows of codes times their cosines and sines.
 
@@ -204,7 +206,7 @@ def rotated(
 
 
 def cos_sin(
-  angle: Float[Array, "n S"], dtype: Any = jnp.float32
+  angle: Float[Array, "n S"], dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "n S"], Float[Array, "n S"]]:
   """Cosines and sines of radians, |angle| < 2**31, exact enough for `dtype`.
 
@@ -240,11 +242,11 @@ def _polynomials(
 
 
 def fill(
-  tables: Any,
+  tables: Ref,
   frequencies: Float[Array, "count 128"],
   pos: Int[Array, "1 keys"],
   lanes: slice,
-  dtype: Any,
+  dtype: DTypeLike,
 ) -> None:
   """Writes the cosines and sines of some keys' positions.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import KVView
@@ -34,6 +34,9 @@ MOST_STEPS = 1 << 16
 _SUBLANES = 16
 
 # Statistics of base 2 while they are in VMEM: the exponential is one anyway.
+# A reference of Pallas to an array, or to a part of one: JAX names no class for
+# both.
+Ref = Any
 LOG2_E = math.log2(math.e)
 
 NT = (((1,), (1,)), ((), ()))  # [a, h] [b, h] -> [a, b]
@@ -149,8 +152,8 @@ def slopes_by_row(slopes: Float[Array, "K G"], t: int) -> jax.Array:
 
 def score(
   scores: Scores,
-  dot: Float[Array, ...],
-  slope: Any,
+  dot: Float[Array, " ..."],
+  slope: Float[Array, "_ _"] | Float[Array, ""] | None,
   far: Callable[[], Array],
 ) -> tuple[jax.Array, Any]:
   """(scores, tanh of the soft cap or None) from products of queries and keys.
@@ -158,7 +161,7 @@ def score(
   Args:
     scores: how they are scored.
     dot: the products.
-    slope: of ALiBi, or None.
+    slope: of ALiBi, of each query or of all, or None.
     far: the distances between them, where there is a slope.
   """
   s, tanh = dot * scores.scale, None
@@ -170,8 +173,8 @@ def score(
 
 def power(
   scores: Scores,
-  dot: Float[Array, ...],
-  slope: Any,
+  dot: Float[Array, " ..."],
+  slope: Float[Array, "_ _"] | Float[Array, ""] | None,
   far: Callable[[], Array],
 ) -> tuple[jax.Array, float]:
   """(x, c) such that exp(score) is 2 ** (c * x), c above 0; as `score`.
@@ -183,11 +186,11 @@ def power(
   return score(scores, dot, slope, far)[0], LOG2_E
 
 
-def row_of(word: Any) -> Any:
+def row_of(word: Int[Array, " ..."]) -> jax.Array:
   return word >> (4 + COLUMN_BITS)
 
 
-def column_of(word: Any) -> Any:
+def column_of(word: Int[Array, " ..."]) -> jax.Array:
   return (word >> 4) & ((1 << COLUMN_BITS) - 1)
 
 
@@ -202,11 +205,11 @@ class Scalars(NamedTuple):
     seed: int32 [1] or [B], or None.
   """
 
-  words: Any
-  leaves: Any
-  slopes: Any
-  heads: Any
-  seed: Any
+  words: Ref
+  leaves: tuple[Ref, ...]
+  slopes: Ref | None
+  heads: Ref | None
+  seed: Ref | None
 
   @classmethod
   def of(cls, terms: Terms, context: Context, steps: TileSteps) -> Scalars:
@@ -227,7 +230,12 @@ class Scalars(NamedTuple):
 
 
 def dot(
-  a: Shaped[Array, "m n"], b: Shaped[Array, "h w"], dims: Any
+  a: Shaped[Array, "m n"],
+  b: Shaped[Array, "h w"],
+  dims: tuple[
+    tuple[tuple[int, ...], tuple[int, ...]],
+    tuple[tuple[int, ...], tuple[int, ...]],
+  ],
 ) -> jax.Array:
   """A product of two matrices, `NT` or `NN`, that accumulates in float32."""
   exact = a.dtype == jnp.float32
@@ -240,7 +248,7 @@ def dot(
   )
 
 
-def finite(x: Shaped[Array, ...]) -> jax.Array:
+def finite(x: Shaped[Array, " ..."]) -> jax.Array:
   """Which numbers are neither infinite nor NaN."""
   return jnp.abs(x.astype(jnp.float32)) < jnp.inf
 
@@ -258,7 +266,7 @@ def cleaned(v: Shaped[Array, "k J"]) -> tuple[jax.Array, jax.Array]:
   return jnp.where(bad, jnp.zeros_like(v), v), flag
 
 
-def clean(x: Shaped[Array, ...]) -> jax.Array:
+def clean(x: Shaped[Array, " ..."]) -> jax.Array:
   """`x` with 0 for what is not finite."""
   return jnp.where(finite(x), x, jnp.zeros_like(x))
 

@@ -35,7 +35,8 @@ from ringjax.ops.attention.views import (
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from ringjax.ops.rope import LongRope, Rope, Rotation, Yarn
 from tests.helpers import make_mesh
-from tests.ops.attention.kernels.test_decode import same
+from tests.kv.test_codecs import encode
+from tests.ops.attention.kernels.test_decode import decoded, same
 
 B, K, G, H, J = 2, 2, 2, 64, 128
 KERNEL = DecodeCodesTPU(128, interpret=True)
@@ -52,7 +53,7 @@ CODECS = (
   CodeBook(bits=3, by="token", outliers=0.03),
   CodeBook(bits=2, by="token", outliers=0),
 )
-# The others are of the slow sweep in bfloat16.
+# One of each form on every commit; the others are of the longer run.
 QUICK = (0, 1, 5, 9)
 
 
@@ -87,9 +88,7 @@ def call(of_k, of_v=None, *, dtype=jnp.float32, slots=300, queries=2, mask=None,
       x = x * scale + zero
     if spoil is not None:
       x = np.where(spoil(pos, seg)[None, :, None, :, None], np.nan, x)
-    codes = jnp.stack(
-      [codec.encode(jnp.asarray(one, dtype), given) for one in x]
-    )
+    codes = jnp.stack([encode(codec, one.astype(dtype), given) for one in x])
     lead, width = codes.shape[:3], codes.shape[4]
     like = stored_codes(lead, slots, width, "tpu")
     return as_stored(codes, jnp.zeros(*like)), given
@@ -117,10 +116,17 @@ def call(of_k, of_v=None, *, dtype=jnp.float32, slots=300, queries=2, mask=None,
   return q, view, ScoreArgs(scores, terms or Terms(), context)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize(
+  "codec",
+  [
+    pytest.param(x, marks=() if n in QUICK else pytest.mark.long)
+    for n, x in enumerate(CODECS)
+  ],
+  ids=repr,
+)
 def test_it_equals_the_loops(codec):
   args = call(codec)
-  same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_it_equals_the_loops(codec):
 def test_half_precision(codec):
   """Weights and levels are rounded elsewhere than in the loops."""
   args = call(codec, dtype=jnp.bfloat16)
-  same(KERNEL.decode(*args), decode_attention(*args), 2e-2)
+  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 2e-2)
 
 
 YARN = Yarn(factor=4.0, original=64)
@@ -177,7 +183,7 @@ def by_channel(bits, outliers=0.02, **options):
 def test_keys_are_rotated_where_they_are_read(bits, outliers, name, start):
   """As the loops rotate them, also far from the first token."""
   args = by_channel(bits, outliers, rotation=ROTATIONS[name], start=start)
-  same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 @pytest.mark.long
@@ -189,12 +195,12 @@ def test_rotated_keys_beside_other_values():
     slots=700, queries=5, mask=Causal() & Window(150), cap=3.0,
   )  # fmt: skip
   assert kernel.tile(*args[:2])[0] == K
-  same(kernel.decode(*args), decode_attention(*args), 3e-6)
+  same(decoded(kernel.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 def test_rotated_keys_in_half_precision():
   args = by_channel(3, rotation=ROTATIONS["halves"], dtype=jnp.bfloat16)
-  same(KERNEL.decode(*args), decode_attention(*args), 2e-2)
+  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 2e-2)
 
 
 def test_cosines_at_any_position():
@@ -222,13 +228,13 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_masks_and_scores(name):
   args = call(Integers(bits=4), **OPTIONS[name])
-  same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 @pytest.mark.parametrize("slots", [1, 21, 128, 700])
 def test_any_number_of_slots(slots):
   args = call(Hadamard(bits=3), slots=slots, queries=1)
-  same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+  same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 def test_keys_and_values_have_codecs_of_their_own():
@@ -238,13 +244,14 @@ def test_keys_and_values_have_codecs_of_their_own():
     (Integers(bits=2, group=16), Hadamard(bits=2)),
   ):
     args = call(*pair)
-    same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+    same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 def test_values_that_are_keys():
   q, view, args = call(Integers(bits=4))
-  args = (q, view.keys_alone(), args)
-  same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+  view = view.keys_alone()
+  run = lambda decode: jax.jit(lambda q: decode(q, view, args))(q)
+  same(run(KERNEL.decode), run(decode_attention), 3e-6)
 
 
 def test_several_heads_a_tile():
@@ -252,18 +259,18 @@ def test_several_heads_a_tile():
   kernel = dataclasses.replace(KERNEL, chip="tpu-v5e")
   args = call(CODECS[9])
   assert kernel.tile(*args[:2])[0] == K and KERNEL.tile(*args[:2])[0] == 1
-  same(kernel.decode(*args), decode_attention(*args), 3e-6)
+  same(decoded(kernel.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 @pytest.mark.parametrize("n", [0, 7, 8])
 def test_what_is_not_seen_does_not_matter(n):
   """Bit for bit, even if it is no number; what is seen reaches its queries."""
   codec = CODECS[n]
-  want = KERNEL.decode(*call(codec))
-  got = KERNEL.decode(*call(codec, spoil=lambda pos, seg: seg != 2))
+  want = decoded(KERNEL.decode, call(codec))
+  got = decoded(KERNEL.decode, call(codec, spoil=lambda pos, seg: seg != 2))
   for a, b in zip(got, want, strict=True):
     np.testing.assert_array_equal(a, b)
-  got = KERNEL.decode(*call(codec, spoil=lambda pos, seg: pos == 200))
+  got = decoded(KERNEL.decode, call(codec, spoil=lambda pos, seg: pos == 200))
   # Integers between numbers that are none are the largest of float16.
   assert np.isnan(got.acc).all() or n == 0
 
@@ -277,10 +284,10 @@ def test_small_and_large_scales():
       size * np.random.default_rng(1).normal(size=(2, B, K, 300, J)),
       jnp.float32,
     )
-    codes = jnp.stack([codec.encode(jnp.clip(a, -6e4, 6e4)) for a in x])
+    codes = jnp.stack([encode(codec, jnp.clip(a, -6e4, 6e4)) for a in x])
     v = as_stored(codes, view.v)
     args = (q, dataclasses.replace(view, v=v), args)
-    same(KERNEL.decode(*args), decode_attention(*args), 3e-6)
+    same(decoded(KERNEL.decode, args), decoded(decode_attention, args), 3e-6)
 
 
 def test_shards_merge():

@@ -18,7 +18,7 @@ from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
 from ringjax.ops.attention.views import Decoder
 from ringjax.ops.mask import Causal, Coords, Prefix, SameSegment, Window
 from ringjax.serve.shared_rows import shared_tiles
-from tests.ops.attention.kernels.test_decode import same
+from tests.ops.attention.kernels.test_decode import decoded, same
 
 # The loops' tile on a CPU.
 TILE, PAGE, COLUMNS = 128, 32, 3
@@ -62,9 +62,8 @@ def call(name="some", *, dtype=jnp.float32, mask=None, cap=None, groups=3,
 
 
 def check(args, limit=3e-6):
-  run = lambda f: jax.jit(lambda q, view: f(q, view, args[2]))(*args[:2])
-  got = run(KERNEL.decode)
-  same(got, run(decode_pool), limit)
+  got = decoded(KERNEL.decode, args)
+  same(got, decoded(decode_pool, args), limit)
   return got
 
 
@@ -99,17 +98,16 @@ def test_values_that_are_keys():
 def test_what_is_not_seen_does_not_matter():
   """Bit for bit, even if it is no number; what is seen reaches its row."""
   q, view, args = call()
-  want = KERNEL.decode(q, view, args)
+  decode = jax.jit(lambda view: KERNEL.decode(q, view, args))
+  want = decode(view)
   unused = np.setdiff1d(np.arange(view.k.shape[1]), np.asarray(view.table))
   # Entries of missing pages are read as page 0.
   bad = lambda x, n: x.at[:, n].set(jnp.nan)
   gone = dataclasses.replace(view, k=bad(view.k, unused), v=bad(view.v, unused))
-  for a, b in zip(KERNEL.decode(q, gone, args), want, strict=True):
+  for a, b in zip(decode(gone), want, strict=True):
     np.testing.assert_array_equal(a, b)
   own = int(view.table[1, 0])
-  found = KERNEL.decode(
-    q, dataclasses.replace(view, v=bad(view.v, own)), args
-  ).acc
+  found = decode(dataclasses.replace(view, v=bad(view.v, own))).acc
   assert np.isnan(found[1]).all()
   others = np.array([0, 2, 3, 4])
   np.testing.assert_array_equal(found[others], want.acc[others])

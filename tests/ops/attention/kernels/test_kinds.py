@@ -366,6 +366,7 @@ def test_other_calls_of_kernels_only(name, layout):
   verify(name, Vendor(Poison()), LAYOUTS[layout], 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("name", "layout"),
   [
@@ -440,6 +441,7 @@ def test_a_planted_fault_is_found(monkeypatch):
   assert wrong["out"] > 1e-2 and wrong["lse"] > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "where", ["keys", pytest.param("cotangent", marks=pytest.mark.slow)]
 )

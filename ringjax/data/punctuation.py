@@ -1,0 +1,29 @@
+"""Which tokens of a tokenizer are punctuation, for `rj.kv.FastGen`."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from ringjax.data.bytelevel import Bytes
+from ringjax.data.tokenizer import Tokenizer
+
+
+def punctuation_ids(tokenizer: Tokenizer | Bytes) -> tuple[int, ...]:
+  """Ids of the tokens that are punctuation and nothing else, in order.
+
+  Spaces around it do not count, so ". " and " ?" are punctuation. Symbols
+  ("+", "$", "<") are none, nor are special tokens.
+
+  Args:
+    tokenizer: of the model.
+  """
+  return tuple(
+    n
+    for n in range(tokenizer.vocab_size)
+    if not tokenizer.is_special(n) and _is_punctuation(tokenizer.window([n]))
+  )
+
+
+def _is_punctuation(text: str) -> bool:
+  marks = text.strip()
+  return bool(marks) and all(unicodedata.category(c)[0] == "P" for c in marks)

@@ -1,0 +1,520 @@
+"""LongSpec: a draft of one block, that reads its target's last keys.
+
+Guarantees: embedding, last norm and head are the target's, and its weights get
+no gradient. A folder that was saved comes back bit for bit, beside the target
+for which it was made and no other.
+Memory: while it drafts the keys and values of a window, however long the
+context; keys of the context are those that the target's cache has.
+Ref: Yang et al. 2025, arXiv 2502.17421; their code has no norm before the head.
+
+The target's cache lags: it has the tokens before the last chosen one. So a
+query at position t sees the target's keys up to t - j, where j is 1 for the
+first drafted token, 2 for the second and so on. Training draws j.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from ringjax import tree
+from ringjax.checks import integer, one_of, positive_int
+from ringjax.errors import (
+  CheckpointFormatError,
+  CheckpointMismatchError,
+  InputTypeError,
+  OptionError,
+)
+from ringjax.kv.base import KV, CallCache, FreshLayer, NoCache
+from ringjax.kv.cache import LayerCacheSpec
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.models.calibration import model_digest, read_tensors, write_tensors
+from ringjax.models.hf.tensors import parameters
+from ringjax.models.parameter_arrays import (
+  arrays_of,
+  filled,
+  on_host,
+  tensors_digest,
+)
+from ringjax.models.transformer import Transformer, tokens_of
+from ringjax.nn.attention import Attention
+from ringjax.nn.block import Layer
+from ringjax.nn.draft_block import DraftBlock, ReadTarget
+from ringjax.nn.feedforward import Experts, Gated
+from ringjax.nn.linear import Embedding, Head
+from ringjax.nn.param import Rules
+from ringjax.nn.sharding_context import ShardingContext
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.mask import Causal, Coords, SameSegment, Window
+from ringjax.ops.rope import Rotation
+from ringjax.parallel import collectives
+from ringjax.typing import ArrayLeaf
+
+INITS = ("copy", "random")
+CONFIG, TENSORS = "longspec.json", "longspec.safetensors"
+_REMEDY = "save the draft again with rj.models.longspec.save"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongSpecConfig:
+  """What a draft has that its target does not say.
+
+  Attributes:
+    window: tokens that its own attention sees, the query's among them.
+    hidden: width of the feedforward; None: that of the target's last layer, of
+      experts that of those which a token meets.
+  """
+
+  window: int = 512
+  hidden: int | None = None
+
+  def __post_init__(self) -> None:
+    positive_int("window", self.window)
+    if self.hidden is not None:
+      positive_int("hidden", self.hidden)
+
+  def layer(self, target: Transformer) -> Layer:
+    """The draft's own attention and feedforward, beside a target.
+
+    Raises:
+      OptionError: see `check_target`.
+    """
+    last = check_target(target)
+    of_last: Any = target.config.layers[-1].feedforward
+    if isinstance(of_last, Experts):
+      of_last = Gated(hidden=of_last.hidden * of_last.chosen, act=of_last.act)
+    if self.hidden is not None:
+      of_last = dataclasses.replace(of_last, hidden=self.hidden)
+    rope = last.rope or next(iter(target.config.ropes), None)
+    return Layer(
+      attention=Attention(
+        heads=last.heads,
+        kv_heads=last.kv_heads,
+        head_dim=last.head_dim,
+        mask=Causal() & Window(self.window),
+        rope=rope,
+        scale=last.scale,
+        bias=True,
+        soft_cap=last.soft_cap,
+        alibi=last.alibi,
+      ),
+      feedforward=of_last,
+      norm=target.config.layers[-1].norm,
+    )
+
+
+def check_target(target: Transformer) -> Attention:
+  """The last layer's attention, whose keys and values a draft reads.
+
+  Raises:
+    InputTypeError: no `Transformer`.
+    OptionError: a last layer whose cache has no keys of all tokens: latent
+      attention, a recurrent layer, or one that looks back a window.
+  """
+  if not isinstance(target, Transformer) or isinstance(
+    target, DraftTransformer
+  ):
+    raise InputTypeError(
+      "target",
+      type(target).__name__,
+      "an rj.models.Transformer",
+      "make one with rj.models.load",
+    )
+  last = target.config.layers[-1].attention
+  if not isinstance(last, Attention) or last.reach is not None:
+    what = type(last).__name__
+    if isinstance(last, Attention):
+      what = f"attention that looks back {last.reach} tokens"
+    raise OptionError(
+      "target",
+      f"a {target.config.family} whose last layer is {what}",
+      "grouped-query attention that sees the whole text, in the last layer",
+      "draft with speculate='lookup', or take another target",
+    )
+  return last
+
+
+@dataclasses.dataclass(frozen=True)
+class LaggedCache(NoCache):
+  """The cache of a call that reads a whole text as drafts would.
+
+  Attributes:
+    lag: int32 [B or 1, 1], how far the target's keys are behind the queries.
+  """
+
+  lag: Int[ArrayLeaf, "#B 1"]
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return ((),)
+
+
+tree.register(LaggedCache, ("lag",), ())
+
+
+class _LastLayer(NoCache):
+  """The cache of a call of which keys and values of the last layer stay."""
+
+  def __init__(self, kinds: int, k: jax.Array, v: jax.Array):
+    super().__init__(kinds)
+    self._kept = k, v
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return (*((),) * (self._kinds - 1), self._kept)
+
+  def layer(self, kind: int, slots: Any, index: Any) -> FreshLayer:
+    del slots, index
+    if kind < self._kinds - 1:
+      return FreshLayer()
+
+    def change(k: jax.Array, v: jax.Array, rotation: Rotation) -> Any:
+      k = rotation.own(k)
+      return k, v, (k, v)
+
+    return FreshLayer(change=change)
+
+  def updated(self, slots: tuple[Any, ...]) -> Any:
+    return slots[-1]
+
+
+class DraftTransformer(Transformer):
+  """A target's draft: a block between its embedding and its last norm.
+
+  Called as a model it reads a whole text, each query as if the target's cache
+  were `lag` tokens behind. It drafts as `speculate.LongSpec(model=draft)`.
+
+  Attributes:
+    config: of the target, with the draft's own layer alone.
+    draft_config: what it is beside that.
+    target: whose embedding, norm, head and keys it uses; shared, no copy.
+    block: the weights that are its own.
+    held: a cache of the target's, whose keys it reads; None: the target is
+      called for them.
+  """
+
+  def __init__(
+    self,
+    target: Transformer,
+    draft_config: LongSpecConfig,
+    block: DraftBlock,
+  ):
+    layer = draft_config.layer(target)
+    self.config = dataclasses.replace(target.config, layers=(layer,))
+    self.source = target.source
+    self.draft_config = draft_config
+    self.target = target
+    self.block = block
+    self.held: CallCache | None = nnx.data(None)
+
+  # The target's, which are no parameters of the draft.
+  @property
+  def embed(self) -> Embedding:  # pyrefly: ignore
+    return self.target.embed
+
+  @property
+  def head(self) -> Head | None:  # pyrefly: ignore
+    return self.target.head
+
+  @property
+  def kinds(self) -> tuple[LayerCacheSpec, ...]:
+    shape: Any = self.config.layers[0].attention.cache_shape(1)
+    return (dataclasses.replace(shape, which=(0,)),)
+
+  def __call__(
+    self,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    lag: Int[Array | np.ndarray, "#B 1"] | int = 1,
+    **options: Any,
+  ) -> Any:
+    """Logits of the tokens that follow, by a cache that lags.
+
+    Args:
+      tokens: int32 [B, T].
+      lag: of all rows, or int32 [B or 1, 1]; at least 1.
+      **options: those of `Transformer.__call__` but `cache`.
+    """
+    if isinstance(lag, int):
+      lag = np.full((1, 1), integer("lag", lag, least=1), np.int32)
+    cache = LaggedCache(jnp.asarray(lag, jnp.int32))
+    return super().__call__(tokens, cache=cache, **options)[0]
+
+  def beside(self, target: Transformer, held: CallCache) -> DraftTransformer:
+    """The same draft of a target's arrays, which reads that cache."""
+    made = copy.copy(self)
+    made.target, made.held = target, nnx.data(held)
+    return made
+
+  def init_ring(self, batch: int, slack: int, sharding: ShardingContext) -> Any:
+    """The cache of its own: a ring buffer for each row, on every shard.
+
+    Args:
+      batch: B.
+      slack: tokens of a call that may be taken back.
+      sharding: of the batch.
+    """
+    # Slots of layers that keep all tokens are there too, and are not read.
+    return self.init_cache(
+      batch,
+      self.draft_config.window + slack,
+      sharding=dataclasses.replace(sharding, axis=None),
+      kind=CacheKind(windowed=True, slack=slack),
+    )
+
+  def hidden(
+    self,
+    tokens: Int[Array, "B T"],
+    places: Tokens,
+    cache: CallCache,
+    attend: ShardingContext,
+  ) -> tuple[jax.Array, Any]:
+    """What the head reads, [B, T, D], and the cache."""
+    found: Any = attend
+    x = self.target.embedded(tokens)
+    if self.held is None:
+      read = self._reads_text(tokens, places, cache, found)
+    else:
+      read = self._reads_cache(places, found)
+    layer: Any = cache.layer(0, cache.slots[0], jnp.int32(0))
+    x, layer = self.block(x, places, layer, found, read)
+    # The head is for what comes out of this norm.
+    return self.target.norm(x), cache.updated((layer.slots,))
+
+  def _reads_cache(self, places: Tokens, attend: Any) -> ReadTarget:
+    """Reads what the target's cache has."""
+    held: Any = self.held
+    last = check_target(self.target)
+    kind = len(self.target.kinds) - 1
+    number = self.target.stack.runs[-1].repeats - 1
+    after = None
+    if last.qk_norm_late and last.qk_norm is not None:
+      after = last_block(self.target).attention.k_norm
+    layer = held.layer(kind, held.slots[kind], jnp.int32(number))
+    layer = layer.for_reading(places.rotation(last.rope, after=after))
+    over = dataclasses.replace(attend, mesh=held.mesh, axis=held.axis)
+    mask = last.mask & SameSegment()
+    return lambda q, extras: over.visit(
+      q, layer.views(), places.at, mask, extras
+    )
+
+  def _reads_text(
+    self, tokens: jax.Array, places: Tokens, cache: Any, attend: Any
+  ) -> ReadTarget:
+    """Reads keys of the text itself, those at least `lag` tokens before."""
+    target, last = self.target, check_target(self.target)
+    length = places.rotation(None).length
+    own = tokens_of(
+      target,
+      attend,
+      tokens.shape,
+      None if places.derived else places.pos,
+      places.seg if places.segmented else None,
+      length,
+    )
+    shape = (tokens.shape[0], last.kv_heads, tokens.shape[1], last.head_dim)
+    zeros = lambda: collectives.zeros(
+      shape, self.dtype, target.embed.weight[...]
+    )
+    kept = _LastLayer(len(target.kinds), zeros(), zeros())
+    _, (k, v) = target.hidden(tokens, own, kept, attend)
+    k, v = jax.lax.stop_gradient((k, v))
+    index = attend.layout.all_positions(tokens.shape[1], attend.size)[None]
+    lag = getattr(cache, "lag", jnp.ones((1, 1), jnp.int32))
+    keys = KV(k, v, _wide(index + lag, places.seg))
+    at = _wide(index, places.seg)
+    mask = Causal() & SameSegment()
+    return lambda q, extras: attend.between(q, at, keys, mask, extras)
+
+
+def _wide(pos: jax.Array, seg: jax.Array) -> Coords:
+  batch = max(pos.shape[0], seg.shape[0])
+  wide = lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))
+  return Coords(wide(pos), wide(seg))
+
+
+def last_block(target: Transformer) -> Any:
+  """The last layer's module."""
+  return jax.tree.map(lambda x: x[-1], target.stack.blocks[-1][-1])
+
+
+# ---------------------------------------------------------------------------
+# New drafts
+# ---------------------------------------------------------------------------
+
+
+def with_draft(
+  target: Transformer,
+  config: LongSpecConfig | None = None,
+  *,
+  init: str = "copy",
+  seed: int = 0,
+  rules: Rules | None = None,
+) -> DraftTransformer:
+  """A new draft of a target.
+
+  Args:
+    target: of any family whose last layer has grouped-query attention that sees
+      the whole text.
+    config: what it is; default `LongSpecConfig()`.
+    init: "copy": norms, attention and feedforward begin as those of the
+      target's last layer, as far as shapes are the same; "random".
+    seed: of its weights.
+    rules: how they are sharded over the target's mesh.
+
+  Raises:
+    InputTypeError, OptionError: see `check_target`; an unknown `init`.
+  """
+  config = LongSpecConfig() if config is None else config
+  one_of("init", init, INITS)
+  integer("seed", seed, least=0)
+  empty = _block_shapes(target, config)
+  form = parameters(empty)
+  old = arrays_of(last_block(target)) if init == "copy" else {}
+  sources = {k: _source_of(k) for k in form}
+  same = {
+    k: old[s]
+    for k, s in sources.items()
+    if s in old and old[s].shape == form[k].get_value().shape
+  }
+
+  def make(same: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    fresh = arrays_of(_block(target.config, config.layer(target), seed))
+    return {
+      k: same.get(k, fresh[k]).astype(p.get_value().dtype)
+      for k, p in form.items()
+    }
+
+  mesh, rules = target.mesh, rules or Rules()
+  if mesh is None:
+    made = jax.jit(make)(same)
+  else:
+    lie = {k: rules.sharding(p, mesh) for k, p in form.items()}
+    made = jax.jit(make, out_shardings=lie)(same)
+  return DraftTransformer(target, config, filled(empty, made))
+
+
+def _block(config: Any, layer: Layer, seed: int) -> DraftBlock:
+  last: Any = config.layers[-1].attention
+  return DraftBlock(nnx.Rngs(seed), layer, last, config.embed)
+
+
+def _block_shapes(target: Transformer, config: LongSpecConfig) -> DraftBlock:
+  """The block of shapes, in the target's dtype."""
+  from ringjax.models.checkpoint import cast
+
+  layer = config.layer(target)
+  build = functools.partial(_block, target.config, layer, 0)
+  return jax.eval_shape(lambda: cast(build(), target.dtype))
+
+
+def _source_of(path: str) -> str:
+  """The parameter of the target's last layer with which a new one begins."""
+  path = path.replace("pre_cross.", "pre_attention.")
+  return path.replace("cross.", "attention.")
+
+
+# ---------------------------------------------------------------------------
+# Folders
+# ---------------------------------------------------------------------------
+
+
+def save(draft: DraftTransformer, folder: str | os.PathLike[str]) -> None:
+  """Writes a draft's own weights, and of which target it is."""
+  place = pathlib.Path(folder)
+  arrays = {k: on_host(x) for k, x in arrays_of(draft.block).items()}
+  config = {
+    "target": model_digest(draft.target),
+    "dtype": jnp.dtype(draft.dtype).name,
+    "draft": dataclasses.asdict(draft.draft_config),
+    "tensors": tensors_digest(arrays),
+  }
+  if jax.process_index():
+    return
+  place.mkdir(parents=True, exist_ok=True)
+  write_tensors(place / TENSORS, arrays, {"format": "pt"})
+  text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+  (place / CONFIG).write_text(text, encoding="utf-8")
+
+
+def load(
+  folder: str | os.PathLike[str],
+  target: Transformer,
+  *,
+  rules: Rules | None = None,
+) -> DraftTransformer:
+  """The draft of a folder, beside its target and in its dtype.
+
+  Raises:
+    CheckpointFormatError: no such files, broken ones, or not those that were
+      saved.
+    CheckpointMismatchError: a draft of another target, or other tensors.
+  """
+  place = pathlib.Path(folder)
+  given, stated = checked(folder, target)
+  arrays, _ = read_tensors(place / TENSORS)
+  if tensors_digest(arrays) != stated:
+    raise CheckpointFormatError(
+      TENSORS, "tensors of another digest than stated", "its own", _REMEDY
+    )
+  empty = _block_shapes(target, given)
+  form = parameters(empty)
+  shapes = lambda x: {k: tuple(v.shape) for k, v in x.items()}
+  if shapes(arrays) != shapes(arrays_of(empty)):
+    raise CheckpointMismatchError(
+      TENSORS,
+      "other names or shapes than the draft's",
+      "a tensor for each of its parameters",
+      _REMEDY,
+    )
+  mesh, rules = target.mesh, rules or Rules()
+
+  def put(path: str) -> jax.Array:
+    p = form[path]
+    x = arrays[path].astype(p.get_value().dtype)
+    return jax.device_put(x, None if mesh is None else rules.sharding(p, mesh))
+
+  return DraftTransformer(
+    target, given, filled(empty, {k: put(k) for k in form})
+  )
+
+
+def checked(
+  folder: str | os.PathLike[str], target: Transformer
+) -> tuple[LongSpecConfig, str]:
+  """What a folder's draft is, if it is of a target; and its tensors' digest.
+
+  Raises:
+    CheckpointFormatError, CheckpointMismatchError: as of `load`.
+  """
+  path = pathlib.Path(folder) / CONFIG
+  try:
+    config = json.loads(path.read_text("utf-8"))
+    given = LongSpecConfig(**config["draft"])
+    theirs, stated = config["target"], config["tensors"]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise CheckpointFormatError(
+      f"{path}", f"{error}"[:120], "what longspec.save writes", _REMEDY
+    ) from None
+  check_target(target)
+  mine = model_digest(target)
+  if mine != theirs:
+    raise CheckpointMismatchError(
+      f"{path}",
+      f"a draft of another target, of digest {theirs}",
+      f"one of this target, {mine}",
+      "train one: configs/train/longspec.py",
+    )
+  return given, stated

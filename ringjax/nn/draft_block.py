@@ -1,0 +1,113 @@
+"""The block of a draft that reads its target's cache (LongSpec).
+
+Guarantees: keys and values of its own are functions of a token and its
+position alone, so that those of a token which was drafted and stays are right.
+Memory: of its own the keys of a window; the context's are the target's.
+Ref: Yang et al. 2025, arXiv 2502.17421.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import LayerCache
+from ringjax.nn.attention import Attention, head_norm
+from ringjax.nn.linear import Linear
+from ringjax.nn.sharding_context import Attend, Extras
+from ringjax.nn.tokens import Tokens
+
+if TYPE_CHECKING:
+  from ringjax.nn.block import Layer
+
+# Of queries [B, T, N, H] what they find in the target's keys.
+ReadTarget = Callable[[Array, Extras], Array]
+
+
+class TargetQuery(nnx.Module):
+  """Attention to keys and values of a layer of another model.
+
+  Queries and output are its own. It has that layer's heads, logits' scale and
+  rotation, and a norm of queries where that layer has one.
+  """
+
+  def __init__(self, rngs: nnx.Rngs, spec: Attention, embed: int):
+    n, h = spec.heads, spec.head_dim
+    self.spec = spec
+    self.q = Linear(rngs, (embed,), (n, h), ("embed", "heads", None), bias=True)
+    self.o = Linear(rngs, (n, h), (embed,), ("heads", None, "embed"))
+    self.q_norm = head_norm(rngs, spec, n)
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    read: ReadTarget,
+    attend: Attend,
+  ) -> Float[Array, "B T D"]:
+    """What it finds: zeros where `read` finds nothing."""
+    spec = self.spec
+    q = attend.rows(self.q, x)
+    if spec.qk_norm_late:
+      q = self.q_norm(tokens.rotate(spec.rope, q))
+    else:
+      q = tokens.rotate(spec.rope, self.q_norm(q))
+    if spec.temperature is not None:
+      q = spec.temperature(q, tokens.pos)
+    slopes = spec.alibi
+    extras = Extras(
+      scale=spec.logit_scale,
+      soft_cap=spec.soft_cap,
+      slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
+    )
+    return attend.rows(self.o, read(q, extras))
+
+
+class DraftBlock(nnx.Module):
+  """Attention to a window, attention to the target's keys, feedforward.
+
+  Each reads through a norm and is added.
+  """
+
+  def __init__(
+    self, rngs: nnx.Rngs, layer: Layer, target: Attention, embed: int
+  ):
+    """The block.
+
+    Args:
+      rngs: of its weights.
+      layer: its own attention, feedforward and kind of norms.
+      target: the layer whose keys and values it reads.
+      embed: D.
+    """
+    norm = lambda: layer.norm.build(rngs, embed)
+    self.pre_attention, self.attention = (
+      norm(),
+      layer.attention.build(rngs, embed),
+    )
+    self.pre_cross, self.cross = norm(), TargetQuery(rngs, target, embed)
+    self.pre_feedforward, self.feedforward = (
+      norm(),
+      layer.feedforward.build(rngs, embed),
+    )
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: LayerCache,
+    attend: Attend,
+    read: ReadTarget,
+  ) -> tuple[jax.Array, LayerCache]:
+    """[B, T, D] -> [B, T, D], and its own cache."""
+    mix: Any = self.attention
+    mixed, cache = mix(self.pre_attention(x), tokens, cache, attend)
+    x = attend.constrain(x + mixed)
+    x = x + self.cross(self.pre_cross(x), tokens, read, attend)
+    x = x + self.feedforward(self.pre_feedforward(x), attend)
+    return attend.constrain(x), cache

@@ -1,0 +1,213 @@
+"""A model that drafts for the rows of an engine, for all of them at once.
+
+Guarantees: a row's tokens depend on no draft, see `check_drafts`. The compiled
+programs depend on neither texts nor their lengths.
+Memory: a cache of the draft model's own for all rows, `longest` tokens of each.
+Cost: for each step of the engine a step of the draft model for each drafted
+token, all rows together; a text that is new to it is read `WIDE` tokens at a
+time, beside padding for the rows that wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax.infer.session import Session
+from ringjax.infer.speculate.draft_model import ModelDrafter
+from ringjax.infer.speculate.draft_programs import (
+  WINDOW,
+  Missing,
+  drafted,
+  read_more,
+)
+from ringjax.models.transformer import Transformer
+from ringjax.nn.sharding_context import CachedAttention
+from ringjax.serve.calls import RowBoard
+from ringjax.serve.row_sampler import RowNumbers, choose
+
+if TYPE_CHECKING:
+  from ringjax.serve.scheduler import ServedRow
+
+# Tokens of a new text that are read at once.
+WIDE = 256
+
+
+class _RowChooser(NamedTuple):
+  """A sampler that chooses by each row's settings, as `check_drafts` will.
+
+  What was drafted counts for the repetition penalty alone.
+  """
+
+  how: RowNumbers
+  counts: Int[Array, "B V"]
+  allowed: Bool[Array, "B V"]
+
+  def __call__(
+    self,
+    logits: Float[Array, "B V"],
+    pos: Int[Array, " B"],
+    seen: Bool[Array, "B V"],
+  ) -> Int[Array, " B"]:
+    found = choose(logits, self.how, pos, seen, self.counts, self.allowed)
+    return found.token
+
+
+class ModelRowDrafts:
+  """A draft model and its cache, where each row has the place of its slot."""
+
+  def __init__(
+    self,
+    drafter: ModelDrafter,
+    target: Transformer,
+    *,
+    rows: int,
+    longest: int,
+    mesh: Mesh | None,
+    axis: str | None,
+    dtype: DTypeLike,
+  ):
+    """For no rows yet.
+
+    Args:
+      drafter: of chains, by a model with the target's vocabulary, with a cache
+        that keeps all tokens on the device.
+      target: the engine's model.
+      rows: slots.
+      longest: tokens of a row.
+      mesh: the engine's.
+      axis: which shards the sequence.
+      dtype: of the cache.
+
+    Raises:
+      MeshError: weights on other devices than those of the mesh.
+      MemoryEstimateError: a cache that does not fit.
+    """
+    model = drafter.drafts(target)
+    kind = model.cache_kind(drafter.cache_kind)
+    self._model, self.count = model, drafter.count
+    self._session = Session(
+      model,
+      longest + 2 * (drafter.count + WINDOW),
+      batch=rows,
+      mesh=mesh,
+      axis=axis,
+      dtype=dtype,
+      # Rows begin anew, further back than a window.
+      cache_kind=dataclasses.replace(kind, windowed=False),
+    )
+    self._attend = CachedAttention(
+      mesh=self._session.mesh, axis=self._session.axis
+    )
+    self._length = jnp.int32(self._session.cache.capacity)
+    self._allowed = jnp.ones((rows, model.config.vocab), bool)
+    # Of each slot: whose text is in the cache, how many tokens of it are there
+    # for good, what was drafted behind them, and how much of that is there too.
+    self._whose: list[Any] = [None] * rows
+    self._at = np.zeros(rows, np.int64)
+    self._drafted = np.zeros((rows, drafter.count), np.int32)
+    self._tried = np.zeros(rows, np.int64)
+    # The rows that have a draft now.
+    self._ready: weakref.WeakSet[ServedRow] = weakref.WeakSet()
+
+  def nbytes(self) -> int:
+    """Bytes of its cache, of all shards together."""
+    return self._session.cache.nbytes()
+
+  def prepare(
+    self, rows: Sequence[ServedRow], how: RowNumbers, board: RowBoard
+  ) -> None:
+    """Drafts for rows whose last token is known and not read yet.
+
+    Args:
+      rows: that have slots.
+      how: settings, by slot.
+      board: what rows have read and said, by slot.
+    """
+    self._ready = weakref.WeakSet(rows)
+    behind: dict[int, np.ndarray] = {}
+    for row in rows:
+      slot = row.slot
+      assert slot is not None
+      if self._whose[slot] is None or self._whose[slot]() is not row:
+        self._whose[slot] = weakref.ref(row)
+        self._at[slot] = self._tried[slot] = 0
+      text = np.concatenate([row.prompt, np.asarray(row.answer, np.int32)])
+      new = text[self._at[slot] :]
+      if not new.size:
+        # It had no turn in the step before, and has its draft still.
+        continue
+      # What was drafted and is right has been read; the last token is left.
+      many = min(new.size - 1, self._tried[slot])
+      same = new[:many] == self._drafted[slot, :many]
+      right = int(np.argmin(np.append(same, False)))
+      self._at[slot] += right
+      behind[slot] = new[right:]
+    if not behind:
+      return
+    read = self._read(behind)
+    found, self._session.cache = drafted(
+      self._model,
+      self._attend,
+      self.count,
+      False,
+      _RowChooser(
+        how._replace(logprobs=how.logprobs & False),
+        board.counts,
+        self._allowed,
+      ),
+      self._session.cache,
+      read,
+      read.pos + read.count,
+      board.seen,
+      self._length,
+    )
+    tokens = np.asarray(jax.device_get(found[0]))
+    # The call has dropped what was drafted before, of all rows.
+    self._tried[:] = 0
+    for slot, new in behind.items():
+      self._at[slot] += new.size
+      self._drafted[slot] = tokens[slot]
+      # The last token was not read.
+      self._tried[slot] = self.count - 1
+
+  def draft(self, row: ServedRow, most: int) -> Sequence[int]:
+    """What may follow the last token of a row, if it was prepared."""
+    if row not in self._ready or row.slot is None:
+      return ()
+    return self._drafted[row.slot, :most].tolist()
+
+  def _read(self, behind: dict[int, np.ndarray]) -> Missing:
+    """What is missing, `WINDOW` tokens at most, after the rest was read."""
+    while (most := max(map(len, behind.values()))) > WINDOW:
+      width = WIDE if most > 2 * WINDOW else WINDOW
+      # The last token is left to the draft.
+      part = {slot: new[:-1][:width] for slot, new in behind.items()}
+      self._session.cache = read_more(
+        self._model,
+        self._attend,
+        self._session.cache,
+        self._part(part, width),
+        self._length,
+      )
+      for slot, new in part.items():
+        behind[slot] = behind[slot][new.size :]
+        self._at[slot] += new.size
+    return self._part(behind, 2 if most <= 2 else WINDOW)
+
+  def _part(self, new: dict[int, np.ndarray], width: int) -> Missing:
+    tokens: Any = np.zeros((self._at.size, width), np.int32)
+    counts: Any = np.zeros(self._at.size, np.int32)
+    for slot, some in new.items():
+      tokens[slot, : some.size], counts[slot] = some, some.size
+    at: Any = self._at.astype(np.int32)
+    return Missing(tokens, counts, at)

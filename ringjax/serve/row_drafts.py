@@ -1,0 +1,152 @@
+"""Drafts for the rows of an engine, from their own texts or by a model.
+
+Guarantees: a row's drafts depend on its text, and with `remember` on texts that
+were served before; its tokens depend on neither, see `check_drafts`.
+Memory: of each row what its `TextReader` has, or see `ModelRowDrafts`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ringjax.errors import OptionError
+from ringjax.infer.speculate.draft_model import ModelDrafter
+from ringjax.infer.speculate.drafter import Drafter, TextDrafter, TextReader
+from ringjax.infer.speculate.speculation import drafter_of
+from ringjax.infer.speculate.translated import TranslatedDraft
+from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.state import StateShape
+from ringjax.models.transformer import Transformer
+from ringjax.serve.calls import RowBoard
+from ringjax.serve.model_drafts import ModelRowDrafts
+from ringjax.serve.row_sampler import RowNumbers
+
+if TYPE_CHECKING:
+  from ringjax.serve.scheduler import ServedRow
+
+
+class RowDrafts:
+  """What drafts for rows.
+
+  Attributes:
+    count: tokens of a draft at most.
+  """
+
+  def __init__(self, how: Drafter | str, name: str = "speculate"):
+    """For no rows yet.
+
+    Args:
+      how: a drafter, or its name and options.
+      name: of the argument or flag, for errors.
+
+    Raises:
+      OptionError: no such drafter, or one that an engine can't have: a tree, a
+        block that reads the target's last layer, a model with another
+        tokenizer, on other devices or with a cache that evicts, or another
+        rule than that by which tokens are the same.
+    """
+    drafter = drafter_of(how, name)
+    self._name = name
+    if (
+      not isinstance(drafter, TextDrafter | ModelDrafter)
+      or isinstance(drafter, TranslatedDraft)
+      or drafter.tree
+      or (isinstance(drafter, ModelDrafter) and drafter.place is not None)
+    ):
+      what = "a tree" if drafter.tree else repr(drafter.name)
+      raise OptionError(
+        name,
+        f"{what} for an engine",
+        "a chain by 'lookup', 'suffix', 'early', 'self' or a 'model' with the "
+        "target's tokenizer, on the engine's devices",
+        f"pass {name}=lookup, or draft with rj.infer.generate",
+      )
+    if isinstance(drafter, ModelDrafter):
+      kind = cache_kind(drafter.cache_kind)
+      if kind.evicting or kind.device is not None:
+        raise OptionError(
+          name,
+          f"{drafter.name!r} with the cache {str(drafter.cache_kind)!r}, for "
+          "an engine",
+          "a cache of the draft that keeps all tokens: rows come and go in it",
+          f"pass {name}={drafter.name}:cache_kind=int4, for instance",
+        )
+    if drafter.verify != "match":
+      raise OptionError(
+        "verify",
+        f"{drafter.verify!r}, for an engine",
+        "'match', with which a request has the tokens that it has alone",
+        "leave verify out",
+      )
+    self._drafter, self.count = drafter, drafter.count
+    self._model: ModelRowDrafts | None = None
+    # Of each row what reads it, and how many tokens it has read.
+    self._readers: weakref.WeakKeyDictionary[
+      ServedRow, tuple[TextReader, int]
+    ] = weakref.WeakKeyDictionary()
+
+  def check(self, model: Transformer) -> None:
+    """Refuses a model.
+
+    Raises:
+      OptionError: recurrent layers, or what the drafter itself refuses.
+    """
+    self._drafter.check(model)
+    models = [model]
+    if isinstance(self._drafter, ModelDrafter):
+      models.append(self._drafter.drafts(model))
+    for one in models:
+      if any(isinstance(shape, StateShape) for shape in one.kinds):
+        raise OptionError(
+          self._name,
+          f"drafts {'for' if one is model else 'by'} a model of family "
+          f"{one.config.family}, with recurrent layers, in an engine",
+          "layers whose tokens can be taken back",
+          "leave speculate out, or draft with rj.infer.generate",
+        )
+
+  def begin(self, model: Transformer, **place: Any) -> None:
+    """Makes the cache of a draft model; see `ModelRowDrafts`."""
+    if isinstance(self._drafter, ModelDrafter):
+      self._model = ModelRowDrafts(self._drafter, model, **place)
+
+  def prepare(
+    self, rows: Sequence[ServedRow], how: RowNumbers, board: RowBoard
+  ) -> None:
+    """Drafts by a model, before a step; see `ModelRowDrafts.prepare`."""
+    if self._model is None:
+      return
+    self._model.prepare(
+      [
+        row
+        for row in rows
+        if _drafts_for(row)
+        and row.answer
+        and not (row.ended or row.reading or row.team)
+        and row.most > row.chosen + 1
+        and row.computed + 1 == row.known
+      ],
+      how,
+      board,
+    )
+
+  def draft(self, row: ServedRow, most: int) -> Sequence[int]:
+    """What may follow the last token of a row, all of which are known."""
+    if not _drafts_for(row):
+      return ()
+    if self._model is not None:
+      return self._model.draft(row, most)
+    reader, known = self._readers.get(row, (None, 0))
+    if reader is None:
+      assert isinstance(self._drafter, TextDrafter)
+      reader = self._drafter.reader(row.prompt.tolist())
+    reader.add(row.answer[known:])
+    self._readers[row] = reader, len(row.answer)
+    return reader.guess(min(most, self.count))
+
+
+def _drafts_for(row: ServedRow) -> bool:
+  """Whether a row has drafts: with a mask each token waits for the last."""
+  return row.owner.handle.request.mask is None

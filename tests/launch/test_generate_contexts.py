@@ -1,0 +1,91 @@
+"""launch.generate about texts of a folder, each read apart."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.data import Tokenizer
+from ringjax.infer import contexts
+
+TEXTS = {"a.txt": "The cat is grey. " * 3, "b.txt": "The dog is old."}
+QUESTION = "Who is grey?"
+
+
+@pytest.fixture
+def texts(tmp_path):
+  found = tmp_path / "texts"
+  found.mkdir()
+  for name, text in TEXTS.items():
+    (found / name).write_text(text)
+  return found
+
+
+@pytest.mark.long
+def test_texts_are_read_once(ask, folder, texts, tmp_path):
+  asked = (
+    f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",
+    "--json", "--max_new_tokens=4", f"--store={tmp_path / 'kept'}",
+  )  # fmt: skip
+  first, again = ask(*asked), ask(*asked)
+  assert first.status == again.status == 0, first.err + again.err
+  assert "0 of them read before" in first.err
+  assert "2 of them read before; 0 tokens computed" in again.err
+  done = json.loads(first.out)
+  assert done["contexts"]["contexts"] == 2
+  assert json.loads(again.out)["tokens"] == done["tokens"]
+  tokenizer, model = Tokenizer.load(folder), rj.models.load(folder)
+  ids = [tokenizer.encode(f"{text}\n\n") for text in TEXTS.values()]
+  prefix = tuple(int(n) for n in tokenizer.encode("\n\n", bos=True))
+  want = rj.infer.generate(
+    model, [tokenizer.encode(QUESTION)], max_new_tokens=4, contexts=ids,
+    combine=contexts.Parallel(prefix=prefix), stop=tokenizer.eos_ids,
+  )  # fmt: skip
+  assert done["tokens"] == np.ravel(want)[: len(done["tokens"])].tolist()
+
+
+@pytest.mark.long
+def test_all_as_one_text(ask, folder, texts, tmp_path):
+  ran = ask(
+    f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",
+    "--json", "--max_new_tokens=4", "--combine=full",
+  )  # fmt: skip
+  done = json.loads(ran.out)
+  file = tmp_path / "whole.txt"
+  file.write_text("\n\n" + "\n\n".join(TEXTS.values()))
+  whole = ask(
+    f"--model={folder}", f"--prompt_file={file}", f"--prompt={QUESTION}",
+    "--json", "--max_new_tokens=4",
+  )  # fmt: skip
+  same = ("tokens", "prompt_tokens")
+  assert [done[n] for n in same] == [json.loads(whole.out)[n] for n in same]
+
+
+@pytest.mark.long
+def test_a_model_without_link_tokens(ask, folder, texts):
+  ran = ask(
+    f"--model={folder}", f"--contexts={texts}", f"--prompt={QUESTION}",
+    "--max_new_tokens=2", "--combine=kvlink",
+  )  # fmt: skip
+  assert ran.status == 0
+  assert "no links.json" in ran.err and "without link tokens" in ran.err
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (["--contexts=x"], "--contexts without --prompt"),
+    (["--combine=ape"], "--combine without --contexts"),
+    (["--contexts=x", "--prompt=y", "--combine=best"], "best"),
+    (
+      ["--contexts=x", "--prompt=y", "--combine=full", "--store=z"],
+      "--store and --combine=full",
+    ),
+  ],
+)
+def test_wrong_flags(ask, folder, flags, says):
+  ran = ask(f"--model={folder}", *flags)
+  assert ran.status != 0 and says in ran.err
