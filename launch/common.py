@@ -177,6 +177,7 @@ def _make_cpu_devices(values: flags.FlagValues, processes: int) -> None:
     for _, n in axes(values.mesh or f"seq:{_DEVICES}"):
       size *= n
     wanted = max(1, (size if size > 0 else _DEVICES) // processes)
+  give_threads(wanted)
   config: Any = jax.config
   if config.jax_num_cpu_devices != wanted:
     try:
@@ -187,6 +188,19 @@ def _make_cpu_devices(values: flags.FlagValues, processes: int) -> None:
         raise OptionError(
           "--devices", wanted, "no --devices once JAX runs", "leave it out"
         ) from None
+
+
+def give_threads(devices: int) -> None:
+  """Gives XLA two threads for each of so many CPU devices.
+
+  Its CPU client begins collectives that don't depend on each other at once.
+  Each blocks a thread until all devices have begun it, and by default there are
+  as many threads as devices: one device can take them all, and after 40 s the
+  process is aborted. With one device, or once JAX runs, nothing changes.
+  """
+  if devices > 1:
+    many = max(os.cpu_count() or 1, 2 * devices)
+    os.environ.setdefault("NPROC", str(many))
 
 
 def axes(text: str) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 
 # An accelerator on this machine must not change what the tests run on; the
@@ -21,7 +22,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 _PROGRAMS = tempfile.mkdtemp(prefix="ringjax-tests-")
 atexit.register(shutil.rmtree, _PROGRAMS, ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
@@ -87,11 +88,18 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # So few at the end of a file leave the next one room; within a file, whose
 # tests share programs, they are kept as long as can be.
 _MAPPINGS, _MAPPINGS_WITHIN = 18_000, 45_000
+# When they were counted last.
+_counted = 0.0
 
 
 # XLA's older way from a fusion to LLVM, which makes less code of it: half of
 # the compiler's time without LLVM's passes. Versions without it ignore this.
-_QUICK = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# And one module for LLVM instead of one for each thread: a tenth of the rest,
+# where all threads are busy.
+_QUICK = (
+  "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+  "--xla_cpu_parallel_codegen_split_count=1",
+)
 
 
 def pytest_configure(config) -> None:
@@ -112,7 +120,7 @@ def pytest_configure(config) -> None:
     jax.config.update("jax_include_full_tracebacks_in_locations", False)
     os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "0"
     flags = os.environ.get("XLA_FLAGS", "").split()
-    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*flags, _QUICK]))
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*flags, *_QUICK]))
 
 
 # Files that take minutes, the longest first: begun last they would keep one
@@ -142,81 +150,173 @@ _LONG = (
 # first case of each, the others are marked `long`.
 _REPEATED = frozenset(
   (
+    "bench/test_bench.py::test_schedule_is_what_the_loops_run",
+    "data/test_chat.py::test_attacks",
+    "data/test_chat.py::test_messages_make_no_special_token",
+    "data/test_recall_tasks.py::test_an_example_fills_a_row_and_weighs_as_much",
     "data/test_tokens.py::test_hostile_files",
+    "data/test_tokens.py::test_no_text_makes_a_special_token",
+    "data/test_tokens.py::test_pieces_are_the_whole",
+    "eval/test_answers.py::test_losses_are_those_of_the_answers",
     "eval/test_eval.py::test_a_sharded_text_gives_the_same",
+    "eval/test_eval.py::test_who_is_stopped_has_what_was_found",
+    "infer/test_contexts.py::test_codecs_lose_no_more_than_in_one_pass",
+    "infer/test_contexts.py::test_generate_answers_behind_contexts",
     "infer/test_contract.py::test_every_way_is_continued_by_the_same_tokens",
     "infer/test_contract.py::test_one_pass_chunks_and_single_tokens",
+    "infer/test_contract.py::test_prompts_of_unequal_lengths",
     "infer/test_generate.py::test_a_recurrent_layer_reads_in_order",
     "infer/test_generate.py::test_ways_of_several_shards_on_one",
     "infer/test_keep.py::test_prompts_of_unequal_lengths",
     "infer/test_kvr_threads.py::test_other_kinds_of_caches",
     "infer/test_kvr_threads.py::test_the_last_rank_has_what_one_device_has",
+    "infer/test_sampling.py::test_filters_are_the_references",
+    "infer/test_sessions.py::test_between_chunks",
+    "infer/test_speculate.py::test_no_token_changes",
+    "infer/test_verifiers.py::test_the_joint_law_is_the_target_s",
+    "kv/test_cache_report.py::test_parts_add_up_to_all_bytes",
     "kv/test_channel_groups.py::test_generate_encodes_by_itself",
+    "kv/test_codecs.py::test_decoded_numbers_are_near",
     "kv/test_drafts.py::test_every_node_sees_its_path",
-    "kv/test_drafts.py::test_families",
     "kv/test_evicting.py::test_selected_pages_hold_what_matters",
-    "kv/test_evicting.py::test_what_keeps_everything_changes_nothing",
     "kv/test_kept_tokens.py::test_kept_tokens_are_those_of_kvpress",
-    "kv/test_window.py::test_any_split_of_a_text",
-    "kv/test_window.py::test_every_way_to_read_a_prompt",
-    "kv/test_window.py::test_families_answer_as_with_all_tokens",
     "launch/test_generate.py::test_a_wrong_flag_is_one_line",
+    "launch/test_notebooks.py::test_the_first_cell_installs_what_is_missing",
+    "launch/test_plan.py::test_each_sub_command_has_a_help_page_of_its_own",
+    "launch/test_train.py::test_every_config_can_be_built",
+    "launch/test_train.py::test_wrong_configs",
     "launch/test_train.py::test_wrong_flags",
+    "models/hf/test_folder.py::test_host_memory_holds_a_few_tensors",
+    "models/hf/test_save.py::test_two_processes",
+    "models/test_checkpoint.py::test_saved_is_what_was_loaded",
+    "models/test_config.py::test_fuzz",
+    "models/test_families.py::test_layers_one_by_one",
+    "models/test_more_tokens.py::test_known_tokens_stay_and_new_ones_are_near_their_mean",
+    "models/test_more_tokens.py::test_sharded_weights_stay_sharded",
     "models/test_places.py::test_a_shard_s_tokens_are_counted_on",
     "models/test_places.py::test_in_a_shard_map_no_axis_is_guessed",
+    "models/test_published.py::test_fuzz",
+    "models/test_small.py::test_recalls",
+    "ops/attention/kernels/test_cudnn.py::test_the_check_for_a_gpu_checks",
     "ops/attention/kernels/test_decode.py::test_beside_axes_of_batch_and_heads",
     "ops/attention/kernels/test_decode.py::test_one_query",
     "ops/attention/kernels/test_decode.py::test_the_partial_is_that_of_the_loops",
     "ops/attention/kernels/test_decode_codes_tpu.py::test_any_number_of_slots",
     "ops/attention/kernels/test_decode_codes_tpu.py::test_half_precision",
+    "ops/attention/kernels/test_decode_codes_tpu.py::test_it_equals_the_loops",
+    "ops/attention/kernels/test_decode_codes_tpu.py::test_what_is_not_seen_does_not_matter",
     "ops/attention/kernels/test_flash_tpu.py::test_blockwise_is_met",
     "ops/attention/kernels/test_flash_tpu.py::test_one_device",
     "ops/attention/kernels/test_kinds.py::test_a_ring_of_kernels",
+    "ops/attention/kernels/test_kinds.py::test_other_calls_of_kernels_only",
+    "ops/attention/test_apart.py::test_selection",
+    "ops/attention/test_cached.py::test_one_query",
+    "ops/attention/test_chain.py::test_sizes",
+    "ops/attention/test_dropout.py::test_all_drop_the_same_pairs",
     "ops/attention/test_exact.py::test_batch_and_heads_are_sharded_too",
     "ops/attention/test_exact.py::test_dense_serves_every_feature",
     "ops/attention/test_exact.py::test_gather_serves_every_feature",
+    "ops/attention/test_exact.py::test_gradients_taken_inside_shard_map",
+    "ops/attention/test_exact.py::test_inside_shard_map",
+    "ops/attention/test_exact.py::test_one_device_plays_all_shards",
     "ops/attention/test_exact.py::test_ring_serves_every_feature",
     "ops/attention/test_exact.py::test_ring_sizes",
+    "ops/attention/test_exact.py::test_scan_and_remat",
     "ops/attention/test_exact.py::test_sizes_of_other_strategies",
     "ops/attention/test_exact.py::test_tiles_without_a_mask_at_once",
     "ops/attention/test_exact.py::test_ulysses_deals_heads_that_do_not_divide",
     "ops/attention/test_exact.py::test_ulysses_serves_every_feature",
+    "ops/attention/test_exact.py::test_unrolling_changes_nothing",
+    "ops/attention/test_jax_nn.py::test_groups_and_vmap",
+    "ops/attention/test_jax_nn.py::test_masks",
+    "ops/attention/test_numerics.py::test_a_key_that_nobody_sees_changes_nothing_in_plain_attention",
     "ops/attention/test_numerics.py::test_a_token_reaches_those_who_see_it_only",
     "ops/attention/test_numerics.py::test_errors_are_small",
     "ops/attention/test_numerics.py::test_errors_of_other_strategies_are_small",
+    "ops/attention/test_schedule.py::test_backward_sends_keys_and_sums",
+    "ops/attention/test_schedule.py::test_forward_sends_each_block_once",
+    "ops/attention/test_schedule.py::test_window_cuts_the_ring",
+    "ops/attention/test_shard_map.py::test_a_vmap_s_axis_is_taken_where_it_is_named",
     "ops/attention/test_strategies.py::test_batch_and_heads_are_sharded_too",
     "ops/attention/test_strategies.py::test_every_feature",
     "ops/attention/test_strategies.py::test_halo",
     "ops/attention/test_strategies.py::test_hops_reach_as_far_as_documents",
     "ops/attention/test_strategies.py::test_left_to_jax_s_derivatives",
     "ops/attention/test_strategies.py::test_per_shard",
+    "ops/attention/test_strategies.py::test_queries_around_any_ring",
     "ops/attention/test_strategies.py::test_two_axes_carry_the_sequence",
+    "ops/attention/test_strategies.py::test_two_ways_around_any_ring",
+    "ops/test_delta.py::test_shards_equal_one_device",
+    "ops/test_delta.py::test_strong_decay_forgets_exactly",
+    "ops/test_loss.py::test_sharded_sequence_and_vocabulary",
+    "ops/test_sequence.py::test_explicit_mesh",
+    "ops/test_sequence.py::test_scan",
+    "ops/test_sequence.py::test_shift",
+    "parallel/test_layout.py::test_a_sharded_array_is_brought_into_order_and_back",
+    "parallel/test_layout.py::test_slots_are_filled_and_emptied",
+    "parallel/test_peers.py::test_processes_that_die_or_freeze",
     "serve/test_engine.py::test_codecs_on_a_mesh",
     "serve/test_engine.py::test_families",
     "serve/test_engine.py::test_rows_come_back_from_the_host",
+    "serve/test_engine.py::test_rows_read_what_they_share_once",
+    "serve/test_engine.py::test_under_a_mesh_of_the_caller",
+    "serve/test_row_space.py::test_answers_are_those_of_pages",
     "serve/test_scheduler.py::test_a_thousand_operations",
-    "train/test_step.py::test_heads_of_all_kinds",
+    "serve/test_scheduler.py::test_planted_bugs_are_caught",
+    "test_mutations.py::test_a_planted_bug_is_found",
+    "test_mutations.py::test_the_healthy_code_passes",
+    "test_sequence_axis.py::test_the_mesh_of_a_traced_operand_is_taken",
     "train/test_step.py::test_loss_and_gradients_are_the_plain_model_s",
     "train/test_step.py::test_micro_batches_add_up",
     "train/test_step.py::test_what_is_computed_again_is_the_same",
   )
 )
 _KEPT_CASES = 1
+# Sweeps that take minutes: of their long cases the long run has some of equal
+# distance, the others are marked `slow`.
+_COSTLY = {
+  "infer/test_longspec.py::test_more_families": 6,
+  "infer/test_speculate.py::test_kinds_of_caches": 4,
+  "infer/test_speculate.py::test_more_families": 8,
+  "infer/test_verifiers.py::test_a_million_draws": 1,
+  "infer/test_verifiers.py::test_the_joint_law_is_the_target_s": 10,
+  "kv/test_allocation.py::test_families_and_meshes": 3,
+  "kv/test_channel_groups.py::test_eight_bits_are_near_the_model": 6,
+  "kv/test_evicting.py::test_shards_keep_the_same_tokens": 7,
+  "kv/test_evicting.py::test_what_keeps_everything_changes_nothing": 7,
+  "kv/test_kept_tokens.py::test_kept_tokens_are_those_of_kvpress": 10,
+  "kv/test_kinds.py::test_law": 46,
+  "kv/test_pairs.py::test_a_pair_works_or_is_refused": 6,
+  "kv/test_punctuation.py::test_heads_keep_what_brute_force_keeps": 3,
+  "serve/test_beams.py::test_pages_of_forks_hold_their_texts": 4,
+  "serve/test_beams.py::test_whole_sequences_give_the_same": 5,
+  "serve/test_engine.py::test_more_families_and_meshes": 5,
+  "serve/test_engine_drafts.py::test_answers_are_those_of_generate": 4,
+  "serve/test_store_engine.py::test_more_kinds": 4,
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
   """Marks the repeated cases, and begins with the files that take longest."""
   cases = collections.Counter()
+  long = collections.defaultdict(list)
   for item in items:
     path = item.path.relative_to(_ROOT / "tests").as_posix()
     name = f"{path}::{item.originalname}"
-    # The smoke tests are a run of their own, which is whole.
-    if name not in _REPEATED or item.get_closest_marker("slow"):
+    if item.get_closest_marker("slow"):
       continue
     cases[name] += 1
-    if cases[name] > _KEPT_CASES:
+    # The smoke tests are a run of their own, which is whole.
+    if name in _REPEATED and cases[name] > _KEPT_CASES:
       item.add_marker("long")
+    if name in _COSTLY and item.get_closest_marker("long"):
+      long[name].append(item)
+  for name, every in long.items():
+    most, count = _COSTLY[name], len(every)
+    for n, item in enumerate(every):
+      if n * most // count == (n + 1) * most // count:
+        item.add_marker("slow")
   places = {_ROOT / "tests" / name: i for i, name in enumerate(_LONG)}
   items.sort(key=lambda item: places.get(item.path, len(_LONG)))
 
@@ -255,9 +355,16 @@ def _programs_are_let_go() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _programs_are_let_go_within() -> Iterator[None]:
-  """Forgets them between tests, before the compiler ends the process."""
+  """Forgets them between tests, before the compiler ends the process.
+
+  To count mappings takes longer than many tests; in two seconds a compiler
+  makes few of them.
+  """
+  global _counted
   yield
-  _let_go(_MAPPINGS_WITHIN)
+  if time.monotonic() - _counted > 2:
+    _let_go(_MAPPINGS_WITHIN)
+    _counted = time.monotonic()
 
 
 def _let_go(most: int) -> None:
