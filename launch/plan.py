@@ -35,6 +35,13 @@
       code, beside those of JAX's splash attention; with --what=decode of the
       kernel that reads a cache, beside XLA's loops; with --what=shared of the
       one that reads pages which rows share, beside JAX's.
+  python -m launch.plan offload --model=opt-30b --machine=t4 --prompt=512
+      --new=32
+      Which part of weights, cache and hidden states is best on the device, on
+      the host and on disk, in which blocks of rows, and how many tokens a
+      second that makes (FlexGen). --machine=here measures this machine, with a
+      file in --folder; --policy=48x3:20/80,0/100,0/100 reckons with a given
+      placement; --paper prints published policies beside ours.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: what each device holds and sends.
 
@@ -59,6 +66,7 @@ from launch import (
   common,
   console,
   cycles,
+  offload,
   plan_flags,
   strategies,
 )  # fmt: skip
@@ -488,6 +496,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "cache": cache.sizes,
   "capacity": capacity.search,
   "cycles": cycles.count,
+  "offload": offload.offloaded,
 }
 
 

@@ -14,7 +14,7 @@ from launch.flag_helpers import FlagHelper
 from ringjax.kv import KINDS
 from ringjax.ops.attention import call_shape
 from ringjax.parallel import chips
-from ringjax.plan import cost
+from ringjax.plan import cost, offload_costs, offload_tiers
 
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
@@ -44,13 +44,14 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("table", "text", None, "kvr", "File of partitions to look up."),
   ("save_table", "boolean", False, "kvr",
    "Search partitions and write them to --table."),
-  ("plot", "text", None, "kvr explain aot capacity",
+  ("plot", "text", None, "kvr explain aot capacity offload",
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
-   "kvr explain fit pictures aot cache capacity cycles",
+   "kvr explain fit pictures aot cache capacity cycles offload",
    "One JSON object on stdout, and nothing else."),
   ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
-  ("paper", "boolean", False, "kvr", "Print every published row beside ours."),
+  ("paper", "boolean", False, "kvr offload",
+   "Print every published row beside ours."),
   ("fit", "boolean", False, "kvr", "Measure this machine, store a profile."),
   ("preset", "text", None, "kvr",
    "--fit: the model's sizes; see rj.models.PRESETS."),
@@ -62,12 +63,13 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "256,512."),
   ("layers", "whole", 2, "kvr aot",
    "Layers of the model; kvr --fit: to measure."),
-  ("rounds", "whole", 5, "kvr fit", "Timed runs of each call; kvr: of --fit."),
+  ("rounds", "whole", 5, "kvr fit offload",
+   "Timed runs of each call; kvr: of --fit; offload: of --machine=here."),
   ("dtype", "text", None, "kvr explain fit aot cache capacity cycles",
    "Dtype of the computation; kvr --fit: of the weights."),
-  ("out", "text", None, "fit pictures capacity",
-   "fit: file of the measured machine; pictures: folder for the PNGs, default "
-   "docs/strategies; capacity: path of the table, without its ending."),
+  ("out", "text", None, "fit pictures capacity offload",
+   "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
+   "default docs/strategies; capacity: path of the table, without its ending."),
   ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),
   ("sides", "texts", None, "fit", "Sides of square matrices, e.g. 256,512."),
   ("chip", "text", None, "explain cache",
@@ -94,9 +96,35 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "The local algorithm; default: what the machine has.", chips.LOCALS),
   ("packed", "boolean", False, "explain aot", "Whether documents are packed."),
   ("longest_document", "whole", None, "explain", "Its tokens, if known."),
-  ("model", "texts", None, "aot cache capacity",
-   "Presets, see rj.models.PRESETS; aot: one, or a folder with a "
-   "config.json; cache: some, or folders."),
+  ("model", "texts", None, "aot cache capacity offload",
+   "Presets, see rj.models.PRESETS; aot, offload: one, or a folder with a "
+   "config.json; offload: or one of "
+   f"{', '.join(offload_tiers.OPT)}; cache: some, or folders."),
+  ("machine", "text", None, "offload",
+   f"Name of a machine, of {', '.join(offload_tiers.MACHINES)}, path of a "
+   "measured one, or here, which measures this one; default: t4."),
+  ("prompt", "whole", 512, "offload", "Tokens of each row's prompt."),
+  ("new", "whole", 32, "offload", "Tokens that each row generates."),
+  ("form", "enum", "code", "offload",
+   "How times overlap: as in the paper, or as in its released cost model.",
+   offload_costs.FORMS),
+  ("weight_bits", "enum", "16", "offload", "Bits of a weight.", ("16", "4")),
+  ("cache_bits", "enum", "16", "offload", "Bits of the cache.", ("16", "4")),
+  ("host_attention", "boolean", True, "offload",
+   "Whether the host attends to the cache that is not on the device."),
+  ("policy", "text", None, "offload",
+   "Block ROWSxBATCHES, e.g. 32x8, to place what is in it; or with a "
+   "placement, e.g. 48x3:20/80,0/100,0/100, to reckon with it."),
+  ("most_rows", "whole", None, "offload", "Rows of a block at most."),
+  ("device_gb", "number", None, "offload", "Device memory, 10^9 bytes.", 0.0),
+  ("host_gb", "number", None, "offload", "Host memory, 10^9 bytes.", 0.0),
+  ("disk_gb", "number", None, "offload", "Space on disk, 10^9 bytes.", 0.0),
+  ("usable", "number", None, "offload",
+   "Part of each memory that may be filled; default: as the machine says."),
+  ("folder", "text", None, "offload",
+   "--machine=here: where a file is written and read; default: here."),
+  ("megabytes", "whole", 256, "offload",
+   "--machine=here: MiB of that file, and of copies."),
   ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),
   ("what", "enums", None, "aot capacity cycles",
    "aot: which program; capacity: train, prefill; cycles: attention, decode, "

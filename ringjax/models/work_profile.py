@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from ringjax.kv.base import bytes_each
 from ringjax.models.transformer import Transformer
 from ringjax.plan import cost
+from ringjax.plan.offload_tiers import OffloadShape
 
 
 def profile(model: Transformer, tokens: int) -> cost.Profile:
@@ -49,3 +52,44 @@ def window(model: Transformer) -> int | None:
   reaches = {layer.attention.reach for layer in model.config.layers}
   behind = reaches.pop() if len(reaches) == 1 else None
   return None if behind is None else behind + 1
+
+
+def offload_shape(model: Transformer, name: str) -> OffloadShape:
+  """The sizes that the planner of offloading goes by, of any family.
+
+  Numbers of a layer are means: of experts all count as weights and the chosen
+  ones as work. A layer with a window counts as if it kept all tokens.
+
+  Args:
+    model: one with or without numbers (`rj.models.checkpoint.abstract`).
+    name: of the model, for people.
+  """
+  config = model.config
+  layers = config.layers
+  L, D = len(layers), config.embed
+  params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
+  weights = sum(x.size for x in params)
+  idle = sum(layer.feedforward.idle(D) for layer in layers)
+  table = config.vocab * D
+  # Between two lengths, so that what does not grow with tokens is left out.
+  least = 1024
+  one, two = (
+    bytes_each(model.init_cache_spec(1, n, dtype=jnp.bfloat16))
+    for n in (least, 2 * least)
+  )
+  # Positions and segments are there once, not for each layer.
+  kv = max(0.0, (two - one) / least - 8) / 2
+  return OffloadShape(
+    name=name,
+    layers=L,
+    embed=D,
+    heads=max(getattr(layer.attention, "heads", 1) for layer in layers),
+    queries=max(1, max(layer.attention.pair_flops for layer in layers) // 4),
+    hidden=max(layer.feedforward.width for layer in layers),
+    weights=weights / L,
+    active=(weights - idle) / L,
+    kv=kv / L,
+    attend=sum(layer.attention.pair_flops for layer in layers) / L,
+    tables=table * (1 if config.tied else 2),
+    head=table,
+  )

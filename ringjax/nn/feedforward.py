@@ -33,6 +33,11 @@ class Plain:
   act: str
   bias: bool = False
 
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return self.hidden
+
   def idle(self, embed: int) -> int:
     """Weights that a token does not meet."""
     del embed
@@ -68,6 +73,11 @@ class Gated:
   hidden: int
   act: str
   bias: bool = False
+
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return 2 * self.hidden
 
   def idle(self, embed: int) -> int:
     """Weights that a token does not meet."""
@@ -232,6 +242,11 @@ class Experts:
   scale_input: bool = False
   shared: int = 0
   shared_gate: bool = False
+
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return 2 * (self.chosen * self.hidden + self.shared)
 
   def idle(self, embed: int) -> int:
     """Weights that a token does not meet: those of other experts."""

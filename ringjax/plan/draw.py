@@ -272,6 +272,56 @@ def contexts(
   )
 
 
+def tiers(
+  held: Mapping[str, Mapping[str, float]],
+  peak: Mapping[str, float],
+  limit: Mapping[str, float],
+  times: Mapping[str, Mapping[str, float]],
+  path: str,
+  title: str = "",
+) -> None:
+  """What is kept in each tier of memory, and how long each part takes.
+
+  Args:
+    held: bytes by tier and kind.
+    peak: largest bytes by tier.
+    limit: bytes that may be filled, by tier.
+    times: seconds of a layer, by phase and part.
+    path: of the PNG.
+    title: above it.
+  """
+  made, axes = figure(10, 3.6, 1, 1 + len(times))
+  colors = [color for color, _ in (*_OUTCOME.values(), *_SCHEDULE.values())]
+  left, names = axes[0], list(held)
+  places = np.arange(len(names))
+  for n, kind in enumerate(next(iter(held.values()))):
+    sizes = np.array([held[tier][kind] / 1e9 for tier in names])
+    left.bar(
+      places + (n - 1) / 4, sizes, 0.25, color=colors[n], label=kind
+    )  # fmt: skip
+  for style, marks in (("k_", limit), ("r_", peak)):
+    label = "may be filled" if marks is limit else "peak"
+    left.plot(
+      places, [marks[tier] / 1e9 for tier in names], style, markersize=24,
+      label=label,
+    )  # fmt: skip
+  left.set_xticks(places, names)
+  left.set_ylabel("GB", fontsize=9)
+  left.set_yscale("symlog")
+  left.legend(frameon=False, fontsize=7)
+  _plain(left)
+  for ax, (phase, parts) in zip(axes[1:], times.items(), strict=True):
+    words = [part.replace("_", " ") for part in parts]
+    ax.barh(words, [1e3 * s for s in parts.values()], color=colors[1])
+    ax.invert_yaxis()
+    ax.set_title(phase, fontsize=9, loc="left")
+    ax.set_xlabel("milliseconds of a layer", fontsize=9)
+    _plain(ax)
+  if title:
+    made.suptitle(title, fontsize=10)
+  _save(made, path)
+
+
 def against(
   points: Sequence[tuple[str, str, float, float]], path: str, title: str = ""
 ) -> None:

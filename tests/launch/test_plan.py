@@ -318,6 +318,7 @@ def test_who_reads_may_have_enough(start):
     ("capacity", ("slices", "jobs", "out"), ("topology", "ranks", "chip")),
     ("cycles", ("chips", "kv_block"), ("topology", "ranks", "model")),
     ("explain", ("chip", "shards", "wire"), ("topology", "ranks", "slices")),
+    ("offload", ("machine", "policy", "prompt"), ("chip", "ranks", "tokens")),
   ],
 )
 def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
@@ -372,3 +373,71 @@ def test_bytes_of_caches():
   assert ask("cache", "--cache=int4", "--chip=v1").status == 2
   assert ask("cache", "--tokens=0").status == 2
   assert ask("cache", "--shards=4").status == 2
+
+
+def test_a_plan_of_offloading(tmp_path):
+  path = tmp_path / "offload.png"
+  ran = ask("offload", "--policy=48x3:20/80,0/100,0/100", f"--plot={path}")
+  assert ran.status == 0, ran.err
+  assert "7.14 tokens/s" in ran.out and "to device + compute" in ran.out
+  # What was published needs more than the part of memory that may be filled.
+  assert "does not fit: the peak of device" in ran.out
+  assert path.read_bytes().startswith(b"\x89PNG")
+  ran = ask("offload", "--policy=32x5", "--json")
+  assert ran.status == 0 and ran.json["policy"]["rows"] == 32
+  found = ran.json
+  assert 0.1 < found["policy"]["weights"][0] < 0.25
+  again = ask("offload", f"--policy={found['text']}", "--json").json
+  rate = lambda one: one["estimate"]["tokens_s"]
+  assert rate(again) == pytest.approx(rate(found), rel=1e-2)
+  folder = ROOT / "tests" / "fixtures" / "models" / "gemma3_text"
+  machine = tmp_path / "machine.json"
+  ran = ask(
+    "offload", f"--model={folder}", "--policy=4x1", "--device_gb=4",
+    "--usable=0.5", "--json",
+  )  # fmt: skip
+  assert ran.json["machine"]["device_bytes"] == 4e9
+  assert ran.json["estimate"]["limit"]["device"] == 2e9
+  ran = ask(
+    "offload", f"--model={folder}", "--machine=here", f"--folder={tmp_path}",
+    "--megabytes=1", "--rounds=1", "--policy=4x1", f"--out={machine}",
+  )  # fmt: skip
+  assert ran.status == 0, ran.err
+  assert "machine: measured" in ran.out and f"wrote {machine}" in ran.err
+  ran = ask("offload", f"--machine={machine}", "--policy=1x1", "--json")
+  assert ran.json["machine"]["name"] == "here"
+
+
+@pytest.mark.slow
+def test_published_policies_of_offloading():
+  found = {
+    (row["model"], row["prompt"]): row
+    for row in ask("offload", "--paper", "--json").json["rows"]
+  }
+  assert len(found) == 6
+  assert found["opt-30b", 512]["code"] == pytest.approx(7.14, rel=0.01)
+  assert found["opt-30b", 256]["code"] == pytest.approx(12.97, rel=0.01)
+  assert found["opt-175b", 512]["best"] == pytest.approx(0.169, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (("--model=opt-30b,opt-175b",), "one model"),
+    (("--model=nobody",), "nobody"),
+    (("--machine=t5",), "t5"),
+    (("--policy=3",), "policy"),
+    (("--policy=4x1:0/0,0/0,0/0",), "hidden"),
+    (("--folder=/tmp",), "--folder"),
+    (("--paper", "--policy=4x1"), "--policy"),
+    (("--policy=4x1", "--host_gb=1", "--disk_gb=1"), "in all tiers"),
+    (("--form=exact",), "form"),
+  ],
+)
+def test_refusals_of_offloading(argv, words):
+  try:
+    ran = ask("offload", *argv)
+  except Exception as error:
+    assert "form" in words and "exact" in str(error)
+    return
+  assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err

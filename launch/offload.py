@@ -1,0 +1,295 @@
+"""The sub-command offload of launch.plan: what is where in three tiers.
+
+It searches the policy of the most tokens a second, or reckons with the one of
+--policy; --paper prints the published policies beside ours; --machine=here
+measures this machine first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from absl import flags
+
+from launch import aot, common, console, strategies
+from ringjax.errors import OptionError, RingjaxError
+from ringjax.plan import draw, offload, offload_costs, offload_tiers
+from ringjax.plan.offload_costs import (
+  KINDS,
+  PARTS,
+  OffloadPolicy,
+  OffloadTask,
+)
+from ringjax.plan.offload_tiers import TIERS, OffloadMachine, OffloadShape
+
+NAME = "plan"
+HERE = "here"
+_MODEL, _MACHINE = "opt-30b", "t4"
+_OF_HERE = ("folder", "megabytes", "out", "rounds")
+_OF_SEARCH = ("most_rows",)
+NOTE = (
+  "predicted from the machine's rates; launches, latencies and decoding 4-bit "
+  "numbers are left out, and layers with a window count as if they saw all"
+)
+
+
+def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Prints the best placement, or what a given one takes."""
+  common.check_files(values, "plot", "out")
+  screen = console.Screen(NAME, stderr)
+  if values.paper:
+    strategies.refuse(
+      values, "offload --paper", ("model", "policy", "plot", *_OF_HERE)
+    )
+    _published(values, screen, stdout)
+    return
+  names = values.model or [_MODEL]
+  if len(names) > 1:
+    raise OptionError(
+      "--model", ",".join(names), "one model", "pass one name or folder"
+    )
+  task = OffloadTask(
+    prompt=values.prompt,
+    new=values.new,
+    form=values.form,
+    weight_bits=int(values.weight_bits),
+    cache_bits=int(values.cache_bits),
+    host_attention=values.host_attention,
+  )
+  block = fixed = None
+  if values.policy is not None and ":" in values.policy:
+    fixed = OffloadPolicy.parse(values.policy)
+    strategies.refuse(values, "--policy with a placement", _OF_SEARCH)
+  elif values.policy is not None:
+    # The block alone; the rest of a policy stands in to be read.
+    block = OffloadPolicy.parse(f"{values.policy}:0/100,0/100,0/100")
+  shape = shape_of(names[0])
+  machine = _machine(values, screen, stderr)
+  if fixed is not None:
+    made = offload_costs.estimate(shape, machine, task, fixed)
+    found = offload.OffloadPlan(
+      shape=shape,
+      machine=machine,
+      task=task,
+      policy=fixed,
+      estimate=made,
+      tried=0,
+      why=tuple(offload.reasons(made, fixed, task)),
+    )
+  else:
+    screen.begin("solving linear programs", unit="blocks")
+    tried = 0
+
+    def on_block(rows: int, batches: int) -> None:
+      nonlocal tried
+      del rows, batches
+      tried += 1
+      screen.at(tried)
+
+    try:
+      found = offload.plan(
+        shape,
+        machine,
+        task,
+        rows=None if block is None else block.rows,
+        batches=None if block is None else block.batches,
+        most_rows=values.most_rows,
+        on_block=on_block,
+      )
+    finally:
+      screen.end()
+  record = {**found.record(), "note": NOTE}
+  strategies.put(values, stdout, record, list(_words(found)))
+  if values.plot is not None:
+    draw.tiers(
+      {tier: dict(x) for tier, x in found.estimate.held.items()},
+      dict(found.estimate.peak),
+      dict(found.estimate.limit),
+      {"prefill": dict(found.estimate.prefill),
+       "decode": dict(found.estimate.decode)},
+      values.plot,
+      _title(found),
+    )  # fmt: skip
+    screen.say(f"wrote {values.plot}")
+
+
+def shape_of(name: str) -> OffloadShape:
+  """The sizes of a preset, of an OPT model or of a folder's config.json.
+
+  Raises:
+    OptionError: it is neither.
+    ConfigError: a config that is not supported.
+  """
+  if name in offload_tiers.OPT:
+    return OffloadShape.opt(name)
+  # These bring the models and flax; the rest does without.
+  from ringjax.models.checkpoint import abstract
+  from ringjax.models.work_profile import offload_shape
+
+  try:
+    config = aot.config_of(name)
+  except OptionError as error:
+    raise OptionError(
+      f"{error}; or one of {', '.join(offload_tiers.OPT)}"
+    ) from None
+  return offload_shape(abstract(config), pathlib.Path(name).name)
+
+
+def _machine(
+  values: flags.FlagValues, screen: console.Screen, stderr: TextIO
+) -> OffloadMachine:
+  """The machine of the flags, measured if it is this one."""
+  name = values.machine or _MACHINE
+  if name == HERE:
+    # This starts devices; the rest does without.
+    from ringjax.bench import storage_rates
+
+    common.quiet_logging()
+    made = storage_rates.measure(
+      values.folder or ".",
+      nbytes=values.megabytes << 20,
+      rounds=values.rounds,
+      stream=stderr,
+    )
+  else:
+    strategies.refuse(values, f"--machine={name}", _OF_HERE)
+    made = offload_tiers.load(name)
+  changed: dict[str, Any] = {}
+  for tier in TIERS:
+    given = values[f"{tier}_gb"].value
+    if given is not None:
+      changed[f"{tier}_bytes"] = 1e9 * float(given)
+  if values.usable is not None:
+    changed["usable"] = values.usable
+  if changed:
+    made = dataclasses.replace(made, **changed)
+  if values.out is not None:
+    offload_tiers.write(values.out, made)
+    screen.say(f"wrote {values.out}; use it with --machine={values.out}")
+  return made
+
+
+# ---------------------------------------------------------------------------
+# Words
+# ---------------------------------------------------------------------------
+
+
+def _title(found: offload.OffloadPlan) -> str:
+  task = found.task
+  bits = "".join(
+    f", {what} in 4 bits"
+    for what, n in (("weights", task.weight_bits), ("cache", task.cache_bits))
+    if n == 4
+  )
+  return (
+    f"{found.shape.name} on {found.machine.name}: {task.new} tokens behind "
+    f"prompts of {task.prompt:,}{bits}, form {task.form!r}"
+  )
+
+
+def _words(found: offload.OffloadPlan) -> Iterator[str]:
+  made, policy = found.estimate, found.policy
+  yield _title(found)
+  yield f"machine: {found.machine.source}"
+  yield ""
+  yield (
+    f"block {policy.rows} rows x {policy.batches} batches: "
+    f"{made.tokens_s:.3g} tokens/s; prompts {made.prefill_s:.4g} s, "
+    f"tokens {made.decode_s:.4g} s"
+  )
+  yield f"--policy={policy}"
+  yield ""
+  rows = []
+  for i, tier in enumerate(TIERS):
+    shares = (f"{100 * getattr(policy, kind)[i]:.1f} %" for kind in KINDS)
+    rows.append((tier, *shares, console.nbytes(sum(made.held[tier].values())),
+                 console.nbytes(made.peak[tier]),
+                 console.nbytes(made.limit[tier])))  # fmt: skip
+  yield from strategies.markdown(
+    ("tier",), (*KINDS, "kept", "peak", "may be filled"), rows
+  )
+  yield ""
+  yield from strategies.markdown(
+    ("ms of a layer",),
+    (*(part.replace("_", " ") for part in PARTS), "binds"),
+    [
+      (phase, *(f"{1e3 * times[part]:.3g}" for part in PARTS),
+       made.binds[phase].replace("_", " "))
+      for phase, times in (("prefill", made.prefill), ("decode", made.decode))
+    ],
+  )  # fmt: skip
+  if not made.fits:
+    full = [t for t in TIERS if made.peak[t] > made.limit[t]]
+    yield ""
+    yield f"it does not fit: the peak of {', '.join(full)} is too large"
+  yield ""
+  yield "why"
+  yield from (f"  {text}" for text in found.why)
+  if found.tried:
+    yield f"  the best of {found.tried} blocks that were tried"
+  yield ""
+  yield NOTE
+
+
+# ---------------------------------------------------------------------------
+# Published policies
+# ---------------------------------------------------------------------------
+
+
+def _published(
+  values: flags.FlagValues, screen: console.Screen, stdout: TextIO
+) -> None:
+  machine = offload_tiers.load(values.machine or _MACHINE)
+  rows = []
+  screen.begin("searching", len(offload_tiers.PUBLISHED), "rows")
+  for number, one in enumerate(offload_tiers.PUBLISHED):
+    shape = OffloadShape.opt(one["model"])
+    row: dict[str, Any] = dict(one)
+    for form in offload_costs.FORMS:
+      task = OffloadTask(prompt=one["prompt"], form=form)
+      policy = OffloadPolicy.parse(one["policy"])
+      made = offload_costs.estimate(shape, machine, task, policy)
+      row[form] = made.tokens_s
+    row["best"] = _best(
+      shape, machine, OffloadTask(prompt=one["prompt"], form="code")
+    )
+    rows.append(row)
+    screen.at(number + 1)
+  screen.end()
+  forms = offload_costs.FORMS
+  lines = [
+    f"tokens/s of {machine.name}: as published, of the published policy by "
+    "each form, and of the best that the form code finds",
+    "",
+    *strategies.markdown(
+      ("model", "policy"),
+      ("prompt", "published", *forms, "code: best"),
+      [
+        (row["model"], row["policy"], f"{row['prompt']}",
+         f"{row['tokens_s']:.4g}",
+         *(f"{row[form]:.4g}" for form in forms),
+         _rate(row["best"]))
+        for row in rows
+      ],
+    ),
+    "",
+    NOTE,
+  ]  # fmt: skip
+  record = {"machine": machine.record(), "rows": rows, "note": NOTE}
+  strategies.put(values, stdout, record, lines)
+
+
+def _best(
+  shape: OffloadShape, machine: OffloadMachine, task: OffloadTask
+) -> float | None:
+  try:
+    return offload.plan(shape, machine, task, near=0.0).estimate.tokens_s
+  except RingjaxError:
+    return None
+
+
+def _rate(found: float | None) -> str:
+  return "none fits" if found is None else f"{found:.4g}"

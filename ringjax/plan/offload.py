@@ -1,0 +1,400 @@
+"""Plans offloading: which part of a model's data is in which tier of memory.
+
+Guarantees: the placement of a block is the optimum of the cost model (a linear
+program, solved exactly); among placements as fast it is the one that moves the
+least; it fits, or there is no plan and the error says what is too large. Blocks
+are enumerated, not searched to the optimum.
+
+  "paper"  rows in multiples of 4, fewer than 20 batches
+  "code"   rows 1, 2, 3, 4, 8, 16, ..., batches while more of them are faster
+
+Cost: a linear program of 12 variables a block, about 3 ms.
+
+Ref: Sheng et al. 2023, FlexGen (arXiv 2303.06865), section 4.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ringjax.checks import number, positive_int
+from ringjax.errors import MemoryEstimateError, OptionError
+from ringjax.plan import files, offload_costs
+from ringjax.plan.offload_costs import (
+  KINDS,
+  OffloadEstimate,
+  OffloadForms,
+  OffloadPolicy,
+  OffloadTask,
+  estimate,
+)
+from ringjax.plan.offload_tiers import TIERS, OffloadMachine, OffloadShape
+
+_BATCHES = 19
+# Multiples of 4 up to here, beyond an eighth of a power of two.
+_FINE_ROWS = 64
+_MOST_ROWS = 1 << 16
+# The second program may be slower than the first by this part.
+_SLACK = 1e-7
+# The solver's tolerance; memory is filled a little less, to be sure to fit.
+_LEAST_SHARE = 1e-7
+_SPARE = 1e-5
+_PHASES = ("prefill", "decode", "head")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadPlan:
+  """The best policy that was found, and why.
+
+  Attributes:
+    shape: the model.
+    machine: the machine.
+    task: what is to run.
+    policy: block and placement.
+    estimate: its times and memory.
+    tried: blocks whose linear program was solved.
+    why: reasons, in sentences.
+  """
+
+  shape: OffloadShape
+  machine: OffloadMachine
+  task: OffloadTask
+  policy: OffloadPolicy
+  estimate: OffloadEstimate
+  tried: int
+  why: tuple[str, ...]
+
+  def record(self) -> dict[str, Any]:
+    """As JSON has it."""
+    return {**files.record(self), "text": str(self.policy)}
+
+
+def plan(
+  shape: OffloadShape,
+  machine: OffloadMachine,
+  task: OffloadTask | None = None,
+  *,
+  rows: int | None = None,
+  batches: int | None = None,
+  most_rows: int | None = None,
+  near: float = 0.01,
+  on_block: Callable[[int, int], None] | None = None,
+) -> OffloadPlan:
+  """Searches the policy of the most tokens a second.
+
+  Args:
+    shape: the model.
+    machine: the machine.
+    task: what is to run; default: 32 tokens behind prompts of 512.
+    rows: of a batch; default: searched.
+    batches: of a block; default: searched.
+    most_rows: the most rows of a block that there is work for.
+    near: of blocks whose rate is less than the best by this part at most, the
+      one with the most rows of a batch is taken: small batches cost launches
+      that the model leaves out.
+    on_block: called with (rows, batches) before each linear program.
+
+  Raises:
+    OptionError: scipy is not installed, or a value out of its range.
+    MemoryEstimateError: no block fits.
+  """
+  task = OffloadTask() if task is None else task
+  for name, given in (
+    ("rows", rows), ("batches", batches), ("most_rows", most_rows)
+  ):  # fmt: skip
+    if given is not None:
+      positive_int(name, given)
+  number("near", near, least=0, most=1)
+  _linprog()
+  rates: dict[tuple[int, int], float] = {}
+  tried = 0
+  for r in (rows,) if rows is not None else _rows(task.form):
+    found_any, last = False, 0.0
+    for k in _batches(task.form, batches):
+      if most_rows is not None and r * k > most_rows:
+        break
+      if on_block is not None:
+        on_block(r, k)
+      tried += 1
+      seconds = _optimum(shape, machine, task, r, k)
+      if seconds is None:
+        break
+      found_any = True
+      rates[r, k] = rate = r * k * task.new / seconds[0]
+      if task.form == "code" and rate < last:
+        break
+      last = rate
+    if not found_any:
+      break
+  if not rates:
+    least = next(_rows(task.form))
+    raise _too_large(shape, machine, task, rows or least, batches or 1)
+  best = max(rates.values())
+  r, k = max(
+    (block for block, rate in rates.items() if rate >= (1 - near) * best),
+    key=lambda block: (block[0], rates[block]),
+  )
+  found = _optimum(shape, machine, task, r, k)
+  assert found is not None
+  policy = _least_moved(shape, machine, task, r, k, found[0])
+  made = estimate(shape, machine, task, policy)
+  return OffloadPlan(
+    shape=shape,
+    machine=machine,
+    task=task,
+    policy=policy,
+    estimate=made,
+    tried=tried,
+    why=tuple(reasons(made, policy, task)),
+  )
+
+
+def _rows(form: str) -> Iterator[int]:
+  rows = 1 if form == "code" else 4
+  while rows <= _MOST_ROWS:
+    yield rows
+    if form == "code":
+      rows = rows + 1 if rows < 4 else 2 * rows
+    elif rows < _FINE_ROWS:
+      rows += 4
+    else:
+      rows += 1 << (rows.bit_length() - 4)
+
+
+def _batches(form: str, batches: int | None) -> Iterator[int]:
+  if batches is not None:
+    yield batches
+    return
+  most = _BATCHES if form == "paper" else _MOST_ROWS
+  yield from range(1, most + 1)
+
+
+# ---------------------------------------------------------------------------
+# Linear programs
+# ---------------------------------------------------------------------------
+
+
+def _linprog() -> Callable[..., Any]:
+  """scipy's solver.
+
+  Raises:
+    OptionError: scipy is not installed.
+  """
+  try:
+    return importlib.import_module("scipy.optimize").linprog
+  except ModuleNotFoundError:
+    raise OptionError(
+      "offload",
+      "a plan to search, but scipy is not installed",
+      "scipy, or a policy that is given",
+      "pip install scipy",
+    ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinearProgram:
+  """min cost x, with upper x <= bound and equal x = right.
+
+  x are nine fractions and three times: of a layer's prompt, of its token, and
+  of the head.
+  """
+
+  cost: np.ndarray
+  upper: np.ndarray
+  bound: np.ndarray
+  equal: np.ndarray
+  right: np.ndarray
+  forms: OffloadForms
+
+
+def _program(
+  shape: OffloadShape,
+  machine: OffloadMachine,
+  task: OffloadTask,
+  rows: int,
+  batches: int,
+) -> _LinearProgram:
+  made = offload_costs.forms(shape, machine, task, rows, batches)
+  L, n = shape.layers, task.new
+  cost = np.zeros(12)
+  cost[9:] = L, (n - 1) * L, n
+  upper, bound = [], []
+  for i, phase in enumerate(_PHASES):
+    sums = offload_costs.joined(task.form, phase, made.times[phase])
+    for form in sums.values():
+      row = np.zeros(12)
+      row[:9], row[9 + i] = form[:9], -1.0
+      upper.append(row)
+      bound.append(-form[9])
+  limit = machine.tier_bytes()
+  for tier, _, _, form in made.peaks:
+    # In parts of the memory: bytes and seconds are far apart.
+    scale = max(limit[tier], 1.0)
+    upper.append(np.append(form[:9] / scale, np.zeros(3)))
+    bound.append(((1 - _SPARE) * limit[tier] - form[9]) / scale)
+  equal = np.zeros((3, 12))
+  for i in range(3):
+    equal[i, 3 * i : 3 * i + 3] = 1.0
+  right = np.ones(3)
+  if task.form == "code":
+    # Hidden states stay off the disk.
+    row = np.zeros((1, 12))
+    row[0, 8] = 1.0
+    equal, right = np.concatenate([equal, row]), np.append(right, 0.0)
+  return _LinearProgram(
+    cost, np.array(upper), np.array(bound), equal, right, made
+  )
+
+
+def _solve(
+  program: _LinearProgram,
+  cost: np.ndarray,
+  more: tuple[np.ndarray, float] | None,
+) -> np.ndarray | None:
+  upper, bound = program.upper, program.bound
+  if more is not None:
+    upper, bound = np.vstack([upper, more[0]]), np.append(bound, more[1])
+  found = _linprog()(
+    cost,
+    A_ub=upper,
+    b_ub=bound,
+    A_eq=program.equal,
+    b_eq=program.right,
+    bounds=(0, None),
+    method="highs",
+  )
+  if found.status == 2:
+    return None
+  if found.status != 0:
+    raise OptionError(
+      "offload",
+      f"a linear program that scipy does not solve: {found.message}",
+      "times and sizes of a real machine",
+      "check the machine's figures",
+    )
+  return found.x
+
+
+def _optimum(
+  shape: OffloadShape,
+  machine: OffloadMachine,
+  task: OffloadTask,
+  rows: int,
+  batches: int,
+) -> tuple[float, np.ndarray] | None:
+  """(seconds of a block, fractions) of the fastest placement; None: no room."""
+  program = _program(shape, machine, task, rows, batches)
+  x = _solve(program, program.cost, None)
+  return None if x is None else (float(program.cost @ x), x[:9])
+
+
+def _least_moved(
+  shape: OffloadShape,
+  machine: OffloadMachine,
+  task: OffloadTask,
+  rows: int,
+  batches: int,
+  seconds: float,
+) -> OffloadPolicy:
+  """Of the placements as fast as this the one that moves for the least time."""
+  program = _program(shape, machine, task, rows, batches)
+  moving = np.zeros(12)
+  counts = shape.layers, (task.new - 1) * shape.layers, task.new
+  for phase, count in zip(_PHASES, counts, strict=True):
+    for part, form in program.forms.times[phase].items():
+      if part != "compute":
+        moving[:9] += count * form[:9] / seconds
+  more = program.cost / seconds, 1.0 + _SLACK
+  x = _solve(program, moving, more)
+  assert x is not None
+  shares = np.clip(x[:9].reshape(3, 3), 0.0, 1.0)
+  shares = np.where(shares < _LEAST_SHARE, 0.0, shares)
+  shares /= shares.sum(1, keepdims=True)
+  given: dict[str, Any] = {
+    kind: tuple(map(float, row))
+    for kind, row in zip(KINDS, shares, strict=True)
+  }
+  return OffloadPolicy(rows=rows, batches=batches, **given)
+
+
+def _size(nbytes: float) -> str:
+  return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes:,.0f} bytes"
+
+
+def _too_large(
+  shape: OffloadShape,
+  machine: OffloadMachine,
+  task: OffloadTask,
+  rows: int,
+  batches: int,
+) -> MemoryEstimateError:
+  """The error that says what does not fit of the smallest block."""
+  made = offload_costs.forms(shape, machine, task, rows, batches)
+  limit = machine.tier_bytes()
+  need, room = sum(made.kept.values()), sum(limit.values())
+  got = f"{_size(need)} of weights, cache and hidden states"
+  want = f"{_size(room)} in all tiers"
+  if need <= room:
+    # A linear form over three simplices has its least value in a corner.
+    least = {
+      tier: max(
+        float(form[9] + form[:9].reshape(3, 3).min(1).sum())
+        for name, _, _, form in made.peaks
+        if name == tier
+      )
+      for tier in TIERS
+    }
+    tier = max(TIERS, key=lambda t: least[t] / max(limit[t], 1.0))
+    got = f"{_size(least[tier])} at work in the tier {tier}"
+    want = f"{_size(limit[tier])} there, and room elsewhere for the rest"
+  return MemoryEstimateError(
+    "offload",
+    f"{shape.name}, block {rows}x{batches}: {got}",
+    want,
+    "use 4 bits, shorter prompts, fewer rows or more memory",
+  )
+
+
+# ---------------------------------------------------------------------------
+# Why
+# ---------------------------------------------------------------------------
+
+_WORDS = {
+  "to_device": "what goes from host to device",
+  "from_device": "what goes from device to host",
+  "disk_read": "reading the disk",
+  "disk_write": "writing the disk",
+  "compute": "computing",
+}
+
+
+def reasons(
+  found: OffloadEstimate, policy: OffloadPolicy, task: OffloadTask
+) -> Iterator[str]:
+  """Why a policy is as fast as it is, and what keeps it from being faster."""
+  for phase, what in (("prefill", "the prompts"), ("decode", "each token")):
+    parts = found.binds[phase].split(" + ")
+    words = " and then ".join(_WORDS[part] for part in parts)
+    times: dict[str, float] = getattr(found, phase)
+    seconds = ", ".join(f"{part} {1e3 * x:.3g}" for part, x in times.items())
+    yield f"{what}: a layer waits for {words} (ms: {seconds})"
+  for tier in TIERS:
+    if found.limit[tier] and found.peak[tier] > 0.999 * found.limit[tier]:
+      over = " and too small" if not found.fits else ""
+      yield f"the {tier}'s memory is full{over}"
+  if policy.batches > 1:
+    yield (
+      f"{policy.batches} batches of {policy.rows} rows share each layer's "
+      "weights as they pass"
+    )
+  away = 1 - policy.cache[0]
+  if away > 1e-6:
+    where = "on the host" if task.attends_on_host else "on the device"
+    yield f"new tokens attend {where} to {100 * away:.3g} % of the cache"
+  if task.host_attention and task.cache_bits != 16:
+    yield "a cache in 4 bits is decoded on the device, so attention is there"
