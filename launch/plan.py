@@ -42,6 +42,11 @@
       second that makes (FlexGen). --machine=here measures this machine, with a
       file in --folder; --policy=48x3:20/80,0/100,0/100 reckons with a given
       placement; --paper prints published policies beside ours.
+  python -m launch.plan window --model=llama-2-7b --shares=0.4,0.3,0.3
+      --blocks=4
+      Devices that stream their part of each layer from disk while they compute
+      and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
+      the time to the first token and for each, and what each device holds.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: what each device holds and sends.
 
@@ -69,6 +74,7 @@ from launch import (
   offload,
   plan_flags,
   strategies,
+  windows,
 )  # fmt: skip
 from ringjax.errors import OptionError, RingjaxError
 from ringjax.plan import cost, draw, partition, profiles, published, schedules
@@ -497,6 +503,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "capacity": capacity.search,
   "cycles": cycles.count,
   "offload": offload.offloaded,
+  "window": windows.windowed,
 }
 
 

@@ -14,7 +14,12 @@ from launch.flag_helpers import FlagHelper
 from ringjax.kv import KINDS
 from ringjax.ops.attention import call_shape
 from ringjax.parallel import chips
-from ringjax.plan import cost, offload_costs, offload_tiers
+from ringjax.plan import (
+  allreduce_hops,
+  cost,
+  offload_costs,
+  offload_tiers,
+)
 
 # A flag belongs to the script that asked for it, and stands in its --help.
 flags.disclaim_key_flags()
@@ -24,9 +29,12 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("profile", "text", "llama7b-a100", "kvr",
    "Name of a profile, or path of its file."),
   ("context", "whole", 10240, "kvr", "Tokens of the prompt."),
-  ("ranks", "whole", 4, "kvr", "Devices that read the prompt."),
-  ("bandwidth", "number", 300e9, "kvr", "Link bandwidth (bytes/s).", 0.0),
-  ("latency", "number", 0.0, "kvr", "Latency of a message (s).", 0.0),
+  ("ranks", "whole", 4, "kvr window",
+   "Devices that read the prompt; window: with equal shares, default 8."),
+  ("bandwidth", "number", 300e9, "kvr window",
+   "Link bandwidth (bytes/s); window: default 37.5e6.", 0.0),
+  ("latency", "number", 0.0, "kvr window",
+   "Latency of a message (s); window: of a link, default 0.001.", 0.0),
   ("tile", "whole", 1, "kvr", "Partitions are multiples of so many tokens."),
   ("prefix", "whole", 0, "kvr", "Tokens before, whose keys every rank has.", 0),
   ("window", "whole", None, "kvr explain aot",
@@ -47,7 +55,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("plot", "text", None, "kvr explain aot capacity offload",
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
-   "kvr explain fit pictures aot cache capacity cycles offload",
+   "kvr explain fit pictures aot cache capacity cycles offload "
+   "window",
    "One JSON object on stdout, and nothing else."),
   ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
   ("paper", "boolean", False, "kvr offload",
@@ -65,7 +74,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Layers of the model; kvr --fit: to measure."),
   ("rounds", "whole", 5, "kvr fit offload",
    "Timed runs of each call; kvr: of --fit; offload: of --machine=here."),
-  ("dtype", "text", None, "kvr explain fit aot cache capacity cycles",
+  ("dtype", "text", None, "kvr explain fit aot cache capacity cycles "
+   "window",
    "Dtype of the computation; kvr --fit: of the weights."),
   ("out", "text", None, "fit pictures capacity offload",
    "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
@@ -96,15 +106,15 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "The local algorithm; default: what the machine has.", chips.LOCALS),
   ("packed", "boolean", False, "explain aot", "Whether documents are packed."),
   ("longest_document", "whole", None, "explain", "Its tokens, if known."),
-  ("model", "texts", None, "aot cache capacity offload",
-   "Presets, see rj.models.PRESETS; aot, offload: one, or a folder with a "
-   "config.json; offload: or one of "
+  ("model", "texts", None, "aot cache capacity offload window",
+   "Presets, see rj.models.PRESETS; aot, offload, window: one, or a folder "
+   "with a config.json; offload: or one of "
    f"{', '.join(offload_tiers.OPT)}; cache: some, or folders."),
   ("machine", "text", None, "offload",
    f"Name of a machine, of {', '.join(offload_tiers.MACHINES)}, path of a "
    "measured one, or here, which measures this one; default: t4."),
-  ("prompt", "whole", 512, "offload", "Tokens of each row's prompt."),
-  ("new", "whole", 32, "offload", "Tokens that each row generates."),
+  ("prompt", "whole", 512, "offload window", "Tokens of each row's prompt."),
+  ("new", "whole", 32, "offload window", "Tokens that each row generates."),
   ("form", "enum", "code", "offload",
    "How times overlap: as in the paper, or as in its released cost model.",
    offload_costs.FORMS),
@@ -123,6 +133,21 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Part of each memory that may be filled; default: as the machine says."),
   ("folder", "text", None, "offload",
    "--machine=here: where a file is written and read; default: here."),
+  ("shares", "texts", None, "window",
+   "Parts of the model on each device, e.g. 0.4,0.3,0.3; default: equal."),
+  ("flops", "texts", ["50e9"], "window",
+   "FLOP/s of a device; one for all, or one of each."),
+  ("memory_rate", "texts", ["10e9"], "window",
+   "Bytes/s of a device's memory; one for all, or one of each."),
+  ("disk_rate", "texts", ["2e9"], "window",
+   "Bytes/s of a device's disk; one for all, or one of each."),
+  ("blocks", "whole", 4, "window", "Blocks of weights on a device at once."),
+  ("retain", "whole", None, "window",
+   "Of so many layers one feedforward stays on the device."),
+  ("reduce", "enum", "star", "window", "How partial results are added up.",
+   allreduce_hops.REDUCES),
+  ("graph", "text", None, "window",
+   "File of devices, switches and links; default: all behind one switch."),
   ("megabytes", "whole", 256, "offload",
    "--machine=here: MiB of that file, and of copies."),
   ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),

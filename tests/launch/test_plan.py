@@ -318,6 +318,11 @@ def test_who_reads_may_have_enough(start):
     ("capacity", ("slices", "jobs", "out"), ("topology", "ranks", "chip")),
     ("cycles", ("chips", "kv_block"), ("topology", "ranks", "model")),
     ("explain", ("chip", "shards", "wire"), ("topology", "ranks", "slices")),
+    (
+      "window",
+      ("shares", "blocks", "disk_rate"),
+      ("chip", "machine", "tokens"),
+    ),
     ("offload", ("machine", "policy", "prompt"), ("chip", "ranks", "tokens")),
   ],
 )
@@ -440,4 +445,55 @@ def test_refusals_of_offloading(argv, words):
   except Exception as error:
     assert "form" in words and "exact" in str(error)
     return
+  assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err
+
+
+def test_weights_through_a_window(tmp_path):
+  fast = ("--disk_rate=1e12", "--blocks=2", "--new=3", "--json")
+  ran = ask("window", "--model=llama-100m", "--ranks=4", *fast)
+  assert ran.status == 0, ran.err
+  found = ran.json
+  assert found["steady"] and not found["waits"] and found["first_s"] > 0
+  assert [row["share"] for row in found["devices"]] == [0.25] * 4
+  assert all(row["tight"] and row["blocks"] <= 2 for row in found["devices"])
+  master, worker = found["devices"][:2]
+  assert master["all_bytes"] > worker["all_bytes"] > worker["weight_bytes"]
+  assert found["allreduce"]["star"]["chain_s"] == pytest.approx(8e-3)
+  assert found["allreduce"]["tree"]["chain_s"] == pytest.approx(16e-3)
+  # Slow disks: a token takes as long as the slowest device loads its part.
+  ran = ask(
+    "window", "--model=llama-100m", "--shares=0.5,0.3,0.2", "--new=3",
+    "--disk_rate=1e8,1e6,1e8", "--json",
+  )  # fmt: skip
+  slow = ran.json["devices"][1]
+  assert not slow["loose"] and slow["least_window"] is None
+  loads = (slow["all_bytes"] - slow["cache_bytes"]) / 1e6
+  assert ran.json["token_s"] == pytest.approx(loads, rel=0.1)
+  assert ran.json["waits"] and not ran.json["steady"]
+  path = tmp_path / "graph.json"
+  path.write_text(
+    json.dumps({
+      "format": "ringjax.topology", "version": 1, "devices": ["a", "b"],
+      "links": [["a", "s", 0.25], ["s", "b", 0.5]],
+    })
+  )  # fmt: skip
+  ran = ask("window", "--model=llama-100m", "--ranks=2", f"--graph={path}")
+  assert ran.status == 0 and "1500 ms" in ran.out and "| b |" in ran.out
+
+
+@pytest.mark.parametrize(
+  ("argv", "words"),
+  [
+    (("--shares=0.5,0.3",), "add up to 1"),
+    (("--shares=a,b",), "--shares"),
+    (("--shares=0.5,0.5", "--ranks=2"), "one of them"),
+    (("--disk_rate=1,2,3",), "disk_rate"),
+    (("--disk_rate=0",), "disk_rate"),
+    (("--model=deepseek-v3",), "deepseek_v3"),
+    (("--model=llama-100m,llama-2-7b",), "one model"),
+    (("--graph=none.json",), "none.json"),
+  ],
+)
+def test_refusals_of_windows(argv, words):
+  ran = ask("window", *argv)
   assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err

@@ -77,7 +77,7 @@ def test_the_example_of_the_paper():
 
 
 @pytest.mark.smoke
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MS, MS, MS, MS, MS, st.integers(2, 6))
 def test_the_simulator_agrees_with_the_predicates(a, f, r, la, lf, window):
   times = WindowTimes(
@@ -97,7 +97,7 @@ def test_the_simulator_agrees_with_the_predicates(a, f, r, la, lf, window):
     assert found.token_s > 3 * (a + f + 2 * r)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
   st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6
@@ -112,7 +112,7 @@ def test_any_blocks_and_any_window(given_blocks, window):
     for i, (step, load) in enumerate(given_blocks)
   ]
   found = layer_window.simulate(
-    [mine], window=window, passes=24, reduce_s=[0] * len(mine)
+    [mine], window=window, passes=16, reduce_s=[0] * len(mine)
   )
   assert found.steady == layer_window.steady(steps, loads, window)
   assert found.peak_blocks[0] <= window
@@ -137,7 +137,8 @@ def test_retained_blocks():
   assert not run(slow, 4, 8).steady
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.long
+@settings(max_examples=60, deadline=None)
 @given(MS, MS, MS, MS, MS, st.integers(1, 4))
 def test_loose_conditions_hold_in_the_simulator(a, f, r, la, lf, retain):
   times = WindowTimes(
