@@ -67,19 +67,20 @@ def search(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   if missing:
     compiler.require()
 
-  def find(number: int) -> dict[str, Any]:
+  def found_row(number: int) -> dict[str, Any]:
     cell = missing[number]
     words = " ".join(str(value) for value in cell.values() if value)
     label = f"{number + 1} of {len(missing)}, {words}"
     screen.say(label)
     say = lambda text: screen.say(f"{label}: {text}")
-    return {**_find(cell, values.timeout, say), "versions": versions}
+    row = find(cell, SLICES[cell["slice"]], values.timeout, say)
+    return {**row, "versions": versions}
 
   def known() -> list[dict[str, Any]]:
     good = {k: v for k, v in rows.items() if "refused" not in v}
     return before + _in_order(rows | older | good, order)
 
-  each = common.several(find, len(missing), values.jobs, compiler.stop)
+  each = common.several(found_row, len(missing), values.jobs, compiler.stop)
   for number, row in each:
     rows[_key(missing[number])] = row
     if values.out is not None:
@@ -121,10 +122,20 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
   return options
 
 
-def _find(
-  cell: Mapping[str, Any], timeout_s: float, say: Callable[[str], None]
+def find(
+  cell: Mapping[str, Any],
+  topology: str,
+  timeout_s: float,
+  say: Callable[[str], None],
 ) -> dict[str, Any]:
-  topology = SLICES[cell["slice"]]
+  """A cell with the largest context that fits on a slice, or why none does.
+
+  Args:
+    cell: model, slice (its usual name), what, strategy and options.
+    topology: the slice as the compiler calls it.
+    timeout_s: seconds for a program.
+    say: called with lines of progress.
+  """
   devices = chips.devices(topology)
   options = {
     "model": cell["model"], "strategy": cell["strategy"], **cell["options"],

@@ -47,6 +47,10 @@
       Devices that stream their part of each layer from disk while they compute
       and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
       the time to the first token and for each, and what each device holds.
+  python -m launch.plan ring
+      The smallest block whose work hides a hop on five machines, and the
+      longest contexts of the Ring Attention paper, beside ours by formula; with
+      --compile also by the TPU compiler.
   python -m launch.plan pictures --out=docs/strategies
       A picture of each strategy of attention: what each device holds and sends.
 
@@ -73,6 +77,7 @@ from launch import (
   cycles,
   offload,
   plan_flags,
+  ring,
   strategies,
   windows,
 )  # fmt: skip
@@ -498,6 +503,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "explain": strategies.explain,
   "fit": strategies.measure,
   "pictures": _pictures,
+  "ring": ring.tables,
   "aot": aot.compile_one,
   "cache": cache.sizes,
   "capacity": capacity.search,

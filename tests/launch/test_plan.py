@@ -497,3 +497,32 @@ def test_weights_through_a_window(tmp_path):
 def test_refusals_of_windows(argv, words):
   ran = ask("window", *argv)
   assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err
+
+
+def test_the_tables_of_ring_attention(monkeypatch):
+  ran = ask("ring")
+  assert ran.status == 0 and ran.err == ""
+  assert "24,960" in ran.out and "+0.2 %" in ran.out and "4,096" in ran.out
+  found = ask("ring", "--json").json
+  assert len(found["hides"]) == 5 and len(found["contexts"]) == 13
+  assert all(row["compiled"] is None for row in found["contexts"])
+  assert ask("ring", "--timeout=5").status == 2
+
+  # What the compiler is asked, in place of minutes of its work.
+  from launch import capacity
+  from ringjax.plan import aot
+
+  asked = []
+
+  def find(cell, topology, timeout_s, say):
+    asked.append((cell["model"], topology, timeout_s))
+    return {**cell, "tokens": 5_000_000}
+
+  monkeypatch.setattr(aot, "require", lambda: None)
+  monkeypatch.setattr(capacity, "find", find)
+  ran = ask("ring", "--compile", "--timeout=7")
+  assert ran.status == 0 and "5,000" in ran.out
+  assert asked == [
+    ("llama-2-7b", "v4:8x8x8", 7.0),
+    ("llama-2-7b", "v5e:16x16", 7.0),
+  ]
