@@ -55,6 +55,7 @@ def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     prompt=values.prompt,
     new=values.new,
     form=values.form,
+    working=values.working,
     weight_bits=int(values.weight_bits),
     cache_bits=int(values.cache_bits),
     host_attention=values.host_attention,

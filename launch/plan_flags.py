@@ -118,6 +118,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("form", "enum", "code", "offload",
    "How times overlap: as in the paper, or as in its released cost model.",
    offload_costs.FORMS),
+  ("working", "enum", None, "offload",
+   "What of a layer's steps is in memory at once; default: the largest with "
+   "--form=paper, their sum with code.", offload_costs.WORKING),
   ("weight_bits", "enum", "16", "offload", "Bits of a weight.", ("16", "4")),
   ("cache_bits", "enum", "16", "offload", "Bits of the cache.", ("16", "4")),
   ("host_attention", "boolean", True, "offload",

@@ -53,6 +53,7 @@ from ringjax.plan import files
 from ringjax.plan.offload_tiers import TIERS, OffloadMachine, OffloadShape
 
 FORMS = ("paper", "code")
+WORKING = ("largest", "sum")
 PARTS = ("to_device", "from_device", "disk_read", "disk_write", "compute")
 KINDS = ("weights", "cache", "hidden")
 # Bytes of a number. In 4 bits each group of 64 has a scale and a minimum too.
@@ -75,6 +76,9 @@ class OffloadTask:
     prompt: tokens of each row's prompt, s.
     new: tokens that each row generates, n.
     form: how times overlap, of `FORMS`.
+    working: what of a layer's steps is in the device's memory at once, the
+      "largest" or their "sum"; None: the largest with the form "paper", the sum
+      with "code".
     weight_bits: 16 or 4.
     cache_bits: 16 or 4; of a cache in 4 bits attention is on the device.
     host_attention: whether new tokens attend on the host to the part of the
@@ -84,6 +88,7 @@ class OffloadTask:
   prompt: int = 512
   new: int = 32
   form: str = "paper"
+  working: str | None = None
   weight_bits: int = 16
   cache_bits: int = 16
   host_attention: bool = True
@@ -92,9 +97,16 @@ class OffloadTask:
     positive_int("prompt", self.prompt)
     positive_int("new", self.new)
     one_of("form", self.form, FORMS)
+    one_of("working", self.working, (None, *WORKING))
     one_of("weight_bits", self.weight_bits, tuple(BYTES))
     one_of("cache_bits", self.cache_bits, tuple(BYTES))
     boolean("host_attention", self.host_attention)
+
+  @property
+  def adds_steps(self) -> bool:
+    """Whether all steps of a layer are in memory at once."""
+    default = "sum" if self.form == "code" else "largest"
+    return (self.working or default) == "sum"
 
   @property
   def attends_on_host(self) -> bool:
@@ -379,7 +391,7 @@ def _peaks(
   """Bytes that must be in each tier at once: what is kept there, and at work.
 
   Of the device: two layers' weights that stream in, a batch's hidden states
-  and cache, and the largest step of a layer ("paper") or all of them ("code").
+  and cache, and the largest step of a layer or all of them (`task.working`).
   """
   s, n, b = task.prompt, task.new, rows * batches
   W, C, E = _bytes(shape, task)
@@ -454,7 +466,7 @@ def _steps(
   seen: int,
   scores: int,
 ) -> dict[str, Affine]:
-  """Bytes at work in a layer's steps on the device; "code" adds them up."""
+  """Bytes at work in a layer's steps on the device, or in all of them."""
   D, N, F = shape.embed, shape.queries, shape.hidden
   matrix = 2.0 * rows * shape.heads * q * seen * scores
   half = rows * seen * shape.kv  # keys, or values, in 16 bits
@@ -462,7 +474,7 @@ def _steps(
   qkv = _affine(2.0 * rows * q * (D + N + shape.kv))
   out = _affine(2.0 * rows * q * (N + D))
   attends = lambda x: _seen(task, x) if q == 1 else _affine(x)
-  if task.form == "paper":
+  if not task.adds_steps:
     return {
       "projections": qkv,
       "attention": attends(2 * query + half + matrix),

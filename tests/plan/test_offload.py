@@ -162,6 +162,20 @@ def test_the_published_shape_of_30b():
     assert made.fits and any("host's memory" in text for text in found.why)
 
 
+def test_the_published_policy_of_30b_is_the_optimum():
+  """With all of the memory, and one step of a layer at a time in it."""
+  one = dataclasses.replace(T4, usable=1.0)
+  task = OffloadTask(form="code", working="largest")
+  found = offload.plan(
+    OffloadShape.opt("opt-30b"), one, task, rows=48, batches=3
+  )
+  policy = found.policy
+  assert policy.weights[0] == pytest.approx(0.2, abs=0.01)
+  assert policy.weights[2] < 1e-6
+  assert policy.cache == (0.0, 1.0, 0.0) and policy.hidden[1] > 0.999
+  assert found.estimate.tokens_s == pytest.approx(7.14, rel=0.01)
+
+
 # ---------------------------------------------------------------------------
 # The optimum
 # ---------------------------------------------------------------------------
