@@ -8,28 +8,28 @@ layer's weights serve all batches of a block before the next layer begins.
 
 With W bytes of a layer, C bytes of a token's key and value in it, E = 2 D bytes
 of a hidden state, b rows of a block, s tokens of the prompt and n new ones, a
-layer takes
+layer moves for a prompt
 
-               of a prompt moves
   to_device    (w2 + w3) W + (h2 + h3) s E b
   from_device  (c2 + c3) (s + 1) C b + (h2 + h3) s E b
   disk_read    w3 W + h3 s E b
   disk_write   c3 (s + 1) C b + h3 s E b
 
-               and of a new token
+bytes, and for a new token
+
   to_device    (w2 + w3) W + (h2 + h3) E b
   from_device  (h2 + h3) E b
   disk_read    w3 W + c3 (s + n / 2) C b + h3 E b
   disk_write   c3 C b + h3 E b
 
-bytes, each at its rate. The fifth time is that of computing: products, and
-attention where the cache is. Two forms join the five:
+each at its rate. The fifth time is that of computing: products, and attention
+where the cache is. Two forms join the five:
 
-  "paper"  all overlap: a layer takes the largest
-  "code"   the released cost model: of a prompt the largest of
-           to_device + disk_read, from_device + disk_write and compute, of a
-           token to_device + the largest of the others; hidden states stay off
-           the disk
+  "paper"         the largest of the five
+  "code", prompt  max(to_device + disk_read, from_device + disk_write, compute)
+  "code", token   to_device + max(from_device, disk_read, disk_write, compute)
+
+"code" is the released cost model; it keeps hidden states off the disk.
 
 Left out: latencies, the norms' weights, the cost of decoding 4-bit numbers.
 Layers with a window count as if they saw and kept all tokens.

@@ -136,6 +136,18 @@ def test_the_best_of_175b(one, want):
 
 
 @pytest.mark.slow
+def test_the_published_blocks_are_found():
+  """48x3 with 20 % of the weights on the device, and 32x8, in the paper."""
+  one = dataclasses.replace(T4, usable=1.0)
+  task = OffloadTask(form="code", working="largest")
+  small = offload.plan(OffloadShape.opt("opt-30b"), one, task).policy
+  assert (small.rows, small.batches) == (64, 3)
+  assert 0.15 < small.weights[0] < 0.25 and small.cache[1] > 0.999
+  large = offload.plan(OffloadShape.opt("opt-175b"), one, task).policy
+  assert large.rows == 32 and large.batches >= 8 and large.cache[2] > 0.9
+
+
+@pytest.mark.slow
 def test_the_best_of_175b_is_found():
   shape, task = OffloadShape.opt("opt-175b"), OffloadTask(form="code")
   for one, want in ((T4, 0.169), (SSD, 0.609)):
