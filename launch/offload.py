@@ -44,6 +44,13 @@ def offloaded(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     strategies.refuse(
       values, "offload --paper", ("model", "policy", "plot", *_OF_HERE)
     )
+    if values.machine == HERE:
+      raise OptionError(
+        "--machine",
+        f"{HERE} with --paper",
+        "a stated machine, or the path of a measured one",
+        "measure it first, with --out=FILE and no --paper",
+      )
     _published(values, screen, stdout)
     return
   names = values.model or [_MODEL]

@@ -113,7 +113,7 @@ def plan(
   _linprog()
   rates: dict[tuple[int, int], float] = {}
   tried = 0
-  for r in (rows,) if rows is not None else _rows(task.form):
+  for r in (rows,) if rows is not None else _rows(task.form, most_rows):
     found_any, last = False, 0.0
     for k in _batches(task.form, batches):
       if most_rows is not None and r * k > most_rows:
@@ -154,8 +154,8 @@ def plan(
   )
 
 
-def _rows(form: str) -> Iterator[int]:
-  rows = 1 if form == "code" else 4
+def _rows(form: str, most: int | None = None) -> Iterator[int]:
+  rows = 1 if form == "code" else min(4, most or 4)
   while rows <= _MOST_ROWS:
     yield rows
     if form == "code":
