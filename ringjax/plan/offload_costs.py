@@ -400,18 +400,15 @@ def _peaks(
   found: list[tuple[str, str, str, Affine]] = []
   for phase, q, seen in (("prefill", s, s), ("decode", 1, s + n)):
     decode = phase == "decode"
-    hidden = q * E * b
-    # The cache grows to its end while tokens are generated.
-    cache = {"device": (s + n) * C * b * L, "host": seen * C * b * L}
+    # Device and disk have room for the whole cache from the start; the host's
+    # part grows while tokens are generated.
+    token = C * b * L
+    cache = {"device": (s + n) * token, "host": seen * token}
+    cache["disk"] = cache["device"]
     kept = {
-      tier: _only(tier, weights=all_w, hidden=hidden,
-                  cache=cache.get(tier, (s + n) * C * b * L))
+      tier: _only(tier, weights=all_w, hidden=q * E * b, cache=cache[tier])
       for tier in TIERS
-    }  # fmt: skip
-    if not decode:
-      kept["disk"] = _only(
-        "disk", weights=all_w, hidden=s * E * b, cache=(s + n) * C * b * L
-      )
+    }
     # The device: what streams through it.
     passing = _affine(
       2 * W + q * E * rows,

@@ -158,6 +158,40 @@ def test_the_best_of_175b_is_found():
     assert exact.estimate.tokens_s >= found.estimate.tokens_s
 
 
+def test_the_memory_of_the_released_model():
+  """Its terms written out for OPT, on device and host, in both phases."""
+  shape = OffloadShape.opt("opt-6.7b")
+  policy = OffloadPolicy.parse("5x3:13/40,7/31,20/80")
+  s, n, L, h, heads, f = 100, 32, 32, 4096, 32, 4 * 4096
+  w, b, bls = 24 * h**2, 5, 15
+  (wg, wc, wn), (cg, cc, cn) = policy.weights, policy.cache
+  hg, hc, _ = policy.hidden
+  work = 8 * b * s * h + b * (2 * s * h + 2 * heads * s**2) + 2 * b * s * h
+  work += 4 * b * s * h + 2 * b * s * f + 2 * b * s * h
+  device = w * L * wg + 2 * s * h * bls * hg + 4 * (s + n) * h * bls * L * cg
+  device += 2 * w * (1 - wg) + 2 * s * h * b * (1 - hg) + work
+  host = w * L * wc + 2 * s * h * bls * hc + 4 * s * h * bls * L * cc
+  host += w * (1 - wg) + 2 * s * h * b * (1 - hg)
+  later = w * L * wc + 2 * h * bls * hc + 4 * (s + n) * h * bls * L * cc
+  later += w * wn + 8 * (s + n) * h * b * cn
+  later += 2 * heads * (s + n) * b + 2 * h * b
+  disk = w * L * wn + 4 * (s + n) * h * bls * L * cn
+  made = estimate(shape, T4, OffloadTask(prompt=s, form="code"), policy)
+  assert made.peak["device"] == pytest.approx(device)
+  assert made.peak["host"] == pytest.approx(max(host, later))
+  assert made.peak["disk"] == pytest.approx(disk)
+  # While tokens are generated; more rows make that the larger of the two.
+  task = OffloadTask(prompt=2, new=400, form="code")
+  s, n = 2, 400
+  t = s + n
+  work = 8 * b * h + b * (2 * h + 2 * t * h + 2 * heads * t) * cg
+  work += b * (2 * t * h + 2 * h) * cg + 4 * b * h + 2 * b * f + 2 * b * h
+  device = w * L * wg + 2 * h * bls * hg + 4 * t * h * bls * L * cg
+  device += 2 * w * (1 - wg) + 2 * h * b * (1 - hg) + 4 * b * t * h * cg + work
+  found = estimate(shape, T4, task, policy).peak["device"]
+  assert found == pytest.approx(device, rel=1e-4)
+
+
 def test_the_published_shape_of_30b():
   """Some weights on the device, the rest and all else on the host."""
   for usable in (0.8, 1.0):
