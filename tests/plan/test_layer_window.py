@@ -138,7 +138,7 @@ def test_retained_blocks():
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MS, MS, MS, MS, MS, st.integers(1, 4))
 def test_loose_conditions_hold_in_the_simulator(a, f, r, la, lf, retain):
   times = WindowTimes(
