@@ -4,6 +4,11 @@ from ringjax.infer import contexts, speculate
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
+from ringjax.infer.integer_model import (
+  ActivationRanges,
+  activation_ranges,
+  integer_model,
+)
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
@@ -13,6 +18,7 @@ from ringjax.infer.stopping import Stop
 
 __all__ = [
   "METHODS",
+  "ActivationRanges",
   "ContextLibrary",
   "GenerateReport",
   "Generated",
@@ -21,11 +27,13 @@ __all__ = [
   "Sample",
   "Session",
   "Stop",
+  "activation_ranges",
   "calibrate",
   "context_session",
   "contexts",
   "evict_by_repetition",
   "generate",
+  "integer_model",
   "read_context",
   "speculate",
 ]
