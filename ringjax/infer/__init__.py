@@ -15,6 +15,7 @@ from ringjax.infer.repetition import evict_by_repetition
 from ringjax.infer.sampling import Greedy, Sample
 from ringjax.infer.session import GenerateReport, Session
 from ringjax.infer.stopping import Stop
+from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 
 __all__ = [
   "METHODS",
@@ -27,6 +28,7 @@ __all__ = [
   "Sample",
   "Session",
   "Stop",
+  "TwoProcessorReading",
   "activation_ranges",
   "calibrate",
   "context_session",
@@ -35,5 +37,6 @@ __all__ = [
   "generate",
   "integer_model",
   "read_context",
+  "read_on_two",
   "speculate",
 ]
