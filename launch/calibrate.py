@@ -8,6 +8,11 @@
       Chooses a codec for each KV head of each layer, so that all take 3.2 bits
       a number, by the loss that each costs; writes DIR/kv_bits.json. Then:
   python -m launch.generate --model=DIR --cache=allocated:table=DIR ...
+  python -m launch.calibrate --model=DIR --text=FILE --ranges
+      Measures how large the inputs of the linear maps are; writes
+      DIR/activation_ranges.safetensors. Then:
+  python -m launch.generate --model=DIR --integer=DIR ...
+      Multiplies 8-bit integers in the model.
 
 --text is a file, or a folder of .txt and .jsonl files; without it Python's own
 sources are read. Without --model it is the model that ships with ringjax, and
@@ -33,6 +38,7 @@ from launch.group import Group
 from ringjax.data import Tokenizer, documents, texts
 from ringjax.errors import OptionError, PromptError
 from ringjax.infer.calibrate import calibrate
+from ringjax.infer.integer_model import activation_ranges
 from ringjax.kv import CacheKind, allocate_bits, kind_text
 from ringjax.kv.allocation import BY, CANDIDATES, MEASURES
 from ringjax.kv.codecs.calibration import WEIGHTS
@@ -92,6 +98,9 @@ def define(values: flags.FlagValues) -> None:
     "--bits: what is compared: loss, or kl, how far "
     "predictions move; default: loss.",
     flag_values=values,
+  )
+  new.boolean(
+    "ranges", False, "Measures activations, for products of integers."
   )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
@@ -157,6 +166,13 @@ def _calibrate(
   rows = _rows(tokenizer, found, values.rows, values.length)
   if values.bits is not None:
     return _allocate(values, screen, model, rows, out)
+  if values.ranges:
+    screen.begin("measuring", len(rows), "texts")
+    found = activation_ranges(
+      model, rows, progress=lambda done, total: screen.at(done)
+    )
+    path = found.save(out)
+    return {"out": str(path), "model": found.model, "tokens": int(rows.size)}
   screen.begin("measuring", 2 * len(rows), "passes")
   made = calibrate(
     model,
@@ -224,13 +240,17 @@ def _kind(text: str, folder: pathlib.Path) -> CacheKind | str:
 def _refuse_unused(values: flags.FlagValues) -> None:
   """No flag that was set is without effect."""
   others = ("outliers", "first", "weights")
-  if values.bits is None:
+  if values.ranges:
+    others += ("cache", "by", "measure", "bits")
+  elif values.bits is None:
     others = ("cache", "by", "measure")
   unused = [f"--{name}" for name in others if values[name].present]
   if unused:
     raise OptionError(
       "flags",
-      f"{', '.join(unused)} with{'out' * (values.bits is None)} --bits",
+      f"{', '.join(unused)} with{'out' * (values.bits is None)} --bits"
+      if not values.ranges
+      else f"{', '.join(unused)} with --ranges",
       "flags that have an effect",
       "leave them out; see --help",
     )

@@ -39,6 +39,7 @@ import ringjax as rj
 from launch import common, console, machines, prompts
 from launch.flag_helpers import FlagHelper
 from launch.group import Group
+from ringjax import option_text
 from ringjax.checks import positive_int
 from ringjax.data import LinkTokens, Tokenizer, fingerprint
 from ringjax.data.link_tokens import LINKS
@@ -59,6 +60,8 @@ _NEW_TOKENS = 256
 _DRAFTERS = tuple(name for name in speculate.DRAFTERS if name != "translated")
 # Of a folder that keeps contexts.
 _STORE_BYTES = 1 << 40
+# Options of `rj.infer.integer_model`.
+_INTEGER = ("shadow", "prune", "scales")
 _MEMORY = (
   "shard the sequence over more devices (--mesh=seq:N), or read less at a "
   "time (--prefill=chunked --chunk=1024)"
@@ -147,6 +150,13 @@ def define(values: flags.FlagValues) -> None:
   )
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+  new.text(
+    "integer",
+    None,
+    "Multiplies 8-bit integers in the linear maps, by the activation ranges in "
+    "this folder (launch.calibrate --ranges): DIR or "
+    "DIR:shadow=16,prune=0.85,scales=tensor.",
   )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
@@ -259,6 +269,8 @@ class _Work:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
     model = rj.models.load(folder, mesh=mesh, dtype=self._values.dtype)
+    if self._values.integer is not None:
+      model = _integer(model, self._values.integer)
     jax.block_until_ready(model)
     params = tensors.parameters(model).values()
     about = {
@@ -531,6 +543,23 @@ def _where(
   axes = ", ".join(f"{name}:{n}" for name, n in mesh.items())
   several = f" in {processes} processes" if processes > 1 else ""
   return f"{devices} x {kind}{several}, mesh {axes}"
+
+
+def _integer(model: Transformer, text: str) -> Transformer:
+  """The model with products of integers that --integer asks for."""
+  folder, colon, rest = text.partition(":")
+  options = {}
+  for part in option_text.split(rest) if colon else ():
+    key, equals, said = part.partition("=")
+    if key not in _INTEGER or not equals or key in options:
+      raise OptionError(
+        "--integer",
+        f"{part!r} in {text!r}",
+        f"options, each once: {', '.join(_INTEGER)}",
+        "write --integer=DIR:shadow=8, for instance",
+      )
+    options[key] = option_text.value(said)
+  return rj.infer.integer_model(model, folder, **options)
 
 
 def _has_folder(drafter: speculate.Drafter) -> TypeGuard[speculate.DraftModel]:

@@ -192,6 +192,17 @@ class LayerPrograms:
     """A layer's weights, out of the stack of its kind."""
     return self._pick(self._stacks[layer.kind], layer.index)
 
+  def mixing_weights(
+    self, weights: tuple[Shaped[Array, " ..."], ...]
+  ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What attention alone needs of a layer's weights: sinks, and no maps.
+
+    Returns:
+      (shapes, weights): of each its shape, and itself or None.
+    """
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights)
+    return shapes, tuple(x if x.ndim < 2 else None for x in weights)
+
   def constants(self, layer: StackedLayer) -> Any:
     """Numbers of the codec of one layer, [K, n]."""
     if layer.kind not in self._constants:
@@ -353,6 +364,58 @@ class LayerPrograms:
     out, part = block(x, _tokens(spec, at, span.length), given, attend)
     return out, _updated(cache, kind, part)
 
+  @_program(static_argnums=(0, 1, 2), donate_argnums=(6,))
+  def mix(
+    self,
+    spec: Layer,
+    kind: int,
+    shapes: tuple[Any, ...],
+    weights: PyTree,
+    made: tuple[
+      Float[Array, "1 T N H"],
+      Shaped[Array, "1 K T H"],
+      Shaped[Array, "1 K T J"],
+    ],
+    span: TokenSpan,
+    cache: KVCache,
+    index: Index,
+  ) -> tuple[jax.Array, KVCache]:
+    """Attention alone: [1, T, N, J], and the cache; see `attend`.
+
+    `shapes` and `weights` are those of `mixing_weights`.
+    """
+    q, k, v = made
+    at = span.at(q.shape[1])
+    cache = cache.allocate(at, replicated=False, sees=True)
+    part = cache.layer(kind, cache.slots[kind], index)
+    given = _StoredKeys(self.kind, (part, k, v))
+    attend = _Queries(self._attend, q)
+    # What is not attention is computed of zeros, and dropped.
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    every = [
+      zeros(a) if b is None else b for a, b in zip(shapes, weights, strict=True)
+    ]
+    block = jax.tree.unflatten(self._trees[spec], every)
+    x = jnp.zeros((1, q.shape[1], self._config.embed), q.dtype)
+    _, part = block(x, _tokens(spec, at, span.length), given, attend)
+    return attend.mixed, _updated(cache, kind, part)
+
+  @_program(static_argnums=(0,))
+  def finish(
+    self,
+    spec: Layer,
+    weights: PyTree,
+    x: Float[Array, "1 T D"],
+    mixed: Float[Array, "1 T N J"],
+    span: TokenSpan,
+  ) -> jax.Array:
+    """The layer's output [1, T, D], of its input and of what `mix` made."""
+    block = jax.tree.unflatten(self._trees[spec], weights)
+    at = span.at(x.shape[1])
+    attend = _Queries(self._attend, mixed=mixed)
+    tokens = _tokens(spec, at, span.length)
+    return block(x, tokens, _StoredKeys(self.kind), attend)[0]
+
   @_program(static_argnums=(0,))
   def whole(
     self,
@@ -392,14 +455,21 @@ class _Queries:
   Attributes:
     q: the queries; those that are given attend in place of the layer's own.
     fresh: the keys of the call.
+    mixed: what attention makes; one that is given is taken for it.
   """
 
   q: Any
   fresh: Any
+  mixed: Any
   _attend: Any
 
-  def __init__(self, attend: ShardingContext, q: jax.Array | None = None):
-    self.q, self.fresh, self._attend = q, None, attend
+  def __init__(
+    self,
+    attend: ShardingContext,
+    q: jax.Array | None = None,
+    mixed: jax.Array | None = None,
+  ):
+    self.q, self.fresh, self.mixed, self._attend = q, None, mixed, attend
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._attend, name)
@@ -407,8 +477,11 @@ class _Queries:
   def __call__(
     self, q: jax.Array, tokens: Tokens, cache: Any, mask: Mask, extras: Extras
   ) -> jax.Array:
+    if self.mixed is not None:
+      return self.mixed
     if self.q is not None:
-      return self._attend(self.q, tokens, cache, mask, extras)
+      self.mixed = self._attend(self.q, tokens, cache, mask, extras)
+      return self.mixed
     self.q, self.fresh = q, cache.fresh
     return jnp.zeros_like(q)
 

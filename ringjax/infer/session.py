@@ -231,6 +231,24 @@ class Session:
       for known, array in zip(self._weights, arrays, strict=True)
     )
 
+  def hand_over(self, model: Transformer) -> None:
+    """Lets other weights of the same shape answer about what is held.
+
+    A model of integers may read a prompt that the model itself answers about;
+    the answers are those of the keys that were read.
+
+    Raises:
+      OptionError: a model of another config.
+    """
+    if model.config != self.model.config:
+      raise OptionError(
+        "model",
+        f"a {model.config.family} of another config",
+        f"one of the session's, a {self.model.config.family}",
+        "pass the model that the session was made for, or one made of it",
+      )
+    self.bind(model)
+
   @property
   def empty(self) -> bool:
     """Whether it holds no token."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
+from ringjax.models.linear_maps import linear_maps, replaced
 from ringjax.models.transformer import Transformer
 from ringjax.nn.adapted import AdaptedLinear
 from ringjax.nn.linear import Linear
@@ -69,7 +70,7 @@ class Lora:
       OptionError: a target that the model does not have, or more new tokens
         than its vocabulary.
     """
-    found = dict(_maps(model))
+    found = dict(linear_maps(model))
     known = sorted({path.rsplit(".", 1)[-1] for path in found})
     wrong = [name for name in self.targets if name not in known]
     if wrong:
@@ -107,7 +108,7 @@ class Lora:
 
   def model(self, params: PyTree, frozen: Transformer) -> Transformer:
     """The model with its adapters added; its own weights get no gradient."""
-    maps = dict(_maps(frozen))
+    maps = dict(linear_maps(frozen))
     scale = self.alpha / self.rank
     changed = {}
     new = {}
@@ -158,7 +159,7 @@ def with_adapters(
   Raises:
     OptionError: parameters of another model.
   """
-  maps = dict(_maps(model))
+  maps = dict(linear_maps(model))
   paths = list(dict.fromkeys(path for _, params in adapters for path in params))
   wrong = [path for path in paths if path not in maps]
   if wrong:
@@ -169,7 +170,7 @@ def with_adapters(
       "pass adapters that were trained on it",
     )
   rank = max((how.rank for how, _ in adapters), default=0)
-  made = jax.tree.map(lambda x: x, model)
+  changed = {}
   for path in paths:
     lead, into, out = _shape(maps[path])
     downs, ups = [], []
@@ -190,17 +191,10 @@ def with_adapters(
         b = jnp.pad(jnp.asarray(part["b"]) * scale, tall)
       downs.append(a)
       ups.append(b)
-    *above, name = path.split(".")
-    owner: Any = made
-    for step in above:
-      owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
-    adapted = AdaptedLinear(
-      getattr(owner, name),
-      _numbered(downs, len(lead)),
-      _numbered(ups, len(lead)),
+    changed[path] = AdaptedLinear(
+      maps[path], _numbered(downs, len(lead)), _numbered(ups, len(lead))
     )
-    setattr(owner, name, adapted)
-  return made
+  return replaced(model, changed)
 
 
 def _numbered(arrays: list[jax.Array], axis: int) -> jax.Array:
@@ -224,21 +218,6 @@ def _check_part(
 def _dotted(path: Any) -> str:
   """'stack.blocks.0.0.attention.q.weight' from a path of keys."""
   return ".".join(str(getattr(k, "name", getattr(k, "idx", k))) for k in path)
-
-
-def _maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
-  """All linear maps of the layers, by path, in the order of the tree."""
-  leaves = jax.tree_util.tree_flatten_with_path(
-    model.stack, is_leaf=lambda x: isinstance(x, nnx.Variable)
-  )[0]
-  for path, _ in leaves:
-    owner: Any = model.stack
-    for key in path[:-1]:
-      owner = (
-        getattr(owner, key.name) if hasattr(key, "name") else owner[key.idx]
-      )
-    if isinstance(owner, Linear) and _dotted(path[-1:]) == "weight":
-      yield f"stack.{_dotted(path[:-1])}", owner
 
 
 def _of_vocabulary(model: Transformer) -> dict[str, nnx.Variable]:

@@ -112,3 +112,25 @@ def test_two_processes_measure_as_one(tmp_path, run_together):
   assert want.keys() == got.keys()
   for name, x in want.items():
     np.testing.assert_allclose(got[name], x, rtol=0, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.long
+def test_integers_multiply_by_ranges_that_were_measured(tmp_path, ask):
+  text = tmp_path / "text.txt"
+  text.write_text("a few words, again and again. " * 20)
+  out = tmp_path / "found"
+  status, said, err = run(
+    f"--text={text}", f"--out={out}", "--ranges", *QUICK, "--json"
+  )
+  assert status == 0, err
+  record = json.loads(said)
+  assert record["out"] == str(out / "activation_ranges.safetensors")
+  asked = ("--max_new_tokens=4", "--prompt=What is a ring?", "--json")
+  ran = ask(*asked, f"--integer={out}:shadow=4,prune=0.5")
+  assert ran.status == 0, ran.err
+  plain = ask(*asked)
+  assert json.loads(ran.out)["parameters"] > json.loads(plain.out)["parameters"]
+  wrong = ask(*asked, f"--integer={out}:shade=4")
+  assert wrong.status == 2 and "shadow" in wrong.err
+  status, _, err = run(f"--out={out}", "--ranges", "--bits=3", *QUICK)
+  assert status == 2 and "--ranges" in err

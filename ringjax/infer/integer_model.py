@@ -1,0 +1,286 @@
+"""Models whose linear maps are products of 8-bit integers.
+
+Guarantees: what such a model makes of a token does not depend on the tokens
+beside it, to the bit, as little as that of the model itself.
+Cost: one pass over some texts, and rounding every weight once.
+Memory: a byte for a weight of a map that is rounded. Embedding, head, norms,
+routers, the experts of mixtures and the map that latent attention absorbs into
+its queries stay as they are.
+Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858: activations by 8 bits with one
+scale for all channels, outliers multiplied beside (shadow), the layers where
+they matter least without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ringjax.checks import integer, number, one_of
+from ringjax.errors import (
+  CheckpointMismatchError,
+  ConfigError,
+  OptionError,
+  ShapeError,
+)
+from ringjax.models import calibration as files
+from ringjax.models.linear_maps import linear_maps, replaced
+from ringjax.models.transformer import Transformer
+from ringjax.nn.integer import IntegerLinear, NotedLinear
+from ringjax.nn.linear import Linear
+from ringjax.ops.integer_product import LARGEST, REACH, codes_of
+
+FILE = "activation_ranges.safetensors"
+SCALES = ("channel", "tensor")
+_REMEDY = "measure again with rj.infer.activation_ranges(model, tokens)"
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationRanges:
+  """How large the inputs of a model's linear maps are on some texts.
+
+  Attributes:
+    model: digest of the model.
+    sizes: of each map, by path, float32 [L, I]: the largest absolute value of
+      each channel of its input, layer by layer.
+  """
+
+  model: str
+  sizes: Mapping[str, np.ndarray]
+
+  def save(self, folder: str | os.PathLike[str]) -> pathlib.Path:
+    """Writes activation_ranges.safetensors into a folder; its path."""
+    path = pathlib.Path(folder) / FILE
+    files.write_tensors(path, self.sizes, {"model": self.model})
+    return path
+
+  @classmethod
+  def load(
+    cls, folder: str | os.PathLike[str], model: Transformer
+  ) -> ActivationRanges:
+    """What `save` wrote into a folder, of this model.
+
+    Raises:
+      CheckpointFormatError: no such file, or no whole one.
+      CheckpointMismatchError: of another model.
+    """
+    path = pathlib.Path(folder) / FILE
+    arrays, said = files.read_tensors(path)
+    made = cls(said.get("model", ""), arrays)
+    made.check(model, str(path))
+    return made
+
+  def check(self, model: Transformer, name: str = "ranges") -> None:
+    """Refuses a model of which these are not.
+
+    Raises:
+      CheckpointMismatchError: it says what came.
+    """
+    mine = files.model_digest(model)
+    if self.model != mine:
+      raise CheckpointMismatchError(
+        name,
+        f"ranges of the model {self.model or 'without a digest'}",
+        f"those of this one, {mine}",
+        _REMEDY,
+      )
+
+
+def activation_ranges(
+  model: Transformer,
+  tokens: Int[np.ndarray, "N T"],
+  *,
+  progress: Callable[[int, int], Any] | None = None,
+) -> ActivationRanges:
+  """Measures the inputs of a model's linear maps on texts.
+
+  Args:
+    model: the model, on one device or a mesh of this process.
+    tokens: int32 [N, T], texts.
+    progress: called with the number of texts that were read and that there are.
+
+  Raises:
+    ShapeError: tokens of another shape.
+    ConfigError: a model that spans several processes.
+  """
+  ids = np.asarray(tokens)
+  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+    raise ShapeError(
+      "tokens",
+      f"{ids.dtype} {list(ids.shape)}",
+      "integers [N, T], a row for each text",
+      "cut the texts into rows of equal length",
+    )
+  if jax.process_count() > 1:
+    raise ConfigError(
+      "model",
+      f"{jax.process_count()} processes",
+      "one, which sees all activations",
+      "measure in one process, and load what it saved in all",
+    )
+  maps = _maps(model)
+  sizes = {
+    path: np.zeros((_layers(linear), _inner(linear)), np.float32)
+    for path, linear in maps.items()
+  }
+
+  def noting(path: str) -> Callable[[np.ndarray, np.ndarray], None]:
+    def note(layer: np.ndarray, size: np.ndarray) -> None:
+      mine = sizes[path][int(layer)]
+      np.maximum(mine, size, out=mine)
+
+    return note
+
+  noted = replaced(
+    model,
+    {
+      path: NotedLinear(
+        linear, jnp.arange(_layers(linear), dtype=jnp.int32), noting(path)
+      )
+      for path, linear in maps.items()
+    },
+  )
+  # One row of logits: who hears them does not matter.
+  call = jax.jit(
+    lambda model, row: model(row, rows=jnp.zeros((1, 1), jnp.int32))
+  )
+  for n, row in enumerate(ids):
+    call(noted, jnp.asarray(row[None], jnp.int32))
+    jax.effects_barrier()
+    if progress is not None:
+      progress(n + 1, len(ids))
+  return ActivationRanges(files.model_digest(model), sizes)
+
+
+def integer_model(
+  model: Transformer,
+  ranges: ActivationRanges | str | os.PathLike[str],
+  *,
+  shadow: int = 16,
+  prune: int | float = 0.0,
+  scales: str = "channel",
+) -> Transformer:
+  """A model whose linear maps multiply 8-bit integers (W8A8).
+
+  With it `generate` reads and answers; `Session.hand_over` lets the model
+  itself answer about a prompt that this one read.
+
+  A map's input has one scale. With `shadow` it leaves out the half of `shadow`
+  channels that are largest in `ranges`; what leaves 8 bits is multiplied
+  beside. Without, and in the layers that are pruned, the largest number of
+  `ranges` is 127, and a larger one is clipped.
+
+  Args:
+    model: the model, of floats.
+    ranges: of its activations, see `activation_ranges`; or the folder that they
+      were saved to.
+    shadow: channels of a map that may leave 8 bits at a time before all are
+      multiplied again; 0: none is.
+    prune: part of the maps, layer by layer, that go without: those whose
+      largest number is the smallest multiple of their scale. The paper
+      prunes 0.85.
+    scales: of weights: "channel", one for each output; "tensor", one for each
+      layer, as the paper has it.
+
+  Raises:
+    CheckpointMismatchError: ranges of another model.
+    OptionError: an argument out of range.
+    CheckpointFormatError: a folder without them.
+  """
+  integer("shadow", shadow, least=0)
+  number("prune", prune, least=0, most=1)
+  one_of("scales", scales, SCALES)
+  if isinstance(ranges, ActivationRanges):
+    ranges.check(model)
+  else:
+    ranges = ActivationRanges.load(ranges, model)
+  maps = _maps(model)
+  largest = {path: ranges.sizes[path].max(1) for path in maps}
+  tight = {}
+  for path in maps:
+    sizes = np.sort(ranges.sizes[path], axis=1)
+    out = min(-(-shadow // 2), sizes.shape[1] - 1)
+    tight[path] = np.maximum(
+      sizes[:, sizes.shape[1] - 1 - out] / LARGEST, largest[path] / REACH
+    )
+  # A map that nothing went into keeps a scale of one.
+  unit = lambda scale: np.where(scale > 0, scale, 1).astype(np.float32)
+  importance = {
+    path: largest[path] / (LARGEST * unit(tight[path])) for path in maps
+  }
+  ordered = sorted(
+    (float(x), path, layer)
+    for path, row in importance.items()
+    for layer, x in enumerate(row)
+  )
+  pruned = {
+    (path, layer) for _, path, layer in ordered[: int(prune * len(ordered))]
+  }
+  changed = {}
+  for path, linear in maps.items():
+    active = np.array(
+      [shadow > 0 and (path, n) not in pruned for n in range(_layers(linear))]
+    )
+    scale = unit(np.where(active, tight[path], largest[path] / LARGEST))
+    codes, of_outputs = _rounded(
+      linear.weight.get_value(), linear.contracted, scales == "channel"
+    )
+    changed[path] = IntegerLinear(
+      linear,
+      codes,
+      of_outputs,
+      jnp.asarray(scale),
+      jnp.asarray(active, jnp.int32),
+      shadow=shadow if active.any() else 0,
+    )
+  return replaced(model, changed)
+
+
+@jax.jit(static_argnums=(1, 2))
+def _rounded(
+  weight: Float[Array, " *shape"], contracted: int, channels: bool
+) -> tuple[jax.Array, jax.Array]:
+  """int8 of a weight's shape, and float32 [L, *out]."""
+  inner = math.prod(weight.shape[1 : 1 + contracted])
+  out = weight.shape[1 + contracted :]
+
+  def one(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, scales = codes_of(layer.reshape(inner, -1), channels=channels)
+    return codes.reshape(layer.shape), scales.reshape(out)
+
+  return jax.lax.map(one, weight)
+
+
+# Maps that choose or gate, and one that latent attention takes apart.
+_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
+
+
+def _maps(model: Transformer) -> dict[str, Linear]:
+  """The maps that are rounded."""
+  maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
+  if not maps:
+    raise OptionError(
+      "model",
+      f"a {model.config.family} without linear maps that can be rounded",
+      "one with weights of floats",
+      "pass the model that rj.models.load returns",
+    )
+  return maps
+
+
+def _layers(linear: Linear) -> int:
+  return linear.weight.get_value().shape[0]
+
+
+def _inner(linear: Linear) -> int:
+  shape = linear.weight.get_value().shape
+  return math.prod(shape[1 : 1 + linear.contracted])

@@ -1,0 +1,44 @@
+"""The linear maps of a model's layers, by their paths, and others in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ringjax.models.transformer import Transformer
+from ringjax.nn.linear import Linear
+
+
+def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
+  """All linear maps of the layers, by path, in the order of the tree."""
+  leaves = jax.tree_util.tree_flatten_with_path(
+    model.stack, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )[0]
+  for path, _ in leaves:
+    owner: Any = model.stack
+    for key in path[:-1]:
+      owner = (
+        getattr(owner, key.name) if hasattr(key, "name") else owner[key.idx]
+      )
+    if isinstance(owner, Linear) and _last(path) == "weight":
+      name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+      yield f"stack.{name}", owner
+
+
+def _last(path: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(path[-1:], simple=True)
+
+
+def replaced(model: Transformer, maps: Mapping[str, nnx.Module]) -> Transformer:
+  """The model with other modules in place of some maps; it shares the rest."""
+  made = jax.tree.map(lambda x: x, model)
+  for path, module in maps.items():
+    *above, name = path.split(".")
+    owner: Any = made
+    for step in above:
+      owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+    setattr(owner, name, module)
+  return made

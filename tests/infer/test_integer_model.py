@@ -1,0 +1,200 @@
+"""Models of 8-bit integers: near the model, and each token for itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import (
+  CheckpointMismatchError,
+  OptionError,
+  ShapeError,
+)
+from ringjax.infer.integer_model import FILE
+from tests.helpers import SMALL, refused
+
+FAMILIES = ("llama3", "qwen3_moe", "deepseek_v3", "qwen3_next")
+CONFIG = {
+  **SMALL,
+  "hidden_size": 64,
+  "intermediate_size": 128,
+  "num_hidden_layers": 3,
+}
+
+
+def texts(model, rows=2, length=33, seed=4):
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, model.config.vocab, (rows, length)).astype(np.int32)
+
+
+def distance(model, other, tokens):
+  """How far logits are, relative to their size."""
+  want, got = model(tokens), other(tokens)
+  return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+@pytest.fixture(scope="module")
+def uneven():
+  """A model of which some channels are far larger than others."""
+  model = rj.models.create(CONFIG, seed=0)
+  for blocks in model.stack.blocks:
+    for norm in (blocks[0].pre_attention, blocks[0].pre_feedforward):
+      weight = norm.weight.get_value()
+      norm.weight = norm.weight.replace(weight.at[..., 5:8].multiply(40.0))
+    for owner, names in (("attention", "qkv"), ("feedforward", ("gate", "up"))):
+      for name in names:
+        linear = getattr(getattr(blocks[0], owner), name)
+        weight = linear.weight.get_value()
+        linear.weight = linear.weight.replace(
+          weight.at[:, 5:8].multiply(1 / 40.0)
+        )
+  return model
+
+
+def test_outliers_beside_are_worth_it(uneven):
+  tokens = texts(uneven, 4, 48)
+  ranges = rj.infer.activation_ranges(uneven, tokens)
+  sizes = np.concatenate(list(ranges.sizes.values()), axis=None)
+  assert np.isfinite(sizes).all()
+  assert (sizes > 0).mean() > 0.9
+  far = lambda **how: distance(
+    uneven, rj.infer.integer_model(uneven, ranges, **how), texts(uneven, seed=9)
+  )
+  shadowed, plain = far(shadow=8), far(shadow=0)
+  assert 0 < 3 * shadowed < plain < 1
+  # Where it matters least it can be left out: of outputs and downs.
+  assert far(shadow=8, prune=0.25) < 1.5 * shadowed
+  assert far(shadow=8, prune=1.0) == pytest.approx(plain, rel=1e-6)
+  assert shadowed < far(shadow=8, scales="tensor") < plain
+
+
+def test_ranges_are_those_of_the_inputs():
+  model = rj.models.create({**CONFIG, "num_hidden_layers": 1}, seed=1)
+  tokens = texts(model, 3, 17)
+  told = []
+  found = rj.infer.activation_ranges(
+    model, tokens, progress=lambda done, every: told.append((done, every))
+  )
+  assert told == [(1, 3), (2, 3), (3, 3)]
+  first = jax.tree.map(lambda x: x[0], model.stack.blocks[0][0])
+  read = first.pre_attention(model.embed(jnp.asarray(tokens)))
+  want = np.abs(np.asarray(read)).max((0, 1))
+  for name in "qkv":
+    got = found.sizes[f"stack.blocks.0.0.attention.{name}"]
+    np.testing.assert_allclose(got, want[None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [
+  pytest.param(name, marks=[pytest.mark.long] * (name != "llama3"))
+  for name in FAMILIES
+])  # fmt: skip
+def test_a_token_is_read_alone(loaded, name):
+  model, _ = loaded(name)
+  ranges = rj.infer.activation_ranges(model, texts(model))
+  made = rj.infer.integer_model(model, ranges, shadow=4)
+  assert distance(model, made, texts(model, seed=1)) < 0.1
+  prompts = [texts(model, 1, n, n)[0] for n in (9, 30, 4)]
+  answer = lambda model, prompts, **how: (
+    rj.infer.generate(model, prompts, max_new_tokens=6, **how).tokens
+  )
+  want = answer(made, prompts)
+  for n, prompt in enumerate(prompts):
+    np.testing.assert_array_equal(answer(made, [prompt])[0], want[n])
+  np.testing.assert_array_equal(answer(made, prompts, chunk=7), want)
+  np.testing.assert_array_equal(answer(made, prompts, speculate="lookup"), want)
+  for devices in (2, 4):
+    shards, mesh = loaded(name, devices)
+    sharded = rj.infer.integer_model(shards, ranges, shadow=4)
+    np.testing.assert_array_equal(answer(sharded, prompts, mesh=mesh), want)
+
+
+def test_heads_and_widths_may_be_sharded(uneven):
+  ranges = rj.infer.activation_ranges(uneven, texts(uneven))
+  made = rj.infer.integer_model(uneven, ranges, shadow=8)
+  mesh = jax.make_mesh(
+    (2, 2), ("seq", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+  placed = rj.models.place(made, mesh)
+  codes = placed.stack.blocks[0][0].feedforward.up.codes.get_value()
+  assert codes.sharding.spec[-1] == "model"
+  prompts = [texts(uneven, 1, n, n)[0] for n in (21, 8)]
+  answer = lambda model: (
+    rj.infer.generate(model, prompts, max_new_tokens=5).tokens
+  )
+  np.testing.assert_array_equal(answer(placed), answer(made))
+
+
+def test_integers_read_and_floats_answer(uneven):
+  ranges = rj.infer.activation_ranges(uneven, texts(uneven))
+  made = rj.infer.integer_model(uneven, ranges, shadow=8)
+  prompt = texts(uneven, 1, 30)
+  session = rj.infer.Session(uneven, 64)
+  rj.infer.read_context(made, prompt[:, :-1], cache=session)
+  ask = lambda: (
+    rj.infer.generate(
+      uneven, prompt[:, -1:], max_new_tokens=5, cache=session
+    ).tokens
+  )
+  refused(OptionError, ask, "other weights")
+  session.hand_over(uneven)
+  got = ask()
+  assert got.shape == (1, 5)
+  other = rj.models.create({**CONFIG, "num_hidden_layers": 2}, seed=0)
+  refused(OptionError, lambda: session.hand_over(other), "another config")
+
+
+def test_few_programs_for_many_lengths(uneven):
+  """Chunks share their programs: few are compiled for 50 lengths."""
+  ranges = rj.infer.activation_ranges(uneven, texts(uneven))
+  made = rj.infer.integer_model(uneven, ranges, shadow=8)
+  compiled = []
+  session = rj.infer.Session(uneven, 128)
+  rng = np.random.default_rng(0)
+  lengths = rng.permutation(np.arange(17, 117))[:50]
+  count = lambda event, *_, **__: compiled.append(event)
+  for n, length in enumerate(lengths):
+    if n == 8:
+      jax.monitoring.register_event_duration_secs_listener(count)
+    session.restart()
+    rj.infer.read_context(
+      made, texts(uneven, 1, int(length), n), cache=session, chunk=16
+    )
+  jax.monitoring.unregister_event_duration_listener(count)
+  assert compiled.count("/jax/core/compile/backend_compile_duration") <= 8
+
+
+def test_ranges_are_kept_beside_the_model(uneven, tmp_path):
+  ranges = rj.infer.activation_ranges(uneven, texts(uneven))
+  path = ranges.save(tmp_path)
+  assert path == tmp_path / FILE
+  back = rj.infer.ActivationRanges.load(tmp_path, uneven)
+  assert back.sizes.keys() == ranges.sizes.keys()
+  made = rj.infer.integer_model(uneven, tmp_path)
+  assert distance(uneven, made, texts(uneven)) < 0.3
+  other = rj.models.create(CONFIG, seed=8)
+  refused(
+    CheckpointMismatchError,
+    lambda: rj.infer.ActivationRanges.load(tmp_path, other),
+    "ranges of the model",
+  )
+
+
+def test_bad_input(uneven):
+  ranges = rj.infer.activation_ranges(uneven, texts(uneven))
+  make = lambda **how: rj.infer.integer_model(uneven, ranges, **how)
+  refused(OptionError, lambda: make(shadow=-1), "shadow")
+  refused(OptionError, lambda: make(prune=1.5), "prune")
+  refused(OptionError, lambda: make(scales="row"), "channel")
+  empty = np.zeros((0, 5), np.int32)
+  refused(
+    ShapeError, lambda: rj.infer.activation_ranges(uneven, empty), "[N, T]"
+  )
+  made = make()
+  refused(
+    (OptionError, CheckpointMismatchError),
+    lambda: rj.infer.integer_model(made, ranges),
+    "model",
+  )
