@@ -170,7 +170,8 @@ _REPEATED = frozenset(
     "infer/test_keep.py::test_prompts_of_unequal_lengths",
     "infer/test_kvr_threads.py::test_other_kinds_of_caches",
     "infer/test_kvr_threads.py::test_the_last_rank_has_what_one_device_has",
-    "infer/test_sampling.py::test_filters_are_the_references",
+    "docs/test_pages.py::test_the_python_of_a_page_runs": 40,
+  "infer/test_sampling.py::test_filters_are_the_references",
     "infer/test_sessions.py::test_between_chunks",
     "infer/test_speculate.py::test_no_token_changes",
     "infer/test_verifiers.py::test_the_joint_law_is_the_target_s",
@@ -272,27 +273,29 @@ _REPEATED = frozenset(
   )
 )
 _KEPT_CASES = 1
-# Sweeps that take minutes: of their long cases the long run has some of equal
-# distance, the others are marked `slow`.
-_COSTLY = {
-  "infer/test_longspec.py::test_more_families": 6,
-  "infer/test_speculate.py::test_kinds_of_caches": 4,
-  "infer/test_speculate.py::test_more_families": 8,
+# Of a test's long cases the long run has so many, of equal distance; the others
+# are marked `slow`.
+_LONG_CASES = 3
+# Those whose cases are quick, or that are what a contract rests upon.
+_MORE_CASES = {
+  "data/test_chat.py::test_attacks": 30,
+  "data/test_chat.py::test_messages_make_no_special_token": 10,
+  "data/test_tokens.py::test_hostile_files": 30,
+  "data/test_tokens.py::test_no_text_makes_a_special_token": 10,
+  "data/test_tokens.py::test_pieces_are_the_whole": 60,
+  "docs/test_pages.py::test_the_python_of_a_page_runs": 40,
+  "infer/test_sampling.py::test_filters_are_the_references": 100,
   "infer/test_verifiers.py::test_a_million_draws": 1,
-  "infer/test_verifiers.py::test_the_joint_law_is_the_target_s": 10,
-  "kv/test_allocation.py::test_families_and_meshes": 3,
-  "kv/test_channel_groups.py::test_eight_bits_are_near_the_model": 6,
-  "kv/test_evicting.py::test_shards_keep_the_same_tokens": 7,
-  "kv/test_evicting.py::test_what_keeps_everything_changes_nothing": 7,
-  "kv/test_kept_tokens.py::test_kept_tokens_are_those_of_kvpress": 10,
-  "kv/test_kinds.py::test_law": 46,
-  "kv/test_pairs.py::test_a_pair_works_or_is_refused": 6,
-  "kv/test_punctuation.py::test_heads_keep_what_brute_force_keeps": 3,
-  "serve/test_beams.py::test_pages_of_forks_hold_their_texts": 4,
-  "serve/test_beams.py::test_whole_sequences_give_the_same": 5,
-  "serve/test_engine.py::test_more_families_and_meshes": 5,
-  "serve/test_engine_drafts.py::test_answers_are_those_of_generate": 4,
-  "serve/test_store_engine.py::test_more_kinds": 4,
+  "kv/test_codecs.py::test_decoded_numbers_are_near": 40,
+  "kv/test_kinds.py::test_law": 12,
+  "launch/test_generate.py::test_a_wrong_flag_is_one_line": 30,
+  "launch/test_train.py::test_wrong_configs": 20,
+  "launch/test_train.py::test_wrong_flags": 10,
+  "models/test_config.py::test_fuzz": 70,
+  "ops/attention/test_exact.py::test_ring_serves_every_feature": 5,
+  "serve/test_scheduler.py::test_a_thousand_operations": 20,
+  "serve/test_scheduler.py::test_planted_bugs_are_caught": 10,
+  "test_mutations.py::test_a_planted_bug_is_found": 12,
 }
 
 
@@ -310,10 +313,10 @@ def pytest_collection_modifyitems(items) -> None:
     # The smoke tests are a run of their own, which is whole.
     if name in _REPEATED and cases[name] > _KEPT_CASES:
       item.add_marker("long")
-    if name in _COSTLY and item.get_closest_marker("long"):
+    if item.get_closest_marker("long"):
       long[name].append(item)
   for name, every in long.items():
-    most, count = _COSTLY[name], len(every)
+    most, count = _MORE_CASES.get(name, _LONG_CASES), len(every)
     for n, item in enumerate(every):
       if n * most // count == (n + 1) * most // count:
         item.add_marker("slow")
