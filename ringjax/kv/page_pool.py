@@ -47,7 +47,7 @@ from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,6 +270,19 @@ class PagePool:
       shared=shared,
     )
 
+  def rows(
+    self,
+    tables: tuple[Int[ArrayLeaf, "B R m"], ...],
+    ends: Int[ArrayLeaf, " B"],
+  ) -> PooledRows:
+    """What some rows hold, for calls that append nothing.
+
+    Args:
+      tables: see `call`.
+      ends: tokens of each row.
+    """
+    return PooledRows(pool=self, tables=tables, ends=ends)
+
   def _group(self, kind: int) -> int:
     """Which group a kind of layer is in."""
     (found,) = (n for n, g in enumerate(self.groups) if kind in g.kinds)
@@ -407,6 +420,43 @@ tree.register(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledRows:
+  """Rows of a pool, which a call reads; an argument of jit.
+
+  Attributes:
+    pool: the pool.
+    tables: see `PagePool.call`.
+    ends: int32 [B], tokens of each row.
+  """
+
+  pool: PagePool
+  tables: tuple[Int[ArrayLeaf, "B R m"], ...]
+  ends: Int[ArrayLeaf, " B"]
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return self.pool.slots
+
+  @property
+  def mesh(self) -> Mesh | None:
+    return self.pool.mesh
+
+  @property
+  def axis(self) -> str | None:
+    return self.pool.axis
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    ends = jnp.asarray(self.ends)
+    rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
+    tables = tuple(map(jnp.asarray, self.tables))
+    held = self.pool.call(tables, ends, rows, rows < 0)
+    return held.layer(kind, slots, index)
+
+
+tree.register(PooledRows, ("pool", "tables", "ends"), ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PooledCache:
   """A pool with the tables of some rows, for one call of a model.
 
@@ -523,6 +573,10 @@ class PooledLayer:
     return dataclasses.replace(
       self, slots=slots, rotation=rotation.general(), fresh=at
     )
+
+  def for_reading(self, rotation: Rotation) -> PooledLayer:
+    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    return dataclasses.replace(self, rotation=rotation.general())
 
   def observe(
     self, rotated: Callable[[], Array], plain: Callable[[], Array]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
@@ -307,6 +307,17 @@ class CallBuilder:
   def settings(self) -> RowNumbers:
     """Those of all rows, by slot."""
     return self._how.of(np.arange(self._scheduler.limits.rows))
+
+  def held(self, pool: PagePool) -> PooledRows:
+    """What rows that decode have in their pages, by slot.
+
+    Call it where all pages are in their places.
+    """
+    call = self._blank(self._scheduler.limits.rows, 1)
+    for slot, row in enumerate(self._scheduler.running):
+      if row is not None and not row.reading:
+        self._row(call, slot, row, slot, row.computed)
+    return pool.rows(call.tables, call.ends)
 
   def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
     """A call for answers: each row stands at its slot."""

@@ -47,7 +47,7 @@ from ringjax.infer.stopping import Watch, check_tokenizer
 from ringjax.kv.base import bytes_each, zeros
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
@@ -238,7 +238,8 @@ class Engine:
         a mesh axis shards the rows.
       speculate: what drafts tokens behind the last one of a row: from its text
         "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
-        "self:cache_kind=int4", with options as in "lookup:count=4"; or an
+        "self:cache_kind=int4", by a block that was made for the model
+        "longspec:model=FOLDER", with options as in "lookup:count=4"; or an
         object. Calls for answers then check `count` drafted tokens of each
         row, which may have fewer; tokens are the same. A model drafts for all
         rows at once and has a cache of its own. Rows with a mask or of a beam
@@ -259,8 +260,8 @@ class Engine:
     Raises:
       OptionError: a value is out of its range, a store for a model that
         shares nothing, contiguous rows that are to share prefixes or to be
-        swapped, drafts for recurrent layers, or by trees, LongSpec, a model
-        with another tokenizer or on other devices, or one whose cache evicts.
+        swapped, drafts for recurrent layers, or by trees, a model with
+        another tokenizer or on other devices, or one whose cache evicts.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """
@@ -770,14 +771,15 @@ class Engine:
     ):
       # What they compute next depends on all tokens before it.
       self._collect()
+    if self._rows is not None:
+      self._rows.space.join()
     if self._drafts is not None:
       self._drafts.prepare(
         [row for row in self.scheduler.running if row is not None],
         self._calls.settings,
         self._board,
+        self._held,
       )
-    if self._rows is not None:
-      self._rows.space.join()
     plan = self.scheduler.plan()
     counters = self.counters
     if self._rows is not None:
@@ -822,6 +824,13 @@ class Engine:
     self._swap.measure(plan)
     self._work.notify_all()
     return self.busy
+
+  def _held(self) -> PooledRows:
+    """What rows have in their pages."""
+    if self._rows is not None:
+      # The look-ahead may have moved some.
+      self._pool = self._rows.moved(self._pool)
+    return self._calls.held(self._pool)
 
   def _settle(self) -> None:
     """Waits for the calls that are on their way."""

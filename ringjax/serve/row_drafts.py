@@ -8,19 +8,21 @@ Memory: of each row what its `TextReader` has, or see `ModelRowDrafts`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter, TextReader
+from ringjax.infer.speculate.longspec import LongSpec
 from ringjax.infer.speculate.speculation import drafter_of
 from ringjax.infer.speculate.translated import TranslatedDraft
 from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.page_pool import PooledRows
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
 from ringjax.serve.calls import RowBoard
-from ringjax.serve.model_drafts import ModelRowDrafts
+from ringjax.serve.model_drafts import BlockRowDrafts, ModelRowDrafts
 from ringjax.serve.row_sampler import RowNumbers
 
 if TYPE_CHECKING:
@@ -43,14 +45,13 @@ class RowDrafts:
 
     Raises:
       OptionError: no such drafter, or one that an engine can't have: a tree, a
-        block that reads the target's last layer, a model with another
-        tokenizer, on other devices or with a cache that evicts, or another
-        rule than that by which tokens are the same.
+        model with another tokenizer, on other devices or with a cache that
+        evicts, or another rule than that by which tokens are the same.
     """
     drafter = drafter_of(how, name)
     self._name = name
     if (
-      not isinstance(drafter, TextDrafter | ModelDrafter)
+      not isinstance(drafter, TextDrafter | ModelDrafter | LongSpec)
       or isinstance(drafter, TranslatedDraft)
       or drafter.tree
       or (isinstance(drafter, ModelDrafter) and drafter.place is not None)
@@ -59,8 +60,8 @@ class RowDrafts:
       raise OptionError(
         name,
         f"{what} for an engine",
-        "a chain by 'lookup', 'suffix', 'early', 'self' or a 'model' with the "
-        "target's tokenizer, on the engine's devices",
+        "a chain by 'lookup', 'suffix', 'early', 'self', 'longspec' or a "
+        "'model' with the target's tokenizer, on the engine's devices",
         f"pass {name}=lookup, or draft with rj.infer.generate",
       )
     if isinstance(drafter, ModelDrafter):
@@ -111,9 +112,15 @@ class RowDrafts:
     """Makes the cache of a draft model; see `ModelRowDrafts`."""
     if isinstance(self._drafter, ModelDrafter):
       self._model = ModelRowDrafts(self._drafter, model, **place)
+    elif isinstance(self._drafter, LongSpec):
+      self._model = BlockRowDrafts(self._drafter, model, **place)
 
   def prepare(
-    self, rows: Sequence[ServedRow], how: RowNumbers, board: RowBoard
+    self,
+    rows: Sequence[ServedRow],
+    how: RowNumbers,
+    board: RowBoard,
+    held: Callable[[], PooledRows],
   ) -> None:
     """Drafts by a model, before a step; see `ModelRowDrafts.prepare`."""
     if self._model is None:
@@ -130,6 +137,7 @@ class RowDrafts:
       ],
       how,
       board,
+      held,
     )
 
   def draft(self, row: ServedRow, most: int) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.infer import speculate
-from ringjax.models import small, tiny
+from ringjax.models import longspec, small, tiny
 from ringjax.serve import Engine, Request, RowSampling
 from ringjax.serve import calls as calls_module
 from tests.helpers import refused
@@ -244,9 +245,70 @@ def test_bad_drafters_are_refused(loaded):
   refused(OptionError, lambda: ask("best"), "lookup, suffix")
   refused(OptionError, lambda: ask("self"), "keeps all tokens")
   refused(OptionError, lambda: ask("early:widths=(2,2)"), "tree", "chain")
-  refused(OptionError, lambda: ask("longspec"), "longspec", "chain")
+  refused(OptionError, lambda: ask("longspec"), "model", "longspec.load")
   refused(OptionError, lambda: ask("lookup:verify=rejection"), "match")
   recurrent, _ = loaded("qwen3_next")
   refused(OptionError, lambda: ask("lookup", recurrent), "recurrent")
   by = speculate.DraftModel(model=recurrent)
   refused(OptionError, lambda: ask(by), "recurrent")
+
+
+@functools.cache
+def _block(model):
+  """A draft of a window that prompts exceed."""
+  return longspec.with_draft(model, longspec.LongSpecConfig(window=24), seed=1)
+
+
+@pytest.mark.parametrize(
+  ("family", "devices", "options"),
+  [
+    ("llama3", 1, {}),
+    *(
+      pytest.param(*case, marks=pytest.mark.long)
+      for case in [
+        ("llama3", 4, dict(preempt="swap", kind="int4")),
+        ("gemma2", 1, dict(layout="doubling")),
+        ("mixtral", 1, dict(layout="contiguous", kind="unrotated")),
+        ("falcon_rw", 4, dict(share="answers")),
+        ("llama4_text", 1, {}),
+      ]
+    ),
+  ],
+)
+def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
+  model, mesh = loaded(family, devices)
+  drafter = speculate.LongSpec(model=_block(model), count=3)
+  rng = np.random.default_rng(devices)
+  at = check(model, mesh, rng, 10, speculate=drafter, **options)
+  assert at.counters.preemptions
+  assert 0 < at.counters.accepted < at.counters.drafted
+
+
+def drafted_alike(model, prompts, drafter, **options):
+  """An engine with room for all rows drafts what `generate` does."""
+  reports, how = [], dict(max_new_tokens=12)
+  want = rj.infer.generate(
+    model,
+    prompts,
+    speculate=dataclasses.replace(drafter, adapt=False),
+    report=reports.append,
+    **how,
+  )
+  # More rows than slots.
+  at = engine(model, speculate=drafter, capacity=512, rows=2, **options)
+  handles = [at.submit(Request(prompt=one, **how)) for one in prompts]
+  at.run()
+  for handle, row in zip(handles, want.tokens, strict=True):
+    assert handle.result().tokens.tolist() == row.tolist()
+  found = reports[0].speculation
+  assert at.counters.drafted == found.drafted
+  assert at.counters.accepted == found.accepted > 0
+
+
+UNEQUAL = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
+
+
+def test_drafts_of_a_block_are_those_of_generate(loaded):
+  model, _ = loaded("llama3")
+  drafter = speculate.LongSpec(model=_block(model), count=3)
+  drafted_alike(model, UNEQUAL, drafter)
