@@ -420,6 +420,7 @@ class Engine:
       adapters=self._adapters,
       groups=len(self._pool.groups),
       drafted=drafted,
+      trees=self._drafts is not None and self._drafts.trees,
       place=self._rows.place if self._rows is not None else None,
     )
     if self._drafts is not None:
@@ -965,7 +966,7 @@ class Engine:
     first = turn.slot * (found.choice.token.size // found.count.size)
     for n in range(many):
       self._said(row, found.choice, first + n)
-    self.counters.drafted += len(turn.draft)
+    self.counters.drafted += len(turn.draft.tokens)
     self.counters.accepted += many - 1
     row.chosen += many - 1
     row.computed += many - 1

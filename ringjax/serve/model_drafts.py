@@ -28,6 +28,7 @@ from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.draft_programs import (
   WINDOW,
   Missing,
+  TreeShape,
   drafted,
   read_more,
   without,
@@ -39,7 +40,8 @@ from ringjax.kv.page_pool import PooledRows
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.serve.calls import RowBoard
-from ringjax.serve.row_sampler import RowNumbers, choose
+from ringjax.serve.row_sampler import RowNumbers, choose, ranked
+from ringjax.serve.scheduler import RowDraft
 
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
@@ -66,6 +68,14 @@ class _RowChooser(NamedTuple):
   ) -> Int[Array, " B"]:
     found = choose(logits, self.how, pos, seen, self.counts, self.allowed)
     return found.token
+
+  def ranked(
+    self,
+    logits: Float[Array, "B V"],
+    pos: Int[Array, " B"],
+    seen: Bool[Array, "B V"],
+  ) -> Float[Array, "B V"]:
+    return ranked(logits, self.how, pos, seen, self.counts, self.allowed)
 
 
 class ModelRowDrafts:
@@ -112,6 +122,7 @@ class ModelRowDrafts:
     self._whose: list[Any] = [None] * rows
     self._at = np.zeros(rows, np.int64)
     self._drafted = np.zeros((rows, drafter.nodes), np.int32)
+    self._parents: np.ndarray | None = None
     self._tried = np.zeros(rows, np.int64)
     # The rows that have a draft now.
     self._ready: weakref.WeakSet[ServedRow] = weakref.WeakSet()
@@ -183,12 +194,15 @@ class ModelRowDrafts:
       behind[slot] = new[right:]
     if not behind:
       return
-    model = self._drafts(held)
+    model, drafter = self._drafts(held), self._drafter
+    shape: int | TreeShape = drafter.count
+    if drafter.widths is not None:
+      shape = TreeShape(drafter.widths, drafter.nodes)
     read = self._read(model, behind)
     found, self._cache = drafted(
       model,
       self._attend,
-      self._drafter.count,
+      shape,
       False,
       _RowChooser(
         how._replace(logprobs=how.logprobs & False),
@@ -201,20 +215,36 @@ class ModelRowDrafts:
       board.seen,
       self._length,
     )
-    tokens = np.asarray(jax.device_get(found[0]))
+    tokens, _, parents = jax.device_get(found)
+    if parents is not None and self._parents is None:
+      self._parents = np.zeros_like(self._drafted)
     # The call has dropped what was drafted before, of all rows.
     self._tried[:] = 0
     for slot, new in behind.items():
       self._at[slot] += new.size
       self._drafted[slot] = tokens[slot]
-      # The last token was not read.
-      self._tried[slot] = self._drafter.count - 1
+      if self._parents is not None:
+        # No token of a tree stays.
+        self._parents[slot] = parents[slot]
+      else:
+        # The last token was not read.
+        self._tried[slot] = drafter.count - 1
 
-  def draft(self, row: ServedRow, most: int) -> Sequence[int]:
-    """What may follow the last token of a row, if it was prepared."""
+  def draft(self, row: ServedRow, most: int) -> RowDraft:
+    """What may follow the last token of a row, if it was prepared.
+
+    Args:
+      row: the row.
+      most: tokens one behind another.
+    """
     if row not in self._ready or row.slot is None:
-      return ()
-    return self._drafted[row.slot, :most].tolist()
+      return RowDraft()
+    tokens = tuple(self._drafted[row.slot].tolist())
+    if self._parents is None:
+      return RowDraft(tokens[:most])
+    found = RowDraft(tokens, tuple(self._parents[row.slot].tolist()))
+    # Tokens are in the order of their depths.
+    return found.first(sum(depth <= most for depth in found.depths))
 
   def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
     """What drafts in this step."""

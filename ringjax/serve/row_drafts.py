@@ -24,6 +24,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.serve.calls import RowBoard
 from ringjax.serve.model_drafts import BlockRowDrafts, ModelRowDrafts
 from ringjax.serve.row_sampler import RowNumbers
+from ringjax.serve.scheduler import RowDraft
 
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
@@ -34,6 +35,7 @@ class RowDrafts:
 
   Attributes:
     count: tokens of a draft at most.
+    trees: whether drafts are trees.
   """
 
   def __init__(self, how: Drafter | str, name: str = "speculate"):
@@ -44,7 +46,7 @@ class RowDrafts:
       name: of the argument or flag, for errors.
 
     Raises:
-      OptionError: no such drafter, or one that an engine can't have: a tree, a
+      OptionError: no such drafter, or one that an engine can't have: a
         model with another tokenizer, on other devices or with a cache that
         evicts, or another rule than that by which tokens are the same.
     """
@@ -53,15 +55,13 @@ class RowDrafts:
     if (
       not isinstance(drafter, TextDrafter | ModelDrafter | LongSpec)
       or isinstance(drafter, TranslatedDraft)
-      or drafter.tree
       or (isinstance(drafter, ModelDrafter) and drafter.place is not None)
     ):
-      what = "a tree" if drafter.tree else repr(drafter.name)
       raise OptionError(
         name,
-        f"{what} for an engine",
-        "a chain by 'lookup', 'suffix', 'early', 'self', 'longspec' or a "
-        "'model' with the target's tokenizer, on the engine's devices",
+        f"{drafter.name!r} for an engine",
+        "'lookup', 'suffix', 'early', 'self', 'longspec' or a 'model' with the "
+        "target's tokenizer, on the engine's devices",
         f"pass {name}=lookup, or draft with rj.infer.generate",
       )
     if isinstance(drafter, ModelDrafter):
@@ -81,7 +81,8 @@ class RowDrafts:
         "'match', with which a request has the tokens that it has alone",
         "leave verify out",
       )
-    self._drafter, self.count = drafter, drafter.count
+    self._drafter = drafter
+    self.count, self.trees = drafter.nodes, drafter.tree
     self._model: ModelRowDrafts | None = None
     # Of each row what reads it, and how many tokens it has read.
     self._readers: weakref.WeakKeyDictionary[
@@ -140,10 +141,15 @@ class RowDrafts:
       held,
     )
 
-  def draft(self, row: ServedRow, most: int) -> Sequence[int]:
-    """What may follow the last token of a row, all of which are known."""
+  def draft(self, row: ServedRow, most: int) -> RowDraft:
+    """What may follow the last token of a row, all of which are known.
+
+    Args:
+      row: the row.
+      most: tokens one behind another.
+    """
     if not _drafts_for(row):
-      return ()
+      return RowDraft()
     if self._model is not None:
       return self._model.draft(row, most)
     reader, known = self._readers.get(row, (None, 0))
@@ -152,7 +158,7 @@ class RowDrafts:
       reader = self._drafter.reader(row.prompt.tolist())
     reader.add(row.answer[known:])
     self._readers[row] = reader, len(row.answer)
-    return reader.guess(min(most, self.count))
+    return RowDraft(tuple(reader.guess(min(most, self.count))))
 
 
 def _drafts_for(row: ServedRow) -> bool:

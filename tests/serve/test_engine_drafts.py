@@ -244,7 +244,6 @@ def test_bad_drafters_are_refused(loaded):
   ask = lambda how, model=model: Engine(model, speculate=how, rows=2)
   refused(OptionError, lambda: ask("best"), "lookup, suffix")
   refused(OptionError, lambda: ask("self"), "keeps all tokens")
-  refused(OptionError, lambda: ask("early:widths=(2,2)"), "tree", "chain")
   refused(OptionError, lambda: ask("longspec"), "model", "longspec.load")
   refused(OptionError, lambda: ask("lookup:verify=rejection"), "match")
   recurrent, _ = loaded("qwen3_next")
@@ -259,20 +258,15 @@ def _block(model):
   return longspec.with_draft(model, longspec.LongSpecConfig(window=24), seed=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("family", "devices", "options"),
   [
-    ("llama3", 1, {}),
-    *(
-      pytest.param(*case, marks=pytest.mark.long)
-      for case in [
-        ("llama3", 4, dict(preempt="swap", kind="int4")),
-        ("gemma2", 1, dict(layout="doubling")),
-        ("mixtral", 1, dict(layout="contiguous", kind="unrotated")),
-        ("falcon_rw", 4, dict(share="answers")),
-        ("llama4_text", 1, {}),
-      ]
-    ),
+    ("llama3", 1, dict(layout="doubling")),
+    ("llama3", 4, dict(preempt="swap", kind="int4")),
+    ("mixtral", 1, dict(layout="contiguous", kind="unrotated")),
+    ("falcon_rw", 4, dict(share="answers")),
+    ("gpt_oss", 1, {}),
   ],
 )
 def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
@@ -284,31 +278,58 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
   assert 0 < at.counters.accepted < at.counters.drafted
 
 
-def drafted_alike(model, prompts, drafter, **options):
-  """An engine with room for all rows drafts what `generate` does."""
-  reports, how = [], dict(max_new_tokens=12)
+@pytest.mark.parametrize(
+  "how",
+  [
+    dict(count=3),
+    dict(widths=(2, 4, 2), best=6),
+    pytest.param(dict(widths=(2, 2)), marks=pytest.mark.long),
+  ],
+  ids=str,
+)
+def test_drafts_of_a_block_are_those_of_generate(loaded, how):
+  """Rows of unequal length, more than there are slots."""
+  model, _ = loaded("llama3")
+  drafter = speculate.LongSpec(model=_block(model), **how)
+  reports, new = [], dict(max_new_tokens=12)
+  prompts = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
   want = rj.infer.generate(
     model,
     prompts,
     speculate=dataclasses.replace(drafter, adapt=False),
     report=reports.append,
-    **how,
+    **new,
   )
-  # More rows than slots.
-  at = engine(model, speculate=drafter, capacity=512, rows=2, **options)
-  handles = [at.submit(Request(prompt=one, **how)) for one in prompts]
+  at = engine(model, speculate=drafter, capacity=512, rows=2)
+  handles = [at.submit(Request(prompt=one, **new)) for one in prompts]
   at.run()
   for handle, row in zip(handles, want.tokens, strict=True):
     assert handle.result().tokens.tolist() == row.tolist()
   found = reports[0].speculation
-  assert at.counters.drafted == found.drafted
   assert at.counters.accepted == found.accepted > 0
+  if not drafter.tree:
+    assert at.counters.drafted == found.drafted
 
 
-UNEQUAL = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
-
-
-def test_drafts_of_a_block_are_those_of_generate(loaded):
-  model, _ = loaded("llama3")
-  drafter = speculate.LongSpec(model=_block(model), count=3)
-  drafted_alike(model, UNEQUAL, drafter)
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("family", "devices", "how", "options"),
+  [
+    ("llama3", 4, dict(widths=(3, 4), best=5), dict(kind="int4")),
+    ("llama3", 4, dict(widths=(2, 4, 2)), dict(preempt="swap")),
+    ("llama3", 1, dict(widths=(2, 2)), dict(layout="doubling")),
+    ("gpt_oss", 1, dict(widths=(2, 2)), {}),
+    ("deepseek_v3", 1, dict(widths=(2, 3)), dict(layout="contiguous")),
+    ("falcon_rw", 1, dict(widths=(2, 4, 2)), dict(kind="unrotated")),
+  ],
+)
+def test_trees_of_the_target_itself(loaded, family, devices, how, options):
+  """Of trees by the target a whole path is right, also of rows that draw."""
+  model, mesh = loaded(family, devices)
+  rng = np.random.default_rng(devices)
+  drafter = speculate.DraftModel(model=model, **how)
+  at = check(model, mesh, rng, 10, speculate=drafter, **options)
+  assert at.counters.preemptions or family == "gpt_oss"
+  # Of each round's tokens the path's.
+  share = drafter.depth / drafter.nodes
+  assert at.counters.accepted > 0.7 * share * at.counters.drafted
