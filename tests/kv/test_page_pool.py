@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,7 +30,7 @@ def test_the_path_of_a_tree_is_in_the_pages_as_a_chain(devices, kind):
   mesh = None if devices == 1 else make_mesh(devices, "auto")
   rng, page, width = np.random.default_rng(devices), 16, 7
   parents = np.array([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 1, 0, 4, 3]])
-  paths = [[0, 2, 4, 6], [0, 1, 3, 6]]
+  paths = (0, 2, 4, 6), (0, 1, 3, 6)
   # The rows' ends: within a page, and before the end of one.
   start = np.array([21, 29])
   shape = LayerCacheSpec(layers=2, heads=2, key=16, value=16)
@@ -50,9 +53,10 @@ def test_the_path_of_a_tree_is_in_the_pages_as_a_chain(devices, kind):
   rows = jnp.arange(2, dtype=jnp.int32)
   int32 = lambda x: jnp.asarray(x, jnp.int32)
 
-  def written(which, parents):
+  @functools.partial(jax.jit, static_argnums=2)
+  def written(pool, parents, which):
     """The pool with tokens of the rows, one behind another or as a tree."""
-    take = lambda x: jnp.stack([x[n][:, which[n]] for n in (0, 1)])
+    take = lambda x: jnp.stack([x[n][:, list(which[n])] for n in (0, 1)])
     count = len(which[0])
     pos = start[:, None] + np.arange(count)
     at = Coords(int32(pos), int32(pos) * 0 + 1)
@@ -66,13 +70,13 @@ def test_the_path_of_a_tree_is_in_the_pages_as_a_chain(devices, kind):
       slots = one.slots
     return held.updated((slots,))
 
-  tree = written([[*range(width)]] * 2, int32(parents))
-  chain = written(paths, None)
+  tree = written(pool, int32(parents), (tuple(range(width)),) * 2)
+  chain = written(pool, None, paths)
   source = start[:, None] + np.array(paths)
   target = start[:, None] + np.arange(4)
   # The roots stay.
   target[:, 0] = -1
-  tree = tree.moved(tables, int32(source), int32(target))
+  tree = jax.jit(PagePool.moved)(tree, tables, int32(source), int32(target))
   for mine, theirs in zip(tree.slots[0], chain.slots[0], strict=True):
     for row in range(2):
       for pos in range(start[row], start[row] + 4):
