@@ -4,8 +4,9 @@ Guarantees: a request's tokens are those that it has alone, bit for bit, on one
 kind of device: calls have fixed shapes, keys are read in the order of
 positions, and a token is always computed by the same program, that of prompts
 or that of answers, also when its row was preempted. (With share="answers"
-blocks of answers are found by later prompts, which gives that up.) What one
-request raises ends that request alone.
+blocks of answers are found by later prompts, and with trees of drafts a key is
+where its tree has it: both give that up, to rounding.) What one request raises
+ends that request alone.
 Cost: a step is at most one call for answers and one for prompts, each of which
 is one compiled program for good. The host plans a step while the device
 computes the one before; a mask, a beam search or drafts make it wait.
@@ -242,8 +243,9 @@ class Engine:
         "longspec:model=FOLDER", with options as in "lookup:count=4"; or an
         object. Calls for answers then check `count` drafted tokens of each
         row, which may have fewer; tokens are the same. A model drafts for all
-        rows at once and has a cache of its own. Rows with a mask or of a beam
-        search are not drafted for.
+        rows at once and has a cache of its own, a block a window of it. With
+        widths=, as in "early:widths=(4,4,2),best=6", models and blocks draft
+        trees. Rows with a mask or of a beam search are not drafted for.
       preempt: what becomes of a row that has to make room: it is computed
         again later ("recompute"), its pages go to the host's memory and come
         back ("swap"), or whichever costs less by what was measured ("auto").
@@ -260,8 +262,8 @@ class Engine:
     Raises:
       OptionError: a value is out of its range, a store for a model that
         shares nothing, contiguous rows that are to share prefixes or to be
-        swapped, drafts for recurrent layers, or by trees, a model with
-        another tokenizer or on other devices, or one whose cache evicts.
+        swapped, drafts for recurrent layers, or by a model with another
+        tokenizer or on other devices, or one whose cache evicts.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """

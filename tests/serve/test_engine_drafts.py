@@ -109,7 +109,8 @@ def test_alone_and_in_a_crowd(loaded):
 
 
 @pytest.mark.long
-def test_penalties_masks_and_beams_beside_drafts(loaded):
+@pytest.mark.parametrize("drafts", [DRAFTS, "early:layers=2,widths=(2,3)"])
+def test_penalties_masks_and_beams_beside_drafts(loaded, drafts):
   model, _ = loaded("llama3")
   vocab = model.config.vocab
   even = np.arange(vocab) % 2 == 0
@@ -125,7 +126,7 @@ def test_penalties_masks_and_beams_beside_drafts(loaded):
     dataclasses.replace(base, n=2, sampling=RowSampling(temperature=1.0)),
   ]
   found = []
-  for how in (None, DRAFTS):
+  for how in (None, drafts):
     at = engine(model, speculate=how, capacity=512)
     results = [at.submit(one) for one in wanted]
     at.run()
@@ -281,33 +282,33 @@ def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
 @pytest.mark.parametrize(
   "how",
   [
-    dict(count=3),
-    dict(widths=(2, 4, 2), best=6),
-    pytest.param(dict(widths=(2, 2)), marks=pytest.mark.long),
+    "widths=(2,4,2),best=6",
+    pytest.param("count=3", marks=pytest.mark.long),
+    pytest.param("widths=(2,2)", marks=pytest.mark.long),
   ],
-  ids=str,
 )
-def test_drafts_of_a_block_are_those_of_generate(loaded, how):
+def test_drafts_of_a_block_are_those_of_generate(loaded, how, tmp_path):
   """Rows of unequal length, more than there are slots."""
   model, _ = loaded("llama3")
-  drafter = speculate.LongSpec(model=_block(model), **how)
+  longspec.save(_block(model), tmp_path)
+  how = f"longspec:model={tmp_path},{how}"
   reports, new = [], dict(max_new_tokens=12)
   prompts = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
   want = rj.infer.generate(
     model,
     prompts,
-    speculate=dataclasses.replace(drafter, adapt=False),
+    speculate=f"{how},adapt=false",
     report=reports.append,
     **new,
   )
-  at = engine(model, speculate=drafter, capacity=512, rows=2)
+  at = engine(model, speculate=how, capacity=512, rows=2)
   handles = [at.submit(Request(prompt=one, **new)) for one in prompts]
   at.run()
   for handle, row in zip(handles, want.tokens, strict=True):
     assert handle.result().tokens.tolist() == row.tolist()
   found = reports[0].speculation
   assert at.counters.accepted == found.accepted > 0
-  if not drafter.tree:
+  if not found.drafter.tree:
     assert at.counters.drafted == found.drafted
 
 
