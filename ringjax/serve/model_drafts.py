@@ -116,6 +116,10 @@ class ModelRowDrafts:
     """
     self._drafter, self._target = drafter, target
     self._begin(rows, longest, mesh, axis, dtype)
+    if mesh is None:
+      # Committed, as what calls return: else each program is compiled twice.
+      (device,) = jax.tree.leaves(target)[0].devices()
+      self._cache = jax.device_put(self._cache, device)
     self._allowed = jnp.ones((rows, target.config.vocab), bool)
     # Of each slot: whose text is in the cache, how many tokens of it are there
     # for good, what was drafted behind them, and how much of that is there too.
@@ -263,7 +267,14 @@ class ModelRowDrafts:
       for slot, new in part.items():
         behind[slot] = behind[slot][new.size :]
         self._at[slot] += new.size
-    return self._part(behind, 2 if most <= 2 else WINDOW)
+    return self._last(behind)
+
+  def _last(self, behind: dict[int, np.ndarray]) -> Missing:
+    """What the draft itself reads."""
+    most = max(map(len, behind.values()))
+    # A tree's path is read anew: one width is one program.
+    few = most <= 2 and not self._drafter.tree
+    return self._part(behind, 2 if few else WINDOW)
 
   def _part(self, new: dict[int, np.ndarray], width: int) -> Missing:
     tokens: Any = np.zeros((self._at.size, width), np.int32)
@@ -322,5 +333,4 @@ class BlockRowDrafts(ModelRowDrafts):
       self._cache = filled(
         model, self._attend, cache, tokens, pos, seg, self._length
       )
-    most = max(map(len, behind.values()))
-    return self._part(behind, 2 if most <= 2 else WINDOW)
+    return self._last(behind)
