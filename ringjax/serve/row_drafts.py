@@ -71,7 +71,8 @@ class RowDrafts:
           name,
           f"{drafter.name!r} with the cache {str(drafter.cache_kind)!r}, for "
           "an engine",
-          "a cache of the draft that keeps all tokens: rows come and go in it",
+          "a cache of the draft that keeps all tokens: an eviction decides "
+          "its shapes, and rows come and go",
           f"pass {name}={drafter.name}:cache_kind=int4, for instance",
         )
     if drafter.verify != "match":
