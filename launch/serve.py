@@ -108,8 +108,9 @@ def define(values: flags.FlagValues) -> None:
     "speculate",
     None,
     "What drafts tokens that a call for answers then checks: lookup, suffix, "
-    "early, self:cache_kind=int4 or model:model=FOLDER, "
-    "with options as NAME:key=value,key=value; tokens are the same.",
+    "early, self:cache_kind=int4, model:model=FOLDER or "
+    "longspec:model=FOLDER, with options as NAME:key=value,key=value; tokens "
+    "are the same.",
   )
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."

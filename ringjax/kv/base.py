@@ -224,11 +224,10 @@ class StateCache(Protocol):
 
 
 @runtime_checkable
-class CallCache(Protocol):
-  """A model's keys and values, as a call of the model sees them.
+class HeldKeys(Protocol):
+  """A model's keys and values, as a call that appends nothing sees them.
 
   `mesh` and `axis` say over what its tokens are sharded; None: one device.
-  `states` are those of an encoder, which cross-attention reads, or None.
   """
 
   @property
@@ -239,6 +238,18 @@ class CallCache(Protocol):
 
   @property
   def axis(self) -> str | None: ...
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    """The part of layer `index` among those of a kind, which share `slots`."""
+    ...
+
+
+@runtime_checkable
+class CallCache(HeldKeys, Protocol):
+  """A model's keys and values, as a call of the model sees them.
+
+  `states` are those of an encoder, which cross-attention reads, or None.
+  """
 
   @property
   def states(self) -> EncoderStates | None: ...

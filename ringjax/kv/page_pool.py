@@ -41,13 +41,14 @@ from ringjax.kv.cache import (
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.kv.codecs import Codec
 from ringjax.kv.state import State
+from ringjax.ops.ancestors import MOST_DRAFTED, tree_coords
 from ringjax.ops.attention.code_format import as_stored, token_axis
 from ringjax.ops.attention.pooled import PooledView, SharedTiles
 from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
-from ringjax.typing import Index
+from ringjax.typing import ArrayLeaf, Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,6 +237,7 @@ class PagePool:
     rows: Int[Array, " B"],
     fresh: Bool[Array, " B"],
     shared: tuple[SharedTiles, ...] | None = None,
+    parents: Int[Array, "B T"] | None = None,
   ) -> PooledCache:
     """What a call of the model sees.
 
@@ -248,6 +250,9 @@ class PagePool:
       fresh: rows that begin.
       shared: for each group the tiles that rows share, for calls of a few
         tokens a row.
+      parents: of a call whose tokens form trees, see `Transformer.__call__`.
+        They are then in consecutive slots whatever their positions, see
+        `moved`.
     """
     of_state = lambda x: isinstance(x, State)
 
@@ -268,7 +273,21 @@ class PagePool:
       rows=rows,
       new=None,
       shared=shared,
+      parents=parents,
     )
+
+  def rows(
+    self,
+    tables: tuple[Int[ArrayLeaf, "B R m"], ...],
+    ends: Int[ArrayLeaf, " B"],
+  ) -> PooledRows:
+    """What some rows hold, for calls that append nothing.
+
+    Args:
+      tables: see `call`.
+      ends: tokens of each row.
+    """
+    return PooledRows(pool=self, tables=tables, ends=ends)
 
   def _group(self, kind: int) -> int:
     """Which group a kind of layer is in."""
@@ -325,6 +344,92 @@ class PagePool:
       for x in self.slots
     )
     return dataclasses.replace(self, slots=slots)
+
+  def moved(
+    self,
+    tables: tuple[Int[Array, "B R m"], ...],
+    source: Int[Array, "B n"],
+    target: Int[Array, "B n"],
+  ) -> PagePool:
+    """The pool where tokens of rows are in other slots, bit for bit.
+
+    Args:
+      tables: see `call`; of pages that are a row's own.
+      source: slots of the tokens, counted in their rows.
+      target: where they go; below 0 they stay.
+    """
+    slots, spots = list(self.slots), (source, target)
+    for group, table in zip(self.groups, tables, strict=True):
+      for kind in group.kinds:
+        arrays = tuple(x for x in slots[kind] if x.size)
+        if self.mesh is None:
+          made = self._moved(arrays, table, *spots)
+        else:
+          held = P(None, self.axis, self.heads)
+          made = jax.shard_map(
+            self._moved,
+            mesh=self.mesh,
+            in_specs=(held, P(None, self.axis), P(), P()),
+            out_specs=held,
+            check_vma=False,
+          )(arrays, table, *spots)
+        found = iter(made)
+        slots[kind] = LayerKV(
+          *(next(found) if x.size else x for x in slots[kind])
+        )
+    return dataclasses.replace(self, slots=tuple(slots))
+
+  def _moved(
+    self,
+    arrays: tuple[Any, ...],
+    table: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+  ) -> tuple[Any, ...]:
+    """See `moved`: what a device has of a kind of layer."""
+
+    def one(x: jax.Array) -> jax.Array:
+      last = token_axis(x) == 4
+
+      def at(slots: jax.Array) -> Any:
+        page = self.local_pages(table, slots, slots >= 0, x.shape[1])
+        spot = x.at[:, page, :, :, slots % self.page]
+        return spot if last else x.at[:, page, :, slots % self.page]
+
+      held = at(source).get(mode="fill", fill_value=0)
+      if self.axis is not None:
+        # Each token is on one shard; of its bits the sum is exact.
+        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        held = lax.bitcast_convert_type(held, bits)
+        held = collectives.total(held, self.axis)
+        held = lax.bitcast_convert_type(held, x.dtype)
+      return at(target).set(held, mode="drop")
+
+    return tuple(map(one, arrays))
+
+  def local_pages(
+    self,
+    table: Int[Array, "B R m"],
+    slots: Int[Array, "B n"],
+    real: Bool[Array, "B n"],
+    none: int,
+  ) -> Int[Array, "B n"]:
+    """Pages of slots on this device, inside of a shard_map.
+
+    Args:
+      table: of the rows, on this device.
+      slots: counted in their rows.
+      real: which are asked for.
+      none: stands for those that are not, or are on other devices.
+    """
+    shards = self.shards
+    number = slots // self.page
+    if self.axis is not None:
+      mine = number % shards == collectives.axis_index(self.axis)
+      real = real & mine
+    own = jnp.clip(number // shards, 0, table.shape[2] - 1)
+    found = jnp.take_along_axis(table[:, 0], own, 1)
+    return jnp.where(real & (found >= 0), found, none)
 
   def copy_states(
     self, source: Int[Array, " n"], target: Int[Array, " n"]
@@ -407,6 +512,43 @@ tree.register(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledRows:
+  """Rows of a pool, which a call reads; an argument of jit.
+
+  Attributes:
+    pool: the pool.
+    tables: see `PagePool.call`.
+    ends: int32 [B], tokens of each row.
+  """
+
+  pool: PagePool
+  tables: tuple[Int[ArrayLeaf, "B R m"], ...]
+  ends: Int[ArrayLeaf, " B"]
+
+  @property
+  def slots(self) -> tuple[Any, ...]:
+    return self.pool.slots
+
+  @property
+  def mesh(self) -> Mesh | None:
+    return self.pool.mesh
+
+  @property
+  def axis(self) -> str | None:
+    return self.pool.axis
+
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
+    ends = jnp.asarray(self.ends)
+    rows = jnp.arange(ends.shape[0], dtype=jnp.int32)
+    tables = tuple(map(jnp.asarray, self.tables))
+    held = self.pool.call(tables, ends, rows, rows < 0)
+    return held.layer(kind, slots, index)
+
+
+tree.register(PooledRows, ("pool", "tables", "ends"), ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PooledCache:
   """A pool with the tables of some rows, for one call of a model.
 
@@ -414,11 +556,13 @@ class PooledCache:
     pool: the pool; its arrays may be those before the call.
     slots: the arrays, and the states of the call's rows.
     tables: see `PagePool.call`.
-    at: coordinates of the slots of each group, [B, S].
+    at: coordinates of the slots of each group, [B, S]; of a tree and the text
+      before it those of `ops.ancestors`.
     ends: int32 [B].
     rows: int32 [B].
-    new: coordinates of the call's tokens, [B, T].
+    new: slots and segments of the call's tokens, [B, T].
     shared: see `PagePool.call`.
+    parents: see `PagePool.call`.
   """
 
   pool: PagePool
@@ -429,6 +573,7 @@ class PooledCache:
   rows: Int[Array, " B"]
   new: Coords | None
   shared: tuple[SharedTiles, ...] | None = None
+  parents: Int[Array, "B T"] | None = None
   # Rows of a pool have no contexts of cross-attention.
   states = None
 
@@ -464,7 +609,26 @@ class PooledCache:
         "CachedAttention() of replicated tokens",
         "leave attend out",
       )
-    return dataclasses.replace(self, new=at)
+    if self.parents is None:
+      return dataclasses.replace(self, new=at)
+    # The text before the tree is of the ancestors of all of its tokens.
+    drafted = tree_coords(self.parents, at)
+    start = self.ends - jnp.sum(at.seg > 0, 1, dtype=jnp.int32)
+
+    def with_tree(held: Coords) -> Coords:
+      number = held.pos - start[:, None]
+      inside = (number >= 0) & (held.seg > 0)
+      number = jnp.clip(number, 0, at.pos.shape[1] - 1)
+      own = [jnp.take_along_axis(x, number, 1) for x in drafted]
+      seg = jnp.where(held.seg > 0, MOST_DRAFTED, 0)
+      return Coords(
+        jnp.where(inside, own[0], held.pos), jnp.where(inside, own[1], seg)
+      )
+
+    slots = start[:, None] + jnp.arange(at.pos.shape[1], dtype=jnp.int32)[None]
+    return dataclasses.replace(
+      self, new=Coords(slots, at.seg), at=tuple(map(with_tree, self.at))
+    )
 
   def mark(self, tokens: Int[Array, "B T"], at: Coords) -> PooledCache:
     """Itself: it keeps all tokens, whatever their ids are."""
@@ -524,6 +688,10 @@ class PooledLayer:
       self, slots=slots, rotation=rotation.general(), fresh=at
     )
 
+  def for_reading(self, rotation: Rotation) -> PooledLayer:
+    """For a call that appends nothing; see `KVLayer.for_reading`."""
+    return dataclasses.replace(self, rotation=rotation.general())
+
   def observe(
     self, rotated: Callable[[], Array], plain: Callable[[], Array]
   ) -> PooledLayer:
@@ -531,12 +699,12 @@ class PooledLayer:
     return self
 
   def views(self, *, apart: bool = False) -> tuple[KVView, ...]:
-    if apart:
+    if apart and self.cache.parents is None:
       raise OptionError(
         "parents",
         "a tree of drafted tokens, over a pool of pages",
-        "tokens one behind another",
-        "draft a chain",
+        "a call of the pool that knows it",
+        "pass parents= to PagePool.call too",
       )
     pool, codec = self.cache.pool, self.cache.pool.kind.codec
     decoders = None
@@ -570,8 +738,7 @@ class PooledLayer:
     last = token_axis(old) == 4
     shape = (new.shape[0], new.shape[3 if last else 2])
     at = Coords(*(jnp.broadcast_to(x, shape) for x in at))
-    table = self.cache.tables[self.group]
-    shards, page = pool.shards, pool.page
+    table, page = self.cache.tables[self.group], pool.page
     # [B, T, K, X].
     stored = jnp.transpose(new, (0, 3, 1, 2) if last else (0, 2, 1, 3))
 
@@ -583,15 +750,8 @@ class PooledLayer:
       seg: jax.Array,
       index: Index,
     ) -> jax.Array:
-      number = pos // page
-      own = number // shards
-      mine = seg > 0
-      if pool.axis is not None:
-        mine = mine & (number % shards == collectives.axis_index(pool.axis))
-      own = jnp.minimum(own, table.shape[2] - 1)
-      found = jnp.take_along_axis(table[:, 0], own, 1)
       # What is out of range is dropped.
-      found = jnp.where(mine & (found >= 0), found, old.shape[1])
+      found = pool.local_pages(table, pos, seg > 0, old.shape[1])
       layer = jnp.full(pos.shape, index, jnp.int32)
       if last:
         spot = old.at[layer, found, :, :, pos % page]

@@ -37,7 +37,7 @@ from ringjax.errors import (
   InputTypeError,
   OptionError,
 )
-from ringjax.kv.base import KV, CallCache, FreshLayer, NoCache
+from ringjax.kv.base import KV, CallCache, FreshLayer, HeldKeys, NoCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.calibration import model_digest, read_tensors, write_tensors
@@ -201,8 +201,8 @@ class DraftTransformer(Transformer):
     draft_config: what it is beside that.
     target: whose embedding, norm, head and keys it uses; shared, no copy.
     block: the weights that are its own.
-    held: a cache of the target's, whose keys it reads; None: the target is
-      called for them.
+    held: a cache of the target's, or rows of its pool, whose keys it reads;
+      None: the target is called for them.
   """
 
   def __init__(
@@ -217,7 +217,7 @@ class DraftTransformer(Transformer):
     self.draft_config = draft_config
     self.target = target
     self.block = block
-    self.held: CallCache | None = nnx.data(None)
+    self.held: HeldKeys | None = nnx.data(None)
 
   # The target's, which are no parameters of the draft.
   @property
@@ -252,7 +252,7 @@ class DraftTransformer(Transformer):
     cache = LaggedCache(jnp.asarray(lag, jnp.int32))
     return super().__call__(tokens, cache=cache, **options)[0]
 
-  def beside(self, target: Transformer, held: CallCache) -> DraftTransformer:
+  def beside(self, target: Transformer, held: HeldKeys) -> DraftTransformer:
     """The same draft of a target's arrays, which reads that cache."""
     made = copy.copy(self)
     made.target, made.held = target, nnx.data(held)

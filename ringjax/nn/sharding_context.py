@@ -32,7 +32,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.scores import Scores, Terms
 from ringjax.ops.attention.select import Auto
 from ringjax.ops.attention.strategy import Strategy
-from ringjax.ops.attention.views import ContiguousView, KVView
+from ringjax.ops.attention.views import KVView
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.ops.mask import Coords, Everything, Mask, SameSegment
 from ringjax.parallel import collectives
@@ -480,7 +480,6 @@ class CachedAttention(ShardingContext):
     extras: Extras,
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
-    t = q.shape[1]
     drafted = tokens.tree
     views = cache.views(apart=drafted is not None)
     seen = mask
@@ -489,15 +488,9 @@ class CachedAttention(ShardingContext):
       views = tuple(self._segmented(view) for view in views)
     if drafted is not None:
       # What the cache held, by the layer's mask; and the call's own tokens.
-      held, own = views[:-1], views[-1]
-      assert isinstance(own, ContiguousView)
-      wide = [(0, 0), (0, own.shape[2] - t)]
-      own = own._replace(
-        at=Coords(*(jnp.pad(x, wide) for x in drafted)),
-        mask=mask & Ancestors(),
-        queries=Coords(*(x + 0 for x in drafted)),
-      )
-      views = (*held, own)
+      *held, last = views
+      own: Any = last
+      views = (*held, own.of_tree(drafted, mask & Ancestors()))
     return self.visit(q, views, tokens.at, seen, extras)
 
   def across(

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.kv.page_pool import PagePool
+from ringjax.infer.speculate.verifiers import right_path
+from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.ops.attention.pooled import SharedTiles
 from ringjax.serve.request import Request
 from ringjax.serve.row_sampler import Choice, RowNumbers, choose
@@ -66,6 +68,8 @@ class CallArrays(NamedTuple):
     how: settings of the rows.
     shared: for each group the tiles that rows share; None for prompts.
     adapter: int32 [B], which adapter each row has, 0 for none; or None.
+    parents: int32 [B, T], of a call that checks trees the earlier token that
+      each follows, -1 for the first; or None.
   """
 
   tokens: Int[ArrayLeaf, "B T"]
@@ -80,6 +84,7 @@ class CallArrays(NamedTuple):
   how: RowNumbers
   shared: tuple[SharedTiles, ...] | None = None
   adapter: Int[ArrayLeaf, " B"] | None = None
+  parents: Int[ArrayLeaf, "B T"] | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
@@ -128,10 +133,13 @@ def _read(
   length: Int[Array, ""],
 ) -> tuple[Float[Array, "B _ V"], PagePool]:
   """Logits behind some tokens of a call, or behind all, and the pool."""
-  held = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
+  parents = call.parents
+  held = pool.call(
+    call.tables, call.ends, call.slots, call.fresh, call.shared, parents
+  )
   with adapter_rows(call.adapter):
     logits, pool = forward(
-      model, attend, tokens, call.pos, call.seg, held, rows, length
+      model, attend, tokens, call.pos, call.seg, held, rows, length, parents
     )
   return attend.everywhere(logits), pool
 
@@ -140,7 +148,8 @@ class Checked(NamedTuple):
   """What a call that checks drafts chooses.
 
   Fields:
-    choice: of B T rows, the T tokens of a row next to one another.
+    choice: of B T rows, the T tokens of a row next to one another; of a tree
+      those behind the right tokens first.
     count: int32 [B], how many of the T are the row's next tokens.
   """
 
@@ -160,8 +169,9 @@ def check_drafts(
 ) -> tuple[Any, PagePool, RowBoard]:
   """Computes a call's tokens, of which those behind the first are drafts.
 
-  Those that the row's own settings choose are right. What was written of the
-  others is behind the row's end, where its next call writes.
+  Those that the row's own settings choose are right; of a tree they are a path,
+  which is moved to where a chain's tokens are. What was written of the others
+  is behind the row's end, where its next call writes.
   """
   rows, width = board.last.shape[0], call.tokens.shape[1]
   inside = jnp.minimum(call.slots, rows - 1)
@@ -172,7 +182,12 @@ def check_drafts(
     vocab,
     dtype=jnp.int32,
   )
-  before = jnp.pad(jnp.cumsum(drafted, 1), ((0, 0), (1, 0), (0, 0)))
+  if call.parents is None:
+    before = jnp.pad(jnp.cumsum(drafted, 1), ((0, 0), (1, 0), (0, 0)))
+  else:
+    known = ancestor_matrix(call.parents)[:, :, 1:].astype(jnp.float32)
+    before = jnp.einsum("bij,bjv->biv", known, drafted.astype(jnp.float32))
+    before = before.astype(jnp.int32)
   counts = board.counts[inside][:, None] + before
   seen = board.seen[inside][:, None] | (before > 0)
   flat = lambda x: x.reshape(batch * width, *x.shape[2:])
@@ -186,9 +201,22 @@ def check_drafts(
     allowed[each],
   )
   tokens = choice.token.reshape(batch, width)
-  right = (tokens[:, :-1] == call.tokens[:, 1:]) & (call.seg[:, 1:] > 0)
-  count = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), 1), 1)
-  last = count[:, None] - 1
+  if call.parents is None:
+    right = (tokens[:, :-1] == call.tokens[:, 1:]) & (call.seg[:, 1:] > 0)
+    count = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), 1), 1)
+    last = count[:, None] - 1
+  else:
+    real = call.seg > 0
+    kept, last = right_path(call.tokens, call.parents, real, tokens)
+    count = jnp.sum(kept, 1, dtype=jnp.int32)
+    # Nodes of the path by their depth, behind them the others.
+    order = jnp.argsort(~kept, axis=1, stable=True).astype(jnp.int32)
+    choice = jax.tree.map(lambda x: flat(_taken(x, order)), choice)
+    start = call.ends - jnp.sum(real, 1, dtype=jnp.int32)
+    number = jnp.arange(width, dtype=jnp.int32)[None]
+    moves = (number < count[:, None]) & (order != number)
+    target = jnp.where(moves, start[:, None] + number, -1)
+    pool = pool.moved(call.tables, start[:, None] + order, target)
   token = jnp.take_along_axis(tokens, last, 1)[:, 0]
   take = lambda x: jnp.take_along_axis(x, last[..., None], 1)[:, 0]
   new = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
@@ -200,6 +228,13 @@ def check_drafts(
   )
   found = attend.everywhere(Checked(choice, count))
   return found, pool, attend.everywhere(board)
+
+
+def _taken(x: Any, order: Int[Array, "B T"]) -> jax.Array:
+  """What [B T, ...] has for each token, in this order: [B, T, ...]."""
+  each = x.reshape(*order.shape, *x.shape[1:])
+  wide = order.reshape(*order.shape, *(1,) * (each.ndim - 2))
+  return jnp.take_along_axis(each, wide, 1)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -272,6 +307,7 @@ class CallBuilder:
     adapters: dict[str, int],
     groups: int,
     drafted: int = 0,
+    trees: bool = False,
     place: Callable[[np.ndarray, int], np.ndarray] | None = None,
   ):
     """For no rows yet.
@@ -284,11 +320,13 @@ class CallBuilder:
       adapters: numbers of adapters, by name.
       groups: of layers that have pages.
       drafted: tokens behind that of a row which a call for answers checks.
+      trees: whether these form trees.
       place: where pages of a slot are, if not where the tables say.
     """
     self._place = place
     self._scheduler, self._tile, self._together = scheduler, tile, together
     self._adapters, self._vocab, self._drafted = adapters, vocab, drafted
+    self._trees = trees
     self._tables = scheduler.tables[:groups]
     # The last one is that of padding.
     self._how = RowNumbers.empty(scheduler.limits.rows + 1, vocab)
@@ -308,19 +346,39 @@ class CallBuilder:
     """Those of all rows, by slot."""
     return self._how.of(np.arange(self._scheduler.limits.rows))
 
+  def held(self, pool: PagePool) -> PooledRows:
+    """What rows that decode have in their pages, by slot.
+
+    Call it where all pages are in their places.
+    """
+    call = self._blank(self._scheduler.limits.rows, 1)
+    for slot, row in enumerate(self._scheduler.running):
+      if row is not None and not row.reading:
+        self._row(call, slot, row, slot, row.computed)
+    return pool.rows(call.tables, call.ends)
+
   def turns(self, turns: tuple[DecodeTurn, ...]) -> CallArrays:
     """A call for answers: each row stands at its slot."""
     width = 1 + self._drafted
     call = self._blank(self._scheduler.limits.rows, width)
+    parents: Any = None
+    if self._trees:
+      parents = np.zeros_like(call.tokens)
+      parents[:, 0] = -1
     for turn in turns:
       slot, count = turn.slot, turn.end - turn.at
-      call.tokens[slot, :count] = turn.row.token(turn.at), *turn.draft
+      call.tokens[slot, :count] = turn.row.token(turn.at), *turn.draft.tokens
       call.pos[slot] = turn.at + np.arange(width)
+      if parents is not None:
+        parents[slot, 1:count] = 1 + np.asarray(turn.draft.above, np.int32)
+        call.pos[slot, 1:count] = turn.at + np.asarray(turn.draft.depths)
       call.seg[slot, :count] = 1
       call.chooses[slot] = turn.chooses
       self._row(call, slot, turn.row, slot, turn.end)
     return call._replace(
-      how=self._how.of(call.slots), shared=self._common(turns)
+      how=self._how.of(call.slots),
+      shared=self._common(turns),
+      parents=parents,
     )
 
   def pieces(self, pieces: tuple[PromptPiece, ...]) -> CallArrays:

@@ -4,8 +4,9 @@ Guarantees: a request's tokens are those that it has alone, bit for bit, on one
 kind of device: calls have fixed shapes, keys are read in the order of
 positions, and a token is always computed by the same program, that of prompts
 or that of answers, also when its row was preempted. (With share="answers"
-blocks of answers are found by later prompts, which gives that up.) What one
-request raises ends that request alone.
+blocks of answers are found by later prompts, and with trees of drafts a key is
+where its tree has it: both give that up, to rounding.) What one request raises
+ends that request alone.
 Cost: a step is at most one call for answers and one for prompts, each of which
 is one compiled program for good. The host plans a step while the device
 computes the one before; a mask, a beam search or drafts make it wait.
@@ -47,7 +48,7 @@ from ringjax.infer.stopping import Watch, check_tokenizer
 from ringjax.kv.base import bytes_each, zeros
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind
-from ringjax.kv.page_pool import PagePool
+from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
@@ -238,11 +239,13 @@ class Engine:
         a mesh axis shards the rows.
       speculate: what drafts tokens behind the last one of a row: from its text
         "lookup" or "suffix", by a model "model:model=FOLDER", "early" or
-        "self:cache_kind=int4", with options as in "lookup:count=4"; or an
+        "self:cache_kind=int4", by a block that was made for the model
+        "longspec:model=FOLDER", with options as in "lookup:count=4"; or an
         object. Calls for answers then check `count` drafted tokens of each
         row, which may have fewer; tokens are the same. A model drafts for all
-        rows at once and has a cache of its own. Rows with a mask or of a beam
-        search are not drafted for.
+        rows at once and has a cache of its own, a block a window of it. With
+        widths=, as in "early:widths=(4,4,2),best=6", models and blocks draft
+        trees. Rows with a mask or of a beam search are not drafted for.
       preempt: what becomes of a row that has to make room: it is computed
         again later ("recompute"), its pages go to the host's memory and come
         back ("swap"), or whichever costs less by what was measured ("auto").
@@ -259,8 +262,8 @@ class Engine:
     Raises:
       OptionError: a value is out of its range, a store for a model that
         shares nothing, contiguous rows that are to share prefixes or to be
-        swapped, drafts for recurrent layers, or by trees, LongSpec, a model
-        with another tokenizer or on other devices, or one whose cache evicts.
+        swapped, drafts for recurrent layers, or by a model with another
+        tokenizer or on other devices, or one whose cache evicts.
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a pool that does not fit.
     """
@@ -419,6 +422,7 @@ class Engine:
       adapters=self._adapters,
       groups=len(self._pool.groups),
       drafted=drafted,
+      trees=self._drafts is not None and self._drafts.trees,
       place=self._rows.place if self._rows is not None else None,
     )
     if self._drafts is not None:
@@ -770,14 +774,15 @@ class Engine:
     ):
       # What they compute next depends on all tokens before it.
       self._collect()
+    if self._rows is not None:
+      self._rows.space.join()
     if self._drafts is not None:
       self._drafts.prepare(
         [row for row in self.scheduler.running if row is not None],
         self._calls.settings,
         self._board,
+        self._held,
       )
-    if self._rows is not None:
-      self._rows.space.join()
     plan = self.scheduler.plan()
     counters = self.counters
     if self._rows is not None:
@@ -822,6 +827,13 @@ class Engine:
     self._swap.measure(plan)
     self._work.notify_all()
     return self.busy
+
+  def _held(self) -> PooledRows:
+    """What rows have in their pages."""
+    if self._rows is not None:
+      # The look-ahead may have moved some.
+      self._pool = self._rows.moved(self._pool)
+    return self._calls.held(self._pool)
 
   def _settle(self) -> None:
     """Waits for the calls that are on their way."""
@@ -956,7 +968,7 @@ class Engine:
     first = turn.slot * (found.choice.token.size // found.count.size)
     for n in range(many):
       self._said(row, found.choice, first + n)
-    self.counters.drafted += len(turn.draft)
+    self.counters.drafted += len(turn.draft.tokens)
     self.counters.accepted += many - 1
     row.chosen += many - 1
     row.computed += many - 1

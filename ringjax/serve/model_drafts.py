@@ -2,17 +2,18 @@
 
 Guarantees: a row's tokens depend on no draft, see `check_drafts`. The compiled
 programs depend on neither texts nor their lengths.
-Memory: a cache of the draft model's own for all rows, `longest` tokens of each.
+Memory: a cache of the draft model's own for all rows, `longest` tokens of each;
+of a block that reads the target's keys (LongSpec) a window of each.
 Cost: for each step of the engine a step of the draft model for each drafted
 token, all rows together; a text that is new to it is read `WIDE` tokens at a
-time, beside padding for the rows that wait.
+time, beside padding for the rows that wait. A block reads its window at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,18 +23,25 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax.infer.session import Session
+from ringjax.infer.session import Session, check_devices
 from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.draft_programs import (
   WINDOW,
   Missing,
+  TreeShape,
   drafted,
   read_more,
+  without,
 )
+from ringjax.infer.speculate.drafter import TreeDrafter
+from ringjax.infer.speculate.longspec import SLACK, LongSpec, filled
+from ringjax.kv.cache import KVCache
+from ringjax.kv.page_pool import PooledRows
 from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.serve.calls import RowBoard
-from ringjax.serve.row_sampler import RowNumbers, choose
+from ringjax.serve.row_sampler import RowNumbers, choose, ranked
+from ringjax.serve.scheduler import RowDraft
 
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
@@ -61,13 +69,27 @@ class _RowChooser(NamedTuple):
     found = choose(logits, self.how, pos, seen, self.counts, self.allowed)
     return found.token
 
+  def ranked(
+    self,
+    logits: Float[Array, "B V"],
+    pos: Int[Array, " B"],
+    seen: Bool[Array, "B V"],
+  ) -> Float[Array, "B V"]:
+    return ranked(logits, self.how, pos, seen, self.counts, self.allowed)
+
 
 class ModelRowDrafts:
   """A draft model and its cache, where each row has the place of its slot."""
 
+  _model: Transformer
+  _cache: KVCache
+  _attend: CachedAttention
+  # Of the context, for rotations that depend on it.
+  _length: jax.Array
+
   def __init__(
     self,
-    drafter: ModelDrafter,
+    drafter: TreeDrafter,
     target: Transformer,
     *,
     rows: int,
@@ -79,8 +101,8 @@ class ModelRowDrafts:
     """For no rows yet.
 
     Args:
-      drafter: of chains, by a model with the target's vocabulary, with a cache
-        that keeps all tokens on the device.
+      drafter: by a model with the target's vocabulary, with a cache that keeps
+        all tokens on the device; or a block that reads the target's keys.
       target: the engine's model.
       rows: slots.
       longest: tokens of a row.
@@ -92,12 +114,39 @@ class ModelRowDrafts:
       MeshError: weights on other devices than those of the mesh.
       MemoryEstimateError: a cache that does not fit.
     """
-    model = drafter.drafts(target)
+    self._drafter, self._target = drafter, target
+    self._begin(rows, longest, mesh, axis, dtype)
+    if mesh is None:
+      # Committed, as what calls return: else each program is compiled twice.
+      (device,) = jax.tree.leaves(target)[0].devices()
+      self._cache = jax.device_put(self._cache, device)
+    self._allowed = jnp.ones((rows, target.config.vocab), bool)
+    # Of each slot: whose text is in the cache, how many tokens of it are there
+    # for good, what was drafted behind them, and how much of that is there too.
+    self._whose: list[Any] = [None] * rows
+    self._at = np.zeros(rows, np.int64)
+    self._drafted = np.zeros((rows, drafter.nodes), np.int32)
+    self._parents: np.ndarray | None = None
+    self._tried = np.zeros(rows, np.int64)
+    # The rows that have a draft now.
+    self._ready: weakref.WeakSet[ServedRow] = weakref.WeakSet()
+
+  def _begin(
+    self,
+    rows: int,
+    longest: int,
+    mesh: Mesh | None,
+    axis: str | None,
+    dtype: DTypeLike,
+  ) -> None:
+    """Makes the model and its cache."""
+    drafter: Any = self._drafter
+    assert isinstance(drafter, ModelDrafter)
+    model = drafter.drafts(self._target)
     kind = model.cache_kind(drafter.cache_kind)
-    self._model, self.count = model, drafter.count
-    self._session = Session(
+    session = Session(
       model,
-      longest + 2 * (drafter.count + WINDOW),
+      longest + 2 * (drafter.drafted + WINDOW),
       batch=rows,
       mesh=mesh,
       axis=axis,
@@ -105,26 +154,20 @@ class ModelRowDrafts:
       # Rows begin anew, further back than a window.
       cache_kind=dataclasses.replace(kind, windowed=False),
     )
-    self._attend = CachedAttention(
-      mesh=self._session.mesh, axis=self._session.axis
-    )
-    self._length = jnp.int32(self._session.cache.capacity)
-    self._allowed = jnp.ones((rows, model.config.vocab), bool)
-    # Of each slot: whose text is in the cache, how many tokens of it are there
-    # for good, what was drafted behind them, and how much of that is there too.
-    self._whose: list[Any] = [None] * rows
-    self._at = np.zeros(rows, np.int64)
-    self._drafted = np.zeros((rows, drafter.count), np.int32)
-    self._tried = np.zeros(rows, np.int64)
-    # The rows that have a draft now.
-    self._ready: weakref.WeakSet[ServedRow] = weakref.WeakSet()
+    self._model, self._cache = model, session.cache
+    self._attend = CachedAttention(mesh=session.mesh, axis=session.axis)
+    self._length = jnp.int32(session.cache.capacity)
 
   def nbytes(self) -> int:
     """Bytes of its cache, of all shards together."""
-    return self._session.cache.nbytes()
+    return self._cache.nbytes()
 
   def prepare(
-    self, rows: Sequence[ServedRow], how: RowNumbers, board: RowBoard
+    self,
+    rows: Sequence[ServedRow],
+    how: RowNumbers,
+    board: RowBoard,
+    held: Callable[[], PooledRows],
   ) -> None:
     """Drafts for rows whose last token is known and not read yet.
 
@@ -132,6 +175,7 @@ class ModelRowDrafts:
       rows: that have slots.
       how: settings, by slot.
       board: what rows have read and said, by slot.
+      held: what the target has of them, by slot: all tokens but the last one.
     """
     self._ready = weakref.WeakSet(rows)
     behind: dict[int, np.ndarray] = {}
@@ -154,55 +198,83 @@ class ModelRowDrafts:
       behind[slot] = new[right:]
     if not behind:
       return
-    read = self._read(behind)
-    found, self._session.cache = drafted(
-      self._model,
+    model, drafter = self._drafts(held), self._drafter
+    shape: int | TreeShape = drafter.count
+    if drafter.widths is not None:
+      shape = TreeShape(drafter.widths, drafter.nodes)
+    read = self._read(model, behind)
+    found, self._cache = drafted(
+      model,
       self._attend,
-      self.count,
+      shape,
       False,
       _RowChooser(
         how._replace(logprobs=how.logprobs & False),
         board.counts,
         self._allowed,
       ),
-      self._session.cache,
+      self._cache,
       read,
       read.pos + read.count,
       board.seen,
       self._length,
     )
-    tokens = np.asarray(jax.device_get(found[0]))
+    tokens, _, parents = jax.device_get(found)
+    if parents is not None and self._parents is None:
+      self._parents = np.zeros_like(self._drafted)
     # The call has dropped what was drafted before, of all rows.
     self._tried[:] = 0
     for slot, new in behind.items():
       self._at[slot] += new.size
       self._drafted[slot] = tokens[slot]
-      # The last token was not read.
-      self._tried[slot] = self.count - 1
+      if self._parents is not None:
+        # No token of a tree stays.
+        self._parents[slot] = parents[slot]
+      else:
+        # The last token was not read.
+        self._tried[slot] = drafter.count - 1
 
-  def draft(self, row: ServedRow, most: int) -> Sequence[int]:
-    """What may follow the last token of a row, if it was prepared."""
+  def draft(self, row: ServedRow, most: int) -> RowDraft:
+    """What may follow the last token of a row, if it was prepared.
+
+    Args:
+      row: the row.
+      most: tokens one behind another.
+    """
     if row not in self._ready or row.slot is None:
-      return ()
-    return self._drafted[row.slot, :most].tolist()
+      return RowDraft()
+    tokens = tuple(self._drafted[row.slot].tolist())
+    if self._parents is None:
+      return RowDraft(tokens[:most])
+    found = RowDraft(tokens, tuple(self._parents[row.slot].tolist()))
+    # Tokens are in the order of their depths.
+    return found.first(sum(depth <= most for depth in found.depths))
 
-  def _read(self, behind: dict[int, np.ndarray]) -> Missing:
+  def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
+    """What drafts in this step."""
+    del held
+    return self._model
+
+  def _read(self, model: Transformer, behind: dict[int, np.ndarray]) -> Missing:
     """What is missing, `WINDOW` tokens at most, after the rest was read."""
     while (most := max(map(len, behind.values()))) > WINDOW:
       width = WIDE if most > 2 * WINDOW else WINDOW
       # The last token is left to the draft.
       part = {slot: new[:-1][:width] for slot, new in behind.items()}
-      self._session.cache = read_more(
-        self._model,
-        self._attend,
-        self._session.cache,
-        self._part(part, width),
-        self._length,
+      self._cache = read_more(
+        model, self._attend, self._cache, self._part(part, width), self._length
       )
       for slot, new in part.items():
         behind[slot] = behind[slot][new.size :]
         self._at[slot] += new.size
-    return self._part(behind, 2 if most <= 2 else WINDOW)
+    return self._last(behind)
+
+  def _last(self, behind: dict[int, np.ndarray]) -> Missing:
+    """What the draft itself reads."""
+    most = max(map(len, behind.values()))
+    # A tree's path is read anew: one width is one program.
+    few = most <= 2 and not self._drafter.tree
+    return self._part(behind, 2 if few else WINDOW)
 
   def _part(self, new: dict[int, np.ndarray], width: int) -> Missing:
     tokens: Any = np.zeros((self._at.size, width), np.int32)
@@ -211,3 +283,54 @@ class ModelRowDrafts:
       tokens[slot, : some.size], counts[slot] = some, some.size
     at: Any = self._at.astype(np.int32)
     return Missing(tokens, counts, at)
+
+
+class BlockRowDrafts(ModelRowDrafts):
+  """A block that reads the target's keys in the pages of the rows."""
+
+  def _begin(
+    self,
+    rows: int,
+    longest: int,
+    mesh: Mesh | None,
+    axis: str | None,
+    dtype: DTypeLike,
+  ) -> None:
+    del axis, dtype
+    drafter: Any = self._drafter
+    assert isinstance(drafter, LongSpec)
+    model = drafter.drafts(self._target)
+    check_devices(model, mesh)
+    self._model, self._length = model, jnp.int32(longest)
+    # Its window is the same on all shards.
+    self._attend = CachedAttention(mesh=mesh, axis=None)
+    self._cache = model.init_ring(rows, drafter.drafted + SLACK, self._attend)
+    # Tokens of a text that are of use to it.
+    self._width = min(model.draft_config.window, longest)
+
+  def _drafts(self, held: Callable[[], PooledRows]) -> Transformer:
+    draft: Any = self._model
+    return draft.beside(self._target, held())
+
+  def _read(self, model: Transformer, behind: dict[int, np.ndarray]) -> Missing:
+    """What is missing, after the window of a new text was read at once."""
+    long = {slot: new for slot, new in behind.items() if new.size > WINDOW}
+    if long:
+      shape = self._at.size, self._width
+      tokens, seg = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+      first = np.zeros((self._at.size, 1), np.int64)
+      end = np.full(self._at.size, np.iinfo(np.int32).max, np.int32)
+      for slot, new in long.items():
+        some = new[:-1][-self._width :]
+        tokens[slot, : some.size], seg[slot, : some.size] = some, 1
+        # What the cache has from here on is of no use, or of another row.
+        end[slot] = self._at[slot]
+        self._at[slot] += new.size - 1
+        first[slot] = self._at[slot] - some.size
+        behind[slot] = new[-1:]
+      pos = (first + np.arange(self._width)).astype(np.int32)
+      cache = without(self._cache, end, 0)
+      self._cache = filled(
+        model, self._attend, cache, tokens, pos, seg, self._length
+      )
+    return self._last(behind)

@@ -8,20 +8,23 @@ Memory: of each row what its `TextReader` has, or see `ModelRowDrafts`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringjax.errors import OptionError
 from ringjax.infer.speculate.draft_model import ModelDrafter
 from ringjax.infer.speculate.drafter import Drafter, TextDrafter, TextReader
+from ringjax.infer.speculate.longspec import LongSpec
 from ringjax.infer.speculate.speculation import drafter_of
 from ringjax.infer.speculate.translated import TranslatedDraft
 from ringjax.kv.cache_kind import cache_kind
+from ringjax.kv.page_pool import PooledRows
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
 from ringjax.serve.calls import RowBoard
-from ringjax.serve.model_drafts import ModelRowDrafts
+from ringjax.serve.model_drafts import BlockRowDrafts, ModelRowDrafts
 from ringjax.serve.row_sampler import RowNumbers
+from ringjax.serve.scheduler import RowDraft
 
 if TYPE_CHECKING:
   from ringjax.serve.scheduler import ServedRow
@@ -32,6 +35,7 @@ class RowDrafts:
 
   Attributes:
     count: tokens of a draft at most.
+    trees: whether drafts are trees.
   """
 
   def __init__(self, how: Drafter | str, name: str = "speculate"):
@@ -42,24 +46,21 @@ class RowDrafts:
       name: of the argument or flag, for errors.
 
     Raises:
-      OptionError: no such drafter, or one that an engine can't have: a tree, a
-        block that reads the target's last layer, a model with another
-        tokenizer, on other devices or with a cache that evicts, or another
-        rule than that by which tokens are the same.
+      OptionError: no such drafter, or one that an engine can't have: a
+        model with another tokenizer, on other devices or with a cache that
+        evicts, or another rule than that by which tokens are the same.
     """
     drafter = drafter_of(how, name)
     self._name = name
     if (
-      not isinstance(drafter, TextDrafter | ModelDrafter)
+      not isinstance(drafter, TextDrafter | ModelDrafter | LongSpec)
       or isinstance(drafter, TranslatedDraft)
-      or drafter.tree
       or (isinstance(drafter, ModelDrafter) and drafter.place is not None)
     ):
-      what = "a tree" if drafter.tree else repr(drafter.name)
       raise OptionError(
         name,
-        f"{what} for an engine",
-        "a chain by 'lookup', 'suffix', 'early', 'self' or a 'model' with the "
+        f"{drafter.name!r} for an engine",
+        "'lookup', 'suffix', 'early', 'self', 'longspec' or a 'model' with the "
         "target's tokenizer, on the engine's devices",
         f"pass {name}=lookup, or draft with rj.infer.generate",
       )
@@ -70,7 +71,8 @@ class RowDrafts:
           name,
           f"{drafter.name!r} with the cache {str(drafter.cache_kind)!r}, for "
           "an engine",
-          "a cache of the draft that keeps all tokens: rows come and go in it",
+          "a cache of the draft that keeps all tokens: an eviction decides "
+          "its shapes, and rows come and go",
           f"pass {name}={drafter.name}:cache_kind=int4, for instance",
         )
     if drafter.verify != "match":
@@ -80,7 +82,8 @@ class RowDrafts:
         "'match', with which a request has the tokens that it has alone",
         "leave verify out",
       )
-    self._drafter, self.count = drafter, drafter.count
+    self._drafter = drafter
+    self.count, self.trees = drafter.nodes, drafter.tree
     self._model: ModelRowDrafts | None = None
     # Of each row what reads it, and how many tokens it has read.
     self._readers: weakref.WeakKeyDictionary[
@@ -111,9 +114,15 @@ class RowDrafts:
     """Makes the cache of a draft model; see `ModelRowDrafts`."""
     if isinstance(self._drafter, ModelDrafter):
       self._model = ModelRowDrafts(self._drafter, model, **place)
+    elif isinstance(self._drafter, LongSpec):
+      self._model = BlockRowDrafts(self._drafter, model, **place)
 
   def prepare(
-    self, rows: Sequence[ServedRow], how: RowNumbers, board: RowBoard
+    self,
+    rows: Sequence[ServedRow],
+    how: RowNumbers,
+    board: RowBoard,
+    held: Callable[[], PooledRows],
   ) -> None:
     """Drafts by a model, before a step; see `ModelRowDrafts.prepare`."""
     if self._model is None:
@@ -130,12 +139,18 @@ class RowDrafts:
       ],
       how,
       board,
+      held,
     )
 
-  def draft(self, row: ServedRow, most: int) -> Sequence[int]:
-    """What may follow the last token of a row, all of which are known."""
+  def draft(self, row: ServedRow, most: int) -> RowDraft:
+    """What may follow the last token of a row, all of which are known.
+
+    Args:
+      row: the row.
+      most: tokens one behind another.
+    """
     if not _drafts_for(row):
-      return ()
+      return RowDraft()
     if self._model is not None:
       return self._model.draft(row, most)
     reader, known = self._readers.get(row, (None, 0))
@@ -144,7 +159,7 @@ class RowDrafts:
       reader = self._drafter.reader(row.prompt.tolist())
     reader.add(row.answer[known:])
     self._readers[row] = reader, len(row.answer)
-    return reader.guess(min(most, self.count))
+    return RowDraft(tuple(reader.guess(min(most, self.count))))
 
 
 def _drafts_for(row: ServedRow) -> bool:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax.checks import integer, number
 from ringjax.errors import OptionError, SamplingError
-from ringjax.infer.sampling import PARAMETERS, Sample, first_largest
+from ringjax.infer.sampling import PARAMETERS, Sample, first_largest, noise
 from ringjax.typing import ArrayLeaf
 
 # Entries of a logit bias of one row, and logprobs of one token, at most.
@@ -221,44 +221,12 @@ def choose(
     allowed: tokens that may come.
   """
   batch, vocab = logits.shape
-  rows = jnp.arange(batch)[:, None]
   column = lambda x: x[:, None]
-
-  def biased() -> jax.Array:
-    found = logits.at[rows, how.bias_ids].add(how.bias, mode="drop")
-    found = jnp.where(allowed, found, -jnp.inf)
-    penalty = column(how.repetition)
-    scaled = jnp.where(found < 0, found * penalty, found / penalty)
-    found = jnp.where(seen, scaled, found)
-    times = counts.astype(jnp.float32)
-    found = found - column(how.frequency) * times
-    return found - jnp.where(counts > 0, column(how.presence), 0)
-
-  plain = (
-    jnp.all(how.bias == 0)
-    & jnp.all(allowed)
-    & jnp.all(how.repetition == 1)
-    & jnp.all(how.presence == 0)
-    & jnp.all(how.frequency == 0)
-  )
-  logits_ = lax.cond(plain, lambda: logits, biased)
+  logits_ = _penalised(logits, how, seen, counts, allowed)
   drawn = how.temperature > 0
 
   def sampled() -> jax.Array:
-    warm = jnp.where(drawn, how.temperature, 1)
-    found = logits_ / column(warm)
-    filters = (
-      (how.top_k < vocab, dict(top_k=column(how.top_k))),
-      (how.top_p < 1, dict(top_p=column(how.top_p))),
-      (how.min_p > 0, dict(min_p=column(how.min_p))),
-    )
-    for which, one in filters:
-      sampler = _with_arrays(**one)
-      cut = lambda found=found, sampler=sampler: sampler.filtered(found)
-      kept = lax.cond(jnp.any(which), cut, lambda found=found: found)
-      found = jnp.where(column(which), kept, found)
-    noise = _with_arrays(seed=how.seed)
-    scores = noise._scores(found, pos, how.draw)
+    scores = _filtered(logits_, how) + _noise(how, pos, vocab)
     return jnp.where(column(drawn), scores, logits_)
 
   scores = lax.cond(jnp.any(drawn), sampled, lambda: logits_)
@@ -279,6 +247,87 @@ def choose(
   )
   mine, ids, best = lax.cond(jnp.any(how.logprobs), reported, lambda: none)
   return Choice(token, mine, ids, best)
+
+
+def ranked(
+  logits: Float[Array, "B V"],
+  how: RowNumbers,
+  pos: Int[Array, " B"],
+  seen: Bool[Array, "B V"],
+  counts: Int[Array, "B V"],
+  allowed: Bool[Array, "B V"],
+) -> Float[Array, "B V"]:
+  """Logarithms of probabilities, with the noise of the rows that draw.
+
+  Their largest one is what `choose` takes, of which see the arguments; sums of
+  several say how likely paths are.
+  """
+  found, drawn = _penalised(logits, how, seen, counts, allowed), how.temperature
+
+  def sampled() -> jax.Array:
+    some = (drawn > 0)[:, None]
+    found_ = jax.nn.log_softmax(jnp.where(some, _filtered(found, how), found))
+    return found_ + jnp.where(some, _noise(how, pos, logits.shape[1]), 0)
+
+  plain = lambda: jax.nn.log_softmax(found)
+  return lax.cond(jnp.any(drawn > 0), sampled, plain)
+
+
+def _penalised(
+  logits: Float[Array, "B V"],
+  how: RowNumbers,
+  seen: Bool[Array, "B V"],
+  counts: Int[Array, "B V"],
+  allowed: Bool[Array, "B V"],
+) -> Float[Array, "B V"]:
+  """Logits behind biases, masks and penalties."""
+  rows = jnp.arange(logits.shape[0])[:, None]
+  column = lambda x: x[:, None]
+
+  def biased() -> jax.Array:
+    found = logits.at[rows, how.bias_ids].add(how.bias, mode="drop")
+    found = jnp.where(allowed, found, -jnp.inf)
+    penalty = column(how.repetition)
+    scaled = jnp.where(found < 0, found * penalty, found / penalty)
+    found = jnp.where(seen, scaled, found)
+    times = counts.astype(jnp.float32)
+    found = found - column(how.frequency) * times
+    return found - jnp.where(counts > 0, column(how.presence), 0)
+
+  plain = (
+    jnp.all(how.bias == 0)
+    & jnp.all(allowed)
+    & jnp.all(how.repetition == 1)
+    & jnp.all(how.presence == 0)
+    & jnp.all(how.frequency == 0)
+  )
+  return lax.cond(plain, lambda: logits, biased)
+
+
+def _filtered(
+  logits: Float[Array, "B V"], how: RowNumbers
+) -> Float[Array, "B V"]:
+  """Logits over the temperature, -inf where a row's filters drop a token."""
+  column, vocab = lambda x: x[:, None], logits.shape[1]
+  found = logits / column(jnp.where(how.temperature > 0, how.temperature, 1))
+  filters = (
+    (how.top_k < vocab, dict(top_k=column(how.top_k))),
+    (how.top_p < 1, dict(top_p=column(how.top_p))),
+    (how.min_p > 0, dict(min_p=column(how.min_p))),
+  )
+  for which, one in filters:
+    sampler = _with_arrays(**one)
+    cut = lambda found=found, sampler=sampler: sampler.filtered(found)
+    kept = lax.cond(jnp.any(which), cut, lambda found=found: found)
+    found = jnp.where(column(which), kept, found)
+  return found
+
+
+def _noise(
+  how: RowNumbers, pos: Int[Array, " B"], vocab: int
+) -> Float[Array, "B V"]:
+  """What each row draws by at these positions."""
+  return noise(_with_arrays(seed=how.seed), how.draw, pos, vocab)
 
 
 def _with_arrays(**numbers: Any) -> Sample:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -157,6 +157,39 @@ class PromptPiece:
   chooses: bool
 
 
+class RowDraft(NamedTuple):
+  """Tokens that may follow the last one of a row.
+
+  Fields:
+    tokens: one behind another, or a tree.
+    parents: of a tree which token each follows, an earlier one of `tokens`; -1
+      for the row's last one. None: a chain.
+  """
+
+  tokens: tuple[int, ...] = ()
+  parents: tuple[int, ...] | None = None
+
+  @property
+  def above(self) -> tuple[int, ...]:
+    """The parents of a tree or a chain."""
+    if self.parents is None:
+      return tuple(range(-1, len(self.tokens) - 1))
+    return self.parents
+
+  @property
+  def depths(self) -> list[int]:
+    """How many tokens each is behind the row's last one."""
+    found: list[int] = []
+    for parent in self.above:
+      found.append(1 + (found[parent] if parent >= 0 else 0))
+    return found
+
+  def first(self, count: int) -> RowDraft:
+    """The first tokens, whose parents are among them."""
+    parents = None if self.parents is None else self.parents[:count]
+    return RowDraft(self.tokens[:count], parents)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeTurn:
   """A row's next token in a decoding call.
@@ -167,19 +200,19 @@ class DecodeTurn:
     at: the position of the token that is read.
     chooses: whether the next one is to be chosen; otherwise it is known: the
       row was preempted and comes back.
-    draft: tokens that may follow the one that is read, which the call checks.
+    draft: what may follow the token that is read, which the call checks.
   """
 
   row: ServedRow
   slot: int
   at: int
   chooses: bool
-  draft: tuple[int, ...] = ()
+  draft: RowDraft = RowDraft()
 
   @property
   def end(self) -> int:
     """Tokens of the row behind the call."""
-    return self.at + 1 + len(self.draft)
+    return self.at + 1 + len(self.draft.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,8 +335,9 @@ class Scheduler:
     running: by slot, None where it is free.
     version: a count of changes of the tables.
     source: of blocks that the tree does not have, or None.
-    drafts: asked for tokens that may follow the last one of a row, so many at
-      most; or None. The host then knows all tokens of rows when it plans.
+    drafts: asked for what may follow the last token of a row, so many tokens
+      one behind another at most; or None. The host then knows all tokens of
+      rows when it plans.
     loads: by (group, shard, page) the bytes that have to be in a page before
       the calls of the plan; whoever makes the calls takes them out.
   """
@@ -342,7 +376,7 @@ class Scheduler:
     self._refused: list[ServedRow] = []
     self.version = 0
     self.source: BlockSource | None = None
-    self.drafts: Callable[[ServedRow, int], Sequence[int]] | None = None
+    self.drafts: Callable[[ServedRow, int], RowDraft] | None = None
     self.loads: dict[tuple[int, int, int], Any] = {}
 
   # -------------------------------------------------------------------------
@@ -439,7 +473,7 @@ class Scheduler:
       known = row.computed + 1 < row.known
       if not known and row.chosen >= row.most:
         continue
-      draft = () if known else self._draft(row, left - 1)
+      draft = RowDraft() if known else self._draft(row, left - 1)
       turns.append(
         DecodeTurn(
           row=row,
@@ -449,7 +483,7 @@ class Scheduler:
           draft=draft,
         )
       )
-      left -= 1 + len(draft)
+      left -= 1 + len(draft.tokens)
     pieces = self._pieces(left, preempted)
     admitted = self._admitted(left, pieces, preempted)
     # Rows may be preempted after their part was planned.
@@ -744,15 +778,18 @@ class Scheduler:
     table[row.slot, number % shards, number // shards] = page
     self.version += 1
 
-  def _draft(self, row: ServedRow, most: int) -> tuple[int, ...]:
+  def _draft(self, row: ServedRow, most: int) -> RowDraft:
     """Tokens that may follow; for these nobody has to make room."""
-    most = min(most, row.most - row.chosen - 1)
-    if self.drafts is None or most < 1 or row.team:
-      return ()
-    found, start = tuple(self.drafts(row, most))[:most], row.computed + 1
-    for number, group in self._missing(row, start, len(found)):
+    path = min(most, row.most - row.chosen - 1)
+    if self.drafts is None or path < 1 or row.team:
+      return RowDraft()
+    start = row.computed + 1
+    # Of a tree more tokens than paths are long.
+    most = min(most, self.limits.blocks * self.tree.page - start)
+    found = self.drafts(row, path).first(most)
+    for number, group in self._missing(row, start, len(found.tokens)):
       if not self._allocate(row, number, group):
-        return found[: max(0, number * self.tree.page - start)]
+        return found.first(max(0, number * self.tree.page - start))
     return found
 
   def _make_room(

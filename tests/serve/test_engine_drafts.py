@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.infer import speculate
-from ringjax.models import small, tiny
+from ringjax.models import longspec, small, tiny
 from ringjax.serve import Engine, Request, RowSampling
 from ringjax.serve import calls as calls_module
 from tests.helpers import refused
 from tests.serve.test_engine import alone, check, engine, requests, served
 
 DRAFTS = "lookup:count=3"
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,11 @@ def test_alone_and_in_a_crowd(loaded):
 
 
 @pytest.mark.long
-def test_penalties_masks_and_beams_beside_drafts(loaded):
+@pytest.mark.parametrize(
+  "drafts",
+  [DRAFTS, pytest.param("early:layers=2,widths=(2,3)", marks=pytest.mark.slow)],
+)
+def test_penalties_masks_and_beams_beside_drafts(loaded, drafts):
   model, _ = loaded("llama3")
   vocab = model.config.vocab
   even = np.arange(vocab) % 2 == 0
@@ -124,7 +130,7 @@ def test_penalties_masks_and_beams_beside_drafts(loaded):
     dataclasses.replace(base, n=2, sampling=RowSampling(temperature=1.0)),
   ]
   found = []
-  for how in (None, DRAFTS):
+  for how in (None, drafts):
     at = engine(model, speculate=how, capacity=512)
     results = [at.submit(one) for one in wanted]
     at.run()
@@ -243,10 +249,111 @@ def test_bad_drafters_are_refused(loaded):
   ask = lambda how, model=model: Engine(model, speculate=how, rows=2)
   refused(OptionError, lambda: ask("best"), "lookup, suffix")
   refused(OptionError, lambda: ask("self"), "keeps all tokens")
-  refused(OptionError, lambda: ask("early:widths=(2,2)"), "tree", "chain")
-  refused(OptionError, lambda: ask("longspec"), "longspec", "chain")
+  refused(OptionError, lambda: ask("longspec"), "model", "longspec.load")
   refused(OptionError, lambda: ask("lookup:verify=rejection"), "match")
   recurrent, _ = loaded("qwen3_next")
   refused(OptionError, lambda: ask("lookup", recurrent), "recurrent")
   by = speculate.DraftModel(model=recurrent)
   refused(OptionError, lambda: ask(by), "recurrent")
+
+
+@functools.cache
+def _block(model):
+  """A draft of a window that prompts exceed."""
+  return longspec.with_draft(model, longspec.LongSpecConfig(window=24), seed=1)
+
+
+def test_trees_of_a_block(loaded):
+  """Rows of unequal length, which have to make room."""
+  model, _ = loaded("llama3")
+  drafter = speculate.LongSpec(model=_block(model), widths=(2, 2))
+  new = dict(max_new_tokens=24)
+  prompts = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
+  want = rj.infer.generate(model, prompts, **new)
+  at = engine(model, speculate=drafter)
+  handles = [at.submit(Request(prompt=one, **new)) for one in prompts]
+  at.run()
+  for handle, row in zip(handles, want.tokens, strict=True):
+    assert handle.result().tokens.tolist() == row.tolist()
+  assert at.counters.preemptions
+  assert 0 < at.counters.accepted < at.counters.drafted
+
+
+@pytest.mark.parametrize(
+  ("family", "devices", "options"),
+  [
+    pytest.param("llama3", 4, dict(preempt="swap", kind="int4"), marks=LONG),
+    pytest.param("gpt_oss", 1, {}, marks=SLOW),
+    pytest.param("llama3", 1, dict(layout="doubling"), marks=SLOW),
+    pytest.param(
+      "mixtral", 1, dict(layout="contiguous", kind="unrotated"), marks=SLOW
+    ),
+    pytest.param("falcon_rw", 4, dict(share="answers"), marks=SLOW),
+  ],
+)
+def test_a_block_reads_the_pages_of_rows(loaded, family, devices, options):
+  model, mesh = loaded(family, devices)
+  drafter = speculate.LongSpec(model=_block(model), count=3)
+  rng = np.random.default_rng(devices)
+  at = check(model, mesh, rng, 10, speculate=drafter, **options)
+  # Extents have room for more rows.
+  assert at.counters.preemptions or options.get("layout") == "doubling"
+  assert 0 < at.counters.accepted < at.counters.drafted
+
+
+@pytest.mark.parametrize(
+  "how",
+  [
+    pytest.param("count=3", marks=LONG),
+    pytest.param("widths=(2,4,2),best=6", marks=SLOW),
+  ],
+)
+def test_drafts_of_a_block_are_those_of_generate(loaded, how, tmp_path):
+  """Rows of unequal length, more than there are slots."""
+  model, _ = loaded("llama3")
+  longspec.save(_block(model), tmp_path)
+  how = f"longspec:model={tmp_path},{how}"
+  reports, new = [], dict(max_new_tokens=12)
+  prompts = [np.arange(n) * 7 % 60 for n in (1, 45, 18, 70)]
+  want = rj.infer.generate(
+    model,
+    prompts,
+    speculate=f"{how},adapt=false",
+    report=reports.append,
+    **new,
+  )
+  at = engine(model, speculate=how, capacity=512, rows=2)
+  handles = [at.submit(Request(prompt=one, **new)) for one in prompts]
+  at.run()
+  for handle, row in zip(handles, want.tokens, strict=True):
+    assert handle.result().tokens.tolist() == row.tolist()
+  found = reports[0].speculation
+  assert at.counters.accepted == found.accepted > 0
+  if not found.drafter.tree:
+    assert at.counters.drafted == found.drafted
+
+
+@pytest.mark.parametrize(
+  ("family", "devices", "how", "options"),
+  [
+    pytest.param(*case, marks=mark)
+    for mark, *case in [
+      (LONG, "llama3", 4, dict(widths=(3, 4), best=5), dict(kind="int4")),
+      (SLOW, "llama3", 4, dict(widths=(2, 4, 2)), dict(preempt="swap")),
+      (SLOW, "llama3", 1, dict(widths=(2, 2)), dict(layout="doubling")),
+      (SLOW, "gpt_oss", 1, dict(widths=(2, 2)), {}),
+      (SLOW, "deepseek_v3", 1, dict(widths=(2, 3)), dict(layout="contiguous")),
+      (SLOW, "falcon_rw", 1, dict(widths=(2, 4, 2)), dict(kind="unrotated")),
+    ]
+  ],
+)
+def test_trees_of_the_target_itself(loaded, family, devices, how, options):
+  """Of trees by the target a whole path is right, also of rows that draw."""
+  model, mesh = loaded(family, devices)
+  rng = np.random.default_rng(devices)
+  drafter = speculate.DraftModel(model=model, **how)
+  at = check(model, mesh, rng, 10, speculate=drafter, **options)
+  assert at.counters.preemptions or family == "gpt_oss"
+  # Of each round's tokens the path's.
+  share = drafter.depth / drafter.nodes
+  assert at.counters.accepted > 0.7 * share * at.counters.drafted

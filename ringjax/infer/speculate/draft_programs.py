@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,21 @@ def _begun(
     length,
   )
   return attend.everywhere(logits[:, 0]), cache
+
+
+@runtime_checkable
+class Ranks(Protocol):
+  """A sampler with settings of its own for each row."""
+
+  def ranked(
+    self,
+    logits: Float[Array, "B V"],
+    pos: Int[Array, " B"],
+    seen: Bool[Array, "B V"],
+  ) -> Float[Array, "B V"]:
+    """Logarithms of probabilities, with the noise by which a row draws: of the
+    largest one the sampler makes its token."""
+    ...
 
 
 class TreeShape(NamedTuple):
@@ -327,10 +342,14 @@ def _likeliest(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Tokens, places of parents and sums of the likeliest paths, [B, n]."""
   batch, wide, vocab = logits.shape
-  weigh = lambda logits: log_weights(call.sampler, logits, call.seen)
-  scores = jax.vmap(weigh, 1, 1)(logits) + total[..., None]
   # With the numbers by which the sampler itself will draw there.
-  scores += noise(call.sampler, jnp.arange(batch), at, vocab)[:, None]
+  if isinstance(call.sampler, Ranks):
+    weigh = lambda logits: call.sampler.ranked(logits, at, call.seen)
+    scores = jax.vmap(weigh, 1, 1)(logits) + total[..., None]
+  else:
+    weigh = lambda logits: log_weights(call.sampler, logits, call.seen)
+    scores = jax.vmap(weigh, 1, 1)(logits) + total[..., None]
+    scores += noise(call.sampler, jnp.arange(batch), at, vocab)[:, None]
   total, best = lax.top_k(scores.reshape(batch, wide * vocab), width)
   place, token = jnp.divmod(best.astype(jnp.int32), vocab)
   return token, place, total

@@ -27,6 +27,7 @@ from jaxtyping import Array, Int
 from ringjax.errors import CheckpointMismatchError, OptionError
 from ringjax.infer.speculate.drafter import Drafting, Target, TreeDrafter
 from ringjax.infer.speculate.model_drafting import ModelDrafting
+from ringjax.kv.base import CallCache
 from ringjax.kv.pages import few_sizes
 from ringjax.models import longspec
 from ringjax.models.longspec import DraftTransformer
@@ -34,7 +35,7 @@ from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 
 # Tokens that a draft may take back beside those that it drafts.
-_SLACK = 32
+SLACK = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,10 +72,14 @@ class LongSpec(TreeDrafter):
         "train one: configs/train/longspec.py",
       )
 
+  def drafts(self, target: Transformer) -> DraftTransformer:
+    """The draft, beside a target."""
+    if isinstance(self.model, str):
+      return longspec.load(self.model, target)
+    return self.model
+
   def begin(self, target: Target) -> Drafting:
-    draft = self.model
-    if isinstance(draft, str):
-      draft = longspec.load(draft, target.session.model)
+    draft = self.drafts(target.session.model)
     return _BlockDrafting(self, draft, target)
 
 
@@ -109,7 +114,7 @@ class _BlockDrafting(ModelDrafting):
     self._last: Any = None
     self._took = np.zeros(len(texts), bool)
     self._known = [[] for _ in texts]
-    ring = draft.init_ring(len(texts), drafter.drafted + _SLACK, self._attend)
+    ring = draft.init_ring(len(texts), drafter.drafted + SLACK, self._attend)
     self._session: Any = _Ring(ring)
     self._begin()
 
@@ -127,7 +132,7 @@ class _BlockDrafting(ModelDrafting):
     for row, (end, stop) in enumerate(zip(ends, self._at, strict=True)):
       tokens[row, : len(end)], seg[row, : len(end)] = end, 1
       pos[row] = stop - len(end) + np.arange(width)
-    self._session.cache = _filled(
+    self._session.cache = filled(
       self._drafts(),
       self._attend,
       self._session.cache,
@@ -139,10 +144,10 @@ class _BlockDrafting(ModelDrafting):
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=2)
-def _filled(
+def filled(
   draft: DraftTransformer,
   attend: CachedAttention,
-  cache: Any,
+  cache: CallCache,
   tokens: Int[Array, "B n"],
   pos: Int[Array, "B n"],
   seg: Int[Array, "B n"],

@@ -79,17 +79,33 @@ def match(sampler: Callable[..., Any], nodes: Nodes) -> Verdict:
   axes = (1, 1, None if seen is None else 1)
   choose = lambda logits, pos, seen: sampler(logits, pos, seen)
   chosen = jax.vmap(choose, axes, 1)(nodes.logits, nodes.pos + 1, seen)
-  above = jnp.maximum(nodes.parents, 0)
-  right = jnp.take_along_axis(chosen, above, 1) == nodes.tokens
-  right = (right & nodes.real) | (nodes.parents < 0)
+  kept, last = right_path(nodes.tokens, nodes.parents, nodes.real, chosen)
+  return Verdict(kept, jnp.take_along_axis(chosen, last, 1)[:, 0])
+
+
+def right_path(
+  tokens: Int[Array, "B N"],
+  parents: Int[Array, "B N"],
+  real: Bool[Array, "B N"],
+  chosen: Int[Array, "B N"],
+) -> tuple[Bool[Array, "B N"], Int[Array, "B 1"]]:
+  """The longest path of tokens that were chosen, and its last node.
+
+  Args:
+    tokens: see `Nodes`.
+    parents: see `Nodes`.
+    real: see `Nodes`.
+    chosen: what is chosen behind each.
+  """
+  right = jnp.take_along_axis(chosen, jnp.maximum(parents, 0), 1) == tokens
+  right = (right & real) | (parents < 0)
   wrong = (~right).astype(jnp.int32)
   # A node stays if it and all that it follows are right.
-  known = ancestor_matrix(nodes.parents)
+  known = ancestor_matrix(parents)
   wrong = jnp.einsum("bij,bj->bi", known.astype(jnp.int32), wrong)
   depth = jnp.sum(known, 2, dtype=jnp.int32)
   last = jnp.argmax(jnp.where(wrong == 0, depth, 0), 1)[:, None]
-  kept = jnp.take_along_axis(known, last[..., None], 1)[:, 0]
-  return Verdict(kept, jnp.take_along_axis(chosen, last, 1)[:, 0])
+  return jnp.take_along_axis(known, last[..., None], 1)[:, 0], last
 
 
 def rejection(sampler: Callable[..., Any], nodes: Nodes) -> Verdict:

@@ -53,7 +53,7 @@ from ringjax.ops.attention.views import (
   coords_specs,
   in_basis,
 )
-from ringjax.ops.mask import Causal, Coords
+from ringjax.ops.mask import Causal, Coords, Mask
 from ringjax.ops.softmax import Partial, wide_dtype
 from ringjax.parallel.place import MeshAxes
 from ringjax.typing import Index
@@ -75,6 +75,9 @@ class PooledView(StoredView):
     constants: of the layer's codecs, arrays [K, n] for keys and for values.
     decoders: what makes numbers of the bytes of keys and of values, or None.
     shared: tiles that rows share, for calls of a few tokens a row, or None.
+    own_mask: a mask in place of the layer's, or None.
+    own_queries: coordinates [B, T] of the queries in place of the call's, or
+      None.
   """
 
   k: Shaped[Array, "L N K _ _"]
@@ -85,9 +88,24 @@ class PooledView(StoredView):
   constants: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
   decoders: tuple[Decoder, Decoder] | None = None
   shared: SharedTiles | None = None
+  own_mask: Mask | None = None
+  own_queries: Coords | None = None
 
   # Tiles are folded in the order of slots, all with a mask.
   in_order = True
+
+  @property
+  def mask(self) -> Mask | None:
+    return self.own_mask
+
+  @property
+  def queries(self) -> Coords | None:
+    return self.own_queries
+
+  def of_tree(self, drafted: Coords, mask: Mask) -> PooledView:
+    """Of text and a tree of drafted tokens behind it, by whose coordinates the
+    slots have theirs; see `ContiguousView.of_tree`."""
+    return dataclasses.replace(self, own_mask=mask, own_queries=drafted)
 
   @property
   def page(self) -> int:
@@ -103,16 +121,21 @@ class PooledView(StoredView):
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> PooledView:
     pool = P(None, tokens, heads)
-    shared = self.shared
+    shared, queries = self.shared, self.own_queries
+    rows = self.table.shape[0]
     return tree.with_leaves(
       self,
       k=pool,
       v=pool,
-      at=coords_specs(self.at, self.table.shape[0], batch, tokens),
+      at=coords_specs(self.at, rows, batch, tokens),
       table=P(batch, tokens),
       layer=P(),
       constants=jax.tree.map(lambda _: P(heads), self.constants),
       shared=None if shared is None else shared.specs(batch, tokens),
+      own_mask=jax.tree.map(lambda _: P(), self.own_mask),
+      own_queries=None
+      if queries is None
+      else coords_specs(queries, rows, batch, None),
     )
 
   def of_row(self, row: Index) -> PooledView:
@@ -150,7 +173,17 @@ class PooledView(StoredView):
 
 tree.register(
   PooledView,
-  ("k", "v", "at", "table", "layer", "constants", "shared"),
+  (
+    "k",
+    "v",
+    "at",
+    "table",
+    "layer",
+    "constants",
+    "shared",
+    "own_mask",
+    "own_queries",
+  ),
   ("decoders",),
 )
 

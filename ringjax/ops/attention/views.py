@@ -245,6 +245,22 @@ class ContiguousView(NamedTuple):
   def keys_alone(self) -> ContiguousView:
     return self._replace(v=self.k)
 
+  def of_tree(self, drafted: Coords, mask: Mask) -> ContiguousView:
+    """Of a call's own tokens, which form a tree.
+
+    Args:
+      drafted: coordinates [B, T] of the tokens among themselves; the slots
+        behind them are empty.
+      mask: over these.
+    """
+    wide = [(0, 0), (0, self.shape[2] - drafted.pos.shape[1])]
+    return self._replace(
+      at=Coords(*(jnp.pad(x, wide) for x in drafted)),
+      mask=mask,
+      # One array would be one argument, with one sharding.
+      queries=Coords(*(x + 0 for x in drafted)),
+    )
+
   def tile(self, start: Index, size: int) -> tuple[jax.Array, jax.Array]:
     zero = jnp.int32(0)
     corner = (jnp.asarray(self.layer, jnp.int32), zero, zero, start, zero)
@@ -428,6 +444,10 @@ class UnrotatedView(NamedTuple):
   @property
   def shared(self) -> Any:
     return getattr(self.stored, "shared", None)
+
+  def of_tree(self, drafted: Coords, mask: Mask) -> UnrotatedView:
+    stored: Any = self.stored
+    return self._replace(stored=stored.of_tree(drafted, mask))
 
   def of_row(self, row: Index) -> UnrotatedView:
     stored: Any = self.stored
