@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel.programs import bounded
 
 # Most models have no more stop ids.
 _STOPS = 4
@@ -54,6 +55,7 @@ def stop_ids(ids: Sequence[int]) -> jax.Array:
   return jnp.asarray(padded)
 
 
+@bounded
 @jax.jit
 def first(
   sampler: Callable[..., Any],
@@ -69,6 +71,7 @@ def first(
   return _chosen(sampler(logits, pos, seen), pos, False, seen, stops)
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
 def step(
   model: Transformer,
@@ -101,6 +104,7 @@ def step(
   return attend.everywhere(after), cache
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=0)
 def ends(
   attend: CachedAttention, done: Bool[Array, " B"], ended: Bool[Array, " B"]

@@ -55,6 +55,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
+from ringjax.parallel.programs import make_room
 from ringjax.plan.choice import KEEPS, Machine
 
 
@@ -215,6 +216,7 @@ def generate(
       answer of `stream`, which ends the generation.
   """
   check_call(model, tokens)
+  make_room()
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler, stop = from_names(sampler, stop, names)
   check_callable(sampler=sampler, stream=stream, progress=progress,

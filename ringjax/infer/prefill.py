@@ -37,6 +37,7 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.attention.wire_format import WireLike, wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
+from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
 from ringjax.plan.choice import KEEPS, Machine
 
@@ -479,6 +480,7 @@ def padded(tokens: int, shards: int, room: int | None = None) -> int:
   return max(-(-tokens // unit), room // unit) * unit
 
 
+@bounded
 @functools.partial(
   jax.jit, static_argnums=(1,), donate_argnums=(5,), keep_unused=True
 )

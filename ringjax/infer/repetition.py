@@ -28,6 +28,7 @@ from ringjax.kv.policies.kvzip import KVzip
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.parallel.mesh import entering
+from ringjax.parallel.programs import bounded
 
 # The texts are those of the paper's authors, which its figures are of.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -174,6 +175,7 @@ def repeat(
   return cache.evict(Repeated(scores, rows))
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1)
 def _peaks(
   model: Transformer,

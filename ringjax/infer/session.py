@@ -27,6 +27,7 @@ from ringjax.parallel import memory
 from ringjax.parallel.local import here
 from ringjax.parallel.mesh import automatic, entering
 from ringjax.parallel.place import sequence_axis
+from ringjax.parallel.programs import bounded
 
 if TYPE_CHECKING:
   from ringjax.infer.contexts.behind_contexts import ContextReport
@@ -298,6 +299,7 @@ class Session:
       )
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=0)
 def _lengths(sharding: ShardingContext, cache: Any) -> jax.Array:
   return sharding.everywhere(cache.length)

@@ -57,6 +57,7 @@ from ringjax.parallel.place import (
   sequence_axis,
   sharding_of,
 )
+from ringjax.parallel.programs import bounded, make_room
 from ringjax.typing import Index
 
 
@@ -202,6 +203,8 @@ class Transformer(nnx.Module):
       RingjaxError: in Python, before anything is compiled.
     """
     check_current()
+    if not isinstance(tokens, jax.core.Tracer):
+      make_room()
     tokens = _ids(tokens, self.config.vocab)
     shape = tokens.shape
     pos = _per_token("positions", positions, shape)
@@ -462,6 +465,7 @@ def logits_of(
   return y
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,))
 def _call(
   model: Transformer,

@@ -23,6 +23,7 @@ from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.pooled import SharedTiles
+from ringjax.parallel.programs import bounded
 from ringjax.serve.request import Request
 from ringjax.serve.row_sampler import Choice, RowNumbers, choose
 from ringjax.serve.scheduler import (
@@ -82,6 +83,7 @@ class CallArrays(NamedTuple):
   adapter: Int[ArrayLeaf, " B"] | None = None
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
 def compute(
   model: Transformer,
@@ -148,6 +150,7 @@ class Checked(NamedTuple):
   count: Int[ArrayLeaf, " B"]
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
 def check_drafts(
   model: Transformer,
@@ -202,6 +205,7 @@ def check_drafts(
   return found, pool, attend.everywhere(board)
 
 
+@bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def marked(
   board: RowBoard,
@@ -216,6 +220,7 @@ def marked(
   )
 
 
+@bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def _forked(
   pool: PagePool,

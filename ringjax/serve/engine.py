@@ -59,6 +59,7 @@ from ringjax.ops.attention.pooled import (
 )
 from ringjax.parallel import chips
 from ringjax.parallel.mesh import entering
+from ringjax.parallel.programs import make_room
 from ringjax.serve.beams import BeamSearch
 from ringjax.serve.calls import (
   CallArrays,
@@ -671,6 +672,7 @@ class Engine:
     """
     with self._lock:
       self._check_open()
+      make_room()
       try:
         return self._step()
       except Exception as error:

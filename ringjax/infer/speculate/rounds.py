@@ -38,8 +38,10 @@ from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
+from ringjax.parallel.programs import bounded
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=(4,))
 def verify(
   model: Transformer,
