@@ -23,6 +23,7 @@ from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.parallel.programs import bounded
+from ringjax.typing import Lengths
 
 # Most models have no more stop ids.
 _STOPS = 4
@@ -80,11 +81,12 @@ def step(
   cache: CallCache,
   state: DecodeState,
   stops: Int[Array, " n"],
-  length: Int[Array, ""],
+  length: Lengths,
 ) -> tuple[DecodeState, Any]:
   """Reads the last tokens into the cache and chooses the next ones.
 
-  `length` is that of the whole context, for rotations that depend on it.
+  `length` is that of the whole context or of each row's prompt, for rotations
+  that depend on it.
   """
   logits, cache = forward(
     model,

@@ -38,8 +38,8 @@ class _Compiled:
   seen = 0
 
 
-def _heard(event: str, seconds: float, **_: Any) -> None:
-  del seconds
+def _heard(event: str, duration_secs: float, **_: Any) -> None:
+  del duration_secs
   if event.endswith("backend_compile_duration"):
     _Compiled.count += 1
 
@@ -93,7 +93,7 @@ def make_room() -> None:
   gc.collect()
   warnings.warn(
     f"{have:,} of the {most:,} memory mappings that this process may have were "
-    "taken: all compiled programs in JAX's caches were let go, and are compiled "
+    "taken: all programs in JAX's caches were let go, and are compiled "
     "again where they are used. Raise vm.max_map_count, or compile fewer "
     "shapes",
     RuntimeWarning,

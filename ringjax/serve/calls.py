@@ -67,6 +67,7 @@ class CallArrays(NamedTuple):
     how: settings of the rows.
     shared: for each group the tiles that rows share; None for prompts.
     adapter: int32 [B], which adapter each row has, 0 for none; or None.
+    prompts: int32 [B], tokens of each row's prompt, by which it rotates.
   """
 
   tokens: Int[ArrayLeaf, "B T"]
@@ -81,6 +82,7 @@ class CallArrays(NamedTuple):
   how: RowNumbers
   shared: tuple[SharedTiles, ...] | None = None
   adapter: Int[ArrayLeaf, " B"] | None = None
+  prompts: Int[ArrayLeaf, " B"] | None = None
 
 
 @bounded
@@ -92,16 +94,13 @@ def compute(
   board: RowBoard,
   call: CallArrays,
   allowed: Bool[Array, "B V"],
-  length: Int[Array, ""],
 ) -> tuple[Any, PagePool, RowBoard]:
   """Computes a call's tokens and chooses the next ones."""
   rows = board.last.shape[0]
   inside = jnp.minimum(call.slots, rows - 1)
   before = board.last[inside][:, None]
   tokens = jnp.where(call.tokens < 0, before, call.tokens)
-  logits, pool = _read(
-    model, attend, pool, call, tokens, call.last[:, None], length
-  )
+  logits, pool = _read(model, attend, pool, call, tokens, call.last[:, None])
   logits = logits[:, 0]
   choice = choose(
     logits,
@@ -127,13 +126,12 @@ def _read(
   call: CallArrays,
   tokens: Int[Array, "B T"],
   rows: Int[Array, "B _"] | None,
-  length: Int[Array, ""],
 ) -> tuple[Float[Array, "B _ V"], PagePool]:
   """Logits behind some tokens of a call, or behind all, and the pool."""
   held = pool.call(call.tables, call.ends, call.slots, call.fresh, call.shared)
   with adapter_rows(call.adapter):
     logits, pool = forward(
-      model, attend, tokens, call.pos, call.seg, held, rows, length
+      model, attend, tokens, call.pos, call.seg, held, rows, call.prompts
     )
   return attend.everywhere(logits), pool
 
@@ -159,7 +157,6 @@ def check_drafts(
   board: RowBoard,
   call: CallArrays,
   allowed: Bool[Array, "B V"],
-  length: Int[Array, ""],
 ) -> tuple[Any, PagePool, RowBoard]:
   """Computes a call's tokens, of which those behind the first are drafts.
 
@@ -168,7 +165,7 @@ def check_drafts(
   """
   rows, width = board.last.shape[0], call.tokens.shape[1]
   inside = jnp.minimum(call.slots, rows - 1)
-  logits, pool = _read(model, attend, pool, call, call.tokens, None, length)
+  logits, pool = _read(model, attend, pool, call, call.tokens, None)
   batch, _, vocab = logits.shape
   drafted = jax.nn.one_hot(
     jnp.where(call.seg[:, 1:] > 0, call.tokens[:, 1:], -1),
@@ -348,6 +345,8 @@ class CallBuilder:
   ) -> None:
     """What any row of a call has, written into it."""
     call.ends[n], call.slots[n] = end, slot
+    if call.prompts is not None:
+      call.prompts[n] = row.prompt.size
     if call.adapter is not None:
       call.adapter[n] = self._adapters[row.adapter]
     for mine, table in zip(call.tables, self._tables, strict=True):
@@ -374,6 +373,7 @@ class CallBuilder:
       chooses=no(),
       how=self._how.of(slots),
       adapter=zeros(batch) if len(self._adapters) > 1 else None,
+      prompts=zeros(batch),
     )
 
   def _common(self, turns: tuple[DecodeTurn, ...]) -> tuple[SharedTiles, ...]:
