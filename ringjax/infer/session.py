@@ -79,7 +79,8 @@ class Session:
   of several processes: later calls say so, until `restart`.
 
   Rotations that depend on the length of the context (dynamic, longrope) are
-  those of a context of `capacity` tokens, in every call.
+  those of a context of `capacity` tokens, in every call: what is asked without
+  a session rotates by its prompt, see `generate`.
 
   Attributes:
     cache: the cache.

@@ -449,7 +449,7 @@ def _compressed(r: ConfigReader) -> Packing:
   one_of(r, "format", _FORMATS, "dense")
   one_of(r, "quantization_status", ("compressed", "frozen"), "compressed")
   r.ignore("global_compression_ratio", "ignore", "kv_cache_scheme", "version")
-  for key in ("sparsity_config", "transform_config"):
+  for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
     x = r.value(key, default=None)
     if x and x != {"format": "dense"}:
       raise r.error(key, x, "nothing", _PLAIN)
@@ -484,7 +484,7 @@ def _scheme(r: ConfigReader) -> Any:
   wanted = (4, 8) if kind == "int" else (8,)
   bits = one_of(r, "num_bits", wanted, 8)
   r.only("dynamic", False)
-  one_of(r, "actorder", (None, "weight", "group", "static"), None)
+  one_of(r, "actorder", (None, "weight", "group", "static", True), None)
   r.ignore("observer", "observer_kwargs", "symmetric", "scale_dtype",
            "zp_dtype")  # fmt: skip
   size = r.value("group_size", default=None)

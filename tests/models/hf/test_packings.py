@@ -400,7 +400,7 @@ def test_devices_read_their_own_codes(name, tmp_path, monkeypatch):
   close(models.load(folder, mesh=mesh), plain)
   halves = 0
   for key, x in packed.items():
-    eight = x.dtype.itemsize == 1 and x.shape == plain.get(key, x[:0]).shape
+    eight = x.dtype.itemsize == 1 and key in plain
     if eight or key.endswith(("packed", "qweight")):
       part = seen[key].sharding.shard_shape(x.shape)
       halves += 2 * np.prod(part) == x.size
