@@ -184,8 +184,8 @@ def load(
 
   Every process reads the bytes that its devices need, some tensors at a time.
   Weights of eight bits or fewer (`hf.packings` lists the formats) become floats
-  on the devices. Of a model of text and images the text model is read. A folder with
-  an encoder beside its decoder (`ringjax.models.cepe`) is both.
+  on the devices. Of a model of text and images the text model is read. A folder
+  with an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
     path: a folder with `config.json` and `*.safetensors`.

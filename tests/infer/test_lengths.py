@@ -38,7 +38,9 @@ def first_alone(model, prompt: np.ndarray, count: int) -> list[int]:
   return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+  "name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.long)]
+)
 def test_a_row_depends_on_itself_alone(loaded, name):
   """Prompts on both sides of 64 tokens, where both rotations change."""
   model, _ = loaded(name)
@@ -81,7 +83,7 @@ def test_an_engine_agrees(loaded, name, kind):
 @pytest.mark.parametrize(
   ("shape", "names"),
   [
-    ((2, 2), ("data", "seq")),
+    pytest.param((2, 2), ("data", "seq"), marks=pytest.mark.long),
     pytest.param((4,), ("seq",), marks=pytest.mark.long),
   ],
 )

@@ -50,6 +50,7 @@ def test_programs_go_where_mappings_run_out(model, monkeypatch):
   assert prefill.read._cache_size() == 1
 
 
+@pytest.mark.long
 def test_all_caches_go_with_a_warning(model, monkeypatch):
   """Where others' programs take the mappings, the caller is told."""
   want = asked(model, 9)

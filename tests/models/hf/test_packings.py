@@ -323,7 +323,7 @@ FORMATS = {
     quant_method="modelopt", quant_algo="FP8", producer={"name": "modelopt"}
   ),
 }  # fmt: skip
-QUICK = ("pack", "gptq", "awq", "bitsandbytes", "w8a8")
+QUICK = ("pack", "gptq", "awq", "bitsandbytes")
 
 
 def some(*quick: str):
@@ -410,10 +410,10 @@ def test_devices_read_their_own_codes(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("family", "name"),
   [
-    ("phi3", "pack"),
     *(
       pytest.param(family, name, marks=pytest.mark.long)
       for family, name in (
+        ("phi3", "pack"),
         ("qwen3_moe", "pack"),
         ("phi3", "bitsandbytes"),
         ("deepseek_v3_noq", "w8a8"),
