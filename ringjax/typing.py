@@ -30,6 +30,8 @@ else:
   ArrayLeaf = Array | np.ndarray | jax.ShapeDtypeStruct
 # A number that a program may compute, such as a slot or a tile's number.
 Index = Int[Array, ""] | int | np.integer
+# Tokens of a context: of all rows, or of each.
+Lengths = Index | Int[Array | np.ndarray, " ..."]
 
 __all__ = [
   "Array",
@@ -40,6 +42,7 @@ __all__ = [
   "Index",
   "Int",
   "Keys",
+  "Lengths",
   "LogSumExp",
   "Queries",
   "Values",

@@ -22,6 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel.programs import bounded
+from ringjax.typing import Lengths
 
 # Most models have no more stop ids.
 _STOPS = 4
@@ -54,6 +56,7 @@ def stop_ids(ids: Sequence[int]) -> jax.Array:
   return jnp.asarray(padded)
 
 
+@bounded
 @jax.jit
 def first(
   sampler: Callable[..., Any],
@@ -69,6 +72,7 @@ def first(
   return _chosen(sampler(logits, pos, seen), pos, False, seen, stops)
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
 def step(
   model: Transformer,
@@ -77,11 +81,12 @@ def step(
   cache: CallCache,
   state: DecodeState,
   stops: Int[Array, " n"],
-  length: Int[Array, ""],
+  length: Lengths,
 ) -> tuple[DecodeState, Any]:
   """Reads the last tokens into the cache and chooses the next ones.
 
-  `length` is that of the whole context, for rotations that depend on it.
+  `length` is that of the whole context or of each row's prompt, for rotations
+  that depend on it.
   """
   logits, cache = forward(
     model,
@@ -101,6 +106,7 @@ def step(
   return attend.everywhere(after), cache
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=0)
 def ends(
   attend: CachedAttention, done: Bool[Array, " B"], ended: Bool[Array, " B"]

@@ -55,6 +55,7 @@ from ringjax.models.transformer import Transformer
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
+from ringjax.parallel.programs import make_room
 from ringjax.plan.choice import KEEPS, Machine
 
 
@@ -141,8 +142,11 @@ def generate(
   nothing, nor does any other number of a sampler.
 
   Rotations that depend on the length of the context (dynamic, longrope) are
-  those of the longest prompt of the batch and `max_new_tokens`, or with a
-  session of its capacity: the same for all rows and steps.
+  those of each row's own prompt, whatever `max_new_tokens`, the other rows and
+  the chunks are; see `ops.rope`. With a session they are those of its capacity:
+  longrope's factors for short texts are not made for rows that grow beyond
+  them, which a session of a larger capacity rotates by the others from the
+  start. Behind contexts they are those of the longest row with its contexts.
 
   Args:
     model: made by `rj.models.load` or `create`.
@@ -215,6 +219,7 @@ def generate(
       answer of `stream`, which ends the generation.
   """
   check_call(model, tokens)
+  make_room()
   count = positive_int("max_new_tokens", max_new_tokens)
   sampler, stop = from_names(sampler, stop, names)
   check_callable(sampler=sampler, stream=stream, progress=progress,
@@ -283,6 +288,9 @@ def generate(
   session, how, total = planned(
     model, cache, options, own, start, lengths, count, spare
   )
+  if contexts is not None and session.contexts is not None:
+    # No number of tokens that may come changes an answer.
+    total = np.array((start + lengths).max(), np.int32)
   if drafter is not None:
     check_speculation(drafter, session, sampler)
   asked = asked_repetition(model, session, start, lengths, tokenizer)
@@ -352,12 +360,12 @@ def _decode(
   logits: jax.Array,
   pos: np.ndarray,
   ending: _Ending,
-  total: int,
+  total: np.ndarray,
   count: int,
 ) -> Generated:
   """Takes steps until all rows have ended; the first token is at `pos` [B]."""
   attend = CachedAttention(mesh=session.mesh, axis=session.axis)
-  batch, length = session.batch, jnp.int32(total)
+  batch, length = session.batch, jnp.asarray(total)
   out = np.full((batch, count), ending.pad_id, np.int32)
   ended, sizes = np.zeros(batch, bool), np.zeros(batch, np.int32)
   # A copy: the session's goes on.

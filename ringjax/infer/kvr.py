@@ -88,8 +88,7 @@ class Reading:
     outcome: time to the first token, pairs, bytes and the timeline of all
       ranks, with rank 0's clock; the same on all ranks.
     tiles: tiles of attention that each rank computed, in all layers.
-    length: of the context with room for new tokens, for rotations that
-      depend on it.
+    length: of the prompt, for rotations that depend on it.
     logits: float32 [1, V] behind the last token, on the last rank; else None.
     session: the whole cache, on the last rank; else None.
   """
@@ -232,13 +231,16 @@ class Runahead:
     peers = self.peers
     rank, last = peers.rank, len(lengths) - 1
     sizes = self._sizes(ids.size)
-    room, length = _capacity(ids.size, sizes), ids.size + new_tokens
+    room, length = _capacity(ids.size, sizes), ids.size
     first = sum(lengths[:rank])
     tiles = _cut(first, lengths[rank], sizes) if rank <= last else []
     session = logits = sender = None
     if rank == last:
       session = Session(
-        self.model, max(room, length), dtype=self.dtype, cache_kind=self.kind
+        self.model,
+        max(room, length + new_tokens),
+        dtype=self.dtype,
+        cache_kind=self.kind,
       )
     caches = self._caches(room, session)
     self._compile(caches, sizes, room)
@@ -515,7 +517,10 @@ def follow(
   found: list[int] = []
   needs = getattr(sampler, "needs_seen", False)
   with jax.default_device(device):
-    stops, length = decode.stop_ids(tuple(stop)), jnp.int32(reading.length)
+    stops, length = (
+      decode.stop_ids(tuple(stop)),
+      jnp.array([reading.length], jnp.int32),
+    )
     pos = jnp.asarray(session.lengths.astype(np.int32))
     sampler, seen = traced(sampler), jnp.array(session.seen) if needs else None
     state = decode.first(sampler, logits, pos, seen, stops)

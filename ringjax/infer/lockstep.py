@@ -122,24 +122,24 @@ class LockstepPrefill:
       return card | agree.reading(self.model, ids), (ids, lengths)
 
     ids, lengths = agree.agree(self.peers, check)
-    work = lambda: self._read(ids, lengths, new_tokens, pause)
+    work = lambda: self._read(ids, lengths, pause)
     return interruptible(self.peers, work)
 
   def _read(
-    self, ids: np.ndarray, lengths: tuple[int, ...], new: int, pause: Any
+    self, ids: np.ndarray, lengths: tuple[int, ...], pause: Any
   ) -> kvr.Reading:
     peers = self.peers
     width = -(-ids.size // (2 * self.size)) * 2 * self.size
     if width not in self._compiled:
       # Before the others wait: no rank is given up for the time this takes.
       self._compiled.add(width)
-      self._layers(ids, width, new, None, kvr.nothing)
+      self._layers(ids, width, None, kvr.nothing)
     recorder = spans.SpanRecorder(peers)
     peers.gather("ready")
     start_s = recorder.now()
     peers.tick(0)
     with peers.doing(peers_.TOGETHER):
-      logits = self._layers(ids, width, new, recorder, pause)
+      logits = self._layers(ids, width, recorder, pause)
     mine = {"start": start_s, "end": recorder.now(), "spans": recorder.spans}
     parts = peers.gather(mine)
     work, tiles = self._work(ids.size, lengths)
@@ -156,7 +156,7 @@ class LockstepPrefill:
         sent=dict.fromkeys(links, each) if self.size > 1 else {},
       ),
       tiles=tiles,
-      length=ids.size + new,
+      length=ids.size,
       logits=logits,
     )
 
@@ -164,7 +164,6 @@ class LockstepPrefill:
     self,
     ids: np.ndarray,
     width: int,
-    new: int,
     recorder: spans.SpanRecorder | None,
     pause: Callable[[int], Any],
   ) -> jax.Array:
@@ -189,9 +188,7 @@ class LockstepPrefill:
         peers.tick(layer.number + 1)
       start_s = 0.0 if recorder is None else recorder.now()
       weights = programs.weights(layer)
-      x, fresh = programs.whole(
-        layer.spec, weights, x, pos, seg, ids.size + new
-      )
+      x, fresh = programs.whole(layer.spec, weights, x, pos, seg, ids.size)
       kept.append((fresh.k, fresh.v))
       jax.block_until_ready(x)
       if recorder is not None:

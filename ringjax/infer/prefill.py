@@ -37,8 +37,10 @@ from ringjax.ops.attention.ring import Ring
 from ringjax.ops.attention.ulysses import Ulysses
 from ringjax.ops.attention.wire_format import WireLike, wire_of
 from ringjax.parallel.layout import Contiguous, Layout, Striped, Uneven, Zigzag
+from ringjax.parallel.programs import bounded
 from ringjax.plan import cost
 from ringjax.plan.choice import KEEPS, Machine
+from ringjax.typing import Lengths
 
 # name: (layout, strategy, whether it shards the sequence)
 _STRATEGIES: dict[str, tuple[Layout, Any, bool]] = {
@@ -479,6 +481,7 @@ def padded(tokens: int, shards: int, room: int | None = None) -> int:
   return max(-(-tokens // unit), room // unit) * unit
 
 
+@bounded
 @functools.partial(
   jax.jit, static_argnums=(1,), donate_argnums=(5,), keep_unused=True
 )
@@ -490,11 +493,12 @@ def read(
   seg: Int[Array, "B T"],
   cache: CallCache,
   rows: Int[Array, " B"],
-  length: Int[Array, ""],
+  length: Lengths,
 ) -> tuple[Float[Array, "B V"], Any]:
   """The compiled call: logits of the tokens behind `rows`, and the cache.
 
-  `length` is that of the whole context, for rotations that depend on it.
+  `length` is that of the whole context or of each row's prompt, for rotations
+  that depend on it.
   """
   logits, cache = forward(
     model, attend, tokens, pos, seg, cache, rows[:, None], length

@@ -117,13 +117,14 @@ def planned(
   lengths: np.ndarray,
   count: int,
   spare: int = 0,
-) -> tuple[Session, Prefill, int]:
+) -> tuple[Session, Prefill, np.ndarray]:
   """How the prompts are read, and into which session, with room for them.
 
   `count` tokens are generated; slots for `spare` more are there for a while.
 
   Returns:
-    (session, how, length): the last is that of the context, for rotations.
+    (session, how, length): the last is that of the context, for rotations
+      that depend on it, int32 []; without a session of each row's prompt, [B].
   """
   longest, batch = int(lengths.max()), lengths.size
   if session is None:
@@ -137,7 +138,7 @@ def planned(
     shards = how.attend.size
     capacity = how.slots * shards + count + spare + shards
     session = Session(model, capacity, batch=batch, **own)
-    return session, how, longest + count
+    return session, how, _rotated_by(model, lengths)
   room, behind = session.room(), bool(start.any())
   how = options.plan(
     longest,
@@ -162,7 +163,14 @@ def planned(
   _check_scores(model, how, batch)
   if not behind:
     session.bind(model)
-  return session, how, session.cache.capacity
+  return session, how, np.array(session.cache.capacity, np.int32)
+
+
+def _rotated_by(model: Transformer, lengths: np.ndarray) -> np.ndarray:
+  """Of each row its own prompt, int32 [B]; [] where no rotation looks at it."""
+  if any(rope.scaling.by_length for rope in model.config.ropes):
+    return lengths.astype(np.int32)
+  return np.array(lengths.max(), np.int32)
 
 
 def read_prompts(
@@ -171,7 +179,7 @@ def read_prompts(
   how: Prefill,
   prompts: list[np.ndarray],
   start: np.ndarray,
-  total: int,
+  total: np.ndarray,
   progress: Callable[[int], Any] | None,
   asked: Instructions | None,
 ) -> jax.Array:
@@ -190,7 +198,7 @@ def read_prompts(
         jnp.asarray(call.seg),
         session.cache,
         jnp.asarray(call.rows),
-        jnp.int32(total),
+        jnp.asarray(total),
       )
       for row, prompt in enumerate(prompts):
         session.heard(row, prompt[: call.done], int(start[row]))

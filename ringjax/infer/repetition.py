@@ -28,6 +28,8 @@ from ringjax.kv.policies.kvzip import KVzip
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention, ShardingContext
 from ringjax.parallel.mesh import entering
+from ringjax.parallel.programs import bounded
+from ringjax.typing import Lengths
 
 # The texts are those of the paper's authors, which its figures are of.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -120,7 +122,7 @@ def repeat(
   prompts: list[np.ndarray],
   rows: np.ndarray,
   asked: Instructions,
-  total: int,
+  total: np.ndarray,
 ) -> Any:
   """The cache after an eviction by a repetition of these rows' prompts.
 
@@ -166,7 +168,7 @@ def repeat(
       jnp.asarray(call.seg),
       held,
       Chunk(*at),
-      jnp.int32(total),
+      jnp.asarray(total, jnp.int32),
     )
     # A token is in one chunk, and gets 0 in the others.
     join = lambda x, y: jax.tree.map(jnp.maximum, x, y)
@@ -174,6 +176,7 @@ def repeat(
   return cache.evict(Repeated(scores, rows))
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1)
 def _peaks(
   model: Transformer,
@@ -183,7 +186,7 @@ def _peaks(
   seg: Int[Array, "B T"],
   cache: EvictingCache,
   chunk: Chunk,
-  length: Int[Array, ""],
+  length: Lengths,
 ) -> Any:
   """The scores of a chunk; the call's tokens are forgotten again."""
   watched = peaks.watching(cache, tokens.shape[1])
@@ -239,4 +242,6 @@ def evict_by_repetition(
   asked = Instructions.of(tokenizer)
   policy: Any = kind.policy
   check_repetition(model, policy, sizes, asked)
-  return repeat(model, cache, prompts, sizes > 0, asked, cache.capacity)
+  return repeat(
+    model, cache, prompts, sizes > 0, asked, np.array(cache.capacity)
+  )

@@ -49,6 +49,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax.checks import integer, number, one_of
 from ringjax.errors import DtypeError, OptionError, SamplingError, ShapeError
 from ringjax.infer.stopping import StopLike
+from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
 
 
@@ -320,6 +321,7 @@ def _from(logits: Array, cutoff: Array) -> Array:
 
 
 # Compiled also for a caller who compiles nothing, as a loop would be each time.
+@bounded
 @jax.jit
 def _cutoff(logits: Array, weights: Array, want: Array) -> Array:
   """The largest number from which on weights sum to `want` at least: [B, 1].
@@ -473,6 +475,7 @@ def _counters(
 
 
 # Compiled also for a caller who compiles nothing: it is a hundred operations.
+@bounded
 @functools.partial(jax.jit, static_argnums=3)
 def _gumbel(words: Array, rows: Array, steps: Array, vocab: int) -> Array:
   """Gumbel noise [B, V] of (seed, row, step, id); `words` are the seed's."""

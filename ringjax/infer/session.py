@@ -27,6 +27,7 @@ from ringjax.parallel import memory
 from ringjax.parallel.local import here
 from ringjax.parallel.mesh import automatic, entering
 from ringjax.parallel.place import sequence_axis
+from ringjax.parallel.programs import bounded
 
 if TYPE_CHECKING:
   from ringjax.infer.contexts.behind_contexts import ContextReport
@@ -78,7 +79,8 @@ class Session:
   of several processes: later calls say so, until `restart`.
 
   Rotations that depend on the length of the context (dynamic, longrope) are
-  those of a context of `capacity` tokens, in every call.
+  those of a context of `capacity` tokens, in every call: what is asked without
+  a session rotates by its prompt, see `generate`.
 
   Attributes:
     cache: the cache.
@@ -316,6 +318,7 @@ class Session:
       )
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=0)
 def _lengths(sharding: ShardingContext, cache: Any) -> jax.Array:
   return sharding.everywhere(cache.length)

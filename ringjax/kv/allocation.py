@@ -49,6 +49,7 @@ from ringjax.kv.codecs.codec import VectorCodec, through
 from ringjax.kv.codecs.head_codecs import BITS_FILE
 from ringjax.ops.attention.code_format import stored_codes
 from ringjax.ops.rope import Rotation
+from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
 
 if TYPE_CHECKING:
@@ -792,6 +793,7 @@ tree.register(
 )
 
 
+@bounded
 @jax.jit(static_argnums=3)
 def _sums(
   model: Transformer, tokens: Int[Array, "1 T"], cache: _Choices, compared: bool

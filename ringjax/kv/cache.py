@@ -64,6 +64,7 @@ from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import chips
 from ringjax.parallel.local import move
+from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
 
@@ -878,6 +879,7 @@ tree.register(
 )
 
 
+@bounded
 @jax.jit
 def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
   """A cache of one row with stored keys and values [L, K, n, ...] as well."""
@@ -905,6 +907,7 @@ def _appended(cache: KVCache, parts: PyTree, at: Coords) -> KVCache:
   return dataclasses.replace(cache, held=held, rings=rings).updated(slots)
 
 
+@bounded
 @jax.jit
 def _keep(cache: KVCache, kept: jax.Array) -> KVCache:
   held, along = cache.held.kept(kept)

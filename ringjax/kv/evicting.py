@@ -57,6 +57,7 @@ from ringjax.ops.attention.views import (
 )
 from ringjax.ops.mask import Coords
 from ringjax.parallel.local import move
+from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf, Index
 
 
@@ -762,6 +763,7 @@ class EvictingLayer(WithOpenLayer):
     return dataclasses.replace(self, inner=self.inner.keep(state))
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1)
 def _noting(cache: EvictingCache, window: int) -> EvictingCache:
   """With room for `window` queries, and the newest of those that are there."""
@@ -778,6 +780,7 @@ def _noting(cache: EvictingCache, window: int) -> EvictingCache:
   )
 
 
+@bounded
 @jax.jit
 def _lengths(cache: EvictingCache) -> jax.Array:
   return cache.open.held._everywhere(cache.length)

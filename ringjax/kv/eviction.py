@@ -41,6 +41,7 @@ from ringjax.ops.attention.views import KVView, UnrotatedView
 from ringjax.ops.mask import Coords, SameSegment
 from ringjax.ops.rope import Rotation
 from ringjax.parallel import collectives
+from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def visit_of(
 # ---------------------------------------------------------------------------
 
 
+@bounded
 @jax.jit
 def chosen(
   cache: EvictingCache, counts: tuple[Any, ...], repeated: dict[int, Any]
@@ -485,6 +487,7 @@ def _scored(
 # ---------------------------------------------------------------------------
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def repacked(
   cache: EvictingCache,
@@ -625,6 +628,7 @@ def _filled(order: jax.Array, room: int) -> jax.Array:
   return jnp.pad(order, ((0, 0), (0, room - size)), mode="edge")
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1)
 def grown(cache: EvictingCache, room: int) -> EvictingCache:
   """With `room` slots of the open cache on each shard, more than it has."""

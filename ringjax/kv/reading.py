@@ -7,6 +7,7 @@ import dataclasses
 from ringjax.ops.attention.scores import Scores
 from ringjax.ops.mask import Causal, Mask
 from ringjax.ops.rope import Rope, Rotation
+from ringjax.typing import Lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,6 @@ class KeyReading:
   first: int = 0
   late: bool = False
 
-  def rotation(self, length: int) -> Rotation:
+  def rotation(self, length: Lengths) -> Rotation:
     """Of keys that are stored before it, for a context of `length` tokens."""
     return Rotation(rope=self.rope, first=self.first, length=length)

@@ -54,6 +54,7 @@ from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords
 from ringjax.parallel import chips
 from ringjax.parallel.local import move
+from ringjax.parallel.programs import bounded
 from ringjax.typing import Index
 
 # Memories of the older part; "device" is for comparisons.
@@ -777,6 +778,7 @@ def _on_host(x: jax.Array, what: str) -> np.ndarray:
 # ---------------------------------------------------------------------------
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=0)
 def moved_blocks(
   blocks: PyTree,
@@ -840,6 +842,7 @@ def moved_blocks(
   return jax.tree.map(one, blocks, slots)
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _noted(
   held: ContiguousSlots,
@@ -867,6 +870,7 @@ def _noted(
   return dataclasses.replace(held, at=at, used=used, before=used + 0)
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _shifted(
   cache: KVCache,

@@ -60,6 +60,7 @@ from ringjax.ops.mask import Everything
 from ringjax.ops.rope import Rope
 from ringjax.parallel.mesh import entering
 from ringjax.parallel.place import sequence_axis
+from ringjax.parallel.programs import bounded
 
 INITS = ("copy", "zero")
 # In a folder, beside the decoder's files.
@@ -408,6 +409,7 @@ def encode(
   return _encode(model, attend, jnp.asarray(tokens), jnp.asarray(seg))
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(
   model: CepeTransformer,

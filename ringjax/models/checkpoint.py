@@ -183,9 +183,9 @@ def load(
   """Reads a Hugging Face folder into sharded arrays.
 
   Every process reads the bytes that its devices need, some tensors at a time.
-  Weights of 4 bits (MXFP4) or 8 bits (float8 in blocks) become floats on the
-  devices. Of a model of text and images the text model is read. A folder with
-  an encoder beside its decoder (`ringjax.models.cepe`) is both.
+  Weights of eight bits or fewer (`hf.packings` lists the formats) become floats
+  on the devices. Of a model of text and images the text model is read. A folder
+  with an encoder beside its decoder (`ringjax.models.cepe`) is both.
 
   Args:
     path: a folder with `config.json` and `*.safetensors`.

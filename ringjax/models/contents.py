@@ -16,7 +16,7 @@ from ringjax.errors import ConfigError
 from ringjax.models.families import FAMILIES, Family
 from ringjax.models.hf.config_reader import ConfigReader, error
 from ringjax.models.hf.folder import Folder, batches
-from ringjax.models.hf.packed import packing
+from ringjax.models.hf.packings import packed_name, packing
 from ringjax.models.hf.tensors import CheckpointTensor, checkpoint_tensors
 from ringjax.models.transformer import Transformer, TransformerConfig
 
@@ -169,7 +169,15 @@ def contents(
   tensors = []
   for tensor in checkpoint_tensors(model, names):
     options = spellings(tensor.name)
-    name = next((n for n in options if n in have), options[0])
+    codes = () if packed is None else packed.codes
+    name = next(
+      (
+        n
+        for n in options
+        if n in have or any(packed_name(n, x) in have for x in codes)
+      ),
+      options[0],
+    )
     form = tensor.form
     if packed is not None:
       form = packed.form(form, name, have)
@@ -185,9 +193,14 @@ def contents(
   folder.check(
     expected,
     optional=lambda name: (
-      name in heads or name.endswith(names.buffers) or name.startswith(unread)
+      name in heads
+      or name.endswith(names.buffers)
+      or name.startswith(unread)
+      or (packed is not None and name.endswith(packed.beside))
     ),
   )
+  if packed is not None:
+    packed.check(folder, [n for n in have if n not in expected])
   order = {name: i for i, name in enumerate(have)}
   tensors.sort(key=lambda t: min(order[piece.name] for piece in t.pieces))
   return Contents(

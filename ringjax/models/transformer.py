@@ -57,7 +57,8 @@ from ringjax.parallel.place import (
   sequence_axis,
   sharding_of,
 )
-from ringjax.typing import Index
+from ringjax.parallel.programs import bounded, make_room
+from ringjax.typing import Lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class Transformer(nnx.Module):
     cache: Cache | None = None,
     attend: ShardingContext | None = None,
     rows: Int[Array | np.ndarray, "B n"] | None = None,
-    length: Index | None = None,
+    length: Lengths | None = None,
     parents: Int[Array | np.ndarray, " ..."] | None = None,
   ) -> Any:
     """Logits of the tokens that follow.
@@ -182,8 +183,9 @@ class Transformer(nnx.Module):
         it fills an empty cache, and under a jit a filled one is not noticed.
       rows: int32 [B, n], which of the T rows to compute logits for, 0 to
         T - 1; default all.
-      length: tokens of the whole context, for rotations that depend on it;
-        default: the largest position and one.
+      length: tokens of the whole context, or of each row's prompt, int32 [B],
+        for rotations that depend on it; default: the largest position of a
+        row and one. See `ops.rope`.
       parents: int32 [B, T] or [T], for drafted tokens that form a tree: which
         earlier token of the call each follows, -1 for those that follow the
         text in the cache. A token sees that text, its ancestors and itself;
@@ -202,6 +204,8 @@ class Transformer(nnx.Module):
       RingjaxError: in Python, before anything is compiled.
     """
     check_current()
+    if not isinstance(tokens, jax.core.Tracer):
+      make_room()
     tokens = _ids(tokens, self.config.vocab)
     shape = tokens.shape
     pos = _per_token("positions", positions, shape)
@@ -462,6 +466,7 @@ def logits_of(
   return y
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,))
 def _call(
   model: Transformer,
@@ -471,7 +476,7 @@ def _call(
   seg: jax.Array | None,
   cache: Any,
   rows: jax.Array | None,
-  length: Index | None,
+  length: Lengths | None,
   parents: jax.Array | None,
 ) -> Any:
   return forward(model, attend, tokens, pos, seg, cache, rows, length, parents)
@@ -485,7 +490,7 @@ def forward(
   seg: Int[Array, "#B T"] | None,
   cache: CallCache | None,
   rows: Int[Array, "B n"] | None,
-  length: Index | None,
+  length: Lengths | None,
   parents: Int[Array, "#B T"] | None = None,
 ) -> Any:
   """`Transformer.__call__` without its checks, inside of a jit."""
@@ -514,7 +519,7 @@ def tokens_of(
   shape: Sequence[int],
   pos: Int[Array, "#B T"] | None,
   seg: Int[Array, "#B T"] | None,
-  length: Index | None,
+  length: Lengths | None,
   parents: Int[Array, "#B T"] | None = None,
 ) -> Tokens:
   """The coordinates and rotations of a call's tokens, [B, T] by `shape`.
@@ -529,7 +534,7 @@ def tokens_of(
   if seg is None:
     seg = jnp.ones((1, shape[1]), jnp.int32)
   if length is None:
-    length = jnp.max(jnp.where(seg > 0, pos, 0)) + 1
+    length = jnp.max(jnp.where(seg > 0, pos, 0), 1) + 1
     if attend.around is not None:
       length = jax.lax.pmax(length, attend.around)
   return Tokens(

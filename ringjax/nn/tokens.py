@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax.ops.mask import Coords
 from ringjax.ops.rope import Rope, Rotation
-from ringjax.typing import Index
+from ringjax.typing import Lengths
 
 
 class Tokens:
@@ -35,7 +35,7 @@ class Tokens:
     derived: bool,
     segmented: bool,
     ropes: Iterable[Rope],
-    length: Index,
+    length: Lengths,
     tree: Coords | None = None,
   ):
     self.pos, self.seg, self.tree = pos, seg, tree

@@ -8,9 +8,15 @@ checkpoints mean them: linear (Chen et al. 2023, arXiv 2306.15595), dynamic
 NTK, Llama 3, YaRN (Peng et al. 2023, arXiv 2309.00071), LongRoPE (Ding et al.
 2024, arXiv 2402.13753).
 
-Two scalings look at the length of the context. It is an argument, never the
-length of an array at hand: a chunk or a shard of a long text turns like the
-whole of it.
+Two scalings look at the length of the context. It is an argument, one number
+for all rows or one for each, never the length of an array at hand: a chunk or
+a shard of a long text rotates like the whole of it, and a row like itself
+alone. The length of a row is that of its prompt. Under LongRoPE its later
+tokens go on with the divisors of the prompt: keys of one set and queries of
+the other would not fit. Under dynamic NTK a token behind the prompt rotates by
+the length up to itself, and keys keep the rotation with which they came, as
+transformers' cache does. Both are the rotation of one pass over the row where
+nothing is behind the prompt.
 """
 
 from __future__ import annotations
@@ -23,10 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ringjax import tree
-from ringjax.typing import Index
+from ringjax.typing import Index, Lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +42,20 @@ class Unscaled:
 
   by_length = False
 
+  def reaches(
+    self, length: Lengths, positions: Int[Array, "#B T"]
+  ) -> Int[Array, "#B _"]:
+    """The length that decides for each token, of lengths [B] of its rows."""
+    del positions
+    return jnp.asarray(length)[:, None]
+
+  def alike(self, length: int) -> int:
+    """A number that prompts have in common if they rotate alike."""
+    del length
+    return 0
+
   def scale(
-    self, inverse: np.ndarray, theta: float, length: Index | None
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Any:
     """Frequencies float32 [dims/2] from the unscaled ones."""
     del theta, length
@@ -60,7 +79,7 @@ class Linear(Unscaled):
   original: int | None = None
 
   def scale(
-    self, inverse: np.ndarray, theta: float, length: Index | None
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Any:
     return inverse / self.factor
 
@@ -74,14 +93,23 @@ class Dynamic(Unscaled):
 
   by_length = True
 
+  def reaches(
+    self, length: Lengths, positions: Int[Array, "#B T"]
+  ) -> Int[Array, "#B T"]:
+    return jnp.maximum(jnp.asarray(length)[:, None], positions + 1)
+
+  def alike(self, length: int) -> int:
+    return max(length, self.original)
+
   def scale(
-    self, inverse: np.ndarray, theta: float, length: Index | None
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Any:
     dims = 2 * inverse.size
     longer = jnp.maximum(jnp.asarray(length, jnp.float32), self.original)
     grown = self.factor * longer / self.original - (self.factor - 1)
-    base = theta * grown ** (dims / (dims - 2))
-    return base ** jnp.asarray(-np.arange(0, dims, 2) / dims, jnp.float32)
+    base = (theta * grown ** (dims / (dims - 2)))[..., None]
+    exponents = jnp.asarray(-np.arange(0, dims, 2) / dims, jnp.float32)
+    return base ** exponents.reshape([1] * (base.ndim - 1) + [-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +125,7 @@ class Llama3(Unscaled):
   original: int
 
   def scale(
-    self, inverse: np.ndarray, theta: float, length: Index | None
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Any:
     turns = self.original * inverse / (2 * math.pi)
     if self.low == self.high:
@@ -122,7 +150,7 @@ class Yarn(Unscaled):
   attention: float | None = None
 
   def scale(
-    self, inverse: np.ndarray, theta: float, length: Index | None
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Any:
     dims = 2 * inverse.size
 
@@ -163,10 +191,13 @@ class LongRope(Unscaled):
 
   by_length = True
 
+  def alike(self, length: int) -> int:
+    return int(length > self.original)
+
   def scale(
-    self, inverse: np.ndarray, theta: float, length: Index | None
+    self, inverse: np.ndarray, theta: float, length: Lengths | None
   ) -> Any:
-    beyond = jnp.asarray(length, jnp.int32) > self.original
+    beyond = jnp.asarray(length, jnp.int32)[..., None] > self.original
     short, long = (
       jnp.asarray(inverse / np.asarray(x), jnp.float32)
       for x in (self.short, self.long)
@@ -199,19 +230,27 @@ class Rope:
   scaling: Unscaled = Unscaled()
 
   def tables(
-    self, positions: Int[Array, "B T"], length: Index | None
-  ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    self, positions: Int[Array, "#B T"], length: Lengths | None
+  ) -> tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]:
     """Cosines and sines, float32 [B, T, dims/2], for `positions` [B, T].
 
-    `length` is that of the whole context, an int or a traced int32 scalar.
+    `length` is that of the whole context, an int or a traced int32 scalar; or
+    int32 [B], the prompt of each row, see the head of this file.
     """
-    frequencies = self.frequencies(length)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    by_row = length is not None and np.ndim(length) > 0
+    if by_row and self.scaling.by_length:
+      frequencies = self.frequencies(self.scaling.reaches(length, positions))
+    else:
+      frequencies = self.frequencies(None if by_row else length)[None, None]
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     size = jnp.float32(self.scaling.magnitude)
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
-  def frequencies(self, length: Index | None) -> Float[Array, " half"]:
-    """Angles of one position in radians, float32 [dims/2]; see `tables`."""
+  def frequencies(self, length: Lengths | None) -> Float[Array, "*N half"]:
+    """Angles of one position in radians, float32 [*N, dims/2].
+
+    `length` [*N] as of `tables`, one or several.
+    """
     exponents = np.arange(0, self.dims, 2) / self.dims
     inverse = self.theta**-exponents
     found = self.scaling.scale(inverse, self.theta, length)
@@ -253,14 +292,15 @@ class Rotation:
   Attributes:
     rope: the rotation; None leaves keys as they are.
     first: the first dim of a head that it rotates.
-    length: tokens of the whole context, for rotations that depend on it.
+    length: tokens of the whole context, or [B] of each row's prompt, for
+      rotations that depend on it; see `Rope.tables`.
     tables: of the call's own tokens, see `Rope.tables`; None: made anew.
     after: a function of keys [B, S, K, H], behind the rotation, or None.
   """
 
   rope: Rope | None = None
   first: int = 0
-  length: Index | None = None
+  length: Lengths | None = None
   tables: tuple[Array, Array] | None = None
   after: Callable[[Array], Array] | None = None
 
@@ -289,6 +329,31 @@ class Rotation:
     assert self.rope is not None
     like = jnp.zeros((1, q.shape[2], self.rope.dims // 2), jnp.float32)
     return dataclasses.replace(self, after=None)._apply(q, (like, like - 1))
+
+  @property
+  def by_row(self) -> bool:
+    """Whether rows may have frequencies of their own."""
+    scaled = self.rope is not None and self.rope.scaling.by_length
+    return scaled and self.length is not None and np.ndim(self.length) > 0
+
+  def of_row(self, row: Index) -> Rotation:
+    """The same for one row of the batch, of which the others are left out."""
+    if self.length is None or np.ndim(self.length) == 0:
+      return self
+    length = jnp.asarray(self.length)
+    each = jax.lax.dynamic_slice_in_dim(length, row, 1)
+    return dataclasses.replace(
+      self, length=each if length.size > 1 else length, tables=None
+    )
+
+  def specs(self, batch: str | tuple[str, ...] | None) -> Rotation:
+    """PartitionSpecs where rows lie along the mesh axes `batch`."""
+    found = jax.tree.map(lambda _: P(), self)
+    if self.length is None or np.shape(self.length) in ((), (1,)):
+      return found
+    return tree.with_leaves(
+      self, length=P(batch), tables=found.tables, after=found.after
+    )
 
   def general(self) -> Rotation:
     """The same for tokens of any call."""

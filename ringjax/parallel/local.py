@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
@@ -60,4 +61,7 @@ here = local_copy
 
 def move(x: Shaped[Array, " ..."], device: jax.Device) -> jax.Array:
   """Copies an array, wherever its shards are, whole to one device."""
+  if not x.size:
+    # JAX counts its shards by their bytes, of which there are none.
+    return jax.device_put(np.zeros(x.shape, x.dtype), device)
   return jax.device_put(x, SingleDeviceSharding(device))

@@ -25,6 +25,7 @@ from ringjax.nn.adapted import adapter_rows
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.ops.attention.pooled import SharedTiles
+from ringjax.parallel.programs import bounded
 from ringjax.serve.request import Request
 from ringjax.serve.row_sampler import Choice, RowNumbers, choose
 from ringjax.serve.scheduler import (
@@ -70,6 +71,7 @@ class CallArrays(NamedTuple):
     adapter: int32 [B], which adapter each row has, 0 for none; or None.
     parents: int32 [B, T], of a call that checks trees the earlier token that
       each follows, -1 for the first; or None.
+    prompts: int32 [B], tokens of each row's prompt, by which it rotates.
   """
 
   tokens: Int[ArrayLeaf, "B T"]
@@ -85,8 +87,10 @@ class CallArrays(NamedTuple):
   shared: tuple[SharedTiles, ...] | None = None
   adapter: Int[ArrayLeaf, " B"] | None = None
   parents: Int[ArrayLeaf, "B T"] | None = None
+  prompts: Int[ArrayLeaf, " B"] | None = None
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
 def compute(
   model: Transformer,
@@ -95,16 +99,13 @@ def compute(
   board: RowBoard,
   call: CallArrays,
   allowed: Bool[Array, "B V"],
-  length: Int[Array, ""],
 ) -> tuple[Any, PagePool, RowBoard]:
   """Computes a call's tokens and chooses the next ones."""
   rows = board.last.shape[0]
   inside = jnp.minimum(call.slots, rows - 1)
   before = board.last[inside][:, None]
   tokens = jnp.where(call.tokens < 0, before, call.tokens)
-  logits, pool = _read(
-    model, attend, pool, call, tokens, call.last[:, None], length
-  )
+  logits, pool = _read(model, attend, pool, call, tokens, call.last[:, None])
   logits = logits[:, 0]
   choice = choose(
     logits,
@@ -130,7 +131,6 @@ def _read(
   call: CallArrays,
   tokens: Int[Array, "B T"],
   rows: Int[Array, "B _"] | None,
-  length: Int[Array, ""],
 ) -> tuple[Float[Array, "B _ V"], PagePool]:
   """Logits behind some tokens of a call, or behind all, and the pool."""
   parents = call.parents
@@ -139,7 +139,15 @@ def _read(
   )
   with adapter_rows(call.adapter):
     logits, pool = forward(
-      model, attend, tokens, call.pos, call.seg, held, rows, length, parents
+      model,
+      attend,
+      tokens,
+      call.pos,
+      call.seg,
+      held,
+      rows,
+      call.prompts,
+      parents,
     )
   return attend.everywhere(logits), pool
 
@@ -157,6 +165,7 @@ class Checked(NamedTuple):
   count: Int[ArrayLeaf, " B"]
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(2, 3))
 def check_drafts(
   model: Transformer,
@@ -165,7 +174,6 @@ def check_drafts(
   board: RowBoard,
   call: CallArrays,
   allowed: Bool[Array, "B V"],
-  length: Int[Array, ""],
 ) -> tuple[Any, PagePool, RowBoard]:
   """Computes a call's tokens, of which those behind the first are drafts.
 
@@ -175,7 +183,7 @@ def check_drafts(
   """
   rows, width = board.last.shape[0], call.tokens.shape[1]
   inside = jnp.minimum(call.slots, rows - 1)
-  logits, pool = _read(model, attend, pool, call, call.tokens, None, length)
+  logits, pool = _read(model, attend, pool, call, call.tokens, None)
   batch, _, vocab = logits.shape
   drafted = jax.nn.one_hot(
     jnp.where(call.seg[:, 1:] > 0, call.tokens[:, 1:], -1),
@@ -237,6 +245,7 @@ def _taken(x: Any, order: Int[Array, "B T"]) -> jax.Array:
   return jnp.take_along_axis(each, wide, 1)
 
 
+@bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def marked(
   board: RowBoard,
@@ -251,6 +260,7 @@ def marked(
   )
 
 
+@bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def _forked(
   pool: PagePool,
@@ -401,6 +411,8 @@ class CallBuilder:
   ) -> None:
     """What any row of a call has, written into it."""
     call.ends[n], call.slots[n] = end, slot
+    if call.prompts is not None:
+      call.prompts[n] = row.prompt.size
     if call.adapter is not None:
       call.adapter[n] = self._adapters[row.adapter]
     for mine, table in zip(call.tables, self._tables, strict=True):
@@ -427,6 +439,7 @@ class CallBuilder:
       chooses=no(),
       how=self._how.of(slots),
       adapter=zeros(batch) if len(self._adapters) > 1 else None,
+      prompts=zeros(batch),
     )
 
   def _common(self, turns: tuple[DecodeTurn, ...]) -> tuple[SharedTiles, ...]:

@@ -22,6 +22,7 @@ from ringjax.errors import OptionError
 from ringjax.kv.page_pool import PagePool
 from ringjax.kv.reserved import ReservedRows
 from ringjax.kv.state import State
+from ringjax.parallel.programs import bounded
 from ringjax.serve.row_space import DoublingSpace, RowSpace
 from ringjax.serve.scheduler import ServedRow
 
@@ -68,6 +69,7 @@ def row_pages(
   return (1 << ((many // shards).bit_length() - 1)) * shards
 
 
+@bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def _moved(
   pool: PagePool, source: Int[Array, "R k"], target: Int[Array, "R k"]

@@ -60,6 +60,7 @@ from ringjax.ops.attention.pooled import (
 )
 from ringjax.parallel import chips
 from ringjax.parallel.mesh import entering
+from ringjax.parallel.programs import make_room
 from ringjax.serve.beams import BeamSearch
 from ringjax.serve.calls import (
   CallArrays,
@@ -217,7 +218,8 @@ class Engine:
         many as `rows` rows of `longest` tokens, at most 65,536.
       longest: tokens of a prompt and its answer together at most; default: the
         model's context, at most 16,384. Rotations that depend on the length of
-        the context (dynamic, longrope) are those of a context of that length.
+        the context (dynamic, longrope) are those of each row's own prompt, as
+        in `generate`; prompts that rotate otherwise share no prefixes.
       page: tokens of a page, 16, 32, 64 or 128.
       piece: tokens of a prompt in one row of a call.
       pieces: rows of a call of prompts.
@@ -456,7 +458,10 @@ class Engine:
     self._all = {
       n: place(jnp.ones((n, self.vocab), bool)) for n in {rows, pieces}
     }
-    self._length = jnp.int32(longest)
+    # By what prompts rotate that share no keys.
+    self._scaled = {
+      rope.scaling for rope in model.config.ropes if rope.scaling.by_length
+    }
     if self._drafts is not None:
       # By the weights without adapters, of which there may be several.
       self._drafts.begin(
@@ -501,6 +506,11 @@ class Engine:
   # -------------------------------------------------------------------------
   # Requests
   # -------------------------------------------------------------------------
+
+  def _salt(self, salt: str, length: int) -> str:
+    """The salt of a request, for prompts alone that rotate as this one."""
+    alike = [str(x.alike(length)) for x in self._scaled]
+    return "\0".join([salt, *sorted(alike)]) if alike else salt
 
   @contextlib.contextmanager
   def _asked(self) -> Iterator[None]:
@@ -605,7 +615,7 @@ class Engine:
           priority=request.priority,
           # Rows of a request are neighbours.
           arrival=number + n / (request.rows + 1),
-          salt=request.salt,
+          salt=self._salt(request.salt, prompt.size),
           adapter=request.adapter,
           share=request.share,
           owner=_Owner(handle, answer, watch, n, search),
@@ -675,6 +685,7 @@ class Engine:
     """
     with self._lock:
       self._check_open()
+      make_room()
       try:
         return self._step()
       except Exception as error:
@@ -910,7 +921,6 @@ class Engine:
       self._board,
       call,
       self._allowed(call.slots.size, rows),
-      self._length,
     )
     return choice
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax.kv.page_pool import PagePool
+from ringjax.parallel.programs import bounded
 from ringjax.serve.scheduler import KeptPages, ServedRow, StepPlan
 
 PREEMPTIONS = ("auto", "recompute", "swap")
@@ -29,11 +30,13 @@ _TOKEN_SECONDS, _RATE = 1e-3, 2e9
 _BATCH = 16
 
 
+@bounded
 @jax.jit
 def _read(pool: PagePool, pages: tuple[Any, ...]) -> Any:
   return [pool.read_pages(group, x) for group, x in enumerate(pages)]
 
 
+@bounded
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(pool: PagePool, pages: tuple[Any, ...], held: Any) -> PagePool:
   for group, (x, one) in enumerate(zip(pages, held, strict=True)):

@@ -33,6 +33,7 @@ from ringjax.errors import InputTypeError, OptionError
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.transformer import Transformer
+from ringjax.parallel.programs import bounded
 from ringjax.serve.prefix_tree import PrefixBlock, next_digest
 from ringjax.serve.scheduler import Scheduler, ServedRow, StoredPrefix
 from ringjax.store import Store, StoreFetch
@@ -46,11 +47,13 @@ _BATCH, _MOST_COPIES = 16, 8
 _WAIT = 0.05
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1)
 def _read_pages(pool: PagePool, group: int, pages: jax.Array) -> Any:
   return pool.read_pages(group, pages)
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
 def _write_pages(
   pool: PagePool, group: int, pages: jax.Array, held: Any
@@ -58,6 +61,7 @@ def _write_pages(
   return pool.write_pages(group, pages, held)
 
 
+@bounded
 @jax.jit
 def _sums(leaves: PyTree) -> Any:
   """A number of all bits of each array."""

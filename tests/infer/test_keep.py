@@ -121,6 +121,24 @@ def test_recurrent_states_go_along(loaded):
   np.testing.assert_array_equal(new, expected.greedy)
 
 
+@pytest.mark.parametrize(
+  "shape",
+  [pytest.param(x, marks=pytest.mark.long) for x in ((2, 2), (1, 4), (1, 3))],
+)
+def test_latent_keys_go_along(tmp_path, shape):
+  """Their values are a part of the keys: arrays of values are empty."""
+  count = shape[0] * shape[1]
+  mesh = rj.make_mesh(shape, ("data", "seq"), devices=jax.devices()[:count])
+  name = "deepseek_v3_noq"
+  expected = checkpoints.expected(name)
+  folder = checkpoints.write(name, tmp_path / name)
+  model = rj.models.load(folder, mesh=mesh)
+  new = rj.infer.generate(
+    model, expected.prompt, max_new_tokens=3, mesh=mesh, keep="last"
+  )
+  np.testing.assert_array_equal(new, expected.greedy[:, :3])
+
+
 def test_one_device_keeps_it_anyway(loaded, said):
   model, _ = loaded(NAME)
   prompt, greedy = said

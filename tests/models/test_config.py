@@ -215,8 +215,8 @@ def test_quantised_weights():
   config = checkpoints.config("llama3")
   for name in ("llama3", "deepseek_v3"):
     config = checkpoints.config(name)
-    config["quantization_config"] = {"quant_method": "awq"}
-    refused(config, "quantization_config", "awq")
+    config["quantization_config"] = {"quant_method": "aqlm"}
+    refused(config, "quantization_config", "aqlm")
 
 
 @pytest.mark.parametrize(

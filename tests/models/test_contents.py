@@ -434,9 +434,8 @@ def test_codes_that_no_config_speaks_of(float8, tmp_path):
 @pytest.mark.parametrize(
   ("given", "words"),
   [
-    ({"quant_method": "gptq", "bits": 4}, ("gptq", "dequantize")),
+    ({"quant_method": "aqlm", "bits": 4}, ("aqlm", "dequantize")),
     ({"bits": 4}, ("dequantize",)),
-    ({"quant_method": "fp8"}, ("weight_block_size",)),
     (
       {"quant_method": "fp8", "weight_block_size": [128, 0]},
       ("weight_block_size",),
@@ -445,9 +444,9 @@ def test_codes_that_no_config_speaks_of(float8, tmp_path):
       {
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
-        "activation_scheme": "static",
+        "activation_scheme": "random",
       },
-      ("activation_scheme", "static"),
+      ("activation_scheme", "random"),
     ),
     (
       {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},

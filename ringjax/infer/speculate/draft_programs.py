@@ -26,6 +26,7 @@ from ringjax.infer.speculate.verifiers import DRAFT
 from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel.programs import bounded
 from ringjax.typing import ArrayLeaf
 
 # Tokens that are read at once where a draft model has fallen behind.
@@ -47,6 +48,7 @@ class Missing(NamedTuple):
   pos: Int[ArrayLeaf, " B"]
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=2)
 def read_more(
   model: Transformer,
@@ -59,6 +61,7 @@ def read_more(
   return _begun(model, attend, cache, read, WINDOW, length)[1]
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def without(
   cache: CallCache, end: Int[Array | np.ndarray, " B"], most: int
@@ -152,6 +155,7 @@ class _Drafting(NamedTuple):
     return self.attend.everywhere(logits), cache
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=(5,))
 def drafted(
   model: Transformer,

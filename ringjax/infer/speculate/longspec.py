@@ -33,6 +33,7 @@ from ringjax.models import longspec
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
+from ringjax.parallel.programs import bounded
 
 # Tokens that a draft may take back beside those that it drafts.
 SLACK = 32
@@ -143,6 +144,7 @@ class _BlockDrafting(ModelDrafting):
     )
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=2)
 def filled(
   draft: DraftTransformer,

@@ -38,8 +38,11 @@ from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
+from ringjax.parallel.programs import bounded
+from ringjax.typing import Lengths
 
 
+@bounded
 @functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=(4,))
 def verify(
   model: Transformer,
@@ -51,7 +54,7 @@ def verify(
   draft: Draft,
   left: Int[Array, " B"],
   stops: Int[Array, " n"],
-  length: Int[Array, ""],
+  length: Lengths,
 ) -> tuple[DecodeState, Round, Any]:
   """Reads the last token and a draft, and keeps what is right.
 
@@ -255,7 +258,7 @@ def speculated(
   logits: Float[Array, "B V"],
   pos: np.ndarray,
   ending: Ending,
-  total: int,
+  total: np.ndarray,
   count: int,
   drafter: Drafter,
   texts: Sequence[np.ndarray],
@@ -278,7 +281,7 @@ def speculated(
     tokens int32 [B, count], how many of each row there are, and the report.
   """
   attend = CachedAttention(mesh=session.mesh, axis=session.axis)
-  batch, length = session.batch, jnp.int32(total)
+  batch, length = session.batch, jnp.asarray(total)
   needs = getattr(sampler, "needs_seen", False)
   seen, sampler = jnp.array(session.seen) if needs else None, traced(sampler)
   rows = _Rows(session, ending, pos, count)

@@ -77,12 +77,13 @@ class ExpectedAttention(Policy):
     mean, wide = look.mean, look.covariance
     if look.reading.rope is None:
       return mean, wide
-    rotation = look.reading.rotation(look.limit)
     assert mean is not None
     size = mean.shape[-1]
     units = jnp.eye(size, dtype=jnp.float32)[None, :, None]
 
     def of_row(start):
+      rotation = look.reading.rotation(start)
+
       def add(n, total):
         return (
           total + rotation.anywhere(units, (start + n)[None, None])[0, :, 0]

@@ -11,34 +11,15 @@ Ref: OCP Microscaling Formats 1.0, "MXFP4"; DeepSeek-AI 2024, arXiv 2412.19437,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree, UInt8
+from jaxtyping import Array, Float, UInt8
 
-from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.codes import PackedForm, StoredTensor
 from ringjax.models.hf.names import Form, FusedColumns
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-  """A tensor on disk that is a part of a packed one, or all of a plain one.
-
-  Attributes:
-    name: its name.
-    shape: its shape.
-    dtype: what it is read as; None: the dtype of its parameter.
-    axes: the axes of the form that its axes belong to, None for none.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: DTypeLike | None = None
-  axes: tuple[int | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +65,7 @@ class Float8:
 
 # Of a code's lower three bits; the fourth is the sign.
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_BLOCK4 = 32
+BLOCK4 = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +88,10 @@ class Float4:
   def pieces(self, name: str) -> tuple[StoredTensor, ...]:
     """The tensors on disk, in the order in which `unpack` takes them."""
     e, i, o = self.stored
-    blocks = (e, o, i // _BLOCK4)
+    blocks = (e, o, i // BLOCK4)
     return (
       StoredTensor(
-        f"{name}_blocks", (*blocks, _BLOCK4 // 2), jnp.uint8, (0, 2, 1, None)
+        f"{name}_blocks", (*blocks, BLOCK4 // 2), jnp.uint8, (0, 2, 1, None)
       ),
       StoredTensor(f"{name}_scales", blocks, jnp.uint8, (0, 2, 1)),
     )
@@ -118,7 +99,7 @@ class Float4:
   def _rows(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The floats, bfloat16 [E, O, I]: it holds each of them."""
     low, high = codes & 15, codes >> 4
-    code = jnp.stack([low, high], -1).reshape(*scales.shape, _BLOCK4)
+    code = jnp.stack([low, high], -1).reshape(*scales.shape, BLOCK4)
     value = jnp.asarray(_FLOAT4, jnp.bfloat16)[code & 7]
     value = jnp.where(code & 8, -value, value)
     # A power of two by its exponent; 255, which stands for NaN, becomes inf.
@@ -153,66 +134,4 @@ class Float4:
     )
 
 
-Packed = Float8 | Float4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Packing:
-  """How a folder's weights are packed.
-
-  Attributes:
-    block: the shape of a block of float8; None: they are MXFP4.
-  """
-
-  block: tuple[int, int] | None = None
-
-  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
-    """The form of a tensor, by the tensors on disk."""
-    if self.block is not None:
-      codes = have.get(name)
-      packed = codes is not None and codes.dtype == jnp.float8_e4m3fn
-      return Float8(form, self.block) if packed else form
-    packed = name not in have and f"{name}_blocks" in have
-    fits = len(form.stored) == 3 and form.stored[1] % _BLOCK4 == 0
-    return Float4(form) if packed and fits else form
-
-
-def packing(config: Mapping[str, Any]) -> Packing | None:
-  """How `quantization_config` says that weights are packed; None: not at all.
-
-  Raises:
-    ConfigError: a way that is not supported.
-  """
-  given = config.get("quantization_config")
-  if not given:
-    return None
-  r = ConfigReader({}).part("quantization_config", given)
-  kind = r.value("quant_method", default=None)
-  # Which tensors are packed is seen from the tensors.
-  r.ignore("modules_to_not_convert")
-  if kind == "mxfp4":
-    r.finish()
-    return Packing()
-  if kind != "fp8":
-    raise error(
-      "quantization_config",
-      given,
-      "plain weights, or quant_method mxfp4 or fp8",
-      "take the unquantised checkpoint, or write one with transformers: "
-      "model.dequantize().save_pretrained(folder)",
-    )
-  # Activations are not rounded here.
-  r.only("activation_scheme", "dynamic")
-  r.only("fmt", "e4m3")
-  r.ignore("scale_fmt")
-  block = r.value("weight_block_size", default=None)
-  sound = isinstance(block, list) and len(block) == 2
-  if not sound or any(type(n) is not int or not 0 < n < 2**31 for n in block):
-    raise r.error(
-      "weight_block_size",
-      block,
-      "the rows and columns of a block",
-      "take a checkpoint with scales for blocks",
-    )
-  r.finish()
-  return Packing(block=(block[0], block[1]))
+Packed = Float8 | Float4 | PackedForm

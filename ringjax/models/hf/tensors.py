@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ringjax.models.hf.codes import StoredTensor
 from ringjax.models.hf.names import (
   Form,
   FusedColumns,
@@ -22,7 +23,7 @@ from ringjax.models.hf.names import (
   TensorNames,
   Transpose,
 )
-from ringjax.models.hf.packed import Float4, Float8, Packed, StoredTensor
+from ringjax.models.hf.packed import Packed
 from ringjax.models.transformer import Transformer
 from ringjax.nn.delta import Taps
 from ringjax.nn.linear import Head, Linear
@@ -40,7 +41,7 @@ class CheckpointTensor:
   """
 
   name: str
-  form: Form | Float8 | Float4
+  form: Form | Packed
   targets: tuple[tuple[str, tuple[int, ...]], ...]
   stored_name: str | None = None
 

@@ -197,23 +197,50 @@ def _levels(strategy: Strategy, axis: MeshAxes, kv_heads: int) -> list[Axis]:
 def group_of(strategy: Strategy, size: int, kv_heads: int) -> int:
   """How many of `size` shards are a group of a strategy of two levels.
 
+  Without `inner` neighbours that trade heads are as many as can share them
+  evenly; of a ring of rings they are the smallest group that is no smaller
+  than the number of groups: 2 of 4 shards, 4 of 8.
+
   Raises:
-    OptionError: `inner` is missing, or does not divide `size`.
+    OptionError: there are no such groups, or `inner` does not divide `size`.
   """
   inner: Any = getattr(strategy, "inner", None)
-  if inner is None and isinstance(strategy, Ulysses):
-    # As many neighbours as can share the heads evenly.
-    fit = [n for n in range(2, size) if size % n == kv_heads % n == 0]
-    inner = max(fit, default=None)
-  whole = isinstance(inner, int) and not isinstance(inner, bool)
-  if not whole or inner < 1 or size % inner:
+  fit = [n for n in range(2, size) if size % n == 0]
+  if inner is None and size == 1:
+    return 1
+  if inner is None:
+    trades = isinstance(strategy, Ulysses)
+    if trades:
+      found = max((n for n in fit if kv_heads % n == 0), default=None)
+    else:
+      found = min((n for n in fit if n * n >= size), default=None)
+    if found is not None:
+      return found
+    heads = f" and the {kv_heads} heads of keys" if trades else ""
     raise OptionError(
       "inner",
-      f"{getattr(strategy, 'inner', None)} for {size} shards",
+      f"None for {size} shards{heads}",
+      "shards of which groups of two or more, but not all, "
+      + ("share the heads evenly" if trades else "can be made"),
+      _other(trades, fit),
+    )
+  whole = isinstance(inner, int) and not isinstance(inner, bool)
+  if not whole or inner < 1 or size % inner:
+    sizes = ", ".join(map(str, fit))
+    raise OptionError(
+      "inner",
+      f"{inner!r} for {size} shards",
       "how many neighbours are a group, a divisor of the shards",
-      "pass 'two_level:4' or Ring(Ring(), inner=4), or use two mesh axes",
+      f"pass one of {sizes}, or leave it out" if fit else _other(False, fit),
     )
   return inner
+
+
+def _other(trades: bool, fit: list[int]) -> str:
+  """What to do where shards have no groups for a strategy."""
+  if trades and fit:
+    return "pass strategy='two_level' or 'ring', which share no heads"
+  return "pass strategy='ring', or shard the sequence over other devices"
 
 
 def _bind(

@@ -103,7 +103,7 @@ class PerHeadView(StoredView):
       way=P(),
       row=P(),
       constants=whole(self.constants),
-      rotation=whole(self.rotation),
+      rotation=self.rotation and self.rotation.specs(batch),
     )
 
   def keys_alone(self) -> PerHeadView:

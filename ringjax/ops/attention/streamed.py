@@ -88,7 +88,7 @@ class HostView(StoredView):
       at=coords_specs(self.at, self.k.shape[1], batch, tokens),
       layer=P(),
       constants=jax.tree.map(lambda _: P(heads), self.constants),
-      rotation=jax.tree.map(lambda _: P(), self.rotation),
+      rotation=self.rotation and self.rotation.specs(batch),
     )
 
   def fetch(self, start: Index) -> tuple[jax.Array, ...]:

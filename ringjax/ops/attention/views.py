@@ -443,7 +443,9 @@ class UnrotatedView(NamedTuple):
 
   @property
   def shared(self) -> Any:
-    return getattr(self.stored, "shared", None)
+    # A key that rows share is not the same key for rows of other lengths.
+    shared = getattr(self.stored, "shared", None)
+    return None if self.rotation.by_row else shared
 
   def of_tree(self, drafted: Coords, mask: Mask) -> UnrotatedView:
     stored: Any = self.stored
@@ -451,13 +453,14 @@ class UnrotatedView(NamedTuple):
 
   def of_row(self, row: Index) -> UnrotatedView:
     stored: Any = self.stored
-    return self._replace(stored=stored.of_row(row))
+    rotation = self.rotation.of_row(row)
+    return self._replace(stored=stored.of_row(row), rotation=rotation)
 
   def specs(
     self, batch: MeshAxes, heads: MeshAxes, tokens: MeshAxes
   ) -> UnrotatedView:
-    whole = jax.tree.map(lambda _: P(), self.rotation)
-    return UnrotatedView(self.stored.specs(batch, heads, tokens), whole)
+    rotation = self.rotation.specs(batch)
+    return UnrotatedView(self.stored.specs(batch, heads, tokens), rotation)
 
   def keys_alone(self) -> UnrotatedView:
     return self._replace(stored=self.stored.keys_alone())

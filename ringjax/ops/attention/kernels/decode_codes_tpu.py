@@ -199,6 +199,8 @@ class DecodeCodesTPU(DecoderTPU):
       form = view.decoders[0].format
       if form is None or not form.by_channel:
         return f"{view.decoders[0].codec}: keys before their rotation"
+      if rotation.by_row:
+        return "keys that rotate by the lengths of their rows"
       if rotation.after is not None:
         return "keys with a norm behind their rotation"
     for n, (decoder, x) in enumerate(

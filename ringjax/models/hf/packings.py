@@ -1,0 +1,502 @@
+"""How a config.json says that the weights of its folder are quantised.
+
+Guarantees: which tensors are packed is seen from the tensors; the config says
+how. A key or a value that may change what the codes mean and that is not known
+is an error, before anything is read. Activations are not rounded here, whatever
+a config says of them, and scales of a cache's keys and values are not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ringjax.models.hf.codes import Awq, Gptq, PackedRows, Scaled
+from ringjax.models.hf.config_reader import ConfigReader, error
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.packed import BLOCK4, Float4, Float8
+
+_PLAIN = (
+  "take the unquantised checkpoint, or write one with transformers: "
+  "model.dequantize().save_pretrained(folder)"
+)
+_WHAT = (
+  "plain weights, or quant_method mxfp4, fp8, fbgemm_fp8, modelopt, "
+  "compressed-tensors, gptq, awq or bitsandbytes"
+)
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def packed_name(name: str, ending: str) -> str:
+  """The name of codes in place of a weight's."""
+  return name.removesuffix("weight") + ending
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+  """How a folder's weights are packed.
+
+  Attributes:
+    codes: endings of the names of codes, in place of "weight".
+    beside: endings of tensors that may be there and are not read.
+  """
+
+  codes: tuple[str, ...] = ()
+  beside: tuple[str, ...] = ()
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    """The form of a tensor, by the tensors on disk."""
+    raise NotImplementedError
+
+  def check(self, folder: Folder, unread: Iterable[str]) -> None:
+    """Refuses a folder whose other tensors say what is not supported."""
+    del folder, unread
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float4Packing(Packing):
+  """MXFP4."""
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    packed = name not in have and f"{name}_blocks" in have
+    fits = len(form.stored) == 3 and form.stored[1] % BLOCK4 == 0
+    return Float4(form) if packed and fits else form
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Packing(Packing):
+  """Float8 with a scale for each block, which is named "_scale_inv".
+
+  Attributes:
+    block: its rows and columns.
+  """
+
+  block: tuple[int, int]
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    codes = have.get(name)
+    packed = codes is not None and codes.dtype == jnp.float8_e4m3fn
+    return Float8(form, self.block) if packed else form
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledPacking(Packing):
+  """Codes of eight bits, each a number of its own.
+
+  Attributes:
+    scales: endings of the names of scales, in place of "weight".
+    zero: the same of zeros.
+    factor: what scales are multiplied by.
+    blocks: rows and columns of a block, which there may be, None for all.
+  """
+
+  scales: tuple[str, ...] = ("weight_scale", "weight_scale_inv")
+  zero: str = "weight_zero_point"
+  factor: float = 1.0
+  blocks: tuple[tuple[int | None, int | None], ...] = ((None, None), (1, None))
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    codes = have.get(name)
+    if codes is None or str(codes.dtype) not in ("int8", *_FLOAT8):
+      return form
+    if len(form.stored) != 2:
+      return form
+    names = (packed_name(name, x) for x in self.scales)
+    scale = next((x for x in names if x in have), None)
+    # Without scales the first name is missed.
+    scale = scale or packed_name(name, self.scales[0])
+    shape = have[scale].shape if scale in have else ()
+    block = self._block(shape, form.stored)
+    if block is None:
+      # What the config says, which the file then lacks.
+      block = self._whole(self.blocks[0], form.stored)
+      shape = _counts(block, form.stored)
+    ending = name.removesuffix(".weight")
+    return Scaled(
+      form=form,
+      dtype=str(codes.dtype),
+      scale=scale.removeprefix(ending),
+      scale_shape=shape,
+      block=block,
+      zero=f".{self.zero}" if packed_name(name, self.zero) in have else None,
+      factor=self.factor,
+    )
+
+  def _block(
+    self, shape: tuple[int, ...], stored: tuple[int, ...]
+  ) -> tuple[int, int] | None:
+    """The block of scales of a shape, or None if there is none."""
+    for one in self.blocks:
+      block = self._whole(one, stored)
+      counts = _counts(block, stored)
+      bare = (counts[0],) if counts[1] == 1 else None
+      if shape in (counts, bare) or (shape == () and math.prod(counts) == 1):
+        return block
+    return None
+
+  def _whole(
+    self, block: tuple[int | None, int | None], stored: tuple[int, ...]
+  ) -> tuple[int, int]:
+    return block[0] or stored[0], block[1] or stored[1]
+
+
+def _counts(block: tuple[int, int], stored: tuple[int, ...]) -> tuple[int, int]:
+  """How many blocks there are along each axis."""
+  return -(-stored[0] // block[0]), -(-stored[1] // block[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BitsAndBytes(ScaledPacking):
+  """LLM.int8()."""
+
+  def check(self, folder: Folder, unread: Iterable[str]) -> None:
+    names = [n for n in unread if n.endswith(".weight_format")]
+    wanted = {
+      name: jax.ShapeDtypeStruct(folder.tensors[name].shape, jnp.uint8)
+      for name in names
+    }
+    for name, x in folder.read(wanted).items():
+      if jnp.any(x):
+        raise error(
+          "quantization_config",
+          f"{name} of {x}, an order of codes for some GPUs",
+          "0, rows",
+          "save it again with a newer transformers",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedRowsPacking(Packing):
+  """compressed-tensors' pack-quantized, or its plain codes.
+
+  Attributes:
+    sizes: (bits of a code, columns of a group or None for all), as may be.
+    plain: how codes that are not packed are read.
+  """
+
+  sizes: tuple[tuple[int, int | None], ...]
+  plain: ScaledPacking
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    if name in have or len(form.stored) != 2:
+      return self.plain.form(form, name, have)
+    words = have.get(f"{name}_packed")
+    if words is None:
+      return form
+    (_, n), scales = form.stored, have.get(f"{name}_scale")
+    fit = []
+    for bits, size in self.sizes:
+      groups = -(-n // (size or n))
+      if words.shape[1:] == (-(-n // (32 // bits)),):
+        same = scales is not None and scales.shape[1:] == (groups,)
+        fit.append((same, bits, size or n, groups))
+    # Of none the shapes are those of the first, which the file then lacks.
+    bits, size = self.sizes[0]
+    first = (False, bits, size or n, -(-n // (size or n)))
+    _, bits, size, groups = max(fit, default=first, key=lambda x: x[0])
+    return PackedRows(
+      form=form,
+      bits=bits,
+      groups=groups,
+      size=size,
+      zeros=f"{name}_zero_point" in have,
+      order=f"{name}_g_idx" in have,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptqPacking(Packing):
+  """GPTQ.
+
+  Attributes:
+    bits: of a code.
+    size: inputs of a group; None for all.
+    less: by how much zeros are too small on disk.
+  """
+
+  bits: int
+  size: int | None
+  less: int
+
+  def check(self, folder: Folder, unread: Iterable[str]) -> None:
+    # Some writers give every layer a bias, of zeros where it had none.
+    for name in (n for n in unread if n.endswith(".bias")):
+      like = jax.ShapeDtypeStruct(folder.tensors[name].shape, jnp.float32)
+      (bias,) = folder.read({name: like}).values()
+      if jnp.any(bias):
+        raise error(
+          "quantization_config",
+          f"{name}, which is not zero, of a layer without a bias",
+          "biases of the layers that have one",
+          _PLAIN,
+        )
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    if not _coded(form, name, have):
+      return form
+    n = form.stored[1]
+    size = self.size or n
+    return Gptq(
+      form=form,
+      bits=self.bits,
+      groups=-(-n // size),
+      size=size,
+      order=packed_name(name, "g_idx") in have,
+      less=self.less,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AwqPacking(Packing):
+  """AWQ.
+
+  Attributes:
+    size: inputs of a group; None for all.
+    zeros: whether there are zeros.
+  """
+
+  size: int | None
+  zeros: bool
+
+  def form(self, form: PyTree, name: str, have: Mapping[str, Any]) -> Any:
+    if not _coded(form, name, have):
+      return form
+    n = form.stored[1]
+    size = self.size or n
+    return Awq(form=form, groups=-(-n // size), size=size, zeros=self.zeros)
+
+
+def _coded(form: PyTree, name: str, have: Mapping[str, Any]) -> bool:
+  codes = packed_name(name, "qweight") in have
+  return codes and name not in have and len(form.stored) == 2
+
+
+def packing(config: Mapping[str, Any]) -> Packing | None:
+  """How `quantization_config` says that weights are packed; None: not at all.
+
+  Raises:
+    ConfigError: a way that is not supported.
+  """
+  given = config.get("quantization_config") or config.get("compression_config")
+  if not given:
+    return None
+  r = ConfigReader({}).part("quantization_config", given)
+  kind = r.value("quant_method", default=None)
+  # Which tensors are packed is seen from the tensors.
+  r.ignore("modules_to_not_convert", "ignored_layers")
+  known = {
+    "mxfp4": lambda r: Float4Packing(),
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+  }
+  if not isinstance(kind, str) or kind not in known:
+    raise error("quantization_config", given, _WHAT, _PLAIN)
+  found = known[kind](r)
+  r.finish()
+  return found
+
+
+# Scales of activations, and of a cache's keys and values.
+_OTHERS = (
+  ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
+  ".input_zero_point", ".input_global_scale", ".activation_scale",
+)  # fmt: skip
+
+
+def _fp8(r: ConfigReader) -> Packing:
+  """DeepSeek's blocks, or one scale for a tensor."""
+  # Activations are not rounded here.
+  one_of(r, "activation_scheme", ("dynamic", "static"), "dynamic")
+  r.only("fmt", "e4m3")
+  r.ignore("scale_fmt", "kv_cache_scheme", "dequantize")
+  block = r.value("weight_block_size", default=None)
+  if block is None:
+    return ScaledPacking(beside=_OTHERS)
+  return Float8Packing(block=_pair(r, "weight_block_size", block))
+
+
+def _pair(r: ConfigReader, key: str, block: Any) -> tuple[int, int]:
+  sound = isinstance(block, list) and len(block) == 2
+  if not sound or any(type(n) is not int or not 0 < n < 2**31 for n in block):
+    raise r.error(
+      key,
+      block,
+      "the rows and columns of a block",
+      "take a checkpoint with scales for blocks",
+    )
+  return block[0], block[1]
+
+
+def one_of(
+  r: ConfigReader, key: str, wanted: tuple[Any, ...], default: object
+) -> Any:
+  """A value that is one of a few.
+
+  Raises:
+    ConfigError: it is another one.
+  """
+  x = r.value(key, default=default)
+  if x not in wanted or type(x) is not type(wanted[wanted.index(x)]):
+    raise r.error(key, x, f"one of {', '.join(map(repr, wanted))}", _PLAIN)
+  return x
+
+
+def _fbgemm(r: ConfigReader) -> Packing:
+  r.ignore("activation_scale_ub")
+  return ScaledPacking(beside=_OTHERS)
+
+
+def _modelopt(r: ConfigReader) -> Packing:
+  one_of(r, "quant_algo", ("FP8",), None)
+  r.ignore("producer", "kv_cache_scheme", "kv_cache_quant_algo", "ignore",
+           "config_groups", "exclude_modules")  # fmt: skip
+  return ScaledPacking(beside=_OTHERS)
+
+
+def _bitsandbytes(r: ConfigReader) -> Packing:
+  for key, wanted, default in (
+    ("load_in_8bit", True, False),
+    ("load_in_4bit", False, False),
+  ):
+    x = r.value(key, default=default)
+    if x is not wanted:
+      what = "int8 weights (load_in_8bit)"
+      raise r.error(key, x, f"{wanted}, {what}", _PLAIN)
+  # How activations are treated, and what is of four bits.
+  r.ignore(
+    "_load_in_8bit", "_load_in_4bit", "llm_int8_threshold",
+    "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+  )  # fmt: skip
+  return BitsAndBytes(
+    scales=("SCB",),
+    factor=1 / 127,
+    blocks=((1, None),),
+    beside=(".weight_format",),
+  )
+
+
+def _group(r: ConfigReader) -> int | None:
+  size = r.value("group_size", default=-1)
+  if type(size) is not int or not (size == -1 or 0 < size < 2**31):
+    raise r.error("group_size", size, "inputs of a group, or -1 for all")
+  return None if size == -1 else size
+
+
+def _gptq(r: ConfigReader) -> Packing:
+  bits = one_of(r, "bits", (4, 8, 2), None)
+  layout = one_of(r, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+  for key in ("is_marlin_format", "use_marlin"):
+    r.only(key, False)
+  one_of(r, "pack_dtype", ("int32",), "int32")
+  one_of(r, "format", ("gptq", "gptq_v2"), layout)
+  # Zeros and groups are in the tensors, whatever they were made by.
+  r.ignore(
+    "desc_act", "sym", "static_groups", "true_sequential", "damp_percent",
+    "damp_auto_increment", "model_name_or_path", "model_file_base_name",
+    "lm_head", "meta", "dataset", "tokenizer", "model_seqlen",
+    "block_name_to_quantize", "module_name_preceding_first_block",
+    "batch_size", "pad_token_id", "use_cuda_fp16", "use_exllama",
+    "max_input_length",
+    "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
+    "disable_exllama", "backend", "quantizer", "hyb_act", "act_group_aware",
+    "mse", "rotation", "parallel_packing",
+  )  # fmt: skip
+  if r.value("dynamic", default=None):
+    raise r.error(
+      "dynamic", "other bits or groups for some layers", "the same for all",
+      _PLAIN,
+    )  # fmt: skip
+  less = 1 if layout == "gptq" else 0
+  return GptqPacking(
+    bits=bits, size=_group(r), less=less, codes=("qweight",), beside=(".bias",)
+  )
+
+
+def _awq(r: ConfigReader) -> Packing:
+  one_of(r, "bits", (4,), r.value("w_bit", default=4))
+  r.ignore("w_bit")
+  one_of(r, "version", ("gemm", "GEMM"), "gemm")
+  r.ignore(
+    "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
+    "exllama_config", "q_group_size", "desc_act", "sym", "damp_percent",
+  )  # fmt: skip
+  zeros = one_of(r, "zero_point", (True, False), True)
+  return AwqPacking(size=_group(r), zeros=zeros, codes=("qweight",))
+
+
+_FORMATS = (
+  "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+  "mixed-precision", "dense",
+)  # fmt: skip
+
+
+def _compressed(r: ConfigReader) -> Packing:
+  """compressed-tensors, of one group of layers or several."""
+  one_of(r, "format", _FORMATS, "dense")
+  one_of(r, "quantization_status", ("compressed", "frozen"), "compressed")
+  r.ignore("global_compression_ratio", "ignore", "kv_cache_scheme", "version")
+  for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+    x = r.value(key, default=None)
+    if x and x != {"format": "dense"}:
+      raise r.error(key, x, "nothing", _PLAIN)
+  groups = r.value("config_groups", default=None)
+  if not isinstance(groups, dict) or not groups:
+    raise r.error("config_groups", groups, "at least one group of layers")
+  sizes: list[tuple[int, int | None]] = []
+  blocks: list[tuple[int | None, int | None]] = []
+  for name, group in groups.items():
+    part = r.part("config_groups", groups).part(name, group)
+    part.ignore("targets", "input_activations", "output_activations")
+    one_of(part, "format", (*_FORMATS, None), None)
+    weights = part.part("weights", part.value("weights"))
+    bits, block = _scheme(weights)
+    blocks.append(block)
+    if bits is not None and block[0] == 1:
+      sizes.append((bits, block[1]))
+    weights.finish()
+    part.finish()
+  return PackedRowsPacking(
+    # Codes of one scale for all are never packed; none is then found.
+    sizes=tuple(dict.fromkeys(sizes)) or ((8, None),),
+    plain=ScaledPacking(blocks=tuple(dict.fromkeys(blocks))),
+    codes=("weight_packed",),
+    beside=(".weight_shape", *_OTHERS),
+  )
+
+
+def _scheme(r: ConfigReader) -> Any:
+  """(bits of an integer or None, rows and columns of a block)."""
+  kind = one_of(r, "type", ("int", "float"), "int")
+  wanted = (4, 8) if kind == "int" else (8,)
+  bits = one_of(r, "num_bits", wanted, 8)
+  r.only("dynamic", False)
+  one_of(r, "actorder", (None, "weight", "group", "static", True), None)
+  r.ignore("observer", "observer_kwargs", "symmetric", "scale_dtype",
+           "zp_dtype")  # fmt: skip
+  size = r.value("group_size", default=None)
+  block = r.value("block_structure", default=None)
+  # What older writers leave to the size.
+  least = "tensor" if size is None else "group" if size > 0 else "channel"
+  how = one_of(r, "strategy", ("tensor", "channel", "group", "block"), least)
+  found: tuple[int | None, int | None] = (None, None)
+  if how == "channel":
+    found = (1, None)
+  elif how == "group":
+    found = (1, _group(r))
+  elif how == "block":
+    found = _pair(r, "block_structure", block)
+  return bits if kind == "int" else None, found
