@@ -35,8 +35,10 @@ from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
+from ringjax.models.weight_placement import PlacementReport, placement_report
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
+from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -196,6 +198,9 @@ class Transformer(nnx.Module):
     Raises:
       PromptError: ids that the vocabulary does not have, or more tokens than
         the cache has room for.
+      CheckpointFormatError: layers on disk whose file has changed, or that
+        cannot be read.
+      CheckpointMismatchError: such with numbers that are not finite.
       ShapeError: shapes that do not fit, the cache's batch for one.
       MeshError: the current mesh has explicit axes, or is in the middle of a
         shard_map where the call can't be.
@@ -224,7 +229,12 @@ class Transformer(nnx.Module):
       _check_positions(cache, pos, seg, parents)
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
-    return _call(self, attend, tokens, pos, seg, cache, rows, length, parents)
+    call = (self, attend, tokens, pos, seg, cache, rows, length, parents)
+    if self.stack.placed is None or isinstance(tokens, jax.core.Tracer):
+      return _call(*call)
+    # A read that fails is an error of this call and of no later one.
+    with naming_faults(self.stack.faults):
+      return jax.block_until_ready(_call(*call))
 
   def _tree(
     self,
@@ -341,6 +351,10 @@ class Transformer(nnx.Module):
   def digest(self) -> str:
     """A digest of the model that does not depend on its weights' dtype."""
     return model_digest(self)
+
+  def placement_report(self) -> PlacementReport:
+    """In which memory the layers are, and what fetching them came to."""
+    return placement_report(self)
 
   @property
   def dtype(self) -> np.dtype:
