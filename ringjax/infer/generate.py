@@ -52,6 +52,8 @@ from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
+from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
@@ -289,6 +291,7 @@ def generate(
   model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
     # Refused before the prompt is read, and not behind it.
+    refuse_placed(model, "bring it to one device", "pass keep='sharded'")
     last = last_device(session.mesh, session.axis)
     here(model, last)
   logits = read_prompts(
@@ -380,6 +383,7 @@ def _decode(
           model, attend, sampler, session.cache, state, ending.ids, length
         )
       token, done = jax.device_get((state.token, state.done))
+      raise_fault(model.stack.faults)
       out[:, n] = np.where(ended, ending.pad_id, token)
       sizes += ~ended
       session.say(token, pos + n, ~ended)

@@ -22,6 +22,8 @@ from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
+from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
@@ -207,7 +209,9 @@ class Session:
 
     Raises:
       MeshError: weights that are sharded, or a device of another process.
+      OptionError: a model whose layers are not all on the devices.
     """
+    refuse_placed(self.model, "bring it to one device", "keep='sharded'")
     model = here(self.model, device)
     self.cache = self.cache.gathered(device)
     self.model = model
@@ -262,7 +266,8 @@ class Session:
     `doing` is what they do, for the error where memory runs out.
     """
     try:
-      with memory.watched(doing, _KNOBS):
+      faults = self.model.stack.faults
+      with naming_faults(faults), memory.watched(doing, _KNOBS):
         yield
     except BaseException:
       self.recover()

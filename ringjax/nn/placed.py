@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from ringjax.typing import Index
 DEVICE, IN_HOST, DISK = TIERS = ("device", "host", "disk")
 
 
+@runtime_checkable
 class ReadsLayers(Protocol):
   """What reads layers from disk, see `models.hf.layer_reader`."""
 
@@ -94,9 +95,7 @@ class DiskLayers:
     after = lax.stop_gradient(after)
     poison = mesh is not None
 
-    def call(
-      which: np.ndarray, at: np.ndarray, _: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
+    def call(which: Any, at: Any, _: Any) -> tuple[Any, ...]:
       place = tuple(int(n) for n in np.asarray(at)[1:])
       try:
         return self.reader.get(self.numbers[int(which)], place)

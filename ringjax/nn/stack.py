@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,18 +60,8 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
   return tuple(found)
 
 
-class _Layers(Protocol):
-  """The layers of one kind: `stacked` is cut by a loop, `block` gets a cut."""
-
-  stacked: Any
-
-  def block(
-    self, cut: Any, index: Index, x: jax.Array, attend: Attend | None
-  ) -> Block: ...
-
-
 class _Resident:
-  """Layers whose weights are on the devices."""
+  """Layers whose weights are on the devices: a loop cuts `stacked`."""
 
   def __init__(self, stacked: Block):
     self.stacked = stacked
@@ -132,6 +122,9 @@ class _Placed:
         for n, p in zip(self._which, self._params, strict=True)
       ],
     )
+
+
+_Layers = _Resident | _Placed
 
 
 class Stack(nnx.Module):

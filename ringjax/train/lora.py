@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
-from ringjax.nn.adapted import AdaptedLinear
+from ringjax.nn.adapted import AdaptedLinear, SummedLinear
 from ringjax.nn.linear import Linear
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -84,7 +84,7 @@ class Lora:
     for n, (path, linear) in enumerate(found.items()):
       if path.rsplit(".", 1)[-1] not in self.targets:
         continue
-      lead, into, out = _shape(linear)
+      lead, into, out = _shape(model, path, linear)
       scale = jnp.float32(1 / math.sqrt(math.prod(into)))
       one = jax.random.fold_in(key, n)
       a = jax.random.normal(one, (*lead, *into, self.rank), jnp.float32)
@@ -115,7 +115,9 @@ class Lora:
       if "new" in part:
         new[path] = part["new"]
         continue
-      lead, into, out = _shape(maps[path])
+      if frozen.stack.placed is not None:
+        continue
+      lead, into, out = _shape(frozen, path, maps[path])
       inner, outer = math.prod(into), math.prod(out)
       a = part["a"].reshape(*lead, inner, self.rank)
       b = part["b"].reshape(*lead, self.rank, outer)
@@ -134,12 +136,28 @@ class Lora:
         return p.replace(weight)
       return p.replace((weight.astype(more.dtype) + more).astype(weight.dtype))
 
-    return jax.tree_util.tree_map_with_path(
+    made = jax.tree_util.tree_map_with_path(
       add, frozen, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
+    if frozen.stack.placed is not None:
+      # The weights to add to are there only when a layer runs.
+      for path, part in params.items():
+        if "new" not in part:
+          _replace(
+            made,
+            path,
+            lambda old, part=part: SummedLinear(
+              old, part["a"], part["b"], scale
+            ),
+          )
+    return made
 
   def merged(self, params: PyTree, frozen: Transformer) -> Transformer:
-    """The model with its adapters added to its weights, to be saved."""
+    """The model with its adapters added to its weights, to be saved.
+
+    One whose layers are not all on the devices adds them when a layer runs; it
+    cannot be saved.
+    """
     return jax.jit(self.model)(params, frozen)
 
 
@@ -171,7 +189,7 @@ def with_adapters(
   rank = max((how.rank for how, _ in adapters), default=0)
   made = jax.tree.map(lambda x: x, model)
   for path in paths:
-    lead, into, out = _shape(maps[path])
+    lead, into, out = _shape(model, path, maps[path])
     downs, ups = [], []
     for how, params in adapters:
       part = params.get(path)
@@ -190,17 +208,18 @@ def with_adapters(
         b = jnp.pad(jnp.asarray(part["b"]) * scale, tall)
       downs.append(a)
       ups.append(b)
-    *above, name = path.split(".")
-    owner: Any = made
-    for step in above:
-      owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
-    adapted = AdaptedLinear(
-      getattr(owner, name),
-      _numbered(downs, len(lead)),
-      _numbered(ups, len(lead)),
-    )
-    setattr(owner, name, adapted)
+    down, up = _numbered(downs, len(lead)), _numbered(ups, len(lead))
+    _replace(made, path, lambda old, a=down, b=up: AdaptedLinear(old, a, b))
   return made
+
+
+def _replace(model: Any, path: str, new: Callable[[Any], Any]) -> None:
+  """Puts what is made of a module in its place, by its path."""
+  *above, name = path.split(".")
+  owner = model
+  for step in above:
+    owner = owner[int(step)] if step.isdigit() else getattr(owner, step)
+  setattr(owner, name, new(getattr(owner, name)))
 
 
 def _numbered(arrays: list[jax.Array], axis: int) -> jax.Array:
@@ -252,11 +271,14 @@ def _of_vocabulary(model: Transformer) -> dict[str, nnx.Variable]:
 
 
 def _shape(
-  linear: Linear,
+  model: Transformer, path: str, linear: Linear
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
   """(layers, in, out) of a map whose layers share an array."""
   shape = linear.weight.get_value().shape
   axes = linear.weight.get_metadata()["axes"]
   lead = len(shape) - len(axes)
   split = lead + linear.contracted
-  return shape[:lead], shape[lead:split], shape[split:]
+  # Of layers that are fetched, not all have a part in the array.
+  run = model.stack.runs[int(path.split(".")[2])]
+  layers = (run.repeats,) * lead
+  return layers, shape[lead:split], shape[split:]
