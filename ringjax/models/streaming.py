@@ -34,6 +34,7 @@ from ringjax.nn.placed import (
   DEVICE,
   DISK,
   IN_HOST,
+  TIERS,
   DiskLayers,
   PlacedLayers,
   ReadFault,
@@ -62,9 +63,11 @@ def planned(
     shardings: of its parameters by their paths, None for one device.
     placement: a `Placement`, a text that stands for one, or None.
     memory: bytes that all weights may take on a device, as a number or a text,
-      or None. Those of two layers that pass through it are counted. What the
-      placement leaves to device and host is on the device as far as it fits,
-      then in the host's memory, unless the placement says otherwise.
+      or None. Those of two layers that pass through it are counted. Layers
+      are on the device as far as they fit. The others are in the host's memory
+      as far as they fit there; or where the placement says, "host" or "disk";
+      or the fraction that it has for the disk is there, and the rest in the
+      host's memory.
 
   Raises:
     OptionError: another placement or memory.
@@ -81,7 +84,7 @@ def planned(
   total, widest = sum(layers), max(layers)
   if memory is None:
     wanted = WeightPlacement.of(placement)
-    room = {tier: getattr(wanted, tier) * total for tier in _SHARES}
+    room = {tier: getattr(wanted, tier) * total for tier in TIERS}
     return deal(layers, room)
   most = as_bytes(memory)
   if outer + total <= most and placement is None:
@@ -95,34 +98,19 @@ def planned(
       "layers that pass through",
       "pass more, or a mesh whose 'model' axis shards the weights",
     )
-  given = _shares(placement)
-  disk = total * given[DISK] if DISK in given else None
-  room = {DEVICE: min(left, total - (disk or 0.0))}
-  rest = total - room[DEVICE]
-  if disk is None:
-    free = host_memory.host_free_bytes()
-    fits = rest if free is None else min(rest, _OF_HOST * free)
-    disk = rest - fits
-    if given.get(IN_HOST) == 1:
-      # It must be there then, or is refused when it is looked for.
-      disk = 0.0
-  room |= {DISK: disk, IN_HOST: rest - disk}
-  return deal(layers, room)
-
-
-_SHARES = (DEVICE, IN_HOST, DISK)
-
-
-def _shares(placement: object) -> dict[str, float]:
-  """The fractions that are said beside a number of bytes."""
+  room = {DEVICE: min(left, total)}
   if placement is None:
-    return {}
-  found = WeightPlacement.of(placement)
-  return {
-    tier: getattr(found, tier)
-    for tier in (IN_HOST, DISK)
-    if getattr(found, tier) or found.device in (0.0, 1.0)
-  }
+    free = host_memory.host_free_bytes()
+    rest = total - room[DEVICE]
+    fits = rest if free is None else min(rest, _OF_HOST * free)
+    return deal(layers, room | {IN_HOST: fits, DISK: rest - fits})
+  wanted = WeightPlacement.of(placement)
+  if wanted.disk == 1 or wanted.host == 1:
+    rest = DISK if wanted.disk else IN_HOST
+    return deal(layers, room | {rest: total - room[DEVICE]})
+  disk = total * (wanted.disk or 0.0)
+  room = {DEVICE: min(left, total - disk), DISK: disk}
+  return deal(layers, room | {IN_HOST: total - disk - room[DEVICE]})
 
 
 def _layer_bytes(

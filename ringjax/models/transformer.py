@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,11 @@ from ringjax.kv.evicting import EvictingCache
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
-from ringjax.models.weight_placement import PlacementReport, placement_report
+from ringjax.models.weight_placement import (
+  PlacementReport,
+  placement_report,
+  set_waiting,
+)
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
 from ringjax.nn.placed import naming_faults
@@ -355,6 +359,10 @@ class Transformer(nnx.Module):
   def placement_report(self) -> PlacementReport:
     """In which memory the layers are, and what fetching them came to."""
     return placement_report(self)
+
+  def on_wait(self, say: Callable[[str], Any] | None) -> None:
+    """Calls `say` with a text each second that a call waits for the disk."""
+    set_waiting(self, say)
 
   @property
   def dtype(self) -> np.dtype:

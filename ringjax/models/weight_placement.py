@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -49,9 +49,9 @@ class WeightPlacement:
     OptionError: a fraction that is none, or another sum.
   """
 
-  device: float | None = None
-  host: float | None = None
-  disk: float | None = None
+  device: int | float | None = None
+  host: int | float | None = None
+  disk: int | float | None = None
 
   def __post_init__(self) -> None:
     given = {name: getattr(self, name) for name in TIERS}
@@ -112,7 +112,9 @@ def as_bytes(given: object, name: str = "memory") -> int:
   return int(float(found[1]) * scale)
 
 
-def deal(nbytes: Sequence[int], room: Mapping[str, float]) -> tuple[str, ...]:
+def deal(
+  nbytes: Sequence[int], room: Mapping[str, int | float]
+) -> tuple[str, ...]:
   """Which memory each layer is in.
 
   Layer after layer goes to the memory that has fallen behind its share of all
@@ -174,7 +176,7 @@ class PlacementReport:
   peak_buffer_bytes: int
   bytes_read: int
   reads: Mapping[int, int]
-  waited_s: float
+  waited_s: int | float
   streamed_parameters: int
 
 
@@ -182,8 +184,7 @@ def placement_report(model: Transformer) -> PlacementReport:
   """The report of a model, which may be all on the devices."""
   stack = model.stack
   tiers = [DEVICE] * len(model.config.layers)
-  readers: dict[int, Any] = {}
-  host = disk = parameters = 0
+  host = parameters = 0
   device = sum(_nbytes(x) for x in jax.tree.leaves(stack.blocks))
   for g, run in enumerate(stack.placed or ()):
     for p, kind in enumerate(run):
@@ -194,11 +195,9 @@ def placement_report(model: Transformer) -> PlacementReport:
         tiers[layer] = tier
         if tier != DEVICE:
           parameters += sum(x.size for x in kind.shapes)
-      for part in kind.disk:
-        readers[id(part.reader)] = part.reader
-  for reader in readers.values():
-    disk += reader.stored_bytes
-  add = lambda name: sum(getattr(r, name) for r in readers.values())
+  readers = _readers(model)
+  disk = sum(reader.stored_bytes for reader in readers)
+  add = lambda name: sum(getattr(r, name) for r in readers)
   return PlacementReport(
     tiers=tuple(tiers),
     device_bytes=device,
@@ -207,10 +206,28 @@ def placement_report(model: Transformer) -> PlacementReport:
     buffer_bytes=add("limit_bytes"),
     peak_buffer_bytes=add("peak_bytes"),
     bytes_read=add("bytes_read"),
-    reads={k: n for r in readers.values() for k, n in sorted(r.reads.items())},
+    reads={k: n for r in readers for k, n in sorted(r.reads.items())},
     waited_s=add("waited_s"),
     streamed_parameters=parameters,
   )
+
+
+def set_waiting(model: Transformer, say: Callable[[str], Any] | None) -> None:
+  """Has what reads a model's layers say what a call waits for."""
+  for reader in _readers(model):
+    reader.waiting = say
+
+
+def _readers(model: Transformer) -> list[Any]:
+  """What reads a model's layers from disk."""
+  found = {
+    id(part.reader): part.reader
+    for run in model.stack.placed or ()
+    for kind in run
+    if kind is not None
+    for part in kind.disk
+  }
+  return list(found.values())
 
 
 def _nbytes(x: Any) -> int:

@@ -125,7 +125,10 @@ class Lora:
         *lead, *into, *out
       ) * jnp.asarray(scale, a.dtype)
 
-    def add(path: Any, p: nnx.Variable) -> nnx.Variable:
+    def add(path: Any, p: Any) -> Any:
+      if not isinstance(p, nnx.Variable):
+        # Of layers in the host's memory, constants in any case.
+        return p
       weight = jax.lax.stop_gradient(p.get_value())
       if (own := new.get(_dotted(path))) is not None:
         start = [n - m for n, m in zip(weight.shape, own.shape, strict=True)]
