@@ -127,6 +127,7 @@ def generate(
   speculate: Drafter | str | None = None,
   cache_dtype: DTypeLike | None = None,
   cache_kind: CacheKind | str | None = None,
+  rows_at_once: int | None = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -191,6 +192,9 @@ def generate(
       which keeps no more than later tokens see.
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
+    rows_at_once: rows that a layer computes at a time, group by group: a large
+      batch then needs no more memory on its way than so many rows, and each
+      layer's weights are still fetched once a call. Default: all rows.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.
     tokenizer: of the texts, which may span tokens; and encodes the request
       for a repetition, where a policy repeats the prompt (`rj.kv.KVzip`).
@@ -224,12 +228,14 @@ def generate(
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   # Of a session that is made here.
-  own = dict(
+  own: dict[str, Any] = dict(
     mesh=mesh,
     axis=axis,
     dtype=cache_dtype,
     cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
   )
+  if rows_at_once is not None:
+    _check_groups(contexts, speculate, keep, own["cache_kind"])
   options = PrefillOptions(
     method=prefill,
     chunk=chunk,
@@ -275,6 +281,7 @@ def generate(
       "contexts to combine",
       "pass contexts=[...], or leave it out",
     )
+  own["rows_at_once"] = rows_at_once
   if cache is not None:
     check_session(cache, model, len(prompts), own)
     start = cache.lengths
@@ -329,6 +336,25 @@ def generate(
   if report is not None:
     report(session.last)
   return new
+
+
+def _check_groups(
+  contexts: Any, speculate: Any, keep: str, kind: CacheKind | None
+) -> None:
+  """Refuses what does not go with rows in groups."""
+  for name, got in (
+    ("contexts", contexts is not None),
+    ("speculate", speculate is not None),
+    ("keep", keep != KEEPS[0]),
+    ("cache_kind", kind is not None and kind.repeats),
+  ):
+    if got:
+      raise OptionError(
+        name,
+        "a value beside rows_at_once",
+        "rows in groups, or this",
+        "leave one of them out",
+      )
 
 
 def _check_apart(cache: Any, keep: str, wire: Any) -> None:

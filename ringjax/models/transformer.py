@@ -32,6 +32,7 @@ from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
@@ -249,6 +250,13 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """The parents of drafted tokens, checked, int32 [B or 1, T]."""
     parents = _per_token("parents", parents, shape)
+    if isinstance(cache, RowGroups):
+      raise OptionError(
+        "parents",
+        "a tree of drafted tokens, for rows in groups",
+        "rows in one group",
+        "leave rows_at_once out",
+      )
     if cache is None or not _replicated(attend):
       raise OptionError(
         "parents",
@@ -518,6 +526,8 @@ def forward(
       steps = jnp.sum(ancestor_matrix(parents), 2, dtype=jnp.int32) - 1
     pos = cache.length[:, None] + steps
   places = tokens_of(model, attend, tokens.shape, pos, seg, length, parents)
+  if isinstance(keep, RowGroups):
+    return _in_groups(model, attend, tokens, places, keep, rows)
   keep = keep.allocate(
     places.at,
     replicated=_replicated(attend),
@@ -528,6 +538,47 @@ def forward(
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)
   return logits if cache is None else (logits, keep)
+
+
+def _in_groups(
+  model: Transformer,
+  attend: ShardingContext,
+  tokens: Int[Array, "B T"],
+  places: Tokens,
+  cache: RowGroups,
+  rows: Int[Array, "B n"] | None,
+) -> tuple[jax.Array, RowGroups]:
+  """A call whose rows run in groups, layer by layer."""
+  calls, found = [], []
+  coords = zip(
+    *map(cache.split, (tokens, places.pos, places.seg)),
+    cache.caches,
+    strict=True,
+  )
+  for ids, pos, seg, one in coords:
+    its = Tokens(
+      pos,
+      seg,
+      derived=places.derived,
+      segmented=places.segmented,
+      ropes=model.config.ropes,
+      length=places.length,
+    )
+    kept = one.allocate(
+      its.at,
+      replicated=_replicated(attend),
+      sees=isinstance(attend, CachedAttention),
+    ).mark(ids, its.at)
+    calls.append((attend.constrain(model.embedded(ids)), its, kept))
+  within: Any = attend
+  done = model.stack.together(calls, within)
+  for (h, _), own in zip(done, cache.split(rows), strict=True):
+    h = model.norm(h)
+    if own is not None:
+      h = jnp.take_along_axis(h, own[..., None], 1)
+    found.append(model.logits(h))
+  caches = tuple(kept for _, kept in done)
+  return jnp.concatenate(found), RowGroups(caches=caches)
 
 
 def tokens_of(

@@ -197,11 +197,28 @@ class Stack(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
-    slots, done = list(cache.slots), []
+    ((x, cache),) = self.together([(x, tokens, cache)], attend)
+    return x, cache
+
+  def together(
+    self,
+    calls: Sequence[tuple[Float[Array, "_ T D"], Tokens, CallCache]],
+    attend: Attend,
+  ) -> list[tuple[jax.Array, Any]]:
+    """What the stack returns of each call; a layer's weights are there once.
+
+    Args:
+      calls: (x, tokens, cache) of groups of rows.
+      attend: of all of them.
+    """
+    slots = [list(cache.slots) for _, _, cache in calls]
+    done: list[list[Any]] = [[] for _ in calls]
+    xs = tuple(x for x, _, _ in calls)
     number = itertools.count()
     for g, run in enumerate(self.runs):
       many = len(run.layers)
-      mine, slots = slots[:many], slots[many:]
+      mine = tuple(tuple(held[:many]) for held in slots)
+      slots = [held[many:] for held in slots]
       layers = [self._kind(g, p) for p in range(many)]
       kinds = [next(number) for _ in layers]
 
@@ -211,19 +228,19 @@ class Stack(nnx.Module):
         kinds: list[int] = kinds,
         layers: list[_Layers] = layers,
       ) -> tuple[tuple, None]:
-        x, slots = carry
-        index, cuts = layer
-        after = []
-        for kind, one, cut, held in zip(
-          kinds, layers, cuts, slots, strict=True
+        (xs, slots), (index, cuts) = carry, layer
+        xs, after = list(xs), [[] for _ in calls]
+        for n, (kind, one, cut) in enumerate(
+          zip(kinds, layers, cuts, strict=True)
         ):
-          block = one.block(cut, index, x, attend)
-          layer_cache = cache.layer(kind, held, index)
-          x, part = block(x, tokens, layer_cache, attend, cache.states)
-          after.append(part.slots)
-        return (x, tuple(after)), None
+          block = one.block(cut, index, xs[0], attend)
+          for m, (_, tokens, cache) in enumerate(calls):
+            part = cache.layer(kind, slots[m][n], index)
+            xs[m], part = block(xs[m], tokens, part, attend, cache.states)
+            after[m].append(part.slots)
+        return (tuple(xs), tuple(map(tuple, after))), None
 
-      start, looped = (x, tuple(mine)), run.repeats > 1
+      start, looped = (xs, mine), run.repeats > 1
       if getattr(attend, "remat", None) is None and any(
         isinstance(one, _Placed) for one in layers
       ):
@@ -234,9 +251,13 @@ class Stack(nnx.Module):
       stacked = tuple(one.stacked for one in layers)
       if not looped:
         first = jax.tree.map(lambda a: a[0], stacked)
-        (x, after), _ = body(start, (jnp.int32(0), first))
+        (xs, after), _ = body(start, (jnp.int32(0), first))
       else:
         numbers = jnp.arange(run.repeats, dtype=jnp.int32)
-        (x, after), _ = lax.scan(body, start, (numbers, stacked))
-      done.extend(after)
-    return x, cache.updated(tuple(done))
+        (xs, after), _ = lax.scan(body, start, (numbers, stacked))
+      for held, new in zip(done, after, strict=True):
+        held.extend(new)
+    return [
+      (x, cache.updated(tuple(held)))
+      for x, held, (_, _, cache) in zip(xs, done, calls, strict=True)
+    ]

@@ -22,6 +22,7 @@ from ringjax.errors import (
   MeshError,
   OptionError,
 )
+from ringjax.kv import kind_text
 from ringjax.models import weight_placement
 from ringjax.models.fingerprint import fingerprint
 from ringjax.models.first_layers import first_layers
@@ -45,6 +46,10 @@ def folder(tmp_path_factory) -> pathlib.Path:
 def resident(folder):
   model = rj.models.load(folder)
   return model, np.asarray(model(TOKENS))
+
+
+def kind_of(text):
+  return kind_text.parse(text, "cache_kind")
 
 
 def tokens_of(model, **options):
@@ -106,15 +111,16 @@ def test_families(name, tmp_path):
   "kind",
   [
     pytest.param(x, marks=pytest.mark.slow)
-    for x in ("dense", "k8v8", "windowed:device=8", "unrotated")
+    for x in ("int8", "windowed:device=8", "unrotated")
   ],
 )
 def test_cache_kinds(kind, folder, resident):
-  model = rj.models.load(folder, placement=MIXED)
+  model, kind = rj.models.load(folder, placement=MIXED), kind_of(kind)
   want = tokens_of(resident[0], cache_kind=kind)
   np.testing.assert_array_equal(tokens_of(model, cache_kind=kind), want)
 
 
+@pytest.mark.long
 def test_mesh(folder):
   """Each device reads its shard of a layer, on explicit meshes too."""
   mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
@@ -153,6 +159,7 @@ def test_reads_are_counted_and_weights_are_no_constants(folder):
   assert sum(np.size(x) for x in traced.consts) < 1000
 
 
+@pytest.mark.long
 def test_gradient_fetches_again(folder, resident):
   """Adapters of streamed layers have the gradients of resident ones."""
   how = rj.train.Lora(rank=2)
@@ -201,6 +208,7 @@ def test_engine(folder, resident):
   assert answers[0] == answers[1]
 
 
+@pytest.mark.long
 def test_first_layers(folder, resident):
   model = rj.models.load(folder, placement="disk")
   got, want = (first_layers(m, 3)(TOKENS) for m in (model, resident[0]))
@@ -235,6 +243,7 @@ def test_refusals(folder, tmp_path, monkeypatch):
     rj.models.load(folder, placement="host")
 
 
+@pytest.mark.long
 def test_memory(folder, resident):
   """As many layers as fit, with two that pass through."""
   each = sum(x.nbytes for x in jax.tree.leaves(resident[0].stack)) // LAYERS
@@ -390,6 +399,7 @@ def test_faults_on_a_mesh(copied):
     model(TOKENS[:, :8])
 
 
+@pytest.mark.long
 def test_not_finite(copied):
   model = rj.models.load(copied, placement="disk")
   name = "model.layers.3.mlp.up_proj.weight"
@@ -445,3 +455,67 @@ def test_resident_bytes(tmp_path):
     grown[placement] = int(done.stdout)
   assert grown[""] > size
   assert grown["disk"] < 0.6 * size, (grown, size)
+
+
+# ---------------------------------------------------------------------------
+# Rows in groups
+# ---------------------------------------------------------------------------
+
+PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 1], [2, 2, 7, 1], [9], [8, 1, 3]]
+
+
+def test_a_layer_is_read_once_for_all_rows(folder, resident):
+  """n l reads for the whole batch, where row by row they are n l rows."""
+  model = rj.models.load(folder, placement="disk")
+  reader = model.stack.placed[0][0].disk[0].reader
+  answers, reads = [], []
+  for groups in ([PROMPTS], [[prompt] for prompt in PROMPTS[:2]]):
+    before = sum(reader.reads.values())
+    for prompts in groups:
+      options = dict(max_new_tokens=4, rows_at_once=2)
+      answers.append(rj.infer.generate(model, prompts, **options))
+    reader.release()
+    reads.append(sum(reader.reads.values()) - before)
+  whole = rj.infer.generate(resident[0], PROMPTS, max_new_tokens=4)
+  np.testing.assert_array_equal(answers[0].tokens, whole.tokens)
+  calls, slack = 4, 3
+  assert calls * LAYERS <= reads[0] <= calls * LAYERS + slack
+  assert 2 * calls * LAYERS <= reads[1] <= 2 * (calls * LAYERS + slack)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param(x, marks=pytest.mark.slow)
+    for x in (
+      dict(cache_kind="int8"),
+      dict(cache_kind="windowed:device=8"),
+      dict(temperature=1.0, seed=3),
+      dict(prefill="chunked", chunk=2),
+      dict(mesh=True),
+    )
+  ],
+)
+def test_groups_equal_the_whole(options, resident):
+  model = resident[0]
+  if "mesh" in options:
+    mesh = rj.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
+    model, options = rj.models.place(model, mesh), {}
+  if "cache_kind" in options:
+    options = {"cache_kind": kind_of(options["cache_kind"])}
+  run = lambda **more: rj.infer.generate(
+    model, PROMPTS, max_new_tokens=5, **options, **more
+  )
+  np.testing.assert_array_equal(run().tokens, run(rows_at_once=2).tokens)
+
+
+def test_groups_are_refused(resident):
+  for options in (
+    dict(speculate="lookup"),
+    dict(contexts=[[1, 2]]),
+    dict(keep="last"),
+  ):
+    with pytest.raises(OptionError, match="rows_at_once"):
+      rj.infer.generate(
+        resident[0], PROMPTS, max_new_tokens=2, rows_at_once=2, **options
+      )
