@@ -464,6 +464,7 @@ def test_resident_bytes(tmp_path):
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 1], [2, 2, 7, 1], [9], [8, 1, 3]]
 
 
+@pytest.mark.long
 def test_a_layer_is_read_once_for_all_rows(folder, resident):
   """n l reads for the whole batch, where row by row they are n l rows."""
   model = rj.models.load(folder, placement="disk")
