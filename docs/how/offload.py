@@ -34,7 +34,8 @@ def high_water() -> int:
 folder, placement = sys.argv[1:]
 if not pathlib.Path(folder).exists():
   rj.models.save(rj.models.create(CONFIG, dtype=jnp.bfloat16), folder)
-  sys.exit("made the model; measure in a process of its own")
+  print("made the model; measure in a process of its own")
+  sys.exit()
 before = high_water()
 model = rj.models.load(folder, placement=placement)
 for rows in (1, 32):

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from ringjax import tree
 from ringjax.errors import OptionError
 from ringjax.kv.base import Ends
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.ops.mask import Coords
+from ringjax.typing import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,10 +165,10 @@ class RowGroups:
   def allocate(self, at: Coords, *, replicated: bool, sees: bool) -> RowGroups:
     return self._refused("allocate")
 
-  def mark(self, tokens: Any, at: Coords) -> RowGroups:
+  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> RowGroups:
     return self._refused("mark")
 
-  def layer(self, kind: int, slots: Any, index: Any) -> Any:
+  def layer(self, kind: int, slots: PyTree, index: Index) -> Any:
     return self._refused("layer")
 
   def updated(self, slots: tuple[Any, ...]) -> RowGroups:

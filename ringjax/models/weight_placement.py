@@ -234,7 +234,7 @@ def _nbytes(x: Any) -> int:
   return x.size * x.dtype.itemsize
 
 
-def refuse_placed(model: Any, doing: str, remedy: str) -> None:
+def refuse_placed(model: object, doing: str, remedy: str) -> None:
   """Refuses what needs all weights on the devices.
 
   Raises:

@@ -46,7 +46,7 @@ class ReadFault:
 
   error: RingjaxError | None = None
 
-  def __deepcopy__(self, _: Any) -> ReadFault:
+  def __deepcopy__(self, memo: dict[int, object]) -> ReadFault:
     return self
 
 
@@ -73,7 +73,7 @@ class DiskLayers:
   weights: Callable[[Sequence[jax.Array]], list[jax.Array]]
   fault: ReadFault
 
-  def __deepcopy__(self, _: Any) -> DiskLayers:
+  def __deepcopy__(self, memo: dict[int, object]) -> DiskLayers:
     return self
 
   def read(
@@ -165,7 +165,7 @@ class PlacedLayers:
   disk: tuple[DiskLayers, ...]
   numbers: tuple[int, ...]
 
-  def __deepcopy__(self, _: Any) -> PlacedLayers:
+  def __deepcopy__(self, memo: dict[int, object]) -> PlacedLayers:
     return self
 
   @property

@@ -168,7 +168,7 @@ class LayerReader:
     self._thread: threading.Thread | None = None
     weakref.finalize(self, _close, self._files)
 
-  def __deepcopy__(self, _: Any) -> LayerReader:
+  def __deepcopy__(self, memo: dict[int, object]) -> LayerReader:
     return self
 
   def _nbytes(self, number: int) -> int:
