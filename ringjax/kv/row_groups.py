@@ -145,7 +145,7 @@ class RowGroups:
   def limited(self, limit: int) -> RowGroups:
     return self._each(lambda cache: cache.limited(limit))
 
-  def with_room(self, taken: np.ndarray | int) -> RowGroups:
+  def with_room(self, taken: Int[np.ndarray, "B R"] | int) -> RowGroups:
     """With room for a call's tokens; see `EvictingCache.with_room`."""
     if not np.ndim(taken):
       return self._each(lambda cache: cache.with_room(taken))
