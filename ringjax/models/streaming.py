@@ -250,7 +250,9 @@ class Streaming:
     targets = tuple((p, (rank, *i[1:])) for p, i in tensor.targets)
     return tier, dataclasses.replace(tensor, targets=targets)
 
-  def host(self, tensor: CheckpointTensor, x: tuple[jax.Array, ...]) -> None:
+  def host(
+    self, tensor: CheckpointTensor, x: tuple[Shaped[Array, " ..."], ...]
+  ) -> None:
     """Takes a tensor of a layer that stays in the host's memory.
 
     Args:

@@ -194,8 +194,8 @@ class PlacedLayers:
   def fetch(
     self,
     index: Index,
-    resident: Sequence[jax.Array],
-    hosted: Sequence[jax.Array],
+    resident: Sequence[Shaped[Array, " ..."]],
+    hosted: Sequence[Shaped[Array, " ..."]],
     after: Shaped[Array, " ..."],
     spec: P,
   ) -> list[jax.Array]:
