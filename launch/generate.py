@@ -16,6 +16,11 @@
       The texts of a folder, each read apart; with --store they are kept, and
       another question reads none of them again.
 
+  python -m launch.generate --model=DIR --memory=6GiB
+      A model that is larger than the devices' memory: of its layers as many as
+      fit are on the devices, the others in host memory, or on disk
+      (--placement=disk), and are fetched when they run.
+
 The answer goes to stdout as it comes, all else to stderr. Ctrl-C ends an
 answer early. With several processes (see launch/common.py) all get the same
 flags and the first one prints; only it needs the document.
@@ -158,6 +163,18 @@ def define(values: flags.FlagValues) -> None:
     "this folder (launch.calibrate --ranges): DIR or "
     "DIR:shadow=16,prune=0.85,scales=tensor.",
   )
+  new.text(
+    "placement",
+    None,
+    "Where the weights of layers are: device, host, disk, or fractions as "
+    "device=.2,host=.5,disk=.3; default: on the devices.",
+  )
+  new.text(
+    "memory",
+    None,
+    "Bytes of weights on a device, as 6GiB: as many layers as fit, the others "
+    "in host memory, or where --placement says.",
+  )
   new.boolean("json", False, "One JSON object on stdout, and nothing else.")
   common.define(values)
 
@@ -268,15 +285,24 @@ class _Work:
   ) -> tuple[Transformer, dict[str, Any]]:
     self._begin(f"loading {folder}", "loading the model")
     start = time.monotonic()
-    model = rj.models.load(folder, mesh=mesh, dtype=self._values.dtype)
-    if self._values.integer is not None:
-      model = _integer(model, self._values.integer)
+    values = self._values
+    model = rj.models.load(
+      folder,
+      mesh=mesh,
+      dtype=values.dtype,
+      placement=values.placement,
+      memory=values.memory,
+    )
+    if values.integer is not None:
+      model = _integer(model, values.integer)
     jax.block_until_ready(model)
     params = tensors.parameters(model).values()
+    placed = model.placement_report()
+    resident = sum(p.get_value().size for p in params)
     about = {
       "model": str(folder),
       "family": model.config.family,
-      "parameters": sum(p.get_value().size for p in params),
+      "parameters": resident + placed.streamed_parameters,
       "dtype": jax.numpy.dtype(model.dtype).name,
       "load_s": time.monotonic() - start,
     }
@@ -284,6 +310,9 @@ class _Work:
       f"model: {about['family']}, {about['parameters']:,} parameters, "
       f"{about['dtype']}, in {about['load_s']:.1f} s"
     )
+    if placed.streamed_parameters:
+      self._screen.say(f"placement: {_placement(placed)}")
+      model.on_wait(self._screen.say)
     return model, about
 
   def _read_contexts(
@@ -428,6 +457,7 @@ class _Work:
       "cache_tokens": report.capacity,
       "contexts": _of_contexts(report.contexts),
       "speculation": _of_drafts(report.speculation),
+      "placement": _of_placement(model),
     }
 
   def _where(self, mesh: Any) -> dict[str, Any]:
@@ -509,6 +539,12 @@ def summary(done: dict[str, Any]) -> list[str]:
       f"{did['tokens_per_call']:.2f} tokens a call, {did['accepted']:,} of "
       f"{did['drafted']:,} accepted"
     )
+  if done["placement"] is not None:
+    did = done["placement"]
+    lines["weights"] = (
+      f"{console.nbytes(did['bytes_read'])} read from disk, "
+      f"{did['layer_reads']:,} layers; waited {did['waited_s']:.1f} s for it"
+    )
   if done["passkey"] is not None:
     found = "in" if done["passkey_found"] else "NOT in"
     lines["passkey"] = (
@@ -523,6 +559,36 @@ def _of_contexts(report: Any) -> dict[str, Any] | None:
     return None
   found = dataclasses.asdict(report)
   return found | {"combine": repr(report.combine)}
+
+
+def _placement(found: Any) -> str:
+  """Layers and their bytes by memory, in words."""
+  parts = []
+  for tier in ("device", "host", "disk"):
+    if many := found.tiers.count(tier):
+      size = console.nbytes(getattr(found, f"{tier}_bytes"))
+      parts.append(f"{many} layers ({size}) {_PLACES[tier]}")
+  text = ", ".join(parts)
+  if found.buffer_bytes:
+    text += f"; {console.nbytes(found.buffer_bytes)} to read them through"
+  return text
+
+
+_PLACES = {
+  "device": "on the devices",
+  "host": "in host memory",
+  "disk": "on disk",
+}
+
+
+def _of_placement(model: Transformer) -> dict[str, Any] | None:
+  """Where layers are and what fetching them came to, as JSON."""
+  found = model.placement_report()
+  if not found.streamed_parameters:
+    return None
+  made = dataclasses.asdict(found)
+  made |= {"tiers": list(found.tiers), "layer_reads": sum(found.reads.values())}
+  return made | {"reads": {str(n): k for n, k in found.reads.items()}}
 
 
 def _of_drafts(report: Any) -> dict[str, Any] | None:

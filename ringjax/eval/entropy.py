@@ -158,9 +158,20 @@ def _rows(queries: Any, length: int) -> np.ndarray:
 
 def _sinks(model: Transformer) -> list[Any]:
   """The learned sinks of each kind of layer, [L, N], or None."""
-  blocks = [block for blocks in model.stack.blocks for block in blocks]
-  found = [getattr(block.attention, "sinks", None) for block in blocks]
-  return [None if x is None else x.get_value() for x in found]
+  stack, found = model.stack, []
+  for g, run in enumerate(stack.runs):
+    for p in range(len(run.layers)):
+      block = stack.blocks[g][p]
+      if getattr(block.attention, "sinks", None) is None:
+        found.append(None)
+        continue
+      if stack.placed is None or stack.placed[g][p] is None:
+        found.append(block.attention.sinks.get_value())
+        continue
+      layers: list[Any] = [stack.layer(g, p, n) for n in range(run.repeats)]
+      each = [layer.attention.sinks.get_value() for layer in layers]
+      found.append(jnp.stack(each))
+  return found
 
 
 # ---------------------------------------------------------------------------

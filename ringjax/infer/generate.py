@@ -52,6 +52,8 @@ from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
+from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.wire_format import WireLike
 from ringjax.parallel.local import here, last_device
@@ -126,6 +128,7 @@ def generate(
   speculate: Drafter | str | None = None,
   cache_dtype: DTypeLike | None = None,
   cache_kind: CacheKind | str | None = None,
+  rows_at_once: int | None = None,
   stop: Stop | str | int | Iterable[int | str] | None = None,
   tokenizer: Any = None,
   stream: Callable[[np.ndarray], Any] | None = None,
@@ -193,6 +196,9 @@ def generate(
       which keeps no more than later tokens see.
     cache_dtype: of the cache that is made: bfloat16, float16, float32 or
       float64; default: the model's.
+    rows_at_once: rows that a layer computes at a time, group by group: a large
+      batch then needs no more memory on its way than so many rows, and each
+      layer's weights are still fetched once a call. Default: all rows.
     stop: ids behind which a row ends, or texts, or both; or a `Stop`.
     tokenizer: of the texts, which may span tokens; and encodes the request
       for a repetition, where a policy repeats the prompt (`rj.kv.KVzip`).
@@ -227,12 +233,14 @@ def generate(
   if cache_dtype is not None:
     float_dtype("cache_dtype", cache_dtype)
   # Of a session that is made here.
-  own = dict(
+  own: dict[str, Any] = dict(
     mesh=mesh,
     axis=axis,
     dtype=cache_dtype,
     cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
   )
+  if rows_at_once is not None:
+    _check_groups(contexts, speculate, keep, own["cache_kind"])
   options = PrefillOptions(
     method=prefill,
     chunk=chunk,
@@ -278,6 +286,7 @@ def generate(
       "contexts to combine",
       "pass contexts=[...], or leave it out",
     )
+  own["rows_at_once"] = rows_at_once
   if cache is not None:
     check_session(cache, model, len(prompts), own)
     start = cache.lengths
@@ -297,6 +306,7 @@ def generate(
   model, last = session.weights(model), None
   if keep == "last" and session.mesh is not None:
     # Refused before the prompt is read, and not behind it.
+    refuse_placed(model, "bring it to one device", "pass keep='sharded'")
     last = last_device(session.mesh, session.axis)
     here(model, last)
   logits = read_prompts(
@@ -334,6 +344,25 @@ def generate(
   if report is not None:
     report(session.last)
   return new
+
+
+def _check_groups(
+  contexts: Any, speculate: Any, keep: str, kind: CacheKind | None
+) -> None:
+  """Refuses what does not go with rows in groups."""
+  for name, got in (
+    ("contexts", contexts is not None),
+    ("speculate", speculate is not None),
+    ("keep", keep != KEEPS[0]),
+    ("cache_kind", kind is not None and kind.repeats),
+  ):
+    if got:
+      raise OptionError(
+        name,
+        "a value beside rows_at_once",
+        "rows in groups, or this",
+        "leave one of them out",
+      )
 
 
 def _check_apart(cache: Any, keep: str, wire: Any) -> None:
@@ -388,6 +417,7 @@ def _decode(
           model, attend, sampler, session.cache, state, ending.ids, length
         )
       token, done = jax.device_get((state.token, state.done))
+      raise_fault(model.stack.faults)
       out[:, n] = np.where(ended, ending.pad_id, token)
       sizes += ~ended
       session.say(token, pos + n, ~ended)

@@ -266,6 +266,13 @@ _KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
 
 def _maps(model: Transformer) -> dict[str, Linear]:
   """The maps that are rounded."""
+  if model.stack.placed is not None:
+    raise OptionError(
+      "model",
+      "layers in host memory or on disk, for products of integers",
+      "weights that are all on the devices",
+      "load it without placement= and memory=",
+    )
   maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
   if not maps:
     raise OptionError(

@@ -30,6 +30,7 @@ from ringjax.models.transformer import Transformer, logits_of
 from ringjax.nn.attention import Attention
 from ringjax.nn.block import Layer
 from ringjax.nn.sharding_context import CachedAttention, Extras, ShardingContext
+from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords, Mask
@@ -179,6 +180,19 @@ class LayerPrograms:
       jax.tree.flatten(b) for blocks in model.stack.blocks for b in blocks
     ]
     self._stacks = [tuple(leaves) for leaves, _ in flat]
+    placed = model.stack.placed or ()
+    where = [
+      (g, p)
+      for g, run in enumerate(model.stack.runs)
+      for p in range(len(run.layers))
+    ]
+    # Layers of these kinds are fetched, by run and position.
+    self._fetched = {
+      kind: at
+      for kind, at in enumerate(where)
+      if placed and placed[at[0]][at[1]] is not None
+    }
+    self._stack = model.stack if self._fetched else None
     self._trees = {x.spec: flat[x.kind][1] for x in self.layers}
     outer = (model.embed, model.norm, model.head)
     leaves, self._outer_tree = jax.tree.flatten(outer)
@@ -189,7 +203,10 @@ class LayerPrograms:
     return sum(f._cache_size() for f in self.compiled)
 
   def weights(self, layer: StackedLayer) -> tuple[jax.Array, ...]:
-    """A layer's weights, out of the stack of its kind."""
+    """A layer's weights, out of its kind's stack or from where they are."""
+    if layer.kind in self._fetched:
+      at = self._fetched[layer.kind]
+      return self._fetch(*at, self._stack, layer.index)
     return self._pick(self._stacks[layer.kind], layer.index)
 
   def mixing_weights(
@@ -226,6 +243,10 @@ class LayerPrograms:
   def _pick(self, stack: Any, index: Index) -> Any:
     take = lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
     return tuple(take(x) for x in stack)
+
+  @_program(static_argnums=(0, 1))
+  def _fetch(self, run: int, position: int, stack: Stack, index: Index) -> Any:
+    return tuple(jax.tree.leaves(stack.layer(run, position, index)))
 
   @_program()
   def embed(self, outer: PyTree, tokens: Int[Array, "B T"]) -> jax.Array:

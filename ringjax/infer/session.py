@@ -20,8 +20,11 @@ from ringjax.infer import prefill
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.base import bytes_each
 from ringjax.kv.cache_kind import CacheKind
+from ringjax.kv.row_groups import RowGroups
 from ringjax.models.checkpoint import free_bytes
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
+from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel import memory
 from ringjax.parallel.local import here
@@ -103,6 +106,7 @@ class Session:
     axis: str | None = None,
     dtype: DTypeLike | None = None,
     cache_kind: CacheKind | str = "dense",
+    rows_at_once: int | None = None,
   ):
     """Makes an empty cache.
 
@@ -116,6 +120,8 @@ class Session:
       dtype: of the cache: bfloat16, float16, float32 or float64; default: the
         model's.
       cache_kind: how keys and values are stored, see `Transformer.init_cache`.
+      rows_at_once: rows that a layer computes at a time; default: all. Its
+        weights are fetched once for all of them.
 
     Raises:
       OptionError: a capacity or a batch below 1, an unknown dtype or kind.
@@ -127,6 +133,9 @@ class Session:
     self.mesh, self.axis = place_of(mesh, axis, model)
     sharding = ShardingContext(mesh=self.mesh, axis=self.axis)
     check_devices(model, self.mesh)
+    if rows_at_once is not None:
+      positive_int("rows_at_once", rows_at_once)
+    self._rows = rows_at_once
     capacity = prefill.padded(positive_int("capacity", capacity), sharding.size)
     kind = kinds.cache_kind(cache_kind)
     # A cache that evicts grows as tokens come.
@@ -135,8 +144,8 @@ class Session:
       capacity = min(capacity, prefill.padded(kind.least, sharding.size))
     self._make = dict(batch=batch, capacity=capacity, dtype=dtype, kind=kind)
     _check_memory(model, sharding, self._make)
-    self.cache: Any = self._empty(sharding)
     self.seen = np.zeros((batch, model.config.vocab), bool)
+    self.cache: Any = self._empty(sharding)
     self.ids = np.full((batch, self._limit or capacity), -1, np.int32)
     self.last: GenerateReport | None = None
     self.drafting: object = None
@@ -209,7 +218,9 @@ class Session:
 
     Raises:
       MeshError: weights that are sharded, or a device of another process.
+      OptionError: a model whose layers are not all on the devices.
     """
+    refuse_placed(self.model, "bring it to one device", "keep='sharded'")
     model = here(self.model, device)
     self.cache = self.cache.gathered(device)
     self.model = model
@@ -272,7 +283,16 @@ class Session:
     self.ids[:] = -1
 
   def _empty(self, sharding: ShardingContext) -> Any:
-    made: Any = self.model.init_cache(sharding=sharding, **self._make)
+    made: Any
+    if self._rows is None:
+      made = self.model.init_cache(sharding=sharding, **self._make)
+    else:
+      options: Any = {k: x for k, x in self._make.items() if k != "batch"}
+      made = RowGroups.create(
+        len(self.seen),
+        self._rows,
+        lambda n: self.model.init_cache(n, sharding=sharding, **options),
+      )
     return made if self._limit is None else made.limited(self._limit)
 
   @contextlib.contextmanager
@@ -282,7 +302,8 @@ class Session:
     `doing` is what they do, for the error where memory runs out.
     """
     try:
-      with memory.watched(doing, _KNOBS):
+      faults = self.model.stack.faults
+      with naming_faults(faults), memory.watched(doing, _KNOBS):
         yield
     except BaseException:
       self.recover()

@@ -13,6 +13,8 @@ from ringjax.models.families import FAMILIES
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.presets import PRESETS
 from ringjax.models.transformer import Transformer, TransformerConfig
+from ringjax.models.weight_placement import PlacementReport
+from ringjax.models.weight_placement import WeightPlacement as Placement
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import CachedAttention, ContextParallel
 
@@ -26,6 +28,8 @@ __all__ = [
   "PRESETS",
   "CachedAttention",
   "ContextParallel",
+  "Placement",
+  "PlacementReport",
   "Rules",
   "Transformer",
   "TransformerConfig",

@@ -5,10 +5,12 @@ Memory: `load` has some tensors at a time on the host, beside the parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -38,9 +40,12 @@ from ringjax.models.hf.tensors import (
   checkpoint_tensors,
   parameters,
 )
+from ringjax.models.streaming import Streaming, check_host, planned
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import WeightPlacement, refuse_placed
 from ringjax.nn.param import Rules
-from ringjax.parallel import memory
+from ringjax.nn.placed import DEVICE, DISK, IN_HOST
+from ringjax.parallel.memory import host_free_bytes
 from ringjax.parallel.mesh import automatic, entering, with_shardings
 
 # A module, or of its shapes.
@@ -104,7 +109,12 @@ def create(
 def place(
   model: Transformer, mesh: Mesh, rules: Rules | None = None
 ) -> Transformer:
-  """Moves a model onto a mesh, or onto another one."""
+  """Moves a model onto a mesh, or onto another one.
+
+  Raises:
+    OptionError: a model whose layers are not all on the devices.
+  """
+  refuse_placed(model, "move it", "load it with mesh= and placement=")
   mesh = _checked_mesh(automatic(mesh), rules)
   return jax.device_put(model, _shardings(model, mesh, rules))
 
@@ -157,7 +167,12 @@ def abstract(
 
 
 def cast(model: M, dtype: DTypeLike) -> M:
-  """A module in another dtype, but for parameters that stay float32."""
+  """A module in another dtype, but for parameters that stay float32.
+
+  Raises:
+    OptionError: a model whose layers are not all on the devices.
+  """
+  refuse_placed(model, "cast it", "load it with dtype= and placement=")
 
   def one(p: nnx.Variable) -> nnx.Variable:
     wide = p.get_metadata()["wide"]
@@ -179,6 +194,8 @@ def load(
   rules: Rules | None = None,
   dtype: DTypeLike | None = None,
   scan: bool = True,
+  placement: WeightPlacement | str | None = None,
+  memory: int | str | None = None,
 ) -> Transformer:
   """Reads a Hugging Face folder into sharded arrays.
 
@@ -197,6 +214,13 @@ def load(
     scan: whether equal layers are one loop over stacked weights; without it
       the program grows with the layers, and no step copies weights out of a
       stack (faster decoding on CPUs).
+    placement: in which memory the layers are, a `Placement` or a text as
+      "device=.2,host=.5,disk=.3", "host" or "disk"; default: all on the
+      devices. What is not there is fetched when a layer runs: from the host's
+      memory, or from these files, which must stay as they are.
+    memory: bytes that weights may take on a device, as a number or as "6GiB":
+      as many layers as fit are there, the others in the host's memory as far
+      as they fit and `placement` says nothing else, the rest on disk.
 
   Returns:
     The model.
@@ -207,8 +231,9 @@ def load(
     CheckpointMismatchError: tensors that are missing, too many, of a wrong
       shape or not finite, or a head that is not the embedding it is tied to.
     UnsafeFormatError: weights only in files that would run code.
-    MemoryEstimateError: the weights do not fit.
-    OptionError: rules without a mesh.
+    MemoryEstimateError: the weights do not fit, or not where `placement` says.
+    OptionError: rules without a mesh; a placement that is none, or of a folder
+      with an encoder.
     MeshError: rules for an axis that the mesh does not have.
   """
   mesh = _checked_mesh(mesh, rules)
@@ -224,9 +249,24 @@ def load(
     )
   )
   found = contents(folder, family, empty, source)
+  shardings = _by_path(parameters(empty), mesh, rules)
+  streaming, streamed, in_host = None, [], set()
+  if placement is not None or memory is not None:
+    tiers = planned(empty, shardings, placement, memory)
+    if set(tiers) != {DEVICE}:
+      _refuse_encoder(path)
+      streaming = Streaming(empty, tiers, mesh, shardings)
+      empty = streaming.empty
+      pairs = [streaming.placed(t) for t in found.tensors]
+      streamed = [t for tier, t in pairs if tier == DISK]
+      in_host |= {t.name for tier, t in pairs if tier == IN_HOST}
+      kept = [t for tier, t in pairs if tier != DISK]
+      found = dataclasses.replace(found, tensors=kept)
   params = parameters(empty)
   shardings = _by_path(params, mesh, rules)
   _check_memory(params, shardings, mesh)
+  if streaming is not None:
+    check_host(streaming.host_bytes)
   shapes = tuple((p.shape, jnp.dtype(p.dtype).name) for p in params.values())
   zeros = _zeros(shapes, None if mesh is None else tuple(shardings.values()))
   arrays = dict(zip(params, zeros, strict=True))
@@ -236,6 +276,9 @@ def load(
     packed = isinstance(t.form, Packed)
     if packed:
       check_unpacked(t, x, arrays[paths[0]].dtype)
+    if streaming is not None and t.name in in_host:
+      streaming.host(t, x)
+      continue
     put = _put(
       t.form,
       tuple(shardings[path] for path in paths),
@@ -250,7 +293,20 @@ def load(
     empty, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
   filled = [p.replace(arrays[k]) for k, p in zip(params, flat, strict=True)]
-  return cepe.attached(path, jax.tree.unflatten(tree, filled), rules)
+  model = jax.tree.unflatten(tree, filled)
+  if streaming is not None:
+    return streaming.finish(model, folder, streamed, targets)
+  return cepe.attached(path, model, rules)
+
+
+def _refuse_encoder(path: str | os.PathLike[str]) -> None:
+  if (pathlib.Path(path) / cepe.CONFIG).exists():
+    raise OptionError(
+      "placement",
+      "a folder with an encoder beside its decoder",
+      "a decoder alone",
+      "leave placement= and memory= out",
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -406,7 +462,7 @@ def free_bytes(device: jax.Device, sharing: int) -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
   if device.platform != "cpu":
     return None
-  free = memory.host_free_bytes()
+  free = host_free_bytes()
   return None if free is None else free // sharing
 
 
@@ -427,9 +483,11 @@ def save(
     overwrite: replaces a folder that does.
 
   Raises:
-    OptionError: the folder exists.
+    OptionError: the folder exists, or the model's layers are not all on the
+      devices: its folder has them.
     CheckpointWriteError: it cannot be written: no permission, a full disk.
   """
+  refuse_placed(model, "save it", "copy the folder that it was loaded from")
   model, beside = cepe.split(model)
   source = json.loads(model.source)
   _, family = read_config(source)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
+
+from ringjax.nn.placed import PlacedLayers
 
 if TYPE_CHECKING:
   from ringjax.models.transformer import Transformer
@@ -20,18 +25,73 @@ def digest(data: bytes) -> str:
 
 
 def fingerprint(model: Transformer, dtype: DTypeLike | None = None) -> str:
-  """A digest of a corner of each of a model's weights.
+  """A digest of a corner of each of a model's weights, wherever they are.
 
   Args:
     model: a `Transformer`.
     dtype: to which weights are rounded first; None: as they are.
   """
   found = hashlib.sha256()
-  for leaf in jax.tree.leaves(model):
-    on_host = all(d.platform == "cpu" for d in leaf.devices())
-    weight = np.asarray(leaf) if on_host else leaf
-    corner = np.asarray(weight[tuple(slice(0, 4) for _ in weight.shape)])
+  for corner in _corners(model):
     if dtype is not None and jnp.issubdtype(corner.dtype, jnp.floating):
       corner = corner.astype(dtype)
     found.update(corner.tobytes())
   return found.hexdigest()[:16]
+
+
+def _corner(leaf: jax.Array) -> np.ndarray:
+  on_host = all(d.platform == "cpu" for d in leaf.devices())
+  weight = np.asarray(leaf) if on_host else leaf
+  return np.asarray(weight[(slice(0, _EDGE),) * weight.ndim])
+
+
+def _corners(model: Transformer) -> Iterator[np.ndarray]:
+  """The first numbers along each axis of each weight, layers stacked."""
+  stack = getattr(model, "stack", None)
+  if stack is None or stack.placed is None:
+    yield from map(_corner, jax.tree.leaves(model))
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(
+    model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  for keys, leaf in leaves:
+    path = jax.tree_util.keystr(keys, simple=True, separator=".")
+    if not isinstance(leaf, nnx.Variable):
+      # What is in the host's memory is a part of a layer.
+      continue
+    kind, name, run, position = None, "", "", ""
+    if path.startswith("stack.blocks."):
+      run, position, name = path.split(".", 4)[2:]
+      kind = stack.placed[int(run)][int(position)]
+    if kind is None or name not in kind.paths:
+      yield _corner(leaf.get_value())
+      continue
+    if kind not in _FETCHED:
+      _FETCHED[kind] = _first_corners(stack, int(run), int(position), kind)
+    yield _FETCHED[kind][kind.paths.index(name)]
+
+
+def _first_corners(
+  stack: Any, run: int, position: int, kind: PlacedLayers
+) -> list[np.ndarray]:
+  """Corners of the weights of a kind's first layers, which are fetched."""
+  fetch = jax.jit(lambda stack, n: stack.layer(run, position, n))
+  layers = []
+  for n in range(min(_EDGE, len(kind.tiers))):
+    found = jax.tree_util.tree_leaves_with_path(
+      fetch(stack, n), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    by_path = {
+      jax.tree_util.keystr(keys, simple=True, separator="."): p.get_value()
+      for keys, p in found
+    }
+    # Adapters stand in front of a `base`.
+    plain = {k.replace(".base.", "."): x for k, x in by_path.items()}
+    layers.append([_corner((by_path | plain)[path]) for path in kind.paths])
+  return [np.stack(one) for one in zip(*layers, strict=True)]
+
+
+# Numbers of a corner along an axis.
+_EDGE = 4
+# Weights do not change: their corners are read once.
+_FETCHED: Any = weakref.WeakKeyDictionary()

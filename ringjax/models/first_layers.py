@@ -26,10 +26,10 @@ def first_layers(model: Transformer, count: int) -> Transformer:
   integer("count", count, least=1, most=len(model.config.layers))
   layers = model.config.layers[:count]
   blocks = {}
-  for run, stacks in zip(model.stack.runs, model.stack.blocks, strict=True):
-    for position, stack in enumerate(stacks):
+  for g, run in enumerate(model.stack.runs):
+    for position in range(len(run.layers)):
       for repeat in range(run.repeats):
-        blocks[run.number(position, repeat)] = (stack, repeat)
+        blocks[run.number(position, repeat)] = (g, position, repeat)
   made = copy.copy(model)
   made.config = dataclasses.replace(model.config, layers=layers)
   made.stack = nnx.eval_shape(
@@ -38,10 +38,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
 
   def gathered(run: Run, position: int) -> Block:
     numbers = [run.number(position, n) for n in range(run.repeats)]
-    parts = [
-      jax.tree.map(lambda x, n=blocks[m][1]: x[n], blocks[m][0])
-      for m in numbers
-    ]
+    parts = [model.stack.layer(*blocks[m]) for m in numbers]
     return jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
   made.stack.blocks = nnx.List(

@@ -347,7 +347,11 @@ def _wide(pos: jax.Array, seg: jax.Array) -> Coords:
 
 def last_block(target: Transformer) -> Any:
   """The last layer's module."""
-  return jax.tree.map(lambda x: x[-1], target.stack.blocks[-1][-1])
+  stack = target.stack
+  last = stack.runs[-1]
+  return stack.layer(
+    len(stack.runs) - 1, len(last.layers) - 1, last.repeats - 1
+  )
 
 
 # ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,11 +32,18 @@ from ringjax.kv.base import Cache, CallCache, NoCache
 from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.cache_kind import CacheKind, cache_kind
 from ringjax.kv.evicting import EvictingCache
+from ringjax.kv.row_groups import RowGroups
 from ringjax.kv.state import StateShape
 from ringjax.kv.tiered import TieredCache
 from ringjax.models.calibration import load_measured, model_digest
+from ringjax.models.weight_placement import (
+  PlacementReport,
+  placement_report,
+  set_waiting,
+)
 from ringjax.nn.block import Layer
 from ringjax.nn.linear import Embedding, Head, Norm
+from ringjax.nn.placed import naming_faults
 from ringjax.nn.sharding_context import (
   CachedAttention,
   ContextParallel,
@@ -198,6 +205,9 @@ class Transformer(nnx.Module):
     Raises:
       PromptError: ids that the vocabulary does not have, or more tokens than
         the cache has room for.
+      CheckpointFormatError: layers on disk whose file has changed, or that
+        cannot be read.
+      CheckpointMismatchError: such with numbers that are not finite.
       ShapeError: shapes that do not fit, the cache's batch for one.
       MeshError: the current mesh has explicit axes, or is in the middle of a
         shard_map where the call can't be.
@@ -228,7 +238,12 @@ class Transformer(nnx.Module):
       _check_positions(cache, pos, seg, parents)
     if parents is not None:
       parents = self._tree(parents, shape, attend, cache)
-    return _call(self, attend, tokens, pos, seg, cache, rows, length, parents)
+    call = (self, attend, tokens, pos, seg, cache, rows, length, parents)
+    if self.stack.placed is None or isinstance(tokens, jax.core.Tracer):
+      return _call(*call)
+    # A read that fails is an error of this call and of no later one.
+    with naming_faults(self.stack.faults):
+      return jax.block_until_ready(_call(*call))
 
   def _tree(
     self,
@@ -239,6 +254,13 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """The parents of drafted tokens, checked, int32 [B or 1, T]."""
     parents = _per_token("parents", parents, shape)
+    if isinstance(cache, RowGroups):
+      raise OptionError(
+        "parents",
+        "a tree of drafted tokens, for rows in groups",
+        "rows in one group",
+        "leave rows_at_once out",
+      )
     if cache is None or not _replicated(attend):
       raise OptionError(
         "parents",
@@ -345,6 +367,14 @@ class Transformer(nnx.Module):
   def digest(self) -> str:
     """A digest of the model that does not depend on its weights' dtype."""
     return model_digest(self)
+
+  def placement_report(self) -> PlacementReport:
+    """In which memory the layers are, and what fetching them came to."""
+    return placement_report(self)
+
+  def on_wait(self, say: Callable[[str], Any] | None) -> None:
+    """Calls `say` with a text each second that a call waits for the disk."""
+    set_waiting(self, say)
 
   @property
   def dtype(self) -> np.dtype:
@@ -501,6 +531,8 @@ def forward(
       steps = jnp.sum(ancestor_matrix(parents), 2, dtype=jnp.int32) - 1
     pos = cache.length[:, None] + steps
   places = tokens_of(model, attend, tokens.shape, pos, seg, length, parents)
+  if isinstance(keep, RowGroups):
+    return _in_groups(model, attend, tokens, places, keep, rows)
   keep = keep.allocate(
     places.at,
     replicated=_replicated(attend),
@@ -511,6 +543,47 @@ def forward(
     h = jnp.take_along_axis(h, rows[..., None], 1)
   logits = model.logits(h)
   return logits if cache is None else (logits, keep)
+
+
+def _in_groups(
+  model: Transformer,
+  attend: ShardingContext,
+  tokens: Int[Array, "B T"],
+  places: Tokens,
+  cache: RowGroups,
+  rows: Int[Array, "B n"] | None,
+) -> tuple[jax.Array, RowGroups]:
+  """A call whose rows run in groups, layer by layer."""
+  calls, found = [], []
+  coords = zip(
+    *map(cache.split, (tokens, places.pos, places.seg)),
+    cache.caches,
+    strict=True,
+  )
+  for ids, pos, seg, one in coords:
+    its = Tokens(
+      pos,
+      seg,
+      derived=places.derived,
+      segmented=places.segmented,
+      ropes=model.config.ropes,
+      length=places.length,
+    )
+    kept = one.allocate(
+      its.at,
+      replicated=_replicated(attend),
+      sees=isinstance(attend, CachedAttention),
+    ).mark(ids, its.at)
+    calls.append((attend.constrain(model.embedded(ids)), its, kept))
+  within: Any = attend
+  done = model.stack.together(calls, within)
+  for (h, _), own in zip(done, cache.split(rows), strict=True):
+    h = model.norm(h)
+    if own is not None:
+      h = jnp.take_along_axis(h, own[..., None], 1)
+    found.append(model.logits(h))
+  caches = tuple(kept for _, kept in done)
+  return jnp.concatenate(found), RowGroups(caches=caches)
 
 
 def tokens_of(

@@ -25,8 +25,9 @@ def profile(model: Transformer, tokens: int) -> cost.Profile:
   """
   layers = model.config.layers
   params = jax.tree.leaves(nnx.state(model.stack, nnx.Param))
+  streamed = model.placement_report().streamed_parameters
   idle = sum(layer.feedforward.idle(model.config.embed) for layer in layers)
-  token = 2.0 * (sum(x.size for x in params) - idle)
+  token = 2.0 * (sum(x.size for x in params) + streamed - idle)
   pair = 0.0
   for layer in layers:
     each = float(layer.attention.pair_flops)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -81,3 +82,40 @@ class AdaptedLinear(nnx.Module):
       "btr,bro->bto", low, b.reshape(*b.shape[:2], -1).astype(x.dtype)
     )
     return y + more.reshape(y.shape).astype(y.dtype)
+
+
+class SummedLinear(nnx.Module):
+  """A `Linear` of a frozen weight and the product of two small ones.
+
+  For weights that are fetched when a layer runs: the sum exists only then.
+
+  Attributes:
+    base: the map of the frozen weight.
+    a: [*in, r], or with a leading axis of layers.
+    b: [r, *out], the same.
+    scale: of the product.
+  """
+
+  def __init__(
+    self,
+    base: Linear,
+    a: Float[Array, " ..."],
+    b: Float[Array, " ..."],
+    scale: float,
+  ):
+    self.base, self.scale = base, scale
+    self.contracted = base.contracted
+    self.a, self.b = nnx.Param(a), nnx.Param(b)
+
+  def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+    weight = self.base.weight.get_value()
+    split = self.contracted
+    into = math.prod(weight.shape[:split])
+    a = self.a.get_value()
+    b = self.b.get_value().reshape(a.shape[-1], -1)
+    more = jnp.matmul(a.reshape(into, -1), b).reshape(weight.shape)
+    more = more * jnp.asarray(self.scale, a.dtype)
+    whole = (weight.astype(more.dtype) + more).astype(weight.dtype)
+    found = jax.tree.map(lambda x: x, self.base)
+    found.weight = self.base.weight.replace(whole)
+    return found(x)

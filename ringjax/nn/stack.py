@@ -1,6 +1,7 @@
 """A stack of layers: equal groups of layers are one loop over their weights.
 
-Guarantees: the stack is its layers, one after another, whatever is grouped.
+Guarantees: the stack is its layers, one after another, whatever is grouped and
+wherever their weights are.
 Cost: the program holds one body for each group, not for each layer.
 """
 
@@ -15,12 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ringjax.kv.base import CallCache
 from ringjax.nn.block import Block, Layer
+from ringjax.nn.placed import PlacedLayers, ReadFault
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
+from ringjax.typing import Index
 
 # Longer periods than any model's pattern of layers.
 _LONGEST = 12
@@ -56,8 +60,84 @@ def runs(layers: Sequence[Layer], *, scan: bool = True) -> tuple[Run, ...]:
   return tuple(found)
 
 
+class _Resident:
+  """Layers whose weights are on the devices: a loop cuts `stacked`."""
+
+  def __init__(self, stacked: Block):
+    self.stacked = stacked
+
+  def block(
+    self, cut: Any, index: Index, x: jax.Array, attend: Attend | None
+  ) -> Block:
+    del index, x, attend
+    return cut
+
+
+class _Placed:
+  """Layers of which some are fetched; what was added to them is on the devices.
+
+  Parameters that `placed` does not know, as those of adapters, are of all
+  layers of the kind.
+  """
+
+  def __init__(self, block: Block, placed: PlacedLayers, hosted: Any):
+    leaves, self._tree = jax.tree_util.tree_flatten_with_path(
+      block, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    self._params = [p for _, p in leaves]
+    known = {path: n for n, path in enumerate(placed.paths)}
+    names = [jax.tree_util.keystr(k, simple=True, separator=".")
+             for k, _ in leaves]  # fmt: skip
+    # What an adapter stands in front of is its `base`.
+    self._which = [
+      known.get(name, known.get(name.replace(".base.", "."))) for name in names
+    ]
+    fetched = {
+      n: p.get_value()
+      for n, p in zip(self._which, self._params, strict=True)
+      if n is not None
+    }
+    self._resident = [fetched[n] for n in range(len(placed.paths))]
+    self._placed, self._hosted = placed, hosted
+    self.stacked = tuple(
+      p.get_value()
+      for n, p in zip(self._which, self._params, strict=True)
+      if n is None
+    )
+
+  def block(
+    self, cut: Any, index: Index, x: jax.Array, attend: Attend | None
+  ) -> Block:
+    mesh = self._placed.mesh
+    near = None if attend is None else attend.mesh
+    same = near is not None and mesh is not None
+    same = same and near.axis_names == mesh.axis_names
+    spec = attend.spec(x) if same and attend is not None else P()
+    found = self._placed.fetch(index, self._resident, self._hosted, x, spec)
+    own = iter(cut)
+    return jax.tree.unflatten(
+      self._tree,
+      [
+        p.replace(next(own) if n is None else found[n])
+        for n, p in zip(self._which, self._params, strict=True)
+      ],
+    )
+
+
+_Layers = _Resident | _Placed
+
+
 class Stack(nnx.Module):
-  """The layers of a model, each run's weights stacked on a leading axis."""
+  """The layers of a model, each run's weights stacked on a leading axis.
+
+  Attributes:
+    runs: the groups of layers.
+    blocks: for each run its layers, [repeats, ...]; of placed layers those on
+      the devices.
+    placed: where the weights of each run's layers are, or None for those that
+      are all on the devices; None for no such layers.
+    hosted: of placed layers, the parameters in the host's memory, [n, ...].
+  """
 
   def __init__(
     self, rngs: nnx.Rngs, layers: Sequence[Layer], embed: int, *, scan: bool
@@ -72,6 +152,42 @@ class Stack(nnx.Module):
       return nnx.List([one(layer) for layer in run.layers])
 
     self.blocks = nnx.List([build(run) for run in self.runs])
+    self.placed: tuple[tuple[PlacedLayers | None, ...], ...] | None = None
+    self.hosted: Any = None
+
+  @property
+  def faults(self) -> tuple[ReadFault, ...]:
+    """Where errors of reads are kept that no program could raise."""
+    found = {
+      id(part.fault): part.fault
+      for run in self.placed or ()
+      for placed in run
+      if placed is not None
+      for part in placed.disk
+    }
+    return tuple(found.values())
+
+  def _kind(self, run: int, position: int) -> _Layers:
+    block = self.blocks[run][position]
+    placed = None if self.placed is None else self.placed[run][position]
+    if placed is None:
+      return _Resident(block)
+    return _Placed(block, placed, self.hosted[run][position])
+
+  def layer(self, run: int, position: int, index: Index) -> Block:
+    """The weights of one layer, wherever they are.
+
+    Args:
+      run: of the layer.
+      position: in a repeat of the run.
+      index: which repeat.
+    """
+    kind = self._kind(run, position)
+    pick = lambda x: lax.dynamic_index_in_dim(
+      x, jnp.asarray(index, jnp.int32), 0, keepdims=False
+    )
+    cut = jax.tree.map(pick, kind.stacked)
+    return kind.block(cut, index, jnp.zeros((1,), jnp.float32), None)
 
   def __call__(
     self,
@@ -81,32 +197,67 @@ class Stack(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, Any]:
     """[B, T, D] -> [B, T, D], and the cache with this call's tokens."""
-    slots, done = list(cache.slots), []
+    ((x, cache),) = self.together([(x, tokens, cache)], attend)
+    return x, cache
+
+  def together(
+    self,
+    calls: Sequence[tuple[Float[Array, "_ T D"], Tokens, CallCache]],
+    attend: Attend,
+  ) -> list[tuple[jax.Array, Any]]:
+    """What the stack returns of each call; a layer's weights are there once.
+
+    Args:
+      calls: (x, tokens, cache) of groups of rows.
+      attend: of all of them.
+    """
+    slots = [list(cache.slots) for _, _, cache in calls]
+    done: list[list[Any]] = [[] for _ in calls]
+    xs = tuple(x for x, _, _ in calls)
     number = itertools.count()
-    for run, blocks in zip(self.runs, self.blocks, strict=True):
-      mine, slots = slots[: len(blocks)], slots[len(blocks) :]
-      blocks = tuple(blocks)
-      kinds = [next(number) for _ in blocks]
+    for g, run in enumerate(self.runs):
+      many = len(run.layers)
+      mine = tuple(tuple(held[:many]) for held in slots)
+      slots = [held[many:] for held in slots]
+      layers = [self._kind(g, p) for p in range(many)]
+      kinds = [next(number) for _ in layers]
 
       def body(
-        carry: tuple, layer: tuple, kinds: list[int] = kinds
+        carry: tuple,
+        layer: tuple,
+        kinds: list[int] = kinds,
+        layers: list[_Layers] = layers,
       ) -> tuple[tuple, None]:
-        x, slots = carry
-        index, blocks = layer
-        after = []
-        for kind, block, held in zip(kinds, blocks, slots, strict=True):
-          layer_cache = cache.layer(kind, held, index)
-          x, part = block(x, tokens, layer_cache, attend, cache.states)
-          after.append(part.slots)
-        return (x, tuple(after)), None
+        (xs, slots), (index, cuts) = carry, layer
+        xs, after = list(xs), [[] for _ in calls]
+        for n, (kind, one, cut) in enumerate(
+          zip(kinds, layers, cuts, strict=True)
+        ):
+          block = one.block(cut, index, xs[0], attend)
+          for m, (_, tokens, cache) in enumerate(calls):
+            part = cache.layer(kind, slots[m][n], index)
+            xs[m], part = block(xs[m], tokens, part, attend, cache.states)
+            after[m].append(part.slots)
+        return (tuple(xs), tuple(map(tuple, after))), None
 
-      start = (x, tuple(mine))
-      body = attend.keeping(body, looped=run.repeats > 1)
-      if run.repeats == 1:
-        first = jax.tree.map(lambda a: a[0], blocks)
-        (x, after), _ = body(start, (jnp.int32(0), first))
+      start, looped = (xs, mine), run.repeats > 1
+      if getattr(attend, "remat", None) is None and any(
+        isinstance(one, _Placed) for one in layers
+      ):
+        # The backward pass fetches layers again: else all of them stay.
+        body = jax.checkpoint(body, prevent_cse=not looped)
+      else:
+        body = attend.keeping(body, looped=looped)
+      stacked = tuple(one.stacked for one in layers)
+      if not looped:
+        first = jax.tree.map(lambda a: a[0], stacked)
+        (xs, after), _ = body(start, (jnp.int32(0), first))
       else:
         numbers = jnp.arange(run.repeats, dtype=jnp.int32)
-        (x, after), _ = lax.scan(body, start, (numbers, blocks))
-      done.extend(after)
-    return x, cache.updated(tuple(done))
+        (xs, after), _ = lax.scan(body, start, (numbers, stacked))
+      for held, new in zip(done, after, strict=True):
+        held.extend(new)
+    return [
+      (x, cache.updated(tuple(held)))
+      for x, held, (_, _, cache) in zip(xs, done, calls, strict=True)
+    ]

@@ -23,6 +23,7 @@ class Tokens:
     derived: whether positions are those of the layout, so that attention may
       reckon with them before it sees them.
     segmented: whether segments matter.
+    length: tokens of the whole context.
     tree: coordinates [B, T] of drafted tokens among themselves, or None; see
       `ops.ancestors`.
   """
@@ -40,7 +41,7 @@ class Tokens:
   ):
     self.pos, self.seg, self.tree = pos, seg, tree
     self.derived, self.segmented = derived, segmented
-    self._length = length
+    self.length = length
     self._tables = {rope: rope.tables(pos, length) for rope in ropes}
 
   @property
@@ -62,7 +63,7 @@ class Tokens:
     return Rotation(
       rope=rope,
       first=first,
-      length=self._length,
+      length=self.length,
       tables=None if rope is None else self._tables[rope],
       after=after,
     )

@@ -52,6 +52,7 @@ from ringjax.kv.page_pool import PagePool, PooledRows
 from ringjax.kv.reserved import reserved_zeros
 from ringjax.kv.state import StateShape
 from ringjax.models.transformer import Transformer
+from ringjax.nn.placed import naming_faults, raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
 from ringjax.ops.attention.pooled import (
@@ -687,7 +688,8 @@ class Engine:
       self._check_open()
       make_room()
       try:
-        return self._step()
+        with naming_faults(self.model.stack.faults):
+          return self._step()
       except Exception as error:
         # What the device holds is not known any more.
         self._broken = error
@@ -961,6 +963,7 @@ class Engine:
   def _read(self, plan: StepPlan, turns: Any, pieces: Any) -> None:
     """Gives rows the tokens that a step chose."""
     turns, pieces = jax.device_get((turns, pieces))
+    raise_fault(self.model.stack.faults)
     for turn in plan.turns:
       if not turn.chooses:
         continue

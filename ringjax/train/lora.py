@@ -26,7 +26,7 @@ from ringjax.checks import integer, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.linear_maps import linear_maps, replaced
 from ringjax.models.transformer import Transformer
-from ringjax.nn.adapted import AdaptedLinear
+from ringjax.nn.adapted import AdaptedLinear, SummedLinear
 from ringjax.nn.linear import Linear
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -85,7 +85,7 @@ class Lora:
     for n, (path, linear) in enumerate(found.items()):
       if path.rsplit(".", 1)[-1] not in self.targets:
         continue
-      lead, into, out = _shape(linear)
+      lead, into, out = _shape(model, path, linear)
       scale = jnp.float32(1 / math.sqrt(math.prod(into)))
       one = jax.random.fold_in(key, n)
       a = jax.random.normal(one, (*lead, *into, self.rank), jnp.float32)
@@ -116,7 +116,9 @@ class Lora:
       if "new" in part:
         new[path] = part["new"]
         continue
-      lead, into, out = _shape(maps[path])
+      if frozen.stack.placed is not None:
+        continue
+      lead, into, out = _shape(frozen, path, maps[path])
       inner, outer = math.prod(into), math.prod(out)
       a = part["a"].reshape(*lead, inner, self.rank)
       b = part["b"].reshape(*lead, self.rank, outer)
@@ -124,7 +126,10 @@ class Lora:
         *lead, *into, *out
       ) * jnp.asarray(scale, a.dtype)
 
-    def add(path: Any, p: nnx.Variable) -> nnx.Variable:
+    def add(path: Any, p: Any) -> Any:
+      if not isinstance(p, nnx.Variable):
+        # Of layers in the host's memory, constants in any case.
+        return p
       weight = jax.lax.stop_gradient(p.get_value())
       if (own := new.get(_dotted(path))) is not None:
         start = [n - m for n, m in zip(weight.shape, own.shape, strict=True)]
@@ -135,12 +140,28 @@ class Lora:
         return p.replace(weight)
       return p.replace((weight.astype(more.dtype) + more).astype(weight.dtype))
 
-    return jax.tree_util.tree_map_with_path(
+    made = jax.tree_util.tree_map_with_path(
       add, frozen, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
+    if frozen.stack.placed is not None:
+      # The weights to add to are there only when a layer runs.
+      maps = dict(linear_maps(made))
+      return replaced(
+        made,
+        {
+          path: SummedLinear(maps[path], part["a"], part["b"], scale)
+          for path, part in params.items()
+          if "new" not in part
+        },
+      )
+    return made
 
   def merged(self, params: PyTree, frozen: Transformer) -> Transformer:
-    """The model with its adapters added to its weights, to be saved."""
+    """The model with its adapters added to its weights, to be saved.
+
+    One whose layers are not all on the devices adds them when a layer runs; it
+    cannot be saved.
+    """
     return jax.jit(self.model)(params, frozen)
 
 
@@ -172,7 +193,7 @@ def with_adapters(
   rank = max((how.rank for how, _ in adapters), default=0)
   changed = {}
   for path in paths:
-    lead, into, out = _shape(maps[path])
+    lead, into, out = _shape(model, path, maps[path])
     downs, ups = [], []
     for how, params in adapters:
       part = params.get(path)
@@ -231,11 +252,14 @@ def _of_vocabulary(model: Transformer) -> dict[str, nnx.Variable]:
 
 
 def _shape(
-  linear: Linear,
+  model: Transformer, path: str, linear: Linear
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
   """(layers, in, out) of a map whose layers share an array."""
   shape = linear.weight.get_value().shape
   axes = linear.weight.get_metadata()["axes"]
   lead = len(shape) - len(axes)
   split = lead + linear.contracted
-  return shape[:lead], shape[lead:split], shape[split:]
+  # Of layers that are fetched, not all have a part in the array.
+  run = model.stack.runs[int(path.split(".")[2])]
+  layers = (run.repeats,) * lead
+  return layers, shape[lead:split], shape[split:]

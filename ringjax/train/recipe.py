@@ -29,6 +29,7 @@ from ringjax.models import work_profile
 from ringjax.models.cepe import CepeTransformer
 from ringjax.models.longspec import DraftTransformer
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ContextParallel
 from ringjax.ops.attention import nesting
 from ringjax.ops.mask import Mask, SameSegment, SeparateDocuments
@@ -561,8 +562,9 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
   Raises:
     ShapeError: the mesh does not divide the rows.
     ConfigError: the model does not support the RoPE scaling.
-    OptionError: the model does not support the layout or the segments, or has
-      no encoder for the context of a stage.
+    OptionError: the model does not support the layout or the segments, has
+      no encoder for the context of a stage, or has layers in host memory or on
+      disk, of which only adapters can be trained.
   """
   if isinstance(model, DraftTransformer) != (recipe.draft is not None):
     raise OptionError(
@@ -570,6 +572,10 @@ def check(recipe: Recipe, model: Transformer, attend: ContextParallel) -> None:
       f"{recipe.draft} for a {type(model).__name__}",
       "DraftTraining() for the draft of a target, and None for other models",
       "make a draft with rj.models.longspec.with_draft(target)",
+    )
+  if recipe.adapter is None or recipe.lora is None:
+    refuse_placed(
+      model, "train its weights", "train adapters, with lora=Lora()"
     )
   recurrent = any(isinstance(kind, StateShape) for kind in model.kinds)
   if recipe.layout == "documents" and recurrent and attend.size > 1:

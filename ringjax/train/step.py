@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
 from ringjax.parallel.mesh import with_shardings
 from ringjax.train.batch import Batch
@@ -146,7 +147,12 @@ def start(
   params: PyTree,
   mesh: Mesh | None = None,
 ) -> TrainState:
-  """The state before the first step."""
+  """The state before the first step.
+
+  Raises:
+    OptionError: a model whose layers are not all on the devices.
+  """
+  refuse_placed(params, "train its weights", "train adapters of it: Lora()")
 
   def make(params: PyTree) -> tuple[Any, jax.Array]:
     return optimizer.init(params), jnp.int32(0)

@@ -71,6 +71,22 @@ def test_json_is_all_there_is_on_stdout(ask, folder):
 
 
 @pytest.mark.long
+def test_layers_on_disk_change_no_token(ask, folder):
+  flags = (f"--model={folder}", *SHORT, "--json", "--seed=5")
+  want = json.loads(ask(*flags).out)
+  ran = ask(*flags, "--placement=disk")
+  done = json.loads(ran.out)
+  assert done["tokens"] == want["tokens"] and want["placement"] is None
+  assert done["parameters"] == want["parameters"]
+  assert "layers" in ran.err and "on disk" in ran.err
+  assert set(done["placement"]["tiers"]) == {"disk"}
+  calls = 1 + len(done["tokens"]) - 1
+  assert done["placement"]["layer_reads"] >= calls
+  ran = ask(*flags, "--memory=1kB")
+  assert ran.status == 2 and "memory" in ran.err
+
+
+@pytest.mark.long
 def test_what_is_read_and_what_is_asked(ask, folder, tmp_path):
   file = tmp_path / "story.txt"
   file.write_text("Once <|end|> upon a time — été.\n" * 9)

@@ -36,6 +36,7 @@ from ringjax.infer.speculate.verifiers import (
 )
 from ringjax.kv.base import CallCache
 from ringjax.models.transformer import Transformer, forward
+from ringjax.nn.placed import raise_fault
 from ringjax.nn.sharding_context import CachedAttention
 from ringjax.ops.ancestors import ancestor_matrix
 from ringjax.parallel.programs import bounded
@@ -306,6 +307,7 @@ def speculated(
         )
       if n:
         token, done = jax.device_get((state.token, state.done))
+        raise_fault(model.stack.faults)
         came = rows.live.astype(int)
         told = rows.add(token[:, None], came, done)
         paces.add(most, none, came, time.perf_counter() - began)
@@ -324,6 +326,7 @@ def speculated(
       sampler, logits, jnp.asarray(pos.astype(np.int32)), seen, ending.ids
     )
     token, done = jax.device_get((state.token, state.done))
+    raise_fault(model.stack.faults)
     rows.add(token[:, None], np.ones(batch, int), done)
     slack = drafter.nodes
     session.cache = _with_slack(session.cache, slack)
@@ -352,6 +355,7 @@ def speculated(
         jnp.asarray(left, jnp.int32), ending.ids, length,
       )  # fmt: skip
       new, came, done = jax.device_get((found.new, found.count, state.done))
+      raise_fault(model.stack.faults)
       drafted = np.minimum(np.asarray(draft.count), most)
       paces.add(most, drafted, came, time.perf_counter() - began)
       tally.add(drafted, came)

@@ -166,7 +166,7 @@ class Folder:
       CheckpointFormatError: if a file has changed since it was opened.
     """
     wanted = {name: self._target(name, t) for name, t in targets.items()}
-    self._unchanged(wanted)
+    self.unchanged(wanted)
     arrays: dict[str, jax.Array] = {}
     before: dict[str, jax.Array] = {}
     place = lambda name: (self.tensors[name].file, self.tensors[name].offset)
@@ -188,7 +188,7 @@ class Folder:
       before = got
       arrays |= got
     self._finite(before)
-    self._unchanged(wanted)
+    self.unchanged(wanted)
     return {name: arrays[name] for name in targets}
 
   def _target(
@@ -238,10 +238,10 @@ class Folder:
         return load(str(self.path / file), wanted)
     except (OSError, ValueError, KeyError):
       # A file that shrinks while it is read ends in one of many errors.
-      self._unchanged(wanted)
+      self.unchanged(wanted)
       raise
 
-  def _unchanged(self, names: Iterable[str]) -> None:
+  def unchanged(self, names: Iterable[str]) -> None:
     """The files of these tensors are those that were opened."""
     for file in dict.fromkeys(self.tensors[name].file for name in names):
       was = self.files[file]
@@ -282,7 +282,7 @@ class Folder:
         if first < 0 and bad.size:
           first = start + int(bad[0])
         count += bad.size
-    self._unchanged([name])
+    self.unchanged([name])
     if not count:
       _mismatch(
         shown(name),

@@ -1,0 +1,428 @@
+"""Reads the weights of layers from a folder, again and again, a layer ahead.
+
+Guarantees: bytes of a file that has changed since the folder was opened are
+never returned; the first time that a layer is read, its numbers are finite, or
+it is an error. Arrays that were returned are not written again.
+Cost: a read of a layer's bytes each time that it is asked for, beside the use
+of the layer before: while layer n is in use, n + 1 is read, and behind the last
+layer the first.
+Memory: twice the bytes of the largest layer, however many calls ask at a time;
+nothing a while after the last one.
+
+Files are read, not mapped: a mapped file that shrinks ends the process, and its
+pages would count as memory of this process.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ringjax.errors import CheckpointMismatchError
+from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.safe_files import (
+  DOWNLOAD,
+  fault,
+  identity,
+  open_inside,
+  shown,
+)
+
+# A thread that nobody asks ends, and lets go of what it has read.
+_IDLE_S = 10.0
+# Shorter runs of a shard's bytes are cut out of whole rows.
+_RUN_BYTES = 512
+# A call waits no longer than this for others to let go of their layers.
+_ROOM_S = 5.0
+
+# Of packed weights: bytes that stand for no number.
+_NOT_FINITE = {
+  np.dtype(np.uint8): (0xFF, 0xFF),
+  np.dtype(jnp.float8_e4m3fn): (0x7F, 0x7F),
+  np.dtype(np.float16): (0x7C00, 0x7C00),
+  np.dtype(jnp.bfloat16): (0x7F80, 0x7F80),
+  np.dtype(np.float32): (0x7F800000, 0x7F800000),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredPart:
+  """Tensors of a folder that are read as one array.
+
+  Attributes:
+    names: of the tensors, in the order of the first axis where they are
+      `stacked`; otherwise one.
+    stacked: whether the array has an axis for them.
+    shape: of each tensor.
+    dtype: of the tensors on disk.
+    cuts: the mesh axis that shards each axis of the array, or None.
+    codes: whether every byte stands for a number: no check.
+    wanted: what floats become.
+  """
+
+  names: tuple[str, ...]
+  stacked: bool
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  cuts: tuple[str | None, ...] = ()
+  codes: bool = False
+  wanted: DTypeLike | None = None
+
+  @property
+  def whole(self) -> tuple[int, ...]:
+    """The shape of the array."""
+    return (len(self.names), *self.shape) if self.stacked else self.shape
+
+  def local(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a shard, by the sizes of the mesh's axes."""
+    cuts = self.cuts or (None,) * len(self.whole)
+    return tuple(
+      n if cut is None else n // sizes[cut]
+      for n, cut in zip(self.whole, cuts, strict=True)
+    )
+
+  @property
+  def result_dtype(self) -> np.dtype:
+    """Of the array: float64 becomes float32, which JAX has."""
+    return np.dtype(np.float32) if self.dtype == np.float64 else self.dtype
+
+
+@dataclasses.dataclass
+class _Entry:
+  """A shard of a layer: on its way, there, or lost by an error."""
+
+  nbytes: int
+  arrays: tuple[np.ndarray, ...] | None = None
+  error: Exception | None = None
+  done: bool = False
+  dropped: bool = False
+  used: int = 0
+
+
+class LayerReader:
+  """Layers of a folder for programs that ask for them in turns.
+
+  Attributes:
+    stored_bytes: of all layers on disk.
+    reads: how often each layer was read; on a mesh each of its shards.
+    bytes_read: bytes of all reads.
+    held_bytes: bytes in host memory now, and `peak_bytes` at most so far.
+    limit_bytes: bytes that it may have.
+    waited_s: seconds that calls have waited for a read.
+    waiting: called with a text when a call waits for long; or None.
+  """
+
+  def __init__(
+    self,
+    folder: Folder,
+    layers: Mapping[int, Sequence[StoredPart]],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    shards: int = 1,
+    users: int = 1,
+  ):
+    """Prepares; nothing is read yet.
+
+    Args:
+      folder: where the tensors are.
+      layers: by the number of each layer, what it is made of.
+      sizes: of the mesh's axes that shard some part.
+      shards: different shards of a layer in this process.
+      users: devices of this process that read the same shard.
+    """
+    self.folder = folder
+    self.layers = {n: tuple(parts) for n, parts in layers.items()}
+    self.sizes = dict(sizes or {})
+    self.shards, self.users = shards, users
+    self._order = sorted(self.layers)
+    each = {n: self._nbytes(n) for n in self._order}
+    self.stored_bytes = sum(
+      folder.tensors[name].nbytes
+      for parts in self.layers.values()
+      for part in parts
+      for name in part.names
+    )
+    self.limit_bytes = 2 * shards * max(each.values(), default=0)
+    self.reads: collections.Counter[int] = collections.Counter()
+    self.bytes_read = self.held_bytes = self.peak_bytes = 0
+    self.waited_s = 0.0
+    self.waiting: Callable[[str], Any] | None = None
+    self._checked: set[Any] = set()
+    self._entries: dict[Any, _Entry] = {}
+    self._wanted: collections.deque[Any] = collections.deque()
+    self._files: dict[str, int] = {}
+    # Arrays may be let go by any thread, in the middle of anything.
+    self._changed = threading.Condition(threading.RLock())
+    self._thread: threading.Thread | None = None
+    weakref.finalize(self, _close, self._files)
+
+  def __deepcopy__(self, memo: dict[int, object]) -> LayerReader:
+    return self
+
+  def _nbytes(self, number: int) -> int:
+    """Bytes of a shard of a layer, as they are held."""
+    return sum(
+      math.prod(part.local(self.sizes)) * part.result_dtype.itemsize
+      for part in self.layers[number]
+    )
+
+  def get(self, number: int, at: tuple[int, ...] = ()) -> Any:
+    """The arrays of a layer's parts.
+
+    Args:
+      number: of the layer.
+      at: which shard along each axis of `sizes`.
+
+    Raises:
+      CheckpointFormatError: a file that has changed, or an I/O error.
+      CheckpointMismatchError: numbers that are not finite.
+    """
+    key, start = (number, at), time.monotonic()
+    while True:
+      with self._changed:
+        entry = self._entries.get(key)
+        mine = entry is None
+        if entry is None:
+          entry = self._entries[key] = _Entry(self._nbytes(number))
+      if mine:
+        self._fill(key, entry, demanded=True)
+      with self._changed:
+        while not entry.done:
+          if not self._changed.wait(1.0) and self.waiting is not None:
+            waited = time.monotonic() - start
+            self.waiting(f"layer {number} from disk for {waited:.0f} s so far")
+        if entry.dropped:
+          continue
+        self.waited_s += time.monotonic() - start
+        if entry.error is not None:
+          if self._entries.get(key) is entry:
+            del self._entries[key]
+          raise entry.error
+        entry.used += 1
+        self._want(number, at)
+        return entry.arrays
+
+  def _want(self, number: int, at: tuple[int, ...]) -> None:
+    """Has the layer behind this one read."""
+    place = self._order.index(number)
+    after = self._order[(place + 1) % len(self._order)], at
+    if after in self._entries or after in self._wanted:
+      return
+    self._wanted.append(after)
+    if self._thread is None:
+      self._thread = threading.Thread(
+        target=_ahead, args=(weakref.ref(self),), daemon=True
+      )
+      self._thread.start()
+    self._changed.notify_all()
+
+  def release(self) -> None:
+    """Lets go of what was read and nobody has asked for yet."""
+    with self._changed:
+      self._wanted.clear()
+      for key, entry in list(self._entries.items()):
+        if entry.done:
+          del self._entries[key]
+
+  def _ahead(self) -> bool:
+    """Reads one layer that is wanted next; whether to go on."""
+    with self._changed:
+      if not self._wanted:
+        self._changed.wait(_IDLE_S)
+      if not self._wanted:
+        self.release()
+        self._thread = None
+        return False
+      key = self._wanted.popleft()
+      if key in self._entries:
+        return True
+      entry = self._entries[key] = _Entry(self._nbytes(key[0]))
+    self._fill(key, entry, demanded=False)
+    return True
+
+  def _fill(self, key: Any, entry: _Entry, *, demanded: bool) -> None:
+    """Reads a shard of a layer, once there is room for it."""
+    if not self._room(key, entry, demanded=demanded):
+      return
+    try:
+      entry.arrays = self._read(*key)
+    except Exception as error:
+      entry.error = error
+      self._count(-entry.nbytes)
+    with self._changed:
+      entry.done = True
+      self._changed.notify_all()
+
+  def _room(self, key: Any, entry: _Entry, *, demanded: bool) -> bool:
+    """Reserves an entry's bytes; without a demand only if some get free."""
+    start = time.monotonic()
+    with self._changed:
+      while self.held_bytes + entry.nbytes > self.limit_bytes:
+        done = [k for k, x in self._entries.items() if x.done]
+        spent = [k for k in done if self._entries[k].used >= self.users]
+        out = next(iter(spent + (done if demanded else [])), None)
+        if out is not None:
+          del self._entries[out]
+          continue
+        waiting = time.monotonic() - start < _ROOM_S
+        if not demanded and (done or not waiting):
+          # What others have read ahead stays until it is used.
+          del self._entries[key]
+          entry.done = entry.dropped = True
+          self._changed.notify_all()
+          return False
+        if not waiting:
+          break
+        self._changed.wait(0.05)
+      self._count(entry.nbytes)
+    return True
+
+  def _count(self, nbytes: int) -> None:
+    with self._changed:
+      self.held_bytes += nbytes
+      self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+      self._changed.notify_all()
+
+  def _read(self, number: int, at: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    parts = self.layers[number]
+    names = [name for part in parts for name in part.names]
+    self.folder.unchanged(names)
+    made = []
+    for part in parts:
+      x = np.empty(part.local(self.sizes), part.dtype)
+      self._part(part, x, at)
+      made.append(x.astype(part.result_dtype, copy=False))
+    self.folder.unchanged(names)
+    if (number, at) not in self._checked:
+      for part, x in zip(parts, made, strict=True):
+        _check_finite(part, x)
+      self._checked.add((number, at))
+    self.reads[number] += 1
+    for x in made:
+      self.bytes_read += x.nbytes
+      # What was reserved for the whole is free when all arrays are.
+      freed: Any = weakref.finalize(x, self._count, -x.nbytes)
+      freed.atexit = False
+    return tuple(made)
+
+  def _part(
+    self, part: StoredPart, out: np.ndarray, at: tuple[int, ...]
+  ) -> None:
+    """Reads a shard of a part."""
+    place = dict(zip(self.sizes, at, strict=True))
+    cuts = part.cuts or (None,) * len(part.whole)
+    box = [
+      slice(0, n)
+      if cut is None
+      else slice(place[cut] * m, (place[cut] + 1) * m)
+      for n, m, cut in zip(part.whole, out.shape, cuts, strict=True)
+    ]
+    if not part.stacked:
+      self._tensor(part.names[0], out, box)
+      return
+    for n, row in zip(range(len(part.names))[box[0]], out, strict=True):
+      self._tensor(part.names[n], row, box[1:])
+
+  def _tensor(self, name: str, out: np.ndarray, box: list[slice]) -> None:
+    """Reads a box of a tensor."""
+    info = self.folder.tensors[name]
+    size, shape = out.dtype.itemsize, info.shape
+    # Axes from `split` on are whole: their bytes are a run.
+    split = len(shape)
+    while split and box[split - 1] == slice(0, shape[split - 1]):
+      split -= 1
+    split = max(split - 1, 0)
+    inner = math.prod(shape[split + 1 :])
+    first = box[split].start * inner if shape else 0
+    run = (out.shape[split] if shape else 1) * inner
+    if split and run * size < _RUN_BYTES:
+      whole = np.empty(shape, out.dtype)
+      self._bytes(name, whole, info.offset)
+      out[...] = whole[tuple(box)]
+      return
+    strides = [math.prod(shape[i + 1 :]) for i in range(split)]
+    flat = out.reshape(-1, run)
+    corners = itertools.product(*(range(b.start, b.stop) for b in box[:split]))
+    for row, corner in zip(flat, corners, strict=True):
+      start = sum(i * n for i, n in zip(corner, strides, strict=True)) + first
+      self._bytes(name, row, info.offset + start * size)
+
+  def _bytes(self, name: str, out: np.ndarray, offset: int) -> None:
+    """Reads the bytes of an array from a tensor's file."""
+    file = self.folder.tensors[name].file
+    flat: Any = out.reshape(-1).view(np.uint8)
+    left = memoryview(flat)
+    while left:
+      try:
+        got = os.preadv(self._open(file), [left[: 1 << 30]], offset)
+      except OSError as error:
+        fault(
+          shown(file),
+          f"{error.strerror} at byte {offset:,}",
+          "a readable file",
+          "look at the disk, or download the file again",
+        )
+      if not got:
+        fault(
+          shown(file),
+          f"an end at byte {offset:,}",
+          "the file that was opened; it has changed",
+          "leave it alone while it is read",
+        )
+      left, offset = left[got:], offset + got
+
+  def _open(self, file: str) -> int:
+    with self._changed:
+      if file not in self._files:
+        found = open_inside(self.folder.path, file)
+        self._files[file] = found
+        if identity(os.fstat(found)) != self.folder.files[file]:
+          fault(
+            shown(file),
+            "another file",
+            "the file that was opened; it has changed",
+            "load the model again",
+          )
+      return self._files[file]
+
+
+def _ahead(reader: weakref.ref[LayerReader]) -> None:
+  """The thread that reads ahead, as long as its reader is there."""
+  while (found := reader()) is not None and found._ahead():
+    del found
+
+
+def _close(files: dict[str, int]) -> None:
+  for descriptor in files.values():
+    os.close(descriptor)
+
+
+def _check_finite(part: StoredPart, x: np.ndarray) -> None:
+  """Refuses numbers that are not finite, by the bits of their exponents."""
+  if part.codes:
+    return
+  if part.wanted is not None and np.dtype(part.wanted) != x.dtype:
+    with np.errstate(over="ignore", invalid="ignore"):
+      x = x.astype(part.wanted)
+  mask, bad = _NOT_FINITE[x.dtype]
+  bits = x.view(np.dtype(f"u{x.dtype.itemsize}"))
+  count = int(((bits & bits.dtype.type(mask)) == bad).sum())
+  if count:
+    raise CheckpointMismatchError(
+      part.names[0],
+      f"{count} of {x.size} values that are not finite",
+      "finite values",
+      DOWNLOAD,
+    )
