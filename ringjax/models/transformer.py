@@ -555,19 +555,21 @@ def _in_groups(
 ) -> tuple[jax.Array, RowGroups]:
   """A call whose rows run in groups, layer by layer."""
   calls, found = [], []
+  # A length is of each row, or the same for all.
+  length = jnp.broadcast_to(jnp.asarray(places.length), (tokens.shape[0],))
   coords = zip(
-    *map(cache.split, (tokens, places.pos, places.seg)),
+    *map(cache.split, (tokens, places.pos, places.seg, length)),
     cache.caches,
     strict=True,
   )
-  for ids, pos, seg, one in coords:
+  for ids, pos, seg, its_length, one in coords:
     its = Tokens(
       pos,
       seg,
       derived=places.derived,
       segmented=places.segmented,
       ropes=model.config.ropes,
-      length=places.length,
+      length=its_length,
     )
     kept = one.allocate(
       its.at,

@@ -53,6 +53,10 @@ def test_a_row_depends_on_itself_alone(loaded, name):
   drafted = rj.infer.generate(
     model, [short, long], max_new_tokens=6, speculate="lookup:count=4"
   )
+  groups = rj.infer.generate(
+    model, [short, long], max_new_tokens=6, rows_at_once=1
+  )
+  np.testing.assert_array_equal(groups.tokens, want)
   np.testing.assert_array_equal(few[0], want[0])
   np.testing.assert_array_equal(many[0][:6], want[0])
   np.testing.assert_array_equal(both.tokens, want[::-1])
