@@ -458,7 +458,8 @@ def test_resident_bytes(tmp_path):
     )
     grown[placement] = int(done.stdout)
   assert grown[""] > size
-  assert grown["disk"] < 0.6 * size, (grown, size)
+  # The compiler and its programs are in both.
+  assert grown["disk"] < 0.5 * grown[""], (grown, size)
 
 
 # ---------------------------------------------------------------------------
