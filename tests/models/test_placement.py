@@ -204,7 +204,7 @@ def test_engine(folder, resident):
       for n, adapter in enumerate(("", "a", ""))
     ]
     engine.run()
-    answers.append([handle.result().tokens for handle in handles])
+    answers.append([list(handle.result().tokens) for handle in handles])
   assert answers[0] == answers[1]
 
 
