@@ -80,8 +80,8 @@ def test_layers_on_disk_change_no_token(ask, folder):
   assert done["parameters"] == want["parameters"]
   assert "layers" in ran.err and "on disk" in ran.err
   assert set(done["placement"]["tiers"]) == {"disk"}
-  calls = 1 + len(done["tokens"]) - 1
-  assert done["placement"]["layer_reads"] >= calls
+  # Two layers fit into the buffer, and stay there.
+  assert done["placement"]["layer_reads"] >= len(done["placement"]["tiers"])
   ran = ask(*flags, "--memory=1kB")
   assert ran.status == 2 and "memory" in ran.err
 

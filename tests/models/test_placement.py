@@ -204,7 +204,7 @@ def test_engine(folder, resident):
       for n, adapter in enumerate(("", "a", ""))
     ]
     engine.run()
-    answers.append([handle.result().tokens for handle in handles])
+    answers.append([list(handle.result().tokens) for handle in handles])
   assert answers[0] == answers[1]
 
 
@@ -323,11 +323,15 @@ def test_reader_in_threads(folder):
   reader, arrays = parts_of(folder)
   errors = []
 
+  def compare(n):
+    for x, y in zip(reader.get(n), arrays[n], strict=True):
+      np.testing.assert_array_equal(x, y)
+
   def call(order):
     try:
       for n in order:
-        for x, y in zip(reader.get(n), arrays[n], strict=True):
-          np.testing.assert_array_equal(x, y)
+        # Who asks for a layer has let go of the one before.
+        compare(n)
     except BaseException as error:
       errors.append(error)
 
@@ -454,7 +458,8 @@ def test_resident_bytes(tmp_path):
     )
     grown[placement] = int(done.stdout)
   assert grown[""] > size
-  assert grown["disk"] < 0.6 * size, (grown, size)
+  # The compiler and its programs are in both.
+  assert grown["disk"] < 0.5 * grown[""], (grown, size)
 
 
 # ---------------------------------------------------------------------------

@@ -6,8 +6,9 @@ it is an error. Arrays that were returned are not written again.
 Cost: a read of a layer's bytes each time that it is asked for, beside the use
 of the layer before: while layer n is in use, n + 1 is read, and behind the last
 layer the first.
-Memory: twice the bytes of the largest layer, however many calls ask at a time;
-nothing a while after the last one.
+Memory: twice the bytes of the largest layer, however many calls ask at a time,
+as long as each lets go of a layer before it asks for the next; nothing a while
+after the last one.
 
 Files are read, not mapped: a mapped file that shrinks ends the process, and its
 pages would count as memory of this process.
