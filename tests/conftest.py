@@ -272,6 +272,47 @@ _REPEATED = frozenset(
   )
 )
 _KEPT_CASES = 1
+# Tests of many seconds, of something that quicker ones touch: of the long run.
+_WHOLE = frozenset(
+  (
+    "infer/test_contexts.py::test_generate_answers_behind_contexts",
+    "infer/test_speculate.py::test_recurrent_layers_go_back",
+    "infer/test_speculate.py::test_stops_and_turns",
+    "kv/test_channel_groups.py::test_generate_encodes_by_itself",
+    "kv/test_drafts.py::test_every_node_sees_its_path",
+    "kv/test_evicting.py::test_generate_evicts_by_itself",
+    "kv/test_punctuation.py::test_marks_go_with_their_rows",
+    "kv/test_tiered.py::test_generate_moves_blocks_by_itself",
+    "kv/test_tiered.py::test_the_memory_changes_no_bit",
+    "models/hf/test_folder.py::test_host_memory_holds_a_few_tensors",
+    "models/hf/test_save.py::test_two_processes",
+    "models/test_cepe.py::test_rows_have_contexts_of_their_own",
+    "models/test_places.py::test_all_of_a_model_s_work_under_an_explicit_mesh",
+    "models/test_places.py::test_in_a_shard_map_no_axis_is_guessed",
+    "ops/attention/kernels/test_cudnn.py::test_a_ring_of_it_is_right",
+    "ops/attention/kernels/test_decode_codes_tpu.py::test_keys_and_values_have_codecs_of_their_own",
+    "ops/attention/kernels/test_decode_codes_tpu.py::test_keys_are_rotated_where_they_are_read",
+    "ops/attention/kernels/test_decode_codes_tpu.py::test_several_heads_a_tile",
+    "ops/attention/test_chain.py::test_every_causal_feature",
+    "ops/attention/test_dropout.py::test_all_drop_the_same_pairs",
+    "ops/attention/test_schedule.py::test_program_does_not_grow",
+    "parallel/test_peers.py::test_processes_that_die_or_freeze",
+    "plan/test_partition.py::test_balanced_ranks_compute_equally_long",
+    "serve/test_beams.py::test_whole_sequences_give_the_same",
+    "serve/test_engine.py::test_a_thread_of_its_own",
+    "serve/test_engine.py::test_every_slot_gives_the_same_bits",
+    "serve/test_engine_drafts.py::test_a_model_that_is_the_target_is_always_right",
+    "serve/test_engine_drafts.py::test_alone_and_in_a_crowd",
+    "serve/test_engine_drafts.py::test_rows_for_which_a_step_has_no_room_keep_their_drafts",
+    "serve/test_engine_drafts.py::test_trees_of_a_block",
+    "serve/test_row_space.py::test_answers_are_those_of_pages",
+    "serve/test_store_engine.py::test_from_the_disk_on_a_mesh",
+    "serve/test_store_engine.py::test_who_finds_what",
+    "train/test_adapt.py::test_only_adapters_are_trained",
+    "train/test_encoder_training.py::test_frozen_weights_have_gradients_of_zero_and_no_others",
+    "train/test_step_program.py::test_no_array_is_as_long_as_the_sequence",
+  )
+)
 # Of a test's long cases the long run has so many, of equal distance; the others
 # are marked `slow`.
 _LONG_CASES = 3
@@ -310,7 +351,8 @@ def pytest_collection_modifyitems(items) -> None:
       continue
     cases[name] += 1
     # The smoke tests are a run of their own, which is whole.
-    if name in _REPEATED and cases[name] > _KEPT_CASES:
+    repeated = name in _REPEATED and cases[name] > _KEPT_CASES
+    if repeated or name in _WHOLE:
       item.add_marker("long")
     if item.get_closest_marker("long"):
       long[name].append(item)
