@@ -489,3 +489,12 @@ def test_rules_for_an_axis_that_is_not_there(float8):
     refused(MeshError, call, "ffn='modle'", "'seq'", "'model'")
   # What nobody chose is for any mesh.
   Rules(embed="seq").check(mesh_of(seq=8))
+
+
+@pytest.mark.long
+def test_packed_layers_are_streamed(pair):
+  """Codes and scales are read from disk, and unpacked by the same code."""
+  path, *_ = pair
+  whole, streamed = models.load(path), models.load(path, placement="disk")
+  tokens = np.arange(6)[None]
+  np.testing.assert_array_equal(whole(tokens), streamed(tokens))
