@@ -56,6 +56,7 @@ from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
+from ringjax.nn.coded import BITS
 from ringjax.ops.attention.wire_format import DTYPES
 from ringjax.plan.choice import KEEPS
 
@@ -155,6 +156,13 @@ def define(values: flags.FlagValues) -> None:
   )
   new.text(
     "dtype", None, "bfloat16, float16 or float32; default: the folder's."
+  )
+  flags.DEFINE_enum(
+    "weights",
+    None,
+    [f"int{bits}" for bits in BITS],
+    "Keeps the weights of linear maps as codes of 8 or 4 bits.",
+    flag_values=values,
   )
   new.text(
     "integer",
@@ -293,8 +301,13 @@ class _Work:
       placement=values.placement,
       memory=values.memory,
     )
+    if values.integer is not None and values.weights is not None:
+      raise prompts.clash("--integer with --weights", "one of them")
     if values.integer is not None:
       model = _integer(model, values.integer)
+    if values.weights is not None:
+      bits = int(values.weights.removeprefix("int"))
+      model = rj.models.with_coded_weights(model, bits=bits)
     jax.block_until_ready(model)
     params = tensors.parameters(model).values()
     placed = model.placement_report()

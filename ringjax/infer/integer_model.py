@@ -29,11 +29,10 @@ from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
-  OptionError,
   ShapeError,
 )
 from ringjax.models import calibration as files
-from ringjax.models.linear_maps import linear_maps, replaced
+from ringjax.models.linear_maps import replaced, rounded_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.integer import IntegerLinear, NotedLinear
 from ringjax.nn.linear import Linear
@@ -127,7 +126,7 @@ def activation_ranges(
       "one, which sees all activations",
       "measure in one process, and load what it saved in all",
     )
-  maps = _maps(model)
+  maps = rounded_maps(model, "products of integers")
   sizes = {
     path: np.zeros((_layers(linear), _inner(linear)), np.float32)
     for path, linear in maps.items()
@@ -203,7 +202,7 @@ def integer_model(
     ranges.check(model)
   else:
     ranges = ActivationRanges.load(ranges, model)
-  maps = _maps(model)
+  maps = rounded_maps(model, "products of integers")
   largest = {path: ranges.sizes[path].max(1) for path in maps}
   tight = {}
   for path in maps:
@@ -258,30 +257,6 @@ def _rounded(
     return codes.reshape(layer.shape), scales.reshape(out)
 
   return jax.lax.map(one, weight)
-
-
-# Maps that choose or gate, and one that latent attention takes apart.
-_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
-
-
-def _maps(model: Transformer) -> dict[str, Linear]:
-  """The maps that are rounded."""
-  if model.stack.placed is not None:
-    raise OptionError(
-      "model",
-      "layers in host memory or on disk, for products of integers",
-      "weights that are all on the devices",
-      "load it without placement= and memory=",
-    )
-  maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
-  if not maps:
-    raise OptionError(
-      "model",
-      f"a {model.config.family} without linear maps that can be rounded",
-      "one with weights of floats",
-      "pass the model that rj.models.load returns",
-    )
-  return maps
 
 
 def _layers(linear: Linear) -> int:

@@ -9,6 +9,7 @@ from ringjax.models.checkpoint import (
   read_config,
   save,
 )
+from ringjax.models.coded_weights import with_coded_weights
 from ringjax.models.families import FAMILIES
 from ringjax.models.more_tokens import with_more_tokens
 from ringjax.models.presets import PRESETS
@@ -42,5 +43,6 @@ __all__ = [
   "place",
   "read_config",
   "save",
+  "with_coded_weights",
   "with_more_tokens",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
 from ringjax.nn.linear import Linear
 
@@ -26,6 +27,38 @@ def linear_maps(model: Transformer) -> Iterator[tuple[str, Linear]]:
     if isinstance(owner, Linear) and _last(path) == "weight":
       name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
       yield f"stack.{name}", owner
+
+
+# Maps that choose or gate, and one that latent attention takes apart.
+_KEPT = (".router", ".shared_gate", ".beta", ".step", ".attention.kv")
+
+
+def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
+  """The maps that can be rounded: called as such, and choosing nothing.
+
+  Args:
+    model: the model.
+    name: what is to be made, for errors.
+
+  Raises:
+    OptionError: a model without them, or with layers in another memory.
+  """
+  if model.stack.placed is not None:
+    raise OptionError(
+      "model",
+      f"layers in host memory or on disk, for {name}",
+      "weights that are all on the devices",
+      "load it without placement= and memory=",
+    )
+  maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
+  if not maps:
+    raise OptionError(
+      "model",
+      f"a {model.config.family} without linear maps that can be rounded",
+      "one with weights of floats",
+      "pass the model that rj.models.load returns",
+    )
+  return maps
 
 
 def _last(path: tuple[Any, ...]) -> str:

@@ -39,28 +39,38 @@ class Linear(nnx.Module):
     )
 
   def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-    n = self.contracted
-    lead = x.ndim - n
-    weight = self.weight[...]
-    # Of a single column XLA's CPU compiler makes a product with a vector, whose
-    # sums for a row depend on where it is among the others.
-    alone = weight.shape[n:] == (1,)
-    if alone:
-      weight = jnp.pad(weight, [(0, 0)] * n + [(0, 1)])
+    bias = None if self.bias is None else self.bias[...]
+    return linear_product(x, self.weight[...], self.contracted, bias)
 
-    def dot(x: jax.Array) -> jax.Array:
-      return lax.dot_general(
-        x,
-        weight,
-        ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
-        preferred_element_type=x.dtype,
-      )
 
-    y = _rows(dot, x, n)
-    y = y[..., :1] if alone else y
-    if self.bias is None:
-      return y
-    return y + self.bias[...][(None,) * lead].astype(y.dtype)
+def linear_product(
+  x: Float[Array, ...],
+  weight: Float[Array, ...],
+  contracted: int,
+  bias: Float[Array, ...] | None = None,
+) -> Float[Array, ...]:
+  """y[..., out] = x[..., in] . weight[in, out] + bias[out], of x's dtype.
+
+  `contracted` is the number of axes in `in`.
+  """
+  n, lead = contracted, x.ndim - contracted
+  # Of a single column XLA's CPU compiler makes a product with a vector, whose
+  # sums for a row depend on where it is among the others.
+  alone = weight.shape[n:] == (1,)
+  if alone:
+    weight = jnp.pad(weight, [(0, 0)] * n + [(0, 1)])
+
+  def dot(x: jax.Array) -> jax.Array:
+    return lax.dot_general(
+      x,
+      weight,
+      ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
+      preferred_element_type=x.dtype,
+    )
+
+  y = _rows(dot, x, n)
+  y = y[..., :1] if alone else y
+  return y if bias is None else y + bias[(None,) * lead].astype(y.dtype)
 
 
 class Embedding(nnx.Module):

@@ -132,5 +132,9 @@ def test_integers_multiply_by_ranges_that_were_measured(tmp_path, ask):
   assert json.loads(ran.out)["parameters"] > json.loads(plain.out)["parameters"]
   wrong = ask(*asked, f"--integer={out}:shade=4")
   assert wrong.status == 2 and "shadow" in wrong.err
+  both = ask(*asked, f"--integer={out}", "--weights=int4")
+  assert both.status == 2 and "one of them" in both.err
+  coded = ask(*asked, "--weights=int4")
+  assert coded.status == 0, coded.err
   status, _, err = run(f"--out={out}", "--ranges", "--bits=3", *QUICK)
   assert status == 2 and "--ranges" in err

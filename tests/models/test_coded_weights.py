@@ -1,0 +1,99 @@
+"""Models of 8 and 4 bits: near the model, and the same on every mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.errors import OptionError
+from ringjax.models import tiny
+from ringjax.nn.coded import decoded, encoded
+from tests import checkpoints
+from tests.helpers import refused
+
+
+@pytest.mark.parametrize(("bits", "group", "inner"), [(8, 64, 100), (4, 6, 31)])
+def test_codes_are_the_nearest(bits, group, inner):
+  weight = np.random.default_rng(0).normal(size=(inner, 7)).astype(np.float32)
+  weight[3:40] += 5
+  codes, step, least = encoded(jnp.asarray(weight), bits, group)
+  groups = -(-inner // group)
+  assert codes.nbytes == groups * group * 7 * bits // 8
+  assert step.shape == least.shape == (groups, 7)
+  got = decoded(codes, step, least, bits, inner, jnp.float32)
+  # Each group by itself: its own least and largest number.
+  for n in range(groups):
+    part = np.zeros((group, 7), np.float32)
+    rows = weight[n * group : (n + 1) * group]
+    part[: len(rows)] = rows
+    width = (part.max(0) - part.min(0)) / (2**bits - 1)
+    away = np.abs(got[n * group : (n + 1) * group] - rows)
+    assert (away <= width * 0.5001 + 1e-6).all()
+  same = encoded(jnp.full((8, 2), 3.0), bits, 4)
+  np.testing.assert_array_equal(decoded(*same, bits, 8, jnp.float32), 3.0)
+
+
+def answers(model, **how):
+  prompts = [[5, 6, 7, 8] * 5, [9, 10, 11]]
+  return rj.infer.generate(model, prompts, max_new_tokens=6, **how).tokens
+
+
+@pytest.mark.parametrize("name", [
+  "gemma2",
+  *(
+    pytest.param(name, marks=pytest.mark.long)
+    for name in ("qwen3_moe", "deepseek_v3", "qwen3_next")
+  ),
+])  # fmt: skip
+def test_every_way_gives_the_same(tmp_path, name):
+  checkpoints.write(name, tmp_path / "model")
+  model = rj.models.load(tmp_path / "model")
+  made = rj.models.with_coded_weights(model, bits=8, group=8)
+  tokens = np.random.default_rng(1).integers(0, 90, (2, 21)).astype(np.int32)
+  want, got = model(tokens), made(tokens)
+  assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+  alone = answers(made)
+  np.testing.assert_array_equal(answers(made, speculate="lookup"), alone)
+  np.testing.assert_array_equal(answers(made, chunk=7), alone)
+  mesh = jax.make_mesh(
+    (2, 2), ("seq", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+  placed = rj.models.place(made, mesh)
+  np.testing.assert_array_equal(answers(placed), alone)
+
+
+def test_bytes_and_errors_of_a_trained_model():
+  model = rj.models.load(tiny.path())
+  text = np.asarray(
+    rj.data.Tokenizer.load(tiny.path(), untrusted=False).encode(
+      "def ring(n: int) -> int:\n  return n + 1\n" * 8
+    ),
+    np.int32,
+  )[None]
+
+  def loss(model):
+    found = jax.nn.log_softmax(model(text)[:, :-1])
+    return -float(jnp.take_along_axis(found, text[:, 1:, None], -1).mean())
+
+  size = lambda model: sum(x.nbytes for x in jax.tree.leaves(model.stack))
+  eight = rj.models.with_coded_weights(model)
+  four = rj.models.with_coded_weights(model, bits=4)
+  # Floats of 4 bytes: codes, and two floats for 64 of them.
+  assert size(eight) < size(model) * (1 / 4 + 8 / 256) * 1.05
+  assert size(four) < size(model) * (1 / 8 + 8 / 256) * 1.1
+  plain = loss(model)
+  assert abs(loss(eight) - plain) < 0.01
+  assert abs(loss(eight) - plain) < abs(loss(four) - plain) < 0.5
+
+
+def test_what_is_refused():
+  model = rj.models.load(tiny.path())
+  make = rj.models.with_coded_weights
+  refused(OptionError, lambda: make(model, bits=3), "8")
+  refused(OptionError, lambda: make(model, group=7), "even")
+  refused(OptionError, lambda: make(make(model)), "rounded")
+  placed = rj.models.load(tiny.path(), placement="host")
+  refused(OptionError, lambda: make(placed), "placement")
