@@ -44,7 +44,7 @@ class PulledPages:
   """Pages that were pulled.
 
   Attributes:
-    arrays: by the name of a leaf, [pages, *the part's shape].
+    arrays: by the name of a leaf, [pages, ...] of the part's shape.
     reads: how many it took.
     nbytes: that came.
     completed: whether the publisher said that it knows; if not, the pages
@@ -79,8 +79,8 @@ def pull(
     want: ranges of named axes, in the numbers of the whole array (see
       `PageLeaf.first`); default: all. Leaves without any of it are left out.
     pages: which of the ticket's, by their places in it; default: all.
-    into: arrays to fill, by leaf, [any number, *the part's shape]; default:
-      new ones with as many rows as pages.
+    into: arrays to fill, by leaf, [any number, ...] of the part's shape;
+      default: new ones with as many rows as pages.
     places: which row of the arrays each page gets; default: 0, 1, 2, ...
     reader: a name, the same in a second attempt; default: a random one.
     window: reads that are asked for at once.

@@ -89,6 +89,12 @@ class _HeldPage:
   layout: PageLayout
   released: Released | None
 
+  @property
+  def places(self) -> list[tuple[int, int]]:
+    """Address and size of each leaf."""
+    arrays = [np.frombuffer(view, np.uint8) for view in self.leaves]
+    return [(x.ctypes.data, x.size) for x in arrays]
+
 
 class Publisher:
   """Offers pages to readers that pull them.
@@ -136,6 +142,7 @@ class Publisher:
     self._pages: dict[int, _HeldPage] = {}
     self._deadlines: dict[int, float] = {}
     self._wires: dict[int, PullConnection] = {}
+    self._next_number = 0
     self._closed = False
     self._server = socket.create_server((host, port), backlog=128)
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
@@ -167,8 +174,8 @@ class Publisher:
 
     Args:
       pages: by number, in the order of the sequence: the bytes of a page, or
-        of each of its leaves. A page that is offered already stays as it is,
-        and returns when all its tickets have ended.
+        of each of its leaves. A page may be in several tickets, with the same
+        memory; it returns when all of them have ended.
       layout: what the bytes mean.
       readers: how many complete or abort, each under a name of its own,
         before the pages return.
@@ -180,7 +187,8 @@ class Publisher:
       What readers need, for any way to them.
 
     Raises:
-      OptionError: a page has another size, or is offered with another layout.
+      OptionError: a page has another size, or is offered already with other
+        memory or another layout.
       PeerError: the publisher is closed.
     """
     positive_int("readers", readers)
@@ -199,14 +207,17 @@ class Publisher:
     with self._lock:
       if self._closed:
         raise PeerError("the publisher is closed")
-      for page in held:
-        if page in self._pages and self._pages[page].layout != layout:
+      for page, one in held.items():
+        before = self._pages.get(page, one)
+        if before.layout != layout or before.places != one.places:
+          # Readers of the new ticket would get what is offered already.
           raise OptionError(
-            "layout",
-            f"another layout for page {page}, which is offered already",
-            "the layout that it has",
-            "withdraw the other ticket first",
+            f"page {page}",
+            "other memory, or another layout, than it is offered with already",
+            "a number whose page has returned, or the same memory",
+            "take numbers from new_numbers",
           )
+      self._next_number = max(self._next_number, 1 + max(held))
       self._state, (opened,) = protocol.publisher_step(
         self._state, protocol.PublishPages(tuple(held), readers)
       )
@@ -227,6 +238,14 @@ class Publisher:
       pages=opened.pages,
       layout=layout,
     )
+
+  def new_numbers(self, count: int) -> range:
+    """Numbers that no page has had yet, one behind the other."""
+    positive_int("count", count)
+    with self._lock:
+      first = self._next_number
+      self._next_number += count
+    return range(first, first + count)
 
   def renew(self, ticket: Ticket, lease_s: int | float | None = None) -> bool:
     """Lets a lease begin anew; False if the ticket has ended."""

@@ -27,7 +27,9 @@ def answer(at, prompt):
 def move(source, publisher, target, prompt, **more):
   """The prefix of one engine to another; how many tokens came."""
   sent = rj.serve.export_prefix(source, prompt, **more)
-  ticket = publisher.publish(dict(enumerate(sent.pages)), sent.layout)
+  numbers = publisher.new_numbers(len(sent.pages))
+  pages = dict(zip(numbers, sent.pages, strict=True))
+  ticket = publisher.publish(pages, sent.layout)
   pulled = transfer.pull(ticket, publisher.address, KEY)
   assert pulled.reads == 1
   return rj.serve.import_prefix(target, prompt, ticket, pulled, **more)

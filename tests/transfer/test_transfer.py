@@ -510,7 +510,14 @@ def test_pages_that_do_not_fit_their_layout(publisher):
     publisher.publish({0: b"abc"}, LAYOUT)
   with pytest.raises(rj.OptionError, match="1 to"):
     publisher.publish({}, LAYOUT)
-  publisher.publish(make_pages([0]), LAYOUT)
+  pages = make_pages([0])
+  publisher.publish(pages, LAYOUT)
+  publisher.publish(pages, LAYOUT)
+  # Other contents under a number that is still offered would be left unseen.
+  with pytest.raises(rj.OptionError, match="other memory"):
+    publisher.publish(make_pages([0]), LAYOUT)
+  assert list(publisher.new_numbers(2)) == [1, 2]
+  assert list(publisher.new_numbers(1)) == [3]
   other = transfer.PageLayout.of("k", "uint8", (4,), "byte")
-  with pytest.raises(rj.OptionError, match="another layout"):
+  with pytest.raises(rj.OptionError, match="other memory"):
     publisher.publish({0: b"abcd"}, other)
