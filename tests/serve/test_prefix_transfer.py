@@ -35,6 +35,15 @@ def move(source, publisher, target, prompt, **more):
   return rj.serve.import_prefix(target, prompt, ticket, pulled, **more)
 
 
+def line(at, prompt):
+  """The bytes of each array that an engine has of a prompt, by token."""
+  pages = rj.serve.export_prefix(at, prompt).pages
+  return [
+    np.moveaxis(np.concatenate(x, axis=2), 2, 0).view(np.uint8)
+    for x in zip(*pages, strict=True)
+  ]
+
+
 @pytest.mark.parametrize(
   ("family", "devices", "pages", "kind"),
   swept(
@@ -63,6 +72,11 @@ def test_one_engine_reads_and_another_answers(
     want = answer(source, prompt)
     came = move(source, publisher, target, prompt)
     got = answer(target, prompt)
+    # Attention does not see the order of the keys before a query; this does.
+    for mine, theirs in zip(
+      line(source, prompt), line(target, prompt), strict=True
+    ):
+      np.testing.assert_array_equal(mine[:came], theirs[:came])
     assert publisher.offered == 0
   # All pages of the coarser of the two.
   assert came == 101 // max(pages) * max(pages)
