@@ -2,8 +2,8 @@
 
 Importing it computes nothing and starts no backend. The parts that need more
 than JAX (`rj.data`, `rj.infer`, `rj.models`, `rj.serve`, `rj.train`), and
-`rj.plan`, `rj.kv` and `rj.store`, which need less, are imported when they are
-first used.
+`rj.plan`, `rj.kv`, `rj.store` and `rj.transfer`, which need less, are imported
+when they are first used.
 """
 
 import importlib as _importlib
@@ -171,10 +171,21 @@ _PARTS = (
   "serve",
   "store",
   "train",
+  "transfer",
 )
 
 if _TYPE_CHECKING:
-  from ringjax import data, infer, kv, models, plan, serve, store, train
+  from ringjax import (
+    data,
+    infer,
+    kv,
+    models,
+    plan,
+    serve,
+    store,
+    train,
+    transfer,
+  )
 
 
 def __getattr__(name: str) -> _Any:

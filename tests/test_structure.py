@@ -37,7 +37,7 @@ ROWS = (
   ("typing", "errors", "checks", "option_text", "tree", "parallel"),
   ("ops",),
   ("kv",),
-  ("nn", "data", "plan", "store"),
+  ("nn", "data", "plan", "store", "transfer"),
   ("models",),
   ("train", "infer"),
   ("serve",),
@@ -52,7 +52,7 @@ RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
 JAX_ONLY = {"jax", "jaxlib", "jaxtyping", "numpy"}
 JAX_ONLY_ROWS = range(3)
 FRAMEWORKS = {"flax", "optax", "orbax"}
-NO_FRAMEWORK = {"data", "plan", "store", "serve"}
+NO_FRAMEWORK = {"data", "plan", "store", "transfer", "serve"}
 
 COLLECTIVES = {
   "all_gather",

@@ -2,6 +2,11 @@
 
 from ringjax.serve.engine import Engine, EngineCounters
 from ringjax.serve.http import OpenAIApp, app, read_keys
+from ringjax.serve.prefix_transfer import (
+  ExportedPrefix,
+  export_prefix,
+  import_prefix,
+)
 from ringjax.serve.prefix_tree import (
   GroupSpec,
   OutOfPages,
@@ -38,6 +43,7 @@ __all__ = [
   "DoublingSpace",
   "Engine",
   "EngineCounters",
+  "ExportedPrefix",
   "GroupSpec",
   "Handle",
   "OpenAIApp",
@@ -60,6 +66,8 @@ __all__ = [
   "TokenLogprobs",
   "TraceRequest",
   "app",
+  "export_prefix",
+  "import_prefix",
   "measure_cost",
   "poisson_trace",
   "read_keys",

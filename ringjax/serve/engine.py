@@ -649,6 +649,18 @@ class Engine:
       if rows:
         self.counters.cancelled += why == "cancelled"
 
+  @contextlib.contextmanager
+  def between_steps(self) -> Iterator[PagePool]:
+    """The pool, for a block in which the engine takes no step."""
+    with self._asked():
+      self._check_open()
+      yield self._pool
+
+  @property
+  def store_link(self) -> StoreLink | None:
+    """What moves pages to the store and back, or None without one."""
+    return self._link
+
   @property
   def space(self) -> RowSpace | None:
     """Slots of contiguous rows and what is mapped in them; None in pages."""

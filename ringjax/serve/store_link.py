@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ringjax.errors import InputTypeError, OptionError
 from ringjax.kv.page_pool import PagePool
@@ -49,7 +49,10 @@ _WAIT = 0.05
 
 @bounded
 @functools.partial(jax.jit, static_argnums=1)
-def _read_pages(pool: PagePool, group: int, pages: jax.Array) -> Any:
+def read_pages(
+  pool: PagePool, group: int, pages: Int[Array, "R k"]
+) -> tuple[Any, ...]:
+  """See `PagePool.read_pages`, compiled."""
   return pool.read_pages(group, pages)
 
 
@@ -196,7 +199,7 @@ class StoreLink:
         pages = np.zeros((len(shards), _BATCH), np.int32)
         for n, shard in enumerate(batch):
           pages[n, : len(shard)] = [page for page, _ in shard]
-        held = _read_pages(pool, group, pages)
+        held = read_pages(pool, group, pages)
         for x in held:
           x.copy_to_host_async()
         keys = [
@@ -211,6 +214,17 @@ class StoreLink:
     arrays = [np.asarray(x) for x in held]
     for n, key in keys:
       self.store.put(key, b"".join(x[:, n].tobytes() for x in arrays))
+
+  def put(self, group: int, digest: bytes, leaves: list[np.ndarray]) -> None:
+    """Gives the store one page of a group that another engine computed.
+
+    Args:
+      group: of layers.
+      digest: of the prefix that ends with the page.
+      leaves: each array of the page, see `PagePool.page_shapes`.
+    """
+    payload = b"".join(x.tobytes() for x in leaves)
+    self.store.put(self._key(group, digest), payload)
 
   def export_all(self, pool: PagePool) -> None:
     """Copies all blocks of the tree, and waits until the store has them."""

@@ -27,6 +27,7 @@ _LONG = (
   "speculate_longspec",
   "store",
   "strategy",
+  "transfer",
   "train",
 )
 

@@ -1,0 +1,37 @@
+"""Pages of a cache that move between processes: published, and pulled."""
+
+from ringjax.transfer.client import (
+  PulledPages,
+  StaleTicketError,
+  decline,
+  pull,
+  pull_shards,
+)
+from ringjax.transfer.description import PageLayout, PageLeaf, Ticket
+from ringjax.transfer.interleavings import (
+  ProtocolReport,
+  PullScenario,
+  explore,
+  explore_several,
+)
+from ringjax.transfer.server import Publisher, PublisherCounters
+from ringjax.transfer.wire import AuthenticationError, HostileMessageError
+
+__all__ = [
+  "AuthenticationError",
+  "HostileMessageError",
+  "PageLayout",
+  "PageLeaf",
+  "ProtocolReport",
+  "Publisher",
+  "PublisherCounters",
+  "PullScenario",
+  "PulledPages",
+  "StaleTicketError",
+  "Ticket",
+  "decline",
+  "explore",
+  "explore_several",
+  "pull",
+  "pull_shards",
+]

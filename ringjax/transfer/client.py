@@ -1,0 +1,449 @@
+"""The reader: pulls the pages of a ticket, whole or in part.
+
+Guarantees: what is returned are the bytes that were published, all of them,
+or an error by name: `StaleTicketError` (the pages are gone),
+`AuthenticationError`, or `PeerError` (the publisher is silent for `patience_s`
+or has left). Arrays passed as `into` have any contents after an error.
+Cost: one read for each run of pages that are neighbours on both sides (of at
+most 4096 pages), `window` of them asked for at once; COMPLETE behind the last
+byte. Bytes are received where they belong if the place is contiguous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.checks import integer, number, positive_int
+from ringjax.errors import OptionError, PeerError
+from ringjax.transfer import protocol
+from ringjax.transfer.description import PageLeaf, Ranges, Ticket, dtype_of
+from ringjax.transfer.wire import (
+  MOST_RUN,
+  HostileMessageError,
+  PullConnection,
+  checked_key,
+)
+
+PATIENCE_S = 10.0
+Address = tuple[str, int]
+
+
+class StaleTicketError(PeerError):
+  """The pages of a ticket returned, or have other contents by now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PulledPages:
+  """Pages that were pulled.
+
+  Attributes:
+    arrays: by the name of a leaf, [pages, ...] of the part's shape.
+    reads: how many it took.
+    nbytes: that came.
+    completed: whether the publisher said that it knows; if not, the pages
+      return by the lease.
+  """
+
+  arrays: dict[str, np.ndarray]
+  reads: int
+  nbytes: int
+  completed: bool
+
+
+def pull(
+  ticket: Ticket,
+  address: Address,
+  key: bytes,
+  *,
+  want: Ranges | None = None,
+  pages: Sequence[int] | None = None,
+  into: Mapping[str, np.ndarray] | None = None,
+  places: Sequence[int] | None = None,
+  reader: str | None = None,
+  window: int = 2,
+  patience_s: int | float = PATIENCE_S,
+) -> PulledPages:
+  """Pulls pages of a ticket from the process that published it.
+
+  Args:
+    ticket: what `Publisher.publish` returned.
+    address: host and port of the publisher.
+    key: that of the publisher.
+    want: ranges of named axes, in the numbers of the whole array (see
+      `PageLeaf.first`); default: all. Leaves without any of it are left out.
+    pages: which of the ticket's, by their places in it; default: all.
+    into: arrays to fill, by leaf, [any number, ...] of the part's shape;
+      default: new ones with as many rows as pages.
+    places: which row of the arrays each page gets; default: 0, 1, 2, ...
+    reader: a name, the same in a second attempt; default: a random one.
+    window: reads that are asked for at once.
+    patience_s: seconds without a byte after which the publisher is given up.
+
+  Raises:
+    StaleTicketError: the pages are not published any more.
+    AuthenticationError: the publisher has another key.
+    PeerError: the publisher is silent, has left, or sends what it should not.
+    OptionError: an argument does not fit the ticket.
+  """
+  key = checked_key(key)
+  number("patience_s", patience_s, above=0)
+  positive_int("window", window)
+  which = list(range(len(ticket.pages)) if pages is None else pages)
+  for n in which:
+    integer("pages", n, least=0, most=len(ticket.pages) - 1)
+  if not which:
+    raise OptionError("pages", "none", "at least one page", "name some")
+  cuts = [leaf.part(want or {}) for leaf in ticket.layout.leaves]
+  if all(cut is None for cut in cuts):
+    raise OptionError(
+      "want", want, "a part that the pages have", "widen the ranges"
+    )
+  where = list(range(len(which)) if places is None else places)
+  arrays = _arrays(ticket.layout.leaves, cuts, len(which), where, into)
+  keys = [ticket.pages[n] for n in which]
+  runs = [
+    run[n : n + MOST_RUN]
+    for run in protocol.coalesce([page for page, _ in keys], where)
+    for n in range(0, len(run), MOST_RUN)
+  ]
+  name = reader or secrets.token_hex(8)
+  with _Connection(address, key, patience_s) as wire:
+    puller = _Puller(wire, ticket, cuts, arrays, runs, where)
+    reads = [[keys[n] for n in run] for run in runs]
+    state, messages = protocol.start_pull(
+      ticket.incarnation, ticket.number, name, reads, window=window
+    )
+    nbytes, completed = puller.run(state, messages)
+  return PulledPages(arrays, len(runs), nbytes, completed)
+
+
+def decline(
+  ticket: Ticket,
+  address: Address,
+  key: bytes,
+  *,
+  reader: str | None = None,
+  patience_s: int | float = PATIENCE_S,
+) -> None:
+  """Tells the publisher that a reader of a ticket does not want its pages.
+
+  Args:
+    ticket: of which this reader is one.
+    address: of the publisher.
+    key: that of the publisher.
+    reader: its name.
+    patience_s: see `pull`.
+
+  Raises:
+    AuthenticationError, PeerError: see `pull`.
+  """
+  name = reader or secrets.token_hex(8)
+  with _Connection(address, checked_key(key), patience_s) as wire:
+    abort = protocol.AbortRequest(ticket.incarnation, ticket.number, name)
+    wire.tell(abort)
+
+
+def pull_shards(
+  sources: Sequence[tuple[Ticket, Address]],
+  key: bytes,
+  *,
+  want: Ranges | None = None,
+  reader: str | None = None,
+  patience_s: int | float = PATIENCE_S,
+) -> PulledPages:
+  """Pulls one shard out of pages that lie on other shards.
+
+  Args:
+    sources: tickets of as many pages, whose leaves say by `first` which part
+      of the whole array they are; together they have what is wanted, once.
+    key: of all publishers.
+    want: ranges of named axes of the whole array; default: all of it.
+    reader: a name; each source sees it once, also one that has nothing to give.
+    patience_s: see `pull`.
+
+  Returns:
+    The part, with the whole extent of axes that `want` does not name.
+
+  Raises:
+    OptionError: the sources do not have all that is wanted, or have some twice.
+    StaleTicketError, AuthenticationError, PeerError: see `pull`.
+  """
+  if not sources:
+    raise OptionError("sources", "none", "at least one", "name the shards")
+  name = reader or secrets.token_hex(8)
+  count = len(sources[0][0].pages)
+  if any(len(ticket.pages) != count for ticket, _ in sources):
+    raise OptionError(
+      "sources",
+      [len(ticket.pages) for ticket, _ in sources],
+      "as many pages in each ticket",
+      "publish the same tokens on each shard",
+    )
+  whole = _wholes([ticket for ticket, _ in sources], want or {})
+  arrays = {
+    leaf: np.empty((count, *(b - a for a, b in ranges)), dtype_of(dtype))
+    for leaf, (ranges, dtype) in whole.items()
+  }
+  _check_cover([ticket for ticket, _ in sources], whole, want or {})
+  reads = nbytes = 0
+  completed = True
+  for ticket, address in sources:
+    leaves = ticket.layout.leaves
+    if all(leaf.part(want or {}) is None for leaf in leaves):
+      decline(ticket, address, key, reader=name, patience_s=patience_s)
+      continue
+    into = {}
+    for leaf in leaves:
+      cut = leaf.part(want or {})
+      if cut is not None:
+        at = _at(leaf, cut, whole[leaf.name][0])
+        into[leaf.name] = arrays[leaf.name][(slice(None), *at)]
+    got = pull(
+      ticket,
+      address,
+      key,
+      want=want,
+      into=into,
+      reader=name,
+      patience_s=patience_s,
+    )
+    reads, nbytes = reads + got.reads, nbytes + got.nbytes
+    completed &= got.completed
+  return PulledPages(arrays, reads, nbytes, completed)
+
+
+class _Puller:
+  """One pull over one connection."""
+
+  def __init__(
+    self,
+    wire: PullConnection,
+    ticket: Ticket,
+    cuts: list[tuple[slice, ...] | None],
+    arrays: dict[str, np.ndarray],
+    runs: list[range],
+    where: list[int],
+  ):
+    self.wire, self.arrays, self.runs, self.where = wire, arrays, runs, where
+    self.names = [
+      leaf.name
+      for leaf, cut in zip(ticket.layout.leaves, cuts, strict=True)
+      if cut is not None
+    ]
+    self.parts = [
+      None if cut is None else [[c.start, c.stop] for c in cut] for cut in cuts
+    ]
+
+  def run(
+    self,
+    state: protocol.PullState,
+    messages: tuple[protocol.SendMessage, ...],
+  ) -> tuple[int, bool]:
+    """Bytes that came, and whether COMPLETE was answered."""
+    nbytes = 0
+    try:
+      self._tell(messages)
+      while state.phase in ("reads", "completes"):
+        heard = self.wire.hear()
+        if heard is None:
+          raise PeerError(f"{self.wire.name} closed the connection")
+        message, beside = heard
+        if isinstance(message, protocol.ReadReply):
+          nbytes += self._receive(state, message, beside.get("bytes"))
+        elif not isinstance(
+          message, protocol.ReadRefused | protocol.CompleteReply
+        ):
+          raise HostileMessageError(f"{self.wire.name} sent a request")
+        state, messages = protocol.pull_step(state, message)
+        self._tell(messages)
+    except PeerError:
+      # With all pages here only the lease is left to end the ticket.
+      if not state.accepted:
+        raise
+    if state.phase == "failed":
+      raise StaleTicketError(
+        f"{self.wire.name}: {state.why}; the ticket has ended, ask for a new "
+        "one"
+      )
+    return nbytes, state.phase == "done"
+
+  def _tell(self, messages: tuple[protocol.SendMessage, ...]) -> None:
+    for action in messages:
+      beside: dict[str, Any] = {}
+      if isinstance(action.message, protocol.ReadRequest):
+        beside["parts"] = self.parts
+      self.wire.tell(action.message, **beside)
+
+  def _receive(
+    self, state: protocol.PullState, reply: protocol.ReadReply, size: Any
+  ) -> int:
+    """The bytes of a read, into their rows."""
+    expected = reply.number < state.asked and reply.number not in state.came
+    if not expected or reply.pages != state.reads[reply.number]:
+      raise HostileMessageError(f"{self.wire.name} sent pages unasked")
+    run = self.runs[reply.number]
+    first = self.where[run.start]
+    rows = [self.arrays[x][first : first + len(run)] for x in self.names]
+    wanted = sum(x.nbytes for x in rows)
+    if size != wanted:
+      raise HostileMessageError(
+        f"{self.wire.name} announced {str(size)[:40]} bytes of pages in place "
+        f"of {wanted}"
+      )
+    for row in rows:
+      direct = row if row.flags.c_contiguous else np.empty_like(row, order="C")
+      self.wire.receive(direct.reshape(-1).view(np.uint8).data)
+      if direct is not row:
+        row[...] = direct
+    return wanted
+
+
+class _Connection:
+  """A greeted connection, for a `with`."""
+
+  def __init__(self, address: Address, key: bytes, patience_s: int | float):
+    host, port = address
+    self._name = f"publisher {host}:{port}"
+    try:
+      link = socket.create_connection(address, patience_s)
+    except OSError as error:
+      raise PeerError(f"{self._name} cannot be reached: {error}") from None
+    self._wire, self._key = PullConnection(link, patience_s, self._name), key
+
+  def __enter__(self) -> PullConnection:
+    try:
+      self._wire.greet_publisher(self._key)
+    except BaseException:
+      self._wire.close()
+      raise
+    return self._wire
+
+  def __exit__(self, *_: object) -> None:
+    self._wire.close()
+
+
+def _arrays(
+  leaves: Sequence[PageLeaf],
+  cuts: list[tuple[slice, ...] | None],
+  count: int,
+  where: list[int],
+  into: Mapping[str, np.ndarray] | None,
+) -> dict[str, np.ndarray]:
+  """The arrays to fill, one for each leaf of which something is wanted."""
+  if len(where) != count or len(set(where)) != count or min(where) < 0:
+    raise OptionError(
+      "places", where, f"{count} different rows", "name a row for each page"
+    )
+  found = {}
+  for leaf, cut in zip(leaves, cuts, strict=True):
+    if cut is None:
+      continue
+    shape = tuple(c.stop - c.start for c in cut)
+    dtype = dtype_of(leaf.dtype)
+    if into is None:
+      found[leaf.name] = np.empty((max(where) + 1, *shape), dtype)
+      continue
+    array = into.get(leaf.name)
+    fits = (
+      array is not None
+      and array.dtype == dtype
+      and array.shape[1:] == shape
+      and array.shape[0] > max(where)
+      and array.flags.writeable
+    )
+    if array is None or not fits:
+      raise OptionError(
+        f"into[{leaf.name!r}]",
+        "nothing" if array is None else f"{array.dtype}{array.shape}",
+        f"a writable {dtype} array [above {max(where)}, {shape}]",
+        "leave into out, or make it so",
+      )
+    found[leaf.name] = array
+  return found
+
+
+def _wholes(
+  tickets: Sequence[Ticket], want: Ranges
+) -> dict[str, tuple[list[tuple[int, int]], str]]:
+  """Of each leaf: the wanted range of each axis, and its dtype."""
+  found: dict[str, tuple[list[tuple[int, int]], str]] = {}
+  known: dict[str, PageLeaf] = {}
+  for ticket in tickets:
+    for leaf in ticket.layout.leaves:
+      same = known.setdefault(leaf.name, leaf)
+      if (same.dtype, same.axes, same.codec) != (
+        leaf.dtype,
+        leaf.axes,
+        leaf.codec,
+      ):
+        raise OptionError(
+          f"leaf {leaf.name}",
+          f"{leaf.dtype}, {leaf.axes}, {leaf.codec!r} beside {same.dtype}, "
+          f"{same.axes}, {same.codec!r}",
+          "one dtype, codec and names of axes",
+          "publish the shards alike",
+        )
+      ends = [(a, a + n) for a, n in zip(leaf.first, leaf.shape, strict=True)]
+      before = found.get(leaf.name, (ends, ""))[0]
+      joined = [
+        (min(a, c), max(b, d))
+        for (a, b), (c, d) in zip(before, ends, strict=True)
+      ]
+      found[leaf.name] = joined, leaf.dtype
+  return {
+    name: (
+      [
+        want.get(axis, whole)
+        for axis, whole in zip(known[name].axes, ranges, strict=True)
+      ],
+      dtype,
+    )
+    for name, (ranges, dtype) in found.items()
+  }
+
+
+def _at(
+  leaf: PageLeaf, cut: tuple[slice, ...], ranges: list[tuple[int, int]]
+) -> tuple[slice, ...]:
+  """Where a leaf's part lies in the wanted part of the whole."""
+  return tuple(
+    slice(first + c.start - a, first + c.stop - a)
+    for first, c, (a, _) in zip(leaf.first, cut, ranges, strict=True)
+  )
+
+
+def _meet(a: tuple[slice, ...], b: tuple[slice, ...]) -> bool:
+  return all(
+    x.start < y.stop and y.start < x.stop for x, y in zip(a, b, strict=True)
+  )
+
+
+def _check_cover(
+  tickets: Sequence[Ticket],
+  whole: dict[str, tuple[list[tuple[int, int]], str]],
+  want: Ranges,
+) -> None:
+  """Raises unless each wanted number comes from one source."""
+  for name, (ranges, _) in whole.items():
+    boxes = []
+    for ticket in tickets:
+      for leaf in ticket.layout.leaves:
+        cut = leaf.part(want) if leaf.name == name else None
+        if cut is not None:
+          boxes.append(_at(leaf, cut, ranges))
+    size = sum(int(np.prod([c.stop - c.start for c in b])) for b in boxes)
+    twice = any(_meet(a, b) for a, b in itertools.combinations(boxes, 2))
+    if twice or size != int(np.prod([b - a for a, b in ranges])):
+      raise OptionError(
+        f"leaf {name}",
+        "parts that overlap" if twice else "parts with gaps",
+        f"each number of {ranges} from one source",
+        "name each shard once",
+      )

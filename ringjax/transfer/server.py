@@ -1,0 +1,591 @@
+"""The publisher: a process that offers pages of its memory to readers.
+
+Guarantees: what `protocol.py` does, for the memory of a process: pages go to
+readers that have the key, with the contents that they had at publication; the
+callback of a page is called once, when no reader can get it any more, at the
+latest a lease and a patience after publication. Readers may come and go at any
+time; what one of them does, or does not do, ends its own connection only.
+Cost: a thread for each connection and one for the leases. Whole pages are sent
+from where they are; a part of a page whose bytes are apart is copied first.
+Memory: the copied parts of one read on each connection.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import secrets
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringjax.checks import integer, number, positive_int
+from ringjax.errors import OptionError, PeerError
+from ringjax.transfer import protocol
+from ringjax.transfer.description import (
+  MOST_PAGES,
+  PageLayout,
+  PageLeaf,
+  Ticket,
+)
+from ringjax.transfer.wire import (
+  AuthenticationError,
+  HostileMessageError,
+  PullConnection,
+  checked_key,
+)
+
+Buffer = bytes | bytearray | memoryview | np.ndarray
+Released = Callable[[tuple[int, ...]], object]
+LEASE_S, PATIENCE_S = 30.0, 10.0
+# How often leases are looked at, at least.
+_LOOK_S = 0.25
+# The patience with those that have not shown that they have the key.
+_GREETING_S = 5.0
+
+
+@dataclasses.dataclass
+class PublisherCounters:
+  """What a publisher has done.
+
+  Attributes:
+    tickets: published.
+    reads: that were sent to their last byte.
+    read_bytes: of pages, sent.
+    copied_bytes: of these, copied before because they were apart.
+    refused: reads of pages that are not offered any more.
+    broken: reads that did not come to their end.
+    expired: tickets whose lease ended.
+    released: pages that returned.
+    strangers: connections without the key, or with messages that are none.
+    turned_away: connections beyond the most.
+  """
+
+  tickets: int = 0
+  reads: int = 0
+  read_bytes: int = 0
+  copied_bytes: int = 0
+  refused: int = 0
+  broken: int = 0
+  expired: int = 0
+  released: int = 0
+  strangers: int = 0
+  turned_away: int = 0
+
+
+@dataclasses.dataclass
+class _HeldPage:
+  """The bytes of a page, leaf by leaf, and whom to give it back to."""
+
+  leaves: tuple[memoryview, ...]
+  layout: PageLayout
+  released: Released | None
+
+  @property
+  def places(self) -> list[tuple[int, int]]:
+    """Address and size of each leaf."""
+    arrays = [np.frombuffer(view, np.uint8) for view in self.leaves]
+    return [(x.ctypes.data, x.size) for x in arrays]
+
+
+class Publisher:
+  """Offers pages to readers that pull them.
+
+  Attributes:
+    address: host and port under which readers find it.
+    counters: what it has done.
+  """
+
+  def __init__(
+    self,
+    key: bytes,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    lease_s: int | float = LEASE_S,
+    patience_s: int | float = PATIENCE_S,
+    connections: int = 64,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Listens for readers at once.
+
+    Args:
+      key: what readers have to have too, at least 16 bytes.
+      host: of the interface to listen on; the default is this machine's own.
+      port: 0 takes one that is free.
+      lease_s: seconds from publication after which no read begins.
+      patience_s: seconds without a byte after which a reader is given up, and
+        beyond a lease after which a read is cut off.
+      connections: the most at once.
+      clock: seconds that never go back.
+
+    Raises:
+      OptionError: the key is too short, or a number is out of its range.
+    """
+    self._key = checked_key(key)
+    self._lease_s = number("lease_s", lease_s, above=0)
+    self._patience_s = number("patience_s", patience_s, above=0)
+    self._most = positive_int("connections", connections)
+    integer("port", port, least=0, most=65535)
+    self.counters = PublisherCounters()
+    self._clock = clock
+    self._state = protocol.start_publisher(secrets.randbits(62))
+    self._lock = threading.Condition()
+    self._pages: dict[int, _HeldPage] = {}
+    self._deadlines: dict[int, float] = {}
+    self._wires: dict[int, PullConnection] = {}
+    self._next_number = 0
+    self._closed = False
+    self._server = socket.create_server((host, port), backlog=128)
+    self.address: tuple[str, int] = (host, self._server.getsockname()[1])
+    for work in (self._accept, self._watch):
+      threading.Thread(
+        target=work, name=f"ringjax publisher {work.__name__}", daemon=True
+      ).start()
+
+  def __enter__(self) -> Publisher:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  # -------------------------------------------------------------------------
+  # The owner's side
+  # -------------------------------------------------------------------------
+
+  def publish(
+    self,
+    pages: Mapping[int, Buffer | Sequence[Buffer]],
+    layout: PageLayout,
+    *,
+    readers: int = 1,
+    lease_s: int | float | None = None,
+    released: Released | None = None,
+  ) -> Ticket:
+    """Offers pages; their bytes must stay as they are until they return.
+
+    Args:
+      pages: by number, in the order of the sequence: the bytes of a page, or
+        of each of its leaves. A page may be in several tickets, with the same
+        memory; it returns when all of them have ended.
+      layout: what the bytes mean.
+      readers: how many complete or abort, each under a name of its own,
+        before the pages return.
+      lease_s: in place of the publisher's.
+      released: called with the pages that return, once for each page, from
+        another thread; of a page in several tickets that of the latest.
+
+    Returns:
+      What readers need, for any way to them.
+
+    Raises:
+      OptionError: a page has another size, or is offered already with other
+        memory or another layout.
+      PeerError: the publisher is closed.
+    """
+    positive_int("readers", readers)
+    lease = self._lease_s if lease_s is None else lease_s
+    lease = number("lease_s", lease, above=0)
+    if not 1 <= len(pages) <= MOST_PAGES:
+      raise OptionError(
+        "pages", len(pages), f"1 to {MOST_PAGES} pages", "publish some"
+      )
+    for page in pages:
+      integer("page", page, least=0, most=(1 << 48) - 1)
+    held = {
+      page: _HeldPage(_leaves(page, data, layout), layout, released)
+      for page, data in pages.items()
+    }
+    with self._lock:
+      if self._closed:
+        raise PeerError("the publisher is closed")
+      for page, one in held.items():
+        before = self._pages.get(page, one)
+        if before.layout != layout or before.places != one.places:
+          # Readers of the new ticket would get what is offered already.
+          raise OptionError(
+            f"page {page}",
+            "other memory, or another layout, than it is offered with already",
+            "a number whose page has returned, or the same memory",
+            "take numbers from new_numbers",
+          )
+      self._next_number = max(self._next_number, 1 + max(held))
+      self._state, (opened,) = protocol.publisher_step(
+        self._state, protocol.PublishPages(tuple(held), readers)
+      )
+      assert isinstance(opened, protocol.TicketOpened)
+      for page, one in held.items():
+        if page in self._pages:
+          self._pages[page].released = released
+        else:
+          self._pages[page] = one
+      self._deadlines[opened.ticket] = self._clock() + lease
+      self.counters.tickets += 1
+      self._lock.notify_all()
+    return Ticket(
+      incarnation=self._state.incarnation,
+      number=opened.ticket,
+      readers=readers,
+      lease_s=lease,
+      pages=opened.pages,
+      layout=layout,
+    )
+
+  def new_numbers(self, count: int) -> range:
+    """Numbers that no page has had yet, one behind the other."""
+    positive_int("count", count)
+    with self._lock:
+      first = self._next_number
+      self._next_number += count
+    return range(first, first + count)
+
+  def renew(self, ticket: Ticket, lease_s: int | float | None = None) -> bool:
+    """Lets a lease begin anew; False if the ticket has ended."""
+    lease = self._lease_s if lease_s is None else lease_s
+    lease = number("lease_s", lease, above=0)
+    with self._lock:
+      if ticket.number not in self._deadlines:
+        return False
+      self._deadlines[ticket.number] = self._clock() + lease
+      return True
+
+  def withdraw(self, ticket: Ticket) -> None:
+    """Ends a ticket; its pages return once they are not being read."""
+    if ticket.incarnation == self._state.incarnation:
+      self._step(protocol.WithdrawTicket(ticket.number))
+
+  def expire(self) -> None:
+    """Ends tickets whose lease is over; a thread does so by itself too."""
+    with self._lock:
+      now = self._clock()
+      over = [t for t, end in self._deadlines.items() if end <= now]
+      self.counters.expired += len(over)
+      for ticket in over:
+        del self._deadlines[ticket]
+    for ticket in over:
+      self._step(protocol.LeaseExpired(ticket))
+
+  @property
+  def offered(self) -> int:
+    """Pages that have not returned."""
+    with self._lock:
+      return len(self._pages)
+
+  def close(self) -> None:
+    """Withdraws all tickets and ends all connections; all pages return."""
+    with self._lock:
+      if self._closed:
+        return
+      self._closed = True
+      self._lock.notify_all()
+    _shut(self._server)
+    for ticket in self._state.tickets:
+      self._step(protocol.WithdrawTicket(ticket.number))
+    self._wait(lambda: not self._state.reads)
+    with self._lock:
+      wires = list(self._wires.values())
+    for wire in wires:
+      wire.close()
+    self._wait(lambda: not self._state.reads and not self._wires)
+
+  def _wait(self, until: Callable[[], bool]) -> None:
+    with self._lock:
+      self._lock.wait_for(until, self._patience_s)
+
+  # -------------------------------------------------------------------------
+  # Steps of the protocol
+  # -------------------------------------------------------------------------
+
+  def _step(
+    self, event: protocol.PublisherEvent
+  ) -> tuple[protocol.PublisherAction, ...]:
+    """Takes a step; gives pages back, and returns what is to be sent."""
+    back: dict[int, tuple[Released, list[int]]] = {}
+    with self._lock:
+      self._state, actions = protocol.publisher_step(self._state, event)
+      open_now = {t.number for t in self._state.tickets}
+      for ticket in set(self._deadlines) - open_now:
+        del self._deadlines[ticket]
+      for action in actions:
+        if isinstance(action, protocol.ReleasePages):
+          self.counters.released += len(action.pages)
+          for page in action.pages:
+            call = self._pages.pop(page).released
+            if call is not None:
+              back.setdefault(id(call), (call, []))[1].append(page)
+      self._lock.notify_all()
+    for call, pages in back.values():
+      try:
+        call(tuple(pages))
+      except Exception as error:
+        # What an owner's callback does wrong must not stop other readers.
+        warnings.warn(
+          f"released{tuple(pages)} raised {error!r}",
+          RuntimeWarning,
+          stacklevel=2,
+        )
+    return actions
+
+  def _watch(self) -> None:
+    """Ends leases in time."""
+    while True:
+      with self._lock:
+        ends = list(self._deadlines.values())
+        left = min(ends, default=self._clock() + _LOOK_S) - self._clock()
+        self._lock.wait(min(max(left, 0.001), _LOOK_S))
+        if self._closed:
+          return
+      self.expire()
+
+  # -------------------------------------------------------------------------
+  # Connections
+  # -------------------------------------------------------------------------
+
+  def _accept(self) -> None:
+    count = 0
+    while True:
+      try:
+        link, address = self._server.accept()
+      except OSError:
+        if self._closed:
+          return
+        time.sleep(0.05)  # Out of file descriptors, for example.
+        continue
+      count += 1
+      wire = PullConnection(
+        link, self._patience_s, f"reader {address[0]}:{address[1]}"
+      )
+      with self._lock:
+        full = self._closed or len(self._wires) >= self._most
+        if full:
+          self.counters.turned_away += 1
+        else:
+          self._wires[count] = wire
+      if full:
+        wire.close()
+        continue
+      threading.Thread(
+        target=self._serve,
+        args=(count, wire),
+        name=f"ringjax publisher of {wire.name}",
+        daemon=True,
+      ).start()
+
+  def _serve(self, connection: int, wire: PullConnection) -> None:
+    """Answers one reader until it leaves."""
+    try:
+      # Strangers hold a connection for a short time only.
+      wire.link.settimeout(min(_GREETING_S, self._patience_s))
+      wire.greet_reader(self._key)
+      wire.link.settimeout(self._patience_s)
+      while (heard := wire.hear()) is not None:
+        self._answer(connection, wire, *heard)
+    except (AuthenticationError, HostileMessageError):
+      with self._lock:
+        self.counters.strangers += 1
+    except PeerError:
+      pass  # Its tickets end by their leases.
+    finally:
+      wire.close()
+      with self._lock:
+        del self._wires[connection]
+        self._lock.notify_all()
+
+  def _answer(
+    self,
+    connection: int,
+    wire: PullConnection,
+    message: protocol.Message,
+    beside: dict[str, Any],
+  ) -> None:
+    if isinstance(message, protocol.ReadRequest):
+      parts = beside.get("parts")
+      self._read(connection, wire, message, parts)
+    elif isinstance(message, protocol.CompleteRequest | protocol.AbortRequest):
+      for action in self._step(message):
+        if isinstance(action, protocol.SendMessage):
+          wire.tell(action.message)
+    else:
+      raise HostileMessageError(f"{wire.name} sent what publishers send")
+
+  def _read(
+    self,
+    connection: int,
+    wire: PullConnection,
+    message: protocol.ReadRequest,
+    parts: Any,
+  ) -> None:
+    """Sends the pages of a read, or why they do not come."""
+    # Two readers of one name are two readers of bytes.
+    request = dataclasses.replace(
+      message, reader=f"{connection}:{message.reader}"
+    )
+    for action in self._step(request):
+      if isinstance(action, protocol.StartRead):
+        sent = False
+        try:
+          self._send_pages(wire, message, parts)
+          sent = True
+        finally:
+          with self._lock:
+            self.counters.reads += sent
+            self.counters.broken += not sent
+          self._step(protocol.ReadEnded(request))
+      elif isinstance(action, protocol.SendMessage):
+        with self._lock:
+          self.counters.refused += 1
+        assert isinstance(action.message, protocol.ReadRefused)
+        wire.tell(dataclasses.replace(action.message, reader=message.reader))
+
+  def _send_pages(
+    self, wire: PullConnection, message: protocol.ReadRequest, parts: Any
+  ) -> None:
+    numbers = [page for page, _ in message.pages]
+    with self._lock:
+      pages = [self._pages[page] for page in numbers]
+      deadline = self._deadline(numbers)
+    layout = pages[0].layout
+    if any(page.layout != layout for page in pages):
+      raise HostileMessageError(f"{wire.name} reads two layouts at once")
+    slices = _slices(wire.name, layout, parts)
+    many = [
+      (leaf, n, cut)
+      for n, (leaf, cut) in enumerate(zip(layout.leaves, slices, strict=True))
+      if cut is not None
+    ]
+    size = len(pages) * sum(_part_bytes(leaf, cut) for leaf, _, cut in many)
+    reply = protocol.ReadReply(
+      message.incarnation, message.reader, message.number, message.pages
+    )
+    wire.tell(reply, bytes=size)
+    until = lambda: (
+      max(deadline, self._deadline(numbers))
+      + (self._patience_s - self._clock())
+    )
+    for leaf, n, cut in many:
+      views, copied = _cut([page.leaves[n] for page in pages], leaf, cut)
+      wire.send(views, until)
+      nbytes = sum(map(len, views))
+      with self._lock:
+        self.counters.read_bytes += nbytes
+        self.counters.copied_bytes += nbytes * copied
+
+  def _deadline(self, pages: list[int]) -> float:
+    """When the lease of a read's pages ends, as far as they have one."""
+    first = pages[0]
+    return max(
+      (
+        self._deadlines.get(t.number, self._clock())
+        for t in self._state.tickets
+        if first in t.generations
+      ),
+      default=-float("inf"),
+    )
+
+
+def _shut(server: socket.socket) -> None:
+  """Closes a socket that a thread accepts from, and wakes the thread."""
+  with contextlib.suppress(OSError):
+    server.shutdown(socket.SHUT_RDWR)
+  server.close()
+
+
+def _leaves(
+  page: int, data: Buffer | Sequence[Buffer], layout: PageLayout
+) -> tuple[memoryview, ...]:
+  """The bytes of each leaf of a page, where they are."""
+  whole = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
+  parts: list[Any] = [data] if whole else list(data)
+  views = [_view(page, x) for x in parts]
+  sizes = [leaf.nbytes for leaf in layout.leaves]
+  if whole and len(views[0]) == sum(sizes):
+    ends = np.cumsum([0, *sizes]).tolist()
+    return tuple(views[0][a:b] for a, b in itertools.pairwise(ends))
+  if [len(view) for view in views] != sizes:
+    raise OptionError(
+      f"page {page}",
+      f"{[len(view) for view in views]} bytes",
+      f"{sizes} bytes, or {sum(sizes)} in one piece",
+      "pass the leaves of the layout, in its order",
+    )
+  return tuple(views)
+
+
+def _view(page: int, data: Any) -> memoryview:
+  if isinstance(data, np.ndarray):
+    if not data.flags.c_contiguous:
+      raise OptionError(
+        f"page {page}",
+        "an array whose elements are apart",
+        "contiguous bytes",
+        "pass np.ascontiguousarray(page)",
+      )
+    # Dtypes of ml_dtypes have no buffers of their own.
+    data = data.reshape(-1).view(np.uint8)
+  view = memoryview(data)
+  if not view.c_contiguous:
+    raise OptionError(
+      f"page {page}",
+      "memory with gaps",
+      "contiguous bytes",
+      "pass a copy",
+    )
+  return view.cast("B")
+
+
+def _slices(
+  name: str, layout: PageLayout, parts: Any
+) -> list[tuple[slice, ...] | None]:
+  """The part of each leaf that a reader asks for; None: nothing of it."""
+  if parts is None:
+    return [tuple(slice(0, n) for n in leaf.shape) for leaf in layout.leaves]
+  if not isinstance(parts, list) or len(parts) != len(layout.leaves):
+    raise HostileMessageError(f"{name} wants parts of other leaves")
+  found: list[tuple[slice, ...] | None] = []
+  for leaf, part in zip(layout.leaves, parts, strict=True):
+    if part is None:
+      found.append(None)
+      continue
+    if not isinstance(part, list) or len(part) != len(leaf.shape):
+      raise HostileMessageError(f"{name} wants a part with other axes")
+    cut = []
+    for size, pair in zip(leaf.shape, part, strict=True):
+      fits = isinstance(pair, list) and len(pair) == 2
+      fits = fits and all(type(x) is int for x in pair)
+      if not fits or not 0 <= pair[0] < pair[1] <= size:
+        raise HostileMessageError(f"{name} wants a part that is not there")
+      cut.append(slice(*pair))
+    found.append(tuple(cut))
+  if all(cut is None for cut in found):
+    raise HostileMessageError(f"{name} wants nothing of its pages")
+  return found
+
+
+def _part_bytes(leaf: PageLeaf, cut: tuple[slice, ...]) -> int:
+  count = functools.reduce(lambda n, c: n * (c.stop - c.start), cut, 1)
+  return count * (leaf.nbytes // int(np.prod(leaf.shape, dtype=np.int64)))
+
+
+def _cut(
+  pages: list[memoryview], leaf: PageLeaf, cut: tuple[slice, ...]
+) -> tuple[list[memoryview], bool]:
+  """The bytes of a part of each page, and whether they were copied."""
+  if _part_bytes(leaf, cut) == leaf.nbytes:
+    return pages, False
+  item = _part_bytes(leaf, tuple(slice(0, 1) for _ in cut))
+  found, copied = collections.deque[memoryview](), False
+  for page in pages:
+    array = np.frombuffer(page, np.dtype((np.void, item)))
+    part = array.reshape(leaf.shape)[cut]
+    copied |= not part.flags.c_contiguous
+    flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    found.append(flat.data)
+  return list(found), copied
