@@ -54,9 +54,9 @@ from ringjax.infer.sampling import PARAMETERS, from_names
 from ringjax.infer.stopping import Watch
 from ringjax.kv import KINDS, kind_text
 from ringjax.models import tiny
+from ringjax.models.coded_weights import BITS
 from ringjax.models.hf import tensors
 from ringjax.models.transformer import Transformer
-from ringjax.nn.coded import BITS
 from ringjax.ops.attention.wire_format import DTYPES
 from ringjax.plan.choice import KEEPS
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
@@ -32,11 +32,12 @@ from ringjax.errors import (
   ShapeError,
 )
 from ringjax.models import calibration as files
+from ringjax.models.coded_weights import rounded
 from ringjax.models.linear_maps import replaced, rounded_maps
 from ringjax.models.transformer import Transformer
 from ringjax.nn.integer import IntegerLinear, NotedLinear
 from ringjax.nn.linear import Linear
-from ringjax.ops.integer_product import LARGEST, REACH, codes_of
+from ringjax.ops.integer_product import LARGEST, REACH
 
 FILE = "activation_ranges.safetensors"
 SCALES = ("channel", "tensor")
@@ -230,7 +231,7 @@ def integer_model(
       [shadow > 0 and (path, n) not in pruned for n in range(_layers(linear))]
     )
     scale = unit(np.where(active, tight[path], largest[path] / LARGEST))
-    codes, of_outputs = _rounded(
+    codes, of_outputs = rounded(
       linear.weight.get_value(), linear.contracted, scales == "channel"
     )
     changed[path] = IntegerLinear(
@@ -242,21 +243,6 @@ def integer_model(
       shadow=shadow if active.any() else 0,
     )
   return replaced(model, changed)
-
-
-@jax.jit(static_argnums=(1, 2))
-def _rounded(
-  weight: Float[Array, " *shape"], contracted: int, channels: bool
-) -> tuple[jax.Array, jax.Array]:
-  """int8 of a weight's shape, and float32 [L, *out]."""
-  inner = math.prod(weight.shape[1 : 1 + contracted])
-  out = weight.shape[1 + contracted :]
-
-  def one(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    codes, scales = codes_of(layer.reshape(inner, -1), channels=channels)
-    return codes.reshape(layer.shape), scales.reshape(out)
-
-  return jax.lax.map(one, weight)
 
 
 def _layers(linear: Linear) -> int:

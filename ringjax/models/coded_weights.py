@@ -1,9 +1,10 @@
 """Models whose linear maps stay codes of 8 or 4 bits on the devices.
 
-Cost: every weight is rounded once; a call reads codes in place of floats.
-Memory: 1 or 1/2 byte a weight of a map, and 8 bytes for each group. Embedding,
-head, norms, routers, the experts of mixtures and the map that latent attention
-absorbs into its queries stay as they are.
+Cost: every weight is rounded once; see `nn.coded` for a call.
+Memory: 8 bits: a byte a weight of a map, and 4 for each output. 4 bits: half a
+byte, and 8 for each group. Embedding, head, norms, routers, the experts of
+mixtures and the map that latent attention absorbs into its queries stay as they
+are.
 Ref: Sheng et al. 2023, FlexGen, arXiv 2303.06865.
 """
 
@@ -12,17 +13,23 @@ from __future__ import annotations
 import math
 
 import jax
+from flax import nnx
 from jaxtyping import Array, Float
 
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import OptionError
 from ringjax.models.linear_maps import replaced, rounded_maps
 from ringjax.models.transformer import Transformer
-from ringjax.nn.coded import BITS, CodedLinear, encoded
+from ringjax.nn.coded import Coded4Linear, Coded8Linear, nibbles
+from ringjax.nn.linear import Linear
+from ringjax.ops.integer_product import codes_of
+
+BITS = (8, 4)
+GROUP = 64
 
 
 def with_coded_weights(
-  model: Transformer, *, bits: int = 8, group: int = 64
+  model: Transformer, *, bits: int = 8, group: int | None = None
 ) -> Transformer:
   """The model with codes in place of the weights of its linear maps.
 
@@ -31,37 +38,69 @@ def with_coded_weights(
 
   Args:
     model: the model, of floats.
-    bits: of a code, 8 or 4.
-    group: weights of an output that share a least and a largest number; even.
+    bits: of a code. 8: whole numbers of a step for each output. 4: from the
+      least to the largest number of a group.
+    group: weights of an output that share these, for 4 bits; even; default 64.
 
   Raises:
     OptionError: an argument out of range, or a model that has codes already.
   """
   one_of("bits", bits, BITS)
-  positive_int("group", group)
+  if group is not None and bits == 8:
+    raise OptionError(
+      "group", group, "none, for 8 bits", "leave it out, or pass bits=4"
+    )
+  group = positive_int("group", GROUP if group is None else group)
   if group % 2:
     raise OptionError("group", group, "an even number", "pass group=64")
-  changed = {}
-  for path, linear in rounded_maps(model, "codes of weights").items():
-    weight = linear.weight.get_value()
-    n = linear.contracted
-    codes, step, least = _encoded(weight, n, bits, group)
-    changed[path] = CodedLinear(
-      linear, codes, step, least, bits=bits, inputs=weight.shape[1 : 1 + n]
-    )
-  return replaced(model, changed)
+  maps = rounded_maps(model, "codes of weights")
+  return replaced(
+    model,
+    {
+      path: _coded8(linear) if bits == 8 else _coded4(linear, group)
+      for path, linear in maps.items()
+    },
+  )
 
 
-@jax.jit(static_argnums=(1, 2, 3))
-def _encoded(
-  weight: Float[Array, " *shape"], contracted: int, bits: int, group: int
+def _coded8(linear: Linear) -> nnx.Module:
+  weight = linear.weight.get_value()
+  return Coded8Linear(linear, *rounded(weight, linear.contracted, True))
+
+
+def _coded4(linear: Linear, group: int) -> nnx.Module:
+  weight, n = linear.weight.get_value(), linear.contracted
+  codes, step, least = _nibbles(weight, n, group)
+  return Coded4Linear(
+    linear, codes, step, least, inputs=weight.shape[1 : 1 + n]
+  )
+
+
+@jax.jit(static_argnums=(1, 2))
+def rounded(
+  weight: Float[Array, " *shape"], contracted: int, channels: bool
+) -> tuple[jax.Array, jax.Array]:
+  """int8 of a weight's shape, and steps, float32 [L, *out]; see `codes_of`."""
+  inner = math.prod(weight.shape[1 : 1 + contracted])
+  out = weight.shape[1 + contracted :]
+
+  def one(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, scales = codes_of(layer.reshape(inner, -1), channels=channels)
+    return codes.reshape(layer.shape), scales.reshape(out)
+
+  return jax.lax.map(one, weight)
+
+
+@jax.jit(static_argnums=(1, 2))
+def _nibbles(
+  weight: Float[Array, " *shape"], contracted: int, group: int
 ) -> tuple[jax.Array, ...]:
-  """Codes, steps and least numbers of each layer, [L, n, *out]."""
+  """Codes [L, G, half, *out], steps and least numbers [L, G, *out]."""
   inner = math.prod(weight.shape[1 : 1 + contracted])
   out = weight.shape[1 + contracted :]
 
   def one(layer: jax.Array) -> tuple[jax.Array, ...]:
-    parts = encoded(layer.reshape(inner, -1), bits, group)
-    return tuple(x.reshape(x.shape[0], *out) for x in parts)
+    parts = nibbles(layer.reshape(inner, -1), group)
+    return tuple(x.reshape(*x.shape[:-1], *out) for x in parts)
 
   return jax.lax.map(one, weight)

@@ -48,10 +48,17 @@ def linear_product(
   weight: Float[Array, ...],
   contracted: int,
   bias: Float[Array, ...] | None = None,
+  *,
+  wide: bool = False,
 ) -> Float[Array, ...]:
-  """y[..., out] = x[..., in] . weight[in, out] + bias[out], of x's dtype.
+  """y[..., out] = x[..., in] . weight[in, out] + bias[out].
 
-  `contracted` is the number of axes in `in`.
+  Args:
+    x: of the weight's dtype.
+    weight: the same.
+    contracted: the number of axes in `in`.
+    bias: [*out].
+    wide: y is float32; else it is of x's dtype.
   """
   n, lead = contracted, x.ndim - contracted
   # Of a single column XLA's CPU compiler makes a product with a vector, whose
@@ -65,7 +72,7 @@ def linear_product(
       x,
       weight,
       ((tuple(range(lead, x.ndim)), tuple(range(n))), ((), ())),
-      preferred_element_type=x.dtype,
+      preferred_element_type=jnp.float32 if wide else x.dtype,
     )
 
   y = _rows(dot, x, n)

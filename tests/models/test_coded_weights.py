@@ -10,30 +10,56 @@ import pytest
 import ringjax as rj
 from ringjax.errors import OptionError
 from ringjax.models import tiny
-from ringjax.nn.coded import decoded, encoded
+from ringjax.nn.coded import nibbles, of_nibbles
 from tests import checkpoints
 from tests.helpers import refused
 
 
-@pytest.mark.parametrize(("bits", "group", "inner"), [(8, 64, 100), (4, 6, 31)])
-def test_codes_are_the_nearest(bits, group, inner):
+@pytest.mark.parametrize(("group", "inner"), [(64, 100), (6, 31)])
+def test_codes_are_the_nearest(group, inner):
   weight = np.random.default_rng(0).normal(size=(inner, 7)).astype(np.float32)
   weight[3:40] += 5
-  codes, step, least = encoded(jnp.asarray(weight), bits, group)
+  codes, step, least = nibbles(jnp.asarray(weight), group)
   groups = -(-inner // group)
-  assert codes.nbytes == groups * group * 7 * bits // 8
+  assert codes.nbytes == groups * group * 7 // 2
   assert step.shape == least.shape == (groups, 7)
-  got = decoded(codes, step, least, bits, inner, jnp.float32)
+  got = of_nibbles(codes, step, least, jnp.float32)
   # Each group by itself: its own least and largest number.
   for n in range(groups):
     part = np.zeros((group, 7), np.float32)
     rows = weight[n * group : (n + 1) * group]
     part[: len(rows)] = rows
-    width = (part.max(0) - part.min(0)) / (2**bits - 1)
-    away = np.abs(got[n * group : (n + 1) * group] - rows)
+    width = (part.max(0) - part.min(0)) / 15
+    away = np.abs(got[n * group : (n + 1) * group] - part)
     assert (away <= width * 0.5001 + 1e-6).all()
-  same = encoded(jnp.full((8, 2), 3.0), bits, 4)
-  np.testing.assert_array_equal(decoded(*same, bits, 8, jnp.float32), 3.0)
+  same = nibbles(jnp.full((8, 2), 3.0), 4)
+  np.testing.assert_array_equal(of_nibbles(*same, jnp.float32), 3.0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_tokens_and_many_have_one_result(bits):
+  """Of few, products are made group by group; of many, of decoded weights."""
+  model = rj.models.load(tiny.path())
+  made = rj.models.with_coded_weights(model, bits=bits)
+  linear = jax.tree.map(lambda x: x[0], made.stack.blocks[0][0]).feedforward.up
+  x = np.random.default_rng(0).normal(size=(3, 40, linear_inputs(model)))
+  x = jnp.asarray(x, jnp.float32)
+  many = linear(x)
+  few = jnp.stack(
+    [linear(row[None])[0] for row in x.reshape(-1, 8, x.shape[-1])]
+  )
+  np.testing.assert_allclose(
+    few.reshape(many.shape), many, rtol=2e-5, atol=2e-5
+  )
+  exact = jax.tree.map(lambda x: x[0], model.stack.blocks[0][0]).feedforward.up(
+    x
+  )
+  far = float(jnp.linalg.norm(many - exact) / jnp.linalg.norm(exact))
+  assert 0 < far < {8: 0.01, 4: 0.12}[bits]
+
+
+def linear_inputs(model):
+  return model.config.embed
 
 
 def answers(model, **how):
@@ -51,7 +77,7 @@ def answers(model, **how):
 def test_every_way_gives_the_same(tmp_path, name):
   checkpoints.write(name, tmp_path / "model")
   model = rj.models.load(tmp_path / "model")
-  made = rj.models.with_coded_weights(model, bits=8, group=8)
+  made = rj.models.with_coded_weights(model)
   tokens = np.random.default_rng(1).integers(0, 90, (2, 21)).astype(np.int32)
   want, got = model(tokens), made(tokens)
   assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
@@ -63,6 +89,10 @@ def test_every_way_gives_the_same(tmp_path, name):
   )
   placed = rj.models.place(made, mesh)
   np.testing.assert_array_equal(answers(placed), alone)
+  four = rj.models.with_coded_weights(model, bits=4, group=8)
+  assert jnp.linalg.norm(four(tokens) - want) < 0.5 * jnp.linalg.norm(want)
+  sharded = rj.models.place(four, mesh)
+  np.testing.assert_array_equal(answers(sharded), answers(four))
 
 
 def test_bytes_and_errors_of_a_trained_model():
@@ -81,8 +111,8 @@ def test_bytes_and_errors_of_a_trained_model():
   size = lambda model: sum(x.nbytes for x in jax.tree.leaves(model.stack))
   eight = rj.models.with_coded_weights(model)
   four = rj.models.with_coded_weights(model, bits=4)
-  # Floats of 4 bytes: codes, and two floats for 64 of them.
-  assert size(eight) < size(model) * (1 / 4 + 8 / 256) * 1.05
+  # Floats of 4 bytes: codes, and a float for each output or two for 64.
+  assert size(eight) < size(model) * (1 / 4 + 0.02)
   assert size(four) < size(model) * (1 / 8 + 8 / 256) * 1.1
   plain = loss(model)
   assert abs(loss(eight) - plain) < 0.01
@@ -93,7 +123,8 @@ def test_what_is_refused():
   model = rj.models.load(tiny.path())
   make = rj.models.with_coded_weights
   refused(OptionError, lambda: make(model, bits=3), "8")
-  refused(OptionError, lambda: make(model, group=7), "even")
+  refused(OptionError, lambda: make(model, bits=4, group=7), "even")
+  refused(OptionError, lambda: make(model, group=64), "8 bits")
   refused(OptionError, lambda: make(make(model)), "rounded")
   placed = rj.models.load(tiny.path(), placement="host")
   refused(OptionError, lambda: make(placed), "placement")
