@@ -56,6 +56,7 @@ from ringjax.nn.feedforward import Experts, Gated
 from ringjax.nn.linear import Embedding, Head
 from ringjax.nn.param import Rules
 from ringjax.nn.sharding_context import ShardingContext
+from ringjax.nn.stack import Stack
 from ringjax.nn.tokens import Tokens
 from ringjax.ops.mask import Causal, Coords, SameSegment, Window
 from ringjax.ops.rope import Rotation
@@ -227,6 +228,10 @@ class DraftTransformer(Transformer):
   @property
   def head(self) -> Head | None:  # pyrefly: ignore
     return self.target.head
+
+  @property
+  def stack(self) -> Stack:  # pyrefly: ignore
+    return self.target.stack
 
   @property
   def kinds(self) -> tuple[LayerCacheSpec, ...]:

@@ -121,5 +121,5 @@ def test_settings_that_are_none(options):
 def test_groups_are_as_large_as_heads_can_share():
   assert nesting.group_of(rj.Ulysses(rj.Ring()), 8, 4) == 4
   assert nesting.group_of(rj.Ulysses(rj.Ring(), inner=2), 8, 4) == 2
-  with pytest.raises(OptionError, match="a divisor of the shards"):
+  with pytest.raises(OptionError, match="share the heads evenly"):
     nesting.group_of(rj.Ulysses(rj.Ring()), 8, 3)

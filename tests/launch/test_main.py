@@ -55,6 +55,9 @@ def test_files_that_are_no_scripts_name_the_right_command(name):
     "cache": "launch.plan cache",
     "capacity": "launch.plan capacity",
     "cycles": "launch.plan cycles",
+    "offload": "launch.plan offload",
+    "ring": "launch.plan ring",
+    "windows": "launch.plan window",
   }.get(name, "launch")
   assert (done.returncode, done.stdout) == (2, "")
   assert (

@@ -502,7 +502,6 @@ def refused(match, error=OptionError, **options):
     (Ulysses(Ulysses()), "Ulysses around Ring or RingQ"),
     (Ring(Ulysses()), "Ring around Ring or Gather"),
     (RingQ(Ring()), "RingQ around Blockwise or Dense"),
-    ("two_level", r"inner: got None for 8 shards"),
     ("ring:2", "'hybrid:4' and"),
     ("two_level:x", "'hybrid:4' and"),
     ("two_level:3", "a divisor of the shards"),
