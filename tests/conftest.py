@@ -354,7 +354,7 @@ _WHOLE = frozenset(
 )
 # Of a test's long cases the long run has so many, of equal distance; the others
 # are marked `slow`.
-_LONG_CASES = 3
+_LONG_CASES = 2
 # Those whose cases are quick, or that are what a contract rests upon.
 _MORE_CASES = {
   "data/test_chat.py::test_attacks": 30,
