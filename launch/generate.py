@@ -627,17 +627,10 @@ def _where(
 def _integer(model: Transformer, text: str) -> Transformer:
   """The model with products of integers that --integer asks for."""
   folder, colon, rest = text.partition(":")
-  options = {}
-  for part in option_text.split(rest) if colon else ():
-    key, equals, said = part.partition("=")
-    if key not in _INTEGER or not equals or key in options:
-      raise OptionError(
-        "--integer",
-        f"{part!r} in {text!r}",
-        f"options, each once: {', '.join(_INTEGER)}",
-        "write --integer=DIR:shadow=8, for instance",
-      )
-    options[key] = option_text.value(said)
+  said = option_text.pairs(
+    rest if colon else None, _INTEGER, "--integer", folder
+  )
+  options = {key: option_text.value(one) for key, one in said.items()}
   return rj.infer.integer_model(model, folder, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from ringjax.errors import OptionError
@@ -22,6 +22,34 @@ _WRITTEN = re.compile(
 def split(options: str) -> list[str]:
   """Cuts "a=1,b=(2,3)" at its commas, but for those in parentheses."""
   return re.split(r",(?![^()]*\))", options)
+
+
+def pairs(
+  options: str | None, known: Collection[str], name: str, of: str
+) -> dict[str, str]:
+  """Options by their names, as texts.
+
+  Args:
+    options: "a=1,b=2"; None where there is no colon.
+    known: the names that there are.
+    name: of the argument or flag, for errors.
+    of: what the options are of, in front of the colon.
+
+  Raises:
+    OptionError: an unknown name, one twice, or one without a value.
+  """
+  found: dict[str, str] = {}
+  for part in () if options is None else split(options):
+    key, equals, said = part.partition("=")
+    if key not in known or not equals or key in found:
+      raise OptionError(
+        name,
+        f"{part!r} in {f'{of}:{options}'!r}",
+        f"options of {of!r}, each once: {', '.join(known) or 'it has none'}",
+        f"write {name}={of}:key=value,key=value",
+      )
+    found[key] = said
+  return found
 
 
 def value(text: str) -> Any:
@@ -67,15 +95,7 @@ def named(
     or (f.default is None and _WRITTEN.fullmatch(str(f.type)))
   }
   options: dict[str, Any] = {}
-  for part in split(rest) if colon else ():
-    key, equals, said = part.partition("=")
-    if key not in types or not equals or key in options:
-      raise OptionError(
-        name,
-        f"{part!r} in {text!r}",
-        f"options of {way!r}, each once: {', '.join(types) or 'it has none'}",
-        f"write {name}={way}:key=value,key=value",
-      )
+  for key, said in pairs(rest if colon else None, types, name, way).items():
     options[key] = found = value(said)
     words = re.findall(r"\w+", types[key])
     if "tuple" in words and isinstance(found, int):

@@ -376,6 +376,21 @@ class LayerPrograms:
       index: of the layer, among those of its kind.
     """
     block = jax.tree.unflatten(self._trees[spec], weights)
+    out, cache, _ = self._behind(spec, kind, block, x, made, span, cache, index)
+    return out, cache
+
+  def _behind(
+    self,
+    spec: Layer,
+    kind: int,
+    block: Any,
+    x: Float[Array, "1 T D"],
+    made: tuple[jax.Array, ...],
+    span: TokenSpan,
+    cache: KVCache,
+    index: Index,
+  ) -> tuple[jax.Array, KVCache, jax.Array]:
+    """A layer from its queries on: output, cache, and what attention made."""
     q, k, v = made
     at = span.at(x.shape[1])
     cache = cache.allocate(at, replicated=False, sees=True)
@@ -383,7 +398,7 @@ class LayerPrograms:
     given = _StoredKeys(self.kind, (part, k, v))
     attend = _Queries(self._attend, q)
     out, part = block(x, _tokens(spec, at, span.length), given, attend)
-    return out, _updated(cache, kind, part)
+    return out, _updated(cache, kind, part), attend.mixed
 
   @_program(static_argnums=(0, 1, 2), donate_argnums=(6,))
   def mix(
@@ -405,21 +420,17 @@ class LayerPrograms:
 
     `shapes` and `weights` are those of `mixing_weights`.
     """
-    q, k, v = made
-    at = span.at(q.shape[1])
-    cache = cache.allocate(at, replicated=False, sees=True)
-    part = cache.layer(kind, cache.slots[kind], index)
-    given = _StoredKeys(self.kind, (part, k, v))
-    attend = _Queries(self._attend, q)
     # What is not attention is computed of zeros, and dropped.
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     every = [
       zeros(a) if b is None else b for a, b in zip(shapes, weights, strict=True)
     ]
     block = jax.tree.unflatten(self._trees[spec], every)
-    x = jnp.zeros((1, q.shape[1], self._config.embed), q.dtype)
-    _, part = block(x, _tokens(spec, at, span.length), given, attend)
-    return attend.mixed, _updated(cache, kind, part)
+    x = jnp.zeros((1, made[0].shape[1], self._config.embed), made[0].dtype)
+    _, cache, mixed = self._behind(
+      spec, kind, block, x, made, span, cache, index
+    )
+    return mixed, cache
 
   @_program(static_argnums=(0,))
   def finish(
