@@ -33,8 +33,8 @@ from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
   CheckpointFormatError,
   ConfigError,
-  ShapeError,
 )
+from ringjax.infer import inputs
 from ringjax.kv.base import FreshLayer, NoCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.codecs.calibration import BITS, WEIGHTS, Calibration
@@ -79,17 +79,11 @@ def calibrate(
 
   Raises:
     ShapeError: tokens of another shape.
+    PromptError: ids that the vocabulary does not have.
     ConfigError: a model without keys and values.
     OptionError: an argument out of range.
   """
-  ids = np.asarray(tokens)
-  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-    raise ShapeError(
-      "tokens",
-      f"{ids.dtype} {list(ids.shape)}",
-      "integers [N, T], a row for each text",
-      "cut the texts into rows of equal length",
-    )
+  ids = inputs.texts(tokens, model.config.vocab)
   number("outliers", outliers, least=0, most=0.5)
   integer("first", first, least=0, most=ids.shape[1] - 2)
   one_of("weights", weights, WEIGHTS)
@@ -104,10 +98,10 @@ def calibrate(
       "its states need no codec",
     )
   mine = files.model_digest(model)
-  inputs = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
-  inputs.update(f"{mine} {ids.shape} {outliers} {first} {weights}".encode())
+  digest = hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes())
+  digest.update(f"{mine} {ids.shape} {outliers} {first} {weights}".encode())
   work = _Work(
-    model, ids, kinds, outliers, first, weights, inputs.hexdigest()[:16]
+    model, ids, kinds, outliers, first, weights, digest.hexdigest()[:16]
   )
   # Of several processes all measure the same.
   out = None if folder is None or jax.process_index() else pathlib.Path(folder)

@@ -239,7 +239,7 @@ def generate(
     dtype=cache_dtype,
     cache_kind=None if cache_kind is None else kinds.cache_kind(cache_kind),
   )
-  if rows_at_once is not None:
+  if rows_at_once is not None or getattr(cache, "rows_at_once", None):
     _check_groups(contexts, speculate, keep, own["cache_kind"])
   options = PrefillOptions(
     method=prefill,

@@ -10,11 +10,33 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ringjax.data.special_tokens import TokenIds
-from ringjax.errors import PromptError
+from ringjax.errors import PromptError, ShapeError
 from ringjax.models.transformer import TransformerConfig
 
 # Prompts of a batch: token ids [B, T], B sequences of them, or those of one.
 Prompts = Int[Array | np.ndarray, "_ _"] | Sequence[TokenIds] | TokenIds
+
+
+def texts(tokens: Int[np.ndarray, "N T"], vocab: int) -> np.ndarray:
+  """Texts to measure a model on, int32 [N, T].
+
+  Args:
+    tokens: int [N, T].
+    vocab: V; ids are below it.
+
+  Raises:
+    ShapeError: another shape, or no integers.
+    PromptError: what is not an id of the model.
+  """
+  ids = np.asarray(tokens)
+  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+    raise ShapeError(
+      "tokens",
+      f"{ids.dtype} {list(ids.shape)}",
+      "integers [N, T], a row for each text",
+      "cut the texts into rows of equal length",
+    )
+  return np.stack(prompts(ids, vocab))
 
 
 def prompts(tokens: Prompts, vocab: int) -> list[np.ndarray]:

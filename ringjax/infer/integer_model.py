@@ -29,8 +29,8 @@ from ringjax.checks import integer, number, one_of
 from ringjax.errors import (
   CheckpointMismatchError,
   ConfigError,
-  ShapeError,
 )
+from ringjax.infer import inputs
 from ringjax.models import calibration as files
 from ringjax.models.coded_weights import rounded
 from ringjax.models.linear_maps import replaced, rounded_maps
@@ -110,16 +110,10 @@ def activation_ranges(
 
   Raises:
     ShapeError: tokens of another shape.
+    PromptError: ids that the vocabulary does not have.
     ConfigError: a model that spans several processes.
   """
-  ids = np.asarray(tokens)
-  if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-    raise ShapeError(
-      "tokens",
-      f"{ids.dtype} {list(ids.shape)}",
-      "integers [N, T], a row for each text",
-      "cut the texts into rows of equal length",
-    )
+  ids = inputs.texts(tokens, model.config.vocab)
   if jax.process_count() > 1:
     raise ConfigError(
       "model",

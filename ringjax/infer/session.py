@@ -135,9 +135,16 @@ class Session:
     check_devices(model, self.mesh)
     if rows_at_once is not None:
       positive_int("rows_at_once", rows_at_once)
-    self._rows = rows_at_once
+    self.rows_at_once = rows_at_once
     capacity = prefill.padded(positive_int("capacity", capacity), sharding.size)
     kind = kinds.cache_kind(cache_kind)
+    if rows_at_once is not None and kind.repeats:
+      raise OptionError(
+        "cache_kind",
+        f"{kind}, which repeats its context, beside rows_at_once",
+        "rows in groups, or this",
+        "leave one of them out",
+      )
     # A cache that evicts grows as tokens come.
     self._limit = capacity if kind.evicting else None
     if kind.evicting:
@@ -284,13 +291,13 @@ class Session:
 
   def _empty(self, sharding: ShardingContext) -> Any:
     made: Any
-    if self._rows is None:
+    if self.rows_at_once is None:
       made = self.model.init_cache(sharding=sharding, **self._make)
     else:
       options: Any = {k: x for k, x in self._make.items() if k != "batch"}
       made = RowGroups.create(
         len(self.seen),
-        self._rows,
+        self.rows_at_once,
         lambda n: self.model.init_cache(n, sharding=sharding, **options),
       )
     return made if self._limit is None else made.limited(self._limit)

@@ -30,6 +30,7 @@ from ringjax.infer.session import Session
 from ringjax.kv.cache import KVCache
 from ringjax.kv.cache_kind import DENSE
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
 from ringjax.plan.events import Span, Timeline
 from ringjax.plan.subgraphs import FLOAT, INTEGER, Dispatcher, Subgraph
 
@@ -53,8 +54,7 @@ class TwoProcessorReading:
   @property
   def waiting(self) -> float:
     """Part of the time in which the first device waited."""
-    busy = self.timeline.busy_s(INTEGER)
-    return 1 - busy / float(self.timeline.finish_s)
+    return self.timeline.idle(INTEGER)
 
 
 def read_on_two(
@@ -89,6 +89,9 @@ def read_on_two(
       "pass jax.devices()[:2], for instance",
     )
   positive_int("chunk", chunk)
+  refuse_placed(
+    model, "read by two devices", "load it without placement= and memory="
+  )
   if model.mesh is not None:
     raise ConfigError(
       "model",
@@ -104,7 +107,8 @@ def read_on_two(
   ids = prompts[0]
   count = -(-ids.size // chunk)
   room = count * chunk
-  capacity = room + 256 if capacity is None else capacity
+  default = room + 256
+  capacity = positive_int("capacity", default if capacity is None else capacity)
   if capacity < room:
     raise OptionError(
       "capacity",

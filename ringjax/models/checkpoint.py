@@ -30,6 +30,7 @@ from ringjax.errors import (
   OptionError,
 )
 from ringjax.models import cepe
+from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.contents import contents, read_config, text_config
 from ringjax.models.hf.config_reader import error
 from ringjax.models.hf.folder import Folder
@@ -488,6 +489,7 @@ def save(
     CheckpointWriteError: it cannot be written: no permission, a full disk.
   """
   refuse_placed(model, "save it", "copy the folder that it was loaded from")
+  refuse_codes(model, "save it")
   model, beside = cepe.split(model)
   source = json.loads(model.source)
   _, family = read_config(source)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -41,6 +42,7 @@ def with_coded_weights(
     bits: of a code. 8: whole numbers of a step for each output. 4: from the
       least to the largest number of a group.
     group: weights of an output that share these, for 4 bits; even; default 64.
+      A map with fewer inputs has one group.
 
   Raises:
     OptionError: an argument out of range, or a model that has codes already.
@@ -63,6 +65,22 @@ def with_coded_weights(
   )
 
 
+def refuse_codes(model: object, doing: str) -> None:
+  """Refuses what needs weights of floats.
+
+  Raises:
+    OptionError: some are codes, or whole numbers in another way.
+  """
+  kinds = (x.dtype for x in jax.tree.leaves(model) if hasattr(x, "dtype"))
+  if any(jnp.issubdtype(kind, jnp.integer) for kind in kinds):
+    raise OptionError(
+      "model",
+      f"one whose weights are codes of whole numbers, to {doing}",
+      "weights of floats",
+      "pass the model that was rounded",
+    )
+
+
 def _coded8(linear: Linear) -> nnx.Module:
   weight = linear.weight.get_value()
   return Coded8Linear(linear, *rounded(weight, linear.contracted, True))
@@ -70,7 +88,8 @@ def _coded8(linear: Linear) -> nnx.Module:
 
 def _coded4(linear: Linear, group: int) -> nnx.Module:
   weight, n = linear.weight.get_value(), linear.contracted
-  codes, step, least = _nibbles(weight, n, group)
+  inner = math.prod(weight.shape[1 : 1 + n])
+  codes, step, least = _nibbles(weight, n, min(group, inner + inner % 2))
   return Coded4Linear(
     linear, codes, step, least, inputs=weight.shape[1 : 1 + n]
   )

@@ -10,6 +10,7 @@ from flax import nnx
 
 from ringjax.errors import OptionError
 from ringjax.models.transformer import Transformer
+from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.linear import Linear
 
 
@@ -43,13 +44,7 @@ def rounded_maps(model: Transformer, name: str) -> dict[str, Linear]:
   Raises:
     OptionError: a model without them, or with layers in another memory.
   """
-  if model.stack.placed is not None:
-    raise OptionError(
-      "model",
-      f"layers in host memory or on disk, for {name}",
-      "weights that are all on the devices",
-      "load it without placement= and memory=",
-    )
+  refuse_placed(model, f"make {name}", "load it without placement= and memory=")
   maps = {k: v for k, v in linear_maps(model) if not k.endswith(_KEPT)}
   if not maps:
     raise OptionError(

@@ -66,8 +66,8 @@ def planned(
       or None. Those of two layers that pass through it are counted. Layers
       are on the device as far as they fit. The others are in the host's memory
       as far as they fit there; or where the placement says, "host" or "disk";
-      or the fraction that it has for the disk is there, and the rest in the
-      host's memory.
+      or as its fractions say, of which the host has what the bytes keep off
+      the device.
 
   Raises:
     OptionError: another placement or memory.
@@ -82,6 +82,8 @@ def planned(
     )
   layers, outer = _layer_bytes(model, shardings)
   total, widest = sum(layers), max(layers)
+  meshes = [x.mesh for x in shardings.values() if x is not None]
+  devices = len(meshes[0].local_devices) if meshes else 1
   if memory is None:
     wanted = WeightPlacement.of(placement)
     room = {tier: getattr(wanted, tier) * total for tier in TIERS}
@@ -102,14 +104,15 @@ def planned(
   if placement is None:
     free = host_memory.host_free_bytes()
     rest = total - room[DEVICE]
-    fits = rest if free is None else min(rest, _OF_HOST * free)
+    # Each device has its shard of a layer there.
+    fits = rest if free is None else min(rest, _OF_HOST * free / devices)
     return deal(layers, room | {IN_HOST: fits, DISK: rest - fits})
   wanted = WeightPlacement.of(placement)
   if wanted.disk == 1 or wanted.host == 1:
     rest = DISK if wanted.disk else IN_HOST
     return deal(layers, room | {rest: total - room[DEVICE]})
   disk = total * (wanted.disk or 0.0)
-  room = {DEVICE: min(left, total - disk), DISK: disk}
+  room = {DEVICE: min(left, total * (wanted.device or 0.0)), DISK: disk}
   return deal(layers, room | {IN_HOST: total - disk - room[DEVICE]})
 
 
@@ -169,6 +172,10 @@ class _Group:
 
   def parts(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The parameters of what was read, in the dtypes of their forms."""
+    if isinstance(self.form, Packed):
+      x = tuple(
+        a.astype(piece.wanted) for a, piece in zip(x, self.pieces, strict=True)
+      )
 
     def split(*x: jax.Array) -> tuple[jax.Array, ...]:
       return self.form.split(x if isinstance(self.form, Packed) else x[0])
@@ -211,7 +218,19 @@ class Streaming:
   @property
   def host_bytes(self) -> int:
     """Bytes of the layers in the host's memory."""
-    return sum(x.nbytes for x in self._hosted.values())
+    return sum(
+      math.prod(self._shard(path, x.shape)) * x.dtype.itemsize * self._devices
+      for path, x in self._hosted.items()
+    )
+
+  @property
+  def _devices(self) -> int:
+    """Each of which has its shard of the host's layers."""
+    return 1 if self._mesh is None else len(self._mesh.local_devices)
+
+  def _shard(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    sharding = self._shardings[path]
+    return shape if sharding is None else sharding.shard_shape(shape)
 
   def _number(self, path: str, index: int) -> int:
     run, position = _kind(path)
@@ -424,9 +443,12 @@ class Streaming:
           shape=tuple(x.shape),
           dtype=dtype,
           cuts=spec,
-          # Every code of four bits is a number.
-          codes=packed and n == 0 and dtype == np.uint8,
-          wanted=None if packed else wide,
+          # Every code is a number, and of bytes those that come first.
+          codes=packed
+          and np.issubdtype(dtype, np.integer)
+          and (n == 0 or dtype != np.uint8),
+          # Scales become what `load` reads them as, codes stay.
+          wanted=x.dtype if packed else wide,
         )
       )
       specs.append(P(*spec))

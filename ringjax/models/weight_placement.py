@@ -1,6 +1,7 @@
 """In which memory the weights of a model's layers are, and what it came to.
 
-Guarantees: device and host get at most the bytes that they are meant to have;
+Guarantees: device and host get at most the bytes that they are meant to have,
+but for the slowest memory in use, which gets what is left;
 a model's layers are dealt to them evenly, by a rule that knows nothing but
 bytes, so that the same options place the same layers.
 """
@@ -8,11 +9,13 @@ bytes, so that the same options place the same layers.
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from ringjax import option_text
 from ringjax.checks import number
@@ -100,8 +103,8 @@ def as_bytes(given: object, name: str = "memory") -> int:
   Raises:
     OptionError: another one.
   """
-  if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-    return given
+  if isinstance(given, int | np.integer) and not isinstance(given, bool):
+    given = f"{given}"
   found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
   unit = found[2].lower() if found else ""
   if found is None or (found[3] and not unit) or not float(found[1]):
@@ -109,7 +112,7 @@ def as_bytes(given: object, name: str = "memory") -> int:
       name, repr(given), "a number of bytes", f'write {name}="6GiB"'
     )
   scale = _BINARY[unit] if found[3] else _UNITS[unit]
-  return int(float(found[1]) * scale)
+  return max(1, int(fractions.Fraction(found[1]) * scale))
 
 
 def deal(
@@ -157,7 +160,7 @@ class PlacementReport:
   Attributes:
     tiers: of each layer, one of "device", "host", "disk".
     device_bytes: of the layers' weights on the devices, all shards.
-    host_bytes: of those in the host's memory.
+    host_bytes: of those in the host's memory, all devices' parts.
     disk_bytes: of those on disk, as they are stored there.
     buffer_bytes: that reading from disk may have in the host's memory.
     peak_buffer_bytes: that it had at most.
@@ -190,7 +193,9 @@ def placement_report(model: Transformer) -> PlacementReport:
     for p, kind in enumerate(run):
       if kind is None:
         continue
-      host += sum(_nbytes(x) for x in stack.hosted[g][p])
+      host += sum(
+        s.data.nbytes for x in stack.hosted[g][p] for s in x.addressable_shards
+      )
       for layer, tier in zip(kind.numbers, kind.tiers, strict=True):
         tiers[layer] = tier
         if tier != DEVICE:

@@ -31,7 +31,7 @@ class IntegerLinear(nnx.Module):
     codes: int8 [*in, *out].
     scales: float32 [*out].
     scale: float32 [], of the activations.
-    active: bool [], whether what leaves 8 bits is multiplied too.
+    active: int32 [], not 0 where what leaves 8 bits is multiplied too.
     shadow: channels that may leave them before all are looked at; 0: none is.
   """
 

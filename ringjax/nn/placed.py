@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
-from ringjax.errors import MeshError, RingjaxError
+from ringjax.errors import CheckpointFormatError, MeshError, RingjaxError
 from ringjax.parallel import collectives
 from ringjax.typing import Index
 
@@ -45,6 +45,8 @@ class ReadFault:
   """The error of a read that a program could not raise, until it is raised."""
 
   error: RingjaxError | None = None
+  # Whether its program goes on without numbers, and raises nothing.
+  silent: bool = False
 
   def __deepcopy__(self, memo: dict[int, object]) -> ReadFault:
     return self
@@ -99,10 +101,18 @@ class DiskLayers:
       place = tuple(int(n) for n in np.asarray(at)[1:])
       try:
         return self.reader.get(self.numbers[int(which)], place)
-      except RingjaxError as error:
-        self.fault.error = error
+      except Exception as error:
+        found = error
+        if not isinstance(found, RingjaxError):
+          found = CheckpointFormatError(
+            f"layer {self.numbers[int(which)]}",
+            f"{type(error).__name__}: {error}",
+            "a layer that can be read",
+            "load the model without placement= and memory=",
+          )
+        self.fault.error, self.fault.silent = found, poison
         if not poison:
-          raise
+          raise found from error
         # Other devices wait for this one: it goes on, with no numbers.
         return tuple(_no_numbers(x) for x in self.shapes)
 
@@ -300,14 +310,18 @@ def naming_faults(faults: Sequence[ReadFault]) -> Iterator[None]:
     CheckpointFormatError: see `raise_fault`.
     CheckpointMismatchError: see `raise_fault`.
   """
+  for fault in faults:
+    if not fault.silent:
+      # Of an earlier program, which raised it.
+      fault.error = None
   try:
     yield
   except RingjaxError:
     raise
   except Exception as error:
-    for fault in faults:
-      if fault.error is not None:
-        found, fault.error = fault.error, None
-        raise found from error
+    try:
+      raise_fault(faults)
+    except RingjaxError as found:
+      raise found from error
     raise
   raise_fault(faults)

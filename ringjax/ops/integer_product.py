@@ -3,7 +3,7 @@
 Guarantees: all sums are of integers, so that a row's result depends on the row
 alone, to the bit: not on other rows, on how they are cut into calls or on how
 many channels are looked at again. With `shadow` a product is that of
-round(x / scale), however large, up to 32,767.
+round(x / scale), up to `REACH`.
 Cost: one int8 product [T, I] x [I, O], and two of the channels that leave 8
 bits; where those are more than `shadow`, two of all channels.
 Ref: Xu et al. 2025, llm.npu, arXiv 2407.05858 (shadow outliers).

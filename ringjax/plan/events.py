@@ -133,6 +133,10 @@ class Timeline:
     """Seconds of work on a device or link; slots add up."""
     return math.fsum(s.end_s - s.start_s for s in self.of(where))
 
+  def idle(self, where: str) -> float:
+    """Part of the time in which a device of one slot does nothing."""
+    return 1 - self.busy_s(where) / float(self.finish_s)
+
   def sent_bytes(self) -> dict[str, Number]:
     """Bytes by link."""
     found: dict[str, Number] = {}

@@ -201,7 +201,7 @@ class SubgraphSchedule:
   @property
   def waiting(self) -> float:
     """Part of the time in which the integer processor waits."""
-    return 1 - self.timeline.busy_s(INTEGER) / self.seconds
+    return self.timeline.idle(INTEGER)
 
 
 def simulated(

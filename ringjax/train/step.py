@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
+from ringjax.models.coded_weights import refuse_codes
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.sharding_context import ShardingContext
@@ -150,9 +151,10 @@ def start(
   """The state before the first step.
 
   Raises:
-    OptionError: a model whose layers are not all on the devices.
+    OptionError: a model whose layers are not all on the devices, or codes.
   """
   refuse_placed(params, "train its weights", "train adapters of it: Lora()")
+  refuse_codes(params, "train it")
 
   def make(params: PyTree) -> tuple[Any, jax.Array]:
     return optimizer.init(params), jnp.int32(0)

@@ -11,6 +11,7 @@ import ringjax as rj
 from ringjax.errors import (
   CheckpointMismatchError,
   OptionError,
+  PromptError,
   ShapeError,
 )
 from ringjax.infer.integer_model import FILE
@@ -192,6 +193,8 @@ def test_bad_input(uneven):
   refused(
     ShapeError, lambda: rj.infer.activation_ranges(uneven, empty), "[N, T]"
   )
+  far = texts(uneven) + 10**6
+  refused(PromptError, lambda: rj.infer.activation_ranges(uneven, far), "id")
   made = make()
   refused(
     (OptionError, CheckpointMismatchError),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import ringjax as rj
@@ -60,6 +61,15 @@ def test_few_tokens_and_many_have_one_result(bits):
 
 def linear_inputs(model):
   return model.config.embed
+
+
+def make_coded(model):
+  return rj.models.with_coded_weights(model)
+
+
+def make_integers(model):
+  text = np.arange(32, dtype=np.int32)[None]
+  return rj.infer.integer_model(model, rj.infer.activation_ranges(model, text))
 
 
 def answers(model, **how):
@@ -119,8 +129,20 @@ def test_bytes_and_errors_of_a_trained_model():
   assert abs(loss(eight) - plain) < abs(loss(four) - plain) < 0.5
 
 
-def test_what_is_refused():
+def test_what_is_refused(tmp_path):
   model = rj.models.load(tiny.path())
+  for made in (make_coded(model), make_integers(model)):
+    save = lambda made=made: rj.models.save(made, tmp_path / "a")
+    refused(OptionError, save, "save")
+    refused(
+      OptionError,
+      lambda made=made: rj.train.step.start(optax.sgd(0.1), made),
+      "train",
+    )
+  assert not (tmp_path / "a").exists()
+  wide = rj.models.with_coded_weights(model, bits=4, group=10**6)
+  size = lambda model: sum(x.nbytes for x in jax.tree.leaves(model.stack))
+  assert size(wide) < size(model) / 6
   make = rj.models.with_coded_weights
   refused(OptionError, lambda: make(model, bits=3), "8")
   refused(OptionError, lambda: make(model, bits=4, group=7), "even")

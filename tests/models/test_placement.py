@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,7 @@ from ringjax.models.first_layers import first_layers
 from ringjax.models.hf import layer_reader
 from ringjax.models.hf.folder import Folder
 from tests import checkpoints
+from tests.helpers import refused
 
 LAYERS, MIXED = 5, "device=.4,host=.2,disk=.4"
 TOKENS = np.arange(2 * 9).reshape(2, 9) % 60
@@ -475,10 +479,14 @@ def test_a_layer_is_read_once_for_all_rows(folder, resident):
   model = rj.models.load(folder, placement="disk")
   reader = model.stack.placed[0][0].disk[0].reader
   answers, reads = [], []
+  options = dict(max_new_tokens=4, rows_at_once=2)
   for groups in ([PROMPTS], [[prompt] for prompt in PROMPTS[:2]]):
+    for prompts in groups:
+      # Compiles: what was read ahead may be let go of meanwhile.
+      rj.infer.generate(model, prompts, **options)
+    reader.release()
     before = sum(reader.reads.values())
     for prompts in groups:
-      options = dict(max_new_tokens=4, rows_at_once=2)
       answers.append(rj.infer.generate(model, prompts, **options))
     reader.release()
     reads.append(sum(reader.reads.values()) - before)
@@ -525,3 +533,75 @@ def test_groups_are_refused(resident):
       rj.infer.generate(
         resident[0], PROMPTS, max_new_tokens=2, rows_at_once=2, **options
       )
+
+
+def test_a_single_layer_on_disk_is_let_go_of(folder, monkeypatch):
+  monkeypatch.setattr(layer_reader, "_IDLE_S", 0.2)
+  model = rj.models.load(folder, placement="device=.8,disk=.2")
+  reader = model.stack.placed[0][0].disk[0].reader
+  assert len(reader.layers) == 1
+  model(TOKENS)
+  deadline = time.monotonic() + 60
+  while reader.held_bytes and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not reader.held_bytes
+  gone = weakref.ref(reader)
+  del model, reader
+  jax.clear_caches()
+  while gone() is not None and time.monotonic() < deadline:
+    gc.collect()
+    time.sleep(0.05)
+  assert gone() is None
+
+
+def test_an_error_is_of_its_own_call(copied):
+  model = rj.models.load(copied, placement="disk")
+  want = np.asarray(model(TOKENS))
+  (file,) = copied.glob("*.safetensors")
+  known = file.stat()
+  reader = model.stack.placed[0][0].disk[0].reader
+  reader.release()
+  os.utime(file, ns=(1, 1))
+  with pytest.raises(Exception, match="has changed"):
+    jax.block_until_ready(jax.jit(lambda m, x: m(x))(model, TOKENS))
+  os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))
+  np.testing.assert_array_equal(model(TOKENS), want)
+
+
+def test_fractions_hold_beside_memory(folder):
+  placed = lambda text: rj.models.load(
+    folder, placement=text, memory="1GiB"
+  ).placement_report()
+  assert set(placed("device=.2,host=.4,disk=.4").tiers) == {
+    "device", "host", "disk"
+  }  # fmt: skip
+  assert placed("device=.2").tiers.count("device") == 1
+  assert placed("disk").tiers.count("device") == LAYERS
+
+
+def test_every_device_s_part_of_the_host_is_counted(folder):
+  mesh = jax.make_mesh((4,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+  alone = rj.models.load(folder, placement="host").placement_report()
+  four = rj.models.load(folder, mesh=mesh, placement="host")
+  assert four.placement_report().host_bytes == 4 * alone.host_bytes
+
+
+def test_sessions_of_rows_in_groups_refuse_what_generate_does(folder):
+  model = rj.models.load(folder, placement="disk")
+  session = rj.infer.Session(model, 64, batch=2, rows_at_once=1)
+  ask = lambda **how: rj.infer.generate(
+    model, [[1, 2], [3, 4]], max_new_tokens=2, cache=session, **how
+  )
+  refused(OptionError, lambda: ask(speculate="lookup"), "speculate")
+  refused(
+    OptionError,
+    lambda: rj.infer.Session(
+      model, 64, batch=2, rows_at_once=1, cache_kind="kvzip"
+    ),
+    "rows_at_once",
+  )
+  refused(
+    OptionError,
+    lambda: rj.infer.read_on_two(model, [[1, 2]], devices=jax.devices()[:2]),
+    "two devices",
+  )

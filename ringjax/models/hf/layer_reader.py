@@ -2,7 +2,8 @@
 
 Guarantees: bytes of a file that has changed since the folder was opened are
 never returned; the first time that a layer is read, its numbers are finite, or
-it is an error. Arrays that were returned are not written again.
+it is an error (of packed weights the scales; not their products with codes).
+Arrays that were returned are not written again.
 Cost: a read of a layer's bytes each time that it is asked for, beside the use
 of the layer before: while layer n is in use, n + 1 is read, and behind the last
 layer the first.
@@ -52,9 +53,11 @@ _ROOM_S = 5.0
 _NOT_FINITE = {
   np.dtype(np.uint8): (0xFF, 0xFF),
   np.dtype(jnp.float8_e4m3fn): (0x7F, 0x7F),
+  np.dtype(jnp.float8_e5m2): (0x7C, 0x7C),
   np.dtype(np.float16): (0x7C00, 0x7C00),
   np.dtype(jnp.bfloat16): (0x7F80, 0x7F80),
   np.dtype(np.float32): (0x7F800000, 0x7F800000),
+  np.dtype(np.float64): (0x7FF << 52, 0x7FF << 52),
 }
 
 
@@ -160,6 +163,7 @@ class LayerReader:
     self.bytes_read = self.held_bytes = self.peak_bytes = 0
     self.waited_s = 0.0
     self.waiting: Callable[[str], Any] | None = None
+    self._asked_at = time.monotonic()
     self._checked: set[Any] = set()
     self._entries: dict[Any, _Entry] = {}
     self._wanted: collections.deque[Any] = collections.deque()
@@ -219,15 +223,15 @@ class LayerReader:
     """Has the layer behind this one read."""
     place = self._order.index(number)
     after = self._order[(place + 1) % len(self._order)], at
-    if after in self._entries or after in self._wanted:
-      return
-    self._wanted.append(after)
+    self._asked_at = time.monotonic()
     if self._thread is None:
       self._thread = threading.Thread(
         target=_ahead, args=(weakref.ref(self),), daemon=True
       )
       self._thread.start()
-    self._changed.notify_all()
+    if after not in self._entries and after not in self._wanted:
+      self._wanted.append(after)
+      self._changed.notify_all()
 
   def release(self) -> None:
     """Lets go of what was read and nobody has asked for yet."""
@@ -243,6 +247,8 @@ class LayerReader:
       if not self._wanted:
         self._changed.wait(_IDLE_S)
       if not self._wanted:
+        if time.monotonic() - self._asked_at < _IDLE_S:
+          return True
         self.release()
         self._thread = None
         return False

@@ -389,8 +389,8 @@ def _bitsandbytes(r: ConfigReader) -> Packing:
   )
 
 
-def _group(r: ConfigReader) -> int | None:
-  size = r.value("group_size", default=-1)
+def _group(r: ConfigReader, default: object = -1) -> int | None:
+  size = r.value("group_size", default=default)
   if type(size) is not int or not (size == -1 or 0 < size < 2**31):
     raise r.error("group_size", size, "inputs of a group, or -1 for all")
   return None if size == -1 else size
@@ -398,11 +398,15 @@ def _group(r: ConfigReader) -> int | None:
 
 def _gptq(r: ConfigReader) -> Packing:
   bits = one_of(r, "bits", (4, 8, 2), None)
-  layout = one_of(r, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+  # Two names of one field; a file that has both must say the same.
+  known = ("gptq", "gptq_v2")
+  said = one_of(r, "format", (None, *known), None)
+  layout = one_of(r, "checkpoint_format", known, said or "gptq")
+  if said not in (None, layout):
+    raise r.error("format", said, f"{layout!r}, as checkpoint_format says")
   for key in ("is_marlin_format", "use_marlin"):
     r.only(key, False)
   one_of(r, "pack_dtype", ("int32",), "int32")
-  one_of(r, "format", ("gptq", "gptq_v2"), layout)
   # Zeros and groups are in the tensors, whatever they were made by.
   r.ignore(
     "desc_act", "sym", "static_groups", "true_sequential", "damp_percent",
@@ -432,10 +436,11 @@ def _awq(r: ConfigReader) -> Packing:
   one_of(r, "version", ("gemm", "GEMM"), "gemm")
   r.ignore(
     "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
-    "exllama_config", "q_group_size", "desc_act", "sym", "damp_percent",
+    "exllama_config", "desc_act", "sym", "damp_percent",
   )  # fmt: skip
   zeros = one_of(r, "zero_point", (True, False), True)
-  return AwqPacking(size=_group(r), zeros=zeros, codes=("qweight",))
+  size = _group(r, r.value("q_group_size", default=-1))
+  return AwqPacking(size=size, zeros=zeros, codes=("qweight",))
 
 
 _FORMATS = (
@@ -487,16 +492,17 @@ def _scheme(r: ConfigReader) -> Any:
   one_of(r, "actorder", (None, "weight", "group", "static", True), None)
   r.ignore("observer", "observer_kwargs", "symmetric", "scale_dtype",
            "zp_dtype")  # fmt: skip
-  size = r.value("group_size", default=None)
+  stated = r.value("group_size", default=None) is not None
+  size = _group(r)
   block = r.value("block_structure", default=None)
   # What older writers leave to the size.
-  least = "tensor" if size is None else "group" if size > 0 else "channel"
+  least = "tensor" if not stated else "channel" if size is None else "group"
   how = one_of(r, "strategy", ("tensor", "channel", "group", "block"), least)
   found: tuple[int | None, int | None] = (None, None)
   if how == "channel":
     found = (1, None)
   elif how == "group":
-    found = (1, _group(r))
+    found = (1, size)
   elif how == "block":
     found = _pair(r, "block_structure", block)
   return bits if kind == "int" else None, found

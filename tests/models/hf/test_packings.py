@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from ringjax import models
 from ringjax.errors import CheckpointMismatchError, ConfigError
 from ringjax.models.hf.folder import Folder
+from ringjax.models.hf.packings import packing
 from ringjax.models.hf.tensors import checkpoint_tensors, parameters
 from tests import checkpoints
 from tests.helpers import refused
@@ -380,6 +381,34 @@ def test_codes_become_the_numbers_they_stand_for(name, tmp_path):
   assert str(model.dtype) == "float32"
   close(model, plain)
   assert "quantization_config" not in json.loads(model.source)
+
+
+@pytest.mark.parametrize("name", some("gptq_zeros"))
+def test_layers_on_disk_stand_for_the_same(name, tmp_path):
+  folder, _, _ = folder_of(tmp_path / "a", FORMATS[name], num_hidden_layers=3)
+  tokens = np.arange(6, dtype=np.int32)[None]
+  want = models.load(folder)(tokens)
+  placed = models.load(folder, placement="disk")
+  np.testing.assert_array_equal(placed(tokens), want)
+
+
+def test_two_names_of_one_field():
+  config = checkpoints.config("llama3")
+  packed = lambda **given: packing(
+    {**config, "quantization_config": changed("gptq", **given)}
+  )
+  base = FORMATS["gptq"].config
+  assert "format" not in base
+  assert packed(checkpoint_format="gptq").less == 1
+  assert packed(checkpoint_format="gptq_v2").less == 0
+  both = dict(format="gptq_v2", checkpoint_format="gptq")
+  refused(ConfigError, lambda: packed(**both), "checkpoint_format")
+  alone = {k: v for k, v in base.items() if k != "checkpoint_format"}
+  alone["format"] = "gptq_v2"
+  assert packing({**config, "quantization_config": alone}).less == 0
+  awq = {k: v for k, v in FORMATS["awq"].config.items() if k != "group_size"}
+  awq |= {"q_group_size": GROUP}
+  assert packing({**config, "quantization_config": awq}).size == GROUP
 
 
 @pytest.mark.parametrize("name", some("gptq"))
