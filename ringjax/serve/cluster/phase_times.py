@@ -1,0 +1,84 @@
+"""How long an instance takes to read prompts and to make tokens.
+
+  prefill   f + t sum(n) + p sum((n + c)^2 - c^2)   n tokens behind c cached
+  decode    g + r rows + k sum(cached tokens)        one token of each row
+
+six constants that are not negative. Prefill's are those of `plan.Profile`
+(which counts n (c + n / 2) or n (c + n) pairs), DistServe's and LoongServe's.
+Ref: Zhong et al. 2024, DistServe, appendix A and its simulator; Wu et al. 2024,
+LoongServe (SOSP), arXiv 2404.09526, section 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+from ringjax.checks import number
+
+
+class PhaseTimes(Protocol):
+  """Seconds of a call of an instance; what simulators and planners ask."""
+
+  def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
+    """Of reading pieces of prompts in one call.
+
+    Args:
+      pieces: (new tokens, tokens cached before them) of each.
+    """
+    ...
+
+  def decode_s(self, rows: int, cached_tokens: int | float) -> float:
+    """Of one token for each of some rows.
+
+    Args:
+      rows: how many.
+      cached_tokens: of all rows together.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuadraticTimes:
+  """The form above.
+
+  Attributes:
+    prefill_fixed_s: f, of a call.
+    prefill_token_s: t, for each new token.
+    prefill_pair_s: p, for each pair of a new token and one before it, twice.
+    decode_fixed_s: g, of a step.
+    decode_row_s: r, for each row.
+    decode_token_s: k, for each cached token.
+  """
+
+  prefill_fixed_s: int | float = 0.0
+  prefill_token_s: int | float = 0.0
+  prefill_pair_s: int | float = 0.0
+  decode_fixed_s: int | float = 0.0
+  decode_row_s: int | float = 0.0
+  decode_token_s: int | float = 0.0
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      number(field.name, getattr(self, field.name), least=0)
+
+  def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
+    """As `PhaseTimes`."""
+    tokens = pairs = 0
+    for new, cached in pieces:
+      tokens += new
+      pairs += new * (new + 2 * cached)
+    return float(
+      self.prefill_fixed_s
+      + self.prefill_token_s * tokens
+      + self.prefill_pair_s * pairs
+    )
+
+  def decode_s(self, rows: int, cached_tokens: int | float) -> float:
+    """As `PhaseTimes`."""
+    return float(
+      self.decode_fixed_s
+      + self.decode_row_s * rows
+      + self.decode_token_s * cached_tokens
+    )

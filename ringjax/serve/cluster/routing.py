@@ -1,0 +1,174 @@
+"""Which instance of a cluster reads a prompt and which one answers it.
+
+Guarantees: a policy is a pure function of a request and of what the router
+knows of its instances; the live router and the simulator call the same object
+with the same kind of view, so that a decision can be replayed.
+Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670: the shortest queue
+for prefill, the least loaded instance for decode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+# What an instance does: read prompts, answer them, or both.
+ROLES = ("prefill", "decode", "both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InstanceView:
+  """What a router knows of one instance when it decides.
+
+  Attributes:
+    name: unique in the cluster.
+    role: of `ROLES`.
+    queued_requests: prompts that wait or are being read.
+    queued_tokens: of these, tokens that are not yet computed.
+    queued_s: predicted seconds until these are read; 0 if nothing predicts.
+    running_requests: answers under way.
+    running_tokens: cached tokens of these.
+    free_tokens: tokens that its cache has room for.
+  """
+
+  name: str
+  role: str
+  queued_requests: int = 0
+  queued_tokens: int = 0
+  queued_s: int | float = 0.0
+  running_requests: int = 0
+  running_tokens: int = 0
+  free_tokens: int = 0
+
+  @property
+  def prefills(self) -> bool:
+    """Whether it may read prompts."""
+    return self.role in ("prefill", "both")
+
+  @property
+  def decodes(self) -> bool:
+    """Whether it may answer."""
+    return self.role in ("decode", "both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutedRequest:
+  """A request as a policy sees it.
+
+  Attributes:
+    number: unique, in the order of arrivals.
+    arrival_s: when it came.
+    prompt_tokens: of its prompt.
+    new_tokens: of its answer, at most.
+    cached_tokens: by an instance's name, the tokens of the prompt's prefix
+      that this instance has in its cache (a function, as few are asked for).
+  """
+
+  number: int
+  arrival_s: int | float
+  prompt_tokens: int
+  new_tokens: int
+  cached_tokens: Callable[[str], int] = lambda name: 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Route:
+  """Where a request goes.
+
+  Attributes:
+    prefill: name of the instance that reads the prompt.
+    decode: name of the instance that answers; the same one if it does both.
+      None if it is chosen when the prompt has been read.
+    fetch_from: name of an instance from which the prefill instance first
+      pulls the prefix that it lacks, or None.
+    fetch_tokens: of the prompt, that it then has.
+  """
+
+  prefill: str
+  decode: str | None
+  fetch_from: str | None = None
+  fetch_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rejected:
+  """A request that is not taken; over HTTP, status 429.
+
+  Attributes:
+    reason: for people.
+  """
+
+  reason: str
+
+
+class RoutingPolicy(Protocol):
+  """Decides where requests go."""
+
+  def route(
+    self,
+    request: RoutedRequest,
+    instances: Sequence[InstanceView],
+    now_s: int | float,
+  ) -> Route | Rejected:
+    """The route of a request that has come.
+
+    Args:
+      request: the request.
+      instances: all that are alive, in the order of their names.
+      now_s: the time of the cluster's clock.
+    """
+    ...
+
+  def decode_instance(
+    self,
+    request: RoutedRequest,
+    instances: Sequence[InstanceView],
+    now_s: int | float,
+  ) -> str | Rejected | None:
+    """The instance that answers a request whose prompt has been read.
+
+    Returns:
+      Its name; None to wait until one has room; or a late rejection.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortestQueue:
+  """DistServe's rule: the shortest queue reads, the least loaded one answers.
+
+  The decode instance is chosen when the prompt has been read, among those with
+  room for the prompt and its answer; ties go to the first name.
+  """
+
+  def route(
+    self,
+    request: RoutedRequest,
+    instances: Sequence[InstanceView],
+    now_s: int | float,
+  ) -> Route | Rejected:
+    """As `RoutingPolicy`."""
+    able = [one for one in instances if one.prefills]
+    if not able:
+      return Rejected(reason="no instance reads prompts")
+    best = min(able, key=lambda one: (one.queued_tokens, one.name))
+    # One that does both keeps the request.
+    own = best.name if best.role == "both" else None
+    return Route(prefill=best.name, decode=own)
+
+  def decode_instance(
+    self,
+    request: RoutedRequest,
+    instances: Sequence[InstanceView],
+    now_s: int | float,
+  ) -> str | Rejected | None:
+    """As `RoutingPolicy`."""
+    need = request.prompt_tokens + request.new_tokens
+    able = [one for one in instances if one.decodes]
+    if not able:
+      return Rejected(reason="no instance answers")
+    room = [one for one in able if one.free_tokens >= need]
+    if not room:
+      return None
+    return min(room, key=lambda one: (one.running_tokens, one.name)).name
