@@ -458,6 +458,10 @@ class PagePool:
       for x in self._arrays(group)
     )
 
+  def page_axes(self, group: int) -> tuple[int, ...]:
+    """Of each array of `read_pages` the axis of tokens in one page."""
+    return tuple(token_axis(x) - 1 for x in self._arrays(group))
+
   def _arrays(self, group: int) -> tuple[Any, ...]:
     kinds = self.groups[group].kinds
     return tuple(x for kind in kinds for x in self.slots[kind] if x.size)

@@ -6,6 +6,7 @@ from ringjax.serve.prefix_transfer import (
   ExportedPrefix,
   export_prefix,
   import_prefix,
+  prefix_layout,
 )
 from ringjax.serve.prefix_tree import (
   GroupSpec,
@@ -70,6 +71,7 @@ __all__ = [
   "import_prefix",
   "measure_cost",
   "poisson_trace",
+  "prefix_layout",
   "read_keys",
   "read_trace",
   "replay_live",

@@ -508,10 +508,35 @@ class Engine:
   # Requests
   # -------------------------------------------------------------------------
 
-  def _salt(self, salt: str, length: int) -> str:
-    """The salt of a request, for prompts alone that rotate as this one."""
-    alike = [str(x.alike(length)) for x in self._scaled]
-    return "\0".join([salt, *sorted(alike)]) if alike else salt
+  def prefix_salt(self, salt: str, length: int) -> str:
+    """The salt of prefixes of a request, for prompts that rotate as its own.
+
+    Args:
+      salt: of the request.
+      length: of its prompt.
+    """
+    alike = self.rotations(length)
+    return "\0".join([salt, *alike]) if alike else salt
+
+  def rotations(self, length: int) -> tuple[str, ...]:
+    """What prompts have in common that rotate as one of this length; empty
+    where rotations depend on no length."""
+    return tuple(sorted(str(x.alike(length)) for x in self._scaled))
+
+  def adapter_number(self, name: str) -> int:
+    """The place of an adapter among those of the engine; "" is 0.
+
+    Raises:
+      OptionError: there is none of that name.
+    """
+    if name not in self._adapters:
+      raise OptionError(
+        "adapter",
+        repr(name),
+        f"one of {sorted(self._adapters)}",
+        "pass adapters= to the engine",
+      )
+    return self._adapters[name]
 
   @contextlib.contextmanager
   def _asked(self) -> Iterator[None]:
@@ -563,13 +588,7 @@ class Engine:
         "ids",
         "pass tokenizer= to the engine",
       )
-    if request.adapter not in self._adapters:
-      raise OptionError(
-        "adapter",
-        repr(request.adapter),
-        f"one of {sorted(self._adapters)}",
-        "pass adapters= to the engine",
-      )
+    self.adapter_number(request.adapter)
     beams = request.beams or 0
     if beams > self.scheduler.limits.rows or (beams and self._rows):
       raise OptionError(
@@ -616,7 +635,7 @@ class Engine:
           priority=request.priority,
           # Rows of a request are neighbours.
           arrival=number + n / (request.rows + 1),
-          salt=self._salt(request.salt, prompt.size),
+          salt=self.prefix_salt(request.salt, prompt.size),
           adapter=request.adapter,
           share=request.share,
           owner=_Owner(handle, answer, watch, n, search),

@@ -3,13 +3,15 @@
 Guarantees: the keys and values that were computed reach the other engine bit
 for bit, also where its pages have another size or its mesh another number of
 shards; what was made by other weights, another kind of cache, codec or dtype is
-refused. Nothing else of the other engine changes: a prompt finds the prefix
-there as if it came out of its store, and what is missing is computed.
+refused, and so are pages of other tokens, in another order or of another
+adapter: each page comes with a hash of all tokens up to its end. Nothing else
+of the other engine changes: a prompt finds the prefix there as if it came out
+of its store, and what is missing is computed.
 Cost: one copy of the prefix to the host, in batches of fixed shapes between
 two steps; one copy there into blocks of the other size.
 Memory: the prefix on the host of each side.
 
-`export_prefix` -> `rj.transfer.Publisher.publish` -> ticket ->
+`export_prefix` -> `rj.transfer.Publisher.publish` with `labels` -> ticket ->
 `rj.transfer.pull` -> `import_prefix`. Whole pages move: the rest of a prompt is
 computed again.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
 from typing import Any
 
 import jax
@@ -25,6 +28,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ringjax.errors import OptionError
+from ringjax.infer import inputs
 from ringjax.kv.page_pool import PagePool
 from ringjax.models.fingerprint import fingerprint
 from ringjax.serve.engine import Engine
@@ -44,11 +48,14 @@ class ExportedPrefix:
     tokens: how many the pages hold.
     pages: of each page its leaves, as `Publisher.publish` takes them.
     layout: of each page.
+    labels: of each page a hash of all tokens up to its end, of the adapter and
+      of how the prompt rotates.
   """
 
   tokens: int
   pages: list[tuple[np.ndarray, ...]]
   layout: PageLayout
+  labels: list[str]
 
 
 def export_prefix(
@@ -62,17 +69,22 @@ def export_prefix(
 
   Args:
     engine: with `share` of "prompts" or "answers".
-    tokens: int32, of a prompt that it has read.
+    tokens: int32, of a prompt that it has read; all of it where rotations
+      depend on its length.
     salt: of the request.
     adapter: of the request.
 
   Raises:
-    OptionError: the engine knows no whole page of it, or has a pool whose
-      pages can't be cut elsewhere.
+    OptionError: the engine knows no whole page of it, has no such adapter, or
+      has a pool whose pages can't be cut elsewhere.
+    PromptError: tokens that are none.
   """
+  tokens = inputs.prompt(tokens, engine.vocab)
+  layout = prefix_layout(engine)
+  labels = _labels(engine, tokens, engine.scheduler.tree.page, adapter)
+  salt = engine.prefix_salt(salt, len(tokens))
   with engine.between_steps() as pool:
     tree = engine.scheduler.tree
-    names = _layout(engine, pool, tree.page)
     chain = tree.chain(tree.root(salt, adapter), tree.pieces(tokens))
     ready = next((n for n, b in enumerate(chain) if not b.ready), len(chain))
     if not ready:
@@ -90,7 +102,8 @@ def export_prefix(
   return ExportedPrefix(
     tokens=ready * tree.page,
     pages=[tuple(x[n] for x in arrays) for n in range(ready)],
-    layout=names,
+    layout=layout,
+    labels=labels[:ready],
   )
 
 
@@ -107,57 +120,104 @@ def import_prefix(
 
   Args:
     engine: with a `store=`, into which the blocks go.
-    tokens: int32, those of which the pages are, and any more.
+    tokens: int32, those of which the pages are, and any more; the whole prompt
+      where rotations depend on its length.
     ticket: of the pages.
     pulled: all pages of the ticket, in their order.
     salt: of the requests.
     adapter: of the requests.
 
   Returns:
-    How many tokens of the prompt the engine finds now.
+    How many tokens of the prompt the engine finds now: fewer than came where
+    the store did not keep them.
 
   Raises:
-    OptionError: the engine has no store, or the pages were made by other
-      weights, codecs or dtypes.
+    OptionError: the engine has no store or no such adapter, or the pages are
+      of other tokens, or were made by other weights, codecs or dtypes.
+    PromptError: tokens that are none.
   """
-  with engine.between_steps() as pool:
-    link, tree = engine.store_link, engine.scheduler.tree
-    if link is None:
+  link = engine.store_link
+  if link is None:
+    raise OptionError(
+      "engine",
+      "an engine without a store",
+      "one into whose store the prefix can go",
+      "pass store=rj.store.Store(host=1 << 30) to it",
+    )
+  tokens = inputs.prompt(tokens, engine.vocab)
+  want, page = prefix_layout(engine), engine.scheduler.tree.page
+  theirs = {x.name: x for x in ticket.layout.leaves}
+  lines: list[tuple[np.ndarray, int]] = []
+  whole, size = len(pulled.labels), 0
+  for leaf in want.leaves:
+    found, array = theirs.get(leaf.name), pulled.arrays.get(leaf.name)
+    _check_leaf(leaf, found, array, whole)
+    assert found is not None and array is not None
+    axis = leaf.axes.index("token")
+    if size and found.shape[axis] != size:
       raise OptionError(
-        "engine",
-        "an engine without a store",
-        "one into whose store the prefix can go",
-        "pass store=rj.store.Store(host=1 << 30) to it",
+        f"leaf {leaf.name}",
+        f"{found.shape[axis]} tokens beside {size} of other leaves",
+        "pages of as many tokens in all leaves",
+        "publish what export_prefix returns",
       )
-    want = _layout(engine, pool, tree.page)
-    theirs = {x.name: x for x in ticket.layout.leaves}
-    blocks: list[list[np.ndarray]] = []
-    count, whole = len(tokens) // tree.page, len(ticket.pages)
-    for leaf in want.leaves:
-      found, array = theirs.get(leaf.name), pulled.arrays.get(leaf.name)
-      if found is None or array is None or not _same(leaf, found, array, whole):
-        raise OptionError(
-          f"leaf {leaf.name}",
-          "nothing" if found is None else f"{found.dtype} {found.codec!r}",
-          f"{leaf.dtype} {leaf.codec!r}, {whole} whole pages",
-          "serve one model with one cache_kind and dtype on both sides",
-        )
-      # [n, L, K, P, H] to [L, K, n P, H], then to pages of this engine.
-      line = np.concatenate(list(array), axis=2)
-      count = min(count, line.shape[2] // tree.page)
-      blocks.append(
-        np.split(line[:, :, : count * tree.page], count, 2) if count else []
+    size = found.shape[axis]
+    # [n, ..., P, ...] to [..., n P, ...].
+    lines.append((np.concatenate(list(array), axis=axis), axis))
+  labels = _labels(engine, tokens, size, adapter)
+  known = 0
+  for known, (mine, label) in enumerate(
+    zip(labels, pulled.labels, strict=False), 1
+  ):
+    if mine != label:
+      raise OptionError(
+        f"page {known - 1} of the ticket",
+        "one of other tokens, another adapter or another place",
+        f"tokens {(known - 1) * size} to {known * size} of this prompt",
+        "publish with labels=, pull all pages in order, and pass the prompt "
+        "and the adapter of the export",
       )
-    digest, at = tree.root(salt, adapter).digest, 0
+  count = known * size // page
+  blocks = [
+    np.split(np.take(line, range(count * page), axis), count, axis)
+    for line, axis in lines
+    if count
+  ]
+  pieces = engine.scheduler.tree.pieces(tokens, count)
+  with engine.between_steps() as pool:
+    tree = engine.scheduler.tree
+    root = tree.root(engine.prefix_salt(salt, len(tokens)), adapter)
     sizes = [len(pool.page_shapes(g)) for g in range(len(pool.groups))]
-    pieces = tree.pieces(tokens, count)
+    digests, digest = [], root.digest
     for n, piece in enumerate(pieces):
       digest, at = next_digest(digest, piece), 0
-      for group, size in enumerate(sizes):
-        leaves = [x[n] for x in blocks[at : at + size]]
-        link.put(group, digest, leaves)
-        at += size
-    return count * tree.page
+      digests.append(digest)
+      for group, some in enumerate(sizes):
+        link.put(group, digest, [x[n] for x in blocks[at : at + some]])
+        at += some
+    # What came last may have driven out what came first.
+    chain = tree.chain(root, pieces)
+    for n, digest in enumerate(digests):
+      cached = n < len(chain) and chain[n].ready
+      if not cached and not all(
+        link.holds(g, digest) for g in range(len(sizes))
+      ):
+        return n * page
+    return count * page
+
+
+def _labels(
+  engine: Engine, tokens: np.ndarray, page: int, adapter: str
+) -> list[str]:
+  """A text for each whole page of tokens, of all on which its keys depend and
+  which the layout does not tell."""
+  facts = engine.adapter_number(adapter), engine.rotations(len(tokens))
+  digest = repr(facts).encode()
+  data, found = np.ascontiguousarray(tokens, "<i4").tobytes(), []
+  for n in range(len(tokens) // page):
+    digest = next_digest(digest, data[4 * page * n : 4 * page * (n + 1)])
+    found.append(digest.hex()[:32])
+  return found
 
 
 def _read(
@@ -184,13 +244,30 @@ def _read(
   ]
 
 
-def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
-  """Names, dtypes and shapes of a page's arrays.
+def prefix_layout(engine: Engine) -> PageLayout:
+  """Names, dtypes and shapes of the arrays of a page of an engine.
+
+  The codec of each is a text that two engines have in common if one can use
+  the pages of the other.
 
   Raises:
     OptionError: a pool whose pages can't be cut elsewhere.
   """
+  if engine not in _LAYOUTS:
+    with engine.between_steps() as pool:
+      _LAYOUTS[engine] = _layout(engine, pool, engine.scheduler.tree.page)
+  return _LAYOUTS[engine]
+
+
+# Weights of an engine do not change: they are looked at once.
+_LAYOUTS: Any = weakref.WeakKeyDictionary()
+
+
+def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
+  """See `prefix_layout`."""
   shapes = [pool.page_shapes(g) for g in range(len(pool.groups))]
+  # Codes on a TPU have their tokens last.
+  axes = [pool.page_axes(g) for g in range(len(pool.groups))]
   arrays = jax.tree.leaves((pool.slots, engine.model))
   if not all(x.is_fully_addressable for x in arrays):
     fault = "pages that are spread over several processes"
@@ -198,7 +275,11 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
     fault = "an engine that shares no prefixes"
   elif any(g.reach is not None for g in pool.groups):
     fault = "layers that look back a window and let pages go"
-  elif any(s[2:3] != (page,) for group in shapes for s, _ in group):
+  elif any(
+    s[axis] != page
+    for some, places in zip(shapes, axes, strict=True)
+    for (s, _), axis in zip(some, places, strict=True)
+  ):
     fault = f"the cache kind {pool.kind}, which codes tokens together"
   else:
     fault = ""
@@ -213,29 +294,55 @@ def _layout(engine: Engine, pool: PagePool, page: int) -> PageLayout:
   facts.update(repr((fingerprint(engine.model), engine.longest)).encode())
   for x in jax.tree.leaves(pool.constants):
     facts.update(np.asarray(x).tobytes())
-  text = f"{str(pool.kind)[:100]} {facts.hexdigest()[:32]}"
+  text = f"{str(pool.kind)[:100]}{_OF}{facts.hexdigest()[:32]}"
   return PageLayout(
     tuple(
       PageLeaf(
-        f"{group}.{n}",
-        dtype.name,
-        shape,
-        ("layer", "head", "token", *(f"dim{i}" for i in range(len(shape) - 3))),
-        codec=text,
+        f"{group}.{n}", dtype.name, shape, _axes(len(shape), at), codec=text
       )
-      for group, some in enumerate(shapes)
-      for n, (shape, dtype) in enumerate(some)
+      for group, (some, places) in enumerate(zip(shapes, axes, strict=True))
+      for n, ((shape, dtype), at) in enumerate(zip(some, places, strict=True))
     )
   )
 
 
-def _same(ours: PageLeaf, theirs: PageLeaf, array: Any, pages: int) -> bool:
-  """Whether pulled pages are of what this engine has, pages of another size
-  apart."""
-  cut = lambda shape: (*shape[:2], *shape[3:])
-  return (
-    (ours.dtype, ours.codec, ours.axes, ours.first)
-    == (theirs.dtype, theirs.codec, theirs.axes, theirs.first)
-    and cut(ours.shape) == cut(theirs.shape)
-    and array.shape == (pages, *theirs.shape)
+# Between the kind of cache and the digest of the weights, in a codec's text.
+_OF = " of "
+
+
+def _axes(rank: int, token: int) -> tuple[str, ...]:
+  """Names of a page's axes, of which one is of tokens."""
+  names = ["layer", "head", *(f"dim{i}" for i in range(rank - 3))]
+  names.insert(token, "token")
+  return tuple(names)
+
+
+def _check_leaf(
+  ours: PageLeaf, theirs: PageLeaf | None, array: np.ndarray | None, pages: int
+) -> None:
+  """Raises unless pulled pages are of what this engine has, pages of another
+  size apart."""
+  kind, _, weights = ours.codec.partition(_OF)
+  if theirs is None or array is None:
+    fault, want = "nothing", "all arrays of a page"
+  elif theirs.codec.partition(_OF)[0] != kind or theirs.dtype != ours.dtype:
+    fault = f"{theirs.dtype}, cache_kind {theirs.codec.partition(_OF)[0]}"
+    want = f"{ours.dtype}, cache_kind {kind}"
+  elif theirs.codec != ours.codec:
+    fault = f"the mark {theirs.codec.partition(_OF)[2]!r}"
+    want = f"{weights!r}: the same weights, adapters, constants and longest="
+  else:
+    at = ours.axes.index("token")
+    cut = lambda shape: (*shape[:at], *shape[at + 1 :])
+    same = (ours.axes, ours.first) == (theirs.axes, theirs.first)
+    same = same and cut(ours.shape) == cut(theirs.shape)
+    if same and array.shape == (pages, *theirs.shape):
+      return
+    fault = f"{list(array.shape)} of {theirs.axes}"
+    want = f"{pages} whole pages of {list(ours.shape)}, any tokens"
+  raise OptionError(
+    f"leaf {ours.name}",
+    fault,
+    want,
+    "serve one model with the same options on both sides, and pull whole pages",
   )

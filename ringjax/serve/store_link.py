@@ -226,6 +226,10 @@ class StoreLink:
     payload = b"".join(x.tobytes() for x in leaves)
     self.store.put(self._key(group, digest), payload)
 
+  def holds(self, group: int, digest: bytes) -> bool:
+    """Whether the store has a page of a group, by its digest as of `put`."""
+    return self._key(group, digest) in self.store
+
   def export_all(self, pool: PagePool) -> None:
     """Copies all blocks of the tree, and waits until the store has them."""
     for block in self._tree.blocks():

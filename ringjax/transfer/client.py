@@ -49,12 +49,15 @@ class PulledPages:
     nbytes: that came.
     completed: whether the publisher said that it knows; if not, the pages
       return by the lease.
+    labels: of the page in each row of the arrays, see `Publisher.publish`; ""
+      for rows without a page.
   """
 
   arrays: dict[str, np.ndarray]
   reads: int
   nbytes: int
   completed: bool
+  labels: tuple[str, ...]
 
 
 def pull(
@@ -77,7 +80,8 @@ def pull(
     address: host and port of the publisher.
     key: that of the publisher.
     want: ranges of named axes, in the numbers of the whole array (see
-      `PageLeaf.first`); default: all. Leaves without any of it are left out.
+      `PageLeaf.first`), within what the ticket's leaves have together;
+      default: all. Leaves without any of it are left out.
     pages: which of the ticket's, by their places in it; default: all.
     into: arrays to fill, by leaf, [any number, ...] of the part's shape;
       default: new ones with as many rows as pages.
@@ -92,6 +96,35 @@ def pull(
     PeerError: the publisher is silent, has left, or sends what it should not.
     OptionError: an argument does not fit the ticket.
   """
+  _check_want(want or {}, [ticket])
+  return _pull(
+    ticket,
+    address,
+    key,
+    want=want or {},
+    pages=pages,
+    into=into,
+    places=places,
+    reader=_reader(reader),
+    window=window,
+    patience_s=patience_s,
+  )
+
+
+def _pull(
+  ticket: Ticket,
+  address: Address,
+  key: bytes,
+  *,
+  want: Ranges,
+  pages: Sequence[int] | None = None,
+  into: Mapping[str, np.ndarray] | None = None,
+  places: Sequence[int] | None = None,
+  reader: str,
+  window: int = 2,
+  patience_s: int | float,
+) -> PulledPages:
+  """See `pull`; ranges are of the whole that other tickets have parts of."""
   key = checked_key(key)
   number("patience_s", patience_s, above=0)
   positive_int("window", window)
@@ -100,7 +133,7 @@ def pull(
     integer("pages", n, least=0, most=len(ticket.pages) - 1)
   if not which:
     raise OptionError("pages", "none", "at least one page", "name some")
-  cuts = [leaf.part(want or {}) for leaf in ticket.layout.leaves]
+  cuts = [leaf.part(want) for leaf in ticket.layout.leaves]
   if all(cut is None for cut in cuts):
     raise OptionError(
       "want", want, "a part that the pages have", "widen the ranges"
@@ -113,15 +146,17 @@ def pull(
     for run in protocol.coalesce([page for page, _ in keys], where)
     for n in range(0, len(run), MOST_RUN)
   ]
-  name = reader or secrets.token_hex(8)
   with _Connection(address, key, patience_s) as wire:
     puller = _Puller(wire, ticket, cuts, arrays, runs, where)
     reads = [[keys[n] for n in run] for run in runs]
     state, messages = protocol.start_pull(
-      ticket.incarnation, ticket.number, name, reads, window=window
+      ticket.incarnation, ticket.number, reader, reads, window=window
     )
     nbytes, completed = puller.run(state, messages)
-  return PulledPages(arrays, len(runs), nbytes, completed)
+  labels = [""] * (max(where) + 1)
+  for row, n in zip(where, which, strict=True):
+    labels[row] = ticket.labels[n]
+  return PulledPages(arrays, len(runs), nbytes, completed, tuple(labels))
 
 
 def decline(
@@ -144,7 +179,7 @@ def decline(
   Raises:
     AuthenticationError, PeerError: see `pull`.
   """
-  name = reader or secrets.token_hex(8)
+  name = _reader(reader)
   with _Connection(address, checked_key(key), patience_s) as wire:
     abort = protocol.AbortRequest(ticket.incarnation, ticket.number, name)
     wire.tell(abort)
@@ -172,13 +207,14 @@ def pull_shards(
     The part, with the whole extent of axes that `want` does not name.
 
   Raises:
-    OptionError: the sources do not have all that is wanted, or have some twice.
+    OptionError: the sources do not have all that is wanted, or have some
+      twice, or have pages of different labels.
     StaleTicketError, AuthenticationError, PeerError: see `pull`.
   """
   if not sources:
     raise OptionError("sources", "none", "at least one", "name the shards")
-  name = reader or secrets.token_hex(8)
-  count = len(sources[0][0].pages)
+  name = _reader(reader)
+  count, labels = len(sources[0][0].pages), sources[0][0].labels
   if any(len(ticket.pages) != count for ticket, _ in sources):
     raise OptionError(
       "sources",
@@ -186,26 +222,36 @@ def pull_shards(
       "as many pages in each ticket",
       "publish the same tokens on each shard",
     )
-  whole = _wholes([ticket for ticket, _ in sources], want or {})
+  if any(ticket.labels != labels for ticket, _ in sources):
+    raise OptionError(
+      "sources",
+      "pages of different labels",
+      "the same labels in each ticket",
+      "publish the same tokens on each shard, in one order",
+    )
+  want = want or {}
+  tickets = [ticket for ticket, _ in sources]
+  _check_want(want, tickets)
+  whole = _wholes(tickets, want)
+  _check_cover(tickets, whole, want)
   arrays = {
     leaf: np.empty((count, *(b - a for a, b in ranges)), dtype_of(dtype))
     for leaf, (ranges, dtype) in whole.items()
   }
-  _check_cover([ticket for ticket, _ in sources], whole, want or {})
   reads = nbytes = 0
   completed = True
   for ticket, address in sources:
     leaves = ticket.layout.leaves
-    if all(leaf.part(want or {}) is None for leaf in leaves):
+    if all(leaf.part(want) is None for leaf in leaves):
       decline(ticket, address, key, reader=name, patience_s=patience_s)
       continue
     into = {}
     for leaf in leaves:
-      cut = leaf.part(want or {})
+      cut = leaf.part(want)
       if cut is not None:
         at = _at(leaf, cut, whole[leaf.name][0])
         into[leaf.name] = arrays[leaf.name][(slice(None), *at)]
-    got = pull(
+    got = _pull(
       ticket,
       address,
       key,
@@ -216,7 +262,48 @@ def pull_shards(
     )
     reads, nbytes = reads + got.reads, nbytes + got.nbytes
     completed &= got.completed
-  return PulledPages(arrays, reads, nbytes, completed)
+  return PulledPages(arrays, reads, nbytes, completed, labels)
+
+
+def _reader(name: str | None) -> str:
+  """The name of a reader; a random one if it has none."""
+  if name is None:
+    return secrets.token_hex(8)
+  if not isinstance(name, str) or not 1 <= len(name) <= 256:
+    raise OptionError(
+      "reader", repr(name), "1 to 256 characters", "pass a short name"
+    )
+  return name
+
+
+def _check_want(want: Ranges, tickets: Sequence[Ticket]) -> None:
+  """Raises unless all axes are known, and all ranges are within them."""
+  ends: dict[str, tuple[int, int]] = {}
+  for ticket in tickets:
+    for leaf in ticket.layout.leaves:
+      for axis, size, first in zip(
+        leaf.axes, leaf.shape, leaf.first, strict=True
+      ):
+        low, high = ends.get(axis, (first, first + size))
+        ends[axis] = min(low, first), max(high, first + size)
+  for axis, pair in want.items():
+    if axis not in ends:
+      raise OptionError(
+        "want", f"the axis {axis!r}", f"some of {sorted(ends)}", "rename it"
+      )
+    low, high = ends[axis]
+    fits = isinstance(pair, tuple | list) and len(pair) == 2
+    if not fits or not all(type(x) is int for x in pair):
+      raise OptionError(
+        f"want[{axis!r}]", pair, "two integers", "pass (first, end)"
+      )
+    if not low <= pair[0] < pair[1] <= high:
+      raise OptionError(
+        f"want[{axis!r}]",
+        f"{pair[0]} to {pair[1]}",
+        f"a range within {low} to {high}",
+        "narrow it to what was published",
+      )
 
 
 class _Puller:
@@ -309,10 +396,15 @@ class _Connection:
   """A greeted connection, for a `with`."""
 
   def __init__(self, address: Address, key: bytes, patience_s: int | float):
+    fits = isinstance(address, tuple | list) and len(address) == 2
+    if not fits or type(address[1]) is not int or not 0 < address[1] < 1 << 16:
+      raise OptionError(
+        "address", address, "a host and a port", "pass Publisher.address"
+      )
     host, port = address
     self._name = f"publisher {host}:{port}"
     try:
-      link = socket.create_connection(address, patience_s)
+      link = socket.create_connection((host, port), patience_s)
     except OSError as error:
       raise PeerError(f"{self._name} cannot be reached: {error}") from None
     self._wire, self._key = PullConnection(link, patience_s, self._name), key

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -165,6 +165,7 @@ class Ticket:
     lease_s: seconds from publication after which no read begins.
     pages: numbers and generations, in the order of the sequence.
     layout: of each page.
+    labels: of each page, see `Publisher.publish`.
   """
 
   incarnation: int
@@ -173,6 +174,7 @@ class Ticket:
   lease_s: float
   pages: tuple[PageKey, ...]
   layout: PageLayout
+  labels: tuple[str, ...]
 
   def to_json(self) -> str:
     """The ticket as text."""
@@ -184,6 +186,7 @@ class Ticket:
         "lease_s": self.lease_s,
         "pages": keys_to_runs(self.pages),
         "leaves": [dataclasses.asdict(x) for x in self.layout.leaves],
+        "labels": self.labels,
       }
     )
 
@@ -210,6 +213,7 @@ class Ticket:
         lease_s=number("lease_s", fields["lease_s"], above=0),
         pages=pages,
         layout=PageLayout(leaves),
+        labels=checked_labels(fields["labels"], len(pages)),
       )
     except (KeyError, TypeError, ValueError, RecursionError) as error:
       if isinstance(error, OptionError):
@@ -240,6 +244,25 @@ def _leaf(fields: dict[str, Any]) -> PageLeaf:
     first=many["first"],
     codec=texts[2],
   )
+
+
+def checked_labels(labels: Sequence[str], count: int) -> tuple[str, ...]:
+  """Labels of so many pages, each a short text.
+
+  Raises:
+    OptionError: they are not.
+  """
+  many = isinstance(labels, list | tuple) and len(labels) == count
+  if not many or not all(
+    isinstance(x, str) and len(x) <= _MOST_TEXT for x in labels
+  ):
+    raise OptionError(
+      "labels",
+      f"{len(labels)} of another kind or number",
+      f"{count} texts of at most {_MOST_TEXT} characters",
+      "pass one for each page, or none",
+    )
+  return tuple(labels)
 
 
 def _text(name: str, value: str, *, empty: bool = False) -> None:

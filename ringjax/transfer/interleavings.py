@@ -166,12 +166,9 @@ class _Explorer:
     """What can happen next; each with the state that it leads to."""
     p = self.p
     for ticket in world.publisher.tickets:
-      for event in (
-        p.LeaseExpired(ticket.number),
-        p.WithdrawTicket(ticket.number),
-      ):
+      for event in (p.LeaseExpired(ticket), p.WithdrawTicket(ticket)):
         after = self._publisher_event(world, event)
-        if ticket.number == 0:
+        if ticket == 0:
           after = dataclasses.replace(after, taken_back=True)
         yield event, after
     if self.scenario.second and not world.seconds:
@@ -284,7 +281,7 @@ class _Explorer:
     if held:
       raise _Fault(f"back: pages {sorted(held)} never return")
     done = sum(pull.phase == "done" for pull in world.pulls)
-    first = [t for t in world.publisher.tickets if t.number == 0]
+    first = 0 in world.publisher.tickets
     if world.lives == 1 and done >= self.scenario.readers and first:
       raise _Fault("back: all readers have completed and the ticket is open")
     over = sum(pull.phase != "reads" for pull in world.pulls)
@@ -296,7 +293,7 @@ class _Explorer:
     """The pages that are still held when all else has ended."""
     p = self.p
     events = [p.ReadEnded(request) for request in publisher.reads]
-    events += [p.LeaseExpired(t.number) for t in publisher.tickets]
+    events += [p.LeaseExpired(t) for t in publisher.tickets]
     for event in events:
       publisher, actions = self._publisher(publisher, event)
       for action in actions:

@@ -2,9 +2,10 @@
 
 Guarantees: what `protocol.py` does, for the memory of a process: pages go to
 readers that have the key, with the contents that they had at publication; the
-callback of a page is called once, when no reader can get it any more, at the
+callbacks of a page are called once, when no reader can get it any more, at the
 latest a lease and a patience after publication. Readers may come and go at any
-time; what one of them does, or does not do, ends its own connection only.
+time; what one of them does, or does not do, ends its own connection only. One
+that does not show the key within five seconds is disconnected.
 Cost: a thread for each connection and one for the leases. Whole pages are sent
 from where they are; a part of a page whose bytes are apart is copied first.
 Memory: the copied parts of one read on each connection.
@@ -28,13 +29,14 @@ from typing import Any
 import numpy as np
 
 from ringjax.checks import integer, number, positive_int
-from ringjax.errors import OptionError, PeerError
+from ringjax.errors import InputTypeError, OptionError, PeerError
 from ringjax.transfer import protocol
 from ringjax.transfer.description import (
   MOST_PAGES,
   PageLayout,
   PageLeaf,
   Ticket,
+  checked_labels,
 )
 from ringjax.transfer.wire import (
   AuthenticationError,
@@ -83,11 +85,15 @@ class PublisherCounters:
 
 @dataclasses.dataclass
 class _HeldPage:
-  """The bytes of a page, leaf by leaf, and whom to give it back to."""
+  """The bytes of a page, leaf by leaf, and whom to give it back to.
+
+  `owners`: by the number of each ticket that named it, what to call.
+  """
 
   leaves: tuple[memoryview, ...]
   layout: PageLayout
-  released: Released | None
+  label: str
+  owners: dict[int, Released | None] = dataclasses.field(default_factory=dict)
 
   @property
   def places(self) -> list[tuple[int, int]]:
@@ -128,7 +134,8 @@ class Publisher:
       clock: seconds that never go back.
 
     Raises:
-      OptionError: the key is too short, or a number is out of its range.
+      OptionError: the key is too short, a number is out of its range, or the
+        address is not free on this machine.
     """
     self._key = checked_key(key)
     self._lease_s = number("lease_s", lease_s, above=0)
@@ -144,7 +151,15 @@ class Publisher:
     self._wires: dict[int, PullConnection] = {}
     self._next_number = 0
     self._closed = False
-    self._server = socket.create_server((host, port), backlog=128)
+    try:
+      self._server = socket.create_server((host, port), backlog=128)
+    except OSError as error:
+      raise OptionError(
+        "host, port",
+        f"{host}:{port}: {error.strerror}",
+        "a free address of this machine",
+        "pass another port, or port=0 for any",
+      ) from None
     self.address: tuple[str, int] = (host, self._server.getsockname()[1])
     for work in (self._accept, self._watch):
       threading.Thread(
@@ -166,6 +181,7 @@ class Publisher:
     pages: Mapping[int, Buffer | Sequence[Buffer]],
     layout: PageLayout,
     *,
+    labels: Sequence[str] = (),
     readers: int = 1,
     lease_s: int | float | None = None,
     released: Released | None = None,
@@ -177,18 +193,20 @@ class Publisher:
         of each of its leaves. A page may be in several tickets, with the same
         memory; it returns when all of them have ended.
       layout: what the bytes mean.
+      labels: of each page a text that readers get with it, such as a hash of
+        what it is of; default: empty ones.
       readers: how many complete or abort, each under a name of its own,
         before the pages return.
       lease_s: in place of the publisher's.
       released: called with the pages that return, once for each page, from
-        another thread; of a page in several tickets that of the latest.
+        another thread; of a page in several tickets those of all of them.
 
     Returns:
       What readers need, for any way to them.
 
     Raises:
       OptionError: a page has another size, or is offered already with other
-        memory or another layout.
+        memory, layout or label.
       PeerError: the publisher is closed.
     """
     positive_int("readers", readers)
@@ -200,33 +218,34 @@ class Publisher:
       )
     for page in pages:
       integer("page", page, least=0, most=(1 << 48) - 1)
+    names = checked_labels(labels or [""] * len(pages), len(pages))
     held = {
-      page: _HeldPage(_leaves(page, data, layout), layout, released)
-      for page, data in pages.items()
+      page: _HeldPage(_leaves(page, data, layout), layout, label)
+      for (page, data), label in zip(pages.items(), names, strict=True)
     }
     with self._lock:
       if self._closed:
         raise PeerError("the publisher is closed")
       for page, one in held.items():
         before = self._pages.get(page, one)
-        if before.layout != layout or before.places != one.places:
+        same = before.layout == layout and before.label == one.label
+        if not same or before.places != one.places:
           # Readers of the new ticket would get what is offered already.
           raise OptionError(
             f"page {page}",
-            "other memory, or another layout, than it is offered with already",
+            "other memory, or another layout or label, than it is offered with "
+            "already",
             "a number whose page has returned, or the same memory",
             "take numbers from new_numbers",
           )
       self._next_number = max(self._next_number, 1 + max(held))
-      self._state, (opened,) = protocol.publisher_step(
+      (opened,) = protocol.take_event(
         self._state, protocol.PublishPages(tuple(held), readers)
       )
       assert isinstance(opened, protocol.TicketOpened)
       for page, one in held.items():
-        if page in self._pages:
-          self._pages[page].released = released
-        else:
-          self._pages[page] = one
+        owners = self._pages.setdefault(page, one).owners
+        owners[opened.ticket] = released
       self._deadlines[opened.ticket] = self._clock() + lease
       self.counters.tickets += 1
       self._lock.notify_all()
@@ -237,6 +256,7 @@ class Publisher:
       lease_s=lease,
       pages=opened.pages,
       layout=layout,
+      labels=names,
     )
 
   def new_numbers(self, count: int) -> range:
@@ -248,11 +268,13 @@ class Publisher:
     return range(first, first + count)
 
   def renew(self, ticket: Ticket, lease_s: int | float | None = None) -> bool:
-    """Lets a lease begin anew; False if the ticket has ended."""
+    """Lets a lease begin anew; False if the ticket has ended, or is of
+    another publisher."""
     lease = self._lease_s if lease_s is None else lease_s
     lease = number("lease_s", lease, above=0)
     with self._lock:
-      if ticket.number not in self._deadlines:
+      mine = ticket.incarnation == self._state.incarnation
+      if not mine or ticket.number not in self._deadlines:
         return False
       self._deadlines[ticket.number] = self._clock() + lease
       return True
@@ -287,8 +309,8 @@ class Publisher:
       self._closed = True
       self._lock.notify_all()
     _shut(self._server)
-    for ticket in self._state.tickets:
-      self._step(protocol.WithdrawTicket(ticket.number))
+    for ticket in list(self._state.tickets):
+      self._step(protocol.WithdrawTicket(ticket))
     self._wait(lambda: not self._state.reads)
     with self._lock:
       wires = list(self._wires.values())
@@ -308,21 +330,25 @@ class Publisher:
     self, event: protocol.PublisherEvent
   ) -> tuple[protocol.PublisherAction, ...]:
     """Takes a step; gives pages back, and returns what is to be sent."""
-    back: dict[int, tuple[Released, list[int]]] = {}
+    back: list[tuple[Released, list[int]]] = []
     with self._lock:
-      self._state, actions = protocol.publisher_step(self._state, event)
-      open_now = {t.number for t in self._state.tickets}
-      for ticket in set(self._deadlines) - open_now:
-        del self._deadlines[ticket]
+      actions = protocol.take_event(self._state, event)
+      ticket = getattr(event, "ticket", -1)
+      if ticket not in self._state.tickets:
+        self._deadlines.pop(ticket, None)
       for action in actions:
         if isinstance(action, protocol.ReleasePages):
           self.counters.released += len(action.pages)
           for page in action.pages:
-            call = self._pages.pop(page).released
-            if call is not None:
-              back.setdefault(id(call), (call, []))[1].append(page)
+            for call in self._pages.pop(page).owners.values():
+              # Equal, not the same: each `x.method` is a new object.
+              mine = next((m for c, m in back if c == call), None)
+              if mine is None and call is not None:
+                back.append((call, mine := []))
+              if mine is not None and mine[-1:] != [page]:
+                mine.append(page)
       self._lock.notify_all()
-    for call, pages in back.values():
+    for call, pages in back:
       try:
         call(tuple(pages))
       except Exception as error:
@@ -383,9 +409,7 @@ class Publisher:
     """Answers one reader until it leaves."""
     try:
       # Strangers hold a connection for a short time only.
-      wire.link.settimeout(min(_GREETING_S, self._patience_s))
-      wire.greet_reader(self._key)
-      wire.link.settimeout(self._patience_s)
+      wire.greet_reader(self._key, min(_GREETING_S, self._patience_s))
       while (heard := wire.hear()) is not None:
         self._answer(connection, wire, *heard)
     except (AuthenticationError, HostileMessageError):
@@ -480,15 +504,10 @@ class Publisher:
 
   def _deadline(self, pages: list[int]) -> float:
     """When the lease of a read's pages ends, as far as they have one."""
-    first = pages[0]
-    return max(
-      (
-        self._deadlines.get(t.number, self._clock())
-        for t in self._state.tickets
-        if first in t.generations
-      ),
-      default=-float("inf"),
-    )
+    with self._lock:
+      tickets = self._pages[pages[0]].owners
+      ends = [self._deadlines[t] for t in tickets if t in self._deadlines]
+    return max(ends, default=-float("inf"))
 
 
 def _shut(server: socket.socket) -> None:
@@ -530,7 +549,15 @@ def _view(page: int, data: Any) -> memoryview:
       )
     # Dtypes of ml_dtypes have no buffers of their own.
     data = data.reshape(-1).view(np.uint8)
-  view = memoryview(data)
+  try:
+    view = memoryview(data)
+  except TypeError:
+    raise InputTypeError(
+      f"page {page}",
+      type(data).__name__,
+      "bytes, or an array of NumPy",
+      "pass np.asarray(page)",
+    ) from None
   if not view.c_contiguous:
     raise OptionError(
       f"page {page}",

@@ -1,8 +1,9 @@
 """Messages of the protocol over a TCP connection, and who may open one.
 
 Guarantees: both sides show that they have the key before anything else is
-read, without sending it; a message is JSON of at most 1 MiB with all numbers
-checked; no wait for the next byte is longer than the connection's patience.
+read, without sending it, within a deadline for all of it; a message is JSON of
+at most 1 MiB with all numbers checked; no wait for the next byte is longer than
+the connection's patience.
 Cost: two small messages on each new connection; bytes of pages are sent from
 and received into the memory where they are.
 
@@ -24,6 +25,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,12 +70,13 @@ def checked_key(key: bytes) -> bytes:
   """A key of at least 16 bytes.
 
   Raises:
-    OptionError: it is shorter.
+    OptionError: it is shorter, or a text.
   """
-  if len(key) < 16:
+  if not isinstance(key, bytes | bytearray) or len(key) < 16:
     raise OptionError(
       "key",
-      f"{len(key)} bytes",
+      # The key is not shown.
+      f"{type(key).__name__} of {len(key)}",
       "at least 16 bytes",
       "make one with secrets.token_bytes(32)",
     )
@@ -85,7 +88,9 @@ class PullConnection:
 
   def __init__(self, link: socket.socket, patience_s: int | float, name: str):
     """Takes a connected socket; `name` is what errors call the other side."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The other side may be gone by now: the first receive says so.
+    with contextlib.suppress(OSError):
+      link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.settimeout(patience_s)
     self.link, self.patience_s, self.name = link, patience_s, name
 
@@ -107,16 +112,24 @@ class PullConnection:
   # Greeting
   # -------------------------------------------------------------------------
 
-  def greet_reader(self, key: bytes) -> None:
+  def greet_reader(
+    self, key: bytes, deadline_s: int | float | None = None
+  ) -> None:
     """The publisher's side of the greeting.
+
+    Args:
+      key: that readers have.
+      deadline_s: seconds for all of it; default: the patience.
 
     Raises:
       AuthenticationError: the reader has another key.
+      PeerError: it has not shown its key in time, or is gone.
     """
+    until = self._within(deadline_s)
     mine = secrets.token_bytes(_DIGEST)
     self.send([MAGIC + mine])
     answer = bytearray(2 * _DIGEST)
-    self.receive(memoryview(answer))
+    self.receive(memoryview(answer), until=until)
     theirs, proof = bytes(answer[:_DIGEST]), bytes(answer[_DIGEST:])
     right = hmac.compare_digest(proof, _proof(key, b"client", mine, theirs))
     shown = _proof(key, b"server", mine, theirs) if right else bytes(_DIGEST)
@@ -125,19 +138,21 @@ class PullConnection:
       raise AuthenticationError(f"{self.name} does not have the key")
 
   def greet_publisher(self, key: bytes) -> None:
-    """The reader's side of the greeting.
+    """The reader's side of the greeting, within the patience.
 
     Raises:
       AuthenticationError: the publisher has another key, or is none.
+      PeerError: it has not answered in time, or is gone.
     """
+    until = self._within(None)
     hello = bytearray(len(MAGIC) + _DIGEST)
-    self.receive(memoryview(hello))
+    self.receive(memoryview(hello), until=until)
     if hello[: len(MAGIC)] != MAGIC:
       raise AuthenticationError(f"{self.name} is no publisher of this version")
     theirs, mine = bytes(hello[len(MAGIC) :]), secrets.token_bytes(_DIGEST)
     self.send([mine + _proof(key, b"client", theirs, mine)])
     shown = bytearray(_DIGEST)
-    self.receive(memoryview(shown))
+    self.receive(memoryview(shown), until=until)
     wanted = _proof(key, b"server", theirs, mine)
     if not hmac.compare_digest(bytes(shown), wanted):
       raise AuthenticationError(f"{self.name} does not have the same key")
@@ -192,11 +207,7 @@ class PullConnection:
     views = [memoryview(p).cast("B") for p in parts if len(p)]
     try:
       while views:
-        if until is not None:
-          left = until()
-          if left <= 0:
-            raise TimeoutError("the lease is over")
-          self.link.settimeout(min(left, self.patience_s))
+        self._limit(until)
         # The system takes a limited number of pieces at once.
         done = self.link.sendmsg(views[:64])
         while views and done >= len(views[0]):
@@ -209,8 +220,19 @@ class PullConnection:
       if until is not None:
         self._rest()
 
-  def receive(self, view: memoryview, *, may_end: bool = False) -> bool:
+  def receive(
+    self,
+    view: memoryview,
+    *,
+    may_end: bool = False,
+    until: Callable[[], float] | None = None,
+  ) -> bool:
     """Fills contiguous memory; False if the other side had left before.
+
+    Args:
+      view: to fill.
+      may_end: whether it may leave before the first byte.
+      until: gives the seconds that are left.
 
     Raises:
       PeerError: the other side sends nothing, or is gone.
@@ -219,6 +241,7 @@ class PullConnection:
     size = len(view)
     try:
       while len(view):
+        self._limit(until)
         done = self.link.recv_into(view)
         if not done:
           if may_end and len(view) == size:
@@ -227,7 +250,24 @@ class PullConnection:
         view = view[done:]
     except OSError as error:
       raise self.fail(error) from None
+    finally:
+      if until is not None:
+        self._rest()
     return True
+
+  def _within(self, seconds: int | float | None) -> Callable[[], float]:
+    """The seconds that are left of so many, or of the patience."""
+    end = time.monotonic() + (self.patience_s if seconds is None else seconds)
+    return lambda: end - time.monotonic()
+
+  def _limit(self, until: Callable[[], float] | None) -> None:
+    """Waits no longer than there is time left."""
+    if until is None:
+      return
+    left = until()
+    if left <= 0:
+      raise TimeoutError("the time is over")
+    self.link.settimeout(min(left, self.patience_s))
 
   def _rest(self) -> None:
     with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import pytest
 import ringjax as rj
 from ringjax import transfer
 from ringjax.serve import Engine, Request
-from tests.helpers import swept
+from tests.helpers import SMALL, swept
 
 KEY = bytes(range(32))
 
@@ -29,7 +29,7 @@ def move(source, publisher, target, prompt, **more):
   sent = rj.serve.export_prefix(source, prompt, **more)
   numbers = publisher.new_numbers(len(sent.pages))
   pages = dict(zip(numbers, sent.pages, strict=True))
-  ticket = publisher.publish(pages, sent.layout)
+  ticket = publisher.publish(pages, sent.layout, labels=sent.labels)
   pulled = transfer.pull(ticket, publisher.address, KEY)
   assert pulled.reads == 1
   return rj.serve.import_prefix(target, prompt, ticket, pulled, **more)
@@ -107,3 +107,121 @@ def test_what_does_not_fit_is_refused(loaded):
       move(source, publisher, source, prompt)
     with pytest.raises(rj.OptionError, match="cache_kind"):
       move(source, publisher, coded, prompt)
+    with pytest.raises(rj.OptionError, match="adapter: got 'x'"):
+      rj.serve.export_prefix(source, prompt, adapter="x")
+    with pytest.raises(rj.PromptError, match="id 99999"):
+      rj.serve.export_prefix(source, np.asarray([1, 99999]))
+
+
+def test_pages_are_of_their_tokens_and_in_their_order():
+  model = rj.models.create(SMALL | {"max_position_embeddings": 256}, seed=0)
+  other = rj.models.create(SMALL | {"max_position_embeddings": 256}, seed=1)
+  prompt = np.random.default_rng(0).integers(0, 64, 90).astype(np.int32)
+  changed = prompt.copy()
+  changed[20] += 1
+  with (
+    engine(model, page=16) as source,
+    engine(model, page=16, store=rj.store.Store(host=1 << 24)) as target,
+    engine(other, page=16, store=rj.store.Store(host=1 << 24)) as stranger,
+    transfer.Publisher(KEY) as publisher,
+  ):
+    answer(source, prompt)
+    sent = rj.serve.export_prefix(source, prompt)
+    assert sent.tokens == 80 and len(set(sent.labels)) == 5
+    pages = dict(enumerate(sent.pages))
+    ticket = publisher.publish(
+      pages, sent.layout, labels=sent.labels, readers=9
+    )
+    again = {n + 50: x for n, x in pages.items()}
+    bare = publisher.publish(again, sent.layout)
+    pull = lambda ticket, **more: transfer.pull(
+      ticket, publisher.address, KEY, **more
+    )
+    take = lambda tokens, pulled, at=target, **more: rj.serve.import_prefix(
+      at, tokens, ticket, pulled, **more
+    )
+    swapped = pull(ticket, pages=[1, 0, 2, 3, 4])
+    for tokens, pulled, number in (
+      (changed, pull(ticket), 1),
+      (prompt, swapped, 0),
+      (prompt, pull(ticket, pages=[0, 2, 3]), 1),
+      (prompt, pull(bare), 0),
+      (prompt, pull(ticket, places=[0, 1, 3, 4, 5]), 2),
+    ):
+      with pytest.raises(rj.OptionError, match=f"page {number} of the ticket"):
+        take(tokens, pulled)
+    with pytest.raises(rj.OptionError, match="adapter: got 'x'"):
+      take(prompt, pull(ticket), adapter="x")
+    with pytest.raises(rj.OptionError, match="whole pages"):
+      take(prompt, pull(ticket, want={"token": (0, 8)}))
+    with pytest.raises(rj.OptionError, match="the same weights"):
+      take(prompt, pull(ticket), stranger)
+    assert not target.store_link.store.counters.put
+    # Of a text that goes on otherwise it is what is alike.
+    assert take(prompt[:70], pull(ticket)) == 64
+    assert take(prompt, pull(ticket)) == 80
+    got = answer(target, prompt)
+    assert got.cached_tokens == 80
+    assert got.tokens.tolist() == answer(source, prompt).tokens.tolist()
+
+
+def test_only_what_the_store_keeps_is_counted():
+  model = rj.models.create(SMALL | {"max_position_embeddings": 256}, seed=0)
+  prompt = np.arange(64, dtype=np.int32)
+  with (
+    engine(model, page=16) as source,
+    transfer.Publisher(KEY) as publisher,
+  ):
+    answer(source, prompt)
+    # Room for less than the four pages, which drive one another out.
+    store = rj.store.Store(host=int(2.5 * source.page_bytes))
+    with engine(model, page=16, store=store) as target:
+      came = move(source, publisher, target, prompt)
+      assert came == answer(target, prompt).cached_tokens < 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama_dynamic", "phi3_longrope"])
+def test_rotations_by_the_length_of_the_prompt(loaded, family):
+  model, _ = loaded(family)
+  rng = np.random.default_rng(0)
+  prompt = rng.integers(0, model.config.vocab, 90).astype(np.int32)
+  store = rj.store.Store(host=1 << 24)
+  options = dict(longest=100, cache_kind="dense")
+  with (
+    engine(model, page=16, **options) as source,
+    engine(model, page=32, store=store, **options) as target,
+    transfer.Publisher(KEY) as publisher,
+  ):
+    assert source.rotations(90) != source.rotations(10)
+    want = answer(source, prompt)
+    assert move(source, publisher, target, prompt) == 64
+    got = answer(target, prompt)
+    assert got.cached_tokens == 64
+    assert got.tokens.tolist() == want.tokens.tolist()
+    # Part of a prompt rotates otherwise: nothing is known of it.
+    with pytest.raises(rj.OptionError, match="no page"):
+      rj.serve.export_prefix(source, prompt[:20])
+
+
+@pytest.mark.long
+def test_codes_whose_tokens_are_last(monkeypatch):
+  # As TPUs store them; 16 tokens of 16 bytes: sizes alone tell nothing.
+  platform = property(lambda _: "tpu")
+  monkeypatch.setattr("ringjax.kv.base.CacheSpec.platform", platform)
+  config = SMALL | {"max_position_embeddings": 256, "head_dim": 32}
+  model = rj.models.create(config, seed=0)
+  prompt = np.random.default_rng(0).integers(0, 64, 70).astype(np.int32)
+  store = rj.store.Store(host=1 << 24)
+  with (
+    engine(model, page=16, cache_kind="int4") as source,
+    engine(model, page=32, cache_kind="int4", store=store) as target,
+    transfer.Publisher(KEY) as publisher,
+  ):
+    leaves = rj.serve.prefix_layout(source).leaves
+    assert {x.axes[-1] for x in leaves} == {"token"}
+    want = answer(source, prompt)
+    assert move(source, publisher, target, prompt) == 64
+    got = answer(target, prompt)
+    assert got.cached_tokens == 64
+    assert got.tokens.tolist() == want.tokens.tolist()

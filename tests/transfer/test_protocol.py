@@ -58,11 +58,16 @@ A = PullScenario(
 B = PullScenario(pages=(0, 1), readers=1, pulls=(((0,), (1,)),), second=(1,))
 SMALL = PullScenario(pages=(0,), readers=1, pulls=(((0,),),))
 
-_RELEASE_ALL = (
-  "tuple(page for page, _ in pages if _generation(state, page) is None)"
-)
 # Pages return although they are being read.
-_AT_ONCE = "else _close(dataclasses.replace(state, reads=frozenset()), {})"
+_AT_ONCE = "else _close(_unread(state), {})"
+_UNREAD = """def _unread(state):
+  state.reads.clear()
+  for page, held in state.holds.items():
+    state.holds[page] = held._replace(reads=0)
+  return state
+
+
+def _close("""
 
 BUGS = [
   ProtocolBug(
@@ -77,12 +82,18 @@ BUGS = [
   ),
   ProtocolBug(
     "lease shorter than a read",
-    (("else _close(state, expired)", _AT_ONCE.format("expired")),),
+    (
+      ("else _close(state, expired)", _AT_ONCE.format("expired")),
+      ("def _close(", _UNREAD),
+    ),
     "accepts",
   ),
   ProtocolBug(
     "abort frees at once",
-    (("else _close(state, withdrawn)", _AT_ONCE.format("withdrawn")),),
+    (
+      ("else _close(state, withdrawn)", _AT_ONCE.format("withdrawn")),
+      ("def _close(", _UNREAD),
+    ),
     "accepts",
   ),
   ProtocolBug(
@@ -111,7 +122,12 @@ BUGS = [
   ),
   ProtocolBug(
     "double free",
-    ((_RELEASE_ALL, "tuple(page for page, _ in pages)"),),
+    (
+      (
+        "      state.holds[page] = left\n",
+        "      state.holds[page] = left\n      free.append(page)\n",
+      ),
+    ),
     "once",
   ),
   ProtocolBug(
@@ -132,15 +148,26 @@ BUGS = [
     (
       (
         "found = _open_generation(state, page)\n    if found is None:",
-        "found = _generation(state, page)\n    if False:",
+        "held = state.holds.get(page, PageHold(-1, 0, 0))\n"
+        "    found = held.generation\n    if False:",
       ),
       ("elif found != wanted:", "elif False:"),
+      (
+        "    held = state.holds[page]\n    state.holds[page] = held._replace",
+        "    held = state.holds.get(page, PageHold(-1, 0, 0))\n"
+        "    state.holds[page] = held._replace",
+      ),
     ),
     "once",
   ),
   ProtocolBug(
     "COMPLETE does not close",
-    (("    return _close(state, ticket)\n  left", "    pass\n  left"),),
+    (
+      (
+        "    return _close(state, ticket)\n  state.tickets",
+        "    pass\n  state.tickets",
+      ),
+    ),
     "back",
   ),
 ]

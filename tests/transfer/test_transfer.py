@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -183,7 +184,8 @@ def test_a_page_of_two_tickets_returns_with_the_second(publisher):
   publisher.withdraw(one)
   assert first.wait(1) == [1] and not second.pages
   same(transfer.pull(two, publisher.address, KEY), pages, [2, 3])
-  assert second.wait(2) == [2, 3] and first.pages == [1]
+  # The page of both goes back to both, once each.
+  assert second.wait(2) == [2, 3] and first.wait(2) == [1, 2]
   # A page's callback may raise; others do not suffer.
   with pytest.warns(RuntimeWarning, match="raised"):
     publisher.withdraw(
@@ -449,10 +451,69 @@ def test_shards_of_one_count_from_shards_of_another(axis):
     publisher._wait(lambda p=publisher: not p._pages)
     assert publisher.counters.expired == 0 and publisher.offered == 0
     publisher.close()
-  with pytest.raises(rj.OptionError, match="gaps"):
+  with pytest.raises(rj.OptionError, match="within 0 to 6"):
     transfer.pull_shards(sources[:1], KEY, want={axis: (0, 12)})
   with pytest.raises(rj.OptionError, match="overlap"):
     transfer.pull_shards([*sources, sources[0]], KEY)
+
+
+@pytest.mark.parametrize(
+  ("want", "says"),
+  [
+    ({"heads": (0, 2)}, "'heads'"),
+    ({"head": (0, HEADS + 1)}, "within 0 to 6"),
+    ({"head": (-1, 2)}, "within 0 to 6"),
+    ({"head": (3, 3)}, "within 0 to 6"),
+    ({"token": (3, 1)}, "within 0 to 4"),
+  ],
+)
+def test_a_part_that_there_is_not_is_named(publisher, want, says):
+  ticket = publisher.publish(make_pages([0]), LAYOUT)
+  for ask in (
+    lambda: transfer.pull(ticket, publisher.address, KEY, want=want),
+    lambda: transfer.pull_shards([(ticket, publisher.address)], KEY, want=want),
+  ):
+    with pytest.raises(rj.OptionError, match=says):
+      ask()
+  assert publisher.offered == 1
+
+
+def test_shards_with_a_gap_or_of_other_tokens(publisher):
+  made = []
+  for first, label in ((0, "a"), (4, "a"), (2, "b")):
+    leaf = transfer.PageLeaf("k", "uint8", (2, 3), ("head", "dim"), (first, 0))
+    layout = transfer.PageLayout((leaf,))
+    (number,) = publisher.new_numbers(1)
+    page = {number: np.zeros((2, 3), np.uint8)}
+    ticket = publisher.publish(page, layout, labels=[label])
+    made.append((ticket, publisher.address))
+  with pytest.raises(rj.OptionError, match="gaps"):
+    transfer.pull_shards(made[:2], KEY)
+  with pytest.raises(rj.OptionError, match="different labels"):
+    transfer.pull_shards(made, KEY)
+
+
+def test_labels_come_with_their_pages(publisher):
+  pages = make_pages([5, 6, 7])
+  for labels in (["a"], ["a", "b", "x" * 257]):
+    with pytest.raises(rj.OptionError, match="labels"):
+      publisher.publish(pages, LAYOUT, labels=labels)
+  ticket = publisher.publish(pages, LAYOUT, labels=["a", "b", "c"])
+  assert transfer.Ticket.from_json(ticket.to_json()) == ticket
+  with pytest.raises(rj.OptionError, match="or label"):
+    publisher.publish(pages, LAYOUT, labels=["a", "b", "d"])
+  got = transfer.pull(
+    ticket, publisher.address, KEY, pages=[2, 0], places=[0, 3]
+  )
+  assert got.labels == ("c", "", "", "a")
+
+
+def test_a_lease_of_another_publisher_is_not_renewed(publisher):
+  ticket = publisher.publish(make_pages([0]), LAYOUT)
+  with transfer.Publisher(KEY) as other:
+    theirs = other.publish(make_pages([0]), LAYOUT)
+    assert theirs.number == ticket.number
+    assert not publisher.renew(theirs) and publisher.renew(ticket)
 
 
 def test_only_the_part_is_sent(publisher):
@@ -503,6 +564,54 @@ def test_a_ticket_with_numbers_out_of_range(publisher, old, new):
   assert old in text
   with pytest.raises(rj.OptionError):
     transfer.Ticket.from_json(text.replace(old, new))
+
+
+def test_arguments_that_are_none(publisher):
+  ticket = publisher.publish(make_pages([0]), LAYOUT)
+  for port in (0, 70000):
+    with pytest.raises(rj.OptionError, match="host and a port"):
+      transfer.pull(ticket, ("127.0.0.1", port), KEY)
+  with pytest.raises(rj.OptionError, match="free address"):
+    transfer.Publisher(KEY, port=publisher.address[1])
+  for name in ("", "x" * 257):
+    with pytest.raises(rj.OptionError, match="256 characters"):
+      transfer.decline(ticket, publisher.address, KEY, reader=name)
+
+
+def test_who_greets_too_slowly_is_cut_off():
+  # Each byte comes within the patience; all of them would take a minute.
+  with transfer.Publisher(KEY, patience_s=0.5, connections=1) as publisher:
+    ticket = publisher.publish(make_pages([0]), LAYOUT)
+    with socket.create_connection(publisher.address) as slow:
+      slow.settimeout(20)
+      assert slow.recv(8) == transfer.wire.MAGIC
+      with contextlib.suppress(ConnectionError):
+        while True:
+          slow.send(b"x")
+          time.sleep(0.05)
+    # It left no thread and no connection behind.
+    publisher._wait(lambda: not publisher._wires)
+    transfer.pull(ticket, publisher.address, KEY)
+
+
+def test_a_page_that_is_read_twice_at_once_returns_once(publisher):
+  ticket, back = publisher.publish(make_pages([0]), LAYOUT), Returned()
+  publisher.publish(make_pages([1]), LAYOUT, released=back)
+  wire = transfer.wire.PullConnection(
+    socket.create_connection(publisher.address), 20, "publisher"
+  )
+  wire.greet_publisher(KEY)
+  twice = (*ticket.pages, *ticket.pages)
+  asks = transfer.protocol.ReadRequest(ticket.incarnation, "r", 0, twice)
+  for _ in range(2):
+    wire.tell(asks)
+    reply, beside = wire.hear()
+    assert isinstance(reply, transfer.protocol.ReadReply)
+    wire.receive(memoryview(bytearray(beside["bytes"])))
+  publisher.withdraw(ticket)
+  publisher._wait(lambda: publisher.offered == 1)
+  assert publisher.offered == 1 and publisher.counters.released == 1
+  wire.close()
 
 
 def test_pages_that_do_not_fit_their_layout(publisher):
