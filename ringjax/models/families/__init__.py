@@ -10,8 +10,10 @@ from ringjax.models.families import (
   falcon,
   gemma,
   gpt,
+  layer_norm,
   llama,
   llama4,
+  llama_kin,
   mixtures,
   qwen3_next,
 )
@@ -22,8 +24,10 @@ _MODULES = (
   falcon,
   gemma,
   gpt,
+  layer_norm,
   llama,
   llama4,
+  llama_kin,
   mixtures,
   qwen3_next,
 )

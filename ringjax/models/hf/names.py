@@ -168,11 +168,11 @@ class TensorNames:
     leaves: a parameter here -> its whole name behind the prefix, where it is
       not the weight or the bias of a part.
     fused: a name behind the prefix -> what is in it.
-    experts: a part whose leading axis are experts -> name with {} for the
-      expert's number.
+    experts: a parameter whose leading axis are experts, or heads -> name with
+      {} for the number of each.
     columns: a name behind the prefix -> the two parameters in its columns,
       and whether they are interleaved.
-    embed, norm, head: names of the other parts.
+    embed, embed_norm, norm, head: names of the other parts.
     buffers: endings of tensors that may be there and are not read.
   """
 
@@ -183,6 +183,7 @@ class TensorNames:
   experts: Mapping[str, str] = _none()
   columns: Mapping[str, tuple[tuple[str, str], bool]] = _none()
   embed: str = "model.embed_tokens"
+  embed_norm: str = "model.embed_norm"
   norm: str = "model.norm"
   head: str = "lm_head"
   buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)

@@ -26,7 +26,7 @@ from ringjax.models.hf.names import (
 from ringjax.models.hf.packed import Packed
 from ringjax.models.transformer import Transformer
 from ringjax.nn.delta import Taps
-from ringjax.nn.linear import Head, Linear
+from ringjax.nn.linear import Head, Linear, RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,11 @@ def _outer(
     for leaf, param in parameters(module).items():
       shape = param.get_value().shape
       form = _form(module, leaf, shape)
-      yield CheckpointTensor(f"{name}.{leaf}", form, ((f"{part}.{leaf}", ()),))
+      target = ((f"{part}.{leaf}", ()),)
+      file = f"{name}.{leaf}"
+      if leaf.startswith("norm."):
+        file = f"{names.embed_norm}.{leaf.removeprefix('norm.')}"
+      yield CheckpointTensor(file, form, target)
 
 
 def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
@@ -108,8 +112,8 @@ def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
     return Transpose(shape[:1], shape[1:])
   if isinstance(module, Taps):
     return Reshape(shape, (math.prod(shape[:-1]), 1, shape[-1]))
-  # Of a norm it is a row, whatever its shape here.
-  if len(shape) == 1 or isinstance(module, Linear) or hasattr(module, "eps"):
+  # Of a norm over several axes it is a row.
+  if len(shape) == 1 or isinstance(module, Linear | RMSNorm):
     return Reshape(shape, (math.prod(shape),))
   return Reshape(shape, shape)
 
@@ -157,9 +161,11 @@ def _layer(
     if path in names.leaves:
       yield tensor(names.leaves[path], Reshape(shape, shape), [path])
     elif path in names.experts:
-      transpose = Transpose(shape[1:2], shape[2:])
+      one: Any = Reshape(shape[1:], shape[1:])
+      if len(shape) > 2:
+        one = Transpose(shape[1:2], shape[2:])
       for expert in range(shape[0]):
         name = names.experts[path].format(expert)
-        yield tensor(name, transpose, [path], expert)
+        yield tensor(name, one, [path], expert)
     else:
       yield tensor(f"{names.parts[part]}.{leaf}", form(path), [path])
