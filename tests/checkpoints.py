@@ -28,7 +28,7 @@ GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).
 ONE_PLUS = (*GEMMA, "nemotron", "qwen3_next", "vaultgemma")
 # Families that multiply their embeddings.
-LOUD = (*GEMMA, "granite", "vaultgemma")
+LOUD = (*GEMMA, "granite", "granitemoe", "vaultgemma")
 
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
@@ -240,6 +240,6 @@ def spread(
   elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
                 "Wqkv"):  # fmt: skip
     gain = 1.5
-  elif last in ("gate", "router"):
+  elif last in ("gate", "router", "wg", "layer"):
     gain = 3.0
   return 0.0, gain / math.sqrt(fan_in)

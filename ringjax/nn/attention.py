@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from ringjax.kv.base import LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.reading import KeyReading
-from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
+from ringjax.nn.linear import Identity, Linear, Norm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens

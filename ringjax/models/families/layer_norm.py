@@ -1,4 +1,7 @@
-"""Decoders with LayerNorm: OLMo, Cohere, Nemotron, Phi, StableLM, BLOOM, MPT."""
+"""Decoders with LayerNorm.
+
+OLMo, Cohere, Nemotron, Phi, StableLM, BLOOM and MPT.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from ringjax.nn.feedforward import Plain
 from ringjax.nn.linear import Norm
 
 
-def _norm(r: ConfigReader, key: str = "layer_norm_eps", **options: bool) -> Norm:
+def _norm(
+  r: ConfigReader, key: str = "layer_norm_eps", **options: bool
+) -> Norm:
   return Norm(eps=r.positive(key, default=1e-5), layer=True, **options)
 
 

@@ -20,6 +20,7 @@ from ringjax.models.hf.names import (
   FusedColumns,
   FusedRows,
   Reshape,
+  SwappedAxes,
   TensorNames,
   Transpose,
 )
@@ -140,6 +141,8 @@ def _layer(
   ) -> CheckpointTensor:
     for path in paths:
       left.pop(path, None)
+    if names.swapped(name) and len(form.stored) > 1:
+      form = SwappedAxes(form)
     targets = tuple((prefix + path, (index, *more)) for path in paths)
     return CheckpointTensor(layer + name, form, targets)
 
@@ -159,7 +162,8 @@ def _layer(
   for path, shape in list(left.items()):
     part, _, leaf = path.rpartition(".")
     if path in names.leaves:
-      yield tensor(names.leaves[path], Reshape(shape, shape), [path])
+      stored = (1, *shape) if names.rows(path) else shape
+      yield tensor(names.leaves[path], Reshape(shape, stored), [path])
     elif path in names.experts:
       one: Any = Reshape(shape[1:], shape[1:])
       if len(shape) > 2:
