@@ -26,9 +26,16 @@ MODELS = pathlib.Path(__file__).resolve().parent / "fixtures" / "models"
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).
-ONE_PLUS = (*GEMMA, "nemotron", "qwen3_next", "vaultgemma")
+ONE_PLUS = (
+  *GEMMA,
+  "nemotron",
+  "qwen3_5_moe_text",
+  "qwen3_5_text",
+  "qwen3_next",
+  "vaultgemma",
+)
 # Families that multiply their embeddings.
-LOUD = (*GEMMA, "granite", "granitemoe", "vaultgemma")
+LOUD = (*GEMMA, "granite", "granitemoe", "granitemoehybrid", "vaultgemma")
 
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
@@ -228,7 +235,13 @@ def spread(
     return (-0.5, 0.1) if last == "eps" else (0.5, 0.1)
   if len(shape) == 1 or last.endswith("_bias"):
     return 0.0, 0.2
-  if last in ("embed_tokens", "embed_in", "word_embeddings", "wte"):
+  if last in (
+    "embed_tokens",
+    "embed_in",
+    "word_embeddings",
+    "wte",
+    "embeddings",
+  ):
     return 0.0, 2 / quiet / math.sqrt(shape[-1]) if tied else 1.0
   # A linear map keeps [out, in] on disk; experts in one tensor [E, in, out].
   fan_in = shape[-1]

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ringjax.nn.linear import Linear
+from ringjax.nn.linear import Identity, Linear
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
@@ -24,6 +24,25 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu2": lambda x: jnp.square(jax.nn.relu(x)),
   "silu": jax.nn.silu,
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoFeedforward:
+  """A layer that mixes tokens, and nothing else."""
+
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return 0
+
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet."""
+    del embed
+    return 0
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> Identity:
+    del rngs, embed
+    return Identity()
 
 
 class XIELU(nnx.Module):

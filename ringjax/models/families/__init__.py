@@ -16,6 +16,7 @@ from ringjax.models.families import (
   llama_kin,
   mixtures,
   qwen3_next,
+  state_space,
 )
 from ringjax.models.families.family import Family
 
@@ -30,6 +31,7 @@ _MODULES = (
   llama_kin,
   mixtures,
   qwen3_next,
+  state_space,
 )
 FAMILIES: dict[str, Family] = {
   family.name: family for module in _MODULES for family in module.FAMILIES

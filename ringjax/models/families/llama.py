@@ -131,16 +131,17 @@ def granite(
 ) -> TransformerConfig:
   """Granite's decoders, which scale almost everything."""
   scale = r.positive("attention_multiplier", default=1.0)
-  return model(
-    r,
-    name,
-    attention(r, r.rope(), scale=scale, **biases(r)),
-    feedforward,
-    rms(r),
-    layer={"residual_scale": r.positive("residual_multiplier", default=1.0)},
-    embed_scale=r.positive("embedding_multiplier", default=1.0),
-    logit_scale=1 / r.positive("logits_scaling", default=1.0),
-  )
+  attend = attention(r, r.rope(), scale=scale, **biases(r))
+  return model(r, name, attend, feedforward, rms(r), **granite_scales(r))
+
+
+def granite_scales(r: ConfigReader) -> dict[str, Any]:
+  """Options of `model`: what Granite multiplies by."""
+  return {
+    "layer": {"residual_scale": r.positive("residual_multiplier", default=1.0)},
+    "embed_scale": r.positive("embedding_multiplier", default=1.0),
+    "logit_scale": 1 / r.positive("logits_scaling", default=1.0),
+  }
 
 
 def _starcoder2(r: ConfigReader) -> TransformerConfig:

@@ -169,10 +169,13 @@ class Fusion:
   Attributes:
     parts: their names here, e.g. ("attention.q", "attention.k").
     groups: see `FusedRows`.
+    beside: a part that a layer has beside them, if not every layer with these
+      parts has them in one tensor.
   """
 
   parts: tuple[str, ...]
   groups: int = 1
+  beside: str = ""
 
 
 def _none() -> Any:

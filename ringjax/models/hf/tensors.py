@@ -112,6 +112,8 @@ def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
   if leaf == "weight" and isinstance(module, Head):
     return Transpose(shape[:1], shape[1:])
   if isinstance(module, Taps):
+    if leaf == "bias":
+      return Reshape(shape, (math.prod(shape),))
     return Reshape(shape, (math.prod(shape[:-1]), 1, shape[-1]))
   # Of a norm over several axes it is a row.
   if len(shape) == 1 or isinstance(module, Linear | RMSNorm):
@@ -153,7 +155,8 @@ def _layer(
   for name, fusion in names.fused.items():
     for leaf in ("weight", "bias"):
       paths = [f"{part}.{leaf}" for part in fusion.parts]
-      if set(paths) <= set(have):
+      here = not fusion.beside or f"{fusion.beside}.weight" in have
+      if here and set(paths) <= set(have):
         rows = FusedRows(fusion.groups, tuple(map(form, paths)))
         yield tensor(f"{name}.{leaf}", rows, paths)
   for name, (paths, interleaved) in names.columns.items():
