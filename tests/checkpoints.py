@@ -189,7 +189,7 @@ def draw(
   """One tensor, float32."""
   centre, scale = spread(name, shape, settings)
   x = centre + scale * normal(name, shape, seed)
-  return x.astype(np.float32)
+  return np.asarray(x, np.float32)
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +177,7 @@ def refuse_skipping(tokens: Tokens, attend: Attend) -> None:
 
 
 def over_tokens(
-  mix: Callable[..., tuple[jax.Array, State]],
+  mix: Callable[..., Any],
   taps: PyTree,
   x: RecurrentInputs,
   state: State,

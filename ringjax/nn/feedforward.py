@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ringjax.nn.linear import Identity, Linear
+from ringjax.nn.linear import Linear
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend
 from ringjax.ops.moe import mix
@@ -40,9 +40,19 @@ class NoFeedforward:
     del embed
     return 0
 
-  def build(self, rngs: nnx.Rngs, embed: int) -> Identity:
+  def build(self, rngs: nnx.Rngs, embed: int) -> NoFeedforwardLayer:
     del rngs, embed
-    return Identity()
+    return NoFeedforwardLayer()
+
+
+class NoFeedforwardLayer(nnx.Module):
+  """The module of `NoFeedforward`: it adds nothing."""
+
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Attend
+  ) -> Float[Array, "B T D"]:
+    del attend
+    return jnp.zeros_like(x)
 
 
 class XIELU(nnx.Module):

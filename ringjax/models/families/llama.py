@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ringjax.models.families.family import (
@@ -45,7 +46,7 @@ def _mistral(r: ConfigReader) -> TransformerConfig:
 def qwen(
   r: ConfigReader,
   name: str,
-  feedforward: Feedforward | list[Feedforward],
+  feedforward: Feedforward | Sequence[Feedforward],
   **options: Any,
 ) -> TransformerConfig:
   """Qwen's decoders: later layers slide, where windows are on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from ringjax.models.families.family import (
   Family,
@@ -46,7 +47,7 @@ def _delta(r: ConfigReader) -> Delta:
 
 
 def _hybrid(
-  r: ConfigReader, name: str, feedforward: Feedforward | list[Feedforward]
+  r: ConfigReader, name: str, feedforward: Feedforward | Sequence[Feedforward]
 ) -> TransformerConfig:
   norm = rms(r, offset=1.0)
   r.must_be("hidden_act", "silu", default="silu")
@@ -81,7 +82,7 @@ def _experts(r: ConfigReader) -> Experts:
 
 
 def _qwen3_next(r: ConfigReader) -> TransformerConfig:
-  return _hybrid(r, "qwen3_next", [*qwen_feedforwards(r, _experts(r))])
+  return _hybrid(r, "qwen3_next", qwen_feedforwards(r, _experts(r)))
 
 
 def _qwen3_5(r: ConfigReader) -> TransformerConfig:
