@@ -26,9 +26,16 @@ MODELS = pathlib.Path(__file__).resolve().parent / "fixtures" / "models"
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose norms multiply by (1 + weight).
-ONE_PLUS = (*GEMMA, "qwen3_next")
+ONE_PLUS = (
+  *GEMMA,
+  "nemotron",
+  "qwen3_5_moe_text",
+  "qwen3_5_text",
+  "qwen3_next",
+  "vaultgemma",
+)
 # Families that multiply their embeddings.
-LOUD = (*GEMMA, "granite")
+LOUD = (*GEMMA, "granite", "granitemoe", "granitemoehybrid", "vaultgemma")
 
 # A buffer, not a parameter: stays float32 in a checkpoint of any dtype.
 BUFFER = "e_score_correction_bias"
@@ -136,7 +143,7 @@ def write_folder(
     file = "model.safetensors" if shards == 1 else file
     where |= dict.fromkeys(part, file)
     save_file(
-      {key: np.ascontiguousarray(arrays[key]) for key in part},
+      {key: np.asarray(arrays[key], order="C") for key in part},
       folder / file,
       metadata={"format": "pt"},
     )
@@ -182,7 +189,7 @@ def draw(
   """One tensor, float32."""
   centre, scale = spread(name, shape, settings)
   x = centre + scale * normal(name, shape, seed)
-  return x.astype(np.float32)
+  return np.asarray(x, np.float32)
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -213,7 +220,9 @@ def spread(
   quiet = 9.0 if family in LOUD else 3.0
   if name.endswith("linear_attn.norm.weight"):
     return 1.0, 0.2
-  if re.search(r"(norm|ln_\w+)\.weight$", name):
+  if re.search(r"(norm|ln_\w+|norms\.\d+|norm_\w+)\.weight$", name):
+    if "embed" in name:
+      return 0.3, 0.1
     gain = quiet if tied and name.count(".") == 2 else 1.0
     return gain - (family in ONE_PLUS), 0.2
   if last == BUFFER:
@@ -222,9 +231,17 @@ def spread(
     return 0.0, 1.0
   if last == "A_log":
     return -2.0, 0.7
+  if len(shape) == 0:
+    return (-0.5, 0.1) if last == "eps" else (0.5, 0.1)
   if len(shape) == 1 or last.endswith("_bias"):
     return 0.0, 0.2
-  if last in ("embed_tokens", "embed_in", "word_embeddings"):
+  if last in (
+    "embed_tokens",
+    "embed_in",
+    "word_embeddings",
+    "wte",
+    "embeddings",
+  ):
     return 0.0, 2 / quiet / math.sqrt(shape[-1]) if tied else 1.0
   # A linear map keeps [out, in] on disk; experts in one tensor [E, in, out].
   fan_in = shape[-1]
@@ -233,8 +250,9 @@ def spread(
   gain = 1.0
   if last in ("lm_head", "embed_out"):
     gain = 2.0
-  elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value"):
+  elif last in ("q_proj", "k_proj", "q_b_proj", "qkv_proj", "query_key_value",
+                "Wqkv"):  # fmt: skip
     gain = 1.5
-  elif last in ("gate", "router"):
+  elif last in ("gate", "router", "wg", "layer"):
     gain = 3.0
   return 0.0, gain / math.sqrt(fan_in)

@@ -252,10 +252,7 @@ class LayerPrograms:
   def embed(self, outer: PyTree, tokens: Int[Array, "B T"]) -> jax.Array:
     """[B, T, D] of tokens."""
     embed, _, _ = jax.tree.unflatten(self._outer_tree, outer)
-    x, scale = embed(tokens), self._config.embed_scale
-    if scale != 1.0:
-      x = x * jnp.asarray(scale, x.dtype)
-    return self._attend.constrain(x)
+    return self._attend.constrain(embed(tokens))
 
   @_program()
   def head(

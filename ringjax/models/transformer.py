@@ -81,6 +81,7 @@ class TransformerConfig:
     tied: the head is the embedding.
     head_bias: whether a head of its own has a bias.
     embed_scale: what embeddings are multiplied by.
+    embed_norm: norm of the embeddings behind that, or None.
     logit_scale: what logits are multiplied by.
     logit_cap: soft cap of the logits.
     max_positions: the context that the model was made for, in tokens.
@@ -96,6 +97,7 @@ class TransformerConfig:
   tied: bool = False
   head_bias: bool = False
   embed_scale: float = 1.0
+  embed_norm: Norm | None = None
   logit_scale: float = 1.0
   logit_cap: float | None = None
   max_positions: int = 2048
@@ -143,7 +145,13 @@ class Transformer(nnx.Module):
   ):
     self.config = config
     self.source = "{}"
-    self.embed = Embedding(rngs, config.vocab, config.embed)
+    self.embed = Embedding(
+      rngs,
+      config.vocab,
+      config.embed,
+      scale=config.embed_scale,
+      norm=config.embed_norm,
+    )
     self.stack = Stack(rngs, config.layers, config.embed, scan=scan)
     self.norm = config.norm.build(rngs, config.embed)
     self.head = (
@@ -472,10 +480,7 @@ class Transformer(nnx.Module):
 
   def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """What the first layer reads."""
-    x = self.embed(tokens)
-    if self.config.embed_scale != 1.0:
-      x = x * jnp.asarray(self.config.embed_scale, x.dtype)
-    return x
+    return self.embed(tokens)
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """float32 [..., V] from [..., D]."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from ringjax.kv.base import LayerCache
 from ringjax.kv.cache import LayerCacheSpec
 from ringjax.kv.reading import KeyReading
-from ringjax.nn.linear import Identity, Linear, Norm, RMSNorm
+from ringjax.nn.linear import Identity, Linear, Norm
 from ringjax.nn.param import param
 from ringjax.nn.sharding_context import Attend, Extras
 from ringjax.nn.tokens import Tokens
@@ -24,15 +24,23 @@ from ringjax.ops.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-  """Queries grow with their position: 1 + scale ln(1 + floor((p + 1) / n))."""
+  """Queries grow with their position: 1 + scale ln(1 + floor((p + c) / n)).
+
+  Attributes:
+    scale: as above.
+    floor: n.
+    counted: c, the position of the first token.
+  """
 
   scale: float
   floor: float
+  counted: int = 1
 
   def __call__(
     self, q: Float[Array, "B T N H"], pos: Int[Array, "#B T"]
   ) -> Float[Array, "B T N H"]:
-    steps = jnp.floor((pos.astype(jnp.float32) + 1) / jnp.float32(self.floor))
+    place = pos.astype(jnp.float32) + self.counted
+    steps = jnp.floor(place / jnp.float32(self.floor))
     factor = jnp.log1p(steps) * jnp.float32(self.scale) + 1
     return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
 
@@ -62,7 +70,9 @@ class Attention:
     qk_norm: norm of queries and keys, None for none.
     qk_norm_whole: over all heads together instead of each alone.
     qk_norm_late: after the rotation instead of before it.
-    qk_norm_weight: whether that norm has a weight.
+    qk_norm_per_head: with a weight for each head (LayerNorm).
+    clip: values, and queries and keys before their rotation, are clipped to
+      at most this size; not with a late norm.
     temperature: of the queries by position.
     sinks: a learned score per head that takes part in the softmax.
     alibi: slopes per head, or None.
@@ -81,7 +91,8 @@ class Attention:
   qk_norm: Norm | None = None
   qk_norm_whole: bool = False
   qk_norm_late: bool = False
-  qk_norm_weight: bool = True
+  qk_norm_per_head: bool = False
+  clip: float | None = None
   temperature: Temperature | None = None
   sinks: bool = False
   alibi: tuple[float, ...] | None = None
@@ -133,14 +144,9 @@ def head_norm(rngs: nnx.Rngs, spec: Attention, heads: int) -> Any:
   """The norm of queries or keys [..., heads, H] that a layer has, or none."""
   if spec.qk_norm is None:
     return Identity()
-  over = (heads, spec.head_dim) if spec.qk_norm_whole else (spec.head_dim,)
-  return RMSNorm(
-    rngs,
-    over if spec.qk_norm_weight else None,
-    (None,) * len(over),
-    eps=spec.qk_norm.eps,
-    offset=spec.qk_norm.offset,
-  )
+  whole, apart = spec.qk_norm_whole, spec.qk_norm_per_head
+  dims = (heads, spec.head_dim) if whole or apart else (spec.head_dim,)
+  return spec.qk_norm.build(rngs, *dims, together=whole)
 
 
 class GroupedQuery(nnx.Module):
@@ -177,13 +183,13 @@ class GroupedQuery(nnx.Module):
     if late:
       plain, q = q, self.q_norm(tokens.rotate(spec.rope, q))
     else:
-      plain, k = self.q_norm(q), self.k_norm(k)
+      plain, k = self._clipped(self.q_norm(q)), self._clipped(self.k_norm(k))
       q = tokens.rotate(spec.rope, plain)
     if spec.temperature is not None:
       q = spec.temperature(q, tokens.pos)
     cache = cache.append(
       jnp.swapaxes(k, 1, 2),
-      jnp.swapaxes(v, 1, 2),
+      jnp.swapaxes(self._clipped(v), 1, 2),
       tokens.at,
       tokens.rotation(spec.rope, after=self.k_norm if late else None),
     )
@@ -200,3 +206,7 @@ class GroupedQuery(nnx.Module):
     if self.gate is not None:
       out = out * jax.nn.sigmoid(attend.rows(self.gate, x))
     return attend.rows(self.o, out), cache
+
+  def _clipped(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    clip = self.spec.clip
+    return x if clip is None else jnp.clip(x, -clip, clip)

@@ -15,15 +15,16 @@ from ringjax.kv.encoder_states import EncoderStates
 from ringjax.nn.attention import Attention
 from ringjax.nn.cross_attention import CrossAttention, NoCrossAttention
 from ringjax.nn.delta import Delta
-from ringjax.nn.feedforward import Experts, Gated, Plain
+from ringjax.nn.feedforward import Experts, Gated, NoFeedforward, Plain
 from ringjax.nn.latent import Latent
 from ringjax.nn.linear import Identity, Norm
+from ringjax.nn.mamba import Mamba2
 from ringjax.nn.sharding_context import Attend
 from ringjax.nn.tokens import Tokens
 
 # What mixes tokens, and what each token goes through alone.
-Mixer = Attention | Delta | Latent
-Feedforward = Plain | Gated | Experts
+Mixer = Attention | Delta | Latent | Mamba2
+Feedforward = Plain | Gated | Experts | NoFeedforward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Layer:
 
   Attributes:
     attention: an `Attention`, or what else mixes tokens.
-    feedforward: `Plain`, `Gated` or `Experts`.
+    feedforward: `Plain`, `Gated` or `Experts`; `NoFeedforward` for none.
     norm: the kind of all its norms.
     pre: norms before attention and feedforward.
     post: norms behind them, before the residual is added.
@@ -64,12 +65,13 @@ class Block(nnx.Module):
   def __init__(self, rngs: nnx.Rngs, spec: Layer, embed: int):
     self.spec = spec
     norm = lambda here: spec.norm.build(rngs, embed) if here else Identity()
+    alone = isinstance(spec.feedforward, NoFeedforward)
     self.attention = spec.attention.build(rngs, embed)
     self.feedforward = spec.feedforward.build(rngs, embed)
     self.pre_attention = norm(spec.pre)
     self.post_attention = norm(spec.post)
-    self.pre_feedforward = norm(spec.pre and not spec.shared_norm)
-    self.post_feedforward = norm(spec.post)
+    self.pre_feedforward = norm(spec.pre and not spec.shared_norm and not alone)
+    self.post_feedforward = norm(spec.post and not alone)
     self.cross = (
       NoCrossAttention()
       if spec.cross is None
@@ -104,6 +106,8 @@ class Block(nnx.Module):
       x = self.cross(x, states, attend)
     else:
       x = self.cross(attend.constrain(x + mixed), states, attend)
+      if isinstance(spec.feedforward, NoFeedforward):
+        return x, cache
       h = self.pre_feedforward(x)
     h = scaled(self.post_feedforward(self.feedforward(h, attend)))
     return attend.constrain(x + mixed + h if spec.parallel else x + h), cache

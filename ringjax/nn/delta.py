@@ -10,14 +10,15 @@ Ref:  Yang et al. 2024, arXiv 2412.06464; as in Qwen3-Next.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ringjax.errors import OptionError
 from ringjax.kv.base import StateCache
@@ -87,11 +88,19 @@ class Delta:
 class Taps(nnx.Module):
   """The weights of a convolution of each channel, [heads, dims, taps]."""
 
-  def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], axis: str):
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axis: str,
+    *,
+    bias: bool = False,
+  ):
     self.weight = param(rngs, shape, (axis, None, None), fan_in=shape[-1])
+    self.bias = param(rngs, shape[:-1], (axis, None)) if bias else None
 
 
-class _Inputs(NamedTuple):
+class RecurrentInputs(NamedTuple):
   """What is known of each token, [B, T, ...].
 
   Fields:
@@ -135,18 +144,11 @@ class DeltaLayer(nnx.Module):
     attend: Attend,
   ) -> tuple[jax.Array, StateCache]:
     """[B, T, D] and the layer's cache with the state behind these tokens."""
-    if tokens.segmented and attend.segments != SameSegment():
-      raise OptionError(
-        "segments",
-        f"{attend.segments} for a model with recurrent layers",
-        "SameSegment(): a state goes from each token to the next, and skips "
-        "no document",
-        "leave segments out, or take a model of attention alone",
-      )
+    refuse_skipping(tokens, attend)
     wide = wide_dtype(x.dtype)
     rate = jnp.exp(self.log_rate[...].astype(wide))
     step = self.step(x).astype(wide) + self.offset[...].astype(wide)[None, None]
-    inputs = _Inputs(
+    inputs = RecurrentInputs(
       (self.q(x), self.k(x), self.v(x)),
       -rate[None, None] * jax.nn.softplus(step),
       jax.nn.sigmoid(self.beta(x).astype(wide)),
@@ -156,19 +158,44 @@ class DeltaLayer(nnx.Module):
     state = self.spec.cache_shape(1).empty(x.shape[0], x.dtype)
     if attend.resident:
       state = cache.recall(state)
-    mixed, state = _replicated(taps, inputs, state, attend)
+    mixed, state = over_tokens(_mix, taps, inputs, state, attend)
     mixed = self.norm(mixed.astype(wide))
     mixed = mixed * jax.nn.silu(self.z(x).astype(wide))
     return self.out(mixed.astype(x.dtype)), cache.keep(state)
 
 
-def _replicated(
-  taps: tuple[jax.Array, ...], x: _Inputs, state: State, attend: Attend
-) -> tuple[jax.Array, State]:
-  """`_mix` where the tokens lie."""
+def refuse_skipping(tokens: Tokens, attend: Attend) -> None:
+  """Refuses documents of which one may not see the one before it."""
+  if tokens.segmented and attend.segments != SameSegment():
+    raise OptionError(
+      "segments",
+      f"{attend.segments} for a model with recurrent layers",
+      "SameSegment(): a state goes from each token to the next, and skips "
+      "no document",
+      "leave segments out, or take a model of attention alone",
+    )
+
+
+def over_tokens(
+  mix: Callable[..., Any],
+  taps: PyTree,
+  x: RecurrentInputs,
+  state: State,
+  attend: Attend,
+) -> tuple[Float[Array, "B T N J"], State]:
+  """A recurrent mixer where the tokens lie.
+
+  Args:
+    mix: of `taps`, `x`, `state` and the axis of shards or None, per shard;
+      gives the outputs and the state behind.
+    taps: arrays that all shards have.
+    x: of the tokens, whose convolutions come first.
+    state: before them.
+    attend: how they are sharded.
+  """
   inside = attend.around
   if not attend.sharded and inside is None:
-    return _mix(taps, x, state, None)
+    return mix(taps, x, state, None)
   if (inside is not None or attend.size > 1) and not isinstance(
     attend.layout, Contiguous
   ):
@@ -180,13 +207,13 @@ def _replicated(
       "pass layout=Contiguous()",
     )
   if inside is not None:
-    return _mix(taps, x, state, inside)
+    return mix(taps, x, state, inside)
   length = x.seg.shape[1]
   more = -length % attend.size
   fill = lambda a: jnp.pad(a, ((0, 0), (0, more), *((0, 0),) * (a.ndim - 2)))
   sequence = P(None, attend.axis)
   mixed, state = jax.shard_map(
-    lambda taps, x, state: _mix(taps, x, state, attend.axis),
+    lambda taps, x, state: mix(taps, x, state, attend.axis),
     mesh=attend.mesh,
     in_specs=(P(), sequence, P()),
     out_specs=(sequence, P()),
@@ -196,7 +223,10 @@ def _replicated(
 
 
 def _mix(
-  taps: tuple[jax.Array, ...], x: _Inputs, state: State, axis: str | None
+  taps: tuple[jax.Array, ...],
+  x: RecurrentInputs,
+  state: State,
+  axis: str | None,
 ) -> tuple[jax.Array, State]:
   """[B, T, N, J] and the state behind. Per shard, if `axis` is given."""
   before, after = tails(state.tail, x.qkv, x.seg, axis)

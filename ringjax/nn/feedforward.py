@@ -21,13 +21,68 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
   "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
   "relu": jax.nn.relu,
+  "relu2": lambda x: jnp.square(jax.nn.relu(x)),
   "silu": jax.nn.silu,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NoFeedforward:
+  """A layer that mixes tokens, and nothing else."""
+
+  @property
+  def width(self) -> int:
+    """Numbers that are there at once for a token."""
+    return 0
+
+  def idle(self, embed: int) -> int:
+    """Weights that a token does not meet."""
+    del embed
+    return 0
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> NoFeedforwardLayer:
+    del rngs, embed
+    return NoFeedforwardLayer()
+
+
+class NoFeedforwardLayer(nnx.Module):
+  """The module of `NoFeedforward`: it adds nothing."""
+
+  def __call__(
+    self, x: Float[Array, "B T D"], attend: Attend
+  ) -> Float[Array, "B T D"]:
+    del attend
+    return jnp.zeros_like(x)
+
+
+class XIELU(nnx.Module):
+  """An activation with learned slopes: xIELU.
+
+  Ref: Huang 2024, Deriving Activation Functions Using Integration, arXiv
+  2411.13010.
+  """
+
+  def __init__(self, rngs: nnx.Rngs):
+    # softplus(alpha_p) = .8 and beta + softplus(alpha_n) = .8.
+    self.alpha_p = param(rngs, (1,), (None,), value=0.2035)
+    self.alpha_n = param(rngs, (1,), (None,), value=-1.0502)
+    self.beta = param(rngs, (), (), value=0.5)
+    self.eps = param(rngs, (), (), value=-1e-6)
+
+  def __call__(self, x: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
+    wide = lambda p: p[...].astype(x.dtype).reshape((1,) * x.ndim)
+    # These two are constants of the file, and not trained.
+    beta, eps = lax.stop_gradient((wide(self.beta), wide(self.eps)))
+    right = jax.nn.softplus(wide(self.alpha_p)) * x * x
+    left = (jnp.expm1(jnp.minimum(x, eps)) - x) * (
+      beta + jax.nn.softplus(wide(self.alpha_n))
+    )
+    return jnp.where(x > 0, right, left) + beta * x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plain:
-  """down(act(up(x)))."""
+  """down(act(up(x))); `act` "xielu" has weights of its own."""
 
   hidden: int
   act: str
@@ -55,6 +110,7 @@ class PlainLayer(nnx.Module):
     f = spec.hidden
     self.up = Linear(rngs, (embed,), (f,), ("embed", "ffn"), bias=spec.bias)
     self.down = Linear(rngs, (f,), (embed,), ("ffn", "embed"), bias=spec.bias)
+    self.act = XIELU(rngs) if spec.act == "xielu" else None
 
   def __call__(
     self, x: Float[Array, "B T D"], attend: Attend
@@ -63,7 +119,7 @@ class PlainLayer(nnx.Module):
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""
-    return self.down(ACTIVATIONS[self.spec.act](self.up(x)))
+    return self.down((self.act or ACTIVATIONS[self.spec.act])(self.up(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,19 +208,24 @@ class Sigmoid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grouped:
-  """DeepSeek-V3's choice: the best groups of experts, then the best experts.
+  """DeepSeek's choice: the best groups of experts, then the best experts.
 
   Attributes:
     groups: into how many groups the experts fall.
     best: groups that may be chosen from.
     renormalise: the weights of the chosen sum to one.
     scale: of the weights.
+    softmax: experts are weighed by a softmax of the logits (DeepSeek-V2), not
+      each by a sigmoid (V3).
+    judged: experts of a group by whose sum it is judged.
   """
 
-  groups: int
-  best: int
-  renormalise: bool
-  scale: float
+  groups: int = 1
+  best: int = 1
+  renormalise: bool = True
+  scale: float = 1.0
+  softmax: bool = False
+  judged: int = 2
 
   def __call__(
     self,
@@ -172,12 +233,11 @@ class Grouped:
     correction: Float[Array, " E"] | None,
     k: int,
   ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    likely = jax.nn.sigmoid(logits)
-    assert correction is not None
-    ranked = likely + correction[None]
+    likely = jax.nn.softmax(logits) if self.softmax else jax.nn.sigmoid(logits)
+    ranked = likely if correction is None else likely + correction[None]
     tokens, experts = ranked.shape
     group = ranked.reshape(tokens, self.groups, -1)
-    merit = jnp.sum(lax.top_k(group, 2)[0], -1)
+    merit = jnp.sum(lax.top_k(group, self.judged)[0], -1)
     _, kept = lax.top_k(merit, self.best)
     open_ = jnp.any(jax.nn.one_hot(kept, self.groups, dtype=jnp.bool_), 1)
     ranked = jnp.where(open_[..., None], group, -jnp.inf).reshape(

@@ -81,13 +81,35 @@ def linear_product(
 
 
 class Embedding(nnx.Module):
-  """One vector for each token id; used backwards it is the tied head."""
+  """One vector for each token id; used backwards it is the tied head.
 
-  def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
+  Args:
+    rngs: of the weights.
+    vocab: V.
+    embed: D.
+    scale: what the vectors are multiplied by.
+    norm: behind that, or None.
+  """
+
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    vocab: int,
+    embed: int,
+    *,
+    scale: float = 1.0,
+    norm: Norm | None = None,
+  ):
+    self.scale = scale
     self.weight = param(rngs, (vocab, embed), ("vocab", "embed"), fan_in=embed)
+    self.norm = Identity() if norm is None else norm.build(rngs, embed)
 
   def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
-    return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+    """What the first layer reads."""
+    x = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+    if self.scale != 1.0:
+      x = x * jnp.asarray(self.scale, x.dtype)
+    return self.norm(x)
 
   def logits(self, h: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """The logits of hidden states, float32."""
@@ -174,16 +196,29 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-  """Layer norm over the last axis."""
+  """Layer norm over the last axis; `shape` None has neither weight nor bias."""
 
-  def __init__(self, rngs: nnx.Rngs, dims: int, *, eps: float, bias: bool):
-    self.eps = eps
-    self.weight = param(rngs, (dims,), (None,), value=1.0)
-    self.bias = param(rngs, (dims,), (None,)) if bias else None
+  def __init__(
+    self,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...] | None,
+    axes: tuple[str | None, ...],
+    *,
+    eps: float,
+    bias: bool,
+    offset: float = 0.0,
+  ):
+    self.eps, self.offset = eps, offset
+    none = shape is None
+    self.weight = None if none else param(rngs, shape, axes, value=1 - offset)
+    self.bias = None if none or not bias else param(rngs, shape, axes)
 
   def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    bias = None if self.bias is None else self.bias[...]
-    return layer_norm(x, self.weight[...], bias, self.eps)
+    get = lambda p: None if p is None else p[...]
+    weight, bias = get(self.weight), get(self.bias)
+    # Without a weight there is nothing to be one away from.
+    offset = 0.0 if weight is None else self.offset
+    return layer_norm(x, weight, bias, self.eps, offset=offset)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,15 +230,28 @@ class Norm:
     offset: 1 where the stored weight is the distance from one.
     layer: LayerNorm instead of RMSNorm.
     bias: whether a LayerNorm has a bias.
+    weight: whether it has a weight; without one it has no bias either.
   """
 
   eps: float
   offset: float = 0.0
   layer: bool = False
   bias: bool = True
+  weight: bool = True
 
-  def build(self, rngs: nnx.Rngs, dims: int) -> Any:
-    """The module that normalises vectors of `dims` numbers."""
+  def build(self, rngs: nnx.Rngs, *dims: int, together: bool = False) -> Any:
+    """The module that normalises vectors.
+
+    Args:
+      rngs: of the weights.
+      *dims: the shape of the weight, whose last axis is normalised.
+      together: whether all of its axes are one vector (RMSNorm).
+    """
+    shape = dims if self.weight else None
+    axes = (None,) * len(dims)
     if self.layer:
-      return LayerNorm(rngs, dims, eps=self.eps, bias=self.bias)
-    return RMSNorm(rngs, (dims,), (None,), eps=self.eps, offset=self.offset)
+      return LayerNorm(
+        rngs, shape, axes, eps=self.eps, bias=self.bias, offset=self.offset
+      )
+    assert together or len(dims) == 1 or shape is None
+    return RMSNorm(rngs, shape, axes, eps=self.eps, offset=self.offset)

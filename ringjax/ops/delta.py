@@ -5,13 +5,16 @@ Guarantees: of each head, with the state S [H, J],
   u_t = beta_t (v_t - e^{g_t} S_{t-1}^T k_t),
   S_t = e^{g_t} S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,
 
-for every length, forward and backward; g_t = -inf forgets what came before,
+for every length, forward and backward; without the correction u_t = beta_t v_t,
+which is Mamba 2's state space. g_t = -inf forgets what came before,
 exactly, and a token with beta_t = 0 and g_t = 0 leaves the state as it is.
 Cost: about 3 H J + C (2 H + J) multiplications a token and head for chunks of
-C tokens; a third more over shards, which gather one [H, H + J] each.
+C tokens; a third more over shards, which gather one [H, H + J] each. Without
+the correction 2 H J + C (H + J), twice that over shards, which gather [H, J].
 Memory: of a call q, k, v, the outputs, and a state for every block of chunks;
 everything else is of one block.
-Ref:  Yang et al. 2024, arXiv 2412.06464; the chunks of arXiv 2406.06484.
+Ref:  Yang et al. 2024, arXiv 2412.06464; the chunks of arXiv 2406.06484; Dao
+and Gu 2024, Mamba 2, arXiv 2405.21060.
 
 In a chunk, D_ts = e^{g_{s+1} + ... + g_t} for s <= t. Its u solve the unit
 triangular system (1 + L) U = beta (V - D_t,start K S), where
@@ -28,6 +31,7 @@ state; the maps of all shards are gathered and composed everywhere.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,6 +57,7 @@ def delta_rule(
   beta: Float[Array, "B T N"],
   state: Float[Array, "B N H J"] | None = None,
   *,
+  correct: bool = True,
   axis: str | None = None,
   chunk: int = 64,
 ) -> tuple[jax.Array, jax.Array]:
@@ -65,6 +70,7 @@ def delta_rule(
     decay: [B, T, N], g, the logarithm of what is left of the state.
     beta: [B, T, N].
     state: [B, N, H, J] before the first token, default zeros.
+    correct: whether what the state says of k is taken from v first.
     axis: an axis of shards that hold consecutive tokens; `state` is then that
       before the first shard.
     chunk: C, a power of two.
@@ -97,8 +103,10 @@ def delta_rule(
   start = collectives.vary(start, collectives.varying_axes(x, start))
   blocks = _cut(x, chunk)
   if axis is not None:
-    start = _arriving(start, blocks, axis)
-  end, out = _walk(_block, start, blocks)
+    arriving = _arriving if correct else _arriving_faded
+    start = arriving(start, blocks, axis)
+  block = functools.partial(_block, correct=correct)
+  end, out = _walk(block, start, blocks)
   if axis is not None:
     last = collectives.axis_size(axis) - 1
     mine = collectives.axis_index(axis) == last
@@ -132,15 +140,15 @@ class _Chunks(NamedTuple):
     k: [c, B, C, K, H].
     kept: [c, B, K, G, C, C], D.
     fade: [c, B, K, G, C], what is left of the state before the chunk.
-    values: [c, B, K, G, C, J], T beta V.
-    keys: [c, B, K, G, C, H], T beta D K.
+    values: [c, B, K, G, C, J], T beta V; beta V without correction.
+    keys: [c, B, K, G, C, H], T beta D K; None without.
   """
 
   k: jax.Array
   kept: jax.Array
   fade: jax.Array
   values: jax.Array
-  keys: jax.Array
+  keys: jax.Array | None
 
 
 def _cut(x: _Tokens, chunk: int) -> _Tokens:
@@ -167,7 +175,7 @@ def _walk(
   return lax.scan(jax.checkpoint(f, prevent_cse=False), state, blocks)
 
 
-def _prepare(x: _Tokens) -> _Chunks:
+def _prepare(x: _Tokens, correct: bool = True) -> _Chunks:
   wide = x.decay.dtype
   size = x.k.shape[2]
   per_head = lambda a: jnp.moveaxis(a, 2, 4)
@@ -178,6 +186,9 @@ def _prepare(x: _Tokens) -> _Chunks:
   kept = jnp.exp(jnp.cumsum(onward, -2))
   kept = jnp.where((t[:, None] >= t[None])[(None,) * 4], kept, 0)
   fade = jnp.exp(jnp.cumsum(decay, -1))
+  if not correct:
+    values = jnp.transpose(x.v.astype(wide), (0, 1, 3, 4, 2, 5))
+    return _Chunks(x.k, kept, fade, values * beta[..., None], None)
   alike = product("cbtkh,cbskh->cbkts", x.k, x.k)[:, :, :, None]
   mixed = jnp.where(below, alike * kept * beta[..., None], 0)
   solve = _inverse(mixed)
@@ -228,7 +239,9 @@ def _advance(
   def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, Any]:
     k, kept, fade, values, keys = chunk
     values = jnp.pad(values, ((0, 0),) * 4 + ((0, more),))
-    u = values - product("bkgth,bkghj->bkgtj", keys, state)
+    u = values
+    if keys is not None:
+      u = values - product("bkgth,bkghj->bkgtj", keys, state)
     new = product("bskh,bkgsj->bkghj", k.astype(u.dtype), kept * u)
     return fade[..., None] * state + new, (state, u)
 
@@ -236,9 +249,11 @@ def _advance(
   return lax.scan(step, state, chunks)
 
 
-def _block(state: jax.Array, x: _Tokens) -> tuple[jax.Array, jax.Array]:
+def _block(
+  state: jax.Array, x: _Tokens, *, correct: bool
+) -> tuple[jax.Array, jax.Array]:
   """The state behind a block, and its outputs [c, B, K, G, C, J]."""
-  chunks = _prepare(x)
+  chunks = _prepare(x, correct)
   state, (before, u) = _advance(state, chunks)
   alike = product("cbtkh,cbskh->cbkts", x.q, x.k)[:, :, :, None]
   own = product("cbkgts,cbkgsj->cbkgtj", alike * chunks.kept, u)
@@ -263,5 +278,25 @@ def _arriving(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
     return after + map_[..., :j], state
 
   _, before = lax.scan(compose, state, maps)
+  me = collectives.axis_index(axis)
+  return lax.dynamic_index_in_dim(before, me, 0, keepdims=False)
+
+
+def _arriving_faded(state: jax.Array, blocks: _Tokens, axis: str) -> jax.Array:
+  """`_arriving` without correction: a state fades, and something is added."""
+  added, _ = _walk(
+    lambda s, x: (_advance(s, _prepare(x, False))[0], None),
+    jnp.zeros_like(state),
+    blocks,
+  )
+  # Of each head, [B, K, G]; -inf stays -inf.
+  fade = jnp.exp(jnp.sum(blocks.decay, (0, 1, 3)))[..., None, None]
+  every = collectives.gather((fade[None], added[None]), axis, 0)
+
+  def compose(state: jax.Array, shard: tuple) -> tuple[jax.Array, jax.Array]:
+    fade, added = shard
+    return fade * state + added, state
+
+  _, before = lax.scan(compose, state, every)
   me = collectives.axis_index(axis)
   return lax.dynamic_index_in_dim(before, me, 0, keepdims=False)

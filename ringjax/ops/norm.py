@@ -38,17 +38,29 @@ def rms_norm(
 
 def layer_norm(
   x: Float[Array, "*batch D"],
-  weight: Float[Array, " D"],
-  bias: Float[Array, " D"] | None,
+  weight: Float[Array, " ..."] | None,
+  bias: Float[Array, " ..."] | None,
   eps: float,
+  *,
+  offset: float = 0.0,
 ) -> Float[Array, "*batch D"]:
-  """(x - mean) / std * weight + bias over the last axis, in x's dtype."""
+  """(x - mean) / std * (offset + weight) + bias, in x's dtype.
+
+  Args:
+    x: [..., D]; mean and variance are over the last axis.
+    weight: [D], or of more of x's last axes: [N, D] for a weight of each head;
+      None for no weight.
+    bias: as `weight`.
+    eps: added to the variance.
+    offset: 1 where checkpoints store the weight's distance from one.
+  """
   wide = x.astype(wide_dtype(x.dtype))
   centred = wide - jnp.mean(wide, -1, keepdims=True)
   variance = jnp.mean(jnp.square(centred), -1, keepdims=True)
   y = centred * jax.lax.rsqrt(variance + jnp.asarray(eps, wide.dtype))
-  lead = (None,) * (x.ndim - 1)
-  y = y * weight.astype(wide.dtype)[lead]
+  lead = lambda w: w.astype(wide.dtype)[(None,) * (x.ndim - w.ndim)]
+  if weight is not None:
+    y = y * (lead(weight) + jnp.asarray(offset, wide.dtype))
   if bias is not None:
-    y = y + bias.astype(wide.dtype)[lead]
+    y = y + lead(bias)
   return y.astype(x.dtype)

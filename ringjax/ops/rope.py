@@ -222,12 +222,14 @@ class Rope:
     dims: how many of a head's dims turn, the first ones; the others do not.
     interleaved: whether neighbours make a pair, or the two halves do.
     scaling: how long contexts are fitted in.
+    reverse: whether it turns the other way.
   """
 
   theta: float
   dims: int
   interleaved: bool = False
   scaling: Unscaled = Unscaled()
+  reverse: bool = False
 
   def tables(
     self, positions: Int[Array, "#B T"], length: Lengths | None
@@ -254,7 +256,7 @@ class Rope:
     exponents = np.arange(0, self.dims, 2) / self.dims
     inverse = self.theta**-exponents
     found = self.scaling.scale(inverse, self.theta, length)
-    return jnp.asarray(found, jnp.float32)
+    return jnp.asarray(-found if self.reverse else found, jnp.float32)
 
   @property
   def pairs(self) -> np.ndarray:

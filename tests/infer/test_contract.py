@@ -32,7 +32,12 @@ KINDS = (
   "falcon_rw",  # ALiBi
   "mixtral",  # experts
   "qwen3_next",  # a recurrent state beside keys
+  "mamba2",  # states alone
+  "granitemoehybrid",  # states beside keys and experts
 )
+# A layer of these hands its state from shard to shard.
+STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba2", "granitemoehybrid",
+          "granitemoehybrid_dense")  # fmt: skip
 # These four have no layer in common.
 QUICK = ("llama3", "gpt_oss", "deepseek_v3", "qwen3_next")
 OTHERS = tuple(n for n in checkpoints.names() if n not in KINDS)
@@ -144,7 +149,7 @@ def test_one_pass_chunks_and_single_tokens(loaded, name):
   """On eight devices against the reference, and the caches alike."""
   model, mesh = loaded(name, 8)
   expected = checkpoints.expected(name)
-  method = "ring" if name == "qwen3_next" else "striped"
+  method = "ring" if name in STATES else "striped"
   logits, once = whole(model, mesh, method, expected.tokens)
   close(logits, expected.logits)
   logits, pieces = parts(model, mesh, expected.tokens)
@@ -165,7 +170,7 @@ def test_one_pass_chunks_and_single_tokens(loaded, name):
 def test_fewer_devices(loaded, name, devices):
   model, mesh = loaded(name, devices)
   expected = checkpoints.expected(name)
-  method = "ring" if name == "qwen3_next" else "striped"
+  method = "ring" if name in STATES else "striped"
   method = method if devices > 1 else "blockwise"
   logits, once = whole(model, mesh, method, expected.tokens)
   close(logits, expected.logits)
@@ -180,7 +185,7 @@ def test_every_way_leaves_the_same_cache(loaded, name):
   model, _ = loaded(name)
   logits, want = whole(model, None, "dense", expected.tokens)
   close(logits, expected.logits)
-  for method in RECURRENT if name == "qwen3_next" else WAYS[1:]:
+  for method in RECURRENT if name in STATES else WAYS[1:]:
     model, mesh = loaded(name, 8 if method in SHARDED else 1)
     logits, cache = whole(model, mesh, method, expected.tokens)
     close(logits, expected.logits)
@@ -203,7 +208,7 @@ def test_every_way_leaves_the_same_cache(loaded, name):
       pytest.param(n, m, 4, marks=pytest.mark.slow)
       for n in KINDS
       for m in (*SHARDED, "chunked")
-      if n != "qwen3_next" or m in (*RECURRENT, "chunked")
+      if n not in STATES or m in (*RECURRENT, "chunked")
     ),
   ],
 )

@@ -15,9 +15,11 @@ from tests.models.test_published import CONFIGS
 # Millions of parameters, as their authors count them; the LWM is a Llama 2 7B,
 # and the one of 100 million is ours.
 PUBLISHED = {
+  "deepseek-v2-lite": 15_706,
   "deepseek-v3": 671_000,
   "falcon-7b": 6_920,
   "gemma-3-27b": 27_010,
+  "glm-4.5-air": 106_850,
   "gpt-oss-20b": 20_910,
   "llama-100m": 100,
   "llama-2-7b": 6_738,
@@ -25,9 +27,13 @@ PUBLISHED = {
   "llama-3.1-8b": 8_030,
   "llama-3.2-1b": 1_236,
   "lwm-7b-1m": 6_738,
+  "mamba-codestral-7b": 7_285,
+  "minimax-m2": 228_700,
   "mistral-7b": 7_248,
   "qwen2.5-7b-1m": 7_616,
   "qwen3-8b": 8_191,
+  "qwen3.5-9b": 9_000,
+  "seed-oss-36b": 36_150,
 }
 
 

@@ -14,7 +14,7 @@ from ringjax.errors import ShapeError
 from ringjax.ops.delta import delta_rule
 from tests.helpers import make_mesh
 
-rule = jax.jit(delta_rule, static_argnames=("chunk",))
+rule = jax.jit(delta_rule, static_argnames=("chunk", "correct"))
 
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -30,6 +30,23 @@ def reference(q, k, v, decay, beta, state):
     s = s * jnp.exp(g)[..., None, None]
     delta = beta[..., None] * (v - jnp.einsum("bnhj,bnh->bnj", s, k))
     s = s + jnp.einsum("bnh,bnj->bnhj", k, delta)
+    return s, jnp.einsum("bnhj,bnh->bnj", s, q)
+
+  tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, beta))
+  state, out = jax.lax.scan(step, state, tokens)
+  return jnp.moveaxis(out, 0, 1), state
+
+
+@jax.jit
+def plain(q, k, v, decay, beta, state):
+  """The reference without its correction: a state space."""
+  heads = v.shape[2] // k.shape[2]
+  q, k = (jnp.repeat(x, heads, 2) for x in (q, k))
+
+  def step(s, x):
+    q, k, v, g, beta = x
+    s = s * jnp.exp(g)[..., None, None]
+    s = s + jnp.einsum("bnh,bnj->bnhj", k, beta[..., None] * v)
     return s, jnp.einsum("bnhj,bnh->bnj", s, q)
 
   tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, beta))
@@ -66,11 +83,11 @@ def close(got, want, tolerance):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
-def over(mesh, *args):
+def over(mesh, *args, **options):
   """`delta_rule` over the axis "seq" of a mesh."""
   tokens = P(None, "seq")
   return jax.shard_map(
-    functools.partial(delta_rule, axis="seq"),
+    functools.partial(delta_rule, axis="seq", **options),
     mesh=mesh,
     in_specs=(tokens,) * 5 + (P(),),
     out_specs=(tokens, P()),
@@ -219,3 +236,20 @@ def test_heads_must_fit():
   q, k, v, decay, beta, _ = operands(12, 4)
   with pytest.raises(ShapeError, match="heads"):
     rule(q, k, v[:, :, :3], decay[:, :, :3], beta[:, :, :3])
+
+
+@pytest.mark.parametrize("shards", [None, _slow(2), 4])
+def test_without_correction_it_is_a_state_space(x64, shards):
+  """Outputs and gradients, also where a document begins within a shard."""
+  *x, state = operands(5, 132, dtype=np.float64)
+  x[3][:, 70] = -np.inf
+  x = (*x, state)
+  every = tuple(range(6))
+  f = functools.partial(rule, correct=False)
+  if shards is not None:
+    mesh = make_mesh(shards, "auto")
+    f = functools.partial(over, mesh, correct=False)
+  close(jax.jit(f)(*x), plain(*x), 1e-12)
+  got = jax.jit(jax.grad(functools.partial(loss, f), every))(*x)
+  want = jax.jit(jax.grad(functools.partial(loss, plain), every))(*x)
+  close(got, want, 1e-11)

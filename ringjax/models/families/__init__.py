@@ -10,10 +10,13 @@ from ringjax.models.families import (
   falcon,
   gemma,
   gpt,
+  layer_norm,
   llama,
   llama4,
+  llama_kin,
   mixtures,
   qwen3_next,
+  state_space,
 )
 from ringjax.models.families.family import Family
 
@@ -22,10 +25,13 @@ _MODULES = (
   falcon,
   gemma,
   gpt,
+  layer_norm,
   llama,
   llama4,
+  llama_kin,
   mixtures,
   qwen3_next,
+  state_space,
 )
 FAMILIES: dict[str, Family] = {
   family.name: family for module in _MODULES for family in module.FAMILIES

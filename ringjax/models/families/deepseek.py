@@ -1,4 +1,5 @@
-"""DeepSeek-V3: latent attention and grouped routing."""
+"""DeepSeek-V2 and V3: latent attention, grouped routing; dots.llm1 and GLM-4.5,
+which have the routing alone."""
 
 from __future__ import annotations
 
@@ -7,31 +8,33 @@ from typing import Any
 
 from ringjax.models.families.family import (
   Family,
+  attention,
+  biases,
+  causal,
   experts,
   gated,
   llama_names,
   model,
   rms,
 )
-from ringjax.models.families.mixtures import QWEN_EXPERTS
+from ringjax.models.families.mixtures import QWEN_EXPERTS, shared_names
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import TensorNames
 from ringjax.models.transformer import TransformerConfig
-from ringjax.nn.feedforward import Grouped
+from ringjax.nn.feedforward import Experts, Gated, Grouped
 from ringjax.nn.latent import Latent
 from ringjax.ops.rope import Unscaled, yarn_magnitude
 
 
-def _config(r: ConfigReader) -> TransformerConfig:
+def _latent(r: ConfigReader, interleaved: bool) -> Latent:
+  """Latent attention of a config."""
   heads, kv_heads = r.heads()
   if kv_heads != heads:
     raise r.error("num_key_value_heads", kv_heads, f"the {heads} heads")
   rotated = r.whole("qk_rope_head_dim")
   plain = r.whole("qk_nope_head_dim")
-  interleaved = r.flag("rope_interleave", default=True)
   rope = r.rope(rotated, interleaved=interleaved)
-  r.ignore("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")
-  r.only("moe_layer_freq", 1)
+  r.ignore("head_dim", "qk_head_dim")
   scale = (plain + rotated) ** -0.5
   scaling = r.value("rope_parameters", "rope_scaling", default={})
   if type(rope.scaling) is not Unscaled and scaling.get("mscale_all_dim"):
@@ -39,7 +42,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
       getattr(rope.scaling, "factor", 1.0), float(scaling["mscale_all_dim"])
     )
     scale *= factor * factor
-  attend = Latent(
+  return Latent(
     heads=heads,
     plain=plain,
     rope=rope,
@@ -50,31 +53,143 @@ def _config(r: ConfigReader) -> TransformerConfig:
     bias=r.flag("attention_bias", default=False),
     eps=1e-6,
   )
-  r.must_be("scoring_func", "sigmoid", default="sigmoid")
-  r.must_be("topk_method", "noaux_tc", default="noaux_tc")
+
+
+def _grouped(
+  r: ConfigReader,
+  *,
+  groups: int,
+  best: int,
+  scale: float,
+  first: int,
+  renormalise: bool,
+) -> list[Experts | Gated]:
+  """Each layer's feedforward, chosen as DeepSeek-V3 does.
+
+  Args:
+    r: the config.
+    groups, best, scale, first, renormalise: what the file means without a
+      value: of `n_group`, `topk_group`, `routed_scaling_factor`,
+      `first_k_dense_replace` and `norm_topk_prob`.
+  """
   keys = ("n_routed_experts", "num_local_experts")
-  number, groups = r.whole(*keys), r.whole("n_group", default=8)
+  number, groups = r.whole(*keys), r.whole("n_group", default=groups)
   if number % groups or number < 2 * groups:
     want = f"a divisor of the {number} experts, with two or more in a group"
     raise r.error("n_group", groups, want)
-  best = r.whole("topk_group", default=4, most=groups)
+  best = r.whole("topk_group", default=best, most=groups)
+  router = Grouped(
+    groups=groups,
+    best=best,
+    renormalise=r.flag("norm_topk_prob", default=renormalise),
+    scale=r.positive("routed_scaling_factor", default=scale),
+  )
+  most = number // groups * best
+  return _feedforwards(r, router, first, 1, most=most, correction=True)
+
+
+def _feedforwards(
+  r: ConfigReader, router: Grouped, first: int, shared: int, **options: Any
+) -> list[Experts | Gated]:
+  """Plain feedforwards in the first layers, experts in the others."""
+  # Of a training.
+  r.ignore("ep_size", "seq_aux", "aux_loss_alpha")
+  r.only("moe_layer_freq", 1)
   sparse = experts(
     r,
-    Grouped(
-      groups=groups,
-      best=best,
-      renormalise=r.flag("norm_topk_prob", default=True),
-      scale=r.positive("routed_scaling_factor", default=2.5),
-    ),
-    count=keys,
-    most=number // groups * best,
-    correction=True,
+    router,
+    count=("n_routed_experts", "num_local_experts"),
     shared=r.whole("moe_intermediate_size")
-    * r.whole("n_shared_experts", default=1),
+    * r.whole("n_shared_experts", default=shared),
+    **options,
   )
-  dense, first = gated(r), r.whole("first_k_dense_replace", default=3, least=0)
-  feedforwards = [dense if i < first else sparse for i in range(r.layers())]
+  dense = gated(r)
+  first = r.whole("first_k_dense_replace", default=first, least=0)
+  return [dense if i < first else sparse for i in range(r.layers())]
+
+
+def _v3(r: ConfigReader) -> TransformerConfig:
+  attend = _latent(r, r.flag("rope_interleave", default=True))
+  r.must_be("scoring_func", "sigmoid", default="sigmoid")
+  r.must_be("topk_method", "noaux_tc", default="noaux_tc")
+  feedforwards = _grouped(
+    r, groups=8, best=4, scale=2.5, first=3, renormalise=True
+  )
   return model(r, "deepseek_v3", attend, feedforwards, rms(r))
+
+
+def _v2(r: ConfigReader) -> TransformerConfig:
+  """Experts by a softmax; a group is as good as its best expert."""
+  attend = _latent(r, interleaved=True)
+  r.must_be("scoring_func", "softmax", default="softmax")
+  r.must_be("norm_topk_prob", False, default=False)
+  method = r.text("topk_method", default="greedy")
+  groups = r.whole("n_group", default=None)
+  best = r.whole("topk_group", default=None)
+  if method == "greedy":
+    groups, best = 1, 1
+  elif method != "group_limited_greedy" or not groups or not best:
+    want = "greedy, or group_limited_greedy with n_group and topk_group"
+    raise r.error("topk_method", method, want)
+  number = r.whole("n_routed_experts", "num_local_experts", default=64)
+  if number % groups or best > groups:
+    want = f"a divisor of the {number} experts, not below topk_group"
+    raise r.error("n_group", groups, want)
+  router = Grouped(
+    groups=groups,
+    best=best,
+    renormalise=False,
+    scale=r.positive("routed_scaling_factor", default=1.0),
+    softmax=True,
+    judged=1,
+  )
+  most = number // groups * best
+  feedforwards = _feedforwards(r, router, 0, 2, most=most)
+  return model(r, "deepseek_v2", attend, feedforwards, rms(r))
+
+
+def _dots1(r: ConfigReader) -> TransformerConfig:
+  norm, rope = rms(r), r.rope()
+  r.must_be("scoring_func", "noaux_tc", default="noaux_tc")
+  window = r.whole("sliding_window", absent=4096)
+  later = r.whole("max_window_layers", default=62, least=0)
+  slides = lambda i: window is not None and i >= later
+  types = r.layer_types(
+    [
+      "sliding_attention" if slides(i) else "full_attention"
+      for i in range(r.layers())
+    ]
+  )
+  attentions = [
+    attention(r, rope, qk_norm=norm, mask=causal(window, kind), **biases(r))
+    for kind in types
+  ]
+  feedforwards = _grouped(
+    r, groups=1, best=1, scale=1.0, first=0, renormalise=False
+  )
+  return model(r, "dots1", attentions, feedforwards, norm)
+
+
+def _glm4_moe(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r, default=1e-5)
+  attend = attention(
+    r,
+    r.rope(partial=0.5),
+    bias=r.flag("attention_bias", default=False),
+    qk_norm=norm if r.flag("use_qk_norm", default=False) else None,
+  )
+  feedforwards = _grouped(
+    r, groups=1, best=1, scale=1.0, first=1, renormalise=True
+  )
+  return model(r, "glm4_moe", attend, feedforwards, norm)
+
+
+_ROUTED = {
+  "feedforward.router": "mlp.gate",
+  **shared_names("mlp.shared_experts"),
+}
+_CORRECTION = {"feedforward.correction": "mlp.gate.e_score_correction_bias"}
+_GROUPED_NAMES = llama_names(_ROUTED, leaves=_CORRECTION, experts=QWEN_EXPERTS)
 
 
 def _names(config: TransformerConfig) -> TensorNames:
@@ -88,12 +203,9 @@ def _names(config: TransformerConfig) -> TensorNames:
       "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
       "attention.kv_norm": "self_attn.kv_a_layernorm",
       "attention.kv": "self_attn.kv_b_proj",
-      "feedforward.router": "mlp.gate",
-      "feedforward.shared.gate": "mlp.shared_experts.gate_proj",
-      "feedforward.shared.up": "mlp.shared_experts.up_proj",
-      "feedforward.shared.down": "mlp.shared_experts.down_proj",
+      **_ROUTED,
     },
-    leaves={"feedforward.correction": "mlp.gate.e_score_correction_bias"},
+    leaves=_CORRECTION,
     experts=QWEN_EXPERTS,
   )(config)
 
@@ -109,5 +221,13 @@ def _unread(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 FAMILIES = (
-  Family(name="deepseek_v3", config=_config, names=_names, unread=_unread),
+  Family(name="deepseek_v3", config=_v3, names=_names, unread=_unread),
+  Family(name="deepseek_v2", config=_v2, names=_names),
+  Family(name="dots1", config=_dots1, names=_GROUPED_NAMES),
+  Family(
+    name="glm4_moe",
+    config=_glm4_moe,
+    names=_GROUPED_NAMES,
+    unread=_unread,
+  ),
 )

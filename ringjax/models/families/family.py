@@ -183,9 +183,10 @@ def _context(r: ConfigReader) -> tuple[int, str | None]:
   Dual chunk attention (An et al. 2024, arXiv 2402.17463) folds the distances
   of longer texts; it is plain attention up to a chunk.
   """
-  most = r.whole("max_position_embeddings", default=2048)
-  chunks = r.value("dual_chunk_attention_config", default=None)
   said = "max_position_embeddings"
+  said = "max_seq_len" if r.has("max_seq_len") else said
+  most = r.whole(said, default=2048)
+  chunks = r.value("dual_chunk_attention_config", default=None)
   if chunks is None:
     return most, said if r.has(said) else None
   part = r.part("dual_chunk_attention_config", chunks)
@@ -240,7 +241,7 @@ def model(
   config = TransformerConfig(
     family=family,
     vocab=r.whole("vocab_size"),
-    embed=r.whole("hidden_size", "n_embed"),
+    embed=r.whole("hidden_size", "n_embed", "d_model"),
     layers=tuple(layers),
     norm=norm,
     tied=r.flag("tie_word_embeddings", default=tied),

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text)."""
+"""Gemma 1, 2 and 3 (text), and VaultGemma."""
 
 from __future__ import annotations
 
@@ -47,14 +47,22 @@ def _model(
   )
 
 
-def _gemma2(r: ConfigReader) -> TransformerConfig:
+def _gemma2(
+  r: ConfigReader, name: str = "gemma2", post: bool = True
+) -> TransformerConfig:
   return _sandwich(
     r,
-    "gemma2",
+    name,
     r.layer_types(pattern(r, 2)),
     {"soft_cap": r.positive("attn_logit_softcapping", absent=50.0)},
     logit_cap=r.positive("final_logit_softcapping", absent=30.0),
+    layer={"post": post},
   )
+
+
+def _vaultgemma(r: ConfigReader) -> TransformerConfig:
+  """Gemma 2 without norms behind its parts."""
+  return _gemma2(r, "vaultgemma", post=False)
 
 
 def _gemma3(r: ConfigReader) -> TransformerConfig:
@@ -65,6 +73,7 @@ def _gemma3(r: ConfigReader) -> TransformerConfig:
     "gemma3",
     r.layer_types(pattern(r, r.whole(*keys, default=6))),
     {"qk_norm": rms(r, 1.0)},
+    layer={"post": True},
     logit_cap=r.positive("final_logit_softcapping", default=None),
     # It states its context after linear RoPE scaling.
     scaling_counted=True,
@@ -78,7 +87,7 @@ def _sandwich(
   attends: dict[str, Any],
   **options: Any,
 ) -> TransformerConfig:
-  """Norms before and after each part of a layer; some layers slide."""
+  """Gemma 2 and those after it; some layers slide."""
   act = r.act("hidden_activation", default="gelu_pytorch_tanh")
   # An older name beside it, that does not count.
   r.ignore("hidden_act", "rope_local_base_freq")
@@ -89,7 +98,7 @@ def _sandwich(
   r.only("sliding_window_size", window)
 
   def one(kind: str) -> Attention:
-    if name == "gemma2":
+    if name != "gemma3":
       rope = r.rope(kind=kind)
     elif kind == "sliding_attention":
       rope = r.rope(kind=kind, theta_key="rope_local_base_freq", plain=True)
@@ -98,7 +107,7 @@ def _sandwich(
     return attention(r, rope, mask=causal(window, kind), **attends)
 
   attentions = [one(kind) for kind in types]
-  return _model(r, name, attentions, act, layer={"post": True}, **options)
+  return _model(r, name, attentions, act, **options)
 
 
 _NAMES = llama_names(
@@ -128,6 +137,11 @@ _GEMMA3 = Wrapper(
 FAMILIES = (
   Family(name="gemma", config=_gemma),
   Family(name="gemma2", config=_gemma2, names=_NAMES),
+  Family(
+    name="vaultgemma",
+    config=_vaultgemma,
+    names=llama_names({"pre_feedforward": "pre_feedforward_layernorm"}),
+  ),
   Family(
     name="gemma3",
     config=_gemma3,

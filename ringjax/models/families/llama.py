@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ringjax.models.families.family import (
@@ -20,6 +21,7 @@ from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import LLAMA, Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
+from ringjax.nn.block import Feedforward
 from ringjax.nn.feedforward import Plain
 from ringjax.nn.linear import Norm
 from ringjax.ops.rope import LongRope
@@ -41,10 +43,15 @@ def _mistral(r: ConfigReader) -> TransformerConfig:
   return model(r, "mistral", attend, gated(r), rms(r))
 
 
-def _qwen(r: ConfigReader, name: str, **options: Any) -> TransformerConfig:
-  """Later layers slide, where windows are on."""
+def qwen(
+  r: ConfigReader,
+  name: str,
+  feedforward: Feedforward | Sequence[Feedforward],
+  **options: Any,
+) -> TransformerConfig:
+  """Qwen's decoders: later layers slide, where windows are on."""
   on = r.flag("use_sliding_window", default=False)
-  window = r.whole("sliding_window", absent=4096)
+  window = r.whole("sliding_window", least=int(on), absent=4096)
   first = r.whole("max_window_layers", default=28, least=0)
   types = r.layer_types(
     [
@@ -58,15 +65,15 @@ def _qwen(r: ConfigReader, name: str, **options: Any) -> TransformerConfig:
   attentions = [
     attention(r, rope, mask=causal(window, kind), **options) for kind in types
   ]
-  return model(r, name, attentions, gated(r), rms(r))
+  return model(r, name, attentions, feedforward, rms(r))
 
 
 def _qwen2(r: ConfigReader) -> TransformerConfig:
-  return _qwen(r, "qwen2", bias=True)
+  return qwen(r, "qwen2", gated(r), bias=True)
 
 
 def _qwen3(r: ConfigReader) -> TransformerConfig:
-  return _qwen(r, "qwen3", qk_norm=rms(r), **biases(r))
+  return qwen(r, "qwen3", gated(r), qk_norm=rms(r), **biases(r))
 
 
 def _phi3(r: ConfigReader) -> TransformerConfig:
@@ -116,17 +123,26 @@ def _smollm3(r: ConfigReader) -> TransformerConfig:
 
 
 def _granite(r: ConfigReader) -> TransformerConfig:
+  bias = r.flag("mlp_bias", default=False)
+  return granite(r, "granite", gated(r, bias=bias))
+
+
+def granite(
+  r: ConfigReader, name: str, feedforward: Feedforward
+) -> TransformerConfig:
+  """Granite's decoders, which scale almost everything."""
   scale = r.positive("attention_multiplier", default=1.0)
-  return model(
-    r,
-    "granite",
-    attention(r, r.rope(), scale=scale, **biases(r)),
-    gated(r, bias=r.flag("mlp_bias", default=False)),
-    rms(r),
-    layer={"residual_scale": r.positive("residual_multiplier", default=1.0)},
-    embed_scale=r.positive("embedding_multiplier", default=1.0),
-    logit_scale=1 / r.positive("logits_scaling", default=1.0),
-  )
+  attend = attention(r, r.rope(), scale=scale, **biases(r))
+  return model(r, name, attend, feedforward, rms(r), **granite_scales(r))
+
+
+def granite_scales(r: ConfigReader) -> dict[str, Any]:
+  """Options of `model`: what Granite multiplies by."""
+  return {
+    "layer": {"residual_scale": r.positive("residual_multiplier", default=1.0)},
+    "embed_scale": r.positive("embedding_multiplier", default=1.0),
+    "logit_scale": 1 / r.positive("logits_scaling", default=1.0),
+  }
 
 
 def _starcoder2(r: ConfigReader) -> TransformerConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ringjax.models.families.family import (
   IMAGE_KEYS,
   Family,
@@ -32,7 +34,8 @@ def _config(r: ConfigReader) -> TransformerConfig:
   mixed = r.numbers_of_layers("moe_layers", range(step - 1, count, step))
   chunk = r.whole("attention_chunk_size", default=8192)
   norm = rms(r, default=1e-5)
-  late = norm if r.flag("use_qk_norm", default=True) else None
+  late = dataclasses.replace(norm, weight=False)
+  late = late if r.flag("use_qk_norm", default=True) else None
   temperature = Temperature(
     scale=r.positive("attn_scale", default=0.1),
     floor=r.positive("floor_scale", default=8192),
@@ -51,7 +54,7 @@ def _config(r: ConfigReader) -> TransformerConfig:
     scale_input=True,
     shared=r.whole("intermediate_size"),
   )
-  options = {**biases(r), "qk_norm_late": True, "qk_norm_weight": False}
+  options = {**biases(r), "qk_norm_late": True}
 
   attentions = [
     attention(

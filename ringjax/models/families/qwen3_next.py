@@ -1,23 +1,33 @@
-"""Qwen3-Next: three gated delta nets to one gated attention, and experts."""
+"""Qwen3-Next and Qwen 3.5: three gated delta nets to one gated attention."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 from ringjax.models.families.family import (
   Family,
+  Wrapper,
   attention,
   experts,
+  gated,
   llama_names,
   model,
   pattern,
   rms,
 )
-from ringjax.models.families.mixtures import QWEN_EXPERTS, qwen_feedforwards
+from ringjax.models.families.mixtures import (
+  QWEN_EXPERTS,
+  qwen_feedforwards,
+  shared_names,
+)
 from ringjax.models.hf.config_reader import ConfigReader
 from ringjax.models.hf.names import Fusion, TensorNames
 from ringjax.models.transformer import TransformerConfig
 from ringjax.nn.attention import Attention
+from ringjax.nn.block import Feedforward
 from ringjax.nn.delta import Delta
-from ringjax.nn.feedforward import Softmax
+from ringjax.nn.feedforward import Experts, Softmax
 
 
 def _delta(r: ConfigReader) -> Delta:
@@ -36,7 +46,9 @@ def _delta(r: ConfigReader) -> Delta:
   )
 
 
-def _qwen3_next(r: ConfigReader) -> TransformerConfig:
+def _hybrid(
+  r: ConfigReader, name: str, feedforward: Feedforward | Sequence[Feedforward]
+) -> TransformerConfig:
   norm = rms(r, offset=1.0)
   r.must_be("hidden_act", "silu", default="silu")
   r.must_be("attention_bias", False, default=False)
@@ -45,25 +57,47 @@ def _qwen3_next(r: ConfigReader) -> TransformerConfig:
   mixers = {
     "linear_attention": _delta(r),
     "full_attention": attention(
-      r, r.rope(partial=0.25), qk_norm=norm, gated=True
+      # Where images are rotated by three positions, tokens of text have one.
+      r,
+      r.rope(partial=0.25, beside=("mrope_section", "mrope_interleaved")),
+      qk_norm=norm,
+      gated=True,
     ),
   }
   for kind in types:
     if kind not in mixers:
       raise r.error("layer_types", kind, f"one of {', '.join(mixers)}")
-  sparse = experts(
+  attentions = [mixers[kind] for kind in types]
+  return model(r, name, attentions, feedforward, norm)
+
+
+def _experts(r: ConfigReader) -> Experts:
+  return experts(
     r,
     Softmax(renormalise=r.flag("norm_topk_prob", default=True)),
     count=("num_experts", "num_local_experts"),
     shared=r.whole("shared_expert_intermediate_size", default=512),
     shared_gate=True,
   )
-  attentions = [mixers[kind] for kind in types]
-  feedforwards = qwen_feedforwards(r, sparse)
-  return model(r, "qwen3_next", attentions, feedforwards, norm)
 
 
-def _names(config: TransformerConfig) -> TensorNames:
+def _qwen3_next(r: ConfigReader) -> TransformerConfig:
+  return _hybrid(r, "qwen3_next", qwen_feedforwards(r, _experts(r)))
+
+
+def _qwen3_5(r: ConfigReader) -> TransformerConfig:
+  return _hybrid(r, "qwen3_5", gated(r))
+
+
+def _qwen3_5_moe(r: ConfigReader) -> TransformerConfig:
+  # In its files, of layers that are not there.
+  r.ignore("intermediate_size", "mlp_only_layers")
+  r.only("decoder_sparse_step", 1)
+  return _hybrid(r, "qwen3_5_moe", _experts(r))
+
+
+def _names(config: TransformerConfig, apart: bool = False) -> TensorNames:
+  """Names; `apart` where a delta net's maps are not all in one tensor."""
   fused: dict[str, Fusion] = {}
   for layer in config.layers:
     mixer = layer.attention
@@ -73,24 +107,30 @@ def _names(config: TransformerConfig) -> TensorNames:
       )
       continue
     assert isinstance(mixer, Delta)
-    fused["linear_attn.in_proj_qkvz"] = Fusion(
-      parts=tuple(f"attention.{x}" for x in "qkvz"),
-      groups=mixer.key_heads,
-    )
-    fused["linear_attn.in_proj_ba"] = Fusion(
-      parts=("attention.beta", "attention.step"), groups=mixer.key_heads
-    )
+    if apart:
+      fused["linear_attn.in_proj_qkv"] = Fusion(
+        parts=tuple(f"attention.{x}" for x in "qkv"), beside="attention.z"
+      )
+    else:
+      fused["linear_attn.in_proj_qkvz"] = Fusion(
+        parts=tuple(f"attention.{x}" for x in "qkvz"),
+        groups=mixer.key_heads,
+      )
+      fused["linear_attn.in_proj_ba"] = Fusion(
+        parts=("attention.beta", "attention.step"), groups=mixer.key_heads
+      )
     fused["linear_attn.conv1d"] = Fusion(
       parts=tuple(f"attention.{x}_taps" for x in "qkv")
     )
   return llama_names(
     {
+      "attention.z": "linear_attn.in_proj_z",
+      "attention.beta": "linear_attn.in_proj_b",
+      "attention.step": "linear_attn.in_proj_a",
       "attention.norm": "linear_attn.norm",
       "attention.out": "linear_attn.out_proj",
       "feedforward.router": "mlp.gate",
-      "feedforward.shared.gate": "mlp.shared_expert.gate_proj",
-      "feedforward.shared.up": "mlp.shared_expert.up_proj",
-      "feedforward.shared.down": "mlp.shared_expert.down_proj",
+      **shared_names("mlp.shared_expert"),
       "feedforward.shared_gate": "mlp.shared_expert_gate",
     },
     leaves={
@@ -102,6 +142,24 @@ def _names(config: TransformerConfig) -> TensorNames:
   )(config)
 
 
+def _wrapper(kind: str, architecture: str) -> Wrapper:
+  """A model of text, images and video around one of these."""
+  keys = (
+    "image_token_id",
+    "video_token_id",
+    "vision_config",
+    "vision_start_token_id",
+    "vision_end_token_id",
+  )
+  return Wrapper(
+    type=kind,
+    keys=keys,
+    defaults={},
+    architecture=architecture,
+    others=("visual.",),
+  )
+
+
 FAMILIES = (
   Family(
     name="qwen3_next",
@@ -109,5 +167,21 @@ FAMILIES = (
     names=_names,
     # A layer that guesses the token after the next one.
     unread=lambda config: ("mtp.",),
+  ),
+  Family(
+    name="qwen3_5",
+    config=_qwen3_5,
+    names=functools.partial(_names, apart=True),
+    types=("qwen3_5_text",),
+    unread=lambda config: ("mtp.",),
+    wrapper=_wrapper("qwen3_5", "Qwen3_5ForCausalLM"),
+  ),
+  Family(
+    name="qwen3_5_moe",
+    config=_qwen3_5_moe,
+    names=functools.partial(_names, apart=True),
+    types=("qwen3_5_moe_text",),
+    unread=lambda config: ("mtp.",),
+    wrapper=_wrapper("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
   ),
 )

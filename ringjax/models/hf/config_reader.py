@@ -169,7 +169,7 @@ class ConfigReader:
 
   def layers(self) -> int:
     """The number of layers."""
-    return self.whole("num_hidden_layers", "n_layer", most=1000)
+    return self.whole("num_hidden_layers", "n_layer", "n_layers", most=1000)
 
   def _list(
     self, key: str, fits: Callable[[Any], bool], want: str, **without: Any
@@ -240,6 +240,7 @@ class ConfigReader:
     interleaved: bool = False,
     plain: bool = False,
     theta_key: str = "rope_theta",
+    beside: Sequence[str] = (),
   ) -> Rope:
     """The rotation of the layers of one kind.
 
@@ -251,6 +252,7 @@ class ConfigReader:
       interleaved: whether neighbouring dims are a pair, not those of halves.
       plain: whether the scaling of an older file is not for this kind.
       theta_key: the key of the base in an older file.
+      beside: keys among those of the rotation that the caller reads.
     """
     head_dim = self.head_dim() if head_dim is None else head_dim
     bases = ("rotary_emb_base", "rope_theta")
@@ -275,6 +277,15 @@ class ConfigReader:
     theta = part.positive("rope_theta", default=theta)
     partial = part.positive("partial_rotary_factor", default=partial)
     dims = int(head_dim * partial)
+    part.ignore(*beside)
+    alpha = part.positive("alpha", default=None)
+    if alpha is not None and part.text("rope_type", "type") == "dynamic":
+      # HunYuan's files: a base that is fixed, whatever the length.
+      part.ignore("factor", "mscale", "mscale_all_dim", "type")
+      part.ignore("beta_fast", "beta_slow", "original_max_position_embeddings")
+      part.finish()
+      theta *= alpha ** (head_dim / (head_dim - 2))
+      part = self.part(name, {})
     if dims < 2 or dims % 2 or dims > head_dim:
       want = f"an even number of the {head_dim} dims of a head"
       raise self.error("partial_rotary_factor", partial, want)

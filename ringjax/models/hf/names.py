@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -130,8 +130,30 @@ class FusedColumns:
     return (*axes[:-1], None)
 
 
+@dataclasses.dataclass(frozen=True)
+class SwappedAxes:
+  """A form whose tensor has its last two axes the other way round."""
+
+  form: Reshape | Transpose | FusedRows | FusedColumns
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    *rest, a, b = self.form.stored
+    return (*rest, b, a)
+
+  def split(self, x: Shaped[Array | np.ndarray, " ..."]) -> tuple[Any, ...]:
+    return self.form.split(x.swapaxes(-1, -2))
+
+  def join(self, parts: tuple[Any, ...]) -> Any:
+    return self.form.join(parts).swapaxes(-1, -2)
+
+  def cuts(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    *rest, a, b = self.form.cuts(axes)
+    return (*rest, b, a)
+
+
 # How a parameter is stored.
-Form = Reshape | Transpose | FusedRows | FusedColumns
+Form = Reshape | Transpose | FusedRows | FusedColumns | SwappedAxes
 
 
 def _concatenate(parts: list[Any], axis: int) -> Any:
@@ -147,10 +169,13 @@ class Fusion:
   Attributes:
     parts: their names here, e.g. ("attention.q", "attention.k").
     groups: see `FusedRows`.
+    beside: a part that a layer has beside them, if not every layer with these
+      parts has them in one tensor.
   """
 
   parts: tuple[str, ...]
   groups: int = 1
+  beside: str = ""
 
 
 def _none() -> Any:
@@ -168,11 +193,14 @@ class TensorNames:
     leaves: a parameter here -> its whole name behind the prefix, where it is
       not the weight or the bias of a part.
     fused: a name behind the prefix -> what is in it.
-    experts: a part whose leading axis are experts -> name with {} for the
-      expert's number.
+    experts: a parameter whose leading axis are experts, or heads -> name with
+      {} for the number of each.
     columns: a name behind the prefix -> the two parameters in its columns,
       and whether they are interleaved.
-    embed, norm, head: names of the other parts.
+    swapped: a name behind the prefix -> whether the last two axes of its
+      tensor, if it has two, are the other way round.
+    rows: a parameter here -> whether it is stored as one row, [1, n].
+    embed, embed_norm, norm, head: names of the other parts.
     buffers: endings of tensors that may be there and are not read.
   """
 
@@ -182,7 +210,10 @@ class TensorNames:
   fused: Mapping[str, Fusion] = _none()
   experts: Mapping[str, str] = _none()
   columns: Mapping[str, tuple[tuple[str, str], bool]] = _none()
+  swapped: Callable[[str], bool] = lambda name: False
+  rows: Callable[[str], bool] = lambda path: False
   embed: str = "model.embed_tokens"
+  embed_norm: str = "model.embed_norm"
   norm: str = "model.norm"
   head: str = "lm_head"
   buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)

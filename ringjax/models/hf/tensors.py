@@ -20,13 +20,14 @@ from ringjax.models.hf.names import (
   FusedColumns,
   FusedRows,
   Reshape,
+  SwappedAxes,
   TensorNames,
   Transpose,
 )
 from ringjax.models.hf.packed import Packed
 from ringjax.models.transformer import Transformer
 from ringjax.nn.delta import Taps
-from ringjax.nn.linear import Head, Linear
+from ringjax.nn.linear import Head, Linear, RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,11 @@ def _outer(
     for leaf, param in parameters(module).items():
       shape = param.get_value().shape
       form = _form(module, leaf, shape)
-      yield CheckpointTensor(f"{name}.{leaf}", form, ((f"{part}.{leaf}", ()),))
+      target = ((f"{part}.{leaf}", ()),)
+      file = f"{name}.{leaf}"
+      if leaf.startswith("norm."):
+        file = f"{names.embed_norm}.{leaf.removeprefix('norm.')}"
+      yield CheckpointTensor(file, form, target)
 
 
 def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
@@ -107,9 +112,11 @@ def _form(module: Any, leaf: str, shape: tuple[int, ...]) -> Any:
   if leaf == "weight" and isinstance(module, Head):
     return Transpose(shape[:1], shape[1:])
   if isinstance(module, Taps):
+    if leaf == "bias":
+      return Reshape(shape, (math.prod(shape),))
     return Reshape(shape, (math.prod(shape[:-1]), 1, shape[-1]))
-  # Of a norm it is a row, whatever its shape here.
-  if len(shape) == 1 or isinstance(module, Linear) or hasattr(module, "eps"):
+  # Of a norm over several axes it is a row.
+  if len(shape) == 1 or isinstance(module, Linear | RMSNorm):
     return Reshape(shape, (math.prod(shape),))
   return Reshape(shape, shape)
 
@@ -136,6 +143,8 @@ def _layer(
   ) -> CheckpointTensor:
     for path in paths:
       left.pop(path, None)
+    if names.swapped(name) and len(form.stored) > 1:
+      form = SwappedAxes(form)
     targets = tuple((prefix + path, (index, *more)) for path in paths)
     return CheckpointTensor(layer + name, form, targets)
 
@@ -146,7 +155,8 @@ def _layer(
   for name, fusion in names.fused.items():
     for leaf in ("weight", "bias"):
       paths = [f"{part}.{leaf}" for part in fusion.parts]
-      if set(paths) <= set(have):
+      here = not fusion.beside or f"{fusion.beside}.weight" in have
+      if here and set(paths) <= set(have):
         rows = FusedRows(fusion.groups, tuple(map(form, paths)))
         yield tensor(f"{name}.{leaf}", rows, paths)
   for name, (paths, interleaved) in names.columns.items():
@@ -155,11 +165,14 @@ def _layer(
   for path, shape in list(left.items()):
     part, _, leaf = path.rpartition(".")
     if path in names.leaves:
-      yield tensor(names.leaves[path], Reshape(shape, shape), [path])
+      stored = (1, *shape) if names.rows(path) else shape
+      yield tensor(names.leaves[path], Reshape(shape, stored), [path])
     elif path in names.experts:
-      transpose = Transpose(shape[1:2], shape[2:])
+      one: Any = Reshape(shape[1:], shape[1:])
+      if len(shape) > 2:
+        one = Transpose(shape[1:2], shape[2:])
       for expert in range(shape[0]):
         name = names.experts[path].format(expert)
-        yield tensor(name, transpose, [path], expert)
+        yield tensor(name, one, [path], expert)
     else:
       yield tensor(f"{names.parts[part]}.{leaf}", form(path), [path])

@@ -1,0 +1,224 @@
+"""Decoders with RMSNorm that differ from Llama in a detail or two, since 2024.
+
+Seed-OSS, ERNIE 4.5, EXAONE 4, Arcee, Helium, HunYuan, Apertus, Ministral and
+nanochat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ringjax.models.families.family import (
+  Family,
+  attention,
+  biases,
+  causal,
+  gated,
+  llama_names,
+  model,
+  pattern,
+  rms,
+)
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import LLAMA, TensorNames
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.attention import Attention, Temperature
+from ringjax.nn.feedforward import Plain
+
+
+def _seed_oss(r: ConfigReader) -> TransformerConfig:
+  r.ignore("residual_dropout")
+  attend = attention(
+    r,
+    r.rope(),
+    bias=r.flag("attention_bias", default=True),
+    out_bias=r.flag("attention_out_bias", default=False),
+  )
+  feedforward = gated(r, bias=r.flag("mlp_bias", default=False))
+  return model(r, "seed_oss", attend, feedforward, rms(r))
+
+
+def _ernie(r: ConfigReader) -> TransformerConfig:
+  options = biases(r, "use_bias")
+  attend = attention(r, r.rope(theta=500000.0, interleaved=True), **options)
+  feedforward = gated(r, bias=options["bias"])
+  norm = rms(r, default=1e-5)
+  return model(r, "ernie4_5", attend, feedforward, norm, tied=True)
+
+
+def exaone_types(r: ConfigReader) -> tuple[str, ...]:
+  """The kinds of EXAONE's layers: by a number, or by a text like "LLLG"."""
+  count = r.layers()
+  window = r.whole("sliding_window", absent=4096)
+  every = r.value("sliding_window_pattern", default=4)
+  if window is None:
+    types = ["full_attention"] * count
+  elif isinstance(every, str) and every and set(every) <= set("LG"):
+    kinds = {"L": "sliding_attention", "G": "full_attention"}
+    types = [kinds[every[i % len(every)]] for i in range(count)]
+    types[-1] = "full_attention"
+  elif isinstance(every, int) and every > 0:
+    types = pattern(r, every)
+  else:
+    want = "a whole number from 1, or a text of L and G"
+    raise r.error("sliding_window_pattern", every, want)
+  return r.layer_types(types)
+
+
+def _exaone4(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r, default=1e-5)
+  rope, types = r.rope(), exaone_types(r)
+  window = r.whole("sliding_window", absent=4096)
+
+  def one(kind: str) -> Attention:
+    # With windows, layers without one have no rotation.
+    turned = window is None or kind == "sliding_attention"
+    mask = causal(window, kind)
+    return attention(r, rope if turned else None, qk_norm=norm, mask=mask)
+
+  attentions = [one(kind) for kind in types]
+  layer = {"pre": False, "post": True}
+  return model(r, "exaone4", attentions, gated(r), norm, layer=layer)
+
+
+def _arcee(r: ConfigReader) -> TransformerConfig:
+  feedforward = Plain(
+    hidden=r.whole("intermediate_size"),
+    act=r.act("hidden_act", default="relu2"),
+    bias=r.flag("mlp_bias", default=False),
+  )
+  attend = attention(r, r.rope(), **biases(r))
+  return model(r, "arcee", attend, feedforward, rms(r, default=1e-5))
+
+
+def _helium(r: ConfigReader) -> TransformerConfig:
+  rope = r.rope(theta=100000.0, interleaved=True)
+  attend = attention(r, rope, bias=r.flag("attention_bias", default=False))
+  feedforward = gated(r, bias=r.flag("mlp_bias", default=False))
+  return model(r, "helium", attend, feedforward, rms(r, default=1e-8))
+
+
+def hunyuan_attention(r: ConfigReader) -> Attention:
+  """The attention of HunYuan: norms of queries and keys when they are turned.
+
+  Keys that its configs have beside are ignored where they mean nothing.
+  """
+  r.ignore("eod_token_id", "sep_token_id", "attention_head_dim")
+  norm = rms(r, default=1e-5)
+  return attention(r, r.rope(), qk_norm=norm, qk_norm_late=True, **biases(r))
+
+
+def _hunyuan(r: ConfigReader) -> TransformerConfig:
+  attend, norm = hunyuan_attention(r), rms(r, default=1e-5)
+  return model(r, "hunyuan_v1_dense", attend, gated(r), norm)
+
+
+def _apertus(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r, default=1e-5)
+  r.must_be("hidden_act", "xielu", default="xielu")
+  # Without one transformers stretches the context by 8: the file must say.
+  r.value("rope_parameters", "rope_scaling")
+  rope = r.rope(theta=12000000.0)
+  attend = attention(r, rope, qk_norm=norm, **biases(r))
+  feedforward = Plain(hidden=r.whole("intermediate_size"), act="xielu")
+  return model(r, "apertus", attend, feedforward, norm)
+
+
+def _ministral(r: ConfigReader) -> TransformerConfig:
+  """Qwen 2's windows without its biases."""
+  window, rope = r.whole("sliding_window", absent=4096), r.rope()
+  kind = "full_attention" if window is None else "sliding_attention"
+  attentions = [
+    attention(r, rope, mask=causal(window, kind))
+    for kind in r.layer_types([kind] * r.layers())
+  ]
+  return model(r, "ministral", attentions, gated(r), rms(r))
+
+
+def _ministral3(r: ConfigReader) -> TransformerConfig:
+  """Queries grow with their position, as in Llama 4."""
+  given = r.value("rope_parameters", "rope_scaling")
+  part = r.part("rope_parameters", given)
+  tuned = Temperature(
+    scale=part.positive("llama_4_scaling_beta"),
+    floor=float(part.whole("original_max_position_embeddings")),
+    counted=0,
+  )
+  beside = ("llama_4_scaling_beta", "max_position_embeddings")
+  mask = causal(r.whole("sliding_window", default=None))
+  rope = r.rope(theta=1000000.0, beside=beside)
+  attend = attention(r, rope, mask=mask, temperature=tuned)
+  return model(r, "ministral3", attend, gated(r), rms(r, default=1e-5))
+
+
+def _nanochat(r: ConfigReader) -> TransformerConfig:
+  """Norms without weights; the rotation turns the other way."""
+  norm = dataclasses.replace(rms(r), weight=False)
+  rope = dataclasses.replace(r.rope(), reverse=True)
+  attend = attention(r, rope, qk_norm=norm, qk_norm_late=True, **biases(r))
+  feedforward = Plain(
+    hidden=r.whole("intermediate_size"),
+    act=r.act("hidden_act", default="relu2"),
+  )
+  return model(
+    r,
+    "nanochat",
+    attend,
+    feedforward,
+    norm,
+    embed_norm=norm,
+    logit_cap=r.positive("final_logit_softcapping", absent=15.0),
+  )
+
+
+_BEHIND: dict[str, Any] = {
+  **{k: v for k, v in LLAMA.items() if not k.startswith("pre_")},
+  "post_attention": "post_attention_layernorm",
+  "post_feedforward": "post_feedforward_layernorm",
+}
+HUNYUAN_NORMS = {
+  "attention.q_norm": "self_attn.query_layernorm",
+  "attention.k_norm": "self_attn.key_layernorm",
+}
+_ACTIVATION = {
+  f"feedforward.act.{name}": f"mlp.act_fn.{name}"
+  for name in ("alpha_p", "alpha_n", "beta", "eps")
+}
+
+FAMILIES = (
+  Family(name="seed_oss", config=_seed_oss),
+  Family(name="ernie4_5", config=_ernie),
+  Family(
+    name="exaone4",
+    config=_exaone4,
+    names=lambda config: TensorNames(parts=_BEHIND),
+  ),
+  Family(name="arcee", config=_arcee),
+  Family(name="helium", config=_helium),
+  Family(
+    name="hunyuan_v1_dense",
+    config=_hunyuan,
+    names=llama_names(HUNYUAN_NORMS),
+  ),
+  Family(
+    name="apertus",
+    config=_apertus,
+    names=llama_names(
+      {
+        "pre_attention": "attention_layernorm",
+        "pre_feedforward": "feedforward_layernorm",
+      },
+      leaves=_ACTIVATION,
+    ),
+  ),
+  Family(name="ministral", config=_ministral),
+  Family(name="ministral3", config=_ministral3),
+  Family(
+    name="nanochat",
+    config=_nanochat,
+    names=llama_names(
+      {"feedforward.up": "mlp.fc1", "feedforward.down": "mlp.fc2"}
+    ),
+  ),
+)

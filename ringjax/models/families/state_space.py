@@ -1,0 +1,222 @@
+"""Mamba 2, and Granite 4's hybrids of it with attention."""
+
+from __future__ import annotations
+
+import math
+
+from ringjax.models.families.family import (
+  Family,
+  attention,
+  biases,
+  experts,
+  llama_names,
+  model,
+  rms,
+)
+from ringjax.models.families.llama import granite_scales
+from ringjax.models.hf.config_reader import ConfigReader
+from ringjax.models.hf.names import Fusion, TensorNames
+from ringjax.models.transformer import TransformerConfig
+from ringjax.nn.feedforward import Gated, NoFeedforward, Softmax
+from ringjax.nn.linear import Norm
+from ringjax.nn.mamba import Mamba2
+
+
+def step_limit(r: ConfigReader) -> tuple[float, float]:
+  """The least and the largest time step; infinity may be spelled out."""
+  given = r.value("time_step_limit", default=[0.0, math.inf])
+  plain = lambda x: math.inf if x == {"__float__": "Infinity"} else x
+  pair = [plain(x) for x in given] if isinstance(given, list) else []
+  fits = all(isinstance(x, int | float) for x in pair)
+  if len(pair) != 2 or not fits or not 0 <= pair[0] <= pair[1]:
+    want = "two numbers, of which the second is not below the first"
+    raise r.error("time_step_limit", given, want)
+  return float(pair[0]), float(pair[1])
+
+
+def _mixer(
+  r: ConfigReader, heads: int, channels: int, groups: int, **options: object
+) -> Mamba2:
+  """A state space, if the config's widths agree."""
+  # How it is computed, and how it was initialised.
+  r.ignore("chunk_size", "mamba_chunk_size", "time_step_rank", "time_step_min")
+  r.ignore("time_step_max", "time_step_floor", "rescale_prenorm_residual")
+  r.ignore("residual_in_fp32", "initializer_range")
+  expand = r.whole("expand", "mamba_expand", default=2)
+  inner = expand * r.whole("hidden_size")
+  if heads * channels != inner or heads % groups:
+    raise r.error(
+      "num_heads",
+      f"{heads} of {channels} in {groups} groups",
+      f"{inner} channels in all, and groups that divide the heads",
+    )
+  return Mamba2(
+    groups=groups,
+    heads=heads,
+    channels=channels,
+    step_limit=step_limit(r),
+    **options,  # pyrefly: ignore[bad-argument-type]
+  )
+
+
+def _mamba2(r: ConfigReader) -> TransformerConfig:
+  norm = Norm(eps=r.positive("layer_norm_epsilon", default=1e-5))
+  r.must_be("hidden_act", "silu", default="silu")
+  r.only("rms_norm", True)
+  groups = r.whole("n_groups", default=8)
+  mixer = _mixer(
+    r,
+    r.whole("num_heads", default=128),
+    r.whole("head_dim", default=64),
+    groups,
+    state=r.whole("state_size", default=128),
+    taps=r.whole("conv_kernel", default=4, least=2),
+    eps=norm.eps,
+    norm_groups=groups,
+    bias=r.flag("use_bias", default=False),
+    conv_bias=r.flag("use_conv_bias", default=True),
+  )
+  return model(r, "mamba2", mixer, NoFeedforward(), norm)
+
+
+def _granite_hybrid(r: ConfigReader) -> TransformerConfig:
+  norm = rms(r)
+  kinds = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "attention": "attention",
+    "full_attention": "attention",
+  }
+  types = r.value(
+    "layer_types", "layers_block_type", default=["mamba"] * r.layers()
+  )
+  if (
+    not isinstance(types, list)
+    or len(types) != r.layers()
+    or set(types) - set(kinds)
+  ):
+    want = f"{r.layers()} names of {', '.join(kinds)}"
+    raise r.error("layer_types", types, want)
+  where = r.text("position_embedding_type", default="rope")
+  if where not in ("rope", "nope"):
+    raise r.error("position_embedding_type", where, "rope or nope")
+  rope = r.rope()
+  scale = r.positive("attention_multiplier", default=1.0)
+  mixers = {
+    "attention": attention(
+      r, rope if where == "rope" else None, scale=scale, **biases(r)
+    ),
+    "mamba": _mixer(
+      r,
+      r.whole("mamba_n_heads", default=128),
+      _channels(r),
+      r.whole("mamba_n_groups", default=1),
+      state=r.whole("mamba_d_state", default=256),
+      taps=r.whole("mamba_d_conv", default=4, least=2),
+      eps=norm.eps,
+      norm_groups=r.whole("mamba_n_groups", default=1),
+      bias=r.flag("mamba_proj_bias", default=False),
+      conv_bias=r.flag("mamba_conv_bias", default=True),
+    ),
+  }
+  shared = r.whole("shared_intermediate_size", default=1024)
+  act = r.act("hidden_act", default="silu")
+  feedforward = Gated(hidden=shared, act=act)
+  if r.whole("num_local_experts", default=8, least=0):
+    feedforward = experts(
+      r,
+      Softmax(renormalise=True),
+      count=("num_local_experts",),
+      hidden="intermediate_size",
+      shared=shared,
+    )
+  r.ignore("num_experts_per_tok", "intermediate_size")
+  r.only("normalization_function", "rmsnorm")
+  return model(
+    r,
+    "granitemoehybrid",
+    [mixers[kinds[kind]] for kind in types],
+    feedforward,
+    norm,
+    **granite_scales(r),
+  )
+
+
+def _channels(r: ConfigReader) -> int:
+  """Of a head: a number, or "auto" for what makes up the width."""
+  if r.value("mamba_d_head", default="auto") != "auto":
+    return r.whole("mamba_d_head")
+  width = r.whole("mamba_expand", default=2) * r.whole("hidden_size")
+  return width // r.whole("mamba_n_heads", default=128)
+
+
+def _mixer_names(where: str) -> tuple[dict, dict, dict]:
+  """Parts, leaves and fused maps of a state space under a prefix."""
+  order = ("v", "k", "q")
+  return (
+    {
+      "attention.norm": f"{where}.norm",
+      "attention.out": f"{where}.out_proj",
+    },
+    {
+      "attention.log_rate": f"{where}.A_log",
+      "attention.offset": f"{where}.dt_bias",
+      "attention.skip": f"{where}.D",
+    },
+    {
+      f"{where}.in_proj": Fusion(
+        parts=tuple(f"attention.{x}" for x in ("z", *order, "step"))
+      ),
+      f"{where}.conv1d": Fusion(
+        parts=tuple(f"attention.{x}_taps" for x in order)
+      ),
+    },
+  )
+
+
+def _mamba2_names(config: TransformerConfig) -> TensorNames:
+  del config
+  parts, leaves, fused = _mixer_names("mixer")
+  return TensorNames(
+    layer="backbone.layers.{}.",
+    parts={**parts, "pre_attention": "norm"},
+    leaves=leaves,
+    fused=fused,
+    embed="backbone.embeddings",
+    norm="backbone.norm_f",
+  )
+
+
+def _granite_names(config: TransformerConfig) -> TensorNames:
+  parts, leaves, fused = _mixer_names("mamba")
+  sparse = not isinstance(config.layers[0].feedforward, Gated)
+  shared = "feedforward.shared" if sparse else "feedforward"
+  fused["shared_mlp.input_linear"] = Fusion(
+    parts=(f"{shared}.gate", f"{shared}.up")
+  )
+  parts[f"{shared}.down"] = "shared_mlp.output_linear"
+  if sparse:
+    parts["feedforward.router"] = "block_sparse_moe.router.layer"
+    leaves["feedforward.down"] = "block_sparse_moe.output_linear.weight"
+  columns = {
+    "block_sparse_moe.input_linear.weight": (
+      ("feedforward.gate", "feedforward.up"),
+      False,
+    )
+  }
+  return llama_names(
+    parts,
+    leaves=leaves,
+    fused=fused,
+    columns=columns if sparse else {},
+    swapped=lambda name: (
+      name.startswith("block_sparse_moe.")
+      and name.endswith("put_linear.weight")
+    ),
+  )(config)
+
+
+FAMILIES = (
+  Family(name="mamba2", config=_mamba2, names=_mamba2_names),
+  Family(name="granitemoehybrid", config=_granite_hybrid, names=_granite_names),
+)

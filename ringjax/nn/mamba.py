@@ -1,0 +1,196 @@
+"""Mamba 2: a state of each head that fades, and to which tokens add.
+
+Guarantees: the same for a whole sequence, for chunks of it that follow each
+other through a cache, and token by token; for one device and for shards.
+Cost: linear in the tokens. Between shards the tail of a convolution, one state
+and one number a head are gathered, whatever the length.
+Ref:  Dao and Gu 2024, Transformers are SSMs, arXiv 2405.21060.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ringjax.kv.base import StateCache
+from ringjax.kv.state import State, StateShape
+from ringjax.nn.delta import RecurrentInputs, Taps, over_tokens, refuse_skipping
+from ringjax.nn.linear import Linear, RMSNorm
+from ringjax.nn.param import param
+from ringjax.nn.sharding_context import Attend
+from ringjax.nn.tokens import Tokens
+from ringjax.ops.conv import begins, causal_conv, tails
+from ringjax.ops.delta import delta_rule
+from ringjax.ops.norm import rms_norm
+from ringjax.ops.rope import Rope
+from ringjax.ops.softmax import wide_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2:
+  """A state space behind a short convolution, and a gate.
+
+  Attributes:
+    groups: of heads that share B and C, K.
+    heads: N, a multiple of K.
+    state: numbers of a state for each channel, H.
+    channels: of a head, J.
+    taps: tokens that the convolution sees, the token itself counted.
+    eps: of the norm of the gated outputs.
+    norm_groups: parts of the outputs that are normalised apart; 0: no norm.
+    bias: of the maps into and out of it.
+    conv_bias: of the convolution.
+    step_limit: the least and the largest time step.
+  """
+
+  groups: int
+  heads: int
+  state: int
+  channels: int
+  taps: int
+  eps: float
+  norm_groups: int = 1
+  bias: bool = False
+  conv_bias: bool = True
+  step_limit: tuple[float, float] = (0.0, math.inf)
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """What the tables of a call have to be made for: nothing turns."""
+    return ()
+
+  @property
+  def pair_flops(self) -> int:
+    """No token meets another: the work is the state's."""
+    return 0
+
+  @property
+  def reach(self) -> int | None:
+    """How many tokens it looks back: all, by its state."""
+    return None
+
+  def cache_shape(self, layers: int) -> StateShape:
+    """What `layers` of this kind keep."""
+    return StateShape(
+      layers=layers,
+      key_heads=self.groups,
+      heads=self.heads,
+      key=self.state,
+      value=self.channels,
+      tail=self.taps - 1,
+    )
+
+  def build(self, rngs: nnx.Rngs, embed: int) -> Mamba2Layer:
+    return Mamba2Layer(rngs, self, embed)
+
+
+class GroupedNorm(RMSNorm):
+  """An RMSNorm of [..., N, J] in some equal parts of the N J numbers."""
+
+  def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], spec: Mamba2):
+    super().__init__(rngs, shape, ("heads", None), eps=spec.eps)
+    self.groups = spec.norm_groups
+
+  def __call__(self, x: Float[Array, "*B N J"]) -> Float[Array, "*B N J"]:
+    assert self.weight is not None
+    parts = x.reshape(*x.shape[:-2], self.groups, -1)
+    normed = rms_norm(parts, None, self.eps).reshape(x.shape)
+    weight = self.weight[...].astype(x.dtype)
+    return normed * weight[(None,) * (x.ndim - 2)]
+
+
+class Mamba2Layer(nnx.Module):
+  """The module of `Mamba2`."""
+
+  def __init__(self, rngs: nnx.Rngs, spec: Mamba2, embed: int):
+    self.spec = spec
+    keys, values = (spec.groups, spec.state), (spec.heads, spec.channels)
+    into = lambda shape, *axes: Linear(
+      rngs, (embed,), shape, ("embed", *axes), bias=spec.bias
+    )
+    taps = lambda shape, axis: Taps(
+      rngs, (*shape, spec.taps), axis, bias=spec.conv_bias
+    )
+    self.z = into(values, "heads", None)
+    self.v = into(values, "heads", None)
+    # B and C of the paper.
+    self.k = into(keys, "kv_heads", None)
+    self.q = into(keys, "kv_heads", None)
+    self.step = into((spec.heads,), "heads")
+    self.q_taps, self.k_taps = taps(keys, "kv_heads"), taps(keys, "kv_heads")
+    self.v_taps = taps(values, "heads")
+    self.log_rate = param(rngs, (spec.heads,), ("heads",), fan_in=1)
+    self.offset = param(rngs, (spec.heads,), ("heads",), value=1.0)
+    self.skip = param(rngs, (spec.heads,), ("heads",), value=1.0)
+    self.norm = GroupedNorm(rngs, values, spec) if spec.norm_groups else None
+    self.out = Linear(
+      rngs, values, (embed,), ("heads", None, "embed"), bias=spec.bias
+    )
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    tokens: Tokens,
+    cache: StateCache,
+    attend: Attend,
+  ) -> tuple[jax.Array, StateCache]:
+    """[B, T, D] and the layer's cache with the state behind these tokens."""
+    refuse_skipping(tokens, attend)
+    spec, wide = self.spec, wide_dtype(x.dtype)
+    head = lambda p: p[...].astype(wide)[None, None]
+    step = jax.nn.softplus(self.step(x).astype(wide) + head(self.offset))
+    step = jnp.clip(step, *(jnp.asarray(s, wide) for s in spec.step_limit))
+    inputs = RecurrentInputs(
+      (self.q(x), self.k(x), self.v(x)),
+      -jnp.exp(head(self.log_rate)) * step,
+      step,
+      jnp.broadcast_to(tokens.seg, x.shape[:2]),
+    )
+    get = lambda t: (t.weight[...], None if t.bias is None else t.bias[...])
+    taps = tuple(map(get, (self.q_taps, self.k_taps, self.v_taps)))
+    state = spec.cache_shape(1).empty(x.shape[0], x.dtype)
+    if attend.resident:
+      state = cache.recall(state)
+    weights = (taps, self.skip[...])
+    mixed, state = over_tokens(_mix, weights, inputs, state, attend)
+    mixed = mixed.astype(wide) * jax.nn.silu(self.z(x).astype(wide))
+    mixed = mixed if self.norm is None else self.norm(mixed)
+    return self.out(mixed.astype(x.dtype)), cache.keep(state)
+
+
+def _mix(
+  weights: tuple, x: RecurrentInputs, state: State, axis: str | None
+) -> tuple[jax.Array, State]:
+  """[B, T, N, J] and the state behind. Per shard, if `axis` is given."""
+  taps, skip = weights
+  before, after = tails(state.tail, x.qkv, x.seg, axis)
+
+  def conv(a: jax.Array, taps: tuple, tail: jax.Array) -> jax.Array:
+    weight, bias = taps
+    y = causal_conv(a, weight, x.seg, before._replace(x=tail))
+    y = y if bias is None else y + bias[None, None].astype(y.dtype)
+    return jax.nn.silu(y)
+
+  q, k, v = map(conv, x.qkv, taps, before.x)
+  real = (x.seg > 0)[..., None]
+  decay = jnp.where(real, x.decay, 0)
+  decay = jnp.where(begins(x.seg, before)[..., None], -jnp.inf, decay)
+  mixed, memory = delta_rule(
+    q,
+    k,
+    v,
+    decay,
+    jnp.where(real, x.beta, 0),
+    state.memory,
+    correct=False,
+    axis=axis,
+  )
+  # What a token adds to its own output beside the state.
+  wide = memory.dtype
+  own = v.astype(wide) * skip.astype(wide)[None, None, :, None]
+  return (mixed.astype(wide) + own).astype(v.dtype), State(memory, after)
