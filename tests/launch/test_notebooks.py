@@ -76,6 +76,15 @@ def drafts_are_right(printed: str) -> None:
   assert int(calls[0]) == 48 and int(calls[1]) < 36
 
 
+def a_ring_is_exact(printed: str) -> None:
+  """Every way differs from dense attention by rounding, and stripes save."""
+  errors = list(map(float, re.findall(r"([\d.]+e-\d+)", printed)))
+  assert len(errors) == 7 and max(errors) < 1e-5
+  paces = re.findall(r"([\d,]+) if each hop waits", printed)
+  ring, striped = (int(n.replace(",", "")) for n in paces)
+  assert ring > 1.8 * striped
+
+
 # What a notebook must have printed; one that isn't here fails.
 PRINTS: dict[str, Callable[[str], None]] = {
   "01_generate": lambda printed: found(printed, 1),
@@ -84,6 +93,7 @@ PRINTS: dict[str, Callable[[str], None]] = {
   "04_serve": twenty_questions,
   "05_contexts": contexts_read_once,
   "06_speculate": drafts_are_right,
+  "07_ring_from_scratch": a_ring_is_exact,
 }
 # The first is for every commit.
 MARKS = {
@@ -91,6 +101,7 @@ MARKS = {
   "04_serve": pytest.mark.long,
   "05_contexts": pytest.mark.long,
   "06_speculate": pytest.mark.long,
+  "07_ring_from_scratch": pytest.mark.long,
 }
 
 
@@ -114,6 +125,13 @@ def test_outputs_are_stripped(path: pathlib.Path):
     True,
     *[False] * (len(code) - 1),
   ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_badge_opens_it_in_colab(path: pathlib.Path):
+  first = source(json.loads(path.read_text())["cells"][0])
+  where = "colab.research.google.com/github/ringjax/ringjax/blob/main/colab"
+  assert f"{where}/{path.name})" in first
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
