@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringjax.checks import number, positive_int
@@ -72,7 +72,7 @@ class SizedModel:
     kv_token_bytes: of a token in all layers.
     device_bytes: memory of a device that weights and cache may fill.
     tensors: numbers of devices that may share every layer.
-    stages: numbers of stages of a pipeline.
+    pipelines: numbers of stages of a pipeline.
     options: of `SimulatedInstance`, e.g. {"max_prefill_tokens": 4096}.
   """
 
@@ -168,7 +168,7 @@ class InstanceGroup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class ServingPlacement:
   """What a search found.
 
   Attributes:
@@ -224,7 +224,7 @@ class PlacementSearch:
     each: bool = False,
     policy: RoutingPolicy | None = None,
     progress: Callable[[int], None] | None = None,
-  ):
+  ) -> None:
     """Checks what can be searched.
 
     Args:
@@ -315,7 +315,8 @@ class PlacementSearch:
     instances: Sequence[SimulatedInstance],
     limits: Limits,
     trace: Sequence[TraceRequest],
-    links: Link | None = None,
+    links: Link | Mapping[tuple[str, str], Link] | None = None,
+    first: float | None = None,
   ) -> Goodput:
     simulator = ClusterSimulator(
       instances=instances,
@@ -325,14 +326,17 @@ class PlacementSearch:
     )
 
     def serve(given: list[TraceRequest]) -> Any:
-      self.simulations += 1
-      if self.progress is not None:
-        self.progress(self.simulations)
+      self._count()
       return simulator.run(given).served
 
     return goodput(
-      serve, trace, limits, near=self.near, each=self.each
+      serve, trace, limits, first=first, near=self.near, each=self.each
     )
+
+  def _count(self) -> None:
+    self.simulations += 1
+    if self.progress is not None:
+      self.progress(self.simulations)
 
   def _rated(self, role: str) -> list[_Rated]:
     return [
@@ -344,7 +348,9 @@ class PlacementSearch:
 
   # Searches.
 
-  def high_affinity(self, rate: int | float | None = None) -> Placement | None:
+  def high_affinity(
+    self, rate: int | float | None = None
+  ) -> ServingPlacement | None:
     """Algorithm 1.
 
     Args:
@@ -367,7 +373,9 @@ class PlacementSearch:
     )
     return _placed("high affinity", groups)
 
-  def low_affinity(self, rate: int | float | None = None) -> Placement | None:
+  def low_affinity(
+    self, rate: int | float | None = None
+  ) -> ServingPlacement | None:
     """Algorithm 2.
 
     Args:
@@ -426,7 +434,9 @@ class PlacementSearch:
       key=lambda one: (-one[0] / one[1], one[1], one[2]),
     )
 
-  def colocated(self, rate: int | float | None = None) -> Placement | None:
+  def colocated(
+    self, rate: int | float | None = None
+  ) -> ServingPlacement | None:
     """The best shape of instances that do both.
 
     Args:
@@ -438,7 +448,7 @@ class PlacementSearch:
     count = 1 if rate is None else math.ceil(rate / best.rate - 1e-9)
     return _placed("colocated", (_group("both", best, count),))
 
-  def fill(self) -> list[Placement]:
+  def fill(self) -> list[ServingPlacement]:
     """The best that the whole cluster can do, of each kind, best first.
 
     High affinity tries all pairs of shapes and counts that fit, so that it is
@@ -479,7 +489,11 @@ class PlacementSearch:
   # What a placement does.
 
   def simulator(
-    self, found: Placement, *, transfer: bool = True, timeline: bool = False
+    self,
+    found: ServingPlacement,
+    *,
+    transfer: bool = True,
+    timeline: bool = False,
   ) -> ClusterSimulator:
     """A cluster of a placement's instances.
 
@@ -509,11 +523,26 @@ class PlacementSearch:
     )
 
   def simulate(
-    self, found: Placement, rate: int | float, **options: bool
+    self,
+    found: ServingPlacement,
+    rate: int | float,
+    *,
+    transfer: bool = True,
+    timeline: bool = False,
   ) -> ClusterResult:
     """What a placement does at a rate; options as of `simulator`."""
-    self.simulations += 1
-    return self.simulator(found, **options).run(at_rate(self.trace, rate))
+    self._count()
+    made = self.simulator(found, transfer=transfer, timeline=timeline)
+    return made.run(at_rate(self.trace, rate))
+
+  def whole_goodput(
+    self, found: ServingPlacement, *, transfer: bool = True
+  ) -> float:
+    """Requests a second of all instances of a placement together."""
+    made = self.simulator(found, transfer=transfer)
+    return self._search(
+      made.instances, self.limits, self.trace, made.links, found.goodput
+    ).rate
 
 
 def _wider(link: Link | None, lanes: int) -> Link | None:
@@ -529,8 +558,8 @@ def _group(role: str, one: _Rated, count: int) -> InstanceGroup:
   )
 
 
-def _placed(kind: str, groups: tuple[InstanceGroup, ...]) -> Placement:
-  return Placement(
+def _placed(kind: str, groups: tuple[InstanceGroup, ...]) -> ServingPlacement:
+  return ServingPlacement(
     kind=kind,
     groups=groups,
     goodput=min(one.goodput * one.count for one in groups),
