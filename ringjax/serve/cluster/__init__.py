@@ -27,8 +27,10 @@ from ringjax.serve.cluster.fitted_times import (
 )
 from ringjax.serve.cluster.goodput import (
   Goodput,
+  GoodputSearch,
   at_rate,
   goodput,
+  repeated,
   share_met,
   trace_rate,
 )
@@ -65,6 +67,7 @@ __all__ = [
   "DistServeModel",
   "DistServeTimes",
   "Goodput",
+  "GoodputSearch",
   "GpuCluster",
   "InstanceCounters",
   "InstanceFamily",
@@ -97,6 +100,7 @@ __all__ = [
   "read_calls",
   "read_capacities",
   "read_profile",
+  "repeated",
   "replan",
   "share_met",
   "trace_rate",
