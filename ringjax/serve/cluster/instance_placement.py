@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
@@ -49,6 +49,7 @@ _BOUND = 1.15
 _ENDLESS = 2**62
 
 
+@runtime_checkable
 class InstanceFamily(Protocol):
   """A model that runs in several shapes."""
 
