@@ -14,7 +14,7 @@ series. 100,000 requests take well below a minute.
   both      prompts before answers ("first"), or pieces of prompts beside the
             answers of a step ("mixed")
   pull      a finished prompt stays where it was read until an instance that
-            answers has room, which then pulls it
+            answers has room and the link is free, which then pulls it
   push      the room is reserved when reading begins
 
 Events and links are those of `plan.events`. Decode times have to be affine in
@@ -188,6 +188,8 @@ class _RoutedWork:
   block: int
   prefill: _Running | None = None
   decode: _Running | None = None
+  # Whether its route said who answers.
+  bound: bool = False
   cached: int = 0
   fetched: int = 0
   # Tokens of the prompt that are left to read.
@@ -602,6 +604,8 @@ class _Run:
     self.waiting: list[_Running] = []
     self.retrying = False
     self.channels: dict[tuple[str, str], Channel] = {}
+    # When each link has sent what it was given.
+    self.link_free: dict[str, float] = {}
     self.reserved, self.reserved_at = 0, 0.0
     self.result = ClusterResult(served=[])
     self.trace = trace
@@ -688,6 +692,7 @@ class _Run:
     work.prefill, served.prefill = target, target.name
     if route.decode is not None:
       self._set_decode(work, route.decode)
+      work.bound = True
     why = self._too_long(work)
     if why:
       served.rejected = why
@@ -772,7 +777,12 @@ class _Run:
     self._hand_on()
 
   def _hand_on(self) -> None:
-    """Gives finished prompts to those who have room, in their order."""
+    """Gives finished prompts to those who have room, in their order.
+
+    Room is reserved when the link is free to pull, and not before: prompts
+    that wait for another link let others pass, those that wait for room do not.
+    """
+    passed: list[_RoutedWork] = []
     while self.finished:
       work = self.finished[0]
       target, prefill = work.decode, work.prefill
@@ -784,11 +794,17 @@ class _Run:
         self._release(work)
         continue
       if target is None:
-        return
+        break
+      if target is not prefill and self._busy(prefill.name, target.name):
+        passed.append(self.finished.popleft())
+        if not work.bound:
+          # The policy is asked again when the link is free.
+          work.decode = None
+        continue
       # One that read the prompt itself has it already.
       need = work.need - (work.held if target is prefill else 0)
       if target.used + need > target.spec.capacity_tokens:
-        return
+        break
       self.finished.popleft()
       target.take(need)
       work.reserved = work.need
@@ -798,6 +814,7 @@ class _Run:
         target.answer(work)
       else:
         self._move(work)
+    self.finished.extendleft(reversed(passed))
 
   def _move(self, work: _RoutedWork) -> None:
     """Brings the cache of a prompt to who answers."""
@@ -864,14 +881,26 @@ class _Run:
     if channel is None:
       come()
       return
+    nbytes = tokens * self.spec.kv_token_bytes
+    begin = max(self.now, self.link_free.get(channel.name, 0.0))
+    free = begin + nbytes / channel.link.bandwidth
+    self.link_free[channel.name] = free
+    self.at(free, self.freed)
     self.events.send(
       f"{kind} {work.asked.number}",
       channel,
-      tokens * self.spec.kv_token_bytes,
+      nbytes,
       kind=kind,
       release_s=self.now,
       then=lambda span: come(),
     )
+
+  def _busy(self, source: str, target: str) -> bool:
+    """Whether a link carries something."""
+    channel = self._channel(source, target)
+    if channel is None:
+      return False
+    return self.link_free.get(channel.name, 0.0) > self.now
 
   def _channel(self, source: str, target: str) -> Channel | None:
     links = self.spec.links
