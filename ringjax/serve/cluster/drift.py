@@ -68,7 +68,7 @@ class TrafficSummary:
     now: TrafficSummary,
     *,
     by: int | float = 0.2,
-    errors: int | float = 3.0,
+    errors: int | float = 4.0,
   ) -> str:
     """Which of the means has changed, or nothing.
 
@@ -110,7 +110,7 @@ def replan(
   *,
   window_s: int | float,
   by: int | float = 0.2,
-  errors: int | float = 3.0,
+  errors: int | float = 4.0,
 ) -> Iterator[Replanned]:
   """Placements over time: the first window's, then one after each drift.
 
