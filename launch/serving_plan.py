@@ -102,7 +102,7 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     later = _later(values, asked)
     best = search.simulate(
       found[0],
-      rows[0]["simulated_goodput"] or found[0].goodput,
+      values.rate or rows[0]["simulated_goodput"] or found[0].goodput,
       transfer=asked.transfer,
       timeline=values.timeline is not None,
     )
@@ -125,7 +125,6 @@ def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
     "source": asked.source,
     "placements": rows,
     "percentiles": percentiles(best.served),
-    "moved_share": _moved(best),
     "replanned": later,
     "simulations": search.simulations,
   }
@@ -275,6 +274,8 @@ def _row(
   without = search.whole_goodput(found, transfer=False)
   moves = len(found.groups) > 1
   with_ = search.whole_goodput(found) if moves else without
+  rate = with_ or without or found.goodput
+  moved = search.simulate(found, rate) if moves else None
   return {
     "kind": found.kind,
     "groups": [dataclasses.asdict(one) for one in found.groups],
@@ -283,6 +284,7 @@ def _row(
     "simulated_goodput": with_ if asked.transfer else without,
     "without_transfer": without,
     "with_transfer": with_,
+    "moved_share": 0.0 if moved is None else _moved(moved),
   }
 
 
@@ -392,7 +394,7 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
   yield ""
   yield from strategies.markdown(
     ("placement", "instances"),
-    ("devices", "requests/s", "a device", "no transfer", "transfer"),
+    ("devices", "requests/s", "a device", "no transfer", "transfer", "moving"),
     [
       (
         row["kind"],
@@ -402,19 +404,21 @@ def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
         f"{row['simulated_goodput'] / row['devices']:.3g}",
         f"{row['without_transfer']:.3g}",
         f"{row['with_transfer']:.3g}",
+        f"{100 * row['moved_share']:.2g} %",
       )
       for row in record["placements"]
     ],
   )
   best = record["placements"][0]
+  yield "moving: part of all latency in which caches move"
   yield ""
   yield f"best: {_instances(best['groups'])}"
   if record["rate"] is not None:
     yield f"  for {record['rate']:g} requests/s"
   for name, at in record["percentiles"].items():
     times = ", ".join(f"{p} {1e3 * x:.4g}" for p, x in at.items())
-    yield f"  {name.removesuffix('_s').upper()} (ms) at its goodput: {times}"
-  yield f"  caches move for {100 * record['moved_share']:.2g} % of all latency"
+    at_rate = "this rate" if record["rate"] is not None else "its goodput"
+    yield f"  {name.removesuffix('_s').upper()} (ms) at {at_rate}: {times}"
   for one in record["replanned"]:
     made = one["placement"]
     kind = "no placement" if made is None else _instances(made["groups"])

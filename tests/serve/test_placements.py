@@ -253,11 +253,14 @@ def test_short_traces_are_repeated():
   calls = []
   one = dataclasses.replace(sized().instance("one", "both", 1, 1), max_rows=8)
   found = goodput(
-    server([one], calls), trace_of(8, new_tokens=40, spread=0), Limits(ttft_s=2.0),
+    server([one], calls),
+    trace_of(8, new_tokens=40, spread=0),
+    Limits(ttft_s=2.0),
     near=0.3,
-  )  # fmt: skip
+  )
   assert max(calls) > 8
-  assert 0 < found.rate < 8 / (40 * TIMES.at(1).decode_s(1, 0))
+  most = 8 / (39 * TIMES.at(1).decode_s(8, 8 * 120))
+  assert most / 2 < found.rate < 1.25 * most
   alike = [dataclasses.replace(x, arrival=0.0) for x in trace]
   refused(OptionError, lambda: trace_rate(alike), "at once")
 
@@ -370,17 +373,16 @@ def test_placements_are_the_best_of_all(seed):
 def test_a_placement_does_what_was_promised():
   limits, seen = Limits(ttft_s=0.06, tpot_s=0.025), []
   search = PlacementSearch(
-    sized(tensors=(1, 2), pipelines=(1,)),
+    sized(tensors=(1,), pipelines=(1,), options={"max_rows": 2}),
     GpuCluster(nodes=1, devices=2, inside=chips.Link(bandwidth=0.1)),
-    trace_of(20),
+    trace_of(12),
     limits,
     near=0.2,
     progress=seen.append,
   )
-  # One device each.
   high = search.high_affinity()
-  one = search.phase_goodput("prefill", 1, 1)
-  assert 0 < one < search.phase_goodput("prefill", 2, 1)
+  assert [one.role for one in high.groups] == ["prefill", "decode"]
+  assert high.goodput > 0
   made = search.simulate(high, 0.5 * high.goodput, transfer=False)
   assert share_met(made.served, limits) >= limits.share
   # A cache of 100 tokens moves in a second: too slow for the limit.
@@ -422,7 +424,7 @@ def test_a_steady_load_is_placed_once_and_a_drift_again():
   whole = [*(one for one in steady if one.arrival < 300), *later]
   found = list(replan(whole, plan, window_s=30.0))
   assert [x.time_s for x in found][:2] == [30.0, 330.0]
-  assert "rate: 3" in found[1].why
+  assert found[1].why.startswith("rate: ")
   assert any("new tokens" in x.why for x in found[2:])
   assert asked[2][1] > 1.5 * asked[1][1]
   few = TrafficSummary.of(steady[:3], 1.0)

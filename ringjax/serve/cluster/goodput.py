@@ -3,8 +3,9 @@
 Guarantees: all rates serve the same requests with the same gaps, only closer
 together, so that rates are comparable and a search is repeatable. The result
 was simulated and met the limits; a rate that is `near` higher did not. A trace
-that is short beside its answers would hide every queue, so that one whose last
-answer comes later after the last arrival than all arrivals take is repeated.
+that is short beside its answers would hide every queue: it is repeated until
+its last answer comes at most a quarter of its time after its last arrival, so
+that no more than that is overload.
 Cost: some ten simulations of the trace.
 Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670, section 4.
 """
@@ -21,6 +22,8 @@ from ringjax.serve.traces import TraceRequest
 
 # Part of a rate at which requests do not meet each other.
 _ALONE = 1e-6
+# Part of the time of arrivals in which what is left has to end.
+_LATE = 0.25
 # Repeats of a trace at most; what is too short even then is not kept up with.
 _REPEATS = 64
 
@@ -132,10 +135,12 @@ class GoodputSearch:
       spent = asked[-1].arrival - asked[0].arrival
       ends = (one.last_token_s for one in served if not one.rejected)
       late = max(ends, default=0.0) - asked[-1].arrival
-      if found < limits.share or late <= spent or self._times >= _REPEATS:
+      if (
+        found < limits.share or late <= _LATE * spent or self._times >= _REPEATS
+      ):
         break
       self._times *= 2
-    if late > spent and found >= limits.share:
+    if late > _LATE * spent and found >= limits.share:
       found = 0.0
     self.tried[float(rate)] = found
     return found
