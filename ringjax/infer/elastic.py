@@ -20,221 +20,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Float, Int
 
-from ringjax import tree
 from ringjax.checks import integer, positive_int
 from ringjax.errors import MeshError, OptionError, PromptError
 from ringjax.infer import decode, inputs
 from ringjax.infer.generate import Generated
 from ringjax.infer.inputs import Prompts
 from ringjax.infer.prefill import Prefill, padded, read
+from ringjax.infer.retained import RetainedCache, RetainingParallel
 from ringjax.infer.sampling import Greedy, traced
 from ringjax.infer.session import check_devices, place_of
-from ringjax.kv.base import KV
-from ringjax.kv.cache import KVCache, LayerCacheSpec, LayerKV
+from ringjax.kv.cache import KVCache, LayerCacheSpec
 from ringjax.kv.master_slots import MasterSlots
 from ringjax.models.transformer import Transformer
 from ringjax.models.weight_placement import refuse_placed
-from ringjax.nn.sharding_context import (
-  ContextParallel,
-  Extras,
-  MultiMaster,
-  ShardingContext,
-)
-from ringjax.nn.tokens import Tokens
-from ringjax.ops.attention.blockwise import Local
-from ringjax.ops.attention.kernels.auto_kernel import AutoKernel
-from ringjax.ops.attention.retaining import LayerSlots, RetainingRing
-from ringjax.ops.attention.scores import Context, ScoreArgs, Scores, Terms
-from ringjax.ops.attention.views import coords_specs
-from ringjax.ops.mask import Coords, Mask
-from ringjax.ops.rope import Rotation
-from ringjax.ops.softmax import add_sink, finalize
-from ringjax.parallel import collectives
+from ringjax.nn.sharding_context import MultiMaster, ShardingContext
+from ringjax.ops.mask import Coords
 from ringjax.parallel.layout import Striped
 from ringjax.parallel.local import on_part
-from ringjax.parallel.place import CallSharding, device_of
-from ringjax.typing import Index
 
 # Which instance keeps each token of a row, by the tokens' positions.
 Owners = Int[np.ndarray, " T"] | Sequence[int]
-
-# ---------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class RetainedCache:
-  """A cache into which attention itself writes, where a plan says.
-
-  Attributes:
-    cache: the cache, whose coordinates are those behind the call.
-    place: int32 [B, T], the slot of each of the call's tokens, -1 for none.
-  """
-
-  cache: KVCache
-  place: Int[Array, "B T"]
-  states: None = None
-
-  @property
-  def mesh(self) -> Any:
-    return self.cache.mesh
-
-  @property
-  def axis(self) -> str | None:
-    return self.cache.axis
-
-  @property
-  def slots(self) -> tuple[Any, ...]:
-    return self.cache.slots
-
-  @property
-  def length(self) -> jax.Array:
-    return self.cache.length
-
-  def allocate(
-    self, at: Coords, *, replicated: bool, sees: bool
-  ) -> RetainedCache:
-    """Itself: the plan has said which slots."""
-    del at, replicated, sees
-    return self
-
-  def mark(self, tokens: Int[Array, "B T"], at: Coords) -> RetainedCache:
-    """Itself."""
-    del tokens, at
-    return self
-
-  def layer(self, kind: int, slots: LayerKV, index: Index) -> RetainedLayer:
-    """One layer's part."""
-    del kind
-    return RetainedLayer(self.place, slots, index)
-
-  def updated(self, slots: tuple[Any, ...]) -> RetainedCache:
-    """The cache after the layers."""
-    return dataclasses.replace(self, cache=self.cache.updated(slots))
-
-
-tree.register(RetainedCache, ("cache", "place", "states"), ())
-
-
-class RetainedLayer:
-  """One layer's part of a `RetainedCache`: its attention leaves `slots` here.
-
-  Attributes:
-    place: see `RetainedCache`.
-    slots: of the layers of this kind.
-    index: which of them this is.
-    fresh: the call's keys and values.
-  """
-
-  def __init__(self, place: jax.Array, slots: LayerKV, index: Index):
-    self.place, self.slots, self.index = place, slots, index
-    self.fresh: KV | None = None
-
-  def append(
-    self,
-    k: Shaped[Array, "B K T H"],
-    v: Shaped[Array, "B K T J"],
-    at: Coords,
-    rotation: Rotation,
-  ) -> RetainedLayer:
-    self.fresh = KV(rotation.own(k), v, at)
-    return self
-
-  def observe(
-    self, rotated: Callable[[], Array], plain: Callable[[], Array]
-  ) -> RetainedLayer:
-    del rotated, plain
-    return self
-
-  def views(self, *, apart: bool = False) -> tuple[Any, ...]:
-    del apart
-    assert self.fresh is not None
-    return (self.fresh.view(),)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RetainingParallel(ContextParallel):
-  """A ring that leaves the keys of a call where a plan wants them.
-
-  Attributes:
-    local: the algorithm on a shard.
-  """
-
-  local: Any = AutoKernel()
-
-  def __call__(
-    self,
-    q: Float[Array, "B T N H"],
-    tokens: Tokens,
-    cache: Any,
-    mask: Mask,
-    extras: Extras,
-  ) -> jax.Array:
-    """[B, T, N, J] from queries [B, T, N, H]."""
-    axis, (k, v, at) = self.of_mesh, cache.fresh
-    assert axis is not None
-    b, t, n, h = q.shape
-    heads = k.shape[1]
-    where = device_of(CallSharding(axis=axis, mesh=self.mesh), (q, k))
-    ring = RetainingRing(local=self.local.on_device(*where), axis=axis)
-    grouped = lambda x: None if x is None else x.reshape(heads, -1)
-    seen = mask & self.segments if tokens.segmented else mask
-
-    def run(
-      x: Local,
-      at: Coords,
-      terms: Terms,
-      slots: LayerSlots,
-      index: Index,
-      place: jax.Array,
-    ) -> tuple[jax.Array, LayerSlots]:
-      varying = collectives.vary((x, at, terms, slots, index, place), (axis,))
-      x, at, terms, slots, index, place = varying
-      at = Coords(*at)
-      scores = Scores(scale=extras.scale, soft_cap=extras.soft_cap)
-      bare = terms._replace(sinks=None)
-      args = ScoreArgs(scores, bare, Context(at, at, seen))
-      partial, slots = ring.retain(x, args, slots, index, place)
-      if terms.sinks is not None:
-        partial = add_sink(partial, terms.sinks[None, :, :, None])
-      return finalize(partial)[0].astype(x.q.dtype), slots
-
-    over = lambda axes: P(*(None,) * axes, axis)
-    of_slots = LayerSlots(over(3), over(3))
-    out, slots = jax.shard_map(
-      run,
-      mesh=self.mesh,
-      in_specs=(
-        Local(over(3), over(2), over(2)),
-        coords_specs(at, b, (), axis),
-        P(),
-        of_slots,
-        P(),
-        P(),
-      ),
-      out_specs=(over(3), of_slots),
-      axis_names={axis},
-      check_vma=not getattr(ring.local, "interpret", False),
-    )(
-      Local(jnp.transpose(q.reshape(b, t, heads, -1, h), (0, 2, 3, 1, 4)), k, v),
-      at,
-      Terms(slopes=grouped(extras.slopes), sinks=grouped(extras.sinks)),
-      LayerSlots(*cache.slots),
-      jnp.asarray(cache.index, jnp.int32),
-      cache.place,
-    )
-    cache.slots = LayerKV(*slots)
-    return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, t, n, -1)
 
 
 def owners_of(counts: Sequence[int]) -> Int[np.ndarray, " T"]:
@@ -247,9 +61,20 @@ def owners_of(counts: Sequence[int]) -> Int[np.ndarray, " T"]:
   return np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64))
 
 
-# ---------------------------------------------------------------------------
-# The session
-# ---------------------------------------------------------------------------
+class _Rows(NamedTuple):
+  """What decoding knows of the rows between calls; see `decode.DecodeState`.
+
+  Fields:
+    token: int32 [B].
+    pos: int32 [B].
+    done: bool [B].
+    seen: bool [B, V].
+  """
+
+  token: np.ndarray
+  pos: np.ndarray
+  done: np.ndarray
+  seen: np.ndarray
 
 
 class ElasticSession:
@@ -323,7 +148,7 @@ class ElasticSession:
     )
     # Behind the prompts, until a token was chosen by them.
     self._logits: np.ndarray | None = None
-    self._state: decode.DecodeState | None = None
+    self._rows: _Rows | None = None
     self._length = np.array(0, np.int32)
 
   @property
@@ -400,8 +225,8 @@ class ElasticSession:
     seen = np.zeros((len(ids), self.model.config.vocab), bool)
     for row, prompt in zip(seen, ids, strict=True):
       row[prompt] = True
-    self._state = decode.DecodeState(
-      token=np.zeros(len(ids), np.int32),  # pyrefly: ignore
+    self._rows = _Rows(
+      token=np.zeros(len(ids), np.int32),
       pos=lengths.astype(np.int32),
       done=np.zeros(len(ids), bool),
       seen=seen,
@@ -464,8 +289,7 @@ class ElasticSession:
     """
     count = positive_int("max_new_tokens", max_new_tokens)
     integer("pad_id", pad_id, least=-(2**31), most=2**31 - 1)
-    cache, state = self._filled(), self._state
-    assert state is not None
+    cache = self._filled()
     batch, size = cache.batch, len(self.members)
     rows = -(-batch // size)
     # The prompts' logits choose the first token, which no step has read.
@@ -490,10 +314,10 @@ class ElasticSession:
     stop_ids: Sequence[int],
     pad_id: int,
   ) -> Generated:
-    cache, state = self._filled(), self._state
+    cache, state, mesh = self._filled(), self._rows, self._submesh(self.members)
     assert state is not None
-    attend = MultiMaster(mesh=cache.mesh, axis=self.axis)
-    model = on_part(self.model, cache.mesh, self.axis)
+    attend = MultiMaster(mesh=mesh, axis=self.axis)
+    model = on_part(self.model, mesh, self.axis)
     needs = getattr(sampler, "needs_seen", False)
     sampler, stops = traced(sampler), decode.stop_ids(stop_ids)
     fill = lambda x, value: np.pad(
@@ -501,8 +325,7 @@ class ElasticSession:
       ((0, spare), *((0, 0),) * (np.ndim(x) - 1)),
       constant_values=value,
     )
-    everywhere = NamedSharding(cache.mesh, P())
-    put = lambda x: jax.device_put(x, everywhere)
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
     seen = put(fill(state.seen, False)) if needs else None
     first = self._logits is not None
     if first:
@@ -531,8 +354,8 @@ class ElasticSession:
       state.seen[np.flatnonzero(~ended), token[~ended]] = True
       ended = done
     self._logits = None
-    kept = (np.asarray(x)[:batch] for x in now[:3])
-    self._state = decode.DecodeState(*kept, seen=state.seen)  # pyrefly: ignore
+    kept = (np.array(x)[:batch] for x in now[:3])
+    self._rows = _Rows(*kept, seen=state.seen)
     return Generated(tokens=out, lengths=sizes)
 
   # -- what the calls above are made of

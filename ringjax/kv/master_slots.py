@@ -99,6 +99,4 @@ class MasterSlots(ContiguousSlots):
     )(old, new, number, self.before, self.used)
 
 
-tree.register(
-  MasterSlots, ("at", "used", "before"), ("mode", "mesh", "axis")
-)
+tree.register(MasterSlots, ("at", "used", "before"), ("mode", "mesh", "axis"))

@@ -118,7 +118,7 @@ class ShardedDecode:
       return _finish(found, q, terms)
     of_heads = (heads, ()) if q.shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
-    by_row = (self.axis,) if self.masters else batch
+    by_row: Any = (self.axis,) if self.masters else batch
     # Which dimension of the queries is sharded, and that of their coordinates.
     cut, cut_at = (0, 0) if self.masters else (3, 1)
     rows = views[0].shape[0]
@@ -269,7 +269,8 @@ class CacheVisit:
     packed = packed * weight[..., None]
     if self.scatter is not None:
       if self.spare:
-        fill = lambda x: jnp.pad(x, ((0, self.spare), *((0, 0),) * (x.ndim - 1)))
+        rest = lambda x: ((0, 0),) * (x.ndim - 1)
+        fill = lambda x: jnp.pad(x, ((0, self.spare), *rest(x)))
         packed, m = fill(packed), fill(m)
       packed = collectives.scatter_sum(packed, self.axis, self.scatter)
       length = packed.shape[self.scatter]

@@ -178,7 +178,7 @@ class _Simulation:
     if not self.waiting:
       return
     plan = self.policy.plan(self.view())
-    ready = {n: self.now for n in range(len(self.used))}
+    ready = dict.fromkeys(range(len(self.used)), self.now)
     for group in plan.paused:
       for n in group.instances:
         ready[n] = max(ready[n], group.free_s)
