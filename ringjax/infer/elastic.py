@@ -48,7 +48,7 @@ from ringjax.parallel.layout import Striped
 from ringjax.parallel.local import on_part
 
 # Which instance keeps each token of a row, by the tokens' positions.
-Owners = Int[np.ndarray, " T"] | Sequence[int]
+Owners = Int[np.ndarray, " _"] | Sequence[int]
 
 
 def owners_of(counts: Sequence[int]) -> Int[np.ndarray, " T"]:
@@ -56,7 +56,7 @@ def owners_of(counts: Sequence[int]) -> Int[np.ndarray, " T"]:
 
   Args:
     counts: tokens that each instance keeps, in the order of the instances;
-      `fewest` of `rj.serve.cluster` finds such.
+      `fewest_instances` of `rj.serve.cluster` finds such.
   """
   return np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64))
 

@@ -144,7 +144,9 @@ class RetainingParallel(ContextParallel):
     extras: Extras,
   ) -> jax.Array:
     """[B, T, N, J] from queries [B, T, N, H]."""
-    axis, (k, v, at) = self.of_mesh, cache.fresh
+    axis, (k, v, _) = self.of_mesh, cache.fresh
+    # Not of each row, where one is of all: less travels.
+    at = Coords(tokens.pos, tokens.seg)
     assert axis is not None
     b, t, n, h = q.shape
     heads = k.shape[1]

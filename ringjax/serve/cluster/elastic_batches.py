@@ -1,6 +1,6 @@
 """Cuts requests and instances into batches; says which instance keeps what.
 
-Guarantees: `fewest` takes as few instances as any plan; `best_batches` finds
+Guarantees: `fewest_instances` takes as few instances as any plan; `best_batches` finds
 the least cost of all ways to cut both orders, of which it tries each once.
 Cost: `best_batches` n^2 m^2 / 4 steps for n requests and m instances.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, sections 4.1 and 5.3.
@@ -20,7 +20,7 @@ from ringjax.serve.cluster.phase_times import PhaseTimes
 # ---------------------------------------------------------------------------
 
 
-def fewest(
+def fewest_instances(
   lengths: Sequence[int], free: Sequence[int], used: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...] | None:
   """Keeps texts on the fewest instances: each one's tokens of each text.
@@ -62,10 +62,10 @@ def fewest(
   return tuple(kept)
 
 
-def even(
+def even_parts(
   lengths: Sequence[int], free: Sequence[int]
 ) -> tuple[tuple[int, ...], ...] | None:
-  """As `fewest`, where each instance that reads keeps what it computed.
+  """As `fewest_instances`, where each instance that reads keeps what it computed.
 
   That is where keys are before any is moved: equal parts. What reads first
   and moves afterwards needs room for them (reactive migration).

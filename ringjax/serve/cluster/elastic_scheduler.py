@@ -3,7 +3,7 @@
 Each instance has all weights and slots for tokens. A group of instances reads
 a batch of prompts by sequence parallelism; while keys go around its ring, each
 instance keeps those that a plan gives it, so that the batch is answered by
-fewer instances without moving a key (`fewest`). A group that answers grows by
+fewer instances without moving a key (`fewest_instances`). A group that answers grows by
 instances that hold nothing of its requests yet.
 
 `ElasticScheduler.plan` decides in four steps:
@@ -27,7 +27,7 @@ from typing import Protocol
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
-from ringjax.serve.cluster.elastic_batches import best_batches, fewest
+from ringjax.serve.cluster.elastic_batches import best_batches, fewest_instances
 from ringjax.serve.cluster.phase_times import PhaseTimes
 
 
@@ -358,7 +358,7 @@ class ElasticScheduler:
   ) -> PrefillBatch:
     """A batch that the fewest instances answer."""
     held = [used[n] for n in instances]
-    whole = fewest([r.all_tokens for r in requests], room, held)
+    whole = fewest_instances([r.all_tokens for r in requests], room, held)
     assert whole is not None
     kept = []
     for request, row in zip(requests, whole, strict=True):
