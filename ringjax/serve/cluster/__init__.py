@@ -1,5 +1,12 @@
 """Many engines as one service: who reads a prompt, who answers, what moves."""
 
+from ringjax.serve.cluster.cluster_simulator import (
+  ClusterResult,
+  ClusterSimulator,
+  InstanceCounters,
+  LoadPoint,
+  SimulatedInstance,
+)
 from ringjax.serve.cluster.phase_times import PhaseTimes, QuadraticTimes
 from ringjax.serve.cluster.routing import (
   InstanceView,
@@ -17,8 +24,12 @@ from ringjax.serve.cluster.served import (
 )
 
 __all__ = [
+  "ClusterResult",
+  "ClusterSimulator",
+  "InstanceCounters",
   "InstanceView",
   "Limits",
+  "LoadPoint",
   "PhaseTimes",
   "QuadraticTimes",
   "Rejected",
@@ -27,6 +38,7 @@ __all__ = [
   "RoutingPolicy",
   "ServedRequest",
   "ShortestQueue",
+  "SimulatedInstance",
   "attainment",
   "percentiles",
 ]

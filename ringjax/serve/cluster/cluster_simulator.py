@@ -1,0 +1,951 @@
+"""A cluster of engines without a model: queues, batches, links and a clock.
+
+Guarantees: the same trace, instances and policy give the same times, on every
+machine; nothing is random and no clock is read. Every request ends or has the
+reason why it was rejected. Tokens of an instance never exceed its capacity.
+Cost: a few events a request, whatever its length: between two events of an
+instance its decode steps are advanced at once, by the sum of an arithmetic
+series. 100,000 requests take well below a minute.
+
+  prefill   FCFS; a batch takes prompts up to `max_prefill_tokens` in all, a
+            longer prompt runs alone; with s stages a stage takes the s-th part
+  decode    continuous batching, one token of every row a step; rows join and
+            leave between steps; with s stages s groups of rows take turns
+  both      prompts before answers ("first"), or pieces of prompts beside the
+            answers of a step ("mixed")
+  pull      a finished prompt stays where it was read until an instance that
+            answers has room, which then pulls it
+  push      the room is reserved when reading begins
+
+Events and links are those of `plan.events`. Decode times have to be affine in
+the cached tokens as long as the number of rows is the same.
+Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670; Chen et al. 2025,
+KVDirect, arXiv 2501.14743; Qin et al. 2025, Mooncake, arXiv 2407.00079.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ringjax.checks import number, one_of, positive_int
+from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link
+from ringjax.plan.events import Channel, Simulator, Span, Timeline
+from ringjax.serve.cluster.phase_times import PhaseTimes
+from ringjax.serve.cluster.routing import (
+  ROLES,
+  InstanceView,
+  Rejected,
+  Route,
+  RoutedRequest,
+  RoutingPolicy,
+)
+from ringjax.serve.cluster.served import ServedRequest
+from ringjax.serve.traces import TraceRequest
+
+SHARES = ("first", "mixed")
+TRANSFERS = ("pull", "push")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulatedInstance:
+  """One engine of a cluster.
+
+  Attributes:
+    name: unique in the cluster.
+    role: of `ROLES`.
+    times: seconds of its calls, without its pipeline.
+    capacity_tokens: that its cache holds.
+    max_rows: answers at once.
+    max_prefill_tokens: of the prompts of a batch, L_m; with "mixed", of a step.
+    max_prefill_rows: prompts of a batch.
+    max_decode_tokens: cached tokens of the rows of a step, counted when a row
+      joins; None for no other limit than the capacity.
+    stages: of its pipeline.
+    stage_s: seconds that each stage adds to a call.
+    share: of `SHARES`, for an instance that does both.
+    prefix_cache_tokens: room for blocks of prompts that have been read, beside
+      the capacity; the least recently used ones go.
+  """
+
+  name: str
+  times: PhaseTimes
+  role: str = "both"
+  capacity_tokens: int = 2**20
+  max_rows: int = 256
+  max_prefill_tokens: int = 2048
+  max_prefill_rows: int = 256
+  max_decode_tokens: int | None = None
+  stages: int = 1
+  stage_s: int | float = 0.0
+  share: str = "first"
+  prefix_cache_tokens: int = 0
+
+  def __post_init__(self) -> None:
+    one_of("role", self.role, ROLES)
+    one_of("share", self.share, SHARES)
+    for name in (
+      "capacity_tokens", "max_rows", "max_prefill_tokens", "max_prefill_rows",
+      "stages",
+    ):  # fmt: skip
+      positive_int(name, getattr(self, name))
+    if self.max_decode_tokens is not None:
+      positive_int("max_decode_tokens", self.max_decode_tokens)
+    number("stage_s", self.stage_s, least=0)
+    number("prefix_cache_tokens", self.prefix_cache_tokens, least=0)
+
+
+@dataclasses.dataclass(kw_only=True)
+class InstanceCounters:
+  """What an instance has done.
+
+  Attributes:
+    prefill_calls: batches of prompts.
+    prefill_tokens: that were computed.
+    cached_tokens: of prompts, that were not.
+    decode_steps: that made tokens.
+    decode_tokens: that were made in these.
+    prefill_busy_s: seconds of its first stage.
+    decode_busy_s: seconds of steps.
+    peak_tokens: most tokens that its cache held or had reserved.
+    peak_rows: most answers at once.
+  """
+
+  prefill_calls: int = 0
+  prefill_tokens: int = 0
+  cached_tokens: int = 0
+  decode_steps: int = 0
+  decode_tokens: int = 0
+  prefill_busy_s: float = 0.0
+  decode_busy_s: float = 0.0
+  peak_tokens: int = 0
+  peak_rows: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadPoint:
+  """The load of an instance from one time on.
+
+  Attributes:
+    time_s: when it changed.
+    queued_requests: prompts that wait or are being read.
+    running_requests: answers under way.
+    used_tokens: that its cache holds or has reserved.
+  """
+
+  time_s: float
+  queued_requests: int
+  running_requests: int
+  used_tokens: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class ClusterResult:
+  """What a cluster did with a trace.
+
+  Attributes:
+    served: one for each request, in the order of the trace.
+    seconds: when the last token was there.
+    timeline: calls and transfers, if they were asked for.
+    loads: by instance, if they were asked for.
+    counters: by instance.
+    moved_bytes: by link.
+    reserved_peak_tokens: most tokens that instances had reserved for answers
+      whose first step was yet to come.
+    reserved_token_s: the same, summed over time.
+  """
+
+  served: list[ServedRequest]
+  seconds: float = 0.0
+  timeline: Timeline = Timeline(())
+  loads: dict[str, list[LoadPoint]] = dataclasses.field(default_factory=dict)
+  counters: dict[str, InstanceCounters] = dataclasses.field(
+    default_factory=dict
+  )
+  moved_bytes: dict[str, int | float] = dataclasses.field(default_factory=dict)
+  reserved_peak_tokens: int = 0
+  reserved_token_s: float = 0.0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Work:
+  """A request on its way."""
+
+  served: ServedRequest
+  asked: RoutedRequest
+  blocks: tuple[int, ...]
+  block: int
+  prefill: _Running | None = None
+  decode: _Running | None = None
+  cached: int = 0
+  fetched: int = 0
+  # Tokens of the prompt that are left to read.
+  left: int = 0
+  # Seconds of reading it alone, as it counts in a queue.
+  alone_s: float = 0.0
+  # Tokens that each side holds for it.
+  held: int = 0
+  reserved: int = 0
+  end_step: int = 0
+
+  @property
+  def need(self) -> int:
+    return self.asked.prompt_tokens + self.asked.new_tokens
+
+
+class _PrefixBlocks:
+  """The blocks of prompts that an instance remembers, least recent first."""
+
+  def __init__(self, tokens: int):
+    self._left = tokens
+    self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()
+
+  def match(self, blocks: Sequence[int], block: int) -> int:
+    """Tokens of the longest prefix that is here."""
+    found = 0
+    for one in blocks:
+      if one not in self._blocks:
+        break
+      found += block
+    return found
+
+  def keep(self, blocks: Sequence[int], block: int) -> None:
+    """Takes the whole blocks of a prompt, its end first."""
+    for one in reversed(blocks):
+      if one in self._blocks:
+        self._blocks.move_to_end(one)
+      else:
+        self._blocks[one] = block
+        self._left -= block
+    while self._left < 0:
+      self._left += self._blocks.popitem(last=False)[1]
+
+
+class _Running:
+  """An instance while time passes."""
+
+  def __init__(self, spec: SimulatedInstance, cluster: _Run):
+    self.spec, self.cluster = spec, cluster
+    self.name, self.role = spec.name, spec.role
+    self.counters = InstanceCounters()
+    self.prefixes = _PrefixBlocks(int(spec.prefix_cache_tokens))
+    # Prompts: those that wait, those that are fetched or read.
+    self.queue: collections.deque[_Work] = collections.deque()
+    self.queued = self.queued_tokens = 0
+    self.queued_s = 0.0
+    self.stage_free = [0.0] * spec.stages
+    self.used = 0
+    # Answers: a heap of (step after which it ends, number, work).
+    self.rows: list[tuple[int, int, _Work]] = []
+    self.joining: collections.deque[_Work] = collections.deque()
+    self.step = 0
+    self.cached = 0
+    # The steps under way: since when, how many, how long the first one takes,
+    # by how much the next ones grow.
+    self.since, self.steps, self.first_s, self.more_s = 0.0, 0, 0.0, 0.0
+    self.decoding = False
+    self.round = 0
+    self.woken = False
+
+  # What routers see.
+
+  def view(self) -> InstanceView:
+    now = self.cluster.now
+    rows = len(self.rows)
+    cached = self.cached
+    if self.decoding:
+      cached += rows * min(self.steps, self._steps_until(now, up=False))
+    waiting = sum(w.asked.prompt_tokens for w in self.joining)
+    return InstanceView(
+      name=self.name,
+      role=self.role,
+      queued_requests=self.queued,
+      queued_tokens=self.queued_tokens,
+      queued_s=self.queued_s + max(0.0, self.stage_free[0] - now),
+      running_requests=rows + len(self.joining),
+      running_tokens=cached + waiting,
+      free_tokens=self.spec.capacity_tokens - self.used,
+    )
+
+  def take(self, tokens: int) -> None:
+    self.used += tokens
+    self.counters.peak_tokens = max(self.counters.peak_tokens, self.used)
+
+  def free(self, tokens: int) -> None:
+    self.used -= tokens
+
+  # Steps of answers.
+
+  def _steps_until(self, time: float, up: bool) -> int:
+    """How many of the steps under way end by a time, or the next one after."""
+    spent = time - self.since
+    a, b = self.more_s / 2, self.first_s - self.more_s / 2
+    # n first + more n (n - 1) / 2 = spent
+    n = spent / b if a <= 0 else (math.sqrt(b * b + 4 * a * spent) - b) / 2 / a
+    found = max(0, math.floor(n))
+    # Floating point is not trusted beside a whole number.
+    while self._after(found + 1) <= time:
+      found += 1
+    while found and self._after(found) > time:
+      found -= 1
+    if up and self._after(found) < time:
+      found += 1
+    return found
+
+  def _after(self, steps: int) -> float:
+    """When so many of the steps under way have ended."""
+    growth = self.more_s * (steps * (steps - 1) / 2)
+    return self.since + self.first_s * steps + growth
+
+  def _decode(self, now: float) -> None:
+    """Begins as many steps as nothing is known to interrupt."""
+    rows, stages = len(self.rows), self.spec.stages
+    group = -(-rows // stages)
+    decode_s, extra = self.spec.times.decode_s, self.spec.stage_s * stages
+    first = decode_s(group, self.cached / stages)
+    self.more_s = decode_s(group, (self.cached + rows) / stages) - first
+    self.first_s, self.since = first + extra, now
+    self.steps = self.rows[0][0] - self.step
+    self.decoding = True
+    self._post_round(self._after(self.steps))
+
+  def _post_round(self, time: float) -> None:
+    self.round += 1
+    self.cluster.at(time, functools.partial(self._stepped, self.round))
+
+  def interrupt(self) -> None:
+    """Lets the steps under way end with the one that runs now."""
+    if self.decoding:
+      steps = max(1, self._steps_until(self.cluster.now, up=True))
+      if steps < self.steps:
+        self.steps = steps
+        self._post_round(self._after(steps))
+
+  def _stepped(self, number: int) -> None:
+    if number != self.round:
+      return
+    now, rows = self.cluster.now, len(self.rows)
+    self.decoding = False
+    self.counters.decode_busy_s += now - self.since
+    self._advance(self.steps)
+    self.cluster.record(
+      f"decode {rows} x {self.steps}", "decode", self.name, self.since, now
+    )
+    self.wake()
+
+  def _advance(self, steps: int) -> None:
+    """Counts steps and lets go of the answers that have ended."""
+    rows = len(self.rows)
+    self.step += steps
+    self.cached += rows * steps
+    self.counters.decode_steps += steps
+    self.counters.decode_tokens += rows * steps
+    while self.rows and self.rows[0][0] <= self.step:
+      work = heapq.heappop(self.rows)[2]
+      self.cached -= work.need
+      self.free(work.reserved)
+      work.served.last_token_s = self.cluster.now
+      self.cluster.freed()
+
+  def answer(self, work: _Work) -> None:
+    """Takes an answer whose cache is here."""
+    if work.asked.new_tokens == 1:
+      work.served.last_token_s = max(
+        work.served.first_token_s, self.cluster.now
+      )
+      self.cluster.reserve(-work.reserved)
+      self.free(work.reserved)
+      self.cluster.freed()
+      return
+    self.joining.append(work)
+    self.interrupt()
+    self.wake()
+
+  def _join(self) -> None:
+    most = self.spec.max_decode_tokens
+    while self.joining and len(self.rows) < self.spec.max_rows:
+      work = self.joining[0]
+      cached = work.asked.prompt_tokens + 1
+      if most is not None and self.rows and self.cached + cached > most:
+        break
+      self.joining.popleft()
+      self.cluster.reserve(-work.reserved)
+      # The first token came with the prompt.
+      work.end_step = self.step + work.asked.new_tokens - 1
+      self.cached += cached
+      heapq.heappush(self.rows, (work.end_step, work.asked.number, work))
+    self.counters.peak_rows = max(self.counters.peak_rows, len(self.rows))
+
+  # Prompts.
+
+  def enqueue(self, work: _Work) -> None:
+    """Takes a prompt whose prefix is here."""
+    self.queue.append(work)
+    self.interrupt()
+    self.wake()
+
+  def wake(self) -> None:
+    """Looks for something to do, after all that happens at this time."""
+    if not self.woken:
+      self.woken = True
+      self.cluster.at(self.cluster.now, self._begin)
+
+  def _begin(self) -> None:
+    self.woken = False
+    now = self.cluster.now
+    if not self.decoding and self.stage_free[0] <= now:
+      mixed = self.role == "both" and self.spec.share == "mixed"
+      if self.role != "prefill":
+        self._join()
+      if self.role != "decode" and self.queue:
+        batch = self._batch(mixed)
+        if batch:
+          (self._mix if mixed else self._read)(batch)
+      if self.stage_free[0] <= now and self.rows:
+        # A pipeline that still reads is drained first.
+        if self.stage_free[-1] > now:
+          self.cluster.at(self.stage_free[-1], self.wake)
+        else:
+          self._decode(now)
+    self.cluster.load(self)
+
+  def _admit(self, work: _Work) -> bool:
+    """Whether a prompt has room; takes it."""
+    if work.held:
+      return True
+    if self.cluster.push and work.decode is None:
+      target = self.cluster.choose(work)
+      if target is None:
+        self.cluster.wait_for_room(self)
+        return False
+    own = work.decode is self
+    need = work.need if own else work.asked.prompt_tokens
+    if self.used + need > self.spec.capacity_tokens:
+      return False
+    if self.cluster.push and not own and work.decode is not None:
+      other = work.decode
+      if other.used + work.need > other.spec.capacity_tokens:
+        self.cluster.wait_for_room(self)
+        return False
+      other.take(work.need)
+      work.reserved = work.need
+      self.cluster.reserve(work.need)
+    self.take(need)
+    work.held = need
+    return True
+
+  def _drop(self, work: _Work) -> None:
+    """Forgets a prompt that was rejected while it waited."""
+    self.queue.remove(work)
+    self.queued -= 1
+    self.queued_tokens -= work.asked.prompt_tokens
+    self.queued_s -= work.alone_s
+
+  def _start(self, work: _Work) -> None:
+    """Looks what of a prompt is here already."""
+    now = self.cluster.now
+    if math.isnan(work.served.prefill_start_s):
+      work.served.prefill_start_s = now
+      found = max(work.fetched, self.prefixes.match(work.blocks, work.block))
+      # The last token is always computed: its output is needed.
+      work.cached = min(found, work.asked.prompt_tokens - 1)
+      work.left = work.asked.prompt_tokens - work.cached
+      work.served.cached_tokens = work.cached
+      self.counters.cached_tokens += work.cached
+
+  def _batch(self, mixed: bool) -> list[tuple[_Work, int]]:
+    """The prompts that are read next, and how many tokens of each."""
+    room = self.spec.max_prefill_tokens
+    rows = self.spec.max_prefill_rows
+    if mixed:
+      room -= len(self.rows)
+    found: list[tuple[_Work, int]] = []
+    for work in tuple(itertools.islice(self.queue, rows + 1)):
+      if len(found) >= rows or room <= 0:
+        break
+      answers = len(self.rows) + len(self.joining) + len(found)
+      if work.decode is self and answers >= self.spec.max_rows:
+        break
+      if not work.held:
+        left = work.asked.prompt_tokens - self.prefixes.match(
+          work.blocks, work.block
+        )
+        if found and not mixed and left > room:
+          break
+        if not self._admit(work):
+          if work.served.rejected:
+            self._drop(work)
+            continue
+          break
+      self._start(work)
+      count = min(work.left, room) if mixed else work.left
+      found.append((work, count))
+      room -= count
+    return found
+
+  def _pieces(
+    self, batch: Sequence[tuple[_Work, int]]
+  ) -> list[tuple[int, int]]:
+    return [
+      (count, work.asked.prompt_tokens - work.left) for work, count in batch
+    ]
+
+  def _read(self, batch: list[tuple[_Work, int]]) -> None:
+    """Reads whole prompts, through all stages."""
+    now, stages = self.cluster.now, self.spec.stages
+    seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
+    seconds += self.spec.stage_s
+    self._count_batch(batch, seconds)
+    time = now
+    for n in range(stages):
+      time = max(time, self.stage_free[n]) + seconds
+      self.stage_free[n] = time
+    self.cluster.at(self.stage_free[0], self.wake)
+    self.cluster.at(time, functools.partial(self._was_read, batch))
+    self.cluster.record(
+      f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
+    )
+
+  def _count_batch(
+    self, batch: Sequence[tuple[_Work, int]], seconds: float
+  ) -> None:
+    self.counters.prefill_calls += 1
+    self.counters.prefill_busy_s += seconds
+    for work, count in batch:
+      work.left -= count
+      self.queued_tokens -= count
+      self.counters.prefill_tokens += count
+      if not work.left:
+        # Prompts are read in the order of the queue.
+        self.queue.popleft()
+        self.queued_s -= work.alone_s
+
+  def _was_read(self, batch: Iterable[tuple[_Work, int]]) -> None:
+    for work, _ in batch:
+      if not work.left:
+        self._read_whole(work)
+    self.wake()
+
+  def _read_whole(self, work: _Work) -> None:
+    self.queued -= 1
+    self.queued_tokens -= work.cached
+    work.served.first_token_s = self.cluster.now
+    if work.blocks:
+      self.prefixes.keep(work.blocks, work.block)
+    if work.decode is self:
+      work.reserved = work.held
+      self.cluster.reserve(work.reserved)
+      self.answer(work)
+    else:
+      self.cluster.read(work)
+
+  def _mix(self, batch: list[tuple[_Work, int]]) -> None:
+    """One step of pieces of prompts beside all answers."""
+    now, rows = self.cluster.now, len(self.rows)
+    times, stages = self.spec.times, self.spec.stages
+    seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
+    if rows:
+      # The weights are read once, for both.
+      seconds += times.decode_s(rows, self.cached) - times.decode_s(0, 0)
+    self._count_batch(batch, seconds)
+    self.stage_free = [now + seconds] * stages
+
+    def done() -> None:
+      if rows:
+        self._advance(1)
+      self._was_read(batch)
+
+    self.cluster.at(now + seconds, done)
+    self.cluster.record(
+      f"mixed {len(batch)} + {rows}", "mixed", self.name, now, now + seconds
+    )
+
+
+class _Run:
+  """One run of a cluster: its clock, what waits between instances."""
+
+  def __init__(self, spec: ClusterSimulator, trace: Sequence[TraceRequest]):
+    self.spec, self.policy = spec, spec.policy
+    self.push = spec.transfer == "push"
+    self.events = Simulator()
+    self.at = self.events.at
+    self.all = {one.name: _Running(one, self) for one in spec.instances}
+    self.in_order = [self.all[name] for name in sorted(self.all)]
+    self.spans: list[Span] = []
+    self.loads: dict[str, list[LoadPoint]] = {name: [] for name in self.all}
+    # Prompts that were read and that no instance had room for.
+    self.finished: collections.deque[_Work] = collections.deque()
+    self.waiting: list[_Running] = []
+    self.retrying = False
+    self.channels: dict[tuple[str, str], Channel] = {}
+    self.reserved, self.reserved_at = 0, 0.0
+    self.result = ClusterResult(served=[])
+    self.trace = trace
+
+  @property
+  def now(self) -> float:
+    return float(self.events.now_s)
+
+  def run(self) -> ClusterResult:
+    result = self.result
+    for one in self.trace:
+      served = ServedRequest(
+        number=one.number,
+        arrival_s=float(one.arrival),
+        prompt_tokens=one.prompt_tokens,
+        new_tokens=one.new_tokens,
+      )
+      result.served.append(served)
+    self._next = 0
+    if self.trace:
+      self.at(self.trace[0].arrival, self._arrive)
+    timeline = self.events.run()
+    lost = [s for s in result.served if s.last_token_s != s.last_token_s]
+    lost = [one for one in lost if not one.rejected]
+    if lost:
+      raise OptionError(
+        "policy",
+        f"{len(lost)} requests never placed, first number {lost[0].number}",
+        "a route for each request, or a rejection",
+        "make instances larger, or let the policy reject",
+      )
+    result.seconds = max(
+      (s.last_token_s for s in result.served if not s.rejected), default=0.0
+    )
+    if self.spec.timeline:
+      sent = (s for s in timeline.spans if s.nbytes)
+      spans = sorted(
+        (*self.spans, *sent), key=lambda s: (s.start_s, s.where, s.name)
+      )
+      result.timeline = Timeline(tuple(spans))
+      result.loads = self.loads
+    result.moved_bytes = timeline.sent_bytes()
+    result.counters = {one.name: one.counters for one in self.in_order}
+    return result
+
+  # Arrivals and routes.
+
+  def _arrive(self) -> None:
+    """Routes all requests of this time, and comes back for the next ones."""
+    trace, now = self.trace, self.now
+    while self._next < len(trace) and trace[self._next].arrival <= now:
+      n, self._next = self._next, self._next + 1
+      self._route(trace[n], self.result.served[n])
+    if self._next < len(trace):
+      self.at(trace[self._next].arrival, self._arrive)
+
+  def views(self) -> list[InstanceView]:
+    """What the policy sees, in the order of names."""
+    return [one.view() for one in self.in_order]
+
+  def _route(self, one: TraceRequest, served: ServedRequest) -> None:
+    # An id names a whole prefix; the last block may be a part of one.
+    whole = one.blocks[: one.prompt_tokens // one.block]
+
+    def cached(name: str) -> int:
+      found = self._instance(name).prefixes.match(whole, one.block)
+      return min(found, one.prompt_tokens - 1)
+
+    asked = RoutedRequest(
+      number=one.number,
+      arrival_s=float(one.arrival),
+      prompt_tokens=one.prompt_tokens,
+      new_tokens=one.new_tokens,
+      cached_tokens=cached,
+    )
+    work = _Work(served, asked, whole, one.block)
+    route = self.policy.route(asked, self.views(), self.now)
+    if isinstance(route, Rejected):
+      served.rejected = route.reason or "rejected"
+      return
+    target = self._instance(route.prefill)
+    if target.role == "decode":
+      raise _misrouted(target.name, "reads prompts")
+    work.prefill, served.prefill = target, target.name
+    if route.decode is not None:
+      self._set_decode(work, route.decode)
+    why = self._too_long(work)
+    if why:
+      served.rejected = why
+      return
+    here = cached(target.name)
+    work.left = one.prompt_tokens
+    have = max(here, route.fetch_tokens if route.fetch_from else 0)
+    have = min(have, one.prompt_tokens - 1)
+    work.alone_s = target.spec.times.prefill_s(
+      [(one.prompt_tokens - have, have)]
+    )
+    target.queued += 1
+    target.queued_tokens += one.prompt_tokens
+    target.queued_s += work.alone_s
+    if route.fetch_from is not None and route.fetch_tokens > here:
+      self._fetch(work, route, here)
+    else:
+      target.enqueue(work)
+
+  def _fetch(self, work: _Work, route: Route, here: int) -> None:
+    target = work.prefill
+    assert target is not None
+    source = self._instance(str(route.fetch_from))
+    began = self.now
+
+    def come() -> None:
+      work.fetched = route.fetch_tokens
+      work.served.moved_s += self.now - began
+      target.enqueue(work)
+
+    self.send("fetch", work, source, target, route.fetch_tokens - here, come)
+
+  def _set_decode(self, work: _Work, name: str) -> None:
+    found = self._instance(name)
+    if found.role == "prefill":
+      raise _misrouted(name, "answers")
+    work.decode, work.served.decode = found, name
+
+  def _too_long(self, work: _Work) -> str:
+    """Why a request fits nowhere, or nothing."""
+    one, prefill = work.asked, work.prefill
+    assert prefill is not None
+    if one.prompt_tokens > prefill.spec.capacity_tokens:
+      return f"{one.prompt_tokens} tokens, more than {prefill.name} holds"
+    able = [work.decode] if work.decode is not None else [
+      other for other in self.in_order if other.role != "prefill"
+    ]  # fmt: skip
+    most = max((x.spec.capacity_tokens for x in able), default=0)
+    if work.need > most:
+      return f"{work.need} tokens, more than the {most} of an instance"
+    return ""
+
+  def _instance(self, name: str) -> _Running:
+    found = self.all.get(name)
+    if found is None:
+      raise OptionError(
+        "policy",
+        f"an instance {name!r}",
+        f"one of {', '.join(sorted(self.all))}",
+        "return the name of a view",
+      )
+    return found
+
+  # From prompts to answers.
+
+  def choose(self, work: _Work) -> _Running | None:
+    """Asks the policy who answers."""
+    found = self.policy.decode_instance(work.asked, self.views(), self.now)
+    if isinstance(found, Rejected):
+      work.served.rejected = found.reason or "rejected"
+      return None
+    if found is not None:
+      self._set_decode(work, found)
+    return work.decode
+
+  def read(self, work: _Work) -> None:
+    """Takes a prompt that has been read and is answered elsewhere."""
+    if work.reserved:
+      self._move(work)
+      return
+    self.finished.append(work)
+    self._hand_on()
+
+  def _hand_on(self) -> None:
+    """Gives finished prompts to those who have room, in their order."""
+    while self.finished:
+      work = self.finished[0]
+      target, prefill = work.decode, work.prefill
+      assert prefill is not None
+      if target is None:
+        target = self.choose(work)
+      if work.served.rejected:
+        self.finished.popleft()
+        self._release(work)
+        continue
+      if target is None:
+        return
+      # One that read the prompt itself has it already.
+      need = work.need - (work.held if target is prefill else 0)
+      if target.used + need > target.spec.capacity_tokens:
+        return
+      self.finished.popleft()
+      target.take(need)
+      work.reserved = work.need
+      self.reserve(work.need)
+      if target is prefill:
+        work.held = 0
+        target.answer(work)
+      else:
+        self._move(work)
+
+  def _move(self, work: _Work) -> None:
+    """Brings the cache of a prompt to who answers."""
+    source, target, began = work.prefill, work.decode, self.now
+    assert source is not None
+    assert target is not None
+
+    def come() -> None:
+      work.served.moved_s += self.now - began
+      self._release(work)
+      target.answer(work)
+
+    self.send("move", work, source, target, work.asked.prompt_tokens, come)
+
+  def _release(self, work: _Work) -> None:
+    """Frees what the reader held."""
+    assert work.prefill is not None
+    work.prefill.free(work.held)
+    work.held = 0
+    work.prefill.wake()
+    self.freed()
+
+  def freed(self) -> None:
+    """Tells those who wait for room, once for all that happens now."""
+    if (self.finished or self.waiting) and not self.retrying:
+      self.retrying = True
+      self.at(self.now, self._retry)
+
+  def _retry(self) -> None:
+    self.retrying = False
+    self._hand_on()
+    waiting, self.waiting = self.waiting, []
+    for one in waiting:
+      one.wake()
+
+  def wait_for_room(self, one: _Running) -> None:
+    """Remembers an instance whose next prompt waits for another's room."""
+    if one not in self.waiting:
+      self.waiting.append(one)
+
+  def reserve(self, tokens: int) -> None:
+    """Counts tokens that are reserved for answers that have yet to begin."""
+    now = self.now
+    self.result.reserved_token_s += self.reserved * (now - self.reserved_at)
+    self.reserved += tokens
+    self.reserved_at = now
+    self.result.reserved_peak_tokens = max(
+      self.result.reserved_peak_tokens, self.reserved
+    )
+
+  # Links.
+
+  def send(
+    self,
+    kind: str,
+    work: _Work,
+    source: _Running,
+    target: _Running,
+    tokens: int,
+    come: Callable[[], None],
+  ) -> None:
+    """Moves the cache of some tokens and calls `come` when it is there."""
+    channel = self._channel(source.name, target.name)
+    if channel is None:
+      come()
+      return
+    self.events.send(
+      f"{kind} {work.asked.number}",
+      channel,
+      tokens * self.spec.kv_token_bytes,
+      kind=kind,
+      release_s=self.now,
+      then=lambda span: come(),
+    )
+
+  def _channel(self, source: str, target: str) -> Channel | None:
+    links = self.spec.links
+    if links is None:
+      return None
+    if isinstance(links, Link):
+      key, link, name = (source, ""), links, f"{source} out"
+    else:
+      key, name = (source, target), f"{source} to {target}"
+      link = links.get(key)
+      if link is None:
+        raise OptionError(
+          "links",
+          f"none from {source} to {target}",
+          "a link for every pair that the policy uses",
+          "add it, or pass one Link for all",
+        )
+    if key not in self.channels:
+      self.channels[key] = self.events.link(
+        name, link.bandwidth, link.latency_s
+      )
+    return self.channels[key]
+
+  # Records.
+
+  def record(
+    self, name: str, kind: str, where: str, start: float, end: float
+  ) -> None:
+    """Notes a call for the timeline."""
+    if self.spec.timeline:
+      self.spans.append(Span(name, kind, where, start, start, end, end))
+
+  def load(self, one: _Running) -> None:
+    """Notes the load of an instance."""
+    if self.spec.timeline:
+      self.loads[one.name].append(
+        LoadPoint(
+          time_s=self.now,
+          queued_requests=one.queued,
+          running_requests=len(one.rows) + len(one.joining),
+          used_tokens=one.used,
+        )
+      )
+
+
+def _misrouted(name: str, does: str) -> OptionError:
+  return OptionError(
+    "policy", f"{name} for it", f"an instance that {does}", "look at its role"
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterSimulator:
+  """Instances, the links between them and the policy that routes requests.
+
+  Attributes:
+    instances: at least one; names are unique.
+    policy: asked at each arrival, and when a prompt has been read.
+    links: one link for the way out of each instance, which its messages share;
+      or one for each (source, target); None moves caches in no time.
+    kv_token_bytes: of a token's keys and values in all layers.
+    transfer: of `TRANSFERS`.
+    timeline: whether the result has spans and loads.
+  """
+
+  instances: Sequence[SimulatedInstance]
+  policy: RoutingPolicy
+  links: Link | Mapping[tuple[str, str], Link] | None = None
+  kv_token_bytes: int | float = 0
+  transfer: str = "pull"
+  timeline: bool = False
+
+  def __post_init__(self) -> None:
+    one_of("transfer", self.transfer, TRANSFERS)
+    number("kv_token_bytes", self.kv_token_bytes, least=0)
+    names = [one.name for one in self.instances]
+    if not names or len(set(names)) != len(names):
+      raise OptionError(
+        "instances",
+        ", ".join(names) or "none",
+        "one or more with unique names",
+        "name them prefill0, prefill1, decode0",
+      )
+
+  def run(self, trace: Sequence[TraceRequest]) -> ClusterResult:
+    """Lets the cluster serve a trace.
+
+    Args:
+      trace: in the order of arrivals.
+
+    Raises:
+      OptionError: the policy names an instance that is none, or leaves
+        requests without an instance for ever.
+    """
+    return _Run(self, trace).run()
