@@ -1,7 +1,7 @@
 """Cuts requests and instances into batches; says which instance keeps what.
 
-Guarantees: `fewest_instances` takes as few instances as any plan; `best_batches` finds
-the least cost of all ways to cut both orders, of which it tries each once.
+Guarantees: `fewest_instances` takes as few instances as any plan;
+`best_batches` finds the least cost of all ways to cut both orders.
 Cost: `best_batches` n^2 m^2 / 4 steps for n requests and m instances.
 Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, sections 4.1 and 5.3.
 """
@@ -65,9 +65,9 @@ def fewest_instances(
 def even_parts(
   lengths: Sequence[int], free: Sequence[int]
 ) -> tuple[tuple[int, ...], ...] | None:
-  """As `fewest_instances`, where each instance that reads keeps what it computed.
+  """As `fewest_instances`, where all that read keep equal parts.
 
-  That is where keys are before any is moved: equal parts. What reads first
+  That is where keys are that stay where they are computed: what reads first
   and moves afterwards needs room for them (reactive migration).
   """
   total = sum(lengths)

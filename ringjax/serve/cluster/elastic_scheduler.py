@@ -3,8 +3,8 @@
 Each instance has all weights and slots for tokens. A group of instances reads
 a batch of prompts by sequence parallelism; while keys go around its ring, each
 instance keeps those that a plan gives it, so that the batch is answered by
-fewer instances without moving a key (`fewest_instances`). A group that answers grows by
-instances that hold nothing of its requests yet.
+fewer instances without moving a key (`fewest_instances`). A group that answers
+grows by instances that hold nothing of its requests yet.
 
 `ElasticScheduler.plan` decides in four steps:
   dispatch  which waiting requests, and which idle or answering instances
