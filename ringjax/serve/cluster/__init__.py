@@ -7,6 +7,41 @@ from ringjax.serve.cluster.cluster_simulator import (
   LoadPoint,
   SimulatedInstance,
 )
+from ringjax.serve.cluster.elastic_batches import (
+  batch_cost,
+  best_batches,
+  even_parts,
+  fewest_instances,
+)
+from ringjax.serve.cluster.elastic_scheduler import (
+  ClusterView,
+  DecodeGroup,
+  ElasticOptions,
+  ElasticPlan,
+  ElasticPolicy,
+  ElasticRequest,
+  ElasticScheduler,
+  Emptied,
+  PrefillBatch,
+)
+from ringjax.serve.cluster.elastic_simulator import (
+  ElasticResult,
+  simulate_elastic,
+)
+from ringjax.serve.cluster.elastic_workloads import (
+  ComparedSystem,
+  GroupMachine,
+  ScaledLimits,
+  answer_lengths,
+  compared_systems,
+  elastic_goodput,
+  mixed_lengths,
+  random_trace,
+  zipf_lengths,
+)
+from ringjax.serve.cluster.fixed_groups import (
+  FixedGroups,
+)
 from ringjax.serve.cluster.phase_times import PhaseTimes, QuadraticTimes
 from ringjax.serve.cluster.routing import (
   InstanceView,
@@ -26,19 +61,44 @@ from ringjax.serve.cluster.served import (
 __all__ = [
   "ClusterResult",
   "ClusterSimulator",
+  "ClusterView",
+  "ComparedSystem",
+  "DecodeGroup",
+  "ElasticOptions",
+  "ElasticPlan",
+  "ElasticPolicy",
+  "ElasticRequest",
+  "ElasticResult",
+  "ElasticScheduler",
+  "Emptied",
+  "FixedGroups",
+  "GroupMachine",
   "InstanceCounters",
   "InstanceView",
   "Limits",
   "LoadPoint",
   "PhaseTimes",
+  "PrefillBatch",
   "QuadraticTimes",
   "Rejected",
   "Route",
   "RoutedRequest",
   "RoutingPolicy",
+  "ScaledLimits",
   "ServedRequest",
   "ShortestQueue",
   "SimulatedInstance",
+  "answer_lengths",
   "attainment",
+  "batch_cost",
+  "best_batches",
+  "compared_systems",
+  "elastic_goodput",
+  "even_parts",
+  "fewest_instances",
+  "mixed_lengths",
   "percentiles",
+  "random_trace",
+  "simulate_elastic",
+  "zipf_lengths",
 ]
