@@ -69,6 +69,9 @@ class SimulatedInstance:
       joins; None for no other limit than the capacity.
     stages: of its pipeline.
     stage_s: seconds that each stage adds to a call.
+    entry_s: seconds that the first stage adds to a call.
+    entry_token_s: the same, for each new token of prompts or cached one of
+      answers.
     share: of `SHARES`, for an instance that does both.
     prefix_cache_tokens: room for blocks of prompts that have been read, beside
       the capacity; the least recently used ones go.
@@ -84,6 +87,8 @@ class SimulatedInstance:
   max_decode_tokens: int | None = None
   stages: int = 1
   stage_s: int | float = 0.0
+  entry_s: int | float = 0.0
+  entry_token_s: int | float = 0.0
   share: str = "first"
   prefix_cache_tokens: int = 0
 
@@ -97,8 +102,8 @@ class SimulatedInstance:
       positive_int(name, getattr(self, name))
     if self.max_decode_tokens is not None:
       positive_int("max_decode_tokens", self.max_decode_tokens)
-    number("stage_s", self.stage_s, least=0)
-    number("prefix_cache_tokens", self.prefix_cache_tokens, least=0)
+    for name in ("stage_s", "entry_s", "entry_token_s", "prefix_cache_tokens"):
+      number(name, getattr(self, name), least=0)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -307,13 +312,18 @@ class _Running:
     """Begins as many steps as nothing is known to interrupt."""
     rows, stages = len(self.rows), self.spec.stages
     group = -(-rows // stages)
-    decode_s, extra = self.spec.times.decode_s, self.spec.stage_s * stages
-    first = decode_s(group, self.cached / stages)
-    self.more_s = decode_s(group, (self.cached + rows) / stages) - first
-    self.first_s, self.since = first + extra, now
+    first = self._step_s(group, self.cached / stages)
+    self.more_s = self._step_s(group, (self.cached + rows) / stages) - first
+    self.first_s, self.since = first, now
     self.steps = self.rows[0][0] - self.step
     self.decoding = True
     self._post_round(self._after(self.steps))
+
+  def _step_s(self, rows: int, cached: float) -> float:
+    """Seconds of a token for a group of rows, through all stages."""
+    spec = self.spec
+    seconds = spec.times.decode_s(rows, cached) + spec.stage_s * spec.stages
+    return seconds + spec.entry_s + spec.entry_token_s * cached
 
   def _post_round(self, time: float) -> None:
     self.round += 1
@@ -501,8 +511,9 @@ class _Running:
     now, stages = self.cluster.now, self.spec.stages
     seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
     seconds += self.spec.stage_s
-    self._count_batch(batch, seconds)
-    time = now
+    entry = self._entry_s(batch)
+    self._count_batch(batch, seconds + entry)
+    time = now + entry
     for n in range(stages):
       time = max(time, self.stage_free[n]) + seconds
       self.stage_free[n] = time
@@ -511,6 +522,10 @@ class _Running:
     self.cluster.record(
       f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
     )
+
+  def _entry_s(self, batch: Sequence[tuple[_Work, int]]) -> float:
+    tokens = sum(count for _, count in batch)
+    return self.spec.entry_s + self.spec.entry_token_s * tokens
 
   def _count_batch(
     self, batch: Sequence[tuple[_Work, int]], seconds: float
@@ -550,6 +565,7 @@ class _Running:
     now, rows = self.cluster.now, len(self.rows)
     times, stages = self.spec.times, self.spec.stages
     seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
+    seconds += self._entry_s(batch)
     if rows:
       # The weights are read once, for both.
       seconds += times.decode_s(rows, self.cached) - times.decode_s(0, 0)
