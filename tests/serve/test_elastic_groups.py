@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from ringjax.errors import OptionError
 from ringjax.serve.cluster import (
   ClusterSimulator,
+  ClusterView,
+  DecodeGroup,
   ElasticOptions,
+  ElasticRequest,
   ElasticScheduler,
   FixedGroups,
   GroupMachine,
@@ -26,7 +29,6 @@ from ringjax.serve.cluster import (
   batch_cost,
   best_batches,
   compared_systems,
-  elastic_goodput,
   even_parts,
   fewest_instances,
   mixed_lengths,
@@ -34,6 +36,7 @@ from ringjax.serve.cluster import (
   simulate_elastic,
   zipf_lengths,
 )
+from ringjax.serve.cluster.goodput import goodput
 from ringjax.serve.traces import TraceRequest
 from tests.helpers import refused
 
@@ -121,21 +124,22 @@ def test_a_long_prompt_fits_between_what_others_left():
   # instance has it.
   assert even_parts([600_000], free) is None
   assert fewest_instances([600_000], free) == ((0, 200_000, 400_000),)
-  assert fewest_instances([650_000], free) == ((50_000, 200_000, 400_000),)
+  assert fewest_instances([650_000], free) == ((100_000, 200_000, 350_000),)
   assert fewest_instances([700_001], free) is None
   # Two prompts that hold three instances unevenly, then one of 600k.
   options = ElasticOptions(slots=400_000, most_moved_tokens=1)
-  policy = ElasticScheduler([_times(n) for n in range(1, 4)], options)
-  wait = 10_000
+  times = [GroupMachine().times(2, n) for n in range(1, 4)]
+  policy = ElasticScheduler(times, options)
+  wait = 2_000
   trace = [
-    TraceRequest(arrival=0.0, prompt_tokens=300_000 - wait, new_tokens=wait + 1),
-    TraceRequest(arrival=0.1, prompt_tokens=200_000 - wait, new_tokens=wait + 1),
-    TraceRequest(arrival=1e5, prompt_tokens=600_000, new_tokens=2),
-  ]  # fmt: skip
+    TraceRequest(arrival=at, prompt_tokens=prompt - wait, new_tokens=wait + 1)
+    for at, prompt in ((0.0, 300_000), (0.1, 200_000), (0.2, 602_000))
+  ]
   ran = simulate_elastic(trace, policy, 3)
   assert ran.moved_tokens == 0
   assert not any(one.rejected for one in ran.served)
-  assert all(one.last_token_s > one.first_token_s for one in ran.served)
+  long = ran.served[2]
+  assert all(one.last_token_s > long.first_token_s for one in ran.served)
 
 
 @hypothesis.settings(max_examples=60)
@@ -213,16 +217,30 @@ def test_fixed_groups_are_what_the_simulator_of_engines_has():
     assert one.tpot_s == pytest.approx(other.tpot_s)
 
 
-def test_rows_beyond_a_master_bring_others_in():
-  options = ElasticOptions(wide_rows=4)
-  policy = ElasticScheduler([_times(n) for n in range(1, 5)], options)
-  trace = [
-    TraceRequest(arrival=0.0, prompt_tokens=10, new_tokens=60, number=n)
-    for n in range(16)
+def test_rows_beyond_a_master_bring_idle_instances_in():
+  policy = ElasticScheduler(
+    [_times(n) for n in range(1, 5)], ElasticOptions(wide_rows=4)
+  )
+  rows = [
+    ElasticRequest(number=n, arrival_s=0.0, prompt_tokens=9, new_tokens=9)
+    for n in range(11)
   ]
-  ran = simulate_elastic(trace, policy, 4)
-  assert ran.grows >= 1
-  assert ran.moved_tokens == 0
+  group = DecodeGroup(requests=rows[:9], instances=[1])
+  other = DecodeGroup(requests=rows[9:], instances=[3])
+  view = ClusterView(
+    now_s=1.0,
+    waiting=[],
+    groups=[group, other],
+    reading=frozenset(),
+    used=[0, 81, 0, 18],
+  )
+  assert policy.grown(group, view) == (0, 2)
+  assert policy.grown(other, view) == ()
+  # Prompts that wait come first, and what reads is not idle.
+  reading = dataclasses.replace(view, reading=frozenset([0]))
+  assert policy.grown(group, reading) == (2,)
+  waiting = dataclasses.replace(view, waiting=rows)
+  assert policy.grown(group, waiting) == ()
 
 
 def test_machines_and_workloads():
@@ -247,14 +265,6 @@ def test_machines_and_workloads():
   assert slow[7].arrival == pytest.approx(2 * fast[7].arrival)
 
 
-def test_goodput_is_the_edge():
-  assert elastic_goodput(lambda rate: float(rate <= 3), most=50) == (
-    pytest.approx(3, rel=0.02)
-  )
-  assert elastic_goodput(lambda rate: 1.0, most=50) == 50
-  assert elastic_goodput(lambda rate: 0.0, most=50) == 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("load", ["mixed", "1.0", "1.4"])
 def test_elastic_groups_serve_more_than_fixed_ones(load):
@@ -267,12 +277,9 @@ def test_elastic_groups_serve_more_than_fixed_ones(load):
   limits = ScaledLimits(alone=GroupMachine().times(2, 4))
   found = {}
   for system in compared_systems():
-    found[system.name] = elastic_goodput(
-      lambda rate, system=system: limits.share(
-        system.run(random_trace(prompts, answers, rate, seed=3)).served
-      ),
-      error=0.05,
-    )
+    serve = lambda trace, system=system: system.run(trace).served
+    trace = random_trace(prompts, answers, 0.5, seed=3)
+    found[system.name] = goodput(serve, trace, limits, near=0.05).rate
   elastic = found.pop("elastic, 4 x TP2")
   assert len(found) == 3
   assert all(elastic > 1.2 * other for other in found.values()), found
@@ -291,5 +298,5 @@ def test_refusals():
   long = [ask(prompt_tokens=210_001, new_tokens=1)]
   (one,) = simulate_elastic(long, policy, 1).served
   assert "210001 tokens for 210000 slots" in one.rejected
-  assert not one.meets(ScaledLimits(alone=_times(1)).of(one))
+  assert not one.meets(ScaledLimits(alone=_times(1)))
   assert dataclasses.replace(policy.options, slots=5).slots == 5

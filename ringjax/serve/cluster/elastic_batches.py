@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ringjax.serve.cluster.phase_times import PhaseTimes
 
@@ -95,6 +95,7 @@ def even_parts(
 # ---------------------------------------------------------------------------
 
 
+@runtime_checkable
 class GroupTimes(Protocol):
   """Times of groups, by their number of instances."""
 

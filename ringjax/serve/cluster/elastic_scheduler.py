@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
@@ -192,6 +192,7 @@ class ClusterView:
   used: Sequence[int]
 
 
+@runtime_checkable
 class ElasticPolicy(Protocol):
   """What a simulator asks: `ElasticScheduler`, or `FixedGroups`."""
 

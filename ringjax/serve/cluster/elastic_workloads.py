@@ -1,4 +1,4 @@
-"""What elastic groups are compared on: times, lengths, limits and goodput.
+"""What elastic groups are compared on: times, lengths and limits.
 
 Guarantees: everything is drawn from a seed; another rate only stretches time.
 The model of times is a roofline (`GroupMachine`): it counts products, bytes of
@@ -26,7 +26,7 @@ from ringjax.serve.cluster.elastic_simulator import (
 )
 from ringjax.serve.cluster.fixed_groups import FixedGroups
 from ringjax.serve.cluster.phase_times import QuadraticTimes
-from ringjax.serve.cluster.served import Limits, ServedRequest
+from ringjax.serve.cluster.served import Limits
 from ringjax.serve.traces import TraceRequest
 
 # ---------------------------------------------------------------------------
@@ -281,69 +281,34 @@ def compared_systems(
 
 
 # ---------------------------------------------------------------------------
-# Goodput
+# Limits
 # ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaledLimits:
-  """Limits that grow with a request: so many times what it takes alone.
+class ScaledLimits(Limits):
+  """Limits that grow with a prompt: so many times what it takes alone.
 
   Attributes:
-    alone: the times of all chips as one group, with nothing else to do.
-    scale: how many times that the first token may take.
-    ttft_s: seconds that it may always take.
+    ttft_s: seconds that the first token of any prompt may take.
     tpot_s: seconds for each later token.
+    alone: the times of all chips as one group, with nothing else to do; None
+      for the limits of all prompts alike.
+    scale: how many times that the first token may take.
   """
 
-  alone: QuadraticTimes
-  scale: int | float = 25.0
   ttft_s: int | float = 15.0
   tpot_s: int | float = 0.05
+  alone: QuadraticTimes | None = None
+  scale: int | float = 25.0
 
-  def of(self, one: ServedRequest) -> Limits:
-    """The limits of a request."""
-    least = self.alone.prefill_s([(one.prompt_tokens, 0)])
+  def of(self, prompt_tokens: int) -> Limits:
+    """The limits of a request with a prompt of so many tokens."""
+    if self.alone is None:
+      return self
+    least = self.alone.prefill_s([(prompt_tokens, 0)])
     return Limits(
-      ttft_s=max(self.ttft_s, self.scale * least), tpot_s=self.tpot_s
+      ttft_s=max(self.ttft_s, self.scale * least),
+      tpot_s=self.tpot_s,
+      share=self.share,
     )
-
-  def share(self, served: Sequence[ServedRequest]) -> float:
-    """Of the requests, that were served within their limits, 0 to 1."""
-    met = sum(one.meets(self.of(one)) for one in served)
-    return met / max(1, len(served))
-
-
-def elastic_goodput(
-  share: Callable[[float], float],
-  *,
-  wanted: int | float = 0.9,
-  most: int | float = 64.0,
-  error: int | float = 0.02,
-) -> float:
-  """The largest rate at which a share of the requests is served in time.
-
-  Args:
-    share: of a rate, requests a second; falls as it grows, but for noise.
-    wanted: the least share.
-    most: the largest rate that is tried.
-    error: of the rate, relative.
-
-  Returns:
-    Requests a second; 0 where no rate above most / 2^20 serves.
-  """
-  high = float(most)
-  if share(high) >= wanted:
-    return high
-  low = high / 2
-  while share(low) < wanted:
-    high, low = low, low / 2
-    if low < most / 2**20:
-      return 0.0
-  while high / low > 1 + error:
-    middle = (low * high) ** 0.5
-    if share(middle) >= wanted:
-      low = middle
-    else:
-      high = middle
-  return low

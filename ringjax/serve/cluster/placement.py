@@ -330,9 +330,7 @@ class PlacementSearch:
         self.progress(self.simulations)
       return simulator.run(given).served
 
-    return goodput(
-      serve, trace, limits, near=self.near, each=self.each
-    )
+    return goodput(serve, trace, limits, near=self.near, each=self.each)
 
   def _rated(self, role: str) -> list[_Rated]:
     return [
