@@ -29,8 +29,7 @@ from ringjax.serve.cluster.served import percentiles
 from ringjax.serve.traces import TraceRequest
 
 NAME = "plan"
-_ZIPF = "zipf:"
-WORKLOADS = ("zipf:1.0", "zipf:1.2", "zipf:1.4", "mixed")
+WORKLOADS = ("zipf:1.0", "zipf:1.2", "zipf:1.4", "mixed:199999", "mixed")
 # Goodput as the paper's figures have it, requests a second at 90 percent;
 # of zipf with the exponents 1.0, 1.2 and 1.4.
 PAPER = {
@@ -51,7 +50,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
   names = values.workloads or [*WORKLOADS]
   traces = {name: _trace(name, count, values.seed) for name in names}
   machine = GroupMachine()
-  limits = ScaledLimits(alone=machine.times(2, 4))
+  limits = ScaledLimits(alone=machine.times(2, 4), share=values.share)
   systems = compared_systems(machine)
   rows: list[dict[str, Any]] = []
   screen.begin("searching goodput", unit="searches")
@@ -72,6 +71,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
           row |= {
             "ttft_p90_s": times["ttft_s"]["p90"],
             "tpot_p90_s": times["tpot_s"]["p90"],
+            "refused": sum(bool(one.rejected) for one in ran.served) / count,
             "moved_tokens": ran.moved_tokens,
             "kept_tokens": ran.kept_tokens,
             "shrinks": ran.shrinks,
@@ -99,24 +99,25 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
 
 def _trace(name: str, count: int, seed: int) -> list[TraceRequest]:
   """Requests of a workload, at one a second."""
-  if name == "mixed":
-    lengths = mixed_lengths(count, seed=seed)
-  else:
-    try:
-      if not name.startswith(_ZIPF):
-        raise ValueError
-      exponent = float(name.removeprefix(_ZIPF))
-    except ValueError:
-      raise OptionError(
-        "--workloads",
-        name,
-        "mixed, or zipf and an exponent",
-        "pass e.g. --workloads=zipf:1.2,mixed",
-      ) from None
-    lengths = (
-      zipf_lengths(count, exponent, seed=seed),
-      answer_lengths(count, seed=seed + 1),
-    )
+  kind, _, option = name.partition(":")
+  try:
+    if kind == "mixed":
+      most = int(option) if option else None
+      lengths = mixed_lengths(count, seed=seed, most=most)
+    elif kind == "zipf":
+      lengths = (
+        zipf_lengths(count, float(option), seed=seed),
+        answer_lengths(count, seed=seed + 1),
+      )
+    else:
+      raise ValueError(kind)
+  except ValueError:
+    raise OptionError(
+      "--workloads",
+      name,
+      "zipf:EXPONENT, mixed or mixed:TOKENS",
+      "pass e.g. --workloads=zipf:1.2,mixed",
+    ) from None
   return random_trace(*lengths, 1.0, seed=seed + 2)
 
 
@@ -131,8 +132,8 @@ def _words(record: dict[str, Any], rows: Sequence[Any]) -> Iterator[str]:
   yield from strategies.markdown(
     ("lengths", "system"),
     (
-      "requests/s", "elastic is", "paper, requests/s", "TTFT P90 (s)",
-      "TPOT P90 (ms)", "tokens moved", "tokens kept in a ring",
+      "requests/s", "elastic is", "paper, requests/s", "refused",
+      "TTFT P90 (s)", "TPOT P90 (ms)", "tokens moved", "tokens kept in a ring",
     ),
     [_cells(row, rows) for row in rows],
   )  # fmt: skip
@@ -147,13 +148,14 @@ def _cells(row: dict[str, Any], rows: Sequence[Any]) -> tuple[str, ...]:
   published = row["published"]
   done = (
     (
+      f"{row['refused']:.1%}",
       f"{row['ttft_p90_s']:.2f}",
       f"{row['tpot_p90_s'] * 1e3:.1f}",
       f"{row['moved_tokens']:,}",
       f"{row['kept_tokens']:,}",
     )
     if rate
-    else ("-",) * 4
+    else ("-",) * 5
   )
   return (
     row["workload"],

@@ -139,7 +139,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "--machine=here: where a file is written and read; default: here."),
   ("requests", "whole", 500, "elastic", "Requests of each workload."),
   ("workloads", "texts", None, "elastic",
-   "How lengths are drawn, zipf:EXPONENT or mixed; default: all published."),
+   "How lengths are drawn: zipf:EXPONENT, mixed, or mixed:TOKENS for prompts "
+   "that are cut; default: several."),
+  ("share", "number", 0.9, "elastic", "Of the requests, served in time.", 0.0),
   ("shares", "texts", None, "window",
    "Parts of the model on each device, e.g. 0.4,0.3,0.3; default: equal."),
   ("flops", "texts", ["50e9"], "window",

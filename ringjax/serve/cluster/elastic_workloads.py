@@ -153,11 +153,16 @@ MIXED = (
 
 
 def mixed_lengths(
-  count: int, *, seed: int = 0
+  count: int, *, seed: int = 0, most: int | None = None
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
   """(tokens of prompts, of answers): chats and long documents in equal parts.
 
   See `MIXED`.
+
+  Args:
+    count: how many.
+    seed: of the draw.
+    most: longer prompts are cut to it; None cuts none.
   """
   chance = np.random.default_rng(seed)
   which = chance.choice(len(MIXED), size=count, p=[one[1] for one in MIXED])
@@ -167,7 +172,7 @@ def mixed_lengths(
   drawn = chance.uniform(np.log(shortest), np.log(longest))
   answers = np.exp(chance.normal(np.log(median), 0.8))
   return (
-    np.exp(drawn).astype(np.int64),
+    np.minimum(np.exp(drawn), np.inf if most is None else most).astype(int),
     np.clip(answers, 1, 2048).astype(np.int64),
   )
 
