@@ -7,6 +7,18 @@ from ringjax.serve.cluster.cluster_simulator import (
   LoadPoint,
   SimulatedInstance,
 )
+from ringjax.serve.cluster.distserve_times import (
+  DistServeModel,
+  DistServeTimes,
+  as_distserve_counts,
+  read_capacities,
+  read_profile,
+)
+from ringjax.serve.cluster.drift import (
+  Replanned,
+  TrafficSummary,
+  replan,
+)
 from ringjax.serve.cluster.elastic_batches import (
   batch_cost,
   best_batches,
@@ -38,10 +50,36 @@ from ringjax.serve.cluster.elastic_workloads import (
   random_trace,
   zipf_lengths,
 )
+from ringjax.serve.cluster.fitted_times import (
+  MeasuredCall,
+  TensorTimes,
+  engine_times,
+  read_calls,
+)
 from ringjax.serve.cluster.fixed_groups import (
   FixedGroups,
 )
-from ringjax.serve.cluster.phase_times import PhaseTimes, QuadraticTimes
+from ringjax.serve.cluster.goodput import (
+  Goodput,
+  GoodputSearch,
+  at_rate,
+  goodput,
+  repeated,
+  share_met,
+  trace_rate,
+)
+from ringjax.serve.cluster.instance_placement import (
+  GpuCluster,
+  InstanceFamily,
+  InstanceGroup,
+  PlacementSearch,
+  ServingPlacement,
+  SizedModel,
+)
+from ringjax.serve.cluster.phase_times import (
+  PhaseTimes,
+  QuadraticTimes,
+)
 from ringjax.serve.cluster.routing import (
   InstanceView,
   Rejected,
@@ -63,6 +101,8 @@ __all__ = [
   "ClusterView",
   "ComparedSystem",
   "DecodeGroup",
+  "DistServeModel",
+  "DistServeTimes",
   "ElasticOptions",
   "ElasticPlan",
   "ElasticPolicy",
@@ -71,32 +111,55 @@ __all__ = [
   "ElasticScheduler",
   "Emptied",
   "FixedGroups",
+  "Goodput",
+  "GoodputSearch",
+  "GpuCluster",
   "GroupMachine",
   "InstanceCounters",
+  "InstanceFamily",
+  "InstanceGroup",
   "InstanceView",
   "Limits",
   "LoadPoint",
+  "MeasuredCall",
   "PhaseTimes",
+  "PlacementSearch",
   "PrefillBatch",
   "QuadraticTimes",
   "Rejected",
+  "Replanned",
   "Route",
   "RoutedRequest",
   "RoutingPolicy",
   "ScaledLimits",
   "ServedRequest",
+  "ServingPlacement",
   "ShortestQueue",
   "SimulatedInstance",
+  "SizedModel",
+  "TensorTimes",
+  "TrafficSummary",
   "answer_lengths",
+  "as_distserve_counts",
+  "at_rate",
   "attainment",
   "batch_cost",
   "best_batches",
   "compared_systems",
+  "engine_times",
   "even_parts",
   "fewest_instances",
+  "goodput",
   "mixed_lengths",
   "percentiles",
   "random_trace",
+  "read_calls",
+  "read_capacities",
+  "read_profile",
+  "repeated",
+  "replan",
+  "share_met",
   "simulate_elastic",
+  "trace_rate",
   "zipf_lengths",
 ]

@@ -179,7 +179,7 @@ class ClusterResult:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Work:
+class _RoutedWork:
   """A request on its way."""
 
   served: ServedRequest
@@ -241,14 +241,15 @@ class _Running:
     self.counters = InstanceCounters()
     self.prefixes = _PrefixBlocks(int(spec.prefix_cache_tokens))
     # Prompts: those that wait, those that are fetched or read.
-    self.queue: collections.deque[_Work] = collections.deque()
+    self.queue: collections.deque[_RoutedWork] = collections.deque()
     self.queued = self.queued_tokens = 0
     self.queued_s = 0.0
     self.stage_free = [0.0] * spec.stages
     self.used = 0
     # Answers: a heap of (step after which it ends, number, work).
-    self.rows: list[tuple[int, int, _Work]] = []
-    self.joining: collections.deque[_Work] = collections.deque()
+    self.rows: list[tuple[int, int, _RoutedWork]] = []
+    self.joining: collections.deque[_RoutedWork] = collections.deque()
+    self.joining_tokens = 0
     self.step = 0
     self.cached = 0
     # The steps under way: since when, how many, how long the first one takes,
@@ -266,7 +267,6 @@ class _Running:
     cached = self.cached
     if self.decoding:
       cached += rows * min(self.steps, self._steps_until(now, up=False))
-    waiting = sum(w.asked.prompt_tokens for w in self.joining)
     return InstanceView(
       name=self.name,
       role=self.role,
@@ -274,7 +274,7 @@ class _Running:
       queued_tokens=self.queued_tokens,
       queued_s=self.queued_s + max(0.0, self.stage_free[0] - now),
       running_requests=rows + len(self.joining),
-      running_tokens=cached + waiting,
+      running_tokens=cached + self.joining_tokens,
       free_tokens=self.spec.capacity_tokens - self.used,
     )
 
@@ -363,7 +363,7 @@ class _Running:
       work.served.last_token_s = self.cluster.now
       self.cluster.freed()
 
-  def answer(self, work: _Work) -> None:
+  def answer(self, work: _RoutedWork) -> None:
     """Takes an answer whose cache is here."""
     if work.asked.new_tokens == 1:
       work.served.last_token_s = max(
@@ -374,6 +374,7 @@ class _Running:
       self.cluster.freed()
       return
     self.joining.append(work)
+    self.joining_tokens += work.asked.prompt_tokens
     self.interrupt()
     self.wake()
 
@@ -385,6 +386,7 @@ class _Running:
       if most is not None and self.rows and self.cached + cached > most:
         break
       self.joining.popleft()
+      self.joining_tokens -= work.asked.prompt_tokens
       self.cluster.reserve(-work.reserved)
       # The first token came with the prompt.
       work.end_step = self.step + work.asked.new_tokens - 1
@@ -394,7 +396,7 @@ class _Running:
 
   # Prompts.
 
-  def enqueue(self, work: _Work) -> None:
+  def enqueue(self, work: _RoutedWork) -> None:
     """Takes a prompt whose prefix is here."""
     self.queue.append(work)
     self.interrupt()
@@ -425,7 +427,7 @@ class _Running:
           self._decode(now)
     self.cluster.load(self)
 
-  def _admit(self, work: _Work) -> bool:
+  def _admit(self, work: _RoutedWork) -> bool:
     """Whether a prompt has room; takes it."""
     if work.held:
       return True
@@ -450,14 +452,14 @@ class _Running:
     work.held = need
     return True
 
-  def _drop(self, work: _Work) -> None:
+  def _drop(self, work: _RoutedWork) -> None:
     """Forgets a prompt that was rejected while it waited."""
     self.queue.remove(work)
     self.queued -= 1
     self.queued_tokens -= work.asked.prompt_tokens
     self.queued_s -= work.alone_s
 
-  def _start(self, work: _Work) -> None:
+  def _start(self, work: _RoutedWork) -> None:
     """Looks what of a prompt is here already."""
     now = self.cluster.now
     if math.isnan(work.served.prefill_start_s):
@@ -469,13 +471,13 @@ class _Running:
       work.served.cached_tokens = work.cached
       self.counters.cached_tokens += work.cached
 
-  def _batch(self, mixed: bool) -> list[tuple[_Work, int]]:
+  def _batch(self, mixed: bool) -> list[tuple[_RoutedWork, int]]:
     """The prompts that are read next, and how many tokens of each."""
     room = self.spec.max_prefill_tokens
     rows = self.spec.max_prefill_rows
     if mixed:
       room -= len(self.rows)
-    found: list[tuple[_Work, int]] = []
+    found: list[tuple[_RoutedWork, int]] = []
     for work in tuple(itertools.islice(self.queue, rows + 1)):
       if len(found) >= rows or room <= 0:
         break
@@ -500,13 +502,13 @@ class _Running:
     return found
 
   def _pieces(
-    self, batch: Sequence[tuple[_Work, int]]
+    self, batch: Sequence[tuple[_RoutedWork, int]]
   ) -> list[tuple[int, int]]:
     return [
       (count, work.asked.prompt_tokens - work.left) for work, count in batch
     ]
 
-  def _read(self, batch: list[tuple[_Work, int]]) -> None:
+  def _read(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """Reads whole prompts, through all stages."""
     now, stages = self.cluster.now, self.spec.stages
     seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
@@ -523,12 +525,12 @@ class _Running:
       f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
     )
 
-  def _entry_s(self, batch: Sequence[tuple[_Work, int]]) -> float:
+  def _entry_s(self, batch: Sequence[tuple[_RoutedWork, int]]) -> float:
     tokens = sum(count for _, count in batch)
     return self.spec.entry_s + self.spec.entry_token_s * tokens
 
   def _count_batch(
-    self, batch: Sequence[tuple[_Work, int]], seconds: float
+    self, batch: Sequence[tuple[_RoutedWork, int]], seconds: float
   ) -> None:
     self.counters.prefill_calls += 1
     self.counters.prefill_busy_s += seconds
@@ -541,13 +543,13 @@ class _Running:
         self.queue.popleft()
         self.queued_s -= work.alone_s
 
-  def _was_read(self, batch: Iterable[tuple[_Work, int]]) -> None:
+  def _was_read(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     for work, _ in batch:
       if not work.left:
         self._read_whole(work)
     self.wake()
 
-  def _read_whole(self, work: _Work) -> None:
+  def _read_whole(self, work: _RoutedWork) -> None:
     self.queued -= 1
     self.queued_tokens -= work.cached
     work.served.first_token_s = self.cluster.now
@@ -560,7 +562,7 @@ class _Running:
     else:
       self.cluster.read(work)
 
-  def _mix(self, batch: list[tuple[_Work, int]]) -> None:
+  def _mix(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """One step of pieces of prompts beside all answers."""
     now, rows = self.cluster.now, len(self.rows)
     times, stages = self.spec.times, self.spec.stages
@@ -596,7 +598,7 @@ class _Run:
     self.spans: list[Span] = []
     self.loads: dict[str, list[LoadPoint]] = {name: [] for name in self.all}
     # Prompts that were read and that no instance had room for.
-    self.finished: collections.deque[_Work] = collections.deque()
+    self.finished: collections.deque[_RoutedWork] = collections.deque()
     self.waiting: list[_Running] = []
     self.retrying = False
     self.channels: dict[tuple[str, str], Channel] = {}
@@ -675,7 +677,7 @@ class _Run:
       new_tokens=one.new_tokens,
       cached_tokens=cached,
     )
-    work = _Work(served, asked, whole, one.block)
+    work = _RoutedWork(served, asked, whole, one.block)
     route = self.policy.route(asked, self.views(), self.now)
     if isinstance(route, Rejected):
       served.rejected = route.reason or "rejected"
@@ -705,7 +707,7 @@ class _Run:
     else:
       target.enqueue(work)
 
-  def _fetch(self, work: _Work, route: Route, here: int) -> None:
+  def _fetch(self, work: _RoutedWork, route: Route, here: int) -> None:
     target = work.prefill
     assert target is not None
     source = self._instance(str(route.fetch_from))
@@ -718,13 +720,13 @@ class _Run:
 
     self.send("fetch", work, source, target, route.fetch_tokens - here, come)
 
-  def _set_decode(self, work: _Work, name: str) -> None:
+  def _set_decode(self, work: _RoutedWork, name: str) -> None:
     found = self._instance(name)
     if found.role == "prefill":
       raise _misrouted(name, "answers")
     work.decode, work.served.decode = found, name
 
-  def _too_long(self, work: _Work) -> str:
+  def _too_long(self, work: _RoutedWork) -> str:
     """Why a request fits nowhere, or nothing."""
     one, prefill = work.asked, work.prefill
     assert prefill is not None
@@ -751,7 +753,7 @@ class _Run:
 
   # From prompts to answers.
 
-  def choose(self, work: _Work) -> _Running | None:
+  def choose(self, work: _RoutedWork) -> _Running | None:
     """Asks the policy who answers."""
     found = self.policy.decode_instance(work.asked, self.views(), self.now)
     if isinstance(found, Rejected):
@@ -761,7 +763,7 @@ class _Run:
       self._set_decode(work, found)
     return work.decode
 
-  def read(self, work: _Work) -> None:
+  def read(self, work: _RoutedWork) -> None:
     """Takes a prompt that has been read and is answered elsewhere."""
     if work.reserved:
       self._move(work)
@@ -797,7 +799,7 @@ class _Run:
       else:
         self._move(work)
 
-  def _move(self, work: _Work) -> None:
+  def _move(self, work: _RoutedWork) -> None:
     """Brings the cache of a prompt to who answers."""
     source, target, began = work.prefill, work.decode, self.now
     assert source is not None
@@ -810,7 +812,7 @@ class _Run:
 
     self.send("move", work, source, target, work.asked.prompt_tokens, come)
 
-  def _release(self, work: _Work) -> None:
+  def _release(self, work: _RoutedWork) -> None:
     """Frees what the reader held."""
     assert work.prefill is not None
     work.prefill.free(work.held)
@@ -851,7 +853,7 @@ class _Run:
   def send(
     self,
     kind: str,
-    work: _Work,
+    work: _RoutedWork,
     source: _Running,
     target: _Running,
     tokens: int,

@@ -29,8 +29,8 @@ import numpy as np
 
 from ringjax.checks import integer, number, one_of, positive_int
 from ringjax.errors import OptionError
-from ringjax.parallel.chips import Machine, number_bytes
-from ringjax.plan.cost import Shape
+from ringjax.parallel.chips import Link, Machine, number_bytes
+from ringjax.plan.offload_tiers import OffloadShape
 from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.serve.simulate import StepCost
 
@@ -157,31 +157,35 @@ class TensorTimes:
 
   @classmethod
   def on(
-    cls, machine: Machine, shape: Shape, *, dtype: str = "bfloat16"
+    cls, machine: Machine, shape: OffloadShape, *, dtype: str = "bfloat16"
   ) -> TensorTimes:
     """Predicts the constants from the stated figures of a machine.
 
     Products at the stated rate, attention at its kernel's part of it, weights
-    and cached tokens at the rate of the memory, two sums over devices a layer;
-    what could overlap is added up.
+    and cached tokens at the rate of the memory, two sums over devices a layer.
+    What could overlap is added up.
 
     Args:
       machine: the devices.
       shape: of the model.
       dtype: of weights and keys.
     """
-    chip, width = machine.chip, number_bytes(dtype)
+    chip, width, layers = machine.chip, number_bytes(dtype), shape.layers
     rate, links = chip.rate(dtype), machine.links
-    link = links if not isinstance(links, tuple) else links[0][1]
-    pair_flops = 2 * shape.layers * shape.heads * shape.head_dim
+    # Any of the axes: a call of tensor parallelism has one of its own.
+    link = links if isinstance(links, Link) else next(
+      iter(dict(links).values())
+    )  # fmt: skip
+    token_s = 2 * (layers * shape.active + shape.head) / rate
+    half = layers * shape.attend / 2
     return cls(
-      fixed_s=shape.layers * (machine.hop_s + machine.call_s),
-      token_s=2 * shape.parameters / rate,
-      pair_s=pair_flops / (rate * machine.part("kernel")[0]),
-      reduce_s=shape.layers * 4 * shape.embed * width / link.bandwidth,
-      weights_s=shape.parameters * width / chip.hbm_bandwidth,
-      row_s=2 * shape.parameters / rate,
-      cached_s=shape.layers * shape.kv_bytes(width) / chip.hbm_bandwidth,
+      fixed_s=layers * (machine.hop_s + machine.call_s),
+      token_s=2 * layers * shape.active / rate,
+      pair_s=half / (rate * machine.part("kernel")[0]),
+      reduce_s=layers * 4 * shape.embed * width / link.bandwidth,
+      weights_s=layers * shape.weights * width / chip.hbm_bandwidth,
+      row_s=token_s,
+      cached_s=layers * shape.kv * width / chip.hbm_bandwidth,
     )
 
 

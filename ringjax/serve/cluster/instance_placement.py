@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
@@ -32,10 +32,15 @@ from ringjax.serve.cluster.cluster_simulator import (
   SimulatedInstance,
 )
 from ringjax.serve.cluster.fitted_times import TensorTimes
-from ringjax.serve.cluster.goodput import Goodput, at_rate, goodput
+from ringjax.serve.cluster.goodput import (
+  Goodput,
+  GoodputSearch,
+  at_rate,
+  goodput,
+)
 from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.serve.cluster.routing import RoutingPolicy, ShortestQueue
-from ringjax.serve.cluster.served import Limits
+from ringjax.serve.cluster.served import Limits, ServedRequest
 from ringjax.serve.traces import TraceRequest
 
 # What a phase alone promises of a pair: queues of prefill spread arrivals, so
@@ -44,11 +49,19 @@ _BOUND = 1.15
 _ENDLESS = 2**62
 
 
+@runtime_checkable
 class InstanceFamily(Protocol):
   """A model that runs in several shapes."""
 
-  name: str
-  kv_token_bytes: int | float
+  @property
+  def name(self) -> str:
+    """Of the model."""
+    ...
+
+  @property
+  def kv_token_bytes(self) -> int | float:
+    """Of a token in all layers."""
+    ...
 
   def shapes(self) -> list[tuple[int, int]]:
     """The (tensor, stages) on which it fits."""
@@ -72,7 +85,7 @@ class SizedModel:
     kv_token_bytes: of a token in all layers.
     device_bytes: memory of a device that weights and cache may fill.
     tensors: numbers of devices that may share every layer.
-    stages: numbers of stages of a pipeline.
+    pipelines: numbers of stages of a pipeline.
     options: of `SimulatedInstance`, e.g. {"max_prefill_tokens": 4096}.
   """
 
@@ -168,7 +181,7 @@ class InstanceGroup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class ServingPlacement:
   """What a search found.
 
   Attributes:
@@ -224,7 +237,7 @@ class PlacementSearch:
     each: bool = False,
     policy: RoutingPolicy | None = None,
     progress: Callable[[int], None] | None = None,
-  ):
+  ) -> None:
     """Checks what can be searched.
 
     Args:
@@ -315,7 +328,8 @@ class PlacementSearch:
     instances: Sequence[SimulatedInstance],
     limits: Limits,
     trace: Sequence[TraceRequest],
-    links: Link | None = None,
+    links: Link | Mapping[tuple[str, str], Link] | None = None,
+    first: float | None = None,
   ) -> Goodput:
     simulator = ClusterSimulator(
       instances=instances,
@@ -324,13 +338,28 @@ class PlacementSearch:
       kv_token_bytes=self.model.kv_token_bytes,
     )
 
-    def serve(given: list[TraceRequest]) -> Any:
-      self.simulations += 1
-      if self.progress is not None:
-        self.progress(self.simulations)
+    return goodput(
+      self._server(simulator),
+      trace,
+      limits,
+      first=first,
+      near=self.near,
+      each=self.each,
+    )
+
+  def _server(
+    self, simulator: ClusterSimulator
+  ) -> Callable[[list[TraceRequest]], list[ServedRequest]]:
+    def serve(given: list[TraceRequest]) -> list[ServedRequest]:
+      self._count()
       return simulator.run(given).served
 
-    return goodput(serve, trace, limits, near=self.near, each=self.each)
+    return serve
+
+  def _count(self) -> None:
+    self.simulations += 1
+    if self.progress is not None:
+      self.progress(self.simulations)
 
   def _rated(self, role: str) -> list[_Rated]:
     return [
@@ -342,7 +371,9 @@ class PlacementSearch:
 
   # Searches.
 
-  def high_affinity(self, rate: int | float | None = None) -> Placement | None:
+  def high_affinity(
+    self, rate: int | float | None = None
+  ) -> ServingPlacement | None:
     """Algorithm 1.
 
     Args:
@@ -365,7 +396,9 @@ class PlacementSearch:
     )
     return _placed("high affinity", groups)
 
-  def low_affinity(self, rate: int | float | None = None) -> Placement | None:
+  def low_affinity(
+    self, rate: int | float | None = None
+  ) -> ServingPlacement | None:
     """Algorithm 2.
 
     Args:
@@ -424,7 +457,9 @@ class PlacementSearch:
       key=lambda one: (-one[0] / one[1], one[1], one[2]),
     )
 
-  def colocated(self, rate: int | float | None = None) -> Placement | None:
+  def colocated(
+    self, rate: int | float | None = None
+  ) -> ServingPlacement | None:
     """The best shape of instances that do both.
 
     Args:
@@ -436,7 +471,7 @@ class PlacementSearch:
     count = 1 if rate is None else math.ceil(rate / best.rate - 1e-9)
     return _placed("colocated", (_group("both", best, count),))
 
-  def fill(self) -> list[Placement]:
+  def fill(self) -> list[ServingPlacement]:
     """The best that the whole cluster can do, of each kind, best first.
 
     High affinity tries all pairs of shapes and counts that fit, so that it is
@@ -477,7 +512,11 @@ class PlacementSearch:
   # What a placement does.
 
   def simulator(
-    self, found: Placement, *, transfer: bool = True, timeline: bool = False
+    self,
+    found: ServingPlacement,
+    *,
+    transfer: bool = True,
+    timeline: bool = False,
   ) -> ClusterSimulator:
     """A cluster of a placement's instances.
 
@@ -507,11 +546,40 @@ class PlacementSearch:
     )
 
   def simulate(
-    self, found: Placement, rate: int | float, **options: bool
+    self,
+    found: ServingPlacement,
+    rate: int | float,
+    *,
+    transfer: bool = True,
+    timeline: bool = False,
   ) -> ClusterResult:
     """What a placement does at a rate; options as of `simulator`."""
-    self.simulations += 1
-    return self.simulator(found, **options).run(at_rate(self.trace, rate))
+    self._count()
+    made = self.simulator(found, transfer=transfer, timeline=timeline)
+    return made.run(at_rate(self.trace, rate))
+
+  def shares(
+    self,
+    found: ServingPlacement,
+    rates: Sequence[float],
+    *,
+    transfer: bool = True,
+  ) -> list[float]:
+    """The share of requests within the limits at some rates."""
+    made = self.simulator(found, transfer=transfer)
+    search = GoodputSearch(
+      self._server(made), self.trace, self.limits, each=self.each
+    )
+    return [search.share(rate) for rate in rates]
+
+  def whole_goodput(
+    self, found: ServingPlacement, *, transfer: bool = True
+  ) -> float:
+    """Requests a second of all instances of a placement together."""
+    made = self.simulator(found, transfer=transfer)
+    return self._search(
+      made.instances, self.limits, self.trace, made.links, found.goodput
+    ).rate
 
 
 def _wider(link: Link | None, lanes: int) -> Link | None:
@@ -527,8 +595,8 @@ def _group(role: str, one: _Rated, count: int) -> InstanceGroup:
   )
 
 
-def _placed(kind: str, groups: tuple[InstanceGroup, ...]) -> Placement:
-  return Placement(
+def _placed(kind: str, groups: tuple[InstanceGroup, ...]) -> ServingPlacement:
+  return ServingPlacement(
     kind=kind,
     groups=groups,
     goodput=min(one.goodput * one.count for one in groups),
