@@ -63,7 +63,7 @@ def compared(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
           "workload": name,
           "system": system.name,
           "goodput": found.rate,
-          "published": PAPER[name][n] if name in PAPER else None,
+          "published": dict(enumerate(PAPER.get(name, ()))).get(n),
         }
         if found.rate:
           ran = system.run(at_rate(trace, found.rate))

@@ -61,7 +61,7 @@ def owners_of(counts: Sequence[int]) -> Int[np.ndarray, " T"]:
   return np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64))
 
 
-class _Rows(NamedTuple):
+class _ElasticRows(NamedTuple):
   """What decoding knows of the rows between calls; see `decode.DecodeState`.
 
   Fields:
@@ -148,7 +148,7 @@ class ElasticSession:
     )
     # Behind the prompts, until a token was chosen by them.
     self._logits: np.ndarray | None = None
-    self._rows: _Rows | None = None
+    self._rows: _ElasticRows | None = None
     self._length = np.array(0, np.int32)
 
   @property
@@ -225,7 +225,7 @@ class ElasticSession:
     seen = np.zeros((len(ids), self.model.config.vocab), bool)
     for row, prompt in zip(seen, ids, strict=True):
       row[prompt] = True
-    self._rows = _Rows(
+    self._rows = _ElasticRows(
       token=np.zeros(len(ids), np.int32),
       pos=lengths.astype(np.int32),
       done=np.zeros(len(ids), bool),
@@ -355,7 +355,7 @@ class ElasticSession:
       ended = done
     self._logits = None
     kept = (np.array(x)[:batch] for x in now[:3])
-    self._rows = _Rows(*kept, seen=state.seen)
+    self._rows = _ElasticRows(*kept, seen=state.seen)
     return Generated(tokens=out, lengths=sizes)
 
   # -- what the calls above are made of

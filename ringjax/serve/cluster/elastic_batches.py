@@ -115,6 +115,7 @@ def best_batches(
   free: Sequence[int],
   times: GroupTimes,
   needs: Sequence[int] | None = None,
+  most: Sequence[int] | None = None,
 ) -> tuple[float, list[tuple[range, range]]]:
   """Cuts requests and instances, in their order, into batches and groups.
 
@@ -128,6 +129,8 @@ def best_batches(
     times: of a group of so many instances; a constant and a sum over prompts,
       as those of `QuadraticTimes` are.
     needs: slots of each request; default: `lengths`.
+    most: for each request how many of the instances, from the first on, its
+      batch may have; none that is longer may have more. Default: all.
 
   Returns:
     (cost, batches): each batch (requests, instances) by their indices; infinite
@@ -152,7 +155,7 @@ def best_batches(
       for low in range(k):
         room = slots[k] - slots[low]
         for j in range(i - 1, -1, -1):
-          if taken[i] - taken[j] > room:
+          if taken[i] - taken[j] > room or (most and k > most[j]):
             break
           if best[j][low] == math.inf:
             continue

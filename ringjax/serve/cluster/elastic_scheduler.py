@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from ringjax.checks import number, positive_int
+from ringjax.checks import integer, number, positive_int
 from ringjax.errors import OptionError
 from ringjax.serve.cluster.elastic_batches import best_batches, fewest_instances
 from ringjax.serve.cluster.phase_times import PhaseTimes
@@ -45,6 +45,9 @@ class ElasticOptions:
       1 lets none overtake.
     wide_rows: rows of an instance from which decoding is bound by products.
     steps: of decoding, between two decisions.
+    spare: instances that prompts leave to others which take all instances
+      longer than `longest_prefill_s`, where the rest has their slots; 0 is
+      LoongServe's rule, by which a short prompt waits for them.
     token_bytes: of a token's keys and values.
     link_bytes_s: bytes a second between two instances.
   """
@@ -57,13 +60,16 @@ class ElasticOptions:
   window: int = 1
   wide_rows: int = 128
   steps: int = 10
+  spare: int = 0
   token_bytes: int = 32 * 2 * 32 * 128 * 2
   link_bytes_s: int | float = 2 * 400 * 2**30
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if isinstance(field.default, int):
+      if field.name == "spare":
+        integer(field.name, value, least=0)
+      elif isinstance(field.default, int):
         positive_int(field.name, value)
       else:
         number(field.name, value, above=0)
@@ -332,6 +338,7 @@ class ElasticScheduler:
         slots,
         self.times,
         [r.all_tokens for r in chosen],
+        [self._most(r, len(instances), view) for r in chosen],
       )
       if cost < math.inf:
         break
@@ -349,6 +356,17 @@ class ElasticScheduler:
     return ElasticPlan(
       batches=tuple(batches), emptied=tuple(emptied), paused=stopped
     )
+
+  def _most(self, request: ElasticRequest, size: int, view: ClusterView) -> int:
+    """Of so many instances, how many a request's batch may have."""
+    every, spare = len(view.used), self.options.spare
+    short = (
+      self._read_s([request.prompt_tokens], every)
+      <= self.options.longest_prefill_s
+    )
+    if short or request.all_tokens > (every - spare) * self.options.slots:
+      return size
+    return max(0, min(size, every - spare - len(view.reading)))
 
   def _scaled(
     self,
@@ -401,6 +419,8 @@ class ElasticScheduler:
         longer = [*lengths, request.prompt_tokens]
         late = self._read_s(longer, size) > self.options.longest_prefill_s
         if request.all_tokens > left or (late and lengths):
+          continue
+        if not self._most(request, size, view):
           continue
         found.append(request)
         lengths, left = longer, left - request.all_tokens

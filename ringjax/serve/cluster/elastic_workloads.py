@@ -253,6 +253,9 @@ def compared_systems(
 ) -> list[ComparedSystem]:
   """Elastic groups of four instances of two chips, and three fixed ways.
 
+  The last is elastic too, with an instance that the longest prompts leave to
+  others, and these may overtake.
+
   Args:
     machine: the model of times; default: Llama-2-7B on A800s.
   """
@@ -281,6 +284,13 @@ def compared_systems(
       name="4 replicas of TP2",
       instances=4,
       policy=fixed(made.times(2), [[0], [1], [2], [3]], two),
+    ),
+    ComparedSystem(
+      name="elastic, 1 spare",
+      instances=4,
+      policy=lambda: ElasticScheduler(
+        groups, dataclasses.replace(two, spare=1, window=64)
+      ),
     ),
   ]
 
