@@ -35,6 +35,11 @@
       code, beside those of JAX's splash attention; with --what=decode of the
       kernel that reads a cache, beside XLA's loops; with --what=shared of the
       one that reads pages which rows share, beside JAX's.
+  python -m launch.plan elastic --requests=500
+      Eight chips as instances that form groups for each batch and give them up
+      without moving a key (LoongServe), beside tensor parallelism, sequence
+      parallelism and replicas: how many requests a second each serves in time.
+      --workloads=zipf:1.2,mixed chooses how lengths are drawn.
   python -m launch.plan offload --model=opt-30b --machine=t4 --prompt=512
       --new=32
       Which part of weights, cache and hidden states is best on the device, on
@@ -80,6 +85,7 @@ from launch import (
   common,
   console,
   cycles,
+  elastic,
   offload,
   plan_flags,
   ring,
@@ -514,6 +520,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "cache": cache.sizes,
   "capacity": capacity.search,
   "cycles": cycles.count,
+  "elastic": elastic.compared,
   "offload": offload.offloaded,
   "window": windows.windowed,
   "serve": serving_plan.served,

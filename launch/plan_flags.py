@@ -54,8 +54,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    cost.KERNELS),
   ("noise", "number", 0.0, "kvr",
    "In each layer one link is slower by this, e.g. 20.", 0.0),
-  ("seed", "whole", 0, "kvr serve",
-   "Random seed of --noise; serve: of made-up requests.", 0),
+  ("seed", "whole", 0, "kvr serve elastic",
+   "Random seed of --noise; serve: of made-up requests; elastic: of lengths "
+   "and arrivals.", 0),
   ("least_gain", "number", 0.05, "kvr",
    "Part of the time that twice the ranks must save.", 0.0),
   ("table", "text", None, "kvr", "File of partitions to look up."),
@@ -65,7 +66,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
    "kvr explain fit pictures aot cache capacity cycles offload "
-   "window ring serve",
+   "window ring serve elastic",
    "One JSON object on stdout, and nothing else."),
   ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
   ("paper", "boolean", False, "kvr offload",
@@ -148,6 +149,10 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "Part of each memory that may be filled; default: as the machine says."),
   ("folder", "text", None, "offload",
    "--machine=here: where a file is written and read; default: here."),
+  ("workloads", "texts", None, "elastic",
+   "How lengths are drawn: zipf:EXPONENT, mixed, or mixed:TOKENS for prompts "
+   "that are cut; default: several."),
+  ("share", "number", 0.9, "elastic", "Of the requests, served in time.", 0.0),
   ("shares", "texts", None, "window",
    "Parts of the model on each device, e.g. 0.4,0.3,0.3; default: equal."),
   ("flops", "texts", ["50e9"], "window",
@@ -221,7 +226,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("trace", "text", None, "serve",
    "Requests of a file: Azure's or BurstGPT's .csv, Mooncake's .jsonl; its "
    "gaps are scaled. Default: Poisson arrivals of --prompt and --new."),
-  ("requests", "whole", 500, "serve",
+  ("requests", "whole", 500, "serve elastic",
    "Requests of a simulation; of --trace the first ones."),
   ("spread", "number", 0.5, "serve",
    "Standard deviation of the logarithms of made-up lengths.", 0.0),

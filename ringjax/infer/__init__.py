@@ -3,6 +3,7 @@
 from ringjax.infer import contexts, speculate
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
+from ringjax.infer.elastic import ElasticSession, owners_of
 from ringjax.infer.generate import Generated, generate
 from ringjax.infer.integer_model import (
   ActivationRanges,
@@ -21,6 +22,7 @@ __all__ = [
   "METHODS",
   "ActivationRanges",
   "ContextLibrary",
+  "ElasticSession",
   "GenerateReport",
   "Generated",
   "Greedy",
@@ -36,6 +38,7 @@ __all__ = [
   "evict_by_repetition",
   "generate",
   "integer_model",
+  "owners_of",
   "read_context",
   "read_on_two",
   "speculate",

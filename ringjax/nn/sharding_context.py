@@ -461,6 +461,8 @@ class CachedAttention(ShardingContext):
   replicated: bool = True
 
   resident = True
+  # Whether a call's rows are sharded over `axis`, see `MultiMaster`.
+  masters = False
 
   @property
   def sharded(self) -> bool:
@@ -540,6 +542,7 @@ class CachedAttention(ShardingContext):
       head_axes=shares.get("head_axis", ()),
       whole=bool(shares),
       sharded=self.sharded,
+      masters=self.masters,
       local=self.local,
     )
     out = run(
@@ -558,6 +561,21 @@ class CachedAttention(ShardingContext):
       return view
     found: Any = view
     return found._replace(mask=view.mask & self.segments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiMaster(CachedAttention):
+  """Decoding whose rows are dealt to the shards, their masters.
+
+  A master computes its rows' projections and feedforward; their queries go to
+  all shards, and the partials of all come back to it. One token of each row,
+  of rows that are a multiple of the shards; the cache has `MasterSlots`.
+  """
+
+  masters = True
+
+  def spec(self, x: Shaped[Array | jax.ShapeDtypeStruct, " ..."]) -> P:
+    return P(self.of_mesh)
 
 
 # How a model's attention finds its keys; at run time also what stands in front

@@ -1,12 +1,14 @@
-"""Copies on one device of arrays that are on a mesh."""
+"""Arrays of a mesh on one or some of its devices, where they are already."""
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from ringjax.errors import MeshError
@@ -50,6 +52,49 @@ def local_copy(tree: Tree, device: jax.Device) -> Tree:
       f"shape {x.shape} that is not whole on {device}",
       "a copy there",
       "use a mesh whose only axis of several devices is the sequence's",
+    )
+
+  return jax.tree.map(one, tree)
+
+
+def on_part(tree: Tree, mesh: Mesh, axis: str) -> Tree:
+  """Returns arrays as they are on a mesh of some of their devices; none moves.
+
+  A dimension that `axis` shards is as long as its shards on these devices.
+  Devices that have no shard of it yet get zeros.
+
+  Args:
+    tree: arrays on a mesh with the same axes.
+    mesh: of some of its devices along `axis`, or of others too.
+    axis: the axis along which there are more or fewer.
+
+  Raises:
+    MeshError: a device has no copy of what `axis` does not shard.
+  """
+
+  def one(x: jax.Array) -> jax.Array:
+    spec = x.sharding.spec  # pyrefly: ignore
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    part, *_ = held.values()
+    shape, sharded = [*part.shape], False
+    for n, entry in enumerate(spec):
+      names = entry if isinstance(entry, tuple) else (entry,)
+      shape[n] *= math.prod(mesh.shape[name] for name in names if name)
+      sharded |= axis in names
+    missing = [d for d in mesh.devices.flat if d not in held]
+    if missing and not sharded:
+      raise MeshError(
+        "mesh",
+        f"{missing[0]}, which has no copy of an array of shape {x.shape}",
+        "devices on which the array is",
+        "place it on all devices first: rj.models.place(model, mesh)",
+      )
+    for device in missing:
+      held[device] = jnp.zeros(part.shape, x.dtype, device=device)
+    return jax.make_array_from_single_device_arrays(
+      tuple(shape),
+      NamedSharding(mesh, spec, memory_kind=x.sharding.memory_kind),
+      [held[device] for device in mesh.devices.flat],
     )
 
   return jax.tree.map(one, tree)

@@ -318,6 +318,25 @@ class HloProgram:
       )
     return self._sends[name]
 
+  def sent_bytes(self) -> dict[str, float]:
+    """Bytes of the results of each kind of collective, over all loops.
+
+    Of one device. Of a branch as if it were taken; of a permute it is what
+    comes in.
+    """
+    found: dict[str, float] = {}
+    for name, often in self.times.items():
+      for one in self.computations[name]:
+        kind = self.collective(one)
+        if kind is None:
+          continue
+        inner = self.inner(one) if one.op in _HOLDERS else one
+        assert inner is not None
+        # What starts one holds its operand too.
+        many = 2 if inner.op.endswith("-start") else 1
+        found[kind] = found.get(kind, 0.0) + often * inner.all_bytes / many
+    return found
+
   # -- trip counts
 
   def trips(self, computation: str, loop: HloInstruction) -> float:

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from launch import common, plan
+from launch import common, elastic, plan
 from ringjax.plan import published
 from ringjax.plan.fit import TimedCall
+from ringjax.serve.cluster import Goodput
 from tests.launch.conftest import PATIENCE_S, ROOT, environment
 
 MAIN = (
@@ -324,6 +325,7 @@ def test_who_reads_may_have_enough(start):
       ("chip", "machine", "tokens"),
     ),
     ("offload", ("machine", "policy", "prompt"), ("chip", "ranks", "tokens")),
+    ("elastic", ("requests", "workloads"), ("chip", "ranks", "tokens")),
   ],
 )
 def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
@@ -442,6 +444,27 @@ def test_published_policies_of_offloading():
 def test_refusals_of_offloading(argv, words):
   ran = ask("offload", *argv)
   assert ran.status == 2 and ran.out == "" and words in ran.err, ran.err
+
+
+def test_elastic_groups_beside_fixed_ones(monkeypatch):
+  # What searches the rate has tests of its own, and takes many simulations.
+  given = lambda *_, **__: Goodput(rate=2.0, tried=())
+  monkeypatch.setattr(elastic, "goodput", given)
+  few = ("--requests=40", "--workloads=zipf:1.2", "--seed=3")
+  ran = ask("elastic", *few, "--json")
+  assert ran.status == 0, ran.err
+  rows = {row["system"]: row for row in ran.json["rows"]}
+  assert [row["published"] for row in rows.values()] == [
+    2.925, 1.355, 1.478, 1.289,
+  ]  # fmt: skip
+  assert all(row["ttft_p90_s"] > 0 for row in rows.values())
+  assert rows["elastic, 4 x TP2"]["shrinks"] > 0
+  fixed = [row for name, row in rows.items() if "elastic" not in name]
+  assert all(row["moved_tokens"] == row["shrinks"] == 0 for row in fixed)
+  words = ask("elastic", *few).out
+  assert "| zipf:1.2 | TP8 |" in words and "times what they take alone" in words
+  ran = ask("elastic", "--workloads=pareto")
+  assert ran.status == 2 and ran.out == "" and "zipf:EXPONENT" in ran.err
 
 
 def test_weights_through_a_window(tmp_path):

@@ -63,6 +63,8 @@ class ShardedDecode:
     whole: whether no axis beside those shards anything: then nothing is left
       to XLA, which cuts no kernel.
     sharded: whether the queries are sharded over `axis` too.
+    masters: whether the queries' rows are, in equal parts; those behind the
+      cache's rows are empty.
     few: up to so many queries read the keys tile by tile in place.
     local: the algorithm on a shard; that of few queries is its `decode`, or
       XLA's loops where it has none.
@@ -74,6 +76,7 @@ class ShardedDecode:
   head_axes: tuple[str, ...] = ()
   whole: bool = False
   sharded: bool = False
+  masters: bool = False
   few: int = 16
   local: Any = AutoKernel()
 
@@ -115,6 +118,10 @@ class ShardedDecode:
       return _finish(found, q, terms)
     of_heads = (heads, ()) if q.shape[1] > 1 else ((), heads)
     at_q = self.axis if self.sharded else None
+    by_row: Any = (self.axis,) if self.masters else batch
+    # Which dimension of the queries is sharded, and that of their coordinates.
+    cut, cut_at = (0, 0) if self.masters else (3, 1)
+    rows = views[0].shape[0]
     over = frozenset({*collectives.names(self.axis), *batch, *heads})
     specs = jax.tree.leaves(
       tuple(view.specs(batch, of_heads[0], self.axis) for view in views),
@@ -128,17 +135,22 @@ class ShardedDecode:
       q, arrays, q_at, slopes, mask = collectives.vary(
         (q, arrays, q_at, terms.slopes, mask), over
       )
-      if self.sharded:
+      if self.sharded or self.masters:
         assert self.axis is not None
-        q = collectives.gather(q, self.axis, 3)
-        q_at = collectives.gather(q_at, self.axis, 1)
+        q = collectives.gather(q, self.axis, cut)
+        q_at = collectives.gather(q_at, self.axis, cut_at)
+      spare = 0
+      if self.masters:
+        spare = q.shape[0] - rows
+        q, q_at = jax.tree.map(lambda x: x[:rows], (q, q_at))
       here = visit(
         q=q,
         at=Coords(*q_at),
         terms=Terms(slopes=slopes),
         mask=mask,
         axis=self.axis,
-        scatter=self.sharded,
+        scatter=cut if self.sharded or self.masters else None,
+        spare=spare,
       )
       return _finish(here.over(rebuilt(arrays)), q, sinks)
 
@@ -146,14 +158,14 @@ class ShardedDecode:
       each = jnp.ndim(x) > 0 and x.shape[0] == q.shape[0]
       return P(batch if each else None)
 
-    queries = P(batch, *of_heads, at_q)
+    queries = P(by_row, *of_heads, at_q)
     return jax.shard_map(
       run,
       mesh=self.mesh,
       in_specs=(
         queries,
         {n: specs[n] for n in arrays},
-        coords_specs(q_at, q.shape[0], batch, at_q),
+        coords_specs(q_at, q.shape[0], by_row, at_q),
         P(*of_heads),
         jax.tree.map(per_example, mask),
       ),
@@ -194,7 +206,9 @@ class CacheVisit:
     few: how many these are.
     axis: the manual axis that shards the keys, or None.
     head_axes: manual axes that shard the heads.
-    scatter: whether each shard is left with its own part of T.
+    scatter: the dimension of the queries of which each shard is left with its
+      own part; None for none.
+    spare: rows of other calls than the cache's, behind these; empty.
   """
 
   q: Float[Array, "B K G T H"]
@@ -207,7 +221,8 @@ class CacheVisit:
   few: int
   axis: str | None = None
   head_axes: tuple[str, ...] = ()
-  scatter: bool = False
+  scatter: int | None = None
+  spare: int = 0
 
   def over(self, views: Sequence[KVView]) -> Partial:
     """The partial of the keys of all views and shards."""
@@ -252,11 +267,15 @@ class CacheVisit:
     weight = jnp.exp(partial.m - finite_max(m))
     packed = jnp.concatenate([partial.acc, partial.l[..., None]], -1)
     packed = packed * weight[..., None]
-    if self.scatter:
-      packed = collectives.scatter_sum(packed, self.axis, 3)
-      length = packed.shape[3]
+    if self.scatter is not None:
+      if self.spare:
+        rest = lambda x: ((0, 0),) * (x.ndim - 1)
+        fill = lambda x: jnp.pad(x, ((0, self.spare), *rest(x)))
+        packed, m = fill(packed), fill(m)
+      packed = collectives.scatter_sum(packed, self.axis, self.scatter)
+      length = packed.shape[self.scatter]
       first = collectives.axis_index(self.axis) * length
-      m = lax.dynamic_slice_in_dim(m, first, length, 3)
+      m = lax.dynamic_slice_in_dim(m, first, length, self.scatter)
     else:
       packed = collectives.total(packed, self.axis)
     return Partial(packed[..., :-1], m, packed[..., -1])

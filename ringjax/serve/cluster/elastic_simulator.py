@@ -1,0 +1,352 @@
+"""Elastic groups on a clock of events: what a scheduler makes of a workload.
+
+`simulate_elastic` runs an `ElasticScheduler` or `FixedGroups` on requests and
+returns the times of each. Both meet the same instances, clock and model of
+times, so that what differs is the policy.
+
+Guarantees: deterministic; no instance ever holds more tokens than its slots;
+each request is served whole or refused when it comes.
+Cost: an event for each batch that is read and for each few tokens of a group's
+answers.
+Ref: Wu et al. 2024, LoongServe (SOSP), arXiv 2404.09526, section 7.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from ringjax.checks import positive_int
+from ringjax.errors import OptionError
+from ringjax.serve.cluster.cluster_simulator import ClusterResult
+from ringjax.serve.cluster.elastic_scheduler import (
+  ClusterView,
+  DecodeGroup,
+  ElasticPolicy,
+  ElasticRequest,
+  Emptied,
+  PrefillBatch,
+)
+from ringjax.serve.cluster.served import ServedRequest
+from ringjax.serve.traces import TraceRequest
+
+# ---------------------------------------------------------------------------
+# The simulation
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class ElasticResult(ClusterResult):
+  """What a simulated cluster of elastic groups did.
+
+  Attributes:
+    moved_tokens: whose keys moved between instances.
+    kept_tokens: whose keys stayed where a plan wanted them while they were
+      read by more instances than then answered: that many did not move.
+    shrinks: batches that were answered by fewer instances than read them.
+    grows: instances that joined a group that answers.
+    most_used: tokens that an instance ever held.
+  """
+
+  moved_tokens: int = 0
+  kept_tokens: int = 0
+  shrinks: int = 0
+  grows: int = 0
+  most_used: int = 0
+
+
+def simulate_elastic(
+  trace: Sequence[TraceRequest],
+  policy: ElasticPolicy,
+  instances: int,
+) -> ElasticResult:
+  """Lets a cluster serve a trace.
+
+  Args:
+    trace: requests; their prompts share nothing.
+    policy: who reads and answers what.
+    instances: of the cluster.
+
+  Raises:
+    OptionError: a prompt or an answer without tokens, or no instance.
+  """
+  positive_int("instances", instances)
+  for one in trace:
+    if one.prompt_tokens < 1 or one.new_tokens < 1:
+      raise OptionError(
+        "trace",
+        f"a prompt of {one.prompt_tokens} tokens, an answer of "
+        f"{one.new_tokens}",
+        "at least one token of each",
+        "leave such requests out",
+      )
+  return _Simulation(trace, policy, instances).run()
+
+
+class _Simulation:
+  """The state of a simulated cluster."""
+
+  def __init__(
+    self,
+    trace: Sequence[TraceRequest],
+    policy: ElasticPolicy,
+    instances: int,
+  ):
+    self.policy = policy
+    self.now = 0.0
+    self.used = [0] * instances
+    self.waiting: list[ElasticRequest] = []
+    self.groups: list[DecodeGroup] = []
+    # By id: batches that use a group's instances, and whether it takes a step.
+    self.blocked: dict[int, int] = {}
+    self.stepping: set[int] = set()
+    self.group_of: dict[int, DecodeGroup] = {}
+    self.reading: list[tuple[PrefillBatch, list[DecodeGroup]]] = []
+    self.served = [
+      ServedRequest(
+        number=n,
+        arrival_s=one.arrival,
+        prompt_tokens=one.prompt_tokens,
+        new_tokens=one.new_tokens,
+      )
+      for n, one in enumerate(trace)
+    ]
+    self.moved = self.kept = self.shrinks = self.grows = self.most = 0
+    self._events: list[tuple[float, int, Callable[[], None]]] = []
+    self._order = itertools.count()
+
+  def at(self, when: float, what: Callable[[], None]) -> None:
+    heapq.heappush(self._events, (when, next(self._order), what))
+
+  def run(self) -> ElasticResult:
+    for one in self.served:
+      self.at(one.arrival_s, lambda one=one: self.arrive(one))
+    while self._events:
+      self.now = self._events[0][0]
+      while self._events and self._events[0][0] <= self.now:
+        heapq.heappop(self._events)[2]()
+      self.decide()
+      for group in [*self.groups]:
+        self.advance(group)
+    assert not self.waiting and not self.groups, "a request was never served"
+    return ElasticResult(
+      served=self.served,
+      seconds=self.now,
+      moved_tokens=self.moved,
+      kept_tokens=self.kept,
+      shrinks=self.shrinks,
+      grows=self.grows,
+      most_used=self.most,
+    )
+
+  def arrive(self, one: ServedRequest) -> None:
+    request = ElasticRequest(
+      number=one.number,
+      arrival_s=one.arrival_s,
+      prompt_tokens=one.prompt_tokens,
+      new_tokens=one.new_tokens,
+    )
+    one.rejected = self.policy.refused(request, len(self.used))
+    if not one.rejected:
+      self.waiting.append(request)
+
+  def view(self) -> ClusterView:
+    reading = {n for batch, _ in self.reading for n in batch.instances}
+    active = []
+    for group in self.groups:
+      if self.blocked.get(id(group)):
+        reading |= {*group.instances}
+      else:
+        active.append(group)
+    return ClusterView(
+      now_s=self.now,
+      waiting=self.waiting,
+      groups=active,
+      reading=frozenset(reading),
+      used=self.used,
+    )
+
+  # -- reading
+
+  def decide(self) -> None:
+    """Asks the policy and does what it says."""
+    if not self.waiting:
+      return
+    plan = self.policy.plan(self.view())
+    ready = dict.fromkeys(range(len(self.used)), self.now)
+    for group in plan.paused:
+      for n in group.instances:
+        ready[n] = max(ready[n], group.free_s)
+    for one in plan.emptied:
+      ready[one.instance] = self.empty(one)
+    taken = {r.number for batch in plan.batches for r in batch.requests}
+    self.waiting = [r for r in self.waiting if r.number not in taken]
+    for batch in plan.batches:
+      mine = {*batch.instances}
+      held = [group for group in plan.paused if mine & {*group.instances}]
+      for group in held:
+        self.blocked[id(group)] = self.blocked.get(id(group), 0) + 1
+      start = max(ready[n] for n in batch.instances)
+      lengths = [(r.prompt_tokens, 0) for r in batch.requests]
+      end = start + self.policy.times(len(mine)).prefill_s(lengths)
+      for request, kept in zip(batch.requests, batch.kept, strict=True):
+        own = zip(batch.instances, kept, strict=True)
+        request.kept = {n: tokens for n, tokens in own if tokens}
+        self.use(request.kept)
+        self.served[request.number].prefill_start_s = start
+        self.served[request.number].prefill = _names(batch.instances)
+      if len(batch.stays) < len(mine):
+        self.shrinks += 1
+        self.kept += sum(r.prompt_tokens for r in batch.requests)
+      entry = (batch, held)
+      self.reading.append(entry)
+      self.at(end, lambda entry=entry: self.read(*entry))
+
+  def use(self, kept: dict[int, int]) -> None:
+    for n, tokens in kept.items():
+      self.used[n] += tokens
+      self.most = max(self.most, self.used[n])
+
+  def empty(self, one: Emptied) -> float:
+    """Moves keys off an instance; when that is done."""
+    group, target = one.group, one.joins or one.group
+    into = [list(pair) for pair in one.into]
+    moved = 0
+    for request in group.requests:
+      tokens = request.kept.pop(one.instance, 0)
+      moved += tokens
+      while tokens:
+        n, room = into[0]
+        part = min(tokens, room)
+        request.kept[n] = request.kept.get(n, 0) + part
+        tokens, into[0][1] = tokens - part, room - part
+        self.use({n: part})
+        if not into[0][1]:
+          into.pop(0)
+    self.used[one.instance] -= moved
+    self.moved += moved
+    group.instances.remove(one.instance)
+    seconds = self.policy.options.moving_s(moved)
+    free = max(self.now, group.free_s, target.free_s) + seconds
+    for request in group.requests:
+      self.served[request.number].moved_s += seconds
+    if target is not group:
+      self.join(group, target)
+    target.free_s = free
+    return free
+
+  def join(self, group: DecodeGroup, target: DecodeGroup) -> None:
+    """Makes one group of two."""
+    for request in group.requests:
+      self.group_of[request.number] = target
+    target.requests += group.requests
+    target.instances += [n for n in group.instances
+                         if n not in target.instances]  # fmt: skip
+    target.free_s = max(target.free_s, group.free_s)
+    self.groups = [one for one in self.groups if one is not group]
+
+  def read(self, batch: PrefillBatch, held: list[DecodeGroup]) -> None:
+    """A batch has been read: its first tokens are there."""
+    self.reading = [pair for pair in self.reading if pair[0] is not batch]
+    fresh = DecodeGroup(requests=[], instances=[*batch.stays], free_s=self.now)
+    for request in batch.requests:
+      one = self.served[request.number]
+      one.first_token_s, one.decode = self.now, _names(batch.stays)
+      request.done, request.started_s = 1, self.now
+      self.group_of[request.number] = fresh
+      fresh.requests.append(request)
+    for group in held:
+      self.blocked[id(group)] -= 1
+    alive = [group for group in held if any(group is g for g in self.groups)]
+    shared = [g for g in alive if {*g.instances} & {*batch.stays}]
+    self.groups.append(fresh)
+    for group in shared:
+      # What blocked it blocks what it becomes.
+      count = self.blocked.pop(id(group), 0)
+      self.blocked[id(fresh)] = self.blocked.get(id(fresh), 0) + count
+      for _, others in self.reading:
+        others[:] = [fresh if one is group else one for one in others]
+      self.join(group, fresh)
+    self.end(fresh)
+
+  # -- answering
+
+  def advance(self, group: DecodeGroup) -> None:
+    """Begins a group's next step, unless something is under way."""
+    if self.blocked.get(id(group)) or id(group) in self.stepping:
+      return
+    if not any(group is one for one in self.groups):
+      return
+    if group.free_s > self.now:
+      self.stepping.add(id(group))
+      self.at(group.free_s, lambda: self.stepping.discard(id(group)))
+      return
+    joins = self.policy.grown(group, self.view())
+    group.instances += joins
+    self.grows += len(joins)
+    requests = [*group.requests]
+    left = min(r.new_tokens - r.done for r in requests)
+    count = min(self.policy.options.steps, left)
+    tokens = sum(r.prompt_tokens + r.done for r in requests)
+    tokens += len(requests) * (count - 1) / 2
+    times = self.policy.times(len(group.instances))
+    seconds = times.decode_s(len(requests), tokens)
+    self.policy.stepped(seconds)
+    group.free_s = self.now + count * seconds
+    self.stepping.add(id(group))
+    self.at(group.free_s, lambda: self.step(group, requests, count))
+
+  def step(
+    self, group: DecodeGroup, requests: list[ElasticRequest], count: int
+  ) -> None:
+    """A group has made `count` tokens of each of its requests."""
+    self.stepping.discard(id(group))
+    slots = self.policy.options.slots
+    for place, request in enumerate(requests):
+      request.done += count
+      # It may be another group's by now.
+      masters = self.group_of[request.number].instances
+      left, n = count, masters[place % len(masters)]
+      while left:
+        part = min(left, slots - self.used[n])
+        if part > 0:
+          request.kept[n] = request.kept.get(n, 0) + part
+          self.use({n: part})
+          left -= part
+        if left:
+          n = min(masters, key=lambda m: self.used[m])
+          assert self.used[n] < slots, "no slot for a token that has one"
+    for one in {id(g): g for g in map(self._group, requests)}.values():
+      self.end(one)
+
+  def _group(self, request: ElasticRequest) -> DecodeGroup:
+    return self.group_of[request.number]
+
+  def end(self, group: DecodeGroup) -> None:
+    """Lets go of requests that are done, and of instances that hold nothing."""
+    for request in [r for r in group.requests if r.done >= r.new_tokens]:
+      group.requests.remove(request)
+      self.policy.ended(request)
+      self.served[request.number].last_token_s = self.now
+      for n, tokens in request.kept.items():
+        self.used[n] -= tokens
+      del self.group_of[request.number]
+    if not group.requests:
+      # Its instances are read on until the batches there end.
+      self.groups = [one for one in self.groups if one is not group]
+      return
+    if not self.policy.shrinks or self.blocked.get(id(group)):
+      return
+    due = sum(r.left_tokens for r in group.requests)
+    slots = self.policy.options.slots
+    room = sum(slots - self.used[n] for n in group.instances)
+    for n in [*group.instances]:
+      if not self.used[n] and len(group.instances) > 1 and room - slots >= due:
+        group.instances.remove(n)
+        room -= slots
+
+
+def _names(instances: Sequence[int]) -> str:
+  return "+".join(map(str, instances))
