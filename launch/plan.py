@@ -47,6 +47,11 @@
       Devices that stream their part of each layer from disk while they compute
       and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
       the time to the first token and for each, and what each device holds.
+  python -m launch.plan serve --model=llama-3.1-8b --cluster=1x8 --chip=a100
+      --trace=requests.csv --slo=ttft=0.5,tpot=0.05
+      How many instances that read prompts and how many that answer, in which
+      shapes, serve the most requests within both limits, beside instances that
+      do both (DistServe); --rate=20: on the fewest devices.
   python -m launch.plan ring
       The smallest block whose work hides a hop on five machines, and the
       longest contexts of the Ring Attention paper, beside ours by formula; with
@@ -78,6 +83,7 @@ from launch import (
   offload,
   plan_flags,
   ring,
+  serving_plan,
   strategies,
   windows,
 )  # fmt: skip
@@ -510,6 +516,7 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "cycles": cycles.count,
   "offload": offload.offloaded,
   "window": windows.windowed,
+  "serve": serving_plan.served,
 }
 
 

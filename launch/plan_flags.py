@@ -9,7 +9,14 @@ from typing import Any
 
 from absl import flags
 
-from launch import aot, capacity, common, cycles, strategies
+from launch import (
+  aot,
+  capacity,
+  common,
+  cycles,
+  serving_plan,
+  strategies,
+)
 from launch.flag_helpers import FlagHelper
 from ringjax.kv import KINDS
 from ringjax.ops.attention import call_shape
@@ -31,8 +38,9 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("context", "whole", 10240, "kvr", "Tokens of the prompt."),
   ("ranks", "whole", 4, "kvr window",
    "Devices that read the prompt; window: with equal shares, default 8."),
-  ("bandwidth", "number", 300e9, "kvr window",
-   "Link bandwidth (bytes/s); window: default 37.5e6.", 0.0),
+  ("bandwidth", "number", 300e9, "kvr window serve",
+   "Link bandwidth (bytes/s); window: default 37.5e6; serve: of a device to "
+   "another node, default as the chip's.", 0.0),
   ("latency", "number", 0.0, "kvr window",
    "Latency of a message (s); window: of a link, default 0.001.", 0.0),
   ("tile", "whole", 1, "kvr", "Partitions are multiples of so many tokens."),
@@ -46,17 +54,18 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    cost.KERNELS),
   ("noise", "number", 0.0, "kvr",
    "In each layer one link is slower by this, e.g. 20.", 0.0),
-  ("seed", "whole", 0, "kvr", "Random seed of --noise.", 0),
+  ("seed", "whole", 0, "kvr serve",
+   "Random seed of --noise; serve: of made-up requests.", 0),
   ("least_gain", "number", 0.05, "kvr",
    "Part of the time that twice the ranks must save.", 0.0),
   ("table", "text", None, "kvr", "File of partitions to look up."),
   ("save_table", "boolean", False, "kvr",
    "Search partitions and write them to --table."),
-  ("plot", "text", None, "kvr explain aot capacity offload",
+  ("plot", "text", None, "kvr explain aot capacity offload serve",
    "PNG to draw the result in (needs matplotlib)."),
   ("json", "boolean", False,
    "kvr explain fit pictures aot cache capacity cycles offload "
-   "window ring",
+   "window ring serve",
    "One JSON object on stdout, and nothing else."),
   ("why", "boolean", False, "kvr", "Print the reasons for the choice."),
   ("paper", "boolean", False, "kvr offload",
@@ -75,15 +84,16 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("rounds", "whole", 5, "kvr fit offload",
    "Timed runs of each call; kvr: of --fit; offload: of --machine=here."),
   ("dtype", "text", None, "kvr explain fit aot cache capacity cycles "
-   "window",
+   "window serve",
    "Dtype of the computation; kvr --fit: of the weights."),
   ("out", "text", None, "fit pictures capacity offload",
    "fit, offload: file of the measured machine; pictures: folder for the PNGs, "
    "default docs/strategies; capacity: path of the table, without its ending."),
   ("bytes", "texts", None, "fit", "Sizes of sends, e.g. 65536,1048576."),
   ("sides", "texts", None, "fit", "Sides of square matrices, e.g. 256,512."),
-  ("chip", "text", None, "explain cache",
-   "Name of a machine; explain: or path of its file; cache: default v5e."),
+  ("chip", "text", None, "explain cache serve",
+   "Name of a machine; explain, serve: or path of its file; cache: default "
+   "v5e; serve: default a100."),
   ("shards", "texts", None, "explain",
    "Devices of a sequence; or groups,devices."),
   ("batch", "whole", 1, "explain aot cache", "Examples on a device."),
@@ -106,15 +116,17 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
    "The local algorithm; default: what the machine has.", chips.LOCALS),
   ("packed", "boolean", False, "explain aot", "Whether documents are packed."),
   ("longest_document", "whole", None, "explain", "Its tokens, if known."),
-  ("model", "texts", None, "aot cache capacity offload window",
-   "Presets, see rj.models.PRESETS; aot, offload, window: one, or a folder "
-   "with a config.json; offload: or one of "
+  ("model", "texts", None, "aot cache capacity offload window serve",
+   "Presets, see rj.models.PRESETS; aot, offload, window, serve: one, or a "
+   "folder with a config.json; offload, serve: or one of "
    f"{', '.join(offload_tiers.OPT)}; cache: some, or folders."),
   ("machine", "text", None, "offload",
    f"Name of a machine, of {', '.join(offload_tiers.MACHINES)}, path of a "
    "measured one, or here, which measures this one; default: t4."),
-  ("prompt", "whole", 512, "offload window", "Tokens of each row's prompt."),
-  ("new", "whole", 32, "offload window", "Tokens that each row generates."),
+  ("prompt", "whole", 512, "offload window serve",
+   "Tokens of each row's prompt; serve: on average."),
+  ("new", "whole", 32, "offload window serve",
+   "Tokens that each row generates; serve: on average."),
   ("form", "enum", "code", "offload",
    "How times overlap: as in the paper, or as in its released cost model.",
    offload_costs.FORMS),
@@ -199,6 +211,35 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("jobs", "whole", 1, "capacity", "Programs to compile at a time."),
   ("chips", "texts", None, "cycles",
    f"Some of {','.join(cycles.SLICES)}; default: all."),
+  ("cluster", "text", "1x8", "serve", "NODESxDEVICES, e.g. 4x8."),
+  ("slo", "text", "ttft=0.5,tpot=0.1,share=0.9", "serve",
+   "Seconds to the first token and for each later one, and the part of the "
+   "requests that has to meet both."),
+  ("rate", "number", None, "serve",
+   "Requests a second to place for; default: what the whole cluster can do.",
+   0.0),
+  ("trace", "text", None, "serve",
+   "Requests of a file: Azure's or BurstGPT's .csv, Mooncake's .jsonl; its "
+   "gaps are scaled. Default: Poisson arrivals of --prompt and --new."),
+  ("requests", "whole", 500, "serve",
+   "Requests of a simulation; of --trace the first ones."),
+  ("spread", "number", 0.5, "serve",
+   "Standard deviation of the logarithms of made-up lengths.", 0.0),
+  ("times", "text", None, "serve",
+   "Times of calls: .csv of measured ones, to which seven constants are "
+   "fitted, or .json, a profile of DistServe; default: predicted for --chip."),
+  ("capacities", "text", None, "serve",
+   "With a profile: .csv of the cache's tokens by model, tp, pp."),
+  ("rules", "enum", "ringjax", "serve",
+   "Whose simulator: distserve batches as that one does and moves caches in "
+   "no time; it needs a profile.", serving_plan.RULES),
+  ("prefill_tokens", "whole", 2048, "serve",
+   "Tokens of prompts that are read at once; a longer prompt is read alone."),
+  ("replan", "number", None, "serve",
+   "Seconds of a window of --trace: place anew when the load has drifted.",
+   0.0),
+  ("timeline", "text", None, "serve",
+   "PNG of the calls and loads of the best placement (needs matplotlib)."),
 )  # fmt: skip
 # Of `launch.common`.
 _COMMON = dict.fromkeys(

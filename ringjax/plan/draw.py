@@ -29,6 +29,13 @@ _SCHEDULE = {
   "send": ("#e08b3e", "on its way"),
   "wait": ("#b3312c", "the device waits"),
 }
+_CLUSTER = {
+  "prefill": ("#2b5c8a", "prompts are read"),
+  "decode": ("#8fb8de", "answers"),
+  "mixed": ("#4f9d5b", "both"),
+  "move": ("#e08b3e", "caches move"),
+  "fetch": ("#c44e63", "prefixes move"),
+}
 # Sends that a picture of a schedule shows.
 _SENDS = 12
 
@@ -224,6 +231,74 @@ def strategies(
   ax.invert_yaxis()
   ax.set_xlabel("milliseconds", fontsize=9)
   ax.legend(frameon=False, fontsize=9)
+  _plain(ax)
+  if title:
+    ax.set_title(title, fontsize=9, loc="left")
+  _save(made, path)
+
+
+def cluster(
+  found: Timeline,
+  loads: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+  path: str,
+  title: str = "",
+) -> None:
+  """What instances and links do, and below it their loads over time.
+
+  Args:
+    found: calls and transfers.
+    loads: by what is counted and by instance: (times, values from then on).
+    path: of the PNG.
+    title: above it.
+  """
+  names = sorted({s.where for s in found.spans})
+  heights = [0.6 + 0.25 * len(names), *([1.6] * len(loads))]
+  made, grid = figure(
+    10, 1.2 + sum(heights), len(heights), 1, sharex=True, squeeze=False,
+    height_ratios=heights,
+  )  # fmt: skip
+  first, *rest = grid[:, 0]
+  spans = [s for s in found.spans if s.end_s > s.start_s]
+  bars = [(s.where, s.kind, s.start_s, s.end_s - s.start_s) for s in spans]
+  _lanes(first, names, bars, _CLUSTER, linewidth=0)
+  for ax, (what, by_name) in zip(rest, loads.items(), strict=True):
+    for name, (times, values) in by_name.items():
+      ax.step(times, values, where="post", linewidth=0.8, label=name)
+    ax.set_ylabel(what, fontsize=9)
+    ax.legend(frameon=False, fontsize=7, ncols=4)
+    _plain(ax)
+  grid[-1, 0].set_xlabel("seconds", fontsize=9)
+  if title:
+    made.suptitle(title, fontsize=10)
+  _save(made, path, _CLUSTER)
+
+
+def curves(
+  series: Mapping[str, Sequence[tuple[float, float]]],
+  path: str,
+  *,
+  across: str,
+  up: str,
+  level: float | None = None,
+  title: str = "",
+) -> None:
+  """Lines through points, one for each name.
+
+  Args:
+    series: (x, y) by name, in the order of x.
+    path: of the PNG.
+    across, up: words at the axes.
+    level: a horizontal line.
+    title: above it.
+  """
+  made, ax = figure(7, 4)
+  for name, points in series.items():
+    ax.plot(*zip(*points, strict=True), marker=".", label=name)
+  if level is not None:
+    ax.axhline(level, color="0.4", linestyle=":", linewidth=1)
+  ax.set_xlabel(across, fontsize=9)
+  ax.set_ylabel(up, fontsize=9)
+  ax.legend(frameon=False, fontsize=8)
   _plain(ax)
   if title:
     ax.set_title(title, fontsize=9, loc="left")

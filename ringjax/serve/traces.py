@@ -1,11 +1,13 @@
 """Requests of other people's services, to replay: when they came, how long.
 
-Files of two kinds are read: Azure's (csv: TIMESTAMP, ContextTokens,
-GeneratedTokens) and Mooncake's (jsonl: timestamp in ms, input_length,
-output_length, hash_ids). An id of Mooncake's names a whole prefix in blocks of
-512 tokens, so that requests share what they shared. Or arrivals are made up.
+Files of three kinds are read: Azure's (csv: TIMESTAMP, ContextTokens,
+GeneratedTokens), BurstGPT's (csv: Timestamp in s, Request tokens, Response
+tokens and others; requests that failed have no response and are left out) and
+Mooncake's (jsonl: timestamp in ms, input_length, output_length, hash_ids). An
+id of Mooncake's names a whole prefix in blocks of 512 tokens, so that requests
+share what they shared. Or arrivals are made up.
 Ref: Patel et al. 2024, Splitwise (ISCA), arXiv 2311.18677; Qin et al. 2025,
-Mooncake (FAST), arXiv 2407.00079.
+Mooncake (FAST), arXiv 2407.00079; Wang et al. 2024, BurstGPT, arXiv 2401.17644.
 """
 
 from __future__ import annotations
@@ -79,19 +81,19 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
   """The requests of a file, in the order of their arrival.
 
   Args:
-    path: Azure's .csv, or Mooncake's .jsonl.
+    path: Azure's or BurstGPT's .csv, or Mooncake's .jsonl.
 
   Raises:
     OptionError: it cannot be read, or a line is not of the format.
   """
-  kinds = {".csv": _azure, ".jsonl": _mooncake}
+  kinds = {".csv": _table, ".jsonl": _mooncake}
   file = pathlib.Path(path)
   if file.suffix not in kinds:
     raise OptionError(
       "trace",
       file.name,
       f"a name that ends in {' or '.join(kinds)}",
-      "pass a trace of Azure's (csv) or Mooncake's (jsonl)",
+      "pass a trace of Azure's or BurstGPT's (csv) or Mooncake's (jsonl)",
     )
   try:
     lines = file.read_text("utf-8").splitlines()
@@ -112,6 +114,31 @@ def _wrong(name: str, line: int, want: str) -> OptionError:
   return OptionError(
     "trace", f"line {line} of {name}", want, "pass a trace of that format"
   )
+
+
+def _table(name: str, lines: list[str]) -> list[TraceRequest]:
+  burst = bool(lines) and "Request tokens" in lines[0]
+  return (_burstgpt if burst else _azure)(name, lines)
+
+
+def _burstgpt(name: str, lines: list[str]) -> list[TraceRequest]:
+  found = []
+  for n, row in enumerate(csv.DictReader(lines), 2):
+    try:
+      when = number("time", float(row["Timestamp"]), least=0)
+      prompt = integer("tokens", int(row["Request tokens"]), least=0)
+      answer = integer("tokens", int(row["Response tokens"]), least=0)
+    except (KeyError, TypeError, ValueError):
+      raise _wrong(
+        name, n, "Timestamp, Request tokens and Response tokens"
+      ) from None
+    if prompt and answer:
+      found.append(
+        TraceRequest(
+          arrival=float(when), prompt_tokens=prompt, new_tokens=answer
+        )
+      )
+  return found
 
 
 def _azure(name: str, lines: list[str]) -> list[TraceRequest]:

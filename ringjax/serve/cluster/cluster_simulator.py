@@ -69,6 +69,9 @@ class SimulatedInstance:
       joins; None for no other limit than the capacity.
     stages: of its pipeline.
     stage_s: seconds that each stage adds to a call.
+    entry_s: seconds that the first stage adds to a call.
+    entry_token_s: the same, for each new token of prompts or cached one of
+      answers.
     share: of `SHARES`, for an instance that does both.
     prefix_cache_tokens: room for blocks of prompts that have been read, beside
       the capacity; the least recently used ones go.
@@ -84,6 +87,8 @@ class SimulatedInstance:
   max_decode_tokens: int | None = None
   stages: int = 1
   stage_s: int | float = 0.0
+  entry_s: int | float = 0.0
+  entry_token_s: int | float = 0.0
   share: str = "first"
   prefix_cache_tokens: int = 0
 
@@ -97,8 +102,8 @@ class SimulatedInstance:
       positive_int(name, getattr(self, name))
     if self.max_decode_tokens is not None:
       positive_int("max_decode_tokens", self.max_decode_tokens)
-    number("stage_s", self.stage_s, least=0)
-    number("prefix_cache_tokens", self.prefix_cache_tokens, least=0)
+    for name in ("stage_s", "entry_s", "entry_token_s", "prefix_cache_tokens"):
+      number(name, getattr(self, name), least=0)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -174,7 +179,7 @@ class ClusterResult:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Work:
+class _RoutedWork:
   """A request on its way."""
 
   served: ServedRequest
@@ -236,14 +241,14 @@ class _Running:
     self.counters = InstanceCounters()
     self.prefixes = _PrefixBlocks(int(spec.prefix_cache_tokens))
     # Prompts: those that wait, those that are fetched or read.
-    self.queue: collections.deque[_Work] = collections.deque()
+    self.queue: collections.deque[_RoutedWork] = collections.deque()
     self.queued = self.queued_tokens = 0
     self.queued_s = 0.0
     self.stage_free = [0.0] * spec.stages
     self.used = 0
     # Answers: a heap of (step after which it ends, number, work).
-    self.rows: list[tuple[int, int, _Work]] = []
-    self.joining: collections.deque[_Work] = collections.deque()
+    self.rows: list[tuple[int, int, _RoutedWork]] = []
+    self.joining: collections.deque[_RoutedWork] = collections.deque()
     self.step = 0
     self.cached = 0
     # The steps under way: since when, how many, how long the first one takes,
@@ -307,13 +312,18 @@ class _Running:
     """Begins as many steps as nothing is known to interrupt."""
     rows, stages = len(self.rows), self.spec.stages
     group = -(-rows // stages)
-    decode_s, extra = self.spec.times.decode_s, self.spec.stage_s * stages
-    first = decode_s(group, self.cached / stages)
-    self.more_s = decode_s(group, (self.cached + rows) / stages) - first
-    self.first_s, self.since = first + extra, now
+    first = self._step_s(group, self.cached / stages)
+    self.more_s = self._step_s(group, (self.cached + rows) / stages) - first
+    self.first_s, self.since = first, now
     self.steps = self.rows[0][0] - self.step
     self.decoding = True
     self._post_round(self._after(self.steps))
+
+  def _step_s(self, rows: int, cached: float) -> float:
+    """Seconds of a token for a group of rows, through all stages."""
+    spec = self.spec
+    seconds = spec.times.decode_s(rows, cached) + spec.stage_s * spec.stages
+    return seconds + spec.entry_s + spec.entry_token_s * cached
 
   def _post_round(self, time: float) -> None:
     self.round += 1
@@ -353,7 +363,7 @@ class _Running:
       work.served.last_token_s = self.cluster.now
       self.cluster.freed()
 
-  def answer(self, work: _Work) -> None:
+  def answer(self, work: _RoutedWork) -> None:
     """Takes an answer whose cache is here."""
     if work.asked.new_tokens == 1:
       work.served.last_token_s = max(
@@ -384,7 +394,7 @@ class _Running:
 
   # Prompts.
 
-  def enqueue(self, work: _Work) -> None:
+  def enqueue(self, work: _RoutedWork) -> None:
     """Takes a prompt whose prefix is here."""
     self.queue.append(work)
     self.interrupt()
@@ -415,7 +425,7 @@ class _Running:
           self._decode(now)
     self.cluster.load(self)
 
-  def _admit(self, work: _Work) -> bool:
+  def _admit(self, work: _RoutedWork) -> bool:
     """Whether a prompt has room; takes it."""
     if work.held:
       return True
@@ -440,14 +450,14 @@ class _Running:
     work.held = need
     return True
 
-  def _drop(self, work: _Work) -> None:
+  def _drop(self, work: _RoutedWork) -> None:
     """Forgets a prompt that was rejected while it waited."""
     self.queue.remove(work)
     self.queued -= 1
     self.queued_tokens -= work.asked.prompt_tokens
     self.queued_s -= work.alone_s
 
-  def _start(self, work: _Work) -> None:
+  def _start(self, work: _RoutedWork) -> None:
     """Looks what of a prompt is here already."""
     now = self.cluster.now
     if math.isnan(work.served.prefill_start_s):
@@ -459,13 +469,13 @@ class _Running:
       work.served.cached_tokens = work.cached
       self.counters.cached_tokens += work.cached
 
-  def _batch(self, mixed: bool) -> list[tuple[_Work, int]]:
+  def _batch(self, mixed: bool) -> list[tuple[_RoutedWork, int]]:
     """The prompts that are read next, and how many tokens of each."""
     room = self.spec.max_prefill_tokens
     rows = self.spec.max_prefill_rows
     if mixed:
       room -= len(self.rows)
-    found: list[tuple[_Work, int]] = []
+    found: list[tuple[_RoutedWork, int]] = []
     for work in tuple(itertools.islice(self.queue, rows + 1)):
       if len(found) >= rows or room <= 0:
         break
@@ -490,19 +500,20 @@ class _Running:
     return found
 
   def _pieces(
-    self, batch: Sequence[tuple[_Work, int]]
+    self, batch: Sequence[tuple[_RoutedWork, int]]
   ) -> list[tuple[int, int]]:
     return [
       (count, work.asked.prompt_tokens - work.left) for work, count in batch
     ]
 
-  def _read(self, batch: list[tuple[_Work, int]]) -> None:
+  def _read(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """Reads whole prompts, through all stages."""
     now, stages = self.cluster.now, self.spec.stages
     seconds = self.spec.times.prefill_s(self._pieces(batch)) / stages
     seconds += self.spec.stage_s
-    self._count_batch(batch, seconds)
-    time = now
+    entry = self._entry_s(batch)
+    self._count_batch(batch, seconds + entry)
+    time = now + entry
     for n in range(stages):
       time = max(time, self.stage_free[n]) + seconds
       self.stage_free[n] = time
@@ -512,8 +523,12 @@ class _Running:
       f"prefill {len(batch)}", "prefill", self.name, now, self.stage_free[0]
     )
 
+  def _entry_s(self, batch: Sequence[tuple[_RoutedWork, int]]) -> float:
+    tokens = sum(count for _, count in batch)
+    return self.spec.entry_s + self.spec.entry_token_s * tokens
+
   def _count_batch(
-    self, batch: Sequence[tuple[_Work, int]], seconds: float
+    self, batch: Sequence[tuple[_RoutedWork, int]], seconds: float
   ) -> None:
     self.counters.prefill_calls += 1
     self.counters.prefill_busy_s += seconds
@@ -526,13 +541,13 @@ class _Running:
         self.queue.popleft()
         self.queued_s -= work.alone_s
 
-  def _was_read(self, batch: Iterable[tuple[_Work, int]]) -> None:
+  def _was_read(self, batch: Iterable[tuple[_RoutedWork, int]]) -> None:
     for work, _ in batch:
       if not work.left:
         self._read_whole(work)
     self.wake()
 
-  def _read_whole(self, work: _Work) -> None:
+  def _read_whole(self, work: _RoutedWork) -> None:
     self.queued -= 1
     self.queued_tokens -= work.cached
     work.served.first_token_s = self.cluster.now
@@ -545,11 +560,12 @@ class _Running:
     else:
       self.cluster.read(work)
 
-  def _mix(self, batch: list[tuple[_Work, int]]) -> None:
+  def _mix(self, batch: list[tuple[_RoutedWork, int]]) -> None:
     """One step of pieces of prompts beside all answers."""
     now, rows = self.cluster.now, len(self.rows)
     times, stages = self.spec.times, self.spec.stages
     seconds = times.prefill_s(self._pieces(batch)) + self.spec.stage_s * stages
+    seconds += self._entry_s(batch)
     if rows:
       # The weights are read once, for both.
       seconds += times.decode_s(rows, self.cached) - times.decode_s(0, 0)
@@ -580,7 +596,7 @@ class _Run:
     self.spans: list[Span] = []
     self.loads: dict[str, list[LoadPoint]] = {name: [] for name in self.all}
     # Prompts that were read and that no instance had room for.
-    self.finished: collections.deque[_Work] = collections.deque()
+    self.finished: collections.deque[_RoutedWork] = collections.deque()
     self.waiting: list[_Running] = []
     self.retrying = False
     self.channels: dict[tuple[str, str], Channel] = {}
@@ -659,7 +675,7 @@ class _Run:
       new_tokens=one.new_tokens,
       cached_tokens=cached,
     )
-    work = _Work(served, asked, whole, one.block)
+    work = _RoutedWork(served, asked, whole, one.block)
     route = self.policy.route(asked, self.views(), self.now)
     if isinstance(route, Rejected):
       served.rejected = route.reason or "rejected"
@@ -689,7 +705,7 @@ class _Run:
     else:
       target.enqueue(work)
 
-  def _fetch(self, work: _Work, route: Route, here: int) -> None:
+  def _fetch(self, work: _RoutedWork, route: Route, here: int) -> None:
     target = work.prefill
     assert target is not None
     source = self._instance(str(route.fetch_from))
@@ -702,13 +718,13 @@ class _Run:
 
     self.send("fetch", work, source, target, route.fetch_tokens - here, come)
 
-  def _set_decode(self, work: _Work, name: str) -> None:
+  def _set_decode(self, work: _RoutedWork, name: str) -> None:
     found = self._instance(name)
     if found.role == "prefill":
       raise _misrouted(name, "answers")
     work.decode, work.served.decode = found, name
 
-  def _too_long(self, work: _Work) -> str:
+  def _too_long(self, work: _RoutedWork) -> str:
     """Why a request fits nowhere, or nothing."""
     one, prefill = work.asked, work.prefill
     assert prefill is not None
@@ -735,7 +751,7 @@ class _Run:
 
   # From prompts to answers.
 
-  def choose(self, work: _Work) -> _Running | None:
+  def choose(self, work: _RoutedWork) -> _Running | None:
     """Asks the policy who answers."""
     found = self.policy.decode_instance(work.asked, self.views(), self.now)
     if isinstance(found, Rejected):
@@ -745,7 +761,7 @@ class _Run:
       self._set_decode(work, found)
     return work.decode
 
-  def read(self, work: _Work) -> None:
+  def read(self, work: _RoutedWork) -> None:
     """Takes a prompt that has been read and is answered elsewhere."""
     if work.reserved:
       self._move(work)
@@ -781,7 +797,7 @@ class _Run:
       else:
         self._move(work)
 
-  def _move(self, work: _Work) -> None:
+  def _move(self, work: _RoutedWork) -> None:
     """Brings the cache of a prompt to who answers."""
     source, target, began = work.prefill, work.decode, self.now
     assert source is not None
@@ -794,7 +810,7 @@ class _Run:
 
     self.send("move", work, source, target, work.asked.prompt_tokens, come)
 
-  def _release(self, work: _Work) -> None:
+  def _release(self, work: _RoutedWork) -> None:
     """Frees what the reader held."""
     assert work.prefill is not None
     work.prefill.free(work.held)
@@ -835,7 +851,7 @@ class _Run:
   def send(
     self,
     kind: str,
-    work: _Work,
+    work: _RoutedWork,
     source: _Running,
     target: _Running,
     tokens: int,

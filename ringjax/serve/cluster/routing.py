@@ -139,7 +139,8 @@ class ShortestQueue:
   """DistServe's rule: the shortest queue reads, the least loaded one answers.
 
   The decode instance is chosen when the prompt has been read, among those with
-  room for the prompt and its answer; ties go to the first name.
+  room for the prompt and its answer. Of equal queues the instance with fewer
+  running tokens reads, then the first name.
   """
 
   def route(
@@ -152,7 +153,9 @@ class ShortestQueue:
     able = [one for one in instances if one.prefills]
     if not able:
       return Rejected(reason="no instance reads prompts")
-    best = min(able, key=lambda one: (one.queued_tokens, one.name))
+    best = min(
+      able, key=lambda one: (one.queued_tokens, one.running_tokens, one.name)
+    )
     # One that does both keeps the request.
     own = best.name if best.role == "both" else None
     return Route(prefill=best.name, decode=own)

@@ -1,0 +1,422 @@
+"""The sub-command serve of launch.plan: how many instances of which kind.
+
+It searches placements of prefill and decode on a cluster by simulation, beside
+instances that do both, and prints what each is good for (DistServe).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from absl import flags
+
+from launch import common, console, offload, strategies
+from ringjax.checks import number, positive_int
+from ringjax.errors import OptionError
+from ringjax.parallel.chips import Link, number_bytes
+from ringjax.plan import draw, machines
+from ringjax.serve.cluster import (
+  ClusterResult,
+  DistServeModel,
+  GpuCluster,
+  InstanceFamily,
+  Limits,
+  PlacementSearch,
+  ServingPlacement,
+  SizedModel,
+  TensorTimes,
+  TrafficSummary,
+  as_distserve_counts,
+  percentiles,
+  read_calls,
+  read_capacities,
+  read_profile,
+  replan,
+  share_met,
+  trace_rate,
+)
+from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
+
+NAME = "plan"
+RULES = ("ringjax", "distserve")
+_MODEL, _CHIP = "llama-3.1-8b", "a100"
+# Part of a device's memory that weights and cache fill.
+_USABLE = 0.9
+# Rates of the curves, as parts of the best goodput.
+_CURVE = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Service:
+  """What is asked for."""
+
+  model: InstanceFamily
+  cluster: GpuCluster
+  trace: list[TraceRequest]
+  limits: Limits
+  each: bool
+  transfer: bool
+  source: str
+
+
+def served(values: flags.FlagValues, stdout: TextIO, stderr: TextIO) -> None:
+  """Prints how many instances of which kind serve a trace."""
+  common.check_files(values, "plot", "timeline")
+  if values.plot is not None or values.timeline is not None:
+    draw.figures()
+  screen = console.Screen(NAME, stderr)
+  asked = _asked(values)
+  screen.begin("simulating", unit="runs")
+  try:
+    search = PlacementSearch(
+      asked.model,
+      asked.cluster,
+      asked.trace,
+      asked.limits,
+      each=asked.each,
+      progress=screen.at,
+    )
+    if values.rate is None:
+      found = search.fill()
+    else:
+      made = (
+        search.high_affinity(values.rate),
+        search.low_affinity(values.rate),
+        search.colocated(values.rate),
+      )
+      found = sorted(
+        (one for one in made if one is not None),
+        key=lambda one: (one.devices, -one.goodput),
+      )
+    if not found:
+      raise OptionError(
+        "--slo",
+        f"{values.slo}, which no shape meets even for single requests",
+        "limits above the times of an idle instance",
+        "pass larger ones, or a faster --chip",
+      )
+    rows = [_row(search, one, asked) for one in found]
+    later = _later(values, asked)
+    best = search.simulate(
+      found[0],
+      rows[0]["simulated_goodput"] or found[0].goodput,
+      transfer=asked.transfer,
+      timeline=values.timeline is not None,
+    )
+    if values.plot is not None:
+      _curves(values.plot, search, found, rows, asked)
+  finally:
+    screen.end()
+  if values.timeline is not None:
+    _timeline(values.timeline, best)
+    screen.say(f"wrote {values.timeline}")
+  if values.plot is not None:
+    screen.say(f"wrote {values.plot}")
+  record = {
+    "model": asked.model.name,
+    "cluster": [asked.cluster.nodes, asked.cluster.devices],
+    "limits": dataclasses.asdict(asked.limits),
+    "requests": len(asked.trace),
+    "trace_rate": trace_rate(asked.trace),
+    "rate": values.rate,
+    "source": asked.source,
+    "placements": rows,
+    "percentiles": percentiles(best.served),
+    "moved_share": _moved(best),
+    "replanned": later,
+    "simulations": search.simulations,
+  }
+  strategies.put(values, stdout, record, list(_words(record, values)))
+
+
+# ---------------------------------------------------------------------------
+# What is asked for
+# ---------------------------------------------------------------------------
+
+
+def _asked(values: flags.FlagValues) -> _Service:
+  names = values.model or [_MODEL]
+  if len(names) > 1:
+    raise OptionError(
+      "--model", ",".join(names), "one model", "pass one name or folder"
+    )
+  nodes, devices = _cluster(values.cluster)
+  own = values.rules == "distserve"
+  machine = machines.load(values.chip or _CHIP)
+  inside = machine.links
+  inside = inside if isinstance(inside, Link) else inside[0][1]
+  between = machine.between or inside
+  if values["bandwidth"].present:
+    between = Link(bandwidth=values.bandwidth, ports=1)
+  model, source = _model(values, names[0], machine)
+  trace = _trace(values)
+  if own:
+    trace = as_distserve_counts(trace)
+  return _Service(
+    model=model,
+    cluster=GpuCluster(
+      nodes=nodes, devices=devices, inside=inside, between=between
+    ),
+    trace=trace,
+    limits=_limits(values.slo),
+    each=own,
+    transfer=not own,
+    source=source,
+  )
+
+
+def _cluster(text: str) -> tuple[int, int]:
+  try:
+    nodes, devices = (positive_int("", int(n)) for n in text.split("x"))
+  except ValueError:
+    raise OptionError(
+      "--cluster", text, "NODESxDEVICES", "write it like 4x8"
+    ) from None
+  return nodes, devices
+
+
+def _limits(text: str) -> Limits:
+  names = {"ttft": "ttft_s", "tpot": "tpot_s", "share": "share"}
+  given: dict[str, float] = {}
+  try:
+    for part in text.split(","):
+      name, value = part.split("=")
+      given[names[name.strip()]] = float(value)
+  except (KeyError, ValueError):
+    raise OptionError(
+      "--slo",
+      text,
+      "ttft=SECONDS, tpot=SECONDS, share=PART with commas between",
+      "write it like ttft=0.2,tpot=0.1,share=0.9",
+    ) from None
+  for name in ("ttft_s", "tpot_s"):
+    number(f"--slo {name}", given.get(name, math.inf), above=0)
+  return Limits(**given)
+
+
+def _trace(values: flags.FlagValues) -> list[TraceRequest]:
+  if values.trace is None:
+    return poisson_trace(
+      rate=1.0,
+      requests=values.requests,
+      prompt_tokens=values.prompt,
+      new_tokens=values.new,
+      spread=values.spread,
+      seed=values.seed,
+    )
+  strategies.refuse(values, "--trace", ("prompt", "new", "spread"))
+  return read_trace(values.trace)[: values.requests]
+
+
+def _model(
+  values: flags.FlagValues, name: str, machine: Any
+) -> tuple[InstanceFamily, str]:
+  dtype = values.dtype or "bfloat16"
+  shape = offload.shape_of(name)
+  kv = shape.layers * shape.kv * number_bytes(dtype)
+  title = pathlib.Path(name).name
+  profile = values.times is not None and values.times.endswith(".json")
+  if profile != (values.capacities is not None) or (
+    values.rules == "distserve" and not profile
+  ):
+    raise OptionError(
+      "--times, --capacities, --rules",
+      f"{values.times}, {values.capacities}, {values.rules}",
+      "a profile and capacities of DistServe together, and its rules with them",
+      "pass --times=FILE.json --capacities=FILE.csv, or neither",
+    )
+  if profile:
+    made = DistServeModel(
+      name=title,
+      times=read_profile(values.times, name),
+      capacity_tokens=read_capacities(values.capacities, name),
+      kv_token_bytes=kv,
+      own_rules=values.rules == "distserve",
+      max_prefill_tokens=values.prefill_tokens,
+    )
+    return made, f"times of {pathlib.Path(values.times).name}"
+  if values.times is not None:
+    calls = read_calls(values.times)
+    times = TensorTimes.fit(calls)
+    errors = sorted(abs(x) for x in times.errors(calls))
+    source = (
+      f"times fitted to {len(calls)} calls, off by "
+      f"{100 * errors[len(errors) // 2]:.1f} % in the median"
+    )
+  else:
+    times = TensorTimes.on(machine, shape, dtype=dtype)
+    source = f"times predicted from figures of {machine.name}"
+  return SizedModel(
+    name=title,
+    times=times,
+    weight_bytes=(shape.layers * shape.weights + shape.tables)
+    * number_bytes(dtype),
+    kv_token_bytes=kv,
+    device_bytes=_USABLE * machine.chip.hbm_bytes,
+    tensors=[t for t in (1, 2, 4, 8) if not shape.heads % t],
+    pipelines=[p for p in (1, 2, 4, 8) if not shape.layers % p],
+    options={"max_prefill_tokens": values.prefill_tokens},
+  ), source
+
+
+# ---------------------------------------------------------------------------
+# What is found
+# ---------------------------------------------------------------------------
+
+
+def _row(
+  search: PlacementSearch, found: ServingPlacement, asked: _Service
+) -> dict[str, Any]:
+  """A placement, and what it does with and without transfers."""
+  without = search.whole_goodput(found, transfer=False)
+  moves = len(found.groups) > 1
+  with_ = search.whole_goodput(found) if moves else without
+  return {
+    "kind": found.kind,
+    "groups": [dataclasses.asdict(one) for one in found.groups],
+    "devices": found.devices,
+    "goodput": found.goodput,
+    "simulated_goodput": with_ if asked.transfer else without,
+    "without_transfer": without,
+    "with_transfer": with_,
+  }
+
+
+def _moved(found: ClusterResult) -> float:
+  """Part of all latency in which caches moved."""
+  done = [one for one in found.served if not one.rejected]
+  spent = sum(one.last_token_s - one.arrival_s for one in done)
+  return sum(one.moved_s for one in done) / spent if spent else 0.0
+
+
+def _later(values: flags.FlagValues, asked: _Service) -> list[dict[str, Any]]:
+  """Placements after drifts of the trace."""
+  if values.replan is None:
+    return []
+
+  def plan(
+    requests: Sequence[TraceRequest], now: TrafficSummary
+  ) -> ServingPlacement | None:
+    search = PlacementSearch(
+      asked.model, asked.cluster, requests, asked.limits, each=asked.each,
+      near=0.05,
+    )  # fmt: skip
+    found = [
+      search.high_affinity(now.rate[0]),
+      search.colocated(now.rate[0]),
+    ]
+    able = [one for one in found if one is not None]
+    return min(able, key=lambda one: one.devices, default=None)
+
+  return [
+    {
+      "time_s": one.time_s,
+      "why": one.why,
+      "placement": None
+      if one.placement is None
+      else dataclasses.asdict(one.placement)
+      | {"devices": one.placement.devices},
+    }
+    for one in replan(asked.trace, plan, window_s=values.replan)
+  ]
+
+
+def _curves(
+  path: str,
+  search: PlacementSearch,
+  found: Sequence[ServingPlacement],
+  rows: Sequence[dict[str, Any]],
+  asked: _Service,
+) -> None:
+  top = max(row["simulated_goodput"] / row["devices"] for row in rows)
+  series = {}
+  for one in found:
+    points = []
+    for part in _CURVE:
+      rate = top * part * one.devices
+      result = search.simulate(one, rate, transfer=asked.transfer)
+      met = share_met(result.served, asked.limits, each=asked.each)
+      points.append((top * part, 100 * met))
+    series[f"{one.kind}, {one.devices} devices"] = points
+  draw.curves(
+    series,
+    path,
+    across="requests a second of a device",
+    up="requests within both limits, %",
+    level=100 * asked.limits.share,
+    title=f"{asked.model.name}: {_of_limits(dataclasses.asdict(asked.limits))}",
+  )
+
+
+def _timeline(path: str, found: ClusterResult) -> None:
+  loads: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+  for what in ("queued_requests", "running_requests", "used_tokens"):
+    loads[what.replace("_", " ")] = {
+      name: (
+        [one.time_s for one in points],
+        [float(getattr(one, what)) for one in points],
+      )
+      for name, points in found.loads.items()
+    }
+  draw.cluster(found.timeline, loads, path)
+
+
+def _of_limits(limits: dict[str, Any]) -> str:
+  return (
+    f"TTFT {limits['ttft_s']:g} s, TPOT {limits['tpot_s']:g} s for "
+    f"{100 * limits['share']:g} %"
+  )
+
+
+def _instances(groups: Sequence[dict[str, Any]]) -> str:
+  words = []
+  for one in groups:
+    stages = f" x {one['stages']} stages" if one["stages"] > 1 else ""
+    words.append(f"{one['count']} {one['role']} of TP {one['tensor']}{stages}")
+  return " + ".join(words)
+
+
+def _words(record: dict[str, Any], values: flags.FlagValues) -> Iterator[str]:
+  nodes, devices = record["cluster"]
+  yield (
+    f"{record['model']} on {nodes} x {devices} devices: "
+    f"{_of_limits(record['limits'])}; {record['requests']} requests"
+  )
+  yield f"{record['source']}; {record['simulations']} simulations"
+  yield ""
+  yield from strategies.markdown(
+    ("placement", "instances"),
+    ("devices", "requests/s", "a device", "no transfer", "transfer"),
+    [
+      (
+        row["kind"],
+        _instances(row["groups"]),
+        f"{row['devices']}",
+        f"{row['simulated_goodput']:.3g}",
+        f"{row['simulated_goodput'] / row['devices']:.3g}",
+        f"{row['without_transfer']:.3g}",
+        f"{row['with_transfer']:.3g}",
+      )
+      for row in record["placements"]
+    ],
+  )
+  best = record["placements"][0]
+  yield ""
+  yield f"best: {_instances(best['groups'])}"
+  if record["rate"] is not None:
+    yield f"  for {record['rate']:g} requests/s"
+  for name, at in record["percentiles"].items():
+    times = ", ".join(f"{p} {1e3 * x:.4g}" for p, x in at.items())
+    yield f"  {name.removesuffix('_s').upper()} (ms) at its goodput: {times}"
+  yield f"  caches move for {100 * record['moved_share']:.2g} % of all latency"
+  for one in record["replanned"]:
+    made = one["placement"]
+    kind = "no placement" if made is None else _instances(made["groups"])
+    why = f" ({one['why']})" if one["why"] else ""
+    yield f"  from {one['time_s']:.0f} s: {kind}{why}"
+  if values.rules == "distserve":
+    yield "rules of DistServe's simulator: caches move in no time"
