@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ringjax.checks import number
 
 
+@runtime_checkable
 class PhaseTimes(Protocol):
   """Seconds of a call of an instance; what simulators and planners ask."""
 
