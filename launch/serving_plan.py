@@ -36,7 +36,6 @@ from ringjax.serve.cluster import (
   read_capacities,
   read_profile,
   replan,
-  share_met,
   trace_rate,
 )
 from ringjax.serve.traces import TraceRequest, poisson_trace, read_trace
@@ -148,7 +147,8 @@ def _asked(values: flags.FlagValues) -> _Service:
   own = values.rules == "distserve"
   machine = machines.load(values.chip or _CHIP)
   inside = machine.links
-  inside = inside if isinstance(inside, Link) else inside[0][1]
+  if not isinstance(inside, Link):
+    inside = next(iter(dict(inside).values()))
   between = machine.between or inside
   if values["bandwidth"].present:
     between = Link(bandwidth=values.bandwidth, ports=1)
@@ -335,12 +335,14 @@ def _curves(
   top = max(row["simulated_goodput"] / row["devices"] for row in rows)
   series = {}
   for one in found:
-    points = []
-    for part in _CURVE:
-      rate = top * part * one.devices
-      result = search.simulate(one, rate, transfer=asked.transfer)
-      met = share_met(result.served, asked.limits, each=asked.each)
-      points.append((top * part, 100 * met))
+    met = search.shares(
+      one,
+      [top * part * one.devices for part in _CURVE],
+      transfer=asked.transfer,
+    )
+    points = [
+      (top * part, 100 * share) for part, share in zip(_CURVE, met, strict=True)
+    ]
     series[f"{one.kind}, {one.devices} devices"] = points
   draw.curves(
     series,

@@ -47,8 +47,10 @@ from ringjax.serve.cluster.fitted_times import (
 )
 from ringjax.serve.cluster.goodput import (
   Goodput,
+  GoodputSearch,
   at_rate,
   goodput,
+  repeated,
   share_met,
   trace_rate,
 )
@@ -91,6 +93,7 @@ __all__ = [
   "EarlyRejection",
   "FastestDecode",
   "Goodput",
+  "GoodputSearch",
   "GpuCluster",
   "InstanceCounters",
   "InstanceFamily",
@@ -131,6 +134,7 @@ __all__ = [
   "read_calls",
   "read_capacities",
   "read_profile",
+  "repeated",
   "replan",
   "routing_policy",
   "share_met",

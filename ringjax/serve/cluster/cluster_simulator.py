@@ -249,6 +249,7 @@ class _Running:
     # Answers: a heap of (step after which it ends, number, work).
     self.rows: list[tuple[int, int, _RoutedWork]] = []
     self.joining: collections.deque[_RoutedWork] = collections.deque()
+    self.joining_tokens = 0
     self.step = 0
     self.cached = 0
     # The steps under way: since when, how many, how long the first one takes,
@@ -266,7 +267,6 @@ class _Running:
     cached = self.cached
     if self.decoding:
       cached += rows * min(self.steps, self._steps_until(now, up=False))
-    waiting = sum(w.asked.prompt_tokens for w in self.joining)
     return InstanceView(
       name=self.name,
       role=self.role,
@@ -274,7 +274,7 @@ class _Running:
       queued_tokens=self.queued_tokens,
       queued_s=self.queued_s + max(0.0, self.stage_free[0] - now),
       running_requests=rows + len(self.joining),
-      running_tokens=cached + waiting,
+      running_tokens=cached + self.joining_tokens,
       free_tokens=self.spec.capacity_tokens - self.used,
     )
 
@@ -374,6 +374,7 @@ class _Running:
       self.cluster.freed()
       return
     self.joining.append(work)
+    self.joining_tokens += work.asked.prompt_tokens
     self.interrupt()
     self.wake()
 
@@ -385,6 +386,7 @@ class _Running:
       if most is not None and self.rows and self.cached + cached > most:
         break
       self.joining.popleft()
+      self.joining_tokens -= work.asked.prompt_tokens
       self.cluster.reserve(-work.reserved)
       # The first token came with the prompt.
       work.end_step = self.step + work.asked.new_tokens - 1

@@ -67,23 +67,22 @@ class DistServeTimes:
     Raises:
       OptionError: a key is missing or has no three numbers.
     """
+
+    def three(key: str) -> tuple[float, float, float]:
+      a, b, c = body[key]
+      return float(a), float(b), float(c)
+
     try:
-      three = {
-        name: tuple(float(x) for x in body[key])
-        for name, key in (
-          ("prefill", "prefill"),
-          ("small", "decoding_smallbs"),
-          ("large", "decoding_largebs"),
-        )
-      }
-      split = int(body["decoding_large_small_bs_threshold"])
-      if any(len(x) != 3 for x in three.values()):
-        raise ValueError("three numbers each")
+      return cls(
+        prefill=three("prefill"),
+        small=three("decoding_smallbs"),
+        large=three("decoding_largebs"),
+        split=int(body["decoding_large_small_bs_threshold"]),
+      )
     except (KeyError, TypeError, ValueError) as error:
       raise OptionError(
-        "profile", f"an entry with {error}", _WORDS, "pass such a file"
+        "profile", f"an entry with {error!r}", _WORDS, "pass such a file"
       ) from None
-    return cls(**three, split=split)
 
   def prefill_s(self, pieces: Iterable[tuple[int, int]]) -> float:
     """As `PhaseTimes`; a token before a piece makes a pair with each of it."""

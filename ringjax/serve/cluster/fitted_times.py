@@ -173,7 +173,9 @@ class TensorTimes:
     chip, width, layers = machine.chip, number_bytes(dtype), shape.layers
     rate, links = chip.rate(dtype), machine.links
     # Any of the axes: a call of tensor parallelism has one of its own.
-    link = links if isinstance(links, Link) else links[0][1]
+    link = links if isinstance(links, Link) else next(
+      iter(dict(links).values())
+    )  # fmt: skip
     token_s = 2 * (layers * shape.active + shape.head) / rate
     half = layers * shape.attend / 2
     return cls(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError
@@ -32,10 +32,15 @@ from ringjax.serve.cluster.cluster_simulator import (
   SimulatedInstance,
 )
 from ringjax.serve.cluster.fitted_times import TensorTimes
-from ringjax.serve.cluster.goodput import Goodput, at_rate, goodput
+from ringjax.serve.cluster.goodput import (
+  Goodput,
+  GoodputSearch,
+  at_rate,
+  goodput,
+)
 from ringjax.serve.cluster.phase_times import QuadraticTimes
 from ringjax.serve.cluster.routing import RoutingPolicy, ShortestQueue
-from ringjax.serve.cluster.served import Limits
+from ringjax.serve.cluster.served import Limits, ServedRequest
 from ringjax.serve.traces import TraceRequest
 
 # What a phase alone promises of a pair: queues of prefill spread arrivals, so
@@ -44,11 +49,19 @@ _BOUND = 1.15
 _ENDLESS = 2**62
 
 
+@runtime_checkable
 class InstanceFamily(Protocol):
   """A model that runs in several shapes."""
 
-  name: str
-  kv_token_bytes: int | float
+  @property
+  def name(self) -> str:
+    """Of the model."""
+    ...
+
+  @property
+  def kv_token_bytes(self) -> int | float:
+    """Of a token in all layers."""
+    ...
 
   def shapes(self) -> list[tuple[int, int]]:
     """The (tensor, stages) on which it fits."""
@@ -325,13 +338,23 @@ class PlacementSearch:
       kv_token_bytes=self.model.kv_token_bytes,
     )
 
-    def serve(given: list[TraceRequest]) -> Any:
+    return goodput(
+      self._server(simulator),
+      trace,
+      limits,
+      first=first,
+      near=self.near,
+      each=self.each,
+    )
+
+  def _server(
+    self, simulator: ClusterSimulator
+  ) -> Callable[[list[TraceRequest]], list[ServedRequest]]:
+    def serve(given: list[TraceRequest]) -> list[ServedRequest]:
       self._count()
       return simulator.run(given).served
 
-    return goodput(
-      serve, trace, limits, first=first, near=self.near, each=self.each
-    )
+    return serve
 
   def _count(self) -> None:
     self.simulations += 1
@@ -534,6 +557,20 @@ class PlacementSearch:
     self._count()
     made = self.simulator(found, transfer=transfer, timeline=timeline)
     return made.run(at_rate(self.trace, rate))
+
+  def shares(
+    self,
+    found: ServingPlacement,
+    rates: Sequence[float],
+    *,
+    transfer: bool = True,
+  ) -> list[float]:
+    """The share of requests within the limits at some rates."""
+    made = self.simulator(found, transfer=transfer)
+    search = GoodputSearch(
+      self._server(made), self.trace, self.limits, each=self.each
+    )
+    return [search.share(rate) for rate in rates]
 
   def whole_goodput(
     self, found: ServingPlacement, *, transfer: bool = True
