@@ -101,9 +101,10 @@ def test_wrong_events():
   )
 
 
+@pytest.mark.long
 def test_the_index_knows_what_engines_have():
   model = rj.models.create(SMALL, seed=0)
-  options = dict(rows=2, capacity=64, longest=48, page=8, piece=8, pieces=1)
+  options = dict(rows=2, capacity=128, longest=96, page=16, piece=16, pieces=1)
   index = BlockIndex()
   engines = {name: Engine(model, **options) for name in ("one", "two")}
   logs = {name: BlockLog(name, send=index.apply) for name in engines}
@@ -116,17 +117,17 @@ def test_the_index_knows_what_engines_have():
 
   rng = np.random.default_rng(0)
   shared, own, last = (
-    rng.integers(0, 64, n).astype(np.int32) for n in (16, 11, 19)
+    rng.integers(0, 64, n).astype(np.int32) for n in (32, 21, 35)
   )
   prompt = np.concatenate([shared, own])
   ask("one", prompt)
   ask("two", np.concatenate([shared, last]))
-  cached = index.cached_tokens(block_keys(prompt, 8), 8)
-  assert (cached("one"), cached("two")) == (24, 16)
-  assert index.match(block_keys(prompt, 8, salt="tenant")) == {}
+  cached = index.cached_tokens(block_keys(prompt, 16), 16)
+  assert (cached("one"), cached("two")) == (48, 32)
+  assert index.match(block_keys(prompt, 16, salt="tenant")) == {}
   # Other prompts push the blocks out, and the index hears of it.
   for seed in range(4):
     draw = np.random.default_rng(seed + 7)
-    ask("one", draw.integers(0, 64, 40).astype(np.int32))
-  assert "one" not in index.match(block_keys(prompt, 8))
-  assert index.match(block_keys(prompt, 8)) == {"two": 2}
+    ask("one", draw.integers(0, 64, 90).astype(np.int32))
+  assert "one" not in index.match(block_keys(prompt, 16))
+  assert index.match(block_keys(prompt, 16)) == {"two": 2}

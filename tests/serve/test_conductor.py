@@ -192,7 +192,7 @@ def test_policies_by_name():
 # ---------------------------------------------------------------------------
 
 
-def conversations(turns=3, sessions=120, prompt=6000, rate=5.0, seed=0):
+def conversations(turns=3, sessions=80, prompt=6000, rate=5.0, seed=0):
   """Prompts that grow: each turn has all blocks of the one before it."""
   rng = np.random.default_rng(seed)
   fresh, found = iter(range(1, 10**9)), []
@@ -246,7 +246,10 @@ def mean_ttft(result):
   return float(np.mean([one.ttft_s for one in result.served]))
 
 
-@pytest.mark.parametrize("seed", range(2))
+# Some ten thousand events, which the checks of annotations make ten times as
+# slow.
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_each_policy_is_better_than_the_one_before(seed):
   link = Link(bandwidth=1e9, latency_s=1e-3)
   costs = RoutingCosts(times=TIMES, kv_token_bytes=1000, link=link)
@@ -306,7 +309,10 @@ def swing(policy, trace, decoders=1):
   return float(total.mean()), float(total.std()), result
 
 
-@pytest.mark.parametrize(("seed", "decoders"), [(0, 1), (1, 2)])
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+  ("seed", "decoders"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.long)]
+)
 def test_prediction_calms_the_load_of_decoding(seed, decoders):
   trace = poisson_trace(
     rate=3,

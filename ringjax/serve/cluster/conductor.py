@@ -414,7 +414,7 @@ class EarlyRejection:
     """Answers, and their cached tokens, that the request is judged by."""
     able = [one for one in instances if one.decodes]
     rows = sum(one.running_requests for one in able)
-    return rows, sum(one.running_tokens for one in able)
+    return float(rows), float(sum(one.running_tokens for one in able))
 
   def route(
     self,
