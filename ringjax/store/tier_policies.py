@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -194,6 +195,8 @@ class SecondHit(TierPolicy):
 class Belady(TierPolicy):
   """What is used again last goes first: an oracle, for replays.
 
+  Of blocks that the same prompt uses next the deepest goes first, as the
+  others are of use without it.
   Ref: Belady 1966, IBM Systems Journal 5 (2).
   """
 
@@ -206,18 +209,23 @@ class Belady(TierPolicy):
       requests: all prompts that will come, in their order.
     """
     super().__init__()
-    self._future: dict[Hashable, collections.deque[int]] = {}
-    now = 0
+    # Of each use the blocks that came before its prompt, and its depth there.
+    self._future: dict[Hashable, collections.deque[tuple[int, int]]] = {}
+    before = 0
     for keys in requests:
-      for key in reversed(keys):
-        now += 1
-        self._future.setdefault(key, collections.deque()).append(now)
+      for depth, key in enumerate(keys):
+        uses = self._future.setdefault(key, collections.deque())
+        uses.append((before, depth))
+      before += len(keys)
 
   def rank(self, key: Hashable, use: BlockUse) -> Any:
     ahead = self._future.get(key, ())
-    while ahead and ahead[0] <= use.last:
+    while ahead and ahead[0][0] < use.last:
       ahead.popleft()
-    return -ahead[0] if ahead else -float("inf")
+    if not ahead:
+      return -math.inf, 0
+    before, depth = ahead[0]
+    return -before, -depth
 
 
 def tier_policy(value: TierPolicy | str) -> TierPolicy:

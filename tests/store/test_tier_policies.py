@@ -75,6 +75,12 @@ def test_second_hit_admits_late():
   assert (result.hits, result.admitted) == (0, 1)
 
 
+def test_belady_keeps_the_beginning_of_a_prefix():
+  # 1 and 2 are used again by the same prompt, where 2 is nothing without 1.
+  requests = [[1, 2], [1, 2]]
+  assert hits(requests, 1, store.Belady(requests)) == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_belady_is_the_best(seed):
   rng = np.random.default_rng(seed)
