@@ -1,6 +1,12 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
 from ringjax.infer import contexts, speculate
+from ringjax.infer.attention_workers import (
+  AttentionWorkers,
+  WorkersReport,
+  WorkerTraffic,
+  generate_beside,
+)
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.generate import Generated, generate
@@ -20,6 +26,7 @@ from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 __all__ = [
   "METHODS",
   "ActivationRanges",
+  "AttentionWorkers",
   "ContextLibrary",
   "GenerateReport",
   "Generated",
@@ -29,12 +36,15 @@ __all__ = [
   "Session",
   "Stop",
   "TwoProcessorReading",
+  "WorkerTraffic",
+  "WorkersReport",
   "activation_ranges",
   "calibrate",
   "context_session",
   "contexts",
   "evict_by_repetition",
   "generate",
+  "generate_beside",
   "integer_model",
   "read_context",
   "read_on_two",

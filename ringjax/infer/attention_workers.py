@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,7 @@ from ringjax.transfer.wire import PullConnection, checked_key
 _START_S = 120.0
 
 
+@runtime_checkable
 class StartRule(Protocol):
   """Says when sequences start, as `rj.serve.cluster.LoadControl` does."""
 
@@ -221,7 +222,11 @@ class AttentionWorkers:
         except OSError as error:
           raise PeerError(f"{name} does not listen: {error}", n) from None
         link = PullConnection(made, patience_s, name)
-        link.greet_publisher(key)
+        try:
+          link.greet_publisher(key)
+        except PeerError:
+          link.close()
+          raise
         self._workers.append(_Worker(link))
     except BaseException:
       self.close()
@@ -598,7 +603,9 @@ class _Decoding:
     while waiting or any(half.active.any() for half in self.halves):
       fresh = np.full(len(self.prompts), -1, np.int32)
       free = [
-        (half, n) for half in self.halves for n in np.flatnonzero(~half.active)
+        (half, int(n))
+        for half in self.halves
+        for n in np.flatnonzero(~half.active)
       ]
       # Both mini-batches grow alike.
       free.sort(key=lambda one: (one[1], one[0].number))
@@ -744,7 +751,7 @@ class _Decoding:
       half.x = self._choose(logits, half.pos + 1, half.prompt)
     for half in halves:
       token, done = jax.device_get(half.x)
-      for n in np.flatnonzero(half.active):
+      for n in map(int, np.flatnonzero(half.active)):
         half.token[n], half.pos[n] = token[n], half.pos[n] + 1
         self._take(half, n, token[n], done[n], fresh)
 

@@ -519,7 +519,7 @@ class LayerPrograms:
     return out, part.fresh
 
 
-def _tokens(spec: Layer, at: Coords, length: Index, **how: bool) -> Tokens:
+def _tokens(spec: Layer, at: Coords, length: Lengths, **how: bool) -> Tokens:
   """The tokens of a call; as far as is not said, of any positions."""
   how = {"derived": False, "segmented": False} | how
   return Tokens(*at, ropes=spec.attention.ropes, length=length, **how)  # pyrefly: ignore
