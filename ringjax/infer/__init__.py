@@ -15,6 +15,7 @@ from ringjax.infer.integer_model import (
   activation_ranges,
   integer_model,
 )
+from ringjax.infer.paired import PairedReading, paired_prefill
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
@@ -31,6 +32,7 @@ __all__ = [
   "GenerateReport",
   "Generated",
   "Greedy",
+  "PairedReading",
   "Prefill",
   "Sample",
   "Session",
@@ -46,6 +48,7 @@ __all__ = [
   "generate",
   "generate_beside",
   "integer_model",
+  "paired_prefill",
   "read_context",
   "read_on_two",
   "speculate",

@@ -231,6 +231,16 @@ class ShardingContext:
     """As `rows`, where f holds much more on its way: some tokens at a time."""
     return blockwise_feedforward(f, x, self.block * self.size)
 
+  def summed(
+    self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
+  ) -> jax.Array:
+    """As `rows`, of a map f whose inputs are heads: shards of them add up."""
+    return self.rows(f, x)
+
+  def summed_rowwise(self, layer: Any, x: Shaped[Array, "B T D"]) -> jax.Array:
+    """As `rowwise` of `layer.row`, whose width may be sharded and adds up."""
+    return self.rowwise(layer.row, x)
+
   def per_shard(
     self,
     f: Callable[[Any, Array], Array],
