@@ -47,6 +47,13 @@
       Devices that stream their part of each layer from disk while they compute
       and add up by --reduce=star, tree or ring (TPI-LLM): whether they wait,
       the time to the first token and for each, and what each device holds.
+  python -m launch.plan fastdecode --new=256 --every=16 --answer_seconds=30
+      Rows of a mini-batch and CPUs where attention runs beside host caches, and
+      how busy both stages are if sequences start together, or a group each
+      --every steps (FastDecode).
+  python -m launch.plan liger --product_seconds=3 --send_seconds=2
+      Requests under tensor parallelism in turn, in opposite phases, or with
+      younger ones in the windows of the oldest one (Liger).
   python -m launch.plan ring
       The smallest block whose work hides a hop on five machines, and the
       longest contexts of the Ring Attention paper, beside ours by formula; with
@@ -78,6 +85,7 @@ from launch import (
   offload,
   plan_flags,
   ring,
+  stages,
   strategies,
   windows,
 )  # fmt: skip
@@ -510,6 +518,8 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "cycles": cycles.count,
   "offload": offload.offloaded,
   "window": windows.windowed,
+  "fastdecode": stages.fastdecode,
+  "liger": stages.liger,
 }
 
 
