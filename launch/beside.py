@@ -178,6 +178,9 @@ def _check(values: flags.FlagValues, words: Sequence[str]) -> None:
     )
   if values.every is not None and values.rows is None:
     raise clash("--every without --rows", "both")
+  if remote:
+    # Refused before a model is loaded.
+    _key(values)
 
 
 def _key(values: flags.FlagValues) -> bytes:

@@ -177,13 +177,13 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   ("send_slowdown", "number", 1.0, "liger",
    "How much longer collectives take beside products.", 1.0),
   ("how_summed", "enum", None, "aot",
-   "--what=pair: sums over the axis model as sends, as the compiler makes them, "
-   "or so for one prompt alone; default: split.",
+   "--what=pair: sums over the axis model as sends, as the compiler makes "
+   "them, or so for one prompt alone; default: split.",
    ("split", "summed", "one")),
   ("topology", "text", None, "aot", "The slice, e.g. v5p:4x4x8 or v5e:16x16."),
   ("what", "enums", None, "aot capacity cycles",
-   "aot: which program (pair: two prompts at once); capacity: train, prefill; cycles: attention, decode, "
-   "shared.",
+   "aot: which program (pair: two prompts at once); capacity: train, "
+   "prefill; cycles: attention, decode, shared.",
    (*aot.WHAT, "shared")),
   ("strategy", "many", None, "aot capacity",
    f"Strategy of attention, of {','.join(aot.STRATEGIES)}."),

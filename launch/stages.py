@@ -47,9 +47,7 @@ def fastdecode(
   rows = max(1, plan.rows * every // steps) * steps // every
   one = dataclasses.replace(times, layers=1)
   joint = cluster.joint_starts(rows, steps, _TURNS)
-  level = cluster.staggered_starts(
-    rows, steps, every, _TURNS * steps // every
-  )
+  level = cluster.staggered_starts(rows, steps, every, _TURNS * steps // every)
   found = {
     "together": cluster.simulate_stages(one, plan.cpus, (joint, joint)),
     "staggered": cluster.simulate_stages(

@@ -300,9 +300,7 @@ class _Conversation:
     host.load(half, row, layer, first, end, k, v)
 
 
-def _opened(
-  heard: ArrayMessage, before: AttentionHost | None
-) -> AttentionHost:
+def _opened(heard: ArrayMessage, before: AttentionHost | None) -> AttentionHost:
   """The host that a model asks for, in place of the one before."""
   fields = heard.fields
   rows, config = fields.get("rows"), fields.get("config")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import queue
@@ -167,8 +166,7 @@ class _Worker:
       found = self._came.get(timeout=self.link.patience_s)
     except queue.Empty:
       raise PeerError(
-        f"{self.link.name} has answered nothing for "
-        f"{self.link.patience_s:g} s"
+        f"{self.link.name} has answered nothing for {self.link.patience_s:g} s"
       ) from None
     if isinstance(found, PeerError):
       # Others that wait for it are told too.
@@ -574,7 +572,9 @@ class _Decoding:
     got = None
     if any(layer.spec.cross is not None for layer in self.layers):
       got = "an encoder's states, which layers attend to"
-    elif abstract(json.loads(model.source)).config.layers != model.config.layers:
+    elif (
+      abstract(json.loads(model.source)).config.layers != model.config.layers
+    ):
       got = "layers that its config.json does not describe"
     if self.kind.evicting or self.kind.unrotated or self.kind.codec:
       raise OptionError(
@@ -707,14 +707,14 @@ class _Decoding:
     """Sends a prompt's keys and values [L, K, S, H] to the place's worker."""
     worker = int(self.owner[half.places[n]])
     row = int(np.searchsorted(half.by_worker[worker], n))
-    for number, layer in enumerate(self.layers):
+    for at, layer in enumerate(self.layers):
       k, v = (x[layer.index] for x in kinds[layer.kind])
       pad = [(0, 0), (0, _rounded(k.shape[1]) - k.shape[1]), (0, 0)]
       self.traffic["prompt_bytes"] += self.workers[worker].send(
         "load",
         [np.pad(x, pad)[None] for x in (k, v)],
         half=half.number,
-        layer=number,
+        layer=at,
         row=row,
         first=end - k.shape[1],
         end=end,
@@ -736,14 +736,14 @@ class _Decoding:
       self.traffic["row_steps"] += int(half.active.sum())
       half.x = programs.embed(programs.outer, half.token[:, None])
     self.peak = max(self.peak, held)
-    for number, layer in enumerate(layers):
+    for n, layer in enumerate(layers):
       for half in halves:
-        if number:
-          self._finish(half, number - 1)
+        if n:
+          self._finish(half, n - 1)
         made = programs.project(
           layer.spec, programs.in_stack(layer), half.x, half.at, self.dtype
         )
-        self._ask(half, number, jax.device_get(made))
+        self._ask(half, n, jax.device_get(made))
     for half in halves:
       self._finish(half, len(layers) - 1)
       logits = programs.head(programs.outer, half.x, np.int32(0))
@@ -755,7 +755,7 @@ class _Decoding:
         half.token[n], half.pos[n] = token[n], half.pos[n] + 1
         self._take(half, n, token[n], done[n], fresh)
 
-  def _ask(self, half: _Half, number: int, made: Any) -> None:
+  def _ask(self, half: _Half, layer: int, made: Any) -> None:
     """Sends queries, keys and values of a layer to the rows' workers."""
     q, k, v = made
     for worker, rows in half.by_worker.items():
@@ -764,7 +764,7 @@ class _Decoding:
           "attend",
           [q[rows], k[rows], v[rows], half.pos[rows]],
           half=half.number,
-          layer=number,
+          layer=layer,
         )
 
   def _finish(self, half: _Half, number: int) -> None:

@@ -246,9 +246,7 @@ class LayerPrograms:
 
     Of layers that are fetched there are none.
     """
-    return StackedWeights(
-      self._stacks[layer.kind], np.int32(layer.index)
-    )
+    return StackedWeights(self._stacks[layer.kind], np.int32(layer.index))
 
   def _block(self, spec: Layer, weights: PyTree) -> Any:
     """A layer's module, inside of a program."""

@@ -208,7 +208,7 @@ def check_pair(model: Transformer, mesh: Any, axis: str | None) -> None:
   shape = {} if mesh is None else dict(mesh.shape)
   size = shape.get(_MODEL, 1)
   others = {k: n for k, n in shape.items() if k != _MODEL and n > 1}
-  if size < 2 or others or axis is not None and shape.get(axis, 1) > 1:
+  if size < 2 or others or (axis is not None and shape.get(axis, 1) > 1):
     raise MeshError(
       "mesh",
       f"{shape or None}",
@@ -249,4 +249,3 @@ def _refuse_changed(model: Transformer) -> None:
             "plain weights",
             "pass the model that rj.models.load returns",
           )
-

@@ -55,7 +55,8 @@ def same(model, workers, prompts, count=7, *, generate=None, **options):
 
 
 @pytest.mark.parametrize(
-  "assignment", [None, (0,) * 5, (0, 1, 0, 1, 1), (2, 2, 1, 0, 2), (3, 1, 0, 0, 2)]
+  "assignment",
+  [None, (0,) * 5, (0, 1, 0, 1, 1), (2, 2, 1, 0, 2), (3, 1, 0, 0, 2)],
 )
 def test_any_workers_and_any_assignment(loaded, four, assignment):
   model, _ = loaded("llama3")

@@ -325,7 +325,9 @@ def test_who_reads_may_have_enough(start):
     ),
     ("offload", ("machine", "policy", "prompt"), ("chip", "ranks", "tokens")),
     pytest.param(
-      "fastdecode", ("every", "cpu_tokens"), ("ranks", "chip"),
+      "fastdecode",
+      ("every", "cpu_tokens"),
+      ("ranks", "chip"),
       marks=pytest.mark.long,
     ),
   ],

@@ -106,7 +106,7 @@ def test_requests_that_come_later_wait_for_their_turn():
   early = KernelQueue.of_layers(4, 3, 2)
   late = KernelQueue.of_layers(4, 3, 2, arrival_s=7)
   found = windows([late, early])
-  assert [w.primary for w in found.windows][0] == 1
+  assert found.windows[0].primary == 1
   assert found.latency_s[1] == early.alone_s
   assert not found.windows[0].beside and not found.windows[1].beside
   later = KernelQueue.of_layers(1, 1, 1, arrival_s=100)

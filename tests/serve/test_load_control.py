@@ -131,7 +131,9 @@ def test_what_bounds_the_rows():
 
 def test_bad_input():
   refused(OptionError, lambda: level_peak(100, 256, 3), "every")
-  refused(OptionError, lambda: LoadControl(100).earliest(11, 10), "11 x 10", "100")
+  refused(
+    OptionError, lambda: LoadControl(100).earliest(11, 10), "11 x 10", "100"
+  )
   refused(OptionError, lambda: LoadControl(100).earliest(0, 10), "rows")
   refused(OptionError, lambda: TokenLimit(tokens=10, first=11), "first")
   refused(OptionError, lambda: choose_workers(TIMES, S, answer_s=0.1), "0.1 s")

@@ -241,9 +241,7 @@ class LoadControl:
     """The first step from which a start fits at the end of another group."""
     # Later starts add less, and the limit does not fall.
     enough = lambda t: t >= end + 1 - (self.limit.at(t) - held) // rows
-    return first + bisect.bisect_left(
-      range(first, end + 1), True, key=enough
-    )
+    return first + bisect.bisect_left(range(first, end + 1), True, key=enough)
 
   def _own(self, rows: int, steps: int, first: int) -> int:
     """`first` if a start there fits at its own end, else a later step."""
@@ -402,9 +400,7 @@ def choose_workers(
     need = -(-tokens // cpu_tokens)
     if need > cpus:
       cpus, bound = need, f"{bound} and memory"
-  slower = max(
-    times.weights_s(rows), times.attention_s(tokens / 2, cpus)
-  )
+  slower = max(times.weights_s(rows), times.attention_s(tokens / 2, cpus))
   return WorkerPlan(
     rows=rows,
     cpus=cpus,
@@ -520,7 +516,11 @@ def simulate_stages(
 
 
 def swept_cpus(
-  times: StageTimes, rows: int, steps: int, every: int, candidates: Iterable[int]
+  times: StageTimes,
+  rows: int,
+  steps: int,
+  every: int,
+  candidates: Iterable[int],
 ) -> int:
   """The fewest CPUs with which the weights' stage never waits, by simulation.
 
