@@ -348,9 +348,8 @@ def pair(
     RingjaxError: an option may not have its value, or does not fit another.
   """
   one_of("how_summed", how_summed, PAIRS)
-  how = ModelOptions(
-    devices=devices, **{"mesh": [["model", -1]], "strategy": "plain", **options}
-  )
+  given: dict[str, Any] = {"mesh": [["model", -1]], "strategy": "plain"}
+  how = ModelOptions(devices=devices, **given | options)
   plain = how.context()
   made = plain.mesh
   assert isinstance(made, Mesh)

@@ -76,7 +76,7 @@ def send_arrays(
   parts = [np.ascontiguousarray(x) for x in arrays]
   stated = [[x.dtype.name, list(x.shape)] for x in parts]
   head = json.dumps({"t": kind, "x": stated, **fields}).encode()
-  raw = [memoryview(x.reshape(-1).view(np.uint8)) for x in parts if x.size]
+  raw = [x.reshape(-1).view(np.uint8).data for x in parts if x.size]
   link.send([_SIZE.pack(len(head)) + head, *raw])
   return _SIZE.size + len(head) + sum(map(len, raw))
 
@@ -114,7 +114,7 @@ def receive_arrays(link: PullConnection) -> ArrayMessage | None:
   for dtype, shape in shapes:
     found = np.empty(shape, dtype)
     if found.size:
-      link.receive(memoryview(found.reshape(-1).view(np.uint8)))
+      link.receive(found.reshape(-1).view(np.uint8).data)
     arrays.append(found)
   return ArrayMessage(kind, fields, tuple(arrays), _SIZE.size + size + nbytes)
 

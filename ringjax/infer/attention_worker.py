@@ -305,7 +305,7 @@ def _opened(heard: ArrayMessage, before: AttentionHost | None) -> AttentionHost:
   fields = heard.fields
   rows, config = fields.get("rows"), fields.get("config")
   dtypes = [fields.get(name) for name in ("dtype", "cache_dtype")]
-  texts = [config, *dtypes, fields.get("cache_kind")]
+  texts: list[Any] = [config, *dtypes, fields.get("cache_kind")]
   if not isinstance(rows, list) or not 1 <= len(rows) <= 2:
     raise HostileMessageError("no rows")
   if not all(type(n) is int and 0 <= n < _MOST_ROWS for n in rows):

@@ -130,7 +130,7 @@ class TokenRows(NamedTuple):
       that depend on it.
   """
 
-  pos: Int[Array, " B"]
+  pos: Int[Array | np.ndarray, " B"]
   length: Lengths
 
   def at(self, size: int) -> Coords:

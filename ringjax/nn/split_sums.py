@@ -38,11 +38,11 @@ class SplitSums(ContextParallel):
 
   def _summed(self, module: Any, f: Any, x: jax.Array, spec: P) -> jax.Array:
     """f(module, x), of the shards' parts of a module and of x, added up."""
-    assert self.mesh is not None
+    mesh: Any = self.mesh
     variables, tree = jax.tree.flatten(
       module, is_leaf=lambda v: isinstance(v, nnx.Variable)
     )
-    specs = [Rules().sharding(v, self.mesh).spec for v in variables]
+    specs = [Rules().sharding(v, mesh).spec for v in variables]
 
     def local(values: list[jax.Array], x: jax.Array) -> jax.Array:
       first = collectives.axis_index(_MODEL) == 0
@@ -58,7 +58,7 @@ class SplitSums(ContextParallel):
 
     return jax.shard_map(
       local,
-      mesh=self.mesh,
+      mesh=mesh,
       in_specs=(specs, spec),
       out_specs=P(),
       axis_names={_MODEL},
