@@ -14,8 +14,6 @@ from absl import flags
 from launch import strategies
 from ringjax.plan import kernel_window
 from ringjax.plan.kernel_window import KernelQueue, WindowRules
-from ringjax.serve import cluster
-from ringjax.serve.cluster import StageTimes
 
 _STEPS, _EVERY = 256, 16
 # Groups of starts that are simulated, in answers.
@@ -26,11 +24,14 @@ def fastdecode(
   values: flags.FlagValues, stdout: TextIO, stderr: TextIO
 ) -> None:
   """Prints rows, CPUs and both stages with joint and with staggered starts."""
+  # This brings the engine and flax; other sub-commands do without.
+  from ringjax.serve import cluster
+
   del stderr
   steps = values.new if values["new"].present else _STEPS
   every = _EVERY if values.every is None else values.every
   layers = values.layers if values["layers"].present else 32
-  times = StageTimes(
+  times = cluster.StageTimes(
     fixed_s=values.fixed_seconds,
     row_s=values.row_seconds,
     token_s=values.token_seconds,

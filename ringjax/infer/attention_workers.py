@@ -24,6 +24,7 @@ import json
 import os
 import queue
 import secrets
+import selectors
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ from ringjax.infer.prompt_reading import (
   read_prompts,
 )
 from ringjax.infer.sampling import Sample, from_names, traced
-from ringjax.infer.stopping import as_stop
+from ringjax.infer.stopping import Stop, as_stop
 from ringjax.kv import cache_kind as kinds
 from ringjax.kv.cache_kind import CacheKind
 from ringjax.models.checkpoint import abstract
@@ -141,16 +142,20 @@ class _Worker:
     ).start()
 
   def _receive(self) -> None:
-    # A worker may say nothing while it is asked nothing: `next` counts.
-    self.link.link.settimeout(None)
+    wait = selectors.DefaultSelector()
     try:
-      while (found := receive_arrays(self.link)) is not None:
+      wait.register(self.link.link, selectors.EVENT_READ)
+      # A worker may say nothing while it is asked nothing: `next` counts. Its
+      # socket keeps its patience, for what is sent and within a message.
+      while wait.select() and (found := receive_arrays(self.link)) is not None:
         self._came.put(found)
       self._came.put(PeerError(f"{self.link.name} is gone: it closed"))
     except PeerError as error:
       self._came.put(error)
-    except OSError as error:
+    except (OSError, ValueError) as error:
       self._came.put(PeerError(f"{self.link.name} is gone: {error}"))
+    finally:
+      wait.close()
 
   def send(self, kind: str, arrays: Sequence[Any] = (), **fields: Any) -> int:
     """As `send_arrays`."""
@@ -389,7 +394,7 @@ def generate_beside(
   workers: AttentionWorkers,
   max_new_tokens: int,
   sampler: Callable[..., Any] | None = None,
-  stop: Any = None,
+  stop: Stop | int | Iterable[int] | None = None,
   rows: int | None = None,
   group: int | None = None,
   starts: StartRule | None = None,

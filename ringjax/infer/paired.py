@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -39,7 +39,7 @@ from ringjax.models.weight_placement import refuse_placed
 from ringjax.nn.attention import Attention
 from ringjax.nn.feedforward import Gated, Plain
 from ringjax.nn.linear import Linear
-from ringjax.nn.sharding_context import ContextParallel
+from ringjax.nn.sharding_context import ContextParallel, ShardingContext
 from ringjax.nn.split_sums import SplitSums
 from ringjax.parallel.programs import bounded
 from ringjax.typing import Lengths
@@ -193,13 +193,15 @@ def read_pair(
   return tuple(logits), tuple(kept for _, kept in done)
 
 
-def split_sums(attend: Any) -> SplitSums:
+def split_sums(attend: ShardingContext) -> SplitSums:
   """The same context with sums over "model" that are sends."""
   fields = {f.name: getattr(attend, f.name) for f in dataclasses.fields(attend)}
   return SplitSums(**fields)
 
 
-def check_pair(model: Transformer, mesh: Any, axis: str | None) -> None:
+def check_pair(
+  model: Transformer, mesh: Mesh | AbstractMesh | None, axis: str | None
+) -> None:
   """Refuses a mesh or a model whose sums are not over "model" alone.
 
   Raises:

@@ -9,6 +9,7 @@ that it makes itself beside nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from ringjax.nn.param import Rules
-from ringjax.nn.sharding_context import ContextParallel
+from ringjax.nn.sharding_context import ContextParallel, RowwiseLayer
 from ringjax.ops.feedforward import blockwise_feedforward
 from ringjax.parallel import collectives
 
@@ -29,10 +30,14 @@ _MODEL = "model"
 class SplitSums(ContextParallel):
   """Sums over the mesh's axis "model" by sends: see the head of this file."""
 
-  def summed(self, f: Any, x: Shaped[Array, "B T *d"]) -> jax.Array:
+  def summed(
+    self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
+  ) -> jax.Array:
     return self._summed(f, f, x, P(None, None, _MODEL))
 
-  def summed_rowwise(self, layer: Any, x: Shaped[Array, "B T D"]) -> jax.Array:
+  def summed_rowwise(
+    self, layer: RowwiseLayer, x: Shaped[Array, "B T D"]
+  ) -> jax.Array:
     f = lambda layer, x: blockwise_feedforward(layer.row, x, self.block)
     return self._summed(layer, f, x, P())
 

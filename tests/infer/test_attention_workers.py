@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import struct
 import threading
@@ -250,4 +251,18 @@ def test_processes_and_one_that_dies(loaded):
       "worker 1",
     )
     assert 3 <= len(seen) < 20
+  # One that stands still, which takes what is sent until buffers are full.
+  with rj.infer.AttentionWorkers.start(2, patience_s=30) as workers:
+    same(model, workers, prompts)
+    workers.patience_s = 2
+    for n in range(2):
+      workers[n].link.patience_s = 2
+    workers.processes[0].send_signal(signal.SIGSTOP)
+    refused(
+      PeerError,
+      lambda: rj.infer.generate_beside(
+        model, prompts, workers=workers, max_new_tokens=3
+      ),
+      "worker 0",
+    )
   assert all(one.poll() is not None for one in workers.processes)

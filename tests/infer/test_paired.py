@@ -56,13 +56,13 @@ def test_two_requests_of_other_lengths(over_heads, name):
     rows = np.array(lengths)[:, None] - 1
     want = model(ids, segment_ids=seg.astype(np.int32), rows=rows)[:, 0]
     np.testing.assert_allclose(logits, want, atol=2e-4, rtol=1e-4)
-    # The answer goes on behind the session.
-    first = np.asarray(logits).argmax(-1).astype(np.int32)[:, None]
-    behind = rj.infer.generate(
-      model, first, max_new_tokens=4, cache=session
-    ).tokens
-    whole = rj.infer.generate(model, prompts, max_new_tokens=5).tokens
-    np.testing.assert_array_equal(np.concatenate([first, behind], 1), whole)
+  # Answers go on behind a session.
+  first = np.asarray(found.logits[0]).argmax(-1).astype(np.int32)[:, None]
+  behind = rj.infer.generate(
+    model, first, max_new_tokens=4, cache=found.sessions[0]
+  ).tokens
+  whole = rj.infer.generate(model, two[0], max_new_tokens=5).tokens
+  np.testing.assert_array_equal(np.concatenate([first, behind], 1), whole)
 
 
 @pytest.mark.parametrize("rows", [8, 6])
@@ -95,6 +95,6 @@ def test_what_is_refused(over_heads, loaded):
   refused(ConfigError, lambda: read(model, *two), "Experts")
   model = over_heads("llama3")
   refused(PromptError, lambda: read(model, *two, capacity=6), "capacity")
-  refused(OptionError, lambda: read(model, *two, cache_kind="none"), "dense")
-  coded = rj.models.with_coded_weights(model, "int8")
+  refused(OptionError, lambda: read(model, *two, cache_kind="none"), "none")
+  coded = rj.models.with_coded_weights(model)
   refused(OptionError, lambda: read(coded, *two), "plain weights")
