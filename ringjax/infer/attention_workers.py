@@ -394,7 +394,7 @@ def generate_beside(
   workers: AttentionWorkers,
   max_new_tokens: int,
   sampler: Callable[..., Any] | None = None,
-  stop: Stop | int | Iterable[int] | None = None,
+  stop: Stop | str | int | Iterable[int | str] | None = None,
   rows: int | None = None,
   group: int | None = None,
   starts: StartRule | None = None,

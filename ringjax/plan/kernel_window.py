@@ -8,15 +8,17 @@ Cost: O(kernels log kernels).
 Under tensor parallelism a layer's products take c seconds and its collectives
 m, one after the other, and one of the two is idle. Three ways to run requests:
 
-  in turn      one request behind the other: L (c + m) each
-  alternating  two requests in opposite phases, as in a step compiled for both:
-               2 L max(c, m) + min(c, m) together
-  windows      the oldest request, the primary, runs as alone. While a run of
-               kernels of one kind lasts (a window), younger requests launch
-               kernels of the other kind whose seconds fit into a share of it
-               (`factor`, for kernels side by side slow each other). Products
-               that do not fit are cut: n of f pieces run now, the others stay.
-               A younger request's collective takes the rest of a window.
+In turn: one request behind the other, L (c + m) each.
+
+Alternating: two requests in opposite phases, as in a step compiled for both,
+2 L max(c, m) + min(c, m) together.
+
+Windows: the oldest request, the primary, runs as alone. While a run of kernels
+of one kind lasts (a window), younger requests launch kernels of the other kind
+whose seconds fit into a share of it (`factor`, for kernels side by side slow
+each other). Products that do not fit are cut: n of f pieces run now, the others
+stay. A younger request's collective takes the rest of a window.
+
 Ref: Du et al. 2024, Liger (PPoPP).
 """
 

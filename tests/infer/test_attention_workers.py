@@ -169,10 +169,12 @@ class SilentServer:
     threading.Thread(target=self.serve, daemon=True).start()
 
   def serve(self):
-    link = PullConnection(self.socket.accept()[0], 60, "model")
-    link.greet_reader(KEY)
-    while link.link.recv(1 << 16):
-      pass
+    with self.socket:
+      link = PullConnection(self.socket.accept()[0], 60, "model")
+    with link.link:
+      link.greet_reader(KEY)
+      while link.link.recv(1 << 16):
+        pass
 
 
 def test_a_silent_worker_is_named_in_time(loaded):
