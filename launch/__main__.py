@@ -12,6 +12,7 @@ SCRIPTS = (
   "evaluate",
   "plan",
   "prefill",
+  "beside",
   "convert",
   "tokenize",
   "calibrate",

@@ -27,9 +27,11 @@ from ringjax.plan.roofline import NOTE, Roofline, roofline
 NAME = "plan"
 # Devices of an axis of heads that a search tries.
 _HEADS = (1, 2, 4)
-WHAT = ("train", "prefill", "decode", "attention")
+WHAT = ("train", "prefill", "pair", "decode", "attention")
 STRATEGIES = (*registry.NAMES, "plain")
 BUILDERS = "ringjax.bench.steps"
+# Of programs that shard no sequence.
+_MESHES = {"pair": "model:-1"}
 
 
 _OF_ATTENTION = ("heads", "kv_heads", "head_dim", "causal", "window", "packed",
@@ -41,6 +43,7 @@ _OPTIONS = {
   "train": (*_OF_MODEL, *_OF_TILES, "remat", "optimizer", "accumulate",
             "block", "loss_block"),
   "prefill": (*_OF_MODEL, *_OF_TILES, "block", "cache"),
+  "pair": (*_OF_MODEL, "block", "how_summed"),
   "decode": (*_OF_MODEL, "cache"),
   "attention": (*_OF_ATTENTION, *_OF_TILES),
 }  # fmt: skip
@@ -118,7 +121,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     )
   options: dict[str, Any] = {
     "tokens": tokens[0],
-    "mesh": common.axes(values.mesh or "seq:-1"),
+    "mesh": common.axes(values.mesh or _MESHES.get(what, "seq:-1")),
     "batch": values.batch,
   }
   others = dict.fromkeys(itertools.chain.from_iterable(_OPTIONS.values()))
@@ -139,7 +142,7 @@ def _options(values: flags.FlagValues, what: str) -> dict[str, Any]:
     options["strategy"] = named(strategy)
   for name in (
     "remat", "optimizer", "accumulate", "block", "loss_block", "q_block",
-    "kv_block", "order", "dtype",
+    "kv_block", "order", "dtype", "how_summed",
   ):  # fmt: skip
     if values[name].value is not None:
       options[name] = values[name].value

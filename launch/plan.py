@@ -57,6 +57,13 @@
       How many instances that read prompts and how many that answer, in which
       shapes, serve the most requests within both limits, beside instances that
       do both (DistServe); --rate=20: on the fewest devices.
+  python -m launch.plan fastdecode --new=256 --every=16 --answer_seconds=30
+      Rows of a mini-batch and CPUs where attention runs beside host caches, and
+      how busy both stages are if sequences start together, or a group each
+      --every steps (FastDecode).
+  python -m launch.plan liger --product_seconds=3 --send_seconds=2
+      Requests under tensor parallelism in turn, in opposite phases, or with
+      younger ones in the windows of the oldest one (Liger).
   python -m launch.plan ring
       The smallest block whose work hides a hop on five machines, and the
       longest contexts of the Ring Attention paper, beside ours by formula; with
@@ -90,6 +97,7 @@ from launch import (
   plan_flags,
   ring,
   serving_plan,
+  stages,
   strategies,
   windows,
 )  # fmt: skip
@@ -524,6 +532,8 @@ _COMMANDS: dict[str, Callable[[flags.FlagValues, TextIO, TextIO], None]] = {
   "offload": offload.offloaded,
   "window": windows.windowed,
   "serve": serving_plan.served,
+  "fastdecode": stages.fastdecode,
+  "liger": stages.liger,
 }
 
 

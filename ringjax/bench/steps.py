@@ -25,6 +25,7 @@ from ringjax.bench.ways import NamedStrategy, way
 from ringjax.checks import one_of, positive_int
 from ringjax.errors import ShapeError
 from ringjax.infer import decode as decoding
+from ringjax.infer import paired
 from ringjax.infer import prefill as reading
 from ringjax.infer.sampling import Greedy
 from ringjax.kv import kind_text
@@ -328,6 +329,52 @@ def prefill(
   )
 
 
+PAIRS = ("split", "summed", "one")
+
+
+def pair(
+  devices: Sequence[Any], *, how_summed: str = "split", **options: Any
+) -> Built:
+  """Two prompts of `tokens` read in one program, each into its own cache.
+
+  Args:
+    devices: of the slice.
+    how_summed: over the mesh's axis "model": "split", by sends, as
+      `infer.paired_prefill` does; "summed", as the compiler does; "one" prompt
+      alone, as the compiler does.
+    options: of `ModelOptions`; the mesh has the axis "model" alone.
+
+  Raises:
+    RingjaxError: an option may not have its value, or does not fit another.
+  """
+  one_of("how_summed", how_summed, PAIRS)
+  given: dict[str, Any] = {"mesh": [["model", -1]], "strategy": "plain"}
+  how = ModelOptions(devices=devices, **given | options)
+  plain = how.context()
+  made = plain.mesh
+  assert isinstance(made, Mesh)
+  form = how.form(made, how.dtype)
+  paired.check_pair(form, made, plain.axis)
+  attend = paired.split_sums(plain) if how_summed == "split" else plain
+  row = functools.partial(_like, made)
+  shape = (how.batch, how.tokens)
+  call = paired.PairedCall(row(shape), row(shape), row(shape[:1]), row())
+  empty = form.init_cache_spec(*shape, sharding=attend)
+  many = 1 if how_summed == "one" else 2
+  work = work_profile.profile(form, how.tokens)
+  flops = work.token_s * how.tokens
+  flops += work.pair_s * how.tokens * (how.tokens + 1) / 2
+  return how.built(
+    made,
+    paired.read_pair,
+    (form, attend, (call,) * many, (empty,) * many),
+    many * how.batch * (flops + _head_flops(form)),
+    _trips(how.named, made, None, how.tokens, True),
+    what=f"pair, {how_summed}",
+    **how.facts(form),
+  )
+
+
 def decode(
   devices: Sequence[Any], *, cache: str = "dense", **options: Any
 ) -> Built:
@@ -397,7 +444,8 @@ def _mesh(
   one_of("order", order, ORDERS)
   names = tuple(str(name) for name, _ in pairs)
   sizes = tuple(int(size) for _, size in pairs)
-  made = make_mesh(sizes, names, devices=devices)
+  ring = "seq" if "seq" in names else names[-1]
+  made = make_mesh(sizes, names, devices=devices, ring=ring)
   if order == "listed":
     listed = np.empty(made.devices.size, dtype=object)
     listed[:] = list(devices)[: made.devices.size]

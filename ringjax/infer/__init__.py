@@ -1,6 +1,12 @@
 """From a prompt to new tokens: prefill, decoding, sampling."""
 
 from ringjax.infer import contexts, speculate
+from ringjax.infer.attention_workers import (
+  AttentionWorkers,
+  WorkersReport,
+  WorkerTraffic,
+  generate_beside,
+)
 from ringjax.infer.calibrate import calibrate
 from ringjax.infer.contexts import ContextLibrary, context_session
 from ringjax.infer.elastic import ElasticSession, owners_of
@@ -10,6 +16,7 @@ from ringjax.infer.integer_model import (
   activation_ranges,
   integer_model,
 )
+from ringjax.infer.paired import PairedReading, paired_prefill
 from ringjax.infer.prefill import METHODS, Prefill
 from ringjax.infer.prompt_reading import read_context
 from ringjax.infer.repetition import evict_by_repetition
@@ -21,24 +28,30 @@ from ringjax.infer.two_processors import TwoProcessorReading, read_on_two
 __all__ = [
   "METHODS",
   "ActivationRanges",
+  "AttentionWorkers",
   "ContextLibrary",
   "ElasticSession",
   "GenerateReport",
   "Generated",
   "Greedy",
+  "PairedReading",
   "Prefill",
   "Sample",
   "Session",
   "Stop",
   "TwoProcessorReading",
+  "WorkerTraffic",
+  "WorkersReport",
   "activation_ranges",
   "calibrate",
   "context_session",
   "contexts",
   "evict_by_repetition",
   "generate",
+  "generate_beside",
   "integer_model",
   "owners_of",
+  "paired_prefill",
   "read_context",
   "read_on_two",
   "speculate",

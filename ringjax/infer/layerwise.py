@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
@@ -35,7 +36,7 @@ from ringjax.nn.tokens import Tokens
 from ringjax.ops.attention.views import KVView
 from ringjax.ops.mask import Coords, Mask
 from ringjax.ops.rope import Rotation
-from ringjax.typing import Index
+from ringjax.typing import Index, Lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,37 @@ class TokenSpan(NamedTuple):
     index = jnp.arange(size, dtype=jnp.int32)[None]
     first, real = (jnp.asarray(n, jnp.int32) for n in self[:2])
     return Coords(first + index, (index < real).astype(jnp.int32))
+
+
+class TokenRows(NamedTuple):
+  """The next token of each row.
+
+  Fields:
+    pos: int32 [B], its position; -1 for a row that has none.
+    length: tokens of each row's whole context, [B], or of all, for rotations
+      that depend on it.
+  """
+
+  pos: Int[Array | np.ndarray, " B"]
+  length: Lengths
+
+  def at(self, size: int) -> Coords:
+    """Coordinates [B, 1]; rows without a token have segment 0."""
+    assert size == 1
+    pos = jnp.asarray(self.pos, jnp.int32)[:, None]
+    return Coords(jnp.maximum(pos, 0), (pos >= 0).astype(jnp.int32))
+
+
+class StackedWeights(NamedTuple):
+  """A layer's weights in their kind's stack: a program takes them out.
+
+  Fields:
+    stack: the weights of all layers of the kind.
+    index: which of them.
+  """
+
+  stack: tuple[Shaped[Array, " ..."], ...]
+  index: Index
 
 
 class _Program:
@@ -209,6 +241,22 @@ class LayerPrograms:
       return self._fetch(*at, self._stack, layer.index)
     return self._pick(self._stacks[layer.kind], layer.index)
 
+  def in_stack(self, layer: StackedLayer) -> StackedWeights:
+    """A layer's weights where they are, for `project` and `finish`.
+
+    Of layers that are fetched there are none.
+    """
+    return StackedWeights(self._stacks[layer.kind], np.int32(layer.index))
+
+  def _block(self, spec: Layer, weights: PyTree) -> Any:
+    """A layer's module, inside of a program."""
+    if isinstance(weights, StackedWeights):
+      take = lambda x: lax.dynamic_index_in_dim(
+        x, weights.index, 0, keepdims=False
+      )
+      weights = tuple(take(x) for x in weights.stack)
+    return jax.tree.unflatten(self._trees[spec], weights)
+
   def mixing_weights(
     self, weights: tuple[Shaped[Array, " ..."], ...]
   ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -269,8 +317,8 @@ class LayerPrograms:
     self,
     spec: Layer,
     weights: PyTree,
-    x: Float[Array, "1 T D"],
-    span: TokenSpan,
+    x: Float[Array, "B T D"],
+    span: TokenSpan | TokenRows,
     dtype: DTypeLike,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries of some tokens, and what a cache stores of them.
@@ -286,7 +334,7 @@ class LayerPrograms:
       queries [1, T, N, H], keys and values [1, K, T, H] as the kind of cache
       stores them: keys rotated, or before their rotation.
     """
-    block = jax.tree.unflatten(self._trees[spec], weights)
+    block = self._block(spec, weights)
     taken = _Queries(self._attend)
     tokens = _tokens(spec, span.at(x.shape[1]), span.length)
     block(x, tokens, _StoredKeys(self.kind), taken)
@@ -372,7 +420,7 @@ class LayerPrograms:
       cache: holds the keys of the tokens before; donated.
       index: of the layer, among those of its kind.
     """
-    block = jax.tree.unflatten(self._trees[spec], weights)
+    block = self._block(spec, weights)
     out, cache, _ = self._behind(spec, kind, block, x, made, span, cache, index)
     return out, cache
 
@@ -381,9 +429,9 @@ class LayerPrograms:
     spec: Layer,
     kind: int,
     block: Any,
-    x: Float[Array, "1 T D"],
+    x: Float[Array, "B T D"],
     made: tuple[jax.Array, ...],
-    span: TokenSpan,
+    span: TokenSpan | TokenRows,
     cache: KVCache,
     index: Index,
   ) -> tuple[jax.Array, KVCache, jax.Array]:
@@ -405,11 +453,11 @@ class LayerPrograms:
     shapes: tuple[Any, ...],
     weights: PyTree,
     made: tuple[
-      Float[Array, "1 T N H"],
-      Shaped[Array, "1 K T H"],
-      Shaped[Array, "1 K T J"],
+      Float[Array, "B T N H"],
+      Shaped[Array, "B K T H"],
+      Shaped[Array, "B K T J"],
     ],
-    span: TokenSpan,
+    span: TokenSpan | TokenRows,
     cache: KVCache,
     index: Index,
   ) -> tuple[jax.Array, KVCache]:
@@ -422,8 +470,8 @@ class LayerPrograms:
     every = [
       zeros(a) if b is None else b for a, b in zip(shapes, weights, strict=True)
     ]
-    block = jax.tree.unflatten(self._trees[spec], every)
-    x = jnp.zeros((1, made[0].shape[1], self._config.embed), made[0].dtype)
+    block = self._block(spec, every)
+    x = jnp.zeros((*made[0].shape[:2], self._config.embed), made[0].dtype)
     _, cache, mixed = self._behind(
       spec, kind, block, x, made, span, cache, index
     )
@@ -434,12 +482,12 @@ class LayerPrograms:
     self,
     spec: Layer,
     weights: PyTree,
-    x: Float[Array, "1 T D"],
-    mixed: Float[Array, "1 T N J"],
-    span: TokenSpan,
+    x: Float[Array, "B T D"],
+    mixed: Float[Array, "B T N J"],
+    span: TokenSpan | TokenRows,
   ) -> jax.Array:
     """The layer's output [1, T, D], of its input and of what `mix` made."""
-    block = jax.tree.unflatten(self._trees[spec], weights)
+    block = self._block(spec, weights)
     at = span.at(x.shape[1])
     attend = _Queries(self._attend, mixed=mixed)
     tokens = _tokens(spec, at, span.length)
@@ -459,14 +507,14 @@ class LayerPrograms:
 
     `pos` are those of the context's layout; without `seg` none is padding.
     """
-    block = jax.tree.unflatten(self._trees[spec], weights)
+    block = self._block(spec, weights)
     at = Coords(pos, jnp.ones_like(pos) if seg is None else seg)
     tokens = _tokens(spec, at, length, derived=True, segmented=seg is not None)
     out, part = block(x, tokens, NoCache(1).layer(0, (), 0), self._attend)
     return out, part.fresh
 
 
-def _tokens(spec: Layer, at: Coords, length: Index, **how: bool) -> Tokens:
+def _tokens(spec: Layer, at: Coords, length: Lengths, **how: bool) -> Tokens:
   """The tokens of a call; as far as is not said, of any positions."""
   how = {"derived": False, "segmented": False} | how
   return Tokens(*at, ropes=spec.attention.ropes, length=length, **how)  # pyrefly: ignore

@@ -205,7 +205,7 @@ class GroupedQuery(nnx.Module):
     out = attend(q, tokens, cache, spec.mask, extras)
     if self.gate is not None:
       out = out * jax.nn.sigmoid(attend.rows(self.gate, x))
-    return attend.rows(self.o, out), cache
+    return attend.summed(self.o, out), cache
 
   def _clipped(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     clip = self.spec.clip

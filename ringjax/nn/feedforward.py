@@ -115,7 +115,7 @@ class PlainLayer(nnx.Module):
   def __call__(
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
-    return attend.rowwise(self.row, x)
+    return attend.summed_rowwise(self, x)
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""
@@ -160,7 +160,7 @@ class GatedLayer(nnx.Module):
   def __call__(
     self, x: Float[Array, "B T D"], attend: Attend
   ) -> Float[Array, "B T D"]:
-    return attend.rowwise(self.row, x)
+    return attend.summed_rowwise(self, x)
 
   def row(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The layer on some tokens, without cutting them up."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,15 @@ class Extras:
   soft_cap: float | None = None
   sinks: Float[Array, " N"] | None = None
   slopes: Float[Array, " N"] | None = None
+
+
+@runtime_checkable
+class RowwiseLayer(Protocol):
+  """A layer that treats each token alone."""
+
+  def row(self, x: Float[Array, "*batch D"]) -> jax.Array:
+    """The layer on some tokens."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,6 +239,18 @@ class ShardingContext:
   ) -> jax.Array:
     """As `rows`, where f holds much more on its way: some tokens at a time."""
     return blockwise_feedforward(f, x, self.block * self.size)
+
+  def summed(
+    self, f: Callable[[Array], Array], x: Shaped[Array, "B T *d"]
+  ) -> jax.Array:
+    """As `rows`, of a map f whose inputs are heads: shards of them add up."""
+    return self.rows(f, x)
+
+  def summed_rowwise(
+    self, layer: RowwiseLayer, x: Shaped[Array, "B T D"]
+  ) -> jax.Array:
+    """As `rowwise` of `layer.row`, whose width may be sharded and adds up."""
+    return self.rowwise(layer.row, x)
 
   def per_shard(
     self,

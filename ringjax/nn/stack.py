@@ -202,7 +202,7 @@ class Stack(nnx.Module):
 
   def together(
     self,
-    calls: Sequence[tuple[Float[Array, "_ T D"], Tokens, CallCache]],
+    calls: Sequence[tuple[Float[Array, "_ _ D"], Tokens, CallCache]],
     attend: Attend,
   ) -> list[tuple[jax.Array, Any]]:
     """What the stack returns of each call; a layer's weights are there once.

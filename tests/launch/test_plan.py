@@ -326,6 +326,12 @@ def test_who_reads_may_have_enough(start):
     ),
     ("offload", ("machine", "policy", "prompt"), ("chip", "ranks", "tokens")),
     ("elastic", ("requests", "workloads"), ("chip", "ranks", "tokens")),
+    pytest.param(
+      "fastdecode",
+      ("every", "cpu_tokens"),
+      ("ranks", "chip"),
+      marks=pytest.mark.long,
+    ),
   ],
 )
 def test_each_sub_command_has_a_help_page_of_its_own(command, own, foreign):
@@ -545,3 +551,27 @@ def test_the_tables_of_ring_attention(monkeypatch):
     ("llama-2-7b", "v4:8x8x8", 7.0),
     ("llama-2-7b", "v5e:16x16", 7.0),
   ]
+
+
+def test_rows_and_cpus_beside_host_caches():
+  ran = ask("fastdecode", "--new=64", "--every=4", "--layers=4", "--json")
+  assert ran.status == 0, ran.err
+  found = ran.json
+  assert found["plan"]["cpus"] == -(-found["plan"]["balanced_cpus"] // 1)
+  joint, level = (found["starts"][x] for x in ("together", "staggered"))
+  assert joint["peak_tokens"] == 2 * found["simulated_rows"] * 64
+  assert level["peak_tokens"] == found["simulated_rows"] * 68
+  assert level["tokens_s"] > 1.1 * joint["tokens_s"]
+  assert "bound by" in ask("fastdecode", "--new=64", "--every=4").out
+  ran = ask("fastdecode", "--answer_seconds=1e-9")
+  assert ran.status == 2 and "answer_s" in ran.err
+
+
+def test_requests_side_by_side():
+  found = ask("liger", "--json").json["ways"]
+  assert found["in turn"]["makespan_s"] == 100
+  assert found["alternating"]["makespan_s"] == 62
+  assert found["windows"]["first_s"] == 50
+  assert found["windows"]["makespan_s"] < 100
+  words = ask("liger", "--requests=4", "--layers=3").out
+  assert "4 requests of 3 layers" in words and "alternating" not in words

@@ -128,6 +128,33 @@ class TestCompiled:
     assert made.floor_s < made.schedule_s
     assert 0 < made.utilization < 1
 
+  @pytest.mark.parametrize("topology", [
+    "v5e:2x2",
+    pytest.param("v5p:2x2x1", marks=pytest.mark.slow),
+  ])  # fmt: skip
+  def test_one_prompts_products_hide_what_another_sends(self, topology):
+    """Sums that the compiler makes run alone, also those of two prompts."""
+    sizes = MODEL | {
+      "hidden_size": 4096, "intermediate_size": 11_008,
+      "num_attention_heads": 32, "num_key_value_heads": 32,
+      "num_hidden_layers": 4,
+    }  # fmt: skip
+    options = {"model": sizes, "tokens": 2048, "shard": None}
+    before, after = (
+      compiled(
+        f"{STEPS}:pair", topology, json.dumps(options | {"how_summed": how})
+      ).report
+      for how in ("summed", "split")
+    )
+    sums = lambda report, name: sum(
+      getattr(one, name) for one in report.collectives
+    )
+    assert sums(before, "waited_s") > 0.99 * sums(before, "link_s")
+    assert sums(after, "waited_s") < 0.35 * sums(after, "link_s")
+    assert sums(after, "waited_s") < 0.75 * sums(before, "waited_s")
+    assert after.total_cycles < 0.98 * before.total_cycles
+    assert not any(one.synchronous for one in after.sends)
+
   def test_a_ring_of_four_is_hidden_too(self):
     """Its hops are no loop to the compiler: it would send all blocks first."""
     found = attention("v5e:2x4", 8192 * 4, mesh=[["seq", 4]])

@@ -1,0 +1,133 @@
+"""Messages between a model and the processes that attend for it.
+
+Guarantees: nothing is pickled; a message is JSON and raw bytes of arrays whose
+dtypes and shapes it states, of at most `MOST_BYTES`; both sides show that they
+have the key first (`transfer.wire`).
+Cost: arrays are sent from where they are; a header has about 100 bytes.
+
+  message   4 bytes: size of the header, little-endian; the header, JSON;
+            the bytes of its arrays one after another
+
+  kind      from    arrays                     answer
+  open      model   small weights, by layer    opened
+  load      model   k, v of one prompt         -
+  attend    model   q, k, v of a layer's rows  attended: what attention makes
+  failed    worker  -
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ringjax.transfer.wire import HostileMessageError, PullConnection
+
+MOST_BYTES = 1 << 34
+_MOST_HEADER = 1 << 22
+_SIZE = struct.Struct("<I")
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "int32")
+KINDS = ("open", "opened", "load", "attend", "attended", "failed")
+
+
+class ArrayMessage(NamedTuple):
+  """A message that came.
+
+  Fields:
+    kind: of `KINDS`.
+    fields: plain values.
+    arrays: NumPy arrays.
+    nbytes: of the whole message on the wire.
+  """
+
+  kind: str
+  fields: dict[str, Any]
+  arrays: tuple[np.ndarray, ...]
+  nbytes: int
+
+  def integer(self, name: str, below: int) -> int:
+    """A field that is an int from 0 to `below` - 1.
+
+    Raises:
+      HostileMessageError: it is not.
+    """
+    value = self.fields.get(name)
+    if type(value) is not int or not 0 <= value < below:
+      raise HostileMessageError(f"{self.kind}: {name} is {value!r:.40}")
+    return value
+
+
+def send_arrays(
+  link: PullConnection,
+  kind: str,
+  arrays: Sequence[np.ndarray] = (),
+  **fields: Any,
+) -> int:
+  """Sends a message; returns its bytes.
+
+  Raises:
+    PeerError: the other side takes nothing, or is gone.
+  """
+  parts = [np.ascontiguousarray(x) for x in arrays]
+  stated = [[x.dtype.name, list(x.shape)] for x in parts]
+  head = json.dumps({"t": kind, "x": stated, **fields}).encode()
+  raw = [x.reshape(-1).view(np.uint8).data for x in parts if x.size]
+  link.send([_SIZE.pack(len(head)) + head, *raw])
+  return _SIZE.size + len(head) + sum(map(len, raw))
+
+
+def receive_arrays(link: PullConnection) -> ArrayMessage | None:
+  """The next message; None if the other side left between two messages.
+
+  Raises:
+    HostileMessageError: it is not of the protocol.
+    PeerError: the other side sends nothing, or is gone.
+  """
+  start = bytearray(_SIZE.size)
+  if not link.receive(memoryview(start), may_end=True):
+    return None
+  (size,) = _SIZE.unpack(start)
+  if not 2 <= size <= _MOST_HEADER:
+    raise HostileMessageError(f"{link.name} announced {size} bytes of JSON")
+  head = bytearray(size)
+  link.receive(memoryview(head))
+  try:
+    fields = json.loads(head)
+    kind, stated = fields.pop("t"), fields.pop("x")
+    shapes = [(_dtype(name), _shape(shape)) for name, shape in stated]
+    if kind not in KINDS:
+      raise ValueError("no such message")
+    nbytes = sum(dtype.itemsize * math.prod(s) for dtype, s in shapes)
+    if nbytes > MOST_BYTES:
+      raise ValueError(f"{nbytes} bytes")
+  except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+    raise HostileMessageError(
+      f"{link.name} sent a message that is not of the protocol: "
+      f"{type(e).__name__}: {e!s:.100}"
+    ) from None
+  arrays = []
+  for dtype, shape in shapes:
+    found = np.empty(shape, dtype)
+    if found.size:
+      link.receive(found.reshape(-1).view(np.uint8).data)
+    arrays.append(found)
+  return ArrayMessage(kind, fields, tuple(arrays), _SIZE.size + size + nbytes)
+
+
+def _dtype(name: Any) -> np.dtype:
+  if name not in _DTYPES:
+    raise ValueError(f"dtype {name!r:.40}")
+  return jnp.dtype(name)
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+  if not isinstance(given, list) or len(given) > 8:
+    raise ValueError("no shape")
+  if not all(type(n) is int and 0 <= n < 1 << 40 for n in given):
+    raise ValueError(f"shape {given!r:.60}")
+  return tuple(given)

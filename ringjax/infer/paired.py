@@ -1,0 +1,253 @@
+"""Two prompts read in one program: products of one hide what the other sends.
+
+Guarantees: logits and caches are those of two calls, but for the order of sums.
+Cost: the products and sends of both. Under tensor parallelism a layer sums over
+its shards twice, and products have to wait; here a layer runs for one prompt
+and then for the other, and the sums are sends (`nn.split_sums`), so that a
+compiler which runs sends beside other work puts one prompt's beside the
+products of the other.
+Memory: both caches, and what both prompts have on their way through a layer.
+Ref: Du et al. 2024, Liger (PPoPP), whose kernels are scheduled while they run;
+`plan.kernel_window` simulates that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ringjax.checks import positive_int
+from ringjax.errors import ConfigError, MeshError, OptionError, PromptError
+from ringjax.infer import inputs
+from ringjax.infer.inputs import Prompts
+from ringjax.infer.prefill import Prefill, PrefillOptions
+from ringjax.infer.prompt_reading import check_call, check_context
+from ringjax.infer.session import Session, on_its_mesh, place_of
+from ringjax.kv import cache_kind as kinds
+from ringjax.kv.base import CallCache
+from ringjax.kv.cache_kind import CacheKind
+from ringjax.models.transformer import Transformer, tokens_of
+from ringjax.models.weight_placement import refuse_placed
+from ringjax.nn.attention import Attention
+from ringjax.nn.feedforward import Gated, Plain
+from ringjax.nn.linear import Linear
+from ringjax.nn.sharding_context import ContextParallel, ShardingContext
+from ringjax.nn.split_sums import SplitSums
+from ringjax.parallel.programs import bounded
+from ringjax.typing import Lengths
+
+_MODEL = "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairedReading:
+  """Two requests whose prompts were read.
+
+  Attributes:
+    logits: of each float32 [B, V], behind its last tokens.
+    sessions: of each, for `generate(..., cache=session)`.
+  """
+
+  logits: tuple[jax.Array, jax.Array]
+  sessions: tuple[Session, Session]
+
+
+class PairedCall(NamedTuple):
+  """The tokens of one of two requests.
+
+  Fields:
+    tokens: int32 [B, T].
+    seg: int32 [B, T], 0 where there is no token.
+    rows: int32 [B], which of the T is a prompt's last one.
+    length: of the prompts, for rotations that depend on it.
+  """
+
+  tokens: Int[Array, "B T"]
+  seg: Int[Array, "B T"]
+  rows: Int[Array, " B"]
+  length: Lengths
+
+
+@on_its_mesh
+def paired_prefill(
+  model: Transformer,
+  first: Prompts,
+  second: Prompts,
+  *,
+  mesh: Mesh | None = None,
+  capacity: int | None = None,
+  cache_dtype: DTypeLike | None = None,
+  cache_kind: CacheKind | str = "windowed",
+) -> PairedReading:
+  """Reads the prompts of two requests, layer by layer in turn.
+
+  Args:
+    model: with weights on a mesh whose axis "model" shards heads and
+      feedforward.
+    first: one request: int32 [B, T], or B sequences of ids.
+    second: the other one; its prompts may have another number and length.
+    mesh: the mesh; default: the model's.
+    capacity: tokens of each session's rows; default: its prompts' and 256.
+    cache_dtype: of the sessions' caches; default: the model's.
+    cache_kind: how they store keys and values.
+
+  Raises:
+    MeshError: no mesh, none with an axis "model" of 2 or more shards, or one
+      that shards the sequence or the batch too.
+    ConfigError: layers other than attention with a plain or gated feedforward,
+      or heads and widths that the shards do not divide.
+    PromptError: a prompt that does not fit `capacity` or the model's context.
+  """
+  check_call(model, first)
+  check_call(model, second)
+  refuse_placed(model, "read two prompts", "load it without placement=")
+  mesh, axis = place_of(mesh, None, model)
+  check_pair(model, mesh, axis)
+  made: list[tuple[Session, Prefill, list[np.ndarray], PairedCall]] = []
+  for tokens in (first, second):
+    prompts = inputs.prompts(tokens, model.config.vocab)
+    lengths = np.array([p.size for p in prompts])
+    check_context(model, np.zeros_like(lengths), lengths, 0)
+    how = PrefillOptions(method="blockwise").plan(
+      int(lengths.max()), model, mesh, axis
+    )
+    room = positive_int(
+      "capacity", how.width + 256 if capacity is None else capacity
+    )
+    if room < how.width:
+      raise PromptError(
+        "capacity",
+        room,
+        f"{how.width} or more, which a prompt of {lengths.max()} tokens takes",
+        "leave it out, or make it larger",
+      )
+    session = Session(
+      model, room, batch=len(prompts), mesh=mesh, dtype=cache_dtype,
+      cache_kind=kinds.cache_kind(cache_kind).resident("reading two prompts"),
+    )  # fmt: skip
+    (call,) = how.calls(prompts, np.zeros(len(prompts), np.int64))
+    by_length = any(rope.scaling.by_length for rope in model.config.ropes)
+    length = lengths if by_length else lengths.max()
+    given = PairedCall(
+      jnp.asarray(call.tokens),
+      jnp.asarray(call.seg),
+      jnp.asarray(call.rows),
+      jnp.asarray(length.astype(np.int32)),
+    )
+    made.append((session, how, prompts, given))
+  sessions = tuple(one[0] for one in made)
+  attend = split_sums(made[0][1].attend)
+  with sessions[0].running("reading two prompts"):
+    logits, caches = read_pair(
+      model,
+      attend,
+      tuple(one[3] for one in made),
+      tuple(session.cache for session in sessions),
+    )
+  for (session, _, prompts, _), cache in zip(made, caches, strict=True):
+    session.cache = cache
+    session.bind(model)
+    for row, prompt in enumerate(prompts):
+      session.heard(row, prompt, 0)
+  return PairedReading(logits=logits, sessions=(sessions[0], sessions[1]))
+
+
+@bounded
+@functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(3,))
+def read_pair(
+  model: Transformer,
+  attend: ContextParallel,
+  calls: tuple[PairedCall, ...],
+  caches: tuple[CallCache, ...],
+) -> tuple[tuple[Float[Array, "_ V"], ...], tuple[Any, ...]]:
+  """The compiled call: logits behind each request's prompts, and its cache.
+
+  Args:
+    model: the model.
+    attend: `SplitSums`, to hide sums; another one, to compare.
+    calls: of the requests.
+    caches: empty ones, a request each; donated.
+  """
+  begun = []
+  for call, cache in zip(calls, caches, strict=True):
+    places = tokens_of(
+      model, attend, call.tokens.shape, None, call.seg, call.length
+    )
+    kept = cache.allocate(places.at, replicated=False, sees=False)
+    kept = kept.mark(call.tokens, places.at)
+    begun.append((attend.constrain(model.embedded(call.tokens)), places, kept))
+  within: Any = attend
+  done = model.stack.together(begun, within)
+  logits = []
+  for (h, _), call in zip(done, calls, strict=True):
+    last = jnp.take_along_axis(h, call.rows[:, None, None], 1)[:, 0]
+    logits.append(attend.everywhere(model.logits(model.norm(last))))
+  return tuple(logits), tuple(kept for _, kept in done)
+
+
+def split_sums(attend: ShardingContext) -> SplitSums:
+  """The same context with sums over "model" that are sends."""
+  fields = {f.name: getattr(attend, f.name) for f in dataclasses.fields(attend)}
+  return SplitSums(**fields)
+
+
+def check_pair(
+  model: Transformer, mesh: Mesh | AbstractMesh | None, axis: str | None
+) -> None:
+  """Refuses a mesh or a model whose sums are not over "model" alone.
+
+  Raises:
+    MeshError, ConfigError: see `paired_prefill`.
+  """
+  shape = {} if mesh is None else dict(mesh.shape)
+  size = shape.get(_MODEL, 1)
+  others = {k: n for k, n in shape.items() if k != _MODEL and n > 1}
+  if size < 2 or others or (axis is not None and shape.get(axis, 1) > 1):
+    raise MeshError(
+      "mesh",
+      f"{shape or None}",
+      'an axis "model" of 2 or more shards, and no other',
+      'load the model with mesh=rj.make_mesh((-1,), ("model",), ring="model")',
+    )
+  for layer in model.config.layers:
+    mixer, after = layer.attention, layer.feedforward
+    got = None
+    if not isinstance(mixer, Attention):
+      got = f"a layer with {type(mixer).__name__}"
+    elif not isinstance(after, Plain | Gated):
+      got = f"a layer with {type(after).__name__}"
+    elif mixer.heads % size or after.hidden % size:
+      got = f"{mixer.heads} heads and a width of {after.hidden}"
+    if got is not None:
+      raise ConfigError(
+        "model",
+        got,
+        f"attention and a plain or gated feedforward, which {size} shards "
+        "divide",
+        "read the prompts one after another with rj.infer.generate",
+      )
+  _refuse_changed(model)
+
+
+def _refuse_changed(model: Transformer) -> None:
+  """Refuses maps that are not plain weights."""
+  for run in model.stack.blocks:
+    for block in run:
+      feedforward: Any = block.feedforward
+      maps = [block.attention.o, feedforward.up, feedforward.down]
+      for one in maps:
+        if type(one) is not Linear:
+          raise OptionError(
+            "model",
+            f"layers with {type(one).__name__}",
+            "plain weights",
+            "pass the model that rj.models.load returns",
+          )

@@ -1,0 +1,100 @@
+"""Two prompts in one program are two prompts apart."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ringjax as rj
+from ringjax.errors import ConfigError, MeshError, OptionError, PromptError
+from ringjax.parallel import collectives
+from tests import checkpoints
+from tests.helpers import refused
+
+
+@pytest.fixture(scope="module")
+def over_heads(tmp_path_factory):
+  """Loads a fixture with its heads on two devices."""
+  mesh = rj.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+
+  def load(name):
+    folder = tmp_path_factory.mktemp(name)
+    checkpoints.write(name, folder)
+    return rj.models.load(folder, mesh=mesh)
+
+  return load
+
+
+def prompts_of(model, lengths, seed):
+  rng = np.random.default_rng(seed)
+  vocab = model.config.vocab
+  return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+
+
+@pytest.mark.parametrize("name", [
+  # Its maps have biases, also those whose sums are over shards.
+  "starcoder2",
+  pytest.param("gemma2", marks=pytest.mark.long),
+  pytest.param("falcon_7b", marks=pytest.mark.slow),
+  pytest.param("phi3", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_two_requests_of_other_lengths(over_heads, name):
+  model = over_heads(name)
+  # Rows that shards do not divide, of another number and length.
+  two = prompts_of(model, (5, 17), 1), prompts_of(model, (33,), 2)
+  found = rj.infer.paired_prefill(model, *two, capacity=64)
+  for prompts, logits, session in zip(
+    two, found.logits, found.sessions, strict=True
+  ):
+    lengths = [p.size for p in prompts]
+    assert session.lengths.tolist() == lengths
+    longest = max(lengths)
+    ids = np.stack([np.pad(p, (0, longest - p.size)) for p in prompts])
+    seg = np.arange(longest)[None] < np.array(lengths)[:, None]
+    rows = np.array(lengths)[:, None] - 1
+    want = model(ids, segment_ids=seg.astype(np.int32), rows=rows)[:, 0]
+    np.testing.assert_allclose(logits, want, atol=2e-4, rtol=1e-4)
+  # Answers go on behind a session.
+  first = np.asarray(found.logits[0]).argmax(-1).astype(np.int32)[:, None]
+  behind = rj.infer.generate(
+    model, first, max_new_tokens=4, cache=found.sessions[0]
+  ).tokens
+  whole = rj.infer.generate(model, two[0], max_new_tokens=5).tokens
+  np.testing.assert_array_equal(np.concatenate([first, behind], 1), whole)
+
+
+@pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_a_sum_by_sends_is_the_sum(rows, how):
+  x = jax.random.normal(jax.random.key(0), (4, rows, 3))
+  f = lambda x: collectives.sum_by_sends(x, "model")
+  if how == "vmap":
+    found = jax.vmap(f, axis_name="model")(x)
+  else:
+    mesh = rj.make_mesh((4,), ("model",), devices=jax.devices()[:4])
+    found = jax.jit(
+      jax.shard_map(
+        lambda x: f(x[0])[None], mesh=mesh, in_specs=P("model"),
+        out_specs=P("model"), check_vma=False,
+      )
+    )(x)  # fmt: skip
+  for shard in found:
+    np.testing.assert_allclose(shard, x.sum(0), atol=1e-5)
+
+
+def test_what_is_refused(over_heads, loaded):
+  read = rj.infer.paired_prefill
+  alone, _ = loaded("llama3")
+  two = prompts_of(alone, (5,), 1), prompts_of(alone, (7,), 2)
+  refused(MeshError, lambda: read(alone, *two), "model")
+  sharded, _ = loaded("llama3", 2)
+  refused(MeshError, lambda: read(sharded, *two), "seq")
+  model = over_heads("mixtral")
+  refused(ConfigError, lambda: read(model, *two), "Experts")
+  model = over_heads("llama3")
+  refused(PromptError, lambda: read(model, *two, capacity=6), "capacity")
+  refused(OptionError, lambda: read(model, *two, cache_kind="none"), "none")
+  coded = rj.models.with_coded_weights(model)
+  refused(OptionError, lambda: read(coded, *two), "plain weights")
