@@ -1,6 +1,8 @@
 """Many engines as one service: who reads a prompt, who answers, what moves."""
 
+from ringjax.serve.cluster.control_link import ask_router
 from ringjax.serve.cluster.phase_times import PhaseTimes, QuadraticTimes
+from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
   InstanceView,
   Rejected,
@@ -15,8 +17,11 @@ from ringjax.serve.cluster.served import (
   attainment,
   percentiles,
 )
+from ringjax.serve.cluster.worker import ClusterWorker
 
 __all__ = [
+  "ClusterRouter",
+  "ClusterWorker",
   "InstanceView",
   "Limits",
   "PhaseTimes",
@@ -24,9 +29,11 @@ __all__ = [
   "Rejected",
   "Route",
   "RoutedRequest",
+  "RouterCounters",
   "RoutingPolicy",
   "ServedRequest",
   "ShortestQueue",
+  "ask_router",
   "attainment",
   "percentiles",
 ]

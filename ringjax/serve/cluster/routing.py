@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 # What an instance does: read prompts, answer them, or both.
 ROLES = ("prefill", "decode", "both")
@@ -102,6 +102,7 @@ class Rejected:
   reason: str
 
 
+@runtime_checkable
 class RoutingPolicy(Protocol):
   """Decides where requests go."""
 
