@@ -30,7 +30,9 @@ def model():
 
 
 def engine(model, *, page=16, rows=4, capacity=512, **options):
+  # Engines of one size share their programs.
   settings = dict(longest=160, piece=16, pieces=2, tokenizer=Bytes())
+  settings |= dict(shared_reads="never")
   store = rj.store.Store(host=1 << 24)
   return Engine(
     model,

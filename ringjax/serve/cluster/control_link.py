@@ -2,7 +2,7 @@
 
 Guarantees: both sides have shown that they have the key (`transfer/wire.py`);
 messages are objects of JSON, which arrive once and in order, or the link ends.
-A side that is silent for the patience, or that sends what is no message, is
+A side that is silent for too long, or that sends what is no message, is
 given up: `on_end` is called once, with the reason. `tell` never waits.
 Cost: two threads a link, and a beat every `beat_s` seconds each way.
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ringjax.checks import number
 from ringjax.errors import OptionError, PeerError, RingjaxError
 from ringjax.transfer.client import Address
 from ringjax.transfer.wire import PullConnection, checked_key
@@ -27,15 +28,35 @@ _MOST_BYTES = 1 << 27
 Fields = Mapping[str, Any]
 
 
+def checked_beat(
+  silence_s: int | float, beat_s: int | float
+) -> tuple[float, float]:
+  """When another side is given up, and how often it hears of this one.
+
+  Raises:
+    OptionError: it would be given up between two beats.
+  """
+  silence_s = number("silence_s", silence_s, above=0)
+  beat_s = number("beat_s", beat_s, above=0)
+  if beat_s * 2 > silence_s:
+    raise OptionError(
+      "beat_s",
+      f"{beat_s:g}",
+      f"at most half of silence_s={silence_s:g}",
+      "lower it, or raise silence_s",
+    )
+  return silence_s, beat_s
+
+
 def dial(
-  address: Address, key: bytes, patience_s: int | float, name: str = "router"
+  address: Address, key: bytes, silence_s: int | float, name: str = "router"
 ) -> PullConnection:
   """A greeted connection to a router.
 
   Args:
     address: host and port where instances join.
     key: that of the cluster.
-    patience_s: seconds without a byte after which it is given up.
+    silence_s: seconds without a byte after which it is given up.
     name: what errors call it, behind which the address stands.
 
   Raises:
@@ -44,10 +65,10 @@ def dial(
   """
   key, name = checked_key(key), f"{name} {address[0]}:{address[1]}"
   try:
-    link = socket.create_connection(address, patience_s)
+    link = socket.create_connection(address, silence_s)
   except (OSError, OverflowError) as error:
     raise PeerError(f"{name} cannot be reached: {error}") from None
-  wire = PullConnection(link, patience_s, name)
+  wire = PullConnection(link, silence_s, name)
   try:
     wire.greet_publisher(key)
   except BaseException:
@@ -57,21 +78,21 @@ def dial(
 
 
 def ask_router(
-  address: Address, key: bytes, *, patience_s: int | float = 10.0, **fields: Any
+  address: Address, key: bytes, *, silence_s: int | float = 10.0, **fields: Any
 ) -> dict[str, Any]:
   """What a router answers to a command: "instances", or "set_role".
 
   Args:
     address: where instances join it.
     key: that of the cluster.
-    patience_s: seconds to wait for it.
+    silence_s: seconds to wait for it.
     **fields: `what`, and its arguments: set_role has `name` and `role`.
 
   Raises:
     PeerError: it cannot be reached, or has another key.
     OptionError: it refuses.
   """
-  wire = dial(address, key, patience_s)
+  wire = dial(address, key, silence_s)
   try:
     wire.tell_object({"t": "command", **fields})
     found = wire.hear_object(_MOST_BYTES)
@@ -108,7 +129,7 @@ class ControlLink:
       on_message: called with each message, by one thread.
       on_end: called by that thread with why there are no more.
       beat: the message that is sent every so often.
-      beat_s: how often, in seconds; less than the patience of the other side.
+      beat_s: how often, in seconds; see `checked_beat`.
     """
     self.name, self.ended = wire.name, False
     self._wire, self._on_message, self._on_end = wire, on_message, on_end

@@ -48,7 +48,7 @@ from ringjax.errors import (
   RingjaxError,
 )
 from ringjax.infer import inputs
-from ringjax.serve.cluster.control_link import ControlLink
+from ringjax.serve.cluster.control_link import ControlLink, checked_beat
 from ringjax.serve.cluster.request_fields import request_fields
 from ringjax.serve.cluster.routing import (
   ROLES,
@@ -214,7 +214,8 @@ class ClusterRouter:
     policy: RoutingPolicy | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
-    patience_s: int | float = 10.0,
+    patience_s: int | float = 30.0,
+    silence_s: int | float = 10.0,
     beat_s: int | float = 0.25,
     attempts: int = 4,
     clock: Callable[[], float] = time.monotonic,
@@ -229,8 +230,9 @@ class ClusterRouter:
       policy: decides where requests go; default: `ShortestQueue()`.
       host: of the interface where instances join.
       port: 0 takes a free one.
-      patience_s: seconds without a byte after which an instance is given up,
-        and for which a request waits for an instance that can serve it.
+      patience_s: seconds for which a request waits while no instance is there
+        that could ever serve it.
+      silence_s: seconds without a byte after which an instance is given up.
       beat_s: how often instances hear of the router.
       attempts: instances that may be lost with a request before it fails.
       clock: seconds, for deadlines and the patience of requests.
@@ -244,11 +246,7 @@ class ClusterRouter:
     self.longest = positive_int("longest", longest)
     self._policy = policy or ShortestQueue()
     self._patience_s = number("patience_s", patience_s, above=0)
-    self._beat_s = number("beat_s", beat_s, above=0)
-    if beat_s * 2 > patience_s:
-      raise OptionError(
-        "beat_s", beat_s, f"at most half of patience_s={patience_s}", "lower it"
-      )
+    self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
     self._attempts = positive_int("attempts", attempts)
     integer("port", port, least=0, most=65535)
     self.counters, self._clock = RouterCounters(), clock
@@ -480,7 +478,7 @@ class ClusterRouter:
         time.sleep(0.05)  # Out of file descriptors, for example.
         continue
       wire = PullConnection(
-        link, self._patience_s, f"instance {address[0]}:{address[1]}"
+        link, self._silence_s, f"instance {address[0]}:{address[1]}"
       )
       with self._work:
         full = self._closed or self._links >= _MOST_LINKS
@@ -498,7 +496,7 @@ class ClusterRouter:
   def _welcome(self, wire: PullConnection, host: str) -> None:
     """Lets an instance join, or answers a command."""
     try:
-      wire.greet_reader(self._key, min(_GREETING_S, self._patience_s))
+      wire.greet_reader(self._key, min(_GREETING_S, self._silence_s))
       fields = wire.hear_object(1 << 20) or {}
       try:
         if fields.get("t") == "command":

@@ -33,7 +33,11 @@ from typing import Any
 from ringjax.checks import number, one_of
 from ringjax.errors import OptionError, PeerError, RingjaxError
 from ringjax.infer import inputs
-from ringjax.serve.cluster.control_link import ControlLink, dial
+from ringjax.serve.cluster.control_link import (
+  ControlLink,
+  checked_beat,
+  dial,
+)
 from ringjax.serve.cluster.request_fields import request_of
 from ringjax.serve.cluster.routing import ROLES
 from ringjax.serve.engine import Engine
@@ -114,8 +118,9 @@ class ClusterWorker:
     role: str = "both",
     name: str | None = None,
     host: str = "127.0.0.1",
+    port: int = 0,
     lease_s: int | float = 30.0,
-    patience_s: int | float = 10.0,
+    silence_s: int | float = 10.0,
     beat_s: int | float = 0.25,
   ):
     """Joins with `start`.
@@ -126,10 +131,12 @@ class ClusterWorker:
       router: host and port where instances join.
       role: "prefill", "decode" or "both".
       name: unique in the cluster; default: of role, host and process.
-      host: the address of this machine where others pull pages.
+      host: the address of this machine where others pull pages; 0.0.0.0 for
+        the one by which it reaches the router.
+      port: for this; 0 takes a free one.
       lease_s: seconds that pages stay published when the router does not ask
         for them any more, as when it is gone.
-      patience_s: seconds without a byte after which a router, or a publisher
+      silence_s: seconds without a byte after which a router, or a publisher
         of pages, is given up.
       beat_s: how often the router is told how much there is to do.
 
@@ -145,12 +152,7 @@ class ClusterWorker:
       )
     one_of("role", role, ROLES)
     self._lease_s = number("lease_s", lease_s, above=0)
-    self._patience_s = number("patience_s", patience_s, above=0)
-    self._beat_s = number("beat_s", beat_s, above=0)
-    if beat_s * 2 > patience_s:
-      raise OptionError(
-        "beat_s", beat_s, f"at most half of patience_s={patience_s}", "lower it"
-      )
+    self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
     self._layout = prefix_layout(engine)
     tree = engine.scheduler.tree
     self._capacity = tree.groups[0].pages * tree.shards * tree.page
@@ -159,7 +161,7 @@ class ClusterWorker:
     if engine.tokenizer is not None:
       self._grammars = GrammarCompiler(engine.tokenizer, engine.vocab)
     self.publisher = Publisher(
-      key, host=host, lease_s=lease_s, patience_s=patience_s
+      key, host=host, port=port, lease_s=lease_s, patience_s=silence_s
     )
     where = f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
     self.name, self.role = name or f"{role}-{where}", role
@@ -248,7 +250,7 @@ class ClusterWorker:
   def _join(self) -> PullConnection | None:
     """A connection to a router that has taken it."""
     try:
-      wire = dial(self._router, self._key, self._patience_s)
+      wire = dial(self._router, self._key, self._silence_s)
     except PeerError as error:
       self.refused = str(error)
       return None
@@ -521,7 +523,7 @@ class ClusterWorker:
     request = task.request
     try:
       pulled = pull(
-        task.ticket, task.address, self._key, patience_s=self._patience_s
+        task.ticket, task.address, self._key, patience_s=self._silence_s
       )
       if task.dropped:
         return
