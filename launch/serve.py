@@ -148,7 +148,7 @@ def run(
   screen, listener = console.Screen(NAME, stderr), None
   doing = "starting"
   uvicorn: Any = None
-  engine: Any = None
+  joined_at = ""
   try:
     cluster_roles.check(values)
     if values.instances or values.set_role is not None:
@@ -184,6 +184,7 @@ def run(
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
     if routes:
       engine = cluster_roles.router(values, folder, tokenizer)
+      joined_at = "{}:{}".format(*engine.address)
     else:
       model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
       options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
@@ -200,9 +201,9 @@ def run(
       screen.begin("compiling")
       warm = rj.serve.Request(prompt=[0], max_new_tokens=2, share=False)
       engine.submit(warm).result()
-    if joins:
-      screen.end()
-      return cluster_roles.work(values, engine, screen)
+      if joins:
+        screen.end()
+        return cluster_roles.work(values, engine, screen)
     name = values.model_name or folder.resolve().name
     app = rj.serve.app(
       engine,
@@ -224,8 +225,8 @@ def run(
   screen.say(f"model: {name}, {engine.longest:,} tokens of a request at most")
   if keys is None and not host.startswith("127.") and host != "::1":
     screen.say("no --api_keys: whoever reaches this address is served")
-  if routes:
-    screen.say(f"instances join at {engine.address[0]}:{engine.address[1]}")
+  if joined_at:
+    screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{where}:{port}/v1")
   serve(uvicorn, app, listener, values.grace)
   screen.say("ended")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
-import queue
 import re
 import signal
 import threading
-import time
 
 import pytest
 
 from launch import cluster_roles, serve
+from ringjax.serve.cluster import ask_router
 from tests.launch.conftest import PATIENCE_S, command
 from tests.launch.test_serve import (
-  connection,
   metric,
   parsed,
   post,
@@ -24,7 +21,7 @@ from tests.launch.test_serve import (
   until,
 )
 
-LONGEST = 512
+LONGEST, KEY = 512, bytes(range(32))
 
 
 class Process:
@@ -71,7 +68,7 @@ class Processes:
       f"--model={self._folder}",
       f"--cluster_key={self._key}",
       f"--longest={LONGEST}",
-      "--silence=8",
+      "--silence=60",
       "--patience=120",
       *argv,
     ]
@@ -82,13 +79,22 @@ class Processes:
     argv = ("-m", "launch.serve", *options)
     return Process(self._stack.enter_context(command(*argv)))
 
-  def ask(self, *argv):
-    """What the router answers to a command."""
-    argv = (f"--cluster_key={self._key}", f"--join={self.join}", *argv)
-    with command("-m", "launch.serve", *argv) as process:
-      out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
-    return {x["name"]: x["role"] for x in map(json.loads, out.splitlines())}
+  def instances(self, router, roles):
+    """Starts instances; waits until all have joined."""
+    self.join = router.said(r"instances join at (\S+)")
+    made = {
+      name: self.start(role, f"--name={name}", *argv)
+      for name, (role, *argv) in roles.items()
+    }
+    for one in made.values():
+      one.said("(joined)")
+    return made
+
+  def ask(self, **fields):
+    """Roles of instances, by name, behind a command."""
+    host, _, port = self.join.rpartition(":")
+    found = ask_router((host, int(port)), KEY, silence_s=60, **fields)
+    return {x["name"]: x["role"] for x in found["instances"]}
 
 
 def body(n, new=24):
@@ -108,19 +114,10 @@ def answer(port, n, **more):
     return read(link)["choices"][0]["text"]
 
 
-def one_engine(folder, numbers, **more):
-  """What a single engine answers."""
-  argv = ["--port=0", f"--model={folder}", f"--longest={LONGEST}", "--rows=4"]
-  with command("-m", "launch.serve", *argv) as process:
-    port = int(Process(process).said(r"serving at http://127.0.0.1:(\d+)"))
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-      return list(pool.map(lambda n: answer(port, n, **more), numbers))
-
-
 @contextlib.contextmanager
 def processes(tmp_path, folder):
   key = tmp_path / "key"
-  key.write_bytes(bytes(range(32)))
+  key.write_bytes(KEY)
   with contextlib.ExitStack() as stack:
     yield Processes(stack, folder, key)
 
@@ -148,48 +145,91 @@ def test_flags_of_a_cluster(tmp_path, capsys):
   assert "shortest_queue" in cluster_roles.POLICIES
 
 
+def serves(router):
+  return int(router.said(r"serving at http://127.0.0.1:(\d+)"))
+
+
+def all_of(port, numbers, meanwhile=lambda: None):
+  """Answers to requests that are asked at once."""
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    found = [pool.submit(answer, port, n) for n in numbers]
+    meanwhile()
+    return [x.result() for x in found]
+
+
 @pytest.mark.long
 def test_a_cluster_of_processes(tmp_path, folder):
   pytest.importorskip("uvicorn")
   numbers = range(12)
   with processes(tmp_path, folder) as cluster:
     router = cluster.start("router")
-    cluster.join = router.said(r"instances join at (\S+)")
-    port = int(router.said(r"serving at http://127.0.0.1:(\d+)"))
-    first = cluster.start("prefill", "--name=p0", "--page=16", "--mesh=seq:2")
-    second = cluster.start("decode", "--name=d0")
-    for one in (first, second):
-      one.said("(joined)")
-    want = [answer(port, n) for n in numbers]
+    made = cluster.instances(
+      router,
+      {
+        "p0": ("prefill", "--mesh=seq:2"),
+        "p1": ("prefill", "--page=16"),
+        "d0": ("decode",),
+        "d1": ("decode",),
+      },
+    )
+    port = serves(router)
+    want = all_of(port, numbers)
     assert metric(port, "ringjax_requests_moved_total") > 6
-    more = [cluster.start(x, f"--name={x[0]}1") for x in ("prefill", "decode")]
-    for one in more:
-      one.said("(joined)")
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-      again = [pool.submit(answer, port, n, max_tokens=24) for n in numbers]
-      # Roles are swapped, and one of each is killed, while they are served.
-      assert cluster.ask("--set_role=p1=decode")["p1"] == "decode"
-      assert cluster.ask("--set_role=d1=prefill")["d1"] == "prefill"
-      first.kill()
-      second.kill()
-      assert [x.result() for x in again] == want
-    assert cluster.ask("--instances") == {"p1": "decode", "d1": "prefill"}
+
+    def change():
+      # Two swap their roles, and the other two are killed.
+      cluster.ask(what="set_role", name="p1", role="decode")
+      cluster.ask(what="set_role", name="d1", role="prefill")
+      made["p0"].kill()
+      made["d0"].kill()
+
+    assert all_of(port, numbers, change) == want
+    until(lambda: metric(port, "ringjax_instances_lost_total") == 2)
+    assert cluster.ask(what="instances") == {"p1": "decode", "d1": "prefill"}
     assert metric(port, "ringjax_requests_failed_total") == 0
-    # Who leaves finishes what it has begun, and exits well.
-    third = cluster.start("decode", "--name=d2")
-    third.said("(joined)")
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-      again = [pool.submit(answer, port, n) for n in numbers]
-      more[0].process.send_signal(signal.SIGTERM)
-      assert [x.result() for x in again] == want
-    assert more[0].process.wait(PATIENCE_S) == 0
     # A router that is killed: instances join the next one at its address.
     router.kill()
-    third.said("(lost)")
-    host, _, at = cluster.join.rpartition(":")
-    again = cluster.start("router", f"--cluster_port={at}")
-    port = int(again.said(r"serving at http://127.0.0.1:(\d+)"))
-    until(lambda: metric(port, "ringjax_instances_decode") == 1)
-    until(lambda: metric(port, "ringjax_instances_prefill") == 0)
-    assert cluster.ask("--set_role=d1=both")["d1"] == "both"
-    assert answer(port, 3) == want[3]
+    at = cluster.join.rpartition(":")[2]
+    router = cluster.start("router", f"--cluster_port={at}")
+    port = serves(router)
+    until(lambda: len(cluster.ask(what="instances")) == 2)
+    assert all_of(port, numbers) == want
+    # Who is told to end does so.
+    for one in (made["d1"], made["p1"], router):
+      one.process.send_signal(signal.SIGTERM)
+      assert one.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_are_those_of_one_engine(tmp_path, folder):
+  pytest.importorskip("uvicorn")
+  numbers = range(200)
+  argv = ["--port=0", f"--model={folder}", f"--longest={LONGEST}", "--rows=4"]
+  with command("-m", "launch.serve", *argv) as process:
+    want = all_of(serves(Process(process)), numbers)
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start("router")
+    made = cluster.instances(
+      router,
+      {
+        "p0": ("prefill", "--mesh=seq:4"),
+        "p1": ("prefill", "--page=16"),
+        "d0": ("decode", "--mesh=seq:2"),
+        "d1": ("decode", "--page=64"),
+      },
+    )
+    port = serves(router)
+    finished = lambda: metric(port, "ringjax_requests_finished_total")
+
+    def change():
+      until(lambda: finished() > 40)
+      made["p0"].kill()
+      made["d0"].kill()
+      late = cluster.instances(router, {"late": ("decode",)})["late"]
+      until(lambda: finished() > 120)
+      late.process.send_signal(signal.SIGTERM)
+      assert late.process.wait(PATIENCE_S) == 0
+
+    assert all_of(port, numbers, change) == want
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    assert metric(port, "ringjax_instances_lost_total") == 2

@@ -93,16 +93,18 @@ def found(handle):
 class Live:
   """A router and instances in one process."""
 
-  def __init__(self, model, *roles, policy=None, patience_s=20, **options):
-    self.model, self.options = model, options
+  def __init__(self, model, *roles, policy=None, silence_s=60, **options):
+    self.model, self.options, self.now = model, options, 0.0
     self.router = cluster.ClusterRouter(
       key=KEY,
       vocab=262,
       longest=160,
       tokenizer=Bytes(),
       policy=policy,
-      patience_s=patience_s,
+      silence_s=silence_s,
+      patience_s=WAIT_S,
       beat_s=0.05,
+      clock=lambda: time.monotonic() + self.now,
     )
     self.workers, self.engines = {}, []
     for n, role in enumerate(roles):
@@ -137,6 +139,14 @@ class Live:
   def submit(self, request, on_change=None):
     return self.router.submit(request, on_change)
 
+  def figure(self, name):
+    return {x.name: x.value for x in self.router.figures()}[name]
+
+  def later(self, seconds):
+    """So much time passes for requests."""
+    self.now += seconds
+    self.router.look()
+
   def idle(self):
     """Waits until no page is published and no engine has anything to do."""
 
@@ -168,10 +178,10 @@ def until(check):
 
 
 def test_an_answer_goes_on_behind_tokens_that_are_known(model, alone):
-  with engine(model, page=32) as other:
+  with engine(model) as other:
     for request in requests(6):
       want = alone(request)
-      for share in (0.0, 0.4, 0.99):
+      for share in (0.4, 0.99):
         begun = tuple(tuple(t[: int(share * len(t))]) for t, *_ in want)
         again = dataclasses.replace(request, begun=begun)
         assert found(other.submit(again)) == want
@@ -182,19 +192,18 @@ def test_an_answer_goes_on_behind_tokens_that_are_known(model, alone):
 
 
 def test_prefill_apart_from_decode_is_one_engine(model, alone):
-  with Live(model, "prefill", page=32) as live:
-    live.join("decode", "decode", page=16)
+  with Live(model, "prefill", "decode") as live:
     wanted = requests(12)
     handles = [live.submit(request) for request in wanted]
     for request, handle in zip(wanted, handles, strict=True):
       assert found(handle) == alone(request)
     live.idle()
     # Each prompt of more than a page moved, and none was read by both.
-    long = sum(len(x.prompt) > 32 for x in wanted)
+    long = sum(len(x.prompt) > 16 for x in wanted)
     assert live.router.counters.moved == long > 6
     read, answered = (made.counters for made in live.engines)
     assert read.new_tokens == long
-    assert answered.prompt_tokens < 33 * len(wanted)
+    assert answered.prompt_tokens < 17 * sum(x.rows for x in wanted)
     assert live.router.counters.again == 0
     # Seeds, penalties, logprobs and stops go with a request.
     request = dataclasses.replace(
@@ -206,6 +215,40 @@ def test_prefill_apart_from_decode_is_one_engine(model, alone):
     assert all(len(x.top) == 2 for x in answer.logprobs)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("read", "answer"), [((32, 1), (16, 1)), ((16, 4), (64, 2))]
+)
+def test_between_other_pages_and_numbers_of_devices(loaded, read, answer):
+  prompts = [np.arange(n, dtype=np.int32) % 100 for n in (5, 97, 70, 33)]
+  wanted = [Request(prompt=x, max_new_tokens=9) for x in prompts]
+  models = [loaded("llama3", devices) for _, devices in (read, answer)]
+  vocab, found_, moved = models[0][0].config.vocab, [], 0
+  with contextlib.ExitStack() as stack:
+    made = [
+      stack.enter_context(
+        engine(one, page=page, mesh=mesh, tokenizer=None, cache_kind="dense")
+      )
+      for (page, _), (one, mesh) in zip((read, answer), models, strict=True)
+    ]
+    one = stack.enter_context(engine(models[1][0], mesh=models[1][1]))
+    want = [one.submit(x).result().tokens.tolist() for x in wanted]
+    router = stack.enter_context(
+      cluster.ClusterRouter(key=KEY, vocab=vocab, longest=160)
+    )
+    for role, x in zip(("prefill", "decode"), made, strict=True):
+      worker = cluster.ClusterWorker(
+        x, key=KEY, router=router.address, role=role
+      )
+      assert stack.enter_context(worker).joined.wait(WAIT_S), worker.refused
+    handles = [router.submit(x) for x in wanted]
+    found_ = [x.result().tokens.tolist() for x in handles]
+    moved = router.counters.moved
+    # What no whole page of both is of is read again.
+    assert made[1].counters.prompt_tokens < sum(map(len, prompts)) / 2
+  assert found_ == want and moved == 3
+
+
 class Killer(cluster.ShortestQueue):
   """Kills who has read a prompt when it is to be answered, once."""
 
@@ -215,17 +258,23 @@ class Killer(cluster.ShortestQueue):
     return super().decode_instance(request, instances, now_s)
 
 
-@pytest.mark.parametrize("stage", ["reading", "read", "answering", "silent"])
+def _long(*stages):
+  return [pytest.param(x, marks=pytest.mark.long) for x in stages]
+
+
+@pytest.mark.parametrize(
+  "stage", ["answering", *_long("reading", "read", "silent")]
+)
 def test_an_instance_that_is_lost(model, alone, stage):
   policy = Killer()
   object.__setattr__(policy, "kill", [])
-  patience_s = 1.0 if stage == "silent" else 20
+  silence_s = 3 if stage == "silent" else 60
   with Live(
-    model, "prefill", "decode", policy=policy, patience_s=patience_s
+    model, "prefill", "decode", policy=policy, silence_s=silence_s
   ) as live:
     wanted = [x for x in requests(12, seed=3) if len(x.prompt) > 16]
     wanted = [dataclasses.replace(x, max_new_tokens=25) for x in wanted]
-    # All begin at the first two; those that join serve the rest.
+    # All begin at the first two; those that join finish them.
     with contextlib.ExitStack() as stopped:
       if stage == "reading":
         stopped.enter_context(live.engines[0].between_steps())
@@ -245,12 +294,12 @@ def test_an_instance_that_is_lost(model, alone, stage):
         if stage == "silent":
           # It hangs: nothing comes, and nothing is closed.
           live.workers["decode1"]._link._wire.tell_object = lambda _: (
-            time.sleep(2)
+            time.sleep(WAIT_S)
           )
         else:
           live.kill("decode1")
       live.join("prefill2", "prefill")
-      live.join("decode3", "decode", page=32)
+      live.join("decode3", "decode")
     for request, handle in zip(wanted, handles, strict=True):
       assert found(handle) == alone(request)
     assert live.router.counters.lost == 1
@@ -292,6 +341,7 @@ def test_instances_join_leave_and_change_their_roles(model, alone):
     live.idle()
 
 
+@pytest.mark.long
 def test_pages_are_pulled_when_there_is_room(model, alone):
   with Live(model, "prefill") as live:
     live.join("decode", "decode", rows=2, capacity=192)
@@ -317,14 +367,20 @@ def test_pages_are_pulled_when_there_is_room(model, alone):
 
 def test_what_can_not_be_served_is_named(model, alone):
   request = requests(1)[0]
-  with Live(model, "prefill", patience_s=0.5) as live:
+  with Live(model, "prefill") as live:
     handle = live.submit(request)
+    until(lambda: live.engines[0].counters.finished == 1)
+    until(lambda: live.figure("requests_read") == 1)
+    live.later(WAIT_S + 1)
     with pytest.raises(rj.PeerError, match="no instance that answers"):
       handle.result()
     live.join("small", "decode", rows=2, capacity=64)
     long = dataclasses.replace(request, max_new_tokens=100)
-    with pytest.raises(rj.PeerError, match="room for"):
-      live.submit(long).result()
+    handle = live.submit(long)
+    until(lambda: live.figure("requests_read") == 1)
+    live.later(WAIT_S + 1)
+    with pytest.raises(rj.PeerError, match="room for|has room"):
+      handle.result()
     mask = dataclasses.replace(request, mask=lambda tokens: None)
     refused(rj.OptionError, lambda: live.submit(mask), "grammar")
     refused(
@@ -332,11 +388,11 @@ def test_what_can_not_be_served_is_named(model, alone):
       lambda: live.submit(dataclasses.replace(request, max_new_tokens=160)),
       "160",
     )
-    handle = live.submit(dataclasses.replace(long, deadline=0.1))
+    handle = live.submit(dataclasses.replace(long, deadline=5.0))
+    live.later(6)
     assert handle.result().finish == "deadline"
     assert found(live.submit(request)) == alone(request)
     # One that kills whoever serves it does not kill all of them.
-    object.__setattr__(request, "salt", "poison")
     live.router._attempts = 1
     live.join("other", "decode")
 
@@ -351,6 +407,7 @@ def test_what_can_not_be_served_is_named(model, alone):
       ).result()
 
 
+@pytest.mark.long
 def test_who_may_join(model):
   with Live(model, "both") as live:
     address = live.router.address

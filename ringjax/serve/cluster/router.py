@@ -175,7 +175,8 @@ class RoutedState:
     attempts: how often it was begun.
     alone_since: since when no instance could take it; None if one can.
     why: it was begun again the last time.
-    cached: tokens of the prompt that were found.
+    cached: tokens of the prompt that who read it had found; None if nobody has
+      read it apart.
   """
 
   routed: RoutedRequest
@@ -190,7 +191,7 @@ class RoutedState:
   attempts: int = 0
   alone_since: float | None = None
   why: str = ""
-  cached: int = 0
+  cached: int | None = None
 
 
 class ClusterRouter:
@@ -855,7 +856,9 @@ class ClusterRouter:
     if tokens and handle.first_token is None:
       handle.first_token = self._clock() - handle.arrival
     self.counters.new_tokens += len(tokens)
-    handle.cached_tokens = max(state.cached, int(fields["cached"]))
+    # Who answers finds what was read for it.
+    found = fields["cached"] if state.cached is None else state.cached
+    handle.cached_tokens = int(found)
     if handle.request.logprobs is not None:
       for token, logprob, top in fields["logprobs"]:
         answer.total_logprob += float(logprob)
