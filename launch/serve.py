@@ -7,6 +7,18 @@
       --capacity=262144 --api_keys=FILE --host=0.0.0.0
       A pool of pages on four devices, for clients that have a key.
 
+  python -m launch.serve --role=router --model=DIR --cluster_key=FILE
+  python -m launch.serve --role=prefill --model=DIR --cluster_key=FILE \\
+      --join=HOST:8001 --mesh=seq:4
+  python -m launch.serve --role=decode --model=DIR --cluster_key=FILE \\
+      --join=HOST:8001 --mesh=seq:2
+      A cluster: the router serves clients, some instances read prompts, others
+      pull their pages and answer. They join and leave at any time.
+  python -m launch.serve --join=HOST:8001 --cluster_key=FILE --instances
+  python -m launch.serve --join=HOST:8001 --cluster_key=FILE \\
+      --set_role=NAME=decode
+      Shows the instances of a router; gives one another role.
+
 Needs uvicorn, of the extra `serve`. SIGTERM and Ctrl-C end it gracefully: it
 takes no more requests, finishes those under way within --grace seconds, and
 exits with 0.
@@ -26,7 +38,7 @@ import jax
 from absl import flags
 
 import ringjax as rj
-from launch import common, console
+from launch import cluster_roles, common, console
 from launch.flag_helpers import FlagHelper
 from ringjax.data import Tokenizer
 from ringjax.errors import OptionError
@@ -122,6 +134,7 @@ def define(values: flags.FlagValues) -> None:
     "stall", 60.0, "Seconds after which a silent client is given up.", 0.01
   )
   new.whole("grace", 30, "Seconds to finish in, once it is told to end.")
+  cluster_roles.define(values)
   common.define(values)
 
 
@@ -134,15 +147,23 @@ def run(
   """Does what the flags say, until a signal; the exit status."""
   screen, listener = console.Screen(NAME, stderr), None
   doing = "starting"
+  uvicorn: Any = None
+  joined_at = ""
   try:
-    uvicorn = _uvicorn()
+    cluster_roles.check(values)
+    if values.instances or values.set_role is not None:
+      return cluster_roles.command(values, stdout)
+    joins, routes = values.join is not None, values.role == "router"
+    if not joins:
+      uvicorn = _uvicorn()
     keys = None
     if values.api_keys is not None:
       keys = rj.serve.read_keys(values.api_keys)
     kind = kind_text.parse(values.cache, "--cache")
     if values.speculate is not None:
       RowDrafts(values.speculate, "--speculate")
-    listener = _listener(values.host, values.port)
+    if not joins:
+      listener = _listener(values.host, values.port)
     if values.mesh is None and values.devices is None:
       # Virtual devices of a CPU make nothing faster.
       values["devices"].value = 1
@@ -161,19 +182,28 @@ def run(
     )
     screen.begin(f"loading {folder}")
     tokenizer = Tokenizer.load(folder, untrusted=values.model is not None)
-    model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
-    options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
-    engine = rj.serve.Engine(
-      model,
-      mesh=mesh,
-      cache_kind=kind,
-      tokenizer=tokenizer,
-      **options,
-    )
-    doing = "compiling"
-    screen.begin("compiling")
-    warm = rj.serve.Request(prompt=[0], max_new_tokens=2, share=False)
-    engine.submit(warm).result()
+    if routes:
+      engine = cluster_roles.router(values, folder, tokenizer)
+      joined_at = "{}:{}".format(*engine.address)
+    else:
+      model = rj.models.load(folder, mesh=mesh, dtype=values.dtype)
+      options: dict[str, Any] = {name: values[name].value for name in _OPTIONS}
+      if joins:
+        options["store"] = rj.store.Store(host=values.host_store)
+      engine = rj.serve.Engine(
+        model,
+        mesh=mesh,
+        cache_kind=kind,
+        tokenizer=tokenizer,
+        **options,
+      )
+      doing = "compiling"
+      screen.begin("compiling")
+      warm = rj.serve.Request(prompt=[0], max_new_tokens=2, share=False)
+      engine.submit(warm).result()
+      if joins:
+        screen.end()
+        return cluster_roles.work(values, engine, screen)
     name = values.model_name or folder.resolve().name
     app = rj.serve.app(
       engine,
@@ -189,11 +219,14 @@ def run(
     if listener is not None:
       listener.close()
     return screen.failed(error, doing, _MEMORY)
+  assert listener is not None
   host, port = listener.getsockname()[:2]
   where = f"[{host}]" if ":" in host else host
   screen.say(f"model: {name}, {engine.longest:,} tokens of a request at most")
   if keys is None and not host.startswith("127.") and host != "::1":
     screen.say("no --api_keys: whoever reaches this address is served")
+  if joined_at:
+    screen.say(f"instances join at {joined_at}")
   screen.say(f"serving at http://{where}:{port}/v1")
   serve(uvicorn, app, listener, values.grace)
   screen.say("ended")

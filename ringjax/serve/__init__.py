@@ -17,6 +17,7 @@ from ringjax.serve.prefix_tree import (
 from ringjax.serve.request import (
   Answer,
   Handle,
+  RejectedError,
   Request,
   RequestResult,
   TokenLogprobs,
@@ -51,6 +52,7 @@ __all__ = [
   "OutOfPages",
   "PrefixBlock",
   "PrefixTree",
+  "RejectedError",
   "ReplayResult",
   "Request",
   "RequestResult",

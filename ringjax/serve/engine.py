@@ -91,6 +91,7 @@ from ringjax.serve.scheduler import (
   StepLimits,
   StepPlan,
 )
+from ringjax.serve.server_metrics import Figure, engine_figures
 from ringjax.serve.store_link import StoreLink
 from ringjax.store.prefix_store import Store
 from ringjax.train.lora import Lora, with_adapters
@@ -600,6 +601,8 @@ class Engine:
       )
     for token in dict(request.sampling.logit_bias):
       integer("logit_bias token", token, least=0, most=self.vocab - 1)
+    for token in itertools.chain.from_iterable(request.begun):
+      integer("begun", token, least=0, most=self.vocab - 1)
     total = prompt.size + request.max_new_tokens
     if total > self.longest:
       raise PromptError(
@@ -626,9 +629,13 @@ class Engine:
       search = None
       if request.beams is not None:
         search = BeamSearch(request, made, self.scheduler, watches[0])
+      begun = request.begun or ((),) * request.rows
       for n, watch in enumerate(watches):
         # Rows of a search have no answers of their own.
         answer = handle.answers[n if search is None else 0]
+        answer.tokens.extend(begun[n])
+        if watch is not None:
+          answer.text = "".join(map(watch.feed, begun[n]))
         row = ServedRow(
           prompt=prompt,
           most=request.max_new_tokens,
@@ -638,6 +645,8 @@ class Engine:
           salt=self.prefix_salt(request.salt, prompt.size),
           adapter=request.adapter,
           share=request.share,
+          answer=list(begun[n]),
+          chosen=len(begun[n]),
           owner=_Owner(handle, answer, watch, n, search),
         )
         made.append(row)
@@ -699,6 +708,15 @@ class Engine:
   def open(self) -> bool:
     """Whether it takes requests: not closed, and no step of it has failed."""
     return not self._closed and self._broken is None
+
+  @property
+  def rows(self) -> int:
+    """Answers that are made at the same time."""
+    return self.scheduler.limits.rows
+
+  def figures(self) -> list[Figure]:
+    """What a server shows of it."""
+    return engine_figures(self)
 
   @property
   def busy(self) -> bool:

@@ -52,8 +52,7 @@ class GrammarCompiler:
     if schema is None and regex is None:
       return None
     name = "guided_regex" if schema is None else "response_format"
-    library = _llguidance(name)
-    matcher = library.LLMatcher
+    matcher = _llguidance(name).LLMatcher
     try:
       grammar = (
         matcher.grammar_from_regex(regex)
@@ -62,6 +61,22 @@ class GrammarCompiler:
       )
     except ValueError as error:
       raise _bad(name, error) from None
+    return self.compile(grammar, answers, name)
+
+  def compile(
+    self, grammar: str, answers: int, name: str = "grammar"
+  ) -> GrammarMask:
+    """The mask of a grammar.
+
+    Args:
+      grammar: llguidance's text of it, `GrammarMask.grammar` of another mask.
+      answers: of the request.
+      name: what errors call it.
+
+    Raises:
+      OptionError: llguidance is missing, or refuses the grammar.
+    """
+    matcher = _llguidance(name).LLMatcher
     with self._lock:
       if self._known is None:
         self._known = self._words(name)
@@ -69,7 +84,7 @@ class GrammarCompiler:
     first = matcher(words, grammar, log_level=0)
     if first.is_error():
       raise _bad(name, first.get_error())
-    return GrammarMask(first, self._vocab, answers)
+    return GrammarMask(first, self._vocab, answers, grammar)
 
   def _words(self, name: str) -> Any:
     """llguidance's view of the tokenizer."""
@@ -103,9 +118,13 @@ class GrammarMask:
 
   A matcher goes on from the tokens that it has seen; answers of one request
   have matchers of their own.
+
+  Attributes:
+    grammar: of which it is, see `GrammarCompiler.compile`.
   """
 
-  def __init__(self, first: Any, vocab: int, answers: int):
+  def __init__(self, first: Any, vocab: int, answers: int, grammar: str = ""):
+    self.grammar = grammar
     self._first, self._vocab = first, vocab
     # The tokens that each matcher has seen; the least recently used first.
     self._known: list[tuple[tuple[int, ...], Any]] = []

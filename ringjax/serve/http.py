@@ -1,4 +1,4 @@
-"""An ASGI application that speaks OpenAI's API for an engine.
+"""An ASGI application that speaks OpenAI's API for an engine or a cluster.
 
 Guarantees: the event loop never waits for the engine: what takes its lock or
 encodes text is done by threads, and tokens wake the loop up. A client that
@@ -24,11 +24,10 @@ import os
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ringjax.checks import number, positive_int
 from ringjax.errors import OptionError, RingjaxError, message
-from ringjax.serve.engine import Engine
 from ringjax.serve.openai_api import (
   AnswerStream,
   ApiCall,
@@ -36,10 +35,17 @@ from ringjax.serve.openai_api import (
   ApiModel,
   from_error,
   parse_json,
+  rejected,
   usage,
 )
-from ringjax.serve.request import Answer, Handle
-from ringjax.serve.server_metrics import CONTENT_TYPE, ServerMetrics
+from ringjax.serve.request import (
+  Answer,
+  Answers,
+  Handle,
+  RejectedError,
+  Request,
+)
+from ringjax.serve.server_metrics import CONTENT_TYPE, Figure, ServerMetrics
 
 _LOG = logging.getLogger("ringjax.serve")
 _PATHS = {
@@ -58,7 +64,52 @@ class ClientGone(Exception):
   """The client has disconnected, or does not read."""
 
 
-def app(engine: Engine, **options: Any) -> OpenAIApp:
+@runtime_checkable
+class Served(Answers, Protocol):
+  """What an application serves: an `Engine`, or a `ClusterRouter`.
+
+  Attributes:
+    tokenizer: of its texts.
+    vocab: ids that the model has.
+    longest: tokens of a prompt and its answer together at most.
+  """
+
+  tokenizer: Any
+  vocab: int
+  longest: int
+
+  @property
+  def rows(self) -> int:
+    """Answers that are made at the same time."""
+    ...
+
+  @property
+  def open(self) -> bool:
+    """Whether it takes requests."""
+    ...
+
+  def start(self) -> Served:
+    """Lets it work by itself, until `close`."""
+    ...
+
+  def close(self) -> None:
+    """Ends it, and gives up what is left."""
+    ...
+
+  def submit(
+    self,
+    request: Request,
+    on_change: Callable[[Answer], None] | None = None,
+  ) -> Handle:
+    """Takes a request."""
+    ...
+
+  def figures(self) -> list[Figure]:
+    """What a server shows of it."""
+    ...
+
+
+def app(engine: Served, **options: Any) -> OpenAIApp:
   """The application of an engine that has a tokenizer; see `OpenAIApp`."""
   return OpenAIApp(engine, **options)
 
@@ -107,7 +158,7 @@ class OpenAIApp:
 
   def __init__(
     self,
-    engine: Engine,
+    engine: Served,
     *,
     model_name: str = "ringjax",
     keys: Mapping[str, str] | None = None,
@@ -153,8 +204,7 @@ class OpenAIApp:
     self._keys = None
     if keys is not None:
       self._keys = {_digest(key): tenant for key, tenant in keys.items()}
-    rows = engine.scheduler.limits.rows
-    self._most = rows + positive_int("queue", queue)
+    self._queue = positive_int("queue", queue)
     self._body_bytes = positive_int("body_bytes", body_bytes)
     self._stall = number("stall", stall, above=0.0)
     self._answers = 0
@@ -253,7 +303,7 @@ class OpenAIApp:
     if path == "/v1/models":
       await client.json(200, self._model.models())
     elif path == "/metrics":
-      text = self.metrics.text(self.engine)
+      text = self.metrics.text(self.engine.figures())
       await client.body(200, text.encode(), CONTENT_TYPE)
     else:
       body = await self._body(headers, client)
@@ -331,21 +381,22 @@ class OpenAIApp:
 
   async def _answer(self, call: ApiCall, client: _Client) -> None:
     """Submits what a body asks for, and sends the answers."""
-    if call.answers > self._most:
+    most = self.engine.rows + self._queue
+    if call.answers > most:
       raise ApiError(
         400,
         message(
           "n",
           f"{call.answers} answers",
-          f"at most {self._most} at the same time",
+          f"at most {most} at the same time",
           "ask for fewer",
         ),
         param="n",
       )
-    if self._answers + call.answers > self._most:
+    if self._answers + call.answers > most:
       raise ApiError(
         429,
-        f"the queue is full: {self._answers} answers of {self._most}; "
+        f"the queue is full: {self._answers} answers of {most}; "
         "try again later",
         kind="rate_limit_error",
         code="queue_full",
@@ -370,6 +421,8 @@ class OpenAIApp:
 
       try:
         await self._thread(submit)
+      except RejectedError as error:
+        raise rejected(error) from None
       except RingjaxError as error:
         if not self.engine.open:
           raise ApiError(

@@ -29,7 +29,7 @@ from ringjax.data.tokenizer import AnyTokenizer
 from ringjax.errors import OptionError, RingjaxError, message
 from ringjax.infer.stopping import Stop
 from ringjax.serve.grammar import GrammarCompiler
-from ringjax.serve.request import Answer, Handle, Request
+from ringjax.serve.request import Answer, Handle, RejectedError, Request
 from ringjax.serve.row_sampler import TOP, RowSampling
 
 _DEFAULT_NEW = 16
@@ -85,6 +85,17 @@ def from_error(error: RingjaxError) -> ApiError:
   # `Stop` calls texts so.
   name = "stop" if name == "strings" else name
   return ApiError(400, str(error), param=name)
+
+
+def rejected(error: Exception) -> ApiError:
+  """The error of a request that is not taken now."""
+  return ApiError(
+    429,
+    f"{error}; try again later",
+    kind="rate_limit_error",
+    code="rejected",
+    headers={"retry-after": "1"},
+  )
 
 
 # ---------------------------------------------------------------------------
@@ -711,6 +722,8 @@ def _messages(given: PyTree) -> list[dict[str, Any]]:
 
 def check_answer(answer: Answer) -> None:
   """Raises ApiError if an answer ended before it was complete."""
+  if isinstance(answer.error, RejectedError):
+    raise rejected(answer.error)
   if answer.finish == "error":
     raise ApiError(
       500,

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ringjax.checks import integer, number, positive_int
 from ringjax.data.special_tokens import TokenIds
-from ringjax.errors import InputTypeError, OptionError
+from ringjax.errors import InputTypeError, OptionError, RingjaxError
 from ringjax.infer.stopping import Stop, StopLike, as_stop
 from ringjax.serve.row_sampler import TOP, RowSampling
 
-if TYPE_CHECKING:
-  from ringjax.serve.engine import Engine
+
+@runtime_checkable
+class Answers(Protocol):
+  """What makes the answers of a `Handle`: an engine, or a cluster of them."""
+
+  def advance(self, handle: Handle) -> None:
+    """Gets a request on, or waits a moment for those who do."""
+    ...
+
+  def cancel(self, handle: Handle) -> None:
+    """Gives a request up."""
+    ...
+
+
+class RejectedError(RingjaxError):
+  """A request that is not taken because there is too much to do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +58,10 @@ class Request:
     share: whether blocks of its prompt may be shared at all.
     mask: called before each token with the tokens of the answer so far, int32
       [m]; returns bool [V], which may come, or None for all.
+    begun: of each answer the tokens that are known already, as of a request
+      that another engine has begun; the answer goes on behind them, with the
+      tokens that it would have had there. They are read again one by one, and
+      have no log-probabilities.
 
   Raises:
     OptionError, SamplingError, InputTypeError: a value is out of its range.
@@ -64,6 +82,7 @@ class Request:
   adapter: str = ""
   share: bool = True
   mask: Callable[[np.ndarray], Any] | None = None
+  begun: tuple[tuple[int, ...], ...] = ()
 
   def __post_init__(self) -> None:
     positive_int("max_new_tokens", self.max_new_tokens)
@@ -92,6 +111,8 @@ class Request:
         "mask", type(self.mask).__name__, "a callable", "pass a function"
       )
     object.__setattr__(self, "stop", as_stop(self.stop))
+    if self.begun:
+      self._check_begun()
     number("length_penalty", self.length_penalty, least=-10, most=10)
     if self.beams is not None:
       self._check_beams(self.beams)
@@ -102,6 +123,26 @@ class Request:
         "beams, or no length_penalty",
         "pass beams=4, for instance, or leave length_penalty out",
       )
+
+  def _check_begun(self) -> None:
+    searched = self.beams is not None or self.best_of is not None
+    if searched or len(self.begun) != self.answers:
+      raise OptionError(
+        "begun",
+        f"{len(self.begun)} answers",
+        f"{self.answers}, without beams or best_of",
+        "pass the tokens of each answer",
+      )
+    for tokens in self.begun:
+      for token in tokens:
+        integer("begun", token, least=0)
+      if len(tokens) >= self.max_new_tokens:
+        raise OptionError(
+          "begun",
+          f"{len(tokens)} tokens of {self.max_new_tokens}",
+          "fewer than max_new_tokens",
+          "leave the last one out",
+        )
 
   def _check_beams(self, beams: int) -> None:
     integer("beams", beams, least=self.n)
@@ -227,7 +268,7 @@ class Handle:
 
   def __init__(
     self,
-    engine: Engine,
+    engine: Answers,
     request: Request,
     arrival: float,
     on_change: Callable[[Answer], None] | None = None,

@@ -11,14 +11,33 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from ringjax.serve.engine import Engine
 from ringjax.serve.request import Answer
+
+if TYPE_CHECKING:
+  from ringjax.serve.engine import Engine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Figure(NamedTuple):
+  """A number that a server shows.
+
+  Fields:
+    kind: "counter" or "gauge".
+    name: behind "ringjax_".
+    value: the number.
+    text: what it is.
+  """
+
+  kind: str
+  name: str
+  value: int
+  text: str
 
 
 class LatencyHistogram:
@@ -88,41 +107,13 @@ class ServerMetrics:
 
     return changed
 
-  def text(self, engine: Engine) -> str:
+  def text(self, figures: Sequence[Figure]) -> str:
     """All of it, with what the engine counts."""
-    counters, scheduler = engine.counters, engine.scheduler
     lines: list[str] = []
-
-    def put(kind: str, name: str, value: int, text: str) -> None:
+    for kind, name, value, text in figures:
       lines.append(f"# HELP ringjax_{name} {text}")
       lines.append(f"# TYPE ringjax_{name} {kind}")
       lines.append(f"ringjax_{name} {int(value)}")
-
-    for name, field, text in (
-      ("requests_total", "requests", "Requests to the engine."),
-      ("requests_finished_total", "finished", "Requests that ended."),
-      ("requests_cancelled_total", "cancelled", "Requests given up."),
-      ("requests_failed_total", "failed", "Requests that raised an error."),
-      ("steps_total", "steps", "Steps of the engine."),
-      ("prompt_tokens_total", "prompt_tokens", "Tokens of prompts computed."),
-      ("cached_tokens_total", "cached_tokens", "Tokens of prompts found."),
-      ("new_tokens_total", "new_tokens", "Tokens of answers."),
-      ("drafted_tokens_total", "drafted", "Drafted tokens that were checked."),
-      ("accepted_tokens_total", "accepted", "Drafted tokens that were right."),
-      ("preemptions_total", "preemptions", "Rows that had to make room."),
-    ):
-      put("counter", name, getattr(counters, field), text)
-    tree, rows = scheduler.tree, list(scheduler.running)
-    put("gauge", "rows_waiting", len(scheduler.waiting), "Answers in queue.")
-    running = sum(row is not None for row in rows)
-    put("gauge", "rows_running", running, "Answers that are being made.")
-    put("gauge", "engine_up", engine.open, "Whether requests are taken.")
-    pages = tree.groups[0].pages * tree.shards
-    room = sum(tree.available(shard) for shard in range(tree.shards))
-    put("gauge", "pages", pages, "Pages of the pool.")
-    put("gauge", "pages_free", tree.free(), "Pages that hold nothing.")
-    put("gauge", "pages_used", pages - room, "Pages that answers use.")
-    put("gauge", "pages_cached", room - tree.free(), "Pages of idle prefixes.")
     lines.append("# HELP ringjax_http_answers_total Answers by path, status.")
     lines.append("# TYPE ringjax_http_answers_total counter")
     for (path, status), count in sorted(self._answers.items()):
@@ -132,3 +123,36 @@ class ServerMetrics:
     for one in (self.first, self.between, self.whole):
       lines.extend(one.lines())
     return "\n".join(lines) + "\n"
+
+
+def engine_figures(engine: Engine) -> list[Figure]:
+  """What an engine counts, and what it holds now."""
+  counters, scheduler = engine.counters, engine.scheduler
+  found: list[Figure] = []
+  put = lambda *one: found.append(Figure(*one))
+  for name, field, text in (
+    ("requests_total", "requests", "Requests to the engine."),
+    ("requests_finished_total", "finished", "Requests that ended."),
+    ("requests_cancelled_total", "cancelled", "Requests given up."),
+    ("requests_failed_total", "failed", "Requests that raised an error."),
+    ("steps_total", "steps", "Steps of the engine."),
+    ("prompt_tokens_total", "prompt_tokens", "Tokens of prompts computed."),
+    ("cached_tokens_total", "cached_tokens", "Tokens of prompts found."),
+    ("new_tokens_total", "new_tokens", "Tokens of answers."),
+    ("drafted_tokens_total", "drafted", "Drafted tokens that were checked."),
+    ("accepted_tokens_total", "accepted", "Drafted tokens that were right."),
+    ("preemptions_total", "preemptions", "Rows that had to make room."),
+  ):
+    found.append(Figure("counter", name, getattr(counters, field), text))
+  tree, rows = scheduler.tree, list(scheduler.running)
+  put("gauge", "rows_waiting", len(scheduler.waiting), "Answers in queue.")
+  running = sum(row is not None for row in rows)
+  put("gauge", "rows_running", running, "Answers that are being made.")
+  put("gauge", "engine_up", engine.open, "Whether requests are taken.")
+  pages = tree.groups[0].pages * tree.shards
+  room = sum(tree.available(shard) for shard in range(tree.shards))
+  put("gauge", "pages", pages, "Pages of the pool.")
+  put("gauge", "pages_free", tree.free(), "Pages that hold nothing.")
+  put("gauge", "pages_used", pages - room, "Pages that answers use.")
+  put("gauge", "pages_cached", room - tree.free(), "Pages of idle prefixes.")
+  return found

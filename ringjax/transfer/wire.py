@@ -26,7 +26,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.errors import OptionError, PeerError
@@ -148,7 +148,7 @@ class PullConnection:
     hello = bytearray(len(MAGIC) + _DIGEST)
     self.receive(memoryview(hello), until=until)
     if hello[: len(MAGIC)] != MAGIC:
-      raise AuthenticationError(f"{self.name} is no publisher of this version")
+      raise AuthenticationError(f"{self.name} does not speak this protocol")
     theirs, mine = bytes(hello[len(MAGIC) :]), secrets.token_bytes(_DIGEST)
     self.send([mine + _proof(key, b"client", theirs, mine)])
     shown = bytearray(_DIGEST)
@@ -171,24 +171,58 @@ class PullConnection:
     Raises:
       HostileMessageError: it is too long, or not of the protocol.
     """
+    body = self._frame(MOST_MESSAGE)
+    if body is None:
+      return None
+    try:
+      return decode(body)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+      raise self.hostile(error) from None
+
+  def tell_object(self, fields: Mapping[str, Any]) -> None:
+    """Sends an object of JSON that is no message of this protocol."""
+    body = json.dumps(fields).encode()
+    self.send([_SIZE.pack(len(body)), body])
+
+  def hear_object(self, most: int) -> dict[str, Any] | None:
+    """The next object of `tell_object`, of `most` bytes at most; None if the
+    other side left.
+
+    Raises:
+      HostileMessageError: it is too long, or none.
+    """
+    body = self._frame(most)
+    if body is None:
+      return None
+    try:
+      fields = json.loads(body)
+      if not isinstance(fields, dict):
+        raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+      raise self.hostile(error) from None
+    return fields
+
+  def hostile(self, error: Exception) -> HostileMessageError:
+    """What an error in a message of the other side means."""
+    why = f"{type(error).__name__}: {error}"[:200]
+    return HostileMessageError(
+      f"{self.name} sent a message that is not of the protocol: {why}"
+    )
+
+  def _frame(self, most: int) -> bytes | None:
+    """The bytes of the next message."""
     head = bytearray(_SIZE.size)
     if not self.receive(memoryview(head), may_end=True):
       return None
     (size,) = _SIZE.unpack(head)
-    if not 2 <= size <= MOST_MESSAGE:
+    if not 2 <= size <= most:
       raise HostileMessageError(
-        f"{self.name} announced a message of {size} bytes; at most "
-        f"{MOST_MESSAGE} are allowed"
+        f"{self.name} announced a message of {size} bytes; at most {most} are "
+        "allowed"
       )
     body = bytearray(size)
     self.receive(memoryview(body))
-    try:
-      return decode(bytes(body))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-      why = f"{type(error).__name__}: {error}"[:100]
-      raise HostileMessageError(
-        f"{self.name} sent a message that is not of the protocol: {why}"
-      ) from None
+    return bytes(body)
 
   # -------------------------------------------------------------------------
   # Bytes

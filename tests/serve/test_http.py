@@ -583,7 +583,7 @@ def test_a_client_that_leaves_frees_its_pages(engine):
   asyncio.run(main())
   assert free(engine)
   assert engine.counters.cancelled == before + 2
-  assert 'status="499"} 2' in at.metrics.text(engine)
+  assert 'status="499"} 2' in at.metrics.text(engine.figures())
 
 
 def test_a_client_that_does_not_read_is_given_up(engine):

@@ -27,6 +27,7 @@ from ringjax.serve.cluster.conductor import (
   fetch_bytes_per_flop,
   routing_policy,
 )
+from ringjax.serve.cluster.control_link import ask_router
 from ringjax.serve.cluster.distserve_times import (
   DistServeModel,
   DistServeTimes,
@@ -116,6 +117,7 @@ from ringjax.serve.cluster.phase_times import (
   PhaseTimes,
   QuadraticTimes,
 )
+from ringjax.serve.cluster.router import ClusterRouter, RouterCounters
 from ringjax.serve.cluster.routing import (
   InstanceView,
   Rejected,
@@ -130,14 +132,17 @@ from ringjax.serve.cluster.served import (
   attainment,
   percentiles,
 )
+from ringjax.serve.cluster.worker import ClusterWorker
 
 __all__ = [
   "BlockEvent",
   "BlockIndex",
   "BlockLog",
   "ClusterResult",
+  "ClusterRouter",
   "ClusterSimulator",
   "ClusterView",
+  "ClusterWorker",
   "ComparedSystem",
   "Conductor",
   "DecodeGroup",
@@ -177,6 +182,7 @@ __all__ = [
   "Replanned",
   "Route",
   "RoutedRequest",
+  "RouterCounters",
   "RoutingCosts",
   "RoutingPolicy",
   "ScaledLimits",
@@ -195,6 +201,7 @@ __all__ = [
   "WorkerPlan",
   "answer_lengths",
   "as_distserve_counts",
+  "ask_router",
   "at_rate",
   "attainment",
   "batch_cost",

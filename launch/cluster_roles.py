@@ -1,0 +1,233 @@
+"""The roles of launch.serve: a router, its instances, and commands to it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import threading
+from collections.abc import Callable
+from typing import TextIO
+
+from absl import flags
+
+import ringjax as rj
+from launch import console
+from launch.flag_helpers import FlagHelper
+from ringjax.errors import OptionError
+from ringjax.models.hf.safe_files import read_config
+from ringjax.serve import cluster
+from ringjax.serve.cluster.routing import ROLES
+
+# Policies by the names of --policy.
+POLICIES: dict[str, Callable[[], cluster.RoutingPolicy]] = {
+  "shortest_queue": cluster.ShortestQueue,
+}
+
+
+def define(values: flags.FlagValues) -> None:
+  """The flags of clusters."""
+  new = FlagHelper(values)
+  flags.DEFINE_enum(
+    "role",
+    "both",
+    (*ROLES, "router"),
+    "What this process does: answer requests by itself; with --join read "
+    "prompts (prefill), answer (decode) or do both for a router; or be one.",
+    flag_values=values,
+  )
+  new.text("join", None, "HOST:PORT where a router takes instances.")
+  new.text(
+    "cluster_key",
+    None,
+    "File with the secret of the cluster, 16 bytes at least, the same for all.",
+  )
+  new.whole(
+    "cluster_port", 8001, "Of a router: port for its instances.", 0, 65535
+  )
+  flags.DEFINE_enum(
+    "policy",
+    "shortest_queue",
+    sorted(POLICIES),
+    "Of a router: where requests go.",
+    flag_values=values,
+  )
+  new.number(
+    "patience",
+    30.0,
+    "Of a router: seconds that a request waits while no instance could serve "
+    "it.",
+    0.01,
+  )
+  new.number(
+    "silence",
+    10.0,
+    "Seconds without a sign after which a process of the cluster is given up.",
+    0.5,
+  )
+  new.number(
+    "lease",
+    30.0,
+    "Seconds that pages stay published when nobody asks for them.",
+    0.1,
+  )
+  new.whole(
+    "host_store",
+    1 << 30,
+    "Of an instance: bytes of the host's memory for pages that come.",
+  )
+  new.text("name", None, "Name of an instance; default: role, host, process.")
+  new.boolean("instances", False, "Show the instances of the router of --join.")
+  new.text(
+    "set_role", None, "NAME=ROLE: give an instance of --join another role."
+  )
+
+
+def read_key(values: flags.FlagValues) -> bytes:
+  """The secret in the file of --cluster_key.
+
+  Raises:
+    OptionError: there is none, or it is too short.
+  """
+  if values.cluster_key is None:
+    raise OptionError(
+      "--cluster_key",
+      "nothing",
+      "a file with a secret",
+      "make one: head -c 32 /dev/urandom > FILE",
+    )
+  try:
+    key = pathlib.Path(values.cluster_key).read_bytes()
+  except OSError as error:
+    raise OptionError(
+      "--cluster_key", error, "a file", "pass its path"
+    ) from None
+  if len(key) < 16:
+    raise OptionError(
+      "--cluster_key",
+      f"{len(key)} bytes",
+      "16 bytes at least",
+      "make one: head -c 32 /dev/urandom > FILE",
+    )
+  return key
+
+
+def join_address(values: flags.FlagValues) -> tuple[str, int]:
+  """Host and port of --join.
+
+  Raises:
+    OptionError: it is none.
+  """
+  host, _, port = (values.join or "").rpartition(":")
+  if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    raise OptionError(
+      "--join",
+      repr(values.join),
+      "HOST:PORT of a router's --cluster_port",
+      "pass --join=10.0.0.1:8001, for instance",
+    )
+  return host.strip("[]"), int(port)
+
+
+def check(values: flags.FlagValues) -> None:
+  """Refuses flags that do not go together, before anything is loaded.
+
+  Raises:
+    OptionError: they do not.
+  """
+  joins = values.join is not None
+  asks = values.instances or values.set_role is not None
+  if values.role == "router" and joins:
+    raise OptionError(
+      "--join", values.join, "nothing for a router", "leave it out"
+    )
+  if (values.role in ("prefill", "decode") or asks) and not joins:
+    raise OptionError(
+      "--join", "nothing", "HOST:PORT of a router", "pass it, or --role=both"
+    )
+  if joins:
+    join_address(values)
+  if joins or values.role == "router":
+    read_key(values)
+  _, equals, role = (values.set_role or "=both").rpartition("=")
+  if not equals or role not in ROLES:
+    raise OptionError(
+      "--set_role",
+      repr(values.set_role),
+      f"NAME=ROLE, a role of {', '.join(ROLES)}",
+      "pass --set_role=NAME=decode, for instance",
+    )
+
+
+def router(
+  values: flags.FlagValues, folder: pathlib.Path, tokenizer: rj.data.Tokenizer
+) -> cluster.ClusterRouter:
+  """The router of the flags, for a folder's model, which is not loaded."""
+  config, _ = rj.models.read_config(read_config(folder))
+  longest = values.longest or min(config.longest or 16384, 16384)
+  return cluster.ClusterRouter(
+    key=read_key(values),
+    vocab=config.vocab,
+    longest=longest,
+    tokenizer=tokenizer,
+    policy=POLICIES[values.policy](),
+    host=values.host,
+    port=values.cluster_port,
+    patience_s=values.patience,
+    silence_s=values.silence,
+  )
+
+
+def work(
+  values: flags.FlagValues, engine: rj.serve.Engine, screen: console.Screen
+) -> int:
+  """Serves a router until a signal; the exit status."""
+  worker = cluster.ClusterWorker(
+    engine,
+    key=read_key(values),
+    router=join_address(values),
+    role=values.role,
+    name=values.name,
+    host=values.host,
+    port=values.port if values["port"].present else 0,
+    lease_s=values.lease,
+    silence_s=values.silence,
+  )
+  told = threading.Event()
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: told.set())
+  host, port = worker.publisher.address
+  screen.say(f"instance {worker.name}, pages at {host}:{port}")
+  said, was = "", False
+  worker.start()
+  while not told.wait(0.1) and not worker.ended.is_set():
+    if worker.joined.is_set() != was:
+      was = not was
+      word = "joined" if was else "lost"
+      screen.say(f"{word} the router {values.join}, as {worker.role}")
+    elif not was and worker.refused not in ("", said):
+      said = worker.refused
+      screen.say(f"not joined: {said}")
+  failed = worker.ended.is_set() and not told.is_set()
+  if not failed:
+    worker.leave(values.grace)
+  engine.close()
+  screen.say("the engine failed" if failed else "ended")
+  return 1 if failed else 0
+
+
+def command(values: flags.FlagValues, stdout: TextIO | None) -> int:
+  """Asks a router for its instances, or for another role of one."""
+  fields = {"what": "instances"}
+  if values.set_role is not None:
+    name, _, role = values.set_role.rpartition("=")
+    fields = {"what": "set_role", "name": name, "role": role}
+  found = cluster.ask_router(
+    join_address(values),
+    read_key(values),
+    silence_s=values.silence,
+    **fields,
+  )
+  for one in found["instances"]:
+    print(json.dumps(one), file=stdout, flush=True)
+  return 0

@@ -1,0 +1,105 @@
+"""Requests as plain JSON, between the processes of a cluster.
+
+Guarantees: what comes out is equal to what went in, or `OptionError`; all is
+checked again by `Request` where it is read. Masks go as the grammar that they
+are of; other functions are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from ringjax.errors import OptionError
+from ringjax.infer.stopping import Stop
+from ringjax.serve.grammar import GrammarCompiler, GrammarMask
+from ringjax.serve.request import Request
+from ringjax.serve.row_sampler import RowSampling
+
+# As they are.
+_PLAIN = (
+  "max_new_tokens",
+  "n",
+  "best_of",
+  "beams",
+  "length_penalty",
+  "logprobs",
+  "priority",
+  "salt",
+  "adapter",
+  "share",
+)
+
+
+def request_fields(
+  request: Request, prompt: Int[np.ndarray, " n"]
+) -> dict[str, Any]:
+  """A request as JSON.
+
+  Args:
+    request: the request; its deadline stays with who has it.
+    prompt: its prompt, checked.
+
+  Raises:
+    OptionError: its mask is a function that no other process has.
+  """
+  if request.mask is not None and not isinstance(request.mask, GrammarMask):
+    raise OptionError(
+      "mask",
+      "a function",
+      "no mask, or that of a grammar: functions stay in their process",
+      "ask one engine, or pass a schema or a regular expression",
+    )
+  stop = request.stops
+  data = np.ascontiguousarray(prompt, "<i4").tobytes()
+  return {
+    **{name: getattr(request, name) for name in _PLAIN},
+    "prompt": base64.b64encode(data).decode(),
+    "sampling": dataclasses.asdict(request.sampling),
+    "stop": {"ids": list(stop.ids), "strings": list(stop.strings)},
+    "grammar": None if request.mask is None else request.mask.grammar,
+    "begun": [list(tokens) for tokens in request.begun],
+  }
+
+
+def request_of(
+  fields: dict[str, Any], grammars: GrammarCompiler | None
+) -> Request:
+  """The request of `request_fields`.
+
+  Args:
+    fields: the JSON.
+    grammars: of the engine that is asked; None if it has no tokenizer.
+
+  Raises:
+    OptionError: a grammar without a tokenizer, or values out of range.
+    KeyError, TypeError, ValueError: it is none.
+  """
+  sampling = dict(fields["sampling"])
+  sampling["logit_bias"] = {int(i): x for i, x in sampling["logit_bias"]}
+  grammar, plain = fields["grammar"], {name: fields[name] for name in _PLAIN}
+  data = base64.b64decode(fields["prompt"], validate=True)
+  request = Request(
+    prompt=np.frombuffer(data, "<i4").astype(np.int32),
+    sampling=RowSampling(**sampling),
+    stop=Stop(
+      ids=tuple(fields["stop"]["ids"]), strings=tuple(fields["stop"]["strings"])
+    ),
+    begun=tuple(tuple(tokens) for tokens in fields["begun"]),
+    **plain,
+  )
+  if grammar is None:
+    return request
+  if grammars is None:
+    raise OptionError(
+      "grammar",
+      "a grammar, for an engine without a tokenizer",
+      "an engine that knows texts",
+      "pass tokenizer= to the engine",
+    )
+  mask = grammars.compile(grammar, request.rows)
+  return dataclasses.replace(request, mask=mask)

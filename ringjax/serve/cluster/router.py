@@ -1,0 +1,925 @@
+"""A router: takes requests, and has instances of a cluster serve them.
+
+Guarantees: a request's tokens are those of one engine, whichever instances
+serve it and however often they are lost meanwhile: what was read is read again
+elsewhere, and an answer goes on behind the tokens that are known already.
+A request ends: with its answer, or with an error that says why, at the latest
+`patience_s` after there was no instance that could serve it, or after
+`attempts` instances were lost with it. Instances join and leave at any time;
+requests of others do not notice. Where requests go is decided by a
+`RoutingPolicy`, which sees what instances report and what was sent to them
+since.
+Cost: a thread for each instance and one that looks at times; no arrays.
+
+  client        router                 who reads          who answers
+  submit ->     route           read ->
+                                       pages published
+                            <- ticket
+                decode_instance                 answer ->
+                                             <- pull -    has room
+                            <----------------- tokens
+  <- tokens     COMPLETE went to who reads
+
+`ClusterRouter` has the surface of an engine that `rj.serve.app` serves.
+Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ringjax.checks import integer, number, one_of, positive_int
+from ringjax.data.tokenizer import AnyTokenizer
+from ringjax.errors import (
+  InputTypeError,
+  OptionError,
+  PeerError,
+  PromptError,
+  RingjaxError,
+)
+from ringjax.infer import inputs
+from ringjax.serve.cluster.control_link import ControlLink, checked_beat
+from ringjax.serve.cluster.request_fields import request_fields
+from ringjax.serve.cluster.routing import (
+  ROLES,
+  InstanceView,
+  Rejected,
+  Route,
+  RoutedRequest,
+  RoutingPolicy,
+  ShortestQueue,
+)
+from ringjax.serve.request import (
+  Answer,
+  Handle,
+  RejectedError,
+  Request,
+  TokenLogprobs,
+)
+from ringjax.serve.server_metrics import Figure
+from ringjax.transfer.wire import PullConnection, checked_key
+
+# Seconds for a stranger to show the key and say what it wants.
+_GREETING_S = 5.0
+_LOOK_S = 0.1
+_MOST_LINKS = 512
+_REPORTED = (
+  "queued_requests",
+  "queued_tokens",
+  "running_requests",
+  "running_tokens",
+  "free_tokens",
+)
+
+
+@dataclasses.dataclass(eq=False)
+class ClusterInstance:
+  """An instance that has joined.
+
+  Attributes:
+    name: unique among those that are alive.
+    role: what is sent to it, of `ROLES`.
+    link: to it.
+    address: where others pull its pages.
+    page: tokens of a page of its engine.
+    capacity: tokens of its pool.
+    rows: answers that it makes at the same time.
+    leaving: whether it takes nothing new.
+    report: what it said last of its load.
+    sent: tasks that were sent to it.
+    since: of those that its report does not count yet: number, whether the
+      prompt is to be read, tokens of the prompt, and of the answer.
+  """
+
+  name: str
+  role: str
+  link: ControlLink
+  address: tuple[str, int]
+  page: int
+  capacity: int
+  rows: int
+  leaving: bool = False
+  report: dict[str, int] = dataclasses.field(default_factory=dict)
+  sent: int = 0
+  since: collections.deque[tuple[int, bool, int, int]] = dataclasses.field(
+    default_factory=collections.deque
+  )
+
+  def view(self) -> InstanceView:
+    """What a policy sees: the report, and what was sent since."""
+    found = {name: self.report.get(name, 0) for name in _REPORTED}
+    for _, reads, prompt, new in self.since:
+      if reads:
+        found["queued_requests"] += 1
+        found["queued_tokens"] += prompt
+      else:
+        found["running_requests"] += 1
+        found["running_tokens"] += prompt
+      found["free_tokens"] = max(0, found["free_tokens"] - prompt - new)
+    return InstanceView(name=self.name, role=self.role, **found)
+
+
+@dataclasses.dataclass(kw_only=True)
+class RouterCounters:
+  """What a router has done.
+
+  Attributes:
+    requests: that were submitted.
+    finished: that ended, for whatever reason.
+    cancelled: that were given up.
+    failed: that ended with an error.
+    rejected: of these, by the policy.
+    new_tokens: that came.
+    moved: requests whose pages were pulled.
+    moved_bytes: bytes of these pages.
+    again: requests that began again elsewhere, each time.
+    lost: instances that ended without leaving.
+  """
+
+  requests: int = 0
+  finished: int = 0
+  cancelled: int = 0
+  failed: int = 0
+  rejected: int = 0
+  new_tokens: int = 0
+  moved: int = 0
+  moved_bytes: int = 0
+  again: int = 0
+  lost: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class RoutedState:
+  """A request on its way.
+
+  Attributes:
+    routed: as policies see it.
+    handle: of whom submitted it.
+    prompt: int32 [n].
+    stage: "new", to be routed; "reading"; "read", to be answered; "answering".
+    reader: who reads the prompt, or has read it; None if nobody does.
+    read_task: its number there.
+    ticket: of the pages there, or None.
+    decoder: who answers, or is to answer by the route.
+    task: its number there.
+    attempts: how often it was begun.
+    alone_since: since when no instance could take it; None if one can.
+    why: it was begun again the last time.
+    cached: tokens of the prompt that who read it had found; None if nobody has
+      read it apart.
+  """
+
+  routed: RoutedRequest
+  handle: Handle
+  prompt: np.ndarray
+  stage: str = "new"
+  reader: ClusterInstance | None = None
+  read_task: int = -1
+  ticket: str | None = None
+  decoder: ClusterInstance | None = None
+  task: int = -1
+  attempts: int = 0
+  alone_since: float | None = None
+  why: str = ""
+  cached: int | None = None
+
+
+class ClusterRouter:
+  """Serves requests by instances that join; `submit`, as of an engine.
+
+  Attributes:
+    tokenizer: of the texts of requests.
+    vocab: ids that the model has.
+    longest: tokens of a prompt and its answer together at most.
+    address: host and port where instances join.
+    counters: what was done.
+  """
+
+  def __init__(
+    self,
+    *,
+    key: bytes,
+    vocab: int,
+    longest: int,
+    tokenizer: AnyTokenizer | None = None,
+    policy: RoutingPolicy | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    patience_s: int | float = 30.0,
+    silence_s: int | float = 10.0,
+    beat_s: int | float = 0.25,
+    attempts: int = 4,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Waits for instances at once.
+
+    Args:
+      key: that all of the cluster have, at least 16 bytes.
+      vocab: ids of the model that instances serve.
+      longest: tokens of a prompt and its answer, as of their engines.
+      tokenizer: of texts, for `rj.serve.app`.
+      policy: decides where requests go; default: `ShortestQueue()`.
+      host: of the interface where instances join.
+      port: 0 takes a free one.
+      patience_s: seconds for which a request waits while no instance is there
+        that could ever serve it.
+      silence_s: seconds without a byte after which an instance is given up.
+      beat_s: how often instances hear of the router.
+      attempts: instances that may be lost with a request before it fails.
+      clock: seconds, for deadlines and the patience of requests.
+
+    Raises:
+      OptionError: values out of range, or an address that is not free.
+    """
+    self._key = checked_key(key)
+    self.tokenizer = tokenizer
+    self.vocab = positive_int("vocab", vocab)
+    self.longest = positive_int("longest", longest)
+    self._policy = policy or ShortestQueue()
+    self._patience_s = number("patience_s", patience_s, above=0)
+    self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
+    self._attempts = positive_int("attempts", attempts)
+    integer("port", port, least=0, most=65535)
+    self.counters, self._clock = RouterCounters(), clock
+    self._work = threading.Condition()
+    self._instances: dict[str, ClusterInstance] = {}
+    # What all instances have in common, as the first one said.
+    self._common: tuple[Any, ...] | None = None
+    self._requests: dict[Handle, RoutedState] = {}
+    self._tasks: dict[int, RoutedState] = {}
+    self._numbers, self._task_numbers = itertools.count(), itertools.count()
+    self._links, self._closed = 0, False
+    try:
+      self._server = socket.create_server((host, port), backlog=128)
+    except OSError as error:
+      raise OptionError(
+        "host, port",
+        f"{host}:{port}: {error.strerror}",
+        "a free address of this machine",
+        "pass another port, or port=0 for any",
+      ) from None
+    self.address: tuple[str, int] = (host, self._server.getsockname()[1])
+    for work in (self._accept, self._watch):
+      threading.Thread(
+        target=work, name=f"ringjax router {work.__name__}", daemon=True
+      ).start()
+
+  def __enter__(self) -> ClusterRouter:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  # -------------------------------------------------------------------------
+  # Requests
+  # -------------------------------------------------------------------------
+
+  @property
+  def rows(self) -> int:
+    """Answers that instances make at the same time; 1 if there is none."""
+    with self._work:
+      return max(1, sum(one.rows for one in self._able("decodes")))
+
+  @property
+  def open(self) -> bool:
+    """Whether it takes requests."""
+    return not self._closed
+
+  def start(self) -> ClusterRouter:
+    """Itself: it works since it was made."""
+    return self
+
+  def submit(
+    self,
+    request: Request,
+    on_change: Callable[[Answer], None] | None = None,
+  ) -> Handle:
+    """Takes a request; see `Engine.submit`.
+
+    Raises:
+      PromptError: a prompt that is none, or longer than instances serve.
+      OptionError: a mask that is a function, or a closed router.
+      RejectedError: the policy does not take it.
+    """
+    if not isinstance(request, Request):
+      raise InputTypeError(
+        "request",
+        type(request).__name__,
+        "an rj.serve.Request",
+        "make one with rj.serve.Request(prompt=..., max_new_tokens=...)",
+      )
+    prompt = inputs.prompt(request.prompt, self.vocab)
+    request.stops.check(self.vocab)
+    total = prompt.size + request.max_new_tokens
+    if total > self.longest:
+      raise PromptError(
+        "prompt",
+        f"{prompt.size:,} tokens and max_new_tokens={request.max_new_tokens:,}",
+        f"{self.longest:,} tokens of a row at most",
+        "ask for fewer, or serve it with a larger longest=",
+      )
+    # Raises for what can't be sent.
+    request_fields(request, prompt)
+    with self._work:
+      if self._closed:
+        raise OptionError(
+          "router", "a closed one", "one that is open", "make another one"
+        )
+      now = self._clock()
+      handle = Handle(self, request, now, on_change)
+      for answer, begun in zip(handle.answers, request.begun, strict=False):
+        answer.tokens.extend(begun)
+      state = RoutedState(
+        RoutedRequest(
+          number=next(self._numbers),
+          arrival_s=now,
+          prompt_tokens=prompt.size,
+          new_tokens=request.max_new_tokens * request.rows,
+        ),
+        handle,
+        prompt,
+      )
+      self.counters.requests += 1
+      self._requests[handle] = state
+      self._dispatch()
+      if handle.done and isinstance(handle.answers[0].error, RejectedError):
+        raise handle.answers[0].error
+    return handle
+
+  def cancel(self, handle: Handle, why: str = "cancelled") -> None:
+    """Gives a request up."""
+    with self._work:
+      state = self._requests.get(handle)
+      if state is None:
+        return
+      self.counters.cancelled += why == "cancelled"
+      self._finish(state, why)
+
+  def advance(self, handle: Handle) -> None:
+    """Waits for what comes next."""
+    with self._work:
+      if not handle.done:
+        self._work.wait(timeout=1.0)
+
+  def close(self) -> None:
+    """Gives up what is left, and leaves the instances."""
+    with self._work:
+      if self._closed:
+        return
+      self._closed = True
+      for handle in list(self._requests):
+        self.cancel(handle)
+      instances = list(self._instances.values())
+      self._work.notify_all()
+    with contextlib.suppress(OSError):
+      self._server.shutdown(socket.SHUT_RDWR)
+    self._server.close()
+    for one in instances:
+      one.link.close("the router was closed")
+
+  def figures(self) -> list[Figure]:
+    """What a server shows of it."""
+    with self._work:
+      found = [
+        Figure("counter", name, getattr(self.counters, field), text)
+        for name, field, text in (
+          ("requests_total", "requests", "Requests to the router."),
+          ("requests_finished_total", "finished", "Requests that ended."),
+          ("requests_cancelled_total", "cancelled", "Requests given up."),
+          ("requests_failed_total", "failed", "Requests that raised an error."),
+          ("requests_rejected_total", "rejected", "Requests not taken."),
+          ("requests_again_total", "again", "Requests that began again."),
+          ("requests_moved_total", "moved", "Requests whose pages moved."),
+          ("moved_bytes_total", "moved_bytes", "Bytes of pages that moved."),
+          ("new_tokens_total", "new_tokens", "Tokens of answers."),
+          ("instances_lost_total", "lost", "Instances that were lost."),
+        )
+      ]
+      stages = collections.Counter(x.stage for x in self._requests.values())
+      for stage in ("new", "reading", "read", "answering"):
+        text = f"Requests in the stage {stage!r}."
+        found.append(Figure("gauge", f"requests_{stage}", stages[stage], text))
+      roles = collections.Counter(x.role for x in self._instances.values())
+      for role in ROLES:
+        text = f"Instances of the role {role!r}."
+        found.append(Figure("gauge", f"instances_{role}", roles[role], text))
+    return found
+
+  # -------------------------------------------------------------------------
+  # Instances
+  # -------------------------------------------------------------------------
+
+  def instances(self) -> list[InstanceView]:
+    """Those that are alive, in the order of their names."""
+    with self._work:
+      return self._views()
+
+  def set_role(self, name: str, role: str) -> None:
+    """Gives an instance another role; what it has begun it finishes.
+
+    Args:
+      name: of an instance that is alive.
+      role: of `ROLES`.
+
+    Raises:
+      OptionError: no such instance, or none is left that reads or answers.
+    """
+    one_of("role", role, ROLES)
+    with self._work:
+      one = self._instances.get(name)
+      if one is None:
+        raise OptionError(
+          "name", name, f"one of {sorted(self._instances)}", "pass its name"
+        )
+      before, one.role = one.role, role
+      for what, words in (("prefills", "reads"), ("decodes", "answers")):
+        if not any(self._able(what)):
+          one.role = before
+          raise OptionError(
+            "role",
+            f"{role} for {name}",
+            f"an instance that {words}",
+            "let another one join, or change its role, before",
+          )
+      one.link.tell(t="role", role=role)
+      self._dispatch()
+
+  def _able(self, what: str) -> list[ClusterInstance]:
+    """Instances that take new work of a kind."""
+    return [
+      one
+      for one in self._instances.values()
+      if not one.leaving and getattr(one.view(), what)
+    ]
+
+  def _views(self) -> list[InstanceView]:
+    return [
+      self._instances[name].view()
+      for name in sorted(self._instances)
+      if not self._instances[name].leaving
+    ]
+
+  def _accept(self) -> None:
+    while True:
+      try:
+        link, address = self._server.accept()
+      except OSError:
+        if self._closed:
+          return
+        time.sleep(0.05)  # Out of file descriptors, for example.
+        continue
+      wire = PullConnection(
+        link, self._silence_s, f"instance {address[0]}:{address[1]}"
+      )
+      with self._work:
+        full = self._closed or self._links >= _MOST_LINKS
+        self._links += not full
+      if full:
+        wire.close()
+        continue
+      threading.Thread(
+        target=self._welcome,
+        args=(wire, address[0]),
+        name=f"ringjax router of {wire.name}",
+        daemon=True,
+      ).start()
+
+  def _welcome(self, wire: PullConnection, host: str) -> None:
+    """Lets an instance join, or answers a command."""
+    try:
+      wire.greet_reader(self._key, min(_GREETING_S, self._silence_s))
+      fields = wire.hear_object(1 << 20) or {}
+      try:
+        if fields.get("t") == "command":
+          wire.tell_object(self._command(fields))
+          wire.close()
+        else:
+          self._join(fields, wire, host)
+          return
+      except OptionError as error:
+        wire.tell_object({"t": "refused", "error": str(error)})
+      except (KeyError, TypeError, ValueError) as error:
+        raise wire.hostile(error) from None
+    except PeerError:
+      pass  # It knows why, or is a stranger.
+    wire.close()
+    with self._work:
+      self._links -= 1
+
+  def _command(self, fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["what"] == "set_role":
+      self.set_role(str(fields["name"]), str(fields["role"]))
+    elif fields["what"] != "instances":
+      raise OptionError(
+        "command",
+        repr(fields["what"])[:60],
+        "instances or set_role",
+        "pass one of them",
+      )
+    views = [dataclasses.asdict(one) for one in self.instances()]
+    return {"t": "instances", "instances": views}
+
+  def _join(
+    self, fields: dict[str, Any], wire: PullConnection, host: str
+  ) -> None:
+    """An instance joins."""
+    if fields["t"] != "join":
+      raise ValueError("neither join nor command")
+    address, port = fields["address"]
+    if address in ("0.0.0.0", "::"):
+      address = host
+    name = str(fields["name"])[:256]
+    one = ClusterInstance(
+      name=name,
+      role=one_of("role", fields["role"], ROLES),
+      link=ControlLink(
+        wire,
+        on_message=lambda message: self._hear(one, message),
+        on_end=lambda why: self._gone(one, why),
+        beat=lambda: {"t": "beat"},
+        beat_s=self._beat_s,
+      ),
+      address=(str(address), integer("port", port, least=1, most=65535)),
+      page=positive_int("page", fields["page"]),
+      capacity=positive_int("capacity", fields["capacity"]),
+      rows=positive_int("rows", fields["rows"]),
+    )
+    one.report = {"free_tokens": one.capacity}
+    common = fields["codec"], fields["dtype"], fields["vocab"]
+    with self._work:
+      if self._closed:
+        raise OptionError("the router was closed")
+      if fields["vocab"] != self.vocab or fields["longest"] != self.longest:
+        raise OptionError(
+          "model",
+          f"vocab {fields['vocab']}, longest {fields['longest']}",
+          f"{self.vocab} and {self.longest}, as of the router",
+          "serve one model with one --longest",
+        )
+      if self._instances and common != self._common:
+        raise OptionError(
+          "model",
+          f"{fields['dtype']}, {fields['codec']}",
+          f"{self._common and self._common[1::-1]}, as of those that joined",
+          "serve one model with one --cache and --dtype",
+        )
+      if name in self._instances:
+        raise OptionError(
+          "name", name, "one that no other instance has", "pass another name"
+        )
+      self._common = common
+      self._instances[name] = one
+      one.link.tell(t="welcome")
+      one.link.start()
+      self._dispatch()
+
+  def _gone(self, one: ClusterInstance, why: str) -> None:
+    """An instance is not there any more: others do what it had to do."""
+    with self._work:
+      self._links -= 1
+      if self._instances.get(one.name) is not one:
+        return
+      del self._instances[one.name]
+      self.counters.lost += not one.leaving
+      for state in list(self._requests.values()):
+        answers = state.stage == "answering"
+        if state.reader is one and answers and state.decoder is not one:
+          # Who answers pulls now, or says that it could not.
+          self._let_go(state)
+        elif one in (state.reader, state.decoder if answers else None):
+          self._again(state, f"{one.name}: {why}")
+      self._dispatch()
+
+  def _hear(self, one: ClusterInstance, fields: dict[str, Any]) -> None:
+    """One message of an instance."""
+    kind = fields["t"]
+    with self._work:
+      if kind == "view":
+        one.report = {x: int(fields[x]) for x in _REPORTED}
+        while one.since and one.since[0][0] <= fields["taken"]:
+          one.since.popleft()
+        self._dispatch()
+        return
+      if kind == "leave":
+        one.leaving = True
+        self._dispatch()
+        return
+      state = self._tasks.get(fields["id"])
+      if state is None:
+        return  # Of a request that has ended, or has begun again.
+      if kind == "read":
+        state.stage, state.ticket = "read", fields["ticket"]
+        state.cached = int(fields["cached"])
+        self._dispatch()
+      elif kind == "pulled":
+        self.counters.moved += 1
+        self.counters.moved_bytes += int(fields["nbytes"])
+        self._let_go(state)
+      elif kind == "lost":
+        # Its ticket may have ended, or its publisher.
+        self._let_go(state)
+        self._again(state, str(fields["why"]))
+        self._dispatch()
+      elif kind == "failed":
+        self._finish(state, "error", RingjaxError(str(fields["error"])[:400]))
+      elif kind == "tokens":
+        self._tokens(state, fields)
+      else:
+        raise ValueError(f"a message {str(kind)[:40]!r}")
+
+  # -------------------------------------------------------------------------
+  # Where requests are
+  # -------------------------------------------------------------------------
+
+  def _dispatch(self) -> None:
+    """Sends requests on, the first ones first; the lock is held."""
+    for state in list(self._requests.values()):
+      if state.stage == "new":
+        self._guarded(state, self._route)
+    full = False
+    for state in list(self._requests.values()):
+      # One that waits for room is not overtaken.
+      if state.stage == "read" and not full:
+        self._guarded(state, self._place)
+        full = state.stage == "read" and state.alone_since is None
+    self._work.notify_all()
+
+  def _guarded(
+    self, state: RoutedState, work: Callable[[RoutedState], None]
+  ) -> None:
+    """A decision about a request; what a policy raises ends the request."""
+    try:
+      work(state)
+    except Exception as error:
+      self._finish(state, "error", error)
+
+  def _fitting(self, state: RoutedState, what: str) -> list[InstanceView]:
+    """Instances that can ever take a request, in the order of their names;
+    where none does what is to be done its patience begins."""
+    prompt, new = state.routed.prompt_tokens, state.routed.new_tokens
+    found = [
+      view
+      for view in self._views()
+      if self._instances[view.name].capacity
+      >= prompt + (1 if view.role == "prefill" else new)
+    ]
+    if any(getattr(view, what) for view in found):
+      state.alone_since = None
+      return found
+    if state.alone_since is None:
+      state.alone_since = self._clock()
+    return []
+
+  def _route(self, state: RoutedState) -> None:
+    """A new request, or one that begins again."""
+    views = self._fitting(state, "prefills")
+    if not views:
+      return
+    route = self._policy.route(state.routed, views, self._clock())
+    if isinstance(route, Rejected):
+      self._reject(state, route)
+      return
+    if not isinstance(route, Route) or route.fetch_from is not None:
+      raise OptionError(
+        "policy",
+        f"the route {route}",
+        "a Route without fetch_from, or Rejected",
+        "let prefill instances compute what they lack",
+      )
+    reader = self._named(route.prefill)
+    decoder = None if route.decode is None else self._named(route.decode)
+    state.attempts += 1
+    if decoder is reader:
+      self._answer(state, reader)
+      return
+    state.reader, state.decoder, state.ticket = reader, decoder, None
+    if state.prompt.size <= reader.page or not state.handle.request.share:
+      # No page of it can move.
+      state.stage, state.reader = "read", None
+      return
+    state.stage = "reading"
+    state.read_task = self._send(reader, state, reads=True)
+
+  def _place(self, state: RoutedState) -> None:
+    """A request whose prompt has been read."""
+    one = state.decoder
+    here = one is not None and self._instances.get(one.name) is one
+    if one is not None and here and not one.leaving:
+      self._answer(state, one)
+      return
+    state.decoder = None
+    views = self._fitting(state, "decodes")
+    if not views:
+      return
+    name = self._policy.decode_instance(state.routed, views, self._clock())
+    if isinstance(name, Rejected):
+      self._reject(state, name)
+    elif name is not None:
+      self._answer(state, self._named(name))
+
+  def _named(self, name: str) -> ClusterInstance:
+    one = self._instances.get(name)
+    if one is None or one.leaving:
+      raise OptionError(
+        "policy",
+        f"the instance {name!r}",
+        f"one of {[x.name for x in self._views()]}",
+        "choose among those that it is shown",
+      )
+    return one
+
+  def _answer(self, state: RoutedState, decoder: ClusterInstance) -> None:
+    """Has an instance answer."""
+    state.stage, state.decoder = "answering", decoder
+    if state.reader is decoder or state.ticket is None:
+      # It has the pages where they are needed, or there are none.
+      self._let_go(state)
+    state.task = self._send(decoder, state, reads=False)
+
+  def _send(
+    self, one: ClusterInstance, state: RoutedState, *, reads: bool
+  ) -> int:
+    """A task for an instance; its number."""
+    task = next(self._task_numbers)
+    request = state.handle.request
+    if not reads:
+      if request.beams is None and request.best_of is None:
+        begun = tuple(_begun(state.handle))
+        request = dataclasses.replace(request, begun=begun)
+      else:
+        for answer in state.handle.answers:
+          # Searched for anew.
+          answer.tokens.clear()
+          answer.logprobs.clear()
+          answer.text, answer.finish, answer.total_logprob = "", None, 0.0
+    fields: dict[str, Any] = {
+      "t": "read" if reads else "answer",
+      "id": task,
+      "request": request_fields(request, state.prompt),
+    }
+    if not reads:
+      fields["ticket"] = state.ticket
+      fields["address"] = state.reader and state.reader.address
+    self._tasks[task] = state
+    one.sent += 1
+    new = 1 if reads else state.routed.new_tokens
+    one.since.append((one.sent, reads, state.routed.prompt_tokens, new))
+    one.link.tell(**fields)
+    return task
+
+  def _let_go(self, state: RoutedState) -> None:
+    """Nothing is wanted any more of who has read the prompt."""
+    self._tasks.pop(state.read_task, None)
+    if state.reader is not None and state.read_task >= 0:
+      state.reader.link.tell(t="cancel", id=state.read_task)
+    state.reader = state.ticket = None
+    state.read_task = -1
+
+  def _again(self, state: RoutedState, why: str) -> None:
+    """Begins a request again, elsewhere, behind what is known of it."""
+    state.why = why
+    self.counters.again += 1
+    answered = state.stage == "answering"
+    if state.decoder is not None and state.task >= 0:
+      state.decoder.link.tell(t="cancel", id=state.task)
+    self._tasks.pop(state.task, None)
+    state.task, state.decoder = -1, None
+    if state.attempts >= self._attempts:
+      self._finish(
+        state,
+        "error",
+        PeerError(
+          f"{state.attempts} instances were lost with the request, the last "
+          f"time: {why[:200]}"
+        ),
+      )
+      return
+    reader = state.reader
+    alive = reader and self._instances.get(reader.name) is reader
+    if alive and state.ticket is not None and answered:
+      # Its pages are still there.
+      state.stage = "read"
+      state.attempts += 1
+      return
+    self._let_go(state)
+    state.stage = "new"
+
+  def _reject(self, state: RoutedState, why: Rejected) -> None:
+    self.counters.rejected += 1
+    self._finish(state, "error", RejectedError(why.reason))
+
+  def _finish(
+    self, state: RoutedState, why: str, error: Exception | None = None
+  ) -> None:
+    """Ends a request before its answers are complete."""
+    if state.decoder is not None and state.task >= 0:
+      state.decoder.link.tell(t="cancel", id=state.task)
+    for answer in state.handle.answers:
+      if answer.finish is None:
+        answer.finish, answer.error = why, error
+        self._changed(state, answer)
+    self.counters.failed += error is not None
+    self._ended(state)
+
+  def _ended(self, state: RoutedState) -> None:
+    """A request is over."""
+    self._let_go(state)
+    self._tasks.pop(state.task, None)
+    state.handle.seconds = self._clock() - state.handle.arrival
+    if self._requests.pop(state.handle, None) is not None:
+      self.counters.finished += 1
+    self._work.notify_all()
+
+  def _changed(self, state: RoutedState, answer: Answer) -> None:
+    if state.handle.on_change is not None:
+      state.handle.on_change(answer)
+
+  def _tokens(self, state: RoutedState, fields: dict[str, Any]) -> None:
+    """What of an answer is new."""
+    handle = state.handle
+    answer = handle.answers[integer("n", fields["n"], least=0)]
+    if answer.finish is not None:
+      return  # Its last token is made again for the sake of the others.
+    at, tokens = int(fields["at"]), [int(x) for x in fields["tokens"]]
+    if at != len(answer.tokens):
+      raise ValueError(f"tokens from {at} behind {len(answer.tokens)}")
+    if tokens and handle.first_token is None:
+      handle.first_token = self._clock() - handle.arrival
+    self.counters.new_tokens += len(tokens)
+    # Who answers finds what was read for it.
+    found = fields["cached"] if state.cached is None else state.cached
+    handle.cached_tokens = int(found)
+    if handle.request.logprobs is not None:
+      for token, logprob, top in fields["logprobs"]:
+        answer.total_logprob += float(logprob)
+        pairs = tuple((int(i), float(x)) for i, x in top)
+        answer.logprobs.append(
+          TokenLogprobs(token=int(token), logprob=float(logprob), top=pairs)
+        )
+    else:
+      answer.total_logprob = float(fields["total"])
+    # The host's threads read an answer while it grows: `finish` comes last.
+    answer.tokens.extend(tokens)
+    answer.text = answer.text[: int(fields["text_at"])] + str(fields["text"])
+    answer.stopped = fields["stopped"]
+    answer.finish = fields["finish"]
+    self._changed(state, answer)
+    if handle.done:
+      state.decoder = None
+      self._ended(state)
+      self._dispatch()
+    else:
+      self._work.notify_all()
+
+  # -------------------------------------------------------------------------
+  # Time
+  # -------------------------------------------------------------------------
+
+  def _watch(self) -> None:
+    """Ends requests whose time is over."""
+    while True:
+      with self._work:
+        if self._closed:
+          return
+        self.look()
+      time.sleep(_LOOK_S)
+
+  def look(self) -> None:
+    """Ends requests whose deadline or patience is over; a thread does so by
+    itself too."""
+    with self._work:
+      now = self._clock()
+      for state in list(self._requests.values()):
+        most = state.handle.request.deadline
+        if most is not None and now - state.handle.arrival > most:
+          self.cancel(state.handle, "deadline")
+        elif (
+          state.alone_since is not None
+          and now - state.alone_since > self._patience_s
+        ):
+          does = "answers" if state.stage == "read" else "reads prompts"
+          need = state.routed.prompt_tokens + state.routed.new_tokens
+          error = PeerError(
+            f"no instance that {does} and has room for {need:,} tokens for "
+            f"{self._patience_s:g} s"
+            + (f"; before: {state.why[:200]}" if state.why else "")
+          )
+          self._finish(state, "error", error)
+
+
+def _begun(handle: Handle) -> Iterator[tuple[int, ...]]:
+  """Of each answer the tokens that are known; of one that has ended all but
+  the last one, which is made again."""
+  for answer in handle.answers:
+    tokens = answer.tokens[:-1] if answer.finish else answer.tokens
+    yield tuple(tokens)

@@ -1,0 +1,547 @@
+"""An engine as an instance of a cluster: reads prompts, answers, or both.
+
+Guarantees: an answer's tokens are those of the engine alone; pages of a prompt
+that was read stay published until a reader has them all (COMPLETE) or until
+their lease is over, which is renewed only while the router wants them; pages of
+another instance are pulled once there is room for the whole request, never
+before. If the router is gone, all that it asked for is given up, and the worker
+joins again when it is back.
+Cost: a thread for the link to the router, one that waits for room, and a few
+that copy pages; the engine's steps wait for copies of pages (see
+`serve/prefix_transfer.py`).
+Memory: pages that are published, and pages that came, in the host's memory.
+
+Each instance can do both. A role only says what the router sends to it, so
+that another role takes no step and no request away.
+Ref: Zhong et al. 2024, DistServe (OSDI), arXiv 2401.09670; KVDirect, arXiv
+2501.14743: the side that decodes pulls.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from ringjax.checks import number, one_of
+from ringjax.errors import OptionError, PeerError, RingjaxError
+from ringjax.infer import inputs
+from ringjax.serve.cluster.control_link import (
+  ControlLink,
+  checked_beat,
+  dial,
+)
+from ringjax.serve.cluster.request_fields import request_of
+from ringjax.serve.cluster.routing import ROLES
+from ringjax.serve.engine import Engine
+from ringjax.serve.grammar import GrammarCompiler
+from ringjax.serve.prefix_transfer import (
+  export_prefix,
+  import_prefix,
+  prefix_layout,
+)
+from ringjax.serve.request import Answer, Handle, Request
+from ringjax.transfer import Publisher, Ticket, pull
+from ringjax.transfer.client import Address
+from ringjax.transfer.wire import PullConnection
+
+_COPIES = 4
+# How long to wait before joining again.
+_AGAIN_S = 0.5
+
+
+@dataclasses.dataclass(eq=False)
+class WorkerTask:
+  """What the router asked for: a prompt to read, or a request to answer.
+
+  Attributes:
+    number: of the task.
+    request: of the engine.
+    tokens: that it takes in the pool at most.
+    reads: whether the prompt is to be read, and no more.
+    link: of the router that asked.
+    ticket: of pages to pull before it is answered, or None.
+    address: of their publisher.
+    handle: once the engine has it.
+    admitted: whether it may take its room.
+    offer: the ticket of its own pages, once they are published.
+    published: whether these were copied, or could not be.
+    dropped: whether it is not wanted any more.
+    sent: of each answer, tokens and characters that the router knows.
+  """
+
+  number: int
+  request: Request
+  tokens: int
+  reads: bool
+  link: ControlLink
+  ticket: Ticket | None = None
+  address: Address = ("", 0)
+  handle: Handle | None = None
+  admitted: bool = False
+  offer: Ticket | None = None
+  published: bool = False
+  dropped: bool = False
+  sent: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+  @property
+  def holds(self) -> bool:
+    """Whether it needs the pool: pages that are published do not."""
+    return not self.published
+
+
+class ClusterWorker:
+  """Joins a router with an engine, and does what it asks.
+
+  Attributes:
+    name: in the cluster.
+    role: what the router sends to it, of `ROLES`.
+    publisher: of pages that it has read.
+    joined: set while the router has it.
+    ended: set when it joins no more: it was closed, or its engine failed.
+    refused: why the router did not take it, or "".
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    *,
+    key: bytes,
+    router: Address,
+    role: str = "both",
+    name: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    lease_s: int | float = 30.0,
+    silence_s: int | float = 10.0,
+    beat_s: int | float = 0.25,
+  ):
+    """Joins with `start`.
+
+    Args:
+      engine: with a `store=`, and a `share` other than "nothing".
+      key: that all of the cluster have, at least 16 bytes.
+      router: host and port where instances join.
+      role: "prefill", "decode" or "both".
+      name: unique in the cluster; default: of role, host and process.
+      host: the address of this machine where others pull pages; 0.0.0.0 for
+        the one by which it reaches the router.
+      port: for this; 0 takes a free one.
+      lease_s: seconds that pages stay published when the router does not ask
+        for them any more, as when it is gone.
+      silence_s: seconds without a byte after which a router, or a publisher
+        of pages, is given up.
+      beat_s: how often the router is told how much there is to do.
+
+    Raises:
+      OptionError: an engine that can't move pages, or values out of range.
+    """
+    if engine.store_link is None:
+      raise OptionError(
+        "engine",
+        "an engine without a store",
+        "one into whose store pages of others can go",
+        "pass store=rj.store.Store(host=1 << 30) to it",
+      )
+    one_of("role", role, ROLES)
+    self._lease_s = number("lease_s", lease_s, above=0)
+    self._silence_s, self._beat_s = checked_beat(silence_s, beat_s)
+    self._layout = prefix_layout(engine)
+    tree = engine.scheduler.tree
+    self._capacity = tree.groups[0].pages * tree.shards * tree.page
+    self._engine, self._key, self._router = engine, key, router
+    self._grammars = None
+    if engine.tokenizer is not None:
+      self._grammars = GrammarCompiler(engine.tokenizer, engine.vocab)
+    self.publisher = Publisher(
+      key, host=host, port=port, lease_s=lease_s, patience_s=silence_s
+    )
+    where = f"{socket.gethostname()}-{os.getpid()}-{self.publisher.address[1]}"
+    self.name, self.role = name or f"{role}-{where}", role
+    self.joined, self.ended = threading.Event(), threading.Event()
+    self.refused = ""
+    self._work = threading.Condition()
+    self._tasks: dict[int, WorkerTask] = {}
+    # Tasks that wait for room.
+    self._pulls: collections.deque[WorkerTask] = collections.deque()
+    self._taken = 0
+    self._renewed = 0.0
+    self._link: ControlLink | None = None
+    self._closed = False
+    self._copies = concurrent.futures.ThreadPoolExecutor(
+      _COPIES, "ringjax worker copies"
+    )
+
+  # -------------------------------------------------------------------------
+  # Life
+  # -------------------------------------------------------------------------
+
+  def start(self) -> ClusterWorker:
+    """Starts the engine and joins; again whenever the router was gone."""
+    self._engine.start()
+    for work in (self._stay, self._wait_for_room):
+      threading.Thread(
+        target=work, name=f"ringjax worker {self.name}", daemon=True
+      ).start()
+    return self
+
+  def leave(self, grace_s: int | float = 30.0) -> None:
+    """Takes no new work, finishes what there is within `grace_s`, and closes;
+    the router has the rest done by others."""
+    link = self._link
+    if link is not None:
+      link.tell(t="leave")
+    end = time.monotonic() + grace_s
+    with self._work:
+      self._work.wait_for(
+        lambda: not self._tasks or not self.joined.is_set(),
+        max(0.0, end - time.monotonic()),
+      )
+    self.close()
+
+  def close(self) -> None:
+    """Leaves at once; the engine stays open."""
+    with self._work:
+      self._closed = True
+      self._work.notify_all()
+    if self._link is not None:
+      self._link.close("it is leaving")
+    self._give_up()
+    self._copies.shutdown(wait=False, cancel_futures=True)
+    self.publisher.close()
+
+  def __enter__(self) -> ClusterWorker:
+    return self.start()
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _stay(self) -> None:
+    """Joins again and again."""
+    while not self._closed and self._engine.open:
+      wire = self._join()
+      if wire is not None:
+        ended = threading.Event()
+        link = ControlLink(
+          wire,
+          on_message=self._hear,
+          on_end=lambda _, ended=ended: ended.set(),
+          beat=self._view,
+          beat_s=self._beat_s,
+        )
+        with self._work:
+          self._taken, self._link, self.refused = 0, link, ""
+        self.joined.set()
+        link.start()
+        ended.wait()
+        self.joined.clear()
+        self._give_up()
+      with self._work:
+        self._work.wait_for(lambda: self._closed, _AGAIN_S)
+    self.ended.set()
+
+  def _join(self) -> PullConnection | None:
+    """A connection to a router that has taken it."""
+    try:
+      wire = dial(self._router, self._key, self._silence_s)
+    except PeerError as error:
+      self.refused = str(error)
+      return None
+    try:
+      wire.tell_object(self._join_fields())
+      answer = wire.hear_object(1 << 20) or {}
+    except PeerError as error:
+      answer = {"error": str(error)}
+    if answer.get("t") == "welcome":
+      return wire
+    self.refused = str(answer.get("error", "the router closed the connection"))
+    wire.close()
+    return None
+
+  def _join_fields(self) -> dict[str, Any]:
+    engine = self._engine
+    return {
+      "t": "join",
+      "name": self.name,
+      "role": self.role,
+      "address": self.publisher.address,
+      "codec": self._layout.leaves[0].codec,
+      "dtype": self._layout.leaves[0].dtype,
+      "vocab": engine.vocab,
+      "longest": engine.longest,
+      "page": engine.scheduler.tree.page,
+      "capacity": self._capacity,
+      "rows": engine.rows,
+    }
+
+  def _give_up(self) -> None:
+    """Cancels all tasks; leases of what is published run out."""
+    with self._work:
+      tasks = list(self._tasks.values())
+      self._tasks.clear()
+      self._pulls.clear()
+      self._work.notify_all()
+    for task in tasks:
+      self._drop(task)
+
+  def _drop(self, task: WorkerTask) -> None:
+    task.dropped = True
+    if task.handle is not None and self._engine.open:
+      task.handle.cancel()
+
+  # -------------------------------------------------------------------------
+  # What the router says, and is told
+  # -------------------------------------------------------------------------
+
+  def _hear(self, fields: dict[str, Any]) -> None:
+    """One message of the router."""
+    link = self._link
+    assert link is not None
+    kind = fields["t"]
+    if kind == "beat":
+      return
+    if kind == "role":
+      self.role = one_of("role", fields["role"], ROLES)
+    elif kind in ("read", "answer"):
+      with self._work:
+        self._taken += 1
+      try:
+        self._begin(kind, fields, link)
+      except RingjaxError as error:
+        self._fail(int(fields["id"]), link, error)
+    elif kind == "cancel":
+      task = self._end(int(fields["id"]))
+      if task is not None:
+        self._drop(task)
+        if task.offer is not None:
+          # Reads that are under way keep their pages.
+          self.publisher.withdraw(task.offer)
+    else:
+      raise ValueError(f"a message {str(kind)[:40]!r}")
+
+  def _end(self, number: int) -> WorkerTask | None:
+    """Forgets a task."""
+    with self._work:
+      task = self._tasks.pop(number, None)
+      if task in self._pulls:
+        self._pulls.remove(task)
+      self._work.notify_all()
+    return task
+
+  def _fail(self, number: int, link: ControlLink, error: object) -> None:
+    """A request can't be served, by any engine like this one."""
+    if not self._engine.open:
+      # Others can: the router finds that this one is gone.
+      link.close("its engine failed")
+      return
+    self._end(number)
+    link.tell(t="failed", id=number, error=str(error))
+
+  def _view(self) -> dict[str, Any]:
+    """How much there is to do, for the router; leases go on with it."""
+    now = time.monotonic()
+    scheduler = self._engine.scheduler
+    rows = [r for r in list(scheduler.running) if r is not None]
+    reading = [r for r in (*rows, *list(scheduler.waiting)) if r.reading]
+    decoding = [r for r in rows if not r.reading]
+    with self._work:
+      tasks, waiting = list(self._tasks.values()), list(self._pulls)
+      taken = self._taken
+    if now - self._renewed > self._lease_s / 3:
+      self._renewed = now
+      for task in tasks:
+        if task.offer is not None:
+          self.publisher.renew(task.offer)
+    holding = [task for task in tasks if task.holds]
+    used = sum(task.request.rows for task in holding)
+    free = self._capacity - sum(task.tokens for task in holding)
+    return {
+      "t": "view",
+      "taken": taken,
+      "queued_requests": len(reading),
+      "queued_tokens": sum(r.prompt.size - r.computed for r in reading),
+      "running_requests": len(decoding) + len(waiting),
+      "running_tokens": sum(r.computed for r in decoding),
+      "free_tokens": max(0, free) if used < self._engine.rows else 0,
+    }
+
+  # -------------------------------------------------------------------------
+  # Work
+  # -------------------------------------------------------------------------
+
+  def _begin(
+    self, kind: str, fields: dict[str, Any], link: ControlLink
+  ) -> None:
+    """A prompt to read, or a request to answer."""
+    request = request_of(fields["request"], self._grammars)
+    prompt = inputs.prompt(request.prompt, self._engine.vocab)
+    new, reads = request.max_new_tokens * request.rows, kind == "read"
+    if reads:
+      # The token that it chooses is thrown away: who answers chooses.
+      new = 1
+      request = Request(
+        prompt=prompt,
+        max_new_tokens=1,
+        salt=request.salt,
+        adapter=request.adapter,
+        priority=request.priority,
+      )
+    task = WorkerTask(
+      int(fields["id"]),
+      request,
+      prompt.size + new,
+      reads,
+      link,
+      sent=[(0, 0)] * request.answers,
+    )
+    if not reads and fields["ticket"] is not None:
+      host, port = fields["address"]
+      task.ticket = Ticket.from_json(fields["ticket"])
+      task.address = str(host), int(port)
+    with self._work:
+      if self._closed:
+        return
+      self._tasks[task.number] = task
+      if task.ticket is not None:
+        self._pulls.append(task)
+        self._work.notify_all()
+        return
+      task.admitted = True
+    self._submit(task)
+
+  def _submit(self, task: WorkerTask) -> None:
+    """Hands a task to the engine."""
+    with self._engine.between_steps():
+      if task.dropped:
+        return
+      # No token comes before the handle is known.
+      change = functools.partial(self._changed, task)
+      task.handle = self._engine.submit(task.request, change)
+      for n, answer in enumerate(task.handle.answers):
+        task.sent[n] = len(answer.tokens), len(answer.text)
+
+  def _changed(self, task: WorkerTask, answer: Answer) -> None:
+    """An answer has grown; the engine's thread says so."""
+    if task.dropped:
+      return
+    if answer.finish not in (None, "stop", "length"):
+      self._fail(task.number, task.link, answer.error or answer.finish)
+    elif not task.reads:
+      self._send(task, answer)
+    elif answer.finish is not None:
+      # It may have been closed.
+      with contextlib.suppress(RuntimeError):
+        self._copies.submit(self._publish, task)
+
+  def _send(self, task: WorkerTask, answer: Answer) -> None:
+    """Tells the router what of an answer is new."""
+    assert task.handle is not None
+    n = next(i for i, x in enumerate(task.handle.answers) if x is answer)
+    tokens, chars = task.sent[n]
+    task.sent[n] = len(answer.tokens), len(answer.text)
+    # Tokens that were known before have no log-probabilities.
+    before = len(task.request.begun[n]) if task.request.begun else 0
+    task.link.tell(
+      t="tokens",
+      id=task.number,
+      n=n,
+      at=tokens,
+      tokens=answer.tokens[tokens:],
+      text_at=chars,
+      text=answer.text[chars:],
+      logprobs=[
+        [x.token, x.logprob, x.top] for x in answer.logprobs[tokens - before :]
+      ],
+      total=answer.total_logprob,
+      cached=task.handle.cached_tokens,
+      finish=answer.finish,
+      stopped=answer.stopped,
+    )
+    if task.handle.done:
+      self._end(task.number)
+
+  def _publish(self, task: WorkerTask) -> None:
+    """Offers the pages of a prompt that was read."""
+    assert task.handle is not None
+    request, ticket = task.request, None
+    try:
+      sent = export_prefix(
+        self._engine,
+        inputs.prompt(request.prompt, self._engine.vocab),
+        salt=request.salt,
+        adapter=request.adapter,
+      )
+      numbers = self.publisher.new_numbers(len(sent.pages))
+      pages = dict(zip(numbers, sent.pages, strict=True))
+      ticket = self.publisher.publish(pages, sent.layout, labels=sent.labels)
+    except RingjaxError:
+      # They had to make room, or it is closed: who answers reads the prompt.
+      pass
+    with self._work:
+      task.offer, task.published = ticket, True
+      self._work.notify_all()
+      dropped = task.dropped
+    if dropped and ticket is not None:
+      self.publisher.withdraw(ticket)
+    task.link.tell(
+      t="read",
+      id=task.number,
+      ticket=None if ticket is None else ticket.to_json(),
+      cached=task.handle.cached_tokens,
+    )
+
+  def _wait_for_room(self) -> None:
+    """Lets tasks pull, the first one first, once there is room for it."""
+    with self._work:
+      while not self._closed:
+        task = self._pulls[0] if self._pulls else None
+        if task is None or not self._room(task):
+          self._work.wait()
+          continue
+        self._pulls.popleft()
+        task.admitted = True
+        self._copies.submit(self._pull, task)
+
+  def _room(self, task: WorkerTask) -> bool:
+    """Whether a request has room, whatever those before it still need."""
+    others = [x for x in self._tasks.values() if x.admitted and x.holds]
+    rows = sum(x.request.rows for x in others) + task.request.rows
+    tokens = sum(x.tokens for x in others) + task.tokens
+    fits = rows <= self._engine.rows and tokens <= self._capacity
+    return fits or not others
+
+  def _pull(self, task: WorkerTask) -> None:
+    """Pulls the pages of a request, and lets the engine answer it."""
+    assert task.ticket is not None
+    request = task.request
+    try:
+      pulled = pull(
+        task.ticket, task.address, self._key, patience_s=self._silence_s
+      )
+      if task.dropped:
+        return
+      import_prefix(
+        self._engine,
+        inputs.prompt(request.prompt, self._engine.vocab),
+        task.ticket,
+        pulled,
+        salt=request.salt,
+        adapter=request.adapter,
+      )
+      task.link.tell(t="pulled", id=task.number, nbytes=pulled.nbytes)
+    except RingjaxError as error:
+      # The prompt is read anew.
+      if self._end(task.number) is not None:
+        task.link.tell(t="lost", id=task.number, why=str(error))
+      return
+    try:
+      self._submit(task)
+    except RingjaxError as error:
+      self._fail(task.number, task.link, error)

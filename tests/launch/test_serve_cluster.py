@@ -1,0 +1,235 @@
+"""A cluster of processes over loopback: they join, die and change roles."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import re
+import signal
+import threading
+
+import pytest
+
+from launch import cluster_roles, serve
+from ringjax.serve.cluster import ask_router
+from tests.launch.conftest import PATIENCE_S, command
+from tests.launch.test_serve import (
+  metric,
+  parsed,
+  post,
+  read,
+  until,
+)
+
+LONGEST, KEY = 512, bytes(range(32))
+
+
+class Process:
+  """A process of launch.serve, whose messages are read by a thread."""
+
+  def __init__(self, process):
+    self.process, self.lines = process, []
+    self._news = threading.Condition()
+    threading.Thread(target=self._read, daemon=True).start()
+
+  def _read(self):
+    for line in self.process.stderr:
+      with self._news:
+        self.lines.append(line)
+        self._news.notify_all()
+
+  def said(self, pattern):
+    """The first group of the first line that has it."""
+
+    def look():
+      return next(
+        (m for x in list(self.lines) if (m := re.search(pattern, x))), None
+      )
+
+    with self._news:
+      assert self._news.wait_for(look, PATIENCE_S), self.lines
+      return look()[1]
+
+  def kill(self):
+    self.process.send_signal(signal.SIGKILL)
+    self.process.wait()
+
+
+class Processes:
+  """Starts them, and ends them all."""
+
+  def __init__(self, stack, folder, key):
+    self._stack, self._folder, self._key = stack, folder, key
+    self.join = ""
+
+  def start(self, role, *argv):
+    options = [
+      f"--role={role}",
+      f"--model={self._folder}",
+      f"--cluster_key={self._key}",
+      f"--longest={LONGEST}",
+      "--silence=60",
+      "--patience=120",
+      *argv,
+    ]
+    if role == "router":
+      options += ["--port=0", "--cluster_port=0"]
+    else:
+      options += [f"--join={self.join}", "--rows=4", "--capacity=2048"]
+    argv = ("-m", "launch.serve", *options)
+    return Process(self._stack.enter_context(command(*argv)))
+
+  def instances(self, router, roles):
+    """Starts instances; waits until all have joined."""
+    self.join = router.said(r"instances join at (\S+)")
+    made = {
+      name: self.start(role, f"--name={name}", *argv)
+      for name, (role, *argv) in roles.items()
+    }
+    for one in made.values():
+      one.said("(joined)")
+    return made
+
+  def ask(self, **fields):
+    """Roles of instances, by name, behind a command."""
+    host, _, port = self.join.rpartition(":")
+    found = ask_router((host, int(port)), KEY, silence_s=60, **fields)
+    return {x["name"]: x["role"] for x in found["instances"]}
+
+
+def body(n, new=24):
+  """Unequal prompts, some greedy and some drawn."""
+  text = "def f(x):\n  return " + "x + y * " * (n % 7) + str(n)
+  return {
+    "prompt": text,
+    "max_tokens": new,
+    "temperature": float(n % 2),
+    "seed": n,
+    "ignore_eos": True,
+  }
+
+
+def answer(port, n, **more):
+  with post(port, body(n) | more) as link:
+    return read(link)["choices"][0]["text"]
+
+
+@contextlib.contextmanager
+def processes(tmp_path, folder):
+  key = tmp_path / "key"
+  key.write_bytes(KEY)
+  with contextlib.ExitStack() as stack:
+    yield Processes(stack, folder, key)
+
+
+def test_flags_of_a_cluster(tmp_path, capsys):
+  pytest.importorskip("uvicorn")
+  short = tmp_path / "short"
+  short.write_bytes(b"x")
+  key = tmp_path / "key"
+  key.write_bytes(bytes(32))
+  for argv, word in (
+    (["--role=prefill"], "--join"),
+    (["--role=router"], "--cluster_key"),
+    (["--role=router", f"--cluster_key={short}"], "16 bytes"),
+    (["--role=router", f"--cluster_key={tmp_path / 'no'}"], "--cluster_key"),
+    (["--role=router", "--join=a:1", f"--cluster_key={key}"], "--join"),
+    (["--join=a", f"--cluster_key={key}"], "HOST:PORT"),
+    (["--join=a:70000", f"--cluster_key={key}"], "HOST:PORT"),
+    (["--instances"], "--join"),
+    (["--join=a:1", f"--cluster_key={key}", "--set_role=x"], "NAME=ROLE"),
+    (["--join=127.0.0.1:1", f"--cluster_key={key}", "--instances"], "reached"),
+  ):
+    assert serve.run(parsed("--port=0", *argv)) == 2
+    assert word in capsys.readouterr().err
+  assert "shortest_queue" in cluster_roles.POLICIES
+
+
+def serves(router):
+  return int(router.said(r"serving at http://127.0.0.1:(\d+)"))
+
+
+def all_of(port, numbers, meanwhile=lambda: None):
+  """Answers to requests that are asked at once."""
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    found = [pool.submit(answer, port, n) for n in numbers]
+    meanwhile()
+    return [x.result() for x in found]
+
+
+@pytest.mark.long
+def test_a_cluster_of_processes(tmp_path, folder):
+  pytest.importorskip("uvicorn")
+  numbers = range(12)
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start("router")
+    made = cluster.instances(
+      router,
+      {
+        "p0": ("prefill", "--mesh=seq:2"),
+        "p1": ("prefill", "--page=16"),
+        "d0": ("decode",),
+        "d1": ("decode",),
+      },
+    )
+    port = serves(router)
+    want = all_of(port, numbers)
+    assert metric(port, "ringjax_requests_moved_total") > 6
+
+    def change():
+      # Two swap their roles, and the other two are killed.
+      cluster.ask(what="set_role", name="p1", role="decode")
+      cluster.ask(what="set_role", name="d1", role="prefill")
+      made["p0"].kill()
+      made["d0"].kill()
+
+    assert all_of(port, numbers, change) == want
+    until(lambda: metric(port, "ringjax_instances_lost_total") == 2)
+    assert cluster.ask(what="instances") == {"p1": "decode", "d1": "prefill"}
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    # A router that is killed: instances join the next one at its address.
+    router.kill()
+    at = cluster.join.rpartition(":")[2]
+    router = cluster.start("router", f"--cluster_port={at}")
+    port = serves(router)
+    until(lambda: len(cluster.ask(what="instances")) == 2)
+    assert all_of(port, numbers) == want
+    # Who is told to end does so.
+    for one in (made["d1"], made["p1"], router):
+      one.process.send_signal(signal.SIGTERM)
+      assert one.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_are_those_of_one_engine(tmp_path, folder):
+  pytest.importorskip("uvicorn")
+  numbers = range(200)
+  argv = ["--port=0", f"--model={folder}", f"--longest={LONGEST}", "--rows=4"]
+  with command("-m", "launch.serve", *argv) as process:
+    want = all_of(serves(Process(process)), numbers)
+  with processes(tmp_path, folder) as cluster:
+    router = cluster.start("router")
+    made = cluster.instances(
+      router,
+      {
+        "p0": ("prefill", "--mesh=seq:4"),
+        "p1": ("prefill", "--page=16"),
+        "d0": ("decode", "--mesh=seq:2"),
+        "d1": ("decode", "--page=64"),
+      },
+    )
+    port = serves(router)
+    finished = lambda: metric(port, "ringjax_requests_finished_total")
+
+    def change():
+      until(lambda: finished() > 40)
+      made["p0"].kill()
+      made["d0"].kill()
+      late = cluster.instances(router, {"late": ("decode",)})["late"]
+      until(lambda: finished() > 120)
+      late.process.send_signal(signal.SIGTERM)
+      assert late.process.wait(PATIENCE_S) == 0
+
+    assert all_of(port, numbers, change) == want
+    assert metric(port, "ringjax_requests_failed_total") == 0
+    assert metric(port, "ringjax_instances_lost_total") == 2

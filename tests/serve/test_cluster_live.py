@@ -1,0 +1,486 @@
+"""Requests that several engines serve: the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import ringjax as rj
+from ringjax.data import Bytes
+from ringjax.serve import Engine, Request, RowSampling, cluster
+from ringjax.transfer.wire import PullConnection
+from tests.helpers import SMALL, refused
+from tests.serve.test_http import Wire, choices, complete, joined
+
+KEY = bytes(range(32))
+MODEL = SMALL | {"vocab_size": 262, "max_position_embeddings": 256}
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def model():
+  return rj.models.create(MODEL, seed=0)
+
+
+def engine(model, *, page=16, rows=4, capacity=512, **options):
+  # Engines of one size share their programs.
+  settings = dict(longest=160, piece=16, pieces=2, tokenizer=Bytes())
+  settings |= dict(shared_reads="never")
+  store = rj.store.Store(host=1 << 24)
+  return Engine(
+    model,
+    page=page,
+    rows=rows,
+    capacity=capacity,
+    store=store,
+    **settings | options,
+  )
+
+
+def requests(count, seed=0, **options):
+  """Unequal prompts of which some begin alike, with settings of all kinds."""
+  rng = np.random.default_rng(seed)
+  common, made = rng.integers(0, 256, 40).astype(np.int32), []
+  for n in range(count):
+    own = rng.integers(0, 256, rng.integers(1, 60)).astype(np.int32)
+    prompt = np.concatenate([common[: rng.choice([0, 17, 40])], own])
+    how = RowSampling()
+    if n % 2:
+      how = RowSampling(
+        temperature=1.0,
+        seed=int(rng.integers(0, 2**40)),
+        top_k=20 if n % 4 == 1 else None,
+        repetition_penalty=1.3 if n % 4 == 1 else None,
+      )
+    more = dict(n=2) if n % 5 == 4 else {}
+    made.append(
+      Request(
+        prompt=prompt,
+        max_new_tokens=int(rng.integers(1, 30)),
+        sampling=how,
+        **more | options,
+      )
+    )
+  return made
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+  """Tokens of each answer of a request by one engine."""
+  with engine(model) as made:
+    made.start()
+
+    def answers(request):
+      return [
+        (x.tokens, x.text, x.finish)
+        for x in made.submit(request).result().answers
+      ]
+
+    yield answers
+
+
+def found(handle):
+  return [(x.tokens, x.text, x.finish) for x in handle.result().answers]
+
+
+class Live:
+  """A router and instances in one process."""
+
+  def __init__(self, model, *roles, policy=None, silence_s=60, **options):
+    self.model, self.options, self.now = model, options, 0.0
+    self.router = cluster.ClusterRouter(
+      key=KEY,
+      vocab=262,
+      longest=160,
+      tokenizer=Bytes(),
+      policy=policy,
+      silence_s=silence_s,
+      patience_s=WAIT_S,
+      beat_s=0.05,
+      clock=lambda: time.monotonic() + self.now,
+    )
+    self.workers, self.engines = {}, []
+    for n, role in enumerate(roles):
+      self.join(f"{role}{n}", role)
+
+  def join(self, name, role="both", **options):
+    made = engine(self.model, **self.options | options)
+    worker = cluster.ClusterWorker(
+      made,
+      key=KEY,
+      router=self.router.address,
+      role=role,
+      name=name,
+      lease_s=1.0,
+      beat_s=0.05,
+    )
+    self.engines.append(made)
+    self.workers[name] = worker.start()
+    assert worker.joined.wait(WAIT_S), worker.refused
+    return worker
+
+  def kill(self, name):
+    """As if its process were gone: sockets close, and nothing else happens."""
+    worker = self.workers[name]
+    worker._closed = True
+    if worker._link is not None:
+      worker._link._wire.close()
+    worker.publisher._server.close()
+    for wire in list(worker.publisher._wires.values()):
+      wire.close()
+
+  def submit(self, request, on_change=None):
+    return self.router.submit(request, on_change)
+
+  def figure(self, name):
+    return {x.name: x.value for x in self.router.figures()}[name]
+
+  def later(self, seconds):
+    """So much time passes for requests."""
+    self.now += seconds
+    self.router.look()
+
+  def idle(self):
+    """Waits until no page is published and no engine has anything to do."""
+
+    def busy():
+      live = [w for w in self.workers.values() if not w._closed]
+      return any(w.publisher.offered or w._tasks for w in live)
+
+    until(lambda: not busy())
+    for made in self.engines:
+      until(lambda made=made: not made.busy)
+      made.scheduler.tree.check()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.router.close()
+    for worker in self.workers.values():
+      worker.close()
+    for made in self.engines:
+      made.close()
+
+
+def until(check):
+  end = time.monotonic() + WAIT_S
+  while not check():
+    assert time.monotonic() < end
+    time.sleep(0.005)
+
+
+def test_an_answer_goes_on_behind_tokens_that_are_known(model, alone):
+  with engine(model) as other:
+    for request in requests(6):
+      want = alone(request)
+      for share in (0.4, 0.99):
+        begun = tuple(tuple(t[: int(share * len(t))]) for t, *_ in want)
+        again = dataclasses.replace(request, begun=begun)
+        assert found(other.submit(again)) == want
+  with pytest.raises(rj.OptionError, match="begun"):
+    Request(prompt=[1], max_new_tokens=2, begun=((1, 2),))
+  with pytest.raises(rj.OptionError, match="begun"):
+    Request(prompt=[1], max_new_tokens=2, begun=((1,), (1,)))
+
+
+def test_prefill_apart_from_decode_is_one_engine(model, alone):
+  with Live(model, "prefill", "decode") as live:
+    wanted = requests(12)
+    handles = [live.submit(request) for request in wanted]
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    live.idle()
+    # Each prompt of more than a page moved, and none was read by both.
+    long = sum(len(x.prompt) > 16 for x in wanted)
+    assert live.router.counters.moved == long > 6
+    read, answered = (made.counters for made in live.engines)
+    assert read.new_tokens == long
+    assert answered.prompt_tokens < 17 * sum(x.rows for x in wanted)
+    assert live.router.counters.again == 0
+    # Seeds, penalties, logprobs and stops go with a request.
+    request = dataclasses.replace(
+      wanted[1], logprobs=2, stop=(wanted[1].prompt[0], "\n")
+    )
+    assert found(live.submit(request)) == alone(request)
+    (answer,) = live.submit(request).result().answers
+    assert [x.token for x in answer.logprobs] == answer.tokens
+    assert all(len(x.top) == 2 for x in answer.logprobs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("read", "answer"), [((32, 1), (16, 1)), ((16, 4), (64, 2))]
+)
+def test_between_other_pages_and_numbers_of_devices(loaded, read, answer):
+  prompts = [np.arange(n, dtype=np.int32) % 100 for n in (5, 97, 70, 33)]
+  wanted = [Request(prompt=x, max_new_tokens=9) for x in prompts]
+  models = [loaded("llama3", devices) for _, devices in (read, answer)]
+  vocab, found_, moved = models[0][0].config.vocab, [], 0
+  with contextlib.ExitStack() as stack:
+    made = [
+      stack.enter_context(
+        engine(one, page=page, mesh=mesh, tokenizer=None, cache_kind="dense")
+      )
+      for (page, _), (one, mesh) in zip((read, answer), models, strict=True)
+    ]
+    one = stack.enter_context(engine(models[1][0], mesh=models[1][1]))
+    want = [one.submit(x).result().tokens.tolist() for x in wanted]
+    router = stack.enter_context(
+      cluster.ClusterRouter(key=KEY, vocab=vocab, longest=160)
+    )
+    for role, x in zip(("prefill", "decode"), made, strict=True):
+      worker = cluster.ClusterWorker(
+        x, key=KEY, router=router.address, role=role
+      )
+      assert stack.enter_context(worker).joined.wait(WAIT_S), worker.refused
+    handles = [router.submit(x) for x in wanted]
+    found_ = [x.result().tokens.tolist() for x in handles]
+    moved = router.counters.moved
+    # What no whole page of both is of is read again.
+    assert made[1].counters.prompt_tokens < sum(map(len, prompts)) / 2
+  assert found_ == want and moved == 3
+
+
+class Killer(cluster.ShortestQueue):
+  """Kills who has read a prompt when it is to be answered, once."""
+
+  def decode_instance(self, request, instances, now_s):
+    if self.kill:
+      self.kill.pop()()
+    return super().decode_instance(request, instances, now_s)
+
+
+def _long(*stages):
+  return [pytest.param(x, marks=pytest.mark.long) for x in stages]
+
+
+@pytest.mark.parametrize(
+  "stage", ["answering", *_long("reading", "read", "silent")]
+)
+def test_an_instance_that_is_lost(model, alone, stage):
+  policy = Killer()
+  object.__setattr__(policy, "kill", [])
+  silence_s = 3 if stage == "silent" else 60
+  with Live(
+    model, "prefill", "decode", policy=policy, silence_s=silence_s
+  ) as live:
+    wanted = [x for x in requests(12, seed=3) if len(x.prompt) > 16]
+    wanted = [dataclasses.replace(x, max_new_tokens=25) for x in wanted]
+    # All begin at the first two; those that join finish them.
+    with contextlib.ExitStack() as stopped:
+      if stage == "reading":
+        stopped.enter_context(live.engines[0].between_steps())
+      if stage == "read":
+        policy.kill.append(lambda: live.kill("prefill0"))
+      grown = threading.Event()
+
+      def change(answer):
+        if len(answer.tokens) > 4:
+          grown.set()
+
+      handles = [live.submit(request, change) for request in wanted]
+      if stage == "reading":
+        live.kill("prefill0")
+      elif stage in ("answering", "silent"):
+        assert grown.wait(WAIT_S)
+        if stage == "silent":
+          # It hangs: nothing comes, and nothing is closed.
+          live.workers["decode1"]._link._wire.tell_object = lambda _: (
+            time.sleep(WAIT_S)
+          )
+        else:
+          live.kill("decode1")
+      live.join("prefill2", "prefill")
+      live.join("decode3", "decode")
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    assert live.router.counters.lost == 1
+    assert live.router.counters.again > 0
+    assert live.router.counters.failed == 0
+    live.idle()
+
+
+def test_instances_join_leave_and_change_their_roles(model, alone):
+  with Live(model, "prefill", "decode") as live:
+    wanted = requests(24, seed=5)
+    handles = [live.submit(request) for request in wanted[:8]]
+    late = live.join("late", "decode")
+    # The roles are swapped while all three are at work.
+    ask = lambda name, role: cluster.ask_router(
+      live.router.address, KEY, what="set_role", name=name, role=role
+    )
+    ask("decode1", "prefill")
+    views = ask("prefill0", "decode")["instances"]
+    assert {x["name"]: x["role"] for x in views} == {
+      "decode1": "prefill",
+      "late": "decode",
+      "prefill0": "decode",
+    }
+    handles += [live.submit(request) for request in wanted[8:16]]
+    refused(rj.OptionError, lambda: ask("decode1", "decode"), "that reads")
+    refused(rj.OptionError, lambda: ask("nobody", "decode"), "late")
+    until(lambda: late._engine.counters.new_tokens > 0)
+    late.leave(grace_s=WAIT_S)
+    handles += [live.submit(request) for request in wanted[16:]]
+    for request, handle in zip(wanted, handles, strict=True):
+      assert found(handle) == alone(request)
+    counters = live.router.counters
+    assert (counters.again, counters.failed, counters.lost) == (0, 0, 0)
+    assert [x.name for x in live.router.instances()] == ["decode1", "prefill0"]
+    # Each of the first two has read prompts and answered.
+    for made in live.engines[:2]:
+      assert made.counters.requests > 4
+    live.idle()
+
+
+@pytest.mark.long
+def test_pages_are_pulled_when_there_is_room(model, alone):
+  with Live(model, "prefill") as live:
+    live.join("decode", "decode", rows=2, capacity=192)
+    big = [
+      dataclasses.replace(x, prompt=np.resize(x.prompt, 60), max_new_tokens=30)
+      for x in requests(4, seed=7)
+    ]
+    publisher = live.workers["prefill0"].publisher
+    decode = live.engines[1]
+    with decode.between_steps():
+      handles = [live.submit(request) for request in big]
+      # The first two have room for all of their tokens, the others wait with
+      # their pages where they were read.
+      until(lambda: publisher.counters.tickets == 4)
+      time.sleep(0.3)
+      assert publisher.counters.reads <= 2
+      assert publisher.offered >= 2 * 3
+    for request, handle in zip(big, handles, strict=True):
+      assert found(handle) == alone(request)
+    assert decode.counters.preemptions == 0
+    live.idle()
+
+
+def test_what_can_not_be_served_is_named(model, alone):
+  request = requests(1)[0]
+  with Live(model, "prefill") as live:
+    handle = live.submit(request)
+    until(lambda: live.engines[0].counters.finished == 1)
+    until(lambda: live.figure("requests_read") == 1)
+    live.later(WAIT_S + 1)
+    with pytest.raises(rj.PeerError, match="no instance that answers"):
+      handle.result()
+    live.join("small", "decode", rows=2, capacity=64)
+    long = dataclasses.replace(request, max_new_tokens=100)
+    handle = live.submit(long)
+    until(lambda: live.figure("requests_read") == 1)
+    live.later(WAIT_S + 1)
+    with pytest.raises(rj.PeerError, match="room for|has room"):
+      handle.result()
+    mask = dataclasses.replace(request, mask=lambda tokens: None)
+    refused(rj.OptionError, lambda: live.submit(mask), "grammar")
+    refused(
+      rj.PromptError,
+      lambda: live.submit(dataclasses.replace(request, max_new_tokens=160)),
+      "160",
+    )
+    handle = live.submit(dataclasses.replace(long, deadline=5.0))
+    live.later(6)
+    assert handle.result().finish == "deadline"
+    assert found(live.submit(request)) == alone(request)
+    # One that kills whoever serves it does not kill all of them.
+    live.router._attempts = 1
+    live.join("other", "decode")
+
+    def kill(answer):
+      if answer.finish is None:
+        live.kill("small" if "small" in names() else "other")
+
+    names = lambda: [x.name for x in live.router.instances()]
+    with pytest.raises(rj.PeerError, match="1 instances were lost"):
+      live.submit(
+        dataclasses.replace(request, max_new_tokens=20), kill
+      ).result()
+
+
+@pytest.mark.long
+def test_who_may_join(model):
+  with Live(model, "both") as live:
+    address = live.router.address
+
+    def reason(made, key=KEY, **options):
+      worker = cluster.ClusterWorker(made, key=key, router=address, **options)
+      with contextlib.closing(worker), made:
+        worker.start()
+        until(lambda: worker.refused)
+        return worker.refused
+
+    assert "same key" in reason(engine(model), key=bytes(32))
+    assert "no other instance" in reason(engine(model), name="both0")
+    assert "longest 96" in reason(engine(model, longest=96))
+    other = rj.models.create(MODEL, seed=1)
+    assert "of those that joined" in reason(engine(other))
+    with Engine(model, rows=1, capacity=64, longest=64) as bare:
+      make = lambda: cluster.ClusterWorker(bare, key=KEY, router=address)
+      refused(rj.OptionError, make, "store")
+    # What is no message ends its own connection only.
+    for fields in ({}, {"t": "join"}, {"t": "command"}, {"t": "view"}):
+      wire = PullConnection(socket.create_connection(address), 20, "router")
+      wire.greet_publisher(KEY)
+      wire.tell_object(fields)
+      answer = wire.hear_object(1000)
+      assert answer is None or "error" in answer
+      wire.close()
+    live.workers["both0"]._link.tell(t="tokens", id=1)
+    assert [x.name for x in live.router.instances()] == ["both0"]
+    live.workers["both0"]._link.tell(t="view")
+    # It joins again.
+    until(lambda: live.router.counters.lost == 1)
+    until(lambda: live.router.instances())
+
+
+class Full(cluster.ShortestQueue):
+  """Takes nothing that is long."""
+
+  def route(self, request, instances, now_s):
+    if request.prompt_tokens > 30:
+      return cluster.Rejected(reason="too much to do")
+    return super().route(request, instances, now_s)
+
+
+def test_openai_api_over_a_cluster(model, alone):
+  with Live(model, "prefill", "decode", policy=Full()) as live:
+    app = rj.serve.app(live.router, trusted_template=True)
+    with engine(model) as made:
+      made.start()
+      one = rj.serve.app(made, trusted_template=True)
+      body = dict(max_tokens=24, temperature=1.0, n=2, logprobs=2)
+      want = choices(complete(one, **body))
+      assert choices(complete(app, **body)) == want
+      streamed = complete(app, **body, stream=True)
+      texts, _ = joined(streamed.events)
+      assert [texts[n] for n in range(2)] == [x["text"] for x in want]
+      body = dict(beams=3, n=2, temperature=0, max_tokens=8)
+      assert choices(complete(app, **body)) == choices(complete(one, **body))
+    answer = complete(app, prompt="x" * 100)
+    assert answer.status == 429 and answer.json["error"]["code"] == "rejected"
+    text = rj.serve.app(live.router).metrics.text(live.router.figures())
+    assert "ringjax_requests_rejected_total 1" in text
+
+    async def leaves():
+      body = dict(prompt="abc", max_tokens=150, stream=True)
+      wire = Wire(app, "/v1/completions", body)
+      task = asyncio.ensure_future(wire.run())
+      while not wire.data:
+        await asyncio.sleep(0.01)
+      wire.leave()
+      await task
+
+    before = live.engines[1].counters.cancelled
+    asyncio.run(leaves())
+    until(lambda: live.engines[1].counters.cancelled == before + 1)
+    live.idle()
