@@ -260,10 +260,7 @@ class SharedModel:
         parts[name] = ModulePart(
           spec=getattr(layer, name),
           tensors=self._parts(
-            by_layer[n][name],
-            f".{name}.",
-            self._mine(n, rank),
-            rank == owned[0],
+            by_layer[n][name], f".{name}.", mine, rank == owned[0]
           ),
         )
       found.append(parts)
